@@ -18,6 +18,13 @@ def mentions(*facts: object) -> str:
     return "(?s)^" + "".join(f"(?=.*{re.escape(str(fact))})" for fact in facts)
 
 
+def assert_mentions(text: str, *facts: object) -> None:
+    """Assert that a printed text has each of ``facts``."""
+    __tracebackhide__ = True
+    missing = [fact for fact in facts if str(fact) not in text]
+    assert not missing, f"{missing} missing in: {text}"
+
+
 def assert_raises(
     error: type[BaseException],
     message: str | tuple[object, ...],

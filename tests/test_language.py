@@ -29,7 +29,7 @@ RULES = {
     rf"(?<!here )(?<!here would )(?<!here will )(?<!here can )(?<!here must )(?<!here may )\b{_BE} no (?!longer\b|"
     r"(more|less|fewer|better|worse|larger|smaller|slower|faster|later|earlier) than)": "is not a",
     r"\b[Bb]ut for\b": "except",
-    r"(?<!stand )(?<!stands )(?<!leave )(?<!leaves )(?<!left )(?<!let )\b[Aa]lone\b": "only",
+    r"(?<!stand )(?<!stands )(?<!leave )(?<!leaves )(?<!left )(?<!let )\b[Aa]lone\b(?!\.\"$)": "only",
     r"\banew\b": "again, from scratch",
     r"\b[Mm]eanwhile\b": "while ..., at the same time",
     # 3. Possession and company.

@@ -1,6 +1,6 @@
 """Whet post-trains language models on the machine you have, and runs what comes out.
 
-The primitives and the engine are at top level and need only NumPy. Algorithms are imported from their own modules
+The primitives and the engine are at top level and depend only on NumPy. Algorithms are imported from their modules
 (``from whet.algorithms.grpo import GRPO``) and need the ``train`` extra.
 """
 
@@ -22,33 +22,33 @@ __version__ = "0.1.0"
 
 
 def isa() -> str:
-    """The instruction set that the kernels run on: "scalar", "avx2", "avx512", "avx512bf16" or "neon".
+    """Return the instruction set of the kernels: "scalar", "avx2", "avx512", "avx512bf16" or "neon".
 
-    The widest that this processor has, unless the environment variable WHET_ISA names another at start.
+    Default: the widest that this processor supports. The environment variable WHET_ISA selects another at start.
     """
     return _core.isa()
 
 
 def build_info() -> dict[str, str]:
-    """Build settings of the native core, and what it finds on this machine.
+    """Return build settings of the native core and properties of this machine.
 
-    ``compiler`` and its version, ``build_type`` ("Release" is optimised), ``instruction_sets`` that it holds and
-    ``usable_instruction_sets`` that this processor runs; both in words with a blank between, the preferred one first.
-    ``processors``: how many this process may use, by its affinity and by the CPU quota of its control groups (Docker's
-    ``--cpus``, Kubernetes' ``limits``), rounded down.
+    ``compiler`` with its version, ``build_type`` ("Release" is optimised), compiled ``instruction_sets`` and
+    ``usable_instruction_sets`` of this processor, both separated by spaces and ordered by preference. ``processors``:
+    number that this process may use, by its affinity and the CPU quota of its control groups (Docker's ``--cpus``,
+    Kubernetes' ``limits``), rounded down.
     """
     return _core.build_info()
 
 
 def get_num_threads() -> int:
-    """The number of threads that a native call may use, the calling one included."""
+    """Return the number of threads of a native call, including the calling thread."""
     return _core.num_threads()
 
 
 def set_num_threads(n: int) -> None:
-    """Sets the number of threads of native calls, for the whole process. Results do not depend on it.
+    """Set the number of threads of native calls, for the whole process. Results do not depend on it.
 
-    At start it is the environment variable WHET_NUM_THREADS, or else ``processors`` of ``build_info``.
+    Default: the environment variable WHET_NUM_THREADS, or ``processors`` of ``build_info``.
 
     Raises:
         WhetValueError: n is not in [1, 1024].
@@ -59,22 +59,22 @@ def set_num_threads(n: int) -> None:
     _core.set_num_threads(n)
 
 
-_LATER = {
+_LAZY = {
     "Engine": "whet.engine",
     "Completion": "whet.config.sampling",
     "SamplingParams": "whet.config.sampling",
     "StreamKey": "whet.config.sampling",
     "memory_report": "whet.memory",
 }
-"""Names that are imported when they are asked for."""
+"""Names that are imported on first access."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name not in _LAZY:
         raise AttributeError(f"module 'whet' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_LATER[name]), name)
+    return getattr(importlib.import_module(_LAZY[name]), name)
 
 
 __all__ = ["WhetError", "WhetTypeError", "WhetValueError", "build_info", "get_num_threads", "isa", "set_num_threads"]

@@ -1,4 +1,4 @@
-"""``python -m whet`` is ``whet``."""
+"""Entry point of ``python -m whet``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A tiny Llama with random weights and a tokenizer of bytes, saved as a Hugging Face folder, and data for it."""
+"""A tiny random Llama with a byte tokenizer, saved as a Hugging Face folder, and data for it."""
 
 import json
 import weakref
@@ -10,8 +10,8 @@ from whet import memory
 from whet.cli import main
 
 ROOT = Path(__file__).parents[2]
-ROWS = [{"prompt": f"say {letter}:", "completion": letter * 3, "answer": letter} for letter in "abcdefgh"]
-PAIRS = [{"prompt": f"say {letter}:", "chosen": letter * 2, "rejected": "z"} for letter in "abcdefgh"]
+ROWS = [{"prompt": f"spell {letter}:", "completion": letter * 3, "answer": letter} for letter in "abcdefgh"]
+PAIRS = [{"prompt": f"spell {letter}:", "chosen": letter * 2, "rejected": "z"} for letter in "abcdefgh"]
 
 LETTERS = """
 def share(completions, answer):
@@ -26,13 +26,13 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture
 def no_holders(monkeypatch):
-    """Memory that other tests still hold, in engines of their modules' fixtures, is not told."""
+    """Exclude memory of engines in fixtures of other modules from reports."""
     monkeypatch.setattr(memory, "_holders", weakref.WeakSet())
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """The folder: 2 layers, hidden 32, every byte a token, a chat template."""
+    """Folder of a model with 2 layers, hidden size 32, a token per byte, and a chat template."""
     import torch
     from tests.tiny import tiny_llama
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -65,7 +65,7 @@ def tiny_model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_gguf(tiny_model):
-    """The same model and tokenizer as a GGUF file, but that "qz" is a token, in place of the byte 0xAD."""
+    """GGUF file of the tiny model and its tokenizer, except that "qz" is a token instead of the byte 0xAD."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
@@ -73,7 +73,7 @@ def tiny_gguf(tiny_model):
 
 
 def write_tiny_gguf(model, folder, path, *types):
-    """A model's GGUF file at ``path``, with the tokenizer of ``folder``, but for that token."""
+    """Write a model as GGUF with the tokenizer of ``folder``, except that the last token is "qz"."""
     from tests.gguf_files import write_gguf
     from transformers import AutoTokenizer
 
@@ -107,7 +107,7 @@ def one_thread(monkeypatch):
 
 @pytest.fixture
 def files(tmp_path, tiny_model):
-    """Data, pairs, a reward function, and a function that gives a command's flags for a run called so."""
+    """Write rows, pairs and a reward function; return a function that makes the flags of a named run."""
 
     def flags(name, data="rows.jsonl", **settings):
         given = {"model": tiny_model, "data": tmp_path / data, "output_dir": tmp_path / name, "batch_size": 2}
@@ -128,7 +128,7 @@ def write_rows(path, rows):
 
 @pytest.fixture
 def error_of(capsys):
-    """Gives the one line with which a command refuses, next to warnings."""
+    """Return a function that runs a failing command and returns its error line; warnings are ignored."""
 
     def line(*argv):
         capsys.readouterr()

@@ -1,4 +1,4 @@
-"""``whet train`` of adapters on a packed base: what it takes and refuses, how it goes on, what others make of it."""
+"""``whet train`` of adapters on a packed base: settings, errors, resuming, and use by other commands."""
 
 import json
 import math
@@ -11,7 +11,7 @@ import torch
 from tests.cli.conftest import write_tiny_gguf
 from tests.gguf_files import Q8_0
 from tests.processes import WHET
-from tests.raising import assert_raises
+from tests.raising import assert_mentions, assert_raises
 from tests.tiny import with_lora
 from transformers import AutoModelForCausalLM
 
@@ -19,7 +19,7 @@ from whet import _core
 from whet.cli import main
 from whet.cli.adapters import plan_adapters
 from whet.cli.models import load_model
-from whet.cli.run_memory import fitting_settings, memory_of
+from whet.cli.run_memory import estimate_run_memory, suggest_settings
 from whet.cli.runs import GRPORun, SFTRun
 from whet.cli.settings import read_toml
 from whet.errors import WhetValueError
@@ -44,11 +44,11 @@ def adapter(folder):
     return (folder / "model" / "adapter_model.safetensors").read_bytes()
 
 
-# --- the base of a run ----------------------------------------------------------------------------------
+# --- base of a run --------------------------------------------------------------------------------------
 
 
-def test_a_base_is_decided_once_and_is_part_of_the_run(files, tiny_gguf, q8_gguf, capsys, error_of):
-    for name, model, asked, base, formats in (
+def test_base_is_resolved_once_and_is_part_of_the_run(files, tiny_gguf, q8_gguf, capsys, error_of):
+    for name, model, options, base, formats in (
         ("folder", {}, {}, NARROW, NARROW),
         ("exact", {}, {"compute": "float32"}, "float32", "float32"),
         ("floats", {"model": tiny_gguf}, {}, NARROW, NARROW),
@@ -56,7 +56,7 @@ def test_a_base_is_decided_once_and_is_part_of_the_run(files, tiny_gguf, q8_gguf
         ("other", {"model": q8_gguf}, {"base": "int4"}, "int4", "q8_0, int4"),
         ("none", {}, {"base": "none"}, "none", "in float32 on"),
     ):
-        argv = ["train", "sft", *files(name, steps=1, **model, **asked, **LORA)]
+        argv = ["train", "sft", *files(name, steps=1, **model, **options, **LORA)]
         capsys.readouterr()
         assert main(argv) == 0
         out = capsys.readouterr().out
@@ -66,17 +66,16 @@ def test_a_base_is_decided_once_and_is_part_of_the_run(files, tiny_gguf, q8_gguf
         assert (record is None) == (base == "none")
         assert record is None or record["formats"] == formats
         assert f"| Base packed in | {base} |" in (files.folder / name / "README.md").read_text() or base == "none"
-        assert main([*argv, "--steps=2"]) == 0 and "continuing from" in capsys.readouterr().out
+        assert main([*argv, "--steps=2"]) == 0 and "resuming from" in capsys.readouterr().out
     settings = {"steps": 3, **LORA}
     argv = ["train", "sft", *files("folder", **settings, base="q8_0")]
-    assert f"holds a run with base = '{NARROW}', and here it is 'q8_0'" in error_of(*argv)
+    assert_mentions(error_of(*argv), f"base = '{NARROW}'", "'q8_0'", "output_dir")
     config = files.folder / "folder" / "config.toml"
     config.write_text(config.read_text().replace(f'base = "{NARROW}"', 'base = "q8_0"'))
-    error = error_of(*argv)
-    assert f"was trained on a base in {NARROW} (" in error and "and this model is on a base in q8_0 (" in error
+    assert_mentions(error_of(*argv), f"base in {NARROW} (", "base in q8_0 (")
 
 
-def test_a_run_from_before_there_were_bases_goes_on_beside_floats(files):
+def test_run_from_before_packed_bases_resumes_on_float_weights(files):
     argv = ["train", "sft", *files("run", steps=1, **LORA)]
     assert main([*argv, "--base=none"]) == 0
     config = files.folder / "run" / "config.toml"
@@ -86,52 +85,51 @@ def test_a_run_from_before_there_were_bases_goes_on_beside_floats(files):
 
 
 @pytest.mark.parametrize(
-    ("settings", "why"),
+    ("settings", "reason"),
     [
         ({"dtype": "bfloat16"}, "dtype is 'bfloat16'"),
-        ({"modules_to_save": "lm_head"}, "lm_head in modules_to_save needs them"),
+        ({"modules_to_save": "lm_head"}, "lm_head in modules_to_save"),
     ],
 )
-def test_what_needs_float_weights_has_them_and_it_is_said(settings, why, files, capsys):
+def test_settings_that_need_float_weights_are_printed(settings, reason, files, capsys):
     assert main(["train", "sft", *files("run", steps=1, **LORA, **settings)]) == 0
-    assert f"adapters are trained beside float weights: {why}" in capsys.readouterr().out
+    assert_mentions(capsys.readouterr().out, "float weights", reason)
 
 
-def test_where_sampling_needs_float_weights(tiny_model):
+def test_sampling_settings_that_need_float_weights(tiny_model):
     source = open_pretrained(tiny_model)
 
     def plan(on_gpu=False, **settings):
         return plan_adapters(GRPORun(model=str(tiny_model), lora_rank=2, **settings), source, "here", on_gpu)
 
     assert plan().base == NARROW and plan(engine="torch", lora_layers=["embed_tokens"]).base == NARROW
-    assert plan(lora_layers=["embed_tokens"]).why_floats == "the engine merges adapters outside the layers into them"
-    assert plan(rollout_weights="int8").why_floats == "rollout_weights is 'int8'"
+    assert plan(lora_layers=["embed_tokens"]).floats_reason == "the engine merges adapters outside the layers into them"
+    assert plan(rollout_weights="int8").floats_reason == "rollout_weights is 'int8'"
     assert plan(on_gpu=True).base == "none"
-    assert plan(lora_layers=["lm_head"], base="q8_0").base == "q8_0"  # torch samples, which a warning tells
+    assert plan(lora_layers=["lm_head"], base="q8_0").base == "q8_0"  # torch samples, with a warning
     assert plan_adapters(SFTRun(lora_rank=2, lora_layers=["lm_head"]), source, "here").base == NARROW
 
 
-def test_more_than_plain_lora_is_for_float_weights(tiny_model, tmp_path):
+def test_dora_needs_float_weights(tiny_model, tmp_path):
     with_lora(AutoModelForCausalLM.from_pretrained(tiny_model), use_dora=True, r=2).save_pretrained(tmp_path)
     source, run = open_pretrained(tiny_model), SFTRun(model=str(tiny_model), adapter=str(tmp_path))
-    assert plan_adapters(run, source, "here").why_floats == "use_dora=True needs them"
+    assert "use_dora=True" in plan_adapters(run, source, "here").floats_reason
     run.base = "q8_0"
-    assert_raises(
-        WhetValueError, "base is 'q8_0', and use_dora=True needs float weights", plan_adapters, run, source, "here"
-    )
+    facts = "base is 'q8_0'", "use_dora=True", "float weights", "--base none"
+    assert_raises(WhetValueError, facts, plan_adapters, run, source, "here")
 
 
-def test_a_packed_model_has_no_floats_of_matrices(tiny_model, q8_gguf):
+def test_packed_model_has_no_float_matrices(tiny_model, q8_gguf):
     for path, base, formats in ((tiny_model, "int4", {"int4"}), (q8_gguf, "own", {"q8_0"})):
         model, tokenizer = load_model(str(path), "float32", base)
         assert all(p.ndim == 1 and not p.requires_grad for p in model.parameters())
         assert formats <= set(base_of(model).summary.split(", ")) and tokenizer("a")["input_ids"]
 
 
-# --- settings of adapters -------------------------------------------------------------------------------
+# --- adapter settings -----------------------------------------------------------------------------------
 
 
-def test_settings_are_pefts(files):
+def test_adapter_settings_reach_peft(files):
     settings = {
         **LORA, "lora_alpha": 5, "lora_dropout": 0.25, "lora_layers": "embed_tokens", "base": "q8_0",
         "modules_to_save": "model.norm",
@@ -148,44 +146,43 @@ def test_settings_are_pefts(files):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"lora_rank": 0, "base": "q8_0"}, "base is 'q8_0' and has no effect: lora_rank is 0, and every weight"),
-        ({"lora_rank": 0, "lora_dropout": 0.1}, "lora_dropout is 0.1 and has no effect: lora_rank is 0"),
-        ({"lora_rank": 0, "modules_to_save": "norm"}, "modules_to_save is ['norm'] and has no effect"),
-        ({"base": "q8_0", "dtype": "auto"}, "dtype is 'auto' and has no effect: base is the format of the weights"),
-        ({"lora_dropout": 0.1, "no_training_mode": None}, "training_mode is off, in which nothing is dropped"),
-        ({"adapter": "x"}, "lora_rank is 2 and has no effect: adapter names a folder that says it itself"),
-        ({"adapter": "x", "lora_rank": 0, "lora_alpha": 4}, "lora_alpha is 4 and has no effect: adapter names"),
-        ({"adapter": "x", "lora_rank": 0}, '"x": '),
-        ({"lora_rank": 17}, "model.layers.0.self_attn.k_proj is 16 x 32: its adapter has a rank of 16 at most. Pass"),
-        ({"lora_layers": "qproj"}, "lora_layers names 'qproj', and the model has no such module. Did you mean q_proj"),
-        ({"lora_layers": "norm"}, "lora_layers names model.norm, which is no matrix"),
-        ({"lora_layers": "c_attn"}, "has no such module. "),
-        ({"modules_to_save": "lm_haed"}, "names 'lm_haed', and the model has no such module. Did you mean lm_head"),
-        ({"modules_to_save": "q_proj"}, "q_proj is in modules_to_save, and has an adapter too"),
-        ({"modules_to_save": "lm_head", "base": "bf16"}, "base is 'bf16', and lm_head in modules_to_save needs float"),
-        ({"base": "q4_k"}, "blocks have 256 numbers, and the rows of the model's matrices have 32 and 64"),
-        ({"base": "q4_k"}, "Pass q5_0."),
-        ({"base": "q5_k_m"}, "none would be in it. Pass q5_1 or q8_0."),
-        ({"base": "own"}, "base is 'own', and the model is stored in floats"),
-        ({"base": "q8_0", "model": "nobody/nothing"}, "'nobody/nothing' is no folder or .gguf file of a model that"),
+        ({"lora_rank": 0, "base": "q8_0"}, ("base is 'q8_0'", "no effect", "lora_rank is 0")),
+        ({"lora_rank": 0, "lora_dropout": 0.1}, ("lora_dropout is 0.1", "no effect", "lora_rank is 0")),
+        ({"lora_rank": 0, "modules_to_save": "norm"}, ("modules_to_save is ['norm']", "no effect")),
+        ({"base": "q8_0", "dtype": "auto"}, ("dtype is 'auto'", "no effect", "base")),
+        ({"lora_dropout": 0.1, "no_training_mode": None}, ("lora_dropout is 0.1", "training_mode")),
+        ({"adapter": "x"}, ("lora_rank is 2", "no effect", "adapter")),
+        ({"adapter": "x", "lora_rank": 0, "lora_alpha": 4}, ("lora_alpha is 4", "no effect", "adapter")),
+        ({"adapter": "x", "lora_rank": 0}, ('"x": ',)),
+        ({"lora_rank": 17}, ("model.layers.0.self_attn.k_proj is 16 x 32", "rank", 16)),
+        ({"lora_layers": "qproj"}, ("lora_layers", "'qproj'", "Did you mean q_proj")),
+        ({"lora_layers": "norm"}, ("lora_layers", "model.norm", "matrix")),
+        ({"lora_layers": "c_attn"}, ("lora_layers", "'c_attn'", "q_proj")),
+        ({"modules_to_save": "lm_haed"}, ("'lm_haed'", "Did you mean lm_head")),
+        ({"modules_to_save": "q_proj"}, ("q_proj", "modules_to_save", "adapter")),
+        ({"modules_to_save": "lm_head", "base": "bf16"}, ("base is 'bf16'", "lm_head in modules_to_save", "float")),
+        ({"base": "q4_k"}, (256, "32 and 64", "q5_0")),
+        ({"base": "q5_k_m"}, ("q5_k_m", "Pass q5_1 or q8_0")),
+        ({"base": "own"}, ("base is 'own'", "bf16")),
+        ({"base": "q8_0", "model": "nobody/nothing"}, ("base is 'q8_0'", "'nobody/nothing'", ".gguf", "--base none")),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused_before_the_model_is_loaded(settings, expected, files, error_of, monkeypatch):
+def test_unfit_adapter_settings_are_rejected_before_loading(settings, expected, files, error_of, monkeypatch):
     monkeypatch.setattr("whet.cli.train.load_model", None)
     given = files("run", **{**LORA, **{name: value for name, value in settings.items() if value is not None}})
     flags = [f"--{name.replace('_', '-')}" for name, value in settings.items() if value is None]
-    assert expected in error_of("train", "sft", *given, *flags)
+    assert_mentions(error_of("train", "sft", *given, *flags), *expected)
 
 
-def test_formats_of_sampling_are_the_base_s(files, error_of):
+def test_packed_base_is_sampled_with_its_own_format(files, error_of):
     argv = ["train", "grpo", *files("run", **{**files.online, **LORA, "base": "q8_0", "rollout_weights": "int8"})]
-    assert "rollout_weights is 'int8' and has no effect: base is packed for sampling too" in error_of(*argv)
+    assert_mentions(error_of(*argv), "rollout_weights is 'int8'", "no effect", "base")
 
 
-# --- going on with adapters -----------------------------------------------------------------------------
+# --- training adapters further --------------------------------------------------------------------------
 
 
-def test_a_saved_adapter_goes_on(files, tiny_model, q8_gguf, error_of, monkeypatch):
+def test_saved_adapters_are_trained_further(files, tiny_model, q8_gguf, error_of, monkeypatch):
     first = {**LORA, "lora_alpha": 7, "model": q8_gguf, "lora_layers": "q_proj"}
     assert main(["train", "sft", *files("first", steps=2, **first)]) == 0
     folder = files.folder / "first" / "model"
@@ -202,18 +199,18 @@ def test_a_saved_adapter_goes_on(files, tiny_model, q8_gguf, error_of, monkeypat
     other.save_pretrained(shutil.copytree(tiny_model, files.folder / "other"))
     argv = ["train", "sft", *files("third", steps=1, **{**given, "model": files.folder / "other", "base": "q8_0"})]
     error = error_of(*argv)
-    assert "was trained on a base in q8_0 (" in error and "and this model is on a base in q8_0 (" in error
-    monkeypatch.setattr("whet.cli.train.load_model", None)  # the formats alone tell that these do not fit
-    for settings, message in (
-        ({"base": "int4"}, "was trained on a base in q8_0, and this one is in q8_0, int4"),
-        ({"base": "none"}, "was trained on a base in q8_0, and base is 'none'"),
-        ({"model": tiny_model}, "was trained on a base in q8_0, and this one is in bf16"),
+    assert str(folder) in error and error.count("base in q8_0 (") == 2
+    monkeypatch.setattr("whet.cli.train.load_model", None)  # comparing the formats suffices
+    for settings, facts in (
+        ({"base": "int4"}, ("q8_0", "q8_0, int4")),
+        ({"base": "none"}, ("q8_0", "base is 'none'")),
+        ({"model": tiny_model}, ("q8_0", "bf16")),
     ):
-        assert message in error_of("train", "sft", *files("third", steps=1, **{**given, **settings}))
+        assert_mentions(error_of("train", "sft", *files("third", steps=1, **{**given, **settings})), folder, *facts)
 
 
 @pytest.mark.parametrize("precompute", [False, True])
-def test_preferences_after_sft_begin_at_its_adapters(files, precompute):
+def test_dpo_of_sft_adapters_has_them_as_reference(files, precompute):
     assert main(["train", "sft", *files("sft", steps=3, **LORA)]) == 0
     given = {"adapter": files.folder / "sft" / "model", "data": "pairs.jsonl", "learning_rate": 1e-2}
     flags = ["--compute=float32", *(["--precompute-reference"] if precompute else [])]
@@ -227,7 +224,7 @@ def test_preferences_after_sft_begin_at_its_adapters(files, precompute):
     assert adapter(files.folder / "parts") == adapter(files.folder / "whole")
 
 
-def test_an_adapter_of_another_model_is_refused_before_it_is_loaded(files, tiny_model, error_of, monkeypatch):
+def test_adapters_of_another_model_are_rejected_before_loading(files, tiny_model, error_of, monkeypatch):
     assert main(["train", "sft", *files("run", steps=1, **LORA)]) == 0
     folder = files.folder / "run" / "model"
     smaller = shutil.copytree(tiny_model, files.folder / "smaller")
@@ -238,14 +235,13 @@ def test_an_adapter_of_another_model_is_refused_before_it_is_loaded(files, tiny_
     model.save_pretrained(smaller)
     monkeypatch.setattr("whet.cli.train.load_model", None)
     argv = ["train", "sft", *files("other", steps=1, adapter=folder, model=smaller)]
-    error = error_of(*argv)
-    assert "it is an adapter of another model: it has model.layers.1." in error
+    assert_mentions(error_of(*argv), folder, "another model", "model.layers.1.")
     assert f"--adapter {folder}" in error_of("train", "sft", *files("other", steps=1, model=folder, lora_rank=2))
     (folder / "adapter_model.safetensors").unlink()
-    assert "there is no adapter_model.safetensors" in error_of("train", "sft", *files("other", steps=1, adapter=folder))
+    assert_mentions(error_of("train", "sft", *files("other", steps=1, adapter=folder)), "adapter_model.safetensors")
 
 
-# --- to the bit -----------------------------------------------------------------------------------------
+# --- bitwise resume -------------------------------------------------------------------------------------
 
 KILLING = """
 import os, signal
@@ -266,7 +262,7 @@ trainer.Trainer.log = log
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo", "grpo", "online-dpo"])
-def test_a_killed_run_on_a_packed_base_ends_with_the_same_bits(method, files):
+def test_killed_run_on_a_packed_base_resumes_bitwise_identically(method, files):
     data = {"dpo": "pairs.jsonl"}.get(method, "rows.jsonl")
     settings = {**LORA, "base": "q8_0", "steps": 4, "checkpoint_every": 2}
     settings |= files.online if method in ("grpo", "online-dpo") else {}
@@ -285,25 +281,25 @@ def test_a_killed_run_on_a_packed_base_ends_with_the_same_bits(method, files):
         assert all(0 < row["sampler/logprob_difference"] < 0.5 and "sampler/importance_weight" in row for row in rows)
 
 
-# --- elsewhere ------------------------------------------------------------------------------------------
+# --- other commands -------------------------------------------------------------------------------------
 
 
-def test_other_commands_take_the_adapters_with_their_base(files, tiny_model, q8_gguf, capsys, error_of):
-    """The same text from the base and the adapters, from the folder of adapters, and from that of the run."""
+def test_other_commands_load_adapters_with_their_base(files, tiny_model, q8_gguf, capsys, error_of):
+    """The text is the same from the base with adapters, from the adapters' folder, and from the run's folder."""
     settings = {"steps": 4, "lora_rank": 2, "learning_rate": 0.3, "model": q8_gguf}
     assert main(["train", "sft", *files("run", **settings)]) == 0
     run = files.folder / "run"
-    prompt = ["--prompt=say a:", "--max-new-tokens=8", "--temperature=0", "--raw"]
+    prompt = ["--prompt=spell a:", "--max-new-tokens=8", "--temperature=0", "--raw"]
 
-    def said(*argv):
+    def generate(*argv):
         capsys.readouterr()
         assert main(["generate", *map(str, argv), *prompt]) == 0
         return capsys.readouterr().out
 
-    text = said(q8_gguf, "--adapter", run / "model")
-    assert text == said(run / "model") == said(run) == said(run, "--weights=q8_0") != said(q8_gguf)
+    text = generate(q8_gguf, "--adapter", run / "model")
+    assert text == generate(run / "model") == generate(run) == generate(run, "--weights=q8_0") != generate(q8_gguf)
     reward = f"--reward={files.folder / 'letters.py'}:share"
-    (files.folder / "one.jsonl").write_text('{"prompt": "say a:", "answer": "a"}\n')
+    (files.folder / "one.jsonl").write_text('{"prompt": "spell a:", "answer": "a"}\n')
     rows = f"--prompts={files.folder / 'one.jsonl'}"
     best_of_n = ["best-of-n", rows, reward, "--n=2", "--max-new-tokens=8", "--temperature=0.001"]
     capsys.readouterr()
@@ -311,23 +307,23 @@ def test_other_commands_take_the_adapters_with_their_base(files, tiny_model, q8_
     assert json.loads(capsys.readouterr().out)["completion"] == text.removesuffix("\n")
     assert main(["eval", str(run), str(q8_gguf), f"--data={files.folder / 'rows.jsonl'}", reward, "--raw"]) == 0
     assert "accuracy" in capsys.readouterr().out
-    for argv, message in (
-        ([q8_gguf, "--adapter", run / "model", "--weights=bf16"], "on a base in q8_0, and this one is in bf16"),
-        ([tiny_model, "--adapter", run / "model"], "on a base in q8_0, and this one is in bf16"),
-        ([run, "--adapter", run / "model"], "holds adapters, of"),
+    for argv, facts in (
+        ([q8_gguf, "--adapter", run / "model", "--weights=bf16"], ("base in q8_0", "bf16")),
+        ([tiny_model, "--adapter", run / "model"], ("base in q8_0", "bf16")),
+        ([run, "--adapter", run / "model"], ("adapters of", q8_gguf, "--adapter")),
     ):
-        assert message in error_of("generate", *argv, *prompt)
+        assert_mentions(error_of("generate", *argv, *prompt), *facts)
     assert f"--adapter {run / 'model'}" in error_of("train", "sft", *files("next", steps=1, model=run / "model"))
     config = run / "model" / "adapter_config.json"
     config.write_text(config.read_text().replace(str(q8_gguf), "/nowhere/model.gguf"))
-    assert "holds adapters of '/nowhere/model.gguf', which is not there" in error_of("generate", run, *prompt)
+    assert_mentions(error_of("generate", run, *prompt), "adapters of '/nowhere/model.gguf'", "--adapter")
 
 
-def test_adapters_of_a_float_base_go_with_any_format_that_is_named(files, tiny_model, q8_gguf, capsys):
+def test_adapters_of_a_float_base_run_on_any_format(files, tiny_model, q8_gguf, capsys):
     assert main(["train", "sft", *files("run", steps=1, **LORA)]) == 0
     folder = files.folder / "run" / "model"
     for argv in ([folder], [tiny_model, "--adapter", folder, "--weights=int8"], [q8_gguf, "--adapter", folder]):
-        assert main(["generate", *map(str, argv), "--prompt=say a:", "--max-new-tokens=4", "--raw"]) == 0
+        assert main(["generate", *map(str, argv), "--prompt=spell a:", "--max-new-tokens=4", "--raw"]) == 0
     argv = ["train", "sft", *files("next", steps=1, adapter=folder, base="q8_0")]
     assert main(argv) == 0 and "packed in q8_0" in capsys.readouterr().out
 
@@ -335,7 +331,7 @@ def test_adapters_of_a_float_base_go_with_any_format_that_is_named(files, tiny_m
 # --- memory ---------------------------------------------------------------------------------------------
 
 
-def test_the_prediction_knows_the_base(tiny_model, q8_gguf, capsys):
+def test_memory_prediction_includes_the_packed_base(tiny_model, q8_gguf, capsys):
     def parts(model, *argv):
         capsys.readouterr()
         assert main(["estimate", str(model), "--train=sft", "--lora-rank=2", "--json", *argv]) == 0
@@ -350,17 +346,17 @@ def test_the_prediction_knows_the_base(tiny_model, q8_gguf, capsys):
     assert floats["gradients"] == parts(tiny_model)["gradients"] + 4 * 258 * 32
     capsys.readouterr()
     assert main(["estimate", str(tiny_model), "--train=sft", "--lora-rank=2", "--base=q4_k"]) == 2
-    assert "whose blocks have 256 numbers" in capsys.readouterr().err
+    assert_mentions(capsys.readouterr().err, "q4_k", 256)
 
 
-def test_a_run_that_does_not_fit_is_told_the_base_that_would(tiny_model):
+def test_advice_for_a_run_out_of_memory_names_a_smaller_base(tiny_model):
     source, lengths = open_pretrained(tiny_model), Lengths(10, 10)
     run = SFTRun(model=str(tiny_model), lora_rank=2, base="bf16", max_tokens_per_step=256)
-    available = memory_of(SFTRun(lora_rank=2, base="q8_0"), source, lengths, interpreter=0).total
-    assert "With --base q8_0 it is" in fitting_settings(run, source, lengths, available, interpreter=0)
+    available = estimate_run_memory(SFTRun(lora_rank=2, base="q8_0"), source, lengths, interpreter=0).total
+    assert "With --base q8_0 " in suggest_settings(run, source, lengths, available, interpreter=0)
 
 
-def test_a_run_on_a_packed_base_holds_what_was_predicted(files, no_holders):
+def test_memory_of_a_packed_base_is_as_predicted(files, no_holders):
     settings = {**LORA, "base": "q8_0", "group_size": 2, "steps": 2}
     assert main(["train", "grpo", *files("run", **{**files.online, **settings})]) == 0
     figures = json.loads((files.folder / "run" / "memory.json").read_text())

@@ -1,4 +1,4 @@
-"""A checkpoint, and a run, in the place of a model."""
+"""Checkpoints and runs used as models."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(params=RUNS)
 def run(request, folder, tmp_path) -> Path:
-    """A run of two steps, with a checkpoint of each."""
+    """A run of two steps, with a checkpoint for each."""
     rows, out = tmp_path / "rows.jsonl", tmp_path / "run"
     write_rows(rows, ROWS)
     arguments = ["--model", str(folder), "--data", str(rows), "--output-dir", str(out), "--steps", "2"]
@@ -44,7 +44,7 @@ def run(request, folder, tmp_path) -> Path:
     return out
 
 
-def test_the_last_checkpoint_holds_what_the_run_left(run, tmp_path):
+def test_last_checkpoint_equals_the_model_of_the_run(run, tmp_path):
     unpacked = tmp_path / "unpacked"
     unpacked.mkdir()
     unpack_model(run / "checkpoints" / "step-000002", unpacked)
@@ -58,28 +58,28 @@ def test_the_last_checkpoint_holds_what_the_run_left(run, tmp_path):
 
 
 def read_sorted(path: Path) -> dict[str, Any]:
-    """A JSON object; lists, which PEFT writes in the order of a set, in their own."""
+    """Read a JSON object with sorted lists, which PEFT writes in set order."""
     content = json.loads(path.read_text())
     return {key: sorted(map(str, value)) if isinstance(value, list) else value for key, value in content.items()}
 
 
-def test_merge_takes_a_checkpoint(run, tmp_path):
-    """With the numbers of its step."""
+def test_merge_of_a_checkpoint(run, tmp_path):
+    """The merged weights are the checkpoint's, not the run's."""
     if (run / "model" / "config.json").is_file():
         pytest.skip("there are no adapters")
-    places = {"ended": run, "last": run / "checkpoints" / "step-000002", "first": run / "checkpoints" / "step-000001"}
-    for name, place in places.items():
-        assert main(["merge", str(place), str(tmp_path / name)]) == 0
-    right, last, first = (load_file(tmp_path / name / "model.safetensors") for name in places)
+    sources = {"ended": run, "last": run / "checkpoints" / "step-000002", "first": run / "checkpoints" / "step-000001"}
+    for name, source in sources.items():
+        assert main(["merge", str(source), str(tmp_path / name)]) == 0
+    right, last, first = (load_file(tmp_path / name / "model.safetensors") for name in sources)
     assert all(last[key].equal(right[key]) for key in right)
     assert not all(first[key].equal(right[key]) for key in right)
 
 
-def test_export_takes_a_checkpoint(run, tmp_path, capsys):
+def test_export_of_a_checkpoint(run, tmp_path, capsys):
     files = []
-    for name, place in {"ended": run, "last": run / "checkpoints" / "step-000002"}.items():
+    for name, source in {"ended": run, "last": run / "checkpoints" / "step-000002"}.items():
         files.append(tmp_path / f"{name}.gguf")
-        if main(["export", str(place), str(files[-1]), "--quantize", "f32"]):
+        if main(["export", str(source), str(files[-1]), "--quantize", "f32"]):
             assert "whet merge" in capsys.readouterr().err and "norm" in (run / "config.toml").read_text()
             return
     a, b = (read_gguf(path, "here").tensors for path in files)
@@ -87,10 +87,10 @@ def test_export_takes_a_checkpoint(run, tmp_path, capsys):
     assert all((a[key].tensor == b[key].tensor).all() for key in a)
 
 
-def test_a_run_that_has_not_ended_names_its_newest_checkpoint(run, tmp_path, capsys):
+def test_error_of_an_unfinished_run_names_its_newest_checkpoint(run, tmp_path, capsys):
     shutil.rmtree(run / "model")
     assert main(["merge", str(run), str(tmp_path / "out")]) == 2
     assert "checkpoints/step-000002" in capsys.readouterr().err
     shutil.rmtree(run / "checkpoints")
     assert main(["generate", str(run), "--prompt", "a"]) == 2
-    assert "has no checkpoint either" in capsys.readouterr().err
+    assert "no checkpoint" in capsys.readouterr().err

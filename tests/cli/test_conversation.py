@@ -1,4 +1,4 @@
-"""Conversations: what is sent to the model, what is computed of it, and what is kept of what it says."""
+"""Conversations: the prompts sent to the model, reuse of the KV cache, and the history of replies."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.raising import mentions
 from tests.tiny import tiny_llama
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from whet.cli.conversation import Conversation, Piece, Turn, tell_apart
+from whet.cli.conversation import Conversation, TextChunk, Turn, split_thinking
 from whet.config.sampling import SamplingParams
 from whet.data.rows import tokenize_completion
 from whet.engine import Engine, Token
@@ -59,21 +60,21 @@ def template(name: str) -> str:
     return (TEMPLATES / f"{name}.jinja").read_text()
 
 
-def talk(engine: Engine, tokenizer: Any, **options: Any) -> Conversation:
+def start_conversation(engine: Engine, tokenizer: Any, **options: Any) -> Conversation:
     sampling = SamplingParams(**{"max_new_tokens": 8, "stop_token_ids": [1], "seed": 3, **options.pop("sampling", {})})
     return Conversation(engine, tokenizer, sampling, **options)
 
 
-def say(turn: Turn) -> str:
-    return "".join(piece.text for piece in turn.pieces())
+def read_reply(turn: Turn) -> str:
+    return "".join(chunk.text for chunk in turn.chunks())
 
 
 def ids_of(tokenizer: Any, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def test_families_have_a_published_template():
-    # smollm3's says the date; phi and starcoder2 publish none; the others' are not at hand.
+def test_families_have_published_templates():
+    # smollm3's depends on the date; phi and starcoder2 publish none; the others are gated.
     assert set(FAMILIES) - set(FILES) == {
         "gemma2", "gemma3_text", "granite", "olmo2", "phi", "smollm3", "stablelm", "starcoder2"
     }  # fmt: skip
@@ -92,7 +93,7 @@ EXPECTED |= dict.fromkeys(("gptj", "gpt_neox"), EXPECTED["gpt2"])
 
 
 @pytest.mark.parametrize("family", FILES)
-def test_the_published_template_of_a_family_renders_as_transformers_renders_it(family, tokenizer):
+def test_published_templates_render_as_in_transformers(family, tokenizer):
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hi"},
@@ -110,20 +111,20 @@ def test_the_published_template_of_a_family_renders_as_transformers_renders_it(f
 
 @pytest.mark.parametrize("family", FILES)
 @pytest.mark.parametrize("system", ["", "Be brief."])
-def test_a_turn_in_a_familys_template_computes_what_is_new(family, system, engine, tokenizer):
+def test_turns_compute_only_new_tokens_in_each_template(family, system, engine, tokenizer):
     tokenizer.chat_template = template(FILES[family])
-    conversation = talk(engine, tokenizer, system=system, sampling={"seed": 5, "temperature": 0.3})
-    said: list[int] = []
+    conversation = start_conversation(engine, tokenizer, system=system, sampling={"seed": 5, "temperature": 0.3})
+    sequence: list[int] = []
     for text in ("Hi", "And why is that so?", "I see."):
         turn = conversation.ask(text)
-        prompt, _ = turn._prompt.ids, say(turn)
-        reply_ids = conversation._past.reply_ids
-        assert 0 not in reply_ids  # by this seed: a control token has no text, which the next prompt could repeat
-        if said and (family, system) == ("mistral", "Be brief."):  # which it moves to the last message
-            assert turn.n_reused == len(common_prefix(prompt, said))
-        elif said:
-            assert prompt[: len(said)] == said and turn.n_reused == len(said) - 1
-        said = [*prompt, *reply_ids]
+        prompt, _ = turn._prompt.ids, read_reply(turn)
+        reply_ids = conversation._history.reply_ids
+        assert 0 not in reply_ids  # with this seed: the next prompt could not repeat a control token, which has no text
+        if sequence and (family, system) == ("mistral", "Be brief."):  # the template moves it to the last message
+            assert turn.n_reused == len(common_prefix(prompt, sequence))
+        elif sequence:
+            assert prompt[: len(sequence)] == sequence and turn.n_reused == len(sequence) - 1
+        sequence = [*prompt, *reply_ids]
     roles = [message["role"] for message in conversation.messages]
     assert roles == ["system"] * bool(system) + ["user", "assistant"] * 3
 
@@ -132,43 +133,43 @@ def common_prefix(a: list[int], b: list[int]) -> list[int]:
     return a[: next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))]
 
 
-def test_a_reply_stays_as_it_was_drawn(engine, tokenizer):
-    """Bytes that are no UTF-8 are shown as U+FFFD, and are not tokenised from it."""
-    conversation = talk(engine, tokenizer, sampling={"max_new_tokens": 40, "temperature": 2.0})
+def test_prompts_contain_the_sampled_ids_of_replies(engine, tokenizer):
+    """Invalid UTF-8 is shown as U+FFFD, but not tokenised from it."""
+    conversation = start_conversation(engine, tokenizer, sampling={"max_new_tokens": 40, "temperature": 2.0})
     turn = conversation.ask("Hi")
-    assert "\ufffd" in say(turn)
-    reply_ids = list(conversation._past.reply_ids)
+    assert "\ufffd" in read_reply(turn)
+    reply_ids = list(conversation._history.reply_ids)
     assert reply_ids != ids_of(tokenizer, conversation.messages[-1]["content"])
     then = conversation.ask("And?")
     begin = turn._prompt.ids + reply_ids
     assert then._prompt.ids == begin + ids_of(tokenizer, "<eos><user>And?<eos><assistant>")
-    say(then)
+    read_reply(then)
     assert then.n_reused >= len(begin) - 1
 
 
-def test_a_template_that_strips_a_reply_makes_another_prompt(engine, tokenizer):
+def test_template_that_strips_replies_changes_the_prompt(engine, tokenizer):
     tokenizer.chat_template = (
         "{% for m in messages %}[{{ m.content | trim }}]{% endfor %}{% if add_generation_prompt %}>{% endif %}"
     )
-    conversation = talk(engine, tokenizer)
+    conversation = start_conversation(engine, tokenizer)
     turn = conversation.ask("Hi")
-    say(turn)
+    read_reply(turn)
     text = "  padded "
     conversation._end(turn, turn._prompt, ids_of(tokenizer, text), text)
     assert conversation.ask("And?")._prompt.ids == ids_of(tokenizer, "[Hi][padded][And?]>")
 
 
-def test_earlier_thinking_is_dropped_as_the_template_says(engine, tokenizer):
+def test_template_determines_whether_earlier_thinking_is_dropped(engine, tokenizer):
     for name, is_kept in (("Qwen-Qwen3-0.6B", False), ("HuggingFaceTB-SmolLM3-3B", True)):
         tokenizer.chat_template = template(name)
-        conversation = talk(engine, tokenizer, system="/think Be brief.")
+        conversation = start_conversation(engine, tokenizer, system="/think Be brief.")
         turn = conversation.ask("Hi")
-        say(turn)
+        read_reply(turn)
         conversation._end(turn, turn._prompt, ids_of(tokenizer, CLOSED), CLOSED)
         then = conversation.ask("And?")
         text = tokenizer.decode(then._prompt.ids)
         assert ("hm" in text) is is_kept and "yes<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>" in text
-        say(then)
+        read_reply(then)
         assert then.n_reused >= turn.n_prompt - 1
         row = conversation.row()
         assert row["messages"][2]["content"] == "yes"
@@ -176,16 +177,16 @@ def test_earlier_thinking_is_dropped_as_the_template_says(engine, tokenizer):
 
 
 @pytest.mark.parametrize("opened", [False, True])
-def test_other_tags_of_thinking(opened, engine, tokenizer):
+def test_other_thinking_tags(opened, engine, tokenizer):
     prefix = "" if opened else "<|START_THINKING|>"
     begin = "{% if add_generation_prompt %}<|START_THINKING|>{% endif %}" if opened else ""
     tokenizer.chat_template += f"{{# <|START_THINKING|> <|END_THINKING|> #}}{begin}"
-    conversation = talk(engine, tokenizer)
+    conversation = start_conversation(engine, tokenizer)
     assert conversation.tags == ("<|START_THINKING|>", "<|END_THINKING|>")
     turn = conversation.ask("Hi")
     assert bool(conversation._replies.opening_tag(turn._prompt.ids)) is opened
     texts = [f"{prefix}hm <|END", "_THINKING|>\n", "yes"]
-    assert list(tell_apart(texts, opened, conversation.tags)) == [Piece("hm ", True), Piece("yes", False)]
+    assert list(split_thinking(texts, opened, conversation.tags)) == [TextChunk("hm ", True), TextChunk("yes", False)]
     text = "<|START_THINKING|>hm<|END_THINKING|>yes"
     conversation._end(turn, turn._prompt, ids_of(tokenizer, text), text)
     assert conversation.row()["messages"][1]["content"] == "yes"
@@ -193,7 +194,7 @@ def test_other_tags_of_thinking(opened, engine, tokenizer):
 
 @pytest.mark.parametrize("size", [1, 3, 100])
 @pytest.mark.parametrize(
-    ("text", "is_open", "thought", "said"),
+    ("text", "is_open", "thinking", "answer"),
     [
         ("hello <think>no</think>", False, "", "hello <think>no</think>"),
         ("\n<think>a < b </ c\n</think>\n\n yes </think>", False, "a < b </ c\n", "yes </think>"),
@@ -207,27 +208,27 @@ def test_other_tags_of_thinking(opened, engine, tokenizer):
         ("<think>\n\n</think>\n\nyes", False, "\n\n", "yes"),
     ],
 )
-def test_thinking_is_told_from_what_is_said(size, text, is_open, thought, said):
-    pieces = list(tell_apart((text[i : i + size] for i in range(0, len(text), size)), is_open))
-    assert all(pieces) and all(piece.text for piece in pieces)
-    found = ["".join(piece.text for piece in pieces if piece.is_thinking is kind) for kind in (True, False)]
-    assert found == [thought, said]
-    assert [piece.is_thinking for piece in pieces] == sorted((piece.is_thinking for piece in pieces), reverse=True)
+def test_thinking_is_split_from_the_answer(size, text, is_open, thinking, answer):
+    chunks = list(split_thinking((text[i : i + size] for i in range(0, len(text), size)), is_open))
+    assert all(chunks) and all(chunk.text for chunk in chunks)
+    found = ["".join(chunk.text for chunk in chunks if chunk.is_thinking is kind) for kind in (True, False)]
+    assert found == [thinking, answer]
+    assert [chunk.is_thinking for chunk in chunks] == sorted((chunk.is_thinking for chunk in chunks), reverse=True)
 
 
-def test_pieces_come_as_soon_as_they_are_sure():
+def test_chunks_are_yielded_as_early_as_possible():
     texts = iter(["<think>", "one <", "/b", "</thi", "nk>", "\n", "two"])
-    pieces = tell_apart(texts)
-    assert next(pieces) == Piece("one ", True)
+    chunks = split_thinking(texts)
+    assert next(chunks) == TextChunk("one ", True)
     assert next(texts) == "/b"
-    assert [next(pieces), next(pieces)] == [Piece("<", True), Piece("two", False)]
+    assert [next(chunks), next(chunks)] == [TextChunk("<", True), TextChunk("two", False)]
 
 
-def test_tags_that_are_special_tokens_are_not_lost(engine, tokenizer):
+def test_thinking_tags_that_are_special_tokens(engine, tokenizer):
     opening, closing = ids_of(tokenizer, "ab")
 
     class Tagged:
-        """The tokenizer, but that the tags are two special tokens, which decoding leaves out."""
+        """The tokenizer with two special tokens as tags, which decoding skips."""
 
         chat_template = tokenizer.chat_template + "{% if add_generation_prompt %}<think>{% endif %}"
 
@@ -242,66 +243,66 @@ def test_tags_that_are_special_tokens_are_not_lost(engine, tokenizer):
             shown = [i for i in ids if not (skip_special_tokens and i in (opening, closing))]
             return tokenizer.decode(shown, skip_special_tokens=skip_special_tokens, **options)
 
-    conversation = talk(engine, Tagged())
+    conversation = start_conversation(engine, Tagged())
     ids = [opening, *ids_of(tokenizer, "xé"), closing, *ids_of(tokenizer, "z")]
     expected = ["<think>", "x", "é", "</think>", "z"]
     assert list(conversation.texts((Token(i, 0.0) for i in ids), conversation.sampling)) == expected
-    # With stop strings the engine tells the text, and of these tokens none.
+    # With stop strings the engine decodes the text, and special tokens have none.
     texts = ["", "x", "", "é", "", "z"]
     tokens = (Token(i, 0.0, text) for i, text in zip(ids, texts, strict=True))
     assert list(conversation.texts(tokens, dataclasses.replace(conversation.sampling, stop="!"))) == expected
 
 
-def test_a_reply_that_begins_inside_its_thinking(engine, tokenizer):
+def test_reply_that_begins_within_thinking(engine, tokenizer):
     tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
-    conversation = talk(engine, tokenizer)
+    conversation = start_conversation(engine, tokenizer)
     turn = conversation.ask("Hi")
-    assert {piece.is_thinking for piece in turn.pieces()} == {True}
+    assert {chunk.is_thinking for chunk in turn.chunks()} == {True}
     assert turn.finish_reason == "length" and not turn.is_kept and conversation.messages == ()
 
 
-def test_another_reply_has_another_key(engine, tokenizer):
-    conversation = talk(engine, tokenizer, sampling={"max_new_tokens": 30})
-    first = say(conversation.ask("Hi"))
+def test_regenerated_reply_has_another_seed(engine, tokenizer):
+    conversation = start_conversation(engine, tokenizer, sampling={"max_new_tokens": 30})
+    first = read_reply(conversation.ask("Hi"))
     turn = conversation.ask_again()
-    second = say(turn)
+    second = read_reply(turn)
     assert first != second and turn.n_reused == turn.n_prompt - 1
     assert [m["content"] for m in conversation.messages] == ["Hi", second]
-    again = talk(engine, tokenizer, sampling={"max_new_tokens": 30})
-    assert [say(again.ask("Hi")), say(again.ask_again())] == [first, second]
+    again = start_conversation(engine, tokenizer, sampling={"max_new_tokens": 30})
+    assert [read_reply(again.ask("Hi")), read_reply(again.ask_again())] == [first, second]
 
 
-def test_a_reply_that_is_left_early_stays_as_far_as_it_came(engine, tokenizer):
-    conversation = talk(engine, tokenizer, sampling={"max_new_tokens": 100})
-    with contextlib.closing((turn := conversation.ask("Hi")).pieces()) as pieces:
-        said = next(pieces).text + next(pieces).text
+def test_cancelled_reply_keeps_its_text(engine, tokenizer):
+    conversation = start_conversation(engine, tokenizer, sampling={"max_new_tokens": 100})
+    with contextlib.closing((turn := conversation.ask("Hi")).chunks()) as chunks:
+        text = next(chunks).text + next(chunks).text
     assert turn.finish_reason == "cancelled" and turn.is_kept
-    assert conversation.messages[-1] == {"role": "assistant", "content": said}
-    reply_ids = conversation._past.reply_ids
+    assert conversation.messages[-1] == {"role": "assistant", "content": text}
+    reply_ids = conversation._history.reply_ids
     then = conversation.ask("And?")
-    say(then)
+    read_reply(then)
     begin = [*turn._prompt.ids, *reply_ids]
     assert then._prompt.ids == begin + ids_of(tokenizer, "<eos><user>And?<eos><assistant>")
     assert then.n_reused == turn.n_prompt + len(reply_ids) - 1
 
 
-def test_a_reply_that_said_nothing_is_not_kept(engine, tokenizer):
-    conversation = talk(engine, tokenizer)
-    say(conversation.ask("Hi"))
+def test_empty_reply_is_discarded(engine, tokenizer):
+    conversation = start_conversation(engine, tokenizer)
+    read_reply(conversation.ask("Hi"))
     before = conversation.messages
     turn = conversation.ask("And?")
-    turn.pieces().close()  # before the first token
+    turn.chunks().close()  # before the first token
     assert conversation.messages == before and not turn.is_kept
-    say(conversation.ask_again())
+    read_reply(conversation.ask_again())
     assert [m["content"] for m in conversation.messages[::2]] == ["Hi", "And?"]
 
 
-def test_a_full_context_drops_the_oldest_turns_and_keeps_the_system_prompt(engine, tokenizer):
-    conversation = talk(engine, tokenizer, system="S", context=200)
+def test_full_context_drops_oldest_turns_but_not_the_system_prompt(engine, tokenizer):
+    conversation = start_conversation(engine, tokenizer, system="S", context=200)
     dropped, reused = [], []
     for i in range(12):
         turn = conversation.ask(f"message {i:02}")
-        say(turn)
+        read_reply(turn)
         dropped.append(turn.n_dropped)
         reused.append(turn.n_reused)
         assert turn.n_prompt + turn.n_tokens <= 200
@@ -309,46 +310,46 @@ def test_a_full_context_drops_the_oldest_turns_and_keeps_the_system_prompt(engin
         kept = [m["content"] for m in conversation.messages if m["role"] == "user"]
         assert kept == [f"message {j:02}" for j in range(sum(dropped), i + 1)]
     assert sum(dropped) > 3
-    # Several at once, so that the turns after it begin as it did.
+    # Several at once, so that the cache of the following turns stays valid.
     assert all(n == 0 for n, before in zip(dropped[1:], dropped, strict=False) if before)
-    with pytest.raises(WhetValueError, match=r"the message takes 22[0-9] tokens .* leaves 192\. Shorten it, or raise"):
+    with pytest.raises(WhetValueError, match=mentions("message", "tokens", 200, 192, "--context")):
         conversation.ask("x" * 200)
     assert kept == [m["content"] for m in conversation.messages if m["role"] == "user"]
 
 
-def test_a_reply_has_room_for_its_least_tokens(engine, tokenizer):
+def test_context_reserves_min_new_tokens(engine, tokenizer):
     sampling = {"max_new_tokens": 100, "min_new_tokens": 60}
-    conversation = talk(engine, tokenizer, context=120, sampling=sampling)
+    conversation = start_conversation(engine, tokenizer, context=120, sampling=sampling)
     for _ in range(4):
         turn = conversation.ask("Hi")
-        say(turn)
+        read_reply(turn)
         assert turn.n_tokens >= 60
-    with pytest.raises(WhetValueError, match=r"of a context of 120 a reply needs 60, which leaves 60\."):
+    with pytest.raises(WhetValueError, match=mentions("at most 60", 120, "60 are reserved", "--context")):
         conversation.ask("x" * 60)
 
 
-def test_a_conversation_starts_over(engine, tokenizer):
-    conversation = talk(engine, tokenizer, system="S")
-    say(conversation.ask("Hi"))
+def test_restart_clears_the_history(engine, tokenizer):
+    conversation = start_conversation(engine, tokenizer, system="S")
+    read_reply(conversation.ask("Hi"))
     assert conversation.last is not None
     conversation.restart()
-    assert conversation.last is None  # which is of no use beside another context
+    assert conversation.last is None  # statistics of the previous history
     assert conversation.messages == ({"role": "system", "content": "S"},) and conversation.system == "S"
     conversation.restart("T")
     assert conversation.system == "T"
     assert conversation.ask("Hi")._prompt.ids == ids_of(tokenizer, "<system>T<eos><user>Hi<eos><assistant>")
     conversation.restart("")
     assert conversation.messages == ()
-    with pytest.raises(WhetValueError, match="no message that could be answered again"):
+    with pytest.raises(WhetValueError, match=mentions("whet chat", "no message")):
         conversation.ask_again()
-    with pytest.raises(WhetValueError, match="no turn to save"):
+    with pytest.raises(WhetValueError, match=mentions("whet chat", "no turn")):
         conversation.row()
 
 
-def test_a_saved_conversation_is_a_row_to_train_on(engine, tokenizer):
-    conversation = talk(engine, tokenizer)
-    say(conversation.ask("Hi"))
-    say(conversation.ask("And?"))
+def test_saved_conversation_is_a_training_row(engine, tokenizer):
+    conversation = start_conversation(engine, tokenizer)
+    read_reply(conversation.ask("Hi"))
+    read_reply(conversation.ask("And?"))
     row = json.loads(json.dumps(conversation.row()))
     prompt, completion = tokenize_completion(row, tokenizer)
     text = conversation.messages[-1]["content"]
@@ -356,36 +357,39 @@ def test_a_saved_conversation_is_a_row_to_train_on(engine, tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("change", "options", "message"),
+    ("change", "options", "facts"),
     [
-        (None, {}, "no chat template.*Pass --chat-template with a Jinja file.*or --tokenizer with a folder"),
-        ("{% for m in messages[-1:] %}{{ m.content }}{% endfor %}", {"system": "S"}, "leaves the system prompt out"),
-        ("{{ raise_exception('no system') if messages[0].role == 'system' }}x", {"system": "S"}, "no system"),
-        ("{{ messages[9].role }}", {}, "cannot render"),
-        ("", {"context": 5000}, "no chat template"),
-        ("{{ messages[0].content }}", {"context": 5000}, "context is 5000 tokens, and the model's last position is 40"),
+        (None, {}, ("no chat template", "--chat-template", "Jinja", "--tokenizer")),
+        ("{% for m in messages[-1:] %}{{ m.content }}{% endfor %}", {"system": "S"}, ("template", "system prompt")),
+        ("{{ raise_exception('no system') if messages[0].role == 'system' }}x", {"system": "S"}, ("no system",)),
+        ("{{ messages[9].role }}", {}, ("template", "render")),
+        ("", {"context": 5000}, ("no chat template",)),
+        ("{{ messages[0].content }}", {"context": 5000}, ("context is 5000", "4096 tokens", "--context")),
     ],
 )
-def test_what_cannot_work_is_said_before_the_first_message(change, options, message, engine, tokenizer):
+def test_unusable_templates_and_contexts_are_errors_at_the_start(change, options, facts, engine, tokenizer):
     tokenizer.chat_template = change
-    with pytest.raises(WhetError, match=message):
-        talk(engine, tokenizer, **options)
+    with pytest.raises(WhetError, match=mentions(*facts)):
+        start_conversation(engine, tokenizer, **options)
 
 
-def test_the_same_reply_is_not_asked_for_twice(engine, tokenizer):
-    conversation = talk(engine, tokenizer, sampling={"temperature": 0.0})
-    say(conversation.ask("Hi"))
-    with pytest.raises(WhetValueError, match="temperature is 0, so the same reply would come again"):
+def test_regenerating_a_greedy_reply_is_an_error(engine, tokenizer):
+    conversation = start_conversation(engine, tokenizer, sampling={"temperature": 0.0})
+    read_reply(conversation.ask("Hi"))
+    with pytest.raises(WhetValueError, match=mentions("temperature is 0", "same reply")):
         conversation.ask_again()
 
 
-def test_all_of_an_engines_memory_is_context(model, engine, tokenizer):
-    """And no turn of a conversation that fills it lacks a page, or says anything else than with more memory."""
+def test_context_uses_all_memory_of_the_engine(model, engine, tokenizer):
+    """Turns that fill it never run out of pages, and give the same replies as with more memory."""
     with Engine.from_model(model, weights="float32", kv_bytes=6 * engine.memory["kv_page_bytes"]) as small:
-        conversation, other = talk(small, tokenizer), talk(engine, tokenizer, context=5 * 64)
+        conversation, other = (
+            start_conversation(small, tokenizer),
+            start_conversation(engine, tokenizer, context=5 * 64),
+        )
         assert conversation.context == other.context
         for n in (30, 100, 7, 150, 64, 20, 90):
-            assert say(conversation.ask("x" * n)) == say(other.ask("x" * n))
+            assert read_reply(conversation.ask("x" * n)) == read_reply(other.ask("x" * n))
         assert conversation.messages == other.messages and len(other.messages) < 14
-        with pytest.raises(WhetValueError, match=r"context is 4000 tokens, and the engine has memory for 320"):
-            talk(small, tokenizer, context=4000)
+        with pytest.raises(WhetValueError, match=mentions("context is 4000", "memory", "320 tokens")):
+            start_conversation(small, tokenizer, context=4000)

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 from tests.processes import WHET, printed_by
+from tests.raising import assert_mentions
 
-from whet.cli import main, without_collection
+from whet.cli import main, without_gc
 
 METHODS = ("sft", "dpo", "grpo", "online-dpo")
 
@@ -17,7 +18,7 @@ METHODS = ("sft", "dpo", "grpo", "online-dpo")
 @pytest.mark.parametrize(
     "code", ["import whet", "from whet.cli import main; main(['--help'])", "from whet.cli import main; main(['train'])"]
 )
-def test_import_and_help_are_quick_since_they_need_numpy_alone(code):
+def test_import_and_help_load_only_numpy(code):
     code = f"import sys; before = set(sys.modules); {code}; print(*set(sys.modules) - before)"
     modules = printed_by(code).splitlines()[-1].split()
     assert {name.split(".")[0] for name in modules} <= sys.stdlib_module_names | {"whet", "numpy"}
@@ -30,19 +31,19 @@ def test_a_run_without_adapters_does_not_import_peft(files):
     assert printed_by(code, "train", "sft", *files("run", steps=1)).splitlines()[-1] == "False"
 
 
-def test_garbage_is_looked_for_again_after_the_imports(files, error_of):
+def test_gc_is_enabled_again_after_imports(files, error_of):
     assert gc.isenabled()
     assert "cannot be loaded" in error_of("train", "sft", *files("run", model="tests")) and gc.isenabled()
     gc.disable()
     try:
-        with without_collection():
+        with without_gc():
             assert not gc.isenabled()
-        assert not gc.isenabled()  # as it was
+        assert not gc.isenabled()  # still disabled
     finally:
         gc.enable()
 
 
-def test_help_without_torch():
+def test_help_does_not_import_torch():
     code = (
         "import sys\nfrom whet.cli import main\ntry: main(sys.argv[1:])\n"
         "except SystemExit: print('torch' in sys.modules)"
@@ -84,30 +85,30 @@ def test_python_m_whet_is_whet(argv):
 
 
 def test_unknown_names(error_of):
-    assert error_of("trian") == "whet: there is no command 'trian'. Did you mean train?"
-    assert "there is no method 'gpro'. Did you mean grpo?" in error_of("train", "gpro")
-    assert "There are: sft, dpo, grpo, online-dpo." in error_of("train", "xyzzy")
+    assert_mentions(error_of("trian"), "whet: ", "'trian'", "Did you mean train?")
+    assert_mentions(error_of("train", "gpro"), "'gpro'", "Did you mean grpo?")
+    assert_mentions(error_of("train", "xyzzy"), "'xyzzy'", "sft, dpo, grpo, online-dpo")
 
 
 @pytest.mark.parametrize("package", ["tyro", "torch", "matplotlib"])
-def test_missing_package_is_one_line_with_the_mend(package, files, error_of, monkeypatch):
+def test_missing_package_is_one_line_with_the_pip_command(package, files, error_of, monkeypatch):
     with pytest.raises(SystemExit):
-        main(["train", "sft", "--help"])  # the first time that it is used, tyro imports what sys.modules names
+        main(["train", "sft", "--help"])  # on first use, tyro imports the modules that sys.modules names
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     error = error_of("train", "sft", *files("run", steps=1))
-    assert error == f"whet: whet train sft needs {package}. Install it with: pip install 'whet[train]'"
+    assert_mentions(error, "whet: whet train sft", package, "pip install 'whet[train]'")
 
 
 @pytest.mark.parametrize(("flag", "package"), [("--loggers=wandb", "wandb"), ("--lora-rank=1", "peft")])
-def test_missing_extra_is_found_before_the_work(flag, package, files, error_of, monkeypatch):
+def test_missing_extra_is_reported_before_the_run(flag, package, files, error_of, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     error = error_of("train", "sft", *files("run", steps=1), flag)
-    assert error == f"whet: whet train sft needs {package}. Install it with: pip install 'whet[{package}]'"
+    assert_mentions(error, "whet: whet train sft", f"pip install 'whet[{package}]'")
     assert not (files.folder / "run").exists()
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_reader_that_goes_away_is_no_traceback(unbuffered):
+def test_closed_pipe_prints_no_traceback(unbuffered):
     command = f"{sys.executable} -c 'import sys; from whet.cli import main; sys.exit(main())' --help"
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     pipe = ["bash", "-c", f"{command} | true; echo ${{PIPESTATUS[0]}}"]
@@ -118,23 +119,23 @@ def test_reader_that_goes_away_is_no_traceback(unbuffered):
 @pytest.mark.parametrize(
     ("closed", "argv", "status"), [("<&-", "chat MODEL", 0), (">&-", "--version", 0), ("2>&-", "trian", 2)]
 )
-def test_a_closed_stream_is_the_null_device(closed, argv, status, tiny_gguf):
+def test_closed_stream_is_the_null_device(closed, argv, status, tiny_gguf):
     command = f"{shlex.join(WHET)} {argv.replace('MODEL', str(tiny_gguf))} {closed}"
     run = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert (run.returncode, run.stdout, run.stderr) == (status, "", "")
 
 
 @pytest.mark.parametrize("argv", ["info {}", "generate {} --prompt x", "chat {}", "estimate {}"])
-def test_a_name_that_no_file_can_have_is_one_line(argv, capsys):
+def test_invalid_file_name_is_one_line(argv, capsys):
     assert main(argv.format("x" * 300).split()) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("whet: 'xxx") and line.endswith("File name too long. Name another place.")
+    assert line.startswith("whet: 'xxx") and "File name too long." in line
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")
 @pytest.mark.parametrize("argv", ["--help", "info {model}", "chat {model} --max-new-tokens 2"])
-def test_output_that_cannot_be_written_is_one_line(argv, tiny_gguf):
-    """Whether a line's end, the end of the command or the end of the process sends it."""
+def test_full_disk_behind_standard_output_is_one_line(argv, tiny_gguf):
+    """Whether a line end, the end of the command or the end of the process flushes it."""
     command = f"{shlex.join(WHET)} {argv.format(model=shlex.quote(str(tiny_gguf)))} > /dev/full"
     run = subprocess.run(["bash", "-c", command], input="hello\n", capture_output=True, text=True)
     assert run.returncode == 2
@@ -143,7 +144,7 @@ def test_output_that_cannot_be_written_is_one_line(argv, tiny_gguf):
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1:strict", "utf-8:strict"])
-def test_a_character_that_the_output_lacks_is_replaced(encoding, tiny_gguf, tmp_path):
+def test_unencodable_characters_are_replaced(encoding, tiny_gguf, tmp_path):
     (tmp_path / "модель\udcff.gguf").symlink_to(tiny_gguf)
     argv = [*WHET, "info", os.fsencode(tmp_path / "модель\udcff.gguf")]
     run = subprocess.run(argv, capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding})
@@ -154,22 +155,20 @@ def test_a_character_that_the_output_lacks_is_replaced(encoding, tiny_gguf, tmp_
     "error",
     [MemoryError("std::bad_alloc"), MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: no memory")],
 )
-def test_too_little_memory_is_one_line(error, error_of, monkeypatch):
+def test_out_of_memory_is_one_line(error, error_of, monkeypatch):
     def raise_error(argv):
         raise error
 
     monkeypatch.setattr("whet.cli._run", raise_error)
-    assert error_of("info", "x").startswith(
-        f"whet: there is not enough memory ({str(error) or 'MemoryError'}). Close other"
-    )
+    assert_mentions(error_of("info", "x"), f"({str(error) or 'MemoryError'})", "memory", "ulimit -v", "whet estimate")
 
 
 @pytest.mark.parametrize("variable", ["WHET_NUM_THREADS", "WHET_ISA"])
-def test_a_wrong_variable_is_one_line(variable, tiny_gguf):
+def test_invalid_environment_variable_is_one_line(variable, tiny_gguf):
     environment = {**os.environ, variable: "many"}
     run = subprocess.run([*WHET, "info", tiny_gguf], capture_output=True, text=True, env=environment)
     [line] = run.stderr.splitlines()
-    assert run.returncode == 2 and line.startswith(f"whet: {variable}=many is not ")
+    assert run.returncode == 2 and line.startswith(f"whet: {variable}=many ")
 
 
 def test_unexpected_errors_keep_their_traceback(files, monkeypatch):

@@ -1,4 +1,4 @@
-"""``whet merge`` and ``whet convert``: what their folders hold, and what they refuse."""
+"""``whet merge`` and ``whet convert``: the folders that they write, and errors."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from tests.engine.tiny_models import tiny_model
 from tests.models.test_export import N_ROWS, N_TOKENS, PRE_TOKENIZERS, make_texts, save
 from tests.models.tokenizers import vocab_files
+from tests.raising import assert_mentions
 from tests.tiny import with_lora
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -46,7 +47,7 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
-def test_a_file_becomes_a_folder_and_the_same_file_again(folder, dtype, tmp_path, capsys):
+def test_convert_and_export_round_trip(folder, dtype, tmp_path, capsys):
     first, second = tmp_path / "1.gguf", tmp_path / "2.gguf"
     half = {"f16": torch.float16, "bf16": torch.bfloat16}[dtype]
     AutoModelForCausalLM.from_pretrained(folder, dtype=half).save_pretrained(tmp_path / "half")
@@ -65,7 +66,7 @@ def test_a_file_becomes_a_folder_and_the_same_file_again(folder, dtype, tmp_path
     assert all(ours.encode(text) == again.encode(text) for text in make_texts(300, seed=1))
 
 
-def test_adapters_are_merged_as_peft_merges_them(folder, tmp_path):
+def test_merged_weights_equal_pefts(folder, tmp_path):
     adapted = adapters_of(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "lora", folder.name == "gpt2")
     expected = adapted.merge_and_unload().state_dict()
     assert main(["merge", str(folder), str(tmp_path / "a"), "--adapter", str(tmp_path / "lora")]) == 0
@@ -79,7 +80,7 @@ def test_adapters_are_merged_as_peft_merges_them(folder, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["merge", "convert"])
-def test_a_folder_that_is_another_model_is_removed(command, folder, tmp_path, capsys, monkeypatch):
+def test_folder_with_wrong_logprobs_is_removed(command, folder, tmp_path, capsys, monkeypatch):
     def save_other(module, path, **options):
         module.get_input_embeddings().weight.data.neg_()
         save_pretrained(module, path, **options)
@@ -93,11 +94,11 @@ def test_a_folder_that_is_another_model_is_removed(command, folder, tmp_path, ca
         command
     ]
     assert main([command, *given, str(tmp_path / "out")]) == 2
-    assert "what was written is not this model" in capsys.readouterr().err
+    assert_mentions(capsys.readouterr().err, f"whet {command}", "is not this model")
     assert not (tmp_path / "out").exists()
 
 
-def test_adapters_of_a_quantised_base_are_merged_into_its_numbers(folder, tmp_path):
+def test_adapters_of_a_quantised_base_are_merged_into_its_dequantised_weights(folder, tmp_path):
     base = pack_base(open_pretrained(folder), weights="q4_0")
     names = ["c_fc"] if folder.name == "gpt2" else ["down_proj"]
     adapted = peft.get_peft_model(frozen_model(folder, base), peft.LoraConfig(r=2, target_modules=names))
@@ -116,8 +117,8 @@ def test_adapters_of_a_quantised_base_are_merged_into_its_numbers(folder, tmp_pa
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings", "ignore:Setting `save_embedding_layers`")
 @pytest.mark.parametrize("target", ["head", "embedding", "both"])
-def test_adapters_of_a_tied_head_or_embedding_change_only_what_they_are_of(folder, target, tmp_path):
-    """Merged, and as the commands load a folder of adapters, the model computes what PEFT does."""
+def test_merging_adapters_of_a_tied_head_or_embedding_unties_them(folder, target, tmp_path):
+    """The merged folder and the loaded folder of adapters have PEFT's logits."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.config.tie_word_embeddings = True
     model.tie_weights()
@@ -143,30 +144,31 @@ def test_adapters_of_a_tied_head_or_embedding_change_only_what_they_are_of(folde
             torch.testing.assert_close(found(ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_without_peft_its_extra_is_named(folder, tmp_path, capsys, monkeypatch):
+def test_missing_peft_names_its_extra(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     assert main(["merge", str(folder), str(tmp_path / "new"), "--adapter", str(tmp_path)]) == 2
-    assert "needs peft. Install it with: pip install 'whet[peft]'" in capsys.readouterr().err
+    assert_mentions(capsys.readouterr().err, "peft", "pip install 'whet[peft]'")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "facts"),
     [
-        (["merge", "{folder}", "{out}/new"], "holds no adapters. Name them with --adapter FOLDER"),
-        (["merge", "{folder}", "{folder}", "--adapter", "{out}"], "is there already"),
-        (["merge", "{folder}", "{out}/no/new", "--adapter", "{out}"], "there is no folder"),
-        (["merge", "{folder}", "{out}/new", "--adapter", "{out}"], "does not fit"),
-        (["merge", "{out}/none", "{out}/new", "--adapter", "{out}"], "Pass a model's folder or its .gguf file"),
-        (["convert", "{folder}", "{out}/new"], "is a folder. Name a .gguf file"),
-        (["convert", "{out}/cut.gguf", "{out}/new"], "cut short"),
+        (["merge", "{folder}", "{out}/new"], ("{folder}", "no adapters", "--adapter")),
+        (["merge", "{folder}", "{folder}", "--adapter", "{out}"], ("{folder}", "exists", "--overwrite")),
+        (["merge", "{folder}", "{out}/no/new", "--adapter", "{out}"], ("folder", "{out}/no")),
+        (["merge", "{folder}", "{out}/new", "--adapter", "{out}"], ("{out}", "does not fit", "{folder}")),
+        (["merge", "{out}/none", "{out}/new", "--adapter", "{out}"], ("{out}/none", "folder", ".gguf")),
+        (["convert", "{folder}", "{out}/new"], ("{folder}", "is a folder", ".gguf")),
+        (["convert", "{out}/cut.gguf", "{out}/new"], ("{out}/cut.gguf", "byte")),
     ],
 )
-def test_one_line_for_what_is_wrong(arguments, message, folder, tmp_path, capsys):
+def test_errors_are_one_line_and_leave_no_files(arguments, facts, folder, tmp_path, capsys):
     assert main(["export", str(folder), str(tmp_path / "whole.gguf")]) == 0
     (tmp_path / "cut.gguf").write_bytes((tmp_path / "whole.gguf").read_bytes()[:-64])
     names = {path.name for path in tmp_path.iterdir()}
     capsys.readouterr()
     assert main([argument.format(folder=folder, out=tmp_path) for argument in arguments]) == 2
     error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    assert error.count("\n") == 1
+    assert_mentions(error, *(fact.format(folder=folder, out=tmp_path) for fact in facts))
     assert {path.name for path in tmp_path.iterdir()} == names

@@ -1,4 +1,4 @@
-"""Ollama's TEMPLATE: the text of a chat template that is a plain concatenation, and none of others."""
+"""Ollama's TEMPLATE, which is only written for chat templates that are plain concatenations."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from tests.models.tokenizers import vocab_files
+from tests.raising import assert_mentions
 
-from whet.cli.modelfile import modelfile, read_concatenation
+from whet.cli.modelfile import parse_template, render_modelfile
 from whet.models.tokenizers import read_tokenizer
 from whet.models.tokenizers.pre_tokenizers import PRE_TOKENIZERS
 
@@ -73,16 +74,16 @@ def tokenizer_of(metadata: dict[str, Any], template: str | None, **keys: Any) ->
         ),
     ],
 )
-def test_a_plain_concatenation_in_ollamas_words(template, expected, metadata):
-    text, lack = modelfile(Path("m.gguf"), tokenizer_of(metadata, template, add_bos_token=True))
-    assert text.startswith(f"FROM ./m.gguf\n{expected}PARAMETER stop ") and not lack
+def test_plain_concatenations_as_go_templates(template, expected, metadata):
+    text, limitation = render_modelfile(Path("m.gguf"), tokenizer_of(metadata, template, add_bos_token=True))
+    assert text.startswith(f"FROM ./m.gguf\n{expected}PARAMETER stop ") and not limitation
 
 
-def test_a_system_message_that_is_there_by_default(metadata):
+def test_default_system_message(metadata):
     tokenizer = tokenizer_of(metadata, SMOLLM)
-    assert '"""\nSYSTEM """Be kind"""\nPARAMETER' in modelfile(Path("m.gguf"), tokenizer)[0]
-    found = read_concatenation(tokenizer)
-    assert found is not None and found.system == ("<|im_start|>system\n", "<|im_end|>\n")
+    assert '"""\nSYSTEM """Be kind"""\nPARAMETER' in render_modelfile(Path("m.gguf"), tokenizer)[0]
+    template = parse_template(tokenizer)
+    assert template is not None and template.system == ("<|im_start|>system\n", "<|im_end|>\n")
 
 
 @pytest.mark.parametrize(
@@ -96,17 +97,18 @@ def test_a_system_message_that_is_there_by_default(metadata):
         LLAMA.replace("bos_token", "'first'"),
     ],
 )
-def test_what_is_more_than_that_is_left_out_with_a_line(template, metadata):
-    text, lack = modelfile(Path("m.gguf"), tokenizer_of(metadata, template))
-    assert "TEMPLATE" not in text and lack.startswith("the chat template is more than a text before and behind")
+def test_other_templates_are_omitted_with_a_note(template, metadata):
+    text, limitation = render_modelfile(Path("m.gguf"), tokenizer_of(metadata, template))
+    assert "TEMPLATE" not in text
+    assert_mentions(limitation, "chat template", "Modelfile has no TEMPLATE", "Ollama")
 
 
-def test_eos_behind_a_conversation_is_no_part_of_a_message(metadata):
-    assert read_concatenation(tokenizer_of(metadata, PHI)) == read_concatenation(tokenizer_of(metadata, PLAIN))
+def test_eos_after_a_conversation_is_not_part_of_a_message(metadata):
+    assert parse_template(tokenizer_of(metadata, PHI)) == parse_template(tokenizer_of(metadata, PLAIN))
 
 
 def test_without_a_chat_template(metadata):
-    assert modelfile(Path("m.gguf"), tokenizer_of(metadata, None)) == (
+    assert render_modelfile(Path("m.gguf"), tokenizer_of(metadata, None)) == (
         'FROM ./m.gguf\nPARAMETER stop "<|im_end|>"\n',
         "",
     )

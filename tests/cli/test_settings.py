@@ -1,6 +1,7 @@
-"""Defaults < config file < flags, and what mistakes in either are answered with."""
+"""Settings from defaults, config files and flags, and errors in them."""
 
 import pytest
+from tests.raising import assert_mentions
 
 from whet.cli import main
 from whet.cli.eval import EvalConfig
@@ -10,7 +11,7 @@ from whet.cli.settings import parse, parse_flags, read_toml, write_toml
 from whet.config import DPOConfig
 
 
-def test_defaults_then_file_then_flags(files):
+def test_flags_override_the_file_and_the_file_overrides_defaults(files):
     write_toml(files.folder / "c.toml", {"steps": 2, "learning_rate": 0.5, "beta": 0.25, "max_grad_norm": 2})
     argv = ["train", "dpo", "--learning-rate", "1e-3", str(files.folder / "c.toml"), *files("run", "pairs.jsonl")]
     assert main(argv) == 0
@@ -22,44 +23,45 @@ def test_defaults_then_file_then_flags(files):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("learning_rte = 1e-3", "unknown setting 'learning_rte'. Did you mean learning_rate?"),
-        ("[grpo]\nsteps = 3", "unknown setting 'grpo'."),
-        ('learning_rate = "1e-3"', "learning_rate is '1e-3', expected float."),
-        ("lora_layers = 'q_proj'", "lora_layers is 'q_proj', expected a list of str values."),
-        ("loss_type = 'ppo'", "loss_type is 'ppo', expected one of 'grpo', "),
-        ("group_size = 0", "group_size is 0, expected an integer >= 2: "),
-        ("eval_temperature = inf", "eval_temperature is inf, expected a finite number >= 0"),
-        ("checkpoint_every = 0", "checkpoint_every is 0, expected an integer >= 1"),
-        ("steps = ", "not TOML: "),
+        ("learning_rte = 1e-3", ("'learning_rte'", "Did you mean learning_rate?")),
+        ("[grpo]\nsteps = 3", ("'grpo'",)),
+        ('learning_rate = "1e-3"', ("learning_rate is '1e-3'", "float")),
+        ("lora_layers = 'q_proj'", ("lora_layers is 'q_proj'", "list of str")),
+        ("loss_type = 'ppo'", ("loss_type is 'ppo'", "'grpo'")),
+        ("group_size = 0", ("group_size is 0", ">= 2")),
+        ("eval_temperature = inf", ("eval_temperature is inf", "finite", ">= 0")),
+        ("checkpoint_every = 0", ("checkpoint_every is 0", ">= 1")),
+        ("steps = ", ("not TOML: ",)),
     ],
 )
-def test_mistakes_in_a_file_are_named(text, expected, tmp_path, error_of):
+def test_errors_in_a_file_are_named(text, expected, tmp_path, error_of):
     file = tmp_path / "bad.toml"
     file.write_text(text)
     error = error_of("train", "grpo", file)
-    assert error.startswith(f"whet: {file}: {expected}")
+    assert error.startswith(f"whet: {file}: ")
+    assert_mentions(error, *expected)
 
 
-def test_other_mistakes_with_files(tmp_path, error_of):
-    assert f"{tmp_path}/no.toml: there is no such config file" in error_of("train", "sft", tmp_path / "no.toml")
-    assert "two config files, a.toml and b.toml" in error_of("train", "sft", "a.toml", "b.toml")
+def test_missing_and_repeated_files_are_named(tmp_path, error_of):
+    assert_mentions(error_of("train", "sft", tmp_path / "no.toml"), f"{tmp_path}/no.toml", "config file")
+    assert_mentions(error_of("train", "sft", "a.toml", "b.toml"), "two config files", "a.toml", "b.toml")
 
 
 @pytest.mark.parametrize("flag", ["--task", "--reward", "--lora-layers", "--stop_token_ids"])
-def test_flags_of_several_values_are_given_once(flag, error_of):
+def test_flags_with_several_values_cannot_be_repeated(flag, error_of):
     name = flag.replace("_", "-")
-    expected = f"whet train grpo: {name} is there twice. Name all its values after one: {name} A B."
-    assert error_of("train", "grpo", "--model", "m", flag, "1", "2", f"{flag}=3").strip().endswith(expected)
+    error = error_of("train", "grpo", "--model", "m", flag, "1", "2", f"{flag}=3")
+    assert_mentions(error, "whet train grpo", f"{name} is repeated", f"{name} A B.")
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "eval"])
 @pytest.mark.parametrize("flag", ["--stop", "--logit-bias"])
-def test_flags_of_several_values_are_given_once_to_commands_without_a_file(command, flag, error_of):
+def test_flags_with_several_values_cannot_be_repeated_without_a_file(command, flag, error_of):
     error = error_of(command, "m", flag, "1", "2", flag, "3", "4")
-    assert f"whet {command}: {flag} is there twice. Name all its values after one: {flag} A B." in error
+    assert_mentions(error, f"whet {command}", f"{flag} is repeated", f"{flag} A B.")
 
 
-def test_a_table_of_a_file_is_one_flag(tmp_path, capsys):
+def test_table_of_a_file_is_one_flag(tmp_path, capsys):
     file = tmp_path / "c.toml"
     file.write_text('model = "m"\n[logit_bias]\n5 = 1.5\n7 = -2\n')
 
@@ -67,7 +69,7 @@ def test_a_table_of_a_file_is_one_flag(tmp_path, capsys):
         return parse(GRPORun, [str(file), *flags], "whet train grpo", "").logit_bias
 
     assert bias() == bias("--steps", "3") == {5: 1.5, 7: -2}
-    assert bias("--logit-bias", "5", "3", "9", "-1") == {5: 3.0, 9: -1.0}  # all of the table, as of a list
+    assert bias("--logit-bias", "5", "3", "9", "-1") == {5: 3.0, 9: -1.0}  # replaces the table, like a list
     for words, expected in (
         (["5"], "expected pairs of a key and its value"),
         (["5", "1", "5", "2"], "each key once, not '5 1 5 2'"),
@@ -95,7 +97,7 @@ def test_columns_are_pairs_with_equals_signs(tmp_path):
     assert columns(str(file), "--columns", "prompt=question", "completion=answer") == expected
 
 
-def test_a_path_begins_at_home_in_files_and_flags(tmp_path, monkeypatch):
+def test_tilde_in_paths_of_files_and_flags(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     file = tmp_path / "c.toml"
     settings = {"model": "~/m", "data": "~/a.jsonl", "output_dir": "~/run", "adapter": "~", "preference": "~/j.py:f"}
@@ -106,13 +108,13 @@ def test_a_path_begins_at_home_in_files_and_flags(tmp_path, monkeypatch):
     assert (run.reward, run.task, run.stop) == (["/home/me/r.py:f"], ["/home/me/t.py:T"], ["~/"])
     assert parse(DPORun, ["--output-dir=~/x"], "whet train dpo", "").output_dir == "/home/me/x"
     assert DPOConfig(precompute_reference=True, reference_cache="~/cache").reference_cache == "/home/me/cache"
-    asked = parse_flags(EvalConfig, ["~/m", "--out=~/o.json", "--data=~/a.csv", "--chat-template=~/t"], "whet eval")
-    assert (asked.out, asked.data, asked.chat_template) == ("/home/me/o.json", ["/home/me/a.csv"], "/home/me/t")
-    asked = parse_flags(ExportConfig, ["~/m", "~/m.gguf", "--adapter=~/a"], "whet export")
-    assert (asked.model, asked.output, asked.adapter) == ("/home/me/m", "/home/me/m.gguf", "/home/me/a")
+    options = parse_flags(EvalConfig, ["~/m", "--out=~/o.json", "--data=~/a.csv", "--chat-template=~/t"], "whet eval")
+    assert (options.out, options.data, options.chat_template) == ("/home/me/o.json", ["/home/me/a.csv"], "/home/me/t")
+    options = parse_flags(ExportConfig, ["~/m", "~/m.gguf", "--adapter=~/a"], "whet export")
+    assert (options.model, options.output, options.adapter) == ("/home/me/m", "/home/me/m.gguf", "/home/me/a")
 
 
-def test_a_file_that_windows_wrote(tmp_path):
+def test_file_with_byte_order_mark_and_crlf(tmp_path):
     (tmp_path / "c.toml").write_bytes(b"\xef\xbb\xbfmodel = 'm'\r\nsteps = 3\r\n")
     assert read_toml(tmp_path / "c.toml") == {"model": "m", "steps": 3}
 
@@ -122,13 +124,13 @@ def test_a_file_that_windows_wrote(tmp_path):
     [
         (["--learning-rte", "1"], "--learning-rate"),
         (["--learning-rate", "fast"], "could not convert string to float: 'fast'"),
-        (["--learning-rate", "-1"], "learning_rate is -1.0, expected a finite number >= 0"),
-        (["--seed", "-1"], "seed is -1, expected an integer from 0 to 2^64 - 1"),
-        (["--steps", "-1"], "steps is -1, expected an integer >= 0"),
+        (["--learning-rate", "-1"], "learning_rate is -1.0"),
+        (["--seed", "-1"], "seed is -1"),
+        (["--steps", "-1"], "steps is -1"),
         (["config.tml"], "config.tml"),
     ],
 )
-def test_mistakes_in_flags_are_named(flags, expected, capsys):
+def test_errors_in_flags_are_named(flags, expected, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["train", "sft", *flags])
     text = " ".join(capsys.readouterr().err.replace("│", " ").split())
@@ -138,31 +140,23 @@ def test_mistakes_in_flags_are_named(flags, expected, capsys):
 @pytest.mark.parametrize(
     ("method", "settings", "expected"),
     [
-        ("sft", {"lora_alpha": 8}, "SFTRun: lora_alpha is 8 and has no effect: lora_rank is 0"),
-        ("sft", {"lora_layers": "q_proj"}, "lora_layers is ['q_proj'] and has no effect: lora_rank is 0"),
-        ("sft", {"eval_every": 5}, "eval_every is 5 and has no effect: there is no eval_data. Leave it at 100."),
-        ("sft", {"wandb_project": "mine"}, "wandb_project is 'mine' and has no effect: 'wandb' is not among loggers"),
-        (
-            "grpo",
-            {"reward": "a.b:c", "eval_temperature": 0.5},
-            "eval_temperature is 0.5 and has no effect: there is no",
-        ),
-        ("online-dpo", {"preference": "a.b:c", "reward": "a.b:c"}, "reward is ['a.b:c'] and has no effect: preference"),
-        (
-            "online-dpo",
-            {"preference": "a.b:c", "reward_policy": "skip"},
-            "reward_policy is 'skip' and has no effect: pref",
-        ),
+        ("sft", {"lora_alpha": 8}, ("SFTRun", "lora_alpha is 8", "lora_rank is 0")),
+        ("sft", {"lora_layers": "q_proj"}, ("lora_layers is ['q_proj']", "lora_rank is 0")),
+        ("sft", {"eval_every": 5}, ("eval_every is 5", "eval_data", 100)),
+        ("sft", {"wandb_project": "mine"}, ("wandb_project is 'mine'", "loggers")),
+        ("grpo", {"reward": "a.b:c", "eval_temperature": 0.5}, ("eval_temperature is 0.5", "eval_data")),
+        ("online-dpo", {"preference": "a.b:c", "reward": "a.b:c"}, ("reward is ['a.b:c']", "preference")),
+        ("online-dpo", {"preference": "a.b:c", "reward_policy": "skip"}, ("reward_policy is 'skip'", "preference")),
     ],
 )
-def test_settings_without_effect_are_refused(method, settings, expected, files, error_of):
-    assert expected in error_of("train", method, *files("run", **settings))
+def test_ineffective_settings_are_rejected(method, settings, expected, files, error_of):
+    assert_mentions(error_of("train", method, *files("run", **settings)), "no effect", *expected)
 
 
-def test_a_logger_is_named_once(files, tmp_path, error_of):
+def test_repeated_logger_is_rejected(files, tmp_path, error_of):
     path = tmp_path / "run.toml"
     path.write_text('loggers = ["csv", "csv"]\n')
-    assert "loggers is ['csv', 'csv'], expected each of them once" in error_of("train", "sft", path, *files("run"))
+    assert_mentions(error_of("train", "sft", path, *files("run")), "loggers is ['csv', 'csv']", "once")
 
 
 def test_toml_round_trip(tmp_path):
@@ -170,5 +164,5 @@ def test_toml_round_trip(tmp_path):
         "text": 'quote " slash \\ line\n tab\t del\x7f é 🎈', "empty": "", "yes": True, "n": -3, "small": 1e-30,
         "infinite": float("inf"), "names": ["a", 'b"'], "numbers": [0.1, 2.0], "table": {"deep": False},
     }  # fmt: skip
-    write_toml(tmp_path / "new" / "x.toml", {"left_out": None, **settings})
+    write_toml(tmp_path / "new" / "x.toml", {"omitted": None, **settings})
     assert read_toml(tmp_path / "new" / "x.toml") == settings

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.processes import WHET
+from tests.raising import assert_mentions
 
 from whet.cli import main
 from whet.cli.settings import read_toml
@@ -24,7 +25,7 @@ gym = pytest.mark.needs("reasoning_gym")
 
 @pytest.fixture
 def flags(tmp_path, tiny_model):
-    """Gives the flags of a run called so."""
+    """Return a function that makes the flags of a named run."""
 
     def given(name, *tasks, **settings):
         settings = {"batch_size": 2, "max_new_tokens": 4, "learning_rate": 1e-3, **settings}
@@ -38,7 +39,7 @@ def metrics_of(folder):
     return read_rows(folder / "metrics.jsonl")
 
 
-# --- what a run leaves ----------------------------------------------------------------------------------
+# --- results of a run -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("config", ["own_task.toml", pytest.param("task.toml", marks=gym)])
@@ -65,7 +66,7 @@ def test_example_task():
     assert all(row["answer"] == "".join(sorted(row["prompt"][0]["content"])) for row in task.rows[:20])
 
 
-def test_tasks_log_the_mean_of_each_and_of_held_out_items(flags, tmp_path):
+def test_means_of_each_task_and_of_held_out_items_are_logged(flags, tmp_path):
     run = flags("run", OWN, f"{OWN},letters=2,weight=2", steps=4, group_size=2, batch_size=3, eval_items=5)
     assert main(["train", "grpo", *run]) == 0
     rows = metrics_of(tmp_path / "run")
@@ -99,7 +100,7 @@ def test_flags_and_tables_are_the_same_run(flags, tmp_path):
     assert (one / "completions.jsonl").read_bytes() == (other / "completions.jsonl").read_bytes()
 
 
-def test_a_further_reward_sees_the_columns_of_the_task(flags, tmp_path):
+def test_additional_reward_gets_the_columns_of_the_task(flags, tmp_path):
     (tmp_path / "bonus.py").write_text("def bonus(completions, answer):\n    return [float(len(a)) for a in answer]\n")
     run = flags("run", OWN, steps=1, group_size=2, reward=f"{tmp_path / 'bonus.py'}:bonus")
     assert main(["train", "grpo", *run, "--reward-weights", "1", "0.5"]) == 0
@@ -107,16 +108,14 @@ def test_a_further_reward_sees_the_columns_of_the_task(flags, tmp_path):
         assert row["rewards/bonus"] == 4 and row["reward"] == row["rewards/sort_letters"] + 2
 
 
-def test_a_task_is_scored_within_the_time_limit_of_rewards(flags, tmp_path, error_of):
+def test_reward_time_limit_applies_to_tasks(flags, tmp_path, error_of):
     text = (ROOT / "examples" / "tasks.py").read_text()
-    (tmp_path / "slow.py").write_text(
-        text.replace("said, right =", "__import__('time').sleep(600)\n        said, right =")
-    )
+    (tmp_path / "slow.py").write_text(text.replace("return sum(", "__import__('time').sleep(600)\n        return sum("))
     run = flags("run", f"{tmp_path / 'slow.py'}:SortLetters", steps=1, group_size=2, reward_timeout_s=0.2)
-    assert "sort_letters failed on samples 0 to 3" in error_of("train", "grpo", *run)
+    assert_mentions(error_of("train", "grpo", *run), "sort_letters", "samples 0 to 3")
 
 
-def test_online_dpo_with_and_without_a_judge(flags, tmp_path):
+def test_online_dpo_with_and_without_a_preference_function(flags, tmp_path):
     assert main(["train", "online-dpo", *flags("scored", OWN, steps=2)]) == 0
     assert "rewards/sort_letters/mean" in metrics_of(tmp_path / "scored")[-1]
     (tmp_path / "judge.py").write_text("def first(pairs):\n    return [0 for _ in pairs]\n")
@@ -126,7 +125,7 @@ def test_online_dpo_with_and_without_a_judge(flags, tmp_path):
     assert not any("rewards/sort_letters/mean" in row for row in rows) and "eval/mean_reward" in rows[0]
 
 
-def test_best_of_n_keeps_the_best_by_the_task(tiny_model, capsys):
+def test_best_of_n_is_scored_by_the_task(tiny_model, capsys):
     argv = [f"--model={tiny_model}", f"--task={OWN},size=6,letters=2", "--n=3", "--max-new-tokens=4"]
     assert main(["best-of-n", *argv, "--all-candidates"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -137,7 +136,7 @@ def test_best_of_n_keeps_the_best_by_the_task(tiny_model, capsys):
         assert [c["score"] for c in row["candidates"]] == scores and row["score"] == max(scores)
 
 
-# --- a run that was stopped -----------------------------------------------------------------------------
+# --- resuming -------------------------------------------------------------------------------------------
 
 
 KILLER = """
@@ -157,7 +156,7 @@ def share(completions, answer):
 
 
 @pytest.mark.parametrize("tasks", [[OWN, f"{OWN},letters=2,weight=2"], pytest.param([SUMS, OWN], marks=gym)])
-def test_killed_run_ends_with_the_same_bits(tasks, flags, tmp_path, capsys):
+def test_killed_run_resumes_bitwise_identically(tasks, flags, tmp_path, capsys):
     (tmp_path / "killer.py").write_text(KILLER.format(mark=str(tmp_path / "mark")))
     settings = {"reward": f"{tmp_path / 'killer.py'}:share", "steps": 6, "group_size": 2, "checkpoint_every": 2}
     argv = ["train", "grpo", *flags("killed", *tasks, **settings)]
@@ -171,21 +170,21 @@ def test_killed_run_ends_with_the_same_bits(tasks, flags, tmp_path, capsys):
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-def test_another_task_is_another_run(flags, tmp_path, error_of):
+def test_task_of_a_run_cannot_change(flags, tmp_path, error_of):
     file = tmp_path / "tasks.py"
     file.write_text((ROOT / "examples" / "tasks.py").read_text())
     settings = {"steps": 1, "group_size": 2}
     assert main(["train", "grpo", *flags("run", f"{file}:SortLetters", **settings)]) == 0
     settings["steps"] = 2
     error = error_of("train", "grpo", *flags("run", f"{file}:SortLetters,letters=3", **settings))
-    assert f"holds a run with task = ['{file}:SortLetters'], and here it is ['{file}:SortLetters,letters=3']" in error
+    assert_mentions(error, f"task = ['{file}:SortLetters']", f"['{file}:SortLetters,letters=3']", "output_dir")
     file.write_text(file.read_text() + "\n")
     error = error_of("train", "grpo", *flags("run", f"{file}:SortLetters", **settings))
     assert f"{file} (task) has changed" in error
 
 
-def test_the_package_of_a_task_is_an_input(flags, tmp_path, error_of, monkeypatch, capsys):
-    """Of an installed package its version and the module's file; a reward's may change."""
+def test_package_of_a_task_is_an_input(flags, tmp_path, error_of, monkeypatch, capsys):
+    """The inputs have an installed package's version and the module's file. The package of a reward may change."""
     site = tmp_path / "site"
     info = site / "letters_tasks-1.0.dist-info"
     info.mkdir(parents=True)
@@ -207,15 +206,15 @@ def test_the_package_of_a_task_is_an_input(flags, tmp_path, error_of, monkeypatc
     assert inputs["task"]["letters-tasks"] == inputs["reward"]["letters-tasks"] == {"version": "1.0"}
     install("1.1")
     error = error_of("train", "grpo", *flags("run", "letters_tasks:SortLetters", steps=2, **settings))
-    assert "letters-tasks (task) has changed: version 1.0 then, version 1.1 now. Install the old version, or" in error
-    (tmp_path / "run" / "inputs.json").write_text(json.dumps({"reward": inputs["reward"]}))  # as without a task
+    assert_mentions(error, "letters-tasks (task) has changed", "version 1.0", "version 1.1 now", "output_dir")
+    (tmp_path / "run" / "inputs.json").write_text(json.dumps({"reward": inputs["reward"]}))  # without the task
     capsys.readouterr()
     assert main(["train", "grpo", *flags("run", "letters_tasks:SortLetters", steps=2, **settings)]) == 0
-    assert "letters-tasks (reward) has changed: version 1.0 then, version 1.1 now" in capsys.readouterr().out
+    assert_mentions(capsys.readouterr().out, "letters-tasks (reward) has changed", "version 1.0", "version 1.1 now")
 
 
 @gym
-def test_the_version_of_reasoning_gym_is_an_input(flags, tmp_path, error_of):
+def test_version_of_reasoning_gym_is_an_input(flags, tmp_path, error_of):
     assert main(["train", "grpo", *flags("run", SUMS, steps=1, group_size=2)]) == 0
     file = tmp_path / "run" / "inputs.json"
     inputs = json.loads(file.read_text())
@@ -225,10 +224,10 @@ def test_the_version_of_reasoning_gym_is_an_input(flags, tmp_path, error_of):
     inputs["task"][name]["version"] = "0.0.1"
     file.write_text(json.dumps(inputs))
     error = error_of("train", "grpo", *flags("run", SUMS, steps=2, group_size=2))
-    assert f"{name} (task) has changed: version 0.0.1 then, version" in error and "Install the old version" in error
+    assert_mentions(error, f"{name} (task) has changed: version 0.0.1", "Install the old version")
 
 
-def test_a_folder_of_an_older_version_has_no_tasks(files, tmp_path):
+def test_run_of_an_older_version_without_tasks_resumes(files, tmp_path):
     settings = {**files.online, "group_size": 2}
     assert main(["train", "grpo", *files("run", steps=1, **settings)]) == 0
     config = files.folder / "run" / "config.toml"
@@ -237,43 +236,45 @@ def test_a_folder_of_an_older_version_has_no_tasks(files, tmp_path):
     assert main(["train", "grpo", *files("run", steps=2, **settings)]) == 0
 
 
-# --- mistakes -------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["--task", OWN, "--data=x"], "GRPORun: data is ['x'] and has no effect: task brings rows"),
-        (["--task", OWN, "--eval-data=x"], "eval_data is ['x'] and has no effect: task brings rows"),
-        (["--data=x", "--reward=y", "--eval-items=3"], "eval_items is 3 and has no effect: there is no task"),
-        (["--task", OWN, "--eval-every=3"], "eval_every is 3 and has no effect: there is no eval_items"),
-        (["--task", f"{OWN},size=1,held_out=1"], "none of the 1 rows of sort_letters belongs to 'train'"),
-        (["--task", f"{OWN},size=9,held_out=0.5", "--eval-items=20"], "eval_items is 20, and sort_letters has "),
-        pytest.param(["--task", "reasoning_gym:chainsum"], "Did you mean reasoning_gym:chain_sum", marks=gym),
+        (["--task", OWN, "--data=x"], ("GRPORun", "data is ['x']", "no effect", "task")),
+        (["--task", OWN, "--eval-data=x"], ("eval_data is ['x']", "no effect", "task")),
+        (["--data=x", "--reward=y", "--eval-items=3"], ("eval_items is 3", "no effect", "no task")),
+        (["--task", OWN, "--eval-every=3"], ("eval_every is 3", "no effect", "no eval_items")),
+        (["--task", f"{OWN},size=1,held_out=1"], ("1 rows", "sort_letters", "'train'")),
+        (["--task", f"{OWN},size=9,held_out=0.5", "--eval-items=20"], ("eval_items is 20", "sort_letters", "held_out")),
+        pytest.param(["--task", "reasoning_gym:chainsum"], ("Did you mean reasoning_gym:chain_sum",), marks=gym),
     ],
 )
-def test_mistakes(argv, expected, tmp_path, tiny_model, error_of):
-    assert expected in error_of("train", "grpo", f"--model={tiny_model}", f"--output-dir={tmp_path / 'run'}", *argv)
+def test_invalid_task_settings_are_named(argv, expected, tmp_path, tiny_model, error_of):
+    argv = ["train", "grpo", f"--model={tiny_model}", f"--output-dir={tmp_path / 'run'}", *argv]
+    assert_mentions(error_of(*argv), *expected)
 
 
 @pytest.mark.parametrize(
     ("task", "expected"),
     [
-        ("chain_sum", "name is 'chain_sum', expected reasoning_gym:NAME"),
-        (f"{OWN},letters", "'letters' is no new option"),
+        ("chain_sum", ("name is 'chain_sum'", "reasoning_gym:NAME")),
+        (f"{OWN},letters", ("'letters'", "option")),
     ],
 )
-def test_flags_that_are_no_tasks(task, expected, capsys):
+def test_invalid_task_specs_are_named(task, expected, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["train", "grpo", "--model=x", "--output-dir=y", "--task", task])
-    assert exit_.value.code == 2 and expected in " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert exit_.value.code == 2
+    assert_mentions(" ".join(capsys.readouterr().err.replace("│", " ").split()), *expected)
 
 
-def test_a_wrong_table_names_the_file(tmp_path, error_of):
+def test_error_in_a_task_table_names_the_file(tmp_path, error_of):
     toml = tmp_path / "run.toml"
     toml.write_text('[[task]]\nname = "a:B"\nseed = -1\n')
     error = error_of("train", "grpo", toml)
-    assert str(toml) in error and "seed is -1, expected an integer from 0" in error
+    assert_mentions(error, toml, "seed is -1")
 
 
 LONG = """
@@ -287,7 +288,7 @@ class Long:
 
 
 @pytest.mark.parametrize("command", ["train", "best-of-n"])
-def test_prompts_beyond_the_context_are_counted_before_the_run(command, flags, tmp_path, tiny_model, error_of):
+def test_prompts_longer_than_the_context_are_rejected_before_the_run(command, flags, tmp_path, tiny_model, error_of):
     (tmp_path / "long.py").write_text(LONG)
     spec = f"{tmp_path / 'long.py'}:Long,held_out=0"
     commands = {
@@ -295,15 +296,14 @@ def test_prompts_beyond_the_context_are_counted_before_the_run(command, flags, t
         "best-of-n": ["best-of-n", f"--model={tiny_model}", f"--task={spec}"],
     }
     error = error_of(*commands[command])
-    assert "7 of the first 20 prompts do not fit into the model's 512 positions" in error
-    assert "(long; the longest has 761 tokens)" in error
+    assert_mentions(error, "7 of the first 20 prompts", "512 positions", "long;", "761 tokens")
 
 
-def test_best_of_n_takes_one_source_of_prompts(tiny_model, error_of):
+def test_best_of_n_needs_exactly_one_source_of_prompts(tiny_model, error_of):
     for more in (["--prompt=a"], ["--prompts=x"]):
         error = error_of("best-of-n", f"--model={tiny_model}", f"--task={OWN}", *more)
-        assert "expected one of --prompts (a file), --prompt (a text) and --task" in error
+        assert_mentions(error, "one of --prompts", "--prompt ", "--task")
 
 
-def test_the_example_task_is_loaded_as_reward_functions_are():
+def test_example_task_is_loaded_like_reward_functions():
     assert load_function(OWN).name == "sort_letters"

@@ -1,4 +1,4 @@
-"""``whet train`` as a user has it: real commands on a tiny model, what they leave, and what they answer to mistakes."""
+"""``whet train`` from the command line: runs on a tiny model, their files, resuming, and errors."""
 
 import csv
 import dataclasses
@@ -17,13 +17,13 @@ import torch
 from safetensors.torch import load_file
 from tests.cli.conftest import write_rows
 from tests.processes import WHET, run_python
-from tests.raising import assert_raises
+from tests.raising import assert_mentions, assert_raises
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from whet.algorithms import DPO
 from whet.cli import main
 from whet.cli.inputs import check_inputs, read_inputs, write_inputs
-from whet.cli.run_memory import fitting_settings, memory_of
+from whet.cli.run_memory import estimate_run_memory, suggest_settings
 from whet.cli.runs import DPORun, SFTRun
 from whet.cli.settings import read_toml
 from whet.cli.train import add_reference_logprobs
@@ -51,7 +51,7 @@ def same_weights(folder, other, name="model.safetensors"):
     return (folder / "model" / name).read_bytes() == (other / "model" / name).read_bytes()
 
 
-# --- what a run leaves ----------------------------------------------------------------------------------
+# --- results of a run -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -111,7 +111,7 @@ KEEPS_LAST_THOUGHT = (
 )
 
 
-def test_a_chat_template_in_place_of_the_models(files, tiny_model, error_of):
+def test_custom_chat_template(files, tiny_model, error_of):
     contents = ["a", "<t>hm</t>b", "c", "<t>so</t>d"]
     messages = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
     write_rows(files.folder / "chats.jsonl", [{"messages": messages}] * 2)
@@ -123,23 +123,23 @@ def test_a_chat_template_in_place_of_the_models(files, tiny_model, error_of):
     )
     own.write_text(KEEPS_LAST_THOUGHT.replace("{% generation %}", "").replace("{% endgeneration %}", ""))
     run = files("run", "chats.jsonl", steps=1, lora_rank=2)
-    assert "(--chat-template of whet train)" in error_of("train", "sft", *run, f"--chat-template={own}")
+    assert_mentions(error_of("train", "sft", *run, f"--chat-template={own}"), "--chat-template")
     run = [*run, f"--chat-template={marked}"]
     assert main(["train", "sft", *run]) == 0
     assert AutoTokenizer.from_pretrained(files.folder / "run" / "model").chat_template == marked.read_text()
-    refused = error_of("train", "sft", *run[:-1], f"--chat-template={own}")
-    assert "holds a run with chat_template = " in refused and "Choose another output_dir" in refused
+    error = error_of("train", "sft", *run[:-1], f"--chat-template={own}")
+    assert_mentions(error, f"chat_template = '{marked}'", f"'{own}'", "output_dir")
     marked.write_text(marked.read_text() + "{# other #}")
     assert "marked.jinja (chat_template) has changed" in error_of("train", "sft", *run)
-    missing = error_of("train", "sft", *files("other", steps=1, chat_template="none.jinja"))
-    assert "chat_template 'none.jinja' cannot be read" in missing
+    error = error_of("train", "sft", *files("other", steps=1, chat_template="none.jinja"))
+    assert_mentions(error, "chat_template 'none.jinja'", "read")
 
 
 def test_dpo_reports_accuracy_and_margins(files):
     run = files("run", "pairs.jsonl", eval_data=files.folder / "pairs.jsonl", steps=12, learning_rate=1e-2)
     assert main(["train", "dpo", *run, "--checkpoint-every=5"]) == 0
     measured = [row for row in read_jsonl(files.folder / "run" / "metrics.jsonl") if "eval/loss" in row]
-    # Before training policy and reference agree: the loss is -log(1/2), and there is no margin.
+    # Before training, policy and reference are equal: the loss is -log(1/2), and the margin 0.
     assert measured[0]["eval/loss"] == pytest.approx(0.6931472, abs=1e-6)
     assert measured[0]["eval/rewards/margins"] == pytest.approx(0, abs=1e-6)
     assert measured[-1]["eval/rewards/accuracies"] == 1 and measured[-1]["eval/loss"] < 0.5
@@ -147,7 +147,7 @@ def test_dpo_reports_accuracy_and_margins(files):
     assert names == ["step-000010", "step-000012"]
 
 
-def test_precomputed_reference_changes_no_bit_and_resumes(files):
+def test_precomputed_reference_gives_the_same_run_and_resumes(files):
     common = {"data": "pairs.jsonl", "eval_data": files.folder / "pairs.jsonl", "learning_rate": 1e-2}
     assert main(["train", "dpo", *files("live", **common, steps=6)]) == 0
     assert main(["train", "dpo", *files("known", **common, steps=3), "--precompute-reference"]) == 0
@@ -158,8 +158,8 @@ def test_precomputed_reference_changes_no_bit_and_resumes(files):
     torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-4)
 
 
-def test_what_computes_the_reference_is_gone_before_the_run(tiny_model, monkeypatch):
-    """It holds a bfloat16 copy of all weights; a run of a large model would pay for it to its end."""
+def test_trainer_of_the_reference_is_freed_before_the_run(tiny_model, monkeypatch):
+    """Otherwise its bfloat16 copy of all weights stays allocated."""
     made = []
 
     class Watched(DPO):
@@ -171,7 +171,7 @@ def test_what_computes_the_reference_is_gone_before_the_run(tiny_model, monkeypa
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     rows = [{"prompt": [5], "chosen": [6], "rejected": [7]}]
     arguments = {"config": DPOConfig(precompute_reference=True, compute="bfloat16", batch_size=1)}
-    gc.disable()  # what only the garbage collector finds stays for long
+    gc.disable()  # reference counting must suffice
     try:
         found, none = add_reference_logprobs(model, arguments, rows, [])
         assert len(made) == 2 and [reference() for reference in made] == [None, None]
@@ -180,7 +180,7 @@ def test_what_computes_the_reference_is_gone_before_the_run(tiny_model, monkeypa
     assert none == [] and found[0]["ref_chosen_logprobs"] < 0
 
 
-def test_grpo_reports_the_greedy_reward(files, tiny_model):
+def test_grpo_logs_the_greedy_reward_of_held_out_rows(files, tiny_model):
     run = files("run", eval_data=files.folder / "rows.jsonl", steps=2, group_size=2, **files.online)
     assert main(["train", "grpo", *run]) == 0
     measured = [row for row in read_jsonl(files.folder / "run" / "metrics.jsonl") if "eval/mean_reward" in row]
@@ -195,19 +195,19 @@ def test_grpo_reports_the_greedy_reward(files, tiny_model):
     assert measured[0]["eval/mean_reward"] == pytest.approx(sum(rewards) / len(rewards))
 
 
-def test_preference_function_in_place_of_rewards(files):
+def test_preference_function_instead_of_rewards(files):
     (files.folder / "judge.py").write_text("def longer(pairs):\n    return [int(len(b) > len(a)) for a, b in pairs]\n")
     judge = {"preference": f"{files.folder / 'judge.py'}:longer", "max_new_tokens": 4}
     assert main(["train", "online-dpo", *files("run", steps=2, **judge)]) == 0
     assert "judge.py:longer" in (files.folder / "run" / "README.md").read_text()
 
 
-def test_lora_leaves_adapters_and_the_next_command_takes_them(files, tiny_model, error_of, capsys):
+def test_lora_run_saves_adapters_that_the_next_run_loads(files, tiny_model, error_of, capsys):
     run = files(
         "run", steps=4, learning_rate=1e-2, lora_rank=2, eval_data=files.folder / "rows.jsonl", compute="float32"
     )
     assert main(["train", "sft", *run]) == 0
-    assert "of them trained" in capsys.readouterr().out
+    assert " trained)" in capsys.readouterr().out
     model_folder = files.folder / "run" / "model"
     assert (model_folder / "adapter_model.safetensors").exists() and not (model_folder / "model.safetensors").exists()
     assert "LoRA adapters of rank 2" in (model_folder / "README.md").read_text()
@@ -219,9 +219,9 @@ def test_lora_leaves_adapters_and_the_next_command_takes_them(files, tiny_model,
     assert first["eval/loss"] == pytest.approx(last["eval/loss"], rel=1e-5)
     capsys.readouterr()
     error = error_of("train", "sft", *files("more", model=model_folder, lora_rank=2))
-    assert "holds adapters" in error and f"--adapter {model_folder}" in error and "lora_rank=0" in error
+    assert_mentions(error, "adapters", f"--adapter {model_folder}", "lora_rank=0")
     error = error_of("train", "sft", *files("more", lora_rank=2), "--lora-layers", "nosuch_proj")
-    assert "lora_layers names 'nosuch_proj', and the model has no such module" in error
+    assert_mentions(error, "lora_layers", "'nosuch_proj'")
 
 
 def test_bfloat16_and_stored_dtype(files):
@@ -257,15 +257,15 @@ def test_whole_conversations(files, tiny_model):
     assert main(["train", "sft", *run]) == 0
     measured = read_jsonl(files.folder / "run" / "metrics.jsonl")[0]
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
-    pieces = [("<user>two<eos><assistant>", False), ("four<eos>", True), ("<user>one<eos><assistant>", False)]
-    pieces = [(tokenizer(text)["input_ids"], counts) for text, counts in [*pieces, ("five<eos>", True)]]
-    ids = torch.tensor([[token for part, _ in pieces for token in part]])
-    labels = torch.tensor([[token if counts else -100 for part, counts in pieces for token in part]])
+    parts = [("<user>two<eos><assistant>", False), ("four<eos>", True), ("<user>one<eos><assistant>", False)]
+    parts = [(tokenizer(text)["input_ids"], counts) for text, counts in [*parts, ("five<eos>", True)]]
+    ids = torch.tensor([[token for part, _ in parts for token in part]])
+    labels = torch.tensor([[token if counts else -100 for part, counts in parts for token in part]])
     assert measured["eval/loss"] == pytest.approx(model(ids, labels=labels).loss.item(), rel=1e-5)
 
 
-def test_turns_that_cannot_be_told_are_refused_with_the_flag_that_helps(files, tiny_model, error_of):
-    """Qwen3's template writes a thought before the last answer only."""
+def test_error_of_indistinguishable_turns_names_loss_on(files, tiny_model, error_of):
+    """Qwen3's template writes thinking only before the last answer."""
     model = shutil.copytree(tiny_model, files.folder / "qwen3")
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = (ROOT / "tests/fixtures/templates/Qwen-Qwen3-0.6B.jinja").read_text()
@@ -273,7 +273,7 @@ def test_turns_that_cannot_be_told_are_refused_with_the_flag_that_helps(files, t
     (files.folder / "talk.jsonl").write_text(f"{json.dumps(TALK)}\n" * 4)
     argv = ["train", "sft", *files("run", "talk.jsonl", model=model, steps=1)]
     error = error_of(*argv)
-    assert "messages[1] is the assistant's" in error and "loss_on='last_turn'" in error
+    assert_mentions(error, "messages[1]", "assistant", "loss_on='last_turn'")
     assert main([*argv, "--loss-on=last_turn"]) == 0
 
 
@@ -284,7 +284,7 @@ def test_steps_default_to_one_pass(files):
 
 @pytest.mark.parametrize(("batch_size", "steps"), [(4, 2), (2, 3), (1, 5), (3, 2)])
 def test_one_pass_is_one_pass_with_another_batch_size(files, batch_size, steps):
-    """Of 8 rows, a batch of four and then smaller ones: the pass ends after 8 rows, or where no batch is left."""
+    """After a batch of 4 of 8 rows, smaller batches end the pass after 8 rows, or when no whole batch is left."""
     assert main(["train", "sft", *files("run", batch_size=4), "--checkpoint-every=1"]) == 0
     shutil.rmtree(files.folder / "run" / "checkpoints" / "step-000002")
     assert main(["train", "sft", *files("run", batch_size=batch_size)]) == 0
@@ -302,23 +302,23 @@ def test_resolved_config_repeats_the_run(files):
     assert not same_weights(files.folder / "first", files.folder / "third")
 
 
-def test_stop_strings_and_biases_go_through_flags_and_files(files, tiny_model, capsys):
+def test_stop_strings_and_logit_biases_in_flags_and_files(files, tiny_model, capsys):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     [a, b] = tokenizer("ab", add_special_tokens=False)["input_ids"]
     flags = ["--logit-bias", str(a), "5", str(b), "100", "--stop", "bb", "never", "--min-new-tokens=1"]
     online = {**files.online, "group_size": 2}
     assert main(["train", "grpo", *files("run", steps=1, **online), *flags]) == 0
     completions = [row["completion"] for row in read_jsonl(files.folder / "run" / "completions.jsonl")]
-    assert completions and set(completions) == {""}  # b and b, and the first b may not end it alone
+    assert completions and set(completions) == {""}  # "bb": min_new_tokens is 1
     config = read_toml(files.folder / "run" / "config.toml")
     assert config["logit_bias"] == {str(a): 5.0, str(b): 100.0} and config["stop"] == ["bb", "never"]
     capsys.readouterr()
     given = [str(files.folder / "run" / "config.toml"), f"--output-dir={files.folder / 'run'}", "--steps=2"]
     assert main(["train", "grpo", *given]) == 0
-    assert "from here on" not in capsys.readouterr().out
+    assert " changes from " not in capsys.readouterr().out
 
 
-# --- mistakes in what a run needs -----------------------------------------------------------------------
+# --- missing and invalid inputs -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["model", "data", "output_dir", "reward"])
@@ -331,52 +331,52 @@ def test_required_settings(name, error_of):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"reward": "nocolon"}, "'nocolon' is not of the form"),
-        ({"reward": "nosuchfile.py:score"}, "no file nosuchfile.py"),
-        ({"reward": "examples/rewards.py:nothing"}, "nothing callable named 'nothing'; it has right_answer"),
-        ({"data": "nosuch.jsonl"}, "nosuch.jsonl'."),
-        ({"data": "EMPTY"}, "holds no rows"),
-        ({"data": "BROKEN"}, "broken.jsonl:2: not JSON"),
-        ({"model": "./nosuch"}, "there is no folder or file './nosuch'"),
-        ({"model": "EMPTY_FOLDER"}, "cannot be loaded"),
-        ({"batch_size": 100}, "the dataset has 8 rows, fewer than batch_size=100"),
-        ({"output_dir": "EMPTY/x"}, "cannot be made"),
+        ({"reward": "nocolon"}, ("'nocolon'", "file.py:name")),
+        ({"reward": "nosuchfile.py:score"}, ("no file", "nosuchfile.py")),
+        ({"reward": "examples/rewards.py:nothing"}, ("'nothing'", "right_answer")),
+        ({"data": "nosuch.jsonl"}, ("nosuch.jsonl'",)),
+        ({"data": "EMPTY"}, ("empty.jsonl", "no rows")),
+        ({"data": "BROKEN"}, ("broken.jsonl:2: not JSON",)),
+        ({"model": "./nosuch"}, ("'./nosuch'", "folder", "file")),
+        ({"model": "EMPTY_FOLDER"}, ("empty_folder", "cannot be loaded")),
+        ({"batch_size": 100}, ("8 rows", "batch_size=100")),
+        ({"output_dir": "EMPTY/x"}, ("output_dir", "empty.jsonl/x", "created")),
         ({"reward_weights": "1"}, None),
     ],
 )
-def test_missing_and_broken_inputs(settings, expected, files, error_of):
+def test_missing_and_invalid_inputs(settings, expected, files, error_of):
     (files.folder / "empty.jsonl").write_text("\n")
     (files.folder / "broken.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
     (files.folder / "empty_folder").mkdir()
-    places = {"EMPTY_FOLDER": "empty_folder", "EMPTY": "empty.jsonl", "BROKEN": "broken.jsonl"}
-    for mark, name in places.items():
+    paths = {"EMPTY_FOLDER": "empty_folder", "EMPTY": "empty.jsonl", "BROKEN": "broken.jsonl"}
+    for mark, name in paths.items():
         settings = {key: str(value).replace(mark, str(files.folder / name)) for key, value in settings.items()}
     argv = ["train", "grpo", *files("run", **{**files.online, "steps": 1, "group_size": 2, **settings})]
     if expected is None:
         assert main(argv) == 0
     else:
-        assert expected in error_of(*argv)
+        assert_mentions(error_of(*argv), *expected)
 
 
-def test_a_gguf_file_trains_as_the_folder_that_it_was_made_of(files, tiny_gguf, capsys):
+def test_gguf_file_trains_like_its_original_folder(files, tiny_gguf, capsys):
     settings = {"steps": 3, "learning_rate": 1e-2, "compute": "float32"}
     assert main(["train", "sft", *files("folder", **settings)]) == 0
-    assert "become" not in capsys.readouterr().err
+    assert "dequantised" not in capsys.readouterr().err
     assert main(["train", "sft", *files("file", **settings, model=tiny_gguf)]) == 0
     n = sum(tensor.numel() for tensor in load_file(files.folder / "file" / "model" / "model.safetensors").values())
-    assert f"{tiny_gguf}: weights in F32 become float32, which takes {4 * n / 1e3:.2f} kB" in capsys.readouterr().err
+    assert_mentions(capsys.readouterr().err, tiny_gguf, "F32 to float32", f"{4 * n / 1e3:.2f} kB")
     folder, file = (load_file(files.folder / name / "model" / "model.safetensors") for name in ("folder", "file"))
     torch.testing.assert_close(file, folder, rtol=0, atol=1e-6)
-    prompt = ["--prompt", "say a:", "--seed", "1", "--max-new-tokens", "8", "--raw"]
+    prompt = ["--prompt", "spell a:", "--seed", "1", "--max-new-tokens", "8", "--raw"]
     texts = []
     for name in ("folder", "file"):
         assert main(["generate", str(files.folder / name / "model"), *prompt]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != "\n"
-    assert "base_model" not in (files.folder / "file" / "README.md").read_text()  # a path here means nothing there
+    assert "base_model" not in (files.folder / "file" / "README.md").read_text()  # not a hub name
 
 
-def test_a_gguf_file_that_changed_is_another_run(files, tiny_gguf, error_of):
+def test_gguf_file_of_a_run_cannot_change(files, tiny_gguf, error_of):
     model = files.folder / "model.gguf"
     shutil.copy(tiny_gguf, model)
     assert main(["train", "sft", *files("run", model=model, steps=1)]) == 0
@@ -385,17 +385,17 @@ def test_a_gguf_file_that_changed_is_another_run(files, tiny_gguf, error_of):
 
 
 def test_adapters_of_a_gguf_file(files, tiny_gguf, capsys):
-    """They remember the file, and the next command takes them beside it."""
+    """The adapters record the file, and other commands load both."""
     settings = {"model": tiny_gguf, "steps": 4, "learning_rate": 1e-1, "lora_rank": 2, "compute": "float32"}
     assert main(["train", "sft", *files("run", **settings)]) == 0
     folder = files.folder / "run" / "model"
     assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(tiny_gguf)
-    prompt = ["--prompt=say a:", "--max-new-tokens=8", "--temperature", "0"]
+    prompt = ["--prompt=spell a:", "--max-new-tokens=8", "--temperature", "0"]
     capsys.readouterr()
     assert main(["generate", str(tiny_gguf), *prompt, "--adapter", str(folder), "--raw"]) == 0
     text = capsys.readouterr().out.removesuffix("\n")
     reward = f"--reward={files.folder / 'letters.py'}:share"
-    (files.folder / "one.jsonl").write_text('{"prompt": "say a:", "answer": "a"}\n')
+    (files.folder / "one.jsonl").write_text('{"prompt": "spell a:", "answer": "a"}\n')
     best_of_n = ["best-of-n", f"--prompts={files.folder / 'one.jsonl'}", reward, "--n=2", "--max-new-tokens=8"]
     assert main([*best_of_n, f"--model={folder}", "--temperature=0.001"]) == 0
     assert json.loads(capsys.readouterr().out)["completion"] == text
@@ -403,26 +403,26 @@ def test_adapters_of_a_gguf_file(files, tiny_gguf, capsys):
     assert json.loads(capsys.readouterr().out)["completion"] != text
 
 
-def test_a_gguf_file_that_is_not_there(files, error_of):
+def test_missing_gguf_file(files, error_of):
     error = error_of("train", "sft", *files("run", model="nothing.gguf"))
-    assert "load_model: there is no folder or file 'nothing.gguf'" in error
+    assert_mentions(error, "load_model", "'nothing.gguf'", "folder", "file")
 
 
 def test_hub_name_without_a_network(files):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(files.folder)}
     command = [*WHET, "train", "sft", *files("run", model="nobody/nothing")]
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    asking, error = run.stderr.strip().splitlines()
-    assert run.returncode == 2 and "asking the Hugging Face hub" in asking
-    assert error.startswith("whet: load_model: 'nobody/nothing' cannot be loaded: ") and "where there is a net" in error
+    note, error = run.stderr.strip().splitlines()
+    assert run.returncode == 2 and "Hugging Face hub" in note
+    assert error.startswith("whet: load_model: 'nobody/nothing' cannot be loaded: ") and "network" in error
 
 
-def test_weights_that_do_not_fit_are_refused(files, tiny_model, error_of):
+def test_missing_weights_are_named(files, tiny_model, error_of):
     folder = files.folder / "deeper"
     shutil.copytree(tiny_model, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3, "layer_types": None}))
-    assert "its weights lack model.layers.2." in error_of("train", "sft", *files("run", model=folder))
+    assert_mentions(error_of("train", "sft", *files("run", model=folder)), folder, "model.layers.2.")
 
 
 @pytest.mark.parametrize(
@@ -434,7 +434,7 @@ def test_weights_that_do_not_fit_are_refused(files, tiny_model, error_of):
         ("tokenizer.json", {"model": None}),
     ],
 )
-def test_a_damaged_model_folder_is_told_in_a_line(name, changes, files, tiny_model, error_of):
+def test_damaged_model_folder_is_one_line(name, changes, files, tiny_model, error_of):
     folder = files.folder / "damaged"
     shutil.copytree(tiny_model, folder)
     (folder / name).write_text(json.dumps({**json.loads((folder / name).read_text()), **changes}))
@@ -447,10 +447,10 @@ def test_failing_reward_names_function_sample_and_line(files, capsys):
     online = {**files.online, "reward": f"{files.folder / 'bad.py'}:half"}
     assert main(["train", "grpo", *files("run", steps=1, group_size=2, **online)]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "half failed on sample 0" in error and "ZeroDivisionError" in error and "bad.py, line 2)" in error
+    assert_mentions(error, "half", "sample 0", "ZeroDivisionError", "bad.py, line 2)")
 
 
-# --- stopping and continuing ----------------------------------------------------------------------------
+# --- stopping and resuming ------------------------------------------------------------------------------
 
 KILLER = """
 import os, signal
@@ -478,24 +478,24 @@ def with_killer(files, **how):
 
 def assert_same_run(folder, other):
     assert same_weights(folder, other)
-    assert all(norm > 0 for _, norm in gradients(folder))  # something was learnt in every step
+    assert all(norm > 0 for _, norm in gradients(folder))  # every step has a gradient
     assert gradients(folder) == gradients(other)
     assert (folder / "completions.jsonl").read_bytes() == (other / "completions.jsonl").read_bytes()
 
 
-def test_killed_run_ends_with_the_same_bits(files, capsys):
+def test_killed_run_resumes_bitwise_identically(files, capsys):
     settings = with_killer(files, signal="SIGKILL")
     argv = ["train", "grpo", *files("killed", **settings)]
     assert subprocess.run([*WHET, *argv], capture_output=True, timeout=300).returncode == -signal.SIGKILL
     assert [step for step, _ in gradients(files.folder / "killed")] == [1, 2, 3]
     assert not (files.folder / "killed" / "model").exists()
     assert main(argv) == 0
-    assert f"continuing from {files.folder / 'killed' / 'checkpoints' / 'step-000002'}" in capsys.readouterr().out
+    assert f"resuming from {files.folder / 'killed' / 'checkpoints' / 'step-000002'}" in capsys.readouterr().out
     assert main(["train", "grpo", *files("whole", **settings)]) == 0
     assert_same_run(files.folder / "killed", files.folder / "whole")
 
 
-def test_killed_before_the_first_checkpoint_starts_anew(files):
+def test_run_killed_before_the_first_checkpoint_starts_again(files):
     settings = {**with_killer(files, call=2, times=2), "eval_data": files.folder / "rows.jsonl"}
     argv = ["train", "grpo", *files("run", **settings)]
     assert main(argv) == 130 and main(argv) == 0
@@ -504,12 +504,12 @@ def test_killed_before_the_first_checkpoint_starts_anew(files):
 
 
 @pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_signal_writes_a_checkpoint_and_the_same_command_continues(name, status, files, capsys):
+def test_signal_writes_a_checkpoint_and_the_same_command_resumes(name, status, files, capsys):
     settings = with_killer(files, call=3, signal=name) | {"checkpoint_every": 100, "lr_schedule": "linear"}
     argv = ["train", "online-dpo", *(f for f in files("run", **settings) if "group" not in f)]
     assert main(argv) == status
     out = capsys.readouterr().out
-    assert f"{files.folder / 'run' / 'checkpoints' / 'step-000003'} is written; the same command continues" in out
+    assert_mentions(out, files.folder / "run" / "checkpoints" / "step-000003", "the same command resumes")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert main(argv) == 0
@@ -517,15 +517,15 @@ def test_a_signal_writes_a_checkpoint_and_the_same_command_continues(name, statu
     assert_same_run(files.folder / "run", files.folder / "whole")
 
 
-@pytest.mark.parametrize(("name", "status", "said"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
-def test_a_second_signal_stops_at_once(name, status, said, files, capsys):
+@pytest.mark.parametrize(("name", "status", "error"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
+def test_second_signal_stops_at_once(name, status, error, files, capsys):
     assert main(["train", "grpo", *files("run", **with_killer(files, times=2, signal=name))]) == status
     assert [step for step, _ in gradients(files.folder / "run")] == [1, 2, 3]
     assert [path.name for path in (files.folder / "run" / "checkpoints").iterdir()] == ["step-000002"]
-    assert said in capsys.readouterr().err
+    assert error in capsys.readouterr().err
 
 
-def test_a_signal_in_the_last_step_leaves_the_rest_to_the_same_command(files, capsys):
+def test_run_stopped_in_its_last_step_is_finished_by_the_same_command(files, capsys):
     argv = ["train", "grpo", *files("run", **with_killer(files, call=6, signal="SIGTERM"))]
     assert main(argv) == 143 and not (files.folder / "run" / "model").exists()
     assert main(argv) == 0 and (files.folder / "run" / "model").exists()
@@ -535,14 +535,14 @@ POOL = """
 import multiprocessing, time
 
 def share(completions):
-    with multiprocessing.get_context("fork").Pool(2) as pool:  # which ends with SIGTERM for its workers
+    with multiprocessing.get_context("fork").Pool(2) as pool:  # its exit sends SIGTERM to the workers
         pool.map(abs, range(4))
         pool.apply_async(time.sleep, [600])
     return [float(len(text)) for text in completions]
 """
 
 
-def test_workers_that_a_reward_function_forks_die_of_the_signals_that_a_run_survives(files, capfd):
+def test_workers_of_reward_functions_have_default_signal_handlers(files, capfd):
     (files.folder / "pool.py").write_text(POOL)
     settings = {**files.online, "reward": f"{files.folder / 'pool.py'}:share", "steps": 1, "group_size": 2}
     assert main(["train", "grpo", *files("run", **settings)]) == 0
@@ -563,7 +563,7 @@ def share(completions, answer):
 
 
 @pytest.mark.parametrize("timeout_s", [0, 600])
-def test_a_folder_is_of_one_process_until_it_is_killed_in_the_middle_of_a_reward(timeout_s, files, error_of, capsys):
+def test_folder_is_locked_until_its_process_is_killed(timeout_s, files, error_of, capsys):
     (files.folder / "hanging.py").write_text(HANGING.format(mark=str(files.folder / "mark")))
     reward = {
         "reward": f"{files.folder / 'hanging.py'}:share",
@@ -573,47 +573,44 @@ def test_a_folder_is_of_one_process_until_it_is_killed_in_the_middle_of_a_reward
     with subprocess.Popen([*WHET, *argv], stdout=subprocess.PIPE, text=True) as first:
         assert any("hanging" in line for line in first.stdout)
         error = error_of(*argv)
-        assert f"is in use by process {first.pid} on {os.uname().nodename} since " in error
-        assert "(-c train grpo --model=" in error
+        assert_mentions(error, f"process {first.pid}", os.uname().nodename, "train grpo --model=")
         child = int((files.folder / "mark").read_text())
         assert (child == first.pid) == (not timeout_s)
         first.kill()
         first.wait()
-    assert main(argv) == 0  # at once, whatever becomes of the child
+    assert main(argv) == 0  # at once, even if the child survives
 
 
-# --- what it reads --------------------------------------------------------------------------------------
+# --- inputs ---------------------------------------------------------------------------------------------
 
 
-def test_data_that_has_changed_under_a_run_is_refused(files, error_of):
+def test_data_of_a_run_cannot_change(files, error_of):
     data = files.folder / "rows.jsonl"
     assert main(["train", "sft", *files("run", steps=2)]) == 0
     before = data.read_text()
     for text in (before + before.splitlines()[0] + "\n", before.replace("aaa", "aab"), before.replace("\n", "\n\n", 1)):
         data.write_text(text)
         error = error_of("train", "sft", *files("run", steps=4))
-        assert f"{data} (data) has changed: {len(before):,} bytes then, {len(text):,} bytes now" in error
-        assert "Put the old file back, or choose another output_dir." in error
+        facts = f"{data} (data) has changed", f"{len(before):,} bytes before", f"{len(text):,} bytes now", "output_dir"
+        assert_mentions(error, *facts)
     data.write_text(before)
     assert main(["train", "sft", *files("run", steps=4)]) == 0
-    shutil.rmtree(files.folder / "run" / "checkpoints")  # a run that begins anew may take any data
+    shutil.rmtree(files.folder / "run" / "checkpoints")  # a run that starts again may use other data
     data.write_text(before + before)
     assert main(["train", "sft", *files("run", steps=4)]) == 0
 
 
-def test_files_that_join_a_pattern_of_data_make_another_run(files):
+def test_new_file_in_a_data_pattern_is_an_error(files):
     run = SFTRun(model=str(files.folder), data=str(files.folder / "*.jsonl"), eval_data=[str(files.folder / "rows.*")])
     record = files.folder / "inputs.json"
     write_inputs(record, read_inputs(run))
     assert check_inputs(record, read_inputs(run)) == []
     (files.folder / "other.jsonl").write_text("{}\n")
-    assert_raises(
-        WhetValueError, r"other files of data: \S*other.jsonl came or went", check_inputs, record, read_inputs(run)
-    )
+    assert_raises(WhetValueError, ("data", "other.jsonl", "output_dir"), check_inputs, record, read_inputs(run))
 
 
-def test_files_and_columns_by_name_are_the_rows_of_a_run(files):
-    """Of several files, one packed and one CSV, under other names."""
+def test_several_data_files_with_renamed_columns(files):
+    """One is compressed, one CSV."""
     rows = [{"q": row["prompt"], "a": row["completion"]} for row in files.rows]
     (files.folder / "a.jsonl.gz").write_bytes(
         gzip.compress("".join(json.dumps(row) + "\n" for row in rows[:5]).encode())
@@ -631,7 +628,7 @@ def test_files_and_columns_by_name_are_the_rows_of_a_run(files):
     assert read_toml(files.folder / "named" / "config.toml")["columns"] == {"prompt": "q", "completion": "a"}
 
 
-def test_a_row_that_fails_leaves_a_checkpoint_and_the_repaired_file_continues_from_it(files, error_of, capsys):
+def test_invalid_row_leaves_a_checkpoint_and_the_fixed_file_resumes_from_it(files, error_of, capsys):
     data = files.folder / "rows.jsonl"
     settings = {"steps": 8, "batch_size": 1, "learning_rate": 1e-2, "data": files.folder / "run.jsonl"}
     lines = data.read_text().splitlines(keepends=True)
@@ -639,24 +636,22 @@ def test_a_row_that_fails_leaves_a_checkpoint_and_the_repaired_file_continues_fr
     long = json.dumps({"id": "x", "prompt": "say", "completion": "y" * 600}) + "\n"
     settings["data"].write_text("".join([*lines[:bad], long, *lines[bad + 1 :]]))
     error = error_of("train", "sft", *files("run", **settings))
-    assert f"run.jsonl:{bad + 1} (id 'x'): SFT: the row has 604 tokens, and the model's last position is 512" in error
+    assert_mentions(error, f"run.jsonl:{bad + 1} (id 'x'): SFT", "604 tokens", 512)
     assert [path.name for path in (files.folder / "run" / "checkpoints").iterdir()] == ["step-000003"]
     assert "604 tokens" in error_of("train", "sft", *files("run", **settings))
     used = epoch_order(8, 0, 0).tolist()[0]
     settings["data"].write_text("".join([*lines[:used], lines[bad], *lines[used + 1 :]]))
-    assert f"Change only rows that could not be used, where they are, such as {settings['data']}:{bad + 1}" in error_of(
-        "train", "sft", *files("run", **settings)
-    )
+    assert_mentions(error_of("train", "sft", *files("run", **settings)), f"such as {settings['data']}:{bad + 1}")
     settings["data"].write_text("".join(lines))
     assert main(["train", "sft", *files("run", **settings)]) == 0
     out = capsys.readouterr().out
-    assert f"run.jsonl (data) has changed: {len(''.join(lines)) - len(lines[bad]) + len(long):,} bytes then" in out
-    assert f"run.jsonl:{bad + 1} (id 'x') could not be used before" in out and "continuing from" in out
+    assert f"run.jsonl (data) has changed: {len(''.join(lines)) - len(lines[bad]) + len(long):,} bytes before" in out
+    assert_mentions(out, f"run.jsonl:{bad + 1} (id 'x')", "resuming from")
     assert main(["train", "sft", *files("whole", **settings)]) == 0
     assert same_weights(files.folder / "run", files.folder / "whole")
 
 
-def test_a_reward_that_fails_leaves_a_checkpoint(files, error_of, capsys):
+def test_failing_reward_leaves_a_checkpoint(files, error_of, capsys):
     reward = files.folder / "judge.py"
     reward.write_text(
         "calls = []\ndef judge(completions):\n    calls.append(0)\n    return [1 / (2 - len(calls))] * 4\n"
@@ -664,23 +659,23 @@ def test_a_reward_that_fails_leaves_a_checkpoint(files, error_of, capsys):
     run = files("run", steps=2, group_size=2, max_new_tokens=2, reward=f"{reward}:judge")
     assert main(["train", "grpo", *map(str, run)]) == 2
     out, err = capsys.readouterr()
-    assert "step-000001 is written; the same command continues from there when the cause is gone" in out
+    assert_mentions(out, "step-000001", "the same command resumes")
     assert "judge failed" in err or "judge raised" in err
     reward.write_text("def judge(completions):\n    return [1.0] * 4\n")
-    assert main(["train", "grpo", *map(str, run)]) == 0 and "continuing from" in capsys.readouterr().out
+    assert main(["train", "grpo", *map(str, run)]) == 0 and "resuming from" in capsys.readouterr().out
 
 
-def test_a_run_without_a_step_does_not_claim_its_folder(files, error_of):
-    """A wrong setting or row is mended by another one, in the same folder."""
+def test_run_without_a_step_can_change_its_settings(files, error_of):
+    """A wrong setting or row can be fixed in the same folder."""
     bad = files.folder / "bad.jsonl"
-    bad.write_text(json.dumps({"prompt": "say a:"}) + "\n")
-    assert "expected 'prompt' and 'completion'" in error_of("train", "sft", *files("run", "bad.jsonl", batch_size=1))
+    bad.write_text(json.dumps({"prompt": "spell a:"}) + "\n")
+    assert_mentions(error_of("train", "sft", *files("run", "bad.jsonl", batch_size=1)), "'prompt'", "'completion'")
     assert main(["train", "sft", *files("run", steps=1), "--no-resume"]) == 0
-    assert "holds a run with data = " in error_of("train", "sft", *files("run", "pairs.jsonl", steps=1))
+    assert_mentions(error_of("train", "sft", *files("run", "pairs.jsonl", steps=1)), "run with data = ", "output_dir")
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_base_model_that_has_changed_under_a_run(rank, files, tiny_model, error_of):
+def test_base_model_of_a_run_cannot_change(rank, files, tiny_model, error_of):
     model = shutil.copytree(tiny_model, files.folder / "model")
     settings = {"model": model, "lora_rank": rank}
     assert main(["train", "sft", *files("run", steps=1, **settings)]) == 0
@@ -690,14 +685,14 @@ def test_a_base_model_that_has_changed_under_a_run(rank, files, tiny_model, erro
     if rank:
         assert "model.safetensors (model) has changed" in error_of("train", "sft", *files("run", steps=2, **settings))
         (model / "model.safetensors").write_bytes(weights)
-    else:  # the checkpoint holds all weights
+    else:  # the checkpoint has all weights
         assert main(["train", "sft", *files("run", steps=2, **settings)]) == 0
     tokenizer = model / "tokenizer_config.json"
     tokenizer.write_text(tokenizer.read_text().replace("<pad>", "<eos>"))
     assert "tokenizer_config.json (model) has changed" in error_of("train", "sft", *files("run", steps=3, **settings))
 
 
-def test_rewards_and_held_out_rows_may_change_and_it_is_said(files, capsys):
+def test_changes_of_rewards_and_held_out_rows_are_printed(files, capsys):
     held_out = files.folder / "held_out.jsonl"
     held_out.write_text((files.folder / "rows.jsonl").read_text())
     settings = {**files.online, "group_size": 2, "eval_data": held_out}
@@ -716,10 +711,10 @@ def test_rewards_and_held_out_rows_may_change_and_it_is_said(files, capsys):
 
 
 @pytest.mark.parametrize(
-    ("limit", "steps", "what"),
-    [(60_000, 4, "checkpoints/step-000004 was not written"), (60_000, 2, "model was not written")],
+    ("limit", "steps", "file"),
+    [(60_000, 4, "checkpoints/step-000004"), (60_000, 2, "model")],
 )
-def test_a_full_disk_is_one_line_and_the_same_command_continues(limit, steps, what, files):
+def test_disk_full_is_one_line_and_the_same_command_resumes(limit, steps, file, files):
     settings = {"learning_rate": 1e-2, "checkpoint_every": 2}
     run = files.folder / "run"
     argv = ["train", "sft", *files("run", **settings, steps=2)]
@@ -729,8 +724,8 @@ def test_a_full_disk_is_one_line_and_the_same_command_continues(limit, steps, wh
     limited = f"import resource as r; r.setrlimit(r.RLIMIT_FSIZE, ({limit}, -1))"  # larger files fail as on a full disk
     failed = run_python(f"{limited}\n{WHET[-1]}", *argv)
     (error,) = failed.stderr.strip().splitlines()
-    assert failed.returncode == 2 and what in error and "bytes needed" in error
-    assert error.endswith("The same command continues the run.")
+    assert failed.returncode == 2
+    assert_mentions(error, run / file, "bytes", "The same command resumes the run.")
     assert {path: path.read_bytes() for path in run.rglob("*.safetensors")} == before
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000002"]
     assert main(argv) == 0
@@ -741,7 +736,7 @@ def test_a_full_disk_is_one_line_and_the_same_command_continues(limit, steps, wh
 # --- damage ---------------------------------------------------------------------------------------------
 
 
-def test_damaged_checkpoint_is_skipped_and_said(files, capsys):
+def test_damaged_checkpoint_is_skipped_with_a_warning(files, capsys):
     run = files("run", steps=4, learning_rate=1e-2)
     assert main(["train", "sft", *run, "--checkpoint-every=2"]) == 0
     weights = (files.folder / "run" / "model" / "model.safetensors").read_bytes()
@@ -749,13 +744,13 @@ def test_damaged_checkpoint_is_skipped_and_said(files, capsys):
     damaged.write_bytes(damaged.read_bytes()[:-1])
     capsys.readouterr()
     assert main(["train", "sft", *run]) == 0
-    said = capsys.readouterr()
-    assert "whet: warning: latest_checkpoint: step-000004 is skipped" in said.err
-    assert "continuing from" in said.out and "step-000002" in said.out
+    out, err = capsys.readouterr()
+    assert_mentions(err, "whet: warning: latest_checkpoint", "step-000004")
+    assert_mentions(out, "resuming from", "step-000002")
     assert (files.folder / "run" / "model" / "model.safetensors").read_bytes() == weights
 
 
-def test_lora_run_continues_to_the_bit(files):
+def test_lora_run_resumes_bitwise_identically(files):
     settings = {"data": "pairs.jsonl", "lora_rank": 2, "learning_rate": 1e-2}
     assert main(["train", "dpo", *files("whole", steps=6, **settings)]) == 0
     for steps in (3, 6):
@@ -763,60 +758,55 @@ def test_lora_run_continues_to_the_bit(files):
     assert same_weights(files.folder / "whole", files.folder / "parts", "adapter_model.safetensors")
 
 
-def test_steps_that_bend_the_schedule_are_reported(files, capsys):
-    def continued(steps, **settings):
+def test_steps_beyond_the_schedule_are_reported(files, capsys):
+    def resume(steps, **settings):
         assert (
             main(["train", "sft", *files("run", steps=steps, learning_rate=0.02, lr_schedule="linear", **settings)])
             == 0
         )
-        said = [line for line in capsys.readouterr().out.splitlines() if "schedule" in line]
+        notes = [line for line in capsys.readouterr().out.splitlines() if "schedule" in line]
         rates = [row["learning_rate"] for row in read_jsonl(files.folder / "run" / "metrics.jsonl")]
-        return said, rates[-1]
+        return notes, rates[-1]
 
-    assert continued(2) == ([], pytest.approx(0.01))
-    [said], rate = continued(4)
-    assert (
-        "the linear schedule was of 2 steps, and steps is 4, so that the next step's rate is 0.01 in place of 0."
-        in said
-    )
+    assert resume(2) == ([], pytest.approx(0.01))
+    [note], rate = resume(4)
+    assert_mentions(note, "linear", "2 steps", "steps is 4", "0.01 instead of 0", "schedule_steps")
     assert rate == pytest.approx(0.005)
-    assert continued(4)[0] == []
-    said, rate = continued(5, schedule_steps=5)
-    assert said == ["schedule_steps is 5 from here on; it was 0"] and rate == pytest.approx(0.004)
+    assert resume(4)[0] == []
+    notes, rate = resume(5, schedule_steps=5)
+    assert notes == ["schedule_steps changes from 0 to 5"] and rate == pytest.approx(0.004)
 
 
-def test_fewer_steps_than_the_schedule_has_are_reported(files, capsys):
+def test_steps_short_of_the_schedule_are_reported(files, capsys):
     settings = {"learning_rate": 0.02, "lr_schedule": "cosine"}
     assert main(["train", "sft", *files("run", steps=4, **settings), "--checkpoint-every=2"]) == 0
     shutil.rmtree(files.folder / "run" / "checkpoints" / "step-000004")
     capsys.readouterr()
     assert main(["train", "sft", *files("run", steps=3, **settings)]) == 0
-    assert (
-        "cosine schedule was of 4 steps, and steps is 3, so that the rate does not reach 0" in capsys.readouterr().out
-    )
+    assert_mentions(capsys.readouterr().out, "cosine", "4 steps", "steps is 3", "does not reach 0")
 
 
-def test_what_a_continued_run_may_change(files, error_of, capsys):
+def test_settings_that_a_resumed_run_can_change(files, error_of, capsys):
     assert main(["train", "sft", *files("run", steps=2)]) == 0
     error = error_of("train", "sft", *files("run", steps=4, seed=1))
-    assert "holds a run with seed = 0, and here it is 1" in error
-    assert "is past steps = 1" in error_of("train", "sft", *files("run", steps=1))
-    assert "resume is off" in error_of("train", "sft", *files("run", steps=4), "--no-resume")
-    assert "was saved by SFT" in error_of("train", "dpo", *files("run", steps=4))
+    assert_mentions(error, "seed = 0", "seed is now 1", "output_dir")
+    assert_mentions(error_of("train", "sft", *files("run", steps=1)), "step-000002", "steps = 1")
+    assert_mentions(error_of("train", "sft", *files("run", steps=4), "--no-resume"), "resume is off", "output_dir")
+    assert_mentions(error_of("train", "dpo", *files("run", steps=4)), "SFT", "DPO")
     assert read_toml(files.folder / "run" / "config.toml")["steps"] == 2
     assert main(["train", "sft", *files("run", steps=4, learning_rate=0.5)]) == 0
-    assert "learning_rate is 0.5 from here on; it was 2e-05" in capsys.readouterr().out
+    assert "learning_rate changes from 2e-05 to 0.5" in capsys.readouterr().out
     assert [step for step, _ in gradients(files.folder / "run")] == [1, 2, 3, 4]
     shutil.rmtree(files.folder / "run" / "checkpoints")
-    assert "holds a run with data = " in error_of("train", "sft", *files("run", "pairs.jsonl", steps=4))
+    assert_mentions(error_of("train", "sft", *files("run", "pairs.jsonl", steps=4)), "run with data = ", "output_dir")
 
 
-def test_reward_functions_may_change_on_the_way(files, capsys):
+def test_resumed_run_can_change_reward_functions(files, capsys):
     settings = {**files.online, "group_size": 2, "eval_data": files.folder / "rows.jsonl"}
     assert main(["train", "grpo", *files("run", steps=1, **settings)]) == 0
     rewards = [settings.pop("reward"), "examples/rewards.py:short"]
     assert main(["train", "grpo", *files("run", steps=2, **settings), "--reward", *rewards]) == 0
-    assert "reward is ['" in capsys.readouterr().out
+    assert "reward changes from ['" in capsys.readouterr().out
     card = (files.folder / "run" / "README.md").read_text()
     assert "| Metric | Step 0 | Step 2 |" in card and "| mean_reward |" in card
 
@@ -824,29 +814,27 @@ def test_reward_functions_may_change_on_the_way(files, capsys):
 # --- memory ---------------------------------------------------------------------------------------------
 
 
-def test_a_run_leaves_who_held_memory_and_what_was_predicted(files, no_holders):
+def test_memory_report_has_measured_and_predicted_parts(files, no_holders):
     assert main(["train", "grpo", *files("run", steps=2, group_size=2, **files.online)]) == 0
     figures = json.loads((files.folder / "run" / "memory.json").read_text())
     measured, predicted = figures["measured"], figures["predicted"]
     assert sum(measured.values()) == figures["resident"] <= figures["peak"]
-    assert not {"sampler_weights", "kv_cache", "workspace"} & set(measured)  # given back before the update
+    assert not {"sampler_weights", "kv_cache", "workspace"} & set(measured)  # released before the update
     for part in ("weights", "moments"):
         assert measured[part] == pytest.approx(predicted[part], abs=2000)
     assert sum(predicted.values()) == pytest.approx(figures["peak"], rel=0.25)  # of other tests, too
     assert "Memory of the fullest step" in (files.folder / "run" / "report.html").read_text()
 
 
-def test_a_run_that_does_not_fit_says_so_and_what_would(files, capsys, monkeypatch):
+def test_run_out_of_memory_is_predicted_with_advice(files, capsys, monkeypatch):
     monkeypatch.setattr("whet.cli.run_memory.available_bytes", lambda: 1_000_000)
     assert main(["train", "sft", *files("run", steps=1, batch_size=8)]) == 0
-    error = capsys.readouterr().err
-    assert "whet: warning: whet train sft: the run comes to hold about" in error
-    assert "and 1.00 MB are there for it. No setting makes it fit" in error
+    assert_mentions(capsys.readouterr().err, "whet: warning: whet train sft", "1.00 MB", "No setting")
 
 
 @pytest.mark.needs("wandb")
-def test_a_continued_run_is_one_run_at_wandb(files):
-    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}  # which wandb reads once a process
+def test_resumed_run_is_one_run_at_wandb(files):
+    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}  # wandb reads it once per process
     for steps in (1, 2):
         arguments = [*files("run", steps=steps, batch_size=8), "--loggers", "wandb"]
         subprocess.run([*WHET, "train", "sft", *arguments], env=environment, check=True, capture_output=True)
@@ -854,25 +842,25 @@ def test_a_continued_run_is_one_run_at_wandb(files):
     assert len(runs) == 2 and len(set(runs)) == 1
 
 
-def test_the_advice_is_the_least_change_that_fits(tiny_model):
+def test_memory_advice_is_the_smallest_change_that_fits(tiny_model):
     source = open_pretrained(tiny_model)
     lengths, options = Lengths(100, 100), {"interpreter": 0}
 
     def total(run):
-        return memory_of(run, source, lengths, **options).total
+        return estimate_run_memory(run, source, lengths, **options).total
 
     run = DPORun(batch_size=64, max_tokens_per_step=1536)
     for available, advice in (
-        (total(dataclasses.replace(run, max_tokens_per_step=768)), "With --max-tokens-per-step 768 it is"),
-        (total(dataclasses.replace(run, max_tokens_per_step=384)), "With --max-tokens-per-step 384 it is"),
+        (total(dataclasses.replace(run, max_tokens_per_step=768)), "With --max-tokens-per-step 768 "),
+        (total(dataclasses.replace(run, max_tokens_per_step=384)), "With --max-tokens-per-step 384 "),
         (total(dataclasses.replace(run, max_tokens_per_step=384, precompute_reference=True)), "--precompute-reference"),
         (100, "No setting makes it fit"),
     ):
-        assert advice in fitting_settings(run, source, lengths, available, **options)
+        assert advice in suggest_settings(run, source, lengths, available, **options)
     rows = DPORun(batch_size=64, micro_batch_size=4)
     least = total(dataclasses.replace(rows, micro_batch_size=1))
-    assert "With --micro-batch-size 1 it is" in fitting_settings(rows, source, lengths, least, **options)
+    assert "With --micro-batch-size 1 " in suggest_settings(rows, source, lengths, least, **options)
     small = SFTRun(batch_size=64, max_tokens_per_step=256)
-    assert "With --lora-rank 16 it is" in fitting_settings(
+    assert "With --lora-rank 16 " in suggest_settings(
         small, source, lengths, total(dataclasses.replace(small, lora_rank=16)), **options
     )

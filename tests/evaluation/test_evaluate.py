@@ -1,4 +1,4 @@
-"""Items asked, sampled, scored and counted; scorers that break, hang or die; two models on the same items."""
+"""Evaluation: sampling and scoring of items, failing, hanging and dying scorers, comparison of two models."""
 
 import os
 import time
@@ -12,7 +12,7 @@ from whet.config.sampling import SamplingParams
 from whet.engine import Engine
 from whet.errors import WhetValueError
 from whet.evaluation import RewardedRows, compare, evaluate, read_items
-from whet.evaluation.statistics import share
+from whet.evaluation.statistics import proportion
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=4, stop_token_ids=(EOS,))
 A, B, C, D = range(4, 8)
@@ -20,7 +20,7 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_gene
 
 
 class Letters:
-    """A right completion says its letter, and nothing else scores as much as half of it."""
+    """A completion scores 1 if it is the letter, 0.5 if it contains the letter."""
 
     name = "letters"
     system_prompt = ""
@@ -45,7 +45,7 @@ def run(groups, tokenizer, task=None, **options):
 RIGHT = [[A, EOS]], [[B, EOS]], [[C, EOS]], [[D, EOS]]
 
 
-def test_what_is_sampled_is_scored_and_counted(tokenizer):
+def test_samples_are_scored_and_counted(tokenizer):
     seen = []
     engine = ScriptedEngine([[[A, EOS]], [[C, EOS]], [[A, C, A, A]], [[D, EOS]]])
     items = read_items(Letters(), tokenizer)
@@ -54,7 +54,7 @@ def test_what_is_sampled_is_scored_and_counted(tokenizer):
     assert result.texts == [["a"], ["c"], ["acaa"], ["d"]]
     assert result.scores.tolist() == [[1], [0], [0.5], [1]] and result.is_graded and not result.failures
     found = result.summary()
-    assert found["accuracy"] == share(np.array([1.0, 0, 0, 1]))._asdict()
+    assert found["accuracy"] == proportion(np.array([1.0, 0, 0, 1]))._asdict()
     assert found["score"]["value"] == 0.625 and found["pass_at"] == {"1": found["accuracy"]}
     assert (found["items"], found["samples"], found["truncated"]) == (4, 1, 0.25)
     assert (found["prompt_tokens"], found["completion_tokens"]) == (1, 2.5)
@@ -65,7 +65,7 @@ def test_what_is_sampled_is_scored_and_counted(tokenizer):
     }  # fmt: skip
 
 
-def test_texts_end_before_stop_strings(tokenizer):
+def test_completions_end_before_stop_strings(tokenizer):
     items = read_items(Letters(), tokenizer)
     whole, cut = (
         SamplingParams(max_new_tokens=12, temperature=2.0, seed=1, **stop) for stop in ({}, {"stop": ["b", "c"]})
@@ -77,7 +77,7 @@ def test_texts_end_before_stop_strings(tokenizer):
 
 
 @pytest.mark.parametrize("opens", [False, True])
-def test_a_thought_that_the_prompt_opens_is_the_completions(opens):
+def test_opening_tag_of_thinking_in_the_prompt_is_part_of_the_completion(opens):
     tokenizer = letters_tokenizer()
     tokenizer.add_tokens(["<think>", "</think>"])
     tokenizer.chat_template = TEMPLATE + "{# <think> </think> #}" + "<think>" * opens
@@ -101,34 +101,31 @@ def test_several_completions_give_pass_at_k(tokenizer):
     assert {k: e["value"] for k, e in found["pass_at"].items()} == pytest.approx({"1": 1 / 3, "2": 0.5})
 
 
-def test_a_task_asks_as_in_training(tokenizer):
+def test_prompts_equal_those_in_training(tokenizer):
     task = Letters("ab")
     task.system_prompt = "cd"
     assert read_items(task, tokenizer).prompt_ids == [[C, D, 3, 3, A], [C, D, 3, 3, B]]  # a paragraph before it
     chat = Letters()
     chat.system_prompt = "d"
     chat.rows = [{"prompt": [{"role": "user", "content": "a"}]}]
-    assert_raises(WhetValueError, "no chat template. Give it one", read_items, chat, tokenizer)
+    assert_raises(WhetValueError, ("letters", "no chat template", "--chat-template"), read_items, chat, tokenizer)
     assert read_items(chat, tokenizer, raw=True).prompt_ids == [[D, 3, 3, A]]
     templated = letters_tokenizer()
     templated.chat_template = TEMPLATE
     assert read_items(chat, templated).prompt_ids == [[D, 3, A, 3, 11]]
     chat.rows = []
-    assert_raises(WhetValueError, "eval: the task letters has no items", read_items, chat, tokenizer, where="eval")
+    assert_raises(WhetValueError, ("eval: ", "letters", "no items"), read_items, chat, tokenizer, where="eval")
 
 
 def test_prompts_that_exceed_the_context_are_counted(tokenizer):
     items = read_items(Letters(["a", "abc", "abcdefgh"]), tokenizer)
     items.check_context(8, 16, "eval")
-    message = (
-        "eval: 2 of 3 prompts of letters exceed the model's context: it has 10 positions, max_new_tokens takes 8 of "
-        "them, and the longest prompt has 8 tokens. Lower max_new_tokens to 2"
-    )
-    assert_raises(WhetValueError, message, items.check_context, 8, 10, "eval")
-    assert_raises(WhetValueError, "Make the task's items shorter", items.check_context, 8, 8, "eval")
+    facts = "eval: ", "2 of 3 prompts", "letters", "10 positions", "8 tokens", "Lower max_new_tokens to 2"
+    assert_raises(WhetValueError, facts, items.check_context, 8, 10, "eval")
+    assert_raises(WhetValueError, ("3 of 3 prompts", "items shorter"), items.check_context, 8, 8, "eval")
 
 
-def test_an_evaluation_depends_on_neither_batch_nor_size():
+def test_evaluation_does_not_depend_on_batch_or_number_of_items():
     task, tokenizer = Letters("abcdefgh"), letters_tokenizer()
     sampling = SamplingParams(max_new_tokens=6, stop_token_ids=(EOS,), seed=5)
     few = Letters("abc")
@@ -144,7 +141,7 @@ def test_an_evaluation_depends_on_neither_batch_nor_size():
 
 
 class Broken(Letters):
-    """Scores in many ways that are wrong."""
+    """A scorer that fails in many ways."""
 
     def score(self, completion, row):
         if row["answer"] == "b":
@@ -160,15 +157,15 @@ class Broken(Letters):
         return super().score(completion, row)
 
 
-def test_scoring_that_fails_costs_the_completion_and_no_other(tokenizer):
+def test_scoring_failure_affects_only_its_completion(tokenizer):
     letters = "abcdeafa"
     groups = [[[4 + "abcdefgh".index(letter), EOS]] for letter in letters]
     result = run(groups, tokenizer, Broken(letters), timeout_s=3)
     assert result.scores[:, 0].tolist() == [1, 0, 0, 0, 0, 1, 0, 1]
     assert result.failures == {
         (1, 0): "it raised RuntimeError: no such letter",
-        (2, 0): "it gave nan, which is no finite number",
-        (6, 0): "it gave '1', which is no finite number",
+        (2, 0): "it returned nan, which is not a finite number",
+        (6, 0): "it returned '1', which is not a finite number",
         (3, 0): "CallTimeout: it did not return within timeout_s=3",
         (4, 0): "its process died with exit code 3",
     }
@@ -176,7 +173,7 @@ def test_scoring_that_fails_costs_the_completion_and_no_other(tokenizer):
     assert result.records()[3]["completions"][0]["failure"].startswith("CallTimeout")
 
 
-def test_more_completions_than_a_child_takes(tokenizer):
+def test_more_completions_than_a_child_scores(tokenizer):
     letters = "abcdefgh" * 40
     groups = [[[4 + "abcdefgh".index(letter), EOS], [A, EOS]] for letter in letters]
     result = run(groups, tokenizer, Letters(letters))
@@ -193,7 +190,7 @@ def test_two_models_are_compared_item_by_item(tokenizer):
     graded = compare(half, second)
     assert graded["accuracy_difference"]["value"] == 0.5 and graded["score_difference"]["value"] == 0.25
     other = run([[[A, EOS]]], tokenizer, Letters("a"))
-    assert_raises(WhetValueError, "different items", compare, first, other)
+    assert_raises(WhetValueError, ("compare", "different items"), compare, first, other)
 
 
 # --- rows of a file -------------------------------------------------------------------------------------
@@ -215,11 +212,11 @@ def test_rows_with_reward_functions_are_a_task(tmp_path, tokenizer):
     assert result.scores.tolist() == [[1.5], [0.5]] and not result.failures
     unscored = run([[[A, EOS]], [[B, EOS]]], tokenizer, RewardedRows(str(path), [right]))
     assert unscored.scores.tolist() == [[1], [0]] and unscored.failures == {
-        (1, 0): "it gave nan, which is no finite number"
+        (1, 0): "it returned nan, which is not a finite number"
     }
 
 
-def test_what_a_task_prints_goes_to_standard_error(tokenizer, capfd):
+def test_output_of_a_task_is_redirected_to_standard_error(tokenizer, capfd):
     class Chatty(Letters):
         def score(self, completion, row):
             os.write(1, b"scoring\n")
@@ -230,10 +227,10 @@ def test_what_a_task_prints_goes_to_standard_error(tokenizer, capfd):
     assert capfd.readouterr() == ("", "scoring\n" * 4)
 
 
-def test_rows_that_cannot_be_scored_are_refused(tmp_path):
+def test_rows_that_cannot_be_scored_are_named(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a"}\n{"text": "b"}\n')
-    assert_raises(WhetValueError, "rows.jsonl:2 has no prompt", RewardedRows, str(path), [length])
+    assert_raises(WhetValueError, ("rows.jsonl:2", "prompt"), RewardedRows, str(path), [length])
     path.write_text('{"prompt": "a"}\n')
     by_ids = lambda completion_ids: [0.0]  # noqa: E731
-    assert_raises(WhetValueError, "declares completion_ids", RewardedRows, str(path), [by_ids])
+    assert_raises(WhetValueError, ("<lambda>", "completion_ids"), RewardedRows, str(path), [by_ids])

@@ -1,4 +1,4 @@
-"""Reads the HTML pages under test: ``Page`` for what they show, ``EVIL`` for what they have to escape."""
+"""Parser of HTML pages under test (``Page``), and a text that they have to escape (``EVIL``)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 
 class Page(HTMLParser):
-    """Collects a page's text, tags and attributes, and insists that every element is closed in order."""
+    """Collects a page's text, tags and attributes, and asserts that elements are closed in order."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

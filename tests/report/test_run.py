@@ -1,4 +1,4 @@
-"""The report is one self-contained, well-formed, escaped page that shows what the run left."""
+"""The report of a run is a self-contained, well-formed, escaped page."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(tmp_path):
     return tmp_path
 
 
-def test_the_report_shows_the_run(run):
+def test_report_shows_the_run(run):
     before = [{"prompt": "1+1=", "completion": "3", "reward": 0.0}, {"prompt": "only before", "completion": "z"}]
     after = [{"prompt": "1+1=", "completion": "2", "reward": 1.0}, {"prompt": EVIL, "completion": EVIL}]
     path = write_report(run, title=EVIL, summary=EVIL, samples_before=before, samples_after=after)
@@ -64,24 +64,24 @@ def test_main_curve_is_a_standalone_svg(run):
     assert "prefers-color-scheme: dark" in text and text.count("http://") == 3  # xmlns, and EVIL twice
 
 
-def test_the_report_shows_who_held_memory(run):
+def test_report_shows_peak_memory_by_owner(run):
     figures = {"measured": {"weights": 3_000_000, "activations": 7e6}, "resident": 10_000_000, "peak": 11_000_000}
     (run / "memory.json").write_text(json.dumps({**figures, "predicted": {"weights": 3e6, "allocator": 5e5}}))
     html = write_report(run, title="t").read_text()
-    assert "Memory of the fullest step" in Page(html).text
+    assert "Peak memory" in Page(html).text
     cells = [re.findall(r'<td class="\w*">(.*?)</td>', row) for row in re.findall(r"<tr>(.*?)</tr>", html)]
     for words, measured, predicted in (
         (PARTS["weights"], "3", "3"),
         (PARTS["activations"], "7", "0"),
         (PARTS["allocator"], "0", "0"),
-        ("in all", "10", "4"),
+        ("total", "10", "4"),
     ):
         assert [words, measured, predicted] in cells
     (run / "memory.json").write_text("{")
-    assert_raises(WhetValueError, "memory.json cannot be read", write_report, run, title="t")
+    assert_raises(WhetValueError, ("memory.json",), write_report, run, title="t")
 
 
-def test_the_report_loads_and_runs_nothing(run):
+def test_report_has_no_scripts_and_no_external_resources(run):
     shown = Page(write_report(run, title="t", samples_after=[{"prompt": EVIL, "completion": EVIL}]).read_text())
     assert not {"script", "link", "img", "iframe", "object", "image"} & set(shown.tags)
     for name, value in shown.attributes:
@@ -93,13 +93,13 @@ def test_the_report_loads_and_runs_nothing(run):
     assert all(target.startswith("#") for target in re.findall(r"url\((.*?)\)", html))
 
 
-def test_the_same_run_gives_the_same_page(run):
+def test_report_is_deterministic(run):
     strip = re.compile(r"<footer>.*</footer>")
     pages = [strip.sub("", write_report(run, title="t").read_text()) for _ in range(2)]
     assert pages[0] == pages[1]
     ids = re.findall(r' id="([^"]+)"', pages[0])
     drawn = [i for i in ids if re.match(r"[mp][0-9a-f]{10}", i)]
-    assert len(drawn) > 4 and len(drawn) == len(set(drawn))  # markers and clips of one chart are not another's
+    assert len(drawn) > 4 and len(drawn) == len(set(drawn))  # unique ids of markers and clip paths
 
 
 def test_charts_use_the_colours_of_the_page(run):
@@ -113,7 +113,7 @@ def test_charts_use_the_colours_of_the_page(run):
         assert html.count(f"{name}:") == 2  # defined for light and for dark
 
 
-def test_a_run_of_one_step_and_nothing_else_has_a_report(tmp_path):
+def test_report_of_one_step_without_other_files(tmp_path):
     JSONLLogger(tmp_path / "metrics.jsonl").log({"loss": 0.5}, 1)
     shown = Page(write_report(tmp_path, title="t").read_text())
     assert "0.500 → 0.500" in shown.text and "Configuration" not in shown.text
@@ -128,14 +128,14 @@ def test_chat_prompts_are_shown_as_messages(tmp_path):
     assert text.count("system: Be brief.\n\nuser: 1+1?") == 2 and "'role'" not in text
 
 
-def test_an_empty_table_of_the_configuration_is_a_setting(tmp_path):
+def test_empty_table_of_the_configuration_is_a_setting(tmp_path):
     JSONLLogger(tmp_path / "metrics.jsonl").log({"loss": 0.5}, 1)
     (tmp_path / "config.toml").write_text("seed = 3\n[logit_bias]\n")
     html = write_report(tmp_path, title="t").read_text()
     assert "<tr><th>logit_bias</th><td>{}</td></tr>" in html and "<h3>" not in html
 
 
-def test_held_out_and_training_rewards_are_both_in_the_headline(tmp_path):
+def test_headline_has_held_out_and_training_rewards(tmp_path):
     metrics = JSONLLogger(tmp_path / "metrics.jsonl")
     for step in (1, 2):
         metrics.log({"eval/mean_reward": 0.25 * step, "mean_reward": 0.125 * step}, step)
@@ -144,7 +144,7 @@ def test_held_out_and_training_rewards_are_both_in_the_headline(tmp_path):
     assert "<dt>reward</dt><dd>0.125 → 0.250</dd>" in html
 
 
-def test_a_prompt_is_shown_once_beside_its_completions(tmp_path):
+def test_prompts_are_shown_once_per_group_of_completions(tmp_path):
     JSONLLogger(tmp_path / "metrics.jsonl").log({"loss": 0.5}, 1)
     completions = JSONLLogger(tmp_path / "completions.jsonl")
     for prompt in ("p1", "p1", "p2", "p1"):
@@ -153,7 +153,7 @@ def test_a_prompt_is_shown_once_beside_its_completions(tmp_path):
     assert re.findall(r'<td class="text">(p\d|)</td>', html) == ["p1", "", "p2", "p1"]
 
 
-def test_the_mean_of_each_of_several_tasks_has_a_chart(tmp_path):
+def test_means_of_several_tasks_have_charts(tmp_path):
     for names, n_charts in ((["a"], 2), (["a", "b"], 4)):
         folder = tmp_path / str(n_charts)
         metrics = JSONLLogger(folder / "metrics.jsonl")
@@ -165,7 +165,7 @@ def test_the_mean_of_each_of_several_tasks_has_a_chart(tmp_path):
         assert captions == ["Reward", "held-out a", *(names if len(names) > 1 else [])] and len(captions) == n_charts
 
 
-def test_long_samples_are_cut(tmp_path):
+def test_long_samples_are_truncated(tmp_path):
     JSONLLogger(tmp_path / "metrics.jsonl").log({"loss": 0.5}, 1)
     samples = [{"prompt": "p", "completion": "x" * 4000, "reward": None}]
     text = Page(write_report(tmp_path, title="t", samples_after=samples).read_text()).text
@@ -178,19 +178,17 @@ def test_config_json_is_read_and_headline_is_shown(tmp_path):
     html = write_report(tmp_path, title="t", headline={"held-out accuracy": "34.5% → 91.0%"}).read_text()
     assert re.search(r"<h3>a</h3>.*<th>b.c</th><td>null</td>.*<th>d</th><td>x</td>", html, flags=re.DOTALL)
     (tmp_path / "config.json").write_text("[1]")
-    assert_raises(WhetValueError, r"config\.json cannot be read", write_report, tmp_path, title="t")
+    assert_raises(WhetValueError, ("config.json",), write_report, tmp_path, title="t")
     assert "<dt>held-out accuracy</dt><dd>34.5% → 91.0%</dd>" in html
 
 
-def test_what_is_missing_or_spoilt_is_named(run):
+def test_missing_and_damaged_files_are_named(run):
     (run / "config.toml").write_text("= 3")
-    assert_raises(WhetValueError, r"config\.toml cannot be read", write_report, run, title="t")
+    assert_raises(WhetValueError, ("config.toml", "read"), write_report, run, title="t")
     (run / "completions.jsonl").write_text("{}\n")
-    with pytest.raises(WhetValueError, match=r"completions\.jsonl:1 is not a JSON object with a step"):
-        write_report(run, title="t")
+    assert_raises(WhetValueError, ("completions.jsonl:1", "step"), write_report, run, title="t")
     (run / "metrics.jsonl").write_text("")
-    with pytest.raises(WhetValueError, match=r"metrics\.jsonl holds no metrics\. Log the run with JSONLLogger"):
-        write_report(run, title="t")
+    assert_raises(WhetValueError, ("metrics.jsonl", "no metrics", "JSONLLogger"), write_report, run, title="t")
     (run / "metrics.jsonl").unlink()
-    assert_raises(WhetValueError, r"metrics\.jsonl is missing", write_report, run, title="t")
+    assert_raises(WhetValueError, ("metrics.jsonl is missing",), write_report, run, title="t")
     assert not (run / "report.html").exists()

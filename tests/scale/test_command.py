@@ -159,7 +159,7 @@ def test_a_pool_ends_with_its_driver_and_the_run_goes_on_to_the_bit(command, tmp
     assert not alive and len(losses(tmp_path / "pool")) < STEPS
     process = start(pooled)
     output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0 and "continuing from" in output, output[-3000:]
+    assert process.returncode == 0 and "resuming from" in output, output[-3000:]
     assert losses(tmp_path / "pool") == losses(tmp_path / "native") and any(losses(tmp_path / "native").values())
 
 

@@ -1,4 +1,4 @@
-"""Tasks of a user's own, right ones and wrong ones."""
+"""Valid and invalid user tasks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Doubles:
 
 
 class Chats(Doubles):
-    """The same in chat messages."""
+    """Numbers to be doubled, as chat messages."""
 
     name = "chats"
 

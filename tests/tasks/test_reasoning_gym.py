@@ -1,4 +1,4 @@
-"""reasoning-gym's data sets as tasks: every one of them, their rows, and the traps of their verifiers."""
+"""All data sets of reasoning-gym as tasks, their rows, and workarounds for their verifiers."""
 
 import json
 import random
@@ -10,6 +10,7 @@ reasoning_gym = pytest.importorskip("reasoning_gym", reason="needs reasoning-gym
 
 from reasoning_gym.factory import DATASETS, create_dataset  # noqa: E402
 from tests.processes import printed_by  # noqa: E402
+from tests.raising import assert_raises, mentions  # noqa: E402
 
 from whet.errors import MissingExtraError, WhetValueError  # noqa: E402
 from whet.tasks import open_task  # noqa: E402
@@ -30,11 +31,10 @@ def score(task, completion, **row):
 
 
 @pytest.mark.parametrize("name", DATASETS)
-def test_every_data_set_is_a_task_or_refused_with_its_reason(name, monkeypatch):
+def test_every_data_set_is_a_task_or_rejected_with_a_reason(name, monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     if name in _UNUSABLE:
-        with pytest.raises(WhetValueError, match=f"reasoning_gym:{name} cannot be used: "):
-            open_gym(name)
+        assert_raises(WhetValueError, (f"reasoning_gym:{name}", _UNUSABLE[name]), open_gym, name)
         return
     task = open_gym(name, size=2, system_prompt="")
     rows = [task.rows[i] for i in (1, 0)]
@@ -47,7 +47,7 @@ def test_every_data_set_is_a_task_or_refused_with_its_reason(name, monkeypatch):
             assert task.score(row["answer"], row) == 1
 
 
-def test_the_data_sets_are_those_of_the_pinned_release():
+def test_data_sets_of_the_pinned_release():
     assert len(DATASETS) == 106 and set(_UNUSABLE) <= set(DATASETS)
 
 
@@ -55,10 +55,9 @@ def test_the_data_sets_are_those_of_the_pinned_release():
 
 
 @pytest.mark.parametrize("name", _UNORDERED)
-def test_data_sets_of_another_order_in_each_process_need_a_fixed_one(name, monkeypatch):
+def test_data_sets_that_depend_on_set_order_need_a_hash_seed(name, monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    with pytest.raises(WhetValueError, match=r"the order of Python's sets, .* Set PYTHONHASHSEED=0 in the environment"):
-        open_gym(name)
+    assert_raises(WhetValueError, (f"reasoning_gym:{name}", "PYTHONHASHSEED=0"), open_gym, name)
 
 
 def test_rows_are_the_same_in_every_process():
@@ -69,7 +68,7 @@ def test_rows_are_the_same_in_every_process():
     assert printed_by(code, PYTHONHASHSEED="1").splitlines() == here
 
 
-def test_without_held_out_items_the_rows_are_reasoning_gyms_own():
+def test_rows_without_held_out_items_equal_reasoning_gyms():
     theirs = create_dataset("chain_sum", seed=7, size=50, **SUMS)
     task = open_gym("chain_sum", seed=7, size=50, held_out=0, options=SUMS)
     assert len(task.rows) == 50
@@ -79,8 +78,8 @@ def test_without_held_out_items_the_rows_are_reasoning_gyms_own():
     assert list(every.rows) == list(task.rows)
 
 
-def test_no_question_to_evaluate_on_occurs_in_training():
-    """Of sums of one digit there are 200: from any seed the same ones come again."""
+def test_evaluation_questions_never_occur_in_training():
+    """There are only 200 one-digit sums, so that different seeds repeat them."""
     options = {**SUMS, "max_digits": 1}
     train = {row["question"] for seed in (0, 5) for row in open_gym("chain_sum", size=2000, seed=seed, **options).rows}
     held_out = {row["question"] for row in open_gym("chain_sum", "eval", size=200, seed=1, **options).rows}
@@ -89,7 +88,7 @@ def test_no_question_to_evaluate_on_occurs_in_training():
     assert held_out < theirs
 
 
-def test_a_row_is_a_function_of_its_index_and_leaves_the_generators_alone():
+def test_rows_depend_only_on_their_index_and_global_generators_are_restored():
     for name in ("chain_sum", "pool_matrix", "gsm_symbolic", "list_functions"):
         task = open_gym(name, "eval", size=6)
         rows = [str(row) for row in task.rows]
@@ -106,17 +105,18 @@ def test_a_row_is_a_function_of_its_index_and_leaves_the_generators_alone():
 
 def test_too_few_questions_and_empty_splits():
     options = {"min_terms": 1, "max_terms": 1, "max_digits": 1}
-    with pytest.raises(WhetValueError, match=r"none of 3000 items for row 0 belongs to 'eval' with held_out = 0\.01"):
+    with pytest.raises(WhetValueError, match=mentions("3000 items", "row 0", "'eval'", "held_out = 0.01")):
         open_gym("chain_sum", "eval", held_out=0.01, **options)
     for split, share in (("eval", 0), ("train", 1)):
-        with pytest.raises(WhetValueError, match=f"held_out is {share}, which leaves nothing for '{split}'"):
-            open_gym("chain_sum", split, held_out=share)
+        assert_raises(
+            WhetValueError, (f"held_out is {share}", f"'{split}'"), open_gym, "chain_sum", split, held_out=share
+        )
 
 
 # --- system prompts and answers -------------------------------------------------------------------------
 
 
-def test_the_default_prompt_asks_for_the_answer_only_and_the_last_number_counts():
+def test_default_prompt_and_scoring_by_the_last_number():
     task = open_gym("chain_sum")
     assert task.system_prompt == "Answer with the number alone."
     row = {"answer": "1041"}
@@ -128,7 +128,7 @@ def test_the_default_prompt_asks_for_the_answer_only_and_the_last_number_counts(
 
 
 @pytest.mark.parametrize("space", ["\u00a0", "\u202f", "\u2009"])
-def test_numbers_as_language_models_like_to_write_them(space):
+def test_typographic_minus_signs_and_spaces_in_numbers(space):
     task = open_gym("chain_sum")
     assert score(task, "It is \u22121041.", answer="-1041") == 1
     assert score(task, "It is \u20131041.", answer="-1041") == 1
@@ -139,18 +139,18 @@ def test_numbers_as_language_models_like_to_write_them(space):
 
 
 @pytest.mark.parametrize("text", ["[THINK]1041", "<|START_THINKING|>1041", "<seed:think>1041", "<think>\nhm 1041"])
-def test_a_thought_that_was_cut_off_is_no_answer(text):
+def test_truncated_thinking_is_not_an_answer(text):
     assert score(open_gym("chain_sum"), text, answer="1041") == 0
 
 
-def test_other_answers_are_the_whole_text():
+def test_answers_that_are_not_numbers_are_the_whole_text():
     task = open_gym("spell_backward")
     assert task.system_prompt == "Answer with the final answer alone."
     assert score(task, " cba\n", answer="cba") == 1 and score(task, "It is cba", answer="cba") == 0
 
 
 @pytest.mark.parametrize("name", ["default", "direct"])
-def test_prompts_that_ask_for_tags_are_scored_by_tags(name):
+def test_prompts_with_answer_tags_are_scored_by_tags(name):
     task = open_gym("chain_sum", system_prompt=name)
     assert task.system_prompt == reasoning_gym.utils.SYSTEM_PROMPTS[name]
     assert score(task, "So <answer> 12 </answer>", answer="12") == 1
@@ -158,18 +158,17 @@ def test_prompts_that_ask_for_tags_are_scored_by_tags(name):
     assert score(task, "12", answer="12") == 0
 
 
-def test_a_text_is_a_system_prompt_and_a_word_is_a_wrong_name():
+def test_system_prompt_is_a_text_or_a_known_name():
     assert open_gym("chain_sum", system_prompt="Add these.").system_prompt == "Add these."
     assert open_gym("chain_sum", system_prompt="").system_prompt == ""
-    with pytest.raises(WhetValueError, match=r"system_prompt is 'drect', expected a text, or one of .*direct"):
-        open_gym("chain_sum", system_prompt="drect")
+    assert_raises(WhetValueError, ("system_prompt is 'drect'", "direct"), open_gym, "chain_sum", system_prompt="drect")
 
 
-# --- traps of the verifiers -----------------------------------------------------------------------------
+# --- workarounds for verifiers --------------------------------------------------------------------------
 
 
-def test_an_answer_of_none_is_scored_by_the_verifier():
-    """Many colourings are right, and none of them is in the item."""
+def test_items_without_an_answer_are_scored_by_the_verifier():
+    """Many colourings are right, and the item contains none."""
     task = open_gym("graph_color", size=1)
     row = task.rows[0]
     assert row["answer"] is None
@@ -177,7 +176,7 @@ def test_an_answer_of_none_is_scored_by_the_verifier():
     assert task.score(json.dumps(row["metadata"]["possible_answer"]), row) == 1
 
 
-def test_a_verifier_that_raises_scores_nothing():
+def test_verifier_that_raises_scores_zero():
     task = open_gym("prime_factorization", size=1)
     row = task.rows[0]
     with pytest.raises(ValueError):
@@ -186,14 +185,14 @@ def test_a_verifier_that_raises_scores_nothing():
 
 
 @pytest.mark.parametrize(("name", "junk"), [("countdown", "no idea"), ("puzzle24", "1"), ("tsumego", "C4")])
-def test_a_score_for_the_form_only_is_none(name, junk):
+def test_score_for_the_form_of_an_answer_is_zero(name, junk):
     task = open_gym(name, size=1, partial_credit=True)
     row = task.rows[0]
     theirs = create_dataset(name, seed=0, size=1).score_answer(junk, row)
     assert 0 < theirs <= 0.05 and task.score(junk, row) == 0
 
 
-def test_answers_that_are_programs_are_not_evaluated(tmp_path):
+def test_answers_with_code_are_not_evaluated(tmp_path):
     row, mark = open_gym("countdown", size=1).rows[0], tmp_path / "mark"
     for name in ("countdown", "puzzle24", "spiral_matrix", "string_insertion", "n_queens", "binary_matrix"):
         task = open_gym(name, size=1)
@@ -205,7 +204,7 @@ def test_answers_that_are_programs_are_not_evaluated(tmp_path):
     assert task.score(task.rows[0]["answer"], task.rows[0]) == 1
 
 
-def test_scoring_leaves_the_row_as_it_was(monkeypatch):
+def test_scoring_does_not_change_the_row(monkeypatch):
     """The verifier of knight_swap writes the boards of a right answer into the item."""
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     task = open_gym("knight_swap", size=1, max_nodes=6, min_pieces=1, max_pieces=1, system_prompt="")
@@ -215,34 +214,32 @@ def test_scoring_leaves_the_row_as_it_was(monkeypatch):
     assert str(row) == before
 
 
-# --- mistakes -------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    ("spec", "facts"),
     [
-        ("reasoning_gym:chainsum", "no data set 'chainsum'. Did you mean reasoning_gym:chain_sum or"),
-        ("reasoning_gym:zzzzzz", "There are: "),
-        ("reasoning_gym:chain_sum,max_term=2", "has no option 'max_term'. Did you mean max_terms?"),
-        ("reasoning_gym:chain_sum,sede=2", "has no option 'sede'. Did you mean seed?"),
-        ("reasoning_gym:chain_sum,xyz=2", "has no option 'xyz'. There are: min_terms, max_terms, "),
-        ("reasoning_gym:chain_sum,max_terms=0", "does not take these options: AssertionError: max_terms must be"),
-        ("reasoning_gym:chain_sum,max_terms=two", "does not take these options: TypeError"),
-        ("reasoning_gym:game_of_life_halting", "its verifier takes every answer for right"),
+        ("reasoning_gym:chainsum", ("'chainsum'", "Did you mean reasoning_gym:chain_sum or")),
+        ("reasoning_gym:zzzzzz", ("'zzzzzz'", "chain_sum, ")),
+        ("reasoning_gym:chain_sum,max_term=2", ("'max_term'", "Did you mean max_terms?")),
+        ("reasoning_gym:chain_sum,sede=2", ("'sede'", "Did you mean seed?")),
+        ("reasoning_gym:chain_sum,xyz=2", ("'xyz'", "min_terms, max_terms, ")),
+        ("reasoning_gym:chain_sum,max_terms=0", ("reasoning_gym:chain_sum", "AssertionError: max_terms must be")),
+        ("reasoning_gym:chain_sum,max_terms=two", ("reasoning_gym:chain_sum", "TypeError")),
+        ("reasoning_gym:game_of_life_halting", ("reasoning_gym:game_of_life_halting", "verifier")),
     ],
 )
-def test_what_is_refused(spec, message):
-    with pytest.raises(WhetValueError) as raised:
-        open_task(spec)
-    assert message in str(raised.value)
+def test_invalid_specs_are_named(spec, facts):
+    assert_raises(WhetValueError, facts, open_task, spec)
 
 
-def test_without_the_package_the_extra_is_named(monkeypatch):
+def test_missing_package_names_its_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"reasoning_gym:chain_sum needs reasoning-gym. .*whet\[gym\]"):
-        open_task("reasoning_gym:chain_sum")
+    facts = "reasoning_gym:chain_sum", "reasoning-gym", "whet[gym]"
+    assert_raises(MissingExtraError, facts, open_task, "reasoning_gym:chain_sum")
 
 
-def test_the_package_is_imported_only_for_its_tasks():
+def test_package_is_imported_only_for_its_tasks():
     code = "import sys, whet.tasks, whet.cli.runs; print('reasoning_gym' in sys.modules, 'torch' in sys.modules)"
     assert printed_by(code) == "False False\n"

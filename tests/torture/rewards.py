@@ -25,10 +25,10 @@ _FAIL = {
     "ends_the_process": "its process died with exit code 3",
     "crashes": "its process died with exit code -11",
     "takes_all_memory": "it raised MemoryError",
-    "returns_nan": "it gave nan, which is no finite number",
-    "returns_too_much": "which is no finite number",
+    "returns_nan": "it returned nan, which is not a finite number",
+    "returns_too_much": "which is not a finite number",
     "returns_too_few": "it returned 1 scores for",
-    "returns_text": "it gave '1.0', which is no finite number",
+    "returns_text": "it returned '1.0', which is not a finite number",
     "returns_nothing": "it returned NoneType",
     "returns_itself": "it returned function",
 }

@@ -199,10 +199,10 @@ class Work:
         return [self._sum(1, i) for i in range(self.n_held_out)]
 
     def _sum(self, split: int, row: int) -> dict[str, Any]:
-        from whet.tasks import prompt_of
+        from whet.tasks import make_prompt
 
         task = self._sums[split]
-        return {"prompt": prompt_of(task, task.rows[row]), "row": row if split == 0 else -1 - row}
+        return {"prompt": make_prompt(task, task.rows[row]), "row": row if split == 0 else -1 - row}
 
     def reward(self, completions: Sequence[Any], completion_ids: Any = None, row: Sequence[int] = (), **_: Any) -> Any:
         """The score of each completion: of sums the task's; of random rows the share of even token ids.

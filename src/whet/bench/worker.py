@@ -24,7 +24,7 @@ from whet.bench.machine import Ceilings
 from whet.bench.report import rich_table
 from whet.bench.suites import load_suite
 from whet.files import replace_text
-from whet.rewards.processes import die_with
+from whet.rewards.processes import set_parent_death_signal
 
 
 def choose(suite: Suite, options: BenchOptions) -> Iterator[tuple[Table, list[Case], list[Provider]]]:
@@ -103,7 +103,9 @@ def show_progress(console: Console, n_cases: int) -> Iterator[Callable[[str], Ca
 
 def main(order: dict[str, Any]) -> None:
     """Measure a suite, or only its thread-scaling cases, and write the results to ``order["out"]``."""
-    die_with(order["parent"])  # else it would continue for an hour, unnoticed, and disturb the next measurement
+    set_parent_death_signal(
+        order["parent"]
+    )  # else it would continue for an hour, unnoticed, and disturb the next measurement
     suite = load_suite(order["suite"])
     options = suite.options(**{**order["options"], "peers": tuple(order["options"]["peers"])})
     threads, effort, console = order["threads"], QUICK if options.quick else Effort(), Console()

@@ -1,8 +1,8 @@
-"""The command line: finds the command, and turns errors that a user can fix into one line and an exit status.
+"""The command line: dispatches to a command, and turns errors that a user can fix into one line and an exit status.
 
-0 is success, 1 a benchmark that found Whet wrong or slower, 2 a mistake in what was asked for, 130 Ctrl-C, 143 SIGTERM
-after the step it came in, 141 a reader that went away; anything unexpected keeps its traceback. This file needs the
-standard library only: each command imports what it needs, and only when it is called.
+Exit statuses: 0 success; 1 a benchmark found wrong results or a regression; 2 a usage error; 130 Ctrl-C; 143 SIGTERM,
+after the current step; 141 a closed pipe. Unexpected errors keep their traceback. This file imports only the standard
+library; each command imports its dependencies when it is called.
 """
 
 from __future__ import annotations
@@ -30,131 +30,131 @@ Whet {__version__}: post-trains language models on the machine you have.
 
 usage: whet COMMAND ...
 
-  whet demo                           a small model learns to add, in minutes
-  whet train sft CONFIG.toml          learn from completions
-  whet train dpo CONFIG.toml          learn from pairs, one preferred
-  whet train grpo CONFIG.toml         sample, score, reinforce
-  whet train online-dpo CONFIG.toml   sample pairs, judge, learn from them
-  whet best-of-n CONFIG.toml          sample, score, keep the best; no training
+  whet demo                           train a small model to add, in minutes
+  whet train sft CONFIG.toml          supervised fine-tuning
+  whet train dpo CONFIG.toml          train on preference pairs
+  whet train grpo CONFIG.toml         reinforcement learning on rewards
+  whet train online-dpo CONFIG.toml   sample pairs, judge, train
+  whet best-of-n CONFIG.toml          sample, score, keep the best
   whet generate MODEL --prompt TEXT   continue a text
-  whet chat MODEL                     talk to a model
-  whet eval MODEL --task TASK         accuracy on a task, of one model or two
-  whet export MODEL OUT.gguf          write it for llama.cpp and Ollama
-  whet merge MODEL OUT                a folder with the adapters merged
-  whet convert MODEL.gguf OUT         a GGUF file as a folder
-  whet fetch NAME                     get a model by name
-  whet info MODEL                     what a model is, and whether it runs
-  whet estimate MODEL                 memory of a model, in every format
-  whet bench SUITE                    measure Whet beside its peers
-  whet bench compare BEFORE AFTER     what became faster or slower
+  whet chat MODEL                     chat with a model
+  whet eval MODEL --task TASK         accuracy of one or two models on a task
+  whet export MODEL OUT.gguf          write a GGUF file for llama.cpp
+  whet merge MODEL OUT                merge adapters into a model folder
+  whet convert MODEL.gguf OUT         convert a GGUF file to a model folder
+  whet fetch NAME                     download a model
+  whet info MODEL                     architecture, size and support of a model
+  whet estimate MODEL                 memory of a model in every format
+  whet bench SUITE                    benchmark Whet against its peers
+  whet bench compare BEFORE AFTER     changes between two benchmark runs
 
-Every setting of a config file is a flag too: --learning-rate 1e-5 overrides
+Every setting of a config file is also a flag: --learning-rate 1e-5 overrides
 learning_rate in the file. COMMAND --help lists them.
 
-  whet --help      this text
-  whet --version   the version
+  whet --help      print this text
+  whet --version   print the version
 """
 
 TRAIN_USAGE = """\
 usage: whet train METHOD [CONFIG.toml] [--SETTING VALUE ...]
 
 METHOD is one of:
-  sft          supervised fine-tuning, on rows with prompt and completion,
-               or with messages, or with text
-  dpo          direct preference optimization, on rows with prompt, chosen
+  sft          supervised fine-tuning; rows have prompt and completion,
+               messages, or text
+  dpo          direct preference optimization; rows have prompt, chosen
                and rejected
-  grpo         group relative policy optimization, on rows with a prompt,
-               and with reward functions; or on tasks, by name
-  online-dpo   the same rows, with reward functions or a preference function;
-               or on tasks
+  grpo         group relative policy optimization; rows have a prompt,
+               reward functions score; or tasks, by name
+  online-dpo   online DPO; rows have a prompt, reward functions or a
+               preference function judge; or tasks, by name
 
 whet train METHOD --help lists its settings.
 """
 
-# Paragraphs of one line each: tyro does not wrap them.
+# One line per paragraph: tyro does not wrap them.
 TRAIN_DESCRIPTION = """\
 Flags override the settings of CONFIG.toml, if there is one.
 
-Given again, the command of a run that was stopped continues it."""
+The same command resumes a run that was stopped."""
 
 BEST_OF_N_DESCRIPTION = """\
-Samples n completions per prompt and gives the best as a line of JSON.
+Sample n completions per prompt and write the best as a line of JSON.
 
 Flags override the settings of CONFIG.toml, if there is one."""
 
 
-_PLACES = {
+_PATH_ERRORS = {
     errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ELOOP, errno.ENOTDIR
 }  # fmt: skip
-"""What is wrong with a path that a user named, wherever it is found."""
+"""Errors of a path that the user named."""
 
-atexit.register(gc.freeze)  # or the interpreter looks through all of torch for garbage, twice, before it ends: a second
+atexit.register(gc.freeze)  # otherwise exit takes a second: the garbage collector scans all of torch twice
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv`` (None: that of the process) and return its exit status.
+    """Run the command line ``argv`` (default: ``sys.argv``) and return its exit status.
 
     Raises:
-        SystemExit: after a help text (0), or for flags that are not understood (2).
+        SystemExit: after a help text (0), or for unknown flags (2).
     """
     _replace_closed_streams()
-    _replace_unknown_characters()
+    _replace_unencodable_characters()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of other packages, for their callers
+        warnings.simplefilter("ignore", FutureWarning)  # addressed to callers of other packages
         warnings.showwarning = _show_warning
         try:
             status = _run(list(sys.argv[1:] if argv is None else argv))
             sys.stdout.flush()
             return status
-        except RankError as error:  # torchrun starts all ranks again, unless another has said that the run is over
+        except RankError as error:  # torchrun restarts all ranks unless one has reported the end of the run
             if not is_reported_elsewhere(error):
-                print(_line_of(error), file=sys.stderr)
+                print(_error_line(error), file=sys.stderr)
             return 2
         except WhetError as error:
-            end_ranks(2, _line_of(error))
+            end_ranks(2, _error_line(error))
             return 2
         except KeyboardInterrupt as interrupt:
             signal_number = getattr(interrupt, "signal_number", signal.SIGINT)
-            if os.environ.get("RANK", "0") != "0":  # the first has a checkpoint to write, and speaks for all
+            if os.environ.get("RANK", "0") != "0":  # rank 0 writes the checkpoint and prints the message
                 return 128 + signal_number
             end_ranks(128 + signal_number, f"whet: {'interrupted' if signal_number == signal.SIGINT else 'terminated'}")
             return 128 + signal_number
-        except BrokenPipeError:  # whoever read standard output, such as head, has gone
+        except BrokenPipeError:  # the reader of standard output, such as head, has exited
             _discard_output()
             return 141
         except MemoryError as error:
-            end_ranks(2, _line_of_memory(error))
+            end_ranks(2, _memory_error_line(error))
             return 2
         except RuntimeError as error:
-            if "DefaultCPUAllocator" not in str(error):  # torch has no error of its own for memory
+            if "DefaultCPUAllocator" not in str(error):  # torch has no exception type for this
                 raise
-            end_ranks(2, _line_of_memory(error))
+            end_ranks(2, _memory_error_line(error))
             return 2
         except OSError as error:
-            if error.errno in _PLACES and error.filename is not None:
-                end_ranks(2, f"whet: {str(error.filename)!r:.200}: {error.strerror}. Name another place.")
+            if error.errno in _PATH_ERRORS and error.filename is not None:
+                end_ranks(2, f"whet: {str(error.filename)!r:.200}: {error.strerror}. Choose another path.")
                 return 2
             if not _is_output_unwritable():
                 raise
             _discard_output()
-            print(f"whet: standard output cannot be written: {error.strerror}. Give it another place.", file=sys.stderr)
+            print(f"whet: standard output cannot be written: {error.strerror}. Redirect it elsewhere.", file=sys.stderr)
             return 2
 
 
-def _line_of(error: WhetError) -> str:
-    return f"whet: {' '.join(str(error).split())}{_line_of_reward(error)}"
+def _error_line(error: WhetError) -> str:
+    return f"whet: {' '.join(str(error).split())}{_reward_location(error)}"
 
 
-def _line_of_memory(error: BaseException) -> str:
+def _memory_error_line(error: BaseException) -> str:
     reason = str(error).strip().splitlines()
     return (
-        f"whet: there is not enough memory ({reason[0] if reason else 'MemoryError'}). Close other programs, raise the "
-        f"limit (ulimit -v), or choose a smaller model; whet estimate computes what it needs."
+        f"whet: out of memory ({reason[0] if reason else 'MemoryError'}). Close other programs, raise the limit "
+        f"(ulimit -v), or choose a smaller model; whet estimate computes the memory of a model."
     )
 
 
 def _is_output_unwritable() -> bool:
-    """Whether standard output takes no line any more, such as on a full disk."""
+    """Whether writing to standard output fails, as on a full disk."""
     try:
         print(flush=True)
     except OSError:
@@ -163,22 +163,22 @@ def _is_output_unwritable() -> bool:
 
 
 def _discard_output() -> None:
-    """Send standard output to the null device, or the interpreter would fail to write the rest as it ends."""
+    """Redirect standard output to the null device, so that flushing it at exit does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _replace_closed_streams() -> None:
-    """Open the null device for a standard stream that the caller closed, which is None here.
+    """Open the null device for each standard stream that the caller closed (None here).
 
-    A file that is opened later would get its descriptor, and what child processes print would go there.
+    Otherwise the next file to be opened gets its descriptor, and child processes print into that file.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
-def _replace_unknown_characters() -> None:
-    """Have "?" printed for a character that the encoding of standard output lacks, instead of an error."""
+def _replace_unencodable_characters() -> None:
+    """Print "?" for characters that the encoding of standard output lacks, instead of raising."""
     stdout: Any = sys.stdout
     if hasattr(stdout, "reconfigure") and (stdout.errors == "strict" or stdout.encoding.lower() != "utf-8"):
         stdout.reconfigure(errors="replace")
@@ -186,9 +186,9 @@ def _replace_unknown_characters() -> None:
 
 def _run(argv: list[str]) -> int:
     command, rest = (argv[0], argv[1:]) if argv else ("--help", [])
-    if command != "bench":  # which measures every library as it comes
-        # torch's OpenMP threads wait for each other by spinning: where another program wants a core, a step of a small
-        # model takes 5 to 40 times as long. Sleeping instead costs a small model nothing that can be measured.
+    if command != "bench":  # which measures every library in its default settings
+        # torch's OpenMP threads spin at barriers: if another program competes for a core, a step of a small model takes
+        # 5 to 40 times as long. Passive waiting has no measurable cost for a small model.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if command in ("-h", "--help"):
         print(USAGE, end="")
@@ -210,7 +210,7 @@ def _run(argv: list[str]) -> int:
     if command == "demo":
         check_installed(where, *_MODEL_PACKAGES, "matplotlib")
         demo = _command(command)
-        return demo.main(parse(demo.DemoConfig, rest, where, "A small model learns to add: SFT, then GRPO."))
+        return demo.main(parse(demo.DemoConfig, rest, where, "Train a small model to add: SFT, then GRPO."))
     run = parse(BestOfNRun, rest, where, BEST_OF_N_DESCRIPTION)
     run.check(where)
     check_installed(where, *_MODEL_PACKAGES)
@@ -232,7 +232,7 @@ _COMMANDS = {
     "estimate": ("train", "tyro", "rich"),
     "bench": ("bench", "tyro", "rich", "matplotlib", "threadpoolctl"),
 }
-"""Command -> the extra that it needs, and the packages of it that are looked for before the command's module is."""
+"""Command -> its extra, and the packages of the extra that are checked before the command's module is imported."""
 
 
 def _train(argv: list[str]) -> int:
@@ -254,24 +254,24 @@ def _train(argv: list[str]) -> int:
     if run.ranks > 1 and launched_size() == 1:
         start_ranks(run.ranks, ["-m", "whet", "train", *argv])
     if run.ranks not in (1, launched_size()):
-        raise WhetValueError(f"{where}: ranks is {run.ranks}, and {launched_size()} were launched. Leave ranks out.")
+        raise WhetValueError(f"{where}: ranks is {run.ranks}, but {launched_size()} were launched. Omit ranks.")
     if launched_size() > 1:
         end_with_launcher()
-    # Before the seconds that it takes to import torch; of several ranks the first alone writes.
+    # Lock before importing torch, which takes seconds. Only rank 0 writes.
     with lock_folder(run.output_dir) if launched_rank() == 0 else contextlib.nullcontext():
         return _command("train").main(method, run)
 
 
 def _command(name: str) -> Any:
-    with without_collection():
+    with without_gc():
         return importlib.import_module(f"whet.cli.{name}")
 
 
 @contextlib.contextmanager
-def without_collection() -> Iterator[None]:
-    """For imports: of torch and transformers a quarter of the time goes into looking for garbage, and there is none.
+def without_gc() -> Iterator[None]:
+    """Disable the garbage collector, for imports: it takes a quarter of the import time of torch and transformers.
 
-    What they made stays, and is not looked through later either.
+    Their objects are frozen, so that later collections do not scan them either.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -289,12 +289,12 @@ _MODEL_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "jinja2
 def _check_choice(kind: str, name: str, choices: Collection[str]) -> None:
     if name not in choices:
         close = difflib.get_close_matches(name, list(choices), n=1)
-        hint = f"Did you mean {close[0]}?" if close else f"There are: {', '.join(choices)}."
+        hint = f"Did you mean {close[0]}?" if close else f"Choose from {', '.join(choices)}."
         raise WhetValueError(f"there is no {kind} {name!r}. {hint}")
 
 
-def _line_of_reward(error: WhetError) -> str:
-    """File and line of the user's function that raised a RewardError."""
+def _reward_location(error: WhetError) -> str:
+    """File and line in the user's function that caused a RewardError; empty for other errors."""
     if not isinstance(error, RewardError) or error.__cause__ is None:
         return ""
     frames = traceback.extract_tb(error.__cause__.__traceback__)

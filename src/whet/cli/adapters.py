@@ -1,4 +1,4 @@
-"""The adapters of a ``whet train`` before its model is loaded: that they fit, and the base that they are trained on."""
+"""Adapters of a ``whet train`` before its model is loaded: checks that they fit, and the choice of their base."""
 
 from __future__ import annotations
 
@@ -14,82 +14,82 @@ from whet.training.sizes import multiplies_bfloat16
 
 
 class Plan(NamedTuple):
-    """The adapters that are trained, and the base beside them.
+    """The trained adapters and their base model.
 
     Attributes:
-        adapters: None: none, or those of a model of which nothing is known before it is loaded.
-        base: ``run.base``, decided.
-        why_floats: why that is "none" where the run left it open; empty: it did not.
-        record: of the base that the adapters to go on with were trained on, where they go with that only.
+        adapters: None: no adapters, or the model is unknown before it is loaded.
+        base: ``run.base`` with "auto" resolved.
+        floats_reason: why "auto" became "none"; empty if it did not.
+        record: the base that existing adapters were trained on, if they require that base.
     """
 
     adapters: Adapted | None
     base: str
-    why_floats: str = ""
+    floats_reason: str = ""
     record: dict[str, Any] | None = None
 
 
 def plan_adapters(run: Any, source: ModelSource | None, where: str, on_gpu: bool = False) -> Plan:
-    """Check the adapters of a run against its model, and decide its base where that is "auto". Nothing is loaded.
+    """Check the adapters of a run against its model, and resolve its base if that is "auto". Loads nothing.
 
     Args:
-        run: the settings, of one of the classes in ``whet.cli.runs``.
-        source: the model; None: the engine does not run it, or it is not on this machine yet.
-        where: begins the errors.
+        run: the settings, an instance of one of the classes in ``whet.cli.runs``.
+        source: the model; None: the engine does not support it, or it is not on this machine yet.
+        where: prefix of errors.
         on_gpu: whether the model would be trained on a GPU.
 
     Raises:
-        WhetValueError: no such layers, a rank beyond the matrices, a format that no matrix takes, or adapters that a
-            packed base does not take; with what would fit.
-        CheckpointError: adapters of another model, or that were trained on another base.
+        WhetValueError: unknown layers, a rank above the matrices' size, a format that no matrix supports, or adapters
+            that a packed base does not support; with the values that fit.
+        CheckpointError: the adapters belong to another model, or were trained on another base.
     """
     if not run.has_adapters():
         return Plan(None, run.base)
     if source is None:
         if run.base not in ("auto", "none"):
             raise WhetValueError(
-                f"{where}: base is {run.base!r}, and {run.model!r} is no folder or .gguf file of a model that the "
-                f"engine runs: only those are packed. Fetch it, or pass --base none."
+                f"{where}: base is {run.base!r}, but {run.model!r} is not a local folder or .gguf file of a model that "
+                f"the engine supports, and only those can be packed. Download it, or pass --base none."
             )
-        return Plan(None, "none", "the engine does not run the model, or it is not here yet")
+        return Plan(None, "none", "the engine does not support the model, or it is not downloaded yet")
     if run.adapter:
         adapters = read_adapted(run.adapter, source, where)
         record = read_binding(run.adapter, source, run.base != "auto" or on_gpu, where)
     else:
         settings = run.lora_rank, run.lora_layers, run.modules_to_save
         adapters, record = choose_adapted(source, *settings, where), None
-    base, why = run.base, ""
+    base, reason = run.base, ""
     if record is not None:
         base = base if base != "auto" else record["weights"] or ("own" if is_quantised(source) else "bf16")
     elif base == "auto":
-        why = _why_floats(run, adapters, on_gpu)
-        base = "none" if why else _usual_base(run, source)
+        reason = _floats_reason(run, adapters, on_gpu)
+        base = "none" if reason else _default_base(run, source)
     if base != "none":
         _check_packed(base, adapters, source, where)
     if record is not None:
         if base == "none":
             raise CheckpointError(
-                f"{where}: {run.adapter} was trained on a base in {record['formats']}, and base is 'none'."
+                f"{where}: {run.adapter} was trained on a base in {record['formats']}, but base is 'none'."
             )
         check_formats(source, {"weights": None if base == "own" else base}, record, where, run.adapter)
-    return Plan(adapters, base, why, record)
+    return Plan(adapters, base, reason, record)
 
 
-def _usual_base(run: Any, source: ModelSource) -> str:
-    """The base of the numbers that the step multiplies without one."""
+def _default_base(run: Any, source: ModelSource) -> str:
+    """Return the base with the same numbers that a step without a packed base multiplies."""
     if is_quantised(source):
         return "own"
     return "bf16" if multiplies_bfloat16(run) else "float32"
 
 
-def _why_floats(run: Any, adapters: Adapted, on_gpu: bool) -> str:
-    """Why a run keeps float weights whose base is left open; empty: it need not."""
+def _floats_reason(run: Any, adapters: Adapted, on_gpu: bool) -> str:
+    """Return why a run with ``base="auto"`` needs float weights; empty if it does not."""
     if on_gpu:
-        return "there is a GPU, and packed weights are the CPU's"
+        return "the model is trained on a GPU, and packed weights are CPU-only"
     if run.dtype != "float32":
         return f"dtype is {run.dtype!r}"
     if adapters.needs_floats:
-        return f"{adapters.needs_floats} needs them"
+        return f"{adapters.needs_floats} needs float weights"
     if isinstance(run, OnlineConfig):
         if run.rollout_weights != "auto":
             return f"rollout_weights is {run.rollout_weights!r}"
@@ -99,15 +99,13 @@ def _why_floats(run: Any, adapters: Adapted, on_gpu: bool) -> str:
 
 
 def _check_packed(base: str, adapters: Adapted, source: ModelSource, where: str) -> None:
-    """Refuse what cannot be packed."""
+    """Raise if the base cannot be packed."""
     if adapters.needs_floats:
         raise WhetValueError(
-            f"{where}: base is {base!r}, and {adapters.needs_floats} needs float weights. Pass --base none, or leave "
-            f"that out."
+            f"{where}: base is {base!r}, but {adapters.needs_floats} needs float weights. Pass --base none, or omit "
+            f"{adapters.needs_floats}."
         )
     if base != "own":
         check_fits(source, base, where)
     elif not is_quantised(source):
-        raise WhetValueError(
-            f"{where}: base is 'own', and the model is stored in floats. Pass bf16, or any other format."
-        )
+        raise WhetValueError(f"{where}: base is 'own', but the model is stored in floats. Pass bf16 or another format.")

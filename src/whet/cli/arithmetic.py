@@ -1,7 +1,6 @@
-"""The demo's task, made from nothing: sums of two numbers, a tokenizer of characters, a small Llama.
+"""The demo's task, generated: sums of two numbers, a character tokenizer, a small random Llama.
 
-``12+93=`` is a prompt and ``105`` its completion. Numbers are drawn from 0 to 99; the held-out problems are
-neither trained on nor sampled from.
+``12+93=`` is a prompt and ``105`` its completion, numbers are 0 to 99. Held-out problems never occur in training.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _SPECIAL = ("<pad>", "<eos>")
 
 
 def make_problems(seed: int, n_held_out: int) -> tuple[list[Row], list[Row]]:
-    """All sums of two numbers below 100 in shuffled order, cut into (training, held-out) rows."""
+    """Return all sums of two numbers below 100, shuffled and split into (training, held-out) rows."""
     rows = [
         {"prompt": f"{a}+{b}=", "completion": str(a + b), "answer": str(a + b)} for a in range(100) for b in range(100)
     ]
@@ -29,7 +28,7 @@ def make_problems(seed: int, n_held_out: int) -> tuple[list[Row], list[Row]]:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character."""
+    """Return a tokenizer with one token per character."""
     vocabulary = {token: i for i, token in enumerate((*_SPECIAL, *_CHARACTERS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
@@ -40,7 +39,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: Any, seed: int) -> LlamaForCausalLM:
-    """A Llama of 1.9 million random parameters."""
+    """Return a Llama with 1.9 million random parameters."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -59,5 +58,5 @@ def make_model(tokenizer: Any, seed: int) -> LlamaForCausalLM:
 
 
 def exact_match(completions: list[str], answer: list[str]) -> list[float]:
-    """1 for the right number and nothing else, 0 otherwise: the verifiable reward."""
+    """Return 1 for each completion that equals the answer, otherwise 0."""
     return [float(completion == right) for completion, right in zip(completions, answer, strict=True)]

@@ -1,4 +1,4 @@
-"""``whet bench``: runs suites, and compares what two runs found."""
+"""``whet bench``: runs benchmark suites and compares the results of two runs."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ usage: whet bench SUITE [--quick] [--only ROW] [--peers NAME ...] [--threads N] 
        whet bench all [...]
        whet bench compare BEFORE AFTER [--threshold 0.1]
 
-Measures Whet beside its peers and leaves results.json, report.md, report.html and plots
-in runs/bench/SUITE. Peers that are not installed are named, not guessed:
-pip install 'whet[peers]' brings them.
+Measures Whet and its peers, and writes results.json, report.md, report.html and plots
+to runs/bench/SUITE. Peers that are not installed are listed and skipped:
+pip install 'whet[peers]' installs them.
 
 SUITE is one of:
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit status: 1 for a wrong answer of Whet's, or in a comparison for a regression; else 0."""
+    """Return the exit status: 1 for a wrong result of Whet or a regression, otherwise 0."""
     if not argv or argv[0] in ("-h", "--help"):
         print(_USAGE + "".join(f"  {name:12} {load_suite(name).title}\n" for name in suite_names()), end="")
         if not in_clone():
@@ -57,11 +57,11 @@ def _run(suite: Suite, options: BenchOptions, argv: Sequence[str]) -> int:
     print(f"\n{suite.title}", flush=True)
     results, path = run_suite(suite, options, shlex.join(["whet", "bench", suite.name, *argv[1:]]))
     print(f"{path} ({results['elapsed_s']:.0f} s)")
-    return 1 if _broken(results) else 0
+    return 1 if _list_failures(results) else 0
 
 
-def _broken(results: dict[str, Any]) -> list[str]:
-    """Rows in which Whet's own answer was wrong, or none."""
+def _list_failures(results: dict[str, Any]) -> list[str]:
+    """Return the rows in which Whet's result is wrong or missing."""
     return [
         f"{table['title']} / {case['name']} / {row['provider']}: {row['why']}"
         for table in results["tables"]
@@ -73,21 +73,23 @@ def _broken(results: dict[str, Any]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Compare:
-    """Compare two runs: changes and their significance; exits with 1 on a regression."""
+    """Compare two runs: changes and their significance. A regression makes the exit status 1."""
 
     before: tyro.conf.Positional[Path]
-    """results.json, or its folder, of the run before the change."""
+    """results.json of the run before the change, or its folder."""
     after: tyro.conf.Positional[Path]
-    """The same of the run after it."""
+    """results.json of the run after the change, or its folder."""
     threshold: Annotated[float, tyro.conf.arg(metavar="SHARE")] = THRESHOLD
-    """A change is told only if it is larger: 0.1 is ten percent."""
+    """Report only larger changes: 0.1 is ten percent."""
 
 
 def _compare(argv: Sequence[str]) -> int:
-    asked = tyro.cli(_Compare, args=argv, prog="whet bench compare")
-    if not 0 < asked.threshold < 10:
-        raise WhetValueError(f"whet bench compare: threshold is {asked.threshold}, expected a share above 0, as 0.1.")
-    comparison = compare(load_results(asked.before), load_results(asked.after), asked.threshold)
+    options = tyro.cli(_Compare, args=argv, prog="whet bench compare")
+    if not 0 < options.threshold < 10:
+        raise WhetValueError(
+            f"whet bench compare: threshold is {options.threshold}, expected a share above 0, such as 0.1."
+        )
+    comparison = compare(load_results(options.before), load_results(options.after), options.threshold)
     console = Console()
     console.print(as_table(comparison))
     for line in comparison.summary:

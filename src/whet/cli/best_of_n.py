@@ -1,4 +1,4 @@
-"""``whet best-of-n``: completions of each prompt, scored, and the best of them as a line of JSON."""
+"""``whet best-of-n``: samples and scores completions of each prompt, and writes the best as a line of JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from whet.training.prefetch import check_forms
 
 
 def main(run: BestOfNRun) -> int:
-    """Write ``prompt``, ``completion`` and ``score`` per prompt, in order; with ``all_candidates`` those too."""
+    """Write ``prompt``, ``completion`` and ``score`` per prompt, in order; with ``all_candidates`` also those."""
     functions = [load_function(spec) for spec in run.reward]
     if run.task:
         rows = open_tasks(run.task)
@@ -42,18 +42,18 @@ def main(run: BestOfNRun) -> int:
     if run.task:
         check_prompts_fit(model, tokenizer, rows, "whet best-of-n")
     print(f"best of {run.n} of {run.model}: {describe_size(model)}", file=sys.stderr)
-    with _output(run.output) as file:
-        for done, row in enumerate(best_completions(run, model, tokenizer, functions, rows), start=1):
+    with _open_output(run.output) as file:
+        for done, row in enumerate(iter_best_completions(run, model, tokenizer, functions, rows), start=1):
             print(json.dumps(row, ensure_ascii=False), file=file, flush=True)
             if run.output and (done % run.batch_size == 0 or done == len(rows)):
                 print(f"{done}/{len(rows)} prompts", file=sys.stderr)
     return 0
 
 
-def best_completions(
+def iter_best_completions(
     run: BestOfNRun, model: torch.nn.Module, tokenizer: Any, functions: list[Any], rows: Sequence[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """A dict per row, in order; ``batch_size`` prompts are sampled for at a time, each batch from its own seed."""
+    """Yield a dict per row, in order. Each batch of ``batch_size`` prompts has its own seed."""
     settings = {field.name: getattr(run, field.name) for field in dataclasses.fields(BestOfNConfig)}
     rewards = reward_functions(run, functions)
     replies = Replies(tokenizer)
@@ -61,7 +61,7 @@ def best_completions(
         run.engine, model, run.rollout_weights, "whet best-of-n", run.kv_bytes, tokenizer,
         run.rollout_workers, run.ray_address,
     )  # fmt: skip
-    settings |= {"kv_bytes": 0, "rollout_workers": 0, "ray_address": ""}  # the engine has them
+    settings |= {"kv_bytes": 0, "rollout_workers": 0, "ray_address": ""}  # already in the engine
     for start in range(0, len(rows), run.batch_size):
         batch = rows[start : start + run.batch_size]
         settings["seed"] = int(np.random.SeedSequence([run.seed % 2**64, start]).generate_state(1)[0])
@@ -70,17 +70,17 @@ def best_completions(
         for row, scores, candidates in zip(batch, result.scores.numpy(), result.candidates, strict=True):
             texts = [decode_completion(candidate, replies) for candidate in candidates]
             best = int(np.nanargmax(scores))
-            found = {"prompt": row["prompt"], "completion": texts[best], "score": scores[best]}
+            result_row = {"prompt": row["prompt"], "completion": texts[best], "score": scores[best]}
             if run.all_candidates:
-                found["candidates"] = [
+                result_row["candidates"] = [
                     {"completion": text, "score": None if np.isnan(score) else score}
                     for text, score in zip(texts, scores, strict=True)
                 ]
-            yield found
+            yield result_row
 
 
-def _output(path: str) -> Any:
-    """The file to write, or standard output, which stays open."""
+def _open_output(path: str) -> Any:
+    """Open the file to write, or return standard output, which is not closed."""
     if not path:
         return contextlib.nullcontext(sys.stdout)
     try:

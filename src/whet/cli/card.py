@@ -1,4 +1,4 @@
-"""Model cards: of a run, what was trained, how, on what; of a merged folder or a GGUF file, what it was made from."""
+"""Model cards: method, data and settings of a run; origin of a merged folder or a GGUF file."""
 
 from __future__ import annotations
 
@@ -46,15 +46,17 @@ tokenizer = AutoTokenizer.from_pretrained("{folder}")
 ```"""
 
 
-def model_card(algorithm: str, run: Any, n_rows: int, n_tokens: int, evaluations: Sequence[Mapping[str, float]]) -> str:
-    """The card in Markdown, with the metadata that the hub reads on top.
+def render_run_card(
+    algorithm: str, run: Any, n_rows: int, n_tokens: int, evaluations: Sequence[Mapping[str, float]]
+) -> str:
+    """Return the card in Markdown, with the hub's metadata as front matter.
 
     Args:
-        algorithm: the class's name.
-        run: the settings, of one of the classes in ``whet.cli.runs``.
-        n_rows: rows of the data.
-        n_tokens: tokens of prompts and completions in all steps.
-        evaluations: ``{"step": 0, "loss": 2.3}`` each; the first and the last are shown.
+        algorithm: name of its class.
+        run: the settings, an instance of one of the classes in ``whet.cli.runs``.
+        n_rows: number of rows of the data.
+        n_tokens: number of tokens of prompts and completions, over all steps.
+        evaluations: a ``{"step": 0, "loss": 2.3}`` each; the card has the first and the last.
     """
     facts = {
         "Method": _METHODS[algorithm],
@@ -62,58 +64,58 @@ def model_card(algorithm: str, run: Any, n_rows: int, n_tokens: int, evaluations
         "beta": getattr(run, "beta", None),
         "Reward functions": ", ".join(getattr(run, "reward", [])),
         "Preference function": getattr(run, "preference", None),
-        "Correction of the sampler's log-probabilities": getattr(run, "sampler_correction", None),
-        "Trained": _trained(run),
+        "Sampler correction": getattr(run, "sampler_correction", None),
+        "Trained": _describe_trained_weights(run),
         "Base model": run.model,
         "Base packed in": run.base if run.has_adapters() and run.base != "none" else None,
         "Data": f"{run.trained_on()}, {n_rows:,} rows",
-        "Steps": f"{run.steps:,} of {run.batch_size} rows, {n_tokens:,} tokens in all",
+        "Steps": f"{run.steps:,} of {run.batch_size} rows, {n_tokens:,} tokens in total",
         "Learning rate": f"{run.learning_rate:g}, {run.lr_schedule}",
         "Seed": run.seed,
     }
-    evaluation = _evaluation(run.evaluated_on(), evaluations)
-    return _card(
+    evaluation = _render_evaluation(run.evaluated_on(), evaluations)
+    return _render_card(
         Path(run.output_dir).resolve().name,
         "Post-trained",
         facts,
         _TRANSFORMERS.format(folder="model"),
-        more=f"\nEvery setting is in `config.toml` of the run.\n{evaluation}",
+        more=f"\nAll settings are in `config.toml` of the run.\n{evaluation}",
         library="peft" if run.has_adapters() else "transformers",
         tags=f"whet, {algorithm.lower()}",
         base="" if Path(run.model).exists() else f"base_model: {run.model}\n",
     )
 
 
-def folder_card(folder: Path, origin: str, facts: Mapping[str, Any]) -> str:
-    """The card of a Hugging Face folder that is no run's: README.md in it.
+def render_folder_card(folder: Path, origin: str, facts: Mapping[str, Any]) -> str:
+    """Return the card (README.md) of a Hugging Face folder that is not a run's.
 
     Args:
-        origin: what was done, such as "Merged".
-        facts: by name; None and "" are left out.
+        origin: the operation, such as "Merged".
+        facts: name -> value; None and "" are omitted.
     """
     name = folder.resolve().name
-    return _card(name, origin, facts, _TRANSFORMERS.format(folder=name), library="transformers", tags="whet")
+    return _render_card(name, origin, facts, _TRANSFORMERS.format(folder=name), library="transformers", tags="whet")
 
 
-def file_card(file: Path, model: str, facts: Mapping[str, Any], *, is_adapter: bool) -> str:
-    """The card of a GGUF file.
+def render_file_card(file: Path, model: str, facts: Mapping[str, Any], *, is_adapter: bool) -> str:
+    """Return the card of a GGUF file.
 
     Args:
-        model: what it was made from; of adapters, what they are loaded beside.
-        facts: as of ``folder_card``.
-        is_adapter: it holds adapters alone.
+        model: the exported model; for adapters, the model that they are loaded with.
+        facts: as for ``render_folder_card``.
+        is_adapter: whether the file contains only adapters.
     """
-    beside = f"-m {Path(model).name if model.endswith('.gguf') else 'MODEL.gguf'} --lora" if is_adapter else "-m"
-    commands = [f"llama-cli {beside} {file.name}", *([] if is_adapter else [f"whet chat {file.name}"])]
+    flags = f"-m {Path(model).name if model.endswith('.gguf') else 'MODEL.gguf'} --lora" if is_adapter else "-m"
+    commands = [f"llama-cli {flags} {file.name}", *([] if is_adapter else [f"whet chat {file.name}"])]
     use = "\n".join(f"    {command}" for command in commands)
-    return _card(file.stem, "Exported", facts, use, library="gguf", tags="whet, gguf")
+    return _render_card(file.stem, "Exported", facts, use, library="gguf", tags="whet, gguf")
 
 
-def _card(
+def _render_card(
     name: str, origin: str, facts: Mapping[str, Any], use: str, *, more: str = "", library: str, tags: str,
     base: str = "",
 ) -> str:  # fmt: skip
-    """A card; ``facts`` that are None or "" are left out, and ``more`` follows them."""
+    """Return a card; ``facts`` that are None or "" are omitted, and ``more`` follows them."""
     return _CARD.format(
         library=library,
         tags=tags,
@@ -128,13 +130,13 @@ def _card(
     )
 
 
-def _trained(run: Any) -> str:
+def _describe_trained_weights(run: Any) -> str:
     if run.adapter:
         return f"the LoRA adapters of {run.adapter}"
     return f"LoRA adapters of rank {run.lora_rank}" if run.lora_rank else "every weight"
 
 
-def _evaluation(data: str, evaluations: Sequence[Mapping[str, float]]) -> str:
+def _render_evaluation(data: str, evaluations: Sequence[Mapping[str, float]]) -> str:
     if not evaluations:
         return ""
     first, last = evaluations[0], evaluations[-1]

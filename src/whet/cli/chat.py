@@ -1,10 +1,10 @@
-"""``whet chat``: a conversation in a terminal, or line by line from a pipe.
+"""``whet chat``: a chat in a terminal, or line by line from a pipe.
 
-Replies go to standard output, everything else to standard error. A line of input is a message, or a command that begins
-with ``/``. Ctrl-C stops a reply, which stays as far as it came; Ctrl-D, or the end of the input, ends the chat. Where
-the input is no terminal, something that was refused makes the exit status 2.
+Replies are printed to standard output, everything else to standard error. A line of input is a message, or a command
+that begins with ``/``. Ctrl-C stops a reply and keeps its text; Ctrl-D, or the end of the input, ends the chat. If the
+input is not a terminal, a rejected line makes the exit status 2.
 
-What a model thinks before it answers is one line in a terminal, and left out elsewhere; ``--show-thinking`` shows it.
+In a terminal, the thinking of a model is shown as one line; elsewhere it is omitted. ``--show-thinking`` prints it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ from typing import TextIO
 
 from whet.cli.conversation import Conversation, Turn
 from whet.cli.settings import parse_flags
-from whet.cli.text_model import OneModelConfig, find_model, load_chat_tokenizer, load_engine, stop_ids, with_adapters
+from whet.cli.text_model import (
+    OneModelConfig,
+    find_model,
+    find_stop_ids,
+    load_chat_tokenizer,
+    load_engine,
+    resolve_adapter,
+)
 from whet.config.fields import check_range
 from whet.data.thinking import Tags
 from whet.errors import WhetError, WhetValueError
@@ -31,37 +38,37 @@ from whet.files import replace_text
 _WHERE = "whet chat"
 _WITH_TEXT = ("/system", "/save")
 _HELP = """\
-/help                  this text
-/system [TEXT]         show the system prompt, or set another and start over
+/help                  print this text
+/system [TEXT]         print the system prompt, or replace it and start over
 /clear                 start over with the same system prompt
 /regenerate            answer the last message again
 /save [--thinking] FILE
                        write the conversation as a row for whet train sft
-/stats                 speed of the last reply, tokens computed and reused,
-                       context and memory
-/exit                  end; Ctrl-D does too
+/stats                 print speed, prompt tokens computed and reused,
+                       context and memory of the last reply
+/exit                  end the chat, as does Ctrl-D
 
-Ctrl-C stops a reply. A message that begins with / is written with //."""
+Ctrl-C stops a reply. Type // for a message that begins with /."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatConfig(OneModelConfig):
-    """A conversation with a model. Each line is a message; /help lists the commands; Ctrl-D ends it."""
+    """Chat with a model. Each line is a message; /help lists the commands; Ctrl-D ends the chat."""
 
     max_new_tokens: int = 1024
-    """Longest reply in tokens."""
+    """Maximum number of tokens of a reply."""
     temperature: float = 0.7
-    """Divides the logits; 0: always the most probable token."""
+    """Divides the logits; 0: greedy."""
     top_p: float = 0.95
-    """Sample from the most probable tokens that together have this mass; 1: from all."""
+    """Nucleus sampling: sample from the most probable tokens with this total probability; 1: from all."""
     seed: int = 0
-    """Keys the sampling: the same seed and messages, the same replies."""
+    """Seed of the sampling: the same seed and messages give the same replies."""
     system: str = ""
-    """System prompt; empty: the chat template's own, if it has one."""
+    """System prompt; empty: the chat template's default, if it has one."""
     context: int = 0
-    """Tokens of prompt and reply, beyond which the oldest turns are dropped; 0: the model's, or what a GiB holds."""
+    """Maximum tokens of prompt and reply; the oldest turns are dropped. 0: the model's, limited by 1 GiB of cache."""
     show_thinking: bool = False
-    """Show what the model thinks before it answers."""
+    """Print the thinking before the answer."""
 
     def check(self) -> None:
         super().check()
@@ -69,30 +76,32 @@ class ChatConfig(OneModelConfig):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Answers until the input ends; the exit status is 0, or 2 where a line that was no terminal's was refused."""
-    asked = parse_flags(ChatConfig, argv, _WHERE)
-    asked.check()
-    path, adapter_path = with_adapters(asked.model, asked.adapter, _WHERE)
+    """Answer until the input ends. Return 0, or 2 if a line was rejected and the input is not a terminal."""
+    options = parse_flags(ChatConfig, argv, _WHERE)
+    options.check()
+    path, adapter_path = resolve_adapter(options.model, options.adapter, _WHERE)
     model = find_model(path, _WHERE)
-    tokenizer = load_chat_tokenizer(asked.tokenizer or model, _WHERE, asked.chat_template)
-    with load_engine(model, asked.weights, asked.context or None, _WHERE, adapter_path) as engine:
+    tokenizer = load_chat_tokenizer(options.tokenizer or model, _WHERE, options.chat_template)
+    with load_engine(model, options.weights, options.context or None, _WHERE, adapter_path) as engine:
         engine.tokenizer = tokenizer  # for stop strings
         conversation = Conversation(
             engine,
             tokenizer,
-            asked.sampling(stop_ids(path, tokenizer, engine.config.vocab_size, _WHERE)),
-            system=asked.system,
+            options.sampling(find_stop_ids(path, tokenizer, engine.config.vocab_size, _WHERE)),
+            system=options.system,
             adapter=engine.add_adapter(adapter_path) if adapter_path else None,
-            context=asked.context or None,
+            context=options.context or None,
         )
-        chat = _Chat(conversation, asked.show_thinking)
+        chat = _Chat(conversation, options.show_thinking)
         if chat.is_terminal:
-            _tell(f"{Path(asked.model).name}, a context of {conversation.context:,} tokens; /help lists the commands")
+            _print_note(
+                f"{Path(options.model).name}, {conversation.context:,} tokens of context; /help lists the commands"
+            )
         return chat.run()
 
 
 class _Chat:
-    """The loop over lines of input."""
+    """The loop over input lines."""
 
     def __init__(self, conversation: Conversation, show_thinking: bool) -> None:
         self.conversation, self.show_thinking = conversation, show_thinking
@@ -105,7 +114,7 @@ class _Chat:
             "/clear": self._clear,
             "/regenerate": lambda _: self._show(self.conversation.ask_again()),
             "/save": self._save,
-            "/stats": lambda _: print(_stats(self.conversation)),
+            "/stats": lambda _: print(_format_stats(self.conversation)),
         }
         sys.stdin.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
         if self.is_terminal:
@@ -113,14 +122,14 @@ class _Chat:
                 import readline  # editing and history of input()  # noqa: F401
 
     def run(self) -> int:
-        """Until the end of the input, or /exit."""
-        with self._guarded_interrupts():
-            while self._answer_line():
+        """Process lines until the end of the input or /exit."""
+        with self._handle_interrupts():
+            while self._process_next_line():
                 pass
         return self._status
 
-    def _answer_line(self) -> bool:
-        """Whether another line may follow."""
+    def _process_next_line(self) -> bool:
+        """Read and process a line; return False at the end of the chat."""
         try:
             try:
                 self._is_interruptible = True
@@ -128,7 +137,7 @@ class _Chat:
                 self._n_interrupts = 0
                 if line is None or line == "/exit":
                     return False
-                self._do(line)
+                self._handle_line(line)
             finally:
                 self._is_interruptible = False
         except WhetError as error:
@@ -140,12 +149,12 @@ class _Chat:
             self._n_interrupts += 1
             print(file=sys.stderr)
             if self._n_interrupts > 1:
-                _tell("Ctrl-D or /exit ends the chat")
+                _print_note("Ctrl-D or /exit ends the chat")
         return True
 
     @contextlib.contextmanager
-    def _guarded_interrupts(self) -> Iterator[None]:
-        """In a terminal, Ctrl-C interrupts a line, once, and nothing else: not what handles that interrupt either."""
+    def _handle_interrupts(self) -> Iterator[None]:
+        """In a terminal, let Ctrl-C interrupt each line once, and not the code that handles the interrupt."""
 
         def interrupt(*_: object) -> None:
             if self._is_interruptible:
@@ -155,26 +164,26 @@ class _Chat:
         if not self.is_terminal:
             yield
             return
-        before = signal.signal(signal.SIGINT, interrupt)
+        previous = signal.signal(signal.SIGINT, interrupt)
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            signal.signal(signal.SIGINT, previous)
 
     def _read(self) -> str | None:
-        """A line without the blanks around it; None at the end of the input."""
+        """Return a line, stripped; None at the end of the input."""
         prompt = "> " if self.is_terminal else ""
         if prompt and not sys.stdout.isatty():
             print(prompt, end="", file=sys.stderr, flush=True)
             prompt = ""
         try:
-            return input(prompt).removeprefix("\ufeff").strip()  # what Windows writes in front of a text
+            return input(prompt).removeprefix("\ufeff").strip()  # byte order mark of Windows
         except EOFError:
             if self.is_terminal:
                 print(file=sys.stderr)
             return None
 
-    def _do(self, line: str) -> None:
+    def _handle_line(self, line: str) -> None:
         name, _, rest = line.partition(" ")
         if not line:
             return
@@ -185,77 +194,79 @@ class _Chat:
         else:
             close = difflib.get_close_matches(name, [*self.commands, "/exit"], n=1)
             hint = f"Did you mean {close[0]}?" if close else "/help lists them."
-            raise WhetValueError(f"{_WHERE}: there is no command {line!r:.60}. {hint} A message may begin with //.")
+            raise WhetValueError(
+                f"{_WHERE}: unknown command {line!r:.60}. {hint} Begin a message with // instead of /."
+            )
 
     def _show(self, turn: Turn) -> None:
-        """Shows a reply as it comes. Ctrl-C ends it."""
+        """Print a reply as it is generated. Ctrl-C stops it."""
         if turn.n_dropped:
-            which = f"{turn.n_dropped} oldest turns are" if turn.n_dropped > 1 else "oldest turn is"
-            _tell(f"the context is full: the {which} dropped")
+            dropped = f"{turn.n_dropped} oldest turns" if turn.n_dropped > 1 else "oldest turn"
+            _print_note(f"the context is full: dropped the {dropped}")
         display = _Display(sys.stdout, self.conversation.tags, self.show_thinking)
-        with contextlib.closing(turn.pieces()) as pieces:
+        with contextlib.closing(turn.chunks()) as chunks:
             try:
-                for text, is_thinking in pieces:
+                for text, is_thinking in chunks:
                     display.show(text, is_thinking, turn.n_tokens)
             except KeyboardInterrupt:
-                pieces.close()
+                chunks.close()
             finally:
                 display.end()
         if not turn.is_kept:
-            _tell("nothing was said, and nothing of it is kept; /regenerate asks again")
+            _print_note("the reply is empty and was discarded; /regenerate samples another")
         elif turn.finish_reason == "length":
-            _tell(f"the reply was cut after {turn.n_tokens} tokens")
+            _print_note(f"the reply was truncated after {turn.n_tokens} tokens")
 
     def _system(self, text: str) -> None:
         if text:
             self.conversation.restart(text)
-            _tell("the conversation starts over")
+            _print_note("the conversation starts over")
         else:
-            print(self.conversation.system or "(the chat template's own, if it has one)")
+            print(self.conversation.system or "(the chat template's default, if it has one)")
 
     def _clear(self, _: str) -> None:
         self.conversation.restart()
-        _tell("the conversation starts over")
+        _print_note("the conversation starts over")
 
     def _save(self, rest: str) -> None:
         first, _, others = rest.partition(" ")
         with_thinking = first == "--thinking"
         name = others.strip() if with_thinking else rest
         if not name:
-            raise WhetValueError(f"{_WHERE}: /save needs the name of a file: /save talk.jsonl")
+            raise WhetValueError(f"{_WHERE}: /save needs a file name: /save chat.jsonl")
         save(self.conversation, Path(os.path.expanduser(name)), with_thinking)
-        _tell(f"written to {name}")
+        _print_note(f"written to {name}")
 
 
 def save(conversation: Conversation, path: Path, thinking: bool) -> None:
-    """Write a conversation as a line of JSON, a row for ``whet train sft``.
+    """Write a conversation as a line of JSON: a row for ``whet train sft``.
 
     Raises:
-        WhetValueError: nothing has been said, there is such a file, or it cannot be written.
+        WhetValueError: the conversation is empty, the file exists, or it cannot be written.
     """
     row = conversation.row(thinking)
     try:
-        is_there = os.path.lexists(path)
-        if not is_there:
+        exists = os.path.lexists(path)
+        if not exists:
             replace_text(path, json.dumps(row, ensure_ascii=False) + "\n")
     except (OSError, ValueError) as error:  # ValueError: names with NUL, text with lone surrogates
         raise WhetValueError(
             f"{_WHERE}: {str(path)!r:.200} cannot be written: {error}. Choose another name."
         ) from error
-    if is_there:
-        raise WhetValueError(f"{_WHERE}: there is a file {str(path)!r} already. Choose another name, or remove it.")
+    if exists:
+        raise WhetValueError(f"{_WHERE}: {str(path)!r} exists already. Choose another name, or remove it.")
 
 
-def _stats(conversation: Conversation) -> str:
+def _format_stats(conversation: Conversation) -> str:
     memory = conversation.engine.memory
     kv = (memory["kv_used_bytes"] + memory["kv_kept_bytes"]) / 1e6
-    lines = [f"keys and values: {kv:.1f} MB of at most {memory['kv_bytes'] / 1e6:.1f} MB"]
+    lines = [f"KV cache: {kv:.1f} MB of at most {memory['kv_bytes'] / 1e6:.1f} MB"]
     if (turn := conversation.last) is not None:
         used = turn.n_prompt + turn.n_tokens
         lines = [
-            f"last reply: {turn.n_tokens} tokens, {turn.tokens_per_s:.1f} per second; the first after "
+            f"last reply: {turn.n_tokens} tokens, {turn.tokens_per_s:.1f} tokens/s; time to first token "
             f"{turn.first_s:.2f} s",
-            f"its prompt: {turn.n_prompt} tokens, {turn.n_prompt - turn.n_reused} computed, {turn.n_reused} reused",
+            f"prompt: {turn.n_prompt} tokens, {turn.n_prompt - turn.n_reused} computed, {turn.n_reused} reused",
             f"context: {used:,} of {conversation.context:,} tokens",
             *lines,
         ]
@@ -263,42 +274,42 @@ def _stats(conversation: Conversation) -> str:
 
 
 class _Display:
-    """A reply on a terminal or elsewhere: thinking folded into one line, in full, or left out."""
+    """The output of a reply, whose thinking is folded into one line, printed in full, or omitted."""
 
     def __init__(self, out: TextIO, tags: Tags, show_thinking: bool) -> None:
-        self._out, self._tags, self._in_full = out, tags, show_thinking
+        self._out, self._tags, self._shows_thinking = out, tags, show_thinking
         self._is_terminal = _is_terminal(out)
-        self._n_thought = 0
+        self._n_thinking_tokens = 0
         self._is_thinking = False
 
     def show(self, text: str, is_thinking: bool, n_tokens: int) -> None:
-        """A piece, up to which the reply has ``n_tokens``."""
+        """Write a chunk; the reply has ``n_tokens`` tokens up to its end."""
         if is_thinking != self._is_thinking:
             self._end_thinking() if self._is_thinking else self._begin_thinking()
         if not is_thinking:
             self._write(text)
-        elif self._in_full:
+        elif self._shows_thinking:
             self._write(_dim(self._out, text))
         elif self._is_terminal:
             self._write("\r" + _dim(self._out, f"thinking ... {n_tokens} tokens"))
-        self._is_thinking, self._n_thought = is_thinking, n_tokens
+        self._is_thinking, self._n_thinking_tokens = is_thinking, n_tokens
 
     def end(self) -> None:
-        """Ends the line; nothing is left open where a reply was stopped."""
+        """End the line, and the thinking if the reply was stopped within it."""
         if self._is_thinking:
             self._end_thinking()
         self._write("\n")
 
     def _begin_thinking(self) -> None:
-        if self._in_full:
+        if self._shows_thinking:
             self._write(_dim(self._out, self._tags.opening))
 
     def _end_thinking(self) -> None:
         self._is_thinking = False
-        if self._in_full:
+        if self._shows_thinking:
             self._write(_dim(self._out, self._tags.closing) + "\n")
         elif self._is_terminal:
-            self._write("\r\x1b[K" + _dim(self._out, f"thought for {self._n_thought} tokens") + "\n")
+            self._write("\r\x1b[K" + _dim(self._out, f"thought for {self._n_thinking_tokens} tokens") + "\n")
 
     def _write(self, text: str) -> None:
         self._out.write(text)
@@ -306,7 +317,7 @@ class _Display:
 
 
 def _is_terminal(out: TextIO) -> bool:
-    """Whether it moves its cursor."""
+    """Whether ``out`` is a terminal that supports cursor movement."""
     return out.isatty() and os.environ.get("TERM") != "dumb"
 
 
@@ -314,6 +325,6 @@ def _dim(out: TextIO, text: str) -> str:
     return f"\x1b[2m{text}\x1b[22m" if _is_terminal(out) and not os.environ.get("NO_COLOR") else text
 
 
-def _tell(text: str) -> None:
+def _print_note(text: str) -> None:
     sys.stdout.flush()
     print(_dim(sys.stderr, f"({text})"), file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The model in a checkpoint of ``whet train``, or in its run, as the commands take a model: a folder with a config."""
+"""Model folders of the runs and checkpoints of ``whet train``, for commands that expect a model folder."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from whet.files import disk_full_errors
 
 
 def resolve_model(model: str, where: str) -> str:
-    """The folder or file of a model: of a run the model in it, of a checkpoint a folder for the time of the process.
+    """Return the path of a model; for a checkpoint, a temporary folder that lasts as long as the process.
 
     Args:
-        model: what was asked for; a name that is no folder is returned as it is.
-        where: begins the errors.
+        model: a run, a checkpoint, or a model; a path that is not a run or checkpoint is returned unchanged.
+        where: prefix of errors.
 
     Raises:
-        WhetValueError: a run that has not ended; its newest checkpoint is named.
-        CheckpointError: a damaged checkpoint, or one of which a model alone cannot be made.
-        DiskFullError: there is no room for it in the folder of temporary files.
+        WhetValueError: the run has not ended; the message names its newest checkpoint.
+        CheckpointError: the checkpoint is damaged, or does not contain a whole model.
+        DiskFullError: the folder of temporary files is full.
     """
     path = Path(model)
     if (path / "config.toml").is_file() and not (path / "config.json").is_file():
         if (path / "model").is_dir():
             return str(path / "model")
-        raise WhetValueError(f"{where}: {model!r} is a run that has not ended. {_what_it_has(path)}")
+        raise WhetValueError(f"{where}: {model!r} is a run that has not ended. {_suggest_checkpoint(path)}")
     if (path / "manifest.json").is_file() and (path / "state.json").is_file():
-        return _unpacked(path, where)
+        return _unpack(path, where)
     return model
 
 
-def _what_it_has(run: Path) -> str:
-    from whet.checkpoint.folder import latest_checkpoint  # of which nothing is needed where a model is named
+def _suggest_checkpoint(run: Path) -> str:
+    from whet.checkpoint.folder import latest_checkpoint  # imported lazily: most models are not runs
 
     newest = latest_checkpoint(run / "checkpoints")
     if newest is None:
-        return "It has no checkpoint either: the same whet train goes on with it."
-    return f"Name its newest checkpoint, {newest}, or go on with the same whet train."
+        return "It has no checkpoint; finish it with the same whet train command."
+    return f"Pass its newest checkpoint, {newest}, or finish it with the same whet train command."
 
 
-def _unpacked(checkpoint: Path, where: str) -> str:
+def _unpack(checkpoint: Path, where: str) -> str:
     from whet.training.unpack import unpack_model
 
     folder = Path(tempfile.mkdtemp(prefix="whet-"))
@@ -58,7 +58,7 @@ def _unpacked(checkpoint: Path, where: str) -> str:
 
 
 def _add_tokenizer(checkpoint: Path, folder: Path, where: str) -> None:
-    """That of the model which the run began with, where both are there."""
+    """Save the tokenizer of the model that the run began with, if config.toml and the model exist."""
     from whet.cli.models import load_transformers_tokenizer
     from whet.cli.settings import read_toml
 

@@ -1,9 +1,8 @@
-"""A conversation with a model: messages in, pieces of replies out. It knows no terminal.
+"""A conversation with a model: messages in, chunks of replies out. It does not use a terminal.
 
-The engine keeps the keys and values of every turn, and computes a prompt from where it parts from them. A reply stays
-in the prompt as the tokens that were drawn, wherever the chat template repeats its text: the text could be tokenised
-otherwise. Templates that drop earlier thinking, or rewrite a reply, make another prompt, of which the common part is
-reused.
+The engine retains the KV cache of every turn and computes a prompt from the first token that differs. If the chat
+template repeats the text of a reply, the prompt contains the sampled token ids, because tokenising the text could give
+others. If a template drops earlier thinking or rewrites a reply, only the common prefix is reused.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from whet.cli.text_model import SPARE_PAGES, text_pieces
+from whet.cli.text_model import SPARE_PAGES, detokenise_stream
 from whet.config.sampling import SamplingParams
 from whet.data.rows import tokenize_prompt
 from whet.data.thinking import DEFAULT_TAGS, Replies, Tags, answer_in
@@ -25,15 +24,15 @@ from whet.models.formats import PAGE_TOKENS
 
 Message = Mapping[str, str]
 _WHERE = "whet chat"
-_REPLY_SHARE = 4
-"""A reply can count on this part of the context, or on max_new_tokens where those are fewer."""
-_KEPT_WHEN_FULL = 0.75
-"""Of the prompt's part of the context: dropping a turn changes all that follows it, which is computed again. So many
-turns are dropped at once that the next ones need not."""
+_REPLY_DIVISOR = 4
+"""A reply gets at least ``context // _REPLY_DIVISOR`` tokens, or max_new_tokens if that is less."""
+_PROMPT_FRACTION_WHEN_FULL = 0.75
+"""A full context is cut to this fraction of the prompt's limit: dropping a turn invalidates the cache of all later
+turns, so several are dropped at once."""
 
 
-class Piece(NamedTuple):
-    """A piece of a reply: of its thinking, or of what it says."""
+class TextChunk(NamedTuple):
+    """Part of a reply: thinking or answer."""
 
     text: str
     is_thinking: bool
@@ -43,32 +42,32 @@ class _Prompt(NamedTuple):
     messages: tuple[Message, ...]
     ids: list[int]
     rendered: list[int]
-    """As the tokenizer has its text; ``ids`` hold earlier replies as they were drawn."""
+    """The tokenised text; ``ids`` have the sampled ids of earlier replies instead."""
 
 
-class _Past(NamedTuple):
-    """The turns so far; replaced whole, so that an interrupt finds the state before or after a turn."""
+class _History(NamedTuple):
+    """The turns so far; replaced as a whole, so that an interrupt leaves the state before or after a turn."""
 
     messages: tuple[Message, ...]
     prompt: _Prompt | None = None
-    """Of the last reply, which it ends with."""
+    """The prompt of the last reply."""
     reply_ids: tuple[int, ...] = ()
 
 
 class Conversation:
-    """Messages, and the model that answers them.
+    """Messages and the model that answers them.
 
     Args:
-        engine: keeps the keys and values of what was said.
-        tokenizer: of a GGUF file or of transformers, with a chat template.
-        sampling: of every reply; each is drawn with a key of its own: the seed, plus the number of replies before.
-        system: the system prompt; empty: what the template puts there.
-        adapter: what ``Engine.add_adapter`` returned.
-        context: tokens of prompt and reply; None: as many as the model has positions and the engine memory for.
+        engine: retains the KV cache of the conversation.
+        tokenizer: from a GGUF file or transformers, with a chat template.
+        sampling: settings of every reply; reply i is sampled with ``seed + i``.
+        system: the system prompt; empty: the template's default.
+        adapter: the result of ``Engine.add_adapter``.
+        context: maximum tokens of prompt and reply; None: limited by the model's positions and the engine's memory.
 
     Raises:
-        WhetValueError: there is no chat template, it fails, or it leaves the system prompt out; a context that the
-            model or the memory does not have.
+        WhetValueError: there is no chat template, it fails, or it ignores the system prompt; the context exceeds the
+            model's positions or the engine's memory.
     """
 
     def __init__(
@@ -84,35 +83,34 @@ class Conversation:
         self.engine, self.tokenizer, self.sampling, self.adapter = engine, tokenizer, sampling, adapter
         if not getattr(tokenizer, "chat_template", None):
             raise WhetValueError(
-                f"{_WHERE}: the model's tokenizer has no chat template, which says where a message begins and ends. "
-                f"Pass --chat-template with a Jinja file, such as the chat_template.jinja of a model that was trained "
-                f"likewise, or --tokenizer with a folder or a .gguf file that has one. (whet generate --raw continues "
-                f"plain text.)"
+                f"{_WHERE}: the model's tokenizer has no chat template. Pass --chat-template with a Jinja file, such "
+                f"as the chat_template.jinja of a model that was trained with the same format, or --tokenizer with a "
+                f"folder or .gguf file that has one. (whet generate --raw continues plain text.)"
             )
-        self.context = _context(engine, context)
+        self.context = _check_context(engine, context)
         self._replies = Replies(tokenizer)
         self.tags = self._replies.tags or DEFAULT_TAGS
         self._n_replies = 0
         self.restart(system)
 
-    # ------------------------------------------------------------------ what was said
+    # ------------------------------------------------------------------ history
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The system prompt, if there is one, and whole turns."""
-        return self._past.messages
+        """The system prompt, if there is one, and the complete turns."""
+        return self._history.messages
 
     @property
     def system(self) -> str:
-        """The system prompt; empty: none of this conversation's own."""
+        """The system prompt; empty if none was set."""
         first = self.messages[:1]
         return first[0]["content"] if first and first[0]["role"] == "system" else ""
 
     def restart(self, system: str | None = None) -> None:
-        """Forget what was said; ``system`` replaces the system prompt.
+        """Clear the history; ``system`` replaces the system prompt.
 
         Raises:
-            WhetValueError: the chat template refuses the system prompt, or leaves it out.
+            WhetValueError: the chat template rejects or ignores the system prompt.
         """
         system = self.system if system is None else system
         opening = ({"role": "system", "content": system},) if system else ()
@@ -120,50 +118,50 @@ class Conversation:
         rendered = self._render([*opening, hello])
         if system and rendered == self._render([hello]):
             raise WhetValueError(
-                f"{_WHERE}: the chat template leaves the system prompt out. Leave it away, and put it into a message."
+                f"{_WHERE}: the chat template ignores the system prompt. Omit it, and put its text into a message."
             )
         self.last: Turn | None = None
-        self._past, self._asked = _Past(opening), None
+        self._history, self._last_prompt = _History(opening), None
 
     def row(self, thinking: bool = False) -> dict[str, Any]:
         """The conversation as a row of ``whet train sft``: ``{"messages": [...]}``.
 
         Args:
-            thinking: with what replies begin with between their tags.
+            thinking: whether replies include their thinking.
 
         Raises:
-            WhetValueError: nothing has been said.
+            WhetValueError: the conversation has no turn.
         """
         if len(self.messages) < 2:
             raise WhetValueError(f"{_WHERE}: there is no turn to save.")
-        kept = [dict(m) if thinking else {**m, "content": self._answer(m)} for m in self.messages]
-        return {"messages": kept}
+        messages = [dict(m) if thinking else {**m, "content": self._answer(m)} for m in self.messages]
+        return {"messages": messages}
 
     # ------------------------------------------------------------------ turns
 
     def ask(self, text: str) -> Turn:
-        """The turn that answers a message. The oldest turns are dropped where the context does not hold all of them.
+        """Return the turn that answers a message. The oldest turns are dropped if the context is full.
 
         Raises:
-            WhetValueError: the message alone is longer than the context, or the chat template refuses it.
+            WhetValueError: the message does not fit in the context, or the chat template rejects it.
         """
-        past = self._past
-        prompt = self._make_prompt([*past.messages, {"role": "user", "content": text}])
-        n_dropped = (len(past.messages) + 1 - len(prompt.messages)) // 2
-        self._asked = prompt
+        history = self._history
+        prompt = self._make_prompt([*history.messages, {"role": "user", "content": text}])
+        n_dropped = (len(history.messages) + 1 - len(prompt.messages)) // 2
+        self._last_prompt = prompt
         return Turn(self, prompt, self._next_sampling(prompt), n_dropped)
 
     def ask_again(self) -> Turn:
-        """The turn that answers the last message once more, in place of its reply, drawn with another key.
+        """Return a turn that replaces the last reply, sampled with another seed.
 
         Raises:
-            WhetValueError: there is no message, or temperature is 0, and the reply would be the same.
+            WhetValueError: there is no message, or temperature is 0 and the reply would be the same.
         """
-        if self._asked is None:
-            raise WhetValueError(f"{_WHERE}: there is no message that could be answered again.")
+        if self._last_prompt is None:
+            raise WhetValueError(f"{_WHERE}: there is no message to answer again.")
         if self.sampling.temperature == 0:
-            raise WhetValueError(f"{_WHERE}: temperature is 0, so the same reply would come again.")
-        return Turn(self, self._asked, self._next_sampling(self._asked), 0)
+            raise WhetValueError(f"{_WHERE}: temperature is 0, which would give the same reply.")
+        return Turn(self, self._last_prompt, self._next_sampling(self._last_prompt), 0)
 
     def _next_sampling(self, prompt: _Prompt) -> SamplingParams:
         seed = (self.sampling.seed + self._n_replies) % 2**64
@@ -172,29 +170,29 @@ class Conversation:
         return replace(self.sampling, seed=seed, max_new_tokens=min(self.sampling.max_new_tokens, room))
 
     def _make_prompt(self, messages: list[Message]) -> _Prompt:
-        """The prompt of the newest messages that leave room for a reply."""
-        room = max(1, self.sampling.min_new_tokens, min(self.sampling.max_new_tokens, self.context // _REPLY_SHARE))
-        most = self.context - room
+        """Return the prompt of the newest messages that leave room for a reply."""
+        room = max(1, self.sampling.min_new_tokens, min(self.sampling.max_new_tokens, self.context // _REPLY_DIVISOR))
+        max_prompt = self.context - room
         n_opening = 1 if self.system else 0
-        allowed = most
+        allowed = max_prompt
         while True:
             rendered = self._render(messages)
-            ids = self._with_drawn(rendered)
+            ids = self._insert_sampled_ids(rendered)
             if len(ids) <= allowed or len(messages) == n_opening + 1:
                 break
             del messages[n_opening : n_opening + 2]
-            allowed = int(most * _KEPT_WHEN_FULL)
-        if len(ids) > most:
+            allowed = int(max_prompt * _PROMPT_FRACTION_WHEN_FULL)
+        if len(ids) > max_prompt:
             raise WhetValueError(
-                f"{_WHERE}: the message takes {len(ids)} tokens with what the chat template and the system prompt add, "
-                f"and of a context of {self.context} a reply needs {room}, which leaves {most}. Shorten it, or raise "
-                f"--context."
+                f"{_WHERE}: the message takes {len(ids)} tokens with chat template and system prompt, but at most "
+                f"{max_prompt} fit: the context has {self.context}, of which {room} are reserved for the reply. "
+                f"Shorten the message, or raise --context."
             )
         return _Prompt(tuple(messages), ids, rendered)
 
-    def _with_drawn(self, rendered: list[int]) -> list[int]:
-        """The ids of a prompt, with replies as they were drawn where it repeats their text."""
-        prompt, reply_ids = self._past.prompt, list(self._past.reply_ids)
+    def _insert_sampled_ids(self, rendered: list[int]) -> list[int]:
+        """Return the ids of a prompt, with the sampled ids of the last reply if the prompt repeats its text."""
+        prompt, reply_ids = self._history.prompt, list(self._history.reply_ids)
         if prompt is None or rendered[: len(prompt.rendered)] != prompt.rendered:
             return rendered
         text, after = self._decode(reply_ids), rendered[len(prompt.rendered) :]
@@ -206,7 +204,7 @@ class Conversation:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _answer(self, message: Message) -> str:
-        """The text of a reply without its thinking; other messages as they are."""
+        """Return a reply without its thinking, and other messages unchanged."""
         content = message["content"]
         if message["role"] != "assistant" or not content.lstrip().startswith(self.tags.opening):
             return content
@@ -216,8 +214,8 @@ class Conversation:
         return tokenize_prompt({"prompt": list(messages)}, self.tokenizer)
 
     def texts(self, tokens: Iterable[Token], sampling: SamplingParams) -> Iterator[str]:
-        """The text of tokens as they come: ``text_pieces``, and the tags of thinking, also where they have no text."""
-        if sampling.stop:  # found by the engine, which tells the text before it
+        """Yield the text of tokens as they are sampled, with thinking tags even if they decode to no text."""
+        if sampling.stop:  # the engine finds stop strings and yields the text before them
             for token in tokens:
                 yield from filter(None, (self._replies.special_tags.get(token.token_id), token.text))
             return
@@ -226,29 +224,29 @@ class Conversation:
             if is_tag:
                 yield from map(self._replies.special_tags.__getitem__, run)
             else:
-                yield from text_pieces(self.tokenizer, run)
+                yield from detokenise_stream(self.tokenizer, run)
 
     def _end(self, turn: Turn, prompt: _Prompt, reply_ids: list[int], text: str) -> None:
-        """Take a reply in, unless it was cut before it said anything."""
+        """Add a reply to the history, unless it was stopped before its first text."""
         self.last = turn
         reply = {"role": "assistant", "content": text}
         if turn.finish_reason == "stop" or self._answer(reply).strip():
-            self._past = _Past((*prompt.messages, reply), prompt, tuple(reply_ids))
+            self._history = _History((*prompt.messages, reply), prompt, tuple(reply_ids))
             turn.is_kept = True
 
 
 class Turn:
-    """A message and its reply, which comes as it is iterated over, once.
+    """A message and its reply, which is sampled while it is iterated over, once.
 
-    However the iteration ends, what was said until then is the conversation's; nothing, where nothing was said. Close
-    it (``contextlib.closing(turn.pieces())``) where it may end early.
+    However the iteration ends, the text up to there becomes part of the conversation, unless it is empty. Close the
+    iterator (``contextlib.closing(turn.chunks())``) if it may end early.
 
     Attributes:
-        n_dropped: turns that were dropped from the beginning of the conversation.
-        n_prompt, n_reused: tokens of the prompt, and of these those whose keys and values were kept.
-        n_tokens: of the reply so far.
-        finish_reason: as a ``TokenStream``'s.
-        first_s, rest_s: seconds to the first token, and from there to the last one.
+        n_dropped: number of turns dropped from the beginning of the conversation.
+        n_prompt, n_reused: number of prompt tokens, and how many of them were in the KV cache.
+        n_tokens: number of tokens of the reply so far.
+        finish_reason: as in ``TokenStream``.
+        first_s, rest_s: seconds to the first token, and from the first to the last.
         is_kept: whether the reply has become part of the conversation.
     """
 
@@ -262,19 +260,19 @@ class Turn:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the tokens after the first one; 0 before there are two."""
+        """Decoding speed after the first token; 0 before there are two."""
         return (self.n_tokens - 1) / self.rest_s if self.rest_s else 0.0
 
-    def pieces(self) -> Generator[Piece, None, None]:
-        """The reply as it comes, its thinking told apart, without the tags."""
+    def chunks(self) -> Generator[TextChunk, None, None]:
+        """Yield the reply as it is sampled, split into thinking and answer, without tags."""
         conversation, prompt_ids, begin_s = self._conversation, self._prompt.ids, time.perf_counter()
         is_open = bool(conversation._replies.opening_tag(prompt_ids))
         texts = [conversation.tags.opening] if is_open else []
         ids: list[int] = []
-        n_said = 0  # of the ids: what follows them has no text, or not yet a whole character
+        n_decoded = 0  # ids whose text was yielded; later ones have no text, or an incomplete character
         stream = conversation.engine.stream(prompt_ids, self.sampling, adapter=conversation.adapter, keep=True)
 
-        def drawn() -> Iterator[Token]:
+        def sampled_tokens() -> Iterator[Token]:
             for token in stream:
                 self.n_tokens += 1
                 if self.n_tokens == 1:
@@ -283,62 +281,64 @@ class Turn:
                 ids.append(token.token_id)
                 yield token
 
-        def said() -> Iterator[str]:
-            nonlocal n_said
-            for text in conversation.texts(drawn(), self.sampling):
+        def decoded_texts() -> Iterator[str]:
+            nonlocal n_decoded
+            for text in conversation.texts(sampled_tokens(), self.sampling):
                 texts.append(text)
-                n_said = len(ids)
+                n_decoded = len(ids)
                 yield text
 
         try:
             with stream:
-                yield from tell_apart(said(), is_open, conversation.tags)
+                yield from split_thinking(decoded_texts(), is_open, conversation.tags)
         finally:
             self.finish_reason = stream.finish_reason
-            conversation._end(self, self._prompt, ids[:n_said], "".join(texts))
+            conversation._end(self, self._prompt, ids[:n_decoded], "".join(texts))
 
 
-def tell_apart(texts: Iterable[str], is_open: bool = False, tags: Tags = DEFAULT_TAGS) -> Iterator[Piece]:
-    """The pieces of a reply without its tags; what it begins with between tags is thinking.
+def split_thinking(texts: Iterable[str], is_open: bool = False, tags: Tags = DEFAULT_TAGS) -> Iterator[TextChunk]:
+    """Split a reply into thinking, which is tagged at its beginning, and answer; the tags are removed.
 
     Args:
-        texts: which together are the reply.
-        is_open: whether the prompt has opened the thinking.
-        tags: around the thinking.
+        texts: consecutive parts of the reply.
+        is_open: whether the prompt ends with the opening tag.
+        tags: the tags around the thinking.
     """
     texts = iter(texts)
-    held = ""
-    while not is_open:  # until it is told whether it begins with the tag
+    pending = ""
+    while not is_open:  # until the text cannot begin with the tag any more
         text = next(texts, None)
-        held += text or ""
-        begin = held.lstrip()
-        is_open = begin.startswith(tags.opening)
-        if text is None or not (is_open or tags.opening.startswith(begin)):
-            yield from (Piece(text, False) for text in itertools.chain([held], texts) if text)
+        pending += text or ""
+        prefix = pending.lstrip()
+        is_open = prefix.startswith(tags.opening)
+        if text is None or not (is_open or tags.opening.startswith(prefix)):
+            yield from (TextChunk(text, False) for text in itertools.chain([pending], texts) if text)
             return
-    answer, held = None, held.lstrip().removeprefix(tags.opening)
+    answer, pending = None, pending.lstrip().removeprefix(tags.opening)
     for text in itertools.chain([""], texts):
-        thought, tag, rest = (held + text).partition(tags.closing)
-        n_held = 0 if tag else max(n for n in range(len(tags.closing)) if thought.endswith(tags.closing[:n]))
-        shown, held = thought[: len(thought) - n_held], thought[len(thought) - n_held :]
+        thinking, tag, rest = (pending + text).partition(tags.closing)
+        n_partial_tag = 0 if tag else max(n for n in range(len(tags.closing)) if thinking.endswith(tags.closing[:n]))
+        shown, pending = thinking[: len(thinking) - n_partial_tag], thinking[len(thinking) - n_partial_tag :]
         if shown:
-            yield Piece(shown, True)
+            yield TextChunk(shown, True)
         if tag:
             answer = rest
             break
-    if held:
-        yield Piece(held, True)
+    if pending:
+        yield TextChunk(pending, True)
     if answer is not None:
-        whole = itertools.dropwhile(lambda text: not text.strip(), itertools.chain([answer], texts))
-        first = next(whole, "")
-        yield from (Piece(text, False) for text in itertools.chain([first.lstrip()], whole) if text)
+        answer_texts = itertools.dropwhile(lambda text: not text.strip(), itertools.chain([answer], texts))
+        first = next(answer_texts, "")
+        yield from (TextChunk(text, False) for text in itertools.chain([first.lstrip()], answer_texts) if text)
 
 
-def _context(engine: Engine, asked: int | None) -> int:
-    """Tokens of a sequence that the model has positions, and the engine memory for."""
+def _check_context(engine: Engine, requested: int | None) -> int:
+    """Return the context: by default the tokens for which the model has positions and the engine memory."""
     memory, positions = engine.memory, engine.config.max_position
-    most = min((memory["kv_bytes"] // memory["kv_page_bytes"] - SPARE_PAGES) * PAGE_TOKENS, positions)
-    if asked is not None and asked > most:
-        why = f"the model's last position is {positions}" if most == positions else f"the engine has memory for {most}"
-        raise WhetValueError(f"{_WHERE}: context is {asked} tokens, and {why}. Lower --context.")
-    return most if asked is None else asked
+    max_context = min((memory["kv_bytes"] // memory["kv_page_bytes"] - SPARE_PAGES) * PAGE_TOKENS, positions)
+    if requested is not None and requested > max_context:
+        limit = "model has positions" if max_context == positions else "engine has memory"
+        raise WhetValueError(
+            f"{_WHERE}: context is {requested}, but the {limit} for {max_context} tokens. Lower --context."
+        )
+    return max_context if requested is None else requested

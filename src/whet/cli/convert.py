@@ -1,4 +1,4 @@
-"""``whet convert``: a GGUF file as a Hugging Face folder."""
+"""``whet convert``: converts a GGUF file to a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from whet.errors import WhetValueError
 
 @dataclasses.dataclass(frozen=True)
 class ConvertConfig:
-    """Write the model of a GGUF file as a Hugging Face folder, with its tokenizer and chat template."""
+    """Convert a GGUF file to a Hugging Face folder, with tokenizer and chat template."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL.gguf")]
-    """A .gguf file; of a model in parts any of them."""
+    """A .gguf file; any part of a split model."""
     output: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
-    """The folder to write."""
+    """Folder to write."""
     dtype: FolderDtype = "auto"
-    """Of the weights; auto: that of most of the file's, and bfloat16 of a quantised one."""
+    """Dtype of the weights; auto: the most frequent dtype of the file, or bfloat16 if it is quantised."""
     overwrite: bool = False
-    """Replace a folder that is there."""
+    """Replace an existing folder."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the folder; the exit status is 0."""
-    asked = tyro.cli(ConvertConfig, args=argv, prog="whet convert")
-    if Path(asked.model).is_dir():
-        raise WhetValueError(f"whet convert: {asked.model!r} is a folder. Name a .gguf file; whet export writes one.")
-    write_folder(asked.model, "", asked.output, asked.dtype, asked.overwrite, "whet convert")
+    """Write the folder and return 0."""
+    options = tyro.cli(ConvertConfig, args=argv, prog="whet convert")
+    if Path(options.model).is_dir():
+        raise WhetValueError(
+            f"whet convert: {options.model!r} is a folder, expected a .gguf file; whet export writes one."
+        )
+    write_folder(options.model, "", options.output, options.dtype, options.overwrite, "whet convert")
     return 0

@@ -1,6 +1,6 @@
-"""``whet demo``: the whole job, small. Builds a model, warms it up with SFT, post-trains it with GRPO.
+"""``whet demo``: post-training in small. Builds a model, warms it up with SFT and trains it with GRPO.
 
-Everything is made here: no network, no files but those it writes. The task is in ``arithmetic``.
+It needs no network and no input files. The task is in ``arithmetic``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from whet.training.trainer import Trainer
 Accuracy = Annotated[float, Range("an accuracy in [0, 1]", lambda share: 0 <= share <= 1)]
 
 _LONGEST_ANSWER = 5
-"""Tokens: three digits, the end, and one in which to go wrong."""
+"""Tokens: three digits, EOS and one spare token for wrong answers."""
 
 
 @dataclass(kw_only=True)
@@ -49,35 +49,35 @@ class DemoConfig:
     """Settings of the demo."""
 
     output_dir: PathText = "runs/demo"
-    """Folder of the run."""
+    """Folder for the run."""
     seed: Seed = 0
-    """Keys weights, problems, their order and the sampling: a seed gives the same run twice."""
+    """Seed of weights, problems, their order and sampling: the same seed repeats the run."""
     n_held_out: Positive = 400
-    """Problems that only measure."""
+    """Held-out problems, only used to measure accuracy."""
     sft_until: Accuracy = 0.42
-    """Held-out accuracy that ends the warm-up."""
+    """Held-out accuracy at which SFT ends."""
     sft_max_steps: Positive = 500
-    """Steps that end it otherwise."""
+    """Maximum number of SFT steps."""
     grpo_until: Accuracy = 0.9
-    """Held-out accuracy that ends GRPO."""
+    """Held-out accuracy at which GRPO ends."""
     grpo_max_steps: Positive = 450
-    """Steps that end it otherwise."""
+    """Maximum number of GRPO steps."""
     engine: EngineName = "auto"
-    """Engine that samples, for GRPO and for the held-out accuracy; auto: the native engine."""
+    """Engine that samples for GRPO and for the held-out accuracy; auto: the native engine."""
     rollout_weights: RolloutWeights = "bf16"
-    """Format of its matrices."""
+    """Weight format of the engine."""
     compute: Compute = "auto"
-    """Kernels of the updates, as in TrainerConfig; torch: without Whet's kernels."""
+    """Kernels of the updates; torch: without Whet's kernels."""
 
     def __post_init__(self) -> None:
         check_types(self)
         reject_ineffective(
-            self, ["rollout_weights"], self.engine != "torch", "engine is 'torch', which samples from the model"
+            self, ["rollout_weights"], self.engine != "torch", "engine is 'torch', which samples from the trained model"
         )
 
 
 def sft_config(config: DemoConfig) -> SFTConfig:
-    """The warm-up's settings."""
+    """Return the settings of SFT."""
     return SFTConfig(
         learning_rate=2e-3,
         warmup_steps=30,
@@ -89,7 +89,7 @@ def sft_config(config: DemoConfig) -> SFTConfig:
 
 
 def grpo_config(config: DemoConfig) -> GRPOConfig:
-    """GRPO's settings."""
+    """Return the settings of GRPO."""
     return GRPOConfig(
         learning_rate=3e-4,
         lr_schedule="linear",
@@ -108,7 +108,7 @@ def grpo_config(config: DemoConfig) -> GRPOConfig:
 
 
 class HeldOut:
-    """Greedy exact-match accuracy on the held-out problems; keeps the latest completions."""
+    """Greedy exact-match accuracy on the held-out problems; stores the latest completions."""
 
     def __init__(self, rows: Sequence[Row], tokenizer: Any, engine: RolloutEngine) -> None:
         self.rows = rows
@@ -129,11 +129,11 @@ class HeldOut:
         return {"accuracy": sum(self.scores()) / len(self.rows)}
 
     def scores(self) -> list[float]:
-        """1 for each problem answered rightly when last asked."""
+        """Return 1 for each problem that the latest completion solves, otherwise 0."""
         return exact_match(self.completions, [row["answer"] for row in self.rows])
 
     def samples(self, n: int) -> list[dict[str, Any]]:
-        """The first n problems with their answers, for people."""
+        """Return the first n problems with their completions, for display."""
         return [
             {"prompt": row["prompt"], "completion": completion, "reward": score}
             for row, completion, score in list(zip(self.rows, self.completions, self.scores(), strict=True))[:n]
@@ -142,12 +142,12 @@ class HeldOut:
 
 @dataclass
 class Phase:
-    """A phase of the demo: the trainer, and what came of it.
+    """A phase of the demo: its trainer and results.
 
     Attributes:
-        accuracy: held-out, at its end.
-        elapsed_s: of training.
-        samples: held-out problems with the answers at its end.
+        accuracy: held-out accuracy at the end of the phase.
+        elapsed_s: training time.
+        samples: held-out problems with completions at the end of the phase.
     """
 
     trainer: Trainer
@@ -162,7 +162,7 @@ class Phase:
 def run_phase(
     trainer: Trainer, rows: Sequence[Row], steps: int, until: float, held_out: HeldOut, folder: Path, console: Console
 ) -> Phase:
-    """Train until the held-out accuracy is reached or the steps are used up; leave metrics and model in ``folder``."""
+    """Train to a held-out accuracy, for at most ``steps``; write metrics and model to ``folder``."""
     name = type(trainer).__name__
     evaluation = EvaluationCallback(held_out, every=5)
     trainer.callbacks[:0] = [evaluation, EarlyStoppingCallback("eval/accuracy", patience=steps, target=until)]
@@ -178,7 +178,7 @@ def run_phase(
 
 
 def print_samples(console: Console, title: str, samples: Sequence[Mapping[str, Any]]) -> None:
-    """A small table of problems and answers."""
+    """Print a table of problems and completions."""
     table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
     table.add_column("prompt", justify="right")
     table.add_column("completion")
@@ -189,13 +189,13 @@ def print_samples(console: Console, title: str, samples: Sequence[Mapping[str, A
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Rows as JSONL, as ``whet train`` reads them."""
+    """Write rows as JSONL for ``whet train``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def main(config: DemoConfig) -> int:
-    """Run the demo; 0 if GRPO reached its accuracy, else 1."""
+    """Run the demo; return 0 if GRPO reached its accuracy, otherwise 1."""
     with lock_folder(config.output_dir):
         return _run(config)
 
@@ -214,7 +214,7 @@ def _run(config: DemoConfig) -> int:
     settings = {"demo": asdict(config), "sft": asdict(sft_config(config)), "grpo": asdict(grpo_config(config))}
     write_toml(folder / "config.toml", settings)
     n_parameters = sum(p.numel() for p in model.parameters())
-    console.print(f"A Llama of {n_parameters:,} random parameters learns to add. Seed {config.seed}.\n")
+    console.print(f"Training a Llama of {n_parameters:,} random parameters to add. Seed {config.seed}.\n")
 
     trainer = SFT(model, config=sft_config(config), tokenizer=tokenizer)
     sft = run_phase(trainer, rows, config.sft_max_steps, config.sft_until, held_out, folder / "sft", console)
@@ -236,12 +236,12 @@ def _run(config: DemoConfig) -> int:
 
 
 def report(config: DemoConfig, sft: Phase, grpo: Phase, n_parameters: int, folder: Path) -> None:
-    """Write the report, and print where everything is and whether GRPO reached its accuracy."""
+    """Write the report, and print the files and whether GRPO reached its accuracy."""
     write_report(
         folder,
         title="Whet demo: GRPO teaches a small model to add",
-        summary=f"A Llama of {n_parameters:,} parameters, made from nothing, on sums of two numbers below 100; "
-        f"exact match on {config.n_held_out} problems held out from all training.",
+        summary=f"A Llama of {n_parameters:,} parameters, trained from scratch on sums of two numbers below 100; "
+        f"exact match on {config.n_held_out} held-out problems.",
         headline={
             "held-out accuracy": f"{sft.accuracy:.1%} → {grpo.accuracy:.1%}",
             "SFT": sft.duration(),
@@ -250,17 +250,17 @@ def report(config: DemoConfig, sft: Phase, grpo: Phase, n_parameters: int, folde
         samples_before=sft.samples,
         samples_after=grpo.samples,
     )
-    print(f"\n{folder}/ holds report.html, model/, checkpoints/, metrics.jsonl, completions.jsonl and config.toml")
+    print(f"\n{folder}/ contains report.html, model/, checkpoints/, metrics.jsonl, completions.jsonl and config.toml")
     if grpo.accuracy < config.grpo_until:
         print(
             f"whet demo: {config.grpo_max_steps} steps of GRPO did not reach {config.grpo_until:.0%}. "
-            "Raise --grpo-max-steps, or try another --seed.",
+            "Raise --grpo-max-steps or try another --seed.",
             file=sys.stderr,
         )
 
 
 def remove_earlier_run(folder: Path) -> None:
-    """Take away what an earlier demo left, and nothing else."""
+    """Delete the files of an earlier demo, and nothing else."""
     for name in ("data", "sft", "model", "checkpoints"):
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in ("metrics.jsonl", "completions.jsonl", "config.toml", "report.html", "curve.svg"):

@@ -1,4 +1,4 @@
-"""``whet estimate``: how much memory a model takes in each format, and whether this machine has it."""
+"""``whet estimate``: the memory of a model in each format, or of a training run, and whether this machine has it."""
 
 from __future__ import annotations
 
@@ -33,96 +33,96 @@ _EMBEDDINGS = tyro.conf.arg(metavar="{" + ",".join(name for name in FORMATS if n
 
 @dataclasses.dataclass(frozen=True)
 class EstimateConfig:
-    """How much memory a model takes: weights with their scales, keys and values, workspace, and training.
+    """Estimate the memory of a model: weights with their scales, KV cache, workspace, and training.
 
-    With ``--train METHOD`` and the settings of ``whet train METHOD``: what that run comes to hold, part by part."""
+    With --train METHOD and the settings of whet train METHOD: the peak memory of that run, part by part."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """A preset such as llama-2-7b, a config.json, the folder that holds one, or a .gguf file."""
+    """A preset such as llama-2-7b, a config.json, its folder, or a .gguf file."""
     weights: Annotated[str, _WEIGHTS] = "bf16"
-    """Format of the layers' matrices."""
+    """Weight format of the layers."""
     context: int | None = None
-    """Tokens of each sequence, prompt and completion together; none: 4096, or as many as the model has positions."""
+    """Tokens of each sequence, prompt and completion; None: 4096, or the model's positions if fewer."""
     batch: int = 1
-    """Sequences at once."""
+    """Number of concurrent sequences."""
     embeddings: Annotated[str | None, _EMBEDDINGS] = None
-    """Format of embeddings and head; none: that of the weights, but q8_0 with 4 bits."""
+    """Format of embeddings and head; None: the weights' format, or q8_0 for 4-bit weights."""
     json: bool = False
-    """Print JSON, in bytes, in place of the table."""
+    """Print JSON, with sizes in bytes, instead of tables."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class _OnlineRows:
-    """Beside the settings of a ``whet train`` that samples."""
+    """Additional settings for methods that sample."""
 
     prompt_tokens: Positive = 128
-    """Tokens of a prompt."""
+    """Average number of tokens of a prompt."""
     json: bool = False
-    """Print JSON, in bytes, in place of the table."""
+    """Print JSON, with sizes in bytes, instead of tables."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class _OfflineRows(_OnlineRows):
-    """Beside those of others."""
+    """Additional settings for methods that do not sample."""
 
     completion_tokens: Positive = 128
-    """Tokens of a completion."""
+    """Average number of tokens of a completion."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class _SFT(_OfflineRows, SFTRun):
-    """Memory of ``whet train sft``."""
+    """Settings of ``whet estimate`` for ``whet train sft``."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class _DPO(_OfflineRows, DPORun):
-    """Memory of ``whet train dpo``."""
+    """Settings of ``whet estimate`` for ``whet train dpo``."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class _GRPO(_OnlineRows, GRPORun):
-    """Memory of ``whet train grpo``."""
+    """Settings of ``whet estimate`` for ``whet train grpo``."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class _OnlineDPO(_OnlineRows, OnlineDPORun):
-    """Memory of ``whet train online-dpo``."""
+    """Settings of ``whet estimate`` for ``whet train online-dpo``."""
 
 
 _RUNS = {"sft": _SFT, "dpo": _DPO, "grpo": _GRPO, "online-dpo": _OnlineDPO}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the estimate; the exit status is 0."""
+    """Print the estimate and return 0."""
     if any(argument.partition("=")[0] == "--train" for argument in argv):
         return _train(list(argv))
-    asked = tyro.cli(EstimateConfig, args=argv, prog="whet estimate")
-    memory = model_memory(load_source(asked.model), asked.context, asked.batch, asked.embeddings)
-    if asked.json:
-        print(json.dumps(_as_dict(asked, memory), indent=2))
+    options = tyro.cli(EstimateConfig, args=argv, prog="whet estimate")
+    memory = model_memory(load_source(options.model), options.context, options.batch, options.embeddings)
+    if options.json:
+        print(json.dumps(_as_dict(options, memory), indent=2))
         return 0
-    chosen = memory.formats[memory.display_name(asked.weights)]
+    chosen = memory.formats[memory.display_name(options.weights)]
     console = Console()
-    console.print(_table(asked, memory))
+    console.print(_table(options, memory))
     console.print(
-        f"Keys and values {in_bytes(chosen.kv_cache)} ({chosen.kv_format}), workspace {in_bytes(chosen.workspace)}, "
-        f"norms and biases {in_bytes(chosen.norms)} (float32). {asked.weights} takes {in_bytes(chosen.total)} in all "
-        f"and {'fits' if chosen.total <= memory.machine else 'does not fit'} into this machine's "
-        f"{in_bytes(memory.machine)}."
+        f"KV cache {format_bytes(chosen.kv_cache)} ({chosen.kv_format}), workspace {format_bytes(chosen.workspace)}, "
+        f"norms and biases {format_bytes(chosen.norms)} (float32). {options.weights} takes "
+        f"{format_bytes(chosen.total)} in total and {'fits' if chosen.total <= memory.machine else 'does not fit'} "
+        f"into this machine's {format_bytes(memory.machine)}."
     )
-    console.print(_training(memory.training))
-    console.print("GB are 10^9 bytes, and bits per weight count scales, embeddings and norms.", style="dim")
+    console.print(_describe_training(memory.training))
+    console.print("1 GB is 10^9 bytes. Bits per weight include scales, embeddings and norms.", style="dim")
     return 0
 
 
 _TRAIN = """\
-How much memory a whet train comes to hold: MODEL --train METHOD, and its settings. Its rows are not read:
+Estimate the peak memory of whet train: MODEL --train METHOD, and its settings. The data is not read:
 
---prompt-tokens says how long they are, and, where nothing is sampled, --completion-tokens."""
+set the lengths of rows with --prompt-tokens and, for methods that do not sample, --completion-tokens."""
 
 
 def _train(argv: list[str]) -> int:
-    """``whet estimate MODEL --train METHOD``, with the settings of ``whet train METHOD``."""
+    """Run ``whet estimate MODEL --train METHOD``, with the settings of ``whet train METHOD``."""
     where = "whet estimate"
     argv = [
         part
@@ -136,107 +136,109 @@ def _train(argv: list[str]) -> int:
     del argv[at : at + 2]
     if argv and not argv[0].startswith("-") and not argv[0].endswith(".toml"):
         argv[:1] = ["--model", argv[0]]
-    asked: Any = parse(_RUNS[method], argv, where, _TRAIN)
-    if not asked.model:
-        raise WhetValueError(f"{where}: model is missing. Name it first, or in the config file.")
-    asked.check_adapters()
-    if asked.dtype != "float32":
+    options: Any = parse(_RUNS[method], argv, where, _TRAIN)
+    if not options.model:
+        raise WhetValueError(f"{where}: model is missing. Pass it as the first argument, or set it in the config file.")
+    options.check_adapters()
+    if options.dtype != "float32":
         raise WhetValueError(
-            f"{where}: dtype is {asked.dtype!r}, and only a float32 step on Whet's kernels can be estimated. Leave "
-            "it out: weights, gradients and optimizer, with its float32 masters, take as much in bfloat16."
+            f"{where}: dtype is {options.dtype!r}, but only float32 steps on Whet's kernels can be estimated. Omit it: "
+            "weights, gradients and optimizer, with its float32 master weights, take as much in bfloat16."
         )
-    check_installed(where, "torch", "transformers", *(["peft"] if asked.has_adapters() else []))
-    lengths = Lengths(asked.prompt_tokens, getattr(asked, "completion_tokens", 0) or asked.max_new_tokens)
-    source = load_source(asked.model)
-    asked.base = plan_adapters(asked, source, where).base  # before anything is measured
-    interpreter = measure_interpreter(asked.model, getattr(asked, "task", ()), with_adapters=asked.has_adapters())
-    _print_run(asked, method, memory_of(asked, source, lengths, interpreter=interpreter))
+    check_installed(where, "torch", "transformers", *(["peft"] if options.has_adapters() else []))
+    lengths = Lengths(options.prompt_tokens, getattr(options, "completion_tokens", 0) or options.max_new_tokens)
+    source = load_source(options.model)
+    options.base = plan_adapters(options, source, where).base  # checks the settings before the interpreter is measured
+    interpreter = measure_interpreter(options.model, getattr(options, "task", ()), has_adapters=options.has_adapters())
+    _print_run(options, method, estimate_run_memory(options, source, lengths, interpreter=interpreter))
     return 0
 
 
-def memory_of(run: Any, source: ModelSource, lengths: Lengths, *, interpreter: int) -> RunMemory:
-    """``run_memory`` with the settings of a run."""
+def estimate_run_memory(run: Any, source: ModelSource, lengths: Lengths, *, interpreter: int) -> RunMemory:
+    """Return ``run_memory`` for the settings of a run."""
     plan = plan_adapters(run, source, "whet estimate")
     base = "none" if plan.adapters is None else plan.base
     return run_memory(source, run, lengths, interpreter=interpreter, adapters=plan.adapters, base=base)
 
 
-def measure_interpreter(model: str, tasks: Sequence[Any], with_adapters: bool) -> int:
-    """Memory of a process that has what ``whet train`` has beside the model: measured in one."""
-    code = f"from whet.cli.estimate import _print_loaded as go; go({model!r}, {list(tasks)!r}, {with_adapters})"
+def measure_interpreter(model: str, tasks: Sequence[Any], has_adapters: bool) -> int:
+    """Measure the memory of a process with the imports, tokenizer and tasks of ``whet train``, without the model."""
+    code = (
+        f"from whet.cli.estimate import _print_interpreter_memory as go; go({model!r}, {list(tasks)!r}, {has_adapters})"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if done.returncode:
-        raise WhetValueError(f"whet estimate: the imports of whet train fail: {done.stderr.strip()[-300:]}")
+        raise WhetValueError(f"whet estimate: importing the modules of whet train failed: {done.stderr.strip()[-300:]}")
     return int(done.stdout)
 
 
-def _print_loaded(model: str, tasks: Sequence[Any], with_adapters: bool) -> None:
-    """Imports what ``whet train`` imports, loads the tokenizer and the tasks, and prints this process's memory.
+def _print_interpreter_memory(model: str, tasks: Sequence[Any], has_adapters: bool) -> None:
+    """Import the modules of ``whet train``, load tokenizer and tasks, and print this process's memory.
 
-    What is wrong with one of them, the run says.
+    Errors of tokenizer or tasks are left to the run.
     """
     models = ("transformers.models.auto.modeling_auto", "transformers.modeling_utils")
-    for name in ("whet.cli.train", *models, *(["peft"] if with_adapters else [])):
+    for name in ("whet.cli.train", *models, *(["peft"] if has_adapters else [])):
         importlib.import_module(name)
     from whet.cli.models import load_transformers_tokenizer
     from whet.tasks.mixture import open_tasks
 
-    kept = []
+    loaded = []
     if Path(model).exists():
         with suppress(Exception):
-            kept.append(load_transformers_tokenizer(model))
+            loaded.append(load_transformers_tokenizer(model))
     with suppress(Exception):
-        kept.append(open_tasks(tasks))
+        loaded.append(open_tasks(tasks))
     print(resident_bytes())
 
 
-def _print_run(asked: Any, method: str, memory: RunMemory) -> None:
+def _print_run(options: Any, method: str, memory: RunMemory) -> None:
     parts, machine = memory.at_peak(), machine_bytes()
-    if asked.json:
+    if options.json:
         figures = {"parts": parts, "total_bytes": memory.total, "update_bytes": sum(memory.update.values())}
         figures |= {"sampling_bytes": sum(memory.sampling.values()), "memory_bytes": machine}
-        print(json.dumps({"model": asked.model, "method": method, **figures}, indent=2))
+        print(json.dumps({"model": options.model, "method": method, **figures}, indent=2))
         return
-    console, lent = Console(), min(sum(memory.update.values()), sum(memory.sampling.values()))
-    table = Table(title=f"whet train {method} of {asked.model}", title_justify="left")
-    table.add_column("Held by")
+    console, shared = Console(), min(sum(memory.update.values()), sum(memory.sampling.values()))
+    table = Table(title=f"whet train {method} of {options.model}", title_justify="left")
+    table.add_column("Used by")
     table.add_column("Memory", justify="right")
     for name, n_bytes in parts.items():
-        table.add_row(PARTS[name], in_bytes(n_bytes))
-    table.add_row("in all", in_bytes(memory.total), style="bold")
+        table.add_row(PARTS[name], format_bytes(n_bytes))
+    table.add_row("total", format_bytes(memory.total), style="bold")
     console.print(table)
-    if lent:
-        less = "Sampling" if "activations" in parts else "An update"
-        console.print(f"{less} takes {in_bytes(lent)}, which the other has given back before.")
+    if shared:
+        smaller, larger = ("Sampling", "the update") if "activations" in parts else ("The update", "sampling")
+        console.print(f"{smaller} takes {format_bytes(shared)}, which {larger} releases first.")
     verdict = "fits" if memory.total <= machine else "does not fit"
-    console.print(f"It {verdict} into this machine's {in_bytes(machine)}. GB are 10^9 bytes.")
+    console.print(f"It {verdict} into this machine's {format_bytes(machine)}. 1 GB is 10^9 bytes.")
 
 
-def _table(asked: EstimateConfig, memory: ModelMemory) -> Table:
-    title = f"{asked.model}: {memory.config.n_parameters:,} parameters, {asked.batch} x {memory.context:,} tokens"
+def _table(options: EstimateConfig, memory: ModelMemory) -> Table:
+    title = f"{options.model}: {memory.config.n_parameters:,} parameters, {options.batch} x {memory.context:,} tokens"
     table = Table(title=title, title_justify="left")
     table.add_column("Format")
-    for name in ("Bits/weight", "Layers", "Embeddings", "All weights", "In all"):
+    for name in ("Bits/weight", "Layers", "Embeddings", "All weights", "Total"):
         table.add_column(name, justify="right")
     for name, e in memory.formats.items():
-        sizes = map(in_bytes, (e.linear, e.embeddings, e.weights, e.total))
-        style = "bold" if name == memory.display_name(asked.weights) else ""
+        sizes = map(format_bytes, (e.linear, e.embeddings, e.weights, e.total))
+        style = "bold" if name == memory.display_name(options.weights) else ""
         table.add_row(name, f"{e.bits_per_weight:.2f}", *sizes, style=style)
     return table
 
 
-def _training(trained: TrainingEstimate) -> str:
+def _describe_training(trained: TrainingEstimate) -> str:
     return (
-        f"Training of all weights takes {in_bytes(trained.total)} and the activations: weights "
-        f"{in_bytes(trained.weights)}, gradients {in_bytes(trained.gradients)}, and AdamW's moments "
-        f"{in_bytes(trained.moments)} (float32). A reference model adds {in_bytes(trained.reference)}. Trained in "
-        "bfloat16, it takes as much: the optimizer adds float32 master weights."
+        f"Full fine-tuning takes {format_bytes(trained.total)} plus activations: weights "
+        f"{format_bytes(trained.weights)}, gradients {format_bytes(trained.gradients)}, AdamW moments "
+        f"{format_bytes(trained.moments)} (float32). A reference model adds {format_bytes(trained.reference)}. "
+        "Training in bfloat16 takes as much: the optimizer adds float32 master weights."
     )
 
 
-def _as_dict(asked: EstimateConfig, memory: ModelMemory) -> dict[str, object]:
-    chosen, trained = memory.formats[memory.display_name(asked.weights)], memory.training
-    settings = {key: value for key, value in dataclasses.asdict(asked).items() if key != "json"}
+def _as_dict(options: EstimateConfig, memory: ModelMemory) -> dict[str, object]:
+    chosen, trained = memory.formats[memory.display_name(options.weights)], memory.training
+    settings = {key: value for key, value in dataclasses.asdict(options).items() if key != "json"}
     return {
         **settings,
         "context": memory.context,
@@ -257,8 +259,8 @@ def _as_dict(asked: EstimateConfig, memory: ModelMemory) -> dict[str, object]:
     }
 
 
-def in_bytes(n_bytes: int) -> str:
-    """A size in words: 21.45 GB."""
+def format_bytes(n_bytes: int) -> str:
+    """Format a size: 21.45 GB."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if n_bytes >= scale:
             return f"{n_bytes / scale:.2f} {unit}"

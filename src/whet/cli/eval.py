@@ -1,6 +1,6 @@
-"""``whet eval``: the share of a task's held-out items that a model solves; of two models also which is better.
+"""``whet eval``: accuracy of a model on a task's held-out items, or a comparison of two models.
 
-Tables go to standard output, all else to standard error; ``--out`` writes a JSON file, see docs/evaluation.md.
+Tables are printed to standard output, everything else to standard error; ``--out`` writes JSON, see docs/evaluation.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tyro.conf import UseAppendAction
 
 import whet
 from whet.cli.settings import parse_flags
-from whet.cli.text_model import TextConfig, find_model, load_chat_tokenizer, load_engine, stop_ids, with_adapters
+from whet.cli.text_model import TextConfig, find_model, find_stop_ids, load_chat_tokenizer, load_engine, resolve_adapter
 from whet.config.fields import Paths, PathText, check_range, reject_ineffective
 from whet.config.sampling import SamplingParams
 from whet.engine import Engine
@@ -48,51 +48,51 @@ _SIZE = 500
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig(TextConfig):
-    """Measures what share of a task's held-out items a model solves; of two models also which is better.
+    """Measure the accuracy of a model on a task's held-out items, or compare two models.
 
-    Options that say so may be given once for all models, or once for each."""
+    --weights and --adapter may be given once for all models, or once per model."""
 
     models: Annotated[tyro.conf.Positional[list[str]], tyro.conf.arg(metavar="MODEL [MODEL]")]
-    """Folders that save_pretrained or whet train wrote, adapters too, or .gguf files. Of two, the second is compared
-    with the first."""
+    """Folders that save_pretrained or whet train wrote, also of adapters, or .gguf files. With two, the second is
+    compared with the first."""
     task: UseAppendAction[Paths] = dataclasses.field(default_factory=list)
     """reasoning_gym:NAME, package.module:Class or path/file.py:Class, with options as in
     reasoning_gym:chain_sum,max_terms=2; may be given several times."""
     data: Paths = dataclasses.field(default_factory=list)
-    """In place of a task: rows with a prompt each. Files (.jsonl, .json, .csv, these with .gz, .parquet), patterns such
-    as "rows/*.jsonl", or datasets as NAME:CONFIG:SPLIT."""
+    """Instead of a task: rows with a prompt. Files (.jsonl, .json, .csv, also with .gz, .parquet), patterns such as
+    "rows/*.jsonl", or datasets as NAME:CONFIG:SPLIT."""
     columns: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Columns of the data under the names of fields: prompt=question,answer=solution."""
+    """Field names and their columns in the data: prompt=question,answer=solution."""
     reward: UseAppendAction[Paths] = dataclasses.field(default_factory=list)
-    """Functions that score completions of data: file.py:function or package.module:function."""
+    """Functions that score completions of --data: file.py:function or package.module:function."""
     size: int | None = None
-    """Items of each task, or rows of data; None: as the task's options say, or else 500, and all rows of data."""
+    """Number of items per task, or of rows; None: the task's size option or 500, and all rows of --data."""
     n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
-    """Completions of each item."""
+    """Number of completions per item."""
     temperature: float | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Divides the logits; 0: always the most probable token. None: 0, and with several completions 1."""
+    """Divides the logits; 0: greedy. None: 0 for one completion per item, 1 for several."""
     score_timeout_s: float = 10.0
-    """Seconds that scoring a completion may take; it then scores 0."""
+    """Time limit in seconds for scoring a completion, which then scores 0."""
     weights: UseAppendAction[list[Weights]] = dataclasses.field(default_factory=list)
-    """Format of the matrices, for all models or for each; none: bf16 of a folder, of a GGUF file its own, and beside
-    adapters that of their base."""
+    """Weight format, for all models or for each. Default: the format of the adapters' base, the GGUF file's own format,
+    or bf16 for folders."""
     adapter: UseAppendAction[Paths] = dataclasses.field(default_factory=list)
-    """A folder of LoRA adapters that PEFT or whet train saved, for all models or for each; "none": without."""
+    """A folder of LoRA adapters that PEFT or whet train saved, for all models or for each; "none": no adapters."""
     rollout_workers: int = 0
-    """Processes that sample, by Ray, on this machine or many; 0: this one. Completions are the same."""
+    """Number of Ray processes that sample, on one or many machines; 0: this process. Completions are the same."""
     ray_address: str = ""
-    """Of the Ray cluster, whose nodes have the models in the same places, auto for the one that this machine belongs
-    to; empty: RAY_ADDRESS, or one of its own."""
+    """Address of a Ray cluster whose nodes have the models at the same paths; auto: this machine's cluster; empty:
+    RAY_ADDRESS, or a new local one."""
     raw: bool = False
-    """Ask in plain text, though there is a chat template."""
+    """Use plain-text prompts, without the chat template."""
     out: PathText = ""
-    """A JSON file to write, which must not be there yet."""
+    """JSON file to write; must not exist."""
     records: bool = False
-    """Write every item, its completions and their scores there too."""
+    """Also write every item with completions and scores to --out."""
 
     def sampling(self, stop_token_ids: Sequence[int] = ()) -> SamplingParams:
-        usual = 1.0 if self.n > 1 else 0.0
-        temperature = usual if self.temperature is None else self.temperature
+        default = 1.0 if self.n > 1 else 0.0
+        temperature = default if self.temperature is None else self.temperature
         return SamplingParams.from_settings(self, temperature=temperature, stop_token_ids=stop_token_ids)
 
     def check(self) -> None:
@@ -101,12 +101,12 @@ class EvalConfig(TextConfig):
         check_range(self, "size", self.size is None or self.size >= 1, "an integer >= 1")
         check_range(self, "score_timeout_s", 0 < self.score_timeout_s < math.inf, "seconds > 0")
         check_range(self, "rollout_workers", self.rollout_workers >= 0, "an integer >= 0")
-        reject_ineffective(self, ["chat_template"], not self.raw, "raw asks without one")
+        reject_ineffective(self, ["chat_template"], not self.raw, "raw prompts have no chat template")
         reject_ineffective(
             self, ["ray_address"], self.rollout_workers > 0, "rollout_workers is 0: this process samples"
         )
-        reject_ineffective(self, ["columns"], bool(self.data), "there is no data, whose columns they are")
-        reject_ineffective(self, ["records"], bool(self.out), "there is no file (--out) to write them to")
+        reject_ineffective(self, ["columns"], bool(self.data), "there is no data")
+        reject_ineffective(self, ["records"], bool(self.out), "there is no out file")
 
     def unused_if_greedy(self) -> list[str]:
         return [*super().unused_if_greedy(), "n"]
@@ -114,79 +114,79 @@ class EvalConfig(TextConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """A model as it is evaluated."""
+    """A model to evaluate."""
 
     model: str
     weights: Weights | None
     adapter: str
 
     def label(self, model: str) -> str:
-        """As tables have it, ``model`` being its name there."""
+        """Return the label for tables; ``model`` is the model's short name."""
         return " ".join(filter(None, (model, self.weights, self.adapter and f"with {self.adapter}")))
 
 
-def _labels(sides: Sequence[Side]) -> list[str]:
-    """The models by the last part of their paths, unless different ones have the same."""
+def _make_labels(sides: Sequence[Side]) -> list[str]:
+    """Return labels with the last part of each path, or with whole paths if the last parts are ambiguous."""
     paths = {side.model for side in sides}
     short = len({Path(path).name for path in paths}) == len(paths)
     return [side.label(Path(side.model).name if short else side.model) for side in sides]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints a table per task; the exit status is 0."""
-    asked = parse_flags(EvalConfig, argv, _WHERE)
-    asked.check()
-    sides = _check(asked)
-    loaded = [_resolve(side) for side in sides]
-    models = [find_model(side.model, _WHERE) for side in loaded]
-    tasks = _open_tasks(asked)
-    labels = _labels(sides)
-    results = [_evaluate(asked, *each, tasks) for each in zip(loaded, labels, models, strict=True)]
+    """Print a table per task and return 0."""
+    options = parse_flags(EvalConfig, argv, _WHERE)
+    options.check()
+    sides = _check_options(options)
+    resolved = [_resolve(side) for side in sides]
+    models = [find_model(side.model, _WHERE) for side in resolved]
+    tasks = _open_tasks(options)
+    labels = _make_labels(sides)
+    results = [_evaluate(options, *each, tasks) for each in zip(resolved, labels, models, strict=True)]
     by_task = [list(pair) for pair in zip(*results, strict=True)]
     comparison = [compare(*pair) for pair in by_task] if len(sides) == 2 else []
     for i, pair in enumerate(by_task):
-        _print(labels, pair, comparison[i] if comparison else None)
-    if asked.out:
-        replace_text(asked.out, json.dumps(_report(asked, sides, results, comparison), indent=1) + "\n")
+        _print_table(labels, pair, comparison[i] if comparison else None)
+    if options.out:
+        replace_text(options.out, json.dumps(_build_report(options, sides, results, comparison), indent=1) + "\n")
     return 0
 
 
-# --- what is asked --------------------------------------------------------------------------------------
+# --- options ---------------------------------------------------------------------------------------------
 
 
-def _check(asked: EvalConfig) -> list[Side]:
-    """The models, if what is asked makes sense; nothing is loaded."""
-    if len(asked.models) not in (1, 2):
-        raise WhetValueError(f"{_WHERE}: expected one model, or two to compare; there are {len(asked.models)}.")
-    if bool(asked.task) == bool(asked.data):
+def _check_options(options: EvalConfig) -> list[Side]:
+    """Return the models if the options are consistent. Loads nothing."""
+    if len(options.models) not in (1, 2):
+        raise WhetValueError(f"{_WHERE}: expected one model, or two to compare, not {len(options.models)}.")
+    if bool(options.task) == bool(options.data):
         raise WhetValueError(f"{_WHERE}: expected one of --task (such as reasoning_gym:chain_sum) and --data (a file).")
-    if bool(asked.data) != bool(asked.reward):
-        raise WhetValueError(f"{_WHERE}: --data and --reward come together: rows, and functions that score them.")
-    if asked.out:
-        _check_out(Path(asked.out))
-    weights, adapters = _for_each(asked, "weights"), _for_each(asked, "adapter")
+    if bool(options.data) != bool(options.reward):
+        raise WhetValueError(f"{_WHERE}: --data and --reward go together: rows, and functions that score them.")
+    if options.out:
+        _check_out(Path(options.out))
+    weights, adapters = _values_per_model(options, "weights"), _values_per_model(options, "adapter")
     sides = [
         Side(model, weights[i], "" if adapters[i] in (None, _NO_ADAPTER) else adapters[i])
-        for i, model in enumerate(asked.models)
+        for i, model in enumerate(options.models)
     ]
     if len(sides) == 2 and sides[0] == sides[1]:
         raise WhetValueError(
-            f"{_WHERE}: both models are {_labels(sides)[0]}. Name another one, or give --weights or --adapter for each."
+            f"{_WHERE}: both models are {_make_labels(sides)[0]}. Pass another one, or --weights or --adapter for each."
         )
     return sides
 
 
 def _resolve(side: Side) -> Side:
-    """The model and the adapters that are loaded, where a folder of adapters was named as a model."""
-    model, adapter = with_adapters(side.model, side.adapter, _WHERE)
+    """Return the model and the adapters to load, also for a folder of adapters given as a model."""
+    model, adapter = resolve_adapter(side.model, side.adapter, _WHERE)
     return Side(model, side.weights, adapter)
 
 
 def _check_out(path: Path) -> None:
-    """Raise a WhetValueError unless a file can be made there."""
+    """Raise a WhetValueError unless the file can be created."""
     try:
         if path.exists():
-            raise WhetValueError(f"{_WHERE}: {path} is there already. Remove it, or choose another file for --out.")
+            raise WhetValueError(f"{_WHERE}: {path} exists already. Remove it, or choose another file for --out.")
         if not path.absolute().parent.is_dir():
             raise WhetValueError(f"{_WHERE}: there is no folder {str(path.parent)!r} to write {path} to.")
         with temporary_next_to(path, "writing"):
@@ -197,64 +197,64 @@ def _check_out(path: Path) -> None:
         ) from error
 
 
-def _for_each(asked: EvalConfig, name: str) -> list[Any]:
-    """An option's value for each model."""
-    given, n = getattr(asked, name), len(asked.models)
+def _values_per_model(options: EvalConfig, name: str) -> list[Any]:
+    """Return an option's value for each model."""
+    given, n = getattr(options, name), len(options.models)
     if len(given) not in {0, 1, n}:
-        raise WhetValueError(f"{_WHERE}: --{name} is given {len(given)} times for {n} models. Give one, or {n}.")
+        raise WhetValueError(f"{_WHERE}: --{name} is given {len(given)} times for {n} models, expected 1 or {n} times.")
     return list(given) * n if len(given) == 1 else list(given) or [None] * n
 
 
-def _open_tasks(asked: EvalConfig) -> list[tuple[Task, list[Any]]]:
-    """The tasks, and their rows, which are generated once for all models."""
-    every = [read_spec(spec) for spec in asked.task]
-    for settings in every:
-        reject_ineffective(settings, ["weight"], False, "each task is evaluated for itself")
-    sizes = [asked.size or settings.size or _SIZE for settings in every]
-    tasks: list[Task] = [open_task(spec, split="eval", size=n) for spec, n in zip(asked.task, sizes, strict=True)]
-    if asked.data:
-        tasks = [RewardedRows(asked.data, [load_function(spec) for spec in asked.reward], asked.columns)]
-    return [(task, list(task.rows[: asked.size])) for task in tasks]
+def _open_tasks(options: EvalConfig) -> list[tuple[Task, list[Any]]]:
+    """Open the tasks, and generate their rows once for all models."""
+    specs = [read_spec(spec) for spec in options.task]
+    for settings in specs:
+        reject_ineffective(settings, ["weight"], False, "each task is evaluated separately")
+    sizes = [options.size or settings.size or _SIZE for settings in specs]
+    tasks: list[Task] = [open_task(spec, split="eval", size=n) for spec, n in zip(options.task, sizes, strict=True)]
+    if options.data:
+        tasks = [RewardedRows(options.data, [load_function(spec) for spec in options.reward], options.columns)]
+    return [(task, list(task.rows[: options.size])) for task in tasks]
 
 
-# --- the work -------------------------------------------------------------------------------------------
+# --- evaluation -----------------------------------------------------------------------------------------
 
 
 def _evaluate(
-    asked: EvalConfig,
+    options: EvalConfig,
     side: Side,
     label: str,
     model: str | GGUFFile,
     tasks: Sequence[tuple[Task, list[Any]]],
 ) -> list[TaskResult]:
-    """The results of a model, which is in memory meanwhile, here or in the workers."""
-    tokenizer = load_chat_tokenizer(asked.tokenizer or model, _WHERE, asked.chat_template)
-    every = [read_items(task, tokenizer, rows=rows, raw=asked.raw, where=_WHERE) for task, rows in tasks]
+    """Load a model, here or in workers, and return its results on all tasks."""
+    tokenizer = load_chat_tokenizer(options.tokenizer or model, _WHERE, options.chat_template)
+    every = [read_items(task, tokenizer, rows=rows, raw=options.raw, where=_WHERE) for task, rows in tasks]
     longest = max(len(prompt) for items in every for prompt in items.prompt_ids)
     config = open_pretrained(model).config
     for items in every:
-        items.check_context(asked.max_new_tokens, config.max_position, _WHERE)
-    sampling = asked.sampling(stop_ids(side.model, tokenizer, config.vocab_size, _WHERE))
-    with closing(_open_engine(asked, side, model, tokenizer, longest + asked.max_new_tokens)) as engine:
+        items.check_context(options.max_new_tokens, config.max_position, _WHERE)
+    sampling = options.sampling(find_stop_ids(side.model, tokenizer, config.vocab_size, _WHERE))
+    with closing(_open_engine(options, side, model, tokenizer, longest + options.max_new_tokens)) as engine:
         results = []
         for items in every:
             with _progress(f"{label}: {items.task.name}", len(items.rows)) as on_item:
-                settings = {"n": asked.n, "sampling": sampling, "timeout_s": asked.score_timeout_s}
+                settings = {"n": options.n, "sampling": sampling, "timeout_s": options.score_timeout_s}
                 results.append(evaluate(engine, items, tokenizer, on_item=on_item, **settings))
-            _say(label, results[-1])
+            _print_timing(label, results[-1])
     return results
 
 
-def _open_engine(asked: EvalConfig, side: Side, model: str | GGUFFile, tokenizer: Any, n_tokens: int) -> Any:
-    """In this process, or those of a pool."""
-    if not asked.rollout_workers:
+def _open_engine(options: EvalConfig, side: Side, model: str | GGUFFile, tokenizer: Any, n_tokens: int) -> Any:
+    """Open an engine in this process, or a pool of workers."""
+    if not options.rollout_workers:
         return _load(model, side, n_tokens, tokenizer)
     from whet.rollout.ray_pool import RayPool
 
-    there = replace(side, model=os.path.abspath(side.model), adapter=side.adapter and os.path.abspath(side.adapter))
-    load = partial(_load, there.model, there, n_tokens, os.path.abspath(asked.tokenizer or side.model))
-    pool = RayPool(load=load, workers=asked.rollout_workers, address=asked.ray_address)
-    pool.load()  # now, as its time is not that of the first task
+    remote = replace(side, model=os.path.abspath(side.model), adapter=side.adapter and os.path.abspath(side.adapter))
+    load = partial(_load, remote.model, remote, n_tokens, os.path.abspath(options.tokenizer or side.model))
+    pool = RayPool(load=load, workers=options.rollout_workers, address=options.ray_address)
+    pool.load()  # now, so that loading does not count as time of the first task
     return pool
 
 
@@ -268,10 +268,10 @@ def _load(model: str | GGUFFile, side: Side, n_tokens: int, tokenizer: Any) -> E
 
 @contextmanager
 def _progress(text: str, n_items: int) -> Iterator[Callable[[], object]]:
-    """A bar on standard error where that is a terminal; what moves it on."""
+    """Show a progress bar on standard error if that is a terminal; yields the function that advances it."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # No thread that refreshes it: what scores is forked, and could inherit a lock that the thread holds.
+    # No refresh thread: scoring forks, and the child could inherit a lock that the thread holds.
     bar = Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal)
     with bar:
         row = bar.add_task(text, total=n_items)
@@ -283,38 +283,38 @@ def _progress(text: str, n_items: int) -> Iterator[Callable[[], object]]:
         yield on_item
 
 
-def _say(label: str, result: TaskResult) -> None:
-    """The time that it took, and why scoring failed if it did."""
+def _print_timing(label: str, result: TaskResult) -> None:
+    """Print the elapsed time, and a warning if scoring failed."""
     name, n_items = result.items.task.name, len(result.items.rows)
     rate = n_items / result.elapsed_s
     print(f"{label}: {name}, {n_items:,} items in {result.elapsed_s:.1f} s, {rate:.1f} items/s", file=sys.stderr)
-    for (i, j), why in list(result.failures.items())[:1]:
+    for (i, j), reason in list(result.failures.items())[:1]:
         text = result.texts[i][j]
         print(
-            f"whet: warning: {name} could not score {len(result.failures):,} completions, which count as 0; the first "
-            f"is of item {i}, {text!r:.80}: {why}",
+            f"whet: warning: {name} could not score {len(result.failures):,} completions, which count as 0; first "
+            f"failure: item {i}, {text!r:.80}: {reason}",
             file=sys.stderr,
         )
 
 
-# --- what is found --------------------------------------------------------------------------------------
+# --- results -------------------------------------------------------------------------------------------
 
 
-def _print(labels: Sequence[str], results: Sequence[TaskResult], comparison: dict[str, Any] | None) -> None:
-    """The table of a task: a column per model, and one of differences."""
+def _print_table(labels: Sequence[str], results: Sequence[TaskResult], comparison: dict[str, Any] | None) -> None:
+    """Print the table of a task: a column per model, and for two models their difference."""
     first = results[0]
     n_items, n = first.scores.shape
     graded, failed = any(r.is_graded for r in results), any(r.failures for r in results)
-    rows = [["accuracy", *(_percent(r.accuracy) for r in results)]]
-    rows += [["score", *(_figure(r.score) for r in results)]] * graded
-    rows += [[f"pass@{k}", *(_percent(r.pass_at[k]) for r in results)] for k in first.pass_at if k > 1]
+    rows = [["accuracy", *(_format_percent(r.accuracy) for r in results)]]
+    rows += [["score", *(_format_score(r.score) for r in results)]] * graded
+    rows += [[f"pass@{k}", *(_format_percent(r.pass_at[k]) for r in results)] for k in first.pass_at if k > 1]
     rows += [["tokens", *(f"{r.summary()['completion_tokens']:.1f}" for r in results)]]
-    rows += [["cut off", *(f"{r.summary()['truncated']:.1%}" for r in results)]]
+    rows += [["truncated", *(f"{r.summary()['truncated']:.1%}" for r in results)]]
     rows += [["not scored", *(f"{len(r.failures):,}" for r in results)]] * failed
     headers, summary = ["", *labels], ""
     if comparison is not None:
-        accuracy, score = (_estimate(comparison[f"{name}_difference"]) for name in ("accuracy", "score"))
-        differences = {"accuracy": _percent(accuracy, "+"), "score": _figure(score, "+")}
+        accuracy, score = (_read_estimate(comparison[f"{name}_difference"]) for name in ("accuracy", "score"))
+        differences = {"accuracy": _format_percent(accuracy, "+"), "score": _format_score(score, "+")}
         rows = [[*row, differences.get(row[0], "")] for row in rows]
         headers.append("difference")
         summary = (
@@ -327,40 +327,40 @@ def _print(labels: Sequence[str], results: Sequence[TaskResult], comparison: dic
     console.print(f"{summary}\n" if summary else "")
 
 
-def _percent(estimate: Estimate, sign: str = "") -> str:
+def _format_percent(estimate: Estimate, sign: str = "") -> str:
     value, low, high = (format(100 * x, f"{sign}.1f") for x in estimate)
     return f"{value}% ({low} to {high})"
 
 
-def _figure(estimate: Estimate, sign: str = "") -> str:
+def _format_score(estimate: Estimate, sign: str = "") -> str:
     value, low, high = (format(x, f"{sign}.3f") for x in estimate)
     return f"{value} ({low} to {high})"
 
 
-def _estimate(found: dict[str, float | None]) -> Estimate:
-    return Estimate(*(math.nan if value is None else value for value in found.values()))
+def _read_estimate(figures: dict[str, float | None]) -> Estimate:
+    return Estimate(*(math.nan if value is None else value for value in figures.values()))
 
 
-def _report(
-    asked: EvalConfig,
+def _build_report(
+    options: EvalConfig,
     sides: Sequence[Side],
     results: Sequence[Sequence[TaskResult]],
     comparison: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
-    """As docs/evaluation.md describes it."""
+    """Return the JSON report that docs/evaluation.md documents."""
 
-    def of(result: TaskResult) -> dict[str, Any]:
-        return {**result.summary(), **({"records": result.records()} if asked.records else {})}
+    def report_task(result: TaskResult) -> dict[str, Any]:
+        return {**result.summary(), **({"records": result.records()} if options.records else {})}
 
     return {
         "schema": 1,
         "versions": versions(),
         "isa": whet.isa(),
         "n_threads": whet.get_num_threads(),
-        "settings": {**dataclasses.asdict(asked), "temperature": asked.sampling().temperature},
+        "settings": {**dataclasses.asdict(options), "temperature": options.sampling().temperature},
         "models": [
-            {**dataclasses.asdict(side), "tasks": [of(result) for result in every]}
-            for side, every in zip(sides, results, strict=True)
+            {**dataclasses.asdict(side), "tasks": [report_task(result) for result in task_results]}
+            for side, task_results in zip(sides, results, strict=True)
         ],
         "comparison": list(comparison),
     }

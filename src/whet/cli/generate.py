@@ -1,6 +1,6 @@
-"""``whet generate``: continues a text on the native engine, and shows it as it comes.
+"""``whet generate``: generates text on the native engine and streams it.
 
-The text goes to standard output, everything about it to standard error.
+The text is printed to standard output, everything else to standard error.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import tyro
 from whet.cli.settings import parse_flags
 from whet.cli.text_model import (
     OneModelConfig,
+    detokenise_stream,
     find_model,
+    find_stop_ids,
     load_chat_tokenizer,
     load_engine,
-    stop_ids,
-    text_pieces,
-    with_adapters,
+    resolve_adapter,
 )
 from whet.config.fields import check_range, reject_ineffective
 from whet.config.sampling import Completion, SamplingParams
@@ -34,54 +34,54 @@ _WHERE = "whet generate"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateConfig(OneModelConfig):
-    """Continues a prompt; of a model with a chat template, as its assistant."""
+    """Continue a prompt, or answer it if the model has a chat template."""
 
     prompt: str
-    """The text."""
+    """The prompt."""
     n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
-    """Number of continuations. One is streamed, several are shown when all are done."""
+    """Number of completions. A single one is streamed; several are printed when all are done."""
     top_logprobs: int = 0
-    """List every token with its log-probability and so many of the most probable ones, on standard error; to 20."""
+    """List every token with its log-prob and this many most probable alternatives, on standard error; at most 20."""
     raw: bool = False
-    """Continue the prompt as it stands, though there is a chat template."""
+    """Continue the prompt as plain text, without the chat template."""
 
     def check(self) -> None:
         check_range(self, "n", self.n >= 1, "an integer >= 1")
         super().check()
-        reject_ineffective(self, ["chat_template"], not self.raw, "raw continues the prompt without one")
+        reject_ineffective(self, ["chat_template"], not self.raw, "raw continues the prompt without a chat template")
 
     def unused_if_greedy(self) -> list[str]:
         return [*super().unused_if_greedy(), "n"]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the continuations; the exit status is 0."""
-    asked = parse_flags(GenerateConfig, argv, _WHERE)
-    asked.check()
-    path, adapter_path = with_adapters(asked.model, asked.adapter, _WHERE)
+    """Print the completions and return 0."""
+    options = parse_flags(GenerateConfig, argv, _WHERE)
+    options.check()
+    path, adapter_path = resolve_adapter(options.model, options.adapter, _WHERE)
     model = find_model(path, _WHERE)
-    tokenizer = load_chat_tokenizer(asked.tokenizer or model, _WHERE, asked.chat_template)
-    prompt = asked.prompt
-    if tokenizer.chat_template and not asked.raw:
-        prompt = [{"role": "user", "content": asked.prompt}]
+    tokenizer = load_chat_tokenizer(options.tokenizer or model, _WHERE, options.chat_template)
+    prompt = options.prompt
+    if tokenizer.chat_template and not options.raw:
+        prompt = [{"role": "user", "content": options.prompt}]
     prompt_ids = tokenize_prompt({"prompt": prompt}, tokenizer)
-    engine = load_engine(model, asked.weights, len(prompt_ids) + asked.max_new_tokens, _WHERE, adapter_path)
+    engine = load_engine(model, options.weights, len(prompt_ids) + options.max_new_tokens, _WHERE, adapter_path)
     engine.tokenizer = tokenizer
-    sampling = asked.sampling(stop_ids(path, tokenizer, engine.config.vocab_size, _WHERE))
+    sampling = options.sampling(find_stop_ids(path, tokenizer, engine.config.vocab_size, _WHERE))
     adapter = engine.add_adapter(adapter_path) if adapter_path else None
     with engine:
         start_s = time.perf_counter()
-        if asked.n == 1:
+        if options.n == 1:
             tokens, reason = _stream(engine, tokenizer, prompt_ids, sampling, adapter)
             n_tokens = len(tokens)
             _list_alternatives(tokenizer, tokens)
         else:
-            [samples] = engine.generate([prompt_ids], asked.n, sampling, adapter=adapter)
+            [samples] = engine.generate([prompt_ids], options.n, sampling, adapter=adapter)
             for i, sample in enumerate(samples, start=1):
-                print(f"--- {i}/{asked.n} ({sample.finish_reason})")
-                print("".join(text_pieces(tokenizer, sample.token_ids)) if sample.text is None else sample.text)
-                _list_alternatives(tokenizer, _tokens_of(sample))
-            n_tokens, reason = sum(len(sample.token_ids) for sample in samples), f"{asked.n} samples"
+                print(f"--- {i}/{options.n} ({sample.finish_reason})")
+                print("".join(detokenise_stream(tokenizer, sample.token_ids)) if sample.text is None else sample.text)
+                _list_alternatives(tokenizer, _list_tokens(sample))
+            n_tokens, reason = sum(len(sample.token_ids) for sample in samples), f"{options.n} samples"
         elapsed_s = time.perf_counter() - start_s
     sys.stdout.flush()
     print(
@@ -94,34 +94,34 @@ def main(argv: Sequence[str]) -> int:
 def _stream(
     engine: Engine, tokenizer: Any, prompt_ids: list[int], sampling: SamplingParams, adapter: int | None
 ) -> tuple[list[Token], str]:
-    """Shows one continuation as it comes; its tokens, and why it ended."""
-    taken: list[Token] = []
+    """Print one completion as it is sampled; return its tokens and finish reason."""
+    sampled: list[Token] = []
     with engine.stream(prompt_ids, sampling, adapter=adapter) as stream:
 
         def tokens() -> Iterator[Token]:
             for token in stream:
-                taken.append(token)
+                sampled.append(token)
                 yield token
 
         if sampling.stop:
-            pieces = (token.text or "" for token in tokens())
+            texts = (token.text or "" for token in tokens())
         else:
-            pieces = text_pieces(tokenizer, (token.token_id for token in tokens()))
+            texts = detokenise_stream(tokenizer, (token.token_id for token in tokens()))
         try:
-            for piece in pieces:
-                print(piece, end="", flush=True)
+            for text in texts:
+                print(text, end="", flush=True)
         finally:
-            print(flush=True)  # also where Ctrl-C ends it, so that what follows has a line of its own
-        return taken, stream.finish_reason
+            print(flush=True)  # also after Ctrl-C, so that later output starts on a new line
+        return sampled, stream.finish_reason
 
 
-def _tokens_of(sample: Completion) -> list[Token]:
+def _list_tokens(sample: Completion) -> list[Token]:
     tops = sample.top_logprobs or [None] * len(sample.token_ids)
-    return [Token(*of) for of in zip(sample.token_ids, sample.logprobs or [], [None] * len(tops), tops, strict=True)]
+    return [Token(*row) for row in zip(sample.token_ids, sample.logprobs or [], [None] * len(tops), tops, strict=True)]
 
 
 def _list_alternatives(tokenizer: Any, tokens: Sequence[Token]) -> None:
-    """A line for each token: itself, and the most probable ones, where these were asked for."""
+    """Print a line per token with its most probable alternatives, if requested."""
 
     def describe(token_id: int, logprob: float) -> str:
         return f"{tokenizer.decode([token_id])!r} {logprob:.3f}"

@@ -1,4 +1,4 @@
-"""``whet info``: what a model is, what it takes, and whether the native engine runs it here. Loads no weights."""
+"""``whet info``: architecture and memory of a model, and whether the native engine supports it. Loads no weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import whet
-from whet.cli.estimate import in_bytes
+from whet.cli.estimate import format_bytes
 from whet.errors import WhetValueError
 from whet.models.formats import TABLE, choose_formats, describe_spans
 from whet.models.sizes import model_memory
@@ -27,19 +27,19 @@ from whet.models.tokenizers.tokenizer import read_chat_template, with_texts
 
 @dataclasses.dataclass(frozen=True)
 class InfoConfig:
-    """Describe a model: its architecture, its memory on the native engine, and whether that runs it."""
+    """Describe a model: architecture, memory, and whether the native engine supports it."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """A folder that save_pretrained wrote, or a .gguf file."""
     json: bool = False
-    """Print JSON, in bytes, in place of the table."""
+    """Print JSON, with sizes in bytes, instead of tables."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints what is known; the exit status is 0, also of a model that the engine does not run."""
-    asked = tyro.cli(InfoConfig, args=argv, prog="whet info")
-    found = describe(asked.model)
-    if asked.json:
+    """Print the description and return 0, also for unsupported models."""
+    options = tyro.cli(InfoConfig, args=argv, prog="whet info")
+    found = describe(options.model)
+    if options.json:
         print(json.dumps(found, indent=2))
     else:
         _print(Console(highlight=False, soft_wrap=True), found)
@@ -47,14 +47,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def describe(model: str) -> dict[str, Any]:
-    """All that ``whet info`` tells, sizes in bytes. What the engine does not run has a reason and no sizes.
+    """Return the data of ``whet info``, sizes in bytes. Unsupported models have a reason and no sizes.
 
     Raises:
-        WhetValueError: there is no model of that name, or what is there cannot be read.
+        WhetValueError: the model does not exist or cannot be read.
     """
     path = Path(model)
     if not path.exists():
-        raise WhetValueError(f"whet info: there is no {model!r}. Pass a model's folder or its .gguf file.")
+        raise WhetValueError(f"whet info: {model!r} does not exist. Pass a model's folder or .gguf file.")
     opened = path if path.is_dir() else read_gguf(path, f"whet info: {path}")
     found: dict[str, Any] = {
         "model": model,
@@ -92,20 +92,20 @@ def _architecture(opened: Path | GGUFFile) -> Any:
 
 
 def _tensor_types(file: GGUFFile, source: ModelSource) -> dict[str, dict[str, Any]]:
-    """GGUF's name of each type of the file's tensors -> how many there are, and what the engine takes them as."""
+    """Return GGUF tensor type -> number of tensors, size, and their formats in the engine."""
     packed = choose_formats(source, None, None, None, "whet info")
-    becomes: dict[str, set[str]] = {}
+    engine_formats: dict[str, set[str]] = {}
     for row_slice in source.slices():
         format = TABLE[row_slice.format]
         is_float32 = (
             row_slice.slot not in packed or describe_spans(packed[row_slice.slot]) == "float32"
         )  # norms and biases
         format = TABLE["float32" if is_float32 else "bfloat16" if format.is_float else format.packed_as]
-        becomes.setdefault(row_slice.format, set()).add(format.display_name)
+        engine_formats.setdefault(row_slice.format, set()).add(format.display_name)
     types: dict[str, dict[str, Any]] = {}
     for stored in file.tensors.values():
         format = TABLE[stored.format]
-        row = {"n": 0, "size_bytes": 0, "becomes": sorted(becomes.get(format.name, ())), "bound": format.bound}
+        row = {"n": 0, "size_bytes": 0, "becomes": sorted(engine_formats.get(format.name, ())), "bound": format.bound}
         row = types.setdefault(format.gguf_name, row)
         row["n"] += 1
         row["size_bytes"] += stored.tensor.nbytes
@@ -113,7 +113,7 @@ def _tensor_types(file: GGUFFile, source: ModelSource) -> dict[str, dict[str, An
 
 
 def _tokenizer(file: GGUFFile) -> dict[str, Any]:
-    """The tokenizer as the file describes it; of one that is not read the reason."""
+    """Describe the tokenizer in the file, or the reason why it cannot be read."""
     where = "whet info"
     try:
         vocabulary = read_vocabulary(with_texts(file.metadata, where), where)
@@ -128,10 +128,10 @@ def _tokenizer(file: GGUFFile) -> dict[str, Any]:
     }
 
 
-def _shape(n_parameters: int, config: dict[str, Any]) -> str:
+def _format_shape(n_parameters: int, config: dict[str, Any]) -> str:
     heads = f"{config['n_heads']} heads of {config['head_dim']}"
     if config["n_kv_heads"] < config["n_heads"]:
-        heads += f" ({config['n_kv_heads']} for keys and values)"
+        heads += f" ({config['n_kv_heads']} KV heads)"
     mlp = f"{config['activation']}{', gated' if config['gated'] else ''}"
     tied = " (tied)" if config["tied_head"] else ""
     windows = sorted({window for window in config["windows"] if window})
@@ -146,42 +146,42 @@ def _print(console: Console, found: dict[str, Any]) -> None:
     console.print(f"{found['model']}: {found['architecture']}")
     console.print(f"Native engine, on {found['isa']} with {found['n_threads']} threads: ", end="")
     if not found["supported"]:
-        console.print(f"does not run it. {found['reason']}")
+        console.print(f"not supported. {found['reason']}")
         return
-    console.print("runs it.")
-    console.print(_shape(found["n_parameters"], found["config"]))
+    console.print("supported.")
+    console.print(_format_shape(found["n_parameters"], found["config"]))
     if "tensors" in found:
         _print_file(console, found)
     table = Table(title="Weights in memory", title_justify="left")
     table.add_column("--weights")
     table.add_column("size", justify="right")
-    table.add_column("of this machine", justify="right")
+    table.add_column("share of memory", justify="right")
     for name, size in found["weights_bytes"].items():
-        table.add_row(name, in_bytes(size), f"{size / found['memory_bytes']:.1%}")
+        table.add_row(name, format_bytes(size), f"{size / found['memory_bytes']:.1%}")
     console.print(table)
     kv = found["kv_bytes_per_token"]
     console.print(
-        f"Keys and values of a token: {in_bytes(kv['bf16'])}, with float32 weights {in_bytes(kv['float32'])}."
+        f"KV cache per token: {format_bytes(kv['bf16'])}, with float32 weights {format_bytes(kv['float32'])}."
     )
 
 
 def _print_file(console: Console, found: dict[str, Any]) -> None:
-    """The types of the tensors of a GGUF file, and its tokenizer."""
+    """Print the tensor types of a GGUF file, and its tokenizer."""
     n_files = len(found["files"])
     table = Table(title=f"Tensors in {n_files} files" if n_files > 1 else "Tensors", title_justify="left")
     for name in ("type", "tensors", "size", "in the engine"):
         table.add_column(name, justify="left" if name in ("type", "in the engine") else "right")
     for name, row in found["tensors"].items():
         becomes = " or ".join(row["becomes"]) + (f", {row['bound']}" if row["bound"] else "")
-        table.add_row(name, str(row["n"]), in_bytes(row["size_bytes"]), becomes)
+        table.add_row(name, str(row["n"]), format_bytes(row["size_bytes"]), becomes)
     console.print(table)
     tokenizer = found["tokenizer"]
     if "reason" in tokenizer:
-        console.print(f"Tokenizer: not read. {tokenizer['reason']}", markup=False)
+        console.print(f"Tokenizer: unreadable. {tokenizer['reason']}", markup=False)
         return
-    ends = ", ".join(f"{text} ({i})" for text, i in tokenizer["stop_tokens"].items()) or "none"
+    stops = ", ".join(f"{text} ({i})" for text, i in tokenizer["stop_tokens"].items()) or "none"
     template = "with a chat template" if tokenizer["chat_template"] else "without a chat template"
     console.print(
-        f"Tokenizer: {tokenizer['kind']}, {tokenizer['n_tokens']:,} tokens, {template}; generation ends at {ends}.",
+        f"Tokenizer: {tokenizer['kind']}, {tokenizer['n_tokens']:,} tokens, {template}; stop tokens: {stops}.",
         markup=False,
     )

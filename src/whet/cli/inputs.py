@@ -1,10 +1,10 @@
-"""The inputs of a run, kept in its folder as sizes and digests, so that a continued run notices a change.
+"""The inputs of a run: sizes and digests, saved in its folder, by which a resumed run detects changes.
 
-A task or a function of a module is known by the module's file, and by the version of the package that it comes with.
+A task or function of a module is identified by the module's file and the version of its package.
 
-A run is refused if what changed would make it another run: its data, its tasks, or what of its base model is not in its
-checkpoints. Changes of held-out rows, rewards and judges, which a run may change on its way, are printed. So are
-changes of the data after one of its rows could not be used, if the rows that were trained on before are the same.
+Resuming fails if the data, the tasks, or the parts of the base model that checkpoints lack have changed. Changes of
+held-out rows, rewards and judges are allowed and printed, as are changes of the data after a row that could not be
+used, if the rows trained on so far are unchanged.
 """
 
 from __future__ import annotations
@@ -26,54 +26,54 @@ from whet.files import fingerprint, replace_text
 from whet.models.sources.gguf_container import read_gguf
 
 _CODE = ("task", "reward", "preference")
-_FREE = ("eval_data", "reward", "preference")
+_CHANGEABLE = ("eval_data", "reward", "preference")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf")
 
 Inputs = dict[str, dict[str, dict[str, Any]]]
-"""Per setting the files that it names, by their paths: their fingerprints; and packages, by name: their versions."""
+"""Setting -> path of a file -> its fingerprint, or name of a package -> its version."""
 
 
 def read_inputs(run: Any) -> Inputs:
-    """The fingerprints of what a run's settings name. What is on the hub has none."""
-    found = {setting: {str(path): fingerprint(path) for path in paths} for setting, paths in _files(run)}
+    """Return the fingerprints of the files that a run's settings name. Hub names have none."""
+    inputs = {setting: {str(path): fingerprint(path) for path in paths} for setting, paths in _list_files(run)}
     for setting in _CODE:
-        found[setting] = _packages(_places(run, setting)) | found[setting]
-    return {setting: inputs for setting, inputs in found.items() if inputs}
+        inputs[setting] = _read_versions(_code_locations(run, setting)) | inputs[setting]
+    return {setting: entries for setting, entries in inputs.items() if entries}
 
 
-def _files(run: Any) -> Iterator[tuple[str, list[Path]]]:
+def _list_files(run: Any) -> Iterator[tuple[str, list[Path]]]:
     for setting in ("data", "eval_data"):
         yield setting, [file for source in getattr(run, setting) for file in source_files(source)]
     for setting in _CODE:
-        yield setting, _existing(list(map(_source, _places(run, setting))))
+        yield setting, _existing(list(map(_find_file, _code_locations(run, setting))))
     yield "chat_template", _existing([run.chat_template])
     if run.adapter:
         yield "adapter", [path for path in sorted(Path(run.adapter).glob("adapter_*")) if path.is_file()]
     model = Path(run.model)
     if model.is_file():
-        yield "model", list(read_gguf(model, "whet train").paths)  # its tokenizer is in no checkpoint
+        yield "model", list(read_gguf(model, "whet train").paths)  # checkpoints lack its tokenizer
     else:
-        yield "model", [path for path in sorted(model.glob("*")) if path.is_file() and _matters(path, run)]
+        yield "model", [path for path in sorted(model.glob("*")) if path.is_file() and _affects_run(path, run)]
 
 
-def _places(run: Any, setting: str) -> list[str]:
-    """The files and modules of the tasks or functions that a setting names."""
+def _code_locations(run: Any, setting: str) -> list[str]:
+    """Return the files and modules of the tasks or functions that a setting names."""
     specs = getattr(run, setting, "")
     names = [spec.partition(",")[0] for spec in ([specs] if isinstance(specs, str) else specs)]
     return [name.rpartition(":")[0] for name in names]
 
 
-def _source(place: str) -> str:
-    """The file of a place, if it has one."""
-    if place and not place.endswith(".py"):
+def _find_file(location: str) -> str:
+    """Return the file of a file name or module; empty if it has none."""
+    if location and not location.endswith(".py"):
         with contextlib.suppress(ImportError, ValueError):
-            place = getattr(importlib.util.find_spec(place), "origin", None) or ""
-    return place
+            location = getattr(importlib.util.find_spec(location), "origin", None) or ""
+    return location
 
 
-def _packages(places: list[str]) -> dict[str, dict[str, Any]]:
-    """The versions of the packages that modules among ``places`` are installed with."""
-    modules = {place.partition(".")[0] for place in places if place and not place.endswith(".py")}
+def _read_versions(locations: list[str]) -> dict[str, dict[str, Any]]:
+    """Return the versions of the packages of the modules among ``locations``."""
+    modules = {location.partition(".")[0] for location in locations if location and not location.endswith(".py")}
     owners = importlib.metadata.packages_distributions() if modules else {}
     names = sorted({name for module in modules for name in owners.get(module, [])})
     return {name: {"version": importlib.metadata.version(name)} for name in names}
@@ -83,22 +83,22 @@ def _existing(names: list[str]) -> list[Path]:
     return [Path(name) for name in names if name and Path(name).is_file()]
 
 
-def _matters(path: Path, run: Any) -> bool:
-    """Whether a file of the base model is part of the run: weights are where its checkpoints hold only adapters."""
+def _affects_run(path: Path, run: Any) -> bool:
+    """Whether a file of the base model affects a resumed run: weights only if checkpoints have only adapters."""
     if path.suffix in _WEIGHTS:
         return run.has_adapters()
     return path.suffix != ".md" and not path.name.startswith(".") and path.name != ADAPTERS
 
 
 def describe_failure(error: RowError, rows: Sequence[Any], seed: int, epoch: int, position: int) -> Inputs:
-    """The failure of a row, for ``write_inputs``: where it was, and the rows that were trained on before."""
-    place = {"seed": seed, "epoch": epoch, "position": position}
+    """Return the failure of a row for ``write_inputs``: its position, and the digest of the rows before it."""
+    progress = {"seed": seed, "epoch": epoch, "position": position}
     row = str(error).partition(": ")[0]
-    return {"failed": {"row": {"row": row, "n_rows": len(rows), "sha256": _digest_used(rows, **place), **place}}}
+    return {"failed": {"row": {"row": row, "n_rows": len(rows), "sha256": _digest_used(rows, **progress), **progress}}}
 
 
 def _digest_used(rows: Sequence[Any], *, seed: int, epoch: int, position: int) -> str:
-    """The digest of the rows that a run has trained on, in their order, up to a place in the data."""
+    """Return the digest of the rows that a run has trained on, in order, up to a position in the data."""
     order = epoch_order(len(rows), seed, 0)
     digest = hashlib.sha256()
     for i in order if epoch else order[:position]:
@@ -106,30 +106,30 @@ def _digest_used(rows: Sequence[Any], *, seed: int, epoch: int, position: int) -
     return digest.hexdigest()
 
 
-def _may_go_on(failed: dict[str, Any], rows: Sequence[Any]) -> bool:
-    """Whether rows differ from those of a run only where it has not been."""
-    place = {name: failed[name] for name in ("seed", "epoch", "position")}
-    return len(rows) == failed["n_rows"] and _digest_used(rows, **place) == failed["sha256"]
+def _used_rows_match(failed: dict[str, Any], rows: Sequence[Any]) -> bool:
+    """Whether the rows that a run has trained on are unchanged."""
+    progress = {name: failed[name] for name in ("seed", "epoch", "position")}
+    return len(rows) == failed["n_rows"] and _digest_used(rows, **progress) == failed["sha256"]
 
 
 def check_inputs(file: Path, now: Inputs, rows: Sequence[Any] = ()) -> list[str]:
-    """The changes since ``write_inputs`` wrote ``file`` that are allowed, in words.
+    """Return descriptions of the allowed changes since ``write_inputs`` wrote ``file``.
 
     Args:
-        file: of the run.
-        now: of the run as it is continued.
-        rows: its data.
+        file: inputs.json of the run.
+        now: the inputs of the resumed run.
+        rows: the data of the resumed run.
 
     Raises:
-        WhetValueError: something has changed that makes it another run.
+        WhetValueError: a change is not allowed.
     """
     before: Inputs = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     notes = []
     data, data_before = now.get("data", {}).keys(), before.get("data", {}).keys()
-    if data_before and data_before != data:  # of a pattern or a folder
+    if data_before and data_before != data:  # a pattern or folder has other files
         raise WhetValueError(
-            f"{file.parent} holds a run that began with other files of data: {', '.join(sorted(data ^ data_before))} "
-            f"came or went. Restore them, or choose another output_dir."
+            f"{file.parent} contains a run that began with other data files; added or removed: "
+            f"{', '.join(sorted(data ^ data_before))}. Restore them, or choose another output_dir."
         )
     failed = before.get("failed", {}).get("row")
     for setting, files in now.items():
@@ -137,30 +137,29 @@ def check_inputs(file: Path, now: Inputs, rows: Sequence[Any] = ()) -> list[str]
             old = before.get(setting, {}).get(path, new)
             if old == new:
                 continue
-            what = f"{path} ({setting}) has changed: {_describe(old)} then, {_describe(new)} now"
+            change = f"{path} ({setting}) has changed: {_describe(old)} before, {_describe(new)} now"
             if setting == "data" and failed:
-                if not _may_go_on(failed, rows):
+                if not _used_rows_match(failed, rows):
                     raise WhetValueError(
-                        f"{what}, and so have rows that the run in {file.parent} has been trained on, or their number. "
-                        f"Change only rows that could not be used, where they are, such as {failed['row']}, or choose "
-                        f"another output_dir."
+                        f"{change}, and so have rows that the run in {file.parent} has trained on, or their number. "
+                        f"Change only unusable rows, such as {failed['row']}, in place, or choose another output_dir."
                     )
-                what += f"; {failed['row']} could not be used before"
-            elif setting not in _FREE:
-                raise WhetValueError(f"{file.parent} holds a run that began with something else: {what}. {_fix(new)}")
-            notes.append(what)
+                change += f"; {failed['row']} was unusable before"
+            elif setting not in _CHANGEABLE:
+                raise WhetValueError(f"{file.parent} contains a run with other inputs: {change}. {_suggest_fix(new)}")
+            notes.append(change)
     return notes
 
 
-def _describe(found: dict[str, Any]) -> str:
-    return f"version {found['version']}" if "version" in found else f"{found['size_bytes']:,} bytes"
+def _describe(entry: dict[str, Any]) -> str:
+    return f"version {entry['version']}" if "version" in entry else f"{entry['size_bytes']:,} bytes"
 
 
-def _fix(found: dict[str, Any]) -> str:
-    what = "Install the old version" if "version" in found else "Its SHA-256 is another one. Put the old file back"
-    return f"{what}, or choose another output_dir."
+def _suggest_fix(entry: dict[str, Any]) -> str:
+    fix = "Install the old version" if "version" in entry else "Its SHA-256 differs. Restore the old file"
+    return f"{fix}, or choose another output_dir."
 
 
 def write_inputs(file: Path, inputs: Inputs) -> None:
-    """Remember the inputs of the steps that follow."""
+    """Write the inputs of the following steps."""
     replace_text(file, json.dumps(inputs, indent=1) + "\n")

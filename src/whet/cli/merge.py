@@ -1,4 +1,4 @@
-"""``whet merge``: a model with its LoRA adapters merged as a Hugging Face folder, which ``whet convert`` writes too."""
+"""``whet merge``: writes a Hugging Face folder with LoRA adapters merged into the model. ``whet convert`` shares it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import numpy as np
 import torch
 import tyro
 
-from whet.cli.card import folder_card
-from whet.cli.estimate import in_bytes
+from whet.cli.card import render_folder_card
+from whet.cli.estimate import format_bytes
 from whet.cli.models import import_peft, load_model, merge_adapters, system_errors
 from whet.cli.settings import parse_flags
-from whet.cli.text_model import find_model, with_adapters
+from whet.cli.text_model import find_model, resolve_adapter
 from whet.config.fields import PathText
 from whet.engine.probe import Comparison, Probe, original_position
 from whet.errors import WhetValueError
@@ -34,49 +34,49 @@ FolderDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 @dataclasses.dataclass(frozen=True)
 class MergeConfig:
-    """Write a model with its LoRA adapters merged as a Hugging Face folder, with its tokenizer."""
+    """Merge LoRA adapters into their model, and write it as a Hugging Face folder with tokenizer."""
 
     model: Annotated[tyro.conf.Positional[PathText], tyro.conf.arg(metavar="MODEL")]
-    """A folder that save_pretrained or whet train wrote, also of adapters or a checkpoint, or a .gguf file."""
+    """A folder that save_pretrained or whet train wrote, also of adapters, a checkpoint, or a .gguf file."""
     output: Annotated[tyro.conf.Positional[PathText], tyro.conf.arg(metavar="OUT")]
-    """The folder to write."""
+    """Folder to write."""
     adapter: PathText = ""
-    """A folder of LoRA adapters that PEFT or whet train saved, for this model; empty: MODEL is one."""
+    """A folder of LoRA adapters that PEFT or whet train saved; empty: MODEL is such a folder."""
     dtype: FolderDtype = "auto"
-    """Of the weights; auto: that of the model's, and bfloat16 of a quantised one."""
+    """Dtype of the weights; auto: the model's dtype, or bfloat16 if it is quantised."""
     overwrite: bool = False
-    """Replace a folder that is there."""
+    """Replace an existing folder."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the folder; the exit status is 0."""
-    asked = parse_flags(MergeConfig, argv, "whet merge")
+    """Write the folder and return 0."""
+    options = parse_flags(MergeConfig, argv, "whet merge")
     where = "whet merge"
-    model, adapter = with_adapters(asked.model, asked.adapter, where)
+    model, adapter = resolve_adapter(options.model, options.adapter, where)
     if not adapter:
-        raise WhetValueError(f"{where}: {model!r} holds no adapters. Name them with --adapter FOLDER.")
-    write_folder(model, adapter, asked.output, asked.dtype, asked.overwrite, where)
+        raise WhetValueError(f"{where}: {model!r} contains no adapters. Pass --adapter FOLDER.")
+    write_folder(model, adapter, options.output, options.dtype, options.overwrite, where)
     return 0
 
 
 def write_folder(model: str, adapter: str, output: str, dtype: FolderDtype, overwrite: bool, where: str) -> None:
-    """A model, with adapters merged, as a Hugging Face folder that appears whole or not at all.
+    """Write a model, with adapters merged, as a Hugging Face folder. The folder is replaced atomically.
 
-    Products of adapters are float32, and rounded with the weight. Adapters that were trained beside a quantised base
-    are merged into its numbers.
+    The products of adapters are computed in float32 and added before rounding. Adapters that were trained on a
+    quantised base are merged into its dequantised weights.
 
     Args:
         adapter: the folder of the adapters; empty: none.
 
     Raises:
-        WhetValueError: there is no such model, adapters that are not the model's, or nothing can be written there.
-        DiskFullError: there is no room for it.
+        WhetValueError: the model does not exist, the adapters do not fit it, or the folder cannot be written.
+        DiskFullError: the disk is full.
     """
     out = Path(output)
-    check_place(out, overwrite, where)
+    check_output_folder(out, overwrite, where)
     opened = find_model(model, where)
     source = open_pretrained(opened)
-    kind = stored_dtype(source) if dtype == "auto" else dtype
+    kind = choose_dtype(source) if dtype == "auto" else dtype
     if adapter:
         import_peft()
     module: Any
@@ -114,40 +114,40 @@ def write_folder(model: str, adapter: str, output: str, dtype: FolderDtype, over
                 "Parameters": f"{source.config.n_parameters:,}",
                 "Stored as": kind,
             }
-            (temporary / "README.md").write_text(folder_card(out, "Merged" if adapter else "Converted", facts))
+            (temporary / "README.md").write_text(render_folder_card(out, "Merged" if adapter else "Converted", facts))
         comparison.check(temporary, 0.01 if kind == "float32" else 0.3, by_length=True)
         replace_folder(temporary, out)
-    print(f"{out}: {in_bytes(size_bytes)} of {kind}")
+    print(f"{out}: {format_bytes(size_bytes)} of {kind}")
     if comparison.skipped:
         print(f"{where}: {comparison.skipped}.", file=sys.stderr)
 
 
 @torch.no_grad()
 def torch_logprobs(model: Any, probe: Probe) -> np.ndarray:
-    """Log-probs of a probe by a model of transformers, perhaps with adapters."""
+    """Return the log-probs of a probe under a transformers model, with or without adapters."""
     kind = model.config._attn_implementation
     if getattr(model.config, "attn_logit_softcapping", None):
-        model.config._attn_implementation = "eager"  # the others leave the cap out
+        model.config._attn_implementation = "eager"  # other implementations ignore the soft-cap
     ids = torch.tensor([probe.ids])
     logits = model(ids, logits_to_keep=len(probe.ids) - probe.first + 1, use_cache=False).logits[0, :-1]
     model.config._attn_implementation = kind
     return logits.float().log_softmax(-1).gather(-1, ids[0, probe.first :, None])[:, 0].numpy()
 
 
-def check_place(out: Path, overwrite: bool, where: str) -> None:
-    """Refuse a place where no folder can be made, before anything is read.
+def check_output_folder(out: Path, overwrite: bool, where: str) -> None:
+    """Raise if the folder cannot be written; called before the model is read.
 
     Raises:
-        WhetValueError: there is something that is not to be replaced, or no folder for it.
+        WhetValueError: the path exists and may not be replaced, or its parent folder does not exist.
     """
     check_folder_of(out, where)
     if out.is_file() or (out.is_dir() and any(out.iterdir()) and not overwrite):
-        what = "is a file" if out.is_file() else "is there already"
-        raise WhetValueError(f"{where}: {out} {what}. Choose another name, or replace a folder with --overwrite.")
+        reason = "is a file" if out.is_file() else "exists already"
+        raise WhetValueError(f"{where}: {out} {reason}. Choose another name, or pass --overwrite to replace a folder.")
 
 
-def stored_dtype(source: ModelSource) -> FolderDtype:
-    """The dtype of most of a model's numbers; bfloat16 where they are quantised."""
+def choose_dtype(source: ModelSource) -> FolderDtype:
+    """Return the most frequent dtype of a model's weights; bfloat16 if they are quantised."""
     count: Counter[str] = Counter()
     for row_slice in source.slices():
         count[row_slice.format] += (
@@ -159,7 +159,7 @@ def stored_dtype(source: ModelSource) -> FolderDtype:
 
 @torch.no_grad()
 def copy_base(base: PackedBase, module: Any) -> None:
-    """A packed base's numbers into the parameters of the model that it is of."""
+    """Copy the dequantised weights of a packed base into the parameters of its model."""
     for name, child in module.named_modules():
         if name not in base.targets or not hasattr(child, "weight"):
             continue

@@ -1,9 +1,8 @@
-"""Ollama's file beside a GGUF file: ``ollama create NAME -f Modelfile``.
+"""Ollama's Modelfile for a GGUF file: ``ollama create NAME -f Modelfile``.
 
-Ollama reads no Jinja. Of a file whose chat template it knows it takes its own one; of others it sends the bare prompt.
-So TEMPLATE is written in Go's syntax where the template is a plain concatenation: a text before and behind each
-message, by its role. RENDERER and PARSER, which stand in for templates of some architectures, are those of none that
-``whet export`` writes.
+Ollama does not support Jinja: it replaces chat templates that it recognises with its own, and without one it sends the
+bare prompt. Therefore TEMPLATE is written in Go's syntax if the template only adds a prefix and a suffix to each
+message, by role. RENDERER and PARSER replace templates of architectures that ``whet export`` does not write.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ _ROLES = {_SYSTEM: "system", _USER: "user", _ANSWER: "assistant", _NEXT: "user"}
 
 
 class Concatenation(NamedTuple):
-    """A chat template that puts a text before and behind each message, by its role.
+    """A chat template that adds a prefix and a suffix to each message, by role.
 
     Attributes:
-        system, user, assistant: (before, behind); system is None where the template takes no such message.
-        default_system: the message that is there where a conversation has none; empty: none.
+        system, user, assistant: (prefix, suffix); system is None if the template does not support system messages.
+        default_system: the system message of conversations without one; empty: none.
     """
 
     system: tuple[str, str] | None
@@ -32,15 +31,14 @@ class Concatenation(NamedTuple):
     default_system: str = ""
 
     def render(self, contents: Sequence[str]) -> str:
-        """The text of messages up to where the assistant begins, as Ollama makes it of ``go_template``."""
-        given = contents if _SYSTEM in contents or not self.default_system else (self.default_system, *contents)
-        roles = [_ROLES.get(content, "system") for content in given]
-        texts = [getattr(self, role) for role in roles]
-        said = [f"{begin}{content}{end}" for (begin, end), content in zip(texts, given, strict=True)]
-        return "".join(said) + self.assistant[0]
+        """Render messages and the assistant's prefix, as Ollama renders ``go_template``."""
+        contents = contents if _SYSTEM in contents or not self.default_system else (self.default_system, *contents)
+        affixes = [getattr(self, _ROLES.get(content, "system")) for content in contents]
+        messages = [f"{prefix}{content}{suffix}" for (prefix, suffix), content in zip(affixes, contents, strict=True)]
+        return "".join(messages) + self.assistant[0]
 
     def go_template(self) -> str:
-        """The same in the language of Ollama, which runs it once for each pair of a prompt and a response."""
+        """Return the template in Go's syntax; Ollama renders it once for each pair of prompt and response."""
         parts = {"System": self.system, "Prompt": self.user}
         blocks = [
             f"{{{{ if .{name} }}}}{part[0]}{{{{ .{name} }}}}{part[1]}{{{{ end }}}}"
@@ -50,65 +48,62 @@ class Concatenation(NamedTuple):
         return "".join(blocks) + f"{self.assistant[0]}{{{{ .Response }}}}{self.assistant[1]}"
 
 
-def modelfile(file: Path, tokenizer: Any) -> tuple[str, str]:
-    """The text of a Modelfile for a GGUF file in the same folder, and what it lacks, in a sentence; empty: nothing.
+def render_modelfile(file: Path, tokenizer: Any) -> tuple[str, str]:
+    """Return the text of a Modelfile for a GGUF file in the same folder, and a sentence on its limitation, or "".
 
     Args:
-        tokenizer: the file's, as ``read_tokenizer`` gives it.
+        tokenizer: the file's tokenizer, from ``read_tokenizer``.
     """
     stops = [tokenizer.decode([token], skip_special_tokens=False) for token in tokenizer.stop_token_ids]
-    lines, lack = [f"FROM ./{file.name}"], ""
-    found = read_concatenation(tokenizer)
-    if found is not None:
-        lines.append(f'TEMPLATE """{found.go_template()}"""')
-        lines += [f'SYSTEM """{found.default_system}"""'] if found.default_system else []
+    lines, limitation = [f"FROM ./{file.name}"], ""
+    template = parse_template(tokenizer)
+    if template is not None:
+        lines.append(f'TEMPLATE """{template.go_template()}"""')
+        lines += [f'SYSTEM """{template.default_system}"""'] if template.default_system else []
     elif tokenizer.chat_template is not None:
-        lack = (
-            "the chat template is more than a text before and behind each message, so that the Modelfile has no "
-            "TEMPLATE: where Ollama does not know the template it sends bare prompts. Write one by hand"
+        limitation = (
+            "the chat template does more than add a prefix and a suffix to each message, so the Modelfile has no "
+            "TEMPLATE: if Ollama does not recognise the template, it sends bare prompts. Write a TEMPLATE by hand"
         )
     lines += [f'PARAMETER stop "{stop}"' for stop in stops if '"' not in stop]
-    return "\n".join(lines) + "\n", lack
+    return "\n".join(lines) + "\n", limitation
 
 
-def read_concatenation(tokenizer: Any) -> Concatenation | None:
-    """The chat template of a tokenizer, where it is a plain concatenation; else None."""
-    alone = _render(tokenizer, _USER)
-    several = _render(tokenizer, _USER, _ANSWER, _NEXT)
-    open_end = _render(tokenizer, _USER, add_generation_prompt=False)
-    if alone is None or several is None or open_end is None:
+def parse_template(tokenizer: Any) -> Concatenation | None:
+    """Return a tokenizer's chat template if it is a plain concatenation, otherwise None."""
+    prompt = _render(tokenizer, _USER)
+    two_turns = _render(tokenizer, _USER, _ANSWER, _NEXT)
+    message = _render(tokenizer, _USER, add_generation_prompt=False)
+    if prompt is None or two_turns is None or message is None:
         return None
-    if not alone.startswith(open_end):  # Phi-3's ends a conversation that is not continued with EOS
-        open_end = open_end.removesuffix(tokenizer.special_tokens_map.get("eos_token", ""))
-    before, behind_user = open_end.split(_USER)
-    before_answer = alone.removeprefix(open_end)
-    between = several.partition(_ANSWER)[2].partition(_NEXT)[0]
+    if not prompt.startswith(message):  # Phi-3's template ends a finished conversation with EOS
+        message = message.removesuffix(tokenizer.special_tokens_map.get("eos_token", ""))
+    beginning, user_suffix = message.split(_USER)
+    answer_prefix = prompt.removeprefix(message)
+    between = two_turns.partition(_ANSWER)[2].partition(_NEXT)[0]
     with_system = _render(tokenizer, _SYSTEM, _USER)
     system, default = None, ""
-    before_user = before
+    user_prefix = beginning
     if with_system is not None:
-        before_system, _, rest = with_system.partition(_SYSTEM)
+        system_prefix, _, rest = with_system.partition(_SYSTEM)
         middle = rest.partition(_USER)[0]
-        behind_system = behind_user if middle.startswith(behind_user) else ""
-        before_user = middle.removeprefix(behind_system)
-        system = before_system, behind_system
-        if before != before_user:
-            default = before.removeprefix(before_system).removesuffix(middle)
-    behind_answer = between.removesuffix(before_user)
-    found = Concatenation(system, (before_user, behind_user), (before_answer, behind_answer), default)
-    texts = [*(system or ()), *found.user, *found.assistant, default]
+        system_suffix = user_suffix if middle.startswith(user_suffix) else ""
+        user_prefix = middle.removeprefix(system_suffix)
+        system = system_prefix, system_suffix
+        if beginning != user_prefix:
+            default = beginning.removeprefix(system_prefix).removesuffix(middle)
+    answer_suffix = between.removesuffix(user_prefix)
+    template = Concatenation(system, (user_prefix, user_suffix), (answer_prefix, answer_suffix), default)
+    texts = [*(system or ()), *template.user, *template.assistant, default]
     if any(mark in text for text in texts for mark in ("{{", "}}", '"""')):
         return None
     probes = [(_USER,), (_USER, _ANSWER, _NEXT)]
     probes += [(_SYSTEM, *probe) for probe in probes] if system else []
-    return found if all(found.render(probe) == _render(tokenizer, *probe) for probe in probes) else None
+    return template if all(template.render(probe) == _render(tokenizer, *probe) for probe in probes) else None
 
 
 def _render(tokenizer: Any, *contents: str, add_generation_prompt: bool = True) -> str | None:
-    """The text of messages, without the BOS that goes before any text; None where the template refuses or changes them.
-
-    It is refused where it depends on the day.
-    """
+    """Render messages without BOS; None if the template rejects or changes them, or depends on the date."""
     if "strftime_now" in str(tokenizer.chat_template):
         return None
     messages = [{"role": _ROLES[content], "content": content} for content in contents]

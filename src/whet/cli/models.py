@@ -1,4 +1,4 @@
-"""Loads the model and the tokenizer that a command names, and adds adapters. Safetensors or GGUF, no remote code."""
+"""Loads models and tokenizers for training, and adds adapters. Safetensors or GGUF, no remote code."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import transformers
 from safetensors import SafetensorError
 from torch import nn
 
-from whet.cli import without_collection
-from whet.cli.estimate import in_bytes
+from whet.cli import without_gc
+from whet.cli.estimate import format_bytes
 from whet.cli.runs import RunConfig
 from whet.cli.text_model import read_template
 from whet.errors import CheckpointError, MissingExtraError, WhetValueError, check_installed
@@ -38,42 +38,42 @@ ADAPTERS = "adapter_config.json"
 
 
 def load_model(name: str, dtype: str, base: str = "none", chat_template: str = "") -> tuple[nn.Module, Any]:
-    """The causal model of a folder, .gguf file or hub name, on the GPU if there is one, and its tokenizer.
+    """Load the causal model of a folder, .gguf file or hub name, onto the GPU if there is one, and its tokenizer.
 
-    Of a folder of LoRA adapters: its base model with the adapters merged in, or beside the quantised base that they
-    were trained on.
+    For a folder of LoRA adapters, return its base model with the adapters merged, or with the adapters applied to the
+    quantised base that they were trained on.
 
     Args:
         name: a folder that ``save_pretrained`` wrote, a .gguf file, or a name on the hub.
-        dtype: of the weights, "auto" for that which they are stored in; those of a GGUF file become float32.
-        base: format in which they are packed, on the CPU, in place of dtype; "own": that of the file; "none": floats.
-        chat_template: a file with a template in place of the tokenizer's own; empty: its own.
+        dtype: dtype of the weights; "auto": as stored, or float32 for a GGUF file.
+        base: format of weights packed on the CPU, instead of dtype; "own": the file's format; "none": float weights.
+        chat_template: a file with a chat template; empty: the tokenizer's.
 
     Raises:
-        WhetValueError: there is no such model, or it, its tokenizer or the template cannot be read.
-        MissingExtraError: a folder of adapters, and peft is not installed.
+        WhetValueError: the model does not exist, or it, its tokenizer or the template cannot be read.
+        MissingExtraError: the folder contains adapters, and peft is not installed.
     """
     template = read_template(chat_template, "load_model") if chat_template else None
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    # PEFT asks every model for it.
+    # PEFT reads it from every model.
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     source = name
     if Path(name).exists():
-        source = str(Path(name).resolve())  # adapters remember where their base is
+        source = str(Path(name).resolve())  # saved adapters record the path of their base
     elif name.startswith((".", "~", os.sep)) or name.count("/") > 1 or name.endswith(".gguf"):
-        raise WhetValueError(f"load_model: there is no folder or file {name!r}.")
+        raise WhetValueError(f"load_model: {name!r} is not a folder or file.")
     else:
-        print(f"{name!r} is no folder here: asking the Hugging Face hub for it", file=sys.stderr)
+        print(f"{name!r} is not a local folder; trying the Hugging Face hub", file=sys.stderr)
     try:
-        with without_collection():  # transformers imports the model's module now
+        with without_gc():  # transformers imports the model's module now
             model, tokenizer = _load(source, dtype, base)
     except (MissingExtraError, CheckpointError):
         raise
-    except Exception as error:  # these libraries raise whatever the damage makes them trip over
+    except Exception as error:  # on damaged files these libraries raise any type
         raise WhetValueError(
             f"load_model: {name!r} cannot be loaded: {error} Pass a folder that save_pretrained wrote (model and "
-            f"tokenizer, as safetensors), a .gguf file, or, where there is a network, a name on the hub."
+            f"tokenizer, as safetensors), a .gguf file, or, with network access, a name on the hub."
         ) from error
     if base_of(model) is None and torch.cuda.is_available():
         model = model.to("cuda")
@@ -85,7 +85,7 @@ def load_model(name: str, dtype: str, base: str = "none", chat_template: str = "
 def _load(source: str, dtype: str, base: str) -> tuple[Any, Any]:
     if not (Path(source) / ADAPTERS).is_file():
         model, tokenizer = _load_base(source, dtype, base)
-        tokenizer("")  # settings that make no sense to it fail here, not in the first batch
+        tokenizer("")  # fail on invalid settings here, not in the first batch
         return model, tokenizer
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     tokenizer("")
@@ -108,43 +108,43 @@ def _load_base(source: str, dtype: str, base: str) -> tuple[Any, Any]:
 
 
 def load_transformers_tokenizer(source: str) -> Any:
-    """transformers' tokenizer of a folder, hub name or .gguf file."""
+    """Return the transformers tokenizer of a folder, hub name or .gguf file."""
     if Path(source).is_file():
         return read_tokenizer(read_gguf(Path(source), "load_transformers_tokenizer")).to_transformers()
     return transformers.AutoTokenizer.from_pretrained(source)
 
 
 def _load_folder(base: str, dtype: str) -> Any:
-    """The model of a folder or hub name, whose every weight is there."""
+    """Load the model of a folder or hub name; raise if weights are missing."""
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
         base, dtype=dtype, use_safetensors=True, output_loading_info=True
     )
-    model, found = loaded
-    if found["missing_keys"]:
-        raise ValueError(f"its weights lack {', '.join(sorted(found['missing_keys'])[:3])}.")
+    model, info = loaded
+    if info["missing_keys"]:
+        raise ValueError(f"its weights lack {', '.join(sorted(info['missing_keys'])[:3])}.")
     check_frequencies(model, "load_model")
     return model
 
 
 def _load_gguf(path: str, dtype: str) -> tuple[Any, Any]:
-    """The dequantised model of a GGUF file, and its tokenizer; says what the weights take."""
+    """Load the dequantised model of a GGUF file, and its tokenizer; print the size of the weights."""
     dtype = "float32" if dtype == "auto" else dtype
     file = read_gguf(Path(path), "load_model")
     types = ", ".join(sorted({TABLE[stored.format].gguf_name for stored in file.tensors.values()}))
-    size = in_bytes(TABLE[dtype].block_bytes * open_gguf(file).config.n_parameters)
-    print(f"{path}: weights in {types} become {dtype}, which takes {size}", file=sys.stderr)
+    size = format_bytes(TABLE[dtype].block_bytes * open_gguf(file).config.n_parameters)
+    print(f"{path}: dequantised from {types} to {dtype}, {size}", file=sys.stderr)
     return load_gguf_model(file, dtype)
 
 
 def add_adapters(model: nn.Module, run: RunConfig, record: Mapping[str, Any] | None = None) -> nn.Module:
-    """The model, frozen, with the LoRA adapters (Hu et al. 2021) of a run: new ones, or those of its ``adapter``.
+    """Freeze a model and add the LoRA adapters (Hu et al. 2021) of a run: new ones, or its ``adapter`` folder.
 
     Args:
-        record: of the base that those go with only; None: they go with any.
+        record: the base that the adapters require; None: any.
 
     Raises:
-        WhetValueError: PEFT finds no place for them.
-        CheckpointError: they were trained on another base.
+        WhetValueError: PEFT finds no matching layers.
+        CheckpointError: the adapters were trained on another base.
         MissingExtraError: peft is not installed.
     """
     peft, where = import_peft(), "whet train"
@@ -169,10 +169,10 @@ def add_adapters(model: nn.Module, run: RunConfig, record: Mapping[str, Any] | N
 
 @contextlib.contextmanager
 def system_errors() -> Iterator[None]:
-    """Turn the errors of safetensors and tokenizers into the system's, whose numbers they have in their texts.
+    """Turn errors of safetensors and tokenizers into OSErrors with the error number in their message.
 
     Raises:
-        OSError: in place of a SafetensorError, or of the plain Exception that tokenizers raises.
+        OSError: instead of a SafetensorError, or of the plain Exception that tokenizers raises.
     """
     try:
         yield
@@ -183,14 +183,13 @@ def system_errors() -> Iterator[None]:
         raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
 
 
-def merge_adapters(model: Any, folder: str, look: Callable[[Any], None] | None = None) -> Any:
-    """The model in floats with the LoRA adapters of a folder merged into its weights, which change in place.
+def merge_adapters(model: Any, folder: str, inspect: Callable[[Any], None] | None = None) -> Any:
+    """Merge the LoRA adapters of a folder into a float model, in place, and return the model.
 
-    Where the head is the embedding and an adapter changes one of them, each becomes a matrix of its own: merged into
-    the one that they share, it would change both.
+    A tied head is untied if an adapter changes head or embedding: merging into the shared matrix would change both.
 
     Args:
-        look: called with the model and its adapters before they are merged.
+        inspect: called with the model and its adapters before they are merged.
 
     Raises:
         MissingExtraError: peft is not installed.
@@ -198,8 +197,8 @@ def merge_adapters(model: Any, folder: str, look: Callable[[Any], None] | None =
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(Model has `tie_word_embeddings=True`|.*are no longer tied)", UserWarning)
         adapted = import_peft().PeftModel.from_pretrained(model, folder)
-        if look is not None:
-            look(adapted)
+        if inspect is not None:
+            inspect(adapted)
         embedding: Any = model.get_input_embeddings()
         head: Any = model.get_output_embeddings()
         is_tied = bool(head) and head.weight is embedding.weight
@@ -211,23 +210,23 @@ def merge_adapters(model: Any, folder: str, look: Callable[[Any], None] | None =
 
 
 def describe_size(model: nn.Module) -> str:
-    """Number of parameters, of trained ones, their dtype and device, or the formats of their base, in words."""
+    """Describe the numbers of parameters and trained parameters, dtype and device, or the formats of the base."""
     parameters = list(model.parameters())
     total = sum(p.numel() for p in parameters)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     base = base_of(model)
     total = total if base is None else base.config.n_parameters + trained
-    size = f"{total:,} parameters" + (f" ({trained:,} of them trained)" if trained < total else "")
+    size = f"{total:,} parameters" + (f" ({trained:,} trained)" if trained < total else "")
     if base is not None:
         return f"{size}, packed in {base.summary}"
     return f"{size} in {str(parameters[0].dtype).removeprefix('torch.')} on {parameters[0].device}"
 
 
 def import_peft() -> Any:
-    """The package.
+    """Import and return peft.
 
     Raises:
-        MissingExtraError: it is not installed.
+        MissingExtraError: peft is not installed.
     """
     check_installed("LoRA", "peft", extra="peft")
     import peft

@@ -1,4 +1,4 @@
-"""The rows of a command that samples, and the functions that score them: files and functions, or tasks."""
+"""Rows and reward functions of a command, from files and functions or from tasks."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ from whet.nn.modules import position_limit
 from whet.rewards.functions import load_function
 from whet.tasks.mixture import Mixture, open_tasks
 
-_LOOKED_AT = 64
-"""Rows of a task whose length is known before the run: some generators take a quarter of a second for one."""
+_N_CHECKED = 64
+"""Number of a task's rows that are checked before the run: some generators take 0.25 s per row."""
 
 
 def open_rows(run: Any) -> tuple[Sequence[Any], Sequence[Any], list[Callable[..., Any]]]:
-    """Rows to train on, held-out rows, and reward functions of a ``whet train``; those of its tasks come first."""
+    """Return training rows, held-out rows, and reward functions of a run, with task rewards first."""
     functions = [load_function(spec) for spec in getattr(run, "reward", [])]
     if not getattr(run, "task", []):
-        held_out = read_rows(run.eval_data, run.columns) if run.eval_data else []
-        return read_rows(run.data, run.columns), held_out, functions
+        eval_rows = read_rows(run.eval_data, run.columns) if run.eval_data else []
+        return read_rows(run.data, run.columns), eval_rows, functions
     tasks = open_tasks(run.task)
-    return tasks, _held_out(run) if run.eval_items else [], [*tasks.reward_functions(), *functions]
+    return tasks, _open_held_out(run) if run.eval_items else [], [*tasks.reward_functions(), *functions]
 
 
-def _held_out(run: Any) -> Mixture:
+def _open_held_out(run: Any) -> Mixture:
     held_out = open_tasks(run.task, split="eval", size=run.eval_items)
     for task in held_out.tasks:
         if len(task.rows) < run.eval_items:
             raise WhetValueError(
-                f"eval_items is {run.eval_items}, and {task.name} has {len(task.rows)} held-out rows. Ask for fewer, "
-                f"give the task more rows, or hold out a greater share (held_out)."
+                f"eval_items is {run.eval_items}, but {task.name} has {len(task.rows)} held-out rows. Lower it, add "
+                f"rows to the task, or hold out a larger fraction (held_out)."
             )
     return held_out
 
 
 def check_prompts_fit(model: nn.Module, tokenizer: Any, rows: Sequence[Any], where: str) -> None:
-    """Refuse rows, of which the first are looked at, whose prompts leave the model no position to continue at.
+    """Raise if prompts among the first rows leave the model no position for a completion.
 
     Raises:
-        WhetValueError: how many of how many, and the longest.
+        WhetValueError: with the number of such prompts and the longest length.
     """
     limit = position_limit(model)
     if limit is None:
         return
-    lengths = [(row["task"], len(tokenize_prompt(row, tokenizer))) for row in rows[:_LOOKED_AT]]
+    lengths = [(row["task"], len(tokenize_prompt(row, tokenizer))) for row in rows[:_N_CHECKED]]
     too_long = [(task, n) for task, n in lengths if n >= limit]
     if too_long:
         names = ", ".join(dict.fromkeys(task for task, _ in too_long))
         longest = max(n for _, n in too_long)
         raise WhetValueError(
             f"{where}: {len(too_long)} of the first {len(lengths)} prompts do not fit into the model's {limit} "
-            f"positions ({names}; the longest has {longest} tokens). Choose options that make shorter ones, or a "
+            f"positions ({names}; the longest has {longest} tokens). Choose task options with shorter prompts, or a "
             f"model with a longer context."
         )

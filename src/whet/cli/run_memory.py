@@ -1,4 +1,4 @@
-"""The memory of a ``whet train`` before it starts: from its settings and some of its rows, and what would fit."""
+"""Memory prediction of a ``whet train`` from its settings and some rows, and settings with which it would fit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from whet.cli.estimate import in_bytes, memory_of
+from whet.cli.estimate import estimate_run_memory, format_bytes
 from whet.config.settings import DPOConfig, OnlineConfig, PreferenceConfig
 from whet.data.rows import tokenize_example, tokenize_preference, tokenize_prompt
 from whet.errors import WhetError
@@ -22,76 +22,77 @@ from whet.models.sources.live import open_module
 from whet.nn.frozen import base_of
 from whet.training.sizes import Lengths, RunMemory
 
-_LOOKED_AT = 64
-"""Rows whose lengths are known before the run."""
-_SMALLEST_PASS = 256
-"""Tokens of a pass below which fewer save hardly any memory."""
+_N_SAMPLED_ROWS = 64
+"""Number of rows whose lengths are measured before the run."""
+_MIN_TOKENS_PER_PASS = 256
+"""Fewer tokens per pass save hardly any memory."""
 
 
 def predict_memory(method: str, run: Any, model: nn.Module, tokenizer: Any, rows: Sequence[Any]) -> RunMemory | None:
-    """The memory of a run whose model is loaded, without its adapters; warns where the process may not have so much.
+    """Predict the memory of a run whose model is loaded, without adapters; warn if it exceeds the available memory.
 
-    None: nothing is known of it, as the system is not Linux, or Whet's kernels do not compute it.
+    Returns:
+        The prediction; None if the system is not Linux or the run does not use Whet's kernels.
     """
     base = base_of(model)
     weights = sum(parameter.nbytes for parameter in model.parameters()) + (0 if base is None else base.nbytes)
     try:
         if sys.platform != "linux" or any(parameter.dtype != torch.float32 for parameter in model.parameters()):
             return None
-        source, lengths = open_module(model), mean_lengths(run, tokenizer, rows[:_LOOKED_AT])
+        source, lengths = open_module(model), measure_lengths(run, tokenizer, rows[:_N_SAMPLED_ROWS])
         settings = {"interpreter": max(0, resident_bytes() - weights)}
-        predicted = memory_of(run, source, lengths, **settings)
-    except WhetError:  # the run says itself what is wrong with it
+        predicted = estimate_run_memory(run, source, lengths, **settings)
+    except WhetError:  # the run raises it again
         return None
     available = available_bytes()
     if predicted.total > available:
-        hint = fitting_settings(run, source, lengths, available, **settings)
+        hint = suggest_settings(run, source, lengths, available, **settings)
         warnings.warn(
-            f"whet train {method}: the run comes to hold about {in_bytes(predicted.total)}, and "
-            f"{in_bytes(available)} are there for it. {hint}",
+            f"whet train {method}: the run needs about {format_bytes(predicted.total)} of memory, but only "
+            f"{format_bytes(available)} are available. {hint}",
             stacklevel=2,
         )
     return predicted
 
 
-def fitting_settings(run: Any, source: ModelSource, lengths: Lengths, available: int, *, interpreter: int) -> str:
-    """Advice: the first settings with which the run fits, from those that change the least."""
-    for change in _smaller_runs(run):
+def suggest_settings(run: Any, source: ModelSource, lengths: Lengths, available: int, *, interpreter: int) -> str:
+    """Return advice: the first settings with which the run fits, smallest change first."""
+    for change in _list_reductions(run):
         smaller = dataclasses.replace(run, **change)
         try:
-            total = memory_of(smaller, source, lengths, interpreter=interpreter).total
-        except WhetError:  # the model does not take it
+            total = estimate_run_memory(smaller, source, lengths, interpreter=interpreter).total
+        except WhetError:  # not supported by the model
             continue
         if total <= available:
             flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in change.items())
-            return f"With {flags} it is {in_bytes(total)}."
-    return "No setting makes it fit: take a smaller model, or a machine with more memory."
+            return f"With {flags} it needs {format_bytes(total)}."
+    return "No setting makes it fit: use a smaller model, or a machine with more memory."
 
 
-def _smaller_runs(run: Any) -> list[dict[str, Any]]:
-    """Changes of a run that make it smaller: tokens of a pass first, which change no result."""
-    n_halvings = int(math.log2(max(1, run.max_tokens_per_step / _SMALLEST_PASS)))
+def _list_reductions(run: Any) -> list[dict[str, Any]]:
+    """Return changes that reduce a run's memory: first fewer tokens per pass, which do not change results."""
+    n_halvings = int(math.log2(max(1, run.max_tokens_per_step / _MIN_TOKENS_PER_PASS)))
     passes = [{"max_tokens_per_step": run.max_tokens_per_step >> i} for i in range(1, n_halvings + 1)]
     if run.micro_batch_size:
         passes = [{"micro_batch_size": 1}] if run.micro_batch_size > 1 else []
     elif not run.max_tokens_per_step:
-        passes = [{"max_tokens_per_step": _SMALLEST_PASS}]
+        passes = [{"max_tokens_per_step": _MIN_TOKENS_PER_PASS}]
     smallest = passes[-1] if passes else {}
-    references = [{"precompute_reference": True}] if _may_precompute(run) else []
+    references = [{"precompute_reference": True}] if _can_precompute_reference(run) else []
     packed = [{"base": "q8_0"}] if run.base in ("auto", "float32", "bf16") and run.dtype == "float32" else []
     adapters = [{"lora_rank": 16}, {"lora_rank": 16, "base": "q8_0"}] if not run.has_adapters() else packed
-    together = [{**change, **smallest} for change in (*references, *adapters)]
-    return [*passes, *references, *adapters, *together]
+    combined = [{**change, **smallest} for change in (*references, *adapters)]
+    return [*passes, *references, *adapters, *combined]
 
 
-def _may_precompute(run: Any) -> bool:
+def _can_precompute_reference(run: Any) -> bool:
     if run.has_adapters() or not run.has_reference():
         return False
     return isinstance(run, DPOConfig) and not run.precompute_reference
 
 
-def mean_lengths(run: Any, tokenizer: Any, rows: Sequence[Mapping[str, Any]]) -> Lengths:
-    """Tokens of prompts and completions, the mean of some rows; of long ones up to ``max_length``."""
+def measure_lengths(run: Any, tokenizer: Any, rows: Sequence[Mapping[str, Any]]) -> Lengths:
+    """Return the mean numbers of prompt and completion tokens of rows, truncated to ``max_length``."""
     longest = getattr(run, "max_length", 0) or sys.maxsize
     if isinstance(run, OnlineConfig):
         prompts = [len(tokenize_prompt(row, tokenizer)) for row in rows]

@@ -1,7 +1,7 @@
-"""A config dataclass from a TOML file and flags, and back to a TOML file.
+"""Reads a config dataclass from a TOML file and flags, and writes TOML.
 
-Defaults < file < flags. The dataclass is at once the keys of the file, the flags and their help (tyro). Knows no
-setting by name.
+Flags override the file, and the file overrides defaults. The dataclass defines the keys of the file, the flags and
+their help (tyro). No setting is known by name here.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ Config = TypeVar("Config")
 
 
 def parse(config_class: type[Config], argv: Sequence[str], prog: str, description: str) -> Config:
-    """The config that a command line asks for: the one argument that ends in .toml is its file.
+    """Parse a command line: the argument that ends in .toml is the config file, the others are flags.
 
     Raises:
-        WhetValueError: two files; a file that is missing, is not TOML, or holds a value out of range.
-        WhetTypeError: an unknown key, or a value of another type than its field; names file and key.
-        SystemExit: after --help, or for flags that are not understood, which tyro explains.
+        WhetValueError: there are two files; the file is missing, is not TOML, or has a value out of range.
+        WhetTypeError: an unknown key or a value of the wrong type; names file and key.
+        SystemExit: after --help, or for invalid flags, which tyro explains.
     """
     files = [argument for argument in argv if argument.endswith(".toml") and not argument.startswith("-")]
     if len(files) > 1:
-        raise WhetValueError(f"{prog}: there are two config files, {files[0]} and {files[1]}. Give one.")
+        raise WhetValueError(f"{prog}: there are two config files, {files[0]} and {files[1]}. Pass one.")
     settings = read_toml(files[0]) if files else {}
     try:
         default = make_config(config_class, None, settings)
@@ -50,25 +50,25 @@ def parse(config_class: type[Config], argv: Sequence[str], prog: str, descriptio
 
 
 def parse_flags(config_class: type[Config], argv: Sequence[str], prog: str, more: str = "", **options: Any) -> Config:
-    """The config that flags alone ask for.
+    """Parse flags.
 
     Args:
-        more: what the usage line has after ``prog``.
-        options: of ``tyro.cli``.
+        more: text after ``prog`` in the usage line.
+        options: passed to ``tyro.cli``.
 
     Raises:
-        WhetValueError: a flag of several values is there twice.
-        SystemExit: as ``parse``.
+        WhetValueError: a flag with several values is repeated.
+        SystemExit: as for ``parse``.
     """
-    _check_once(config_class, argv, prog)
+    _reject_repeats(config_class, argv, prog)
     with _TABLES:
         config = tyro.cli(config_class, args=argv, prog=prog + more, **options)
     convert_fields(config)
     return config
 
 
-def _check_once(config_class: type, flags: Sequence[str], prog: str) -> None:
-    """Raise for a flag of several values that is there again: the parser would take those of the last only."""
+def _reject_repeats(config_class: type, flags: Sequence[str], prog: str) -> None:
+    """Raise if a flag with several values is repeated: the parser would only use the last one."""
     names = [flag.partition("=")[0].replace("_", "-") for flag in flags]
     hints, marked = (typing.get_type_hints(config_class, include_extras=extras) for extras in (False, True))
     for field in dataclasses.fields(config_class):
@@ -77,7 +77,7 @@ def _check_once(config_class: type, flags: Sequence[str], prog: str) -> None:
         has_several = isinstance(kind, type) and issubclass(kind, Collection)
         is_repeated = tyro.conf.UseAppendAction in typing.get_args(marked[field.name])
         if has_several and not is_repeated and names.count(flag) > 1:
-            raise WhetValueError(f"{prog}: {flag} is there twice. Name all its values after one: {flag} A B.")
+            raise WhetValueError(f"{prog}: {flag} is repeated. Pass all values after one flag: {flag} A B.")
 
 
 _TABLES = ConstructorRegistry()
@@ -85,21 +85,21 @@ _TABLES = ConstructorRegistry()
 
 @_TABLES.primitive_rule
 def _table_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[dict[Any, Any]] | None:
-    """A table is one flag, ``--logit-bias 5 1.0 7 -2.0`` or ``5=1.0,7=-2.0``, also where a file has entries of it.
+    """Parse a table from one flag: ``--logit-bias 5 1.0 7 -2.0`` or ``5=1.0,7=-2.0``.
 
-    tyro's own rule makes a flag of each of those entries.
+    tyro's default rule creates a flag for each entry that the file has.
     """
     if info.type_origin is not Mapping:
         return None
-    of_key, of_value = typing.get_args(info.type)
-    pair = f"{of_key.__name__} {of_value.__name__}".upper()
+    key_type, value_type = typing.get_args(info.type)
+    pair = f"{key_type.__name__} {value_type.__name__}".upper()
 
     def from_words(words: list[str]) -> dict[Any, Any]:
         words = [part for word in words for part in re.split("[=,]", word)]
-        keys = [of_key(word) for word in words[::2]]
+        keys = [key_type(word) for word in words[::2]]
         if len(words) % 2 or len(set(keys)) < len(keys):
             raise ValueError(f"expected pairs of a key and its value, each key once, not {' '.join(words)!r}")
-        return dict(zip(keys, map(of_value, words[1::2]), strict=True))
+        return dict(zip(keys, map(value_type, words[1::2]), strict=True))
 
     return PrimitiveConstructorSpec(
         nargs="*",
@@ -111,14 +111,14 @@ def _table_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[dict[Any, A
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """The table that a file holds.
+    """Read a TOML file.
 
     Raises:
-        WhetValueError: there is no such file, or it is not TOML.
+        WhetValueError: the file does not exist or is not TOML.
     """
     path = Path(path)
     if not path.is_file():
-        raise WhetValueError(f"{path}: there is no such config file.")
+        raise WhetValueError(f"{path}: the config file does not exist.")
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
@@ -126,28 +126,28 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def write_toml(path: str | Path, settings: Mapping[str, Any]) -> None:
-    """Write settings, and tables of them, so that ``read_toml`` gives them back; None is left out.
+    """Write settings, and tables of settings, for ``read_toml``; None is omitted.
 
-    The folder is made. A reader, or a kill, sees the old file or the new one, never a part.
+    Creates the folder. The file is replaced atomically.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     tables = {name: value for name, value in settings.items() if isinstance(value, Mapping)}
-    lines = _lines({name: value for name, value in settings.items() if name not in tables})
+    lines = _format_lines({name: value for name, value in settings.items() if name not in tables})
     for name, table in tables.items():
-        lines += ["", f"[{name}]", *_lines(table)]
+        lines += ["", f"[{name}]", *_format_lines(table)]
     replace_text(path, "\n".join(lines).lstrip() + "\n")
 
 
-def _lines(settings: Mapping[str, Any]) -> list[str]:
-    return [f"{name} = {_toml(value)}" for name, value in settings.items() if value is not None]
+def _format_lines(settings: Mapping[str, Any]) -> list[str]:
+    return [f"{name} = {_format_value(value)}" for name, value in settings.items() if value is not None]
 
 
-def _toml(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(_format_value, value))}]"
     return repr(value)

@@ -1,6 +1,6 @@
-"""A model that continues text, from flags to pieces of its text: what ``whet generate``, ``chat`` and ``eval`` share.
+"""Models that generate text, from flags to decoded text; shared by ``whet generate``, ``chat`` and ``eval``.
 
-A GGUF file is all that is needed: its own tokenizer, chat template and end-of-turn tokens are used, without torch and
+A GGUF file is self-contained: its tokenizer, chat template and end-of-turn tokens are used, without torch and
 transformers.
 """
 
@@ -29,130 +29,129 @@ from whet.models.sources.mapped import map_file, parse_json
 from whet.models.sources.pretrained import open_pretrained
 
 _KV_BYTES = 1 << 30
-"""For keys and values, where the sequence that is asked for does not need more."""
+"""KV cache of an engine, unless a single sequence needs more."""
 SPARE_PAGES = 1
-"""Beside those of a sequence: the prompt's last page, where it is not full, is copied for the completion."""
+"""Additional pages of a sequence: the last page of a prompt, if not full, is copied for the completion."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextConfig:
-    """How tokens are drawn, and the tokenizer that says what they are."""
+    """Settings of sampling and tokenizer."""
 
     max_new_tokens: int = 256
-    """Longest continuation in tokens."""
+    """Maximum number of sampled tokens."""
     min_new_tokens: int = 0
-    """Tokens before which it does not end."""
+    """Minimum number of sampled tokens."""
     stop: Sequence[str] = ()
-    """Texts that end it, and are not shown."""
+    """Strings that end the completion, and are not part of it."""
     temperature: float = 1.0
-    """Divides the logits; 0: always the most probable token."""
+    """Divides the logits; 0: greedy."""
     top_k: int = 0
     """Sample from the k most probable tokens; 0: from all."""
     top_p: float = 1.0
-    """Sample from the most probable tokens that together have this mass; 1: from all."""
+    """Nucleus sampling: sample from the most probable tokens with this total probability; 1: from all."""
     min_p: float = 0.0
-    """Drop tokens less probable than this share of the most probable one; 0: none."""
+    """Exclude tokens less probable than min_p times the most probable token; 0: none."""
     repetition_penalty: float = 1.0
-    """Makes tokens that are there already, in prompt or continuation, less probable; 1: does not."""
+    """Penalises tokens that occur in prompt or completion; 1: off."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that the continuation has; -2 to 2."""
+    """Subtracted from the logits of tokens that occur in the completion; -2 to 2."""
     frequency_penalty: float = 0.0
-    """The same for each time that it has them; -2 to 2."""
+    """Subtracted from the logits of tokens once per occurrence in the completion; -2 to 2."""
     logit_bias: Annotated[Mapping[int, float], tyro.conf.arg(metavar="[TOKEN BIAS [TOKEN BIAS ...]]")] = (
         dataclasses.field(default_factory=dict)
     )
-    """Added to the logits of tokens, by id; -100 to 100."""
+    """Token ids and values that are added to their logits; -100 to 100."""
     seed: int = 0
-    """Keys the sampling: the same seed, the same text."""
+    """Seed of the sampling: the same seed gives the same text."""
     tokenizer: PathText = ""
-    """A folder with the tokenizer, or a .gguf file that has it; empty: the model's."""
+    """A folder or .gguf file with the tokenizer; empty: the model's."""
     chat_template: PathText = ""
     """A file with a Jinja chat template; empty: the tokenizer's."""
 
     def sampling(self, stop_token_ids: Sequence[int] = ()) -> SamplingParams:
-        """The settings for an engine; the stop tokens are the model's.
+        """Return the sampling settings for an engine, with the model's stop tokens.
 
         Raises:
-            WhetValueError: one is out of range; it is named.
+            WhetValueError: a setting is out of range.
         """
         return SamplingParams.from_settings(self, stop_token_ids=stop_token_ids)
 
     def check(self) -> None:
-        """Refuse what is wrong before anything is loaded.
+        """Check the settings, before anything is loaded.
 
         Raises:
-            WhetValueError: naming the setting.
+            WhetValueError: names the setting.
         """
-        always = "temperature is 0, which takes the most probable token always"
-        reject_ineffective(self, self.unused_if_greedy(), self.sampling().temperature > 0, always)
+        reject_ineffective(self, self.unused_if_greedy(), self.sampling().temperature > 0, "temperature is 0: greedy")
 
     def unused_if_greedy(self) -> list[str]:
-        """The settings that change nothing where always the most probable token is taken."""
+        """Return the settings that have no effect on greedy decoding."""
         return ["top_k", "top_p", "min_p", "seed"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OneModelConfig(TextConfig):
-    """A model, and how its tokens are drawn."""
+    """Settings of model and sampling."""
 
     model: Annotated[tyro.conf.Positional[PathText], tyro.conf.arg(metavar="MODEL")]
-    """A folder that save_pretrained or whet train wrote, also a checkpoint, or a .gguf file; of parts any of them."""
+    """A folder that save_pretrained or whet train wrote, a checkpoint, or a .gguf file (any part of a split one)."""
     weights: Weights | None = None
-    """Format of the matrices; none: bf16 of a folder, of a GGUF file its own, and of adapters that of their base."""
+    """Weight format. Default: the format of the adapters' base, the GGUF file's own format, or bf16 for folders."""
     adapter: PathText = ""
     """A folder of LoRA adapters that PEFT or whet train saved, for this model."""
 
 
-def with_adapters(model: str, adapter: str, where: str) -> tuple[str, str]:
-    """A model's path and that of its adapters: of a folder of adapters, the model that they were trained on.
+def resolve_adapter(model: str, adapter: str, where: str) -> tuple[str, str]:
+    """Return the paths of a model and its adapters; for a folder of adapters, their base model and the folder.
 
     Args:
-        model: what was asked for; the folder of a ``whet train`` stands for the model in it, and so do its checkpoints.
-        adapter: what was asked for with it; empty: nothing.
+        model: a model, adapters, or a run or checkpoint of ``whet train``.
+        adapter: adapters for the model; empty: none.
 
     Raises:
-        WhetValueError: a folder of adapters, and others for it, or its model is not there.
+        WhetValueError: both contain adapters, or the base model does not exist.
     """
     model, adapter = resolve_model(model, where), adapter and resolve_model(adapter, where)
     if not (Path(model) / "adapter_config.json").is_file():
         return model, adapter
     base = base_name(model, where)
     if adapter:
-        raise WhetValueError(f"{where}: {model!r} holds adapters, of {base!r}: name that with --adapter {adapter}.")
+        raise WhetValueError(f"{where}: {model!r} contains adapters of {base!r}. Pass {base} with --adapter {adapter}.")
     if not Path(base).exists():
         raise WhetValueError(
-            f"{where}: {model!r} holds adapters of {base!r}, which is not there. Name the model that they were trained "
-            f"on, and --adapter {model}."
+            f"{where}: {model!r} contains adapters of {base!r}, which does not exist. Pass the model that they were "
+            f"trained on, and --adapter {model}."
         )
     return base, model
 
 
 def find_model(path: str, where: str) -> str | GGUFFile:
-    """A folder as it is called; a GGUF file with what its head says, which engine and tokenizer share.
+    """Return the path of a folder, or an open GGUF file, whose header engine and tokenizer share.
 
     Raises:
-        WhetValueError: there is neither, or the file is damaged.
+        WhetValueError: the path does not exist, or the file is damaged.
     """
     if not Path(path).exists():
-        raise WhetValueError(f"{where}: there is no {path!r}. Pass a model's folder or its .gguf file.")
+        raise WhetValueError(f"{where}: {path!r} does not exist. Pass a model's folder or .gguf file.")
     return path if Path(path).is_dir() else read_gguf(Path(path), f"{where}: {path}")
 
 
 def load_engine(
     model: str | GGUFFile, weights: str | None, n_tokens: int | None, where: str, adapter: str = ""
 ) -> Engine:
-    """The engine of a model, for a sequence of up to ``n_tokens``; None: of what a GiB of keys and values holds.
+    """Create the engine of a model, for sequences of up to ``n_tokens``; None: limited by a KV cache of 1 GiB.
 
-    Frequencies that depend on the length (longrope) are those for so many tokens, as in transformers; None: for the
-    model's last position.
+    Length-dependent RoPE frequencies (longrope) are chosen for ``n_tokens``, as in transformers; None: for the model's
+    last position.
 
     Args:
-        weights: format of the matrices; None: as in ``Engine``, or that of the base that the adapters were trained on.
-        adapter: a folder of LoRA adapters that will be added to it; empty: none.
+        weights: weight format; None: the format of the adapters' base, or the default of ``Engine``.
+        adapter: a folder of LoRA adapters that will be added to the engine; empty: none.
 
     Raises:
-        WhetValueError: the engine does not run it.
-        CheckpointError: adapters that were trained on other weights, or on a quantised base in another format.
+        WhetValueError: the engine does not support the model.
+        CheckpointError: the adapters were trained on other weights, or on a quantised base in another format.
     """
     source = open_pretrained(model)
     if n_tokens is not None and source.short_position is not None and n_tokens <= source.short_position:
@@ -171,11 +170,11 @@ def load_engine(
 
 
 def load_chat_tokenizer(model: str | GGUFFile, where: str, chat_template: str = "") -> Any:
-    """The tokenizer of a folder or of a GGUF file; ``chat_template`` names a file with a template in place of its own.
+    """Load the tokenizer of a folder or GGUF file; ``chat_template`` is a file whose template replaces the tokenizer's.
 
     Raises:
-        WhetValueError: there is none, or it or the template cannot be read.
-        MissingExtraError: of a folder, and transformers is not installed.
+        WhetValueError: tokenizer or template do not exist or cannot be read.
+        MissingExtraError: the model is a folder, and transformers is not installed.
     """
     template = read_template(chat_template, where) if chat_template else None
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -183,17 +182,17 @@ def load_chat_tokenizer(model: str | GGUFFile, where: str, chat_template: str = 
     try:
         tokenizer = tokenizers.load_tokenizer(model, where)
     except WhetValueError as error:
-        raise WhetValueError(f"{error} Or pass --tokenizer with another.") from error
+        raise WhetValueError(f"{error} Or pass another --tokenizer.") from error
     if template is not None:
         tokenizer.chat_template = template
     return tokenizer
 
 
 def read_template(path: str, where: str) -> str:
-    """The chat template in a file.
+    """Read a chat template from a file.
 
     Raises:
-        WhetValueError: it cannot be read, or is empty.
+        WhetValueError: the file cannot be read, or is empty.
     """
     try:
         template = Path(path).read_text(encoding="utf-8-sig")
@@ -204,11 +203,11 @@ def read_template(path: str, where: str) -> str:
     return template
 
 
-def stop_ids(model: str, tokenizer: Any, vocab_size: int, where: str) -> list[int]:
-    """Tokens that end a text: those of a GGUF file's tokenizer, or EOS, and those of the folder's generation config.
+def find_stop_ids(model: str, tokenizer: Any, vocab_size: int, where: str) -> list[int]:
+    """Return the stop tokens: of a GGUF file's tokenizer, or EOS of a tokenizer and of the folder's generation config.
 
     Raises:
-        WhetValueError: one of them is outside the model's vocabulary.
+        WhetValueError: a stop token is outside the model's vocabulary.
     """
     found = set(getattr(tokenizer, "stop_token_ids", [tokenizer.eos_token_id]))
     for name in ("generation_config.json", "config.json"):
@@ -217,27 +216,27 @@ def stop_ids(model: str, tokenizer: Any, vocab_size: int, where: str) -> list[in
             try:
                 eos = parse_json(map_file(path, model).tobytes(), name).get("eos_token_id")
             except WhetError:
-                continue  # only the config is needed, and the engine has read that
+                continue  # optional; the engine has read the required config.json
             found.update(eos if isinstance(eos, list) else [eos])
             break
     stops = sorted(i for i in found if isinstance(i, int))
     for token in stops:
         if not 0 <= token < vocab_size:
             raise WhetValueError(
-                f"{where}: EOS is token {token} by the tokenizer or {name}, outside the model's vocabulary of "
-                f"{vocab_size} tokens. Pass --tokenizer with the model's own, or fix {name}."
+                f"{where}: EOS is token {token} in the tokenizer or {name}, outside the model's vocabulary of "
+                f"{vocab_size} tokens. Pass the model's own --tokenizer, or fix {name}."
             )
     return stops
 
 
-def text_pieces(tokenizer: Any, token_ids: Iterable[int]) -> Iterator[str]:
-    """The text of tokens, piece by piece, which together are the text of them all.
+def detokenise_stream(tokenizer: Any, token_ids: Iterable[int]) -> Iterator[str]:
+    """Yield the text of tokens incrementally; the parts add up to the text of all tokens.
 
-    A character whose bytes lie in several tokens comes with the last of them. Tokens are decoded with those of the
-    piece before, because what a token says (a blank in front, say) may hang on what it follows.
+    A character whose bytes span several tokens is yielded with the last of them. Tokens are decoded together with the
+    previous part, because the text of a token, such as a leading space, may depend on the tokens before it.
     """
     ids: list[int] = []
-    begin = shown = 0  # ids[begin:shown] is the piece before
+    begin = shown = 0  # ids[begin:shown] is the previous part
 
     def text(part: list[int]) -> str:
         return tokenizer.decode(part, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -247,9 +246,9 @@ def text_pieces(tokenizer: Any, token_ids: Iterable[int]) -> Iterator[str]:
 
     for token_id in token_ids:
         ids.append(token_id)
-        piece = rest()
-        if piece and not piece.endswith("\ufffd"):
-            yield piece
+        new_text = rest()
+        if new_text and not new_text.endswith("\ufffd"):
+            yield new_text
             begin, shown = shown, len(ids)
-    if piece := rest():
-        yield piece
+    if new_text := rest():
+        yield new_text

@@ -1,10 +1,10 @@
-"""Evaluation on tasks: accuracy with its interval, pass@k, and two models on the same items. Does not import torch."""
+"""Evaluation on tasks: accuracy with its interval, pass@k, comparison of two models. Does not import torch."""
 
 from __future__ import annotations
 
 from whet.evaluation.evaluate import Items, TaskResult, compare, evaluate, read_items
 from whet.evaluation.rewarded import RewardedRows
-from whet.evaluation.statistics import Estimate, mean, pass_at_k, share, share_difference, sign_test
+from whet.evaluation.statistics import Estimate, mean, pass_at_k, proportion, proportion_difference, sign_test
 
 __all__ = [
     "Estimate",
@@ -15,8 +15,8 @@ __all__ = [
     "evaluate",
     "mean",
     "pass_at_k",
+    "proportion",
+    "proportion_difference",
     "read_items",
-    "share",
-    "share_difference",
     "sign_test",
 ]

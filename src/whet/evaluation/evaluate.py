@@ -1,7 +1,7 @@
-"""Evaluation of a model on a task: its items are sampled for on an engine, scored in child processes, and counted.
+"""Evaluation of a model on a task: completions are sampled on an engine and scored in child processes.
 
-Sampling and scoring do not overlap: both use every processor. Items are independent of each other, of their number and
-of the engine's batch: an item's completions depend only on the weights, the settings, the seed and the item's index.
+Sampling and scoring do not overlap: both use every processor. Completions do not depend on other items or on the
+engine's batch, only on the weights, the settings, the seed and the item's index.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from whet.data.rows import tokenize_prompt
 from whet.data.thinking import Replies
 from whet.errors import RowError, WhetTypeError, WhetValueError
 from whet.evaluation.rewarded import RewardedRows
-from whet.evaluation.statistics import Estimate, mean, pass_at_k, share, share_difference, sign_test
+from whet.evaluation.statistics import Estimate, mean, pass_at_k, proportion, proportion_difference, sign_test
 from whet.rewards.functions import as_score
 from whet.rewards.processes import call_in_children, summary
 from whet.rollout.protocol import RolloutEngine
-from whet.tasks import Task, prompt_of
-from whet.tasks.mixture import with_tag
+from whet.tasks import Task, make_prompt
+from whet.tasks.mixture import prepend_tag
 
 FULL_SCORE = 1.0
-"""A completion with this score, or more, solves its item."""
+"""Minimum score of a completion that solves its item."""
 _CHUNK = 64
-"""Completions that a child process scores, unless one of them hangs."""
+"""Completions per child process, unless one of them hangs."""
 
 
 @dataclass(frozen=True)
 class Items:
-    """The items of a task that a model is evaluated on, as its tokens.
+    """The items of a task, tokenised for a model.
 
     Attributes:
-        task: they are of.
+        task: the task.
         rows: N of its rows.
-        prompt_ids: N prompts.
+        prompt_ids: token ids of N prompts.
     """
 
     task: Task
@@ -53,14 +53,14 @@ class Items:
 
     @property
     def prompts(self) -> list[Any]:
-        """Of the rows."""
+        """Prompts of the rows, without the system prompt."""
         return [row["prompt"] for row in self.rows]
 
     def check_context(self, max_new_tokens: int, max_position: int, where: str) -> None:
-        """Refuse prompts that leave less room than ``max_new_tokens`` in a context of ``max_position``.
+        """Raise if a prompt with ``max_new_tokens`` exceeds a context of ``max_position``.
 
         Raises:
-            WhetValueError: saying how many, and what would fit.
+            WhetValueError: with the number of such prompts and a setting that fits.
         """
         lengths = [len(prompt) for prompt in self.prompt_ids]
         n_long, longest = sum(length + max_new_tokens > max_position for length in lengths), max(lengths)
@@ -71,7 +71,7 @@ class Items:
         raise WhetValueError(
             f"{where}: {n_long:,} of {len(lengths):,} prompts of {self.task.name} exceed the model's context: it has "
             f"{max_position:,} positions, max_new_tokens takes {max_new_tokens:,} of them, and the longest prompt has "
-            f"{longest:,} tokens. {fix}, or take a model with a longer context."
+            f"{longest:,} tokens. {fix}, or use a model with a longer context."
         )
 
 
@@ -83,33 +83,32 @@ def read_items(
     raw: bool = False,
     where: str = "evaluate",
 ) -> Items:
-    """Items of a task as the tokens of a model, asked as in training (``whet.tasks.prompt_of``).
+    """Tokenise the items of a task, with prompts as in training (``whet.tasks.make_prompt``).
 
     Args:
-        rows: of the task; None: all of them.
-        raw: ask without a chat template: the contents of messages as paragraphs.
+        rows: rows of the task; None: all.
+        raw: whether to replace the chat template by plain paragraphs, one per message.
 
     Raises:
-        WhetValueError: the task has no items; or it asks in chat messages, the tokenizer has no chat template, and
-            there is no ``raw``.
+        WhetValueError: the task has no items, or has chat messages without a chat template or ``raw``.
     """
     rows = list(task.rows if rows is None else rows)
     if not rows:
         raise WhetValueError(f"{where}: the task {task.name} has no items.")
-    prompts = [prompt_of(task, row) for row in rows]
+    prompts = [make_prompt(task, row) for row in rows]
     if raw:
         prompts = [_as_text(prompt) for prompt in prompts]
     elif not tokenizer.chat_template and any(map(is_messages, prompts)):
         raise WhetValueError(
-            f"{where}: {task.name} asks in chat messages, and the model has no chat template. Give it one "
-            f"(--chat-template with a Jinja file), pass a tokenizer that has one (--tokenizer with a folder or .gguf "
-            f"file), or raw (--raw) to ask in plain text."
+            f"{where}: {task.name} has chat messages, but the model has no chat template. Pass one (--chat-template "
+            f"with a Jinja file), a tokenizer that has one (--tokenizer with a folder or .gguf file), or raw (--raw) "
+            f"for plain text."
         )
-    asked = [{**row, "prompt": prompt} for row, prompt in zip(rows, prompts, strict=True)]
-    return Items(task, rows, [_prompt_ids(task, i, row, tokenizer) for i, row in enumerate(asked)])
+    rows_with_prompt = [{**row, "prompt": prompt} for row, prompt in zip(rows, prompts, strict=True)]
+    return Items(task, rows, [_tokenize(task, i, row, tokenizer) for i, row in enumerate(rows_with_prompt)])
 
 
-def _prompt_ids(task: Task, i: int, row: Mapping[str, Any], tokenizer: Any) -> list[int]:
+def _tokenize(task: Task, i: int, row: Mapping[str, Any], tokenizer: Any) -> list[int]:
     try:
         return tokenize_prompt(row, tokenizer)
     except (WhetValueError, WhetTypeError) as error:
@@ -125,12 +124,12 @@ class TaskResult:
     """The completions of N items of a task, n of each, and their scores.
 
     Attributes:
-        items: they are of.
+        items: the items.
         completions: N x n.
-        texts: of the completions, as they were scored.
+        texts: decoded completions.
         scores: (N, n) float64.
-        failures: (item, sample) -> why scoring failed; the score is then 0.
-        elapsed_s: seconds that sampling and scoring took.
+        failures: (item, sample) -> reason of a scoring failure; the score is then 0.
+        elapsed_s: seconds of sampling and scoring.
     """
 
     items: Items
@@ -142,34 +141,34 @@ class TaskResult:
 
     @property
     def solved(self) -> np.ndarray:
-        """(N, n) bool: full scores."""
+        """(N, n) bool: whether a completion has a full score."""
         return self.scores >= FULL_SCORE
 
     @property
     def is_graded(self) -> bool:
-        """Whether a score is neither 0 nor 1, so that their mean is not the accuracy."""
+        """Whether some score is neither 0 nor 1, so that the mean score is not the accuracy."""
         return bool(np.any((self.scores != 0) & (self.scores != 1)))
 
     @property
     def accuracy(self) -> Estimate:
-        """The share of completions that solve their item."""
-        return share(self.solved.mean(axis=1), self.scores.shape[1])
+        """Proportion of completions that solve their item."""
+        return proportion(self.solved.mean(axis=1), self.scores.shape[1])
 
     @property
     def score(self) -> Estimate:
-        """The mean score."""
+        """Mean score."""
         return mean(self.scores.mean(axis=1))
 
     @property
     def pass_at(self) -> dict[int, Estimate]:
-        """k -> the probability that one of k completions solves an item, for k = 1, 2, 4 ... up to n."""
+        """k -> probability that at least one of k completions solves an item, for k = 1, 2, 4 ... up to n."""
         n = self.scores.shape[1]
         powers = [1 << i for i in range(n.bit_length())]
-        return {k: share(pass_at_k(self.solved, k), n // k) for k in powers}
+        return {k: proportion(pass_at_k(self.solved, k), n // k) for k in powers}
 
     def summary(self) -> dict[str, Any]:
-        """As a JSON value, without the completions."""
-        every = [completion for group in self.completions for completion in group]
+        """Return the results as a JSON value, without completions."""
+        completions = [completion for group in self.completions for completion in group]
         n_items, n = self.scores.shape
         return {
             "task": self.items.task.name,
@@ -179,14 +178,14 @@ class TaskResult:
             "score": as_json(self.score) if self.is_graded else as_json(self.accuracy),
             "pass_at": {str(k): as_json(estimate) for k, estimate in self.pass_at.items()},
             "prompt_tokens": float(np.mean([len(prompt) for prompt in self.items.prompt_ids])),
-            "completion_tokens": float(np.mean([len(completion.token_ids) for completion in every])),
-            "truncated": float(np.mean([completion.finish_reason == "length" for completion in every])),
+            "completion_tokens": float(np.mean([len(completion.token_ids) for completion in completions])),
+            "truncated": float(np.mean([completion.finish_reason == "length" for completion in completions])),
             "scoring_failures": len(self.failures),
             "elapsed_s": self.elapsed_s,
         }
 
     def records(self) -> list[dict[str, Any]]:
-        """Per item its plain fields and its completions, each with its score, as JSON values."""
+        """Return each item's plain fields and its completions with their scores, as JSON values."""
 
         def sample(i: int, j: int) -> dict[str, Any]:
             completion = self.completions[i][j]
@@ -215,16 +214,16 @@ def evaluate(
     on_item: Callable[[], object] = lambda: None,
     **options: Any,
 ) -> TaskResult:
-    """Sample ``n`` completions of each item, and score them.
+    """Sample ``n`` completions of each item and score them.
 
-    Scoring that raises, gives no finite number, or takes longer than ``timeout_s``, scores 0 and is counted.
+    A scorer that raises, returns a value that is not finite, or exceeds ``timeout_s`` gives score 0 and is counted.
 
     Args:
-        on_item: called when an item is sampled.
-        options: of the engine's ``generate``, such as ``adapter``.
+        on_item: called after an item is sampled.
+        options: passed to the engine's ``generate``, such as ``adapter``.
 
     Raises:
-        WhetValueError: as the engine's ``generate``.
+        WhetValueError: as for the engine's ``generate``.
     """
     start_s = time.perf_counter()
     generate: Callable[..., Iterable[list[Completion]]] = getattr(engine, "generate_each", engine.generate)
@@ -242,9 +241,11 @@ def evaluate(
 
     texts = [list(map(text_of, group)) for group in completions]
     scored = texts
-    if not isinstance(items.task, RewardedRows):  # reward functions get what the model wrote, as in training
+    if not isinstance(
+        items.task, RewardedRows
+    ):  # reward functions get the model's text without the tag, as in training
         opening = map(replies.opening_tag, items.prompt_ids)
-        scored = [[with_tag(text, tag) for text in group] for tag, group in zip(opening, texts, strict=True)]
+        scored = [[prepend_tag(text, tag) for text in group] for tag, group in zip(opening, texts, strict=True)]
     scores, failures = score_completions(items.task, items.rows, scored, timeout_s)
     return TaskResult(items, completions, texts, scores, failures, time.perf_counter() - start_s)
 
@@ -253,16 +254,16 @@ def evaluate(
 
 
 def compare(first: TaskResult, second: TaskResult) -> dict[str, Any]:
-    """The differences of ``second`` from ``first`` on the same items, as a JSON value.
+    """Return the differences ``second - first`` on the same items, as a JSON value.
 
     Raises:
-        WhetValueError: they are of different items.
+        WhetValueError: the items differ.
     """
     if first.items.prompts != second.items.prompts:
-        raise WhetValueError("compare: the results are of different items. Evaluate both models on the same ones.")
+        raise WhetValueError("compare: the results have different items. Evaluate both models on the same items.")
     solved = [result.solved.mean(axis=1) for result in (first, second)]
     scores = [result.scores.mean(axis=1) for result in (first, second)]
-    accuracy = share_difference(*solved)
+    accuracy = proportion_difference(*solved)
     graded = first.is_graded or second.is_graded
     return {
         "task": first.items.task.name,
@@ -275,7 +276,7 @@ def compare(first: TaskResult, second: TaskResult) -> dict[str, Any]:
 
 
 def as_json(estimate: Estimate) -> dict[str, float | None]:
-    """An estimate by its fields; None for what cannot be computed."""
+    """Return the fields of an estimate, with None for NaN."""
     return {name: None if math.isnan(value) else value for name, value in estimate._asdict().items()}
 
 
@@ -285,13 +286,13 @@ def as_json(estimate: Estimate) -> dict[str, float | None]:
 def score_completions(
     task: Task, rows: Sequence[Mapping[str, Any]], texts: Sequence[Sequence[str]], timeout_s: float
 ) -> tuple[np.ndarray, dict[tuple[int, int], str]]:
-    """(N, n) scores of the completions of N rows, in child processes; and why those failed that did, which score 0.
+    """Score the completions of N rows in child processes; return (N, n) scores, and reasons of failures, which score 0.
 
-    A child has ``timeout_s`` for ``_CHUNK`` completions. If it is late or dies, each of them gets a child of its own.
+    A child has ``timeout_s`` for ``_CHUNK`` completions. If it times out or dies, each of them gets a separate child.
     """
     scores = np.zeros((len(texts), len(texts[0])))
-    places = [(i, j) for i, group in enumerate(texts) for j in range(len(group))]
-    chunks = [places[start : start + _CHUNK] for start in range(0, len(places), _CHUNK)]
+    indices = [(i, j) for i, group in enumerate(texts) for j in range(len(group))]
+    chunks = [indices[start : start + _CHUNK] for start in range(0, len(indices), _CHUNK)]
     outcomes: dict[tuple[int, int], tuple[float, str]] = {}
     while chunks:
         n = _core.n_processors()
@@ -301,27 +302,27 @@ def score_completions(
             if not isinstance(result, BaseException):
                 outcomes |= zip(chunk, result, strict=True)
             elif len(chunk) > 1:
-                chunks += [[place] for place in chunk]
+                chunks += [[index] for index in chunk]
             else:
                 outcomes[chunk[0]] = 0.0, str(summary(result))
-    for place, (score, _) in outcomes.items():
-        scores[place] = score
-    return scores, {place: outcomes[place][1] for place in places if outcomes[place][1]}
+    for index, (score, _) in outcomes.items():
+        scores[index] = score
+    return scores, {index: outcomes[index][1] for index in indices if outcomes[index][1]}
 
 
 def _score_each(task: Task, pairs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[float, str]]:
-    """(score, "") of each completion, or (0, why there is none); in a child process, which prints to standard error."""
-    with contextlib.suppress(OSError):  # that is closed
-        os.dup2(2, 1)  # a task's own prints do not come between the lines of the command
+    """Return (score, "") or (0, reason of failure) per completion; runs in a child, which prints to standard error."""
+    with contextlib.suppress(OSError):  # standard error is closed
+        os.dup2(2, 1)  # keeps prints of tasks out of the command's output
     return [_score(task, completion, row) for completion, row in pairs]
 
 
 def _score(task: Task, completion: str, row: Mapping[str, Any]) -> tuple[float, str]:
     try:
-        given = task.score(completion, row)
+        value = task.score(completion, row)
     except Exception as error:
         return 0.0, f"it raised {summary(error)}"
-    score = as_score(given)
+    score = as_score(value)
     if score is None or not math.isfinite(score):
-        return 0.0, f"it gave {given!r:.60}, which is no finite number"
+        return 0.0, f"it returned {value!r:.60}, which is not a finite number"
     return score, ""

@@ -13,16 +13,16 @@ from whet.rewards.functions import RewardFunctions
 
 
 class RewardedRows:
-    """A task whose rows are those of a file, each with a ``prompt``, and whose score is the sum of reward functions.
+    """A task of the rows of files, each with a ``prompt``, scored by the sum of reward functions.
 
-    A function is called for one completion at a time, so that a score does not depend on what else is scored.
+    Functions are called with one completion at a time, so that its score does not depend on others.
 
     Args:
-        source, columns: as ``read_rows`` takes them.
-        functions: as for training, but that they get no ``completion_ids``.
+        source, columns: as for ``read_rows``.
+        functions: as for training, but without ``completion_ids``.
 
     Raises:
-        WhetValueError: as ``read_rows``; a row without a prompt, or a function that declares ``completion_ids``.
+        WhetValueError: as for ``read_rows``; a row has no prompt, or a function declares ``completion_ids``.
     """
 
     def __init__(
@@ -37,16 +37,15 @@ class RewardedRows:
         self._functions = RewardFunctions(functions)
         for i, row in enumerate(self.rows):
             if row.get("prompt") is None:
-                raise WhetValueError(f"RewardedRows: {self.rows.place(i)} has no prompt. Give every row one.")
+                raise WhetValueError(f"RewardedRows: {self.rows.place(i)} has no prompt, which every row needs.")
         for name, function in self._functions.functions.items():
             if "completion_ids" in inspect.signature(function).parameters:
                 raise WhetValueError(
-                    f"RewardedRows: {name} declares completion_ids, and evaluation scores texts. Have it take "
-                    f"completions."
+                    f"RewardedRows: {name} declares completion_ids, but evaluation scores texts. Declare completions."
                 )
 
     def score(self, completion: str, row: Mapping[str, Any]) -> float:
-        """The sum of the functions' scores; NaN where none of them gives one."""
+        """Return the sum of the functions' scores; NaN if all return None."""
         columns = {name: [value] for name, value in row.items() if name != "prompt"}
         scored = self._functions(
             prompts=[row["prompt"]], completions=[completion], completion_ids=[()], columns=columns

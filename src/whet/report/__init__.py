@@ -1,4 +1,4 @@
-"""Reports as HTML pages without scripts, which load nothing from elsewhere."""
+"""Reports as self-contained HTML pages without scripts."""
 
 from __future__ import annotations
 

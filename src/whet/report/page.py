@@ -1,8 +1,8 @@
-"""The parts of a HTML page: no scripts, nothing loaded from elsewhere, light and dark.
+"""Parts of self-contained HTML pages, without scripts, for light and dark mode.
 
-``page`` sets the house's style around a body; ``headline_row``, ``table``, ``pairs_table`` and ``line_chart`` are parts
-of a body, and ``inline_svg`` makes one of any matplotlib figure drawn in ``SVG_COLORS``. ``markdown_page`` renders a
-whole page from Markdown. Every text from outside is escaped. It knows neither runs nor benchmarks.
+``page`` adds Whet's style to a body. ``headline_row``, ``table``, ``pairs_table`` and ``line_chart`` make parts of a
+body, and ``inline_svg`` embeds a matplotlib figure that is drawn in ``SVG_COLORS``. ``markdown_page`` renders a page
+from Markdown. All external text is escaped. This module is independent of runs and benchmarks.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _COLORS = {
     "seventh": ("#3c8799", "#74c2d6"),
     "eighth": ("#74777c", "#a7abb2"),
 }
-"""Each colour of the house in light and in dark."""
+"""Colour -> values in light and dark mode."""
 
 SERIES = ("accent", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
-"""The colours of a chart's series, in order; the first is for what the chart is about."""
+"""Colours of a chart's series, in order; the first is for the main series."""
 
 LIGHT_COLORS = {name: light for name, (light, _) in _COLORS.items()}
-"""For charts outside of a page."""
+"""Colours of charts outside of a page."""
 
 SVG_COLORS = {name: f"#{number:02x}{number:02x}{number:02x}" for number, name in enumerate(_COLORS, start=1)}
-"""Stand-ins that charts in a page are drawn with: ``inline_svg`` makes each the style's colour, light or dark."""
+"""Placeholder colours of charts in a page, which ``inline_svg`` replaces by variables of the style."""
 
 CHART_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -55,7 +55,7 @@ CHART_STYLE: dict[Any, Any] = {
     "axes.unicode_minus": True,
     "text.parse_math": False,
 }
-"""matplotlib's settings while a chart is drawn and saved."""
+"""Settings of matplotlib for drawing and saving charts."""
 
 
 def _variables(side: int) -> str:
@@ -122,25 +122,25 @@ footer { margin-top: 3rem; font-size: 0.85rem; }
 
 
 def page(title: str, body_html: str) -> str:
-    """A whole HTML document: the house's style around a body. The title is escaped, the body is not."""
+    """Return an HTML document with Whet's style. The title is escaped, the body is not."""
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{safe(title)}</title>\n<style>{_STYLE}</style>\n</head>\n"
-        f"<body>\n<h1>{safe(title)}</h1>\n{body_html}\n</body>\n</html>\n"
+        f"<title>{escape_html(title)}</title>\n<style>{_STYLE}</style>\n</head>\n"
+        f"<body>\n<h1>{escape_html(title)}</h1>\n{body_html}\n</body>\n</html>\n"
     )
 
 
 def markdown_page(title: str, text: str, charts: Mapping[str, str]) -> str:
-    """A whole HTML document of a text in GitHub's Markdown, below its title.
+    """Return an HTML document from a title and a text in GitHub's Markdown.
 
-    Emphasis is muted, strong text is bad news, and a list is a row of large figures, the strong text of its items. HTML
-    in the text is shown and not obeyed.
+    Emphasis is muted, strong text marks failures, and a list becomes a row of large figures, which are the strong texts
+    of its items. HTML in the text is escaped.
 
     Args:
         title: plain text.
         text: CommonMark with tables.
-        charts: address of a picture in the text -> the SVG that replaces it.
+        charts: address of an image in the text -> the SVG that replaces it.
 
     Raises:
         MissingExtraError: markdown-it-py is not installed.
@@ -150,7 +150,7 @@ def markdown_page(title: str, text: str, charts: Mapping[str, str]) -> str:
 
     def render_chart(renderer: Any, tokens: Any, i: int, options: Any, env: Any) -> str:
         caption = renderer.renderInlineAsText(tokens[i].children, options, env)
-        return f"<figure><figcaption>{safe(caption)}</figcaption>{charts[tokens[i].attrs['src']]}</figure>"
+        return f"<figure><figcaption>{escape_html(caption)}</figcaption>{charts[tokens[i].attrs['src']]}</figure>"
 
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
     markdown.add_render_rule("image", render_chart)
@@ -165,23 +165,25 @@ def markdown_page(title: str, text: str, charts: Mapping[str, str]) -> str:
 
 
 def headline_row(figures: Mapping[str, str]) -> str:
-    """A few large figures side by side: label -> text."""
-    items = "".join(f"<div><dt>{safe(label)}</dt><dd>{safe(text)}</dd></div>" for label, text in figures.items())
+    """Return a row of large figures: label -> text."""
+    items = "".join(
+        f"<div><dt>{escape_html(label)}</dt><dd>{escape_html(text)}</dd></div>" for label, text in figures.items()
+    )
     return f'<dl class="headline">{items}</dl>'
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], kinds: Sequence[str]) -> str:
-    """A table. ``kinds`` says how each column is set: "" plainly, "number" to the right, "text" verbatim.
+    """Return a table. ``kinds`` has the style of each column: "" plain, "number" right-aligned, "text" verbatim.
 
     Raises:
         ValueError: a row has more or fewer cells than there are columns.
     """
     head = "".join(
-        f'<th class="{"number" if kind == "number" else ""}">{safe(name)}</th>'
+        f'<th class="{"number" if kind == "number" else ""}">{escape_html(name)}</th>'
         for name, kind in zip(headers, kinds, strict=True)
     )
     cells = (
-        "".join(f'<td class="{kind}">{safe(value)}</td>' for value, kind in zip(row, kinds, strict=True))
+        "".join(f'<td class="{kind}">{escape_html(value)}</td>' for value, kind in zip(row, kinds, strict=True))
         for row in rows
     )
     body = "".join(f"<tr>{row}</tr>\n" for row in cells)
@@ -189,18 +191,20 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], kinds: Sequence
 
 
 def pairs_table(pairs: Mapping[str, Any]) -> str:
-    """A table of names and their values."""
-    rows = "".join(f"<tr><th>{safe(name)}</th><td>{safe(value)}</td></tr>\n" for name, value in pairs.items())
+    """Return a table of names and values."""
+    rows = "".join(
+        f"<tr><th>{escape_html(name)}</th><td>{escape_html(value)}</td></tr>\n" for name, value in pairs.items()
+    )
     return f'<div class="wide"><table><tbody>\n{rows}</tbody></table></div>'
 
 
-def safe(value: Any) -> str:
-    """Escaped for HTML; control characters, which HTML forbids, as their visible signs."""
+def escape_html(value: Any) -> str:
+    """Escape a value for HTML, with visible symbols for control characters, which HTML forbids."""
     return escape(printable(value))
 
 
 def printable(value: Any) -> str:
-    """The text with visible signs in place of control characters."""
+    """Return the text with visible symbols instead of control characters."""
     text = re.sub(r"[\x00-\x08\x0b-\x1f]", lambda match: chr(0x2400 + ord(match[0])), str(value))
     return re.sub(r"[\x7f-\x9f\ud800-\udfff\ufffe\uffff]", "\ufffd", text)
 
@@ -211,19 +215,18 @@ def printable(value: Any) -> str:
 def line_chart(
     title: str, curves: Mapping[str, Sequence[Point]], *, percent: bool = False, x_label: str = "step"
 ) -> str:
-    """Curves over a common x as a ``<figure>`` with inline SVG; the caption gives the first and last value.
+    """Return curves as a ``<figure>`` with inline SVG; the caption has the first and last values.
 
-    A curve of 40 points or more is drawn thin, with the mean of the last few points over it. NaN and infinite
-    values leave gaps.
+    Curves of 40 points or more are drawn as thin lines with thick moving means. NaN and infinite values leave gaps.
 
     Args:
         title: the caption.
-        curves: label -> points (x, y), two curves at most. Labels are shown if there are two.
-        percent: y is a share of 1 and shown in percent.
-        x_label: the name of x.
+        curves: label -> points (x, y), one or two curves. Two curves have a legend.
+        percent: whether y is a fraction, shown in percent.
+        x_label: label of the x axis.
 
     Raises:
-        WhetValueError: no curve, or more than two.
+        WhetValueError: there are no curves, or more than two.
         MissingExtraError: matplotlib is not installed.
     """
     if not 1 <= len(curves) <= 2:
@@ -254,15 +257,15 @@ def line_chart(
         svg = inline_svg(figure, title)
 
     values = "; ".join(
-        (f"{label} " if len(curves) > 1 else "") + ends(points, percent) for label, points in curves.items()
+        (f"{label} " if len(curves) > 1 else "") + format_ends(points, percent) for label, points in curves.items()
     )
-    return f"<figure><figcaption>{safe(title)}<span>{safe(values)}</span></figcaption>{svg}</figure>"
+    return f"<figure><figcaption>{escape_html(title)}<span>{escape_html(values)}</span></figcaption>{svg}</figure>"
 
 
 def _draw_curve(axes: Any, label: str, points: Sequence[Point], color: str) -> None:
     xs = [x for x, _ in points]
     ys = [y if math.isfinite(y) else math.nan for _, y in points]
-    if window(points) == 1:
+    if smoothing_window(points) == 1:
         axes.plot(xs, ys, color=color, linewidth=2, marker="o", markersize=4, label=label)
         return
     means = _moving_mean(points)
@@ -270,43 +273,43 @@ def _draw_curve(axes: Any, label: str, points: Sequence[Point], color: str) -> N
     axes.plot([x for x, _ in means], [y for _, y in means], color=color, linewidth=2, label=label)
 
 
-def window(points: Sequence[Point]) -> int:
-    """How many points a thick line takes the mean of; 1 for a short curve, which is drawn as it is."""
+def smoothing_window(points: Sequence[Point]) -> int:
+    """Return the number of points per moving mean; 1 for short curves, which are not smoothed."""
     return min(50, len(points) // 20) if len(points) >= 40 else 1
 
 
 def _moving_mean(points: Sequence[Point]) -> list[Point]:
-    """The mean of the finite y of each window, at its last x; NaN where none is finite."""
-    width, means = window(points), []
+    """Return the mean of the finite y of each window, at its last x; NaN without any."""
+    width, means = smoothing_window(points), []
     for end in range(width, len(points) + 1):
         ys = [y for _, y in points[end - width : end] if math.isfinite(y)]
         means.append((points[end - 1][0], sum(ys) / len(ys) if ys else math.nan))
     return means
 
 
-def ends(points: Sequence[Point], percent: bool) -> str:
-    """First and last value, "0.312 → 0.884", of the thick line where there is one."""
+def format_ends(points: Sequence[Point], percent: bool) -> str:
+    """Format the first and last value, "0.312 → 0.884", of the moving mean if there is one."""
     finite = [y for _, y in _moving_mean(points) if math.isfinite(y)]
     if not finite:
         return "no finite value"
-    return " → ".join(_figure(y, percent) for y in (finite[0], finite[-1]))
+    return " → ".join(_format_value(y, percent) for y in (finite[0], finite[-1]))
 
 
-def _figure(y: float, percent: bool) -> str:
+def _format_value(y: float, percent: bool) -> str:
     if percent:
         return f"{y:.1%}"
     text = f"{y:#.3g}".rstrip(".") if abs(y) < 1000 else f"{y:,.0f}"
-    return text.replace("-", "−")  # as the axes have it
+    return text.replace("-", "−")  # as on the axes
 
 
 def inline_svg(figure: Any, title: str) -> str:
-    """A matplotlib figure as ``<svg>`` in the page's colours and font.
+    """Return a matplotlib figure as ``<svg>`` in the page's colours and font.
 
-    Call it under the settings of ``CHART_STYLE``.
+    Call it within an ``rc_context`` of ``CHART_STYLE``.
 
     Args:
         figure: drawn in ``SVG_COLORS``.
-        title: read out in place of the picture; charts of one page have different titles.
+        title: text for screen readers; must be unique within a page.
     """
     from matplotlib import rc_context
 
@@ -317,7 +320,7 @@ def inline_svg(figure: Any, title: str) -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<svg [^>]*viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" role="img">', svg, count=1)
-    svg = svg.replace('role="img">', f'role="img" aria-label="{safe(title)}">', 1)
+    svg = svg.replace('role="img">', f'role="img" aria-label="{escape_html(title)}">', 1)
     svg = svg.replace("xlink:href", "href")
     svg = re.sub(r"'?DejaVu Sans'?[^;\"]*", "inherit", svg)
     for name, stand_in in SVG_COLORS.items():
@@ -326,11 +329,11 @@ def inline_svg(figure: Any, title: str) -> str:
 
 
 def standalone_svg(figure: str, title: str) -> str:
-    """Return a chart of ``line_chart`` as an SVG file: titled, light or dark as the reader's system, nothing external.
+    """Return a chart of ``line_chart`` as a self-contained SVG file with a title, for light and dark mode.
 
     Args:
         figure: the ``<figure>`` that ``line_chart`` returned.
-        title: the first line, above the chart's own caption.
+        title: first line, above the chart's caption.
     """
     pattern = (
         r'<figure><figcaption>(.*?)<span>(.*?)</span>.*?<svg viewBox="0 0 ([\d.]+) ([\d.]+)"[^>]*>(.*)</svg></figure>'
@@ -339,20 +342,21 @@ def standalone_svg(figure: str, title: str) -> str:
     top = 46  # two lines of text
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-8 {-top} {float(width) + 16:g} {float(height) + top:g}" '
-        f'width="{float(width) + 16:g}" height="{float(height) + top:g}" role="img" aria-label="{safe(title)}">\n'
+        f'width="{float(width) + 16:g}" height="{float(height) + top:g}" role="img" '
+        f'aria-label="{escape_html(title)}">\n'
         f"<style>:root {{ {_variables(0)} }} @media (prefers-color-scheme: dark) {{ :root {{ {_variables(1)} }} }} "
         f":root {{ font-family: system-ui, sans-serif; }} text {{ fill: var(--ink); }}</style>\n"
-        f'<text y="-26" font-size="14" font-weight="600">{safe(title)}</text>\n'
+        f'<text y="-26" font-size="14" font-weight="600">{escape_html(title)}</text>\n'
         f'<text y="-6" font-size="13" style="fill: var(--muted)">{caption}</text>\n'
         f'<text x="{width}" y="-6" font-size="13" text-anchor="end">{values}</text>\n{drawing}\n</svg>\n'
     )
 
 
-# --- what ran -------------------------------------------------------------------------------------------
+# --- versions -------------------------------------------------------------------------------------------
 
 
 def versions() -> dict[str, str]:
-    """The versions of Whet, Python and the packages a run depends on, the system and the processor."""
+    """Return the versions of Whet, Python and packages, the system and the processor."""
     found = {"whet": __version__, "python": platform.python_version()}
     for package in ("torch", "transformers", "tokenizers", "peft", "safetensors", "numpy", "reasoning-gym"):
         try:
@@ -363,7 +367,7 @@ def versions() -> dict[str, str]:
 
 
 def processor() -> str:
-    """The processor's name as the system gives it."""
+    """Return the processor's name."""
     info = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
     return names[0] if names else platform.processor() or platform.machine()

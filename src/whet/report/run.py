@@ -1,7 +1,4 @@
-"""A training run as one HTML page.
-
-``write_report`` makes it from what the run left in its folder; the parts of a page are ``whet.report.page``'s.
-"""
+"""Reports of training runs as HTML pages, made from the files of a run with the parts in ``whet.report.page``."""
 
 from __future__ import annotations
 
@@ -21,16 +18,16 @@ from whet.files import replace_text
 from whet.memory import PARTS
 from whet.report.page import (
     Point,
-    ends,
+    escape_html,
+    format_ends,
     headline_row,
     line_chart,
     page,
     pairs_table,
-    safe,
+    smoothing_window,
     standalone_svg,
     table,
     versions,
-    window,
 )
 
 try:
@@ -46,8 +43,8 @@ _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Completion length (tokens)", ("completions/mean_length",)),
     ("Loss", ("loss",)),
 )
-"""The charts of a run: title, and the names that the metric goes by. Other evaluations follow them, and where there are
-several tasks or reward functions the mean of each."""
+"""Charts of a run: title, and possible names of the metric. Other evaluations follow, and with several tasks or reward
+functions the mean of each."""
 
 
 def write_report(
@@ -61,38 +58,36 @@ def write_report(
 ) -> Path:
     """Write ``run_dir/report.html`` from a run's files, and its main curve as ``curve.svg``.
 
-    Read are ``metrics.jsonl`` (as ``JSONLLogger`` writes it), and where they are there ``config.toml`` or
-    ``config.json``, ``memory.json`` and ``completions.jsonl`` (of which the first and the last step are shown).
+    Reads ``metrics.jsonl`` (of ``JSONLLogger``) and, if they exist, ``config.toml`` or ``config.json``, ``memory.json``
+    and ``completions.jsonl`` (its first and last step).
 
     Args:
         run_dir: the run's folder.
         title: the page's heading.
-        summary: a sentence under it.
-        headline: a few large figures, label -> text, "held-out accuracy" -> "34.5% → 91.0%". None: the
-            first and last value of evaluations and reward.
-        samples_before: rows with prompt, completion and reward from before the run.
-        samples_after: the same from after it; rows with the same prompt are shown side by side.
+        summary: a sentence below the title.
+        headline: large figures, label -> text, "held-out accuracy" -> "34.5% → 91.0%". None: the first and last values
+            of evaluations and reward.
+        samples_before: rows with prompt, completion and reward from before training.
+        samples_after: rows from after training; rows with the same prompt are shown side by side.
 
     Returns:
         The path of the page.
 
     Raises:
-        WhetValueError: metrics.jsonl is missing or holds no metrics, or a file is not what its name says.
+        WhetValueError: metrics.jsonl is missing or has no metrics, or a file cannot be parsed.
         MissingExtraError: matplotlib is not installed.
     """
     folder = Path(run_dir)
     curves = _curves(_read_rows(folder / "metrics.jsonl"))
     if not curves:
-        raise WhetValueError(
-            f"write_report: {folder / 'metrics.jsonl'} holds no metrics. Log the run with JSONLLogger there."
-        )
+        raise WhetValueError(f"write_report: {folder / 'metrics.jsonl'} has no metrics. Log the run with JSONLLogger.")
     figures = _headline(curves) if headline is None else headline
     body = [
-        f'<p class="muted">{safe(summary)}</p>' if summary else "",
+        f'<p class="muted">{escape_html(summary)}</p>' if summary else "",
         headline_row(figures) if figures else "",
     ]
-    note = "Thin lines are single steps; thick lines, and the figures beside the titles, are moving means."
-    noisy = any(window(points) > 1 for points in curves.values())
+    note = "Thin lines are single steps. Thick lines, and the figures next to the titles, are moving means."
+    noisy = any(smoothing_window(points) > 1 for points in curves.values())
     charts = _charts(curves)
     body += [
         "<h2>Curves</h2>",
@@ -104,7 +99,7 @@ def write_report(
     if (folder / "completions.jsonl").exists():
         body.append(_training_samples(_read_rows(folder / "completions.jsonl")))
     if (folder / "memory.json").exists():
-        body += ["<h2>Memory of the fullest step</h2>", _memory(_read_json(folder / "memory.json"))]
+        body += ["<h2>Peak memory</h2>", _memory(_read_json(folder / "memory.json"))]
     if config := _read_config(folder):
         body += ["<h2>Configuration</h2>", _configuration(config)]
     body += ["<h2>Versions</h2>", pairs_table(versions())]
@@ -131,7 +126,7 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:
-    """Metric -> (step, value) by rising step; of a step logged twice the later value."""
+    """Return metric -> (step, value) by increasing step; for a step that was logged twice, the later value."""
     curves: dict[str, dict[float, float]] = {}
     for row in rows:
         for name, value in row.items():
@@ -154,7 +149,7 @@ def _charts(curves: Mapping[str, list[Point]]) -> list[str]:
 
 
 def _label(metric: str) -> str:
-    """A metric as it is shown: the mean reward of held-out rows, and that of a task or function, by their own names."""
+    """Return the label of a metric: mean rewards have short names, and held-out ones a prefix."""
     found = re.fullmatch(r"(eval/)?(?:mean_(reward)|rewards/(.+)/mean)", metric)
     return f"{'held-out ' if found[1] else ''}{found[2] or found[3]}" if found else metric
 
@@ -166,7 +161,7 @@ def _is_share(name: str) -> bool:
 def _headline(curves: Mapping[str, list[Point]]) -> dict[str, str]:
     names = [name for name in curves if name.startswith("eval/")]
     names += [name for name in ("mean_reward", "reward") if name in curves][:1]
-    figures = {_label(name).removeprefix("eval/"): ends(curves[name], _is_share(name)) for name in names[:4]}
+    figures = {_label(name).removeprefix("eval/"): format_ends(curves[name], _is_share(name)) for name in names[:4]}
     return figures | {"steps": f"{max(points[-1][0] for points in curves.values()):,.0f}"}
 
 
@@ -174,7 +169,7 @@ _LONGEST_SAMPLE = 1500
 
 
 def _as_text(value: Any) -> str:
-    """Chat messages as paragraphs with their roles."""
+    """Format chat messages as paragraphs with their roles."""
     if not is_messages(value):
         return str(value)
     return "\n\n".join(f"{message['role']}: {message.get('content') or ''}" for message in value)
@@ -192,7 +187,7 @@ def _reward(row: Mapping[str, Any]) -> str:
 
 
 def _before_and_after(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> str:
-    """One row per prompt and sample, with an empty place where one side has no such sample."""
+    """Return a table with a row per prompt and sample, with a dash for missing samples."""
     nothing = {"completion": "–"}
     rows = []
     for prompt in dict.fromkeys(_as_text(row["prompt"]) for row in (*before, *after)):
@@ -206,7 +201,7 @@ def _before_and_after(before: Sequence[Mapping[str, Any]], after: Sequence[Mappi
 
 
 def _training_samples(rows: Sequence[Mapping[str, Any]], most: int = 8) -> str:
-    """The first completions of the first step and of the last; a prompt stands beside the first of its own."""
+    """Return tables of the first completions of the first and last step; repeated prompts are blank."""
     parts = []
     steps = sorted({row["step"] for row in rows})
     for step in dict.fromkeys((*steps[:1], *steps[-1:])):
@@ -222,12 +217,12 @@ def _training_samples(rows: Sequence[Mapping[str, Any]], most: int = 8) -> str:
 
 
 def _memory(figures: Mapping[str, Any]) -> str:
-    """Who held how much, and what was predicted of it."""
+    """Return a table of memory by owner, measured and predicted."""
     measured, predicted = figures["measured"], figures["predicted"]
-    totals = {"in all": (sum(measured.values()), sum(predicted.values()))}
+    totals = {"total": (sum(measured.values()), sum(predicted.values()))}
     rows = {PARTS[name]: (measured.get(name, 0), predicted.get(name, 0)) for name in {**measured, **predicted}}
     cells = [[words, *(f"{n_bytes / 1e6:,.0f}" for n_bytes in pair)] for words, pair in (rows | totals).items()]
-    return table(["Held by", "MB", "MB predicted"], cells, ["text", "number", "number"])
+    return table(["Used by", "MB", "MB predicted"], cells, ["text", "number", "number"])
 
 
 def _read_json(path: Path) -> Any:
@@ -238,7 +233,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """The run's configuration; empty if it left none."""
+    """Read the configuration of a run; empty if it has none."""
     for name, parse in (("config.toml", tomllib.loads), ("config.json", json.loads)):
         if (folder / name).exists():
             try:
@@ -249,17 +244,19 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _configuration(config: Mapping[str, Any]) -> str:
-    """A table for the settings at the top, and one for each section."""
+    """Return a table of top-level settings and a table per section."""
     sections = {name: value for name, value in config.items() if isinstance(value, dict) and value}
     top = {name: value for name, value in config.items() if name not in sections}
-    tables = [pairs_table(dict(_flat(top)))] if top else []
-    tables += [f"<h3>{safe(name)}</h3>{pairs_table(dict(_flat(section)))}" for name, section in sections.items()]
+    tables = [pairs_table(dict(_flatten(top)))] if top else []
+    tables += [
+        f"<h3>{escape_html(name)}</h3>{pairs_table(dict(_flatten(section)))}" for name, section in sections.items()
+    ]
     return f'<div class="flow">{"".join(tables)}</div>'
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
     for name, value in config.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from _flatten(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value, default=str)

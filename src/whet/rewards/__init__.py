@@ -1,4 +1,4 @@
-"""Reward and preference functions: called with what they ask for, in this process or in killable ones."""
+"""Reward and preference functions: called with the arguments they declare, in this process or in killable ones."""
 
 from __future__ import annotations
 

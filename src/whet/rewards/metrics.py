@@ -1,4 +1,4 @@
-"""Means and standard deviations of rewards, over the samples that were scored."""
+"""Means and standard deviations of rewards over scored samples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from whet.rewards.functions import RewardBatch
 
 
 def reward_metrics(rewards: RewardBatch) -> dict[str, float]:
-    """Mean reward, and mean and std of each function's scores, over the scored samples; NaN if there is none.
+    """Return the mean reward, and mean and std of each function's scores, over scored samples; NaN without any.
 
     ``reward_errors`` counts the scores that a policy replaced.
     """
@@ -22,7 +22,7 @@ def reward_metrics(rewards: RewardBatch) -> dict[str, float]:
 
 
 def mean_rewards(scored: Sequence[RewardBatch]) -> dict[str, float]:
-    """``mean_reward`` over all batches, and with several functions the mean of each, ``rewards/NAME/mean``."""
+    """Return ``mean_reward`` over all batches and, with several functions, their means as ``rewards/NAME/mean``."""
     mean = nan_mean(np.concatenate([batch.rewards for batch in scored]))
     names = scored[0].by_name
     by_name = {f"rewards/{n}/mean": nan_mean(np.concatenate([batch.by_name[n] for batch in scored])) for n in names}
@@ -30,13 +30,13 @@ def mean_rewards(scored: Sequence[RewardBatch]) -> dict[str, float]:
 
 
 def nan_mean(values: np.ndarray) -> float:
-    """Mean of the values that are not NaN; NaN if there is none."""
+    """Return the mean of the values that are not NaN; NaN without any."""
     scored = values[~np.isnan(values)]
     return float(scored.mean()) if scored.size else float("nan")
 
 
 def group_std(rewards: np.ndarray) -> np.ndarray:
-    """Population standard deviation of each row, over its scored samples; 0 for a row without one."""
+    """Return the population standard deviation of each row over its scored samples; 0 for a row without any."""
     scored = ~np.isnan(rewards)
     n = np.maximum(scored.sum(axis=1), 1)
     mean = np.where(scored, rewards, 0.0).sum(axis=1) / n

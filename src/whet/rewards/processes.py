@@ -1,7 +1,7 @@
-"""Call a user's functions and collect their results or exceptions: in this process, or in killable children.
+"""Calls user functions in this process or in killable child processes, and collects their results or exceptions.
 
-Does not know what the functions compute; ``whet.rewards`` does. A child process sends its
-parent JSON only. No child outlives its parent, not even one that is killed: see ``_Guard``.
+The functions are opaque here. A child process sends only JSON to its parent. No child outlives its parent, even if the
+parent is killed: see ``_Guard``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CallTimeout(Exception):
 
 
 class RaisedInChild(Exception):
-    """An exception of the child process; its text is the traceback there."""
+    """An exception in a child process; its text is the child's traceback."""
 
     def __init__(self, summary: str, text: str) -> None:
         super().__init__(text)
@@ -39,15 +39,15 @@ class RaisedInChild(Exception):
 
 
 def summary(error: BaseException) -> str:
-    """``"ZeroDivisionError: division by zero"``, also for an exception of a child process."""
+    """Return ``"ZeroDivisionError: division by zero"``, also for an exception in a child process."""
     return error.summary if isinstance(error, RaisedInChild) else f"{type(error).__name__}: {error}"
 
 
 def call_here(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Results of the calls, or the exceptions they raised, in order.
+    """Return the results of the calls, or their exceptions, in order.
 
-    Awaitable results are awaited together, on an event loop in a thread of its own: this works where a
-    loop is already running, and a client bound to the loop stays usable across calls.
+    Awaitables run concurrently on an event loop in a separate thread: this works even if the caller runs a loop, and
+    clients bound to the loop stay usable across calls.
     """
     results: list[Any] = []
     for call in calls:
@@ -57,7 +57,7 @@ def call_here(calls: Sequence[Callable[[], Any]]) -> list[Any]:
             results.append(error)
     waiting = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
     if waiting:
-        future = asyncio.run_coroutine_threadsafe(_all([results[i] for i in waiting]), _event_loop())
+        future = asyncio.run_coroutine_threadsafe(_gather([results[i] for i in waiting]), _event_loop())
         try:
             for i, result in zip(waiting, future.result(), strict=True):
                 results[i] = result
@@ -66,7 +66,7 @@ def call_here(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     return results
 
 
-async def _all(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
+async def _gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
     async def settled(awaitable: Awaitable[Any]) -> Any:
         try:
             return await awaitable
@@ -80,7 +80,7 @@ _loop_of_process: dict[int, asyncio.AbstractEventLoop] = {}
 
 
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """The running loop of this process: one inherited by a fork has no thread that runs it."""
+    """Return the running loop of this process: a loop inherited by a fork has no thread."""
     loop = _loop_of_process.get(os.getpid())
     if loop is None:
         loop = _loop_of_process[os.getpid()] = asyncio.new_event_loop()
@@ -89,15 +89,15 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 
 def call_in_children(calls: Sequence[Callable[[], Any]], to_json: Callable[[Any], Any], timeout_s: float) -> list[Any]:
-    """Like ``call_here``, but each call in a forked process, all at once, killed after ``timeout_s``.
+    """Like ``call_here``, but run each call in a separate forked process, all in parallel, killed after ``timeout_s``.
 
     Args:
         calls: functions without arguments.
         to_json: applied to a result in the child; its result is sent as JSON.
-        timeout_s: seconds, from the start of a call.
+        timeout_s: seconds from the start of a call.
 
     Returns:
-        Per call the decoded JSON, a ``RaisedInChild``, or a ``CallTimeout``.
+        The decoded JSON, a ``RaisedInChild`` or a ``CallTimeout`` per call.
     """
     with contextlib.ExitStack() as stack:
         guard = stack.enter_context(_Guard())
@@ -106,21 +106,21 @@ def call_in_children(calls: Sequence[Callable[[], Any]], to_json: Callable[[Any]
 
 
 class _Child:
-    """One call in a process and process group of its own, both killed when the context ends."""
+    """A call in a separate process and process group, both killed on exit of the context."""
 
     def __init__(self, call: Callable[[], Any], to_json: Callable[[Any], Any], timeout_s: float, guard: _Guard) -> None:
         context = multiprocessing.get_context("fork")
         self.receiver, sender = context.Pipe(duplex=False)
-        entrance = guard.entrance()
-        self.process = context.Process(target=_child_main, args=(call, to_json, sender, entrance, os.getpid()))
+        guard_pipe = guard.write_end()
+        self.process = context.Process(target=_child_main, args=(call, to_json, sender, guard_pipe, os.getpid()))
         self.timeout_s = timeout_s
         self.deadline = time.monotonic() + timeout_s
         with warnings.catch_warnings():
-            # Python warns of forking beside threads, whose locks stay locked in the child: the timeout ends a wait.
+            # Python warns of forking with threads, whose locks stay locked in the child: the timeout ends a deadlock.
             warnings.simplefilter("ignore", DeprecationWarning)
             self.process.start()
         sender.close()
-        os.close(entrance)
+        os.close(guard_pipe)
 
     def __enter__(self) -> _Child:
         return self
@@ -128,7 +128,7 @@ class _Child:
     def __exit__(self, *exc_info: object) -> None:
         assert self.process.pid is not None
         self.process.kill()
-        with contextlib.suppress(ProcessLookupError):  # killed before it had a group of its own
+        with contextlib.suppress(ProcessLookupError):  # killed before it created its group
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.join()
         self.receiver.close()
@@ -147,16 +147,16 @@ class _Child:
 
 
 class _Guard:
-    """Kills process groups when this process dies, for any reason: a shell that waits for the end of a pipe.
+    """A shell that waits for EOF of a pipe, to kill process groups when this process dies for any reason.
 
-    The system can kill a child with its parent (``die_with``), but not the child's own children. So a child puts its
-    group under guard by the pipe's ``entrance``, before it can have any.
+    Linux can kill a child with its parent (``set_parent_death_signal``), but not the child's descendants. Therefore a
+    child first registers its process group by writing to the pipe (``write_end``).
     """
 
     def __init__(self) -> None:
         script = 'groups=; while read -r group; do groups="$groups -$group"; done; kill -KILL $groups'
         nothing = subprocess.DEVNULL
-        # A session of its own: Ctrl-C at the terminal, or a kill of the whole group, must not reach the guard.
+        # A separate session: Ctrl-C at the terminal, or a kill of the group, must not reach the guard.
         self._shell = subprocess.Popen(
             ["/bin/sh", "-c", script], stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, start_new_session=True
         )
@@ -164,8 +164,8 @@ class _Guard:
         self._pipe = self._shell.stdin
         keep_from_children(self._pipe.fileno())
 
-    def entrance(self) -> int:
-        """A descriptor for one child: it writes its group's number and closes it, as the caller does."""
+    def write_end(self) -> int:
+        """Duplicate the pipe's descriptor for a child, which writes its group's id; child and caller close it."""
         return os.dup(self._pipe.fileno())
 
     def __enter__(self) -> _Guard:
@@ -178,12 +178,12 @@ class _Guard:
         self._pipe.close()
 
 
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: the loader's lock may be held at a fork
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded early: the loader's lock may be held at a fork
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with(parent: int) -> None:
-    """Have Linux kill this process when ``parent``, which started it, dies; at once if that is dead already."""
+def set_parent_death_signal(parent: int) -> None:
+    """Have Linux kill this process when its parent process ``parent`` dies; at once if it is dead already."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
@@ -191,12 +191,12 @@ def die_with(parent: int) -> None:
 
 
 def _child_main(
-    call: Callable[[], Any], to_json: Callable[[Any], Any], sender: Any, entrance: int, parent: int
+    call: Callable[[], Any], to_json: Callable[[Any], Any], sender: Any, guard_pipe: int, parent: int
 ) -> None:
     os.setsid()
-    die_with(parent)
-    os.write(entrance, f"{os.getpid()}\n".encode())
-    os.close(entrance)
+    set_parent_death_signal(parent)
+    os.write(guard_pipe, f"{os.getpid()}\n".encode())
+    os.close(guard_pipe)
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)  # the parent's worker threads do not exist here

@@ -1,4 +1,4 @@
-"""Several tasks as one data set with reward functions: their rows interleaved by weight."""
+"""Several tasks as one data set with reward functions, with rows interleaved by weight."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from typing import Any
 import numpy as np
 
 from whet.tasks.choose import open_task
-from whet.tasks.protocol import Split, Task, prompt_of
+from whet.tasks.protocol import Split, Task, make_prompt
 from whet.tasks.settings import read_spec
 
 
 class Mixture(Sequence[dict[str, Any]]):
-    """The rows of several tasks, each with its share.
+    """The rows of several tasks, interleaved by weight.
 
-    Of ``len(self)`` rows task t has the share w_t / sum(w), evenly spaced, and every row of every task occurs: those of
-    a task with more weight than rows occur again. Row i is a pure function of i.
+    Task t has a fraction w_t / sum(w) of the ``len(self)`` rows, evenly spaced. Every row of every task occurs; rows of
+    a task with more weight than rows are repeated. Row i is a pure function of i.
 
-    A row has the fields of the task's, ``prompt`` with the system prompt, and further ``task``, its name, and ``item``,
-    the row as the task has it.
+    A row has the fields of the task's row, ``prompt`` with the system prompt, ``task`` (the name) and ``item`` (the
+    task's row).
 
     Args:
-        tasks: one or more.
-        weights: one for each.
+        tasks: one or more tasks.
+        weights: a weight per task.
 
     Attributes:
-        names: of the tasks; of equal ones the second is called "name_2", and so on.
+        names: unique names of the tasks; repeated names get a suffix: "name_2", ...
     """
 
     def __init__(self, tasks: Sequence[Task], weights: Sequence[float]) -> None:
         self.tasks = list(tasks)
-        self.names = _unique([task.name for task in tasks])
+        self.names = _make_unique([task.name for task in tasks])
         shares = np.array(weights, np.float64) / sum(weights)
         n_rows = max(len(task.rows) / share for task, share in zip(tasks, shares, strict=True))
-        # Row j of a task stands at (j + 1/2) / share.
+        # Row j of a task has the position (j + 1/2) / share.
         counts = np.ceil(shares * n_rows - 1e-9).astype(int)
         positions = np.concatenate([(np.arange(n) + 0.5) / share for n, share in zip(counts, shares, strict=True)])
         order = np.argsort(positions, kind="stable")
@@ -50,17 +50,17 @@ class Mixture(Sequence[dict[str, Any]]):
         which = self._task[i]
         task = self.tasks[which]
         row = task.rows[int(self._row[i]) % len(task.rows)]
-        return {**row, "prompt": prompt_of(task, row), "task": self.names[which], "item": row}
+        return {**row, "prompt": make_prompt(task, row), "task": self.names[which], "item": row}
 
     def reward_functions(self) -> list[Callable[..., list[float | None]]]:
-        """One per task, of its name: the task's scores of its own rows, None for those of the others."""
+        """Return a function per task, with its name, that scores the task's rows and returns None for others."""
         return [_reward_function(name, task) for name, task in zip(self.names, self.tasks, strict=True)]
 
 
 def open_tasks(specs: Sequence[str | Mapping[str, Any]], *, split: Split = "train", size: int | None = None) -> Mixture:
-    """The tasks that texts or tables name; see ``open_task`` for the arguments and errors.
+    """Open the tasks that texts or tables name; see ``open_task`` for the arguments and errors.
 
-    Weights are for training: of rows to evaluate on, each occurs once.
+    Weights apply to training only: each evaluation row occurs once.
     """
     tasks = [open_task(spec, split=split, size=size) for spec in specs]
     if split == "eval":
@@ -68,7 +68,7 @@ def open_tasks(specs: Sequence[str | Mapping[str, Any]], *, split: Split = "trai
     return Mixture(tasks, [read_spec(spec).weight for spec in specs])
 
 
-def _reward_function(own_name: str, own: Task) -> Callable[..., list[float | None]]:
+def _reward_function(own_name: str, own_task: Task) -> Callable[..., list[float | None]]:
     def score(
         completions: Sequence[Any],
         task: Sequence[str],
@@ -77,16 +77,18 @@ def _reward_function(own_name: str, own: Task) -> Callable[..., list[float | Non
     ) -> list[float | None]:
         tags = [""] * len(completions) if opening_tag is None else opening_tag
         scored = zip(completions, tags, task, item, strict=True)
-        return [own.score(with_tag(text, tag), row) if name == own_name else None for text, tag, name, row in scored]
+        return [
+            own_task.score(prepend_tag(text, tag), row) if name == own_name else None for text, tag, name, row in scored
+        ]
 
     score.__name__ = own_name
     return score
 
 
-def with_tag(completion: Any, opening_tag: str) -> Any:
-    """A completion as a task scores it: with the tag by which its prompt has opened the thinking."""
+def prepend_tag(completion: Any, opening_tag: str) -> Any:
+    """Return a completion with the opening tag of thinking, if the prompt ends with that tag."""
     return f"{opening_tag}{completion}" if opening_tag else completion
 
 
-def _unique(names: Sequence[str]) -> list[str]:
+def _make_unique(names: Sequence[str]) -> list[str]:
     return [f"{name}_{names[:i].count(name) + 1}" if name in names[:i] else name for i, name in enumerate(names)]

@@ -1,8 +1,8 @@
-"""A task as training and evaluation see it, and the rule that keeps its held-out rows out of training.
+"""The interface of tasks, and the rule that keeps held-out rows out of training.
 
-A row belongs to evaluation if a hash of its prompt says so, and to training if not: not by its seed, as generators of
-small items draw the same ones from any seed, and not by a list, which would have to be kept. So no prompt occurs on
-both sides, whatever seeds, sizes and options two runs have, as long as they hold out the same share.
+The split of a row is a hash of its prompt. Splitting by seed would leak, because generators of small items repeat them
+with any seed, and a list of held-out rows would have to be stored. No prompt occurs in both splits, for any seeds,
+sizes and options of two runs, if they hold out the same fraction.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ Split = Literal["train", "eval"]
 
 
 class Task(Protocol):
-    """Something to do that can be verified.
+    """Prompts with verifiable answers.
 
-    A class of a user's own needs these three attributes and one method; ``open_task("file.py:MyTask")`` makes it,
-    with ``seed``, ``size`` and options as keywords where they are given, and divides its rows between the splits.
+    A custom class needs these three attributes and one method. ``open_task("file.py:MyTask")`` constructs it, with
+    ``seed``, ``size`` and options as keywords if they are set, and splits its rows.
     """
 
     name: str
-    """As it is shown, and the key of its metrics."""
+    """Display name, and key of its metrics."""
     system_prompt: str
-    """Put before each prompt by ``prompt_of``; "": nothing."""
+    """Text that ``make_prompt`` puts before each prompt; "": none."""
 
     @property
     def rows(self) -> Sequence[Mapping[str, Any]]:
-        """Each has ``prompt`` (text, or chat messages) and whatever ``score`` needs.
+        """Rows with ``prompt`` (text or chat messages) and the fields that ``score`` needs.
 
-        ``rows[i]`` is a pure function of i: it may be made when it is asked for, and is the same when asked for again.
+        ``rows[i]`` is a pure function of i, and may be generated on access.
         """
         ...
 
     def score(self, completion: str, row: Mapping[str, Any]) -> float:
-        """How good a completion of ``row`` is, from 0 to 1: right.
+        """Return the score of a completion of ``row``, from 0 (wrong) to 1 (right).
 
-        Where the chat template opens the thinking, the completion begins with that tag here, as that of a model which
-        writes it itself; ``whet.data.thinking.answer_in`` gives the answer.
+        If the chat template opens the thinking, the completion begins with the opening tag, as if the model had
+        generated it. ``whet.data.thinking.answer_in`` returns the answer.
         """
         ...
 
 
-def prompt_of(task: Task, row: Mapping[str, Any]) -> Any:
-    """``row["prompt"]`` with the task's system prompt: a first message of chat messages, a paragraph before a text."""
+def make_prompt(task: Task, row: Mapping[str, Any]) -> Any:
+    """Return ``row["prompt"]`` with the task's system prompt as first message, or as first paragraph of a text."""
     prompt = row["prompt"]
     if not task.system_prompt:
         return prompt
@@ -54,12 +54,12 @@ def prompt_of(task: Task, row: Mapping[str, Any]) -> Any:
     return [{"role": "system", "content": task.system_prompt}, *prompt]
 
 
-def split_of(prompt: Any, held_out: float) -> Split:
-    """The split that a prompt belongs to.
+def assign_split(prompt: Any, held_out: float) -> Split:
+    """Return the split of a prompt.
 
     Args:
-        prompt: without the system prompt.
-        held_out: the share of all prompts that are held out, from 0 to 1. With a greater one they stay held out.
+        prompt: the prompt without system prompt.
+        held_out: fraction of prompts that are held out, from 0 to 1. Raising it only adds held-out prompts.
     """
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
     digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()

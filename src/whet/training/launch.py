@@ -62,10 +62,10 @@ def end_with_launcher() -> None:
 
     A launcher that is killed cannot end its ranks: they would train on, unsupervised.
     """
-    from whet.rewards.processes import die_with
+    from whet.rewards.processes import set_parent_death_signal
 
     if _LAUNCHER in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with(int(os.environ.get(_LAUNCHER, os.getppid())))
+        set_parent_death_signal(int(os.environ.get(_LAUNCHER, os.getppid())))
 
 
 def is_reported_elsewhere(error: RankError) -> bool:
