@@ -42,7 +42,7 @@ def names(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir())
 
 
-def test_tensors_and_state_come_back(tmp_path):
+def test_tensors_and_state_round_trip(tmp_path):
     tensors = {
         "model": {
             "f32": torch.randn(3, 4),
@@ -69,7 +69,7 @@ def test_tensors_and_state_come_back(tmp_path):
     json.loads((tmp_path / "a" / "b.pt" / "state.json").read_text(), parse_constant=pytest.fail)
 
 
-def test_the_file_may_change_after_loading(tmp_path):
+def test_loaded_tensors_do_not_map_the_file(tmp_path):
     save_checkpoint(tmp_path / "c", small(5), {})
     tensors, _ = load_checkpoint(tmp_path / "c")
     file = tmp_path / "c" / "model.safetensors"
@@ -77,7 +77,7 @@ def test_the_file_may_change_after_loading(tmp_path):
     assert tensors["model"]["w"].tolist() == [[5, 5], [5, 5]]
 
 
-def test_shared_tensors_are_stored_once_and_come_back_shared(tmp_path):
+def test_shared_tensors_are_stored_once_and_stay_shared(tmp_path):
     big = torch.randn(100, 100)
     row = big[1]
     tensors = {"model": {"embed": big, "head": big, "row": row, "flat": big.view(-1)}, "ema": {"embed": big}}
@@ -91,14 +91,14 @@ def test_shared_tensors_are_stored_once_and_come_back_shared(tmp_path):
     assert torch.equal(loaded["model"]["flat"], big.view(-1))
 
 
-def test_conjugate_views_are_no_aliases(tmp_path):
+def test_conjugate_views_are_not_aliases(tmp_path):
     z = torch.tensor([1 + 2j, 3 - 1j])
     save_checkpoint(tmp_path / "c", {"g": {"z": z, "conjugate": z.conj()}}, {})
     loaded, _ = load_checkpoint(tmp_path / "c")
     assert loaded["g"]["conjugate"].tolist() == [1 - 2j, 3 + 1j]
 
 
-def test_a_tied_model_comes_back_tied(tmp_path):
+def test_a_tied_model_stays_tied(tmp_path):
     model = nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 50, bias=False))
     model[1].weight = model[0].weight
     save_checkpoint(tmp_path / "c", {"model": module_tensors(model)}, {"model": describe_module(model)})
@@ -111,10 +111,10 @@ def test_a_tied_model_comes_back_tied(tmp_path):
     assert copy[1].weight is copy[0].weight
 
 
-def test_what_cannot_be_stored_is_named_and_nothing_is_written(tmp_path):
+def test_the_error_names_a_value_that_cannot_be_stored_and_writes_nothing(tmp_path):
     for tensors, state, error, message in (
-        ({"a/b": {}}, {}, WhetValueError, r"the group 'a/b' is no file name"),
-        ({"": {}}, {}, WhetValueError, "no file name"),
+        ({"a/b": {}}, {}, WhetValueError, r"the group 'a/b' is not a file name"),
+        ({"": {}}, {}, WhetValueError, "the group ''"),
         ({"m": {"x": [1.0]}}, {}, WhetTypeError, r"m\['x'\] is a list, expected a torch.Tensor"),
         ({"m": {"x": torch.zeros(2, device="meta")}}, {}, WhetTypeError, r"m\['x'\] is .* on meta"),
         ({"m": {"x": torch.eye(2).to_sparse()}}, {}, WhetTypeError, r"m\['x'\] is torch.sparse_coo"),
@@ -196,7 +196,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))  # larger files fail as on a full disk
     try:
         for tensors, state in (({"model": {"w": torch.zeros(50_000)}}, {}), (small(2), {"log": "x" * 60_000})):
-            with pytest.raises(DiskFullError, match=r"/c was not written: .* Raise the limit .*from the newest check"):
+            with pytest.raises(DiskFullError, match=r"/c was not written: .* Raise the limit .*newest checkpoint"):
                 save_checkpoint(tmp_path / "c", tensors, state)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -204,7 +204,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path):
     assert names(tmp_path) == ["c"]
 
 
-def test_what_is_no_checkpoint_is_not_replaced(tmp_path):
+def test_other_files_are_not_replaced(tmp_path):
     file = tmp_path / "file"
     file.write_text("mine")
     folder = tmp_path / "folder"
@@ -223,7 +223,7 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path):
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def test_an_empty_folder_and_a_link_are_saved_into(tmp_path):
+def test_saving_into_an_empty_folder_and_through_a_link(tmp_path):
     (tmp_path / "empty").mkdir()
     save_checkpoint(tmp_path / "empty", small(1), {})
     (tmp_path / "link").symlink_to("empty")
@@ -251,7 +251,7 @@ def test_a_checkpoint_truncated_or_altered_at_any_byte_does_not_load(tmp_path):
     load_checkpoint(tmp_path / "c")
 
 
-def test_missing_and_extra_files_are_named(tmp_path):
+def test_errors_name_missing_and_extra_files(tmp_path):
     save_checkpoint(tmp_path / "c", small(), {})
     for name in names(tmp_path / "c"):
         shutil.copytree(tmp_path / "c", tmp_path / "d")
@@ -259,12 +259,12 @@ def test_missing_and_extra_files_are_named(tmp_path):
         assert_raises(CheckpointError, f"{name} is missing", load_checkpoint, tmp_path / "d")
         shutil.rmtree(tmp_path / "d")
     (tmp_path / "c" / "extra.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"extra\.bin is not part of the checkpoint: remove it"):
+    with pytest.raises(CheckpointError, match=r"extra\.bin is not part of the checkpoint"):
         load_checkpoint(tmp_path / "c")
     assert_raises(CheckpointError, r"there is no checkpoint at .*/nowhere", load_checkpoint, tmp_path / "nowhere")
     (tmp_path / "run").mkdir()
     save_checkpoint(step_folder(tmp_path / "run", 5), small(), {})
-    with pytest.raises(CheckpointError, match=r"manifest\.json is missing\. Pass one of the checkpoints in this"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing\. Pass one of the checkpoints"):
         load_checkpoint(tmp_path / "run")
 
 
@@ -298,7 +298,7 @@ def fingerprint(file: Path) -> dict:
         ({"aliases": {"model": 3}}, "malformed"),
     ],
 )
-def test_a_forged_manifest_is_refused(tmp_path, changes, message):
+def test_a_forged_manifest_is_rejected(tmp_path, changes, message):
     save_checkpoint(tmp_path / "c", small(), {})
     forge(tmp_path / "c", **changes)
     assert_raises(CheckpointError, message, load_checkpoint, tmp_path / "c")
@@ -312,10 +312,10 @@ class Bomb:
         return os.mkdir, (str(self.marker),)
 
 
-def test_pickles_are_refused_and_run_nothing(tmp_path):
+def test_pickles_are_rejected_without_running(tmp_path):
     marker, bomb = tmp_path / "exploded", tmp_path / "model.pt"
     torch.save(Bomb(marker), bomb)
-    assert_raises(CheckpointError, r"model\.pt is a file.*Pickles .* are refused", load_checkpoint, bomb)
+    assert_raises(CheckpointError, r"model\.pt is a file.*Pickles", load_checkpoint, bomb)
     save_checkpoint(tmp_path / "c", small(), {})
     for content in (bomb.read_bytes(), pickle.dumps(Bomb(marker))):
         for name in ("model.safetensors", "state.json"):
@@ -333,7 +333,7 @@ def test_pickles_are_refused_and_run_nothing(tmp_path):
 # --- many checkpoints -----------------------------------------------------------------------------------
 
 
-def test_latest_skips_what_does_not_verify(tmp_path):
+def test_latest_skips_checkpoints_that_do_not_verify(tmp_path):
     assert latest_checkpoint(tmp_path / "nowhere") is None
     assert latest_checkpoint(tmp_path) is None
     for step in (100, 200, 1_000_000):
@@ -351,7 +351,7 @@ def test_latest_skips_what_does_not_verify(tmp_path):
     assert load_checkpoint(path)[0]["model"]["w"][0, 0] == 200
 
 
-def test_pruning_keeps_the_newest_and_clears_what_kills_left(tmp_path):
+def test_pruning_keeps_the_newest_and_removes_remains_of_killed_saves(tmp_path):
     for step in (10, 20, 30, 40, 99):
         save_checkpoint(step_folder(tmp_path, step), small(), {})
     (tmp_path / "step-000015").mkdir()  # someone else's
@@ -379,7 +379,7 @@ def draw() -> list:
     ]
 
 
-def test_random_states_come_back():
+def test_random_states_round_trip():
     draw()  # an odd number of normal deviates: random and NumPy keep a second one for the next call
     state = json.loads(json.dumps(capture_rng(), allow_nan=False))
     expected = [draw(), draw()]
@@ -399,15 +399,15 @@ def test_random_states_come_back():
         lambda s: s.update(torch={"dtype": "what", "base64": "AAAA"}),
     ],
 )
-def test_a_spoilt_random_state_is_an_error(spoil):
+def test_a_corrupt_random_state_is_an_error(spoil):
     good = capture_rng()
     state = json.loads(json.dumps(good))
     spoil(state)
-    assert_raises(CheckpointError, "restore_rng: the random state cannot be restored", restore_rng, state)
+    assert_raises(CheckpointError, ("restore_rng", "random state"), restore_rng, state)
     restore_rng(good)
 
 
-def test_loading_warns_of_nothing(tmp_path):
+def test_loading_does_not_warn(tmp_path):
     save_checkpoint(tmp_path / "c", small(), {})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -416,7 +416,7 @@ def test_loading_warns_of_nothing(tmp_path):
 
 @pytest.mark.parametrize("package", ["torch", "safetensors"])
 @pytest.mark.parametrize("module", ["whet.checkpoint", "whet.training.callbacks"])
-def test_a_missing_extra_is_one_clear_line(package, module):
+def test_the_error_for_a_missing_extra_is_one_line(package, module):
     code = f"import sys; sys.modules[{package!r}] = None; import {module}"
     done = run_python(code)
     message = f"whet.checkpoint needs {package}. Install it with: pip install 'whet[train]'"

@@ -41,14 +41,14 @@ def round_trip(value):
         torch.device("cuda:1"),
     ],
 )
-def test_values_come_back_with_their_types(value):
+def test_values_round_trip_with_their_types(value):
     back = round_trip(value)
     assert back == value
-    assert repr(back) == repr(value)  # tells -0.0 from 0.0, True from 1, tuple from list
+    assert repr(back) == repr(value)  # distinguishes -0.0 from 0.0, True from 1, tuple from list
     assert type(back) is type(value)
 
 
-def test_nan_comes_back():
+def test_nan_round_trips():
     assert math.isnan(round_trip({"best": math.nan})["best"])
 
 
@@ -67,11 +67,11 @@ plain = st.recursive(
 
 
 @given(plain)
-def test_any_plain_value_comes_back(value):
+def test_any_plain_value_round_trips(value):
     assert repr(round_trip(value)) == repr(value)
 
 
-def test_what_cannot_be_stored_is_named():
+def test_the_error_names_a_value_that_cannot_be_stored():
     with pytest.raises(WhetTypeError, match=r"state\['optimizer'\]\[1\] is of type torch.Tensor.*tensor group"):
         encode({"optimizer": [0, torch.zeros(1)]}, "state")
     assert_raises(WhetTypeError, r"builtins\.set", encode, {1}, "state")
@@ -79,6 +79,6 @@ def test_what_cannot_be_stored_is_named():
 
 
 @pytest.mark.parametrize("text", ['{"$": "lambda", "value": 1}', '{"$": "dtype", "value": "load"}'])
-def test_unknown_tags_and_names_are_refused(text):
+def test_unknown_tags_and_names_are_rejected(text):
     with pytest.raises(CheckpointError):
         decode(json.loads(text))

@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class Everything(nn.Module):
-    """What models of users are made of: flags, configs, ties, shared blocks, buffers of both kinds."""
+    """A module with every supported kind of member: flags, configs, ties, shared blocks, both kinds of buffers."""
 
     def __init__(self, vocab: int, config: Config, *, causal: bool) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Everything(nn.Module):
         return functional.linear(self.first[0](h), self.tied[0])
 
 
-def test_a_model_of_everything_is_rebuilt_to_the_bit():
+def test_a_model_with_every_kind_of_member_is_rebuilt_bitwise():
     torch.manual_seed(0)
     model = Everything(11, Config(), causal=True)
     model.blocks[1].eval()
@@ -111,7 +111,7 @@ def test_a_model_of_everything_is_rebuilt_to_the_bit():
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
 @pytest.mark.parametrize("training", [True, False])
-def test_modules_of_torch_are_rebuilt_to_the_bit(module, shape, training):
+def test_torch_modules_are_rebuilt_bitwise(module, shape, training):
     module.train(training)
     x = torch.randn(shape, dtype=next(module.parameters()).dtype)
 
@@ -126,7 +126,7 @@ def test_modules_of_torch_are_rebuilt_to_the_bit(module, shape, training):
         assert copy._flat_weights[0] is copy.weight_ih_l0
 
 
-def test_parameters_that_share_memory_share_it_again():
+def test_shared_memory_of_parameters_is_preserved():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight.data = model[0].weight.data
     copy = rebuilt(model)
@@ -147,7 +147,7 @@ class Awkward(nn.Module):
         self.inner[0].register_forward_hook(lambda *_: None)
 
 
-def test_what_cannot_be_described_is_named():
+def test_the_error_names_a_member_that_cannot_be_describe_class():
     description = describe_module(Awkward())
     text = "; ".join(description["undescribed"])
     for part in (
@@ -162,14 +162,14 @@ def test_what_cannot_be_described_is_named():
     assert_raises(CheckpointError, r"cannot be rebuilt.*f is .*pass it as model=", build_module, description)
 
 
-def test_a_class_of_a_function_is_named():
+def test_the_error_names_a_class_defined_in_a_function():
     class Local(nn.Module):
         pass
 
     assert_raises(CheckpointError, "Local, not found by that name", build_module, describe_module(Local()))
 
 
-def test_classes_of_a_script_work_in_that_script(tmp_path, monkeypatch):
+def test_classes_of_a_script_are_found_in_that_script(tmp_path, monkeypatch):
     script = tmp_path / "train.py"
     script.write_text(
         "from torch import nn\n"
@@ -185,21 +185,21 @@ def test_classes_of_a_script_work_in_that_script(tmp_path, monkeypatch):
         build_module(names["description"])
 
 
-def described(name: str) -> dict:
+def describe_class(name: str) -> dict:
     description = describe_module(nn.Linear(2, 2))
     description["modules"][0]["class"] = name
     return description
 
 
-def test_nothing_is_imported_and_only_modules_are_built():
+def test_building_imports_nothing_and_builds_only_modules():
     sys.modules.pop("this", None)
     for name in ("this:Zen", "subprocess:Popen", "transformers.cli.serving:X", "builtins:object"):
-        assert_raises(CheckpointError, r"imported|is not an nn\.Module", build_module, described(name))
+        assert_raises(CheckpointError, r"imported|is not an nn\.Module", build_module, describe_class(name))
     assert "this" not in sys.modules
 
 
 @pytest.mark.parametrize("function", ["torch.load", "torch.compile", "torch.nn.functional.importlib", "os.system"])
-def test_only_operators_are_looked_up(function):
+def test_functions_other_than_operators_are_rejected(function):
     description = describe_module(nn.Linear(2, 2))
     description["modules"][0]["attributes"]["act"] = {"$": "function", "value": function}
     assert_raises(CheckpointError, "is not an operator of torch", build_module, description)
@@ -219,13 +219,13 @@ def test_only_operators_are_looked_up(function):
         lambda d: d["modules"][0]["attributes"].update(x={"$": "dataclass", "value": ["torch.nn:Linear", {}]}),
     ],
 )
-def test_a_spoilt_description_is_an_error(spoil):
+def test_a_corrupt_description_is_an_error(spoil):
     description = json.loads(json.dumps(describe_module(nn.Linear(2, 2))))
     spoil(description)
     assert_raises(CheckpointError, r"build_module|dtype", build_module, description)
 
 
-def test_tensors_that_do_not_fit_change_nothing():
+def test_mismatched_tensors_change_nothing():
     model = nn.Linear(2, 2)
     before = model.weight.clone()
     good = {name: torch.full_like(tensor, 7) for name, tensor in module_tensors(model).items()}
@@ -254,7 +254,7 @@ def small_llama(**options):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_hugging_face_models_are_rebuilt_to_the_bit(tied, attention):
+def test_hugging_face_models_are_rebuilt_bitwise(tied, attention):
     model = small_llama(tie_word_embeddings=tied, attn_implementation=attention).to(torch.bfloat16).eval()
     model.model.embed_tokens.weight.requires_grad_(False)
     model.generation_config.eos_token_id = [3, 4]
@@ -272,7 +272,7 @@ def test_hugging_face_models_are_rebuilt_to_the_bit(tied, attention):
 
 
 @pytest.mark.parametrize("attention", ["org/kernel", "kernels-community/flash-attn@main:attn", ["sdpa"], 3])
-def test_a_checkpoint_cannot_name_a_kernel_of_the_hub(attention, monkeypatch):
+def test_a_checkpoint_cannot_load_a_kernel_from_the_hub(attention, monkeypatch):
     import transformers
 
     def never(*arguments, **options):
@@ -303,7 +303,7 @@ def test_a_hugging_face_model_inside_a_module_is_rebuilt():
     assert torch.equal(copy.lm(ids).logits, model.lm(ids).logits)
 
 
-def test_adapters_need_the_model():
+def test_models_with_adapters_cannot_be_rebuilt():
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(small_llama(), peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
     assert_raises(CheckpointError, r"LoraConfig|PeftType.*pass it as model=", build_module, describe_module(model))

@@ -1,4 +1,4 @@
-"""Checkpoints: folders of safetensors and JSON (``folder``), and the module trees that they keep (``modules``)."""
+"""Checkpoints: folders of safetensors and JSON (``folder``), and descriptions of module trees (``modules``)."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Checkpoints: folders of safetensors and JSON that load whole or not at all.
+"""Checkpoints: folders of safetensors and JSON, written and loaded atomically.
 
 A checkpoint is a folder with one safetensors file per group of tensors, ``state.json``, and ``manifest.json``
-with the size and SHA-256 of each. It is written beside its final path, synced to disk, and renamed, so
-that a process killed at any moment leaves a checkpoint that loads. Nothing is pickled, neither here nor
-when loading, so an untrusted checkpoint can run no code.
+with the size and SHA-256 of each. It is written to a temporary folder next to its final path, synced to disk, and
+renamed, so that a process killed at any moment leaves a checkpoint that loads. Nothing is pickled, so an untrusted
+checkpoint cannot run code.
 
-Does not know what a trainer saves, or when. Modules are rebuilt by ``whet.checkpoint.modules``.
+Independent of what a trainer saves, and when. ``whet.checkpoint.modules`` rebuilds modules.
 """
 
 from __future__ import annotations
@@ -73,36 +73,36 @@ _STEP_NAME = re.compile(r"(?P<hidden>\.)?(?P<name>step-(?P<step>\d{6,}))(?(hidde
 def save_checkpoint(
     path: str | os.PathLike[str], tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
 ) -> None:
-    """Write a checkpoint at ``path``, replacing the one there, if any.
+    """Write a checkpoint at ``path``, replacing an existing one.
 
-    At every moment either the old checkpoint or the new one loads from ``path``, through a kill, a full
-    disk or a power cut: the new one is written to ``.NAME.TOKEN.saving``, a folder of this save only, and forced to
-    disk, the old one renamed to ``.NAME.previous`` (where ``load_checkpoint`` finds it), the new one renamed to NAME,
-    the old one removed.
+    At every moment either the old checkpoint or the new one loads from ``path``, despite a kill, a full disk or a power
+    failure: the new one is written to ``.NAME.TOKEN.saving``, a folder of this save only, and synced to disk, the old
+    one is renamed to ``.NAME.previous`` (where ``load_checkpoint`` finds it), the new one is renamed to NAME, and the
+    old one is removed.
 
     Args:
-        path: the folder to become the checkpoint; its parents are made. Of several processes that save to it at
-            once, the last to finish is the one that stays.
-        tensors: groups of named tensors, on any device; each group becomes ``GROUP.safetensors``. A tensor
-            that stands under several names, in whatever groups, is stored once and comes back as one.
-            Views that overlap otherwise are stored as separate tensors.
-        state: plain values as ``whet.checkpoint.jsonable.encode`` takes them, NaN and infinities included.
+        path: the checkpoint's folder; its parents are created. If several processes save to it at once, the last to
+            finish wins.
+        tensors: groups of named tensors, on any device; each group becomes ``GROUP.safetensors``. A tensor with
+            several names, in any groups, is stored once and stays shared when loaded. Other overlapping views are
+            stored as separate tensors.
+        state: plain values that ``whet.checkpoint.jsonable.encode`` accepts, NaN and infinities included.
 
     Raises:
-        CheckpointError: something that is not a checkpoint is at ``path``; it is left alone.
-        WhetTypeError, WhetValueError: a tensor, value or group name that cannot be stored.
-        DiskFullError: the disk is full; what was at ``path`` is left alone.
-        OSError: the disk may not be written; what was at ``path`` is left alone.
+        CheckpointError: ``path`` exists and is not a checkpoint; it is not changed.
+        WhetTypeError, WhetValueError: a tensor, value or group name cannot be stored.
+        DiskFullError: the disk is full; ``path`` is not changed.
+        OSError: the disk cannot be written; ``path`` is not changed.
     """
     path = Path(os.path.realpath(path))
     _check_replaceable(path)
-    stored, aliases = _without_aliases(tensors)
+    stored, aliases = _deduplicate(tensors)
     state_text = json.dumps(encode(dict(state), "save_checkpoint: state"), allow_nan=False)
     size_bytes = sum(tensor.nbytes for members in stored.values() for tensor in members.values()) + len(state_text)
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with (
-        disk_full_errors(path, size_bytes, "go on from the newest checkpoint"),
+        disk_full_errors(path, size_bytes, "continue from the newest checkpoint"),
         temporary_next_to(path, _SAVING, folder=True) as temporary,
     ):
         files = _write_tensors(temporary, stored)
@@ -116,18 +116,18 @@ def save_checkpoint(
 def load_checkpoint(
     path: str | os.PathLike[str], groups: Collection[str] | None = None
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """The (tensors, state) that ``save_checkpoint`` was given, on the CPU.
+    """Return the (tensors, state) that ``save_checkpoint`` was given, with tensors on the CPU.
 
-    Every size and hash is verified before anything is used. Hashes tell damage, not malice: a stranger
-    can write a checkpoint of his own that verifies, but none that runs code.
+    Every size and hash is verified first. Hashes detect damage, not malice: an attacker can write a checkpoint that
+    verifies, but none that runs code.
 
     Args:
-        path: the folder.
-        groups: of tensors; None: all. One that shares tensors with another group is loaded with that.
+        path: the checkpoint's folder.
+        groups: tensor groups to load, with the groups that they share tensors with. None: all.
 
     Raises:
-        CheckpointError: no checkpoint is there, or a file of it is missing, truncated, altered, too many or
-            of a format not known here. The message names the file.
+        CheckpointError: there is no checkpoint at ``path``, or a file of it is missing, truncated, altered, unexpected
+            or of an unknown format. The message names the file.
     """
     folder = _resolve(Path(path))
     manifest = _verified_manifest(folder)
@@ -138,7 +138,7 @@ def load_checkpoint(
     for name in manifest["files"]:
         if name.endswith(".safetensors") and (groups is None or name.removesuffix(".safetensors") in groups):
             try:
-                # load_file maps the file: copy, since the file may change.
+                # load_file maps the file, which may change: copy.
                 loaded = {key: tensor.clone() for key, tensor in load_file(folder / name).items()}
             except (SafetensorError, OSError, ValueError) as error:
                 raise CheckpointError(f"load_checkpoint: {folder / name} cannot be read: {error}.") from error
@@ -154,10 +154,10 @@ def load_checkpoint(
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
-    """The checkpoint of the highest step in ``folder`` that is whole, or None if there is none.
+    """Return the intact checkpoint of the highest step in ``folder``, or None.
 
-    Looks at folders named as ``step_folder`` names them. One that does not verify is skipped with a warning
-    that says why.
+    Only folders named as by ``step_folder`` are considered. A folder that does not verify is skipped, with a warning
+    that gives the reason.
     """
     folder = Path(folder)
     for path in reversed(_step_paths(folder)):
@@ -170,15 +170,15 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def step_folder(folder: str | os.PathLike[str], step: int) -> Path:
-    """The path of the checkpoint of a step: ``folder/step-000100``."""
+    """Return the path of a step's checkpoint: ``folder/step-000100``."""
     return Path(folder) / f"step-{step:06d}"
 
 
 def prune_checkpoints(folder: str | os.PathLike[str], newest: Path, keep: int) -> None:
-    """Remove checkpoints of steps before ``newest`` until ``keep``, ``newest`` included, are left.
+    """Remove checkpoints of steps before ``newest``, so that ``keep`` of them remain, including ``newest``.
 
-    Also removes what killed saves and prunes left behind. Checkpoints of later steps, folders that are no checkpoints,
-    and what another process is saving are not touched.
+    Also removes the remains of killed saves and prunes. Checkpoints of later steps, folders that are not checkpoints,
+    and folders that another process is writing are not touched.
     """
     folder = Path(folder)
     older = [p for p in _step_paths(folder) if _step_of(p) < _step_of(newest) and _is_checkpoint(p)]
@@ -195,14 +195,14 @@ def prune_checkpoints(folder: str | os.PathLike[str], newest: Path, keep: int) -
 
 
 def _resolve(path: Path) -> Path:
-    """The folder of the checkpoint of ``path``: itself, or the previous one that a killed save renamed."""
+    """Return the checkpoint's folder: ``path``, or the previous one, which a killed save had renamed."""
     path = Path(os.path.realpath(path))
     if path.is_dir():
         return path
     if path.exists():
         raise CheckpointError(
             f"load_checkpoint: {path} is a file, expected a folder that Whet saved. Pickles (.pt and .bin "
-            f"of torch.save) are refused, since loading one can run code: save the model again with Whet."
+            f"of torch.save) are rejected, since loading one can run code: save the model again with Whet."
         )
     previous = previous_of(path)
     if previous.is_dir():
@@ -211,7 +211,7 @@ def _resolve(path: Path) -> Path:
 
 
 def _step_paths(folder: Path) -> list[Path]:
-    """``folder/step-N`` by rising N, including those of which a killed save left the renamed folder only."""
+    """Return ``folder/step-N`` in ascending order of N, including checkpoints that a killed save left renamed."""
     if not folder.is_dir():
         return []
     names = [match["name"] for entry in folder.iterdir() if (match := _STEP_NAME.fullmatch(entry.name))]
@@ -230,7 +230,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _check_replaceable(path: Path) -> None:
-    """Raise if ``path`` is anything but a checkpoint or an empty folder."""
+    """Reject a ``path`` that is neither a checkpoint nor an empty folder."""
     if not path.exists():
         return
     names = {entry.name for entry in path.iterdir()} if path.is_dir() else {path.name}
@@ -239,12 +239,12 @@ def _check_replaceable(path: Path) -> None:
         return
     what = f"also holds {foreign[0]}" if _is_checkpoint(path) else "is not a Whet checkpoint"
     raise CheckpointError(
-        f"save_checkpoint: {path} {what}; replacing it would lose that. Move it away, or save elsewhere."
+        f"save_checkpoint: {path} {what}; replacing it would delete that. Move it, or save elsewhere."
     )
 
 
 def _verified_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a folder in which every file is there, whole, unaltered and accounted for."""
+    """Return the manifest of a folder after verifying that every file is present, intact and listed."""
     manifest = _read_manifest(folder)
     present = {entry.name for entry in folder.iterdir()} - {"manifest.json"}
     for name in sorted(present.symmetric_difference(manifest["files"])):
@@ -258,7 +258,7 @@ def _verified_manifest(folder: Path) -> dict[str, Any]:
                 f"{expected['size_bytes']}: it is truncated, or not the file that was saved."
             )
         if found != expected:
-            raise CheckpointError(f"load_checkpoint: {folder / name} was altered: its SHA-256 is another.")
+            raise CheckpointError(f"load_checkpoint: {folder / name} was altered: its SHA-256 does not match.")
     return manifest
 
 
@@ -282,10 +282,10 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     content = {key: value for key, value in manifest.items() if key != "sha256"}
     try:
         altered = manifest.get("sha256") != _digest(content) or text != _dump(manifest)
-    except ValueError:  # NaN, which no manifest holds
+    except ValueError:  # NaN, which no manifest contains
         altered = True
     if altered:
-        raise CheckpointError(f"load_checkpoint: {file} was altered: its SHA-256 is another.")
+        raise CheckpointError(f"load_checkpoint: {file} was altered: its SHA-256 does not match.")
     files = content.get("files")
     if not isinstance(files, dict) or not isinstance(content.get("aliases"), dict):
         raise CheckpointError(f"load_checkpoint: {file} lists no files.")
@@ -301,10 +301,10 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 # --- files ----------------------------------------------------------------------------------------------
 
 
-def _without_aliases(
+def _deduplicate(
     tensors: Mapping[str, Mapping[str, Tensor]],
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, list[str]]]]:
-    """CPU tensors that share no memory, and ``aliases[group][name]``: where a shared one is stored."""
+    """Return CPU tensors that share no memory, and ``aliases[group][name]``: where a shared tensor is stored."""
     stored: dict[str, dict[str, Tensor]] = {}
     aliases: dict[str, dict[str, list[str]]] = {}
     first: dict[tuple, list[str]] = {}
@@ -312,7 +312,7 @@ def _without_aliases(
     for group, members in tensors.items():
         if not re.fullmatch(_GROUP, group):
             raise WhetValueError(
-                f"save_checkpoint: the group {group!r} is no file name. Use letters, digits, '_', '.', '-'."
+                f"save_checkpoint: the group {group!r} is not a file name. Use letters, digits, '_', '.', '-'."
             )
         stored[group] = {}
         for name, tensor in members.items():
@@ -336,11 +336,11 @@ def _check_storable(tensor: Any, where: str) -> None:
         raise WhetTypeError(f"save_checkpoint: {where} is a {what}, expected a torch.Tensor.")
     if tensor.layout != torch.strided or tensor.device.type == "meta":
         what = f"{tensor.layout} on {tensor.device}"
-        raise WhetTypeError(f"save_checkpoint: {where} is {what}, expected a dense tensor that holds values.")
+        raise WhetTypeError(f"save_checkpoint: {where} is {what}, expected a dense tensor with data.")
 
 
 def _write_tensors(folder: Path, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Any]]:
-    """Write a file per group, all at once, and return their fingerprints by name."""
+    """Write one file per group in parallel, and return file name -> fingerprint."""
     layouts = {group: _layout(group, members) for group, members in groups.items()}
     with ThreadPoolExecutor() as pool:  # writing and hashing release the GIL
         files = {
@@ -351,10 +351,10 @@ def _write_tensors(folder: Path, groups: Mapping[str, Mapping[str, Tensor]]) -> 
 
 
 def _layout(group: str, tensors: Mapping[str, Tensor]) -> list[Any]:
-    """The bytes of a safetensors file: header, then the tensors, widest dtype first, so that each is aligned.
+    """Return the bytes of a safetensors file: header, then the tensors, widest dtype first, so that each is aligned.
 
-    Not by the library's ``save_file``, since the digest is computed while writing: reading a checkpoint again to hash
-    it costs as much as writing it.
+    The library's ``save_file`` is not used because the digest is computed while writing: reading a checkpoint again to
+    hash it costs as much as writing it.
     """
     header: dict[str, Any] = {}
     chunks: list[Any] = []
@@ -395,9 +395,9 @@ def _digest(content: Any) -> str:
 
 
 def capture_rng() -> dict[str, Any]:
-    """Save the states of Python's ``random``, NumPy's global generator and torch's (CPU, and each CUDA device).
+    """Return the states of the global generators of Python, NumPy and torch (CPU, and each CUDA device) as JSON types.
 
-    JSON throughout. Generators made explicitly (``np.random.default_rng``) are not among them.
+    Generators created explicitly (``np.random.default_rng``) are not included.
     """
     version, internal, gauss = random.getstate()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -413,7 +413,7 @@ def restore_rng(state: Mapping[str, Any]) -> None:
     """Set every generator to the state that ``capture_rng`` saved. Missing devices are ignored.
 
     Raises:
-        CheckpointError: the state is not what ``capture_rng`` returned.
+        CheckpointError: ``state`` is not a result of ``capture_rng``.
     """
     try:
         version, internal, gauss = state["python"]
@@ -433,7 +433,7 @@ def restore_rng(state: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Restore the generators' states on exit, by an exception or Ctrl-C too."""
+    """Restore the generators' states on exit, including exit by an exception or Ctrl-C."""
     state = capture_rng()
     try:
         yield

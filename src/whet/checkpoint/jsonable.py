@@ -1,8 +1,7 @@
 """Plain values as standard JSON, and back, without loss.
 
-JSON has no NaN, no infinity, no tuple, no dict key but strings, and no torch dtype. Values of these kinds are
-encoded as ``{"$": "tuple", "value": [1, 2]}``. No objects of other classes and
-no code: reading such a file runs nothing.
+JSON lacks NaN, infinities, tuples, dict keys other than strings, and torch dtypes. Such values are encoded as
+``{"$": "tuple", "value": [1, 2]}``. Objects of other classes are rejected, and decoding runs no code.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ TAG = "$"
 
 
 def encode(value: Any, where: str, special: Callable[[Any, str], Any] | None = None) -> Any:
-    """A value as what the json module writes as standard JSON; ``decode`` gives it back.
+    """Convert a value to standard JSON types; ``decode`` inverts it.
 
-    Takes None, bool, int, float (NaN and infinities too), str, list, tuple, dict, torch.dtype, torch.Size,
+    Accepts None, bool, int, float (NaN and infinities too), str, list, tuple, dict, torch.dtype, torch.Size,
     torch.device and NumPy scalars (decoded as Python numbers).
 
     Args:
-        value: what to encode.
+        value: the value to encode.
         where: the value's name, for the error message.
         special: called with (value, where) for every value of another type; returns its JSON or raises.
 
     Raises:
-        WhetTypeError: a value of another type, if ``special`` is not given.
+        WhetTypeError: a value has another type, and ``special`` is not given.
     """
     kind = type(value)
     if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
@@ -58,16 +57,16 @@ def encode(value: Any, where: str, special: Callable[[Any, str], Any] | None = N
     if special is not None:
         return special(value, where)
     raise WhetTypeError(
-        f"{where} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint does not hold. "
+        f"{where} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot store. "
         f"Store numbers, strings, lists, tuples and dicts of them; tensors go into a tensor group."
     )
 
 
 def decode(value: Any, special: Callable[[str, Any], Any] | None = None) -> Any:
-    """The value that ``encode`` was given. ``special`` is called with (tag, content) for tags of its own.
+    """Return the value that ``encode`` was given. ``special`` is called with (tag, content) for other tags.
 
     Raises:
-        CheckpointError: a tag that is not known here.
+        CheckpointError: a tag is unknown.
     """
     if isinstance(value, list):
         return [decode(item, special) for item in value]
@@ -90,11 +89,11 @@ def decode(value: Any, special: Callable[[str, Any], Any] | None = None) -> Any:
         return torch.device(content)
     if special is not None:
         return special(tag, content)
-    raise CheckpointError(f"decode: a value is tagged {tag!r}, which this version of Whet does not know.")
+    raise CheckpointError(f"decode: a value is tagged {tag!r}, which this version of Whet does not support.")
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """torch's dtype of this name, "bfloat16" for torch.bfloat16.
+    """Return torch's dtype of this name, such as "bfloat16" for torch.bfloat16.
 
     Raises:
         CheckpointError: torch has no such dtype.

@@ -1,12 +1,12 @@
 """Module trees as JSON, and back, so that checkpoints need no pickled model.
 
-``describe_module`` serialises an ``nn.Module`` as its tree of objects, so that ``build_module`` can rebuild it
-without calling its constructor, whose arguments are not known.
+``describe_module`` serialises an ``nn.Module`` as a tree of objects, so that ``build_module`` can rebuild it without
+calling its constructor, whose arguments are unknown.
 
-Nothing here runs code from a description: classes are looked up among those already imported and must
-be modules or dataclasses, functions are looked up in torch by name, and no constructor runs.
-The one exception are Hugging Face models, which transformers' own classes build from their config.
-Tensor values are no part of a description; ``module_tensors`` and ``load_module_tensors`` carry them.
+A description cannot run code: classes are looked up among imported ones and must be modules or dataclasses, functions
+are looked up in torch by name, and no constructor runs. The only exception is a Hugging Face model, which
+transformers' class builds from its config. A description has no tensor values; ``module_tensors`` and
+``load_module_tensors`` transfer them.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from whet.errors import CheckpointError
 
 
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer by its dotted name, buffers outside ``state_dict`` included.
+    """Return every parameter and buffer by dotted name, including buffers outside ``state_dict``.
 
-    The tensors are detached and share the module's memory; a tied one is listed under each of its names.
+    The tensors are detached and share the module's memory; a tied tensor is listed under each of its names.
     """
     return {name: tensor.detach() for name, tensor in _named_tensors(module)}
 
 
 def load_module_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy values into a module's parameters and buffers, all of them or, if anything differs, none.
+    """Copy values into all of a module's parameters and buffers, or into none if a name, shape or dtype differs.
 
     Args:
-        module: keeps its own tensors, ties and devices; only their values change.
-        tensors: as ``module_tensors`` of a module of the same build gave them, on any device.
+        module: keeps its tensors, ties and devices; only values change.
+        tensors: the result of ``module_tensors`` for a module with the same structure, on any device.
 
     Raises:
-        CheckpointError: a missing or unexpected name, another shape or another dtype.
+        CheckpointError: a name is missing or unexpected, or a shape or dtype differs.
     """
     own = dict(_named_tensors(module))
     where = f"load_module_tensors({type(module).__name__})"
@@ -89,17 +89,17 @@ class _NotDescribedError(Exception):
 
 
 def describe_module(module: nn.Module) -> dict[str, Any]:
-    """A module as a JSON tree: classes, plain attributes, the forms of tensors, and what is shared.
+    """Return a module as a JSON tree: classes, plain attributes, shapes and dtypes of tensors, and sharing.
 
-    Described are attributes that ``encode`` takes, dataclasses, references to tensors and modules of the tree
-    itself, functions of torch and torch.nn.functional, and transformers configs. A Hugging Face model
-    anywhere in the tree is described by its class and config. Everything else (a lambda, a tensor that is
-    neither parameter nor buffer, a hook, a class defined inside a function) is listed under ``"undescribed"``
-    by its dotted name; such a description cannot be built.
+    Supported attributes are values that ``encode`` accepts, dataclasses, references to tensors and modules of the same
+    tree, functions of torch and torch.nn.functional, and transformers configs. A Hugging Face model anywhere in the
+    tree is described by its class and config. Everything else (a lambda, a tensor that is neither parameter nor buffer,
+    a hook, a class defined inside a function) is listed under ``"undescribed"`` by dotted name; such a description
+    cannot be built.
 
     Returns:
-        ``{"modules": [...], "tensors": [...], "undescribed": [...]}``, JSON throughout. ``modules[0]`` is
-        the module itself; children, parameters and buffers are indices, so what is shared stays shared.
+        ``{"modules": [...], "tensors": [...], "undescribed": [...]}``, in JSON types. ``modules[0]`` is the module;
+        children, parameters and buffers are indices, which preserves sharing.
     """
     describer = _Describer(module)
     modules = [describer.describe(path, member) for path, member in describer.members]
@@ -140,7 +140,7 @@ class _Describer:
             return {}
         form = {"kind": kind, **_tensor_form(tensor)}
         if tensor.numel() and tensor.device.type != "meta":
-            # Distinct tensors may be one view of one memory (``a.weight.data = b.weight.data``).
+            # Distinct tensors may view the same memory (``a.weight.data = b.weight.data``).
             first = self._data_index.setdefault(same_memory_key(tensor), len(self.tensors))
             if first != len(self.tensors):
                 form["data_of"] = first
@@ -221,13 +221,13 @@ def _tensor_form(tensor: Tensor) -> dict[str, Any]:
 
 
 def same_memory_key(tensor: Tensor) -> tuple:
-    """Equal for two tensors exactly if they are the same view of the same memory. Not for empty tensors."""
+    """Return a key that is equal for two non-empty tensors exactly if they are the same view of the same memory."""
     view = tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
     return tensor.device, *view, tensor.is_conj(), tensor.is_neg()
 
 
 def _is_torch_function(value: Any) -> bool:
-    """Whether this is one of torch's operators, as opposed to torch.load, torch.compile and the like."""
+    """Whether ``value`` is an operator of torch, unlike torch.load or torch.compile."""
     if isinstance(value, types.FunctionType):
         return value.__module__ in ("torch.nn.functional", "torch.functional")
     return isinstance(value, types.BuiltinFunctionType)
@@ -249,9 +249,9 @@ def _find_function(name: str) -> Any:
 
 
 def _find_class(name: str, *, imports: bool) -> type | None:
-    """The class ``module:qualname`` if that module is imported and defines it. Imports nothing else.
+    """Return the class ``module:qualname`` if that module is imported and defines it, else None.
 
-    With ``imports``, transformers' modules of models and configs are imported if need be.
+    With ``imports``, transformers' modules of models and configs are imported on demand; no others are.
     """
     module_name, _, qualname = name.partition(":")
     if imports and re.fullmatch(r"transformers\.models\.\w+\.(modeling|configuration)_\w+", module_name):
@@ -271,15 +271,14 @@ def _is_findable(cls: type) -> bool:
 
 
 def build_module(description: Mapping[str, Any]) -> nn.Module:
-    """The module that ``describe_module`` described, on the CPU.
+    """Build the module that ``describe_module`` described, on the CPU.
 
-    The values of its tensors mean nothing until ``load_module_tensors`` has set them.
-    Classes are found among those already imported; nothing is imported (transformers aside) and no
-    constructor runs. Parameters that were tied, and modules that were shared, are so again.
+    Its tensors have arbitrary values until ``load_module_tensors`` sets them. Classes must be imported already (except
+    transformers'), and no constructor runs. Tied parameters and shared modules stay tied and shared.
 
     Raises:
-        CheckpointError: something was not described, a class is not imported or is not an nn.Module, a
-            Hugging Face model comes out otherwise than it was, or the description is malformed.
+        CheckpointError: part of the module was not described, a class is not imported or not an nn.Module, a Hugging
+            Face model built from its config differs from the saved one, or the description is malformed.
     """
     try:
         undescribed = list(description["undescribed"])
@@ -321,7 +320,7 @@ class _Builder:
     def _fill(self, module: nn.Module, entry: Mapping[str, Any]) -> None:
         attributes = {n: decode(value, self._decode_special) for n, value in entry["attributes"].items()}
         if not _MODULE_FIELDS.isdisjoint(attributes):
-            raise CheckpointError(f"build_module: {entry['class']} has attributes named as nn.Module's own.")
+            raise CheckpointError(f"build_module: {entry['class']} has attributes named like nn.Module's.")
         vars(module).update(attributes, training=entry["training"])
         for members, field, known in (
             (module._parameters, "parameters", self.tensors),
@@ -344,12 +343,12 @@ class _Builder:
             return _build_config(content)
         if tag == "dataclass":
             return self._build_dataclass(*content)
-        raise CheckpointError(f"build_module: a value is tagged {tag!r}, which this Whet does not know.")
+        raise CheckpointError(f"build_module: a value is tagged {tag!r}, which this version of Whet does not support.")
 
     def _build_dataclass(self, name: str, fields: Mapping[str, Any]) -> Any:
         cls = _import_class(name)
         if not dataclasses.is_dataclass(cls) or {f.name for f in dataclasses.fields(cls)} != set(fields):
-            raise CheckpointError(f"build_module: {name} is no dataclass with the fields {sorted(fields)}.")
+            raise CheckpointError(f"build_module: {name} is not a dataclass with the fields {sorted(fields)}.")
         instance = object.__new__(cls)
         for field, value in fields.items():
             object.__setattr__(instance, field, decode(value, self._decode_special))
@@ -405,7 +404,7 @@ def _build_config(entry: list[Any]) -> Any:
     if not issubclass(cls, PretrainedConfig):
         raise CheckpointError(f"build_module: {name} is not a config class of transformers.")
     config = cls.from_dict(decode(content))
-    # For any other name transformers would download a kernel of that name from the hub, and run it.
+    # transformers would download a kernel of any other name from the hub, and run it.
     known = ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys())
     if attention is not None and attention not in known:
         raise CheckpointError(
@@ -428,7 +427,7 @@ def _describe_pretrained(module: Any) -> dict[str, Any]:
 
 
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Each tensor once, so that equal results mean equal ties."""
+    """Return each tensor once, so that equal results imply equal ties."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
