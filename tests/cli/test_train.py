@@ -758,7 +758,7 @@ def test_lora_run_resumes_bitwise_identically(files):
     assert same_weights(files.folder / "whole", files.folder / "parts", "adapter_model.safetensors")
 
 
-def test_steps_beyond_the_schedule_are_reported(files, capsys):
+def test_steps_that_change_the_learning_rate_are_reported(files, capsys):
     def resume(steps, **settings):
         assert (
             main(["train", "sft", *files("run", steps=steps, learning_rate=0.02, lr_schedule="linear", **settings)])
@@ -823,7 +823,7 @@ def test_memory_report_has_measured_and_predicted_parts(files, no_holders):
     for part in ("weights", "moments"):
         assert measured[part] == pytest.approx(predicted[part], abs=2000)
     assert sum(predicted.values()) == pytest.approx(figures["peak"], rel=0.25)  # of other tests, too
-    assert "Memory of the fullest step" in (files.folder / "run" / "report.html").read_text()
+    assert "Peak memory" in (files.folder / "run" / "report.html").read_text()
 
 
 def test_run_out_of_memory_is_predicted_with_advice(files, capsys, monkeypatch):
