@@ -97,7 +97,7 @@ def check(model: Any, folder: Path) -> None:
 def train(model: Any, out: Path) -> None:
     """A step of each algorithm on the kernels, with rollouts of the native engine."""
     tokenizer = letters_tokenizer()
-    # StableLM's attention in transformers 4 takes no other function.
+    # StableLM's attention in transformers 4 does not support custom attention functions.
     is_old = transformers.__version__.startswith("4.") and model.config.model_type == "stablelm"
     compute = "torch" if is_old else "float32"
     rows = datasets.Dataset.from_list([{"prompt": "ab", "completion": "cd"}, {"prompt": "ef", "completion": "g"}])
