@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from tests.raising import mentions
 from torch import nn
 
 torch.set_num_threads(1)  # the models are too small for more
@@ -162,9 +163,9 @@ def test_a_reference_without_a_coefficient(model, ref_model, tmp_path, capsys):
     assert again.config.beta == 0.1 and again.ref_model is not None
     assert GRPO(model, reward_fn=reward_fn).config.beta == 0 and not capsys.readouterr().out
     assert GRPO(model, ref_model, reward_fn, kl_estimator="k1").config.kl_estimator == "k1"
-    with pytest.raises(ValueError, match="kl_estimator is 'k1' and has no effect: beta is 0"):
+    with pytest.raises(ValueError, match=mentions("kl_estimator", "'k1'", "effect", "0")):
         GRPO(model, reward_fn=reward_fn, kl_estimator="k1")
-    with pytest.raises(ValueError, match="ref_model has no effect"):
+    with pytest.raises(ValueError, match=mentions("ref_model", "effect")):
         GRPO(model, ref_model, reward_fn, beta=0.0)
 
 
@@ -306,5 +307,5 @@ def test_monitoring(model, ref_model, capsys, monkeypatch):
     assert "loss 0.6931" in capsys.readouterr().out
 
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)  # as where it is not installed
-    with pytest.raises(ImportError, match=r"pip install 'whet\[wandb\]'"):
+    with pytest.raises(ImportError, match=mentions("'whet[wandb]'", "pip", "install")):
         WandbLogger(project="my-llm-training")

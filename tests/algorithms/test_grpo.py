@@ -256,7 +256,7 @@ def test_truncated_completions_can_be_excluded():
 def test_many_truncated_completions_give_one_warning():
     truncated = [[[4, 4, 4, 4], [8, EOS], [9, 4, 9, 9]], [[4, EOS], [EOS], [10, 11, 4, EOS]]]
     trainer = make(engine=ScriptedEngine(truncated))
-    with pytest.warns(UserWarning, match=mentions("max_new_tokens", "4", "33")):
+    with pytest.warns(UserWarning, match=mentions("max_new_tokens=4", "33%")):
         trainer.train_step(PROMPTS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -377,8 +377,8 @@ def test_accepts_every_form_of_a_batch_of_prompts(batch, columns):
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     prompts = read_prompts(batch, tokenizer, "Test")
     assert prompts.ids == [[4, 5], [11]] and prompts.columns == columns
-    chats = isinstance(prompts.shown[0], list)
-    assert prompts.shown == (CHATS if chats else ["ab", "h"])
+    chats = isinstance(prompts.decoded[0], list)
+    assert prompts.decoded == (CHATS if chats else ["ab", "h"])
     assert read_prompts("ab", tokenizer, "Test").ids == read_prompts(CHATS[0], tokenizer, "Test").ids == [[4, 5]]
 
 

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.isas import usable_isas
+from tests.raising import mentions
 from tests.tiny import changed, fours, timeless, tiny_llama, with_lora
 
 import whet
@@ -64,7 +65,10 @@ def test_a_pool_gives_the_completions_of_one_engine(cluster, workers):
     model = tiny_llama()
     pool = pool_of(model, workers)
     try:
-        with Engine.from_model(model, weights="float32") as engine, pytest.raises(WhetValueError, match="no weights"):
+        with (
+            Engine.from_model(model, weights="float32") as engine,
+            pytest.raises(WhetValueError, match=mentions("weights")),
+        ):
             pool.generate(PROMPTS, 1, SAMPLING)
         for seed in (0, 1):
             other = changed(model, seed)
@@ -212,16 +216,16 @@ def test_a_node_that_is_lost_changes_nothing():
 
 def test_errors_come_as_they_are(cluster):
     model = tiny_llama()
-    with pytest.raises(WhetError, match="9 workers of 1 threads need 9 CPUs, and the cluster has 4"):
+    with pytest.raises(WhetError, match=mentions("9 workers", "1 threads", "9 CPUs", "4")):
         pool_of(model, 9)
-    with pytest.raises(WhetValueError, match="workers is 0"):
+    with pytest.raises(WhetValueError, match=mentions("0", "workers")):
         pool_of(model, 0)
     holder = pool_of(model, 3)
     try:
-        with pytest.raises(WhetError, match="after 3 s not all of 2 workers run"):
+        with pytest.raises(WhetError, match=mentions("3 s", "2 workers")):
             pool_of(model, 2, start_timeout_s=3)
         holder.sync(model)
-        with pytest.raises(WhetValueError, match=r"prompt_ids\[0\] holds token 999"):
+        with pytest.raises(WhetValueError, match=mentions("prompt_ids", "0", "token 999")):
             holder.generate([[999]], 1, SAMPLING)
         assert len(holder.generate(PROMPTS, 1, SAMPLING)) == 5
     finally:
@@ -232,12 +236,12 @@ def test_a_closed_pool_and_a_model_of_another_shape_are_refused(cluster):
     pool = pool_of(tiny_llama(), 1)
     pool.sync(tiny_llama())
     try:
-        with pytest.raises(WhetValueError, match=r"RayPool.sync: the model's .* is .*, the engine's"):
+        with pytest.raises(WhetValueError, match=mentions("RayPool", "sync")):
             pool.sync(tiny_llama(hidden_size=32, intermediate_size=32))
         assert said(pool.generate(PROMPTS, 1, SAMPLING))  # with the weights from before
     finally:
         pool.close()
-    with pytest.raises(WhetValueError, match=r"RayPool.generate: the pool is closed"):
+    with pytest.raises(WhetValueError, match=mentions("RayPool", "generate")):
         pool.generate(PROMPTS, 1, SAMPLING)
 
 
@@ -247,7 +251,7 @@ def test_too_many_workers_are_refused_before_a_ray_starts(monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda *_, **__: pytest.fail("a Ray is started"))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with pytest.raises(WhetError, match="10000 workers of 1 threads need 10000 CPUs, and this machine has"):
+    with pytest.raises(WhetError, match=mentions("10000 workers", "1 threads", "10000 CPUs")):
         RayPool(tiny_llama(), workers=10_000)
 
 
@@ -259,7 +263,7 @@ def test_a_cluster_that_asks_for_a_token_is_named(monkeypatch):
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", refuse)
-    with pytest.raises(WhetError, match=r"asks for a token. Set RAY_AUTH_MODE=token"):
+    with pytest.raises(WhetError, match=mentions("RAY_AUTH_MODE", "token")):
         RayPool(tiny_llama(), workers=1, address="auto")
 
 
@@ -280,7 +284,7 @@ def test_grpo_takes_the_steps_that_it_takes_alone(cluster):
         runs.append([timeless(trainer.train_step(PROMPTS)) for _ in range(3)] + [trainer.last_completions])
         getattr(trainer.engine, "close", lambda: None)()
     assert runs[0] == runs[1]
-    with pytest.raises(WhetValueError, match="rollout_workers is 3 and has no effect: engine is 'auto', not 'ray'"):
+    with pytest.raises(WhetValueError, match=mentions("rollout_workers", "3", "effect", "'auto'", "'ray'")):
         GRPO(tiny_llama(), reward_fn=fours, rollout_workers=3)
 
 
@@ -321,7 +325,7 @@ def test_workers_pack_a_base_of_a_file_themselves(cluster, tmp_path, base):
     try:
         pool.sync(plain)
         (tmp_path / "model").rename(tmp_path / "moved")
-        with pytest.raises(WhetValueError, match=r"finds no '.*model', from which it packs the base. Put the model in"):
+        with pytest.raises(WhetValueError, match=mentions("finds", "model", "packs")):
             pool.generate(PROMPTS, 2, SAMPLING)
     finally:
         pool.close()
@@ -329,7 +333,7 @@ def test_workers_pack_a_base_of_a_file_themselves(cluster, tmp_path, base):
 
 def test_a_base_without_a_file_is_refused(cluster):
     model = tiny_llama(hidden_size=32, intermediate_size=32)
-    with pytest.raises(WhetValueError, match="base was not made from a folder or file"):
+    with pytest.raises(WhetValueError, match=mentions("base", "folder")):
         pool_of(frozen_model(model, "q8_0"), 1)
 
 
@@ -339,7 +343,7 @@ def test_a_model_that_a_worker_cannot_load_is_one_line(cluster, tmp_path):
             WhetValueError, match=r"a worker on .* cannot load the model \(.*none.gguf.*\) Put it in the"
         ):
             pool.generate(PROMPTS, 1, SAMPLING)
-        with pytest.raises(WhetValueError, match=r"sync: the workers load their model themselves"):
+        with pytest.raises(WhetValueError, match=mentions("sync", "workers", "themselves")):
             pool.sync(tiny_llama())
-    with pytest.raises(WhetValueError, match=r"expected one of model .* and load"):
+    with pytest.raises(WhetValueError, match=mentions("model", "load")):
         RayPool(workers=1)

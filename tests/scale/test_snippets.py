@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tests.raising import mentions
 
 TEXT = (Path(__file__).parents[2] / "docs" / "scale.md").read_text()
 BASH, YAML = (re.findall(rf"^```{kind}\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE) for kind in ("bash", "yaml"))
@@ -73,7 +74,7 @@ def test_the_cluster_of_ray_up():
 
     config = yaml.safe_load(YAML[0])
     validate_config(prepare_config(config))
-    with pytest.raises(Exception, match="worker_commands"):
+    with pytest.raises(Exception, match=mentions("worker_commands")):
         validate_config(prepare_config({**config, "worker_commands": []}))
 
 

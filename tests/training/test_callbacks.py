@@ -1,4 +1,4 @@
-"""Callbacks act at the right steps, stop for the right reasons, and survive resumption."""
+"""Callbacks run at the right steps, stop for the right reasons, and resume."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from tests.raising import assert_raises
+from tests.raising import assert_raises, mentions
 
 from whet.checkpoint.folder import latest_checkpoint, load_checkpoint, save_checkpoint
 from whet.errors import FolderInUseError, WhetTypeError, WhetValueError
@@ -24,7 +24,7 @@ from whet.training.callbacks import (
 
 
 class CountingTrainer:
-    """The least that is a trainer: a step draws a random number and adds it up."""
+    """Minimal trainer: a step adds a random number."""
 
     def __init__(self, callbacks: list[Callback], step: int = 0) -> None:
         self.callbacks = callbacks
@@ -59,7 +59,7 @@ class CountingTrainer:
         return self
 
 
-def test_evaluation_at_the_start_every_so_many_steps_and_at_the_end():
+def test_evaluates_at_the_start_periodically_and_at_the_end():
     callback = EvaluationCallback(lambda trainer: {"accuracy": trainer.step / 10}, every=4)
     trainer = CountingTrainer([callback]).train(10)
     steps = [0, 4, 8, 10]
@@ -71,7 +71,7 @@ def test_evaluation_at_the_start_every_so_many_steps_and_at_the_end():
     assert [row["step"] for row in callback.history] == [5, 10]
 
 
-def test_evaluation_changes_nothing_in_the_run():
+def test_evaluation_does_not_change_the_run():
     def evaluate(trainer):
         random.random()
         torch.rand(3)
@@ -83,7 +83,7 @@ def test_evaluation_changes_nothing_in_the_run():
     assert CountingTrainer([EvaluationCallback(evaluate, every=2)]).train(6).total == expected
 
 
-def test_evaluation_goes_on_after_resuming():
+def test_evaluation_continues_after_resuming():
     def make():
         return EvaluationCallback(lambda trainer: {"a": trainer.step}, every=2)
 
@@ -98,7 +98,7 @@ def test_evaluation_goes_on_after_resuming():
 
 @pytest.mark.parametrize("result", [0.5, {"accuracy": "high"}, None])
 def test_an_evaluation_without_numbers_is_an_error(result):
-    with pytest.raises(WhetTypeError, match=r"evaluate returned|the metric 'accuracy' is 'high'"):
+    with pytest.raises(WhetTypeError, match=r"evaluate returned|'accuracy' is 'high'"):
         CountingTrainer([EvaluationCallback(lambda trainer: result, every=1)]).train(1)
 
 
@@ -130,7 +130,7 @@ def test_early_stopping(values, options, step):
     assert stopped_at(values, **options) == step
 
 
-def test_early_stopping_sees_evaluations_and_says_why():
+def test_early_stopping_reads_evaluations_and_records_the_reason():
     evaluation = EvaluationCallback(lambda trainer: {"accuracy": trainer.step / 10}, every=3)
     stopping = EarlyStoppingCallback("eval/accuracy", patience=1, target=0.6)
     assert CountingTrainer([evaluation, stopping]).train(30).step == 6
@@ -140,7 +140,7 @@ def test_early_stopping_sees_evaluations_and_says_why():
     assert stopping.reason == "m was not better than -1 2 times in a row at step 3"
 
 
-def test_early_stopping_goes_on_after_resuming():
+def test_early_stopping_continues_after_resuming():
     values = [1, 5, 4, 3, 9]
     first, second = (EarlyStoppingCallback("m", patience=2) for _ in range(2))
     CountingTrainer([first]).train(3, lambda step: {"m": values[step - 1]})
@@ -149,8 +149,8 @@ def test_early_stopping_goes_on_after_resuming():
     assert trainer.step == 4
 
 
-def test_a_metric_that_never_comes_is_told():
-    with pytest.warns(UserWarning, match=r"no step had the metric 'reward', .* Steps had loss, m\."):
+def test_a_missing_metric_is_warned_about():
+    with pytest.warns(UserWarning, match=mentions("EarlyStoppingCallback", "'reward'", "loss, m")):
         CountingTrainer([EarlyStoppingCallback("reward", 1)]).train(2, lambda step: {"m": 1})
 
 
@@ -164,14 +164,14 @@ def test_checkpoints_are_kept_and_pruned(tmp_path):
     assert sorted(entry.name for entry in folder.iterdir()) == ["step-000011", "step-000012"]
 
 
-def test_old_checkpoints_outlive_a_save_that_fails(tmp_path):
+def test_old_checkpoints_survive_a_failed_save(tmp_path):
     class FailingTrainer(CountingTrainer):
         def save(self, path) -> None:
             if self.step == 4:
                 raise OSError("No space left on device")
             super().save(path)
 
-    assert_raises(OSError, "No space", FailingTrainer([CheckpointCallback(tmp_path, every=1, keep=1)]).train, 5)
+    assert_raises(OSError, ("space",), FailingTrainer([CheckpointCallback(tmp_path, every=1, keep=1)]).train, 5)
     assert latest_checkpoint(tmp_path) == tmp_path / "step-000003"
 
 
@@ -184,22 +184,22 @@ sys.stdin.read()
 """
 
 
-def test_a_folder_is_of_one_process_while_it_trains(tmp_path):
+def test_the_folder_is_locked_while_a_process_trains(tmp_path):
     callback = CheckpointCallback(tmp_path, every=1)
     CountingTrainer([callback]).train(1)
     with pytest.raises(ZeroDivisionError):
         CountingTrainer([callback]).train(1, lambda step: 1 / 0)
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout.readline() == "held\n"  # whatever ended them, the runs here have given it back
+        assert other.stdout.readline() == "held\n"  # every run here has released the lock
         trainer = CountingTrainer([callback], step=1)
-        assert_raises(FolderInUseError, rf"is in use by process {other.pid} .*choose another folder", trainer.train, 2)
+        assert_raises(FolderInUseError, ("in use", f"process {other.pid}", "folder"), trainer.train, 2)
         assert trainer.step == 1
         other.kill()
     assert trainer.train(2).step == 2
 
 
-def test_an_evaluation_that_is_interrupted_leaves_the_random_states(tmp_path):
+def test_an_interrupted_evaluation_restores_random_states(tmp_path):
     def evaluate(trainer):
         random.random()
         raise KeyboardInterrupt
@@ -212,12 +212,12 @@ def test_an_evaluation_that_is_interrupted_leaves_the_random_states(tmp_path):
     assert random.random() == expected
 
 
-def test_a_run_that_takes_no_step_saves_nothing(tmp_path):
+def test_a_run_without_steps_saves_nothing(tmp_path):
     CountingTrainer([CheckpointCallback(tmp_path, every=1)], step=5).train(5)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_completions_are_kept_and_written_anew_after_resuming(tmp_path):
+def test_completions_of_later_steps_are_rewritten_after_resuming(tmp_path):
     path = tmp_path / "run" / "completions.jsonl"
     CountingTrainer([CompletionsCallback(path)]).train(3)
     CountingTrainer([CompletionsCallback(path)], step=2).train(4)
@@ -226,7 +226,7 @@ def test_completions_are_kept_and_written_anew_after_resuming(tmp_path):
     assert rows[0] == {"step": 1, "prompt": "p0", "completion": "x", "reward": 0}
 
 
-def test_completions_hold_texts_and_unscored_rewards(tmp_path):
+def test_completions_have_texts_and_unscored_rewards(tmp_path):
     trainer = CountingTrainer([])
     callback = CompletionsCallback(tmp_path / "c.jsonl")
     callback.on_train_begin(trainer, 1)
@@ -237,33 +237,33 @@ def test_completions_hold_texts_and_unscored_rewards(tmp_path):
     assert json.loads(line) == expected
 
 
-def test_a_trainer_without_completions_is_told(tmp_path):
+def test_a_trainer_without_completions_is_rejected(tmp_path):
     trainer = CountingTrainer([CompletionsCallback(tmp_path / "c.jsonl")])
     del trainer.last_completions
-    assert_raises(WhetTypeError, "CountingTrainer has no last_completions", trainer.train, 1)
+    assert_raises(WhetTypeError, ("CountingTrainer", "last_completions"), trainer.train, 1)
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "facts"),
     [
-        (lambda: EvaluationCallback(dict, every=0), "EvaluationCallback: every is 0"),
-        (lambda: CheckpointCallback("x", every=0), "CheckpointCallback: every is 0"),
-        (lambda: CheckpointCallback("x", every=1, keep=0), "CheckpointCallback: keep is 0"),
-        (lambda: EarlyStoppingCallback("m", 0), "EarlyStoppingCallback: patience is 0"),
-        (lambda: EarlyStoppingCallback("m", 1, mode="up"), "mode is 'up', expected 'max' or 'min'"),
-        (lambda: EarlyStoppingCallback("m", 1, min_delta=-1), "min_delta is -1"),
-        (lambda: EarlyStoppingCallback("m", 1, min_delta=NAN), "min_delta is nan"),
-        (lambda: EarlyStoppingCallback("m", 1, min_delta=math.inf), "min_delta is inf"),
-        (lambda: EarlyStoppingCallback("m", 1, target=NAN), "target is nan, expected a finite number, or None"),
-        (lambda: EarlyStoppingCallback("m", 1.5), "patience is 1.5, expected an integer >= 1"),
-        (lambda: EvaluationCallback(dict, every=True), "every is True, expected an integer >= 1"),
-        (lambda: CheckpointCallback("x", every=2.5), "every is 2.5, expected an integer >= 1"),
+        (lambda: EvaluationCallback(dict, every=0), ("EvaluationCallback", "every", "0")),
+        (lambda: CheckpointCallback("x", every=0), ("CheckpointCallback", "every", "0")),
+        (lambda: CheckpointCallback("x", every=1, keep=0), ("CheckpointCallback", "keep", "0")),
+        (lambda: EarlyStoppingCallback("m", 0), ("EarlyStoppingCallback", "patience", "0")),
+        (lambda: EarlyStoppingCallback("m", 1, mode="up"), ("mode", "'up'", "'max' or 'min'")),
+        (lambda: EarlyStoppingCallback("m", 1, min_delta=-1), ("min_delta", "-1")),
+        (lambda: EarlyStoppingCallback("m", 1, min_delta=NAN), ("min_delta", "nan")),
+        (lambda: EarlyStoppingCallback("m", 1, min_delta=math.inf), ("min_delta", "inf")),
+        (lambda: EarlyStoppingCallback("m", 1, target=NAN), ("target", "nan", "a finite number, or None")),
+        (lambda: EarlyStoppingCallback("m", 1.5), ("patience", "1.5", "an integer >= 1")),
+        (lambda: EvaluationCallback(dict, every=True), ("every", "True", "an integer >= 1")),
+        (lambda: CheckpointCallback("x", every=2.5), ("every", "2.5", "an integer >= 1")),
     ],
 )
-def test_bad_arguments_are_named(make, message):
-    assert_raises(WhetValueError, message, make)
+def test_invalid_arguments_are_rejected(make, facts):
+    assert_raises(WhetValueError, facts, make)
 
 
-def test_what_evaluates_has_to_be_callable():
-    with pytest.raises(WhetTypeError, match=r"EvaluationCallback: evaluate is \{\}, expected a callable"):
+def test_evaluate_must_be_callable():
+    with pytest.raises(WhetTypeError, match=mentions("EvaluationCallback", "evaluate", "{}", "a callable")):
         EvaluationCallback({}, every=1)

@@ -1,4 +1,4 @@
-"""Phases: what is inside which, exceptions, threads and contexts, and the cost outside of a record."""
+"""Phases: nesting, exceptions, threads and contexts, and the cost outside of a record."""
 
 import contextvars
 import threading
@@ -14,18 +14,18 @@ from whet.training.phases import phase, record
 
 @pytest.fixture
 def wait(monkeypatch):
-    """Waits on the clock that phases are timed by."""
+    """Return a function that advances the clock of phases."""
     clock = Clock()
     monkeypatch.setattr("whet.training.phases.time", clock)
     return clock.sleep
 
 
 def near(seconds):
-    """That, and the ticks of a clock that is read some times."""
+    """Match seconds plus ticks of a clock that is read several times."""
     return pytest.approx(seconds, abs=8 * TICK_S)
 
 
-def test_a_phase_counts_what_is_not_in_the_phase_inside_it(wait):
+def test_a_phase_excludes_nested_phases(wait):
     with record() as seconds:
         wait(0.25)
         with phase("loss"):
@@ -34,10 +34,10 @@ def test_a_phase_counts_what_is_not_in_the_phase_inside_it(wait):
                 wait(2)
             wait(4)
     assert seconds == {"other": near(0.25), "loss": near(5), "kl": near(2)}
-    assert sum(seconds.values()) == 7.25 + 5 * TICK_S  # whole: read at both ends of each phase and of the record
+    assert sum(seconds.values()) == 7.25 + 5 * TICK_S  # a tick at both ends of each phase and record
 
 
-def test_a_name_adds_up_wherever_it_comes(wait):
+def test_equal_names_add_up(wait):
     with record() as seconds:
         for _ in range(2):
             with phase("loss"):
@@ -48,7 +48,7 @@ def test_a_name_adds_up_wherever_it_comes(wait):
     assert seconds["kl"] == near(0)
 
 
-def test_an_exception_is_recorded_and_goes_on(wait):
+def test_exceptions_are_recorded_and_propagate(wait):
     with pytest.raises(ZeroDivisionError), record() as seconds:
         with pytest.raises(KeyError), phase("loss"), phase("kl"):
             wait(1)
@@ -62,7 +62,7 @@ def test_an_exception_is_recorded_and_goes_on(wait):
     assert seconds["loss"] == near(2)
 
 
-def test_a_record_in_a_record_is_its_own_and_counts_in_the_phase_around_it(wait):
+def test_nested_records_are_independent_and_count_in_the_outer_phase(wait):
     with record() as outer, phase("reward"):
         with record() as inner, phase("loss"):
             wait(1)
@@ -73,7 +73,7 @@ def test_a_record_in_a_record_is_its_own_and_counts_in_the_phase_around_it(wait)
     assert "loss" not in outer
 
 
-def test_the_seconds_are_those_of_the_clock_on_the_wall():
+def test_seconds_are_wall_clock_time():
     started = time.perf_counter()
     with record() as seconds, phase("loss"):
         time.sleep(0.01)
@@ -81,7 +81,7 @@ def test_the_seconds_are_those_of_the_clock_on_the_wall():
 
 
 @pytest.mark.parametrize("copies_context", [False, True])
-def test_another_thread_records_nothing_here(copies_context):
+def test_other_threads_are_not_recorded(copies_context):
     def work():
         with phase("elsewhere"):
             time.sleep(0.005)
@@ -96,7 +96,7 @@ def test_another_thread_records_nothing_here(copies_context):
     assert seconds["generation"] > 0.004
 
 
-def test_threads_record_side_by_side():
+def test_threads_record_independently():
     found = {}
 
     def work(name):
@@ -113,7 +113,7 @@ def test_threads_record_side_by_side():
 
 
 @timed
-def test_without_a_record_a_phase_is_almost_free():
+def test_a_phase_without_a_record_is_cheap():
     def empty():
         with phase("loss"):
             pass

@@ -1,4 +1,4 @@
-"""Rows that cannot be used are named before their step, and the run that they end leaves a checkpoint."""
+"""Invalid rows are reported before their step, and the run that they end leaves a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ def sft(**settings):
 
 
 class Unused:
-    """A tokenizer that no row reaches."""
+    """Tokenizer that is never used."""
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "good", "bad", "message"),
+    ("algorithm", "good", "bad", "facts"),
     [
-        (SFT, GOOD, {"prompt": "ab", "completion": None}, "expected 'prompt' and 'completion', or 'messages'"),
-        (SFT, GOOD, {"prompt": "ab", "completion": 5}, "the prompt is 'ab' and what follows it 5"),
-        (SFT, GOOD, {"messages": [{"role": "user", "content": "a"}]}, "expected two chat messages or more"),
-        (SFT, {"text": "a"}, {"text": 5}, "a field holds 5"),
-        (DPO, {"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "a", "chosen": "b"}, "no 'rejected'"),
-        (GRPO, {"prompt": "a"}, {"question": "a"}, "the row has no 'prompt'; it has 'question'"),
+        (SFT, GOOD, {"prompt": "ab", "completion": None}, ("'prompt'", "'completion'", "'messages'")),
+        (SFT, GOOD, {"prompt": "ab", "completion": 5}, ("'ab'", "5")),
+        (SFT, GOOD, {"messages": [{"role": "user", "content": "a"}]}, ("chat messages",)),
+        (SFT, {"text": "a"}, {"text": 5}, ("field", "5")),
+        (DPO, {"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "a", "chosen": "b"}, ("'rejected'",)),
+        (GRPO, {"prompt": "a"}, {"question": "a"}, ("'prompt'", "'question'")),
     ],
 )
-def test_the_form_of_every_row_is_checked_before_the_first_step(algorithm, good, bad, message):
+def test_the_form_of_every_row_is_checked_before_the_first_step(algorithm, good, bad, facts):
     more = {"reward_fn": len} if algorithm is GRPO else {}
     trainer = make_trainer(algorithm, tiny_llama(), tokenizer=Unused(), batch_size=1, **more)
     for rows in ([good] * 30 + [bad], tuple([good] * 30 + [bad])):
-        assert_raises(RowError, f"^row 30 of the dataset: .*{message}", trainer.train, rows, steps=1)
+        assert_raises(RowError, ("row 30 of the dataset", *facts), trainer.train, rows, steps=1)
     named = Rows([good] * 30 + [{**bad, "id": "x7"}], [Part("a.jsonl:", range(1, 32))])
-    assert_raises(RowError, rf"^a\.jsonl:31 \(id 'x7'\): .*{message}", trainer.train, named, steps=1)
+    assert_raises(RowError, ("a.jsonl:31", "'x7'", *facts), trainer.train, named, steps=1)
 
 
-def test_a_table_of_datasets_is_checked_and_what_computes_its_rows_is_not():
+def test_in_memory_datasets_are_checked_and_transformed_ones_are_not():
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list([{**GOOD, "completion": None if i == 7 else "c"} for i in range(9)])
-    assert_raises(RowError, "^row 7 of the dataset", sft(tokenizer=Unused()).train, rows, steps=1)
+    assert_raises(RowError, ("row 7 of the dataset",), sft(tokenizer=Unused()).train, rows, steps=1)
     assert not prefetch.is_in_memory(rows.with_transform(lambda batch: batch))
 
 
@@ -76,8 +76,8 @@ def test_rows_are_checked_once():
 
 
 @pytest.mark.parametrize("kind", [list, iter])
-def test_a_row_that_only_the_tokenizer_finds_is_named_before_its_step(kind):
-    """Its batch is the fifth: the fourth before it is not trained any more."""
+def test_a_row_that_the_tokenizer_rejects_is_reported_before_its_step(kind):
+    """The row is in the fifth batch: no batch is trained before the error."""
     rows = [GOOD] * 8
     order = epoch_order(len(rows), 0, 0).tolist()
     rows[order[PREFETCH + 1]] = {"prompt": "ab", "completion": "c" * 70, "id": 3}
@@ -85,11 +85,11 @@ def test_a_row_that_only_the_tokenizer_finds_is_named_before_its_step(kind):
     if kind is iter:
         rows, place = iter([rows[i] for i in order]), "row 0 of the batch of step 3"
     trainer = sft()
-    assert_raises(RowError, rf"^{place} \(id 3\): SFT: the row has 7. tokens", trainer.train, rows, steps=8)
+    assert_raises(RowError, (place, "id 3", "SFT", "tokens"), trainer.train, rows, steps=8)
     assert trainer.step == 2
 
 
-def test_an_iterator_gives_its_batches_to_the_next_call_in_order():
+def test_prefetched_batches_of_an_iterator_are_kept_for_the_next_call():
     class Stops(Callback):
         def on_step_end(self, trainer, metrics):
             trainer.should_stop = trainer.step == 1
@@ -104,10 +104,10 @@ def test_an_iterator_gives_its_batches_to_the_next_call_in_order():
     trainer = make_trainer(Seen, tiny_llama(), tokenizer=letters_tokenizer(), batch_size=1, callbacks=Stops())
     trainer.train(rows, steps=6)
     trainer.train(rows, steps=2)
-    assert seen == ["a", "b", "c"] and next(rows)["prompt"] == "e"  # as many are drawn as a call would train
+    assert seen == ["a", "b", "c"] and next(rows)["prompt"] == "e"  # drawn at most as many as a call trains
 
 
-def test_no_more_is_drawn_than_is_to_come():
+def test_prefetching_is_limited_to_the_remaining_steps():
     numbers = count()
     stream = Prefetcher(numbers, lambda n: -n)
     assert [stream.take(n) for n in (2, 1)] == [(0, 0), (1, -1)] and next(numbers) == 2
@@ -115,7 +115,7 @@ def test_no_more_is_drawn_than_is_to_come():
     assert Prefetcher([], print).take(3) is None
 
 
-def test_a_long_check_shows_how_far_it_is(monkeypatch, capsys):
+def test_a_long_check_shows_its_progress(monkeypatch, capsys):
     monkeypatch.setattr(prefetch, "_QUIET_S", -1)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert list(prefetch._show_progress(range(8192))) == list(range(8192))
@@ -126,7 +126,7 @@ def test_a_long_check_shows_how_far_it_is(monkeypatch, capsys):
 
 
 class Flaky:
-    """A reward that draws random numbers, and raises in one of its calls."""
+    """Reward that draws random numbers, and raises in one of its calls."""
 
     def __init__(self, fails_at):
         self.n_calls, self.fails_at = 0, fails_at
@@ -147,7 +147,7 @@ def grpo(folder, fails_at=0, checkpoint=None):
     return GRPO(tiny_llama(), **arguments)
 
 
-def test_a_reward_that_fails_leaves_a_checkpoint_from_which_the_run_is_the_same(tmp_path):
+def test_a_failing_reward_leaves_a_checkpoint_that_resumes_exactly(tmp_path):
     rows = [{"prompt": [i]} for i in range(4, 10)]
     random.seed(0)
     torch.manual_seed(0)
@@ -156,7 +156,7 @@ def test_a_reward_that_fails_leaves_a_checkpoint_from_which_the_run_is_the_same(
     random.seed(0)
     torch.manual_seed(0)
     failing = grpo(tmp_path / "parts", fails_at=3)
-    assert_raises(RewardError, "the judge is gone", failing.train, rows, steps=4)
+    assert_raises(RewardError, ("the judge is gone",), failing.train, rows, steps=4)
     checkpoint = latest_checkpoint(tmp_path / "parts")
     assert checkpoint.name == "step-000002"
     random.seed(5)
@@ -165,7 +165,7 @@ def test_a_reward_that_fails_leaves_a_checkpoint_from_which_the_run_is_the_same(
     assert_same_weights(continued.model, whole.model)
 
 
-def test_a_step_that_failed_after_an_update_leaves_no_checkpoint(tmp_path):
+def test_a_step_that_fails_after_an_update_leaves_no_checkpoint(tmp_path):
     class Twice(SFT):
         def prepare(self, *batch):
             return batch
@@ -176,9 +176,9 @@ def test_a_step_that_failed_after_an_update_leaves_no_checkpoint(tmp_path):
             raise WhetValueError("between two updates")
 
     trainer = make_trainer(Twice, callbacks=CheckpointCallback(tmp_path, every=100))
-    assert_raises(WhetValueError, "between two updates", trainer.train, [[[5, 6]]], steps=1)
+    assert_raises(WhetValueError, ("between two updates",), trainer.train, [[[5, 6]]], steps=1)
     assert latest_checkpoint(tmp_path) is None
 
 
-def test_row_errors_are_of_both_kinds():
+def test_row_errors_are_value_and_type_errors():
     assert issubclass(RowError, WhetValueError) and issubclass(RowError, WhetTypeError)

@@ -1,4 +1,4 @@
-"""The predicted memory of a run: what trainers and engines really hold, and what autograd keeps."""
+"""Estimated memory of a run equals the memory of trainers and engines, and of tensors saved by autograd."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from tests.models.test_sizes import LLAMA
-from tests.raising import assert_raises
+from tests.raising import assert_raises, mentions
 from tests.tiny import with_lora
 
 from whet import _core
@@ -53,7 +53,7 @@ def held(trainer: Any) -> Counter[str]:
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"] if NARROW else ["float32"])
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("lora", [False, True])
-def test_trainers_and_engines_hold_what_was_predicted(name, compute, lora, monkeypatch):
+def test_trainers_and_engines_use_the_estimated_memory(name, compute, lora, monkeypatch):
     monkeypatch.setattr(scratch._scratch, "buffer", torch.empty(0))  # larger after other tests
     model = make_model(name)
     source = open_module(model)
@@ -70,18 +70,18 @@ def test_trainers_and_engines_hold_what_was_predicted(name, compute, lora, monke
     found = held(trainer)
     assert not found["gradients"]  # after the update
     for part in ("weights", "reference", "copies", "moments"):
-        # Beside the parameters, models have the frequencies of rotary embeddings, and AdamW counts its steps.
+        # Models also have rotary frequencies, and AdamW its step count.
         assert found[part] == pytest.approx(predicted[part], abs=8192, rel=1e-3), part
     memory = trainer.engine.memory
     [sampler] = [parts["sampler_weights"] for parts in (run.parts, run.sampling) if "sampler_weights" in parts]
     assert sampler == memory["weights_bytes"] + memory["adapters_bytes"]
-    # Between steps, an engine has weights only where the next sync keeps them.
+    # Between steps an engine keeps its weights only if the next sync reuses them.
     still = sum(n_bytes for part, _, n_bytes in trainer.engine.memory_blocks() if part == "sampler_weights")
     assert still == predicted.get("sampler_weights", 0) == (sampler if lora else 0)
 
 
 def kept_by_autograd(model: Any, prompts: list[list[int]], completions: list[list[int]]) -> int:
-    """Bytes of all tensors that a forward pass keeps, parameters and their copies not among them."""
+    """Return the bytes of all tensors saved by a forward pass, except parameters and their copies."""
     storages: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -90,7 +90,7 @@ def kept_by_autograd(model: Any, prompts: list[list[int]], completions: list[lis
         return tensor
 
     with accelerate(model) as acceleration, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        logprobs = completion_logprobs(model, prompts, completions).logprobs  # noqa: F841  (holds what is kept)
+        logprobs = completion_logprobs(model, prompts, completions).logprobs  # noqa: F841  (keeps saved tensors alive)
         own = {p.untyped_storage().data_ptr() for p in model.parameters()}
         own |= {key for _, key, _ in acceleration.memory_blocks()}
     return sum(n_bytes for address, n_bytes in storages.items() if address not in own)
@@ -98,7 +98,7 @@ def kept_by_autograd(model: Any, prompts: list[list[int]], completions: list[lis
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("lora", [False, True])
-def test_autograd_keeps_what_was_predicted(name, lora):
+def test_autograd_saves_the_estimated_bytes(name, lora):
     model = make_model(name)
     source, adapters = open_module(model), {}
     if lora:
@@ -112,7 +112,7 @@ def test_autograd_keeps_what_was_predicted(name, lora):
     assert kept == pytest.approx(predicted - head, rel=0.03)
 
 
-def test_tokens_of_a_pass_limit_the_activations():
+def test_max_tokens_per_step_limits_activations():
     source = load_source("smollm-135m")
 
     def activations(config, completion=128):
@@ -124,18 +124,18 @@ def test_tokens_of_a_pass_limit_the_activations():
     assert activations(SFTConfig(batch_size=64, max_tokens_per_step=512)) < 2.1 * small
     assert activations(SFTConfig(batch_size=64, micro_batch_size=3)) == pytest.approx(3 * small, rel=0.01)
     pair = activations(DPOConfig(batch_size=64, micro_batch_size=1))
-    assert small < pair < 2 * small  # a prompt is there once
+    assert small < pair < 2 * small  # the prompt is stored once
     group = activations(GRPOConfig(batch_size=1, group_size=4))
     assert group == pytest.approx(activations(GRPOConfig(batch_size=8, group_size=4, micro_batch_size=4)))
 
 
-def test_sampling_and_an_update_share_their_memory():
+def test_sampling_and_updates_share_memory():
     source = load_source("qwen2-0.5b")
     config = GRPOConfig(batch_size=8, max_new_tokens=1000)
     memory = run_memory(source, config, Lengths(100, 1000), interpreter=10)
     update, sampling = (sum(parts.values()) for parts in (memory.update, memory.sampling))
     assert memory.total == sum(memory.parts.values()) + max(update, sampling)
-    # 2 pages of each of 8 prompts, and of each of 64 completions from 64 to 1,099 tokens.
+    # 2 pages for each of 8 prompts, and pages of 64 completions from token 64 to 1,099.
     page = 24 * 2 * 64 * 64 * 2 * 2
     assert memory.sampling["kv_cache"] == min(1 << 30, (8 * 2 + 64 * 17) * page)
     assert not run_memory(source, SFTConfig(), Lengths(9, 9), interpreter=0).sampling
@@ -143,7 +143,7 @@ def test_sampling_and_an_update_share_their_memory():
     assert not torch_samples.sampling and "sampler_weights" not in torch_samples.parts
 
 
-def test_references_are_counted_where_they_are_models():
+def test_reference_models_are_counted():
     source = load_source("smollm-135m")
     for config, lora_rank, expected in (
         (DPOConfig(), 0, True),
@@ -157,7 +157,7 @@ def test_references_are_counted_where_they_are_models():
         assert bool(parts["reference"]) == expected
 
 
-def test_of_saved_adapters_the_reference_is_what_they_were():
+def test_initial_values_of_saved_adapters_are_the_reference():
     source = load_source("smollm-135m")
     adapters = choose_adapted(source, 8)._replace(is_new=False)
     for config, expected in ((DPOConfig(), 4), (DPOConfig(precompute_reference=True), 0), (SFTConfig(), 0)):
@@ -180,7 +180,7 @@ def test_layers_by_name():
     assert n_trained() == 4 * (down + up + fused + o)
     vocab, n_layers = LLAMA["vocab_size"], LLAMA["num_hidden_layers"]
     outer = n_trained(layers=["embed_tokens", "down_proj"], modules_to_save=["lm_head", "norm"])
-    # "norm" is the end of the names of all norms, as PEFT reads it.
+    # PEFT matches "norm" as a suffix: all norms.
     assert outer == 4 * (down + 2 * (vocab + hidden) + vocab * hidden + (2 * n_layers + 1) * hidden)
     assert_raises(
         WhetValueError,
@@ -193,7 +193,7 @@ def test_layers_by_name():
     )
 
 
-def test_a_packed_base_is_there_once():
+def test_a_packed_base_is_stored_once():
     source = load_source("qwen2-0.5b")
     options = {"lengths": Lengths(128, 128), "interpreter": 0, "adapters": choose_adapted(source, 16)}
     config = GRPOConfig(batch_size=4, group_size=8)
@@ -202,5 +202,5 @@ def test_a_packed_base_is_there_once():
     assert packed.parts["weights"] == weights.weights + weights.norms + packed.gradients
     assert packed.parts["sampler_weights"] < 1.1 * packed.gradients  # adapters, in panels
     assert packed.total < plain.total - 3.5 * source.config.n_parameters
-    with pytest.raises(WhetValueError, match="base is 'q8_0', and there are no adapters"):
+    with pytest.raises(WhetValueError, match=mentions("'q8_0'", "base", "adapters")):
         run_memory(source, config, Lengths(9, 9), interpreter=0, base="q8_0")

@@ -1,4 +1,4 @@
-"""The trainer: optimizer steps, schedules, skipped steps, the loop over data, and resuming to the bit."""
+"""Trainer: optimizer steps, schedules, skipped steps, the loop over data, and bit-identical resumption."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tests.raising import assert_raises
+from tests.raising import assert_raises, mentions
 from tests.tiny import (
     VOCAB,
     Items,
@@ -45,7 +45,7 @@ PROMPTS = [{"prompt": [4 + i % 5, 5][: 1 + i % 2]} for i in range(10)]
 
 
 class Net(TinyModel):
-    """In float32."""
+    """Trainer in float32."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__(dropout=dropout, dtype=torch.float32)
@@ -94,7 +94,7 @@ def test_the_schedule_by_hand():
     assert [learning_rate_at(step, constant, 0) for step in range(5)] == pytest.approx([1, 2, 3, 3, 3])
 
 
-def test_the_rate_of_the_schedule_is_the_one_used():
+def test_updates_use_the_scheduled_rate():
     trainer = sft(lr_schedule="linear", warmup_steps=1, learning_rate=0.4)
     seen = []
 
@@ -108,15 +108,15 @@ def test_the_rate_of_the_schedule_is_the_one_used():
     assert all(reported == used for reported, used in seen)
 
 
-def test_a_decaying_schedule_needs_an_end():
-    with pytest.raises(WhetValueError, match="lr_schedule is 'cosine', whose length is not known"):
+def test_a_decaying_schedule_requires_a_length():
+    with pytest.raises(WhetValueError, match=mentions("lr_schedule", "'cosine'", "schedule_steps")):
         sft(lr_schedule="cosine").train_step(ROWS[:2])
     assert sft(lr_schedule="cosine", schedule_steps=4).train_step(ROWS[:2])["learning_rate"] == 0.01
 
 
 @pytest.mark.parametrize("make_model", [Net, llama])
 @pytest.mark.parametrize("compute", ["auto", "torch"])
-def test_weight_decay_is_of_what_transformers_decays(make_model, compute):
+def test_weight_decay_applies_to_the_same_parameters_as_transformers(make_model, compute):
     runs = [sft(make_model(), weight_decay=decay, compute=compute) for decay in (0.0, 0.5)]
     for trainer in runs:
         trainer.train_step(ROWS[:2])
@@ -127,11 +127,11 @@ def test_weight_decay_is_of_what_transformers_decays(make_model, compute):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_16_bit_model_learns_what_a_float32_one_learns(dtype):
-    """At a rate whose steps are less than half a unit of most weights."""
+def test_16_bit_parameters_train_with_master_weights(dtype):
+    """Updates are smaller than half a unit in the last place of most weights."""
     runs = [sft(llama().to(kind), learning_rate=1e-4, compute="torch") for kind in (dtype, torch.float32)]
     narrow, wide = runs
-    with torch.no_grad():  # the same start
+    with torch.no_grad():  # equal initial weights
         for mine, theirs in zip(wide.trainable.values(), narrow.trainable.values(), strict=True):
             mine.copy_(theirs)
     start = weights(wide.model)
@@ -149,7 +149,7 @@ def test_a_16_bit_model_learns_what_a_float32_one_learns(dtype):
     assert curves[0] == pytest.approx(curves[1], rel=5e-3)
 
 
-def test_masters_are_in_the_memory_of_moments():
+def test_master_weights_count_as_moments():
     trainer = sft(narrow(), compute="torch")
     trainer.train_step(ROWS[:2])
     parts = [(part, n_bytes) for part, _, n_bytes in trainer.memory_blocks()]
@@ -167,18 +167,18 @@ def recorder(losses):
 
 
 def test_gradients_are_clipped_to_the_norm():
-    """With betas 0 and a large epsilon, AdamW's step is lr * gradient / epsilon: it shows the gradient."""
+    """With betas 0 and a large epsilon, AdamW's step is lr * gradient / epsilon, which reveals the gradient."""
     model = Net()
     trainer = sft(model, adam_beta1=0.0, adam_beta2=0.0, adam_epsilon=1e6, learning_rate=1e6, max_grad_norm=0.01)
     before = weights(model)
     metrics = trainer.train_step(ROWS[:3])
     step = torch.cat([(before[name] - value).ravel() for name, value in weights(model).items()])
-    assert metrics["grad_norm"] > 0.05  # as it was before clipping
+    assert metrics["grad_norm"] > 0.05  # before clipping
     assert step.norm().item() == pytest.approx(0.01, rel=1e-3)
 
 
 @pytest.mark.parametrize("algorithm", [SFT, DPO])
-def test_one_batch_of_eight_is_eight_of_one_accumulated(algorithm):
+def test_accumulated_micro_batches_equal_one_batch(algorithm):
     rows = (ROWS if algorithm is SFT else PAIRS)[:8]
     runs = []
     for micro_batch_size in (0, 1, 3):
@@ -193,7 +193,7 @@ def test_one_batch_of_eight_is_eight_of_one_accumulated(algorithm):
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_step_that_is_not_finite_is_skipped(where, bad):
+def test_non_finite_steps_are_skipped(where, bad):
     class Poisoned(Net):
         poison = False
 
@@ -216,10 +216,10 @@ def test_a_step_that_is_not_finite_is_skipped(where, bad):
     model.poison = False
     trainer.train_step(ROWS[6:9])
     reference.train_step(ROWS[6:9])
-    assert_same_weights(model, clean)  # moments untouched as well
+    assert_same_weights(model, clean)  # moments are unchanged too
 
 
-def test_too_many_skipped_steps_in_a_row_are_an_error():
+def test_too_many_consecutive_skipped_steps_are_an_error():
     model = Net()
     trainer = sft(model, max_skipped_steps=3)
     good = weights(model)
@@ -230,17 +230,17 @@ def test_too_many_skipped_steps_in_a_row_are_an_error():
         trainer.train_step(ROWS[:3])
         with torch.no_grad():
             model.head.bias.copy_(good["head.bias"])
-        trainer.train_step(ROWS[:3])  # a good one: the count starts again
+        trainer.train_step(ROWS[:3])  # a finite step resets the count
     with torch.no_grad():
         model.head.bias.fill_(math.nan)
     trainer.train_step(ROWS[:3])
     trainer.train_step(ROWS[:3])
-    with pytest.raises(NonFiniteError, match=r"SFT: 3 updates in a row had a loss or gradient that is not finite"):
+    with pytest.raises(NonFiniteError, match=mentions("SFT", "3 updates", "not finite")):
         trainer.train_step(ROWS[:3])
     assert trainer.skipped_steps == 7
 
 
-def test_only_what_requires_grad_is_trained():
+def test_only_parameters_that_require_grad_are_trained():
     model = Net()
     model.embedding.requires_grad_(False)
     before = weights(model)
@@ -248,14 +248,14 @@ def test_only_what_requires_grad_is_trained():
     after = weights(model)
     assert torch.equal(before["embedding.weight"], after["embedding.weight"])
     assert not torch.equal(before["head.weight"], after["head.weight"])
-    assert_raises(WhetValueError, "no parameter of model requires grad", sft, Net().requires_grad_(False))
+    assert_raises(WhetValueError, ("SFT", "requires grad"), sft, Net().requires_grad_(False))
 
 
-def test_a_row_does_not_depend_on_its_neighbours():
+def test_rows_are_independent_of_the_batch():
     for make in (Net, llama):
-        alone, trainer = make(), sft(make(), compute="float32" if make is llama else "auto")
+        model, trainer = make(), sft(make(), compute="float32" if make is llama else "auto")
         with torch.no_grad():
-            logprobs = [completion_logprobs(alone, [r["prompt"]], [r["completion"]]).logprobs for r in ROWS[:4]]
+            logprobs = [completion_logprobs(model, [r["prompt"]], [r["completion"]]).logprobs for r in ROWS[:4]]
             together = trainer.logprobs(
                 trainer.model, [r["prompt"] for r in ROWS[:4]], [r["completion"] for r in ROWS[:4]]
             )
@@ -266,7 +266,7 @@ def test_a_row_does_not_depend_on_its_neighbours():
 
 
 def prompts_of(trainer, dataset, *calls):
-    """The batches that ``train`` hands to ``train_step``, as their prompts."""
+    """Return the prompts of the batches that ``train`` passes to ``train_step``."""
     seen = []
     step = trainer.train_step
 
@@ -280,22 +280,22 @@ def prompts_of(trainer, dataset, *calls):
     return seen
 
 
-def test_rows_come_in_an_order_that_seed_and_epoch_tell():
+def test_seed_and_epoch_determine_the_order_of_rows():
     runs = [prompts_of(sft(seed=seed), ROWS, *calls) for seed, calls in ((0, [9]), (0, [2, 4, 3]), (1, [9]))]
     assert runs[0] == runs[1] != runs[2]
     epoch = [id(row) for batch in runs[0][:3] for row in batch[0]]
-    assert len(epoch) == len(set(epoch)) == 9  # no row twice
+    assert len(epoch) == len(set(epoch)) == 9  # every row once
     assert runs[0][:3] != runs[0][3:6]
 
 
-def test_without_steps_the_epoch_is_finished():
+def test_without_steps_the_epoch_is_completed():
     trainer = sft()
     trainer.train(ROWS, steps=4)
     trainer.train(ROWS)
     assert (trainer.step, trainer.epoch, trainer.position) == (6, 1, 9)
 
 
-def test_ready_batches_in_sequences_and_iterables():
+def test_datasets_of_batches():
     batches = [(torch.full((2, 1), 4 + i), torch.full((2, 2), 5 + i)) for i in range(4)]
     first_tokens = lambda seen: [batch[0][0, 0].item() - 4 for batch in seen]  # noqa: E731
     shuffled = first_tokens(prompts_of(sft(), batches, 4, 4))
@@ -310,7 +310,7 @@ def test_ready_batches_in_sequences_and_iterables():
 
     assert first_tokens(prompts_of(sft(), Loader(), 3, 3)) == [0, 1, 2, 3, 0, 1]
     assert first_tokens(prompts_of(sft(), Loader(), None, None)) == [0, 1, 2, 3] * 2
-    assert first_tokens(prompts_of(sft(), iter(batches), 3, 3)) == [0, 1, 2, 3]  # an iterator ends
+    assert first_tokens(prompts_of(sft(), iter(batches), 3, 3)) == [0, 1, 2, 3]  # an iterator is exhausted
     columns = [{"prompt": a, "completion": b} for a, b in batches]
     rows = prompts_of(sft(), columns, 1)[0][0]
     assert len(rows) == 2 and set(rows[0]) == {"prompt", "completion"}
@@ -350,7 +350,7 @@ def rows_and_trainers(algorithm):
 
 @pytest.mark.parametrize("kind", DATA_SETS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_rows_are_rows_in_every_iterable(algorithm, kind):
+def test_rows_of_every_form_in_iterables(algorithm, kind):
     rows, trainer, expected = rows_and_trainers(algorithm)
     trainer.train(DATA_SETS[kind](rows), steps=4)
     for start in (0, 3, 6, 9):
@@ -361,7 +361,7 @@ def test_rows_are_rows_in_every_iterable(algorithm, kind):
 
 @pytest.mark.parametrize("kind", [Items, hugging_face, tuple, list])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_rows_are_rows_in_every_sequence(algorithm, kind):
+def test_rows_of_every_form_in_sequences(algorithm, kind):
     rows, trainer, expected = rows_and_trainers(algorithm)
     trainer.train(kind(rows), n_epochs=2)
     for batch in itertools.islice(shuffled_batches(10, 3, 0), 6):
@@ -370,7 +370,7 @@ def test_rows_are_rows_in_every_sequence(algorithm, kind):
     assert_same_weights(trainer.model, expected.model)
 
 
-def test_a_shuffled_loader_is_resumed_to_the_bit(tmp_path):
+def test_a_shuffled_data_loader_resumes_exactly(tmp_path):
     def run(steps, trainer=None):
         trainer = trainer or sft(Net(dropout=0.3))
         trainer.train(torch.utils.data.DataLoader(Items(ROWS), batch_size=2, shuffle=True), steps=steps)
@@ -385,7 +385,7 @@ def test_a_shuffled_loader_is_resumed_to_the_bit(tmp_path):
 
 
 @pytest.mark.parametrize(("batch_size", "steps"), [(1, 4), (2, 2), (3, 1), (4, 1)])
-def test_resumed_with_another_batch_size_the_epoch_is_finished(batch_size, steps, tmp_path):
+def test_resuming_with_another_batch_size_completes_the_epoch(batch_size, steps, tmp_path):
     first = prompts_of(trainer := sft(), ROWS, 2)
     trainer.save(tmp_path / "c")
     resumed = SFT.from_checkpoint(tmp_path / "c", batch_size=batch_size)
@@ -395,12 +395,12 @@ def test_resumed_with_another_batch_size_the_epoch_is_finished(batch_size, steps
     assert order == epoch_order(10, 0, 0)[: len(order)].tolist()
 
 
-def test_epochs():
+def test_n_epochs_counts_the_current_epoch():
     trainer = sft()
     trainer.train(ROWS, n_epochs=np.int64(2))
     assert trainer.step == 6
     trainer.train(ROWS, steps=np.int32(1))
-    trainer.train(ROWS, n_epochs=2)  # the one begun, and another
+    trainer.train(ROWS, n_epochs=2)  # the current epoch and another
     assert (trainer.step, trainer.epoch, trainer.position) == (12, 3, 9)
     trainer.train(Streamed(ROWS), steps=0)
     assert trainer.step == 12
@@ -410,43 +410,43 @@ def test_epochs():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("arguments", "error", "facts"),
     [
-        ({"steps": 2, "n_epochs": 1}, WhetTypeError, r"train: steps is 2 and n_epochs 1\. Pass one of them"),
-        ({"steps": 2.0}, WhetValueError, r"steps is 2\.0, expected an integer >= 0"),
-        ({"steps": "2"}, WhetValueError, "steps is '2', expected an integer"),
-        ({"steps": -1}, WhetValueError, "steps is -1, expected an integer >= 0"),
-        ({"n_epochs": 0}, WhetValueError, "n_epochs is 0, expected an integer >= 1"),
-        ({"n_epochs": torch.tensor(1.5)}, WhetValueError, r"n_epochs is tensor\(1\.5000\), expected an integer >= 1"),
+        ({"steps": 2, "n_epochs": 1}, WhetTypeError, ("train", "steps is 2", "n_epochs 1")),
+        ({"steps": 2.0}, WhetValueError, ("steps", "2.0", ">= 0")),
+        ({"steps": "2"}, WhetValueError, ("steps", "'2'", "integer")),
+        ({"steps": -1}, WhetValueError, ("steps", "-1", ">= 0")),
+        ({"n_epochs": 0}, WhetValueError, ("n_epochs", "0", ">= 1")),
+        ({"n_epochs": torch.tensor(1.5)}, WhetValueError, ("n_epochs", "tensor(1.5000)", ">= 1")),
     ],
 )
-def test_bad_steps_and_epochs_are_named(arguments, error, message):
-    assert_raises(error, message, sft().train, ROWS, **arguments)
-    with pytest.raises(WhetValueError, match=r"no length, so that the end of an epoch is not known\. Pass steps"):
+def test_invalid_steps_and_epochs_are_rejected(arguments, error, facts):
+    assert_raises(error, facts, sft().train, ROWS, **arguments)
+    with pytest.raises(WhetValueError, match=mentions("train", "length", "epoch", "steps")):
         sft().train(iter(ROWS), n_epochs=1)
 
 
-def test_a_data_loader_of_rows():
+def test_data_loader_of_rows():
     loader = torch.utils.data.DataLoader(ROWS, batch_size=5, collate_fn=list)
     trainer = sft()
     trainer.train(loader)
     assert trainer.step == 2
 
 
-def test_bad_datasets_are_named():
-    assert_raises(WhetValueError, "the dataset is empty", sft().train, [])
-    assert_raises(WhetValueError, r"the dataset has no length, .*Pass steps", sft().train, iter(ROWS))
-    assert_raises(WhetTypeError, "dataset is 5, expected a sequence or iterable of rows", sft().train, 5, steps=1)
-    assert_raises(WhetValueError, "the dataset has 2 rows, fewer than batch_size=3", sft().train, ROWS[:2], steps=1)
-    assert_raises(WhetValueError, "steps is -1", sft().train, ROWS, steps=-1)
-    with pytest.raises(WhetTypeError, match="DPO: a row is 5, expected a dict or a tuple of"):
+def test_invalid_datasets_are_rejected():
+    assert_raises(WhetValueError, ("dataset", "empty"), sft().train, [])
+    assert_raises(WhetValueError, ("dataset", "length", "steps"), sft().train, iter(ROWS))
+    assert_raises(WhetTypeError, ("dataset", "5", "a sequence or iterable of rows"), sft().train, 5, steps=1)
+    assert_raises(WhetValueError, ("2 rows", "batch_size=3"), sft().train, ROWS[:2], steps=1)
+    assert_raises(WhetValueError, ("steps", -1), sft().train, ROWS, steps=-1)
+    with pytest.raises(WhetTypeError, match=mentions("DPO", "row", "5", "dict")):
         DPO(Net(), batch_size=1).train([5], steps=1)
 
     class Nothing:
         def __iter__(self):
             return iter(())
 
-    assert_raises(WhetValueError, "the dataset is empty", sft().train, Nothing(), steps=1)
+    assert_raises(WhetValueError, ("dataset", "empty"), sft().train, Nothing(), steps=1)
 
 
 class Diary(Callback):
@@ -485,14 +485,14 @@ def test_loggers_and_callbacks_are_called():
     metrics = trainer.train(ROWS, steps=2)
     assert diary.entries == [("step", 1), ("begin", 1, 3), ("step", 2), ("step", 3), ("end", 3)]
     assert [step for step, _ in ledgers[0].rows] == [1, 2, 3] and ledgers[0].total_steps == 3
-    assert trainer.position == 6  # a step of one's own takes nothing from the dataset
+    assert trainer.position == 6  # a manual step does not consume the dataset
     assert ledgers[0].rows == ledgers[1].rows and ledgers[0].rows[-1][1] == metrics
     assert metrics["num_tokens"] == 8 * 5  # cumulative
     trainer.log({"eval/accuracy": 0.5})
     assert ledgers[1].rows[-1] == (3, {"eval/accuracy": 0.5})
 
 
-def test_should_stop_ends_the_run_and_the_next_goes_on():
+def test_should_stop_ends_the_run_and_the_next_run_continues():
     diary = Diary(stop_at=2)
     trainer = sft(callbacks=[diary])
     trainer.train(ROWS, steps=5)
@@ -501,7 +501,7 @@ def test_should_stop_ends_the_run_and_the_next_goes_on():
     assert trainer.step == 3
 
 
-def test_evaluation_reaches_the_metrics():
+def test_evaluations_are_logged():
     evaluation = EvaluationCallback(lambda trainer: {"accuracy": trainer.step / 4}, every=2)
     ledger = Ledger()
     metrics = sft(callbacks=[evaluation], logger=ledger).train(ROWS, steps=4)
@@ -509,7 +509,7 @@ def test_evaluation_reaches_the_metrics():
     assert [step for step, row in ledger.rows if "eval/accuracy" in row] == [0, 2, 4]
 
 
-def test_an_interrupt_leaves_a_trainer_that_goes_on_as_if_nothing_had_been():
+def test_training_continues_exactly_after_an_interrupt():
     interrupt = True
 
     def reward(completions):
@@ -530,7 +530,7 @@ def test_an_interrupt_leaves_a_trainer_that_goes_on_as_if_nothing_had_been():
     assert_same_weights(trainer.model, whole.model)
 
 
-def test_an_interrupt_between_two_updates_of_a_step_repeats_none():
+def test_an_interrupt_between_two_updates_of_a_step_repeats_no_update():
     class Interrupted(Net):
         n_left = None
 
@@ -557,12 +557,12 @@ def test_an_interrupt_between_two_updates_of_a_step_repeats_none():
     trainer.model.n_left = 1
     with pytest.raises(KeyboardInterrupt):
         trainer.train(PROMPTS, steps=1)
-    trainer.train_step([{"prompt": [7, 7, 7]}])  # other prompts are another step
+    trainer.train_step([{"prompt": [7, 7, 7]}])  # other prompts begin a new step
     assert trainer.n_updates == 9 + 1 + 3 and {tuple(r["prompt"]) for r in trainer.last_completions} == {(7, 7, 7)}
 
 
 def interrupt_in(owner, name, call, before=False):
-    """Have a call of a method raise SIGINT, in its middle as far as its caller is concerned."""
+    """Make a method raise SIGINT during its call."""
     method, calls = getattr(owner, name), itertools.count(1)
 
     def interrupted(*args, **options):
@@ -578,7 +578,7 @@ def interrupt_in(owner, name, call, before=False):
 
 
 class InterruptedList(list):
-    """A list whose fifth pop raises SIGINT."""
+    """List whose fifth pop raises SIGINT."""
 
     def pop(self, *args):
         if len(self) == 5:
@@ -605,7 +605,7 @@ PLACES = {
     [(SFT, ROWS, {}), (GRPO, PROMPTS, {"reward_fn": ones, "max_new_tokens": 3, "group_size": 2, "num_iterations": 2})],
     ids=["sft", "grpo"],
 )
-def test_an_interrupt_divides_no_step(algorithm, rows, settings, place):
+def test_steps_are_atomic_under_interrupts(algorithm, rows, settings, place):
     trainer, whole = (algorithm(llama(), batch_size=3, learning_rate=0.01, **settings) for _ in range(2))
     PLACES[place](trainer)
     with pytest.raises(KeyboardInterrupt):
@@ -620,7 +620,7 @@ def test_an_interrupt_divides_no_step(algorithm, rows, settings, place):
     assert_same_weights(trainer.model, whole.model)
 
 
-def test_the_batch_of_a_step_that_a_callback_interrupts_is_not_trained_again():
+def test_the_batch_of_a_step_interrupted_in_a_callback_is_not_trained_again():
     class Interrupts(Callback):
         def on_step_end(self, trainer, metrics):
             if trainer.step == 2:
@@ -640,37 +640,37 @@ def test_the_batch_of_a_step_that_a_callback_interrupts_is_not_trained_again():
     assert seen == [row["prompt"] for row in ROWS[:4]] and trainer.step == 4
 
 
-def test_what_was_frozen_since_is_named():
+def test_parameters_frozen_after_construction_are_rejected():
     trainer = sft(llama())
     trainer.model.model.layers[1].requires_grad_(False)
-    assert_raises(WhetValueError, r"SFT: model.layers.1.*does not require grad any more", trainer.train, ROWS, steps=1)
+    assert_raises(WhetValueError, ("SFT", "model.layers.1", "no longer requires grad"), trainer.train, ROWS, steps=1)
 
 
-def test_what_trains_since_is_named():
+def test_parameters_unfrozen_after_construction_are_rejected():
     model = llama()
     model.model.layers[0].requires_grad_(False)
     trainer = sft(model)
     model.model.layers[0].requires_grad_(True)
-    assert_raises(WhetValueError, r"SFT: model.layers.0.*requires grad, which it did not", trainer.train, ROWS, steps=1)
+    assert_raises(WhetValueError, ("SFT", "model.layers.0", "requires grad", "did not"), trainer.train, ROWS, steps=1)
     model.model.layers[0].requires_grad_(False)
     model.model.norm.weight = torch.nn.Parameter(torch.ones(16))
-    assert_raises(WhetValueError, r"norm.weight requires grad, which it did not", trainer.train, ROWS, steps=1)
+    assert_raises(WhetValueError, ("norm.weight", "requires grad", "did not"), trainer.train, ROWS, steps=1)
 
 
-def test_another_active_adapter_is_named():
+def test_a_changed_active_adapter_is_rejected():
     model = lora()
     model.add_adapter("second", model.peft_config["default"])
     trainer = SFT(model)
     model.set_adapter("second")
-    assert_raises(WhetValueError, r"SFT: .*default.* does not require grad any more", trainer.train_step, ROWS[:2])
+    assert_raises(WhetValueError, ("SFT", "default", "no longer requires grad"), trainer.train_step, ROWS[:2])
     model.set_adapter("default")
     trainer.train_step(ROWS[:2])
 
 
-def test_rates_of_groups_are_refused():
+def test_changed_rates_of_optimizer_groups_are_rejected():
     trainer = sft()
     trainer.optimizer.param_groups[1]["lr"] = 0.5
-    assert_raises(WhetValueError, r"groups are \[0.01, 0.5\] and have no effect", trainer.train_step, ROWS[:3])
+    assert_raises(WhetValueError, ("[0.01, 0.5]", "no effect", "config.learning_rate"), trainer.train_step, ROWS[:3])
     trainer = sft(warmup_steps=3)
     trainer.train(ROWS, steps=2)
     trainer.config.learning_rate = 0.5
@@ -678,34 +678,34 @@ def test_rates_of_groups_are_refused():
 
 
 @pytest.mark.parametrize("algorithm", [SFT, GRPO])
-def test_settings_that_are_read_once_are_named_as_they_change(algorithm):
+def test_changed_settings_that_are_fixed_at_construction_are_rejected(algorithm):
     model, settings = Net(), {"reward_fn": ones, "max_new_tokens": 2} if algorithm is GRPO else {}
     batch = [[4, 5]] if algorithm is GRPO else ROWS[:2]
     for name in algorithm.config_class.fixed_at_construction:
         trainer = algorithm(model, **settings)
         setattr(trainer.config, name, "changed")
-        assert_raises(WhetValueError, rf"config\.{name} is 'changed' and has no effect", trainer.train_step, batch)
+        assert_raises(WhetValueError, (f"config.{name}", "'changed'", "no effect"), trainer.train_step, batch)
 
 
-def test_a_reference_that_is_needed_only_later_is_refused():
+def test_a_reference_needed_only_later_is_rejected():
     trainer = GRPO(Net(), reward_fn=ones, max_new_tokens=2, group_size=2)
     trainer.train_step([[4, 5]])
     trainer.config.beta = 0.1
-    assert_raises(WhetValueError, "GRPO: the loss uses a reference now, which it did not", trainer.train_step, [[4, 5]])
+    assert_raises(WhetValueError, ("GRPO", "reference", "did not"), trainer.train_step, [[4, 5]])
     adapters = GRPO(lora(), reward_fn=ones, max_new_tokens=2, group_size=2)
-    adapters.config.beta = 0.1  # whose reference is there, with the adapters off
+    adapters.config.beta = 0.1  # its reference is the model with adapters off
     assert "kl" in adapters.train_step([[4, 5]])
 
 
-def test_a_failed_step_takes_nothing_from_the_dataset():
+def test_a_failed_step_does_not_consume_the_dataset():
     trainer = sft()
-    assert_raises(WhetTypeError, "there is no tokenizer", trainer.train, [{"text": "a"}] * 3, steps=1)
+    assert_raises(WhetTypeError, ("tokenizer",), trainer.train, [{"text": "a"}] * 3, steps=1)
     trainer.train_step(ROWS[:3])
     assert trainer.position == 0
 
 
 @pytest.mark.parametrize("failed", [0, 2])
-def test_an_iterator_loses_no_batch_of_a_failed_step(failed):
+def test_an_iterator_keeps_the_batch_of_a_failed_step(failed):
     class Failing(Net):
         n_left = failed
 
@@ -719,14 +719,14 @@ def test_an_iterator_loses_no_batch_of_a_failed_step(failed):
     with pytest.raises(KeyboardInterrupt):
         trainer.train(rows, steps=3)
     assert trainer.step == failed
-    trainer.train(ROWS, steps=0)  # another data set has no part in it
+    trainer.train(ROWS, steps=0)  # another dataset is independent of it
     trainer.train(rows, steps=5)
     whole.train(iter(ROWS), steps=5)
     assert trainer.step == whole.step == 4
     assert_same_weights(trainer.model, whole.model)
 
 
-def test_an_iterator_loses_no_row_of_a_batch_that_was_interrupted_as_it_was_drawn():
+def test_an_iterator_keeps_the_rows_of_a_batch_interrupted_while_drawn():
     class Slow:
         def __init__(self):
             self.rows = iter(ROWS)
@@ -748,11 +748,11 @@ def test_an_iterator_loses_no_row_of_a_batch_that_was_interrupted_as_it_was_draw
     assert [r["prompt"] for batch in prompts_of(trainer, rows, 2) for r in batch[0]] == [r["prompt"] for r in ROWS[:6]]
 
 
-def test_reference_and_policy_are_compared_without_dropout():
+def test_log_probs_are_computed_without_dropout():
     model = Net(dropout=0.5)
     trainer = DPO(model, learning_rate=0.01)
     assert trainer.train_step(PAIRS[:3])["loss"] == pytest.approx(math.log(2), rel=1e-6)
-    assert model.training and trainer.ref_model.training  # as they were
+    assert model.training and trainer.ref_model.training  # unchanged
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------
@@ -770,7 +770,7 @@ RESUMED = {
 @pytest.mark.parametrize("name", RESUMED)
 @pytest.mark.parametrize("make", [lambda: Net(dropout=0.3), lambda: Sampling(dropout=0.3), llama, lora, packed, narrow])
 @pytest.mark.filterwarnings("ignore:.*torch computes the step")
-def test_a_resumed_run_is_the_same_to_the_bit(name, make, tmp_path):
+def test_a_resumed_run_is_bit_identical(name, make, tmp_path):
     algorithm, dataset, own = RESUMED[name]
     settings = {"learning_rate": 0.01, "batch_size": 3, "warmup_steps": 2, "lr_schedule": "cosine"}
     settings |= {"schedule_steps": 8, "micro_batch_size": 2, "training_mode": algorithm is SFT} | own
@@ -790,7 +790,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(name, make, tmp_path):
     first = algorithm(make(), **settings)
     first.train(dataset, steps=4)
     first.save(tmp_path / "checkpoint")
-    torch.manual_seed(99)  # a new process has other random states
+    torch.manual_seed(99)  # random states of a new process differ
     given = {"model": make()} if make in (lora, packed) else {}
     callables = {"reward_fn": ones} if "reward_fn" in own else {}
     resumed = algorithm.from_checkpoint(tmp_path / "checkpoint", **given, **callables)
@@ -804,7 +804,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(name, make, tmp_path):
         assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
 
 
-def test_a_schedule_goes_on_where_it_was_stopped(tmp_path):
+def test_a_schedule_continues_after_resuming(tmp_path):
     whole, stopped = (sft(lr_schedule="linear", callbacks=[Diary(stop_at)]) for stop_at in (None, 4))
     whole.train(ROWS, steps=8)
     stopped.train(ROWS, steps=8)
@@ -815,7 +815,7 @@ def test_a_schedule_goes_on_where_it_was_stopped(tmp_path):
     assert_same_weights(resumed.model, whole.model)
 
 
-def test_the_reference_comes_back_from_the_checkpoint(tmp_path):
+def test_the_reference_is_restored_from_the_checkpoint(tmp_path):
     ref_model = Net()
     with torch.no_grad():
         ref_model.head.bias += torch.arange(VOCAB)
@@ -829,26 +829,26 @@ def test_the_reference_comes_back_from_the_checkpoint(tmp_path):
     assert loaded.train_step(PAIRS[:3])["loss"] == trainer.train_step(PAIRS[:3])["loss"]
 
 
-def test_classes_that_no_description_finds_are_passed(tmp_path):
+def test_models_of_local_classes_are_passed_as_arguments(tmp_path):
     class Local(Net):
         pass
 
     trainer = DPO(Local(), learning_rate=0.01)
     trainer.train_step(PAIRS[:3])
     trainer.save(tmp_path / "c")
-    assert_raises(CheckpointError, "pass it as model=", DPO.from_checkpoint, tmp_path / "c")
+    assert_raises(CheckpointError, ("model=",), DPO.from_checkpoint, tmp_path / "c")
     loaded = DPO.from_checkpoint(tmp_path / "c", model=Local())
     assert_same_weights(loaded.ref_model, Local())
     assert loaded.train_step(PAIRS[:3])["loss"] == trainer.train_step(PAIRS[:3])["loss"]
 
 
-def test_settings_can_be_changed_on_resuming(tmp_path):
+def test_settings_can_change_on_resuming(tmp_path):
     trainer = sft()
     trainer.save(tmp_path / "c")
     assert SFT.from_checkpoint(tmp_path / "c", learning_rate=0.5).train_step(ROWS[:3])["learning_rate"] == 0.5
 
 
-def test_resumed_through_callbacks_and_loggers(tmp_path):
+def test_callbacks_and_loggers_resume_from_a_checkpoint(tmp_path):
     def make_callbacks():
         evaluation = EvaluationCallback(lambda trainer: {"x": trainer.step}, every=2)
         return [evaluation, CheckpointCallback(tmp_path / "run", every=2)]
@@ -863,24 +863,24 @@ def test_resumed_through_callbacks_and_loggers(tmp_path):
     resumed = SFT.from_checkpoint(tmp_path / "run" / "step-000005", callbacks=callbacks, logger=logger)
     assert resumed.step == 5 and [row["x"] for row in callbacks[0].history] == [0, 2, 4, 5]
     rows = (tmp_path / "log.csv").read_text().splitlines()[1:]
-    assert max(int(row.split(",")[0]) for row in rows) == 5  # what came after step 5 is gone
+    assert max(int(row.split(",")[0]) for row in rows) == 5  # later rows are removed
     resumed.train(ROWS, steps=1)
     assert [row["x"] for row in callbacks[0].history] == [0, 2, 4, 5, 6]
 
 
-def test_only_the_trained_part_is_saved(tmp_path):
+def test_only_trained_parameters_are_saved(tmp_path):
     from safetensors.torch import load_file
 
     trainer = SFT(lora(), learning_rate=0.01)
     trainer.train_step(ROWS[:3])
     trainer.save(tmp_path / "c")
     assert all("lora" in name for name in load_file(tmp_path / "c" / "model.safetensors"))
-    assert_raises(CheckpointError, "holds only the trained part of its model", SFT.from_checkpoint, tmp_path / "c")
-    with pytest.raises(CheckpointError, match="the trained parameters of the checkpoint and of model differ in"):
+    assert_raises(CheckpointError, ("trained part", "model="), SFT.from_checkpoint, tmp_path / "c")
+    with pytest.raises(CheckpointError, match=mentions("from_checkpoint", "trained parameters", "differ")):
         SFT.from_checkpoint(tmp_path / "c", model=llama())
 
 
-def test_adapters_go_on_and_are_saved_with_the_base_that_they_were_trained_on(tmp_path):
+def test_adapters_resume_on_and_are_saved_with_their_base(tmp_path):
     trainer = SFT(packed(), learning_rate=0.01)
     trainer.train_step(ROWS[:3])
     trainer.save(tmp_path / "c")
@@ -910,27 +910,27 @@ def test_adapters_go_on_and_are_saved_with_the_base_that_they_were_trained_on(tm
         args = open_module(model), asked, "load", "model"
         assert_raises(CheckpointError, f"load: model was trained on {names}", pack_recorded, *args)
     (tmp_path / "model" / "whet_base.json").write_text('{"formats": "int8"}')
-    assert_raises(CheckpointError, "is no record of a base", read_record, tmp_path / "model", "test")
-    beside_floats = SFT(lora(), learning_rate=0.01)
-    beside_floats.save(tmp_path / "f")
-    assert_raises(CheckpointError, "f was trained on floats, and", SFT.from_checkpoint, tmp_path / "f", model=packed())
-    beside_floats.save_pretrained(tmp_path / "model2")
+    assert_raises(CheckpointError, ("record", "base"), read_record, tmp_path / "model", "test")
+    on_floats = SFT(lora(), learning_rate=0.01)
+    on_floats.save(tmp_path / "f")
+    assert_raises(CheckpointError, ("trained", "floats"), SFT.from_checkpoint, tmp_path / "f", model=packed())
+    on_floats.save_pretrained(tmp_path / "model2")
     assert read_record(tmp_path / "model2", "test") is None
 
 
 @pytest.mark.parametrize(
-    ("part", "value", "message"),
+    ("part", "value", "facts"),
     [
-        ("counters", {}, "KeyError: 'step'"),
-        ("counters", dict.fromkeys(("step", "epoch"), 0.5), "TypeError: 'float' object"),
-        ("callbacks", 0.5, "TypeError"),
-        ("ref_model", 3, "TypeError: 'int' object is not subscriptable"),
-        ("config", {"depth": 1}, "TypeError: .*unexpected keyword argument 'depth'"),
-        ("optimizer", torch.zeros(2), "the optimizer's exp_avg of head.bias has shape \\(2,\\)"),
-        ("optimizer", None, "KeyError: 'body'"),
+        ("counters", {}, ("KeyError", "'step'")),
+        ("counters", dict.fromkeys(("step", "epoch"), 0.5), ("TypeError", "'float' object")),
+        ("callbacks", 0.5, ("TypeError",)),
+        ("ref_model", 3, ("TypeError", "'int' object")),
+        ("config", {"depth": 1}, ("TypeError", "'depth'")),
+        ("optimizer", torch.zeros(2), ("exp_avg", "head.bias", "(2,)")),
+        ("optimizer", None, ("KeyError", "'body'")),
     ],
 )
-def test_a_checkpoint_that_no_trainer_saved_is_malformed(part, value, message, tmp_path):
+def test_a_malformed_checkpoint_is_rejected(part, value, facts, tmp_path):
     trainer = sft()
     trainer.train_step(ROWS[:3])
     trainer.save(tmp_path / "c")
@@ -942,21 +942,21 @@ def test_a_checkpoint_that_no_trainer_saved_is_malformed(part, value, message, t
     else:
         tensors["optimizer"]["head.bias.exp_avg"] = value
     save_checkpoint(tmp_path / "c", tensors, state)
-    assert_raises(CheckpointError, f"c is malformed: .*{message}", SFT.from_checkpoint, tmp_path / "c")
+    assert_raises(CheckpointError, ("c is malformed", *facts), SFT.from_checkpoint, tmp_path / "c")
 
 
-def test_a_checkpoint_that_counts_batches_is_refused(tmp_path):
+def test_a_checkpoint_that_counts_batches_is_rejected(tmp_path):
     sft().save(tmp_path / "c")
     tensors, state = load_checkpoint(tmp_path / "c")
     del state["counters"]["epoch"]
     save_checkpoint(tmp_path / "c", tensors, state)
-    assert_raises(CheckpointError, "counts its place in the data in batches", SFT.from_checkpoint, tmp_path / "c")
+    assert_raises(CheckpointError, ("from_checkpoint", "batches", "rows"), SFT.from_checkpoint, tmp_path / "c")
 
 
-def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path):
+def test_a_checkpoint_of_another_algorithm_is_rejected(tmp_path):
     sft().save(tmp_path / "c")
-    assert_raises(CheckpointError, "was saved by SFT", DPO.from_checkpoint, tmp_path / "c")
-    assert_raises(CheckpointError, "there is no checkpoint", SFT.from_checkpoint, tmp_path / "nothing")
+    assert_raises(CheckpointError, ("DPO.from_checkpoint", "SFT"), DPO.from_checkpoint, tmp_path / "c")
+    assert_raises(CheckpointError, ("checkpoint",), SFT.from_checkpoint, tmp_path / "nothing")
 
 
 def test_save_pretrained(tmp_path):
@@ -967,34 +967,31 @@ def test_save_pretrained(tmp_path):
     trainer.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(loaded(torch.tensor([[4, 5]])).logits, trainer.model.eval()(torch.tensor([[4, 5]])).logits)
-    assert_raises(WhetTypeError, "Net is no Hugging Face model", sft().save_pretrained, tmp_path)
+    assert_raises(WhetTypeError, ("Net", "Hugging Face"), sft().save_pretrained, tmp_path)
 
 
 # --- small parts ----------------------------------------------------------------------------------------
 
 
-def test_constructor_arguments_are_checked():
-    assert_raises(WhetTypeError, r"SFT: model is function, expected an nn.Module", SFT, ones)
-    assert_raises(WhetTypeError, r"no setting 'lerning_rate'\. Did you mean learning_rate\?", sft, lerning_rate=1.0)
-    assert_raises(WhetTypeError, "learning_rate is '1e-4', expected float", sft, learning_rate="1e-4")
-    assert_raises(WhetValueError, "learning_rate is -1, expected a finite number >= 0", sft, learning_rate=-1)
-    assert_raises(WhetTypeError, "config is a SFTConfig, expected a DPOConfig", DPO, Net(), config=SFTConfig())
+def test_invalid_constructor_arguments_are_rejected():
+    assert_raises(WhetTypeError, ("SFT", "model", "function", "an nn.Module"), SFT, ones)
+    assert_raises(WhetTypeError, ("'lerning_rate'", "learning_rate"), sft, lerning_rate=1.0)
+    assert_raises(WhetTypeError, ("learning_rate", "'1e-4'", "float"), sft, learning_rate="1e-4")
+    assert_raises(WhetValueError, ("learning_rate", "-1", "a finite number >= 0"), sft, learning_rate=-1)
+    assert_raises(WhetTypeError, ("config", "SFTConfig", "DPOConfig"), DPO, Net(), config=SFTConfig())
     assert sft(config=SFTConfig(weight_decay=0.1), learning_rate=0.5).config.weight_decay == 0.1
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "facts"),
     [
-        ({"logger": "wandb"}, "SFT: logger is 'wandb', expected an object with the method log, or several"),
-        ({"logger": [Ledger(), print]}, "SFT: logger is <built-in function print>, expected"),
-        (
-            {"callbacks": len},
-            "SFT: callbacks is <built-in function len>, expected an object with the method on_step_end",
-        ),
+        ({"logger": "wandb"}, ("SFT", "logger", "'wandb'", "method log")),
+        ({"logger": [Ledger(), print]}, ("SFT", "logger", "<built-in function print>")),
+        ({"callbacks": len}, ("SFT", "callbacks", "<built-in function len>", "on_step_end")),
     ],
 )
-def test_loggers_and_callbacks_that_are_none_are_named(arguments, message):
-    assert_raises(WhetTypeError, message, sft, **arguments)
+def test_invalid_loggers_and_callbacks_are_rejected(arguments, facts):
+    assert_raises(WhetTypeError, facts, sft, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -1002,12 +999,12 @@ def test_loggers_and_callbacks_that_are_none_are_named(arguments, message):
     [(SFT, {}), (GRPO, {"reward_fn": ones, "beta": 0.0}), (DPO, {"reference_free": True}), (DPO, {"loss_type": "sft"}),
      (OnlineDPO, {"reward_fn": ones, "reference_free": True})],
 )  # fmt: skip
-def test_a_reference_that_nothing_looks_at_is_refused(algorithm, settings):
-    with pytest.raises(WhetValueError, match=f"{algorithm.__name__}: ref_model has no effect: with these settings the"):
+def test_a_reference_without_effect_is_rejected(algorithm, settings):
+    with pytest.raises(WhetValueError, match=mentions(algorithm.__name__, "ref_model", "no effect")):
         algorithm(Net(), Net(), **settings)
 
 
-def test_a_run_that_is_loaded_may_leave_its_reference_behind(tmp_path):
+def test_a_resumed_run_may_drop_its_reference(tmp_path):
     GRPO(Net(), Net(), reward_fn=ones, beta=0.1, kl_estimator="k1").save(tmp_path / "c")
     kept = GRPO.from_checkpoint(tmp_path / "c", reward_fn=ones)
     assert kept.ref_model is not None and kept.config.beta == 0.1
@@ -1015,7 +1012,7 @@ def test_a_run_that_is_loaded_may_leave_its_reference_behind(tmp_path):
     assert plain.ref_model is None and plain.config.beta == 0.0
 
 
-def test_modes_come_back_one_by_one():
+def test_modes_are_restored_per_module():
     model = Net()
     model.dropout.eval()
     with module_mode(model, training=False):
@@ -1036,7 +1033,7 @@ def test_stop_tokens_of_model_and_tokenizer():
     assert stop_token_ids(model, Tokenizer(), [5, 6]) == stop_token_ids(Net(), None, (5, 6)) == [5, 6]
 
 
-def test_stop_tokens_that_the_model_does_not_have_are_refused():
+def test_stop_tokens_outside_the_vocabulary_are_rejected():
     class Tokenizer:
         eos_token_id = 500
 
@@ -1045,13 +1042,12 @@ def test_stop_tokens_that_the_model_does_not_have_are_refused():
 
     model = llama()
     n_tokens = model.config.vocab_size
-    outside = f"is 500, outside the model's vocabulary of {n_tokens} tokens: no completion would end with it."
-    with pytest.raises(WhetValueError, match=f"the tokenizer's eos_token_id {outside}"):
+    with pytest.raises(WhetValueError, match=mentions("tokenizer", "eos_token_id", 500, n_tokens)):
         GRPO(model, reward_fn=ones, tokenizer=Tokenizer(), max_new_tokens=2).train_step([[4, 5]])
-    with pytest.raises(WhetValueError, match=f"stop_token_ids: stop_token_ids {outside}"):
+    with pytest.raises(WhetValueError, match=mentions("stop_token_ids", 500, n_tokens)):
         BestOfN(model, reward_fn=ones, stop_token_ids=[2, 500], max_new_tokens=2).generate([[4, 5]])
     model.generation_config.eos_token_id = [2, 500]
-    with pytest.raises(WhetValueError, match=f"the model's eos_token_id {outside} Set it in its generation_config"):
+    with pytest.raises(WhetValueError, match=mentions("model", "eos_token_id", 500, n_tokens, "generation_config")):
         stop_token_ids(model, None)
     assert stop_token_ids(model, None, [n_tokens - 1]) == [n_tokens - 1]
     model.resize_token_embeddings(501)

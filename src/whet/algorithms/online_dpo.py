@@ -108,7 +108,7 @@ class OnlineDPO(OnlineTrainer):
     def _winners(self, rollout: Rollout, scored: RewardBatch | None) -> Sequence[int | None]:
         """Return the preferred side of each pair, or None; a pair with an unscored completion is a tie."""
         if scored is None:
-            pairs = list(zip(rollout.shown[::2], rollout.shown[1::2], strict=True))
+            pairs = list(zip(rollout.decoded[::2], rollout.decoded[1::2], strict=True))
             judge = self.preference_fn
             assert judge is not None
             with phase("reward"):

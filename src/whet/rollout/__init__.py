@@ -1,4 +1,4 @@
-"""Sources of completions: one protocol, and the engines that follow it.
+"""Sources of completions: the ``RolloutEngine`` protocol and engines that implement it.
 
 ``whet.rollout.torch_engine.TorchEngine`` samples from a live torch module; importing it imports torch.
 """

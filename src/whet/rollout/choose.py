@@ -1,7 +1,4 @@
-"""The choices of a ``RolloutConfig``: the engine that samples, by name or as it is given, and the reward functions.
-
-Knows nothing about algorithms.
-"""
+"""Construction of engines and reward functions from a ``RolloutConfig``. Independent of algorithms."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from whet.rollout.protocol import RolloutEngine
 from whet.rollout.torch_engine import TorchEngine
 
 _WORKERS = 2
-"""Of a pool, where no number is given."""
+"""Default number of workers of a pool."""
 
 
 def make_engine(
@@ -38,26 +35,26 @@ def make_engine(
     workers: int = 0,
     address: str = "",
 ) -> RolloutEngine:
-    """The given engine, or one of that name for ``model``.
+    """Return an engine for ``model`` by name, or a given engine unchanged.
 
     Args:
         engine: "native" (``whet.Engine``); "torch" (``TorchEngine``); "auto": native for a Hugging Face model on the
-            CPU, else torch. If the native engine does not support such a model, a warning says why. "ray": a
-            ``RayPool``.
-        model: to sample from.
-        weights: format of the native engine's matrices; "auto": as the model has them, packed, bfloat16 or else
-            float32, so that what is sampled from is the policy and no rounding of it (a trainer whose products are
-            bfloat16 passes "bf16": its policy is the rounded weights). So are rotary frequencies: where they depend on
-            the length (longrope), its longest sequence is the longest one of the short factors.
+            CPU, else torch, with a warning if the native engine does not support the model; "ray" (``RayPool``); or an
+            engine.
+        model: the model to sample from.
+        weights: format of the native engine's matrices; "auto": as in the model: packed, bfloat16, or else float32, so
+            that samples are from the policy and not from a rounded copy (a trainer with bfloat16 matmuls passes "bf16":
+            its policy is the rounded weights). If rotary frequencies depend on the length (longrope), sequences are
+            limited to the range of the short factors, for the same reason.
         where: the caller's name, for messages.
-        kv_bytes: memory of the native engine for keys and values; 0: its default.
-        tokenizer: for stop strings; of a given engine its own.
+        kv_bytes: KV cache of the native engine in bytes; 0: its default.
+        tokenizer: for stop strings; a given engine has its own.
         workers, address: of the pool; 0: two workers.
 
     Raises:
-        WhetValueError: "native", and the native engine does not support the model; kv_bytes beside a given engine, or
-            weights of a model on a packed base.
-        WhetTypeError: neither an engine nor the name of one; "native", and it is no Hugging Face model.
+        WhetValueError: "native" for a model that the native engine does not support; kv_bytes with a given engine;
+            weights for a model on a packed base.
+        WhetTypeError: engine is neither an engine nor a name; "native" for a module that is not a Hugging Face model.
     """
     names = get_args(EngineName)
     if not hasattr(engine, "generate") and (not isinstance(engine, str) or engine not in names):
@@ -66,11 +63,11 @@ def make_engine(
         )
     if not isinstance(engine, str):
         if kv_bytes:
-            raise WhetValueError(f"{where}: kv_bytes is {kv_bytes} and has no effect: the engine is made already.")
+            raise WhetValueError(f"{where}: kv_bytes is {kv_bytes} and has no effect: the engine already exists.")
         return engine
     if weights != "auto" and base_of(model) is not None:
         raise WhetValueError(
-            f"{where}: rollout_weights is {weights!r}, and the model's weights are packed already, for sampling too. "
+            f"{where}: rollout_weights is {weights!r}, but the model's base is already packed, also for sampling. "
             f"Leave it at 'auto', or pack the base in that format."
         )
     if engine == "native":
@@ -84,18 +81,18 @@ def make_engine(
         try:
             return _native(model, weights, kv_bytes, tokenizer)
         except WhetTypeError:
-            pass  # a custom module, which only torch can run
+            pass  # a custom module, supported by torch only
         except WhetValueError as error:
             warnings.warn(
-                f"{where}: torch samples, which is slower, as the native engine does not run this model ({error}) "
-                f"engine='torch' says so without a warning.",
+                f"{where}: torch samples, which is slower: the native engine does not support this model ({error}) "
+                f"engine='torch' does so without a warning.",
                 stacklevel=4,
             )
     return TorchEngine(model, tokenizer=tokenizer)
 
 
 def _options(model: nn.Module, weights: RolloutWeights, kv_bytes: int, tokenizer: Any) -> dict[str, Any]:
-    """Of a native engine."""
+    """Return the options of a native engine."""
     max_position = short_position(getattr(inner_module(model), "config", None))
     options: dict[str, Any] = {"max_position": max_position, "tokenizer": tokenizer}
     options |= {"kv_bytes": kv_bytes} if kv_bytes else {}
@@ -115,7 +112,7 @@ def _native(model: nn.Module, weights: RolloutWeights, kv_bytes: int, tokenizer:
     except WhetValueError:
         if not hasattr(model, "peft_config"):
             raise
-        # Adapters of the embedding or the head cannot be computed beside them.
+        # Adapters of the embedding or the head are supported only if merged.
         return Engine.from_model(model, merge_adapters=True, **options)
 
 
@@ -125,10 +122,10 @@ def ensure_capacity(
     prompt_ids: Sequence[Sequence[int]],
     max_new_tokens: int,
 ) -> RolloutEngine:
-    """The engine, or one made by ``make(kv_bytes)`` if its KV cache is too small for the longest of these sequences.
+    """Return the engine, or a new one by ``make(kv_bytes)`` if its KV cache is too small for the longest sequence.
 
-    Sequences wait for memory while others have it; one that needs more than the whole cache would be an error. ``make``
-    None: keep the engine.
+    Sequences wait for free pages, but a sequence larger than the whole cache is an error. ``make`` None: keep the
+        engine.
     """
     if make is None or not isinstance(engine, Engine):
         return engine
@@ -145,11 +142,12 @@ def ensure_capacity(
 def check_lengths(model: nn.Module, prompt_ids: Sequence[Sequence[int]], max_new_tokens: int, where: str) -> None:
     """Raise if completions may exceed the length at which the model's rotary frequencies change (longrope).
 
-    Such a completion is sampled with the short factors and then with the long ones, and scored with the long ones only:
-    its log-probs are not those it was sampled with, on any engine. Prompts all beyond that length use the long ones.
+    Such a completion is sampled with the short factors first and the long factors later, but scored with the long
+    factors only: its log-probs would differ from the sampler's, on any engine. If all prompts exceed that length, only
+    the long factors are used.
 
     Raises:
-        WhetValueError: naming the first such prompt.
+        WhetValueError: names the first such prompt.
     """
     limit = short_position(getattr(inner_module(model), "config", None))
     if limit is None or all(len(prompt) > limit for prompt in prompt_ids):
@@ -157,18 +155,18 @@ def check_lengths(model: nn.Module, prompt_ids: Sequence[Sequence[int]], max_new
     for i, prompt in enumerate(prompt_ids):
         if len(prompt) + max_new_tokens > limit:
             raise WhetValueError(
-                f"{where}: prompt {i} has {len(prompt)} tokens and max_new_tokens is {max_new_tokens}: past {limit} "
-                f"tokens this model has other rotary frequencies (longrope). Lower max_new_tokens, leave such prompts "
-                f"out, or load the model with a config whose short_factor is its long_factor."
+                f"{where}: prompt {i} has {len(prompt)} tokens and max_new_tokens is {max_new_tokens}: above {limit} "
+                f"tokens this model uses other rotary frequencies (longrope). Lower max_new_tokens, drop such prompts, "
+                f"or load the model with a config whose short_factor is its long_factor."
             )
 
 
 def reward_functions(config: RolloutConfig, reward_fn: RewardFn | None) -> RewardFunctions:
-    """The reward functions, with the settings of the config; ``RewardFunctions`` are returned unchanged.
+    """Return reward functions with the settings of the config; ``RewardFunctions`` are returned unchanged.
 
     Raises:
-        WhetTypeError: there are none.
-        WhetValueError: ``RewardFunctions`` whose settings contradict the config's.
+        WhetTypeError: reward_fn is None.
+        WhetValueError: the settings of ``RewardFunctions`` contradict the config.
     """
     if reward_fn is None:
         where = type(config).__name__.removesuffix("Config")
@@ -180,7 +178,7 @@ def reward_functions(config: RolloutConfig, reward_fn: RewardFn | None) -> Rewar
             ("reward_policy", reward_fn.on_error, config.reward_policy == reward_fn.on_error),
             ("reward_timeout_s", reward_fn.timeout_s, config.reward_timeout_s == reward_fn.timeout_s),
         ):
-            reject_ineffective(config, [name], same, f"reward_fn is RewardFunctions, which has its own, {own!r}")
+            reject_ineffective(config, [name], same, f"reward_fn is RewardFunctions with {own!r}")
         return reward_fn
     return RewardFunctions(
         reward_fn,

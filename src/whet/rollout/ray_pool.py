@@ -1,9 +1,8 @@
-"""A pool of sampling workers on one machine or many, by Ray: a RolloutEngine like any other.
+"""RolloutEngine over a Ray pool of sampling workers on one machine or many.
 
-Completions are those of the engine in this process, to the bit, however many workers there are, whichever of them
-samples what, and whether some die: a call is a pure function of (weights, version, prompt, key, sampling), which Ray
-runs again where its worker is lost. Weights go out once for each version, and adapters alone where only they have
-changed.
+Completions are bit-identical to the engine in this process, for any number of workers and any schedule, and if workers
+die: a call is a pure function of (weights, version, prompt, key, sampling), which Ray retries if its worker is lost.
+Weights are sent once per version; if only adapters have changed, only adapters are sent.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from whet.rollout.ray_worker import PackedFile, Policy, Weights, Worker, version
 
 _CONNECT_S = 5
 _ATTEMPTS = 3
-"""Times that a call may exceed its limit, each on another worker."""
+"""Maximum attempts of a call that is lost or exceeds its time limit."""
 
 
-class _Part(NamedTuple):
+class _SampleRange(NamedTuple):
     """Samples [first, first + count) of a prompt."""
 
     prompt: int
@@ -46,48 +45,48 @@ class _Part(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """Of a worker.
+    """A call in progress on a worker.
 
     Attributes:
-        end: until when it may take, on the monotonic clock.
+        end: deadline on the monotonic clock.
     """
 
-    part: _Part
+    part: _SampleRange
     worker: int
     end: float
 
 
-def divide(n_prompts: int, n: int, n_workers: int) -> list[_Part]:
-    """Groups, in as many parts as let every worker have one where there are fewer groups than workers."""
+def split_groups(n_prompts: int, n: int, n_workers: int) -> list[_SampleRange]:
+    """Split groups into ranges of samples, at least one per worker if there are fewer groups than workers."""
     slices = min(n, max(1, -(-n_workers // max(1, n_prompts))))
     bounds = [n * i // slices for i in range(slices + 1)]
-    return [_Part(prompt, a, b - a) for prompt in range(n_prompts) for a, b in itertools.pairwise(bounds)]
+    return [_SampleRange(prompt, a, b - a) for prompt in range(n_prompts) for a, b in itertools.pairwise(bounds)]
 
 
 class RayPool:
-    """Workers that sample from the weights of the last ``sync``.
+    """Pool of workers that sample from the weights of the last ``sync``.
 
     Args:
-        model: a live Hugging Face module, perhaps in PEFT's LoRA. Its weights are floats, or a base that was packed
-            from a folder or file, which every node has in the same place. None: ``load`` says what is sampled from.
-        load: makes a worker's engine, there, in place of a model and ``sync``.
-        workers: processes that sample.
-        address: of a Ray cluster, as ``ray.init`` takes it ("auto": the one of this machine); empty: the one that this
-            process is connected to, or that ``RAY_ADDRESS`` names, or else a new one, which ends with ``close``.
-        threads: of each worker; 0: this machine's processors, divided.
-        start_timeout_s: until when all workers have to run.
-        call_timeout_s: a worker that takes longer for a group than this is replaced.
-        options: of ``whet.Engine``.
+        model: a live Hugging Face module, optionally with PEFT LoRA. Its weights are floats, or a base packed from a
+            folder or file at the same path on every node. None: workers load their model with ``load``.
+        load: function that constructs a worker's engine in the worker, instead of a model and ``sync``.
+        workers: number of sampling processes.
+        address: address of a Ray cluster for ``ray.init`` ("auto": this machine's cluster); empty: the cluster that
+            this process is connected to, or ``RAY_ADDRESS``, or else a new one, which ends with ``close``.
+        threads: threads per worker; 0: the cluster's processors divided by the workers.
+        start_timeout_s: time limit for the start of all workers.
+        call_timeout_s: a worker that exceeds this time for a group is replaced.
+        options: options of ``whet.Engine``.
 
     Attributes:
-        policy_version: how many times ``sync`` has been called.
-        actors: the workers, as Ray's handles.
+        policy_version: number of ``sync`` calls.
+        actors: Ray handles of the workers.
 
     Raises:
         MissingExtraError: Ray is not installed.
-        WhetValueError: a model that the pool does not take.
-        WhetError: no cluster at the address, too few processors, workers that do not start, or that have another
-            version of Whet or Python.
+        WhetValueError: the model is not supported.
+        WhetError: no cluster at the address, too few processors, or workers that do not start or have another version
+            of Whet or Python.
     """
 
     def __init__(
@@ -108,19 +107,23 @@ class RayPool:
             raise MissingExtraError("RayPool", "Ray", "ray") from error
         workers = check_integer("RayPool", "workers", workers, 1)
         if (model is None) == (load is None):
-            raise WhetValueError("RayPool: expected one of model (whose weights sync sends) and load (makes engines).")
+            raise WhetValueError(
+                "RayPool: expected either model (whose weights sync sends) or load (constructs engines)."
+            )
         max_position = options.pop("max_position", None)
         self._describe = lambda model: open_module(model, max_position=max_position)
         source = None if model is None else self._describe(model)
         self._config: Any = source and source.config
-        self._narrow = _checked_narrow(source, options) if source else set()
+        self._narrow = _bfloat16_slots(source, options) if source else set()
         self._ray: Any = ray
         self._options, self.policy_version = options, 0
         self._policy: Policy | None = None
         self._stored: Any = None
         self._call_timeout_s = call_timeout_s
         if not ray.is_initialized() and _starts_own(address):
-            _check_cpus(workers, threads or 1, _core.n_processors(), "this machine")  # before Ray starts, for seconds
+            _check_cpus(
+                workers, threads or 1, _core.n_processors(), "this machine"
+            )  # before the start of Ray, which takes seconds
         self._is_own = _connect(ray, address)
         cpus = ray.cluster_resources().get("CPU", 0)
         self._threads = threads or max(1, int(cpus) // workers)
@@ -147,7 +150,7 @@ class RayPool:
         return actor.remote()
 
     def _environment(self) -> dict[str, str]:
-        """Of a worker that is about to start."""
+        """Return the environment variables of a new worker."""
         return {"WHET_NUM_THREADS": str(self._threads)}
 
     def _check_workers(self, timeout_s: float) -> None:
@@ -156,32 +159,32 @@ class RayPool:
         except self._ray.exceptions.GetTimeoutError:
             free = self._ray.available_resources().get("CPU", 0)
             raise WhetError(
-                f"RayPool: after {timeout_s:g} s not all of {len(self.actors)} workers run. They need "
-                f"{self._threads} CPUs each, and {free:g} are free. Ask for fewer, or end what holds the others."
+                f"RayPool: after {timeout_s:g} s not all of {len(self.actors)} workers have started. They need "
+                f"{self._threads} CPUs each, and {free:g} are free. Use fewer workers, or free CPUs."
             ) from None
         own = versions()
         for other in found:
             for name, version in own.items():
                 if other[name] != version:
                     raise WhetError(
-                        f"RayPool: a worker has {name} {other[name]}, and this process {version}. Install the same on "
-                        f"every node."
+                        f"RayPool: a worker has {name} {other[name]}, and this process {version}. Install the same "
+                        f"version on every node."
                     )
 
     # ------------------------------------------------------------------ the protocol
 
     def sync(self, model: Any) -> None:
-        """Weights for the calls from now on, all or none; what is sampled before keeps its own.
+        """Load weights for later calls, atomically; calls in progress keep their weights.
 
-        Weights that fail a check change nothing. New ones take the place of the old in Ray's store: where that fails
-        there are none, until the next call of ``sync``.
+        Weights that fail a check change nothing. New weights replace the old in Ray's object store: if storing them
+        fails, there are no weights until the next ``sync``.
 
         Raises:
             WhetValueError: as ``Engine.sync``.
         """
         where = "RayPool.sync"
         if self._load is not None:
-            raise WhetValueError(f"{where}: the workers load their model themselves. Make a pool of the model instead.")
+            raise WhetValueError(f"{where}: the workers load their own model. Construct a pool with model instead.")
         source = self._describe(model)
         check_same_model(self._config, source.config, where)
         slices = list_slices(source, where)
@@ -193,7 +196,8 @@ class RayPool:
                 pass
         adapters = [self._ray.put(adapter_arrays(model, source))] if source.adapters else []
         if policy is None:
-            # An object that Ray puts where another of its size has been needs no more memory, and a tenth of the time.
+            # Ray reuses the memory of a freed object of the same size, in a tenth of the time: free the old weights
+            # first.
             self._policy = None
             policy = Policy(version, [self._ray.put(self._weights(model, source))], version, [])
         self._policy = policy._replace(version=version, adapters=adapters)
@@ -206,13 +210,13 @@ class RayPool:
         return Weights(source.config, source.targets, self._options, arrays, packed)
 
     def load(self) -> None:
-        """Have all workers take the weights of the last ``sync`` now; else each does with its first call after it."""
-        policy = self._synced("RayPool.load")
+        """Make all workers load the weights of the last ``sync`` now, instead of at their next call."""
+        policy = self._require_policy("RayPool.load")
         self._ray.get([actor.load.remote(policy) for actor in self.actors])
 
-    def _synced(self, where: str) -> Policy:
+    def _require_policy(self, where: str) -> Policy:
         if self._policy is None:
-            raise WhetValueError(f"{where}: there are no weights. Call sync(model) before.")
+            raise WhetValueError(f"{where}: there are no weights. Call sync(model) first.")
         return self._policy
 
     def generate(
@@ -223,10 +227,10 @@ class RayPool:
         *,
         keys: Sequence[StreamKey] | None = None,
     ) -> list[list[Completion]]:
-        """As ``Engine.generate``.
+        """Sample completions, see ``Engine.generate``.
 
         Raises:
-            WhetError: of the engine; or a call that exceeded its limit on several workers.
+            WhetError: an error of the engine, or a call that exceeded its time limit on several workers.
         """
         return list(self.generate_each(prompt_ids, n, sampling, keys=keys))
 
@@ -238,16 +242,16 @@ class RayPool:
         *,
         keys: Sequence[StreamKey] | None = None,
     ) -> Iterator[list[Completion]]:
-        """The results of ``generate``, prompt after prompt, each as soon as it and those before it are complete."""
+        """Yield the results of ``generate`` in order, each as soon as it and its predecessors are complete."""
         where = "RayPool.generate"
         n = check_integer(where, "n", n, 1)
         if not self.actors:
-            raise WhetValueError(f"{where}: the pool is closed. Make a new one.")
+            raise WhetValueError(f"{where}: the pool is closed. Construct a new one.")
         chosen = stream_keys(keys, len(prompt_ids), where)
-        policy = self._synced(where)
-        parts = divide(len(prompt_ids), n, len(self.actors))
+        policy = self._require_policy(where)
+        parts = split_groups(len(prompt_ids), n, len(self.actors))
         run = self._run(policy, parts, prompt_ids, sampling, chosen)
-        found: dict[_Part, list[Completion]] = {}
+        found: dict[_SampleRange, list[Completion]] = {}
         for _, of_prompt in itertools.groupby(parts, key=lambda part: part.prompt):
             own = list(of_prompt)
             while not found.keys() >= set(own):
@@ -258,14 +262,14 @@ class RayPool:
     def _run(
         self,
         policy: Policy,
-        parts: Sequence[_Part],
+        parts: Sequence[_SampleRange],
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams,
         keys: list[StreamKey],
-    ) -> Iterator[tuple[_Part, list[Completion]]]:
+    ) -> Iterator[tuple[_SampleRange, list[Completion]]]:
         ray, waiting = self._ray, deque(parts)
         slots = max(1, MAX_BATCH // max(part.count for part in parts)) if parts else 1
-        running: dict[Any, _Call] = {}  # in the order in which their times end
+        running: dict[Any, _Call] = {}  # in order of deadline
         finished: SimpleQueue[tuple[Any, Future[list[Completion]]]] = SimpleQueue()
         attempts = dict.fromkeys(parts, 0)
         load = [0] * len(self.actors)
@@ -279,12 +283,12 @@ class RayPool:
                 )
                 running[call] = _Call(part, worker, time.monotonic() + self._call_timeout_s)
                 load[worker] += 1
-                # Not ray.wait, which looks at all that run whenever one is done.
+                # Not ray.wait, which scans all running calls whenever one completes.
                 call.future().add_done_callback(lambda result, call=call: finished.put((call, result)))
             done = None
             with contextlib.suppress(Empty):
                 done = finished.get(timeout=max(0.0, next(iter(running.values())).end - time.monotonic()))
-            if done is not None and done[0] in running:  # not of a worker that was replaced
+            if done is not None and done[0] in running:  # not from a replaced worker
                 call, result = done
                 part, worker, _ = running.pop(call)
                 load[worker] -= 1
@@ -302,17 +306,17 @@ class RayPool:
                     self._retry(running.pop(call).part, attempts, waiting)
                 load[worker] = 0
 
-    def _retry(self, part: _Part, attempts: dict[_Part, int], waiting: deque[_Part]) -> None:
+    def _retry(self, part: _SampleRange, attempts: dict[_SampleRange, int], waiting: deque[_SampleRange]) -> None:
         attempts[part] += 1
         if attempts[part] == _ATTEMPTS:
             raise WhetError(
-                f"RayPool.generate: prompt {part.prompt} was lost on {_ATTEMPTS} workers, or took them longer than "
-                f"{self._call_timeout_s:g} s. Look at the nodes' memory, or raise call_timeout_s."
+                f"RayPool.generate: prompt {part.prompt} failed on {_ATTEMPTS} workers, which died or exceeded "
+                f"{self._call_timeout_s:g} s. Check the nodes' memory, or raise call_timeout_s."
             )
         waiting.appendleft(part)
 
     def close(self) -> None:
-        """End the workers, and Ray where the pool started it."""
+        """End the workers, and Ray if the pool started it."""
         for worker in self.actors:
             with contextlib.suppress(Exception):
                 self._ray.kill(worker, no_restart=True)
@@ -322,17 +326,17 @@ class RayPool:
             self._is_own = False
 
 
-def _checked_narrow(source: ModelSource, options: Mapping[str, Any]) -> set[str]:
-    """The slots whose weights may travel as bfloat16.
+def _bfloat16_slots(source: ModelSource, options: Mapping[str, Any]) -> set[str]:
+    """Return the slots whose weights may be sent as bfloat16.
 
     Raises:
-        WhetValueError: a base that workers cannot pack themselves.
+        WhetValueError: workers cannot pack the base.
     """
     if source.base is not None:
         if not source.base.path:
             raise WhetValueError(
-                "RayPool: the model's packed base was not made from a folder or file, so that workers cannot pack it "
-                "themselves. Give frozen_model a path, or load the model in floats, with base='none'."
+                "RayPool: the model's packed base is not from a folder or file, so that workers cannot pack it. Give "
+                "frozen_model a path, or load the model in floats, with base='none'."
             )
         return set()
     names = {name: options.get(name) for name in ("embedding", "head")}
@@ -341,7 +345,7 @@ def _checked_narrow(source: ModelSource, options: Mapping[str, Any]) -> set[str]
 
 
 def _late(running: Iterable[_Call]) -> set[int]:
-    """The workers of calls whose time has ended; the calls are in the order in which it does."""
+    """Return the workers of calls past their deadline; ``running`` is in order of deadline."""
     now = time.monotonic()
     return {call.worker for call in itertools.takewhile(lambda call: call.end <= now, running)}
 
@@ -350,40 +354,40 @@ def _check_cpus(workers: int, threads: int, cpus: float, where: str) -> None:
     if workers * threads > cpus:
         raise WhetError(
             f"RayPool: {workers} workers of {threads} threads need {workers * threads} CPUs, and {where} has {cpus:g}. "
-            f"Ask for fewer workers, or start more nodes."
+            f"Use fewer workers, or start more nodes."
         )
 
 
 def _starts_own(address: str) -> bool:
-    """Whether a pool with this address starts a Ray for this process alone."""
-    return (address or os.environ.get("RAY_ADDRESS", "")) in ("", "local")  # as `ray job submit` sets it
+    """Whether a pool with this address starts a private Ray cluster."""
+    return (address or os.environ.get("RAY_ADDRESS", "")) in ("", "local")  # set by `ray job submit`
 
 
 def _connect(ray: Any, address: str) -> bool:
-    """Whether a Ray was started for this process alone."""
+    """Connect to Ray; return whether a private cluster was started."""
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet = {"log_to_driver": False, "logging_level": "error"}
     if _starts_own(address):
-        # Without "local" Ray joins a cluster that somebody else's process has started on this machine.
+        # Without "local" Ray joins any cluster that another process has started on this machine.
         ray.init(address="local", num_cpus=_core.n_processors(), include_dashboard=False, **quiet)
         return True
     address = address or os.environ["RAY_ADDRESS"]
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
-        if host and port.isdigit():  # Ray would wait for minutes
+        if host and port.isdigit():  # Ray's timeout is minutes
             socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
         ray.init(address=address, **quiet)
     except (OSError, ValueError, RuntimeError) as error:
         if "AuthenticationError" in f"{error}{error.__cause__}":
             raise WhetError(
-                f"RayPool: the Ray cluster at {address!r} asks for a token. Set RAY_AUTH_MODE=token, with the head's "
+                f"RayPool: the Ray cluster at {address!r} requires a token. Set RAY_AUTH_MODE=token, with the head's "
                 f"~/.ray/auth_token on this machine (docs/scale.md)."
             ) from None
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise WhetError(
-            f"RayPool: there is no Ray cluster at {address!r} ({reason}). Start one with `ray start --head`, or leave "
-            f"the address out for one of this machine."
+            f"RayPool: there is no Ray cluster at {address!r} ({reason}). Start one with `ray start --head`, or omit "
+            f"the address for a cluster on this machine."
         ) from None
     return True

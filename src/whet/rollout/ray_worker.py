@@ -1,7 +1,7 @@
-"""A sampling worker: an engine in a process that Ray starts, without torch.
+"""Sampling worker: an engine in a Ray process, without torch.
 
-A call carries all that its result depends on, so that any worker gives the same completions, also one that was started
-after another was killed: Ray's retries need nothing more.
+A call includes everything that its result depends on, so that any worker returns the same completions, also a worker
+started after another was killed: Ray's retries need no further state.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _POLL_S = 0.05
 
 
 class Policy(NamedTuple):
-    """The weights that a call samples from.
+    """Weights that a call samples from.
 
     Attributes:
-        version: of all, the trainer's.
-        weights: [reference] of ``Weights``, or of what makes the engine; in a list, so that Ray passes it on without
-            fetching what it refers to.
-        weights_version: of these weights, that of the call of ``sync`` which sent them; adapters may be newer.
-        adapters: [reference] of named adapters, or none.
+        version: policy version of the trainer.
+        weights: [reference] to ``Weights``, or to a function that constructs the engine; in a list, so that Ray passes
+            the reference without fetching the object.
+        weights_version: version of the ``sync`` call that sent the weights; adapters may be newer.
+        adapters: [reference] to named adapters, or empty.
     """
 
     version: int
@@ -44,16 +44,16 @@ class Policy(NamedTuple):
 
 
 def versions() -> dict[str, str]:
-    """By name, those that driver and workers must have alike."""
+    """Return the versions, by name, that must be equal on driver and workers."""
     return {"Whet": whet.__version__, "Python": ".".join(platform.python_version_tuple()[:2])}
 
 
 class PackedFile(NamedTuple):
-    """A packed base that a worker packs itself, from the same file.
+    """A base that each worker packs from the same file.
 
     Attributes:
-        path: of the model's folder or file, on every node.
-        record: of the base (``PackedBase.record``), which what is packed has to have.
+        path: path of the model's folder or file, on every node.
+        record: ``PackedBase.record`` that the packed base has to match.
     """
 
     path: str
@@ -78,7 +78,7 @@ class Weights(NamedTuple):
 
 
 class Worker:
-    """Made by Ray; see ``whet.rollout.ray_pool``."""
+    """Ray actor; see ``whet.rollout.ray_pool``."""
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
@@ -89,16 +89,16 @@ class Worker:
         return versions()
 
     def load(self, policy: Policy) -> None:
-        """Take the weights, unless it has them."""
-        self._engine_of(policy)
+        """Load the weights, unless already loaded."""
+        self._load_engine(policy)
 
     def generate(
         self, policy: Policy, prompt_ids: Sequence[int], n: int, sampling: SamplingParams, key: StreamKey
     ) -> list[Completion]:
-        """``n`` completions of a prompt. Calls on several threads share the engine's batch."""
-        return self._engine_of(policy).generate([prompt_ids], n, sampling, keys=[key])[0]
+        """Sample ``n`` completions of a prompt. Concurrent calls share the engine's batch."""
+        return self._load_engine(policy).generate([prompt_ids], n, sampling, keys=[key])[0]
 
-    def _engine_of(self, policy: Policy) -> Engine:
+    def _load_engine(self, policy: Policy) -> Engine:
         import ray  # pyright: ignore[reportMissingImports]
 
         with self._loading:
@@ -107,12 +107,12 @@ class Worker:
                 if engine.policy_version != policy.version:
                     if policy.adapters:
                         self._sync(engine, ray.get(policy.adapters[0]), policy.version)
-                    else:  # a base alone never changes
+                    else:  # a base without adapters never changes
                         engine.policy_version = policy.version
                 return engine
             weights: Any = ray.get(policy.weights[0])
             if not isinstance(weights, Weights):
-                self._engine = _loaded(weights)
+                self._engine = _call_load(weights)
                 return self._engine
             config, targets, options, arrays, packed = weights
             for reference in policy.adapters:
@@ -134,36 +134,36 @@ class Worker:
         while True:
             try:
                 return engine.sync(arrays, version=version)
-            except EngineBusyError:  # a call of another version, whose driver has given it up
+            except EngineBusyError:  # a call of another version, abandoned by its driver
                 time.sleep(_POLL_S)
 
 
-def _loaded(load: Callable[[], Engine]) -> Engine:
-    """The engine of a model that the driver has loaded, or could.
+def _call_load(load: Callable[[], Engine]) -> Engine:
+    """Construct the engine with the driver's function.
 
     Raises:
-        WhetValueError: it cannot be loaded here.
+        WhetValueError: the model cannot be loaded on this node.
     """
     try:
         return load()
     except WhetError as error:
         raise WhetValueError(
-            f"RayPool: a worker on {platform.node()} cannot load the model ({error}) Put it in the same place on every "
-            f"node."
+            f"RayPool: a worker on {platform.node()} cannot load the model ({error}) Put it at the same path on "
+            f"every node."
         ) from None
 
 
 def _pack(packed: PackedFile, config: Any) -> PackedBase:
-    """The base that the trainer has.
+    """Pack the trainer's base.
 
     Raises:
-        WhetValueError: this node has no such file.
-        CheckpointError: its weights are others.
+        WhetValueError: the file does not exist on this node.
+        CheckpointError: the file has other weights.
     """
     if not Path(packed.path).exists():
         raise WhetValueError(
-            f"RayPool: a worker on {platform.node()} finds no {packed.path!r}, from which it packs the base. Put the "
-            f"model in the same place on every node, or train beside floats, with base='none'."
+            f"RayPool: a worker on {platform.node()} does not find {packed.path!r}, the source of the base. Put the "
+            f"model at the same path on every node, or train adapters on floats, with base='none'."
         )
     source = open_pretrained(packed.path)._replace(config=config)
     return pack_recorded(source, packed.record, "RayPool", "the policy")

@@ -1,7 +1,7 @@
 """A batch of prompts, and the completions sampled for it.
 
-Sampling goes through the ``RolloutEngine`` protocol only. Reward and preference functions get text
-if there is a tokenizer (without special tokens), and else 1-D tensors of token ids, without prompt and padding.
+Sampling uses the ``RolloutEngine`` protocol only. Reward and preference functions get text without special tokens if
+there is a tokenizer, else 1-D tensors of token ids, without prompt and padding.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from whet.data.token_ids import token_rows
 from whet.errors import WhetValueError
 from whet.rewards.functions import RewardBatch, RewardFunctions
 
-_FEW_TRUNCATED = 0.25
-"""Largest share of truncated completions that needs no warning."""
+_MAX_TRUNCATED = 0.25
+"""Maximum share of truncated completions without a warning."""
 
 _TOKENIZER_FIELDS = ("input_ids", "attention_mask", "token_type_ids")
 
 
 class Prompts(NamedTuple):
-    """A batch of prompts: token ids, the form that reward functions get, and the dataset's other columns."""
+    """A batch of prompts: token ids, their decoded form for reward functions, and the dataset's other columns."""
 
     ids: list[list[int]]
-    shown: list[Any]
+    decoded: list[Any]
     columns: dict[str, list[Any]]
 
 
 def read_prompts(batch: Any, tokenizer: Any, where: str) -> Prompts:
-    """Prompts from texts, chats, rows (dicts with ``prompt`` as text, messages or ids), columns, or token ids.
+    """Read prompts from texts, chats, rows (dicts with ``prompt`` as text, messages or ids), columns, or token ids.
 
-    Token ids may have any form that ``token_rows`` reads. Other fields of rows and of a mapping with
-    ``input_ids`` are columns.
+    Token ids may have any form that ``token_rows`` reads. Other fields of rows, or of a mapping with ``input_ids``, are
+    columns.
     """
     rows = as_rows(batch, as_prompt_row, where)
     if rows is None:
@@ -60,38 +60,38 @@ def read_prompts(batch: Any, tokenizer: Any, where: str) -> Prompts:
     columns = {name: list(column) for name, column in values.items()}
     for name, column in columns.items():
         if len(column) != len(ids):
-            raise WhetValueError(f"{where}: {name} has {len(column)} values, and there are {len(ids)} prompts.")
-    shown = [
+            raise WhetValueError(f"{where}: {name} has {len(column)} values for {len(ids)} prompts.")
+    decoded = [
         prompt if isinstance(prompt, str) or is_messages(prompt) else decode_for_reward(row, tokenizer)
         for prompt, row in zip(given, ids, strict=True)
     ]
-    return Prompts(ids, shown, columns)
+    return Prompts(ids, decoded, columns)
 
 
 def as_prompt_row(item: Any) -> Mapping[str, Any]:
-    """A row unchanged; a bare prompt, or a tuple of one, as a row."""
+    """Return a row; wrap a bare prompt, or a tuple of one prompt, in a row."""
     if isinstance(item, tuple) and len(item) == 1 and not isinstance(item[0], Integral):
         [item] = item
     return item if isinstance(item, Mapping) else {"prompt": item}
 
 
 def decode_for_reward(token_ids: Sequence[int], tokenizer: Any) -> Any:
-    """Token ids as reward functions get them: text, or without a tokenizer a 1-D tensor."""
+    """Decode token ids for reward functions: text, or without a tokenizer a 1-D tensor."""
     if tokenizer is None:
         return torch.tensor(token_ids, dtype=torch.int64)
     return tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 def decode_completion(completion: Completion, replies: Replies | None) -> Any:
-    """A completion as reward functions get it: text up to a stop string, or without a tokenizer its tokens."""
+    """Decode a completion for reward functions: text up to a stop string, or without a tokenizer its token ids."""
     if replies is None:
         return decode_for_reward(completion.token_ids, None)
     return replies.text(completion.token_ids) if completion.text is None else completion.text
 
 
-def to_json_value(shown: Any) -> Any:
-    """The result of ``decode_for_reward`` as a JSON value."""
-    return shown.tolist() if isinstance(shown, torch.Tensor) else shown
+def to_json_value(decoded: Any) -> Any:
+    """Convert the result of ``decode_for_reward`` to a JSON value."""
+    return decoded.tolist() if isinstance(decoded, torch.Tensor) else decoded
 
 
 @dataclass
@@ -100,17 +100,17 @@ class Rollout:
 
     Attributes:
         prompt_ids: N rows of token ids.
-        prompts: N prompts in the form that reward functions get.
+        prompts: N prompts, decoded for reward functions.
         completions: N completions.
-        shown: the completions in that form.
-        columns: the dataset's other columns, N values each, and ``OPENING_TAG``: "<think>", say, where the prompt has
-            opened the thinking, and "".
+        decoded: the completions, decoded for reward functions.
+        columns: the dataset's other columns, N values each, and ``OPENING_TAG``: a tag such as "<think>" if the prompt
+            opens the thinking, else "".
     """
 
     prompt_ids: list[list[int]]
     prompts: list[Any]
     completions: list[Completion]
-    shown: list[Any]
+    decoded: list[Any]
     columns: dict[str, list[Any]]
 
     @property
@@ -119,24 +119,24 @@ class Rollout:
         return [completion.token_ids for completion in self.completions]
 
     def sampler_logprobs(self, rows: Sequence[int]) -> Tensor | None:
-        """(R, T) log-probs of some completions' tokens as the engine recorded them; None if it records none."""
+        """Return (R, T) log-probs of the completions ``rows`` recorded by the engine; None if not recorded."""
         recorded = [self.completions[i].logprobs for i in rows]
         known = [torch.tensor(row) for row in recorded if row is not None]
         return nn.utils.rnn.pad_sequence(known, batch_first=True) if len(known) == len(recorded) else None
 
     @property
     def truncated(self) -> np.ndarray:
-        """(N,) bool, True where ``max_new_tokens`` ended the completion."""
+        """(N,) bool, True for completions ended by ``max_new_tokens``."""
         return np.array([completion.finish_reason == "length" for completion in self.completions])
 
     def score(self, functions: RewardFunctions) -> RewardBatch:
-        """The rewards of the N completions."""
+        """Return the rewards of the N completions."""
         return functions(
-            prompts=self.prompts, completions=self.shown, completion_ids=self.completion_ids, columns=self.columns
+            prompts=self.prompts, completions=self.decoded, completion_ids=self.completion_ids, columns=self.columns
         )
 
     def metrics(self) -> dict[str, float]:
-        """Lengths in tokens, the share that no stop token ended, and the tokens of prompts and completions."""
+        """Return lengths in tokens, the share of truncated completions, and the tokens of prompts and completions."""
         lengths = [len(completion.token_ids) for completion in self.completions]
         return {
             "completions/mean_length": float(np.mean(lengths)),
@@ -148,52 +148,52 @@ class Rollout:
 
 
 def warn_if_truncated(rollout: Rollout, max_new_tokens: int, where: str) -> bool:
-    """Warn if ``max_new_tokens`` ended more than a quarter of the completions; return whether it did."""
+    """Warn if ``max_new_tokens`` truncated more than a quarter of the completions; return whether it did."""
     share = float(np.mean(rollout.truncated))
-    if share <= _FEW_TRUNCATED:
+    if share <= _MAX_TRUNCATED:
         return False
     warnings.warn(
-        f"{where}: max_new_tokens={max_new_tokens} ended {share:.0%} of the completions before a stop token, so "
-        f"that cut answers are scored. Raise max_new_tokens (a model that thinks may need thousands); GRPO can leave "
-        f"them out of the update (mask_truncated_completions).",
+        f"{where}: max_new_tokens={max_new_tokens} truncated {share:.0%} of the completions before a stop token, so "
+        f"that incomplete answers are scored. Raise max_new_tokens (a reasoning model may need thousands); GRPO can "
+        f"exclude them from the update (mask_truncated_completions).",
         stacklevel=3,
     )
     return True
 
 
 class Sampler(Protocol):
-    """The part of a ``RolloutEngine`` that ``sample`` needs."""
+    """Subset of ``RolloutEngine`` required by ``sample``."""
 
     def generate(self, prompt_ids: Sequence[Sequence[int]], n: int, sampling: SamplingParams) -> list[list[Completion]]:
-        """As of ``RolloutEngine``."""
+        """Sample completions, see ``RolloutEngine``."""
         ...
 
 
 def sample(engine: Sampler, prompts: Prompts, n: int, sampling: SamplingParams, tokenizer: Any) -> Rollout:
-    """``n`` completions for each prompt."""
+    """Sample ``n`` completions for each prompt."""
     completions = [completion for group in engine.generate(prompts.ids, n, sampling) for completion in group]
 
-    def repeated(values: list[Any]) -> list[Any]:
+    def repeat(values: list[Any]) -> list[Any]:
         return [value for value in values for _ in range(n)]
 
     replies = None if tokenizer is None else Replies(tokenizer)
     opening = [replies.opening_tag(ids) if replies else "" for ids in prompts.ids]
     return Rollout(
-        prompt_ids=repeated(prompts.ids),
-        prompts=repeated(prompts.shown),
+        prompt_ids=repeat(prompts.ids),
+        prompts=repeat(prompts.decoded),
         completions=completions,
-        shown=[decode_completion(completion, replies) for completion in completions],
-        columns={name: repeated(values) for name, values in {OPENING_TAG: opening, **prompts.columns}.items()},
+        decoded=[decode_completion(completion, replies) for completion in completions],
+        columns={name: repeat(values) for name, values in {OPENING_TAG: opening, **prompts.columns}.items()},
     )
 
 
 def completion_table(
     step: int, rollout: Rollout, rewards: RewardBatch | None, extra: Mapping[str, Sequence[Any]]
 ) -> list[dict[str, Any]]:
-    """One dict per completion: step, prompt, completion, each function's reward, the total, and ``extra``."""
+    """Return a dict per completion: step, prompt, completion, each function's reward, the total, and ``extra``."""
     columns: dict[str, Sequence[Any]] = {
         "prompt": [to_json_value(prompt) for prompt in rollout.prompts],
-        "completion": [to_json_value(completion) for completion in rollout.shown],
+        "completion": [to_json_value(completion) for completion in rollout.decoded],
     }
     if rewards is not None:
         columns |= {f"rewards/{name}": scores.tolist() for name, scores in rewards.by_name.items()}

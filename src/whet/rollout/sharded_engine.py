@@ -1,6 +1,6 @@
 """A RolloutEngine over the engines of all ranks: each rank samples an equal share of the completions.
 
-Completions depend on their ``StreamKey`` only, so that those of n ranks are the completions of one process.
+Completions depend on their ``StreamKey`` only, so that n ranks sample the completions of one process.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Rollouts from a live torch module: a Hugging Face model, a module with its own generate, or any forward.
 
-Three ways, chosen by the module's interface:
+The module's interface selects one of three backends:
 
-- a Hugging Face causal model: its ``generate`` with the KV cache, prompts padded on the left;
-  sampling is done here, not by its generation config;
-- a module with ``generate(input_ids, max_new_tokens=...) -> (B, P + T)``: that method, on
-  groups of prompts of equal length. It gives no log-probs and draws from torch's generator;
+- a Hugging Face causal model: its ``generate`` with the KV cache and left-padded prompts; sampling is done here, not by
+  the generation config;
+- a module with ``generate(input_ids, max_new_tokens=...) -> (B, P + T)``: that method, on groups of prompts of equal
+  length. It returns no log-probs and uses torch's generator;
 - any other module: ``forward(input_ids) -> logits`` on the whole sequence for every token.
 
-Tokens are drawn by inverse CDF from uniforms keyed by (seed, prompt, sample, position), so in the first
-and third way a completion does not depend on the rest of the batch if the logits do not.
+Tokens are drawn by inverse CDF from uniforms keyed by (seed, prompt, sample, position), so that with the first and
+third backend a completion does not depend on the rest of the batch if the logits do not.
 
-Decodes text only to find stop strings, and recomputes a prompt for each of its samples.
+Decodes text only to find stop strings, and computes a prompt once per sample.
 
 Filters: top-k (Fan et al. 2018), top-p (Holtzman et al. 2020), min-p (Nguyen et al. 2024), repetition
 penalty (Keskar et al. 2019).
@@ -41,13 +41,12 @@ from whet.nn.modules import inner_module, module_device, module_mode, position_l
 
 
 class Sampler:
-    """Draws one token per row from logits, by ``SamplingParams``.
+    """Token sampler with the settings of ``SamplingParams``.
 
-    The logits are converted to float32 and go through, in this order: min_new_tokens, logit bias, repetition penalty,
-    frequency and presence penalty, temperature, top-k, top-p (over what top-k left), min-p. Ties at a filter's
-    threshold are broken towards lower token ids.
-    Temperature 0 selects the most probable token, regardless of filters, and its log-probability is that under
-    the unfiltered distribution at temperature 1.
+    Logits are converted to float32 and processed in this order: min_new_tokens, logit bias, repetition penalty,
+    frequency and presence penalty, temperature, top-k, top-p (of the tokens that top-k keeps), min-p. Ties at a
+    threshold keep lower token ids. Temperature 0 selects the most probable token, regardless of filters; its
+    log-probability is under the unfiltered distribution at temperature 1.
     """
 
     def __init__(self, sampling: SamplingParams) -> None:
@@ -61,13 +60,13 @@ class Sampler:
         """Draw one token per row.
 
         Args:
-            z: (R, V) float32, as ``filtered_logits`` gives them.
-            uniforms: (R,) float64 in [0, 1): the first token, in order of token id, is drawn at
-                which the cumulative probability exceeds its uniform.
+            z: (R, V) float32, from ``filtered_logits``.
+            uniforms: (R,) float64 in [0, 1): draws the first token, in order of token id, whose cumulative probability
+                exceeds the uniform.
 
         Returns:
-            ``(token_ids (R,) int64, logprobs (R,) float32)``, the log-probs those of the distribution
-            drawn from. Logits that hold NaN or +inf, or nothing but -inf, give a NaN log-prob.
+            ``(token_ids (R,) int64, logprobs (R,) float32)`` under the distribution drawn from. Logits with NaN or
+            +inf, or only -inf, give a NaN log-prob.
         """
         if self.sampling.temperature == 0:
             token_ids = z.argmax(dim=-1, keepdim=True)
@@ -84,9 +83,9 @@ class Sampler:
         return token_ids.squeeze(-1), logprobs.squeeze(-1)
 
     def alternatives(self, z: Tensor) -> list[list[tuple[int, float]]]:
-        """The top_logprobs most probable tokens of each row of ``filtered_logits``, without those it filtered out.
+        """Return the top_logprobs most probable tokens of each row of ``filtered_logits``, without filtered tokens.
 
-        The most probable first, and of equal ones the lower id.
+        Tokens are in order of decreasing probability; ties in order of id.
         """
         best, ids = (part[:, : self.sampling.top_logprobs] for part in z.sort(dim=-1, descending=True, stable=True))
         logprobs = best - torch.logsumexp(z, dim=-1, keepdim=True)
@@ -100,13 +99,13 @@ class Sampler:
         counts: Tensor | None = None,
         n_drawn: int | None = None,
     ) -> Tensor:
-        """(R, V) float32 logits of the distribution drawn from; -inf where a token is filtered out.
+        """Return (R, V) float32 logits of the distribution drawn from; -inf for filtered tokens.
 
         Args:
             logits: (R, V), any floating dtype.
-            seen: (R, V) bool, True for the tokens already in the sequence; needed by a repetition penalty only.
-            counts: (R, V) integers, how often the completion has each token; needed by a frequency or presence penalty.
-            n_drawn: the number of tokens that the completions have; needed by min_new_tokens only.
+            seen: (R, V) bool, True for tokens already in the sequence; for the repetition penalty only.
+            counts: (R, V) integers, counts of tokens in the completion; for frequency and presence penalties only.
+            n_drawn: number of tokens in the completions; for min_new_tokens only.
         """
         s = self.sampling
         z = self._adjusted_logits(logits.float(), seen, counts, n_drawn)
@@ -120,7 +119,7 @@ class Sampler:
         return z.masked_fill(~kept & ~z.isnan(), -torch.inf)
 
     def _adjusted_logits(self, z: Tensor, seen: Tensor | None, counts: Tensor | None, n_drawn: int | None) -> Tensor:
-        """The logits with what is added to them, and with stop tokens ruled out that may not come yet."""
+        """Apply biases and penalties to logits, and mask stop tokens during min_new_tokens."""
         s, vocab_size = self.sampling, z.shape[1]
         if n_drawn is not None and n_drawn < s.min_new_tokens:
             stops = [token for token in s.stop_token_ids if token < vocab_size]
@@ -128,8 +127,8 @@ class Sampler:
         if s.logit_bias:
             if max(s.logit_bias) >= vocab_size:
                 raise WhetValueError(
-                    f"TorchEngine.generate: logit_bias holds {max(s.logit_bias)}, outside 0 ... {vocab_size - 1}. Pass "
-                    f"tokens of the model's own tokenizer."
+                    f"TorchEngine.generate: logit_bias has token {max(s.logit_bias)}, outside 0 ... {vocab_size - 1}. "
+                    f"Pass tokens of the model's tokenizer."
                 )
             ids = torch.tensor(list(s.logit_bias), device=z.device)
             z = z.index_add(1, ids, torch.tensor([*s.logit_bias.values()]).to(z).expand(len(z), -1))
@@ -140,7 +139,7 @@ class Sampler:
         return z
 
     def _top(self, z: Tensor) -> Tensor:
-        """(R, V) bool: the tokens that top-k and then top-p keep, a number of most probable ones in each row."""
+        """Return (R, V) bool, True for tokens kept by top-k and then top-p."""
         s = self.sampling
         width = min(s.top_k, z.shape[1]) if s.top_k else z.shape[1]
         if width == z.shape[1] and s.top_p == 1:
@@ -151,16 +150,16 @@ class Sampler:
             probs = torch.softmax(best, dim=-1)
             mass_before = probs.cumsum(dim=-1) - probs
             n_kept = (mass_before < s.top_p).sum(dim=-1, keepdim=True).clamp(min=1)
-        edge = best.gather(-1, n_kept - 1)
-        above, ties = z > edge, z == edge
+        threshold = best.gather(-1, n_kept - 1)
+        above, ties = z > threshold, z == threshold
         return above | (ties & (ties.cumsum(dim=-1) <= n_kept - above.sum(dim=-1, keepdim=True)))
 
 
 def token_uniforms(seed: int, prompt_index: int, sample_index: int, n: int) -> np.ndarray:
-    """(n,) float64 uniforms in [0, 1), the t-th being that of position t.
+    """Return (n,) float64 uniforms in [0, 1), indexed by position.
 
-    Philox (Salmon et al. 2011) with the key (seed, 0) and the counter's upper words (prompt, sample), so
-    the first n values do not depend on n, and no two rows share a value's counter.
+    Philox (Salmon et al. 2011) with the key (seed, 0) and (prompt, sample) in the upper words of the counter, so that
+    the first n values do not depend on n, and rows never share a counter.
     """
     key = np.array([seed % 2**64, 0], dtype=np.uint64)
     counter = np.array([0, 0, prompt_index, sample_index], dtype=np.uint64)
@@ -168,9 +167,9 @@ def token_uniforms(seed: int, prompt_index: int, sample_index: int, n: int) -> n
 
 
 def find_stop(text: bytes, stop: Sequence[bytes], n_searched: int = 0) -> int | None:
-    """The place where a text is cut: before the string whose last byte comes first, of several before the longest.
+    """Return where to cut a text: before the stop string whose last byte occurs first, or the longest of several.
 
-    None where there is none of them. Only strings count that end behind the first ``n_searched`` bytes.
+    None if there is no match. Matches that end within the first ``n_searched`` bytes are ignored.
     """
     found = [(text.find(string, max(0, n_searched + 1 - len(string))), len(string)) for string in stop]
     ends = [(begin + length, begin) for begin, length in found if begin >= 0]
@@ -178,17 +177,17 @@ def find_stop(text: bytes, stop: Sequence[bytes], n_searched: int = 0) -> int | 
 
 
 class TorchEngine:
-    """A ``RolloutEngine`` over a live torch module: ``generate`` samples with the current weights.
+    """``RolloutEngine`` over a live torch module: ``generate`` samples with the current weights.
 
     Args:
         model: see the top of this file.
-        pad_token_id: left padding of shorter prompts; masked, so any valid id works. None: 0.
-        max_batch: most rows decoded at a time; None decodes all of them together.
+        pad_token_id: left padding of shorter prompts; masked, so that any valid id works. None: 0.
+        max_batch: maximum number of rows decoded together; None: no limit.
         tokenizer: for ``SamplingParams.stop``, as in ``whet.Engine``.
 
     Raises:
-        WhetTypeError: model is no ``nn.Module``.
-        WhetValueError: max_batch is no integer above 0, or pad_token_id no token id.
+        WhetTypeError: model is not an ``nn.Module``.
+        WhetValueError: max_batch is not an integer above 0, or pad_token_id is not a token id.
     """
 
     def __init__(
@@ -200,14 +199,14 @@ class TorchEngine:
         tokenizer: Any = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self._texts: tuple[Any, TokenTexts] | None = None  # of which tokenizer: it takes long, and may be replaced
+        self._texts: tuple[Any, TokenTexts] | None = None  # cached per tokenizer, which may be replaced
         self.model = _check_module(model, "TorchEngine")
         self.pad_token_id = check_integer("TorchEngine", "pad_token_id", pad_token_id, 0, optional=True) or 0
         self.max_batch = check_integer("TorchEngine", "max_batch", max_batch, 1, optional=True)
         self.policy_version = 0
 
     def sync(self, model: nn.Module) -> None:
-        """Sample from ``model`` from now on. The module is used live: nothing is copied."""
+        """Sample from ``model``, which is used live, without a copy."""
         self.model = _check_module(model, "TorchEngine.sync")
         self.policy_version += 1
 
@@ -222,23 +221,22 @@ class TorchEngine:
     ) -> list[list[Completion]]:
         """Sample ``n`` completions for each prompt: ``result[prompt][sample]``.
 
-        Runs without gradients and in eval mode; every submodule's mode is restored. Completions end
-        with, and include, the first of ``sampling.stop_token_ids``, or with ``sampling.stop``, and with nothing else of
-        the model's own configuration. A completion for a prompt near the model's position limit is truncated
-        there, with the finish reason "length".
+        Runs without gradients and in eval mode; every submodule's mode is restored. Completions end with, and include,
+        the first of ``sampling.stop_token_ids``, or end with ``sampling.stop``; the model's own configuration is
+        ignored. A completion that reaches the model's position limit is truncated there, with finish reason "length".
 
         Args:
             prompt_ids: rows of token ids without padding, at least one token each.
             n: completions per prompt.
-            sampling: a module's own ``generate`` must take those of its settings that are not at their defaults and
-                change the distribution (``whet.config.sampling.DISTRIBUTION_SETTINGS``), and cannot tell top_logprobs.
-            keys: as of the native engine. A module's own ``generate`` draws otherwise, and takes none.
+            sampling: a module's own ``generate`` must accept settings of ``DISTRIBUTION_SETTINGS`` that are not at
+                their defaults, and does not support top_logprobs.
+            keys: as for the native engine. Not supported by a module's own ``generate``, which uses torch's generator.
 
         Raises:
-            WhetTypeError: token ids that are no integers, or a model output that is no logits.
-            WhetValueError: n below 1, an empty prompt, a prompt that leaves no room for a token within
-                the model's position limit, logits that hold NaN or infinity, a setting that the
-                module's own ``generate`` does not support, or ``stop`` without a tokenizer.
+            WhetTypeError: token ids are not integers, or a model output is not logits.
+            WhetValueError: n below 1, an empty prompt, a prompt that leaves no room for a token within the model's
+                position limit, logits with NaN or infinity, a setting that the module's own ``generate`` does not
+                support, or ``stop`` without a tokenizer.
         """
         where = "TorchEngine.generate"
         n = check_integer(where, "n", n, 1)
@@ -249,7 +247,9 @@ class TorchEngine:
             stops = (*sampling.stop_token_ids, *texts.special_among(sampling.stop))
             sampling = dataclasses.replace(sampling, stop_token_ids=stops)
         if keys is not None and _has_own_generate(self.model) and not _is_hugging_face(self.model):
-            raise WhetValueError(f"{where}: keys are given, and the model's own generate draws otherwise.")
+            raise WhetValueError(
+                f"{where}: keys are not supported by the model's own generate, which uses torch's generator."
+            )
         rows = [
             _Row(prompt, budget, key.prompt_index, key.first_sample + sample, texts)
             for prompt, budget, key in zip(prompts, budgets, stream_keys(keys, len(prompts), where), strict=True)
@@ -275,8 +275,8 @@ class TorchEngine:
             return None
         if self.tokenizer is None:
             raise WhetValueError(
-                f"TorchEngine.generate: stop is {sampling.stop!r}, and there is no tokenizer to find it in the text "
-                f"with. Pass tokenizer to TorchEngine, or stop_token_ids."
+                f"TorchEngine.generate: stop is {sampling.stop!r}, but there is no tokenizer to search the text. "
+                f"Pass tokenizer to TorchEngine, or stop_token_ids."
             )
         if self._texts is None or self._texts[0] is not self.tokenizer:
             self._texts = self.tokenizer, read_token_texts(self.tokenizer, "TorchEngine.generate")
@@ -293,7 +293,7 @@ class TorchEngine:
         return int(min(sampling.max_new_tokens, room))
 
     def _batches(self, rows: list[_Row], key: Any) -> Iterator[list[_Row]]:
-        """Rows of one key, at most max_batch, prompts of like length together."""
+        """Yield batches of rows with equal key, at most max_batch, sorted by prompt length."""
         ordered = sorted(rows, key=lambda row: (key(row), len(row.prompt)))
         for _, group in itertools.groupby(ordered, key=key):
             members = list(group)
@@ -301,7 +301,7 @@ class TorchEngine:
             yield from (members[start : start + size] for start in range(0, len(members), size))
 
     def _decode_cached(self, rows: list[_Row], sampling: SamplingParams) -> None:
-        """Hugging Face ``generate``; its greedy search picks the one token that our draw left."""
+        """Decode with Hugging Face ``generate``, whose greedy search selects the only token not masked by our draw."""
         from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
         decoding = _Decoding(rows, sampling)
@@ -309,21 +309,21 @@ class TorchEngine:
         input_ids, mask = padded_batch([row.prompt for row in rows], device=device, pad_id=self.pad_token_id, left=True)
         inner: Any = inner_module(self.model)
         own_config = inner.generation_config
-        # transformers fills unset fields of the given config from the model's own, so that has to be replaced.
+        # transformers fills unset fields from the model's generation config, so that config has to be replaced.
         inner.generation_config = GenerationConfig()
         try:
             self.model.generate(  # pyright: ignore[reportCallIssue]
                 input_ids=input_ids,
                 attention_mask=mask.long(),
                 generation_config=GenerationConfig(max_new_tokens=rows[0].budget, do_sample=False),
-                logits_processor=LogitsProcessorList([_OnlyTheDrawnToken(decoding)]),  # pyright: ignore
-                stopping_criteria=StoppingCriteriaList([_RowIsOver(decoding)]),  # pyright: ignore
+                logits_processor=LogitsProcessorList([_ForceDrawnToken(decoding)]),  # pyright: ignore
+                stopping_criteria=StoppingCriteriaList([_RowFinished(decoding)]),  # pyright: ignore
             )
         finally:
             inner.generation_config = own_config
 
     def _decode_recomputing(self, rows: list[_Row], sampling: SamplingParams) -> None:
-        """The plain loop: forward over the whole sequence, draw, append; finished rows are removed."""
+        """Decode by recomputing: forward over the whole sequence, draw, append; finished rows are removed."""
         decoding = _Decoding(rows, sampling)
         device = module_device(self.model)
         while decoding.live:
@@ -336,12 +336,12 @@ class TorchEngine:
             decoding.step(logits[torch.arange(len(sequences), device=device), column])
 
     def _decode_own(self, rows: list[_Row], sampling: SamplingParams) -> None:
-        """The module's own ``generate``, on prompts of one length."""
+        """Decode prompts of equal length with the module's own ``generate``."""
         model: Any = self.model
         if sampling.top_logprobs:
             raise WhetValueError(
                 f"TorchEngine.generate: top_logprobs is {sampling.top_logprobs}, but {type(model).__name__}.generate "
-                f"tells no log-probs. Leave it at 0."
+                f"returns no log-probs. Leave it at 0."
             )
         prompts = torch.tensor([row.prompt for row in rows], device=module_device(self.model))
         budget = rows[0].budget
@@ -365,7 +365,7 @@ class TorchEngine:
 
 @dataclass
 class _Row:
-    """A completion that is being sampled."""
+    """State of a completion during sampling."""
 
     prompt: list[int]
     budget: int
@@ -377,28 +377,28 @@ class _Row:
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     has_logprobs: bool = True
     finish_reason: Literal["stop", "length"] = "length"
-    n_held: int = 0
+    n_cut_bytes: int = 0
 
     def has_stopped(self, s: SamplingParams) -> bool:
-        """Whether the last token ends the completion: a stop token, or the last one of a stop string."""
+        """Whether the last token ends the completion: a stop token, or the end of a stop string."""
         if self.texts is not None and len(self.token_ids) > s.min_new_tokens:
             text = self.texts.bytes_of(self.token_ids)
             searched = self.texts.bytes_of(self.token_ids[:-1])
             cut = find_stop(text, [string.encode() for string in s.stop], len(searched))
             if cut is not None:
-                self.finish_reason, self.n_held = "stop", len(text) - cut
+                self.finish_reason, self.n_cut_bytes = "stop", len(text) - cut
         if self.token_ids[-1] in s.stop_token_ids:
             self.finish_reason = "stop"
         return self.finish_reason == "stop"
 
     def completion(self, policy_version: int) -> Completion:
         logprobs = self.logprobs if self.has_logprobs else None
-        text = None if self.texts is None else self.texts.text_of(self.token_ids, self.n_held)
+        text = None if self.texts is None else self.texts.text_of(self.token_ids, self.n_cut_bytes)
         return Completion(self.token_ids, logprobs, self.finish_reason, policy_version, text, self.top_logprobs or None)
 
 
 class _Decoding:
-    """Rows that are decoded in lockstep: draws and records their tokens, and tracks which are unfinished."""
+    """State of rows decoded in lockstep: draws and records tokens, and tracks unfinished rows."""
 
     def __init__(self, rows: list[_Row], sampling: SamplingParams) -> None:
         self.rows = rows
@@ -413,7 +413,7 @@ class _Decoding:
         self.n_steps = 0
 
     def step(self, logits: Tensor) -> Tensor:
-        """Draw the next token of every live row from its logits (n_live, V); finished rows leave ``live``."""
+        """Draw the next token of every live row from logits (n_live, V); remove finished rows from ``live``."""
         live, sampling = self.live, self.sampler.sampling
         z = self.sampler.filtered_logits(logits, self._seen(logits), self._counts(logits), self.n_steps)
         token_ids, logprobs = self.sampler.draw_from(z, self.uniforms[live, self.n_steps])
@@ -431,8 +431,8 @@ class _Decoding:
             if math.isnan(logprob):
                 raise WhetValueError(
                     f"TorchEngine.generate: the model's logits for prompt {row.prompt_index}, sample "
-                    f"{row.sample_index}, token {len(row.token_ids)} hold NaN or +inf, or nothing but -inf. "
-                    f"Look for NaN in the model's weights."
+                    f"{row.sample_index}, token {len(row.token_ids)} have NaN or +inf, or only -inf. "
+                    f"Check the model's weights for NaN."
                 )
             row.token_ids.append(token)
             row.logprobs.append(logprob)
@@ -441,7 +441,7 @@ class _Decoding:
         return token_ids
 
     def _seen(self, logits: Tensor) -> Tensor | None:
-        """(n_live, V) bool, the tokens in each live row's sequence; None without repetition penalty."""
+        """Return (n_live, V) bool, tokens in each live row's sequence; None without a repetition penalty."""
         if self.sampler.sampling.repetition_penalty == 1:
             return None
         if self.seen is None:
@@ -451,7 +451,7 @@ class _Decoding:
         return self.seen[self.live]
 
     def _counts(self, logits: Tensor) -> Tensor | None:
-        """(n_live, V) int64, how often each live row's completion has each token; None without penalties on it."""
+        """Return (n_live, V) int64, token counts of each live row's completion; None without count penalties."""
         s = self.sampler.sampling
         if s.frequency_penalty == 0 and s.presence_penalty == 0:
             return None
@@ -460,8 +460,8 @@ class _Decoding:
         return self.counts[self.live]
 
 
-class _OnlyTheDrawnToken:
-    """Logits processor: masks all but the token that was drawn for each live row."""
+class _ForceDrawnToken:
+    """Logits processor that draws a token for each live row and masks all others."""
 
     def __init__(self, decoding: _Decoding) -> None:
         self.decoding = decoding
@@ -475,16 +475,16 @@ class _OnlyTheDrawnToken:
         return scores
 
 
-class _RowIsOver:
-    """Stopping criterion, per row: (R,) bool, True where the completion has ended."""
+class _RowFinished:
+    """Stopping criterion per row: (R,) bool, True for finished completions."""
 
     def __init__(self, decoding: _Decoding) -> None:
         self.decoding = decoding
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        over = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
-        over[self.decoding.live] = False
-        return over
+        finished = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        finished[self.decoding.live] = False
+        return finished
 
 
 def _check_module(model: Any, where: str) -> nn.Module:
@@ -499,13 +499,13 @@ def _is_hugging_face(model: nn.Module) -> bool:
 
 
 def _has_own_generate(model: nn.Module) -> bool:
-    """Whether the module has a generate with the parameter ``max_new_tokens``."""
+    """Whether the module has a generate method with the parameter ``max_new_tokens``."""
     generate = getattr(model, "generate", None)
     return callable(generate) and "max_new_tokens" in inspect.signature(generate).parameters
 
 
 def _own_settings(model: Any, sampling: SamplingParams) -> dict[str, Any]:
-    """The sampling settings to hand to the module's own generate, in the names it declares."""
+    """Return the sampling settings for the module's own generate, by its parameter names."""
     parameters = inspect.signature(model.generate).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     neutral = SamplingParams()
@@ -514,7 +514,7 @@ def _own_settings(model: Any, sampling: SamplingParams) -> dict[str, Any]:
         value = getattr(sampling, name)
         at_default = value == getattr(neutral, name)
         if name in parameters:
-            # Such methods use None for "off"; any other default of theirs is not the requested value.
+            # None means "off" in such methods; any other default may differ from the requested value.
             if not (at_default and parameters[name].default is None):
                 settings[name] = value
         elif not at_default:
@@ -529,7 +529,7 @@ def _own_settings(model: Any, sampling: SamplingParams) -> dict[str, Any]:
 
 @contextmanager
 def _torch_seed(seed: int) -> Iterator[None]:
-    """Seed torch's generators, and restore them on exit."""
+    """Context that seeds torch's generators, and restores them on exit."""
     with torch.random.fork_rng():
         torch.manual_seed(seed % 2**63)
         yield

@@ -1,7 +1,7 @@
-"""Callbacks of a training run: evaluation, early stopping, checkpoints, a record of the completions.
+"""Callbacks of a training run: evaluation, early stopping, checkpoints, a log of the completions.
 
-A callback sees the trainer before the first step, after every step and after the last. It does not know which
-algorithm runs; it sees the trainer through the ``Trainer`` protocol below.
+A callback is called before the first step, after every step and after the last. It is independent of the algorithm, and
+accesses the trainer through the ``Trainer`` protocol below.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from whet.training.loggers import JSONLLogger, as_number
 
 
 class Trainer(Protocol):
-    """The trainer as callbacks see it."""
+    """Interface of a trainer to callbacks."""
 
     step: int
-    """How many steps are done; 0 before the first, k in a run that resumes after step k."""
+    """Number of completed steps; 0 before the first, k in a run that resumes after step k."""
 
     should_stop: bool
     """Set by a callback to end the run after this step."""
 
     last_completions: Sequence[Mapping[str, Any]]
-    """The completions of the last step, one row each: prompt, completion, reward, ..."""
+    """Completions of the last step, one row each: prompt, completion, reward, ..."""
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Log metrics at the current step."""
@@ -42,51 +42,51 @@ class Trainer(Protocol):
 
 
 class Callback:
-    """Does nothing; subclasses override what they need.
+    """Base class whose methods are no-ops; subclasses override some.
 
-    Under torchrun it is called on every rank, as an evaluation is divided among them; one that writes does so where
-    ``trainer.ranks.is_first``.
+    Under torchrun callbacks run on every rank, since ranks share an evaluation; a callback that writes should do so
+    only if ``trainer.ranks.is_first``.
 
-    A callback with state returns it from ``state_dict``, as plain values, so that a checkpoint can keep it and a
-    resumed run goes on as if it had never stopped.
+    A callback with state returns it from ``state_dict``, as plain values, so that a checkpoint can save it and a
+    resumed run continues as if it had never stopped.
     """
 
     def on_train_begin(self, trainer: Trainer, total_steps: int) -> None:
-        """Called before the first step of a run that ends with step ``total_steps``, resumed or not."""
+        """Run before the first step of a new or resumed run that ends with step ``total_steps``."""
 
     def on_step_end(self, trainer: Trainer, metrics: MutableMapping[str, float]) -> None:
-        """Called after each step. Metrics added here are seen by the callbacks that follow.
+        """Run after each step. Later callbacks see metrics added here.
 
-        A subclass that overrides it takes the place of ``on_train_batch``.
+        The default calls ``on_train_batch``.
         """
         self.on_train_batch(**metrics)
 
     def on_train_batch(self, **metrics: float) -> None:
-        """Called after each step with its metrics, as by rlox's algorithms."""
+        """Run after each step with its metrics, as in rlox."""
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """Called after the last step, whether the run was stopped early or not."""
+        """Run after the last step, also if the run was stopped early."""
 
     def on_train_failure(self, trainer: Trainer, error: Exception) -> None:
-        """Called where an error ends the run, and the trainer is as it was after its last finished step."""
+        """Run if an error ends the run and the trainer is in its state after the last completed step."""
 
     def on_train_exit(self, trainer: Trainer) -> None:
-        """Called however the run ends, by an exception too: release what ``on_train_begin`` acquired."""
+        """Run at the end in every case, also after an exception: release resources of ``on_train_begin``."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state to keep in a checkpoint."""
+        """Return the state to save in a checkpoint."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` returned."""
+        """Restore the result of ``state_dict``."""
 
 
 class RloxCallback(Callback):
-    """Calls a callback of rlox's as rlox's algorithms do: at the begin, after each step, and at the end.
+    """Adapter that calls an rlox callback as rlox does: at the beginning, after each step, and at the end.
 
     Args:
-        callback: has ``on_training_start()``, ``on_train_batch(**metrics)``, ``on_step(reward=, step=)``, which ends
-            the run where it returns False, and ``on_training_end()``, or some of them.
+        callback: has some of ``on_training_start()``, ``on_train_batch(**metrics)``, ``on_step(reward=, step=)``, which
+            ends the run by returning False, and ``on_training_end()``.
     """
 
     def __init__(self, callback: Any) -> None:
@@ -109,27 +109,27 @@ class RloxCallback(Callback):
 
 
 def as_callback(callback: Any) -> Any:
-    """The callback itself, or an ``RloxCallback`` of one that has no ``on_step_end``."""
+    """Return the callback, wrapped in an ``RloxCallback`` if it has no ``on_step_end``."""
     return callback if hasattr(callback, "on_step_end") else RloxCallback(callback)
 
 
 class EvaluationCallback(Callback):
-    """Evaluates the model every so many steps, and after the last.
+    """Evaluate the model every ``every`` steps, and after the last step.
 
     The results are logged as ``eval/NAME`` and added to the step's metrics. Random states are restored after each
-    evaluation, so that a run is the same with and without it.
+    evaluation, so that evaluations do not change a run.
 
     Args:
-        evaluate: called with the trainer; returns name -> number.
+        evaluate: function of the trainer that returns name -> number.
         every: steps between evaluations.
-        at_start: evaluate before the first step too (not in a resumed run).
+        at_start: also evaluate before the first step (not in a resumed run).
 
     Attributes:
-        history: the results so far, ``{"step": 100, "accuracy": 0.41}`` each.
+        history: the results so far, such as ``{"step": 100, "accuracy": 0.41}``.
 
     Raises:
-        WhetValueError: every is no integer above 0.
-        WhetTypeError: evaluate cannot be called, or returned something else than numbers by name.
+        WhetValueError: every is not an integer above 0.
+        WhetTypeError: evaluate is not callable, or did not return numbers by name.
     """
 
     def __init__(self, evaluate: Callable[[Any], Mapping[str, float]], every: int, at_start: bool = True) -> None:
@@ -173,24 +173,24 @@ class EvaluationCallback(Callback):
 
 
 class EarlyStoppingCallback(Callback):
-    """Stops the run once a metric has reached its target, or has stopped improving.
+    """Stop the run when a metric reaches its target or stops improving.
 
-    Reads the metrics of each step, among them those of an ``EvaluationCallback`` before it in the list. A step
-    without the metric is ignored; NaN is no improvement.
+    Reads the metrics of each step, including metrics of an ``EvaluationCallback`` earlier in the list. Steps without
+    the metric are ignored; NaN does not count as an improvement.
 
     Args:
-        metric: its name, "eval/accuracy" or "mean_reward" for instance.
-        patience: stop after this many values in a row without improvement over the best.
-        mode: whether better is "max" or "min".
+        metric: name of the metric, such as "eval/accuracy" or "mean_reward".
+        patience: stop after this many consecutive values without improvement over the best.
+        mode: "max" or "min", the direction of improvement.
         min_delta: smallest improvement that counts.
-        target: stop as soon as the metric is at least this good; None: no target.
+        target: stop as soon as the metric reaches this value; None: no target.
 
     Attributes:
-        reason: why the run was stopped, as text; None if it was not.
+        reason: reason why the run was stopped; None if it was not.
 
     Raises:
-        WhetValueError: patience is no integer above 0, min_delta or target no finite number, min_delta negative, or
-            mode neither "max" nor "min".
+        WhetValueError: patience is not an integer above 0, min_delta or target is not a finite number, min_delta is
+            negative, or mode is neither "max" nor "min".
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class EarlyStoppingCallback(Callback):
         self.target = target
         self.reason: str | None = None
         self._sign = 1.0 if mode == "max" else -1.0
-        self._best = -math.inf  # of sign * metric
+        self._best = -math.inf  # maximum of sign * metric
         self._n_worse = 0
         self._n_seen = 0
         self._names: set[str] = set()
@@ -254,23 +254,21 @@ class EarlyStoppingCallback(Callback):
 
 
 class CheckpointCallback(Callback):
-    """Saves ``folder/step-000100`` every so many steps, after the last, and where an error ends the run.
+    """Save ``folder/step-000100`` every ``every`` steps, after the last step, and if an error ends the run.
 
-    The newest few are kept.
+    Keeps the newest checkpoints; an older one is removed only after the new one is complete. Put this callback last:
+    the checkpoint does not include effects of later callbacks in the same step.
 
-    An older checkpoint is removed only after the new one is complete. Put it last among the callbacks: the
-    checkpoint does not contain what later callbacks do in the same step.
-
-    During a run its process holds a lock on the folder (``whet.files.FolderLock``).
+    During a run the process locks the folder (``whet.files.FolderLock``).
 
     Args:
         folder: created if missing; ``latest_checkpoint(folder)`` finds the checkpoint to resume from.
         every: steps between checkpoints.
-        keep: how many to keep.
+        keep: number of checkpoints to keep.
 
     Raises:
-        WhetValueError: every or keep is no integer above 0.
-        FolderInUseError: when a run begins, and another process has one in this folder.
+        WhetValueError: every or keep is not an integer above 0.
+        FolderInUseError: at the beginning of a run, another process uses this folder.
     """
 
     def __init__(self, folder: str | os.PathLike[str], every: int, keep: int = 2) -> None:
@@ -309,15 +307,15 @@ class CheckpointCallback(Callback):
 
 
 class CompletionsCallback(Callback):
-    """Appends every completion of every step to a JSONL file, its step with it.
+    """Append every completion of every step, with its step, to a JSONL file.
 
-    A run that resumes at a step removes the rows of later steps and writes them again.
+    A resumed run removes the rows of later steps and writes them again.
 
     Args:
-        path: the file, ``completions.jsonl`` for instance.
+        path: the file, such as ``completions.jsonl``.
 
     Raises:
-        WhetTypeError: the trainer samples no completions.
+        WhetTypeError: the trainer does not sample completions.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -326,8 +324,8 @@ class CompletionsCallback(Callback):
     def on_train_begin(self, trainer: Trainer, total_steps: int) -> None:
         if not hasattr(trainer, "last_completions"):
             raise WhetTypeError(
-                f"CompletionsCallback: {type(trainer).__name__} has no last_completions: it samples none. "
-                f"Leave the callback out."
+                f"CompletionsCallback: {type(trainer).__name__} has no last_completions: it does not sample. "
+                f"Remove the callback."
             )
         if join_ranks().is_first:
             self._rows.truncate_after(trainer.step)

@@ -1,11 +1,11 @@
-"""Processes that train together (data parallel), as torchrun or ``accelerate launch`` starts them.
+"""Data-parallel training on ranks started by torchrun or ``accelerate launch``.
 
 Every rank runs the same script on the same stream of batches. A rank samples its share of the completions and computes
-its share of the micro-batches; completions are gathered and gradients summed, so that every rank makes the same update
-and no weight is ever sent. What a batch is, and what it is divided by, is known before it is dealt: the loss of n ranks
-is that of one, but for the order of float additions, and with ``deterministic_reduction`` to the bit.
+its share of the micro-batches; completions are gathered and gradients all-reduced, so that every rank makes the same
+update and weights are never sent. A batch and its denominators are known before it is sharded: the loss of n ranks
+equals the loss of one, except for the order of float additions, and bitwise with ``deterministic_reduction``.
 
-Collectives run over gloo, on the CPU. This module imports torch where there are ranks only.
+Collectives run over gloo, on the CPU. This module imports torch only if there are several ranks.
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 TIMEOUT_S = 1800
-"""A rank that neither answers nor ends, such as one that is stopped, is waited for so long."""
+"""Timeout of collectives in seconds, for a rank that neither responds nor exits, such as a stopped process."""
 
-_BUCKET_BYTES = 25 << 20  # as torch's DistributedDataParallel: large enough that latency does not count
+_BUCKET_BYTES = 25 << 20  # as in torch's DistributedDataParallel: large enough that latency is negligible
 
 _EXACT_QUANTUM = 2.0**-40
 """Gradients of ``deterministic_reduction`` are rounded to multiples of this, 1e-4 of AdamW's epsilon.
 
-Sums of them below 2**52 quanta, 4,096, are exact in float64, so that their order does not matter. Beyond that they are
-as exact as float64 is, but depend on the order."""
+Sums below 2**52 quanta, 4,096, are exact in float64 and independent of the order; larger sums are rounded to float64
+and depend on the order."""
 
 
 def launched_rank() -> int:
-    """The rank of this process as its launcher says it, 0 without one; needs no torch."""
+    """Return the rank of this process from its launcher's environment, 0 without a launcher; needs no torch."""
     return _number("RANK", 0) if launched_size() > 1 else 0
 
 
 def launched_size() -> int:
-    """How many ranks the launcher says that there are, 1 without one."""
+    """Return the number of ranks from the launcher's environment, 1 without a launcher."""
     return _number("WORLD_SIZE", 1)
 
 
 def _number(name: str, default: int) -> int:
-    """A variable that launchers set."""
+    """Return the number in an environment variable of launchers."""
     text = os.environ.get(name, str(default))
     if not text.isdecimal():
         raise WhetValueError(
-            f"{name} in the environment is {text!r}, expected a number, as torchrun sets it. Unset it, or start the "
-            f"ranks by torchrun."
+            f"the environment variable {name} is {text!r}, expected a number, as torchrun sets it. Unset it, or start "
+            f"the ranks with torchrun."
         )
     return int(text)
 
 
 class Ranks:
-    """All ranks, seen from one of them. What it does not say otherwise is called on all of them, in the same order.
+    """Collective operations over all ranks. Unless documented otherwise, all ranks call a method, in the same order.
 
     Attributes:
-        rank: of this process, from 0.
-        size: how many there are.
+        rank: rank of this process, from 0.
+        size: number of ranks.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, group: Any = None) -> None:
@@ -71,11 +71,11 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that logs, saves and shows progress."""
+        """Whether this rank logs, saves and shows progress."""
         return self.rank == 0
 
     def all_gather(self, value: Value) -> list[Value]:
-        """The values of all ranks, in their order."""
+        """Return the values of all ranks, in rank order."""
         if self.size == 1:
             return [value]
         import torch.distributed as dist
@@ -86,10 +86,10 @@ class Ranks:
         return values
 
     def gather_results(self, compute: Callable[[], Value]) -> list[Value]:
-        """The values that ``compute`` returns on the ranks, in their order.
+        """Run ``compute`` on every rank and return all results, in rank order.
 
         Raises:
-            RankError: it failed on another rank; where it fails, that error.
+            RankError: ``compute`` failed on another rank; the failing rank raises its own error.
         """
         if self.size == 1:
             return [compute()]
@@ -124,7 +124,7 @@ class Ranks:
                 self.all_gather((text, None))
 
     def broadcast_from_first(self, compute: Callable[[], Value]) -> Value:
-        """The value that ``compute`` returns on rank 0; the others wait for it."""
+        """Run ``compute`` on rank 0 only, and return its result on every rank."""
         return self.gather_results(lambda: compute() if self.is_first else None)[0]  # pyright: ignore[reportReturnType]
 
     def any(self, flag: bool) -> bool:
@@ -135,15 +135,15 @@ class Ranks:
         """Raise unless every rank has the same facts.
 
         Raises:
-            WhetValueError: it names the first one that differs.
+            WhetValueError: names the first fact that differs.
         """
         for rank, others in enumerate(self.all_gather(facts)):
             for name, value in facts.items():
                 if others.get(name) != value:
                     raise WhetValueError(
                         f"{where}: {name} is {others.get(name)!s:.60} on rank {rank} and {value!s:.60} on rank "
-                        f"{self.rank}. Every rank needs the same model (seed what makes it, or load one), settings, "
-                        f"data and checkpoint."
+                        f"{self.rank}. Every rank needs the same model (seed its initialisation, or load one), "
+                        f"settings, data and checkpoint."
                     )
 
     def all_reduce(self, tensors: Sequence[Tensor], dtype: Any) -> None:
@@ -172,7 +172,7 @@ class Ranks:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Flat pieces of the tensors, of one dtype and together at most ``_BUCKET_BYTES``, in order."""
+    """Yield buckets of flat pieces of the tensors, in order, each of one dtype and at most ``_BUCKET_BYTES``."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         for piece in tensor.view(-1).split(max(1, _BUCKET_BYTES // tensor.element_size())):
@@ -185,19 +185,19 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-_joined: Ranks | None = None
+_ranks: Ranks | None = None
 
 
 def join_ranks() -> Ranks:
-    """The ranks that the launcher has started, or that torch.distributed knows already; without them this process.
+    """Return the ranks of the launcher or of an initialised torch.distributed; otherwise this process only.
 
     Raises:
-        RankError: they cannot reach each other.
+        RankError: the ranks cannot connect to each other.
     """
-    global _joined
-    if _joined is None:
-        _joined = _join()
-    return _joined
+    global _ranks
+    if _ranks is None:
+        _ranks = _join()
+    return _ranks
 
 
 def _join() -> Ranks:
@@ -209,15 +209,16 @@ def _join() -> Ranks:
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing and not dist.is_initialized():
         raise RankError(
-            f"WORLD_SIZE is {size}, and {', '.join(missing)} not set. Start all ranks by torchrun, or unset WORLD_SIZE."
+            f"WORLD_SIZE is {size}, but {', '.join(missing)} not set. Start all ranks with torchrun, or unset "
+            "WORLD_SIZE."
         )
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     shares_store = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1"
     if restarts and shares_store and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise RankError(
-            "torchrun has restarted the ranks, whose store holds the addresses of those that died. Start torchrun with "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment; the same command continues the run."
+            "torchrun has restarted the ranks, but its store still has the addresses of the dead ranks. Start torchrun "
+            "with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment; the same command continues the run."
         )
     try:
         if not dist.is_initialized():
@@ -226,7 +227,7 @@ def _join() -> Ranks:
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise RankError(
-            f"the {size} ranks do not reach each other through {where}: {error!s:.300}. Check the address, a free "
+            f"the {size} ranks cannot connect through {where}: {error!s:.300}. Check the address, a free "
             f"port and GLOO_SOCKET_IFNAME."
         ) from error
     return Ranks(dist.get_rank(), dist.get_world_size(), group)
@@ -234,23 +235,24 @@ def _join() -> Ranks:
 
 @contextmanager
 def _report_lost_ranks() -> Iterator[None]:
-    """Report what gloo raises where a rank has ended, or does not answer, as a RankError."""
+    """Raise a RankError for gloo's error if another rank has exited or does not respond."""
     start = time.monotonic()
     try:
         yield
     except RuntimeError as error:
-        what = "has ended" if time.monotonic() - start < TIMEOUT_S else f"did not answer for {TIMEOUT_S} s"
+        what = "has exited" if time.monotonic() - start < TIMEOUT_S else f"did not respond for {TIMEOUT_S} s"
         raise RankError(
-            f"another rank {what} ({error!s:.200}). Its own message gives the reason; the same command continues from "
+            f"another rank {what} ({error!s:.200}). Its error message gives the reason; the same command resumes from "
             f"the newest checkpoint."
         ) from error
 
 
 def shard_by_cost(costs: Sequence[float], size: int) -> list[list[int]]:
-    """Items to ``size`` ranks so that their costs are about even: the longest first, to whoever has least.
+    """Assign items to ``size`` ranks with balanced costs: the most expensive item first, to the rank with the least
+    load.
 
     Returns:
-        The items of each rank, ascending.
+        The indices of each rank's items, ascending.
     """
     shares: list[list[int]] = [[] for _ in range(size)]
     loads = [0.0] * size
@@ -262,30 +264,30 @@ def shard_by_cost(costs: Sequence[float], size: int) -> list[list[int]]:
 
 
 class ExactSum:
-    """Gradients of micro-batches summed so that neither their order nor how they are dealt changes a bit.
+    """Order-independent sum of the gradients of micro-batches, bitwise equal for any sharding.
 
-    Each is rounded to a multiple of 2**-40, sums of which are exact in float64. That is wide enough for it to need no
-    exponent that follows the gradients, and no repetition where one overflows. Their memory, 8 bytes a parameter, is
-    kept from update to update: the page faults that bring it anew cost more than the sums.
+    Gradients are rounded to multiples of 2**-40, whose sums are exact in float64. The range of float64 needs neither an
+    adaptive exponent nor a retry after overflow. The buffers, 8 bytes per parameter, are kept between updates: page
+    faults of new buffers would cost more than the sums.
     """
 
     def __init__(self) -> None:
-        self._sums: dict[Tensor, Tensor] = {}
+        self._buffers: dict[Tensor, Tensor] = {}
         self._added: set[Tensor] = set()
 
     def begin(self) -> None:
-        """Begin an update, with no gradients."""
+        """Begin an update with zero gradients."""
         self._added.clear()
 
     def add(self, parameters: Sequence[Tensor]) -> None:
-        """Add the gradients, and remove them."""
+        """Add the gradients of the parameters, and set them to None."""
         # In float64, x + c - c with c = 1.5 * 2**52 quanta rounds x to whole quanta, ties to even.
         shift = 1.5 * 2.0**52 * _EXACT_QUANTUM
         for p in parameters:
             if p.grad is None:
                 continue
             is_first = p not in self._added
-            for gradient, part in zip(p.grad.reshape(-1).split(1 << 18), self._sum_of(p).split(1 << 18), strict=True):
+            for gradient, part in zip(p.grad.reshape(-1).split(1 << 18), self._buffer(p).split(1 << 18), strict=True):
                 rounded = gradient.double().add_(shift).sub_(shift)
                 if is_first:
                     part.copy_(rounded)
@@ -295,26 +297,26 @@ class ExactSum:
             self._added.add(p)
 
     def has(self, parameter: Tensor) -> bool:
-        """Whether it got a gradient."""
+        """Whether a gradient of ``parameter`` was added."""
         return parameter in self._added
 
     def finish(self, parameters: Sequence[Tensor], ranks: Ranks) -> None:
-        """Set the gradients of these parameters to the sums over all ranks."""
-        sums = [self._sum_of(p) if p in self._added else self._sum_of(p).zero_() for p in parameters]
+        """Set the gradients of the parameters to the sums over all ranks."""
+        sums = [self._buffer(p) if p in self._added else self._buffer(p).zero_() for p in parameters]
         ranks.all_reduce(sums, None)
         for p, total in zip(parameters, sums, strict=True):
             p.grad = total.to(p.dtype).view_as(p)
 
-    def _sum_of(self, parameter: Tensor) -> Tensor:
+    def _buffer(self, parameter: Tensor) -> Tensor:
         import torch
 
-        if parameter not in self._sums:
-            self._sums[parameter] = torch.empty(parameter.numel(), dtype=torch.float64, device=parameter.device)
-        return self._sums[parameter]
+        if parameter not in self._buffers:
+            self._buffers[parameter] = torch.empty(parameter.numel(), dtype=torch.float64, device=parameter.device)
+        return self._buffers[parameter]
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> int:
-    """A number that differs, but for chance, where the bits of the tensors differ."""
+    """Return a checksum of the bits of the tensors."""
     import torch
 
     def words(tensor: Tensor) -> Tensor:

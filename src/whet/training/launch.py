@@ -1,7 +1,7 @@
-"""``whet train --ranks``: torchrun on this machine, which knows an error that would come again from a rank that died.
+"""``whet train --ranks``: torchrun on this machine, with restarts only after crashes.
 
-torchrun starts all ranks again whatever ended one of them. A rank whose run is over, by an error of the user's or by a
-signal to stop, says so here first: then none is started again, and the command's exit status is the rank's.
+torchrun restarts all ranks whatever ended one of them. A rank whose run is over, by a user error or by a signal to
+stop, records that here first: then no rank is restarted, and the command's exit status is the rank's.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _STATUS_FILE, _LAUNCHER = "WHET_RANKS_STATUS", "WHET_RANKS_LAUNCHER"
 
 
 def start_ranks(n: int, command: Sequence[str]) -> NoReturn:
-    """Become a process that runs Python with these arguments on ``n`` ranks."""
+    """Replace this process by one that runs Python with these arguments on ``n`` ranks."""
     threads = str(max(1, _core.n_processors() // n))
     given = {"OMP_NUM_THREADS": threads, "WHET_NUM_THREADS": threads} | os.environ
-    # Or ranks that were started again would read the addresses of those before them.
+    # Otherwise restarted ranks would read the addresses of the dead ranks.
     environment = given | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     os.execve(sys.executable, [sys.executable, "-m", "whet.training.launch", str(n), *command], environment)
 
 
 def end_ranks(status: int, message: str) -> None:
-    """Print why this process ends; where ``whet train --ranks`` started it, no rank is started again then.
+    """Print why this process ends, and under ``whet train --ranks`` prevent a restart.
 
-    The command ends with the status. Of several ranks with an error the first one speaks.
+    The command exits with ``status``. If several ranks fail, only the first prints.
     """
     if (file := os.environ.get(_STATUS_FILE)) is not None:
         try:
-            with open(file, "x") as told:
-                told.write(str(status))
+            with open(file, "x") as status_file:
+                status_file.write(str(status))
         except FileExistsError:
             return
     print(message, file=sys.stderr, flush=True)
@@ -52,15 +52,15 @@ def end_ranks(status: int, message: str) -> None:
 
 
 def is_over() -> bool:
-    """Whether a rank of ``whet train --ranks`` has printed why the run ends."""
+    """Whether a rank of ``whet train --ranks`` has reported the end of the run."""
     file = os.environ.get(_STATUS_FILE)
     return file is not None and os.path.exists(file)
 
 
 def end_with_launcher() -> None:
-    """Have Linux kill this rank when its launcher dies, so that the same command finds the run's folder free.
+    """Make Linux kill this rank when its launcher dies, so that the run's folder is unlocked for the same command.
 
-    A launcher that is killed cannot end its ranks: they would train on, unsupervised.
+    A launcher that is killed cannot end its ranks: they would continue to train, unsupervised.
     """
     from whet.rewards.processes import set_parent_death_signal
 
@@ -69,18 +69,18 @@ def end_with_launcher() -> None:
 
 
 def is_reported_elsewhere(error: RankError) -> bool:
-    """Whether another rank of ``whet train --ranks`` says why it failed; returns when it has."""
+    """Whether another rank of ``whet train --ranks`` reports the failure; wait until it has."""
     file = os.environ.get(_STATUS_FILE)
     if file is None:
         return False
     end = time.monotonic() + (_PATIENCE_S if error.is_reported else 0)
-    while not os.path.exists(file) and time.monotonic() < end:  # or torchrun would end the other, for this one's end
+    while not os.path.exists(file) and time.monotonic() < end:  # if this rank ended first, torchrun would kill that one
         time.sleep(0.02)
     return os.path.exists(file)
 
 
 class _Over(BaseException):
-    """A rank has said that the run is over."""
+    """A rank has reported that the run is over."""
 
 
 def _end(number: int, frame: object) -> NoReturn:
@@ -93,7 +93,7 @@ def _main(n: str, command: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.disable(logging.ERROR)  # ranks print their own errors, and this the last one
+    logging.disable(logging.ERROR)  # ranks print their errors, and this process the last one
     with tempfile.TemporaryDirectory(prefix="whet-ranks-") as folder:
         file = Path(folder) / "status"
         os.environ |= {_STATUS_FILE: str(file), _LAUNCHER: str(os.getpid())}
@@ -102,13 +102,13 @@ def _main(n: str, command: Sequence[str]) -> int:
             run.main(["--standalone", "--nproc-per-node", n, "--max-restarts", str(_RESTARTS), *command])
         except _Over:
             pass
-        except SignalException as stopped:  # after the ranks, which have got it too
+        except SignalException as stopped:  # the ranks got the signal as well
             return int(file.read_text()) if file.exists() else 128 + stopped.sigval
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             print(
-                f"whet: rank {rank} ended with exit code {failure.exitcode}, also after {_RESTARTS} restarts. Its own "
-                "message is above; the same command continues from the newest checkpoint.",
+                f"whet: rank {rank} ended with exit code {failure.exitcode}, also after {_RESTARTS} restarts. Its "
+                "error message is above; the same command resumes from the newest checkpoint.",
                 file=sys.stderr,
             )
             return 1

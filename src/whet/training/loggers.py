@@ -1,7 +1,7 @@
 """Loggers of a run's metrics: the console, a progress bar, JSONL, CSV, TensorBoard, Weights & Biases.
 
-A logger records the metrics of a step. It does not choose or compute them. Importing this
-module imports none of torch, rich, tensorboard and wandb; each is imported by the logger that needs it.
+A logger records the metrics of a step. It does not choose or compute them. Importing this module does not import torch,
+rich, tensorboard or wandb; each is imported by the logger that needs it.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 
 class Logger(Protocol):
-    """The interface that a trainer logs to: ``log`` and ``close``.
+    """Interface of a logger: ``log`` and ``close``.
 
-    Loggers that can remove the steps after a given one, so that a resumed run does not log them twice,
-    also have ``truncate_after(step)``.
+    Loggers that can remove later steps, so that a resumed run does not log them twice, also have
+    ``truncate_after(step)``.
     """
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record metrics (name -> number) of a step. One step may be logged several times."""
+        """Record metrics (name -> number) of a step. A step may be logged several times."""
         ...
 
     def close(self) -> None:
-        """Write what is pending, if anything is. Idempotent."""
+        """Write pending output. Idempotent."""
 
     def __enter__(self) -> Self:
         return self
@@ -59,11 +59,11 @@ _MAIN_METRICS: dict[str, tuple[str, ...]] = {
     "lr": ("learning_rate", "lr"),
     "tokens/s": ("tokens_per_second", "tokens_per_s", "tokens/s"),
 }
-"""The labels of a line, in order, and the metric names of each: the first that is present is shown."""
+"""Labels of a line, in order, with the candidate metric names of each: the first that is present is shown."""
 
 
 def main_metrics(metrics: Mapping[str, float]) -> dict[str, str]:
-    """The main metrics and the evaluations, by label, as text; all metrics if there are none of these."""
+    """Return main metrics and evaluations by label, as text; all metrics if there are none of these."""
     known = {
         label: next(metrics[name] for name in names if name in metrics)
         for label, names in _MAIN_METRICS.items()
@@ -82,8 +82,8 @@ def _text(label: str, value: Any) -> str:
     return f"{number:.4f}" if abs(number) < 100 else f"{number:.1f}"
 
 
-def _line(figures: Mapping[str, str]) -> str:
-    return "  ".join(f"{label} {text}" for label, text in figures.items())
+def _line(texts: Mapping[str, str]) -> str:
+    return "  ".join(f"{label} {text}" for label, text in texts.items())
 
 
 def _evaluations(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -91,12 +91,12 @@ def _evaluations(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 class ConsoleLogger(Logger):
-    """One line of the main metrics for the first step, every ``log_interval`` steps, and the last.
+    """Print a line of main metrics for the first step, every ``log_interval`` steps, and the last.
 
     Evaluations (metrics named ``eval/...``) always get a line.
 
     Raises:
-        WhetValueError: log_interval is no integer above 0.
+        WhetValueError: log_interval is not an integer above 0.
     """
 
     def __init__(self, log_interval: int = 100) -> None:
@@ -123,18 +123,18 @@ class ConsoleLogger(Logger):
 
 
 class ProgressLogger(Logger):
-    """A progress bar with the main metrics and the time that is left.
+    """Progress bar with the main metrics and the remaining time.
 
-    Where standard output is no terminal (a pipe, a file, a notebook) it prints a plain line every ``interval_s``
-    instead, without escape codes. The time left is the steps left times the mean time per step so far.
+    If standard output is not a terminal (a pipe, a file, a notebook), prints a plain line every ``interval_s`` seconds,
+    without escape codes. The remaining time is the number of remaining steps times the mean time per step.
 
     Args:
         total_steps: the number of the last step; a trainer may set the attribute later. None: unknown.
         description: label in front of the bar.
-        interval_s: seconds between plain lines, where there is no terminal.
+        interval_s: seconds between plain lines without a terminal.
 
     Raises:
-        WhetValueError: total_steps is no integer >= 0, or interval_s no number >= 0.
+        WhetValueError: total_steps is not an integer >= 0, or interval_s is not a number >= 0.
         MissingExtraError: on a terminal, if rich is not installed.
     """
 
@@ -144,10 +144,10 @@ class ProgressLogger(Logger):
             raise WhetValueError(f"ProgressLogger: interval_s is {interval_s!r}, expected seconds >= 0.")
         self.description = description
         self.interval_s = interval_s
-        self._start: tuple[int, float] | None = None  # the first step seen, and when
+        self._start: tuple[int, float] | None = None  # the first logged step and its time
         self._printed_s = -math.inf
         self._pending = ""
-        self._figures: dict[str, str] = {}
+        self._metrics: dict[str, str] = {}
         self._last_step: int | None = None
         self._bar: Any = None
         if sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
@@ -157,15 +157,15 @@ class ProgressLogger(Logger):
         now_s = time.monotonic()
         if self._start is None:
             self._start = (step, now_s)
-        # A step's metrics and its evaluation may come in two calls; the bar keeps the last of each.
-        kept = self._figures if self._bar is not None or step == self._last_step else {}
-        self._figures, self._last_step = kept | main_metrics(metrics), step
+        # A step's metrics and its evaluation may be logged in two calls; the bar keeps the latest of each.
+        kept = self._metrics if self._bar is not None or step == self._last_step else {}
+        self._metrics, self._last_step = kept | main_metrics(metrics), step
         if self._bar is not None:
             self._show(step, now_s)
             return
         total = f"/{self.total_steps}" if self.total_steps else ""
-        figures = _line(self._figures)
-        self._pending = f"{self.description} {step}{total}  {figures}  {self._time(step, now_s)}".rstrip()
+        texts = _line(self._metrics)
+        self._pending = f"{self.description} {step}{total}  {texts}  {self._time(step, now_s)}".rstrip()
         if _evaluations(metrics) or now_s - self._printed_s >= self.interval_s:
             self._printed_s = now_s
             self._print_pending()
@@ -176,10 +176,10 @@ class ProgressLogger(Logger):
             self._pending = ""
 
     def _show(self, step: int, now_s: float) -> None:
-        wanted = ("reward", "kl") if "reward" in self._figures else ("loss",)
-        evaluation = next((name for name in self._figures if name.startswith("eval/")), "")
-        names = [name for name in (*wanted, "tokens/s", evaluation) if name in self._figures]
-        texts = [f"{name.removeprefix('eval/')} {self._figures[name]}" for name in names]
+        wanted = ("reward", "kl") if "reward" in self._metrics else ("loss",)
+        evaluation = next((name for name in self._metrics if name.startswith("eval/")), "")
+        names = [name for name in (*wanted, "tokens/s", evaluation) if name in self._metrics]
+        texts = [f"{name.removeprefix('eval/')} {self._metrics[name]}" for name in names]
         used = len(self.description) + 2 * len(str(self.total_steps)) + len("  eta 0:00:00  ") + _MIN_BAR_WIDTH
         while texts and used + len("  ".join(texts)) > self._bar.console.width:
             texts.pop()
@@ -189,7 +189,7 @@ class ProgressLogger(Logger):
         self._bar.update(task, completed=step, total=self.total_steps, figures=text, clock=clock, refresh=True)
 
     def _time(self, step: int, now_s: float) -> str:
-        """The time that is left, or at the end the time it took."""
+        """Return the remaining time, or at the end the elapsed time."""
         if self._start is None or self.total_steps is None or step <= self._start[0]:
             return ""
         elapsed_s = now_s - self._start[1]
@@ -200,14 +200,14 @@ class ProgressLogger(Logger):
     def close(self) -> None:
         self._print_pending()
         if self._bar is not None and self._bar.live.is_started:
-            if self._start is not None:  # a run that was stopped early has no time left either
+            if self._start is not None:  # also after early stopping
                 clock = f"in {_clock(time.monotonic() - self._start[1])}"
                 self._bar.update(self._bar.task_ids[0], clock=clock, refresh=True)
             self._bar.stop()
 
 
 _MIN_BAR_WIDTH = 8
-"""Columns that the bar itself keeps where the terminal is narrow; figures are left out for it."""
+"""Minimum columns of the bar; narrow terminals show fewer metrics."""
 
 
 def _clock(seconds: float) -> str:
@@ -227,7 +227,7 @@ def _make_bar(description: str) -> Any:
         TextColumn(" {task.fields[figures]} "),
         TextColumn("{task.fields[clock]}", style="dim"),
     )
-    # No refresh thread: a reward function may fork, and rich's lock must not be held at a fork.
+    # No refresh thread: a reward function may fork, which must not happen while rich's lock is held.
     bar = Progress(*columns, auto_refresh=False)
     bar.add_task(description, total=None, figures="", clock="")
     bar.start()
@@ -238,10 +238,10 @@ def _make_bar(description: str) -> Any:
 
 
 def as_number(value: Any, name: str) -> int | float:
-    """A metric as a Python number; 0-dimensional arrays and tensors count as numbers.
+    """Convert a metric to a Python number; 0-dimensional arrays and tensors are numbers.
 
     Raises:
-        WhetTypeError: it is no number.
+        WhetTypeError: value is not a number.
     """
     if not isinstance(value, (str, bytes)):
         for convert in (operator.index, float):
@@ -253,7 +253,7 @@ def as_number(value: Any, name: str) -> int | float:
 
 
 def _standard_json(value: Any, name: str) -> Any:
-    """A value as standard JSON can hold it. NaN and infinities become strings that float() reads back."""
+    """Convert a value to standard JSON. NaN and infinities become strings that float() parses."""
     if value is None or isinstance(value, (str, bool)):
         return value
     if isinstance(value, Mapping):
@@ -267,7 +267,7 @@ def _standard_json(value: Any, name: str) -> Any:
 
 
 class _FileLogger(Logger):
-    """A file of lines: its folder is created, and an incomplete last line is removed. Nothing is ever pending."""
+    """Unbuffered file of lines. Creates its folder, and removes an incomplete last line."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -276,13 +276,13 @@ class _FileLogger(Logger):
         drop_torn_line(self.path)
 
     def _append(self, text: str) -> None:
-        # Opened for every row: nothing is buffered when the process is killed, shared with a fork, or left open.
+        # Opened for every row: nothing is lost if the process is killed, shared with a fork, or left open.
         with disk_full_errors(self.path, len(text)), self.path.open("a", encoding="utf-8", newline="") as file:
             file.write(text)
 
 
 class JSONLLogger(_FileLogger):
-    """One JSON object per line: ``{"step": 3, "loss": 0.69}``. Every line is written at once.
+    """Log a JSON object per line: ``{"step": 3, "loss": 0.69}``. Lines are written immediately.
 
     NaN and infinities, which JSON lacks, are written as "NaN", "Infinity" and "-Infinity".
 
@@ -295,15 +295,15 @@ class JSONLLogger(_FileLogger):
         self.write({**numbers, "step": step})
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append a row of any JSON values; its "step" comes first."""
+        """Append a row of JSON values, with its "step" first."""
         row = {"step": row["step"], **row}
         self._append(json.dumps(_standard_json(row, "row"), allow_nan=False) + "\n")
 
     def truncate_after(self, step: int) -> None:
-        """Remove the rows of later steps, when a run resumes at ``step``.
+        """Remove the rows of later steps, for a run that resumes at ``step``.
 
         Raises:
-            WhetValueError: a line is not an object with a "step"; the file is left as it is.
+            WhetValueError: a line is not an object with a "step"; the file is unchanged.
         """
         kept = []
         for number, line in enumerate(self.path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
@@ -312,16 +312,16 @@ class JSONLLogger(_FileLogger):
                     kept.append(line + "\n")
             except (ValueError, KeyError, TypeError) as error:
                 raise WhetValueError(
-                    f"truncate_after: {self.path}:{number} is no JSON object with a step. Repair or remove the line."
+                    f"truncate_after: {self.path}:{number} is not a JSON object with a step. Repair or remove the line."
                 ) from error
         replace_text(self.path, "".join(kept))
 
 
 class CSVLogger(_FileLogger):
-    """A table with a column per metric and a "step" first. Every row is written at once.
+    """Log a table with "step" first and a column per metric. Rows are written immediately.
 
-    A new metric gets a column at the end: the file is then rewritten atomically, with empty cells above. A step that
-    is logged twice gets two rows.
+    A new metric adds a last column: the file is rewritten atomically, with empty cells above. A step that is logged
+    twice has two rows.
 
     Args:
         path: the file; its folder is created, and an incomplete last row is removed.
@@ -337,7 +337,7 @@ class CSVLogger(_FileLogger):
         if self._columns[:1] != ["step"]:
             raise WhetValueError(
                 f"CSVLogger: {self.path} begins with {self._columns[:1]}, expected a column named step. "
-                f"Pass the path of a file that CSVLogger wrote, or of a new one."
+                f"Pass the path of a file of CSVLogger, or of a new file."
             )
         if not rows:
             replace_text(self.path, _csv_text([self._columns]))
@@ -350,7 +350,7 @@ class CSVLogger(_FileLogger):
         self._append(_csv_text([[row.get(name, "") for name in self._columns]]))
 
     def truncate_after(self, step: int) -> None:
-        """Remove the rows of later steps, when a run resumes at ``step``."""
+        """Remove the rows of later steps, for a run that resumes at ``step``."""
         self._rewrite(self._columns, [row for row in self._read()[1:] if int(row[0]) <= step])
 
     def _read(self) -> list[list[str]]:
@@ -373,7 +373,7 @@ def _csv_text(rows: list[list[Any]]) -> str:
 
 
 class TensorBoardLogger(Logger):
-    """Scalars for TensorBoard.
+    """Log scalars to TensorBoard.
 
     Args:
         log_dir: the folder for ``tensorboard --logdir``.
@@ -396,7 +396,7 @@ class TensorBoardLogger(Logger):
         self._writer.flush()
 
     def truncate_after(self, step: int) -> None:
-        """Have TensorBoard hide later steps, when a run resumes at ``step``."""
+        """Make TensorBoard hide later steps, for a run that resumes at ``step``."""
         self._writer.close()
         self._writer = self._make_writer(self.log_dir, purge_step=step + 1)
 
@@ -405,10 +405,10 @@ class TensorBoardLogger(Logger):
 
 
 class WandbLogger(Logger):
-    """Metrics for Weights & Biases.
+    """Log metrics to Weights & Biases.
 
     Args:
-        project: the project's name there.
+        project: name of the project.
         **init: passed to ``wandb.init``: name, config, mode="offline", resume, ...
 
     Raises:

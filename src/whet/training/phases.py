@@ -1,13 +1,13 @@
-"""Wall-clock time of a step by named phases, each without the phases inside it.
+"""Wall-clock time of a step by named phases, each excluding nested phases.
 
     with record() as seconds:
         with phase("loss"):
             ...
     seconds  # {"other": 0.002, "loss": 0.113}
 
-At every moment of a record exactly one name is running, "other" where there is no phase, so the seconds add up to the
-record's whole time. Times the thread that opened the record and no other. Does not wait for a GPU: work that one still
-does when a phase ends is counted where the thread next waits for it.
+At every moment of a record exactly one phase is active, "other" by default, so that the seconds add up to the total
+time of the record. Only the thread that opened the record is timed. GPU work is asynchronous: it counts in the phase in
+which the thread waits for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Record:
         self.since_s = time.perf_counter()
 
     def charge(self) -> None:
-        """Add the time since the last charge to the innermost name."""
+        """Add the time since the last charge to the innermost phase."""
         now_s = time.perf_counter()
         name = self.running[-1]
         self.seconds[name] = self.seconds.get(name, 0.0) + now_s - self.since_s
@@ -51,10 +51,10 @@ _current: ContextVar[_Record | None] = ContextVar("whet_phases", default=None)
 
 @contextmanager
 def record() -> Iterator[dict[str, float]]:
-    """Record the phases that run inside; a record within a record is its own, and both count its time.
+    """Record the phases inside the context; nested records are independent, and both count the inner time.
 
     Yields:
-        Seconds by phase, "other" for what is in none; complete once the record is closed, also by an exception.
+        Seconds by phase, "other" outside of phases; complete when the context exits, also after an exception.
     """
     opened = _Record()
     token = _current.set(opened)
@@ -66,7 +66,7 @@ def record() -> Iterator[dict[str, float]]:
 
 
 def phase(name: str) -> AbstractContextManager[None]:
-    """Count the time inside as ``name``, and not as the phase around it; nothing without a record in this thread."""
+    """Count the time inside as phase ``name``, not as the outer phase; no-op without a record in this thread."""
     current = _current.get()
     if current is None or current.thread != threading.get_ident():
         return _NOTHING

@@ -1,7 +1,7 @@
-"""Rows that cannot be used, found and named before their step.
+"""Early detection of invalid rows, and prefetching of batches.
 
 The form of all rows in memory is checked before the first step, without a tokenizer; batches are tokenised, and their
-lengths checked, a few before their own step. An error names the row: file and line, or index, and its ``id``.
+lengths checked, a few steps ahead. An error names the row: file and line, or index, and its ``id``.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Row = Mapping[str, Any]
 Tokenize = Callable[[Row, Any], object]
 
 PREFETCH = 4
-"""Batches that are tokenised when the first of them is trained."""
+"""Maximum number of batches tokenised ahead, including the next one."""
 _QUIET_S = 1.0
-"""Time after which a check of all rows shows how far it is."""
+"""Delay before a check of all rows shows its progress."""
 
 
 class Prefetcher(Generic[Drawn]):
-    """The next items of a stream, each checked a few before its turn.
+    """Prefetched items of a stream, prepared a few ahead.
 
     Args:
-        stream: items in their order.
-        prepare: called once with each of them.
+        stream: items in order.
+        prepare: called once with each item.
     """
 
     def __init__(self, stream: Iterable[Drawn], prepare: Callable[[Drawn], Any]) -> None:
@@ -40,18 +40,18 @@ class Prefetcher(Generic[Drawn]):
         self._waiting: deque[tuple[Drawn, Any]] = deque()
 
     def take(self, n_left: int) -> tuple[Drawn, Any] | None:
-        """The next item and what ``prepare`` returned; None at the end. No more than ``n_left`` are drawn."""
+        """Return the next item and the result of ``prepare``; None at the end. Draw at most ``n_left`` items."""
         for drawn in itertools.islice(self._stream, max(0, min(n_left, PREFETCH) - len(self._waiting))):
             self._waiting.append((drawn, self._prepare(drawn)))
         return self._waiting.popleft() if self._waiting else None
 
 
 class _TokenizerReached(BaseException):
-    """The form of a row is right as far as it can be known without a tokenizer."""
+    """The form of a row is valid as far as can be checked without a tokenizer."""
 
 
 class _NoTokenizer:
-    """Stands for any tokenizer, and ends what uses it."""
+    """Placeholder for a tokenizer that interrupts any use of it."""
 
     def __getattr__(self, name: str) -> Any:
         raise _TokenizerReached
@@ -61,10 +61,10 @@ class _NoTokenizer:
 
 
 def check_forms(dataset: Any, tokenize: Tokenize, as_row: Callable[[Any], Row], has_tokenizer: bool) -> None:
-    """Check the form of all rows in memory: their fields, and the kinds of their values, up to the first text.
+    """Check the form of all rows in memory: their fields, and the types of their values, up to the first text.
 
     Raises:
-        RowError: the first row that cannot be used, whatever its text.
+        RowError: names the first row of invalid form.
     """
     tokenizer = _NoTokenizer() if has_tokenizer else None
     for i, item in enumerate(_show_progress(dataset)):
@@ -77,7 +77,7 @@ def check_forms(dataset: Any, tokenize: Tokenize, as_row: Callable[[Any], Row], 
 
 
 def is_in_memory(dataset: Any) -> bool:
-    """Whether all rows can be looked at for little: a list, or a Hugging Face dataset that transforms nothing."""
+    """Whether all rows are cheap to read: a list, or a Hugging Face dataset without a transform."""
     if isinstance(dataset, (list, tuple)):
         return True
     is_table = hasattr(dataset, "column_names") and is_sequence(dataset)
@@ -87,10 +87,10 @@ def is_in_memory(dataset: Any) -> bool:
 def locate_error(
     error: Exception, dataset: Any, rows: Any, prepare: Callable[[Any], Any], as_row: Callable[[Any], Row], step: int
 ) -> Exception:
-    """The error of the first row of a batch that cannot be used by itself, with its place; ``error`` if there is none.
+    """Return the error of the first row of a batch that fails on its own, with its place; ``error`` if none fails.
 
     Args:
-        step: of the batch; of a dataset without indices it names the batch.
+        step: step of the batch, which identifies it in a dataset without indices.
     """
     for i, row in enumerate(rows if isinstance(rows, list) else []):
         try:
@@ -111,7 +111,7 @@ def _place(dataset: Any, i: int) -> str:
 
 
 def _find(dataset: Any, row: Row, as_row: Callable[[Any], Row]) -> str | None:
-    """The place of a row in a dataset in memory."""
+    """Return the place of a row in an in-memory dataset."""
     for i, item in enumerate(dataset if is_in_memory(dataset) else []):
         other = as_row(item)
         if other is row or (other.keys() == row.keys() and repr(other) == repr(row)):
@@ -120,7 +120,7 @@ def _find(dataset: Any, row: Row, as_row: Callable[[Any], Row]) -> str | None:
 
 
 def _show_progress(items: Sequence[Any]) -> Iterator[Any]:
-    """The items; on a terminal, where they take longer than a second, with their share that is done."""
+    """Yield the items, and show the progress on a terminal if they take longer than a second."""
     start_s, shown = time.monotonic(), False
     for i, item in enumerate(items):
         yield item

@@ -1,6 +1,6 @@
-"""The frozen reference of a policy: what it is, and its log-probs of preference pairs, computed once.
+"""Frozen reference of a policy, and its log-probs of preference pairs, computed once.
 
-Knows no trainer: who computes log-probs passes that in.
+Independent of the trainer, which passes the functions that compute log-probs.
 """
 
 from __future__ import annotations
@@ -24,26 +24,27 @@ TokenRow = tuple[list[int], list[int], list[int]]
 
 
 class Reference:
-    """The model that a loss compares the policy with: what the policy was when training began.
+    """Frozen reference of a loss: the policy at the beginning of training.
 
-    A separate module, the user's or a frozen copy of the policy; or a PEFT model itself: with its adapters off, where
-    those are new and nothing else trains, and otherwise with the first values of all that trains.
+    The reference is a separate module, either the user's or a frozen copy of the policy; or a PEFT policy with its
+    adapters off, if the adapters are new and nothing else is trained; or a PEFT policy with the initial values of its
+    trained parameters.
 
     Args:
-        policy: the model that is trained.
-        trained: its parameters that are trained, by name.
-        model: the user's module; None: one of the others.
-        kept: whether first values or a frozen copy are kept, where they are needed. Without them the policy itself is
-            the reference until it is trained.
-        where: the caller's name, for the errors.
+        policy: the trained model.
+        trained: the trained parameters of the policy, by name.
+        model: the user's module; None: chosen among the other kinds.
+        kept: whether to keep initial values or a frozen copy if needed. Otherwise the policy is the reference until its
+            first update.
+        where: the caller's name, for errors.
 
     Attributes:
-        model: the separate module; None: there is none.
-        adapters_off: whether it is the policy with its adapters off.
-        first_values: what it has in the place of the trained parameters, by name; empty: nothing.
+        model: the separate module, if any.
+        adapters_off: whether the reference is the policy with its adapters off.
+        first_values: initial values of the trained parameters, by name; empty: not used.
 
     Raises:
-        WhetValueError: model shares memory with what is trained.
+        WhetValueError: model shares memory with trained parameters.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Reference:
         self._trained = trained
         self._kept = kept
         if model is not None:
-            _check_apart(policy, trained, model, where)
+            _check_separate(policy, trained, model, where)
         self._is_inside = model is None and hasattr(policy, "peft_config") and hasattr(policy, "disable_adapter")
         self.adapters_off = self._is_inside and _adapters_are_new(policy)
         self.first_values: dict[str, Tensor] = {}
@@ -65,7 +66,7 @@ class Reference:
 
     @contextmanager
     def as_module(self) -> Iterator[nn.Module]:
-        """The module that computes the reference's log-probs, as long as the context lasts."""
+        """Context that provides a module which computes the reference's log-probs."""
         if self.adapters_off:
             with _without_adapters(self._policy):
                 yield self._policy
@@ -76,34 +77,34 @@ class Reference:
             yield self._policy if self.model is None else self.model
 
     def is_policy(self) -> bool:
-        """Whether the reference is the policy as it was before its first update, and nothing of that is kept."""
+        """Whether the reference is the policy before its first update, with nothing kept separately."""
         return self.model is None and not self.adapters_off and not self.first_values
 
     def open_cache(self, folder: str, arithmetic: str) -> ReferenceCache:
-        """The log-probs that earlier runs left in ``folder`` for these weights and this arithmetic."""
+        """Open the cached log-probs of earlier runs in ``folder`` for these weights and this arithmetic."""
         module = self._policy if self.model is None else self.model
         return ReferenceCache(folder, module, arithmetic, adapters_off=self.adapters_off)
 
     def load(self, first_values: Mapping[str, Tensor], adapters_off: bool, where: str) -> None:
-        """Go on as a checkpoint's reference, which had these attributes; the policy may have come trained already.
+        """Restore the reference of a checkpoint from its attributes; the policy may already be trained.
 
         Raises:
-            CheckpointError: neither the checkpoint nor the policy has the first values that are needed.
+            CheckpointError: initial values are needed, and neither the checkpoint nor the policy has them.
         """
         if not self._is_inside:
             return
         if self._kept and not adapters_off and not first_values and self.adapters_off:
             raise CheckpointError(
-                f"{where}: the adapters were trained already when the run began, and neither the checkpoint nor model "
-                "has what they were: a reference was not used. Pass model with the adapters that the run began with."
+                f"{where}: the adapters were already trained when the run began, and neither the checkpoint nor model "
+                "has their initial values: the run used no reference. Pass model with the initial adapters."
             )
         self.adapters_off = adapters_off
         if adapters_off or first_values:
             self.first_values = {n: value.to(self._trained[n].device) for n, value in first_values.items()}
 
 
-def _check_apart(policy: nn.Module, trained: Mapping[str, Tensor], model: nn.Module, where: str) -> None:
-    """Raise a WhetValueError where a module has memory that is trained, so that it would move with the policy."""
+def _check_separate(policy: nn.Module, trained: Mapping[str, Tensor], model: nn.Module, where: str) -> None:
+    """Raise a WhetValueError if a module shares memory with trained parameters, and would change with the policy."""
     if model is policy:
         raise WhetValueError(f"{where}: ref_model is the model itself. Pass a frozen copy, or None.")
     names = {p.untyped_storage().data_ptr(): name for name, p in trained.items() if p.numel()}
@@ -111,25 +112,25 @@ def _check_apart(policy: nn.Module, trained: Mapping[str, Tensor], model: nn.Mod
     if shared:
         raise WhetValueError(
             f"{where}: ref_model shares {shared[0]} with model, which trains it: get_peft_model, for example, "
-            "puts adapters into the module that it is given. Leave ref_model out: Whet keeps what model is now itself."
+            "inserts adapters into its argument in place. Omit ref_model: Whet keeps the initial model as reference."
         )
 
 
 def _adapters_are_new(policy: nn.Module) -> bool:
-    """Whether a PEFT model computes the same with its adapters off, and will while it is trained."""
-    taken_out: set[nn.Module] = set()
+    """Whether a PEFT model equals its base, and only its adapters are trained."""
+    adapters: set[nn.Module] = set()
     for layer in policy.modules():
         parts = [getattr(layer, name, None) for name in getattr(layer, "adapter_layer_names", ())]
-        if parts and not _changes_nothing(layer):
+        if parts and not _is_identity(layer):
             return False
-        taken_out.update(module for part in parts if isinstance(part, nn.Module) for module in part.modules())
-    return not any(p.requires_grad for m in policy.modules() if m not in taken_out for p in m.parameters(recurse=False))
+        adapters.update(module for part in parts if isinstance(part, nn.Module) for module in part.modules())
+    return not any(p.requires_grad for m in policy.modules() if m not in adapters for p in m.parameters(recurse=False))
 
 
-def _changes_nothing(layer: Any) -> bool:
-    """Whether one of PEFT's layers computes what it would without its active adapters; False where that is not known.
+def _is_identity(layer: Any) -> bool:
+    """Whether the active adapters of a PEFT layer have no effect; False if unknown.
 
-    LoRA does while a factor is 0, which it is only before the first update; a copy of a module while it equals it.
+    True for LoRA with a zero factor, which it has only before the first update, and for a module equal to its original.
     """
     if hasattr(layer, "modules_to_save"):
         active = [layer.modules_to_save[name] for name in layer.active_adapters if name in layer.modules_to_save]
@@ -148,7 +149,7 @@ def _are_equal(a: nn.Module, b: nn.Module) -> bool:
 
 @contextmanager
 def _without_adapters(policy: Any) -> Iterator[None]:
-    """Adapters off for a while. PEFT has all of the active ones train as it enables them: each is as it was instead."""
+    """Context with adapters off. Restores ``requires_grad``, which PEFT sets on all active adapters on exit."""
     flags = [(p, p.requires_grad) for p in policy.parameters()]
     disabled = policy.disable_adapter()
     try:
@@ -164,7 +165,7 @@ def _without_adapters(policy: Any) -> Iterator[None]:
 
 @contextmanager
 def _with_values(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Other values in the parameters' place for a while; the memory of each is exchanged, not written."""
+    """Context with other values of the parameters; exchanges their storage instead of copying."""
     own = {name: p.data for name, p in parameters.items()}
     try:
         with deferred_signals():
@@ -181,13 +182,13 @@ def _exchange(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) ->
 
 
 class ReferenceSums:
-    """The reference's summed log-probs of pairs, by their token ids: kept over epochs, and in checkpoints."""
+    """Summed reference log-probs of pairs, keyed by token ids, kept across epochs and in checkpoints."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Sums] = {}
 
     def get(self, row: Sequence[Sequence[int]]) -> Sums | None:
-        """The sums of a row; None: not known."""
+        """Return the sums of a row; None: unknown."""
         return self._sums.get(row_digest(row)) if self._sums else None
 
     def add(
@@ -198,24 +199,24 @@ class ReferenceSums:
         open_cache: Callable[[], ReferenceCache] | None,
         ranks: Ranks,
     ) -> list[Sums]:
-        """The sums of all rows; ``compute``, in batches, gives those that neither this nor the cache has.
+        """Return the sums of all rows; ``compute``, called in batches, computes those missing here and in the cache.
 
-        Rank 0 alone reads the cache and writes it.
+        Only rank 0 reads and writes the cache.
         """
         keys = [row_digest(row) for row in rows]
         unknown = {key: row for key, row in zip(keys, rows, strict=True) if key not in self._sums}
         cache: ReferenceCache | None = None
 
-        def look_up(opened: Callable[[], ReferenceCache]) -> dict[str, Sums]:
+        def look_up(open_cache: Callable[[], ReferenceCache]) -> dict[str, Sums]:
             nonlocal cache
-            cache = opened()
+            cache = open_cache()
             return {key: sums for key, row in unknown.items() if (sums := cache[row])}
 
         if open_cache and unknown:
             self._sums |= ranks.broadcast_from_first(partial(look_up, open_cache))
-        left = [(key, row) for key, row in unknown.items() if key not in self._sums]
-        for start in range(0, len(left), batch_size):
-            batch = dict(left[start : start + batch_size])
+        missing = [(key, row) for key, row in unknown.items() if key not in self._sums]
+        for start in range(0, len(missing), batch_size):
+            batch = dict(missing[start : start + batch_size])
             new = compute(list(batch.values()))
             if cache:
                 cache.add(zip(batch.values(), new, strict=True))
@@ -223,14 +224,14 @@ class ReferenceSums:
         return [self._sums[key] for key in keys]
 
     def tensors(self) -> dict[str, Tensor]:
-        """For a checkpoint: digests of the rows (N, 16) uint8, and chosen and rejected sums (N, 2) float64."""
+        """Return row digests (N, 16) uint8, and chosen and rejected sums (N, 2) float64, for a checkpoint."""
         if not self._sums:
             return {}
         rows = torch.tensor([list(bytes.fromhex(key)) for key in self._sums], dtype=torch.uint8)
         return {"rows": rows, "sums": torch.tensor(list(self._sums.values()), dtype=torch.float64)}
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Know what ``tensors`` returned."""
+        """Restore the result of ``tensors``."""
         if tensors:
             rows, sums = tensors["rows"].tolist(), tensors["sums"].tolist()
             self._sums = {bytes(key).hex(): (c, r) for key, (c, r) in zip(rows, sums, strict=True)}

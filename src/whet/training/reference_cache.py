@@ -1,8 +1,8 @@
-"""Log-probs of a frozen reference on disk, for the next run over the same pairs.
+"""Cache on disk of a frozen reference's log-probs, for later runs over the same pairs.
 
 One file per model, keyed by a digest of its weights and settings and by the arithmetic; one line per row, keyed by a
-digest of its token ids. So a value is found only where the same arithmetic would compute it again. Rows are written as
-soon as they are added: a run that is killed loses none.
+digest of its token ids, so that a hit equals a recomputation. Rows are written as soon as they are added: a run that is
+killed loses none.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from whet.files import drop_torn_line
 from whet.nn.frozen import base_of
 from whet.nn.modules import inner_module
 
-_ORIGINS = (
+_IRRELEVANT = (
     "_name_or_path", "transformers_version", "dtype", "torch_dtype", "base_model_name_or_path", "peft_version",
     "inference_mode",
 )  # fmt: skip
-"""Fields of a config that do not change results: its origin, and dtypes, which are those of the tensors."""
+"""Config fields that do not affect results: its origin, and dtypes, which the tensors determine."""
 
 Sums = tuple[float, float]
-"""Log-probs of the chosen and of the rejected completion of a pair, each summed over its tokens."""
+"""Log-probs of the chosen and the rejected completion of a pair, summed over tokens."""
 
 
 class ReferenceCache:
-    """The sums of one reference, by row.
+    """Summed log-probs of one reference, by row.
 
     Args:
         folder: created if missing.
         reference: the model.
-        adapters_off: only the frozen parameters identify the reference: it is a PEFT model with its adapters off.
-        arithmetic: what computes the sums: "bfloat16", "float32" or "torch".
+        adapters_off: identify the reference by its frozen parameters only: a PEFT model with adapters off.
+        arithmetic: backend that computes the sums: "bfloat16", "float32" or "torch".
 
     Raises:
         WhetValueError: ``folder`` is a file, or its file for this reference is damaged.
@@ -68,7 +68,7 @@ class ReferenceCache:
                     ) from None
 
     def __getitem__(self, row: Sequence[Sequence[int]]) -> Sums | None:
-        """The sums of a row (prompt, chosen and rejected token ids); None: not known."""
+        """Return the sums of a row (prompt, chosen and rejected token ids); None: unknown."""
         return self._sums.get(row_digest(row))
 
     def add(self, rows: Iterable[tuple[Sequence[Sequence[int]], Sums]]) -> None:
@@ -80,11 +80,11 @@ class ReferenceCache:
 
 
 def model_digest(model: nn.Module, adapters_off: bool = False) -> str:
-    """SHA-256 of a model's tensors, their names, its packed base, and its settings: equal weights may compute other
-    log-probs.
+    """Return the SHA-256 of a model's tensors, their names, its packed base, and its settings.
 
-    The settings are the config of a Hugging Face model, without its origin, or the ``repr`` of any other module, which
-    shows names, sizes and constants; and those of PEFT's adapters, unless they are off.
+    Settings matter because equal weights may give other log-probs: the config of a Hugging Face model, without its
+    origin, or the ``repr`` of any other module, which shows names, sizes and constants; and the settings of PEFT
+    adapters, unless adapters are off.
     """
     digest = hashlib.sha256(_settings(model).encode())
     if not adapters_off:
@@ -105,7 +105,7 @@ def _settings(model: nn.Module) -> str:
     config: Any = getattr(inner, "config", None)
     if not hasattr(config, "to_dict"):
         return repr(inner)
-    settings = _without_origins(config)
+    settings = _relevant_settings(config)
     settings["_attn_implementation"] = getattr(config, "_attn_implementation", None)
     return json.dumps(settings, sort_keys=True, default=repr)
 
@@ -114,12 +114,12 @@ def _adapter_settings(model: nn.Module) -> str:
     configs = getattr(model, "peft_config", None)
     if not configs:
         return ""
-    settings = {name: _without_origins(config) for name, config in configs.items()}
+    settings = {name: _relevant_settings(config) for name, config in configs.items()}
     return json.dumps([settings, cast(Any, model).active_adapters], sort_keys=True, default=_sorted)
 
 
-def _without_origins(config: Any) -> dict[str, Any]:
-    return {name: value for name, value in config.to_dict().items() if name not in _ORIGINS}
+def _relevant_settings(config: Any) -> dict[str, Any]:
+    return {name: value for name, value in config.to_dict().items() if name not in _IRRELEVANT}
 
 
 def _sorted(value: Any) -> str:
@@ -131,7 +131,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def row_digest(row: Sequence[Sequence[int]]) -> str:
-    """32 hexadecimal digits for a row (prompt, chosen and rejected token ids)."""
+    """Return 32 hexadecimal digits that identify a row (prompt, chosen and rejected token ids)."""
     digest = hashlib.sha256()
     for part in row:
         digest.update(array("q", [len(part), *part]).tobytes())

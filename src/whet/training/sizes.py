@@ -1,8 +1,8 @@
-"""The memory of a training run before it starts: the parts of ``whet.memory``, from its model and its settings.
+"""Estimate of a training run's memory before it starts, by the parts of ``whet.memory``, from model and settings.
 
-Nothing is loaded. Weights, gradients and moments are counted number by number, the sampler's weights, pages and
-workspace as ``whet.models.sizes`` does, and activations by what the autograd functions of ``whet.nn`` keep for their
-backward passes, token by token. Not counted are the rows of the dataset and what reward functions hold.
+Loads nothing. Counts every number of weights, gradients and moments, the sampler's weights, pages and workspace as in
+``whet.models.sizes``, and the activations per token that the autograd functions of ``whet.nn`` save for the backward
+pass. Excludes the rows of the dataset and memory of reward functions.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from whet.models.sizes import KV_BYTES, MAX_BATCH, estimate, page_bytes, slot_by
 from whet.models.slots import ModelSource
 
 _VOCAB_TILE = 2048
-"""Vocabulary entries whose logits a backward pass has at a time: ``whet.nn.functions``' own number."""
+"""Vocabulary entries per tile of logits in a backward pass, as in ``whet.nn.functions``."""
 _FRAGMENTATION = 0.25
-"""Memory that the allocator loses between activations, as a share of them: what is freed between tensors that are kept
-and too small for the next. Measured of a model of 135 M parameters: 0.23 with all weights trained, 0.31 with LoRA."""
+"""Memory that the allocator loses to fragmentation between activations, as a share of them: freed gaps that are too
+small for the next tensor. Measured on a model with 135 M parameters: 0.23 with all weights trained, 0.31 with LoRA."""
 
 
 class Lengths(NamedTuple):
-    """Tokens of a row: its prompt, and each of its completions."""
+    """Tokens of a row: of its prompt, and of each completion."""
 
     prompt: int
     completion: int
 
 
 class RunMemory(NamedTuple):
-    """The memory of a run.
+    """Memory of a run in bytes.
 
     Attributes:
-        parts: what it holds all the time, by the names in ``whet.memory.PARTS``.
-        update: parts of an update at the beginning of its last backward pass: activations, gradients, and what the
-            allocator loses.
-        gradients: at the end of that pass, which has all of them and no activations.
-        sampling: parts of sampling: keys and values, workspace, and weights that each sync packs anew. They take the
-            memory that updates have left.
+        parts: memory held throughout the run, by the names in ``whet.memory.PARTS``.
+        update: parts at the beginning of the last backward pass of an update: activations, gradients, and
+            fragmentation.
+        gradients: gradients at the end of that pass, without activations.
+        sampling: parts of sampling: KV cache, workspace, and weights that each sync packs again. They reuse the memory
+            of updates.
     """
 
     parts: dict[str, int]
@@ -50,14 +50,14 @@ class RunMemory(NamedTuple):
     sampling: dict[str, int]
 
     def at_peak(self) -> dict[str, int]:
-        """The parts at the moment when they are most, whose sum is ``total``."""
+        """Return the parts at the peak, whose sum is ``total``."""
         moments = self.update, {"gradients": self.gradients}, self.sampling
         last = max(moments, key=lambda parts: sum(parts.values()))
         return {name: n_bytes for name, n_bytes in {**self.parts, **last}.items() if n_bytes}
 
     @property
     def total(self) -> int:
-        """The most that the process holds."""
+        """Peak memory of the process."""
         return sum(self.at_peak().values())
 
 
@@ -70,26 +70,26 @@ def run_memory(
     adapters: Adapted | None = None,
     base: str = "none",
 ) -> RunMemory:
-    """The memory of training a float32 model on Whet's kernels.
+    """Estimate the memory of training a float32 model on Whet's kernels.
 
     Args:
         source: the model, from ``load_source``; its weights are not read.
-        config: of the algorithm.
-        lengths: of the rows; where they differ, of the longest that a step takes.
+        config: settings of the algorithm.
+        lengths: tokens of the rows; if they differ, of the longest row of a step.
         interpreter: bytes of Python and its libraries.
-        adapters: beside the frozen model; None: every weight is trained.
-        base: format of a frozen model that is packed once, for the trainer and the sampler, "own" for those of a GGUF
-            file; "none": float32 parameters.
+        adapters: adapters on the frozen model; None: every weight is trained.
+        base: format of a frozen model packed once, for trainer and sampler; "own": the formats of a GGUF file;
+            "none": float32 parameters.
 
     Raises:
-        WhetValueError: torch computes, of which nothing is known; a base without adapters; no such format; or a model
-            that the engine does not run.
+        WhetValueError: compute is "torch", whose memory is unknown; a base without adapters; an unknown format; or a
+            model that the engine does not support.
     """
     is_packed, weights = base != "none", None if base == "own" else base
     if is_packed and adapters is None:
-        raise WhetValueError(f"run_memory: base is {base!r}, and there are no adapters: nothing of it is trained.")
+        raise WhetValueError(f"run_memory: base is {base!r}, and there are no adapters to train.")
     if config.compute == "torch":
-        raise WhetValueError("run_memory: compute is 'torch'. The memory of a step is known of Whet's kernels only.")
+        raise WhetValueError("run_memory: compute is 'torch'. Memory estimates support Whet's kernels only.")
     narrow = multiplies_bfloat16(config)
     model = source.config
     n_adapter = 0 if adapters is None else adapters.n_parameters
@@ -109,7 +109,7 @@ def run_memory(
     if is_packed:
         packed = estimate(source, weights)
         n_bytes = packed.weights if source.base is None else source.base.nbytes
-        # Trainer and sampler have norms and biases of their own.
+        # Trainer and sampler have separate norms and biases.
         parts["weights"] = n_bytes + packed.norms + 4 * n_adapter
     largest = _step_tokens(config, lengths)
     activations = _activation_bytes(source, config, lengths, 2 if narrow else 4)
@@ -126,30 +126,30 @@ def run_memory(
         kv_cache = _n_pages(config, lengths) * page_bytes(model, engine.kv_format)
         sampling = {"kv_cache": min(kv_cache, config.kv_bytes or KV_BYTES), "workspace": engine.workspace}
         if adapters is not None and adapters.is_apart:
-            apart = "float32" if weights == "float32" else "bfloat16"  # format of adapters beside the weights
+            apart = "float32" if weights == "float32" else "bfloat16"  # format of unmerged adapters
             parts["sampler_weights"] = (0 if is_packed else engine.weights) + sum(
                 slot_bytes((rank, location.shape[1]), apart) + slot_bytes((location.shape[0], rank), apart)
                 for location, rank in adapters.factors
             )
-        elif not is_packed:  # given back before the update
+        elif not is_packed:  # released before the update
             sampling["sampler_weights"] = engine.weights
     return RunMemory(parts, update, 4 * n_trained, sampling)
 
 
 def multiplies_bfloat16(config: TrainerConfig) -> bool:
-    """Whether Whet's kernels have the products of a step in bfloat16, on this machine."""
+    """Whether Whet's kernels multiply in bfloat16 during a step, on this machine."""
     return config.compute == "bfloat16" or (config.compute == "auto" and "bf16" in _core.isa())
 
 
 def rows_per_prompt(config: TrainerConfig) -> int:
-    """Completions of each prompt that a step is trained on."""
+    """Return the number of completions per prompt in a step."""
     if isinstance(config, GRPOConfig):
         return config.group_size
     return 2 if isinstance(config, PreferenceConfig) else 1
 
 
 def _multiplied_bytes(source: ModelSource, narrow: bool, is_packed: bool, n_models: int) -> int:
-    """The largest matrix, where it is not multiplied as it lies, and tiles of the head in panels."""
+    """Return the bytes of converted copies: the largest matrix, unless multiplied as stored, and tiles of the head."""
     vocab, hidden = source.config.slots()["embedding"]
     tile = min(_VOCAB_TILE, vocab)
     shapes = [location.shape for location in source.targets.values() if location.weight.startswith("layers.")]
@@ -160,14 +160,14 @@ def _multiplied_bytes(source: ModelSource, narrow: bool, is_packed: bool, n_mode
 
 
 def _n_pages(config: Any, lengths: Lengths) -> int:
-    """Pages of the sequences that are sampled at a time, those of prompts shared by their completions."""
+    """Return the KV pages of concurrently sampled sequences; completions share the pages of their prompt."""
     n_sequences = min(config.batch_size * rows_per_prompt(config), MAX_BATCH)
     own = math.ceil((lengths.prompt + config.max_new_tokens - 1) / PAGE_TOKENS) - lengths.prompt // PAGE_TOKENS
     return config.batch_size * math.ceil(lengths.prompt / PAGE_TOKENS) + n_sequences * own
 
 
 class _Pass(NamedTuple):
-    """tokens of a micro-batch; how many of them predict one that counts; whether it is only a part of the step."""
+    """Tokens of a micro-batch; tokens that predict a counting token; whether it is only part of the step."""
 
     tokens: int
     targets: int
@@ -175,7 +175,7 @@ class _Pass(NamedTuple):
 
 
 def _step_tokens(config: TrainerConfig, lengths: Lengths) -> _Pass:
-    """The largest micro-batch."""
+    """Return the largest micro-batch."""
     per_prompt = rows_per_prompt(config)
     rows = config.batch_size * per_prompt
     in_pairs = 1 if isinstance(config, GRPOConfig) else per_prompt
@@ -186,33 +186,32 @@ def _step_tokens(config: TrainerConfig, lengths: Lengths) -> _Pass:
     tokens = math.ceil(rows / per_prompt) * lengths.prompt + targets - rows
     most = 0 if config.micro_batch_size else config.max_tokens_per_step
     if most and tokens > most:
-        # Parts of one prompt's completions fill a micro-batch to within half a completion.
+        # Completions of one prompt fill a micro-batch to within half a completion.
         full = max(most - lengths.completion // 2, lengths.prompt + lengths.completion - 1)
         tokens, targets, is_part = full, targets * full // tokens, True
     return _Pass(tokens, targets, is_part)
 
 
 def _activation_bytes(source: ModelSource, config: TrainerConfig, lengths: Lengths, size: int) -> int:
-    """Tensors that the forward pass of a micro-batch keeps, and that the head makes at the beginning of its backward.
+    """Return the bytes of tensors saved by the forward pass of a micro-batch, plus the head's at the start of backward.
 
-    Per token and layer: the residual stream before each norm (float32), q, k and v, attention's output and
-    log-sum-exps, rotary cosines and sines, and of the MLP what its activation reads. Products compute their inputs
-    again from what the norm or the activation before them keeps, but for layer norms and activations of one input,
-    whose outputs are kept.
-    ``size``: bytes of a number that is multiplied.
+    Per token and layer: the residual stream before each norm (float32), q, k and v, attention output and log-sum-exps,
+    rotary cosines and sines, and the inputs of the MLP's activation. Matmuls recompute their inputs from the saved
+    inputs of the preceding norm or activation, except after layer norms and single-input activations, whose outputs are
+    saved. ``size``: bytes of a matmul operand.
     """
     model, rounded = source.config, 2 if size == 2 else 0
     tokens, targets, _ = _step_tokens(config, lengths)
     q, kv = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
     hidden, n_norms = model.hidden_dim, 1 if model.shared_norm else 2
-    read = 4 if model.pre_norm else size  # of attention's and the MLP's input, or of what its norm reads
+    read = 4 if model.pre_norm else size  # input of attention and MLP, or of their norm
     per_layer = n_norms * (read + (size if model.norm == "layer" else 0) + (size if model.post_norm else 0)) * hidden
     n_ffn = 4 if model.gated and model.activation != "silu" else 2  # torch keeps each operand of a gate
     per_layer += size * (2 * q + 2 * kv + n_ffn * model.ffn_dim) + 4 * model.n_heads
     if model.qk_norm:
         per_layer += size * (q + kv)
     if any(location.weight == "layers.0.qkv" and not location.module.part for location in source.targets.values()):
-        per_layer += size * (q + kv)  # the values are a view of q, k and v in one
+        per_layer += size * (q + kv)  # the values are a view of the fused q, k and v
     else:
         per_layer += 4 * model.rotary_dim
     per_token = model.n_layers * per_layer + 4 * hidden

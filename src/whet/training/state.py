@@ -1,6 +1,6 @@
-"""Save a trainer as a checkpoint folder, and make it again, to the bit.
+"""Save a trainer as a checkpoint folder, and restore it exactly.
 
-The folder itself, its integrity and the generators' states are in ``whet.checkpoint``.
+``whet.checkpoint`` has the folder format, its integrity checks and the states of random generators.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def _counters(trainer: Trainer) -> dict[str, int]:
 
 
 class Snapshot:
-    """Counters and random states of a trainer, which a step changes before its first update."""
+    """Counters and random states of a trainer before a step."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._counters, self._rng = _counters(trainer), capture_rng()
 
     def restore(self, trainer: Trainer) -> bool:
-        """Undo the step that has begun since, if there is one; False where it has changed the weights."""
+        """Undo a partial step since the snapshot, if any; return False if it has changed the weights."""
         before = self._counters
         if trainer.step != before["step"]:
             return True
@@ -100,12 +100,12 @@ def load_trainer(
     where = f"{trainer_class.__name__}.from_checkpoint"
     tensors, state = load_checkpoint(path)
     if state.get("algorithm") != trainer_class.__name__:
-        raise CheckpointError(f"{where}: {path} was saved by {state.get('algorithm')}. Load it so.")
+        raise CheckpointError(f"{where}: {path} was saved by {state.get('algorithm')}. Load it with that class.")
     if model is None and not state.get("whole_model"):
         raise CheckpointError(
-            f"{where}: {path} holds only the trained part of its model. Pass model=, made as it was before training."
+            f"{where}: {path} holds only the trained part of its model. Pass model=, constructed as before training."
         )
-    # The saved settings may need what the settings given here do not, such as a reference.
+    # Saved settings may require arguments that the new settings do not, such as a reference.
     with _report_as_malformed(path):
         changed = {n: v for n, v in arguments.items() if n in state["config"] and n != "engine"}
         saved = trainer_class.config_class(**state["config"])
@@ -153,7 +153,7 @@ def _restore(
     trainer.load_extra_tensors(tensors.get("own", {}))
     if "position" in state["counters"] and "epoch" not in state["counters"]:
         raise CheckpointError(
-            f"{where}: the checkpoint counts its place in the data in batches, as earlier versions of Whet did, not in "
+            f"{where}: the checkpoint counts its place in the data in batches, as in earlier versions of Whet, not in "
             "rows. Continue it with the version that saved it."
         )
     for name in _COUNTERS:
@@ -169,7 +169,7 @@ def _restore(
 
 @contextmanager
 def _report_as_malformed(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Report whatever a checkpoint lacks, or has in another form than ``save`` writes, as a malformed checkpoint."""
+    """Report missing or invalid contents as a malformed checkpoint."""
     try:
         yield
     except WhetError:

@@ -1,15 +1,14 @@
-"""The base of the training algorithms: the optimizer step, the loop over a dataset, logging, checkpoints.
+"""Base of the training algorithms: the optimizer step, the loop over a dataset, logging, checkpoints.
 
-One optimizer update adds up the gradients of micro-batches, clips them and makes an AdamW step
-(Loshchilov & Hutter 2019), or skips it where the loss or a gradient is not finite. Knows no algorithm:
-each of them computes its own loss.
+An optimizer update accumulates the gradients of micro-batches, clips them and makes an AdamW step (Loshchilov & Hutter
+2019), or is skipped if the loss or a gradient is not finite. Independent of the algorithm, which computes its loss.
 
-A run is a function of (initial weights, data, config): a trainer that is saved after step k and loaded again continues
-bit for bit as one that never stopped. Under torchrun several processes are one run (``whet.training.distributed``): a
-method is called on all ranks, and rank 0 alone logs and saves.
+A run is a function of (initial weights, data, config): a trainer saved after step k and loaded again is bit-identical
+to one that never stopped. This requires a reproducible order of the data: sequences and torch's DataLoader are shuffled
+by (seed, epoch); an iterable, or a custom sampler, has to repeat its order.
 
-The order of the data must be reproducible for that: sequences and torch's
-DataLoader are shuffled by (seed, epoch); an iterable, or a custom sampler, has to give the same order again.
+Under torchrun several processes are one run (``whet.training.distributed``): methods are called on all ranks, and only
+rank 0 logs and saves.
 """
 
 from __future__ import annotations
@@ -61,27 +60,26 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 TokenRows = Sequence[Sequence[Sequence[int]]]
-"""Token ids of rows, each a prompt and its completions."""
+"""Token ids of rows; a row is a prompt and its completions."""
 
 Batch = TypeVar("Batch")
 Step = TypeVar("Step", bound=Callable[..., dict[str, float]])
 
 
 def training_step(compute: Step) -> Step:
-    """Make ``train_step`` of a method that computes one step: count, time and log it, and call the callbacks.
+    """Decorate ``train_step`` of an algorithm: count, time and log the step, and call the callbacks.
 
     Args:
-        compute: returns the metrics of the step, ``num_tokens`` (of this step only) among them.
+        compute: computes one step and returns its metrics, including ``num_tokens`` of this step.
 
     Returns:
-        A method that returns these metrics, and those of every step: ``learning_rate``, ``skipped_steps``,
-        ``num_tokens`` (of all steps), ``step_time_s``, ``tokens_per_s``, and the parts of ``step_time_s`` that
-        occurred: ``time/generation_s``, ``time/reward_s``, ``time/advantages_s``, ``time/logprobs_s`` (those
-        without gradient: old and reference), ``time/forward_s`` (with gradient), ``time/loss_s`` without
-        ``time/kl_s``, ``time/backward_s``, ``time/reduction_s`` (gradients of other ranks, and the wait for them),
-        ``time/optimizer_s`` (zeroing, clipping, update), ``time/sync_s`` (weights to the engine), and
-        ``time/other_s``. ``train`` tokenises rows before their step, which is in none of them. On a GPU see
-        ``whet.training.phases``.
+        A method that adds the metrics of every step: ``learning_rate``, ``skipped_steps``, ``num_tokens`` (of all
+        steps), ``step_time_s``, ``tokens_per_s``, and the phases of ``step_time_s`` that occurred:
+        ``time/generation_s``, ``time/reward_s``, ``time/advantages_s``, ``time/logprobs_s`` (without gradient: old and
+        reference), ``time/forward_s`` (with gradient), ``time/loss_s`` without ``time/kl_s``, ``time/backward_s``,
+        ``time/reduction_s`` (the gradient all-reduce, including the wait for other ranks), ``time/optimizer_s``
+        (zeroing, clipping, update), ``time/sync_s`` (weights to the engine), and ``time/other_s``. ``train`` tokenises
+        rows before their step, outside all phases. For GPUs see ``whet.training.phases``.
     """
 
     @functools.wraps(compute)
@@ -110,16 +108,18 @@ def training_step(compute: Step) -> Step:
 
 
 class Update:
-    """The sums of one optimizer update over its micro-batches, of all ranks.
+    """Accumulated gradients and metrics of one optimizer update, over the micro-batches of all ranks.
 
     Args:
-        ranks: among whom the micro-batches are dealt.
-        seed: of dropout, which is keyed by micro-batch where they are dealt; None: torch's generator goes on.
-        exact: sums the gradients, where they must not depend on how they are dealt; None: floats as they come.
+        memory: samples memory around each backward pass.
+        parameters: the trained parameters.
+        ranks: the ranks that share the micro-batches.
+        seed: seed of dropout, keyed by micro-batch; None: torch's generator continues.
+        exact: sums gradients independently of the sharding; None: plain float sums.
 
     Attributes:
-        metrics: after the update ``loss``, the other metrics, and ``grad_norm``, as it was before clipping.
-        maxima: after the update the largest of each that was given as such.
+        metrics: after the update, ``loss``, the other metrics, and ``grad_norm`` before clipping.
+        maxima: after the update, the maximum of each metric passed as ``maxima``.
     """
 
     def __init__(
@@ -136,11 +136,11 @@ class Update:
         memory.begin()
 
     def shard(self, batches: Sequence[Batch], rows: Sequence[TokenRows]) -> Iterator[Batch]:
-        """This rank's share of the micro-batches; the loss of each is added before the next one is taken.
+        """Yield this rank's share of the micro-batches; call ``add`` for each before taking the next.
 
         Args:
-            batches: all of them, the same ones on every rank.
-            rows: the token ids of each: they are dealt by their numbers, and compared between the ranks.
+            batches: all micro-batches, equal on every rank.
+            rows: the token ids of each micro-batch: their counts balance the load, and ranks compare their digest.
         """
         self._costs = [count_tokens(part) for part in rows]
         self._digest = zlib.crc32(repr(rows).encode()) if self._ranks.size > 1 else 0
@@ -151,27 +151,29 @@ class Update:
             yield batches[i]
 
     def add(self, loss: Tensor, metrics: Mapping[str, float], maxima: Mapping[str, float] | None = None) -> None:
-        """Add the gradient of a micro-batch's loss, and its metrics; ``maxima`` are not summed.
+        """Add the gradient of a micro-batch's loss, and its metrics: a sum, or a maximum for ``maxima``.
 
         Raises:
-            WhetTypeError: there are several ranks, and the micro-batch does not come from ``shard``.
+            WhetTypeError: there are several ranks, and the micro-batch is not from ``shard``.
         """
         if self._ranks.size > 1 and not self._costs:
-            raise WhetTypeError("Update.add: the micro-batches were not dealt to the ranks. Take them from shard().")
-        self._look()
+            raise WhetTypeError(
+                "Update.add: the micro-batches were not distributed to the ranks. Take them from shard()."
+            )
+        self._sample_memory()
         with phase("backward"):
             loss.backward()
-        self._look()
+        self._sample_memory()
         self._added.append((self._at, {"loss": loss.item(), **metrics}, dict(maxima or {})))
         if self._exact is not None:
             self._exact.add(self._parameters)
 
     def reduce(self, dtype: torch.dtype | None) -> None:
-        """Sum gradients and metrics over the micro-batches of all ranks.
+        """All-reduce gradients in ``dtype`` (None: as stored), and sum metrics over the micro-batches of all ranks.
 
         Raises:
             WhetValueError: the ranks have different batches.
-            RankError: one of them failed.
+            RankError: a rank failed.
         """
         exact, has_gradient = self._exact, [p.grad is not None for p in self._parameters]
         if exact is not None:
@@ -179,57 +181,57 @@ class Update:
         shares = self._ranks.all_gather_checked((self._digest, self._added, has_gradient))
         if any(digest != self._digest for digest, _, _ in shares):
             raise WhetValueError(
-                "train: the ranks have different batches. Give all of them the same rows in the same order; each "
-                "takes its share itself, so that the data needs no DistributedSampler."
+                "train: the ranks have different batches. Give all ranks the same rows in the same order; each rank "
+                "takes its share, so that the data needs no DistributedSampler."
             )
-        # In the order of the micro-batches, whoever computed them.
+        # In the order of the micro-batches, independent of the rank that computed them.
         for _, metrics, maxima in sorted(itertools.chain(*(added for _, added, _ in shares)), key=lambda part: part[0]):
             for name, value in metrics.items():
                 self.metrics[name] = self.metrics.get(name, 0.0) + value
             for name, value in maxima.items():
                 self.maxima[name] = max(self.maxima.get(name, -math.inf), value)
-        anywhere = [any(known) for known in zip(*(known for _, _, known in shares), strict=True)]
-        concerned = [p for p, has in zip(self._parameters, anywhere, strict=True) if has]
+        on_any_rank = [any(flags) for flags in zip(*(flags for _, _, flags in shares), strict=True)]
+        updated = [p for p, has in zip(self._parameters, on_any_rank, strict=True) if has]
         if exact is not None:
-            exact.finish(concerned, self._ranks)
+            exact.finish(updated, self._ranks)
         elif self._ranks.size > 1:
-            for p in concerned:
+            for p in updated:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
-            self._ranks.all_reduce([cast(Tensor, p.grad) for p in concerned], dtype)
+            self._ranks.all_reduce([cast(Tensor, p.grad) for p in updated], dtype)
 
-    def _look(self) -> None:
+    def _sample_memory(self) -> None:
         self._memory.sample(sum(p.grad.nbytes for p in self._parameters if p.grad is not None))
 
 
 class Trainer(ABC):
-    """The base of the training algorithms; each adds ``train_step``, made by ``training_step``.
+    """Base of the training algorithms; each adds ``train_step``, decorated with ``training_step``.
 
     Args:
-        model: ``forward(input_ids (B, T)) -> logits (B, T, V)``, Hugging Face and PEFT models included. Its
-            parameters that require grad are trained, in place; the optimizer keeps float32 masters of 16-bit ones.
-        ref_model: the frozen reference, for the algorithms that compare with one. None: model as it is now, however
-            its adapters came (see ``whet.training.reference``).
+        model: ``forward(input_ids (B, T)) -> logits (B, T, V)``, including Hugging Face and PEFT models. Parameters
+            that require grad are trained in place; the optimizer keeps float32 master weights of 16-bit parameters.
+        ref_model: the frozen reference, for algorithms that use one. None: the current model, with or without adapters
+            (see ``whet.training.reference``).
         config: settings; None: the defaults.
-        tokenizer: for rows of text; needs to be callable and have ``decode``, as Hugging Face's do.
+        tokenizer: for rows of text; callable and with ``decode``, as in Hugging Face.
         logger: one logger or several.
-        callbacks: one callback or several, called in this order; rlox's are taken too.
-        **settings: fields of the config; they override those of ``config``.
+        callbacks: one callback or several, called in this order; rlox callbacks are accepted.
+        **settings: fields of the config, which override ``config``.
 
     Attributes:
-        step: steps done.
-        epoch: number of the pass over its dataset in which ``train`` is, from 0.
-        position: rows of the dataset, or ready batches, that it has consumed in this pass.
+        step: number of completed steps.
+        epoch: current pass of ``train`` over its dataset, from 0.
+        position: rows, or batches, of the dataset consumed in this pass.
         num_tokens: tokens of prompts and completions seen.
         skipped_steps: updates skipped because the loss or a gradient was not finite.
-        n_updates: optimizer updates done.
-        memory: the memory of the process in the fullest step.
+        n_updates: number of optimizer updates.
+        memory: memory of the process at the peak.
         should_stop: set by a callback, on any rank, to end ``train`` after the step.
-        ranks: the processes that train together.
+        ranks: the ranks of the run.
     """
 
     config_class: ClassVar[type[TrainerConfig]] = TrainerConfig
     row_fields: ClassVar[tuple[str, ...]] = ()
-    """The fields of a row of the dataset, in the order of ``train_step``'s arguments."""
+    """Fields of a dataset row, in the order of ``train_step``'s arguments."""
 
     def __init__(
         self,
@@ -248,8 +250,8 @@ class Trainer(ABC):
                 raise WhetTypeError(f"{where}: {name} is {type(module).__name__}, expected an nn.Module.")
             if module is not None and acceleration_of(module) is not None:
                 raise WhetValueError(
-                    f"{where}: {name} is accelerated already. A trainer accelerates its model itself for each "
-                    "step, as compute says: call remove() on what accelerate() returned."
+                    f"{where}: {name} is already accelerated. A trainer accelerates its model during each step, "
+                    "according to compute: call remove() on the result of accelerate()."
                 )
             if module is not None:
                 check_frequencies(module, f"{where}: {name}")
@@ -258,8 +260,8 @@ class Trainer(ABC):
         self._exact = ExactSum() if self.config.deterministic_reduction else None
         if ref_model is not None and not self.config.has_reference():
             raise WhetValueError(
-                f"{where}: ref_model has no effect: with these settings the loss uses no reference. Leave it out, "
-                f"or set beta."
+                f"{where}: ref_model has no effect: with these settings the loss uses no reference. Omit it, or set "
+                f"beta."
             )
         self.model = model
         self.tokenizer = tokenizer
@@ -276,7 +278,7 @@ class Trainer(ABC):
         self.acceleration = self.accelerations.get(model)
         if self.acceleration is not None:
             self.acceleration.in_place = True
-        # Only matrices decay: vectors are norm weights, whose neutral value is not 0, and biases.
+        # Only matrices decay: vectors are biases and norm weights, whose neutral value is not 0.
         matrices = [p for p in self.trainable.values() if p.ndim > 1]
         vectors = [p for p in self.trainable.values() if p.ndim <= 1]
         self.optimizer = AdamW(
@@ -287,28 +289,28 @@ class Trainer(ABC):
         )
         self.step = self.epoch = self.position = self.num_tokens = self.skipped_steps = self.n_updates = 0
         self._rate = self.config.learning_rate
-        self._made_with = {name: getattr(self.config, name) for name in self.config.fixed_at_construction}
+        self._initial_settings = {name: getattr(self.config, name) for name in self.config.fixed_at_construction}
         self.memory = MemoryWatch()
         register_holder(self)
         self.should_stop = False
         self._skipped_in_a_row = self._horizon = 0
         self._after_batch: Place | None = None
-        """The place in the dataset after the batch that ``train`` has drawn and no step has been counted for."""
-        # An update and the count of its step are one change, which no signal divides.
+        """Place in the dataset after the batch drawn by ``train`` and not yet counted as a step."""
+        # Signals are deferred between an update and the count of its step: they are atomic.
         self._signals = DeferredSignals()
         self._iterator = Rewindable(iter(()))
-        """The last dataset that was an iterator, with what no step has been counted for."""
+        """The last iterator dataset, with the items not yet counted as a step."""
         self._prepared: tuple[tuple[Any, ...], Any] | None = None
         self._checked: tuple[Any, int] = None, 0
-        """The dataset whose rows were checked, and their number."""
+        """Dataset whose rows were checked, and their number."""
 
     def complete_config(self, config: Any, ref_model: nn.Module | None) -> Any:
-        """The config, with what the reference decides where it is not given."""
+        """Return the config, with settings resolved whose default depends on the reference."""
         return config
 
     @property
     def ref_model(self) -> nn.Module | None:
-        """The reference, where it is a module of its own."""
+        """The reference, if it is a separate module."""
         return self.reference.model
 
     def uses_reference(self) -> bool:
@@ -319,21 +321,21 @@ class Trainer(ABC):
 
     @property
     def learning_rate(self) -> float:
-        """The rate of the next update."""
+        """Learning rate of the next update."""
         if not self.schedule_end and self.config.lr_schedule != "constant":
             raise WhetValueError(
-                f"{type(self).__name__}: lr_schedule is {self.config.lr_schedule!r}, whose length is not "
-                f"known outside of train(). Pass schedule_steps."
+                f"{type(self).__name__}: lr_schedule is {self.config.lr_schedule!r}, whose length is "
+                f"unknown outside of train(). Pass schedule_steps."
             )
         return learning_rate_at(self.step, self.config, self.schedule_end)
 
     @property
     def schedule_end(self) -> int:
-        """The step at which the rate of a decaying schedule is 0; 0: not known yet."""
+        """Step at which a decaying schedule reaches 0; 0: unknown."""
         return self.config.schedule_steps or self._horizon
 
     def _count_step(self, n_tokens: int) -> None:
-        """Count a step whose updates are done; its batch, if ``train`` has drawn it, is not trained again."""
+        """Count a completed step; its batch, if drawn by ``train``, is not trained again."""
         self.num_tokens += n_tokens
         self.step += 1
         if self._after_batch is not None:
@@ -342,14 +344,14 @@ class Trainer(ABC):
             self._after_batch = None
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Log metrics at the current step; rank 0 does."""
+        """Log metrics at the current step, on rank 0."""
         for logger in self.loggers if self.ranks.is_first else []:
             logger.log(metrics, self.step)
 
     def micro_batches(self, rows: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
-        """The rows, each a prompt and its completions, in micro-batches: their indices, ascending.
+        """Split rows, each a prompt and its completions, into micro-batches of ascending indices.
 
-        Of ``micro_batch_size`` rows; or, where batches are packed, of ``max_tokens_per_step`` tokens.
+        A micro-batch has ``micro_batch_size`` rows, or ``max_tokens_per_step`` tokens if batches are packed.
         """
         size, tokens = self.config.micro_batch_size, self.config.max_tokens_per_step
         if self.acceleration is not None and tokens and not size:
@@ -360,31 +362,31 @@ class Trainer(ABC):
     def shard(
         self, update: Update, rows: Sequence[Sequence[Sequence[int]]], parts: Sequence[list[int]]
     ) -> Iterator[list[int]]:
-        """This rank's share of the micro-batches ``parts`` of the rows, as ``Update.shard``."""
+        """Yield this rank's share of the micro-batches ``parts`` of the rows, see ``Update.shard``."""
         return update.shard(parts, [[rows[i] for i in part] for part in parts])
 
     @contextmanager
     def update(self) -> Iterator[Update]:
-        """One optimizer update: ``add`` the micro-batches' losses to what this gives, within its context.
+        """Make one optimizer update: within the context, ``add`` the losses of micro-batches to the yielded ``Update``.
 
-        The context takes the micro-batches from ``shard``, which gives each rank its share.
+        The micro-batches come from ``shard``, which yields each rank its share.
 
-        If the sum of the losses or the gradient norm is not finite, the update is skipped and counted, and neither
-        parameters nor optimizer have changed.
+        If the loss or the gradient norm is not finite, the update is skipped and counted, and neither parameters nor
+        optimizer state change.
 
-        Within ``train_step`` a signal that comes after the gradients are there, such as Ctrl-C, takes effect when the
-        step is counted, or the next update begins.
+        Within ``train_step`` a signal such as Ctrl-C that arrives after the gradients are complete takes effect after
+        the step is counted, or before the next update.
 
         Raises:
-            NonFiniteError: ``max_skipped_steps`` updates in a row were skipped.
-            WhetValueError: something was changed since the trainer was made, and has no effect: which parameters
-                require grad, rates of the optimizer's groups, fields of config that are read once, or the need of a
+            NonFiniteError: ``max_skipped_steps`` consecutive updates were skipped.
+            WhetValueError: something changed since construction that would have no effect: the parameters that require
+                grad, rates of the optimizer's groups, config fields that are fixed at construction, or the need for a
                 reference.
         """
         self._signals.release()
         self._check_unchanged()
         with phase("optimizer"):
-            self.optimizer.zero_grad()  # what others left
+            self.optimizer.zero_grad()  # gradients from outside
             self.optimizer.allocate_moments()
         parameters, exact = list(self.trainable.values()), self._exact
         if exact is not None:
@@ -411,7 +413,7 @@ class Trainer(ABC):
                 self._rate = self.learning_rate
                 for group in self.optimizer.param_groups:
                     group["lr"] = self._rate
-                # Clipped as by clip_grad_norm_, but within the optimizer's one pass over the gradients.
+                # Clip as clip_grad_norm_ does, within the optimizer's single pass over the gradients.
                 limit = self.config.max_grad_norm or math.inf
                 self.optimizer.step(grad_scale=min(1.0, limit / (norm + 1e-6)))
                 self.n_updates += 1
@@ -419,7 +421,7 @@ class Trainer(ABC):
             else:
                 self.skipped_steps += 1
                 self._skipped_in_a_row += 1
-            # Each backward pass makes gradients in memory that its activations leave: there is never room for both.
+            # A backward pass allocates gradients in the memory freed by its activations, which keeps the peak low.
             self.optimizer.zero_grad()
         if self._skipped_in_a_row >= self.config.max_skipped_steps:
             raise NonFiniteError(
@@ -429,43 +431,43 @@ class Trainer(ABC):
             )
 
     def _check_unchanged(self) -> None:
-        """Raise for what was changed since the trainer was made and would have no effect on the update."""
+        """Raise if a change since construction would have no effect on the update."""
         frozen = next((name for name, p in self.trainable.items() if not p.requires_grad), None)
         if frozen:
-            raise self._without_effect(
-                f"{frozen} does not require grad any more, as it did when the trainer was made. Call "
-                "requires_grad_(True) on it (set_adapter does, of PEFT's)"
+            raise self._error_without_effect(
+                f"{frozen} no longer requires grad, as it did when the trainer was made. Call requires_grad_(True) on "
+                "it (PEFT's set_adapter does)"
             )
         own = set(map(id, self.trainable.values()))
         added = next((name for name, p in self.model.named_parameters() if p.requires_grad and id(p) not in own), None)
         if added:
-            raise self._without_effect(
-                f"{added} requires grad, which it did not when the trainer was made: it would not be trained. "
-                "Call requires_grad_(False) on it"
+            raise self._error_without_effect(
+                f"{added} requires grad, but did not when the trainer was made: it would not be trained. Call "
+                "requires_grad_(False) on it"
             )
         if self.uses_reference() and self.reference.is_policy():
-            raise self._without_effect(
-                "the loss uses a reference now, which it did not when the trainer was made, so that none was kept. Set "
-                "config back (a KL term that begins later begins with a small beta)"
+            raise self._error_without_effect(
+                "the loss uses a reference, but did not when the trainer was made, so that none was kept. Restore "
+                "config (to add a KL term later, start with a small beta)"
             )
-        for name, value in self._made_with.items():
+        for name, value in self._initial_settings.items():
             if getattr(self.config, name) != value:
-                raise self._without_effect(
+                raise self._error_without_effect(
                     f"config.{name} is {getattr(self.config, name)!r} and has no effect: the trainer was made with "
-                    f"{value!r}. Set it back"
+                    f"{value!r}. Restore it"
                 )
         rates = [group["lr"] for group in self.optimizer.param_groups]
         if any(rate != self._rate for rate in rates):
-            raise self._without_effect(
-                f"the rates of the optimizer's groups are {rates} and have no effect: each update sets them to that of "
-                "the schedule. Set config.learning_rate"
+            raise self._error_without_effect(
+                f"the rates of the optimizer's groups are {rates} and have no effect: each update sets them from the "
+                "schedule. Set config.learning_rate"
             )
 
-    def _without_effect(self, text: str) -> WhetValueError:
+    def _error_without_effect(self, text: str) -> WhetValueError:
         return WhetValueError(f"{type(self).__name__}: {text}, or make another trainer.")
 
     def _grad_norm(self) -> float:
-        """The norm of all gradients, whose 16-bit ones are replaced by their float32 norms, which torch would round."""
+        """Return the global gradient norm; norms of 16-bit gradients are computed in float32."""
         grads = [p.grad for p in self.trainable.values() if p.grad is not None]
         parts = [vector_norm(grad, dtype=torch.float32) if grad.dtype in HALF_DTYPES else grad for grad in grads]
         return nn.utils.get_total_norm(parts).item()
@@ -479,9 +481,9 @@ class Trainer(ABC):
         temperature: float = 1.0,
         completion_mask: Sequence[Sequence[bool]] | None = None,
     ) -> Tensor:
-        """(B, C) log-probs of completion tokens, ``model`` in eval mode; 0 past each completion's end.
+        """Return (B, C) log-probs of completion tokens, with ``model`` in eval mode.
 
-        Of tokens that do not count by ``completion_mask``, too, it is 0.
+        Positions after the end of a completion, and tokens masked by ``completion_mask``, are 0.
         """
         acceleration = self.accelerations.get(model)
         rows = list(zip(prompt_ids, completion_ids, strict=True))
@@ -509,15 +511,15 @@ class Trainer(ABC):
         completion_ids: Sequence[Sequence[int]],
         temperature: float = 1.0,
     ) -> Tensor:
-        """``logprobs`` of the reference."""
+        """Return ``logprobs`` of the reference."""
         with self.reference.as_module() as model:
             return self.logprobs(model, prompt_ids, completion_ids, temperature)
 
     def completion_rows(self, completions: Any) -> list[list[int]]:
-        """Completions as rows of token ids, each cut at its end.
+        """Return completions as rows of token ids, without padding.
 
-        A (B, T) tensor or array without an attention mask does not distinguish padding from tokens, so
-        each of its rows ends with the first stop token.
+        A (B, T) tensor or array without an attention mask does not distinguish padding from tokens, so each of its rows
+        ends with the first stop token.
         """
         rows = token_rows(completions)
         if getattr(completions, "ndim", 0) != 2:
@@ -527,7 +529,7 @@ class Trainer(ABC):
         return [row[:end] for row, end in zip(rows, ends, strict=True)]
 
     def stop_token_ids(self) -> list[int]:
-        """The tokens that end a completion: those of the config, or EOS; see the function ``stop_token_ids``."""
+        """Return the tokens that end a completion, from the config or EOS; see the function ``stop_token_ids``."""
         return stop_token_ids(self.model, self.tokenizer, self.config.stop_token_ids)
 
     # --- the loop ---------------------------------------------------------------------------------------
@@ -536,27 +538,27 @@ class Trainer(ABC):
         """Run ``train_step`` over a dataset.
 
         Args:
-            dataset: rows: dicts (of text, chat messages or token ids, with any other columns), or bare values
-                and tuples in the order of ``train_step``'s arguments; or ready batches, as ``train_step`` takes them.
-                In a sequence, an iterable, a ``DataLoader`` or an iterator (``whet.data.batches.batch_stream`` says in
-                what order). Rows are taken ``batch_size`` at a time. An iterable cannot be shuffled: it is taken in
-                its own order, and again from the start at its end. The form of all rows of a list is checked first;
-                batches are drawn and tokenised up to 4 before their step, and no more than there are steps to come.
-            steps: how many more steps to run. The run continues at the row where the last one stopped, also in a
-                trainer loaded from a checkpoint, and with another ``batch_size``; in ready batches, such as those of
-                a ``DataLoader``, after as many of them. An iterator (which cannot start again) continues where it
-                stands, after what was taken from it for a step that failed or was interrupted, if there is one.
-            n_epochs: in place of steps: how many more passes over the dataset; one that is begun counts as the first.
-                Without either: to the end of the epoch, which is n_epochs=1.
+            dataset: rows, which are dicts (of text, chat messages or token ids, with any other columns), or bare values
+                and tuples in the order of ``train_step``'s arguments; or batches in a form of ``train_step``. A
+                sequence, an iterable, a ``DataLoader`` or an iterator (see ``whet.data.batches.batch_stream`` for the
+                order). A step takes ``batch_size`` rows. An iterable is not shuffled: it is read in order, and
+                restarted at its end. The form of all rows of a list is checked first; up to 4 batches are drawn and
+                tokenised ahead of their step, and no more than the remaining steps.
+            steps: number of steps to run. The run continues at the row after the last one, also in a trainer loaded
+                from a checkpoint, and with another ``batch_size``; with batches, such as a ``DataLoader``'s, after the
+                same number of batches. An iterator, which cannot restart, continues at its current position, after
+                items drawn for a failed or interrupted step, if any.
+            n_epochs: alternative to steps: number of passes over the dataset; a partial pass counts as the first.
+                Default: until the end of the epoch, as n_epochs=1.
 
         Returns:
-            The metrics of the last step; empty if there was none.
+            The metrics of the last step; empty if there was no step.
 
         Raises:
-            RowError: a row cannot be used; the message begins with its place.
-            WhetTypeError: dataset is none of these, or both steps and n_epochs.
-            WhetValueError: an empty dataset, fewer rows than ``batch_size``, steps that are no integer >= 0, n_epochs
-                that is no integer >= 1, or no steps for a dataset without a length.
+            RowError: a row is invalid; the message begins with its place.
+            WhetTypeError: dataset has none of these forms, or both steps and n_epochs are given.
+            WhetValueError: an empty dataset, fewer rows than ``batch_size``, steps that are not an integer >= 0,
+                n_epochs that is not an integer >= 1, or no steps for a dataset without a length.
         """
         if steps is not None and n_epochs is not None:
             raise WhetTypeError(f"train: steps is {steps} and n_epochs {n_epochs}. Pass one of them.")
@@ -575,7 +577,7 @@ class Trainer(ABC):
         if steps is None:
             if n_left is None or per_epoch is None:
                 raise WhetValueError(
-                    "train: the dataset has no length, so that the end of an epoch is not known. Pass steps."
+                    "train: the dataset has no length, so that the end of an epoch is unknown. Pass steps."
                 )
             steps = n_left + ((n_epochs or 1) - 1) * per_epoch
         last_step = self.step + steps
@@ -608,7 +610,7 @@ class Trainer(ABC):
                 callback.on_train_end(self)
         except Exception as error:
             if before is not None and before.restore(self):
-                with suppress(OSError):  # of a checkpoint: ``error`` is what ended the run
+                with suppress(OSError):  # from a checkpoint: ``error`` ended the run
                     for callback in self.callbacks:
                         callback.on_train_failure(self, error)
             raise
@@ -620,14 +622,14 @@ class Trainer(ABC):
         return metrics
 
     def prepare(self, *batch: Any) -> Any:
-        """A batch, the arguments of ``train_step``, as a step uses it: its rows tokenised, and their lengths checked.
+        """Prepare a batch, the arguments of ``train_step``: tokenise its rows, and check their lengths.
 
-        It draws no random number, and needs no weight.
+        Uses no random numbers and no weights.
         """
         return batch
 
     def get_prepared(self, *batch: Any) -> Any:
-        """``prepare``, for ``train_step`` and evaluation; what is known already of a batch is not computed again."""
+        """Return ``prepare(*batch)``, reusing the result of ``train`` or ``iter_batches`` for this batch."""
         known, self._prepared = self._prepared, None
         given = [argument for argument in batch if argument is not None]
         if known is not None and len(known[0]) == len(given) and all(map(operator.is_, known[0], given)):
@@ -635,7 +637,7 @@ class Trainer(ABC):
         return self.prepare(*batch)
 
     def tokenize_row(self, row: Mapping[str, Any], tokenizer: Any) -> Any:
-        """Token ids of a row, as the algorithm reads it."""
+        """Return the token ids of a row, in the algorithm's form."""
         return row
 
     def _prepare(self, dataset: Any, batch: tuple[Any, ...]) -> Any:
@@ -648,7 +650,7 @@ class Trainer(ABC):
             raise located from error
 
     def _check_forms(self, dataset: Any) -> None:
-        """Check the form of all rows in memory, once."""
+        """Check the form of all rows of an in-memory dataset, once."""
         if not is_in_memory(dataset) or is_batch(dataset[0], self.row_fields):
             return
         if self._checked[0] is not dataset or self._checked[1] != len(dataset):
@@ -656,13 +658,13 @@ class Trainer(ABC):
             self._checked = dataset, len(dataset)
 
     def evaluate(self, dataset: Any, **options: Any) -> float:
-        """The mean loss of the current policy over a dataset, in eval mode.
+        """Return the mean loss of the current policy over a dataset, in eval mode.
 
-        Nothing is trained: weights, optimizer, counters and random states are as they were.
+        Weights, optimizer, counters and random states do not change.
 
         Args:
-            dataset: as for ``train``, read once in its order; or a single batch.
-            **options: of the algorithm's ``evaluation_metrics``.
+            dataset: as for ``train``, read once in order; or a single batch.
+            **options: options of the algorithm's ``evaluation_metrics``.
 
         Returns:
             The first of ``evaluation_metrics``.
@@ -674,11 +676,11 @@ class Trainer(ABC):
             return next(iter(self.evaluation_metrics(dataset, **options).values()))
 
     def evaluation_metrics(self, dataset: Any, **options: Any) -> dict[str, float]:
-        """The metrics of an evaluation over a dataset, by name, the main one first; each algorithm defines them."""
-        raise WhetTypeError(f"{type(self).__name__}: it has no evaluation. Define evaluation_metrics(dataset).")
+        """Return evaluation metrics over a dataset by name, the main metric first; defined by each algorithm."""
+        raise WhetTypeError(f"{type(self).__name__}: evaluation is not supported. Define evaluation_metrics(dataset).")
 
     def iter_batches(self, dataset: Any) -> Iterator[tuple[Any, ...]]:
-        """The arguments of ``train_step`` for one pass over a dataset, in its order."""
+        """Yield the arguments of ``train_step`` for one pass over a dataset, in order."""
         where = f"{type(self).__name__}.evaluate"
         for batch in batches_in_order(dataset, self.config.batch_size, self.row_fields, self.as_row, where):
             self._prepared = batch, self._prepare(dataset, batch)
@@ -686,10 +688,10 @@ class Trainer(ABC):
 
     @abstractmethod
     def train_step(self, *batch: Any) -> dict[str, float]:
-        """One step on one batch, which each algorithm defines; ``training_step`` lists the metrics of every step."""
+        """Make one step on a batch; defined by each algorithm. ``training_step`` lists the metrics of every step."""
 
     def as_row(self, item: Any) -> Mapping[str, Any]:
-        """An item of a dataset, or of a list of rows, as a dict."""
+        """Return an item of a dataset, or of a list of rows, as a dict."""
         return as_row(item, self.row_fields, type(self).__name__)
 
     # --- checkpoints ------------------------------------------------------------------------------------
@@ -697,14 +699,15 @@ class Trainer(ABC):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a checkpoint folder: weights, optimizer, schedule, random states, place in the data, config.
 
-        Rank 0 does; on others nothing happens.
+        Only rank 0 writes; on other ranks this is a no-op.
 
-        Of a model with frozen parameters only the trained ones are kept, and of adapters on a packed base its
-        ``PackedBase.record``: they load on that base only. The reference is kept if it is a separate module, or the
-        first values of what trains. What was at ``path`` stays until the new checkpoint is complete.
+        For a model with frozen parameters only the trained parameters are saved; for adapters on a packed base also its
+        ``PackedBase.record``: they load on that base only. The reference is saved if it is a separate module, or the
+        initial values of the trained parameters. An existing checkpoint at ``path`` remains until the new one is
+        complete.
 
         Raises:
-            CheckpointError: something that is not a checkpoint is at ``path``.
+            CheckpointError: ``path`` exists and is not a checkpoint.
         """
         if self.ranks.is_first:
             save_trainer(self, path)
@@ -719,39 +722,39 @@ class Trainer(ABC):
         env_id: Any = None,
         **arguments: Any,
     ) -> Self:
-        """Load the trainer that ``save`` wrote; its next step is the one that would have come next.
+        """Load a trainer from a checkpoint, and continue exactly as if it had not stopped.
 
         Args:
             path: the checkpoint folder.
-            model: a model of the same class and configuration, whose weights are replaced; None: it is
-                built from the checkpoint (not possible for PEFT models and others of which only a part
-                was trained, nor for modules that cannot be described).
-            ref_model: likewise the reference.
+            model: a model of the same class and configuration, whose weights are replaced; None: built from the
+                checkpoint (not supported for PEFT models and other partly trained models, nor for modules that cannot
+                be described).
+            ref_model: the reference, in the same way.
             env_id: ignored; for compatibility with rlox.
-            **arguments: of the constructor, such as ``reward_fn``, ``tokenizer``, ``logger`` and
-                ``callbacks``; settings among them override those saved.
+            **arguments: arguments of the constructor, such as ``reward_fn``, ``tokenizer``, ``logger`` and
+                ``callbacks``; settings override the saved ones.
 
         Raises:
-            CheckpointError: no checkpoint, a damaged one, one of another algorithm, or a model that does
-                not match it.
+            CheckpointError: no checkpoint, a damaged checkpoint, a checkpoint of another algorithm, or a model that
+                does not match.
         """
         return load_trainer(cls, path, model, ref_model, arguments)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write the model and the tokenizer, if any, as Hugging Face's ``from_pretrained`` reads them.
+        """Write the model and the tokenizer, if any, as a folder for Hugging Face's ``from_pretrained``.
 
-        Of adapters on a packed base, with the record of that base, by which Whet packs the same one for them.
+        Adapters on a packed base get the base's record, from which Whet packs the same base again.
 
         Raises:
             WhetTypeError: the model has no ``save_pretrained``.
         """
         if not hasattr(self.model, "save_pretrained"):
             raise WhetTypeError(
-                f"save_pretrained: {type(self.model).__name__} is no Hugging Face model. Use save, or "
+                f"save_pretrained: {type(self.model).__name__} is not a Hugging Face model. Use save, or "
                 f"torch.nn.Module.state_dict."
             )
         base = base_of(self.model)
-        # PEFT would look for embeddings to save, in a folder of the hub's too; packed ones are not saved.
+        # PEFT would search for embeddings to save, also on the hub; packed embeddings are not saved.
         options = {} if base is None else {"save_embedding_layers": False}
         cast(Any, self.model).save_pretrained(folder, **options)
         if self.tokenizer is not None:
@@ -761,7 +764,7 @@ class Trainer(ABC):
             write_record(folder, base.record())
 
     def memory_blocks(self) -> Iterator[tuple[str, Hashable, int]]:
-        """The memory that the trainer holds, for ``whet.memory_report``."""
+        """Yield the memory held by the trainer, for ``whet.memory_report``."""
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         for part, model in (("weights", self.model), ("reference", self.ref_model)):
             if model is not None:
@@ -775,15 +778,15 @@ class Trainer(ABC):
         yield from tensor_memory("moments", (value for value in states if isinstance(value, Tensor)))
 
     def extra_tensors(self) -> dict[str, Tensor]:
-        """Tensors that a checkpoint keeps for an algorithm beside model and optimizer."""
+        """Return tensors of the algorithm to save in a checkpoint, in addition to model and optimizer."""
         return {}
 
     def load_extra_tensors(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027
-        """Restore what ``extra_tensors`` returned."""
+        """Restore the result of ``extra_tensors``."""
 
 
 def count_tokens(rows: Sequence[Sequence[Sequence[int]]]) -> int:
-    """The tokens of a micro-batch's rows, each a prompt and its completions; a prompt that they share once."""
+    """Count the tokens of rows, each a prompt and its completions; a shared prompt counts once."""
     prompts = {tuple(row[0]) for row in rows}
     return sum(map(len, prompts)) + sum(len(ids) for row in rows for ids in row[1:])
 
@@ -793,13 +796,12 @@ def _costs(rows: Sequence[Sequence[Sequence[int]]], parts: Sequence[list[int]]) 
 
 
 def _as_list(where: str, name: str, several: Any, *methods: str) -> list[Any]:
-    """None, one or several as a list; refuse what has none of the methods."""
+    """Return one or several members as a list; reject members with none of the methods."""
     members = [] if several is None else list(several) if isinstance(several, (list, tuple)) else [several]
     for member in members:
         if not any(callable(getattr(member, method, None)) for method in methods):
             raise WhetTypeError(
                 f"{where}: {name} is {member!r:.60}, expected an object with the method {' or '.join(methods)}, or "
-                f"several. "
-                f"whet.training.loggers and whet.training.callbacks have some."
+                f"several. See whet.training.loggers and whet.training.callbacks."
             )
     return members

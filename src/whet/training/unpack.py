@@ -1,4 +1,4 @@
-"""The model in a trainer's checkpoint as a folder that Hugging Face's ``from_pretrained``, or PEFT's, reads."""
+"""Export of the model in a trainer's checkpoint to a folder for ``from_pretrained`` of Hugging Face or PEFT."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from whet.models.written_folder import complete_folder
 
 
 def adapter_settings(model: nn.Module) -> dict[str, Any] | None:
-    """PEFT's settings of a model's one adapter, as its adapter_config.json has them; None: it has none, or several."""
+    """Return the PEFT settings of a model's only adapter, as in adapter_config.json; None: no adapter, or several."""
     configs = getattr(model, "peft_config", None)
     if not isinstance(configs, Mapping) or len(configs) != 1:
         return None
@@ -34,13 +34,13 @@ def _plain(value: Any) -> Any:
 
 
 def unpack_model(checkpoint: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
-    """Write the model of a checkpoint into a folder that is there: the whole model, or its adapters.
+    """Write the model of a checkpoint, the whole model or its adapters, to an existing folder.
 
-    Adapters get the record of the packed base that they were trained on, as ``Trainer.save_pretrained`` leaves it.
+    Adapters get the record of the packed base that they were trained on, as by ``Trainer.save_pretrained``.
 
     Raises:
-        CheckpointError: a damaged checkpoint, or one that holds a part of a model that is no adapter of PEFT's.
-        OSError: nothing can be written.
+        CheckpointError: the checkpoint is damaged, or holds part of a model without PEFT adapters.
+        OSError: the folder is not writable.
     """
     folder = Path(folder)
     tensors, state = load_checkpoint(checkpoint, ["model"])
@@ -49,23 +49,23 @@ def unpack_model(checkpoint: str | os.PathLike[str], folder: str | os.PathLike[s
         model: Any = build_module(state["model"])
         load_module_tensors(model, tensors["model"])
         if not hasattr(model, "save_pretrained"):
-            raise CheckpointError(f"{checkpoint} holds a {type(model).__name__}, which is no Hugging Face model.")
+            raise CheckpointError(f"{checkpoint} holds a {type(model).__name__}, which is not a Hugging Face model.")
         model.save_pretrained(folder)
         complete_folder(folder)
     elif settings is None:
         raise CheckpointError(
-            f"{checkpoint} holds a part of its model, and not the settings of adapters. Load it with from_checkpoint "
-            f"and model=, made as it was before training, and call save_pretrained."
+            f"{checkpoint} holds part of its model, without settings of adapters. Load it with from_checkpoint "
+            f"and model=, constructed as before training, and call save_pretrained."
         )
     else:
-        save_file(_named_as_saved(tensors["model"], settings["name"]), folder / "adapter_model.safetensors")
+        save_file(_peft_names(tensors["model"], settings["name"]), folder / "adapter_model.safetensors")
         replace_text(folder / "adapter_config.json", json.dumps(settings["config"], indent=2, sort_keys=True) + "\n")
         if state.get("base") is not None:
             write_record(folder, state["base"])
         complete_folder(folder)
 
 
-def _named_as_saved(tensors: Mapping[str, Tensor], adapter: str) -> dict[str, Tensor]:
-    """Tensors under the names of PEFT's files, which leave that of the adapter out."""
+def _peft_names(tensors: Mapping[str, Tensor], adapter: str) -> dict[str, Tensor]:
+    """Rename tensors as in PEFT's files, without the name of the adapter."""
     own_name = re.compile(rf"\.(modules_to_save\.)?{re.escape(adapter)}(?=\.|$)")
     return {own_name.sub("", name, count=1): tensor for name, tensor in tensors.items()}
