@@ -1,4 +1,4 @@
-"""Four continuations of a prompt, the likeliest first: python examples/generate.py MODEL "A prompt"
+"""Sample four continuations of a prompt, most probable first: python examples/generate.py MODEL "A prompt"
 
 MODEL is a Hugging Face folder or a .gguf file.
 """

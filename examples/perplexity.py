@@ -1,7 +1,7 @@
-"""The perplexity of a model in each weight format: python examples/perplexity.py MODEL rows.jsonl
+"""Print the perplexity of a model in each weight format: python examples/perplexity.py MODEL rows.jsonl
 
-MODEL is a Hugging Face folder or a .gguf file. A row has a "prompt" and a "completion"; the perplexity is that of the
-completions with the end-of-text token.
+MODEL is a Hugging Face folder or a .gguf file. A row has a "prompt" and a "completion"; the perplexity is
+computed over the completions and their end-of-text token.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A task of one's own: rows, a system prompt, and a score. Whet keeps a tenth of its prompts out of training."""
+"""Custom task: rows, a system prompt, and a score. Whet withholds a tenth of its prompts from training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class SortLetters:
-    """Letters to be written in alphabetical order. ``examples/own_task.toml`` trains on it."""
+    """Write letters in alphabetical order. ``examples/custom_task.toml`` trains on this task."""
 
     name = "sort_letters"
     system_prompt = "Write the letters in alphabetical order, and nothing else."
@@ -19,6 +19,6 @@ class SortLetters:
         self.rows = [{"prompt": [{"role": "user", "content": word}], "answer": "".join(sorted(word))} for word in words]
 
     def score(self, completion: str, row: Mapping[str, Any]) -> float:
-        """The share of letters that stand where they should."""
-        said, right = completion.strip(), row["answer"]
-        return sum(a == b for a, b in zip(said, right, strict=False)) / max(len(said), len(right))
+        """Return the share of letters at the right position."""
+        text, right = completion.strip(), row["answer"]
+        return sum(a == b for a, b in zip(text, right, strict=False)) / max(len(text), len(right))

@@ -1,4 +1,4 @@
-"""Every snippet of the post-training guide, with ``rlox`` read as ``whet``, on tiny modules."""
+"""Every snippet of the post-training guide, with ``rlox`` replaced by ``whet``, on tiny modules."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from tests.raising import mentions
 from torch import nn
 
-torch.set_num_threads(1)  # the models are too small for more
+torch.set_num_threads(1)  # the models are tiny
 
 VOCAB = 11
 
 
 class MyLanguageModel(nn.Module):
-    """forward(input_ids) -> logits, causal: a recurrent net."""
+    """Causal recurrent net, forward(input_ids) -> logits."""
 
     def __init__(self, vocab_size: int = VOCAB, hidden: int = 8) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class MyLanguageModel(nn.Module):
 
 
 class MyGenerator(MyLanguageModel):
-    """As rlox's online algorithms need it: with a generate of its own."""
+    """Policy with its own generate, as rlox's online algorithms require."""
 
     def generate(self, input_ids: torch.Tensor, max_new_tokens: int) -> torch.Tensor:
         for _ in range(max_new_tokens):
@@ -151,8 +151,8 @@ def test_grpo(model, ref_model, tmp_path, capsys):
     assert GRPO.from_checkpoint(tmp_path / "grpo_checkpoint.pt", reward_fn=reward_fn).step == 3
 
 
-def test_a_reference_without_a_coefficient(model, ref_model, tmp_path, capsys):
-    """Not in the guide: rlox's own default of kl_coef."""
+def test_the_default_coefficient_with_a_reference(model, ref_model, tmp_path, capsys):
+    """rlox's default of kl_coef, which is not in the guide."""
     from whet.algorithms.grpo import GRPO
 
     grpo = GRPO(model, ref_model, reward_fn, group_size=4, max_new_tokens=4)
@@ -163,14 +163,14 @@ def test_a_reference_without_a_coefficient(model, ref_model, tmp_path, capsys):
     assert again.config.beta == 0.1 and again.ref_model is not None
     assert GRPO(model, reward_fn=reward_fn).config.beta == 0 and not capsys.readouterr().out
     assert GRPO(model, ref_model, reward_fn, kl_estimator="k1").config.kl_estimator == "k1"
-    with pytest.raises(ValueError, match=mentions("kl_estimator", "'k1'", "effect", "0")):
+    with pytest.raises(ValueError, match=mentions("kl_estimator", "'k1'", "no effect", "beta is 0")):
         GRPO(model, reward_fn=reward_fn, kl_estimator="k1")
-    with pytest.raises(ValueError, match=mentions("ref_model", "effect")):
+    with pytest.raises(ValueError, match=mentions("ref_model", "no effect")):
         GRPO(model, ref_model, reward_fn, beta=0.0)
 
 
 def test_epochs_and_evaluation(model, ref_model):
-    """Not in the guide, but in rlox's class: train(prompts, n_epochs) and evaluate(prompts)."""
+    """train(prompts, n_epochs) and evaluate(prompts) of rlox's class, which are not in the guide."""
     from whet.algorithms.grpo import GRPO
 
     prompts = torch.randint(VOCAB, (6, 4))
@@ -261,7 +261,7 @@ def test_custom_training_loop():
 
 
 def test_callbacks(model, ref_model):
-    """Not in the guide's code, but in its text: rlox's own callbacks, and ours with the method that rlox calls."""
+    """Callbacks in the guide's text: rlox's, and ours with the method that rlox calls."""
     from whet.algorithms.dpo import DPO
     from whet.training.callbacks import Callback
 
@@ -306,6 +306,6 @@ def test_monitoring(model, ref_model, capsys, monkeypatch):
     dpo.train_step(*pairs(1)[0])
     assert "loss 0.6931" in capsys.readouterr().out
 
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)  # as where it is not installed
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)  # not installed
     with pytest.raises(ImportError, match=mentions("'whet[wandb]'", "pip", "install")):
         WandbLogger(project="my-llm-training")

@@ -42,7 +42,7 @@ def metrics_of(folder):
 # --- results of a run -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", ["own_task.toml", pytest.param("task.toml", marks=gym)])
+@pytest.mark.parametrize("config", ["custom_task.toml", pytest.param("task.toml", marks=gym)])
 def test_example_runs(config, tmp_path, tiny_model, capsys):
     argv = ["--model", tiny_model, "--output-dir", tmp_path / "run", "--max-new-tokens", "4"]
     argv += ["--steps", "2", "--batch-size", "4", "--eval-items", "3"]

@@ -1,4 +1,4 @@
-"""A cluster of two nodes on this machine, each with a worker, and one of them lost: ``python -m tests.scale.nodes``."""
+"""Loss of a node in a cluster of two nodes with a worker each: ``python -m tests.scale.nodes``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import time
 
 import ray
 from ray.cluster_utils import Cluster
-from tests.scale.test_ray_pool import PROMPTS, said
+from tests.scale.test_ray_pool import PROMPTS, ids_of
 from tests.tiny import tiny_llama
 
 from whet import Engine, SamplingParams
 from whet.rollout.ray_pool import RayPool
 
-_ALONE = """
+_SECOND_CLUSTER = """
 import sys
 from contextlib import closing
 import ray
@@ -29,8 +29,8 @@ with closing(RayPool(tiny_llama(), workers=1, threads=1, weights="float32")):
 def main() -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     node = cluster.add_node(num_cpus=1)
-    # Elsewhere: the actors of a second cluster in one process do not always start, by Ray alone neither.
-    subprocess.run([sys.executable, "-c", _ALONE, cluster.address], check=True)
+    # In another process: actors of a second cluster in one process do not always start, also without Whet.
+    subprocess.run([sys.executable, "-c", _SECOND_CLUSTER, cluster.address], check=True)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
     model = tiny_llama(num_hidden_layers=4, hidden_size=64, max_position_embeddings=2048)
     sampling = SamplingParams(max_new_tokens=2000, seed=3)
@@ -39,15 +39,15 @@ def main() -> None:
     pool.load()
     engine = Engine.from_model(model, weights="float32")
     engine.sync(model)
-    expected = said(engine.generate(PROMPTS, 4, sampling))
+    expected = ids_of(engine.generate(PROMPTS, 4, sampling))
 
     seen = []
 
     def check() -> None:
-        seen.append("same" if said(pool.generate(PROMPTS, 4, sampling)) == expected else "different")
+        seen.append("same" if ids_of(pool.generate(PROMPTS, 4, sampling)) == expected else "different")
 
     check()
-    cluster.add_node(num_cpus=1)  # where the lost worker can start again
+    cluster.add_node(num_cpus=1)  # for the restart of the lost worker
 
     def lose() -> None:
         time.sleep(0.1)

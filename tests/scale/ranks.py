@@ -1,7 +1,7 @@
-"""Every rank of the tests, under torchrun or alone: ``python -m tests.scale.ranks OUT [CASE ...]``.
+"""Test cases of ranks, under torchrun or in one process: ``python -m tests.scale.ranks OUT [CASE ...]``.
 
-Each case is a function of no arguments that returns plain values; rank r leaves those of all in OUT.r, and files that a
-case makes lie in OUT.files.
+Each case is a function without arguments that returns plain values; rank r writes the values of all cases to OUT.r, and
+cases write files to OUT.files.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _grpo(model: Any = None, **settings: Any) -> GRPO:
 
 
 def _after(trainer: Any, *batches: tuple[Any, ...]) -> dict[str, Any]:
-    """Metrics of each step, the gradient of the first one, and the weights' bits after the last."""
+    """Return metrics of each step, the gradient of the first step, and the weights after the last."""
     gradients: list[list[float]] = []
     step = trainer.optimizer.step
 
@@ -55,7 +55,7 @@ def _after(trainer: Any, *batches: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def losses() -> dict[str, Any]:
-    """Every algorithm, every loss type."""
+    """Runs of every algorithm and every loss type."""
     found = {
         "sft": _after(SFT(tiny_llama(), **SETTINGS), SFT_BATCH, SFT_BATCH),
         "dpo": _after(DPO(tiny_llama(), **SETTINGS), PAIRS, PAIRS),
@@ -71,7 +71,7 @@ def losses() -> dict[str, Any]:
 
 
 def adapters() -> dict[str, Any]:
-    """LoRA: only adapters have gradients, that travel and are summed exactly."""
+    """Runs with LoRA: only adapters have gradients."""
 
     def model() -> Any:
         return with_lora(tiny_llama(), b_std=0.3)
@@ -84,7 +84,7 @@ def adapters() -> dict[str, Any]:
 
 
 def cached() -> dict[str, Any]:
-    """DPO whose reference's log-probs come from a folder, which rank 0 writes: in the second run, all of them."""
+    """Runs of DPO with a reference cache, which rank 0 writes: the second run reads all log-probs."""
     folder = Path(f"{sys.argv[1]}.files")
     rows, runs = list(zip(*PAIRS, strict=True)), []
     for _ in range(2):
@@ -97,7 +97,7 @@ def cached() -> dict[str, Any]:
 
 
 def uneven() -> dict[str, Any]:
-    """Fewer rows than ranks, so that one has none; and one prompt, whose group is divided."""
+    """Runs with fewer rows than ranks, and with one prompt, whose group is split."""
     one_row = [[5, 6]], [[4, 5, 2]]
     return {
         "one row": _after(SFT(tiny_llama(), **SETTINGS), one_row),
@@ -107,7 +107,7 @@ def uneven() -> dict[str, Any]:
 
 
 def exact() -> dict[str, Any]:
-    """Bits that do not depend on the number of ranks, with dropout too."""
+    """Runs with deterministic_reduction, also with dropout."""
     settings = {"deterministic_reduction": True}
     return {
         "grpo": _after(_grpo(**settings), (PROMPTS,), (PROMPTS,)),
@@ -119,12 +119,12 @@ def exact() -> dict[str, Any]:
 
 
 def bfloat16_reduction() -> dict[str, Any]:
-    """Gradients that travel rounded."""
+    """Run with a bfloat16 all-reduce."""
     return {"sft": _after(SFT(tiny_llama(), reduce_dtype="bfloat16", **SETTINGS), SFT_BATCH)}
 
 
 def evaluations() -> dict[str, Any]:
-    """Divided among the ranks as well."""
+    """Evaluations, which ranks share."""
     rows = list(zip(*SFT_BATCH, strict=True))
     return {"grpo": _grpo().evaluate(PROMPTS), "sft": SFT(tiny_llama(), **SETTINGS).evaluate(rows)}
 
@@ -142,14 +142,14 @@ def _on(rank: int) -> bool:
 
 
 def failures() -> dict[str, Any]:
-    """Errors that one rank alone meets; a step on all of them works afterwards."""
+    """Errors on a single rank; later steps on all ranks succeed."""
 
     def raising(completions: list[Any]) -> list[float]:
         raise RuntimeError("no judge")
 
     poisoned = copy.deepcopy(tiny_llama())
     trainer = SFT(poisoned, **SETTINGS)
-    if _on(min(1, join_ranks().size - 1)):  # a gradient of this rank alone
+    if _on(min(1, join_ranks().size - 1)):  # only this rank's gradient
         next(iter(poisoned.parameters())).register_hook(lambda gradient: gradient * float("nan"))
     before = [p.detach().clone() for p in poisoned.parameters()]
     skipped = trainer.train_step(*SFT_BATCH)["skipped_steps"]

@@ -1,4 +1,4 @@
-"""The rows of `whet bench scale` do their work."""
+"""Rows of `whet bench scale` run."""
 
 import pytest
 from tests.benchmarks.serving import served_here
@@ -17,9 +17,9 @@ from whet.bench.harness import QUICK, run_case
 pytestmark = pytest.mark.needs("ray")
 
 
-def test_two_ranks_do_the_work_of_one_process():
+def test_two_ranks_compute_the_step_of_one_process():
     shape = GRPOShape(TINY, n_prompts=2, group_size=4, prompt_length=9, completion_length=12, seed=3)
-    weights = Weights.random(TINY)  # on disk as long as this is here
+    weights = Weights.random(TINY)  # on disk while referenced
     work = Work.of_shape("grpo", weights, shape, n_steps=2, seed=1)
     settings = {"base": "", "compute": "float32"}
     one = run_whole(native.serve_lora, work, settings)
@@ -34,27 +34,27 @@ def test_two_ranks_do_the_work_of_one_process():
 
 
 @pytest.mark.parametrize("workers", [False, True])
-def test_a_batch_by_an_engine_and_by_a_pool(cluster, workers):  # noqa: F811
+def test_an_engine_and_a_pool_sample_a_batch(cluster, workers):  # noqa: F811
     work = Sampling(GRPOShape(TINY, n_prompts=3, group_size=4, prompt_length=9, completion_length=12), 2)
     steps = served_here(scale.serve_sampling, 2, work, workers)
     assert wrong_steps(steps, work) == 0 and all(step.seconds > 0 for step in steps)
 
 
 @pytest.mark.parametrize("base", ["", "bf16", "none"])
-def test_weights_reach_all_workers(cluster, base):  # noqa: F811
+def test_weights_are_synced_to_all_workers(cluster, base):  # noqa: F811
     work = Sampling(GRPOShape(TINY, n_prompts=1, group_size=2, prompt_length=9), 2, base)
     steps = served_here(scale.serve_weights, 2, work)
     assert wrong_steps(steps, work) == 0 and all(step.seconds > 0 for step in steps)
 
 
-def test_a_killed_worker_costs_time(cluster):  # noqa: F811
+def test_the_cost_of_a_killed_worker_is_measured(cluster):  # noqa: F811
     [table] = [t for t in suite.tables(suite.ScaleOptions(quick=True, steps=2)) if t.title.startswith("Time lost")]
     work = table.cases[0].inputs(None)
     steps = served_here(scale.serve_killed, 2, work)
     assert wrong_steps(steps, work) == 0 and all(step.seconds > 0 for step in steps)
 
 
-def test_simulated_workers_are_a_row():
+def test_simulated_workers_give_a_row():
     [table] = [t for t in suite.tables(suite.ScaleOptions(quick=True, steps=2)) if t.title.startswith("Control")]
     [row] = run_case(table, table.cases[0], table.providers, 2, QUICK, 0).rows
     assert (row.status, row.error) == ("measured", 0), row.why

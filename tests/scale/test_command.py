@@ -1,4 +1,4 @@
-"""``whet train --ranks``: the run of one process, and of several of which one is killed."""
+"""``whet train --ranks``: equal to one process, and failures of ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 6
 
 @pytest.fixture
 def command(tmp_path, tiny_model):  # noqa: F811
-    """(name, settings) -> the arguments of Whet for a run of SFT in that folder."""
+    """Return a function (name, settings) -> arguments of Whet for an SFT run in that folder."""
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
 
     def arguments(name, method="sft", **settings):
@@ -50,7 +50,7 @@ def start(arguments):
     )  # fmt: skip
 
 
-def test_two_ranks_give_the_bits_of_one_and_go_on_where_one_is_killed(command, tmp_path):
+def test_two_ranks_are_bit_identical_to_one_and_resume_after_a_kill(command, tmp_path):
     assert main(command("one")) == 0
     process = start(command("two", ranks=2))
     metrics = tmp_path / "two" / "metrics.jsonl"
@@ -67,7 +67,7 @@ def test_two_ranks_give_the_bits_of_one_and_go_on_where_one_is_killed(command, t
     assert weights[0] == weights[1]
 
 
-def test_ranks_end_with_a_launcher_that_is_killed(command, tmp_path):
+def test_ranks_exit_if_the_launcher_is_killed(command, tmp_path):
     process = start(command("run", ranks=2, steps=1000, checkpoint_every=1000))
     metrics = tmp_path / "run" / "metrics.jsonl"
     end = time.monotonic() + 120
@@ -76,10 +76,10 @@ def test_ranks_end_with_a_launcher_that_is_killed(command, tmp_path):
     ranks = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     assert len(ranks) >= 2 and psutil.wait_procs(ranks, timeout=30)[1] == []
-    assert main(command("run", steps=1)) == 0  # the folder is free
+    assert main(command("run", steps=1)) == 0  # the folder is unlocked
 
 
-def test_a_rank_that_dies_each_time_is_one_line(command, tmp_path):
+def test_a_rank_that_always_dies_gives_one_line(command, tmp_path):
     (tmp_path / "dying.py").write_text("import os\ndef score(completions):\n    os._exit(7)\n")
     reward = f"{tmp_path / 'dying.py'}:score"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
@@ -95,7 +95,7 @@ def test_a_rank_that_dies_each_time_is_one_line(command, tmp_path):
     assert "Traceback" not in done.stderr and "closing signal" not in done.stderr
 
 
-def test_an_error_of_the_users_is_one_line_and_starts_nothing_again(command, tmp_path):
+def test_a_user_error_gives_one_line_and_no_restart(command, tmp_path):
     (tmp_path / "judge.py").write_text("def judge(completions):\n    raise RuntimeError('no judge')\n")
     given = {"reward": f"{tmp_path / 'judge.py'}:judge", "max_new_tokens": 4, "group_size": 2, "batch_size": 2}
     process = start(command("raises", "grpo", ranks=2, **given))
@@ -106,14 +106,14 @@ def test_an_error_of_the_users_is_one_line_and_starts_nothing_again(command, tmp
     assert error.endswith("judge.py, line 2)")
 
 
-def test_a_model_that_no_rank_finds_is_one_line(command, tmp_path):
+def test_a_missing_model_gives_one_line(command, tmp_path):
     process = start(command("missing", ranks=2, model=tmp_path / "none"))
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 2
     assert len([line for line in output.splitlines() if "whet: " in line]) == 1, output[-3000:]
 
 
-def test_a_port_that_is_taken_is_one_line(command, monkeypatch):
+def test_a_port_in_use_gives_one_line(command, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
@@ -122,7 +122,7 @@ def test_a_port_that_is_taken_is_one_line(command, monkeypatch):
         output, _ = process.communicate(timeout=240)
     assert process.returncode > 0 and "Traceback" not in output, output[-3000:]
     [line] = [line for line in output.splitlines() if line.startswith("whet: ")]
-    assert f"do not reach each other through 127.0.0.1:{port}" in line and "a free port" in line
+    assert f"cannot connect through 127.0.0.1:{port}" in line and "a free port" in line
 
 
 def test_ctrl_c_leaves_a_checkpoint_of_all_ranks(command, tmp_path):
@@ -140,7 +140,7 @@ def test_ctrl_c_leaves_a_checkpoint_of_all_ranks(command, tmp_path):
 
 
 @pytest.mark.needs("ray")
-def test_a_pool_ends_with_its_driver_and_the_run_goes_on_to_the_bit(command, tmp_path):
+def test_a_pool_exits_with_its_driver_and_the_run_resumes_exactly(command, tmp_path):
     (tmp_path / "judge.py").write_text("def judge(completions):\n    return [len(set(text)) for text in completions]\n")
     given = {"reward": f"{tmp_path / 'judge.py'}:judge", "max_new_tokens": 8, "group_size": 4, "batch_size": 2}
     assert main(command("native", "grpo", engine="native", **given)) == 0
@@ -163,10 +163,10 @@ def test_a_pool_ends_with_its_driver_and_the_run_goes_on_to_the_bit(command, tmp
     assert losses(tmp_path / "pool") == losses(tmp_path / "native") and any(losses(tmp_path / "native").values())
 
 
-def test_a_number_of_ranks_that_were_not_launched_is_refused(command, capsys, monkeypatch):
+def test_a_number_of_ranks_that_differs_from_the_launcher_is_rejected(command, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert main(command("wrong", ranks=2)) == 2
     assert "whet train sft: ranks is 2, and 3 were launched" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "two")
     assert main(command("wrong", ranks=2)) == 2
-    assert "WORLD_SIZE in the environment is 'two', expected a number" in capsys.readouterr().err
+    assert "WORLD_SIZE is 'two', expected a number" in capsys.readouterr().err

@@ -16,22 +16,22 @@ def results(path):
     return [{**task, "elapsed_s": 0} for model in models for task in model["tasks"]]
 
 
-def test_it_samples_there_what_it_samples_alone(cluster, run, tasks, tiny_model, tiny_gguf, tmp_path, monkeypatch):  # noqa: F811
+def test_a_pool_samples_the_same_completions(cluster, run, tasks, tiny_model, tiny_gguf, tmp_path, monkeypatch):  # noqa: F811
     from transformers import AutoModelForCausalLM
 
     with_lora(AutoModelForCausalLM.from_pretrained(tiny_model), b_std=0.5, target_modules=["q_proj"]).save_pretrained(
         tmp_path / "adapter"
     )
-    monkeypatch.chdir(tiny_gguf.parent)  # paths are found from here, wherever workers are
+    monkeypatch.chdir(tiny_gguf.parent)  # relative paths, resolved by the driver
     asked = ["--task", tasks("Letters"), "--size", "5", "-n", "3", "--max-new-tokens", "9", "--stop", "e", "--records"]
     two = [tiny_gguf.name, tiny_model, "--adapter", "none", "--adapter", tmp_path / "adapter"]
-    run(*two, *asked, "--out", tmp_path / "alone.json")
+    run(*two, *asked, "--out", tmp_path / "local.json")
     run(*two, *asked, "--rollout-workers", "2", "--out", tmp_path / "pool.json")
-    assert results(tmp_path / "alone.json") == results(tmp_path / "pool.json")
+    assert results(tmp_path / "local.json") == results(tmp_path / "pool.json")
     assert [task["items"] for task in results(tmp_path / "pool.json")] == [5, 5]
 
 
-def test_what_makes_no_sense_is_refused(run, tasks, tiny_model):  # noqa: F811
+def test_settings_without_effect_are_rejected(run, tasks, tiny_model):  # noqa: F811
     for option, message in (
         (["--ray-address", "auto"], "rollout_workers is 0: this process samples"),
         (["--rollout-workers", "-1"], "rollout_workers is -1, expected an integer >= 0"),

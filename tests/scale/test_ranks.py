@@ -1,4 +1,4 @@
-"""Training in several processes gives what one process gives."""
+"""Training on several ranks equals training in one process."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 def run_ranks(
     folder: Path, n: int, launcher: Sequence[str] = TORCHRUN, cases: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """The findings of each of n ranks; of one without a launcher."""
-    out = folder / f"found-{n}"
+    """Results of each of n ranks; one rank runs without a launcher."""
+    out = folder / f"results-{n}"
     command = [*launcher, str(n)] if n > 1 else [sys.executable]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     done = subprocess.run(
@@ -39,7 +39,7 @@ def run_ranks(
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("ranks")
     return {n: run_ranks(folder, n) for n in (1, 2, 4)}
 
@@ -62,85 +62,92 @@ def assert_close_runs(one: dict[str, Any], several: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("name", ["sft", "dpo", "online-dpo", "kl, two updates", "correction", "packed", *LOSS_TYPES])
-def test_every_loss_has_the_gradients_and_metrics_of_one_process(found, name, n):
-    assert_close_runs(found[1][0]["losses"][name], found[n][0]["losses"][name])
+def test_gradients_and_metrics_of_every_loss_equal_one_process(results, name, n):
+    assert_close_runs(results[1][0]["losses"][name], results[n][0]["losses"][name])
 
 
 @pytest.mark.parametrize("name", ["one row", "one prompt", "custom module"])
-def test_ranks_without_rows_and_a_divided_group(found, name):
+def test_ranks_without_rows_and_a_split_group(results, name):
     for n in (2, 4):
-        assert_close_runs(found[1][0]["uneven"][name], found[n][0]["uneven"][name])
+        assert_close_runs(results[1][0]["uneven"][name], results[n][0]["uneven"][name])
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_adapters_and_a_cached_reference(found, n):
-    one, several = found[1][0], found[n][0]
+def test_adapters_and_a_cached_reference(results, n):
+    one, several = results[1][0], results[n][0]
     assert one["adapters"]["exact"] == several["adapters"]["exact"]
     for name in ("sft", "grpo"):
         assert_close_runs(one["adapters"][name], several["adapters"][name])
     cached = several["cached"]
-    assert cached["first"] == cached["again"] and len(cached["lines"]) == 3  # each pair once
+    assert cached["first"] == cached["again"] and len(cached["lines"]) == 3  # one per pair
     torch.testing.assert_close(torch.tensor(cached["first"]), torch.tensor(one["cached"]["first"]), rtol=1e-5, atol=0)
 
 
-def test_accelerate_launches_ranks_too(found, tmp_path):
+def test_accelerate_can_launch_ranks(results, tmp_path):
     accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1"]
     accelerate += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", "--num_processes"]
     launched = run_ranks(tmp_path, 2, accelerate, ["exact"])
-    assert [rank["exact"] for rank in launched] == [found[1][0]["exact"]] * 2
+    assert [rank["exact"] for rank in launched] == [results[1][0]["exact"]] * 2
 
 
-def test_all_ranks_have_the_same_bits(found):
+def test_all_ranks_have_bit_identical_weights(results):
     for n in (2, 4):
-        for rank in found[n][1:]:
+        for rank in results[n][1:]:
             for name in ("losses", "adapters", "cached", "uneven", "exact", "bfloat16_reduction", "evaluations"):
-                assert rank[name] == found[n][0][name]
+                assert rank[name] == results[n][0][name]
 
 
 @pytest.mark.parametrize("name", ["grpo", "sft", "dropout"])
-def test_deterministic_reduction_has_the_bits_of_one_process(found, name):
-    assert found[1][0]["exact"][name] == found[2][0]["exact"][name] == found[4][0]["exact"][name]
+def test_deterministic_reduction_is_bit_identical_to_one_process(results, name):
+    assert results[1][0]["exact"][name] == results[2][0]["exact"][name] == results[4][0]["exact"][name]
 
 
-def test_deterministic_reduction_is_the_same_gradient(found):
-    exact, plain = found[2][0]["exact"]["sft"], found[1][0]["losses"]["sft"]
+def test_deterministic_reduction_is_close_to_the_plain_sum(results):
+    exact, plain = results[2][0]["exact"]["sft"], results[1][0]["losses"]["sft"]
     assert_close_runs(plain, exact)
     assert exact["gradients"] != plain["gradients"]  # it rounds
 
 
-def test_a_bfloat16_reduction_keeps_the_direction(found):
-    plain, rounded = found[1][0]["losses"]["sft"]["gradients"], found[2][0]["bfloat16_reduction"]["sft"]["gradients"]
+def test_a_bfloat16_all_reduce_keeps_the_gradient_direction(results):
+    plain, rounded = (
+        results[1][0]["losses"]["sft"]["gradients"],
+        results[2][0]["bfloat16_reduction"]["sft"]["gradients"],
+    )
     assert plain != rounded
     assert 0.9999 < cosine(plain, rounded) <= 1.0 + 1e-12
-    assert found[1][0]["bfloat16_reduction"]["sft"]["gradients"] == plain  # of one process nothing travels
+    assert results[1][0]["bfloat16_reduction"]["sft"]["gradients"] == plain  # one process sends nothing
 
 
-def test_evaluations_are_those_of_one_process(found):
+def test_evaluations_equal_one_process(results):
     for n in (2, 4):
-        assert found[n][0]["evaluations"] == pytest.approx(found[1][0]["evaluations"], rel=1e-6)
+        assert results[n][0]["evaluations"] == pytest.approx(results[1][0]["evaluations"], rel=1e-6)
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_what_one_rank_meets_all_are_told(found, n):
-    for rank, told in enumerate(one["failures"] for one in found[n]):
-        assert "no judge" in told["reward"]
-        assert told["reward"].startswith("RewardError: " if rank == 0 else "RankError: rank 0 failed: RewardError: ")
-        assert told["sampling"].startswith("MemoryError: " if rank == 1 else "RankError: rank 1 failed: MemoryError: ")
-        assert told["skipped"] == 1 and told["unchanged"]
-        assert "the ranks have different batches" in told["data"]
-        assert "the ranks have different batches" in told["order"]  # of the same numbers of tokens
-        assert "batch_size is" in told["settings"] and "settings is" not in told["settings"]
-        assert "the sum of the weights is" in told["weights"] and "Every rank needs the same model" in told["weights"]
+def test_failure_reaches_all_ranks(results, n):
+    for rank, errors in enumerate(one["failures"] for one in results[n]):
+        assert "no judge" in errors["reward"]
+        assert errors["reward"].startswith("RewardError: " if rank == 0 else "RankError: rank 0 failed: RewardError: ")
+        assert errors["sampling"].startswith(
+            "MemoryError: " if rank == 1 else "RankError: rank 1 failed: MemoryError: "
+        )
+        assert errors["skipped"] == 1 and errors["unchanged"]
+        assert "the ranks have different batches" in errors["data"]
+        assert "the ranks have different batches" in errors["order"]  # with equal token counts
+        assert "batch_size is" in errors["settings"]
+        assert (
+            "the sum of the weights is" in errors["weights"] and "Every rank needs the same model" in errors["weights"]
+        )
 
 
-def test_deals_by_cost():
+def test_costs_are_balanced_over_ranks():
     assert shard_by_cost([5, 1, 1, 1, 4], 2) == [[0, 2], [1, 3, 4]]
     assert shard_by_cost([3], 3) == [[0], [], []]
     assert shard_by_cost([], 2) == [[], []]
 
 
 @pytest.mark.parametrize(("n_prompts", "n", "size"), [(3, 4, 2), (1, 5, 3), (4, 2, 2), (2, 2, 7), (5, 1, 4), (1, 2, 5)])
-def test_pieces_are_all_samples_once_and_even(n_prompts, n, size):
+def test_ranks_share_all_samples_evenly(n_prompts, n, size):
     shares = []
     for rank in range(size):
         pieces = split_samples(n_prompts, n, rank, size).items()

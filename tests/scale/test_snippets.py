@@ -1,4 +1,4 @@
-"""The scripts and files of docs/scale.md, as far as they can be checked without a cluster."""
+"""Scripts and files of docs/scale.md, checked without a cluster."""
 
 import os
 import re
@@ -21,7 +21,7 @@ needs_ray = pytest.mark.needs("ray")
 
 
 def called(script, folder):
-    """The environment and the arguments that a script's srun is called with."""
+    """Return the environment and the arguments of a script's srun calls."""
     stand_ins = {
         "scontrol": "echo node1; echo node2",
         "getent": '[ "$*" = "ahostsv4 node1" ] && echo "10.0.0.1 STREAM node1"',
@@ -39,7 +39,7 @@ def called(script, folder):
     return first, arguments
 
 
-def test_the_ranks_of_slurm(tmp_path):
+def test_slurm_ranks(tmp_path):
     from torch.distributed.run import parse_args
 
     environment, (command, *arguments) = called(BASH[0], tmp_path)
@@ -54,7 +54,7 @@ TRAIN = ["train", "grpo", "grpo.toml"]
 
 
 @needs_ray
-def test_the_pool_of_slurm(tmp_path):
+def test_slurm_pool(tmp_path):
     from ray.scripts.symmetric_run import symmetric_run
 
     _, (ray, command, *arguments) = called(BASH[1], tmp_path)
@@ -68,7 +68,7 @@ def test_the_pool_of_slurm(tmp_path):
 
 
 @needs_ray
-def test_the_cluster_of_ray_up():
+def test_ray_up_cluster():
     import yaml
     from ray.autoscaler._private.util import prepare_config, validate_config
 
@@ -79,7 +79,7 @@ def test_the_cluster_of_ray_up():
 
 
 @needs_ray
-def test_the_cluster_of_kubernetes():
+def test_kubernetes_cluster():
     import yaml
     from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
     from ray.autoscaler._private.util import validate_config

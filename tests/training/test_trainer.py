@@ -587,7 +587,7 @@ class InterruptedList(list):
 
 
 def interrupt_removal(trainer):
-    trainer.acceleration._replaced = InterruptedList()
+    trainer.acceleration._originals = InterruptedList()
 
 
 PLACES = {
@@ -595,7 +595,7 @@ PLACES = {
     "after the optimizer": lambda t: interrupt_in(t.optimizer, "zero_grad", 2 * 3),
     "before the count": lambda t: interrupt_in(t, "_count_step", 2, before=True),
     "in the log": lambda t: interrupt_in(t, "log", 3),
-    "as the kernels are taken out": interrupt_removal,
+    "during removal of the kernels": interrupt_removal,
 }
 
 
@@ -611,9 +611,9 @@ def test_steps_are_atomic_under_interrupts(algorithm, rows, settings, place):
     with pytest.raises(KeyboardInterrupt):
         trainer.train(rows, steps=4)
     assert 3 * trainer.step == trainer.position + 9 * trainer.epoch < 12
-    if place == "as the kernels are taken out":
-        assert acceleration_of(trainer.model) is None and not trainer.acceleration._replaced
-        trainer.acceleration._replaced = []
+    if place == "during removal of the kernels":
+        assert acceleration_of(trainer.model) is None and not trainer.acceleration._originals
+        trainer.acceleration._originals = []
     trainer.train(rows, steps=4 - trainer.step)
     metrics = whole.train(rows, steps=4)
     assert trainer.n_updates == whole.n_updates and trainer.num_tokens == metrics["num_tokens"]

@@ -61,13 +61,13 @@ class PackedFile(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Weights as they travel.
+    """Weights as sent to workers.
 
     Attributes:
         config, targets: of the model, as in ``ModelSource``.
-        options: of the engine.
-        arrays: by name; empty where there is a file.
-        packed: None: the weights are the arrays.
+        options: options of the engine.
+        arrays: arrays by name; empty for a base without adapters.
+        packed: the packed base; None: the arrays are the weights.
     """
 
     config: Any
