@@ -39,6 +39,8 @@ MAX_BATCH = 64
 """The engine's default: completions that are computed at a time."""
 PREFILL_CHUNK = 256
 """The engine's default: tokens of prompts that a step takes beside them."""
+VOCAB_TILE = 2048
+"""Vocabulary entries of a tile of the LM head in training, whose logits exist at a time."""
 KV_BYTES = 1 << 30
 """The engine's default: memory for keys and values."""
 

@@ -15,13 +15,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from whet import _core
+from whet.models.sizes import VOCAB_TILE
 from whet.nn.functions import Adapter, add_matmul, grad_buffer, matmul
 from whet.ops.activations import softcap
 from whet.ops.linear import PackedWeight, gemm
 from whet.ops.linear import linear as packed_linear
 
-VOCAB_TILE = 2048
-"""Vocabulary entries of a tile of logits."""
 _TOKEN_TILE = 512
 """Tokens of a tile of logits in the forward: 4 MiB of logits, which fit in the caches."""
 
@@ -128,7 +127,7 @@ def linear_logprobs(
     """Return log-probs of tokens, and entropies, from hidden states: LM head and log-softmax fused.
 
     ``log pi(y) = z_y / T - log sum_v exp(z_v / T)`` with ``z = hidden weight^T + bias``, soft-capped if the head is.
-    Logits are float32, computed in tiles of 2,048 vocabulary entries; sums accumulate over the tiles (online
+    Logits are float32, computed in tiles of ``VOCAB_TILE`` vocabulary entries; sums accumulate over the tiles (online
     log-sum-exp; Milakov & Gimelshein 2018). If something of the head trains, the backward recomputes the tiles.
     Otherwise the forward also computes the gradient of hidden, up to one factor per row, while a tile is in the cache.
 

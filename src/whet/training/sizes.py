@@ -15,11 +15,9 @@ from whet.config.settings import DPOConfig, GRPOConfig, OnlineConfig, Preference
 from whet.errors import WhetValueError
 from whet.models.formats import PAGE_TOKENS
 from whet.models.lora import Adapted
-from whet.models.sizes import KV_BYTES, MAX_BATCH, estimate, page_bytes, slot_bytes, training
+from whet.models.sizes import KV_BYTES, MAX_BATCH, VOCAB_TILE, estimate, page_bytes, slot_bytes, training
 from whet.models.slots import ModelSource
 
-_VOCAB_TILE = 2048
-"""Vocabulary entries per tile of logits in a backward pass, as in ``whet.nn.functions``."""
 _FRAGMENTATION = 0.25
 """Memory that the allocator loses to fragmentation between activations, as a share of them: freed gaps that are too
 small for the next tensor. Measured on a model with 135 M parameters: 0.23 with all weights trained, 0.31 with LoRA."""
@@ -151,10 +149,10 @@ def rows_per_prompt(config: TrainerConfig) -> int:
 def _multiplied_bytes(source: ModelSource, narrow: bool, is_packed: bool, n_models: int) -> int:
     """Return the bytes of converted copies: the largest matrix, unless multiplied as stored, and tiles of the head."""
     vocab, hidden = source.config.slots()["embedding"]
-    tile = min(_VOCAB_TILE, vocab)
+    tile = min(VOCAB_TILE, vocab)
     shapes = [location.shape for location in source.targets.values() if location.weight.startswith("layers.")]
     size = 2 if narrow else 4 if is_packed else 0
-    tiles = {tile, vocab % _VOCAB_TILE} - {0} if narrow else ()
+    tiles = {tile, vocab % VOCAB_TILE} - {0} if narrow else ()
     panels = sum(slot_bytes((n, hidden), "bfloat16") for n in tiles)
     return size * max(map(math.prod, [*shapes, (tile, hidden)])) + n_models * panels
 
@@ -215,5 +213,5 @@ def _activation_bytes(source: ModelSource, config: TrainerConfig, lengths: Lengt
     else:
         per_layer += 4 * model.rotary_dim
     per_token = model.n_layers * per_layer + 4 * hidden
-    logits, states = _VOCAB_TILE * (4 + rounded), (4 + 2 * rounded) * hidden
+    logits, states = VOCAB_TILE * (4 + rounded), (4 + 2 * rounded) * hidden
     return tokens * per_token + targets * (size * hidden + logits + states)
