@@ -1,15 +1,15 @@
-// Activations, element by element.
+// Activations, element-wise.
 //
 //   silu        x / (1 + exp(-x))
 //   gelu        x P(N <= x) for a normal N                                (Hendrycks & Gimpel 2016)
 //   gelu_tanh   x / (1 + exp(-2 u)),  u = sqrt(2 / pi) (x + 0.044715 x^3),  which is x (1 + tanh u) / 2
 //   swiglu      silu(gate) up                                             (Shazeer 2020)
 //
-// and the gradient of swiglu: with s = 1 / (1 + exp(-gate)), d gate = d up s (1 + gate (1 - s)) and d up = d
-// silu(gate), where d is that of the result.
+// and the gradient of swiglu: with d the gradient of the result and s = 1 / (1 + exp(-gate)),
+// d gate = d up s (1 + gate (1 - s)) and d up = d silu(gate).
 //
-// Where 1 + f(x) would cancel, the small part is computed itself: all keep their relative precision for negative x.
-// -inf gives -0, inf gives inf, NaN gives NaN. out may be x, gate or up.
+// Where 1 + f(x) would cancel, the small part is computed directly: relative precision is kept for negative x. -inf
+// gives -0, inf gives inf, NaN gives NaN. out may be x, gate or up.
 #pragma once
 #include "kernels/rows.h"
 #include "simd/activation_math.h"
@@ -19,12 +19,12 @@
 namespace whet::WHET_ISA {
 namespace {
 
-// x / (1 + exp(-z)) for a z of x's sign.
+// x / (1 + exp(-z)); z has the sign of x.
 WHET_INLINE f32x16 times_sigmoid(f32x16 x, f32x16 z) {
     const f32x16 zero(0.0f);
     const auto negative = z < zero;
     const f32x16 e = exp(select(negative, z, -z));
-    // exp is 0 long before -200, and 0 times -inf would be NaN.
+    // exp is 0 far above -200, and 0 times -inf would be NaN.
     return select(negative, max(f32x16(-200.0f), x) * e, x) / (f32x16(1.0f) + e);
 }
 
@@ -72,7 +72,7 @@ void swiglu_bf16(const uint16_t* gate, const uint16_t* up, size_t n, bool stream
     swiglu_row(gate, up, n, streaming, out);
 }
 
-// grad_gate and grad_up from `grad`, that of the result; grad_up may be grad.
+// grad_gate and grad_up from `grad`, the gradient of the result; grad_up may be grad.
 template <class T>
 WHET_INLINE void swiglu_backward_row(const T* gate, const T* up, const T* grad, size_t n, T* grad_gate, T* grad_up) {
     rows::each(0, n, [&](size_t at, int count) WHET_INLINE_LAMBDA {

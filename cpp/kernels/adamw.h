@@ -1,5 +1,4 @@
-// One step of AdamW (Loshchilov & Hutter 2019) on a run of parameters, in one pass over them, their gradients and their
-// moments:
+// One step of AdamW (Loshchilov & Hutter 2019), in one pass over parameters, gradients and moments:
 //
 //   p -= lr decay p,   m += (1 - beta1) (g - m),   v = beta2 v + (1 - beta2) g^2
 //   p -= step m / (sqrt(v) / root + eps),   step = lr / (1 - beta1^t),   root = sqrt(1 - beta2^t)
@@ -19,7 +18,7 @@ void adamw_f32(const AdamWStep& s, size_t n, float* p, const float* grad, float*
     rows::each(0, n, [&](size_t at, int count) WHET_INLINE_LAMBDA {
         const f32x16 g = rows::read(grad + at, count) * grad_scale;
         const f32x16 old_m = rows::read(m + at, count);
-        // From the nearer end, as torch interpolates.
+        // From the nearer end, like torch.lerp.
         const f32x16 new_m = s.toward < 0.5f ? fma(toward, g - old_m, old_m) : fma(toward - f32x16(1.0f), g - old_m, g);
         const f32x16 new_v = fma(square * g, g, rows::read(v + at, count) * beta2);
         const f32x16 decayed = rows::read(p + at, count) * keep;

@@ -1,4 +1,4 @@
-// The numbers of one AdamW step; see adamw.h.
+// The constants of one AdamW step; see adamw.h.
 #pragma once
 
 namespace whet {
@@ -11,7 +11,7 @@ struct AdamWStep {
     float root;        // sqrt(1 - beta2^t)
     float eps;         //
     float step;        // lr / (1 - beta1^t)
-    float grad_scale;  // of clipping
+    float grad_scale;  // from gradient clipping
 };
 
 }  // namespace whet

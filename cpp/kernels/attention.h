@@ -1,18 +1,18 @@
 // Attention of a block of queries: out = softmax(scale q K^T) V, for the query heads that share a KV head.
 //
 // The keys are processed in blocks, packed once for all query rows (queries x heads) of the task: K as panels of 16
-// keys, dimension by dimension, V as panels of 16 columns, key by key. For a tile of 8 rows and a block, two products
-// are computed in registers, scores and output, and between them a step of the online softmax (Milakov & Gimelshein
-// 2018; blocks as in FlashAttention-2, Dao 2023): exponents in base 2 relative to the row's running maximum, the output
-// rescaled when the maximum grows. Blocks that no row of a tile attends to are skipped; a masked key has weight 0,
-// whatever its values. Blocks begin at multiples of block_size, and both products sum over dimensions and keys in
-// order: a query's output depends only on its own keys and block_size, to the bit, not on the other queries.
+// keys, dimension by dimension, V as panels of 16 columns, key by key. For each tile of 8 rows and each block, two
+// products are computed in registers, scores and output, with a step of the online softmax between them (Milakov &
+// Gimelshein 2018; blocks as in FlashAttention-2, Dao 2023): exponents in base 2 relative to the row's running maximum,
+// the output rescaled when the maximum grows. Blocks outside the key ranges of a tile are skipped; a masked key has
+// weight 0 for any value. Blocks begin at multiples of block_size, and both products sum over dimensions and keys in
+// order: a query's output depends only on its own keys and block_size, to the bit.
 //
 // float32 is computed as float32. bfloat16 pairs are multiplied exactly and added in float32 (dot_bf16, with its rule
-// for subnormal numbers); the weights are rounded to bfloat16 before the product with V, their sum is not. A row
-// without keys, or whose scores are all -inf, gives zeros; NaN and inf otherwise as the formula has them. "Words" are
-// those of attention_formats.h. A soft-cap of the scores, cap tanh(score / cap), is a pass of its own over the scores
-// of a tile and a block, so that attention without one only asks whether there is one.
+// for subnormal numbers); weights are rounded to bfloat16 before the product with V, their sum is not. A row without
+// keys, or with only scores of -inf, gives zeros; otherwise NaN and inf propagate as in the formula. Words are defined
+// in attention_formats.h. A soft-cap, cap tanh(score / cap), is a separate pass over the scores of a tile and a block:
+// without it, its cost is one branch per tile and block.
 #pragma once
 #include "kernels/attention_formats.h"
 #include "kernels/attention_task.h"
@@ -28,10 +28,10 @@ namespace {
 namespace attention {
 
 constexpr int kTileRows = 8;
-constexpr int kPanel = 16;
+constexpr int kPanelKeys = 16;
 constexpr int kPanels = 2;  // panels of a product tile: 8 x 2 sums in registers
-constexpr ptrdiff_t kStep = kPanels * kPanel;
-constexpr float kNoWeight = -127.0f;  // exp2_fast(-127) is 0
+constexpr ptrdiff_t kTileKeys = kPanels * kPanelKeys;
+constexpr float kZeroWeight = -127.0f;  // exp2_fast(-127) is 0
 constexpr ptrdiff_t kWeightStride = kAttentionMaxBlock;
 
 // sums[r][c] += sum over i of a[r * a_row + i * a_step] b[i * b_step + c * b_column ...], in the order of i.
@@ -52,10 +52,10 @@ WHET_INLINE void add_products(f32x16 (&sums)[rows][columns], const float* a, ptr
     }
 }
 
-// Sizes of a task, and where its parts lie in the scratch memory (nowhere, while there is none).
+// Sizes of a task, and its buffers in the scratch memory (null if scratch is null, to compute only n_floats).
 struct ForwardLayout {
     ptrdiff_t tiles, key_words, columns, n_floats = 0;
-    float *queries, *outputs, *sums, *tops, *keys, *values, *weights;
+    float *queries, *outputs, *sums, *maxima, *keys, *values, *weights;
 
     WHET_INLINE ForwardLayout(const AttentionTask& t, int per_word) {
         const ptrdiff_t rows = (t.n_queries * t.kv_group + 15) / 16 * 16;
@@ -70,15 +70,15 @@ struct ForwardLayout {
         queries = take(rows * key_words);
         outputs = take(rows * columns);
         sums = take(rows * 16);
-        tops = take(tiles * 16);
+        maxima = take(tiles * 16);
         keys = take(t.block_size * key_words);
         values = take(t.block_size * columns);
         weights = take(kTileRows * kWeightStride);
     }
 };
 
-// x in the lanes of a panel's keys [begin, end), counted from its first, and `otherwise` in the others.
-WHET_INLINE f32x16 where_seen(int64_t begin, int64_t end, f32x16 x, f32x16 otherwise) {
+// x in lanes [begin, end) of a panel, `otherwise` in the others.
+WHET_INLINE f32x16 select_in_range(int64_t begin, int64_t end, f32x16 x, f32x16 otherwise) {
     static constexpr int32_t kLane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const auto lane_of = [](int64_t key) WHET_INLINE_LAMBDA {
         return static_cast<int32_t>(key < 0 ? 0 : key > 16 ? 16 : key);
@@ -87,11 +87,11 @@ WHET_INLINE f32x16 where_seen(int64_t begin, int64_t end, f32x16 x, f32x16 other
     return select(lane < from, otherwise, select(lane < to, x, otherwise));
 }
 
-// Row r of a tile sees keys [begin[r], end[r]). Positions grow with r, and so do both.
-struct Visible {
+// The rows of a tile attend to keys [begin[r], end[r]), which are non-decreasing in r.
+struct KeyRanges {
     int64_t begin[kTileRows], end[kTileRows];
 
-    WHET_INLINE Visible(const AttentionTask& t, ptrdiff_t tile) {
+    WHET_INLINE KeyRanges(const AttentionTask& t, ptrdiff_t tile) {
         int64_t query = tile * kTileRows / t.kv_group, head = tile * kTileRows % t.kv_group;
         for (int r = 0; r < kTileRows; ++r) {
             const int64_t next = t.position + query + 1;  // the first key after the query's own
@@ -102,15 +102,15 @@ struct Visible {
     }
     WHET_INLINE int64_t first() const { return begin[0]; }
     WHET_INLINE int64_t last() const { return end[kTileRows - 1]; }
-    WHET_INLINE bool all_see(int64_t from, int64_t to) const { return begin[kTileRows - 1] <= from && to <= end[0]; }
+    WHET_INLINE bool all_cover(int64_t from, int64_t to) const { return begin[kTileRows - 1] <= from && to <= end[0]; }
 
-    // x in the lanes of the keys [key, key + 16) that row r sees, `otherwise` in the others.
-    WHET_INLINE f32x16 seen(int r, int64_t key, f32x16 x, f32x16 otherwise) const {
-        return where_seen(begin[r] - key, end[r] - key, x, otherwise);
+    // For keys [key, key + 16): x in the lanes of row r's range, `otherwise` in the others.
+    WHET_INLINE f32x16 select_in_range(int r, int64_t key, f32x16 x, f32x16 otherwise) const {
+        return select_in_range(begin[r] - key, end[r] - key, x, otherwise);
     }
 };
 
-// Sixteen rows as a panel: word i of row j at out[16 i + j]; a null row is zeros.
+// Packs 16 rows to a panel: word i of row j at out[16 i + j]; a null row is zeros.
 template <class Format>
 WHET_SHARED void pack_rows_of_panel(float* out, ptrdiff_t n_words, const typename Format::Element* const* from) {
     for (ptrdiff_t word = 0; word < n_words; word += 16) {
@@ -134,7 +134,7 @@ WHET_INLINE void pack_panel(float* out, ptrdiff_t n_words, RowOf&& row_of) {
     pack_rows_of_panel<Format>(out, n_words, from);
 }
 
-// Query rows in panels of two tiles, and the state of the softmax before the first key.
+// Packs query rows in panels of two tiles, and initialises the softmax state.
 template <class Format>
 WHET_INLINE void pack_queries(const AttentionTask& t, const ForwardLayout& at) {
     const ptrdiff_t rows = t.n_queries * t.kv_group;
@@ -145,23 +145,23 @@ WHET_INLINE void pack_queries(const AttentionTask& t, const ForwardLayout& at) {
             return row < rows ? q + row / t.kv_group * t.q_token + row % t.kv_group * t.q_head : nullptr;
         });
     }
-    for (float* x = at.outputs; x < at.tops; x += 16) store(x, f32x16(0.0f));
-    for (float* x = at.tops; x < at.keys; x += 16) store(x, f32x16(kNothing));
+    for (float* x = at.outputs; x < at.maxima; x += 16) store(x, f32x16(0.0f));
+    for (float* x = at.maxima; x < at.keys; x += 16) store(x, f32x16(kInitialMax));
 }
 
-// Keys [begin, begin + n) as panels of 16, zeros after the last to an even number of panels.
+// Packs keys [begin, begin + n) in panels of 16, padded with zeros to an even number of panels.
 template <class Format>
 WHET_INLINE void pack_keys(const AttentionTask& t, const ForwardLayout& at, int64_t begin, ptrdiff_t n) {
     const auto* k = static_cast<const typename Format::Element*>(t.k);
-    const ptrdiff_t end = (n + kStep - 1) / kStep * kStep;
-    for (ptrdiff_t panel = 0; panel < end; panel += kPanel) {
+    const ptrdiff_t end = (n + kTileKeys - 1) / kTileKeys * kTileKeys;
+    for (ptrdiff_t panel = 0; panel < end; panel += kPanelKeys) {
         pack_panel<Format>(at.keys + panel * at.key_words, at.key_words, [&](int j) WHET_INLINE_LAMBDA {
             return panel + j < n ? k + t.key_row(begin + panel + j) * t.k_token : nullptr;
         });
     }
 }
 
-// Values [begin, begin + n), a row of columns for each word of keys. Returns whether all are finite.
+// Packs values [begin, begin + n), one row of columns per word of keys. Returns whether all are finite.
 template <class Format>
 WHET_INLINE bool pack_values(const AttentionTask& t, const ForwardLayout& at, int64_t begin, ptrdiff_t n) {
     using Element = typename Format::Element;
@@ -182,67 +182,70 @@ WHET_INLINE bool pack_values(const AttentionTask& t, const ForwardLayout& at, in
     return sum_lanes(infinities) == 0.0f;
 }
 
-// Base-2 scores of a tile against the panels that hold keys [begin, end) of the block that starts at key `block`: to
-// `weights`, -inf where a row does not see a key. Returns the greatest of each row, in lanes 0-7 and again in 8-15.
+// Writes to `weights` the base-2 scores of a tile against the panels with keys [begin, end) of the block at key
+// `block`, -inf for masked keys. Returns the maximum of each row, in lanes 0-7 and again in 8-15.
 template <class Format>
-WHET_INLINE f32x16 scores(const ForwardLayout& at, ptrdiff_t tile, const Visible& visible, int64_t block,
+WHET_INLINE f32x16 scores(const ForwardLayout& at, ptrdiff_t tile, const KeyRanges& ranges, int64_t block,
                           ptrdiff_t begin, ptrdiff_t end, float scale) {
-    const f32x16 scales(scale), unseen(-__builtin_inff());
-    f32x16 tops[kTileRows];
-    for (f32x16& top : tops) top = f32x16(kNothing);
+    const f32x16 scales(scale), masked_score(-__builtin_inff());
+    f32x16 maxima[kTileRows];
+    for (f32x16& maximum : maxima) maximum = f32x16(kInitialMax);
     const float* queries = at.queries + tile / 2 * 16 * at.key_words + tile % 2 * kTileRows;
-    for (ptrdiff_t key = begin / kStep * kStep; key < end; key += kStep) {
+    for (ptrdiff_t key = begin / kTileKeys * kTileKeys; key < end; key += kTileKeys) {
         f32x16 sums[kTileRows][kPanels];
         for (auto& row : sums) {
             for (f32x16& sum : row) sum = f32x16(0.0f);
         }
-        add_products<Format>(sums, queries, 1, 16, at.keys + key * at.key_words, kPanel * at.key_words, kPanel,
+        add_products<Format>(sums, queries, 1, 16, at.keys + key * at.key_words, kPanelKeys * at.key_words, kPanelKeys,
                              at.key_words);
-        const bool masked = !visible.all_see(block + key, block + key + kStep);
+        const bool masked = !ranges.all_cover(block + key, block + key + kTileKeys);
         WHET_UNROLL(8)
         for (int r = 0; r < kTileRows; ++r) {
             WHET_UNROLL(4)
             for (int c = 0; c < kPanels; ++c) {
                 f32x16 score = sums[r][c] * scales;
-                if (masked) score = visible.seen(r, block + key + c * kPanel, score, unseen);
-                tops[r] = max(score, tops[r]);
-                store(at.weights + r * kWeightStride + key + c * kPanel, score);
+                if (masked) score = ranges.select_in_range(r, block + key + c * kPanelKeys, score, masked_score);
+                maxima[r] = max(score, maxima[r]);
+                store(at.weights + r * kWeightStride + key + c * kPanelKeys, score);
             }
         }
     }
-    return max_each(tops);
+    return max_each(maxima);
 }
 
-// Soft-caps the scores that `scores` has left in `weights`; returns the greatest of each row, as it does.
-__attribute__((noinline)) f32x16 cap_scores(const ForwardLayout& at, const Visible& visible, int64_t block,
+// Soft-caps the scores in `weights`; returns the maximum of each row, like `scores`.
+__attribute__((noinline)) f32x16 cap_scores(const ForwardLayout& at, const KeyRanges& ranges, int64_t block,
                                             ptrdiff_t begin, ptrdiff_t end, float cap) {
-    const f32x16 caps(cap), inverse(1.0f / cap), unseen(-__builtin_inff());
-    f32x16 tops[kTileRows];
+    const f32x16 caps(cap), inverse(1.0f / cap), masked_score(-__builtin_inff());
+    f32x16 maxima[kTileRows];
     for (int r = 0; r < kTileRows; ++r) {
-        tops[r] = f32x16(kNothing);
-        for (ptrdiff_t key = begin / kStep * kStep; key < (end + kStep - 1) / kStep * kStep; key += kPanel) {
+        maxima[r] = f32x16(kInitialMax);
+        for (ptrdiff_t key = begin / kTileKeys * kTileKeys; key < (end + kTileKeys - 1) / kTileKeys * kTileKeys;
+             key += kPanelKeys) {
             float* at_key = at.weights + r * kWeightStride + key;
-            const f32x16 score = visible.seen(r, block + key, softcap(load(at_key), caps, inverse), unseen);
-            tops[r] = max(score, tops[r]);
+            const f32x16 score =
+                ranges.select_in_range(r, block + key, softcap(load(at_key), caps, inverse), masked_score);
+            maxima[r] = max(score, maxima[r]);
             store(at_key, score);
         }
     }
-    return max_each(tops);
+    return max_each(maxima);
 }
 
-// Scores to weights 2^(score - top), and their sums lane by lane; the sums so far are multiplied by `factors`.
+// Converts scores to weights 2^(score - maximum) and adds them lane-wise to the sums, after rescaling by `factors`.
 template <class Format>
-WHET_INLINE void weigh(const ForwardLayout& at, ptrdiff_t tile, const float* factors, ptrdiff_t begin, ptrdiff_t end) {
+WHET_INLINE void exp_weights(const ForwardLayout& at, ptrdiff_t tile, const float* factors, ptrdiff_t begin,
+                             ptrdiff_t end) {
     for (int r = 0; r < kTileRows; ++r) {
         float* row = at.weights + r * kWeightStride;
         float* total = at.sums + (tile * kTileRows + r) * 16;
-        const f32x16 top(at.tops[tile * 16 + r]);
+        const f32x16 maximum(at.maxima[tile * 16 + r]);
         f32x16 sum = load(total) * f32x16(factors[r]);
-        for (ptrdiff_t key = begin / kStep * kStep; key < end; key += kStep) {
+        for (ptrdiff_t key = begin / kTileKeys * kTileKeys; key < end; key += kTileKeys) {
             WHET_UNROLL(4)
             for (int c = 0; c < kPanels; ++c) {
-                const ptrdiff_t i = key / kPanel + c;
-                const f32x16 weight = exp2_fast(max(f32x16(kNoWeight), load(row + i * kPanel) - top));
+                const ptrdiff_t i = key / kPanelKeys + c;
+                const f32x16 weight = exp2_fast(max(f32x16(kZeroWeight), load(row + i * kPanelKeys) - maximum));
                 sum += weight;
                 Format::store_weights(row, static_cast<int>(i), weight);
             }
@@ -251,7 +254,7 @@ WHET_INLINE void weigh(const ForwardLayout& at, ptrdiff_t tile, const float* fac
     }
 }
 
-// Output columns of a tile: multiplied by `factors`, plus weights times values over the block's keys [begin, end).
+// Rescales output columns of a tile by `factors`, and adds weights times values over the block's keys [begin, end).
 template <class Format, int columns>
 WHET_INLINE void add_values(const ForwardLayout& at, ptrdiff_t tile, const float* factors, ptrdiff_t begin,
                             ptrdiff_t end, ptrdiff_t column) {
@@ -272,13 +275,13 @@ WHET_INLINE void add_values(const ForwardLayout& at, ptrdiff_t tile, const float
     }
 }
 
-// The same, row by row over the keys that the row sees: a weight of 0 does not hide a value that is not finite.
+// add_values row by row over only the row's range: a weight of 0 times a non-finite value would be NaN.
 template <class Format>
-WHET_INLINE void add_seen_values(const ForwardLayout& at, ptrdiff_t tile, const Visible& visible, const float* factors,
-                                 int64_t block, ptrdiff_t begin, ptrdiff_t end) {
+WHET_INLINE void add_values_in_range(const ForwardLayout& at, ptrdiff_t tile, const KeyRanges& ranges,
+                                     const float* factors, int64_t block, ptrdiff_t begin, ptrdiff_t end) {
     for (int r = 0; r < kTileRows; ++r) {
-        const int64_t from = visible.begin[r] - block < begin ? begin : visible.begin[r] - block;
-        const int64_t to = visible.end[r] - block < end ? visible.end[r] - block : end;
+        const int64_t from = ranges.begin[r] - block < begin ? begin : ranges.begin[r] - block;
+        const int64_t to = ranges.end[r] - block < end ? ranges.end[r] - block : end;
         for (ptrdiff_t column = 0; column < at.columns; column += 16) {
             float* out = at.outputs + (tile * kTileRows + r) * at.columns + column;
             f32x16 sum = load(out) * f32x16(factors[r]);
@@ -293,25 +296,25 @@ WHET_INLINE void add_seen_values(const ForwardLayout& at, ptrdiff_t tile, const 
     }
 }
 
-// One tile against the packed block of n keys from key `block` on.
+// One tile against the packed block of n keys that starts at key `block`.
 template <class Format>
 WHET_INLINE void add_block(const AttentionTask& t, const ForwardLayout& at, ptrdiff_t tile, int64_t block, ptrdiff_t n,
                            bool finite) {
-    const Visible visible(t, tile);
-    const ptrdiff_t begin = visible.first() > block ? visible.first() - block : 0;
-    const ptrdiff_t end = visible.last() - block < n ? visible.last() - block : n;
+    const KeyRanges ranges(t, tile);
+    const ptrdiff_t begin = ranges.first() > block ? ranges.first() - block : 0;
+    const ptrdiff_t end = ranges.last() - block < n ? ranges.last() - block : n;
     if (begin >= end) return;
     float factors[16];
-    const f32x16 old_top = load(at.tops + tile * 16);
-    f32x16 top = scores<Format>(at, tile, visible, block, begin, end, t.scale);
-    if (t.softcap > 0.0f) top = cap_scores(at, visible, block, begin, end, t.softcap);
-    top = max(top, old_top);
-    store(at.tops + tile * 16, top);
-    store(factors, exp2_fast(max(f32x16(kNoWeight), old_top - top)));
-    weigh<Format>(at, tile, factors, begin, end);
+    const f32x16 old_maximum = load(at.maxima + tile * 16);
+    f32x16 maximum = scores<Format>(at, tile, ranges, block, begin, end, t.scale);
+    if (t.softcap > 0.0f) maximum = cap_scores(at, ranges, block, begin, end, t.softcap);
+    maximum = max(maximum, old_maximum);
+    store(at.maxima + tile * 16, maximum);
+    store(factors, exp2_fast(max(f32x16(kZeroWeight), old_maximum - maximum)));
+    exp_weights<Format>(at, tile, factors, begin, end);
     constexpr int word = Format::kPerWord;
-    if (!finite && !visible.all_see(block + begin / word * word, block + (end + word - 1) / word * word)) {
-        add_seen_values<Format>(at, tile, visible, factors, block, begin, end);
+    if (!finite && !ranges.all_cover(block + begin / word * word, block + (end + word - 1) / word * word)) {
+        add_values_in_range<Format>(at, tile, ranges, factors, block, begin, end);
         return;
     }
     ptrdiff_t column = 0;
@@ -325,10 +328,10 @@ WHET_INLINE void store_outputs(const AttentionTask& t, const ForwardLayout& at) 
         const float sum = sum_lanes(load(at.sums + row * 16));
         const f32x16 inverse(sum == 0.0f ? 0.0f : 1.0f / sum);
         if (t.lse != nullptr) {
-            const float top = at.tops[row / kTileRows * 16 + row % kTileRows];
-            // A row without keys has no weights in the gradient either.
+            const float maximum = at.maxima[row / kTileRows * 16 + row % kTileRows];
+            // With lse = inf, a row without keys has weights 0 in the backward pass.
             t.lse[row / t.kv_group * t.lse_token + row % t.kv_group] =
-                sum == 0.0f ? __builtin_inff() : top + static_cast<float>(__builtin_log2(sum));
+                sum == 0.0f ? __builtin_inff() : maximum + static_cast<float>(__builtin_log2(sum));
         }
         auto* out = static_cast<typename Format::Element*>(t.out) + row / t.kv_group * t.out_token +
                     row % t.kv_group * t.out_head;
@@ -343,8 +346,8 @@ template <class Format>
 WHET_INLINE void attend(const AttentionTask& t) {
     const ForwardLayout at(t, Format::kPerWord);
     pack_queries<Format>(t, at);
-    const int64_t first = Visible(t, 0).first() / t.block_size * t.block_size;
-    const int64_t last = Visible(t, at.tiles - 1).last();
+    const int64_t first = KeyRanges(t, 0).first() / t.block_size * t.block_size;
+    const int64_t last = KeyRanges(t, at.tiles - 1).last();
     for (int64_t block = first; block < last; block += t.block_size) {
         const ptrdiff_t n = last - block < t.block_size ? last - block : t.block_size;
         pack_keys<Format>(t, at, block, n);

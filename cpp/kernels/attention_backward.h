@@ -2,11 +2,11 @@
 //
 //   P = 2^(scale q K^T - lse),   dV = P^T dO,   dS = P (dO V^T - rowsum(dO O)),   dQ = dS K c,   dK = dS^T Q c
 //
-// with scale in base 2, as the forward pass has it, and c = scale ln 2 (FlashAttention-2, Dao 2023, algorithm 2). With
-// a soft-cap, scores are s = cap tanh(scale q K^T / cap), and dS is multiplied by 1 - (s / cap)^2. Keys
-// and values are packed once; up to 64 query rows at a time are multiplied with them in blocks of 64, and P and dS
-// stay in the caches. Products are those of attention.h: of bfloat16, with P and dS rounded to it, or of float32; sums
-// are float32, in an order that depends only on the sequence.
+// with scale in base 2, as in the forward pass, and c = scale ln 2 (FlashAttention-2, Dao 2023, algorithm 2). With a
+// soft-cap, scores are s = cap tanh(scale q K^T / cap), and dS is multiplied by 1 - (s / cap)^2. Keys and values are
+// packed once; up to 64 query rows at a time are multiplied with blocks of 64 keys, so that P and dS fit in the caches.
+// Products are as in attention.h: bfloat16, with P and dS rounded to bfloat16, or float32; sums are float32, in an
+// order that depends only on the sequence.
 #pragma once
 #include "kernels/attention.h"
 #include "kernels/attention_task.h"
@@ -22,12 +22,12 @@ namespace {
 namespace attention_backward {
 
 using attention::add_products;
-using attention::kNoWeight;
-using attention::kPanel;
+using attention::KeyRanges;
+using attention::kPanelKeys;
 using attention::kPanels;
-using attention::kStep;
+using attention::kTileKeys;
 using attention::kTileRows;
-using attention::Visible;
+using attention::kZeroWeight;
 
 constexpr ptrdiff_t kRows = 64, kKeys = 64;  // of a block; rows are queries x heads
 
@@ -35,12 +35,12 @@ struct BackwardLayout {
     ptrdiff_t key_words, columns, keys, n_floats = 0;
     float *key_panels, *value_panels, *key_rows, *grad_k, *grad_v;                      // of all keys
     float *query_panels, *grad_panels, *query_rows, *grad_rows, *lse, *delta, *grad_q;  // of a block of rows
-    float *p_columns, *s_columns, *s_rows, *p, *slopes;                                 // of a block of rows and keys
+    float *p_columns, *s_columns, *s_rows, *p, *softcap_grads;                          // of a block of rows and keys
 
     WHET_INLINE BackwardLayout(const AttentionBackwardTask& t, int per_word) {
         key_words = t.head_dim / per_word;
         columns = (t.head_dim + 31) / 32 * 32;
-        keys = (t.n_keys + kStep - 1) / kStep * kStep;
+        keys = (t.n_keys + kTileKeys - 1) / kTileKeys * kTileKeys;
         const auto take = [&](ptrdiff_t n) WHET_INLINE_LAMBDA {
             float* part = t.scratch == nullptr ? nullptr : static_cast<float*>(t.scratch) + n_floats;
             n_floats += (n + 15) / 16 * 16;
@@ -61,12 +61,12 @@ struct BackwardLayout {
         p_columns = take(kRows / per_word * kKeys);
         s_columns = take(kRows / per_word * kKeys);
         s_rows = take(kRows * kKeys / per_word);
-        p = take(kTileRows * kStep);
-        slopes = take(t.softcap > 0.0f ? kTileRows * kStep : 0);
+        p = take(kTileRows * kTileKeys);
+        softcap_grads = take(t.softcap > 0.0f ? kTileRows * kTileKeys : 0);
     }
 };
 
-// Rows in panels of 16, as attention.h packs keys, to a whole panel; row_of(i) is null past the end.
+// Packs rows in panels of 16 like the keys in attention.h; row_of(i) is null beyond the last row.
 template <class Format>
 __attribute__((noinline)) void pack_one_panel(float* out, ptrdiff_t n_words,
                                               const typename Format::Element* const* from) {
@@ -74,14 +74,14 @@ __attribute__((noinline)) void pack_one_panel(float* out, ptrdiff_t n_words,
 }
 template <class Format, class RowOf>
 WHET_INLINE void pack_panels(float* out, ptrdiff_t n_rows, ptrdiff_t n_words, RowOf&& row_of) {
-    for (ptrdiff_t panel = 0; panel < n_rows; panel += kPanel) {
-        const typename Format::Element* from[kPanel];
-        for (int j = 0; j < kPanel; ++j) from[j] = row_of(panel + j);
+    for (ptrdiff_t panel = 0; panel < n_rows; panel += kPanelKeys) {
+        const typename Format::Element* from[kPanelKeys];
+        for (int j = 0; j < kPanelKeys; ++j) from[j] = row_of(panel + j);
         pack_one_panel<Format>(out + panel * n_words, n_words, from);
     }
 }
 
-// Rows as attention.h packs values: a row of columns for each word of rows; a null row is zeros.
+// Packs rows like the values in attention.h: one row of columns per word of rows; a null row is zeros.
 template <class Format>
 __attribute__((noinline)) void pack_words(float* out, const typename Format::Element* first,
                                           const typename Format::Element* second, ptrdiff_t head_dim,
@@ -101,32 +101,33 @@ WHET_INLINE void pack_rows(float* out, ptrdiff_t n_rows, ptrdiff_t head_dim, ptr
     }
 }
 
-// Two rows of 32 numbers, side by side for the products over rows: as words of both, or one after the other.
+// Stores two rows of 32 numbers for products over rows: interleaved as bfloat16 pairs, or one after the other.
 template <class Format>
 WHET_INLINE void store_columns(float* out, f32x16 (&even)[kPanels], f32x16 (&odd)[kPanels]) {
 #pragma GCC unroll 4
     for (int c = 0; c < kPanels; ++c) {
         if constexpr (Format::kPerWord == 2) {
-            store(out + c * kPanel, bit_cast<f32x16>(zip_bf16(even[c], odd[c])));
+            store(out + c * kPanelKeys, bit_cast<f32x16>(zip_bf16(even[c], odd[c])));
         } else {
-            store(out + c * kPanel, even[c]);
-            store(out + kKeys + c * kPanel, odd[c]);
+            store(out + c * kPanelKeys, even[c]);
+            store(out + kKeys + c * kPanelKeys, odd[c]);
         }
     }
 }
 
 // P and dS of a tile of 8 rows against the keys [key, key + 32) of a block.
 template <class Format, bool capped>
-__attribute__((noinline)) void tile_gradient(const AttentionBackwardTask& t, const BackwardLayout& at, ptrdiff_t tile,
-                                             const Visible& visible, int64_t block, ptrdiff_t key) {
-    const f32x16 zero(0.0f), unseen(kNoWeight);
+__attribute__((noinline)) void compute_tile_gradient(const AttentionBackwardTask& t, const BackwardLayout& at,
+                                                     ptrdiff_t tile, const KeyRanges& ranges, int64_t block,
+                                                     ptrdiff_t key) {
+    const f32x16 zero(0.0f), masked_score(kZeroWeight);
     [[maybe_unused]] const f32x16 inverse(capped ? 1.0f / t.softcap : 0.0f);
-    const bool masked = !visible.all_see(block + key, block + key + kStep);
+    const bool masked = !ranges.all_cover(block + key, block + key + kTileKeys);
     const ptrdiff_t row = tile * kTileRows, panel = (row / 16 * 16) * at.key_words + row % 16;
     const float* keys = at.key_panels + (block + key) * at.key_words;
     const float* values = at.value_panels + (block + key) * at.key_words;
-    const auto seen = [&](int r, int c, f32x16 x, f32x16 otherwise) WHET_INLINE_LAMBDA {
-        return masked ? visible.seen(r, block + key + c * kPanel, x, otherwise) : x;
+    const auto select_in_range = [&](int r, int c, f32x16 x, f32x16 otherwise) WHET_INLINE_LAMBDA {
+        return masked ? ranges.select_in_range(r, block + key + c * kPanelKeys, x, otherwise) : x;
     };
     f32x16 sums[kTileRows][kPanels];
     const auto clear = [&]() WHET_INLINE_LAMBDA {
@@ -135,7 +136,8 @@ __attribute__((noinline)) void tile_gradient(const AttentionBackwardTask& t, con
         }
     };
     clear();
-    add_products<Format>(sums, at.query_panels + panel, 1, 16, keys, kPanel * at.key_words, kPanel, at.key_words);
+    add_products<Format>(sums, at.query_panels + panel, 1, 16, keys, kPanelKeys * at.key_words, kPanelKeys,
+                         at.key_words);
 #pragma GCC unroll 8
     for (int r = 0; r < kTileRows; ++r) {
         const f32x16 lse(at.lse[row + r]);
@@ -144,13 +146,13 @@ __attribute__((noinline)) void tile_gradient(const AttentionBackwardTask& t, con
             f32x16 score;
             if constexpr (capped) {
                 const f32x16 bounded = tanh(sums[r][c] * f32x16(t.scale) * inverse);
-                store(at.slopes + r * kStep + c * kPanel, fma(-bounded, bounded, f32x16(1.0f)));
+                store(at.softcap_grads + r * kTileKeys + c * kPanelKeys, fma(-bounded, bounded, f32x16(1.0f)));
                 score = fma(bounded, f32x16(t.softcap), -lse);
             } else {
                 score = fma(sums[r][c], f32x16(t.scale), -lse);
             }
-            sums[r][c] = exp2_fast(max(unseen, seen(r, c, score, unseen)));
-            store(at.p + r * kStep + c * kPanel, sums[r][c]);
+            sums[r][c] = exp2_fast(max(masked_score, select_in_range(r, c, score, masked_score)));
+            store(at.p + r * kTileKeys + c * kPanelKeys, sums[r][c]);
         }
     }
 #pragma GCC unroll 4
@@ -158,18 +160,19 @@ __attribute__((noinline)) void tile_gradient(const AttentionBackwardTask& t, con
         store_columns<Format>(at.p_columns + (row + r) / Format::kPerWord * kKeys + key, sums[r], sums[r + 1]);
     }
     clear();
-    add_products<Format>(sums, at.grad_panels + panel, 1, 16, values, kPanel * at.key_words, kPanel, at.key_words);
+    add_products<Format>(sums, at.grad_panels + panel, 1, 16, values, kPanelKeys * at.key_words, kPanelKeys,
+                         at.key_words);
 #pragma GCC unroll 8
     for (int r = 0; r < kTileRows; ++r) {
         const f32x16 delta(at.delta[row + r]);
         float* out = at.s_rows + (row + r) * kKeys / Format::kPerWord;
 #pragma GCC unroll 4
         for (int c = 0; c < kPanels; ++c) {
-            const f32x16 p = load(at.p + r * kStep + c * kPanel);
+            const f32x16 p = load(at.p + r * kTileKeys + c * kPanelKeys);
             f32x16 grad = p * (sums[r][c] - delta);
-            if constexpr (capped) grad = grad * load(at.slopes + r * kStep + c * kPanel);
-            sums[r][c] = seen(r, c, grad, zero);
-            Format::store_weights(out, static_cast<int>(key / kPanel) + c, sums[r][c]);
+            if constexpr (capped) grad = grad * load(at.softcap_grads + r * kTileKeys + c * kPanelKeys);
+            sums[r][c] = select_in_range(r, c, grad, zero);
+            Format::store_weights(out, static_cast<int>(key / kPanelKeys) + c, sums[r][c]);
         }
     }
 #pragma GCC unroll 4
@@ -178,24 +181,24 @@ __attribute__((noinline)) void tile_gradient(const AttentionBackwardTask& t, con
     }
 }
 
-// out (n_rows, columns) += a b, for n_rows that 8 divides; a and b as in add_products.
+// out (n_rows, columns) += a b, n_rows a multiple of 8; a and b as in add_products.
 template <class Format>
 __attribute__((noinline)) void add_matrix(float* out, ptrdiff_t n_rows, ptrdiff_t columns, const float* a,
                                           ptrdiff_t a_row, ptrdiff_t a_step, const float* b, ptrdiff_t n) {
     for (ptrdiff_t row = 0; row < n_rows; row += kTileRows) {
-        for (ptrdiff_t column = 0; column < columns; column += kStep) {
+        for (ptrdiff_t column = 0; column < columns; column += kTileKeys) {
             float* to = out + row * columns + column;
             f32x16 sums[kTileRows][kPanels];
 #pragma GCC unroll 8
             for (int r = 0; r < kTileRows; ++r) {
 #pragma GCC unroll 4
-                for (int c = 0; c < kPanels; ++c) sums[r][c] = load(to + r * columns + c * kPanel);
+                for (int c = 0; c < kPanels; ++c) sums[r][c] = load(to + r * columns + c * kPanelKeys);
             }
-            add_products<Format>(sums, a + row * a_row, a_row, a_step, b + column, kPanel, columns, n);
+            add_products<Format>(sums, a + row * a_row, a_row, a_step, b + column, kPanelKeys, columns, n);
 #pragma GCC unroll 8
             for (int r = 0; r < kTileRows; ++r) {
 #pragma GCC unroll 4
-                for (int c = 0; c < kPanels; ++c) store(to + r * columns + c * kPanel, sums[r][c]);
+                for (int c = 0; c < kPanels; ++c) store(to + r * columns + c * kPanelKeys, sums[r][c]);
             }
         }
     }
@@ -216,7 +219,7 @@ WHET_INLINE void pack_all_keys(const AttentionBackwardTask& t, const BackwardLay
     for (float* x = at.grad_k; x < at.query_panels; x += 16) store(x, f32x16(0.0f));
 }
 
-// `count` rows from row `first` on, of queries and of dO, their lse, and delta = rowsum(dO O). 8 divides count.
+// Packs `count` rows (a multiple of 8) of queries and dO from row `first`, with their lse and delta = rowsum(dO O).
 template <class Format>
 WHET_INLINE void pack_block(const AttentionBackwardTask& t, const BackwardLayout& at, ptrdiff_t first,
                             ptrdiff_t count) {
@@ -252,24 +255,25 @@ WHET_INLINE void pack_block(const AttentionBackwardTask& t, const BackwardLayout
 }
 
 template <class Format>
-WHET_INLINE void gradient(const AttentionBackwardTask& t) {
+WHET_INLINE void compute_gradient(const AttentionBackwardTask& t) {
     using Element = typename Format::Element;
     const BackwardLayout at(t, Format::kPerWord);
     const f32x16 factor(t.scale * 0x1.62e42fefa39efp-1f);
     const ptrdiff_t n_rows = t.n_queries * t.kv_group;
-    const auto tile_at = t.softcap > 0.0f ? &tile_gradient<Format, true> : &tile_gradient<Format, false>;
+    const auto tile_at =
+        t.softcap > 0.0f ? &compute_tile_gradient<Format, true> : &compute_tile_gradient<Format, false>;
     pack_all_keys<Format>(t, at);
     for (ptrdiff_t first = 0; first < n_rows; first += kRows) {
         const ptrdiff_t left = (n_rows - first + kTileRows - 1) / kTileRows * kTileRows;
         const ptrdiff_t count = left < kRows ? left : kRows, tile = first / kTileRows, tiles = count / kTileRows;
         pack_block<Format>(t, at, first, count);
-        const int64_t begin = Visible(t, tile).first() / kKeys * kKeys, end = Visible(t, tile + tiles - 1).last();
+        const int64_t begin = KeyRanges(t, tile).first() / kKeys * kKeys, end = KeyRanges(t, tile + tiles - 1).last();
         for (int64_t block = begin; block < end; block += kKeys) {
             const ptrdiff_t keys = at.keys - block < kKeys ? at.keys - block : kKeys;
             for (ptrdiff_t i = 0; i < tiles; ++i) {
-                const Visible visible(t, tile + i);
-                for (ptrdiff_t key = 0; key < keys; key += kStep) {
-                    tile_at(t, at, i, visible, block, key);
+                const KeyRanges ranges(t, tile + i);
+                for (ptrdiff_t key = 0; key < keys; key += kTileKeys) {
+                    tile_at(t, at, i, ranges, block, key);
                 }
             }
             const ptrdiff_t row_words = count / Format::kPerWord, words = keys / Format::kPerWord;
@@ -309,10 +313,10 @@ size_t attention_backward_scratch(const AttentionBackwardTask& task) {
 }
 
 void attention_backward_f32(const AttentionBackwardTask& task) {
-    attention_backward::gradient<attention::Float32>(task);
+    attention_backward::compute_gradient<attention::Float32>(task);
 }
 void attention_backward_bf16(const AttentionBackwardTask& task) {
-    attention_backward::gradient<attention::BFloat16>(task);
+    attention_backward::compute_gradient<attention::BFloat16>(task);
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
-// The number formats of attention: what its kernels do differently for float32 and for bfloat16.
+// The number formats of attention: the operations that differ between float32 and bfloat16.
 //
-// A "word" is what one lane multiplies at a time: one float, or two bfloat16.
+// A word is the 32 bits of one lane: a float32, or a pair of bfloat16 numbers.
 #pragma once
 #include "simd/dot.h"
 #include "simd/vec.h"
@@ -9,7 +9,7 @@ namespace whet::WHET_ISA {
 namespace {
 namespace attention {
 
-// 16 words from memory, those after the first n zero; bits pass through floats unchanged.
+// Loads 16 words, zeros after the first n; the bits are unchanged by the float type.
 WHET_INLINE f32x16 load_words(const void* x, int n) {
     if (n >= 16) return load(static_cast<const float*>(x));
     float words[16] = {};
@@ -23,11 +23,11 @@ struct Float32 {
     static constexpr int kPerWord = 1, kLanes = 16;
 
     static WHET_INLINE Vector load_vector(const float* x) { return load(x); }
-    // sum + a b of vectors, or of the word at `a` and each word of b.
+    // sum + a b of two vectors, or of the word at `a` broadcast and b.
     static WHET_INLINE f32x16 multiply_add(Vector a, Vector b, f32x16 sum) { return fma(a, b, sum); }
     static WHET_INLINE f32x16 multiply_add(const float* a, f32x16 b, f32x16 sum) { return fma(f32x16(*a), b, sum); }
     static WHET_INLINE f32x16 value_words(const float* first, const float*, int n) { return load_words(first, n); }
-    // NaN where a lane holds a number that is not finite, else 0.
+    // NaN in lanes with a non-finite number, else 0.
     static WHET_INLINE f32x16 infinities(f32x16 words) { return words - words; }
     static WHET_INLINE f32x16 keep(f32x16 words, bool, bool) { return words; }
     static WHET_INLINE void store_weights(float* out, int i, f32x16 weights) { store(out + 16 * i, weights); }
@@ -49,7 +49,7 @@ struct BFloat16 {
         __builtin_memcpy(&word, a, sizeof word);
         return dot_bf16(sum, bit_cast<u16x32>(i32x16(word)), bit_cast<u16x32>(b));
     }
-    // The same column of two values, as one word.
+    // Interleaves one column of two values: each word is a pair.
     static WHET_INLINE f32x16 value_words(const uint16_t* first, const uint16_t* second, int n) {
         uint16_t copies[2][16] = {};
         if (n < 16) {
@@ -66,7 +66,7 @@ struct BFloat16 {
         const f32x16 even = even_bf16(bit_cast<u16x32>(words)), odd = odd_bf16(bit_cast<u16x32>(words));
         return (even - even) + (odd - odd);
     }
-    // The word with zeros for the first or the second of its two, where that is not to be kept.
+    // Words with their first or second number cleared unless kept.
     static WHET_INLINE f32x16 keep(f32x16 words, bool first, bool second) {
         const uint32_t mask = (first ? 0xffffu : 0) | (second ? 0xffff0000u : 0);
         WHET_EACH_PART(p) words.part[p] = (f32x16::Native)((NativeU32)words.part[p] & mask);
@@ -80,7 +80,7 @@ struct BFloat16 {
         store_bf16(rounded, v);
         __builtin_memcpy(out, rounded, static_cast<size_t>(n) * sizeof *out);
     }
-    // The even columns before the odd ones: an operation for each vector.
+    // Even columns, then odd columns: one operation each.
     static WHET_INLINE void load_columns(const uint16_t* x, f32x16 (&v)[2]) {
         const u16x32 pairs = load(x);
         v[0] = even_bf16(pairs), v[1] = odd_bf16(pairs);

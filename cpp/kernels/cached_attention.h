@@ -1,12 +1,12 @@
-// Attention over a cache that is kept in pages of 64 tokens, for decoding and for prompts alike.
+// Attention over a paged KV cache (pages of 64 tokens), for decoding and for prompts.
 //
-// A page holds, for one KV head, the keys word by word, each for 64 tokens, and the values as a row of columns for each
-// token, or for each pair of bfloat16 ones (in the words of attention_formats.h; the products are attention.h's). With
-// up to kFewRows query rows a page is streamed from its first byte to its last: twice the bandwidth of any other order,
-// and prefetching adds nothing. Query rows whose sequences share pages are processed together, so that a shared page is
-// read once; then each row goes on with its own pages. Pages are processed in order, and a page's sums run over
-// dimensions and tokens in order: a row's output depends only on its own keys, to the bit. Beyond a row's keys the page
-// must be finite: its weight there is 0, but 0 * inf is NaN.
+// For one KV head a page stores the keys word by word, 64 tokens per word, and the values as one row of columns per
+// token, or per pair of tokens in bfloat16 (words as in attention_formats.h, products as in attention.h). With up to
+// kFewRows query rows a page is streamed sequentially: twice the bandwidth of any other order, and prefetching does not
+// help. Query rows whose sequences share pages are processed together, so that a shared page is read once; then each
+// row continues with its own pages. Pages are processed in order, and sums run over dimensions and tokens in order: a
+// row's output depends only on its own keys, to the bit. A page must be finite beyond a row's keys too: their weight is
+// 0, but 0 * inf is NaN.
 #pragma once
 #include "kernels/attention.h"
 #include "kernels/attention_task.h"
@@ -25,8 +25,8 @@ namespace cached {
 using attention::add_products;
 using attention::BFloat16;
 using attention::Float32;
-using attention::kNoWeight;
-using attention::where_seen;
+using attention::kZeroWeight;
+using attention::select_in_range;
 
 constexpr int64_t kTokens = kPageTokens;
 #if defined(__wasm__)
@@ -36,22 +36,23 @@ constexpr int kFewRows = 4;  // their sums fit in registers while a page is stre
 constexpr int kManyRows = 8;
 #endif
 
-WHET_INLINE int64_t columns_of(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
+WHET_INLINE int64_t padded_columns(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
 template <class Format>
-WHET_INLINE int64_t words_of(int64_t head_dim) {
+WHET_INLINE int64_t word_count(int64_t head_dim) {
     return (head_dim + Format::kPerWord - 1) / Format::kPerWord;
 }
 
-// Keys [begin, end) of the page are those that a row sees.
-struct Seen {
+// The keys of a page that a row attends to.
+struct KeyRange {
     int64_t begin, end;
 };
 
-// Base-2 scores of some rows, -inf where a row does not see a key, for the panels that hold keys [0, end).
+// Writes base-2 scores of `rows` rows for the panels with keys [0, end), -inf for masked keys.
 template <class Format, int rows>
-WHET_INLINE void scores(const float* queries, int64_t words, const float* keys, int64_t end, const Seen (&seen)[rows],
-                        float scale, float (&out)[rows][kTokens], f32x16 (&tops)[rows]) {
-    const f32x16 unseen(-__builtin_inff());
+WHET_INLINE void scores(const float* queries, int64_t words, const float* keys, int64_t end,
+                        const KeyRange (&ranges)[rows], float scale, float (&out)[rows][kTokens],
+                        f32x16 (&maxima)[rows]) {
+    const f32x16 masked_score(-__builtin_inff());
     const auto some = [&]<int panels>(int64_t key) WHET_INLINE_LAMBDA {
         f32x16 sums[rows][panels];
         for (auto& row : sums) {
@@ -63,9 +64,9 @@ WHET_INLINE void scores(const float* queries, int64_t words, const float* keys, 
 #pragma GCC unroll 4
             for (int c = 0; c < panels; ++c) {
                 const int64_t base = key + 16 * c;
-                const f32x16 score =
-                    where_seen(seen[r].begin - base, seen[r].end - base, sums[r][c] * f32x16(scale), unseen);
-                tops[r] = max(score, tops[r]);
+                const f32x16 score = select_in_range(ranges[r].begin - base, ranges[r].end - base,
+                                                     sums[r][c] * f32x16(scale), masked_score);
+                maxima[r] = max(score, maxima[r]);
                 store(&out[r][base], score);
             }
         }
@@ -74,58 +75,58 @@ WHET_INLINE void scores(const float* queries, int64_t words, const float* keys, 
     for (int64_t key = 0; key < end; key += 32) some.template operator()<2>(key);
 }
 
-// Soft-caps those scores, and finds their tops again.
-__attribute__((noinline)) void cap_scores(int64_t rows, int64_t end, const Seen* seen, float cap, float* scores,
-                                          f32x16* tops) {
-    const f32x16 caps(cap), inverse(1.0f / cap), unseen(-__builtin_inff());
+// Soft-caps these scores, and recomputes their maxima.
+__attribute__((noinline)) void cap_scores(int64_t rows, int64_t end, const KeyRange* ranges, float cap, float* scores,
+                                          f32x16* maxima) {
+    const f32x16 caps(cap), inverse(1.0f / cap), masked_score(-__builtin_inff());
     for (int64_t r = 0; r < rows; ++r) {
-        tops[r] = f32x16(kNothing);
+        maxima[r] = f32x16(kInitialMax);
         for (int64_t key = 0; key < end; key += 16) {
             const f32x16 bounded = softcap(load(scores + r * kTokens + key), caps, inverse);
-            const f32x16 score = where_seen(seen[r].begin - key, seen[r].end - key, bounded, unseen);
-            tops[r] = max(score, tops[r]);
+            const f32x16 score = select_in_range(ranges[r].begin - key, ranges[r].end - key, bounded, masked_score);
+            maxima[r] = max(score, maxima[r]);
             store(scores + r * kTokens + key, score);
         }
     }
 }
 
-// One page for some rows.
+// Processes one page for `rows` rows.
 template <class Format, int rows>
 __attribute__((noinline)) void add_page(const CachedTask& t, int64_t row, int64_t page) {
-    const int64_t words = words_of<Format>(t.head_dim), columns = columns_of(t.head_dim), stride = columns + 16;
-    Seen seen[rows];
+    const int64_t words = word_count<Format>(t.head_dim), columns = padded_columns(t.head_dim), stride = columns + 16;
+    KeyRange ranges[rows];
     int64_t end = 0;
     for (int r = 0; r < rows; ++r) {
         const int64_t position = t.positions[row + r] - page * kTokens;
-        seen[r] = {position - t.window + 1 > 0 ? position - t.window + 1 : 0, position < 0             ? 0
-                                                                              : position + 1 < kTokens ? position + 1
-                                                                                                       : kTokens};
-        if (seen[r].begin < seen[r].end && seen[r].end > end) end = seen[r].end;
+        ranges[r] = {position - t.window + 1 > 0 ? position - t.window + 1 : 0, position < 0             ? 0
+                                                                                : position + 1 < kTokens ? position + 1
+                                                                                                         : kTokens};
+        if (ranges[r].begin < ranges[r].end && ranges[r].end > end) end = ranges[r].end;
     }
     if (end == 0) return;
     const uint8_t* at = t.cache + static_cast<size_t>(t.pages[page]) * t.page_bytes;
     const float* keys = reinterpret_cast<const float*>(at);
     const float* values = keys + kTokens * words;
     alignas(64) float weights[rows][kTokens];
-    f32x16 tops[rows];
-    for (f32x16& top : tops) top = f32x16(kNothing);
-    scores<Format, rows>(static_cast<const float*>(t.queries) + row * words, words, keys, end, seen, t.scale, weights,
-                         tops);
-    if (t.softcap > 0.0f) cap_scores(rows, end, seen, t.softcap, &weights[0][0], tops);
+    f32x16 maxima[rows];
+    for (f32x16& maximum : maxima) maximum = f32x16(kInitialMax);
+    scores<Format, rows>(static_cast<const float*>(t.queries) + row * words, words, keys, end, ranges, t.scale, weights,
+                         maxima);
+    if (t.softcap > 0.0f) cap_scores(rows, end, ranges, t.softcap, &weights[0][0], maxima);
     float factors[rows];
     for (int r = 0; r < rows; ++r) {
-        float* own = t.state + (row + r) * stride + columns;
-        const float top = max_lane(max(tops[r], f32x16(own[0])));
-        factors[r] = exp2_fast(max(f32x16(kNoWeight), f32x16(own[0] - top)))[0];
+        float* sums = t.state + (row + r) * stride + columns;
+        const float maximum = max_lane(max(maxima[r], f32x16(sums[0])));
+        factors[r] = exp2_fast(max(f32x16(kZeroWeight), f32x16(sums[0] - maximum)))[0];
         f32x16 sum(0.0f);
         for (int64_t key = 0; key < end; key += 16) {
-            // A row without keys in this page has only scores of -inf.
-            const f32x16 weight = exp2_fast(max(f32x16(kNoWeight), load(&weights[r][key]) - f32x16(top)));
+            // The scores of a row without keys in this page are all -inf.
+            const f32x16 weight = exp2_fast(max(f32x16(kZeroWeight), load(&weights[r][key]) - f32x16(maximum)));
             sum += weight;
             Format::store_weights(weights[r], static_cast<int>(key / 16), weight);
         }
-        own[1] = own[1] * factors[r] + sum_lanes(sum);
-        own[0] = top;
+        sums[1] = sums[1] * factors[r] + sum_lanes(sum);
+        sums[0] = maximum;
     }
     const int64_t steps = (end + Format::kPerWord - 1) / Format::kPerWord;
     int64_t column = 0;
@@ -136,7 +137,7 @@ __attribute__((noinline)) void add_page(const CachedTask& t, int64_t row, int64_
         }
         add_products<Format>(sums, &weights[0][0], kTokens, 1, values + column, 16, columns, steps);
         for (int r = 0; r < rows; ++r) {
-            if (seen[r].begin >= seen[r].end) continue;
+            if (ranges[r].begin >= ranges[r].end) continue;
             float* out = t.state + (row + r) * stride + column;
             for (int c = 0; c < n; ++c) store(out + 16 * c, fma(load(out + 16 * c), f32x16(factors[r]), sums[r][c]));
         }
@@ -155,15 +156,15 @@ WHET_INLINE void attend(const CachedTask& t) {
 #if defined(__wasm__)
         for (; row < t.rows; ++row) add_page<Format, 1>(t, row, page);
 #else
-        if (row + 3 == t.rows) add_page<Format, 3>(t, row, page), row += 3;  // of a query's heads, often
+        if (row + 3 == t.rows) add_page<Format, 3>(t, row, page), row += 3;  // 3 heads of one query are common
         if (row + 2 <= t.rows) add_page<Format, 2>(t, row, page), row += 2;
         if (row < t.rows) add_page<Format, 1>(t, row, page);
 #endif
     }
 }
 
-// The words of token `slot`, of which there are n, into its lane.
-WHET_INLINE void put_key(const void* words, int64_t n, int64_t slot, float* keys) {
+// Scatters the n words of a key to the lane of token `slot`.
+WHET_INLINE void write_key(const void* words, int64_t n, int64_t slot, float* keys) {
     for (int64_t i = 0; i < n; ++i)
         __builtin_memcpy(keys + kTokens * i + slot, static_cast<const float*>(words) + i, sizeof *keys);
 }
@@ -173,34 +174,35 @@ WHET_INLINE void put_key(const void* words, int64_t n, int64_t slot, float* keys
 void cached_attention_f32(const CachedTask& task) { cached::attend<attention::Float32>(task); }
 void cached_attention_bf16(const CachedTask& task) { cached::attend<attention::BFloat16>(task); }
 
-// Initial state of a row before its first page; its output (head_dim) after the last.
+// Initialises the state of rows before their first page.
 void cached_init_state(float* state, int64_t rows, int64_t head_dim) {
-    const int64_t columns = cached::columns_of(head_dim);
+    const int64_t columns = cached::padded_columns(head_dim);
     for (int64_t row = 0; row < rows; ++row, state += columns + 16) {
         for (int64_t c = 0; c < columns + 16; c += 16) store(state + c, f32x16(0.0f));
-        state[columns] = kNothing;
+        state[columns] = kInitialMax;
     }
 }
+// Writes a row's output (head_dim) after its last page.
 void cached_output(const float* state, int64_t head_dim, float* out) {
-    const int64_t columns = cached::columns_of(head_dim);
+    const int64_t columns = cached::padded_columns(head_dim);
     const f32x16 inverse(1.0f / state[columns + 1]);
     rows::each(0, static_cast<size_t>(head_dim), [&](size_t at, int count) WHET_INLINE_LAMBDA {
         rows::put(out + at, load(state + at) * inverse, count);
     });
 }
 
-// Key and value (head_dim) of one token into place `slot` of a page of one KV head.
+// Writes key and value (head_dim) of one token to `slot` of a page of one KV head.
 void cached_write_kv_f32(const float* key, const float* value, int64_t head_dim, int64_t slot, void* page) {
     auto* keys = static_cast<float*>(page);
-    float* values = keys + cached::kTokens * head_dim + slot * cached::columns_of(head_dim);
-    cached::put_key(key, head_dim, slot, keys);
+    float* values = keys + cached::kTokens * head_dim + slot * cached::padded_columns(head_dim);
+    cached::write_key(key, head_dim, slot, keys);
     __builtin_memcpy(values, value, static_cast<size_t>(head_dim) * sizeof *values);
 }
 void cached_write_kv_bf16(const float* key, const float* value, int64_t head_dim, int64_t slot, void* page) {
-    const int64_t words = cached::words_of<attention::BFloat16>(head_dim), columns = cached::columns_of(head_dim);
+    const int64_t words = cached::word_count<attention::BFloat16>(head_dim), columns = cached::padded_columns(head_dim);
     uint16_t rounded[kAttentionMaxHeadDim + 1] = {};
     bf16_from_f32(key, static_cast<size_t>(head_dim), rounded);
-    cached::put_key(rounded, words, slot, static_cast<float*>(page));
+    cached::write_key(rounded, words, slot, static_cast<float*>(page));
     bf16_from_f32(value, static_cast<size_t>(head_dim), rounded);
     auto* values = reinterpret_cast<uint16_t*>(static_cast<float*>(page) + cached::kTokens * words) +
                    slot / 2 * 2 * columns + slot % 2;

@@ -1,4 +1,4 @@
-// Between float32 and bfloat16, and c = alpha sums + beta c: what stands before and after a product.
+// Conversion between float32 and bfloat16, and c = alpha sums + beta c: the prologue and epilogue of products.
 #pragma once
 #include "simd/dot.h"
 #include "simd/vec.h"
@@ -18,8 +18,8 @@ void f32_from_bf16(const uint16_t* x, size_t n, float* out) {
     for (; i < n; ++i) out[i] = bit_cast<float>(static_cast<uint32_t>(x[i]) << 16);
 }
 
-// beta = 0 does not read c.
-WHET_INLINE f32x16 blended(f32x16 sums, float alpha, float beta, f32x16 c) {
+// alpha sums + beta c; c is ignored if beta = 0.
+WHET_INLINE f32x16 blend(f32x16 sums, float alpha, float beta, f32x16 c) {
     const f32x16 scaled = f32x16(alpha) * sums;
     return beta == 0.0f ? scaled : fma(f32x16(beta), c, scaled);
 }
@@ -28,7 +28,7 @@ void blend_f32(const float* sums, size_t n, float alpha, float beta, float* c) {
     for (size_t i = 0; i < n; i += 16) {
         const int count = n - i < 16 ? static_cast<int>(n - i) : 16;
         const f32x16 old = beta == 0.0f ? f32x16(0.0f) : load_first(c + i, count, 0.0f);
-        store_first(c + i, blended(load_first(sums + i, count, 0.0f), alpha, beta, old), count);
+        store_first(c + i, blend(load_first(sums + i, count, 0.0f), alpha, beta, old), count);
     }
 }
 
@@ -37,7 +37,7 @@ void blend_bf16(const float* sums, size_t n, float alpha, float beta, uint16_t* 
         const int count = n - i < 16 ? static_cast<int>(n - i) : 16;
         uint16_t lanes[16] = {};
         if (beta != 0.0f) __builtin_memcpy(lanes, c + i, sizeof(uint16_t) * count);
-        store_bf16(lanes, blended(load_first(sums + i, count, 0.0f), alpha, beta, load_bf16(lanes)));
+        store_bf16(lanes, blend(load_first(sums + i, count, 0.0f), alpha, beta, load_bf16(lanes)));
         __builtin_memcpy(c + i, lanes, sizeof(uint16_t) * count);
     }
 }

@@ -1,4 +1,4 @@
-// Compiled without -m flags: it runs before anything is known about the processor.
+// Compiled without -m flags, because it runs before the processor is detected.
 #include "kernels/dispatch.h"
 
 #include <cstdlib>
@@ -9,7 +9,7 @@
 
 namespace whet {
 
-// WHET_UNITS names every instruction set of this build, the widest first: UNIT(avx512) UNIT(avx2) ...
+// WHET_UNITS lists the instruction sets of this build, the widest first: UNIT(avx512) UNIT(avx2) ...
 #define UNIT(isa)               \
     namespace isa {             \
     extern const Kernels table; \
@@ -18,7 +18,7 @@ WHET_UNITS
 #undef UNIT
 
 const Unit* units(size_t& count) {
-    // Each test names every feature in the unit's compile flags (CMakeLists.txt).
+    // Each test checks every feature of the unit's compile flags (CMakeLists.txt).
     [[maybe_unused]] constexpr bool scalar = true;
 #if defined(__x86_64__)
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -37,7 +37,7 @@ const Unit* units(size_t& count) {
 
 namespace {
 
-const Kernels& pick() {
+const Kernels& select_kernels() {
     const char* wanted = std::getenv("WHET_ISA");
     std::string usable;
     size_t count;
@@ -48,14 +48,15 @@ const Kernels& pick() {
         if (wanted == nullptr || *wanted == '\0' || std::strcmp(wanted, isa) == 0) return *unit->table;
         usable += usable.empty() ? isa : std::string(", ") + isa;
     }
-    throw VariableError("WHET_ISA=" + std::string(wanted) + " is not available: this build on this processor has " +
-                        usable + ". Unset it to take the first.");
+    throw VariableError("WHET_ISA=" + std::string(wanted) +
+                        " is not available: this build on this processor supports " + usable +
+                        ". Unset it to use the first.");
 }
 
 }  // namespace
 
 const Kernels& kernels() {
-    static const Kernels& table = pick();
+    static const Kernels& table = select_kernels();
     return table;
 }
 

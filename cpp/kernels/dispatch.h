@@ -17,20 +17,20 @@ struct Kernels {
 #undef KERNEL
 };
 
-constexpr int kProbeStep = 512;   // the step of probe_read, probe_copy and probe_scale, in bytes
-constexpr int kProbeChains = 12;  // vectors of 64 bytes that probe_fma_* find in `sums`; they may use fewer
+constexpr int kProbeStep = 512;   // granularity of probe_read, probe_copy and probe_scale, in bytes
+constexpr int kProbeChains = 12;  // 64-byte vectors in `sums` of probe_fma_*, which may use fewer
 
-// An instruction set of this build, and whether this processor has all of it.
+// An instruction set of this build, and whether this processor supports it.
 struct Unit {
     const Kernels* table;
     bool usable;
 };
 
-// All of them, the one to prefer first.
+// All instruction sets of this build, the preferred one first.
 const Unit* units(size_t& count);
 
-// Picked at the first call: what WHET_ISA names, else the first of units() that the processor has.
-// Throws VariableError if WHET_ISA names a set that is not built in or that this processor lacks.
+// The kernels, selected at the first call: WHET_ISA, or the first of units() that the processor supports.
+// Throws VariableError if this build or this processor does not support WHET_ISA.
 const Kernels& kernels();
 
 }  // namespace whet

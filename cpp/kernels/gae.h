@@ -3,7 +3,7 @@
 //   delta_t = r_t + gamma (1 - done_t) V_{t+1} - V_t
 //   A_t     = delta_t + gamma lambda (1 - done_t) A_{t+1},   returns_t = A_t + V_t
 //
-// V_T = last_value, A_T = 0. A recurrence: one fused multiply-add after another, in float64, backwards in time.
+// V_T = last_value, A_T = 0. A sequential recurrence of fused multiply-adds in float64, backwards in time.
 #pragma once
 #include "simd/vec.h"
 
@@ -16,7 +16,7 @@ WHET_INLINE void gae(const T* rewards, const T* values, const uint8_t* dones, do
     double next_value = last_value, advantage = 0.0;
     for (size_t t = n; t-- > 0;) {
         const double value = values[t], discount = dones[t] ? 0.0 : gamma;
-        // 0 * NaN is NaN: what follows an episode's end must not reach back.
+        // 0 * NaN is NaN: values after an episode's end must not propagate back.
         if (dones[t]) next_value = advantage = 0.0;
         const double delta = __builtin_fma(discount, next_value, static_cast<double>(rewards[t])) - value;
         advantage = __builtin_fma(discount * lambda, advantage, delta);

@@ -1,7 +1,7 @@
-// y = a x for a matrix as it lies in memory, read once: by rows (dot products) or by columns (a sum of scaled rows).
+// y = a x for an unpacked matrix, read once: by rows (dot products) or by columns (a sum of scaled rows).
 //
 // By rows, lane l sums the products of the columns k = l mod 16 in order, and the 16 sums are added as a tree; by
-// columns each y sums over the rows in order. All in float32.
+// columns each y is summed over the rows in order. All sums are float32.
 #pragma once
 #include "simd/vec.h"
 

@@ -1,13 +1,13 @@
-// Rewards to advantages, group by group: A = (r - mean) / scale.
+// Group-relative advantages: A = (r - mean) / scale.
 //
-// A group's mean and standard deviation come from its scored rewards; NaN means unscored and gives advantage 0.
-//   scale = std                       zeros where std < 1e-8        (eps < 0: the default)
+// A group's mean and standard deviation are over its scored rewards; NaN means unscored and gives advantage 0.
+//   scale = std                       A = 0 if std < 1e-8           (eps < 0: the default)
 //   scale = std + eps                                               (eps >= 0: TRL)
-// std = sqrt(sum (r - mean)^2 / (n - ddof)), 0 where n <= ddof. `batch_scale`, if not NaN, replaces scale:
-// the batch's own deviation, or 1. All arithmetic is float64; the mean is kept in two parts, so that rewards close to
-// it keep their digits.
+// std = sqrt(sum (r - mean)^2 / (n - ddof)), 0 if n <= ddof. `batch_scale`, if not NaN, replaces scale: the deviation
+// of the batch, or 1. All arithmetic is float64; the mean is stored in two parts, so that rewards close to it do not
+// lose digits.
 //
-// Groups of 2, 4 or 8 share a vector: lanes combine by butterflies within their own group.
+// Groups of 2, 4 or 8 share a vector: lanes combine by butterflies within their group.
 #pragma once
 #include "simd/math.h"
 #include "simd/vec.h"
@@ -29,7 +29,7 @@ WHET_INLINE void store_first_rewards(float* out, f64x8 v, int n) {
     __builtin_memcpy(out, lanes, static_cast<size_t>(n) * sizeof *out);
 }
 
-// visit(i, rewards i to i + 7, keep): keep(x) is x with 0 in the lanes beyond the last reward.
+// Calls visit(i, rewards i to i + 7, keep): keep(x) is x with 0 in the lanes beyond the last reward.
 template <class T, class Visit>
 WHET_INLINE void each_vector(const T* rewards, size_t n, Visit visit) {
     size_t i = 0;
@@ -43,7 +43,7 @@ WHET_INLINE void each_vector(const T* rewards, size_t n, Visit visit) {
     }
 }
 
-// A count of rewards, 1 / count, and 1 / (count - ddof) or 0 where there is no freedom left.
+// A count of rewards, 1 / count, and 1 / (count - ddof), or 0 without degrees of freedom.
 struct Counts {
     f64x8 count, per_reward, per_freedom;
 
@@ -53,15 +53,15 @@ struct Counts {
     }
 };
 
-// Sums of the rewards of a segment of lanes, the same in every lane of it.
+// Moments of the rewards of a segment of lanes, equal in all lanes of the segment.
 struct GroupMoments {
     f64x8 mean_high, mean_low, deviation;
 
     WHET_INLINE f64x8 distance(f64x8 reward) const { return (reward - mean_high) - mean_low; }
 };
 
-// Moments of n rewards or, with width < 8, of the 8 / width groups in one vector. With `some_unscored` NaN is left out.
-// The mean is exact in two parts however its first is rounded, so a product with 1 / count serves.
+// Moments of n rewards or, with width < 8, of the 8 / width groups in one vector. `some_unscored` excludes NaN. The
+// mean is exact in two parts for any rounding of the first, so multiplying by 1 / count is sufficient.
 template <int width, bool some_unscored, class T>
 WHET_SHARED GroupMoments moments_of(const T* rewards, size_t n, const Counts& c) {
     const f64x8 zero(0.0);
@@ -70,7 +70,7 @@ WHET_SHARED GroupMoments moments_of(const T* rewards, size_t n, const Counts& c)
     f64x8 sum(0.0), dropped(0.0);
     each_vector(rewards, n, [&](size_t i, f64x8 r, auto) WHET_INLINE_LAMBDA {
         r = scored(r, r);
-        // float32 rewards leave float64 sums 29 spare bits: only float64 ones need the dropped part.
+        // float32 rewards leave 29 spare bits in float64 sums: only float64 rewards need the compensation.
         sum = i == 0 ? r : sizeof(T) == 4 ? sum + r : two_sum(sum, r, dropped);
     });
     sum = sizeof(T) == 4 ? segment_sum<width>(sum) : segment_two_sum<width>(sum, dropped);
@@ -78,7 +78,7 @@ WHET_SHARED GroupMoments moments_of(const T* rewards, size_t n, const Counts& c)
     m.mean_high = sum * c.per_reward;
     m.mean_low = (fma(-m.mean_high, c.count, sum) + dropped) * c.per_reward;
 
-    // Squares are positive: runs of 8 vectors may be added up plainly.
+    // Squares are positive: runs of 8 vectors need no compensation.
     f64x8 squares(0.0), squares_dropped(0.0), run(0.0);
     each_vector(rewards, n, [&](size_t i, f64x8 r, auto keep) WHET_INLINE_LAMBDA {
         const f64x8 d = m.distance(r);
@@ -95,7 +95,7 @@ WHET_SHARED GroupMoments moments_of(const T* rewards, size_t n, const Counts& c)
     return m;
 }
 
-// `whole` holds the counts of a segment without NaN: counting again is for those that have one.
+// `whole` holds the counts of a segment without NaN; only segments with NaN are counted again.
 template <int width, class T>
 WHET_INLINE GroupMoments group_moments(const T* rewards, size_t n, double ddof, const Counts& whole) {
     const GroupMoments m = moments_of<width, false>(rewards, n, whole);
@@ -119,7 +119,7 @@ WHET_SHARED void advantages_of(const T* rewards, size_t n, double ddof, double e
     } else if (eps >= 0.0) {
         scale += f64x8(eps);
     } else {
-        // Infinity makes every advantage of a group without spread 0.
+        // Infinity makes all advantages of a group of zero variance 0.
         scale = select(scale < f64x8(1e-8), f64x8(__builtin_inf()), scale);
     }
     const f64x8 per_scale = width == 8 ? f64x8(1.0 / scale[0]) : f64x8(1.0) / scale;
@@ -132,7 +132,7 @@ WHET_SHARED void advantages_of(const T* rewards, size_t n, double ddof, double e
     }
 }
 
-// Groups of 2 and 4 share a vector (step 8); others go one by one, the usual sizes with loops that unroll.
+// Groups of 2 and 4 share a vector (step 8); others are processed one by one, common sizes with unrolled loops.
 template <int width, size_t fixed_step, class T>
 WHET_INLINE void advantages_of_each(const T* rewards, size_t n, size_t group_size, double ddof, double eps,
                                     double batch_scale, T* out) {

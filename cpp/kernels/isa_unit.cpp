@@ -1,7 +1,7 @@
-// All kernels for one instruction set. Compiled once per set with its own flags and WHET_ISA its name.
+// All kernels for one instruction set. Compiled once per set, with its flags and with WHET_ISA as its name.
 //
-// Every header puts all it has in an anonymous namespace and includes nothing of the C++ standard library: a function
-// that the linker could merge with another unit's copy would run with the wrong instructions.
+// Every header uses an anonymous namespace and includes nothing of the C++ standard library: the linker could merge a
+// shared function with another unit's copy, which has the wrong instructions.
 #include "kernels/activations.h"
 #include "kernels/adamw.h"
 #include "kernels/attention.h"

@@ -1,9 +1,9 @@
 // y[i][j] = bias[j] + sum_k x[i][k] w[j][k], for weights in panels of 16 outputs.
 //
-// A panel holds the weights of 16 outputs, step by step along k: a step is one 64-byte vector, with one k of float32 or
-// two of bfloat16 for each output. One row (decode) and many (a batch) stream the same memory. A tile of rows x panels
-// keeps its sums in registers; an output's sum runs over the steps in order, in one lane, whatever the tile, so a row's
-// results do not depend on the rows beside it. bfloat16 products are exact and summed in float32.
+// A panel holds the weights of 16 outputs in steps along k: a step is one 64-byte vector, with one k of float32 or two
+// of bfloat16 for each output. One row (decode) and many (a batch) stream the same memory. A tile of rows x panels
+// keeps its sums in registers; an output is summed over the steps in order, in one lane, for every tile size, so that
+// a row's results do not depend on the other rows. bfloat16 products are exact and summed in float32.
 #pragma once
 #include "kernels/panel_task.h"
 #include "simd/dot.h"
@@ -15,12 +15,12 @@ namespace {
 #if defined(__AVX512F__)
 constexpr int kTileRows = 8, kTilePanels = 3;
 #elif defined(__AVX2__) || defined(__aarch64__)
-constexpr int kTileRows = 4, kTilePanels = 1;  // 16 registers hold no more
+constexpr int kTileRows = 4, kTilePanels = 1;  // fills 16 registers
 #else
 constexpr int kTileRows = 2, kTilePanels = 1;
 #endif
 
-// The weights of one step times one row's inputs of that step, added to the row's sums.
+// sum + the weights of one step times one row's inputs of that step.
 WHET_INLINE f32x16 add_products(f32x16 sum, const float* x, f32x16 w) { return fma(f32x16(*x), w, sum); }
 WHET_INLINE f32x16 add_products(f32x16 sum, const uint16_t* x, u16x32 w) {
     int32_t pair;
@@ -29,16 +29,16 @@ WHET_INLINE f32x16 add_products(f32x16 sum, const uint16_t* x, u16x32 w) {
 }
 
 template <class T>
-struct InputRows {  // `rows` times x[0 .. steps * sizes of a step), ld apart
+struct InputRows {  // `rows` rows of whole steps, with stride ld
     const T* x;
     size_t ld, rows;
 };
 
-struct Outputs {  // the last of the panels may be cut short: n outputs in all
+struct Outputs {  // n outputs; the last panel may be partial
     float* y;
     size_t ld, n;
-    const float* bias;  // null: none
-    bool add;           // to what is there
+    const float* bias;  // may be null
+    bool add;           // accumulate
 };
 
 template <int n_rows, int n_panels>
@@ -60,16 +60,16 @@ WHET_INLINE void store_tile(const f32x16 (&sum)[n_rows][n_panels], const Outputs
     }
 }
 
-// Lines of weights that are fetched meanwhile: those that come next, spread evenly over the work on these. Memory then
-// delivers all the time, and not only while the first rows meet new panels.
-struct Ahead {
+// Cache lines of the next panels to prefetch, spread evenly over the work on the current ones: memory is then busy all
+// the time, instead of only while the first rows read new panels.
+struct Prefetch {
     const char* from;
     size_t lines;
 };
 
 template <class T, int n_rows, int n_panels>
 __attribute__((noinline)) void linear_tile(InputRows<T> in, size_t row, const T* panels, size_t steps, size_t panel,
-                                           const Outputs& out, Ahead ahead) {
+                                           const Outputs& out, Prefetch prefetch) {
     constexpr int per_step = 4 / sizeof(T), lanes = 64 / sizeof(T);
     f32x16 sum[n_rows][n_panels];
 #pragma GCC unroll 8
@@ -81,8 +81,8 @@ __attribute__((noinline)) void linear_tile(InputRows<T> in, size_t row, const T*
     const T* w = panels + panel * steps * lanes;
     size_t fetched = 0;
     for (size_t s = 0; s < steps; ++s) {
-        for (; fetched < ahead.lines && fetched * steps < (s + 1) * ahead.lines; ++fetched) {
-            __builtin_prefetch(ahead.from + 64 * fetched, 0, 2);
+        for (; fetched < prefetch.lines && fetched * steps < (s + 1) * prefetch.lines; ++fetched) {
+            __builtin_prefetch(prefetch.from + 64 * fetched, 0, 2);
         }
         Vec<T> weights[n_panels];
 #pragma GCC unroll 4
@@ -98,26 +98,26 @@ __attribute__((noinline)) void linear_tile(InputRows<T> in, size_t row, const T*
     store_tile(sum, out, row, panel);
 }
 
-// All rows against a few panels, which stay in the cache meanwhile; of what follows, `next` panels are fetched.
+// All rows against n_panels panels, which fit in the cache; prefetches the `next` panels that follow.
 template <class T, int n_panels>
 WHET_INLINE void linear_panels(InputRows<T> in, const T* panels, size_t steps, size_t panel, size_t next,
                                const Outputs& out) {
     const size_t n_tiles = in.rows / kTileRows + (in.rows % kTileRows != 0);
-    Ahead ahead{reinterpret_cast<const char*>(panels) + (panel + n_panels) * steps * 64, next * steps / n_tiles};
+    Prefetch prefetch{reinterpret_cast<const char*>(panels) + (panel + n_panels) * steps * 64, next * steps / n_tiles};
     size_t row = 0;
     for (; row + kTileRows <= in.rows; row += kTileRows) {
-        linear_tile<T, kTileRows, n_panels>(in, row, panels, steps, panel, out, ahead);
-        ahead.from += 64 * ahead.lines;
+        linear_tile<T, kTileRows, n_panels>(in, row, panels, steps, panel, out, prefetch);
+        prefetch.from += 64 * prefetch.lines;
     }
     if (kTileRows > 4 && row + 4 <= in.rows) {
-        linear_tile<T, 4, n_panels>(in, row, panels, steps, panel, out, ahead);
-        row += 4, ahead.lines = 0;
+        linear_tile<T, 4, n_panels>(in, row, panels, steps, panel, out, prefetch);
+        row += 4, prefetch.lines = 0;
     }
     if (kTileRows > 2 && row + 2 <= in.rows) {
-        linear_tile<T, 2, n_panels>(in, row, panels, steps, panel, out, ahead);
-        row += 2, ahead.lines = 0;
+        linear_tile<T, 2, n_panels>(in, row, panels, steps, panel, out, prefetch);
+        row += 2, prefetch.lines = 0;
     }
-    if (row < in.rows) linear_tile<T, 1, n_panels>(in, row, panels, steps, panel, out, ahead);
+    if (row < in.rows) linear_tile<T, 1, n_panels>(in, row, panels, steps, panel, out, prefetch);
 }
 
 template <class T>

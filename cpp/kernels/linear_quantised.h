@@ -1,26 +1,27 @@
 // The linear layer on quantised weights, in the panels of linear.h: integer products within blocks of 32 inputs.
 //
-// A row of inputs is quantised as it comes: in each block of 32, x = scale q with q in [-127, 127] (round to nearest
-// even, scale = max|x| / 127). Beside it come the block's sum, and -128 times that of q, of all and of the first half.
-// Weights are stored as unsigned integers u = w + bias, so that a block's dot product is exact in int32:
+// A weight is w = scale q - min (min = 0 in the formats without one), with q = u - bias for a stored unsigned u. A row
+// of inputs is quantised on the fly: in each block of 32, x = x_scale p with p in [-127, 127] (round to nearest even,
+// x_scale = max|x| / 127). A block then adds, with a dot product that is exact in int32,
 //
-//   sum_k w q = sum_k u q - bias sum_k q
+//   sum_k w x = scale x_scale (sum_k u p - bias sum_k p) - min sum_k x
 //
-// and the blocks are added in float32, in order. The formats differ in how u is stored and in what scales it:
+// to the float32 sum, block by block in order. sum x and -128 sum p are stored with the quantised inputs, the latter
+// also for the first 16 of a block. The formats differ in the storage of u and in the scales:
 //
-//           bits of u   bias   w, but for the bias
+//           bits of u   bias   scale, min
 //   int8    8           128    one float32 scale per output
-//   q8_0    8           128    d u, one float16 d per output and block of 32
-//   q4_0    4           8      the same
-//   q5_0    5           16     the same
-//   q4_1    4                  d u + m, float16 d and m per block of 32
-//   q5_1    5                  the same
-//   q4_k    4                  (d s) u - (dmin m), 6-bit s and m per block of 32, float16 d and dmin per 256
-//   q5_k    5                  the same
-//   q6_k    6           32     (d s) u, an int8 s per 16, float16 d per 256
+//   q8_0    8           128    d, one float16 per output and block of 32
+//   q4_0    4           8      d, likewise
+//   q5_0    5           16     d, likewise
+//   q4_1    4                  d, and -m for min: float16 d and m per block of 32
+//   q5_1    5                  d and -m, likewise
+//   q4_k    4                  d s and dmin m: 6-bit s and m per block of 32, float16 d and dmin per 256
+//   q5_k    5                  d s and dmin m, likewise
+//   q6_k    6           32     d s: an int8 s per 16, float16 d per 256
 //
-// Within a panel (kernels/panel_layout.h): first all blocks' integers, 4 inputs x 16 outputs to a vector, then all
-// blocks' scales. Source of the formats but int8: GGUF's block types of these names; panels hold the same numbers.
+// A panel (kernels/panel_layout.h) stores the integers of all blocks, 4 inputs x 16 outputs per vector, then the scales
+// of all blocks. All formats except int8 are GGUF's block types of these names; panels hold the same numbers.
 #pragma once
 #include "kernels/linear.h"
 #include "simd/dot.h"
@@ -34,9 +35,8 @@ struct QuantisedRows : QuantisedInputs {
     size_t rows, blocks;
 };
 
-WHET_INLINE u8x64 low_halves(u8x64 x) { return x & u8x64(15); }
-// Each byte by n bits to the right, to the left where n is below 0; what comes in from the byte beside it is cut off by
-// the caller's mask.
+WHET_INLINE u8x64 low_nibbles(u8x64 x) { return x & u8x64(15); }
+// Shifts 32-bit words by n bits to the right (left if n < 0): the caller masks the bits that cross into other bytes.
 template <int n>
 WHET_INLINE u8x64 shift_right(u8x64 x) {
     auto words = bit_cast<Vec<uint32_t>>(x);
@@ -49,39 +49,38 @@ WHET_INLINE u8x64 shift_right(u8x64 x) {
     }
     return bit_cast<u8x64>(words);
 }
-WHET_INLINE u8x64 high_halves(u8x64 x) { return shift_right<4>(x) & u8x64(15); }
-WHET_INLINE u8x64 high_halves_in_place(u8x64 x) { return x & u8x64(0xf0); }
+WHET_INLINE u8x64 high_nibbles(u8x64 x) { return shift_right<4>(x) & u8x64(15); }
+WHET_INLINE u8x64 high_nibbles_unshifted(u8x64 x) { return x & u8x64(0xf0); }
 
-WHET_INLINE i32x16 sixteenth(i32x16 x) {
+WHET_INLINE i32x16 divide_by_16(i32x16 x) {
     WHET_EACH_PART(p) x.part[p] = x.part[p] >> 4;
     return x;
 }
 
-// --- the formats. Scales, opened at a group of blocks: what the i-th of them is scaled by.
+// --- the formats. Scales are unpacked for a group of blocks; scale(i) scales its i-th block.
 
-// How the sum of a block becomes floats: by the scale of its output alone, which comes at the end; by a scale of its
-// own; by that, with a lowest value.
-enum class Scaling { kOutput, kBlock, kBlockLowest };
+// The scaling of a block's integer sum: one scale per output, applied at the end; a scale per block; scale and min.
+enum class Scaling { kOutputScale, kBlockScale, kBlockScaleMin };
 
 struct NoScales {
-    WHET_INLINE void open(const uint8_t*, size_t) {}
+    WHET_INLINE void unpack(const uint8_t*, size_t) {}
 };
 
 template <size_t count>
-struct HalfScales {  // d and perhaps m: float16 numbers per output and block
+struct Float16Scales {  // per output and block: float16 d, and m = -min if count is 2
     const uint16_t* scales;
-    WHET_INLINE void open(const uint8_t* all, size_t block) {
+    WHET_INLINE void unpack(const uint8_t* all, size_t block) {
         scales = reinterpret_cast<const uint16_t*>(all) + 16 * count * block;
     }
     WHET_INLINE f32x16 scale(size_t i) const { return load_f16(scales + 16 * count * i); }
-    WHET_INLINE f32x16 lowest(size_t i) const { return load_f16(scales + 16 * count * i + 16); }
+    WHET_INLINE f32x16 neg_min(size_t i) const { return load_f16(scales + 16 * count * i + 16); }
 };
 
-// The scales of 256 inputs become floats at once: each is used by several rows.
-struct SignedFactors {  // d times 16 bytes, each of 16 inputs
+// Scales of 256 inputs are converted to float once for all rows of a tile.
+struct Q6KScales {  // d times 16 int8, one per 16 inputs
     alignas(64) float scales[16 * 16];
 
-    WHET_INLINE void open(const uint8_t* all, size_t block) {
+    WHET_INLINE void unpack(const uint8_t* all, size_t block) {
         const uint8_t* bytes = all + block / kQ6_KLayout.group * kQ6_KLayout.group_bytes;
         const f32x16 d = load_f16(reinterpret_cast<const uint16_t*>(bytes + 256));
         for (size_t i = 0; i < 16; ++i) {
@@ -91,29 +90,29 @@ struct SignedFactors {  // d times 16 bytes, each of 16 inputs
     WHET_INLINE f32x16 scale(size_t i) const { return load(scales + 16 * i); }
 };
 
-// 12 x 16 bytes (the format's 12 bytes, 16 outputs side by side), d, then dmin. With bytes 0-3, 4-7 and 8-11 as a, b,
-// c, the factors of the first four blocks are the low 6 bits of a and b, and those of the others have their low 4 bits
-// in the halves of c and their high 2 in the top of a and b.
-struct LineFactors {
-    alignas(64) float scales[8 * 16], lowests[8 * 16];
+// 12 x 16 bytes (the format's 12 bytes for 16 outputs), d, then dmin. With bytes 0-3, 4-7 and 8-11 as a, b, c: the
+// factors of blocks 0-3 are the low 6 bits of a and b; the factors of blocks 4-7 have their low 4 bits in the nibbles
+// of c and their high 2 bits in the top 2 bits of a and b.
+struct KQuantScales {
+    alignas(64) float scales[8 * 16], neg_mins[8 * 16];
 
-    WHET_INLINE void open(const uint8_t* all, size_t block) {
+    WHET_INLINE void unpack(const uint8_t* all, size_t block) {
         const uint8_t* bytes = all + block / kQ4_KLayout.group * kQ4_KLayout.group_bytes;
         const u8x64 a = load(bytes), b = load(bytes + 64), c = load(bytes + 128), six_bits(63), top_bits(0x30);
         uint8_t factors[2][8 * 16];
         store(factors[0], a & six_bits);
         store(factors[1], b & six_bits);
-        store(factors[0] + 64, low_halves(c) | (shift_right<2>(a) & top_bits));
-        store(factors[1] + 64, high_halves(c) | (shift_right<2>(b) & top_bits));
+        store(factors[0] + 64, low_nibbles(c) | (shift_right<2>(a) & top_bits));
+        store(factors[1] + 64, high_nibbles(c) | (shift_right<2>(b) & top_bits));
         const f32x16 d = load_f16(reinterpret_cast<const uint16_t*>(bytes + 192));
         const f32x16 dmin = load_f16(reinterpret_cast<const uint16_t*>(bytes + 224));
         for (size_t i = 0; i < 8; ++i) {
             store(scales + 16 * i, d * to_f32(load_bytes(factors[0] + 16 * i)));
-            store(lowests + 16 * i, -(dmin * to_f32(load_bytes(factors[1] + 16 * i))));
+            store(neg_mins + 16 * i, -(dmin * to_f32(load_bytes(factors[1] + 16 * i))));
         }
     }
     WHET_INLINE f32x16 scale(size_t i) const { return load(scales + 16 * i); }
-    WHET_INLINE f32x16 lowest(size_t i) const { return load(lowests + 16 * i); }
+    WHET_INLINE f32x16 neg_min(size_t i) const { return load(neg_mins + 16 * i); }
 };
 static_assert(kQ4_KLayout.group_bytes == kQ5_KLayout.group_bytes);
 
@@ -122,28 +121,28 @@ struct Panel {
     static constexpr PanelLayout kLayout = layout;
     static constexpr int kBits = bits, kBias = bias;
     static constexpr Scaling kScaling = scaling;
-    static constexpr int kScales = bits == 6 ? 2 : 1;  // of a block of 32
+    static constexpr int kScales = bits == 6 ? 2 : 1;  // per block of 32
     using Scales = ScalesOf;
 };
 
-using Int8Panel = Panel<kInt8Layout, 8, 128, Scaling::kOutput, NoScales>;
-using Q8_0Panel = Panel<kQ8_0Layout, 8, 128, Scaling::kBlock, HalfScales<1>>;
-using Q4_0Panel = Panel<kQ4_0Layout, 4, 8, Scaling::kBlock, HalfScales<1>>;
-using Q4_1Panel = Panel<kQ4_1Layout, 4, 0, Scaling::kBlockLowest, HalfScales<2>>;
-using Q5_0Panel = Panel<kQ5_0Layout, 5, 16, Scaling::kBlock, HalfScales<1>>;
-using Q5_1Panel = Panel<kQ5_1Layout, 5, 0, Scaling::kBlockLowest, HalfScales<2>>;
-using Q4_KPanel = Panel<kQ4_KLayout, 4, 0, Scaling::kBlockLowest, LineFactors>;
-using Q5_KPanel = Panel<kQ5_KLayout, 5, 0, Scaling::kBlockLowest, LineFactors>;
-using Q6_KPanel = Panel<kQ6_KLayout, 6, 32, Scaling::kBlock, SignedFactors>;
+using Int8Panel = Panel<kInt8Layout, 8, 128, Scaling::kOutputScale, NoScales>;
+using Q8_0Panel = Panel<kQ8_0Layout, 8, 128, Scaling::kBlockScale, Float16Scales<1>>;
+using Q4_0Panel = Panel<kQ4_0Layout, 4, 8, Scaling::kBlockScale, Float16Scales<1>>;
+using Q4_1Panel = Panel<kQ4_1Layout, 4, 0, Scaling::kBlockScaleMin, Float16Scales<2>>;
+using Q5_0Panel = Panel<kQ5_0Layout, 5, 16, Scaling::kBlockScale, Float16Scales<1>>;
+using Q5_1Panel = Panel<kQ5_1Layout, 5, 0, Scaling::kBlockScaleMin, Float16Scales<2>>;
+using Q4_KPanel = Panel<kQ4_KLayout, 4, 0, Scaling::kBlockScaleMin, KQuantScales>;
+using Q5_KPanel = Panel<kQ5_KLayout, 5, 0, Scaling::kBlockScaleMin, KQuantScales>;
+using Q6_KPanel = Panel<kQ6_KLayout, 6, 32, Scaling::kBlockScale, Q6KScales>;
 
 #if defined(__AVX512F__)
-constexpr int kQuantisedRows = 4, kQuantisedPanels = 3;  // each with an integer sum and a float one
+constexpr int kQuantisedRows = 4, kQuantisedPanels = 3;  // each with an int32 and a float32 sum in registers
 #elif defined(__AVX2__) || defined(__aarch64__) || defined(__wasm_relaxed_simd__)
 constexpr int kQuantisedRows = 2, kQuantisedPanels = 1;
 #else
 constexpr int kQuantisedRows = 1, kQuantisedPanels = 1;
 #endif
-constexpr int kRowsApart = 1;  // of so many rows, low and high halves are summed apart: a vector is loaded once
+constexpr int kMaxSplitRows = 1;  // up to this many rows, low and high nibbles have separate sums: one load per vector
 
 template <class T, int n_rows, int n_panels>
 WHET_INLINE void set_zero(Vec<T> (&v)[n_rows][n_panels]) {
@@ -154,7 +153,7 @@ WHET_INLINE void set_zero(Vec<T> (&v)[n_rows][n_panels]) {
     }
 }
 
-// One row's inputs of a vector, for all its outputs.
+// Broadcasts four inputs of a row to all outputs.
 WHET_INLINE i8x64 four_inputs(const int8_t* q) {
     int32_t four;
     __builtin_memcpy(&four, q, sizeof four);
@@ -164,7 +163,7 @@ WHET_INLINE i8x64 four_inputs(const int8_t* q) {
 WHET_INLINE i32x16 add_products(i32x16 dot, u8x64 w, i8x64 x) { return dot_int8(dot, w, x); }
 WHET_INLINE i16x32 add_products(i16x32 dot, u8x64 w, i8x64 x) { return dot_pairs(dot, w, x); }
 
-// dot[r][p] += four inputs of each row times the bytes of the vectors `weights`.
+// dot[r][p] += four inputs of row r times the bytes of weights[p].
 template <class Sums, int n_rows, int n_panels>
 WHET_INLINE void add_dots(Sums (&dot)[n_rows][n_panels], const u8x64 (&weights)[n_panels], const int8_t* q,
                           size_t stride) {
@@ -176,14 +175,14 @@ WHET_INLINE void add_dots(Sums (&dot)[n_rows][n_panels], const u8x64 (&weights)[
     }
 }
 
-// Vector v of a block of each panel.
+// Loads vector v of a block of each panel.
 template <int n_panels>
 WHET_INLINE void load_weights(u8x64 (&weights)[n_panels], const uint8_t* block, size_t panel_bytes, int v) {
 #pragma GCC unroll 4
     for (int p = 0; p < n_panels; ++p) weights[p] = load(block + p * panel_bytes + 64 * v);
 }
 
-// dot += the products of a block whose integers are bytes.
+// dot += the products of a block of bytes.
 template <int n_rows, int n_panels>
 WHET_INLINE void add_bytes(i32x16 (&dot)[n_rows][n_panels], const int8_t* q, size_t stride, const uint8_t* block,
                            size_t panel_bytes) {
@@ -195,9 +194,9 @@ WHET_INLINE void add_bytes(i32x16 (&dot)[n_rows][n_panels], const int8_t* q, siz
     }
 }
 
-// The same without their bias of 128, where only seven bits of one factor can be multiplied at once: x w is |x| w, and
-// where x is below 0 |x| (-w - 1) + |x|. The bits of u are those of w but for the highest, and those of -w - 1 but for
-// the others. The sums begin with minus_below_zero.
+// add_bytes without the bias of 128, for instruction sets that multiply only 7 bits of one factor: x w is |x| w for
+// x >= 0, and |x| (-w - 1) + |x| for x < 0. w is u with its highest bit flipped, and -w - 1 is u with all other bits
+// flipped. The caller starts the sums with minus_sum_of_negatives.
 template <int n_rows, int n_panels>
 WHET_INLINE void add_unbiased_bytes(i32x16 (&dot)[n_rows][n_panels], const int8_t* q, size_t stride,
                                     const uint8_t* block, size_t panel_bytes) {
@@ -217,12 +216,11 @@ WHET_INLINE void add_unbiased_bytes(i32x16 (&dot)[n_rows][n_panels], const int8_
     }
 }
 
-// dot += those of a block whose integers are halves of bytes: the high halves are multiplied where they stand, which
-// takes eight bits, and their sum is divided by 16. The low halves have a sum of their own meanwhile, so that each
-// vector is loaded once.
+// dot += the products of a block of nibbles: high nibbles are multiplied unshifted, as 8-bit integers, and their sum is
+// divided by 16. Low nibbles have a separate sum, so that each vector is loaded once.
 template <int n_rows, int n_panels>
-WHET_INLINE void add_halves_apart(i32x16 (&dot)[n_rows][n_panels], const int8_t* q, size_t stride, const uint8_t* block,
-                                  size_t panel_bytes) {
+WHET_INLINE void add_nibbles_split(i32x16 (&dot)[n_rows][n_panels], const int8_t* q, size_t stride,
+                                   const uint8_t* block, size_t panel_bytes) {
     i32x16 low[n_rows][n_panels];
     set_zero(low);
 #pragma GCC unroll 4
@@ -230,107 +228,107 @@ WHET_INLINE void add_halves_apart(i32x16 (&dot)[n_rows][n_panels], const int8_t*
         u8x64 bytes[n_panels], weights[n_panels];
         load_weights(bytes, block, panel_bytes, v);
 #pragma GCC unroll 4
-        for (int p = 0; p < n_panels; ++p) weights[p] = high_halves_in_place(bytes[p]);
+        for (int p = 0; p < n_panels; ++p) weights[p] = high_nibbles_unshifted(bytes[p]);
         add_dots(dot, weights, q + 16 + 4 * v, stride);
 #pragma GCC unroll 4
-        for (int p = 0; p < n_panels; ++p) weights[p] = low_halves(bytes[p]);
+        for (int p = 0; p < n_panels; ++p) weights[p] = low_nibbles(bytes[p]);
         add_dots(low, weights, q + 4 * v, stride);
     }
 #pragma GCC unroll 4
     for (int r = 0; r < n_rows; ++r) {
 #pragma GCC unroll 4
-        for (int p = 0; p < n_panels; ++p) dot[r][p] = sixteenth(dot[r][p]) + low[r][p];
+        for (int p = 0; p < n_panels; ++p) dot[r][p] = divide_by_16(dot[r][p]) + low[r][p];
     }
 }
 
-// The same for many rows, whose sums fill the registers: the block is loaded twice.
+// add_nibbles_split for many rows, whose sums fill the registers: the block is loaded twice.
 template <int n_rows, int n_panels>
-WHET_INLINE void add_halves_in_turn(i32x16 (&dot)[n_rows][n_panels], const int8_t* q, size_t stride,
-                                    const uint8_t* block, size_t panel_bytes) {
+WHET_INLINE void add_nibbles_in_two_passes(i32x16 (&dot)[n_rows][n_panels], const int8_t* q, size_t stride,
+                                           const uint8_t* block, size_t panel_bytes) {
     u8x64 weights[n_panels];
 #pragma GCC unroll 4
     for (int v = 0; v < 4; ++v) {
         load_weights(weights, block, panel_bytes, v);
 #pragma GCC unroll 4
-        for (int p = 0; p < n_panels; ++p) weights[p] = high_halves_in_place(weights[p]);
+        for (int p = 0; p < n_panels; ++p) weights[p] = high_nibbles_unshifted(weights[p]);
         add_dots(dot, weights, q + 16 + 4 * v, stride);
     }
 #pragma GCC unroll 4
     for (int r = 0; r < n_rows; ++r) {
 #pragma GCC unroll 4
-        for (int p = 0; p < n_panels; ++p) dot[r][p] = sixteenth(dot[r][p]);
+        for (int p = 0; p < n_panels; ++p) dot[r][p] = divide_by_16(dot[r][p]);
     }
 #pragma GCC unroll 4
     for (int v = 0; v < 4; ++v) {
         load_weights(weights, block, panel_bytes, v);
 #pragma GCC unroll 4
-        for (int p = 0; p < n_panels; ++p) weights[p] = low_halves(weights[p]);
+        for (int p = 0; p < n_panels; ++p) weights[p] = low_nibbles(weights[p]);
         add_dots(dot, weights, q + 4 * v, stride);
     }
 }
 
-// The integers of 4 inputs: vector v of a block of 4 bits, or of 5 or 6, the bits above the halves put in place.
+// Unpacks vector v of a block, the integers of 4 inputs: nibbles, plus the high bits in the formats of 5 and 6 bits.
 template <int bits, int v>
-WHET_INLINE u8x64 whole_integers(const uint8_t* block) {
-    const u8x64 bytes = load(block + 64 * (v % 4)), halves = v < 4 ? low_halves(bytes) : high_halves(bytes);
+WHET_INLINE u8x64 unpack_integers(const uint8_t* block) {
+    const u8x64 bytes = load(block + 64 * (v % 4)), nibbles = v < 4 ? low_nibbles(bytes) : high_nibbles(bytes);
     if constexpr (bits == 4) {
-        return halves;
+        return nibbles;
     } else {
-        constexpr int more = bits - 4, per_vector = 8 / more, place = more * (v % per_vector);
-        const u8x64 above = load(block + 64 * (4 + v / per_vector)), mask(((1 << more) - 1) << 4);
-        return halves | (shift_right<place - 4>(above) & mask);
+        constexpr int extra_bits = bits - 4, per_vector = 8 / extra_bits, place = extra_bits * (v % per_vector);
+        const u8x64 high_bits = load(block + 64 * (4 + v / per_vector)), mask(((1 << extra_bits) - 1) << 4);
+        return nibbles | (shift_right<place - 4>(high_bits) & mask);
     }
 }
 
-// dot += the products of the vectors from v to `end` of such a block.
+// dot += the products of vectors [v, end) of a block.
 template <int bits, int v, int end, class Sums, int n_rows, int n_panels>
-WHET_INLINE void add_whole(Sums (&dot)[n_rows][n_panels], const int8_t* q, size_t stride, const uint8_t* block,
-                           size_t panel_bytes) {
+WHET_INLINE void add_unpacked(Sums (&dot)[n_rows][n_panels], const int8_t* q, size_t stride, const uint8_t* block,
+                              size_t panel_bytes) {
     u8x64 weights[n_panels];
 #pragma GCC unroll 4
-    for (int p = 0; p < n_panels; ++p) weights[p] = whole_integers<bits, v>(block + p * panel_bytes);
+    for (int p = 0; p < n_panels; ++p) weights[p] = unpack_integers<bits, v>(block + p * panel_bytes);
     add_dots(dot, weights, q + 4 * v, stride);
-    if constexpr (v + 1 < end) add_whole<bits, v + 1, end>(dot, q, stride, block, panel_bytes);
+    if constexpr (v + 1 < end) add_unpacked<bits, v + 1, end>(dot, q, stride, block, panel_bytes);
 }
 
-// The same, the products summed in 16 bits for as long as they fit.
+// add_unpacked with 16-bit sums, widened before they can overflow.
 template <int bits, int v, int end, int n_rows, int n_panels>
-WHET_INLINE void add_whole_in_pairs(i32x16 (&dot)[n_rows][n_panels], const int8_t* q, size_t stride,
-                                    const uint8_t* block, size_t panel_bytes) {
+WHET_INLINE void add_unpacked_in_16_bits(i32x16 (&dot)[n_rows][n_panels], const int8_t* q, size_t stride,
+                                         const uint8_t* block, size_t panel_bytes) {
     constexpr int fit = 32767 / (2 * 127 * ((1 << bits) - 1)), last = v + fit < end ? v + fit : end;
     i16x32 pairs[n_rows][n_panels];
     set_zero(pairs);
-    add_whole<bits, v, last>(pairs, q, stride, block, panel_bytes);
+    add_unpacked<bits, v, last>(pairs, q, stride, block, panel_bytes);
 #pragma GCC unroll 4
     for (int r = 0; r < n_rows; ++r) {
 #pragma GCC unroll 4
         for (int p = 0; p < n_panels; ++p) dot[r][p] = add_pairs(dot[r][p], pairs[r][p]);
     }
-    if constexpr (last < end) add_whole_in_pairs<bits, last, end>(dot, q, stride, block, panel_bytes);
+    if constexpr (last < end) add_unpacked_in_16_bits<bits, last, end>(dot, q, stride, block, panel_bytes);
 }
 
-// -128 times the sum of the inputs that the s-th scale of a block is for.
+// -128 times the sum of the inputs of the s-th scale of a block.
 template <class Panel>
 WHET_INLINE int32_t offset_of(const QuantisedRows& in, size_t at, int s) {
     if constexpr (Panel::kScales == 1) return in.offsets[at];
     return s == 0 ? in.half_offsets[at] : in.offsets[at] - in.half_offsets[at];
 }
 
-// The integer sums of what the s-th scale of a block is for.
+// The integer sums over the inputs of the s-th scale of a block.
 template <class Panel, int s, int n_rows, int n_panels>
 WHET_INLINE void block_sums(i32x16 (&dot)[n_rows][n_panels], const QuantisedRows& in, size_t at, const uint8_t* block,
                             size_t panel_bytes) {
     const int8_t* q = in.q + 32 * at;
     const size_t stride = 32 * in.blocks;
-    // The sums of 4 bits begin with theirs 16 times as large, as the high halves are where they stand.
-    constexpr int n = 8 / Panel::kScales;  // vectors to a scale
-    constexpr bool is_unbiased = kDotTakesSevenBits && Panel::kBits == 8;
-    constexpr int bias = !kDotTakesSevenBits && Panel::kBits == 4 ? 16 * Panel::kBias : Panel::kBias;
+    // Sums of nibbles start with 16 times their offset, because the high nibbles are multiplied unshifted.
+    constexpr int n = 8 / Panel::kScales;  // vectors per scale
+    constexpr bool is_unbiased = kOnlyDotInt7 && Panel::kBits == 8;
+    constexpr int bias = !kOnlyDotInt7 && Panel::kBits == 4 ? 16 * Panel::kBias : Panel::kBias;
 #pragma GCC unroll 4
     for (int r = 0; r < n_rows; ++r) {
         int32_t offset = 0;
         if constexpr (is_unbiased) {
-            offset = minus_below_zero(q + r * stride);
+            offset = minus_sum_of_negatives(q + r * stride);
         } else if constexpr (bias != 0) {
             offset = offset_of<Panel>(in, at + r * in.blocks, s) / (128 / bias);
         }
@@ -341,18 +339,18 @@ WHET_INLINE void block_sums(i32x16 (&dot)[n_rows][n_panels], const QuantisedRows
         add_unbiased_bytes(dot, q, stride, block, panel_bytes);
     } else if constexpr (Panel::kBits == 8) {
         add_bytes(dot, q, stride, block, panel_bytes);
-    } else if constexpr (kDotTakesSevenBits) {
-        add_whole_in_pairs<Panel::kBits, n * s, n*(s + 1)>(dot, q, stride, block, panel_bytes);
+    } else if constexpr (kOnlyDotInt7) {
+        add_unpacked_in_16_bits<Panel::kBits, n * s, n*(s + 1)>(dot, q, stride, block, panel_bytes);
     } else if constexpr (Panel::kBits != 4) {
-        add_whole<Panel::kBits, n * s, n*(s + 1)>(dot, q, stride, block, panel_bytes);
-    } else if constexpr (n_rows <= kRowsApart) {
-        add_halves_apart(dot, q, stride, block, panel_bytes);
+        add_unpacked<Panel::kBits, n * s, n*(s + 1)>(dot, q, stride, block, panel_bytes);
+    } else if constexpr (n_rows <= kMaxSplitRows) {
+        add_nibbles_split(dot, q, stride, block, panel_bytes);
     } else {
-        add_halves_in_turn(dot, q, stride, block, panel_bytes);
+        add_nibbles_in_two_passes(dot, q, stride, block, panel_bytes);
     }
 }
 
-// The s-th scale of block i of a group, and those after it: their products to the sums.
+// Adds the scaled products of block i of a group, from its s-th scale on.
 template <class Panel, int s, int n_rows, int n_panels>
 WHET_INLINE void add_block(f32x16 (&sum)[n_rows][n_panels], const typename Panel::Scales (&scales)[n_panels],
                            const QuantisedRows& in, size_t at, size_t i, const uint8_t* block, size_t panel_bytes) {
@@ -364,13 +362,14 @@ WHET_INLINE void add_block(f32x16 (&sum)[n_rows][n_panels], const typename Panel
 #pragma GCC unroll 4
         for (int p = 0; p < n_panels; ++p) {
             f32x16 scale(x_scale);
-            if constexpr (Panel::kScaling != Scaling::kOutput) scale = scales[p].scale(Panel::kScales * i + s) * scale;
+            if constexpr (Panel::kScaling != Scaling::kOutputScale)
+                scale = scales[p].scale(Panel::kScales * i + s) * scale;
             sum[r][p] = fma(to_f32(dot[r][p]), scale, sum[r][p]);
         }
-        if constexpr (Panel::kScaling == Scaling::kBlockLowest) {
+        if constexpr (Panel::kScaling == Scaling::kBlockScaleMin) {
             const f32x16 inputs(in.sums[at + r * in.blocks]);
 #pragma GCC unroll 4
-            for (int p = 0; p < n_panels; ++p) sum[r][p] = fma(scales[p].lowest(i), inputs, sum[r][p]);
+            for (int p = 0; p < n_panels; ++p) sum[r][p] = fma(scales[p].neg_min(i), inputs, sum[r][p]);
         }
     }
     if constexpr (s + 1 < Panel::kScales) add_block<Panel, s + 1>(sum, scales, in, at, i, block, panel_bytes);
@@ -388,13 +387,13 @@ __attribute__((noinline)) void quantised_tile(const QuantisedRows& in, size_t ro
     for (size_t begin = 0; begin < blocks; begin += layout.group) {
         typename Panel::Scales scales[n_panels];
 #pragma GCC unroll 4
-        for (int p = 0; p < n_panels; ++p) scales[p].open(first_scales + p * panel_bytes, begin);
+        for (int p = 0; p < n_panels; ++p) scales[p].unpack(first_scales + p * panel_bytes, begin);
         for (size_t i = 0; i < layout.group; ++i) {
             const uint8_t* block = first + (begin + i) * layout.step_bytes;
             add_block<Panel, 0>(sum, scales, in, row * blocks + begin + i, i, block, panel_bytes);
         }
     }
-    if constexpr (Panel::kScaling == Scaling::kOutput) {
+    if constexpr (Panel::kScaling == Scaling::kOutputScale) {
 #pragma GCC unroll 4
         for (int p = 0; p < n_panels; ++p) {
             const f32x16 scale = load(reinterpret_cast<const float*>(first_scales + p * panel_bytes));
@@ -448,46 +447,46 @@ WHET_LINEAR(q6_k, Q6_KPanel)
 
 // --- the inputs
 
-// -128 times the integers in the low bits of sums.
+// Stores -128 times the sums, as integers.
 WHET_INLINE void store_offsets(f32x16 sums, int n, int32_t* offsets) {
     const f32x16 rounder(kRounder<float>);
     const auto shifted = bit_cast<i32x16>(fma(sums, f32x16(-128.0f), rounder));
     store_first(offsets, shifted - bit_cast<i32x16>(rounder), n);
 }
 
-// Up to 16 blocks of 32 inputs, from block `first` on. A block with a NaN or an infinity gets a NaN scale: so do its
-// sums.
+// Quantises up to 16 blocks of 32 inputs, from block `first` on. NaN or infinity makes the scale and sum of a block
+// NaN.
 WHET_SHARED void quantize_blocks(const float* x, size_t first, size_t blocks, const QuantisedInputs& to) {
     const f32x16 zero(0.0f), limit(__builtin_inff());
-    f32x16 lanes[16], halves[16];  // block by block: magnitudes, then totals
+    f32x16 lanes[16], first_halves[16];  // per block: magnitudes, then totals
     for (f32x16& v : lanes) v = zero;
     for (size_t b = 0; b < blocks; ++b) {
-        // min gives its second where one is NaN: a NaN counts as an infinity.
+        // min returns its second argument if one is NaN, so NaN counts as infinity.
         lanes[b] = max(min(magnitude(load(x + 32 * b)), limit), min(magnitude(load(x + 32 * b + 16)), limit));
     }
     const int n = static_cast<int>(blocks);
-    const f32x16 top = max_each(lanes), inverse = f32x16(127.0f) / top;
-    const f32x16 scales = top / f32x16(127.0f) + (top - top);
+    const f32x16 maximum = max_each(lanes), inverse = f32x16(127.0f) / maximum;
+    const f32x16 scales = maximum / f32x16(127.0f) + (maximum - maximum);
     store_first(to.scales + first, scales, n);
     float inverses[16];
-    store(inverses, select((top > zero) & (top < limit) & (inverse < limit), inverse, zero));
-    for (int b = 0; b < 16; ++b) lanes[b] = halves[b] = zero;
+    store(inverses, select((maximum > zero) & (maximum < limit) & (inverse < limit), inverse, zero));
+    for (int b = 0; b < 16; ++b) lanes[b] = first_halves[b] = zero;
     int8_t* q = to.q + 32 * first;
     for (size_t b = 0; b < blocks; ++b) {
         const Rounded<float> low(load(x + 32 * b), f32x16(inverses[b]));
         const Rounded<float> high(load(x + 32 * b + 16), f32x16(inverses[b]));
-        halves[b] = low.value();
+        first_halves[b] = low.value();
         lanes[b] = low.value() + high.value();
-        store_low_bytes(q + 32 * b, bit_cast<i32x16>(low.shifted));  // the integers are the low bits
+        store_low_bytes(q + 32 * b, bit_cast<i32x16>(low.shifted));  // the low bits are the integers
         store_low_bytes(q + 32 * b + 16, bit_cast<i32x16>(high.shifted));
     }
     const f32x16 totals = sum_each(lanes);
     store_first(to.sums + first, scales * totals, n);
     store_offsets(totals, n, to.offsets + first);
-    store_offsets(sum_each(halves), n, to.half_offsets + first);
+    store_offsets(sum_each(first_halves), n, to.half_offsets + first);
 }
 
-// A row of n inputs, zeros after them to the end of a block.
+// Quantises a row of n inputs, padded with zeros to whole blocks.
 void quantize_row_f32(const float* x, size_t n, const QuantisedInputs& to) {
     const size_t whole = n / 32;
     for (size_t b = 0; b < whole; b += 16) quantize_blocks(x + 32 * b, b, whole - b < 16 ? whole - b : 16, to);

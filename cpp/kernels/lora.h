@@ -5,11 +5,11 @@
 //   lora_outer   grad[j][i] += scale sum_row hidden[row][j] x[row][i]
 //
 // Forward is down and up; the gradients of A and B are down and outer. x and y are float32 or bfloat16, sums float32:
-// those along a row by 16 lanes, the lanes added in float64; those along the rows by pieces of 32 rows. The delta is
-// summed before it is added to y, and a bfloat16 y is rounded once. A row's numbers do not depend on its neighbours.
+// along a row in 16 lanes, which are added in float64; along the rows in chunks of 32 rows. The delta is summed before
+// it is added to y, and a bfloat16 y is rounded once. A row's result does not depend on other rows.
 //
-// Primitives for adapters beside a layer of the caller's (whet.MicroLoRA, whet.lora_*). The engine does not run them:
-// its adapters have any rank, and are products of packed weights (linear.h).
+// Primitives for adapters in user code (whet.MicroLoRA, whet.lora_*). The engine does not use them: its adapters have
+// any rank, and are products of packed weights (linear.h).
 //
 // Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1.
 #pragma once
@@ -20,7 +20,7 @@
 namespace whet::WHET_ISA {
 namespace {
 
-constexpr size_t kLoraPiece = 512;  // columns whose part of A or B stays in the first-level cache for all rows
+constexpr size_t kLoraPiece = 512;  // columns whose part of A or B fits in L1 for all rows
 constexpr size_t kLoraSumRows = 32;
 
 template <int rank>
@@ -33,7 +33,7 @@ WHET_INLINE f32x16 lora_load(const uint16_t* x) { return load_bf16(x); }
 WHET_INLINE void lora_store(float* y, f32x16 v) { store(y, v); }
 WHET_INLINE void lora_store(uint16_t* y, f32x16 v) { store_bf16(y, v); }
 
-// The first n lanes, n < 16: the others are 0 on a load and untouched in memory on a store.
+// The first n lanes, n < 16: the others are 0 on a load and unchanged in memory on a store.
 WHET_INLINE f32x16 lora_load_first(const float* x, int n) { return load_first(x, n, 0.0f); }
 WHET_INLINE f32x16 lora_load_first(const uint16_t* x, int n) {
     uint16_t lanes[16] = {};
@@ -138,7 +138,7 @@ void lora_up(const float* hidden, size_t rows, size_t n, const float* b, float s
     }
 }
 
-// One piece of the rows, and rank <= 4 rows of grad: more rows would evict each other's cache lines.
+// One chunk of rows, and rank <= 4 rows of grad: more rows would evict each other's cache lines.
 template <int rank, class T>
 void lora_outer_piece(const float* hidden, size_t hidden_stride, const T* x, ptrdiff_t x_stride, size_t rows, size_t n,
                       float scale, float* grad, size_t grad_stride) {
@@ -188,7 +188,7 @@ void lora_outer_piece(const float* hidden, size_t hidden_stride, const T* x, ptr
     }
 }
 
-// n columns of x (rows, ...) and of grad (rank, ...), whose rows are grad_stride apart; hidden is (rows, rank).
+// n columns of x (rows, ...) and of grad (rank, ...) with row stride grad_stride; hidden is (rows, rank).
 template <int rank, class T>
 void lora_outer(const float* hidden, const T* x, ptrdiff_t x_stride, size_t rows, size_t n, float scale, float* grad,
                 size_t grad_stride) {
@@ -204,7 +204,7 @@ void lora_outer(const float* hidden, const T* x, ptrdiff_t x_stride, size_t rows
     }
 }
 
-// A compiled function for every rank.
+// Dispatches to a function compiled for the rank.
 #define WHET_LORA_RANKS(function, ...)       \
     switch (rank) {                          \
         case 1:                              \

@@ -1,11 +1,11 @@
-// Normalisation of a row, with the addition of a residual fused in.
+// Normalisation of a row, with a fused residual addition.
 //
 //   rms_norm     y = x / sqrt(mean(x^2) + eps) * weight                          (Zhang & Sennrich 2019)
 //   layer_norm   y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias     (Ba, Kiros & Hinton 2016)
 //
-// weight and bias may be null. With a residual, residual += x is computed first, rounded to its dtype, and the norm is
-// of that sum. Sums are those of rows.h; the rest is float32, and a bfloat16 result is rounded once. x, residual and
-// out are of one dtype (rms_norm_f32_bf16 rounds its result); out may be x.
+// weight and bias may be null. With a residual, residual += x is computed first, rounded to its dtype, and that sum is
+// normed. Sums are as in rows.h; the rest is float32, and a bfloat16 result is rounded once. x, residual and out have
+// one dtype (rms_norm_f32_bf16 rounds its result); out may be x.
 //
 //   rms_norm_backward   dx = r (g - x r^2 mean(g x)),  dweight += dy x r,   g = dy weight,  r = 1 / sqrt(mean(x^2) +
 //   eps)
@@ -49,8 +49,8 @@ WHET_SHARED Moments moments_about(float pivot, const T* x, size_t n) {
     return {pivot, beyond, variance < 0.0 ? 0.0 : variance};
 }
 
-// One pass about the mean of the first vector. Where that is too far from the row's mean, so that the sum of squares
-// would cancel, a second pass about the mean that the first one found.
+// One pass about the mean of the first vector. If that is so far from the row's mean that the sum of squares would
+// cancel, a second pass about the mean from the first pass.
 template <class T>
 WHET_INLINE Moments moments_of(const T* x, size_t n) {
     const int first = n < 16 ? static_cast<int>(n) : 16;
@@ -132,7 +132,7 @@ void rms_norm_f32_bf16(const float* x, const float* weight, size_t n, double eps
     rms_norm(x, static_cast<float*>(nullptr), weight, n, eps, false, out);
 }
 
-// grad_weight is added to.
+// Adds to grad_weight.
 template <class T, class Grad>
 WHET_INLINE void rms_norm_backward_row(const T* x, const float* weight, const Grad* grad, size_t n, double eps,
                                        T* grad_x, float* grad_weight) {

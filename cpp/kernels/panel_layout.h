@@ -1,21 +1,21 @@
-// How packed weights lie in memory: panels of 16 outputs, which the kernels that pack and multiply share.
+// Memory layout of packed weights: panels of 16 outputs, shared by the kernels that pack and that multiply.
 //
-// A panel goes along its inputs in steps, each of whole cache lines: first the numbers of all steps, then the scales of
-// all groups of steps, then the scales of the outputs. kernels/linear.h and linear_quantised.h describe each format.
+// A panel stores its inputs in steps of whole cache lines: first the numbers of all steps, then the scales of all
+// groups of steps, then the scales of the outputs. kernels/linear.h and linear_quantised.h describe each format.
 #pragma once
 #include <stddef.h>
 
 namespace whet {
 
 constexpr size_t kPanel = 16;       // outputs of a panel
-constexpr size_t kQuantBlock = 32;  // inputs that are quantised together, and share a scale of their weights
+constexpr size_t kQuantBlock = 32;  // inputs per quantisation block: they share a scale, and so do their weights
 
 struct PanelLayout {
     size_t step_inputs, step_bytes;
-    size_t group = 1, group_bytes = 0;  // steps that share scales, and the bytes of these
-    size_t output_bytes = 0;            // the outputs' own scales
+    size_t group = 1, group_bytes = 0;  // steps that share scales, and the bytes of these scales
+    size_t output_bytes = 0;            // bytes of the scales per output
 
-    // Panels begin on cache lines.
+    // Padded to whole cache lines.
     __attribute__((always_inline)) constexpr size_t bytes(size_t steps) const {
         return (steps * step_bytes + steps / group * group_bytes + output_bytes + 63) / 64 * 64;
     }
@@ -26,8 +26,8 @@ constexpr PanelLayout kBFloat16Layout = {2, 4 * kPanel};
 constexpr PanelLayout kInt8Layout = {kQuantBlock, kQuantBlock * kPanel, 1, 0, 4 * kPanel};
 constexpr PanelLayout kQ8_0Layout = {kQuantBlock, kQuantBlock * kPanel, 1, 2 * kPanel};
 
-// Of integers of 4 to 6 bits, byte b of word w of a step holds the low half of input 4 w + b and, in its high half,
-// that of input 16 + 4 w + b, for w below 4; then come the bits above the halves, of 8 or 4 words of inputs to a word.
+// For integers of 4 to 6 bits, byte b of word w < 4 of a step holds the low 4 bits of input 4 w + b in its low nibble
+// and of input 16 + 4 w + b in its high nibble; then follow the high bits, of 8 or 4 words of inputs per word.
 constexpr PanelLayout kQ4_0Layout = {kQuantBlock, 16 * kPanel, 1, 2 * kPanel};
 constexpr PanelLayout kQ4_1Layout = {kQuantBlock, 16 * kPanel, 1, (2 + 2) * kPanel};
 constexpr PanelLayout kQ5_0Layout = {kQuantBlock, (16 + 4) * kPanel, 1, 2 * kPanel};

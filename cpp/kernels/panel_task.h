@@ -1,5 +1,4 @@
-// What one task of the kernels that pack panels, of those that unpack them, and of those that multiply by them, works
-// on.
+// The tasks of the kernels that pack panels, unpack them, and multiply by them.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -8,10 +7,10 @@
 
 namespace whet {
 
-// What rows come in as: numbers, or the weight's own format (of which kernels/pack.h takes none).
+// The type of input rows: a float type, or the weight's own packed format (which kernels/pack.h does not accept).
 enum class RowType { kFloat32, kBFloat16, kFloat16, kPacked };
 
-// k numbers for each of the outputs [first, first + count) of one panel; the panel's others stay as they are.
+// Packs k numbers for each of the outputs [first, first + count) of one panel; its other outputs are unchanged.
 struct PanelTask {
     const void* x;  // of output `first`
     RowType source;
@@ -20,8 +19,7 @@ struct PanelTask {
     void* panel;
 };
 
-// The outputs [first, first + count) of one panel as rows of k numbers, one after the other: float32 or, where `bf16`,
-// bfloat16.
+// Unpacks the outputs [first, first + count) of one panel to contiguous rows of k numbers, bfloat16 or float32.
 struct UnpackTask {
     const void* panel;
     size_t first, count, k;
@@ -29,23 +27,23 @@ struct UnpackTask {
     bool bf16;
 };
 
-// Inputs of quantised weights (linear_quantised.h), from a row on: integers, and per block of 32 a scale, the sum of
-// the numbers that they stand for, and -128 times the sum of the integers, of all and of the first 16.
+// Quantised inputs (linear_quantised.h) from one row on: integers, and per block of 32 a scale, the sum of the
+// dequantised inputs, and -128 times the sum of the integers, over the block and over its first 16.
 struct QuantisedInputs {
     int8_t* q = nullptr;
     float *scales = nullptr, *sums = nullptr;
     int32_t *offsets = nullptr, *half_offsets = nullptr;
 };
 
-// y (rows, n) = x w^T + bias for the panels of n outputs, or += where `add`. A null bias is none.
+// y (rows, n) = x w^T + bias for the panels of n outputs, or += if `add`. bias may be null.
 struct LinearTask {
-    const void* x = nullptr;  // of float weights; rows ldx apart
+    const void* x = nullptr;  // for float weights; row stride ldx
     size_t ldx = 0, rows = 0;
-    QuantisedInputs quantised = {};  // of quantised weights; rows of whole blocks
+    QuantisedInputs quantised = {};  // for quantised weights; rows are whole blocks
     const void* panels = nullptr;
     size_t steps = 0, n = 0;
     const float* bias = nullptr;
-    float* y = nullptr;  // rows ldy apart
+    float* y = nullptr;  // row stride ldy
     size_t ldy = 0;
     bool add = false;
 };

@@ -1,7 +1,7 @@
-// Ceilings of the machine: bytes through its caches and memory, multiplications and additions in registers.
+// Hardware ceilings: the bandwidth of caches and memory, and multiply-adds in registers.
 //
-// These kernels compute nothing of use; their rates are the ceilings that other kernels are compared with. The caller
-// splits memory over threads and keeps the time.
+// These kernels compute nothing useful; their rates are the ceilings that other kernels are compared with. The caller
+// splits memory over threads and measures time.
 #pragma once
 #include "kernels/dispatch.h"
 #include "simd/dot.h"
@@ -12,7 +12,7 @@ namespace {
 
 namespace probe {
 
-// The compiler must assume that `x` changes here, so nothing that depends on it is hoisted out of a loop.
+// Makes the compiler assume that `x` changes, so that nothing that depends on it is hoisted out of a loop.
 template <class T>
 WHET_INLINE void touch(Vec<T>& x) {
 #if defined(__x86_64__)
@@ -25,7 +25,7 @@ WHET_INLINE void touch(Vec<T>& x) {
 }
 WHET_INLINE void touch_memory() { __asm__ volatile("" ::: "memory"); }
 
-// body(offset, i) for the offsets of all vectors in [0, n_bytes), a multiple of kProbeStep; i counts kStreams of them.
+// Calls body(offset, i) for all vectors in [0, n_bytes), a multiple of kProbeStep; i is the vector modulo kStreams.
 constexpr int kStreams = kProbeStep / kVecBytes;
 template <class Body>
 WHET_INLINE void each_vector(size_t n_bytes, Body body) {
@@ -37,9 +37,9 @@ WHET_INLINE void each_vector(size_t n_bytes, Body body) {
 
 }  // namespace probe
 
-// The bitwise or of all vectors' 8-byte words, so that every vector is loaded; `repeats` times over.
+// Returns the bitwise or of all 8-byte words, which loads every vector, `repeats` times.
 uint64_t probe_read(const void* x, size_t n_bytes, size_t repeats) {
-    i64x8 even(0), odd(0);  // more of them read no faster, nor do two streams, nor prefetching
+    i64x8 even(0), odd(0);  // more accumulators, two streams or prefetching are not faster
     for (size_t r = 0; r < repeats; ++r) {
         probe::each_vector(n_bytes, [&](size_t at, int i) WHET_INLINE_LAMBDA {
             i64x8& seen = i % 2 == 0 ? even : odd;
@@ -52,7 +52,7 @@ uint64_t probe_read(const void* x, size_t n_bytes, size_t repeats) {
     return static_cast<uint64_t>(word);
 }
 
-// x to out, `repeats` times; `streaming` stores bypass the caches. Both aligned to 64 bytes.
+// Copies x to out, `repeats` times; `streaming` stores bypass the caches. Both are aligned to 64 bytes.
 void probe_copy(float* out, const float* x, size_t n, bool streaming, size_t repeats) {
     const auto pass = [&](auto put) WHET_INLINE_LAMBDA {
         for (size_t r = 0; r < repeats; ++r) {
@@ -84,12 +84,12 @@ void probe_scale(float* x, size_t n, float factor, size_t repeats) {
 
 namespace probe {
 
-// Independent sums: enough to fill the pipelines (4 to 6 cycles deep, 1 or 2 a cycle), few enough to stay in
-// registers beside the operands.
+// Independent sums: enough to fill the pipelines (4 to 6 cycles deep, 1 or 2 a cycle), few enough to fit in registers
+// with the operands.
 constexpr int kChains = kParts == 1 ? kProbeChains : 4;
 
-// sums[c] = step(sums[c], a, b), `iterations` times for each of kChains vectors; the number of steps done. A step
-// computes from a and b anew for each chain.
+// Computes sums[c] = step(sums[c], a, b), `iterations` times for each of kChains vectors; returns the number of steps.
+// Each step reads a and b again.
 template <class Sum, class A, class B, class Step>
 WHET_INLINE size_t run_chains(const A* a, const B* b, Sum* sums, size_t iterations, Step step) {
     Vec<A> x = load(a);
@@ -111,25 +111,25 @@ WHET_INLINE size_t run_chains(const A* a, const B* b, Sum* sums, size_t iteratio
 
 }  // namespace probe
 
-// 16 multiplications and 16 additions a step.
+// 16 multiply-adds per step.
 size_t probe_fma_f32(const float a[16], const float b[16], float* sums, size_t iterations) {
     return probe::run_chains(a, b, sums, iterations,
                              [](f32x16 sum, f32x16 x, f32x16 y) WHET_INLINE_LAMBDA { return fma(x, y, sum); });
 }
 
-// 8 and 8.
+// 8 multiply-adds per step.
 size_t probe_fma_f64(const double a[8], const double b[8], double* sums, size_t iterations) {
     return probe::run_chains(a, b, sums, iterations,
                              [](f64x8 sum, f64x8 x, f64x8 y) WHET_INLINE_LAMBDA { return fma(x, y, sum); });
 }
 
-// 32 and 32.
+// 32 multiply-adds per step.
 size_t probe_fma_bf16(const uint16_t a[32], const uint16_t b[32], float* sums, size_t iterations) {
     return probe::run_chains(a, b, sums, iterations,
                              [](f32x16 sum, u16x32 x, u16x32 y) WHET_INLINE_LAMBDA { return dot_bf16(sum, x, y); });
 }
 
-// 64 and 64.
+// 64 multiply-adds per step.
 size_t probe_fma_int8(const uint8_t a[64], const int8_t b[64], int32_t* sums, size_t iterations) {
     return probe::run_chains(a, b, sums, iterations,
                              [](i32x16 sum, u8x64 x, i8x64 y) WHET_INLINE_LAMBDA { return dot_int8(sum, x, y); });

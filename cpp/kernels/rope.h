@@ -1,9 +1,9 @@
 // Rotary position embedding (Su et al., 2021, equation 34), in place on the heads of one token.
 //
-// Each pair (a, b) of a head is rotated by the angle of its token and its place: (a cos - b sin, a sin + b cos). NeoX
-// pairs element i with i + rotary_dim / 2, GPT-J element 2i with 2i + 1; `inverse` rotates back. Elements from
-// rotary_dim on stay as they are. float32 arithmetic, one rounding to nearest even on a bfloat16 store. cos_sin holds
-// rotary_dim / 2 cosines and then as many sines. The caller splits tokens over threads.
+// Each pair (a, b) of a head is rotated by the angle of its token and index: (a cos - b sin, a sin + b cos). NeoX pairs
+// element i with i + rotary_dim / 2, GPT-J element 2i with 2i + 1; `inverse` rotates back. Elements from rotary_dim on
+// are unchanged. float32 arithmetic, one rounding to nearest even on a bfloat16 store. cos_sin holds rotary_dim / 2
+// cosines and then as many sines. The caller splits tokens over threads.
 #pragma once
 #include "simd/dot.h"
 #include "simd/math.h"
@@ -14,7 +14,7 @@ namespace {
 
 namespace rope {
 
-// Pairs from `at` on, 16 of them or the first n: the first members in `even`, the second ones in `odd`.
+// Loads and stores 16 pairs from `at` on, or only n: the first members in `even`, the second members in `odd`.
 struct NeoxF32 {
     static constexpr bool kBy32 = false;
 
@@ -65,7 +65,7 @@ struct GptjF32 {
         store(x + 2 * at, low);
         store(x + 2 * at + f32x16::kLanes, high);
     }
-    // How many of 2n elements are in the first of two vectors.
+    // How many of 2n elements fit in the first of two vectors.
     WHET_INLINE static int in_low(int n) { return 2 * n < f32x16::kLanes ? 2 * n : f32x16::kLanes; }
     WHET_INLINE static F32Pairs get_first(const float* x, size_t, size_t at, int n) {
         const f32x16 low = load_first(x + 2 * at, in_low(n), 0.0f);
@@ -102,7 +102,7 @@ WHET_INLINE F32Pairs rotate(F32Pairs v, f32x16 cos, f32x16 sin) {
     return {fma(-v.odd, sin, v.even * cos), fma(v.even, sin, v.odd * cos)};
 }
 
-// The pairs [at, at + 16 n) of all heads: their cosines and sines stay in registers.
+// Rotates pairs [at, at + 16 n) of all heads; their cosines and sines stay in registers.
 template <class Pairs, int n, class T>
 WHET_INLINE void rotate_block(T* x, size_t n_heads, ptrdiff_t head_stride, const float* cos_sin, size_t half, size_t at,
                               f32x16 sign) {
@@ -121,8 +121,8 @@ WHET_INLINE void rotate_block(T* x, size_t n_heads, ptrdiff_t head_stride, const
     }
 }
 
-// The same for [at, at + 32 n) of NeoX pairs in bfloat16: to take the even and the odd lanes of 32 numbers apart and
-// put them together again is cheaper than to widen and narrow them 16 at a time.
+// rotate_block for NeoX pairs [at, at + 32 n) in bfloat16: splitting 32 numbers into even and odd lanes and zipping
+// them again is cheaper than widening and narrowing 16 at a time.
 template <int n>
 WHET_INLINE void rotate_by_32(uint16_t* x, size_t n_heads, ptrdiff_t head_stride, const float* cos_sin, size_t half,
                               size_t at, f32x16 sign) {
@@ -147,7 +147,7 @@ WHET_INLINE void rotate_by_32(uint16_t* x, size_t n_heads, ptrdiff_t head_stride
     }
 }
 
-// The last n < 16 pairs of all heads, from `at` on.
+// Rotates the last n < 16 pairs of all heads, from `at` on.
 template <class Pairs, class T>
 WHET_INLINE void rotate_tail(T* x, size_t n_heads, ptrdiff_t head_stride, const float* cos_sin, size_t half, size_t at,
                              f32x16 sign) {
@@ -186,19 +186,19 @@ WHET_INLINE void rotate_heads(T* x, size_t n_heads, ptrdiff_t head_stride, const
     if (at < half) rotate_tail<Pairs>(x, n_heads, head_stride, cos_sin, half, at, sign);
 }
 
-// Taylor coefficients of sin(r) / r and cos(r) in r^2. For |r| <= pi / 4 the first term left out is below 1e-10.
+// Taylor coefficients of sin(r) / r and cos(r) in r^2. For |r| <= pi / 4 the first omitted term is below 1e-10.
 constexpr double kSin[] = {1.0, -1.0 / 6, 1.0 / 120, -1.0 / 5040, 1.0 / 362880, -1.0 / 39916800};
 constexpr double kCos[] = {1.0, -1.0 / 2, 1.0 / 24, -1.0 / 720, 1.0 / 40320, -1.0 / 3628800, 1.0 / 479001600};
 constexpr double kPiHalfHigh = 0x1.921fb54442d18p+0, kPiHalfLow = 0x1.1a62633145c07p-54;
 
-// sin and cos of an angle, both within 1e-10 where n = angle / (pi / 2) is below 2^31: n pi / 2 is taken away in two
-// parts by fma, so that large angles lose nothing but their own rounding.
+// sin and cos of an angle, both within 1e-10 if n = angle / (pi / 2) is below 2^31: n pi / 2 is subtracted in two parts
+// by fma, so that large angles have only their own rounding error.
 WHET_INLINE void sin_cos(f64x8 angle, f64x8& sin, f64x8& cos) {
-    const Rounded<double> turns(angle, f64x8(0.63661977236758134308));
-    const f64x8 n = turns.value();
+    const Rounded<double> quarters(angle, f64x8(0.63661977236758134308));
+    const f64x8 n = quarters.value();
     const f64x8 r = fma(n, f64x8(-kPiHalfLow), fma(n, f64x8(-kPiHalfHigh), angle)), z = r * r;
     const f64x8 s = r * polynomial(z, kSin), c = polynomial(z, kCos);
-    const auto quarter = bit_cast<i64x8>(turns.shifted);  // n in its low bits
+    const auto quarter = bit_cast<i64x8>(quarters.shifted);  // n in its low bits
     const auto odd = (quarter & i64x8(1)) != i64x8(0);
     sin = select(odd, c, s), cos = select(odd, s, c);
     sin = select((quarter & i64x8(2)) != i64x8(0), -sin, sin);
@@ -224,8 +224,8 @@ void rope_gptj_bf16(uint16_t* x, size_t n_heads, ptrdiff_t head_stride, const fl
     rope::rotate_heads<rope::GptjBf16>(x, n_heads, head_stride, cos_sin, rotary_dim, inverse);
 }
 
-// scale cos(position inv_freq[i]) in cos_sin[i] and scale sin(...) in cos_sin[n + i], for i in [0, n). In float64, with
-// one rounding to float32.
+// Writes scale cos(position inv_freq[i]) to cos_sin[i] and scale sin(...) to cos_sin[n + i], for i in [0, n), computed
+// in float64 with one rounding to float32.
 void rope_cos_sin(double position, const double* inv_freq, size_t n, double scale, float* cos_sin) {
     constexpr size_t kStep = f64x8::kLanes;
     for (size_t at = 0; at < n; at += kStep) {

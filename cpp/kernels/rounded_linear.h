@@ -1,10 +1,10 @@
-// y = x bf16(w)^T for a few rows of x over float32 weights in their own layout, each rounded to bfloat16 as it
-// is loaded: what a product with a bfloat16 copy of w gives, without a copy that could be out of date. Products are
-// exact and sums float32, in the order of dot_bf16.
+// y = x bf16(w)^T for a few rows of x and unpacked float32 weights, rounded to bfloat16 on load: the result equals the
+// product with a bfloat16 copy of w, but no copy can be stale. Products are exact and sums float32, in the order of
+// dot_bf16.
 //
-// By rows (w is (n, k)), lane l sums the pairs of columns l mod 16 in order, and the 16 sums are added as a tree, those
-// of 16 results at a time: for a k of some hundreds that costs as much as the products. By columns (w is (k, n)) each y
-// sums over the pairs of k in order.
+// By rows (w is (n, k)), lane l sums the pairs of columns l mod 16 in order, and the 16 sums are added as a tree, 16
+// results at a time: for a k of some hundreds that costs as much as the products. By columns (w is (k, n)) each y is
+// summed over the pairs of k in order.
 #pragma once
 #include "kernels/rows.h"
 #include "simd/dot.h"
@@ -32,12 +32,12 @@ WHET_INLINE u16x32 read_inputs(const uint16_t* x, size_t count) {
     return load(lanes);
 }
 
-// sums[r n_inputs + i]: lane by lane the sums of row r of w and row i of x.
+// sums[r n_inputs + i]: the lane-wise dot product of row r of w and row i of x.
 template <int n_rows, int n_inputs>
 WHET_INLINE void dot_rows(const float* w, size_t ldw, size_t k, const uint16_t* x, size_t ldx, f32x16* sums) {
     f32x16 sum[n_rows * n_inputs];
 #pragma GCC unroll 16
-    for (f32x16& of_pair : sum) of_pair = f32x16(0.0f);
+    for (f32x16& pair_sum : sum) pair_sum = f32x16(0.0f);
     const auto add = [&](size_t at, size_t count) WHET_INLINE_LAMBDA {
         u16x32 weights[n_rows];
 #pragma GCC unroll 2
@@ -63,13 +63,13 @@ WHET_INLINE void dot_rows(const float* w, size_t ldw, size_t k, const uint16_t* 
     for (int j = 0; j < n_rows * n_inputs; ++j) sums[j] = sum[j];
 }
 
-// 16 results: of 16 / n_inputs rows of w, or the first n of them. With 8 inputs their loads cost more than the
-// products, and two rows of w share them; with fewer, one stream from memory is faster than two.
+// 16 results: 16 / n_inputs rows of w, or only the first n. With 8 inputs, loading them costs more than the products,
+// so two rows of w share the loads; with fewer, one stream from memory is faster than two.
 template <int n_inputs>
 WHET_INLINE void dot_tile(const float* w, size_t ldw, size_t n, size_t k, const uint16_t* x, size_t ldx, float* y,
                           size_t ldy) {
     f32x16 sums[16];
-    for (f32x16& of_pair : sums) of_pair = f32x16(0.0f);
+    for (f32x16& pair_sum : sums) pair_sum = f32x16(0.0f);
     if (n_inputs == 8 && n == 2) {
         dot_rows<2, n_inputs>(w, ldw, k, x, ldx, sums);
     } else {
@@ -96,8 +96,8 @@ template <int n_vectors, int n_inputs>
 WHET_INLINE void add_columns(const float* w, size_t ldw, size_t k, const uint16_t* x, size_t ldx, float* y, size_t ldy,
                              int count) {
     f32x16 sum[n_vectors][n_inputs];
-    for (auto& of_vector : sum) {
-        for (f32x16& sum : of_vector) sum = f32x16(0.0f);
+    for (auto& vector_sums : sum) {
+        for (f32x16& vector_sum : vector_sums) vector_sum = f32x16(0.0f);
     }
     for (size_t j = 0; j < k; j += 2) {
         const bool paired = j + 1 < k;
@@ -128,14 +128,14 @@ WHET_INLINE void all_inputs_by_columns(const float* w, size_t ldw, size_t k, con
 
 void rounded_linear_rows(const float* w, size_t ldw, size_t n, size_t k, const uint16_t* x, size_t ldx, size_t m,
                          float* y, size_t ldy) {
-    for (size_t row = 0; row < n; row += 16) {  // multiplied by every row of x before the next weights are read
+    for (size_t row = 0; row < n; row += 16) {  // multiplied with every row of x before the next weights are read
         const size_t count = row + 16 < n ? 16 : n - row;
-        const float* some = w + row * ldw;
+        const float* rows = w + row * ldw;
         size_t i = 0;
-        for (; i + 8 <= m; i += 8) rounded::dot_tiles<8>(some, ldw, count, k, x + i * ldx, ldx, y + i * ldy + row, ldy);
-        for (; i + 4 <= m; i += 4) rounded::dot_tiles<4>(some, ldw, count, k, x + i * ldx, ldx, y + i * ldy + row, ldy);
-        for (; i + 2 <= m; i += 2) rounded::dot_tiles<2>(some, ldw, count, k, x + i * ldx, ldx, y + i * ldy + row, ldy);
-        for (; i < m; ++i) rounded::dot_tiles<1>(some, ldw, count, k, x + i * ldx, ldx, y + i * ldy + row, ldy);
+        for (; i + 8 <= m; i += 8) rounded::dot_tiles<8>(rows, ldw, count, k, x + i * ldx, ldx, y + i * ldy + row, ldy);
+        for (; i + 4 <= m; i += 4) rounded::dot_tiles<4>(rows, ldw, count, k, x + i * ldx, ldx, y + i * ldy + row, ldy);
+        for (; i + 2 <= m; i += 2) rounded::dot_tiles<2>(rows, ldw, count, k, x + i * ldx, ldx, y + i * ldy + row, ldy);
+        for (; i < m; ++i) rounded::dot_tiles<1>(rows, ldw, count, k, x + i * ldx, ldx, y + i * ldy + row, ldy);
     }
 }
 

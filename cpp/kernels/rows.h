@@ -1,5 +1,5 @@
-// A row of float32 or bfloat16, read and written as vectors of float32; its sums. The kernels that work row by row
-// (norm.h, softmax.h, activations.h) are built on these.
+// Reads and writes rows of float32 or bfloat16 as float32 vectors, and sums over rows: the basis of the row-wise
+// kernels (norm.h, softmax.h, activations.h).
 #pragma once
 #include "simd/dot.h"
 #include "simd/math.h"
@@ -10,7 +10,7 @@ namespace {
 
 namespace rows {
 
-// `count` elements from x, 16 or fewer; the other lanes are `fill`.
+// Reads `count` <= 16 elements; the other lanes are `fill`.
 WHET_INLINE f32x16 read(const float* x, int count, float fill = 0.0f) {
     return count == 16 ? load(x) : load_first(x, count, fill);
 }
@@ -21,7 +21,7 @@ WHET_INLINE f32x16 read(const uint16_t* x, int count, float fill = 0.0f) {
     return load(lanes);
 }
 
-// The first `count` lanes to out; bfloat16 is rounded to nearest even.
+// Stores the first `count` lanes; bfloat16 is rounded to nearest even.
 WHET_INLINE void put(float* out, f32x16 v, int count) { count == 16 ? store(out, v) : store_first(out, v, count); }
 WHET_INLINE void put(uint16_t* out, f32x16 v, int count) {
     if (count == 16) {
@@ -33,7 +33,7 @@ WHET_INLINE void put(uint16_t* out, f32x16 v, int count) {
     for (int i = 0; i < count; ++i) out[i] = lanes[i];
 }
 
-// body(at, count) for the vectors of [begin, n): count is 16, and for the last what is left.
+// Calls body(at, count) for the vectors of [begin, n): count is 16, or less for the last one.
 template <class Body>
 WHET_INLINE void each(size_t begin, size_t n, Body body) {
     size_t at = begin;
@@ -42,10 +42,10 @@ WHET_INLINE void each(size_t begin, size_t n, Body body) {
     if (at < n) body(at, static_cast<int>(n - at));
 }
 
-// out[at ...] = value(at, count). `streaming` stores whole lines of float32 without caching them: for results that are
-// larger than the caches; finish_rows() must be called before another thread reads it. The row at `next`, if it is not
-// null, is prefetched into L1 only. An element is read before it is written, so that out may be an
-// array that `value` reads.
+// Writes out[at ...] = value(at, count). `streaming` stores whole lines of float32 bypassing the caches, for results
+// larger than the caches; finish_rows() must be called before another thread reads them. The row at `next`, if not
+// null, is prefetched into L1 only. Elements are read before they are written, so that out may be an array that `value`
+// reads.
 template <class T, class Value>
 WHET_INLINE void write(size_t n, T* out, bool streaming, Value value, const T* next = nullptr) {
     size_t begin = 0;
@@ -63,8 +63,8 @@ WHET_INLINE void write(size_t n, T* out, bool streaming, Value value, const T* n
     each(begin, n, [&](size_t at, int count) WHET_INLINE_LAMBDA { put(out + at, value(at, count), count); });
 }
 
-// Sums over a row to total[], where add(sums, at, count) adds 16 elements' terms to each of sums[]: in float32 within
-// blocks of 16 vectors, in float64 beyond. An error of 6 roundings of float32 at most, of 16 in the last block.
+// Sums over a row to total[], where add(sums, at, count) adds the terms of 16 elements to each of sums[]: float32
+// within blocks of 16 vectors, float64 across blocks. The error is at most 6 float32 roundings, 16 in the last block.
 template <int kSums, class Add>
 WHET_INLINE void sum(size_t n, double (&total)[kSums], Add add) {
     constexpr size_t kBlock = 256;

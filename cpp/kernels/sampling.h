@@ -1,10 +1,10 @@
-// Reductions that sampling needs over a row of logits x: weights relative to a maximum, their sums, maxima, and the
-// logits above a cut.
+// Reductions over a row of logits x for sampling: weights relative to a maximum, their sums, maxima, and the logits
+// above a cutoff.
 //
-//   w_i = exp2((x_i - top) scale)     scale = log2(e) / temperature
+//   w_i = exp2((x_i - maximum) scale)     scale = log2(e) / temperature
 //
-// A weight is within 3e-7 (1 + |log w|) relative, is 1 at the top, and 0 where it would be below 2^-126. Sums are
-// float32 over 8 vectors and float64 beyond. The token is chosen from these by engine/sampler.cpp.
+// A weight has a relative error of at most 3e-7 (1 + |log w|), is 1 at the maximum, and 0 below 2^-126. Sums are
+// float32 over 8 vectors and float64 across them. engine/sampler.cpp chooses the token.
 #pragma once
 #include "kernels/rows.h"
 #include "kernels/softmax.h"
@@ -18,16 +18,16 @@ namespace {
 
 namespace sampling {
 
-WHET_INLINE f32x16 weight_of(f32x16 x, f32x16 top, f32x16 scale) {
-    const f32x16 u = (x - top) * scale;
-    return select(u < f32x16(-126.0f), f32x16(0.0f), exp2_fast(u));  // a NaN stays
+WHET_INLINE f32x16 weight_of(f32x16 x, f32x16 maximum, f32x16 scale) {
+    const f32x16 u = (x - maximum) * scale;
+    return select(u < f32x16(-126.0f), f32x16(0.0f), exp2_fast(u));  // NaN stays NaN
 }
 
-// use(weights, at, count) for each vector; the sum of all weights. The elements behind the row are prefetched.
+// Calls use(weights, at, count) for each vector; returns the sum of all weights. Prefetches the elements after the row.
 template <class Use>
-WHET_INLINE double weigh(const float* x, size_t n, float top, float scale, Use use) {
+WHET_INLINE double exp_weights(const float* x, size_t n, float maximum, float scale, Use use) {
     constexpr size_t kRun = 128;
-    const f32x16 all_top(top), all_scale(scale);
+    const f32x16 all_maximum(maximum), all_scale(scale);
     f64x8 total(0.0);
     const auto add = [&](f32x16 run) WHET_INLINE_LAMBDA {
         const F64Pair wide = widen(run);
@@ -42,7 +42,7 @@ WHET_INLINE double weigh(const float* x, size_t n, float top, float scale, Use u
             for (size_t i = 0; i < 2; ++i) {
                 const size_t from = at + pair + 16 * i;
                 __builtin_prefetch(x + n + from);
-                const f32x16 weights = weight_of(load(x + from), all_top, all_scale);
+                const f32x16 weights = weight_of(load(x + from), all_maximum, all_scale);
                 run[i] += weights;
                 use(weights, from, 16);
             }
@@ -51,7 +51,7 @@ WHET_INLINE double weigh(const float* x, size_t n, float top, float scale, Use u
     }
     f32x16 run(0.0f);
     rows::each(at, n, [&](size_t i, int count) WHET_INLINE_LAMBDA {
-        const f32x16 weights = weight_of(rows::read(x + i, count, -__builtin_inff()), all_top, all_scale);
+        const f32x16 weights = weight_of(rows::read(x + i, count, -__builtin_inff()), all_maximum, all_scale);
         run += weights;
         use(weights, i, count);
     });
@@ -61,70 +61,73 @@ WHET_INLINE double weigh(const float* x, size_t n, float top, float scale, Use u
 
 }  // namespace sampling
 
-// For each block of the row: tops, the greatest logit up to its end, and sums, of its weights relative to that. A NaN
-// or +inf makes its block's sum NaN.
-void exp_sum_blocks_f32(const float* x, size_t n, size_t block, float scale, double* sums, float* tops) {
-    float top = kNothing;
+// For each block of the row: the maximum logit up to its end, and the sum of its weights relative to that maximum. NaN
+// or +inf makes the block's sum NaN.
+void exp_sum_blocks_f32(const float* x, size_t n, size_t block, float scale, double* sums, float* maxima) {
+    float maximum = kInitialMax;
     for (size_t begin = 0; begin < n; begin += block) {
         const size_t length = n - begin < block ? n - begin : block;
-        const float block_top = softmax_row::top_of(x + begin, length);
-        if (block_top > top) top = block_top;
-        *tops++ = top;
-        *sums++ = sampling::weigh(x + begin, length, top, scale, [](f32x16, size_t, int) WHET_INLINE_LAMBDA {});
+        const float block_maximum = softmax_row::max_of(x + begin, length);
+        if (block_maximum > maximum) maximum = block_maximum;
+        *maxima++ = maximum;
+        *sums++ =
+            sampling::exp_weights(x + begin, length, maximum, scale, [](f32x16, size_t, int) WHET_INLINE_LAMBDA {});
     }
 }
 
-double exp_weights_f32(const float* x, size_t n, float top, float scale, float* weights) {
-    return sampling::weigh(x, n, top, scale, [&](f32x16 w, size_t at, int count) WHET_INLINE_LAMBDA {
+double exp_weights_f32(const float* x, size_t n, float maximum, float scale, float* weights) {
+    return sampling::exp_weights(x, n, maximum, scale, [&](f32x16 w, size_t at, int count) WHET_INLINE_LAMBDA {
         rows::put(weights + at, w, count);
     });
 }
 
-// 16 maxima for each span of 256 logits, over every 16th of them; -inf where there are none. Returns the greatest of
-// all, or NaN if the row holds NaN or +inf.
-float lane_maxima_f32(const float* x, size_t n, float* tops) {
+// Writes 16 maxima per span of 256 logits, each over every 16th logit; -inf beyond the row. Returns the maximum of all,
+// or NaN if the row holds NaN or +inf.
+float lane_maxima_f32(const float* x, size_t n, float* maxima) {
     constexpr size_t kSpan = 256;
     constexpr float kLowest = -__builtin_inff();
     f32x16 greatest(kLowest), nan(0.0f);
-    const auto take = [&](f32x16 v, f32x16& top) WHET_INLINE_LAMBDA {
-        top = max(v, top);
+    const auto update = [&](f32x16 v, f32x16& maximum) WHET_INLINE_LAMBDA {
+        maximum = max(v, maximum);
         // 0 times a finite number is 0: only NaN and +inf give NaN.
-        nan = fma(max(f32x16(kNothing), v), f32x16(0.0f), nan);
+        nan = fma(max(f32x16(kInitialMax), v), f32x16(0.0f), nan);
     };
-    for (size_t begin = 0; begin < n; begin += kSpan, tops += 16) {
-        f32x16 top(kLowest);
+    for (size_t begin = 0; begin < n; begin += kSpan, maxima += 16) {
+        f32x16 maximum(kLowest);
         if (begin + kSpan <= n) {
             f32x16 other(kLowest);
             WHET_UNROLL(8)
             for (size_t i = 0; i < kSpan; i += 32) {
                 __builtin_prefetch(x + begin + 4 * kSpan + i);
                 __builtin_prefetch(x + begin + 4 * kSpan + i + 16);
-                take(load(x + begin + i), top);
-                take(load(x + begin + i + 16), other);
+                update(load(x + begin + i), maximum);
+                update(load(x + begin + i + 16), other);
             }
-            top = max(top, other);
+            maximum = max(maximum, other);
         } else {
-            rows::each(begin, n,
-                       [&](size_t i, int count) WHET_INLINE_LAMBDA { take(rows::read(x + i, count, kLowest), top); });
+            rows::each(begin, n, [&](size_t i, int count) WHET_INLINE_LAMBDA {
+                update(rows::read(x + i, count, kLowest), maximum);
+            });
         }
-        store(tops, top);
-        greatest = max(top, greatest);
+        store(maxima, maximum);
+        greatest = max(maximum, greatest);
     }
     return max_lane(greatest) + sum_lanes(nan);
 }
 
-// The logits that are not below the finite cut, and their places, in order; returns how many. Both outputs have room
-// for n + 16.
-size_t gather_above_f32(const float* x, size_t n, float cut, float* values, int32_t* ids) {
-    size_t found = 0;
+// Gathers the logits >= the finite cutoff and their indices, in order; returns their number. Both outputs have capacity
+// n + 16.
+size_t gather_above_f32(const float* x, size_t n, float cutoff, float* values, int32_t* ids) {
+    size_t n_found = 0;
     rows::each(0, n, [&](size_t at, int count) WHET_INLINE_LAMBDA {
         const f32x16 v = rows::read(x + at, count, -__builtin_inff());
-        const uint32_t bits = lane_bits(v < f32x16(cut)) ^ 0xffff;
+        const uint32_t bits = lane_bits(v < f32x16(cutoff)) ^ 0xffff;
         if (bits != 0) {
-            found += static_cast<size_t>(store_picked(values + found, ids + found, v, static_cast<int32_t>(at), bits));
+            n_found += static_cast<size_t>(
+                store_compressed(values + n_found, ids + n_found, v, static_cast<int32_t>(at), bits));
         }
     });
-    return found;
+    return n_found;
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Soft-caps, element by element: y = cap tanh(x / cap), which is close to x for small x and never beyond cap (Gemma 2,
-// 2024), and the gradient: dx = dy (1 - (y / cap)^2).
+// Soft-capping, element-wise: y = cap tanh(x / cap), close to x for small x and bounded by cap (Gemma 2, 2024), and its
+// gradient: dx = dy (1 - (y / cap)^2).
 //
 // inf gives cap, NaN gives NaN. out may be x.
 #pragma once
@@ -25,7 +25,7 @@ void softcap_bf16(const uint16_t* x, size_t n, float cap, bool streaming, uint16
     });
 }
 
-// grad, that of y, becomes that of x.
+// Converts grad in place from the gradient of y to the gradient of x.
 template <class T>
 WHET_INLINE void softcap_backward_row(const float* y, size_t n, float cap, T* grad) {
     const f32x16 one(1.0f), inverse(1.0f / cap);

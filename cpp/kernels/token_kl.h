@@ -3,9 +3,9 @@
 //   token_kl           exp(p) (p - q)         p = log policy, q = log reference
 //   token_kl_schulman  exp(r) - r - 1         r = q - p         (k3; Schulman 2020, "Approximating KL divergence")
 //
-// A token of zero policy probability (p = -inf) adds nothing to the first: x log x -> 0. Masked tokens add nothing
-// whatever they hold. Each kernel adds its sum to total[0] and what rounding dropped from it to total[1].
-// float32 terms are summed by fours in float32, beyond that in float64.
+// A token of zero policy probability (p = -inf) adds 0 to token_kl: x log x -> 0. Masked tokens are ignored. Each
+// kernel adds its sum to total[0] and its rounding error to total[1]. float32 terms are summed in fours in float32,
+// then in float64.
 #pragma once
 #include "simd/math.h"
 #include "simd/vec.h"
@@ -16,7 +16,7 @@ namespace {
 template <class T, class Term>
 WHET_INLINE void sum_over_tokens(const T* p, const T* q, const uint8_t* mask, size_t n, double total[2], Term term) {
     constexpr int lanes = Vec<T>::kLanes;
-    ExactSum sum;
+    CompensatedSum sum;
     size_t i = 0;
     auto term_at = [&](size_t at) WHET_INLINE_LAMBDA {
         const Vec<T> x = term(load(p + at), load(q + at));
@@ -54,7 +54,7 @@ WHET_INLINE void token_kl_schulman(const T* p, const T* q, const uint8_t* mask, 
         const Vec<T> r = q - p;
         const Vec<T> k3 = exp_minus_1_minus_x(r);
         if constexpr (sizeof(T) == 4) return k3;
-        // What q - p rounded away moves k3 by its derivative, exp(r) - 1 = k3 + r: twice as far as 1 ULP near r = 0.
+        // The rounding error of q - p changes k3 by its derivative, exp(r) - 1 = k3 + r: up to 2 ULP near r = 0.
         const Vec<T> back = r - q;
         const Vec<T> lost = (q - (r - back)) - (p + back);
         const Vec<T> corrected = fma(lost, k3 + r, k3);

@@ -1,14 +1,14 @@
-// Log-probability of one token, and the entropy, of softmax(logits / temperature): one pass over a row, which may be
-// read in parts.
+// Log-probability of one token, and entropy, of softmax(logits / temperature): one pass over a row, which may be
+// processed in parts.
 //
 //   log pi(y) = z_y - log sum_i exp(z_i),   H = log Z - sum_i pi_i z_i,   z = logits / temperature
 //
-// The row is read in chunks that stay in L1: a chunk's maximum first, then its exponentials, with
-// the running sums rescaled when the maximum grows (online softmax; Milakov & Gimelshein 2018). Exponents are in base
-// 2 relative to the maximum; sums are float64. The token itself stays out of the sum, S: its log-probability is
-// -log1p(S / exp(z_y)), which keeps its digits when it is close to 0.
+// The row is read in chunks that fit in L1: first a chunk's maximum, then its exponentials, with the running sums
+// rescaled when the maximum grows (online softmax; Milakov & Gimelshein 2018). Exponents are in base 2 relative to the
+// maximum; sums are float64. The token itself is excluded from the sum S: its log-probability is -log1p(S / exp(z_y)),
+// which is accurate close to 0.
 //
-// A NaN logit, an infinite one, or a row of -inf gives NaN; a -inf token in a proper row gives -inf.
+// NaN or +inf in a row, or a row of only -inf, gives NaN; a token with -inf in another row gives -inf.
 #pragma once
 #include "kernels/rows.h"
 #include "kernels/token_sums.h"
@@ -26,14 +26,14 @@ WHET_INLINE float logit(const uint16_t* x) { return bit_cast<float>(static_cast<
 
 WHET_INLINE float base2_scale(double temperature) { return static_cast<float>(0x1.71547652b82fep+0 / temperature); }
 
-WHET_INLINE void raise_top(TokenSums& row, float top, float scale) {
-    const double shift = (static_cast<double>(row.top) - top) * scale;
+WHET_INLINE void raise_maximum(TokenSums& row, float maximum, float scale) {
+    const double shift = (static_cast<double>(row.maximum) - maximum) * scale;
     const double factor = __builtin_exp2(shift);
     if (row.weights > 0.0) {
         row.weighted_u = factor > 0.0 ? factor * (row.weighted_u + shift * row.weights) : 0.0;
         row.weights *= factor;
     }
-    row.top = top;
+    row.maximum = maximum;
 }
 
 template <bool with_entropy, class T>
@@ -45,19 +45,19 @@ WHET_SHARED void add_chunk(TokenSums& row, const T* logits, int n_vectors, float
         odd = max(load_logits(logits + 16 * i + 16), odd);
     }
     if (n_vectors % 2 != 0) even = max(load_logits(logits + 16 * (n_vectors - 1)), even);
-    const float chunk_top = max_lane(max(even, odd));
-    if (chunk_top > row.top) raise_top(row, chunk_top, scale);
+    const float chunk_maximum = max_lane(max(even, odd));
+    if (chunk_maximum > row.maximum) raise_maximum(row, chunk_maximum, scale);
 
-    const f32x16 top(row.top), per_logit(scale), lowest(-126.0f);
+    const f32x16 maximum(row.maximum), per_logit(scale), lowest(-126.0f);
     f64x8 weights(0.0), weighted_u(0.0);
     constexpr int run = 8;
     for (int begin = 0; begin < n_vectors; begin += run) {
         const int end = begin + run < n_vectors ? begin + run : n_vectors;
         f32x16 run_weights(0.0f), run_weighted_u(0.0f);
         for (int i = begin; i < end; ++i) {
-            // Prefetch the next chunk; a prefetch past the row's end does no harm.
+            // Prefetch the next chunk; prefetching beyond the row is harmless.
             __builtin_prefetch(logits + 16 * (n_vectors + i));
-            const f32x16 u = max(lowest, (load_logits(logits + 16 * i) - top) * per_logit);
+            const f32x16 u = max(lowest, (load_logits(logits + 16 * i) - maximum) * per_logit);
             const f32x16 weight = exp2_fast(u);
             run_weights += weight;
             if constexpr (with_entropy) run_weighted_u = fma(weight, u, run_weighted_u);
@@ -73,7 +73,7 @@ WHET_SHARED void add_chunk(TokenSums& row, const T* logits, int n_vectors, float
     if constexpr (with_entropy) row.weighted_u += segment_sum<8>(weighted_u)[0];
 }
 
-// Logits [0, n) of a row, or of a part of it; the token, if it is below n, is one of them.
+// Adds logits [0, n) of a row, or of a part of it, which includes the token if token < n.
 template <bool with_entropy, class T>
 WHET_INLINE void add_logits(TokenSums& row, const T* logits, size_t n, size_t token, float scale) {
     constexpr int chunk_vectors = 64;
@@ -104,22 +104,22 @@ WHET_INLINE void add_logits(TokenSums& row, const T* logits, size_t n, size_t to
     }
 }
 
-// lse = log sum_v exp(z_v), the token's among them. entropy may be null.
+// lse = log sum_v exp(z_v), including the token. entropy may be null.
 void token_logprobs_end(TokenSums row, double temperature, float* logprob, float* lse, float* entropy) {
     constexpr double kLn2 = 0x1.62e42fefa39efp-1;
     const float scale = base2_scale(temperature);
-    if (row.token_logit > row.top) raise_top(row, row.token_logit, scale);
-    if (row.top == kNothing) row.weights = __builtin_nan("");
-    const double token_u = (static_cast<double>(row.token_logit) - row.top) * scale;
+    if (row.token_logit > row.maximum) raise_maximum(row, row.token_logit, scale);
+    if (row.maximum == kInitialMax) row.weights = __builtin_nan("");
+    const double token_u = (static_cast<double>(row.token_logit) - row.maximum) * scale;
     const double token_weight = __builtin_exp2(token_u), total = row.weights + token_weight;
     const double log2_total = __builtin_log2(total);
     *logprob = static_cast<float>(token_u > -1.0 ? -__builtin_log1p(row.weights / token_weight)
                                                  : (token_u - log2_total) * kLn2);
-    *lse = static_cast<float>(row.top / temperature + log2_total * kLn2);
+    *lse = static_cast<float>(row.maximum / temperature + log2_total * kLn2);
     if (entropy == nullptr) return;
     const double token_part = token_weight > 0.0 ? token_weight * token_u : 0.0;
     const double h = (log2_total - (row.weighted_u + token_part) / total) * kLn2;
-    *entropy = static_cast<float>(h < 0.0 ? 0.0 : h);  // rounding may take a certain row below 0; NaN stays
+    *entropy = static_cast<float>(h < 0.0 ? 0.0 : h);  // rounding may give h < 0 if one token is certain; NaN stays NaN
 }
 
 void token_logprobs_add_f32(const float* logits, size_t n, size_t token, double temperature, bool with_entropy,
@@ -145,11 +145,11 @@ void token_logprobs_bf16(const uint16_t* logits, size_t n, size_t token, double 
     token_logprobs(logits, n, token, temperature, logprob, entropy);
 }
 
-// The gradient of grad * logprob in logits, of which these may be a part, from the row's lse = log sum_v exp(z_v / T):
+// The gradient of grad * logprob with respect to a row's logits, or a part of them, from lse = log sum_v exp(z_v / T):
 //
 //   d z_v = grad / T ([v = token] - exp(z_v / T - lse))
 //
-// `token` counts from the first of these logits; one that is not among them is n or more. out may be the logits.
+// `token` is relative to the first of these logits, and >= n if it is not among them. out may be the logits.
 template <class Out>
 WHET_INLINE void token_logprobs_backward_row(const float* logits, size_t n, size_t token, double temperature, float lse,
                                              float logprob, float grad, Out* out) {
@@ -159,12 +159,12 @@ WHET_INLINE void token_logprobs_backward_row(const float* logits, size_t n, size
         rows::put(out + at, weights * exp(fma(rows::read(logits + at, count), scale, shift)), count);
     });
     if (token >= n) return;
-    // Where p is close to 1, expm1 keeps the digits of 1 - p.
-    const auto own = static_cast<float>(weight * __builtin_expm1(logprob));
+    // expm1 computes 1 - p without cancellation if p is close to 1.
+    const auto token_grad = static_cast<float>(weight * __builtin_expm1(logprob));
     if constexpr (sizeof(Out) == sizeof(float)) {
-        out[token] = own;
+        out[token] = token_grad;
     } else {
-        out[token] = bf16_of(own);
+        out[token] = bf16_of(token_grad);
     }
 }
 void token_logprobs_backward_f32(const float* logits, size_t n, size_t token, double temperature, float lse,

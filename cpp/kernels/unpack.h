@@ -1,9 +1,9 @@
-// One panel of 16 outputs as rows of numbers: the way back from pack.h and pack_quantised.h, and what the format's
-// dequantize_row (engine/formats.h) makes of a row, to the bit. bfloat16 is that number, rounded to nearest even.
+// Unpacks one panel of 16 outputs to rows of numbers: the inverse of pack.h and pack_quantised.h, equal to the format's
+// dequantize_row (engine/formats.h) to the bit. bfloat16 output is that number, rounded to nearest even.
 //
-// All goes through tiles: some inputs of the 16 outputs, whose words a panel has side by side. They are transposed in
-// registers while they are words of several inputs, which takes one shuffle for 4 inputs of a quantised format and for
-// 2 of bfloat16, and become numbers row by row, by the scales of their own output.
+// Unpacking goes through tiles of inputs x 16 outputs. Words are transposed in registers before they are unpacked, one
+// shuffle for 4 inputs of a quantised format or 2 of bfloat16, and then converted row by row with their output's
+// scales.
 #pragma once
 #include "kernels/linear_quantised.h"
 #include "kernels/panel_task.h"
@@ -16,7 +16,7 @@ namespace {
 
 namespace unpack {
 
-// 16 words of 16 outputs, word by word, to `tile` output by output.
+// Stores 16 words of 16 outputs transposed: `tile` is output-major.
 template <class T>
 WHET_INLINE void put_transposed(f32x16 (&words)[16], T* tile) {
     transpose(words);
@@ -24,7 +24,7 @@ WHET_INLINE void put_transposed(f32x16 (&words)[16], T* tile) {
     for (int j = 0; j < 16; ++j) store(reinterpret_cast<float*>(tile) + 16 * j, words[j]);
 }
 
-// The words [first, first + 16) of the n that a panel has of an output; after the last, zeros.
+// Reads words [first, first + 16) of the panel's n words per output, padded with zeros.
 template <class T>
 WHET_INLINE void read_words(const void* panel, size_t first, size_t n, T* tile) {
     const float* from = static_cast<const float*>(panel) + 16 * first;
@@ -38,7 +38,7 @@ WHET_INLINE void read_words(const void* panel, size_t first, size_t n, T* tile) 
     put_transposed(words, tile);
 }
 
-// A tile reads the inputs from `at` on of all outputs, and puts the first n of output j into a row.
+// A tile reads inputs from `at` on for all outputs, and writes the first n of output j to a row.
 
 struct Float32Tile {
     static constexpr size_t kInputs = 16;
@@ -68,16 +68,16 @@ struct BFloat16Tile {
     }
 };
 
-// Inputs 4 v to 4 v + 3 of a block as bytes of a word: q, with a sign.
+// Inputs 4 v to 4 v + 3 of a block as signed bytes q of a word.
 template <class Panel, int v>
 WHET_INLINE f32x16 four_integers(const uint8_t* block) {
     u8x64 u;
     if constexpr (Panel::kBits == 8) {
         u = load(block + 64 * v);
     } else if constexpr (Panel::kBits == 4) {
-        u = v < 4 ? low_halves(load(block + 64 * v)) : high_halves(load(block + 64 * (v % 4)));
+        u = v < 4 ? low_nibbles(load(block + 64 * v)) : high_nibbles(load(block + 64 * (v % 4)));
     } else {
-        u = whole_integers<Panel::kBits, v>(block);
+        u = unpack_integers<Panel::kBits, v>(block);
     }
     return bit_cast<f32x16>(u - u8x64(Panel::kBias));
 }
@@ -88,13 +88,13 @@ WHET_INLINE void read_block(const uint8_t* block, f32x16* words) {
     if constexpr (v < 7) read_block<Panel, v + 1>(block, words);
 }
 
-// Two blocks of 32 inputs; the second may be beyond the end.
+// Two blocks of 32 inputs; the second may not exist.
 template <class Panel>
 struct QuantisedTile {
     static constexpr PanelLayout kLayout = Panel::kLayout;
     static constexpr size_t kInputs = 2 * kQuantBlock, kGroup = kLayout.group < 2 ? 2 : kLayout.group;
     alignas(64) int8_t q[16 * kInputs];
-    float scales[4][16], lowests[4][16];  // of 16 inputs each
+    float scales[4][16], neg_mins[4][16];  // per 16 inputs
     typename Panel::Scales group;
 
     WHET_INLINE void read(const UnpackTask& task, size_t at) {
@@ -110,23 +110,23 @@ struct QuantisedTile {
         }
         put_transposed(words, q);
         const uint8_t* all_scales = bytes + blocks * kLayout.step_bytes;
-        if (Panel::kScaling != Scaling::kOutput && first % kGroup == 0) group.open(all_scales, first);
+        if (Panel::kScaling != Scaling::kOutputScale && first % kGroup == 0) group.unpack(all_scales, first);
         for (size_t i = 0; i < 4; ++i) {
             const size_t block = first % kGroup + i / 2;
             if (!both && i >= 2) break;
-            if constexpr (Panel::kScaling == Scaling::kOutput) {
+            if constexpr (Panel::kScaling == Scaling::kOutputScale) {
                 store(scales[i], load(reinterpret_cast<const float*>(all_scales)));
             } else {
                 store(scales[i], group.scale(Panel::kScales * block + (Panel::kScales == 2 ? i % 2 : 0)));
             }
-            if constexpr (Panel::kScaling == Scaling::kBlockLowest) store(lowests[i], group.lowest(block));
+            if constexpr (Panel::kScaling == Scaling::kBlockScaleMin) store(neg_mins[i], group.neg_min(block));
         }
     }
     template <class T>
     WHET_INLINE void put(size_t j, size_t n, T* row) const {
         rows::each(0, n, [&](size_t i, int count) WHET_INLINE_LAMBDA {
             f32x16 x = f32x16(scales[i / 16][j]) * to_f32(load_bytes(q + kInputs * j + i));
-            if constexpr (Panel::kScaling == Scaling::kBlockLowest) x += f32x16(lowests[i / 16][j]);
+            if constexpr (Panel::kScaling == Scaling::kBlockScaleMin) x += f32x16(neg_mins[i / 16][j]);
             rows::put(row + i, x, count);
         });
     }

@@ -1,5 +1,5 @@
-// exp of a sum of two floats, the normal distribution's tail, and tanh, on vectors of float32: what softmax, the
-// activations and soft-caps need beyond math.h to keep their digits where an exponent is large, or close to 0.
+// exp of a sum of two floats, the tail of the normal distribution, and tanh, on vectors of float32: for softmax,
+// activations and soft-caps, accurate for large exponents and close to 0.
 #pragma once
 #include "simd/math.h"
 #include "simd/vec.h"
@@ -7,8 +7,8 @@
 namespace whet::WHET_ISA {
 namespace {
 
-// exp(x + low), within 1 ULP, where `low` is what x lacks: an ULP of x or less. Out of exp's range, and where it is not
-// a number, low counts for nothing.
+// exp(x + low), within 1 ULP; `low` is a correction of at most an ULP of x. low is ignored outside exp's range, and if
+// it is NaN.
 WHET_SHARED f32x16 exp(f32x16 x, f32x16 low) {
     using C = ExpConstants<float>;
     low = select(low * low < f32x16(1e-9f), low, f32x16(0.0f));
@@ -20,7 +20,7 @@ WHET_SHARED f32x16 exp(f32x16 x, f32x16 low) {
 }
 
 // P(N > a) for a >= 0, the tail of the normal distribution, within 4 ULP: exp(-a^2 / 2) t p(t) with
-// t = 1 / (1 + 0.35 a), p minimax in relative error for a <= 14.6 (4e-8), beyond which the tail is 0.
+// t = 1 / (1 + 0.35 a) and p minimax in relative error (4e-8) for a <= 14.6; beyond, the tail is 0.
 WHET_SHARED f32x16 normal_tail(f32x16 a) {
     constexpr float kP[] = {0.13962129378647622f, 0.1398637361656891f,    0.11981973311388595f,
                             0.10555848080306243f, -0.023226136407297808f, 0.1593392721562159f,
@@ -30,7 +30,7 @@ WHET_SHARED f32x16 normal_tail(f32x16 a) {
     return exp(square * half, fma(a, a, -square) * half) * (t * polynomial(t, kP));
 }
 
-// tanh(x), within 4 ULP, close to 0 too: with m = exp(2 |x|) - 1 it is m / (m + 2). Beyond 20 it is 1.
+// tanh(x), within 4 ULP, also close to 0: m / (m + 2) with m = exp(2 |x|) - 1. Beyond 20 it is 1.
 WHET_SHARED f32x16 tanh(f32x16 x) {
     const f32x16 a = magnitude(x), twice = min(f32x16(40.0f), a + a);
     const f32x16 m = exp_minus_1_minus_x(twice) + twice, y = m / (m + f32x16(2.0f));

@@ -1,11 +1,11 @@
-// Lanes picked by a mask: the mask as bits, and the picked lanes stored side by side.
+// Compression of lanes by a mask: the mask as bits, and contiguous stores of the selected lanes.
 #pragma once
 #include "simd/vec.h"
 
 namespace whet::WHET_ISA {
 namespace {
 
-// Bit i is set where lane i of the mask is.
+// Bit i of the result is lane i of the mask.
 WHET_INLINE uint32_t lane_bits(i32x16 mask) {
 #if defined(__AVX512F__)
     return _mm512_movepi32_mask((__m512i)mask.part[0]);
@@ -32,9 +32,9 @@ WHET_INLINE uint32_t lane_bits(i32x16 mask) {
 #endif
 }
 
-// Stores the lanes of v whose bit is set to values[0 ...], and first + lane to ids[0 ...]; returns how many. Up to 16
-// elements of both are overwritten.
-WHET_INLINE int store_picked(float* values, int32_t* ids, f32x16 v, int32_t first, uint32_t bits) {
+// Stores the lanes of v whose bit is set to values[0 ...], and first + lane to ids[0 ...]; returns their number.
+// Overwrites up to 16 elements of both.
+WHET_INLINE int store_compressed(float* values, int32_t* ids, f32x16 v, int32_t first, uint32_t bits) {
 #if defined(__AVX512F__)
     const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const auto mask = static_cast<__mmask16>(bits);

@@ -1,8 +1,8 @@
 // Dot products of bfloat16 pairs and of int8 quadruples, and rounding to bfloat16, on the 64-byte vectors of vec.h.
 //
-// The int8 product is exact, and the rounding is integer arithmetic: the same bits on every instruction set. The
-// bfloat16 product has an instruction of its own on avx512bf16 (vdpbf16ps); elsewhere two fma in its order give its
-// bits, but for subnormal numbers: see dot_bf16.
+// The int8 product is exact, and the rounding is integer arithmetic: the same bits on every instruction set. avx512bf16
+// has an instruction for the bfloat16 product (vdpbf16ps); elsewhere two fma in the same order give the same bits,
+// except for subnormal numbers: see dot_bf16.
 #pragma once
 #include "simd/vec.h"
 
@@ -19,7 +19,7 @@ typedef uint32_t NativeU32 __attribute__((vector_size(kNativeBytes)));
 
 // ---------------------------------------------------------------- bfloat16
 
-// The bfloat16 numbers of lanes 2i and of lanes 2i + 1, as floats.
+// The bfloat16 numbers of lanes 2i, or 2i + 1, as floats.
 WHET_INLINE f32x16 even_bf16(u16x32 x) {
     f32x16 v;
     WHET_EACH_PART(p) v.part[p] = (f32x16::Native)((NativeU32)x.part[p] << 16);
@@ -31,11 +31,11 @@ WHET_INLINE f32x16 odd_bf16(u16x32 x) {
     return v;
 }
 
-// sum[i] + a[2i+1] b[2i+1] + a[2i] b[2i], added from the left, one rounding to nearest even for each sum (a product of
+// sum[i] + a[2i+1] b[2i+1] + a[2i] b[2i], added from the left, one rounding to nearest even per addition (a product of
 // two bfloat16 numbers has at most 16 bits: it is exact).
 //
-// Where |x| < 2^-126, vdpbf16ps takes an x among a, b and sum, and leaves a sum x (rounded to 24 bits), as a zero of
-// x's sign; the other instruction sets keep it. No other finite bit differs. Which NaN a NaN is, is not specified.
+// vdpbf16ps flushes subnormals, |x| < 2^-126, in a, b and sum, and in the result (rounded to 24 bits), to a zero of the
+// same sign; the other instruction sets keep them. No other finite result differs. NaN payloads are unspecified.
 WHET_INLINE f32x16 dot_bf16(f32x16 sum, u16x32 a, u16x32 b) {
 #if defined(__AVX512BF16__)
     sum.part[0] = _mm512_dpbf16_ps(sum.part[0], (__m512bh)a.part[0], (__m512bh)b.part[0]);
@@ -45,21 +45,21 @@ WHET_INLINE f32x16 dot_bf16(f32x16 sum, u16x32 a, u16x32 b) {
 #endif
 }
 
-// x rounded to the nearest bfloat16, ties to even; subnormals kept, NaN stays NaN (quiet), beyond the range infinite.
+// x rounded to the nearest bfloat16, ties to even; keeps subnormals, NaN stays (quiet) NaN, overflow gives infinity.
 WHET_INLINE uint16_t bf16_of(float x) {
     const auto bits = bit_cast<uint32_t>(x);
     if (x != x) return static_cast<uint16_t>(bits >> 16 | 0x40);
     return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// The same for the lanes of a register, in the upper half of each.
+// bf16_of for the lanes of a register, in the upper half of each lane.
 WHET_INLINE NativeU32 rounded_bf16(f32x16::Native x) {
     const NativeU32 bits = (NativeU32)x;
     return x == x ? bits + 0x7fff + (bits >> 16 & 1) : bits | 0x400000;
 }
 
 #if defined(__AVX512BF16__)
-// Whether a lane is subnormal: the instructions that round to bfloat16 would make a zero of it.
+// Whether a lane is subnormal: the instructions that round to bfloat16 would flush it to zero.
 WHET_INLINE bool any_subnormal(__m512 x) { return __builtin_expect(_mm512_fpclass_ps_mask(x, 0x20) != 0, 0); }
 #endif
 
@@ -76,7 +76,7 @@ WHET_INLINE HalfU16 narrow_bf16(f32x16::Native x) {
 #endif
 }
 
-// The same for 16 floats.
+// Stores 16 floats rounded to bfloat16.
 WHET_INLINE void store_bf16(uint16_t* out, f32x16 v) {
     WHET_EACH_PART(p) {
         const HalfU16 half = narrow_bf16(v.part[p]);
@@ -84,7 +84,7 @@ WHET_INLINE void store_bf16(uint16_t* out, f32x16 v) {
     }
 }
 
-// The first n lanes of load_bf16, the others 0, and of store_bf16, the others untouched in memory.
+// load_bf16 and store_bf16 for the first n lanes: the others are 0 on a load and unchanged in memory on a store.
 WHET_INLINE f32x16 load_first_bf16(const uint16_t* x, int n) {
 #if defined(__AVX512F__)
     const __m256i half = _mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << n) - 1), x);
@@ -105,14 +105,14 @@ WHET_INLINE void store_first_bf16(uint16_t* out, f32x16 v, int n) {
 #endif
 }
 
-// 32 bfloat16 numbers, `even` rounded in lanes 2i and `odd` in lanes 2i + 1: the way back from even_bf16 and odd_bf16.
+// 32 bfloat16 numbers: `even` rounded in lanes 2i, `odd` in lanes 2i + 1. The inverse of even_bf16 and odd_bf16.
 WHET_INLINE u16x32 zip_bf16(f32x16 even, f32x16 odd) {
     u16x32 out;
 #if defined(__AVX512BF16__)
     if (!any_subnormal(even.part[0]) && !any_subnormal(odd.part[0])) {
-        const NativeU16 apart = (NativeU16)_mm512_cvtne2ps_pbh(odd.part[0], even.part[0]);
-        constexpr auto zipped = [](int i) { return i / 2 + i % 2 * 16; };
-        out.part[0] = shuffle<zipped>(apart, apart);
+        const NativeU16 joined = (NativeU16)_mm512_cvtne2ps_pbh(odd.part[0], even.part[0]);
+        constexpr auto zipped_lane = [](int i) { return i / 2 + i % 2 * 16; };
+        out.part[0] = shuffle<zipped_lane>(joined, joined);
         return out;
     }
 #endif
@@ -123,7 +123,7 @@ WHET_INLINE u16x32 zip_bf16(f32x16 even, f32x16 odd) {
     return out;
 }
 
-// 32 bfloat16 numbers in their order: those of `low` rounded, then those of `high`.
+// 32 bfloat16 numbers: `low` rounded, then `high` rounded.
 WHET_INLINE u16x32 join_bf16(f32x16 low, f32x16 high) {
     u16x32 out;
 #if defined(__AVX512BF16__)
@@ -144,7 +144,7 @@ WHET_INLINE u16x32 join_bf16(f32x16 low, f32x16 high) {
 
 // ---------------------------------------------------------------- int8
 
-// sum[i] + x[2i] y[2i] + x[2i+1] y[2i+1], modulo 2^32, for products that fit into 16 bits.
+// sum[i] + x[2i] y[2i] + x[2i+1] y[2i+1], modulo 2^32, for products that fit in 16 bits.
 WHET_INLINE NativeU32 add_products(NativeU32 sum, NativeI16 x, NativeI16 y) {
 #if defined(__AVX512F__)
     return sum + (NativeU32)_mm512_madd_epi16((__m512i)x, (__m512i)y);
@@ -160,12 +160,12 @@ WHET_INLINE NativeU32 add_products(NativeU32 sum, NativeI16 x, NativeI16 y) {
 #endif
 }
 
-// sum[i] + a[4i] b[4i] + ... + a[4i+3] b[4i+3], exact modulo 2^32. A product lies in [-32640, 32385].
+// sum[i] + a[4i] b[4i] + ... + a[4i+3] b[4i+3], exact modulo 2^32. A product is in [-32640, 32385].
 WHET_INLINE i32x16 dot_int8(i32x16 sum, u8x64 a, i8x64 b) {
 #if defined(__AVX512VNNI__)
     sum.part[0] = (i32x16::Native)_mm512_dpbusd_epi32((__m512i)sum.part[0], (__m512i)a.part[0], (__m512i)b.part[0]);
 #else
-    // Even and odd bytes apart, each widened to 16 bits in its place: vpmaddubsw would saturate at 32767.
+    // Even and odd bytes separately, each widened to 16 bits in place: vpmaddubsw would saturate at 32767.
     WHET_EACH_PART(p) {
         const NativeU16 x = (NativeU16)a.part[p], y = (NativeU16)b.part[p];
         const NativeU32 even = add_products((NativeU32)sum.part[p], (NativeI16)(x & 0xff), (NativeI16)(y << 8) >> 8);
@@ -175,14 +175,14 @@ WHET_INLINE i32x16 dot_int8(i32x16 sum, u8x64 a, i8x64 b) {
     return sum;
 }
 
-// Whether seven bits of one factor are an instruction, and eight are not.
+// Whether there is an instruction for 7 bits of one factor, but not for 8.
 #if defined(__wasm_relaxed_simd__)
-constexpr bool kDotTakesSevenBits = true;
+constexpr bool kOnlyDotInt7 = true;
 #else
-constexpr bool kDotTakesSevenBits = false;
+constexpr bool kOnlyDotInt7 = false;
 #endif
 
-// dot_int8 where a lies in [0, 127]. Relaxed SIMD leaves open what larger ones give, and nothing else.
+// dot_int8 for a in [0, 127]. Relaxed SIMD leaves only the result of larger values unspecified.
 WHET_INLINE i32x16 dot_int7(i32x16 sum, u8x64 a, i8x64 b) {
 #if defined(__wasm_relaxed_simd__)
     typedef signed char Bytes __attribute__((vector_size(16)));
@@ -198,7 +198,7 @@ WHET_INLINE i32x16 dot_int7(i32x16 sum, u8x64 a, i8x64 b) {
 
 using i16x32 = Vec<int16_t>;
 
-// sum[i] + a[2i] b[2i] + a[2i+1] b[2i+1] where a lies in [0, 127], modulo 2^16: an instruction less than dot_int7.
+// sum[i] + a[2i] b[2i] + a[2i+1] b[2i+1] for a in [0, 127], modulo 2^16: one instruction less than dot_int7.
 WHET_INLINE i16x32 dot_pairs(i16x32 sum, u8x64 a, i8x64 b) {
     WHET_EACH_PART(p) {
 #if defined(__wasm_relaxed_simd__)
@@ -221,8 +221,8 @@ WHET_INLINE i32x16 add_pairs(i32x16 sum, i16x32 pairs) {
     return sum;
 }
 
-// Minus the sum of those of 32 numbers that are below 0.
-WHET_INLINE int32_t minus_below_zero(const int8_t* x) {
+// Minus the sum of the negative ones of 32 numbers.
+WHET_INLINE int32_t minus_sum_of_negatives(const int8_t* x) {
 #if defined(__wasm__)
     typedef signed char Bytes __attribute__((vector_size(16)));
     Bytes low, high;

@@ -1,16 +1,15 @@
-// Lanes combined across several vectors: transposition, and the sum or maximum of each of many vectors at once.
+// Operations across lanes of several vectors: transposition, and the sum or maximum of each of many vectors at once.
 //
-// All are butterflies over pairs of vectors: log2(16) steps, each a two-source shuffle, in an order that does not
-// depend on the register width. Nothing here reads a lane as a number but for sum_each and max_each: bits pass
-// unchanged.
+// All are butterflies over pairs of vectors: log2(16) steps of two-source shuffles, in an order that does not depend on
+// the register width. Only sums and maxima interpret lanes as numbers; other operations copy bits.
 #pragma once
 #include "simd/vec.h"
 
 namespace whet::WHET_ISA {
 namespace {
 
-// Swaps bit `distance` of the lane with the choice of the vector: lane i of `a` with that bit set takes lane
-// i ^ distance of `b`, and the other way round.
+// Swaps bit `distance` of the lane index with the vector index: lanes i of `a` with that bit set are exchanged with
+// lanes i ^ distance of `b`.
 template <int distance>
 WHET_INLINE void swap_pair(f32x16& a, f32x16& b) {
     constexpr int n = f32x16::kPartLanes, d = distance;
@@ -41,7 +40,7 @@ WHET_INLINE void swap_pairs(f32x16 (&v)[16]) {
     }
 }
 
-// Lane j of vector i becomes lane i of vector j.
+// Transposes: lane j of vector i becomes lane i of vector j.
 WHET_SHARED void transpose(f32x16 (&v)[16]) {
     swap_pairs<1>(v);
     swap_pairs<2>(v);
@@ -68,7 +67,7 @@ WHET_SHARED f32x16 sum_each(f32x16 (&v)[16]) {
     return v[0];
 }
 
-// Lanes i and i + 8 are the greatest lane of v[i]. Overwrites v.
+// Lanes i and i + 8 are the maximum of v[i]. Overwrites v.
 WHET_SHARED f32x16 max_each(f32x16 (&v)[8]) {
     const auto greater = [](f32x16 a, f32x16 b) WHET_INLINE_LAMBDA { return max(a, b); };
     fold_pairs<1>(v, greater);
@@ -79,7 +78,7 @@ WHET_SHARED f32x16 max_each(f32x16 (&v)[8]) {
     return max(v[0], other);
 }
 
-// Lane i is the greatest lane of v[i]. Overwrites v.
+// Lane i is the maximum of v[i]. Overwrites v.
 WHET_SHARED f32x16 max_each(f32x16 (&v)[16]) {
     const auto greater = [](f32x16 a, f32x16 b) WHET_INLINE_LAMBDA { return max(a, b); };
     fold_pairs<1>(v, greater);
@@ -98,12 +97,12 @@ WHET_INLINE f32x16 fold_lanes(f32x16 v, F&& combine) {
     return v;
 }
 
-// The sum of all lanes: of both halves, of both halves of that, and so on.
+// The sum of all lanes, as a tree of halves.
 WHET_SHARED float sum_lanes(f32x16 v) {
     return fold_lanes<8>(v, [](f32x16 a, f32x16 b) WHET_INLINE_LAMBDA { return a + b; })[0];
 }
 
-// The greatest lane, in all lanes.
+// The maximum of all lanes, in all lanes.
 WHET_SHARED f32x16 max_lanes(f32x16 v) {
     return fold_lanes<8>(v, [](f32x16 a, f32x16 b) WHET_INLINE_LAMBDA { return max(a, b); });
 }

@@ -1,4 +1,4 @@
-// exp and exp(x) - 1 - x on vectors, and sums that do not lose digits.
+// exp and exp(x) - 1 - x on vectors, and compensated sums.
 //
 // Both exponentials reduce x = n ln2 + t with |t| <= ln2 / 2 (Cody & Waite: ln2 in two parts, the first short
 // enough that n times it is exact) and share one polynomial q(t) = (exp(t) - 1 - t) / t^2, minimax in relative
@@ -16,9 +16,9 @@ template <>
 struct ExpConstants<float> {
     static constexpr float kLog2E = 0x1.715476p+0f;
     static constexpr float kLn2High = 0x1.62p-1f, kLn2Low = 0x1.c85fdep-10f;
-    // exp is 0 below and infinite above; the polynomial never sees an x beyond.
+    // exp is 0 below and infinite above; x is clamped to this range.
     static constexpr float kLowest = -105.0f, kHighest = 89.0f;
-    // exp(x) rounds away below this x: exp(x) - 1 - x is -1 - x.
+    // Below, exp(x) is negligible: exp(x) - 1 - x is -1 - x.
     static constexpr float kNegligible = -30.0f;
     static constexpr float kQ[] = {0.49999999550171115f, 0.16666576962234522f, 0.041666854094309765f,
                                    0.008363200057304449f, 0.0013901309818487393f};
@@ -45,7 +45,7 @@ WHET_INLINE Vec<T> polynomial(Vec<T> t, const T (&c)[n]) {
     return sum;
 }
 
-// exp(x), within 1 ULP; subnormal results, 0, infinity and NaN as they should be.
+// exp(x), within 1 ULP; correct for subnormal results, 0, infinity and NaN.
 template <class T>
 WHET_SHARED Vec<T> exp(Vec<T> x) {
     using C = ExpConstants<T>;
@@ -64,14 +64,14 @@ WHET_SHARED f32x16 exp2_fast(f32x16 x) {
     return fma(polynomial(fraction, kExp2), fraction, f32x16(1.0f)) * n.exp2<0>();
 }
 
-// Initial value of a running maximum: finite, so that a chunk of -inf gives weights of nothing and not NaN.
-constexpr float kNothing = -0x1.fffffep+127f;
+// Initial value of a running maximum: finite, so that a chunk of -inf gives weights of 0 instead of NaN.
+constexpr float kInitialMax = -0x1.fffffep+127f;
 
-// exp(x) - 1 - x, within 2 ULP also where the three cancel: near 0 it is x^2 / 2.
+// exp(x) - 1 - x, within 2 ULP also where the terms cancel: near 0 it is x^2 / 2.
 //
 // With h = 2^(n-1) (so that n = 1024 does not overflow early),
 //   exp(x) - 1 - x = 2 [(h - 1/2) (1 + t) + h t^2 q(t) - n ln2 / 2],
-// and what the reduction rounded away, n ln2_low, enters once, as h times itself.
+// and the low part of the reduction, n ln2_low, is added once, times h.
 template <class T>
 WHET_SHARED Vec<T> exp_minus_1_minus_x(Vec<T> x) {
     using C = ExpConstants<T>;
@@ -88,7 +88,7 @@ WHET_SHARED Vec<T> exp_minus_1_minus_x(Vec<T> x) {
     return select(x < Vec<T>(C::kNegligible), Vec<T>(T(-1)) - x, y + y);
 }
 
-// sum + x, with what rounding dropped added to `error` (Knuth's TwoSum).
+// sum + x, adding the rounding error to `error` (Knuth's TwoSum).
 template <class V>
 WHET_INLINE V two_sum(V sum, V x, V& error) {
     const V total = sum + x;
@@ -106,7 +106,7 @@ WHET_SHARED f64x8 segment_sum(f64x8 x) {
     return x;
 }
 
-// The same for a sum and the error beside it.
+// segment_sum of a sum and its error.
 template <int width>
 WHET_SHARED f64x8 segment_two_sum(f64x8 x, f64x8& error) {
     if constexpr (width >= 2) {
@@ -124,8 +124,8 @@ WHET_SHARED f64x8 segment_two_sum(f64x8 x, f64x8& error) {
     return x;
 }
 
-// A running sum of doubles, kept in two: the sum and what rounding dropped from it.
-struct ExactSum {
+// A running sum of doubles with its rounding error.
+struct CompensatedSum {
     f64x8 sum = f64x8(0.0), error = f64x8(0.0);
 
     WHET_INLINE void add(f64x8 x) { sum = two_sum(sum, x, error); }
@@ -134,7 +134,7 @@ struct ExactSum {
         add(wide.low + wide.high);
     }
 
-    // Adds all lanes to total[0], and the dropped part to total[1].
+    // Adds all lanes to total[0], and the rounding error to total[1].
     WHET_SHARED void add_to(double total[2]) {
         const f64x8 all = segment_two_sum<8>(sum, error);
         double dropped = error[0];

@@ -1,10 +1,9 @@
 // Vectors of a fixed logical width: 16 floats or 8 doubles (64 bytes) on every instruction set.
 //
-// A Vec is one zmm, two ymm or four 16-byte registers. Arithmetic goes through the compiler's vector
-// extensions, so kernels read as formulas; the few operations that have no operator (fma, sqrt, min, max,
-// scaling by a power of two, masked loads) are intrinsics, and only this directory has them. Every operation is
-// correctly rounded or exact, and lanes combine in an order that does not depend on the register width:
-// all instruction sets give the same bits.
+// A Vec is one zmm, two ymm or four 16-byte registers. Arithmetic uses the compiler's vector extensions, so that
+// kernels read like formulas; the few operations without an operator (fma, sqrt, min, max, scaling by a power of two,
+// masked loads) are intrinsics, only in this directory. Every operation is correctly rounded or exact, and lanes
+// combine in an order that does not depend on the register width: all instruction sets give the same bits.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -33,8 +32,8 @@ constexpr int kParts = kVecBytes / kNativeBytes;
 
 #define WHET_INLINE inline __attribute__((always_inline))
 #define WHET_INLINE_LAMBDA __attribute__((always_inline))
-// Of a function that many kernels have in them: one copy for all in a WebAssembly build, whose size is a download.
-// Likewise WHET_UNROLL, of loops that run as well by the turn.
+// WHET_SHARED: inlined into kernels, except in WebAssembly builds, where one copy keeps the download small.
+// WHET_UNROLL: unrolled, except in WebAssembly builds, for loops that are as fast rolled.
 #define WHET_PRAGMA(x) _Pragma(#x)
 #if defined(__wasm__)
 #define WHET_SHARED inline __attribute__((noinline))
@@ -45,7 +44,7 @@ constexpr int kParts = kVecBytes / kNativeBytes;
 #endif
 #define WHET_EACH_PART(p) _Pragma("GCC unroll 4") for (int p = 0; p < kParts; ++p)
 
-// The integer type with as many bits as T: what comparisons of T yield, lane by lane (0 or -1).
+// The integer type with as many bits as T: the result of comparisons of T, per lane (0 or -1).
 template <class T>
 struct BitsOf {
     using Type = T;
@@ -118,7 +117,7 @@ using f64x8 = Vec<double>;
 using i32x16 = Vec<int32_t>;
 using i64x8 = Vec<int64_t>;
 
-// mask ? a : b, lane by lane.
+// mask ? a : b, per lane.
 template <class T>
 WHET_INLINE Vec<T> select(typename Vec<T>::Mask mask, Vec<T> a, Vec<T> b) {
     WHET_EACH_PART(p) a.part[p] = mask.part[p] ? a.part[p] : b.part[p];
@@ -135,7 +134,7 @@ WHET_INLINE To bit_cast(From x) {
 
 // ---------------------------------------------------------------- loads and stores
 
-// Part by part: GCC copies a Vec of several registers at once through the stack.
+// Part by part: GCC copies a whole Vec of several registers through the stack.
 template <class T>
 WHET_INLINE Vec<T> load(const T* x) {
     Vec<T> v;
@@ -148,15 +147,15 @@ WHET_INLINE void store(T* out, Vec<T> v) {
     WHET_EACH_PART(p) __builtin_memcpy(out + p * Vec<T>::kPartLanes, &v.part[p], kNativeBytes);
 }
 
-// Whether there is a store that leaves the caches as they are.
+// Whether there is a store that bypasses the caches.
 #if defined(__x86_64__)
 constexpr bool kStreams = true;
 #else
 constexpr bool kStreams = false;
 #endif
 
-// Past the caches, where the processor has such a store (`out` aligned to 64 bytes); an ordinary store elsewhere.
-// finish_streaming() must be called before another thread reads what was stored.
+// Stores bypassing the caches if the processor can (`out` aligned to 64 bytes), else an ordinary store.
+// finish_streaming() must be called before another thread reads the data.
 WHET_INLINE void store_streaming(float* out, f32x16 v) {
 #if defined(__AVX512F__)
     _mm512_stream_ps(out, v.part[0]);
@@ -174,7 +173,7 @@ WHET_INLINE void finish_streaming() {
 #endif
 }
 
-// The first n lanes; the others are `fill` on a load and untouched in memory on a store.
+// The first n lanes; the others are `fill` on a load and unchanged in memory on a store.
 template <class T>
 WHET_SHARED Vec<T> load_first(const T* x, int n, T fill) {
     Vec<T> v(fill);
@@ -214,9 +213,9 @@ WHET_SHARED void store_first(T* out, Vec<T> v, int n) {
 #endif
 }
 
-// Brings memory into the caches before it is worked on. WebAssembly has no prefetch, and its loops have so many
-// instructions for a line of memory that a core waits for one line after the other: reading the lines at once, before
-// the work, makes the products of a quantised layer up to 1.6 times as fast. Native code fetches in its loops.
+// Loads memory into the caches before it is used. WebAssembly has no prefetch, and its loops have so many instructions
+// per cache line that misses are serialised: reading all lines first makes the products of a quantised layer up to 1.6
+// times as fast. Native code prefetches in its loops.
 WHET_INLINE void touch([[maybe_unused]] const void* from, [[maybe_unused]] size_t bytes) {
 #if defined(__wasm__)
     const auto* lines = static_cast<const volatile uint8_t*>(from);
@@ -230,13 +229,13 @@ typedef float HalfF32 __attribute__((vector_size(kNativeBytes / 2)));
 
 WHET_INLINE f64x8::Native to_f64(HalfF32 x) {
 #if defined(__AVX512F__)
-    return _mm512_cvtps_pd(x);  // GCC would convert in two halves and join them
+    return _mm512_cvtps_pd(x);  // GCC would convert two halves and join them
 #else
     return __builtin_convertvector(x, f64x8::Native);
 #endif
 }
 
-// Eight floats from memory as doubles, and back with one rounding.
+// Loads eight floats as doubles, and stores doubles as floats with one rounding.
 WHET_INLINE f64x8 load_wide(const float* x) {
     f64x8 v;
     WHET_EACH_PART(p) {
@@ -295,7 +294,7 @@ WHET_INLINE f32x16 load_bf16(const uint16_t* x) {
     return v;
 }
 
-// One byte a lane, zero or not, as a mask.
+// A mask from bytes, one per lane: set if not zero.
 template <class T>
 WHET_INLINE typename Vec<T>::Mask load_mask(const uint8_t* x) {
     using Mask = typename Vec<T>::Mask;
@@ -324,15 +323,15 @@ WHET_INLINE typename Vec<T>::Mask load_mask(const uint8_t* x) {
 #endif
 
 #if defined(__wasm__)
-// The multiply-add of relaxed SIMD is fused on every engine but some; who loads the module asks is_fused(). SIMD128
-// alone has none, and emulation takes 20 times as long: there the product is rounded.
+// The multiply-add of relaxed SIMD is fused on most engines; the loader of the module checks is_fused(). Plain SIMD128
+// has none, and emulation takes 20 times as long: there the product is rounded.
 #if defined(__wasm_relaxed_simd__)
 #define WHET_WASM_MADD(type, a, b, c) __builtin_wasm_relaxed_madd_##type(a, b, c)
 #else
 #define WHET_WASM_MADD(type, a, b, c) (a) * (b) + (c)
 #endif
 #elif !defined(WHET_INTRINSIC) && !defined(__aarch64__)
-// Every lane is a call of the C library. In line they made two thirds of the unit's code.
+// Calls the C library for every lane. Inlined, the calls were two thirds of the unit's code.
 template <class T>
 __attribute__((noinline)) void fma_lanes(T* a, const T* b, const T* c) {
 #pragma GCC unroll 1
@@ -387,7 +386,7 @@ WHET_INLINE Vec<T> sqrt(Vec<T> a) {
     return a;
 }
 
-// The greater and the smaller; `b` where either is NaN (so max(constant, x) lets a NaN in x through).
+// Maximum and minimum; `b` if either is NaN (so that max(constant, x) propagates NaN in x).
 template <class T>
 WHET_INLINE Vec<T> max(Vec<T> a, Vec<T> b) {
 #if defined(WHET_INTRINSIC)
@@ -412,15 +411,14 @@ WHET_INLINE Vec<T> min(Vec<T> a, Vec<T> b) {
 #endif
 }
 
-// Without the sign.
+// |x|.
 WHET_INLINE f32x16 magnitude(f32x16 x) { return bit_cast<f32x16>(bit_cast<i32x16>(x) & i32x16(0x7fffffff)); }
 
-// Adding and taking away 1.5 * 2^(mantissa bits) rounds to the nearest integer, ties to even.
+// Adding and subtracting 1.5 * 2^(mantissa bits) rounds to the nearest integer, ties to even.
 template <class T>
 constexpr T kRounder = sizeof(T) == 4 ? T(12582912) : T(6755399441055744);
 
-// The nearest integer n to a * b, and 2^(n + k) from it while its exponent stays normal: n sits in the low bits of
-// a * b + kRounder.
+// The nearest integer n to a * b, and 2^(n + k) as long as that is normal: n is in the low bits of a * b + kRounder.
 template <class T>
 struct Rounded {
     Vec<T> shifted;
@@ -438,7 +436,7 @@ struct Rounded {
     }
 };
 
-// x * 2^n for integral n, rounded once: through subnormals to 0, and to infinity.
+// x * 2^n for integral n, rounded once, including subnormal results, 0 and infinity.
 template <class T>
 WHET_INLINE Vec<T> scale_exp2(Vec<T> a, Vec<T> n) {
 #if defined(__AVX512F__)
@@ -453,7 +451,7 @@ WHET_INLINE Vec<T> scale_exp2(Vec<T> a, Vec<T> n) {
 #undef WHET_PER_WIDTH
 #undef WHET_INTRINSIC
 
-// ---------------------------------------------------------------- lanes combined
+// ---------------------------------------------------------------- operations across lanes
 
 // FirstLanes<n>::Type is Lanes<0, 1, ..., n - 1>.
 template <int... i>
@@ -470,16 +468,16 @@ WHET_INLINE Native shuffle(Native x, Native y, Lanes<i...>) {
 #if defined(__clang__)
     return __builtin_shufflevector(x, y, from(i)...);
 #else
-    return __builtin_shuffle(x, y, decltype(x < y){from(i)...});  // GCC 11 has no other
+    return __builtin_shuffle(x, y, decltype(x < y){from(i)...});  // GCC 11 has no __builtin_shufflevector
 #endif
 }
-// Lane i is lane from(i) of x and y, y's lanes counted after x's.
+// Lane i is lane from(i) of x followed by y.
 template <auto from, class Native>
 WHET_INLINE Native shuffle(Native x, Native y) {
     return shuffle<from>(x, y, typename FirstLanes<sizeof(Native) / sizeof(x[0])>::Type());
 }
 
-// Lane i takes lane i ^ distance.
+// Lane i is lane i ^ distance.
 template <int distance>
 WHET_INLINE f64x8 swap_lanes(f64x8 v) {
     constexpr int n = f64x8::kPartLanes;
@@ -493,7 +491,7 @@ WHET_INLINE f64x8 swap_lanes(f64x8 v) {
     return out;
 }
 
-// The even and the odd lanes of 32 floats in two vectors, and such two vectors put together again.
+// unzip splits 32 floats in two vectors into even and odd lanes; zip is its inverse.
 struct F32Pairs {
     f32x16 even, odd;
 };
@@ -531,15 +529,15 @@ WHET_INLINE T max_lane(Vec<T> v) {
     return lanes[0];
 }
 
-// A float16 number as a float, exactly.
+// Converts a float16 number to float, exactly.
 WHET_INLINE float f16_as_float(uint16_t half) {
     const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, rest = half & 0x7fff;
     if (rest >= 0x7c00) return bit_cast<float>(sign | 0x7f800000 | (rest & 0x3ff) << 13);
-    // The bits as the tail of a float, times 2^112: the multiplication makes subnormal halves normal floats.
+    // The bits as the tail of a float, times 2^112: the multiplication normalises float16 subnormals.
     return bit_cast<float>(bit_cast<uint32_t>(bit_cast<float>(rest << 13) * 0x1p+112f) | sign);
 }
 
-// Sixteen float16 numbers as floats, exactly.
+// Loads 16 float16 numbers as floats, exactly.
 WHET_INLINE f32x16 load_f16(const uint16_t* x) {
     f32x16 v;
 #if defined(__AVX512F__)
@@ -549,7 +547,7 @@ WHET_INLINE f32x16 load_f16(const uint16_t* x) {
 #elif defined(__aarch64__)
     WHET_EACH_PART(p) v.part[p] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x + 4 * p)));
 #else
-    // As f16_as_float; what is infinite or NaN, and only that, has all bits of the exponent set afterwards.
+    // Like f16_as_float; exactly infinity and NaN then get all bits of the exponent set.
     typedef uint16_t Half __attribute__((vector_size(kNativeBytes / 2)));
     typedef uint32_t Word __attribute__((vector_size(kNativeBytes)));
     WHET_EACH_PART(p) {
@@ -563,10 +561,10 @@ WHET_INLINE f32x16 load_f16(const uint16_t* x) {
     return v;
 }
 
-// Rounded to float16, to nearest even; beyond the range infinite. No NaN.
+// Stores 16 numbers rounded to float16, to nearest even; overflow gives infinity. NaN is not supported.
 WHET_INLINE uint16_t f16_of(float x) {
     const uint32_t sign = bit_cast<uint32_t>(x) >> 16 & 0x8000, bits = bit_cast<uint32_t>(x) & 0x7fffffff;
-    // A subnormal is a multiple of 2^-24: the last place of 0.5.
+    // Subnormals are multiples of 2^-24, the last place of 0.5.
     if (bits < 113u << 23) return sign | (bit_cast<uint32_t>(bit_cast<float>(bits) + 0.5f) - (126u << 23));
     const uint32_t rounded = (bits - (112u << 23) + 0xfff + (bits >> 13 & 1)) >> 13;
     return sign | (rounded < 0x7c00 ? rounded : 0x7c00);
@@ -590,7 +588,7 @@ WHET_INLINE void store_f16(uint16_t* out, f32x16 v) {
 #endif
 }
 
-// Sixteen int8_t or uint8_t as integers.
+// Loads 16 int8_t or uint8_t as integers.
 template <class Byte>
 WHET_INLINE i32x16 load_bytes(const Byte* x) {
     static_assert(sizeof(Byte) == 1);
@@ -611,7 +609,7 @@ WHET_INLINE i32x16 load_bytes(const Byte* x) {
     return v;
 }
 
-// The low byte of each lane.
+// Stores the low byte of each lane.
 WHET_INLINE void store_low_bytes(int8_t* out, i32x16 v) {
 #if defined(__AVX512F__)
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8((__m512i)v.part[0]));
