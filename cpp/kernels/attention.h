@@ -78,7 +78,7 @@ struct ForwardLayout {
 };
 
 // x in lanes [begin, end) of a panel, `otherwise` in the others.
-WHET_INLINE f32x16 select_in_range(int64_t begin, int64_t end, f32x16 x, f32x16 otherwise) {
+WHET_INLINE f32x16 select_lane_range(int64_t begin, int64_t end, f32x16 x, f32x16 otherwise) {
     static constexpr int32_t kLane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const auto lane_of = [](int64_t key) WHET_INLINE_LAMBDA {
         return static_cast<int32_t>(key < 0 ? 0 : key > 16 ? 16 : key);
@@ -106,7 +106,7 @@ struct KeyRanges {
 
     // For keys [key, key + 16): x in the lanes of row r's range, `otherwise` in the others.
     WHET_INLINE f32x16 select_in_range(int r, int64_t key, f32x16 x, f32x16 otherwise) const {
-        return select_in_range(begin[r] - key, end[r] - key, x, otherwise);
+        return select_lane_range(begin[r] - key, end[r] - key, x, otherwise);
     }
 };
 

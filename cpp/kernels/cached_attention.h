@@ -26,7 +26,7 @@ using attention::add_products;
 using attention::BFloat16;
 using attention::Float32;
 using attention::kZeroWeight;
-using attention::select_in_range;
+using attention::select_lane_range;
 
 constexpr int64_t kTokens = kPageTokens;
 #if defined(__wasm__)
@@ -64,8 +64,8 @@ WHET_INLINE void scores(const float* queries, int64_t words, const float* keys, 
 #pragma GCC unroll 4
             for (int c = 0; c < panels; ++c) {
                 const int64_t base = key + 16 * c;
-                const f32x16 score = select_in_range(ranges[r].begin - base, ranges[r].end - base,
-                                                     sums[r][c] * f32x16(scale), masked_score);
+                const f32x16 score = select_lane_range(ranges[r].begin - base, ranges[r].end - base,
+                                                       sums[r][c] * f32x16(scale), masked_score);
                 maxima[r] = max(score, maxima[r]);
                 store(&out[r][base], score);
             }
@@ -83,7 +83,7 @@ __attribute__((noinline)) void cap_scores(int64_t rows, int64_t end, const KeyRa
         maxima[r] = f32x16(kInitialMax);
         for (int64_t key = 0; key < end; key += 16) {
             const f32x16 bounded = softcap(load(scores + r * kTokens + key), caps, inverse);
-            const f32x16 score = select_in_range(ranges[r].begin - key, ranges[r].end - key, bounded, masked_score);
+            const f32x16 score = select_lane_range(ranges[r].begin - key, ranges[r].end - key, bounded, masked_score);
             maxima[r] = max(score, maxima[r]);
             store(scores + r * kTokens + key, score);
         }
