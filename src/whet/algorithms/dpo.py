@@ -97,10 +97,6 @@ class DPO(Trainer):
         """The reference's summed log-probs of precomputed rows."""
         return ReferenceSums()
 
-    def uses_reference(self) -> bool:
-        """Whether the reference computes log-probs in every step, which precomputed log-probs make unnecessary."""
-        return self.config.has_reference() and not self.config.precompute_reference
-
     @training_step
     def train_step(self, prompt: Any, chosen: Any = None, rejected: Any = None) -> dict[str, float]:
         """Update the policy on a batch of pairs.
@@ -291,7 +287,7 @@ def with_reference(trainer: Trainer, pairs: Pairs) -> Pairs:
     """
     if not trainer.config.has_reference() or pairs.reference is not None:
         return pairs
-    if not trainer.uses_reference():
+    if not trainer.config.uses_reference_model():
         raise WhetValueError(
             "DPO: precompute_reference is set, but these pairs have no reference log-probs. Call train, or "
             "pass the rows that add_reference_logprobs returns."

@@ -197,7 +197,7 @@ class GRPO(OnlineTrainer):
         prompts = [rollout.prompt_ids[i] for i in rows]
         completions = [rollout.completions[i].token_ids for i in rows]
         reference = old = None
-        if self.uses_reference():
+        if self.config.uses_reference_model():
             reference = self.reference_logprobs(prompts, completions, config.temperature)
         sampler, correction = rollout.sampler_logprobs(rows), self._correction(rollout)
         if correction and sampler is None and config.sampler_correction != "auto":

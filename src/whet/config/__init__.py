@@ -1,3 +1,3 @@
-"""Settings: of the algorithms (``settings``) and of sampling (``sampling``), and the checks of their ``fields``."""
+"""Settings of algorithms and sampling, validation of their fields, and the registry of training algorithms."""
 
 from whet.config.settings import *  # noqa: F403

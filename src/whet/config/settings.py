@@ -75,6 +75,10 @@ class TrainerConfig:
         "compute", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "deterministic_reduction",
     )  # fmt: skip
     """Fields that a trainer reads only in its constructor."""
+    samples: ClassVar[bool] = False
+    """Whether the algorithm samples completions with an engine."""
+    is_paired: ClassVar[bool] = False
+    """Whether the algorithm trains on pairs of completions; ``micro_batch_size`` then counts pairs."""
 
     learning_rate: NonNegative = 1e-6
     """Learning rate after the warm-up."""
@@ -138,6 +142,14 @@ class TrainerConfig:
         """Whether the loss uses a reference."""
         return False
 
+    def uses_reference_model(self) -> bool:
+        """Whether the reference computes log-probs in every step."""
+        return self.has_reference()
+
+    def completions_per_prompt(self) -> int:
+        """Return the number of completions per prompt in a step."""
+        return 2 if self.is_paired else 1
+
 
 def learning_rate_at(step: int, config: TrainerConfig, horizon: int) -> float:
     """Return the learning rate after ``step`` completed steps, in a schedule of ``horizon`` steps.
@@ -187,6 +199,8 @@ class SFTConfig(OfflineConfig):
 class PreferenceConfig:
     """Settings of a loss on preference pairs."""
 
+    is_paired: ClassVar[bool] = True
+
     beta: float = 0.1
     """Strength of the KL regularisation towards the reference."""
     loss_type: DPOLossType = "sigmoid"
@@ -222,6 +236,10 @@ class DPOConfig(PreferenceConfig, OfflineConfig):
         reject_ineffective(
             self, ["reference_cache"], self.precompute_reference, "it caches what precompute_reference computes"
         )
+
+    def uses_reference_model(self) -> bool:
+        """Whether the reference computes log-probs in every step, which precomputed log-probs make unnecessary."""
+        return self.has_reference() and not self.precompute_reference
 
 
 @dataclass(kw_only=True)
@@ -297,6 +315,7 @@ class RolloutConfig:
 class OnlineConfig(RolloutConfig, TrainerConfig):
     """Settings of training algorithms that sample. ``batch_size`` counts prompts."""
 
+    samples: ClassVar[bool] = True
     fixed_at_construction: ClassVar[tuple[str, ...]] = (
         *TrainerConfig.fixed_at_construction, "engine", "rollout_workers", "ray_address", "rollout_weights", "kv_bytes",
         "reward_weights", "reward_policy", "reward_timeout_s",
@@ -354,6 +373,9 @@ class GRPOConfig(OnlineConfig):
     def has_reference(self) -> bool:
         """Whether the loss has a KL term."""
         return bool(self.beta)
+
+    def completions_per_prompt(self) -> int:
+        return self.group_size
 
     def correction(self) -> SamplerCorrection | None:
         """Return ``sampler_correction`` with "auto" resolved; None: off."""

@@ -11,7 +11,7 @@ import math
 from typing import Any, NamedTuple
 
 from whet import _core
-from whet.config.settings import DPOConfig, GRPOConfig, OnlineConfig, PreferenceConfig, TrainerConfig
+from whet.config.settings import OnlineConfig, TrainerConfig
 from whet.errors import WhetValueError
 from whet.models.formats import PAGE_TOKENS
 from whet.models.lora import Adapted
@@ -93,8 +93,7 @@ def run_memory(
     n_adapter = 0 if adapters is None else adapters.n_parameters
     n_trained = n_adapter or model.n_parameters
     whole = training(model)
-    is_precomputed = isinstance(config, DPOConfig) and config.precompute_reference
-    keeps_reference = config.has_reference() and not is_precomputed
+    keeps_reference = config.uses_reference_model()
     own_reference = keeps_reference and adapters is None
     first_values = 4 * n_adapter if keeps_reference and adapters is not None and not adapters.is_new else 0
     parts = {
@@ -139,13 +138,6 @@ def multiplies_bfloat16(config: TrainerConfig) -> bool:
     return config.compute == "bfloat16" or (config.compute == "auto" and "bf16" in _core.isa())
 
 
-def rows_per_prompt(config: TrainerConfig) -> int:
-    """Return the number of completions per prompt in a step."""
-    if isinstance(config, GRPOConfig):
-        return config.group_size
-    return 2 if isinstance(config, PreferenceConfig) else 1
-
-
 def _multiplied_bytes(source: ModelSource, narrow: bool, is_packed: bool, n_models: int) -> int:
     """Return the bytes of converted copies: the largest matrix, unless multiplied as stored, and tiles of the head."""
     vocab, hidden = source.config.slots()["embedding"]
@@ -159,7 +151,7 @@ def _multiplied_bytes(source: ModelSource, narrow: bool, is_packed: bool, n_mode
 
 def _n_pages(config: Any, lengths: Lengths) -> int:
     """Return the KV pages of concurrently sampled sequences; completions share the pages of their prompt."""
-    n_sequences = min(config.batch_size * rows_per_prompt(config), MAX_BATCH)
+    n_sequences = min(config.batch_size * config.completions_per_prompt(), MAX_BATCH)
     own = math.ceil((lengths.prompt + config.max_new_tokens - 1) / PAGE_TOKENS) - lengths.prompt // PAGE_TOKENS
     return config.batch_size * math.ceil(lengths.prompt / PAGE_TOKENS) + n_sequences * own
 
@@ -174,11 +166,10 @@ class _Pass(NamedTuple):
 
 def _step_tokens(config: TrainerConfig, lengths: Lengths) -> _Pass:
     """Return the largest micro-batch."""
-    per_prompt = rows_per_prompt(config)
+    per_prompt = config.completions_per_prompt()
     rows = config.batch_size * per_prompt
-    in_pairs = 1 if isinstance(config, GRPOConfig) else per_prompt
     if config.micro_batch_size:
-        rows = min(rows, config.micro_batch_size * in_pairs)
+        rows = min(rows, config.micro_batch_size * (2 if config.is_paired else 1))
     is_part = rows < config.batch_size * per_prompt
     targets = rows * lengths.completion
     tokens = math.ceil(rows / per_prompt) * lengths.prompt + targets - rows

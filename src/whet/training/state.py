@@ -83,7 +83,7 @@ def save_trainer(trainer: Trainer, path: str | os.PathLike[str]) -> None:
     }
     if first_values := trainer.reference.first_values:
         tensors["reference"] = first_values
-    if trainer.ref_model is not None and trainer.uses_reference():
+    if trainer.ref_model is not None and trainer.config.uses_reference_model():
         tensors["ref_model"] = module_tensors(trainer.ref_model)
         state["ref_model"] = describe_module(trainer.ref_model)
     save_checkpoint(path, tensors, state)

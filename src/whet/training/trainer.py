@@ -272,7 +272,9 @@ class Trainer(ABC):
         self.trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.trainable:
             raise WhetValueError(f"{where}: no parameter of model requires grad. Unfreeze some.")
-        self.reference = Reference(model, self.trainable, ref_model, kept=self.uses_reference(), where=where)
+        self.reference = Reference(
+            model, self.trainable, ref_model, kept=self.config.uses_reference_model(), where=where
+        )
         models = [model] if self.ref_model is None else [model, self.ref_model]
         self.accelerations = choose_accelerations(models, self.config.compute, self.config.training_mode, where)
         self.acceleration = self.accelerations.get(model)
@@ -312,10 +314,6 @@ class Trainer(ABC):
     def ref_model(self) -> nn.Module | None:
         """The reference, if it is a separate module."""
         return self.reference.model
-
-    def uses_reference(self) -> bool:
-        """Whether the reference computes log-probs in every step."""
-        return self.config.has_reference()
 
     # --- one step ---------------------------------------------------------------------------------------
 
@@ -445,7 +443,7 @@ class Trainer(ABC):
                 f"{added} requires grad, but did not when the trainer was made: it would not be trained. Call "
                 "requires_grad_(False) on it"
             )
-        if self.uses_reference() and self.reference.is_policy():
+        if self.config.uses_reference_model() and self.reference.is_policy():
             raise self._error_without_effect(
                 "the loss uses a reference, but did not when the trainer was made, so that none was kept. Restore "
                 "config (to add a KL term later, start with a small beta)"

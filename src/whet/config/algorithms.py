@@ -1,0 +1,91 @@
+"""Registry of the training algorithms: ``whet train``, ``whet estimate``, model cards and help texts derive from it.
+
+It is not in ``whet.algorithms``, which imports torch: help texts need the registry without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from whet.config.settings import DPOConfig, GRPOConfig, OnlineDPOConfig, SFTConfig, TrainerConfig
+
+if TYPE_CHECKING:
+    from whet.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A training algorithm.
+
+    Attributes:
+        name: its METHOD in ``whet train METHOD``.
+        config: its settings, which declare whether it samples (``samples``), trains on pairs (``is_paired``) and
+            uses a reference (``has_reference``).
+        path: module and class, separated by a colon.
+        title: full name and source, for model cards.
+        summary: a few words, for ``whet --help``.
+        rows: what it does and what its rows need, for ``whet train --help``.
+        scored_by: run settings with functions that score completions, one of which is required; empty: none.
+    """
+
+    name: str
+    config: type[TrainerConfig]
+    path: str
+    title: str
+    summary: str
+    rows: str
+    scored_by: tuple[str, ...] = ()
+
+    @property
+    def class_name(self) -> str:
+        """Name of the class."""
+        return self.path.partition(":")[2]
+
+    def load(self) -> type[Trainer]:
+        """Import the class."""
+        module, _, name = self.path.partition(":")
+        return cast("type[Trainer]", getattr(importlib.import_module(module), name))
+
+
+ALGORITHMS = {
+    algorithm.name: algorithm
+    for algorithm in (
+        Algorithm(
+            "sft",
+            SFTConfig,
+            "whet.algorithms.sft:SFT",
+            title="supervised fine-tuning",
+            summary="supervised fine-tuning",
+            rows="supervised fine-tuning; rows have prompt and completion, messages, or text",
+        ),
+        Algorithm(
+            "dpo",
+            DPOConfig,
+            "whet.algorithms.dpo:DPO",
+            title="Direct Preference Optimization (Rafailov et al. 2023)",
+            summary="train on preference pairs",
+            rows="direct preference optimization; rows have prompt, chosen and rejected",
+        ),
+        Algorithm(
+            "grpo",
+            GRPOConfig,
+            "whet.algorithms.grpo:GRPO",
+            title="Group Relative Policy Optimization (Shao et al. 2024)",
+            summary="reinforcement learning on rewards",
+            rows="group relative policy optimization; rows have a prompt, reward functions score; or tasks, by name",
+            scored_by=("reward",),
+        ),
+        Algorithm(
+            "online-dpo",
+            OnlineDPOConfig,
+            "whet.algorithms.online_dpo:OnlineDPO",
+            title="online Direct Preference Optimization (Guo et al. 2024)",
+            summary="sample pairs, judge, train",
+            rows="online DPO; rows have a prompt, reward functions or a preference function judge; or tasks, by name",
+            scored_by=("reward", "preference"),
+        ),
+    )
+}
+"""Training algorithms by name."""
