@@ -1,13 +1,13 @@
-# make demo    post-train a small model from nothing, in under 5 minutes
+# make demo    post-train a small model from scratch, in under 5 minutes
 # make test    the Python tests: one representative of each kind
 # make check   what continuous integration runs: tests, linters, the C++ tests, the npm package; under 25 minutes
 # make wide    matrices of versions and of compilers, sanitizers, llama.cpp, Ray, bundlers, QEMU: under 80 minutes
 # make test-scale  several processes: ranks under torchrun, and pools of sampling workers with Ray
 # make web     the core as WebAssembly and the npm package around it, in web/dist; make web-test tests it, make web-demo shows it
 # make docs    the site from docs/, in build/site/index.html
-# make fuzz    a minute of hostile bytes for each kind of model file
-# make test-real  a real model beside llama.cpp, in every mixture of types: 3 GB in build/real, half an hour
-# make torture kills, full disks, damaged files, memory that is refused: docs/reliability.md, under 20 minutes
+# make fuzz    a minute of malformed input for each kind of model file
+# make test-real  a real model against llama.cpp, in every mixture of types: 3 GB in build/real, half an hour
+# make torture kills, full disks, damaged files, refused allocations: docs/reliability.md, under 20 minutes
 PYTHON ?= python3
 VENV   := .venv
 BUILD  := build/release
@@ -29,21 +29,21 @@ $(VENV)/.installed-%: $(NATIVE)
 demo: $(VENV)/.installed-train
 	$(BIN)/whet demo
 
-# gym comes after test: pip builds some of what it brings with the setuptools that torch brings.
+# gym after test: pip builds some of its dependencies with the setuptools that torch installs.
 test: $(VENV)/.installed-test $(VENV)/.installed-gym
 	$(BIN)/python -m pytest -n auto -rfEs --ignore tests/scale --ignore tests/wide
 	$(BIN)/python -m pytest -n 2 tests/scale/test_command.py
 
-# What `make test` skips for lack of a package or a program (tests/needs.py), and what takes minutes.
+# The tests that `make test` skips because a package or a program is missing (tests/needs.py), and slow tests.
 test-wide: $(VENV)/.installed-test $(VENV)/.installed-gym $(VENV)/.installed-wide web
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n 2 --dist loadfile -m needs --fail-if-missing --ignore tests/scale
 	$(BIN)/python -m pytest tests/wide
 
-# Ranks and workers, which are started, killed and stopped. Two files at a time: each mostly waits for processes.
+# Ranks and workers that are started, killed and stopped. Two files at a time: each mostly waits for processes.
 test-scale: $(VENV)/.installed-test $(VENV)/.installed-ray
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/scale
 
-# Compiles llama.cpp. Not in check, which has llama.cpp's log-probs and tokens. `make test-real ONLY=Q4_K_M` is one file.
+# Compiles llama.cpp. Not in check, which uses stored log-probs and tokens. `make test-real ONLY=Q4_K_M` tests one file.
 test-real: $(VENV)/.installed-real
 	$(BIN)/python -m tests.real.compare_tokenizers
 	$(BIN)/python -m tests.real.compare_tokenizers $$($(BIN)/python -m tests.real.model)
@@ -77,20 +77,20 @@ cpp-test-%: $(VENV)/.installed-dev
 	$(BIN)/cmake --build $(dir)
 	$(BIN)/ctest --test-dir $(dir) --output-on-failure -j2
 
-# pip brings Node and npm; Debian the compiler (web/Makefile).
+# Node and npm are installed by pip, the compiler by Debian (web/Makefile).
 web: $(VENV)/.installed-web
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(MAKE) -C web -j2
 
-# The package against the native engine: tokens and bits.
+# Compares the package with the native engine: tokens and bits.
 web-test: $(VENV)/.installed-test web
 	PYTHONPATH=. $(BIN)/python web/test/fixtures.py build/web/fixtures
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(MAKE) -C web test
 
-# The package in every runtime, browser and bundler at hand.
+# Runs the package in every installed runtime, browser and bundler.
 web-wide: web-test
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(MAKE) -C web bundlers
 
-# The example page; models in models/ (`whet fetch smollm2`) can be chosen there.
+# Serves the example page, which lists the models in models/ (`whet fetch smollm2`).
 web-demo: web
 	$(BIN)/node web/example/serve.mjs 8000 models
 
@@ -99,22 +99,21 @@ docs: $(VENV)/.installed-docs
 	$(BIN)/zensical build --clean --strict
 	@! grep -rlE '<(script|link|img)[^>]* (src|href)="?(https?:)?//' build/site --include='*.html'
 
-# Files as an enemy writes them.
+# Malformed and malicious model files.
 fuzz: $(VENV)/.installed-fuzz
 	for kind in containers safetensors config gguf blocks tokenizer; do \
 	  $(BIN)/python tests/fuzz/fuzz_files.py $$kind -max_total_time=60 || exit 1; \
 	done
 
-# Not in check. `make torture ONLY="--scale 0.1 kills disk"` is some of it, and less of that.
+# Not in check. `make torture ONLY="--scale 0.1 kills disk"` runs two of the kinds, and a tenth of their cases.
 torture: $(VENV)/.installed-test
 	$(BIN)/python -m tests.torture $(ONLY)
 
-# The wheel in an empty environment, with no compiler to be found and nothing but NumPy beside it; built without git,
-# CMake and Ninja.
+# Builds the wheel without git, CMake and Ninja, and runs it in an environment with only NumPy and no compiler.
 wheel-test: $(VENV)/.installed-test
 	$(BIN)/python tests/set_ups.py wheel
 
-# constraints.txt under every Python, and an environment for every interpreter at hand.
+# Resolves constraints.txt for every Python, and sets up an environment for every installed interpreter.
 setup-test: $(VENV)/.installed-test
 	$(BIN)/python tests/set_ups.py pythons
 

@@ -1,10 +1,10 @@
-"""Sets up a virtual environment with Whet, built from this folder: what `make` runs before everything else.
+"""Set up a virtual environment with Whet, built from this folder; `make` runs this first.
 
     python3 tools/set_up.py VENV BUILD EXTRA
 
-VENV is made if it is not there; the core is compiled in BUILD; EXTRA names the optional dependencies, as in
-pyproject.toml. Whatever the machine lacks is named in one line before anything is downloaded. Runs on the standard
-library alone.
+VENV is created if it does not exist; the core is compiled in BUILD; EXTRA names the optional dependencies, as in
+pyproject.toml. Missing prerequisites are printed in one line before anything is downloaded. Needs only the standard
+library.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSION = "{}.{}".format(*sys.version_info)
-# pip too: Ubuntu 22.04 brings 22.0, which has no --dry-run, --report or -C.
+# pip too: Ubuntu 22.04 has 22.0, which lacks --dry-run, --report and -C.
 BUILD_TOOLS = ["pip", "scikit-build-core", "nanobind", "numpy", "cmake", "ninja"]
 TORCH_WITHOUT_CUDA = "https://download.pytorch.org/whl/cpu"
 
 
 class SetUpError(Exception):
-    """What is missing, in one line."""
+    """Missing prerequisites, in one line."""
 
 
 def main(argv: list[str]) -> int:
@@ -45,16 +45,16 @@ def main(argv: list[str]) -> int:
     except SetUpError as error:
         print(error, file=sys.stderr)
         return 1
-    except subprocess.CalledProcessError as error:  # which has told what went wrong
+    except subprocess.CalledProcessError as error:  # the command has printed its error
         return error.returncode
     return 0
 
 
-# ---------------------------------------------------------------- what the machine must have
+# ---------------------------------------------------------------- prerequisites
 
 
 def check_machine() -> None:
-    """Name everything that is missing at once."""
+    """Raise a SetUpError that lists all missing prerequisites."""
     missing = [*missing_of_python(), *missing_compiler()]
     if missing:
         packages = " ".join(package for _, package in missing)
@@ -65,7 +65,7 @@ def check_machine() -> None:
 
 
 def missing_of_python() -> list[tuple[str, str]]:
-    """What this Python lacks, and the package that brings it."""
+    """Return the missing parts of this Python, each with its Debian package."""
     missing = []
     try:
         import ensurepip  # noqa: F401
@@ -79,14 +79,14 @@ def missing_of_python() -> list[tuple[str, str]]:
 
 
 def find_compiler() -> list[str] | None:
-    """The command of the C++ compiler: CXX, or the first that CMake would look for."""
+    """Return the command of the C++ compiler: CXX, or the first that CMake would find; None: there is none."""
     given = os.environ.get("CXX")
     candidates = [shlex.split(given)] if given else [["c++"], ["g++"], ["clang++"]]
     return next((command for command in candidates if command and shutil.which(command[0])), None)
 
 
 def missing_compiler() -> list[tuple[str, str]]:
-    """The compiler, if there is none or it is too old."""
+    """Return the compiler with its Debian package, if it is missing or too old."""
     command = find_compiler()
     if command is None:
         return [(f"there is no C++ compiler ({os.environ.get('CXX') or 'c++, g++ or clang++'})", "g++")]
@@ -111,7 +111,7 @@ def minimum_compilers() -> dict[str, int]:
 
 
 def make_venv(folder: Path) -> Path:
-    """The environment's Python."""
+    """Create the environment unless it exists, and return its Python."""
     python = folder / "bin" / "python"
     if not has_pip(python):
         run([sys.executable, "-m", "venv", "--clear", str(folder)])
@@ -125,7 +125,7 @@ def make_venv(folder: Path) -> Path:
 
 
 def has_pip(python: Path) -> bool:
-    """False for an environment that was interrupted while it was made, or whose Python went away."""
+    """Whether the environment is usable: its creation was not interrupted, and its Python still exists."""
     return (
         python.exists() and subprocess.run([str(python), "-c", "import pip"], stderr=subprocess.DEVNULL).returncode == 0
     )
@@ -139,7 +139,7 @@ def run(command: list[str], **env: str) -> None:
     subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, **env})
 
 
-# ---------------------------------------------------------------- what is installed
+# ---------------------------------------------------------------- installation
 
 
 def pip_install(python: Path) -> list[str]:
@@ -151,11 +151,11 @@ def install(python: Path, *packages: str) -> None:
 
 
 def install_whet(python: Path, build: Path, extra: str) -> None:
-    """Editable, with the build tools that are installed: pip would isolate each build, and compile everything anew."""
+    """Install Whet editable, with the installed build tools: an isolated build would recompile everything."""
     whet = f".[{extra}]" if extra else "."
     options = ["--no-build-isolation", "-C", f"build-dir={build}", *index_of_torch()]
     env = {"PATH": os.pathsep.join([str(python.parent), os.environ["PATH"]])}
-    env["CXX"] = shlex.join(find_compiler() or [])  # or scikit-build-core would ask for the one that compiled Python
+    env["CXX"] = shlex.join(find_compiler() or [])  # otherwise scikit-build-core requires the compiler of Python
     command = [*pip_install(python), *options, "-e", whet]
     planned = subprocess.run(
         [*command, "--dry-run", "--report", "-"],
@@ -164,9 +164,9 @@ def install_whet(python: Path, build: Path, extra: str) -> None:
         env={**os.environ, **env},
         stdout=subprocess.PIPE,
     )
-    told = describe_download(json.loads(planned.stdout))
-    if told:
-        print(told, flush=True)
+    download = describe_download(json.loads(planned.stdout))
+    if download:
+        print(download, flush=True)
     run(command, **env)
 
 
@@ -175,7 +175,7 @@ def has_nvidia_gpu() -> bool:
 
 
 def index_of_torch() -> list[str]:
-    """PyTorch's index of CPU builds where no NVIDIA GPU is: from PyPI, torch comes with gigabytes of CUDA."""
+    """Return pip's option for PyTorch's CPU builds if there is no NVIDIA GPU: PyPI's torch has gigabytes of CUDA."""
     if has_nvidia_gpu():
         return []
     try:
@@ -187,15 +187,15 @@ def index_of_torch() -> list[str]:
 
 
 def describe_download(report: dict) -> str:
-    """What the packages of pip's report take over the network, where the index tells."""
+    """Return a line with the download size of the packages in pip's report, as far as the index reports sizes."""
     urls = [package["download_info"]["url"] for package in report["install"]]
     remote = [url for url in urls if url.startswith("http")]
     if not remote:
         return ""
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         sizes = list(pool.map(size_of, remote))
-    told = "at least " if None in sizes else ""
-    text = f"{len(remote)} packages, {told}{sum(size or 0 for size in sizes) / 1e6:,.0f} MB, are downloaded"
+    bound = "at least " if None in sizes else ""
+    text = f"{len(remote)} packages, {bound}{sum(size or 0 for size in sizes) / 1e6:,.0f} MB, are downloaded"
     if any("/nvidia_" in url for url in remote) and not has_nvidia_gpu():
         text += f", CUDA for torch among them: {TORCH_WITHOUT_CUDA} has no torch for this Python, or does not answer"
     return text + "."
