@@ -369,7 +369,7 @@ def dpo_loss(
     """Loss of the DPO family, averaged over pairs; sft is averaged over the tokens of the chosen completions.
 
     With c and r the log-ratios of chosen and rejected, d = c - r, d' = c / chosen_lengths - r /
-    rejected_lengths, s the label smoothing and sig the sigmoid::
+    rejected_lengths, s the label smoothing and sig the sigmoid:
 
         sigmoid       -(1 - s) logsig(beta d) - s logsig(-beta d)      (s > 0: conservative DPO)
         sigmoid_norm  sigmoid with d' in place of d

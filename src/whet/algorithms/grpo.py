@@ -363,7 +363,7 @@ def grpo_loss(
     """Loss of the GRPO family over a batch of completions.
 
     With m the mask, A the advantages, w the importance weights (1 without correction), and rho =
-    exp(logprobs - old_logprobs) per token, or the exponential of its mean per sequence (GSPO)::
+    exp(logprobs - old_logprobs) per token, or the exponential of its mean per sequence (GSPO):
 
         cispo:       l = -w stopgrad(min(rho, epsilon_high)) A logprobs
         sapo:        l = -w A 4 sigmoid(tau (rho - 1)) / tau

@@ -42,7 +42,7 @@ class SamplingParams:
 
     Logits are processed in this order: min_new_tokens, logit_bias, repetition_penalty, frequency_penalty,
     presence_penalty, temperature, top_k, top_p, min_p. With z the logit of a token, p its count in the sequence so far
-    (prompt included) and c its count in the completion::
+    (prompt included) and c its count in the completion:
 
         z = z + logit_bias;  if p > 0: z = z / repetition_penalty if z > 0 else z * repetition_penalty
         z = z - frequency_penalty c - presence_penalty [c > 0];  z = z / temperature
