@@ -1,10 +1,11 @@
 """The layers of a transformer's training step as autograd functions over native kernels, on the CPU.
 
 Each function computes in the dtype of its input, float32 or bfloat16, accumulates in float32, and saves only inputs for
-its backward. The output of a norm or of SwiGLU is recomputed in the backward of the linear layer that reads it: the
-tensors this takes are saved in any case. bfloat16 products use torch, which reaches the machine's ceiling; float32
-products use Whet, because torch reaches two fifths of the ceiling of a Zen 5. Weights are float32 masters; a bfloat16
-product rounds its weight into scratch memory that all layers share, and weight gradients are float32.
+its backward (attention also its output). The output of a norm or of SwiGLU is recomputed in the backward of the linear
+layer that reads it: the tensors this takes are saved in any case. bfloat16 products use torch, which reaches the
+machine's ceiling; float32 products use Whet, because torch reaches two fifths of the ceiling of a Zen 5. Weights are
+float32 masters; a bfloat16 product rounds its weight into scratch memory that all layers share, and weight gradients
+are float32.
 
 Callers check the arguments: see ``whet.nn.accelerate``.
 """
