@@ -4,43 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
+from tests.nn.definitions import BOUNDS, capped, compare, normal
 from tests.raising import assert_raises
 from torch import Tensor
 
 from whet import _core
 from whet.nn import functions
-from whet.nn.linear_logprobs import Head, linear_logprobs
 from whet.nn.optim import AdamW
 from whet.nn.packed import PackedBatch, pack_batch
 from whet.nn.scratch import cast_weight
-
-GENERATOR = torch.Generator().manual_seed(11)
-BOUNDS = {torch.float32: 5e-6, torch.bfloat16: 1e-2}
-"""Bound of the norm of a difference, relative to the norm of the exact value plus a tenth of the norm of the incoming
-gradient, because some gradients are sums that cancel. The inputs are exact in both dtypes."""
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=GENERATOR).bfloat16().to(dtype)
-
-
-def hold(function, definition, inputs: list[Tensor], bound: float) -> None:
-    """Assert that value and gradients of ``function`` equal those that ``definition`` has in float64."""
-    given = [x.clone().requires_grad_() for x in inputs]
-    doubles = [x.double().requires_grad_() for x in inputs]
-    got, right = function(*given), definition(*doubles)
-    assert got.shape == right.shape
-    grad = normal(*got.shape).to(got.dtype)
-    got.backward(grad)
-    right.backward(grad.double())
-    pairs = [(got, right), *((x.grad, y.grad) for x, y in zip(given, doubles, strict=True))]
-    for i, (value, exact) in enumerate(pairs):
-        error = (value.double() - exact).norm() / (exact.norm() + 0.1 * grad.double().norm())
-        assert error < bound, f"{'value' if i == 0 else f'gradient {i - 1}'}: {error:.2g}"
 
 
 @pytest.mark.parametrize("n", [1, 7, 16, 33, 576])
@@ -53,14 +29,14 @@ def test_rms_norm(n, dtype, out):
         return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
     inputs = [normal(3, 5, n, dtype=dtype), normal(n)]
-    hold(lambda x, weight: functions.rms_norm(x, weight, 1e-5, out), definition, inputs, BOUNDS[out])
+    compare(lambda x, weight: functions.rms_norm(x, weight, 1e-5, out), definition, inputs, BOUNDS[out])
 
 
 @pytest.mark.parametrize("n", [1, 15, 33, 1536])
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_swiglu(n, dtype):
     inputs = [3 * normal(5, n, dtype=dtype), normal(5, n, dtype=dtype)]
-    hold(functions.swiglu, lambda gate, up: torch.nn.functional.silu(gate) * up, inputs, BOUNDS[dtype])
+    compare(functions.swiglu, lambda gate, up: torch.nn.functional.silu(gate) * up, inputs, BOUNDS[dtype])
 
 
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(8, 8), (64, 64), (40, 24)])
@@ -78,7 +54,9 @@ def test_rope(head_dim, rotary_dim, is_neox, dtype):
         out = torch.stack((first * cos - second * sin, second * cos + first * sin), -2 if is_neox else -1)
         return torch.cat((out.flatten(-2), rest), -1)
 
-    hold(lambda x: functions.rope(x, table, is_neox), definition, [normal(7, 3, head_dim, dtype=dtype)], BOUNDS[dtype])
+    compare(
+        lambda x: functions.rope(x, table, is_neox), definition, [normal(7, 3, head_dim, dtype=dtype)], BOUNDS[dtype]
+    )
 
 
 def attention_mask(batch: PackedBatch, window: int | None) -> Tensor:
@@ -128,69 +106,7 @@ def test_attention(lengths, n_heads, n_kv_heads, head_dim, window, softcap, dtyp
     shapes = [(n, n_heads, head_dim), (n, n_kv_heads, head_dim), (n, n_kv_heads, head_dim)]
     inputs = [normal(*shape, dtype=dtype) for shape in shapes]
     bound = {torch.float32: 2e-5, torch.bfloat16: 2e-2}[dtype]
-    hold(lambda q, k, v: functions.attention(q, k, v, batch, 0.3, window, softcap), definition, inputs, bound)
-
-
-def capped(logits: Tensor, cap: float) -> Tensor:
-    return cap * (logits / cap).tanh() if cap else logits
-
-
-@pytest.mark.parametrize(("n_rows", "vocab_size"), [(1, 5), (7, 300), (520, 2049)])
-@pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("softcap", [0.0, 1.5])
-def test_linear_logprobs(n_rows, vocab_size, dtype, softcap):
-    """Also with more tokens and more vocabulary entries than one tile."""
-    targets = torch.randint(0, vocab_size, (n_rows,), generator=GENERATOR)
-
-    def definition(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        logprobs = (capped(hidden @ weight.t() + bias, softcap) / 0.7).log_softmax(-1)
-        return logprobs.gather(1, targets[:, None])[:, 0]
-
-    def function(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        def rows(first: int, n: int) -> Tensor:
-            return cast_weight(weight[first : first + n], dtype)
-
-        head = Head(rows, (vocab_size, 40), bias, dtype, weight)
-        head.softcap = softcap
-        logprobs, entropy = linear_logprobs(hidden, head, targets, 0.7, True)
-        every = (capped(hidden @ weight.t() + bias, softcap) / 0.7).double().log_softmax(-1)
-        assert entropy is not None
-        torch.testing.assert_close(entropy.double(), -(every.exp() * every).sum(1), rtol=1e-3, atol=1e-4)
-        return logprobs
-
-    inputs = [normal(n_rows, 40), normal(vocab_size, 40) / 8, normal(vocab_size)]
-    hold(function, definition, inputs, {torch.float32: 2e-5, torch.bfloat16: 2e-2}[dtype])
-
-
-@pytest.mark.parametrize(("n_rows", "vocab_size"), [(1, 5), (7, 300), (520, 4100)])
-@pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize(("confidence", "softcap"), [(0.0, 0.0), (12.0, 0.0), (0.0, 1.5), (12.0, 20.0)])
-def test_gradient_of_hidden_states_under_a_frozen_head(n_rows, vocab_size, dtype, confidence, softcap):
-    """Checked row by row, also for almost certain tokens, whose gradient is a small difference of large numbers."""
-    targets = torch.randint(0, vocab_size, (n_rows,), generator=GENERATOR)
-    hidden, weight, bias = normal(n_rows, 40), normal(vocab_size, 40) / 8, normal(vocab_size)
-    weight, hidden = weight.to(dtype), hidden.to(dtype)
-    hidden += confidence * weight[targets]
-    scale = normal(n_rows)
-
-    exact = hidden.double().requires_grad_()
-    logits = capped(exact @ weight.double().t() + bias.double(), softcap)
-    definition = (logits / 0.7).log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    (definition * scale).sum().backward()
-
-    x = hidden.clone().requires_grad_()
-    head = Head(lambda first, n: weight[first : first + n], (vocab_size, 40), bias, dtype)
-    head.softcap = softcap
-    logprobs, entropy = linear_logprobs(x, head, targets, 0.7, True)
-    (logprobs * scale).sum().backward()
-    with torch.no_grad():
-        again = linear_logprobs(x, head, targets, 0.7, True)
-    assert torch.equal(logprobs, again[0]) and torch.equal(cast(Tensor, entropy), cast(Tensor, again[1]))
-    torch.testing.assert_close(logprobs.double(), definition.detach(), rtol=1e-4, atol=1e-5)
-    error = (cast(Tensor, x.grad).double() - cast(Tensor, exact.grad)).norm(dim=1) / cast(Tensor, exact.grad).norm(
-        dim=1
-    )
-    assert error.max() < {torch.float32: 1e-4, torch.bfloat16: 2e-2}[dtype]
+    compare(lambda q, k, v: functions.attention(q, k, v, batch, 0.3, window, softcap), definition, inputs, bound)
 
 
 def trained_product(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> functions.Product:
@@ -210,7 +126,7 @@ def test_linear_and_embedding(dtype):
         x = torch.nn.functional.embedding(ids, table, 0)
         return torch.nn.functional.linear(x, weight, bias)
 
-    hold(function, definition, [normal(5, 33), normal(17, 33), normal(17)], BOUNDS[dtype])
+    compare(function, definition, [normal(5, 33), normal(17, 33), normal(17)], BOUNDS[dtype])
 
 
 def saved_bytes(outputs_of: Callable[[], Any]) -> int:
@@ -247,7 +163,7 @@ def test_lora_adapters_of_frozen_products(dtype):
         return torch.cat((first, x @ weights[1].double().t() + bias), -1)
 
     inputs = [normal(2, 5, 33), normal(4, 33), normal(24, 4), normal(3, 33), normal(24, 3), normal(17)]
-    hold(function, definition, inputs, BOUNDS[dtype])
+    compare(function, definition, inputs, BOUNDS[dtype])
 
 
 def test_dropout_mask_is_redrawn_in_the_backward():
@@ -262,7 +178,7 @@ def test_dropout_mask_is_redrawn_in_the_backward():
 
     mask = (function(torch.ones(40, 50), a, b) != 0).double()
     assert 0.7 < mask.mean() < 0.8
-    hold(function, lambda x, a, b: 1.5 * (x * mask / 0.75) @ a.t() @ b.t(), [x, normal(4, 50), normal(50, 4)], 5e-6)
+    compare(function, lambda x, a, b: 1.5 * (x * mask / 0.75) @ a.t() @ b.t(), [x, normal(4, 50), normal(50, 4)], 5e-6)
     torch.manual_seed(4)
     adapter = functions.Adapter(a, b, 1.0, 0.25)
     (other,) = functions.linears(torch.ones(40, 50), [functions.Product(lambda: zero, None, (adapter,))], torch.float32)

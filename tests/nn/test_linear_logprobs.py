@@ -1,0 +1,71 @@
+"""Fused log-probs of the LM head, forward and backward, against their formulas in float64 torch."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+import torch
+from tests.nn.definitions import BOUNDS, GENERATOR, capped, compare, normal
+from torch import Tensor
+
+from whet.nn.linear_logprobs import Head, linear_logprobs
+from whet.nn.scratch import cast_weight
+
+
+@pytest.mark.parametrize(("n_rows", "vocab_size"), [(1, 5), (7, 300), (520, 2049)])
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_linear_logprobs(n_rows, vocab_size, dtype, softcap):
+    """Also with more tokens and more vocabulary entries than one tile."""
+    targets = torch.randint(0, vocab_size, (n_rows,), generator=GENERATOR)
+
+    def definition(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        logprobs = (capped(hidden @ weight.t() + bias, softcap) / 0.7).log_softmax(-1)
+        return logprobs.gather(1, targets[:, None])[:, 0]
+
+    def function(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        def rows(first: int, n: int) -> Tensor:
+            return cast_weight(weight[first : first + n], dtype)
+
+        head = Head(rows, (vocab_size, 40), bias, dtype, weight)
+        head.softcap = softcap
+        logprobs, entropy = linear_logprobs(hidden, head, targets, 0.7, True)
+        every = (capped(hidden @ weight.t() + bias, softcap) / 0.7).double().log_softmax(-1)
+        assert entropy is not None
+        torch.testing.assert_close(entropy.double(), -(every.exp() * every).sum(1), rtol=1e-3, atol=1e-4)
+        return logprobs
+
+    inputs = [normal(n_rows, 40), normal(vocab_size, 40) / 8, normal(vocab_size)]
+    compare(function, definition, inputs, {torch.float32: 2e-5, torch.bfloat16: 2e-2}[dtype])
+
+
+@pytest.mark.parametrize(("n_rows", "vocab_size"), [(1, 5), (7, 300), (520, 4100)])
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize(("confidence", "softcap"), [(0.0, 0.0), (12.0, 0.0), (0.0, 1.5), (12.0, 20.0)])
+def test_gradient_of_hidden_states_under_a_frozen_head(n_rows, vocab_size, dtype, confidence, softcap):
+    """Checked row by row, also for almost certain tokens, whose gradient is a small difference of large numbers."""
+    targets = torch.randint(0, vocab_size, (n_rows,), generator=GENERATOR)
+    hidden, weight, bias = normal(n_rows, 40), normal(vocab_size, 40) / 8, normal(vocab_size)
+    weight, hidden = weight.to(dtype), hidden.to(dtype)
+    hidden += confidence * weight[targets]
+    scale = normal(n_rows)
+
+    exact = hidden.double().requires_grad_()
+    logits = capped(exact @ weight.double().t() + bias.double(), softcap)
+    definition = (logits / 0.7).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    (definition * scale).sum().backward()
+
+    x = hidden.clone().requires_grad_()
+    head = Head(lambda first, n: weight[first : first + n], (vocab_size, 40), bias, dtype)
+    head.softcap = softcap
+    logprobs, entropy = linear_logprobs(x, head, targets, 0.7, True)
+    (logprobs * scale).sum().backward()
+    with torch.no_grad():
+        again = linear_logprobs(x, head, targets, 0.7, True)
+    assert torch.equal(logprobs, again[0]) and torch.equal(cast(Tensor, entropy), cast(Tensor, again[1]))
+    torch.testing.assert_close(logprobs.double(), definition.detach(), rtol=1e-4, atol=1e-5)
+    error = (cast(Tensor, x.grad).double() - cast(Tensor, exact.grad)).norm(dim=1) / cast(Tensor, exact.grad).norm(
+        dim=1
+    )
+    assert error.max() < {torch.float32: 1e-4, torch.bfloat16: 2e-2}[dtype]
