@@ -6,7 +6,7 @@ import numpy as np
 import peft
 import pytest
 import torch
-from tests.raising import assert_raises
+from tests.raising import assert_raises, mentions
 from tests.tiny import tiny_llama, with_lora
 
 import whet
@@ -90,7 +90,7 @@ def test_bfloat16_adapters_are_read(tmp_path):
         ({"bias": "lora_only"}, "bias is 'lora_only', expected 'none'"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which changes the base model"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
-        ({"target_modules": ["embed_tokens"]}, "is no factor of a linear layer"),
+        ({"target_modules": ["embed_tokens"]}, ("embed_tokens", "whet merge")),
     ],
 )
 def test_what_is_not_plain_lora_is_refused(settings, message, tmp_path):
@@ -120,7 +120,7 @@ def test_peft_folders_that_cannot_be_read(tmp_path):
     config.write_text(text)
     weights = tmp_path / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-5])
-    assert_raises(CheckpointError, "is damaged or no safetensors file", from_peft, tmp_path)
+    assert_raises(CheckpointError, ("adapter_model.safetensors", "damaged"), from_peft, tmp_path)
     weights.unlink()
     assert_raises(CheckpointError, r"adapter_model.safetensors cannot be read", from_peft, str(tmp_path))
     with pytest.raises(whet.WhetTypeError, match="source is a Linear, expected a folder or a PeftModel"):
@@ -160,7 +160,7 @@ def test_files_that_cannot_be_read(tmp_path):
     data = path.read_bytes()
     for damaged in (b"", data[:4], data[:-1], b"\xff" * 40):
         path.write_bytes(damaged)
-        assert_raises(CheckpointError, "is damaged or no safetensors file", load_adapters, path)
+        assert_raises(CheckpointError, (path, "damaged"), load_adapters, path)
     from safetensors.numpy import load, save
 
     tensors, numbers = load(data), {"head": {"alpha": 4.0}}
@@ -185,5 +185,5 @@ def test_what_cannot_be_written(tmp_path):
             function(tmp_path / "x", {}, *rest)
         with pytest.raises(whet.WhetTypeError, match="adapters has 'a': int, expected a module name: MicroLoRA"):
             function(tmp_path / "x", {"a": 3}, *rest)
-    with pytest.raises(whet.WhetValueError, match=r"there is no folder .*missing\. Make it before"):
+    with pytest.raises(whet.WhetValueError, match=mentions("save_adapters", tmp_path / "missing")):
         save_adapters(tmp_path / "missing" / "a.safetensors", {"a": good})

@@ -40,17 +40,17 @@ from whet.models.tokenizers.pre_tokenizers import PRE_TOKENIZERS
 
 N_TOKENS = 400
 N_ROWS = 416
-WITHOUT_PLACE = {
+NOT_IN_GGUF = {
     "qwen2-windows": "windows",
     "qwen3-biases-windows": "windows",
     "llama-gelu": "activation",
     "llama-proportional": "rope_type 'proportional' with frequencies of 0",
     "gpt2-untied-unscaled": "attention_scale",
     "gpt2-reordered": "activation",
-    "gemma2-kinds": "biases of attention, in gemma2",
+    "gemma2-kinds": "attention biases in gemma2",
     "gemma2-attention": "logits_softcap",
-    "gemma3-kinds": "biases of attention, in gemma3",
-    "olmo2-one-head": "biases of attention, in olmo2",
+    "gemma3-kinds": "attention biases in gemma3",
+    "olmo2-one-head": "attention biases in olmo2",
     "smollm3": "rope_layers",
     "smollm3-windows": "windows",
 }
@@ -89,11 +89,11 @@ def assert_same_model(ours: Any, theirs: Any, model_type: str) -> None:
 def test_float32_keeps_every_bit_of_every_family(case, tokenizer, tmp_path):
     folder = save(tiny_model(case, vocab_size=N_ROWS), tokenizer, tmp_path / "model")
     out = tmp_path / "model.gguf"
-    if case in WITHOUT_PLACE:
-        message = f"GGUF has no place for .*{WITHOUT_PLACE[case]}"
-        return assert_raises(WhetValueError, message, export_gguf, folder, out, "f32")
+    if case in NOT_IN_GGUF:
+        facts = ("GGUF", NOT_IN_GGUF[case])
+        return assert_raises(WhetValueError, facts, export_gguf, folder, out, "f32")
     if FAMILIES[CASES[case][0]].gguf is None:
-        return assert_raises(WhetValueError, "which GGUF has no architecture for", export_gguf, folder, out, "f32")
+        return assert_raises(WhetValueError, ("GGUF", "model_type", "llama"), export_gguf, folder, out, "f32")
     export_gguf(folder, out, "f32")
     assert_same_model(open_gguf(out), open_folder(folder), CASES[case][0])
     return None
@@ -146,7 +146,7 @@ def test_what_llama_cpp_needs_is_written_again(tokenizer, tmp_path):
 
 def test_a_head_that_llama_cpp_does_not_have(tokenizer, tmp_path):
     folder = save(tiny_model("gemma2", vocab_size=N_ROWS, tie_word_embeddings=False), tokenizer, tmp_path / "model")
-    message = "no place for this model's head, in gemma2 the embedding"
+    message = "head in gemma2"
     assert_raises(WhetValueError, message, export_gguf, folder, tmp_path / "m.gguf")
 
 
@@ -211,7 +211,7 @@ def test_an_adapter_of_a_tied_head_is_refused_where_llama_cpp_has_no_other(token
     source = open_folder(folder)
     a, b = np.ones((1, 32), np.float32), np.ones((N_ROWS, 1), np.float32)
     adapters = [locate_lora(source.config, source.targets["lm_head"], a, b, 1.0, "here")]
-    message = "no place for this model's head, in gemma2 the embedding"
+    message = "head in gemma2"
     assert_raises(WhetValueError, message, export_gguf, folder, tmp_path / "m.gguf", adapters=adapters)
 
 
@@ -223,12 +223,8 @@ _OF_LLAMA = {case: CASES[f"llama-{case}"][1] for case in ("llama3", "longrope", 
     [
         ("qwen2", _OF_LLAMA["llama3"], "rope_type 'llama3' in qwen2"),
         ("smollm3-interval", _OF_LLAMA["longrope"], "rope_type 'longrope' in smollm3"),
-        (
-            "olmo2",
-            _OF_LLAMA["yarn-mscale"],
-            "rope_type 'yarn' with its own beta_fast, beta_slow or truncate in olmo2",
-        ),
-        ("qwen2", {"head_dim": 12}, "4 heads of 12: in qwen2 they are together as wide as the model, 32"),
+        ("olmo2", _OF_LLAMA["yarn-mscale"], "truncate in olmo2"),
+        ("qwen2", {"head_dim": 12}, "hidden_dim, 32"),
         (
             "gemma3",
             {
@@ -237,14 +233,13 @@ _OF_LLAMA = {case: CASES[f"llama-{case}"][1] for case in ("llama3", "longrope", 
                     "sliding_attention": rope("default")["rope_parameters"],
                 }
             },
-            "attention_factor: in gemma3 llama.cpp multiplies the layers with a window by it too",
+            "attention_factor: in gemma3",
         ),
     ],
 )
 def test_what_llama_cpp_does_not_read_in_an_architecture(case, options, message, tokenizer, tmp_path):
     folder = save(tiny_model(case, vocab_size=N_ROWS, **options), tokenizer, tmp_path / "model")
-    message = f"GGUF has no place for (this model's )?{message}"
-    assert_raises(WhetValueError, message, export_gguf, folder, tmp_path / "m.gguf", "f32")
+    assert_raises(WhetValueError, ("GGUF", message), export_gguf, folder, tmp_path / "m.gguf", "f32")
 
 
 @pytest.mark.parametrize("case", ["llama-longrope", "phi3-longrope", "granite"])
@@ -426,7 +421,7 @@ def refuse(folder: Path, message: str, error: Any = WhetValueError, **options: A
 
 def test_a_file_that_is_there(folder, tmp_path):
     (tmp_path / "out" / "m.gguf").write_bytes(b"mine")
-    refuse(folder, "m.gguf is there already. Choose another name, or replace a file with --overwrite")
+    refuse(folder, ("m.gguf", "--overwrite"))
     export_gguf(folder, tmp_path / "out" / "m.gguf", overwrite=True)
     open_gguf(tmp_path / "out" / "m.gguf")
 

@@ -110,7 +110,7 @@ def test_what_is_refused(tokenizer, tmp_path):
     refused = [
         ("an adapter changes the head, which is the embedding in this model", (adapters,)),
         ("there are no adapters", ([],)),
-        ("quantize is 'q8_0', and adapters alone are floats", (adapters, "q8_0")),
+        (("quantize is 'q8_0'", "f32, f16 or bf16"), (adapters, "q8_0")),
         ("quantize is 'q9', expected one of", (adapters, "q9")),
     ]
     for message, arguments in refused:

@@ -228,39 +228,39 @@ def test_more_than_adapters_beside_a_base_is_refused():
     assert_raises(WhetValueError, "merge_adapters=False", Engine.from_model, plain, merge_adapters=True)
     assert_raises(WhetValueError, "packed for 64", Engine.from_model, plain, max_position=32)
     assert_raises(WhetValueError, "Engine.from_model: weights is 'q8_0'", Engine.from_model, plain, weights="q8_0")
-    assert_raises(WhetValueError, "packed already", pack_base, open_module(plain))
+    assert_raises(WhetValueError, ("pack_base", "source.base"), pack_base, open_module(plain))
 
 
 def test_what_a_base_refuses():
     model = tiny_model("llama", attention_bias=True)
     base = pack_base(open_module(model))
     q, out = LAYER + "self_attn.q_proj", torch.empty(32, 32)
-    assert_raises(WhetValueError, "PackedBase.rows: the model has no module 'q_proj'", base.rows, "q_proj", out)
-    assert_raises(WhetValueError, "has 32 rows, and rows 1 ... 32", base.rows, q, out, first=1)
+    assert_raises(WhetValueError, ("PackedBase.rows", "no module 'q_proj'"), base.rows, "q_proj", out)
+    assert_raises(WhetValueError, (f"rows 1 ... 32 of {q}", "32 rows"), base.rows, q, out, first=1)
     assert_raises(WhetValueError, "rows -1", base.rows, q, out[:1], first=-1)
     for wrong in (out[:, :16], out.T[:8], out.double(), torch.empty(32, 33), torch.empty(4, requires_grad=True)):
-        assert_raises(WhetTypeError, r"PackedBase.rows: out is .*\(32, 32\)", base.rows, q, wrong)
-    assert_raises(WhetTypeError, "out is list, expected an array", base.rows, q, [])
+        assert_raises(WhetTypeError, ("PackedBase.rows: out is", (32, 32)), base.rows, q, wrong)
+    assert_raises(WhetTypeError, ("out is list", "NumPy", "torch"), base.rows, q, [])
     read_only = np.empty((32, 32), np.float32)
     read_only.flags.writeable = False
     assert_raises(WhetTypeError, "out is float32", base.rows, q, read_only)
     assert_raises(WhetValueError, "lm_head has no bias", base.bias, "lm_head", torch.empty(VOCAB))
     embed, ids = "model.embed_tokens", torch.tensor([VOCAB])
-    assert_raises(WhetValueError, f"outside 0 ... {VOCAB - 1}", base.gather, embed, ids, torch.empty(1, 32))
-    assert_raises(WhetTypeError, "ids are .*int32", base.gather, embed, ids.int(), torch.empty(1, 32))
-    assert_raises(WhetValueError, "is no embedding", base.gather, q, ids, torch.empty(1, 32))
-    assert_raises(WhetTypeError, "not pickled", pickle.dumps, base)
+    assert_raises(WhetValueError, f"expected 0 ... {VOCAB - 1}", base.gather, embed, ids, torch.empty(1, 32))
+    assert_raises(WhetTypeError, ("ids are", "int32"), base.gather, embed, ids.int(), torch.empty(1, 32))
+    assert_raises(WhetValueError, (q, "Read its rows with rows()"), base.gather, q, ids, torch.empty(1, 32))
+    assert_raises(WhetTypeError, ("PackedBase", "pickled", "again"), pickle.dumps, base)
     assert copy.deepcopy({"base": base})["base"] is base
     assert_raises(WhetTypeError, "Engine.from_base: base is a ModelSource", Engine.from_base, base.source())
     assert_raises(WhetValueError, "head is 'q8_0'", Engine.from_base, base, head="q8_0")
     assert_raises(WhetValueError, "weights is 'fp3'", pack_base, open_module(model), weights="fp3")
     with torch.no_grad():
         model.lm_head.weight[0, 0] = float("nan")
-    assert_raises(WhetValueError, "pack_base: head.*NaN", pack_base, open_module(model))
+    assert_raises(WhetValueError, ("pack_base: head", "NaN"), pack_base, open_module(model))
 
 
 def test_rows_in_another_order_are_read_whole():
     model = tiny_model("gpt_neox")
     base = pack_base(open_module(model))
     name = "gpt_neox.layers.0.attention.query_key_value"
-    assert_raises(WhetValueError, "is read whole: 96 rows", base.rows, name, torch.empty(16, 32))
+    assert_raises(WhetValueError, (name, "out has 16 rows", "all 96 rows"), base.rows, name, torch.empty(16, 32))

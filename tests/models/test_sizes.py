@@ -226,10 +226,10 @@ def test_errors_say_the_fix(tmp_path):
     source = source_of_config(LLAMA)
     gemma = {**LLAMA, "model_type": "gemma"}
     for call, message in (
-        (lambda: load_source("lama-2-7b"), "'lama-2-7b' is no preset.*Did you mean llama-2-7b?"),
-        (lambda: load_source(str(tmp_path / "x")), "there is no such file or folder. The presets are llama-2-7b"),
+        (lambda: load_source("lama-2-7b"), ("'lama-2-7b'", "Did you mean llama-2-7b?")),
+        (lambda: load_source(str(tmp_path / "x")), ("neither a preset nor", "The presets are llama-2-7b")),
         (lambda: load_source(str(tmp_path)), "config.json"),
-        (lambda: source_of_config(gemma), "config: model_type is 'gemma'; the engine runs gemma2, gemma3_text, .*phi3"),
+        (lambda: source_of_config(gemma), ("config: model_type is 'gemma'", "gemma2, gemma3_text", "phi3")),
         (lambda: source_of_config({"model_type": "llama"}), "config: num_hidden_layers is None, expected an integer"),
         (lambda: source_of_config({**LLAMA, "num_hidden_layers": 10**12}), "num_hidden_layers is 1000000000000, exp"),
         (lambda: estimate(source, "q3_k"), "estimate: weights is 'q3_k', expected one of float32, bfloat16"),
@@ -241,10 +241,10 @@ def test_errors_say_the_fix(tmp_path):
         (lambda: estimate(source, context=-7), "estimate: context is -7, expected an integer >= 1"),
         (lambda: estimate(source, context=1.5), "estimate: context is 1.5, expected an integer >= 1"),
         (lambda: estimate(source, batch=-1), "estimate: batch is -1, expected an integer >= 1"),
-        (lambda: estimate(source, context=513), "context is 513, and the model's last position is 512. Ask for fewer"),
+        (lambda: estimate(source, context=513), ("context is 513", "512 tokens")),
         (
             lambda: estimate(ModelSource(dataclasses.replace(source.config, head_dim=1024), source.slices, {})),
-            "estimate: the engine does not run this model",
+            ("estimate: ", "not support this model"),
         ),
     ):
         assert_raises(whet.WhetValueError, message, call)

@@ -93,7 +93,7 @@ def _floats_reason(run: Any, adapters: Adapted, on_gpu: bool) -> str:
     if isinstance(run, OnlineConfig):
         if run.rollout_weights != "auto":
             return f"rollout_weights is {run.rollout_weights!r}"
-        if not adapters.is_apart and run.engine != "torch":
+        if not adapters.is_separable and run.engine != "torch":
             return "the engine merges adapters outside the layers into them"
     return ""
 

@@ -49,7 +49,7 @@ class Comparison:
         config: the model's.
         tokenizer: that of the model, of transformers or of a GGUF file.
         original: tokens of the context before rotary frequencies were scaled; None: they are not.
-        where: begins the error.
+        where: prefix of error messages.
 
     Attributes:
         skipped: what is not compared, in a sentence, as it would take more than 30 s or the memory; empty: nothing.

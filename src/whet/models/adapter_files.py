@@ -1,11 +1,11 @@
-"""Files of low-rank adapters: Whet's own, which keep everything that training needs, and PEFT's.
+"""Files of low-rank adapters: Whet's format, which keeps the state of training, and PEFT's.
 
 ``save_adapters`` writes one safetensors file for all adapters of a model, by module name: ``MODULE.lora_A`` (r, in),
-``MODULE.lora_B`` (r, out), gradients, moments and EWC memory beside them, the numbers as JSON in the file's metadata.
+``MODULE.lora_B`` (r, out), gradients, moments and EWC memory; scalars as JSON in the file's metadata.
 
 ``from_peft`` and ``to_peft`` exchange A and B with PEFT (https://huggingface.co/docs/peft), which writes a folder with
 ``adapter_config.json`` and ``adapter_model.safetensors``: ``base_model.model.MODULE.lora_A.weight`` (r, in) and
-``...lora_B.weight`` (out, r). Plain LoRA only; whatever else an adapter holds is refused, never dropped.
+``...lora_B.weight`` (out, r). Only plain LoRA is supported; any other feature is rejected, never dropped.
 """
 
 from __future__ import annotations
@@ -26,17 +26,15 @@ from whet.ops.micro_lora import MicroLoRA
 
 _FORMAT = "whet-micro-lora-1"
 PEFT_PREFIX = "base_model.model."
-"""Before the names of modules in PEFT's files."""
+"""Prefix of module names in PEFT's files."""
 
 
 def save_adapters(path: str | os.PathLike[str], adapters: Mapping[str, MicroLoRA]) -> None:
-    """Write adapters, by module name, with their whole state to one safetensors file.
-
-    A reader, or a kill, sees the old file or the new one, never a part.
+    """Write adapters, by module name, with their complete state to one safetensors file, atomically.
 
     Raises:
-        WhetValueError: there is no adapter, or its folder is missing.
-        WhetTypeError: a name is no text, or a value no MicroLoRA.
+        WhetValueError: there are no adapters, or the folder is missing.
+        WhetTypeError: a key is not a str, or a value not a MicroLoRA.
         MissingExtraError: safetensors is not installed.
     """
     _check_adapters("save_adapters", adapters)
@@ -49,10 +47,10 @@ def save_adapters(path: str | os.PathLike[str], adapters: Mapping[str, MicroLoRA
 
 
 def load_adapters(path: str | os.PathLike[str]) -> dict[str, MicroLoRA]:
-    """The adapters that ``save_adapters`` wrote, by module name, ready to go on.
+    """Load the adapters from ``save_adapters``, by module name, to continue training.
 
     Raises:
-        CheckpointError: there is no such file, it is damaged or of another program, or its parts do not fit.
+        CheckpointError: the file is missing, damaged or of another format.
         MissingExtraError: safetensors is not installed.
     """
     tensors, metadata = _read_tensors("load_adapters", Path(path))
@@ -87,15 +85,15 @@ def load_adapters(path: str | os.PathLike[str]) -> dict[str, MicroLoRA]:
 
 
 def from_peft(source: Any, adapter_name: str | None = None) -> dict[str, MicroLoRA]:
-    """The LoRA adapters of a PEFT folder, or of a PeftModel, by module name ("model.layers.0.self_attn.q_proj").
+    """Read the LoRA adapters of a PEFT folder or a PeftModel, by module name ("model.layers.0.self_attn.q_proj").
 
     Args:
         source: the folder with adapter_config.json and adapter_model.safetensors, or a PeftModel.
-        adapter_name: which of a PeftModel's adapters; the active one if not given.
+        adapter_name: the adapter of a PeftModel. Default: the active one.
 
     Returns:
-        A new adapter per module, float32 whatever the file's dtype. rslora's alpha / sqrt(r), rank_pattern and
-        alpha_pattern are taken into alpha.
+        A new float32 adapter per module. rslora's alpha / sqrt(r), rank_pattern and alpha_pattern are folded into
+        alpha.
 
     Raises:
         CheckpointError: a file is missing or damaged, or an adapter is not plain LoRA of rank 1 to 8.
@@ -110,25 +108,25 @@ def from_peft(source: Any, adapter_name: str | None = None) -> dict[str, MicroLo
 
 
 def read_peft(source: Any, adapter_name: str | None = None) -> dict[str, tuple[np.ndarray, np.ndarray, float]]:
-    """As ``from_peft``, of any rank: by module name A (r, in), B (out, r) and the scaling of B A."""
+    """Read adapters of any rank, see ``from_peft``: module name -> A (r, in), B (out, r), scaling of B A."""
     if isinstance(source, (str, os.PathLike)):
         folder, where = Path(source), f"from_peft({str(source)!r})"
         config = read_peft_config(where, folder / "adapter_config.json")
         tensors, _ = _read_tensors(where, folder / "adapter_model.safetensors")
     else:
         where = "from_peft"
-        config, tensors = _of_model(source, adapter_name)
+        config, tensors = _read_peft_model(source, adapter_name)
     _check_plain(where, config)
     pairs: dict[str, dict[str, np.ndarray]] = {}
     for name, value in tensors.items():
         match = re.fullmatch(rf"{re.escape(PEFT_PREFIX)}(.+)\.lora_([AB])\.weight", name)
         if match is None or value.ndim != 2:
             raise CheckpointError(
-                f"{where}: {name} {value.shape} is no factor of a linear layer. Merge it: whet merge."
+                f"{where}: {name} {value.shape} is not a factor of a linear layer. Merge it: whet merge."
             )
         pairs.setdefault(match[1], {})[match[2]] = value
     if not pairs:
-        raise CheckpointError(f"{where}: there is no lora_A or lora_B in it.")
+        raise CheckpointError(f"{where}: it has no lora_A and lora_B.")
     adapters = {}
     for module, pair in pairs.items():
         if len(pair) != 2 or pair["A"].shape[0] != pair["B"].shape[1] or not len(pair["A"]):
@@ -142,13 +140,13 @@ def read_peft(source: Any, adapter_name: str | None = None) -> dict[str, tuple[n
 
 
 def to_peft(path: str | os.PathLike[str], adapters: Mapping[str, MicroLoRA], base_model_name: str) -> None:
-    """Write adapters, by module name as ``from_peft`` gives them, as a folder that ``PeftModel.from_pretrained`` reads.
+    """Write adapters, by module name, to a folder for ``PeftModel.from_pretrained``.
 
-    Only A and B: gradients, moments and EWC memory have no place there.
+    Only A and B are written, not gradients, moments and EWC memory.
 
     Raises:
-        WhetValueError: there is no adapter.
-        WhetTypeError: a name is no text, or a value no MicroLoRA.
+        WhetValueError: there are no adapters.
+        WhetTypeError: a key is not a str, or a value not a MicroLoRA.
         MissingExtraError: safetensors is not installed.
     """
     _check_adapters("to_peft", adapters)
@@ -183,7 +181,7 @@ def to_peft(path: str | os.PathLike[str], adapters: Mapping[str, MicroLoRA], bas
 
 # --- PEFT's configuration ---------------------------------------------------------------------------------
 
-# Variants that change the formula, or the base model's weights, with what a plain adapter has there.
+# Settings that change the formula or the base model's weights, with their values for plain LoRA.
 _MERGE = "Merge it: whet merge MODEL OUT --adapter FOLDER."
 _PLAIN = {
     "use_dora": False,
@@ -201,10 +199,10 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def describe_special(config: Mapping[str, Any], where: str, whole: bool = False) -> str:
-    """The setting by which adapters are more than plain LoRA; empty: none. ``whole``: whole modules count too.
+    """Return the first setting beyond plain LoRA; empty: none. ``whole``: modules_to_save counts.
 
     Raises:
-        CheckpointError: they are no LoRA.
+        CheckpointError: the adapters are not LoRA.
     """
     _check_lora(where, config)
     return next((f"{key}={config[key]!r}" for key, _ in _specials(config) if whole or key != "modules_to_save"), "")
@@ -222,7 +220,7 @@ def _check_lora(where: str, config: Mapping[str, Any]) -> None:
 
 
 def _specials(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The settings that are more than plain LoRA, and why they are refused."""
+    """Yield the settings beyond plain LoRA, with error messages."""
     for key, plain in _PLAIN.items():
         if config.get(key) not in (plain, None, False, []):
             yield (
@@ -241,8 +239,7 @@ def _specials(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _alpha(where: str, config: Mapping[str, Any], module: str) -> float:
-    """The first entry of alpha_pattern whose name, a regular expression, is the module or its end (PEFT's rule), or
-    lora_alpha."""
+    """Return the first alpha_pattern that matches the module or its end (PEFT's rule), or lora_alpha."""
     pattern, alpha = config.get("alpha_pattern") or {}, config.get("lora_alpha", 8)
     try:
         alpha = next((value for name, value in pattern.items() if re.match(rf"(.*\.)?({name})$", module)), alpha)
@@ -255,7 +252,7 @@ def _alpha(where: str, config: Mapping[str, Any], module: str) -> float:
     return float(alpha)
 
 
-def _of_model(model: Any, adapter_name: str | None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def _read_peft_model(model: Any, adapter_name: str | None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     if not hasattr(model, "peft_config"):
         raise WhetTypeError(f"from_peft: source is a {type(model).__name__}, expected a folder or a PeftModel.")
     check_installed("from_peft of a PeftModel", "peft", extra="peft")
@@ -269,10 +266,10 @@ def _of_model(model: Any, adapter_name: str | None) -> tuple[dict[str, Any], dic
 
 
 def read_peft_config(where: str, path: Path) -> dict[str, Any]:
-    """The object that adapter_config.json holds.
+    """Read adapter_config.json.
 
     Raises:
-        CheckpointError: it cannot be read, or is none.
+        CheckpointError: it cannot be read, or is not an object.
     """
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -286,10 +283,10 @@ def read_peft_config(where: str, path: Path) -> dict[str, Any]:
 
 
 def base_name(folder: str | os.PathLike[str], where: str) -> str:
-    """The path or the name of the model that the adapters in a folder of PEFT's are of.
+    """Return the path or name of the base model of a PEFT folder.
 
     Raises:
-        CheckpointError: adapter_config.json cannot be read, or does not say it.
+        CheckpointError: adapter_config.json cannot be read, or has no base_model_name_or_path.
     """
     path = Path(folder) / "adapter_config.json"
     name = read_peft_config(where, path).get("base_model_name_or_path")
@@ -325,12 +322,12 @@ def _safetensors(function: str) -> Any:
 def _write_tensors(function: str, path: Path, tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
     data = _safetensors(function).numpy.save(tensors, metadata)
     if not path.parent.is_dir():
-        raise WhetValueError(f"{function}: there is no folder {path.parent}. Make it before.")
+        raise WhetValueError(f"{function}: there is no folder {path.parent}. Create it first.")
     replace_bytes(path, data)
 
 
 def _read_tensors(where: str, path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """The tensors of a file, as float32, and its metadata."""
+    """Read the tensors of a file, as float32, and its metadata."""
     library = _safetensors(where)
     try:
         data = path.read_bytes()
@@ -338,7 +335,7 @@ def _read_tensors(where: str, path: Path) -> tuple[dict[str, np.ndarray], dict[s
     except OSError as error:
         raise CheckpointError(f"{where}: {path} cannot be read: {error.strerror}.") from None
     except library.SafetensorError as error:
-        raise CheckpointError(f"{where}: {path} is damaged or no safetensors file: {error}.") from None
+        raise CheckpointError(f"{where}: {path} is damaged or not a safetensors file: {error}.") from None
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     tensors = {}
     for name, view in parsed:

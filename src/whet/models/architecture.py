@@ -1,4 +1,4 @@
-"""A decoder-only transformer as data: sizes and switches in place of code per model.
+"""A decoder-only transformer as data: sizes and switches instead of code per model.
 
     x = embedding[tokens] (+ positions)
     per layer   x = x + attention(norm1(x));  x = x + mlp(norm2(x))
@@ -6,8 +6,8 @@
       parallel  x = x + attention(norm1(x)) + mlp(norm2(x))           shared_norm: mlp reads norm1(x)
     logits = head(final_norm(x))
 
-``whet.models.reference`` is the definition in NumPy. Knows neither Hugging Face's names nor GGUF's (``families``,
-``gguf``), and holds no weights: ``slots`` says which ones a model has, by the names the engine's core uses.
+``whet.models.reference`` is the definition in NumPy. This module contains no Hugging Face or GGUF names (``families``,
+``gguf``) and no weights: ``slots`` lists a model's weights by the names of the engine's core.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NORMS = ("rms", "layer")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 SOFTCAPS = ("attention_softcap", "logits_softcap")
 
-# Far above any model, and low enough that no size of a hostile file makes a loop or a table without end.
+# Far above any model, and low enough that a malicious file cannot cause an unbounded loop or allocation.
 LARGEST = {"n_layers": 1 << 12, "n_heads": 1 << 16, "n_kv_heads": 1 << 16, "head_dim": 1 << 14}
 LARGEST_SIZE = (1 << 31) - 1
 _NUMBERS = ("inv_freq", "local_inv_freq", "attention_factor", "norm_eps")
@@ -33,15 +33,14 @@ _SIZES = ("n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "ffn_di
 
 
 class RowSlice(NamedTuple):
-    """Some rows of one weight, as they lie in the source.
+    """Some rows of one weight, as stored in the source.
 
     Attributes:
         slot: name of the weight, one of ``ModelConfig.slots``.
-        first_row: where in the slot these rows begin.
-        tensor: NumPy or torch, not copied, any strides. (rows, k) numbers, or (rows,) of a norm or bias; of a quantised
-            format (rows, bytes per row) uint8.
-        format: "float32", "float16", "float64"; "bfloat16" (of NumPy: uint16, the bits); "q8_0", "q4_0" or "q4_k"
-            (GGUF's blocks).
+        first_row: index in the slot of the first of these rows.
+        tensor: NumPy or torch, not copied, any strides. (rows, k) numbers, or (rows,) for a norm or bias; in a
+            quantised format (rows, bytes per row) uint8.
+        format: a name in ``formats.TABLE``. A NumPy array of bfloat16 is uint16, the bits.
     """
 
     slot: str
@@ -55,31 +54,31 @@ class ModelConfig:
     """The computation of a model, as sizes and switches.
 
     Attributes:
-        max_position: tokens of the longest sequence; what rotary frequencies are resolved for.
+        max_position: tokens of the longest sequence, for which the rotary frequencies are resolved.
         norm: "rms" or "layer".
         rotary_dim: elements of a head that are rotated; 0: no rotary embedding.
-        is_neox: the pairing: i with i + rotary_dim / 2, else 2i with 2i + 1.
-        inv_freq: rotary_dim / 2 radians per position, scaling done.
+        is_neox: pairs i with i + rotary_dim / 2, else 2i with 2i + 1.
+        inv_freq: rotary_dim / 2 radians per position, after scaling.
         attention_factor: multiplies cosines and sines.
-        learned_positions: rows of the table of positions; 0: none.
+        learned_positions: rows of the position embedding; 0: none.
         parallel_residual, shared_norm: see above.
         pre_norm, post_norm: see above.
-        qk_norm: RMS norm over head_dim of every query and key head, before they are rotated.
-        qk_norm_whole: there, over all query heads at once, and over all key heads.
+        qk_norm: RMS norm over head_dim of every query and key head, before rotation.
+        qk_norm_whole: this norm spans all query heads at once, and all key heads.
         activation: "silu", "gelu" or "gelu_tanh".
         gated: the MLP is down(act(gate x) * up x), else down(act(up x)).
-        windows: per layer; 0: all keys before, w: a query sees itself and the w - 1 keys before it.
+        windows: per layer; 0: full causal attention, w: a query attends to itself and the w - 1 keys before it.
         attention_scale: multiplies query . key.
-        attention_softcap: of those scores s, c: they are c tanh(s / c); 0: none. logits_softcap: of logits, the same.
-        rope_layers: per layer, whether it rotates; (): all do.
-        local_layers: per layer, whether it rotates by ``local_inv_freq`` (radians as inv_freq, as many, whose cosines
-            and sines nothing multiplies); (): none.
-        embedding_scale: multiplies embeddings; residual_scale what attention and MLP add to x; logits_scale logits.
+        attention_softcap, logits_softcap: c; scores or logits s become c tanh(s / c). 0: no soft-cap.
+        rope_layers: per layer, whether queries and keys are rotated; (): in all layers.
+        local_layers: per layer, whether it rotates by ``local_inv_freq`` (as many radians as inv_freq, without
+            attention_factor); (): none.
+        embedding_scale, residual_scale, logits_scale: multiply embeddings, the outputs of attention and MLP, logits.
         tied_head: the head is the embedding.
-        qkv_bias, o_bias, mlp_bias, head_bias: which matrices have biases. Layer norms always have.
+        qkv_bias, o_bias, mlp_bias, head_bias: which matrices have biases. Layer norms always have one.
 
     Raises:
-        WhetValueError: a value that no model can have.
+        WhetValueError: a value is invalid.
     """
 
     n_layers: int
@@ -126,50 +125,50 @@ class ModelConfig:
             _check_integer(name, getattr(self, name), 1, LARGEST.get(name, LARGEST_SIZE))
         _check_integer("learned_positions", self.learned_positions, 0, LARGEST_SIZE)
         if self.n_heads % self.n_kv_heads:
-            raise _wrong("n_heads", self.n_heads, f"a multiple of n_kv_heads={self.n_kv_heads}")
+            raise _invalid("n_heads", self.n_heads, f"a multiple of n_kv_heads={self.n_kv_heads}")
         for name, known in (("norm", NORMS), ("activation", ACTIVATIONS)):
             if getattr(self, name) not in known:
-                raise _wrong(name, getattr(self, name), f"one of {', '.join(known)}")
+                raise _invalid(name, getattr(self, name), f"one of {', '.join(known)}")
         _check_number("norm_eps", self.norm_eps, at_least=0.0)
         for name in ("attention_scale", "embedding_scale", "residual_scale", "logits_scale"):
             _check_number(name, getattr(self, name))
         for name in SOFTCAPS:
             _check_number(name, getattr(self, name), at_least=0.0)
         if len(self.windows) != self.n_layers:
-            raise _wrong("windows", f"{len(self.windows)} numbers", f"one for each of n_layers={self.n_layers}")
+            raise _invalid("windows", f"{len(self.windows)} numbers", f"one for each of n_layers={self.n_layers}")
         for window in self.windows:
             _check_integer("windows", window, 0, LARGEST_SIZE)
         if 0 < self.learned_positions < self.max_position:
-            raise _wrong("max_position", self.max_position, f"at most learned_positions={self.learned_positions}")
+            raise _invalid("max_position", self.max_position, f"at most learned_positions={self.learned_positions}")
         if self.shared_norm and not self.parallel_residual:
-            raise _wrong("shared_norm", True, "False where parallel_residual is")
+            raise _invalid("shared_norm", True, "False where parallel_residual is")
         if self.parallel_residual and (self.post_norm or not self.pre_norm):
-            raise _wrong("post_norm", True, "False where parallel_residual is")
+            raise _invalid("post_norm", True, "False where parallel_residual is")
         if self.qk_norm_whole and not self.qk_norm:
-            raise _wrong("qk_norm_whole", True, "False where qk_norm is")
+            raise _invalid("qk_norm_whole", True, "False where qk_norm is")
         self._check_rotary()
 
     def _check_rotary(self) -> None:
         _check_integer("rotary_dim", self.rotary_dim, 0, self.head_dim)
         if self.rotary_dim % 2:
-            raise _wrong("rotary_dim", self.rotary_dim, "an even number: elements are rotated in pairs")
+            raise _invalid("rotary_dim", self.rotary_dim, "an even number: elements are rotated in pairs")
         if len(self.inv_freq) != self.rotary_dim // 2:
-            raise _wrong("inv_freq", f"{len(self.inv_freq)} numbers", f"{self.rotary_dim // 2}, one for each pair")
+            raise _invalid("inv_freq", f"{len(self.inv_freq)} numbers", f"{self.rotary_dim // 2}, one for each pair")
         for frequency in self.inv_freq:
             _check_number("inv_freq", frequency)
         _check_number("attention_factor", self.attention_factor)
         for name in ("rope_layers", "local_layers"):
             layers = getattr(self, name)
             if layers and (len(layers) != self.n_layers or not set(layers) <= {True, False}):
-                raise _wrong(name, layers, f"n_layers={self.n_layers} of true and false, or none")
+                raise _invalid(name, layers, f"n_layers={self.n_layers} of true and false, or none")
         n_local = len(self.inv_freq) if self.local_layers else 0
         if len(self.local_inv_freq) != n_local:
-            raise _wrong("local_inv_freq", f"{len(self.local_inv_freq)} numbers", f"{n_local}, as many as inv_freq")
+            raise _invalid("local_inv_freq", f"{len(self.local_inv_freq)} numbers", f"{n_local}, as many as inv_freq")
         for frequency in self.local_inv_freq:
             _check_number("local_inv_freq", frequency)
 
     def slots(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every weight: matrices (outputs, inputs), norms and biases (n,)."""
+        """Return name -> shape of every weight: matrices (outputs, inputs), norms and biases (n,)."""
         hidden, q = self.hidden_dim, self.n_heads * self.head_dim
         n_qkv = q + 2 * self.n_kv_heads * self.head_dim
         found: dict[str, tuple[int, ...]] = {"embedding": (self.vocab_size, hidden)}
@@ -205,31 +204,31 @@ class ModelConfig:
 
     @property
     def n_parameters(self) -> int:
-        """Every weight, a shared one once."""
+        """Number of parameters; a shared weight counts once."""
         return sum(math.prod(shape) for shape in self.slots().values())
 
 
 def find_difference(a: ModelConfig, b: ModelConfig) -> str | None:
-    """The first field in which two models compute something else; frequencies may differ by rounding to float32."""
+    """Return the first field in which two models differ; frequencies may differ by rounding to float32."""
     for field in dataclasses.fields(ModelConfig):
-        one, other = getattr(a, field.name), getattr(b, field.name)
+        x, y = getattr(a, field.name), getattr(b, field.name)
         is_number = field.name in _NUMBERS or field.name.endswith(("_scale", "_softcap"))
-        is_close = is_number and np.shape(one) == np.shape(other)
-        if not (np.allclose(one, other, rtol=1e-5, atol=0) if is_close else one == other):
+        is_close = is_number and np.shape(x) == np.shape(y)
+        if not (np.allclose(x, y, rtol=1e-5, atol=0) if is_close else x == y):
             return field.name
     return None
 
 
-def _wrong(name: str, got: Any, expected: str) -> WhetValueError:
+def _invalid(name: str, got: Any, expected: str) -> WhetValueError:
     return WhetValueError(f"ModelConfig: {name} is {got!r:.80}, expected {expected}.".replace("'", ""))
 
 
 def _check_integer(name: str, value: Any, lowest: int, highest: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= highest:
-        raise _wrong(name, value, f"an integer from {lowest} to {highest}")
+        raise _invalid(name, value, f"an integer from {lowest} to {highest}")
 
 
 def _check_number(name: str, value: Any, at_least: float = -math.inf) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf or value < at_least:
         limit = "" if at_least == -math.inf else f" of at least {at_least:g}"
-        raise _wrong(name, value, f"a finite number{limit}")
+        raise _invalid(name, value, f"a finite number{limit}")

@@ -18,15 +18,15 @@ _RECORD = "whet_base.json"
 
 
 def write_record(folder: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
-    """Leave what ``PackedBase.record`` gave beside the adapters that were trained on that base."""
+    """Write the ``PackedBase.record`` of the base of adapters into their folder."""
     replace_text(Path(folder) / _RECORD, json.dumps(record, indent=1) + "\n")
 
 
 def read_record(folder: str | os.PathLike[str], where: str) -> dict[str, Any] | None:
-    """The record in a folder of adapters; None: they were trained beside floats, or by something else than Whet.
+    """Read the record in a folder of adapters; None: they were trained on floats, or not by Whet.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: the record is damaged.
     """
     path = Path(folder) / _RECORD
     if not path.is_file():
@@ -37,22 +37,22 @@ def read_record(folder: str | os.PathLike[str], where: str) -> dict[str, Any] | 
             if not isinstance(record[name], kind):
                 raise ValueError(f"{name} is {record[name]!r}")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{where}: {path} is no record of a base: {error}. Save the adapters again.") from None
+        raise CheckpointError(f"{where}: {path} is not a record of a base: {error}. Save the adapters again.") from None
     return record
 
 
 def read_binding(
     folder: str | os.PathLike[str], source: ModelSource, is_named: bool, where: str
 ) -> dict[str, Any] | None:
-    """The record of the only base that a folder of adapters goes with; None: they go with the model in any format.
+    """Read the record of the only base that a folder of adapters fits; None: they fit the model in any format.
 
-    Adapters make up for the rounding of a quantised base. Those of a float one go with any format that is named, or
-    that a file is stored in.
+    Adapters compensate for the rounding of a quantised base, and fit no other. Adapters of a float base fit any format
+    that is requested, or in which a file is stored.
 
     Args:
-        source: the model that they are for.
-        is_named: whether its format was asked for.
-        where: begins the errors.
+        source: the model of the adapters.
+        is_named: whether a format was requested.
+        where: prefix of error messages.
 
     Raises:
         CheckpointError: the record is damaged.
@@ -64,10 +64,10 @@ def read_binding(
 
 
 def pack_recorded(source: ModelSource, record: Mapping[str, Any], where: str, adapters: str) -> PackedBase:
-    """The base that a record is of, packed from a source.
+    """Pack the recorded base from a source.
 
     Raises:
-        CheckpointError: the source has other weights.
+        CheckpointError: the source has different weights.
     """
     asked = {name: record.get(name) for name in ("weights", "embedding", "head")}
     check_formats(source, asked, record, where, adapters)
@@ -79,7 +79,7 @@ def pack_recorded(source: ModelSource, record: Mapping[str, Any], where: str, ad
 def check_formats(
     source: ModelSource, asked: Mapping[str, str | None], record: Mapping[str, Any], where: str, adapters: str
 ) -> None:
-    """Raise where a model packed as ``asked`` is in other formats than a record's base; nothing is packed.
+    """Raise if a model packed as ``asked`` has other formats than the recorded base; nothing is packed.
 
     Raises:
         CheckpointError: naming the formats of both.
@@ -91,19 +91,19 @@ def check_formats(
         formats = summarise(choose_formats(source, weights, embedding, head, where))
     if formats != record["formats"]:
         raise CheckpointError(
-            f"{where}: {adapters} was trained on a base in {record['formats']}, and this one is in {formats}. Leave "
-            f"the format out, and name the model that it was trained on."
+            f"{where}: {adapters} was trained on a base in {record['formats']}, and this one is in {formats}. Omit "
+            f"the format, and name the model that the adapters were trained on."
         )
 
 
 def check_record(record: Mapping[str, Any] | None, base: PackedBase | None, where: str, adapters: str) -> None:
-    """Raise where adapters were trained on another base than the one they are for.
+    """Raise if adapters were trained on another base.
 
     Args:
-        record: what ``PackedBase.record`` gave; None: there was no packed base.
-        base: of the model; None: its weights are floats.
-        where: begins the error.
-        adapters: their checkpoint or folder.
+        record: from ``PackedBase.record``; None: the adapters were trained on floats.
+        base: the model's base; None: its weights are floats.
+        where: prefix of error messages.
+        adapters: the checkpoint or folder of the adapters.
 
     Raises:
         CheckpointError: naming the formats of both.
@@ -115,6 +115,6 @@ def check_record(record: Mapping[str, Any] | None, base: PackedBase | None, wher
             for known in (record, base and base.record())
         ]
         raise CheckpointError(
-            f"{where}: {adapters} was trained on {names[0]}, and this model is on {names[1]}. Make it of the same "
+            f"{where}: {adapters} was trained on {names[0]}, and this model is on {names[1]}. Use the same "
             f"weights in the same format."
         )

@@ -1,4 +1,4 @@
-"""A model as a GGUF file that llama.cpp opens, in the mixtures of llama-quantize; needs no compiler and no torch."""
+"""Export models to GGUF for llama.cpp, in the mixtures of llama-quantize, without torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from whet.models.architecture import ModelConfig
 from whet.models.families import FAMILIES, model_config
 from whet.models.formats import FILE_TYPES, Mixture, file_format
 from whet.models.gguf_keys import Keys, architecture_of, as_stored, check_keys, make_keys, window_note
-from whet.models.gguf_writer import Progress, Tensor, check_place, encoded_metadata, write_gguf
+from whet.models.gguf_writer import Progress, Tensor, check_place, read_encoded_metadata, write_gguf
 from whet.models.row_reader import RowReader
 from whet.models.slots import (
     LoRA,
@@ -34,12 +34,11 @@ from whet.models.sources.mapped import map_file
 from whet.models.sources.pretrained import open_pretrained
 from whet.models.tokenizers.metadata import tokenizer_metadata
 
-_QUANTIZATION_VERSION = 2
-"""Of the layouts of blocks, which GGUF files say."""
+_QUANTIZATION_VERSION = 2  # of the block layouts, a field of GGUF
 
 
 class Exported(NamedTuple):
-    """A file that was written: its bytes, the number of its tensors in each format, and ``window_note``."""
+    """A written file: its size, the number of tensors per format, and ``window_note``."""
 
     size_bytes: int
     formats: dict[str, int]
@@ -62,28 +61,28 @@ def export_gguf(
 ) -> Exported:
     """Write a model as a GGUF file, with its tokenizer and chat template.
 
-    Each matrix gets the type that llama-quantize gives it in a mixture: more bits for some values and down projections,
-    and other blocks where its rows are no whole number of blocks. Norms and biases are float32. Tensors that are stored
-    in their type already keep their bytes. Memory is that of one tensor's rows, some at a time.
+    Each matrix gets its type in llama-quantize's mixture: more bits for some value and down projections, and a fallback
+    if its row length is not a multiple of the block. Norms and biases are float32. Tensors already stored in their type
+    keep their bytes. Tensors are converted in chunks of rows.
 
     Args:
-        model: a Hugging Face folder, or a GGUF file, as ``open_pretrained`` takes them.
-        path: of the file to write.
-        quantize: of ``FILE_TYPES``.
-        source: the weights, where they are not the model's own: on a packed base, say.
-        adapters: merged into them, as ``read_adapters`` gives them.
-        tokenizer: a folder with a tokenizer.json; None: the model's.
-        pre: llama.cpp's name of the pre-tokenizer; None: the one that has the expressions of tokenizer.json. Of a
-            folder's tokenizer.
-        chat_template: in place of the tokenizer's.
-        overwrite: whether a file that is there is replaced.
-        progress: called with the bytes that are written, and those that will be.
-        check: as of ``write_gguf``.
+        model: a Hugging Face folder or a GGUF file, see ``open_pretrained``.
+        path: the file to write.
+        quantize: a name in ``FILE_TYPES``.
+        source: the weights, for instance on a packed base. Default: the model's.
+        adapters: merged into the weights, from ``read_adapters``.
+        tokenizer: a folder with a tokenizer.json. Default: the model's.
+        pre: llama.cpp's name of the pre-tokenizer of a folder's tokenizer. Default: found by the expressions of
+            tokenizer.json.
+        chat_template: replaces the tokenizer's template.
+        overwrite: replace an existing file.
+        progress: called with the bytes written and the total.
+        check: see ``write_gguf``.
 
     Raises:
-        WhetValueError: no such type; a model that the engine does not run or that GGUF has no place for; a damaged
-            file; NaN or infinity; or nothing can be written there.
-        DiskFullError: there is no room for it. Whatever fails, nothing is left at ``path`` that was not there.
+        WhetValueError: an unknown type; a model that the engine does not support or GGUF cannot express; a damaged
+            file; NaN or infinity; or ``path`` cannot be written.
+        DiskFullError: the disk is full. On any failure ``path`` is unchanged.
     """
     where = f'export_gguf("{path}")'
     mixture = find_mixture(quantize, where)
@@ -94,13 +93,13 @@ def export_gguf(
     opened = untie_adapted(opened._replace(adapters=(*opened.adapters, *adapters)))
     keys: Keys | None = None
     if isinstance(model, GGUFFile):
-        metadata, model_type, vectors = _of_gguf(model, where)
+        metadata, model_type, vectors = _read_gguf_metadata(model, where)
     else:
-        metadata, model_type, keys = _of_folder(Path(model), opened, where)
+        metadata, model_type, keys = _read_folder_metadata(Path(model), opened, where)
         vectors = keys.vectors
     rows = RowReader(opened, where)
     stored = as_stored(opened.config, model_type)
-    tensors = list(_tensors(rows, stored, FAMILIES[model_type].gguf_modules, mixture))
+    tensors = list(_iter_tensors(rows, stored, FAMILIES[model_type].gguf_modules, mixture))
     if keys is not None:
         check_keys(keys, tensors, stored, where)
         metadata |= keys.metadata
@@ -110,7 +109,9 @@ def export_gguf(
         name = model.metadata.get("general.name", "") if isinstance(model, GGUFFile) else metadata["general.name"]
         metadata |= tokenizer_metadata(Path(folder), opened.config.vocab_size, where, name, pre, chat_template)
     elif pre is not None:
-        raise WhetValueError(f"{where}: pre is {pre!r}, and the tokenizer is a GGUF file's, which says its own.")
+        raise WhetValueError(
+            f"{where}: pre is {pre!r}, and the tokenizer is a GGUF file's, which names its pre-tokenizer."
+        )
     elif chat_template is not None:
         metadata["tokenizer.chat_template"] = chat_template
     metadata |= {"general.file_type": mixture.file_type, "general.quantization_version": _QUANTIZATION_VERSION}
@@ -120,11 +121,11 @@ def export_gguf(
 
 
 def read_adapters(folder: str | os.PathLike[str], source: ModelSource, where: str) -> list[LoRA]:
-    """The LoRA adapters in a folder of PEFT's, for a model.
+    """Read the LoRA adapters of a model from a PEFT folder.
 
     Raises:
-        CheckpointError: they are damaged, or more than plain LoRA.
-        WhetValueError: they are another model's.
+        CheckpointError: the adapters are damaged, or more than plain LoRA.
+        WhetValueError: the adapters belong to another model.
         MissingExtraError: safetensors is not installed.
     """
     return [
@@ -134,31 +135,31 @@ def read_adapters(folder: str | os.PathLike[str], source: ModelSource, where: st
 
 
 def count_formats(tensors: Sequence[Tensor]) -> dict[str, int]:
-    """The number of tensors in each format."""
+    """Count the tensors in each format."""
     formats = [tensor.format for tensor in tensors]
     return {name: formats.count(name) for name in dict.fromkeys(formats)}
 
 
 def find_mixture(name: str, where: str) -> Mixture:
-    """A file type by its name.
+    """Return a file type by its name.
 
     Raises:
-        WhetValueError: there is none of that name.
+        WhetValueError: an unknown file type.
     """
     if name not in FILE_TYPES:
         raise WhetValueError(f"{where}: quantize is {name!r}, expected one of {', '.join(FILE_TYPES)}.")
     return FILE_TYPES[name]
 
 
-def _of_gguf(file: GGUFFile, where: str) -> tuple[dict[str, Any], str, dict[str, np.ndarray]]:
-    """A file's own metadata, to be written again as they are, its model_type, and its tensors that are no weights."""
-    values = encoded_metadata(map_file(file.paths[0], where))
+def _read_gguf_metadata(file: GGUFFile, where: str) -> tuple[dict[str, Any], str, dict[str, np.ndarray]]:
+    """Return a file's metadata, to be copied, its model_type, and its tensors that are not weights."""
+    values = read_encoded_metadata(map_file(file.paths[0], where))
     metadata: dict[str, Any] = {key: value for key, value in values.items() if not key.startswith("split.")}
     return metadata, read_options(file, where)["model_type"], own_vectors(file)
 
 
-def _of_folder(folder: Path, source: ModelSource, where: str) -> tuple[dict[str, Any], str, Keys]:
-    """The metadata that a folder's name gives, its model_type, and the options of its config."""
+def _read_folder_metadata(folder: Path, source: ModelSource, where: str) -> tuple[dict[str, Any], str, Keys]:
+    """Return the metadata from a folder's name, its model_type, and the options of its config."""
     config = read_config(folder, where)
     config = {**config, "tie_word_embeddings": source.config.tied_head}
     architecture_of(config, where)
@@ -168,9 +169,11 @@ def _of_folder(folder: Path, source: ModelSource, where: str) -> tuple[dict[str,
     return {"general.type": "model", "general.name": name}, config["model_type"], keys
 
 
-def _tensors(rows: RowReader, stored: ModelConfig, modules: Sequence[ModuleSpec], mixture: Mixture) -> Iterator[Tensor]:
-    """The tensors of a model as it is stored, layer by layer: those that it has, and those that the file needs."""
-    slots, own = stored.slots(), rows.config.slots()
+def _iter_tensors(
+    rows: RowReader, stored: ModelConfig, modules: Sequence[ModuleSpec], mixture: Mixture
+) -> Iterator[Tensor]:
+    """Yield the tensors of the file, layer by layer: the model's, and copies or zeros that llama.cpp requires."""
+    slots, existing = stored.slots(), rows.config.slots()
     found = [location for location in iter_locations(stored, modules) if location.weight in slots or location.bias]
     embedding = next(location for location in found if location.weight == "embedding")
     for location in sorted(found, key=lambda location: _depth(location, stored.n_layers)):
@@ -186,17 +189,17 @@ def _tensors(rows: RowReader, stored: ModelConfig, modules: Sequence[ModuleSpec]
                 format: str = format,
                 shape: tuple[int, ...] = shape,
             ) -> Iterable[np.ndarray]:
-                if slot in own:
-                    return rows.chunks(location, slot, format)
+                if slot in existing:
+                    return rows.iter_chunks(location, slot, format)
                 if slot == "head":
-                    return rows.chunks(embedding, "embedding", format)
+                    return rows.iter_chunks(embedding, "embedding", format)
                 return [np.zeros(shape, np.float32)]
 
             yield Tensor(f"{location.names[0]}.{suffix}", format, shape, chunks)
 
 
 def _depth(location: WeightLocation, n_layers: int) -> int:
-    """The place of a tensor in the file: before the layers, in one of them, or behind."""
+    """Return a tensor's sort key: before the layers, its layer, or after them."""
     begin, _, rest = location.weight.partition(".")
     if begin == "layers":
         return int(rest.partition(".")[0])

@@ -1,8 +1,8 @@
-"""LoRA adapters as a GGUF file of their own, which llama.cpp loads next to the model's.
+"""Export LoRA adapters to a separate GGUF file, which llama.cpp loads next to the model's.
 
-llama.cpp multiplies by ``alpha / rank`` with one alpha for all adapters and the rank of each; where PEFT's patterns
-give some another alpha, B takes the difference. Rows are those of the model's file: Llama's q and k in llama.cpp's
-order, and adapters of modules that are one tensor there as one of the sum of their ranks.
+llama.cpp multiplies by ``alpha / rank`` with one alpha for all adapters and the rank of each; if PEFT's patterns give
+different alphas, B is scaled. Rows follow the model's file: Llama's q and k in llama.cpp's order; adapters of modules
+that are fused in the file become one adapter, whose rank is the sum.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ def export_adapters(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Exported:
-    """Write adapters alone, for a GGUF file of the model that they are of.
+    """Write adapters without weights, for use with a GGUF file of their model.
 
     Args:
-        model: a Hugging Face folder, or a GGUF file; of its weights nothing is read.
-        path: of the file to write.
-        adapters: as ``read_adapters`` gives them.
-        quantize: the floats of ``FILE_TYPES``: f32, f16 or bf16.
-        name: that the file says; empty: that of the file.
-        overwrite: whether a file that is there is replaced.
-        progress: called with the bytes that are written, and those that will be.
+        model: a Hugging Face folder or a GGUF file; its weights are not read.
+        path: the file to write.
+        adapters: from ``read_adapters``.
+        quantize: a float type in ``FILE_TYPES``: f32, f16 or bf16.
+        name: ``general.name``. Default: the name of the file.
+        overwrite: replace an existing file.
+        progress: called with the bytes written and the total.
 
     Raises:
-        WhetValueError: no such type, no adapters, one of a tensor that the model's file does not have, or a place that
+        WhetValueError: an unknown type, no adapters, an adapter of a tensor that the model's file lacks, or ``path``
             cannot be written.
-        DiskFullError: there is no room for it.
+        DiskFullError: the disk is full.
     """
     where = f'export_adapters("{path}")'
     mixture = find_mixture(quantize, where)
     if not TABLE[mixture.base].is_float:
-        raise WhetValueError(f"{where}: quantize is {quantize!r}, and adapters alone are floats: f32, f16 or bf16.")
+        raise WhetValueError(f"{where}: quantize is {quantize!r}, and adapters are floats: expected f32, f16 or bf16.")
     check_place(Path(path), overwrite, where)
     if not isinstance(model, GGUFFile) and Path(model).is_file():
         model = read_gguf(Path(model), f'open_gguf("{model}")')
@@ -85,16 +85,18 @@ def export_adapters(
 def _factors(
     source: ModelSource, modules: Sequence[ModuleSpec], adapters: Sequence[LoRA], alpha: float, where: str
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """Of each tensor with adapters its name, A (r, k), and B (n, r) in the tensor's rows, for alpha / r."""
+    """Yield name, A (r, k) and B (n, r) of each tensor with adapters; B in its row order, scaled for alpha / r."""
     slots = source.config.slots()
     for adapter in adapters:
         if adapter.slot not in slots:
             raise WhetValueError(
                 f"{where}: an adapter changes the {adapter.slot}, which is the embedding in this model, and its file "
-                f"has no such tensor. Merge it: leave out --adapter-only."
+                f"has no such tensor. Merge it: omit --adapter-only."
             )
         if not all(np.isfinite(factor_values(factor)).all() for factor in (adapter.a, adapter.b)):
-            raise WhetValueError(f"{where}: the adapter of {adapter.slot} holds NaN or infinity. Look at what made it.")
+            raise WhetValueError(
+                f"{where}: the adapter of {adapter.slot} holds NaN or infinity. Check the training run."
+            )
     for location in iter_locations(source.config, modules):
         order = slot_rows(source.config, location)
         parts = list(adapters_of(location.weight, order, adapters))

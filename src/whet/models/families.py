@@ -1,26 +1,43 @@
-"""Hugging Face's model families: what their configs say, and where their modules' weights go.
+"""Hugging Face's model families: the options of their configs, and the slots of their modules' weights.
 
-Reads a config (an object or the keys of config.json) into a ``ModelConfig``. Runs no code of a model, does not import
-transformers, and reads no weights. The options, their defaults and their meaning are those of transformers 5.
+``model_config`` translates a config (an object, or the keys of config.json) into a ``ModelConfig``. It does not run a
+model's code, import transformers or read weights. Options and defaults follow transformers 5.
 
-What is data stands in families.json, which builds without Python embed:
+Example: the config.json of Qwen2-0.5B, the entry "qwen2" of families.json (which is "like" "llama"), the result.
 
-    activations  the config's name -> ``ModelConfig.activation``
-    plain        options of any family that change what is computed -> the values with which nothing changes
-    not_run      what a family has that the engine does not run -> model_types, and GGUF's architectures, with it
-    gguf         ``keys``: our names -> metadata keys behind "ARCHITECTURE."; ``ignored_keys`` change nothing here;
-                 ``plain``: keys that are taken with values that change nothing only -> these; ``rope_tensors``: numbers
-                 that llama.cpp keeps as tensors; ``fused_qkv``: q, k and v in one, which any architecture may have in
-                 place of three
-    families     model_type -> a ``Family``, by the names of its attributes; ``like``: another family, with which these
-                 ``keys``, ``settings``, ``defaults`` and ``modules`` are merged, and of which all else is taken that is
-                 not given; a key or module that is null is one that this family does not have.
-                 ``modules``: "slot" or "slot:part" -> ``hf``, the module's name (``hf_also``: another that it may
-                 have), ``hf_layout``, how its rows lie in the slot's ("by_head", "transposed", or as they are),
-                 ``hf_offset``, what the model adds to its weight, and ``gguf``, the tensor's name. "{i}": the layer's
-                 number.
+    "num_hidden_layers": 24         keys        n_layers: num_hidden_layers        n_layers=24
+    "num_attention_heads": 14       keys        n_heads: num_attention_heads       n_heads=14
+    "num_key_value_heads": 2        keys        n_kv_heads: num_key_value_heads    n_kv_heads=2
+    "hidden_size": 896              keys        hidden_dim: hidden_size            hidden_dim=896
+                                    code        hidden_dim / n_heads               head_dim=64
+    "intermediate_size": 4864       keys        ffn_dim: intermediate_size         ffn_dim=4864
+    "vocab_size": 151936            the same name in all families                  vocab_size=151936
+                                    defaults    max_position: 32768                max_position=32768
+                                    defaults    activation: silu                   activation="silu"
+                                    settings    norm: rms                          norm="rms"
+                                    settings    qkv_bias: true                     qkv_bias=True
+    "tie_word_embeddings": true     the same name in all families                  tied_head=True
+    "rope_theta": 1000000.0         rope: neox                                     rotary_dim=64
 
-How sliding windows and rotary scaling follow from the options is code, below.
+and the module "model.layers.3.self_attn.k_proj" has rows 896 to 1023 of slot "layers.3.qkv", as "modules" maps
+"layers.{i}.qkv:k" to "model.layers.{i}.self_attn.k_proj".
+
+families.json contains the data, which builds without Python embed:
+
+    activations  name in the config -> ``ModelConfig.activation``
+    plain        options of any family that change the computation -> their neutral values, the only ones supported
+    not_run      an unsupported feature -> the model_types and GGUF architectures that have it
+    gguf         ``keys``: our names -> metadata keys after "ARCHITECTURE."; ``ignored_keys``: without effect here;
+                 ``plain``: keys -> their neutral values, the only ones supported; ``rope_tensors``: numbers that
+                 llama.cpp stores as tensors; ``fused_qkv``: one tensor instead of q, k and v, in any architecture
+    families     model_type -> the attributes of a ``Family``. ``like``: a family whose ``keys``, ``settings``,
+                 ``defaults`` and ``modules`` are merged with these, and whose other attributes are defaults; null
+                 removes a key or module.
+                 ``modules``: "slot" or "slot:part" -> ``hf``, the module's name (``hf_also``: an alternative name),
+                 ``hf_layout``, the order of its rows ("by_head", "transposed"; default: the slot's), ``hf_offset``, a
+                 constant that the model adds to the weight, and ``gguf``, the tensor's name. "{i}" is the layer.
+
+Sliding windows and rotary scaling follow from the options by the code below.
 """
 
 from __future__ import annotations
@@ -51,36 +68,35 @@ _PLAIN: dict[str, list[Any]] = _DATA["plain"]
 _NOT_RUN: dict[str, str] = {name: what for what, names in _DATA["not_run"].items() for name in names}
 _FIXES = {"quantization_config": " Load the model in float32, bfloat16 or float16; the engine quantises by weights=."}
 GGUF_NAMES: dict[str, Any] = _DATA["gguf"]
-"""Metadata keys and tensors that are the same in all architectures; see above."""
+"""Metadata keys and tensors common to all architectures; see above."""
 _ROW_ORDERS: dict[str | None, RowOrder] = {None: keep_order, "transposed": keep_order, "by_head": split_heads}
 
 
 @dataclass(frozen=True)
 class Family:
-    """One model_type: what differs from Llama.
+    """One model_type, as its differences from Llama.
 
     Attributes:
-        keys: ``ModelConfig``'s name -> the config's.
-        settings: ``ModelConfig`` fields; a string begun with "@" is the value of that option.
-        defaults: what an option is that the config leaves out. (null is no number of kv heads, no window, and so on.)
-        modules: where the weights of Hugging Face's modules go.
-        gguf: None, where GGUF has none, or its ``architecture``; whether the rows of q and k are ``interleaved``
-            there; whether llama.cpp reads ``biases`` of attention, and a ``head`` that is not the embedding; what it
-            ``needs`` though the model may do without: "head", rows of its own of a head that is the embedding, "biases"
-            of all matrices; what it takes for ``sliding_window`` where a file does not say; with how many layers
-            it divides scores by the root of hidden_dim / n_heads, not of head_dim (``scale_by_hidden``); which scaling
-            of ``rope`` it reads besides linear and YaRN: "divisors" of the frequencies, "longrope"; whether all heads
-            together have to be as wide as the model (``square``); and whether it computes ``windows``. As tested with
-            llama.cpp b11549 of October 2026 by tests/wide/test_llama_cpp.py.
-        gguf_modules: where the tensors of a GGUF file go.
-        window: "none", "all" layers have sliding_window, "some" by layer_types, or, where these are not given, all but
-            every sliding_window_pattern-th: "pattern".
+        keys: name in ``ModelConfig`` -> name in the config.
+        settings: ``ModelConfig`` fields; "@option" is the value of that option.
+        defaults: values of options missing from the config. null is a value: no number of kv heads, no window.
+        modules: the slots of Hugging Face's modules.
+        gguf: None if GGUF has no such architecture. Else its name (``architecture``) and llama.cpp's deviations, as
+            tested with b11549 of October 2026 by tests/wide/test_llama_cpp.py:
+            ``interleaved``: rows of q and k are interleaved; ``biases``: attention biases are read; ``head``: an untied
+            head is read; ``needs``: tensors required even if the model has none ("head", a copy of a tied one;
+            "biases" of all matrices); ``sliding_window``: default; ``scale_by_hidden``: a number of layers with which
+            scores are divided by the root of hidden_dim / n_heads instead of head_dim; ``rope``: scaling read in
+            addition to linear and YaRN ("divisors" of frequencies, "longrope"); ``square``: n_heads head_dim has to
+            equal hidden_dim; ``windows``: sliding windows are computed.
+        gguf_modules: the slots of a GGUF file's tensors.
+        window: layers with sliding_window: "none", "all", "some" (by layer_types), or "pattern" (by layer_types;
+            default: all except every sliding_window_pattern-th).
         rope: "neox" or "gptj", the pairing; "none".
-        partial_rotary: whether partial_rotary_factor says what part of a head rotates. transformers' other families
-            rotate whole heads, whatever it says.
-        rope_local: whether layers with a window rotate by frequencies of their own.
-        root_of_embedding: whether embeddings are multiplied by the root of their size.
-        rope_off: whether layers whose no_rope_layers is 0 do not rotate, or every no_rope_layer_interval-th.
+        partial_rotary: whether partial_rotary_factor applies. transformers ignores it in the other families.
+        rope_local: whether layers with a window rotate by separate frequencies.
+        root_of_embedding: whether embeddings are multiplied by the root of hidden_dim.
+        rope_off: whether layers with no_rope_layers 0, default every no_rope_layer_interval-th, do not rotate.
     """
 
     keys: Mapping[str, str]
@@ -108,7 +124,7 @@ class Family:
 
 
 def _resolve(name: str) -> dict[str, Any]:
-    """A family's entry with what it takes from the one that it is like."""
+    """Merge a family's entry with the entry that it is "like"."""
     entry = dict(_DATA["families"][name])
     if "like" not in entry:
         return entry
@@ -135,25 +151,25 @@ def _make_family(entry: dict[str, Any]) -> Family:
 
 
 SCALES = ("attention_scale", "embedding_scale", "residual_scale", "logits_divisor")
-"""Factors that only some families' configs have, by our names."""
+"""Factors in the configs of some families, by our names."""
 FAMILIES: dict[str, Family] = {name: _make_family(_resolve(name)) for name in _DATA["families"]}
 
 
 def unsupported_reason(name: Any) -> str:
-    """Words for what keeps the engine from a model_type, or an architecture of GGUF; empty where that is not known."""
+    """Describe why a model_type or a GGUF architecture is not supported; empty: no known reason."""
     return f", which has {_NOT_RUN[name]}" if isinstance(name, str) and name in _NOT_RUN else ""
 
 
 def family_of(config: Mapping[str, Any], where: str) -> Family:
-    """The family of a config's model_type.
+    """Return the family of a config's model_type.
 
     Raises:
-        WhetValueError: the engine has none of that name.
+        WhetValueError: the model_type is not supported.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise WhetValueError(
-            f"{where}: model_type is {model_type!r:.60}{unsupported_reason(model_type)}; the engine runs "
+            f"{where}: model_type is {model_type!r:.60}{unsupported_reason(model_type)}; the engine supports "
             f"{', '.join(sorted(FAMILIES))}. "
             f'Use engine="torch" for this model.'
         )
@@ -161,37 +177,37 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
 
 
 def layer_windows(config: Mapping[str, Any], where: str) -> tuple[int, ...]:
-    """The sliding window of each layer by a Hugging Face config; 0: none.
+    """Return the sliding window of each layer of a Hugging Face config; 0: none.
 
     Raises:
-        WhetValueError: another model_type than the engine's, or a size that cannot be.
+        WhetValueError: an unsupported model_type, or an invalid size.
     """
     options = _Options(config, family_of(config, where), where)
     return options.windows(options.size("n_layers"), LARGEST_SIZE)
 
 
 def logits_scale(config: Mapping[str, Any], where: str) -> float:
-    """The factor of the logits that a Hugging Face config says.
+    """Return the factor of the logits in a Hugging Face config.
 
     Raises:
-        WhetValueError: another model_type than the engine's, or a factor that cannot be.
+        WhetValueError: an unsupported model_type, or an invalid factor.
     """
     return 1 / _Options(config, family_of(config, where), where).scale("logits_divisor")
 
 
 def softcap(config: Mapping[str, Any], name: str, where: str) -> float:
-    """One of ``SOFTCAPS`` by a Hugging Face config; 0: none.
+    """Return a soft-cap, one of ``SOFTCAPS``, of a Hugging Face config; 0: none.
 
     Raises:
-        WhetValueError: another model_type than the engine's, or a cap that cannot be.
+        WhetValueError: an unsupported model_type, or an invalid cap.
     """
     return _Options(config, family_of(config, where), where).softcap(name)
 
 
 def short_position(config: Any, where: str = "short_position") -> int | None:
-    """Tokens of the longest sequence that longrope's short factors are for; longer ones rotate by the long factors.
+    """Return the length up to which sequences rotate by longrope's short factors, in tokens.
 
-    None where there is no such length: a sequence's length changes no frequency, or ``config`` is of no family here.
+    None: frequencies do not depend on the length of a sequence, or the model_type is not supported.
     """
     given = config.to_dict() if hasattr(config, "to_dict") else config
     if not isinstance(given, Mapping) or given.get("model_type") not in FAMILIES:
@@ -207,18 +223,18 @@ def short_position(config: Any, where: str = "short_position") -> int | None:
 
 
 def trained_position(config: Mapping[str, Any], where: str) -> int:
-    """Tokens of the longest sequence by a Hugging Face config."""
+    """Return the longest sequence of a Hugging Face config, in tokens."""
     return _Options(config, family_of(config, where), where).size("max_position")
 
 
 def rope_scaling(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The settings of a Hugging Face config's rotary embedding, from whichever places say them."""
+    """Collect the rotary settings of a Hugging Face config from all options that may contain them."""
     options = _Options(config, family_of(config, where), where)
     return _scaling(options, options.size("max_position"))
 
 
 def module_targets(model_type: str, config: ModelConfig) -> dict[str, WeightLocation]:
-    """The place of every module of the Hugging Face model, by its name there."""
+    """Return name -> location of every module of the Hugging Face model."""
     return {
         name: location for location in iter_locations(config, FAMILIES[model_type].modules) for name in location.names
     }
@@ -232,25 +248,25 @@ def model_config(
     tied_head: bool | None = None,
     where: str = "model_config",
 ) -> ModelConfig:
-    """The ``ModelConfig`` that a Hugging Face config describes.
+    """Translate a Hugging Face config into a ``ModelConfig``.
 
     Args:
         config: a transformers config, or the dict of a config.json.
-        max_position: tokens of the longest sequence; None: what the config says. Rotary scaling that depends on the
-            length (dynamic, longrope) is resolved for it: as transformers does for a text of just that length.
-        vocab_size: where the embedding was resized.
-        tied_head: whether the head is the embedding; None: what the config says.
-        where: begins the errors.
+        max_position: tokens of the longest sequence. Default: the config's. Rotary scaling that depends on the length
+            (dynamic, longrope) is resolved for it, as in transformers for a text of this length.
+        vocab_size: rows of a resized embedding. Default: the config's.
+        tied_head: whether the head is the embedding. Default: the config's.
+        where: prefix of error messages.
 
     Raises:
-        WhetValueError: a model_type, an option or a value that the engine does not run.
+        WhetValueError: an unsupported model_type, option or value.
     """
     given = config.to_dict() if hasattr(config, "to_dict") else config
     if not isinstance(given, Mapping):
         raise WhetValueError(f"{where}: config is a {type(config).__name__}, expected a Hugging Face config or a dict.")
     family = family_of(given, where)
     options = _Options(given, family, where)
-    options.refuse()
+    options.check_neutral()
     n_layers, n_heads, hidden_dim = (options.size(name) for name in ("n_layers", "n_heads", "hidden_dim"))
     n_kv_heads = options.size("n_kv_heads", default=n_heads)
     head_dim = options.size("head_dim", default=hidden_dim // n_heads)
@@ -258,9 +274,9 @@ def model_config(
         options.check_heads(hidden_dim, n_heads)
     trained = options.size("max_position")
     length = trained if max_position is None else max_position
-    plain = 1.0 if options.get("scale_attn_weights") is False else 1 / math.sqrt(head_dim)
+    attention_scale = 1.0 if options.get("scale_attn_weights") is False else 1 / math.sqrt(head_dim)
     if "query_pre_attn_scalar" in family.defaults:
-        plain = options.number("query_pre_attn_scalar") ** -0.5
+        attention_scale = options.number("query_pre_attn_scalar") ** -0.5
     settings: dict[str, Any] = {
         name: options.flag(value[1:]) if isinstance(value, str) and value.startswith("@") else value
         for name, value in family.settings.items()
@@ -278,7 +294,7 @@ def model_config(
             max_position=length,
             norm_eps=options.number("norm_eps"),
             windows=options.windows(n_layers, length),
-            attention_scale=options.scale("attention_scale", plain),
+            attention_scale=options.scale("attention_scale", attention_scale),
             embedding_scale=options.scale(
                 "embedding_scale", math.sqrt(hidden_dim) if family.root_of_embedding else 1.0
             ),
@@ -299,7 +315,7 @@ def model_config(
 
 
 class _Options:
-    """A config's options under either name, with the family's defaults, checked."""
+    """Checked options of a config, by our name or the config's, with the family's defaults."""
 
     def __init__(self, given: Mapping[str, Any], family: Family, where: str) -> None:
         self.given, self.family, self.where = given, family, where
@@ -313,13 +329,14 @@ class _Options:
             f"{self.where}: {self.family.keys.get(name, name)} is {self.get(name)!r:.80}, expected {expected}."
         )
 
-    def refuse(self) -> None:
-        for name, plain in _PLAIN.items():
-            if self.given.get(name) not in plain and name not in self.family.keys.values():
+    def check_neutral(self) -> None:
+        """Reject values that would change the computation and are not supported."""
+        for name, neutral in _PLAIN.items():
+            if self.given.get(name) not in neutral and name not in self.family.keys.values():
                 model_type = self.given["model_type"]
                 raise WhetValueError(
-                    f"{self.where}: {name} is {self.given[name]!r:.60}, which the engine does not run for "
-                    f"{model_type}; expected {plain[-1]!r}.{_FIXES.get(name, '')}"
+                    f"{self.where}: {name} is {self.given[name]!r:.60}, which the engine does not support for "
+                    f"{model_type}; expected {neutral[-1]!r}.{_FIXES.get(name, '')}"
                 )
 
     def size(self, name: str, default: int | None = None) -> int:
@@ -336,21 +353,21 @@ class _Options:
             raise self.wrong(name, "a finite number")
         return float(value)
 
-    def scale(self, name: str, plain: float = 1.0) -> float:
-        """A factor that only some families have."""
+    def scale(self, name: str, neutral: float = 1.0) -> float:
+        """Return a factor; ``neutral`` in families without it."""
         if name not in self.family.keys:
-            return plain
+            return neutral
         value = self.number(name)
         if not value > 0:
             raise self.wrong(name, "a number above 0")
         return value
 
     def softcap(self, name: str) -> float:
-        """A cap that only some families have; 0: none."""
+        """Return a soft-cap; 0: the family or the config has none."""
         if name not in self.family.keys or self.get(name) is None:
             return 0.0
         value = self.number(name)
-        if not 1e-6 < value < 1e6:  # where float32 has it, its inverse and its product with log2 e
+        if not 1e-6 < value < 1e6:  # it, its inverse and its product with log2 e fit float32
             raise self.wrong(name, "a number from 1e-6 to 1e6, or null")
         return value
 
@@ -393,7 +410,7 @@ class _Options:
         elif isinstance(window, bool) or not isinstance(window, int) or window < 1:
             raise self.wrong("sliding_window", "an integer of at least 1, or null")
         if window >= length:
-            window = 0  # the same as none, and cheaper
+            window = 0  # equivalent, and cheaper
         if self.family.window == "pattern":
             return tuple(window if local else 0 for local in self.local_layers(n_layers))
         if kinds is None and self.family.window == "some" and window:
@@ -403,10 +420,10 @@ class _Options:
             return tuple(window if i >= full else 0 for i in range(n_layers))
         if kinds is None:
             return (window,) * n_layers
-        return tuple(window if local else 0 for local in self.kinds(kinds, n_layers))
+        return tuple(window if local else 0 for local in self.parse_kinds(kinds, n_layers))
 
-    def kinds(self, kinds: Any, n_layers: int) -> list[bool]:
-        """Whether each layer attends in a window, by its layer_types."""
+    def parse_kinds(self, kinds: Any, n_layers: int) -> list[bool]:
+        """Return whether each layer attends in a window, from its layer_types."""
         known = "full_attention", "sliding_attention"
         if (
             not isinstance(kinds, (list, tuple))
@@ -417,9 +434,9 @@ class _Options:
         return [str(kind) == known[1] for kind in kinds]
 
     def local_layers(self, n_layers: int) -> list[bool]:
-        """The same, where without layer_types all but every sliding_window_pattern-th do."""
+        """Return whether each layer attends in a window. Default: all except every sliding_window_pattern-th."""
         if (kinds := self.get("layer_types")) is not None:
-            return self.kinds(kinds, n_layers)
+            return self.parse_kinds(kinds, n_layers)
         pattern = self.get("sliding_window_pattern")
         if isinstance(pattern, bool) or not isinstance(pattern, int) or pattern < 1:
             raise self.wrong("sliding_window_pattern", "an integer of at least 1")
@@ -427,7 +444,7 @@ class _Options:
 
 
 def _rotary(options: _Options, head_dim: int, length: int, trained: int) -> dict[str, Any]:
-    """The fields of rotary embedding, with frequencies resolved for texts of ``length`` tokens."""
+    """Return the fields of rotary embedding, with frequencies resolved for texts of ``length`` tokens."""
     rope, where = options.family.rope, options.where
     if rope == "none":
         return {}
@@ -450,7 +467,7 @@ def _rotary(options: _Options, head_dim: int, length: int, trained: int) -> dict
 
 
 def _local_rope(options: _Options, n_layers: int, head_dim: int, length: int) -> dict[str, Any]:
-    """The fields of layers that rotate by frequencies of their own."""
+    """Return the fields of layers that rotate by separate frequencies."""
     if not options.family.rope_local:
         return {}
     given = options.get("rope_parameters") or {}
@@ -460,13 +477,13 @@ def _local_rope(options: _Options, n_layers: int, head_dim: int, length: int) ->
     layers = tuple(options.local_layers(n_layers))
     if not any(layers):
         return {}
-    plain = {"rope_type": "default", "rope_theta": local.get("rope_theta")}
-    inv_freq, _ = rope_frequencies(head_dim, None, length, scaling=plain)
+    unscaled = {"rope_type": "default", "rope_theta": local.get("rope_theta")}
+    inv_freq, _ = rope_frequencies(head_dim, None, length, scaling=unscaled)
     return {"local_layers": layers, "local_inv_freq": tuple(inv_freq.tolist())}
 
 
 def _scaling(options: _Options, trained: int) -> dict[str, Any]:
-    """The settings that ``rope_frequencies`` takes: rope_parameters, or what older configs say in several places."""
+    """Collect the settings of ``rope_frequencies`` from rope_parameters, or from the options of older configs."""
     given = options.get("rope_parameters") or options.get("rope_scaling") or {}
     if options.family.rope_local and isinstance(given, Mapping):
         given = given.get("full_attention", {} if "sliding_attention" in given else given)
@@ -487,10 +504,10 @@ def _scaling(options: _Options, trained: int) -> dict[str, Any]:
                 scaling.setdefault(key, value)
     if not options.family.partial_rotary and kind != "proportional":
         partial = scaling.pop("partial_rotary_factor", 1.0)
-        if partial != 1.0 and kind != "default":  # which transformers makes frequencies for, and then cannot apply
+        if partial != 1.0 and kind != "default":  # transformers computes the frequencies, and then cannot apply them
             raise WhetValueError(
                 f"{options.where}: partial_rotary_factor is {partial!r:.40} with rope_type {kind!r:.40}, and a "
-                f"{options.given['model_type']} rotates whole heads. Leave it out."
+                f"{options.given['model_type']} rotates whole heads. Remove it."
             )
     original = "original_max_position_embeddings"
     if kind in ("llama3", "yarn", "longrope"):

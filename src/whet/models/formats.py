@@ -1,7 +1,7 @@
-"""The formats of weights, a row each, and the choice of one for each matrix of a model, or for parts of it.
+"""The table of weight formats, and the choice of formats for each matrix of a model.
 
-The core's own tables (cpp/engine/formats.h, stored_rows.h) have the names, GGUF's names and numbers, and the sizes of
-blocks; this one adds what settings say of them. Every list of formats derives from it.
+Names, GGUF's names and numbers, and block sizes come from the core's tables (cpp/engine/formats.h, stored_rows.h); this
+one adds the settings. Every list of formats derives from it.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ Weights = Literal[
 FileType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k"]
 """``FILE_TYPES``, for type checkers and the command line."""
 PAGE_TOKENS = 64
-"""Tokens of a page of the KV cache: the core's kPageTokens."""
+"""Tokens of a page of the KV cache, the core's kPageTokens."""
 
 
 class Format(NamedTuple):
-    """A format that tensors are stored in; the core packs those that its own table has too.
+    """A storage format of tensors; ``CORE_TABLE`` has the formats that the core packs.
 
     Attributes:
-        name: that of pieces, and of the core.
-        gguf_type: GGUF's number of the type; None: GGUF files in it are not read.
-        gguf_name: GGUF's name of the type; of floats also safetensors'.
+        name: the name in ``RowSlice`` and in the core.
+        gguf_type: GGUF's number of the type; None: not read from GGUF files.
+        gguf_name: GGUF's name of the type; for floats also safetensors'.
         block_length: numbers of a block; 1: plain numbers.
         block_bytes: bytes of a block.
-        packed_as: the format that the engine takes it as: itself, or one that holds the same integers.
-        alias: its name in settings, where that is another.
+        packed_as: the format in which the engine packs it: the same, or one that holds the same integers.
+        alias: the name in settings, if different.
         embedding_format: format of the embedding and the head of a model in this format. Default: the same.
-        bound: the error of a weight in ``packed_as`` where that holds other numbers (cpp/engine/quantize.h).
-        next: the format of a matrix whose rows its blocks do not divide; for K-quants that of llama.cpp.
+        bound: error bound of a weight in ``packed_as``, if conversion is lossy (cpp/engine/quantize.h).
+        next: fallback for a matrix whose row length is not a multiple of the block; for K-quants as in llama.cpp.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Format(NamedTuple):
 
     @property
     def display_name(self) -> str:
-        """The name in settings."""
+        """Name in settings."""
         return self.alias or self.name
 
     @property
@@ -65,7 +65,7 @@ class Format(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """NumPy's, of the elements that a stored row has: numbers, the bits of bfloat16, bytes of blocks."""
+        """NumPy dtype of the elements of a stored row: numbers, the bits of bfloat16, bytes of blocks."""
         return _DTYPES.get(self.name, "|u1")
 
 
@@ -74,42 +74,44 @@ class Mixture(NamedTuple):
 
     Attributes:
         file_type: llama.cpp's number, ``general.file_type``.
-        base: the format of most matrices.
-        more: that of attention's values and the MLP's way down in the layers that need it.
-        head: that of the head, or of the embedding where it is the head.
-        is_spread: whether ``more`` is for layers all over the model; else for the first.
+        base: format of most matrices.
+        high_bits: format of the value and down projections in layers that get more bits.
+        head: format of the head, or of a tied embedding.
+        use_more_bits: more bits in the layers chosen by llama.cpp's ``use_more_bits``; else in the first layers.
 
     Source: llama.cpp, src/llama-quant.cpp.
     """
 
     file_type: int
     base: str
-    more: str
+    high_bits: str
     head: str
-    is_spread: bool = True
+    use_more_bits: bool = True
 
     @classmethod
-    def of(cls, file_type: int, base: str, more: str = "", head: str = "", is_spread: bool = True) -> Mixture:
-        """A mixture whose formats are ``base`` where they are not given."""
-        return cls(file_type, base, more or base, head or base, is_spread)
+    def make(
+        cls, file_type: int, base: str, high_bits: str = "", head: str = "", use_more_bits: bool = True
+    ) -> Mixture:
+        """Make a mixture. Default of the other formats: ``base``."""
+        return cls(file_type, base, high_bits or base, head or base, use_more_bits)
 
     def end_format(self, slot: str, tied_head: bool) -> str:
-        """The format of the embedding or the head."""
+        """Return the format of the embedding or the head."""
         return self.head if slot == "head" or tied_head else self.base
 
     def layer_format(self, matrix: str, i: int, n_layers: int) -> str:
-        """The format of a matrix of layer i: "values" (or q, k and v in one), "down", or another."""
+        """Return the format of a matrix of layer i: "values" (or q, k and v fused), "down", or another."""
         if matrix not in ("values", "down"):
             return self.base
-        if self.is_spread:
-            needs_more = i < n_layers // 8 or i >= 7 * n_layers // 8 or (i - n_layers // 8) % 3 == 2
+        if self.use_more_bits:
+            gets_more = i < n_layers // 8 or i >= 7 * n_layers // 8 or (i - n_layers // 8) % 3 == 2
         else:
-            needs_more = i < (4 if matrix == "values" else n_layers // 8)
-        return self.more if needs_more else self.base
+            gets_more = i < (4 if matrix == "values" else n_layers // 8)
+        return self.high_bits if gets_more else self.base
 
 
 class FormatSpan(NamedTuple):
-    """Rows of a matrix, and the core's format that they are packed in."""
+    """Consecutive rows of a matrix that are packed in one format of the core."""
 
     n_rows: int
     format: str
@@ -131,112 +133,113 @@ _SETTINGS: dict[str, dict[str, str]] = {
 _ROWS = [*_core.stored_types(), ("int8",)]
 TABLE = {row[0]: Format(*row, **_SETTINGS.get(row[0], {})) for row in _ROWS}
 if wrong := [n for n, c in CORE_TABLE.items() if n not in TABLE or TABLE[n][3:5] != (c.block_length, c.block_bytes)]:
-    raise ImportError(f"whet.models.formats: the core's tables do not agree on {', '.join(wrong)}. Build it again.")
+    raise ImportError(f"whet.models.formats: the tables of the core disagree on {', '.join(wrong)}. Rebuild it.")
 FILE_TYPES = {
-    "f32": Mixture.of(0, "float32"),
-    "f16": Mixture.of(1, "float16"),
-    "bf16": Mixture.of(32, "bfloat16"),
-    "q8_0": Mixture.of(7, "q8_0"),
-    "q4_0": Mixture.of(2, "q4_0", head="q6_k"),
-    "q4_1": Mixture.of(3, "q4_1", head="q6_k"),
-    "q5_0": Mixture.of(8, "q5_0", head="q6_k"),
-    "q4_k_s": Mixture.of(14, "q4_k", "q5_k", "q6_k", is_spread=False),
-    "q4_k_m": Mixture.of(15, "q4_k", "q6_k", "q6_k"),
-    "q5_k_s": Mixture.of(16, "q5_k", head="q6_k"),
-    "q5_k_m": Mixture.of(17, "q5_k", "q6_k", "q6_k"),
-    "q6_k": Mixture.of(18, "q6_k"),
+    "f32": Mixture.make(0, "float32"),
+    "f16": Mixture.make(1, "float16"),
+    "bf16": Mixture.make(32, "bfloat16"),
+    "q8_0": Mixture.make(7, "q8_0"),
+    "q4_0": Mixture.make(2, "q4_0", head="q6_k"),
+    "q4_1": Mixture.make(3, "q4_1", head="q6_k"),
+    "q5_0": Mixture.make(8, "q5_0", head="q6_k"),
+    "q4_k_s": Mixture.make(14, "q4_k", "q5_k", "q6_k", use_more_bits=False),
+    "q4_k_m": Mixture.make(15, "q4_k", "q6_k", "q6_k"),
+    "q5_k_s": Mixture.make(16, "q5_k", head="q6_k"),
+    "q5_k_m": Mixture.make(17, "q5_k", "q6_k", "q6_k"),
+    "q6_k": Mixture.make(18, "q6_k"),
 }
-"""The mixtures that GGUF files are written in, by the names that llama-quantize has."""
+"""Mixtures of the GGUF files that Whet writes, by their names in llama-quantize."""
 MIXTURES = {name: FILE_TYPES[name] for name in ("q4_k_m", "q5_k_m")}
-"""Of these the values of ``weights`` that are no format."""
+"""The mixtures that are valid as ``weights``."""
 FLOAT_FORMATS = tuple(name for name, format in TABLE.items() if format.is_float)
 FORMATS = (*(TABLE[name].display_name for name in CORE_TABLE), *MIXTURES)
-"""Values of ``weights``, by the names that documents use."""
+"""Values of ``weights``, by their names in the documentation."""
 _ALIASES = {format.alias: name for name, format in TABLE.items() if format.alias}
 
 
 def choose_formats(
     source: ModelSource, weights: str | None, embedding: str | None, head: str | None, where: str
 ) -> dict[str, tuple[FormatSpan, ...]]:
-    """Slot -> formats of every matrix, from its first row on; see ``Engine`` for the rules.
+    """Choose slot -> formats of every matrix, in the order of its rows; see ``Engine`` for the rules.
 
     Raises:
-        WhetValueError: a format that there is not.
+        WhetValueError: an unknown format.
     """
     config = source.config
     mixture = MIXTURES.get(weights or "")
     base = mixture.base if mixture else core_format("bf16" if weights is None else weights, "weights", where)
     embedding_format = TABLE[base].embedding_format or base
-    stored = _stored_parts(source, base) if weights is None else {}
-    own = {
+    stored = _stored_spans(source, base) if weights is None else {}
+    chosen = {
         "embedding": core_format(embedding, "embedding", where) if embedding is not None else None,
         "head": core_format(head, "head", where) if head is not None else None,
         "positions": "float32",
     }
     if config.tied_head:
-        own["embedding"] = own["head"] or own["embedding"]
+        chosen["embedding"] = chosen["head"] or chosen["embedding"]
     formats = {}
     for slot, shape in config.slots().items():
         if len(shape) != 2:
             continue
-        if format := own.get(slot):
-            parts = [FormatSpan(shape[0], format)]
+        if format := chosen.get(slot):
+            spans = [FormatSpan(shape[0], format)]
         elif mixture:
-            parts = _mixed_parts(mixture, source, slot, shape[0])
+            spans = _mixed_spans(mixture, source, slot, shape[0])
         else:
             default = embedding_format if slot in ("embedding", "head") else base
-            parts = stored.get(slot, [FormatSpan(shape[0], default)])
-        formats[slot] = _merge(FormatSpan(n, _fit(format, shape[1])) for n, format in parts)
+            spans = stored.get(slot, [FormatSpan(shape[0], default)])
+        formats[slot] = _merge(FormatSpan(n, _fit(format, shape[1])) for n, format in spans)
     return formats
 
 
 def check_fits(source: ModelSource, weights: str, where: str) -> None:
-    """Refuse a format whose blocks divide the rows of no matrix of a model's layers.
+    """Reject a format whose blocks do not divide the rows of any matrix in a model's layers.
 
     Raises:
-        WhetValueError: naming the formats that would be taken in its place.
+        WhetValueError: naming the formats that would replace it.
     """
     mixture = MIXTURES.get(weights)
-    wanted = {mixture.base, mixture.more} if mixture else {core_format(weights, "base", where)}
+    wanted = {mixture.base, mixture.high_bits} if mixture else {core_format(weights, "base", where)}
     formats = choose_formats(source, weights, None, None, where)
-    layers = {slot: parts for slot, parts in formats.items() if slot.startswith("layers.")}
-    if not any(part.format in wanted for parts in layers.values() for part in parts):
+    layers = {slot: spans for slot, spans in formats.items() if slot.startswith("layers.")}
+    if not any(span.format in wanted for spans in layers.values() for span in spans):
         length = TABLE[min(wanted)].block_length
         rows = sorted({source.config.slots()[slot][1] for slot in layers})
         raise WhetValueError(
             f"{where}: base is {weights!r}, whose blocks have {length} numbers, and the rows of the model's matrices "
-            f"have {' and '.join(map(str, rows))}: none would be in it. Pass {summarise(layers).replace(', ', ' or ')}."
+            f"have {' and '.join(map(str, rows))}: no matrix would use it. Pass "
+            f"{summarise(layers).replace(', ', ' or ')}."
         )
 
 
 def is_quantised(source: ModelSource) -> bool:
-    """Whether a model is stored, or packed, in blocks of integers."""
+    """Whether a model is stored or packed quantised."""
     if source.base is not None:
         return source.base.is_quantised
     formats = choose_formats(source, None, None, None, "is_quantised")
-    return not all(TABLE[part.format].is_float for parts in formats.values() for part in parts)
+    return not all(TABLE[span.format].is_float for spans in formats.values() for span in spans)
 
 
 def kv_format(formats: Mapping[str, tuple[FormatSpan, ...]]) -> str:
-    """The format of keys and values: float32 with float32 weights, else bfloat16."""
-    return "float32" if {part.format for part in formats["layers.0.o"]} == {"float32"} else "bfloat16"
+    """Return the format of keys and values: float32 with float32 weights, else bfloat16."""
+    return "float32" if {span.format for span in formats["layers.0.o"]} == {"float32"} else "bfloat16"
 
 
-def describe_spans(parts: Iterable[FormatSpan]) -> str:
-    """The formats of a matrix: "q4_k", or "q4_k, q6_k" of one in several."""
-    return ", ".join(dict.fromkeys(part.format for part in parts))
+def describe_spans(spans: Iterable[FormatSpan]) -> str:
+    """Describe the formats of a matrix: "q4_k", or "q4_k, q6_k"."""
+    return ", ".join(dict.fromkeys(span.format for span in spans))
 
 
 def summarise(formats: Mapping[str, tuple[FormatSpan, ...]]) -> str:
-    """The formats of a model's matrices by their names in settings, each once: "q4_k, q8_0"."""
-    return ", ".join(dict.fromkeys(TABLE[part.format].display_name for parts in formats.values() for part in parts))
+    """List the formats of a model's matrices by their names in settings, each once: "q4_k, q8_0"."""
+    return ", ".join(dict.fromkeys(TABLE[span.format].display_name for spans in formats.values() for span in spans))
 
 
 def core_format(name: str, argument: str, where: str) -> str:
-    """The core's name of a format.
+    """Return the core's name of a format.
 
     Raises:
-        WhetValueError: there is no such format.
+        WhetValueError: an unknown format.
     """
     format = _ALIASES.get(name, name)
     if format not in CORE_TABLE:
@@ -246,16 +249,16 @@ def core_format(name: str, argument: str, where: str) -> str:
 
 
 def display_name(weights: str, where: str) -> str:
-    """The name in ``FORMATS`` of a value of ``weights`` by any of its names: "bf16" for "bfloat16".
+    """Return the name in ``FORMATS`` of any name of a value of ``weights``: "bf16" for "bfloat16".
 
     Raises:
-        WhetValueError: there is no such format.
+        WhetValueError: an unknown format.
     """
     return weights if weights in MIXTURES else TABLE[core_format(weights, "weights", where)].display_name
 
 
 def file_format(mixture: Mixture, config: ModelConfig, location: WeightLocation) -> str:
-    """The format of a tensor of a GGUF file; of rows that no blocks divide float16, as llama-quantize has it."""
+    """Return the format of a tensor of a GGUF file; float16, as in llama-quantize, if no blocks divide its rows."""
     if len(location.shape) == 1 or location.weight == "positions":
         return "float32"
     _, number, name = location.weight.split(".") if "." in location.weight else ("", "", location.weight)
@@ -269,35 +272,35 @@ def file_format(mixture: Mixture, config: ModelConfig, location: WeightLocation)
 
 
 def _fit(format: str, k: int) -> str:
-    """The format, or the next one whose blocks divide rows of k."""
+    """Return the format, or the next fallback whose blocks divide rows of k."""
     while k % TABLE[format].block_length:
         format = TABLE[format].next
     return format
 
 
-def _merge(parts: Iterable[FormatSpan]) -> tuple[FormatSpan, ...]:
-    """Neighbours of one format become one part."""
+def _merge(spans: Iterable[FormatSpan]) -> tuple[FormatSpan, ...]:
+    """Merge adjacent spans of one format."""
     merged: list[FormatSpan] = []
-    for part in parts:
-        if merged and merged[-1].format == part.format:
-            part = FormatSpan(merged.pop().n_rows + part.n_rows, part.format)
-        merged.append(part)
+    for span in spans:
+        if merged and merged[-1].format == span.format:
+            span = FormatSpan(merged.pop().n_rows + span.n_rows, span.format)
+        merged.append(span)
     return tuple(merged)
 
 
-def _stored_parts(source: ModelSource, base: str) -> dict[str, list[FormatSpan]]:
-    """The parts of slots of which some are stored quantised; their floats are taken as ``base``."""
+def _stored_spans(source: ModelSource, base: str) -> dict[str, list[FormatSpan]]:
+    """Return the spans of slots with quantised rows; their floats become ``base``."""
     found: dict[str, list[tuple[int, FormatSpan]]] = {}
     for row_slice in source.slices():
         format = TABLE[row_slice.format]
-        part = FormatSpan(len(row_slice.tensor), base if format.is_float else format.packed_as)
-        found.setdefault(row_slice.slot, []).append((row_slice.first_row, part))
-    parts = {slot: [part for _, part in sorted(rows)] for slot, rows in found.items()}
-    return {slot: rows for slot, rows in parts.items() if any(format != base for _, format in rows)}
+        span = FormatSpan(len(row_slice.tensor), base if format.is_float else format.packed_as)
+        found.setdefault(row_slice.slot, []).append((row_slice.first_row, span))
+    spans = {slot: [span for _, span in sorted(rows)] for slot, rows in found.items()}
+    return {slot: rows for slot, rows in spans.items() if any(format != base for _, format in rows)}
 
 
-def _mixed_parts(mixture: Mixture, source: ModelSource, slot: str, n_rows: int) -> list[FormatSpan]:
-    """The parts of a matrix in a mixture, before it is seen whether blocks divide its rows."""
+def _mixed_spans(mixture: Mixture, source: ModelSource, slot: str, n_rows: int) -> list[FormatSpan]:
+    """Return the spans of a matrix in a mixture, before fallbacks."""
     config = source.config
     if slot in ("embedding", "head"):
         return [FormatSpan(n_rows, mixture.end_format(slot, config.tied_head))]

@@ -1,7 +1,7 @@
-"""The metadata of a GGUF file from a Hugging Face config: the inverse of ``sources.gguf.read_options``.
+"""Translate a Hugging Face config into the metadata of a GGUF file: the inverse of ``sources.gguf.read_options``.
 
-Names come from families.json. What is written is read back as ``open_gguf`` does, and refused where that describes
-another model: GGUF has no place for all that a config can say.
+Names come from families.json. The result is read back as in ``open_gguf`` and rejected if it describes another model:
+GGUF cannot express every config.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Keys(NamedTuple):
     """A model's options in a file.
 
     Attributes:
-        metadata: ``general.architecture`` and all keys of the architecture.
-        vectors: float32 tensors of rotary frequencies, by name.
+        metadata: ``general.architecture`` and the keys of the architecture.
+        vectors: name -> float32 tensor of rotary frequencies.
     """
 
     metadata: dict[str, Any]
@@ -39,41 +39,41 @@ class Keys(NamedTuple):
 
 
 def architecture_of(config: Mapping[str, Any], where: str) -> str:
-    """GGUF's name of a config's family.
+    """Return GGUF's name of a config's family.
 
     Raises:
-        WhetValueError: it has none.
+        WhetValueError: GGUF has no such architecture.
     """
     family = family_of(config, where)
     if family.gguf is None:
         known = ", ".join(name for name, family in FAMILIES.items() if family.gguf is not None)
         raise WhetValueError(
-            f"{where}: model_type is {config['model_type']!r}, which GGUF has no architecture for; it has {known}."
+            f"{where}: model_type is {config['model_type']!r}, and GGUF has architectures for {known} only."
         )
     return family.gguf["architecture"]
 
 
 def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> Keys:
-    """The options of a Hugging Face config as a GGUF file has them.
+    """Translate a Hugging Face config into metadata and tensors.
 
     Args:
         config: the dict of config.json.
-        described: ``model_config`` of it.
-        where: begins the errors.
+        described: its ``model_config``.
+        where: prefix of error messages.
 
     Raises:
-        WhetValueError: an option that GGUF has no place for, or that llama.cpp does not read in the architecture.
+        WhetValueError: an option that GGUF cannot express, or that llama.cpp does not read in the architecture.
     """
     architecture, family = architecture_of(config, where), family_of(config, where)
     table = family.gguf or {}
     if described.qkv_bias and not table.get("biases", True):
-        raise WhetValueError(f"{where}: GGUF has no place for this model's biases of attention, in {architecture}.")
+        raise WhetValueError(f"{where}: GGUF cannot express this model's attention biases in {architecture}.")
     if not described.tied_head and not table.get("head", True):
-        raise WhetValueError(f"{where}: GGUF has no place for this model's head, in {architecture} the embedding.")
+        raise WhetValueError(f"{where}: GGUF cannot express this model's untied head in {architecture}.")
     if table.get("square") and described.n_heads * described.head_dim != described.hidden_dim:
         raise WhetValueError(
-            f"{where}: GGUF has no place for this model's {described.n_heads} heads of {described.head_dim}: in "
-            f"{architecture} they are together as wide as the model, {described.hidden_dim}."
+            f"{where}: GGUF cannot express this model's {described.n_heads} heads of {described.head_dim}: in "
+            f"{architecture} their product has to be hidden_dim, {described.hidden_dim}."
         )
     given: dict[str, Any] = {
         "n_layers": described.n_layers,
@@ -99,8 +99,8 @@ def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> 
         rope, vectors = _rope(described, rope_scaling(config, where), architecture, table.get("rope", ()), where)
         if family.rope_local and rope.get("attention_factor", 1.0) != 1.0:
             raise WhetValueError(
-                f"{where}: GGUF has no place for this model's attention_factor: in {architecture} llama.cpp multiplies "
-                f"the layers with a window by it too."
+                f"{where}: GGUF cannot express this model's attention_factor: in {architecture} llama.cpp applies it "
+                f"to the layers with a window too."
             )
         given |= rope
     metadata: dict[str, Any] = {"general.architecture": architecture}
@@ -110,18 +110,18 @@ def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> 
 
 
 def window_note(described: ModelConfig, model_type: str) -> str:
-    """A sentence on what llama.cpp computes in another way than the model; empty: nothing."""
+    """Describe how llama.cpp's result deviates from the model; empty: it does not."""
     table, window = FAMILIES[model_type].gguf or {}, max(described.windows)
     if table.get("windows") or not window:
         return ""
     return (
         f"llama.cpp has no sliding window in {table['architecture']}: beyond {window:,} tokens it computes another "
-        f"model, as the layers of this one look back no further"
+        f"model, because this model's layers attend no further"
     )
 
 
 def as_stored(described: ModelConfig, model_type: str) -> ModelConfig:
-    """The same model with all that llama.cpp needs in a file: rows of the head's own, biases, which are 0."""
+    """Return the config with the tensors that llama.cpp requires: an untied head, and biases of 0."""
     needs = (FAMILIES[model_type].gguf or {}).get("needs", ())
     if "head" in needs:
         described = replace(described, tied_head=False)
@@ -129,7 +129,7 @@ def as_stored(described: ModelConfig, model_type: str) -> ModelConfig:
 
 
 def check_keys(keys: Keys, tensors: Sequence[Tensor], described: ModelConfig, where: str) -> None:
-    """Read back what will be written.
+    """Read the metadata back.
 
     Raises:
         WhetValueError: the file would describe another model.
@@ -140,25 +140,25 @@ def check_keys(keys: Keys, tensors: Sequence[Tensor], described: ModelConfig, wh
     _, found = describe_gguf(file, described.max_position, where)
     if (name := find_difference(described, found)) is not None:
         raise WhetValueError(
-            f"{where}: GGUF has no place for this model's {name}: it is {getattr(described, name)!r:.80}, and the file "
-            f"would say {getattr(found, name)!r:.80}."
+            f"{where}: GGUF cannot express this model's {name}: it is {getattr(described, name)!r:.80}, and the file "
+            f"would have {getattr(found, name)!r:.80}."
         )
 
 
 def _rope(
     described: ModelConfig, scaling: Mapping[str, Any], architecture: str, known: Sequence[str], where: str
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The keys of rotary embedding, and its tensors.
+    """Return the metadata and the tensors of rotary embedding.
 
     Args:
-        known: what llama.cpp reads in the architecture, of "divisors" and "longrope".
+        known: what llama.cpp reads in the architecture: "divisors", "longrope".
     """
     kind, theta = scaling["rope_type"], float(scaling.get("rope_theta", 10000.0))
     given: dict[str, Any] = {"rope_theta": theta}
     original = scaling.get("original_max_position_embeddings")
     if kind == "linear":
         return given | {"rope_type": kind, "factor": float(scaling["factor"])}, {}
-    if kind == "yarn" and _has_llama_cpps_ramp(scaling):
+    if kind == "yarn" and _is_llama_cpp_ramp(scaling):
         factor = float(scaling["factor"])
         relative = described.attention_factor / (0.1 * math.log(max(factor, 1.0)) + 1.0)
         given |= {"rope_type": kind, "factor": factor, "attention_factor": relative}
@@ -168,21 +168,21 @@ def _rope(
         given["attention_factor"] = described.attention_factor
         names = ("long_factor", "short_factor")
         return given, {_ROPE_TENSORS[name]: np.array(scaling[name], np.float32) for name in names}
-    plain = theta ** (-2 * np.arange(described.rotary_dim // 2) / described.rotary_dim)
+    unscaled = theta ** (-2 * np.arange(described.rotary_dim // 2) / described.rotary_dim)
     if not all(described.inv_freq):
-        raise WhetValueError(f"{where}: GGUF has no place for rope_type {kind!r} with frequencies of 0.")
-    divisors = plain / np.array(described.inv_freq)
+        raise WhetValueError(f"{where}: GGUF cannot express rope_type {kind!r} with frequencies of 0.")
+    divisors = unscaled / np.array(described.inv_freq)
     if described.attention_factor != 1.0:
         given["attention_factor"] = described.attention_factor
     elif np.allclose(divisors, 1.0, rtol=1e-6, atol=0):
         return given, {}
     if kind == "longrope" or "divisors" not in known:
-        own = " with its own beta_fast, beta_slow or truncate" if kind == "yarn" else ""
-        raise WhetValueError(f"{where}: GGUF has no place for rope_type {kind!r}{own} in {architecture}.")
+        custom = " with custom beta_fast, beta_slow or truncate" if kind == "yarn" else ""
+        raise WhetValueError(f"{where}: GGUF cannot express rope_type {kind!r}{custom} in {architecture}.")
     return given, {_ROPE_TENSORS["divisors"]: divisors.astype(np.float32)}
 
 
-def _has_llama_cpps_ramp(scaling: Mapping[str, Any]) -> bool:
-    """Whether YaRN's ramp is the one that llama.cpp computes whatever a file says: beta 32 and 1, at whole pairs."""
+def _is_llama_cpp_ramp(scaling: Mapping[str, Any]) -> bool:
+    """Whether YaRN's ramp is llama.cpp's fixed one: beta 32 and 1, at whole pairs."""
     given = {"beta_fast": 32, "beta_slow": 1, "truncate": True} | dict(scaling)
     return given["beta_fast"] == 32 and given["beta_slow"] == 1 and given["truncate"] is True

@@ -1,6 +1,6 @@
-"""Writes GGUF files: the header, the metadata, and tensors whose bytes are made while they are written.
+"""Write GGUF files: header, metadata, and tensors that are encoded while they are written.
 
-The file appears whole or not at all. Source of the format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md;
+Writing is atomic. Source of the format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md;
 ``cpp/files/gguf.h`` reads it.
 """
 
@@ -23,22 +23,22 @@ from whet.models.row_reader import row_bytes
 _VERSION = 3
 _ALIGNMENT = 32
 _STRING, _ARRAY, _BOOL, _UINT32, _UINT64, _INT64, _FLOAT32, _INT32 = 8, 9, 7, 4, 10, 11, 6, 5
-_OF_DTYPES = {"u1": 0, "i1": 1, "u2": 2, "i2": 3, "u4": 4, "i4": 5, "f4": 6, "b1": 7, "u8": 10, "i8": 11, "f8": 12}
-"""NumPy's names of types of values -> the format's numbers."""
-_SIZES = {number: int(name[1]) for name, number in _OF_DTYPES.items()}
+_VALUE_TYPES = {"u1": 0, "i1": 1, "u2": 2, "i2": 3, "u4": 4, "i4": 5, "f4": 6, "b1": 7, "u8": 10, "i8": 11, "f8": 12}
+"""NumPy dtype -> GGUF's number of the value type."""
+_SIZES = {number: int(name[1]) for name, number in _VALUE_TYPES.items()}
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes that are written, and those that will be."""
+"""Called with the bytes written and the total."""
 
 
 class Tensor(NamedTuple):
-    """A tensor of a file that is being written.
+    """A tensor to write.
 
     Attributes:
-        name: in the file.
-        format: of the table of formats.
-        shape: in numbers, the slowest axis first.
-        chunks: makes its rows, some at a time, as ``format`` stores them.
+        name: name in the file.
+        format: a name in ``formats.TABLE``.
+        shape: in numbers, row-major.
+        chunks: yields its rows in chunks, encoded in ``format``.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Tensor(NamedTuple):
 
 
 class Encoded(bytes):
-    """A value's bytes in a file, its type first."""
+    """An encoded value: its type and its bytes."""
 
 
 def write_gguf(
@@ -65,22 +65,22 @@ def write_gguf(
     progress: Progress | None = None,
     check: Callable[[Path], Any] | None = None,
 ) -> int:
-    """Write a file and force it to disk; returns its bytes. Where it fails, what was at ``path`` is left alone.
+    """Write a file, force it to disk, and return its size. On failure ``path`` is unchanged.
 
     Args:
-        path: of the file, in a folder that there is.
-        metadata: key -> bool, text, int (uint32, or as wide as it needs), float (float32), a list of texts, an array of
-            NumPy, or ``Encoded``.
+        path: the file, in an existing folder.
+        metadata: key -> bool, str, int (uint32, or 64 bits if needed), float (float32), list of str, NumPy array, or
+            ``Encoded``.
         tensors: in the order of the file.
-        overwrite: whether a file that is there is replaced.
-        where: begins the errors.
-        progress: told of every chunk.
-        check: called with the path of the written file before that takes its name; what it raises removes the file.
+        overwrite: replace an existing file.
+        where: prefix of error messages.
+        progress: called after every chunk.
+        check: called with the path of the temporary file before it replaces ``path``; an exception removes the file.
 
     Raises:
-        WhetValueError: there is such a file, or none can be written there; or what ``chunks`` raises.
-        WhetTypeError: a value that GGUF does not have.
-        DiskFullError: there is no room for it.
+        WhetValueError: the file exists or cannot be written, or an error from ``chunks``.
+        WhetTypeError: GGUF has no such value.
+        DiskFullError: the disk is full.
     """
     path = Path(path)
     check_place(path, overwrite, where)
@@ -108,29 +108,29 @@ def write_gguf(
 
 
 def check_place(path: Path, overwrite: bool, where: str) -> None:
-    """Refuse a place that nothing can be written to, before anything is read.
+    """Check that ``path`` can be written, before anything is read.
 
     Raises:
-        WhetValueError: there is something that is not to be replaced, or no folder for it.
+        WhetValueError: it exists and may not be replaced, or its folder is missing.
     """
     if path.is_dir() or (path.exists() and not overwrite):
-        what = "is a folder" if path.is_dir() else "is there already"
+        what = "is a folder" if path.is_dir() else "exists"
         raise WhetValueError(f"{where}: {path} {what}. Choose another name, or replace a file with --overwrite.")
     check_folder_of(path, where)
 
 
 def _write(file: Any, head: bytes, tensors: Sequence[Tensor], where: str) -> Iterator[int]:
-    """Write everything; yields how much is written."""
+    """Write everything, and yield the number of bytes written so far."""
     n_written = _write_all(file, head)
     yield n_written
     for tensor in tensors:
-        begun = n_written
+        begin = n_written
         for chunk in tensor.chunks():
             n_written += _write_all(file, np.ascontiguousarray(chunk).data.cast("B"))
             yield n_written
-        if n_written - begun != tensor.size_bytes:
+        if n_written - begin != tensor.size_bytes:
             raise WhetValueError(
-                f"{where}: {tensor.name} has {n_written - begun} bytes, expected {tensor.size_bytes} for "
+                f"{where}: {tensor.name} has {n_written - begin} bytes, expected {tensor.size_bytes} for "
                 f"{tensor.shape} in {tensor.format}."
             )
         n_written += _write_all(file, bytes(_padding(tensor.size_bytes)))
@@ -139,13 +139,13 @@ def _write(file: Any, head: bytes, tensors: Sequence[Tensor], where: str) -> Ite
 
 def _write_all(file: Any, data: Any) -> int:
     rest = memoryview(data)
-    while rest:  # a disk that is almost full takes a part
+    while rest:  # a nearly full disk writes a part
         rest = rest[file.write(rest) :]
     return len(data)
 
 
 def encode_value(key: str, value: Any, where: str = "encode_value") -> bytes:
-    """A value as the file has it: its type, and its bytes.
+    """Encode a value: its type and its bytes.
 
     Raises:
         WhetTypeError: GGUF has no such value.
@@ -161,16 +161,16 @@ def encode_value(key: str, value: Any, where: str = "encode_value") -> bytes:
         return struct.pack(f"<I{code}", kind, value)
     if isinstance(value, float):
         return struct.pack("<If", _FLOAT32, value)
-    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.str[1:] in _OF_DTYPES:
-        head = struct.pack("<IIQ", _ARRAY, _OF_DTYPES[value.dtype.str[1:]], len(value))
+    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.str[1:] in _VALUE_TYPES:
+        head = struct.pack("<IIQ", _ARRAY, _VALUE_TYPES[value.dtype.str[1:]], len(value))
         return head + np.ascontiguousarray(value, value.dtype.newbyteorder("<")).tobytes()
     if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
         return struct.pack("<IIQ", _ARRAY, _STRING, len(value)) + b"".join(map(_text, value))
     raise WhetTypeError(f"{where}: {key} is {value!r:.60}, a {type(value).__name__}, which GGUF does not have.")
 
 
-def encoded_metadata(data: np.ndarray) -> dict[str, Encoded]:
-    """Key -> the bytes of its value, to be written again, of a file's bytes that ``parse_gguf`` has taken."""
+def read_encoded_metadata(data: np.ndarray) -> dict[str, Encoded]:
+    """Return key -> encoded value, to be copied, of a file's bytes that ``parse_gguf`` has accepted."""
     memory = data.data
     version, _, n_keys = struct.unpack_from("<IQQ", memory, 4)
     assert version in (2, 3)
@@ -180,14 +180,14 @@ def encoded_metadata(data: np.ndarray) -> dict[str, Encoded]:
         key = bytes(memory[at + 8 : at + 8 + length]).decode()
         at += 8 + length
         (kind,) = struct.unpack_from("<I", memory, at)
-        end = _end_of(memory, at + 4, kind)
+        end = _find_end(memory, at + 4, kind)
         found[key] = Encoded(memory[at:end])
         at = end
     return found
 
 
-def _end_of(memory: memoryview, at: int, kind: int) -> int:
-    """The end of a value that begins there."""
+def _find_end(memory: memoryview, at: int, kind: int) -> int:
+    """Return the offset after the value that begins at ``at``."""
     if kind == _STRING:
         return at + 8 + struct.unpack_from("<Q", memory, at)[0]
     if kind != _ARRAY:
@@ -197,7 +197,7 @@ def _end_of(memory: memoryview, at: int, kind: int) -> int:
     if item in _SIZES:
         return at + count * _SIZES[item]
     for _ in range(count):
-        at = _end_of(memory, at, item)
+        at = _find_end(memory, at, item)
     return at
 
 

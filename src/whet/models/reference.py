@@ -1,6 +1,6 @@
-"""The transformer's definition: slow and obvious, in NumPy, in the precision of its weights.
+"""The definition of the transformer: slow and obvious, in NumPy, in the precision of its weights.
 
-One sequence, no cache, every logit. For tests: what the engine and every family is checked against.
+One sequence, no cache, every logit. Tests check the engine and every family against it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from whet.ops.rope import naive_cos_sin_cache, naive_rope
 
 
 def naive_forward(config: ModelConfig, weights: Mapping[str, np.ndarray], token_ids: Any) -> np.ndarray:
-    """Logits (T, V) of one sequence of T tokens.
+    """Return logits (T, V) of one sequence of T tokens.
 
     Args:
-        config: what is computed.
-        weights: slot -> float32 or float64 array, as ``naive_weights`` gives them.
+        config: the architecture.
+        weights: slot -> float32 or float64 array, from ``naive_weights``.
         token_ids: (T,) integers.
     """
     tokens = np.asarray(token_ids)
@@ -51,7 +51,7 @@ def naive_forward(config: ModelConfig, weights: Mapping[str, np.ndarray], token_
 
 
 def naive_weights(config: ModelConfig, slices: Iterable[RowSlice], dtype: Any = np.float64) -> dict[str, np.ndarray]:
-    """Slot -> array of all weights, put together from pieces; what no piece fills is NaN."""
+    """Assemble slot -> array of all weights from slices; rows without a slice are NaN."""
     weights = {slot: np.full(shape, np.nan, dtype) for slot, shape in config.slots().items()}
     for row_slice in slices:
         rows = slice_values(row_slice)
@@ -60,7 +60,7 @@ def naive_weights(config: ModelConfig, slices: Iterable[RowSlice], dtype: Any = 
 
 
 def slice_values(row_slice: RowSlice) -> np.ndarray:
-    """The numbers of a piece, float32 (float64 for float64)."""
+    """Return the numbers of a slice as float32 (float64 for float64)."""
     if hasattr(row_slice.tensor, "detach"):
         tensor = row_slice.tensor.detach()
         return (tensor if row_slice.format == "float64" else tensor.float()).numpy()
@@ -92,7 +92,7 @@ def _linear(weights: Mapping[str, np.ndarray], name: str, x: np.ndarray) -> np.n
 
 
 def _attention(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray, i: int) -> np.ndarray:
-    """softmax(scale q k^T) v per head, each query over itself and the keys before it, up to the window of layer i."""
+    """Compute softmax(scale q k^T) v per head, causal, within the window of layer i."""
     window = config.windows[i]
     n, dim, group = len(x), config.head_dim, config.n_heads // config.n_kv_heads
     ends = np.cumsum([config.n_heads, config.n_kv_heads])
@@ -111,14 +111,14 @@ def _attention(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarr
         frequencies = (config.local_inv_freq, 1.0) if is_local else (config.inv_freq, config.attention_factor)
         table = naive_cos_sin_cache(np.array(frequencies[0]), n, frequencies[1])
         q, k = (naive_rope(positions, part, dim, table, config.is_neox) for part in (q, k))
-    back = positions[:, None] - positions
-    seen = (back >= 0) & ((back < window) | (window == 0))
+    distance = positions[:, None] - positions
+    mask = (distance >= 0) & ((distance < window) | (window == 0))
     out = np.empty_like(q)
     for head in range(config.n_heads):
         scores = config.attention_scale * (q[:, head] @ k[:, head // group].T)
         if config.attention_softcap:
             scores = naive_softcap(scores, config.attention_softcap)
-        out[:, head] = naive_softmax(np.where(seen, scores, -np.inf).astype(x.dtype)) @ v[:, head // group]
+        out[:, head] = naive_softmax(np.where(mask, scores, -np.inf).astype(x.dtype)) @ v[:, head // group]
     return _linear(layer, "o", out.reshape(n, -1))
 
 
@@ -129,5 +129,5 @@ def _mlp(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray) ->
 
 
 def naive_activation(name: str, x: np.ndarray) -> np.ndarray:
-    """The activation that ``ModelConfig`` names."""
+    """Apply the activation of this name in ``ModelConfig``."""
     return naive_silu(x) if name == "silu" else naive_gelu(x, "tanh" if name == "gelu_tanh" else "none")

@@ -1,7 +1,7 @@
-"""The weights of a source by rows of its slots, in any format, whatever pieces they lie in, with adapters merged in.
+"""Read rows of a source's slots in any format, with adapters merged in.
 
-What is stored in the wanted format already is copied as it is. Memory is that of some rows: ``encode`` takes a few at a
-time, and the pages of mapped files are let go behind it.
+Rows stored in the requested format are copied unchanged. Memory stays small: rows are encoded in chunks, and the pages
+of mapped files are released.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from whet.ops.linear import pack_weight
 from whet.ops.quant import bf16_bits
 
 _CHUNK_BYTES = 32 << 20
-"""Of float32 rows that are converted at a time: enough for the threads, and little memory."""
+"""float32 bytes of a chunk: enough rows to occupy all threads."""
 _PANEL_ROWS = 16
 
 
 def slot_rows(config: ModelConfig, location: WeightLocation) -> np.ndarray:
-    """(n,): the slot's row of each row of a module's tensor."""
+    """Return (n,), the row of the slot of each row of a module's tensor."""
     order = np.empty(location.shape[0], np.int64)
     for first, rows in location.module.row_order(config, np.arange(location.shape[0])):
         order[rows] = location.first_row + first + np.arange(len(rows))
@@ -35,14 +35,14 @@ def slot_rows(config: ModelConfig, location: WeightLocation) -> np.ndarray:
 
 
 class RowReader:
-    """The rows of a source's slots.
+    """Reads rows of a source's slots.
 
     Args:
-        source: a model, on a packed base or not, as ``untie_adapted`` gives it; its adapters are merged into the rows.
-        where: begins the errors.
+        source: a model from ``untie_adapted``, on a packed base or not; its adapters are merged into the rows.
+        where: prefix of error messages.
 
     Raises:
-        WhetValueError: a slot that the source does not fill.
+        WhetValueError: the source does not fill a slot.
     """
 
     def __init__(self, source: ModelSource, where: str) -> None:
@@ -52,12 +52,12 @@ class RowReader:
             self._slices.setdefault(row_slice.slot, []).append(row_slice)
         self._adapters = source.adapters
 
-    def chunks(self, location: WeightLocation, slot: str, format: str) -> Iterator[np.ndarray]:
-        """A module's tensor, its rows in their order there: some at a time, in a format.
+    def iter_chunks(self, location: WeightLocation, slot: str, format: str) -> Iterator[np.ndarray]:
+        """Yield a module's tensor in chunks of rows, in the module's order and a given format.
 
         Args:
-            slot: its weight or its bias.
-            format: of the table of formats; norms and biases are numbers.
+            slot: the slot of the weight or of the bias.
+            format: a name in ``formats.TABLE``; a float format for norms and biases.
 
         Raises:
             WhetValueError: NaN or infinity, or weights that the format cannot represent; see ``RangeCheck``.
@@ -74,7 +74,7 @@ class RowReader:
         )
 
     def encode(self, slot: str, order: np.ndarray, format: str, check: RangeCheck) -> np.ndarray:
-        """Return rows of a slot, in an order, as ``format`` stores them: numbers, bits of bfloat16, bytes of blocks."""
+        """Return rows of a slot, in the given order, encoded: numbers, the bits of bfloat16, bytes of blocks."""
         if self.stored_format(slot, order) == format:
             parts = [(at, row_slice.tensor) for at, row_slice in self._parts(slot, order)]
             return _put_together(parts, len(order))
@@ -83,15 +83,15 @@ class RowReader:
         return encode(values, format, f"{self.where}: {slot}")
 
     def stored_format(self, slot: str, order: np.ndarray) -> str | None:
-        """The format that all these rows are stored in; None: several, or not stored as they are."""
-        if self.base is not None or any(self._changed(slot, order)):
+        """Return the format in which all these rows are stored; None: several, or they have to be computed."""
+        if self.base is not None or any(self._deltas(slot, order)):
             return None
         formats = {row_slice.format for _, row_slice in self._parts(slot, order)}
         is_module = any(hasattr(row_slice.tensor, "detach") for row_slice in self._slices[slot])
         return None if is_module or len(formats) > 1 else formats.pop()
 
     def values(self, slot: str, order: np.ndarray) -> np.ndarray:
-        """Rows of a slot, in an order, as float32."""
+        """Return rows of a slot, in the given order, as float32."""
         if self.base is not None:
             rows = self._base_rows(slot, order)
         else:
@@ -99,27 +99,27 @@ class RowReader:
                 [(at, slice_values(row_slice)) for at, row_slice in self._parts(slot, order)], len(order)
             )
         rows = np.asarray(rows, np.float32)
-        for at, delta in self._changed(slot, order):
+        for at, delta in self._deltas(slot, order):
             rows = rows if rows.flags.writeable and rows.flags.owndata else rows.copy()
             rows[at] += delta
         return rows
 
-    def _changed(self, slot: str, order: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The rows that adapters change, and by how much."""
+    def _deltas(self, slot: str, order: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield indices into ``order`` and what an adapter adds to these rows."""
         for at, adapter in adapters_of(slot, order, self._adapters):
             b = factor_values(adapter.b)[order[at] - adapter.first_row]
             yield at, np.float32(adapter.scaling) * (b @ factor_values(adapter.a))
 
     def _base_rows(self, slot: str, order: np.ndarray) -> np.ndarray:
         assert self.base is not None
-        slot = slot if slot in self.base.config.slots() else "embedding"  # of a head that was untied from it
+        slot = slot if slot in self.base.config.slots() else "embedding"  # an untied head
         first, last = int(order.min()), int(order.max())
         out = np.empty((last + 1 - first, *self.config.slots()[slot][1:]), np.float32)
         self.base.core.rows(slot, first, len(out), out)
         return out[order - first]
 
     def _parts(self, slot: str, order: np.ndarray) -> Iterator[tuple[Any, RowSlice]]:
-        """The places of rows, and those rows as a piece; each looked at for NaN and infinity."""
+        """Yield indices into ``order`` and these rows as a slice, checked for NaN and infinity."""
         is_run = bool((np.diff(order) == 1).all())
         for row_slice in self._slices[slot]:
             end = row_slice.first_row + len(row_slice.tensor)
@@ -134,10 +134,10 @@ class RowReader:
 
 
 def encode(values: np.ndarray, format: str, label: str) -> np.ndarray:
-    """float32 rows as a format stores them, quantised as ``whet.quantize`` does.
+    """Encode float32 rows in a format; quantises as ``whet.quantize``.
 
     Raises:
-        WhetValueError: numbers beyond float16 where that is the format.
+        WhetValueError: a number is out of range for float16.
     """
     if format == "float32":
         return np.ascontiguousarray(values)
@@ -146,7 +146,7 @@ def encode(values: np.ndarray, format: str, label: str) -> np.ndarray:
     if format == "float16":
         halves = _to_float16(values)
         if not np.isfinite(halves).all():
-            raise WhetValueError(f"{label} has numbers beyond float16's 65504. Write bf16 or f32.")
+            raise WhetValueError(f"{label} has numbers beyond 65504, the largest of float16. Write bf16 or f32.")
         return halves
     return pack_weight(values, format).unpack().data
 
@@ -168,13 +168,13 @@ def _to_float16(values: np.ndarray) -> np.ndarray:
 
 
 def row_bytes(format: str, k: int) -> int:
-    """Bytes of a row of k numbers in a format, as ``encode`` gives it."""
+    """Return the bytes of a row of k numbers in a format."""
     row = TABLE[format]
     return k * np.dtype(row.dtype).itemsize if row.is_float else k // row.block_length * row.block_bytes
 
 
 def adapters_of(slot: str, order: np.ndarray, adapters: Sequence[LoRA]) -> Iterator[tuple[np.ndarray, LoRA]]:
-    """The adapters that change rows of a slot, and where these are among them."""
+    """Yield the adapters that change rows of a slot, with the indices of these rows in ``order``."""
     for adapter in adapters:
         rows = np.flatnonzero((order >= adapter.first_row) & (order < adapter.first_row + len(adapter.b)))
         if adapter.slot == slot and len(rows):
@@ -182,7 +182,7 @@ def adapters_of(slot: str, order: np.ndarray, adapters: Sequence[LoRA]) -> Itera
 
 
 def _put_together(parts: list[tuple[Any, np.ndarray]], n: int) -> np.ndarray:
-    """Rows at their places; those of one part as they are."""
+    """Assemble rows at their indices; a single contiguous part is returned unchanged."""
     [(at, first), *rest] = parts
     if not rest and isinstance(at, slice):
         return first

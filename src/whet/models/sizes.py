@@ -1,8 +1,8 @@
-"""How much memory a language model takes, on the native engine and in training.
+"""Memory of a language model on the native engine and in training.
 
-Nothing is loaded, and nothing is a rule of thumb: matrices are counted in the panels that the core packs them in, in
-the formats that the engine chooses; pages of keys and values and the workspace are those of a core without weights.
-Not counted: the Python process, its libraries, file caches, and in training the activations.
+No weights are loaded. The sizes are exact: matrices are counted in the core's panels, in the formats that the engine
+chooses; the KV cache and the workspace are measured on a core without weights. Not included: the Python process, its
+libraries, file caches, and activations in training.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from whet.ops.quant import CORE_FORMATS
 
 _PANEL_ROWS = 16
 MAX_BATCH = 64
-"""The engine's default: completions that are computed at a time."""
+"""The engine's default: completions per batch."""
 PREFILL_CHUNK = 256
-"""The engine's default: tokens of prompts that a step takes beside them."""
+"""The engine's default: prompt tokens per step, in addition to the decoded completions."""
 VOCAB_TILE = 2048
 """Vocabulary entries of a tile of the LM head in training, whose logits exist at a time."""
 KV_BYTES = 1 << 30
-"""The engine's default: memory for keys and values."""
+"""The engine's default: bytes of the KV cache."""
 
 
 def _llama(vocab: int, hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
@@ -75,21 +75,21 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen2-1.5b": _llama(151936, 1536, 8960, 28, 12, 2, tie_word_embeddings=True, **_QWEN2),
     "qwen2-7b": _llama(152064, 3584, 18944, 28, 28, 4, **_QWEN2),
 }
-"""Name -> what the model's config.json says of its sizes."""
+"""Name -> the sizes in the model's config.json."""
 
 
 class Estimate(NamedTuple):
     """Bytes of a model on the engine.
 
     Attributes:
-        n_parameters: every parameter, a shared one once.
-        linear: the weight matrices of all layers, scales and padding counted.
+        n_parameters: number of parameters; a shared one counts once.
+        linear: the weight matrices of all layers, with scales and padding.
         embeddings: embeddings, learned positions and head.
         norms: norms and biases, float32.
-        kv_cache: the pages that the sequences come to need; what ``kv_bytes`` has to be for all of them at a time.
+        kv_cache: the pages of all sequences at full length; the ``kv_bytes`` needed to run all of them at once.
         workspace: activations of a pass, logits of a tile of rows, and the sampler's memory.
         embedding_format: the core's name of the embedding's format.
-        kv_format: of keys and values, "float32" or "bfloat16".
+        kv_format: format of keys and values, "float32" or "bfloat16".
     """
 
     n_parameters: int
@@ -115,14 +115,14 @@ class Estimate(NamedTuple):
 
 
 class TrainingEstimate(NamedTuple):
-    """Bytes of a model whose every weight is trained in float32 with AdamW.
+    """Bytes of full training in float32 with AdamW.
 
-    In bfloat16 or float16 the sum is the same: weights and gradients take half, and the optimizer has float32 masters.
+    The sum is the same in bfloat16 or float16: weights and gradients take half, and the optimizer has float32 masters.
 
     Attributes:
         weights: the master weights.
-        gradients: of all weights.
-        moments: AdamW's two.
+        gradients: the gradients of all weights.
+        moments: AdamW's two moments.
     """
 
     weights: int
@@ -135,21 +135,21 @@ class TrainingEstimate(NamedTuple):
 
     @property
     def reference(self) -> int:
-        """A frozen reference beside the model."""
+        """A frozen reference in addition to the model."""
         return self.weights
 
 
 class ModelMemory(NamedTuple):
-    """A model's memory in every format, and this machine's.
+    """A model's memory in every format, and the memory of this machine.
 
     Attributes:
         config: the model.
         context: tokens of each sequence.
-        formats: ``weights`` by its usual name -> what the engine takes.
-        as_stored: what it takes with the formats of a GGUF file.
+        formats: display name of ``weights`` -> estimate.
+        as_stored: estimate with the formats of a GGUF file.
         kv_bytes_per_token: format of keys and values -> bytes.
-        training: what training takes.
-        machine: memory of this machine, or what its container may use of it.
+        training: estimate of training.
+        machine: memory of this machine, or the limit of its container.
     """
 
     config: ModelConfig
@@ -161,10 +161,10 @@ class ModelMemory(NamedTuple):
     machine: int
 
     def display_name(self, weights: str) -> str:
-        """The key in ``formats`` of a format by any of its names: "bf16" for "bfloat16".
+        """Return the key in ``formats`` of any name of a format: "bf16" for "bfloat16".
 
         Raises:
-            WhetValueError: there is no such format.
+            WhetValueError: an unknown format.
         """
         return display_name(weights, "estimate")
 
@@ -172,7 +172,7 @@ class ModelMemory(NamedTuple):
 def model_memory(
     source: ModelSource, context: int | None = None, batch: int = 1, embeddings: str | None = None
 ) -> ModelMemory:
-    """Every estimate of a model; arguments and errors are those of ``estimate``."""
+    """Compute every estimate of a model; arguments and errors as in ``estimate``."""
     config = source.config
     estimates = [estimate(source, weights, context, batch, embeddings) for weights in (*FORMATS, None)]
     return ModelMemory(
@@ -187,15 +187,15 @@ def model_memory(
 
 
 def default_context(config: ModelConfig) -> int:
-    """Tokens of a sequence that estimates are for: 4,096, or all positions of the model where those are fewer."""
+    """Return the sequence length of estimates: 4,096 tokens, or the model's maximum if smaller."""
     return min(4096, config.max_position)
 
 
 def load_source(model: str) -> ModelSource:
-    """A preset, a config.json, the folder that holds one, or a .gguf file; of the first three without weights.
+    """Open a preset, a config.json, a folder with one, or a .gguf file; the first three without weights.
 
     Raises:
-        WhetValueError: there is no such preset or file, or it describes a model that the engine does not run.
+        WhetValueError: no such preset or file, or an unsupported model.
     """
     if model in PRESETS:
         return source_of_config(PRESETS[model], model)
@@ -205,17 +205,17 @@ def load_source(model: str) -> ModelSource:
     if not path.is_file():
         close = difflib.get_close_matches(model.lower(), PRESETS, n=1)
         hint = f"Did you mean {close[0]}?" if close else f"The presets are {', '.join(PRESETS)}."
-        raise WhetValueError(f"estimate: {model!r} is no preset, and there is no such file or folder. {hint}")
+        raise WhetValueError(f"estimate: {model!r} is neither a preset nor an existing file or folder. {hint}")
     if path.suffix == ".gguf":
         return open_gguf(path)
     return source_of_config(parse_json(map_file(path, where).tobytes(), where), where)
 
 
 def source_of_config(config: Mapping[str, Any], where: str = "config") -> ModelSource:
-    """The model that a Hugging Face config (the keys of config.json) describes, without its weights.
+    """Return the model of a Hugging Face config (the keys of config.json), without weights.
 
     Raises:
-        WhetValueError: a model_type, an option or a size that the engine does not run.
+        WhetValueError: an unsupported model_type, option or size.
     """
     described = model_config(config, where=where)
     return ModelSource(described, lambda: iter(()), module_targets(config["model_type"], described))
@@ -228,14 +228,14 @@ def estimate(
     batch: int = 1,
     embeddings: str | None = None,
 ) -> Estimate:
-    """The memory that the engine takes to decode a batch of sequences.
+    """Estimate the memory of the engine for decoding a batch of sequences.
 
     Args:
-        source: the model, from ``load_source`` or another.
-        weights: as ``Engine`` takes it. None: as a GGUF file stores them.
-        context: tokens of each sequence, prompt and completion together; None: ``default_context``.
-        batch: sequences at a time; the engine's ``max_batch`` where that is more than its default.
-        embeddings: format of embeddings and head; None: the engine's choice.
+        source: the model.
+        weights: see ``Engine``. None: as stored in a GGUF file.
+        context: tokens of each sequence, prompt and completion together. Default: ``default_context``.
+        batch: concurrent sequences; the engine's ``max_batch`` if above its default.
+        embeddings: format of embeddings and head. Default: the engine's choice.
 
     Raises:
         WhetValueError: an unknown format, a context or batch below 1, or a context beyond the model's positions.
@@ -246,26 +246,26 @@ def estimate(
         check_integer("estimate", name, value, 1)
     if context > config.max_position:
         raise WhetValueError(
-            f"estimate: context is {context}, and the model's last position is {config.max_position}. Ask for fewer "
-            f"tokens."
+            f"estimate: context is {context}, and the model's maximum is {config.max_position} tokens. Pass at most "
+            f"that."
         )
     if embeddings is not None:
         core_format(embeddings, "embeddings", "estimate")
     formats = choose_formats(source, weights, embeddings, embeddings, "estimate")
-    outer = {"embedding", "positions", "head"}
+    outside_layers = {"embedding", "positions", "head"}
     sizes = {
         slot: sum(slot_bytes((n, *shape[1:]), format) for n, format in formats.get(slot, [(shape[0], None)]))
         for slot, shape in config.slots().items()
     }
     matrices = {slot: size for slot, size in sizes.items() if slot in formats}
     kv = kv_format(formats)
-    # The prompt's last page, where it is not full, is copied for the sequence that goes on from it. The last token is
-    # drawn and not computed.
+    # The prompt's last page, if it is not full, is copied for the sequence that continues it. The last token is sampled
+    # and never computed.
     n_pages = math.ceil((context - 1) / PAGE_TOKENS) + 1
     return Estimate(
         n_parameters=config.n_parameters,
-        linear=sum(size for slot, size in matrices.items() if slot not in outer),
-        embeddings=sum(size for slot, size in matrices.items() if slot in outer),
+        linear=sum(size for slot, size in matrices.items() if slot not in outside_layers),
+        embeddings=sum(size for slot, size in matrices.items() if slot in outside_layers),
         norms=sum(sizes.values()) - sum(matrices.values()),
         kv_cache=batch * n_pages * page_bytes(config, kv),
         workspace=_workspace_bytes(config, batch, kv) + _sampler_bytes(config.vocab_size),
@@ -275,20 +275,20 @@ def estimate(
 
 
 def training(config: ModelConfig) -> TrainingEstimate:
-    """The memory that training takes beside activations: every weight trained, float32, AdamW."""
+    """Estimate the memory of full training without activations: float32, AdamW."""
     weights = 4 * config.n_parameters
     return TrainingEstimate(weights, weights, 2 * weights)
 
 
 def slot_bytes(shape: tuple[int, ...], format: str | None) -> int:
-    """Bytes that the engine takes for a matrix (outputs, inputs) in a format of the core's, or for a float32 vector."""
+    """Return the bytes of a matrix (outputs, inputs) packed in a format of the core, or of a float32 vector."""
     if format is None:
         return 4 * shape[0]
     return math.ceil(shape[0] / _PANEL_ROWS) * _panel_bytes(format, shape[1])
 
 
 def page_bytes(config: ModelConfig, format: str) -> int:
-    """Bytes of a page of keys and values, of all layers and in "float32" or "bfloat16"."""
+    """Return the bytes of a page of keys and values of all layers, in "float32" or "bfloat16"."""
     return _core_memory(config, MAX_BATCH, format)["kv_page_bytes"]
 
 
@@ -299,22 +299,22 @@ def _panel_bytes(format: str, k: int) -> int:
 
 @lru_cache
 def _core_memory(config: ModelConfig, max_batch: int, format: str) -> dict[str, int]:
-    """Memory of a core without weights and pages."""
+    """Return the memory of a core without weights and pages."""
     bf16 = format == "bfloat16"
     try:
         weights = _core.Weights(vars(config), [])
         return _core.Engine(weights, kv_bytes=1, max_batch=max_batch, chunk=PREFILL_CHUNK, bf16_cache=bf16).memory()
     except ValueError as error:
-        raise WhetValueError(f"estimate: the engine does not run this model: {error}.") from None
+        raise WhetValueError(f"estimate: the engine does not support this model: {error}.") from None
 
 
 def _workspace_bytes(config: ModelConfig, batch: int, format: str) -> int:
-    """For the engine's default of max_batch, or a greater batch: each of its rows takes as much as any other."""
-    few = MAX_BATCH
-    small, large = (_core_memory(config, n, format)["workspace_bytes"] for n in (few, 2 * few))
-    return small + (large - small) * max(0, batch - few) // few
+    """Return the workspace for the default max_batch, or a larger batch; it is linear in the batch."""
+    n = MAX_BATCH
+    small, large = (_core_memory(config, max_batch, format)["workspace_bytes"] for max_batch in (n, 2 * n))
+    return small + (large - small) * max(0, batch - n) // n
 
 
 def _sampler_bytes(vocab_size: int) -> int:
-    """Bytes that the sampler allocates at its first step: 24 per thread and vocabulary entry, 1/64 more for sums."""
+    """Return the bytes of the sampler from its first step: 24 per thread and vocabulary entry, 1/64 more for sums."""
     return _core.num_threads() * (24 * vocab_size * 65 // 64 + (1 << 14))

@@ -1,4 +1,4 @@
-"""The way of a tensor from a model's file or module to the engine's slots.
+"""The path of a tensor from a model's file or module to the engine's slots.
 
     ModelSource     a live module, a folder or a GGUF file: its config and its weights
     ModuleSpec      a row of a family's table: a module's names in the source, and the slot that its weight belongs to
@@ -26,11 +26,9 @@ from whet.models.reference import slice_values
 if TYPE_CHECKING:
     from whet.models.packed_base import PackedBase
 
-PARTS = ("q", "k", "v", "gate", "up")
-
 
 class StoredTensor(NamedTuple):
-    """A tensor as a source keeps it: ``RowSlice.tensor``, ``RowSlice.format``, and the shape in numbers, not bytes."""
+    """A tensor of a source: as in ``RowSlice``, and its shape in numbers, not bytes."""
 
     tensor: Any
     format: str
@@ -38,12 +36,12 @@ class StoredTensor(NamedTuple):
 
 
 def keep_order(config: ModelConfig, rows: Any) -> Iterator[tuple[int, Any]]:
-    """The rows as they are."""
+    """Yield the rows unchanged."""
     yield 0, rows
 
 
 def split_heads(config: ModelConfig, rows: Any) -> Iterator[tuple[int, Any]]:
-    """GPT-NeoX's query_key_value: per head its q, k and v; to all q, then all k, then all v."""
+    """Reorder GPT-NeoX's query_key_value, (q, k, v) of each head in turn, to all q, all k, all v."""
     dim, n_heads = config.head_dim, config.n_heads
     for head in range(n_heads):
         for part in range(3):
@@ -52,7 +50,7 @@ def split_heads(config: ModelConfig, rows: Any) -> Iterator[tuple[int, Any]]:
 
 
 def deinterleave(config: ModelConfig, rows: Any) -> Iterator[tuple[int, Any]]:
-    """llama.cpp's order of Llama's q and k: row 2i + p of a head was row i + p head_dim / 2."""
+    """Undo llama.cpp's order of Llama's q and k: row 2i + p of a head becomes row i + p head_dim / 2."""
     dim = config.head_dim
     for first in range(0, rows.shape[0], dim):
         for parity in range(2):
@@ -60,19 +58,20 @@ def deinterleave(config: ModelConfig, rows: Any) -> Iterator[tuple[int, Any]]:
 
 
 RowOrder = Callable[[ModelConfig, Any], Iterator[tuple[int, Any]]]
+"""Yields (first row in the slot, view of a tensor's rows)."""
 
 
 @dataclass(frozen=True)
 class ModuleSpec:
-    """A layer of the source with .weight and perhaps .bias; ``{i}`` in the names is the layer's number.
+    """A module of the source with .weight and perhaps .bias; ``{i}`` in the names is the layer's number.
 
     Attributes:
-        names: what it is called; the first that is there counts.
-        slot: which weight it is, or a part of.
-        part: "q", "k" or "v" of qkv, "gate" or "up" of gate_up: its rows of the slot; "": all.
-        row_order: how its rows lie in the slot's.
-        transposed: the source keeps (inputs, outputs).
-        offset: the model computes with its weight and this.
+        names: its names; the first that exists is used.
+        slot: the slot of its weight.
+        part: the rows of the slot that it fills: "q", "k" or "v" of qkv, "gate" or "up" of gate_up; "": all.
+        row_order: maps its rows to rows of the slot.
+        transposed: the source stores (inputs, outputs).
+        offset: constant that the model adds to the weight.
     """
 
     names: tuple[str, ...]
@@ -84,7 +83,7 @@ class ModuleSpec:
 
 
 class WeightLocation(NamedTuple):
-    """The place of one module of one layer: ``shape`` (outputs, inputs) of its weight; its first row in the slot."""
+    """The slots and rows of one module of one layer; ``shape`` is (outputs, inputs)."""
 
     names: tuple[str, ...]
     weight: str
@@ -95,7 +94,7 @@ class WeightLocation(NamedTuple):
 
 
 class LoRA(NamedTuple):
-    """An adapter of some rows of a slot: W[first_row : first_row + n] += scaling b a, with a (r, k) and b (n, r)."""
+    """A LoRA adapter of rows of a slot: W[first_row : first_row + n] += scaling b a, with a (r, k) and b (n, r)."""
 
     slot: str
     first_row: int
@@ -105,7 +104,7 @@ class LoRA(NamedTuple):
 
 
 def factor_values(factor: Any) -> np.ndarray:
-    """A factor of an adapter, NumPy's or torch's, as float32."""
+    """Return a factor of an adapter, NumPy or torch, as float32."""
     return np.asarray(factor.detach().float() if hasattr(factor, "detach") else factor, np.float32)
 
 
@@ -113,13 +112,13 @@ class ModelSource(NamedTuple):
     """A model and its weights.
 
     Attributes:
-        config: what it computes.
-        slices: the rows of every slot, each once. Every call reads again: a live module's values at that time.
-        targets: where each module of the Hugging Face model goes, by its name there; for ``locate_lora``.
+        config: the architecture.
+        slices: yields the rows of every slot, each once; for a live module, their values at the time of the call.
+        targets: the location of each module of the Hugging Face model, by its name there.
         adapters: LoRA adapters, not part of the slices.
         short_position: see ``families.short_position``; the config's frequencies are resolved for its max_position.
-        base: the packed weights that the model's modules share; there are no slices then.
-        path: of the folder or file that the slices are read from, absolute; empty: they are in memory.
+        base: the packed weights that the model's modules share; the source has no slices then.
+        path: absolute path of the folder or file; empty: the weights are in memory.
     """
 
     config: ModelConfig
@@ -132,9 +131,9 @@ class ModelSource(NamedTuple):
 
 
 def untie_adapted(source: ModelSource) -> ModelSource:
-    """The source with a head apart from the embedding, where the head is the embedding and an adapter changes it.
+    """Give the source a separate head if an adapter changes a tied embedding or head.
 
-    Merged into the matrix that they share, the adapter would change both.
+    Merged into the shared matrix, the adapter would change both.
     """
     if not source.config.tied_head or not any(adapter.slot in ("embedding", "head") for adapter in source.adapters):
         return source
@@ -149,19 +148,19 @@ def untie_adapted(source: ModelSource) -> ModelSource:
 
 
 def iter_locations(config: ModelConfig, modules: Sequence[ModuleSpec]) -> Iterator[WeightLocation]:
-    """Every module of every layer that the config has."""
+    """Yield the location of every module of every layer of a config."""
     slots = config.slots()
     for module in modules:
         for i in range(config.n_layers if "{i}" in module.slot else 1):
             slot = module.slot.replace("{i}", str(i))
-            # A tied head has no weight of its own, but it may have a bias or an adapter.
+            # A tied head has no separate weight, but it may have a bias or an adapter.
             weight = slot if slot in slots or slot == "head" else f"{slot}.weight"
             if weight not in slots and slot != "head":
                 continue
             bias = f"{slot}.bias" if f"{slot}.bias" in slots else None
             names = tuple(name.replace("{i}", str(i)) for name in module.names)
             rows, *rest = slots.get(weight, slots["embedding"])
-            first, count = _part(config, module.part) if module.part else (0, rows)
+            first, count = _part_rows(config, module.part) if module.part else (0, rows)
             yield WeightLocation(names, weight, bias, first, (count, *rest), module)
 
 
@@ -171,48 +170,47 @@ def iter_slices(
     get_tensor: Callable[[Sequence[str], str], StoredTensor],
     where: str,
 ) -> Iterator[RowSlice]:
-    """The pieces of a model.
+    """Yield the slices of a model.
 
     Args:
-        get_tensor: (names, "weight" or "bias") -> the tensor of the first of these modules that is there; raises
-            WhetValueError if none is.
-        where: begins the errors.
+        get_tensor: (names, "weight" or "bias") -> the tensor of the first of these modules that exists; raises
+            WhetValueError if there is none.
+        where: prefix of error messages.
 
     Raises:
-        WhetValueError: a tensor's shape or format is not the config's.
+        WhetValueError: a tensor's shape or format does not match the config.
     """
     slots = config.slots()
     for location in iter_locations(config, modules):
+        first_row, module = location.first_row, location.module
         for suffix, slot in (("weight", location.weight), ("bias", location.bias)):
             if slot is None or slot not in slots:
                 continue
             shape = location.shape if suffix == "weight" else location.shape[:1]
             stored = get_tensor(location.names, suffix)
-            transposed = location.module.transposed and len(shape) == 2
+            transposed = module.transposed and len(shape) == 2
             expected = shape[::-1] if transposed else shape
             label = f"{where}: {location.names[0]}.{suffix}"
             if tuple(stored.shape) != expected:
                 raise WhetValueError(
-                    f"{label} has shape {tuple(stored.shape)}, expected {expected}. The config is another model's, or "
-                    f"the file is damaged."
+                    f"{label} has shape {tuple(stored.shape)}, expected {expected}. The config belongs to another "
+                    f"model, or the file is damaged."
                 )
             if len(shape) == 1 and stored.format not in FLOAT_FORMATS:
                 raise WhetValueError(
                     f"{label} is {stored.format}, expected floats: norms and biases are not quantised."
                 )
-            if location.module.offset and suffix == "weight":
-                numbers = slice_values(RowSlice(slot, location.first_row, stored.tensor, stored.format))
-                yield RowSlice(
-                    slot, location.first_row, numbers + np.float32(location.module.offset), numbers.dtype.name
-                )
+            if module.offset and suffix == "weight":
+                numbers = slice_values(RowSlice(slot, first_row, stored.tensor, stored.format))
+                yield RowSlice(slot, first_row, numbers + np.float32(module.offset), numbers.dtype.name)
                 continue
             rows = stored.tensor.T if transposed else stored.tensor
-            for first, view in location.module.row_order(config, rows):
-                yield RowSlice(slot, location.first_row + first, view, stored.format)
+            for first, view in module.row_order(config, rows):
+                yield RowSlice(slot, first_row + first, view, stored.format)
 
 
 def find_location(targets: Mapping[str, WeightLocation], name: str, where: str) -> WeightLocation:
-    """The place of a module, by its name in the Hugging Face model.
+    """Return the location of a module by its name in the Hugging Face model.
 
     Raises:
         WhetValueError: there is no such module.
@@ -223,10 +221,10 @@ def find_location(targets: Mapping[str, WeightLocation], name: str, where: str) 
 
 
 def locate_lora(config: ModelConfig, location: WeightLocation, a: Any, b: Any, scaling: float, where: str) -> LoRA:
-    """A module's adapter W += scaling b a as one of its slot; b's rows are reordered where the weight's are.
+    """Map a module's adapter W += scaling b a to its slot; b's rows are reordered like the weight's.
 
     Raises:
-        WhetValueError: the shapes are not those of the module, or it is no matrix.
+        WhetValueError: the shapes do not match the module, or its weight is not a matrix.
     """
     if len(location.shape) != 2 or a.ndim != 2 or b.ndim != 2 or (b.shape[0], a.shape[1]) != location.shape:
         raise WhetValueError(
@@ -243,6 +241,7 @@ def locate_lora(config: ModelConfig, location: WeightLocation, a: Any, b: Any, s
     return LoRA(location.weight, location.first_row, a, b, scaling)
 
 
-def _part(config: ModelConfig, part: str) -> tuple[int, int]:
+def _part_rows(config: ModelConfig, part: str) -> tuple[int, int]:
+    """Return the first row of a part in its slot, and the number of rows."""
     q, kv, ffn = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim, config.ffn_dim
     return {"q": (0, q), "k": (q, kv), "v": (q + kv, kv), "gate": (0, ffn), "up": (ffn, ffn)}[part]

@@ -1,8 +1,7 @@
-"""Completes a folder that ``save_pretrained`` of transformers or PEFT wrote, for those who read it.
+"""Make folders from ``save_pretrained`` of transformers or PEFT compatible with transformers 4.
 
-transformers 5 writes what transformers 4 refuses, or reads as another model without an error: the class of a tokenizer,
-and rotary settings in ``rope_parameters`` only. safetensors 0.8 writes files that only their owner may read. Imports
-neither.
+transformers 4 rejects a tokenizer class that transformers 5 writes, and silently ignores rotary settings that are only
+in ``rope_parameters``. safetensors 0.8 writes files readable only by their owner. Neither package is imported.
 """
 
 from __future__ import annotations
@@ -15,19 +14,18 @@ from typing import Any
 
 from whet.files import replace_text
 
-_MOVED = ("rope_theta", "partial_rotary_factor")
-"""Settings that transformers 4 has next to ``rope_scaling``, and transformers 5 in ``rope_parameters``."""
+_ROPE_OPTIONS = ("rope_theta", "partial_rotary_factor")
+"""Options next to ``rope_scaling`` in transformers 4, and in ``rope_parameters`` in transformers 5."""
 _ORIGINAL = "original_max_position_embeddings"
 _GPT_NEOX = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
-"""Their names there in GPT-NeoX."""
+"""Names of these options in GPT-NeoX."""
 
 
 def complete_folder(folder: str | os.PathLike[str]) -> None:
-    """Make a model's or an adapter's folder, just written, one that transformers 4 and 5 and other users read alike.
+    """Make a newly written folder of a model or adapter compatible with transformers 4 and 5, and readable by others.
 
-    ``tokenizer_class`` becomes PreTrainedTokenizerFast where it is transformers 5's TokenizersBackend, and extra
-    special tokens go where both read them; ``rope_theta`` and ``rope_scaling`` stand next to ``rope_parameters``;
-    weights get the mode of new files.
+    ``tokenizer_class`` TokenizersBackend becomes PreTrainedTokenizerFast, extra special tokens move to the key that
+    both read, ``rope_theta`` and ``rope_scaling`` are added, and weights get the default mode of new files.
     """
     folder = Path(folder)
     _rewrite(folder / "config.json", _with_rope)
@@ -45,30 +43,30 @@ def _rewrite(file: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> 
 
 
 def _with_rope(config: dict[str, Any]) -> dict[str, Any]:
-    """A config with transformers 4's keys next to ``rope_parameters``, in the configs inside it too."""
+    """Return a config, and its nested configs, with transformers 4's keys next to ``rope_parameters``."""
     config = {key: _with_rope(value) if isinstance(value, dict) else value for key, value in config.items()}
     given = config.get("rope_parameters")
     if not isinstance(given, Mapping):
         return config
-    own = dict(given.get("full_attention", given))  # Gemma 3 has settings for each kind of layer
-    kind = own.get("rope_type", "default")
-    moved = {key: own.pop(key) for key in _MOVED if key in own}
-    config |= moved
+    settings = dict(given.get("full_attention", given))  # Gemma 3 has settings for each kind of layer
+    kind = settings.get("rope_type", "default")
+    options = {key: settings.pop(key) for key in _ROPE_OPTIONS if key in settings}
+    config |= options
     if config.get("model_type") == "gpt_neox":
-        config |= {_GPT_NEOX[key]: value for key, value in moved.items()}
-    if kind == "longrope" and _ORIGINAL in own:
-        config[_ORIGINAL] = own[_ORIGINAL]
-    if config.get("model_type") == "phi3":  # which takes three settings, under these names
-        own = {"type": kind} | {key: own[key] for key in ("short_factor", "long_factor") if key in own}
+        config |= {_GPT_NEOX[key]: value for key, value in options.items()}
+    if kind == "longrope" and _ORIGINAL in settings:
+        config[_ORIGINAL] = settings[_ORIGINAL]
+    if config.get("model_type") == "phi3":  # allows three settings only
+        settings = {"type": kind} | {key: settings[key] for key in ("short_factor", "long_factor") if key in settings}
     if kind != "default":
-        config["rope_scaling"] = own
+        config["rope_scaling"] = settings
     if "sliding_attention" in given:
         config["rope_local_base_freq"] = given["sliding_attention"].get("rope_theta")
     return config
 
 
 def _with_tokenizer_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """A tokenizer's config under the names of transformers 4, which 5 reads too."""
+    """Return a tokenizer's config with the names of transformers 4, which transformers 5 reads too."""
     config = dict(config)
     if config.get("tokenizer_class") == "TokenizersBackend":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -78,7 +76,7 @@ def _with_tokenizer_keys(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _new_file_mode(folder: Path) -> int:
-    """The mode that the umask, or the folder's own rules, give a new file."""
+    """Return the mode of a new file in the folder, by the umask or the folder's ACL."""
     probe = folder / ".mode"
     probe.touch()
     mode = probe.stat().st_mode & 0o777

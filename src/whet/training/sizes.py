@@ -122,7 +122,7 @@ def run_memory(
         engine = estimate(source, weights, batch=MAX_BATCH)
         kv_cache = _n_pages(config, lengths) * page_bytes(model, engine.kv_format)
         sampling = {"kv_cache": min(kv_cache, config.kv_bytes or KV_BYTES), "workspace": engine.workspace}
-        if adapters is not None and adapters.is_apart:
+        if adapters is not None and adapters.is_separable:
             apart = "float32" if weights == "float32" else "bfloat16"  # format of unmerged adapters
             parts["sampler_weights"] = (0 if is_packed else engine.weights) + sum(
                 slot_bytes((rank, location.shape[1]), apart) + slot_bytes((location.shape[0], rank), apart)

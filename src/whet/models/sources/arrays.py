@@ -88,7 +88,7 @@ def open_arrays(
     Args:
         targets: where modules go, as in ``ModelSource``.
         base: the packed weights that the engine shares; its weights do not come as arrays then.
-        where: begins the errors.
+        where: prefix of error messages.
 
     Raises:
         WhetTypeError: a value that is neither an array nor an adapter, or an array's dtype.

@@ -44,7 +44,7 @@ def check_code(modules: Iterable[tuple[str, Any]], where: str, hooked: Collectio
 
     Args:
         modules: by name, as ``named_modules`` gives them.
-        where: begins the error.
+        where: prefix of error messages.
         hooked: the modules whose forward hooks would not run; None: all of them.
 
     Raises:
@@ -69,7 +69,7 @@ def check_settings(modules: Mapping[str, Any], config: ModelConfig, where: str) 
     Args:
         modules: of the causal model, by name.
         config: of the same model.
-        where: begins the error.
+        where: prefix of error messages.
 
     Raises:
         WhetValueError: an epsilon, a factor, a cap, a window or an activation that was changed, in the module or in the

@@ -44,7 +44,7 @@ def tokenizer_metadata(
     Args:
         folder: with tokenizer.json, and what goes with it.
         n_rows: of the embedding; ids without a token get one that is not used.
-        where: begins the errors.
+        where: prefix of error messages.
         name: of the model.
         pre: the name of its pre-tokenizer, in place of the one that has its expressions.
         chat_template: in place of its own.
