@@ -1,7 +1,7 @@
-// Admission: requests become jobs, prompts get their pages, samples start.
+// Admission: creates jobs from requests, allocates the pages of prompts, starts samples.
 //
-// A prompt is admitted, and a sample started, only when the pages of its worst case are free or reserved: reserved_
-// counts the pages that admitted samples may still allocate, so an allocation never fails and nothing is preempted.
+// A prompt is admitted, and a sample started, only if the pages of its worst case are free or reserved: reserved_
+// counts the pages that admitted samples may still allocate, so allocations never fail and nothing is preempted.
 #include "engine/scheduler.h"
 
 #include <algorithm>
@@ -11,13 +11,13 @@
 
 namespace whet {
 
-// Pages that a sample may need beyond the full ones of its prompt. Its last token is not put into the cache.
+// Pages that a sample may need in addition to the full pages of its prompt. Its last token is not written to the cache.
 size_t Scheduler::tail_pages(const Request& request) const {
     if (request.n == 0) return 0;
     return ceil_div(request.tokens.size() + request.max_new_tokens - 1, kPage) - request.tokens.size() / kPage;
 }
 
-// A job with all the memory that a step would allocate for it.
+// Creates a job with all the memory that steps need for it.
 std::unique_ptr<Job> Scheduler::make_job(Request request, uint64_t session) const {
     auto job = std::make_unique<Job>();
     const size_t n_tokens = request.tokens.size(), n_scored = n_tokens - std::min(n_tokens, request.score_from);
@@ -49,7 +49,7 @@ uint64_t Scheduler::add(Request request, uint64_t session) {
     std::map<uint64_t, std::unique_ptr<Job>> added;
     Job* const job = added.emplace(id, make_job(std::move(request), session)).first->second.get();
     if (!job->done) waiting_.push_back(job);
-    jobs_.merge(added);  // which allocates nothing: a job that waits is always among the jobs
+    jobs_.merge(added);  // does not allocate: a waiting job is always in jobs_
     return id;
 }
 
@@ -61,21 +61,21 @@ void Scheduler::admit_waiting() {
     }
 }
 
-// Allocates the pages of a prompt, but for those that the cache has already. False: too few are free yet.
+// Allocates the pages of a prompt that are not in the prefix cache. Returns false if too few pages are free.
 bool Scheduler::admit(Job& job) {
     const Request& request = job.request;
     const size_t n_tokens = request.tokens.size(), n_pages = ceil_div(n_tokens, kPage), tail = tail_pages(request);
     find_prefix(job);
     const size_t shared = job.pages.size(), needed = reserved_ + n_pages - shared + tail;
-    const auto is_free = [&](int32_t page) { return cache_.ref_count(page) == 0; };  // kept, and not yet referenced
-    const auto kept = std::count_if(job.pages.begin(), job.pages.end(), is_free);
-    if (cache_.n_free() < needed + static_cast<size_t>(kept)) {
+    const auto is_free = [&](int32_t page) { return cache_.ref_count(page) == 0; };  // retained, not yet referenced
+    const auto retained = std::count_if(job.pages.begin(), job.pages.end(), is_free);
+    if (cache_.n_free() < needed + static_cast<size_t>(retained)) {
         job.pages.clear();  // not referenced yet
         return false;
     }
     for (int32_t page : job.pages) cache_.ref(page);
     job.computed = shared * kPage;
-    if (request.keep) copy_kept(job);
+    if (request.keep) copy_retained(job);
     job.reused = job.computed;
     for (size_t i = shared; i < n_pages; ++i) {
         if (i == job.pages.size()) job.pages.push_back(cache_.allocate());
@@ -91,8 +91,8 @@ bool Scheduler::admit(Job& job) {
     return true;
 }
 
-// job.pages = the pages of the cache that begin its prompt. The last token before the first result is not looked up: it
-// has to be computed, for its hidden state.
+// Sets job.pages to the cached pages of the longest prefix of its prompt, excluding the last token before the first
+// result, whose hidden state has to be computed.
 void Scheduler::find_prefix(Job& job) const {
     const Request& request = job.request;
     const size_t n_reusable = (request.n > 0 ? request.tokens.size() - 1 : request.score_from - 1) / kPage;
@@ -105,18 +105,18 @@ void Scheduler::find_prefix(Job& job) const {
     }
 }
 
-// A prompt that parts from a kept sequence within a page begins with a copy of that page.
-void Scheduler::copy_kept(Job& job) {
+// If a prompt diverges from a retained sequence within a page, copies that page for the prompt.
+void Scheduler::copy_retained(Job& job) {
     const std::vector<int32_t>& tokens = job.request.tokens;
     const int32_t before = job.pages.empty() ? KvCache::kNone : job.pages.back();
     const size_t left = std::min(tokens.size() - 1 - job.computed, kPage);
-    const auto [page, n] = cache_.find_kept(before, job.request.adapter, tokens.data() + job.computed, left);
+    const auto [page, n] = cache_.find_retained(before, job.request.adapter, tokens.data() + job.computed, left);
     if (n == 0) return;
     job.pages.push_back(cache_.copy(page));
     job.computed += n;
 }
 
-// Samples of prompts that are in the cache, in the order of the prompts.
+// Starts samples of computed prompts, in the order of the prompts.
 void Scheduler::start_samples() {
     while (!pending_.empty()) {
         Job& job = *pending_.front();
@@ -127,7 +127,8 @@ void Scheduler::start_samples() {
     }
 }
 
-// False: too few pages are free yet. Memory is allocated before anything changes, so an exception changes nothing.
+// Returns false if too few pages are free. Allocates memory before it changes any state, so an exception changes
+// nothing.
 bool Scheduler::start_sample(Job& job) {
     const Request& request = job.request;
     const size_t tail = tail_pages(request), n_full = request.tokens.size() / kPage;
@@ -142,7 +143,7 @@ bool Scheduler::start_sample(Job& job) {
     sample.tokens.reserve(request.max_new_tokens);
     sample.logprobs.reserve(request.max_new_tokens);
     sample.alternatives.reserve(request.max_new_tokens * request.sampling.top_logprobs);
-    if (request.stop_strings != nullptr) sample.held.reserve(request.max_new_tokens);
+    if (request.stop_strings != nullptr) sample.n_withheld.reserve(request.max_new_tokens);
     if (request.sampling.counts_tokens()) running.counts.reserve(request.max_new_tokens);
     running.pages.assign(job.pages.begin(), job.pages.begin() + static_cast<ptrdiff_t>(n_full));
     for (int32_t page : running.pages) cache_.ref(page);

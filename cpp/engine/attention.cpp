@@ -26,7 +26,7 @@ struct QueryBlock {
     }
 };
 
-// Even blocks of at most kAttentionRows query rows, the shortest first: the pool claims the last task first.
+// Cuts queries into even blocks of at most kAttentionRows rows, cheapest first: the pool claims the last task first.
 std::vector<QueryBlock> cut(const AttentionShape& shape, const std::vector<AttentionSequence>& sequences) {
     const int64_t size = std::max<int64_t>(1, kAttentionRows / shape.kv_group());
     std::vector<QueryBlock> blocks;
@@ -45,7 +45,7 @@ struct KeyRun {
     int64_t begin, end;
 };
 
-// Nanoseconds on one core, roughly.
+// Rough estimate in nanoseconds on one core.
 double decode_attention_work(const AttentionShape& shape, const std::vector<DecodeSequence>& sequences) {
     double keys = 0.0;
     for (const DecodeSequence& s : sequences) keys += static_cast<double>(s.end - s.begin);
@@ -102,7 +102,7 @@ void attention(const AttentionShape& shape, const std::vector<AttentionSequence>
 
 void decode_attention(const AttentionShape& shape, const std::vector<DecodeSequence>& sequences) {
     std::vector<KeyRun> runs;
-    std::vector<size_t> first(1, 0);  // run of each sequence, and the end
+    std::vector<size_t> first(1, 0);  // first run of each sequence, and the total
     for (const DecodeSequence& s : sequences) {
         for (int64_t run = s.begin / kDecodeChunk * kDecodeChunk; run < s.end; run += kDecodeChunk) {
             runs.push_back({&s, std::max(s.begin, run), std::min<int64_t>(s.end, run + kDecodeChunk)});
@@ -114,7 +114,7 @@ void decode_attention(const AttentionShape& shape, const std::vector<DecodeSeque
     const auto head_dim = static_cast<size_t>(shape.head_dim);
     const size_t row = (head_dim + 31) / 32 * 32 + kDecodePartialExtra;
     auto* const partials = scratch<float>(runs.size() * heads * row, Scratch::kRuns);
-    // Where the heads of a key are neighbours in memory, one task reads them all, sequentially.
+    // If the heads of a key are contiguous, one task reads them all, sequentially.
     const bool together = shape.k_token > shape.k_head;
     const int64_t parts = together ? 1 : shape.n_kv_heads;
     const auto run = shape.bf16 ? kernel.decode_attention_bf16 : kernel.decode_attention_f32;

@@ -26,33 +26,33 @@ float float_of(uint32_t bits) {
 
 // ---------------------------------------------------------------- integers
 
-// n weights with the low half of n bytes first, then n with the high half; and back.
-void get_halves(const uint8_t* bytes, size_t n, uint8_t* u) {
+// The low nibbles of n bytes are the first n integers, the high nibbles the next n.
+void get_nibbles(const uint8_t* bytes, size_t n, uint8_t* u) {
     for (size_t i = 0; i < n; ++i) {
         u[i] = bytes[i] & 15;
         u[n + i] = bytes[i] >> 4;
     }
 }
-void put_halves(const uint8_t* u, size_t n, uint8_t* bytes) {
+void put_nibbles(const uint8_t* u, size_t n, uint8_t* bytes) {
     for (size_t i = 0; i < n; ++i) bytes[i] = static_cast<uint8_t>((u[i] & 15) | u[n + i] << 4);
 }
 
-// Of 32 weights, those halves and a fifth bit: bit i of 4 bytes is that of weight i.
+// Five-bit integers of 32 weights: nibbles and a fifth bit, bit i of 4 bytes for weight i.
 template <class Block>
 void get_five_bits(const Block& block, uint8_t* u) {
-    get_halves(block.q, 16, u);
+    get_nibbles(block.q, 16, u);
     for (size_t i = 0; i < kQuantBlock; ++i) u[i] |= static_cast<uint8_t>((block.high[i / 8] >> i % 8 & 1) << 4);
 }
 template <class Block>
 void put_five_bits(const uint8_t* u, Block& block) {
-    put_halves(u, 16, block.q);
+    put_nibbles(u, 16, block.q);
     for (size_t i = 0; i < kQuantBlock; ++i) block.high[i / 8] |= static_cast<uint8_t>((u[i] >> 4 & 1) << i % 8);
 }
 
-void get_no_lowest(float* lowest, size_t n) { std::fill_n(lowest, n, 0.0f); }
+void clear_mins(float* min, size_t n) { std::fill_n(min, n, 0.0f); }
 
-// The values of iq4_nl and iq4_xs.
-constexpr int8_t kValues[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+// The codebook of iq4_nl and iq4_xs.
+constexpr int8_t kCodebook[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 constexpr int8_t kTwiceE2M1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 void get_values(const uint8_t* bytes, const int8_t* values, int8_t* q) {
@@ -62,14 +62,14 @@ void get_values(const uint8_t* bytes, const int8_t* values, int8_t* q) {
     }
 }
 
-// s of each 16 weights: 4 low bits in the halves of the first 8 bytes, 2 high bits in the last 4.
+// s of a group of 16 weights: 4 low bits in the nibbles of the first 8 bytes, 2 high bits in the last 4.
 int q3_k_factor(const uint8_t* bytes, size_t group) {
     const int low = bytes[group % 8] >> (group < 8 ? 0 : 4) & 15, high = bytes[8 + group % 4] >> 2 * (group / 4) & 3;
     return (low | high << 4) - 32;
 }
 
-// q in [0, 3]: of 128 weights, 32 j + i is bits 2j of byte i.
-void get_quarters(const uint8_t* bytes, int8_t* q) {
+// q in [0, 3] of two halves of 128 weights: weight 32 j + i is bits 2j and 2j + 1 of byte i.
+void get_2_bits(const uint8_t* bytes, int8_t* q) {
     for (size_t half = 0; half < 2; ++half) {
         for (size_t j = 0; j < 4; ++j) {
             for (size_t i = 0; i < 32; ++i) q[128 * half + 32 * j + i] = bytes[32 * half + i] >> 2 * j & 3;
@@ -106,11 +106,11 @@ void put_integers(const uint8_t* u, BlockQ8_0& block) {
     for (size_t i = 0; i < kQuantBlock; ++i) block.q[i] = static_cast<int8_t>(u[i] ^ 0x80);
 }
 
-void get_integers(const BlockQ4_0& block, uint8_t* u) { get_halves(block.q, 16, u); }
-void put_integers(const uint8_t* u, BlockQ4_0& block) { put_halves(u, 16, block.q); }
+void get_integers(const BlockQ4_0& block, uint8_t* u) { get_nibbles(block.q, 16, u); }
+void put_integers(const uint8_t* u, BlockQ4_0& block) { put_nibbles(u, 16, block.q); }
 
-void get_integers(const BlockQ4_1& block, uint8_t* u) { get_halves(block.q, 16, u); }
-void put_integers(const uint8_t* u, BlockQ4_1& block) { put_halves(u, 16, block.q); }
+void get_integers(const BlockQ4_1& block, uint8_t* u) { get_nibbles(block.q, 16, u); }
+void put_integers(const uint8_t* u, BlockQ4_1& block) { put_nibbles(u, 16, block.q); }
 
 void get_integers(const BlockQ5_0& block, uint8_t* u) { get_five_bits(block, u); }
 void put_integers(const uint8_t* u, BlockQ5_0& block) { put_five_bits(u, block); }
@@ -123,8 +123,8 @@ void put_integers(const uint8_t* u, BlockQ5_1& block) { put_five_bits(u, block);
 void put_factors(const Factors& f, uint8_t* bytes) {
     for (int j = 0; j < 4; ++j) {
         bytes[j] = static_cast<uint8_t>(f.scale[j] | (f.scale[j + 4] >> 4) << 6);
-        bytes[j + 4] = static_cast<uint8_t>(f.lowest[j] | (f.lowest[j + 4] >> 4) << 6);
-        bytes[j + 8] = static_cast<uint8_t>((f.scale[j + 4] & 15) | (f.lowest[j + 4] & 15) << 4);
+        bytes[j + 4] = static_cast<uint8_t>(f.min[j] | (f.min[j + 4] >> 4) << 6);
+        bytes[j + 8] = static_cast<uint8_t>((f.scale[j + 4] & 15) | (f.min[j + 4] & 15) << 4);
     }
 }
 
@@ -132,28 +132,28 @@ Factors get_factors(const uint8_t* bytes) {
     Factors f;
     for (int j = 0; j < 4; ++j) {
         f.scale[j] = bytes[j] & 63;
-        f.lowest[j] = bytes[j + 4] & 63;
+        f.min[j] = bytes[j + 4] & 63;
         f.scale[j + 4] = static_cast<uint8_t>((bytes[j + 8] & 15) | (bytes[j] >> 6) << 4);
-        f.lowest[j + 4] = static_cast<uint8_t>(bytes[j + 8] >> 4 | (bytes[j + 4] >> 6) << 4);
+        f.min[j + 4] = static_cast<uint8_t>(bytes[j + 8] >> 4 | (bytes[j + 4] >> 6) << 4);
     }
     return f;
 }
 
 void get_integers(const BlockQ4_K& block, uint8_t* u) {
-    for (size_t j = 0; j < 4; ++j) get_halves(block.q + 32 * j, 32, u + 64 * j);
+    for (size_t j = 0; j < 4; ++j) get_nibbles(block.q + 32 * j, 32, u + 64 * j);
 }
 void put_integers(const uint8_t* u, BlockQ4_K& block) {
-    for (size_t j = 0; j < 4; ++j) put_halves(u + 64 * j, 32, block.q + 32 * j);
+    for (size_t j = 0; j < 4; ++j) put_nibbles(u + 64 * j, 32, block.q + 32 * j);
 }
 
 void get_integers(const BlockQ5_K& block, uint8_t* u) {
-    for (size_t j = 0; j < 4; ++j) get_halves(block.q + 32 * j, 32, u + 64 * j);
+    for (size_t j = 0; j < 4; ++j) get_nibbles(block.q + 32 * j, 32, u + 64 * j);
     for (size_t j = 0; j < 8; ++j) {
         for (size_t i = 0; i < 32; ++i) u[32 * j + i] |= static_cast<uint8_t>((block.high[i] >> j & 1) << 4);
     }
 }
 void put_integers(const uint8_t* u, BlockQ5_K& block) {
-    for (size_t j = 0; j < 4; ++j) put_halves(u + 64 * j, 32, block.q + 32 * j);
+    for (size_t j = 0; j < 4; ++j) put_nibbles(u + 64 * j, 32, block.q + 32 * j);
     for (size_t j = 0; j < 8; ++j) {
         for (size_t i = 0; i < 32; ++i) block.high[i] |= static_cast<uint8_t>((u[32 * j + i] >> 4 & 1) << j);
     }
@@ -161,7 +161,7 @@ void put_integers(const uint8_t* u, BlockQ5_K& block) {
 
 void get_integers(const BlockQ6_K& block, uint8_t* u) {
     for (size_t half = 0; half < 2; ++half, u += 128) {
-        get_halves(block.q + 64 * half, 64, u);
+        get_nibbles(block.q + 64 * half, 64, u);
         const uint8_t* high = block.high + 32 * half;
         for (size_t j = 0; j < 4; ++j) {
             for (size_t i = 0; i < 32; ++i) u[32 * j + i] |= static_cast<uint8_t>((high[i] >> 2 * j & 3) << 4);
@@ -170,7 +170,7 @@ void get_integers(const BlockQ6_K& block, uint8_t* u) {
 }
 void put_integers(const uint8_t* u, BlockQ6_K& block) {
     for (size_t half = 0; half < 2; ++half, u += 128) {
-        put_halves(u, 64, block.q + 64 * half);
+        put_nibbles(u, 64, block.q + 64 * half);
         uint8_t* high = block.high + 32 * half;
         for (size_t j = 0; j < 4; ++j) {
             for (size_t i = 0; i < 32; ++i) high[i] |= static_cast<uint8_t>((u[32 * j + i] >> 4 & 3) << 2 * j);
@@ -180,54 +180,54 @@ void put_integers(const uint8_t* u, BlockQ6_K& block) {
 
 // ---------------------------------------------------------------- types that are read, and packed as others
 
-void open(const BlockQ2_K& block, Opened& opened) {
+void unpack_block(const BlockQ2_K& block, UnpackedBlock& unpacked) {
     const float d = f32_of(block.d), dmin = f32_of(block.dmin);
     for (size_t j = 0; j < 16; ++j) {
-        opened.scale[j] = d * static_cast<float>(block.factors[j] & 15);
-        opened.lowest[j] = dmin * static_cast<float>(block.factors[j] >> 4);
+        unpacked.scale[j] = d * static_cast<float>(block.factors[j] & 15);
+        unpacked.min[j] = dmin * static_cast<float>(block.factors[j] >> 4);
     }
-    get_quarters(block.q, opened.q);
+    get_2_bits(block.q, unpacked.q);
 }
 
-void open(const BlockQ3_K& block, Opened& opened) {
+void unpack_block(const BlockQ3_K& block, UnpackedBlock& unpacked) {
     const float d = f32_of(block.d);
-    for (size_t j = 0; j < 16; ++j) opened.scale[j] = d * static_cast<float>(q3_k_factor(block.factors, j));
-    get_no_lowest(opened.lowest, 16);
-    get_quarters(block.q, opened.q);
+    for (size_t j = 0; j < 16; ++j) unpacked.scale[j] = d * static_cast<float>(q3_k_factor(block.factors, j));
+    clear_mins(unpacked.min, 16);
+    get_2_bits(block.q, unpacked.q);
     for (size_t j = 0; j < 8; ++j) {
         for (size_t i = 0; i < 32; ++i) {
-            opened.q[32 * j + i] = static_cast<int8_t>(opened.q[32 * j + i] - (block.high[i] >> j & 1 ? 0 : 4));
+            unpacked.q[32 * j + i] = static_cast<int8_t>(unpacked.q[32 * j + i] - (block.high[i] >> j & 1 ? 0 : 4));
         }
     }
 }
 
-void open(const BlockIQ4_NL& block, Opened& opened) {
-    opened.scale[0] = f32_of(block.d);
-    get_no_lowest(opened.lowest, 1);
-    get_values(block.q, kValues, opened.q);
+void unpack_block(const BlockIQ4_NL& block, UnpackedBlock& unpacked) {
+    unpacked.scale[0] = f32_of(block.d);
+    clear_mins(unpacked.min, 1);
+    get_values(block.q, kCodebook, unpacked.q);
 }
 
-void open(const BlockIQ4_XS& block, Opened& opened) {
+void unpack_block(const BlockIQ4_XS& block, UnpackedBlock& unpacked) {
     const float d = f32_of(block.d);
     for (size_t j = 0; j < 8; ++j) {
         const int low = block.factors[j / 2] >> 4 * (j % 2) & 15, high = block.factors_high >> 2 * j & 3;
-        opened.scale[j] = d * static_cast<float>((low | high << 4) - 32);
-        get_values(block.q + 16 * j, kValues, opened.q + 32 * j);
+        unpacked.scale[j] = d * static_cast<float>((low | high << 4) - 32);
+        get_values(block.q + 16 * j, kCodebook, unpacked.q + 32 * j);
     }
-    get_no_lowest(opened.lowest, 8);
+    clear_mins(unpacked.min, 8);
 }
 
-void open(const BlockMXFP4& block, Opened& opened) {
-    opened.scale[0] = std::ldexp(1.0f, block.e - 128);
-    get_no_lowest(opened.lowest, 1);
-    get_values(block.q, kTwiceE2M1, opened.q);
+void unpack_block(const BlockMXFP4& block, UnpackedBlock& unpacked) {
+    unpacked.scale[0] = std::ldexp(1.0f, block.e - 128);
+    clear_mins(unpacked.min, 1);
+    get_values(block.q, kTwiceE2M1, unpacked.q);
 }
 
-void open(const BlockTQ1_0& block, Opened& opened) {
-    std::fill_n(opened.scale, 8, f32_of(block.d));
-    get_no_lowest(opened.lowest, 8);
-    int8_t* q = opened.q;
-    // n_digits weights of each of n bytes: digit by digit, the first in the highest place of a fraction of base 3.
+void unpack_block(const BlockTQ1_0& block, UnpackedBlock& unpacked) {
+    std::fill_n(unpacked.scale, 8, f32_of(block.d));
+    clear_mins(unpacked.min, 8);
+    int8_t* q = unpacked.q;
+    // Unpacks n_digits weights from each of n bytes, which are fractions of base 3, most significant digit first.
     const auto get_digits = [&q](const uint8_t* bytes, size_t n, size_t n_digits) {
         int power = 1;
         for (size_t digit = 0; digit < n_digits; ++digit, power *= 3) {
@@ -239,18 +239,18 @@ void open(const BlockTQ1_0& block, Opened& opened) {
     get_digits(block.last, 4, 4);
 }
 
-void open(const BlockTQ2_0& block, Opened& opened) {
-    std::fill_n(opened.scale, 8, f32_of(block.d));
-    get_no_lowest(opened.lowest, 8);
-    get_quarters(block.q, opened.q);
-    for (int8_t& q : opened.q) --q;
+void unpack_block(const BlockTQ2_0& block, UnpackedBlock& unpacked) {
+    std::fill_n(unpacked.scale, 8, f32_of(block.d));
+    clear_mins(unpacked.min, 8);
+    get_2_bits(block.q, unpacked.q);
+    for (int8_t& q : unpacked.q) --q;
 }
 
 BlockQ6_K q6_k_of(const BlockQ3_K& block) {
-    Opened opened;
-    open(block, opened);
+    UnpackedBlock unpacked;
+    unpack_block(block, unpacked);
     uint8_t u[kSuperBlock];
-    for (size_t i = 0; i < kSuperBlock; ++i) u[i] = static_cast<uint8_t>(opened.q[i] + BlockQ6_K::kBias);
+    for (size_t i = 0; i < kSuperBlock; ++i) u[i] = static_cast<uint8_t>(unpacked.q[i] + BlockQ6_K::kBias);
     BlockQ6_K same{};
     put_integers(u, same);
     for (size_t j = 0; j < 16; ++j) same.factors[j] = static_cast<int8_t>(q3_k_factor(block.factors, j));

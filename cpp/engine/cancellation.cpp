@@ -1,4 +1,4 @@
-// Cancellation: a request, or all of a session, ends before its time and leaves nothing behind.
+// Cancellation of a request, or of all requests of a session.
 #include <algorithm>
 
 #include "engine/scheduler.h"
@@ -20,9 +20,9 @@ void Scheduler::cancel(Job& job) {
     release_prompt(job);
 }
 
-// Prompts with the same first tokens share their pages from admission on, computed or not, and only the first of them
-// in prefilling_ computes the shared tokens. When that job is cancelled, what is still to be computed of a shared page
-// is computed by the next prompt that has it.
+// Prompts with a common prefix share its pages from admission, computed or not, and only the first of them in
+// prefilling_ computes the shared tokens. When that job is cancelled, the next prompt with a shared page computes the
+// rest of that page.
 void Scheduler::reassign_shared_pages(const Job& job) {
     auto at = std::find(prefilling_.begin(), prefilling_.end(), &job);
     size_t computed = job.computed;

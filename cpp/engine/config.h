@@ -1,4 +1,4 @@
-// A decoder-only transformer as data: what engine/transformer.cpp runs. The caller has checked it.
+// Configuration of a decoder-only transformer (engine/transformer.cpp), validated by the caller.
 #pragma once
 #include <cstddef>
 #include <vector>
@@ -17,29 +17,29 @@ struct ModelConfig {
     bool is_neox = true;
     std::vector<double> inv_freq;  // rotary_dim / 2
     double attention_factor = 1.0;
-    size_t learned_positions = 0;    // rows of the table; 0: none
+    size_t learned_positions = 0;    // rows of the position embedding; 0: none
     bool parallel_residual = false;  // x + attention(norm1(x)) + mlp(norm2(x))
-    bool shared_norm = false;        // there, norm1 serves both
-    bool pre_norm = true;            // attention and MLP read norms of x, not x
-    bool post_norm = false;          // what they add to x is normed before
+    bool shared_norm = false;        // with parallel_residual: norm1 for both
+    bool pre_norm = true;            // norm the inputs of attention and MLP
+    bool post_norm = false;          // norm the outputs of attention and MLP
     bool qk_norm = false;
-    bool qk_norm_whole = false;  // over all query heads at once, and all key heads
+    bool qk_norm_whole = false;  // one norm over all query heads, one over all key heads
     Activation activation = Activation::kSilu;
     bool gated = true;            // activation(gate) * up
     std::vector<size_t> windows;  // per layer; 0: all keys
     double attention_scale = 0.0;
     double attention_softcap = 0.0;      // of scores: softcap tanh(score / softcap); 0: none
-    std::vector<bool> rope_layers;       // whether a layer rotates; empty: all do
-    std::vector<bool> local_layers;      // whether it does by local_inv_freq; empty: none
+    std::vector<bool> rope_layers;       // layers with RoPE; empty: all
+    std::vector<bool> local_layers;      // layers that use local_inv_freq; empty: none
     std::vector<double> local_inv_freq;  // rotary_dim / 2
-    float embedding_scale = 1.0f;        // of embeddings, before the first layer
-    float residual_scale = 1.0f;         // of what attention and MLP add to the residual stream
+    float embedding_scale = 1.0f;        // multiplies embeddings
+    float residual_scale = 1.0f;         // multiplies the outputs of attention and MLP
     float logits_scale = 1.0f;
-    float logits_softcap = 0.0f;  // of logits, in the same way
+    float logits_softcap = 0.0f;  // softcap tanh(logit / softcap); 0: none
 
     bool rotates(size_t layer) const { return rotary_dim > 0 && (rope_layers.empty() || rope_layers[layer]); }
     bool is_local(size_t layer) const { return !local_layers.empty() && local_layers[layer]; }
-    size_t group() const { return n_heads / n_kv_heads; }
+    size_t kv_group() const { return n_heads / n_kv_heads; }
     size_t qkv_dim() const { return (n_heads + 2 * n_kv_heads) * head_dim; }
     size_t up_dim() const { return gated ? 2 * ffn_dim : ffn_dim; }
 };

@@ -10,7 +10,7 @@
 namespace whet {
 namespace {
 
-// Where word w of output j begins.
+// Offset of word w of output j.
 size_t word_at(size_t w, size_t j) { return 4 * (kPanel * w + j); }
 
 uint32_t get_word(const uint8_t* from) {
@@ -39,7 +39,7 @@ void widen_bfloat16(const uint8_t* row, size_t k, float* x) {
 
 // ---------------------------------------------------------------- integers
 
-// The 32 integers of a step as words of output j (kernels/panel_layout.h), and back.
+// Writes and reads the 32 integers of a step as words of output j (kernels/panel_layout.h).
 template <int bits>
 void put_step(const uint8_t* u, uint8_t* panel, size_t j) {
     if constexpr (bits == 8) {
@@ -50,7 +50,7 @@ void put_step(const uint8_t* u, uint8_t* panel, size_t j) {
         const uint32_t low = get_word(u + 4 * w), high = get_word(u + 16 + 4 * w);
         put_word((low & 0x0f0f0f0f) | (high & 0x0f0f0f0f) << 4, panel + word_at(w, j));
     }
-    constexpr size_t more = bits - 4, per_word = more == 0 ? 8 : 8 / more;  // bits above the half, vectors of a word
+    constexpr size_t more = bits - 4, per_word = more == 0 ? 8 : 8 / more;  // bits above the nibble, vectors per word
     for (size_t w = 0; w < more; ++w) {
         uint32_t word = 0;
         for (size_t v = 0; v < per_word; ++v) {
@@ -81,7 +81,7 @@ void get_step(const uint8_t* panel, size_t j, uint8_t* u) {
 
 size_t int8_scale_at(size_t k, size_t j) { return ceil_div(k, kQuantBlock) * kInt8Layout.step_bytes + 4 * j; }
 
-// Integers are stored 128 higher, without a sign; after the row's end they are zeros.
+// Integers are stored unsigned, with an offset of 128, and zero-padded.
 void pack_int8(const uint8_t* row, size_t k, uint8_t* panel, size_t j) {
     std::memcpy(panel + int8_scale_at(k, j), row + k, 4);
     for (size_t i = 0; i < k; i += kQuantBlock, panel += kInt8Layout.step_bytes) {
@@ -102,8 +102,8 @@ void unpack_int8(const uint8_t* panel, size_t j, size_t k, uint8_t* row) {
 
 // ---------------------------------------------------------------- blocks
 
-// The scales of a block in a panel: the factors' bytes, then the float16 numbers, each of 16 outputs side by side.
-// move(a byte or a float16 of the block, its place in the panel) for each.
+// Scales of a block in a panel: the group scales' bytes, then the float16 numbers, each for 16 outputs. Calls
+// move(byte or float16 of the block, address in the panel) for each.
 template <class Block, class Move>
 void move_scales(Block& block, uint8_t* scales, size_t j, Move&& move) {
     if constexpr (requires { block.factors; }) {
@@ -131,7 +131,7 @@ void pack_blocks(const uint8_t* row, size_t k, uint8_t* panel, size_t j) {
 
 template <class Block, const PanelLayout& layout>
 void unpack_blocks(const uint8_t* panel, size_t j, size_t k, uint8_t* row) {
-    // Not written: move_scales is one function for both ways.
+    // Only read: move_scales is shared with pack_blocks.
     uint8_t* scales = const_cast<uint8_t*>(panel) + k / kQuantBlock * layout.step_bytes;
     for (size_t i = 0; i < k; i += Block::kLength, row += sizeof(Block), scales += layout.group_bytes) {
         Block block{};
@@ -147,7 +147,7 @@ void unpack_blocks(const uint8_t* panel, size_t j, size_t k, uint8_t* row) {
 
 using Quantiser = void (*)(const float* x, size_t k, uint8_t* row);
 
-// A WebAssembly build quantises weights to int8 and to Q8_0.
+// A WebAssembly build quantises weights to int8 and Q8_0 only.
 #if defined(__wasm__)
 template <class Block>
 constexpr Quantiser quantiser = nullptr;

@@ -1,7 +1,7 @@
-// The weight formats: a table with one row for each, from which all else derives what it knows of them.
+// The table of weight formats, the single source of their properties.
 //
-// A format has two layouts. Its own is that of its rows: plain numbers, or blocks (those of GGUF, byte for byte; int8
-// with its scale after the numbers). Panels (kernels/panel_layout.h) are what the kernels read.
+// A format has two layouts: rows of plain numbers or blocks (GGUF's, byte for byte; int8 numbers followed by a scale),
+// and panels, which the kernels read (kernels/panel_layout.h).
 #pragma once
 #include <array>
 #include <cstddef>
@@ -16,21 +16,21 @@ enum class WeightFormat { kFloat32, kBFloat16, kInt8, kQ8_0, kQ4_0, kQ4_1, kQ5_0
 
 struct FormatTraits {
     const char* name;
-    size_t block_length, block_bytes;  // inputs and bytes of a block; a row is a whole number of these
-    size_t row_scale_bytes = 0;        // after a row's blocks
-    // What its rows are: numbers, which are multiplied by inputs of the same type, or kPacked: blocks, which are
-    // multiplied by inputs quantised to int8.
+    size_t block_length, block_bytes;  // inputs and bytes of a block; a row is a whole number of blocks
+    size_t row_scale_bytes = 0;        // after the blocks of a row
+    // Number type of its rows, also the type of the inputs that they are multiplied by. kPacked: rows are blocks, and
+    // inputs are quantised to int8.
     RowType source = RowType::kPacked;
     PanelLayout panel;
-    // The largest |weight| that it can hold; and what the largest |weight| of a block has to reach for its scale to be
-    // usable: a float16 of at least two units of 2^-24. Smaller scales are 0 or rounded by more than a fifth.
+    // The largest representable |weight|, and the largest |weight| that a block needs for a usable scale: a float16 of
+    // at least two units of 2^-24. Smaller scales are 0 or rounded by more than a fifth.
     double largest, vanishing;
 
-    // A row as output j of a panel, and back: the same bytes. Numbers are packed by the kernel alone.
+    // Copies a row to output j of a panel and back, losslessly. pack_row is null for numbers, which the kernel packs.
     void (*pack_row)(const uint8_t* row, size_t k, uint8_t* panel, size_t j) = nullptr;
     void (*unpack_row)(const uint8_t* panel, size_t j, size_t k, uint8_t* row);
-    // k finite float32 to a row (not of plain numbers), and a row to float32: the definition, one number at a time. The
-    // kernel that packs numbers chooses the same, to the bit.
+    // Scalar reference: k finite float32 to a row (null for plain numbers), and a row to float32. The packing kernel
+    // gives the same bits.
     void (*quantize_row)(const float* x, size_t k, uint8_t* row) = nullptr;
     void (*dequantize_row)(const uint8_t* row, size_t k, float* x);
     void (*Kernels::*pack_panel)(const PanelTask& task);
@@ -40,10 +40,10 @@ struct FormatTraits {
     size_t row_bytes(size_t k) const { return k / block_length * block_bytes + row_scale_bytes; }
 };
 
-// In the order of WeightFormat.
+// Indexed by WeightFormat.
 const std::array<FormatTraits, static_cast<size_t>(WeightFormat::kCount)>& format_table();
 
-// Throws std::out_of_range if there is no such format.
+// Throws std::out_of_range for an invalid format.
 inline const FormatTraits& traits(WeightFormat format) { return format_table().at(static_cast<size_t>(format)); }
 
 }  // namespace whet

@@ -12,7 +12,7 @@
 namespace whet {
 namespace {
 
-// b (k, n) with any strides in panels of 16 columns; T is float, or uint16_t whose steps hold two k each.
+// Packs b (k, n) with any strides into panels of 16 columns. A step of a panel is one k of float, or two of uint16_t.
 template <class T>
 void pack_columns(const T* b, ptrdiff_t b_row, ptrdiff_t b_column, size_t k, size_t n, T* panels) {
     constexpr size_t per_step = 4 / sizeof(T);
@@ -26,7 +26,7 @@ void pack_columns(const T* b, ptrdiff_t b_row, ptrdiff_t b_column, size_t k, siz
             return from[static_cast<ptrdiff_t>(i) * b_row + static_cast<ptrdiff_t>(j) * b_column];
         };
         const size_t whole = k / per_step;
-        if (b_row == 1) {  // a column's words go to the panel as they are; a few lines of it at a time
+        if (b_row == 1) {  // copy the words of each column, a few cache lines at a time
             for (size_t begin = 0; begin < whole; begin += 64) {
                 const size_t end = std::min(whole, begin + 64);
                 for (size_t j = 0; j < count; ++j) {
@@ -54,8 +54,8 @@ void pack_columns(const T* b, ptrdiff_t b_row, ptrdiff_t b_column, size_t k, siz
     for_rows(ceil_div(n, kPanel), kPanel * k, pack_panel);
 }
 
-// a (rows, k) with any strides row by row, with zeros from k to width. In square blocks: of a column-major a, a cache
-// line is used up before it is evicted.
+// Copies a (rows, k) with any strides to row-major order, zero-padded to width. In square blocks, so that all of a
+// cache line of a column-major a is read before it is evicted.
 template <class T>
 void copy_rows(const T* a, ptrdiff_t a_row, ptrdiff_t a_column, size_t rows, size_t k, size_t width, T* copy,
                size_t ld) {
@@ -89,7 +89,7 @@ void gemm_of(size_t m, size_t n, size_t k, float alpha, const T* a, ptrdiff_t a_
         const T* x = a + static_cast<ptrdiff_t>(begin) * a_row;
         auto ldx = static_cast<size_t>(a_row);
         if (a_column != 1 || width != k || a_row < 0) {
-            // Rows a power of two apart would map to the same few cache sets.
+            // Rows with a stride of a power of two would map to the same few cache sets.
             ldx = ceil_div(width * sizeof(T), 128) * (128 / sizeof(T)) + 64 / sizeof(T);
             T* copy = scratch<T>(rows * ldx, Scratch::kCopy);
             copy_rows(x, a_row, a_column, rows, k, width, copy, ldx);
@@ -146,7 +146,7 @@ void gemv_of(Rows by_rows, Columns by_columns, size_t m, size_t n, const T* a, p
              const float* x, float* y) {
     const bool rows_lie = a_column == 1;
     const auto lda = static_cast<size_t>(rows_lie ? a_row : a_column);
-    // By columns a task reads a contiguous run of every row.
+    // Split by columns, so that a task reads a contiguous run of every row.
     const size_t unit = rows_lie ? 4 : 128, units = ceil_div(m, unit);
     const size_t per_task = std::max<size_t>(1, units / (4 * static_cast<size_t>(num_threads())));
     auto task = [&](size_t i) {
@@ -167,7 +167,7 @@ void gemv(bool bf16, size_t m, size_t n, float alpha, const void* a, ptrdiff_t a
     const bool in_place = alpha == 1.0f && beta == 0.0f;
     float* sums = in_place ? y : scratch<float>(m, Scratch::kSums);
     const Kernels& k = kernels();
-    if (!kFloat32Alone && bf16) {
+    if (!kFloat32Only && bf16) {
         gemv_of(k.gemv_rows_bf16, k.gemv_columns_bf16, m, n, static_cast<const uint16_t*>(a), a_row, a_column, x, sums);
     } else {
         gemv_of(k.gemv_rows_f32, k.gemv_columns_f32, m, n, static_cast<const float*>(a), a_row, a_column, x, sums);

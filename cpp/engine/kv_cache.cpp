@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "runtime/has_memory_for.h"
+#include "runtime/try_allocating.h"
 #include "runtime/pages.h"
 
 namespace whet {
@@ -44,7 +44,7 @@ KvCache::KvCache(const ModelConfig& config, bool bf16, size_t budget_bytes)
 
 int32_t KvCache::allocate() {
     const int32_t page = allocate_uncleared();
-    // Masked keys get weight 0, but 0 * inf and 0 * NaN are NaN.
+    // Masked keys have weight 0, but 0 * inf and 0 * NaN are NaN.
     std::memset(memory_.data() + static_cast<size_t>(page) * page_bytes_, 0, page_bytes_);
     return page;
 }
@@ -80,7 +80,7 @@ void KvCache::ref(int32_t page) {
 void KvCache::unref(int32_t page) {
     Page& p = pages_[static_cast<size_t>(page)];
     if (--p.ref_count > 0) return;
-    if (p.kept) {
+    if (p.retained) {
         p.released = ++releases_;
         ++n_evictable_;
         return;
@@ -92,12 +92,12 @@ void KvCache::unref(int32_t page) {
 void KvCache::evict(int32_t page) {
     Page& p = pages_[static_cast<size_t>(page)];
     erase_entry(p, page);
-    p.kept = false;
+    p.retained = false;
     --n_evictable_;
     free_.push_back(page);
 }
 
-void KvCache::forget_kept() {
+void KvCache::evict_retained() {
     for (size_t i = 0; i < n_pages(); ++i) {
         if (pages_[i].is_evictable()) evict(static_cast<int32_t>(i));
     }
@@ -107,7 +107,7 @@ size_t KvCache::n_committed() const {
     return static_cast<size_t>(std::count_if(pages_.begin(), pages_.end(), [](const Page& p) { return p.committed; }));
 }
 
-// Neighbours are released together: their huge pages then go back whole.
+// Releases runs of adjacent pages at once, so that whole huge pages are freed.
 size_t KvCache::release_free() {
     const auto is_releasable = [](const Page& p) { return p.is_releasable(); };
     size_t n = 0;
@@ -142,25 +142,25 @@ void KvCache::insert_prefix(int32_t page, int32_t before, uint64_t key, const in
     insert(page, before, key, tokens, kPageTokens);
 }
 
-int32_t KvCache::keep(int32_t page, int32_t before, uint64_t key, const int32_t* tokens, size_t n) {
+int32_t KvCache::retain(int32_t page, int32_t before, uint64_t key, const int32_t* tokens, size_t n) {
     Page& p = pages_[static_cast<size_t>(page)];
     if (!p.indexed) {
         const int32_t other = find(before, key, tokens, n);
         if (other != kNone) return other;
         insert(page, before, key, tokens, n);
     }
-    p.kept = p.indexed;
+    p.retained = p.indexed;
     return page;
 }
 
-std::pair<int32_t, size_t> KvCache::find_kept(int32_t before, uint64_t key, const int32_t* tokens, size_t n) const {
+std::pair<int32_t, size_t> KvCache::find_retained(int32_t before, uint64_t key, const int32_t* tokens, size_t n) const {
     std::pair<int32_t, size_t> best{kNone, 0};
     for (const auto& [hash, entry] : entries_) {
         if (entry.before != serial_of(before) || entry.key != key) continue;
-        if (!pages_[static_cast<size_t>(entry.page)].kept) continue;
+        if (!pages_[static_cast<size_t>(entry.page)].retained) continue;
         const auto end = std::mismatch(tokens, tokens + n, entry.tokens.begin(), entry.tokens.end()).first;
-        const auto alike = static_cast<size_t>(end - tokens);
-        if (alike > best.second) best = {entry.page, alike};
+        const auto common = static_cast<size_t>(end - tokens);
+        if (common > best.second) best = {entry.page, common};
     }
     return best;
 }
@@ -169,8 +169,8 @@ void KvCache::insert(int32_t page, int32_t before, uint64_t key, const int32_t* 
     Page& p = pages_[static_cast<size_t>(page)];
     const uint64_t serial = serial_of(before);
     p.hash = hash_of(serial, key, tokens, n);
-    // A page that is not indexed is only not shared.
-    p.indexed = has_memory_for(
+    // Without memory for the entry the page is not shared.
+    p.indexed = try_allocating(
         [&] { entries_.emplace(p.hash, Entry{page, serial, key, std::vector<int32_t>(tokens, tokens + n)}); });
 }
 

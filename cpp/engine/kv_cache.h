@@ -1,11 +1,8 @@
-// Keys and values of sequences in pages of 64 tokens, over all layers: reference-counted, shared, and indexed by their
-// tokens.
+// Paged KV cache: pages of 64 tokens over all layers, reference-counted, with a prefix cache.
 //
-// A page counts the sequences that reference it and is freed with the last reference. A full page of a prompt is
-// indexed by its tokens and the page before it, so that a sequence that begins with the same tokens finds it (prefix
-// caching). A page that is kept stays in the index without a reference, until its memory is needed: the one that was
-// released first is evicted first. Pages have one size, so memory does not fragment; it is committed when a page is
-// first used, and stays so until release_free().
+// A full page of a prompt is indexed by its tokens and the page before it, so that sequences with the same prefix share
+// it. A retained page stays in the index without references until its memory is needed, and is evicted in the order of
+// last release. Pages have one size, so memory does not fragment; it is committed lazily, until release_free().
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -27,51 +24,52 @@ public:
 
     static size_t page_bytes(const ModelConfig& config, bool bf16);
     size_t n_pages() const { return pages_.size(); }
-    size_t n_free() const { return free_.size() + n_evictable_; }  // kept pages without a reference among them
+    size_t n_free() const { return free_.size() + n_evictable_; }  // includes retained pages without a reference
     size_t n_evictable() const { return n_evictable_; }
     size_t n_committed() const;
     size_t page_bytes() const { return page_bytes_; }
     bool bf16() const { return bf16_; }
     uint8_t* data() const { return memory_.data(); }
-    // Offset in a page of the keys of a KV head of a layer.
+    // Offset of the keys of a layer's KV head in a page.
     size_t offset(size_t layer, size_t head) const { return (layer * n_kv_heads_ + head) * head_bytes_; }
 
-    int32_t allocate();  // a page of zeros with one reference; there must be a free one
+    int32_t allocate();  // zeroed, with one reference; requires n_free() > 0
     void ref(int32_t page);
     void unref(int32_t page);
-    int32_t copy(int32_t page);  // a page of its own with the same contents: the same one, where it is evicted for it
+    int32_t copy(int32_t page);  // a new page with the same contents; `page` itself if that is evicted for it
     int32_t ref_count(int32_t page) const { return pages_[static_cast<size_t>(page)].ref_count; }
 
-    // The page that holds these 64 tokens after page `before` (kNone: from the start) under `key` (an adapter's
-    // number), or kNone.
+    // Finds the page with these 64 tokens after page `before` (kNone: at the start) under `key` (the adapter's id), or
+    // returns kNone.
     int32_t find_prefix(int32_t before, uint64_t key, const int32_t* tokens) const;
     void insert_prefix(int32_t page, int32_t before, uint64_t key, const int32_t* tokens);
 
-    // Keeps a page whose keys and values of n <= 64 tokens are computed. The page that stands for them in the index:
-    // this one, or one that was there before.
-    int32_t keep(int32_t page, int32_t before, uint64_t key, const int32_t* tokens, size_t n);
-    // The kept page after `before` that has the most of these n first tokens, and how many; {kNone, 0}: there is none.
-    std::pair<int32_t, size_t> find_kept(int32_t before, uint64_t key, const int32_t* tokens, size_t n) const;
-    void forget_kept();  // frees the kept pages that are not referenced
+    // Retains a page with the computed keys and values of n <= 64 tokens. Returns the indexed page with these tokens:
+    // this page, or an earlier one.
+    int32_t retain(int32_t page, int32_t before, uint64_t key, const int32_t* tokens, size_t n);
+    // Finds the retained page after `before` with the longest common prefix with these n tokens, and its length, or
+    // returns {kNone, 0}.
+    std::pair<int32_t, size_t> find_retained(int32_t before, uint64_t key, const int32_t* tokens, size_t n) const;
+    void evict_retained();  // frees all retained pages without a reference
 
-    // Gives the memory of free pages, kept ones not among them, back to the system; how many pages it was.
+    // Releases the memory of free pages, excluding retained pages, to the system; returns the number of pages.
     size_t release_free();
 
 private:
     struct Page {
         int32_t ref_count = 0;
-        uint64_t serial = 0;  // of its present allocation: pages that follow it are indexed by this number
+        uint64_t serial = 0;  // unique per allocation: following pages are indexed by it
         uint64_t hash = 0;
-        uint64_t released = 0;  // when its last reference went, in releases
-        bool indexed = false, kept = false, committed = false;
+        uint64_t released = 0;  // time of the last unref, in releases
+        bool indexed = false, retained = false, committed = false;
 
-        bool is_evictable() const { return kept && ref_count == 0; }
-        bool is_releasable() const { return committed && !kept && ref_count == 0; }
+        bool is_evictable() const { return retained && ref_count == 0; }
+        bool is_releasable() const { return committed && !retained && ref_count == 0; }
     };
     struct Entry {
         int32_t page;
         uint64_t before, key;
-        std::vector<int32_t> tokens;  // 64, and fewer of a kept page that is not full
+        std::vector<int32_t> tokens;  // 64, or fewer of a retained page that is not full
     };
     bool bf16_;
     size_t n_kv_heads_, head_bytes_, page_bytes_;

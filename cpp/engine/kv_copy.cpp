@@ -7,7 +7,7 @@
 namespace whet {
 namespace {
 
-// Where the tokens of an array lie whose last three axes are tokens, KV heads and head_dim; distances in bytes.
+// Layout of an array whose last three axes are tokens, KV heads and head_dim; strides in bytes.
 struct TokenLayout {
     size_t n_heads, head_bytes;
     ptrdiff_t token_stride, head_stride;
@@ -30,16 +30,16 @@ void copy_tokens(const TokenLayout& to, char* to_data, const TokenLayout& from, 
         return;
     }
     const bool dense_tokens = to.has_dense_tokens() && from.has_dense_tokens();
-    const size_t pieces = dense_tokens ? 1 : to.n_heads, piece_bytes = dense_tokens ? to.token_bytes() : to.head_bytes;
+    const size_t copies = dense_tokens ? 1 : to.n_heads, copy_bytes = dense_tokens ? to.token_bytes() : to.head_bytes;
     for (size_t t = 0; t < n; ++t, to_data += to.token_stride, from_data += from.token_stride) {
-        for (size_t h = 0; h < pieces; ++h) {
+        for (size_t h = 0; h < copies; ++h) {
             const auto head = static_cast<ptrdiff_t>(h);
-            std::memcpy(to_data + head * to.head_stride, from_data + head * from.head_stride, piece_bytes);
+            std::memcpy(to_data + head * to.head_stride, from_data + head * from.head_stride, copy_bytes);
         }
     }
 }
 
-// Nanoseconds of copying an array, roughly.
+// Rough estimate of the time to copy an array, in nanoseconds.
 double copy_work(const ArrayView& a) {
     return 0.1 * static_cast<double>(a.size()) * static_cast<double>(item_size(a.dtype));
 }

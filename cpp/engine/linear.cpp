@@ -10,28 +10,28 @@
 namespace whet {
 namespace {
 
-constexpr size_t kOwnInputs = 65536;  // inputs of a layer that every thread makes for itself
+constexpr size_t kMaxPrivateInputs = 65536;  // up to this many inputs, every thread converts all of them
 
-// A layer's inputs in the form that its kernel takes: `bytes` of memory, in which write(memory, i) makes row i.
+// Inputs of a layer, converted for its kernel: `bytes` of memory, in which write(memory, i) writes row i.
 //
-// Few inputs are made by every thread for itself, in memory that is in its caches already: lines that another processor
-// has read come back slowly, and cost more than the work. Many are made once, by all threads.
+// Small inputs are converted redundantly by every thread, in memory in its caches: cheaper than cross-core transfers of
+// cache lines. Large inputs are converted once, by all threads.
 template <class Write>
 class Inputs {
 public:
     Inputs(size_t rows, size_t k, size_t bytes, Write write) : rows_(rows), bytes_(bytes), write_(std::move(write)) {
-        if (rows * k <= kOwnInputs) return;
+        if (rows * k <= kMaxPrivateInputs) return;
         shared_ = scratch<uint8_t>(bytes, Scratch::kInputs);
         for_rows(rows, k, [this](size_t i) { write_(shared_, i); });
     }
 
-    // For the calling thread.
+    // The converted inputs, for the calling thread.
     uint8_t* memory() const {
         if (shared_ != nullptr) return shared_;
-        thread_local uint64_t made = 0;  // the last layer's inputs here
+        thread_local uint64_t converted = 0;  // number of the inputs in this thread's memory
         uint8_t* own = scratch<uint8_t>(bytes_, Scratch::kInputs);
-        for (size_t i = 0; made != number_ && i < rows_; ++i) write_(own, i);
-        made = number_;
+        for (size_t i = 0; converted != number_ && i < rows_; ++i) write_(own, i);
+        converted = number_;
         return own;
     }
 
@@ -43,7 +43,7 @@ private:
     uint8_t* shared_ = nullptr;
 };
 
-// The arguments of linear(), for parts that take inputs of one kind.
+// Arguments of linear(), for consecutive parts whose kernels take the same inputs.
 struct Layer {
     std::span<const PackedWeight> parts;
     const void* x;
@@ -59,7 +59,7 @@ struct Layer {
     const float* x_f32(size_t row) const { return static_cast<const float*>(x) + row * ldx; }
     const uint16_t* x_bits(size_t row) const { return static_cast<const uint16_t*>(x) + row * ldx; }
 
-    // inputs(row): x, ldx, and where these are quantised their scales and offsets, from this row on.
+    // inputs(row) returns a task with x, ldx and, for quantised inputs, their scales and offsets, starting at this row.
     template <class F>
     void multiply(F&& inputs) const {
         size_t n_panels = 0;
@@ -69,7 +69,7 @@ struct Layer {
             task.rows = n_rows;
             task.ldy = ldy;
             task.add = add;
-            size_t first_panel = 0, first_output = 0;  // of a part
+            size_t first_panel = 0, first_output = 0;  // of the current part
             for (const PackedWeight& part : parts) {
                 const size_t part_panels = ceil_div(part.n(), kPanel);
                 const size_t begin = std::max(panel, first_panel) - first_panel;
@@ -82,7 +82,7 @@ struct Layer {
     }
 
 private:
-    // The panels [begin, end) of a part whose first output is this one of all.
+    // Multiplies by panels [begin, end) of a part; first_output is the index of its first output among all parts.
     void multiply_panels(const PackedWeight& part, size_t begin, size_t end, size_t first_output, size_t row,
                          LinearTask task) const {
         const size_t first = begin * kPanel, output = first_output + first;

@@ -1,4 +1,4 @@
-// The linear layer over packed weights: rows and panels split over the pool.
+// The linear layer over packed weights; rows and panels are split over the pool.
 #pragma once
 #include <cstddef>
 #include <span>
@@ -7,8 +7,8 @@
 
 namespace whet {
 
-// y (rows, n) = x (rows, k) w^T + bias. x is float32 or, where x_bf16, bfloat16; y is float32. ldx and ldy in elements.
-// w is the parts one below the other, which have the same k.
+// y (rows, n) = x (rows, k) w^T + bias. x is float32 or, with x_bf16, bfloat16; y is float32. ldx and ldy in elements.
+// w is the concatenation of the parts' rows; all have the same k.
 void linear(std::span<const PackedWeight> w, const void* x, bool x_bf16, size_t ldx, size_t rows, const float* bias,
             float* y, size_t ldy);
 inline void linear(const PackedWeight& w, const void* x, bool x_bf16, size_t ldx, size_t rows, const float* bias,

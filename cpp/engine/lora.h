@@ -1,4 +1,4 @@
-// Low-rank adapters of a transformer's matrices, a request's own: y[first_row ...] += B (A x), with the scaling in B.
+// Per-request low-rank adapters of a transformer's matrices: y[first_row:] += B (A x), with the scaling folded into B.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -10,7 +10,7 @@
 
 namespace whet {
 
-enum class Target { kQkv, kO, kUp, kDown };  // as in LayerWeights
+enum class Target { kQkv, kO, kUp, kDown };  // matrices of LayerWeights
 constexpr size_t kTargets = 4;
 
 inline const Matrix& matrix_of(const LayerWeights& layer, Target target) {
@@ -20,13 +20,13 @@ inline const Matrix& matrix_of(const LayerWeights& layer, Target target) {
                                    : layer.down;
 }
 
-// The format of an adapter's factors beside a matrix: float32 beside float32, else bfloat16.
+// Format of the factors of an adapter: float32 if the matrix is float32, else bfloat16.
 inline WeightFormat adapter_format(const Matrix& matrix) {
     const bool wide = matrix.parts.front().format().source == RowType::kFloat32;
     return wide ? WeightFormat::kFloat32 : WeightFormat::kBFloat16;
 }
 
-// What is added to the outputs of one matrix: each B (n, rank) to those from its first row on.
+// Adapters of one matrix: B[i] A[i] x is added to outputs [first_rows[i], first_rows[i] + n).
 struct LowRank {
     std::vector<PackedWeight> a, b;  // (rank, k) and (n, rank)
     std::vector<size_t> first_rows;
@@ -46,7 +46,7 @@ struct Adapter {
     }
 
     std::vector<std::array<LowRank, kTargets>> layers;
-    size_t max_rank = 0;  // of all adapters of a matrix together
+    size_t max_rank = 0;  // maximum over matrices of the sum of their ranks
 };
 
 }  // namespace whet

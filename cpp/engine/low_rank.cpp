@@ -31,7 +31,7 @@ void add_up(const float* hidden, const Rows& y, size_t begin, size_t count, size
     run(kernels().lora_up_f32, y.row<float>(begin));
 }
 
-// Columns [begin, begin + count) of grad += scale hidden^T x.
+// Columns [begin, begin + count): grad += scale hidden^T x.
 void add_outer(const float* hidden, const Rows& x, size_t begin, size_t count, size_t rank, float scale, float* grad) {
     const auto run = [&](auto kernel, const auto* columns) {
         kernel(rank, hidden, columns + begin, stride_of(x), x.count, count, scale, grad + begin, x.length);
@@ -40,12 +40,12 @@ void add_outer(const float* hidden, const Rows& x, size_t begin, size_t count, s
     run(kernels().lora_outer_f32, x.row<float>(0));
 }
 
-// Nanoseconds, roughly.
+// Rough estimate in nanoseconds.
 double work_of(const Rows& x, const Rows& y, size_t rank) {
     return static_cast<double>(x.count * (x.length + y.length)) * 0.03 * static_cast<double>(rank + 1);
 }
 
-// body(begin, count) for kRowsPerTask rows at a time, always cut the same.
+// Calls body(begin, count) for chunks of kRowsPerTask rows, independent of the number of threads.
 template <class F>
 void for_row_blocks(size_t rows, double work_ns, F&& body) {
     parallel_for(ceil_div(rows, kRowsPerTask), work_ns, [&](size_t task) {
@@ -104,7 +104,7 @@ void lora_batch(const Rows& x, const Rows& y, const LoraAdapters& adapters, cons
     for_row_blocks(x.count, work_of(x, y, kTypicalRank), [&](size_t begin, size_t count) {
         const size_t end = begin + count;
         for (size_t next = begin; begin < end; begin = next) {
-            // Neighbours with the same adapter are one call: a row's bits do not depend on its neighbours.
+            // Consecutive rows with the same adapter are one call: the bits of a row do not depend on other rows.
             while (next < end && index[next] == index[begin]) ++next;
             const int64_t k = index[begin];
             if (k < 0) continue;

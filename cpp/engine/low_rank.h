@@ -1,8 +1,8 @@
-// Low-rank adapters of rows over the pool: forward, gradients, and a batch with an adapter for each row.
+// Low-rank adapters over the pool: forward, gradients, and a batch with one adapter per row.
 //
-// Factors are contiguous float32 (rank, columns), of rank 1 to kMaxRank. Rows are float32 or bfloat16, at one stride
-// (any). The caller has checked that, and that nothing written overlaps what is read, but for y in the place of x. Work
-// is cut into rows or columns that share no sum: the same bits on any number of threads.
+// Factors are contiguous float32 (rank, columns), of rank 1 to kMaxRank. Rows are float32 or bfloat16, with any row
+// stride. The caller checks that, and that outputs do not overlap inputs, except y = x in place. Tasks are rows or
+// columns that share no sums, so results are bit-identical for any number of threads.
 #pragma once
 #include <cstddef>
 #include <cstdint>

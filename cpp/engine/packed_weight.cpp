@@ -11,7 +11,7 @@
 namespace whet {
 namespace {
 
-constexpr double kPackNs = 0.25, kUnpackNs = 0.1;  // of one number, roughly
+constexpr double kPackNs = 0.25, kUnpackNs = 0.1;  // rough cost per number
 
 const FormatTraits& checked(WeightFormat format, size_t k) {
     const FormatTraits& f = traits(format);
@@ -65,7 +65,7 @@ void PackedWeight::pack_rows(size_t first, size_t count, const void* rows, RowTy
     });
 }
 
-// As the kernels that pack do, to the bit, in builds without them. Panels of float32 are how the kernels widen numbers.
+// Fallback for builds without packing kernels, with the same bits. Packs and unpacks float32 panels to widen numbers.
 void PackedWeight::quantize_rows(size_t first, size_t count, const void* rows, RowType source, ptrdiff_t row_stride,
                                  ptrdiff_t column_stride) {
     if (format_->quantize_row == nullptr) {

@@ -1,4 +1,4 @@
-// A weight matrix packed for the linear kernels, in one of the formats.
+// A weight matrix packed for the linear kernels.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -8,12 +8,12 @@
 
 namespace whet {
 
-// (n, k) weights in panels of 16 outputs (kernels/panel_layout.h), on 64-byte boundaries.
+// (n, k) weights in panels of 16 outputs (kernels/panel_layout.h), 64-byte aligned.
 class PackedWeight {
 public:
-    // Zeros, to be filled. Throws std::invalid_argument if the format's blocks do not divide k.
+    // Zero weights. Throws std::invalid_argument if k is not a multiple of the format's block length.
     PackedWeight(WeightFormat format, size_t n, size_t k);
-    // With no memory before place(), which gives it size_bytes() zeros on a 64-byte boundary.
+    // Has no memory before place(), which takes size_bytes() zeroed, 64-byte aligned bytes.
     PackedWeight(WeightFormat format, size_t n, size_t k, std::nullptr_t);
     void place(uint8_t* memory) { data_ = memory; }
 
@@ -27,29 +27,28 @@ public:
     size_t panel_bytes() const { return panel_bytes_; }
     size_t steps() const { return steps_; }
 
-    // Rows [first, first + count) from numbers with any strides, in elements; or from the format's own layout, its rows
-    // row_stride bytes apart. bfloat16 is rounded to nearest even; the quantised formats, whose numbers have to be
-    // finite, are those of quantize.h to the bit.
+    // Packs rows [first, first + count) from numbers with any strides, in elements, or from rows in the format's
+    // layout, row_stride bytes apart. Rounds to bfloat16 to nearest even; quantises finite numbers as quantize.h does,
+    // to the bit.
     void pack_rows(size_t first, size_t count, const void* rows, RowType source, ptrdiff_t row_stride,
                    ptrdiff_t column_stride);
-    // Rows [first, first + count) as numbers, (count, k): float32 or, where `bf16`, rounded to the nearest bfloat16,
-    // ties to even.
-    void rows(size_t first, size_t count, void* out, bool bf16) const;  // float32 alone in a WebAssembly build
+    // Dequantises rows [first, first + count) to (count, k) float32 or, with `bf16`, bfloat16 rounded to nearest even.
+    void rows(size_t first, size_t count, void* out, bool bf16) const;  // WebAssembly builds: float32 only
     void row(size_t i, float* out) const { rows(i, 1, out, false); }
-    // Back to rows in the format's own layout: the same numbers that went in.
+    // Copies all rows in the format's layout, losslessly.
     void unpack(void* rows, size_t row_stride) const;
 
 private:
     const FormatTraits* format_;
     size_t n_, k_, steps_, n_panels_, panel_bytes_;
-    Zeroed memory_;            // unless it was placed elsewhere
-    uint8_t* data_ = nullptr;  // touched first by the threads that pack
+    Zeroed memory_;            // empty after place()
+    uint8_t* data_ = nullptr;  // first touched by the threads that pack
 
     void rows_one_by_one(size_t first, size_t count, float* out) const;
     void quantize_rows(size_t first, size_t count, const void* rows, RowType source, ptrdiff_t row_stride,
                        ptrdiff_t column_stride);
-    // visit(panel, begin, end) for the rows of each panel that are among [first, first + count), over the pool where so
-    // many nanoseconds for each number are worth it.
+    // Calls visit(panel, begin, end) for the rows [begin, end) of each panel that are in [first, first + count), over
+    // the pool if the work is worth threads.
     template <class Visit>
     void each_panel(size_t first, size_t count, double number_ns, Visit&& visit) const;
 };

@@ -14,13 +14,13 @@
 namespace whet {
 namespace {
 
-constexpr double kReadNs = 0.2, kDequantizeNs = 0.7;  // of one number, roughly
+constexpr double kReadNs = 0.2, kDequantizeNs = 0.7;  // rough cost per number
 constexpr size_t kChunkRows = 256;                    // 16 panels: enough for the threads, and little memory
-constexpr size_t kSampledRows = 16;                   // one row in so many shows that a converted matrix is not tiny
+constexpr size_t kSampledRows = 16;                   // rows per sampled row of converted types
 constexpr size_t kLanes = 16;
 
-// Magnitudes as float32 bits, which compare as integers. A float16 is a float32 of another bias: its NaN and infinity
-// become 65536 and more.
+// Magnitudes as float32 bits, which compare as integers. float16 differs from float32 in the bias of the exponent: NaN
+// and infinity become 65536 and more.
 uint32_t magnitude(float x) { return std::bit_cast<uint32_t>(x) & 0x7fffffff; }
 struct FromFloat32 {
     using Number = float;
@@ -52,8 +52,8 @@ struct RowRange {
     double squares;
 };
 
-// Squares are summed in float32: below 1e-19 they underflow, and the norm is found to be small. Formats with the range
-// of float32 do without: there the largest weight is bound enough.
+// Squares are summed in float32: below 1e-19 they underflow, which makes the norm too small, never too large. For
+// formats with the range of float32, the square of the largest weight is a sufficient lower bound.
 template <class From, bool with_squares>
 RowRange range_of_row(const void* row, size_t n, ptrdiff_t stride) {
     const auto* x = static_cast<const typename From::Number*>(row);
@@ -65,7 +65,7 @@ RowRange range_of_row(const void* row, size_t n, ptrdiff_t stride) {
         top[lane] = static_cast<int32_t>(bits) > static_cast<int32_t>(top[lane]) ? bits : top[lane];
         if constexpr (with_squares) squares[lane] += size * size;
     };
-    const auto add_all = [&](auto step) {  // a constant step makes vectors of the loop
+    const auto add_all = [&](auto step) {  // vectorises: the step is constant
         const size_t whole = n - n % kLanes;
         for (size_t i = 0; i < whole; i += kLanes) {
             for (size_t lane = 0; lane < kLanes; ++lane) add(i + lane, step, lane);
@@ -132,7 +132,7 @@ void sum_rows(const StoredRows& rows, size_t step, PackingLoss& sum) {
     });
 }
 
-// The definition: packs some rows at a time and compares.
+// Packs rows in chunks and compares.
 void compare_packed(const StoredRows& rows, WeightFormat format, PackingLoss& loss) {
     loss.squared_norm = loss.squared_lost = 0.0;
     std::vector<float> before(std::min(rows.n, kChunkRows) * rows.k), after(before.size());
@@ -166,7 +166,7 @@ PackingLoss measure_packing_loss(StoredRows rows, WeightFormat format) {
     } else {
         if (stored.is_quantised && !is_finite(rows)) return {format, INFINITY, packed.largest};
         if (rows.row_stride == 1 && rows.column_stride != 1 && !stored.is_quantised) {
-            StoredRows in_order = rows;  // as they are in memory
+            StoredRows in_order = rows;  // column-major: measure in memory order
             std::swap(in_order.n, in_order.k);
             std::swap(in_order.row_stride, in_order.column_stride);
             sum_rows(in_order, 1, loss);
@@ -179,8 +179,8 @@ PackingLoss measure_packing_loss(StoredRows rows, WeightFormat format) {
     }
     loss.limit = packed.largest;
     if (loss.largest > loss.limit) return loss;
-    // Blocks with a usable scale lose less than 0.4 of their norm to rounding in any format, and this does not count
-    // it: only weights below `vanishing` are lost to the range.
+    // Only weights below `vanishing` can be in blocks without a usable scale. This bound excludes rounding, which costs
+    // other blocks at most 0.38 of their norm.
     loss.squared_lost = static_cast<double>(rows.n * rows.k) * packed.vanishing * packed.vanishing;
     if (loss.squared_lost * 9.0 > loss.squared_norm) compare_packed(rows, format, loss);
     return loss;

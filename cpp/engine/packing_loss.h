@@ -1,20 +1,21 @@
-// The range of weights against the range of the format that they are to be packed in, measured before packing.
+// Measures, before packing, what weights would lose to the range of a format.
 #pragma once
 #include "engine/stored_rows.h"
 
 namespace whet {
 
-// Norms are those of the weights as a vector. `lost` is the norm of the difference between the weights and what is
-// packed, as far as the format's range causes it: an upper bound of it if that is small, else the whole difference.
 struct PackingLoss {
-    WeightFormat format;   // of the rows with the largest weight or loss, where there are several
-    double largest = 0.0;  // |weight|; infinity if one is NaN or infinite
-    double limit = 0.0;    // the largest |weight| that the format can hold
-    double squared_norm = 0.0, squared_lost = 0.0;
+    WeightFormat format;
+    double largest = 0.0;       // largest |weight|; infinity if a weight is NaN or infinite
+    double limit = 0.0;         // largest |weight| that the format can represent
+    double squared_norm = 0.0;  // sum of w^2, or a lower bound
+    double squared_lost =
+        0.0;  // sum of (w - packed w)^2, or an upper bound of the part in blocks without a usable scale
 };
 
-// Reads the weights once. Packs them into temporary memory, some rows at a time, only if their norm is so small that
-// blocks with a scale of 0 could matter. Blocks that are packed as they are lose nothing: only their scales are read.
+// Reads the weights once. Only if the norm is so small that blocks with a scale of 0 could matter, also packs the
+// weights into temporary memory, in chunks, and compares. Blocks that keep their bytes lose nothing: only their scales
+// are read.
 PackingLoss measure_packing_loss(StoredRows rows, WeightFormat format);
 
 }  // namespace whet

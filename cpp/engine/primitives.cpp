@@ -11,9 +11,9 @@
 namespace whet {
 namespace {
 
-constexpr size_t kPiece = 4096;  // elements of one task
+constexpr size_t kTaskElements = 4096;
 
-// A kernel's total[2]: a sum and its compensation, which is NaN where the sum is infinite.
+// total[2] of a kernel: a sum and its compensation, which is NaN if the sum is infinite.
 double total_of(const double total[2]) { return std::isfinite(total[0]) ? total[0] + total[1] : total[0]; }
 
 // TwoSum, as in simd/math.h.
@@ -29,8 +29,8 @@ void sum_rows(Kernel kernel, const T* p, const T* q, const uint8_t* mask, size_t
     const auto sum = [&](size_t at, size_t n, double* total) {
         kernel(p + at, q + at, mask == nullptr ? nullptr : mask + at, n, total);
     };
-    if (columns <= kPiece) {
-        parallel_split(rows, std::max<size_t>(1, kPiece / std::max<size_t>(1, columns)), work,
+    if (columns <= kTaskElements) {
+        parallel_split(rows, std::max<size_t>(1, kTaskElements / std::max<size_t>(1, columns)), work,
                        [&](size_t begin, size_t end) {
                            for (size_t row = begin; row < end; ++row) {
                                double total[2] = {0.0, 0.0};
@@ -40,15 +40,15 @@ void sum_rows(Kernel kernel, const T* p, const T* q, const uint8_t* mask, size_t
                        });
         return;
     }
-    const size_t pieces = ceil_div(columns, kPiece);
-    std::vector<double> parts(2 * rows * pieces, 0.0);
-    parallel_for(rows * pieces, work, [&](size_t task) {
-        const size_t begin = task % pieces * kPiece;
-        sum(task / pieces * columns + begin, std::min(kPiece, columns - begin), &parts[2 * task]);
+    const size_t chunks = ceil_div(columns, kTaskElements);
+    std::vector<double> parts(2 * rows * chunks, 0.0);
+    parallel_for(rows * chunks, work, [&](size_t task) {
+        const size_t begin = task % chunks * kTaskElements;
+        sum(task / chunks * columns + begin, std::min(kTaskElements, columns - begin), &parts[2 * task]);
     });
     for (size_t row = 0; row < rows; ++row) {
         double total[2] = {0.0, 0.0};
-        for (size_t i = row * pieces; i < (row + 1) * pieces; ++i) add_compensated(&parts[2 * i], total);
+        for (size_t i = row * chunks; i < (row + 1) * chunks; ++i) add_compensated(&parts[2 * i], total);
         sums[row] = total_of(total);
     }
 }
@@ -56,17 +56,17 @@ void sum_rows(Kernel kernel, const T* p, const T* q, const uint8_t* mask, size_t
 template <class T, class Advantages, class Deviation>
 void scale_groups(Advantages advantages, Deviation deviation, const T* rewards, size_t n_groups, size_t group_size,
                   AdvantageScale scale, double ddof, double eps, T* out) {
-    double batch_scale = std::numeric_limits<double>::quiet_NaN();  // the kernel takes each group's own
+    double batch_scale = std::numeric_limits<double>::quiet_NaN();  // NaN: the kernel uses each group's scale
     if (scale == AdvantageScale::kNone) batch_scale = 1.0;
     if (scale == AdvantageScale::kBatch) {
         batch_scale = deviation(rewards, n_groups * group_size, ddof);
-        // Infinity makes every advantage of a batch without spread 0.
+        // Infinity makes every advantage of a zero-variance batch 0.
         batch_scale = eps >= 0.0           ? batch_scale + eps
                       : batch_scale < 1e-8 ? std::numeric_limits<double>::infinity()
                                            : batch_scale;
     }
-    // A multiple of 8 groups a task, so that vectors never straddle tasks.
-    const size_t groups_per_task = std::max<size_t>(8, kPiece / 4 / group_size / 8 * 8);
+    // A multiple of 8 groups per task, so that vectors never straddle tasks.
+    const size_t groups_per_task = std::max<size_t>(8, kTaskElements / 4 / group_size / 8 * 8);
     parallel_split(n_groups, groups_per_task, static_cast<double>(n_groups * group_size),
                    [&](size_t begin, size_t end) {
                        const size_t at = begin * group_size;

@@ -1,7 +1,7 @@
 // The primitives of an RL step over the pool.
 //
-// Arrays are contiguous and checked by the caller. Rows are cut into pieces whose size does not depend on the number of
-// threads, and partial sums are added in order: the same bits on any number of threads.
+// Arrays are contiguous and checked by the caller. Rows are split into chunks whose size does not depend on the number
+// of threads, and partial sums are added in order, so results are bit-identical for any number of threads.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -10,19 +10,19 @@
 
 namespace whet {
 
-// sums[row] = the KL of a row's tokens between log-probs p and q (rows, columns), float32 or float64; tokens whose mask
-// (rows, columns) is 0 do not count; no mask: null. Throws std::bad_alloc.
+// sums[row] = KL over the tokens of a row between log-probs p and q (rows, columns), float32 or float64, excluding
+// tokens whose mask (rows, columns) is 0; mask may be null. Throws std::bad_alloc.
 void token_kl(bool schulman, const ArrayView& p, const ArrayView& q, const uint8_t* mask, size_t rows, size_t columns,
               double* sums);
 
-enum class AdvantageScale { kGroup, kBatch, kNone };  // the deviation that an advantage is divided by
+enum class AdvantageScale { kGroup, kBatch, kNone };  // the standard deviation that divides advantages
 
-// rewards and out (n_groups, group_size), float32 or float64; eps below 0: none is added, and a deviation below 1e-8
-// counts as 0.
+// rewards and out (n_groups, group_size), float32 or float64. Negative eps: nothing is added to the standard deviation,
+// and one below 1e-8 counts as 0.
 void group_advantages(const ArrayView& rewards, size_t n_groups, size_t group_size, AdvantageScale scale, double ddof,
                       double eps, void* out);
 
-// Of token_ids (rows,) under logits (rows, vocab), float32 or bfloat16; entropy may be null.
+// Log-probs of token_ids (rows,) under logits (rows, vocab), float32 or bfloat16; entropy may be null.
 void token_logprobs(const ArrayView& logits, const int64_t* token_ids, double temperature, float* logprobs,
                     float* entropy);
 

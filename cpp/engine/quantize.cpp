@@ -1,4 +1,4 @@
-// The searches for scales are our own; any choice makes a valid GGUF file.
+// The scale searches differ from llama.cpp's; any choice of scales gives a valid GGUF file.
 #include "engine/quantize.h"
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 namespace whet {
 namespace {
 
-// The nearest integer in [low, high], ties to even; of NaN, where numbers overflowed, low.
+// Rounds to the nearest integer in [low, high], ties to even; NaN, after an overflow, gives low.
 int nearest(float x, int low, int high) {
     const float from = static_cast<float>(low), to = static_cast<float>(high), above = x > from ? x : from;
     return static_cast<int>(std::lrintf(above < to ? above : to));
@@ -27,14 +27,14 @@ void to_int8(const float* x, size_t n, float scale, int8_t* q) {
 
 // ---------------------------------------------------------------- scale q, q in [-half, half - 1]
 
-constexpr float kNegligible = 1e-20f;  // numbers below it are 0: their scale rounds to 0 as a float16
+constexpr float kNegligible = 1e-20f;  // treated as 0: the scale would round to 0 in float16
 
-// The scale with the least squared error among some. Each is the best for the integers q that a trial scale gives,
-// sum(q x) / sum(q q), which leaves an error of sum(x x) - sum(q x)^2 / sum(q q). The trial scales put the largest
-// number near -half: of both ends of the range the wider one takes it, so the scale may be negative. Of q4_0 and q5_0
-// fewer are tried above: the squared error would fall further, but a real model's perplexity rises.
+// Searches a few candidate scales for the least squared error. Each candidate is optimal for the integers q of a trial
+// scale: sum(q x) / sum(q q), with error sum(x x) - sum(q x)^2 / sum(q q). Trial scales map the largest number near
+// -half, the wider end of the range, so the scale may be negative. For q4_0 and q5_0 fewer scales above it are tried:
+// the squared error would fall further, but the perplexity of real models rises.
 float symmetric_scale(const float* x, size_t n, int half) {
-    float top = 0.0f, size = 0.0f;  // Clang 19 at -O3 gets the sign wrong where size is computed from top
+    float top = 0.0f, size = 0.0f;  // Clang 19 at -O3 gets the sign wrong if size is computed from top
     for (size_t i = 0; i < n; ++i) {
         if (std::fabs(x[i]) > size) top = x[i], size = std::fabs(x[i]);
     }
@@ -54,7 +54,7 @@ float symmetric_scale(const float* x, size_t n, int half) {
     return best;
 }
 
-// n integers, half higher.
+// Quantises n numbers to integers, stored with an offset of half.
 void put_symmetric(const float* x, size_t n, float scale, int half, uint8_t* u) {
     const float inverse = inverse_of(scale);
     for (size_t i = 0; i < n; ++i) u[i] = static_cast<uint8_t>(nearest(x[i] * inverse, -half, half - 1) + half);
@@ -68,13 +68,13 @@ void quantize_symmetric(const float* x, Block& block) {
     put_integers(u, block);
 }
 
-// ---------------------------------------------------------------- scale q - lowest, q in [0, most]
+// ---------------------------------------------------------------- scale q - min, q in [0, most]
 
 constexpr float kN = static_cast<float>(kQuantBlock);
 
 struct Line {
-    float scale = 0.0f, lowest = 0.0f;
-    float explained = -INFINITY;  // what it takes from the squared error of a constant, n times
+    float scale = 0.0f, min = 0.0f;
+    float explained = -INFINITY;  // n times the reduction of the squared error of a constant
 };
 
 float sum(const float* x) {
@@ -83,22 +83,21 @@ float sum(const float* x) {
     return total;
 }
 
-// The scales with the least squared error (lowest not below 0) for the integers q that given scales lead to: the
-// regression of x on q.
-Line fit_line(const float* x, int most, float x_sum, float inverse, float lowest) {
+// Least-squares scale and min (at least 0) for the integers q of a trial scale and min: the regression of x on q.
+Line fit_line(const float* x, int most, float x_sum, float inverse, float min) {
     float q_sum = 0.0f, qq = 0.0f, qx = 0.0f;
     for (size_t i = 0; i < kQuantBlock; ++i) {
-        const float q = static_cast<float>(nearest((x[i] + lowest) * inverse, 0, most));
+        const float q = static_cast<float>(nearest((x[i] + min) * inverse, 0, most));
         q_sum += q, qq += q * q, qx += q * x[i];
     }
     const float determinant = kN * qq - q_sum * q_sum, covariance = kN * qx - q_sum * x_sum;
     Line line;
     line.scale = covariance / determinant;
-    line.lowest = (line.scale * q_sum - x_sum) / kN;
+    line.min = (line.scale * q_sum - x_sum) / kN;
     line.explained = covariance * line.scale;
-    if (determinant < 1.0f || line.lowest < 0.0f) {
+    if (determinant < 1.0f || line.min < 0.0f) {
         line.scale = qx / qq;
-        line.lowest = 0.0f;
+        line.min = 0.0f;
         line.explained = kN * qx * line.scale - x_sum * x_sum;
     }
     return line;
@@ -108,35 +107,35 @@ Line better(const Line& a, const Line& b) {
     return b.scale > 0.0f && b.explained > a.explained && b.explained < INFINITY ? b : a;
 }
 
-// The best of some lines from the smallest to the largest number or nearly so, each fitted twice.
+// Searches a few lines that span the range of x, each refitted twice, for the least squared error.
 Line best_line(const float* x, int most) {
     const auto [low, high] = std::minmax_element(x, x + kQuantBlock);
-    const float lowest = std::max(0.0f, -*low), range = *high + lowest, x_sum = sum(x);
-    Line best{0.0f, lowest};
-    if (!(range > kNegligible)) return best;  // every number is -lowest, or the numbers are 0
+    const float min = std::max(0.0f, -*low), range = *high + min, x_sum = sum(x);
+    Line best{0.0f, min};
+    if (!(range > kNegligible)) return best;  // all numbers are -min or 0
     for (int step = -4; step <= 4; ++step) {
         const float inverse = (static_cast<float>(most) + 0.5f * static_cast<float>(step)) / range;
-        const Line first = fit_line(x, most, x_sum, inverse, lowest);
-        const Line second = fit_line(x, most, x_sum, inverse_of(first.scale), first.lowest);
+        const Line first = fit_line(x, most, x_sum, inverse, min);
+        const Line second = fit_line(x, most, x_sum, inverse_of(first.scale), first.min);
         best = better(better(best, first), second);
     }
     return best;
 }
 
-// The lowest value with the least squared error at a given scale, for the integers that come of the one before.
-float fit_lowest(const float* x, int most, float scale, float lowest) {
+// Least-squares min at a given scale, for the integers of the current min.
+float fit_min(const float* x, int most, float scale, float min) {
     const float inverse = inverse_of(scale);
     float q_sum = 0.0f;
     for (size_t i = 0; i < kQuantBlock; ++i) {
-        q_sum += static_cast<float>(nearest((x[i] + lowest) * inverse, 0, most));
+        q_sum += static_cast<float>(nearest((x[i] + min) * inverse, 0, most));
     }
     return std::max(0.0f, (scale * q_sum - sum(x)) / kN);
 }
 
-void put_line(const float* x, float scale, float lowest, int most, uint8_t* u) {
+void put_line(const float* x, float scale, float min, int most, uint8_t* u) {
     const float inverse = inverse_of(scale);
     for (size_t i = 0; i < kQuantBlock; ++i) {
-        u[i] = static_cast<uint8_t>(nearest((x[i] + lowest) * inverse, 0, most));
+        u[i] = static_cast<uint8_t>(nearest((x[i] + min) * inverse, 0, most));
     }
 }
 
@@ -145,21 +144,21 @@ void quantize_line(const float* x, Block& block) {
     constexpr int most = (1 << Block::kBits) - 1;
     const Line line = best_line(x, most);
     block.d = f16_of(line.scale);
-    block.m = f16_of(-line.lowest);
+    block.m = f16_of(-line.min);
     uint8_t u[kQuantBlock];
     put_line(x, f32_of(block.d), -f32_of(block.m), most, u);
     put_integers(u, block);
 }
 
-// scale / unit as an integer in [low, high], 0 where there is no unit.
+// scale / unit as an integer in [low, high]; 0 if unit is 0.
 int factor(float scale, float unit, int low, int high) { return unit == 0.0f ? 0 : nearest(scale / unit, low, high); }
 
-// Eight lines, whose scales are whole multiples of d and of dmin. The lowest values are fitted to the rounded scales.
+// Eight lines, with scales and mins that are integer multiples of d and dmin. Mins are fitted to the rounded scales.
 template <class Block>
 void quantize_lines(const float* x, Block& block) {
     constexpr int most = (1 << Block::kBits) - 1;
     Line lines[8];
-    float top_scale = 0.0f, top_lowest = 0.0f;
+    float top_scale = 0.0f, max_min = 0.0f;
     for (size_t j = 0; j < 8; ++j) {
         lines[j] = best_line(x + kQuantBlock * j, most);
         top_scale = std::max(top_scale, lines[j].scale);
@@ -170,16 +169,16 @@ void quantize_lines(const float* x, Block& block) {
     for (size_t j = 0; j < 8; ++j) {
         f.scale[j] = static_cast<uint8_t>(factor(lines[j].scale, d, 0, 63));
         lines[j].scale = d * static_cast<float>(f.scale[j]);
-        lines[j].lowest = fit_lowest(x + kQuantBlock * j, most, lines[j].scale, lines[j].lowest);
-        top_lowest = std::max(top_lowest, lines[j].lowest);
+        lines[j].min = fit_min(x + kQuantBlock * j, most, lines[j].scale, lines[j].min);
+        max_min = std::max(max_min, lines[j].min);
     }
-    block.dmin = f16_of(top_lowest / 63.0f);
+    block.dmin = f16_of(max_min / 63.0f);
     const float dmin = f32_of(block.dmin);
     uint8_t u[kSuperBlock];
     for (size_t j = 0; j < 8; ++j) {
-        f.lowest[j] = static_cast<uint8_t>(factor(lines[j].lowest, dmin, 0, 63));
-        const float lowest = dmin * static_cast<float>(f.lowest[j]);
-        put_line(x + kQuantBlock * j, lines[j].scale, lowest, most, u + kQuantBlock * j);
+        f.min[j] = static_cast<uint8_t>(factor(lines[j].min, dmin, 0, 63));
+        const float min = dmin * static_cast<float>(f.min[j]);
+        put_line(x + kQuantBlock * j, lines[j].scale, min, most, u + kQuantBlock * j);
     }
     put_factors(f, block.factors);
     put_integers(u, block);
@@ -210,7 +209,7 @@ void quantize(const float* x, BlockQ5_1& block) { quantize_line(x, block); }
 void quantize(const float* x, BlockQ4_K& block) { quantize_lines(x, block); }
 void quantize(const float* x, BlockQ5_K& block) { quantize_lines(x, block); }
 
-// Sixteen symmetric groups, whose scales are whole multiples of d, from -128 to 127.
+// Sixteen symmetric groups, with scales that are integer multiples of d, from -128 to 127.
 void quantize(const float* x, BlockQ6_K& block) {
     constexpr size_t group = BlockQ6_K::kGroup;
     constexpr int half = BlockQ6_K::kBias;
@@ -229,11 +228,11 @@ void quantize(const float* x, BlockQ6_K& block) {
     put_integers(u, block);
 }
 
-void to_q8_0(const Opened& opened, size_t length, size_t group, BlockQ8_0* blocks) {
+void to_q8_0(const UnpackedBlock& unpacked, size_t length, size_t group, BlockQ8_0* blocks) {
     for (size_t first = 0; first < length; first += kQuantBlock, ++blocks) {
-        const int8_t* q = opened.q + first;
-        const float scale = opened.scale[first / group], size = std::fabs(scale);
-        const bool is_symmetric = group >= kQuantBlock && opened.lowest[first / group] == 0.0f;
+        const int8_t* q = unpacked.q + first;
+        const float scale = unpacked.scale[first / group], size = std::fabs(scale);
+        const bool is_symmetric = group >= kQuantBlock && unpacked.min[first / group] == 0.0f;
         blocks->d = f16_of(scale);
         if (is_symmetric && (f32_of(blocks->d) == scale || (size >= 0x1p-14f && size <= 65504.0f))) {
             std::memcpy(blocks->q, q, kQuantBlock);
@@ -242,7 +241,7 @@ void to_q8_0(const Opened& opened, size_t length, size_t group, BlockQ8_0* block
         float x[kQuantBlock];
         for (size_t i = 0; i < kQuantBlock; ++i) {
             const size_t j = (first + i) / group;
-            x[i] = opened.scale[j] * static_cast<float>(q[i]) - opened.lowest[j];
+            x[i] = unpacked.scale[j] * static_cast<float>(q[i]) - unpacked.min[j];
         }
         quantize(x, *blocks);
     }

@@ -13,7 +13,7 @@ struct Token {
     ptrdiff_t row, column;
 };
 
-// The tokens of positions (T,) or (B, T), in order.
+// Iterates over the tokens of positions (T,) or (B, T).
 class Tokens {
 public:
     explicit Tokens(const ArrayView& positions)
@@ -27,7 +27,7 @@ public:
     void advance(Token& token) const {
         if (++token.column == per_row_) token = {token.row + 1, 0};
     }
-    // Of a token in an array whose first axes are those of the positions.
+    // Offset of a token in an array whose first axes match the positions.
     ptrdiff_t offset(const ArrayView& array, Token token) const {
         if (positions_.ndim == 1) return token.column * array.stride[0];
         return token.row * array.stride[0] + token.column * array.stride[1];
@@ -40,8 +40,8 @@ private:
     size_t count_;
 };
 
-// body(first, last) for pieces of the tokens. A token's heads stay together: they share its sines, and one token is too
-// little for two threads.
+// Calls body(first, last) for chunks of tokens. The heads of a token are not split: they share its sines, and one token
+// is too little work for two threads.
 template <class F>
 void for_tokens(size_t tokens, size_t elements_per_token, double work_ns, F&& body) {
     constexpr size_t kTaskElements = 32768;
@@ -70,7 +70,7 @@ size_t elements_per_token(const Rope& rope) { return (rope.query.count + rope.ke
 
 double work_of(size_t tokens, size_t elements) { return 0.1 * static_cast<double>(tokens * elements); }
 
-// Always inline: GCC drops calls of a function that does nothing but prefetch.
+// Always inline: GCC removes calls to functions that only prefetch.
 __attribute__((always_inline)) inline void prefetch(const float* x, size_t n) {
     for (size_t i = 0; i < n; i += 16) __builtin_prefetch(x + i);
 }
@@ -90,7 +90,7 @@ bool positions_within(const ArrayView& positions, int64_t lowest, int64_t highes
 void rotate_by_table(const Rope& rope, const ArrayView& table) {
     const Tokens tokens(rope.positions);
     const auto row = [&](Token token) { return table.as<float>() + tokens.position(token) * table.stride[0]; };
-    // Rows of the table are at random in memory: the next one is prefetched while a token with enough work is rotated.
+    // Rows of the table are accessed in random order: prefetch the next row if rotating a token takes long enough.
     const size_t elements = elements_per_token(rope);
     const bool prefetches = elements >= 1024;
     for_tokens(tokens.count(), elements, work_of(tokens.count(), elements), [&](size_t first, size_t last) {
@@ -106,7 +106,7 @@ void rotate_by_table(const Rope& rope, const ArrayView& table) {
 
 void rotate_by_freqs(const Rope& rope, const double* inv_freq, double scale) {
     const Tokens tokens(rope.positions);
-    const size_t elements = elements_per_token(rope) + 8 * rope.rotary_dim;  // a cosine and a sine take 8 rotations
+    const size_t elements = elements_per_token(rope) + 8 * rope.rotary_dim;  // sine and cosine cost 8 rotations
     for_tokens(tokens.count(), elements, work_of(tokens.count(), elements), [&](size_t first, size_t last) {
         constexpr size_t kMaxOnStack = 256;
         float on_stack[kMaxOnStack];

@@ -1,7 +1,6 @@
-// Rotary position embedding of query and key, in place, over the pool. The rotation is in kernels/rope.h.
+// Rotary position embedding of query and key, in place, over the pool. The rotation itself is in kernels/rope.h.
 //
-// Tokens are cut into tasks whose size does not depend on the number of threads. The caller has checked shapes and
-// dtypes.
+// Tokens are split into tasks whose size does not depend on the number of threads. The caller checks shapes and dtypes.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -13,8 +12,8 @@ namespace whet {
 // Query or key: (positions..., heads * head_size) or (positions..., heads, head_size), float32 or bfloat16.
 struct RopeHeads {
     ArrayView array;
-    size_t count = 0;      // heads of a token; 0: no array
-    ptrdiff_t stride = 0;  // elements from head to head
+    size_t count = 0;      // heads per token; 0: no array
+    ptrdiff_t stride = 0;  // between heads, in elements
 };
 
 struct Rope {
@@ -26,7 +25,7 @@ struct Rope {
 
 bool positions_within(const ArrayView& positions, int64_t lowest, int64_t highest);
 
-// Row p of the table (positions, rotary_dim) is position p: cosines, then sines. Elements of a row are contiguous.
+// Row p of the table (positions, rotary_dim) has the cosines, then the sines, of position p. Rows are contiguous.
 void rotate_by_table(const Rope& rope, const ArrayView& table);
 
 // Cosines and sines of position * inv_freq, times `scale`; inv_freq has rotary_dim / 2 elements.

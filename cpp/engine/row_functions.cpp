@@ -10,19 +10,19 @@ namespace {
 
 constexpr size_t kTaskElements = 16384;
 
-// Rows of a task: enough to be worth one, and no more than 64 tasks.
+// Rows per task: enough work per task, and at most 64 tasks.
 size_t rows_per_task(const Rows& rows) {
     constexpr size_t kTasks = 64;
     return std::max({size_t{1}, kTaskElements / std::max<size_t>(1, rows.length), rows.count / kTasks});
 }
 
-// A result this large would evict everything else from the caches, itself too: its stores bypass them.
+// A result this large would evict everything else from the caches: use non-temporal stores.
 bool is_streaming(const Rows& rows) {
     constexpr size_t kStreamingBytes = size_t{32} << 20;
     return rows.count * rows.length * item_size(rows.dtype) >= kStreamingBytes;
 }
 
-// body(row) for each row.
+// Calls body(row) for each row.
 template <class F>
 void for_each_row(const Rows& rows, double element_ns, bool streaming, F&& body) {
     const double work = static_cast<double>(rows.count * rows.length) * element_ns;
@@ -32,9 +32,9 @@ void for_each_row(const Rows& rows, double element_ns, bool streaming, F&& body)
     });
 }
 
-// body(row, first element, elements) for pieces of rows; arrays that are contiguous are one row.
+// Calls body(row, first element, elements) for chunks of rows; contiguous arrays are one row.
 template <class F>
-void for_each_piece(const Rows& rows, bool contiguous, bool streaming, F&& body) {
+void for_each_chunk(const Rows& rows, bool contiguous, bool streaming, F&& body) {
     constexpr double kElementNs = 0.3;
     if (!contiguous) {
         for_each_row(rows, kElementNs, streaming, [&](size_t row) { body(row, size_t{0}, rows.length); });
@@ -47,7 +47,7 @@ void for_each_piece(const Rows& rows, bool contiguous, bool streaming, F&& body)
     });
 }
 
-// norm(x, residual, weight, bias, streaming, out) for each row of T with weights of W.
+// Calls norm(x, residual, weight, bias, streaming, out) for each row of T, with weights of W.
 template <class T, class W, class F>
 void for_each_norm(const NormArguments& a, F&& norm) {
     constexpr double kElementNs = 0.06;
@@ -82,7 +82,7 @@ void softmax_rows(void (*kernel)(const T*, size_t, float, T*), const Rows& x, fl
 template <class T>
 void activate_rows(void (*kernel)(const T*, size_t, bool, T*), const Rows& x, const Rows& out) {
     const bool streaming = is_streaming(x);
-    for_each_piece(x, x.is_contiguous() && out.is_contiguous(), streaming, [&](size_t row, size_t at, size_t n) {
+    for_each_chunk(x, x.is_contiguous() && out.is_contiguous(), streaming, [&](size_t row, size_t at, size_t n) {
         kernel(x.row<const T>(row) + at, n, streaming, out.row<T>(row) + at);
     });
 }
@@ -90,7 +90,7 @@ void activate_rows(void (*kernel)(const T*, size_t, bool, T*), const Rows& x, co
 template <class T>
 void softcap_rows(void (*kernel)(const T*, size_t, float, bool, T*), const Rows& x, float cap, const Rows& out) {
     const bool streaming = is_streaming(x);
-    for_each_piece(x, x.is_contiguous() && out.is_contiguous(), streaming, [&](size_t row, size_t at, size_t n) {
+    for_each_chunk(x, x.is_contiguous() && out.is_contiguous(), streaming, [&](size_t row, size_t at, size_t n) {
         kernel(x.row<const T>(row) + at, n, cap, streaming, out.row<T>(row) + at);
     });
 }
@@ -100,7 +100,7 @@ void swiglu_rows(void (*kernel)(const T*, const T*, size_t, bool, T*), const Row
                  const Rows& out) {
     const bool contiguous = gate.is_contiguous() && up.is_contiguous() && out.is_contiguous();
     const bool streaming = is_streaming(gate);
-    for_each_piece(gate, contiguous, streaming, [&](size_t row, size_t at, size_t n) {
+    for_each_chunk(gate, contiguous, streaming, [&](size_t row, size_t at, size_t n) {
         kernel(gate.row<const T>(row) + at, up.row<const T>(row) + at, n, streaming, out.row<T>(row) + at);
     });
 }

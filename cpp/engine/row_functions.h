@@ -1,8 +1,7 @@
-// Functions of an array's last axis over the pool: norms, softmax, activations.
+// Functions over the last axis of an array, over the pool: norms, softmax, activations.
 //
-// Rows are float32 or bfloat16, all of a call of one dtype and shape; the caller has checked that, and that no result
-// overlaps what is read, but for a result in the place of its argument. Rows are cut into tasks whose size does not
-// depend on the number of threads.
+// Rows are float32 or bfloat16, with one dtype and shape per call. The caller checks that, and that results do not
+// overlap inputs except in place. Rows are split into tasks whose size does not depend on the number of threads.
 #pragma once
 #include "engine/config.h"
 #include "runtime/array.h"
@@ -10,9 +9,9 @@
 namespace whet {
 
 struct NormArguments {
-    Rows x, residual, out;                          // residual.data null: none; it gets x added before the norm
+    Rows x, residual, out;                          // residual += x before the norm; residual.data null: none
     const void *weight = nullptr, *bias = nullptr;  // (length,); null: none
-    DType weight_dtype = DType::kFloat32;           // of both: x's, or float32
+    DType weight_dtype = DType::kFloat32;           // of weight and bias: the dtype of x, or float32
     double eps = 0.0;
 };
 

@@ -18,28 +18,28 @@ constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 constexpr float kLowest = std::numeric_limits<float>::lowest();
 constexpr Drawn kNothingDrawn{0, kNaN};
 
-constexpr size_t kBlock = 1024;  // logits whose weights have one sum
-constexpr size_t kSpan = 256;    // logits that lane_maxima_f32 makes 16 maxima of
-constexpr int kDigit = 11;       // bits of a digit of the radix select
+constexpr size_t kBlock = 1024;  // logits per partial sum
+constexpr size_t kSpan = 256;    // logits that lane_maxima_f32 reduces to 16 maxima
+constexpr int kDigit = 11;       // bits per digit of the radix select
 
 struct Item {
-    uint32_t key;  // 0 for the greatest logit, rising as logits fall
+    uint32_t key;  // 0 for the largest logit, increasing as logits decrease
     float amount;
 };
 
-struct Scratch {
+struct Buffers {
     double* sums;
     double* buckets;
     Item* items;
-    float* block_tops;
-    float* lane_tops;
+    float* block_max;
+    float* lane_max;
     float* values;
     float* weights;
     float* model_logits;
     int32_t* ids;
     size_t bytes = 0;
 
-    Scratch(uintptr_t memory, size_t vocab_size) {
+    Buffers(uintptr_t memory, size_t vocab_size) {
         const size_t n_blocks = ceil_div(vocab_size, kBlock), n_spans = ceil_div(vocab_size, kSpan);
         const auto take = [&](auto*& array, size_t n) {
             array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(memory + bytes);
@@ -48,8 +48,8 @@ struct Scratch {
         take(sums, n_blocks);
         take(buckets, size_t{1} << kDigit);
         take(items, vocab_size);
-        take(block_tops, n_blocks);
-        take(lane_tops, 16 * n_spans);
+        take(block_max, n_blocks);
+        take(lane_max, 16 * n_spans);
         take(values, vocab_size + 16);
         take(weights, std::max(vocab_size, kBlock));
         take(model_logits, vocab_size);
@@ -57,47 +57,50 @@ struct Scratch {
     }
 };
 
-// A row, and what its weights are relative to.
-struct Row {
+// A row of logits with its softmax normaliser. The weight of a logit is exp((logit - max_logit) / temperature).
+struct LogitRow {
     const float* logits = nullptr;
     size_t size = 0;
     float temperature = 1;
-    float top = kNaN;
+    float max_logit = kNaN;
     double total = 0;
 
-    // log2(e) / temperature, finite: 0 times it stays 0.
+    // log2(e) / temperature, clamped to finite numbers: 0 * scale is 0.
     float scale() const { return static_cast<float>(std::min(0x1.71547652b82fep+0 / temperature, 0x1.fffffep+127)); }
-    double factor(float block_top) const { return std::exp2((static_cast<double>(block_top) - top) * scale()); }
-    float logprob(float logit) const {
-        return static_cast<float>((static_cast<double>(logit) - top) / temperature - std::log(total));
+    double factor(float max_of_block) const {
+        return std::exp2((static_cast<double>(max_of_block) - max_logit) * scale());
     }
-    bool is_proper() const { return total > 0 && std::isfinite(total); }
+    float logprob(float logit) const {
+        return static_cast<float>((static_cast<double>(logit) - max_logit) / temperature - std::log(total));
+    }
+    bool has_finite_mass() const { return total > 0 && std::isfinite(total); }
 };
 
-// The row with the sum of its weights; scratch.sums are those of its blocks, all relative to the row's top.
-Row sum_weights(const float* logits, size_t size, float temperature, const Scratch& scratch) {
-    Row row{logits, size, temperature};
+// Computes the row's maximum and total weight, and the total of each block, relative to the same maximum, in
+// buffers.sums.
+LogitRow sum_exp(const float* logits, size_t size, float temperature, const Buffers& buffers) {
+    LogitRow row{logits, size, temperature};
     const size_t n_blocks = ceil_div(size, kBlock);
     if (n_blocks == 0) return row;
-    kernels().exp_sum_blocks_f32(logits, size, kBlock, row.scale(), scratch.sums, scratch.block_tops);
-    row.top = scratch.block_tops[n_blocks - 1];
-    float block_top = kNaN;
+    kernels().exp_sum_blocks_f32(logits, size, kBlock, row.scale(), buffers.sums, buffers.block_max);
+    row.max_logit = buffers.block_max[n_blocks - 1];
+    float max_of_block = kNaN;
     double factor = 0;
     for (size_t b = 0; b < n_blocks; ++b) {
-        if (scratch.block_tops[b] != block_top) {
-            block_top = scratch.block_tops[b];
-            factor = row.factor(block_top);
+        if (buffers.block_max[b] != max_of_block) {
+            max_of_block = buffers.block_max[b];
+            factor = row.factor(max_of_block);
         }
-        scratch.sums[b] *= factor;
-        row.total += scratch.sums[b];
+        buffers.sums[b] *= factor;
+        row.total += buffers.sums[b];
     }
     return row;
 }
 
-double target_of(double uniform, double total) { return std::min(uniform * total, std::nextafter(total, 0.0)); }
+double cdf_target(double uniform, double total) { return std::min(uniform * total, std::nextafter(total, 0.0)); }
 
-// The first of n whose cumulative weight, times `factor` and added to `before`, exceeds the target. Where rounding
-// keeps the total below the target, the last of non-zero weight.
+// The first of n tokens at which `before` plus the cumulative weight times `factor` exceeds the target; the last token
+// of non-zero weight if rounding leaves the total below the target.
 size_t find_token(const float* weights, size_t n, double factor, double before, double target) {
     size_t last = 0;
     for (size_t i = 0; i < n; ++i) {
@@ -108,31 +111,31 @@ size_t find_token(const float* weights, size_t n, double factor, double before, 
     return last;
 }
 
-Drawn draw_plain(const Row& row, double uniform, const Scratch& scratch) {
-    if (!row.is_proper()) return kNothingDrawn;
-    const double target = target_of(uniform, row.total);
+Drawn draw_unfiltered(const LogitRow& row, double uniform, const Buffers& buffers) {
+    if (!row.has_finite_mass()) return kNothingDrawn;
+    const double target = cdf_target(uniform, row.total);
     double before = 0;
     size_t b = 0;
-    while (before + scratch.sums[b] <= target) before += scratch.sums[b++];
+    while (before + buffers.sums[b] <= target) before += buffers.sums[b++];
     const size_t begin = b * kBlock, length = std::min(kBlock, row.size - begin);
-    const float block_top = scratch.block_tops[b];
-    kernels().exp_weights_f32(row.logits + begin, length, block_top, row.scale(), scratch.weights);
-    const size_t token = begin + find_token(scratch.weights, length, row.factor(block_top), before, target);
+    const float max_of_block = buffers.block_max[b];
+    kernels().exp_weights_f32(row.logits + begin, length, max_of_block, row.scale(), buffers.weights);
+    const size_t token = begin + find_token(buffers.weights, length, row.factor(max_of_block), before, target);
     return {static_cast<int32_t>(token), row.logprob(row.logits[token])};
 }
 
-Drawn draw_greedy(const Row& row, const Scratch& scratch) {
-    if (!row.is_proper()) return kNothingDrawn;
+Drawn draw_greedy(const LogitRow& row, const Buffers& buffers) {
+    if (!row.has_finite_mass()) return kNothingDrawn;
     size_t b = 0;
-    while (scratch.block_tops[b] != row.top) ++b;
+    while (buffers.block_max[b] != row.max_logit) ++b;
     const float* begin = row.logits + b * kBlock;
-    const float* found = std::find(begin, row.logits + row.size, row.top);
-    return {static_cast<int32_t>(found - row.logits), row.logprob(row.top)};
+    const float* found = std::find(begin, row.logits + row.size, row.max_logit);
+    return {static_cast<int32_t>(found - row.logits), row.logprob(row.max_logit)};
 }
 
 // ---------------------------------------------------------------- filters
 
-// Tokens that may be drawn, in order of id: all of the row at or above some cut. Arrays in the scratch.
+// Tokens of the row at or above a threshold, by id. The arrays are in Buffers.
 struct Candidates {
     float* values;
     int32_t* ids;
@@ -153,22 +156,22 @@ struct Candidates {
     }
 };
 
-// Monotonic in z; -0 and +0 are equal.
+// Monotonic in z, with -0 equal to +0.
 uint32_t order_of(float z) {
     const auto bits = std::bit_cast<uint32_t>(z + 0.0f);
     return bits >> 31 ? ~bits : bits | 0x80000000;
 }
 
-// The cutoff of the best items: those with a smaller key are kept, and the first n_equal with this key.
-struct Edge {
+// Keeps items with a smaller key, and the first n_equal with this key.
+struct Cutoff {
     uint32_t key;
     size_t n_equal;
 };
 
-// In rising order of key an item is kept where the amounts before it sum to less than `limit`; the first is always
-// kept. A radix select: sum the amounts by digit, go on with the items of the digit in which the limit falls. Linear in
-// n; the items are overwritten.
-Edge edge_of(Item* items, size_t n, double limit, double* buckets) {
+// Finds the cutoff that keeps items, in increasing order of key, while the amounts before them sum to less than
+// `limit`, and always the first. Radix select: sums the amounts by digit and descends into the digit that contains the
+// limit. Linear in n; overwrites the items.
+Cutoff select_cutoff(Item* items, size_t n, double limit, double* buckets) {
     uint32_t all_bits = 0;
     for (size_t i = 0; i < n; ++i) all_bits |= items[i].key;
     double before = 0;
@@ -195,30 +198,30 @@ Edge edge_of(Item* items, size_t n, double limit, double* buckets) {
         bits = shift;
         if (bits == 0) break;
     }
-    Edge edge{items[0].key, 0};
+    Cutoff cutoff{items[0].key, 0};
     do before += items[0].amount;
-    while (++edge.n_equal < n && before < limit);
-    return edge;
+    while (++cutoff.n_equal < n && before < limit);
+    return cutoff;
 }
 
-// Keeps the candidates, in falling order, before which the weights (or numbers, where by_weight is false) sum to less
-// than `limit`; of equal ones those of lower id.
-void keep_best(Candidates& candidates, bool by_weight, double limit, float top, const Scratch& scratch) {
-    const uint32_t first = order_of(top);
+// Keeps candidates, in decreasing order of logit, while the weights before them (or their number, if not by_weight) sum
+// to less than `limit`; ties by lower id.
+void keep_best(Candidates& candidates, bool by_weight, double limit, float max_logit, const Buffers& buffers) {
+    const uint32_t first = order_of(max_logit);
     for (size_t i = 0; i < candidates.n; ++i) {
-        scratch.items[i] = {first - order_of(candidates.values[i]), by_weight ? candidates.weights[i] : 1.0f};
+        buffers.items[i] = {first - order_of(candidates.values[i]), by_weight ? candidates.weights[i] : 1.0f};
     }
-    Edge edge = edge_of(scratch.items, candidates.n, limit, scratch.buckets);
+    Cutoff cutoff = select_cutoff(buffers.items, candidates.n, limit, buffers.buckets);
     candidates.keep(by_weight, [&](float value) {
         const uint32_t key = first - order_of(value);
-        const bool at_edge = key == edge.key && edge.n_equal > 0;
-        edge.n_equal -= at_edge;
-        return key < edge.key || at_edge;
+        const bool at_cutoff = key == cutoff.key && cutoff.n_equal > 0;
+        cutoff.n_equal -= at_cutoff;
+        return key < cutoff.key || at_cutoff;
     });
 }
 
-// A cut that keeps at least k logits of the row, and few more: the k-th greatest maximum of disjoint sets.
-float cut_for(size_t k, float* maxima, size_t n) {
+// A threshold with at least k, and few more, logits at or above it: the k-th largest maximum of disjoint sets.
+float top_k_threshold(size_t k, float* maxima, size_t n) {
     if (k > n) return kLowest;
     while (n >= 8 * k) {
         const size_t half = (n + 1) / 2;
@@ -229,64 +232,65 @@ float cut_for(size_t k, float* maxima, size_t n) {
     return std::max(maxima[k - 1], kLowest);
 }
 
-float min_p_cut(const Row& row, float min_p) {
+float min_p_threshold(const LogitRow& row, float min_p) {
     if (min_p == 0) return kLowest;
-    return std::max(kLowest, row.top + static_cast<float>(row.temperature * std::log(static_cast<double>(min_p))));
+    return std::max(kLowest,
+                    row.max_logit + static_cast<float>(row.temperature * std::log(static_cast<double>(min_p))));
 }
 
-void gather(Candidates& candidates, const Row& row, float cut) {
-    candidates.n = kernels().gather_above_f32(row.logits, row.size, cut, candidates.values, candidates.ids);
+void gather(Candidates& candidates, const LogitRow& row, float threshold) {
+    candidates.n = kernels().gather_above_f32(row.logits, row.size, threshold, candidates.values, candidates.ids);
 }
 
-double weigh(Candidates& candidates, const Row& row) {
-    return kernels().exp_weights_f32(candidates.values, candidates.n, row.top, row.scale(), candidates.weights);
+double exp_weights(Candidates& candidates, const LogitRow& row) {
+    return kernels().exp_weights_f32(candidates.values, candidates.n, row.max_logit, row.scale(), candidates.weights);
 }
 
-// Top-k leaves row.top and row.total those of what it keeps; total 0 or NaN where the logits are not proper.
-void apply_top_k(Candidates& candidates, Row& row, size_t k, const Scratch& scratch) {
-    row.top = kernels().lane_maxima_f32(row.logits, row.size, scratch.lane_tops);
-    if (!std::isfinite(row.top)) return;
-    gather(candidates, row, cut_for(k, scratch.lane_tops, ceil_div(row.size, kSpan) * 16));
-    if (candidates.n > k) keep_best(candidates, false, static_cast<double>(k), row.top, scratch);
-    row.total = weigh(candidates, row);
+// Sets row.max_logit and row.total of the kept candidates; the total is 0 or NaN if the logits are not valid.
+void apply_top_k(Candidates& candidates, LogitRow& row, size_t k, const Buffers& buffers) {
+    row.max_logit = kernels().lane_maxima_f32(row.logits, row.size, buffers.lane_max);
+    if (!std::isfinite(row.max_logit)) return;
+    gather(candidates, row, top_k_threshold(k, buffers.lane_max, ceil_div(row.size, kSpan) * 16));
+    if (candidates.n > k) keep_best(candidates, false, static_cast<double>(k), row.max_logit, buffers);
+    row.total = exp_weights(candidates, row);
 }
 
-// Top-p of the whole row. The tokens below a cut have together less than its weight times their number; the bound is
-// loose, so a higher cut is tried first. min-p's cut only shortens what top-p keeps.
-void apply_top_p(Candidates& candidates, const Row& row, const Sampling& sampling, const Scratch& scratch) {
+// Top-p over the whole row. Tokens below a threshold weigh less than its weight times their number, a loose bound, so
+// higher thresholds are tried first. The threshold of min-p only removes candidates that top-p keeps.
+void apply_top_p(Candidates& candidates, const LogitRow& row, const Sampling& sampling, const Buffers& buffers) {
     const double limit = sampling.top_p * row.total, dropped = row.total - limit, n = static_cast<double>(row.size);
-    const float least = min_p_cut(row, sampling.min_p);
+    const float least = min_p_threshold(row, sampling.min_p);
     for (const double weight : {4 * dropped / n, dropped / (2 * n), 0.0}) {
-        const double cut = row.top + row.temperature * std::log(weight);
-        gather(candidates, row, std::max(least, static_cast<float>(std::min<double>(cut, row.top))));
-        if (weigh(candidates, row) >= limit || cut <= least) break;
+        const double threshold = row.max_logit + row.temperature * std::log(weight);
+        gather(candidates, row, std::max(least, static_cast<float>(std::min<double>(threshold, row.max_logit))));
+        if (exp_weights(candidates, row) >= limit || threshold <= least) break;
     }
-    keep_best(candidates, true, limit, row.top, scratch);
+    keep_best(candidates, true, limit, row.max_logit, buffers);
 }
 
-// Leaves the row's top and total those of the candidates that are left.
-Drawn draw_filtered(Row& row, Candidates& candidates, const Sampling& sampling, double uniform,
-                    const Scratch& scratch) {
+// Sets the row's max_logit and total of the remaining candidates.
+Drawn draw_filtered(LogitRow& row, Candidates& candidates, const Sampling& sampling, double uniform,
+                    const Buffers& buffers) {
     const bool by_k = sampling.top_k > 0 && static_cast<size_t>(sampling.top_k) < row.size;
     if (by_k) {
-        apply_top_k(candidates, row, static_cast<size_t>(sampling.top_k), scratch);
+        apply_top_k(candidates, row, static_cast<size_t>(sampling.top_k), buffers);
     } else {
-        row = sum_weights(row.logits, row.size, row.temperature, scratch);
+        row = sum_exp(row.logits, row.size, row.temperature, buffers);
     }
-    if (!row.is_proper()) return kNothingDrawn;
-    const float least = min_p_cut(row, sampling.min_p);
+    if (!row.has_finite_mass()) return kNothingDrawn;
+    const float least = min_p_threshold(row, sampling.min_p);
     if (!by_k && sampling.top_p < 1) {
-        apply_top_p(candidates, row, sampling, scratch);
+        apply_top_p(candidates, row, sampling, buffers);
     } else if (!by_k) {
         gather(candidates, row, least);
-        weigh(candidates, row);
+        exp_weights(candidates, row);
     } else if (sampling.top_p < 1) {
-        keep_best(candidates, true, sampling.top_p * row.total, row.top, scratch);
+        keep_best(candidates, true, sampling.top_p * row.total, row.max_logit, buffers);
     }
     if (sampling.min_p > 0) candidates.keep(true, [&](float value) { return value >= least; });
     row.total = 0;
     for (size_t i = 0; i < candidates.n; ++i) row.total += candidates.weights[i];
-    const size_t i = find_token(candidates.weights, candidates.n, 1.0, 0.0, target_of(uniform, row.total));
+    const size_t i = find_token(candidates.weights, candidates.n, 1.0, 0.0, cdf_target(uniform, row.total));
     return {candidates.ids[i], row.logprob(candidates.values[i])};
 }
 
@@ -317,9 +321,10 @@ bool adjusts(const Sampling& sampling, const History& history) {
            !history.banned.empty() || !sampling.logit_bias.empty();
 }
 
-// The n greatest of `size` values, in falling order, as tokens with their log-probs in the row. Values are in rising
-// order of their tokens' ids, which are their places where `ids` is null.
-void list_best(const Row& row, const float* values, const int32_t* ids, size_t size, Drawn* best, size_t n) {
+// Lists the n largest of `size` values, in decreasing order, with log-probs in the row. Values are in order of token
+// id; null `ids` are the indices.
+void list_top_logprobs(const LogitRow& row, const float* values, const int32_t* ids, size_t size, Drawn* best,
+                       size_t n) {
     constexpr float kInfinity = std::numeric_limits<float>::infinity();
     std::fill_n(best, n, Drawn{-1, -kInfinity});
     for (size_t i = 0; i < size; ++i) {
@@ -337,44 +342,45 @@ void list_best(const Row& row, const float* values, const int32_t* ids, size_t s
 
 }  // namespace
 
-size_t sampler_scratch_bytes(size_t vocab_size) { return Scratch(0, vocab_size).bytes; }
+size_t sampler_scratch_bytes(size_t vocab_size) { return Buffers(0, vocab_size).bytes; }
 
 Drawn draw_token(float* logits, size_t vocab_size, const Sampling& sampling, const History& history, double uniform,
                  void* memory, Drawn* alternatives) {
-    const Scratch scratch(reinterpret_cast<uintptr_t>(memory), vocab_size);
+    const Buffers buffers(reinterpret_cast<uintptr_t>(memory), vocab_size);
     const bool greedy = sampling.temperature == 0;
     const bool adjusted = adjusts(sampling, history);
     const bool filtered = !greedy && (sampling.top_k > 0 || sampling.top_p < 1 || sampling.min_p > 0);
     const float temperature = greedy ? 1.0f : sampling.temperature;
     const bool reports_model = sampling.model_logprobs && (adjusted || filtered || temperature != 1);
 
-    Row model;
+    LogitRow model;
     if (reports_model) {
-        model = sum_weights(logits, vocab_size, 1.0f, scratch);
+        model = sum_exp(logits, vocab_size, 1.0f, buffers);
         if (adjusted) {
-            std::memcpy(scratch.model_logits, logits, vocab_size * sizeof *logits);
-            model.logits = scratch.model_logits;
+            std::memcpy(buffers.model_logits, logits, vocab_size * sizeof *logits);
+            model.logits = buffers.model_logits;
         }
     }
     if (adjusted) adjust(logits, vocab_size, sampling, history);
 
-    Row row{logits, vocab_size, temperature};
-    Candidates candidates{scratch.values, scratch.ids, scratch.weights};
+    LogitRow row{logits, vocab_size, temperature};
+    Candidates candidates{buffers.values, buffers.ids, buffers.weights};
     Drawn drawn;
     if (filtered) {
-        drawn = draw_filtered(row, candidates, sampling, uniform, scratch);
+        drawn = draw_filtered(row, candidates, sampling, uniform, buffers);
     } else {
-        row = sum_weights(logits, vocab_size, temperature, scratch);
-        drawn = greedy ? draw_greedy(row, scratch) : draw_plain(row, uniform, scratch);
+        row = sum_exp(logits, vocab_size, temperature, buffers);
+        drawn = greedy ? draw_greedy(row, buffers) : draw_unfiltered(row, uniform, buffers);
     }
     if (std::isnan(drawn.logprob)) return drawn;
     if (reports_model) drawn.logprob = model.logprob(model.logits[drawn.token]);
     if (sampling.top_logprobs > 0) {
-        const Row& reported = reports_model ? model : row;
+        const LogitRow& reported = reports_model ? model : row;
         if (filtered && !reports_model) {
-            list_best(row, candidates.values, candidates.ids, candidates.n, alternatives, sampling.top_logprobs);
+            list_top_logprobs(row, candidates.values, candidates.ids, candidates.n, alternatives,
+                              sampling.top_logprobs);
         } else {
-            list_best(reported, reported.logits, nullptr, vocab_size, alternatives, sampling.top_logprobs);
+            list_top_logprobs(reported, reported.logits, nullptr, vocab_size, alternatives, sampling.top_logprobs);
         }
     }
     return drawn;

@@ -15,7 +15,7 @@
 namespace whet {
 namespace {
 
-constexpr size_t kHeadTile = 64;  // rows of logits at a time
+constexpr size_t kHeadTile = 64;  // rows of logits per tile
 
 }  // namespace
 
@@ -49,14 +49,13 @@ bool Scheduler::step() {
     const float* hidden = rows_.empty() ? nullptr : transformer_.forward(rows_.data(), rows_.size(), cache_);
     collect_heads(hidden);
     run_heads();
-    // Prompts advance, and samples get their tokens, after the last allocation: a step that an exception ended is
-    // repeated.
+    // State changes only after the last allocation, so that a step that threw is repeated.
     advance_prompts(hidden);
     append_drawn();
     return true;
 }
 
-// The last token of every sample that has one, and the page that its keys and values go to.
+// Adds the last token of every sample that has one, and allocates the page for its keys and values.
 void Scheduler::add_decode_rows() {
     for (Running& running : running_) {
         if (running.fresh) continue;
@@ -64,7 +63,7 @@ void Scheduler::add_decode_rows() {
         const Sample& sample = job.samples[running.sample];
         const size_t position = job.request.tokens.size() + sample.tokens.size() - 1;
         if (position / kPage == running.pages.size()) {
-            // Copy on write: the prompt's last page, where it is not full, is the sample's own from here on.
+            // Copy on write of the prompt's last page if it is not full.
             const bool extends_prompt = position == job.request.tokens.size() && position % kPage != 0;
             running.pages.push_back(extends_prompt ? cache_.copy(job.pages.back()) : cache_.allocate());
             --running.reserved, --reserved_;
@@ -74,7 +73,7 @@ void Scheduler::add_decode_rows() {
     }
 }
 
-// The next tokens of the prompts, in their order: chunked prefill.
+// Chunked prefill: adds the next tokens of the prompts, in order.
 void Scheduler::add_prompt_rows() {
     counts_.clear();
     size_t room = std::min(limits_.chunk, transformer_.max_rows() - rows_.size());
@@ -90,7 +89,7 @@ void Scheduler::add_prompt_rows() {
     }
 }
 
-// Which hidden states go to the head: those that a token is drawn after, and those before a token to be scored.
+// Selects the hidden states for the head: those that a token is drawn from, and those that precede a scored token.
 void Scheduler::collect_heads(const float* hidden) {
     const size_t d = transformer_.config().hidden_dim;
     for (size_t i = 0; i < running_.size(); ++i) {
@@ -155,12 +154,12 @@ void Scheduler::draw(const HeadRow& row, float* logits, void* scratch) {
     History history{running.seen.empty() ? nullptr : running.seen.data(), running.counts, {}};
     if (position < request.min_new_tokens) history.banned = request.stop_tokens;
     const size_t n_top = request.sampling.top_logprobs;
-    sample.alternatives.resize((position + 1) * n_top);  // there is room
+    sample.alternatives.resize((position + 1) * n_top);  // reserved by start_sample()
     drawn_[row.index] = draw_token(logits, transformer_.config().vocab_size, request.sampling, history, uniform,
                                    scratch, sample.alternatives.data() + position * n_top);
 }
 
-// The rows of prompts are in the cache now. A prompt that is computed is done (scored), or its samples may start.
+// Advances prompts by their tokens in this step. A computed prompt is done (scoring), or its samples may start.
 void Scheduler::advance_prompts(const float* hidden) {
     const size_t d = transformer_.config().hidden_dim;
     for (const Running& running : running_) hidden += running.fresh ? 0 : d;
@@ -176,7 +175,7 @@ void Scheduler::advance_prompts(const float* hidden) {
     std::erase_if(prefilling_, [](const Job* job) { return job->is_computed(); });
 }
 
-// Every sample's drawn token, after which the sample may end.
+// Appends the drawn tokens to their samples, and ends samples.
 void Scheduler::append_drawn() {
     for (size_t i = 0; i < running_.size(); ++i) append(running_[i], drawn_[i]);
     erase_ended();
@@ -191,7 +190,7 @@ void Scheduler::append(Running& running, const Drawn& drawn) {
     if (std::isnan(drawn.logprob)) {
         job.error = "the model's logits for prompt " + std::to_string(job.request.prompt_index) + ", sample " +
                     std::to_string(job.request.first_sample + running.sample) + ", token " +
-                    std::to_string(sample.tokens.size()) + " hold NaN or +inf, or nothing but -inf";
+                    std::to_string(sample.tokens.size()) + " contain NaN or +inf, or are all -inf";
         failed_.push_back(&job);
         return;
     }
@@ -204,7 +203,7 @@ void Scheduler::append(Running& running, const Drawn& drawn) {
 }
 
 void Scheduler::Running::count(int32_t token) {
-    const auto is_before = [](const TokenCount& of, int32_t other) { return of.token < other; };
+    const auto is_before = [](const TokenCount& entry, int32_t other) { return entry.token < other; };
     const auto at = std::lower_bound(counts.begin(), counts.end(), token, is_before);
     if (at != counts.end() && at->token == token) {
         ++at->count;
@@ -213,37 +212,37 @@ void Scheduler::Running::count(int32_t token) {
     }
 }
 
-// Whether the last token ends its sample. Reads its text where there are stop strings.
+// Returns whether and why the last token ends its sample. Advances the search for stop strings.
 Finish Scheduler::finish_after(Running& running) const {
     const Request& request = running.job->request;
     Sample& sample = running.job->samples[running.sample];
     const size_t n = sample.tokens.size();
     if (request.stop_strings != nullptr) {
         const bool may_end = n > request.min_new_tokens;
-        const auto reading = request.stop_strings->read(running.stop_state, sample.tokens.back(), may_end);
-        sample.held.push_back(reading.held);
-        if (reading.is_complete) return Finish::kStop;
+        const auto match = request.stop_strings->read(running.stop_state, sample.tokens.back(), may_end);
+        sample.n_withheld.push_back(match.n_withheld);
+        if (match.is_complete) return Finish::kStop;
     }
     const auto& stops = request.stop_tokens;
     const bool is_stop = std::find(stops.begin(), stops.end(), sample.tokens.back()) != stops.end();
     if (!is_stop && n < request.max_new_tokens) return Finish::kRunning;
-    if (request.stop_strings != nullptr) sample.held.back() = 0;  // no stop string can come of it any more
+    if (request.stop_strings != nullptr) sample.n_withheld.back() = 0;  // the text has ended without a stop string
     return is_stop ? Finish::kStop : Finish::kLength;
 }
 
-// Frees the sample's pages; erase_ended() then removes it from running_.
+// Frees the pages of a sample; erase_ended() then removes it from running_.
 void Scheduler::end(Running& running, Finish finish) {
     Job& job = *running.job;
     job.samples[running.sample].finish = finish;
-    if (job.request.keep && job.error.empty()) keep(running);
+    if (job.request.keep && job.error.empty()) retain(running);
     unref_all(running.pages);
     reserved_ -= running.reserved;
     running.job = nullptr;
     if (++job.ended == job.request.n) release_prompt(job);
 }
 
-// Keeps the pages of a sequence up to its last token, whose keys and values are not computed.
-void Scheduler::keep(const Running& running) {
+// Retains the pages of a sequence, excluding its last token, whose keys and values have not been computed.
+void Scheduler::retain(const Running& running) {
     const Job& job = *running.job;
     const std::vector<int32_t>&prompt = job.request.tokens, &drawn = job.samples[running.sample].tokens;
     const size_t n = prompt.size() + std::max<size_t>(drawn.size(), 1) - 1;
@@ -256,11 +255,11 @@ void Scheduler::keep(const Running& running) {
             tokens[t] = at < prompt.size() ? prompt[at] : drawn[at - prompt.size()];
         }
         const int32_t page = i < running.pages.size() ? running.pages[i] : job.pages[i];
-        before = cache_.keep(page, before, job.request.adapter, tokens.data(), count);
+        before = cache_.retain(page, before, job.request.adapter, tokens.data(), count);
     }
 }
 
-// The last page first: kept pages are evicted in this order, and a page is found by those before it.
+// Last page first: retained pages are evicted in this order, and a page can only be found through its predecessors.
 void Scheduler::unref_all(const std::vector<int32_t>& pages) {
     for (auto page = pages.rbegin(); page != pages.rend(); ++page) cache_.unref(*page);
 }
@@ -269,7 +268,7 @@ void Scheduler::erase_ended() {
     std::erase_if(running_, [](const Running& running) { return running.job == nullptr; });
 }
 
-// The job is done.
+// Frees the pages of a prompt and marks the job as done.
 void Scheduler::release_prompt(Job& job) {
     unref_all(job.pages);
     job.pages.clear();

@@ -1,11 +1,11 @@
-// Continuous batching: prompts and their samples over one transformer and one cache, a step at a time.
+// Continuous batching of prompts and samples over one transformer and one paged KV cache.
 //
-// A step computes one token of every running sample and the next tokens of the admitted prompts, then draws. A prompt
-// is computed once for all its samples, and whole pages of 64 tokens that prompts have in common, once for all of them.
-// Ended samples are replaced by others: admission reserves the pages of a sample's worst case, so there is no
-// preemption; samples of admitted prompts go before new prompts. A request may keep its sequence in the cache for those
-// that begin like it, such as the next turn of a conversation, until the memory is needed. Tokens are drawn from
-// uniforms of (seed, prompt, sample, position): a sample depends neither on other requests nor on their order.
+// A step computes one token of every running sample and a chunk of the admitted prompts, then draws. A prompt is
+// computed once for all its samples, and full pages of a common prefix once for all prompts. Admission reserves the
+// pages of a sample's worst case, so there is no preemption; samples of admitted prompts start before new prompts. A
+// request may retain its sequence in the cache for requests with the same prefix, such as the next turn of a
+// conversation, until the memory is needed. Tokens are drawn with uniforms of (seed, prompt, sample, position): a
+// sample does not depend on other requests or their order.
 #pragma once
 #include <cstdint>
 #include <deque>
@@ -26,78 +26,77 @@ enum class Finish : uint8_t { kRunning, kStop, kLength, kCancelled };
 struct Sample {
     std::vector<int32_t> tokens;
     std::vector<float> logprobs;
-    std::vector<Drawn> alternatives;  // top_logprobs for each token, perhaps also for one that is not among them yet
-    std::vector<int32_t> held;        // with stop strings, per token: bytes at the end of its text that are not shown
+    std::vector<Drawn> alternatives;  // top_logprobs per token, and perhaps of one token not yet in `tokens`
+    std::vector<int32_t> n_withheld;  // with stop strings, per token: StopStrings::Match::n_withheld
     Finish finish = Finish::kRunning;
 };
 
 struct Request {
     std::vector<int32_t> tokens;  // the prompt, or a sequence to score
     uint64_t adapter = 0;         // 0: none
-    bool keep = false;            // prompt and sampled tokens in the cache, for later requests
-    // To sample:
+    bool keep = false;            // retain prompt and sampled tokens in the cache
+    // Sampling:
     size_t n = 0, min_new_tokens = 0, max_new_tokens = 0;
     Sampling sampling;
-    std::vector<int32_t> stop_tokens;                 // these and the stop strings come after min_new_tokens tokens
-    std::shared_ptr<const StopStrings> stop_strings;  // null: none
-    uint64_t seed = 0, prompt_index = 0, first_sample = 0;  // its samples are first_sample ... first_sample + n - 1
-    // To score, where n is 0: log-probs (and entropies) of the tokens from `score_from` on, which is 1 at least.
+    std::vector<int32_t> stop_tokens;                       // like stop strings, not before min_new_tokens tokens
+    std::shared_ptr<const StopStrings> stop_strings;        // null: none
+    uint64_t seed = 0, prompt_index = 0, first_sample = 0;  // samples [first_sample, first_sample + n)
+    // Scoring, if n is 0: log-probs (and entropies) of tokens [score_from, tokens.size()), with score_from >= 1.
     size_t score_from = 1;
     bool entropy = false;
-    bool logits = false;  // keep them: of every token from score_from - 1 on
+    bool logits = false;  // also return the logits of tokens [score_from - 1, tokens.size())
 };
 
-// A request, its state and its results. It belongs to a session: a caller's call, which ends all of its jobs at once.
+// A request, its state and its results. Belongs to a session: a call, which ends all of its jobs at once.
 struct Job {
     Request request;
     uint64_t session = 0;
     std::vector<Sample> samples;
     std::vector<float> logprobs, entropies, logits;
     bool done = false;
-    std::string error;  // which logits hold NaN or infinity: the request ended there
+    std::string error;  // set if the request ended because of NaN or infinite logits
 
-    // The scheduler's own.
+    // State of the scheduler.
     std::shared_ptr<const Adapter> adapter;  // null: none
     std::vector<int32_t> pages;
     std::vector<float> hidden;  // after the last token of the prompt
-    size_t computed = 0;        // tokens of the prompt that are in the cache
-    size_t reused = 0;          // of these, those that others had computed when it was admitted
+    size_t computed = 0;        // prompt tokens in the cache
+    size_t reused = 0;          // prompt tokens found in the cache on admission
     size_t started = 0, ended = 0;
-    bool first_reserved = false;  // the pages of its first sample
+    bool first_reserved = false;  // reserved_ includes the tail pages of its first sample
 
     bool is_computed() const { return computed == request.tokens.size(); }
 };
 
 struct Limits {
-    size_t kv_bytes, max_batch, chunk;  // samples at a time; tokens of prompts in a step
+    size_t kv_bytes, max_batch, chunk;  // max_batch: running samples; chunk: prompt tokens per step
 };
 
 class Scheduler {
 public:
     Scheduler(Transformer& transformer, const Limits& limits);
 
-    // Queues a request. Throws std::invalid_argument if it could never run, for lack of pages.
+    // Queues a request. Throws std::invalid_argument if it needs more pages than there are.
     uint64_t add(Request request, uint64_t session = 0);
-    // Throws std::out_of_range if there is no such request.
+    // Throws std::out_of_range for an unknown id.
     const Job& job(uint64_t id) const { return *jobs_.at(id); }
-    // Erases a request, or all of a session, which are cancelled if they still run: no job, page or index entry of
-    // theirs is left, but for pages that they keep, and other prompts compute the shared pages that they awaited. Does
-    // not throw.
+    // Cancels and erases a request, or all requests of a session: frees their jobs, pages and index entries, except
+    // retained pages. Prompts that wait for shared pages compute them. Does not throw.
     void remove(uint64_t id);
     void end_session(uint64_t session);
 
-    // False when there was nothing to do. After std::bad_alloc the next step continues.
+    // Returns false if there was nothing to do. After std::bad_alloc the next step continues.
     bool step();
 
     void add_adapter(uint64_t id, std::unique_ptr<Adapter> adapter);  // id: not 0, and new
-    void remove_adapter(uint64_t id) { adapters_.erase(id); }         // requests that have it keep it until they end
+    void remove_adapter(uint64_t id) { adapters_.erase(id); }         // its requests share ownership until they end
     bool has_adapter(uint64_t id) const { return adapters_.count(id) != 0; }
 
-    // Frees what requests have kept; there are none.
-    void forget_kept() { cache_.forget_kept(); }
+    // Frees all retained pages. No request may be active.
+    void evict_retained() { cache_.evict_retained(); }
 
-    // Gives the memory of free pages and of the workspace back to the system, until the next step. Kept pages stay.
-    // How many bytes it was, at most.
+    // Releases the memory of free pages and of the workspace to the system; retained pages stay. Returns an upper bound
+    // of the bytes released. The next step commits the memory again.
     size_t release_memory();
 
     const KvCache& cache() const { return cache_; }
@@ -112,10 +111,10 @@ private:
         Job* job;
         size_t sample;
         std::vector<int32_t> pages;
-        std::vector<uint64_t> seen;        // tokens of the sequence, a bit each; empty without a repetition penalty
+        std::vector<uint64_t> seen;        // bitmap of the sequence's tokens; empty without a repetition penalty
         size_t reserved;                   // pages that it may still allocate
-        bool fresh;                        // its first token comes from the prompt's last hidden state
-        std::vector<TokenCount> counts{};  // of its tokens, in order of id; empty without penalties on them
+        bool fresh;                        // its first token is drawn from the prompt's last hidden state
+        std::vector<TokenCount> counts{};  // by token id; empty without presence and frequency penalties
         StopStrings::State stop_state{};
 
         void mark_seen(int32_t token) { seen[static_cast<size_t>(token) / 64] |= uint64_t{1} << token % 64; }
@@ -125,7 +124,7 @@ private:
     struct HeadRow {
         Kind kind;
         const float* hidden;
-        size_t index;  // of running_, or of the token of `job`
+        size_t index;  // kDraw: in running_; kScore: token of `job`
         Job* job;
     };
 
@@ -139,15 +138,15 @@ private:
     std::vector<Job*> prefilling_, pending_;  // pending_: prompts in the cache with samples still to start
     std::vector<Running> running_;
     size_t reserved_ = 0;
-    std::vector<Row> rows_;
-    std::vector<size_t> counts_;  // rows that each prompt of prefilling_ has got
+    std::vector<InputToken> rows_;
+    std::vector<size_t> counts_;  // tokens of each prompt of prefilling_ in this step
     std::vector<HeadRow> head_rows_;
     std::vector<Drawn> drawn_;
-    std::vector<Job*> failed_;  // whose logits are not numbers
+    std::vector<Job*> failed_;  // jobs with invalid logits
     std::vector<float> head_in_, logits_;
     std::vector<uint8_t> scratch_;
     size_t head_tile_;
-    bool has_workspace_ = false;  // whether a step has used it since it was made or released
+    bool has_workspace_ = false;  // a step has used the workspace since it was created or released
 
     // admission.cpp
     size_t tail_pages(const Request& request) const;
@@ -155,7 +154,7 @@ private:
     void admit_waiting();
     bool admit(Job& job);
     void find_prefix(Job& job) const;
-    void copy_kept(Job& job);
+    void copy_retained(Job& job);
     void start_samples();
     bool start_sample(Job& job);
 
@@ -171,7 +170,7 @@ private:
     void append(Running& running, const Drawn& drawn);
     Finish finish_after(Running& running) const;
     void end(Running& running, Finish finish);
-    void keep(const Running& running);
+    void retain(const Running& running);
     void unref_all(const std::vector<int32_t>& pages);
     void erase_ended();
     void release_prompt(Job& job);

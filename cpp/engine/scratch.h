@@ -1,4 +1,4 @@
-// Memory that a thread keeps for its next call: nothing is asked of the system once it has seen the largest size.
+// Thread-local scratch memory, reused across calls: no allocation after warm-up.
 #pragma once
 #include <cstddef>
 #include <cstdlib>
@@ -7,19 +7,19 @@
 
 namespace whet {
 
-// What a thread's memory is used for. Each use has its own: kRow serves within one call while the others are in use.
+// Uses of scratch memory, each with a separate buffer per thread: kRow is used while others are in use.
 enum class Scratch {
-    kInputs,  // a layer's inputs in the form that its kernel takes
-    kRow,     // one row on its way from one format to another
-    kPanels,  // gemm's b
-    kCopy,    // gemm's a, where it cannot be used as it lies
-    kSums,    // of gemm and gemv, before they are blended with c
+    kInputs,  // inputs of a layer, converted for its kernel
+    kRow,     // one row during a conversion between formats
+    kPanels,  // packed b of gemm
+    kCopy,    // copy of gemm's a, if its layout is not supported
+    kSums,    // accumulators of gemm and gemv, before they are blended with c
     kTask,    // one task of attention
-    kRuns,    // the partial results of decode attention, of the calling thread
+    kRuns,    // partial results of decode attention
     kCount
 };
 
-// Bytes for this use, on a page boundary; what was there is lost if it has to grow.
+// Returns at least this many bytes, page-aligned. Contents are lost if the buffer has to grow.
 inline void* scratch_bytes(size_t bytes, Scratch use) {
     struct Free {
         void operator()(void* p) const { std::free(p); }
@@ -38,7 +38,7 @@ inline void* scratch_bytes(size_t bytes, Scratch use) {
     return block.memory.get();
 }
 
-// n elements.
+// Scratch memory for n elements.
 template <class T>
 T* scratch(size_t n, Scratch use) {
     return static_cast<T*>(scratch_bytes(n * sizeof(T), use));

@@ -17,7 +17,7 @@ StopStrings::StopStrings(std::shared_ptr<const TokenTexts> texts, const std::vec
     link();
 }
 
-StopStrings::Reading StopStrings::read(State& state, int32_t token, bool may_end) const {
+StopStrings::Match StopStrings::read(State& state, int32_t token, bool may_end) const {
     std::string_view text = texts_->of(token);
     if (!state.has_text && !text.empty()) {
         state.has_text = true;
@@ -28,7 +28,7 @@ StopStrings::Reading StopStrings::read(State& state, int32_t token, bool may_end
         const Node* node = &nodes_[state.node];
         if (node->complete == 0) continue;
         if (may_end) return {true, node->complete + static_cast<int32_t>(text.size() - 1 - i)};
-        while (node->complete != 0 && node->first_child == 0) {  // nothing can come of it any more
+        while (node->complete != 0 && node->first_child == 0) {  // no longer string can match
             state.node = node->fail;
             node = &nodes_[state.node];
         }
@@ -63,7 +63,7 @@ void StopStrings::insert(const std::string& string) {
     nodes_[node].complete = nodes_[node].depth;
 }
 
-// `fail` and `complete` of every node, those of shorter strings first.
+// Sets `fail` and `complete` of every node, breadth first.
 void StopStrings::link() {
     std::vector<uint32_t> order{0};
     order.reserve(nodes_.size());

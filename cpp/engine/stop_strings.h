@@ -1,8 +1,8 @@
-// Finds the strings at which a text ends, token by token, on bytes: a string is found wherever tokens begin and end.
+// Incremental search for stop strings in bytes, independent of token boundaries.
 //
-// A text ends before the first string that is complete in it; of those that are complete with the same byte, before the
-// longest. What could be the beginning of one is held back until it is decided. Aho and Corasick's automaton (1975):
-// its state, a number for each text, is the longest end of the text that begins a string.
+// A text is cut before the first stop string to complete; of strings that complete at the same byte, before the
+// longest. Bytes that could begin a stop string are withheld until it is decided. Aho-Corasick automaton (1975): the
+// state is the longest suffix of the text that is a prefix of a string.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -16,8 +16,8 @@ namespace whet {
 // The text of every token, as bytes.
 struct TokenTexts {
     std::string bytes;
-    std::vector<int32_t> ends;       // in bytes, of each token in order of id; tokens beyond them have no text
-    bool drops_first_space = false;  // the decoder leaves out a space that a text begins with
+    std::vector<int32_t> ends;       // end offset of each token, by id; tokens beyond the last have no text
+    bool drops_first_space = false;  // the decoder removes a leading space
 
     std::string_view of(int32_t token) const;
 };
@@ -28,25 +28,24 @@ public:
         uint32_t node = 0;
         bool has_text = false;
     };
-    struct Reading {
-        bool is_complete;  // a stop string is; the text ends there
-        int32_t held;      // bytes at the end of the text that are not shown: not yet, or never where it is complete
+    struct Match {
+        bool is_complete;    // a stop string has matched; the text ends before it
+        int32_t n_withheld;  // bytes at the end of the text to withhold: for good if complete, else for now
     };
 
-    // Strings that are not empty.
+    // `strings` must not be empty strings.
     StopStrings(std::shared_ptr<const TokenTexts> texts, const std::vector<std::string>& strings);
 
-    // Goes on with a token's text. A string that is complete while the text may not end is passed over. Does not
-    // allocate.
-    Reading read(State& state, int32_t token, bool may_end) const;
+    // Advances by the text of a token. Strings that complete while `may_end` is false are ignored. Does not allocate.
+    Match read(State& state, int32_t token, bool may_end) const;
 
 private:
     struct Node {
         char byte = 0;
         uint32_t first_child = 0, next_sibling = 0;  // 0: none
-        uint32_t fail = 0;                           // the longest proper end of its string that is a node
+        uint32_t fail = 0;                           // the longest proper suffix that is a node
         int32_t depth = 0;                           // length of its string
-        int32_t complete = 0;                        // length of the longest stop string that it ends with; 0: none
+        int32_t complete = 0;                        // length of the longest stop string that is a suffix; 0: none
     };
 
     std::shared_ptr<const TokenTexts> texts_;

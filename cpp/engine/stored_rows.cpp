@@ -15,14 +15,14 @@
 namespace whet {
 namespace {
 
-constexpr double kNumberNs = 0.1;     // to look at one, roughly
-constexpr size_t kRowsAtATime = 256;  // 16 panels: enough for the threads, and little memory
+constexpr double kCheckNs = 0.1;    // rough cost per number
+constexpr size_t kChunkRows = 256;  // 16 panels: enough for the threads, and little memory
 
-// Below 2^exponent, and so not NaN.
+// Whether |half| < 2^exponent; false for NaN.
 bool is_below(int exponent, uint16_t half) { return (half & 0x7fff) < (exponent + 15) << 10; }
 bool is_finite_half(uint16_t half) { return is_below(16, half); }
 
-// Of types that become q8_0 also whether that can hold the numbers: they are below 2^22.
+// For types that are converted to q8_0, also checks that weights are in its range, below 2^22.
 template <class Block>
 bool are_finite(const uint8_t* row, size_t n_blocks, ptrdiff_t) {
     for (size_t i = 0; i < n_blocks; ++i, row += sizeof(Block)) {
@@ -46,7 +46,7 @@ bool are_finite(const uint8_t* row, size_t n_blocks, ptrdiff_t) {
 template <class Bits, Bits exponent>
 bool are_finite_numbers(const uint8_t* row, size_t n, ptrdiff_t stride) {
     const auto* x = reinterpret_cast<const Bits*>(row);
-    const auto check = [&](auto step) {  // a constant step, and masks as wide as numbers, make vectors of the loop
+    const auto check = [&](auto step) {  // vectorises: the step is constant, and masks are as wide as numbers
         Bits found = 0;
         for (size_t i = 0; i < n; ++i) {
             const Bits mask = x[static_cast<ptrdiff_t>(i) * step] & exponent;
@@ -71,11 +71,11 @@ void convert_to_q8_0(const uint8_t* row, size_t k, uint8_t* packed) {
     constexpr size_t n = Block::kLength / kQuantBlock;
     for (size_t i = 0; i < k; i += Block::kLength, row += sizeof(Block), packed += n * sizeof(BlockQ8_0)) {
         Block block;
-        Opened opened;
+        UnpackedBlock unpacked;
         BlockQ8_0 blocks[n];
         std::memcpy(&block, row, sizeof block);
-        open(block, opened);
-        to_q8_0(opened, Block::kLength, Block::kGroup, blocks);
+        unpack_block(block, unpacked);
+        to_q8_0(unpacked, Block::kLength, Block::kGroup, blocks);
         std::memcpy(packed, blocks, sizeof blocks);
     }
 }
@@ -111,7 +111,7 @@ constexpr StoredTraits converted(const char* name, uint32_t number, const char* 
 
 constexpr size_t kTypes = static_cast<size_t>(StoredType::kCount);
 
-// In the order of StoredType.
+// Indexed by StoredType.
 constexpr std::array<StoredTraits, kTypes> make_table() {
     std::array<StoredTraits, kTypes> table = {{
         numbers<uint32_t, 0x7f800000>("float32", 0, "F32", RowType::kFloat32),
@@ -146,12 +146,13 @@ const uint8_t* row_at(const StoredRows& rows, size_t i) {
     return static_cast<const uint8_t*>(rows.data) + static_cast<ptrdiff_t>(i) * rows.row_stride * size;
 }
 
-// Some of the rows at a time, made into `bytes` bytes each by make(row, memory): consume(first, count, memory).
+// Processes rows in chunks: make(row, memory) converts each row to `bytes` bytes, consume(first, count, memory) uses
+// them.
 template <class Make, class Consume>
-void in_portions(size_t n, size_t bytes, Make&& make, Consume&& consume) {
-    std::vector<uint8_t> memory(std::min(n, kRowsAtATime) * bytes);
-    for (size_t first = 0; first < n; first += kRowsAtATime) {
-        const size_t count = std::min(n - first, kRowsAtATime);
+void for_each_chunk(size_t n, size_t bytes, Make&& make, Consume&& consume) {
+    std::vector<uint8_t> memory(std::min(n, kChunkRows) * bytes);
+    for (size_t first = 0; first < n; first += kChunkRows) {
+        const size_t count = std::min(n - first, kChunkRows);
         auto make_row = [&](size_t i) { make(first + i, memory.data() + i * bytes); };
         parallel_for(count, make_row);
         consume(first, count, memory.data());
@@ -170,7 +171,7 @@ void unpack_row(const StoredRows& rows, size_t i, float* to) {
 
 size_t StoredTraits::row_length(size_t width) const {
     if (!is_quantised) return width;
-    if (width % gguf.block_bytes != 0) throw std::invalid_argument("no whole blocks");
+    if (width % gguf.block_bytes != 0) throw std::invalid_argument("not a whole number of blocks");
     return width / gguf.block_bytes * gguf.block;
 }
 
@@ -196,7 +197,7 @@ StoredRows StoredRows::range(size_t first, size_t count) const {
 
 bool is_finite(StoredRows rows) {
     const StoredTraits& stored = traits(rows.type);
-    if (rows.row_stride == 1 && !stored.is_quantised) {  // in the order in which they lie
+    if (rows.row_stride == 1 && !stored.is_quantised) {  // column-major: check in memory order
         std::swap(rows.n, rows.k);
         std::swap(rows.row_stride, rows.column_stride);
     }
@@ -204,13 +205,13 @@ bool is_finite(StoredRows rows) {
     auto check = [&](size_t i) {
         if (!stored.is_finite(row_at(rows, i), rows.k / stored.gguf.block, rows.column_stride)) finite = false;
     };
-    parallel_for(rows.n, kNumberNs * static_cast<double>(rows.n * rows.k), check);
+    parallel_for(rows.n, kCheckNs * static_cast<double>(rows.n * rows.k), check);
     return finite;
 }
 
 void unpack_rows(const StoredRows& rows, float* out) {
     const StoredTraits& stored = traits(rows.type);
-    if (stored.source) {  // panels of float32 are how the kernels widen numbers
+    if (stored.source) {  // packs and unpacks float32 panels: the kernels widen numbers
         PackedWeight panels(WeightFormat::kFloat32, rows.n, rows.k);
         panels.pack_rows(0, rows.n, rows.data, *stored.source, rows.row_stride, rows.column_stride);
         return panels.unpack(out, rows.k * sizeof(float));
@@ -237,10 +238,10 @@ void pack_rows(const StoredRows& rows, PackedWeight& to, size_t first) {
     if (keeps_integers) {
         const auto convert = [&](size_t i, uint8_t* row) { stored.convert_row(row_at(rows, i), rows.k, row); };
         const size_t bytes = packed.row_bytes(rows.k);
-        return in_portions(rows.n, bytes, convert, pack(RowType::kPacked, bytes));
+        return for_each_chunk(rows.n, bytes, convert, pack(RowType::kPacked, bytes));
     }
     const auto unpack = [&](size_t i, uint8_t* row) { unpack_row(rows, i, reinterpret_cast<float*>(row)); };
-    in_portions(rows.n, rows.k * sizeof(float), unpack, pack(RowType::kFloat32, rows.k));
+    for_each_chunk(rows.n, rows.k * sizeof(float), unpack, pack(RowType::kFloat32, rows.k));
 }
 
 }  // namespace whet

@@ -1,4 +1,4 @@
-// Weights as model files and other libraries store them, on their way to float32 and into packed weights.
+// Weights as model files and other libraries store them, and their conversion to float32 and packed weights.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -34,31 +34,31 @@ enum class StoredType {
 };
 
 struct StoredTraits {
-    const char* name;  // that of the format that holds the same numbers, if there is one
+    const char* name;  // of the equivalent format, if any
     GgufTensorType gguf;
-    bool is_in_gguf = true;  // GGUF files of this type are read
+    bool is_in_gguf = true;  // supported in GGUF files
     bool is_quantised = true;
-    // The format that packed weights take the rows in as they are, or after convert_row. Of numbers: that of the
-    // kernels that pack them.
+    // Blocks: the format that keeps their integers, directly or after convert_row. Numbers: the packing kernels'
+    // format.
     WeightFormat packed_as;
-    std::optional<RowType> source = {};  // of the numbers that packing kernels read
-    void (*convert_row)(const uint8_t* row, size_t k, uint8_t* packed) = nullptr;  // null: the same bytes
-    void (*dequantize_row)(const uint8_t* row, size_t k, float* x) = nullptr;      // of quantised types
-    // Of n blocks that lie end to end, or of n numbers, `stride` of them apart.
+    std::optional<RowType> source = {};  // number type for the packing kernels
+    void (*convert_row)(const uint8_t* row, size_t k, uint8_t* packed) = nullptr;  // null: identical bytes
+    void (*dequantize_row)(const uint8_t* row, size_t k, float* x) = nullptr;      // null for numbers
+    // Checks n contiguous blocks, or n numbers with a stride.
     bool (*is_finite)(const uint8_t* row, size_t n, ptrdiff_t stride) = nullptr;
 
-    // The numbers of a row of so many elements, which are the unit of row_stride: numbers, or bytes of blocks. Throws
-    // std::invalid_argument if there is no such row.
+    // Numbers in a row of `width` elements: numbers, or bytes of blocks. Throws std::invalid_argument if `width` is not
+    // a whole number of blocks.
     size_t row_length(size_t width) const;
 };
 
-// Throws std::out_of_range if there is no such type.
+// Throws std::out_of_range for an invalid type.
 const StoredTraits& traits(StoredType type);
-// The types of tensors that GGUF files may have.
+// Tensor types supported in GGUF files.
 std::span<const GgufTensorType> gguf_types();
 
-// (n, k) weights anywhere in memory. Of numbers the strides are in elements and may be negative; of a quantised type
-// whole rows are row_stride bytes apart, in the blocks of GGUF.
+// A view of (n, k) weights. Numbers: strides in elements, which may be negative. Quantised types: rows of GGUF blocks,
+// row_stride bytes apart.
 struct StoredRows {
     StoredType type;
     const void* data;
@@ -68,15 +68,15 @@ struct StoredRows {
     StoredRows range(size_t first, size_t count) const;
 };
 
-// Whether no number, or no scale of a quantised type, is NaN, infinite, or beyond what the rows are packed as.
+// Returns whether all numbers, or all scales of a quantised type, are finite and in the range of `packed_as`.
 bool is_finite(StoredRows rows);
 
-// To float32, (n, k) contiguous: float64 rounds to nearest even, everything else is exact.
+// Converts to contiguous (n, k) float32: float64 rounds to nearest even, other types are exact.
 void unpack_rows(const StoredRows& rows, float* out);
 
-// Into rows [first, first + n) of `to`, which has the same k. Blocks of its format keep their bytes, and those that are
-// packed as its format are converted (blocks.h, quantize.h); float64 and other blocks go through float32, some rows at
-// a time.
+// Packs into rows [first, first + n) of `to`, which has the same k. Blocks of its format keep their bytes; types with
+// its format as packed_as are converted (blocks.h, quantize.h); float64 and other blocks are converted to float32
+// first, in chunks of rows.
 void pack_rows(const StoredRows& rows, PackedWeight& to, size_t first);
 
 }  // namespace whet

@@ -1,4 +1,4 @@
-// How a product is cut into tasks for the thread pool.
+// Cuts a matrix product into tasks for the thread pool.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -9,27 +9,27 @@
 
 namespace whet {
 
-constexpr double kMultiplyAddNs = 0.2;  // of a product that is bound by memory, roughly
+constexpr double kMultiplyAddNs = 0.2;  // rough cost in a memory-bound product
 
-// body(first panel, panel count, first row, row count) for all panels and rows, over the pool where the work is worth
-// it.
+// Calls body(first panel, panel count, first row, row count) for tiles that cover all panels and rows, over the pool if
+// the work is worth threads.
 template <class F>
 void for_tiles(size_t n_panels, size_t rows, size_t k, F&& body) {
     if (n_panels == 0 || rows == 0) return;
     constexpr size_t kTilePanels = 3;     // of the widest tile (kernels/linear.h)
     constexpr size_t kTaskRows = 256;     // rows of one task
-    constexpr size_t kFewRows = 8;        // below it a product is bound by reading its weights
-    constexpr size_t kTaskWork = 150000;  // multiply-adds of one task at least
+    constexpr size_t kFewRows = 8;        // products with fewer rows are bound by reading the weights
+    constexpr size_t kTaskWork = 150000;  // minimum multiply-adds of a task
     const size_t work = n_panels * kPanel * rows * k;
     if (!is_worth_threads(kMultiplyAddNs * static_cast<double>(work))) return body(0, n_panels, 0, rows);
     const size_t threads = static_cast<size_t>(num_threads());
-    // A low-rank product has fewer tiles of panels than there are threads: its rows are cut for them.
+    // A low-rank product has fewer tiles of panels than there are threads: split its rows across threads.
     const size_t row_threads = ceil_div(threads, ceil_div(n_panels, kTilePanels));
     const size_t task_rows = std::clamp(ceil_div(rows, row_threads * kFewRows) * kFewRows, kFewRows, kTaskRows);
     const size_t row_tasks = ceil_div(rows, task_rows);
-    // Whole tiles of panels: tasks large enough to be worth claiming, and enough of them that threads end together.
-    // Few rows are bound by memory, which is read fastest in long runs. With many, few enough panels to stay in the L2
-    // cache.
+    // Whole tiles of panels: tasks large enough to be worth claiming, and enough of them to balance the threads. With
+    // few rows the product is memory-bound, and long sequential reads are fastest. With many rows, few enough panels
+    // to fit in the L2 cache.
     size_t panels = kTilePanels;
     if (rows <= kTaskRows && row_threads == 1) {
         const size_t per_thread = std::clamp<size_t>(work / kTaskWork / threads, 1, rows < kFewRows ? 1 : 16);

@@ -12,7 +12,7 @@ namespace {
 
 constexpr size_t kTaskElements = 16384;
 
-// Nanoseconds on one core, roughly.
+// Rough estimate in nanoseconds on one core.
 double work_of(size_t elements) { return static_cast<double>(elements) * 0.3; }
 
 size_t rows_per_task(size_t n) { return std::max<size_t>(1, kTaskElements / std::max<size_t>(1, n)); }
@@ -20,22 +20,22 @@ size_t rows_per_task(size_t n) { return std::max<size_t>(1, kTaskElements / std:
 template <class T, class Grad, class Kernel>
 void rms_norm_backward_rows(Kernel kernel, const T* x, const float* weight, const Grad* grad, size_t rows, size_t n,
                             double eps, T* grad_x, float* grad_weight) {
-    const size_t piece = std::max<size_t>(64, rows_per_task(n)), pieces = ceil_div(rows, piece);
-    std::vector<float> sums(pieces * n);
-    parallel_split(rows, piece, work_of(rows * n), [&](size_t begin, size_t end) {
+    const size_t chunk = std::max<size_t>(64, rows_per_task(n)), chunks = ceil_div(rows, chunk);
+    std::vector<float> sums(chunks * n);
+    parallel_split(rows, chunk, work_of(rows * n), [&](size_t begin, size_t end) {
         for (size_t i = begin; i < end; ++i) {
-            kernel(x + i * n, weight, grad + i * n, n, eps, grad_x + i * n, sums.data() + begin / piece * n);
+            kernel(x + i * n, weight, grad + i * n, n, eps, grad_x + i * n, sums.data() + begin / chunk * n);
         }
     });
     for (size_t i = 0; i < n; ++i) {
         double sum = 0.0;
-        for (size_t p = 0; p < pieces; ++p) sum += sums[p * n + i];
+        for (size_t p = 0; p < chunks; ++p) sum += sums[p * n + i];
         grad_weight[i] = static_cast<float>(sum);
     }
 }
 
 template <class T, class Kernel>
-void swiglu_backward_pieces(Kernel kernel, const T* gate, const T* up, const T* grad, size_t n, T* grad_gate,
+void swiglu_backward_chunks(Kernel kernel, const T* gate, const T* up, const T* grad, size_t n, T* grad_gate,
                             T* grad_up) {
     parallel_split(n, kTaskElements, work_of(n), [&](size_t begin, size_t end) {
         kernel(gate + begin, up + begin, grad + begin, end - begin, grad_gate + begin, grad_up + begin);
@@ -43,12 +43,12 @@ void swiglu_backward_pieces(Kernel kernel, const T* gate, const T* up, const T* 
 }
 
 template <class T, class Kernel>
-void softcap_backward_pieces(Kernel kernel, const float* y, size_t n, float cap, T* grad) {
+void softcap_backward_chunks(Kernel kernel, const float* y, size_t n, float cap, T* grad) {
     parallel_split(n, kTaskElements, work_of(n),
                    [&](size_t begin, size_t end) { kernel(y + begin, end - begin, cap, grad + begin); });
 }
 
-// The column of a token among [first, first + n); n or more where it is not there.
+// Column of a token in a tile [first, first + n) of the vocabulary; n or more if the token is not in it.
 size_t column_of(int64_t token, size_t first, size_t n) {
     const auto id = static_cast<size_t>(token);
     return id < first ? n : id - first;
@@ -73,7 +73,7 @@ void bf16_from_f32(const float* x, size_t n, uint16_t* out) {
 
 void rounded_linear(bool by_columns, const float* weight, size_t n, size_t k, const uint16_t* x, size_t m,
                     const float* bias, uint16_t* out) {
-    // Columns of out for a task: many, so that memory is read in long runs, and few enough to end together.
+    // Columns of out per task: many, for long sequential reads, but few enough to balance the threads.
     const size_t columns = std::clamp<size_t>(n / 8 / 64 * 64, 64, 1024);
     const auto kernel = by_columns ? kernels().rounded_linear_columns : kernels().rounded_linear_rows;
     parallel_split(n, columns, work_of(n * k), [&](size_t begin, size_t end) {
@@ -109,18 +109,18 @@ void rms_norm_backward(const uint16_t* x, const float* weight, const uint16_t* g
 
 void swiglu_backward(const float* gate, const float* up, const float* grad, size_t n, float* grad_gate,
                      float* grad_up) {
-    swiglu_backward_pieces(kernels().swiglu_backward_f32, gate, up, grad, n, grad_gate, grad_up);
+    swiglu_backward_chunks(kernels().swiglu_backward_f32, gate, up, grad, n, grad_gate, grad_up);
 }
 void swiglu_backward(const uint16_t* gate, const uint16_t* up, const uint16_t* grad, size_t n, uint16_t* grad_gate,
                      uint16_t* grad_up) {
-    swiglu_backward_pieces(kernels().swiglu_backward_bf16, gate, up, grad, n, grad_gate, grad_up);
+    swiglu_backward_chunks(kernels().swiglu_backward_bf16, gate, up, grad, n, grad_gate, grad_up);
 }
 
 void softcap_backward(const float* y, size_t n, float cap, float* grad) {
-    softcap_backward_pieces(kernels().softcap_backward_f32, y, n, cap, grad);
+    softcap_backward_chunks(kernels().softcap_backward_f32, y, n, cap, grad);
 }
 void softcap_backward(const float* y, size_t n, float cap, uint16_t* grad) {
-    softcap_backward_pieces(kernels().softcap_backward_bf16, y, n, cap, grad);
+    softcap_backward_chunks(kernels().softcap_backward_bf16, y, n, cap, grad);
 }
 
 TokenLogprobs::TokenLogprobs(const int64_t* tokens, size_t rows, double temperature, bool with_entropy)

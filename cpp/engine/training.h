@@ -1,7 +1,7 @@
-// The kernels of a training step over the pool, but for attention (training_attention.h).
+// The kernels of a training step over the pool, except attention (training_attention.h).
 //
-// Arrays are contiguous; uint16_t is bfloat16. Sums are cut into pieces that do not depend on the number of threads:
-// the bits of a gradient are the same on any number of them.
+// Arrays are contiguous; uint16_t is bfloat16. Sums are split into chunks that do not depend on the number of threads,
+// so gradients are bit-identical for any number.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -13,13 +13,14 @@ namespace whet {
 
 void bf16_from_f32(const float* x, size_t n, uint16_t* out);
 
-// out (m, n) = x (m, k) bf16(weight)^T + bias for a few rows; weight is (n, k), or (k, n) by columns. No bias: null.
+// out (m, n) = x (m, k) bf16(weight)^T + bias for a few rows; weight is (n, k), or (k, n) with by_columns. bias may be
+// null.
 void rounded_linear(bool by_columns, const float* weight, size_t n, size_t k, const uint16_t* x, size_t m,
                     const float* bias, uint16_t* out);
 
 void rms_norm_to_bf16(const float* x, const float* weight, size_t rows, size_t n, double eps, uint16_t* out);
 
-// Of x (rows, n) and weight (n,), from the gradient of the result.
+// Gradients of x (rows, n) and weight (n,), from the gradient of the result.
 void rms_norm_backward(const float* x, const float* weight, const float* grad, size_t rows, size_t n, double eps,
                        float* grad_x, float* grad_weight);
 void rms_norm_backward(const float* x, const float* weight, const uint16_t* grad, size_t rows, size_t n, double eps,
@@ -31,18 +32,18 @@ void swiglu_backward(const float* gate, const float* up, const float* grad, size
 void swiglu_backward(const uint16_t* gate, const uint16_t* up, const uint16_t* grad, size_t n, uint16_t* grad_gate,
                      uint16_t* grad_up);
 
-// grad, that of y = cap tanh(x / cap), becomes that of x.
+// In place: grad of y = cap tanh(x / cap) becomes grad of x.
 void softcap_backward(const float* y, size_t n, float cap, float* grad);
 void softcap_backward(const float* y, size_t n, float cap, uint16_t* grad);
 
-// Log-probs of tokens whose logits are added in tiles, [first, first + n) of the vocabulary for some rows at a time.
+// Log-probs of tokens, from logits passed in tiles: [first, first + n) of the vocabulary for a chunk of rows.
 class TokenLogprobs {
 public:
     TokenLogprobs(const int64_t* tokens, size_t rows, double temperature, bool with_entropy);
 
     size_t rows() const { return tokens_.size(); }
     void add(const float* logits, size_t first_row, size_t rows, size_t first, size_t n);
-    // entropy: of rows(), not touched without with_entropy.
+    // All (rows(),); entropy is not written without with_entropy.
     void end(float* logprobs, float* lse, float* entropy) const;
 
 private:
@@ -52,7 +53,7 @@ private:
     std::vector<TokenSums> sums_;
 };
 
-// The gradient of a tile of logits (rows, n), from lse, logprobs and the gradients of these.
+// Gradient of a tile of logits (rows, n), from lse, logprobs and the gradients of logprobs.
 struct TokenLogprobsTile {
     const float* logits;
     size_t rows, n;
@@ -64,7 +65,7 @@ struct TokenLogprobsTile {
 void token_logprobs_backward(const TokenLogprobsTile& tile, float* out);
 void token_logprobs_backward(const TokenLogprobsTile& tile, uint16_t* out);
 
-// Loshchilov & Hutter 2019, as torch.optim.AdamW; t is the number of this step, from 1.
+// AdamW (Loshchilov & Hutter 2019), as torch.optim.AdamW; t is the step, starting at 1.
 struct AdamW {
     double lr, beta1, beta2, eps, weight_decay, t;
     double grad_scale;  // multiplies every gradient

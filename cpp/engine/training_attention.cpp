@@ -42,8 +42,8 @@ std::vector<AttentionSequence> sequences_of(const TrainingAttention& a) {
     return sequences;
 }
 
-// grad (n_tokens, n_kv_heads, head_dim) of keys or values: for each token, its parts (n_kv_heads, key rows, head_dim)
-// added in order.
+// grad (n_tokens, n_kv_heads, head_dim) of keys or values: sums the partial gradients (n_kv_heads, key rows, head_dim)
+// of each token in order.
 void add_readers(const TrainingAttention& a, const TrainingAttentionGradients& grads, const float* parts, void* grad) {
     const int64_t n_rows = a.k_offsets[a.n_sequences], d = a.head_dim;
     const double work = static_cast<double>(n_rows * a.n_kv_heads * d) * 0.15;
@@ -76,7 +76,7 @@ void attention_backward(const TrainingAttention& a, const TrainingAttentionGradi
     std::vector<AttentionSequence> sequences = sequences_of(a);
     const double work = attention_work(shape, sequences);
     std::erase_if(sequences, [](const AttentionSequence& s) { return s.n_keys == 0; });
-    // The pool claims the last task first, so the longest is last.
+    // Longest task last: the pool claims the last task first.
     std::sort(sequences.begin(), sequences.end(), [](const AttentionSequence& x, const AttentionSequence& y) {
         return x.n_queries * x.n_keys < y.n_queries * y.n_keys;
     });

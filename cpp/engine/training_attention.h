@@ -1,8 +1,8 @@
 // Causal attention of a packed training batch, and its gradient, over the pool.
 //
-// Sequences are concatenated: queries [q_offsets[s], q_offsets[s + 1]) see the keys whose tokens are
-// key_rows[k_offsets[s] ... k_offsets[s + 1]), and are aligned with their end. A token that several sequences attend
-// to, such as those of a prompt with several completions, is there once.
+// Sequences are concatenated: queries [q_offsets[s], q_offsets[s + 1]) attend to the keys of tokens
+// key_rows[k_offsets[s] : k_offsets[s + 1]], aligned at the end. Tokens shared by several sequences, such as a prompt
+// with several completions, are stored once.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -20,7 +20,7 @@ struct TrainingAttention {
     int64_t n_tokens = 0, n_heads = 0, n_kv_heads = 0, head_dim = 0, n_sequences = 0;
     const int64_t *q_offsets = nullptr, *k_offsets = nullptr;  // (n_sequences + 1,)
     const int64_t* key_rows = nullptr;                         // (k_offsets[n_sequences],)
-    int64_t window = 0;                                        // keys seen, the query's own included
+    int64_t window = 0;                                        // keys in the window, including the query's
     double scale = 0.0;
     double softcap = 0.0;  // of scores: softcap tanh(score / softcap); 0: none
     TokenHeads q, k, v;
@@ -28,10 +28,10 @@ struct TrainingAttention {
     float* lse = nullptr;  // (n_tokens, n_heads)
 };
 
-// Gradients are contiguous. grad_k and grad_v of a token are the sums over readers[reader_offsets[token] ...), the
-// positions of the token in key_rows, in their order: the same bits on any number of threads.
+// Gradients are contiguous. grad_k and grad_v of a token are sums over readers[reader_offsets[token]:], the indices of
+// the token in key_rows, in order: bit-identical for any number of threads.
 struct TrainingAttentionGradients {
-    const void* out = nullptr;  // of the result
+    const void* out = nullptr;  // gradient of the result
     void *q = nullptr, *k = nullptr, *v = nullptr;
     const int64_t *reader_offsets = nullptr, *readers = nullptr;
 };
@@ -39,7 +39,7 @@ struct TrainingAttentionGradients {
 // Throws std::bad_alloc.
 void attention_forward(const TrainingAttention& a);
 
-// `out` and `lse` are those of the forward pass. Throws std::bad_alloc.
+// `out` and `lse` are results of the forward pass. Throws std::bad_alloc.
 void attention_backward(const TrainingAttention& a, const TrainingAttentionGradients& grads);
 
 }  // namespace whet

@@ -13,12 +13,12 @@ namespace whet {
 namespace {
 
 constexpr double kLog2E = 1.4426950408889634;
-constexpr size_t kAdapterRows = 16;  // that a thread takes through an adapter: two tiles of the products
+constexpr size_t kAdapterRows = 16;  // rows of a task in adapt(): two tiles of the products
 
-int64_t n_pages(const Row& row) { return row.position / kPageTokens + 1; }
+int64_t n_pages(const InputToken& row) { return row.position / kPageTokens + 1; }
 
-// Pages at the beginning of both rows that are the same.
-int64_t common_pages(const Row& a, const Row& b) {
+// Length in pages of the common prefix of two tokens' sequences.
+int64_t common_pages(const InputToken& a, const InputToken& b) {
     const int64_t n = std::min(n_pages(a), n_pages(b));
     int64_t i = 0;
     while (i < n && a.pages[i] == b.pages[i]) ++i;
@@ -44,7 +44,7 @@ Transformer::Transformer(std::shared_ptr<const Weights> weights, size_t max_rows
         local_cos_sin_ = arena_.take<float>(max_rows_ * 2 * config_.local_inv_freq.size());
         state_ = arena_.take<float>(max_rows_ * config_.n_heads * state_size());
         queries_ = arena_.take<uint8_t>(max_rows_ * config_.n_heads * query_bytes());
-        positions_ = arena_.take<int32_t>(max_rows_ * config_.group());
+        positions_ = arena_.take<int32_t>(max_rows_ * config_.kv_group());
     };
     parts();
     arena_.allocate();
@@ -56,8 +56,8 @@ void Transformer::reserve_adapters(size_t rank) {
     adapter_hidden_.resize(std::max(adapter_hidden_.size(), max_rows_ * rank));
 }
 
-const float* Transformer::forward(const Row* rows, size_t n, KvCache& cache) {
-    group(rows, n);
+const float* Transformer::forward(const InputToken* rows, size_t n, KvCache& cache) {
+    group_by_prefix(rows, n);
     embed(rows, n);
     float* delta = nullptr;  // sublayer output not yet added to the residual stream
     for (size_t i = 0; i < config_.n_layers; ++i) {
@@ -72,7 +72,7 @@ const float* Transformer::forward(const Row* rows, size_t n, KvCache& cache) {
             post_norm(w.post_norm2, delta_, n);
         } else {
             if (!config_.shared_norm) add_and_norm(w.norm2, nullptr, n);
-            mlp(rows, n, i, attended_);  // which is free now
+            mlp(rows, n, i, attended_);  // attended_ is free at this point
             for_rows(n, config_.hidden_dim, [&](size_t r) {
                 const size_t at = r * config_.hidden_dim;
                 kernels().blend_f32(attended_ + at, config_.hidden_dim, 1.0f, 1.0f, delta_ + at);
@@ -95,7 +95,7 @@ void Transformer::logits(const float* hidden, size_t n, float* out) const {
     }
 }
 
-void Transformer::embed(const Row* rows, size_t n) {
+void Transformer::embed(const InputToken* rows, size_t n) {
     for_rows(n, config_.hidden_dim, [&](size_t i) {
         float* x = x_ + i * config_.hidden_dim;
         weights_->embedding.rows(static_cast<size_t>(rows[i].token), 1, x, false);
@@ -112,19 +112,19 @@ void Transformer::embed(const Row* rows, size_t n) {
             kernels().rope_cos_sin(rows[i].position, config_.local_inv_freq.data(), config_.local_inv_freq.size(), 1.0,
                                    local_cos_sin_ + i * config_.rotary_dim);
         }
-        for (size_t g = 0; g < config_.group(); ++g) positions_[i * config_.group() + g] = rows[i].position;
+        for (size_t g = 0; g < config_.kv_group(); ++g) positions_[i * config_.kv_group() + g] = rows[i].position;
     });
 }
 
-// Groups of rows of one sequence, or of sequences that begin with the same pages: large enough that reading a page is
-// shared, small enough that every thread has a group.
-void Transformer::group(const Row* rows, size_t n) {
+// Groups tokens of one sequence, or of sequences with a common prefix: groups are large enough to share the reading of
+// a page and small enough that every thread has one.
+void Transformer::group_by_prefix(const InputToken* rows, size_t n) {
     const size_t most = std::clamp<size_t>(n / 8, 8, 64);
     groups_.clear();
     for (size_t i = 0; i < n; ++i) {
         if (!groups_.empty() && groups_.back().n < most) {
-            Group& last = groups_.back();
-            const Row &head = rows[last.first], &before = rows[i - 1];
+            PrefixGroup& last = groups_.back();
+            const InputToken &head = rows[last.first], &before = rows[i - 1];
             const bool one_sequence = before.pages == head.pages;
             if (rows[i].pages == head.pages && one_sequence) {
                 last.shared = std::max(last.shared, n_pages(rows[i]));
@@ -156,7 +156,7 @@ void Transformer::post_norm(const NormWeight& w, float* delta, size_t n) const {
     if (config_.post_norm) for_rows(n, d, [&](size_t i) { norm(w, delta + i * d, nullptr, delta + i * d); });
 }
 
-// x += residual_scale delta, which is scaled in place; h = norm(x), or x where there is no such norm.
+// x += residual_scale delta, scaled in place; h = norm(x), or x without this norm.
 void Transformer::add_and_norm(const NormWeight& w, float* delta, size_t n) {
     const size_t d = config_.hidden_dim;
     for_rows(n, d, [&](size_t i) {
@@ -173,12 +173,12 @@ void Transformer::add_and_norm(const NormWeight& w, float* delta, size_t n) {
 }
 
 // delta = W_o attention(W_qkv h).
-void Transformer::attention(const Row* rows, size_t n, size_t layer, KvCache& cache) {
+void Transformer::attention(const InputToken* rows, size_t n, size_t layer, KvCache& cache) {
     const LayerWeights& w = weights_->layers[layer];
     product(w.qkv, h_, n, qkv_);
     adapt(rows, n, layer, Target::kQkv, h_, config_.hidden_dim, qkv_, config_.qkv_dim());
-    for_rows(n, 2 * config_.qkv_dim(), [&](size_t i) { place(rows[i], i, layer, cache); });
-    // With enough groups for all threads, a task is a group's heads, which are read in the order of a page's memory.
+    for_rows(n, 2 * config_.qkv_dim(), [&](size_t i) { write_kv(rows[i], i, layer, cache); });
+    // With enough groups for all threads, a task is all heads of a group, read in the memory order of a page.
     const bool many = groups_.size() >= 8 * static_cast<size_t>(num_threads());
     const size_t heads = config_.n_kv_heads, at_once = many ? heads : 1;
     auto task = [&](size_t i) {
@@ -191,11 +191,11 @@ void Transformer::attention(const Row* rows, size_t n, size_t layer, KvCache& ca
     adapt(rows, n, layer, Target::kO, attended_, config_.n_heads * config_.head_dim, delta_, config_.hidden_dim);
 }
 
-// Norms and rotates a row's queries and keys; writes keys and values to their page, and queries for attend().
-void Transformer::place(const Row& row, size_t i, size_t layer, KvCache& cache) {
+// Norms and rotates the queries and keys of a token; writes keys and values to the cache, and queries for attend().
+void Transformer::write_kv(const InputToken& row, size_t i, size_t layer, KvCache& cache) {
     const LayerWeights& w = weights_->layers[layer];
     const Kernels& k = kernels();
-    const size_t d = config_.head_dim, group = config_.group();
+    const size_t d = config_.head_dim, group = config_.kv_group();
     float* q = qkv_ + i * config_.qkv_dim();
     float* key = q + config_.n_heads * d;
     if (config_.qk_norm_whole) {
@@ -209,9 +209,9 @@ void Transformer::place(const Row& row, size_t i, size_t layer, KvCache& cache) 
         }
     }
     if (config_.rotates(layer)) {
-        const auto turn = config_.is_neox ? k.rope_neox_f32 : k.rope_gptj_f32;
+        const auto rotate = config_.is_neox ? k.rope_neox_f32 : k.rope_gptj_f32;
         const float* table = (config_.is_local(layer) ? local_cos_sin_ : cos_sin_) + i * config_.rotary_dim;
-        turn(q, config_.n_heads + config_.n_kv_heads, static_cast<ptrdiff_t>(d), table, config_.rotary_dim, false);
+        rotate(q, config_.n_heads + config_.n_kv_heads, static_cast<ptrdiff_t>(d), table, config_.rotary_dim, false);
     }
     const auto put = bf16_cache_ ? k.cached_write_kv_bf16 : k.cached_write_kv_f32;
     uint8_t* page = cache.data() + static_cast<size_t>(row.pages[row.position / kPageTokens]) * cache.page_bytes();
@@ -231,10 +231,11 @@ void Transformer::place(const Row& row, size_t i, size_t layer, KvCache& cache) 
     }
 }
 
-void Transformer::attend(const Row* rows, const Group& group, size_t kv_head, size_t layer, const KvCache& cache) {
+void Transformer::attend(const InputToken* rows, const PrefixGroup& group, size_t kv_head, size_t layer,
+                         const KvCache& cache) {
     const Kernels& k = kernels();
     const auto kernel = bf16_cache_ ? k.cached_attention_bf16 : k.cached_attention_f32;
-    const size_t per_row = config_.group(), d = config_.head_dim;
+    const size_t per_row = config_.kv_group(), d = config_.head_dim;
     const size_t at = (kv_head * max_rows_ + group.first) * per_row;
     const size_t window = config_.windows[layer];
     CachedTask task{};
@@ -249,7 +250,7 @@ void Transformer::attend(const Row* rows, const Group& group, size_t kv_head, si
     task.pages = rows[group.first].pages;
     task.scale = static_cast<float>(config_.attention_scale * kLog2E);
     task.softcap = static_cast<float>(config_.attention_softcap * kLog2E);
-    const auto first_page = [&](const Row& row) {
+    const auto first_page = [&](const InputToken& row) {
         return std::max<int64_t>(0, row.position - task.window + 1) / kPageTokens;
     };
     k.cached_init_state(task.state, task.rows, task.head_dim);
@@ -258,7 +259,7 @@ void Transformer::attend(const Row* rows, const Group& group, size_t kv_head, si
     task.end = group.shared;
     kernel(task);
     for (size_t r = 0; r < group.n; ++r) {
-        const Row& row = rows[group.first + r];
+        const InputToken& row = rows[group.first + r];
         CachedTask own = task;
         own.queries = queries_ + (at + r * per_row) * query_bytes();
         own.positions = task.positions + r * per_row;
@@ -276,7 +277,7 @@ void Transformer::attend(const Row* rows, const Group& group, size_t kv_head, si
 }
 
 // out = W_down (act(gate) * up), or W_down act(up), of h.
-void Transformer::mlp(const Row* rows, size_t n, size_t layer, float* out) {
+void Transformer::mlp(const InputToken* rows, size_t n, size_t layer, float* out) {
     const LayerWeights& w = weights_->layers[layer];
     const Kernels& k = kernels();
     const size_t f = config_.ffn_dim, width = config_.up_dim();
@@ -299,9 +300,9 @@ void Transformer::product(const Matrix& w, const float* x, size_t n, float* y) c
     linear(w.parts, x, false, w.k(), n, w.bias_or_null(), y, w.n());
 }
 
-// y += B (A x) for the rows that have an adapter of this matrix: neighbours with the same adapter are one product.
-void Transformer::adapt(const Row* rows, size_t n, size_t layer, Target target, const float* x, size_t ldx, float* y,
-                        size_t ldy) {
+// y += B (A x) for rows with an adapter of this matrix: consecutive rows with the same adapter are one product.
+void Transformer::adapt(const InputToken* rows, size_t n, size_t layer, Target target, const float* x, size_t ldx,
+                        float* y, size_t ldy) {
     for (size_t begin = 0, end; begin < n; begin = end) {
         const Adapter* adapter = rows[begin].adapter;
         for (end = begin + 1; end < n && rows[end].adapter == adapter; ++end) {
@@ -317,8 +318,8 @@ void Transformer::adapt(const Row* rows, size_t n, size_t layer, Target target, 
                 add_linear(low->b[i], hidden + first, ranks, count, y + row * ldy + low->first_rows[i], ldy);
             }
         };
-        // Of many rows each thread takes some through all factors: these are little work, and a product of each on all
-        // threads would be waiting for the last of them up to four times.
+        // Many rows are split across threads, each of which applies all factors: the products are small, and running
+        // each of them on all threads would synchronise up to four times.
         if (end - begin < kAdapterRows * static_cast<size_t>(num_threads())) {
             add(begin, end - begin);
             continue;

@@ -1,10 +1,9 @@
-// The forward pass of a decoder-only transformer over a ragged batch: rows of any sequences, one new token each.
+// The forward pass of a decoder-only transformer over a ragged batch of tokens of any sequences.
 //
-// A row knows its token, its position and the pages of its sequence; a prompt is rows of following positions, decoding
-// one row per sequence. Within a layer all rows' keys and values are written to the cache before the first row
-// attends, so that rows of one sequence attend to each other. A row's result depends only on its own sequence, to the
-// bit: not on the rows beside it, nor on how a prompt was cut, nor on the number of threads. Nothing is allocated after
-// the first calls of a size.
+// Prefill passes consecutive tokens of a prompt, decoding one token per sequence. Within a layer the keys and values of
+// all tokens are written to the cache before the first token attends, so that tokens of one sequence attend to each
+// other. The result of a token depends only on its sequence, to the bit: not on the rest of the batch, the chunking of
+// prompts or the number of threads. No allocation after warm-up.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -18,9 +17,10 @@
 
 namespace whet {
 
-struct Row {
+// A token of the batch.
+struct InputToken {
     int32_t token, position;
-    const int32_t* pages;    // of the sequence, as far as the position
+    const int32_t* pages;    // of its sequence, up to the position
     const Adapter* adapter;  // null: none
 };
 
@@ -32,20 +32,21 @@ public:
     const Weights& weights() const { return *weights_; }
     size_t max_rows() const { return max_rows_; }
     bool bf16_cache() const { return bf16_cache_; }
-    void release_workspace() { arena_.release(); }  // to the system, until the next forward()
+    void release_workspace() { arena_.release(); }  // its memory is committed again by the next forward()
     size_t workspace_bytes() const { return arena_.size_bytes() + adapter_hidden_.size() * sizeof(float); }
 
-    // Room for adapters up to this rank, of a matrix together.
+    // Reserves memory for adapters up to this rank, summed over the adapters of a matrix.
     void reserve_adapters(size_t rank);
 
-    // The last hidden states (n, hidden_dim) of n <= max_rows rows, normed for the head; valid until the next call.
-    const float* forward(const Row* rows, size_t n, KvCache& cache);
+    // Computes the final hidden states (n, hidden_dim) of n <= max_rows tokens, normed for the head; valid until the
+    // next call.
+    const float* forward(const InputToken* rows, size_t n, KvCache& cache);
 
-    // (n, vocab_size) of hidden states.
+    // Computes the logits (n, vocab_size) of hidden states.
     void logits(const float* hidden, size_t n, float* out) const;
 
 private:
-    struct Group {  // rows that share pages [0, shared); further pages are each row's own
+    struct PrefixGroup {  // consecutive tokens with pages [0, shared) in common
         size_t first, n;
         int64_t shared;
     };
@@ -58,20 +59,20 @@ private:
     float *x_, *h_, *qkv_, *attended_, *delta_, *up_, *cos_sin_, *local_cos_sin_, *state_;
     uint8_t* queries_;
     int32_t* positions_;
-    std::vector<Group> groups_;
+    std::vector<PrefixGroup> groups_;
     std::vector<float> adapter_hidden_;
 
-    void embed(const Row* rows, size_t n);
-    void group(const Row* rows, size_t n);
+    void embed(const InputToken* rows, size_t n);
+    void group_by_prefix(const InputToken* rows, size_t n);
     void add_and_norm(const NormWeight& w, float* delta, size_t n);
     void norm(const NormWeight& w, const float* x, float* residual, float* out) const;
     void post_norm(const NormWeight& w, float* delta, size_t n) const;
-    void attention(const Row* rows, size_t n, size_t layer, KvCache& cache);
-    void place(const Row& row, size_t i, size_t layer, KvCache& cache);
-    void attend(const Row* rows, const Group& group, size_t kv_head, size_t layer, const KvCache& cache);
-    void mlp(const Row* rows, size_t n, size_t layer, float* out);
+    void attention(const InputToken* rows, size_t n, size_t layer, KvCache& cache);
+    void write_kv(const InputToken& row, size_t i, size_t layer, KvCache& cache);
+    void attend(const InputToken* rows, const PrefixGroup& group, size_t kv_head, size_t layer, const KvCache& cache);
+    void mlp(const InputToken* rows, size_t n, size_t layer, float* out);
     void product(const Matrix& w, const float* x, size_t n, float* y) const;
-    void adapt(const Row* rows, size_t n, size_t layer, Target target, const float* x, size_t ldx, float* y,
+    void adapt(const InputToken* rows, size_t n, size_t layer, Target target, const float* x, size_t ldx, float* y,
                size_t ldy);
     size_t query_bytes() const { return bf16_cache_ ? (config_.head_dim + 1) / 2 * 4 : config_.head_dim * 4; }
     size_t state_size() const { return (config_.head_dim + 15) / 16 * 16 + 16; }

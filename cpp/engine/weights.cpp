@@ -13,7 +13,7 @@
 namespace whet {
 namespace {
 
-// "layers.12.qkv" to 12 and "qkv"; false for the names without a layer.
+// Splits "layers.12.qkv" into 12 and "qkv"; returns false for names without a layer.
 bool split_layer(const std::string& slot, size_t n_layers, size_t& layer, std::string& rest) {
     if (slot.rfind("layers.", 0) != 0) return false;
     const size_t dot = slot.find('.', 7);
@@ -28,13 +28,13 @@ bool split_layer(const std::string& slot, size_t n_layers, size_t& layer, std::s
 }
 
 template <class T>
-T* found(const std::map<std::string, T*>& slots, const std::string& slot) {
+T* find_or_throw(const std::map<std::string, T*>& slots, const std::string& slot) {
     const auto at = slots.find(slot);
     if (at == slots.end()) throw std::invalid_argument("the model has no weight \"" + slot + "\"");
     return at->second;
 }
 
-// visit(part, its first row, how many, how many come before) for the parts that have rows of [first, first + count).
+// Calls visit(part, first row in the part, count, rows visited before) for parts with rows of [first, first + count).
 template <class Parts, class Visit>
 void for_parts(Parts& parts, size_t first, size_t count, Visit&& visit) {
     size_t part_first = 0;
@@ -56,7 +56,7 @@ void check(const ModelConfig& c) {
          (c.local_layers.size() != c.n_layers || c.local_inv_freq.size() != c.inv_freq.size())) ||
         c.inv_freq.size() * 2 != c.rotary_dim || c.rotary_dim > c.head_dim ||
         (c.learned_positions > 0 && c.max_position > c.learned_positions)) {
-        throw std::invalid_argument("sizes of the configuration disagree");
+        throw std::invalid_argument("inconsistent sizes in the configuration");
     }
 }
 
@@ -67,7 +67,7 @@ size_t Matrix::n() const {
 }
 
 void Matrix::rows(size_t first, size_t count, void* out, bool bf16) const {
-    if (first > n() || count > n() - first) throw std::out_of_range("a matrix has no such rows");
+    if (first > n() || count > n() - first) throw std::out_of_range("rows outside the matrix");
     for_parts(parts, first, count, [&](const PackedWeight& part, size_t begin, size_t n, size_t before) {
         part.rows(begin, n, static_cast<uint8_t*>(out) + before * k() * number_bytes(bf16), bf16);
     });
@@ -95,17 +95,17 @@ std::vector<float>* Weights::vector_named(const std::string& slot) {
     if (part != "bias" && part != "weight") return nullptr;
     const bool is_bias = part == "bias";
     if (Matrix* matrix = matrix_named(owner)) return is_bias ? &matrix->bias : nullptr;
-    const auto of = [&](NormWeight& norm) { return is_bias ? &norm.bias : &norm.weight; };
-    if (owner == "final_norm") return of(final_norm);
+    const auto part_of = [&](NormWeight& norm) { return is_bias ? &norm.bias : &norm.weight; };
+    if (owner == "final_norm") return part_of(final_norm);
     size_t i = 0;
     std::string rest;
     if (!split_layer(owner, layers.size(), i, rest)) return nullptr;
-    if (rest == "norm1") return of(layers[i].norm1);
-    if (rest == "norm2") return of(layers[i].norm2);
-    if (rest == "post_norm1") return of(layers[i].post_norm1);
-    if (rest == "post_norm2") return of(layers[i].post_norm2);
-    if (rest == "q_norm") return of(layers[i].q_norm);
-    if (rest == "k_norm") return of(layers[i].k_norm);
+    if (rest == "norm1") return part_of(layers[i].norm1);
+    if (rest == "norm2") return part_of(layers[i].norm2);
+    if (rest == "post_norm1") return part_of(layers[i].post_norm1);
+    if (rest == "post_norm2") return part_of(layers[i].post_norm2);
+    if (rest == "q_norm") return part_of(layers[i].q_norm);
+    if (rest == "k_norm") return part_of(layers[i].k_norm);
     return nullptr;
 }
 
@@ -141,9 +141,9 @@ void Weights::allocate() {
 void Weights::pack(const std::string& slot, size_t first, const StoredRows& rows) {
     const auto packing = lock_.writing();
     if (vectors_.contains(slot)) return pack_vector(slot, first, rows);
-    Matrix& matrix = *found(matrices_, slot);
+    Matrix& matrix = *find_or_throw(matrices_, slot);
     if (first > matrix.n() || rows.n > matrix.n() - first || rows.k != matrix.k()) {
-        throw std::invalid_argument("rows of another shape than \"" + slot + "\" has");
+        throw std::invalid_argument("the rows do not fit the shape of \"" + slot + "\"");
     }
     for_parts(matrix.parts, first, rows.n, [&](PackedWeight& part, size_t begin, size_t n, size_t before) {
         pack_rows(rows.range(before, n), part, begin);
@@ -154,7 +154,7 @@ PackingLoss Weights::measure_loss(const std::string& slot, size_t first, const S
     if (vectors_.contains(slot)) return measure_packing_loss(rows, WeightFormat::kFloat32);
     const Matrix& matrix = matrix_at(slot);
     if (first > matrix.n() || rows.n > matrix.n() - first || rows.k != matrix.k()) {
-        throw std::invalid_argument("rows of another shape than \"" + slot + "\" has");
+        throw std::invalid_argument("the rows do not fit the shape of \"" + slot + "\"");
     }
     PackingLoss sum{.format = WeightFormat::kFloat32, .limit = INFINITY};
     for_parts(matrix.parts, first, rows.n, [&](const PackedWeight& part, size_t, size_t n, size_t before) {
@@ -168,9 +168,9 @@ PackingLoss Weights::measure_loss(const std::string& slot, size_t first, const S
 }
 
 void Weights::pack_vector(const std::string& slot, size_t first, const StoredRows& row) {
-    std::vector<float>& vector = *found(vectors_, slot);
+    std::vector<float>& vector = *find_or_throw(vectors_, slot);
     if (row.n != 1 || first > vector.size() || row.k > vector.size() - first) {
-        throw std::invalid_argument("values of another shape than \"" + slot + "\" has");
+        throw std::invalid_argument("the values do not fit the shape of \"" + slot + "\"");
     }
     unpack_rows(row, vector.data() + first);
 }
@@ -180,7 +180,7 @@ const std::vector<float>* Weights::vector_at(const std::string& slot) const {
     return at == vectors_.end() ? nullptr : at->second;
 }
 
-const Matrix& Weights::matrix_at(const std::string& slot) const { return *found(matrices_, slot); }
+const Matrix& Weights::matrix_at(const std::string& slot) const { return *find_or_throw(matrices_, slot); }
 
 size_t Weights::k(const std::string& slot) const { return vector_at(slot) ? 1 : matrix_at(slot).k(); }
 
@@ -188,13 +188,13 @@ void Weights::rows(const std::string& slot, size_t first, size_t count, void* ou
     const auto lock = reading();
     const auto* vector = vector_at(slot);
     if (vector == nullptr) return matrix_at(slot).rows(first, count, out, bf16);
-    if (first > vector->size() || count > vector->size() - first) throw std::out_of_range("a vector has no such rows");
+    if (first > vector->size() || count > vector->size() - first) throw std::out_of_range("rows outside the vector");
     if (bf16) return kernels().bf16_from_f32(vector->data() + first, count, static_cast<uint16_t*>(out));
     std::copy_n(vector->data() + first, count, static_cast<float*>(out));
 }
 
 void Weights::gather(const std::string& slot, const int64_t* rows, size_t count, void* out, bool bf16) const {
-    constexpr double number_ns = 0.5;  // a panel of 16 rows is read for one of them
+    constexpr double number_ns = 0.5;  // reading one row touches its panel of 16 rows
     const auto lock = reading();
     const Matrix& matrix = matrix_at(slot);
     const size_t row_bytes = matrix.k() * number_bytes(bf16);

@@ -14,9 +14,9 @@ constexpr uint64_t kLongestName = 1 << 10;
 constexpr uint32_t kMostDims = 4;
 constexpr int kDeepestArray = 4;
 constexpr const char* kDamaged = "The file is damaged.";
-constexpr const char* kCutShort = "It is cut short, or damaged. Copy or download it again.";
+constexpr const char* kTruncated = "It is truncated or damaged. Copy or download it again.";
 
-// Types that a file may have, to be refused by name.
+// Types that the engine does not read, so that errors can name them.
 struct OtherType {
     uint32_t number;
     const char* name;
@@ -49,12 +49,12 @@ const GgufTensorType& find_type(std::span<const GgufTensorType> types, uint32_t 
          ". Quantize the model to one of these, with llama-quantize.");
 }
 
-// Bytes of a number or truth value, by GgufType; 0 of strings and arrays.
+// Bytes of a number or bool, by GgufType; 0 for strings and arrays.
 constexpr uint64_t kFixedBytes[] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
 
 uint64_t fixed_size(GgufType type) { return kFixedBytes[static_cast<uint32_t>(type)]; }
 
-// Reads the head of a file forwards, and never past its end.
+// Reads the head of a file sequentially, with bounds checks.
 class Cursor {
 public:
     Cursor(std::span<const uint8_t> head, uint64_t file_bytes) : head_(head), file_bytes_(file_bytes) {}
@@ -64,7 +64,7 @@ public:
     std::span<const uint8_t> bytes(uint64_t n, std::string_view what) {
         if (n > file_bytes_ - at_) {
             fail("the file ends at byte ", file_bytes_, ", within ", what, " (", n, " bytes from ", at_, " on). ",
-                 kCutShort);
+                 kTruncated);
         }
         if (at_ + n > head_.size()) throw MoreBytesNeeded(at_ + n);
         at_ += n;
@@ -78,12 +78,12 @@ public:
         return value;
     }
 
-    // A count of things that take at least `each` bytes, so that one past the file's end is told at once.
+    // A count of items of at least `each` bytes; fails at once if they exceed the file.
     uint64_t count(std::string_view what, uint64_t each) {
         const auto n = number<uint64_t>(what);
         if (n > (file_bytes_ - at_) / each) {
             fail(what, " is ", n, ", more than the ", file_bytes_ - at_,
-                 " bytes left can hold. The file is cut short, or damaged. Copy or download it again.");
+                 " remaining bytes allow. The file is truncated or damaged. Copy or download it again.");
         }
         return n;
     }
@@ -105,7 +105,7 @@ public:
     GgufValue value(std::string_view key) {
         const auto type = number<uint32_t>(key);
         if (type >= std::size(kFixedBytes)) {
-            fail(key, " has type ", type, ", which GGUF does not have. ", kDamaged);
+            fail(key, " has type ", type, ", which GGUF does not define. ", kDamaged);
         }
         return value_of(static_cast<GgufType>(type), key, 0);
     }
@@ -136,7 +136,7 @@ private:
 
     static void check_flags(std::span<const uint8_t> flags, std::string_view key) {
         for (const int flag : flags) {
-            if (flag > 1) fail(key, " is ", flag, ", expected 0 or 1: a truth value.");
+            if (flag > 1) fail(key, " is ", flag, ", expected 0 or 1 for a bool.");
         }
     }
 
@@ -177,7 +177,7 @@ FileTensor read_info(Cursor& cursor, std::string_view name, std::span<const Gguf
     tensor.type = type.name;
     const uint64_t k = tensor.shape.back();
     if (k % type.block != 0) {
-        fail(name, " has rows of ", k, ", which blocks of ", type.block, " do not divide.");
+        fail(name, " has rows of ", k, ", not a multiple of the block length ", type.block, ".");
     }
     tensor.size_bytes = saturating_multiply(k / type.block, type.block_bytes);
     for (uint32_t i = 0; i + 1 < n_dims; ++i) {
@@ -200,7 +200,7 @@ std::string quoted_value(const GgufValue& value) {
     }
 }
 
-// What an integer of any width says; false of other types.
+// The value of an integer of any width; returns false for other types.
 bool read_integer(const GgufValue& value, uint64_t& integer, bool& is_negative) {
     const bool is_signed = value.type == GgufType::kInt8 || value.type == GgufType::kInt16 ||
                            value.type == GgufType::kInt32 || value.type == GgufType::kInt64;
@@ -229,20 +229,20 @@ uint64_t read_alignment(const GgufFile& file) {
     return alignment;
 }
 
-// Offsets in the data become offsets in the file.
+// Converts offsets in the data to offsets in the file.
 void place_tensors(std::vector<FileTensor>& tensors, uint64_t start, uint64_t alignment, uint64_t file_bytes) {
-    std::sort(tensors.begin(), tensors.end(), lies_before);
+    std::sort(tensors.begin(), tensors.end(), precedes);
     uint64_t end = 0;
     for (FileTensor& tensor : tensors) {
         if (tensor.offset % alignment != 0 || tensor.offset < end) {
             fail(tensor.name, " begins at byte ", tensor.offset, " of the data, expected a multiple of ", alignment,
-                 " from ", end, " on. ", kDamaged);
+                 ", at least ", end, ". ", kDamaged);
         }
         end = saturating_add(tensor.offset, tensor.size_bytes);
         const uint64_t file_end = saturating_add(start, end);
         if (file_end > file_bytes || std::count(tensor.shape.begin(), tensor.shape.end(), 0) != 0) {
             fail(tensor.name, " of shape ", quoted(tensor.shape), " ends at byte ", file_end, ", and the file has ",
-                 file_bytes, ". ", kCutShort);
+                 file_bytes, ". ", kTruncated);
         }
         tensor.offset += start;
     }
@@ -254,7 +254,7 @@ std::vector<GgufValue> GgufValue::items() const {
     std::vector<GgufValue> found;
     Cursor cursor(bytes, bytes.size());
     found.reserve(count);
-    // Depth 1: strings in arrays may be any bytes. How deep arrays are has been checked.
+    // Depth 1: strings in arrays may be any bytes. The depth of arrays has been checked.
     for (uint64_t i = 0; i < count; ++i) found.push_back(cursor.value_of(item_type, "an array", 1));
     return found;
 }
@@ -263,7 +263,7 @@ GgufFile parse_gguf(std::span<const uint8_t> head, uint64_t file_bytes, std::spa
     Cursor cursor(head, file_bytes);
     const std::span<const uint8_t> magic = cursor.bytes(4, "the magic");
     if (std::memcmp(magic.data(), "GGUF", 4) != 0) {
-        fail("the file does not begin with GGUF. It is another kind of file.");
+        fail("the file does not begin with GGUF. It is not a GGUF file.");
     }
     const auto version = cursor.number<uint32_t>("the version");
     if (version != 2 && version != 3) {
@@ -278,7 +278,7 @@ GgufFile parse_gguf(std::span<const uint8_t> head, uint64_t file_bytes, std::spa
     for (uint64_t i = 0; i < n_keys; ++i) {
         const std::string_view key = cursor.name("a key");
         if (!seen.insert(key).second) {
-            fail("the key ", key, " is there twice. Convert the model again.");
+            fail("the key ", key, " is duplicated. Convert the model again.");
         }
         file.metadata.emplace_back(key, cursor.value(key));
     }
@@ -286,7 +286,7 @@ GgufFile parse_gguf(std::span<const uint8_t> head, uint64_t file_bytes, std::spa
     for (uint64_t i = 0; i < n_tensors; ++i) {
         const std::string_view name = cursor.name("a tensor's name");
         if (!seen.insert(name).second) {
-            fail("the tensor ", name, " is there twice. Convert the model again.");
+            fail("the tensor ", name, " is duplicated. Convert the model again.");
         }
         file.tensors.push_back(read_info(cursor, name, types));
     }

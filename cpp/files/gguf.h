@@ -1,4 +1,4 @@
-// The container GGUF: key-value metadata, and where each tensor lies. Strict; keys are not interpreted.
+// The GGUF container: key-value metadata and tensor offsets. Strict; keys are not interpreted.
 //
 //     "GGUF", version u32, n_tensors u64, n_keys u64
 //     keys     name, type u32, value        (string: length u64, bytes; array: type u32, count u64, values)
@@ -18,14 +18,14 @@
 
 namespace whet {
 
-// A type of tensors: blocks of so many numbers in so many bytes.
+// A tensor type: the numbers and the bytes of a block.
 struct GgufTensorType {
     uint32_t number;
     const char* name;
     uint64_t block, block_bytes;
 };
 
-// The format's numbers, 0 to 12.
+// Type numbers of the format, 0 to 12.
 enum class GgufType : uint32_t {
     kUint8,
     kInt8,
@@ -42,12 +42,12 @@ enum class GgufType : uint32_t {
     kFloat64
 };
 
-// A checked value, as a view of the file: a vocabulary of 150,000 strings costs nothing until its items are read.
+// A validated value, as a view of the file: a vocabulary of 150,000 strings costs nothing until its items are read.
 struct GgufValue {
     GgufType type;
-    GgufType item_type;              // of an array
-    uint64_t count;                  // of an array
-    std::span<const uint8_t> bytes;  // of a string its characters, of an array its items
+    GgufType item_type;              // array: the type of its items
+    uint64_t count;                  // array: the number of items
+    std::span<const uint8_t> bytes;  // string: its characters; array: its items
 
     template <class T>
     T number() const {
@@ -56,7 +56,7 @@ struct GgufValue {
         return value;
     }
     std::string_view text() const { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
-    // An array's items, in order. (Numbers are better read from `bytes`: an item takes 40 bytes.)
+    // The items of an array. (Read numbers from `bytes` instead: an item takes 40 bytes.)
     std::vector<GgufValue> items() const;
 };
 
@@ -65,10 +65,10 @@ struct GgufFile {
     std::vector<FileTensor> tensors;                               // in the order of their data
 };
 
-// `head`: the first bytes of the file, of which the metadata are views. `types`: those that tensors may have. Strings
-// in arrays may be any bytes; all other names and strings are UTF-8.
+// `head`: the first bytes of the file; the metadata are views of it. `types`: supported tensor types. Strings in arrays
+// may be any bytes; all other names and strings are UTF-8.
 //
-// Throws FileError; MoreBytesNeeded where metadata and tensor infos go on behind `head`.
+// Throws FileError; MoreBytesNeeded if metadata and tensor infos extend beyond `head`.
 GgufFile parse_gguf(std::span<const uint8_t> head, uint64_t file_bytes, std::span<const GgufTensorType> types);
 
 }  // namespace whet

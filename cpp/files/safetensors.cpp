@@ -36,13 +36,13 @@ void append_utf8(std::string& text, uint32_t character) {
     put(0x80 | (character & 0x3f));
 }
 
-// Reads JSON (RFC 8259) forwards, as far as the header needs it: objects, strings and sizes; every other value is only
-// checked, and handed out as it is written.
+// A sequential JSON reader (RFC 8259) for the header: parses objects, strings and sizes; other values are validated and
+// returned as text.
 class JsonReader {
 public:
     explicit JsonReader(std::string_view text) : text_(text) {}
 
-    // `read_member(name)` reads a member's value.
+    // Calls read_member(name) to read the value of each member.
     template <class ReadMember>
     void object(ReadMember&& read_member) {
         std::unordered_set<std::string> seen;
@@ -50,7 +50,7 @@ public:
         for (bool more = !accept('}'); more; more = next_of('}')) {
             std::string name = string();
             expect(':');
-            if (!seen.insert(name).second) invalid(quoted(name), " is there twice");
+            if (!seen.insert(name).second) invalid(quoted(name), " is duplicated");
             read_member(std::move(name));
         }
     }
@@ -70,7 +70,7 @@ public:
         return text;
     }
 
-    // Whole numbers of at least 0 in brackets; nothing where there is another value.
+    // An array of non-negative integers; nullopt for other values.
     std::optional<std::vector<uint64_t>> sizes() {
         if (peek() != '[') return {};
         std::vector<uint64_t> found;
@@ -89,11 +89,11 @@ public:
         return found;
     }
 
-    // Any value, as it is written.
+    // Any value, as text.
     std::string_view value(int depth = 0) {
         const char first = peek();
         const size_t begin = at_;
-        if (depth > kDeepest) invalid("it is more than ", kDeepest, " values deep");
+        if (depth > kDeepest) invalid("it is nested more than ", kDeepest, " levels deep");
         if (first == '{') {
             expect('{');
             for (bool more = !accept('}'); more; more = next_of('}')) string(), expect(':'), value(depth + 1);
@@ -105,12 +105,12 @@ public:
         } else if (first == '-' || is_digit()) {
             number();
         } else if (!accept_word("null") && !accept_word("true") && !accept_word("false")) {
-            invalid("byte ", at_, " begins no value");
+            invalid("byte ", at_, " does not begin a value");
         }
         return text_.substr(begin, at_ - begin);
     }
 
-    // The next character that counts; 0 at the end.
+    // The next character that is not whitespace; 0 at the end.
     char peek() {
         while (at_ < text_.size() && kSpaces.find(text_[at_]) != kSpaces.npos) ++at_;
         return at_ < text_.size() ? text_[at_] : '\0';
@@ -118,7 +118,7 @@ public:
 
     void end() {
         peek();
-        if (at_ != text_.size()) invalid("more follows its end at byte ", at_);
+        if (at_ != text_.size()) invalid("extra data after byte ", at_);
     }
 
 private:
@@ -128,7 +128,7 @@ private:
 
     template <class... Parts>
     [[noreturn]] static void invalid(const Parts&... parts) {
-        fail("the header is no JSON to rely on: ", parts..., ". Copy or download it again.");
+        fail("the header is not valid JSON: ", parts..., ". Copy or download it again.");
     }
 
     char take() {
@@ -152,7 +152,7 @@ private:
         const std::string one(1, c);
         invalid("byte ", at_, " is not ", what.empty() ? one : what);
     }
-    // Whether a comma announces another member or item; the end is read too.
+    // Reads a comma or the end; returns whether another member or item follows.
     bool next_of(char end) {
         if (accept(end)) return false;
         expect(',');
@@ -160,7 +160,7 @@ private:
     }
 
     void digits() {
-        if (!is_digit()) invalid("byte ", at_, " is no digit");
+        if (!is_digit()) invalid("byte ", at_, " is not a digit");
         while (is_digit()) ++at_;
     }
     void number() {
@@ -179,7 +179,7 @@ private:
             const char c = take();
             const int lower = c | 0x20;
             const bool is_hex = (c >= '0' && c <= '9') || (lower >= 'a' && lower <= 'f');
-            if (!is_hex) invalid("byte ", at_ - 1, " is no hexadecimal digit");
+            if (!is_hex) invalid("byte ", at_ - 1, " is not a hexadecimal digit");
             value = value << 4 | static_cast<uint32_t>(c <= '9' ? c - '0' : lower - 'a' + 10);
         }
         return value;
@@ -188,19 +188,19 @@ private:
         constexpr std::string_view kLetters = "\"\\/bfnrt", kMeanings = "\"\\/\b\f\n\r\t";
         const char c = take();
         if (const size_t i = kLetters.find(c); i != kLetters.npos) return text.push_back(kMeanings[i]);
-        if (c != 'u') invalid("byte ", at_ - 1, " is no escape");
+        if (c != 'u') invalid("byte ", at_ - 1, " is not an escape");
         uint32_t character = hex4();
         if (character >= 0xd800 && character < 0xdc00 && accept_word("\\u")) {
             const uint32_t low = hex4();
             const bool is_pair = low >= 0xdc00 && low < 0xe000;
             character = is_pair ? 0x10000 + ((character - 0xd800) << 10) + (low - 0xdc00) : 0xd800;
         }
-        if (character >= 0xd800 && character < 0xe000) invalid("half a surrogate pair ends at byte ", at_);
+        if (character >= 0xd800 && character < 0xe000) invalid("unpaired surrogate before byte ", at_);
         append_utf8(text, character);
     }
 };
 
-// JSON in an error: cut, and without what a terminal would not show.
+// JSON for an error message: truncated and escaped for a terminal.
 std::string shown(std::string_view json) {
     const std::string all = quoted(json, 82);
     return all.substr(1, all.size() - (all.back() == '\'' ? 2 : 1));
@@ -208,7 +208,7 @@ std::string shown(std::string_view json) {
 
 FileTensor read_tensor(std::string name, std::string_view json, uint64_t begin, uint64_t n_bytes) {
     if (name.size() > kLongestName || !is_plain(name)) {
-        fail("a tensor is called ", quoted(name), ", expected plain text. The file is damaged.");
+        fail("the name of a tensor is ", quoted(name), ", expected plain text. The file is damaged.");
     }
     std::string_view dtype, shape, offsets;
     bool is_entry = json.front() == '{';
@@ -233,7 +233,8 @@ FileTensor read_tensor(std::string name, std::string_view json, uint64_t begin, 
              "; this engine reads F32, F16, BF16, F64.");
     }
     const auto sizes = JsonReader(shape).sizes(), ends = JsonReader(offsets).sizes();
-    uint64_t most = 1, count = 1;  // most: as if sizes of 0 were 1, so that no order of multiplying overflows
+    uint64_t most = 1,
+             count = 1;  // most: the count with sizes of 0 replaced by 1, so that overflow is independent of order
     for (const uint64_t size : sizes.value_or(std::vector<uint64_t>{})) {
         most = saturating_multiply(most, std::max<uint64_t>(size, 1));
         count = saturating_multiply(count, size);
@@ -252,7 +253,7 @@ FileTensor read_tensor(std::string name, std::string_view json, uint64_t begin, 
     return {std::move(name), type, *sizes, begin + (*ends)[0], size_bytes};
 }
 
-// `tensors` in the order of their data.
+// `tensors` are sorted by offset.
 void check_no_gap(const std::vector<FileTensor>& tensors, uint64_t begin, uint64_t n_bytes) {
     uint64_t end = 0;
     for (const FileTensor& tensor : tensors) {
@@ -262,7 +263,7 @@ void check_no_gap(const std::vector<FileTensor>& tensors, uint64_t begin, uint64
         }
         end += tensor.size_bytes;
     }
-    if (end != n_bytes) fail("the file has ", n_bytes, " bytes of tensors, and its header tells of ", end, ".");
+    if (end != n_bytes) fail("the file has ", n_bytes, " bytes of tensors, but its header lists ", end, ".");
 }
 
 }  // namespace
@@ -277,13 +278,13 @@ SafetensorsFile parse_safetensors(std::span<const uint8_t> head, uint64_t file_b
     if (file_bytes < kLengthBytes || length < 2 || length > std::min(kMostHeaderBytes, file_bytes - kLengthBytes)) {
         fail("the file has ", file_bytes, " bytes and ",
              file_bytes < kLengthBytes ? "no header" : "a header of " + std::to_string(length) + " bytes",
-             "; it is cut short, or no safetensors file. Copy or download it again.");
+             "; it is truncated, or not a safetensors file. Copy or download it again.");
     }
     const uint64_t begin = kLengthBytes + length, n_bytes = file_bytes - begin;
     if (head.size() < begin) throw MoreBytesNeeded(begin);
     const std::string_view header(reinterpret_cast<const char*>(head.data()) + kLengthBytes, length);
-    if (header.front() != '{') fail("the header does not begin with '{'. This is no safetensors file.");
-    if (!is_utf8(header)) fail("the header is no JSON to rely on: it is not UTF-8. Copy or download it again.");
+    if (header.front() != '{') fail("the header does not begin with '{'. This is not a safetensors file.");
+    if (!is_utf8(header)) fail("the header is not valid JSON: it is not UTF-8. Copy or download it again.");
     SafetensorsFile file;
     JsonReader reader(header);
     reader.object([&](std::string name) {
@@ -294,7 +295,7 @@ SafetensorsFile parse_safetensors(std::span<const uint8_t> head, uint64_t file_b
         }
     });
     reader.end();
-    std::sort(file.tensors.begin(), file.tensors.end(), lies_before);
+    std::sort(file.tensors.begin(), file.tensors.end(), precedes);
     check_no_gap(file.tensors, begin, n_bytes);
     return file;
 }

@@ -1,8 +1,7 @@
 // Tensors and errors common to the parsers of model files.
 //
-// A parser gets the first bytes of a file and the file's size; it reads nothing else, copies no tensor and trusts no
-// number: every count, length, offset and product is checked before it is used. Errors do not name the file: the caller
-// does.
+// A parser takes the first bytes of a file and the file's size; it reads nothing else, copies no tensors and validates
+// every count, length, offset and product before use. The caller adds the file's name to errors.
 #pragma once
 #include <cstdint>
 #include <limits>
@@ -16,18 +15,18 @@ namespace whet {
 
 struct FileTensor {
     std::string name;
-    std::string type;             // as the container calls it: F32, BF16, Q8_0 ...
+    std::string type;             // the container's name: F32, BF16, Q8_0 ...
     std::vector<uint64_t> shape;  // the last axis is contiguous
-    uint64_t offset;              // of its first byte in the file
+    uint64_t offset;              // in the file
     uint64_t size_bytes;
 };
 
-// In the order of their data, of any names.
-inline bool lies_before(const FileTensor& a, const FileTensor& b) {
+// Sort order: offset, then size and name.
+inline bool precedes(const FileTensor& a, const FileTensor& b) {
     return std::tie(a.offset, a.size_bytes, a.name) < std::tie(b.offset, b.size_bytes, b.name);
 }
 
-// The file is not what its format allows, or has what is not read.
+// The file violates its format, or uses an unsupported feature.
 class FileError : public std::invalid_argument {
 public:
     using std::invalid_argument::invalid_argument;
@@ -36,7 +35,7 @@ public:
 inline void append_part(std::string& text, std::string_view part) { text += part; }
 inline void append_part(std::string& text, uint64_t number) { text += std::to_string(number); }
 
-// Texts and counts side by side. (A stream would bring its locales into a WebAssembly build.)
+// Concatenates texts and counts. (A stream would link its locales into a WebAssembly build.)
 template <class... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
     std::string text;
@@ -44,7 +43,7 @@ template <class... Parts>
     throw FileError(text);
 }
 
-// The file goes on behind the bytes that were given, and so does what the parser needs: give it at least so many.
+// The parser needs more of the file: pass at least this many bytes.
 class MoreBytesNeeded : public std::runtime_error {
 public:
     explicit MoreBytesNeeded(uint64_t n)
@@ -52,7 +51,7 @@ public:
     uint64_t n_bytes;
 };
 
-// Sums and products that stay at the largest number: no file is as long.
+// Saturating sum and product: no file is as long as the largest number.
 constexpr uint64_t kMost = std::numeric_limits<uint64_t>::max();
 constexpr uint64_t saturating_add(uint64_t a, uint64_t b) { return a > kMost - b ? kMost : a + b; }
 constexpr uint64_t saturating_multiply(uint64_t a, uint64_t b) { return b != 0 && a > kMost / b ? kMost : a * b; }

@@ -8,8 +8,8 @@ namespace {
 
 constexpr uint32_t kInvalid = 0xffffffff;
 
-// The character at `at`, which moves behind it: a byte further where the text is not UTF-8. RFC 3629: no overlong
-// forms, no surrogates, nothing above 10FFFF.
+// Decodes the character at `at` and advances `at`; by one byte if it is not UTF-8. RFC 3629: rejects overlong forms,
+// surrogates and code points above 10FFFF.
 uint32_t next_character(std::string_view text, size_t& at) {
     const auto byte = [&](size_t i) { return static_cast<uint8_t>(text[i]); };
     const uint8_t first = byte(at++);
@@ -30,7 +30,7 @@ uint32_t next_character(std::string_view text, size_t& at) {
 }
 
 bool is_plain_character(uint32_t character) {
-    // Unicode's categories Cc, Cf, Zl, Zp, Co and spaces but the plain one, as far as they come in ranges.
+    // Ranges of Unicode's categories Cc, Cf, Zl, Zp, Co, and spaces except U+0020.
     constexpr uint32_t kHidden[][2] = {{0x00, 0x1f},     {0x7f, 0xa0},     {0xad, 0xad},       {0x061c, 0x061c},
                                        {0x1680, 0x1680}, {0x180e, 0x180e}, {0x2000, 0x200f},   {0x2028, 0x202f},
                                        {0x205f, 0x206f}, {0x3000, 0x3000}, {0xe000, 0xf8ff},   {0xfeff, 0xfeff},

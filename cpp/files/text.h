@@ -1,4 +1,4 @@
-// Names in files: checked UTF-8, and how errors quote what a file says.
+// Names in files: UTF-8 validation, and quoting for error messages.
 #pragma once
 #include <cstdint>
 #include <span>
@@ -9,11 +9,10 @@ namespace whet {
 
 bool is_utf8(std::string_view text);
 
-// UTF-8 that a terminal shows as it is: no control characters, no invisible or direction-changing ones, none of private
-// use. "" is not.
+// Whether the text is UTF-8 without control, invisible, bidirectional or private-use characters. False for "".
 bool is_plain(std::string_view text);
 
-// 'text' with what is not plain as \x1b, \u202e or \U000e0001; cut at `most` bytes.
+// 'text' with other characters escaped as \x1b, \u202e or \U000e0001; truncated to `most` bytes.
 std::string quoted(std::string_view text, size_t most = 80);
 
 // (2, 3) or (5,).

@@ -25,7 +25,7 @@ void grow_heap_into_huge_pages() {
     if (getrlimit(RLIMIT_AS, &addresses) != 0 || addresses.rlim_cur != RLIM_INFINITY) return;
     const size_t page = size_t{2} << 20;
     const size_t bytes = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE)) / 2;
-    mallopt(M_MMAP_MAX, 0);  // the reservation has to come from the heap
+    mallopt(M_MMAP_MAX, 0);  // the reservation must be part of the heap
     if (void* reserved = std::malloc(bytes)) {
         const uintptr_t begin = (reinterpret_cast<uintptr_t>(reserved) + page - 1) / page * page;
         const uintptr_t end = (reinterpret_cast<uintptr_t>(reserved) + bytes) / page * page;
@@ -48,8 +48,7 @@ void keep_freed_memory() {
     });
 }
 
-// By allocating blocks, which come from what is kept, releasing their pages and freeing them: malloc_trim would release
-// all that is kept.
+// Allocates blocks of retained memory, releases their pages and frees them: malloc_trim would release all of it.
 void release_freed_memory(size_t bytes) {
     constexpr size_t kBlock = kMmapThreshold / 2;
     std::vector<void*> blocks;

@@ -1,4 +1,4 @@
-// One block of memory, divided once into the arrays that a job needs, and freed as a whole. Nothing grows.
+// One block of memory, divided once into arrays of fixed size and freed as a whole.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace whet {
 
 class Arena {
 public:
-    // Every part is requested twice: first to count the bytes, then, after allocate(), for its address.
+    // Called twice for every array: first to count the bytes, then, after allocate(), for its address.
     template <class T>
     T* take(size_t n) {
         const size_t at = used_;
@@ -25,7 +25,7 @@ public:
         used_ = 0;
     }
     size_t size_bytes() const { return used_; }
-    void release() { release_pages(memory_.get(), used_); }  // its contents, not its addresses
+    void release() { release_pages(memory_.get(), used_); }  // addresses stay valid
 
 private:
     struct Free {

@@ -1,4 +1,4 @@
-// Arrays of a host language as memory with a shape and strides, and their rows along the last axis.
+// Views of a host language's arrays (memory, shape and strides), and their rows along the last axis.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -8,11 +8,11 @@ namespace whet {
 
 enum class DType { kFloat32, kFloat64, kBFloat16, kBool, kInt32, kInt64, kInt8, kUInt8 };
 
-// Whether no function computes in another type: a WebAssembly build has no such kernels.
+// Whether the build has float32 kernels only, as for WebAssembly.
 #if defined(__wasm__)
-constexpr bool kFloat32Alone = true;
+constexpr bool kFloat32Only = true;
 #else
-constexpr bool kFloat32Alone = false;
+constexpr bool kFloat32Only = false;
 #endif
 
 constexpr size_t item_size(DType dtype) {
@@ -31,11 +31,11 @@ struct ArrayView {
 
     ptrdiff_t size() const { return shape[0] * shape[1] * shape[2] * shape[3]; }
     ptrdiff_t last() const { return shape[ndim - 1]; }
-    bool is_float32() const { return kFloat32Alone || dtype == DType::kFloat32; }
+    bool is_float32() const { return kFloat32Only || dtype == DType::kFloat32; }
     bool is_float() const { return dtype == DType::kFloat32 || dtype == DType::kFloat64; }
     bool is_narrow_float() const { return dtype == DType::kFloat32 || dtype == DType::kBFloat16; }
     bool is_integer() const { return dtype == DType::kInt32 || dtype == DType::kInt64; }
-    // Whether neighbours on the last axis are neighbours in memory; an axis of one, or of an empty array, has none.
+    // Whether the last axis is contiguous; true if it has fewer than two elements or the array is empty.
     bool is_dense() const { return ndim > 0 && (stride[ndim - 1] == 1 || last() < 2 || size() == 0); }
     template <class T>
     T* as() const {
@@ -47,7 +47,7 @@ struct ArrayView {
     }
 };
 
-// The strides of a contiguous array of its shape.
+// Sets the strides of a contiguous array of this shape.
 inline void set_contiguous(ArrayView& array) {
     ptrdiff_t stride = 1;
     for (int axis = array.ndim - 1; axis >= 0; --axis) {
@@ -60,7 +60,7 @@ inline bool equal_shapes(const ArrayView& a, const ArrayView& b) {
     return a.ndim == b.ndim && std::equal(a.shape, a.shape + a.ndim, b.shape);
 }
 
-// Whether a and b are the same elements in the same places.
+// Whether a and b are views of the same elements with the same strides.
 inline bool same_place(const ArrayView& a, const ArrayView& b) {
     return a.data == b.data && a.dtype == b.dtype && equal_shapes(a, b) &&
            std::equal(a.stride, a.stride + a.ndim, b.stride);
@@ -84,7 +84,7 @@ inline bool overlap(const ArrayView& a, const ArrayView& b) {
     return a_begin < b_end && b_begin < a_end;
 }
 
-// An array as `count` rows of `length` elements: all axes but the last, in as few as their strides allow.
+// An array as `count` rows of `length` elements: all axes except the last, merged as far as their strides allow.
 struct Rows {
     void* data = nullptr;
     DType dtype = DType::kFloat32;
@@ -92,7 +92,7 @@ struct Rows {
     int n_axes = 0;
     ptrdiff_t shape[ArrayView::kMaxAxes] = {}, stride[ArrayView::kMaxAxes] = {};
 
-    bool is_bf16() const { return !kFloat32Alone && dtype == DType::kBFloat16; }
+    bool is_bf16() const { return !kFloat32Only && dtype == DType::kBFloat16; }
     template <class T>
     T* row(size_t i) const {
         return data == nullptr ? nullptr : static_cast<T*>(data) + offset(i);
@@ -110,7 +110,7 @@ struct Rows {
     bool is_contiguous() const { return count < 2 || (n_axes == 1 && stride[0] == static_cast<ptrdiff_t>(length)); }
 };
 
-// False if there is no axis, or the elements of a row are not side by side.
+// Returns false for a 0-d array, and if the elements of a row are not contiguous.
 inline bool rows_of(const ArrayView& array, Rows& rows) {
     if (!array.is_dense()) return false;
     rows = {.data = array.data, .dtype = array.dtype, .length = static_cast<size_t>(array.last())};

@@ -31,7 +31,7 @@ inline uint64_t checksum(const void* data, size_t n_bytes) {
     return sum;
 }
 
-// Of the checksums of rows whose first bytes are `stride` bytes apart; rows are split over the pool.
+// Checksum over the checksums of rows `stride` bytes apart; rows are split over the pool.
 inline uint64_t checksum_rows(const char* data, size_t rows, size_t row_bytes, ptrdiff_t stride) {
     constexpr size_t kTaskBytes = size_t{1} << 18;
     const size_t per_task = std::max<size_t>(1, kTaskBytes / std::max<size_t>(1, row_bytes));

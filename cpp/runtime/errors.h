@@ -1,15 +1,15 @@
-// Errors that a binding names in its own language.
+// Exception types that a binding translates to its own language.
 #pragma once
 #include <stdexcept>
 
 namespace whet {
 
-// An environment variable of Whet's has a value that cannot be used. The message names it, and what it can be.
+// A WHET_ environment variable has an invalid value. The message names the variable and the valid values.
 struct VariableError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// An object is in the state in which a thread of the parent process left it when this process was forked.
+// An object may be half changed: another thread was using it when this process was forked.
 struct ForkedError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };

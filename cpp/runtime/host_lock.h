@@ -1,17 +1,17 @@
 // The lock of the language that calls the core (Python's GIL): released while work that is worth threads runs.
 //
-// A binding sets host_lock once, at its start; a host without such a lock leaves it as it is.
+// A binding sets host_lock once, at initialisation; hosts without such a lock leave it null.
 #pragma once
 
 namespace whet {
 
 struct HostLock {
-    void* (*release)() = nullptr;  // what acquire() needs, or null where the calling thread does not hold the lock
+    void* (*release)() = nullptr;  // returns the argument of acquire(), or null if the thread does not own the lock
     void (*acquire)(void* state) = nullptr;
 };
 inline HostLock host_lock;
 
-// Releases it for the lifetime of this object, if `wanted`.
+// Releases the lock for the lifetime of this object, if `wanted`.
 class ReleasedHostLock {
 public:
     explicit ReleasedHostLock(bool wanted)

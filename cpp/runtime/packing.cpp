@@ -7,8 +7,8 @@
 namespace whet {
 namespace {
 
-// The room left in each bin, as leaves of a tree of maxima: the first bin with room is found by one descent from the
-// root. Unopened bins are leaves with full room, so the descent opens the next bin where no open one has room.
+// The free space of each bin, as leaves of a max segment tree: one descent from the root finds the first bin that fits.
+// Unopened bins are leaves with all space free, so the descent opens the next bin if no open bin fits.
 class FirstFit {
 public:
     explicit FirstFit(int64_t max_length) : max_length_(max_length) { grow(64); }
@@ -41,8 +41,8 @@ private:
     std::vector<int64_t> room_;
 };
 
-// Indices of lengths, longest first and in order of index among equals. Where lengths are no more spread than the
-// sequences are many, counting them is a sort without comparisons.
+// Indices of lengths, longest first, ties in order of index. Counting sort if max_length is at most the number of
+// sequences.
 std::vector<int64_t> longest_first(const int64_t* lengths, int64_t n, int64_t max_length) {
     std::vector<int64_t> order(static_cast<size_t>(n));
     if (max_length > n) {

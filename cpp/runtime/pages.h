@@ -1,4 +1,4 @@
-// Memory given back to the system while its addresses stay.
+// Releases memory to the system while its addresses stay valid.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace whet {
 
-// Give back the system's whole pages among these bytes. They read as zeros, and are committed again where they are
-// written. Nothing happens where the system has no such call.
+// Releases the whole pages in this range (MADV_DONTNEED). They read as zeros and are committed again when written. A
+// no-op on systems without such a call.
 inline void release_pages([[maybe_unused]] void* data, [[maybe_unused]] size_t bytes) {
 #if defined(__linux__)
     const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE)), address = reinterpret_cast<uintptr_t>(data);

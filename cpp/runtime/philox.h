@@ -1,14 +1,13 @@
 // Philox4x64-10 (Salmon, Moraes, Dror & Shaw 2011), counted and read as NumPy's Philox does.
 //
-// Does not keep a state: the t-th number of a stream is computed from t.
+// Stateless: the t-th number of a stream is computed from t.
 #pragma once
 #include <cstdint>
 
 namespace whet {
 
-// The t-th uniform in [0, 1) of the stream (seed, prompt, sample): that of whet.rollout.torch_engine.token_uniforms, a
-// generator with the key (seed, 0) whose counter starts at (0, 0, prompt, sample) and is raised before each block of
-// four words.
+// The t-th uniform in [0, 1) of the stream (seed, prompt, sample), as in whet.rollout.torch_engine.token_uniforms: the
+// key is (seed, 0); the counter starts at (0, 0, prompt, sample) and is incremented before each block of four words.
 inline double token_uniform(uint64_t seed, uint64_t prompt, uint64_t sample, uint64_t t) {
     constexpr uint64_t kMultiplier[2] = {0xD2E7470EE14C6C93, 0xCA5A826395121157};
     constexpr uint64_t kWeyl[2] = {0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B};

@@ -15,7 +15,7 @@ namespace fs = std::filesystem;
 
 constexpr double kNoQuota = std::numeric_limits<double>::infinity();
 
-// Version 2: "200000 100000", or "max 100000"; version 1 has two files, and -1 for no limit.
+// Version 2: "200000 100000", or "max 100000". Version 1: two files; -1: no limit.
 double quota_of_group(const fs::path& group) {
     double quota = 0.0, period = 0.0;
     if (std::ifstream both(group / "cpu.max"); both) {
@@ -27,8 +27,8 @@ double quota_of_group(const fs::path& group) {
     return quota > 0.0 && period > 0.0 ? quota / period : kNoQuota;
 }
 
-// The least of a group and those around it, up to `top`. In a container the path may be the host's, and its own group
-// is at the top.
+// The minimum quota of a group and its parents, up to `top`. In a container the path may be the host's, with the
+// container's group at the top.
 double quota_up_to(const fs::path& top, fs::path path) {
     double least = quota_of_group(top);
     for (; !path.empty(); path = path.parent_path()) least = std::min(least, quota_of_group(top / path));

@@ -1,16 +1,16 @@
-// The processors that this process may use.
+// Number of processors available to this process.
 #pragma once
 #include <string>
 
 namespace whet {
 
-// Those of its affinity, and no more than the CPU time that its control groups grant it: a quota of 2.5 is 2
-// processors. At least 1.
+// Processors in the affinity mask, at most the CPU quota of the control groups: a quota of 2.5 gives 2 processors. At
+// least 1.
 int n_processors();
 
-// CPU time per time that the control groups of this process grant it (version 1 and 2; the least of its own group and
-// those around it); infinity without a limit. Docker's --cpus and Kubernetes' limits are such quotas, and leave the
-// affinity as it is. `root` is the directory of proc and sys, for tests.
+// CPU quota of this process's control groups (version 1 and 2; the minimum of its group and the parent groups), in
+// processors; infinity without a limit. Docker's --cpus and Kubernetes' limits set such quotas and do not change the
+// affinity. `root` is the directory of proc and sys, for tests.
 double cpu_quota(const std::string& root = "/");
 
 }  // namespace whet

@@ -1,5 +1,4 @@
-// A lock that any number of readers, or one writer, hold. It counts for nothing in WebAssembly, where one thread calls
-// the core.
+// A shared mutex: any number of readers, or one writer. A no-op in WebAssembly, where a single thread calls the core.
 #pragma once
 #if !defined(__wasm__)
 #include <mutex>
@@ -11,12 +10,12 @@ namespace whet {
 class ReadWriteLock {
 public:
 #if defined(__wasm__)
-    struct Held {
-        Held() {}
-        ~Held() {}  // a guard, and no unused variable
+    struct Guard {
+        Guard() {}
+        ~Guard() {}  // prevents warnings of unused variables
     };
-    Held reading() { return {}; }
-    Held writing() { return {}; }
+    Guard reading() { return {}; }
+    Guard writing() { return {}; }
 #else
     std::shared_lock<std::shared_mutex> reading() { return std::shared_lock(mutex_); }
     std::unique_lock<std::shared_mutex> writing() { return std::unique_lock(mutex_); }

@@ -1,4 +1,5 @@
-// Work split over the pool in pieces whose size does not depend on the number of threads: the same bits on any number.
+// Splits work over the pool into chunks whose size does not depend on the number of threads, so that results are
+// bit-identical for any number.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -8,8 +9,8 @@
 
 namespace whet {
 
-// body(begin, end) for pieces of [0, count), each of `per_task` or fewer; all at once where the work is small. As in
-// parallel_for, without the host's lock where it is not.
+// Calls body(begin, end) for chunks of [0, count) of at most `per_task`; for a small amount of work, once on the
+// calling thread. Releases the host's lock as parallel_for does.
 template <class F>
 void parallel_split(size_t count, size_t per_task, double work_ns, F&& body) {
     if (count == 0) return;

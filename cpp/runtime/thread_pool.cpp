@@ -24,7 +24,7 @@ constexpr int kSpins = 1000;  // pauses before a worker sleeps: about 30 us
 
 std::atomic<Fork> borrowed{nullptr};
 
-// A job on borrowed threads: each claims tasks until none is left.
+// A job on borrowed threads: each thread claims tasks until none are left.
 struct ForkedJob {
     size_t n_tasks;
     void (*task)(void*, size_t);
@@ -37,7 +37,7 @@ struct ForkedJob {
     }
 };
 
-// Keeps the first exception of a job's tasks until all are over: it may not unwind a worker, nor the caller while
+// Stores the first exception of a job's tasks until all have ended: it must not unwind a worker, nor the caller while
 // workers still use the caller's objects.
 struct Guarded {
     void (*task)(void*, size_t);
@@ -69,7 +69,7 @@ public:
         workers_.reserve(static_cast<size_t>(n_threads));
         try {
             for (int i = 1; i < n_threads; ++i) workers_.emplace_back([this] { work(); });
-        } catch (...) {  // the system has no more threads
+        } catch (...) {  // the limit on threads is reached
             stop();
             throw;
         }
@@ -107,8 +107,8 @@ public:
     }
 
 private:
-    // The ticket holds the job's number above and the count of unclaimed tasks below: a claim that succeeds belongs to
-    // the job whose fields are in place, since a job is not over before its claimed tasks are done.
+    // The ticket has the job's number in its high bits and the count of unclaimed tasks in its low bits: a successful
+    // claim belongs to the job in task_ and context_, since a job does not end before its claimed tasks are done.
     static constexpr int kJobShift = 32;
     static constexpr uint64_t kLeftMask = (uint64_t{1} << kJobShift) - 1;
 
@@ -137,8 +137,8 @@ private:
                 pause_briefly();
             }
             if (busy) continue;
-            // Counted as asleep before the last check for tasks: either the caller sees the count and wakes this
-            // thread, or this thread sees the caller's tasks.
+            // Increment the count of sleepers before the last check for tasks: either the caller sees the count and
+            // wakes this thread, or this thread sees the caller's tasks.
             const uint32_t epoch = epoch_.load();
             sleeping_.fetch_add(1);
             if (!run_one() && !stop_.load()) epoch_.wait(epoch);
@@ -164,7 +164,7 @@ int default_n_threads() {
         const long n = std::strtol(wanted, &end, 10);
         if (*end != '\0' || n < 1 || n > 1024) {
             throw VariableError("WHET_NUM_THREADS=" + std::string(wanted) +
-                                " is not a number from 1 to 1024. Unset it to take as many as there are processors.");
+                                " is not a number from 1 to 1024. Unset it to use all processors.");
         }
         return static_cast<int>(n);
     }
@@ -172,9 +172,9 @@ int default_n_threads() {
 }
 
 std::mutex pool_mutex;
-// A job keeps its pool until it is over, so that another thread may ask for one of another size meanwhile. Never
-// destroyed at exit: a daemon thread of the host program may still be using it. A forked child has none of its parent's
-// threads, so it starts a pool of its own, leaves the parent's alone, and borrows none.
+// A job owns a reference to its pool, so that another thread may replace the pool by one of another size during the
+// job. Never destroyed at exit: a daemon thread of the host program may still be using it. A forked child has none of
+// its parent's threads: it starts a new pool, does not destroy the parent's, and borrows no threads.
 auto& pool = *new std::shared_ptr<ThreadPool>;
 int wanted_threads = 0;
 
@@ -200,7 +200,7 @@ int num_threads() { return the_pool()->n_threads(); }
 
 void set_num_threads(int n) {
     if (n == num_threads()) return;
-    std::shared_ptr<ThreadPool> before;  // destroyed outside the lock, by the last of its jobs
+    std::shared_ptr<ThreadPool> before;  // destroyed outside the lock, by its last job
     const std::lock_guard lock(pool_mutex);
     before.swap(pool);
     wanted_threads = n;

@@ -2,8 +2,8 @@
 //
 // Workers spin for a few tens of microseconds after a job and then sleep, so they start quickly within a step and leave
 // the processors to other libraries' threads between steps. The calling thread works too and never waits for a sleeping
-// worker: tasks are claimed one by one. A call while another thread's job runs, or from within a task, runs on its own
-// thread.
+// worker: tasks are claimed one by one. A nested call, or a call while another thread's job runs, runs serially on the
+// calling thread.
 #pragma once
 #include <cstddef>
 
@@ -11,20 +11,20 @@
 
 namespace whet {
 
-// Threads used by a job, the caller included. Starts as WHET_NUM_THREADS, else as n_processors().
+// Number of threads of a job, including the caller. Default: WHET_NUM_THREADS, else n_processors().
 int num_threads();
 void set_num_threads(int n);
 
-// Runs body(context) on n_threads threads, the caller's among them, and returns when all are done: OpenMP's runtimes
-// call it GOMP_parallel.
+// Runs body(context) on n_threads threads, including the caller, and returns when all are done: GOMP_parallel in OpenMP
+// runtimes.
 using Fork = void (*)(void (*body)(void*), void* context, unsigned n_threads, unsigned flags);
 
-// Jobs run on the threads behind `fork` until it is called with null. Otherwise another library's threads, which spin
-// for a while after its own work, would compete with the pool's for the processors.
+// Runs jobs on the threads of `fork`; null restores the pool's threads. Otherwise the threads of another library, which
+// spin for a while after their work, would compete with the pool for the processors.
 void borrow_threads(Fork fork);
 
-// task(context, i) for every i in [0, n_tasks), in any order and on any thread. The first exception of a task is thrown
-// again when all tasks are over.
+// Calls task(context, i) for every i in [0, n_tasks), in any order and on any thread. Rethrows the first exception of a
+// task after all tasks have ended.
 void parallel_for(size_t n_tasks, void (*task)(void* context, size_t i), void* context);
 
 template <class F>
@@ -32,11 +32,11 @@ void parallel_for(size_t n_tasks, F& f) {
     parallel_for(n_tasks, [](void* context, size_t i) { (*static_cast<F*>(context))(i); }, &f);
 }
 
-// Whether so many nanoseconds of work on one core, roughly, are more than it costs to share them with other threads.
+// Whether work of this many nanoseconds on one core outweighs the cost of waking other threads. Rough.
 constexpr bool is_worth_threads(double work_ns) { return work_ns >= 4000.0; }
 
-// The same where all tasks together are worth it, else on the calling thread. Work that is worth threads runs without
-// the host's lock, so `f` must not touch the host's objects.
+// parallel_for if the total work is worth threads, else a loop on the calling thread. The former runs without the
+// host's lock, so `f` must not touch the host's objects.
 template <class F>
 void parallel_for(size_t n_tasks, double work_ns, F&& f) {
     const bool worth_threads = is_worth_threads(work_ns);
@@ -45,7 +45,7 @@ void parallel_for(size_t n_tasks, double work_ns, F&& f) {
     for (size_t i = 0; i < n_tasks; ++i) f(i);
 }
 
-// f(i) for n rows of `width` elements, each of which is read and written, or little more.
+// Calls f(i) for n rows of `width` elements, for work that reads and writes each element about once.
 template <class F>
 void for_rows(size_t n, size_t width, F&& f) {
     constexpr double element_ns = 0.125;

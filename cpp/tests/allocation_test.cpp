@@ -1,9 +1,9 @@
-// Memory that is refused, and memory that is not asked for. Every allocation of an operation fails once, and then all
-// from it on: each time an exception comes out, what others had under way goes on, the next call gives the bits of one
-// that was never disturbed, and nothing is leaked. And a decoded token allocates nothing, on no thread.
+// Out-of-memory safety, and no allocation per token. Each allocation of an operation fails in turn, first only it and
+// then all from it on: the operation must throw, other calls must continue, the next call must give the bits of an
+// undisturbed one, and nothing may leak. A decoded token must not allocate on any thread.
 //
-// operator new is replaced, malloc and its like are wrapped by the linker (CMakeLists.txt): what the core's own objects
-// ask for, and no one else.
+// operator new is replaced, and malloc and similar functions are wrapped by the linker (CMakeLists.txt), which covers
+// the allocations of the core's objects only.
 #include <atomic>
 #include <cerrno>
 #include <cstdio>
@@ -30,17 +30,17 @@ namespace {
 enum class Mode { kCount, kOnce, kFromThen };
 
 std::atomic<Mode> mode{Mode::kCount};
-std::atomic<long> seen{0}, fails_at{0}, live{0}, refused{0};
-thread_local bool is_registering = false;  // the destructor of a thread_local object
+std::atomic<long> seen{0}, fails_at{0}, live{0}, failures_made{0};
+thread_local bool is_registering = false;  // in __cxa_thread_atexit
 
-// Counts an allocation; whether it is to fail. In a static program the C library's own come here too: glibc ends the
-// process where it cannot register a destructor.
-bool refuse() {
+// Counts an allocation and returns whether it is to fail. In a static program this includes the C library's: glibc
+// terminates the process if it cannot register a destructor.
+bool fail_allocation() {
     if (is_registering) return false;
     const long n = ++seen;
     const Mode m = mode.load();
     const bool fails = (m == Mode::kOnce && n == fails_at) || (m == Mode::kFromThen && n >= fails_at);
-    refused += fails;
+    failures_made += fails;
     return fails;
 }
 
@@ -60,17 +60,17 @@ void* __real_mmap(void*, size_t, int, int, int, off_t);
 int __real_munmap(void*, size_t);
 int __real___cxa_thread_atexit(void (*)(void*), void*, void*);
 
-void* __wrap_malloc(size_t n) { return refuse() ? nullptr : counted(__real_malloc(n)); }
-void* __wrap_calloc(size_t n, size_t size) { return refuse() ? nullptr : counted(__real_calloc(n, size)); }
+void* __wrap_malloc(size_t n) { return fail_allocation() ? nullptr : counted(__real_malloc(n)); }
+void* __wrap_calloc(size_t n, size_t size) { return fail_allocation() ? nullptr : counted(__real_calloc(n, size)); }
 void* __wrap_aligned_alloc(size_t alignment, size_t n) {
-    return refuse() ? nullptr : counted(__real_aligned_alloc(alignment, n));
+    return fail_allocation() ? nullptr : counted(__real_aligned_alloc(alignment, n));
 }
 void __wrap_free(void* p) {
     live -= p != nullptr;
     __real_free(p);
 }
 void* __wrap_mmap(void* at, size_t n, int protection, int flags, int file, off_t offset) {
-    if (refuse()) {
+    if (fail_allocation()) {
         errno = ENOMEM;
         return MAP_FAILED;
     }
@@ -89,12 +89,13 @@ int __wrap___cxa_thread_atexit(void (*destroy)(void*), void* object, void* libra
 }
 
 void* operator new(size_t n) {
-    if (void* p = refuse() ? nullptr : counted(__real_malloc(n == 0 ? 1 : n))) return p;
+    if (void* p = fail_allocation() ? nullptr : counted(__real_malloc(n == 0 ? 1 : n))) return p;
     throw std::bad_alloc();
 }
 void* operator new(size_t n, std::align_val_t alignment) {
     const auto unit = static_cast<size_t>(alignment);
-    if (void* p = refuse() ? nullptr : counted(__real_aligned_alloc(unit, (n + unit - 1) / unit * unit))) return p;
+    if (void* p = fail_allocation() ? nullptr : counted(__real_aligned_alloc(unit, (n + unit - 1) / unit * unit)))
+        return p;
     throw std::bad_alloc();
 }
 void operator delete(void* p) noexcept { __wrap_free(p); }
@@ -112,43 +113,43 @@ constexpr WeightFormat kFormats[] = {WeightFormat::kFloat32, WeightFormat::kBFlo
 
 // ---------------------------------------------------------------- every allocation fails
 
-// One try of an operation, in which an allocation is refused.
-class Try {
+// One attempt at an operation, in which an allocation fails.
+class Attempt {
 public:
-    Try(Mode mode, long n) : mode_(mode), n_(n) {}
+    Attempt(Mode mode, long n) : mode_(mode), n_(n) {}
 
-    // Whether `body` ends without an exception. One of memory is followed by `undo`, for which the memory that is
-    // refused stays refused.
+    // Returns whether `body` ends without an exception. After an out-of-memory exception runs `undo`, with allocations
+    // still failing.
     bool operator()(const std::function<void()>& body, const std::function<void()>& undo = [] {}) {
         bool whole = false;
-        seen = 0, fails_at = n_, refused = 0, mode = mode_;
+        seen = 0, fails_at = n_, failures_made = 0, mode = mode_;
         try {
             body();
             whole = true;
         } catch (const std::bad_alloc&) {
             undo();
-        } catch (const std::system_error&) {  // a thread that could not be started
+        } catch (const std::system_error&) {  // a thread could not be started
             undo();
         }
         mode = Mode::kCount;
-        reached = refused > 0;
+        reached = failures_made > 0;
         return whole;
     }
 
-    bool reached = false;  // the allocation that was to fail
+    bool reached = false;  // the failing allocation was reached
 
 private:
     Mode mode_;
     long n_;
 };
 
-// work(try) for the first allocation, the second, and so on, until there are no more. Every time on a thread that has
-// called nothing before, beside a pool that is new.
+// Calls work(attempt) with the first allocation failing, then the second, and so on, until there are no more. Each time
+// on a new thread, with a new pool.
 template <class Work>
 void fail_each(const std::string& name, const Work& work) {
-    // A static program's libraries allocate some memory once, such as for the first exception: before it is counted.
+    // Warm-up: in a static program libraries allocate some memory once, such as for the first exception.
     std::thread([&] {
-        Try first(Mode::kOnce, 1);
+        Attempt first(Mode::kOnce, 1);
         work(first);
     }).join();
     for (const Mode each : {Mode::kOnce, Mode::kFromThen}) {
@@ -160,14 +161,14 @@ void fail_each(const std::string& name, const Work& work) {
             num_threads();
             const long held = live;
             std::thread([&] {
-                Try one(each, ++n);
-                work(one);
-                reached = one.reached;
+                Attempt attempt(each, ++n);
+                work(attempt);
+                reached = attempt.reached;
             }).join();
             set_num_threads(1);
             num_threads();
             const long leaked = live - held;
-            expect(leaked == 0, "%ld allocations are leaked, and none should be", leaked);
+            expect(leaked == 0, "%ld allocations are leaked", leaked);
             if (failures > before) {
                 std::printf("  where allocation %ld%s fails in %s\n", n, each == Mode::kOnce ? "" : " and all after it",
                             name.c_str());
@@ -178,7 +179,7 @@ void fail_each(const std::string& name, const Work& work) {
     }
 }
 
-// Stop strings that every token begins and none completes.
+// Stop strings that every token begins and no token completes.
 std::shared_ptr<const StopStrings> never_found() {
     auto texts = std::make_shared<TokenTexts>();
     for (int32_t i = 0; i < 97; ++i) {
@@ -188,7 +189,7 @@ std::shared_ptr<const StopStrings> never_found() {
     return std::make_shared<const StopStrings>(texts, std::vector<std::string>{"abx", "aax"});
 }
 
-// A prompt whose samples know every setting that keeps memory of its own.
+// A prompt with every setting for which samples allocate memory.
 Request rich_prompt(size_t length, size_t n, size_t max_new, uint64_t index) {
     Request r = prompt(length, n, max_new, index);
     r.sampling = {.temperature = 0.8f,
@@ -220,30 +221,30 @@ void test_making_an_engine() {
     Scheduler right(known.transformer, {some_pages(known), 8, 32});
     const uint64_t expected = right.add(prompt(70, 2, 10, 0));
     run(right);
-    fail_each("making an engine", [&](Try& one) {
+    fail_each("making an engine", [&](Attempt& attempt) {
         const auto make = [&] {
             set_num_threads(kThreads);
             Model model(false, WeightFormat::kInt8, 8 + 32);
             Scheduler s(model.transformer, {some_pages(model), 8, 32});
             const uint64_t id = s.add(prompt(70, 2, 10, 0));
             run(s);
-            expect(said(s, id) == said(right, expected), "an engine gives what another one does");
+            expect(outputs_of(s, id) == outputs_of(right, expected), "a new engine gives the same tokens");
         };
-        if (!one(make)) make();
+        if (!attempt(make)) make();
     });
 }
 
-// What one call asks of an engine while another's completion is under way.
+// A call on an engine during the completion of another call.
 void test_calls(const std::string& name, WeightFormat format, const std::vector<Request>& requests) {
     Model model(format == WeightFormat::kBFloat16, format, 8 + 32);
     const Limits limits{some_pages(model), 8, 32};
     Scheduler right(model.transformer, limits);
     const auto results = [&](Scheduler& s, const std::vector<uint64_t>& ids) {
-        std::vector<Said> out;
+        std::vector<Outputs> out;
         for (const uint64_t id : ids) {
             const Job& job = s.job(id);
-            expect(job.done && job.error.empty(), "a call ends");
-            out.push_back(said(s, id));
+            expect(job.done && job.error.empty(), "a call finishes");
+            out.push_back(outputs_of(s, id));
             out.push_back({{{}, job.logprobs}, {{}, job.entropies}, {{}, job.logits}});
         }
         return out;
@@ -256,9 +257,9 @@ void test_calls(const std::string& name, WeightFormat format, const std::vector<
     const std::vector<uint64_t> other_expected{right.add(prompt(100, 2, 40, 9))};
     add_all(right, expected_ids);
     run(right);
-    const std::vector<Said> expected = results(right, expected_ids), others = results(right, other_expected);
+    const std::vector<Outputs> expected = results(right, expected_ids), others = results(right, other_expected);
 
-    fail_each(name, [&](Try& one) {
+    fail_each(name, [&](Attempt& attempt) {
         set_num_threads(kThreads);
         Scheduler s(model.transformer, limits);
         const std::vector<uint64_t> other{s.add(prompt(100, 2, 40, 9))};
@@ -275,15 +276,15 @@ void test_calls(const std::string& name, WeightFormat format, const std::vector<
             for (const uint64_t id : ids) s.remove(id);
             ids.clear();
         };
-        if (one(call, forget)) {
-            expect(results(s, ids) == expected, "what was not refused memory is right");
+        if (attempt(call, forget)) {
+            expect(results(s, ids) == expected, "calls without a failed allocation are correct");
         } else {
             call();
-            expect(results(s, ids) == expected, "the next call is right");
+            expect(results(s, ids) == expected, "the next call is correct");
         }
         run(s);
-        expect(results(s, other) == others, "what others had under way goes on");
-        expect(s.cache().n_free() == s.cache().n_pages(), "pages come back");
+        expect(results(s, other) == others, "running calls of others continue");
+        expect(s.cache().n_free() == s.cache().n_pages(), "all pages are free");
     });
 }
 
@@ -296,14 +297,14 @@ void test_adapters() {
         s.add_adapter(r.adapter, adapter_of(model.transformer.config()));
         const uint64_t id = s.add(r);
         run(s);
-        const Said out = said(s, id);
+        const Outputs out = outputs_of(s, id);
         s.remove(id);
         s.remove_adapter(r.adapter);
         return out;
     };
     Scheduler right(model.transformer, limits);
-    const Said expected = with(right);
-    fail_each("adapters", [&](Try& one) {
+    const Outputs expected = with(right);
+    fail_each("adapters", [&](Attempt& attempt) {
         Model own(false, WeightFormat::kFloat32, 8 + 32);
         Scheduler s(own.transformer, limits);
         uint64_t number = 0;
@@ -312,9 +313,9 @@ void test_adapters() {
             s.add_adapter(number, adapter_of(own.transformer.config()));
             s.remove_adapter(number);
         };
-        one(add);
-        expect(!s.has_adapter(number), "no adapter is left");
-        expect(with(s) == expected, "the next adapter is right");
+        attempt(add);
+        expect(!s.has_adapter(number), "the adapter is removed");
+        expect(with(s) == expected, "the next adapter is correct");
     });
 }
 
@@ -330,15 +331,15 @@ void test_loading(WeightFormat format) {
     };
     PackedWeight right(format, n, k);
     const std::vector<float> expected = rows(right);
-    fail_each("loading", [&](Try& one) {
+    fail_each("loading", [&](Attempt& attempt) {
         set_num_threads(kThreads);
         std::vector<float> out;
-        one([&] {
+        attempt([&] {
             PackedWeight w(format, n, k);
             out = rows(w);
         });
         PackedWeight w(format, n, k);
-        expect(rows(w) == expected, "the next load is right");
+        expect(rows(w) == expected, "the next load is correct");
     });
 }
 
@@ -354,10 +355,10 @@ void test_products(bool bf16) {
         return c;
     };
     const std::vector<float> expected = product();
-    fail_each("products", [&](Try& one) {
+    fail_each("products", [&](Attempt& attempt) {
         set_num_threads(kThreads);
-        one([&] { product(); });
-        expect(product() == expected, "the next product is right");
+        attempt([&] { product(); });
+        expect(product() == expected, "the next product is correct");
     });
 }
 
@@ -365,15 +366,15 @@ void test_packing() {
     const std::vector<int64_t> lengths{5, 3, 8, 1, 7, 2};
     const auto packed = [&] { return pack_sequences(lengths.data(), static_cast<int64_t>(lengths.size()), 9).indices; };
     const std::vector<int64_t> expected = packed();
-    fail_each("packing", [&](Try& one) {
-        one([&] { packed(); });
-        expect(packed() == expected, "the next packing is right");
+    fail_each("packing", [&](Attempt& attempt) {
+        attempt([&] { packed(); });
+        expect(packed() == expected, "the next packing is correct");
     });
 }
 
 // ---------------------------------------------------------------- no allocation
 
-// Every thread of the pool gets its memory for products: which of them take part in a step is chance.
+// Allocates the scratch memory of every thread of the pool: which threads take part in a step is random.
 void warm_threads(Model& model, size_t rows) {
     const Weights& w = model.transformer.weights();
     std::latch all(kThreads);
@@ -408,10 +409,10 @@ void test_decoding(const std::string& name, WeightFormat format, const Sampling&
     warm_threads(model, 8);
     for (int i = 0; i < 5; ++i) s.step();
     const long before = seen;
-    for (int i = 0; i < 200; ++i) s.step();  // over several ends of pages
+    for (int i = 0; i < 200; ++i) s.step();  // crosses several page boundaries
     const long during = seen - before;
     expect(s.job(id).samples[4].tokens.size() > 200, "tokens are decoded");
-    expect(during == 0, "%s: 200 steps of decoding make %ld allocations, and none is right", name.c_str(), during);
+    expect(during == 0, "%s: 200 steps of decoding make %ld allocations, expected 0", name.c_str(), during);
 }
 
 }  // namespace
@@ -423,8 +424,8 @@ int main() {
             test_decoding("greedy" + number, format, {.temperature = 0}, false);
             test_decoding("sampled" + number, format, {}, false);
             test_decoding("filtered, with penalties" + number, format, rich_prompt(1, 1, 1, 0).sampling, false);
-            test_decoding("top-k alone" + number, format, {.top_k = 7, .model_logprobs = true}, false);
-            test_decoding("top-p alone" + number, format, {.top_p = 0.7f, .model_logprobs = true}, true);
+            test_decoding("top-k" + number, format, {.top_k = 7, .model_logprobs = true}, false);
+            test_decoding("top-p" + number, format, {.top_p = 0.7f, .model_logprobs = true}, true);
             Request kept = prompt(64, 1, 70, 1);
             kept.keep = true;
             test_calls("calls" + number, format, {rich_prompt(150, 3, 20, 0), kept, score(140, 70)});

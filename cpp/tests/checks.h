@@ -1,4 +1,4 @@
-// What the C++ tests share: expectations that count and print what does not hold, numbers, and the way to an exit code.
+// Shared parts of the C++ tests: expectations that count and print failures, random numbers, exit codes.
 #pragma once
 
 #include <cstdarg>
@@ -12,19 +12,19 @@
 
 inline int failures = 0;
 
-// `what` and the values after it are printf's.
+// `what` is a printf format for the following values.
 __attribute__((format(printf, 2, 3))) inline void expect(bool holds, const char* what, ...) {
     if (holds) return;
     std::va_list values;
     va_start(values, what);
-    std::printf("does not hold: ");
+    std::printf("failed: ");
     std::vprintf(what, values);
     std::printf("\n");
     va_end(values);
     ++failures;
 }
 
-// The tests' exit code: 77 where this machine lacks the instruction set in WHET_ISA.
+// Exit code of a test: 77 if this machine lacks the instruction set in WHET_ISA.
 template <class Tests>
 int run_tests(const Tests& tests) {
     try {
@@ -38,7 +38,7 @@ int run_tests(const Tests& tests) {
     return failures == 0 ? 0 : 1;
 }
 
-// n standard normal numbers of a seed, in memory of exactly their size.
+// n standard normal numbers, in memory of exactly their size.
 inline std::vector<float> normal(size_t n, unsigned seed) {
     std::mt19937 bits(seed);
     std::normal_distribution<float> distribution;

@@ -1,6 +1,5 @@
-// The native core without Python: every kernel on heap buffers of exactly its length, at every length that has a tail,
-// and the pool under contention. Numbers are checked against the plain formulas in long double; what this test is for
-// is what the sanitizers see while it runs.
+// The core without Python, for sanitizers: every kernel on heap buffers of exactly its length, with every tail length,
+// and the pool under contention. Numbers are checked against the formulas in long double.
 #include <algorithm>
 #include <atomic>
 #include <bit>
@@ -34,7 +33,7 @@ void expect_near(const char* what, size_t n, long double got, long double expect
 
 std::mt19937_64 random_bits(7);
 
-// A float32 number cut to bfloat16, and back.
+// A float32 number truncated to bfloat16.
 uint16_t upper_half(float x) { return static_cast<uint16_t>(std::bit_cast<uint32_t>(x) >> 16); }
 float widened(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
 
@@ -103,7 +102,7 @@ void test_token_logprobs(size_t n) {
     std::unique_ptr<uint16_t[]> half(new uint16_t[n]);
     for (size_t i = 0; i < n; ++i) {
         half[i] = upper_half(logits[i]);
-        logits[i] = widened(half[i]);  // so that both kernels see the same logits
+        logits[i] = widened(half[i]);  // both kernels get the same logits
     }
     for (const size_t token : {size_t{0}, n / 2, n - 1}) {
         long double z = 0, weighted = 0;
@@ -120,7 +119,7 @@ void test_token_logprobs(size_t n) {
         expect_near("token_logprobs_f32 entropy", n, got[1], entropy, 2e-6L * std::abs(entropy) + 1e-7L);
         expect(got[0] == got_half[0] && got[1] == got_half[1], "token_logprobs_bf16 equals float32");
 
-        // In parts of any lengths, the token in one of them.
+        // In tiles of any lengths, one of which contains the token.
         for (const size_t part : {size_t{1}, size_t{16}, size_t{100}, size_t{1024}, n}) {
             whet::TokenSums row;
             for (size_t begin = 0; begin < n; begin += part) {
@@ -158,7 +157,7 @@ void test_memory_probes(size_t n_bytes) {
     std::unique_ptr<float[]> memory[2] = {std::make_unique<float[]>(n + kAligned),
                                           std::make_unique<float[]>(n + kAligned)};
     float* aligned[2];
-    for (int k = 0; k < 2; ++k) {  // the last element is the last of its buffer
+    for (int k = 0; k < 2; ++k) {  // the last element ends its buffer
         const auto end = reinterpret_cast<uintptr_t>(memory[k].get() + n + kAligned);
         aligned[k] = memory[k].get() + kAligned - end % 64 / sizeof(float);
     }
@@ -178,12 +177,12 @@ void test_memory_probes(size_t n_bytes) {
     expect(kernels().probe_read(words, n_bytes, 2) == 0, "probe_read of nothing");
     for (size_t i = 0; i < n_words; ++i) {
         words[i] = uint64_t{1} << (i % 64);
-        expect(kernels().probe_read(words, n_bytes, 1) == words[i], "probe_read sees every word");
+        expect(kernels().probe_read(words, n_bytes, 1) == words[i], "probe_read reads every word");
         words[i] = 0;
     }
 }
 
-// All sums start at their own number and gain 10 times what one step adds: 15 for each product of 3 and 5.
+// Each sum starts at a distinct number and increases by 10 steps of 15, the product of 3 and 5.
 template <class A, class B, class Sum>
 void test_fma_probe(const char* name, size_t (*kernel)(const A*, const B*, Sum*, size_t), A three, B five, int gain) {
     constexpr size_t kLanes = 64 / sizeof(Sum);
@@ -207,8 +206,7 @@ void test_probes() {
     test_fma_probe("probe_fma_int8", kernels().probe_fma_int8, uint8_t{3}, int8_t{5}, 60);
 }
 
-// Rows at every tail: norms, softmax and activations on buffers of exactly n, in float32 and bfloat16, against long
-// double.
+// Norms, softmax and activations on buffers of exactly n, in float32 and bfloat16, against long double.
 void test_rows(size_t n, size_t skew) {
     Buffer<float> x(n, 0.5, 1.0, skew), weight(n, 1.0, 0.1, skew), bias(n, 0.0, 1.0, skew), out(n, 0.0, 0.0, skew);
     std::unique_ptr<uint16_t[]> half(new uint16_t[n]), half_residual(new uint16_t[n]), half_out(new uint16_t[n]);
@@ -252,7 +250,7 @@ void test_rows(size_t n, size_t skew) {
     k.gelu_tanh_bf16(half.get(), n, false, half_out.get());
 }
 
-// Rows and factors of exactly n columns; bfloat16 rows hold the upper halves of the float32 ones.
+// Rows and factors of exactly n columns; bfloat16 rows are the truncated float32 rows.
 void test_lora(size_t rank, size_t rows, size_t n) {
     Buffer<float> x(rows * n, 0.0, 1.0), y(rows * n, 0.0, 1.0), a(rank * n, 0.0, 1.0, 1);
     Buffer<float> hidden(rows * rank, 0.0, 1.0), grad(rank * n, 0.0, 1.0, 3);
@@ -297,7 +295,7 @@ void test_lora(size_t rank, size_t rows, size_t n) {
     }
 }
 
-// Heads of exactly rotary_dim elements, the last one at the end of its memory.
+// Heads of exactly rotary_dim elements, the last of which ends its buffer.
 template <class T, class Kernel>
 void test_rope(const char* name, Kernel kernel, size_t half, bool neox, size_t skew) {
     const size_t dim = 2 * half, heads = 3;
@@ -394,7 +392,7 @@ void test_attention(size_t n, size_t head_dim, size_t group) {
             }
         }
     }
-    // bfloat16: the same memory, for what the sanitizers see. Numbers are checked from Python.
+    // bfloat16: the same memory, for the sanitizers. Numbers are checked from Python.
     std::vector<uint16_t> half(n * group * head_dim, 0x3f80), half_kv(n * head_dim, 0x3f80), half_out(half.size());
     task.q = half.data(), task.k = task.v = half_kv.data(), task.out = half_out.data();
     kernels().attention_bf16(task);
@@ -432,7 +430,7 @@ void test_pool() {
     for (const int n_threads : {1, 2, 3, 8}) {
         whet::set_num_threads(n_threads);
         for (int round = 0; round < 200; ++round) {
-            // A long pause now and then, so that workers are met both spinning and asleep.
+            // Occasional long pauses, so that workers are both spinning and asleep.
             if (round % 50 == 49) std::this_thread::sleep_for(std::chrono::milliseconds(2));
             std::vector<int> counts(static_cast<size_t>(round), 0);
             auto count = [&](size_t i) { ++counts[i]; };
@@ -460,7 +458,7 @@ void test_pool() {
     }
 }
 
-// A host whose lock counts; acquire() gets what release() returned.
+// A host that counts acquire() and release() of its lock; acquire() gets the result of release().
 int times_released = 0, times_acquired = 0;
 
 void test_host_lock() {
@@ -470,23 +468,23 @@ void test_host_lock() {
     int held = 0, free = 0;
     auto look = [&](size_t) { ++(times_released == times_acquired ? held : free); };
     whet::parallel_for(1, kLittle, look);
-    expect(held == 1 && times_released == 0, "little work keeps the lock");
+    expect(held == 1 && times_released == 0, "little work does not release the lock");
     whet::parallel_for(1, kMuch, look);
     expect(free == 1 && times_released == 1 && times_acquired == 1, "much work releases the lock");
     bool thrown = false;
     try {
-        whet::parallel_split(8, 2, kMuch, [](size_t, size_t) { throw std::runtime_error("a task's"); });
+        whet::parallel_split(8, 2, kMuch, [](size_t, size_t) { throw std::runtime_error("from a task"); });
     } catch (const std::runtime_error&) {
         thrown = true;
     }
-    expect(thrown && times_released == 2 && times_acquired == 2, "an exception comes with the lock");
-    whet::host_lock.release = []() -> void* { return nullptr; };  // the thread does not hold it
+    expect(thrown && times_released == 2 && times_acquired == 2, "the lock is acquired after an exception");
+    whet::host_lock.release = []() -> void* { return nullptr; };  // the thread does not own the lock
     whet::parallel_for(1, kMuch, look);
-    expect(times_acquired == 2, "a lock that the thread did not hold is not acquired");
+    expect(times_acquired == 2, "a lock that the thread did not own is not acquired");
     whet::host_lock = {};
 }
 
-// cpu_quota() of a process whose proc/self/cgroup and groups are these.
+// cpu_quota() of a process with this proc/self/cgroup and these groups.
 double quota_of(const std::string& groups, const std::vector<std::pair<std::string, std::string>>& files) {
     const std::string pattern = std::filesystem::temp_directory_path() / "whet_core_test.XXXXXX";
     std::vector<char> name(pattern.c_str(), pattern.c_str() + pattern.size() + 1);
@@ -512,9 +510,9 @@ void test_cpu_quota() {
     expect_quota("no groups", quota_of("", {{"cpu.max", "50000 100000\n"}}), kNone);
     expect_quota("v2", quota_of(v2, {{"pod/box/cpu.max", "250000 100000\n"}}), 2.5);
     expect_quota("v2, max", quota_of(v2, {{"pod/box/cpu.max", "max 100000\n"}}), kNone);
-    expect_quota("v2, the least on the way up",
+    expect_quota("v2, minimum of a group and its parent",
                  quota_of(v2, {{"pod/box/cpu.max", "300000 100000\n"}, {"pod/cpu.max", "100000 50000\n"}}), 2.0);
-    expect_quota("v2, around it", quota_of(v2, {{"pod/box/cpu.max", "max 1000\n"}, {"pod/cpu.max", "1500 1000\n"}}),
+    expect_quota("v2, parent only", quota_of(v2, {{"pod/box/cpu.max", "max 1000\n"}, {"pod/cpu.max", "1500 1000\n"}}),
                  1.5);
     expect_quota("v2, in a container", quota_of("0::/\n", {{"cpu.max", "400000 100000\n"}}), 4.0);
     expect_quota("v2, the host's path", quota_of(v2, {{"cpu.max", "400000 100000\n"}}), 4.0);
@@ -558,7 +556,7 @@ int main() {
         test_probes();
         for (size_t rank = 1; rank <= 8; ++rank) {
             for (const size_t n : {1, 15, 16, 17, 31, 33, 63, 64, 65, 130, 511, 512, 513, 600}) {
-                test_lora(rank, rank % 4 + 1, n);  // as many rows as a call of lora_down may have, at most
+                test_lora(rank, rank % 4 + 1, n);  // up to the maximum rows of lora_down
             }
         }
         for (const size_t n : {1, 2, 15, 16, 17, 33, 65, 70}) {

@@ -1,6 +1,5 @@
-// Model files as an enemy writes them, without Python: whole ones are read right; cut short at every byte, given only
-// in part, or with any bit flipped they are read within their bounds or refused. Whoever runs this under sanitizers
-// sees every read past the end.
+// Malicious model files, without Python: valid files are parsed correctly; truncated at every byte, passed in part, or
+// with any bit flipped, they are rejected or parsed within bounds. Sanitizers report every read past the end.
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -30,7 +29,7 @@ GgufFile read_gguf(std::span<const uint8_t> head, uint64_t file_bytes) {
     return whet::parse_gguf(head, file_bytes, gguf_types());
 }
 
-// The bytes on a heap of exactly their length, so that a sanitizer sees what lies beyond.
+// A heap copy of exactly this length, so that sanitizers report reads past the end.
 template <class File>
 File parse_exactly(File (*parse)(std::span<const uint8_t>, uint64_t), std::string_view bytes, uint64_t file_bytes) {
     const std::unique_ptr<uint8_t[]> heap(new uint8_t[bytes.size()]);
@@ -118,7 +117,7 @@ void test_gguf() {
     };
     expect("a string", value("general.architecture").text() == "llama");
     expect("an integer", value("a.negative").number<int16_t>() == -7);
-    expect("a truth value", value("a.flag").number<uint8_t>() == 1);
+    expect("a bool", value("a.flag").number<uint8_t>() == 1);
     expect("a number", value("a.number").number<double>() == 2.5);
     const std::vector<GgufValue> numbers = value("a.numbers").items();
     expect("an array of numbers", numbers.size() == 3 && numbers[2].number<uint32_t>() == 6);
@@ -153,7 +152,7 @@ void test_safetensors() {
 
 // ---------------------------------------------------------------- damaged files
 
-// Reads every byte that a value names.
+// Reads every byte that a value refers to.
 size_t sum_of(const GgufValue& value) {
     size_t sum = 0;
     if (value.type == GgufType::kArray) {
@@ -163,7 +162,7 @@ size_t sum_of(const GgufValue& value) {
     return sum;
 }
 
-// What a parser says of the tensors lies within the file, and reading what it says of the metadata is safe.
+// Tensors of a parsed file are within the file, and its metadata can be read safely.
 template <class File>
 void use_damaged(File (*parse)(std::span<const uint8_t>, uint64_t), std::string_view bytes, uint64_t file_bytes) {
     const std::unique_ptr<uint8_t[]> heap(new uint8_t[bytes.size()]);
@@ -171,7 +170,7 @@ void use_damaged(File (*parse)(std::span<const uint8_t>, uint64_t), std::string_
     try {
         const File file = parse({heap.get(), bytes.size()}, file_bytes);
         for (const FileTensor& tensor : file.tensors) {
-            expect(tensor.name + " lies within the file",
+            expect(tensor.name + " is within the file",
                    tensor.offset <= file_bytes && tensor.size_bytes <= file_bytes - tensor.offset);
         }
         if constexpr (std::is_same_v<File, GgufFile>) {
@@ -186,7 +185,7 @@ template <class File>
 void test_damage(const char* name, File (*parse)(std::span<const uint8_t>, uint64_t), const std::string& bytes) {
     for (size_t n = 0; n < bytes.size(); ++n) {
         const std::string error = error_of(parse, std::string_view(bytes).substr(0, n));
-        expect(name + " of "s + std::to_string(n) + " bytes is whole", !error.empty());
+        expect(name + " truncated to "s + std::to_string(n) + " bytes is rejected", !error.empty());
     }
     for (size_t bit = 0; bit < 8 * bytes.size(); ++bit) {
         std::string damaged = bytes;
@@ -203,21 +202,21 @@ void test_damage(const char* name, File (*parse)(std::span<const uint8_t>, uint6
     }
 }
 
-// A reader of ranges: with as many bytes as it is asked for, again and again, it comes to the whole file's answer.
+// Passing the requested number of bytes, repeatedly, gives the result of the whole file.
 template <class File>
 void test_ranges(const char* name, File (*parse)(std::span<const uint8_t>, uint64_t), const std::string& bytes) {
     const auto n_tensors = parse_exactly(parse, bytes, bytes.size()).tensors.size();
     size_t n = 0;
-    for (size_t asked = 0;;) {
+    for (size_t requests = 0;;) {
         try {
             const File file = parse_exactly(parse, std::string_view(bytes).substr(0, n), bytes.size());
             expect(name + " in ranges"s, file.tensors.size() == n_tensors && n + 28 <= bytes.size());
             return;
         } catch (const MoreBytesNeeded& more) {
-            expect(name + ": it asks for more, and not for more than there is"s,
+            expect(name + ": it requests more bytes, but not more than the file has"s,
                    more.n_bytes > n && more.n_bytes <= bytes.size());
             n = more.n_bytes;
-            if (++asked > bytes.size()) return expect(name + " never has enough"s, false);
+            if (++requests > bytes.size()) return expect(name + " does not terminate"s, false);
         }
     }
 }
@@ -225,7 +224,7 @@ void test_ranges(const char* name, File (*parse)(std::span<const uint8_t>, uint6
 void test_errors() {
     expect_error(error_of(read_gguf, "GGML" + std::string(99, '\0')), "does not begin with GGUF");
     expect_error(error_of(read_gguf, head(0, 1) + key("k", static_cast<GgufType>(13), raw<uint64_t>(0))),
-                 "k has type 13, which GGUF does not have");
+                 "k has type 13, which GGUF does not define");
     expect_error(error_of(read_gguf, head(0, 1) + key("k", GgufType::kBool, std::string(9, '\2'))),
                  "k is 2, expected 0 or 1");
     std::string deep = array(GgufType::kUint8, 0, "");
@@ -252,15 +251,15 @@ void test_errors() {
     }
     expect_error(error(entry("[4611686018427387904,4611686018427387904,0]")),
                  "expected sizes of at least 0 that do not");
-    expect_error(error(entry("[1],\"shape\":[1]")), "'shape' is there twice");
+    expect_error(error(entry("[1],\"shape\":[1]")), "'shape' is duplicated");
     expect_error(error(entry("[1],\"x\":1")), "expected dtype, shape and data_offsets");
     for (const char* header : {"{]", "{\"a\"}", "{\"a\":{\"dtype\":01}}", "{\"a\":1.}", "{\"a\":tru}",
                                "{\"a\":\"\\x\"}", "{\"a\":\"\\ud800\"}", "{\"a\":\"\n\"}", "{\"__metadata__\":{},}",
                                "{\"a\":\xff}", "{}x", "{\"a\":", "{\"\\u12g4\":1}"}) {
-        expect_error(error(header), "header is no JSON to rely on");
+        expect_error(error(header), "header is not valid JSON");
     }
-    expect_error(error("{\"a\":" + std::string(100'000, '[')), "it is more than 16 values deep");
-    expect_error(error("{}"), "the file has 4 bytes of tensors, and its header tells of 0");
+    expect_error(error("{\"a\":" + std::string(100'000, '[')), "it is nested more than 16 levels deep");
+    expect_error(error("{}"), "the file has 4 bytes of tensors, but its header lists 0");
 }
 
 void test_text() {
@@ -268,7 +267,7 @@ void test_text() {
         expect("UTF-8: "s + good, is_utf8(good) && is_plain(good));
     for (const char* bad : {"\x80", "\xc0\x80", "\xc3", "\xed\xa0\x80", "\xe0\x80\x80", "\xf4\x90\x80\x80",
                             "\xf8\x88\x80\x80\x80", "\xe2\x82"}) {
-        expect("no UTF-8", !is_utf8(bad) && !is_plain(bad));
+        expect("invalid UTF-8", !is_utf8(bad) && !is_plain(bad));
     }
     expect("control characters", !is_plain("a\n") && !is_plain("\x7f") && !is_plain("\xc2\x85") && !is_plain(""));
     expect("quoted", quoted("it's\t\xff") == "'it\\'s\\x09\\xff'");

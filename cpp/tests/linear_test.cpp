@@ -1,5 +1,4 @@
-// The products without Python, on heap buffers of exactly their size: what the sanitizers see while it runs, and
-// numbers against plain loops in double.
+// Matrix products without Python, for sanitizers: on heap buffers of exactly their size, against loops in double.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -22,7 +21,7 @@ void expect_near(const char* what, size_t m, size_t n, size_t k, double got, dou
            expected);
 }
 
-// A row of the weight in the format, and the float32 numbers that it holds.
+// A row of the weight in the format, and its dequantised float32 numbers.
 std::vector<uint8_t> rows_of(WeightFormat format, std::vector<float>& w, size_t n, size_t k) {
     const whet::FormatTraits& f = whet::traits(format);
     const size_t bytes = f.row_bytes(k);
@@ -43,7 +42,7 @@ std::vector<uint8_t> rows_of(WeightFormat format, std::vector<float>& w, size_t 
 }
 
 void test_linear(WeightFormat format, const char* name, size_t m, size_t n, size_t k) {
-    // Whole numbers up to 127 are exact in bfloat16, and in int8 if each block's largest is 127.
+    // Integers up to 127 are exact in bfloat16, and in int8 if the largest of each block is 127.
     std::vector<float> x = normal(m * k, 1), w = normal(n * k, 2);
     for (size_t i = 0; i < x.size(); ++i)
         x[i] = i % k % 32 == 0 ? 127.0f : std::round(std::clamp(x[i], -3.0f, 3.0f) * 30.0f);
@@ -66,7 +65,7 @@ void test_linear(WeightFormat format, const char* name, size_t m, size_t n, size
             expect_near(name, m, n, k, y[i * n + j], expected, 1e-5 * size);
         }
     }
-    std::vector<float> sums(m * (n + 1), 3.0f);  // wider than n: what lies between the rows stays as it is
+    std::vector<float> sums(m * (n + 1), 3.0f);  // wider than n: the padding of rows must not change
     whet::add_linear(packed, x.data(), k, m, sums.data(), n + 1);
     for (size_t i = 0; i < m * (n + 1); ++i) {
         const size_t row = i / (n + 1), column = i % (n + 1);
@@ -75,14 +74,14 @@ void test_linear(WeightFormat format, const char* name, size_t m, size_t n, size
     }
 }
 
-// A number in a source's bits, and the float32 that it stands for.
+// A number in the type of a source, and its float32 value.
 float put_number(whet::RowType source, float x, uint8_t* to) {
     if (source == whet::RowType::kFloat32) return std::memcpy(to, &x, sizeof x), x;
     uint16_t bits = 0;
     if (source == whet::RowType::kBFloat16) {
         whet::kernels().bf16_from_f32(&x, 1, &bits);
         whet::kernels().f32_from_bf16(&bits, 1, &x);
-    } else {  // a float16 that has few bits: a sign and a power of two
+    } else {  // a float16 with few bits: a sign and a power of two
         int exponent = 0;
         const float half = std::frexp(x, &exponent);
         exponent = std::clamp(exponent, -10, 10);
@@ -93,7 +92,7 @@ float put_number(whet::RowType source, float x, uint8_t* to) {
     return x;
 }
 
-// Rows [first, first + count) of numbers with the given strides, against the same rows in the format's own layout.
+// Packs rows [first, first + count) of numbers with the given strides, against the same rows in the format's layout.
 void test_packing(WeightFormat format, const char* name, size_t n, size_t k, size_t first, size_t count,
                   whet::RowType source, size_t row_stride, size_t column_stride) {
     const size_t size = source == whet::RowType::kFloat32 ? 4 : 2, bytes = whet::traits(format).row_bytes(k);
@@ -114,7 +113,7 @@ void test_packing(WeightFormat format, const char* name, size_t n, size_t k, siz
                      static_cast<ptrdiff_t>(column_stride));
     packed.unpack(back.data(), bytes);
     bool same = back == expected;
-    for (size_t i = 0; i < count; ++i) {  // `values` are now what the format holds of them
+    for (size_t i = 0; i < count; ++i) {  // `values` are dequantised at this point
         std::vector<float> row(k);
         packed.row(first + i, row.data());
         same = same && std::equal(row.begin(), row.end(), values.begin() + static_cast<ptrdiff_t>(i * k));
@@ -154,7 +153,7 @@ void test_gemm(size_t m, size_t n, size_t k) {
     }
 }
 
-// Finite rows of a stored type: numbers of a normal distribution, blocks of any bits.
+// Finite rows of a stored type: normally distributed numbers, blocks of random bits.
 std::vector<uint8_t> stored_rows_of(whet::StoredType type, size_t n, size_t k) {
     const whet::StoredTraits& stored = whet::traits(type);
     const size_t bytes = k / stored.gguf.block * stored.gguf.block_bytes;
@@ -179,8 +178,7 @@ std::vector<uint8_t> stored_rows_of(whet::StoredType type, size_t n, size_t k) {
     return rows;
 }
 
-// Rows of every stored type into float32 and every format: as those of the float32 numbers that they are, or within
-// what converting them may change.
+// Unpacks and packs rows of every stored type, against their float32 numbers: equal, or within the error of conversion.
 void test_stored_rows(whet::StoredType type, size_t n, size_t k) {
     using whet::StoredType;
     const whet::StoredTraits& stored = whet::traits(type);
@@ -216,7 +214,7 @@ void test_stored_rows(whet::StoredType type, size_t n, size_t k) {
     expect(same, "stored rows of %s, %zu x %zu", stored.name, n, k);
 }
 
-// Parts of several formats, one below the other: as each by itself.
+// Concatenated parts in several formats give the results of each part.
 void test_parts(const std::vector<WeightFormat>& formats, size_t m, size_t n, size_t k) {
     const std::vector<float> x = normal(m * k, 5), bias = normal(n * formats.size(), 6);
     const size_t width = n * formats.size();
@@ -247,7 +245,7 @@ int main() {
                 }
             }
             if (block == 1) test_linear(format, name, 11, 49, 67);
-            test_linear(format, name, 101, 17, 768);  // rows cut for the threads
+            test_linear(format, name, 101, 17, 768);  // rows are split across threads
             test_packing_in_every_way(format, name);
         }
         for (size_t m : {1, 4, 9}) {

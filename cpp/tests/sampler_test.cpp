@@ -1,5 +1,5 @@
-// The sampler without Python, on heap buffers of exactly their size, against a plain one in double that sorts the row;
-// and stop strings, against a search in the whole text.
+// The sampler without Python, on heap buffers of exactly their size, against a naive sampler in double that sorts the
+// row; and stop strings, against a search in the full text.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -21,7 +21,7 @@ using whet::Sampling;
 
 namespace {
 
-// The ids that the filters leave, in falling order of logit, then of id.
+// The ids that pass the filters, by decreasing logit, then by id.
 std::vector<size_t> kept(const std::vector<double>& z, const Sampling& s) {
     std::vector<size_t> ids(z.size());
     std::iota(ids.begin(), ids.end(), size_t{0});
@@ -40,7 +40,7 @@ std::vector<size_t> kept(const std::vector<double>& z, const Sampling& s) {
 
 struct Expected {
     size_t token;
-    double logprob, margin;  // how far the uniform is from choosing another token
+    double logprob, margin;  // margin: distance of the uniform from drawing another token
 };
 
 Expected plain_draw(const std::vector<float>& logits, const Sampling& s, const History& history, double uniform) {
@@ -94,15 +94,16 @@ void test_draws(size_t n, const Sampling& s, std::mt19937_64& bits) {
     expect(drawn.token >= 0 && static_cast<size_t>(drawn.token) < n, "the token is in range, n = %zu", n);
     for (size_t i = 0; i < s.top_logprobs; ++i) {
         expect(best[i].token >= -1 && best[i].token < static_cast<int32_t>(n), "alternatives are in range");
-        expect(i == 0 || best[i].logprob <= best[i - 1].logprob, "alternatives fall");
-        expect(best[i].token != drawn.token || best[i].logprob == drawn.logprob, "the drawn one has its log-prob");
+        expect(i == 0 || best[i].logprob <= best[i - 1].logprob, "alternatives are in decreasing order");
+        expect(best[i].token != drawn.token || best[i].logprob == drawn.logprob,
+               "the drawn token has the same log-prob among the alternatives");
     }
     if (expected.margin < 1e-5) return;
     expect(static_cast<size_t>(drawn.token) == expected.token, "the same token, n = %zu", n);
     expect(std::abs(drawn.logprob - expected.logprob) < 2e-5, "the same log-prob, n = %zu", n);
 }
 
-// Numbers of NumPy 2.4: np.random.Generator(np.random.Philox(key=[7, 0], counter=[0, 0, 2, 5])).random(6).
+// Reference, NumPy 2.4: np.random.Generator(np.random.Philox(key=[7, 0], counter=[0, 0, 2, 5])).random(6).
 void test_uniforms() {
     const double expected[6] = {0x1.002134ae40be0p-2, 0x1.468f8fccb87c4p-2, 0x1.c41ef0588aba0p-3,
                                 0x1.175a998b2043ep-2, 0x1.c507d470fb8c0p-2, 0x1.88046f0cc163ep-2};
@@ -110,7 +111,7 @@ void test_uniforms() {
         expect(whet::token_uniform(7, 2, 5, t) == expected[t], "the same uniform, t = %zu", size_t(t));
 }
 
-// Texts of a few letters, cut into tokens anywhere, and strings that occur in many of them.
+// Random texts of a few letters, split into random tokens, with strings that occur often.
 void test_stop_strings(std::mt19937_64& bits) {
     const auto letters = [&](size_t n) {
         std::string out;
@@ -134,15 +135,15 @@ void test_stop_strings(std::mt19937_64& bits) {
         }
         const whet::StopStrings stops(texts, strings);
         whet::StopStrings::State state;
-        whet::StopStrings::Reading reading{false, 0};
+        whet::StopStrings::Match match{false, 0};
         size_t n = 0;
-        while (n < texts->ends.size() && !reading.is_complete) {
-            reading = stops.read(state, static_cast<int32_t>(n++), true);
+        while (n < texts->ends.size() && !match.is_complete) {
+            match = stops.read(state, static_cast<int32_t>(n++), true);
         }
-        expect(reading.is_complete == (first_end <= text.size()), "it is found where it is, in %s", text.c_str());
-        if (!reading.is_complete) continue;
-        const auto shown = static_cast<size_t>(texts->ends[n - 1] - reading.held);
-        expect(shown == cut, "%s is cut at %zu", text.c_str(), cut);
+        expect(match.is_complete == (first_end <= text.size()), "a match is complete, in %s", text.c_str());
+        if (!match.is_complete) continue;
+        const auto shown = static_cast<size_t>(texts->ends[n - 1] - match.n_withheld);
+        expect(shown == cut, "%s is truncated at %zu", text.c_str(), cut);
     }
 }
 

@@ -1,5 +1,5 @@
-// The vectors of simd/ themselves, compiled once per instruction set with its own flags and WHET_ISA its name: dot.h
-// against plain C, bit by bit. No STL (see kernels/isa_unit.cpp). Exit code 77: this machine lacks the instruction set.
+// The vectors of simd/, compiled once per instruction set, whose name is WHET_ISA: dot.h against scalar C, bit by bit.
+// No STL (see kernels/isa_unit.cpp). Exit code 77: this machine lacks the instruction set.
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -33,7 +33,7 @@ uint64_t random_bits() {
 
 float as_float(uint32_t bits) { return bit_cast<float>(bits); }
 
-// Subnormal numbers count as zero where the instruction set has vdpbf16ps.
+// Subnormal numbers are flushed to zero if the instruction set has vdpbf16ps.
 float flushed(float x) {
 #if defined(__AVX512BF16__)
     return fpclassify(x) == FP_SUBNORMAL ? copysignf(0.0f, x) : x;
@@ -51,7 +51,7 @@ float plain_dot_bf16(float sum, const uint16_t a[2], const uint16_t b[2]) {
     return sum;
 }
 
-// `exponent`: 0 for any bits at all, else for numbers of about that binary exponent, where sums cancel and round.
+// `exponent`: 0 for random bits, else for numbers of about that binary exponent, whose sums cancel and round.
 void test_dot_bf16(int exponent) {
     uint16_t a[32], b[32];
     float sum[16], got[16];
@@ -74,7 +74,7 @@ void test_dot_bf16(int exponent) {
     }
 }
 
-// `extreme`: only the bytes whose products are largest, which a 16-bit sum could not hold.
+// `extreme`: only bytes with the largest products, which would overflow a 16-bit sum.
 void test_dot_int8(bool extreme) {
     uint8_t a[64];
     int8_t b[64];
@@ -93,7 +93,7 @@ void test_dot_int8(bool extreme) {
     }
 }
 
-// Seven bits of one factor; `extreme`: pairs that 16 bits just hold.
+// One factor has seven bits. `extreme`: pairs whose sum just fits in 16 bits.
 void test_dot_int7(bool extreme) {
     uint8_t a[64];
     int8_t b[64];
@@ -115,7 +115,8 @@ void test_dot_int7(bool extreme) {
         expect_bits("dot_pairs", i, static_cast<uint16_t>(got_pairs[i]), static_cast<uint16_t>(expected));
         below -= b[i] < 0 ? b[i] : 0;
     }
-    expect_bits("minus_below_zero", 0, static_cast<uint32_t>(minus_below_zero(b)), static_cast<uint32_t>(below));
+    expect_bits("minus_sum_of_negatives", 0, static_cast<uint32_t>(minus_sum_of_negatives(b)),
+                static_cast<uint32_t>(below));
     int32_t added[16];
     store(added, add_pairs(load(sum), pairs));
     for (int i = 0; i < 16; ++i) {
@@ -127,7 +128,7 @@ void test_dot_int7(bool extreme) {
     }
 }
 
-// All of them, NaN with their bits.
+// All 2^16 numbers, including the payload of NaN.
 void test_load_f16() {
     for (uint32_t first = 0; first < 65536; first += 16) {
         uint16_t halves[16];
@@ -135,7 +136,7 @@ void test_load_f16() {
         for (uint32_t i = 0; i < 16; ++i) halves[i] = static_cast<uint16_t>(first + i);
         store(got, load_f16(halves));
         for (int i = 0; i < 16; ++i) {
-            const bool is_nan = (halves[i] & 0x7fff) > 0x7c00;  // which an instruction makes quiet
+            const bool is_nan = (halves[i] & 0x7fff) > 0x7c00;  // the instruction sets the quiet bit
             const uint32_t quiet = is_nan ? 0x400000 : 0;
             expect_bits("load_f16", i, bit_cast<uint32_t>(got[i]) | quiet,
                         bit_cast<uint32_t>(f16_as_float(halves[i])) | quiet);
@@ -143,7 +144,7 @@ void test_load_f16() {
     }
 }
 
-// The nearest of the two bfloat16 numbers around x, in double, where all the differences are exact; ties to the even.
+// The nearest bfloat16 of x, ties to even, computed in double, where the differences are exact.
 uint16_t plain_bf16(float x) {
     const auto bits = bit_cast<uint32_t>(x);
     if (isnan(x)) return static_cast<uint16_t>(bits >> 16 | 0x40);
@@ -184,7 +185,8 @@ int main() {
         test_store_bf16(bits);
     }
     test_load_f16();
-    // Zeros, subnormals, ties to even both ways, the largest numbers, infinities, and a NaN whose payload is all low.
+    // Zeros, subnormals, ties in both directions, the largest numbers, infinities, and a NaN with a payload of low
+    // bits.
     const uint32_t corners[16] = {0x00000000, 0x80000000, 0x00000001, 0x00018000, 0x80008000, 0x007fffff,
                                   0x3f808000, 0x3f818000, 0x3f808001, 0x7f7fffff, 0xff7f8000, 0x7f7f7fff,
                                   0x7f800000, 0xff800000, 0x7f800001, 0xffffffff};

@@ -1,4 +1,4 @@
-// A small random model for tests of the engine, prompts that begin alike, and what came of them.
+// A small random model for tests of the engine, prompts with a common prefix, and their results.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -13,7 +13,7 @@
 
 namespace whet {
 
-// Llama's kind, or with `other` GPT-J's and Mistral's: layer norms, pairs side by side, a serial sum no more, windows.
+// Llama-like, or with `other` a mix of GPT-J and Mistral: layer norm, interleaved RoPE, parallel residual, windows.
 inline ModelConfig config_of(bool other) {
     ModelConfig c;
     c.n_layers = 2, c.n_heads = 6, c.n_kv_heads = 2, c.head_dim = 20, c.hidden_dim = 64, c.ffn_dim = 72;
@@ -39,7 +39,7 @@ struct Model {
         std::mt19937 bits(7);
         std::normal_distribution<float> normal;
         Weights& w = *weights;
-        std::vector<std::function<void()>> fill;  // once all matrices are there
+        std::vector<std::function<void()>> fill;  // run after all matrices are allocated
         const auto matrix = [&](const std::string& slot, WeightFormat f, size_t n, size_t k) {
             std::vector<float> x(n * k);
             for (float& value : x) value = normal(bits) / std::sqrt(static_cast<float>(k));
@@ -81,12 +81,12 @@ inline std::vector<int32_t> tokens(size_t n, unsigned seed) {
 
 inline Request prompt(size_t length, size_t n, size_t max_new, uint64_t index) {
     Request r;
-    r.tokens = tokens(length, 1);  // all prompts begin alike
+    r.tokens = tokens(length, 1);  // all prompts have a common prefix
     r.n = n, r.max_new_tokens = max_new, r.prompt_index = index, r.seed = 3;
     return r;
 }
 
-// Rank 3, on rows of the first layer's second product and on the whole of another.
+// Rank 3, on some rows of the first layer's o and on all rows of another matrix.
 inline std::unique_ptr<Adapter> adapter_of(const ModelConfig& c) {
     auto adapter = std::make_unique<Adapter>(c.n_layers);
     const auto add = [&](size_t layer, Target target, size_t first, size_t n, size_t k) {
@@ -106,10 +106,10 @@ inline void run(Scheduler& s) {
     }
 }
 
-using Said = std::vector<std::pair<std::vector<int32_t>, std::vector<float>>>;
+using Outputs = std::vector<std::pair<std::vector<int32_t>, std::vector<float>>>;
 
-inline Said said(const Scheduler& s, uint64_t id) {
-    Said out;
+inline Outputs outputs_of(const Scheduler& s, uint64_t id) {
+    Outputs out;
     for (const Sample& sample : s.job(id).samples) out.emplace_back(sample.tokens, sample.logprobs);
     return out;
 }

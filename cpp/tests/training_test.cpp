@@ -1,6 +1,5 @@
-// A training step without Python, its kernels and the functions that split them over the pool, on heap buffers of
-// exactly their size: what the sanitizers see while they run, and numbers against plain loops in double. Exit code 77:
-// the instruction set in WHET_ISA is not on this machine.
+// The kernels of a training step without Python, for sanitizers: on heap buffers of exactly their size, against loops
+// in double. Exit code 77: this machine lacks the instruction set in WHET_ISA.
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -17,7 +16,7 @@ using whet::kernels;
 
 namespace {
 
-// The norm of a difference, relative to the norm of what it should be, or to that of the terms that cancel there.
+// Norm of the error relative to the norm of the reference, or of its terms that cancel.
 template <class T>
 void expect_close(const char* what, size_t n, const std::vector<T>& got, const std::vector<double>& right,
                   double tolerance, double terms = 1e-15) {
@@ -29,7 +28,7 @@ void expect_close(const char* what, size_t n, const std::vector<T>& got, const s
     expect(std::sqrt(error / size) <= tolerance, "%s, %zu: off by %.3g", what, n, std::sqrt(error / size));
 }
 
-// Numbers that bfloat16 holds too.
+// Numbers that are exact in bfloat16.
 std::vector<float> narrow_normal(size_t n, unsigned seed) {
     std::vector<float> x = normal(n, seed);
     std::vector<uint16_t> narrow(n);
@@ -52,7 +51,7 @@ std::vector<float> widened(const std::vector<uint16_t>& x) {
 
 // ---------------------------------------------------------------- weights
 
-// In pieces, on all threads.
+// In chunks, on all threads.
 void test_rounding(size_t n) {
     const std::vector<float> x = normal(n, 1);
     std::vector<uint16_t> rounded(n, 0x7fc1);
@@ -99,7 +98,7 @@ void test_rms_norm(size_t n) {
 
     std::vector<float> to_x(n), to_weight(n, 1.0f);
     kernels().rms_norm_backward_f32(x.data(), weight.data(), grad.data(), n, eps, to_x.data(), to_weight.data());
-    // Of one number little is left: 1 - x^2 r^2 is eps r^2.
+    // With n = 1 most terms cancel: 1 - x^2 r^2 is eps r^2.
     const double tolerance = n == 1 ? 0.1 : 1e-6;
     expect_close("rms_norm_backward_f32, x", n, to_x, grad_x, tolerance);
     expect_close("rms_norm_backward_f32, weight", n, to_weight, grad_weight, 1e-6);
@@ -182,7 +181,7 @@ struct AttentionShape {
     float cap = 0.0f;
 };
 
-// One sequence whose keys are every other token, backwards: forward with its log-sum-exp, and backward.
+// One sequence whose keys are every other token, in reverse: forward with log-sum-exp, and backward.
 template <class T, class Forward, class Backward>
 void test_attention(const char* what, const AttentionShape& s, Forward forward, Backward backward, double tolerance,
                     T (*to)(float), float (*from)(T)) {
@@ -263,7 +262,7 @@ void test_attention(const char* what, const AttentionShape& s, Forward forward, 
     std::printf("%s: %zu queries, %zu keys, %zu x %zu, window %lld\n", what, s.n_queries, n, s.group, d,
                 static_cast<long long>(s.window));
     expect_close("out", n, wide_out, right_out, tolerance);
-    // Of one key both are zero: dp - delta is a difference of equal numbers.
+    // With one key both are zero: dp - delta is a difference of equal numbers.
     const bool zero = s.n_keys == 1;
     expect_close("grad q", n, wide_q, right_q, tolerance, zero ? std::sqrt(terms_q) : 1e-15);
     expect_close("grad k", n, grad_k, right_k, tolerance, zero ? std::sqrt(terms_k) : 1e-15);
@@ -323,8 +322,8 @@ PackedResult forward_and_backward(const Packed& x) {
     return y;
 }
 
-// A prompt that two completions share, laid once, against each sequence of its own: the same bits of the result, and
-// gradients of the prompt that are sums over its sequences.
+// A prompt shared by two completions and stored once, against separate sequences: bit-identical results, and gradients
+// of the prompt that are sums over its sequences.
 void test_shared_prompt(size_t n_prompt, size_t n_first, size_t n_second) {
     const size_t tokens = n_prompt + n_first + n_second, q_row = kHeads * kHeadDim, k_row = kKvHeads * kHeadDim;
     const size_t starts[] = {0, n_prompt, n_prompt + n_first, tokens};
@@ -338,7 +337,7 @@ void test_shared_prompt(size_t n_prompt, size_t n_first, size_t n_second) {
     std::vector<float> right_out(tokens * q_row);
     std::vector<double> right_q(tokens * q_row), right_k(tokens * k_row), right_v(tokens * k_row);
     for (size_t s = 0; s < 3; ++s) {
-        std::vector<size_t> rows;  // the sequence's tokens: the prompt's, and its own
+        std::vector<size_t> rows;  // tokens of the sequence: the prompt's, then its completion's
         for (size_t token = 0; s > 0 && token < n_prompt; ++token) rows.push_back(token);
         const size_t first = rows.size();
         for (size_t token = starts[s]; token < starts[s + 1]; ++token) rows.push_back(token);
@@ -379,7 +378,7 @@ void test_shared_prompt(size_t n_prompt, size_t n_first, size_t n_second) {
     expect_close("packed attention, grad v", tokens, serial.grad_v, right_v, 1e-5);
 }
 
-// The first steps of AdamW on a constant gradient are of the size of the learning rate, whatever beta1 and beta2.
+// The first steps of AdamW on a constant gradient have the size of the learning rate for any beta1 and beta2.
 void test_bias_correction(size_t n) {
     std::vector<float> p(n, 1.0f), m(n), v(n);
     const std::vector<float> grad(n, -0.25f);

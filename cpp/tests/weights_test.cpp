@@ -1,5 +1,5 @@
-// The weights of a model as engines and trainers share them: rows of every format as numbers, against the definition of
-// each format, on heap buffers of exactly their size; and packing while others read.
+// Shared weights of a model: dequantised rows of every format against the scalar reference, on heap buffers of exactly
+// their size; and packing with concurrent readers.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -26,7 +26,7 @@ ModelConfig one_layer() {
     return config;
 }
 
-// Rows below each other, n of each format, and the numbers that they are.
+// Concatenated parts of n rows per format, and their numbers.
 struct Packed {
     const size_t n, k;
     Weights weights{one_layer()};
@@ -47,7 +47,7 @@ struct Packed {
         weights.pack(kSlot, first, {StoredType::kFloat32, x.data(), count, k, static_cast<ptrdiff_t>(k), 1});
     }
 
-    // A row becomes what its format keeps of it.
+    // Replaces a row by its dequantised numbers.
     void define(const FormatTraits& format, float* x) const {
         std::vector<uint8_t> row(format.row_bytes(k));
         if (format.source == RowType::kFloat32) {
@@ -98,7 +98,7 @@ void test_rows(const std::vector<WeightFormat>& formats, size_t n, size_t k) {
     }
     const std::vector<int64_t> rows{last, 0, last / 2, last};
     expect(same_gathered(packed, packed.numbers, rows) && same_gathered(packed, halves, rows),
-           "%s: rows here and there of %zu x %zu", name, packed.n, k);
+           "%s: gathered rows of %zu x %zu", name, packed.n, k);
 }
 
 void test_vectors() {
@@ -111,28 +111,28 @@ void test_vectors() {
 }
 
 template <class Error, class Call>
-void expect_refused(const char* what, Call&& call) {
+void expect_rejected(const char* what, Call&& call) {
     try {
         call();
     } catch (const Error&) {
         return;
     }
-    expect(false, "%s is refused", what);
+    expect(false, "%s is rejected", what);
 }
 
-void test_refusals() {
+void test_errors() {
     const Packed packed({WeightFormat::kBFloat16, WeightFormat::kInt8}, 17, 6);
     std::vector<float> out(40 * 6);
     const std::vector<int64_t> outside{34}, below{-1};
     const Weights& w = packed.weights;
-    expect_refused<std::out_of_range>("a row too many", [&] { w.rows(kSlot, 10, 25, out.data(), false); });
-    expect_refused<std::out_of_range>("a row beyond", [&] { w.rows(kSlot, 35, 0, out.data(), false); });
-    expect_refused<std::out_of_range>("a number too many", [&] { w.rows(kSlot + ".bias", 1, 6, out.data(), false); });
-    expect_refused<std::out_of_range>("the row after the last",
-                                      [&] { w.gather(kSlot, outside.data(), 1, out.data(), false); });
-    expect_refused<std::out_of_range>("a row below 0", [&] { w.gather(kSlot, below.data(), 1, out.data(), false); });
-    expect_refused<std::invalid_argument>("an unknown slot", [&] { w.rows("head", 0, 1, out.data(), false); });
-    expect_refused<std::invalid_argument>("its checksum", [&] { w.checksum("head"); });
+    expect_rejected<std::out_of_range>("a row too many", [&] { w.rows(kSlot, 10, 25, out.data(), false); });
+    expect_rejected<std::out_of_range>("a row beyond", [&] { w.rows(kSlot, 35, 0, out.data(), false); });
+    expect_rejected<std::out_of_range>("a number too many", [&] { w.rows(kSlot + ".bias", 1, 6, out.data(), false); });
+    expect_rejected<std::out_of_range>("the row after the last",
+                                       [&] { w.gather(kSlot, outside.data(), 1, out.data(), false); });
+    expect_rejected<std::out_of_range>("a row below 0", [&] { w.gather(kSlot, below.data(), 1, out.data(), false); });
+    expect_rejected<std::invalid_argument>("an unknown slot", [&] { w.rows("head", 0, 1, out.data(), false); });
+    expect_rejected<std::invalid_argument>("its checksum", [&] { w.checksum("head"); });
 }
 
 void test_checksums() {
@@ -142,11 +142,11 @@ void test_checksums() {
     for (const size_t row : {size_t{3}, size_t{39}}) {
         const uint64_t before = b.weights.checksum(kSlot);
         b.pack(row, 1, std::vector<float>(64, 0.5f));
-        expect(b.weights.checksum(kSlot) != before, "row %zu is in the checksum", row);
+        expect(b.weights.checksum(kSlot) != before, "the checksum depends on row %zu", row);
     }
 }
 
-// A reader sees all rows from before or all from after.
+// A reader sees all old rows or all new rows.
 void test_packing_while_others_read() {
     Packed packed({WeightFormat::kBFloat16}, 64, 64);
     const std::vector<float> ones(64 * 64, 1.0f), twos(64 * 64, 2.0f);
@@ -161,7 +161,7 @@ void test_packing_while_others_read() {
         whole = whole && std::equal(out.begin() + 1, out.end(), out.begin());
     }
     packer.join();
-    expect(whole, "rows are read before or after they are packed");
+    expect(whole, "readers see all old rows or all new rows");
 }
 
 }  // namespace
@@ -182,7 +182,7 @@ int main() {
             test_rows({WeightFormat::kQ4_K, WeightFormat::kQ6_K, WeightFormat::kBFloat16}, 35, 512);
         }
         test_vectors();
-        test_refusals();
+        test_errors();
         test_checksums();
         test_packing_while_others_read();
     });

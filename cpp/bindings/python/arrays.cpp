@@ -17,7 +17,7 @@ struct DTypeNames {
     int numpy;
     const char* torch;
 };
-// In the order of DType. NumPy's bfloat16 is ml_dtypes', of no fixed number.
+// Indexed by DType. NumPy's bfloat16 is registered by ml_dtypes, with a type number assigned at run time.
 constexpr DTypeNames kDTypes[] = {{NPY_FLOAT, "float32"}, {NPY_DOUBLE, "float64"}, {NPY_NOTYPE, "bfloat16"},
                                   {NPY_BOOL, "bool"},     {NPY_INT32, "int32"},    {NPY_INT64, "int64"},
                                   {NPY_INT8, "int8"},     {NPY_UINT8, "uint8"}};
@@ -25,8 +25,8 @@ constexpr size_t kNDTypes = std::size(kDTypes);
 
 const DTypeNames& names_of(DType dtype) { return kDTypes[static_cast<size_t>(dtype)]; }
 
-// What this file needs of torch, fetched when the first tensor arrives and kept for the life of the process. A tensor
-// is asked through the descriptors of its class: a lookup by name for each question would cost as much as the answer.
+// Types and descriptors of torch, fetched with the first tensor and cached for the life of the process. Attributes are
+// read through the descriptors of the class: a lookup by name would cost as much as the read.
 struct Torch {
     PyTypeObject* tensor = nullptr;
     PyObject* dtypes[kNDTypes] = {};
@@ -62,7 +62,7 @@ const Torch* torch() {
     return complete ? &t : nullptr;
 }
 
-// The value of an attribute or the result of a method without arguments; invalid, and no Python error, if that fails.
+// The value of an attribute, or the result of a method without arguments; invalid, without a Python error, on failure.
 nb::object attribute_of(PyObject* tensor, PyObject* descriptor) {
     PyObject* value =
         Py_TYPE(descriptor)->tp_descr_get(descriptor, tensor, reinterpret_cast<PyObject*>(Py_TYPE(tensor)));
@@ -91,7 +91,7 @@ bool numpy_dtype(PyArrayObject* a, DType& out) {
     return std::strcmp(PyArray_DESCR(a)->typeobj->tp_name, "ml_dtypes.bfloat16") == 0;
 }
 
-// The integers of a tuple, as many as `n` holds; false if that is not what it is.
+// Reads a tuple of integers into `n`, which has its length; returns false otherwise.
 bool sizes_of(const nb::object& tuple, int& n, Py_ssize_t* sizes) {
     if (!tuple.is_valid() || !PyTuple_Check(tuple.ptr()) || PyTuple_GET_SIZE(tuple.ptr()) > Array::kMaxAxes) {
         return false;
@@ -106,12 +106,12 @@ bool view_torch(PyObject* object, Array& array, const Torch& t, bool strided) {
         return false;
     }
     int n_strides = 0;
-    // The strides of a contiguous tensor follow from its shape: torch makes a tuple of them in twice the time.
+    // The strides of a contiguous tensor follow from its shape; reading them from torch takes twice the time.
     const bool contiguous = result_of(object, t.is_contiguous).ptr() == Py_True;
     if (!contiguous && (!strided || !sizes_of(result_of(object, t.stride), n_strides, array.stride))) return false;
     const nb::object dtype = attribute_of(object, t.dtype);
     if (!torch_dtype(dtype.ptr(), t, array.dtype)) return false;
-    // The memory of a lazily negated tensor holds the other sign.
+    // A lazily negated tensor stores values with the opposite sign.
     if (result_of(object, t.is_neg).ptr() != Py_False) return false;
     if (!sizes_of(attribute_of(object, t.shape), array.ndim, array.shape)) return false;
     if (strided && contiguous) set_contiguous(array);
@@ -119,11 +119,11 @@ bool view_torch(PyObject* object, Array& array, const Torch& t, bool strided) {
     if (!address.is_valid()) return false;
     array.data = PyLong_AsVoidPtr(address.ptr());
     array.is_torch = true;
-    return array.data != nullptr || array.size() == 0;  // null: a fake or wrapped tensor, or freed storage
+    return array.data != nullptr || array.size() == 0;  // null: a fake or wrapper tensor, or freed storage
 }
 
 bool view_any(PyObject* object, Array& array, bool strided, bool writable) {
-    // A subclass may be more than its numbers (a masked array is): the Python side handles it.
+    // A subclass may have more than numbers (masked arrays do): the Python side handles it.
     if (!PyArray_CheckExact(object)) {
         const Torch* t = torch();
         return t != nullptr && PyObject_TypeCheck(object, t->tensor) && view_torch(object, array, *t, strided);
@@ -137,7 +137,7 @@ bool view_any(PyObject* object, Array& array, bool strided, bool writable) {
     for (int i = 0; i < array.ndim; ++i) {
         array.shape[i] = PyArray_DIM(a, i);
         if (!strided) continue;
-        // A field of a structured array may lie between whole elements.
+        // The stride of a field of a structured array may not be a multiple of its size.
         if (PyArray_STRIDE(a, i) % PyArray_ITEMSIZE(a) != 0) return false;
         array.stride[i] = PyArray_STRIDE(a, i) / PyArray_ITEMSIZE(a);
     }
@@ -191,7 +191,7 @@ nb::object new_like(PyObject* like, const Array& array, DType dtype, int ndim, c
     for (int i = 0; i < ndim; ++i) sizes[i] = shape[i];
     PyArray_Descr* descr =
         dtype == array.dtype ? PyArray_DESCR(reinterpret_cast<PyArrayObject*>(like)) : PyArray_DescrFromType(NPY_FLOAT);
-    if (dtype == array.dtype) Py_INCREF(descr);  // the new array takes over a reference
+    if (dtype == array.dtype) Py_INCREF(descr);  // the new array steals a reference
     nb::object out = nb::steal(PyArray_Empty(ndim, sizes, descr, 0));
     if (!out.is_valid()) nb::raise_python_error();
     *data = PyArray_DATA(reinterpret_cast<PyArrayObject*>(out.ptr()));

@@ -1,8 +1,8 @@
-// Arrays from Python at the price of a few attribute reads: NumPy through its C API, torch by asking the tensor.
+// Views of Python arrays for the cost of a few attribute reads: NumPy through its C API, torch through its attributes.
 //
-// Only the plain case is read here: on the CPU, without gradient, of a DType; bfloat16 is torch's or, in NumPy,
-// ml_dtypes'. For everything else a binding returns NotImplemented, and the Python side converts it or explains; so
-// does nanobind, for arguments that its signature does not take, where the binding is marked as an operator
+// Only the plain case is handled here: on the CPU, without gradient, of a DType; bfloat16 is torch's or, in NumPy,
+// ml_dtypes'. For other cases a binding returns NotImplemented, and the Python side converts the input or raises. For
+// arguments that do not match the signature, nanobind returns NotImplemented from bindings marked as operators
 // (PlainCase).
 #pragma once
 #include <nanobind/nanobind.h>
@@ -15,44 +15,45 @@ struct Array : ArrayView {
     bool is_torch = false;
 };
 
-// Must run once, at module initialisation; throws if NumPy is missing.
+// Called once, at module initialisation; throws if NumPy is missing.
 void import_numpy();
 
 using PlainCase = nanobind::is_operator;
 
-// Whether float32 holds a factor above 0, and its reciprocal.
+// Whether a positive factor and its reciprocal are finite in float32.
 constexpr bool is_float32_factor(double x) { return x > 1e-37 && x < 1e37; }
 
 inline nanobind::object not_implemented() { return nanobind::borrow(Py_NotImplemented); }
 
-// A contiguous array with one or two axes; its strides are not set. False if `object` is not that.
+// Views a contiguous array with one or two axes, without setting strides. Returns false for other objects.
 bool view(PyObject* object, Array& array);
-// The same with one axis, of this dtype.
+// Views a contiguous 1-D array of this dtype. Returns false for other objects.
 bool view_vector(nanobind::handle object, DType dtype, Array& array);
 
-// An array with up to four axes and any strides. False if `object` is not that, or has to be written to and cannot.
+// Views an array with up to four axes and any strides. Returns false for other objects, and for read-only arrays that
+// must be writable.
 bool view_strided(PyObject* object, Array& array, bool writable = false);
 
-// The rows of a float32 or bfloat16 array, each contiguous. False if `object` is not that.
+// Views the contiguous rows of a float32 or bfloat16 array. Returns false for other objects.
 bool view_rows(nanobind::handle object, Array& array, Rows& rows, bool writable = false);
 
-// None is `missing`. False for anything but None and an int from 1 up.
+// Reads an int >= 1, or `missing` for None. Returns false for other objects.
 bool optional_size(nanobind::handle object, Py_ssize_t missing, Py_ssize_t& size);
 
-// A new contiguous array of the kind (NumPy or torch) of `like`, with `dtype`, which is float32 or that of `like`.
+// Creates a contiguous array of the library (NumPy or torch) of `like`; dtype is float32 or the dtype of `like`.
 nanobind::object new_like(PyObject* like, const Array& array, DType dtype, int ndim, const Py_ssize_t* shape,
                           void** data);
 
-// The place of a result of the dtype of `like`: `given`, if it is writable and of this shape, or a new array like
-// `like` where it is None. False if it does not fit.
+// Output array with the dtype of `like`: `given`, if it is writable and of this shape, or, for None, a new array of the
+// library of `like`. Returns false if `given` does not fit.
 bool view_result(nanobind::handle given, nanobind::handle like_object, const Array& like, int ndim,
                  const Py_ssize_t* shape, Array& out, nanobind::object& result);
-// The same in the shape of `like`, and of its kind.
+// Output array with the shape, dtype and library of `like`.
 bool view_result(nanobind::handle given, nanobind::handle like_object, const Array& like, Array& out,
                  nanobind::object& result);
 
-// A new contiguous array of float32, float64 or int32, NumPy or torch; the first form returns a new reference, or null
-// with a Python error.
+// Creates a contiguous float32, float64 or int32 array, NumPy or torch. The first form returns a new reference, or null
+// with a Python error set.
 PyObject* new_array(DType dtype, int ndim, const Py_ssize_t* shape, bool as_torch, void** data) noexcept;
 template <class T>
 nanobind::object new_vector(DType dtype, size_t n, T*& data) {

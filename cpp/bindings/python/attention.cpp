@@ -1,7 +1,6 @@
 // Bindings of attention: the plain case of each function.
 //
-// A function returns NotImplemented for whatever is not the plain case: src/whet/ops/attention.py then converts the
-// input or explains what is wrong with it.
+// A function returns NotImplemented for other cases: src/whet/ops/attention.py then converts the input or raises.
 #include "engine/attention.h"
 
 #include <nanobind/nanobind.h>
@@ -18,7 +17,7 @@ namespace nb = nanobind;
 namespace whet {
 namespace {
 
-// The factor of base-2 scores; None is head_dim^-1/2. False for anything but None and a finite float.
+// Reads a scale, None for head_dim^-1/2, and converts it for base-2 scores. Returns false unless it is a finite float.
 bool read_scale(nb::handle object, Py_ssize_t head_dim, float& scale) {
     if (!object.is_none() && !PyFloat_CheckExact(object.ptr())) return false;
     const double given = object.is_none() ? 1.0 / std::sqrt(head_dim) : PyFloat_AS_DOUBLE(object.ptr());
@@ -40,13 +39,13 @@ bool view_operands(nb::handle q_object, nb::handle k_object, nb::handle v_object
            heads > 0 && kv_heads > 0 && heads % kv_heads == 0;
 }
 
-// Integers of a contiguous array.
+// A contiguous array of integers.
 struct Integers {
     Array array;
 
     bool read(nb::handle object) { return view(object.ptr(), array) && array.ndim == 1 && array.is_integer(); }
     int64_t operator[](Py_ssize_t i) const { return array.integer(i); }
-    // Whether these are offsets: from 0 up to n.
+    // Whether these are offsets: non-decreasing from 0 to n.
     bool are_offsets_of(int64_t n) const {
         if (array.shape[0] < 1 || (*this)[0] != 0 || (*this)[array.shape[0] - 1] != n) return false;
         for (Py_ssize_t i = 1; i < array.shape[0]; ++i) {
@@ -67,10 +66,11 @@ AttentionShape shape_of(const Array& q, const Array& k, const Array& v, const Ar
     return shape;
 }
 
-// None: one sequence, or the rows of a batch. False if the offsets are not those of sequences in q and k.
+// Splits q and k into sequences by offsets; None: one sequence, or the rows of a batch. Returns false for offsets that
+// do not fit q and k.
 bool read_sequences(const Array& q, const Array& k, const Array& v, const Array& out, nb::handle offsets,
                     nb::handle key_offsets, std::vector<AttentionSequence>& sequences) {
-    // Sequence i begins with these rows of the first axes.
+    // Sequence i begins at these indices of the first axes.
     const auto add = [&](int64_t q_row, int64_t k_row, int64_t n_queries, int64_t n_keys) {
         sequences.push_back({.q = q.at(q_row * q.stride[0]),
                              .k = k.at(k_row * k.stride[0]),
@@ -114,7 +114,7 @@ nb::object attention_call(nb::handle q_object, nb::handle k_object, nb::handle v
         !optional_size(block_size, 0, block) || block % 32 != 0 || block > kAttentionMaxBlock) {
         return not_implemented();
     }
-    // The result may be stored in the queries' memory: a task reads its queries before it writes.
+    // out may alias q: a task reads its queries before it writes.
     if (!view_result(given, q_object, q, out, result) || !out.is_dense()) return not_implemented();
     std::vector<AttentionSequence> sequences;
     if (!read_sequences(q, k, v, out, offsets, key_offsets, sequences)) return not_implemented();

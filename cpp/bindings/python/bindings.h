@@ -1,4 +1,4 @@
-// What each file of bindings adds to the extension module.
+// Functions that add the bindings of each file to the extension module.
 #pragma once
 #include <nanobind/nanobind.h>
 
@@ -9,14 +9,14 @@
 
 namespace whet {
 
-// A Python object that shares something of the engine.
+// A Python object with shared ownership of an object of the engine.
 template <class T>
 struct Shared {
     std::shared_ptr<T> value;
 };
 
-// Settings by the names of SamplingParams, and "logit_bias" as a dict. Throws std::invalid_argument for a token outside
-// the vocabulary.
+// Reads settings by the names of SamplingParams, with "logit_bias" as a dict. Throws std::invalid_argument for a token
+// outside the vocabulary.
 Sampling sampling_of(const nanobind::dict& settings, size_t vocab_size);
 
 void bind_attention(nanobind::module_& m);

@@ -1,6 +1,6 @@
-// The engine's bindings: a model and its scheduler as one object, on weights that others may read too. whet.engine
-// checks arguments and explains; the checks here keep memory safe. Every method is atomic: a lock serialises threads,
-// and an interrupt falls between two methods.
+// Bindings of the engine: a model and its scheduler as one object, on shared weights. whet.engine validates arguments
+// and explains errors; the checks here ensure memory safety. Methods are atomic: a mutex serialises threads, and
+// interrupts are handled between methods.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -16,7 +16,7 @@
 #include "gil.h"
 #include "engine/scheduler.h"
 #include "runtime/errors.h"
-#include "runtime/turn_lock.h"
+#include "runtime/fair_mutex.h"
 
 namespace nb = nanobind;
 
@@ -47,15 +47,14 @@ nb::object array_of(std::span<const int32_t> values) { return array_of(DType::kI
 
 [[noreturn]] void throw_forked() {
     throw ForkedError(
-        "Engine: another thread was computing on it when this process was forked, and is not here. Make a new engine, "
-        "or "
-        "fork while no call is under way.");
+        "Engine: another thread was using it when this process was forked. Make a new engine, or fork while no call is "
+        "under way.");
 }
 
-// Holds the engine's lock. It is acquired without the GIL, so that a thread that holds it may wait for the GIL.
-class Turn {
+// Guard of the engine's mutex. Locks without the GIL, so that the owner of the mutex may wait for the GIL.
+class EngineGuard {
 public:
-    explicit Turn(TurnLock& lock) : lock_(lock) {
+    explicit EngineGuard(FairMutex& lock) : lock_(lock) {
         bool is_whole;
         {
             const ReleasedGil released;
@@ -63,11 +62,11 @@ public:
         }
         if (!is_whole) throw_forked();
     }
-    Turn(const Turn&) = delete;
-    ~Turn() { lock_.unlock(); }
+    EngineGuard(const EngineGuard&) = delete;
+    ~EngineGuard() { lock_.unlock(); }
 
 private:
-    TurnLock& lock_;
+    FairMutex& lock_;
 };
 
 class EngineObject {
@@ -79,22 +78,22 @@ public:
 
     Shared<Weights> weights() const { return weights_; }
 
-    // Opens a call's session; an exclusive one changes the model and has no requests. Returns 0, or, where the session
-    // cannot be opened, the number of open ones: an exclusive session excludes all others.
+    // Opens the session of a call. An exclusive session changes the model, has no requests and excludes all others.
+    // Returns 0, or the number of open sessions if it cannot be opened.
     size_t begin_session(uint64_t session, bool exclusive) {
-        const Turn turn(lock_);
-        if (!sessions_.empty() && is_exclusive_ && forks_ != TurnLock::n_forks()) throw_forked();
+        const EngineGuard guard(lock_);
+        if (!sessions_.empty() && is_exclusive_ && forks_ != FairMutex::n_forks()) throw_forked();
         if (!sessions_.empty() && (exclusive || is_exclusive_)) return sessions_.size();
-        if (exclusive) scheduler_.forget_kept();
+        if (exclusive) scheduler_.evict_retained();
         sessions_.push_back(session);
         is_exclusive_ = exclusive;
-        forks_ = TurnLock::n_forks();
+        forks_ = FairMutex::n_forks();
         return 0;
     }
 
-    // Cancels what is left of its requests. Idempotent.
+    // Cancels the session's remaining requests. Idempotent.
     void end_session(uint64_t session) {
-        const Turn turn(lock_);
+        const EngineGuard guard(lock_);
         scheduler_.end_session(session);
         std::erase(sessions_, session);
     }
@@ -103,7 +102,7 @@ public:
                         nb::handle stop_tokens, const Shared<const StopStrings>* stop_strings, uint64_t seed,
                         uint64_t prompt_index, uint64_t first_sample, uint64_t adapter, const nb::dict& sampling,
                         bool keep) {
-        const Turn turn(lock_);
+        const EngineGuard guard(lock_);
         Request request = request_of(session, tokens, adapter);
         const size_t room =
             model_.config().max_position - std::min(model_.config().max_position, request.tokens.size());
@@ -121,7 +120,7 @@ public:
 
     uint64_t add_score(uint64_t session, nb::handle tokens, size_t score_from, float temperature, bool entropy,
                        bool logits, uint64_t adapter) {
-        const Turn turn(lock_);
+        const EngineGuard guard(lock_);
         Request request = request_of(session, tokens, adapter);
         if (score_from == 0 || score_from > request.tokens.size()) {
             throw std::invalid_argument("score_from is " + std::to_string(score_from) + ", expected 1 to " +
@@ -134,9 +133,9 @@ public:
         return scheduler_.add(std::move(request), session);
     }
 
-    // True once the request is done, else after a step.
+    // Returns true if the request is done, else runs a step.
     bool step(uint64_t id) {
-        const Turn turn(lock_);
+        const EngineGuard guard(lock_);
         if (scheduler_.job(id).done) return true;
         const ReleasedGil released;
         const auto lock = model_.weights().reading();
@@ -144,9 +143,10 @@ public:
         return false;
     }
 
-    // Of the tokens from a number on: ids, log-probs, held bytes, ids and log-probs of the alternatives; how it ended.
+    // Returns, of tokens [from, n): ids, log-probs, withheld bytes, ids and log-probs of alternatives; and the finish
+    // reason.
     nb::tuple sample(uint64_t id, size_t i, size_t from) const {
-        const Turn turn(lock_);
+        const EngineGuard guard(lock_);
         const Job& job = scheduler_.job(id);
         const Sample& s = job.samples.at(i);
         from = std::min(from, s.tokens.size());
@@ -162,26 +162,26 @@ public:
         static const char* const kFinish[] = {"running", "stop", "length", "cancelled"};
         return nb::make_tuple(array_of(std::span(s.tokens).subspan(from)),
                               array_of(std::span(s.logprobs).subspan(from)),
-                              array_of(std::span(s.held).subspan(std::min(from, s.held.size()))), top_ids_array,
-                              top_logprobs_array, kFinish[static_cast<int>(s.finish)]);
+                              array_of(std::span(s.n_withheld).subspan(std::min(from, s.n_withheld.size()))),
+                              top_ids_array, top_logprobs_array, kFinish[static_cast<int>(s.finish)]);
     }
 
-    // Tokens of its prompt that were in the cache when it was admitted.
+    // Number of prompt tokens found in the cache on admission.
     size_t reused(uint64_t id) const {
-        const Turn turn(lock_);
+        const EngineGuard guard(lock_);
         return scheduler_.job(id).reused;
     }
 
     nb::tuple scores(uint64_t id) const {
-        const Turn turn(lock_);
+        const EngineGuard guard(lock_);
         const Job& job = scheduler_.job(id);
         return nb::make_tuple(array_of(job.logprobs), array_of(job.entropies), array_of(job.logits));
     }
 
-    // parts: (layer, target, first row, A (rank, k), B (n, rank)) with contiguous float32 arrays, the scaling in B.
-    // They are multiplied in float32 beside a float32 matrix, else in bfloat16.
+    // parts: (layer, target, first row, A (rank, k), B (n, rank)) with contiguous float32 arrays, the scaling folded
+    // into B. Products are float32 if the matrix is float32, else bfloat16.
     void add_adapter(uint64_t id, const nb::iterable& parts) {
-        const Turn turn(lock_);
+        const EngineGuard guard(lock_);
         auto adapter = std::make_unique<Adapter>(model_.config().n_layers);
         for (nb::handle part : parts) {
             const auto entry = nb::cast<nb::tuple>(part);
@@ -192,33 +192,33 @@ public:
             const WeightFormat format = adapter_format(matrix_of(model_.weights().layers[layer], target));
             PackedWeight a = packed(entry[3], format), b = packed(entry[4], format);
             if (a.n() != b.k() || a.k() != inputs(target) || first_row + b.n() > outputs(target)) {
-                throw std::invalid_argument("an adapter of other shapes than its matrix");
+                throw std::invalid_argument("the adapter does not fit the shape of its matrix");
             }
             adapter->add(layer, target, first_row, std::move(a), std::move(b));
         }
         scheduler_.add_adapter(id, std::move(adapter));
     }
 
-    // Nothing happens where there is none. No request may name it.
+    // A no-op for an unknown id. No later request may use it.
     void remove_adapter(uint64_t id) {
-        const Turn turn(lock_);
+        const EngineGuard guard(lock_);
         scheduler_.remove_adapter(id);
     }
 
     std::string error(uint64_t id) const {
-        const Turn turn(lock_);
+        const EngineGuard guard(lock_);
         return scheduler_.job(id).error;
     }
 
-    // How many bytes it was, at most.
+    // Returns an upper bound of the bytes released.
     size_t release_memory() {
-        const Turn turn(lock_);
+        const EngineGuard guard(lock_);
         const ReleasedGil released;
         return scheduler_.release_memory();
     }
 
     nb::dict memory() const {
-        const Turn turn(lock_);
+        const EngineGuard guard(lock_);
         nb::dict out;
         const KvCache& cache = scheduler_.cache();
         out["weights_bytes"] = model_.weights().size_bytes();
@@ -234,13 +234,13 @@ public:
     }
 
 private:
-    mutable TurnLock lock_;
+    mutable FairMutex lock_;
     const Shared<Weights> weights_;
     Transformer model_;
     Scheduler scheduler_;
-    std::vector<uint64_t> sessions_;  // open
+    std::vector<uint64_t> sessions_;  // open sessions
     bool is_exclusive_ = false;
-    uint64_t forks_ = 0;  // when the last one was opened
+    uint64_t forks_ = 0;  // FairMutex::n_forks() when the last session was opened
 
     Request request_of(uint64_t session, nb::handle tokens, uint64_t adapter) const {
         if (is_exclusive_ || std::find(sessions_.begin(), sessions_.end(), session) == sessions_.end()) {

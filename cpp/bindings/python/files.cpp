@@ -1,4 +1,4 @@
-// Bindings of the parsers of model files. A file comes as its bytes; errors are ValueErrors that do not name the file.
+// Bindings of the parsers of model files. Files are passed as bytes; errors are ValueErrors that do not name the file.
 #include <nanobind/ndarray.h>
 
 #include <cstring>
@@ -38,7 +38,7 @@ nb::object text_of(std::string_view text) {
     return own(PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), nullptr));
 }
 
-// (name, type, shape, offset, size_bytes) of each.
+// (name, type, shape, offset, size_bytes) of each tensor.
 nb::list list_of(const std::vector<FileTensor>& tensors) {
     nb::list list;
     for (const FileTensor& tensor : tensors) {
@@ -50,7 +50,7 @@ nb::list list_of(const std::vector<FileTensor>& tensors) {
     return list;
 }
 
-// One number, or the list of an array's.
+// A number, or a list of an array's numbers.
 template <class T>
 nb::object numbers_of(const GgufValue& value) {
     if (value.type != GgufType::kArray) return nb::cast(value.number<T>());
@@ -63,7 +63,7 @@ nb::object numbers_of(const GgufValue& value) {
     return list;
 }
 
-// An array of strings, of which texts are made when they are asked for: most readers need no vocabulary.
+// A lazily decoded array of strings: most readers do not need the vocabulary.
 class GgufTexts {
 public:
     GgufTexts(nb::object data, const GgufValue& value) : data_(std::move(data)), value_(value) {}
@@ -79,11 +79,11 @@ public:
     }
 
 private:
-    nb::object data_;  // whose bytes the value is a view of
+    nb::object data_;  // owner of the bytes that the value views
     GgufValue value_;
 };
 
-// Numbers, texts, and lists of numbers; an array of strings is a GgufTexts. `data`: the file's bytes.
+// Converts a value to a number, str, list of numbers or, for an array of strings, GgufTexts. `data`: the file's bytes.
 nb::object object_of(nb::handle data, const GgufValue& value) {
     const bool is_array = value.type == GgufType::kArray;
     switch (is_array ? value.item_type : value.type) {
@@ -139,13 +139,13 @@ nb::list parse_safetensors_file(nb::handle data) {
     return list_of(file.tensors);
 }
 
-// Rows of a quantised type, (n, bytes of k numbers), which need not lie end to end.
+// Rows of a quantised type, (n, bytes of k numbers), with any row stride.
 using Blocks = nb::ndarray<nb::numpy, const uint8_t, nb::ndim<2>, nb::device::cpu>;
 
 StoredRows rows_of(StoredType type, const Blocks& blocks) {
     const size_t width = blocks.shape(1);
     if (!traits(type).is_quantised || (width > 1 && blocks.stride(1) != 1)) {
-        throw std::invalid_argument("no rows of a quantised type");
+        throw std::invalid_argument("not rows of a quantised type");
     }
     return {
         type, blocks.data(), blocks.shape(0), traits(type).row_length(width), static_cast<ptrdiff_t>(blocks.stride(0)),
@@ -155,12 +155,12 @@ StoredRows rows_of(StoredType type, const Blocks& blocks) {
 void dequantize_rows(StoredType type, const Blocks& blocks,
                      const nb::ndarray<nb::numpy, float, nb::ndim<2>, nb::c_contig, nb::device::cpu>& out) {
     const StoredRows rows = rows_of(type, blocks);
-    if (out.shape(0) != rows.n || out.shape(1) != rows.k) throw std::invalid_argument("out of another shape");
+    if (out.shape(0) != rows.n || out.shape(1) != rows.k) throw std::invalid_argument("out has the wrong shape");
     const ReleasedGil released;
     unpack_rows(rows, out.data());
 }
 
-// (name, GGUF's name, its number or None, block length, block bytes, the format that it is packed as) of each type.
+// (name, GGUF name, GGUF number or None, block length, block bytes, packed_as) of each type.
 nb::list stored_types() {
     nb::list rows;
     for (int i = 0; i < static_cast<int>(StoredType::kCount); ++i) {

@@ -1,8 +1,8 @@
-// Python's GIL, released while the core computes.
+// Guard that releases Python's GIL while the core computes.
 //
-// nanobind's own guard aborts the process where a daemon thread is in the core when the interpreter ends: before 3.14
-// CPython ends such a thread as it asks for the GIL, by pthread_exit, which unwinds its stack, and a destructor may not
-// be unwound. Here the thread waits for the end of the process instead, as in 3.14.
+// nanobind's guard aborts the process if a daemon thread is in the core when the interpreter exits: before 3.14,
+// CPython ends a thread that acquires the GIL by pthread_exit, which unwinds its stack through a noexcept destructor.
+// This guard blocks the thread until the process exits, as CPython 3.14 does.
 #pragma once
 #include <Python.h>
 #include <unistd.h>

@@ -1,7 +1,6 @@
-// Bindings of the moves into and out of a KV cache (sequences, positions, KV heads, head_dim): bytes, whatever they
-// mean.
+// Bindings of copies into and out of a contiguous KV cache (sequences, positions, KV heads, head_dim) of any dtype.
 //
-// NotImplemented says that an argument is not the plain case, or points out of the cache.
+// Functions return NotImplemented if an argument is not the plain case, or an index is outside the cache.
 #include <nanobind/nanobind.h>
 
 #include "arrays.h"

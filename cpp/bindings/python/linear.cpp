@@ -1,6 +1,6 @@
-// Bindings of the products: packed weights and the linear layer over them, gemm and gemv.
+// Bindings of matrix products: packed weights and the linear layer over them, gemm and gemv.
 //
-// As in primitives.cpp, NotImplemented says that an argument is not the plain case.
+// As in primitives.cpp, functions return NotImplemented if an argument is not the plain case.
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
@@ -19,7 +19,7 @@ namespace nb = nanobind;
 namespace whet {
 namespace {
 
-// Rows that lie evenly: the distance between two of them, in elements. False if they do not.
+// Computes the stride of rows, in elements. Returns false if they are not evenly spaced.
 bool evenly_spaced(const Array& x, Rows& rows, size_t& stride) {
     if (!rows_of(x, rows) || rows.n_axes > 1 || (rows.n_axes == 1 && rows.stride[0] < 0)) return false;
     stride = rows.n_axes == 0 ? rows.length : static_cast<size_t>(rows.stride[0]);
@@ -33,7 +33,7 @@ bool is_dense_vector(const Array& a, size_t n) {
 struct PackedObject {
     PackedWeight weight;
 
-    // Rows of numbers at an address with strides in elements, or in the format's own layout with strides in bytes.
+    // Packs rows of numbers, with strides in elements, or rows in the format's layout, with strides in bytes.
     void pack_rows(size_t first, size_t count, uintptr_t rows, RowType source, ptrdiff_t row_stride,
                    ptrdiff_t column_stride) {
         const ReleasedGil released;
@@ -106,7 +106,7 @@ nb::object gemv_call(nb::handle a_object, nb::handle x_object, nb::handle out_ob
     }
     const int rows = transpose ? 1 : 0;
     const Py_ssize_t m = a.shape[rows], n = a.shape[1 - rows];
-    // The stride of an axis of one or none means nothing.
+    // The stride of an axis with fewer than two elements is arbitrary.
     const bool row_major = (n < 2 || a.stride[1 - rows] == 1) && (m < 2 || a.stride[rows] >= n);
     const bool column_major = (m < 2 || a.stride[rows] == 1) && (n < 2 || a.stride[1 - rows] >= m);
     nb::object result;

@@ -1,7 +1,7 @@
 // Bindings of the low-rank adapters: the plain case of each function.
 //
-// Rows x and y may lie apart (any stride between rows, none within one). Whatever is not the plain case is answered
-// NotImplemented, and src/whet/ops/lora.py converts or explains.
+// x and y have contiguous rows, with any row stride. For other cases functions return NotImplemented, and
+// src/whet/ops/lora.py converts the input or raises.
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
@@ -16,14 +16,14 @@ namespace nb = nanobind;
 namespace whet {
 namespace {
 
-// Rows (..., columns) at one stride.
+// Rows (..., columns) with a single row stride.
 struct EvenRows {
     Array array;
     Rows rows;
 
     bool view(nb::handle object, bool writable = false) {
         if (!view_rows(object, array, rows, writable) || rows.n_axes > 1 || rows.length == 0) return false;
-        // Rows that overlap cannot be written side by side.
+        // Overlapping rows cannot be written in parallel.
         return !writable || rows.n_axes == 0 || std::abs(rows.stride[0]) >= static_cast<ptrdiff_t>(rows.length);
     }
     bool has_same_rows(const EvenRows& other) const {
@@ -32,7 +32,7 @@ struct EvenRows {
     }
 };
 
-// (rank, columns) float32, contiguous, with the columns of these rows.
+// Contiguous (rank, columns) float32, with the same columns as the rows.
 struct Factor {
     Array array;
 
@@ -47,7 +47,7 @@ struct Factor {
 
 bool is_rank(Py_ssize_t rank) { return rank >= 1 && rank <= static_cast<Py_ssize_t>(kMaxRank); }
 
-// y += scale (x a^T) b. True if it was done.
+// y += scale (x a^T) b. Returns false if the arguments are not the plain case.
 bool forward(nb::handle x_object, nb::handle y_object, nb::handle a_object, nb::handle b_object, double scale) {
     EvenRows x, y;
     Factor a, b;
@@ -55,7 +55,7 @@ bool forward(nb::handle x_object, nb::handle y_object, nb::handle a_object, nb::
         a.rank() != b.rank() || !is_rank(a.rank()) || !x.has_same_rows(y)) {
         return false;
     }
-    // A row of x is read before its row of y is written, but not before those of other rows.
+    // In place, a row of x is read before the same row of y is written, but not before other rows are.
     if ((overlap(x.array, y.array) && !same_place(x.array, y.array)) || overlap(a.array, y.array) ||
         overlap(b.array, y.array)) {
         return false;
@@ -64,7 +64,7 @@ bool forward(nb::handle x_object, nb::handle y_object, nb::handle a_object, nb::
     return true;
 }
 
-// weight += scale hidden b: the last half of forward, with hidden given.
+// weight += scale hidden b: the second half of forward.
 bool add_product(nb::handle hidden_object, nb::handle b_object, nb::handle weight_object, double scale) {
     EvenRows weight;
     Array hidden;
@@ -93,7 +93,7 @@ bool accumulate(nb::handle x_object, nb::handle g_object, nb::handle a_object, n
     return true;
 }
 
-// Row i of y += scale (x a^T) b with the adapter index[i]; -1: none.
+// Row i: y += scale (x a^T) b with adapter index[i]; -1: none.
 bool batch(nb::handle x_object, nb::handle y_object, nb::handle a_object, nb::handle b_object,
            nb::handle offsets_object, nb::handle scales_object, nb::handle index_object) {
     EvenRows x, y;
@@ -116,7 +116,7 @@ bool batch(nb::handle x_object, nb::handle y_object, nb::handle a_object, nb::ha
     return true;
 }
 
-// A function for Python: None if it was done, else NotImplemented.
+// Wraps a function for Python: returns None on success, else NotImplemented.
 template <auto function, class... Arguments>
 nb::object answered(Arguments... arguments) {
     return nb::borrow(function(arguments...) ? Py_None : Py_NotImplemented);

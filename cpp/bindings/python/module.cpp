@@ -52,13 +52,13 @@ void raise_whet_error(const std::exception_ptr& error, void*) {
     }
 }
 
-// The GIL, if this thread holds it.
+// Releases the GIL if this thread holds it.
 void* release_gil() { return PyGILState_Check() ? PyEval_SaveThread() : nullptr; }
 
 }  // namespace
 
 NB_MODULE(_core, m) {
-    nb::set_leak_warnings(false);  // of weights in a graph of torch that a script still has when it ends
+    nb::set_leak_warnings(false);  // scripts may exit with weights in a torch graph
     whet::import_numpy();
     whet::host_lock = {&release_gil, &whet::acquire_gil};
     nb::register_exception_translator(&raise_whet_error);

@@ -1,7 +1,7 @@
-// Bindings of what works on the last axis: norms, softmax, activations.
+// Bindings of the functions over the last axis: norms, softmax, activations.
 //
-// NotImplemented says that an argument is not the plain case: float32 or bfloat16, rows side by side, and an `out` that
-// shares no memory with what is read, but for x itself.
+// Functions return NotImplemented for other than the plain case: float32 or bfloat16, contiguous rows, and an `out`
+// that does not overlap inputs, unless it is x.
 #include <nanobind/nanobind.h>
 
 #include <cmath>
@@ -17,7 +17,7 @@ namespace {
 
 bool overlap_apart(const Array& a, const Array& b) { return overlap(a, b) && !same_place(a, b); }
 
-// x and the place of its result.
+// x and its output array.
 struct RowArrays {
     Array x, out;
     Rows x_rows, out_rows;
@@ -29,7 +29,7 @@ struct RowArrays {
     }
 };
 
-// A vector of x's last axis, or None.
+// A vector of the length of x's last axis, or None.
 bool view_weight(nb::handle object, const Array& x, Array& v) {
     return object.is_none() || (view(object.ptr(), v) && v.ndim == 1 && v.shape[0] == x.last() &&
                                 (v.dtype == x.dtype || v.dtype == DType::kFloat32));
@@ -50,7 +50,7 @@ nb::object norm(void (*function)(const NormArguments&), nb::handle x, nb::handle
          overlap(a.out, residual))) {
         return not_implemented();
     }
-    // Without any weight the dtype does not matter.
+    // Without weights the dtype is irrelevant.
     const DType weight_dtype = w.data != nullptr ? w.dtype : b.data != nullptr ? b.dtype : a.x.dtype;
     function({a.x_rows, residual_rows, a.out_rows, w.data, b.data, weight_dtype, eps});
     return a.result;
@@ -86,7 +86,7 @@ nb::object softcap_call(nb::handle x, double cap, nb::handle out) {
     return a.result;
 }
 
-// up None: gate holds both, side by side on its last axis.
+// up None: gate is both, concatenated on the last axis.
 nb::object swiglu_call(nb::handle gate_object, nb::handle up_object, nb::handle out_object) {
     Array gate, up, out;
     Rows gate_rows, up_rows, out_rows;

@@ -1,7 +1,6 @@
-// Bindings of the primitives: the plain case of each function, straight to the kernels.
+// Bindings of the primitives: the plain case of each function.
 //
-// A function returns NotImplemented for whatever is not the plain case: its Python side (src/whet/ops) then converts
-// the input or explains what is wrong with it.
+// A function returns NotImplemented for other cases: its Python side (src/whet/ops) then converts the input or raises.
 #include "engine/primitives.h"
 
 #include <nanobind/nanobind.h>
@@ -22,14 +21,14 @@ namespace nb = nanobind;
 namespace whet {
 namespace {
 
-// A new array of this dtype, with the shape and of the kind of `like`.
+// Creates an array of this dtype, with the shape and library of `like`.
 nb::object new_result(DType dtype, const Array& like, int ndim, void** data) {
     PyObject* array = new_array(dtype, ndim, like.shape, like.is_torch, data);
     if (array == nullptr) nb::raise_python_error();
     return nb::steal(array);
 }
 
-// Rows and columns of a 2-D array, or of a flat one cut into rows of `length` (0: not given).
+// Rows and columns of a 2-D array, or of a 1-D array split into rows of `length` (0: not given).
 bool rows_and_columns(const Array& a, Py_ssize_t length, size_t& rows, size_t& columns) {
     if (a.ndim == 1 && (length == 0 || a.shape[0] == 0 || a.shape[0] % length != 0)) return false;
     columns = static_cast<size_t>(a.ndim == 2 ? a.shape[1] : length);
@@ -39,7 +38,7 @@ bool rows_and_columns(const Array& a, Py_ssize_t length, size_t& rows, size_t& c
 
 // ---------------------------------------------------------------- token KL
 
-// Both arrays and the mask, if they are of one shape and dtype.
+// Views both arrays and the mask. Returns false unless they have one shape and dtype.
 bool view_logprobs(nb::handle policy, nb::handle ref, nb::handle mask, bool float32_only, Array& p, Array& q,
                    Array& m) {
     if (!view(policy.ptr(), p) || !view(ref.ptr(), q) || !equal_shapes(p, q) || p.dtype != q.dtype || !p.is_float() ||
@@ -85,7 +84,7 @@ nb::object batch_token_kl(nb::handle policy, nb::handle ref, nb::handle seq_len,
 
 // ---------------------------------------------------------------- group advantages
 
-// group_size False: the rows of the rewards are groups.
+// group_size False: each row of rewards is a group.
 nb::object group_advantages_call(nb::handle rewards, nb::handle group_size, AdvantageScale scale, double ddof,
                                  double eps) {
     Array r;
@@ -102,7 +101,7 @@ nb::object group_advantages_call(nb::handle rewards, nb::handle group_size, Adva
     return out;
 }
 
-// The same for rewards (G,) and the default settings.
+// compute_group_advantages for rewards (G,) and default settings.
 PyObject* single_group_advantages(PyObject* rewards) noexcept {
     Array r;
     if (!view(rewards, r) || r.ndim != 1 || !r.is_float() || r.shape[0] == 0) Py_RETURN_NOTIMPLEMENTED;
@@ -112,7 +111,7 @@ PyObject* single_group_advantages(PyObject* rewards) noexcept {
     constexpr double kDdof = 0.0, kNoEps = -1.0;
     try {
         group_advantages(r, 1, static_cast<size_t>(r.shape[0]), AdvantageScale::kGroup, kDdof, kNoEps, data);
-    } catch (const std::exception& error) {  // WHET_ISA names no instruction set
+    } catch (const std::exception& error) {  // invalid WHET_ISA
         Py_DECREF(out);
         PyErr_SetString(PyExc_RuntimeError, error.what());
         return nullptr;
@@ -120,8 +119,9 @@ PyObject* single_group_advantages(PyObject* rewards) noexcept {
     return out;
 }
 
-// The Python function compute_group_advantages, and a C function of its name that answers the plain call, f(rewards),
-// itself and forwards every other: loops call it once per group, where a Python frame would cost as much as the rest.
+// The Python function compute_group_advantages, and a C function of the same name that handles the plain call
+// f(rewards) and forwards all others: loops call it once per group, where a Python frame would cost as much as the
+// rest.
 PyObject* general_group_advantages = nullptr;
 
 PyObject* call_group_advantages(PyObject*, PyObject* const* args, Py_ssize_t n_args, PyObject* names) {
@@ -133,7 +133,7 @@ PyObject* call_group_advantages(PyObject*, PyObject* const* args, Py_ssize_t n_a
     return PyObject_Vectorcall(general_group_advantages, args, static_cast<size_t>(n_args), names);
 }
 
-// As inspect.signature reads a C function's: name(parameters), a line of dashes, the docstring.
+// Docstring with the text signature that inspect.signature reads: name(parameters), a line of dashes, the docstring.
 std::string describe_group_advantages(nb::handle function) {
     std::string text = nb::cast<std::string>(function.attr("__name__")) + "(rewards, *";
     for (auto [option, value] : nb::cast<nb::dict>(function.attr("__kwdefaults__"))) {
@@ -146,18 +146,18 @@ std::string describe_group_advantages(nb::handle function) {
 nb::object plain_group_advantages_first(nb::object function) {
     static const std::string name = nb::cast<std::string>(function.attr("__name__"));
     static const std::string doc = describe_group_advantages(function);
-    // By way of void(*)(), as CPython does it: GCC warns of the direct cast.
+    // Cast through void(*)(), as CPython does: GCC warns of the direct cast.
     const auto call = reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call_group_advantages));
     static PyMethodDef definition = {name.c_str(), call, METH_FASTCALL | METH_KEYWORDS, doc.c_str()};
     general_group_advantages = nb::object(function).release().ptr();
     const nb::object module_name = function.attr("__module__"), module = nb::module_::import_(module_name);
-    // Of its module, as pickle looks functions up.
+    // The module, for pickle.
     return nb::steal(PyCFunction_NewEx(&definition, module.ptr(), module_name.ptr()));
 }
 
 // ---------------------------------------------------------------- log-probabilities
 
-// token_ids: an int64 index below the vocabulary's size for each row, checked.
+// token_ids: (rows,) int64, validated against the vocabulary size.
 nb::object token_logprobs_call(nb::handle logits, nb::handle token_ids, double temperature, bool with_entropy) {
     Array x, ids;
     if (!view(logits.ptr(), x) || x.ndim != 2 || !x.is_narrow_float() || !view_vector(token_ids, DType::kInt64, ids) ||
@@ -173,7 +173,7 @@ nb::object token_logprobs_call(nb::handle logits, nb::handle token_ids, double t
 
 // ---------------------------------------------------------------- GAE and packing
 
-// last_value: a float for one trajectory, else one float64 per row.
+// last_value: a float for a single trajectory, else (rows,) float64.
 nb::object gae_call(nb::handle rewards, nb::handle values, nb::handle dones, nb::handle last_value, double gamma,
                     double lambda) {
     Array r, v, d, last;
@@ -198,7 +198,7 @@ nb::object gae_call(nb::handle rewards, nb::handle values, nb::handle dones, nb:
     return nb::make_tuple(first, second);
 }
 
-// lengths: int64, checked.
+// lengths: int64, validated.
 nb::object pack(nb::handle lengths, int64_t max_length) {
     Array n;
     if (!view_vector(lengths, DType::kInt64, n)) throw nb::type_error("pack_sequences: lengths is not (n,) int64");
@@ -224,7 +224,7 @@ nb::object pack(nb::handle lengths, int64_t max_length) {
 
 }  // namespace
 
-// Functions whose arguments are never None name none of them: nanobind dispatches those fastest.
+// Functions whose arguments are never None have unnamed arguments: nanobind dispatches those fastest.
 void bind_primitives(nb::module_& m) {
     using nb::arg;
     nb::enum_<AdvantageScale>(m, "Scale")

@@ -1,9 +1,9 @@
-// Bindings of the probes: how fast this machine's threads read, copy and scale memory, and multiply and add; and what
-// it costs to allocate memory and free it.
+// Bindings of the machine probes: rates at which threads read, copy and scale memory, and multiply and add; and the
+// cost of allocating and freeing memory.
 //
-// All threads start together and work for a batch of a millisecond or more; a batch takes as long as from the first
-// start to the last end. Batches are repeated for the requested time, and the fastest one counts: a ceiling is what is
-// possible, and every disturbance makes a batch slower. src/whet/ops/probe.py has checked the arguments.
+// All threads start together and work for a batch of at least a millisecond, timed from the first start to the last
+// end. Batches are repeated for the requested time, and the fastest counts: a probe measures a ceiling, and
+// disturbances only slow a batch down. src/whet/ops/probe.py checks the arguments.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -38,9 +38,9 @@ double seconds_between(Clock::time_point start, Clock::time_point end) {
     return std::chrono::duration<double>(end - start).count();
 }
 
-// body(i) once per thread, all at once; the seconds from the first start to the last end.
+// Calls body(i) once per thread, concurrently; returns the seconds from the first start to the last end.
 //
-// A thread may run two tasks where another does not wake: no task waits for longer than kPatience.
+// A thread may run two tasks if another does not wake, so no task waits for longer than kPatience.
 template <class Body>
 double run_together(size_t n_threads, const Body& body) {
     constexpr double kPatience = 0.02;
@@ -60,7 +60,7 @@ double run_together(size_t n_threads, const Body& body) {
     return seconds_between(*std::min_element(start.begin(), start.end()), *std::max_element(end.begin(), end.end()));
 }
 
-// The highest rate, in units of work(repeats) per second. The first batch only warms up.
+// The highest rate, in units of work(repeats) per second. The first batch is a warm-up.
 template <class Batch>
 double best_rate(double seconds, const Batch& batch) {
     constexpr double kBatch = 1e-3;
@@ -81,7 +81,7 @@ double best_rate(double seconds, const Batch& batch) {
     return best;
 }
 
-// Memory on huge pages where the system gives them, so that address translation does not hide the rate.
+// Memory on huge pages if available, so that address translation does not limit the rate.
 class Memory {
 public:
     static constexpr size_t kHugePage = size_t{2} << 20;
@@ -103,7 +103,7 @@ private:
     std::unique_ptr<char, Free> data_;
 };
 
-// Memory cut into one part per thread, each filled with ones by the thread that will use it, or about to.
+// Memory in one part per thread, each initialised to ones by (most likely) the thread that will use it.
 struct Parts {
     size_t n_threads = static_cast<size_t>(num_threads());
     size_t part_bytes;
@@ -119,7 +119,7 @@ struct Parts {
 };
 
 void read(const Parts& parts, size_t i, size_t repeats) {
-    // The sink keeps the compiler from removing the loads: their values are not used.
+    // The sink prevents the compiler from removing the unused loads.
     static std::atomic<uint64_t> sink;
     sink.store(kernels().probe_read(parts.floats(i), parts.part_bytes, repeats), std::memory_order_relaxed);
 }
@@ -157,7 +157,7 @@ double scale_rate(size_t n_bytes, double seconds) {
            });
 }
 
-// Operations per second of a kernel that makes `flops` of them in one step.
+// Operations per second of a kernel with `flops` operations per step.
 template <class A, class B, class Sum>
 double fma_rate(size_t (*kernel)(const A*, const B*, Sum*, size_t), double flops, double seconds) {
     constexpr size_t kIterations = 1000;
@@ -188,7 +188,7 @@ double fma_rate_of(const std::string& dtype, double seconds) {
     return fma_rate(k.probe_fma_int8, 128.0, seconds);
 }
 
-// The memory stays for the next call. The GIL is kept, and so is the order of calls.
+// The memory is reused by the next call. The GIL, which is held, serialises calls.
 void evict(size_t n_bytes) {
     static std::unique_ptr<Parts> parts;
     if (parts == nullptr || parts->size() < static_cast<double>(n_bytes) ||
@@ -201,13 +201,13 @@ void evict(size_t n_bytes) {
 
 // ---------------------------------------------------------------- pages and other memory
 
-// A KV cache as an engine has it, of a few pages.
+// A KV cache of a few pages, like an engine's.
 class KvPages {
 public:
     KvPages(size_t n_layers, size_t n_kv_heads, size_t head_dim, bool bf16)
         : cache_(config_of(n_layers, n_kv_heads, head_dim), bf16, bytes_of(n_layers, n_kv_heads, head_dim, bf16)) {}
 
-    // Allocates a zeroed page and frees it, as a sequence of one page does.
+    // Allocates a zeroed page and frees it, like a sequence of one page.
     size_t take_and_release() {
         cache_.unref(cache_.allocate());
         return cache_.page_bytes();
@@ -228,11 +228,11 @@ private:
     KvCache cache_;
 };
 
-// malloc and free of the C library; between them zeroed, if `zeroed`.
+// malloc and free of the C library; zeroes the memory if `zeroed`.
 size_t malloc_and_free(size_t n_bytes, bool zeroed) {
     void* memory = std::malloc(n_bytes);
     if (memory == nullptr) throw std::bad_alloc();
-    __asm__ __volatile__("" : "+r"(memory) : : "memory");  // or the compiler makes calloc of it, or leaves it out
+    __asm__ __volatile__("" : "+r"(memory) : : "memory");  // prevents fusion into calloc and dead-code elimination
     if (zeroed) std::memset(memory, 0, n_bytes);
     __asm__ __volatile__("" : : "r"(memory) : "memory");
     std::free(memory);

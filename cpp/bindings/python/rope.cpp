@@ -1,7 +1,7 @@
 // Bindings of the rotary position embedding: query and key of any strides, in place.
 //
-// Nothing is written before everything has been checked. NotImplemented means that something is not the plain case, or
-// a position outside the table: the Python side (src/whet/ops/rope.py) converts or explains.
+// All arguments are checked before anything is written. Functions return NotImplemented if an argument is not the plain
+// case, or a position is outside the table: src/whet/ops/rope.py then converts the input or raises.
 #include "engine/rope.h"
 
 #include <nanobind/nanobind.h>
@@ -23,7 +23,7 @@ bool view_positions(nb::handle object, ArrayView& positions) {
     return true;
 }
 
-// None has no heads.
+// None: no heads.
 bool view_heads(nb::handle object, const ArrayView& positions, Py_ssize_t head_size, RopeHeads& heads) {
     if (object.is_none()) return true;
     Array a;
@@ -37,7 +37,7 @@ bool view_heads(nb::handle object, const ArrayView& positions, Py_ssize_t head_s
     heads = {.array = a,
              .count = static_cast<size_t>(is_flat ? a.shape[last] / head_size : a.shape[leading]),
              .stride = is_flat ? head_size : a.stride[leading]};
-    // Elements that share memory would be rotated more than once.
+    // Overlapping elements would be rotated more than once.
     for (int i = 0; i < last; ++i) {
         if (a.size() > 0 && a.shape[i] > 1 && a.stride[i] == 0) return false;
     }
@@ -53,7 +53,7 @@ bool view_rope(nb::handle positions, nb::handle query, nb::handle key, nb::handl
            view_heads(query, rope.positions, size, rope.query) && view_heads(key, rope.positions, size, rope.key);
 }
 
-// None when done.
+// Returns None on success.
 nb::object apply_rope(nb::handle positions, nb::handle query, nb::handle key, nb::handle head_size, nb::handle cache,
                       bool is_neox, bool inverse) {
     Array table;
@@ -67,7 +67,7 @@ nb::object apply_rope(nb::handle positions, nb::handle query, nb::handle key, nb
     return nb::none();
 }
 
-// inv_freq: contiguous float64. None when done.
+// inv_freq: contiguous float64. Returns None on success.
 nb::object apply_rope_freqs(nb::handle positions, nb::handle query, nb::handle key, nb::handle head_size,
                             nb::handle inv_freq, double scale, bool is_neox, bool inverse) {
     constexpr int64_t kMaxPosition = int64_t{1} << 31;
@@ -82,7 +82,7 @@ nb::object apply_rope_freqs(nb::handle positions, nb::handle query, nb::handle k
     return nb::none();
 }
 
-// Fills table (rows, 2 n), contiguous float32, from inv_freq (n), contiguous float64; the caller has checked them.
+// Fills table (rows, 2 n), contiguous float32, from inv_freq (n), contiguous float64; checked by the caller.
 void rope_table(nb::handle inv_freq, double scale, nb::handle table) {
     Array freqs, out;
     if (!view(inv_freq.ptr(), freqs) || !view(table.ptr(), out)) throw nb::type_error("rope_table");

@@ -1,7 +1,7 @@
-// Bindings of the sampler, its uniforms and stop strings. The engine calls the C++ functions itself: draw_tokens,
-// token_uniforms and StopStrings.read are for tests.
+// Bindings of the sampler, its uniforms and stop strings. draw_tokens, token_uniforms and StopStrings.read are for
+// tests: the engine calls the C++ functions directly.
 //
-// NotImplemented says that an array is not contiguous, or not of the dtype and shape that it should be.
+// Functions return NotImplemented for an array that is not contiguous, or of the wrong dtype or shape.
 #include "engine/sampler.h"
 
 #include <cstdint>
@@ -24,7 +24,7 @@ namespace nb = nanobind;
 namespace whet {
 namespace {
 
-// A thread's memory for a draw: a copy of the row, what was seen and counted, the sampler's scratch.
+// Memory of a thread for a draw: a copy of the row, seen and counted tokens, scratch of the sampler.
 struct DrawScratch {
     std::vector<float> logits;
     std::vector<uint64_t> seen;
@@ -122,10 +122,11 @@ void make_texts(Texts* self, const nb::bytes& bytes, nb::handle ends_object, boo
     TokenTexts texts{string_of(bytes), {ends.as<int32_t>(), ends.as<int32_t>() + ends.size()}, drops_first_space};
     int32_t last = 0;
     for (int32_t end : texts.ends) {
-        if (end < last) throw std::invalid_argument("ends: not in rising order");
+        if (end < last) throw std::invalid_argument("ends: not in increasing order");
         last = end;
     }
-    if (static_cast<size_t>(last) != texts.bytes.size()) throw std::invalid_argument("ends: not those of the bytes");
+    if (static_cast<size_t>(last) != texts.bytes.size())
+        throw std::invalid_argument("ends: the last is not len(bytes)");
     new (self) Texts{std::make_shared<const TokenTexts>(std::move(texts))};
 }
 
@@ -138,18 +139,18 @@ void make_stops(Stops* self, const Texts& texts, const nb::sequence& strings) {
     new (self) Stops{std::make_shared<const StopStrings>(texts.value, all)};
 }
 
-// The bytes held after each token, up to the one that completes a stop string; and whether one does.
+// Returns the withheld bytes after each token, up to the first that completes a stop string, and whether one does.
 nb::tuple read_tokens(const Stops& self, nb::handle tokens_object, size_t min_new_tokens) {
     Array tokens;
     if (!view_vector(tokens_object, DType::kInt32, tokens)) throw std::invalid_argument("tokens: not an int32 array");
-    nb::list held;
+    nb::list withheld;
     StopStrings::State state;
     for (int32_t token : std::span(tokens.as<int32_t>(), static_cast<size_t>(tokens.size()))) {
-        const auto reading = self.value->read(state, token, held.size() >= min_new_tokens);
-        held.append(reading.held);
-        if (reading.is_complete) return nb::make_tuple(held, true);
+        const auto match = self.value->read(state, token, withheld.size() >= min_new_tokens);
+        withheld.append(match.n_withheld);
+        if (match.is_complete) return nb::make_tuple(withheld, true);
     }
-    return nb::make_tuple(held, false);
+    return nb::make_tuple(withheld, false);
 }
 
 }  // namespace

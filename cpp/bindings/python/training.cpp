@@ -1,8 +1,8 @@
-// Bindings of a training step's functions, for src/whet/nn: detached tensors on the CPU (torch hands out those that
-// require grad as well, by a slower way).
+// Bindings of the functions of a training step, for src/whet/nn: detached CPU tensors (tensors that require grad work
+// too, but torch exports them more slowly).
 //
-// nanobind checks dtype, contiguity and number of axes; what is left are sizes that have to agree. No array is
-// converted: a result would go to the copy.
+// nanobind checks dtype, contiguity and number of axes; the functions here check sizes. Arrays are not converted, since
+// results would be written to the copy.
 #include "engine/training.h"
 
 #include <nanobind/nanobind.h>
@@ -25,7 +25,7 @@ namespace nb = nanobind;
 namespace whet {
 namespace {
 
-enum class BFloat16 : uint16_t {};  // the bits
+enum class BFloat16 : uint16_t {};  // raw bits
 
 }  // namespace
 }  // namespace whet
@@ -46,7 +46,7 @@ using Vector = Contiguous<T, nb::ndim<1>>;
 template <class T>
 using Matrix = Contiguous<T, nb::ndim<2>>;
 
-// float as it is, bfloat16 as the core has it.
+// The core's type of an element: float, or uint16_t for bfloat16.
 template <class Array>
 auto* data(const Array& x) {
     using T = typename Array::Scalar;
@@ -126,7 +126,7 @@ void add_logits(TokenLogprobs& self, const Matrix<const float>& logits, size_t f
 void end_logprobs(const TokenLogprobs& self, const Vector<float>& logprobs, const Vector<float>& lse,
                   const Vector<float>& entropy) {
     require(logprobs.shape(0) == self.rows() && lse.shape(0) == self.rows() && entropy.shape(0) == self.rows(),
-            "TokenLogprobs.end: expected a number for each token");
+            "TokenLogprobs.end: logprobs, lse and entropy must have one number per token");
     self.end(data(logprobs), data(lse), data(entropy));
 }
 
@@ -168,7 +168,7 @@ using HeadsIn = TokenArray<nb::ro>;
 using ContiguousIn = TokenArray<nb::ro, nb::c_contig>;
 using ContiguousOut = TokenArray<nb::c_contig>;
 
-// Keeps what the gradient needs besides the tensors of its own.
+// Attention of a training step, with references to the tensors that its gradient needs.
 class AttentionObject {
 public:
     AttentionObject(HeadsIn q, HeadsIn k, HeadsIn v, ContiguousOut out, Matrix<float> lse,
@@ -210,7 +210,7 @@ public:
         require(grad_out.dtype() == q_.dtype() && grad_q.dtype() == q_.dtype() && grad_k.dtype() == q_.dtype() &&
                     grad_v.dtype() == q_.dtype() && same_shape(grad_out, q_) && same_shape(grad_q, q_) &&
                     same_shape(grad_k, k_) && same_shape(grad_v, v_),
-                "TrainingAttention.backward: a gradient is not like its tensor");
+                "TrainingAttention.backward: a gradient does not match the shape or dtype of its tensor");
         require(reader_offsets.shape(0) == q_.shape(0) + 1 && readers.shape(0) == key_rows_.shape(0),
                 "TrainingAttention.backward: the readers do not fit the tokens");
         attention_backward(a_, {.out = grad_out.data(),
@@ -222,7 +222,7 @@ public:
     }
 
 private:
-    HeadsIn q_, k_, v_;  // these keep the memory that a_ points to
+    HeadsIn q_, k_, v_;  // these own the memory that a_ points to
     ContiguousOut out_;
     Matrix<float> lse_;
     Vector<const int64_t> q_offsets_, k_offsets_, key_rows_;

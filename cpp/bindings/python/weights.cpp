@@ -1,5 +1,5 @@
-// Bindings of the weights of a model, which engines and trainers share, and of what is asked of tensors before they are
-// packed. whet.models.packed_base checks arguments and explains; the checks here keep memory safe.
+// Bindings of a model's weights, shared by engines and trainers, and of the checks of tensors before packing.
+// whet.models validates arguments and explains errors; the checks here ensure memory safety.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -25,9 +25,9 @@ T get(const nb::dict& from, const char* name) {
     return nb::cast<T>(from[name]);
 }
 
-// The member of a bound enum that is named so.
+// The member of a bound enum with this name.
 template <class T>
-T named(const nb::dict& from, const char* name) {
+T enum_member(const nb::dict& from, const char* name) {
     return nb::cast<T>(nb::type<T>()[from[name]]);
 }
 
@@ -41,7 +41,7 @@ ModelConfig config_of(const nb::dict& from) {
     c.ffn_dim = get<size_t>(from, "ffn_dim");
     c.vocab_size = get<size_t>(from, "vocab_size");
     c.max_position = get<size_t>(from, "max_position");
-    c.norm = named<Norm>(from, "norm");
+    c.norm = enum_member<Norm>(from, "norm");
     c.norm_eps = get<double>(from, "norm_eps");
     c.rotary_dim = get<size_t>(from, "rotary_dim");
     c.is_neox = get<bool>(from, "is_neox");
@@ -54,7 +54,7 @@ ModelConfig config_of(const nb::dict& from) {
     c.post_norm = get<bool>(from, "post_norm");
     c.qk_norm = get<bool>(from, "qk_norm");
     c.qk_norm_whole = get<bool>(from, "qk_norm_whole");
-    c.activation = named<Activation>(from, "activation");
+    c.activation = enum_member<Activation>(from, "activation");
     c.gated = get<bool>(from, "gated");
     for (nb::handle w : nb::cast<nb::sequence>(from["windows"])) c.windows.push_back(nb::cast<size_t>(w));
     c.attention_scale = get<double>(from, "attention_scale");
@@ -70,7 +70,7 @@ ModelConfig config_of(const nb::dict& from) {
     return c;
 }
 
-// Rows of `width` elements at an address; the strides of StoredRows.
+// A view of rows of `width` elements, with the strides of StoredRows.
 StoredRows rows_at(uintptr_t address, StoredType type, size_t n, size_t width, ptrdiff_t row_stride,
                    ptrdiff_t column_stride) {
     const size_t k = traits(type).row_length(width);
@@ -99,7 +99,7 @@ bool is_finite_call(uintptr_t address, StoredType type, size_t n, size_t width, 
     return is_finite(rows);
 }
 
-// Of rows at an address; the stride in bytes.
+// Checksum of rows; the stride in bytes.
 uint64_t checksum_call(uintptr_t address, size_t rows, size_t row_bytes, ptrdiff_t stride) {
     return checksum_rows(reinterpret_cast<const char*>(address), rows, row_bytes, stride);
 }
@@ -121,7 +121,7 @@ std::shared_ptr<Weights> make_weights(const nb::dict& config, const nb::sequence
     return weights;
 }
 
-// Names are const char*: nanobind terminates the process where it has no memory to make a std::string of one.
+// Names are const char*: nanobind terminates the process if it cannot allocate a std::string.
 void pack_call(const Shared<Weights>& weights, const char* slot, size_t first, uintptr_t address, StoredType type,
                size_t n, size_t width, ptrdiff_t row_stride, ptrdiff_t column_stride) {
     const StoredRows rows = rows_at(address, type, n, width, row_stride, column_stride);
@@ -140,8 +140,8 @@ nb::tuple measure_loss_call(const Shared<Weights>& weights, const char* slot, si
     return to_tuple(loss);
 }
 
-// Whether a float32 or bfloat16 array has the places of so many rows of a slot, contiguous: (count, k), or one axis of
-// as many numbers.
+// Views a contiguous float32 or bfloat16 array for `count` rows of a slot: (count, k), or 1-D with as many numbers.
+// Returns false for other arrays.
 bool view_out(nb::handle object, const Weights& weights, const char* slot, size_t count, Array& out) {
     Rows rows;
     return view_strided(object.ptr(), out, true) && out.is_narrow_float() && out.ndim <= 2 && rows_of(out, rows) &&

@@ -223,7 +223,7 @@ WHET_EXPORT(sample) const SampleView* sample(uint32_t id, size_t i) {
     view = {.n = s.tokens.size(),
             .tokens = s.tokens.data(),
             .logprobs = s.logprobs.data(),
-            .withheld = s.held.data(),
+            .withheld = s.n_withheld.data(),
             .alternatives = s.alternatives.data(),
             .finish = static_cast<uint32_t>(s.finish)};
     return &view;

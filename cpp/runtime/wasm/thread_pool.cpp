@@ -1,7 +1,7 @@
 // The thread pool of a WebAssembly build: the host's workers, each an instance of the module on the same shared memory.
 //
-// A worker enters work() and never returns: it spins for a while after a job and then sleeps on the memory. The host
-// ends it. In a build without shared memory every task runs on the calling thread.
+// A worker enters work() and never returns: it spins for a while after a job and then waits on the shared memory
+// (memory.atomic.wait). The host terminates it. In a build without shared memory every task runs on the calling thread.
 #include "runtime/thread_pool.h"
 
 #include <atomic>
@@ -13,7 +13,7 @@
 namespace whet {
 namespace {
 
-int n_workers = 1;  // threads, the caller included
+int n_workers = 1;  // threads, including the caller
 
 #if defined(__wasm_atomics__)
 constexpr int kSpins = 20000;  // checks before a worker sleeps: about 50 us
@@ -26,7 +26,7 @@ struct Pool {
     void (*task)(void*, size_t) = nullptr;
     void* context = nullptr;
     uint64_t job = 0;
-    bool is_busy = false;  // of the calling thread alone
+    bool is_busy = false;  // used by the calling thread only
     alignas(64) std::atomic<uint64_t> ticket{0};
     alignas(64) std::atomic<uint32_t> done{0};
     alignas(64) std::atomic<int> sleeping{0};
@@ -50,7 +50,7 @@ void wait_until_done(uint32_t n_tasks) {
     for (int spins = 0;; ++spins) {
         const uint32_t done = pool.done.load(std::memory_order_acquire);
         if (done == n_tasks) return;
-        // A task's thread may wait for a processor: sleep, for it to get this one.
+        // The thread of a task may be waiting for a processor: sleep, to yield this one.
         constexpr int64_t kNanoseconds = 20000;
         if (spins > kSpins) {
             __builtin_wasm_memory_atomic_wait32(reinterpret_cast<int*>(&pool.done), static_cast<int>(done),
@@ -59,8 +59,8 @@ void wait_until_done(uint32_t n_tasks) {
     }
 }
 
-// A job of the pool; where a task of the calling thread throws, the workers' tasks are over before the caller's objects
-// go.
+// A job of the pool. If a task of the calling thread throws, waits for the workers' tasks before the caller's objects
+// are destroyed.
 class SharedJob {
 public:
     SharedJob(size_t n_tasks, void (*task)(void*, size_t), void* context) : n_tasks_(static_cast<uint32_t>(n_tasks)) {
@@ -78,7 +78,7 @@ public:
     }
     SharedJob(const SharedJob&) = delete;
     ~SharedJob() {
-        if (!is_over_) {  // this thread's task has thrown: it is never counted, nor are the tasks without a thread
+        if (!is_over_) {  // a task of this thread has thrown: done_ counts neither it nor the unclaimed tasks
             const auto left = static_cast<uint32_t>(pool.ticket.exchange(pool.job << kJobShift) & kLeftMask);
             wait_until_done(n_tasks_ - left - 1);
         }
@@ -107,14 +107,14 @@ void parallel_for(size_t n_tasks, void (*task)(void* context, size_t i), void* c
     if (n_workers > 1 && n_tasks > 1 && !is_worker && !pool.is_busy) {
         SharedJob job(n_tasks, task, context);
         job.run();
-        if (pool.failed.load()) throw std::bad_alloc();  // of a worker's task
+        if (pool.failed.load()) throw std::bad_alloc();  // thrown by a worker's task
         return;
     }
 #endif
     for (size_t i = 0; i < n_tasks; ++i) task(context, i);
 }
 
-// How many threads there are, the caller included: the host has started so many workers, but for one.
+// Sets the number of threads, including the caller: the host has started one fewer worker.
 WHET_EXPORT(set_threads) void set_threads(int n) { set_num_threads(n); }
 
 #if defined(__wasm_atomics__)
@@ -124,7 +124,7 @@ WHET_EXPORT(work) void work() {
         bool is_busy = false;
         for (int spins = 0; spins < kSpins && !is_busy; ++spins) is_busy = run_one();
         if (is_busy) continue;
-        // Counted as asleep before the last check for tasks; see runtime/thread_pool.cpp.
+        // The count of sleepers is incremented before the last check for tasks; see runtime/thread_pool.cpp.
         const int epoch = pool.epoch.load();
         pool.sleeping.fetch_add(1);
         if (!run_one()) __builtin_wasm_memory_atomic_wait32(reinterpret_cast<int*>(&pool.epoch), epoch, -1);
@@ -132,7 +132,7 @@ WHET_EXPORT(work) void work() {
     }
 }
 
-// A worker's task has thrown: the host calls this, and then work() again.
+// Called by the host after a worker's task has thrown, before it calls work() again.
 WHET_EXPORT(fail_task) void fail_task() {
     pool.failed.store(true);
     pool.done.fetch_add(1, std::memory_order_release);

@@ -243,7 +243,7 @@ def test_parts_that_are_wrong(tmp_path):
         other.with_name(parts[1].name.replace("m", "o")).read_bytes(),
     )
     check(rf"{second} \(None, None, None\)", 1, write_gguf(model, tmp_path / "whole.gguf").read_bytes())
-    check(r"m-00002-of-00003.gguf: .*cut short", 1, data[1][:-200])
+    check(r"m-00002-of-00003.gguf: .*truncated", 1, data[1][:-200])
     check("m-00002-of-00003.gguf has blk.0.attn_q.weight, which a part before it has", 1,
           data[1].replace(b"blk.1.attn_q.weight", b"blk.0.attn_q.weight"))  # fmt: skip
     parts[1].unlink()
@@ -323,9 +323,9 @@ def test_cut_short_at_every_byte(small, tmp_path):
     end = max(int(tensor.data_offset + tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors)
     data = np.frombuffer(small, np.uint8)
     for n in range(end):
-        assert_raises(WhetValueError, r"^here: .*(cut short|begin with GGUF)", parse_gguf, data[:n], "here")
+        assert_raises(WhetValueError, r"^here: .*(truncated|begin with GGUF)", parse_gguf, data[:n], "here")
     opened(small[:end], tmp_path)
-    assert_raises(WhetValueError, r'^open_gguf\(".*model.gguf"\): .*cut short', opened, small[: end - 1], tmp_path)
+    assert_raises(WhetValueError, r'^open_gguf\(".*model.gguf"\): .*truncated', opened, small[: end - 1], tmp_path)
     assert_raises(WhetValueError, r"model\.gguf is empty", opened, b"", tmp_path)
 
 
@@ -364,14 +364,14 @@ def holding(*tensors: bytes) -> bytes:
         (b"GGML" + bytes(100), "does not begin with GGUF"),
         (header(version=1), "GGUF version 1; this engine reads 2 and 3: convert it"),
         (header(version=3 << 24), "GGUF version 50331648; this engine reads 2 and 3: it is big-endian"),
-        (header(n_tensors=2**63), "number of tensors is 9223372036854775808, more than the 8 bytes left"),
+        (header(n_tensors=2**63), "number of tensors is 9223372036854775808, more than the 8 remaining bytes"),
         (header(n_keys=2**64 - 1), "number of keys is 18446744073709551615, more than"),
         (header(n_keys=1) + struct.pack("<Q", 2**63) + bytes(9), r"within a key \(9223372036854775808 bytes"),
         (keyed(b"", 8, text(b"x")), "a key is '', expected plain text"),
         (keyed(b"a\x1b[0m", 8, text(b"x")), r"a key is 'a\\x1b\[0m', expected plain text"),
         (keyed(b"\xff", 8, text(b"x")), "a key is not UTF-8"),
         (keyed(b"k" * 2000, 8, text(b"x")), "a key is 'kkk.*expected plain text"),
-        (keyed(b"k", 13, bytes(8)), "k has type 13, which GGUF does not have"),
+        (keyed(b"k", 13, bytes(8)), "k has type 13, which GGUF does not define"),
         (keyed(b"k", 7, b"\x02" + bytes(8)), "k is 2, expected 0 or 1"),
         (keyed(b"k", 9, struct.pack("<IQ", 4, 2**62)), "length of k is 4611686018427387904, more"),
         (keyed(b"k", 9, struct.pack("<IQ", 8, 2**62)), "length of k is 4611686018427387904, more"),
@@ -379,15 +379,15 @@ def holding(*tensors: bytes) -> bytes:
         (keyed(b"k", 9, struct.pack("<IQ", 13, 1) + bytes(12)), "k is an array of type 13, expected"),
         (keyed(b"k", 9, struct.pack("<IQ", 7, 1) + b"\x02"), "k is 2, expected 0 or 1"),
         (keyed(b"k", 9, struct.pack("<IQQ", 8, 1, 99)), r"within k \(99 bytes"),
-        (header(n_keys=2) + 2 * ARCHITECTURE, "the key general.architecture is there twice"),
+        (header(n_keys=2) + 2 * ARCHITECTURE, "the key general.architecture is duplicated"),
         (keyed(b"general.alignment", 4, struct.pack("<I", 0)), "general.alignment is 0, expected"),
         (keyed(b"general.alignment", 4, struct.pack("<I", 12)), "general.alignment is 12, expected"),
         (keyed(b"general.alignment", 8, text(b"32")), "general.alignment is '32', expected"),
-        (holding(tensor(b"t"), tensor(b"t")), "the tensor t is there twice"),
+        (holding(tensor(b"t"), tensor(b"t")), "the tensor t is duplicated"),
         (holding(tensor(b"t", shape=())), "t has 0 axes, expected 1 to 4"),
         (holding(tensor(b"t", shape=(1,) * 5)), "t has 5 axes, expected 1 to 4"),
         (header(1) + text(b"t") + struct.pack("<I", 2**32 - 1) + bytes(200), "t has 4294967295 axes"),
-        (holding(tensor(b"t", shape=(2**63, 2**63))), "t of shape .* ends at byte .* cut short"),
+        (holding(tensor(b"t", shape=(2**63, 2**63))), "t of shape .* ends at byte .* truncated"),
         (holding(tensor(b"t", shape=(2**62, 4))), "t of shape .* ends at byte"),
         (holding(tensor(b"t", shape=(0, 2**63))), "t of shape .* ends at byte"),
         (holding(tensor(b"t", offset=2**64 - 32)), "t of shape .* ends at byte"),
@@ -399,7 +399,7 @@ def holding(*tensors: bytes) -> bytes:
         ),
         (holding(tensor(b"t", kind=40)), r"t is NVFP4; this engine reads F32, BF16, .*TQ1_0 and TQ2_0\. Quantize"),
         (holding(tensor(b"t", kind=4)), "t is of type 4, which llama.cpp does not write; this"),
-        (holding(tensor(b"t", shape=(33,), kind=8)), "t has rows of 33, which blocks of 32 do not divide"),
+        (holding(tensor(b"t", shape=(33,), kind=8)), "t has rows of 33, not a multiple of the block length 32"),
         (header() + bytes(32), "general.architecture is None; this engine reads llama, qwen2"),
         (keyed(b"general.architecture", 8, text(b"qwen3next")), "'qwen3next', which has linear attention; this engine"),
         (keyed(b"general.architecture", 8, text(b"mamba")), "general.architecture is 'mamba'"),

@@ -1,14 +1,14 @@
-// Work that may fail for lack of memory, and then is only left out.
+// Optional work that is skipped if memory cannot be allocated.
 #pragma once
 #include <new>
 #include <utility>
 
 namespace whet {
 
-// Whether `work`, which changes nothing where it throws std::bad_alloc, was done. A WebAssembly build catches nothing:
-// there the exception ends the caller's call.
+// Runs `work`, which must change nothing if it throws std::bad_alloc, and returns whether it succeeded. A WebAssembly
+// build catches no exceptions: the exception ends the host's call.
 template <class Work>
-bool has_memory_for(Work&& work) {
+bool try_allocating(Work&& work) {
 #if defined(__wasm__)
     work();
 #else
