@@ -1,1 +1,1 @@
-"""The contenders of the suites: Whet and its peers, set up for the same task."""
+"""Contenders of the suites: Whet and its peers, set up for the same tasks."""

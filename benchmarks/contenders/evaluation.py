@@ -1,10 +1,10 @@
-"""The work of the suite "evaluation": a GGUF file's model is asked the items of a task, and what it says is scored.
+"""Contenders of the suite "evaluation": a model from a GGUF file answers the items of a task, and answers are scored.
 
-Prompts, stop tokens and scoring are the same for both. transformers gets what makes its ``generate`` fast: items sorted
-by length, in batches padded on the left. The dtype is that of its weights; Whet takes the same numbers into its format.
+Prompts, stop tokens and scoring are equal. For transformers, items are sorted by length and batched with padding on the
+left, which makes ``generate`` fastest. Both start from the same weights: transformers in its dtype, Whet in its format.
 """
 
-# The task's package is an extra; where it is not installed nothing is measured.
+# The task's package is an extra; without it nothing is measured.
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A model and items of a task, read when a contender needs them.
+    """A model and items of a task, loaded lazily.
 
     Attributes:
-        find_model: the path of a GGUF file with a chat template.
-        task: as ``open_task`` takes it.
-        n_items: held-out ones.
-        max_new_tokens: of a completion.
+        find_model: returns the path of a GGUF file with a chat template.
+        task: task in the form of ``open_task``.
+        n_items: number of held-out items.
+        max_new_tokens: maximum tokens of a completion.
     """
 
     find_model: Callable[[], Path]
@@ -54,13 +54,13 @@ class Evaluation:
 
     @property
     def sampling(self) -> SamplingParams:
-        """Greedy, to the model's stop tokens."""
+        """Greedy sampling up to the model's stop tokens."""
         stops = self.tokenizer.stop_token_ids
         return SamplingParams(temperature=0, max_new_tokens=self.max_new_tokens, stop_token_ids=stops)
 
 
 def whet(weights: str, x: Evaluation) -> Call:
-    """The scores of all items, by ``whet.evaluation.evaluate``."""
+    """Score all items by ``whet.evaluation.evaluate``."""
     from whet.engine import Engine
 
     engine = Engine.from_gguf(x.find_model(), weights=weights)
@@ -68,7 +68,7 @@ def whet(weights: str, x: Evaluation) -> Call:
 
 
 def transformers(dtype: str, batch_size: int, x: Evaluation) -> Call:
-    """The same by transformers' ``generate`` in batches."""
+    """Score all items by transformers' ``generate`` in batches."""
     import torch
     from transformers import GenerationConfig
 
@@ -102,5 +102,5 @@ def transformers(dtype: str, batch_size: int, x: Evaluation) -> Call:
 
 
 def share_of_other_scores(answer: np.ndarray, reference: np.ndarray) -> float:
-    """The share of items whose scores differ; infinite for scores of other items."""
+    """Return the share of items whose scores differ; infinity if the numbers of items differ."""
     return float(np.mean(answer != reference)) if answer.shape == reference.shape else float("inf")

@@ -1,11 +1,11 @@
-"""The packing table of the suite "trl": who packs, and what a right packing is at any size.
+"""Packing table of the suite "trl": its providers, and reference packings of any size.
 
-Right answers come from first-fit and best-fit decreasing a length at a time. That takes far fewer steps than one per
-sequence and bin, so a million sequences are checked too. Written apart from the definition in ``whet.ops.packing``,
-with which it has to agree.
+References are first-fit and best-fit decreasing with all sequences of one length in one step. This takes far fewer
+steps than one per sequence and bin, so that a million sequences can be checked. Tests compare it with the independent
+definition in ``whet.ops.packing``.
 """
 
-# The peers are an extra; where one is not installed it is not measured.
+# The peers are extras; a missing peer is not measured.
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ MAX_LENGTH = 2048
 
 
 class Packing(NamedTuple):
-    """The right answer, as far as it is determined.
+    """Reference packing.
 
     Attributes:
         lengths: (n,) tokens per sequence.
-        n_bins: how many bins.
-        bin_of: (n,) the bin of each sequence; None where the algorithm leaves ties open.
+        n_bins: number of bins.
+        bin_of: (n,) bin of each sequence; None if the algorithm does not specify ties.
     """
 
     lengths: np.ndarray
@@ -37,7 +37,7 @@ class Packing(NamedTuple):
 
 
 def first_fit_decreasing(lengths: np.ndarray) -> Packing:
-    """Each bin in turn takes as many of a length as it has room for; equal lengths go in order of their indices.
+    """Fill bins in order, each with as many sequences of a length as fit; equal lengths in order of their indices.
 
     Args:
         lengths: (n,) integers in [1, MAX_LENGTH].
@@ -46,7 +46,7 @@ def first_fit_decreasing(lengths: np.ndarray) -> Packing:
     room, bin_of = np.full(len(lengths), MAX_LENGTH), np.empty(len(lengths), np.int64)
     n_bins = start = 0
     for length, count in _longest_first(lengths):
-        new = -(-count // (MAX_LENGTH // length))  # as many bins as would do if none had room
+        new = -(-count // (MAX_LENGTH // length))  # enough bins even if no existing bin has space
         reach = room[: n_bins + new]
         fits = reach // length
         taken = np.clip(count - (np.cumsum(fits) - fits), 0, fits)
@@ -58,11 +58,11 @@ def first_fit_decreasing(lengths: np.ndarray) -> Packing:
 
 
 def best_fit_decreasing(lengths: np.ndarray) -> Packing:
-    """The fullest bin that has room takes as many of a length as it can. How many bins are left does not hang on ties.
+    """Fill the fullest bin that fits, with as many sequences of a length as possible; ties do not change the number.
 
     Arguments as ``first_fit_decreasing``.
     """
-    bins = np.zeros(MAX_LENGTH + 1, np.int64)  # how many there are, by room
+    bins = np.zeros(MAX_LENGTH + 1, np.int64)  # number of bins by free space
     bins[MAX_LENGTH] = len(lengths)
     for length, left in _longest_first(lengths):
         for room in (length + np.flatnonzero(bins[length:])).tolist():
@@ -84,9 +84,9 @@ def _longest_first(lengths: np.ndarray) -> list[tuple[int, int]]:
 
 
 def packing_error(answer: Any, right: Packing) -> float:
-    """0 for a right answer; the share of sequences in a wrong bin, or of bins too many or too few.
+    """Return the share of sequences in a wrong bin, or the relative error of the number of bins; 0 if correct.
 
-    Infinite where a sequence is missing or there twice, or a bin holds more than MAX_LENGTH.
+    Infinity if a sequence is missing or duplicated, or a bin exceeds MAX_LENGTH.
     """
     bins = bins_of_indices(answer)
     members = np.array([i for bin_members in bins for i in bin_members], np.int64)
@@ -100,7 +100,7 @@ def packing_error(answer: Any, right: Packing) -> float:
 
 
 def bins_of_indices(answer: Any) -> list[Any]:
-    """Indices by bin: the answer itself, or what rlox and TRL packed, if each sequence begins with its index."""
+    """Return the indices by bin: the answer itself, or of rlox and TRL the first tokens, which are the indices."""
     if isinstance(answer, list):
         return [row["input_ids"][row["sequence_starts"]] if isinstance(row, dict) else row for row in answer]
     tokens = answer["input_ids"].combine_chunks().flatten().to_numpy()
@@ -114,7 +114,7 @@ def bins_of_indices(answer: Any) -> list[Any]:
 
 
 def random_lengths(rng: np.random.Generator, n: int) -> np.ndarray:
-    """Geometric with mean 512, cut at MAX_LENGTH."""
+    """Draw geometric lengths with mean 512, truncated at MAX_LENGTH."""
     return np.minimum(rng.geometric(1 / 512, n), MAX_LENGTH)
 
 
@@ -141,7 +141,7 @@ def rlox_pack(lengths: np.ndarray) -> Call:
 
 def trl_pack(lengths: np.ndarray) -> Call:
     import pyarrow
-    from trl.data_utils import _pack_bfd  # pack_dataset goes by 1000 rows, and writes files
+    from trl.data_utils import _pack_bfd  # pack_dataset processes 1000 rows at a time and writes files
 
     if len(lengths) > 100_000:
         raise NotMeasured("it copies all tokens, gigabytes here: only up to 100,000")
@@ -152,7 +152,7 @@ def trl_pack(lengths: np.ndarray) -> Call:
 
 
 def packing_table(quick: bool) -> Table:
-    """A thousand sequences to a million; to ten thousand if it has to be quick."""
+    """Create a table of a thousand to a million sequences; if quick, to ten thousand."""
 
     def case(n: int) -> Case:
         return Case(
@@ -171,16 +171,12 @@ def packing_table(quick: bool) -> Table:
         [
             Provider("whet", whet_pack),
             Provider("whet (naive)", naive_pack, note="the definition, in Python"),
-            Provider(
-                "rlox", rlox_pack, note="takes the tokens, not the lengths, and copies them, with mask and positions"
-            ),
-            Provider(
-                "TRL", trl_pack, best_fit_decreasing, note="best-fit decreasing; takes the tokens and copies them"
-            ),
+            Provider("rlox", rlox_pack, note="takes tokens, not lengths, and copies them with mask and positions"),
+            Provider("TRL", trl_pack, best_fit_decreasing, note="best-fit decreasing; takes tokens and copies them"),
         ],
         allocation="inside: the bins",
-        note=f"Lengths are geometric with mean 512, cut at {MAX_LENGTH}, the length of a bin. Whet and rlox pack "
-        "first-fit decreasing. The two peers do more than find the bins; neither can be asked for only the bins.",
+        note=f"Lengths are geometric with mean 512, truncated at {MAX_LENGTH}, the length of a bin. Whet and rlox pack "
+        "first-fit decreasing. Both peers also copy tokens; neither can return only the bins.",
         item="sequences",
         size_label="sequences",
         error=packing_error,

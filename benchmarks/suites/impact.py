@@ -1,5 +1,4 @@
-"""The gain of faster primitives in a whole GRPO step: the shares of group advantages and token KL in the step of the
-suite ``grpo``, with a KL term."""
+"""Impact of primitives on a GRPO step: shares of group advantages and token KL in the KL step of the suite ``grpo``."""
 
 from __future__ import annotations
 
@@ -10,14 +9,14 @@ from benchmarks.suites.grpo import KL_NOTE, KL_STEP, QUICK_STEP, WHET, step_case
 from whet.bench.case import BenchOptions, Suite, Table
 
 NOTE = (
-    f"{KL_NOTE} Making only the primitives faster, by whatever factor, saves at most the parts advantages and kl of a "
-    "step. rlox's benchmark page says of a Llama-8B-class model: generation 60-80%, backward 15-25%, forward 5-10%, "
-    "advantages and KL < 0.01% each. Here the reward is one comparison per token; checking answers takes longer."
+    f"{KL_NOTE} Faster primitives save at most the parts advantages and kl of a step. rlox's benchmark page gives for "
+    "a Llama-8B-class model: generation 60-80%, backward 15-25%, forward 5-10%, advantages and KL < 0.01% each. The "
+    "reward here is one comparison per token; verifying answers takes longer."
 )
 
 
 def tables(options: BenchOptions) -> list[Table]:
-    """Steps by group size; and, unless it has to be quick, of a larger model."""
+    """Create the tables of steps by group size and, unless quick, of a larger model."""
     shape = replace(QUICK_STEP, beta=KL_STEP.beta) if options.quick else KL_STEP
     lengths = f"{shape.prompt_length} + {shape.completion_length}"
     groups = [
@@ -33,8 +32,7 @@ def tables(options: BenchOptions) -> list[Table]:
 
 SUITE = Suite(
     name="impact",
-    title="Where the time of a GRPO step goes",
-    summary="Whole steps of Whet's trainer, split into their phases: what share of a step the primitives are, and what "
-    "the rest is.",
+    title="Breakdown of a GRPO step",
+    summary="Whole steps of Whet's trainer by phase: the share of the primitives and of everything else.",
     tables=tables,
 )

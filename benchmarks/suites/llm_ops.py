@@ -1,8 +1,8 @@
-"""The rows of rlox's "LLM Post-Training Operations" benchmark: group advantages, and the exact token KL.
+"""Rows of rlox's "LLM Post-Training Operations" benchmark: group advantages and the exact token KL.
 
 In the form of rlox's benchmark page, which calls once per group or sequence, and in one call for all of them. All
-providers work in float64 on the same values. The page's medians are given beside the rows; its machine is another one,
-and not named. Speed in float32, k3, and what a training step needs beyond these two are in the suite "trl".
+providers compute in float64 on the same values. The page's medians, from another, unnamed machine, are shown with the
+rows. The suite "trl" has float32, k3, and the other operations of a training step.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from whet.ops.advantages import naive_group_advantages
 from whet.ops.divergence import naive_token_kl
 
 TOLERANCE = {"float32": 2e-6, "float64": 1e-12}
-"""Of float32, some thirty roundings; of float64, some thousand: sums added up one by one."""
+"""About thirty roundings in float32; about a thousand in float64, for sequential sums."""
 
 
 def flat_error(answer: Any, reference: Any) -> float:
-    """``relative_error``, whether the answer is one array, or a list of one per group or sequence."""
+    """Return ``relative_error`` of an answer that is one array or a list of arrays per group or sequence."""
     return relative_error(to_array(answer).ravel(), np.ravel(reference))
 
 
 def cold(case: Case) -> Case:
-    """The same work on inputs that are in no cache."""
+    """Copy a case with a cold cache."""
     return replace(case, name=f"{case.name}, cold", cache="cold", size=None, thread_scaling=False, published={})
 
 
@@ -38,23 +38,23 @@ def cold(case: Case) -> Case:
 
 
 class Groups(NamedTuple):
-    """Rewards of every group one after the other, (n_prompts * G,), and G."""
+    """Concatenated rewards of all groups, (n_prompts * G,), and G."""
 
     rewards: np.ndarray
     group_size: int
 
     @property
     def grouped(self) -> np.ndarray:
-        """(n_prompts, G)."""
+        """Rewards, (n_prompts, G)."""
         return self.rewards.reshape(-1, self.group_size)
 
     def rows(self) -> list[tuple[np.ndarray]]:
-        """One array (G,) per group, as the loops take them."""
+        """Return one array (G,) per group, for loops."""
         return [(row,) for row in self.grouped.copy()]
 
 
 def exact_advantages(groups: Groups, **definition: Any) -> np.ndarray:
-    """``naive_group_advantages`` (n_prompts, G), in extended precision."""
+    """Compute ``naive_group_advantages`` (n_prompts, G) in extended precision."""
     return naive_group_advantages(groups.grouped.astype(np.longdouble), **definition)
 
 
@@ -63,12 +63,12 @@ sample = partial(exact_advantages, ddof=1, eps=0.0)
 
 
 def normalize(rewards: Any) -> Any:
-    """Of NumPy or torch, each with its own deviation."""
+    """Normalise rewards by NumPy or torch, each with its default deviation."""
     return (rewards - rewards.mean()) / rewards.std()
 
 
 def normalize_rows(grouped: Any) -> Any:
-    """The same of every row at once."""
+    """Normalise all rows at once."""
     return (grouped - grouped.mean(1, keepdims=True)) / grouped.std(1, keepdims=True)
 
 
@@ -88,7 +88,7 @@ def torch_groups(groups: Groups) -> Any:
 def group_case(
     n_prompts: int, group_size: int, published: Mapping[str, float], dtype: str = "float64", **fields: Any
 ) -> Case:
-    """Advantages of groups of normal rewards that float32 represents exactly: every dtype gets the same values."""
+    """Create a case of groups of normal rewards that float32 represents exactly, so that all dtypes get the same."""
     n = n_prompts * group_size
     return Case(
         f"{n_prompts} x {group_size}",
@@ -115,11 +115,11 @@ PUBLISHED_GROUPS = {
     (64, 8): {"rlox": 8.6e-6, "NumPy": 309.9e-6, "torch": 320.3e-6},
     (256, 16): {"rlox": 36.1e-6, "NumPy": 1243.3e-6, "torch": 1261.6e-6},
 }
-SAMPLE_DEVIATION = "torch's std() is the sample deviation, and its answers are compared with that definition."
+SAMPLE_DEVIATION = "torch's std() is the sample deviation; its answers are compared with that definition."
 
 
 def group_cases(is_published: bool) -> list[Case]:
-    """By rising size; the largest on fewer threads and on cold inputs too."""
+    """Create cases by ascending size; the largest also on fewer threads and with a cold cache."""
     published = [(shape, times if is_published else {}) for shape, times in PUBLISHED_GROUPS.items()]
     cases = [group_case(*shape, times, thread_scaling=shape == (256, 16)) for shape, times in published]
     return [*cases, cold(cases[-1])]
@@ -129,23 +129,23 @@ def group_cases(is_published: bool) -> list[Case]:
 
 
 class Logprobs(NamedTuple):
-    """Log-probs of the policy and of the reference, (B, T) each; (T,) of one sequence."""
+    """Log-probs of the policy and of the reference, (B, T) each; (T,) for one sequence."""
 
     policy: np.ndarray
     ref: np.ndarray
 
     def rows(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """A pair of (T,) per sequence."""
+        """Return a pair of (T,) arrays per sequence."""
         return list(zip(*self, strict=True))
 
 
 def exact_kl(logprobs: Logprobs) -> np.ndarray:
-    """sum exp(p) (p - q) of every sequence, (B,), in extended precision."""
+    """Compute sum exp(p) (p - q) per sequence, (B,), in extended precision."""
     return naive_token_kl(*(x.astype(np.longdouble) for x in logprobs))
 
 
 def rlox_batch(function: Function, swap: bool = False) -> Prepare:
-    """rlox takes a batch as flat arrays and the length of a sequence."""
+    """Prepare a call of rlox with a batch as flat arrays and the sequence length."""
 
     def prepare(logprobs: Logprobs) -> Any:
         p, q = (x.ravel() for x in logprobs)
@@ -176,7 +176,7 @@ PUBLISHED_KL = {
 
 
 def kl_case(batch: int, length: int, dtype: str = "float64", reference: Any = exact_kl, **fields: Any) -> Case:
-    """p = -Exp(1), q = p + N(0, 1/4), rounded so that float32 represents both exactly; (T,) of one sequence."""
+    """Create a case of p = -Exp(1), q = p + N(0, 1/4), exact in float32; (T,) for one sequence."""
 
     def inputs(rng: np.random.Generator) -> Logprobs:
         shape = (length,) if batch == 1 else (batch, length)
@@ -198,7 +198,7 @@ def kl_case(batch: int, length: int, dtype: str = "float64", reference: Any = ex
 
 kl_table = partial(
     Table,
-    allocation="inside: results, and temporaries where a provider makes them",
+    allocation="inside: results, and temporaries if any",
     item="tokens",
     size_label="tokens per sequence",
     error=flat_error,
@@ -206,7 +206,7 @@ kl_table = partial(
 
 
 def kl_cases(batch: int, published: Mapping[int, Mapping[str, float]]) -> list[Case]:
-    """By rising length; the longest on fewer threads and on cold inputs too."""
+    """Create cases by ascending length; the longest also on fewer threads and with a cold cache."""
     cases = [kl_case(batch, n, thread_scaling=n == LENGTHS[-1], published=published.get(n, {})) for n in LENGTHS]
     return [*cases, cold(cases[-1])]
 
@@ -215,7 +215,7 @@ def kl_cases(batch: int, published: Mapping[int, Mapping[str, float]]) -> list[C
 
 
 def tables(options: BenchOptions) -> list[Table]:
-    """All four; none is slow enough to be left out of a quick run."""
+    """Create all four tables, also if quick."""
     loop = [
         Provider("whet", in_loop(whet.compute_group_advantages)),
         Provider("rlox", RLOX_GROUPS_LOOP),
@@ -244,7 +244,7 @@ def tables(options: BenchOptions) -> list[Table]:
     ]
     in_page = f"The form of rlox's page: a Python loop over groups. {SAMPLE_DEVIATION}"
     not_in_page = f"All groups at once, which rlox's page does not measure. {SAMPLE_DEVIATION}"
-    one, many = "The form of rlox's page: a number comes back.", "One call for all; (loop) calls once per sequence."
+    one, many = "The form of rlox's page: the result is a number.", "One call for all; (loop): a call per sequence."
     return [
         group_table("Group advantages, one call per group", group_cases(True), loop, note=in_page),
         group_table("Group advantages, one call", group_cases(False), batch, note=not_in_page),

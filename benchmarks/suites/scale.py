@@ -1,6 +1,6 @@
-"""More than one process: ranks that train together, and a pool of sampling workers, beside one process.
+"""Multiple processes compared with one: training ranks, and a pool of sampling workers.
 
-A row is a run whose processes all start and end with it; its first step is no sample.
+A row is a run, whose processes all start and end with it; its first step is not a sample.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from whet.bench.machine import cpus
 from whet.errors import WhetValueError
 
 _RANKS = 2
-_RANDOM = "Random weights of the true shape, prompts of random tokens; completions have all their tokens."
+_RANDOM = "Random weights of the real shape, prompts of random tokens; completions have full length."
 _TRAINING = (
-    f"{_RANDOM} Ranks are joined as torchrun joins them, on this machine, and share its processors and memory "
-    "bandwidth: they show what ranks cost, not what further machines bring. Peak memory is of one rank, the fullest."
+    f"{_RANDOM} Ranks are joined as by torchrun, on this machine, and share its processors and memory bandwidth: the "
+    "table shows the cost of ranks, not the gain from more machines. Peak memory is the highest of one rank."
 )
-_POOL = f"{_RANDOM} Everybody's tokens and log-probs are those of one engine, to the bit."
+_POOL = f"{_RANDOM} All tokens and log-probs are bit-identical to one engine."
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class ScaleOptions(BenchOptions):
     """Settings of the suite."""
 
     steps: int = 5
-    """Steps of a run, at least 2, as the first does not count."""
+    """Steps of a run, at least 2, since the first step does not count."""
 
 
 def ranked(name: str, base: str, note: str = "", **settings: Any) -> Provider:
-    """Whet's trainer on ranks, which have the threads of one process between them."""
+    """Create a provider of Whet's trainer on ranks that share the threads of one process."""
 
     def prepare(work: Work) -> Call:
         if len(cpus()) % _RANKS:
@@ -53,7 +53,7 @@ def ranked(name: str, base: str, note: str = "", **settings: Any) -> Provider:
 
 
 def training_table(title: str, shape: GRPOShape, options: ScaleOptions, providers: Sequence[Provider]) -> Table:
-    """GRPO steps by one process and by ranks."""
+    """Create a table of GRPO steps by one process and by ranks."""
 
     def make(seed: int) -> Work:
         return Work.of_shape("grpo", weights_of(shape.model), shape, n_steps=options.steps, seed=seed)
@@ -66,7 +66,7 @@ def training_table(title: str, shape: GRPOShape, options: ScaleOptions, provider
         title,
         [case],
         providers,
-        allocation="inside: all that a step allocates",
+        allocation="inside: all allocations of a step",
         note=_TRAINING,
         item="tokens",
         error=run_error,
@@ -76,12 +76,12 @@ def training_table(title: str, shape: GRPOShape, options: ScaleOptions, provider
 def sampling_table(
     title: str, cases: Sequence[Case], providers: Sequence[Provider], item: str, note: str = ""
 ) -> Table:
-    """Batches that are sampled again and again."""
+    """Create a table of batches that are sampled repeatedly."""
     return Table(title, cases, providers, allocation="", note=f"{_POOL} {note}".strip(), item=item, error=wrong_steps)
 
 
 def sampling_case(name: str, shape: GRPOShape, options: ScaleOptions, n_items: float, base: str = "") -> Case:
-    """A batch; every row samples the same one."""
+    """Create the case of a batch; every row samples the same batch."""
     return Case(
         name,
         inputs=lambda rng: Sampling(shape, options.steps, base),
@@ -92,7 +92,7 @@ def sampling_case(name: str, shape: GRPOShape, options: ScaleOptions, n_items: f
 
 
 def pool(name: str, serve: Callable[..., None], *settings: Any, note: str = "") -> Provider:
-    """Something that a pool does, in a process of its own."""
+    """Create a provider of a pool's work in a separate process."""
     return Provider(name, run_alone(serve, *settings), note=note)
 
 
@@ -101,7 +101,7 @@ def _sizes(shape: GRPOShape) -> str:
 
 
 def tables(options: ScaleOptions) -> list[Table]:
-    """All of it; with a tiny model if it has to be quick.
+    """Create all tables; if quick, with a tiny model.
 
     Raises:
         WhetValueError: fewer than two steps.
@@ -113,9 +113,9 @@ def tables(options: ScaleOptions) -> list[Table]:
     lora_mb = 4e-6 * n_adapter_parameters(model)
     weights_mb = 2e-6 * model.config.n_parameters
     one_prompt = GRPOShape(model, n_prompts=1, group_size=WORKERS, prompt_length=16)
-    # Lengths by chance, so that calls do not end all at once.
+    # Random lengths, so that calls do not end simultaneously.
     killed, control = step, GRPOShape(model, 24, 8, prompt_length=64, completion_length=256, mean_length=64)
-    if options.quick:  # long enough that the worker is killed among them; few groups
+    if options.quick:  # completions long enough to kill the worker during the batch; few groups
         killed = replace(step, completion_length=2000)
         control = replace(control, n_prompts=4, group_size=32, completion_length=32, mean_length=8)
     groups = scale.n_control_groups(control)
@@ -126,7 +126,7 @@ def tables(options: ScaleOptions) -> list[Table]:
             options,
             [
                 contender("whet", native.serve_lora, base=""),
-                ranked("whet, 2 ranks", "", "gradients travel in float32"),
+                ranked("whet, 2 ranks", "", "float32 all-reduce"),
                 ranked("whet, 2 ranks, bfloat16 all-reduce", "", reduce_dtype="bfloat16"),
             ],
         ),
@@ -141,7 +141,7 @@ def tables(options: ScaleOptions) -> list[Table]:
             step,
             options,
             [
-                ranked("whet", "", "the plain sum, float32 all-reduce"),
+                ranked("whet", "", "plain sum, float32 all-reduce"),
                 ranked("whet, deterministic", "", deterministic_reduction=True),
             ],
         ),
@@ -165,35 +165,35 @@ def tables(options: ScaleOptions) -> list[Table]:
             ],
             [pool("whet", scale.serve_weights)],
             "MB",
-            "From the call of sync until every worker could sample: checks for NaN, or that a float32 base is as it "
-            "was, the object in Ray's store, and packing in the workers.",
+            "From the call of sync until every worker can sample: the check for NaN, or for an unchanged float32 base, "
+            "the object in Ray's store, and packing in the workers.",
         ),
         sampling_table(
-            f"Time lost by a worker killed, {model.name}",
+            f"Time lost by a killed worker, {model.name}",
             [sampling_case(_sizes(killed), killed, options, 1)],
             [pool("whet", scale.serve_killed)],
             "workers lost",
-            "One of two is killed (SIGKILL) when half of the batch is done. The time is what the batch then takes "
-            "longer than undisturbed; the other two parts are what a batch and a group on each worker take "
-            "undisturbed.",
+            "One of two workers is killed (SIGKILL) halfway through the batch. The time is the batch's additional time "
+            "compared with an undisturbed batch; the other two parts are the times of an undisturbed batch and of a "
+            "group on each worker.",
         ),
         sampling_table(
             f"Control plane, {model.name}",
             [sampling_case(f"{SIMULATED_WORKERS} simulated workers, {groups:,} groups", control, options, groups)],
             [pool("whet", scale.serve_control)],
             "groups",
-            "The pool is real, and workers sleep: as long as calls of a real one of one thread on this machine took "
-            "before, with as many at once, and they return what it returned. The driver's share of one core is its "
-            "CPU time over the whole.",
+            "The pool is real; its workers sleep as long as calls of a real single-threaded worker took on this "
+            "machine, at the same concurrency, and return its results. The driver's share of one core is its CPU time "
+            "/ the total time.",
         ),
     ]
 
 
 SUITE = Suite(
     name="scale",
-    title="More than one process",
-    summary="What ranks and a pool of sampling workers cost beside one process on the same cores, what weights take on "
-    "their way, and what a killed worker costs.",
+    title="Multiple processes",
+    summary="Cost of ranks and of a pool of sampling workers compared with one process on the same cores, of weight "
+    "transfers, and of a killed worker.",
     tables=tables,
     options=ScaleOptions,
 )

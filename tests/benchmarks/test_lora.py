@@ -1,11 +1,12 @@
-"""The LoRA suites: runs do the same work in Whet and in TRL, are judged by it, and are kept where they take hours."""
+"""The LoRA suites: runs do the same work in Whet and TRL, are checked for it, and are cached if they take hours."""
 
 import importlib.util
 import math
 from dataclasses import replace
 
 import pytest
-from tests.benchmarks.serving import served_here
+from tests.benchmarks.serving import serve_here
+from tests.raising import mentions
 
 from benchmarks.contenders.training import lora, native, trl
 from benchmarks.contenders.training.lora import Weights, Work, run_error, run_whole
@@ -39,11 +40,11 @@ def work_of(weights, method, **settings):
 
 
 def steps_here(serve, work, settings):
-    """The steps of a trainer in this process, which spares the seconds of a fresh one."""
-    return served_here(serve, work.n_steps, replace(work), settings)
+    """Run the steps of a trainer in this process, which saves the start of a fresh process."""
+    return serve_here(serve, work.n_steps, replace(work), settings)
 
 
-def test_a_run_is_a_process_from_its_start_to_its_end(weights):
+def test_run_is_a_separate_process(weights):
     run = run_whole(native.serve_lora, work := work_of(weights, "grpo"), {"base": "q8_0"})
     assert run_error(run.value, work) == 0
     assert len(run.samples_s) == 1 and run.start_s > 0 and run.curve == []
@@ -53,7 +54,7 @@ def test_a_run_is_a_process_from_its_start_to_its_end(weights):
 
 
 @pytest.mark.parametrize("method", ["dpo", "sft", "sums"])
-def test_a_run_of_whet_does_its_work(weights, method):
+def test_run_of_whet_does_its_work(weights, method):
     work = work_of(weights, method)
     assert run_error(lora.Answer(steps_here(native.serve_lora, work, {"base": "q4_k_m"})), work) == 0
 
@@ -69,19 +70,19 @@ def test_trl_has_the_same_rows_and_loss(weights, method):
     ours, first = steps[0], theirs.value.steps[0]
     assert ours.n_trained == first.n_trained == lora.n_adapter_parameters(TINY)
     if method in ("dpo", "sft"):
-        assert ours.loss == pytest.approx(first.loss, rel=0.01)  # bfloat16, where the machine has it
+        assert ours.loss == pytest.approx(first.loss, rel=0.01)  # bfloat16, if the machine supports it
         assert ours.grad_norm == pytest.approx(first.grad_norm, rel=0.05)
         assert method == "sft" or first.loss == pytest.approx(math.log(2), rel=1e-4)
 
 
-def test_all_weights_are_trained_where_there_is_no_base(weights):
+def test_all_weights_are_trained_without_a_base(weights):
     work = work_of(weights, "grpo")
     steps = steps_here(native.serve_lora, work, {"base": ""})
     assert run_error(lora.Answer(steps), work) == 0
     assert steps[0].n_trained == TINY.config.n_parameters
 
 
-def test_a_run_that_did_other_work_is_wrong(weights):
+def test_run_with_other_work_is_wrong(weights):
     work = work_of(weights, "grpo")
     steps = steps_here(native.serve_lora, work, {"base": "bf16"})
     tokens = steps[1].tokens
@@ -96,14 +97,14 @@ def test_a_run_that_did_other_work_is_wrong(weights):
     assert [run_error(lora.Answer(other), work) for other in others] == [1.0] * len(others)
 
 
-def test_seeds_have_orders_of_their_own(weights):
+def test_order_of_rows_depends_on_the_seed(weights):
     first, again, second = (work_of(weights, "sums", seed=seed) for seed in (1, 1, 2))
     assert first.expected() == again.expected() != second.expected()
     trained = {str(row["prompt"]) for step in range(3) for row in first.rows(step)}
     assert len(trained) == 6 and not trained & {str(row["prompt"]) for row in first.held_out()}
 
 
-def test_the_reward_takes_texts_and_messages(weights):
+def test_reward_accepts_texts_and_messages(weights):
     work = work_of(weights, "sums")
     rows = work.rows(0)
     right = [work._sums[0].rows[row["row"]]["answer"] for row in rows]
@@ -113,7 +114,7 @@ def test_the_reward_takes_texts_and_messages(weights):
     assert work.reward(messages, row=numbers)[0] == 1.0 > work.reward(messages, row=numbers)[1]
 
 
-def test_a_run_is_a_row_of_its_samples(weights):
+def test_run_is_a_row_of_its_samples(weights):
     case = suite.work_case("run", lambda seed: work_of(weights, "grpo", n_steps=3, seed=seed), 8, 1e3)
     providers = [suite.whet("whet", "q4_k_m"), suite.contender("broken", native.serve_lora, base="q9")]
     table = suite.work_table("runs", [case], providers, "", 2)
@@ -137,7 +138,7 @@ def test_operations_by_hand():
     assert lora.lora_step_flops(shape, quantised=True) == pytest.approx(expected - saved)
 
 
-def test_random_folders_are_the_same_for_everybody(weights):
+def test_random_folders_are_deterministic(weights):
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -156,11 +157,11 @@ def test_random_folders_are_the_same_for_everybody(weights):
     assert not gone.exists()
 
 
-def test_runs_that_learn_are_kept(weights, tmp_path):
+def test_learning_runs_are_cached(weights, tmp_path):
     def make(seed):
         return work_of(weights, "sums", n_steps=3, seed=seed, evaluate_every=1)
 
-    provider, work = lora_learning.kept(suite.whet("whet", "q8_0"), make, tmp_path), make(1)
+    provider, work = lora_learning.cache_runs(suite.whet("whet", "q8_0"), make, tmp_path), make(1)
     run = provider.prepare(1)()
     assert [step for step, _ in run.curve] == [0, 1, 2] and all(0 <= score <= 1 for _, score in run.curve)
     (file,) = tmp_path.iterdir()
@@ -170,10 +171,10 @@ def test_runs_that_learn_are_kept(weights, tmp_path):
     assert again.start_s == 12.5 and again.curve == run.curve and run_error(again.value, work) == 0
     assert again.value == run.value
     with pytest.raises(NotMeasured, match="seed 2 only"):
-        lora_learning.kept(suite.peer("TRL"), make, tmp_path, 2).prepare(3)
+        lora_learning.cache_runs(suite.peer("TRL"), make, tmp_path, 2).prepare(3)
 
 
-def test_the_suites_have_every_row():
+def test_lora_suites_have_every_row():
     tables = {table.title: table for table in suite.tables(suite.LoraOptions())}
     names = {provider.name for provider in tables["GRPO on sums, LoRA, SmolLM2-135M"].providers}
     bases = {"whet", "whet float32", "whet q8_0", "whet q4_k_m", "whet all weights"}
@@ -185,10 +186,10 @@ def test_the_suites_have_every_row():
     assert suite.QWEN2_1500M.config.n_parameters == pytest.approx(1.54e9, rel=0.01)
 
 
-def test_settings_that_measure_nothing_are_refused():
-    with pytest.raises(WhetValueError, match="whet bench lora: steps is 1, expected at least 2"):
+def test_settings_without_steps_or_model_are_rejected():
+    with pytest.raises(WhetValueError, match=mentions("whet bench lora:", "steps is 1", "at least 2")):
         suite.tables(suite.LoraOptions(steps=1))
-    with pytest.raises(WhetValueError, match="smollm2 is 'none', and there is no such file"):
+    with pytest.raises(WhetValueError, match=mentions("whet bench lora:", "smollm2 is 'none'", "no such file")):
         suite.tables(suite.LoraOptions(smollm2="none"))
-    with pytest.raises(WhetValueError, match="whet bench lora-learning: steps is 0, expected at least 1"):
+    with pytest.raises(WhetValueError, match=mentions("whet bench lora-learning:", "steps is 0", "at least 1")):
         lora_learning.tables(lora_learning.LearningOptions(steps=0))

@@ -1,8 +1,9 @@
-"""``whet bench rope``: flags honoured, providers right, a wrong one shows."""
+"""``whet bench rope``: flags are honoured, providers are right, and errors are found."""
 
 import numpy as np
 import pytest
 import tyro
+from tests.raising import mentions
 
 from benchmarks.suites.rope import SUITE, RopeOptions
 from whet.bench import NotMeasured
@@ -13,7 +14,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 
-def parsed(*flags):
+def parse(*flags):
     return tyro.cli(RopeOptions, args=flags)
 
 
@@ -21,7 +22,7 @@ def case_names(options):
     return [[case.name for case in table.cases] for table in SUITE.tables(options)]
 
 
-def test_the_grid_of_the_script_is_the_default():
+def test_default_is_the_grid_of_the_script():
     prefill, decode = case_names(RopeOptions())
     assert len(prefill) == 32
     assert prefill[0] == "1 x 64, 32 heads" and prefill[-1] == "64 x 512, 48 heads"
@@ -30,7 +31,7 @@ def test_the_grid_of_the_script_is_the_default():
 
 
 def test_every_flag_is_honoured():
-    options = parsed(
+    options = parse(
         *("--no-is-neox-style", "--batch-size", "32", "--seq-len", "1024", "--num-heads", "64", "--num-kv-heads", "8"),
         *("--head-size", "256", "--rotary-dim", "64", "--dtype", "float", "--seed", "3", "--save-path", "there"),
     )
@@ -41,11 +42,11 @@ def test_every_flag_is_honoured():
     assert case.name == "32 x 1024, 64/8 heads"
     # 72 heads, 64 elements of 4 bytes, read and written; a row of the table; a position
     assert case.n_bytes == 32 * 1024 * (72 * 64 * 4 * 2 + 64 * 4 + 8)
-    assert parsed("--is-neox-style").is_neox_style and not options.is_neox_style
-    assert parsed("--out", "here").out == "here"
+    assert parse("--is-neox-style").is_neox_style and not options.is_neox_style
+    assert parse("--out", "here").out == "here"
 
 
-def test_the_seed_and_the_shape_reach_the_inputs():
+def test_inputs_depend_on_seed_and_shape():
     (table,) = SUITE.tables(RopeOptions(batch_size=2, seq_len=3, num_heads=4, num_kv_heads=1, head_size=64))
     one, same, other = (table.cases[0].inputs(np.random.default_rng(seed)) for seed in (1, 1, 2))
     assert one.shapes == [(2, 3, 4, 64), (2, 3, 1, 64)]
@@ -54,7 +55,7 @@ def test_the_seed_and_the_shape_reach_the_inputs():
     assert one.rope.rotary_dim == 32 and one.rope.max_position == 8192
 
 
-def test_the_documents_times_stand_only_where_it_measured():
+def test_published_times_are_only_in_published_settings():
     def figures(**settings):
         case = SUITE.tables(RopeOptions(batch_size=16, seq_len=512, num_heads=32, **settings))[0].cases[0]
         return case.published, case.note
@@ -68,7 +69,7 @@ def test_the_documents_times_stand_only_where_it_measured():
 
 @pytest.mark.parametrize("is_neox_style", [True, False])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float"])
-def test_every_provider_is_right_and_a_wrong_one_would_show(is_neox_style, dtype):
+def test_every_provider_is_right_and_errors_are_found(is_neox_style, dtype):
     options = RopeOptions(
         is_neox_style=is_neox_style, dtype=dtype, batch_size=2, seq_len=5, num_heads=3, num_kv_heads=1
     )
@@ -82,7 +83,7 @@ def test_every_provider_is_right_and_a_wrong_one_would_show(is_neox_style, dtype
             continue  # compiling takes longer than all tests of this file
         tolerance = case.tolerance if provider.tolerance is None else provider.tolerance
         if provider.name in ("FlashInfer", "vLLM"):
-            with pytest.raises(NotMeasured, match="only on CUDA devices, and this run is on cpu"):
+            with pytest.raises(NotMeasured, match=mentions("only on CUDA", "on cpu")):
                 provider.prepare(inputs)
             continue
         answer = provider.prepare(inputs)()
@@ -90,21 +91,21 @@ def test_every_provider_is_right_and_a_wrong_one_would_show(is_neox_style, dtype
         assert table.error(np.asarray(answer) + 2 * tolerance * (1 + np.abs(right)), right) > tolerance
 
 
-def test_whet_is_not_measured_on_a_device():
+def test_whet_is_not_measured_on_cuda():
     (table,) = SUITE.tables(RopeOptions(batch_size=1, seq_len=2, device="cuda:0"))[:1]
     inputs = table.cases[0].inputs(np.random.default_rng(0))
-    with pytest.raises(NotMeasured, match="this run is on cuda:0"):
+    with pytest.raises(NotMeasured, match="on cuda:0"):
         table.providers[0].prepare(inputs)
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "facts"),
     [
-        ({"device": "tpu"}, "device is 'tpu', expected cpu, cuda"),
-        ({"batch_size": -1}, "batch_size is -1, expected at least 1, or 0"),
-        ({"rotary_dim": 256}, "rotary_dim is 256, expected an even number up to head_size=128"),
+        ({"device": "tpu"}, ("device is 'tpu'", "cpu", "cuda:0")),
+        ({"batch_size": -1}, ("batch_size is -1", "at least 1", "0 for")),
+        ({"rotary_dim": 256}, ("rotary_dim is 256", "even number", "head_size=128")),
     ],
 )
-def test_errors_say_the_mend(settings, message):
-    with pytest.raises(WhetError, match=message):
+def test_invalid_options_are_named(settings, facts):
+    with pytest.raises(WhetError, match=mentions(*facts)):
         SUITE.tables(RopeOptions(**settings))

@@ -1,4 +1,4 @@
-"""Every suite's tables are well formed, every provider that is installed answers right, and a wrong one would show."""
+"""Suites: tables are well formed, installed providers are right, and errors are found."""
 
 import importlib.util
 import sys
@@ -27,7 +27,7 @@ TABLES = [pytest.param(table, id=f"{name}: {table.title}") for name, table in PR
 
 
 def calls(table, case, x):
-    """(provider, call, tolerance, reference) of all that can be measured here."""
+    """Yield (provider, call, tolerance, reference) of the installed providers."""
     references = {}
     for provider in table.providers:
         define = provider.reference or case.reference
@@ -64,7 +64,7 @@ def test_tables_are_well_formed(name, quick):
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_every_provider_is_right_and_a_wrong_one_would_show(table):
+def test_every_provider_is_right_and_errors_are_found(table):
     for case in table.cases:
         assert case.n_bytes > 0
         x = case.inputs(np.random.default_rng(0))
@@ -72,14 +72,14 @@ def test_every_provider_is_right_and_a_wrong_one_would_show(table):
             answer = call()
             assert table.error(answer, right) <= tolerance, (case.name, provider.name)
             if table.error is not packing_error:
-                spoilt = np.asarray(answer, np.float64).flatten()
-                at = np.argmax(np.abs(spoilt))
-                spoilt[at] += 2.5 * tolerance * max(1.0, abs(spoilt[at]))
-                assert table.error(spoilt, right) > tolerance, (case.name, provider.name)
+                wrong = np.asarray(answer, np.float64).flatten()
+                at = np.argmax(np.abs(wrong))
+                wrong[at] += 2.5 * tolerance * max(1.0, abs(wrong[at]))
+                assert table.error(wrong, right) > tolerance, (case.name, provider.name)
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_a_missing_peer_is_an_import_error(table, monkeypatch):
+def test_missing_peer_is_an_import_error(table, monkeypatch):
     for name in [*PEERS, *(name for name in sys.modules if name.partition(".")[0] in PEERS)]:
         monkeypatch.setitem(sys.modules, name, None)
     case = table.cases[0]
@@ -136,7 +136,7 @@ def naive_best_fit(lengths):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_quick_packings_agree_with_the_slow_definitions(seed):
+def test_fast_packings_equal_the_naive_definitions(seed):
     rng = np.random.default_rng(seed)
     lengths = random_lengths(rng, int(rng.integers(1, 300)))
     if seed % 2:

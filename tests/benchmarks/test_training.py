@@ -1,4 +1,4 @@
-"""The grpo and dpo suites: right first steps pass, wrong ones do not, and a trainer's process cannot hurt the bench."""
+"""The grpo and dpo suites: correct first steps pass, wrong ones do not, and a failing trainer is only an error."""
 
 import importlib.util
 import math
@@ -34,14 +34,14 @@ CASES = {
 
 
 @pytest.fixture(scope="module", params=CASES)
-def judged(request):
+def first_step(request):
     serve, shape, error = CASES[request.param]
     contender = Contender(serve, shape, {"compute": "float32"})
     return contender, contender(), shape, error
 
 
-def test_whets_first_step_is_the_one_written_out(judged):
-    contender, first, shape, error = judged
+def test_first_step_of_whet_equals_the_reference(first_step):
+    contender, first, shape, error = first_step
     assert isinstance(first, Timed) and error(first.value, shape) < 1e-4
     assert {"forward", "backward", "optimizer"} <= set(first.parts)
     assert first.peak_bytes is None or 0 < first.peak_bytes < 2 << 30
@@ -52,7 +52,7 @@ def test_whets_first_step_is_the_one_written_out(judged):
     assert cpu_seconds() - cpu_s <= 2 * elapsed_s * len(os.sched_getaffinity(0)) + 0.1
 
 
-def test_a_step_tells_all_its_parts():
+def test_step_reports_all_its_parts():
     names = {"sync", "generation", "reward", "advantages", "forward", "loss", "backward", "optimizer"}
     without, step = (Contender(native.serve_grpo, shape, {"compute": "float32"})() for shape in (GRPO, KL))
     assert set(without.parts) == names and set(step.parts) == names | {"logprobs", "kl"}
@@ -61,15 +61,15 @@ def test_a_step_tells_all_its_parts():
 
 
 @pytest.mark.parametrize("field", ["loss", "grad_norm", "moved"])
-def test_every_figure_counts(judged, field):
-    _, first, shape, error = judged
+def test_error_depends_on_every_figure(first_step, field):
+    _, first, shape, error = first_step
     right = getattr(first.value, field)
     for wrong in (right * 1.1 + 0.1 * (field == "loss"), math.nan):
         assert not error(first.value._replace(**{field: wrong}), shape) < 0.05
 
 
-def test_completions_that_are_none_of_the_policy(judged):
-    _, first, shape, error = judged
+def test_completions_of_wrong_lengths_are_an_error(first_step):
+    _, first, shape, error = first_step
     rows = first.value.completion_ids
     if not rows:
         pytest.skip("DPO samples nothing")
@@ -78,8 +78,8 @@ def test_completions_that_are_none_of_the_policy(judged):
     assert error(first.value._replace(completion_ids=[[*rows[0]] * 50, *rows[1:]]), shape) == math.inf
 
 
-def test_tokens_that_are_too_probable_are_no_sample(judged):
-    _, first, shape, _ = judged
+def test_too_probable_tokens_are_not_samples(first_step):
+    _, first, shape, _ = first_step
     rows = first.value.completion_ids
     if not rows:
         pytest.skip("DPO samples nothing")
@@ -91,7 +91,7 @@ def test_tokens_that_are_too_probable_are_no_sample(judged):
     assert grpo_written_out(likely, shape).surprise > 2 + grpo_written_out(rows, shape).surprise
 
 
-def test_prompts_have_their_lengths():
+def test_prompts_have_the_requested_lengths():
     tokenizer = workload.tokenizer_of(GRPO)
     first, second = ([tokenizer(text)["input_ids"] for text in GRPO.prompts(step)] for step in (0, 1))
     assert [len(row) for row in first] == [9, 9] and first != second
@@ -101,7 +101,7 @@ def test_prompts_have_their_lengths():
     assert len(ids) == 12 and ids[-1] == tokenizer.eos_token_id < PAIRS.model.config.vocab_size
 
 
-def test_geometric_lengths():
+def test_mean_of_geometric_lengths():
     shape = GRPOShape(mean_length=64, completion_length=10_000)
     assert shape.n_tokens == pytest.approx(shape.n_completions * (128 + 64), rel=1e-3)
     assert len(shape.stop_ids) == round(shape.model.config.vocab_size / 64)
@@ -111,18 +111,18 @@ def test_geometric_lengths():
 @pytest.mark.parametrize(
     ("how", "error", "message"),
     [
-        ("before", ImportError, "no such thing"),
+        ("before", ImportError, "not found"),
         ("raises", ValueError, "the step is broken"),
         ("dies", RuntimeError, "ended with status 3"),
     ],
 )
-def test_a_trainer_that_breaks_is_an_error(how, error, message):
+def test_failing_trainer_is_an_error(how, error, message):
     with pytest.raises(error, match=message) as caught:
         Contender(broken, how)()
     assert how != "before" or caught.value.name == "trl"
 
 
-def test_the_process_ends_with_the_contender_and_by_itself(tmp_path):
+def test_process_exits_with_the_contender(tmp_path):
     contender = Contender(waiting, tmp_path / "word")
     pid = contender().value
     os.kill(pid, 0)
@@ -137,7 +137,7 @@ def test_the_process_ends_with_the_contender_and_by_itself(tmp_path):
     ("suite", "shape", "error", "part"),
     [(grpo, GRPO, grpo_error, "forward"), (grpo, KL, grpo_error, "forward"), (dpo, PAIRS, dpo_error, "loss")],
 )
-def test_trl_is_told_the_same(suite, shape, error, part):
+def test_trl_takes_the_same_step(suite, shape, error, part):
     (table,) = suite.tables(BenchOptions(quick=True))
     assert suite.TRL in table.providers
     answer = suite.TRL_FLOAT32.prepare(shape)()
@@ -145,14 +145,14 @@ def test_trl_is_told_the_same(suite, shape, error, part):
     assert {part, "backward", "optimizer"} <= set(answer.parts)
 
 
-def test_impact_takes_the_steps_of_grpo_with_a_kl_term():
+def test_impact_has_the_kl_steps_of_grpo():
     quick, full = (impact.tables(BenchOptions(quick=flag)) for flag in (True, False))
     assert [len(table.cases) for table in quick] == [3] and [len(table.cases) for table in full] == [3, 1]
     assert all(table.providers == [grpo.WHET] for table in (*quick, *full))
     assert full[0].cases[2].n_items == 4 * 8 * (128 + 128) and quick[0].cases[0].n_items == 2 * 2 * (16 + 16)
     (with_kl,) = [table for table in grpo.tables(BenchOptions()) if "KL" in table.title]
     assert with_kl.providers == [grpo.WHET, grpo.TRL]
-    # The reference's forward pass beside sampling, forward and twice as much backward.
+    # The reference's forward pass in addition to sampling, forward, and twice as much for backward.
     shape = full[0].cases[2].inputs(np.random.default_rng(0))
     assert shape == with_kl.cases[0].inputs(np.random.default_rng(0)) and shape.beta == 0.04
     assert full[0].cases[2].n_flops == pytest.approx(5 / 4 * GRPOShape().n_flops)

@@ -1,4 +1,4 @@
-"""The browser's suite: pages run the model they are said to run, and what is missing is told."""
+"""The browser suite: pages run the right model, and missing prerequisites are named."""
 
 import shutil
 from functools import partial
@@ -25,14 +25,14 @@ needs_page = pytest.mark.needs("page")
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A prompt of 12 tokens and 10 steps, of a model in q8_0, on one thread."""
+    """Create a workload of a prompt of 12 tokens and 10 steps of a model in q8_0, on one thread."""
     original = partial(random_original, SMALL)
     folder = tmp_path_factory.mktemp("models")
     shape = StoredModel(SMALL.name, SMALL.hf_config, "q8_0", original, folder, write=export_mixture)
     return OnThreads(random_workload(np.random.default_rng(0), shape, 1, 12, n_steps=9), 1)
 
 
-def test_every_format_has_every_number_of_threads():
+def test_every_format_runs_on_every_number_of_threads():
     full = {table.title: table for table in tables(WebOptions())}
     for title in ("Decode in Chromium", "Prefill in Chromium", "Load in Chromium", "Memory in Chromium"):
         names = [case.name for case in full[title].cases]
@@ -46,7 +46,7 @@ def test_every_format_has_every_number_of_threads():
     assert sum(len(table.cases) for table in tables(WebOptions(quick=True))) == 4 + 3
 
 
-def test_a_greedy_completion_is_judged_by_what_the_model_would_choose(small):
+def test_error_of_a_greedy_completion_is_its_gap_to_the_argmax(small):
     workload, n = small.workload, small.workload.n_tokens
     ids = list(workload.prompts[0])
     tokens: list[int] = []
@@ -62,10 +62,7 @@ def test_a_greedy_completion_is_judged_by_what_the_model_would_choose(small):
     assert completion_error(0.0, workload) == 0
 
 
-def test_what_is_missing_is_told(tmp_path, monkeypatch):
-    assert "a checkout" in missing_part(tmp_path)
-    (tmp_path / "bench").mkdir()
-    (tmp_path / "bench/driver.mjs").touch()
+def test_missing_prerequisite_of_pages_is_named(tmp_path, monkeypatch):
     assert "make web" in missing_part(tmp_path)
     (tmp_path / "dist").mkdir()
     (tmp_path / "dist/index.js").touch()
@@ -78,7 +75,7 @@ def test_what_is_missing_is_told(tmp_path, monkeypatch):
     assert missing_part(tmp_path) == ""
 
 
-def test_peers_that_are_installed_are_not_installed_again(tmp_path, monkeypatch):
+def test_installed_peers_are_not_reinstalled(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "")
     (tmp_path / "bench").mkdir()
     (tmp_path / "bench/package-lock.json").write_text("{}")
@@ -94,7 +91,7 @@ def test_peers_that_are_installed_are_not_installed_again(tmp_path, monkeypatch)
 
 
 @needs_page
-def test_a_page_answers_right_in_every_task(small):
+def test_page_is_right_in_every_task(small):
     engine = whet_in_page()
     for task in ("decode", "prefill", "load"):
         timed = getattr(engine, task)(small)()
@@ -112,7 +109,7 @@ def test_a_page_answers_right_in_every_task(small):
 
 
 @needs_page
-def test_a_page_tells_what_went_wrong(tmp_path):
+def test_page_reports_errors(tmp_path):
     with pytest.raises(RuntimeError, match=r"none\.js"):
         Page("none.js", {})
     page = Page("whet.js", {"files": tmp_path})
@@ -135,7 +132,7 @@ def test_kernels_in_a_page_are_right(table):
 
 
 @pytest.mark.needs("onnxruntime")
-def test_the_onnx_graph_is_the_model(small, tmp_path):
+def test_onnx_graph_equals_the_model(small, tmp_path):
     import onnxruntime as runtime
 
     onnx_model.write_onnx(SMALL, small.file, tmp_path, "fp32")

@@ -1,4 +1,4 @@
-"""Trainers that break, for ``Contender``: in a module that imports next to nothing, as each has a fresh interpreter."""
+"""Failing trainers for ``Contender``, in a module with few imports, since each runs in a fresh interpreter."""
 
 import os
 from types import SimpleNamespace
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 def broken(session, how):
     if how == "before":
-        raise ImportError("no such thing", name="trl")
+        raise ImportError("not found", name="trl")
     session.begin()
     if how == "raises":
         raise ValueError("the step is broken")
@@ -23,14 +23,16 @@ def waiting(session, last_word):
 
 
 def of_own_rank(session):
-    """Steps whose loss is the rank."""
+    """Take steps whose loss is the rank."""
     while True:
         session.begin()
         session.end(SimpleNamespace(loss=float(os.environ["RANK"]), grad_norm=1.0, seconds=1.0), {})
 
 
 def of_all_ranks(session):
-    """Steps that tell the process's environment, all alike."""
+    """Take a step that reports the process's environment; loss and gradient norm are equal on all ranks."""
     names = ("WORLD_SIZE", "MASTER_ADDR", "WHET_NUM_THREADS", "OMP_NUM_THREADS")
     session.begin()
-    session.end(SimpleNamespace(loss=1.0, grad_norm=1.0, seconds=1.0, told={n: os.environ[n] for n in names}), {})
+    session.end(
+        SimpleNamespace(loss=1.0, grad_norm=1.0, seconds=1.0, environment={n: os.environ[n] for n in names}), {}
+    )

@@ -1,7 +1,7 @@
 """Rows of `whet bench scale` run."""
 
 import pytest
-from tests.benchmarks.serving import served_here
+from tests.benchmarks.serving import serve_here
 from tests.scale.test_ray_pool import cluster  # noqa: F401
 
 from benchmarks.contenders import scale
@@ -36,21 +36,21 @@ def test_two_ranks_compute_the_step_of_one_process():
 @pytest.mark.parametrize("workers", [False, True])
 def test_an_engine_and_a_pool_sample_a_batch(cluster, workers):  # noqa: F811
     work = Sampling(GRPOShape(TINY, n_prompts=3, group_size=4, prompt_length=9, completion_length=12), 2)
-    steps = served_here(scale.serve_sampling, 2, work, workers)
+    steps = serve_here(scale.serve_sampling, 2, work, workers)
     assert wrong_steps(steps, work) == 0 and all(step.seconds > 0 for step in steps)
 
 
 @pytest.mark.parametrize("base", ["", "bf16", "none"])
 def test_weights_are_synced_to_all_workers(cluster, base):  # noqa: F811
     work = Sampling(GRPOShape(TINY, n_prompts=1, group_size=2, prompt_length=9), 2, base)
-    steps = served_here(scale.serve_weights, 2, work)
+    steps = serve_here(scale.serve_weights, 2, work)
     assert wrong_steps(steps, work) == 0 and all(step.seconds > 0 for step in steps)
 
 
 def test_the_cost_of_a_killed_worker_is_measured(cluster):  # noqa: F811
     [table] = [t for t in suite.tables(suite.ScaleOptions(quick=True, steps=2)) if t.title.startswith("Time lost")]
     work = table.cases[0].inputs(None)
-    steps = served_here(scale.serve_killed, 2, work)
+    steps = serve_here(scale.serve_killed, 2, work)
     assert wrong_steps(steps, work) == 0 and all(step.seconds > 0 for step in steps)
 
 

@@ -1,1 +1,1 @@
-"""The contenders of ``whet bench engine``: models with random weights, and each engine's way to run them."""
+"""Contenders of ``whet bench engine``: models with random weights, and the engines that run them."""

@@ -1,9 +1,9 @@
 # pyright: reportMissingImports=false
 """OpenVINO GenAI's continuous batching: one ``step`` per token of all rows, tokens by argmax.
 
-Its models are exported by ``optimum-cli`` of optimum-intel, whose transformers is older than Whet's other peers need:
-it is looked for on PATH, and runs in its own environment. Products are in bfloat16, and keys and values in 8 bits, its
-default. Only row 0, whose answer is checked, is asked for log-probs.
+Its models are exported by ``optimum-cli`` of optimum-intel, which needs an older transformers than Whet's other peers:
+the program is searched on PATH and runs in its own environment. Products are in bfloat16, keys and values in 8 bits,
+its default. Only row 0, whose answer is checked, computes log-probs.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from benchmarks.contenders.engine.workload import Sample, Workload
 from whet.bench.case import Call, NotMeasured, Timed
 
 _EXPORTED_AS = {"bf16": "fp16", "int8": "int8"}
-"""optimum-cli's names: float16 becomes bfloat16 as the model is loaded."""
+"""Formats of optimum-cli; float16 becomes bfloat16 when the model is loaded."""
 _CACHE_GB = 2
 _PROMPT_TOKENS = 4096
-"""Of a step: so that one step runs the prompts of 64 rows."""
+"""Tokens per step, enough for the prompts of 64 rows."""
 _NO_EXPORTER = (
-    "optimum-cli, which exports models for OpenVINO, is not on PATH. Make it an environment of its own: "
+    "optimum-cli, which exports models for OpenVINO, is not on PATH. Install it in a separate environment: "
     "python -m venv exporter && exporter/bin/pip install 'optimum-intel[openvino]'; PATH=$PATH:exporter/bin"
 )
 
 
 class OpenVino(Library):
-    """``weights`` is bf16 or int8: in 8 bits, asymmetric, with a scale for every output."""
+    """OpenVINO; ``weights`` is bf16 or int8: 8 bits, asymmetric, with a scale per output row."""
 
     name = "OpenVINO"
 
@@ -59,12 +59,12 @@ class OpenVino(Library):
         return openvino_genai.ContinuousBatchingPipeline(str(path), scheduler, "CPU", settings)
 
     def generate(self, model: Any, prompts: Sequence[Sequence[int]], n_tokens: int, n_samples: int = 1) -> Sample:
-        """One completion of each prompt."""
+        """Generate one completion of each prompt."""
         return _generate(model, prompts, n_tokens)[0]
 
     def decode(self, weights: str, x: Workload) -> Call:
-        """The steps after the one that ended the prompts."""
-        import openvino_genai  # noqa: F401  # is it there? The export takes a minute.
+        """Time the steps after the last step of the prompts."""
+        import openvino_genai  # noqa: F401  # fail before the export, which takes a minute
 
         pipeline = self.model(x, weights)
 
@@ -76,10 +76,10 @@ class OpenVino(Library):
 
 
 def _generate(pipeline: Any, prompts: Sequence[Sequence[int]], n_tokens: int) -> tuple[Sample, float]:
-    """Greedy completions of prompts of one length.
+    """Generate greedy completions of prompts of equal length.
 
     Returns:
-        The first completion, and the seconds from the first token of every row to the last one's.
+        The first completion, and the seconds from the first tokens of all rows to their last tokens.
     """
     import openvino
 
@@ -110,18 +110,18 @@ def _config(n_tokens: int, logprobs: bool) -> Any:
 
 
 def _export(folder: Path, path: Path, weight_format: str) -> None:
-    """Have optimum-cli write OpenVINO's files of a Hugging Face folder.
+    """Export a Hugging Face folder to OpenVINO by optimum-cli.
 
     Raises:
-        NotMeasured: there is no optimum-cli, or it failed.
+        NotMeasured: optimum-cli is missing or failed.
     """
     program = shutil.which("optimum-cli")
     if program is None:
         raise NotMeasured(_NO_EXPORTER)
     task = ["--task", "text-generation-with-past", "--weight-format", weight_format]
-    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [program, "export", "openvino", "--model", str(folder), *task, str(path)]
-    done = subprocess.run(command, env=own, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         shutil.rmtree(path, ignore_errors=True)
         raise NotMeasured(f"optimum-cli failed: {done.stderr.strip().splitlines()[-1:]}")

@@ -1,4 +1,4 @@
-"""Transformers' ``generate``, in float32 or bfloat16, with nothing in its generation config but lengths."""
+"""Transformers' ``generate``, in float32 or bfloat16, with only lengths in its generation config."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from whet.bench.case import Call, Timed
 
 
 class _Watch:
-    """A logits processor that changes nothing: when each step's logits were there, and those of row 0."""
+    """A no-op logits processor that records the time of each step and the logits of row 0."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -29,10 +29,10 @@ class _Watch:
 def generate_watched(
     model: Any, prompts: Sequence[Sequence[int]], n_tokens: int, n_samples: int = 1
 ) -> tuple[Sample, list[float]]:
-    """Run ``generate``: greedy, or sampled at temperature 1 where a prompt has several completions.
+    """Run ``generate``: greedy, or sampled at temperature 1 if a prompt has several completions.
 
     Returns:
-        The first completion, and for each of its tokens the time at which the logits that it came from were there.
+        The first completion, and for each of its tokens the time at which its logits were available.
     """
     import torch
     from transformers import GenerationConfig, LogitsProcessorList
@@ -53,7 +53,7 @@ def generate_watched(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
             generation_config=config,
-            logits_processor=LogitsProcessorList([watch]),  # type: ignore[list-item]  # it is called, and no more
+            logits_processor=LogitsProcessorList([watch]),  # type: ignore[list-item]  # any callable works
         )
     tokens = ids[0, input_ids.shape[1] :].tolist()
     if n_samples == 1:
@@ -63,7 +63,7 @@ def generate_watched(
 
 
 class Transformers(Library):
-    """A model is in float32 the workload's own, in bfloat16 a copy."""
+    """Transformers: in float32 the workload's model itself, in bfloat16 a copy."""
 
     name = "transformers"
 
@@ -86,7 +86,7 @@ class Transformers(Library):
         return generate_watched(model, prompts, n_tokens, n_samples)[0]
 
     def decode(self, weights: str, x: Workload) -> Call:
-        """From the first token's logits to the last one's."""
+        """Time the steps from the first token's logits to the last token's logits."""
         model = self.model(x, weights)
 
         def call() -> Timed:

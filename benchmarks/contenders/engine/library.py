@@ -1,4 +1,4 @@
-"""A way to run a model: what the engines have in common, and what a contender has to answer of a workload."""
+"""Interface of an inference library: the shared parts of the engines, and the calls of each task."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from whet.bench.case import Call, Timed, seconds_of
 
 
 class Library:
-    """Loads models in a format of weights, and generates; ``decode``, ``prefill`` and so on prepare a provider's call.
+    """Loader and generator of models in a weight format; ``decode``, ``prefill`` etc. prepare a provider's call.
 
     Attributes:
-        name: by which its models are told from those of others.
+        name: key of its models among loaded models.
     """
 
     name: str
 
     def of_model(self, files: ModelFiles, weights: str) -> Any:
-        """A model of the files' own."""
+        """Create a model from the files."""
         raise NotImplementedError
 
     def source(self, files: ModelFiles, weights: str) -> Path:
-        """The file or folder to load from."""
+        """Return the file or folder to load."""
         return files.folder
 
     def load(self, path: Path, weights: str) -> Any:
-        """A model from there."""
+        """Load a model from its file or folder."""
         raise NotImplementedError
 
     def generate(self, model: Any, prompts: Sequence[Sequence[int]], n_tokens: int, n_samples: int = 1) -> Sample:
@@ -37,25 +37,25 @@ class Library:
         raise NotImplementedError
 
     def model(self, x: Workload, weights: str) -> Any:
-        """The workload's model, loaded once."""
+        """Return the workload's model, loaded once."""
         return load_once((x.files.shape, self.name, weights), lambda: self.of_model(x.files, weights))
 
     def decode(self, weights: str, x: Workload) -> Call:
-        """``n_steps`` steps after the first token of every row."""
+        """Time ``n_steps`` steps after the first token of every row."""
         raise NotImplementedError
 
     def prefill(self, weights: str, x: Workload) -> Call:
-        """Prompts, to the first token of each."""
+        """Time prompts up to the first token of each."""
         model = self.model(x, weights)
         return lambda: self.generate(model, x.fresh(), 1)
 
     def group(self, weights: str, x: Workload) -> Call:
-        """A prompt and all its completions."""
+        """Time a prompt and all its completions."""
         model = self.model(x, weights)
         return lambda: self.generate(model, x.fresh(), x.n_tokens, x.n_samples)
 
     def load_files(self, weights: str, x: Workload) -> Call:
-        """From the files to a model; that it can generate is seen outside the time."""
+        """Time loading a model from its files; a completion outside of the timing checks it."""
         path = self.source(x.files, weights)
 
         def call() -> Timed:
@@ -65,12 +65,12 @@ class Library:
         return call
 
     def lifetime(self, weights: str, x: Workload) -> Call:
-        """Load, generate, free."""
+        """Time loading, generating and freeing."""
         path = self.source(x.files, weights)
         return lambda: self._run(path, weights, x.prompts, x.n_tokens)[0]
 
     def _run(self, path: Path, weights: str, prompts: Sequence[Sequence[int]], n_tokens: int) -> tuple[Sample, float]:
-        """A sample of a model that is freed afterwards, and the seconds of loading it."""
+        """Load a model, generate and free it; return the sample and the seconds of loading."""
         model, load_s = seconds_of(self.load, path, weights)
         try:
             return self.generate(model, prompts, n_tokens), load_s

@@ -1,10 +1,9 @@
 # pyright: reportMissingImports=false
 """llama.cpp through its low-level API: one ``llama_decode`` per step, one sequence id per row, tokens by argmax.
 
-Nothing of its samplers runs, only a NumPy argmax over the logits, so a step costs it less than a user would see. Keys
-and values are in float16, its default. Which of its settings is fastest differs with the machine and the batch:
-before a case is timed, flash attention is tried on and off, each with one pool of cells for all sequences and with a
-pool of each, and the fastest is taken.
+Its samplers do not run, only a NumPy argmax over the logits, so a step is cheaper than for a user. Keys and values are
+in float16, its default. Its fastest settings depend on machine and batch: before a case is timed, flash attention is
+tried on and off, each with a unified KV cache and with a cache per sequence, and the fastest combination is used.
 """
 
 from __future__ import annotations
@@ -24,21 +23,23 @@ from benchmarks.contenders.engine.workload import Sample, Workload, greedy_sampl
 from whet.bench.case import Call, Timed, seconds_of
 
 _CELLS = 256
-"""Contexts are made in steps of so many tokens."""
+"""Granularity of context lengths, in tokens."""
 
 
 class Settings(NamedTuple):
-    """Of a context: what ``choose_quickest`` chooses between."""
+    """Settings of a context among which ``choose_fastest`` chooses."""
 
     flash: bool
     unified: bool
 
     def __str__(self) -> str:
-        return f"flash attention {'on' if self.flash else 'off'}, {'one pool' if self.unified else 'a pool each'}"
+        return (
+            f"flash attention {'on' if self.flash else 'off'}, KV cache {'unified' if self.unified else 'per sequence'}"
+        )
 
 
 class LlamaCppModel:
-    """A model from a GGUF file, on the threads that Whet uses."""
+    """A model from a GGUF file, on as many threads as Whet."""
 
     def __init__(self, path: Path, mmap: bool = True) -> None:
         import llama_cpp
@@ -56,10 +57,10 @@ class LlamaCppModel:
 
 
 class Context:
-    """Room for ``n_rows`` sequences of ``n_tokens`` each; settings that are not named are llama.cpp's defaults.
+    """Context of ``n_rows`` sequences of ``n_tokens`` each; other settings are llama.cpp's defaults.
 
     Attributes:
-        logits: of the last call, (rows, V); a view that the next call overwrites.
+        logits: logits of the last call, (rows, V); a view that the next call overwrites.
     """
 
     def __init__(self, model: LlamaCppModel, n_rows: int, n_tokens: int, settings: Settings, ubatch: int = 512) -> None:
@@ -78,14 +79,14 @@ class Context:
         parameters.no_perf = True
         self.context: Any = llama_cpp.llama_init_from_model(model.model, parameters)
         if not self.context:
-            raise RuntimeError(f"llama.cpp could not make a context of {n_rows} x {each} tokens, {settings}")
+            raise RuntimeError(f"llama.cpp could not create a context of {n_rows} x {each} tokens, {settings}")
         self.memory: Any = llama_cpp.llama_get_memory(self.context)
         self.batch = llama_cpp.llama_batch_init(n_rows * each, 0, 1)
         self.close = weakref.finalize(self, _free, self.context, self.batch)
         self.logits = np.zeros((0, model.vocab_size), np.float32)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
-        """Forget everything, and run prompt i as sequence i; a single prompt becomes that of all sequences.
+        """Clear the KV cache and run prompt i as sequence i; a single prompt is copied to all sequences.
 
         Returns:
             The argmax after each sequence, (n_rows,).
@@ -106,14 +107,14 @@ class Context:
         return np.resize(first, self.n_rows)
 
     def rewind(self, position: int) -> None:
-        """Forget what every sequence has from ``position`` on."""
+        """Remove all tokens from ``position`` on."""
         import llama_cpp
 
         for row in range(self.n_rows):
             llama_cpp.llama_memory_seq_rm(self.memory, row, position, -1)
 
     def generate(self, first: np.ndarray, position: int, n_steps: int) -> list[np.ndarray]:
-        """``n_steps`` greedy steps of all rows, whose tokens ``first`` are at ``position``.
+        """Take ``n_steps`` greedy steps of all rows, whose tokens ``first`` are at ``position``.
 
         Returns:
             The logits of row 0 after each step.
@@ -129,7 +130,7 @@ class Context:
         return logits
 
     def complete(self, prompts: Sequence[Sequence[int]], n_steps: int) -> list[np.ndarray]:
-        """Prompts of one length, and ``n_steps`` steps after them.
+        """Run prompts of equal length and ``n_steps`` steps after them.
 
         Returns:
             The logits of row 0 after the prompt and after each step.
@@ -139,7 +140,7 @@ class Context:
         return [start, *self.generate(first, len(prompts[0]), n_steps)]
 
     def fill(self, tokens: np.ndarray, positions: np.ndarray, rows: np.ndarray, outputs: np.ndarray) -> None:
-        """Write the batch: tokens, their positions and sequences, and the places whose logits are wanted."""
+        """Write the batch: tokens, their positions and sequences, and the indices whose logits are required."""
         n = self.batch.n_tokens = len(tokens)
         wanted = np.zeros(n, np.int8)
         wanted[outputs] = 1
@@ -151,7 +152,7 @@ class Context:
             self.batch.seq_id[i][0] = row
 
     def run(self, n_outputs: int) -> np.ndarray:
-        """Decode the batch, and return the argmax of its ``n_outputs`` rows of logits."""
+        """Decode the batch; return the argmax of its ``n_outputs`` rows of logits."""
         import llama_cpp
 
         status = llama_cpp.llama_decode(self.context, self.batch)
@@ -171,16 +172,16 @@ def _free(context: Any, batch: Any) -> None:
 
 
 def every_setting(n_rows: int) -> list[Settings]:
-    """All that differ: a single sequence has but one pool."""
+    """List the distinct settings; a single sequence always has a unified cache."""
     return [Settings(*pair) for pair in itertools.product((True, False), (True,) if n_rows == 1 else (True, False))]
 
 
-def choose_quickest(model: LlamaCppModel, n_rows: int, n_tokens: int, piece: Callable[[Context], float]) -> Context:
-    """The context in which ``piece`` of the work takes the least seconds, the better of two times."""
+def choose_fastest(model: LlamaCppModel, n_rows: int, n_tokens: int, trial: Callable[[Context], float]) -> Context:
+    """Create the context in which ``trial``, a part of the work, takes the fewest seconds (minimum of two runs)."""
     took = {}
     for settings in every_setting(n_rows):
         context = Context(model, n_rows, n_tokens, settings)
-        took[settings] = min(piece(context) for _ in range(2))
+        took[settings] = min(trial(context) for _ in range(2))
         context.close()
     return Context(model, n_rows, n_tokens, min(took, key=lambda settings: took[settings]))
 
@@ -189,7 +190,7 @@ def choose_quickest(model: LlamaCppModel, n_rows: int, n_tokens: int, piece: Cal
 
 
 class LlamaCpp(Library):
-    """``weights`` is the type of a GGUF file, which is read and not mapped where loading is what counts."""
+    """llama.cpp; ``weights`` is the type of a GGUF file, which is read, not mapped, if loading is timed."""
 
     name = "llama.cpp"
 
@@ -203,7 +204,7 @@ class LlamaCpp(Library):
         return LlamaCppModel(path, mmap=False)
 
     def generate(self, model: Any, prompts: Sequence[Sequence[int]], n_tokens: int, n_samples: int = 1) -> Sample:
-        """With flash attention on and a pool for each row, as in most cases is fastest."""
+        """Generate with flash attention and a KV cache per row, the fastest settings in most cases."""
         n_rows = len(prompts) * n_samples
         context = Context(model, n_rows, len(prompts[0]) + n_tokens, Settings(True, n_rows == 1))
         logits = context.complete(prompts, n_tokens - 1)
@@ -211,8 +212,8 @@ class LlamaCpp(Library):
         return greedy_sample(prompts[0], logits)
 
     def decode(self, weights: str, x: Workload) -> Call:
-        """``n_steps`` steps after prompts that are in the cache already."""
-        context = self._quick_at_steps(weights, x)
+        """Time ``n_steps`` steps after cached prompts."""
+        context = self._fastest_decode(weights, x)
         note, first = _note(x, weights, context), context.prefill(x.prompts)
         start = [context.logits[0].copy()]
 
@@ -227,7 +228,7 @@ class LlamaCpp(Library):
         def prompts_s(context: Context) -> float:
             return seconds_of(context.prefill, x.prompts)[1]
 
-        context = choose_quickest(self.model(x, weights), x.n_rows, x.prompt_length, prompts_s)
+        context = choose_fastest(self.model(x, weights), x.n_rows, x.prompt_length, prompts_s)
         note = _note(x, weights, context)
 
         def call() -> Timed:
@@ -238,8 +239,8 @@ class LlamaCpp(Library):
         return call
 
     def group(self, weights: str, x: Workload) -> Call:
-        """The prompt is run once, and its completions share its cache."""
-        context = self._quick_at_steps(weights, x)
+        """Time a group: the prompt runs once, and its completions share its cache."""
+        context = self._fastest_decode(weights, x)
         note = _note(x, weights, context)
 
         def call() -> Timed:
@@ -249,14 +250,14 @@ class LlamaCpp(Library):
 
         return call
 
-    def _quick_at_steps(self, weights: str, x: Workload) -> Context:
-        """A context that is quick at the workload's steps."""
+    def _fastest_decode(self, weights: str, x: Workload) -> Context:
+        """Choose the context that is fastest at the workload's steps."""
 
         def steps_s(context: Context) -> float:
             first = context.prefill(x.prompts)
             return seconds_of(context.generate, first, x.prompt_length, min(6, x.n_steps))[1]
 
-        return choose_quickest(self.model(x, weights), x.n_rows, x.prompt_length + x.n_tokens, steps_s)
+        return choose_fastest(self.model(x, weights), x.n_rows, x.prompt_length + x.n_tokens, steps_s)
 
 
 def _note(x: Workload, weights: str, context: Context) -> str:

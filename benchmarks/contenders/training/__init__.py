@@ -1,1 +1,1 @@
-"""The contenders of ``whet bench grpo`` and ``whet bench dpo``: trainers, each in a process of its own."""
+"""Contenders of ``whet bench grpo`` and ``whet bench dpo``: trainers in separate processes."""

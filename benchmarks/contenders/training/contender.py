@@ -1,7 +1,7 @@
-"""A trainer in a process of its own, which takes a step when it is asked to.
+"""Trainers in separate processes, which take steps on request.
 
-Its threads, its allocator and its memory are then its own: what one contender keeps or spins on does not show in the
-next one's figures, and the peak of its memory is its own peak.
+A separate process isolates threads, allocator and memory: spinning threads or retained memory of one contender do not
+affect the next one, and the peak of its memory is exact.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ from whet.bench import machine
 from whet.bench.case import Timed, WholeRun
 
 ADAM_BYTES = 12
-"""Bytes that every contender keeps of a parameter: float32 weight and AdamW's two moments."""
+"""Bytes per parameter of every contender: float32 weight and AdamW's two moments."""
 _GRACE_S = 5.0
 
 
 class Contender:
-    """The call that a provider returns: one step of a trainer, which is ready for it when this returns.
+    """Provider's call that takes one step of a trainer; the trainer is ready once the constructor returns.
 
     Args:
-        serve: runs in the process, with a ``Session`` and ``arguments``, and takes a step whenever it is asked to; a
-            function that a fresh interpreter can import.
-        environment: variables of that process beside those of this one.
+        serve: runs in the process with a ``Session`` and ``arguments`` and takes steps on request; must be importable.
+        environment: additional environment variables of the process.
 
     Raises:
         RuntimeError: the process died.
-        Exception: whatever the trainer raised.
+        Exception: any exception of the trainer.
     """
 
     def __init__(
@@ -55,8 +54,8 @@ class Contender:
         self._answer()
 
     def __call__(self) -> Timed:
-        """A step. Raises what the class does."""
-        with suppress(OSError):  # it is gone, and there may be an answer that says why
+        """Take a step. Raises as the class does."""
+        with suppress(OSError):  # if the process is gone, there may still be an answer with its error
             self._connection.send("step")
         return self._answer()
 
@@ -71,13 +70,13 @@ class Contender:
         return answer
 
 
-_starting = threading.Lock()
+_start_lock = threading.Lock()
 
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """A process that is started within has these, before it loads its first library."""
-    with _starting:
+    """Set variables for processes started in this context, before they load their first library."""
+    with _start_lock:
         before = dict(os.environ)
         os.environ.update(variables)
         try:
@@ -88,15 +87,15 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 class RankedContender:
-    """The call of a trainer that trains on several ranks: each a ``Contender``, all of which take a step together.
+    """Call of a trainer on several ranks, each a ``Contender``, which take steps together.
 
     Args:
-        n: how many ranks.
-        threads: of each.
+        n: number of ranks.
+        threads: threads of each rank.
 
     Raises:
-        RuntimeError: the process of a rank died, or the ranks' losses or gradients differ in a bit.
-        Exception: whatever a trainer raised.
+        RuntimeError: the process of a rank died, or losses or gradient norms of the ranks are not bit-identical.
+        Exception: any exception of a trainer.
     """
 
     def __init__(self, n: int, threads: int, serve: Callable[..., None], *arguments: Any) -> None:
@@ -110,16 +109,16 @@ class RankedContender:
         self._ranks = list(self._each.map(lambda rank: start(environment={**shared, "RANK": str(rank)}), range(n)))
 
     def __call__(self) -> Timed:
-        """A step: rank 0's, with the memory of the rank that had most of it."""
+        """Take a step; return the answer of rank 0 with the highest memory peak of all ranks."""
         answers: list[Timed] = list(self._each.map(lambda rank: rank(), self._ranks))
         if len(found := {(answer.value.loss, answer.value.grad_norm) for answer in answers}) > 1:
-            raise RuntimeError(f"the ranks differ in loss or norm of the gradient: {sorted(found)}")
+            raise RuntimeError(f"the ranks differ in loss or gradient norm: {sorted(found)}")
         peaks = [answer.peak_bytes for answer in answers if answer.peak_bytes is not None]
         return replace(answers[0], peak_bytes=max(peaks, default=None))
 
 
 def whole_run(start: Callable[[], Callable[[], Timed]], n_steps: int) -> WholeRun:
-    """The steps of a contender from its start to its end, a value with ``seconds`` each; the first is no sample."""
+    """Run a contender from start to end; each step's value has ``seconds``, and the first step is not a sample."""
     started_s = time.perf_counter()
     contender = start()
     start_s = time.perf_counter() - started_s
@@ -137,7 +136,7 @@ def whole_run(start: Callable[[], Callable[[], Timed]], n_steps: int) -> WholeRu
 
 def _end(connection: Connection, process: SpawnProcess) -> None:
     connection.close()
-    process.join(_GRACE_S)  # it ends by itself, and takes its locks with it, unless it is within a step
+    process.join(_GRACE_S)  # it exits and releases its locks, unless it is within a step
     process.terminate()
     process.join()
 
@@ -148,37 +147,37 @@ def _run(serve: Callable[..., None], connection: Connection, arguments: tuple[An
     except (KeyboardInterrupt, SystemExit):
         return
     except Exception as error:
-        with suppress(OSError):  # nobody is waiting any more
+        with suppress(OSError):  # the other process no longer listens
             connection.send(error)
 
 
 class Session:
-    """A trainer's connection to the process that measures it: told when to begin a step, it says when it has ended."""
+    """Trainer's side of the connection to the measuring process: waits for step requests and reports their results."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._is_ready = False
-        self._kept_bytes = 0
-        self._begun_s = 0.0
+        self._excluded_bytes = 0
+        self._started_s = 0.0
 
     def build(self, make: Callable[..., Any], *arguments: Any) -> Any:
-        """The model that ``make`` returns. Memory counts from here: the libraries have to be loaded.
+        """Return ``make(*arguments)``, the model, and count memory from here on; the libraries must be loaded.
 
-        What its weights and AdamW's moments take, the same for everybody, is not the step's. Where nothing is built
-        so, all memory of the process counts, from its start to the end of the step.
+        Its weights and AdamW's moments, equal for all contenders, are excluded. Without this call all memory of the
+        process counts.
         """
         with suppress(OSError):
-            self._kept_bytes = machine.resident_bytes()
+            self._excluded_bytes = machine.resident_bytes()
         model = make(*arguments)
-        if self._kept_bytes:
-            self._kept_bytes += ADAM_BYTES * sum(parameter.numel() for parameter in model.parameters())
+        if self._excluded_bytes:
+            self._excluded_bytes += ADAM_BYTES * sum(parameter.numel() for parameter in model.parameters())
         return model
 
     def begin(self) -> None:
-        """Return when a step is asked for.
+        """Wait for the request of a step.
 
         Raises:
-            SystemExit: none will be.
+            SystemExit: there are no more requests.
         """
         try:
             if not self._is_ready:
@@ -187,20 +186,20 @@ class Session:
             self._connection.recv()
         except (EOFError, OSError):
             raise SystemExit from None
-        if self._kept_bytes:
+        if self._excluded_bytes:
             with suppress(OSError):
                 machine.reset_peak()
-        self._begun_s = time.perf_counter()
+        self._started_s = time.perf_counter()
 
     @property
     def elapsed_s(self) -> float:
         """Seconds since the step began."""
-        return time.perf_counter() - self._begun_s
+        return time.perf_counter() - self._started_s
 
     def end(self, value: Any, parts: Mapping[str, float]) -> None:
-        """The step has been taken: its answer, and the seconds of its parts."""
+        """Send the answer of a step and the seconds of its parts."""
         note, peak_bytes = "", None
         with suppress(OSError):
             peak = machine.resident_bytes(peak=True)
-            peak_bytes, note = max(0, peak - self._kept_bytes), f"its process at its peak: {peak / 1e9:.1f} GB"
+            peak_bytes, note = max(0, peak - self._excluded_bytes), f"peak of its process: {peak / 1e9:.1f} GB"
         self._connection.send(Timed(value, dict(parts), note=note, peak_bytes=peak_bytes))

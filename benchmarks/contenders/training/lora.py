@@ -1,7 +1,7 @@
-"""The work of the suites "lora" and "lora-learning": runs of trainers on LoRA adapters, each a process of its own.
+"""Workloads of the suites "lora" and "lora-learning": runs of trainers on LoRA adapters, each in a separate process.
 
-Whet and TRL get the same weights, the same rows in the same order, and the same settings. What a step trained on is
-counted in tokens and compared with what it should have been; its time and the peak of its process are the findings.
+Whet and TRL get the same weights, rows, order and settings. The tokens of each step are compared with the expected
+tokens; the results are its time and the memory peak of its process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from whet.data.rows import tokenize_completion, tokenize_preference, tokenize_pr
 RANK = 16
 ALPHA = 32
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Every linear layer but the head."""
+"""All linear layers except the head."""
 LEARNING_RATES = {"adapters": 2e-4, "all weights": 5e-6}
 SUMS = "reasoning_gym:chain_sum,min_terms=2,max_terms=2,min_digits=1,max_digits=2"
 _N_SUMS = 5000
@@ -41,11 +41,11 @@ Method = Literal["grpo", "sft", "dpo"]
 
 @dataclass(frozen=True)
 class Weights:
-    """A model on disk, as each library likes it best; gone with the object if it was made.
+    """A model on disk in the native form of each library; temporary files are removed with the object.
 
     Attributes:
-        path: for Whet, the GGUF file that was given, or the folder.
-        folder: Hugging Face's, of the same numbers.
+        path: for Whet: a GGUF file or the folder.
+        folder: Hugging Face folder with the same weights.
     """
 
     path: Path
@@ -53,23 +53,23 @@ class Weights:
 
     @classmethod
     def of_file(cls, gguf: str) -> Weights:
-        """A GGUF file, and its numbers in float32 in a temporary folder."""
+        """Use a GGUF file, and write its weights in float32 to a temporary folder."""
         from whet.models.sources.gguf_model import load_gguf_model
 
         path = Path(gguf).resolve(strict=True)
         weights = cls(path, _temporary_folder())
         for part in load_gguf_model(path):
             part.save_pretrained(weights.folder)
-        return weights._removed_with_it()
+        return weights._remove_with_self()
 
     @classmethod
     def random(cls, shape: ModelShape) -> Weights:
-        """Random ones of a true shape, bfloat16, in a temporary folder."""
+        """Write random bfloat16 weights of a shape to a temporary folder."""
         folder = _temporary_folder()
         write_random_folder(shape, folder)
-        return cls(folder, folder)._removed_with_it()
+        return cls(folder, folder)._remove_with_self()
 
-    def _removed_with_it(self) -> Weights:
+    def _remove_with_self(self) -> Weights:
         weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         return self
 
@@ -79,11 +79,11 @@ def _temporary_folder() -> Path:
 
 
 class Tokens(NamedTuple):
-    """The tokens of a step.
+    """Tokens of a step.
 
     Attributes:
-        rows: a digest of the token ids: of GRPO's prompts, else of the whole rows.
-        n_completion: tokens of completions.
+        rows: digest of the token ids of GRPO's prompts, or of the whole rows of other methods.
+        n_completion: number of completion tokens.
     """
 
     rows: str
@@ -91,16 +91,16 @@ class Tokens(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A contender's account of a step.
+    """A contender's report of a step.
 
     Attributes:
-        tokens: that it trained on.
-        n_trained: parameters.
-        loss: of the step.
-        grad_norm: of all gradients, before clipping.
-        seconds: that it took.
-        memory: who holds the memory of the process in its fullest step so far, if that is known.
-        score: held-out, of the policy before the step, where it was evaluated.
+        tokens: tokens of the step.
+        n_trained: number of trained parameters.
+        loss: loss of the step.
+        grad_norm: norm of all gradients, before clipping.
+        seconds: time of the step.
+        memory: memory of the process by owner at its peak step so far, if known.
+        score: held-out score of the policy before the step, if evaluated.
     """
 
     tokens: Tokens
@@ -114,16 +114,16 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """Steps of a method on rows, each row a dict as both libraries take it.
+    """Steps of a method on rows; rows are dicts that both libraries accept.
 
     Attributes:
         method: the algorithm.
-        path, folder: of the model, see ``Weights``.
-        shape: of the model, and of rows with as many tokens as it says; None: rows are sums of two terms.
-        n_steps: of the run, the first of which does not count.
-        seed: of the order of the sums, of the adapters and of the sampling.
-        evaluate_every: steps from one evaluation on held-out sums to the next; 0: none.
-        n_held_out: sums of an evaluation.
+        path, folder: files of the model, see ``Weights``.
+        shape: shape of the model and of random rows; None: rows are sums of two terms.
+        n_steps: number of steps; the first step does not count.
+        seed: seed of the order of the sums, of the adapters and of sampling.
+        evaluate_every: steps between evaluations on held-out sums; 0: no evaluation.
+        n_held_out: number of sums of an evaluation.
     """
 
     method: Method
@@ -141,12 +141,12 @@ class Work:
 
     @classmethod
     def on_sums(cls, weights: Weights, model: ModelShape, **settings: Any) -> Work:
-        """GRPO on sums of two terms, 8 prompts a step and 8 completions of at most 24 tokens of each."""
+        """Make GRPO steps on sums of two terms: 8 prompts per step, 8 completions each of at most 24 tokens."""
         return cls("grpo", str(weights.path), str(weights.folder), model, **settings)
 
     @classmethod
     def of_shape(cls, method: Method, weights: Weights, shape: GRPOShape | DPOShape, **settings: Any) -> Work:
-        """Random rows in which every completion has all its tokens."""
+        """Make steps on random rows with completions of full length."""
         if isinstance(shape, GRPOShape):
             sizes = (shape.n_prompts, shape.group_size, shape.completion_length)
             settings |= dict(zip(("n_prompts", "group_size", "max_new_tokens"), sizes, strict=True))
@@ -154,13 +154,13 @@ class Work:
 
     @property
     def n_rows(self) -> int:
-        """Rows of a step: completions, pairs, or rows to imitate."""
+        """Number of rows of a step: completions (GRPO), pairs (DPO) or examples (SFT)."""
         if isinstance(self.shape, DPOShape):
             return self.shape.n_pairs * (2 if self.method == "sft" else 1)
         return self.n_prompts * self.group_size
 
     def tokenizer(self) -> Any:
-        """The model's own, or one of bytes where its weights are random."""
+        """Load the model's tokenizer, or create a byte tokenizer if its weights are random."""
         if (Path(self.folder) / "tokenizer.json").is_file():
             from transformers import AutoTokenizer
 
@@ -173,7 +173,7 @@ class Work:
 
     @cached_property
     def _sums(self) -> tuple[Any, Any]:
-        """The tasks of training and of evaluation."""
+        """Tasks of training and evaluation."""
         from whet.tasks import open_task
 
         return open_task(f"{SUMS},seed=1000000,size={_N_SUMS}"), open_task(SUMS, split="eval", size=self.n_held_out)
@@ -183,7 +183,7 @@ class Work:
         return np.random.default_rng(self.seed).permutation(len(self._sums[0].rows)).tolist()
 
     def rows(self, step: int) -> list[dict[str, Any]]:
-        """The rows of a step, counted from 0."""
+        """Return the rows of a step, counted from 0."""
         if isinstance(self.shape, GRPOShape):
             return [{"prompt": text, "row": i} for i, text in enumerate(self.shape.prompts(step))]
         if isinstance(self.shape, DPOShape):
@@ -195,7 +195,7 @@ class Work:
         return [self._sum(0, self._order[i % len(self._order)]) for i in range(first, first + self.n_prompts)]
 
     def held_out(self) -> list[dict[str, Any]]:
-        """The sums of an evaluation."""
+        """Return the sums of an evaluation."""
         return [self._sum(1, i) for i in range(self.n_held_out)]
 
     def _sum(self, split: int, row: int) -> dict[str, Any]:
@@ -205,11 +205,11 @@ class Work:
         return {"prompt": make_prompt(task, task.rows[row]), "row": row if split == 0 else -1 - row}
 
     def reward(self, completions: Sequence[Any], completion_ids: Any = None, row: Sequence[int] = (), **_: Any) -> Any:
-        """The score of each completion: of sums the task's; of random rows the share of even token ids.
+        """Score completions: sums by the task; random rows by the share of even token ids.
 
         Args:
-            completions: texts, or messages as TRL has them.
-            row: of sums, their numbers in the task; those held out count down from -1.
+            completions: texts, or TRL's messages.
+            row: indices of sums in the task; held-out sums count down from -1.
         """
         if self.shape is not None:
             return workload.even_tokens(completion_ids)
@@ -218,10 +218,10 @@ class Work:
         places = [i if i >= 0 else -1 - i for i in row]
         return [float(task.score(text, task.rows[i])) for text, task, i in zip(texts, tasks, places, strict=True)]
 
-    # --- what was done ----------------------------------------------------------------------------------------
+    # --- checks -----------------------------------------------------------------------------------------------
 
     def token_rows(self, rows: Iterable[Mapping[str, Any]], tokenizer: Any) -> list[list[int]]:
-        """Token ids of rows: of GRPO's prompts, else of whole rows, as Whet tokenises them."""
+        """Tokenise GRPO's prompts, or whole rows of other methods, as Whet does."""
         if self.method == "grpo":
             return [tokenize_prompt(row, tokenizer) for row in rows]
         if self.method == "sft":
@@ -230,7 +230,7 @@ class Work:
         return [prompt + ids for prompt, *both in pairs for ids in both]
 
     def expected(self) -> list[str]:
-        """The digest of the rows of each step."""
+        """Return the digest of the rows of each step."""
         tokenizer = self.tokenizer()
         return [digest(self.token_rows(self.rows(step), tokenizer)) for step in range(self.n_steps)]
 
@@ -240,24 +240,24 @@ class Work:
 
 
 def digest(rows: Iterable[Sequence[int]]) -> str:
-    """Of rows of token ids, in whatever order."""
+    """Return a digest of rows of token ids that does not depend on their order."""
     return hashlib.sha256(json.dumps(sorted([int(i) for i in row] for row in rows)).encode()).hexdigest()[:16]
 
 
 def lora_config() -> Any:
-    """The adapters of every contender."""
+    """Return the configuration of every contender's adapters."""
     from peft import LoraConfig
 
     return LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(LAYERS), task_type="CAUSAL_LM")
 
 
 def n_adapter_parameters(shape: ModelShape) -> int:
-    """Numbers of the adapters of a model."""
+    """Return the number of parameters of a model's adapters."""
     return RANK * sum(n + k for n, k in _layer_shapes(shape))
 
 
 def _layer_shapes(shape: ModelShape) -> list[tuple[int, int]]:
-    """(outputs, inputs) of every linear layer but the head."""
+    """Return (outputs, inputs) of all linear layers except the head."""
     config = shape.config
     q, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     hidden, ffn = config.hidden_dim, config.ffn_dim
@@ -266,12 +266,11 @@ def _layer_shapes(shape: ModelShape) -> list[tuple[int, int]]:
 
 
 def lora_step_flops(shape: GRPOShape, quantised: bool) -> float:
-    """Operations of a GRPO step on adapters that computes every token once, and again what its backward computes again.
+    """Count the operations of a GRPO step on adapters that computes every token once, with recomputation.
 
-    Sampling and forward pass a product each of every matrix, the backward pass dx = dy W, for the head within the
-    forward; of attention the scores are computed again (five products for the forward's two). Adapters: four products
-    of A and B.
-    Operations of sampling on a quantised base count half: they are of 8 bits, which machines do twice as fast.
+    Sampling and forward take one product per matrix, backward dx = dy W (the head's within the forward pass); attention
+    recomputes its scores (five products for the two of the forward pass). Adapters take four products of A and B.
+    Sampling on a quantised base counts half: it is in 8 bits, at twice the rate.
     """
     model = shape.model
     n_prompt, n_completion = shape.n_prompts * shape.prompt_length, shape.n_completions * shape.completion_length
@@ -289,29 +288,29 @@ def lora_step_flops(shape: GRPOShape, quantised: bool) -> float:
 
 @dataclass(frozen=True)
 class Answer:
-    """The steps of a run, for ``run_error``."""
+    """Steps of a run, for ``run_error``."""
 
     steps: Sequence[Step] = field(repr=False)
 
 
 def run_whole(serve: Callable[..., None], work: Work, settings: Mapping[str, Any]) -> WholeRun:
-    """A run in a process of its own; its first step is not among the samples."""
+    """Run ``work`` in a separate process; its first step is not a sample."""
     return run_steps(partial(Contender, serve), work, settings)
 
 
 def run_steps(start: Callable[..., Callable[[], Timed]], work: Work, settings: Mapping[str, Any]) -> WholeRun:
-    """A run by the contender that ``start`` starts for the work and settings."""
-    run = whole_run(partial(start, replace(work), dict(settings)), work.n_steps)  # without what the work has cached
+    """Run ``work`` by the contender that ``start`` creates."""
+    run = whole_run(partial(start, replace(work), dict(settings)), work.n_steps)  # without cached properties
     steps: list[Step] = run.value
     curve = [(i, step.score) for i, step in enumerate(steps) if step.score is not None]
     return replace(run, value=Answer(steps), memory=steps[-1].memory, curve=curve)
 
 
 def run_error(answer: Answer, work: Work) -> float:
-    """0 for a run of the steps that were asked for, else 1.
+    """Return 0 for a correct run, else 1.
 
-    Each has the right rows, as many tokens as completions of random rows have, all adapters or all weights trained,
-    and a finite loss and gradient.
+    A correct step has the expected rows, completions of full length on random rows, all adapters or all weights
+    trained, and a finite loss and gradient.
     """
     n_trained = {n_adapter_parameters(work.model), work.model.config.n_parameters}
     steps = answer.steps
@@ -326,7 +325,7 @@ def run_error(answer: Answer, work: Work) -> float:
 
 
 def held_out_score(engine: Any, model: Any, work: Work, tokenizer: Any) -> float:
-    """The mean score of the held-out sums, answered greedily by a native engine on the model's weights."""
+    """Return the mean score of the held-out sums, answered greedily by a native engine with the model's weights."""
     from whet.config.sampling import SamplingParams
 
     rows = work.held_out()

@@ -13,7 +13,7 @@ from benchmarks.contenders.training.workload import Answer, DPOShape, GRPOShape,
 
 
 def serve_grpo(session: Session, shape: GRPOShape, settings: dict[str, Any]) -> None:
-    """GRPO steps, each on its own prompts."""
+    """Take GRPO steps, each on its own prompts."""
     from whet.algorithms.grpo import GRPO
 
     tokenizer = workload.tokenizer_of(shape)
@@ -41,7 +41,7 @@ def serve_grpo(session: Session, shape: GRPOShape, settings: dict[str, Any]) -> 
 
 
 def serve_dpo(session: Session, shape: DPOShape, settings: dict[str, Any]) -> None:
-    """DPO steps on the same pairs."""
+    """Take DPO steps on the same pairs."""
     from whet.algorithms.dpo import DPO
 
     tokenizer = workload.tokenizer_of(shape)
@@ -62,10 +62,11 @@ def serve_dpo(session: Session, shape: DPOShape, settings: dict[str, Any]) -> No
 
 
 def serve_lora(session: Session, work: Work, settings: dict[str, Any]) -> None:
-    """Steps of adapters on a packed base, or of all weights.
+    """Take steps on adapters of a packed base, or on all weights.
 
     Args:
-        settings: ``base``: its format; "": all weights are trained, in float32. Others are the trainer's own.
+        settings: ``base``: format of the base; "": all weights are trained, in float32. Others are passed to the
+            trainer.
     """
     import torch
 
@@ -78,7 +79,7 @@ def serve_lora(session: Session, work: Work, settings: dict[str, Any]) -> None:
     base, own = settings["base"], {name: value for name, value in settings.items() if name != "base"}
     model = _model_of(work, base)
     rate = lora.LEARNING_RATES["adapters" if base else "all weights"]
-    # Where no completion is to end, EOS is no token of the model: prompts are token ids, and there is no tokenizer.
+    # If no completion may end, EOS is outside of the vocabulary: prompts are token ids, and there is no tokenizer.
     has_eos = tokenizer.eos_token_id < work.model.config.vocab_size
     arguments = {**workload.OPTIMIZER, "learning_rate": rate, "seed": work.seed, **own}
     arguments["tokenizer"] = tokenizer if has_eos else None
@@ -115,7 +116,7 @@ def serve_lora(session: Session, work: Work, settings: dict[str, Any]) -> None:
 
 
 def _model_of(work: Work, base: str) -> Any:
-    """The policy of a run, adapters upon a packed base or all weights in float32."""
+    """Load the policy of a run: adapters on a packed base, or all weights in float32."""
     if base:
         import peft
 

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false, reportPrivateImportUsage=false
-"""TRL's trainers, halted before every step and timed by the parts that they are made of."""
+"""TRL's trainers, paused before every step and timed by part."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ OURS: dict[str, Any] = {
     "disable_tqdm": True,
     "dataloader_pin_memory": False,
 }
-"""The settings that every contender has, and that nothing be written or shown."""
+"""Settings of every contender, without output and checkpoints."""
 
 
 def serve_grpo(session: Session, shape: GRPOShape, settings: dict[str, Any]) -> None:
-    """GRPOTrainer's steps, each on its own prompts; ``settings`` are those of GRPOConfig, with ``micro_batch``."""
+    """Take steps of GRPOTrainer, each on its own prompts; ``settings``: fields of GRPOConfig, and ``micro_batch``."""
     with _quiet() as folder:
         from datasets import Dataset
         from trl import GRPOConfig, GRPOTrainer
@@ -43,7 +43,7 @@ def serve_grpo(session: Session, shape: GRPOShape, settings: dict[str, Any]) -> 
         policy = session.build(workload.policy_of, shape.model)
         if shape.mean_length:
             policy.generation_config.eos_token_id = shape.stop_ids
-        if shape.beta:  # TRL loads the reference from where the policy's config says that it came from
+        if shape.beta:  # TRL loads the reference from _name_or_path of the policy's config
             policy.config._name_or_path = f"{folder}/reference"
             workload.reference_of(shape, policy).save_pretrained(policy.config._name_or_path)
         config = GRPOConfig(
@@ -79,7 +79,7 @@ def serve_grpo(session: Session, shape: GRPOShape, settings: dict[str, Any]) -> 
 
 
 def serve_dpo(session: Session, shape: DPOShape, settings: dict[str, Any]) -> None:
-    """DPOTrainer's steps on the same pairs; ``settings`` are those of DPOConfig, with ``micro_batch``."""
+    """Take steps of DPOTrainer on the same pairs; ``settings``: fields of DPOConfig, and ``micro_batch``."""
     with _quiet() as folder:
         from datasets import Dataset
         from trl import DPOConfig, DPOTrainer
@@ -100,11 +100,11 @@ def serve_dpo(session: Session, shape: DPOShape, settings: dict[str, Any]) -> No
 
 
 def serve_lora(session: Session, work: Work, settings: dict[str, Any]) -> None:
-    """Steps of TRL's trainers on PEFT's adapters.
+    """Take steps of TRL's trainers on PEFT adapters.
 
     Args:
-        settings: those of the method's config, with ``micro_batch``; ``base``: dtype of the frozen weights, or "nf4",
-            which bitsandbytes quantizes; "": all weights are trained, in float32.
+        settings: fields of the method's config, and ``micro_batch``; ``base``: dtype of the frozen weights, or "nf4",
+            quantised by bitsandbytes; "": all weights are trained, in float32.
     """
     with _quiet() as folder:
         import trl
@@ -121,7 +121,7 @@ def serve_lora(session: Session, work: Work, settings: dict[str, Any]) -> None:
         own: dict[str, Any] = {}
         sampled: list[Any] = []
         if work.method == "grpo":
-            own["reward_funcs"] = _recording(work.reward, sampled)
+            own["reward_funcs"] = _record_completions(work.reward, sampled)
             options |= {
                 "num_generations": work.group_size,
                 "max_completion_length": work.max_new_tokens,
@@ -135,7 +135,7 @@ def serve_lora(session: Session, work: Work, settings: dict[str, Any]) -> None:
             options["max_length"] = None
             if work.method == "dpo":
                 options["beta"] = workload.DPO_BETA
-        # Without sampling every step has the same rows, in whatever order TRL shuffles them.
+        # Without sampling every step has the same rows, in TRL's random order.
         n_epoch = work.n_steps if work.method == "grpo" else 1
         rows = [row for step in range(n_epoch) for row in work.rows(step)]
         trainer = trainer_class(
@@ -148,11 +148,11 @@ def serve_lora(session: Session, work: Work, settings: dict[str, Any]) -> None:
         )
         seen: list[list[int]] = []
         if work.method == "grpo":
-            _note_prompts(trainer, seen, work.group_size)
+            _record_prompts(trainer, seen, work.group_size)
             _time_as(trainer, "_generate_single_turn", "generation")
             _time_as(trainer, "_get_per_token_logps_and_entropies", "forward")
         else:
-            _note_rows(trainer, seen)
+            _record_rows(trainer, seen)
         n_trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
         scores: list[float | None] = []
         engine = _evaluating_engine(trainer.model, tokenizer) if work.evaluate_every else None
@@ -172,10 +172,10 @@ def serve_lora(session: Session, work: Work, settings: dict[str, Any]) -> None:
 
 
 def _weights_of(base: str) -> dict[str, Any]:
-    """Arguments of ``from_pretrained``."""
+    """Return the arguments of ``from_pretrained``."""
     if base != "nf4":
         return {"dtype": base or "float32"}
-    import bitsandbytes  # noqa: F401  (to be missed by its name)
+    import bitsandbytes  # noqa: F401  (raise an ImportError with its name)
     import torch
     from transformers import BitsAndBytesConfig
 
@@ -191,8 +191,8 @@ def _evaluating_engine(model: Any, tokenizer: Any) -> Any:
     return make_engine("native", model, "float32", "whet bench", tokenizer=tokenizer)
 
 
-def _recording(reward: Callable[..., Any], sampled: list[Any]) -> Callable[..., Any]:
-    """The reward function, which leaves the completions of the step in ``sampled``."""
+def _record_completions(reward: Callable[..., Any], sampled: list[Any]) -> Callable[..., Any]:
+    """Wrap the reward function to record the completions of the step in ``sampled``."""
 
     def score(**columns: Any) -> Any:
         sampled[:] = columns["completion_ids"]
@@ -201,8 +201,8 @@ def _recording(reward: Callable[..., Any], sampled: list[Any]) -> Callable[..., 
     return score
 
 
-def _note_prompts(trainer: Any, seen: list[list[int]], group_size: int) -> None:
-    """Leave the prompts of every generation in ``seen``, each once."""
+def _record_prompts(trainer: Any, seen: list[list[int]], group_size: int) -> None:
+    """Record the distinct prompts of every generation in ``seen``."""
     inner = trainer._generate_single_turn
 
     def generate(prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
@@ -212,8 +212,8 @@ def _note_prompts(trainer: Any, seen: list[list[int]], group_size: int) -> None:
     trainer._generate_single_turn = generate
 
 
-def _note_rows(trainer: Any, seen: list[list[int]]) -> None:
-    """Leave the rows of every forward pass in ``seen``, without their padding."""
+def _record_rows(trainer: Any, seen: list[list[int]]) -> None:
+    """Record the rows of every forward pass in ``seen``, without padding."""
     inner = trainer.compute_loss
 
     def compute(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -226,7 +226,7 @@ def _note_rows(trainer: Any, seen: list[list[int]]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[str]:
-    """Nothing on the network, no output; yields a folder, which is gone afterwards."""
+    """Disable network access and output; yield a temporary folder."""
     os.environ.update(
         HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_DATASETS_OFFLINE="1", CI="1", TOKENIZERS_PARALLELISM="false"
     )
@@ -242,7 +242,7 @@ def _quiet() -> Iterator[str]:
 
 
 def _batches(n_rows: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings with ``micro_batch`` as Hugging Face's trainers call it."""
+    """Translate ``micro_batch`` to the settings of Hugging Face trainers."""
     settings = dict(settings)
     micro_batch = min(settings.pop("micro_batch", n_rows), n_rows)
     if n_rows % micro_batch:
@@ -255,7 +255,7 @@ def _batches(n_rows: int, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _time_as(owner: Any, name: str, part: str, results: list[Any] | None = None) -> None:
-    """Time a method as a part, and keep what it returns where there is a list for it."""
+    """Time a method as a part; append its results to ``results`` if given."""
     inner = getattr(owner, name)
 
     def timed(*args: Any, **kwargs: Any) -> Any:
@@ -274,11 +274,11 @@ def _run(
     answer: Callable[[list[float], float], Any],
     between: Callable[[], object] = lambda: None,
 ) -> None:
-    """Train, a step each time that the session asks for one; ends with the process.
+    """Train, one step per request of the session, until the process ends.
 
     Args:
-        answer: of a step, from the losses of its micro-batches as the trainer computes them, and the gradient's norm.
-        between: called before a step is asked for.
+        answer: makes the answer of a step from the losses of its micro-batches and the gradient norm.
+        between: called before waiting for a request.
     """
     from transformers import PrinterCallback, TrainerCallback
 

@@ -1,8 +1,7 @@
-"""The task of the contenders, and how their first step is judged.
+"""Workloads of the training suites, and the error of their first step.
 
-A step is written out by hand: plain torch in float32, one row at a time, on the completions that the contender sampled
-itself. Loss, norm of the gradient, and how far a matrix moved have to be those of that step; and the tokens have to be
-samples of the policy.
+The reference step is written out by hand: plain torch in float32, row by row, on the completions that the contender
+sampled. Loss, gradient norm and the update of a matrix must agree, and the tokens must be samples of the policy.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ LEARNING_RATE = 1e-6
 ADAM_EPSILON = 1e-8
 MAX_GRAD_NORM = 1.0
 OPTIMIZER = {"learning_rate": LEARNING_RATE, "adam_epsilon": ADAM_EPSILON, "max_grad_norm": MAX_GRAD_NORM}
-"""As both libraries name them."""
+"""Settings with the names of both libraries."""
 ADVANTAGE_EPS = 1e-4
 GRPO_BETA = 0.04
-"""Of the steps with a KL term."""
+"""beta of the steps with a KL term."""
 DPO_BETA = 0.1
 _MOVED = "model.layers.0.self_attn.k_proj.weight"
 _LETTERS = "abcdefghijklmnopqrstuvwxyz "
 
 
 def step_flops(model: ModelShape, n_passes: int, prompts: tuple[int, float], completions: tuple[int, float]) -> float:
-    """Operations of passes over prompts and completions, (how many, length) each, that compute every token once."""
+    """Count the operations of passes over prompts and completions, (number, length) each, computing each token once."""
     (n_prompts, prompt), (n_completions, completion) = prompts, completions
     n_completion = n_completions * completion
     n_tokens = n_prompts * prompt + n_completion
@@ -44,9 +43,9 @@ class GRPOShape:
     """Sizes of a GRPO step, in prompts, completions and tokens.
 
     Attributes:
-        mean_length: completions end by chance, after so many tokens on average; 0: only at completion_length.
-        beta: weight of the KL to a reference; 0: there is no reference.
-        seed: of the prompts.
+        mean_length: mean length of completions that end randomly; 0: all have completion_length.
+        beta: weight of the KL to a reference; 0: no reference.
+        seed: seed of the prompts.
     """
 
     model: ModelShape = LLAMA_135M
@@ -61,41 +60,41 @@ class GRPOShape:
 
     @property
     def n_completions(self) -> int:
-        """Completions of a step."""
+        """Number of completions of a step."""
         return self.n_prompts * self.group_size
 
     @property
     def stop_ids(self) -> list[int]:
-        """Tokens that end a completion. Random weights make all tokens about as probable, lengths about geometric."""
+        """Stop tokens. With random weights all tokens are about equally probable, so lengths are about geometric."""
         n = round(self.model.config.vocab_size / self.mean_length) if self.mean_length else 0
         return list(range(self.model.config.vocab_size - 1 - n, self.model.config.vocab_size - 1))
 
     @property
     def n_tokens(self) -> float:
-        """Tokens of the rows, as one counts them who computes every prompt for every completion of it."""
+        """Tokens of the rows, counting a prompt once per completion."""
         return self.n_completions * (self.prompt_length + self._completion_length)
 
     @property
     def n_flops(self) -> float:
-        """Sampling, forward and the backward's two products; with a KL term, the reference's forward too."""
+        """Operations of sampling, forward, and two products of backward; with a KL term, the reference's forward."""
         completions = self.n_completions, self._completion_length
         return step_flops(self.model, 5 if self.beta else 4, (self.n_prompts, self.prompt_length), completions)
 
     @property
     def _completion_length(self) -> float:
-        # The mean of a geometric distribution that is cut off.
+        # Mean of a truncated geometric distribution.
         stop = 1 / self.mean_length if self.mean_length else 0.0
         return (1 - (1 - stop) ** self.completion_length) / stop if stop else self.completion_length
 
     def prompts(self, step: int) -> list[str]:
-        """The prompts of a step, a token a letter."""
+        """Return the prompts of a step, one token per letter."""
         rng = np.random.default_rng([self.seed, step])
         return [_text(rng, self.prompt_length) for _ in range(self.n_prompts)]
 
 
 @dataclass(frozen=True)
 class DPOShape:
-    """Sizes of a DPO step: pairs, tokens of the prompt, tokens of each of the two completions, its EOS included."""
+    """Sizes of a DPO step: pairs, tokens of the prompt, tokens of each completion including its EOS."""
 
     model: ModelShape = LLAMA_135M
     n_pairs: int = 8
@@ -106,17 +105,17 @@ class DPOShape:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of the rows, the prompt counted for chosen and for rejected."""
+        """Tokens of the rows, counting the prompt for chosen and for rejected."""
         return 2 * self.n_pairs * (self.prompt_length + self.completion_length)
 
     @property
     def n_flops(self) -> float:
-        """The reference, forward, and the backward's two."""
+        """Operations of the reference's forward, forward, and two products of backward."""
         completions = 2 * self.n_pairs, self.completion_length
         return step_flops(self.model, 4, (self.n_pairs, self.prompt_length), completions)
 
     def pairs(self) -> list[dict[str, str]]:
-        """The pairs of every step, a token a letter; EOS, which trainers add, is the last token of a completion."""
+        """Return the pairs of every step, one token per letter; trainers append EOS to a completion."""
         rng = np.random.default_rng(self.seed)
         lengths = {"prompt": self.prompt_length}
         lengths |= dict.fromkeys(("chosen", "rejected"), self.completion_length - 1)
@@ -128,10 +127,10 @@ def _text(rng: np.random.Generator, n: int) -> str:
 
 
 def tokenizer_of(shape: GRPOShape | DPOShape) -> Any:
-    """A Hugging Face tokenizer of one token per byte, and of as many more as the vocabulary has.
+    """Create a Hugging Face tokenizer of one token per byte, filled up to the vocabulary size.
 
-    EOS is in GRPO a token that the model does not have, so that none is ever sampled; in DPO the last but one of its
-    vocabulary. Loads the modules of the models too, so that no contender's memory counts them.
+    GRPO's EOS is outside of the model's vocabulary, so that it is never sampled; DPO's is its second to last entry. The
+    models' modules are imported too, so that no contender's memory counts them.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2ForCausalLM  # noqa: F401
@@ -153,12 +152,12 @@ def tokenizer_of(shape: GRPOShape | DPOShape) -> Any:
 
 
 def policy_of(shape: ModelShape) -> Any:
-    """The model to be trained, float32."""
+    """Create the model to train, in float32."""
     return random_model(shape).requires_grad_(True)
 
 
 def reference_of(shape: GRPOShape | DPOShape, policy: Any) -> Any:
-    """A frozen copy with noise on its weights, so that no log-ratio is zero."""
+    """Create a frozen copy with noise on its weights, so that no log-ratio is zero."""
     import torch
 
     model = copy.deepcopy(policy).requires_grad_(False)
@@ -169,18 +168,18 @@ def reference_of(shape: GRPOShape | DPOShape, policy: Any) -> Any:
 
 
 def even_tokens(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
-    """The reward: the share of a completion's token ids that are even."""
+    """Reward: share of even token ids in a completion."""
     return [sum(token % 2 == 0 for token in completion) / len(completion) for completion in completion_ids]
 
 
 class Answer(NamedTuple):
-    """A contender's account of a step.
+    """A contender's report of a step.
 
     Attributes:
-        loss: of the step.
-        grad_norm: of all gradients, before clipping.
-        moved: Euclidean norm of what the step added to a matrix (``Watch``).
-        completion_ids: of GRPO, what it sampled, groups side by side.
+        loss: loss of the step.
+        grad_norm: norm of all gradients, before clipping.
+        moved: Euclidean norm of the update of a matrix (``Watch``).
+        completion_ids: GRPO's sampled completions, ordered by group.
     """
 
     loss: float
@@ -191,7 +190,7 @@ class Answer(NamedTuple):
 
 @dataclass
 class Watch:
-    """How far a matrix of a model, one of the first layer, moves from step to step."""
+    """Measures the updates of a matrix of the first layer."""
 
     model: Any
     _before: Any = field(init=False)
@@ -203,7 +202,7 @@ class Watch:
         return self.model.get_parameter(_MOVED).detach().double().clone()
 
     def moved(self) -> float:
-        """Since the last call."""
+        """Return the norm of the matrix's change since the last call."""
         before, self._before = self._before, self._matrix()
         return (self._before - before).norm().item()
 
@@ -212,13 +211,13 @@ class Watch:
 
 
 class Expected(NamedTuple):
-    """A first step as it should be.
+    """Reference of a first step.
 
     Attributes:
-        loss: of the step.
-        policy: a model with its gradient.
-        surprise: how many standard errors the log-probs of the sampled tokens are off their expectation.
-        loss_scale: what an error of the loss is relative to.
+        loss: loss of the step.
+        policy: the model with its gradient.
+        surprise: deviation of the sampled tokens' log-probs from their expectation, in standard errors.
+        loss_scale: scale of the relative error of the loss.
     """
 
     loss: float
@@ -228,8 +227,8 @@ class Expected(NamedTuple):
 
 
 def grpo_error(answer: Answer, shape: GRPOShape) -> float:
-    """How far a first step is off (``_error``); infinite where completions have other lengths than asked for, or
-    are no samples of the policy: six standard errors off."""
+    """Return the error of a first step (``_error``); infinity if completions have wrong lengths or are not samples of
+    the policy: log-probs six standard errors off their expectation."""
     lengths = {len(row) for row in answer.completion_ids}
     if len(answer.completion_ids) != shape.n_completions or not all(1 <= n <= shape.completion_length for n in lengths):
         return math.inf
@@ -240,15 +239,15 @@ def grpo_error(answer: Answer, shape: GRPOShape) -> float:
 
 
 def grpo_written_out(completions: Sequence[Sequence[int]], shape: GRPOShape) -> Expected:
-    """A first step on these completions.
+    """Compute a first step on these completions.
 
-    On the policy that sampled, every ratio rho is 1 and nothing is clipped. With the tokens of all completions in the
-    denominator (dapo), and KL by k3 with the ratio as its factor::
+    The policy is the sampling policy, so every ratio rho is 1 and nothing is clipped. With the tokens of all
+    completions in the denominator (dapo), and the k3 KL weighted by the ratio::
 
         loss = mean over tokens of -rho A + beta rho (exp(d) - d - 1)
         A = (r - mean) / (sample deviation of the group + 1e-4),    d = log ref - log pi
 
-    Of a sampled token, log pi has the expectation -H and the variance sum_v p_v log^2 p_v - H^2.
+    For a sampled token, log pi has the expectation -H and the variance sum_v p_v log^2 p_v - H^2.
     """
     import torch
 
@@ -276,12 +275,12 @@ def grpo_written_out(completions: Sequence[Sequence[int]], shape: GRPOShape) -> 
             entropy = -(p * logprobs).sum(1)
             excess += (own + entropy).sum().item()
             variance += ((p * logprobs.square()).sum(1) - entropy.square()).sum().item()
-    # Where completions have one length, advantages add up to nothing, and the loss is the KL term.
+    # With completions of equal length the advantages sum to zero, and the loss is the KL term.
     return Expected(loss, policy, excess / math.sqrt(variance), kl_loss or 1.0)
 
 
 def dpo_error(answer: Answer, shape: DPOShape) -> float:
-    """How far a first step is off (``_error``) from::
+    """Return the error of a first step (``_error``), whose loss is::
 
     loss = mean over pairs of -log sigmoid(beta [(chosen - ref chosen) - (rejected - ref rejected)])
     """
@@ -305,10 +304,10 @@ def dpo_error(answer: Answer, shape: DPOShape) -> float:
 
 
 def _error(answer: Answer, right: Expected) -> float:
-    """The largest error of an answer.
+    """Return the largest error of an answer.
 
-    Of the loss in units of ``loss_scale``, as it may be zero; relative of the norm of the gradient, and of how far a
-    matrix moved, which by AdamW's first update is learning_rate g / (|g| + epsilon) of the clipped gradient g.
+    The loss error is in units of ``loss_scale``, since the loss may be zero; the errors of gradient norm and matrix
+    update are relative. AdamW's first update is learning_rate g / (|g| + epsilon) with the clipped gradient g.
     """
     import torch
 
@@ -322,7 +321,7 @@ def _error(answer: Answer, right: Expected) -> float:
 
 
 def _token_logprobs(model: Any, row: Sequence[int], n: int) -> tuple[Any, Any]:
-    """Log-probs (n, V) at the last n tokens of a row, and (n,) of these tokens."""
+    """Return the log-probs (n, V) at the last n tokens of a row, and the log-probs (n,) of these tokens."""
     import torch
 
     logprobs = model(torch.tensor([row]), logits_to_keep=n + 1).logits[0, :-1].log_softmax(-1)

@@ -1,1 +1,1 @@
-"""Contenders of the browser, each in a page of Chromium: what they run there is in web/bench."""
+"""Contenders in Chromium pages; the JavaScript that runs there is in web/bench."""

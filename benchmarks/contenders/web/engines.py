@@ -1,4 +1,4 @@
-"""Engines in pages: Whet's and its peers', each loading a file and generating, with the clock in the page."""
+"""Engines in pages: Whet and its peers load a file and generate; the page measures the time."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from whet.bench import formatting
 from whet.bench.case import Call, Timed, WholeRun, seconds_of
 
 CONTEXT = 512
-"""Tokens of context that every contender has room for."""
+"""Context length of every contender, in tokens."""
 
 
 @dataclass(frozen=True)
 class OnThreads:
-    """A workload, and the threads that everybody has for it."""
+    """A workload and the number of threads of all contenders."""
 
     workload: Workload
     threads: int
 
     @property
     def file(self) -> Path:
-        """The GGUF file of the workload's model."""
+        """GGUF file of the workload's model."""
         return self.workload.files.gguf(self.kind)
 
     @property
     def kind(self) -> str:
-        """The file's format."""
+        """Format of the file."""
         return self.workload.files.shape.kind  # type: ignore[attr-defined]
 
 
 class Greedy(NamedTuple):
-    """A completion of the tokens that a contender found most probable, without their log-probs."""
+    """A greedy completion of a contender that returns no log-probs."""
 
     prompt_ids: list[int]
     token_ids: list[int]
 
 
 def completion_error(answer: Any, expected: Workload) -> float:
-    """``sample_error``; of a ``Greedy`` how much less probable than the model's own choice its tokens are on average.
+    """Return ``sample_error``; for a ``Greedy``, the mean gap of its tokens' log-probs to the model's argmax.
 
-    In standard deviations of log-probs over the vocabulary, as there.
+    The gap is in standard deviations of log-probs over the vocabulary, as in ``sample_error``.
     """
     if not isinstance(answer, Greedy):
         return sample_error(answer, expected)
@@ -66,11 +66,11 @@ class Engine:
     """An engine in a page.
 
     Attributes:
-        module: of web/bench.
-        peers: where its packages are installed; None: it is Whet's.
-        downloads: of its packages, what a page downloads.
-        prompt: the argument of a prompt, from its ids and the model's file.
-        model: the folder and the arguments of the model that it loads.
+        module: module of web/bench.
+        downloads: files of its packages that a page downloads.
+        peers: folder in which its packages are installed; None: Whet.
+        prompt: makes the argument of a prompt from its ids and the model's file.
+        model: returns folder and arguments of the model to load.
     """
 
     module: str
@@ -82,17 +82,17 @@ class Engine:
     )
 
     def decode(self, x: OnThreads) -> Call:
-        """``n_steps`` steps after the first token."""
+        """Time ``n_steps`` steps after the first token."""
         page, _ = self._load(x)
         return lambda: self._generate(page, x, x.workload.n_tokens, "decode")
 
     def prefill(self, x: OnThreads) -> Call:
-        """A prompt that is in no cache, to its first token."""
+        """Time an uncached prompt up to its first token."""
         page, _ = self._load(x)
         return lambda: self._generate(page, x, 1, "prefill")
 
     def load(self, x: OnThreads) -> Call:
-        """From the file in the page's memory to an engine that can generate, as is seen outside the time."""
+        """Time loading the file from the page's memory; a completion outside of the timing checks the engine."""
         note = self._sizes()
 
         def call() -> Timed:
@@ -104,7 +104,7 @@ class Engine:
         return call
 
     def lifetime(self, x: OnThreads) -> Call:
-        """A page of its own that loads and generates; its memory is that of its renderer at its peak."""
+        """Load and generate in a separate page, whose renderer's memory peak is reported."""
 
         def call() -> WholeRun:
             (page, load_s), start_s = seconds_of(lambda: self._load(x, isStreamed=True))
@@ -117,7 +117,7 @@ class Engine:
         return {} if self.peers is None else {"peers": install_peers(self.peers)}
 
     def _load(self, x: OnThreads, **how: bool) -> tuple[Page, float]:
-        """A page with the model, and the seconds of loading it."""
+        """Open a page and load the model; return the page and the seconds of loading."""
         folder, arguments = self.model(x)
         page = Page(self.module, {**self._served(), "files": folder})
         return page, page.call("load", threads=x.threads, **arguments, **how)
@@ -133,7 +133,7 @@ class Engine:
         return Timed(answer, {part: found[part]}, part)
 
     def _sizes(self) -> str:
-        """The sizes of what a page downloads, by kind."""
+        """Describe the sizes of a page's downloads by kind."""
         root = WEB / "dist" if self.peers is None else install_peers(self.peers)
         return "; ".join(
             f"{kind}: {formatting.size(raw)}, compressed {formatting.size(small)}"
@@ -143,7 +143,7 @@ class Engine:
 
 @cache
 def _download_sizes(files: tuple[Path, ...]) -> dict[str, tuple[int, int]]:
-    """Kind of file -> bytes, and bytes compressed by gzip."""
+    """Map the kinds of files to their bytes and gzip-compressed bytes."""
     found: dict[str, tuple[int, int]] = {}
     for file in files:
         content, kind = file.read_bytes(), "wasm" if file.suffix == ".wasm" else "scripts"
@@ -153,27 +153,27 @@ def _download_sizes(files: tuple[Path, ...]) -> dict[str, tuple[int, int]]:
 
 
 def as_text(ids: list[int], file: Path) -> dict[str, str]:
-    """The prompt of an engine that takes texts alone.
+    """Make the prompt of an engine that accepts only text.
 
     Raises:
-        RuntimeError: the text's ids are others.
+        RuntimeError: tokenising the text gives other ids.
     """
     from whet.models.tokenizers.tokenizer import read_tokenizer
 
     tokenizer = read_tokenizer(file)
     text = tokenizer.decode(ids)
     if list(tokenizer.encode(text)) != ids:
-        raise RuntimeError("the prompt's text has other ids than the prompt")
+        raise RuntimeError("tokenising the prompt's text does not give the ids of the prompt")
     return {"text": text}
 
 
 def whet_in_page() -> Engine:
-    """Whet's."""
+    """Create the engine of Whet's npm package."""
     return Engine("whet.js", ("index.js", "worker.js", "thread.js", "threads.wasm"))
 
 
 def wllama(folder: Path) -> Engine:
-    """llama.cpp as wllama publishes it, installed in a folder."""
+    """Create the engine of wllama, llama.cpp as published on npm, installed in a folder."""
     package = "@wllama/wllama/esm"
     return Engine("wllama.js", (f"{package}/index.min.js", f"{package}/wasm/wllama.wasm"), folder, as_text)
 
@@ -182,7 +182,7 @@ def wllama(folder: Path) -> Engine:
 
 
 def on_native(task: str) -> Callable[[OnThreads], Call]:
-    """A task of native Whet's on the page's file and threads."""
+    """Prepare a task of native Whet with the page's file and threads."""
 
     def prepare(x: OnThreads) -> Call:
         with_threads = _with_threads(x.threads)

@@ -1,4 +1,4 @@
-"""Kernels in a page, beside the same kernels of native Whet, on one thread."""
+"""Kernels in a page compared with the same kernels of native Whet, on one thread."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ROWS = {
 
 
 def in_page(name: str, is_copied: bool) -> Callable[[Sequence[np.ndarray]], Call]:
-    """A kernel in a page; ``is_copied``: on arrays of JavaScript, which its call copies."""
+    """Prepare a kernel in a page; ``is_copied``: on JavaScript arrays, which the call copies."""
 
     def prepare(inputs: Sequence[np.ndarray]) -> Call:
         arrays = [x for x in inputs if x.dtype == np.float32]
@@ -53,7 +53,7 @@ def _remove(folder: Path) -> None:
 
 
 def on_native(name: str, settings: dict[str, Any]) -> Callable[[Sequence[np.ndarray]], Call]:
-    """A kernel of native Whet on one thread, a batch of calls from Python at a time."""
+    """Prepare a kernel of native Whet on one thread, timed in batches of calls from Python."""
 
     def prepare(inputs: Sequence[np.ndarray]) -> Call:
         function = getattr(whet, name)
@@ -63,10 +63,10 @@ def on_native(name: str, settings: dict[str, Any]) -> Callable[[Sequence[np.ndar
             whet.set_num_threads(1)
             try:
                 while True:
-                    began = time.perf_counter()
+                    start = time.perf_counter()
                     for _ in range(n):
                         value = function(*inputs, **settings)
-                    if (seconds := time.perf_counter() - began) >= _BATCH_S:
+                    if (seconds := time.perf_counter() - start) >= _BATCH_S:
                         return Timed(value, {"call": seconds / n}, "call")
                     n *= 2
             finally:
@@ -78,7 +78,7 @@ def on_native(name: str, settings: dict[str, Any]) -> Callable[[Sequence[np.ndar
 
 
 def tables() -> list[Table]:
-    """A table a kernel: its case, and what the document gives for it."""
+    """Create a table per kernel with its case and the document's figure."""
     return [_table(name, *row) for name, row in _ROWS.items()]
 
 
@@ -87,16 +87,16 @@ def _table(name: str, family: Any, title: str, case_name: str, settings: dict[st
     case = next(case for case in table.cases if case.name == case_name)
     document = {"RuvLLM's document, WASM (M4 Pro)": published}
     providers = [
-        Provider("whet", in_page(name, False), note="in the page, on arrays that lie in the module's memory"),
+        Provider("whet", in_page(name, False), note="in the page, on arrays in the module's memory"),
         Provider("whet on copies", in_page(name, True), note="in the page, Ops on typed arrays, which it copies"),
-        Provider("whet native", on_native(name, settings), note="the call from Python is inside the time"),
+        Provider("whet native", on_native(name, settings), note="the timing includes the call from Python"),
     ]
     return Table(
         f"Kernel {name}, one thread",
         [replace(case, published=document, note="", n_items=0, thread_scaling=False)],
         providers,
-        "inside, but for the first provider",
-        "The clock is in the page. The document's packages have no call of GEMV or RMSNorm in WebAssembly, and their "
-        "attention was measured in milliseconds: its own figure stands beside.",
+        "inside, except for the first provider",
+        "The page measures the time. The document's packages have no GEMV or RMSNorm in WebAssembly, and their "
+        "attention was measured in milliseconds; its published figure is shown.",
         error=table.error,
     )

@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false
-"""transformers.js, and the ONNX files that it runs, made from a GGUF file's weights without a hub.
+"""transformers.js and its ONNX files, made from a GGUF file's weights without a hub.
 
-The graph has the shape of those that are published for it: ONNX Runtime's fused attention with rotary embeddings and a
-cache, its fused norms, and plain products of matrices, which its quantizer turns into 8 bits.
+The graph has the structure of published ones: ONNX Runtime's fused attention with rotary embeddings and a KV cache, its
+fused norms, and plain matrix products, which its quantizer converts to 8 bits.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _ORT = "com.microsoft"
 
 
 def transformers_js(peers: Path, folder: Path, original: Callable[[Path], Path], dtype: str) -> Engine:
-    """transformers.js with the numbers of an original GGUF file.
+    """Create the engine of transformers.js with the weights of an original GGUF file.
 
     Args:
-        peers: where it is installed.
-        folder: where the ONNX files are kept.
-        original: the file's path.
+        peers: folder in which it is installed.
+        folder: folder of the ONNX files.
+        original: returns the path of the GGUF file.
         dtype: "fp32" or "q8".
     """
 
@@ -43,7 +43,7 @@ def transformers_js(peers: Path, folder: Path, original: Callable[[Path], Path],
 
 
 def write_onnx(shape: ModelShape, gguf: Path, folder: Path, dtype: str) -> None:
-    """Write config.json and the file of a dtype where they are not there.
+    """Write config.json and the file of a dtype if they do not exist.
 
     Raises:
         ImportError: onnx, onnxruntime, gguf or transformers is missing.
@@ -69,7 +69,7 @@ def write_onnx(shape: ModelShape, gguf: Path, folder: Path, dtype: str) -> None:
 
 
 class _Graph:
-    """Nodes and the constants that they take."""
+    """Nodes and constants of an ONNX graph."""
 
     def __init__(self) -> None:
         self.nodes: list[Any] = []
@@ -88,12 +88,12 @@ class _Graph:
         return outputs[0]
 
     def product(self, x: str, name: str, weight: Any) -> str:
-        """x w^T."""
+        """Add x w^T."""
         return self.node("MatMul", [x, self.constant(f"{name}.weight", weight.numpy().T)], [name])
 
 
 def _graph(model: Any) -> Any:
-    """The model as an ONNX graph with a cache, its inputs and outputs named as transformers.js names them."""
+    """Build the ONNX graph of the model with a KV cache, and the input and output names of transformers.js."""
     from onnx import TensorProto, helper
 
     config, graph = model.config, _Graph()
@@ -106,7 +106,7 @@ def _graph(model: Any) -> Any:
     graph.constant("cos", np.cos(angles).astype(np.float32))
     graph.constant("sin", np.sin(angles).astype(np.float32))
     one, axis = graph.constant("one", np.array(1, np.int64)), graph.constant("axis", np.array([1], np.int64))
-    # The attention wants the keys of each row less one, and the keys in all.
+    # Attention takes the number of keys of each row minus one, and the total number of keys.
     n_keys = graph.node("ReduceSum", ["attention_mask", axis], ["n_keys"], keepdims=0)
     last = graph.node("Cast", [graph.node("Sub", [n_keys, one], ["last_64"])], ["last"], to=TensorProto.INT32)
     width = graph.node("Gather", [graph.node("Shape", ["attention_mask"], ["mask_shape"]), one], ["width_64"])
@@ -119,7 +119,7 @@ def _graph(model: Any) -> Any:
     normed = graph.node("SimplifiedLayerNormalization", [x, first], ["normed"], axis=-1, epsilon=eps, stash_type=1)
 
     def add_and_norm(x: str, change: str, name: str, weight: Any) -> tuple[str, str]:
-        """The sum, and its norm."""
+        """Add residual and norm; return the sum and its norm."""
         outputs = [f"{name}.normed", "", "", f"{name}.sum"]
         scale = graph.constant(f"{name}.scale", weight.numpy())
         normed = graph.node("SkipSimplifiedLayerNormalization", [x, change, scale], outputs, _ORT, epsilon=eps)

@@ -1,4 +1,4 @@
-"""A page in Chromium that a contender runs in: a Node process of its own serves it, opens it, calls its functions."""
+"""A Chromium page in which a contender runs: a separate Node process serves it, opens it and calls its functions."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from whet.bench.case import NotMeasured
 from whet.files import replace_text
 
 WEB = Path(__file__).resolve().parents[3] / "web"
-"""The npm package's folder of a checkout."""
+"""Folder of the npm package."""
 _CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 _GRACE_S = 10
 
 
 def missing_part(web: Path = WEB) -> str:
-    """The part that keeps a page from being opened, and how to get it; empty where all is there."""
-    if not (web / "bench/driver.mjs").exists():
-        return f"{web} is not there: it is measured from a checkout of the repository"
+    """Return the missing prerequisite of pages and how to install it; empty if all are installed."""
     if not (web / "dist/index.js").exists() or not (web / "node_modules/playwright-core").exists():
         return "the npm package is not built: make web"
     for names in (("node",), _CHROMIUM):
@@ -34,17 +32,17 @@ def missing_part(web: Path = WEB) -> str:
 
 
 def install_peers(folder: Path, web: Path = WEB) -> Path:
-    """The ``node_modules`` of the pinned peers below ``folder``, installed where they are not.
+    """Install the pinned peers in ``folder`` if necessary, and return their ``node_modules``.
 
     Raises:
-        NotMeasured: npm is missing, or could not install them.
+        NotMeasured: npm is missing or failed.
     """
     lock = (web / "bench/package-lock.json").read_text(encoding="utf-8")
     done = folder / "installed.json"
     if done.exists() and done.read_text(encoding="utf-8") == lock:
         return folder / "node_modules"
     if shutil.which("npm") is None:
-        raise NotMeasured("npm is not installed, which brings it: apt-get install npm")
+        raise NotMeasured("npm, which installs it, is missing: apt-get install npm")
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("package.json", "package-lock.json"):
         shutil.copy(web / "bench" / name, folder)
@@ -57,14 +55,14 @@ def install_peers(folder: Path, web: Path = WEB) -> Path:
 
 
 class Page:
-    """A page on which a module of web/bench runs; closed with the object.
+    """A page that runs a module of web/bench; closed with the object.
 
     Args:
-        module: "whet.js".
-        folders: what else is served: name in the URL -> folder.
+        module: name of the module: "whet.js".
+        folders: further served folders: name in the URL -> folder.
 
     Raises:
-        NotMeasured: something is missing that opens pages.
+        NotMeasured: a prerequisite of pages is missing.
         RuntimeError: the page did not open.
     """
 
@@ -87,10 +85,10 @@ class Page:
         self.version: str = self._answer()
 
     def call(self, function: str, **arguments: Any) -> Any:
-        """The result of a function of the module.
+        """Call a function of the module and return its result.
 
         Raises:
-            RuntimeError: it failed, or the page is gone.
+            RuntimeError: the function failed or the page was closed.
         """
         assert self._process.stdin is not None
         try:
@@ -101,7 +99,7 @@ class Page:
         return self._answer()
 
     def peak_bytes(self) -> int | None:
-        """The most memory that the page's renderer ever had; None where the system does not tell."""
+        """Return the memory peak of the page's renderer; None if the system does not report it."""
         return self.call("rendererPeak") if os.path.isdir("/proc/self") else None
 
     def _answer(self) -> Any:
@@ -118,7 +116,7 @@ class Page:
 def _end(process: subprocess.Popen[str]) -> None:
     assert process.stdin is not None and process.stdout is not None
     with suppress(OSError):
-        process.stdin.close()  # it ends by itself, and its browser with it
+        process.stdin.close()  # the process and its browser then exit
     try:
         process.wait(_GRACE_S)
     except subprocess.TimeoutExpired:
