@@ -1,4 +1,4 @@
-// libFuzzer's target for the parsers of model files: every file is refused, or all that is said of it lies within it.
+// libFuzzer target of the model file parsers: every file is rejected, or all of its metadata is within bounds.
 #include <cstdlib>
 
 #include "files/gguf.h"

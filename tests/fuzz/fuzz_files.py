@@ -1,11 +1,11 @@
-"""Model files as an enemy writes them: an error that explains, or an engine that runs. Nothing else may come of them.
+"""Malicious model files: each gives a WhetError or a working engine, and nothing else.
 
     make fuzz                                              # 60 s on each kind of file
     python tests/fuzz/fuzz_files.py gguf -max_total_time=60
 
-Coverage guides the bytes (atheris, libFuzzer), from the small whole files that this writes itself. atheris sees no
-coverage of the core's parsers: "containers" fuzzes them without Python, under sanitizers (needs Clang).
-Where the extension is built with -DWHET_SANITIZE=address and libasan is preloaded, its part is watched here too.
+Mutations are guided by coverage (atheris, libFuzzer) and start from small valid files. atheris does not instrument the
+core's parsers: "containers" fuzzes them without Python, under sanitizers (needs Clang). With an extension built with
+-DWHET_SANITIZE=address and a preloaded libasan, its errors are found here too.
 """
 
 # pyright: reportMissingImports=false
@@ -28,7 +28,7 @@ import whet
 from whet.models import tokenizers
 from whet.models.formats import TABLE, Format
 from whet.models.reference import slice_values
-from whet.models.sources import folder, gguf, gguf_container, mapped  # noqa: F401  (here before they are instrumented)
+from whet.models.sources import folder, gguf, gguf_container, mapped  # noqa: F401  (imported before instrumentation)
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -37,7 +37,7 @@ TYPES = [format for format in TABLE.values() if format.gguf_type is not None]
 
 
 def write_seeds() -> None:
-    """A small model in every kind of file, into ``WORK``; as GGUF with each type in turn for its matrices."""
+    """Write a small model in every kind of file to ``WORK``; in GGUF, matrices cycle through all types."""
     import gguf
     from tests.gguf_files import write_gguf
     from tests.models.tokenizers.vocab_files import write_file
@@ -47,7 +47,7 @@ def write_seeds() -> None:
     model = tiny_llama(**sizes, tie_word_embeddings=True)
     model.save_pretrained(WORK)
     write_gguf(model, WORK / "model.gguf")
-    # Rows of a super-block in the MLP's way down; q, k, v, gate and up in parts of several types.
+    # Rows of the down projection are one super-block; q, k, v, gate and up have slices of several types.
     typed = tiny_llama(**sizes | {"intermediate_size": 256}, tie_word_embeddings=True)
     names = [name for name, _ in typed.named_parameters()]
     for first in range(len(TYPES)):
@@ -77,17 +77,17 @@ def write_seeds() -> None:
 
 
 def types_for(width: int) -> list[Format]:
-    """The types whose blocks divide rows of a width, over and over: one for each byte."""
+    """List the types whose block length divides a width, repeated so that any byte is an index."""
     return [format for format in TYPES if width % format.block_length == 0] * 256
 
 
-def tried(open_engine: Callable[[Path], whet.Engine], path: Path) -> None:
-    """An engine over the file says a few tokens, or there is an error that explains."""
+def try_engine(open_engine: Callable[[Path], whet.Engine], path: Path) -> None:
+    """Open the file and generate a few tokens; a WhetError is accepted."""
     with contextlib.suppress(whet.WhetError), open_engine(path) as engine:
-        say(engine)
+        generate(engine)
 
 
-def say(engine: whet.Engine) -> None:
+def generate(engine: whet.Engine) -> None:
     engine.generate([[1, 2, 3]], n=2, sampling=whet.SamplingParams(max_new_tokens=3))
 
 
@@ -96,26 +96,26 @@ FOLDER = partial(whet.Engine.from_pretrained, weights="int8", **SMALL)
 
 
 def safetensors_file(data: bytes) -> None:
-    """The bytes as model.safetensors beside a config that is right."""
+    """Use the bytes as model.safetensors with a valid config."""
     (WORK / "model.safetensors").write_bytes(data)
-    tried(FOLDER, WORK)
+    try_engine(FOLDER, WORK)
 
 
 def config_file(data: bytes) -> None:
-    """The bytes as config.json beside weights that are right."""
+    """Use the bytes as config.json with valid weights."""
     (WORK / "config.json").write_bytes(data)
-    tried(FOLDER, WORK)
+    try_engine(FOLDER, WORK)
 
 
 def gguf_whole(data: bytes) -> None:
-    """The bytes as a GGUF file, in its own types and in another."""
+    """Use the bytes as a GGUF file, in its formats and converted to int8."""
     (WORK / "model.gguf").write_bytes(data)
     for weights in (None, "int8"):
-        tried(partial(whet.Engine.from_gguf, weights=weights, **SMALL), WORK / "model.gguf")
+        try_engine(partial(whet.Engine.from_gguf, weights=weights, **SMALL), WORK / "model.gguf")
 
 
 def gguf_blocks(data: bytes) -> None:
-    """A whole GGUF file whose matrices have the types and blocks of the bytes: it runs, or has NaN or infinity."""
+    """Build a valid GGUF file whose matrices have types and blocks from the bytes: it works or has NaN or infinity."""
     from gguf import GGMLQuantizationType, GGUFWriter
 
     path, template = WORK / "blocks.gguf", gguf_container.read_gguf(WORK / "typed-0.gguf", "here")
@@ -144,11 +144,11 @@ def gguf_blocks(data: bytes) -> None:
         return
     assert all(np.isfinite(slice_values(row_slice)).all() for row_slice in gguf.open_gguf(path).slices())
     with contextlib.suppress(whet.WhetError), engine:  # logits may hold NaN
-        say(engine)
+        generate(engine)
 
 
 def tokenizer_file(data: bytes) -> None:
-    """The bytes as a GGUF file with a tokenizer: what it makes of a text it can read again."""
+    """Use the bytes as a GGUF file with a tokenizer, whose token ids must decode."""
     (WORK / "tokenizer.gguf").write_bytes(data)
     try:
         tokenizer = tokenizers.read_tokenizer(WORK / "tokenizer.gguf")
@@ -166,7 +166,7 @@ TARGETS = {"safetensors": (safetensors_file, "model.safetensors"), "config": (co
 
 
 def fuzz_containers(options: list[str]) -> int:
-    """Build ``fuzz_containers.cpp`` and the parsers, and run that on both kinds of file."""
+    """Build ``fuzz_containers.cpp`` with the parsers, and run it on both kinds of file."""
     corpus = WORK / "corpus"
     compiler = os.environ.get("CXX") or shutil.which("clang++-19") or "clang++"
     sources = [*(ROOT / "cpp/files").glob("*.cpp"), Path(__file__).with_name("fuzz_containers.cpp")]

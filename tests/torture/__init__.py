@@ -1,1 +1,1 @@
-"""``make torture``: what holds of a run and of the core, whatever happens to them; docs/reliability.md says what."""
+"""``make torture``: guarantees of runs and of the core under faults, as documented in docs/reliability.md."""

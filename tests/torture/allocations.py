@@ -1,6 +1,6 @@
-"""Every allocation of the extension module fails, once and from then on: a MemoryError, and an engine as good as new.
+"""Failures of every allocation in the extension module, of one or of all from it on: MemoryError, and a working engine.
 
-The C++ test of the same (cpp/tests/allocation_test.cpp) looks for leaks too; here bindings and whet.engine take part.
+The corresponding C++ test (cpp/tests/allocation_test.cpp) also finds leaks; this one includes bindings and whet.engine.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ def _with_shim(scale: float) -> Iterator[Tally]:
     with tempfile.TemporaryDirectory(prefix="whet-torture-") as name:
         folder = make_model(Path(name), max_position_embeddings=256)
         for what, operation in _operations(folder):
-            tally = Tally(f"allocations that fail: {what}")
+            tally = Tally(f"failing allocations: {what}")
             _fail_each(tally, operation, scaled(1, 1 / scale))
             yield tally
 
 
-# --- what is tried --------------------------------------------------------------------------------------
+# --- operations -----------------------------------------------------------------------------------------
 
 Operation = Callable[[], tuple[Callable[[], Any], Callable[[], Any]]]
-"""Makes what is tried, and what has to give the same answer each time after it."""
+"""Makes the call under test, and a call that must return the same answer after it."""
 
 
 def _operations(folder: Path) -> list[tuple[str, Operation]]:
-    """What is tried, by name."""
+    """List the operations by name."""
     import torch
 
     import whet
@@ -79,10 +79,10 @@ def _operations(folder: Path) -> list[tuple[str, Operation]]:
         return whet.Engine.from_pretrained(folder, weights=weights, kv_bytes=1 << 20, max_batch=6, prefill_chunk=32)
 
     def answers(one: whet.Engine) -> Any:
-        said = [[(c.token_ids, c.logprobs) for c in group] for group in one.generate(_PROMPTS, 2, sampling)]
+        groups = [[(c.token_ids, c.logprobs) for c in group] for group in one.generate(_PROMPTS, 2, sampling)]
         scores = [row.tobytes() for row in one.logprobs(_PROMPTS, start=2)]
-        require(one.memory["kv_used_bytes"] == 0, "pages are not given back")
-        return said, scores, one.logits([1, 2, 3]).tobytes()
+        require(one.memory["kv_used_bytes"] == 0, "pages are leaked")
+        return groups, scores, one.logits([1, 2, 3]).tobytes()
 
     def of_engine(act: Callable[[whet.Engine], Any]) -> Operation:
         def make() -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -107,7 +107,7 @@ def _operations(folder: Path) -> list[tuple[str, Operation]]:
         return lambda: one.sync(model), lambda: (one.sync(model), answers(one))[1]
 
     return [
-        ("making an engine", lambda: (lambda: engine().close(), lambda: answers(engine()))),
+        ("creating an engine", lambda: (lambda: engine().close(), lambda: answers(engine()))),
         ("generate", of_engine(lambda one: one.generate(_PROMPTS, 2, sampling))),
         ("logprobs", of_engine(lambda one: one.logprobs(_PROMPTS, start=2, return_entropy=True))),
         ("logits", of_engine(lambda one: one.logits(_PROMPTS[1]))),
@@ -119,7 +119,7 @@ def _operations(folder: Path) -> list[tuple[str, Operation]]:
 
 
 def _kernels() -> list[bytes]:
-    """One call of each family of kernels, in a pool that is new."""
+    """Call each family of kernels once, in a new thread pool."""
     import whet
 
     rng = np.random.default_rng(0)
@@ -144,26 +144,26 @@ def _kernels() -> list[bytes]:
     return [np.asarray(result).tobytes() for result in results]
 
 
-# --- the failures ---------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------------
 
 
 def _fail_each(tally: Tally, operation: Operation, every: int) -> None:
-    """Each allocation, or every so manieth, in child processes: the next one goes on where the last one died."""
+    """Fail every ``every``-th allocation in child processes; a new process continues after a crash."""
     for lasting in (False, True):
         reached = mmap.mmap(-1, 24)  # the allocation, 1 at the end, cases
-        n, over = 1, False
-        while not over:
+        n, is_over = 1, False
+        while not is_over:
             with tally.case(f"from allocation {n}{' on, all of them' if lasting else ''}"):
                 reached[:24] = struct.pack("3q", n, 0, 0)
                 pid = os.fork()
                 if pid == 0:
                     _be_worker(operation, n, every, lasting, reached)
                 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                n, over, cases = struct.unpack("3q", reached[:24])
+                n, is_over, cases = struct.unpack("3q", reached[:24])
                 tally.cases += cases - 1
-                require(over, f"allocation {n}: the process ended with status {status}; see above")
+                require(is_over, f"allocation {n}: the process ended with status {status}; see above")
             n += every
-            over = over or len(tally.failures) > 20
+            is_over = is_over or len(tally.failures) > 20
 
 
 def _be_worker(operation: Operation, n: int, every: int, lasting: bool, reached: mmap.mmap) -> None:
@@ -177,9 +177,9 @@ def _be_worker(operation: Operation, n: int, every: int, lasting: bool, reached:
         while refused:
             reached[:24] = struct.pack("3q", n, 0, cases)
             act, answer = operation()
-            refused = _refused(act, shim, n, lasting)
+            refused = _run_with_failures(act, shim, n, lasting)
             require(refused >= 0, "the shim does not find the extension module")
-            require(answer() == expected, f"after allocation {n} the answers are others")
+            require(answer() == expected, f"after allocation {n} the answers differ")
             n, cases = n + every, cases + 1
         reached[:24] = struct.pack("3q", n, 1, cases)
         os._exit(0)
@@ -189,15 +189,15 @@ def _be_worker(operation: Operation, n: int, every: int, lasting: bool, reached:
         os._exit(1)
 
 
-def _refused(act: Callable[[], Any], shim: ctypes.CDLL, n: int, lasting: bool) -> int:
-    """How many allocations were refused to it."""
+def _run_with_failures(act: Callable[[], Any], shim: ctypes.CDLL, n: int, lasting: bool) -> int:
+    """Run ``act`` with failing allocations, and return their number."""
     shim.arm(n, lasting)
     try:
         act()
     except MemoryError:
         pass
-    except RuntimeError as error:  # the system's word where it gives no thread
-        require("emory" in str(error) or "thread" in str(error) or "Resource" in str(error), f"told as {error!r}")
+    except RuntimeError as error:  # the system's message if it cannot create a thread
+        require("emory" in str(error) or "thread" in str(error) or "Resource" in str(error), f"raised {error!r}")
     finally:
         refused = shim.disarm()
     return refused

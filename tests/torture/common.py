@@ -1,7 +1,7 @@
-"""What every kind of torture shares: a tally of cases, a small model with its data, ``whet`` in a process of its own.
+"""Shared parts of torture: a tally of cases, a small model with data, ``whet`` commands in separate processes.
 
-A command is forked from a process that has imported everything, so that its start costs milliseconds instead of
-seconds; ``started`` starts one as a shell would, where it is the process itself that is tried.
+Commands are forked from a process that has imported everything, which starts them in milliseconds instead of seconds;
+``started`` starts a command as a shell does, for tests of the process itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ N_STEPS = 6
 
 @dataclass
 class Tally:
-    """A row of the table: so many cases of something, and those that failed."""
+    """A row of the table: number of cases, and the failed cases."""
 
     what: str
     cases: int = 0
@@ -42,7 +42,7 @@ class Tally:
 
     @contextlib.contextmanager
     def case(self, name: str) -> Iterator[None]:
-        """One case: an exception in it is a failure, and the next case goes on."""
+        """Run one case; an exception is a failure and does not stop the next case."""
         start_s = time.monotonic()
         try:
             yield
@@ -55,13 +55,13 @@ class Tally:
 
 
 def require(holds: object, what: str) -> None:
-    """Fails the case that runs."""
+    """Fail the current case unless ``holds``."""
     if not holds:
         raise AssertionError(what)
 
 
 def scaled(n: int, scale: float) -> int:
-    """``n`` cases at a scale of 1, one at least."""
+    """Return the number of cases at a scale: ``n`` at 1, and at least one."""
     return max(1, round(n * scale))
 
 
@@ -69,7 +69,7 @@ def scaled(n: int, scale: float) -> int:
 
 
 def make_model(folder: Path, **settings: Any) -> Path:
-    """A Llama of 30,000 random parameters in a vocabulary of digits, saved with its tokenizer."""
+    """Save a Llama of 30,000 random parameters with a vocabulary of digits and its tokenizer."""
     import torch
     from tests.tiny import tiny_llama
 
@@ -88,7 +88,7 @@ def make_model(folder: Path, **settings: Any) -> Path:
 
 
 def make_data(folder: Path) -> tuple[Path, Path]:
-    """Sums, and pairs of a right and a wrong answer."""
+    """Write sums, and pairs of a right and a wrong answer."""
     from whet.cli.arithmetic import make_problems
 
     rows = make_problems(0, 0)[0][:24]
@@ -100,7 +100,7 @@ def make_data(folder: Path) -> tuple[Path, Path]:
 
 @dataclass
 class Workshop:
-    """A folder with a model and data, and the commands that train on them."""
+    """A folder with a model and data, and commands that train on them."""
 
     folder: Path
     model: Path
@@ -108,7 +108,7 @@ class Workshop:
     pairs: Path
 
     def command(self, method: str, output_dir: Path, **settings: Any) -> list[str]:
-        """The arguments of ``whet`` for a run of ``N_STEPS`` steps with a checkpoint after every second."""
+        """Return the arguments of ``whet`` for a run of ``N_STEPS`` steps with a checkpoint every two steps."""
         data = self.pairs if method == "dpo" else self.rows
         given: dict[str, Any] = {
             "model": self.model, "data": data, "eval_data": data, "output_dir": output_dir, "batch_size": 4,
@@ -122,7 +122,7 @@ class Workshop:
 
 @contextlib.contextmanager
 def workshop() -> Iterator[Workshop]:
-    """Everything in a temporary folder, and everything imported."""
+    """Create a workshop in a temporary folder and import all modules of training."""
     import matplotlib.pyplot  # noqa: F401
 
     import whet.cli.train  # noqa: F401
@@ -137,14 +137,14 @@ def workshop() -> Iterator[Workshop]:
 
 @dataclass
 class Ended:
-    """How a command ended: its exit status, negative for a signal, and all that it printed."""
+    """Result of a command: its exit status, negative for a signal, and its output."""
 
     status: int
     text: str
 
 
 def forked(argv: list[str], before: Callable[[], None] = lambda: None, timeout_s: float = 120.0) -> Ended:
-    """``whet ARGV`` in a process and session of its own, after ``before()`` there."""
+    """Run ``whet ARGV`` in a separate process and session, after ``before()`` in that process."""
     with tempfile.TemporaryFile() as output:
         pid = os.fork()
         if pid == 0:
@@ -166,7 +166,9 @@ def _be_whet(argv: list[str], before: Callable[[], None], output: int) -> None:
 
         from whet.cli import main
 
-        tqdm.set_lock(threading.RLock())  # its own is a semaphore of all forked processes, which a killed one may hold
+        tqdm.set_lock(
+            threading.RLock()
+        )  # the default is a semaphore of all forked processes, which a killed one may hold
         before()
         status = main(argv)
     except SystemExit as error:
@@ -193,13 +195,13 @@ def _waited(pid: int, timeout_s: float) -> int:
 
 
 def _adopt_orphans() -> None:
-    """Processes whose parent dies become this one's children."""
+    """Become the parent of processes whose parent dies."""
     set_child_subreaper = 36  # linux/prctl.h
     ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
 
 
 def _require_no_orphans() -> None:
-    """What a command started is gone, or goes within seconds."""
+    """Require that all processes of a command end within seconds."""
     deadline_s = time.monotonic() + 10.0
     with contextlib.suppress(ChildProcessError):  # there are none
         while time.monotonic() < deadline_s:
@@ -210,21 +212,21 @@ def _require_no_orphans() -> None:
         for pid in left:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        require(not left, f"processes are left behind: {commands}")
+        require(not left, f"leaked processes: {commands}")
 
 
 def started(argv: list[str], **options: Any) -> subprocess.Popen[str]:
-    """``whet ARGV`` as a shell starts it, what it prints in a pipe."""
+    """Start ``whet ARGV`` as a shell does, with its output in a pipe."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen([*WHET, *argv], cwd=ROOT, **pipes, **options)
 
 
-# --- what a run leaves ----------------------------------------------------------------------------------
+# --- output of a run ------------------------------------------------------------------------------------
 
 
 def results(folder: Path) -> dict[str, str]:
-    """Digests of all that a finished run leaves: weights, checkpoints (the optimizer's state in them), metrics without
-    times, completions."""
+    """Return digests of a finished run's output: weights, checkpoints with optimizer state, metrics without times, and
+    completions."""
     found: dict[str, str] = {}
     for path in sorted([*folder.glob("checkpoints/*/*"), *folder.glob("model/*.safetensors")]):
         found[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -241,14 +243,14 @@ def _without_times(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_same(folder: Path, expected: Mapping[str, str]) -> None:
-    """A run's folder holds the bits of another's."""
+    """Require that a run's output is bit-identical to another run's."""
     found = results(folder)
     different = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
-    require(not different, f"differ from the run that was left alone: {', '.join(different)}")
+    require(not different, f"differ from the undisturbed run: {', '.join(different)}")
 
 
 def finished(workshop: Workshop, method: str, **settings: Any) -> dict[str, str]:
-    """The results of a run that nobody disturbs."""
+    """Return the results of an undisturbed run."""
     folder = workshop.folder / f"undisturbed-{method}"
     end = forked(workshop.command(method, folder, **settings))
     require(end.status == 0, f"the undisturbed run failed: {end.text}")

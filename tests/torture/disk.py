@@ -1,6 +1,6 @@
-"""A disk that is full: at every page that a checkpoint writes, at every file, and in the middle of a run.
+"""Full disks: at every page and file of a checkpoint, and in the middle of a run.
 
-The disk is a tmpfs of this process's own, in which a filler leaves so many pages, or so many files, free.
+The disk is a private tmpfs of this process, which a filler fills up to a number of free pages or files.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Disk:
         return os.statvfs(self.folder).f_favail
 
     def leave(self, pages: int | None = None, files: int | None = None) -> None:
-        """Fill all but so many pages, or files."""
+        """Fill the disk except for this number of pages, or files."""
         self.clear()
         if pages is not None:
             with (self.fillers / "pages").open("wb") as filler:
@@ -49,19 +49,19 @@ class Disk:
                 (self.fillers / str(i)).touch()
 
     def clear(self) -> None:
-        """Space is back."""
+        """Free all space."""
         for path in self.fillers.iterdir():
             path.unlink()
 
 
 @contextlib.contextmanager
 def small_disk(size_bytes: int) -> Iterator[Disk]:
-    """A tmpfs that no other process sees; it needs no root where the kernel lets users have namespaces."""
+    """Mount a private tmpfs; it needs no root if the kernel allows user namespaces."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def call(name: str, *arguments: Any) -> None:
         if getattr(libc, name)(*arguments):
-            raise OSError(ctypes.get_errno(), f"{name}: a tmpfs of its own needs root, or user namespaces")
+            raise OSError(ctypes.get_errno(), f"{name}: a private tmpfs needs root or user namespaces")
 
     user = os.getuid()
     call("unshare", _NEWNS if user == 0 else _NEWNS | _NEWUSER)
@@ -84,7 +84,7 @@ def torture(scale: float) -> Iterator[Tally]:
 
 
 def _of_a_checkpoint(disk: Disk, shop: Workshop, scale: float) -> Tally:
-    """Saves into what is left of the disk, from nothing to enough."""
+    """Save with any number of free pages, from none to enough."""
     from whet.algorithms.sft import SFT
     from whet.checkpoint.folder import latest_checkpoint, load_checkpoint
     from whet.cli.models import load_model
@@ -102,22 +102,22 @@ def _of_a_checkpoint(disk: Disk, shop: Workshop, scale: float) -> Tally:
     needed = used - disk.free_pages
     shutil.rmtree(folder / "step-000002")
     limits = [{"pages": n} for n in range(0, needed + 1, max(1, round(1 / scale)))] + [{"files": n} for n in range(7)]
-    for name in ("step-000002", "step-000001"):  # beside the earlier one, and in its place
+    for name in ("step-000002", "step-000001"):  # in addition to the earlier checkpoint, and replacing it
         for limit in limits:
             with tally.case(f"{name}, left {limit}"):
                 disk.leave(**limit)
                 with contextlib.suppress(OSError):
                     trainer.save(folder / name)
                     if limit.get("pages", needed) < needed:
-                        raise AssertionError("a checkpoint is said to be saved for which there is no room")
+                        raise AssertionError("save returned although the disk is too full")
                 if name == "step-000001" or not (folder / name).exists():
                     require(latest_checkpoint(folder) == folder / "step-000001", "the earlier checkpoint is gone")
                     _require_equal(load_checkpoint(folder / "step-000001"), earlier)
                 disk.clear()
                 trainer.save(folder / name)
-                require(latest_checkpoint(folder) == folder / name, "no checkpoint is saved once there is space again")
+                require(latest_checkpoint(folder) == folder / name, "no checkpoint is saved after space is free again")
                 _require_equal(load_checkpoint(folder / name), earlier)
-                require({p.name for p in folder.iterdir()} == {"step-000001", name}, "something is left behind")
+                require({p.name for p in folder.iterdir()} == {"step-000001", name}, "files are left behind")
                 shutil.rmtree(folder / "step-000002", ignore_errors=True)
     shutil.rmtree(folder)
     tally.note = f"{needed} pages"
@@ -134,7 +134,7 @@ def _require_equal(found: Any, expected: Any) -> None:
 
 
 def _of_a_run(disk: Disk, shop: Workshop, scale: float) -> Tally:
-    """Runs whose disk becomes full when they begin to save a step, and go on when it is not."""
+    """Run with a disk that fills up when a step is saved; the same command continues after space is free."""
     tally = Tally("disk full: train, and the same command")
     expected: dict[str, str] = {}
     with tally.case("undisturbed"):
@@ -151,8 +151,8 @@ def _of_a_run(disk: Disk, shop: Workshop, scale: float) -> Tally:
                 if end.status == 0:
                     require_same(folder, expected)
                     raise AssertionError("the disk was not full")
-                told = "the disk is full" in end.text or "No space left" in end.text
-                require(end.status > 0 and told, f"status {end.status}: {end.text}")
+                is_reported = "the disk is full" in end.text or "No space left" in end.text
+                require(end.status > 0 and is_reported, f"status {end.status}: {end.text}")
                 checkpoints = sorted(p.name for p in (folder / "checkpoints").glob("step-*"))
                 require(checkpoints == ["step-000002"] if step == 4 else not checkpoints, f"there are {checkpoints}")
                 disk.clear()
@@ -164,14 +164,14 @@ def _of_a_run(disk: Disk, shop: Workshop, scale: float) -> Tally:
 
 
 def _fill_at(disk: Disk, step: int, limit: dict[str, int]) -> None:
-    """The disk is full from where this process has taken a step."""
+    """Fill the disk once this process has taken a step."""
     from whet.training.trainer import Trainer
 
     log: Any = Trainer.log
 
-    def filling(trainer: Any, metrics: Any) -> None:
+    def fill_and_log(trainer: Any, metrics: Any) -> None:
         if trainer.step == step and not any(disk.fillers.iterdir()):
             disk.leave(**limit)
         log(trainer, metrics)
 
-    Trainer.log = filling
+    Trainer.log = fill_and_log

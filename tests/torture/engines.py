@@ -10,9 +10,9 @@ from pathlib import Path
 from tests.torture.common import Tally, make_model, require, scaled, workshop
 
 _WARM = 0.3
-"""Share of the engines after which nothing may grow."""
+"""Share of the engines after which resources may not grow."""
 _PAGES = 256
-"""That the allocator may take or keep between two looks: a megabyte."""
+"""Tolerance for pages retained by the allocator: a megabyte."""
 
 
 def torture(scale: float) -> Iterator[Tally]:
@@ -22,7 +22,7 @@ def torture(scale: float) -> Iterator[Tally]:
 
 
 def _opened_and_closed(folder: Path, n: int) -> Tally:
-    """From a folder, by turns closed, left to the garbage collector, and dropped in the middle of a stream."""
+    """Open engines of a folder; close them, leave them to the garbage collector, or drop them during a stream."""
     import whet
 
     tally = Tally("engines opened and closed")
@@ -37,12 +37,12 @@ def _opened_and_closed(folder: Path, n: int) -> Tally:
         if i % 2:
             engine.close()
 
-    _grows_not(tally, n, one)
+    _require_no_growth(tally, n, one)
     return tally
 
 
 def _of_live_models(folder: Path, n: int) -> Tally:
-    """From a model of transformers, with adapters that come and go."""
+    """Open engines of a transformers model, and add and remove adapters."""
     import whet
     from whet.cli.models import load_model
 
@@ -57,28 +57,28 @@ def _of_live_models(folder: Path, n: int) -> Tally:
             engine.sync(model)
             engine.remove_adapter(number)
 
-    _grows_not(tally, n, one)
+    _require_no_growth(tally, n, one)
     return tally
 
 
-def _grows_not(tally: Tally, n: int, one) -> None:
+def _require_no_growth(tally: Tally, n: int, one) -> None:
     with tally.case("growth"):
         for i in range(round(n * _WARM)):
             one(i)
-        before = _held()
+        before = _resources()
         for i in range(n - round(n * _WARM)):
             one(i)
-        after = _held()
+        after = _resources()
         tally.note = ", ".join(f"{name} {before[name]:,} -> {after[name]:,}" for name in before)
         grown = {name: after[name] - before[name] for name in before}
         require(grown["pages"] <= _PAGES, f"the resident memory grew: {tally.note}")
-        require(grown["mappings"] <= 4, f"mappings are left: {tally.note}")
-        require(grown["threads"] == 0 and grown["files"] == 0, f"threads or files are left: {tally.note}")
+        require(grown["mappings"] <= 4, f"mappings are leaked: {tally.note}")
+        require(grown["threads"] == 0 and grown["files"] == 0, f"threads or files are leaked: {tally.note}")
     tally.cases = n
 
 
-def _held() -> dict[str, int]:
-    """What this process has: resident pages, mappings, threads, open files."""
+def _resources() -> dict[str, int]:
+    """Count resident pages, mappings, threads and open files of this process."""
     gc.collect()
     return {
         "pages": int(Path("/proc/self/statm").read_text().split()[1]),

@@ -1,4 +1,4 @@
-"""``whet export``, ``merge`` and ``convert`` that a full disk or a signal ends: what was there, or all of the new."""
+"""``whet export``, ``merge``, ``convert`` ended by a full disk or a signal: the old output or the complete new one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def torture(scale: float) -> Iterator[Tally]:
 
 
 def _commands(folder: Path) -> Commands:
-    """By name: the arguments of ``whet``, given what it shall write; everything is imported."""
+    """Make the commands by name: functions from an output path to arguments of ``whet``; import all modules."""
     from tests.engine.tiny_models import tiny_model
     from tests.models.test_export import N_ROWS, N_TOKENS, PRE_TOKENIZERS, save
     from tests.models.tokenizers import vocab_files
@@ -67,7 +67,7 @@ def _of_a_full_disk(disk: Disk, commands: Commands, scale: float) -> Tally:
         expected, needed = _digest(out), free - disk.free_pages
         for existing in (False, True):
             for pages in range(0, needed, max(1, round(needed / 20 / scale))):
-                with tally.case(f"{name}, {pages} of {needed} pages left, in place of another: {existing}"):
+                with tally.case(f"{name}, {pages} of {needed} pages left, replacing an output: {existing}"):
                     disk.clear()
                     _remove(out)
                     if existing:
@@ -104,19 +104,22 @@ def _of_signals(disk: Disk, commands: Commands, n: int) -> Tally:
                 _remove(out)
                 _make_other(out, is_folder=name in ("merge", "convert"))
                 before = _digest(out)
-                end = forked(command(out), lambda delay_s=delay_s, number=number: _signalled(delay_s, number))
+                end = forked(command(out), lambda delay_s=delay_s, number=number: _send_signal(delay_s, number))
                 n_ended += end.status != 0
                 _require_ended(end, number)
                 if number == signal.SIGINT:
                     _require_left(disk, out, _digest(out))
-                require(_digest(out) in ((before, expected) if end.status else (expected,)), "it is neither")
-                require(forked(command(out)).status == 0, "it does not work afterwards")
+                require(
+                    _digest(out) in ((before, expected) if end.status else (expected,)),
+                    "the output is neither the old nor the new one",
+                )
+                require(forked(command(out)).status == 0, "the command fails afterwards")
                 _require_left(disk, out, expected)
     tally.note = f"{n_ended} ended early"
     return tally
 
 
-def _signalled(delay_s: float, number: signal.Signals) -> None:
+def _send_signal(delay_s: float, number: signal.Signals) -> None:
     timer = threading.Timer(delay_s, os.kill, [os.getpid(), number])
     timer.daemon = True
     with contextlib.suppress(KeyboardInterrupt):  # too early: the command runs undisturbed
@@ -124,26 +127,26 @@ def _signalled(delay_s: float, number: signal.Signals) -> None:
 
 
 def _require_ended(end: Ended, number: signal.Signals) -> None:
-    """By the signal, unless it had ended before it came."""
+    """Require an end by the signal, or a success before it."""
     statuses = (0, -9) if number == signal.SIGKILL else (0, 130)
     require(end.status in statuses and "Traceback" not in end.text, f"{end}")
 
 
 def _make_other(out: Path, is_folder: bool) -> None:
-    """Something to be replaced."""
+    """Create an output to be replaced."""
     if is_folder:
         out.mkdir()
     (out / "config.json" if is_folder else out).write_bytes(b"other" * 100)
 
 
 def _require_left(disk: Disk, out: Path, digest: str | None) -> None:
-    require(_digest(out) == digest, "what is there is neither what was there nor whole")
+    require(_digest(out) == digest, "the output is neither the old nor the complete new one")
     names = {path.name for path in disk.folder.iterdir()} - {"fillers", "out"}
     require(not names, f"left behind: {names}")
 
 
 def _digest(out: Path) -> str | None:
-    """Of a file, or all files of a folder; None: there is none. Cards name versions, and no time."""
+    """Digest a file or all files of a folder, or return None. Cards contain versions but no times."""
     if not out.exists():
         return None
     files = sorted(path for path in out.rglob("*") if path.is_file()) if out.is_dir() else [out]

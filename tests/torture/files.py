@@ -1,8 +1,7 @@
-"""Mutated files of every kind that Whet reads: a WhetError that explains, or an object that works; within a time, and
-without an end of the process.
+"""Mutated files of every kind that Whet reads: a WhetError or a working object, in time and without a crash.
 
-Beside single bytes, numbers and lengths, JSON is mutated by its values: what a parser accepts and a reader trips over.
-A case is a function of its number: ``python -m tests.torture.files gguf 123`` does that one again, with its traceback.
+In addition to bytes, numbers and lengths, values of JSON are mutated, which parsers accept and readers may not handle.
+A case depends only on its number: ``python -m tests.torture.files gguf 123`` repeats it with its traceback.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from tests.torture.common import Tally, make_data, make_model, scaled
 
 _LIMIT_S = 20
 _ADDRESSES = 64 << 30
-"""A size that a file asks for may be absurd; the machine shall not have to provide it."""
+"""Limit of the address space, since sizes in a mutated file may be absurd."""
 
 _NASTY: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 3, 7, 2**31, 2**32, 2**53, 2**63, 2**64, 10**30, -(2**31), 0.0, 0.5, -1.5, 1e300,
@@ -42,7 +41,7 @@ _NASTY: tuple[Any, ...] = (
 
 @dataclass
 class Kind:
-    """Files of one sort: a folder that is whole, the names in it that are mutated, and what opens it."""
+    """Files of one kind: a valid folder, the names of the mutated files, and the function that opens them."""
 
     name: str
     cases: int
@@ -51,7 +50,7 @@ class Kind:
     use: Callable[[Path], object]
 
 
-# --- what is opened -------------------------------------------------------------------------------------
+# --- readers --------------------------------------------------------------------------------------------
 
 
 def _try_engine(engine: Any) -> None:
@@ -101,7 +100,7 @@ def _load_checkpoint(folder: Path) -> None:
 
 
 def _load_forged(folder: Path) -> None:
-    """The manifest tells the sizes and digests of what is there, as a forger's would."""
+    """Load a checkpoint whose manifest has the sizes and digests of the mutated files, as written by an attacker."""
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest.pop("sha256")
     for name in manifest["files"]:
@@ -112,7 +111,7 @@ def _load_forged(folder: Path) -> None:
     _load_checkpoint(folder)
 
 
-# --- files that are whole -------------------------------------------------------------------------------
+# --- valid files ----------------------------------------------------------------------------------------
 
 
 def _make_model(folder: Path) -> None:
@@ -178,7 +177,7 @@ KINDS = (
 
 
 def mutate(data: bytes, name: str, rng: random.Random) -> bytes:
-    """A file's bytes with one or a few changes."""
+    """Return a file's bytes with one or a few changes."""
     if name.endswith(".safetensors") and rng.random() < 0.5:
         length = int.from_bytes(data[:8], "little")
         header = _mutate_json(data[8 : 8 + length], rng)
@@ -216,7 +215,7 @@ def _mutate_json(text: bytes, rng: random.Random) -> bytes:
 
 def _mutate_bytes(data: bytes, rng: random.Random) -> bytes:
     out = bytearray(data)
-    head = min(len(out), 6000)  # what describes the rest
+    head = min(len(out), 6000)  # metadata
     for _ in range(rng.choice([1, 1, 2, 4])):
         at = rng.randrange(len(out) if rng.random() < 0.1 else head)
         if rng.random() < 0.3:
@@ -248,7 +247,7 @@ def torture(scale: float) -> Iterator[Tally]:
 
 
 def _run_cases(kind: Kind, whole: Path, folder: Path, n: int, tally: Tally) -> None:
-    """All cases in child processes: the next one goes on after the case that ended the last."""
+    """Run all cases in child processes; a new process continues after a crash."""
     reached = mmap.mmap(-1, 8)
     log, counts = folder / "log", Counter[str]()
     first = 0
@@ -283,7 +282,7 @@ def _be_worker(kind: Kind, whole: Path, folder: Path, cases: range, reached: mma
         with log.open("w") as file:
             for case in cases:
                 reached[:8] = struct.pack("q", case)
-                outcome, failure = _tried(kind, whole, folder / "tried", case)
+                outcome, failure = _try_case(kind, whole, folder / "tried", case)
                 file.write(json.dumps({"case": case, "outcome": outcome, "failure": failure}) + "\n")
                 file.flush()
         status = 0
@@ -291,8 +290,8 @@ def _be_worker(kind: Kind, whole: Path, folder: Path, cases: range, reached: mma
         os._exit(status)
 
 
-def _tried(kind: Kind, whole: Path, tried: Path, case: int) -> tuple[str, str]:
-    """How it ended, in a word, and what is wrong with that."""
+def _try_case(kind: Kind, whole: Path, tried: Path, case: int) -> tuple[str, str]:
+    """Run a case; return its outcome, and its failure if the outcome is wrong."""
     from whet.errors import WhetError
 
     try:
@@ -313,7 +312,7 @@ def _changes(kind: Kind, whole: Path, case: int) -> dict[str, bytes]:
 
 
 def _use(kind: Kind, whole: Path, tried: Path, changes: dict[str, bytes]) -> None:
-    """Open a copy of the folder with these files changed."""
+    """Open a copy of the folder with changed files."""
     shutil.rmtree(tried, ignore_errors=True)
     shutil.copytree(whole, tried, copy_function=os.link)
     for name in {*changes, *(["manifest.json"] if kind.name == "forged" else [])}:

@@ -1,8 +1,8 @@
-"""Training runs that are killed (SIGKILL) in every phase, and continued by the same command to the same bits.
+"""Training runs killed (SIGKILL) in every phase, and continued by the same command to bit-identical results.
 
-A moment is a line of Python that Whet, or the standard library below it, executes in one of the phases: the lines of
-an undisturbed run are counted, and moments drawn evenly over them. Every other one kills a few milliseconds after its
-line, so that native code too is caught at work.
+A kill happens at a line of Python that Whet, or the standard library called by it, executes in a phase: the lines of an
+undisturbed run are counted and kills are distributed evenly over them. Every other kill is a few milliseconds after its
+line, so that native code is interrupted too.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import Any
 from tests.torture.common import N_STEPS, Tally, Workshop, finished, forked, require, require_same, scaled, workshop
 
 _PHASES = {"generation": "sampling", "reward": "rewards"}
-"""Of ``whet.training.phases``; all others are the update."""
+"""Phases of ``whet.training.phases``; all others are "update"."""
 
 _SHARES = {"grpo": ("sampling", "rewards", "update", "saving", "ending"), "dpo": ("update", "saving", "ending")}
 
 
 class Lines:
-    """Counts the lines of each phase in this process, and kills it at one of them."""
+    """Counter of the lines of each phase in this process, which is killed at one of them."""
 
     def __init__(self, kill_in: str = "", at: int = 0, delay_s: float = 0.0) -> None:
         self.kill_in, self.at, self.delay_s = kill_in, at, delay_s
@@ -39,7 +39,7 @@ class Lines:
         self.pid = 0
 
     def install(self) -> None:
-        """From here on, in this process."""
+        """Start counting in this process."""
         self.pid = os.getpid()
         from whet.cli import train
         from whet.training import phases
@@ -56,22 +56,22 @@ class Lines:
 
         record.phase = phase
         for owner, name in [(Trainer, "log"), *_hooks(Callback)]:
-            setattr(owner, name, self.counted("saving", getattr(owner, name)))
-        train._finish = self.counted("ending", train._finish)
+            setattr(owner, name, self.count_lines("saving", getattr(owner, name)))
+        train._finish = self.count_lines("ending", train._finish)
 
-    def counted(self, phase: str, function: Any) -> Any:
-        """The function, its lines counted in a phase."""
+    def count_lines(self, phase: str, function: Any) -> Any:
+        """Wrap a function to count its lines in a phase."""
 
         @functools.wraps(function)
-        def counted(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
             with self.during(phase):
                 return function(*args, **kwargs)
 
-        return counted
+        return wrapper
 
     @contextlib.contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Count what is called within as lines of this phase."""
+        """Count lines executed in this context as lines of a phase."""
 
         def local(frame: Any, event: str, _: Any) -> Any:
             if event == "line" and os.getpid() == self.pid:
@@ -91,14 +91,14 @@ class Lines:
             sys.settrace(outer)
 
     def kill(self) -> None:
-        """Now, or in a moment."""
+        """Kill the process after ``delay_s``."""
         if self.delay_s == 0:
             os.kill(self.pid, signal.SIGKILL)
         threading.Thread(target=lambda: (time.sleep(self.delay_s), os.kill(self.pid, signal.SIGKILL))).start()
 
 
 def _hooks(base: type) -> list[tuple[type, str]]:
-    """What callbacks write after a step, and after the last."""
+    """List the hooks in which callbacks write after a step and after the last step."""
     owners = [cls for cls in _subclasses(base) if cls.__module__.startswith("whet.")]
     return [(cls, name) for cls in owners for name in ("on_step_end", "on_train_end") if name in vars(cls)]
 
@@ -143,7 +143,7 @@ def _of_method(shop: Workshop, method: str, n: int) -> Iterator[Tally]:
 
 
 def _count_lines(shop: Workshop, method: str, expected: dict[str, str]) -> dict[str, int]:
-    """The lines of each phase in a run that goes to its end, and to the bits of one that was not counted."""
+    """Count the lines of each phase in an undisturbed run, whose results must not change by counting."""
     folder, file = shop.folder / f"counted-{method}", shop.folder / "lines.json"
     lines = Lines()
 

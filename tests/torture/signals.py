@@ -1,4 +1,4 @@
-"""Runs that are stopped and woken (SIGSTOP, SIGCONT), and asked to end (SIGTERM, Ctrl-C), as a shell does it."""
+"""Runs that are suspended and resumed (SIGSTOP, SIGCONT) or terminated (SIGTERM, Ctrl-C), as by a shell."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.torture.common import N_STEPS, Tally, Workshop, finished, require, re
 
 _PATIENCE_S = 300.0
 _SLOW = 0.2
-"""Seconds that a step's rewards take: there is time to be asked to end."""
+"""Seconds of a step's rewards, which leave time for signals."""
 
 
 def torture(scale: float) -> Iterator[Tally]:
@@ -33,11 +33,11 @@ def torture(scale: float) -> Iterator[Tally]:
             yield setup
             return
         yield _stopped(shop, reward, expected, scaled(4, scale))
-        yield _asked_to_end(shop, reward, expected, scaled(4, scale))
+        yield _terminated(shop, reward, expected, scaled(4, scale))
 
 
 def _stopped(shop: Workshop, reward: str, expected: dict[str, str], n: int) -> Tally:
-    """Stopped again and again, for a while each time."""
+    """Suspend runs repeatedly."""
     tally = Tally("SIGSTOP, SIGCONT")
     rng = random.Random(0)
     for i in range(n):
@@ -53,27 +53,27 @@ def _stopped(shop: Workshop, reward: str, expected: dict[str, str], n: int) -> T
                 n_stops += 1
             text, _ = run.communicate(timeout=_PATIENCE_S)
             require(run.returncode == 0, f"status {run.returncode}: {text}")
-            require(n_stops > 5, "it was hardly ever stopped")
+            require(n_stops > 5, "it was suspended too few times")
             require_same(folder, expected)
     return tally
 
 
-def _asked_to_end(shop: Workshop, reward: str, expected: dict[str, str], n: int) -> Tally:
-    """Asked once: the step is finished, a checkpoint saved, and the same command continues."""
+def _terminated(shop: Workshop, reward: str, expected: dict[str, str], n: int) -> Tally:
+    """Terminate runs: the step is finished, a checkpoint is saved, and the same command continues."""
     tally = Tally("SIGTERM, and Ctrl-C")
     for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
         for step in range(1, 1 + min(n, N_STEPS - 1)):
             with tally.case(f"{number.name} after step {step}"):
                 folder = shop.folder / f"ended-{number.name}-{step}"
                 command = shop.command("grpo", folder, reward=reward)
-                run = started(command, preexec_fn=_hear_signals)
+                run = started(command, preexec_fn=_restore_sigint)
                 _wait_for_step(run, folder, step)
                 run.send_signal(number)
                 text, _ = run.communicate(timeout=_PATIENCE_S)
                 require(run.returncode == status, f"status {run.returncode}, not {status}: {text}")
                 saved, logged = _saved_step(folder), _logged_step(folder)
                 require(saved == logged, f"the checkpoint is of step {saved}, the last step was {logged}")
-                require(step <= logged < N_STEPS, f"asked after step {step}, it went on to {logged}")
+                require(step <= logged < N_STEPS, f"signalled after step {step}, it ran to step {logged}")
                 again = started(command)
                 text, _ = again.communicate(timeout=_PATIENCE_S)
                 require(again.returncode == 0, f"the same command failed: {text}")
@@ -81,15 +81,15 @@ def _asked_to_end(shop: Workshop, reward: str, expected: dict[str, str], n: int)
     return tally
 
 
-def _hear_signals() -> None:
-    """A shell starts what it runs in the background deaf to Ctrl-C."""
+def _restore_sigint() -> None:
+    """Restore SIGINT's default handler: a shell starts background jobs with SIGINT ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _wait_for_step(run: subprocess.Popen[str], folder: Path, step: int) -> None:
     deadline_s = time.monotonic() + _PATIENCE_S
     while _logged_step(folder) < step:
-        require(run.poll() is None and time.monotonic() < deadline_s, f"step {step} did not come")
+        require(run.poll() is None and time.monotonic() < deadline_s, f"step {step} was not reached")
         time.sleep(0.01)
 
 
@@ -104,7 +104,7 @@ def _saved_step(folder: Path) -> int:
 
 
 def require_same_but_checkpoints(folder: Path, expected: dict[str, str]) -> None:
-    """The checkpoint on demand may have taken an older one's place."""
+    """Compare results without earlier checkpoints, which the additional checkpoint may have replaced."""
     last = f"checkpoints/step-{N_STEPS:06d}/"
     kept = {name: digest for name, digest in expected.items() if "checkpoints/" not in name or name.startswith(last)}
     for path in (folder / "checkpoints").glob("step-*"):

@@ -1,10 +1,10 @@
-"""What Whet promises of the libraries that it runs with; tests/wide/test_versions.py runs it in one environment each.
+"""Compatibility with library versions; tests/wide/test_versions.py runs this in one environment per version set.
 
-    python -m tests.wide.promises write FOLDER        a folder of every family, as this environment's libraries write it
-    python -m tests.wide.promises use FOLDER OUT      loads those, trains, and writes what was trained
-    python -m tests.wide.promises read OUT            loads what another environment trained
+    python -m tests.wide.promises write FOLDER        write a folder of every family by this environment's libraries
+    python -m tests.wide.promises use FOLDER OUT      load the folders, train, and write the trained models
+    python -m tests.wide.promises read OUT            load models trained in another environment
 
-Each folder has logits with it, by which a reader finds that it has the same model. An error ends it.
+Each folder includes logits, with which a reader verifies the model. Any error ends the process.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ def logits_of(model: Any) -> np.ndarray:
 
 
 def load(folder: Path) -> Any:
-    """The model of a folder, once transformers and Whet's engine find the logits in it."""
-    # Gemma 2 on sdpa leaves out its cap of scores in transformers 4.
+    """Load the model of a folder and check that transformers and Whet's engine reproduce its logits."""
+    # In transformers 4, Gemma 2 on sdpa ignores its soft-cap of scores.
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     check(model, folder)
-    # longrope depends on the length of the text.
+    # longrope depends on the sequence length.
     with whet.Engine.from_pretrained(folder, weights="float32", max_position=16) as engine:
         np.testing.assert_allclose(engine.logits(IDS), np.load(folder / "logits.npy"), rtol=0, atol=TOLERANCE)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -95,7 +95,7 @@ def check(model: Any, folder: Path) -> None:
 
 
 def train(model: Any, out: Path) -> None:
-    """A step of each algorithm on the kernels, with rollouts of the native engine."""
+    """Take a step of each algorithm on the kernels, with rollouts of the native engine."""
     tokenizer = letters_tokenizer()
     # StableLM's attention in transformers 4 does not support custom attention functions.
     is_old = transformers.__version__.startswith("4.") and model.config.model_type == "stablelm"

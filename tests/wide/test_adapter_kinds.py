@@ -1,4 +1,4 @@
-"""The reference with every kind of adapter that PEFT saves: new, trained, and loaded to be continued."""
+"""Reference policies with every kind of PEFT adapter: new, trained, and loaded to continue training."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     "adaption prompt": partial(peft.AdaptionPromptConfig, adapter_layers=1, adapter_len=3, task_type="CAUSAL_LM"),
 }
 _LOADED_FROZEN = ("prompt tuning", "prefix tuning")
-"""Kinds that PEFT does not load to be trained."""
+"""Kinds that PEFT cannot load for training."""
 
 
 def base():
@@ -73,7 +73,7 @@ def move(model):
 
 @pytest.mark.parametrize("state", ["new", "trained", "loaded"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_reference_is_what_the_policy_was(kind, state, tmp_path):
+def test_reference_is_the_initial_policy(kind, state, tmp_path):
     torch.manual_seed(0)
     model = peft.get_peft_model(base(), KINDS[kind]())
     if state != "new":

@@ -1,4 +1,4 @@
-"""The chat templates that come with TRL: forms of messages are one, nothing is lost, and marks show every turn."""
+"""TRL's chat templates: equivalent forms of messages render equally, nothing is lost, and turns are found."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ trl = pytest.importorskip("trl", reason="templates: pip install 'whet[peers]'")
 FOLDER = Path(trl.__file__).parent / "chat_templates"
 TEMPLATES = sorted(file.stem for file in FOLDER.glob("*.jinja"))
 OF_IMAGES = ("idefics3", "llava_next", "smolvlm")
-"""Families whose templates take no content but parts."""
+"""Families whose templates accept only content in parts."""
 
 
 def tokenizer(name: str, is_own: bool) -> Any:
@@ -27,7 +27,7 @@ def tokenizer(name: str, is_own: bool) -> Any:
 
 
 def render(row: dict[str, Any], tokenizer: Any) -> str | None:
-    """The text of a row with nothing left out; None: it is refused."""
+    """Render a row completely; None if it is rejected."""
     chat = Chat("test", row, tokenizer)
     try:
         chat.check_complete(row["messages"], first_learnt=0)
@@ -37,7 +37,7 @@ def render(row: dict[str, Any], tokenizer: Any) -> str | None:
 
 
 @pytest.mark.parametrize(("name", "is_own"), itertools.product(TEMPLATES, [True, False]))
-def test_forms_are_one_and_nothing_is_lost(name: str, is_own: bool) -> None:
+def test_equivalent_messages_render_equally_and_completely(name: str, is_own: bool) -> None:
     template = tokenizer(name, is_own)
     texts = {render(call(arguments), template) for arguments in ({"city": "Paris é"}, '{"city": "Paris é"}')}
     assert len(texts) == 1
@@ -50,7 +50,7 @@ def test_forms_are_one_and_nothing_is_lost(name: str, is_own: bool) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if "_training" in name and not name.startswith(OF_IMAGES)])
-def test_training_templates_tell_turns(name: str) -> None:
+def test_training_templates_separate_turns(name: str) -> None:
     template = tokenizer(name, is_own=False)
     _, completion_ids, mask = tokenize_turns({"messages": TALK}, template)
     learnt = template.decode([token for token, counts in zip(completion_ids, mask, strict=True) if counts])

@@ -1,7 +1,7 @@
-"""Exported files in llama.cpp: every family, scaling of rotary frequencies, shape of heads and window that are written.
+"""Exported files in llama.cpp: every family, RoPE scaling, head shape and attention window.
 
-llama.cpp comes as the wheel ``xllamacpp``, whose server runs in this process. What ``whet export`` refuses is written
-all the same, to see that llama.cpp does not open it.
+llama.cpp is in the wheel ``xllamacpp``, whose server runs in this process. Models that ``whet export`` rejects are
+written anyway, to check that llama.cpp does not open them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytest.importorskip("xllamacpp", reason="llama.cpp: pip install 'whet[wide]'")
 
 LENGTH = 200
 ENDS = (1, 30, 65, 130, LENGTH)
-"""Tokens after which log-probs are compared: the first position, within the original context of 64, and beyond it."""
+"""Lengths at which log-probs are compared: the first position, within the original context of 64, and beyond it."""
 HEAD_DIM, WINDOW = 16, 32
 _SIZES = {
     "vocab_size": N_ROWS, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -88,7 +88,7 @@ REFUSED = {
     for rope in ropes.split()
 } | {(family, f"{size} heads") for family in ("qwen2", "olmo2", "starcoder2", "phi3") for size in ("wide", "narrow")}
 NO_SUCH_CONFIG = {("phi3", rope) for rope in ROPES if rope not in ("plain", "longrope")}
-"""Phi-3's config takes no other scaling."""
+"""Phi-3's config supports no other scaling."""
 _EXPORTED = [name for name, family in FAMILIES.items() if family.gguf is not None]
 CASES = [
     *((family, rope) for family, rope in itertools.product(_EXPORTED, ROPES) if family != "gpt2" or rope == "plain"),
@@ -127,7 +127,7 @@ def make_model(family: str, case: str) -> Any:
 
 
 def llama_cpp_logprobs(path: Path, prefixes: Sequence[list[int]]) -> np.ndarray:
-    """(prefixes, vocabulary): log-probs of the next token.
+    """Return log-probs of the next token, (prefixes, vocabulary).
 
     Raises:
         RuntimeError: llama.cpp does not open the file.
@@ -138,7 +138,7 @@ def llama_cpp_logprobs(path: Path, prefixes: Sequence[list[int]]) -> np.ndarray:
     settings.model.path, settings.n_ctx, settings.n_parallel, settings.warmup = str(path), 256, 1, False
     settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = 1
     server = xllamacpp.Server(settings)
-    # A token with a text is chosen, as the server reports no log-probs of one without; those of all are the model's.
+    # Choose a token with text, since the server reports log-probs only then; they cover the whole vocabulary.
     asked = {"n_predict": 1, "n_probs": N_ROWS, "logit_bias": [[72, 1000.0]], "temperature": 0.0}
     found = np.full((len(prefixes), N_ROWS), np.nan)
     for row, prefix in zip(found, prefixes, strict=True):
@@ -149,7 +149,7 @@ def llama_cpp_logprobs(path: Path, prefixes: Sequence[list[int]]) -> np.ndarray:
 
 
 def relative_errors(model: Any, path: Path) -> np.ndarray:
-    """Of llama.cpp's log-probs after each of ``ENDS`` tokens, relative to their spread."""
+    """Compute errors of llama.cpp's log-probs after each of ``ENDS`` tokens, relative to their spread."""
     ids = torch.randint(0, N_TOKENS, (1, LENGTH), generator=torch.Generator().manual_seed(2))
     expected = model(ids).logits[0].log_softmax(-1).numpy()[np.array(ENDS) - 1]
     found = llama_cpp_logprobs(path, [ids[0, :end].tolist() for end in ENDS])
@@ -158,12 +158,12 @@ def relative_errors(model: Any, path: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("family", "case"), [each for each in CASES if each not in NO_SUCH_CONFIG])
-def test_llama_cpp_computes_what_is_exported(family, case, tokenizer, tmp_path, monkeypatch):
+def test_llama_cpp_agrees_with_exported_models(family, case, tokenizer, tmp_path, monkeypatch):
     model = make_model(family, case)
     folder, out = save(model, tokenizer, tmp_path / "model"), tmp_path / "model.gguf"
     if (family, case) in REFUSED:
         assert_raises(WhetValueError, "GGUF cannot express", export_gguf, folder, out, "f32")
-        assert_that_llama_cpp_does_not_open_it(family, folder, out, monkeypatch)
+        assert_not_opened_by_llama_cpp(family, folder, out, monkeypatch)
         return
     written = export_gguf(folder, out, "f32")
     errors = relative_errors(model, out)
@@ -175,12 +175,12 @@ def test_llama_cpp_computes_what_is_exported(family, case, tokenizer, tmp_path, 
         assert max(errors) < 0.05
 
 
-def assert_that_llama_cpp_does_not_open_it(family: str, folder: Path, out: Path, monkeypatch: Any) -> None:
-    """Write what is refused, by another table; not where llama.cpp opens such a file and computes another model."""
+def assert_not_opened_by_llama_cpp(family: str, folder: Path, out: Path, monkeypatch: Any) -> None:
+    """Write a rejected model by another table, except models that llama.cpp opens and computes wrongly."""
     own = FAMILIES[family]
     table = {**(own.gguf or {}), "rope": ("divisors", "longrope"), "square": False}
     monkeypatch.setitem(FAMILIES, family, replace(own, gguf=table))
-    with contextlib.suppress(WhetValueError):  # Gemma 3's attention_factor, which is in no table
+    with contextlib.suppress(WhetValueError):  # Gemma 3's attention_factor, which no table has
         export_gguf(folder, out, "f32")
         with pytest.raises(RuntimeError):
             llama_cpp_logprobs(out, [[1]])

@@ -1,4 +1,4 @@
-"""The NEON kernels, cross-compiled and run under qemu where both are there: the C++ tests, and the same bits."""
+"""NEON kernels, cross-compiled and run under qemu: the C++ tests, and bit-identical results."""
 
 import shutil
 import subprocess
@@ -11,7 +11,7 @@ COMPILER, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-a
 
 
 @pytest.mark.needs("aarch64")
-def test_the_cpp_tests_pass_on_neon(tmp_path):
+def test_cpp_tests_pass_on_neon(tmp_path):
     assert COMPILER and EMULATOR
     options = [
         "-DWHET_PYTHON=OFF",
@@ -27,8 +27,8 @@ def test_the_cpp_tests_pass_on_neon(tmp_path):
     built = subprocess.run([cmake, "--build", tmp_path, "-j", "2"], capture_output=True, text=True, timeout=900)
     assert built.returncode == 0, built.stdout[-3000:]
     for program in sorted(tmp_path.glob("*_test*")):
-        # Kernels allocate nothing: this processor's own instruction set stands for all in allocation_test, whose
-        # thousands of threads would take an emulator ten minutes.
+        # Kernels allocate nothing, so allocation_test runs only on the native instruction set; its
+        # thousands of threads would take ten minutes in an emulator.
         if program.is_file() and not program.suffix and program.name != "allocation_test":
             run = subprocess.run([EMULATOR, program], capture_output=True, text=True, timeout=900)
             assert run.returncode in (0, 77), run.stdout[-3000:] + run.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""Threads in a real control group with a CPU quota, of version 1 or 2, where one can be made."""
+"""Threads in a real control group with a CPU quota, of version 1 or 2, if it can be created."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GROUPS = Path("/sys/fs/cgroup")
 
 @pytest.fixture
 def group():
-    """A group of version 2, or else of the cpu controller of version 1, and the files of its quota and its period."""
+    """Create a group of version 2, or of version 1's cpu controller; return its quota and period files."""
     for top, is_new in ((GROUPS, True), (GROUPS / "cpu", False)):
         folder = top / f"whet_test_{os.getpid()}"
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""The promises of pyproject.toml, run with the oldest versions that it names and with the newest, and two between them.
+"""Library versions of pyproject.toml: the oldest, the newest, and two between them.
 
-Each set of versions gets a virtual environment below build/versions, which takes torch from the one that runs this:
-older torch has no CPU build on the index. ``promises.py`` says what is run in it.
+Each set of versions gets a virtual environment below build/versions that links torch from the current environment:
+older versions of torch have no CPU build on the index. The environment runs ``promises.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NEEDED_BY_TORCH = ["sympy", "networkx", "filelock", "fsspec", "typing_extensions
 
 
 def oldest() -> list[str]:
-    """The lower bounds of pyproject.toml, torch's aside."""
+    """List the lower bounds in pyproject.toml, except torch's."""
     project = read_toml(ROOT / "pyproject.toml")["project"]
     lines = project["dependencies"] + [line for extra in EXTRAS for line in project["optional-dependencies"][extra]]
     found = []
@@ -40,7 +40,7 @@ def oldest() -> list[str]:
 
 
 VERSIONS = {
-    "oldest": [*oldest(), "pyarrow==18"],  # newer ones want NumPy 2, which pip does not know
+    "oldest": [*oldest(), "pyarrow==18"],  # newer versions need NumPy 2, which their metadata omit
     "last 4": ["transformers==4.57.6", "peft==0.17.0", "datasets==4.0.0"],
     "first 5": ["transformers==5.0.0", "peft==0.18.0", "datasets==4.7.0"],
     "newest": ["transformers", "peft", "datasets"],
@@ -49,7 +49,7 @@ VERSIONS = {
 
 @cache
 def environment(name: str) -> Path:
-    """The interpreter of an environment with these versions, made again where they have changed."""
+    """Create an environment with these versions, or again if they changed; return its interpreter."""
     folder, wanted = WORK / name.replace(" ", "-"), json.dumps(VERSIONS[name])
     python, stamp = folder / "bin" / "python", folder / "versions.json"
     if stamp.is_file() and stamp.read_text() == wanted:
@@ -82,13 +82,13 @@ def run(name: str, *arguments: object) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of every family, as the newest libraries and Whet write it."""
+    """Write a folder of every family by the newest libraries and Whet."""
     folder = tmp_path_factory.mktemp("newest")
     run("newest", "write", folder)
     return folder
 
 
 @pytest.mark.parametrize("name", VERSIONS)
-def test_the_newest_folders_are_loaded_and_trained_and_what_is_trained_loads_in_the_newest(name, folders, tmp_path):
+def test_folders_and_trained_models_are_compatible_between_versions(name, folders, tmp_path):
     run(name, "use", folders, tmp_path)
     run("newest", "read", tmp_path)
