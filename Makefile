@@ -1,7 +1,7 @@
 # make demo    post-train a small model from scratch, in under 5 minutes
 # make test    the Python tests: one representative of each kind
 # make check   what continuous integration runs: tests, linters, the C++ tests, the npm package; under 25 minutes
-# make wide    matrices of versions and of compilers, sanitizers, llama.cpp, Ray, bundlers, QEMU: under 80 minutes
+# make wide    matrices of versions and of compilers, sanitizers, llama.cpp, Ray, bundlers, QEMU, timing tests: under 80 minutes
 # make test-scale  several processes: ranks under torchrun, and pools of sampling workers with Ray
 # make web     the core as WebAssembly and the npm package around it, in web/dist; make web-test tests it, make web-demo shows it
 # make docs    the site from docs/, in build/site/index.html
@@ -31,12 +31,13 @@ demo: $(VENV)/.installed-train
 
 # gym after test: pip builds some of its dependencies with the setuptools that torch installs.
 test: $(VENV)/.installed-test $(VENV)/.installed-gym
-	$(BIN)/python -m pytest -n auto -rfEs --ignore tests/scale --ignore tests/wide
+	$(BIN)/python -m pytest -n auto -rfEs -m "not timing" --ignore tests/scale --ignore tests/wide
 	$(BIN)/python -m pytest -n 2 tests/scale/test_command.py
 
-# The tests that `make test` skips because a package or a program is missing (tests/needs.py), and slow tests.
+# The tests that `make test` skips because a package or a program is missing (tests/needs.py), tests of time, and slow tests.
 test-wide: $(VENV)/.installed-test $(VENV)/.installed-gym $(VENV)/.installed-wide web
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n 2 --dist loadfile -m needs --fail-if-missing --ignore tests/scale
+	$(BIN)/python -m pytest -m timing --ignore tests/scale --ignore tests/wide
 	$(BIN)/python -m pytest tests/wide
 
 # Ranks and workers that are started, killed and stopped. Two files at a time: each mostly waits for processes.
