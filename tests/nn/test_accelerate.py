@@ -93,7 +93,7 @@ def test_bfloat16_gradients_keep_their_direction(case):
 def test_gradient_checkpointing_recomputes_layers(case, reentrant):
     model = trained(case).train()
     with accelerate(model, "float32"):
-        _, kept = logprobs_and_gradients(model)
+        _, plain = logprobs_and_gradients(model)
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         passes = 0
 
@@ -104,8 +104,8 @@ def test_gradient_checkpointing_recomputes_layers(case, reentrant):
         next(m for m in model.modules() if type(m).__name__.endswith("Attention")).register_forward_hook(count)
         _, again = logprobs_and_gradients(model)
     assert passes == 2
-    assert kept.keys() == again.keys()
-    assert torch.equal(flat(kept), flat(again))
+    assert plain.keys() == again.keys()
+    assert torch.equal(flat(plain), flat(again))
 
 
 def test_autograd_gets_every_gradient():
@@ -433,8 +433,8 @@ print(mebibytes("Rss:") - before, huge)
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc can be configured")
 def test_freed_memory_is_retained_in_huge_pages():
-    kept, huge = map(int, printed_by(_STEP).split())
-    assert kept > 240
+    retained, huge = map(int, printed_by(_STEP).split())
+    assert retained > 240
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if setting.exists() and "[never]" not in setting.read_text():
         assert huge > 200

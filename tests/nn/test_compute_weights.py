@@ -132,9 +132,9 @@ def test_products_hold_no_copies_of_weights(monkeypatch):
     model = trained("llama-biases-tied")
     with accelerate(model, "bfloat16") as acceleration:
         loss = loss_of(model)
-        held = sum(n_bytes for _, _, n_bytes in acceleration.memory_blocks())
+        n_bytes = sum(size for _, _, size in acceleration.memory_blocks())
         largest = max(p.numel() for p in model.parameters())
-        assert 0 < held <= 2 * largest + 2 * VOCAB * model.config.hidden_size
+        assert 0 < n_bytes <= 2 * largest + 2 * VOCAB * model.config.hidden_size
         with torch.no_grad():
             model.model.layers[0].mlp.down_proj.weight.mul_(1.25)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -145,11 +145,11 @@ def test_state_dicts_and_averaged_weights():
     model, other = trained(), trained(initializer_range=0.2)
     with accelerate(model, "bfloat16"):
         own = outputs(model)
-        kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+        saved = {name: p.detach().clone() for name, p in model.named_parameters()}
         model.load_state_dict(other.state_dict())
         assert_fresh(model, "bfloat16")
         for name, p in model.named_parameters():  # like a callback that swaps in averages for an evaluation
-            p.data.copy_(kept[name])
+            p.data.copy_(saved[name])
         for output, right in zip(outputs(model), own, strict=True):
             assert torch.equal(output, right)
 

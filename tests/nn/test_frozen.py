@@ -66,7 +66,7 @@ def logprobs_and_gradients(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return result.detach(), torch.cat(gradients)
 
 
-def hold(case: str, base: str, **options: Any) -> None:
+def check_gradients(case: str, base: str, **options: Any) -> None:
     """Assert that log-probs and adapter gradients equal the float64 results of the model in floats."""
     frozen = frozen_model(tiny_model(case, **options), base)
     wide = lora(in_floats(case, frozen, **options)).double()
@@ -85,12 +85,12 @@ def hold(case: str, base: str, **options: Any) -> None:
 
 @pytest.mark.parametrize("base", ["float32", "bf16", "q8_0", "q4_k_m"])
 def test_gradients_on_every_format_of_the_base(base):
-    hold("llama", base, initializer_range=0.1, **LARGE)
+    check_gradients("llama", base, initializer_range=0.1, **LARGE)
 
 
 @pytest.mark.parametrize("case", FAMILIES)
 def test_gradients_of_every_family(case):
-    hold(case, "q8_0", initializer_range=0.1)
+    check_gradients(case, "q8_0", initializer_range=0.1)
 
 
 @pytest.mark.parametrize("case", ["llama", "llama-biases-tied", "gpt_neox", "gpt2", "gptj", "gemma2"])
@@ -114,14 +114,14 @@ def test_no_float_copy_of_a_matrix_is_held():
     assert all(p.ndim == 1 or "lora_" in name for name, p in model.named_parameters())
     assert all("norm" in name or "lora_" in name for name in model.state_dict())
     assert not any(p.requires_grad for name, p in model.named_parameters() if "lora_" not in name)
-    kept: list[torch.Tensor] = []
+    saved: list[torch.Tensor] = []
     with (
         accelerate(model, "bfloat16"),
-        torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x),
+        torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x),
     ):
         completion_logprobs(model, PROMPTS, COMPLETIONS)
     n_tokens = sum(map(len, PROMPTS)) + sum(map(len, COMPLETIONS))
-    assert max(x.untyped_storage().nbytes() for x in kept) <= 4 * 512 * n_tokens < 2 * 256 * 256
+    assert max(x.untyped_storage().nbytes() for x in saved) <= 4 * 512 * n_tokens < 2 * 256 * 256
 
 
 def test_packed_weights_are_readable_and_read_only():
@@ -413,16 +413,16 @@ def test_dropout_of_adapters_is_seeded():
             torch.manual_seed(seed)
             results.append(logprobs_and_gradients(model)[1])
         assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
-        kept = logprobs_and_gradients(model.eval())[1]
-    assert not torch.equal(kept, results[0])
+        without = logprobs_and_gradients(model.eval())[1]
+    assert not torch.equal(without, results[0])
 
 
 def test_gradient_checkpointing_redraws_dropout():
     model = lora(frozen_model(tiny_model("llama"), "q8_0"), lora_dropout=0.25).train()
     with accelerate(model, "float32"):
         torch.manual_seed(0)
-        _, kept = logprobs_and_gradients(model)
+        _, plain = logprobs_and_gradients(model)
         model.gradient_checkpointing_enable({"use_reentrant": False})
         torch.manual_seed(0)
         _, again = logprobs_and_gradients(model)
-    assert torch.equal(kept, again)
+    assert torch.equal(plain, again)

@@ -143,9 +143,9 @@ def test_swiglu(n):
     np.testing.assert_array_equal(whet.swiglu(both.astype(">f4")), whet.swiglu(gate, up))
     expected = whet.swiglu(gate, up)
     for out in (gate, up):
-        kept = both.copy()
+        saved = both.copy()
         np.testing.assert_array_equal(whet.swiglu(gate, up, out=out), expected)
-        both[...] = kept
+        both[...] = saved
     whet.swiglu(both, out=both[..., n // 2 : n // 2 + n])
     np.testing.assert_array_equal(both[..., n // 2 : n // 2 + n], expected)
 

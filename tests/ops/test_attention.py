@@ -215,11 +215,11 @@ def test_large_scores_and_minus_infinity():
     np.testing.assert_allclose(got, naive_attention(*wide(q, k, v)), rtol=1e-6)
     k[5:9], q = -np.inf, np.abs(q)  # scores of -inf have weight 0
     got = whet.attention(q, k, v, causal=False)
-    kept = [i for i in range(40) if not 5 <= i < 9]
+    others = [i for i in range(40) if not 5 <= i < 9]
     np.testing.assert_array_equal(
         got, whet.attention(q, np.where(np.isinf(k), np.float32(-3e38 / 1e17), k), v, causal=False)
     )
-    np.testing.assert_allclose(got, naive_attention(*wide(q, k[kept], v[kept]), causal=False), rtol=1e-6)
+    np.testing.assert_allclose(got, naive_attention(*wide(q, k[others], v[others]), causal=False), rtol=1e-6)
     only = np.full((1, 3, 1, 32), -np.inf, np.float32)
     assert not whet.attention(q, only[0], v[:3], causal=False).any()
     assert not whet.decode_attention(q[:1], only, v[None, :3], [3]).any()

@@ -44,13 +44,13 @@ def test_bfloat16_weights_and_residuals(n):
     total = x + residual
     for w, b in ((weight, bias), (weight.float(), bias.float()), (weight.float(), bias), (None, bias)):
         wide_w, wide_b = (None if v is None else v.float() for v in (w, b))
-        kept = residual.clone()
+        total_out = residual.clone()
         expected = whet.layer_norm(total.float(), wide_w, wide_b).bfloat16()
-        same(whet.layer_norm(x, w, b, residual=kept), expected)
-        same(kept, total)
-        kept = residual.clone()
-        same(whet.rms_norm(x, w, residual=kept), whet.rms_norm(total.float(), wide_w).bfloat16())
-        same(kept, total)
+        same(whet.layer_norm(x, w, b, residual=total_out), expected)
+        same(total_out, total)
+        total_out = residual.clone()
+        same(whet.rms_norm(x, w, residual=total_out), whet.rms_norm(total.float(), wide_w).bfloat16())
+        same(total_out, total)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
