@@ -17,7 +17,7 @@ import torch
 from tests.scale.ranks import LOSS_TYPES
 
 from whet.rollout.sharded_engine import split_samples
-from whet.training.distributed import shard_by_cost
+from whet.training.reduction import shard_by_cost
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

@@ -13,23 +13,21 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property, partial
-from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from whet.algorithms.loss_terms import check_float_tensor, check_shapes, denominator, logprob_difference
+from whet.algorithms.loss_terms import check_float_tensor, check_shapes, denominator
+from whet.algorithms.pairs import Pairs, add_reference, reference_sums, sum_logprobs, update_on_pairs
 from whet.config.settings import DPOConfig, DPOLossType, PreferenceConfig, check_dpo_options
 from whet.data.batches import as_rows, check_row_counts, columns_as_rows, is_batch, is_sequence, row_reader
 from whet.data.rows import tokenize_preference
 from whet.data.token_ids import token_rows
 from whet.errors import WhetTypeError, WhetValueError, is_number
-from whet.nn.causal_lm import completion_logprobs
-from whet.training.phases import phase
 from whet.training.prefetch import locate_error
 from whet.training.reference import ReferenceSums, TokenRow
 from whet.training.reference_cache import Sums
@@ -37,46 +35,6 @@ from whet.training.trainer import Trainer, training_step
 
 _LENGTH_NORMALISED = ("ipo", "sigmoid_norm")
 _REFERENCE = ("ref_chosen_logprobs", "ref_rejected_logprobs")
-
-
-class Pairs(NamedTuple):
-    """B preference pairs. A pair of tensors belongs to the chosen and the rejected completions.
-
-    Attributes:
-        prompt_ids, chosen_ids, rejected_ids: B rows of token ids each.
-        reference: the reference's log-probs, summed over tokens, (B,) each; None: not computed.
-        sampler_logprobs: log-probs of the tokens as recorded by the engine, (B, T) each; None: not recorded.
-        metrics: ``LengthLimit`` metrics of the source batch.
-    """
-
-    prompt_ids: list[list[int]]
-    chosen_ids: list[list[int]]
-    rejected_ids: list[list[int]]
-    reference: tuple[Tensor, Tensor] | None = None
-    sampler_logprobs: tuple[Tensor, Tensor] | None = None
-    metrics: Mapping[str, float] = MappingProxyType({})
-
-    @classmethod
-    def from_rows(cls, rows: Iterable[TokenRow]) -> Pairs:
-        """Build pairs from rows of prompt, chosen and rejected token ids."""
-        prompts, chosen, rejected = map(list, zip(*rows, strict=True)) if (rows := list(rows)) else ([], [], [])
-        return cls(prompts, chosen, rejected)
-
-    def rows(self) -> list[TokenRow]:
-        """Return prompt, chosen and rejected token ids of each pair."""
-        return list(zip(self.prompt_ids, self.chosen_ids, self.rejected_ids, strict=True))
-
-    def select(self, indices: list[int]) -> Pairs:
-        """Return the pairs at ``indices``."""
-        prompts, chosen, rejected = ([side[i] for i in indices] for side in self[:3])
-        reference, sampler_logprobs = (
-            both and (both[0][indices], both[1][indices]) for both in (self.reference, self.sampler_logprobs)
-        )
-        return Pairs(prompts, chosen, rejected, reference, sampler_logprobs, self.metrics)
-
-    def lengths(self) -> tuple[Tensor, Tensor]:
-        """Return the token counts of chosen and rejected completions, (B,) each."""
-        return torch.tensor(list(map(len, self.chosen_ids))), torch.tensor(list(map(len, self.rejected_ids)))
 
 
 class DPO(Trainer):
@@ -131,7 +89,7 @@ class DPO(Trainer):
                 f"Such ties are excluded; frac_ties is their share of every batch.",
                 stacklevel=3,
             )
-        return {**update_on_pairs(self, kept), **pairs.metrics, "frac_ties": n_excluded / max(1, n_pairs)}
+        return {**update_on_pairs(self, kept, pair_losses), **pairs.metrics, "frac_ties": n_excluded / max(1, n_pairs)}
 
     def train(self, dataset: Any, steps: int | None = None, *, n_epochs: int | None = None) -> dict[str, float]:
         """Run ``Trainer.train``; with ``precompute_reference``, compute the reference's log-probs first.
@@ -154,8 +112,8 @@ class DPO(Trainer):
             pairs = self._without_ties(self.get_prepared(*batch))
             if not pairs.prompt_ids:
                 continue
-            sums = _pair_sums(pairs, self, self.model)
-            pairs = with_reference(self, pairs)
+            sums = sum_logprobs(self, self.model, pairs)
+            pairs = add_reference(self, pairs)
             loss, metrics = pair_losses(self.config, pairs, sums, n_pairs=1, n_tokens=1)
             for name, value in {**metrics, "loss": loss.item()}.items():
                 if name in totals:
@@ -188,7 +146,7 @@ class DPO(Trainer):
         missing = [i for i, row in enumerate(done) if _read_sums(row) is None]
         if not missing:
             return done
-        self._check_forms(rows)
+        self.reader.check_forms(self, rows)
         try:
             fitted = self.length_limit.fit([self.tokenize_row(done[i], self.tokenizer) for i in missing]).rows
         except (WhetValueError, WhetTypeError) as error:
@@ -274,33 +232,6 @@ def _read_sums(row: Mapping[str, Any]) -> Sums | None:
     return sums[0], sums[1]
 
 
-def reference_sums(trainer: Trainer, pairs: Pairs) -> tuple[Tensor, Tensor]:
-    """Return the reference's log-probs of chosen and rejected completions, (B,) each."""
-    with trainer.reference.as_module() as model:
-        return _pair_sums(pairs, trainer, model)
-
-
-def with_reference(trainer: Trainer, pairs: Pairs) -> Pairs:
-    """Add the reference's sums to the pairs, for a trainer whose config is a ``PreferenceConfig``.
-
-    Return the pairs unchanged if the loss does not use the reference.
-    """
-    if not trainer.config.has_reference() or pairs.reference is not None:
-        return pairs
-    if not trainer.config.uses_reference_model():
-        raise WhetValueError(
-            "DPO: precompute_reference is set, but these pairs have no reference log-probs. Call train, or "
-            "pass the rows that add_reference_logprobs returns."
-        )
-    return pairs._replace(reference=reference_sums(trainer, pairs))
-
-
-def _pair_sums(pairs: Pairs, trainer: Trainer, model: nn.Module) -> tuple[Tensor, Tensor]:
-    both = trainer.logprobs(model, pairs.prompt_ids * 2, pairs.chosen_ids + pairs.rejected_ids).sum(1)
-    chosen, rejected = both.split(len(pairs.prompt_ids))
-    return chosen, rejected
-
-
 def pair_losses(
     config: PreferenceConfig, pairs: Pairs, policy: tuple[Tensor, Tensor], *, n_pairs: int, n_tokens: int
 ) -> tuple[Tensor, dict[str, float]]:
@@ -317,39 +248,6 @@ def pair_losses(
         n_pairs=n_pairs,
         n_tokens=n_tokens,
     )
-
-
-def update_on_pairs(trainer: Trainer, pairs: Pairs) -> dict[str, float]:
-    """Update a trainer whose config is a ``PreferenceConfig``, and return metrics; no update without pairs.
-
-    Pairs with ``sampler_logprobs`` add ``sampler/logprob_difference``, the mean over tokens of the absolute difference
-    from the policy's log-probs, and ``sampler/logprob_difference_max``.
-    """
-    if not pairs.prompt_ids:
-        return {"loss": 0.0, "grad_norm": 0.0, "num_tokens": 0}
-    pairs = with_reference(trainer, pairs)
-    n_pairs, n_chosen = len(pairs.prompt_ids), sum(map(len, pairs.chosen_ids))
-    n_completion = n_chosen + sum(map(len, pairs.rejected_ids))
-    with trainer.update() as update:
-        rows = pairs.rows()
-        for part in map(pairs.select, trainer.shard(update, rows, trainer.micro_batches(rows))):
-            maxima: dict[str, float] = {}
-            with phase("forward"):
-                logprobs, entropy, mask = completion_logprobs(
-                    trainer.model, part.prompt_ids * 2, part.chosen_ids + part.rejected_ids, return_entropy=True
-                )
-            with phase("loss"):
-                chosen, rejected = logprobs.sum(1).split(len(part.prompt_ids))
-                loss, metrics = pair_losses(
-                    trainer.config, part, (chosen, rejected), n_pairs=n_pairs, n_tokens=n_chosen
-                )
-            if part.sampler_logprobs is not None:
-                recorded = torch.cat([side[:, : mask.shape[1]] for side in part.sampler_logprobs]).to(mask.device)
-                total, maxima["sampler/logprob_difference_max"] = logprob_difference(logprobs, recorded, mask)
-                metrics["sampler/logprob_difference"] = total / max(1, n_completion)
-            metrics["entropy"] = cast(Tensor, entropy).sum().item() / max(1, n_completion)
-            update.add(loss, metrics, maxima)
-    return {**update.metrics, **update.maxima, "num_tokens": n_completion + 2 * sum(map(len, pairs.prompt_ids))}
 
 
 def dpo_loss(

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from whet.algorithms.dpo import Pairs, update_on_pairs
+from whet.algorithms.dpo import pair_losses
 from whet.algorithms.online import OnlineTrainer
+from whet.algorithms.pairs import Pairs, update_on_pairs
 from whet.config.fields import reject_ineffective
 from whet.config.settings import OnlineDPOConfig
 from whet.errors import WhetTypeError
@@ -88,7 +89,7 @@ class OnlineDPO(OnlineTrainer):
             rejected_ids=[ids[i + 1 - winner] for i, winner in decided],
             sampler_logprobs=self._sampler_logprobs(rollout, decided),
         )
-        metrics = update_on_pairs(self, pairs)
+        metrics = update_on_pairs(self, pairs, pair_losses)
         self.warn_if_mismatched(
             metrics.get("sampler/logprob_difference", 0.0), "Train adapters that generate and forward compute alike."
         )

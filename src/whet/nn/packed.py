@@ -49,11 +49,22 @@ class PackedBatch(NamedTuple):
     steps: Tensor
 
 
-def pack_batch(prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> PackedBatch:
-    """Pack non-empty prompts and their completions; equal prompts are stored once."""
+def group_by_prompt(prompt_ids: Sequence[Sequence[int]]) -> dict[tuple[int, ...], list[int]]:
+    """Group the indices of equal prompts, in order of first occurrence."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, prompt in enumerate(prompt_ids):
         groups.setdefault(tuple(prompt), []).append(i)
+    return groups
+
+
+def count_tokens(rows: Sequence[Sequence[Sequence[int]]]) -> int:
+    """Count the tokens of rows, each a prompt and its completions; a shared prompt counts once."""
+    prompts = group_by_prompt([row[0] for row in rows])
+    return sum(map(len, prompts)) + sum(len(ids) for row in rows for ids in row[1:])
+
+
+def pack_batch(prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> PackedBatch:
+    """Pack non-empty prompts and their completions; equal prompts are stored once."""
     ids: list[Sequence[int]] = []
     positions, keys, hidden, targets, rows, steps = ([] for _ in range(6))
     q_lengths, k_lengths = [0], [0]
@@ -70,7 +81,7 @@ def pack_batch(prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Seq
         k_lengths.append(len(prefix) + len(tokens))
         return own
 
-    for prompt, members in groups.items():
+    for prompt, members in group_by_prompt(prompt_ids).items():
         prefix = add(prompt, np.arange(0))
         for i in members:
             completion = completion_ids[i]
@@ -101,20 +112,18 @@ def split_micro_batches(rows: Sequence[Sequence[Sequence[int]]], max_tokens: int
     Returns:
         Ascending row indices of each micro-batch; row 0 is in the first one.
     """
-    groups: dict[tuple[int, ...], list[list[int]]] = {}
-    costs: dict[tuple[int, ...], list[int]] = {}
-    for i, (prompt, *completions) in enumerate(rows):
-        key, tokens = tuple(prompt), sum(max(0, len(completion) - 1) for completion in completions)
-        members, sizes = groups.setdefault(key, []), costs.setdefault(key, [])
-        if not members or sizes[-1] + tokens > max_tokens:
-            members.append([])
-            sizes.append(len(key))
-        members[-1].append(i)
-        sizes[-1] += tokens
-    parts = [part for members in groups.values() for part in members]
-    sizes = [min(size, max_tokens) for prompt_costs in costs.values() for size in prompt_costs]
-    packed = [sorted(i for part in bin for i in parts[part]) for bin in pack_sequences(sizes, max_tokens)]
-    return sorted(packed)
+    parts: list[list[int]] = []
+    sizes: list[int] = []
+    for prompt, members in group_by_prompt([row[0] for row in rows]).items():
+        for i in members:
+            tokens = sum(max(0, len(completion) - 1) for completion in rows[i][1:])
+            if i == members[0] or sizes[-1] + tokens > max_tokens:
+                parts.append([])
+                sizes.append(len(prompt))
+            parts[-1].append(i)
+            sizes[-1] += tokens
+    bins = pack_sequences([min(size, max_tokens) for size in sizes], max_tokens)
+    return sorted(sorted(i for part in bin for i in parts[part]) for bin in bins)
 
 
 def _concatenate(parts: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:

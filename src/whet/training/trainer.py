@@ -13,16 +13,13 @@ rank 0 logs and saves.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
-import operator
 import os
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import numpy as np
@@ -33,9 +30,9 @@ from torch.linalg import vector_norm
 from whet.checkpoint.folder import preserved_rng
 from whet.config.fields import make_config
 from whet.config.settings import TrainerConfig, learning_rate_at
-from whet.data.batches import Place, Rewindable, as_row, batch_stream, batches_in_order, is_batch, is_sequence
+from whet.data.batches import as_row
 from whet.data.token_ids import token_rows
-from whet.errors import NonFiniteError, WhetTypeError, WhetValueError, check_integer
+from whet.errors import NonFiniteError, WhetTypeError, WhetValueError
 from whet.memory import MemoryWatch, register_holder, tensor_memory
 from whet.models.base_record import write_record
 from whet.models.sources.live import check_frequencies
@@ -45,24 +42,22 @@ from whet.nn.causal_lm import completion_logprobs
 from whet.nn.frozen import base_of
 from whet.nn.modules import module_device, module_mode, stop_token_ids
 from whet.nn.optim import HALF_DTYPES, AdamW
-from whet.nn.packed import split_micro_batches
+from whet.nn.packed import count_tokens, split_micro_batches
 from whet.signals import DeferredSignals
 from whet.training.callbacks import Callback, as_callback
-from whet.training.distributed import ExactSum, Ranks, fingerprint, join_ranks, shard_by_cost
+from whet.training.distributed import join_ranks
 from whet.training.lengths import LengthLimit
 from whet.training.loggers import Logger
+from whet.training.loop import DatasetReader, run_steps
 from whet.training.phases import phase, record
-from whet.training.prefetch import Prefetcher, check_forms, is_in_memory, locate_error
+from whet.training.reduction import ExactSum, shard_by_cost
 from whet.training.reference import Reference
-from whet.training.state import Snapshot, load_trainer, save_trainer
+from whet.training.state import load_trainer, save_trainer
+from whet.training.update import TokenRows, Update
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-TokenRows = Sequence[Sequence[Sequence[int]]]
-"""Token ids of rows; a row is a prompt and its completions."""
-
-Batch = TypeVar("Batch")
 Step = TypeVar("Step", bound=Callable[..., dict[str, float]])
 
 
@@ -107,102 +102,6 @@ def training_step(compute: Step) -> Step:
     return cast(Step, train_step)
 
 
-class Update:
-    """Accumulated gradients and metrics of one optimizer update, over the micro-batches of all ranks.
-
-    Args:
-        memory: samples memory around each backward pass.
-        parameters: the trained parameters.
-        ranks: the ranks that share the micro-batches.
-        seed: seed of dropout, keyed by micro-batch; None: torch's generator continues.
-        exact: sums gradients independently of the sharding; None: plain float sums.
-
-    Attributes:
-        metrics: after the update, ``loss``, the other metrics, and ``grad_norm`` before clipping.
-        maxima: after the update, the maximum of each metric passed as ``maxima``.
-    """
-
-    def __init__(
-        self, memory: MemoryWatch, parameters: Sequence[Tensor], ranks: Ranks, seed: int | None, exact: ExactSum | None
-    ) -> None:
-        self.metrics = {"loss": 0.0}
-        self.maxima: dict[str, float] = {}
-        self._memory, self._parameters = memory, parameters
-        self._ranks, self._seed, self._exact = ranks, seed, exact
-        self._costs: list[int] = []
-        self._digest = 0
-        self._at = 0
-        self._added: list[tuple[int, dict[str, float], dict[str, float]]] = []
-        memory.begin()
-
-    def shard(self, batches: Sequence[Batch], rows: Sequence[TokenRows]) -> Iterator[Batch]:
-        """Yield this rank's share of the micro-batches; call ``add`` for each before taking the next.
-
-        Args:
-            batches: all micro-batches, equal on every rank.
-            rows: the token ids of each micro-batch: their counts balance the load, and ranks compare their digest.
-        """
-        self._costs = [count_tokens(part) for part in rows]
-        self._digest = zlib.crc32(repr(rows).encode()) if self._ranks.size > 1 else 0
-        for i in shard_by_cost(self._costs, self._ranks.size)[self._ranks.rank]:
-            self._at = i
-            if self._seed is not None:
-                torch.manual_seed(int(np.random.SeedSequence([self._seed, i]).generate_state(1, np.uint64)[0]) >> 1)
-            yield batches[i]
-
-    def add(self, loss: Tensor, metrics: Mapping[str, float], maxima: Mapping[str, float] | None = None) -> None:
-        """Add the gradient of a micro-batch's loss, and its metrics: a sum, or a maximum for ``maxima``.
-
-        Raises:
-            WhetTypeError: there are several ranks, and the micro-batch is not from ``shard``.
-        """
-        if self._ranks.size > 1 and not self._costs:
-            raise WhetTypeError(
-                "Update.add: the micro-batches were not distributed to the ranks. Take them from shard()."
-            )
-        self._sample_memory()
-        with phase("backward"):
-            loss.backward()
-        self._sample_memory()
-        self._added.append((self._at, {"loss": loss.item(), **metrics}, dict(maxima or {})))
-        if self._exact is not None:
-            self._exact.add(self._parameters)
-
-    def reduce(self, dtype: torch.dtype | None) -> None:
-        """All-reduce gradients in ``dtype`` (None: as stored), and sum metrics over the micro-batches of all ranks.
-
-        Raises:
-            WhetValueError: the ranks have different batches.
-            RankError: a rank failed.
-        """
-        exact, has_gradient = self._exact, [p.grad is not None for p in self._parameters]
-        if exact is not None:
-            has_gradient = [exact.has(p) for p in self._parameters]
-        shares = self._ranks.all_gather_checked((self._digest, self._added, has_gradient))
-        if any(digest != self._digest for digest, _, _ in shares):
-            raise WhetValueError(
-                "train: the ranks have different batches. Give all ranks the same rows in the same order; each rank "
-                "takes its share, so that the data needs no DistributedSampler."
-            )
-        # In the order of the micro-batches, independent of the rank that computed them.
-        for _, metrics, maxima in sorted(itertools.chain(*(added for _, added, _ in shares)), key=lambda part: part[0]):
-            for name, value in metrics.items():
-                self.metrics[name] = self.metrics.get(name, 0.0) + value
-            for name, value in maxima.items():
-                self.maxima[name] = max(self.maxima.get(name, -math.inf), value)
-        on_any_rank = [any(flags) for flags in zip(*(flags for _, _, flags in shares), strict=True)]
-        updated = [p for p, has in zip(self._parameters, on_any_rank, strict=True) if has]
-        if exact is not None:
-            exact.finish(updated, self._ranks)
-        elif self._ranks.size > 1:
-            for p in updated:
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
-            self._ranks.all_reduce([cast(Tensor, p.grad) for p in updated], dtype)
-
-    def _sample_memory(self) -> None:
-        self._memory.sample(sum(p.grad.nbytes for p in self._parameters if p.grad is not None))
-
-
 class Trainer(ABC):
     """Base of the training algorithms; each adds ``train_step``, decorated with ``training_step``.
 
@@ -227,6 +126,7 @@ class Trainer(ABC):
         memory: memory of the process at the peak.
         should_stop: set by a callback, on any rank, to end ``train`` after the step.
         ranks: the ranks of the run.
+        reader: state of the datasets.
     """
 
     config_class: ClassVar[type[TrainerConfig]] = TrainerConfig
@@ -296,15 +196,9 @@ class Trainer(ABC):
         register_holder(self)
         self.should_stop = False
         self._skipped_in_a_row = self._horizon = 0
-        self._after_batch: Place | None = None
-        """Place in the dataset after the batch drawn by ``train`` and not yet counted as a step."""
         # Signals are deferred between an update and the count of its step: they are atomic.
         self._signals = DeferredSignals()
-        self._iterator = Rewindable(iter(()))
-        """The last iterator dataset, with the items not yet counted as a step."""
-        self._prepared: tuple[tuple[Any, ...], Any] | None = None
-        self._checked: tuple[Any, int] = None, 0
-        """Dataset whose rows were checked, and their number."""
+        self.reader = DatasetReader()
 
     def complete_config(self, config: Any, ref_model: nn.Module | None) -> Any:
         """Return the config, with settings resolved whose default depends on the reference."""
@@ -332,21 +226,22 @@ class Trainer(ABC):
         """Step at which a decaying schedule reaches 0; 0: unknown."""
         return self.config.schedule_steps or self._horizon
 
+    def extend_schedule(self, last_step: int) -> None:
+        """Make a schedule without schedule_steps end at ``last_step``, unless it ends later."""
+        self._horizon = max(self._horizon, last_step)
+
     def _count_step(self, n_tokens: int) -> None:
         """Count a completed step; its batch, if drawn by ``train``, is not trained again."""
         self.num_tokens += n_tokens
         self.step += 1
-        if self._after_batch is not None:
-            self._iterator.forget(self._after_batch.item - self.position)
-            self.epoch, self.position = self._after_batch
-            self._after_batch = None
+        self.reader.count(self)
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Log metrics at the current step, on rank 0."""
         for logger in self.loggers if self.ranks.is_first else []:
             logger.log(metrics, self.step)
 
-    def micro_batches(self, rows: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
+    def micro_batches(self, rows: TokenRows) -> list[list[int]]:
         """Split rows, each a prompt and its completions, into micro-batches of ascending indices.
 
         A micro-batch has ``micro_batch_size`` rows, or ``max_tokens_per_step`` tokens if batches are packed.
@@ -357,9 +252,7 @@ class Trainer(ABC):
         size = size or len(rows)
         return [list(range(start, min(start + size, len(rows)))) for start in range(0, len(rows), size)]
 
-    def shard(
-        self, update: Update, rows: Sequence[Sequence[Sequence[int]]], parts: Sequence[list[int]]
-    ) -> Iterator[list[int]]:
+    def shard(self, update: Update, rows: TokenRows, parts: Sequence[list[int]]) -> Iterator[list[int]]:
         """Yield this rank's share of the micro-batches ``parts`` of the rows, see ``Update.shard``."""
         return update.shard(parts, [[rows[i] for i in part] for part in parts])
 
@@ -496,7 +389,8 @@ class Trainer(ABC):
                     model, prompts, completions, completion_mask=mask, temperature=temperature
                 ).logprobs
 
-            own = shard_by_cost(_costs(rows, parts), self.ranks.size)[self.ranks.rank]
+            costs = [count_tokens([rows[i] for i in part]) for part in parts]
+            own = shard_by_cost(costs, self.ranks.size)[self.ranks.rank]
             for shared in self.ranks.gather_results(lambda: [(parts[i], compute(parts[i])) for i in own]):
                 for part, logprobs in shared:
                     out = out.to(logprobs.dtype)
@@ -558,66 +452,7 @@ class Trainer(ABC):
             WhetValueError: an empty dataset, fewer rows than ``batch_size``, steps that are not an integer >= 0,
                 n_epochs that is not an integer >= 1, or no steps for a dataset without a length.
         """
-        if steps is not None and n_epochs is not None:
-            raise WhetTypeError(f"train: steps is {steps} and n_epochs {n_epochs}. Pass one of them.")
-        steps = check_integer("train", "steps", steps, 0, optional=True)
-        n_epochs = check_integer("train", "n_epochs", n_epochs, 1, optional=True)
-        if isinstance(dataset, Iterator) and not is_sequence(dataset):
-            if self._iterator.source is not dataset:
-                self._iterator = Rewindable(dataset)
-            dataset = self._iterator
-        place = Place(self.epoch, self.position)
-        batches, n_left, per_epoch = batch_stream(
-            dataset, self.config.batch_size, self.config.seed, place, self.row_fields, self.as_row
-        )
-        self._check_forms(dataset)
-        ahead = Prefetcher(batches, lambda drawn: self._prepare(dataset, drawn[0]))
-        if steps is None:
-            if n_left is None or per_epoch is None:
-                raise WhetValueError(
-                    "train: the dataset has no length, so that the end of an epoch is unknown. Pass steps."
-                )
-            steps = n_left + ((n_epochs or 1) - 1) * per_epoch
-        last_step = self.step + steps
-        self._horizon = max(self._horizon, last_step)
-        if self.ranks.size > 1:
-            facts = {**dataclasses.asdict(self.config), "step": self.step, "position": place}
-            facts |= {"last step": last_step}
-            facts["the sum of the weights"] = fingerprint([p.detach() for p in self.model.parameters()])
-            self.ranks.check_same("train", facts)
-        self.should_stop = False
-        for logger in self.loggers:
-            if getattr(logger, "total_steps", 0) is None:
-                logger.total_steps = last_step
-        metrics: dict[str, float] = {}
-        before = None
-        try:
-            for callback in self.callbacks:
-                callback.on_train_begin(self, last_step)
-            while self.step < last_step and not self.should_stop:
-                before = Snapshot(self) if self.callbacks else None
-                taken = ahead.take(last_step - self.step)
-                if taken is None:
-                    break
-                drawn, ready = taken
-                arguments, self._after_batch = drawn
-                self._prepared = arguments, ready
-                metrics = self.train_step(*arguments)
-                self.should_stop = self.ranks.any(self.should_stop)
-            for callback in self.callbacks:
-                callback.on_train_end(self)
-        except Exception as error:
-            if before is not None and before.restore(self):
-                with suppress(OSError):  # from a checkpoint: ``error`` ended the run
-                    for callback in self.callbacks:
-                        callback.on_train_failure(self, error)
-            raise
-        finally:
-            self._after_batch = self._prepared = None
-            self._iterator.rewind()
-            for callback in self.callbacks:
-                callback.on_train_exit(self)
-        return metrics
+        return run_steps(self, dataset, steps, n_epochs)
 
     def prepare(self, *batch: Any) -> Any:
         """Prepare a batch, the arguments of ``train_step``: tokenise its rows, and check their lengths.
@@ -628,32 +463,11 @@ class Trainer(ABC):
 
     def get_prepared(self, *batch: Any) -> Any:
         """Return ``prepare(*batch)``, reusing the result of ``train`` or ``iter_batches`` for this batch."""
-        known, self._prepared = self._prepared, None
-        given = [argument for argument in batch if argument is not None]
-        if known is not None and len(known[0]) == len(given) and all(map(operator.is_, known[0], given)):
-            return known[1]
-        return self.prepare(*batch)
+        return self.reader.get_prepared(self, batch)
 
     def tokenize_row(self, row: Mapping[str, Any], tokenizer: Any) -> Any:
         """Return the token ids of a row, in the algorithm's form."""
         return row
-
-    def _prepare(self, dataset: Any, batch: tuple[Any, ...]) -> Any:
-        try:
-            return self.prepare(*batch)
-        except (WhetValueError, WhetTypeError) as error:
-            located = locate_error(error, dataset, batch[0], self.prepare, self.as_row, self.step + 1)
-            if located is error:
-                raise
-            raise located from error
-
-    def _check_forms(self, dataset: Any) -> None:
-        """Check the form of all rows of an in-memory dataset, once."""
-        if not is_in_memory(dataset) or is_batch(dataset[0], self.row_fields):
-            return
-        if self._checked[0] is not dataset or self._checked[1] != len(dataset):
-            check_forms(dataset, self.tokenize_row, self.as_row, self.tokenizer is not None)
-            self._checked = dataset, len(dataset)
 
     def evaluate(self, dataset: Any, **options: Any) -> float:
         """Return the mean loss of the current policy over a dataset, in eval mode.
@@ -678,11 +492,8 @@ class Trainer(ABC):
         raise WhetTypeError(f"{type(self).__name__}: evaluation is not supported. Define evaluation_metrics(dataset).")
 
     def iter_batches(self, dataset: Any) -> Iterator[tuple[Any, ...]]:
-        """Yield the arguments of ``train_step`` for one pass over a dataset, in order."""
-        where = f"{type(self).__name__}.evaluate"
-        for batch in batches_in_order(dataset, self.config.batch_size, self.row_fields, self.as_row, where):
-            self._prepared = batch, self._prepare(dataset, batch)
-            yield batch
+        """Return the arguments of ``train_step`` for one pass over a dataset, in order."""
+        return self.reader.iter_batches(self, dataset)
 
     @abstractmethod
     def train_step(self, *batch: Any) -> dict[str, float]:
@@ -781,16 +592,6 @@ class Trainer(ABC):
 
     def load_extra_tensors(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027
         """Restore the result of ``extra_tensors``."""
-
-
-def count_tokens(rows: Sequence[Sequence[Sequence[int]]]) -> int:
-    """Count the tokens of rows, each a prompt and its completions; a shared prompt counts once."""
-    prompts = {tuple(row[0]) for row in rows}
-    return sum(map(len, prompts)) + sum(len(ids) for row in rows for ids in row[1:])
-
-
-def _costs(rows: Sequence[Sequence[Sequence[int]]], parts: Sequence[list[int]]) -> list[int]:
-    return [count_tokens([rows[i] for i in part]) for part in parts]
 
 
 def _as_list(where: str, name: str, several: Any, *methods: str) -> list[Any]:

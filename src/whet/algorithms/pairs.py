@@ -1,0 +1,129 @@
+"""Preference pairs: their log-probs, their reference, and an update on them with the loss of an algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from whet.algorithms.loss_terms import logprob_difference
+from whet.config.settings import PreferenceConfig
+from whet.errors import WhetValueError
+from whet.nn.causal_lm import completion_logprobs
+from whet.training.phases import phase
+from whet.training.reference import TokenRow
+from whet.training.trainer import Trainer
+
+
+class Pairs(NamedTuple):
+    """B preference pairs. A pair of tensors belongs to the chosen and the rejected completions.
+
+    Attributes:
+        prompt_ids, chosen_ids, rejected_ids: B rows of token ids each.
+        reference: the reference's log-probs, summed over tokens, (B,) each; None: not computed.
+        sampler_logprobs: log-probs of the tokens as recorded by the engine, (B, T) each; None: not recorded.
+        metrics: ``LengthLimit`` metrics of the source batch.
+    """
+
+    prompt_ids: list[list[int]]
+    chosen_ids: list[list[int]]
+    rejected_ids: list[list[int]]
+    reference: tuple[Tensor, Tensor] | None = None
+    sampler_logprobs: tuple[Tensor, Tensor] | None = None
+    metrics: Mapping[str, float] = MappingProxyType({})
+
+    @classmethod
+    def from_rows(cls, rows: Iterable[TokenRow]) -> Pairs:
+        """Build pairs from rows of prompt, chosen and rejected token ids."""
+        prompts, chosen, rejected = map(list, zip(*rows, strict=True)) if (rows := list(rows)) else ([], [], [])
+        return cls(prompts, chosen, rejected)
+
+    def rows(self) -> list[TokenRow]:
+        """Return prompt, chosen and rejected token ids of each pair."""
+        return list(zip(self.prompt_ids, self.chosen_ids, self.rejected_ids, strict=True))
+
+    def select(self, indices: list[int]) -> Pairs:
+        """Return the pairs at ``indices``."""
+        prompts, chosen, rejected = ([side[i] for i in indices] for side in self[:3])
+        reference, sampler_logprobs = (
+            both and (both[0][indices], both[1][indices]) for both in (self.reference, self.sampler_logprobs)
+        )
+        return Pairs(prompts, chosen, rejected, reference, sampler_logprobs, self.metrics)
+
+    def lengths(self) -> tuple[Tensor, Tensor]:
+        """Return the token counts of chosen and rejected completions, (B,) each."""
+        return torch.tensor(list(map(len, self.chosen_ids))), torch.tensor(list(map(len, self.rejected_ids)))
+
+
+class PairLoss(Protocol):
+    """Loss function of pairs, from the policy's summed log-probs of chosen and rejected completions."""
+
+    def __call__(
+        self, config: PreferenceConfig, pairs: Pairs, policy: tuple[Tensor, Tensor], *, n_pairs: int, n_tokens: int
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Return the loss and metrics; ``n_pairs`` and ``n_tokens`` (of chosen completions) are of the whole batch."""
+        ...
+
+
+def reference_sums(trainer: Trainer, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """Return the reference's log-probs of chosen and rejected completions, (B,) each."""
+    with trainer.reference.as_module() as model:
+        return sum_logprobs(trainer, model, pairs)
+
+
+def add_reference(trainer: Trainer, pairs: Pairs) -> Pairs:
+    """Add the reference's sums to the pairs, for a trainer whose config is a ``PreferenceConfig``.
+
+    Return the pairs unchanged if the loss does not use the reference.
+    """
+    if not trainer.config.has_reference() or pairs.reference is not None:
+        return pairs
+    if not trainer.config.uses_reference_model():
+        raise WhetValueError(
+            "DPO: precompute_reference is set, but these pairs have no reference log-probs. Call train, or "
+            "pass the rows that add_reference_logprobs returns."
+        )
+    return pairs._replace(reference=reference_sums(trainer, pairs))
+
+
+def sum_logprobs(trainer: Trainer, model: nn.Module, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """Return the log-probs of chosen and rejected completions under ``model``, summed over tokens, (B,) each."""
+    both = trainer.logprobs(model, pairs.prompt_ids * 2, pairs.chosen_ids + pairs.rejected_ids).sum(1)
+    chosen, rejected = both.split(len(pairs.prompt_ids))
+    return chosen, rejected
+
+
+def update_on_pairs(trainer: Trainer, pairs: Pairs, compute_loss: PairLoss) -> dict[str, float]:
+    """Update a trainer whose config is a ``PreferenceConfig``, and return metrics; no update without pairs.
+
+    Pairs with ``sampler_logprobs`` add ``sampler/logprob_difference``, the mean over tokens of the absolute difference
+    from the policy's log-probs, and ``sampler/logprob_difference_max``.
+    """
+    if not pairs.prompt_ids:
+        return {"loss": 0.0, "grad_norm": 0.0, "num_tokens": 0}
+    pairs = add_reference(trainer, pairs)
+    n_pairs, n_chosen = len(pairs.prompt_ids), sum(map(len, pairs.chosen_ids))
+    n_completion = n_chosen + sum(map(len, pairs.rejected_ids))
+    with trainer.update() as update:
+        rows = pairs.rows()
+        for part in map(pairs.select, trainer.shard(update, rows, trainer.micro_batches(rows))):
+            maxima: dict[str, float] = {}
+            with phase("forward"):
+                logprobs, entropy, mask = completion_logprobs(
+                    trainer.model, part.prompt_ids * 2, part.chosen_ids + part.rejected_ids, return_entropy=True
+                )
+            with phase("loss"):
+                chosen, rejected = logprobs.sum(1).split(len(part.prompt_ids))
+                loss, metrics = compute_loss(
+                    trainer.config, part, (chosen, rejected), n_pairs=n_pairs, n_tokens=n_chosen
+                )
+            if part.sampler_logprobs is not None:
+                recorded = torch.cat([side[:, : mask.shape[1]] for side in part.sampler_logprobs]).to(mask.device)
+                total, maxima["sampler/logprob_difference_max"] = logprob_difference(logprobs, recorded, mask)
+                metrics["sampler/logprob_difference"] = total / max(1, n_completion)
+            metrics["entropy"] = cast(Tensor, entropy).sum().item() / max(1, n_completion)
+            update.add(loss, metrics, maxima)
+    return {**update.metrics, **update.maxima, "num_tokens": n_completion + 2 * sum(map(len, pairs.prompt_ids))}

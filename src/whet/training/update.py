@@ -1,0 +1,121 @@
+"""One optimizer update: gradients and metrics accumulated over the micro-batches of all ranks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from whet.errors import WhetTypeError, WhetValueError
+from whet.memory import MemoryWatch
+from whet.nn.packed import count_tokens
+from whet.training.distributed import Ranks
+from whet.training.phases import phase
+from whet.training.reduction import ExactSum, shard_by_cost
+
+TokenRows = Sequence[Sequence[Sequence[int]]]
+"""Token ids of rows; a row is a prompt and its completions."""
+
+Batch = TypeVar("Batch")
+
+
+class Update:
+    """Accumulated gradients and metrics of one optimizer update, over the micro-batches of all ranks.
+
+    Args:
+        memory: samples memory around each backward pass.
+        parameters: the trained parameters.
+        ranks: the ranks that share the micro-batches.
+        seed: seed of dropout, keyed by micro-batch; None: torch's generator continues.
+        exact: sums gradients independently of the sharding; None: plain float sums.
+
+    Attributes:
+        metrics: after the update, ``loss``, the other metrics, and ``grad_norm`` before clipping.
+        maxima: after the update, the maximum of each metric passed as ``maxima``.
+    """
+
+    def __init__(
+        self, memory: MemoryWatch, parameters: Sequence[Tensor], ranks: Ranks, seed: int | None, exact: ExactSum | None
+    ) -> None:
+        self.metrics = {"loss": 0.0}
+        self.maxima: dict[str, float] = {}
+        self._memory, self._parameters = memory, parameters
+        self._ranks, self._seed, self._exact = ranks, seed, exact
+        self._costs: list[int] = []
+        self._digest = 0
+        self._at = 0
+        self._added: list[tuple[int, dict[str, float], dict[str, float]]] = []
+        memory.begin()
+
+    def shard(self, batches: Sequence[Batch], rows: Sequence[TokenRows]) -> Iterator[Batch]:
+        """Yield this rank's share of the micro-batches; call ``add`` for each before taking the next.
+
+        Args:
+            batches: all micro-batches, equal on every rank.
+            rows: the token ids of each micro-batch: their counts balance the load, and ranks compare their digest.
+        """
+        self._costs = [count_tokens(part) for part in rows]
+        self._digest = zlib.crc32(repr(rows).encode()) if self._ranks.size > 1 else 0
+        for i in shard_by_cost(self._costs, self._ranks.size)[self._ranks.rank]:
+            self._at = i
+            if self._seed is not None:
+                torch.manual_seed(int(np.random.SeedSequence([self._seed, i]).generate_state(1, np.uint64)[0]) >> 1)
+            yield batches[i]
+
+    def add(self, loss: Tensor, metrics: Mapping[str, float], maxima: Mapping[str, float] | None = None) -> None:
+        """Add the gradient of a micro-batch's loss, and its metrics: a sum, or a maximum for ``maxima``.
+
+        Raises:
+            WhetTypeError: there are several ranks, and the micro-batch is not from ``shard``.
+        """
+        if self._ranks.size > 1 and not self._costs:
+            raise WhetTypeError(
+                "Update.add: the micro-batches were not distributed to the ranks. Take them from shard()."
+            )
+        self._sample_memory()
+        with phase("backward"):
+            loss.backward()
+        self._sample_memory()
+        self._added.append((self._at, {"loss": loss.item(), **metrics}, dict(maxima or {})))
+        if self._exact is not None:
+            self._exact.add(self._parameters)
+
+    def reduce(self, dtype: torch.dtype | None) -> None:
+        """All-reduce gradients in ``dtype`` (None: as stored), and sum metrics over the micro-batches of all ranks.
+
+        Raises:
+            WhetValueError: the ranks have different batches.
+            RankError: a rank failed.
+        """
+        exact, has_gradient = self._exact, [p.grad is not None for p in self._parameters]
+        if exact is not None:
+            has_gradient = [exact.has(p) for p in self._parameters]
+        shares = self._ranks.all_gather_checked((self._digest, self._added, has_gradient))
+        if any(digest != self._digest for digest, _, _ in shares):
+            raise WhetValueError(
+                "train: the ranks have different batches. Give all ranks the same rows in the same order; each rank "
+                "takes its share, so that the data needs no DistributedSampler."
+            )
+        # In the order of the micro-batches, independent of the rank that computed them.
+        for _, metrics, maxima in sorted(itertools.chain(*(added for _, added, _ in shares)), key=lambda part: part[0]):
+            for name, value in metrics.items():
+                self.metrics[name] = self.metrics.get(name, 0.0) + value
+            for name, value in maxima.items():
+                self.maxima[name] = max(self.maxima.get(name, -math.inf), value)
+        on_any_rank = [any(flags) for flags in zip(*(flags for _, _, flags in shares), strict=True)]
+        updated = [p for p, has in zip(self._parameters, on_any_rank, strict=True) if has]
+        if exact is not None:
+            exact.finish(updated, self._ranks)
+        elif self._ranks.size > 1:
+            for p in updated:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
+            self._ranks.all_reduce([cast(Tensor, p.grad) for p in updated], dtype)
+
+    def _sample_memory(self) -> None:
+        self._memory.sample(sum(p.grad.nbytes for p in self._parameters if p.grad is not None))
