@@ -5,7 +5,7 @@
 import type { Core } from "./core/core.js";
 import { show, WhetError } from "./core/errors.js";
 import { startCore } from "./core/start.js";
-import { enums } from "./facts.js";
+import { enums, opCalls } from "./facts.js";
 
 type Floats = ArrayLike<number>;
 const MAX_RANK = 8;
@@ -84,14 +84,16 @@ export class Ops {
   }
 
   /** Call an export with copies of arrays (null: a null pointer) and new float32 results of these lengths. */
-  private run(name: string, arrays: (ArrayBufferView | null)[], results: number[], args: (at: number[], out: number[]) => number[]): Float32Array[] {
+  private run<K extends keyof typeof opCalls>(
+    name: K, arrays: (ArrayBufferView | null)[], results: number[], args: (at: number[], out: number[]) => Record<(typeof opCalls)[K][number], number>,
+  ): Float32Array[] {
     const given = arrays.filter((array) => array !== null);
     const outputs = results.map((n) => new Float32Array(n));
     return this.core.with([...given, ...outputs], (...addresses) => {
       let next = 0;
       const at = arrays.map((array) => (array === null ? 0 : addresses[next++]));
       const out = addresses.slice(given.length);
-      this.core.call(`op_${name}`, ...args(at, out));
+      this.core.callNamed(opCalls, name, args(at, out));
       return results.map((n, i) => this.core.floats(out[i], n));
     });
   }
@@ -111,7 +113,7 @@ export class Ops {
     if (ddof !== 0 && ddof !== 1) fail(name, "ddof", ddof, "0 (population) or 1 (sample)");
     if (eps !== undefined) number(name, "eps", eps, (x) => x >= 0 && x < Infinity, "a finite number >= 0, or none");
     const [groups, n] = rowsOf(name, r, size(name, "groupSize", groupSize));
-    return this.run("group_advantages", [r], [r.length], ([at], [out]) => [at, groups, n, enums.scale.indexOf(scale), ddof, eps ?? -1, out])[0];
+    return this.run("op_group_advantages", [r], [r.length], ([rewards], [out]) => ({ rewards, nGroups: groups, groupSize: n, scale: enums.scale.indexOf(scale), ddof, eps: eps ?? -1, out }))[0];
   }
 
   computeTokenKl(policy: Floats, reference: Floats, options: { mask?: ArrayLike<number | boolean> } = {}): number {
@@ -135,7 +137,7 @@ export class Ops {
     const [rows, n] = rowsOf(name, p, seqLen);
     if (mask !== undefined && mask.length !== p.length) throw new WhetError(`${name}: mask has ${mask.length} entries, expected ${p.length}.`);
     const m = mask === undefined ? null : Uint8Array.from(mask as ArrayLike<number>, Number);
-    const sums = this.run("token_kl", [p, q, m], [2 * rows], ([at, other, which], [out]) => [+schulman, at, other, which, rows, n, out]);
+    const sums = this.run("op_token_kl", [p, q, m], [2 * rows], ([p, q, mask], [sums]) => ({ schulman: +schulman, p, q, mask, rows, columns: n, sums }));
     return new Float64Array(sums[0].buffer);
   }
 
@@ -147,7 +149,7 @@ export class Ops {
     if (x.length === 0 || x.length % rows !== 0) throw new WhetError(`${name}: logits has ${x.length} numbers, expected a multiple of the ${rows} tokens.`);
     number(name, "temperature", temperature, (t) => t > 0 && t < Infinity, "a finite number above 0");
     const ids = BigInt64Array.from(integers(name, "tokenIds", tokenIds, rows, x.length / rows), BigInt);
-    const [logprobs, entropy] = this.run("token_logprobs", [x, ids], [rows, rows], ([at, tokens], out) => [at, rows, x.length / rows, tokens, temperature, ...out]);
+    const [logprobs, entropy] = this.run("op_token_logprobs", [x, ids], [rows, rows], ([logits, tokens], [logprobs, entropy]) => ({ logits, rows, n: x.length / rows, tokens, temperature, logprobs, entropy }));
     return { logprobs, entropy };
   }
 
@@ -166,7 +168,7 @@ export class Ops {
     const last = Float64Array.from(typeof lastValues === "number" ? [lastValues] : lastValues);
     if (last.length !== rows) throw new WhetError(`${name}: lastValues has ${last.length} numbers, expected ${rows}.`);
     const ended = Uint8Array.from(dones as ArrayLike<number>, Number);
-    const [advantages, returns] = this.run("gae", [r, v, ended, last], [r.length, r.length], (at, out) => [...at, rows, n, gamma, lambda, ...out]);
+    const [advantages, returns] = this.run("op_gae", [r, v, ended, last], [r.length, r.length], ([rewards, values, dones, lastValues], [advantages, returns]) => ({ rewards, values, dones, lastValues, rows, n, gamma, lambda, advantages, returns }));
     return { advantages, returns };
   }
 
@@ -177,7 +179,7 @@ export class Ops {
     const n = lengths?.length ?? 0;
     const given = BigInt64Array.from(integers(name, "lengths", lengths, n, maxLength + 1), BigInt);
     return this.core.with([given, new BigInt64Array(n), new BigInt64Array(n + 1)], (at, indices, begins) => {
-      const count = this.core.call("op_pack_sequences", at, n, maxLength, indices, begins);
+      const count = this.core.callNamed(opCalls, "op_pack_sequences", { lengths: at, n, maxLength, indices, begins });
       const read = (from: number, length: number) => Array.from(new BigInt64Array(this.core.bytes(from, 8 * length).slice().buffer), Number);
       const [order, first] = [read(indices, n), read(begins, count + 1)];
       return Array.from({ length: count }, (_, i) => order.slice(first[i], first[i + 1]));
@@ -188,14 +190,14 @@ export class Ops {
     const a = floats("rmsNorm", "x", x);
     const [rows, n] = rowsOf("rmsNorm", a, columns ?? weight?.length);
     const w = weight === null ? null : floats("rmsNorm", "weight", weight, n);
-    return this.run("rms_norm", [a, w], [a.length], ([at, by], [out]) => [at, 0, by, rows, n, eps, out])[0];
+    return this.run("op_rms_norm", [a, w], [a.length], ([x, weight], [out]) => ({ x, residual: 0, weight, rows, n, eps, out }))[0];
   }
 
   layerNorm(x: Floats, weight: Floats | null, bias: Floats | null, { eps = 1e-5, columns }: { eps?: number; columns?: number } = {}): Float32Array {
     const a = floats("layerNorm", "x", x);
     const [rows, n] = rowsOf("layerNorm", a, columns ?? weight?.length);
     const [w, b] = [weight, bias].map((each, i) => (each === null ? null : floats("layerNorm", ["weight", "bias"][i], each, n)));
-    return this.run("layer_norm", [a, w, b], [a.length], ([at, by, plus], [out]) => [at, 0, by, plus, rows, n, eps, out])[0];
+    return this.run("op_layer_norm", [a, w, b], [a.length], ([x, weight, bias], [out]) => ({ x, residual: 0, weight, bias, rows, n, eps, out }))[0];
   }
 
   softmax(x: Floats, { columns, scale = 1 }: { columns?: number; scale?: number } = {}): Float32Array {
@@ -208,7 +210,7 @@ export class Ops {
     const a = floats(name, "x", x);
     const [rows, n] = rowsOf(name, a, columns);
     number(name, "scale", scale, Number.isFinite, "a finite number");
-    return this.run("softmax", [a], [a.length], ([at], [out]) => [at, rows, n, scale, +log, out])[0];
+    return this.run("op_softmax", [a], [a.length], ([x], [out]) => ({ x, rows, n, scale, log: +log, out }))[0];
   }
 
   silu(x: Floats): Float32Array {
@@ -220,12 +222,12 @@ export class Ops {
   }
   private activate(name: (typeof enums.activation)[number], x: Floats): Float32Array {
     const a = floats(name, "x", x);
-    return this.run("activate", [a], [a.length], ([at], [out]) => [enums.activation.indexOf(name), at, a.length, out])[0];
+    return this.run("op_activate", [a], [a.length], ([x], [out]) => ({ activation: enums.activation.indexOf(name), x, n: a.length, out }))[0];
   }
   swiglu(gate: Floats, up: Floats): Float32Array {
     const g = floats("swiglu", "gate", gate);
     const u = floats("swiglu", "up", up, g.length);
-    return this.run("swiglu", [g, u], [g.length], (at, out) => [...at, g.length, ...out])[0];
+    return this.run("op_swiglu", [g, u], [g.length], ([gate, up], [out]) => ({ gate, up, n: g.length, out }))[0];
   }
 
   /** Return A x for a row-major A (m, x.length). */
@@ -233,7 +235,7 @@ export class Ops {
     const by = floats("gemv", "x", x);
     const matrix = floats("gemv", "a", a);
     const [m, n] = rowsOf("gemv", matrix, size("gemv", "the length of x", by.length));
-    return this.run("gemv", [matrix, by], [m], ([at, vector], [out]) => [at, m, n, vector, out])[0];
+    return this.run("op_gemv", [matrix, by], [m], ([a, x], [y]) => ({ a, m, n, x, y }))[0];
   }
 
   /** Attention of q (queries, heads, headDim) over k and v (keys, kvHeads, headDim); the last query is at the last key. */
@@ -241,8 +243,8 @@ export class Ops {
     const { causal = true, window, ...sizes } = options;
     if (window !== undefined && !causal) fail("attention", "window", window, "undefined if causal is false");
     const { given, heads, kvHeads, headDim, nQueries, nKeys, factor } = checkAttention("attention", q, k, v, { window, ...sizes });
-    return this.run("attention", given, [given[0].length], (at, out) =>
-      [...at, nQueries, nKeys, heads, kvHeads, headDim, +causal, window ?? 0, factor, ...out])[0];
+    return this.run("op_attention", given, [given[0].length], ([q, k, v], [out]) =>
+      ({ q, k, v, nQueries, nKeys, nHeads: heads, nKvHeads: kvHeads, headDim, causal: +causal, window: window ?? 0, scale: factor, out }))[0];
   }
 
   /** Attention of one query (heads, headDim) over a cache's keys and values (keys, kvHeads, headDim): a decode step. */
@@ -251,7 +253,8 @@ export class Ops {
     const { given, heads, kvHeads, headDim, nKeys, factor } = checkAttention(name, q, k, v, options);
     if (given[0].length !== heads * headDim) fail(name, "the length of q", given[0].length, `heads times headDim, ${heads * headDim}`);
     const first = Math.max(0, nKeys - (options.window ?? nKeys));
-    return this.run("decode_attention", given, [given[0].length], (at, out) => [...at, first, nKeys, heads, kvHeads, headDim, factor, ...out])[0];
+    return this.run("op_decode_attention", given, [given[0].length], ([q, k, v], [out]) =>
+      ({ q, k, v, first, nKeys, nHeads: heads, nKvHeads: kvHeads, headDim, scale: factor, out }))[0];
   }
 
   /** Rotate the first 2 invFreq.length elements of each head of x (positions, heads, headDim) by position * invFreq. */
@@ -267,32 +270,34 @@ export class Ops {
     const at = Int32Array.from(integers(name, "positions", positions, tokens, 2 ** 31));
     const frequencies = Float64Array.from(invFreq);
     if (frequencies.length < 1 || 2 * frequencies.length > headDim) fail(name, "the length of invFreq", frequencies.length, `from 1 to ${headDim / 2}`);
-    return this.core.with([at, a, frequencies], (where, out, by) => {
-      this.core.call("op_apply_rope", where, tokens, out, rows / tokens, headDim, by, 2 * frequencies.length, +isNeox, attentionFactor, +inverse);
-      return this.core.floats(out, a.length);
+    return this.core.with([at, a, frequencies], (positions, x, invFreq) => {
+      const flags = { isNeox: +isNeox, inverse: +inverse };
+      this.core.callNamed(opCalls, "op_apply_rope", { positions, tokens, x, heads: rows / tokens, headDim, invFreq, rotaryDim: 2 * frequencies.length, scale: attentionFactor, ...flags });
+      return this.core.floats(x, a.length);
     });
   }
 
   /** @internal */
   loraForward(x: Float32Array, y: Float32Array, a: Float32Array, b: Float32Array, rank: number, scale: number): Float32Array {
     const [n, m] = [a.length / rank, b.length / rank];
-    return this.core.with([x, y, a, b], (from, to, down, up) => {
-      this.core.call("op_lora_forward", from, to, x.length / n, n, m, down, up, rank, scale);
-      return this.core.floats(to, y.length);
+    return this.core.with([x, y, a, b], (input, output, down, up) => {
+      this.core.callNamed(opCalls, "op_lora_forward", { x: input, y: output, rows: x.length / n, in: n, out: m, a: down, b: up, rank, scale });
+      return this.core.floats(output, y.length);
     });
   }
   /** @internal */
   loraAccumulate(x: Float32Array, grad: Float32Array, a: Float32Array, b: Float32Array, rank: number, scale: number, sums: [Float32Array, Float32Array]): [Float32Array, Float32Array] {
     const [n, m] = [a.length / rank, b.length / rank];
-    return this.core.with([x, grad, a, b, ...sums], (from, by, down, up, gradA, gradB) => {
-      this.core.call("op_lora_accumulate", from, by, x.length / n, n, m, down, up, rank, scale, gradA, gradB);
+    return this.core.with([x, grad, a, b, ...sums], (input, gradY, down, up, gradA, gradB) => {
+      this.core.callNamed(opCalls, "op_lora_accumulate", { x: input, gradY, rows: x.length / n, in: n, out: m, a: down, b: up, rank, scale, gradA, gradB });
       return [this.core.floats(gradA, a.length), this.core.floats(gradB, b.length)];
     });
   }
   /** @internal */
-  adamw(settings: number[], arrays: Float32Array[]): Float32Array[] {
+  adamw(settings: { lr: number; beta1: number; beta2: number; eps: number; weightDecay: number; t: number }, arrays: Float32Array[]): Float32Array[] {
     return this.core.with(arrays, (...at) => {
-      this.core.call("op_adamw", ...settings, arrays[0].length, ...at);
+      const [p, grad, m, v] = at;
+      this.core.callNamed(opCalls, "op_adamw", { ...settings, gradScale: 1, n: arrays[0].length, p, grad, m, v });
       return at.map((from) => this.core.floats(from, arrays[0].length));
     });
   }
@@ -362,7 +367,7 @@ export class MicroLoRA {
     for (const beta of betas) number(name, "betas", beta, (x) => x >= 0 && x < 1, "two numbers in [0, 1)");
     number(name, "eps", eps, (x) => x > 0 && x < Infinity, "a finite number above 0");
     const gradients = this.meanGradients(name);
-    const settings = [lr, ...betas, eps, weightDecay, ++this.nSteps, 1];
+    const settings = { lr, beta1: betas[0], beta2: betas[1], eps, weightDecay, t: ++this.nSteps };
     const [a, , mA, vA] = this.ops.adamw(settings, [this.a, gradients[0], this.moments[0], this.moments[2]]);
     const [b, , mB, vB] = this.ops.adamw(settings, [this.b, gradients[1], this.moments[1], this.moments[3]]);
     [this.a, this.b, this.moments] = [a, b, [mA, mB, vA, vB]];

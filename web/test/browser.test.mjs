@@ -38,7 +38,7 @@ async function files() {
   const limited = { storage: `navigator.storage.estimate = async () => ({ quota: ${5.5 * found["q8_0.gguf"].length} });`, memory: maxPages(16384), shared: maxPages(0), simd: "const { validate } = WebAssembly; let n = 0; WebAssembly.validate = (bytes) => n++ > 0 && validate(bytes);" };
   for (const [folder, script] of Object.entries(limited)) {
     for (const name of ["thread.js", "hf.js", "threads.wasm", "threads-plain.wasm", "plain.wasm"]) found[`limited/${folder}/${name}`] = found[name];
-    found[`limited/${folder}/worker.js`] = Buffer.from(`${script}\n${found["worker.js"]}`);
+    found[`limited/${folder}/worker.js`] = Buffer.from(`{ ${script} } // a block: its names must not collide with the bundle's\n${found["worker.js"]}`);
   }
   return found;
 }

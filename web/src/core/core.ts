@@ -78,8 +78,9 @@ export class Core {
     }
   }
 
-  has(name: string): boolean {
-    return name in this.exports;
+  /** Call an export with named arguments. `calls`: the parameters of each export in order. */
+  callNamed<C extends Record<string, readonly string[]>, K extends keyof C & string>(calls: C, name: K, args: Record<C[K][number], number>): number {
+    return this.call(name, ...calls[name].map((each: C[K][number]) => args[each]));
   }
 
   allocate(bytes: number): number {
