@@ -36,6 +36,13 @@ def test_links_outside_the_site_lead_somewhere(name):
     assert [target for target in targets if not (ROOT / name).parent.joinpath(target).exists()] == []
 
 
+def test_files_named_in_contributing_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    names = [name for name in re.findall(r"`([\w/]+/[\w.]+\.\w+)`", text) if "foo" not in name and "NAME" not in name]
+    places = (ROOT, ROOT / "src" / "whet", ROOT / "cpp", ROOT / "tests")
+    assert len(names) > 30 and [name for name in names if not any((place / name).exists() for place in places)] == []
+
+
 def default_rows(page: str) -> Iterator[tuple[str, str, str]]:
     """Setting, Whet's default and TRL's ``name` = `default`` of each row of a page's table of defaults."""
     for line in (DOCS / "algorithms" / f"{page}.md").read_text(encoding="utf-8").splitlines():
