@@ -6,7 +6,9 @@ by the C library's allocator is read from the C library and the kernel. Linux on
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import os
 import re
 import sys
@@ -266,3 +268,27 @@ def _allocated_bytes() -> _Allocated:
         return _Allocated(_heap_bytes(), 0)
     info = function()
     return _Allocated(info.uordblks, info.hblkhd)
+
+
+def format_bytes(n_bytes: int) -> str:
+    """Format a size: 21.45 GB."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n_bytes >= scale:
+            return f"{n_bytes / scale:.2f} {unit}"
+    return f"{n_bytes} B"
+
+
+@contextlib.contextmanager
+def without_gc() -> Iterator[None]:
+    """Disable the garbage collector, for imports: it takes a quarter of the import time of torch and transformers.
+
+    Their objects are frozen, so that later collections do not scan them either.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if enabled:
+            gc.enable()

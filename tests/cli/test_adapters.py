@@ -11,23 +11,17 @@ import torch
 from tests.cli.conftest import write_tiny_gguf
 from tests.gguf_files import Q8_0
 from tests.processes import WHET
-from tests.raising import assert_mentions, assert_raises
-from tests.tiny import with_lora
+from tests.raising import assert_mentions
 from transformers import AutoModelForCausalLM
 
 from whet import _core
 from whet.cli import main
-from whet.cli.adapters import plan_adapters
-from whet.cli.models import load_model
-from whet.cli.run_memory import estimate_run_memory, suggest_settings
-from whet.cli.runs import GRPORun, SFTRun
-from whet.cli.settings import read_toml
-from whet.errors import WhetValueError
+from whet.config.toml import read_toml
 from whet.models.base_record import read_record
 from whet.models.packed_base import pack_base
 from whet.models.sources.pretrained import open_pretrained
 from whet.nn.frozen import base_of
-from whet.training.sizes import Lengths
+from whet.runs.models import load_model
 
 NARROW = "bf16" if "bf16" in _core.isa() else "float32"
 LORA = {"lora_rank": 2, "learning_rate": 1e-2}
@@ -96,29 +90,6 @@ def test_settings_that_need_float_weights_are_printed(settings, reason, files, c
     assert_mentions(capsys.readouterr().out, "float weights", reason)
 
 
-def test_sampling_settings_that_need_float_weights(tiny_model):
-    source = open_pretrained(tiny_model)
-
-    def plan(on_gpu=False, **settings):
-        return plan_adapters(GRPORun(model=str(tiny_model), lora_rank=2, **settings), source, "here", on_gpu)
-
-    assert plan().base == NARROW and plan(engine="torch", lora_layers=["embed_tokens"]).base == NARROW
-    assert plan(lora_layers=["embed_tokens"]).floats_reason == "the engine merges adapters outside the layers into them"
-    assert plan(rollout_weights="int8").floats_reason == "rollout_weights is 'int8'"
-    assert plan(on_gpu=True).base == "none"
-    assert plan(lora_layers=["lm_head"], base="q8_0").base == "q8_0"  # torch samples, with a warning
-    assert plan_adapters(SFTRun(lora_rank=2, lora_layers=["lm_head"]), source, "here").base == NARROW
-
-
-def test_dora_needs_float_weights(tiny_model, tmp_path):
-    with_lora(AutoModelForCausalLM.from_pretrained(tiny_model), use_dora=True, r=2).save_pretrained(tmp_path)
-    source, run = open_pretrained(tiny_model), SFTRun(model=str(tiny_model), adapter=str(tmp_path))
-    assert "use_dora=True" in plan_adapters(run, source, "here").floats_reason
-    run.base = "q8_0"
-    facts = "base is 'q8_0'", "use_dora=True", "float weights", "--base none"
-    assert_raises(WhetValueError, facts, plan_adapters, run, source, "here")
-
-
 def test_packed_model_has_no_float_matrices(tiny_model, q8_gguf):
     for path, base, formats in ((tiny_model, "int4", {"int4"}), (q8_gguf, "own", {"q8_0"})):
         model, tokenizer = load_model(str(path), "float32", base)
@@ -168,7 +139,7 @@ def test_adapter_settings_reach_peft(files):
     ],
 )  # fmt: skip
 def test_unfit_adapter_settings_are_rejected_before_loading(settings, expected, files, error_of, monkeypatch):
-    monkeypatch.setattr("whet.cli.train.load_model", None)
+    monkeypatch.setattr("whet.runs.training.load_model", None)
     given = files("run", **{**LORA, **{name: value for name, value in settings.items() if value is not None}})
     flags = [f"--{name.replace('_', '-')}" for name, value in settings.items() if value is None]
     assert_mentions(error_of("train", "sft", *given, *flags), *expected)
@@ -200,7 +171,7 @@ def test_saved_adapters_are_trained_further(files, tiny_model, q8_gguf, error_of
     argv = ["train", "sft", *files("third", steps=1, **{**given, "model": files.folder / "other", "base": "q8_0"})]
     error = error_of(*argv)
     assert str(folder) in error and error.count("base in q8_0 (") == 2
-    monkeypatch.setattr("whet.cli.train.load_model", None)  # comparing the formats suffices
+    monkeypatch.setattr("whet.runs.training.load_model", None)  # comparing the formats suffices
     for settings, facts in (
         ({"base": "int4"}, ("q8_0", "q8_0, int4")),
         ({"base": "none"}, ("q8_0", "base is 'none'")),
@@ -233,7 +204,7 @@ def test_adapters_of_another_model_are_rejected_before_loading(files, tiny_model
     model.config.num_hidden_layers = 1
     model.config.layer_types = None
     model.save_pretrained(smaller)
-    monkeypatch.setattr("whet.cli.train.load_model", None)
+    monkeypatch.setattr("whet.runs.training.load_model", None)
     argv = ["train", "sft", *files("other", steps=1, adapter=folder, model=smaller)]
     assert_mentions(error_of(*argv), folder, "another model", "model.layers.1.")
     assert f"--adapter {folder}" in error_of("train", "sft", *files("other", steps=1, model=folder, lora_rank=2))
@@ -347,13 +318,6 @@ def test_memory_prediction_includes_the_packed_base(tiny_model, q8_gguf, capsys)
     capsys.readouterr()
     assert main(["estimate", str(tiny_model), "--train=sft", "--lora-rank=2", "--base=q4_k"]) == 2
     assert_mentions(capsys.readouterr().err, "q4_k", 256)
-
-
-def test_advice_for_a_run_out_of_memory_names_a_smaller_base(tiny_model):
-    source, lengths = open_pretrained(tiny_model), Lengths(10, 10)
-    run = SFTRun(model=str(tiny_model), lora_rank=2, base="bf16", max_tokens_per_step=256)
-    available = estimate_run_memory(SFTRun(lora_rank=2, base="q8_0"), source, lengths, interpreter=0).total
-    assert "With --base q8_0 " in suggest_settings(run, source, lengths, available, interpreter=0)
 
 
 def test_memory_of_a_packed_base_is_as_predicted(files, no_holders):

@@ -25,12 +25,12 @@ from tests.real.model import real_model
 
 from whet.cli import main
 from whet.cli.chat import _Chat
-from whet.cli.conversation import Conversation
-from whet.cli.text_model import load_engine
 from whet.config.sampling import SamplingParams
 from whet.data.rows import tokenize_completion
 from whet.data.sources import read_rows
 from whet.models.tokenizers import read_tokenizer
+from whet.text.conversation import Conversation
+from whet.text.model import load_engine
 
 GREEDY = ["--temperature", "0"]
 

@@ -10,7 +10,8 @@ import pytest
 from tests.processes import WHET, printed_by
 from tests.raising import assert_mentions
 
-from whet.cli import main, without_gc
+from whet.cli import main
+from whet.memory import without_gc
 
 METHODS = ("sft", "dpo", "grpo", "online-dpo")
 
@@ -172,6 +173,6 @@ def test_invalid_environment_variable_is_one_line(variable, tiny_gguf):
 
 
 def test_unexpected_errors_keep_their_traceback(files, monkeypatch):
-    monkeypatch.setattr("whet.cli.train.write_report", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("whet.runs.save.write_report", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["train", "sft", *files("run", steps=1)])

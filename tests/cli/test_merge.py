@@ -18,13 +18,13 @@ from tests.tiny import with_lora
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from whet.cli import main
-from whet.cli.models import load_model
 from whet.models.base_record import write_record
 from whet.models.packed_base import pack_base
 from whet.models.sources.gguf_container import read_gguf
 from whet.models.sources.pretrained import open_pretrained
 from whet.models.tokenizers import read_tokenizer
 from whet.nn import frozen_model
+from whet.runs.models import load_model
 
 
 @pytest.fixture(scope="module", params=["qwen3", "gpt2"])

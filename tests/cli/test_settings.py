@@ -6,9 +6,10 @@ from tests.raising import assert_mentions
 from whet.cli import main
 from whet.cli.eval import EvalConfig
 from whet.cli.export import ExportConfig
-from whet.cli.runs import DPORun, GRPORun, OnlineDPORun, SFTRun
-from whet.cli.settings import parse, parse_flags, read_toml, write_toml
+from whet.cli.settings import parse, parse_flags
 from whet.config import DPOConfig
+from whet.config.toml import read_toml, write_toml
+from whet.runs.settings import DPORun, GRPORun, OnlineDPORun, SFTRun
 
 
 def test_flags_override_the_file_and_the_file_overrides_defaults(files):
@@ -114,11 +115,6 @@ def test_tilde_in_paths_of_files_and_flags(tmp_path, monkeypatch):
     assert (options.model, options.output, options.adapter) == ("/home/me/m", "/home/me/m.gguf", "/home/me/a")
 
 
-def test_file_with_byte_order_mark_and_crlf(tmp_path):
-    (tmp_path / "c.toml").write_bytes(b"\xef\xbb\xbfmodel = 'm'\r\nsteps = 3\r\n")
-    assert read_toml(tmp_path / "c.toml") == {"model": "m", "steps": 3}
-
-
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
@@ -157,12 +153,3 @@ def test_repeated_logger_is_rejected(files, tmp_path, error_of):
     path = tmp_path / "run.toml"
     path.write_text('loggers = ["csv", "csv"]\n')
     assert_mentions(error_of("train", "sft", path, *files("run")), "loggers is ['csv', 'csv']", "once")
-
-
-def test_toml_round_trip(tmp_path):
-    settings = {
-        "text": 'quote " slash \\ line\n tab\t del\x7f é 🎈', "empty": "", "yes": True, "n": -3, "small": 1e-30,
-        "infinite": float("inf"), "names": ["a", 'b"'], "numbers": [0.1, 2.0], "table": {"deep": False},
-    }  # fmt: skip
-    write_toml(tmp_path / "new" / "x.toml", {"omitted": None, **settings})
-    assert read_toml(tmp_path / "new" / "x.toml") == settings

@@ -12,7 +12,7 @@ from tests.processes import WHET
 from tests.raising import assert_mentions
 
 from whet.cli import main
-from whet.cli.settings import read_toml
+from whet.config.toml import read_toml
 from whet.data.sources import read_rows
 from whet.rewards.functions import load_function
 from whet.tasks import open_task, open_tasks

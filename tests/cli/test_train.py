@@ -1,15 +1,12 @@
 """``whet train`` from the command line: runs on a tiny model, their files, resuming, and errors."""
 
 import csv
-import dataclasses
-import gc
 import gzip
 import json
 import os
 import shutil
 import signal
 import subprocess
-import weakref
 from pathlib import Path
 
 import pytest
@@ -17,22 +14,13 @@ import torch
 from safetensors.torch import load_file
 from tests.cli.conftest import write_rows
 from tests.processes import WHET, run_python
-from tests.raising import assert_mentions, assert_raises
+from tests.raising import assert_mentions
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from whet.algorithms import DPO
 from whet.cli import main
-from whet.cli.inputs import check_inputs, read_inputs, write_inputs
-from whet.cli.run_memory import estimate_run_memory, suggest_settings
-from whet.cli.runs import DPORun, SFTRun
-from whet.cli.settings import read_toml
-from whet.cli.train import add_reference_logprobs
-from whet.config import DPOConfig
+from whet.config.toml import read_toml
 from whet.data.rows import epoch_order
-from whet.errors import WhetValueError
-from whet.models.sources.pretrained import open_pretrained
 from whet.rewards.functions import load_function
-from whet.training.sizes import Lengths
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -156,28 +144,6 @@ def test_precomputed_reference_gives_the_same_run_and_resumes(files):
     assert live["eval/loss"] == pytest.approx(known["eval/loss"], rel=1e-4) and live["step"] == known["step"] == 6
     first, second = (load_file(files.folder / name / "model" / "model.safetensors") for name in ("live", "known"))
     torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-4)
-
-
-def test_trainer_of_the_reference_is_freed_before_the_run(tiny_model, monkeypatch):
-    """Otherwise its bfloat16 copy of all weights stays allocated."""
-    made = []
-
-    class Watched(DPO):
-        def __init__(self, *arguments, **settings):
-            super().__init__(*arguments, **settings)
-            made.extend(map(weakref.ref, (self, self.acceleration)))
-
-    monkeypatch.setattr("whet.cli.train.DPO", Watched)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    rows = [{"prompt": [5], "chosen": [6], "rejected": [7]}]
-    arguments = {"config": DPOConfig(precompute_reference=True, compute="bfloat16", batch_size=1)}
-    gc.disable()  # reference counting must suffice
-    try:
-        found, none = add_reference_logprobs(model, arguments, rows, [])
-        assert len(made) == 2 and [reference() for reference in made] == [None, None]
-    finally:
-        gc.enable()
-    assert none == [] and found[0]["ref_chosen_logprobs"] < 0
 
 
 def test_grpo_logs_the_greedy_reward_of_held_out_rows(files, tiny_model):
@@ -600,15 +566,6 @@ def test_data_of_a_run_cannot_change(files, error_of):
     assert main(["train", "sft", *files("run", steps=4)]) == 0
 
 
-def test_new_file_in_a_data_pattern_is_an_error(files):
-    run = SFTRun(model=str(files.folder), data=str(files.folder / "*.jsonl"), eval_data=[str(files.folder / "rows.*")])
-    record = files.folder / "inputs.json"
-    write_inputs(record, read_inputs(run))
-    assert check_inputs(record, read_inputs(run)) == []
-    (files.folder / "other.jsonl").write_text("{}\n")
-    assert_raises(WhetValueError, ("data", "other.jsonl", "output_dir"), check_inputs, record, read_inputs(run))
-
-
 def test_several_data_files_with_renamed_columns(files):
     """One is compressed, one CSV."""
     rows = [{"q": row["prompt"], "a": row["completion"]} for row in files.rows]
@@ -827,7 +784,7 @@ def test_memory_report_has_measured_and_predicted_parts(files, no_holders):
 
 
 def test_run_out_of_memory_is_predicted_with_advice(files, capsys, monkeypatch):
-    monkeypatch.setattr("whet.cli.run_memory.available_bytes", lambda: 1_000_000)
+    monkeypatch.setattr("whet.runs.memory.available_bytes", lambda: 1_000_000)
     assert main(["train", "sft", *files("run", steps=1, batch_size=8)]) == 0
     assert_mentions(capsys.readouterr().err, "whet: warning: whet train sft", "1.00 MB", "No setting")
 
@@ -840,27 +797,3 @@ def test_resumed_run_is_one_run_at_wandb(files):
         subprocess.run([*WHET, "train", "sft", *arguments], env=environment, check=True, capture_output=True)
     runs = [path.name.rpartition("-")[2] for path in (files.folder / "run" / "wandb").glob("offline-run-*")]
     assert len(runs) == 2 and len(set(runs)) == 1
-
-
-def test_memory_advice_is_the_smallest_change_that_fits(tiny_model):
-    source = open_pretrained(tiny_model)
-    lengths, options = Lengths(100, 100), {"interpreter": 0}
-
-    def total(run):
-        return estimate_run_memory(run, source, lengths, **options).total
-
-    run = DPORun(batch_size=64, max_tokens_per_step=1536)
-    for available, advice in (
-        (total(dataclasses.replace(run, max_tokens_per_step=768)), "With --max-tokens-per-step 768 "),
-        (total(dataclasses.replace(run, max_tokens_per_step=384)), "With --max-tokens-per-step 384 "),
-        (total(dataclasses.replace(run, max_tokens_per_step=384, precompute_reference=True)), "--precompute-reference"),
-        (100, "No setting makes it fit"),
-    ):
-        assert advice in suggest_settings(run, source, lengths, available, **options)
-    rows = DPORun(batch_size=64, micro_batch_size=4)
-    least = total(dataclasses.replace(rows, micro_batch_size=1))
-    assert "With --micro-batch-size 1 " in suggest_settings(rows, source, lengths, least, **options)
-    small = SFTRun(batch_size=64, max_tokens_per_step=256)
-    assert "With --lora-rank 16 " in suggest_settings(
-        small, source, lengths, total(dataclasses.replace(small, lora_rank=16)), **options
-    )

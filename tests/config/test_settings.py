@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from tests.raising import assert_raises, mentions
 
-from whet.cli.settings import read_toml, write_toml
 from whet.config import (
     BestOfNConfig,
     DPOConfig,
@@ -26,6 +25,7 @@ from whet.config import (
 )
 from whet.config.fields import make_config
 from whet.config.sampling import DISTRIBUTION_SETTINGS, SamplingParams
+from whet.config.toml import read_toml, write_toml
 from whet.errors import WhetTypeError, WhetValueError
 
 ALL = [SFTConfig, DPOConfig, GRPOConfig, OnlineDPOConfig, BestOfNConfig]

@@ -16,9 +16,9 @@ from tests.tiny import letters_tokenizer, tiny_llama, with_lora
 from transformers import AutoConfig
 
 from whet.algorithms import SFT
+from whet.checkpoint.unpack import unpack_model
 from whet.models.families import model_config
 from whet.models.written_folder import complete_folder
-from whet.training.unpack import unpack_model
 
 
 def written(folder: Path, config: dict, file: str = "config.json") -> dict:

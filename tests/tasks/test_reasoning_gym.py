@@ -241,5 +241,5 @@ def test_missing_package_names_its_extra(monkeypatch):
 
 
 def test_package_is_imported_only_for_its_tasks():
-    code = "import sys, whet.tasks, whet.cli.runs; print('reasoning_gym' in sys.modules, 'torch' in sys.modules)"
+    code = "import sys, whet.tasks, whet.runs.settings; print('reasoning_gym' in sys.modules, 'torch' in sys.modules)"
     assert printed_by(code) == "False False\n"

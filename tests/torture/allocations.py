@@ -62,7 +62,7 @@ def _operations(folder: Path) -> list[tuple[str, Operation]]:
     import torch
 
     import whet
-    from whet.cli.models import load_model
+    from whet.runs.models import load_model
 
     torch.set_num_threads(1)
     sampling = whet.SamplingParams(

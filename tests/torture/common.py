@@ -125,7 +125,7 @@ def workshop() -> Iterator[Workshop]:
     """Create a workshop in a temporary folder and import all modules of training."""
     import matplotlib.pyplot  # noqa: F401
 
-    import whet.cli.train  # noqa: F401
+    import whet.runs.training  # noqa: F401
 
     with tempfile.TemporaryDirectory(prefix="whet-torture-") as name:
         folder = Path(name)

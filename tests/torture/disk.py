@@ -87,8 +87,8 @@ def _of_a_checkpoint(disk: Disk, shop: Workshop, scale: float) -> Tally:
     """Save with any number of free pages, from none to enough."""
     from whet.algorithms.sft import SFT
     from whet.checkpoint.folder import latest_checkpoint, load_checkpoint
-    from whet.cli.models import load_model
     from whet.data.sources import read_rows
+    from whet.runs.models import load_model
 
     tally = Tally("disk full: pages and files of a checkpoint")
     model, tokenizer = load_model(str(shop.model), "float32")

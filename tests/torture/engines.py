@@ -44,7 +44,7 @@ def _opened_and_closed(folder: Path, n: int) -> Tally:
 def _of_live_models(folder: Path, n: int) -> Tally:
     """Open engines of a transformers model, and add and remove adapters."""
     import whet
-    from whet.cli.models import load_model
+    from whet.runs.models import load_model
 
     tally = Tally("engines of a live model, synced")
     model, _ = load_model(str(folder), "float32")

@@ -73,7 +73,7 @@ def _open_gguf(folder: Path) -> None:
 
 
 def _load_model(folder: Path) -> None:
-    from whet.cli.models import load_model
+    from whet.runs.models import load_model
 
     _, tokenizer = load_model(str(folder), "float32")
     tokenizer("12+3=")
@@ -145,8 +145,8 @@ def _make_adapters(folder: Path) -> None:
 
 def _make_checkpoint(folder: Path) -> None:
     from whet.algorithms.sft import SFT
-    from whet.cli.models import load_model
     from whet.data.sources import read_rows
+    from whet.runs.models import load_model
 
     with tempfile.TemporaryDirectory() as name:
         model, tokenizer = load_model(str(make_model(Path(name) / "model")), "float32")

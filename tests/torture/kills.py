@@ -41,7 +41,7 @@ class Lines:
     def install(self) -> None:
         """Start counting in this process."""
         self.pid = os.getpid()
-        from whet.cli import train
+        from whet.runs import training
         from whet.training import phases
         from whet.training.callbacks import Callback
         from whet.training.trainer import Trainer
@@ -57,7 +57,7 @@ class Lines:
         record.phase = phase
         for owner, name in [(Trainer, "log"), *_hooks(Callback)]:
             setattr(owner, name, self.count_lines("saving", getattr(owner, name)))
-        train._finish = self.count_lines("ending", train._finish)
+        training.write_results = self.count_lines("ending", training.write_results)
 
     def count_lines(self, phase: str, function: Any) -> Any:
         """Wrap a function to count its lines in a phase."""
@@ -148,11 +148,11 @@ def _count_lines(shop: Workshop, method: str, expected: dict[str, str]) -> dict[
     lines = Lines()
 
     def install() -> None:
-        from whet.cli import train
+        from whet.runs import training
 
         lines.install()
-        finish: Any = train._finish
-        train._finish = lambda *args: (finish(*args), file.write_text(json.dumps(lines.counts)))[0]
+        finish: Any = training.write_results
+        training.write_results = lambda *args: (finish(*args), file.write_text(json.dumps(lines.counts)))[0]
 
     end = forked(shop.command(method, folder), install)
     require(end.status == 0, end.text)

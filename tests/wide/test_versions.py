@@ -19,7 +19,7 @@ import torch
 from packaging.requirements import Requirement
 
 from whet import _core
-from whet.cli.settings import read_toml
+from whet.config.toml import read_toml
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WORK = ROOT / "build" / "versions"

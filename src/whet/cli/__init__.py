@@ -18,7 +18,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from whet import __version__
@@ -204,8 +204,8 @@ def _run(argv: list[str]) -> int:
         return _train(rest)
     if command not in ("best-of-n", "demo"):
         return _command(command).main(rest)
-    from whet.cli.runs import BestOfNRun
     from whet.cli.settings import parse
+    from whet.runs.settings import BestOfNRun
 
     if command == "demo":
         check_installed(where, *_MODEL_PACKAGES, "matplotlib")
@@ -240,7 +240,7 @@ def _train(argv: list[str]) -> int:
         print(TRAIN_USAGE, end="")
         return 0 if argv else 2
     method, where = argv[0], f"whet train {argv[0]}"
-    from whet.cli.runs import RUNS, lock_folder
+    from whet.runs.settings import RUNS, lock_folder
 
     _check_choice("method", method, RUNS)
     check_installed(where, "tyro", "rich")
@@ -253,34 +253,18 @@ def _train(argv: list[str]) -> int:
 
     if run.ranks > 1 and launched_size() == 1:
         start_ranks(run.ranks, ["-m", "whet", "train", *argv])
-    if run.ranks not in (1, launched_size()):
-        raise WhetValueError(f"{where}: ranks is {run.ranks}, but {launched_size()} were launched. Omit ranks.")
     if launched_size() > 1:
         end_with_launcher()
     # Lock before importing torch, which takes seconds. Only rank 0 writes.
     with lock_folder(run.output_dir) if launched_rank() == 0 else contextlib.nullcontext():
-        return _command("train").main(method, run)
+        return _command("train").main(run)
 
 
 def _command(name: str) -> Any:
+    from whet.memory import without_gc
+
     with without_gc():
         return importlib.import_module(f"whet.cli.{name}")
-
-
-@contextlib.contextmanager
-def without_gc() -> Iterator[None]:
-    """Disable the garbage collector, for imports: it takes a quarter of the import time of torch and transformers.
-
-    Their objects are frozen, so that later collections do not scan them either.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if enabled:
-            gc.enable()
 
 
 _MODEL_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "jinja2")

@@ -14,9 +14,6 @@ import numpy as np
 import torch
 
 from whet.algorithms.best_of_n import BestOfN
-from whet.cli.models import describe_size, load_model
-from whet.cli.rows import check_prompts_fit
-from whet.cli.runs import BestOfNRun
 from whet.config.settings import BestOfNConfig
 from whet.data.rows import tokenize_prompt
 from whet.data.sources import read_rows
@@ -25,6 +22,9 @@ from whet.errors import WhetValueError
 from whet.rewards.functions import load_function
 from whet.rollout.choose import make_engine, reward_functions
 from whet.rollout.rollout import as_prompt_row, decode_completion
+from whet.runs.models import describe_size, load_model
+from whet.runs.rows import check_prompts_fit
+from whet.runs.settings import BestOfNRun
 from whet.tasks.mixture import open_tasks
 from whet.training.prefetch import check_forms
 

@@ -20,20 +20,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from whet.cli.conversation import Conversation, Turn
 from whet.cli.settings import parse_flags
-from whet.cli.text_model import (
-    OneModelConfig,
-    find_model,
-    find_stop_ids,
-    load_chat_tokenizer,
-    load_engine,
-    resolve_adapter,
-)
+from whet.cli.text_options import OneModelConfig
 from whet.config.fields import check_range
 from whet.data.thinking import Tags
 from whet.errors import WhetError, WhetValueError
 from whet.files import replace_text
+from whet.text.checkpoint_model import resolve_adapter
+from whet.text.conversation import Conversation, Turn
+from whet.text.model import find_model, find_stop_ids, load_chat_tokenizer, load_engine
 
 _WHERE = "whet chat"
 _WITH_TEXT = ("/system", "/save")
@@ -91,6 +86,7 @@ def main(argv: Sequence[str]) -> int:
             system=options.system,
             adapter=engine.add_adapter(adapter_path) if adapter_path else None,
             context=options.context or None,
+            where=_WHERE,
         )
         chat = _Chat(conversation, options.show_thinking)
         if chat.is_terminal:

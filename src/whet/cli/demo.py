@@ -21,14 +21,14 @@ from transformers.utils.logging import disable_progress_bar
 from whet.algorithms.grpo import GRPO
 from whet.algorithms.sft import SFT
 from whet.cli.arithmetic import Row, exact_match, make_model, make_problems, make_tokenizer
-from whet.cli.runs import lock_folder
-from whet.cli.settings import write_toml
 from whet.config.fields import PathText, Positive, Range, Seed, check_types, reject_ineffective
 from whet.config.sampling import SamplingParams
 from whet.config.settings import Compute, EngineName, GRPOConfig, RolloutWeights, SFTConfig
+from whet.config.toml import write_toml
 from whet.report.run import write_report
 from whet.rollout.choose import make_engine
 from whet.rollout.protocol import RolloutEngine
+from whet.runs.settings import lock_folder
 from whet.training.callbacks import (
     CheckpointCallback,
     CompletionsCallback,

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from whet.cli.adapters import plan_adapters
-from whet.cli.runs import DPORun, GRPORun, OnlineDPORun, SFTRun
 from whet.cli.settings import parse
 from whet.config.fields import Positive
 from whet.errors import WhetValueError, check_installed
-from whet.memory import PARTS, machine_bytes, resident_bytes
+from whet.memory import PARTS, format_bytes, machine_bytes
 from whet.models.formats import FORMATS, MIXTURES
 from whet.models.sizes import ModelMemory, TrainingEstimate, load_source, model_memory
-from whet.models.slots import ModelSource
-from whet.training.sizes import Lengths, RunMemory, run_memory
+from whet.runs.adapters import plan_adapters
+from whet.runs.estimate import estimate_run_memory, measure_interpreter
+from whet.runs.settings import DPORun, GRPORun, OnlineDPORun, SFTRun
+from whet.training.sizes import Lengths, RunMemory
 
 _WEIGHTS = tyro.conf.arg(metavar="{" + ",".join(FORMATS) + "}")
 _EMBEDDINGS = tyro.conf.arg(metavar="{" + ",".join(name for name in FORMATS if name not in MIXTURES) + "}")
@@ -154,44 +149,6 @@ def _train(argv: list[str]) -> int:
     return 0
 
 
-def estimate_run_memory(run: Any, source: ModelSource, lengths: Lengths, *, interpreter: int) -> RunMemory:
-    """Return ``run_memory`` for the settings of a run."""
-    plan = plan_adapters(run, source, "whet estimate")
-    base = "none" if plan.adapters is None else plan.base
-    return run_memory(source, run, lengths, interpreter=interpreter, adapters=plan.adapters, base=base)
-
-
-def measure_interpreter(model: str, tasks: Sequence[Any], has_adapters: bool) -> int:
-    """Measure the memory of a process with the imports, tokenizer and tasks of ``whet train``, without the model."""
-    code = (
-        f"from whet.cli.estimate import _print_interpreter_memory as go; go({model!r}, {list(tasks)!r}, {has_adapters})"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    if done.returncode:
-        raise WhetValueError(f"whet estimate: importing the modules of whet train failed: {done.stderr.strip()[-300:]}")
-    return int(done.stdout)
-
-
-def _print_interpreter_memory(model: str, tasks: Sequence[Any], has_adapters: bool) -> None:
-    """Import the modules of ``whet train``, load tokenizer and tasks, and print this process's memory.
-
-    Errors of tokenizer or tasks are left to the run.
-    """
-    models = ("transformers.models.auto.modeling_auto", "transformers.modeling_utils")
-    for name in ("whet.cli.train", *models, *(["peft"] if has_adapters else [])):
-        importlib.import_module(name)
-    from whet.cli.models import load_transformers_tokenizer
-    from whet.tasks.mixture import open_tasks
-
-    loaded = []
-    if Path(model).exists():
-        with suppress(Exception):
-            loaded.append(load_transformers_tokenizer(model))
-    with suppress(Exception):
-        loaded.append(open_tasks(tasks))
-    print(resident_bytes())
-
-
 def _print_run(options: Any, method: str, memory: RunMemory) -> None:
     parts, machine = memory.at_peak(), machine_bytes()
     if options.json:
@@ -257,11 +214,3 @@ def _as_dict(options: EstimateConfig, memory: ModelMemory) -> dict[str, object]:
         "memory_bytes": memory.machine,
         "fits": chosen.total <= memory.machine,
     }
-
-
-def format_bytes(n_bytes: int) -> str:
-    """Format a size: 21.45 GB."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n_bytes >= scale:
-            return f"{n_bytes / scale:.2f} {unit}"
-    return f"{n_bytes} B"

@@ -24,7 +24,7 @@ from tyro.conf import UseAppendAction
 
 import whet
 from whet.cli.settings import parse_flags
-from whet.cli.text_model import TextConfig, find_model, find_stop_ids, load_chat_tokenizer, load_engine, resolve_adapter
+from whet.cli.text_options import TextConfig
 from whet.config.fields import Paths, PathText, check_range, reject_ineffective
 from whet.config.sampling import SamplingParams
 from whet.engine import Engine
@@ -40,6 +40,8 @@ from whet.report.terminal import terminal_table
 from whet.rewards.functions import load_function
 from whet.tasks import Task, open_task
 from whet.tasks.settings import read_spec
+from whet.text.checkpoint_model import resolve_adapter
+from whet.text.model import find_model, find_stop_ids, load_chat_tokenizer, load_engine
 
 _WHERE = "whet eval"
 _NO_ADAPTER = "none"

@@ -13,15 +13,13 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
-from whet.cli.card import render_file_card
-from whet.cli.estimate import format_bytes
 from whet.cli.modelfile import render_modelfile
 from whet.cli.settings import parse_flags
-from whet.cli.text_model import find_model, read_template, resolve_adapter
 from whet.config.fields import PathText
 from whet.engine.probe import Comparison, engine_logprobs, original_position
 from whet.errors import WhetValueError
 from whet.files import replace_text
+from whet.memory import format_bytes
 from whet.models.base_record import pack_recorded, read_binding
 from whet.models.export import Exported, export_gguf, read_adapters
 from whet.models.export_adapters import export_adapters
@@ -34,6 +32,9 @@ from whet.models.sources.gguf import read_options
 from whet.models.sources.gguf_container import GGUFFile
 from whet.models.sources.pretrained import open_pretrained
 from whet.models.tokenizers import read_tokenizer
+from whet.runs.card import render_file_card
+from whet.text.checkpoint_model import resolve_adapter
+from whet.text.model import find_model, read_template
 
 _TOLERANCES = {"f32": 0.01, "f16": 0.3, "bf16": 0.3, "q8_0": 0.5}
 """Tolerated relative error of log-probs by file type; fewer bits: 1, above which the file is unrelated to the model."""

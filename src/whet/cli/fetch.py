@@ -10,9 +10,9 @@ from typing import Annotated
 
 import tyro
 
-from whet.cli.estimate import format_bytes
 from whet.cli.settings import parse_flags
 from whet.config.fields import PathText
+from whet.memory import format_bytes
 from whet.models.published import PUBLISHED, fetch, find_published
 
 

@@ -14,20 +14,14 @@ from typing import Annotated, Any
 import tyro
 
 from whet.cli.settings import parse_flags
-from whet.cli.text_model import (
-    OneModelConfig,
-    detokenise_stream,
-    find_model,
-    find_stop_ids,
-    load_chat_tokenizer,
-    load_engine,
-    resolve_adapter,
-)
+from whet.cli.text_options import OneModelConfig
 from whet.config.fields import check_range, reject_ineffective
 from whet.config.sampling import Completion, SamplingParams
 from whet.data.rows import tokenize_prompt
 from whet.engine import Engine
 from whet.engine.session import Token
+from whet.text.checkpoint_model import resolve_adapter
+from whet.text.model import detokenise_stream, find_model, find_stop_ids, load_chat_tokenizer, load_engine
 
 _WHERE = "whet generate"
 

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 import whet
-from whet.cli.estimate import format_bytes
 from whet.errors import WhetValueError
+from whet.memory import format_bytes
 from whet.models.formats import TABLE, choose_formats, describe_spans
 from whet.models.sizes import model_memory
 from whet.models.slots import ModelSource

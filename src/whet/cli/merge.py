@@ -13,21 +13,22 @@ import numpy as np
 import torch
 import tyro
 
-from whet.cli.card import render_folder_card
-from whet.cli.estimate import format_bytes
-from whet.cli.models import import_peft, load_model, merge_adapters, system_errors
 from whet.cli.settings import parse_flags
-from whet.cli.text_model import find_model, resolve_adapter
 from whet.config.fields import PathText
 from whet.engine.probe import Comparison, Probe, original_position
 from whet.errors import WhetValueError
 from whet.files import check_folder_of, disk_full_errors, replace_folder, temporary_next_to, unwritable_errors
+from whet.memory import format_bytes
 from whet.models.base_record import pack_recorded, read_binding
 from whet.models.formats import TABLE
 from whet.models.packed_base import PackedBase
 from whet.models.slots import ModelSource
 from whet.models.sources.pretrained import open_pretrained
 from whet.models.written_folder import complete_folder
+from whet.runs.card import render_folder_card
+from whet.runs.models import import_peft, load_model, merge_adapters, system_errors
+from whet.text.checkpoint_model import resolve_adapter
+from whet.text.model import find_model
 
 FolderDtype = Literal["auto", "float32", "bfloat16", "float16"]
 

@@ -1,4 +1,4 @@
-"""Reads a config dataclass from a TOML file and flags, and writes TOML.
+"""Reads a config dataclass from a TOML file and flags.
 
 Flags override the file, and the file overrides defaults. The dataclass defines the keys of the file, the flags and
 their help (tyro). No setting is known by name here.
@@ -7,24 +7,17 @@ their help (tyro). No setting is known by name here.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import typing
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from whet.config.fields import convert_fields, make_config
+from whet.config.toml import read_toml
 from whet.errors import WhetError, WhetValueError
-from whet.files import replace_text
-
-try:
-    import tomllib  # pyright: ignore[reportMissingImports]
-except ImportError:
-    import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 Config = TypeVar("Config")
 
@@ -108,46 +101,3 @@ def _table_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[dict[Any, A
         is_instance=lambda value: isinstance(value, Mapping),
         str_from_instance=lambda table: [str(word) for entry in table.items() for word in entry],
     )
-
-
-def read_toml(path: str | Path) -> dict[str, Any]:
-    """Read a TOML file.
-
-    Raises:
-        WhetValueError: the file does not exist or is not TOML.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise WhetValueError(f"{path}: the config file does not exist.")
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
-        raise WhetValueError(f"{path}: not TOML: {error}.") from error
-
-
-def write_toml(path: str | Path, settings: Mapping[str, Any]) -> None:
-    """Write settings, and tables of settings, for ``read_toml``; None is omitted.
-
-    Creates the folder. The file is replaced atomically.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tables = {name: value for name, value in settings.items() if isinstance(value, Mapping)}
-    lines = _format_lines({name: value for name, value in settings.items() if name not in tables})
-    for name, table in tables.items():
-        lines += ["", f"[{name}]", *_format_lines(table)]
-    replace_text(path, "\n".join(lines).lstrip() + "\n")
-
-
-def _format_lines(settings: Mapping[str, Any]) -> list[str]:
-    return [f"{name} = {_format_value(value)}" for name, value in settings.items() if value is not None]
-
-
-def _format_value(value: Any) -> str:
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_format_value, value))}]"
-    return repr(value)

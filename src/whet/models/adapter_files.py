@@ -282,6 +282,11 @@ def read_peft_config(where: str, path: Path) -> dict[str, Any]:
     return config
 
 
+def is_adapter_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether PEFT, or ``whet train``, has saved adapters in the folder."""
+    return (Path(path) / "adapter_config.json").is_file()
+
+
 def base_name(folder: str | os.PathLike[str], where: str) -> str:
     """Return the path or name of the base model of a PEFT folder.
 

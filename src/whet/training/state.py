@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from whet.checkpoint.folder import capture_rng, load_checkpoint, restore_rng, save_checkpoint
 from whet.checkpoint.modules import build_module, describe_module, load_module_tensors, module_tensors
+from whet.checkpoint.unpack import adapter_settings
 from whet.config.fields import make_config
 from whet.errors import CheckpointError, WhetError
 from whet.models.base_record import check_record
 from whet.nn.frozen import base_of
 from whet.nn.modules import module_device
-from whet.training.unpack import adapter_settings
 
 if TYPE_CHECKING:
     from whet.training.trainer import Trainer

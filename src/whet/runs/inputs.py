@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from whet.cli.models import ADAPTERS
 from whet.data.rows import epoch_order
 from whet.data.sources import source_files
 from whet.errors import RowError, WhetValueError
@@ -87,7 +86,7 @@ def _affects_run(path: Path, run: Any) -> bool:
     """Whether a file of the base model affects a resumed run: weights only if checkpoints have only adapters."""
     if path.suffix in _WEIGHTS:
         return run.has_adapters()
-    return path.suffix != ".md" and not path.name.startswith(".") and path.name != ADAPTERS
+    return path.suffix != ".md" and not path.name.startswith(".") and path.name != "adapter_config.json"
 
 
 def describe_failure(error: RowError, rows: Sequence[Any], seed: int, epoch: int, position: int) -> Inputs:

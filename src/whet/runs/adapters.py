@@ -33,7 +33,7 @@ def plan_adapters(run: Any, source: ModelSource | None, where: str, on_gpu: bool
     """Check the adapters of a run against its model, and resolve its base if that is "auto". Loads nothing.
 
     Args:
-        run: the settings, an instance of one of the classes in ``whet.cli.runs``.
+        run: the settings, an instance of one of the classes in ``whet.runs.settings``.
         source: the model; None: the engine does not support it, or it is not on this machine yet.
         where: prefix of errors.
         on_gpu: whether the model would be trained on a GPU.

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from whet.cli.estimate import estimate_run_memory, format_bytes
 from whet.config.settings import DPOConfig, OnlineConfig, PreferenceConfig
 from whet.data.rows import tokenize_example, tokenize_preference, tokenize_prompt
 from whet.errors import WhetError
-from whet.memory import available_bytes, resident_bytes
+from whet.memory import available_bytes, format_bytes, resident_bytes
 from whet.models.slots import ModelSource
 from whet.models.sources.live import open_module
 from whet.nn.frozen import base_of
+from whet.runs.estimate import estimate_run_memory
 from whet.training.sizes import Lengths, RunMemory
 
 _N_SAMPLED_ROWS = 64

@@ -14,9 +14,9 @@ from tests.engine.tiny_models import tiny_model
 from tests.models.test_export import N_ROWS, N_TOKENS, PRE_TOKENIZERS, save
 from tests.models.tokenizers import vocab_files
 
+from whet.checkpoint.unpack import unpack_model
 from whet.cli import main
 from whet.models.sources.gguf_container import read_gguf
-from whet.training.unpack import unpack_model
 
 RUNS: dict[str, list[str]] = {
     "all weights": [],

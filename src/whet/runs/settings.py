@@ -117,6 +117,10 @@ class RunConfig:
         reject_ineffective(self, ["base"], self.has_adapters(), "lora_rank is 0, so every weight is trained")
         reject_ineffective(self, ["dtype"], self.base in ("auto", "none"), "base determines the format of the weights")
 
+    def method(self) -> str:
+        """Return the name of the method in ``whet train METHOD``."""
+        return next(name for name, settings in RUNS.items() if isinstance(self, settings))
+
     def has_adapters(self) -> bool:
         """Whether adapters are trained on a frozen model."""
         return self.lora_rank > 0 or self.adapter != ""

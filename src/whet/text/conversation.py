@@ -14,28 +14,21 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from whet.cli.text_model import SPARE_PAGES, detokenise_stream
 from whet.config.sampling import SamplingParams
 from whet.data.rows import tokenize_prompt
-from whet.data.thinking import DEFAULT_TAGS, Replies, Tags, answer_in
+from whet.data.thinking import DEFAULT_TAGS, Replies, answer_in
 from whet.engine import Engine, Token
 from whet.errors import WhetValueError
 from whet.models.formats import PAGE_TOKENS
+from whet.text.model import SPARE_PAGES, detokenise_stream
+from whet.text.thinking import TextChunk, split_thinking
 
 Message = Mapping[str, str]
-_WHERE = "whet chat"
 _REPLY_DIVISOR = 4
 """A reply gets at least ``context // _REPLY_DIVISOR`` tokens, or max_new_tokens if that is less."""
 _PROMPT_FRACTION_WHEN_FULL = 0.75
 """A full context is cut to this fraction of the prompt's limit: dropping a turn invalidates the cache of all later
 turns, so several are dropped at once."""
-
-
-class TextChunk(NamedTuple):
-    """Part of a reply: thinking or answer."""
-
-    text: str
-    is_thinking: bool
 
 
 class _Prompt(NamedTuple):
@@ -64,6 +57,7 @@ class Conversation:
         system: the system prompt; empty: the template's default.
         adapter: the result of ``Engine.add_adapter``.
         context: maximum tokens of prompt and reply; None: limited by the model's positions and the engine's memory.
+        where: prefix of errors.
 
     Raises:
         WhetValueError: there is no chat template, it fails, or it ignores the system prompt; the context exceeds the
@@ -79,15 +73,17 @@ class Conversation:
         system: str = "",
         adapter: int | None = None,
         context: int | None = None,
+        where: str = "Conversation",
     ) -> None:
         self.engine, self.tokenizer, self.sampling, self.adapter = engine, tokenizer, sampling, adapter
+        self.where = where
         if not getattr(tokenizer, "chat_template", None):
             raise WhetValueError(
-                f"{_WHERE}: the model's tokenizer has no chat template. Pass --chat-template with a Jinja file, such "
-                f"as the chat_template.jinja of a model that was trained with the same format, or --tokenizer with a "
+                f"{where}: the model's tokenizer has no chat template. Pass --chat-template with a Jinja file, such as "
+                f"the chat_template.jinja of a model that was trained with the same format, or --tokenizer with a "
                 f"folder or .gguf file that has one. (whet generate --raw continues plain text.)"
             )
-        self.context = _check_context(engine, context)
+        self.context = _check_context(engine, context, where)
         self._replies = Replies(tokenizer)
         self.tags = self._replies.tags or DEFAULT_TAGS
         self._n_replies = 0
@@ -118,7 +114,7 @@ class Conversation:
         rendered = self._render([*opening, hello])
         if system and rendered == self._render([hello]):
             raise WhetValueError(
-                f"{_WHERE}: the chat template ignores the system prompt. Omit it, and put its text into a message."
+                f"{self.where}: the chat template ignores the system prompt. Omit it, and put its text into a message."
             )
         self.last: Turn | None = None
         self._history, self._last_prompt = _History(opening), None
@@ -133,7 +129,7 @@ class Conversation:
             WhetValueError: the conversation has no turn.
         """
         if len(self.messages) < 2:
-            raise WhetValueError(f"{_WHERE}: there is no turn to save.")
+            raise WhetValueError(f"{self.where}: there is no turn to save.")
         messages = [dict(m) if thinking else {**m, "content": self._answer(m)} for m in self.messages]
         return {"messages": messages}
 
@@ -158,9 +154,9 @@ class Conversation:
             WhetValueError: there is no message, or temperature is 0 and the reply would be the same.
         """
         if self._last_prompt is None:
-            raise WhetValueError(f"{_WHERE}: there is no message to answer again.")
+            raise WhetValueError(f"{self.where}: there is no message to answer again.")
         if self.sampling.temperature == 0:
-            raise WhetValueError(f"{_WHERE}: temperature is 0, which would give the same reply.")
+            raise WhetValueError(f"{self.where}: temperature is 0, which would give the same reply.")
         return Turn(self, self._last_prompt, self._next_sampling(self._last_prompt), 0)
 
     def _next_sampling(self, prompt: _Prompt) -> SamplingParams:
@@ -184,7 +180,7 @@ class Conversation:
             allowed = int(max_prompt * _PROMPT_FRACTION_WHEN_FULL)
         if len(ids) > max_prompt:
             raise WhetValueError(
-                f"{_WHERE}: the message takes {len(ids)} tokens with chat template and system prompt, but at most "
+                f"{self.where}: the message takes {len(ids)} tokens with chat template and system prompt, but at most "
                 f"{max_prompt} fit: the context has {self.context}, of which {room} are reserved for the reply. "
                 f"Shorten the message, or raise --context."
             )
@@ -296,49 +292,13 @@ class Turn:
             conversation._end(self, self._prompt, ids[:n_decoded], "".join(texts))
 
 
-def split_thinking(texts: Iterable[str], is_open: bool = False, tags: Tags = DEFAULT_TAGS) -> Iterator[TextChunk]:
-    """Split a reply into thinking, which is tagged at its beginning, and answer; the tags are removed.
-
-    Args:
-        texts: consecutive parts of the reply.
-        is_open: whether the prompt ends with the opening tag.
-        tags: the tags around the thinking.
-    """
-    texts = iter(texts)
-    pending = ""
-    while not is_open:  # until the text cannot begin with the tag any more
-        text = next(texts, None)
-        pending += text or ""
-        prefix = pending.lstrip()
-        is_open = prefix.startswith(tags.opening)
-        if text is None or not (is_open or tags.opening.startswith(prefix)):
-            yield from (TextChunk(text, False) for text in itertools.chain([pending], texts) if text)
-            return
-    answer, pending = None, pending.lstrip().removeprefix(tags.opening)
-    for text in itertools.chain([""], texts):
-        thinking, tag, rest = (pending + text).partition(tags.closing)
-        n_partial_tag = 0 if tag else max(n for n in range(len(tags.closing)) if thinking.endswith(tags.closing[:n]))
-        shown, pending = thinking[: len(thinking) - n_partial_tag], thinking[len(thinking) - n_partial_tag :]
-        if shown:
-            yield TextChunk(shown, True)
-        if tag:
-            answer = rest
-            break
-    if pending:
-        yield TextChunk(pending, True)
-    if answer is not None:
-        answer_texts = itertools.dropwhile(lambda text: not text.strip(), itertools.chain([answer], texts))
-        first = next(answer_texts, "")
-        yield from (TextChunk(text, False) for text in itertools.chain([first.lstrip()], answer_texts) if text)
-
-
-def _check_context(engine: Engine, requested: int | None) -> int:
+def _check_context(engine: Engine, requested: int | None, where: str) -> int:
     """Return the context: by default the tokens for which the model has positions and the engine memory."""
     memory, positions = engine.memory, engine.config.max_position
     max_context = min((memory["kv_bytes"] // memory["kv_page_bytes"] - SPARE_PAGES) * PAGE_TOKENS, positions)
     if requested is not None and requested > max_context:
         limit = "model has positions" if max_context == positions else "engine has memory"
         raise WhetValueError(
-            f"{_WHERE}: context is {requested}, but the {limit} for {max_context} tokens. Lower --context."
+            f"{where}: context is {requested}, but the {limit} for {max_context} tokens. Lower --context."
         )
     return max_context if requested is None else requested

@@ -1,4 +1,4 @@
-"""Models that generate text, from flags to decoded text; shared by ``whet generate``, ``chat`` and ``eval``.
+"""Models that generate text: engine, tokenizer, stop tokens and incremental detokenisation.
 
 A GGUF file is self-contained: its tokenizer, chat template and end-of-turn tokens are used, without torch and
 transformers.
@@ -6,23 +6,16 @@ transformers.
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
-
-from whet.cli.checkpoint_model import resolve_model
-from whet.config.fields import PathText, reject_ineffective
-from whet.config.sampling import SamplingParams
 from whet.engine import Engine
 from whet.errors import WhetError, WhetValueError
 from whet.models import tokenizers
-from whet.models.adapter_files import base_name
 from whet.models.base_record import check_formats, pack_recorded, read_binding
-from whet.models.formats import PAGE_TOKENS, Weights, choose_formats, kv_format
+from whet.models.formats import PAGE_TOKENS, choose_formats, kv_format
 from whet.models.sizes import page_bytes
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
 from whet.models.sources.mapped import map_file, parse_json
@@ -32,98 +25,6 @@ _KV_BYTES = 1 << 30
 """KV cache of an engine, unless a single sequence needs more."""
 SPARE_PAGES = 1
 """Additional pages of a sequence: the last page of a prompt, if not full, is copied for the completion."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TextConfig:
-    """Settings of sampling and tokenizer."""
-
-    max_new_tokens: int = 256
-    """Maximum number of sampled tokens."""
-    min_new_tokens: int = 0
-    """Minimum number of sampled tokens."""
-    stop: Sequence[str] = ()
-    """Strings that end the completion, and are not part of it."""
-    temperature: float = 1.0
-    """Divides the logits; 0: greedy."""
-    top_k: int = 0
-    """Sample from the k most probable tokens; 0: from all."""
-    top_p: float = 1.0
-    """Nucleus sampling: sample from the most probable tokens with this total probability; 1: from all."""
-    min_p: float = 0.0
-    """Exclude tokens less probable than min_p times the most probable token; 0: none."""
-    repetition_penalty: float = 1.0
-    """Penalises tokens that occur in prompt or completion; 1: off."""
-    presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that occur in the completion; -2 to 2."""
-    frequency_penalty: float = 0.0
-    """Subtracted from the logits of tokens once per occurrence in the completion; -2 to 2."""
-    logit_bias: Annotated[Mapping[int, float], tyro.conf.arg(metavar="[TOKEN BIAS [TOKEN BIAS ...]]")] = (
-        dataclasses.field(default_factory=dict)
-    )
-    """Token ids and values that are added to their logits; -100 to 100."""
-    seed: int = 0
-    """Seed of the sampling: the same seed gives the same text."""
-    tokenizer: PathText = ""
-    """A folder or .gguf file with the tokenizer; empty: the model's."""
-    chat_template: PathText = ""
-    """A file with a Jinja chat template; empty: the tokenizer's."""
-
-    def sampling(self, stop_token_ids: Sequence[int] = ()) -> SamplingParams:
-        """Return the sampling settings for an engine, with the model's stop tokens.
-
-        Raises:
-            WhetValueError: a setting is out of range.
-        """
-        return SamplingParams.from_settings(self, stop_token_ids=stop_token_ids)
-
-    def check(self) -> None:
-        """Check the settings, before anything is loaded.
-
-        Raises:
-            WhetValueError: names the setting.
-        """
-        reject_ineffective(self, self.unused_if_greedy(), self.sampling().temperature > 0, "temperature is 0: greedy")
-
-    def unused_if_greedy(self) -> list[str]:
-        """Return the settings that have no effect on greedy decoding."""
-        return ["top_k", "top_p", "min_p", "seed"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OneModelConfig(TextConfig):
-    """Settings of model and sampling."""
-
-    model: Annotated[tyro.conf.Positional[PathText], tyro.conf.arg(metavar="MODEL")]
-    """A folder that save_pretrained or whet train wrote, a checkpoint, or a .gguf file (any part of a split one)."""
-    weights: Weights | None = None
-    """Weight format. Default: the format of the adapters' base, the GGUF file's own format, or bf16 for folders."""
-    adapter: PathText = ""
-    """A folder of LoRA adapters that PEFT or whet train saved, for this model."""
-
-
-def resolve_adapter(model: str, adapter: str, where: str) -> tuple[str, str]:
-    """Return the paths of a model and its adapters; for a folder of adapters, their base model and the folder.
-
-    Args:
-        model: a model, adapters, or a run or checkpoint of ``whet train``.
-        adapter: adapters for the model; empty: none.
-
-    Raises:
-        WhetValueError: both contain adapters, or the base model does not exist.
-    """
-    model, adapter = resolve_model(model, where), adapter and resolve_model(adapter, where)
-    if not (Path(model) / "adapter_config.json").is_file():
-        return model, adapter
-    base = base_name(model, where)
-    if adapter:
-        raise WhetValueError(f"{where}: {model!r} contains adapters of {base!r}. Pass {base} with --adapter {adapter}.")
-    if not Path(base).exists():
-        raise WhetValueError(
-            f"{where}: {model!r} contains adapters of {base!r}, which does not exist. Pass the model that they were "
-            f"trained on, and --adapter {model}."
-        )
-    return base, model
 
 
 def find_model(path: str, where: str) -> str | GGUFFile:
@@ -186,6 +87,15 @@ def load_chat_tokenizer(model: str | GGUFFile, where: str, chat_template: str = 
     if template is not None:
         tokenizer.chat_template = template
     return tokenizer
+
+
+def load_transformers_tokenizer(source: str) -> Any:
+    """Return the transformers tokenizer of a folder, hub name or .gguf file."""
+    from transformers import AutoTokenizer  # lazy: chat and generate do not need transformers
+
+    if Path(source).is_file():
+        return tokenizers.read_tokenizer(read_gguf(Path(source), "load_transformers_tokenizer")).to_transformers()
+    return AutoTokenizer.from_pretrained(source)
 
 
 def read_template(path: str, where: str) -> str:

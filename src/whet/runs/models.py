@@ -17,12 +17,11 @@ import transformers
 from safetensors import SafetensorError
 from torch import nn
 
-from whet.cli import without_gc
-from whet.cli.estimate import format_bytes
-from whet.cli.runs import RunConfig
-from whet.cli.text_model import read_template
+from whet.memory import format_bytes, without_gc
+from whet.runs.settings import RunConfig
+from whet.text.model import load_transformers_tokenizer, read_template
 from whet.errors import CheckpointError, MissingExtraError, WhetValueError, check_installed
-from whet.models.adapter_files import base_name
+from whet.models.adapter_files import base_name, is_adapter_folder
 from whet.models.base_record import check_record, pack_recorded, read_record
 from whet.models.formats import TABLE
 from whet.models.lora import ALL_LINEAR
@@ -33,8 +32,6 @@ from whet.models.sources.live import check_frequencies
 from whet.models.sources.pretrained import open_pretrained
 from whet.models.tokenizers import read_tokenizer
 from whet.nn.frozen import base_of, frozen_model
-
-ADAPTERS = "adapter_config.json"
 
 
 def load_model(name: str, dtype: str, base: str = "none", chat_template: str = "") -> tuple[nn.Module, Any]:
@@ -83,7 +80,7 @@ def load_model(name: str, dtype: str, base: str = "none", chat_template: str = "
 
 
 def _load(source: str, dtype: str, base: str) -> tuple[Any, Any]:
-    if not (Path(source) / ADAPTERS).is_file():
+    if not is_adapter_folder(source):
         model, tokenizer = _load_base(source, dtype, base)
         tokenizer("")  # fail on invalid settings here, not in the first batch
         return model, tokenizer
@@ -105,13 +102,6 @@ def _load_base(source: str, dtype: str, base: str) -> tuple[Any, Any]:
         return _load_gguf(source, dtype)
     file = read_gguf(Path(source), "load_model")
     return frozen_model(file, None if base == "own" else base), read_tokenizer(file).to_transformers()
-
-
-def load_transformers_tokenizer(source: str) -> Any:
-    """Return the transformers tokenizer of a folder, hub name or .gguf file."""
-    if Path(source).is_file():
-        return read_tokenizer(read_gguf(Path(source), "load_transformers_tokenizer")).to_transformers()
-    return transformers.AutoTokenizer.from_pretrained(source)
 
 
 def _load_folder(base: str, dtype: str) -> Any:

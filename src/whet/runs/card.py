@@ -53,7 +53,7 @@ def render_run_card(
 
     Args:
         algorithm: name of its class.
-        run: the settings, an instance of one of the classes in ``whet.cli.runs``.
+        run: the settings, an instance of one of the classes in ``whet.runs.settings``.
         n_rows: number of rows of the data.
         n_tokens: number of tokens of prompts and completions, over all steps.
         evaluations: a ``{"step": 0, "loss": 2.3}`` each; the card has the first and the last.

@@ -1,4 +1,4 @@
-"""Model folders of the runs and checkpoints of ``whet train``, for commands that expect a model folder."""
+"""Paths of models and adapters, also for runs and checkpoints of ``whet train``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from whet.errors import CheckpointError, WhetValueError
 from whet.files import disk_full_errors
+from whet.models.adapter_files import base_name, is_adapter_folder
 
 
 def resolve_model(model: str, where: str) -> str:
@@ -33,6 +34,30 @@ def resolve_model(model: str, where: str) -> str:
     return model
 
 
+def resolve_adapter(model: str, adapter: str, where: str) -> tuple[str, str]:
+    """Return the paths of a model and its adapters; for a folder of adapters, their base model and the folder.
+
+    Args:
+        model: a model, adapters, or a run or checkpoint of ``whet train``.
+        adapter: adapters for the model; empty: none.
+
+    Raises:
+        WhetValueError: both contain adapters, or the base model does not exist.
+    """
+    model, adapter = resolve_model(model, where), adapter and resolve_model(adapter, where)
+    if not is_adapter_folder(model):
+        return model, adapter
+    base = base_name(model, where)
+    if adapter:
+        raise WhetValueError(f"{where}: {model!r} contains adapters of {base!r}. Pass {base} with --adapter {adapter}.")
+    if not Path(base).exists():
+        raise WhetValueError(
+            f"{where}: {model!r} contains adapters of {base!r}, which does not exist. Pass the model that they were "
+            f"trained on, and --adapter {model}."
+        )
+    return base, model
+
+
 def _suggest_checkpoint(run: Path) -> str:
     from whet.checkpoint.folder import latest_checkpoint  # imported lazily: most models are not runs
 
@@ -43,7 +68,7 @@ def _suggest_checkpoint(run: Path) -> str:
 
 
 def _unpack(checkpoint: Path, where: str) -> str:
-    from whet.training.unpack import unpack_model
+    from whet.checkpoint.unpack import unpack_model
 
     folder = Path(tempfile.mkdtemp(prefix="whet-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -59,8 +84,8 @@ def _unpack(checkpoint: Path, where: str) -> str:
 
 def _add_tokenizer(checkpoint: Path, folder: Path, where: str) -> None:
     """Save the tokenizer of the model that the run began with, if config.toml and the model exist."""
-    from whet.cli.models import load_transformers_tokenizer
-    from whet.cli.settings import read_toml
+    from whet.config.toml import read_toml
+    from whet.text.model import load_transformers_tokenizer
 
     settings = checkpoint.resolve().parent.parent / "config.toml"
     model = read_toml(settings).get("model") if settings.is_file() else None

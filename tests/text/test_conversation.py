@@ -14,13 +14,14 @@ from tests.raising import mentions
 from tests.tiny import tiny_llama
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from whet.cli.conversation import Conversation, TextChunk, Turn, split_thinking
 from whet.config.sampling import SamplingParams
 from whet.data.rows import tokenize_completion
 from whet.engine import Engine, Token
 from whet.errors import WhetError, WhetValueError
 from whet.models.families import FAMILIES
 from whet.models.tokenizers import read_tokenizer
+from whet.text.conversation import Conversation, Turn
+from whet.text.thinking import TextChunk, split_thinking
 
 TEMPLATES = Path(__file__).parents[1] / "fixtures" / "templates"
 FILES = {
@@ -192,38 +193,6 @@ def test_other_thinking_tags(opened, engine, tokenizer):
     assert conversation.row()["messages"][1]["content"] == "yes"
 
 
-@pytest.mark.parametrize("size", [1, 3, 100])
-@pytest.mark.parametrize(
-    ("text", "is_open", "thinking", "answer"),
-    [
-        ("hello <think>no</think>", False, "", "hello <think>no</think>"),
-        ("\n<think>a < b </ c\n</think>\n\n yes </think>", False, "a < b </ c\n", "yes </think>"),
-        ("a</think>b", True, "a", "b"),
-        ("<think>a</thin", False, "a</thin", ""),
-        ("<thi", False, "", "<thi"),
-        ("  ", False, "", "  "),
-        ("", False, "", ""),
-        ("", True, "", ""),
-        ("<think></think>", False, "", ""),
-        ("<think>\n\n</think>\n\nyes", False, "\n\n", "yes"),
-    ],
-)
-def test_thinking_is_split_from_the_answer(size, text, is_open, thinking, answer):
-    chunks = list(split_thinking((text[i : i + size] for i in range(0, len(text), size)), is_open))
-    assert all(chunks) and all(chunk.text for chunk in chunks)
-    found = ["".join(chunk.text for chunk in chunks if chunk.is_thinking is kind) for kind in (True, False)]
-    assert found == [thinking, answer]
-    assert [chunk.is_thinking for chunk in chunks] == sorted((chunk.is_thinking for chunk in chunks), reverse=True)
-
-
-def test_chunks_are_yielded_as_early_as_possible():
-    texts = iter(["<think>", "one <", "/b", "</thi", "nk>", "\n", "two"])
-    chunks = split_thinking(texts)
-    assert next(chunks) == TextChunk("one ", True)
-    assert next(texts) == "/b"
-    assert [next(chunks), next(chunks)] == [TextChunk("<", True), TextChunk("two", False)]
-
-
 def test_thinking_tags_that_are_special_tokens(engine, tokenizer):
     opening, closing = ids_of(tokenizer, "ab")
 
@@ -340,9 +309,9 @@ def test_restart_clears_the_history(engine, tokenizer):
     assert conversation.ask("Hi")._prompt.ids == ids_of(tokenizer, "<system>T<eos><user>Hi<eos><assistant>")
     conversation.restart("")
     assert conversation.messages == ()
-    with pytest.raises(WhetValueError, match=mentions("whet chat", "no message")):
+    with pytest.raises(WhetValueError, match=mentions("Conversation", "no message")):
         conversation.ask_again()
-    with pytest.raises(WhetValueError, match=mentions("whet chat", "no turn")):
+    with pytest.raises(WhetValueError, match=mentions("Conversation", "no turn")):
         conversation.row()
 
 

@@ -1,0 +1,280 @@
+"""Training runs: ``train`` trains a model and writes the results into the folder of the run.
+
+    config.toml      the resolved settings: ``whet train METHOD config.toml`` repeats the run
+    inputs.json      sizes and digests of the input files, versions of the tasks' packages
+    metrics.jsonl    a line per step; completions.jsonl: sampled completions
+    checkpoints/     step-000100, ...: the same command resumes from the newest complete one, bitwise identically
+    model/           weights, tokenizer, chat template, generation config; for LoRA the adapters,
+                     and the digest of the packed base that they are trained on
+    memory.json      memory by owner in the step with the highest use, measured and predicted
+    README.md        the model card
+    report.html      curves, samples, settings; curve.svg: the main curve as a picture
+
+A resumed run has the same metrics, checkpoints and model as an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import json
+import random
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from whet import _core
+from whet.algorithms.dpo import DPO
+from whet.algorithms.grpo import GRPO
+from whet.algorithms.online_dpo import OnlineDPO
+from whet.algorithms.sft import SFT
+from whet.config.toml import write_toml
+from whet.errors import RowError, WhetValueError
+from whet.files import replace_text
+from whet.models.adapter_files import is_adapter_folder
+from whet.models.base_record import read_record
+from whet.models.slots import ModelSource
+from whet.models.sources.pretrained import open_pretrained
+from whet.rewards.functions import RewardFunctions, load_function
+from whet.rollout.choose import reward_functions
+from whet.runs.adapters import plan_adapters
+from whet.runs.inputs import check_inputs, describe_failure, read_inputs, write_inputs
+from whet.runs.memory import predict_memory
+from whet.runs.models import add_adapters, describe_size, load_model
+from whet.runs.resume import Notify, check_steps, find_checkpoint, last_step_of_pass
+from whet.runs.rows import check_prompts_fit, open_rows
+from whet.runs.save import write_memory, write_results
+from whet.runs.settings import OnlineRunConfig, RunConfig, lock_folder
+from whet.runs.stopping import StoppableCheckpoints
+from whet.training.callbacks import CompletionsCallback, EvaluationCallback
+from whet.training.distributed import join_ranks, launched_rank, launched_size
+from whet.training.loggers import CSVLogger, JSONLLogger, Logger, TensorBoardLogger, WandbLogger
+from whet.training.trainer import Trainer
+
+ALGORITHMS: dict[str, type[Trainer]] = {"sft": SFT, "dpo": DPO, "grpo": GRPO, "online-dpo": OnlineDPO}
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResult:
+    """Result of a training run.
+
+    Attributes:
+        folder: folder of the run; ``model_folder`` has model, tokenizer and card.
+        trainer: the trainer after the last step; ``trainer.model`` is the trained model.
+        steps: total number of steps.
+        evaluations: metrics on held-out rows by evaluation, each with its ``step``.
+        summary: a sentence on the run; empty on ranks other than the first.
+    """
+
+    folder: Path
+    trainer: Trainer
+    steps: int
+    evaluations: list[dict[str, float]]
+    summary: str = ""
+
+    @property
+    def model_folder(self) -> Path:
+        """Folder of the model, in the run's folder."""
+        return self.folder / "model"
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Metrics of all steps and evaluations, also from before the run was resumed: the rows of metrics.jsonl."""
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def train(
+    settings: RunConfig, *, loggers: Sequence[Logger] = (), notify: Notify = lambda text: None
+) -> RunResult:
+    """Train a model, from the start or from the newest checkpoint in ``output_dir``, and write the results there.
+
+    Ctrl-C and SIGTERM stop the run after the current step, with a checkpoint, if this is the main thread.
+
+    Args:
+        settings: settings of the run and the algorithm, such as ``SFTRun``; not changed.
+        loggers: loggers in addition to ``settings.loggers``, such as a ``ProgressLogger``.
+        notify: called with a line of text on the model, on resuming, and on changed settings and inputs.
+
+    Raises:
+        WhetValueError: a setting is missing or wrong, or conflicts with the run in the folder.
+        FolderInUseError: another process has a run in the folder.
+        DiskFullError: the disk is full; previous checkpoints are intact.
+        Stopped: a signal stopped the run.
+    """
+    where = f"whet train {settings.method()}"
+    settings.check(where)
+    if settings.ranks not in (1, launched_size()):
+        raise WhetValueError(f"{where}: ranks is {settings.ranks}, but {launched_size()} were launched. Omit ranks.")
+    is_first = launched_rank() == 0
+    with lock_folder(settings.output_dir) if is_first else contextlib.nullcontext():  # only rank 0 writes
+        return _train(copy.copy(settings), loggers, notify if is_first else lambda text: None)
+
+
+def _train(run: Any, extra_loggers: Sequence[Logger], notify: Notify) -> RunResult:
+    folder, method = Path(run.output_dir), run.method()
+    # Rank 0 chooses the checkpoint for all ranks.
+    checkpoint, run.base = join_ranks().broadcast_from_first(lambda: (find_checkpoint(run, folder, notify), run.base))
+    where = f"whet train {method}"
+    plan = plan_adapters(run, _open_source(run, where), where, torch.cuda.is_available())
+    run.base = plan.base
+    if plan.floats_reason:
+        notify(f"adapters are trained on float weights: {plan.floats_reason}")
+    rows, held_out, functions = open_rows(run)
+    rewards = reward_functions(run, functions) if functions else None
+    inputs = read_inputs(run)
+    for note in check_inputs(folder / "inputs.json", inputs, rows) if checkpoint else []:
+        notify(note)
+    is_one_pass = not run.steps
+    run.steps = run.steps or max(1, len(rows) // run.batch_size)
+
+    model, tokenizer = load_model(run.model, run.dtype, run.base if run.has_adapters() else "none", run.chat_template)
+    if getattr(run, "task", []):
+        for part in (rows, held_out):
+            check_prompts_fit(model, tokenizer, part, where)
+    predicted = predict_memory(method, run, model, tokenizer, rows)
+    _set_seed(run.seed % 2**32)  # NumPy's seeds have 32 bits
+    if run.has_adapters():
+        model = add_adapters(model, run, plan.record)
+    notify(f"{ALGORITHMS[method].__name__} of {run.model}: {describe_size(model)}")
+    arguments = {"config": _make_config(method, run), "tokenizer": tokenizer, **_scoring_arguments(run, rewards)}
+    if getattr(run, "precompute_reference", False):
+        rows, held_out = add_reference_logprobs(model, arguments, rows, held_out)
+
+    evaluation = EvaluationCallback(_make_evaluation(run, held_out, rewards), run.eval_every)
+    checkpoints = StoppableCheckpoints(folder / "checkpoints", run.checkpoint_every, run.keep_checkpoints, notify)
+    arguments["callbacks"] = [
+        *([evaluation] if held_out else []),
+        *([CompletionsCallback(folder / "completions.jsonl")] if isinstance(run, OnlineRunConfig) else []),
+        checkpoints,
+    ]
+    with contextlib.ExitStack() as stack:
+        arguments["logger"] = [stack.enter_context(logger) for logger in _make_loggers(run, folder, extra_loggers)]
+        trainer = _make_trainer(ALGORITHMS[method], checkpoint, model, arguments)
+        if checkpoint and is_one_pass:
+            run.steps = last_step_of_pass(trainer, len(rows))
+        if checkpoint:
+            check_steps(trainer, checkpoint, run.steps, notify)
+        if trainer.ranks.is_first:
+            write_toml(folder / "config.toml", dataclasses.asdict(run))
+            write_inputs(folder / "inputs.json", inputs)
+        stack.enter_context(checkpoints)
+        try:
+            trainer.train(rows, run.steps - trainer.step)
+        except RowError as error:
+            if trainer.ranks.is_first:
+                failure = describe_failure(error, rows, trainer.config.seed, trainer.epoch, trainer.position)
+                write_inputs(folder / "inputs.json", inputs | failure)
+            raise
+    result = RunResult(folder, trainer, run.steps, evaluation.history)
+    if not trainer.ranks.is_first:
+        return result
+    if trainer.memory.fullest is not None:
+        write_memory(folder / "memory.json", trainer.memory.fullest, predicted)
+        # No further step needs the freed memory, and drawing the report does.
+        _core.release_freed_memory(trainer.memory.fullest.parts.get("activations", 0))
+    return dataclasses.replace(result, summary=write_results(trainer, run, folder, len(rows), evaluation.history))
+
+
+def _open_source(run: Any, where: str) -> ModelSource | None:
+    """Open the base model of adapters, without reading weights; None: not downloaded, or only supported by torch.
+
+    Raises:
+        WhetValueError: the model itself contains adapters.
+    """
+    path = Path(run.model)
+    is_adapter = is_adapter_folder(path)
+    record = read_record(path, where) if is_adapter else None
+    is_quantised = record is not None and record["is_quantised"]
+    if is_adapter and (run.has_adapters() or is_quantised):
+        merged = "" if is_quantised else ", or pass lora_rank=0 to train the model with the adapters merged"
+        raise WhetValueError(
+            f"{where}: {run.model!r} contains adapters. To continue training them, pass their base model as --model, "
+            f"and --adapter {run.model}{merged}."
+        )
+    if not run.has_adapters() or not path.exists():
+        return None
+    try:
+        return open_pretrained(path)
+    except WhetValueError:
+        if run.base not in ("auto", "none"):
+            raise
+        return None  # transformers may support it
+
+
+def _set_seed(seed: int) -> None:
+    """Seed every global generator. (``transformers.set_seed`` would import peft, which takes a second.)"""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    torch.manual_seed(seed)
+
+
+def _make_config(method: str, run: Any) -> Any:
+    config_class = ALGORITHMS[method].config_class
+    settings = {field.name: getattr(run, field.name) for field in dataclasses.fields(config_class)}
+    if getattr(run, "preference", ""):  # rewards are only for evaluation
+        settings = {name: value for name, value in settings.items() if not name.startswith("reward_")}
+    return config_class(**settings)
+
+
+def _scoring_arguments(run: Any, rewards: RewardFunctions | None) -> dict[str, Any]:
+    """Return the constructor arguments that score completions, for algorithms that sample."""
+    if getattr(run, "preference", ""):
+        return {"preference_fn": load_function(run.preference)}
+    return {} if rewards is None else {"reward_fn": rewards}
+
+
+def add_reference_logprobs(model: Any, arguments: Mapping[str, Any], *parts: Any) -> list[list[Any]]:
+    """Return the rows with log-probs of the reference, which is the model before training.
+
+    The trainer that computes them, with a bfloat16 copy of all weights, is freed before the run creates its own.
+    """
+    reference = DPO(model, **arguments)
+    return [reference.add_reference_logprobs(part) if part else [] for part in parts]
+
+
+def _make_evaluation(
+    run: Any, rows: Sequence[Any], rewards: RewardFunctions | None
+) -> Callable[[Any], dict[str, float]]:
+    """Return the function that evaluates a trainer on held-out rows."""
+    options = {} if rewards is None else {"reward_fn": rewards, "temperature": run.eval_temperature}
+    return lambda trainer: trainer.evaluation_metrics(rows, **options)
+
+
+def _make_loggers(run: Any, folder: Path, extra: Sequence[Logger]) -> list[Logger]:
+    makers: dict[str, Callable[[], Logger]] = {
+        "csv": lambda: CSVLogger(folder / "metrics.csv"),
+        "tensorboard": lambda: TensorBoardLogger(folder / "tensorboard"),
+        "wandb": lambda: WandbLogger(
+            run.wandb_project,
+            name=folder.name,
+            dir=str(folder),
+            config=dataclasses.asdict(run),
+            id=_load_or_create_id(folder / "wandb" / "id.txt"),
+            resume="allow",
+        ),
+    }
+    if launched_rank() > 0:
+        return []
+    return [JSONLLogger(folder / "metrics.jsonl"), *(makers[name]() for name in run.loggers), *extra]
+
+
+def _load_or_create_id(file: Path) -> str:
+    """Return the run's id at Weights & Biases, which a resumed run reuses."""
+    if not file.exists():
+        file.parent.mkdir(exist_ok=True)
+        replace_text(file, secrets.token_hex(4))
+    return file.read_text(encoding="utf-8").strip()
+
+
+def _make_trainer(algorithm: type[Trainer], checkpoint: Path | None, model: Any, arguments: dict[str, Any]) -> Trainer:
+    if checkpoint is None:
+        for logger in arguments["logger"]:
+            if hasattr(logger, "truncate_after"):
+                logger.truncate_after(-1)  # lines of a run that was killed before its first checkpoint
+        return algorithm(model, **arguments)
+    return algorithm.from_checkpoint(checkpoint, model, **arguments)
