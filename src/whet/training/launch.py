@@ -79,13 +79,13 @@ def is_reported_elsewhere(error: RankError) -> bool:
     return os.path.exists(file)
 
 
-class _Over(BaseException):
+class _RunOver(BaseException):
     """A rank has reported that the run is over."""
 
 
 def _end(number: int, frame: object) -> NoReturn:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    raise _Over
+    raise _RunOver
 
 
 def _main(n: str, command: Sequence[str]) -> int:
@@ -100,7 +100,7 @@ def _main(n: str, command: Sequence[str]) -> int:
         signal.signal(signal.SIGUSR1, _end)
         try:
             run.main(["--standalone", "--nproc-per-node", n, "--max-restarts", str(_RESTARTS), *command])
-        except _Over:
+        except _RunOver:
             pass
         except SignalException as stopped:  # the ranks got the signal as well
             return int(file.read_text()) if file.exists() else 128 + stopped.sigval

@@ -55,12 +55,12 @@ class Reference:
         self._kept = kept
         if model is not None:
             _check_separate(policy, trained, model, where)
-        self._is_inside = model is None and hasattr(policy, "peft_config") and hasattr(policy, "disable_adapter")
-        self.adapters_off = self._is_inside and _adapters_are_new(policy)
+        self._is_peft = model is None and hasattr(policy, "peft_config") and hasattr(policy, "disable_adapter")
+        self.adapters_off = self._is_peft and _adapters_are_new(policy)
         self.first_values: dict[str, Tensor] = {}
-        if kept and self._is_inside and not self.adapters_off:
+        if kept and self._is_peft and not self.adapters_off:
             self.first_values = {name: p.detach().clone() for name, p in trained.items()}
-        if kept and model is None and not self._is_inside:
+        if kept and model is None and not self._is_peft:
             model = copy.deepcopy(policy).requires_grad_(False)
         self.model = model
 
@@ -91,7 +91,7 @@ class Reference:
         Raises:
             CheckpointError: initial values are needed, and neither the checkpoint nor the policy has them.
         """
-        if not self._is_inside:
+        if not self._is_peft:
             return
         if self._kept and not adapters_off and not first_values and self.adapters_off:
             raise CheckpointError(
@@ -169,14 +169,14 @@ def _with_values(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor])
     own = {name: p.data for name, p in parameters.items()}
     try:
         with deferred_signals():
-            _exchange(parameters, values)
+            _swap_storage(parameters, values)
         yield
     finally:
         with deferred_signals():
-            _exchange(parameters, own)
+            _swap_storage(parameters, own)
 
 
-def _exchange(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+def _swap_storage(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     for name, p in parameters.items():
         p.data = values[name]
 

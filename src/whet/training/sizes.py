@@ -100,7 +100,7 @@ def run_memory(
         "interpreter": interpreter,
         "weights": whole.weights + 4 * n_adapter,
         "reference": whole.weights if own_reference else first_values,
-        "copies": _multiplied_bytes(source, narrow, is_packed, n_models=2 if own_reference else 1),
+        "copies": _converted_bytes(source, narrow, is_packed, n_models=2 if own_reference else 1),
         "moments": 8 * n_trained,
     }
     if is_packed:
@@ -138,7 +138,7 @@ def multiplies_bfloat16(config: TrainerConfig) -> bool:
     return config.compute == "bfloat16" or (config.compute == "auto" and "bf16" in _core.isa())
 
 
-def _multiplied_bytes(source: ModelSource, narrow: bool, is_packed: bool, n_models: int) -> int:
+def _converted_bytes(source: ModelSource, narrow: bool, is_packed: bool, n_models: int) -> int:
     """Return the bytes of converted copies: the largest matrix, unless multiplied as stored, and tiles of the head."""
     vocab, hidden = source.config.slots()["embedding"]
     tile = min(VOCAB_TILE, vocab)
