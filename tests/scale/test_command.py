@@ -134,7 +134,7 @@ def test_ctrl_c_leaves_a_checkpoint_of_all_ranks(command, tmp_path):
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGINT, output[-3000:]
-    assert output.count("whet: interrupted") == 1 and output.count("the same command continues from there") == 1
+    assert output.count("whet: interrupted") == 1 and output.count("the same command resumes from it") == 1
     [checkpoint] = (tmp_path / "stopped" / "checkpoints").iterdir()
     assert int(checkpoint.name.removeprefix("step-")) == max(losses(tmp_path / "stopped")) < 5000
 
@@ -166,7 +166,7 @@ def test_a_pool_exits_with_its_driver_and_the_run_resumes_exactly(command, tmp_p
 def test_a_number_of_ranks_that_differs_from_the_launcher_is_rejected(command, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert main(command("wrong", ranks=2)) == 2
-    assert "whet train sft: ranks is 2, and 3 were launched" in capsys.readouterr().err
+    assert "whet train sft: ranks is 2, but 3 were launched" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "two")
     assert main(command("wrong", ranks=2)) == 2
     assert "WORLD_SIZE is 'two', expected a number" in capsys.readouterr().err

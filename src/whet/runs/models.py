@@ -17,10 +17,8 @@ import transformers
 from safetensors import SafetensorError
 from torch import nn
 
-from whet.memory import format_bytes, without_gc
-from whet.runs.settings import RunConfig
-from whet.text.model import load_transformers_tokenizer, read_template
 from whet.errors import CheckpointError, MissingExtraError, WhetValueError, check_installed
+from whet.memory import format_bytes, without_gc
 from whet.models.adapter_files import base_name, is_adapter_folder
 from whet.models.base_record import check_record, pack_recorded, read_record
 from whet.models.formats import TABLE
@@ -32,6 +30,8 @@ from whet.models.sources.live import check_frequencies
 from whet.models.sources.pretrained import open_pretrained
 from whet.models.tokenizers import read_tokenizer
 from whet.nn.frozen import base_of, frozen_model
+from whet.runs.settings import RunConfig
+from whet.text.model import load_transformers_tokenizer, read_template
 
 
 def load_model(name: str, dtype: str, base: str = "none", chat_template: str = "") -> tuple[nn.Module, Any]:

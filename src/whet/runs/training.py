@@ -88,9 +88,7 @@ class RunResult:
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def train(
-    settings: RunConfig, *, loggers: Sequence[Logger] = (), notify: Notify = lambda text: None
-) -> RunResult:
+def train(settings: RunConfig, *, loggers: Sequence[Logger] = (), notify: Notify = lambda text: None) -> RunResult:
     """Train a model, from the start or from the newest checkpoint in ``output_dir``, and write the results there.
 
     Ctrl-C and SIGTERM stop the run after the current step, with a checkpoint, if this is the main thread.

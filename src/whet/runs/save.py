@@ -1,0 +1,50 @@
+"""Writes the results of a run: model, card, report and memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from whet.files import disk_full_errors, force_to_disk, replace_text, temporary_next_to
+from whet.memory import MemoryReport
+from whet.report.run import write_report
+from whet.runs.card import render_run_card
+from whet.runs.models import system_errors
+from whet.training.sizes import RunMemory
+from whet.training.trainer import Trainer
+
+
+def _save_model(trainer: Trainer, folder: Path) -> None:
+    """Write model and tokenizer via a temporary folder, so that a full disk leaves the existing files intact."""
+    size_bytes = sum(parameter.nbytes for parameter in trainer.model.parameters())
+    with disk_full_errors(folder, size_bytes), temporary_next_to(folder, "saving", folder=True) as temporary:
+        with system_errors():
+            trainer.save_pretrained(temporary)
+        folder.mkdir(exist_ok=True)
+        for file in temporary.iterdir():
+            force_to_disk(file)
+            os.replace(file, folder / file.name)
+
+
+def write_memory(file: Path, fullest: MemoryReport, predicted: RunMemory | None) -> None:
+    """Write the memory of the step with the highest use, by part in bytes, and its prediction."""
+    parts = {} if predicted is None else predicted.at_peak()
+    figures = {"measured": fullest.parts, "resident": fullest.resident, "peak": fullest.peak, "predicted": parts}
+    replace_text(file, json.dumps(figures, indent=2) + "\n")
+
+
+def write_results(trainer: Trainer, run: Any, folder: Path, n_rows: int, evaluations: list[dict[str, float]]) -> str:
+    """Write model, card and report; return a summary."""
+    name = type(trainer).__name__
+    card = render_run_card(name, run, n_rows, trainer.num_tokens, evaluations)
+    _save_model(trainer, folder / "model")
+    for path in (folder / "README.md", folder / "model" / "README.md"):
+        replace_text(path, card)
+    summary = f"{name} of {run.model} on {run.trained_on()}, {run.steps:,} steps"
+    write_report(folder, title=f"{name}: {folder.resolve().name}", summary=f"{summary}.")
+    if evaluations:
+        metric = next(name for name in evaluations[-1] if name != "step")
+        summary += f", held-out {metric} {evaluations[0][metric]:.4g} -> {evaluations[-1][metric]:.4g}"
+    return f"{summary}: the model is in {folder / 'model'}, the report in {folder / 'report.html'}"

@@ -1,0 +1,38 @@
+"""Adapters of a run, and the base that they are trained on."""
+
+from __future__ import annotations
+
+from tests.raising import assert_raises
+from tests.tiny import with_lora
+from transformers import AutoModelForCausalLM
+
+from whet import _core
+from whet.errors import WhetValueError
+from whet.models.sources.pretrained import open_pretrained
+from whet.runs.adapters import plan_adapters
+from whet.runs.settings import GRPORun, SFTRun
+
+NARROW = "bf16" if "bf16" in _core.isa() else "float32"
+
+
+def test_sampling_settings_that_need_float_weights(tiny_model):
+    source = open_pretrained(tiny_model)
+
+    def plan(on_gpu=False, **settings):
+        return plan_adapters(GRPORun(model=str(tiny_model), lora_rank=2, **settings), source, "here", on_gpu)
+
+    assert plan().base == NARROW and plan(engine="torch", lora_layers=["embed_tokens"]).base == NARROW
+    assert plan(lora_layers=["embed_tokens"]).floats_reason == "the engine merges adapters outside the layers into them"
+    assert plan(rollout_weights="int8").floats_reason == "rollout_weights is 'int8'"
+    assert plan(on_gpu=True).base == "none"
+    assert plan(lora_layers=["lm_head"], base="q8_0").base == "q8_0"  # torch samples, with a warning
+    assert plan_adapters(SFTRun(lora_rank=2, lora_layers=["lm_head"]), source, "here").base == NARROW
+
+
+def test_dora_needs_float_weights(tiny_model, tmp_path):
+    with_lora(AutoModelForCausalLM.from_pretrained(tiny_model), use_dora=True, r=2).save_pretrained(tmp_path)
+    source, run = open_pretrained(tiny_model), SFTRun(model=str(tiny_model), adapter=str(tmp_path))
+    assert "use_dora=True" in plan_adapters(run, source, "here").floats_reason
+    run.base = "q8_0"
+    facts = "base is 'q8_0'", "use_dora=True", "float weights", "--base none"
+    assert_raises(WhetValueError, facts, plan_adapters, run, source, "here")

@@ -1,0 +1,42 @@
+"""Predicted memory of runs, and advice for runs that do not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from whet.models.sources.pretrained import open_pretrained
+from whet.runs.estimate import estimate_run_memory
+from whet.runs.memory import suggest_settings
+from whet.runs.settings import DPORun, SFTRun
+from whet.training.sizes import Lengths
+
+
+def test_memory_advice_is_the_smallest_change_that_fits(tiny_model):
+    source = open_pretrained(tiny_model)
+    lengths, options = Lengths(100, 100), {"interpreter": 0}
+
+    def total(run):
+        return estimate_run_memory(run, source, lengths, **options).total
+
+    run = DPORun(batch_size=64, max_tokens_per_step=1536)
+    for available, advice in (
+        (total(dataclasses.replace(run, max_tokens_per_step=768)), "With --max-tokens-per-step 768 "),
+        (total(dataclasses.replace(run, max_tokens_per_step=384)), "With --max-tokens-per-step 384 "),
+        (total(dataclasses.replace(run, max_tokens_per_step=384, precompute_reference=True)), "--precompute-reference"),
+        (100, "No setting makes it fit"),
+    ):
+        assert advice in suggest_settings(run, source, lengths, available, **options)
+    rows = DPORun(batch_size=64, micro_batch_size=4)
+    least = total(dataclasses.replace(rows, micro_batch_size=1))
+    assert "With --micro-batch-size 1 " in suggest_settings(rows, source, lengths, least, **options)
+    small = SFTRun(batch_size=64, max_tokens_per_step=256)
+    assert "With --lora-rank 16 " in suggest_settings(
+        small, source, lengths, total(dataclasses.replace(small, lora_rank=16)), **options
+    )
+
+
+def test_advice_for_a_run_out_of_memory_names_a_smaller_base(tiny_model):
+    source, lengths = open_pretrained(tiny_model), Lengths(10, 10)
+    run = SFTRun(model=str(tiny_model), lora_rank=2, base="bf16", max_tokens_per_step=256)
+    available = estimate_run_memory(SFTRun(lora_rank=2, base="q8_0"), source, lengths, interpreter=0).total
+    assert "With --base q8_0 " in suggest_settings(run, source, lengths, available, interpreter=0)
