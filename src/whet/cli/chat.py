@@ -23,6 +23,7 @@ from typing import TextIO
 from whet.cli.settings import parse_flags
 from whet.cli.text_options import OneModelConfig
 from whet.config.fields import check_range
+from whet.config.sampling import CHAT_MAX_NEW_TOKENS
 from whet.data.thinking import Tags
 from whet.errors import WhetError, WhetValueError
 from whet.files import replace_text
@@ -50,7 +51,7 @@ Ctrl-C stops a reply. Type // for a message that begins with /."""
 class ChatConfig(OneModelConfig):
     """Chat with a model. Each line is a message; /help lists the commands; Ctrl-D ends the chat."""
 
-    max_new_tokens: int = 1024
+    max_new_tokens: int = CHAT_MAX_NEW_TOKENS
     """Maximum number of tokens of a reply."""
     temperature: float = 0.7
     """Divides the logits; 0: greedy."""

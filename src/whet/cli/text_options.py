@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from whet.config.fields import PathText, reject_ineffective
-from whet.config.sampling import SamplingParams
+from whet.config.sampling import TEXT_MAX_NEW_TOKENS, SamplingParams
 from whet.models.formats import Weights
 
 
@@ -17,25 +17,25 @@ from whet.models.formats import Weights
 class TextConfig:
     """Settings of sampling and tokenizer."""
 
-    max_new_tokens: int = 256
+    max_new_tokens: int = TEXT_MAX_NEW_TOKENS
     """Maximum number of sampled tokens."""
-    min_new_tokens: int = 0
+    min_new_tokens: int = SamplingParams.min_new_tokens
     """Minimum number of sampled tokens."""
     stop: Sequence[str] = ()
     """Strings that end the completion, and are not part of it."""
-    temperature: float = 1.0
+    temperature: float = SamplingParams.temperature
     """Divides the logits; 0: greedy."""
-    top_k: int = 0
+    top_k: int = SamplingParams.top_k
     """Sample from the k most probable tokens; 0: from all."""
-    top_p: float = 1.0
+    top_p: float = SamplingParams.top_p
     """Nucleus sampling: sample from the most probable tokens with this total probability; 1: from all."""
-    min_p: float = 0.0
+    min_p: float = SamplingParams.min_p
     """Exclude tokens less probable than min_p times the most probable token; 0: none."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = SamplingParams.repetition_penalty
     """Penalises tokens that occur in prompt or completion; 1: off."""
-    presence_penalty: float = 0.0
+    presence_penalty: float = SamplingParams.presence_penalty
     """Subtracted from the logits of tokens that occur in the completion; -2 to 2."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: float = SamplingParams.frequency_penalty
     """Subtracted from the logits of tokens once per occurrence in the completion; -2 to 2."""
     logit_bias: Annotated[Mapping[int, float], tyro.conf.arg(metavar="[TOKEN BIAS [TOKEN BIAS ...]]")] = (
         dataclasses.field(default_factory=dict)

@@ -29,6 +29,9 @@ _Mass = Annotated[float, Range("a number in (0, 1]", lambda p: 0 < p <= 1)]
 
 _Alternatives = Annotated[int, Range("an integer from 0 to 20", lambda n: 0 <= n <= 20)]
 
+ENGINE_MAX_NEW_TOKENS, TEXT_MAX_NEW_TOKENS, ROLLOUT_MAX_NEW_TOKENS, CHAT_MAX_NEW_TOKENS = 128, 256, 512, 1024
+"""Defaults of ``max_new_tokens``: calls of an engine, ``whet generate`` and ``eval``, rollouts, ``whet chat``."""
+
 DISTRIBUTION_SETTINGS = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "logit_bias", "min_new_tokens",
@@ -86,7 +89,7 @@ class SamplingParams:
     frequency_penalty: Penalty = 0.0
     logit_bias: TokenBias = field(default_factory=dict, hash=False)
     min_new_tokens: Count = 0
-    max_new_tokens: Positive = 128
+    max_new_tokens: Positive = ENGINE_MAX_NEW_TOKENS
     stop_token_ids: TokenIds = ()
     stop: StopStrings = ()
     top_logprobs: _Alternatives = 0

@@ -29,7 +29,7 @@ from whet.config.fields import (
     check_types,
     reject_ineffective,
 )
-from whet.config.sampling import DISTRIBUTION_SETTINGS, SamplingParams
+from whet.config.sampling import DISTRIBUTION_SETTINGS, ROLLOUT_MAX_NEW_TOKENS, SamplingParams
 from whet.errors import WhetValueError, check_choice
 from whet.models.formats import Weights
 
@@ -246,25 +246,25 @@ class DPOConfig(PreferenceConfig, OfflineConfig):
 class RolloutConfig:
     """Settings of sampling and of rewards."""
 
-    max_new_tokens: int = 512
+    max_new_tokens: int = ROLLOUT_MAX_NEW_TOKENS
     """Maximum length of a completion in tokens, including the stop token. A reasoning model may need thousands."""
-    temperature: Temperature = 1.0
+    temperature: Temperature = SamplingParams.temperature
     """Divisor of the logits before sampling; above 0."""
-    top_k: int = 0
+    top_k: int = SamplingParams.top_k
     """Sample from the k most probable tokens; 0: all tokens."""
-    top_p: float = 1.0
+    top_p: float = SamplingParams.top_p
     """Sample from the most probable tokens with this cumulative probability; 1: all tokens."""
-    min_p: float = 0.0
+    min_p: float = SamplingParams.min_p
     """Drop tokens less probable than this share of the maximum probability; 0: none."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = SamplingParams.repetition_penalty
     """Penalty on the logits of tokens already in the sequence; 1: none."""
-    presence_penalty: Penalty = 0.0
+    presence_penalty: Penalty = SamplingParams.presence_penalty
     """Subtracted from the logits of tokens already in the completion, from -2 to 2."""
-    frequency_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = SamplingParams.frequency_penalty
     """Subtracted from a token's logit per occurrence in the completion, from -2 to 2."""
     logit_bias: TokenBias = field(default_factory=dict)
     """Numbers from -100 to 100 added to the logits, by token id."""
-    min_new_tokens: Count = 0
+    min_new_tokens: Count = SamplingParams.min_new_tokens
     """Minimum length of a completion in tokens before it may end."""
     stop_token_ids: TokenIds = field(default_factory=list)
     """Tokens that end a completion; empty: the EOS token of tokenizer or model."""
