@@ -1,4 +1,4 @@
-"""Models as GGUF files, in the names and the order of llama.cpp's converter, written by the gguf package."""
+"""Write models as GGUF files with the gguf package, in the names and order of llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def architecture_of(config: Any) -> str:
 
 
 def gguf_name(config: Any, name: str) -> str:
-    """What llama.cpp calls a tensor of transformers."""
+    """Return llama.cpp's name of a transformers tensor."""
     names = gguf.get_tensor_name_map(_BY_NAME[architecture_of(config)], config.num_hidden_layers)
     found = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
@@ -30,7 +30,7 @@ def gguf_name(config: Any, name: str) -> str:
 
 
 def as_llama_cpp(config: Any, name: str, array: np.ndarray) -> np.ndarray:
-    """The order in which llama.cpp's converter writes a tensor."""
+    """Return a tensor with rows in the order of llama.cpp's converter."""
     n_heads = config.num_attention_heads
     if config.model_type in ("llama", "mistral", "smollm3", "granite") and (".q_proj." in name or ".k_proj." in name):
         heads = n_heads if ".q_proj." in name else config.num_key_value_heads
@@ -64,7 +64,7 @@ def write_gguf(
     fused: bool = False,
     **split: Any,
 ) -> Path:
-    """A model as a GGUF file, or in parts, of which the first is returned.
+    """Write a model as a GGUF file, or split, and return the (first) path.
 
     ``kinds``: a type, or name -> type; ``change``: of the writer; ``extra``: tensors; ``keys``: of the tokenizer;
     ``fused``: q, k and v in one; ``split``: the writer's options of parts.
@@ -156,7 +156,7 @@ def add(writer: gguf.GGUFWriter, name: str, array: np.ndarray, kind: gguf.GGMLQu
 
 
 def blocks_of(array: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
-    """Rows in a type; of types that neither package writes any bits, with scales of 1e-4."""
+    """Encode rows in a type; random bits with scales of 1e-4 for types that neither package writes."""
     if kind.name.lower() in FORMATS:
         return whet.quantize(array, kind.name.lower()).data
     if kind.name not in _PLACES_OF_SCALES:

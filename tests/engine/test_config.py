@@ -1,4 +1,4 @@
-"""Each switch of ``ModelConfig`` alone: the engine computes what the plain definition says, with weights at random."""
+"""Every switch of ``ModelConfig`` separately: the engine matches the NumPy definition on random weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KNOBS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("knob", KNOBS)
-def test_a_switch_alone(knob):
+def test_each_switch_matches_the_definition(knob):
     config = replace(model_config(tiny_config("llama")), **KNOBS[knob])
     rng, ids = np.random.default_rng(0), token_ids()[0].tolist()
     weights = {

@@ -1,4 +1,4 @@
-"""The native engine against transformers and its own definition; that a completion depends on its own key alone."""
+"""The native engine against transformers and its definition; completions depend only on their keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from tests.engine.tiny_models import CASES, VOCAB, logits_of, tiny_model, token_ids
-from tests.raising import assert_raises
+from tests.raising import assert_raises, mentions
 from tests.threads import threads
 from tests.tiny import with_lora
 
@@ -50,7 +50,7 @@ def everything(groups):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_logit_is_that_of_transformers(case):
+def test_every_logit_matches_transformers(case):
     model, ids = tiny_model(case), token_ids()
     expected = logits_of(model, ids)
     scale = np.abs(expected).max()
@@ -62,15 +62,15 @@ def test_every_logit_is_that_of_transformers(case):
 
 
 @pytest.mark.parametrize("make", [Engine.from_model, TorchEngine])
-def test_a_batch_divided_by_keys_is_the_whole_batch(make):
-    """Prompts in another order, and a group in two calls, on engines of their own."""
+def test_batch_split_by_stream_keys_equals_the_whole_batch(make):
+    """Prompts in another order, and a group in two calls, on separate engines."""
     model, given = llama(), prompts(5, 9, 7)
     sampling = SamplingParams(max_new_tokens=6, seed=11)
     shown = tokens_of if make is TorchEngine else everything  # torch's last digits depend on the batch
     whole = shown(make(model).generate(given, 4, sampling))
     assert len({str(completion) for group in whole for completion in group}) == 12
-    turned = make(model).generate(given[::-1], 4, sampling, keys=[StreamKey(i) for i in (2, 1, 0)])
-    assert shown(turned) == whole[::-1]
+    reversed_order = make(model).generate(given[::-1], 4, sampling, keys=[StreamKey(i) for i in (2, 1, 0)])
+    assert shown(reversed_order) == whole[::-1]
     first = make(model).generate(given[1:], 1, sampling, keys=[StreamKey(1), StreamKey(2)])
     rest = make(model).generate(given[1:], 3, sampling, keys=[StreamKey(1, 1), StreamKey(2, 1)])
     assert [a + b for a, b in zip(shown(first), shown(rest), strict=True)] == whole[1:]
@@ -80,17 +80,17 @@ def test_a_batch_divided_by_keys_is_the_whole_batch(make):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ([StreamKey(0)], "keys has 1 entries, expected one for each of 2 prompts"),
+        ([StreamKey(0)], ("keys has 1 entries", "one for each of 2 prompts")),
         ([StreamKey(0), StreamKey(-1)], r"keys\[1\] is StreamKey\(prompt_index=-1, first_sample=0\), expected"),
-        ([StreamKey(0), StreamKey(0, 2**63)], r"keys\[1\] is .* from 0 to 2\*\*63 - 1"),
-        ([0, 1], r"keys\[0\] is 0, expected StreamKey"),
+        ([StreamKey(0), StreamKey(0, 2**63)], ("keys[1] is", "from 0 to 2**63 - 1")),
+        ([0, 1], ("keys[0] is 0", "StreamKey")),
     ],
 )
-def test_keys_that_are_none(make, keys, message):
+def test_invalid_stream_keys_are_rejected(make, keys, message):
     assert_raises(WhetValueError, message, make(llama()).generate, prompts(5, 9), 1, SamplingParams(), keys=keys)
 
 
-def test_an_engine_made_for_shorter_sequences_takes_new_weights(tmp_path):
+def test_sync_keeps_a_smaller_max_position(tmp_path):
     model = llama()
     model.save_pretrained(tmp_path)
     engines = [
@@ -107,7 +107,7 @@ def test_an_engine_made_for_shorter_sequences_takes_new_weights(tmp_path):
 
 
 @pytest.mark.parametrize("case", ["llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt2", "gptj", "phi3"])
-def test_greedy_tokens_and_sampled_ones_are_those_of_the_torch_engine(case):
+def test_greedy_and_sampled_tokens_match_the_torch_engine(case):
     model = tiny_model(case)
     rows = prompts(5, 9, 1)
     with Engine.from_model(model, weights="float32") as engine:
@@ -120,7 +120,7 @@ def test_greedy_tokens_and_sampled_ones_are_those_of_the_torch_engine(case):
                 assert a.finish_reason == b.finish_reason
 
 
-def test_logprobs_are_those_of_the_logits():
+def test_logprobs_match_the_logits():
     model, rows = tiny_model("llama"), prompts(20, 7)
     with Engine.from_model(model, weights="float32") as engine:
         logprobs, entropy = engine.logprobs(rows, start=[4, 1], temperature=0.7, return_entropy=True)
@@ -132,7 +132,7 @@ def test_logprobs_are_those_of_the_logits():
         assert engine.logprobs([[3]])[0].shape == (0,)
 
 
-def test_sampled_logprobs_are_the_teacher_forced_ones():
+def test_sampled_logprobs_equal_teacher_forced_logprobs():
     rows = prompts(70, 130)
     with Engine.from_model(llama(), weights="bf16") as engine:
         groups = engine.generate(rows, 3, SamplingParams(temperature=0.8, max_new_tokens=80))
@@ -140,7 +140,7 @@ def test_sampled_logprobs_are_the_teacher_forced_ones():
             full = [row + c.token_ids for c in group]
             again = engine.logprobs(full, start=len(row), temperature=0.8)
             for completion, scored in zip(group, again, strict=True):
-                # Decoding and scoring run the same sums: the same bits, but for the sampler's own sum.
+                # Decoding and scoring run the same sums: the same bits, except for the sampler's sum.
                 np.testing.assert_allclose(completion.logprobs, scored, atol=1e-5)
         model_mode = engine.generate(rows, 3, SamplingParams(temperature=0.8, max_new_tokens=80), logprobs_mode="model")
         assert tokens_of(model_mode) == tokens_of(groups)
@@ -150,8 +150,8 @@ def test_sampled_logprobs_are_the_teacher_forced_ones():
 
 
 @pytest.mark.parametrize("weights", ["float32", "bf16", "int8", "int4"])
-def test_a_completion_depends_on_its_key_alone(weights):
-    """Alone or among others, in any order, cut into any chunks, with little memory, on one thread: the same bits."""
+def test_completion_depends_only_on_its_key(weights):
+    """Bits do not depend on the batch, its order, prefill chunks, memory or threads."""
     model, rows = llama(), prompts(3, 64, 65, 130, 20, 20)
     rows[5][:20] = rows[3][:20]
     sampling = SamplingParams(max_new_tokens=70, seed=5)
@@ -159,8 +159,8 @@ def test_a_completion_depends_on_its_key_alone(weights):
         expected = everything(engine.generate(rows, 4, sampling))
         assert everything(engine.generate(rows, 2, sampling)) == [group[:2] for group in expected]
         page = engine.memory["kv_page_bytes"]
-        alone = engine.generate([rows[0]], 4, sampling)
-        assert everything(alone) == expected[:1]
+        isolated = engine.generate([rows[0]], 4, sampling)
+        assert everything(isolated) == expected[:1]
         with threads(1):
             assert everything(engine.generate(rows, 4, sampling)) == expected
     for options in ({"prefill_chunk": 7}, {"max_batch": 3}, {"kv_bytes": 7 * page, "max_batch": 5}):
@@ -169,13 +169,13 @@ def test_a_completion_depends_on_its_key_alone(weights):
             assert engine.memory["kv_used_bytes"] == 0
 
 
-def test_the_first_tokens_of_a_group_differ_and_the_rest_of_a_prompt_is_shared():
+def test_group_shares_its_prompt_and_samples_differ():
     with Engine.from_model(llama(), weights="float32", kv_bytes=1 << 20) as engine:
         [group] = engine.generate(prompts(200), 16, SamplingParams(max_new_tokens=1, temperature=3.0))
         assert len({c.token_ids[0] for c in group}) > 4
 
 
-def test_equal_beginnings_are_computed_once_and_say_the_same():
+def test_prefix_cache_does_not_change_tokens():
     system = prompts(192)[0]
     rows = [system + extra for extra in prompts(1, 9, 70, seed=4)]
     sampling = SamplingParams(max_new_tokens=20)
@@ -183,7 +183,7 @@ def test_equal_beginnings_are_computed_once_and_say_the_same():
         together = everything(engine.generate(rows, 2, sampling))
         assert everything(engine.generate(rows[:1], 2, sampling)) == together[:1]
         page = engine.memory["kv_page_bytes"]
-    # 3 pages shared, 1 + 1 + 2 beyond, and as many as the samples come to need: fits only if shared.
+    # 3 shared pages, 1 + 1 + 2 more, and the pages of the samples: fits only if shared.
     with Engine.from_model(llama(), weights="bf16", kv_bytes=10 * page, max_batch=2) as engine:
         assert everything(engine.generate(rows, 2, sampling)) == together
 
@@ -198,35 +198,37 @@ def test_stop_tokens_lengths_and_the_last_position():
         assert stopped.token_ids == free.token_ids[: first + 1] and stopped.finish_reason == "stop"
         [[near]] = engine.generate(prompts(60), 1, PLAIN)
         assert len(near.token_ids) == 4 and near.finish_reason == "length"
-        with pytest.raises(WhetValueError, match=r"prompt_ids\[0\] has 64 tokens, which leaves no room .* limit is 64"):
+        with pytest.raises(
+            WhetValueError, match=mentions("prompt_ids[0] has 64 tokens", "leaves no room", "limit is 64")
+        ):
             engine.generate(prompts(64), 1, PLAIN)
 
 
-def test_results_come_prompt_after_prompt_and_closing_ends_the_rest():
+def test_generate_each_yields_in_order_and_close_cancels():
     model, rows, sampling = llama(), prompts(5, 70, 9), SamplingParams(max_new_tokens=20, seed=4)
     with Engine.from_model(model, weights="float32") as engine:
         expected = engine.generate(rows, 2, sampling)
         each = engine.generate_each(rows, 2, sampling)
         assert everything([next(each)]) == everything(expected[:1])
-        with pytest.raises(EngineBusyError, match="1 calls are under way"):
+        with pytest.raises(EngineBusyError, match=mentions("1 calls", "close")):
             engine.sync(model)
         assert everything(list(each)) == everything(expected[1:])
         dropped = engine.generate_each(rows, 2, sampling)
         next(dropped)
         dropped.close()
         engine.sync(model)
-        with pytest.raises(WhetValueError, match="generate: n is 0"):
+        with pytest.raises(WhetValueError, match=mentions("generate", "n is 0")):
             next(engine.generate_each(rows, 0))
 
 
-def test_sync_shows_in_the_next_rollout_and_stale_pointers_cannot_be():
+def test_sync_takes_effect_in_the_next_rollout_without_stale_pointers():
     model = llama()
     with Engine.from_model(model, weights="float32") as engine:
         before = engine.generate(prompts(8), 2, PLAIN)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.1)
-        assert everything(engine.generate(prompts(8), 2, PLAIN)) == everything(before)  # packed, not looked at live
+        assert everything(engine.generate(prompts(8), 2, PLAIN)) == everything(before)  # a packed copy, not a view
         engine.sync(model)
         after = engine.generate(prompts(8), 2, PLAIN)
         assert after[0][0].policy_version == 1 and everything(after) != everything(before)
@@ -237,7 +239,9 @@ def test_sync_shows_in_the_next_rollout_and_stale_pointers_cannot_be():
             TorchEngine(model).generate(prompts(8), 2, PLAIN)
         )
         model.resize_token_embeddings(VOCAB + 8)
-        assert_raises(WhetValueError, r"Engine.sync: the model's vocab_size is 56, the engine's 48", engine.sync, model)
+        assert_raises(
+            WhetValueError, ("Engine.sync", "the model's vocab_size is 56, the engine's 48"), engine.sync, model
+        )
         assert engine.policy_version == 2
 
 
@@ -252,13 +256,13 @@ def test_sync_takes_all_weights_or_none():
         assert everything(engine.generate(prompts(8), 2, PLAIN)) == before and engine.policy_version == 0
 
 
-def test_sync_waits_for_no_one():
+def test_sync_during_a_completion_is_rejected():
     with Engine.from_model(llama()) as engine, engine.stream([1, 2, 3], PLAIN) as stream:
         next(stream)
-        assert_raises(EngineBusyError, "1 calls are under way", engine.sync, llama())
+        assert_raises(EngineBusyError, ("Engine.sync", "1 calls"), engine.sync, llama())
 
 
-def test_a_stream_says_what_generate_says_and_can_be_left():
+def test_stream_matches_generate_and_can_be_cancelled():
     with Engine.from_model(llama()) as engine:
         [[whole]] = engine.generate([[1, 2, 3]], 1, PLAIN)
         stream = engine.stream([1, 2, 3], PLAIN)
@@ -279,7 +283,7 @@ def test_a_stream_says_what_generate_says_and_can_be_left():
         assert asyncio.run(all_tokens()) == whole.token_ids
 
 
-def test_logits_that_are_nan_are_named_and_leave_the_engine_usable():
+def test_nan_logits_are_reported_and_the_engine_stays_usable():
     model = llama()
     with Engine.from_model(model, weights="float32") as engine:
         good = everything(engine.generate(prompts(8), 1, PLAIN))
@@ -287,7 +291,7 @@ def test_logits_that_are_nan_are_named_and_leave_the_engine_usable():
             kept = model.lm_head.weight.clone()
             model.lm_head.weight.fill_(3e38)
         engine.sync(model)
-        with pytest.raises(WhetValueError, match=r"logits for prompt 0, sample 0, token 0 hold NaN"):
+        with pytest.raises(WhetValueError, match=mentions("logits for prompt 0, sample 0, token 0 hold NaN")):
             engine.generate(prompts(8), 1, PLAIN)
         with torch.no_grad():
             model.lm_head.weight.copy_(kept)
@@ -300,7 +304,7 @@ def lora_model(rank=4):
     return with_lora(llama(), seed=1, b_std=0.2, r=rank, target_modules=targets).eval()
 
 
-def test_adapters_of_peft_apart_and_merged_are_the_model():
+def test_peft_adapters_separate_and_merged_match_the_model():
     model = lora_model(rank=16)
     ids = token_ids()
     expected = logits_of(model, ids)
@@ -319,7 +323,7 @@ def test_adapters_of_peft_apart_and_merged_are_the_model():
 
 
 @pytest.mark.parametrize("weights", ["float32", "bf16", "q8_0"])
-def test_adapters_are_rounded_to_bfloat16_but_beside_float32(weights):
+def test_adapters_are_bfloat16_except_with_float32_weights(weights):
     model = lora_model(rank=16)
     row = token_ids()[0].tolist()
     with Engine.from_model(model, weights=weights) as engine:
@@ -340,7 +344,7 @@ def test_adapters_are_rounded_to_bfloat16_but_beside_float32(weights):
         ({"init_lora_weights": "olora"}, "init_lora_weights='olora'"),
     ],
 )
-def test_adapters_that_change_the_model_next_to_their_factors_are_refused(settings, special):
+def test_adapters_that_change_more_than_factors_are_rejected(settings, special):
     model = with_lora(llama(), r=2, target_modules=["q_proj"], **settings)
     with (
         Engine.from_model(llama(), weights="float32") as engine,
@@ -352,7 +356,7 @@ def test_adapters_that_change_the_model_next_to_their_factors_are_refused(settin
         np.testing.assert_allclose(engine.logits(row), model(torch.tensor([row])).logits[0], rtol=0, atol=1e-4)
 
 
-def test_one_batch_holds_prompts_with_adapters_of_their_own(tmp_path):
+def test_one_batch_mixes_adapters(tmp_path):
     base = llama()
     model = lora_model()
     model.save_pretrained(tmp_path)
@@ -388,56 +392,60 @@ FACTORS = np.zeros((2, 32), np.float32), np.ones((32, 2), np.float32)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda e: e.generate([[1]], 0), WhetValueError, "n is 0, expected an integer >= 1"),
-        (lambda e: e.generate([[]]), WhetValueError, r"prompt_ids\[0\] is empty"),
-        (lambda e: e.generate([[1, 48]]), WhetValueError, r"prompt_ids\[0\] holds token 48, outside 0 ... 47"),
-        (lambda e: e.generate([[1.5]]), WhetTypeError, r"prompt_ids\[0\] is no row of integer token ids"),
+        (lambda e: e.generate([[1]], 0), WhetValueError, ("n is 0", "an integer >= 1")),
+        (lambda e: e.generate([[]]), WhetValueError, ("prompt_ids[0] is empty",)),
+        (lambda e: e.generate([[1, 48]]), WhetValueError, ("prompt_ids[0] holds token 48, outside 0 ... 47",)),
+        (lambda e: e.generate([[1.5]]), WhetTypeError, ("prompt_ids[0]", "integer token ids")),
         (
             lambda e: e.generate([[1]], 1, SamplingParams(stop_token_ids=[3, 48])),
             WhetValueError,
-            r"stop_token_ids holds 48, outside 0 ... 47, which is never drawn",
+            ("stop_token_ids holds 48, outside 0 ... 47", "never sampled"),
         ),
-        (lambda e: e.generate("text"), WhetTypeError, "prompt_ids is a str, expected rows of token ids"),
-        (lambda e: e.generate([[1]], adapter=7), WhetValueError, "there is no adapter 7"),
-        (lambda e: e.generate([[1]], adapter=[None, None]), WhetValueError, "adapter has 2 entries"),
-        (lambda e: e.generate([[1]], logprobs_mode="raw"), WhetValueError, "logprobs_mode is 'raw'"),
-        (lambda e: e.logprobs([[1, 2]], start=3), WhetValueError, "start is 3 for a row of 2"),
-        (lambda e: e.logprobs([[1, 2]], temperature=0), WhetValueError, "temperature is 0"),
+        (lambda e: e.generate("text"), WhetTypeError, ("prompt_ids is a str", "rows of token ids")),
+        (lambda e: e.generate([[1]], adapter=7), WhetValueError, ("Engine.generate", "adapter 7")),
+        (lambda e: e.generate([[1]], adapter=[None, None]), WhetValueError, ("adapter has 2 entries",)),
+        (lambda e: e.generate([[1]], logprobs_mode="raw"), WhetValueError, ("logprobs_mode is 'raw'",)),
+        (lambda e: e.logprobs([[1, 2]], start=3), WhetValueError, ("start is 3 for a row of 2",)),
+        (lambda e: e.logprobs([[1, 2]], temperature=0), WhetValueError, ("temperature is 0",)),
         (
             lambda e: e.logprobs([[1, 2]], temperature=1e-40),
             WhetValueError,
-            "temperature is 1e-40, .*from 1e-30 to 1e30",
+            ("temperature is 1e-40", "from 1e-30 to 1e30"),
         ),
-        (lambda e: e.logprobs([[1, 2]], temperature="a"), WhetValueError, "temperature is 'a'"),
-        (lambda e: e.logprobs([[1, 2]], start=1.5), WhetTypeError, "start is 1.5, expected an integer"),
-        (lambda e: e.logprobs([[1, 2]], start=[1.5]), WhetValueError, "start is 1.5 for a row of 2"),
+        (lambda e: e.logprobs([[1, 2]], temperature="a"), WhetValueError, ("temperature is 'a'",)),
+        (lambda e: e.logprobs([[1, 2]], start=1.5), WhetTypeError, ("start is 1.5", "an integer")),
+        (lambda e: e.logprobs([[1, 2]], start=[1.5]), WhetValueError, ("start is 1.5 for a row of 2",)),
         (
             lambda e: e.generate([[1]], 2**64),
             WhetValueError,
-            "n is 18446744073709551616, expected an integer .* < 2.63",
+            ("n is 18446744073709551616", "an integer", "< 2^63"),
         ),
-        (lambda e: e.generate([[1]], 1, {"n": 2}), WhetTypeError, "sampling is a dict, expected SamplingParams"),
-        (lambda e: e.stream([1], {"n": 2}), WhetTypeError, "sampling is a dict, expected SamplingParams"),
-        (lambda e: e.generate([[1]], adapter=np.array([0])), WhetValueError, r"there is no adapter array\(\[0\]\)"),
-        (lambda e: e.remove_adapter([]), WhetValueError, r"there is no adapter \[\]"),
-        (lambda e: e.add_adapter({Q_PROJ: (1, 2)}), WhetTypeError, r"expected a MicroLoRA or \(A, B, scaling\)"),
-        (lambda e: e.add_adapter({Q_PROJ: "abc"}), WhetTypeError, "is 'abc', expected a MicroLoRA"),
+        (lambda e: e.generate([[1]], 1, {"n": 2}), WhetTypeError, ("sampling is a dict", "SamplingParams")),
+        (lambda e: e.stream([1], {"n": 2}), WhetTypeError, ("sampling is a dict", "SamplingParams")),
+        (lambda e: e.generate([[1]], adapter=np.array([0])), WhetValueError, ("Engine.generate", "adapter array([0])")),
+        (lambda e: e.remove_adapter([]), WhetValueError, ("Engine.remove_adapter", "adapter []")),
+        (lambda e: e.add_adapter({Q_PROJ: (1, 2)}), WhetTypeError, ("expected a MicroLoRA or (A, B, scaling)",)),
+        (lambda e: e.add_adapter({Q_PROJ: "abc"}), WhetTypeError, ("is 'abc'", "a MicroLoRA")),
         (
             lambda e: e.add_adapter({Q_PROJ: (*FACTORS, math.nan)}),
             WhetValueError,
-            "NaN or infinity, in A or in scaling B",
+            ("NaN or infinity, in A or in scaling B",),
         ),
-        (lambda e: e.add_adapter({Q_PROJ: (*FACTORS, 1e300)}), WhetValueError, "NaN or infinity, in A or in scaling B"),
-        (lambda e: e.add_adapter(3), WhetTypeError, "adapter is a int, expected a model in PEFT"),
-        (lambda e: e.sync(torch.nn.Linear(2, 2)), WhetTypeError, "expected a Hugging Face model"),
+        (
+            lambda e: e.add_adapter({Q_PROJ: (*FACTORS, 1e300)}),
+            WhetValueError,
+            ("NaN or infinity, in A or in scaling B",),
+        ),
+        (lambda e: e.add_adapter(3), WhetTypeError, ("adapter is a int", "PEFT", "MicroLoRA")),
+        (lambda e: e.sync(torch.nn.Linear(2, 2)), WhetTypeError, ("expected a Hugging Face model",)),
     ],
 )
 def test_bad_arguments_are_explained(call, error, message):
-    with Engine.from_model(llama()) as engine, pytest.raises(error, match=message):
-        call(engine)
+    with Engine.from_model(llama()) as engine:
+        assert_raises(error, message, call, engine)
 
 
-def test_weights_without_memory_or_with_a_lazy_minus_sign_are_refused():
+def test_weights_without_memory_or_lazily_negated_are_rejected():
     model = llama()
     weight = model.model.layers[0].mlp.up_proj.weight
     weight.data = weight.detach().clone()._neg_view()
@@ -447,7 +455,7 @@ def test_weights_without_memory_or_with_a_lazy_minus_sign_are_refused():
     assert_raises(WhetTypeError, ("layers.0.mlp.up_proj.weight", "no memory"), Engine.from_model, model)
 
 
-def test_integers_of_numpy_and_of_any_size_are_taken():
+def test_numpy_and_huge_integers_are_accepted():
     with Engine.from_model(llama()) as engine:
         [expected] = engine.logprobs([[1, 2, 3]], start=2)
         np.testing.assert_array_equal(engine.logprobs([[1, 2, 3]], start=np.int64(2))[0], expected)
@@ -458,10 +466,10 @@ def test_integers_of_numpy_and_of_any_size_are_taken():
 
 def test_bad_options_are_explained():
     for options, message in (
-        ({"weights": "int3"}, "Engine.from_model: weights is 'int3', expected one of float32, bfloat16"),
-        ({"kv_bytes": 0}, "Engine.from_model: kv_bytes is 0"),
-        ({"max_batch": 2**64}, "max_batch is 18446744073709551616, expected an integer >= 1 and < 2.63"),
-        ({"max_batch": 1.5}, "max_batch is 1.5, expected an integer"),
+        ({"weights": "int3"}, ("Engine.from_model", "weights is 'int3'", "float32, bfloat16")),
+        ({"kv_bytes": 0}, ("Engine.from_model", "kv_bytes is 0")),
+        ({"max_batch": 2**64}, ("max_batch is 18446744073709551616", "an integer >= 1 and < 2^63")),
+        ({"max_batch": 1.5}, ("max_batch is 1.5", "an integer")),
     ):
         assert_raises(WhetValueError, message, Engine.from_model, llama(), **options)
     with (
@@ -471,7 +479,7 @@ def test_bad_options_are_explained():
         engine.generate(prompts(100))
 
 
-def test_close_is_final_and_can_be_repeated():
+def test_close_is_final_and_idempotent():
     engine = Engine.from_model(llama())
     engine.close()
     engine.close()
@@ -490,7 +498,7 @@ def test_an_interrupt_leaves_the_engine_usable():
         assert everything(engine.generate(prompts(8), 4, PLAIN)) == expected
 
 
-def test_a_fork_generates_what_its_parent_does():
+def test_forked_engine_matches_its_parent():
     with Engine.from_model(llama()) as engine:
         expected = everything(engine.generate(prompts(8, 70), 4, PLAIN))
         child = os.fork()
@@ -500,7 +508,7 @@ def test_a_fork_generates_what_its_parent_does():
 
 
 def in_child(check):
-    """The exit status of a forked child that runs the check; it is killed if it hangs."""
+    """Return the exit status of a forked child that runs the check; a hanging child is killed."""
     child = os.fork()
     if child == 0:
         signal.alarm(60)
@@ -512,7 +520,7 @@ def in_child(check):
     return os.waitpid(child, 0)[1]
 
 
-def test_a_fork_beside_a_call_is_an_error_in_the_child_and_not_a_hang():
+def test_fork_during_a_call_raises_in_the_child():
     at_work, go_on = threading.Event(), threading.Event()
 
     def no_parts():  # of an adapter: they are read while the engine is locked
@@ -521,7 +529,7 @@ def test_a_fork_beside_a_call_is_an_error_in_the_child_and_not_a_hang():
 
     def check():
         for use in (lambda: engine.generate([[1, 2]]), lambda: engine.memory, lambda: engine.sync(model)):
-            assert_raises(whet.WhetError, "when this process was forked, .* Make a new engine", use)
+            assert_raises(whet.WhetError, ("when this process was forked", "Make a new engine"), use)
         assert "kv_cache" not in whet.memory_report().parts
         with Engine.from_model(model) as another:
             assert everything(another.generate([[1, 2]], 2, PLAIN)) == expected
@@ -539,7 +547,7 @@ def test_a_fork_beside_a_call_is_an_error_in_the_child_and_not_a_hang():
         assert everything(engine.generate([[1, 2]], 2, PLAIN)) == expected
 
 
-def test_a_fork_beside_a_sync_is_an_error_in_the_child():
+def test_fork_during_a_sync_raises_in_the_child():
     with Engine.from_model(llama()) as engine:
         session = Session(engine._calls, "sync")
         session.begin(exclusive=True)
@@ -551,14 +559,14 @@ def test_a_fork_beside_a_sync_is_an_error_in_the_child():
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_engines_and_streams_are_not_copied(copied):
+def test_engines_and_streams_cannot_be_copied(copied):
     with Engine.from_model(llama()) as engine, engine.stream([1], PLAIN) as stream:
-        assert_raises(WhetTypeError, "neither copied nor pickled. Make another one from the model", copied, engine)
-        assert_raises(WhetTypeError, "neither copied nor pickled. Its tokens are", copied, stream)
+        assert_raises(WhetTypeError, ("Engine", "pickled", "Engine.from_base"), copied, engine)
+        assert_raises(WhetTypeError, ("TokenStream", "pickled", "list(stream)"), copied, stream)
         assert copy.deepcopy(list(stream)) == pickle.loads(pickle.dumps(list(engine.stream([1], PLAIN))))
 
 
-def test_a_stream_gives_its_tokens_to_one_thread_at_a_time():
+def test_stream_rejects_concurrent_iteration():
     with Engine.from_model(llama()) as engine, engine.stream([1, 2], PLAIN) as stream:
         entered, go_on = threading.Event(), threading.Event()
         drawn = stream._session.drawn
@@ -578,7 +586,7 @@ def test_a_stream_gives_its_tokens_to_one_thread_at_a_time():
         assert [token.token_id for token in tokens] == tokens_of(engine.generate([[1, 2]], 1, PLAIN))[0][0]
 
 
-def test_threads_take_turns():
+def test_engine_is_thread_safe():
     rows = prompts(8, 70, 20)
     with Engine.from_model(llama()) as engine:
         expected = [everything(engine.generate([row], 3, PLAIN)) for row in rows]
@@ -591,7 +599,7 @@ def resident_bytes():
         return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_a_thousand_engines_leave_nothing_behind():
+def test_a_thousand_engines_leak_nothing():
     model = tiny_model("gpt2")
     sizes = []
     for i in range(1000):

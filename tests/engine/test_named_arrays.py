@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.engine.tiny_models import CASES, tiny_model
+from tests.raising import mentions
 from tests.tiny import changed, tiny_llama, with_lora
 
 from whet import Engine, SamplingParams
@@ -20,35 +21,35 @@ SAMPLING = SamplingParams(max_new_tokens=6, seed=3)
 PROMPTS = [[3, 5, 7], [4, 4]]
 
 
-def said(engine):
+def sample(engine):
     return [[(c.token_ids, c.logprobs) for c in group] for group in engine.generate(PROMPTS, 2, SAMPLING)]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_weights_come_as_arrays(case):
+def test_weights_as_named_arrays(case):
     model = tiny_model(case)
     other = changed(model)
     with Engine.from_model(model, weights="float32") as far, Engine.from_model(other, weights="float32") as near:
         far.sync(named_arrays(other), version=7)
-        assert said(far) == said(near)
+        assert sample(far) == sample(near)
         assert far.policy_version == 7
         assert {c.policy_version for group in far.generate(PROMPTS, 1, SAMPLING) for c in group} == {7}
         far.sync(model)  # and as a module again
         assert far.policy_version == 8
         with Engine.from_model(model, weights="float32") as first:
-            assert said(far) == said(first)
+            assert sample(far) == sample(first)
 
 
-def test_bfloat16_comes_as_its_bits():
+def test_bfloat16_arrays_are_bits():
     model = tiny_llama().bfloat16()
     arrays = named_arrays(model)
     assert {str(array.dtype) for array in arrays.values()} == {"uint16"}
     with Engine.from_model(changed(model)) as far, Engine.from_model(model) as near:
         far.sync(arrays)
-        assert said(far) == said(near) and far.policy_version == 1
+        assert sample(far) == sample(near) and far.policy_version == 1
 
 
-def test_slots_of_bfloat16_travel_in_half_the_bytes_and_are_the_same_engine():
+def test_bfloat16_slots_halve_the_bytes_and_keep_the_results():
     model = changed(tiny_llama())
     whole = named_arrays(model)
     slots = [slot for slot, shape in open_module(model).config.slots().items() if len(shape) == 2]
@@ -57,44 +58,44 @@ def test_slots_of_bfloat16_travel_in_half_the_bytes_and_are_the_same_engine():
         assert str(array.dtype) == ("uint16" if array.ndim == 2 else "float32") and array.shape == whole[name].shape
     with Engine.from_model(tiny_llama(), weights="bf16") as far, Engine.from_model(model, weights="bf16") as near:
         far.sync(half)
-        assert said(far) == said(near)
+        assert sample(far) == sample(near)
 
 
 @pytest.mark.parametrize("base", [None, "q8_0"])
-def test_adapters_come_alone_or_with_the_weights(base):
+def test_adapters_with_and_without_weights(base):
     plain = tiny_llama(hidden_size=32, intermediate_size=32)
     adapted = with_lora(copy.deepcopy(plain), b_std=0.5, r=2, target_modules=["q_proj", "v_proj", "down_proj"])
-    alone = named_arrays(adapted, adapters_only=True)
-    assert all(isinstance(value, tuple) for value in alone.values()) and len(alone) == 6
+    adapters = named_arrays(adapted, adapters_only=True)
+    assert all(isinstance(value, tuple) for value in adapters.values()) and len(adapters) == 6
     with Engine.from_model(adapted, weights=base or "float32") as near:
-        expected = said(near)
+        expected = sample(near)
     engine = Engine.from_base(pack_base(open_module(plain), weights=base)) if base else Engine.from_model(
         plain, weights="float32"
     )  # fmt: skip
     with engine as far:
-        before = said(far)
-        far.sync(alone, version=3)
-        assert said(far) == expected != before and far.policy_version == 3
+        before = sample(far)
+        far.sync(adapters, version=3)
+        assert sample(far) == expected != before and far.policy_version == 3
         if base:
-            with pytest.raises(WhetValueError, match="weight is among the arrays, and the engine"):
+            with pytest.raises(WhetValueError, match=mentions("weight is among the arrays", "the engine")):
                 far.sync(named_arrays(plain))
             return
         far.sync(named_arrays(plain))
-        assert said(far) == before
+        assert sample(far) == before
         far.sync(named_arrays(adapted))
-        assert said(far) == expected
+        assert sample(far) == expected
         far.sync(adapted)
-        assert said(far) == expected
+        assert sample(far) == expected
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing():
+def test_invalid_arrays_are_rejected_without_changes():
     model = tiny_llama()
     arrays = named_arrays(model)
     name = "model.layers.0.mlp.up_proj.weight"
     adapter = (np.zeros((2, 8), np.float32), np.zeros((8, 2), np.float32), 1.0)
     cases = {
         "there are no arrays": {},
-        f"there is no array {name}. Send all weights": {k: v for k, v in arrays.items() if k != name},
+        f"array {name} is missing. Send all weights": {k: v for k, v in arrays.items() if k != name},
         "has shape (3, 3), expected": {**arrays, name: np.zeros((3, 3), np.float32)},
         "the model has no parameter model.more": {**arrays, "model.more": np.zeros(3, np.float32)},
         "holds NaN or infinity": {**arrays, name: np.full_like(arrays[name], np.nan)},
@@ -102,7 +103,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing():
         "expected (r, k) and (n, r)": {"model.layers.0.self_attn.q_proj": adapter},
     }
     with Engine.from_model(model, weights="float32") as engine:
-        before = said(engine)
+        before = sample(engine)
         for message, wrong in cases.items():
             with pytest.raises(WhetValueError) as error:
                 engine.sync(wrong)
@@ -116,15 +117,15 @@ def test_what_does_not_fit_is_refused_and_changes_nothing():
                 engine.sync(wrong)
             assert message in str(type_error.value)
         for version in (0, -1, 1.5):
-            with pytest.raises(WhetError, match="version"):
+            with pytest.raises(WhetError, match=mentions("version")):
                 engine.sync(arrays, version=version)
-        assert said(engine) == before and engine.policy_version == 0
+        assert sample(engine) == before and engine.policy_version == 0
         engine.release_weights()
-        with pytest.raises(WhetValueError, match="these are adapters alone, and release_weights gave"):
+        with pytest.raises(WhetValueError, match=mentions("adapters", "release_weights", "sync")):
             engine.sync(named_arrays(with_lora(tiny_llama(), b_std=0.1), adapters_only=True))
         engine.sync(arrays)
-        assert said(engine) == before
-    with pytest.raises(WhetValueError, match="no active LoRA adapter"):
+        assert sample(engine) == before
+    with pytest.raises(WhetValueError, match=mentions("no active LoRA adapter")):
         named_arrays(model, adapters_only=True)
 
 

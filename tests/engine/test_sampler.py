@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.isas import printed_by_isa
+from tests.raising import mentions
 
 from whet import _core
 from whet.config.sampling import DISTRIBUTION_SETTINGS, SamplingParams
@@ -19,7 +20,7 @@ INF, NAN = math.inf, math.nan
 
 
 def core_settings(model_logprobs: bool = False, **settings: Any) -> dict[str, Any]:
-    """What the core takes of ``SamplingParams(**settings)``."""
+    """Return the core's settings of ``SamplingParams(**settings)``."""
     params = SamplingParams(**settings)
     names = [*DISTRIBUTION_SETTINGS, "top_logprobs"]
     return {name: getattr(params, name) for name in names} | {"model_logprobs": model_logprobs}
@@ -54,7 +55,7 @@ def draw(logits: Any, uniforms: Any, **settings: Any) -> tuple[np.ndarray, np.nd
 
 
 def tokens_over_the_unit(logits: Any, **settings: Any) -> list[int]:
-    """The tokens at 1000 evenly spaced uniforms, 0 and nearly 1 among them, without repetitions."""
+    """Return the distinct tokens at 1000 evenly spaced uniforms from 0 to nearly 1."""
     uniforms = np.append(np.arange(1000) / 1000, np.nextafter(1, 0))
     ids, logprobs = draw(np.tile(np.float32(logits), (1001, 1)), uniforms, **settings)
     assert np.isfinite(logprobs).all() and (np.diff(ids) >= 0).all()
@@ -70,7 +71,7 @@ COMBINATIONS: list[dict[str, Any]] = [
 
 
 def rows_of_all_kinds(rng: np.random.Generator, n: int, size: int) -> np.ndarray:
-    """Wide and narrow, of bfloat16 (full of ties), with tokens ruled out."""
+    """Draw logits: wide and narrow, bfloat16 (many ties), with excluded tokens."""
     x = rng.normal(size=(n, size)) * rng.choice([0.1, 1.0, 3.0, 6.0], size=(n, 1))
     x[1::4] = torch.from_numpy(x[1::4]).bfloat16().double().numpy()
     x[2::4, 1:][rng.random(x[2::4, 1:].shape) < 0.5] = -INF
@@ -78,7 +79,7 @@ def rows_of_all_kinds(rng: np.random.Generator, n: int, size: int) -> np.ndarray
 
 
 def random_additions(rng: np.random.Generator, size: int) -> dict[str, Any]:
-    """Penalties, bias, stop tokens that may not come yet, and alternatives, each of them or not."""
+    """Draw settings: optional penalties, bias, banned stop tokens and alternatives."""
     ids = 1 + rng.choice(size - 1, min(size - 1, 6), replace=False)  # token 0 is ruled out nowhere
     additions: dict[str, Any] = {
         "presence_penalty": float(rng.uniform(-2, 2)),
@@ -97,7 +98,7 @@ def exact_logprobs(kept: np.ndarray, ids: np.ndarray) -> np.ndarray:
     return wide[np.arange(len(ids)), ids] - top - np.log(np.exp(wide - top[:, None]).sum(axis=1))
 
 
-def test_draws_what_the_torch_sampler_draws() -> None:
+def test_sampler_matches_the_torch_sampler() -> None:
     rng = np.random.default_rng(0)
     n_rows = n_other = n_edges = n_tops = n_other_tops = 0
     for i, settings in enumerate(COMBINATIONS):
@@ -122,7 +123,7 @@ def test_draws_what_the_torch_sampler_draws() -> None:
         kept = kept.numpy()
         n_rows += len(ids)
         n_other += np.count_nonzero(ids != expected.numpy())
-        # A token's weight on either side of top-p's or min-p's edge, by rounding, changes the others' log-probs.
+        # Rounding may move a token across the cutoff of top-p or min-p, which changes the other log-probs.
         exact = exact_logprobs(kept, ids)
         same = np.abs(logprobs - exact) <= 1e-5
         n_edges += np.count_nonzero(~same)
@@ -133,7 +134,7 @@ def test_draws_what_the_torch_sampler_draws() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_k": 50}, {"top_p": 0.95}, {"min_p": 0.02}, {"top_k": 9000}])
-def test_a_vocabulary_of_50_000(settings: dict[str, Any]) -> None:
+def test_vocabulary_of_50_000(settings: dict[str, Any]) -> None:
     rng = np.random.default_rng(1)
     logits, uniforms = rows_of_all_kinds(rng, 32, 50_257), rng.random(32)
     sampler = Sampler(SamplingParams(temperature=0.9, **settings))
@@ -141,11 +142,11 @@ def test_a_vocabulary_of_50_000(settings: dict[str, Any]) -> None:
     ids, logprobs = draw(logits, uniforms, temperature=0.9, **settings)
     assert np.count_nonzero(ids != expected.numpy()) <= 1
     kept = sampler.filtered_logits(torch.from_numpy(logits)).numpy()
-    # top-p's edge may lie one token further: 1e-5 of the mass.
+    # top-p's cutoff may differ by one token: 1e-5 of the mass.
     np.testing.assert_allclose(logprobs, exact_logprobs(kept, ids), atol=3e-5 if "top_p" in settings else 1e-5)
 
 
-def test_greedy_and_its_logprob_are_the_torch_sampler_s() -> None:
+def test_greedy_token_and_logprob_match_the_torch_sampler() -> None:
     rng = np.random.default_rng(2)
     for size, penalty in itertools.product((1, 15, 1025, 3000), (1.0, 1.5)):
         logits = rows_of_all_kinds(rng, 32, size)
@@ -176,7 +177,7 @@ def test_greedy_and_its_logprob_are_the_torch_sampler_s() -> None:
         {"banned": [1, 5]},
     ],
 )
-def test_model_logprobs_are_those_of_the_logits_as_they_came(settings: dict[str, Any]) -> None:
+def test_model_logprobs_ignore_sampling_settings(settings: dict[str, Any]) -> None:
     rng = np.random.default_rng(3)
     logits, uniforms = (rng.normal(size=(64, 2100)) * 3).astype(np.float32), rng.random(64)
     seen = rng.random(logits.shape) < 0.4
@@ -193,7 +194,7 @@ def test_model_logprobs_are_those_of_the_logits_as_they_came(settings: dict[str,
         np.testing.assert_allclose([row[j][1] for row in tops], exact_logprobs(logits, best[:, j]), atol=2e-6)
 
 
-def test_the_log_prob_of_a_near_certain_token_keeps_its_digits() -> None:
+def test_logprob_of_a_near_certain_token_is_accurate() -> None:
     _, logprobs = draw([[20.0, 0.0, 0.0]], 0.5)
     np.testing.assert_allclose(logprobs, [-math.log1p(2 * math.exp(-20))], rtol=1e-6)
 
@@ -201,7 +202,7 @@ def test_the_log_prob_of_a_near_certain_token_keeps_its_digits() -> None:
 # ---------------------------------------------------------------- by hand
 
 
-def test_the_draw_is_the_inverse_cdf_of_its_uniform() -> None:
+def test_sample_is_the_inverse_cdf_of_its_uniform() -> None:
     quarter, half = math.log(0.25), math.log(0.5)
     logits = [quarter, -INF, half, quarter, -INF]
     uniforms = [0.0, 0.2499, 0.25, 0.7499, 0.75, np.nextafter(1, 0)]
@@ -247,12 +248,12 @@ TIES = [1.0, 2.0, 1.0, 1.0]
         ([-INF] * 2000 + [-3e38], {"top_k": 10, "top_p": 0.5}, [2000]),
         ([-3e38, 3e38], {}, [1]),
         ([-3e38, 3e38], {"top_k": 1}, [1]),
-        # exp(-200) is 0 in float32: never drawn, even by a uniform of 0.
+        # exp(-200) is 0 in float32: never sampled, even by a uniform of 0.
         ([-200.0, 0.0, 0.0], {}, [1, 2]),
         ([1.0, 1.5], {"temperature": 1e-6}, [1]),
     ],
 )
-def test_what_is_kept(logits: Any, settings: dict[str, Any], kept: list[int]) -> None:
+def test_top_k_top_p_and_min_p_filters(logits: Any, settings: dict[str, Any], kept: list[int]) -> None:
     assert tokens_over_the_unit(logits, **settings) == kept
 
 
@@ -260,7 +261,7 @@ def test_ties_over_a_large_vocabulary_keep_the_lower_ids() -> None:
     logits = np.zeros(3000, np.float32)
     logits[[2999, 1500]] = 1.0
     assert tokens_over_the_unit(logits, top_k=5) == [0, 1, 2, 1500, 2999]
-    # 3000 equal ones: the mass before the 301st is 0.1.
+    # 3000 equal tokens: the mass before the 301st is 0.1.
     ids, _ = draw(np.zeros((2, 3000)), [0.0, np.nextafter(1, 0)], top_p=0.1)
     assert ids[0] == 0 and ids[1] in (299, 300)
 
@@ -274,13 +275,13 @@ def test_repetition_penalty_by_hand() -> None:
     ids, logprobs = draw([[4.0, -4.0, 3.0]], 0.0, seen=seen, repetition_penalty=2.0, temperature=0.0)
     np.testing.assert_allclose(logprobs, [3 - math.log(math.exp(2) + math.exp(-8) + math.exp(3))], atol=1e-6)
     assert ids.tolist() == [2]
-    # Without a penalty what was seen does not count, nor a penalty where nothing was.
+    # Seen tokens have no effect without a penalty, and penalties none without seen tokens.
     assert draw([[4.0, -4.0, 3.0]], 0.0, temperature=0.0, seen=seen)[0].tolist() == [0]
     assert draw([[4.0, -4.0, 3.0]], 0.0, temperature=0.0, repetition_penalty=2.0)[0].tolist() == [0]
 
 
 def test_bias_and_penalties_by_hand_in_their_order() -> None:
-    # 1 + 3 = 4 -> / 2 = 2 -> - 2 * 0.5 - 0.25 = 0.75;  -1 * 2 = -2, without a count;  0 banned;  1 as it was.
+    # 1 + 3 = 4 -> / 2 = 2 -> - 2 * 0.5 - 0.25 = 0.75;  -1 * 2 = -2, without a count;  0 banned;  1 unchanged.
     logits = [[1.0, -1.0, 0.0, 1.0]]
     settings: dict[str, Any] = {
         "logit_bias": {0: 3.0}, "repetition_penalty": 2.0, "frequency_penalty": 0.5, "presence_penalty": 0.25,
@@ -303,7 +304,7 @@ def test_a_bias_chooses_at_temperature_0() -> None:
     assert draw(logits, 0.0, temperature=0.0, frequency_penalty=2.0, counts=np.array([[0, 3, 0]], np.int32))[0][0] == 2
 
 
-def test_alternatives_are_those_that_the_filters_keep_and_ties_are_in_order_of_id() -> None:
+def test_alternatives_pass_the_filters_with_ties_by_id() -> None:
     logits = [[1.0, 2.0, 1.0, 1.0, -INF]]
     for settings, kept in (
         ({}, [1, 0, 2, 3]), ({"top_k": 2}, [1, 0]), ({"top_p": 0.5}, [1, 0]), ({"min_p": 0.5}, [1]),
@@ -316,7 +317,7 @@ def test_alternatives_are_those_that_the_filters_keep_and_ties_are_in_order_of_i
         _, _, [fewer] = draw_all(logits, 0.0, top_logprobs=1, **settings)
         assert fewer == top[:1]
     assert draw_all([[-INF, 1.0]], 0.0, top_logprobs=3)[2] == [[(1, 0.0)]]
-    # A weight that is 0 in float32, but no log-prob of -inf.
+    # A weight of 0 in float32, but a finite log-prob.
     assert [token for token, _ in draw_all([[-200.0, 0.0]], 0.0, top_logprobs=3)[2][0]] == [1, 0]
 
 
@@ -336,7 +337,7 @@ BROKEN = [[NAN, 1.0, 2.0], [1.0, NAN, -INF], [0.0, INF, 1.0], [INF, INF, 0.0], [
         {"top_k": 2, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 2.0},
     ],
 )
-def test_logits_that_are_not_proper_give_nan(settings: dict[str, Any], size: int) -> None:
+def test_invalid_logits_give_nan(settings: dict[str, Any], size: int) -> None:
     rows = np.full((len(BROKEN), size), -INF, np.float32)
     rows[:, -3:] = BROKEN
     rows[:4, :-3] = 0.5
@@ -347,7 +348,7 @@ def test_logits_that_are_not_proper_give_nan(settings: dict[str, Any], size: int
         assert np.isnan(logprobs).all() and ((ids >= 0) & (ids < size)).all()
 
 
-def test_what_is_not_the_plain_case_is_not_implemented() -> None:
+def test_unsupported_inputs_return_not_implemented() -> None:
     x, u = np.zeros((2, 3), np.float32), np.zeros(2)
     rest: dict[str, Any] = {
         "sampling": core_settings(),
@@ -371,7 +372,7 @@ def test_what_is_not_the_plain_case_is_not_implemented() -> None:
     ):
         assert _core.draw_tokens(**{"logits": x, "uniforms": u, **rest, **bad}) is NotImplemented, bad
     for outside in ({"banned": np.array([3], np.int32)}, {"sampling": core_settings(logit_bias={3: 1.0})}):
-        with pytest.raises(ValueError, match="token id 3 is outside the vocabulary"):
+        with pytest.raises(ValueError, match=mentions("token id 3 is outside the vocabulary")):
             _core.draw_tokens(x, u, **{**rest, **outside})
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.raising import mentions
 
 from whet import _core
 from whet.models.tokenizers.token_texts import TextStream, TokenTexts
@@ -13,7 +14,7 @@ from whet.rollout.torch_engine import find_stop
 
 
 def naive(texts: TokenTexts, tokens: list[int], stop: list[bytes], min_new_tokens: int) -> tuple[list[int], bool]:
-    """What is held after every token: the longest end of the text that begins a stop string that may still come."""
+    """Return the withheld bytes after every token: the longest end of the text that may begin a stop string."""
     held = []
     n_free = len(texts.bytes_of(tokens[:min_new_tokens]))
     for n in range(1, len(tokens) + 1):
@@ -43,7 +44,7 @@ _STRINGS = st.text(ALPHABET, min_size=1, max_size=6)
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_what_is_found_and_held_is_that_of_a_search_in_the_whole_text(data: st.DataObject) -> None:
+def test_matches_equal_full_text_search(data: st.DataObject) -> None:
     whole = data.draw(st.text(ALPHABET, max_size=30)).encode()
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=12)))  # anywhere, also within characters
     tokens = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
@@ -53,7 +54,7 @@ def test_what_is_found_and_held_is_that_of_a_search_in_the_whole_text(data: st.D
     least = data.draw(st.integers(0, len(tokens)))
     held, found = read(texts, ids, stop, least)
     assert (held, found) == naive(texts, ids, stop, least)
-    # What a stream shows is the text before the stop string, and what it shows at any time stays.
+    # A stream shows the text before the stop string, and never retracts shown text.
     stream, shown = TextStream(texts), ""
     for i, n in enumerate(held):
         is_last = i == len(held) - 1
@@ -74,7 +75,7 @@ def test_what_is_found_and_held_is_that_of_a_search_in_the_whole_text(data: st.D
         (["xyz", "de"], 3),
     ],
 )
-def test_the_first_of_several_by_hand(stop: list[str], cut: int) -> None:
+def test_first_of_several_stop_strings_by_hand(stop: list[str], cut: int) -> None:
     strings = [string.encode() for string in stop]
     for texts, ids in ((texts_of(*"abcde"), list(range(5))), (texts_of("abcde"), [0]), (texts_of("ab", "cde"), [0, 1])):
         held, found = read(texts, ids, strings)
@@ -82,7 +83,7 @@ def test_the_first_of_several_by_hand(stop: list[str], cut: int) -> None:
     assert find_stop(b"abcde", strings) == cut
 
 
-def test_before_min_new_tokens_a_string_is_passed_over_and_shown() -> None:
+def test_stop_strings_before_min_new_tokens_are_shown() -> None:
     texts = texts_of("a", "b", "c")
     assert read(texts, [0, 1, 2], [b"ab"], 2) == ([1, 0, 0], False)
     assert read(texts, [0, 1, 2], [b"ab"], 1) == ([1, 2], True)
@@ -90,7 +91,7 @@ def test_before_min_new_tokens_a_string_is_passed_over_and_shown() -> None:
     assert read(texts, [0, 0, 1], [b"ab"], 2) == ([1, 1, 2], True)  # begun before, complete behind
 
 
-def test_a_character_in_several_tokens_is_held_whole() -> None:
+def test_multi_token_characters_are_withheld_whole() -> None:
     texts = texts_of(*("日".encode()[i : i + 1] for i in range(3)), "x", "本".encode()[:1], "本".encode()[1:])
     assert read(texts, [0, 1, 2, 3], ["日x".encode()]) == ([1, 2, 3, 4], True)
     assert read(texts, [0, 1, 2, 4, 5], ["日x".encode()]) == ([1, 2, 3, 1, 0], False)  # 本 begins like 日
@@ -100,7 +101,7 @@ def test_a_character_in_several_tokens_is_held_whole() -> None:
     assert TextStream(texts).add(4, 0, True) == "\ufffd"
 
 
-def test_a_first_space_that_the_decoder_drops_is_no_part_of_the_text() -> None:
+def test_dropped_first_space_is_not_part_of_the_text() -> None:
     texts = texts_of(" a", " b", "", drops_first_space=True)
     assert read(texts, [0, 1], [b" a"]) == ([0, 0], False)
     assert read(texts, [2, 0, 1], [b"a b"]) == ([0, 1, 3], True)  # a token without text does not begin it
@@ -108,16 +109,16 @@ def test_a_first_space_that_the_decoder_drops_is_no_part_of_the_text() -> None:
     assert texts.text_of([2, 0, 1]) == "a b" == "".join(map(TextStream(texts).add, [2, 0, 1], [0] * 3, [False] * 3))
 
 
-def test_tokens_that_the_tokenizer_does_not_have_have_no_text() -> None:
+def test_tokens_unknown_to_the_tokenizer_have_no_text() -> None:
     texts = texts_of("a")
     assert read(texts, [5, 0], [b"a"]) == ([0, 1], True)
     assert texts.text_of([7, 0]) == "a"
 
 
-def test_what_the_core_refuses() -> None:
+def test_invalid_stop_strings_are_rejected() -> None:
     texts = texts_of("a").core
-    with pytest.raises(ValueError, match="an empty stop string"):
+    with pytest.raises(ValueError, match=mentions("an empty stop string")):
         _core.StopStrings(texts, [b""])
     for ends in ([2], [0], [1, 0]):
-        with pytest.raises(ValueError, match="ends: "):
+        with pytest.raises(ValueError, match=mentions("ends: ")):
             _core.TokenTexts(b"a", ends=np.array(ends, np.int32), drops_first_space=False)

@@ -191,7 +191,7 @@ def tiny_config(case: str, **options: Any) -> Any:
 
 
 def tiny_model(case: str, **options: Any) -> Any:
-    """The model of a case, float32, in eval mode, with norms and biases that are not 1 and 0."""
+    """Make the model of a case, float32, in eval mode, with random norms and biases."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(tiny_config(case, **options)).eval()
     offset = FAMILIES[CASES[case][0]].norm_offset
@@ -203,7 +203,7 @@ def tiny_model(case: str, **options: Any) -> Any:
 
 @contextmanager
 def exact_softmax(model: Any) -> Iterator[None]:
-    """A model's attention with a softmax in its own precision, where transformers' takes float32: Gemma 2's."""
+    """Compute softmax in the model's precision in Gemma 2's attention, where transformers uses float32."""
     before = model.config._attn_implementation
     if model.config.model_type == "gemma2":
         model.config._attn_implementation = "exact softmax"
@@ -225,7 +225,7 @@ ALL_MASK_ATTENTION_FUNCTIONS.register("exact softmax", eager_mask)
 
 
 def foreign_model() -> Any:
-    """Of a family that Whet does not know."""
+    """Make a model of a family that Whet does not support."""
     sizes = {"vocab_size": VOCAB, "hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     return transformers.AutoModelForCausalLM.from_config(transformers.OPTConfig(**sizes, word_embed_proj_dim=16))
 
@@ -235,12 +235,12 @@ def token_ids(n: int = 24) -> torch.Tensor:
 
 
 def logits_of(model: Any, ids: torch.Tensor) -> np.ndarray:
-    """(T, V): what transformers computes."""
+    """Return transformers' logits (T, V)."""
     with torch.no_grad():
         return model(ids).logits[0].numpy()
 
 
 def naive_logits(source: ModelSource, ids: torch.Tensor, dtype: Any = np.float32) -> np.ndarray:
-    """(T, V): what the plain definition computes of a source."""
+    """Return the logits (T, V) of a source by the NumPy definition."""
     weights = naive_weights(source.config, source.slices(), dtype)
     return naive_forward(source.config, weights, ids[0].numpy())

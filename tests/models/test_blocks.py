@@ -15,7 +15,7 @@ QUANTISED = [format for format in TABLE.values() if format.gguf_type is not None
 N_BLOCKS = 4
 MOST_BYTES = N_BLOCKS * max(format.block_bytes for format in QUANTISED)
 SCALES = st.sampled_from((0, 2, -4, -2))
-"""Where a block of one type or another has a scale."""
+"""Byte offsets of the scales in a block of each type."""
 HALVES = st.sampled_from((0, 1, 0x63FF, 0x6400, 0x7BFF, 0x7C00, 0x7E01, 0x8000, 0xE3FF, 0xFBFF, 0xFC00, 0xFE01))
 """Zero, the smallest, just below and at 2^10, the largest, infinity and NaN, of both signs."""
 
@@ -26,7 +26,7 @@ HALVES = st.sampled_from((0, 1, 0x63FF, 0x6400, 0x7BFF, 0x7C00, 0x7E01, 0x8000, 
     data=st.binary(min_size=MOST_BYTES, max_size=MOST_BYTES),
     scales=st.lists(st.tuples(st.integers(0, N_BLOCKS - 1), SCALES, HALVES), max_size=8),
 )
-def test_finite_blocks_are_read_as_the_gguf_package_reads_them(format, data, scales):
+def test_finite_blocks_dequantise_as_in_the_gguf_package(format, data, scales):
     blocks = np.frombuffer(data, np.uint8)[: N_BLOCKS * format.block_bytes].reshape(N_BLOCKS, -1).copy()
     for block, at, half in scales:
         blocks[block, at], blocks[block, at + 1] = half & 255, half >> 8
@@ -44,7 +44,7 @@ def test_finite_blocks_are_read_as_the_gguf_package_reads_them(format, data, sca
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "bfloat16"])
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
-def test_numbers_that_are_not_finite_are_found_wherever_they_lie(dtype, bad):
+def test_nan_and_infinity_are_found_at_every_position(dtype, bad):
     def is_finite(matrix: np.ndarray) -> bool:
         row_stride, column_stride = (stride // matrix.itemsize for stride in matrix.strides)
         return _core.is_finite(

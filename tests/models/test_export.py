@@ -54,7 +54,7 @@ NOT_IN_GGUF = {
     "smollm3": "rope_layers",
     "smollm3-windows": "windows",
 }
-"""Cases with options that GGUF has no key for."""
+"""Cases with options that GGUF cannot express."""
 
 
 @pytest.fixture(scope="session")
@@ -63,7 +63,7 @@ def tokenizer() -> Any:
 
 
 def save(model: Any, tokenizer: Any, folder: Path, **settings: Any) -> Path:
-    """A Hugging Face folder."""
+    """Write a Hugging Face folder."""
     model.save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"bos_token": "<s>", "eos_token": "<|im_end|>", "chat_template": "{{ messages[0].content }}"}
@@ -76,7 +76,7 @@ def weights_of(source: Any) -> dict[str, np.ndarray]:
 
 
 def assert_same_model(ours: Any, theirs: Any, model_type: str) -> None:
-    """That of a file, and that of a folder; the file has what llama.cpp needs besides."""
+    """Compare a file with its folder; the file also has the tensors that llama.cpp requires."""
     assert find_difference(ours.config, as_stored(theirs.config, model_type)) is None
     found, expected = weights_of(ours), weights_of(theirs)
     assert expected.keys() <= found.keys()
@@ -100,8 +100,8 @@ def test_float32_keeps_every_bit_of_every_family(case, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("name", FILE_TYPES)
-def test_every_type(name, tokenizer, tmp_path):
-    """Rows of 256 and of 288, which no block of 256 divides; each tensor is what ``whet.quantize`` makes of it."""
+def test_every_tensor_type(name, tokenizer, tmp_path):
+    """Tensors equal ``whet.quantize``'s, with rows of 256, and of 288, which blocks of 256 do not divide."""
     model = tiny_model("llama", vocab_size=N_ROWS, hidden_size=256, intermediate_size=288, head_dim=64)
     folder = save(model, tokenizer, tmp_path / "model")
     written = export_gguf(folder, tmp_path / "model.gguf", name)
@@ -129,8 +129,8 @@ def test_every_type(name, tokenizer, tmp_path):
         assert tensor.tensor_type.name == kind and tensor.n_bytes == file.tensors[tensor.name].tensor.nbytes
 
 
-def test_what_llama_cpp_needs_is_written_again(tokenizer, tmp_path):
-    """A head that is the embedding, in the type that a head of its own has, from a folder and from a file."""
+def test_tensors_that_llama_cpp_requires_are_added(tokenizer, tmp_path):
+    """A tied head gets the type of an untied one, from a folder and from a file."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "tie_word_embeddings": True}
     folder = save(tiny_model("phi", vocab_size=N_ROWS, **sizes), tokenizer, tmp_path / "model")
     export_gguf(folder, tmp_path / "f32.gguf", "f32")
@@ -144,14 +144,14 @@ def test_what_llama_cpp_needs_is_written_again(tokenizer, tmp_path):
             np.testing.assert_array_equal(tensors[f"{tensor}.weight"].tensor, whet.quantize(exact, format).data)
 
 
-def test_a_head_that_llama_cpp_does_not_have(tokenizer, tmp_path):
+def test_untied_head_that_llama_cpp_lacks_is_rejected(tokenizer, tmp_path):
     folder = save(tiny_model("gemma2", vocab_size=N_ROWS, tie_word_embeddings=False), tokenizer, tmp_path / "model")
     message = "head in gemma2"
     assert_raises(WhetValueError, message, export_gguf, folder, tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize("name", FILE_TYPES)
-def test_a_file_in_its_own_types_keeps_its_bytes(name, tokenizer, tmp_path):
+def test_file_exported_in_its_types_keeps_its_bytes(name, tokenizer, tmp_path):
     model = tiny_model("llama-llama3", vocab_size=N_ROWS, hidden_size=256, intermediate_size=288)
     export_gguf(save(model, tokenizer, tmp_path / "model"), tmp_path / "one.gguf", name)
     export_gguf(tmp_path / "one.gguf", tmp_path / "two.gguf", name)
@@ -164,7 +164,7 @@ def test_a_file_in_its_own_types_keeps_its_bytes(name, tokenizer, tmp_path):
 
 @pytest.mark.parametrize("name", ["f32", "f16", "bf16"])
 @pytest.mark.parametrize("case", ["llama-biases-tied", "qwen3", "gpt_neox", "phi3-longrope"])
-def test_the_engine_gives_the_same_logprobs(case, name, tokenizer, tmp_path):
+def test_engine_logprobs_of_the_export_match(case, name, tokenizer, tmp_path):
     model = tiny_model(case, vocab_size=N_ROWS).to({"f16": torch.float16, "bf16": torch.bfloat16}.get(name))
     folder, ids = save(model, tokenizer, tmp_path / "model"), token_ids(12)[0].tolist()
     export_gguf(folder, tmp_path / "model.gguf", name)
@@ -177,7 +177,7 @@ def test_the_engine_gives_the_same_logprobs(case, name, tokenizer, tmp_path):
 
 @pytest.mark.parametrize("case", ["llama", "gpt_neox", "phi3"])
 def test_adapters_are_merged(case, tokenizer, tmp_path):
-    """As PEFT merges them, in the rows that a file has in another order too."""
+    """Merged weights match PEFT's, also in reordered rows."""
     model = tiny_model(case, vocab_size=N_ROWS)
     folder = save(model, tokenizer, tmp_path / "model")
     targets = {"llama": ["q_proj", "v_proj", "down_proj"], "gpt_neox": ["query_key_value"], "phi3": ["qkv_proj"]}[case]
@@ -194,8 +194,8 @@ def test_adapters_are_merged(case, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_an_adapter_of_a_tied_head_leaves_the_embedding_as_it_is(packed, tokenizer, tmp_path):
-    """The file has a head apart, from floats and from a packed base."""
+def test_adapter_of_a_tied_head_does_not_change_the_embedding(packed, tokenizer, tmp_path):
+    """The file has an untied head, from floats and from a packed base."""
     folder = save(tiny_model("qwen2", vocab_size=N_ROWS), tokenizer, tmp_path / "model")
     source = pack_base(open_folder(folder), weights="float32").source() if packed else open_folder(folder)
     a, b = np.ones((1, 32), np.float32), np.ones((N_ROWS, 1), np.float32)
@@ -206,7 +206,7 @@ def test_an_adapter_of_a_tied_head_leaves_the_embedding_as_it_is(packed, tokeniz
     np.testing.assert_allclose(found["head"], plain["embedding"] + 0.5, rtol=1e-6)
 
 
-def test_an_adapter_of_a_tied_head_is_refused_where_llama_cpp_has_no_other(tokenizer, tmp_path):
+def test_adapter_of_a_tied_head_is_rejected_without_an_untied_head(tokenizer, tmp_path):
     folder = save(tiny_model("gemma2", vocab_size=N_ROWS), tokenizer, tmp_path / "model")
     source = open_folder(folder)
     a, b = np.ones((1, 32), np.float32), np.ones((N_ROWS, 1), np.float32)
@@ -233,18 +233,18 @@ _OF_LLAMA = {case: CASES[f"llama-{case}"][1] for case in ("llama3", "longrope", 
                     "sliding_attention": rope("default")["rope_parameters"],
                 }
             },
-            "attention_factor: in gemma3",
+            ("attention_factor", "in gemma3"),
         ),
     ],
 )
-def test_what_llama_cpp_does_not_read_in_an_architecture(case, options, message, tokenizer, tmp_path):
+def test_options_that_gguf_cannot_express_are_rejected(case, options, message, tokenizer, tmp_path):
     folder = save(tiny_model(case, vocab_size=N_ROWS, **options), tokenizer, tmp_path / "model")
     assert_raises(WhetValueError, ("GGUF", message), export_gguf, folder, tmp_path / "m.gguf", "f32")
 
 
 @pytest.mark.parametrize("case", ["llama-longrope", "phi3-longrope", "granite"])
-def test_the_type_of_scaling_is_in_the_file(case, tokenizer, tmp_path):
-    """Without it llama.cpp looks for no factors in any architecture but Phi-3."""
+def test_rope_scaling_type_is_written(case, tokenizer, tmp_path):
+    """llama.cpp needs the key to read longrope factors in any architecture except Phi-3."""
     folder = save(tiny_model(case, vocab_size=N_ROWS), tokenizer, tmp_path / "model")
     export_gguf(folder, tmp_path / "m.gguf", "f32")
     file = read_gguf(tmp_path / "m.gguf", "here")
@@ -252,8 +252,8 @@ def test_the_type_of_scaling_is_in_the_file(case, tokenizer, tmp_path):
     assert kind == ("longrope" if "rope_factors_long.weight" in file.tensors else None)
 
 
-def test_yarns_own_ramp_is_written_as_frequencies(tokenizer, tmp_path):
-    """llama.cpp reads no beta_fast and beta_slow; a folder made of the file has the same frequencies."""
+def test_custom_yarn_ramp_is_written_as_frequencies(tokenizer, tmp_path):
+    """llama.cpp ignores beta_fast and beta_slow; a folder converted from the file has the same frequencies."""
     folder = save(tiny_model("llama-yarn-mscale", vocab_size=N_ROWS), tokenizer, tmp_path / "model")
     export_gguf(folder, tmp_path / "m.gguf", "f32")
     file, expected = read_gguf(tmp_path / "m.gguf", "here"), open_folder(folder).config
@@ -264,7 +264,7 @@ def test_yarns_own_ramp_is_written_as_frequencies(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(("case", "n"), [("mistral", 5), ("starcoder2", 5), ("phi3", 6), ("gemma2", 0), ("llama", 0)])
-def test_windows_that_llama_cpp_does_not_have_are_noted(case, n, tokenizer, tmp_path):
+def test_sliding_windows_that_llama_cpp_ignores_are_noted(case, n, tokenizer, tmp_path):
     folder = save(tiny_model(case, vocab_size=N_ROWS), tokenizer, tmp_path / "model")
     note = export_gguf(folder, tmp_path / "m.gguf", "f32").note
     assert export_gguf(tmp_path / "m.gguf", tmp_path / "again.gguf", "f16").note == note
@@ -272,7 +272,7 @@ def test_windows_that_llama_cpp_does_not_have_are_noted(case, n, tokenizer, tmp_
 
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "smollm", "gpt-2", "tekken", "gpt-4o", "deepseek-v3", "qwen35"])
-def test_the_pre_tokenizer_is_found_by_its_expressions(pre, tmp_path):
+def test_pre_tokenizer_is_found_by_its_patterns(pre, tmp_path):
     trained = vocab_files.train_byte_level(list(PRE_TOKENIZERS[pre].patterns), N_TOKENS)
     made = json.loads(trained.to_str())
     made["model"]["ignore_merges"] = PRE_TOKENIZERS[pre].ignore_merges
@@ -295,28 +295,28 @@ def test_the_pre_tokenizer_is_found_by_its_expressions(pre, tmp_path):
         [pre_tokenizers.Split(Regex(r"\p{N}"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)],
     ],
 )
-def test_parts_that_are_no_expressions(splits, tokenizer, tmp_path):
+def test_pre_tokenizer_steps_without_patterns(splits, tokenizer, tmp_path):
     other = tokenizer.from_str(tokenizer.to_str())
     other.pre_tokenizer = pre_tokenizers.Sequence(splits)
     export_gguf(save(tiny_model("llama", vocab_size=N_ROWS), other, tmp_path / "m"), tmp_path / "m.gguf", "f16")
     assert read_gguf(tmp_path / "m.gguf", "here").metadata["tokenizer.ggml.pre"] == "smollm"
 
 
-def test_an_unknown_pre_tokenizer_is_named_by_the_user(tokenizer, tmp_path):
+def test_unknown_pre_tokenizer_needs_a_name_from_the_user(tokenizer, tmp_path):
     other = tokenizer.from_str(tokenizer.to_str())
     other.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(r"[a-f]+"), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
     )
     folder, out = save(tiny_model("llama", vocab_size=N_ROWS), other, tmp_path / "m"), tmp_path / "m.gguf"
-    assert_raises(WhetValueError, r"\[a-f\]\+.*Name the nearest with --pre", export_gguf, folder, out)
-    message = "pre is 'qwen', expected a name that llama.cpp has"
+    assert_raises(WhetValueError, ("[a-f]+", "Name the nearest with --pre"), export_gguf, folder, out)
+    message = "pre is 'qwen'", "llama.cpp"
     assert_raises(WhetValueError, message, export_gguf, folder, out, pre="qwen")
     export_gguf(folder, out, pre="qwen2")
     assert read_gguf(out, "here").metadata["tokenizer.ggml.pre"] == "qwen2"
 
 
 def test_sentencepiece(tmp_path):
-    """BPE out of a folder that Whet saved, whose merges stand for the scores."""
+    """SentencePiece BPE from a folder saved by Whet, whose merges encode the scores."""
     options = {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
     made = vocab_files.sentencepiece_metadata(vocab_files.train_sentencepiece("bpe", **options))
     path = vocab_files.write_file(tmp_path / "v.gguf", made)
@@ -332,7 +332,7 @@ def test_sentencepiece(tmp_path):
 
 
 def save_phi3(folder: Path, name: str = "", **flags: Any) -> Any:
-    """With the tokenizer of a file of that name, whose special tokens take the whitespace behind them in Phi-3."""
+    """Special tokens of Phi-3 strip the whitespace after them, detected by the name in the file."""
     options = {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
     made = vocab_files.sentencepiece_metadata(vocab_files.train_sentencepiece("bpe", **options))
     path = vocab_files.write_file(folder.parent / "v.gguf", {**made, "general.name": name or "none"})
@@ -353,8 +353,8 @@ def save_phi3(folder: Path, name: str = "", **flags: Any) -> Any:
         ("model", False, "model"),
     ],
 )
-def test_whitespace_behind_special_tokens(folder, rstrip, name, tmp_path):
-    """llama.cpp strips it in files of a name with phi-3 in it, whatever the folder was called."""
+def test_whitespace_after_special_tokens(folder, rstrip, name, tmp_path):
+    """llama.cpp strips it in files with phi-3 in ``general.name``, whatever the folder's name."""
     own = save_phi3(tmp_path / folder, "Phi-3" if rstrip else "")
     export_gguf(tmp_path / folder, tmp_path / "m.gguf", "f16")
     assert read_gguf(tmp_path / "m.gguf", "here").metadata["general.name"] == name
@@ -363,13 +363,13 @@ def test_whitespace_behind_special_tokens(folder, rstrip, name, tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["lstrip", "single_word"])
-def test_flags_of_special_tokens_that_gguf_does_not_have(flag, tmp_path):
+def test_flags_of_special_tokens_that_gguf_cannot_express(flag, tmp_path):
     save_phi3(tmp_path / "m", **{flag: True})
-    message = "would give other tokens for"
+    message = "other tokens", "--pre"
     assert_raises(WhetValueError, message, export_gguf, tmp_path / "m", tmp_path / "m.gguf")
 
 
-def test_chat_templates_are_read_as_transformers_reads_them(tokenizer, tmp_path):
+def test_chat_templates_are_read_as_in_transformers(tokenizer, tmp_path):
     folder = save(tiny_model("llama", vocab_size=N_ROWS), tokenizer, tmp_path / "m")
     (folder / "chat_template.jinja").write_bytes(b"{{ messages[0].content }}\r\n\r\nend")
     export_gguf(folder, tmp_path / "m.gguf", "f16")
@@ -385,11 +385,11 @@ def test_chat_templates_are_read_as_transformers_reads_them(tokenizer, tmp_path)
                                   "gpt_neox-serial", "gpt2", "phi3-longrope", "smollm3-interval", "granite", "olmo2",
                                   "gemma2", "gemma3", "starcoder2", "starcoder2-untied", "stablelm",
                                   "stablelm-parallel", "phi"])  # fmt: skip
-def test_llama_cpp_opens_it(case, tied, tokenizer, tmp_path):
+def test_llama_cpp_opens_the_file(case, tied, tokenizer, tmp_path):
     import llama_cpp
 
-    # llama.cpp has room for 256 tokens and more, and takes longrope's long factors for them.
-    # It has no windows of StarCoder2, and no head of Gemma 2 that is not the embedding.
+    # llama.cpp allocates at least 256 tokens, for which it uses longrope's long factors.
+    # It does not support windows in StarCoder2 and an untied head in Gemma 2.
     own = {"starcoder2": {"sliding_window": None}}.get(case, {})
     tied = tied or case == "gemma2"
     model, ids = tiny_model(case, vocab_size=N_ROWS, tie_word_embeddings=tied, **own), token_ids(24)
@@ -402,7 +402,7 @@ def test_llama_cpp_opens_it(case, tied, tokenizer, tmp_path):
     llama.close()
 
 
-# --- what cannot be written ------------------------------------------------------------------------------------------
+# --- rejected exports -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -412,30 +412,30 @@ def folder(tokenizer, tmp_path) -> Path:
 
 
 def refuse(folder: Path, message: str, error: Any = WhetValueError, **options: Any) -> None:
-    """The export fails, and leaves what was there."""
+    """Assert that the export raises and changes no file."""
     out = folder.parent / "out"
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     assert_raises(error, message, export_gguf, folder, out / "m.gguf", **options)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
-def test_a_file_that_is_there(folder, tmp_path):
+def test_existing_file_needs_overwrite(folder, tmp_path):
     (tmp_path / "out" / "m.gguf").write_bytes(b"mine")
     refuse(folder, ("m.gguf", "--overwrite"))
     export_gguf(folder, tmp_path / "out" / "m.gguf", overwrite=True)
     open_gguf(tmp_path / "out" / "m.gguf")
 
 
-def test_places_that_cannot_be_written(folder, tmp_path, monkeypatch):
-    assert_raises(WhetValueError, "there is no folder .*nowhere", export_gguf, folder, tmp_path / "nowhere" / "m.gguf")
+def test_unwritable_paths_are_rejected(folder, tmp_path, monkeypatch):
+    assert_raises(WhetValueError, ("export_gguf", "nowhere"), export_gguf, folder, tmp_path / "nowhere" / "m.gguf")
     assert_raises(WhetValueError, "out is a folder", export_gguf, folder, tmp_path / "out")
     if Path("/proc/self").is_dir():  # where access() allows everything to root, and nothing can be made
         assert_raises(WhetValueError, "nothing can be written to /proc: ", export_gguf, folder, "/proc/m.gguf")
     monkeypatch.setattr(gguf_writer.os, "access", lambda *_: False)
-    refuse(folder, "nothing can be written to .*out: Permission denied. Choose another folder")
+    refuse(folder, ("nothing can be written to", "out", "Permission denied", "Choose another folder"))
 
 
-def test_a_full_disk(folder, monkeypatch):
+def test_disk_full_leaves_nothing_behind(folder, monkeypatch):
     def write(file: Any, data: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -443,7 +443,7 @@ def test_a_full_disk(folder, monkeypatch):
     refuse(folder, "the disk is full", DiskFullError)
 
 
-def test_a_model_that_is_damaged(folder):
+def test_damaged_model_leaves_nothing_behind(folder):
     weights = folder / "model.safetensors"
     data = weights.read_bytes()
     weights.write_bytes(data[:-100])
@@ -451,27 +451,27 @@ def test_a_model_that_is_damaged(folder):
     weights.write_bytes(data)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
-    refuse(folder, "there is no tensor model.layers.2.* which the config asks for")
+    refuse(folder, ("model.layers.2.", "missing"))
 
 
-def test_numbers_that_no_file_takes(tokenizer, tmp_path):
+def test_nan_and_overflow_are_rejected(tokenizer, tmp_path):
     (tmp_path / "out").mkdir()
     model = tiny_model("llama", vocab_size=N_ROWS)
     model.model.layers[1].mlp.up_proj.weight[3, 4] = 1e5
-    refuse(save(model, tokenizer, tmp_path / "model"), r"gate_up, .* 1e\+05, beyond .* float16", quantize="f16")
+    refuse(save(model, tokenizer, tmp_path / "model"), ("gate_up", "1e+05, beyond", "float16"), quantize="f16")
     model.model.layers[1].mlp.up_proj.weight[3, 4] = float("nan")
     for name in ("f32", "f16", "q8_0"):
-        refuse(save(model, tokenizer, tmp_path / "model"), "layers.1.gate_up.*NaN or infinity", quantize=name)
+        refuse(save(model, tokenizer, tmp_path / "model"), ("layers.1.gate_up", "NaN or infinity"), quantize=name)
 
 
-def test_tokenizers_that_do_not_fit(folder, tmp_path):
+def test_tokenizer_that_does_not_fit_the_embedding_is_rejected(folder, tmp_path):
     config = json.loads((folder / "tokenizer.json").read_text())
     config["added_tokens"].append({**config["added_tokens"][0], "id": N_ROWS, "content": "<more>"})
     (folder / "tokenizer.json").write_text(json.dumps(config))
     refuse(folder, f"the tokenizer has {N_ROWS + 1} tokens and the embedding {N_ROWS} rows")
     (folder / "tokenizer.json").unlink()
-    refuse(folder, "has no tokenizer.json. Save the tokenizer there")
+    refuse(folder, ("has no tokenizer.json", "Save the tokenizer there"))
 
 
-def test_an_unknown_type(folder):
-    refuse(folder, "quantize is 'q3_k_m', expected one of f32, f16", quantize="q3_k_m")
+def test_unknown_file_type_is_rejected(folder):
+    refuse(folder, ("quantize is 'q3_k_m'", "f32, f16"), quantize="q3_k_m")

@@ -1,4 +1,4 @@
-"""Adapters as GGUF files: what llama.cpp computes with them beside the model's file, against the merged model."""
+"""Adapters as GGUF files: llama.cpp's results with them and the model's file, against the merged model."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def logits_of_llama_cpp(path: Path, ids: Any, **options: Any) -> np.ndarray:
 @pytest.mark.needs("llama_cpp")
 @pytest.mark.parametrize("quantize", ["f32", "f16"])
 @pytest.mark.parametrize("case", TARGETS)
-def test_llama_cpp_adds_them(case, quantize, tokenizer, tmp_path):
-    """In rows that the file has in another order, with ranks and alphas that differ."""
+def test_llama_cpp_applies_exported_adapters(case, quantize, tokenizer, tmp_path):
+    """Reordered rows, and different ranks and alphas."""
     model, ids = tiny_model(case, vocab_size=N_ROWS), token_ids(24)
     folder = save(model, tokenizer, tmp_path / "model")
     patterns = {"rank_pattern": {TARGETS[case][0]: 2}, "alpha_pattern": {TARGETS[case][1]: 7}, "use_rslora": True}
@@ -71,7 +71,7 @@ def test_llama_cpp_adds_them(case, quantize, tokenizer, tmp_path):
     assert np.abs(plain - expected).mean() > 20 * np.abs(found - expected).mean()
 
 
-def test_beside_a_file_as_beside_its_folder(tokenizer, tmp_path):
+def test_adapters_for_a_file_equal_adapters_for_its_folder(tokenizer, tmp_path):
     folder = save(tiny_model("llama", vocab_size=N_ROWS), tokenizer, tmp_path / "model")
     adapt(tiny_model("llama", vocab_size=N_ROWS), tmp_path / "lora", "llama")
     export_gguf(folder, tmp_path / "model.gguf", "q8_0")
@@ -81,8 +81,8 @@ def test_beside_a_file_as_beside_its_folder(tokenizer, tmp_path):
     assert (tmp_path / "0.gguf").read_bytes() == (tmp_path / "1.gguf").read_bytes()
 
 
-def test_adapters_of_parts_of_one_tensor(tokenizer, tmp_path):
-    """Two of one tensor become one, of the sum of their ranks."""
+def test_adapters_of_a_fused_tensor_are_joined(tokenizer, tmp_path):
+    """Two adapters of a fused tensor become one, whose rank is their sum."""
     folder = save(tiny_model("phi3", vocab_size=N_ROWS), tokenizer, tmp_path / "model")
     adapt(tiny_model("phi3", vocab_size=N_ROWS), tmp_path / "lora", "phi3-longrope")
     source = open_pretrained(folder)
@@ -102,7 +102,7 @@ def test_adapters_of_parts_of_one_tensor(tokenizer, tmp_path):
     assert not found[48:].any()
 
 
-def test_what_is_refused(tokenizer, tmp_path):
+def test_unsupported_adapter_exports_are_rejected(tokenizer, tmp_path):
     folder = save(tiny_model("qwen2", vocab_size=N_ROWS), tokenizer, tmp_path / "model")
     adapt(tiny_model("qwen2", vocab_size=N_ROWS), tmp_path / "lora", "llama", target_modules=["lm_head"])
     out, source = tmp_path / "lora.gguf", open_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Every family against transformers: live modules, through pieces and the NumPy definition, to every logit."""
+"""Every family against transformers: live modules through slices and the NumPy definition, every logit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.engine.tiny_models import (
     tiny_model,
     token_ids,
 )
-from tests.raising import assert_raises
+from tests.raising import assert_raises, mentions
 from tests.tiny import with_lora
 from torch import nn
 
@@ -42,7 +42,7 @@ KV = {"num_key_value_heads": 2}
 
 
 def in_float64(model, config: ModelConfig):
-    """The model in float64 throughout; transformers' norms and rotary tables otherwise compute in float32."""
+    """Convert the model to float64, including norms and rotary tables, which transformers computes in float32."""
     model = copy.deepcopy(model).double()
 
     offset = FAMILIES[model.config.model_type].norm_offset
@@ -82,7 +82,7 @@ def test_worked_example_in_the_documentation():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_transformers(case):
+def test_logits_match_transformers(case):
     model, ids = tiny_model(case), token_ids()
     source = open_module(model)
     expected = logits_of(model, ids)
@@ -104,7 +104,7 @@ def test_logits_in_float64(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_pieces_fill_every_slot_once(case):
+def test_slices_fill_every_slot_once(case):
     source = open_module(tiny_model(case))
     rows = {slot: np.zeros(shape[0], int) for slot, shape in source.config.slots().items()}
     for row_slice in source.slices():
@@ -114,7 +114,7 @@ def test_pieces_fill_every_slot_once(case):
 
 
 @pytest.mark.parametrize("case", ["llama-dynamic", "llama-longrope", "phi3-longrope"])
-def test_scalings_that_depend_on_the_length_are_resolved_for_it(case):
+def test_length_dependent_rope_scaling_is_resolved_for_max_position(case):
     for n in (12, 80):
         ids = token_ids(n)
         model = tiny_model(case)
@@ -129,7 +129,7 @@ LONGROPE = {
 }
 
 
-def test_where_longropes_factors_change():
+def test_length_at_which_longrope_factors_change():
     config = tiny_config("phi3", **LONGROPE)
     assert short_position(config) == short_position(config.to_dict()) == 16
     assert open_module(tiny_model("phi3", **LONGROPE)).short_position == 16
@@ -142,60 +142,58 @@ def test_where_longropes_factors_change():
 
 
 @pytest.mark.parametrize("case", ["llama", "mistral", "qwen2", "qwen3"])
-def test_a_part_of_a_head_rotates_where_transformers_reads_of_it_alone(case):
+def test_partial_rotary_factor_is_read_only_in_rope_parameters(case):
     model, ids = tiny_model(case, partial_rotary_factor=0.5), token_ids()
     assert model.config.rope_parameters["partial_rotary_factor"] == 0.5
     np.testing.assert_allclose(naive_logits(open_module(model), ids), logits_of(model, ids), rtol=0, atol=1e-4)
     scaled = tiny_config(case, **rope("linear", factor=2.0, partial_rotary_factor=0.5)).to_dict()
-    with pytest.raises(WhetValueError, match=f"partial_rotary_factor is 0.5 with rope_type 'linear', and a {case} rot"):
+    with pytest.raises(WhetValueError, match=mentions("partial_rotary_factor is 0.5", "rope_type 'linear'", case)):
         model_config(scaled)
 
 
-def test_a_module_that_rotates_by_other_frequencies_than_its_config_is_refused():
+def test_module_with_frequencies_that_contradict_its_config_is_rejected():
     model = tiny_model("llama")
     model.config.rope_parameters["rope_theta"] = 500.0
-    with pytest.raises(
-        WhetValueError, match=r"model\.rotary_emb\.inv_freq is .*, and the config says .*Make the model"
-    ):
+    with pytest.raises(WhetValueError, match=mentions("model.rotary_emb.inv_freq is", "config", "Make the model")):
         open_module(model)
     shorter = tiny_model("llama")
     shorter.model.rotary_emb.inv_freq = shorter.model.rotary_emb.original_inv_freq = torch.ones(2)
-    with pytest.raises(WhetValueError, match=r"model\.rotary_emb\.inv_freq is \(1\.0, 1\.0\), and the config says"):
+    with pytest.raises(WhetValueError, match=mentions("model.rotary_emb.inv_freq is (1.0, 1.0)", "config")):
         open_module(shorter)
 
 
-def test_every_trainer_refuses_other_frequencies_than_the_configs():
-    """As transformers 4 makes them of a folder that transformers 5 wrote."""
+def test_trainers_reject_frequencies_that_contradict_the_config():
+    """transformers 4 builds such models from folders written by transformers 5."""
     model = tiny_model("llama").requires_grad_(True)
     check_frequencies(model, "t")
     reference = tiny_model("llama")
     reference.config.rope_parameters["rope_theta"] = model.config.rope_parameters["rope_theta"] * 50
-    message = r"rotary_emb\.inv_freq is .*, and the config says .* with transformers 5, or with rope_theta"
-    with pytest.raises(WhetValueError, match=f"DPO: ref_model: model.{message}"):
+    facts = "rotary_emb.inv_freq is", "transformers 5", "rope_theta"
+    with pytest.raises(WhetValueError, match=mentions("DPO: ref_model: model.", *facts)):
         DPO(model, reference)
-    with pytest.raises(WhetValueError, match=f"SFT: model: model.{message}"):
+    with pytest.raises(WhetValueError, match=mentions("SFT: model: model.", *facts)):
         SFT(reference.requires_grad_(True))
 
 
-def test_transformers_4_leaves_out_rope_parameters_of_any_family(monkeypatch):
+def test_transformers_4_ignores_rope_parameters_of_any_family(monkeypatch):
     model = foreign_model()
     model.config.rope_theta, model.config.rope_parameters = 1e4, {"rope_theta": 5e5}
     check_frequencies(model, "t")
     monkeypatch.setattr("transformers.__version__", "4.57.3")
-    with pytest.raises(WhetValueError, match=r"^t: the model has rope_theta 10000\.0, and the config says 500000\.0"):
+    with pytest.raises(WhetValueError, match=mentions("t", "the model has rope_theta 10000.0", "the config 500000.0")):
         check_frequencies(model, "t")
     model.config.rope_theta = 5e5
     check_frequencies(model, "t")
 
 
-def test_models_without_frequencies_pass():
+def test_models_without_rotary_frequencies_pass():
     for model in (tiny_model("gpt2"), foreign_model(), torch.nn.Linear(2, 2)):
         check_frequencies(model, "t")
 
 
 @pytest.mark.parametrize("case", ["llama-dynamic", "llama-longrope", "phi3-longrope"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_long_text_before_does_not_change_what_is_described(case, dtype):
+def test_config_does_not_depend_on_earlier_long_texts(case, dtype):
     fresh, used = (tiny_model(case).to(dtype) for _ in range(2))
     with torch.no_grad():
         used(token_ids(80))
@@ -205,7 +203,7 @@ def test_a_long_text_before_does_not_change_what_is_described(case, dtype):
         np.testing.assert_allclose(found.inv_freq, expected.inv_freq, rtol=2**-8)
 
 
-def test_what_a_config_says():
+def test_fields_read_from_configs():
     config = model_config(tiny_config("qwen3-biases-windows"))
     assert (config.n_layers, config.n_heads, config.n_kv_heads, config.head_dim) == (2, 4, 2, 8)
     assert config.windows == (4, 0) and config.qk_norm and config.qkv_bias and config.o_bias and not config.mlp_bias
@@ -223,7 +221,7 @@ def test_what_a_config_says():
 
 
 def test_old_configs():
-    """As model repositories hold them: rope in several places, options left out."""
+    """Configs in model repositories have rope settings in several places and omit options."""
     sizes = {"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "num_hidden_layers": 2}
     sizes |= {"vocab_size": 48, "max_position_embeddings": 8192}
     llama = {
@@ -240,7 +238,7 @@ def test_old_configs():
     }
     config = model_config(llama)
     assert config.n_kv_heads == 4 and config.norm_eps == 1e-6 and not config.tied_head
-    # Pairs 0 to 3 of 8 turn with 500000^(-i/4); the last, 1.9e-5, is far below 1 / 1024 and is divided by 8.
+    # Pairs 0 to 3 of 8 rotate by 500000^(-i/4); the last, 1.9e-5, is far below 1 / 1024 and is divided by 8.
     assert config.inv_freq[0] == 1.0 and config.inv_freq[3] == pytest.approx(500000**-0.75 / 8, rel=1e-12)
     neox = model_config({**sizes, "model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 100})
     assert neox.inv_freq == (1.0, pytest.approx(0.1))
@@ -259,39 +257,38 @@ def test_old_configs():
     [
         ({"model_type": "mixtral"}, ("'mixtral'", "mixtures of experts", "gemma2, gemma3_text, gpt2")),
         ({"model_type": "gemma3"}, ("gemma3", "save its text model, gemma3_text")),
-        ({"model_type": "lfm2"}, "model_type is 'lfm2', which has convolutions"),
-        ({"model_type": ["llama"]}, r"model_type is \['llama'\]"),
-        ({"hidden_act": "relu"}, "hidden_act is 'relu', expected one of silu"),
-        ({"num_attention_heads": 0}, "num_attention_heads is 0, expected an integer from 1"),
-        ({"num_attention_heads": True}, "num_attention_heads is True, expected an integer"),
-        ({"num_attention_heads": 3}, "hidden_size is 32, expected a multiple of num_attention_heads=3"),
-        ({"num_key_value_heads": 3}, "n_heads is 4, expected a multiple of n_kv_heads=3"),
-        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000, expected an integer from 1 to 4096"),
-        ({"hidden_size": 2**63}, "hidden_size is 9223372036854775808, expected"),
-        ({"hidden_size": "32"}, "hidden_size is '32', expected an integer"),
-        ({"vocab_size": None}, "vocab_size is None, expected"),
-        ({"head_dim": 7}, "rotary embedding: rotary_dim is 7, expected an even number"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, expected a finite number"),
-        ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000.*expected a finite number"),
-        ({"rms_norm_eps": -1.0}, "norm_eps is -1.0, expected a finite number of at least 0"),
-        ({"attention_bias": 1}, "attention_bias is 1, expected true or false"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is .* Load the model in float32"),
+        ({"model_type": "lfm2"}, ("model_type is 'lfm2'", "has convolutions")),
+        ({"model_type": ["llama"]}, ("model_type is ['llama']",)),
+        ({"hidden_act": "relu"}, ("hidden_act is 'relu'", "silu")),
+        ({"num_attention_heads": 0}, ("num_attention_heads is 0", "an integer from 1")),
+        ({"num_attention_heads": True}, ("num_attention_heads is True", "an integer")),
+        ({"num_attention_heads": 3}, ("hidden_size is 32", "a multiple of num_attention_heads=3")),
+        ({"num_key_value_heads": 3}, ("n_heads is 4", "a multiple of n_kv_heads=3")),
+        ({"num_hidden_layers": 10**12}, ("num_hidden_layers is 1000000000000", "an integer from 1 to 4096")),
+        ({"hidden_size": 2**63}, ("hidden_size is 9223372036854775808, expected",)),
+        ({"hidden_size": "32"}, ("hidden_size is '32'", "an integer")),
+        ({"vocab_size": None}, ("vocab_size is None, expected",)),
+        ({"head_dim": 7}, ("rotary embedding", "rotary_dim is 7", "an even number")),
+        ({"rms_norm_eps": float("nan")}, ("rms_norm_eps is nan", "a finite number")),
+        ({"rms_norm_eps": 10**400}, ("rms_norm_eps is 1000", "expected a finite number")),
+        ({"rms_norm_eps": -1.0}, ("norm_eps is -1.0", "a finite number of at least 0")),
+        ({"attention_bias": 1}, ("attention_bias is 1", "true or false")),
+        ({"quantization_config": {"bits": 4}}, ("quantization_config is", "Load the model in float32")),
         ({"is_encoder_decoder": True}, ("is_encoder_decoder is True", "llama", "expected False")),
-        ({"num_local_experts": 8}, "num_local_experts is 8"),
+        ({"num_local_experts": 8}, ("num_local_experts is 8",)),
         (rope("spiral"), ("rope_type 'spiral'", "'default', 'linear'")),
-        (rope("linear"), ("no 'factor'", "linear")),
-        (rope("linear", factor=10**400), "rotary embedding: "),
+        (rope("linear"), ("'factor'", "linear")),
+        (rope("linear", factor=10**400), ("rotary embedding: ",)),
         (rope("default", mrope_section=[1]), ("'mrope_section'", "default")),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "expected one object of settings"),
-        ({"rope_parameters": [1]}, "expected one object of settings"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, ("expected one object of settings",)),
+        ({"rope_parameters": [1]}, ("expected one object of settings",)),
     ],
 )
-def test_an_unsupported_config_is_named(change, message):
+def test_unsupported_config_is_rejected_by_name(change, message):
     given = {**json.loads(tiny_config("llama").to_json_string()), **change}
     if "head_dim" not in change:
         del given["head_dim"]
-    facts = ("here: ", *message) if isinstance(message, tuple) else f"^here: .*{message}"
-    assert_raises(WhetValueError, facts, model_config, given, where="here")
+    assert_raises(WhetValueError, ("here: ", *message), model_config, given, where="here")
 
 
 @pytest.mark.parametrize(
@@ -299,57 +296,57 @@ def test_an_unsupported_config_is_named(change, message):
     [
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True"),
-        ("gptj", {"rotary_dim": None}, "rotary_dim is None, expected an even number"),
+        ("gptj", {"rotary_dim": None}, ("rotary_dim is None", "an even number")),
         ("gptj", {"rotary_dim": 5}, "rotary_dim is 5"),
-        ("mistral", {"sliding_window": 0}, "sliding_window is 0, expected an integer of at least 1, or null"),
-        ("qwen2-windows", {"layer_types": ["full_attention"]}, "layer_types is .*, expected 2 of full_attention"),
-        ("qwen2-windows", {"layer_types": ["linear_attention"] * 2}, "layer_types is .*linear_attention"),
+        ("mistral", {"sliding_window": 0}, ("sliding_window is 0", "an integer of at least 1, or null")),
+        ("qwen2-windows", {"layer_types": ["full_attention"]}, ("layer_types is", "2 of full_attention")),
+        ("qwen2-windows", {"layer_types": ["linear_attention"] * 2}, ("layer_types is", "linear_attention")),
         ("qwen2-windows", {"layer_types": None, "max_window_layers": -1}, "max_window_layers is -1"),
     ],
 )
-def test_an_unsupported_option_of_a_family_is_named(case, change, message):
+def test_unsupported_option_of_a_family_is_rejected_by_name(case, change, message):
     assert_raises(WhetValueError, message, model_config, {**tiny_config(case).to_dict(), **change})
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"n_heads": 0}, "n_heads is 0, expected an integer from 1"),
-        ({"n_kv_heads": 3}, "n_heads is 4, expected a multiple of n_kv_heads=3"),
-        ({"norm": "batch"}, "norm is batch, expected one of rms, layer"),
-        ({"activation": "relu"}, "activation is relu"),
-        ({"norm_eps": float("inf")}, "norm_eps is inf, expected a finite number"),
-        ({"windows": (0,)}, "windows is 1 numbers, expected one for each of n_layers=2"),
-        ({"windows": (0, -1)}, "windows is -1"),
-        ({"rotary_dim": 7}, "rotary_dim is 7, expected an even number"),
-        ({"rotary_dim": 10}, "rotary_dim is 10, expected an integer from 0 to 8"),
-        ({"inv_freq": (1.0,)}, "inv_freq is 1 numbers, expected 4"),
-        ({"inv_freq": (1.0, 1.0, 1.0, float("nan"))}, "inv_freq is nan"),
-        ({"shared_norm": True}, "shared_norm is True, expected False"),
-        ({"parallel_residual": True, "post_norm": True}, "post_norm is True, expected False where parallel_residual"),
-        ({"qk_norm_whole": True}, "qk_norm_whole is True, expected False where qk_norm is"),
-        ({"local_layers": (True,)}, "local_layers is .*, expected n_layers=2 of true and false"),
-        ({"local_layers": (True, False)}, "local_inv_freq is 0 numbers, expected 4"),
-        ({"learned_positions": 10}, "max_position is 64, expected at most learned_positions=10"),
-        ({"attention_scale": None}, "attention_scale is None"),
+        ({"n_heads": 0}, ("n_heads is 0", "an integer from 1")),
+        ({"n_kv_heads": 3}, ("n_heads is 4", "a multiple of n_kv_heads=3")),
+        ({"norm": "batch"}, ("norm is batch", "rms, layer")),
+        ({"activation": "relu"}, ("activation is relu",)),
+        ({"norm_eps": float("inf")}, ("norm_eps is inf", "a finite number")),
+        ({"windows": (0,)}, ("windows is 1 numbers", "one for each of n_layers=2")),
+        ({"windows": (0, -1)}, ("windows is -1",)),
+        ({"rotary_dim": 7}, ("rotary_dim is 7", "an even number")),
+        ({"rotary_dim": 10}, ("rotary_dim is 10", "an integer from 0 to 8")),
+        ({"inv_freq": (1.0,)}, ("inv_freq is 1 numbers", "4")),
+        ({"inv_freq": (1.0, 1.0, 1.0, float("nan"))}, ("inv_freq is nan",)),
+        ({"shared_norm": True}, ("shared_norm is True", "False")),
+        ({"parallel_residual": True, "post_norm": True}, ("post_norm is True", "False where parallel_residual")),
+        ({"qk_norm_whole": True}, ("qk_norm_whole is True", "False where qk_norm is")),
+        ({"local_layers": (True,)}, ("local_layers is", "n_layers=2 of true and false")),
+        ({"local_layers": (True, False)}, ("local_inv_freq is 0 numbers", "4")),
+        ({"learned_positions": 10}, ("max_position is 64", "at most learned_positions=10")),
+        ({"attention_scale": None}, ("attention_scale is None",)),
     ],
 )
-def test_a_config_that_cannot_be(change, message):
-    with pytest.raises(WhetValueError, match=f"ModelConfig: {message}"):
+def test_invalid_model_config_is_rejected(change, message):
+    with pytest.raises(WhetValueError, match=mentions("ModelConfig: ", *message)):
         dataclasses.replace(model_config(tiny_config("llama")), **change)
 
 
 # --- live modules ---------------------------------------------------------------------------------------------------
 
 
-def test_pieces_are_views():
+def test_slices_are_views():
     for case in ("llama", "gpt_neox", "gpt2", "phi3"):
         model = tiny_model(case)
         storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
         assert {p.tensor.untyped_storage().data_ptr() for p in open_module(model).slices()} <= storages
 
 
-def test_values_changed_in_place_are_seen():
+def test_in_place_updates_are_visible():
     model, ids = tiny_model("llama"), token_ids()
     source = open_module(model)
     model.model.layers[0].mlp.up_proj.weight.mul_(2.0)
@@ -366,17 +363,17 @@ def test_bfloat16_and_resized_embeddings():
     np.testing.assert_allclose(naive_logits(source, ids), expected, rtol=0, atol=1e-4)
 
 
-def test_rotary_frequencies_are_as_rounded_as_the_modules():
+def test_rotary_frequencies_keep_the_rounding_of_the_module():
     assert open_module(tiny_model("llama")).config == model_config(tiny_config("llama"))
     rounded = open_module(tiny_model("llama").bfloat16()).config.inv_freq
     assert rounded == tuple(torch.tensor(model_config(tiny_config("llama")).inv_freq).bfloat16().double().tolist())
-    # After a long text transformers holds other frequencies; those are not rounding.
+    # After a long text transformers stores other frequencies, which are not rounded ones.
     model = tiny_model("llama-longrope", max_position_embeddings=16)
     logits_of(model, token_ids(40))
     assert open_module(model).config == model_config(model.config)
 
 
-def test_the_head_is_tied_where_it_has_the_embeddings_memory():
+def test_head_is_tied_if_it_shares_the_embeddings_memory():
     model = tiny_model("qwen2")
     assert open_module(model).config.tied_head
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())
@@ -407,7 +404,7 @@ LORA_CASES = {
 
 
 @pytest.mark.parametrize("case", LORA_CASES)
-def test_lora_apart_and_merged(case):
+def test_lora_separate_and_merged(case):
     model, ids = lora_of(case, LORA_CASES[case], fan_in_fan_out=case == "gpt2"), token_ids()
     expected, plain = logits_of(model, ids), logits_of(tiny_model(case), ids)
     assert np.abs(expected - plain).max() > 0.1
@@ -432,11 +429,11 @@ def test_lora_on_tied_embedding_and_head():
         np.testing.assert_allclose(naive_logits(merged, ids), logits_of(model, ids), rtol=0, atol=1e-4)
     (lora,) = open_module(model).adapters
     assert (lora.slot, lora.first_row) == ("head", 0)
-    with pytest.raises(WhetValueError, match=r"changes the embedding\. Pass merged=True"):
+    with pytest.raises(WhetValueError, match=mentions("changes the embedding", "Pass merged=True")):
         open_module(lora_of("qwen2", ["embed_tokens"]))
 
 
-def test_which_adapters_are_active():
+def test_only_active_adapters_count():
     model, ids = lora_of("llama", ["q_proj"]), token_ids()
     model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False))
     assert {lora.slot for lora in open_module(model).adapters} == {"layers.0.qkv", "layers.1.qkv"}
@@ -466,15 +463,15 @@ def test_modules_that_peft_trains_whole():
     [
         (peft.LoraConfig(target_modules=["q_proj"], use_dora=True), "is more than W \\+ scaling B A"),
         (peft.LoraConfig(target_modules=["q_proj"], lora_bias=True), "is more than W \\+ scaling B A"),
-        (peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "of PEFT the engine runs LoRA"),
+        (peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]), ("k_proj", "only LoRA of PEFT")),
         (peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"), "learned prompts"),
     ],
 )
-def test_other_adapters_are_named(config, message):
+def test_adapters_beyond_lora_are_rejected_by_name(config, message):
     assert_raises(WhetValueError, message, open_module, peft.get_peft_model(tiny_model("llama"), config))
 
 
-def test_adapters_are_placed_by_name():
+def test_adapters_are_located_by_module_name():
     source = open_module(tiny_model("gpt_neox"))
     location = source.targets["gpt_neox.layers.1.attention.query_key_value"]
     a, b = np.ones((2, 32), np.float32), np.arange(96 * 2, dtype=np.float32).reshape(96, 2)
@@ -487,25 +484,27 @@ def test_adapters_are_placed_by_name():
     assert_raises(WhetValueError, "has ranks 2 and 1", locate_lora, source.config, location, a, b[:, :1], 1.0, "here")
 
 
-def test_what_is_no_plain_model_is_named():
+def test_modified_models_are_rejected_by_name():
     model = tiny_model("llama")
-    assert_raises(WhetTypeError, "model is a Linear, expected a Hugging Face model", open_module, nn.Linear(2, 2))
-    with pytest.raises(WhetValueError, match=r"the model has no model\.embed_tokens\. Pass the causal language model"):
+    assert_raises(WhetTypeError, ("model is a Linear", "a Hugging Face model"), open_module, nn.Linear(2, 2))
+    with pytest.raises(
+        WhetValueError, match=mentions("the model has no model.embed_tokens", "Pass the causal language model")
+    ):
         open_module(model.model)
-    with pytest.raises(WhetValueError, match="weight is on meta; the engine runs on the CPU"):
+    with pytest.raises(WhetValueError, match=mentions("weight is on meta", "the engine runs on the CPU")):
         open_module(copy.deepcopy(model).to("meta"))
     wider = tiny_model("llama")
     wider.model.layers[1].mlp.up_proj = nn.Linear(32, 44, bias=False)
-    with pytest.raises(WhetValueError, match=r"layers.1.mlp.up_proj.weight has shape \(44, 32\), expected \(40, 32\)"):
+    with pytest.raises(WhetValueError, match=mentions("layers.1.mlp.up_proj.weight has shape (44, 32)", "(40, 32)")):
         open_module(wider)
     biased = tiny_model("llama")
     biased.model.layers[0].mlp.up_proj.bias = nn.Parameter(torch.ones(40))
-    assert_raises(WhetValueError, r"the engine knows no model.layers.0.mlp.up_proj.bias", open_module, biased)
+    assert_raises(WhetValueError, ("model.layers.0.mlp.up_proj.bias", "not support"), open_module, biased)
     quantised = tiny_model("llama")
     weight = quantised.model.layers[0].mlp.up_proj.weight
     quantised.model.layers[0].mlp.up_proj.weight = nn.Parameter(weight.to(torch.int8), requires_grad=False)
-    assert_raises(WhetValueError, r"up_proj\.weight is int8, expected float32", open_module, quantised)
+    assert_raises(WhetValueError, ("up_proj.weight is int8", "float32"), open_module, quantised)
 
 
-def test_every_family_is_tried():
+def test_cases_cover_every_family():
     assert {model_type for model_type, _ in CASES.values()} == set(FAMILIES)

@@ -21,28 +21,28 @@ from whet.models.sizes import source_of_config
 from whet.ops.quant import CORE_TABLE
 
 
-def test_the_core_has_the_formats_that_are_neither_halves_nor_doubles():
+def test_core_packs_all_formats_except_float16_and_float64():
     assert {name for name, format in TABLE.items() if format.packed_as in ("", name)} == CORE_TABLE.keys()
     assert {format.packed_as for format in TABLE.values()} <= {"", *CORE_TABLE}
     assert [core_format(name, "weights", "here") for name in FORMATS if name not in MIXTURES] == list(CORE_TABLE)
 
 
 @pytest.mark.parametrize("format", [f for f in TABLE.values() if f.gguf_type is not None], ids=lambda f: f.name)
-def test_types_and_blocks_are_those_of_the_gguf_package(format):
+def test_types_and_blocks_match_the_gguf_package(format):
     kind = gguf.GGMLQuantizationType(format.gguf_type)
     assert format.gguf_name == kind.name
     assert (format.block_length, format.block_bytes) == gguf.GGML_QUANT_SIZES[kind]
 
 
 @pytest.mark.parametrize("name", CORE_TABLE)
-def test_a_row_has_as_many_weights_as_its_bytes_hold(name):
+def test_row_length_follows_from_its_bytes(name):
     row = CORE_TABLE[name]
     for k in (row.block_length, 7 * row.block_length):
         assert row.row_length(row.row_bytes(k)) == k
     assert CORE_TABLE["int8"].row_bytes(100) == 104 and CORE_TABLE["bfloat16"].row_bytes(100) == 200
 
 
-def test_there_is_a_format_for_rows_of_any_length():
+def test_fallbacks_end_in_a_format_for_any_row_length():
     for format in TABLE.values():
         lengths = [format.block_length]
         while lengths[-1] > 1:
@@ -51,14 +51,14 @@ def test_there_is_a_format_for_rows_of_any_length():
         assert lengths == sorted(lengths, reverse=True) and len(lengths) <= 3
 
 
-def test_written_lists_are_the_tables():
+def test_literals_list_the_formats_of_the_tables():
     assert set(get_args(Weights)) == set(FORMATS) and len(get_args(Weights)) == len(FORMATS)
     assert get_args(FileType) == tuple(FILE_TYPES)
     assert get_args(RolloutWeights) == ("auto", *get_args(Weights))
 
 
 @pytest.mark.parametrize("name", FILE_TYPES)
-def test_file_types_are_those_of_the_gguf_package(name):
+def test_file_types_match_the_gguf_package(name):
     prefix = "ALL" if name == "f32" else "MOSTLY"
     assert FILE_TYPES[name].file_type == gguf.LlamaFileType[f"{prefix}_{name.upper()}"]
 
@@ -75,7 +75,7 @@ LLAMA_CPPS = {
 
 @pytest.mark.parametrize("n_layers", LLAMA_CPPS)
 @pytest.mark.parametrize(("mixture", "base"), [("q4_k_m", "q4_k"), ("q5_k_m", "q5_k")])
-def test_mixtures_are_those_of_llama_cpps_files(mixture, base, n_layers):
+def test_mixtures_match_llama_cpp_files(mixture, base, n_layers):
     sizes = {"vocab_size": 96, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     config = {"model_type": "qwen3", "num_hidden_layers": n_layers, **sizes, **heads}

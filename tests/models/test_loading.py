@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.gguf_files import write_gguf
 from tests.processes import printed_by
+from tests.raising import mentions
 from tests.tiny import tiny_llama
 
 from whet import _core
@@ -32,7 +33,7 @@ def config_of(n, k):
 
 
 def engine_with(format, n=N, k=K):
-    """A core whose only layer's MLP is the matrix under test, so that its rows can be read as an embedding's."""
+    """Make a core whose only layer's MLP is the matrix under test, so that its rows can be read as an embedding's."""
     shapes = {"embedding": (n, k), "layers.0.qkv": (6, k), "layers.0.o": (k, 2), "layers.0.gate_up": (4, k)}
     shapes["layers.0.down"] = (k, 2)
     slots = [(s, CORE_FORMATS[format if s == "embedding" else "float32"], *shape) for s, shape in shapes.items()]
@@ -44,15 +45,15 @@ def engine_with(format, n=N, k=K):
 
 
 @pytest.mark.parametrize(("setting", "known"), [("norm", NORMS), ("activation", ACTIVATIONS)])
-def test_names_of_a_config_are_the_members_of_the_cores_enum(setting, known):
+def test_config_names_match_the_cores_enums(setting, known):
     assert tuple(getattr(_core, setting.capitalize()).__members__) == known
     config = config_of(N, K) | {setting: "unknown"}
-    with pytest.raises(KeyError, match="unknown"):
+    with pytest.raises(KeyError, match=mentions("unknown")):
         _core.Weights(config, [])
 
 
 def head_of(core, n=N, k=K):
-    """rms_norm(row t) . row j for every row t: what the packed rows are, seen through lookup and product."""
+    """Return rms_norm(row t) . row j for all rows t and j, from lookup and product of the packed rows."""
     out = []
     for t in range(0, n, 9):
         core.begin_session(1, False)
@@ -83,7 +84,7 @@ SOURCES = {
 
 @pytest.mark.parametrize("format", CORE_FORMATS)
 @pytest.mark.parametrize("source", SOURCES)
-def test_pieces_and_strides_do_not_matter(format, source):
+def test_packing_does_not_depend_on_slices_and_strides(format, source):
     weight = np.random.default_rng(0).normal(size=(N, K)).astype(np.float32)
     core = engine_with(format)
     given = SOURCES[source](weight)
@@ -102,7 +103,7 @@ def test_pieces_and_strides_do_not_matter(format, source):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("format", ["float32", "bfloat16", "q8_0"])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_halves_are_widened_exactly(dtype, format, transposed):
+def test_float16_is_widened_exactly(dtype, format, transposed):
     weight = torch.randn(N, K, generator=torch.Generator().manual_seed(0)).to(dtype)
     weight[0, :4] = torch.tensor([1e-6, -6e-8, 0.0, -0.0]).to(dtype)
     given = weight.T.contiguous().T if transposed else weight
@@ -126,8 +127,8 @@ def test_float64_is_rounded_to_float32_first(format, transposed):
 
 @pytest.mark.parametrize("stored", ["q8_0", "q4_0", "q4_k"])
 @pytest.mark.parametrize("format", ["float32", "bfloat16", "int8", "q8_0", "q4_0", "q4_k"])
-def test_blocks_become_any_format(stored, format):
-    """As their numbers do, and of their own format as they are; from every second row too, into any first row."""
+def test_blocks_are_repacked_in_any_format(stored, format):
+    """Repacking equals packing the dequantised numbers, and copies if the format matches; with strides and offsets."""
     blocks = quantize(np.random.default_rng(0).normal(size=(600, K)).astype(np.float32), stored)
     values = blocks.dequantize() if stored != format else blocks.data
     cores = [engine_with(format, 600) for _ in range(2)]
@@ -142,7 +143,7 @@ def test_blocks_become_any_format(stored, format):
 @pytest.mark.parametrize("format", ["float32", "bfloat16", "float16", "float64"])
 @pytest.mark.parametrize("step", [1, 3])
 def test_vectors_of_every_float_type(format, step):
-    """The final norm's weight, seen through the products of normed rows."""
+    """Return the final norm's weight, from products of normed rows."""
     weight = torch.randn(K, generator=torch.Generator().manual_seed(1)).to(getattr(torch, format))
     given = torch.repeat_interleave(weight, step)[::step]
     cores = [engine_with("float32") for _ in range(2)]
@@ -178,9 +179,9 @@ print(memory_report().peak - before, engine.memory["weights_bytes"])
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells the peak of a process")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's peak memory of a process")
 @pytest.mark.parametrize("is_file", [False, True])
-def test_loading_takes_the_packed_weights_and_not_the_file_beside_them(tmp_path, is_file):
+def test_peak_memory_of_loading_excludes_the_file(tmp_path, is_file):
     model = tiny_llama(vocab_size=512, hidden_size=512, intermediate_size=2048, num_hidden_layers=12)
     model.bfloat16().save_pretrained(tmp_path)
     path = write_gguf(model, tmp_path / "model.gguf") if is_file else tmp_path

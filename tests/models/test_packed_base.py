@@ -1,4 +1,4 @@
-"""Packed weights that engines and modules share: their rows are those of the model, in every format and order."""
+"""Packed weights shared by engines and modules: their rows equal the model's, in every format and order."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ SAMPLING = SamplingParams(max_new_tokens=8, seed=2)
 
 
 def wide_llama(**options: Any) -> Any:
-    """Of a size that every format's blocks divide, but for the MLP's."""
+    """Make a model whose row lengths are multiples of every block, except in the MLP."""
     sizes = {"hidden_size": 256, "intermediate_size": 288, "num_hidden_layers": 1, "head_dim": 10}
     return tiny_model("llama", **{**sizes, **options})
 
 
-def kept(weight: torch.Tensor, format: str) -> torch.Tensor:
-    """What a format keeps of a weight, by its definition."""
+def round_trip(weight: torch.Tensor, format: str) -> torch.Tensor:
+    """Quantise and dequantise a weight by its format's definition."""
     if format == "float32":
         return weight
     if format == "bfloat16":
@@ -46,14 +46,14 @@ def kept(weight: torch.Tensor, format: str) -> torch.Tensor:
 
 
 def expected_rows(model: Any, source: Any, weights: str, name: str) -> torch.Tensor:
-    """Of a module whose rows the slot has in their order; its parts in several formats are told by their rows."""
+    """Compute the expected rows of a module in slot order, span by span."""
     location = source.targets[name]
     parts = choose_formats(source, weights, None, None, "test")[location.weight]
     formats = [part.format for part in parts for _ in range(part.n_rows)][location.first_row :][: location.shape[0]]
     weight = model.get_submodule(name).weight.detach()
     runs = [i for i in range(1, len(formats)) if formats[i] != formats[i - 1]]
     bounds = [0, *runs, len(formats)]
-    return torch.cat([kept(weight[a:b], formats[a]) for a, b in itertools.pairwise(bounds)])
+    return torch.cat([round_trip(weight[a:b], formats[a]) for a, b in itertools.pairwise(bounds)])
 
 
 @pytest.mark.parametrize("weights", FORMATS)
@@ -79,7 +79,7 @@ def test_rows_of_every_format(weights):
     assert base.nbytes == Engine.from_base(base).memory["weights_bytes"]
 
 
-def test_a_matrix_in_several_formats_is_one():
+def test_matrix_in_several_formats_is_contiguous():
     base = pack_base(open_module(wide_llama(num_hidden_layers=3)), weights="q4_k_m")
     assert "q4_k, q6_k" in base.formats.values()
     q, k, v = (torch.empty(n, 256) for n in (40, 20, 20))
@@ -90,7 +90,7 @@ def test_a_matrix_in_several_formats_is_one():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_modules_of_every_family_are_found_by_their_names(case):
+def test_rows_by_module_name_in_every_family(case):
     model = tiny_model(case)
     base = pack_base(open_module(model), weights="float32")
     for name, location in base.targets.items():
@@ -98,14 +98,14 @@ def test_modules_of_every_family_are_found_by_their_names(case):
         if module is None:
             continue
         weight = module.weight.detach().T if location.module.transposed else module.weight.detach()
-        # Of a norm with an offset their sum is what is kept.
+        # A norm with an offset is stored as their sum.
         bound = 2**-23 if location.module.offset else 0.0
         torch.testing.assert_close(base.rows(name, torch.empty(weight.shape)), weight, rtol=0, atol=bound)
         if location.bias is not None:
             assert torch.equal(base.bias(name, torch.empty(len(module.bias))), module.bias.detach()), name
 
 
-def test_the_bytes_do_not_depend_on_threads():
+def test_packed_bytes_do_not_depend_on_threads():
     source = open_module(wide_llama())
 
     def packed() -> list[np.ndarray]:
@@ -116,7 +116,7 @@ def test_the_bytes_do_not_depend_on_threads():
     same_on_any_threads(packed)
 
 
-def test_a_digest_is_of_weights_and_formats():
+def test_digest_depends_on_weights_and_formats():
     model = tiny_model("llama")
     digest = pack_base(open_module(model)).digest()
     assert pack_base(open_module(model), weights="bf16").digest() == digest
@@ -126,12 +126,12 @@ def test_a_digest_is_of_weights_and_formats():
     assert pack_base(open_module(model)).digest() != digest
 
 
-def said(engine: Engine) -> Any:
+def sample(engine: Engine) -> Any:
     return [[(c.token_ids, c.logprobs) for c in group] for group in engine.generate(PROMPTS, 2, SAMPLING)]
 
 
 @pytest.mark.parametrize("weights", ["float32", "bf16", "q4_k_m"])
-def test_engines_on_one_base_say_what_an_engine_of_its_own_says(weights):
+def test_engines_on_a_shared_base_sample_the_same_tokens(weights):
     model = wide_llama()
     base = pack_base(open_module(model), weights=weights)
     own = Engine.from_model(model, weights=weights)
@@ -139,26 +139,26 @@ def test_engines_on_one_base_say_what_an_engine_of_its_own_says(weights):
     first, second = Engine.from_base(base), Engine.from_base(base, max_batch=2)
     assert first.base is base
     assert first.formats == own.formats
-    assert said(first) == said(own)
+    assert sample(first) == sample(own)
     first.close()
     with threads(2):
-        assert said(second) == said(own)
+        assert sample(second) == sample(own)
     assert torch.equal(base.rows("model.norm", torch.empty(256)), model.model.norm.weight)
 
 
-def test_a_folder_is_packed_as_its_model_is(tmp_path):
+def test_base_from_a_folder_equals_base_from_its_module(tmp_path):
     model = tiny_model("llama")
     model.save_pretrained(tmp_path)
     base = pack_base(open_pretrained(tmp_path))
     assert base.digest() == pack_base(open_module(model)).digest()
-    assert said(Engine.from_base(base)) == said(Engine.from_pretrained(tmp_path, tokenizer=None))
+    assert sample(Engine.from_base(base)) == sample(Engine.from_pretrained(tmp_path, tokenizer=None))
 
 
 # ---------------------------------------------------------------- models on a base
 
 
 class OnBase(nn.Linear):
-    """A Linear whose weight is a base's."""
+    """A Linear with the weight of a base."""
 
     weight: Any = torch.empty(0)  # not to be read
 
@@ -179,39 +179,41 @@ def on_base(model: Any, base: PackedBase) -> Any:
 LORA = {"r": 2, "target_modules": ["q_proj", "down_proj"], "b_std": 0.3}
 
 
-def test_a_model_on_the_base_gives_its_adapters_alone():
+def test_sync_of_a_model_on_the_base_copies_only_adapters():
     model = tiny_model("llama")
     base = pack_base(open_module(model), weights="q8_0")
     digest = base.digest()
     engine = Engine.from_base(base)
-    plain = said(engine)
+    plain = sample(engine)
     policy = with_lora(on_base(model, base), **LORA)
     engine.sync(policy)
     assert engine.policy_version == 1
     own = Engine.from_model(with_lora(model, **LORA), weights="q8_0")
-    assert said(engine) == said(own) != plain
-    assert said(Engine.from_model(policy)) == said(own)
+    assert sample(engine) == sample(own) != plain
+    assert sample(Engine.from_model(policy)) == sample(own)
     policy.disable_adapter_layers()
     engine.sync(policy)
-    assert said(engine) == plain
+    assert sample(engine) == plain
     assert base.digest() == digest
 
 
-def test_an_engine_on_a_base_takes_no_other_model():
+def test_engine_on_a_base_rejects_other_models():
     model = tiny_model("llama")
     base, other = pack_base(open_module(model)), pack_base(open_module(model))
     engine = Engine.from_base(base)
-    plain = said(engine)
-    assert_raises(WhetValueError, "Engine.sync: .* and the model has weights of its own", engine.sync, model)
-    assert_raises(WhetValueError, "the model is on another one", engine.sync, on_base(model, other))
+    plain = sample(engine)
+    assert_raises(WhetValueError, ("Engine.sync", "engine is on a packed base", "engine.base"), engine.sync, model)
+    assert_raises(WhetValueError, "the model is on another base", engine.sync, on_base(model, other))
     own = Engine.from_model(model)
-    assert_raises(WhetValueError, "and the engine has weights of its own.*from_base", own.sync, on_base(model, base))
-    assert said(engine) == plain
+    assert_raises(
+        WhetValueError, ("model is on a packed base", "Engine.from_base(base)"), own.sync, on_base(model, base)
+    )
+    assert sample(engine) == plain
     with engine.stream(PROMPTS[0], SAMPLING):
         assert_raises(EngineBusyError, "Engine.sync", engine.sync, on_base(model, base))
 
 
-def test_more_than_adapters_beside_a_base_is_refused():
+def test_trainable_weights_on_a_base_are_rejected():
     model = tiny_model("llama")
     base = pack_base(open_module(model))
     engine = Engine.from_base(base)
@@ -220,18 +222,18 @@ def test_more_than_adapters_beside_a_base_is_refused():
     assert_raises(WhetValueError, "model.norm.weight requires grad", engine.sync, trained)
     with_head = on_base(model, base)
     with_head.lm_head = nn.Linear(32, VOCAB, bias=False).requires_grad_(False)
-    assert_raises(WhetValueError, "lm_head is a Linear with a weight of its own", engine.sync, with_head)
+    assert_raises(WhetValueError, ("lm_head is a Linear", "modules_to_save"), engine.sync, with_head)
     mixed = on_base(model, base)
     mixed.lm_head.whet_base = pack_base(open_module(model))
     assert_raises(WhetValueError, "on 2 packed bases", engine.sync, mixed)
     plain = on_base(model, base)
     assert_raises(WhetValueError, "merge_adapters=False", Engine.from_model, plain, merge_adapters=True)
     assert_raises(WhetValueError, "packed for 64", Engine.from_model, plain, max_position=32)
-    assert_raises(WhetValueError, "Engine.from_model: weights is 'q8_0'", Engine.from_model, plain, weights="q8_0")
+    assert_raises(WhetValueError, ("Engine.from_model", "weights is 'q8_0'"), Engine.from_model, plain, weights="q8_0")
     assert_raises(WhetValueError, ("pack_base", "source.base"), pack_base, open_module(plain))
 
 
-def test_what_a_base_refuses():
+def test_invalid_arguments_of_a_base_are_rejected():
     model = tiny_model("llama", attention_bias=True)
     base = pack_base(open_module(model))
     q, out = LAYER + "self_attn.q_proj", torch.empty(32, 32)
@@ -251,7 +253,7 @@ def test_what_a_base_refuses():
     assert_raises(WhetValueError, (q, "Read its rows with rows()"), base.gather, q, ids, torch.empty(1, 32))
     assert_raises(WhetTypeError, ("PackedBase", "pickled", "again"), pickle.dumps, base)
     assert copy.deepcopy({"base": base})["base"] is base
-    assert_raises(WhetTypeError, "Engine.from_base: base is a ModelSource", Engine.from_base, base.source())
+    assert_raises(WhetTypeError, ("Engine.from_base", "base is a ModelSource"), Engine.from_base, base.source())
     assert_raises(WhetValueError, "head is 'q8_0'", Engine.from_base, base, head="q8_0")
     assert_raises(WhetValueError, "weights is 'fp3'", pack_base, open_module(model), weights="fp3")
     with torch.no_grad():
@@ -259,7 +261,7 @@ def test_what_a_base_refuses():
     assert_raises(WhetValueError, ("pack_base: head", "NaN"), pack_base, open_module(model))
 
 
-def test_rows_in_another_order_are_read_whole():
+def test_reordered_rows_are_read_whole():
     model = tiny_model("gpt_neox")
     base = pack_base(open_module(model))
     name = "gpt_neox.layers.0.attention.query_key_value"

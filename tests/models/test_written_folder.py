@@ -27,7 +27,7 @@ def written(folder: Path, config: dict, file: str = "config.json") -> dict:
     return json.loads((folder / file).read_text())
 
 
-def test_rotary_settings_stand_where_transformers_4_reads_them(tmp_path):
+def test_rotary_settings_are_readable_by_transformers_4(tmp_path):
     plain = {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
     assert written(tmp_path, plain) == plain | {"rope_theta": 5e5}
     scaled = {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}}
@@ -64,7 +64,7 @@ def test_tokenizers_have_the_names_of_transformers_4(tmp_path):
     assert written(tmp_path, qwen, "tokenizer_config.json") == qwen
 
 
-def test_weights_get_the_mode_of_new_files(tmp_path):
+def test_weights_get_the_default_file_mode(tmp_path):
     for name, mode in (("model.safetensors", 0o600), ("shared.safetensors", 0o640)):
         save_file({"x": np.zeros(2)}, tmp_path / name)
         (tmp_path / name).chmod(mode)
@@ -79,7 +79,7 @@ def test_weights_get_the_mode_of_new_files(tmp_path):
 
 
 @pytest.mark.parametrize("adapters", [False, True])
-def test_trainers_and_checkpoints_write_such_folders(adapters, tmp_path):
+def test_trainers_and_checkpoints_write_compatible_folders(adapters, tmp_path):
     model = with_lora(tiny_llama()) if adapters else tiny_llama()
     trainer = SFT(model, tokenizer=letters_tokenizer(), compute="torch")
     trainer.save_pretrained(tmp_path / "saved")

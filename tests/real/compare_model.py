@@ -1,13 +1,12 @@
-"""One real model in every mixture of types that llama.cpp's quantiser makes of it, here and in llama.cpp.
+"""Compare Whet with llama.cpp on one real model in every mixture of llama.cpp's quantiser.
 
     python -m tests.real.compare_model                 # all mixtures: make test-real
     python -m tests.real.compare_model Q4_K_M Q8_0     # some
-    python -m tests.real.compare_model --write         # and keeps llama.cpp's log-probs, for a test without it
+    python -m tests.real.compare_model --write         # and stores llama.cpp's log-probs, for a test without it
 
 Needs llama-cpp-python. The files are made once, in build/real. For each: perplexity on 1,024 tokens of prose, mean
 absolute differences of their log-probs, and greedy text of 32 tokens for 20 prompts. Both are compared with the exact
-model too: the file's weights and all that is computed with them in float32. The exit status is 1 where a file misses
-one of the limits in ``faults``.
+model too: the file's weights, computed in float32. The exit status is 1 if a file misses a limit in ``faults``.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ MIXTURES = (
     "Q4_K_M", "Q5_K_S", "Q5_K_M", "Q6_K", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4_MOE",
 )  # fmt: skip
 EXACT = {"F32": 1e-3, "F16": 2e-3}
-"""What llama.cpp too computes in float32, but for F16's inputs: mean absolute differences of log-probs."""
+"""Types that llama.cpp also computes in float32, except F16's inputs -> limit of the mean difference of log-probs."""
 CHANCE = 49_152
-"""Perplexity of a guess, the size of the vocabulary; what 1.6 bits leave of matrices not trained for them is worse."""
+"""Perplexity of a guess: the vocabulary size. 1.6 bits, without training for them, are worse."""
 N_TOKENS, NEW_TOKENS = 1024, 32
 LOGPROBS = Path(__file__).with_name("logprobs.json")
 PROMPTS = Path(__file__).with_name("prompts.txt")
 STORED = slice(64, 128)
-"""Of the log-probs of the prose's second and later tokens, those that are kept."""
+"""Stored log-probs, counted from the second token of the prose."""
 Tokens = list[int]
 
 
@@ -51,13 +50,13 @@ class Comparison(NamedTuple):
     """A row of the table.
 
     Attributes:
-        types: of the file's matrices.
+        types: types of the file's matrices.
         perplexities: Whet's, llama.cpp's, and the exact model's.
         apart: mean absolute difference of their log-probs.
-        errors: the same of each against the exact model.
-        n_same: greedy texts that are the same.
-        gaps: between the exact model's two best logits, the largest where two texts part: of all, and of those where
-            Whet's token is not the best one.
+        errors: this difference of each from the exact model.
+        n_same: number of equal greedy texts.
+        gaps: largest difference of the exact model's two best logits at the first different token of two texts: of all,
+            and of texts in which Whet's token is not the best.
     """
 
     name: str
@@ -73,11 +72,11 @@ class Comparison(NamedTuple):
         return self.perplexities[0] / self.perplexities[1]
 
     def faults(self) -> list[str]:
-        """The limits that are missed.
+        """List the missed limits.
 
-        llama.cpp rounds the inputs of K-quants' products in blocks of 256 with one scale, those of the others in blocks
-        of 32, and F16's to halves: there the exact model tells who is off. Both round the inputs of quantised products
-        to 8 bits: in 640 greedy tokens, logits up to 0.5 apart have changed places in either.
+        llama.cpp rounds the inputs of products with K-quants in blocks of 256 with one scale, of other types in blocks
+        of 32, and of F16 to float16: there the exact model decides which is off. Both round the inputs of quantised
+        products to 8 bits: in 640 greedy tokens, logits up to 0.5 apart swap in either.
         """
         perplexity, theirs, exact = self.perplexities
         if exact > CHANCE:
@@ -97,7 +96,7 @@ class Comparison(NamedTuple):
 
 
 def make_mixture(source: Path, name: str) -> Path:
-    """The file of a mixture, quantised by llama.cpp out of the source's weights."""
+    """Return the file of a mixture, quantised by llama.cpp from the source."""
     import llama_cpp
 
     path = FOLDER / f"{name}.gguf"
@@ -107,13 +106,13 @@ def make_mixture(source: Path, name: str) -> Path:
         options.ftype, options.allow_requantize = getattr(llama_cpp, f"LLAMA_FTYPE_{kind}_{name}"), True
         temporary = path.with_suffix(".writing")
         if llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(temporary), ctypes.byref(options)):
-            raise SystemExit(f"llama.cpp does not make {name} of {source}.")
+            raise SystemExit(f"llama.cpp cannot quantise {source} to {name}.")
         temporary.replace(path)
     return path
 
 
 class LlamaCpp:
-    """llama.cpp with a file; its keys and values are halves but for ``exact``."""
+    """llama.cpp with a file; keys and values are float16 unless ``exact``."""
 
     def __init__(self, path: Path, exact: bool) -> None:
         import llama_cpp
@@ -129,34 +128,34 @@ class LlamaCpp:
         self.llama.close()
 
     def logits(self, ids: Tokens) -> np.ndarray:
-        """(T, V): those after every token, up to the next call."""
+        """Return the logits (T, V) after every token, valid until the next call."""
         self.llama.reset()
         self.llama.eval(ids)
         return self.llama.scores[: len(ids)]
 
     def logprobs(self, ids: Tokens) -> np.ndarray:
-        """Of every token but the first, in float64."""
+        """Return the log-probs of every token except the first, in float64."""
         found = []
         for logits, token in zip(self.logits(ids), ids[1:], strict=False):
             wide = logits.astype(np.float64) - logits.max()
             found.append(wide[token] - np.log(np.exp(wide).sum()))
         return np.array(found)
 
-    def parts_from(self, prompt: Tokens, text: Tokens) -> int | None:
-        """The first token of a text that llama.cpp, greedy after the same tokens, would not have said."""
-        own = self.logits(prompt + text)[len(prompt) - 1 : -1].argmax(axis=1)
-        return next((i for i, (a, b) in enumerate(zip(own, text, strict=True)) if a != b), None)
+    def first_difference(self, prompt: Tokens, text: Tokens) -> int | None:
+        """Return the index of the first token of a text that differs from llama.cpp's greedy token."""
+        greedy = self.logits(prompt + text)[len(prompt) - 1 : -1].argmax(axis=1)
+        return next((i for i, (a, b) in enumerate(zip(greedy, text, strict=True)) if a != b), None)
 
 
 def compare(name: str, path: Path, ids: Tokens, prompts: list[Tokens]) -> tuple[Comparison, np.ndarray]:
-    """A row of the table, and llama.cpp's log-probs."""
+    """Return a row of the table, and llama.cpp's log-probs."""
     with Engine.from_gguf(path) as engine:
         [ours] = engine.logprobs([ids])
         greedy = SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS)
         texts = [each.token_ids for [each] in engine.generate(prompts, 1, greedy)]
     with LlamaCpp(path, name in EXACT) as llama:
         theirs = llama.logprobs(ids)
-        ends = [llama.parts_from(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+        ends = [llama.first_difference(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
     parted = [(prompt, text, end) for prompt, text, end in zip(prompts, texts, ends, strict=True) if end is not None]
     with Engine.from_gguf(path, weights="float32", embedding="float32", head="float32") as engine:
         [exact] = engine.logprobs([ids])
@@ -184,7 +183,7 @@ def perplexity(logprobs: np.ndarray) -> float:
 
 
 def table_of(rows: list[Comparison]) -> Table:
-    table = Table(title=f"{SHIPPED} in llama.cpp's mixtures: Whet beside llama.cpp")
+    table = Table(title=f"{SHIPPED} in llama.cpp's mixtures: Whet and llama.cpp")
     for heading in ("file", "types"):
         table.add_column(heading)
     headings = (
@@ -218,18 +217,18 @@ def table_of(rows: list[Comparison]) -> Table:
 
 
 def store(found: dict[str, Any]) -> None:
-    """A line for each file."""
+    """Write a line for each file."""
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(found[name])}" for name in sorted(found))
     LOGPROBS.write_text(f"{{\n{lines}\n}}\n")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mixtures", nargs="*", metavar="MIXTURE", help=f"{SHIPPED} (as it is), {', '.join(MIXTURES)}")
+    parser.add_argument("mixtures", nargs="*", metavar="MIXTURE", help=f"{SHIPPED} (unchanged), {', '.join(MIXTURES)}")
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
     if unknown := set(asked.mixtures) - {SHIPPED, *MIXTURES}:
-        parser.error(f"there is no {', '.join(sorted(unknown))}")
+        parser.error(f"unknown mixtures: {', '.join(sorted(unknown))}")
     source = fetch_model()
     tokenizer = read_tokenizer(source)
     ids = tokenizer.encode(PROSE.read_text())[:N_TOKENS]
@@ -238,12 +237,12 @@ def main() -> int:
     found = json.loads(LOGPROBS.read_text()) if LOGPROBS.exists() else {}
     rows = []
     for name in asked.mixtures or (SHIPPED, *MIXTURES):
-        begun = time.monotonic()
+        start = time.monotonic()
         path = source if name == SHIPPED else make_mixture(source, name)
         row, theirs = compare(name, path, ids, prompts)
         rows.append(row)
         found[name] = [round(float(each), 4) for each in theirs[STORED]]
-        print(f"{name}: {', '.join(row.faults()) or 'good'} ({time.monotonic() - begun:.0f} s)", flush=True)
+        print(f"{name}: {', '.join(row.faults()) or 'good'} ({time.monotonic() - start:.0f} s)", flush=True)
     Console(width=None if sys.stdout.isatty() else 170).print(table_of(rows))
     if asked.write:
         store(found)

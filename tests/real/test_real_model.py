@@ -1,4 +1,4 @@
-"""A real model: llama.cpp's log-probs of it, kept in logprobs.json, and the exact model's in files of every type."""
+"""A real model: its log-probs against llama.cpp's, stored in logprobs.json, and against the exact model."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def exact(ids) -> np.ndarray:
     return logprobs(real_model(), ids, **EXACT)
 
 
-def test_the_exact_model_is_llama_cpps_in_float32(exact):
+def test_float32_logprobs_match_llama_cpp(exact):
     assert np.abs(exact - json.loads(LOGPROBS.read_text())["F32"]).mean() < 1e-3
 
 
-def test_the_file_as_it_is_is_llama_cpps(ids, exact):
+def test_logprobs_of_the_file_as_stored_match_llama_cpp(ids, exact):
     own, theirs = logprobs(real_model(), ids), np.array(json.loads(LOGPROBS.read_text())[SHIPPED])
     assert np.abs(own - theirs).mean() < 0.08
     assert abs((own - theirs).mean()) < 0.02
@@ -53,18 +53,18 @@ def test_the_file_as_it_is_is_llama_cpps(ids, exact):
 
 
 BOUNDS = {"F16": 0.03, "Q8_0": 0.12, "Q6_K": 0.17, "Q5_0": 0.4}
-"""Mean absolute difference of the log-probs from the exact model's: the type's own rounding, and the engine's."""
+"""Mean absolute difference of the log-probs from the exact model's: the rounding of the type and of the engine."""
 LAYER_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_the_model_in_another_type_is_close_to_the_exact_one(name, ids, exact, tmp_path):
+def test_other_types_are_close_to_the_exact_model(name, ids, exact, tmp_path):
     path = write_in_types(tmp_path / "model.gguf", lambda _: name)
     assert np.abs(logprobs(path, ids) - exact).mean() < BOUNDS[name]
 
 
-def test_a_file_with_layers_of_every_type_is_close_to_the_exact_model(ids, exact, tmp_path):
-    """Q, k and v of a layer in one type, and the MLP in the next ones."""
+def test_file_with_every_type_is_close_to_the_exact_model(ids, exact, tmp_path):
+    """Assign one type to q, k and v of a layer, and the next types to its MLP."""
 
     def type_of(name: str) -> str:
         layer = re.search(r"blk\.(\d+)\.(attn)?", name)
@@ -78,7 +78,7 @@ def test_a_file_with_layers_of_every_type_is_close_to_the_exact_model(ids, exact
 
 
 def write_in_types(path: Path, type_of: Callable[[str], str]) -> Path:
-    """The real model with matrices in other types, or in what llama.cpp takes where blocks do not divide the rows."""
+    """Write the real model with matrices in other types, or llama.cpp's fallbacks."""
     file = read_gguf(real_model(), "here")
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in file.metadata.items():

@@ -22,7 +22,7 @@ from whet.models.sources.folder import read_config
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
 from whet.models.sources.pretrained import open_pretrained
 from whet.models.tokenizers import read_vocabulary
-from whet.models.tokenizers.tokenizer import read_chat_template, with_texts
+from whet.models.tokenizers.tokenizer import load_texts, read_chat_template
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _tokenizer(file: GGUFFile) -> dict[str, Any]:
     """Describe the tokenizer in the file, or the reason why it cannot be read."""
     where = "whet info"
     try:
-        vocabulary = read_vocabulary(with_texts(file.metadata, where), where)
+        vocabulary = read_vocabulary(load_texts(file.metadata, where), where)
         template = read_chat_template(file.metadata, where)
     except WhetValueError as error:
         return {"reason": str(error)}

@@ -1,4 +1,4 @@
-"""The native engine: batched sampling and scoring on the kernels, for models described by data."""
+"""The native engine: batched sampling and scoring, for models described by data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LoRA adapters, from wherever they come, as the core takes them: parts of slots, the scaling in B."""
+"""Convert LoRA adapters of every kind to the core's form: rows of slots, with the scaling folded into B."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ _TARGETS = {
 def adapter_parts(
     targets: Mapping[str, WeightLocation], config: ModelConfig, adapter: Any, where: str
 ) -> Iterator[tuple[Any, ...]]:
-    """(layer, target, first row, A, B) of every matrix that an adapter changes; see ``Engine.add_adapter``.
+    """Yield (layer, target, first row, A, B) of every matrix that an adapter changes; see ``Engine.add_adapter``.
 
-    One after another, so that their copies take each other's memory.
+    Lazily, so that copies of factors reuse each other's memory.
 
     Raises:
-        WhetValueError: a module that the model does not have, other shapes, or more than plain LoRA.
-        WhetTypeError: it is no adapter.
+        WhetValueError: an unknown module, wrong shapes, or more than plain LoRA.
+        WhetTypeError: not an adapter.
     """
-    return (_part(lora, where) for lora in _lora(targets, config, adapter, where))
+    return (_convert(lora, where) for lora in _list_lora(targets, config, adapter, where))
 
 
-def _lora(targets: Mapping[str, WeightLocation], config: ModelConfig, adapter: Any, where: str) -> Iterable[LoRA]:
+def _list_lora(targets: Mapping[str, WeightLocation], config: ModelConfig, adapter: Any, where: str) -> Iterable[LoRA]:
     if isinstance(adapter, Sequence) and not isinstance(adapter, str) and all(isinstance(x, LoRA) for x in adapter):
         return adapter
     if hasattr(adapter, "named_modules"):
         source = open_module(adapter)
         if source.config != config:
-            raise WhetValueError(f"{where}: the adapter is of another model.")
+            raise WhetValueError(f"{where}: the adapter belongs to another model.")
         if not source.adapters:
             raise WhetValueError(f"{where}: the model has no active LoRA adapter.")
-        _check_alone(adapter, where)
+        _check_plain(adapter, where)
         return source.adapters
     if isinstance(adapter, (str, os.PathLike)):
         from whet.models.adapter_files import read_peft
@@ -56,24 +56,24 @@ def _lora(targets: Mapping[str, WeightLocation], config: ModelConfig, adapter: A
         adapter = read_peft(adapter)
     if not isinstance(adapter, Mapping) or not adapter:
         raise WhetTypeError(
-            f"{where}: adapter is a {type(adapter).__name__}, expected a model in PEFT, PEFT's folder, or module names "
+            f"{where}: adapter is a {type(adapter).__name__}, expected a PEFT model, a PEFT folder, or module names "
             f"with a MicroLoRA or (A, B, scaling) each."
         )
-    return [_of_module(targets, config, name, value, where) for name, value in adapter.items()]
+    return [_locate(targets, config, name, value, where) for name, value in adapter.items()]
 
 
-def _check_alone(model: Any, where: str) -> None:
-    """Raise where the active adapters of a model in PEFT change more of it than their factors hold."""
-    active = model.active_adapters  # of transformers' own models a method
+def _check_plain(model: Any, where: str) -> None:
+    """Raise if the active adapters of a PEFT model change more than their factors."""
+    active = model.active_adapters  # a method of transformers' models
     for name in cast("list[str]", active() if callable(active) else active):
         if special := describe_special(model.peft_config[name].to_dict(), f"{where}: adapter {name!r}", whole=True):
             raise WhetValueError(
-                f"{where}: adapter {name!r} has {special}, which changes the model next to its factors. Make an engine "
-                f"of the whole: Engine.from_model(model)."
+                f"{where}: adapter {name!r} has {special}, which changes more than the factors. Make an engine "
+                f"of the model: Engine.from_model(model)."
             )
 
 
-def _of_module(targets: Mapping[str, WeightLocation], config: ModelConfig, name: str, value: Any, where: str) -> LoRA:
+def _locate(targets: Mapping[str, WeightLocation], config: ModelConfig, name: str, value: Any, where: str) -> LoRA:
     location = find_location(targets, name, where)
     if isinstance(value, MicroLoRA):
         a, b, scaling = value.A, value.B.T, value.alpha / value.rank
@@ -89,12 +89,12 @@ def _of_module(targets: Mapping[str, WeightLocation], config: ModelConfig, name:
     return locate_lora(config, location, a, b, scaling, where)
 
 
-def _part(lora: LoRA, where: str) -> tuple[int, _core.Target, int, np.ndarray, np.ndarray]:
+def _convert(lora: LoRA, where: str) -> tuple[int, _core.Target, int, np.ndarray, np.ndarray]:
     _, layer, kind = lora.slot.split(".") if lora.slot.count(".") == 2 else ("", "", lora.slot)
     if kind not in _TARGETS:
         raise WhetValueError(
-            f"{where}: an adapter of the {kind} cannot be kept apart. Merge it: merge_adapters=True; or, of a model on "
-            f"a packed base, let torch sample: engine='torch'."
+            f"{where}: an adapter of the {kind} cannot be kept separate. Merge it: merge_adapters=True; or, on a "
+            f"packed base, sample with torch: engine='torch'."
         )
     a, b = factor_values(lora.a), factor_values(lora.b)
     with np.errstate(over="ignore", invalid="ignore"):

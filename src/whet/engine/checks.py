@@ -1,4 +1,4 @@
-"""The arguments of an engine's calls, checked against the model. Knows neither the core nor sessions."""
+"""Check the arguments of an engine's calls against the model. Independent of the core and of sessions."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ LogprobsMode = Literal["sampling", "model"]
 
 
 def check_token_rows(rows: Any, config: ModelConfig, where: str, name: str) -> list[np.ndarray]:
-    """Rows of token ids as int32 arrays, each with one token at least.
+    """Convert rows of token ids to int32 arrays, each with at least one token.
 
     Raises:
-        WhetTypeError: token ids that are no integers.
+        WhetTypeError: token ids that are not integers.
         WhetValueError: an empty row, a token outside the vocabulary, or more tokens than the model has positions.
     """
     if isinstance(rows, (str, bytes)) or not hasattr(rows, "__iter__"):
@@ -31,10 +31,10 @@ def check_token_rows(rows: Any, config: ModelConfig, where: str, name: str) -> l
 
 
 def check_token_row(row: Any, config: ModelConfig, where: str, name: str) -> np.ndarray:
-    """One row of ``check_token_rows``."""
+    """Convert one row, see ``check_token_rows``."""
     ids = np.asarray(row.tolist() if hasattr(row, "tolist") else row)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise WhetTypeError(f"{where}: {name} is no row of integer token ids.")
+        raise WhetTypeError(f"{where}: {name} is not a row of integer token ids.")
     if not ids.size:
         raise WhetValueError(f"{where}: {name} is empty. Begin it with at least one token, such as BOS.")
     if ids.min() < 0 or ids.max() >= config.vocab_size:
@@ -42,13 +42,13 @@ def check_token_row(row: Any, config: ModelConfig, where: str, name: str) -> np.
         raise WhetValueError(f"{where}: {name} holds token {wrong}, outside 0 ... {config.vocab_size - 1}.")
     if len(ids) > config.max_position:
         raise WhetValueError(
-            f"{where}: {name} has {len(ids)} tokens, and the model's last position is {config.max_position}."
+            f"{where}: {name} has {len(ids)} tokens, and the model's position limit is {config.max_position}."
         )
     return ids.astype(np.int32)
 
 
 def check_can_continue(prompt: np.ndarray, config: ModelConfig, where: str, name: str) -> None:
-    """Raise for a prompt that leaves no room for a token.
+    """Raise if a prompt leaves no room for a token.
 
     Raises:
         WhetValueError: naming the prompt.
@@ -61,10 +61,10 @@ def check_can_continue(prompt: np.ndarray, config: ModelConfig, where: str, name
 
 
 def as_sampling(sampling: Any, where: str) -> SamplingParams:
-    """The settings; None: the default ones.
+    """Return the settings. Default: ``SamplingParams()``.
 
     Raises:
-        WhetTypeError: they are something else.
+        WhetTypeError: ``sampling`` is not a SamplingParams.
     """
     if not isinstance(sampling, (SamplingParams, type(None))):
         raise WhetTypeError(f"{where}: sampling is a {type(sampling).__name__}, expected SamplingParams.")
@@ -72,7 +72,7 @@ def as_sampling(sampling: Any, where: str) -> SamplingParams:
 
 
 def check_sampling(sampling: SamplingParams, config: ModelConfig, where: str) -> None:
-    """Raise for tokens that are never drawn, or where none can be.
+    """Raise if a named token can never be sampled, or no token can be.
 
     Raises:
         WhetValueError: naming the setting and the token.
@@ -81,20 +81,20 @@ def check_sampling(sampling: SamplingParams, config: ModelConfig, where: str) ->
         if never_drawn := [token for token in getattr(sampling, name) if not 0 <= token < config.vocab_size]:
             raise WhetValueError(
                 f"{where}: {name} holds {never_drawn[0]}, outside 0 ... {config.vocab_size - 1}, which is never "
-                f"drawn. Pass those of the model's own tokenizer."
+                f"sampled. Pass ids of the model's tokenizer."
             )
     if sampling.min_new_tokens and len(set(sampling.stop_token_ids)) == config.vocab_size:
         raise WhetValueError(
             f"{where}: min_new_tokens is {sampling.min_new_tokens}, and stop_token_ids holds the whole vocabulary: no "
-            f"token may be drawn. Leave some out."
+            f"token may be sampled. Remove some."
         )
 
 
 def check_starts(start: int | Sequence[int], rows: Sequence[np.ndarray], where: str) -> list[int]:
-    """The first token that is scored of each row, from 1 to its length.
+    """Return the first scored token of each row, from 1 to its length.
 
     Raises:
-        WhetValueError: it is outside of that, or they are not one for each row.
+        WhetValueError: a start is out of range, or their number is not the number of rows.
     """
     if not isinstance(start, (Integral, Iterable)):
         raise WhetTypeError(f"{where}: start is {start!r:.60}, expected an integer, or one for each row.")
@@ -108,29 +108,29 @@ def check_starts(start: int | Sequence[int], rows: Sequence[np.ndarray], where: 
 
 
 def is_model_mode(mode: str, where: str) -> bool:
-    """Whether ``logprobs_mode`` asks for the model's own log-probs.
+    """Whether ``logprobs_mode`` is "model".
 
     Raises:
-        WhetValueError: it is neither of the two modes.
+        WhetValueError: an unknown mode.
     """
     check_choice(where, "logprobs_mode", mode, LogprobsMode)
     return mode == "model"
 
 
 def check_same_base(mine: PackedBase | None, other: PackedBase | None, where: str) -> None:
-    """Raise for a model whose packed base is not the engine's.
+    """Raise if a model's packed base is not the engine's.
 
     Raises:
-        WhetValueError: saying which of them has one.
+        WhetValueError: naming which has a base.
     """
     if mine is other:
         return
     if mine is None:
         raise WhetValueError(
-            f"{where}: the model is on a packed base, and the engine has weights of its own. Make the engine with "
+            f"{where}: the model is on a packed base, and the engine has separate weights. Make the engine with "
             f"Engine.from_base(base)."
         )
-    whose = "has weights of its own" if other is None else "is on another one"
+    whose = "has separate weights" if other is None else "is on another base"
     raise WhetValueError(
         f"{where}: the engine is on a packed base, and the model {whose}. Pass a model on engine.base, or make a new "
         f"engine for this one with Engine.from_model(model)."
@@ -138,7 +138,7 @@ def check_same_base(mine: PackedBase | None, other: PackedBase | None, where: st
 
 
 def check_same_model(mine: ModelConfig, other: ModelConfig, where: str) -> None:
-    """Raise for a model that is another than the engine's.
+    """Raise if a model is not the engine's.
 
     Raises:
         WhetValueError: naming the first field that differs.

@@ -1,11 +1,11 @@
-"""The engine: a transformer that samples batches natively, on weights that a trainer changes between its calls.
+"""The native engine: batched sampling and scoring, with weights that a trainer updates between calls.
 
-Prompts are computed once for all their samples; finished rows leave and waiting ones enter. What a completion says
-depends only on (seed, prompt, sample) and the weights, to the bit: not on the batch, its order, the threads, or the
-memory for keys and values. It is a ``whet.rollout.RolloutEngine``. The forward pass is cpp/engine/transformer.cpp, its
-definition ``whet.models.reference``.
+Continuous batching: a prompt is computed once for all its samples, and waiting prompts join as completions finish. The
+tokens of a completion depend only on (seed, prompt, sample) and the weights, to the bit: not on the batch, its order,
+the threads, or the size of the KV cache. ``Engine`` is a ``whet.rollout.RolloutEngine``. The forward pass is
+cpp/engine/transformer.cpp, its definition ``whet.models.reference``.
 
-Decodes text only to find stop strings, and does not train.
+The engine decodes text only to find stop strings, and does not train.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from whet.engine.checks import (
     check_token_rows,
     is_model_mode,
 )  # fmt: skip
-from whet.engine.session import Calls, NewAdapter, Session, TokenStream, run_to_its_end
+from whet.engine.session import CoreHandle, NewAdapter, Session, TokenStream, run_uninterruptible
 from whet.errors import WhetError, WhetTypeError, WhetValueError, check_integer, check_temperature
 from whet.memory import register_holder
 from whet.models.architecture import ModelConfig, RowSlice
@@ -44,53 +44,50 @@ from whet.models.sizes import KV_BYTES, MAX_BATCH, PREFILL_CHUNK
 from whet.models.slots import ModelSource
 from whet.models.sources.arrays import open_arrays
 from whet.models.sources.gguf import open_gguf
+from whet.models.sources.gguf_container import GGUFFile
 from whet.models.sources.live import open_module
 from whet.models.sources.pretrained import open_pretrained
 from whet.models.tokenizers.token_texts import TokenTexts, read_token_texts
 
-_TORN = (
-    "a sync was stopped among the weights, which are neither those before nor those after. Call sync again, or make a "
-    "new engine"
-)
-_RELEASED = "release_weights gave the memory of the weights back. Call sync(model) before"
+_PARTIAL_SYNC = "a sync was interrupted, and only part of the weights is new. Call sync again, or make a new engine"
+_RELEASED = "release_weights freed the weights. Call sync(model) first"
 
 
 class Engine:
     """Samples completions and scores sequences.
 
-    Made by ``from_model``, ``from_pretrained``, ``from_gguf`` or ``from_base``.
+    Created by ``from_model``, ``from_pretrained``, ``from_gguf`` or ``from_base``, which share these options (a packed
+    base fixes the first three):
 
-    All take, beside their source (a packed base has the first three already):
-
-        max_position: tokens of the longest sequence; None: what the model's config says. Rotary frequencies that depend
-            on the length are resolved for it: those of longrope are transformers' for sequences of up to the original
-            length with a max_position of up to that, and else those for longer ones.
-        weights: "bf16" (the default of a module or a folder), "float32", "int8" (per output row), "int4" (q4_0), GGUF's
-            "q8_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k" and "q6_k", or llama.cpp's mixtures "q4_k_m" and "q5_k_m". A
-            matrix whose rows are no whole blocks of 256 takes what llama.cpp takes (q5_0 for q4_k, q5_1 for q5_k, q8_0
-            for q6_k), and int8 where they are no whole blocks of 32. Norms, biases and learned positions are float32.
+        max_position: tokens of the longest sequence. Default: the model's. Rotary frequencies that depend on the length
+            are resolved for it: longrope's short factors up to the original length, its long factors above.
+        weights: a format in ``whet.models.formats.FORMATS``: "bf16" (the default for modules and folders), "float32",
+            "int8" (per output row), "int4" (q4_0), GGUF's blocks such as "q8_0" and "q4_k", or llama.cpp's mixtures
+            "q4_k_m" and "q5_k_m". A matrix whose row length is not a multiple of a K-quant's 256 falls back as in
+            llama.cpp (q5_0 for q4_k, q5_1 for q5_k, q8_0 for q6_k), and to int8 if not a multiple of 32. Norms, biases
+            and learned positions are float32.
             GGUF's formats have float16 scales: a block of q8_0 whose largest weight is below 4e-6 becomes 0, as in
-            llama.cpp. A tensor that loses more than half of its norm to that is rejected, as is a weight beyond the
+            llama.cpp. A tensor that loses more than half of its norm this way is rejected, as is a weight beyond the
             format's range (8e6 in q8_0, 3.39e38 in bf16).
-        embedding, head: formats of their own. By default those of the mixture, q8_0 with the 4- and 5-bit formats, and
-            else that of weights. A tied head is the embedding, in the head's format.
-        kv_bytes: memory for keys and values; work that does not fit waits. It is asked of the system as it is used.
-        max_batch: completions that are computed at a time.
-        prefill_chunk: tokens of prompts that a step takes beside them.
-        tokenizer: for ``SamplingParams.stop``, which needs the texts of tokens: a fast tokenizer of transformers, or
-            what ``whet.models.tokenizers.read_tokenizer`` gives; or the path of a folder or GGUF file that has one,
-            which is that of the model in ``from_pretrained`` and ``from_gguf``. It is read when stop is first used.
+        embedding, head: separate formats. Default: the mixture's, q8_0 with the 4- and 5-bit formats, else
+            ``weights``. A tied head is the embedding, in the head's format.
+        kv_bytes: size of the KV cache, committed lazily; prompts that do not fit wait.
+        max_batch: completions per batch.
+        prefill_chunk: prompt tokens per step, in addition to the decoded completions.
+        tokenizer: decodes tokens for ``SamplingParams.stop``: a fast tokenizer of transformers, a tokenizer from
+            ``whet.models.tokenizers.read_tokenizer``, or the path of a folder or GGUF file with one, which is read when
+            stop is first used. Default in ``from_pretrained`` and ``from_gguf``: the model's.
 
     Attributes:
-        config: what the model is.
-        policy_version: how many times ``sync`` has been called, or what the last call said; every completion carries
-            the version it came from.
-        formats: slot -> format of every matrix; "q4_k, q6_k" where its parts have several.
-        base: the packed weights that the engine shares with others; None: it has its own, which ``sync`` replaces.
+        config: the architecture.
+        policy_version: number of ``sync`` calls, or the version passed to the last one; every completion carries the
+            version that sampled it.
+        formats: slot -> format of every matrix; "q4_k, q6_k" if it has several.
+        base: the packed weights that the engine shares; None: it has separate weights, which ``sync`` replaces.
 
-    Keys and values are float32 with float32 weights, else bfloat16; everything between products is float32.
-    Calls from several threads take turns, a step at a time. In a process that was forked while another thread was in a
-    step, the engine's methods raise a WhetError; a new engine works there. An engine is neither copied nor pickled.
+    Keys and values are float32 with float32 weights, else bfloat16; activations between products are float32.
+    Thread-safe: concurrent calls interleave per step. In a process forked while another thread was in a step, the
+    engine's methods raise a WhetError; a new engine works. Engines cannot be copied or pickled.
     """
 
     def __init__(
@@ -120,7 +117,7 @@ class Engine:
             packed.core, kv_bytes=kv_bytes, max_batch=max_batch, chunk=prefill_chunk,
             bf16_cache=packed.kv_format == "bfloat16",
         )  # fmt: skip
-        self._calls = Calls(core)
+        self._calls = CoreHandle(core)
         self._stored: Any = None
         self._targets = source.targets
         self._replace(slices, source, where)
@@ -130,23 +127,22 @@ class Engine:
     def from_model(
         cls, model: Any, *, merge_adapters: bool = False, max_position: int | None = None, **options: Any
     ) -> Engine:
-        """From a live Hugging Face module, whose weights are packed as they are now; see ``sync``.
+        """Create an engine from the current weights of a live Hugging Face module; see ``sync``.
 
         Args:
-            model: of a family in ``whet.models.families``, perhaps in PEFT's LoRA.
-            merge_adapters: pack W + scaling B A; else adapters are computed beside W, and ``sync`` updates only them
-                where nothing else has changed.
+            model: a model of a family in ``whet.models.families``, optionally with PEFT's LoRA.
+            merge_adapters: pack W + scaling B A. Default: compute adapters separately; if nothing else has changed,
+                ``sync`` updates only the adapters.
             max_position: see the class; ``sync`` keeps it.
             options: see the class. A model on a packed base keeps its formats.
 
         Raises:
-            WhetValueError: a model or an option that the engine does not run, by its name, or weights beyond the range
-                of their format.
+            WhetValueError: an unsupported model or option, or weights out of range for their format.
         """
         where = "Engine.from_model"
         source = open_module(model, merged=merge_adapters, max_position=max_position)
         if source.base is not None:
-            _refuse_formats(options, where)
+            _reject_formats(options, where)
         engine = cls(source, where=where, **options)
         engine._merged = merge_adapters
         return engine
@@ -160,16 +156,17 @@ class Engine:
         weights: str | None = None,
         **options: Any,
     ) -> Engine:
-        """From a Hugging Face folder (config.json and safetensors, sharded or not) or a GGUF file; torch is not needed.
+        """Create an engine from a Hugging Face folder (config.json and safetensors) or a GGUF file, without torch.
 
         Args:
-            weights: None: bf16 of a folder, and of a GGUF file as in ``from_gguf``.
+            weights: see the class. Default: bf16 for a folder, see ``from_gguf`` for a GGUF file.
 
         Raises:
-            WhetValueError: there is no such model, it is damaged, or its weights are beyond the range of their format.
+            WhetTypeError: ``path`` is not a path.
+            WhetValueError: the model is missing, damaged or not supported, or its weights are out of range for their
+                format.
         """
-        source = open_pretrained(path, max_position=max_position)
-        return cls(source, weights=weights, where="Engine.from_pretrained", **{"tokenizer": path, **options})
+        return cls._from_path(open_pretrained, path, max_position, "Engine.from_pretrained", weights=weights, **options)
 
     @classmethod
     def from_gguf(
@@ -180,50 +177,54 @@ class Engine:
         weights: str | None = None,
         **options: Any,
     ) -> Engine:
-        """From a GGUF file, or any of the files of a model in parts; ``open_gguf`` says of which types.
+        """Create an engine from a GGUF file, or from any file of a split model; see ``open_gguf``.
 
         Args:
-            weights: None keeps the file's integers and scales as they are, and takes its floats as bf16. Q2_K and
+            weights: see the class. Default: keep the file's integers and scales, and pack floats as bf16. Q2_K and
                 IQ4_XS become Q8_0, whose scales are rounded (cpp/engine/quantize.h).
 
         Raises:
-            WhetValueError: the file holds no such model, is damaged, or its weights are beyond the range of their
-                format.
+            WhetTypeError, WhetValueError: as ``from_pretrained``.
         """
-        source = open_gguf(path, max_position=max_position)
-        return cls(source, weights=weights, where="Engine.from_gguf", **{"tokenizer": path, **options})
+        return cls._from_path(open_gguf, path, max_position, "Engine.from_gguf", weights=weights, **options)
+
+    @classmethod
+    def _from_path(cls, open_model: Any, path: Any, max_position: int | None, where: str, **options: Any) -> Engine:
+        if not isinstance(path, (str, os.PathLike, GGUFFile)):
+            raise WhetTypeError(f"{where}: path is {path!r:.60}, expected the path of a model.")
+        return cls(open_model(path, max_position=max_position), where=where, **{"tokenizer": path, **options})
 
     @classmethod
     def from_base(cls, base: PackedBase, **options: Any) -> Engine:
-        """On weights that ``whet.models.packed_base.pack_base`` packed, which are not copied: others may hold them too.
+        """Create an engine on weights from ``whet.models.packed_base.pack_base``, shared without a copy.
 
-        ``sync`` takes models on the same base, and copies their LoRA adapters.
+        ``sync`` accepts models on the same base, and copies their LoRA adapters.
 
         Args:
-            base: weights that never change.
-            options: see the class, but for formats and max_position, which are the base's.
+            base: immutable weights.
+            options: see the class, except formats and max_position, which the base fixes.
 
         Raises:
-            WhetTypeError: no base.
-            WhetValueError: an option that is the base's.
+            WhetTypeError: ``base`` is not a PackedBase.
+            WhetValueError: an option that the base fixes.
         """
         where = "Engine.from_base"
         if not isinstance(base, PackedBase):
-            raise WhetTypeError(f"{where}: base is a {type(base).__name__}, expected what pack_base(source) returns.")
-        _refuse_formats(options, where)
+            raise WhetTypeError(f"{where}: base is a {type(base).__name__}, expected the result of pack_base(source).")
+        _reject_formats(options, where)
         return cls(base.source(), where=where, **options)
 
     _merged = False
 
     def __reduce__(self) -> NoReturn:
         raise WhetTypeError(
-            "Engine: an engine is neither copied nor pickled. Make another one from the model, where it is needed; on "
-            "one packed base, Engine.from_base, several share the weights."
+            "Engine: an engine cannot be copied or pickled. Make another one from the model; with Engine.from_base "
+            "several engines share packed weights."
         )
 
     @property
     def tokenizer(self) -> Any:
-        """Whose tokens' texts ``SamplingParams.stop`` is found in; None: there is none. Can be set."""
+        """The tokenizer for ``SamplingParams.stop``, or None. Can be set."""
         return self._tokenizer
 
     @tokenizer.setter
@@ -247,18 +248,18 @@ class Engine:
         Args:
             prompt_ids: rows of token ids without padding, at least one token each.
             n: completions per prompt.
-            sampling: the distribution, when a completion ends, and what is reported of it. A completion that reaches
-                the model's last position ends there, with the finish reason "length".
-            adapter: what ``add_adapter`` returned, for all prompts or for each; None: the model's own adapters, if any.
-            logprobs_mode: "sampling": of the distribution that was drawn from; "model": of the model's own, at
-                temperature 1, without filters, penalties and bias. ``top_logprobs`` are of the same.
-            keys: the random numbers of each prompt's completions; None: those of prompts 0, 1, 2, ...
+            sampling: distribution, stop conditions and reported values. A completion that reaches the model's last
+                position ends with the finish reason "length".
+            adapter: number from ``add_adapter``, for all prompts or for each; None: the model's adapters, if any.
+            logprobs_mode: "sampling": log-probs of the sampled distribution; "model": of the model's distribution at
+                temperature 1, without filters, penalties and bias. Applies to ``top_logprobs`` too.
+            keys: keys of the random numbers of each prompt's completions. Default: prompts 0, 1, 2, ...
 
         Raises:
-            WhetValueError: n below 1, an empty prompt, a token outside the vocabulary, a prompt that leaves no room for
-                a token, one sequence larger than ``kv_bytes``, logits that hold NaN or infinity, or ``stop`` without a
-                tokenizer that tells the texts of its tokens.
-            WhetTypeError: token ids that are no integers.
+            WhetValueError: n below 1, an empty prompt, a token outside the vocabulary, a prompt without room for a
+                token, a sequence larger than ``kv_bytes``, logits with NaN or infinity, or ``stop`` without a suitable
+                tokenizer.
+            WhetTypeError: token ids that are not integers.
         """
         return list(
             self.generate_each(prompt_ids, n, sampling, adapter=adapter, logprobs_mode=logprobs_mode, keys=keys)
@@ -274,9 +275,9 @@ class Engine:
         logprobs_mode: LogprobsMode = "sampling",
         keys: Sequence[StreamKey] | None = None,
     ) -> Iterator[list[Completion]]:
-        """The results of ``generate``, prompt after prompt, each as soon as it and those before it are complete.
+        """Yield the results of ``generate`` in the order of the prompts, each as soon as it is complete.
 
-        All prompts are sampled in one batch meanwhile, whose weights are fixed until the iterator ends or is closed.
+        All prompts are sampled in one batch. The weights are locked until the iterator ends or is closed.
         """
         where = "Engine.generate"
         n = check_integer(where, "n", n, 1)
@@ -305,18 +306,18 @@ class Engine:
         logprobs_mode: LogprobsMode = "sampling",
         keep: bool = False,
     ) -> TokenStream:
-        """The tokens of one completion, as they are drawn: ``for token in stream`` or ``async for token in stream``.
+        """Stream one completion: ``for token in stream`` or ``async for token in stream``.
 
-        The same tokens as ``generate([prompt], 1, sampling)``. Leaving the loop early, ``close()`` and a ``with`` block
-        cancel what is left. With ``SamplingParams.stop`` every token has the text that may be shown once it is there:
-        never a stop string, nor what could be the beginning of one.
+        The tokens equal the ones from ``generate([prompt], 1, sampling)``. Leaving the loop early, ``close()`` and a
+        ``with`` block cancel the completion. With ``SamplingParams.stop`` the text of a token never contains a stop
+        string or a possible beginning of one.
 
         Args:
-            keep: keep the keys and values of prompt and completion after the stream, whichever way it ends once its
-                first token is drawn. A later prompt that begins with the same tokens computes only what follows them:
-                to the token where its stream keeps its own, else in pages of 64. The tokens are the same. They are
-                given up, least recently used first, when a call needs their memory, and all of them by ``sync``,
-                ``remove_adapter`` and ``close``; until then they are ``kv_kept_bytes`` of ``memory``.
+            keep: retain the keys and values of prompt and completion after the stream, however it ends, from the first
+                token on. A later prompt with the same prefix computes only the tokens after it: exactly if its stream
+                has ``keep`` too, else in pages of 64. Sampled tokens do not change. Retained pages are evicted, least
+                recently used first, when a call needs memory, and by ``sync``, ``remove_adapter`` and ``close``; until
+                then they count as ``kv_kept_bytes`` in ``memory``.
         """
         where = "Engine.stream"
         ids = check_token_row(prompt, self.config, where, "prompt")
@@ -342,34 +343,34 @@ class Engine:
         return_entropy: bool = False,
         adapter: int | Sequence[int | None] | None = None,
     ) -> Any:
-        """Teacher-forced log-probs of given tokens.
+        """Compute teacher-forced log-probs of given tokens.
 
             logprobs[i][t] = log softmax(logits(tokens before start + t) / temperature)[sequence[start + t]]
 
         Args:
             sequences: rows of token ids.
-            start: the first token that is scored, for all sequences or for each: the length of the prompt. What comes
-                before is computed once for sequences that share it (in pages of 64 tokens).
+            start: index of the first scored token, for all sequences or for each: the length of the prompt. A shared
+                prefix is computed once (in pages of 64 tokens).
             temperature: above 0.
-            return_entropy: also the entropy, in nats, of every distribution.
-            adapter: as in ``generate``.
+            return_entropy: also return the entropy of every distribution, in nats.
+            adapter: see ``generate``.
 
         Returns:
-            A list of float32 arrays, of ``len(sequence) - start`` numbers each; with return_entropy, two lists.
+            A list of float32 arrays with ``len(sequence) - start`` numbers each; with return_entropy, two lists.
 
         Raises:
-            WhetValueError, WhetTypeError: as ``generate``; start outside 1 ... len(sequence).
+            WhetValueError, WhetTypeError: as ``generate``, or start outside 1 ... len(sequence).
         """
         where = "Engine.logprobs"
         rows = check_token_rows(sequences, self.config, where, "sequences")
         starts = check_starts(start, rows, where)
         check_temperature(where, temperature)
         scores = self._score(rows, starts, adapter, temperature, return_entropy, False, where)
-        logprobs = [of_row for of_row, _, _ in scores]
+        logprobs = [row_logprobs for row_logprobs, _, _ in scores]
         return (logprobs, [entropy for _, entropy, _ in scores]) if return_entropy else logprobs
 
     def logits(self, sequence: Sequence[int], *, adapter: int | None = None) -> np.ndarray:
-        """(T, V) float32: the logits after every token of a sequence.
+        """Compute the logits (T, V) float32 after every token of a sequence.
 
         Raises:
             WhetValueError, WhetTypeError: as ``generate``.
@@ -382,24 +383,21 @@ class Engine:
     # ------------------------------------------------------------------ weights
 
     def sync(self, model: Any, version: int | None = None) -> None:
-        """Take over the weights of ``model`` as they are now, all or none.
+        """Copy the current weights of ``model``, all or none.
 
-        Shapes and finiteness are checked before the first weight changes; an interrupt that falls between two weights
-        is raised when all are replaced. Where the model's LoRA adapters are kept apart and its other weights are, by a
-        64-bit checksum of all their bytes, those that the engine has, only the adapters are copied. So they are of a
-        model on the engine's base, whose other weights nobody changes.
+        Shapes and values are checked before the first weight changes; an interrupt is deferred until all are replaced.
+        Only the LoRA adapters are copied if they are separate and a 64-bit checksum shows that the other weights have
+        not changed, or if model and engine share a packed base.
 
         Args:
-            model: a live module; or, for an engine far from it, the arrays that
-                ``whet.models.sources.arrays.named_arrays`` makes of one: all weights, the adapters, or both. Adapters
-                alone are put beside the weights that the engine has.
-            version: what ``policy_version`` becomes, at least 1; None: one more than it is.
+            model: a live module, or arrays from ``whet.models.sources.arrays.named_arrays``, for an engine in another
+                process: all weights, the adapters, or both. Adapters without weights apply to the current weights.
+            version: the new ``policy_version``, at least 1. Default: incremented by 1.
 
         Raises:
-            EngineBusyError: a completion is under way.
-            WhetValueError: another model than the engine was made for, one on another base or on none where the engine
-                is on one, weights that hold NaN or infinity or are beyond the range of their format, or
-                adapters alone where the weights are torn or released.
+            EngineBusyError: a completion is in progress.
+            WhetValueError: a different model or base, weights with NaN or infinity or out of range for their format, or
+                adapters without weights after an interrupted sync or ``release_weights``.
             WhetTypeError: arrays of other types.
         """
         where = "Engine.sync"
@@ -412,7 +410,9 @@ class Engine:
                 source = open_arrays(model, self.config, self._targets, self.base, where)
                 slices = list(check_range(source.slices(), where, weights, self.config))
                 if not slices and self._calls.unusable:
-                    raise WhetValueError(f"{where}: these are adapters alone, and {self._calls.unusable}.")
+                    raise WhetValueError(
+                        f"{where}: the arrays are adapters without weights, and {self._calls.unusable}."
+                    )
             else:
                 source = open_module(model, merged=self._merged, max_position=self.config.max_position)
                 check_same_model(self.config, source.config, where)
@@ -421,14 +421,14 @@ class Engine:
             self._replace(slices, source, where, self.policy_version + 1 if version is None else version)
 
     def add_adapter(self, adapter: Any) -> int:
-        """Take in a LoRA adapter that ``generate(adapter=...)`` then names, beside others and in one batch with them.
+        """Add a LoRA adapter and return its number for ``generate(adapter=...)``; one batch may mix adapters.
 
         Args:
-            adapter: a model in PEFT; the folder that PEFT saves; or by the module's name in the Hugging Face model
-                ("model.layers.0.self_attn.q_proj") a ``MicroLoRA`` or (A (r, k), B (n, r), scaling).
+            adapter: a PEFT model, a PEFT folder, or a mapping from module names of the Hugging Face model
+                ("model.layers.0.self_attn.q_proj") to ``MicroLoRA`` or (A (r, k), B (n, r), scaling).
 
         Raises:
-            WhetValueError: a module that the model does not have, other shapes, or more than plain LoRA.
+            WhetValueError: an unknown module, wrong shapes, or more than plain LoRA.
         """
         where = "Engine.add_adapter"
         parts = adapter_parts(self._targets, self.config, adapter, where)
@@ -438,10 +438,10 @@ class Engine:
             return new.number
 
     def remove_adapter(self, adapter: int) -> None:
-        """Forget an adapter.
+        """Remove an adapter.
 
         Raises:
-            EngineBusyError: a completion is under way.
+            EngineBusyError: a completion is in progress.
             WhetValueError: there is no such adapter.
         """
         where = "Engine.remove_adapter"
@@ -449,47 +449,46 @@ class Engine:
             session.begin(exclusive=True)
             self._check_adapter(adapter, where)
 
-            def forget() -> None:
+            def remove() -> None:
                 self._calls.adapters.discard(adapter)
                 self._calls.use(where).remove_adapter(adapter)
 
-            run_to_its_end(forget)
+            run_uninterruptible(remove)
 
-    # ------------------------------------------------------------------ life
+    # ------------------------------------------------------------------ memory and lifetime
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes by name.
+        """Sizes in bytes, by name.
 
-        weights_bytes; adapters_bytes; kv_bytes: the budget in whole pages; kv_used_bytes: of calls that are under way;
-        kv_kept_bytes: of streams that ended and keep theirs, given up where a call needs them; kv_page_bytes;
-        workspace_bytes. Of the budget and the workspace, kv_committed_bytes and workspace_committed_bytes are what the
-        system has given for them: pages that were ever used, and not released since.
+        weights_bytes; adapters_bytes; kv_bytes: the budget in whole pages; kv_used_bytes: pages of calls in progress;
+        kv_kept_bytes: retained pages of ended streams, evicted when a call needs memory; kv_page_bytes;
+        workspace_bytes; kv_committed_bytes and workspace_committed_bytes: memory committed by the operating system for
+        pages used since the last release.
         """
         return self._calls.use("Engine.memory").memory()
 
     def release_memory(self) -> int:
-        """Give the memory of free pages and of the workspace back to the system, such as before a training step.
+        """Return the memory of free pages and of the workspace to the operating system, such as before a training step.
 
-        Nothing else changes: calls that are under way go on, what streams keep stays, and the next call asks the system
-        for memory again as it needs it.
+        Calls in progress and retained pages are not affected. Later calls commit memory again as needed.
 
         Returns:
-            How many bytes it was, at most.
+            Upper bound of the released bytes.
         """
         return self._calls.use("Engine.release_memory").release_memory()
 
     def release_weights(self) -> int:
-        """Give the memory of weights that the next ``sync`` packs anew back to the system, until then.
+        """Return the memory of the weights to the operating system until the next ``sync``, which packs them again.
 
-        Before a training step that changes all of them, which then has it for gradients. Nothing happens where ``sync``
-        keeps weights: those of a base, and those beside adapters that are kept apart.
+        A full training step can use it for gradients. A no-op if ``sync`` does not replace the weights: on a packed
+        base, and with separate adapters.
 
         Returns:
-            How many bytes it was.
+            The released bytes.
 
         Raises:
-            EngineBusyError: a completion is under way.
+            EngineBusyError: a completion is in progress.
         """
         where = "Engine.release_weights"
         with (session := Session(self._calls, where)), session:
@@ -500,26 +499,26 @@ class Engine:
             return self._calls.use(where).weights.release()
 
     def memory_blocks(self) -> Iterator[tuple[str, Hashable, int]]:
-        """The memory that the engine holds, for ``whet.memory_report``; nothing once it is closed."""
+        """Yield the memory of the engine for ``whet.memory_report``; nothing after ``close``."""
         core = self._calls.core
         if core is None:
             return
         try:
             memory = core.memory()
-        except WhetError:  # a thread of the parent process left it in the middle of a step, and nobody can use it here
+        except WhetError:  # forked while a thread of the parent was in a step: unusable
             return
         if self.base is not None:
             yield from self.base.memory_blocks()
-        own = ["weights_bytes"] if self.base is None and self._calls.unusable != _RELEASED else []
+        weights = ["weights_bytes"] if self.base is None and self._calls.unusable != _RELEASED else []
         for part, *names in (
-            ("sampler_weights", *own, "adapters_bytes"),
+            ("sampler_weights", *weights, "adapters_bytes"),
             ("kv_cache", "kv_committed_bytes"),
             ("workspace", "workspace_committed_bytes"),
         ):
             yield part, (part, id(core)), sum(memory[name] for name in names)
 
     def close(self) -> None:
-        """Give the memory back, and end the calls that are under way. Idempotent."""
+        """Free all memory and end the calls in progress. Idempotent."""
         self._calls.close()
 
     def __enter__(self) -> Engine:
@@ -532,13 +531,10 @@ class Engine:
         c = self.config
         return f"Engine({c.n_layers} layers, hidden_dim={c.hidden_dim}, {c.n_parameters:,} parameters)"
 
-    # ------------------------------------------------------------------ its own
+    # ------------------------------------------------------------------ private
 
     def _replace(self, slices: Sequence[RowSlice], source: ModelSource, where: str, version: int = 0) -> None:
-        """The weights in place of those before, once all has been checked that can be wrong with them.
-
-        Those of a new engine, version 0, are checked as they are packed: nobody has it yet.
-        """
+        """Replace the weights by checked ones; a new engine's, version 0, are checked while they are packed."""
         calls = self._calls
         core = calls.use(where)
         stored = self._stored if not slices else checksums(slices) if source.adapters else None
@@ -550,7 +546,7 @@ class Engine:
 
             def replace() -> None:
                 if not is_packed:
-                    calls.unusable, self._stored = _TORN, None
+                    calls.unusable, self._stored = _PARTIAL_SYNC, None
                     pack_slices(
                         core.weights, slices if version else check_range(slices, where, core.weights, self.config)
                     )
@@ -560,7 +556,7 @@ class Engine:
             if version == 0:
                 replace()
             else:
-                run_to_its_end(replace)  # half of the weights would be neither; a second interrupt leaves them torn
+                run_uninterruptible(replace)  # a second interrupt leaves a partial sync
 
     def _adapter_ids(self, adapter: Any, n: int, where: str) -> list[int]:
         each = list(adapter) if isinstance(adapter, Sequence) else [adapter] * n
@@ -577,12 +573,12 @@ class Engine:
             raise WhetValueError(f"{where}: there is no adapter {adapter!r:.60}; there are {known}.")
 
     def _texts_for(self, sampling: SamplingParams, where: str) -> TokenTexts | None:
-        """The texts of the tokens, where there are stop strings to be found in them."""
+        """Return the texts of all tokens if there are stop strings, else None."""
         if not sampling.stop:
             return None
         if self._tokenizer is None:
             raise WhetValueError(
-                f"{where}: stop is {sampling.stop!r}, and the engine has no tokenizer to find it in the text with. Set "
+                f"{where}: stop is {sampling.stop!r}, and the engine has no tokenizer to decode with. Set "
                 f"engine.tokenizer, make the engine with tokenizer=..., or pass stop_token_ids."
             )
         with self._reading:  # once, for calls from many threads
@@ -593,7 +589,7 @@ class Engine:
     def _make_request(
         self, n: int, s: SamplingParams, model_logprobs: bool, texts: TokenTexts | None, where: str
     ) -> dict[str, Any]:
-        """The common part of a call's requests, as the core takes it."""
+        """Build the part of the core's requests that all prompts of a call share."""
         check_sampling(s, self.config, where)
         names = [*DISTRIBUTION_SETTINGS, "top_logprobs"]
         settings = {name: getattr(s, name) for name in names} | {"top_k": min(s.top_k, self.config.vocab_size)}
@@ -621,8 +617,8 @@ class Engine:
     ) -> int:
         check_can_continue(prompt, self.config, where, name)
         hint = "Raise kv_bytes or lower max_new_tokens."
-        own = {"tokens": prompt, "adapter": adapter, "keep": keep, **key._asdict()}
-        return session.add("prompt", name, hint, **own, **request)
+        fields = {"tokens": prompt, "adapter": adapter, "keep": keep, **key._asdict()}
+        return session.add("prompt", name, hint, **fields, **request)
 
     def _score(
         self,
@@ -634,7 +630,7 @@ class Engine:
         logits: bool,
         where: str,
     ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """(log-probs, entropies, logits) of every row."""
+        """Return (log-probs, entropies, logits) of every row."""
         with (session := Session(self._calls, where)), session:
             session.begin()
             adapters = self._adapter_ids(adapter, len(rows), where)
@@ -656,10 +652,10 @@ class Engine:
             return [session.scores(job) for job in jobs]
 
 
-def _refuse_formats(options: dict[str, Any], where: str) -> None:
+def _reject_formats(options: dict[str, Any], where: str) -> None:
     for name in ("weights", "embedding", "head"):
         if name in options:
             raise WhetValueError(
-                f"{where}: {name} is {options[name]!r}, and the weights are packed already. Leave it out, or pass it "
-                f"to pack_base."
+                f"{where}: {name} is {options[name]!r}, and the weights are already packed. Omit it, or pass it to "
+                f"pack_base."
             )

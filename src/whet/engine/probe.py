@@ -1,8 +1,7 @@
-"""Compares a model that was written, as a file or folder, with what it was made from: log-probs of a text by both.
+"""Verify a written file or folder: compare its log-probs of a text with the original model's.
 
-The text has 80 tokens, special ones among them: the first positions, and those around 64. Where rotary frequencies are
-scaled for a longer context, a second text goes beyond the original one. What was written is read as any model is, in
-float32.
+The text has 80 tokens, including special ones: it covers the first positions and a page boundary at 64. If rotary
+frequencies are scaled for a longer context, a second text exceeds the original length. The result is read in float32.
 """
 
 from __future__ import annotations
@@ -29,30 +28,30 @@ _N_TOKENS = 80
 _N_BEYOND = 16
 _MOST_SECONDS = 30.0
 _SECONDS_PER_PARAMETER = 1.5e-8
-"""To read both models and to compute the first text, on two cores: 2 s for 135 M parameters."""
+"""Time to read both models and to compute the first text, on two cores: 2 s for 135 M parameters."""
 _LEAST_SPREAD = 0.01
-"""Of log-probs around their mean; those of a model without training are all the same."""
+"""Lower bound of the spread of log-probs around their mean; an untrained model's are all equal."""
 _TEXT = "The quick brown fox jumps over 13 lazy dogs.\n\n  def f(x): return x ** 2  # 3.14\nDas ist schön, 日本語 too."
 
 
 class Probe(NamedTuple):
-    """Tokens, of which the log-probs from ``first`` on are compared."""
+    """Tokens whose log-probs are compared from ``first`` on."""
 
     ids: list[int]
     first: int
 
 
 class Comparison:
-    """The log-probs of probe texts by a model, with which those of what is written of it are compared.
+    """A model's log-probs of probe texts, as the reference of files written from it.
 
     Args:
-        config: the model's.
-        tokenizer: that of the model, of transformers or of a GGUF file.
-        original: tokens of the context before rotary frequencies were scaled; None: they are not.
+        config: the model's config.
+        tokenizer: the model's tokenizer, of transformers or of a GGUF file.
+        original: tokens of the context before rotary frequencies were scaled; None: not scaled.
         where: prefix of error messages.
 
     Attributes:
-        skipped: what is not compared, in a sentence, as it would take more than 30 s or the memory; empty: nothing.
+        skipped: a sentence on what is not compared because of time (30 s) or memory; empty: everything is compared.
     """
 
     def __init__(self, config: ModelConfig, tokenizer: Any, original: int | None, where: str) -> None:
@@ -67,7 +66,7 @@ class Comparison:
             self._probes = []
 
     def measure(self, logprobs: Callable[[Probe], np.ndarray]) -> None:
-        """Keep the model's log-probs of each text, (n - first,), for ``check``."""
+        """Store the model's log-probs of each text, (n - first,), for ``check``."""
         seconds = 0.0
         for probe in self._probes:
             if self._expected and seconds * len(probe.ids) / _N_TOKENS > _MOST_SECONDS:
@@ -75,21 +74,21 @@ class Comparison:
                     f"its log-probs beyond {probe.first:,} tokens are not compared: that takes more than 30 s"
                 )
                 break
-            began = time.perf_counter()
+            start = time.perf_counter()
             self._expected.append((probe, np.asarray(logprobs(probe), np.float64)))
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - start
 
     def check(self, path: Path, tolerance: float, *, by_length: bool = False) -> float | None:
-        """Mean difference of the log-probs; None: nothing was compared.
+        """Return the mean difference of log-probs; None: nothing was compared.
 
         Args:
-            path: of the file or folder.
-            by_length: whether rotary frequencies that depend on the length of a text are those of the probe's, as in
-                transformers, or of the model's longest.
-            tolerance: the norm of the differences, relative to that of the log-probs around their mean.
+            path: the file or folder.
+            by_length: resolve length-dependent rotary frequencies for the probe, as transformers does. Default: for the
+                model's longest sequence.
+            tolerance: bound of the norm of the differences, relative to the norm of the centred log-probs.
 
         Raises:
-            WhetValueError: they differ by more.
+            WhetValueError: the differences exceed the tolerance.
         """
         means = []
         for probe, expected in self._expected:
@@ -100,24 +99,24 @@ class Comparison:
             error = float(np.linalg.norm(difference) / spread)
             if not error <= tolerance:
                 raise WhetValueError(
-                    f"{self._where}: what was written is not this model: tokens {probe.first} to {len(probe.ids) - 1} "
-                    f"of a probe text have log-probs {means[-1]:.3g} from the model's in the mean (relative error "
-                    f"{error:.2g}, expected up to {tolerance:g}). It was removed. Try a type with more bits."
+                    f"{self._where}: the result is not this model: log-probs of tokens {probe.first} to "
+                    f"{len(probe.ids) - 1} of a probe text differ from the model's by {means[-1]:.3g} in the mean "
+                    f"(relative error {error:.2g}, expected up to {tolerance:g}). It was removed. Try more bits."
                 )
         return max(means, default=None)
 
 
 def engine_logprobs(source: ModelSource, probe: Probe) -> np.ndarray:
-    """Log-probs of a probe by a source with its adapters, read in float32."""
+    """Compute the log-probs of a probe by a source with its adapters, in float32."""
     formats = dict.fromkeys(("weights", "embedding", "head"), "float32")
     with Engine(_as_floats(source), max_batch=1, where="probe", **formats) as engine:
         return np.asarray(engine.logprobs([probe.ids], start=probe.first)[0], np.float64)
 
 
 def _as_floats(source: ModelSource) -> ModelSource:
-    """The source with float32 in place of a packed base, which rounds what it multiplies, and with adapters merged in.
+    """Dequantise a packed base, whose products round their inputs, to float32, and merge its adapters.
 
-    Those of layers stay apart, which an engine computes; without a base.
+    Without a base, only adapters outside layers are merged; the engine computes the others separately.
     """
     source = untie_adapted(source)
     changed = {adapter.slot for adapter in source.adapters if not adapter.slot.startswith("layers.")}
@@ -144,7 +143,7 @@ def _free_bytes() -> float:
 
 
 def original_position(config: Mapping[str, Any], where: str) -> int | None:
-    """Tokens of the context before the rotary frequencies of a Hugging Face config were scaled; None: they are not."""
+    """Return the context of a Hugging Face config before rotary scaling, in tokens; None: not scaled."""
     if family_of(config, where).rope != "neox":
         return None
     scaling = rope_scaling(config, where)

@@ -1,10 +1,9 @@
-"""Calls on the engine, each from its first page to its last, whatever ends it.
+"""Sessions: each owns the requests of one call on the engine, and frees their pages however the call ends.
 
-A ``Session`` owns the requests of one call. It ends with the call: at its normal end, in an error, by Ctrl-C, when its
-stream is closed or dropped. Every method of the core is atomic, and threads take turns at them, so that nothing here
-holds a lock. An interrupt can fall between any two lines, so that nothing relies on a line that must come after
-another one: a ``with`` that names a session twice ends it even where the first end was interrupted, and a session that
-nobody holds is ended before the core's next use.
+A ``Session`` ends with its call: normally, by an error or Ctrl-C, or when its stream is closed or garbage-collected.
+The core's methods are atomic and serialised, so no lock is held here. An interrupt can occur between any two lines, so
+no cleanup relies on a later line: a ``with`` that names a session twice ends it even if the first end is interrupted,
+and an unreferenced session is ended before the next use of the core.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from whet.config.sampling import Completion
 from whet.errors import WhetError, WhetTypeError, WhetValueError
 from whet.models.tokenizers.token_texts import TextStream, TokenTexts
 
-_TURN_S = 1e-3
+_POLL_S = 1e-3
 
 
 class EngineBusyError(WhetError, RuntimeError):
-    """The engine is asked to change its weights while a completion is under way."""
+    """The engine cannot change its weights while a completion is in progress."""
 
 
-class Calls:
-    """The core of an engine, and the calls that are under way on it.
+class CoreHandle:
+    """The core of an engine, its open sessions and its adapters.
 
     Attributes:
-        core: None once closed.
-        numbers, adapter_numbers: of the next session and adapter.
-        adapters: those that ``add_adapter`` gives out.
-        own_adapter: the model's own; 0: none.
-        unusable: what is wrong with the weights until the next ``sync``; "": nothing.
+        core: None after ``close``.
+        numbers, adapter_numbers: yield the next number of a session or adapter.
+        adapters: numbers returned by ``add_adapter``.
+        own_adapter: number of the model's adapter; 0: none.
+        unusable: why the weights cannot be used until the next ``sync``; "": they can.
     """
 
     def __init__(self, core: Any) -> None:
@@ -48,12 +47,12 @@ class Calls:
         self.adapters: set[int] = set()
         self.own_adapter = 0
         self.unusable = ""
-        # Held by weak references, which are put among the dropped ones by no Python code: that could be interrupted.
+        # The weak references' callback, deque.append, runs no Python code, which an interrupt could stop.
         self._sessions: dict[int, weakref.KeyedRef[int, Session]] = {}
         self._dropped: deque[weakref.KeyedRef[int, Session]] = deque()
 
     def use(self, where: str) -> Any:
-        """The core, rid of sessions that were dropped.
+        """Return the core, after ending abandoned sessions.
 
         Raises:
             WhetValueError: the engine is closed.
@@ -69,55 +68,55 @@ class Calls:
         return core
 
     def begin(self, session: Session, where: str, exclusive: bool) -> None:
-        """Wait until no exclusive session is under way.
+        """Open a session, after waiting for any exclusive one to end.
 
         Raises:
             WhetValueError: the engine is closed.
-            WhetError: the weights are unusable, and the session is for requests.
-            EngineBusyError: the session is to be exclusive, and others are under way.
+            WhetError: the weights are unusable, and the session is not exclusive.
+            EngineBusyError: the session is exclusive, and others are open.
         """
         self._sessions[session.number] = weakref.KeyedRef(session, self._dropped.append, session.number)
         while n_others := self.use(where).begin_session(session.number, exclusive):
             if exclusive:
                 raise EngineBusyError(
-                    f"{where}: {n_others} calls are under way, and their tokens have to come from one version of the "
+                    f"{where}: {n_others} calls are in progress, and their tokens have to come from one version of the "
                     f"weights. Finish or close them first."
                 )
-            time.sleep(_TURN_S)
+            time.sleep(_POLL_S)
         if self.unusable and not exclusive:
             raise WhetError(f"{where}: {self.unusable}.")
 
     def end(self, number: int) -> None:
-        """Nothing of this session is left; nothing happens where it has ended."""
+        """End a session and free its pages. Idempotent."""
         core = self.core
         if core is not None:
             core.end_session(number)
         self._sessions.pop(number, None)
 
     def close(self) -> None:
-        """Give the memory back, when the last step that runs is over."""
+        """Free the core after the current step."""
         self.core = None
         self._sessions.clear()
 
 
 class Session:
-    """One call: ``with (session := Session(calls, where)), session:``, twice for the sake of interrupts.
+    """One call on the engine: ``with (session := Session(calls, where)), session:``, twice because of interrupts.
 
     Args:
-        calls: of the engine.
-        where: begins its errors.
+        calls: the engine's core.
+        where: prefix of error messages.
     """
 
-    def __init__(self, calls: Calls, where: str) -> None:
+    def __init__(self, calls: CoreHandle, where: str) -> None:
         self._calls, self._where = calls, where
         self.number = next(calls.numbers)
 
     def begin(self, *, exclusive: bool = False) -> None:
-        """Hold the weights fixed until ``end``; an ``exclusive`` session may change them."""
+        """Lock the weights until ``end``; an ``exclusive`` session may change them."""
         self._calls.begin(self, self._where, exclusive)
 
     def end(self) -> None:
-        """Idempotent."""
+        """End the session. Idempotent."""
         self._calls.end(self.number)
 
     def __enter__(self) -> Session:
@@ -127,10 +126,10 @@ class Session:
         self.end()
 
     def add(self, kind: str, name: str, hint: str, **request: Any) -> int:
-        """The number of a new request: ``kind`` is "prompt" or "score"; ``name`` and ``hint`` explain a refusal.
+        """Add a "prompt" or "score" request and return its number; ``name`` and ``hint`` are for error messages.
 
         Raises:
-            WhetValueError: it can never run, for lack of pages.
+            WhetValueError: the request needs more pages than the cache has.
         """
         try:
             return getattr(self._core(), f"add_{kind}")(self.number, **request)
@@ -140,31 +139,31 @@ class Session:
             raise self._make_ended_error() from None
 
     def run(self, jobs: Sequence[int]) -> None:
-        """Step until these are done. Between two steps, other threads and Ctrl-C have their turn."""
+        """Step until these jobs are done. Other threads and Ctrl-C are served between steps."""
         for job in jobs:
             while not self._step(job):
                 pass
             self._check_logits(job)
 
     def completion(self, job: int, sample: int, policy_version: int, texts: TokenTexts | None) -> Completion:
-        """The outcome of a sample; with ``texts`` what is shown of its own."""
+        """Return a sample as a ``Completion``; with ``texts``, including its text."""
         drawn = _Drawn(*self._core().sample(job, sample, 0))
         token_ids = drawn.token_ids.tolist()
-        text = None if texts is None else texts.text_of(token_ids, drawn.held[-1])
+        text = None if texts is None else texts.text_of(token_ids, drawn.n_withheld[-1])
         return Completion(
             token_ids, drawn.logprobs.tolist(), drawn.finish, policy_version, text, drawn.alternatives() or None
         )
 
     def scores(self, job: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(log-probs, entropies, logits) of a sequence."""
+        """Return (log-probs, entropies, logits) of a sequence."""
         return self._core().scores(job)
 
     def n_reused(self, job: int) -> int:
-        """Tokens of the prompt that were not computed for it, once it is under way."""
+        """Return the number of prompt tokens whose keys and values were reused, once the prompt has started."""
         return self._core().reused(job)
 
     def drawn(self, job: int, i: int) -> _Drawn:
-        """The tokens of a job's only sample from i on, computed if need be; none past its end."""
+        """Return the tokens of a job's only sample from i on, stepping if necessary; none past its end."""
         while True:
             try:
                 drawn = _Drawn(*self._core().sample(job, 0, i))
@@ -191,28 +190,28 @@ class Session:
 
     def _check_logits(self, job: int) -> None:
         if error := self._core().error(job):
-            raise WhetValueError(f"{self._where}: {error}. Look for NaN in the model's weights.")
+            raise WhetValueError(f"{self._where}: {error}. Check the model's weights for NaN.")
 
 
 class _Drawn(NamedTuple):
-    """T tokens of a sample, as the core has them.
+    """T tokens of a sample, in the core's arrays.
 
     Attributes:
         token_ids, logprobs: (T,).
-        held: (T,), how many bytes at the end of the text are not shown, once a token is there; (0,) without ``stop``.
-        top_ids, top_logprobs: (T * n,), alternatives; -1 as an id stands for none.
-        finish: of the whole sample, so far.
+        n_withheld: (T,), bytes withheld at the end of the text after each token; (0,) without ``stop``.
+        top_ids, top_logprobs: (T * n,), alternatives; id -1: none.
+        finish: current state of the sample.
     """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
-    held: np.ndarray
+    n_withheld: np.ndarray
     top_ids: np.ndarray
     top_logprobs: np.ndarray
     finish: Any
 
     def alternatives(self) -> list[list[tuple[int, float]]]:
-        """Those of each token; empty where none were asked for."""
+        """Return the alternatives of each token; empty if not requested."""
         if not len(self.top_ids):
             return []
         shape = (len(self.token_ids), -1)
@@ -221,12 +220,12 @@ class _Drawn(NamedTuple):
 
 
 class NewAdapter:
-    """An adapter that a call brings: ``with (new := NewAdapter(calls)), new:``, as a session.
+    """An adapter that a call adds: ``with (new := NewAdapter(calls)), new:``, like a session.
 
-    What was not made the model's own or given out when the call ends, or does not come to its end, is forgotten.
+    It is removed at the end unless the call succeeded and registered it.
     """
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: CoreHandle) -> None:
         self._calls = calls
         self.number = next(calls.adapter_numbers)
 
@@ -241,8 +240,8 @@ class NewAdapter:
             calls.core.remove_adapter(self.number)
 
 
-def run_to_its_end(action: Callable[[], None]) -> None:
-    """An action that can be repeated: where it is interrupted it is run again, and the interrupt raised after it."""
+def run_uninterruptible(action: Callable[[], None]) -> None:
+    """Run an idempotent action; if interrupted, run it again before the interrupt is raised."""
     try:
         action()
     except BaseException:
@@ -254,10 +253,10 @@ class Token(NamedTuple):
     """One token of a stream.
 
     Attributes:
-        token_id, logprob: as in a ``Completion``.
-        text: with ``SamplingParams.stop`` what may be shown now beside what was shown before, perhaps nothing; together
-            they are ``Completion.text``. Else None.
-        top_logprobs: its alternatives, as in a ``Completion``; None where none were asked for.
+        token_id, logprob: see ``Completion``.
+        text: with ``SamplingParams.stop`` the new text, possibly empty; the texts add up to ``Completion.text``.
+            Else None.
+        top_logprobs: alternatives, see ``Completion``; None if not requested.
     """
 
     token_id: int
@@ -267,20 +266,20 @@ class Token(NamedTuple):
 
 
 class TokenStream(Iterator[Token], AsyncIterator[Token]):
-    """The tokens of one completion, from ``Engine.stream``. An error or an interrupt closes it.
+    """The tokens of one completion, from ``Engine.stream``. Errors and interrupts close the stream.
 
-    One thread or task at a time takes its next token; another one may close it.
+    Only one thread or task at a time may iterate; another may close the stream.
 
     Attributes:
         finish_reason: "running", then "stop", "length" or "cancelled".
-        n_reused: tokens of the prompt whose keys and values were there already, from the first token on.
+        n_reused: prompt tokens found in the prefix cache; valid from the first token on.
     """
 
     def __init__(self, session: Session, job: int, texts: TokenTexts | None) -> None:
         self._session, self._job = session, job
         self._text = None if texts is None else TextStream(texts)
         self._taken = 0
-        self._taking: dict[str, int] = {}  # "thread": whose call takes a token; setdefault() is atomic
+        self._taking: dict[str, int] = {}  # "thread": the iterating thread; setdefault() is atomic
         self.finish_reason = "running"
         self.n_reused = 0
 
@@ -288,13 +287,13 @@ class TokenStream(Iterator[Token], AsyncIterator[Token]):
         """Return the next token.
 
         Raises:
-            WhetValueError: another thread is waiting for it.
+            WhetValueError: another thread is iterating.
         """
         thread = threading.get_ident()
         if self._taking.setdefault("thread", thread) != thread:
             raise WhetValueError(
-                "Engine.stream: another thread or task is waiting for the next token of this stream. Iterate over it "
-                "in one, or begin a stream for each."
+                "Engine.stream: another thread or task is waiting for the next token of this stream. Iterate in one "
+                "thread, or open a stream for each."
             )
         try:
             return self._take()
@@ -302,7 +301,7 @@ class TokenStream(Iterator[Token], AsyncIterator[Token]):
             self._taking.clear()
 
     def __reduce__(self) -> NoReturn:
-        raise WhetTypeError("TokenStream: a stream is neither copied nor pickled. Its tokens are: list(stream).")
+        raise WhetTypeError("TokenStream: a stream cannot be copied or pickled. Collect its tokens with list(stream).")
 
     def _take(self) -> Token:
         if self.finish_reason != "running":
@@ -325,7 +324,7 @@ class TokenStream(Iterator[Token], AsyncIterator[Token]):
         token_id, text = int(drawn.token_ids[0]), None
         if self._text is not None:
             is_last = len(drawn.token_ids) == 1 and drawn.finish != "running"
-            text = self._text.add(token_id, int(drawn.held[0]), is_last)
+            text = self._text.add(token_id, int(drawn.n_withheld[0]), is_last)
         return Token(token_id, float(drawn.logprobs[0]), text, next(iter(drawn.alternatives()), None))
 
     def __iter__(self) -> TokenStream:
@@ -341,7 +340,7 @@ class TokenStream(Iterator[Token], AsyncIterator[Token]):
         return token
 
     def close(self) -> None:
-        """End the completion where it is, and forget it. Idempotent."""
+        """Cancel the completion. Idempotent."""
         if self.finish_reason == "running":
             self.finish_reason = "cancelled"
         self._session.end()

@@ -28,7 +28,7 @@ from whet.models.slots import (
     untie_adapted,
 )
 from whet.models.sources.folder import read_config
-from whet.models.sources.gguf import own_vectors, read_options
+from whet.models.sources.gguf import read_options, rope_vectors
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
 from whet.models.sources.mapped import map_file
 from whet.models.sources.pretrained import open_pretrained
@@ -155,7 +155,7 @@ def _read_gguf_metadata(file: GGUFFile, where: str) -> tuple[dict[str, Any], str
     """Return a file's metadata, to be copied, its model_type, and its tensors that are not weights."""
     values = read_encoded_metadata(map_file(file.paths[0], where))
     metadata: dict[str, Any] = {key: value for key, value in values.items() if not key.startswith("split.")}
-    return metadata, read_options(file, where)["model_type"], own_vectors(file)
+    return metadata, read_options(file, where)["model_type"], rope_vectors(file)
 
 
 def _read_folder_metadata(folder: Path, source: ModelSource, where: str) -> tuple[dict[str, Any], str, Keys]:

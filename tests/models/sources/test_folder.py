@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tests.engine.tiny_models import logits_of, naive_logits, tiny_model, token_ids
 from tests.processes import printed_by
-from tests.raising import assert_raises
+from tests.raising import assert_raises, mentions
 
 from whet.errors import WhetValueError
 from whet.models.reference import naive_weights
@@ -37,7 +37,7 @@ def saved(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(saved, tmp_path) -> Path:
-    """A copy of a small model that a test may spoil."""
+    """A copy of a small model for a test to modify."""
     return Path(shutil.copytree(saved, tmp_path / "model"))
 
 
@@ -47,7 +47,7 @@ def header_of(path: Path) -> dict:
 
 
 def rewrite(path: Path, change) -> None:
-    """The file with its header changed by ``change(header)``; a change may return the header's text."""
+    """Rewrite a file's header by ``change(header)``, which may return the text of the header."""
     data = path.read_bytes()
     n = struct.unpack("<Q", data[:8])[0]
     header = json.loads(data[8 : 8 + n])
@@ -61,7 +61,7 @@ def change_config(folder: Path, **options) -> None:
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-def test_logits_are_those_of_transformers(case, tmp_path):
+def test_logits_match_transformers(case, tmp_path):
     model, ids = tiny_model(case), token_ids()
     model.save_pretrained(tmp_path)
     source = open_folder(tmp_path)
@@ -95,7 +95,7 @@ def test_half_precision_without_torch(dtype, name, tmp_path):
 
 
 def test_names_without_prefix_and_old_buffers(tmp_path):
-    """GPT-2's own repository has names without "transformer." and the masks of its attention."""
+    """GPT-2's repository has names without "transformer.", and attention masks."""
     model, ids = tiny_model("gpt2"), token_ids()
     model.save_pretrained(tmp_path)
     tensors = {n.removeprefix("transformer."): t.contiguous() for n, t in model.transformer.state_dict().items()}
@@ -105,7 +105,7 @@ def test_names_without_prefix_and_old_buffers(tmp_path):
     np.testing.assert_allclose(naive_logits(open_folder(tmp_path), ids), logits_of(model, ids), rtol=0, atol=1e-4)
 
 
-def test_a_head_that_the_config_ties(tmp_path):
+def test_head_file_contradicting_a_tied_config(tmp_path):
     model, ids = tiny_model("llama-biases-tied"), token_ids()
     model.save_pretrained(tmp_path)
     assert open_folder(tmp_path).config.tied_head
@@ -120,7 +120,7 @@ def test_a_head_that_the_config_ties(tmp_path):
 
 
 def test_unaligned_tensors(tmp_path):
-    """A file may put float32 on any byte; such a tensor is copied, the others are views."""
+    """Misaligned tensors are copied, the others are views."""
     path = tmp_path / "odd.safetensors"
     header = {
         "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
@@ -134,7 +134,7 @@ def test_unaligned_tensors(tmp_path):
     assert safetensors.safe_open(path, "np").get_tensor("b").tolist() == [1.5, -2.0]
 
 
-# --- files that are wrong ------------------------------------------------------------------------------------------
+# --- damaged files -------------------------------------------------------------------------------------------------
 
 
 def test_cut_short_at_every_byte(tmp_path):
@@ -146,7 +146,7 @@ def test_cut_short_at_every_byte(tmp_path):
         with pytest.raises(WhetValueError, match=r"^here: .*(again|safetensors file|and its header|within)"):
             parse_safetensors(np.frombuffer(data[:n], np.uint8), "here")
     path.write_bytes(data + b"\0")
-    assert_raises(WhetValueError, ("33 bytes of tensors", "header lists 32"), read_safetensors, path, "here")
+    assert_raises(WhetValueError, ("33 bytes of tensors", "32"), read_safetensors, path, "here")
 
 
 @pytest.mark.parametrize("length", [0, 1, 100_000_001, 2**31, 2**63, 2**64 - 1])
@@ -183,79 +183,93 @@ def rename(header):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (set_entry(shape=[2**32, 2**32]), r"has shape \[4294967296, 4294967296\], expected sizes"),
-        (set_entry(shape=[2**62, 2**62, 0]), "expected sizes of at least 0 that do not overflow"),
-        (set_entry(shape=[-40, -32]), r"has shape \[-40, -32\], expected sizes"),
-        (set_entry(shape=[40.0, 32]), r"has shape \[40.0, 32\]"),
-        (set_entry(shape=[True, 1280]), r"has shape \[true, 1280\]"),
-        (set_entry(shape="40"), 'has shape "40"'),
-        (set_entry(shape=[10**400]), "has shape"),
-        (set_entry(shape=[40, 31]), r"has 5120 bytes, and F32 of shape \(40, 31\) has 4960"),
-        (set_entry(shape=[32, 40]), rf"{NAME} has shape \(32, 40\), expected \(40, 32\)"),
-        (set_entry(shape=[40, 32, 1]), r"has shape \(40, 32, 1\), expected \(40, 32\)"),
-        (set_entry(dtype="Q4"), "has dtype 'Q4'; this engine reads F32, F16, BF16, F64"),
-        (set_entry(dtype=["F32"]), "has dtype "),
-        (set_entry(dtype="I32"), rf"model\.safetensors: {NAME} is I32; this engine reads F32"),
-        (set_entry(data_offsets=[-1, 5119]), r"has data_offsets \[-1, 5119\], expected two within"),
-        (set_entry(data_offsets=[5120, 0]), r"has data_offsets \[5120, 0\]"),
-        (set_entry(data_offsets=[0, 10**9]), r"has data_offsets \[0, 1000000000\]"),
-        (set_entry(data_offsets=[2**63, 2**63 + 5120]), "has data_offsets"),
-        (set_entry(data_offsets=[0]), r"has data_offsets \[0\]"),
-        (set_entry(data_offsets=None), "has data_offsets null"),
-        (set_entry(extra=1), "expected dtype, shape and data_offsets"),
-        (lambda header: header[NAME].pop("dtype") and None, "expected dtype, shape and data_offsets"),
-        (lambda header: header.update({NAME: 5}), f"{NAME} is 5, expected dtype"),
-        (duplicate, "not valid JSON: 'model.norm.weight' is duplicated"),
-        (overlap, "tensors overlap or leave a gap"),
-        (lambda header: header.pop(NAME) and None, "tensors overlap or leave a gap"),
-        (rename, f"there is no tensor {NAME}, which the config asks for"),
-        (lambda header: header.update({"a\x1b[31m": header.pop(NAME)}), r"the name of a tensor is 'a\\x1b"),
-        (lambda header: " " + json.dumps(header), "does not begin with '{'"),
-        (lambda header: "{" * 100_000, "header is not valid JSON"),
-        (lambda header: '{"a":' + "[" * 100_000, "header is not valid JSON"),
-        (lambda header: '{"a": ' + "9" * 5000 + "}", "a is 9+..., expected dtype"),
-        (lambda header: json.dumps(header) + "x", "header is not valid JSON"),
+        (set_entry(shape=[2**32, 2**32]), ("has shape [4294967296, 4294967296]", "sizes")),
+        (set_entry(shape=[2**62, 2**62, 0]), ("expected sizes of at least 0 that do not overflow",)),
+        (set_entry(shape=[-40, -32]), ("has shape [-40, -32]", "sizes")),
+        (set_entry(shape=[40.0, 32]), ("has shape [40.0, 32]",)),
+        (set_entry(shape=[True, 1280]), ("has shape [true, 1280]",)),
+        (set_entry(shape="40"), ('has shape "40"',)),
+        (set_entry(shape=[10**400]), ("has shape",)),
+        (set_entry(shape=[40, 31]), ("has 5120 bytes", "F32 of shape (40, 31) has 4960")),
+        (set_entry(shape=[32, 40]), (f"{NAME} has shape (32, 40)", "(40, 32)")),
+        (set_entry(shape=[40, 32, 1]), ("has shape (40, 32, 1)", "(40, 32)")),
+        (set_entry(dtype="Q4"), ("has dtype 'Q4'", "this engine reads F32, F16, BF16, F64")),
+        (set_entry(dtype=["F32"]), ("has dtype ",)),
+        (set_entry(dtype="I32"), ("model.safetensors", f"{NAME} is I32", "F32")),
+        (set_entry(data_offsets=[-1, 5119]), ("has data_offsets [-1, 5119]", "two within")),
+        (set_entry(data_offsets=[5120, 0]), ("has data_offsets [5120, 0]",)),
+        (set_entry(data_offsets=[0, 10**9]), ("has data_offsets [0, 1000000000]",)),
+        (set_entry(data_offsets=[2**63, 2**63 + 5120]), ("has data_offsets",)),
+        (set_entry(data_offsets=[0]), ("has data_offsets [0]",)),
+        (set_entry(data_offsets=None), ("has data_offsets null",)),
+        (set_entry(extra=1), ("expected dtype, shape and data_offsets",)),
+        (lambda header: header[NAME].pop("dtype") and None, ("expected dtype, shape and data_offsets",)),
+        (lambda header: header.update({NAME: 5}), (f"{NAME} is 5, expected dtype",)),
+        (duplicate, ("header", "JSON", "'model.norm.weight'", "duplicate")),
+        (overlap, ("tensors overlap or leave a gap",)),
+        (lambda header: header.pop(NAME) and None, ("tensors overlap or leave a gap",)),
+        (
+            rename,
+            (
+                NAME,
+                "config.json belongs to another model",
+            ),
+        ),
+        (lambda header: header.update({"a\x1b[31m": header.pop(NAME)}), ("the name of a tensor is 'a\\x1b",)),
+        (lambda header: " " + json.dumps(header), ("does not begin with '{'",)),
+        (lambda header: "{" * 100_000, ("header", "JSON")),
+        (lambda header: '{"a":' + "[" * 100_000, ("header", "JSON")),
+        (
+            lambda header: '{"a": ' + "9" * 5000 + "}",
+            (
+                "a is 999",
+                "..., expected dtype",
+            ),
+        ),
+        (lambda header: json.dumps(header) + "x", ("header", "JSON")),
     ],
 )
 def test_hostile_headers(folder, change, message):
     rewrite(folder / "model.safetensors", change)
-    assert_raises(WhetValueError, f"^open_folder.*{message}", open_folder, folder)
+    assert_raises(WhetValueError, ("open_folder", *message), open_folder, folder)
 
 
-def test_bytes_that_are_no_utf8(folder):
+def test_invalid_utf8_is_rejected(folder):
     path = folder / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:10] + b"\xff" + data[11:])
-    assert_raises(WhetValueError, "header is not valid JSON", open_folder, folder)
+    assert_raises(WhetValueError, ("header", "JSON"), open_folder, folder)
 
 
-def test_a_tensor_the_model_does_not_have(folder):
+def test_unknown_tensor_is_rejected(folder):
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, "model.layers.0.mlp.up_proj.bias": torch.ones(40)}, folder / "model.safetensors")
-    with pytest.raises(WhetValueError, match=r"a llama with this config has no model\.layers\.0\.mlp\.up_proj\.bias"):
+    with pytest.raises(
+        WhetValueError, match=mentions("a llama with this config has no model.layers.0.mlp.up_proj.bias")
+    ):
         open_folder(folder)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_attention_heads": 0}, "num_attention_heads is 0, expected an integer from 1"),
-        ({"num_key_value_heads": 0}, "num_key_value_heads is 0, expected an integer from 1"),
-        ({"num_hidden_layers": 2}, r"there is no tensor model\.layers\.1\.input_layernorm\.weight"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
-        ({"hidden_size": 2**31 - 4}, r"model\.embed_tokens\.weight has shape \(48, 32\), expected \(48, 2147483644\)"),
-        ({"vocab_size": 47}, r"model\.embed_tokens\.weight has shape \(48, 32\), expected \(47, 32\)"),
-        ({"model_type": "mixtral"}, "model_type is 'mixtral', which has mixtures of experts"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is"),
-        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', expected true or false"),
+        ({"num_attention_heads": 0}, ("num_attention_heads is 0", "an integer from 1")),
+        ({"num_key_value_heads": 0}, ("num_key_value_heads is 0", "an integer from 1")),
+        ({"num_hidden_layers": 2}, ("model.layers.1.input_layernorm.weight", "missing")),
+        ({"num_hidden_layers": 10**9}, ("num_hidden_layers is 1000000000",)),
+        ({"hidden_size": 2**31 - 4}, ("model.embed_tokens.weight has shape (48, 32)", "(48, 2147483644)")),
+        ({"vocab_size": 47}, ("model.embed_tokens.weight has shape (48, 32)", "(47, 32)")),
+        ({"model_type": "mixtral"}, ("model_type is 'mixtral'", "has mixtures of experts")),
+        ({"quantization_config": {"quant_method": "gptq"}}, ("quantization_config is",)),
+        ({"tie_word_embeddings": "yes"}, ("tie_word_embeddings is 'yes'", "true or false")),
     ],
 )
-def test_configs_that_do_not_fit(folder, options, message):
+def test_configs_that_contradict_the_tensors_are_rejected(folder, options, message):
     change_config(folder, **options)
-    assert_raises(WhetValueError, f"^open_folder.*{message}", open_folder, folder)
+    assert_raises(WhetValueError, ("open_folder", *message), open_folder, folder)
 
 
-def test_code_that_comes_with_a_model_is_not_run(folder):
+def test_code_in_a_model_folder_is_not_executed(folder):
     (folder / "modeling_evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
     change_config(folder, auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"})
     assert open_folder(folder).config.n_layers == 1
@@ -263,7 +277,7 @@ def test_code_that_comes_with_a_model_is_not_run(folder):
 
 
 class Evil:
-    """Unpickling this makes a file."""
+    """Creates a file when unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -272,42 +286,42 @@ class Evil:
         return (open, (self.path, "w"))
 
 
-def test_a_pickle_is_refused_and_not_opened(folder):
+def test_pickles_are_rejected_unopened(folder):
     ran = folder / "ran"
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(str(ran))))
-    assert_raises(
-        WhetValueError, r"pytorch_model\.bin is a pickle, which can run any code; it was not open", open_folder, folder
-    )
+    assert_raises(WhetValueError, ("pytorch_model.bin is a pickle", "any code", "not opened"), open_folder, folder)
     assert not ran.exists()
     pickle.loads((folder / "pytorch_model.bin").read_bytes()).close()
     assert ran.exists()
     (folder / "pytorch_model.bin").rename(folder / "model.safetensors")
-    assert_raises(WhetValueError, "not a safetensors file", open_folder, folder)
+    assert_raises(WhetValueError, ("model.safetensors", "safetensors"), open_folder, folder)
 
 
-def test_folders_without_a_model(folder, tmp_path):
-    with pytest.raises(WhetValueError, match=r'open_folder\(".*nowhere"\): there is no such folder'):
+def test_folders_without_a_model_are_rejected(folder, tmp_path):
+    with pytest.raises(WhetValueError, match=mentions('open_folder("', "nowhere", "does not exist")):
         open_folder(tmp_path / "nowhere")
     (folder / "model.safetensors").write_bytes(b"")
     assert_raises(WhetValueError, r"model\.safetensors is empty", open_folder, folder)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(WhetValueError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
+    with pytest.raises(WhetValueError, match=mentions("neither model.safetensors nor model.safetensors.index.json")):
         open_folder(folder)
-    for text, message in (("[1]", "holds a list"), ("{", "no JSON"), ('{"a": 1, "a": 2}', "'a' is there twice")):
+    for text, message in (
+        ("[1]", "holds a list"),
+        ("{", "not valid JSON"),
+        ('{"a": 1, "a": 2}', "'a' is a duplicate name"),
+    ):
         (folder / "config.json").write_text(text)
-        assert_raises(
-            WhetValueError, f"config.json is no JSON to rely on.*{message}|config.json.*{message}", open_folder, folder
-        )
+        assert_raises(WhetValueError, ("config.json", message), open_folder, folder)
     (folder / "config.json").unlink()
-    assert_raises(WhetValueError, r"config\.json is no file", open_folder, folder)
+    assert_raises(WhetValueError, ("config.json", "pass a path"), open_folder, folder)
     (folder / "b.gguf").touch()
     assert_raises(
-        WhetValueError, r"no config\.json, but GGUF files. Pass the path of one: b\.gguf", open_folder, folder
+        WhetValueError, ("no config.json, but GGUF files", "Pass the path of one", "b.gguf"), open_folder, folder
     )
     (folder / "b.gguf").unlink()
     (folder / "adapter_config.json").write_text("{}")
-    assert_raises(WhetValueError, r"this is an adapter\. Open the model it was trained on", open_folder, folder)
+    assert_raises(WhetValueError, ("this is an adapter", "Open the model it was trained on"), open_folder, folder)
 
 
 @pytest.fixture
@@ -328,38 +342,36 @@ def change_index(folder: Path, change) -> None:
     ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", "C:\\x.safetensors", "x.bin", 5, None,
      ".safetensors", "\x00.safetensors", "model.safetensors\n"],
 )  # fmt: skip
-def test_a_shard_outside_the_folder(shards, file):
+def test_shards_outside_the_folder_are_rejected(shards, file):
     change_index(shards, lambda files: files.update({"lm_head.weight": file}))
-    with pytest.raises(
-        WhetValueError, match=r"lm_head\.weight is in .*, expected the name of a \.safetensors file there"
-    ):
+    with pytest.raises(WhetValueError, match=mentions("lm_head.weight is in", "the name of a .safetensors file there")):
         open_folder(shards)
 
 
-def test_an_index_that_contradicts_its_shards(shards):
+def test_index_contradicting_its_shards_is_rejected(shards):
     path = shards / "model.safetensors.index.json"
     good = path.read_text()
     files = json.loads(good)["weight_map"]
     other = next(file for file in files.values() if file != files["lm_head.weight"])
     change_index(shards, lambda files: files.update({"lm_head.weight": other}))
-    assert_raises(WhetValueError, r"holds lm_head\.weight, which is in .* by model", open_folder, shards)
+    assert_raises(WhetValueError, ("has lm_head.weight", "lists in model"), open_folder, shards)
     path.write_text(good)
     change_index(shards, lambda files: files.update({"more.weight": other}))
     assert_raises(WhetValueError, r"does not hold more\.weight", open_folder, shards)
     path.write_text(good)
     change_index(shards, lambda files: files.pop("lm_head.weight"))
-    assert_raises(WhetValueError, r"holds lm_head\.weight, which is in no file by", open_folder, shards)
+    assert_raises(WhetValueError, ("has lm_head.weight", "does not list"), open_folder, shards)
     path.write_text('{"weight_map": []}')
-    assert_raises(WhetValueError, r"has weight_map \[\], expected tensor names", open_folder, shards)
+    assert_raises(WhetValueError, ("has weight_map []", "tensor names"), open_folder, shards)
     path.write_text(good)
     (shards / other).unlink()
-    assert_raises(WhetValueError, f"{other} is no file", open_folder, shards)
+    assert_raises(WhetValueError, f"{other} is not a file", open_folder, shards)
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(at=st.integers(0, 400), byte=st.integers(0, 255))
-def test_any_byte_of_the_header_changed(saved, tmp_path, at, byte):
-    """Opens or raises, and nothing else; what safetensors refuses is refused."""
+def test_mutated_header_bytes_are_safe(saved, tmp_path, at, byte):
+    """Opening succeeds or raises a WhetValueError; whatever safetensors rejects is rejected."""
     data = bytearray((saved / "model.safetensors").read_bytes())
     data[at] = byte
     path = tmp_path / "model.safetensors"
@@ -372,7 +384,7 @@ def test_any_byte_of_the_header_changed(saved, tmp_path, at, byte):
         assert set(file.keys()) == set(entries)
 
 
-def test_a_name_that_is_there_twice_is_found_in_one_pass():
+def test_duplicate_names_are_found_in_linear_time():
     comparisons = 0
 
     class Name(str):
@@ -384,5 +396,5 @@ def test_a_name_that_is_there_twice_is_found_in_one_pass():
             return str.__eq__(self, other)
 
     names = [Name(i) for i in range(1000)]
-    assert_raises(ValueError, "'999' is there twice", unique, [(name, None) for name in [*names, Name(999)]])
+    assert_raises(ValueError, ("'999'", "duplicate"), unique, [(name, None) for name in [*names, Name(999)]])
     assert comparisons < 2000

@@ -1,4 +1,4 @@
-"""GGUF files, written by the gguf package: the same logits, and an error for every way a file can be wrong."""
+"""GGUF files written by the gguf package: equal logits, and errors for every kind of damage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.engine.tiny_models import logits_of, naive_logits, rope, tiny_model, token_ids
 from tests.gguf_files import BF16, F16, F32, Q8_0, as_llama_cpp, gguf_name, write_gguf
-from tests.raising import assert_raises
+from tests.raising import assert_raises, mentions
 
 from whet.engine import Engine
 from whet.errors import WhetValueError
@@ -33,7 +33,7 @@ CASES = ("llama", "llama-biases-tied", "mistral", "qwen2", "qwen3", "gpt_neox", 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_transformers(case, tmp_path):
+def test_logits_match_transformers(case, tmp_path):
     model, ids = tiny_model(case, **({"scale_attn_weights": True} if "unscaled" in case else {})), token_ids()
     source = open_gguf(write_gguf(model, tmp_path / "model.gguf"))
     np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
@@ -51,7 +51,7 @@ def test_names_of_tensors(case):
     model = tiny_model(case)
     for name in model.state_dict():
         if name == "lm_head.weight" and case == "gemma2":
-            continue  # llama.cpp's has none of its own
+            continue  # llama.cpp has none
         assert tensor_name(model.config.model_type, name) == gguf_name(model.config, name)
     assert tensor_name("llama", "model.layers.13.mlp.up_proj.weight") == "blk.13.ffn_up.weight"
     with pytest.raises(KeyError):
@@ -60,8 +60,8 @@ def test_names_of_tensors(case):
 
 @pytest.mark.parametrize("case", ["llama", "gpt_neox"])
 @pytest.mark.parametrize("kind", [F16, BF16, *QUANTISED], ids=lambda kind: kind.name)
-def test_every_type(case, kind, tmp_path):
-    """Rows of 256, which Q4_K needs; against the gguf package's own reading of the file, to the bit."""
+def test_every_tensor_type(case, kind, tmp_path):
+    """Rows of 256, a multiple of Q4_K's block, match the gguf package bitwise."""
     sizes = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 256}
     model = tiny_model(case, **sizes)
     path = write_gguf(model, tmp_path / "model.gguf", kind)
@@ -82,8 +82,8 @@ def test_every_type(case, kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
-def test_an_engine_computes_with_the_blocks_of_the_file(kind, tmp_path):
-    """The definition's logits; in the file's own formats but for the inputs of products, which are int8."""
+def test_engine_computes_with_the_blocks_of_the_file(kind, tmp_path):
+    """Compare with the definition's logits; in the file's formats, inputs of products are int8."""
     model = tiny_model("llama", num_hidden_layers=1, hidden_size=256, intermediate_size=256)
     path, ids = write_gguf(model, tmp_path / "model.gguf", kind), token_ids(8)
     expected = naive_logits(open_gguf(path), ids)
@@ -99,13 +99,13 @@ def test_an_engine_computes_with_the_blocks_of_the_file(kind, tmp_path):
 
 
 def undone(config: Any, name: str, array: np.ndarray) -> np.ndarray:
-    """The inverse of ``as_llama_cpp``, found by sending row numbers through it."""
+    """Return the inverse of ``as_llama_cpp``, by applying it to row numbers."""
     order = as_llama_cpp(config, name, np.arange(array.shape[0])[:, None])[:, 0]
     return array[np.argsort(order)]
 
 
 def test_mixed_types(tmp_path):
-    """As in practice: norms in F32, the embedding in another type than the layers."""
+    """Norms in F32 and an embedding in another type than the layers, as in practice."""
     model, ids = tiny_model("qwen2"), token_ids()
     path = write_gguf(
         model, tmp_path / "model.gguf", lambda name: F16 if "embed" in name else Q8_0 if "mlp.up" in name else F32
@@ -120,7 +120,7 @@ def test_mixed_types(tmp_path):
     np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=0.2)
 
 
-def test_llama3_scaling_is_a_tensor_of_divisors(tmp_path):
+def test_llama3_rope_scaling_is_a_tensor_of_divisors(tmp_path):
     model, ids = tiny_model("llama-llama3"), token_ids()
     exact = open_module(model).config
     plain = 500.0 ** (-np.arange(4) / 4)
@@ -163,14 +163,14 @@ def test_longrope(n, tmp_path):
     np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
 
 
-def test_a_file_whose_heads_rotate_in_part_is_refused_where_the_family_does_not(tmp_path):
+def test_partial_rotary_is_rejected_in_families_without_it(tmp_path):
     model = tiny_model("qwen2")
     model.config.rope_parameters["partial_rotary_factor"] = 0.5
     path = write_gguf(model, tmp_path / "model.gguf")
-    assert_raises(WhetValueError, r"qwen2\.rope\.dimension_count is 4, expected the whole head, 8", open_gguf, path)
+    assert_raises(WhetValueError, ("qwen2.rope.dimension_count is 4", "the whole head, 8"), open_gguf, path)
 
 
-# --- q, k and v in one, and models in parts -------------------------------------------------------------------------
+# --- fused q, k and v, and split models -----------------------------------------------------------------------------
 
 
 def weights_of(path: Path) -> dict[str, np.ndarray]:
@@ -186,30 +186,30 @@ def assert_same(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> N
 
 @pytest.mark.parametrize("case", ["llama", "llama-biases-tied", "qwen2", "qwen3"])
 @pytest.mark.parametrize("kind", [F32, Q8_0], ids=lambda kind: kind.name)
-def test_q_k_and_v_in_one(case, kind, tmp_path):
+def test_fused_qkv(case, kind, tmp_path):
     model = tiny_model(case, hidden_size=64, intermediate_size=64, head_dim=16)
     fused = write_gguf(model, tmp_path / "fused.gguf", kind, fused=True)
     assert "blk.0.attn_qkv.weight" in read_gguf(fused, "here").tensors
     assert_same(weights_of(fused), weights_of(write_gguf(model, tmp_path / "three.gguf", kind)))
 
 
-def test_q_k_and_v_both_in_one_and_apart(tmp_path):
+def test_fused_and_separate_qkv_together_are_rejected(tmp_path):
     extra = {"blk.0.attn_q.bias": np.ones(32, np.float32)}
     path = write_gguf(tiny_model("qwen2"), tmp_path / "model.gguf", fused=True, extra=extra)
     assert_raises(WhetValueError, r"there are both blk\.0\.attn_qkv\.bias and blk\.0\.attn_q\.bias", open_gguf, path)
 
 
-def test_q_k_and_v_in_one_of_another_size(tmp_path):
+def test_fused_qkv_of_wrong_size_is_rejected(tmp_path):
     extra = {"blk.0.attn_qkv.weight": np.ones((65, 32), np.float32)}
     model = tiny_model("llama", num_hidden_layers=1)
     path = write_gguf(model, tmp_path / "model.gguf", extra=extra)
     path.write_bytes(path.read_bytes().replace(b"blk.0.attn_q.w", b"blk.0.attn_x.w"))
-    assert_raises(WhetValueError, "blk.0.attn_qkv.weight has 65 rows, expected 64: q, k and v", open_gguf, path)
+    assert_raises(WhetValueError, ("blk.0.attn_qkv.weight has 65 rows", "64", "q, k and v"), open_gguf, path)
 
 
 @pytest.mark.parametrize("small_first_shard", [False, True])
-def test_parts(small_first_shard, tmp_path):
-    """By each of them; also where the first has no tensor."""
+def test_split_models(small_first_shard, tmp_path):
+    """Any part opens the model, also if the first has no tensors."""
     model = tiny_model("llama")
     whole = write_gguf(model, tmp_path / "whole.gguf")
     first = write_gguf(model, tmp_path / "m.gguf", split_max_tensors=8, small_first_shard=small_first_shard)
@@ -223,48 +223,47 @@ def test_parts(small_first_shard, tmp_path):
         np.testing.assert_allclose(engine.logits(ids[0].tolist()), logits_of(model, ids), rtol=0, atol=1e-3)
 
 
-def test_parts_that_are_wrong(tmp_path):
+def test_wrong_files_of_split_models_are_rejected(tmp_path):
     model = tiny_model("llama")
     write_gguf(model, tmp_path / "m.gguf", split_max_tensors=8)
     other = write_gguf(tiny_model("llama", num_hidden_layers=1), tmp_path / "o.gguf", split_max_tensors=4)
     parts = sorted(tmp_path.glob("m-*.gguf"))
     data = [part.read_bytes() for part in parts]
 
-    def check(message: str, i: int, changed: bytes, part: int = 0) -> None:
+    def check(facts: tuple[object, ...], i: int, changed: bytes, part: int = 0) -> None:
         parts[i].write_bytes(changed)
-        assert_raises(WhetValueError, rf'^open_gguf\(".*"\): .*{message}', open_gguf, parts[part])
+        assert_raises(WhetValueError, ('open_gguf("', *facts), open_gguf, parts[part])
         parts[i].write_bytes(data[i])
 
     second = "m-00002-of-00003.gguf has split.no, split.count and split.tensors.count"
-    check(rf"{second} \(0, 3, 21\), expected \(1, 3, 21\)", 1, data[0])  # there twice
+    check((second, (0, 3, 21), (1, 3, 21)), 1, data[0])  # a duplicate
     check(
-        rf"{second} \(1, 3, 12\), expected \(1, 3, 21\)",
+        (second, (1, 3, 12), (1, 3, 21)),
         1,
         other.with_name(parts[1].name.replace("m", "o")).read_bytes(),
     )
-    check(rf"{second} \(None, None, None\)", 1, write_gguf(model, tmp_path / "whole.gguf").read_bytes())
-    check(r"m-00002-of-00003.gguf: .*truncated", 1, data[1][:-200])
-    check("m-00002-of-00003.gguf has blk.0.attn_q.weight, which a part before it has", 1,
+    check((second, (None, None, None)), 1, write_gguf(model, tmp_path / "whole.gguf").read_bytes())
+    check(("m-00002-of-00003.gguf", "truncated"), 1, data[1][:-200])
+    check(("m-00002-of-00003.gguf", "blk.0.attn_q.weight", "another model"), 1,
           data[1].replace(b"blk.1.attn_q.weight", b"blk.0.attn_q.weight"))  # fmt: skip
     parts[1].unlink()
     for part in (parts[0], parts[2]):
-        message = "m-00002-of-00003.gguf is missing, part 2 of 3. Copy or download it into this folder"
-        assert_raises(WhetValueError, message, open_gguf, part)
+        assert_raises(WhetValueError, ("m-00002-of-00003.gguf", "part 2 of 3", "into this folder"), open_gguf, part)
     renamed = parts[0].rename(tmp_path / "m-00001-of-00002.gguf")
-    assert_raises(WhetValueError, "split.count is 3; expected a name such as model-00001-of-00003", open_gguf, renamed)
+    assert_raises(
+        WhetValueError, ("split.count is 3", "expected a name such as model-00001-of-00003"), open_gguf, renamed
+    )
 
 
-def test_parts_with_fewer_tensors_than_they_say(tmp_path):
+def test_split_model_with_missing_tensors_is_rejected(tmp_path):
     write_gguf(tiny_model("llama"), tmp_path / "m.gguf", split_max_tensors=8)
     at = b"split.tensors.count" + struct.pack("<I", 5)
     for part in tmp_path.glob("m-*.gguf"):
         part.write_bytes(part.read_bytes().replace(at + struct.pack("<i", 21), at + struct.pack("<i", 22)))
-    assert_raises(
-        WhetValueError, "the 3 parts have 21 tensors, expected the 22 of split.tensors.count", open_gguf, part
-    )
+    assert_raises(WhetValueError, ("the 3 parts have 21 tensors", "the 22 of split.tensors.count"), open_gguf, part)
 
 
-def test_from_pretrained_takes_a_file_and_keeps_its_blocks(tmp_path):
+def test_from_pretrained_keeps_the_blocks_of_a_file(tmp_path):
     path = write_gguf(tiny_model("llama", intermediate_size=64), tmp_path / "model.gguf", Q8_0)
     with Engine.from_pretrained(path) as one, Engine.from_gguf(path) as other:
         assert one.formats == other.formats and one.formats["layers.0.qkv"] == "q8_0"
@@ -273,13 +272,13 @@ def test_from_pretrained_takes_a_file_and_keeps_its_blocks(tmp_path):
         assert engine.formats["layers.0.qkv"] == "float32"
 
 
-# --- llama.cpp reads the same files the same way -------------------------------------------------------------------
+# --- against llama.cpp ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.needs("llama_cpp")
 @pytest.mark.parametrize("case", ["llama", "llama-llama3", "qwen2", "qwen3", "gpt2", "phi3"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_logits_are_those_of_llama_cpp(case, fused, tmp_path):
+def test_logits_match_llama_cpp(case, fused, tmp_path):
     import llama_cpp
 
     options = {"sliding_window": None} if case == "phi3" else {}
@@ -301,7 +300,7 @@ def test_logits_are_those_of_llama_cpp(case, fused, tmp_path):
     np.testing.assert_allclose(naive_logits(open_gguf(path), ids), expected, rtol=0, atol=0.05)
 
 
-# --- files that are wrong ------------------------------------------------------------------------------------------
+# --- damaged files -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -325,7 +324,7 @@ def test_cut_short_at_every_byte(small, tmp_path):
     for n in range(end):
         assert_raises(WhetValueError, r"^here: .*(truncated|begin with GGUF)", parse_gguf, data[:n], "here")
     opened(small[:end], tmp_path)
-    assert_raises(WhetValueError, r'^open_gguf\(".*model.gguf"\): .*truncated', opened, small[: end - 1], tmp_path)
+    assert_raises(WhetValueError, ('open_gguf("', 'model.gguf")', "truncated"), opened, small[: end - 1], tmp_path)
     assert_raises(WhetValueError, r"model\.gguf is empty", opened, b"", tmp_path)
 
 
@@ -349,79 +348,82 @@ def tensor(name: bytes, shape=(32,), kind=0, offset=0) -> bytes:
 
 
 def keyed(*key_of: Any) -> bytes:
-    """A file of one key."""
+    """Build a file with one key."""
     return header(n_keys=1) + key(*key_of)
 
 
 def holding(*tensors: bytes) -> bytes:
-    """A file of these tensors, and some data."""
+    """Build a file with these tensors and some data."""
     return header(len(tensors)) + b"".join(tensors) + bytes(200)
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"GGML" + bytes(100), "does not begin with GGUF"),
-        (header(version=1), "GGUF version 1; this engine reads 2 and 3: convert it"),
-        (header(version=3 << 24), "GGUF version 50331648; this engine reads 2 and 3: it is big-endian"),
-        (header(n_tensors=2**63), "number of tensors is 9223372036854775808, more than the 8 remaining bytes"),
-        (header(n_keys=2**64 - 1), "number of keys is 18446744073709551615, more than"),
-        (header(n_keys=1) + struct.pack("<Q", 2**63) + bytes(9), r"within a key \(9223372036854775808 bytes"),
-        (keyed(b"", 8, text(b"x")), "a key is '', expected plain text"),
-        (keyed(b"a\x1b[0m", 8, text(b"x")), r"a key is 'a\\x1b\[0m', expected plain text"),
-        (keyed(b"\xff", 8, text(b"x")), "a key is not UTF-8"),
-        (keyed(b"k" * 2000, 8, text(b"x")), "a key is 'kkk.*expected plain text"),
-        (keyed(b"k", 13, bytes(8)), "k has type 13, which GGUF does not define"),
-        (keyed(b"k", 7, b"\x02" + bytes(8)), "k is 2, expected 0 or 1"),
-        (keyed(b"k", 9, struct.pack("<IQ", 4, 2**62)), "length of k is 4611686018427387904, more"),
-        (keyed(b"k", 9, struct.pack("<IQ", 8, 2**62)), "length of k is 4611686018427387904, more"),
-        (keyed(b"k", 9, 4 * struct.pack("<IQ", 9, 1) + bytes(12)), "k is an array of type 9, expected num"),
-        (keyed(b"k", 9, struct.pack("<IQ", 13, 1) + bytes(12)), "k is an array of type 13, expected"),
-        (keyed(b"k", 9, struct.pack("<IQ", 7, 1) + b"\x02"), "k is 2, expected 0 or 1"),
-        (keyed(b"k", 9, struct.pack("<IQQ", 8, 1, 99)), r"within k \(99 bytes"),
-        (header(n_keys=2) + 2 * ARCHITECTURE, "the key general.architecture is duplicated"),
-        (keyed(b"general.alignment", 4, struct.pack("<I", 0)), "general.alignment is 0, expected"),
-        (keyed(b"general.alignment", 4, struct.pack("<I", 12)), "general.alignment is 12, expected"),
-        (keyed(b"general.alignment", 8, text(b"32")), "general.alignment is '32', expected"),
-        (holding(tensor(b"t"), tensor(b"t")), "the tensor t is duplicated"),
-        (holding(tensor(b"t", shape=())), "t has 0 axes, expected 1 to 4"),
-        (holding(tensor(b"t", shape=(1,) * 5)), "t has 5 axes, expected 1 to 4"),
-        (header(1) + text(b"t") + struct.pack("<I", 2**32 - 1) + bytes(200), "t has 4294967295 axes"),
-        (holding(tensor(b"t", shape=(2**63, 2**63))), "t of shape .* ends at byte .* truncated"),
-        (holding(tensor(b"t", shape=(2**62, 4))), "t of shape .* ends at byte"),
-        (holding(tensor(b"t", shape=(0, 2**63))), "t of shape .* ends at byte"),
-        (holding(tensor(b"t", offset=2**64 - 32)), "t of shape .* ends at byte"),
-        (holding(tensor(b"t", offset=4)), "t begins at byte 4 of the data, expected a multiple of 32"),
-        (holding(tensor(b"a"), tensor(b"b", offset=96)), "b begins at byte 96 of the data, expected a"),
+        (b"GGML" + bytes(100), ("does not begin with GGUF",)),
+        (header(version=1), ("GGUF version 1", "this engine reads 2 and 3", "convert it")),
+        (header(version=3 << 24), ("GGUF version 50331648", "this engine reads 2 and 3", "it is big-endian")),
+        (header(n_tensors=2**63), ("number of tensors is 9223372036854775808, more than the 8 remaining bytes",)),
+        (header(n_keys=2**64 - 1), ("number of keys is 18446744073709551615, more than",)),
+        (header(n_keys=1) + struct.pack("<Q", 2**63) + bytes(9), ("within a key (9223372036854775808 bytes",)),
+        (keyed(b"", 8, text(b"x")), ("a key is ''", "plain text")),
+        (keyed(b"a\x1b[0m", 8, text(b"x")), ("a key is 'a\\x1b[0m'", "plain text")),
+        (keyed(b"\xff", 8, text(b"x")), ("a key", "UTF-8")),
+        (keyed(b"k" * 2000, 8, text(b"x")), ("a key is 'kkk", "expected plain text")),
+        (keyed(b"k", 13, bytes(8)), ("k has type 13", "GGUF")),
+        (keyed(b"k", 7, b"\x02" + bytes(8)), ("k is 2", "0 or 1")),
+        (keyed(b"k", 9, struct.pack("<IQ", 4, 2**62)), ("length of k is 4611686018427387904, more",)),
+        (keyed(b"k", 9, struct.pack("<IQ", 8, 2**62)), ("length of k is 4611686018427387904, more",)),
+        (keyed(b"k", 9, 4 * struct.pack("<IQ", 9, 1) + bytes(12)), ("k is an array of type 9", "num")),
+        (keyed(b"k", 9, struct.pack("<IQ", 13, 1) + bytes(12)), ("k is an array of type 13, expected",)),
+        (keyed(b"k", 9, struct.pack("<IQ", 7, 1) + b"\x02"), ("k is 2", "0 or 1")),
+        (keyed(b"k", 9, struct.pack("<IQQ", 8, 1, 99)), ("within k (99 bytes",)),
+        (header(n_keys=2) + 2 * ARCHITECTURE, ("the key general.architecture is duplicated",)),
+        (keyed(b"general.alignment", 4, struct.pack("<I", 0)), ("general.alignment is 0, expected",)),
+        (keyed(b"general.alignment", 4, struct.pack("<I", 12)), ("general.alignment is 12, expected",)),
+        (keyed(b"general.alignment", 8, text(b"32")), ("general.alignment is '32', expected",)),
+        (holding(tensor(b"t"), tensor(b"t")), ("the tensor t is duplicated",)),
+        (holding(tensor(b"t", shape=())), ("t has 0 axes", "1 to 4")),
+        (holding(tensor(b"t", shape=(1,) * 5)), ("t has 5 axes", "1 to 4")),
+        (header(1) + text(b"t") + struct.pack("<I", 2**32 - 1) + bytes(200), ("t has 4294967295 axes",)),
+        (holding(tensor(b"t", shape=(2**63, 2**63))), ("t of shape", "ends at byte", "truncated")),
+        (holding(tensor(b"t", shape=(2**62, 4))), ("t of shape", "ends at byte")),
+        (holding(tensor(b"t", shape=(0, 2**63))), ("t of shape", "ends at byte")),
+        (holding(tensor(b"t", offset=2**64 - 32)), ("t of shape", "ends at byte")),
+        (holding(tensor(b"t", offset=4)), ("t begins at byte 4 of the data", "a multiple of 32")),
+        (holding(tensor(b"a"), tensor(b"b", offset=96)), ("b begins at byte 96 of the data", "expected a")),
         (
             holding(tensor(b"blk.3.attn_k.weight", kind=22)),
-            r"blk\.3\.attn_k\.weight is IQ2_S; this engine.*llama-quantize",
+            ("blk.3.attn_k.weight is IQ2_S", "this engine", "llama-quantize"),
         ),
-        (holding(tensor(b"t", kind=40)), r"t is NVFP4; this engine reads F32, BF16, .*TQ1_0 and TQ2_0\. Quantize"),
-        (holding(tensor(b"t", kind=4)), "t is of type 4, which llama.cpp does not write; this"),
-        (holding(tensor(b"t", shape=(33,), kind=8)), "t has rows of 33, not a multiple of the block length 32"),
-        (header() + bytes(32), "general.architecture is None; this engine reads llama, qwen2"),
-        (keyed(b"general.architecture", 8, text(b"qwen3next")), "'qwen3next', which has linear attention; this engine"),
-        (keyed(b"general.architecture", 8, text(b"mamba")), "general.architecture is 'mamba'"),
-        (keyed(b"general.architecture", 4, bytes(4)), "general.architecture is 0"),
+        (holding(tensor(b"t", kind=40)), ("t is NVFP4", "this engine reads F32, BF16", "TQ1_0 and TQ2_0", "Quantize")),
+        (holding(tensor(b"t", kind=4)), ("t is of type 4", "llama.cpp does not write", "this")),
+        (holding(tensor(b"t", shape=(33,), kind=8)), ("t has rows of 33", "32")),
+        (header() + bytes(32), ("general.architecture is None", "this engine reads llama, qwen2")),
+        (keyed(b"general.architecture", 8, text(b"qwen3next")), ("'qwen3next'", "has linear attention", "this engine")),
+        (keyed(b"general.architecture", 8, text(b"mamba")), ("general.architecture is 'mamba'",)),
+        (keyed(b"general.architecture", 4, bytes(4)), ("general.architecture is 0",)),
         (
             header(n_keys=2) + ARCHITECTURE + key(b"split.count", 2, b"\x03\x00"),
-            "split.count is 3; expected a name such",
+            ("split.count is 3", "expected a name such"),
         ),
         (
             header(n_keys=2) + ARCHITECTURE + key(b"llama.expert_kinds", 4, bytes(4)),
-            "not know the option llama.expert_k",
+            (
+                "llama.expert_kinds",
+                "not supported",
+            ),
         ),
-        (header(n_keys=1) + ARCHITECTURE, "llama.block_count is None, expected an integer of at least 1"),
+        (header(n_keys=1) + ARCHITECTURE, ("llama.block_count is None", "an integer of at least 1")),
     ],
 )
 def test_hostile_files(data, message, tmp_path):
-    assert_raises(WhetValueError, rf'^open_gguf\(".*model.gguf"\): .*{message}', opened, data, tmp_path)
+    assert_raises(WhetValueError, ('open_gguf("', "model.gguf", *message), opened, data, tmp_path)
 
 
-def test_no_file(tmp_path):
-    assert_raises(WhetValueError, r"nothing\.gguf is no file", open_gguf, tmp_path / "nothing.gguf")
-    assert_raises(WhetValueError, "is no file", open_gguf, tmp_path)
+def test_missing_file_is_rejected(tmp_path):
+    assert_raises(WhetValueError, ("nothing.gguf", "pass a path"), open_gguf, tmp_path / "nothing.gguf")
+    assert_raises(WhetValueError, "not a file", open_gguf, tmp_path)
 
 
 SIZES = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv",
@@ -430,39 +432,54 @@ SIZES = ("block_count", "embedding_length", "feed_forward_length", "attention.he
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("value", [0, 2**32 - 1])
-def test_sizes_that_cannot_be(small, tmp_path, name, value):
+def test_invalid_sizes_are_rejected(small, tmp_path, name, value):
     at = small.index(text(f"llama.{name}".encode())) + 8 + len(f"llama.{name}") + 4
     changed = small[:at] + struct.pack("<I", value) + small[at + 4 :]
     if name == "context_length" and value:
         value, changed = 0, small[:at] + bytes(4) + small[at + 4 :]
-    assert_raises(WhetValueError, r'^open_gguf\(".*model.gguf"\): ', opened, changed, tmp_path)
+    assert_raises(WhetValueError, ('open_gguf("', 'model.gguf")'), opened, changed, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("change", "extra", "message"),
     [
-        (None, {"blk.0.ffn_up.bias": np.ones(40, np.float32)}, "has no blk.0.ffn_up.bias; the engine does not know it"),
+        (
+            None,
+            {"blk.0.ffn_up.bias": np.ones(40, np.float32)},
+            ("blk.0.ffn_up.bias", "not supported"),
+        ),
         (
             None,
             {"rope_freqs.weight": np.ones(3, np.float32)},
-            "rope_freqs.weight is .* expected 4 finite numbers above 0",
+            ("rope_freqs.weight is", "expected 4 finite numbers above 0"),
         ),
-        (None, {"rope_freqs.weight": np.zeros(4, np.float32)}, "expected 4 finite numbers above 0"),
-        (None, {"rope_factors_long.weight": np.ones(4, np.float32)}, "rope_factors_long are 1-D F32 tensors"),
-        (lambda w: w.add_float32("llama.logit_scale", 2.0), None, "llama.logit_scale is 2.0, expected 1 or none"),
-        (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), None, "rope.scaling.type is 'longrope'"),
-        (lambda w: w.add_float32("llama.rope.scaling.attn_factor", float("nan")), None, "attn_factor is nan, expected"),
-        (lambda w: w.add_expert_count(2), None, "llama.expert_count is 2, expected 0 or none"),
-        (lambda w: w.add_bool("llama.attention.causal", False), None, "attention.causal is False, expected True or no"),
-        (lambda w: w.add_float32("llama.attn_logit_softcapping", 5.0), None, "softcapping is 5.0, expected 0 or none"),
+        (None, {"rope_freqs.weight": np.zeros(4, np.float32)}, ("expected 4 finite numbers above 0",)),
+        (
+            None,
+            {"rope_factors_long.weight": np.ones(4, np.float32)},
+            (
+                "rope_factors_long",
+                "1-D F32",
+            ),
+        ),
+        (lambda w: w.add_float32("llama.logit_scale", 2.0), None, ("llama.logit_scale is 2.0", "1 or none")),
+        (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), None, ("rope.scaling.type is 'longrope'",)),
+        (
+            lambda w: w.add_float32("llama.rope.scaling.attn_factor", float("nan")),
+            None,
+            ("attn_factor is nan, expected",),
+        ),
+        (lambda w: w.add_expert_count(2), None, ("llama.expert_count is 2", "0 or none")),
+        (lambda w: w.add_bool("llama.attention.causal", False), None, ("attention.causal is False", "True or no")),
+        (lambda w: w.add_float32("llama.attn_logit_softcapping", 5.0), None, ("softcapping is 5.0", "0 or none")),
     ],
 )
-def test_models_that_are_more_than_their_architecture(change, extra, message, tmp_path):
+def test_unsupported_options_and_tensors_are_rejected(change, extra, message, tmp_path):
     path = write_gguf(tiny_model("llama"), tmp_path / "model.gguf", change=change, extra=extra)
-    assert_raises(WhetValueError, rf"^open_gguf.*{message}", open_gguf, path)
+    assert_raises(WhetValueError, ("open_gguf", *message), open_gguf, path)
 
 
-def test_options_with_the_value_that_changes_nothing(tmp_path):
+def test_neutral_options_are_accepted(tmp_path):
     def change(writer):
         for key, value in {
             "attention.causal": True, "expert_count": 0, "expert_used_count": 0, "pooling_type": 0,
@@ -478,8 +495,8 @@ def test_options_with_the_value_that_changes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(("key", "expected"), [("yarn_attn_factor", 0.8), ("attn_factor", 0.8 * (0.1 * np.log(4) + 1))])
-def test_the_attention_factor_of_yarn_under_either_key(key, expected, tmp_path):
-    """The config's, as llama.cpp's converter writes it, or relative to YaRN's own, as llama.cpp reads it."""
+def test_yarn_attention_factor_under_either_key(key, expected, tmp_path):
+    """Absolute, as llama.cpp's converter writes it, or relative to YaRN's default, as llama.cpp reads it."""
 
     def change(writer):
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
@@ -492,8 +509,8 @@ def test_the_attention_factor_of_yarn_under_either_key(key, expected, tmp_path):
 
 
 @pytest.mark.parametrize("factor", [1.0, 3.0])
-def test_an_attention_factor_without_yarn(factor, tmp_path):
-    """llama.cpp multiplies cosines and sines by it under any scaling."""
+def test_attention_factor_without_yarn(factor, tmp_path):
+    """llama.cpp multiplies cosines and sines by the factor with any scaling."""
 
     def change(writer):
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
@@ -507,7 +524,7 @@ def test_an_attention_factor_without_yarn(factor, tmp_path):
 
 
 def test_sizes_by_layer(tmp_path):
-    """Some files give a size for each layer; it has to be the same."""
+    """Sizes per layer are accepted if they are all equal."""
     model = tiny_model("llama")
     path = write_gguf(model, tmp_path / "same.gguf", change=lambda w: None)
     data = path.read_bytes()
@@ -515,10 +532,10 @@ def test_sizes_by_layer(tmp_path):
     old = key(b"llama.attention.head_count_kv", 4, struct.pack("<I", 2))
     for sizes, message in (
         ((2, 2), None),
-        ((2, 4), r"head_count_kv is \[2, 4\], expected an integer of at least 1, the"),
+        ((2, 4), ("head_count_kv is [2, 4]", "an integer of at least 1, the")),
     ):
         new = key(b"llama.attention.head_count_kv", 9, struct.pack("<IQII", 4, 2, *sizes))
-        # One key more, as long as keeps the data on a multiple of 32.
+        # An extra key, of a length that keeps the data aligned to 32.
         filler = key(b"x", 8, text(b" " * (-(len(new) - len(old) + len(key(b"x", 8, text(b"")))) % 32)))
         changed = data.replace(old, new + filler)
         changed = changed[:16] + struct.pack("<Q", struct.unpack("<Q", data[16:24])[0] + 1) + changed[24:]
@@ -545,14 +562,14 @@ def test_values_of_every_type():
     metadata, tensors = parse_gguf(np.frombuffer(data + bytes(32), np.uint8), "here")
     assert {**metadata, "texts": len(metadata["texts"]), "nested": [[7], len(metadata["nested"][1])]} == expected
     assert metadata["nested"][1].to_list() == ["x"] and tensors == {}
-    with pytest.raises(ValueError, match=r"has a text that is not UTF-8: '\\xff'"):
+    with pytest.raises(ValueError, match=mentions("has a text that", "UTF-8", "'\\xff'")):
         metadata["texts"].to_list()
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(at=st.integers(0, 1500), byte=st.integers(0, 255))
-def test_any_byte_of_the_head_changed(small, tmp_path, at, byte):
-    """Opens or raises, and nothing else."""
+def test_mutated_metadata_bytes_are_safe(small, tmp_path, at, byte):
+    """Opening succeeds or raises a WhetValueError."""
     data = bytearray(small)
     data[at] = byte
     try:
@@ -562,7 +579,7 @@ def test_any_byte_of_the_head_changed(small, tmp_path, at, byte):
     assert all(row_slice.tensor.nbytes >= 0 for row_slice in source.slices())
 
 
-def test_metadata_and_tensors_are_those_of_the_package(tmp_path):
+def test_metadata_and_tensors_match_the_gguf_package(tmp_path):
     model = tiny_model("llama-yarn", **rope("default"))
     path = write_gguf(model, tmp_path / "model.gguf", F16)
     ours, theirs = read_gguf(path, "here"), gguf.GGUFReader(path)
@@ -578,8 +595,8 @@ def test_metadata_and_tensors_are_those_of_the_package(tmp_path):
             assert (ours.metadata[name].to_list() if is_texts else ours.metadata[name]) == value
 
 
-def test_the_base_of_frequencies_of_layers_with_a_window(tmp_path):
-    """Newer files say it; a family without such layers has none."""
+def test_rope_theta_of_layers_with_a_window(tmp_path):
+    """Newer files have this key; a family without such layers rejects it."""
     path = write_gguf(
         tiny_model("gemma3"), tmp_path / "1.gguf", change=lambda w: w.add_float32("gemma3.rope.freq_base_swa", 400.0)
     )
@@ -588,4 +605,4 @@ def test_the_base_of_frequencies_of_layers_with_a_window(tmp_path):
     path = write_gguf(
         tiny_model("llama"), tmp_path / "2.gguf", change=lambda w: w.add_float32("llama.rope.freq_base_swa", 400.0)
     )
-    assert_raises(WhetValueError, r"llama.rope.freq_base_swa is 400.0, expected none", open_gguf, path)
+    assert_raises(WhetValueError, ("llama.rope.freq_base_swa is 400.0", "none"), open_gguf, path)

@@ -9,14 +9,14 @@ from whet.models.sources.mapped import map_file, release_pages
 
 
 def resident_kib(path: Path) -> int:
-    """Of a file's mappings, as the kernel counts them."""
+    """Return the resident bytes of a file's mappings, from the kernel."""
     found = re.search(rf"{re.escape(str(path))}\n(?:\w.*\n)*?Rss: +(\d+) kB", Path("/proc/self/smaps").read_text())
     assert found is not None
     return int(found[1])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux counts resident pages")
-def test_all_of_a_tensor_is_let_go_though_its_views_have_strides(tmp_path):
+def test_pages_of_strided_views_are_released(tmp_path):
     path = tmp_path / "rows"
     np.arange(1 << 20, dtype=np.uint8).tofile(path)
     rows = map_file(path, "test").reshape(256, -1)
@@ -28,8 +28,8 @@ def test_all_of_a_tensor_is_let_go_though_its_views_have_strides(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux counts resident pages")
-def test_parts_of_a_weight_in_several_files_are_let_go(tmp_path):
-    """As of q, k and v of a layer whose shards part it."""
+def test_releases_multi_file_weights(tmp_path):
+    """Slices of one slot may come from several shards."""
     parts = []
     for name in ("first", "second"):
         np.ones(1 << 16, np.uint8).tofile(tmp_path / name)

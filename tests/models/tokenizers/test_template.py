@@ -6,6 +6,7 @@ import datetime
 from typing import Any
 
 import pytest
+from tests.raising import mentions
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from whet.errors import WhetTypeError, WhetValueError
@@ -47,12 +48,12 @@ NONE_IS_TESTED = (
 )
 
 
-def test_a_content_of_none_is_kept_for_templates_that_test_for_it() -> None:
+def test_content_of_none_is_kept_for_templates_that_require_it() -> None:
     called = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool": "f", "name": None}]
     assert ChatTemplate(NONE_IS_TESTED).render(called) == "said a;call f;"
-    # Others see no content, rather than print None.
+    # Other templates get no content, and do not print None.
     assert ChatTemplate("{% for m in messages %}{{ m.content }};{% endfor %}").render(called) == "a;;"
-    with pytest.raises(WhetValueError, match="has no attribute 'content'"):
+    with pytest.raises(WhetValueError, match=mentions("has no attribute 'content'")):
         ChatTemplate(NONE_IS_TESTED).render([{"role": "assistant"}])
 
 
@@ -72,7 +73,7 @@ def test_the_last_message_stays_open_as_in_transformers(content: str) -> None:
         "no marks",
     ],
 )
-def test_marked_parts_are_those_of_transformers(source: str) -> None:
+def test_generation_spans_match_transformers(source: str) -> None:
     plain = [{name: value for name, value in message.items() if value is not None} for message in MESSAGES]
     [text], [spans] = render_jinja_template([plain], chat_template=source, return_assistant_tokens_mask=True, **VALUES)
     template = ChatTemplate(source)
@@ -89,17 +90,17 @@ def test_marked_parts_are_those_of_transformers(source: str) -> None:
         "{% set x %}{% generation %}a{% endgeneration %}{% endset %}{{ x | length }}",
     ],
 )
-def test_marks_that_cannot_be_found_are_refused(source: str) -> None:
+def test_generation_marks_changed_by_filters_are_rejected(source: str) -> None:
     template = ChatTemplate(source)
-    with pytest.raises(WhetValueError, match=r"what it marks by \{% generation %\} cannot be found in what it renders"):
+    with pytest.raises(WhetValueError, match=mentions("{% generation %}")):
         template.generation_spans(template.render(MESSAGES), MESSAGES)
 
 
-def test_a_template_has_the_time() -> None:
+def test_strftime_now() -> None:
     assert ChatTemplate("{{ strftime_now('%Y') }}").render([]) == str(datetime.date.today().year)
 
 
-def test_a_template_that_strips_what_is_to_be_continued() -> None:
+def test_continuing_a_stripped_message() -> None:
     stripping = ChatTemplate("{% for m in messages %}[{{ m.content | trim }}]{% endfor %}")
     assert stripping.render([{"role": "user", "content": "a  "}], continue_final_message=True) == "[a"
 
@@ -130,29 +131,29 @@ def test_a_template_that_strips_what_is_to_be_continued() -> None:
         ("{{ 1 / 0 }}", "zero"),
     ],
 )
-def test_what_a_template_must_not_do_is_refused(source: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sandbox_violations_are_rejected(source: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template, "_MOST_STEPS", 10_000)
     with pytest.raises(WhetValueError, match=rf"(?s)tokenizer\.chat_template: .*({reason}).*Set another chat_template"):
         ChatTemplate(source).render([{"role": "user", "content": "a"}])
 
 
-def test_the_budget_is_that_of_one_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_budget_applies_per_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template, "_MOST_STEPS", 2000)
     loop = ChatTemplate("{% for i in range(999) %}{% endfor %}")
     assert [loop.render([]) for _ in range(5)] == [""] * 5
 
 
 @pytest.mark.parametrize("source", ["{% for %}", "{{", "{% endif %}", "{{ a b }}"])
-def test_what_is_no_jinja_is_refused(source: str) -> None:
-    with pytest.raises(WhetValueError, match=r"tokenizer\.chat_template: it is no Jinja template"):
+def test_invalid_jinja_is_rejected(source: str) -> None:
+    with pytest.raises(WhetValueError, match=mentions("tokenizer.chat_template", "it", "Jinja template")):
         ChatTemplate(source)
 
 
-def test_huge_templates_are_refused() -> None:
-    with pytest.raises(WhetValueError, match="characters, expected at most"):
+def test_huge_templates_are_rejected() -> None:
+    with pytest.raises(WhetValueError, match=mentions("characters", "at most")):
         ChatTemplate("a" * (template._MOST_CHARACTERS + 1))
 
 
-def test_objects_with_methods_stay_outside() -> None:
-    with pytest.raises(WhetTypeError, match="expected texts, numbers, lists and dicts"):
+def test_objects_with_methods_are_rejected() -> None:
+    with pytest.raises(WhetTypeError, match=mentions("expected texts, numbers, lists and dicts")):
         ChatTemplate("{{ messages }}").render([{"role": "user", "content": object()}])

@@ -12,6 +12,7 @@ import tokenizers
 import transformers
 from tests.models.tokenizers import vocab_files
 from tests.models.tokenizers.texts import make_texts
+from tests.raising import mentions
 from tests.tiny import letters_tokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -22,7 +23,7 @@ from whet.models.tokenizers.token_texts import TextStream, read_token_texts
 
 
 def check(tokenizer: Any, backend: Any, is_pieces: bool = False) -> None:
-    """Whole texts, and texts that begin and end at any token."""
+    """Check whole texts, and texts that begin and end at any token."""
     texts = read_token_texts(tokenizer, "test")
     rng = random.Random(0)
     for text in make_texts(600, ["<|im_end|>", "<|tool|>", "<s>", "</s>"]):
@@ -32,7 +33,7 @@ def check(tokenizer: Any, backend: Any, is_pieces: bool = False) -> None:
         part = ids[begin : begin + rng.randrange(12)]
         expected = backend.decode(part, skip_special_tokens=True)
         found = texts.text_of(part)
-        # Of bytes among which some are no UTF-8 SentencePiece's decoder makes one U+FFFD each.
+        # SentencePiece's decoder replaces each byte of a run with invalid UTF-8 by U+FFFD.
         assert found == expected or (is_pieces and "\ufffd" in found and "\ufffd" in expected)
         stream = TextStream(texts)
         assert "".join(stream.add(token, 0, i == len(part) - 1) for i, token in enumerate(part)) == found
@@ -58,7 +59,7 @@ def test_sentencepiece(kind: str, add_dummy_prefix: bool, byte_fallback: bool, t
     assert read_token_texts(tokenizer, "test").drops_first_space == add_dummy_prefix
 
 
-def test_words_of_metaspace_and_letters() -> None:
+def test_metaspace_and_unigram_decoders() -> None:
     words = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "▁say": 1, "▁hel": 2, "lo": 3}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Metaspace()  # type: ignore[assignment]
     words.decoder = decoders.Metaspace()  # type: ignore[assignment]
@@ -68,38 +69,38 @@ def test_words_of_metaspace_and_letters() -> None:
     assert read_token_texts(letters_tokenizer(), "test").text_of([1, 4, 3, 5, 2]) == "a b"
 
 
-def test_a_folder_has_its_tokenizer_in_a_file(tmp_path: Path) -> None:
+def test_folder_with_tokenizer_json(tmp_path: Path) -> None:
     trained = vocab_files.train_byte_level(list(PRE_TOKENIZERS["gpt-2"].patterns))
     transformers.PreTrainedTokenizerFast(tokenizer_object=trained).save_pretrained(tmp_path)
     ids = trained.encode("naïve 日本").ids
     assert read_token_texts(tmp_path, "test").text_of(ids) == "naïve 日本"
-    with pytest.raises(WhetValueError, match=r"test: stop needs a tokenizer, and there is no .*tokenizer.json"):
+    with pytest.raises(WhetValueError, match=mentions("test", "stop", "tokenizer.json")):
         read_token_texts(tmp_path / "other", "test")
     metadata = vocab_files.byte_level_metadata(trained, "gpt-2")
     file = vocab_files.write_file(tmp_path / "a.gguf", metadata)
     assert read_token_texts(str(file), "test").text_of(ids) == "naïve 日本"
 
 
-def test_tokenizers_whose_tokens_have_no_text_of_their_own_are_refused() -> None:
+def test_decoders_that_depend_on_neighbours_are_rejected() -> None:
     def refused(decoder: Any, why: str, vocab: dict[str, int] | None = None) -> None:
         tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab or {"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
         if decoder is not None:
             tokenizer.decoder = decoder
-        with pytest.raises(WhetValueError, match=f"test: stop needs a tokenizer .* is not known: {why}"):
+        with pytest.raises(WhetValueError, match=mentions("test: stop", "stop_token_ids", why)):
             read_token_texts(tokenizer, "test")
 
     refused(None, "it has no decoder")
-    refused(decoders.WordPiece(), "its decoder is not read: it has the step WordPiece")
-    refused(decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "c")]), "its decoder is not read: Replace comes")
-    refused(decoders.Sequence([decoders.Strip("_", 1, 0)]), "its decoder is not read: it has the step Strip")
-    # It leaves out all the spaces of a first token.
-    refused(decoders.Metaspace(), "its decoder is not read: .*'▁▁a'", {"▁▁a": 0, "[UNK]": 1, "a": 2})
+    refused(decoders.WordPiece(), "step WordPiece")
+    refused(decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "c")]), "Replace")
+    refused(decoders.Sequence([decoders.Strip("_", 1, 0)]), "step Strip")
+    # Metaspace strips all leading spaces of a first token.
+    refused(decoders.Metaspace(), "'▁▁a'", {"▁▁a": 0, "[UNK]": 1, "a": 2})
     for other in (None, 3, object()):
-        with pytest.raises(WhetTypeError, match="expected a fast tokenizer of transformers or that of a GGUF file"):
+        with pytest.raises(WhetTypeError, match=mentions("tokenizer is a", "transformers", "GGUF")):
             read_token_texts(other, "test")
 
 
-def test_the_alphabet_is_gpt_2s() -> None:
+def test_byte_alphabet_is_gpt2s() -> None:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trained = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(sorted(alphabet))}, []))
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]

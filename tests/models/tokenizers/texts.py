@@ -1,4 +1,4 @@
-"""Texts that tell tokenizers apart, the same under every Python: 10,000 take a second to make."""
+"""Texts that distinguish tokenizers, equal under every Python; 10,000 take a second to generate."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ SCRIPTS = [
 ]  # fmt: skip
 """Ranges of code points, of which some are unassigned."""
 STRAY = [0xFFFE, 0xFFFF, 0x378, 0x2FFE0, 0x10FFFF, 0xFDD0, 0xFFFD, 0xFEFF, 0x200B, 0x200D, 0x2028, 0x85, 0x1680]
-"""Code points that are unassigned, no characters, or no spaces to some."""
+"""Code points that are unassigned, noncharacters, or not spaces in some libraries."""
 _WORDS = (
     "the of and to a in is it you that he was for on are with as I his they be at one have this from or had by hot but "
-    "some what there we can out other were all your when up use word how said an each she which do their time if will "
+    "some what there we can out other were all your when up use word how did an each she which do their time if will "
     "I'm don't we'll they've He'S IT'S you'RE it's tokenizer model naïve café straße ŒUVRE Ελλάδα привет ПриВет мир "
     "שלום مرحبا नमस्ते สวัสดี 你好 世界 日本語 こんにちは カタカナ 안녕하세요 ﬁne Ⅷ ½ ①②③ ǅ 👍🏽 👨‍👩‍👧‍👦 🇫🇷 é ệ"
 )
@@ -49,7 +49,7 @@ SPACES = (
 
 
 def make_texts(n: int, special: Sequence[str] = (), seed: int = 0) -> list[str]:
-    """``n`` texts: words, code, all scripts, runs of spaces, stray code points, and the ``special`` ones among them."""
+    """Generate ``n`` texts: words, code, all scripts, runs of spaces, stray code points and ``special`` texts."""
     rng = random.Random(seed)
 
     def below(limit: int) -> int:

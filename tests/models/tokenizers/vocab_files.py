@@ -18,7 +18,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
 def write_file(path: Path, metadata: dict[str, Any]) -> Path:
-    """A GGUF file of these keys."""
+    """Write a GGUF file with these keys."""
     writer = gguf.GGUFWriter(path, "llama")
     add_keys(writer, metadata)
     writer.write_header_to_file()
@@ -28,7 +28,7 @@ def write_file(path: Path, metadata: dict[str, Any]) -> Path:
 
 
 def train_byte_level(patterns: list[str], n: int = 900) -> Tokenizer:
-    """BPE over bytes with two special tokens and one of the user."""
+    """Train byte-level BPE with two special tokens and a user-defined one."""
     tokenizer = Tokenizer(models.BPE())
     splits: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -46,7 +46,7 @@ def train_byte_level(patterns: list[str], n: int = 900) -> Tokenizer:
 
 
 def byte_level_metadata(tokenizer: Tokenizer, pre: str) -> dict[str, Any]:
-    """The keys that llama.cpp's converter writes of it."""
+    """Return the keys that llama.cpp's converter writes."""
     made = json.loads(tokenizer.to_str())
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     special = {token["content"]: CONTROL if token["special"] else USER_DEFINED for token in made["added_tokens"]}
@@ -64,14 +64,14 @@ def byte_level_metadata(tokenizer: Tokenizer, pre: str) -> dict[str, Any]:
 
 
 def _training_texts() -> list[str]:
-    """Texts of a few alphabets, so that a small vocabulary covers them, and not those of ``make_texts``."""
+    """Texts of a few alphabets that a small vocabulary covers, different from ``make_texts``."""
     return [
         text for text in make_texts(4000, seed=1) if text and 0x20 <= min(map(ord, text)) <= max(map(ord, text)) < 0x500
     ]
 
 
 def train_sentencepiece(kind: str, **options: Any) -> bytes:
-    """A model of "bpe" or "unigram"."""
+    """Train a "bpe" or "unigram" model."""
     made = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(_training_texts()),
@@ -92,7 +92,7 @@ def train_sentencepiece(kind: str, **options: Any) -> bytes:
 
 
 def sentencepiece_metadata(model: bytes) -> dict[str, Any]:
-    """The keys that llama.cpp's converter writes of it."""
+    """Return the keys that llama.cpp's converter writes."""
     proto = sentencepiece_model_pb2.ModelProto.FromString(model)
     is_unigram = proto.trainer_spec.model_type == proto.trainer_spec.UNIGRAM
     return {

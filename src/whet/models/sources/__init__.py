@@ -1,1 +1,1 @@
-"""Sources of a model's weights: a Hugging Face folder, a GGUF file, a live module."""
+"""Sources of models: Hugging Face folders, GGUF files, live modules, named arrays."""

@@ -1,7 +1,7 @@
-"""A model's weights as named arrays, on their way between processes: what a trainer sends, and what an engine takes.
+"""Model weights as named arrays, for transfer from a trainer to an engine in another process.
 
-The names are those of the parameters in the Hugging Face model; an adapter's is its module's. An array is NumPy's, of
-float32, float16, float64, or uint16 that holds bfloat16. Torch is needed only where the model is one of its modules.
+Names are the parameter names of the Hugging Face model; for adapters, module names. Arrays are NumPy float32, float16,
+float64, or uint16 with the bits of bfloat16. Only reading a live module needs torch.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _FORMATS = {"uint16": "bfloat16"} | {name: name for name in FLOAT_FORMATS if nam
 
 
 def named_arrays(model: Any, *, adapters_only: bool = False, bfloat16_slots: Collection[str] = ()) -> dict[str, Any]:
-    """The parameters of a live Hugging Face model, and its active LoRA adapters, copied.
+    """Copy the parameters and the active LoRA adapters of a live Hugging Face model.
 
     Args:
-        model: as ``whet.Engine.from_model`` takes it. Of one on a packed base there are only the adapters.
-        adapters_only: leave the weights out, which the engine has already.
-        bfloat16_slots: whose weights are rounded to bfloat16 here, for an engine that would do it there.
+        model: see ``whet.Engine.from_model``. A model on a packed base has only adapters.
+        adapters_only: exclude the weights, if the engine already has them.
+        bfloat16_slots: slots whose weights are rounded to bfloat16 before the transfer instead of in the engine.
 
     Returns:
-        Name -> array, and for each adapter module name -> (A (r, k), B (n, r), scaling): what ``Engine.sync`` takes.
+        For ``Engine.sync``: name -> array, and module name -> (A (r, k), B (n, r), scaling) for each adapter.
 
     Raises:
-        WhetValueError: as ``open_module``; or ``adapters_only`` of a model without adapters.
+        WhetValueError: as ``open_module``, or ``adapters_only`` for a model without adapters.
     """
     from whet.models.sources.live import open_module
 
@@ -58,7 +58,7 @@ def named_arrays(model: Any, *, adapters_only: bool = False, bfloat16_slots: Col
 
 
 def weight_arrays(model: Any, source: ModelSource, bfloat16_slots: Collection[str] = ()) -> dict[str, np.ndarray]:
-    """Of ``named_arrays``, the weights of a model that ``source`` describes."""
+    """Copy the weights of a model with this ``source``; see ``named_arrays``."""
     from whet.models.sources.live import live_parameters
 
     return {
@@ -67,7 +67,7 @@ def weight_arrays(model: Any, source: ModelSource, bfloat16_slots: Collection[st
 
 
 def adapter_arrays(model: Any, source: ModelSource) -> dict[str, tuple[np.ndarray, np.ndarray, float]]:
-    """Of ``named_arrays``, the adapters."""
+    """Copy the adapters of a model; see ``named_arrays``."""
     from whet.models.sources.live import live_adapters
 
     return {
@@ -83,16 +83,16 @@ def open_arrays(
     base: PackedBase | None,
     where: str,
 ) -> ModelSource:
-    """Named arrays as a source for the engine of this config: all weights, or none, and any adapters.
+    """Open named arrays as a source for an engine with this config: all weights or none, and any adapters.
 
     Args:
-        targets: where modules go, as in ``ModelSource``.
-        base: the packed weights that the engine shares; its weights do not come as arrays then.
+        targets: see ``ModelSource``.
+        base: the packed weights that the engine shares; the arrays may then contain only adapters.
         where: prefix of error messages.
 
     Raises:
-        WhetTypeError: a value that is neither an array nor an adapter, or an array's dtype.
-        WhetValueError: a weight that is missing, has another shape, or that the model does not have.
+        WhetTypeError: a value is neither an array nor an adapter, or has an unsupported dtype.
+        WhetValueError: a weight is missing, has the wrong shape, or is unknown to the model.
     """
     if not arrays:
         raise WhetValueError(f"{where}: there are no arrays. Send weights, adapters, or both.")
@@ -101,15 +101,13 @@ def open_arrays(
     if weights and base is not None:
         name = next(iter(weights))
         raise WhetValueError(f"{where}: {name} is among the arrays, and the engine's weights are a packed base, which "
-                             "does not change. Send the adapters alone.")  # fmt: skip
+                             "is immutable. Send only the adapters.")  # fmt: skip
     used: set[str] = set()
 
     def tensor(names: Sequence[str], suffix: str) -> StoredTensor:
-        name = next((found for each in names if (found := f"{each}.{suffix}") in weights), None)
+        name = next((full for name in names if (full := f"{name}.{suffix}") in weights), None)
         if name is None:
-            raise WhetValueError(
-                f"{where}: there is no array {names[0]}.{suffix}. Send all weights, or adapters alone."
-            )
+            raise WhetValueError(f"{where}: array {names[0]}.{suffix} is missing. Send all weights, or only adapters.")
         used.add(name)
         array = weights[name]
         if not isinstance(array, np.ndarray) or str(array.dtype) not in _FORMATS:
@@ -122,7 +120,7 @@ def open_arrays(
     modules = list(dict.fromkeys(location.module for location in targets.values()))
     slices = list(iter_slices(config, modules, tensor, where)) if weights else []
     if unknown := sorted(weights.keys() - used):
-        raise WhetValueError(f"{where}: the model has no parameter {unknown[0]}; it is another model's.")
+        raise WhetValueError(f"{where}: the model has no parameter {unknown[0]}. Send the arrays of the same model.")
     return ModelSource(config, lambda: iter(slices), dict(targets), tuple(adapters), base=base)
 
 
@@ -136,10 +134,10 @@ def _adapter(config: ModelConfig, targets: Mapping[str, WeightLocation], name: s
 
 
 def _array(tensor: Any, narrow: bool) -> np.ndarray:
-    """A copy of a torch tensor; bfloat16 as uint16."""
+    """Copy a torch tensor; bfloat16 becomes uint16."""
     import torch
 
     narrow = narrow and tensor.dtype == torch.float32
-    own = torch.empty_like(tensor, dtype=torch.bfloat16 if narrow else None, memory_format=torch.contiguous_format)
-    own.copy_(tensor)
-    return own.view(torch.int16).numpy().view(np.uint16) if own.dtype == torch.bfloat16 else own.numpy()
+    copy = torch.empty_like(tensor, dtype=torch.bfloat16 if narrow else None, memory_format=torch.contiguous_format)
+    copy.copy_(tensor)
+    return copy.view(torch.int16).numpy().view(np.uint16) if copy.dtype == torch.bfloat16 else copy.numpy()

@@ -1,8 +1,7 @@
-"""A Hugging Face folder as a source: config.json, and model.safetensors or its shards, mapped into memory.
+"""Open Hugging Face folders as sources: config.json, and model.safetensors or shards, memory-mapped.
 
-The safetensors format is read by the core (``cpp/files/safetensors.h``) and not by its library, which knows no bfloat16
-without torch; as strict as it is. Nothing of the folder is run: pickles are refused, and so is everything that has no
-plain reading.
+The core parses safetensors (``cpp/files/safetensors.h``), as strictly as the safetensors package, which needs torch for
+bfloat16. No code in the folder is executed: pickles and ambiguous files are rejected.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from whet.models.sources.mapped import map_file, parse_container, parse_json, vi
 
 _FORMATS = {TABLE[name].gguf_name: TABLE[name] for name in ("float32", "float16", "bfloat16", "float64")}
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-# Masks and frequencies that old checkpoints carry along; what they say follows from the config.
+# Masks and frequencies in old checkpoints; their values follow from the config.
 _BUFFERS = re.compile(r"(^|\.)((attn|attention)\.(masked_)?bias|rotary_emb\.inv_freq)$")
 
 
 class Entry(NamedTuple):
-    """A tensor of a file: its dtype as safetensors writes it, its shape, and where it begins in the file."""
+    """A tensor of a file: its safetensors dtype, its shape, and its offset in the file."""
 
     file: str
     data: np.ndarray
@@ -40,27 +39,26 @@ class Entry(NamedTuple):
 
 
 def open_folder(path: str | os.PathLike[str], *, max_position: int | None = None) -> ModelSource:
-    """The model of a Hugging Face folder.
+    """Open the model of a Hugging Face folder.
 
     Args:
-        path: the folder, with config.json and model.safetensors, or shards and model.safetensors.index.json.
+        path: a folder with config.json and model.safetensors, or shards and model.safetensors.index.json.
         max_position: see ``model_config``.
 
     Returns:
-        ``ModelSource(config, pieces, targets)``. The pieces are read-only views of the mapped files, which must not be
-        changed while they are used; bfloat16 comes as uint16. A head that equals the embedding, in a model whose config
-        ties them, is tied.
+        A source whose slices are read-only views of the mapped files, which must not change while they are in use;
+        bfloat16 is uint16. A head that equals the embedding, in a model whose config ties them, is tied.
 
     Raises:
-        WhetValueError: an unsupported model, a missing, damaged or contradictory file, a tensor that is missing, of
-            another shape or of another dtype than floats, or one that the model does not have.
+        WhetValueError: an unsupported model, a missing, damaged or contradictory file, a tensor that is missing, has
+            the wrong shape or is not float, or a tensor that the model does not have.
     """
     folder, where = Path(path), f'open_folder("{path}")'
     if not folder.is_dir():
-        raise WhetValueError(f"{where}: there is no such folder. Models are not downloaded; pass the path of one.")
+        raise WhetValueError(f"{where}: the folder does not exist. Models are not downloaded; pass a path.")
     config = read_config(folder, where)
     family = family_of(config, where)
-    tensors = _Tensors(_entries(folder, where), family, where)
+    tensors = _Tensors(_read_entries(folder, where), family, where)
     described = model_config(config, max_position=max_position, where=where, tied_head=tensors.tied_head(config))
 
     def slices() -> Iterator[RowSlice]:
@@ -74,10 +72,10 @@ def open_folder(path: str | os.PathLike[str], *, max_position: int | None = None
 
 
 def read_config(folder: Path, where: str) -> dict[str, Any]:
-    """config.json of a folder.
+    """Read config.json of a folder.
 
     Raises:
-        WhetValueError: there is none, or it is not JSON.
+        WhetValueError: it is missing or not JSON.
     """
     path = folder / "config.json"
     if not path.is_file() and (folder / "adapter_config.json").is_file():
@@ -92,15 +90,15 @@ def read_config(folder: Path, where: str) -> dict[str, Any]:
 
 
 def read_safetensors(path: Path, where: str) -> dict[str, Entry]:
-    """Name -> tensor of a .safetensors file; see ``parse_safetensors``."""
+    """Read name -> tensor of a .safetensors file; see ``parse_safetensors``."""
     return parse_safetensors(map_file(path, where), f"{where}: {path.name}")
 
 
 def parse_safetensors(data: np.ndarray, label: str) -> dict[str, Entry]:
-    """Name -> tensor of a file's bytes, (n,) uint8; those of the tensors are not looked at.
+    """Parse name -> tensor of a file's bytes, (n,) uint8; tensor data is not read.
 
     Raises:
-        WhetValueError: the file is not exactly what the format allows.
+        WhetValueError: the file violates the format.
     """
     return {
         name: Entry(label, data, dtype, shape, offset)
@@ -108,22 +106,22 @@ def parse_safetensors(data: np.ndarray, label: str) -> dict[str, Entry]:
     }
 
 
-def _entries(folder: Path, where: str) -> dict[str, Entry]:
-    """Name -> tensor over all files of the folder."""
+def _read_entries(folder: Path, where: str) -> dict[str, Entry]:
+    """Read name -> tensor of all files of the folder."""
     if (folder / _SINGLE).is_file():
         return read_safetensors(folder / _SINGLE, where)
     if (folder / _INDEX).is_file():
-        return _sharded(folder, where)
+        return _read_shards(folder, where)
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
     if pickles:
         raise WhetValueError(
-            f"{where}: {pickles[0]} is a pickle, which can run any code; it was not opened. If you trust it, load it "
-            f"in transformers and call save_pretrained(..., safe_serialization=True)."
+            f"{where}: {pickles[0]} is a pickle, which can execute any code; it was not opened. If you trust it, load "
+            f"it in transformers and call save_pretrained(..., safe_serialization=True)."
         )
-    raise WhetValueError(f"{where}: there is neither {_SINGLE} nor {_INDEX}.")
+    raise WhetValueError(f"{where}: the folder has neither {_SINGLE} nor {_INDEX}.")
 
 
-def _sharded(folder: Path, where: str) -> dict[str, Entry]:
+def _read_shards(folder: Path, where: str) -> dict[str, Entry]:
     label = f"{where}: {_INDEX}"
     files = parse_json(map_file(folder / _INDEX, where).tobytes(), label).get("weight_map")
     if not isinstance(files, dict) or not files:
@@ -135,17 +133,17 @@ def _sharded(folder: Path, where: str) -> dict[str, Entry]:
     for file in sorted(set(files.values())):
         for name, entry in read_safetensors(folder / file, where).items():
             if files.get(name) != file:
-                said = f"is in {files[name]}" if name in files else "is in no file"
-                raise WhetValueError(f"{where}: {file} holds {name}, which {said} by {_INDEX}.")
+                listed = f"lists in {files[name]}" if name in files else "does not list"
+                raise WhetValueError(f"{where}: {file} has {name}, which {_INDEX} {listed}.")
             entries[name] = entry
     absent = sorted(files.keys() - entries.keys())
     if absent:
-        raise WhetValueError(f"{where}: {files[absent[0]]} does not hold {absent[0]}, as {_INDEX} says it does.")
+        raise WhetValueError(f"{where}: {files[absent[0]]} lacks {absent[0]}, which {_INDEX} lists in it.")
     return entries
 
 
 class _Tensors:
-    """The folder's tensors under the names of the family's modules."""
+    """The folder's tensors by the module names of the family."""
 
     def __init__(self, entries: Mapping[str, Entry], family: Family, where: str) -> None:
         self.entries, self.family, self.where, self.used = entries, family, where, set()
@@ -163,8 +161,8 @@ class _Tensors:
         name = self.find(names, suffix)
         if name is None:
             raise WhetValueError(
-                f"{self.where}: there is no tensor {names[0]}.{suffix}, which the config asks for. The folder is "
-                f"incomplete, or config.json is another model's."
+                f"{self.where}: tensor {names[0]}.{suffix} is missing, which the config requires. The folder is "
+                f"incomplete, or config.json belongs to another model."
             )
         self.used.add(name)
         entry = self.entries[name]
@@ -174,11 +172,11 @@ class _Tensors:
         return StoredTensor(view(entry.data, entry.offset, format.dtype, entry.shape), format.name, entry.shape)
 
     def tied_head(self, config: Mapping[str, Any]) -> bool | None:
-        """False if the config ties a head that the files have apart; None: what the config says."""
+        """Return False if the files have a different head although the config ties it; None: as in the config."""
         embedding, head = (next(m for m in self.family.modules if m.slot == slot) for slot in ("embedding", "head"))
-        own = self.find(head.names, "weight")
+        name = self.find(head.names, "weight")
         tied = config.get("tie_word_embeddings", self.family.defaults.get("tie_word_embeddings"))
-        if own is None or tied is not True:
+        if name is None or tied is not True:
             return None
         table, output = self.get(embedding.names, "weight"), self.get(head.names, "weight")
         return table.shape == output.shape and np.array_equal(_bits(table.tensor), _bits(output.tensor))
@@ -187,11 +185,11 @@ class _Tensors:
         for name in sorted(self.entries.keys() - self.used):
             if not _BUFFERS.search(name):
                 raise WhetValueError(
-                    f"{self.entries[name].file}: a {model_type} with this config has no {name}. config.json is another "
-                    f"model's, or the engine does not know this kind."
+                    f"{self.entries[name].file}: a {model_type} with this config has no {name}. config.json belongs "
+                    f"to another model, or this variant is not supported."
                 )
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
-    """The bit patterns: NaN equals itself, and -0 is not 0."""
+    """Return the bit patterns, so that NaN equals itself and -0 differs from 0."""
     return array.view(f"<u{array.itemsize}")

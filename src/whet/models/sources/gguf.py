@@ -1,11 +1,10 @@
-"""A GGUF file as a source, mapped into memory. Quantised rows stay the bytes they are. (Its tokenizer: ``tokenizers``.)
+"""Open GGUF files as sources, memory-mapped; quantised rows keep their bytes. (Tokenizers: ``whet.models.tokenizers``.)
 
-The metadata is put into the words of the Hugging Face config of the same model, so that ``families`` has the only
-reading of options. The tensors become those of the Hugging Face model: llama.cpp reorders Llama's q and k for its
-pairing, and views with a stride undo that; newer converters may write q, k and v as one matrix. An option or tensor
-that is not known here is an error: it may change what the model computes. GGUF does not say which GELU GPT-NeoX was
-trained with: it is the exact one, as in its config. A sliding window counts, as in Hugging Face; llama.cpp passes over
-those of llama, phi3 and starcoder2.
+The metadata is translated into a Hugging Face config, so that only ``families`` interprets options. Tensors become
+those in the Hugging Face model: llama.cpp interleaves rows of Llama's q and k, which strided views undo; newer
+converters may fuse q, k and v. An unknown option or tensor is an error, because it may change the computation. GGUF
+does not record the GELU of GPT-NeoX: the exact one is used, as in its config. Sliding windows apply, as in Hugging
+Face; llama.cpp ignores them in llama, phi3 and starcoder2.
 
 Source of the names: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, llama.cpp's convert_hf_to_gguf.py.
 """
@@ -40,31 +39,31 @@ from whet.models.sources.gguf_container import GGUFFile, read_gguf
 _KEYS: dict[str, str] = GGUF_NAMES["keys"]
 _ROPE_TENSORS: dict[str, str] = GGUF_NAMES["rope_tensors"]
 _BIASED = {"qkv_bias": ("qkv:", "qkv:q"), "o_bias": ("o:",), "mlp_bias": ("gate_up:gate", "up:")}
-"""``ModelConfig``'s field -> slots that tell whether it is true."""
+"""Field of ``ModelConfig`` -> slots whose biases make it true."""
 _FUSED_QKV: str = GGUF_NAMES["fused_qkv"]
 _OF_MODEL_TYPE = {name: family.gguf["architecture"] for name, family in FAMILIES.items() if family.gguf is not None}
 _ARCHITECTURES = {
     architecture: [name for name, same in _OF_MODEL_TYPE.items() if same == architecture]
     for architecture in _OF_MODEL_TYPE.values()
 }
-"""Architecture -> the model_types that have it."""
+"""Architecture -> its model_types."""
 
 
 def open_gguf(path: str | os.PathLike[str] | GGUFFile, *, max_position: int | None = None) -> ModelSource:
-    """The model of a GGUF file.
+    """Open the model of a GGUF file.
 
     Args:
-        path: of a file, version 2 or 3, with tensors in F32, BF16, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K,
-            IQ4_NL, IQ4_XS, MXFP4, TQ1_0 and TQ2_0; of a model in parts any of them. Or what ``read_gguf`` gave.
+        path: a file of version 2 or 3 with tensor types that ``formats.TABLE`` lists with a ``gguf_type``, any file of
+            a split model, or a ``GGUFFile``.
         max_position: see ``model_config``.
 
     Returns:
-        ``ModelSource(config, pieces, targets)``. The pieces are read-only views of the mapped file, which must not be
-        changed while they are used; bfloat16 comes as uint16, quantised rows as their bytes.
+        A source whose slices are read-only views of the mapped file, which must not change while they are in use;
+        bfloat16 is uint16, quantised rows are bytes.
 
     Raises:
-        WhetValueError: an architecture, option or type that the engine does not run, a damaged file, or a part of a
-            model that is missing or another's.
+        WhetValueError: an unsupported architecture, option or type, a damaged file, or a missing or wrong file of a
+            split model.
     """
     file = path if isinstance(path, GGUFFile) else read_gguf(Path(path), f'open_gguf("{path}")')
     where = f'open_gguf("{file.paths[0]}")'
@@ -78,21 +77,19 @@ def open_gguf(path: str | os.PathLike[str] | GGUFFile, *, max_position: int | No
         name = f"{names[0]}.{suffix}"
         used.add(name)
         if name not in tensors:
-            raise WhetValueError(f"{where}: there is no tensor {name}, which this {architecture} needs.")
+            raise WhetValueError(f"{where}: tensor {name} is missing, which this {architecture} needs.")
         return tensors[name]
 
     slices = list(iter_slices(described, modules, tensor, where))
     unknown = sorted(tensors.keys() - used)
     if unknown:
-        raise WhetValueError(
-            f"{where}: a {architecture} of this kind has no {unknown[0]}; the engine does not know it."
-        )
+        raise WhetValueError(f"{where}: tensor {unknown[0]} is not supported in a {architecture} with this metadata.")
     targets = module_targets(options["model_type"], described)
     return ModelSource(described, lambda: iter(slices), targets, short_position=short_position(options, where))
 
 
 def describe_gguf(file: GGUFFile, max_position: int | None, where: str) -> tuple[dict[str, Any], ModelConfig]:
-    """``read_options`` of a file, and the model that they and its ``rope_freqs`` describe.
+    """Return ``read_options`` of a file, and the config from them and its tensor ``rope_freqs``.
 
     Raises:
         WhetValueError: as ``open_gguf``.
@@ -103,10 +100,10 @@ def describe_gguf(file: GGUFFile, max_position: int | None, where: str) -> tuple
 
 
 def read_options(file: GGUFFile, where: str) -> dict[str, Any]:
-    """The options of a file's model in the words of its Hugging Face config, but for the tensor ``rope_freqs``.
+    """Translate a file's metadata into a Hugging Face config, without the tensor ``rope_freqs``.
 
     Raises:
-        WhetValueError: an architecture or an option that the engine does not run, or one that is wrong.
+        WhetValueError: an unsupported architecture, or an unsupported or invalid option.
     """
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
@@ -117,13 +114,13 @@ def read_options(file: GGUFFile, where: str) -> dict[str, Any]:
     return _Metadata(file, architecture, where).options()
 
 
-def own_vectors(file: GGUFFile) -> dict[str, np.ndarray]:
-    """The tensors of a file that are no weights: numbers of its rotary embedding."""
+def rope_vectors(file: GGUFFile) -> dict[str, np.ndarray]:
+    """Return the tensors of a file that are not weights: numbers of its rotary embedding."""
     return {name: file.tensors[name].tensor for name in _ROPE_TENSORS.values() if name in file.tensors}
 
 
 def tensor_name(model_type: str, name: str) -> str:
-    """GGUF's name of a parameter: "model.layers.3.mlp.up_proj.weight" is "blk.3.ffn_up.weight".
+    """Return GGUF's name of a parameter: "blk.3.ffn_up.weight" for "model.layers.3.mlp.up_proj.weight".
 
     Raises:
         KeyError: the family has no such module, or GGUF no such family.
@@ -138,18 +135,18 @@ def tensor_name(model_type: str, name: str) -> str:
 
 
 class _Metadata:
-    """The file's options of its architecture, in Hugging Face's words."""
+    """Checked metadata of a file's architecture, and its translation to Hugging Face."""
 
     def __init__(self, file: GGUFFile, architecture: str, where: str) -> None:
         self.tensors, self.architecture, self.where = file.tensors, architecture, where
         begin = f"{architecture}."
         given = {key.removeprefix(begin): v for key, v in file.metadata.items() if key.startswith(begin)}
         for key in sorted(given.keys() - {*_KEYS.values(), *GGUF_NAMES["ignored_keys"]}):
-            plain = GGUF_NAMES["plain"].get(key)
-            if plain is None:
-                raise WhetValueError(f"{where}: the engine does not know the option {begin}{key} of this model.")
-            if given[key] not in plain:
-                raise WhetValueError(f"{where}: {begin}{key} is {given[key]!r:.60}, expected {plain[0]!r} or none.")
+            neutral = GGUF_NAMES["plain"].get(key)
+            if neutral is None:
+                raise WhetValueError(f"{where}: option {begin}{key} is not supported.")
+            if given[key] not in neutral:
+                raise WhetValueError(f"{where}: {begin}{key} is {given[key]!r:.60}, expected {neutral[0]!r} or none.")
         self.given = {name: given[key] for name, key in _KEYS.items() if key in given}
 
     def wrong(self, name: str, expected: str) -> WhetValueError:
@@ -159,7 +156,7 @@ class _Metadata:
 
     def size(self, name: str, default: int | None = None) -> int:
         value = self.given.get(name, default)
-        if isinstance(value, list) and value and all(each == value[0] for each in value):
+        if isinstance(value, list) and value and all(item == value[0] for item in value):
             value = value[0]
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.wrong(name, "an integer of at least 1" + (", the same in all layers" * isinstance(value, list)))
@@ -172,13 +169,13 @@ class _Metadata:
         return float(value)
 
     def model_type(self) -> str:
-        """The architecture's family; of several the one with a window where the file has one."""
+        """Return the architecture's family; of several, the family with a window if the file has one."""
         model_types = _ARCHITECTURES[self.architecture]
         if not self.given.get("sliding_window"):
             return model_types[0]
         found = next((name for name in model_types if FAMILIES[name].window in ("all", "pattern")), None)
         if found is None:
-            raise self.wrong("sliding_window", "none: it is not said which layers have it")
+            raise self.wrong("sliding_window", "none: the file does not record which layers have it")
         return found
 
     def options(self) -> dict[str, Any]:
@@ -204,7 +201,7 @@ class _Metadata:
         names.setdefault("layers.{i}.qkv:", _FUSED_QKV.replace("{i}", "0"))
         table = self.tensors.get(f"{names['embedding:']}.weight")
         if table is None or len(table.shape) != 2:
-            raise WhetValueError(f"{self.where}: there is no {names['embedding:']}.weight of two axes, the embedding.")
+            raise WhetValueError(f"{self.where}: {names['embedding:']}.weight, the embedding, is missing or not 2-D.")
         rotary_dim = self.size("rotary_dim", sizes["head_dim"])
         if rotary_dim != sizes["head_dim"] and not family.partial_rotary:
             raise self.wrong("rotary_dim", f"the whole head, {sizes['head_dim']}")
@@ -223,12 +220,12 @@ class _Metadata:
             "sliding_window": self.given.get("sliding_window") or gguf.get("sliding_window"),
             "rope_parameters": self.by_layers(rope, family),
             "query_pre_attn_scalar": sizes["hidden_dim"] // n_heads if by_hidden else sizes["head_dim"],
-            # Where both places say it, transformers believes this one.
+            # transformers prefers this one over the one in rope_parameters.
             "original_max_position_embeddings": rope.get("original_max_position_embeddings"),
         }
 
     def by_layers(self, rope: dict[str, Any], family: Family) -> dict[str, Any]:
-        """The settings of rotary embedding, and those of layers with a window, which files may leave out."""
+        """Return the rotary settings, by kind of layer if layers with a window have separate ones."""
         name = "rope_local_base_freq"
         if not family.rope_local:
             if name in self.given:
@@ -238,31 +235,33 @@ class _Metadata:
         return {"full_attention": rope, "sliding_attention": local}
 
     def biases(self, family: Family, biased: set[str]) -> dict[str, bool]:
-        """Whether matrices have biases, which is known by their tensors, under the names of the family's options."""
+        """Return the family's options of biases, from the tensors that exist."""
         found: dict[str, bool] = {}
-        for field, parts in _BIASED.items():
+        for field, slots in _BIASED.items():
             option = family.settings.get(field)
             if isinstance(option, str):
-                found.setdefault(option[1:], any(f"layers.{{i}}.{part}" in biased for part in parts))
+                found.setdefault(option[1:], any(f"layers.{{i}}.{slot}" in biased for slot in slots))
         return found
 
     def scales(self, family: Family, head_dim: int) -> dict[str, float]:
-        """The factors that only some families have."""
-        plain = dict.fromkeys(SCALES, 1.0) | {"attention_scale": 1 / math.sqrt(head_dim)}
+        """Return the factors of the family, after checking that the others are neutral."""
+        default = dict.fromkeys(SCALES, 1.0) | {"attention_scale": 1 / math.sqrt(head_dim)}
         for name in SCALES:
-            if name not in family.keys and not math.isclose(self.number(name, plain[name]), plain[name], rel_tol=1e-6):
-                raise self.wrong(name, f"{plain[name]:.6g} or none")
-        return {family.keys[name]: self.number(name, plain[name]) for name in SCALES if name in family.keys}
+            if name not in family.keys and not math.isclose(
+                self.number(name, default[name]), default[name], rel_tol=1e-6
+            ):
+                raise self.wrong(name, f"{default[name]:.6g} or none")
+        return {family.keys[name]: self.number(name, default[name]) for name in SCALES if name in family.keys}
 
     def softcaps(self, family: Family) -> dict[str, float]:
-        """The caps that only some families have; llama.cpp's are the family's own where a file does not say them."""
+        """Return the soft-caps of the family. Default: the family's, as in llama.cpp."""
         for name in SOFTCAPS:
             if self.given.get(name, 0.0) != 0.0 and name not in family.keys:
                 raise self.wrong(name, "0 or none")
         return {family.keys[n]: self.number(n, family.defaults[n]) for n in SOFTCAPS if n in family.keys}
 
     def rope(self, sizes: Mapping[str, int], rotary_dim: int) -> dict[str, Any]:
-        """Hugging Face's rope_parameters. (A half more than rotary_dim: its share is rounded down to it.)"""
+        """Return Hugging Face's rope_parameters. (rotary_dim + 0.5: transformers rounds the product down.)"""
         head_dim = sizes["head_dim"]
         found: dict[str, Any] = {"rope_type": "default", "rope_theta": self.number("rope_theta", 10000.0)}
         found["partial_rotary_factor"] = 1.0 if rotary_dim == head_dim else (rotary_dim + 0.5) / head_dim
@@ -271,21 +270,23 @@ class _Metadata:
         original = self.size("original_max_position_embeddings", sizes["max_position"])
         factors = {name: self.tensors.get(_ROPE_TENSORS[name]) for name in ("short_factor", "long_factor")}
         if any(factors.values()):
-            found |= {"rope_type": "longrope"} | {name: _factors(each, self.where) for name, each in factors.items()}
+            found |= {"rope_type": "longrope"} | {
+                name: _read_factors(tensor, self.where) for name, tensor in factors.items()
+            }
             found |= {"original_max_position_embeddings": original, "attention_factor": attention_factor}
         elif kind in ("linear", "yarn"):
             factor = self.number("factor", 1.0)
             found |= {"rope_type": kind, "factor": factor}
             if kind == "yarn":
                 relative = attention_factor * (0.1 * math.log(max(factor, 1.0)) + 1.0)
-                # llama.cpp's converter writes the config's here, which llama.cpp does not read.
-                has_own = "attention_factor" not in self.given
-                found["attention_factor"] = self.number("yarn_attention_factor", relative) if has_own else relative
+                # llama.cpp's converter writes the config's value to this key, which llama.cpp does not read.
+                is_relative = "attention_factor" in self.given
+                found["attention_factor"] = relative if is_relative else self.number("yarn_attention_factor", relative)
                 found["original_max_position_embeddings"] = original
                 found |= {name: self.number(name) for name in ("beta_fast", "beta_slow") if name in self.given}
         elif kind != "none":
             raise self.wrong("rope_type", "none, linear, yarn, or longrope with its rope_factors tensors")
-        if attention_factor != 1.0 and found["rope_type"] in ("default", "linear"):  # which have none in these words
+        if attention_factor != 1.0 and found["rope_type"] in ("default", "linear"):  # which have no such option
             factors = [found.pop("factor", 1.0)] * (rotary_dim // 2)
             found |= {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
             found |= {"original_max_position_embeddings": sizes["max_position"], "attention_factor": attention_factor}
@@ -295,36 +296,38 @@ class _Metadata:
 def _split_qkv(
     tensors: Mapping[str, StoredTensor], modules: Sequence[ModuleSpec], config: ModelConfig, where: str
 ) -> dict[str, StoredTensor]:
-    """The tensors, where a q, k and v that are one matrix, or one bias, of an architecture with three are three."""
+    """Split a fused q, k and v, weight or bias, of an architecture with three tensors."""
     split = dict(tensors)
     for location in iter_locations(config, [module for module in modules if module.part in ("q", "k", "v")]):
         fused = _FUSED_QKV.replace("{i}", location.weight.split(".")[1])
-        for name, own in ((f"{fused}.{suffix}", f"{location.names[0]}.{suffix}") for suffix in ("weight", "bias")):
+        for name, single in ((f"{fused}.{suffix}", f"{location.names[0]}.{suffix}") for suffix in ("weight", "bias")):
             if name not in tensors:
                 continue
             whole, n_rows = tensors[name], config.slots()[location.weight][0]
-            if own in tensors:
-                raise WhetValueError(f"{where}: there are both {name} and {own}. Convert the model again.")
+            if single in tensors:
+                raise WhetValueError(f"{where}: there are both {name} and {single}. Convert the model again.")
             if whole.shape[0] != n_rows:
                 raise WhetValueError(f"{where}: {name} has {whole.shape[0]} rows, expected {n_rows}: q, k and v.")
             split.pop(name, None)
             rows = slice(location.first_row, location.first_row + location.shape[0])
-            split[own] = StoredTensor(whole.tensor[rows], whole.format, (location.shape[0], *whole.shape[1:]))
+            split[single] = StoredTensor(whole.tensor[rows], whole.format, (location.shape[0], *whole.shape[1:]))
     return split
 
 
-def _factors(stored: StoredTensor | None, where: str) -> list[float]:
+def _read_factors(stored: StoredTensor | None, where: str) -> list[float]:
     if stored is None or stored.format != "float32" or len(stored.shape) != 1:
-        raise WhetValueError(f"{where}: rope_freqs, rope_factors_short and rope_factors_long are 1-D F32 tensors.")
+        raise WhetValueError(
+            f"{where}: rope_freqs, rope_factors_short and rope_factors_long have to be 1-D F32 tensors."
+        )
     return stored.tensor.tolist()
 
 
 def _with_rope_freqs(config: ModelConfig, tensors: Mapping[str, StoredTensor], where: str) -> ModelConfig:
-    """Frequencies divided by a tensor, which is how llama.cpp keeps Llama 3's scaling."""
+    """Divide the frequencies by a tensor, llama.cpp's form of Llama 3's scaling."""
     name = _ROPE_TENSORS["divisors"]
     if name not in tensors:
         return config
-    divisors = np.array(_factors(tensors[name], where), np.float64)
+    divisors = np.array(_read_factors(tensors[name], where), np.float64)
     if divisors.shape != (config.rotary_dim // 2,) or not (divisors > 0).all() or not np.isfinite(divisors).all():
         raise WhetValueError(
             f"{where}: {name} is {divisors.tolist()!r:.80}, expected {config.rotary_dim // 2} finite "

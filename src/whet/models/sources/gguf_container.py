@@ -1,7 +1,7 @@
-"""A GGUF file's metadata and tensors, as the core's parser (``cpp/files/gguf.h``) reads them, in views of its bytes.
+"""Read metadata and tensors of GGUF files with the core's parser (``cpp/files/gguf.h``), as views of the mapped bytes.
 
-A model in parts (``model-00001-of-00003.gguf``) is opened by any of them. Source of their names and keys: llama.cpp's
-tools/gguf-split and src/llama-model-loader.cpp.
+A split model (``model-00001-of-00003.gguf``) is opened by any of its files. Source of their names and keys:
+llama.cpp's tools/gguf-split and src/llama-model-loader.cpp.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 class GGUFFile(NamedTuple):
-    """A model's file, or its parts.
+    """The file, or files, of a model.
 
     Attributes:
-        paths: the file, or all parts in order.
-        metadata: by key, of the first part; an array of strings is a ``_core.GGUFTexts``, whose ``to_list`` makes them.
-        tensors: by name, of all parts.
+        paths: the file, or all files of a split model in order.
+        metadata: key -> value, from the first file; an array of strings is a ``_core.GGUFTexts``, see its ``to_list``.
+        tensors: name -> tensor, from all files.
     """
 
     paths: tuple[Path, ...]
@@ -39,10 +39,10 @@ class GGUFFile(NamedTuple):
 
 
 def read_gguf(path: Path, where: str) -> GGUFFile:
-    """The metadata and tensors of a file, and of a model in parts of all its files; see ``parse_gguf``.
+    """Read the metadata and tensors of a file, or of all files of a split model; see ``parse_gguf``.
 
     Raises:
-        WhetValueError: a file is not what the format allows; or a part is missing, another model's, or there twice.
+        WhetValueError: a file violates the format; or a file of a split model is missing, duplicated or another's.
     """
     metadata, tensors = parse_gguf(map_file(path, where), where)
     count = metadata.get("split.count", 1)
@@ -54,7 +54,7 @@ def read_gguf(path: Path, where: str) -> GGUFFile:
     for part, (_, found) in zip(paths, parts, strict=True):
         if twice := sorted(tensors.keys() & found.keys()):
             raise WhetValueError(
-                f"{where}: {part.name} has {twice[0]}, which a part before it has too. It is another model's."
+                f"{where}: {part.name} has {twice[0]}, and so has an earlier part. It belongs to another model."
             )
         tensors |= found
     if len(tensors) != metadata.get("split.tensors.count"):
@@ -66,10 +66,10 @@ def read_gguf(path: Path, where: str) -> GGUFFile:
 
 
 def parse_gguf(data: np.ndarray, where: str) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """The metadata and tensors of a file's bytes, (n,) uint8; those of the tensors are not looked at.
+    """Parse the metadata and tensors of a file's bytes, (n,) uint8; tensor data is not read.
 
     Raises:
-        WhetValueError: the file is not exactly what the format allows, or a tensor has a type that is not read.
+        WhetValueError: the file violates the format, or a tensor's type is not supported.
     """
     metadata, found = parse_container(_core.parse_gguf, data, where)
     tensors = {}
@@ -82,18 +82,18 @@ def parse_gguf(data: np.ndarray, where: str) -> tuple[dict[str, Any], dict[str, 
 
 
 def _part_paths(path: Path, count: Any, where: str) -> tuple[Path, ...]:
-    """The files of all parts, by the name of one and the number that it says."""
+    """Return the files of all parts, from the name of one."""
     name = _PART.fullmatch(path.name)
     if name is None or int(name[3]) != count:
         raise WhetValueError(
             f"{where}: this is a part of a model, and split.count is {count!r:.40}; expected a name such as "
-            f"model-00001-of-00003.gguf, with that number. Give the parts their names again."
+            f"model-00001-of-00003.gguf, with that number. Restore the names of the parts."
         )
     return tuple(path.with_name(f"{name[1]}-{i:05d}-of-{name[3]}.gguf") for i in range(1, int(name[3]) + 1))
 
 
 def _read_parts(paths: tuple[Path, ...], where: str) -> Iterator[tuple[dict[str, Any], dict[str, StoredTensor]]]:
-    """The metadata and tensors of each part, which says that it is that part of the same model as the first."""
+    """Yield the metadata and tensors of each part, after checking its number and total."""
     n_tensors = None
     for i, path in enumerate(paths):
         if not path.is_file():
@@ -102,11 +102,11 @@ def _read_parts(paths: tuple[Path, ...], where: str) -> Iterator[tuple[dict[str,
             )
         label = f"{where}: {path.name}"
         metadata, tensors = parse_gguf(map_file(path, label), label)
-        said = tuple(metadata.get(f"split.{key}") for key in ("no", "count", "tensors.count"))
-        n_tensors = said[2] if i == 0 else n_tensors
-        if said != (i, len(paths), n_tensors):
+        split = tuple(metadata.get(f"split.{key}") for key in ("no", "count", "tensors.count"))
+        n_tensors = split[2] if i == 0 else n_tensors
+        if split != (i, len(paths), n_tensors):
             raise WhetValueError(
-                f"{label} has split.no, split.count and split.tensors.count {said!r:.80}, expected "
-                f"{(i, len(paths), n_tensors)!r:.80}: it is another part, or another model's. Download it again."
+                f"{label} has split.no, split.count and split.tensors.count {split!r:.80}, expected "
+                f"{(i, len(paths), n_tensors)!r:.80}: another part, or another model's. Download it again."
             )
         yield metadata, tensors

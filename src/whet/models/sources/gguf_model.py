@@ -1,4 +1,4 @@
-"""A GGUF file as a model of transformers, to train it: weights dequantised, options as a config, its own tokenizer."""
+"""Load GGUF files as transformers models for training: dequantised weights, a config, and the file's tokenizer."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from whet.models.tokenizers import GGUFTokenizer, read_tokenizer
 from whet.ops.rope_scaling import rope_frequencies
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The scaling of rotary frequencies of Llama 3.1 to 3.3, beside the factor."""
+"""Rotary scaling of Llama 3.1 to 3.3, without the factor."""
 
 
 def load_gguf_model(path: str | os.PathLike[str] | GGUFFile, dtype: str = "float32") -> tuple[Any, Any]:
-    """The model of a GGUF file as a module of transformers with all its weights, and its tokenizer.
+    """Load the model of a GGUF file as a transformers module, and its tokenizer.
 
-    The weights are the numbers that the file's blocks stand for; in float32 the logits are those of
+    The weights are dequantised; in float32 the logits equal
     ``whet.models.reference.naive_forward``. ``save_pretrained`` of both writes a Hugging Face folder.
 
     Args:
-        path: as ``open_gguf`` takes it.
-        dtype: of the weights: "float32", 4 bytes a weight, or "bfloat16", which rounds them.
+        path: see ``open_gguf``.
+        dtype: dtype of the weights, "float32" or "bfloat16".
 
     Returns:
         ``(model, tokenizer)``: a causal language model of the file's family on the CPU, and a
-        ``PreTrainedTokenizerFast``. The generation config ends at all tokens that end a generation.
+        ``PreTrainedTokenizerFast``. The generation config has all stop tokens.
 
     Raises:
-        WhetValueError: as ``open_gguf`` and ``read_tokenizer``; a tokenizer with tokens that the model does not have;
-            or a model that transformers computes in another way.
+        WhetValueError: as ``open_gguf`` and ``read_tokenizer``; a tokenizer with more tokens than the embedding has
+            rows; or a model that transformers computes differently.
         MissingExtraError: torch or transformers is not installed.
     """
     check_installed("load_gguf_model", "torch", "transformers")
@@ -59,7 +59,7 @@ def load_gguf_model(path: str | os.PathLike[str] | GGUFFile, dtype: str = "float
 
 
 def read_gguf_config(path: str | os.PathLike[str] | GGUFFile) -> tuple[Any, GGUFTokenizer]:
-    """The config of transformers that describes a GGUF file, and its tokenizer; arguments and errors as above."""
+    """Read the transformers config of a GGUF file, and its tokenizer; arguments and errors as ``load_gguf_model``."""
     file = path if isinstance(path, GGUFFile) else read_gguf(Path(path), f'load_gguf_model("{path}")')
     where = f'load_gguf_model("{file.paths[0]}")'
     described, tokenizer = open_gguf(file).config, read_tokenizer(file)
@@ -74,7 +74,7 @@ def read_gguf_config(path: str | os.PathLike[str] | GGUFFile) -> tuple[Any, GGUF
 
 
 def _make_config(file: GGUFFile, described: ModelConfig, tokenizer: GGUFTokenizer, where: str) -> Any:
-    """The config of transformers, with what of the options its family has."""
+    """Make the transformers config from the options that its class has."""
     import transformers
 
     options = read_options(file, where)
@@ -96,14 +96,14 @@ def _make_config(file: GGUFFile, described: ModelConfig, tokenizer: GGUFTokenize
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        name_or_path=str(file.paths[0].resolve()),  # adapters remember where their base is
+        name_or_path=str(file.paths[0].resolve()),  # adapters store the path of their base
     )
 
 
 def _divided_rope(config: ModelConfig, theta: float) -> dict[str, Any]:
-    """rope_parameters of frequencies that the file has divisors of: Llama 3's scaling, or any as longrope's factors."""
-    plain = theta ** (-2 * np.arange(config.rotary_dim // 2) / config.rotary_dim)
-    divisors = plain / np.array(config.inv_freq)
+    """Return rope_parameters of frequencies with divisors: Llama 3's scaling, or longrope with these factors."""
+    unscaled = theta ** (-2 * np.arange(config.rotary_dim // 2) / config.rotary_dim)
+    divisors = unscaled / np.array(config.inv_freq)
     llama3 = {"rope_type": "llama3", "rope_theta": theta, "factor": float(np.round(divisors.max())), **_LLAMA3}
     if llama3["factor"] >= 1 and config.attention_factor == 1.0:
         frequencies, _ = rope_frequencies(config.head_dim, None, config.max_position, scaling=llama3)
@@ -121,7 +121,7 @@ def _divided_rope(config: ModelConfig, theta: float) -> dict[str, Any]:
 
 
 def _check_same(ours: ModelConfig, theirs: ModelConfig, where: str) -> None:
-    """Refuse a model that transformers' config does not describe."""
+    """Reject a model that transformers' config cannot express."""
     if (name := find_difference(ours, theirs)) is not None:
         raise WhetValueError(
             f"{where}: {name} is {getattr(ours, name)!r:.80}, and in transformers it would be "
@@ -130,22 +130,22 @@ def _check_same(ours: ModelConfig, theirs: ModelConfig, where: str) -> None:
 
 
 def _copy_weights(source: ModelSource, live: ModelSource, model: Any) -> None:
-    """Write the file's numbers into the module's parameters, of which ``live`` has views; one slot at a time."""
+    """Write the file's weights into the module's parameters, of which ``live`` has views, slot by slot."""
     import torch
 
-    shapes, parameters = source.config.slots(), _by_slot(live.slices())
-    moved = {
+    shapes, parameters = source.config.slots(), _group_by_slot(live.slices())
+    offsets = {
         location.weight: (name, location.module.offset)
         for name, location in live.targets.items()
         if location.module.offset
     }
-    for slot, slices in _by_slot(source.slices()).items():
+    for slot, slices in _group_by_slot(source.slices()).items():
         values = np.empty(shapes[slot], np.float32)
         for row_slice in slices:
             values[row_slice.first_row : row_slice.first_row + len(row_slice.tensor)] = slice_values(row_slice)
             release_pages([row_slice.tensor])
-        if slot in moved:
-            name, offset = moved[slot]
+        if slot in offsets:
+            name, offset = offsets[slot]
             model.get_parameter(f"{name}.weight").data.copy_(torch.from_numpy(values - np.float32(offset)))
             continue
         for row_slice in parameters[slot]:
@@ -153,7 +153,7 @@ def _copy_weights(source: ModelSource, live: ModelSource, model: Any) -> None:
             row_slice.tensor.copy_(torch.from_numpy(rows))
 
 
-def _by_slot(slices: Iterable[RowSlice]) -> dict[str, list[RowSlice]]:
+def _group_by_slot(slices: Iterable[RowSlice]) -> dict[str, list[RowSlice]]:
     found: dict[str, list[RowSlice]] = {}
     for row_slice in slices:
         found.setdefault(row_slice.slot, []).append(row_slice)

@@ -1,7 +1,7 @@
-"""A live Hugging Face module as a source: its config, and views of its parameters as they are now.
+"""Open live Hugging Face modules as sources: a config, and views of the current parameters.
 
-Nothing is copied, and nothing imports transformers or PEFT: modules are told by what they have. LoRA adapters of PEFT
-are found apart, or merged into the pieces on the fly. The module is not changed.
+Nothing is copied. transformers and PEFT are not imported: modules are recognised by their attributes. PEFT's LoRA
+adapters stay separate, or are merged into the slices on the fly. The module is not changed.
 """
 
 from __future__ import annotations
@@ -25,34 +25,33 @@ if TYPE_CHECKING:
 
 _WHERE = "open_module"
 _ROPE_FIX = (
-    "Make the model from its config as it is now; if the config has rope_parameters, with transformers 5, or with "
+    "Make the model from its current config; if the config has rope_parameters, with transformers 5, or with "
     "rope_theta and rope_scaling next to them for transformers 4."
 )
 
 
 def open_module(model: Any, *, merged: bool = False, max_position: int | None = None) -> ModelSource:
-    """A module's config and weights; of a model in PEFT, torch.compile or both, those of the model inside.
+    """Open a module, inside PEFT and torch.compile.
 
-    Call it again after anything that may replace parameters (``.to``, resizing, tying, a new adapter); values that an
-    optimizer changes in place are seen without.
+    Open it again after anything that may replace parameters (``.to``, resizing, tying, a new adapter). In-place updates
+    by an optimizer are visible in the source.
 
     Args:
         model: a Hugging Face causal language model of one of the families, on the CPU.
-        merged: pieces of W + scaling B A (float32, made when they are asked for) where LoRA adapters are active, and no
-            adapters; else pieces of W, and the adapters.
-        max_position: see ``model_config``; of a model on a packed base only that which it was packed for.
+        merged: yield W + scaling B A (float32, computed lazily) for modules with active LoRA adapters, and no adapters.
+            Default: W and separate adapters.
+        max_position: see ``model_config``; for a model on a packed base, only the base's.
 
     Returns:
-        A ``ModelSource``, whole. The vocabulary is as large as the embedding is; the head is tied where it has the
-        embedding's memory, whatever the config says; rotary frequencies are as rounded as the module's own, which
-        ``model.bfloat16()`` rounds too (and loading in bfloat16 does not). Where its modules have a ``PackedBase`` as
-        ``whet_base``, that is the source's base and its config, and no weight is read.
+        A source. vocab_size is the embedding's; the head is tied if it shares the embedding's memory, whatever the
+        config; rotary frequencies have the module's rounding (``model.bfloat16()`` rounds them, loading in bfloat16
+        does not). If modules have a ``PackedBase`` as ``whet_base``, it is the source's base and no weight is read.
 
     Raises:
-        WhetValueError: a model, an option or an adapter that the engine does not run; a module whose ``forward``,
-            forward hooks, activation or numbers are not those of its class and the config; rotary frequencies that are
-            not those of the config; or more than LoRA adapters that change next to a packed base.
-        WhetTypeError: it is no Hugging Face model.
+        WhetValueError: an unsupported model, option or adapter; a custom ``forward``, forward hook, activation or
+            attribute; rotary frequencies that contradict the config; or trainable parameters other than LoRA adapters
+            on a packed base.
+        WhetTypeError: ``model`` is not a Hugging Face model.
     """
     inner = _unwrap(model)
     config: Any = getattr(inner, "config", None)
@@ -82,10 +81,10 @@ def open_module(model: Any, *, merged: bool = False, max_position: int | None = 
 
 
 def check_frequencies(model: Any, where: str) -> None:
-    """Raise where a Hugging Face model's rotary frequencies are not those of its config.
+    """Raise if a Hugging Face model's rotary frequencies contradict its config.
 
-    transformers 4 does not know ``rope_parameters``, in which transformers 5 writes a config's theta and scaling: it
-    makes the model with theta 10000. Models of other kinds, and those without rotary frequencies, pass.
+    transformers 4 ignores ``rope_parameters``, in which transformers 5 stores theta and scaling, and uses theta 10000.
+    Models of other kinds, and models without rotary frequencies, pass.
 
     Raises:
         WhetValueError: naming the module and the fix.
@@ -99,40 +98,39 @@ def check_frequencies(model: Any, where: str) -> None:
     try:
         exact, as_built = (model_config(options, max_position=n, where=where).inv_freq for n in (None, 1))
     except WhetValueError:
-        return  # a config that the engine does not run
+        return  # not supported by the engine
     _Live(inner).frequencies(exact, as_built, where)
 
 
 def _check_theta(options: Mapping[str, Any], where: str) -> None:
-    """Raise where transformers 4 made a model of any other family with a theta that is not the config's."""
+    """Raise if transformers 4 built a model of any other family with a theta that is not the config's."""
     version = getattr(sys.modules.get("transformers"), "__version__", "5")
     theta = (options.get("rope_parameters") or {}).get("rope_theta")
     made_with = options.get("rope_theta", theta)
     if version.startswith("4.") and made_with != theta:
-        raise WhetValueError(f"{where}: the model has rope_theta {made_with}, and the config says {theta}. {_ROPE_FIX}")
+        raise WhetValueError(f"{where}: the model has rope_theta {made_with}, and the config {theta}. {_ROPE_FIX}")
 
 
 def live_parameters(model: Any, source: ModelSource) -> Iterator[tuple[str, str, Any]]:
-    """Name, slot and tensor of every weight of a module that ``source`` describes."""
+    """Yield name, slot and tensor of every weight of a module with this ``source``."""
     module, config = _Live(_unwrap(model)), source.config
-    for location in iter_locations(
-        config, list(dict.fromkeys(location.module for location in source.targets.values()))
-    ):
+    modules = list(dict.fromkeys(location.module for location in source.targets.values()))
+    for location in iter_locations(config, modules):
         for suffix, slot in (("weight", location.weight), ("bias", location.bias)):
             if slot in config.slots():
                 yield f"{location.names[0]}.{suffix}", slot, module.tensor(location.names, suffix).tensor
 
 
 def live_adapters(model: Any, source: ModelSource) -> Iterator[tuple[str, Any, Any, float]]:
-    """Module name, A, B and scaling of every active adapter of a module that ``source`` describes."""
+    """Yield module name, A, B and scaling of every active adapter of a module with this ``source``."""
     return _Live(_unwrap(model)).factors(source.targets)
 
 
 def _unwrap(model: Any) -> Any:
-    """The Hugging Face model inside torch.compile and PEFT."""
+    """Return the Hugging Face model inside torch.compile and PEFT."""
     outer = getattr(model, "_orig_mod", model)
     if getattr(getattr(outer, "active_peft_config", None), "is_prompt_learning", False):
-        raise WhetValueError(f"{_WHERE}: the model has learned prompts; of PEFT the engine runs LoRA.")
+        raise WhetValueError(f"{_WHERE}: the model has learned prompts; the engine supports only LoRA of PEFT.")
     return _inside(model)
 
 
@@ -144,18 +142,18 @@ def _inside(model: Any) -> Any:
 
 
 class _Live:
-    """Looks up modules by name, inside PEFT's wrappers of layers."""
+    """Finds modules by name, inside PEFT's wrappers."""
 
     def __init__(self, model: Any) -> None:
         self.modules = dict(model.named_modules())
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
 
     def layer(self, names: Sequence[str]) -> tuple[Any, list[tuple[Any, str]]]:
-        """The plain layer, and what is active of LoRA around it: (PEFT's layer, adapter name)."""
+        """Return the unwrapped layer, and its active LoRA adapters: (PEFT's layer, adapter name)."""
         found = next((self.modules[name] for name in names if name in self.modules), None)
         if found is None:
             raise WhetValueError(
-                f"{_WHERE}: the model has no {names[0]}. Pass the causal language model, head included."
+                f"{_WHERE}: the model has no {names[0]}. Pass the causal language model with its head."
             )
         saved = getattr(found, "modules_to_save", None)
         if saved is not None and hasattr(found, "original_module"):
@@ -164,7 +162,9 @@ class _Live:
         if not hasattr(found, "base_layer"):
             return found, []
         if not hasattr(found, "lora_A") or hasattr(found, "parameter_name"):
-            raise WhetValueError(f"{_WHERE}: {names[0]} has a {type(found).__name__}; of PEFT the engine runs LoRA.")
+            raise WhetValueError(
+                f"{_WHERE}: {names[0]} is a {type(found).__name__}; the engine supports only LoRA of PEFT."
+            )
         active = [name for name in found.active_adapters if name in found.scaling]
         if found.disable_adapters and found.merged:
             raise WhetValueError(f"{_WHERE}: {names[0]} has a merged adapter that is disabled. Unmerge it first.")
@@ -183,7 +183,7 @@ class _Live:
         weight = getattr(layer, suffix, None)
         label = f"{_WHERE}: {names[0]}.{suffix}"
         if weight is None or not hasattr(weight, "detach"):
-            raise WhetValueError(f"{label} is missing from the {type(layer).__name__} there; is the module quantised?")
+            raise WhetValueError(f"{label} is missing in this {type(layer).__name__}; is the module quantised?")
         weight = weight.detach()
         format = str(weight.dtype).removeprefix("torch.")
         if format not in FLOAT_FORMATS:
@@ -195,7 +195,7 @@ class _Live:
             raise WhetValueError(f"{label} is on {weight.device}; the engine runs on the CPU. Pass model.cpu().")
         inputs.check_memory(_WHERE, f"{names[0]}.{suffix}", weight)
         if weight.is_neg():
-            raise WhetValueError(f"{label} is lazily negated. Put its resolve_neg() in its place.")
+            raise WhetValueError(f"{label} is lazily negated. Replace it by its resolve_neg().")
         if merged and suffix == "weight" and lora:
             weight = weight if format == "float64" else weight.float()
             for wrapper, name in lora:
@@ -204,7 +204,7 @@ class _Live:
         return StoredTensor(weight, format, tuple(weight.shape))
 
     def head(self, family: Family, merged: bool) -> dict[str, Any]:
-        """vocab_size of the embedding, and whether the head has its memory and stays it."""
+        """Return vocab_size and tied_head: whether embedding and head share memory that no adapter changes."""
         embedding, head = (next(m for m in family.modules if m.slot == slot) for slot in ("embedding", "head"))
         (table, table_lora), (output, output_lora) = self.layer(embedding.names), self.layer(head.names)
         if not hasattr(table, "weight") or not hasattr(output, "weight"):
@@ -217,29 +217,29 @@ class _Live:
     def frequencies(
         self, exact: tuple[float, ...], as_built: tuple[float, ...], where: str = _WHERE
     ) -> tuple[float, ...]:
-        """The module's own rotary frequencies where they are the exact ones rounded, else the exact ones.
+        """Return the module's rotary frequencies if they are rounded exact ones, else the exact ones.
 
         Args:
-            exact: the config's, for the longest sequence.
-            as_built: the config's for a short one, which a module begins with; after a long text it holds others, and
-                those it began with beside them.
+            exact: the config's frequencies for the longest sequence.
+            as_built: the config's frequencies for a short sequence, which a new module has; after a long text it also
+                stores others.
         """
         for name, module in self.modules.items():
             buffers: list[Any] = [getattr(module, buffer, None) for buffer in ("inv_freq", "original_inv_freq")]
-            own = [tuple(b.double().tolist()) for b in buffers if hasattr(b, "tolist") and b.device.type != "meta"]
-            if not name.endswith("rotary_emb") or not own:
+            stored = [tuple(b.double().tolist()) for b in buffers if hasattr(b, "tolist") and b.device.type != "meta"]
+            if not name.endswith("rotary_emb") or not stored:
                 continue
-            for found in own:
+            for found in stored:
                 if _close(found, exact):
                     return exact if _same_float32(found, exact) else found
-            if not any(_close(found, as_built) for found in own):
+            if not any(_close(found, as_built) for found in stored):
                 raise WhetValueError(
-                    f"{where}: {name}.inv_freq is {own[0]!r:.60}, and the config says {as_built!r:.60}. {_ROPE_FIX}"
+                    f"{where}: {name}.inv_freq is {stored[0]!r:.60}, and {as_built!r:.60} by the config. {_ROPE_FIX}"
                 )
         return exact
 
     def check(self, config: ModelConfig, family: Family) -> None:
-        """Every tensor has the config's shape, and no parameter is left out."""
+        """Check that every tensor has the config's shape, and that every parameter is used."""
         seen: set[int] = set()
 
         def tensor(names: Sequence[str], suffix: str) -> StoredTensor:
@@ -252,26 +252,28 @@ class _Live:
         for name, parameter in self.parameters.items():
             wrapped = ".lora_" in name or ".original_module." in name or ".modules_to_save." in name
             if parameter.data_ptr() not in seen and not wrapped:
-                raise WhetValueError(f"{_WHERE}: the engine knows no {name}; this is no plain model of its family.")
+                raise WhetValueError(
+                    f"{_WHERE}: {name} is not a parameter of this model family; the engine does not support it."
+                )
 
     def base(self) -> PackedBase | None:
-        """The packed weights that the modules share, if any do."""
+        """Return the packed base that the modules share, or None."""
         bases = {id(base): base for m in self.modules.values() if (base := getattr(m, "whet_base", None)) is not None}
         if len(bases) > 1:
             raise WhetValueError(f"{_WHERE}: the model's modules are on {len(bases)} packed bases, expected one.")
         return next(iter(bases.values()), None)
 
     def check_on_base(self, base: PackedBase, merged: bool, max_position: int | None) -> None:
-        """Every weight is the base's, but for LoRA adapters, and options are what it was packed for."""
+        """Check that every weight except LoRA adapters is the base's, and that options fit the base."""
         if merged:
             raise WhetValueError(
-                f"{_WHERE}: merged is True, and the model's weights are a packed base, which does not change. Keep the "
-                f"adapters apart: merge_adapters=False."
+                f"{_WHERE}: merged is True, and the model's weights are a packed base, which is immutable. Keep the "
+                f"adapters separate: merge_adapters=False."
             )
         if max_position not in (None, base.config.max_position):
             raise WhetValueError(
                 f"{_WHERE}: max_position is {max_position}, and the base was packed for {base.config.max_position}. "
-                f"Leave it out, or pack the base from a source for that."
+                f"Omit it, or pack the base from a source with that max_position."
             )
         for name, location in base.targets.items():
             if len(location.shape) != 2 or name not in self.modules:
@@ -279,15 +281,15 @@ class _Live:
             layer, _ = self.layer([name])
             if getattr(layer, "whet_base", None) is not base:
                 raise WhetValueError(
-                    f"{_WHERE}: {name} is a {type(layer).__name__} with a weight of its own, and the others are on a "
-                    f"packed base, beside which only LoRA adapters change. Leave it out of modules_to_save, or train "
+                    f"{_WHERE}: {name} is a {type(layer).__name__} with a separate weight, and the others are on a "
+                    f"packed base, on which only LoRA adapters can change. Remove it from modules_to_save, or train "
                     f"the model without a base."
                 )
         for name, parameter in self.parameters.items():
             if parameter.requires_grad and ".lora_" not in name:
                 raise WhetValueError(
-                    f"{_WHERE}: {name} requires grad, and the model is on a packed base, beside which only LoRA "
-                    f"adapters change. Freeze it, or train the model without a base."
+                    f"{_WHERE}: {name} requires grad, and the model is on a packed base, on which only LoRA "
+                    f"adapters can change. Freeze it, or train the model without a base."
                 )
 
     def adapters(self, targets: Mapping[str, WeightLocation], config: ModelConfig) -> Iterator[LoRA]:
@@ -309,14 +311,14 @@ class _Live:
 
 
 def _close(found: tuple[float, ...], exact: tuple[float, ...]) -> bool:
-    """Whether they may be these, rounded to any format."""
-    # A bfloat16 is within 2^-8 of what it rounds; float16 has steps of 2^-24 near zero.
+    """Whether frequencies may be the exact ones, rounded to any format."""
+    # bfloat16 has a relative error up to 2^-8; float16 has steps of 2^-24 near zero.
     pairs = zip(found, exact, strict=False)
     return len(found) == len(exact) and all(abs(a - b) <= 2**-8 * abs(b) + 2**-24 for a, b in pairs)
 
 
 def _same_float32(found: tuple[float, ...], exact: tuple[float, ...]) -> bool:
-    """Whether they differ by no more than powers computed in float32 do."""
+    """Whether frequencies differ by no more than the error of powers in float32."""
     return all(abs(a - b) <= 2**-19 * abs(b) for a, b in zip(found, exact, strict=True))
 
 
@@ -328,12 +330,12 @@ def _only_adapter(wrapper: Any, name: str) -> str | None:
 
 
 def _delta(wrapper: Any, name: str) -> Any:
-    """scaling B A, as the wrapped weight lies."""
+    """Return scaling B A in the layout of the wrapped weight."""
     if name in wrapper.lora_A:
         a, b = wrapper.lora_A[name].weight.detach(), wrapper.lora_B[name].weight.detach()
     else:
         a, b = wrapper.lora_embedding_A[name].detach(), wrapper.lora_embedding_B[name].detach()
     a, b = (x if str(x.dtype) == "torch.float64" else x.float() for x in (a, b))
     delta = wrapper.scaling[name] * (b @ a)
-    flipped = name not in wrapper.lora_A or getattr(wrapper, "fan_in_fan_out", False)
-    return delta.T if flipped else delta
+    is_transposed = name not in wrapper.lora_A or getattr(wrapper, "fan_in_fan_out", False)
+    return delta.T if is_transposed else delta

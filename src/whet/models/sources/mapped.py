@@ -1,4 +1,4 @@
-"""Files mapped into memory, and views of them. Nothing is read before it is used, and nothing is copied."""
+"""Memory-mapped files and views of them: read lazily, never copied."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _MOST_JSON_BYTES = 100_000_000
 
 
 def map_file(path: Path, where: str) -> np.ndarray:
-    """The bytes of a file, (n,) uint8, read-only.
+    """Map a file: (n,) uint8, read-only.
 
     Raises:
-        WhetValueError: it is no file, it is empty, or it cannot be read.
+        WhetValueError: it is not a file, is empty, or cannot be read.
     """
     if not path.is_file():
-        raise WhetValueError(f"{where}: {path} is no file. Models are not downloaded; pass the path of one.")
+        raise WhetValueError(f"{where}: {path} is not a file. Models are not downloaded; pass a path.")
     try:
         if path.stat().st_size == 0:
             raise WhetValueError(f"{where}: {path} is empty. Copy or download it again.")
@@ -37,7 +37,7 @@ def parse_container(parse: Callable[[np.ndarray], Any], data: np.ndarray, where:
     """Parse a file's bytes with one of the core's parsers of model files.
 
     Raises:
-        WhetValueError: the file is not exactly what its format allows.
+        WhetValueError: the file violates its format.
     """
     try:
         return parse(data)
@@ -46,9 +46,9 @@ def parse_container(parse: Callable[[np.ndarray], Any], data: np.ndarray, where:
 
 
 def release_pages(arrays: Sequence[Any]) -> None:
-    """Take the pages of mapped tensors, of each of which these are all views, out of the process's memory.
+    """Release the resident pages of mapped tensors, given all views of each (MADV_DONTNEED).
 
-    The files have them still. Of other arrays, nothing.
+    Pages are read from the files again on access. A no-op for other arrays.
     """
     mappings: dict[int, tuple[mmap.mmap, int, list[Any]]] = {}
     for array in arrays:
@@ -66,14 +66,14 @@ def release_pages(arrays: Sequence[Any]) -> None:
 
 
 def _extent(array: np.ndarray) -> int:
-    """Bytes from the first element of a view to the end of its last, with what lies between its rows."""
+    """Return the bytes from the first to the last element of a view, including gaps between rows."""
     return array.itemsize + sum((n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True))
 
 
 def view(data: np.ndarray, offset: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Bytes from ``offset`` on as an array; a copy only where they do not lie on a multiple of the number's size.
+    """View bytes from ``offset`` on as an array; misaligned ones are copied.
 
-    The caller has checked that they are there, and that the shape does not overflow.
+    The caller has checked the bounds, and that the shape does not overflow.
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
     array = data[offset : offset + size].view(dtype).reshape(shape)
@@ -81,10 +81,10 @@ def view(data: np.ndarray, offset: int, dtype: str, shape: tuple[int, ...]) -> n
 
 
 def parse_json(text: bytes, where: str) -> dict[str, Any]:
-    """An object of JSON in UTF-8.
+    """Parse a JSON object in UTF-8.
 
     Raises:
-        WhetValueError: it is none, is far too large, or has the same name twice.
+        WhetValueError: it is not an object, is too large, or has a duplicate name.
     """
     if len(text) > _MOST_JSON_BYTES:
         raise WhetValueError(f"{where} has {len(text)} bytes of JSON, expected at most {_MOST_JSON_BYTES}.")
@@ -93,7 +93,7 @@ def parse_json(text: bytes, where: str) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise ValueError(f"it holds a {type(found).__name__}, expected an object")
     except (ValueError, RecursionError) as error:
-        raise WhetValueError(f"{where} is no JSON to rely on: {error}. Copy or download it again.") from None
+        raise WhetValueError(f"{where} is not valid JSON: {error}. Copy or download it again.") from None
     return found
 
 
@@ -101,6 +101,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"{name!r:.80} is there twice")
+            raise ValueError(f"{name!r:.80} is a duplicate name")
         found[name] = value
     return found

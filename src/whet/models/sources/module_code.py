@@ -1,8 +1,8 @@
-"""Whether the modules of a live model run the code that their classes name.
+"""Check that the modules of a live model run the unmodified code of their classes.
 
-The native engine and the training kernels go by a model's config and by the classes of its modules. A ``forward`` that
-the user replaced, in a subclass or on one module, a forward hook, or another activation would be bypassed: such a model
-is refused by the module's name.
+The native engine and the training kernels rely on a model's config and the classes of its modules, and would bypass a
+custom ``forward`` (in a subclass or on one module), a forward hook or another activation. Such a model is rejected,
+naming the module.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LIBRARIES = (
     "torch.nn.modules.", "torch.nn.parallel.", "torch.utils._contextlib.", "torch._dynamo.", "transformers.", "peft.",
     "accelerate.", "whet.",
 )  # fmt: skip
-"""Homes of the functions that compute what the class of their module names; accelerate's only move weights."""
+"""Packages of trusted ``forward`` functions and hooks; accelerate's only move weights."""
 _NUMBERS = {
     "eps": "norm_eps",
     "variance_epsilon": "norm_eps",
@@ -34,21 +34,21 @@ _NUMBERS = {
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
 }
-"""Attribute of transformers' modules -> the ``ModelConfig`` field that it was made from."""
+"""Attribute of transformers' modules -> the corresponding field of ``ModelConfig``."""
 _ACTIVATIONS = ("act_fn", "activation_fn", "act")
 """Names of an MLP's activation."""
 
 
 def check_code(modules: Iterable[tuple[str, Any]], where: str, hooked: Collection[Any] | None = None) -> None:
-    """Raise where a module computes something else than its class in torch, transformers or PEFT.
+    """Raise if a module does not run the code of its class in torch, transformers or PEFT.
 
     Args:
-        modules: by name, as ``named_modules`` gives them.
+        modules: from ``named_modules``.
         where: prefix of error messages.
-        hooked: the modules whose forward hooks would not run; None: all of them.
+        hooked: modules whose forward hooks would be bypassed. Default: all.
 
     Raises:
-        WhetValueError: a ``forward`` or a forward hook that none of these libraries defines.
+        WhetValueError: a ``forward`` or a forward hook defined elsewhere.
     """
     classes: set[type] = set()
     for name, module in modules:
@@ -64,16 +64,16 @@ def check_code(modules: Iterable[tuple[str, Any]], where: str, hooked: Collectio
 
 
 def check_settings(modules: Mapping[str, Any], config: ModelConfig, where: str) -> None:
-    """Raise where an attribute of a module is not what the config makes of it.
+    """Raise if an attribute of a module contradicts the config.
 
     Args:
-        modules: of the causal model, by name.
-        config: of the same model.
+        modules: name -> module of the causal model.
+        config: the model's config.
         where: prefix of error messages.
 
     Raises:
-        WhetValueError: an epsilon, a factor, a cap, a window or an activation that was changed, in the module or in the
-            config, after the model was made.
+        WhetValueError: an epsilon, factor, soft-cap, window or activation was changed in the module or in the config
+            after the model was made.
     """
     for name, module in modules.items():
         own = vars(module)
@@ -90,9 +90,9 @@ def check_settings(modules: Mapping[str, Any], config: ModelConfig, where: str) 
 
 
 def _is_number(own: Any, expected: float, max_position: int) -> bool:
-    """Whether an attribute has a number's value; None is 0, and so is a window of all positions."""
+    """Whether an attribute has the expected value; None and a window of all positions count as 0."""
     if own is not None and not isinstance(own, (int, float)):
-        return True  # such as PEFT's dict of scalings, by adapter
+        return True  # such as PEFT's dict of scalings
     own = own or 0.0
     return math.isclose(own, expected, rel_tol=1e-5) or (expected == 0 and isinstance(own, int) and own >= max_position)
 
@@ -108,17 +108,17 @@ def _is_activation(module: Any, name: str) -> bool:
 
 def _changed(where: str, what: str, own: str, expected: str) -> WhetValueError:
     return WhetValueError(
-        f"{where}: {what} is {own}, and the config says {expected}. Make the model from its config as it is now."
+        f"{where}: {what} is {own}, and {expected} in the config. Make the model from its current config."
     )
 
 
 def forward_code(module: Any) -> CodeType:
-    """The code of a module's class, inside its decorators."""
+    """Return the code of a module's class, without decorators."""
     return inspect.unwrap(type(module).forward).__code__
 
 
 def _check_function(function: Any, where: str, name: str, kind: str) -> None:
-    for home in _homes(function):
+    for home in _iter_homes(function):
         if not f"{home}.".startswith(_LIBRARIES):
             raise WhetValueError(
                 f"{where}: {kind} of {name or 'the model'} is defined in {home} and would be bypassed. Remove it, or "
@@ -126,10 +126,10 @@ def _check_function(function: Any, where: str, name: str, kind: str) -> None:
             )
 
 
-def _homes(function: Any) -> Iterator[str]:
-    """The Python modules that define a function and the functions that it wraps."""
+def _iter_homes(function: Any) -> Iterator[str]:
+    """Yield the Python modules that define a function and the functions that it wraps."""
     while function is not None:
-        plain = function.func if isinstance(function, partial) else function
-        plain = getattr(plain, "__func__", plain)
-        yield getattr(plain, "__globals__", {}).get("__name__", type(plain).__module__)
+        inner = function.func if isinstance(function, partial) else function
+        inner = getattr(inner, "__func__", inner)
+        yield getattr(inner, "__globals__", {}).get("__name__", type(inner).__module__)
         function = getattr(function, "__wrapped__", None)

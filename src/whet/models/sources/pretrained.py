@@ -1,4 +1,4 @@
-"""A model by its path, whichever way it is stored."""
+"""Open a model by its path: a folder or a GGUF file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from whet.models.sources.gguf_container import GGUFFile
 
 
 def open_pretrained(path: str | os.PathLike[str] | GGUFFile, *, max_position: int | None = None) -> ModelSource:
-    """The model of a Hugging Face folder, or of a GGUF file: see ``open_folder`` and ``open_gguf``."""
+    """Open a Hugging Face folder or a GGUF file; see ``open_folder`` and ``open_gguf``."""
     if isinstance(path, GGUFFile):
         return open_gguf(path, max_position=max_position)._replace(path=os.path.abspath(path.paths[0]))
     read = open_gguf if Path(path).is_file() else open_folder

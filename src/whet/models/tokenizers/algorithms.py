@@ -1,26 +1,26 @@
 """The algorithms of GGUF's tokenizers, built from parts of the library ``tokenizers``.
 
-    gpt2, gemma4    merges in the file's order, in the pieces of the pre-tokenizer
-    llama           the adjacent pair whose piece has the best score is merged first, in the whole text
-    t5              the pieces with the largest sum of scores (Viterbi)
+    gpt2, gemma4    merges in the file's order, within the splits of the pre-tokenizer
+    llama           merges the adjacent pair with the best score first, in the whole text
+    t5              maximises the sum of scores (Viterbi)
 
-Ids equal those of llama.cpp and of the library that a vocabulary was trained with, but for this:
+Ids equal llama.cpp's and those from the library that trained the vocabulary, except:
 
-- Tokens that stand in a text are found from left to right, the longest first, as in ``tokenizers``; llama.cpp looks
-  for the longest in the whole text first. They differ where two such tokens overlap.
-- llama: pieces of equal score are merged in the order of their ids; llama.cpp and SentencePiece go from left to right.
-  Trained pieces have different scores. A piece that no two others make is found by llama.cpp and SentencePiece,
-  and not here. A text never becomes a control token by merges, as in SentencePiece; in llama.cpp it may. The space
-  before a text (add_space_prefix) also comes behind each special token, as in llama.cpp; SentencePiece adds one alone.
-  Normalisation, where the file has one, is done, as in SentencePiece; llama.cpp passes over it.
-- t5: SentencePiece replaces the longest match of its normalisation at each place, ``tokenizers`` the shortest in each
-  grapheme: they differ in sequences of several combining marks. Where the vocabulary has tokens of bytes, characters
-  that it lacks become those, as in SentencePiece; in llama.cpp they are unknown. A text of spaces alone, and
-  add_space_prefix=False with remove_extra_whitespaces=True, are those of SentencePiece too. Of segmentations with the
-  same sum SentencePiece, in 32-bit floats, may find another one.
-- gemma4: a run of newlines is merged as any other text; llama.cpp looks it up whole.
-- Phi-3: special tokens take all whitespace behind them, as in its own tokenizer; in llama.cpp ASCII's alone.
-- ``pre_tokenizers`` says which patterns llama.cpp only approximates.
+- Special tokens in a text are matched from left to right, the longest first, as in ``tokenizers``; llama.cpp matches
+  the longest in the whole text first. Results differ if two such tokens overlap.
+- llama: pieces of equal score merge in the order of their ids; in llama.cpp and SentencePiece from left to right.
+  Trained pieces have distinct scores. llama.cpp and SentencePiece find pieces that are not the merge of two others;
+  this implementation does not. Merges never produce a control token, as in SentencePiece; in llama.cpp they may. The
+  space before a text (add_space_prefix) is also added after each special token, as in llama.cpp; SentencePiece adds
+  only the first. The file's normalisation, if any, is applied, as in SentencePiece; llama.cpp ignores it.
+- t5: SentencePiece replaces the longest match of its normalisation at each position, ``tokenizers`` the shortest in
+  each grapheme: results differ for sequences of several combining marks. If the vocabulary has byte tokens, missing
+  characters become bytes, as in SentencePiece; in llama.cpp they are unknown. Texts of only spaces, and
+  add_space_prefix=False with remove_extra_whitespaces=True, follow SentencePiece too. Among segmentations with equal
+  sums, SentencePiece, which uses 32-bit floats, may choose another.
+- gemma4: a run of newlines is merged like any other text; llama.cpp looks it up as one token.
+- Phi-3: special tokens strip all whitespace after them, as in its tokenizer; in llama.cpp only ASCII whitespace.
+- ``pre_tokenizers`` lists the patterns that llama.cpp only approximates.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _SPACE = "\u2581"
 
 
 def build(vocabulary: Vocabulary) -> Tokenizer:
-    """The tokenizer of a vocabulary.
+    """Build the tokenizer of a vocabulary.
 
     Raises:
-        Exception: the library refuses it.
+        Exception: the library rejects it.
     """
     from tokenizers import Tokenizer
 
@@ -55,7 +55,7 @@ def build(vocabulary: Vocabulary) -> Tokenizer:
 
 
 def _add_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
-    """Tokens that are found in a text as they stand, before anything else."""
+    """Add the tokens that are matched in a text literally, before splitting."""
     from tokenizers import AddedToken
 
     found = vocabulary.ids_of(*SPECIAL)
@@ -115,9 +115,9 @@ def _bpe(vocabulary: Vocabulary) -> tuple[Any, dict[str, Any]]:
 
 
 def _literal_tokens(vocabulary: Vocabulary) -> list[Any]:
-    """Steps of a decoder that spell special tokens in the alphabet of bytes, where they would be taken for bytes.
+    """Return decoder steps that spell special tokens in the byte alphabet if they would be read as bytes.
 
-    DeepSeek's "õ" is such a token: it stands for itself, and not for the byte 0xF5.
+    DeepSeek's "õ" is such a token: it is the character, not the byte 0xF5.
     """
     from tokenizers import Regex, decoders
 
@@ -180,13 +180,13 @@ def _index(vocabulary: Vocabulary) -> dict[str, int]:
 
 
 def _has_bytes(vocabulary: Vocabulary) -> bool:
-    """Whether there is a token for each byte."""
+    """Whether the vocabulary has a token for each byte."""
     found = {vocabulary.tokens[i] for i in vocabulary.ids_of(TokenType.BYTE)}
     return found >= {f"<0x{byte:02X}>" for byte in range(256)}
 
 
 def _merges_of_scores(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """All pairs of pieces that make a piece, those of the best score first."""
+    """Return all pairs of pieces whose concatenation is a piece, in descending order of its score."""
     kept = vocabulary.ids_of(TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED)
     pieces = {vocabulary.tokens[i] for i in kept}
     merges: list[tuple[str, str]] = []

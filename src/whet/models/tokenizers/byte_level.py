@@ -1,10 +1,10 @@
-"""GPT-2's alphabet of bytes, in which tokens of byte-level BPE are spelt: a printable character for each byte."""
+"""GPT-2's byte alphabet of byte-level BPE: a printable character for each byte."""
 
 from __future__ import annotations
 
 
 def _make_alphabet() -> dict[str, int]:
-    """Printable characters of Latin-1 for themselves, and 256, 257, ... for the others."""
+    """Map printable Latin-1 characters to themselves, and the other bytes to 256, 257, ..."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -15,12 +15,12 @@ _CHARACTERS = {byte: character for character, byte in _BYTES.items()}
 
 
 def from_byte_level(token: str) -> str | bytes:
-    """The bytes of a token; one with another character is text as it stands."""
+    """Return the bytes of a token; a token with any other character is returned unchanged."""
     if all(character in _BYTES for character in token):
         return bytes(_BYTES[character] for character in token)
     return token
 
 
 def to_byte_level(text: str) -> str:
-    """A text spelt in the alphabet."""
+    """Spell a text in the byte alphabet."""
     return "".join(_CHARACTERS[byte] for byte in text.encode())

@@ -1,7 +1,7 @@
-"""The keys ``tokenizer.*`` of a GGUF file from the files of a Hugging Face folder: the inverse of ``vocabulary``.
+"""Translate a Hugging Face tokenizer into the keys ``tokenizer.*`` of a GGUF file: the inverse of ``vocabulary``.
 
-Written are byte-level BPE ("gpt2") and SentencePiece's BPE ("llama"), out of ``tokenizer.json``. What is written is
-read back, and has to give the same tokens as the folder's own tokenizer.
+Supports byte-level BPE ("gpt2") and SentencePiece BPE ("llama") in ``tokenizer.json``. The result is read back and has
+to produce the same tokens as the folder's tokenizer.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ _SPACE = "\u2581"
 def tokenizer_metadata(
     folder: Path, n_rows: int, where: str, name: str, pre: str | None = None, chat_template: str | None = None
 ) -> dict[str, Any]:
-    """The keys of a folder's tokenizer and chat template, and the model's name, by which llama.cpp knows Phi-3's.
+    """Return the keys of a folder's tokenizer and chat template, and the name, by which llama.cpp detects Phi-3.
 
     Args:
-        folder: with tokenizer.json, and what goes with it.
-        n_rows: of the embedding; ids without a token get one that is not used.
+        folder: with tokenizer.json and its companions.
+        n_rows: rows of the embedding; ids without a token get an unused one.
         where: prefix of error messages.
-        name: of the model.
-        pre: the name of its pre-tokenizer, in place of the one that has its expressions.
-        chat_template: in place of its own.
+        name: name of the model.
+        pre: name of the pre-tokenizer. Default: found by its patterns.
+        chat_template: replaces the folder's template.
 
     Raises:
-        WhetValueError: there is no tokenizer.json, it is of a kind that is not written, it has more tokens than the
-            embedding, or it splits texts in a way that has no name in llama.cpp.
+        WhetValueError: tokenizer.json is missing, is of an unsupported kind, has more tokens than the embedding has
+            rows, or splits texts in a way without a name in llama.cpp.
         MissingExtraError: tokenizers is not installed.
     """
     check_installed(where, "tokenizers")
@@ -59,7 +59,7 @@ def tokenizer_metadata(
     if not path.is_file():
         raise WhetValueError(
             f"{where}: {folder} has no tokenizer.json. Save the tokenizer there with transformers' save_pretrained, or "
-            f"pass --tokenizer with the folder that has one."
+            f"pass --tokenizer with another folder."
         )
     made = parse_json(map_file(path, where).tobytes(), f"{where}: tokenizer.json")
     settings = {**_read(folder / "special_tokens_map.json", where), **_read(folder / "tokenizer_config.json", where)}
@@ -68,29 +68,29 @@ def tokenizer_metadata(
         ids = _special_ids(made, settings, folder, where)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise WhetValueError(
-            f"{where}: tokenizer.json is not read: {error!r:.80}. Save it again with transformers."
+            f"{where}: tokenizer.json cannot be read: {error!r:.80}. Save it again with transformers."
         ) from error
     found |= {f"tokenizer.ggml.{role}_token_id": i for role, i in ids.items()}
     found |= (
         _templates(folder, settings, where) if chat_template is None else {"tokenizer.chat_template": chat_template}
     )
     added = made["added_tokens"]
-    found["general.name"] = _name_by_which_tokens_strip(name, any(token.get("rstrip") for token in added))
+    found["general.name"] = _adjust_name(name, any(token.get("rstrip") for token in added))
     _check_same(path, found, ids, where, () if pre is not None else (*_PROBES, *_special_probes(made)))
     return found
 
 
-def _name_by_which_tokens_strip(name: str, strips: bool) -> str:
-    """The model's name, changed where llama.cpp would handle whitespace behind special tokens in another way by it."""
+def _adjust_name(name: str, strips: bool) -> str:
+    """Change the model's name if llama.cpp would wrongly derive from it how special tokens strip whitespace."""
     if is_phi3(name) == strips:
         return name
     return f"Phi-3 {name}" if strips else re.sub("phi-?3", "Phi 3", name, flags=re.IGNORECASE)
 
 
 def _special_probes(made: Mapping[str, Any]) -> list[str]:
-    """Texts with an added token of each kind, and whitespace around it.
+    """Return texts with an added token of each kind, with whitespace around it.
 
-    None where a space is put before the beginning of a text only: in llama.cpp it comes behind special tokens too.
+    None if a space is added only before a text: llama.cpp adds it after special tokens too.
     """
     parts = _sequence(made["pre_tokenizer"], "pretokenizers")
     if any(part["type"] == "Metaspace" and part.get("prepend_scheme") == "first" for part in parts):
@@ -101,20 +101,20 @@ def _special_probes(made: Mapping[str, Any]) -> list[str]:
 
 
 def _tokens(made: Mapping[str, Any], n_rows: int, where: str, pre: str | None) -> dict[str, Any]:
-    """The model, its tokens, and what merges them."""
+    """Return the keys of the model, its tokens, and its merges or scores."""
     model, added = made["model"], {token["id"]: token for token in made["added_tokens"]}
     parts = _sequence(made["pre_tokenizer"], "pretokenizers")
     is_byte_level = any(part["type"] == "ByteLevel" for part in parts)
     if model["type"] != "BPE" or not (is_byte_level or model.get("byte_fallback")):
         raise WhetValueError(
-            f"{where}: tokenizer.json is a {model['type']} model, expected BPE over bytes, or SentencePiece's with "
-            f"byte_fallback: llama.cpp's other kinds are not written."
+            f"{where}: tokenizer.json is a {model['type']} model, expected byte-level BPE, or SentencePiece BPE with "
+            f"byte_fallback: other kinds are not supported."
         )
     texts = {i: text for text, i in model["vocab"].items()} | {i: token["content"] for i, token in added.items()}
     if max(texts) >= n_rows:
         raise WhetValueError(
-            f"{where}: the tokenizer has {max(texts) + 1} tokens and the embedding {n_rows} rows. It is another "
-            f"model's: pass --tokenizer with the model's own, or resize the embedding."
+            f"{where}: the tokenizer has {max(texts) + 1} tokens and the embedding {n_rows} rows. It belongs to "
+            f"another model: pass --tokenizer with the model's, or resize the embedding."
         )
     unknown = model.get("unk_token")
 
@@ -139,7 +139,7 @@ def _tokens(made: Mapping[str, Any], n_rows: int, where: str, pre: str | None) -
         if merges:
             found["tokenizer.ggml.merges"] = [f"{left} {right}" for left, right in merges]
         return found
-    # The order of merges is that of scores, which SentencePiece's own models count down from 0 in the same way.
+    # Scores encode the order of merges, counting down from 0, as in SentencePiece's models.
     ranks = {left + right: rank for rank, (left, right) in reversed(list(enumerate(merges)))}
     scores = [-float(ranks.get(texts.get(i, ""), len(merges))) for i in range(n_rows)]
     found["tokenizer.ggml.scores"] = np.array(scores, np.float32)
@@ -151,19 +151,17 @@ def _name(parts: Sequence[Mapping[str, Any]], ignore_merges: bool, where: str, p
     if pre is None:
         pre = find_name(parts, ignore_merges)
     elif pre not in PRE_TOKENIZERS:
-        raise WhetValueError(
-            f"{where}: pre is {pre!r}, expected a name that llama.cpp has: {', '.join(PRE_TOKENIZERS)}."
-        )
+        raise WhetValueError(f"{where}: pre is {pre!r}, expected a name of llama.cpp: {', '.join(PRE_TOKENIZERS)}.")
     if pre is None:
         raise WhetValueError(
             f"{where}: the tokenizer splits texts by {json.dumps(list(parts))[:200]}, and no pre-tokenizer of "
-            f"llama.cpp has these expressions. Name the nearest with --pre: {', '.join(list(PRE_TOKENIZERS)[1:5])}, ..."
+            f"llama.cpp has these patterns. Name the nearest with --pre: {', '.join(list(PRE_TOKENIZERS)[1:5])}, ..."
         )
     return pre
 
 
 def _adds_space(normalizer: Mapping[str, Any] | None, parts: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a space comes before a text."""
+    """Whether a space is added before a text."""
     steps = [*_sequence(normalizer, "normalizers"), *parts]
     return any(
         (step["type"] == "Prepend" and step["prepend"] in (_SPACE, " "))
@@ -179,7 +177,7 @@ def _sequence(part: Mapping[str, Any] | None, name: str) -> list[Mapping[str, An
 
 
 def _special_ids(made: Mapping[str, Any], settings: Mapping[str, Any], folder: Path, where: str) -> dict[str, int]:
-    """Role -> id, as the tokenizer's settings say, or the model's config."""
+    """Return role -> id, from the tokenizer's settings or the model's config."""
     index = {**made["model"]["vocab"], **{token["content"]: token["id"] for token in made["added_tokens"]}}
     config = _read(folder / "config.json", where)
     ids: dict[str, int] = {}
@@ -197,9 +195,9 @@ def _special_ids(made: Mapping[str, Any], settings: Mapping[str, Any], folder: P
 
 
 def _templates(folder: Path, settings: Mapping[str, Any], where: str) -> dict[str, str]:
-    """The chat templates: the files, or those among the settings."""
+    """Return the chat templates, from files or from the settings."""
     template, file = settings.get("chat_template"), folder / "chat_template.jinja"
-    named = {each["name"]: each["template"] for each in template} if isinstance(template, list) else {}
+    named = {entry["name"]: entry["template"] for entry in template} if isinstance(template, list) else {}
     if isinstance(template, str):
         named["default"] = template
     if file.is_file():
@@ -210,7 +208,7 @@ def _templates(folder: Path, settings: Mapping[str, Any], where: str) -> dict[st
 
 
 def _read_template(path: Path, where: str) -> str:
-    """A template's text, whose lines end as transformers reads them."""
+    """Read a template, with newlines as in transformers."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -218,20 +216,20 @@ def _read_template(path: Path, where: str) -> str:
 
 
 def _check_same(path: Path, found: dict[str, Any], ids: Mapping[str, int], where: str, probes: Sequence[str]) -> None:
-    """Add whether BOS and EOS go around a text, and compare the tokens of some texts with the folder's own."""
+    """Add add_bos_token and add_eos_token, and compare the tokens of some texts with the folder's tokenizer."""
     from tokenizers import Tokenizer
 
-    own = Tokenizer.from_file(str(path))
-    inner, outer = (own.encode("a", add_special_tokens=added).ids for added in (False, True))
-    found["tokenizer.ggml.add_bos_token"] = outer[:1] != inner[:1] and outer[:1] == [ids.get("bos")]
-    found["tokenizer.ggml.add_eos_token"] = outer[-1:] != inner[-1:] and outer[-1:] == [ids.get("eos")]
+    original = Tokenizer.from_file(str(path))
+    bare, full = (original.encode("a", add_special_tokens=added).ids for added in (False, True))
+    found["tokenizer.ggml.add_bos_token"] = full[:1] != bare[:1] and full[:1] == [ids.get("bos")]
+    found["tokenizer.ggml.add_eos_token"] = full[-1:] != bare[-1:] and full[-1:] == [ids.get("eos")]
     lists = {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in found.items()}
     written = GGUFTokenizer(lists, where)
     for text in probes:
-        if written.encode(text) != own.encode(text).ids:
+        if written.encode(text) != original.encode(text).ids:
             raise WhetValueError(
-                f"{where}: as a GGUF file this tokenizer would give other tokens for {text!r}: it normalises or splits "
-                f"texts in a way that llama.cpp does not. Name the nearest pre-tokenizer with --pre."
+                f"{where}: as a GGUF file this tokenizer would produce other tokens for {text!r}: llama.cpp cannot "
+                f"normalise or split texts this way. Name the nearest pre-tokenizer with --pre."
             )
 
 

@@ -1,18 +1,17 @@
-r"""How byte-level BPE splits a text before it merges, by the names of ``tokenizer.ggml.pre``.
+r"""The pre-tokenizers of byte-level BPE by their names in ``tokenizer.ggml.pre``.
 
-A GGUF file does not hold its pre-tokenizer, only its name. This is the table of all names that llama.cpp knows.
-Each pattern isolates its matches in the pieces that the pattern before has left. The patterns are those of the
-``tokenizer.json`` that a model was published with. Where llama.cpp only approximates one, because std::regex has no
-Unicode classes, no case folding and no possessive quantifiers, the published one stands here, because the model was
-trained with it:
+A GGUF file contains only the name of its pre-tokenizer. This table has all names of llama.cpp. Each pattern isolates
+its matches in the pieces left by the previous pattern. Patterns follow the ``tokenizer.json`` published with a model,
+with which it was trained, even if llama.cpp only approximates them because std::regex has no Unicode classes, case
+folding or possessive quantifiers:
 
-    gpt-4o, tekken, granite, youtu, tiny_aya    \p{Lu}, \p{Ll} and \p{M}; llama.cpp tells apart ASCII's letters alone
-    kimi-k2                                     \p{M} within words, where llama.cpp ends a word before a mark
-    tiny_aya, afmoe                             groups of digits; llama.cpp joins the text before to the first of them
-    deepseek-llm, deepseek-coder                ranges with U+3000 and such, which are spaces in llama.cpp
-    those with (?i:'s|...)                      "'ſ", the long s, which folds to s
+    gpt-4o, tekken, granite, youtu, tiny_aya    \p{Lu}, \p{Ll} and \p{M}; llama.cpp distinguishes case only in ASCII
+    kimi-k2                                     \p{M} within words; llama.cpp ends a word before a mark
+    tiny_aya, afmoe                             groups of digits; llama.cpp joins the preceding text to the first
+    deepseek-llm, deepseek-coder                ranges with U+3000 and others, which are spaces in llama.cpp
+    patterns with (?i:'s|...)                   "'ſ", the long s, which folds to s
 
-Over the texts of the tests the others give llama.cpp's ids on the same vocabulary, all of them.
+All others produce llama.cpp's ids for the texts in the tests.
 
 Source: llama.cpp, src/llama-vocab.cpp (the names, what each implies, and the patterns with the originals they adapt).
 """
@@ -27,13 +26,13 @@ class PreTokenizer(NamedTuple):
     """The meaning of a name of ``tokenizer.ggml.pre``."""
 
     patterns: tuple[str, ...]
-    """Regular expressions in the syntax of Oniguruma, as ``tokenizers.Regex`` takes them."""
+    """Regular expressions in Oniguruma syntax, for ``tokenizers.Regex``."""
     ignore_merges: bool = False
-    """A piece that is a token stays whole, whatever the merges say."""
+    """Whether a piece that is a token is not split, regardless of merges."""
     add_bos: bool = False
-    """BOS before a text, where the file does not say."""
+    """Default of add_bos_token."""
     byte_level: bool = True
-    """Tokens are spelt in GPT-2's alphabet of bytes; if not, in UTF-8 with U+2581 for a space."""
+    """Whether tokens use GPT-2's byte alphabet; else UTF-8 with U+2581 for a space."""
 
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -60,21 +59,21 @@ _DEEPSEEK_LETTERS = (
 
 
 def _words(digits: str, *, begin: str = _CONTRACTIONS + "|", marks: str = "", end: str = r"[\r\n]*|\s*[\r\n]+") -> str:
-    """Llama 3's pattern: contractions, words, numbers, punctuation and spaces."""
+    """Return Llama 3's pattern: contractions, words, numbers, punctuation and spaces."""
     letter = rf"[\p{{L}}{marks}]" if marks else r"\p{L}"
     punctuation = rf"[^\s\p{{L}}{marks}\p{{N}}]+"
     return rf"{begin}[^\r\n\p{{L}}\p{{N}}]?{letter}+|{digits}| ?{punctuation}{end}|{_SPACES}"
 
 
 def _cased_words(suffix: str, without: str = "") -> str:
-    """Words that end before a capital letter."""
+    """Return the pattern of words that end before a capital letter."""
     begin = r"[^\r\n\p{L}\p{N}]?"
     upper, lower = (rf"[{cases}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]" for cases in (r"\p{Lu}\p{Lt}", r"\p{Ll}"))
     return rf"{begin}{upper}*{lower}+{suffix}|{begin}{upper}+{lower}*{suffix}"
 
 
 def _cased(digits: str, suffix: str = _CONTRACTIONS + "?") -> str:
-    """GPT-4o's pattern."""
+    """Return GPT-4o's pattern."""
     return rf"{_cased_words(suffix)}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{_SPACES}"
 
 
@@ -165,11 +164,11 @@ PRE_TOKENIZERS = {name: entry for names, entry in _TABLE.items() for name in nam
 
 
 def find_name(parts: Sequence[Mapping[str, Any]], ignore_merges: bool) -> str | None:
-    """The name of the pre-tokenizer of a ``tokenizer.json``, by its expressions; None: it has none.
+    """Find the name of the pre-tokenizer of a ``tokenizer.json`` by its patterns; None: no such name.
 
     Args:
-        parts: of the pre-tokenizer, in order.
-        ignore_merges: the option of its BPE. Where names have the same expressions, one that agrees is preferred.
+        parts: the steps of the pre-tokenizer in order.
+        ignore_merges: option of the BPE model; decides between names with the same patterns.
     """
     patterns = [_pattern_of(part) for part in parts]
     wanted = [_canonical(pattern) for pattern in patterns if pattern]
@@ -181,7 +180,7 @@ def find_name(parts: Sequence[Mapping[str, Any]], ignore_merges: bool) -> str | 
 
 
 def _pattern_of(part: Mapping[str, Any]) -> str | None:
-    """The expression whose matches a part isolates; empty: it splits nothing; None: it does something else."""
+    """Return the pattern whose matches a step isolates; empty: it does not split; None: not supported."""
     kind = part.get("type")
     if kind == "Split" and "Regex" in part["pattern"]:
         is_isolated = part["behavior"] == "Isolated" and not part["invert"]
@@ -194,5 +193,5 @@ def _pattern_of(part: Mapping[str, Any]) -> str | None:
 
 
 def _canonical(pattern: str) -> str:
-    """Spaces that no branch matches are a piece of their own anyway."""
+    """Strip a branch without effect: unmatched spaces are a separate piece anyway."""
     return pattern.removesuffix(r"|\s+")

@@ -1,9 +1,9 @@
-"""Chat templates of model files: Jinja programs that strangers wrote, rendered in a sandbox and within bounds.
+"""Chat templates of model files: untrusted Jinja programs, rendered in a sandbox within bounds.
 
-As in transformers, a template sees plain data, gets no attribute that begins with an underscore, has
-``raise_exception``, ``strftime_now`` and ``tojson``, and may mark what the assistant writes (``{% generation %}``).
-Besides, its length and its work are bounded here: iterations of loops, calls of macros, numbers of a range, and lengths
-of what ``+``, ``*``, ``**`` and ``~`` make. (Filters and ``%`` are not bounded.) Needs jinja2.
+As in transformers, a template receives plain data, cannot access attributes that begin with an underscore, has
+``raise_exception``, ``strftime_now`` and ``tojson``, and may mark the assistant's text (``{% generation %}``). Its
+length and its work are bounded: loop iterations, macro calls, numbers of a range, and the sizes of results of ``+``,
+``*``, ``**`` and ``~``. (Filters and ``%`` are not bounded.) Needs jinja2.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from jinja2.utils import Namespace
 from whet.errors import WhetTypeError, WhetValueError
 
 _MOST_CHARACTERS = 1 << 20
-"""Of a template: forty times the longest that is known."""
+"""Longest template: forty times the longest known one."""
 _MOST_STEPS = 1_000_000
-"""Of one rendering: a step is an iteration, a call of a macro, a number of a range, or a kilobyte that is made."""
+"""Budget of one rendering; a step is an iteration, a macro call, a number of a range, or a kilobyte produced."""
 _TAG = "\ue000end-of-the-message\ue000"
 _BEGIN, _END = "\ue000generation\ue000", "\ue000endgeneration\ue000"
 
 
 class _BudgetError(Exception):
-    """A template computes too much."""
+    """A template exceeds its budget."""
 
 
 class ChatTemplate:
@@ -41,10 +41,10 @@ class ChatTemplate:
 
     Args:
         source: the Jinja program.
-        key: where it stands in the file, for errors.
+        key: its key in the file, for error messages.
 
     Raises:
-        WhetValueError: it is too long, or no Jinja program.
+        WhetValueError: it is too long, or not a Jinja program.
     """
 
     def __init__(self, source: str, key: str = "tokenizer.chat_template") -> None:
@@ -54,11 +54,11 @@ class ChatTemplate:
         try:
             self._environment = _Environment()
             self._template = self._environment.from_string(source)
-        except Exception as error:  # jinja2 raises whatever the text makes it trip over
-            raise self._error(f"it is no Jinja template ({error})") from error
+        except Exception as error:  # jinja2 raises many types
+            raise self._error(f"it is not a Jinja template ({error})") from error
 
     def __reduce__(self) -> tuple[type[ChatTemplate], tuple[str, str]]:
-        return ChatTemplate, (self.source, self.key)  # what is compiled has memory of its thread
+        return ChatTemplate, (self.source, self.key)  # the compiled form has thread-local state
 
     def _error(self, text: str) -> WhetValueError:
         return WhetValueError(f"{self.key}: {text}. Set another chat_template, or give prompts as plain text.")
@@ -66,19 +66,19 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, continue_final_message: bool = False, **values: Any
     ) -> str:
-        """The text of messages.
+        """Render messages to text.
 
         Args:
-            messages: dicts with ``role`` and ``content``. What is None is left out, as in transformers; a content of
-                None is kept where the template refuses messages without one, as those that test for it do.
-            continue_final_message: end the text with the last message's, open.
-            values: what the template sees besides: ``add_generation_prompt``, ``tools``, ``bos_token``, and so on.
+            messages: dicts with ``role`` and ``content``. None values are removed, as in transformers; a content of
+                None is kept if the template rejects messages without content.
+            continue_final_message: leave the last message open at the end of the text.
+            values: further variables of the template: ``add_generation_prompt``, ``tools``, ``bos_token``, and so on.
 
         Raises:
-            WhetValueError: the template refuses them, fails, reaches for what it must not have, or exceeds a bound.
-            WhetTypeError: they are not plain data.
+            WhetValueError: the template rejects the messages, fails, violates the sandbox, or exceeds a bound.
+            WhetTypeError: the messages are not plain data.
         """
-        plain = [_plain(message) for message in messages]
+        plain = [_copy_plain(message) for message in messages]
         try:
             return self._render([_drop_none(message) for message in plain], continue_final_message, values)
         except WhetValueError:
@@ -93,26 +93,26 @@ class ChatTemplate:
             messages[-1]["content"] += _TAG + " "
         try:
             self._environment.budget.steps = _MOST_STEPS
-            text = self._template.render(messages=messages, **_plain(values))
+            text = self._template.render(messages=messages, **_copy_plain(values))
         except Exception as error:
             raise self._error(f"it cannot render these messages ({error or type(error).__name__})") from error
         if not continue_final_message:
             return text
         begin, tag, end = text.rpartition(_TAG)
         if not tag:
-            raise self._error("it leaves out the end of the last message, which is to be continued")
-        return begin if end.startswith(" ") else begin.rstrip()  # a template that strips one strips the other too
+            raise self._error("it omits the end of the last message, which is to be continued")
+        return begin if end.startswith(" ") else begin.rstrip()  # the template strips contents
 
     def generation_spans(
         self, text: str, messages: Sequence[Mapping[str, Any]], **values: Any
     ) -> list[tuple[int, int]]:
-        """(start, end) of the parts of a rendering that the template marks as the assistant's.
+        """Return (start, end) of the spans that the template marks as the assistant's.
 
         Args:
-            text: what ``render`` gives for these messages and values.
+            text: the result of ``render`` for these messages and values.
 
         Raises:
-            WhetValueError: as ``render``; or the marks cannot be told, being nested or cut by a filter.
+            WhetValueError: as ``render``, or the marks are nested or changed by a filter.
         """
         self._environment.marks.are_shown = True
         try:
@@ -120,15 +120,15 @@ class ChatTemplate:
         finally:
             self._environment.marks.are_shown = False
         if "".join(pieces[::2]) != text or pieces[1::2] != [_BEGIN, _END] * (len(pieces) // 4):
-            raise self._error("what it marks by {% generation %} cannot be found in what it renders")
+            raise self._error("its {% generation %} marks cannot be located in the rendered text")
         ends = list(itertools.accumulate(map(len, pieces[::2])))
         return list(zip(ends[:-1:2], ends[1::2], strict=True))
 
     def check_bounds(self, values: Mapping[str, Any]) -> None:
-        """Render a short message, which a template may refuse.
+        """Check the bounds by rendering a short message, which a template may reject.
 
         Raises:
-            WhetValueError: it exceeds its bounds.
+            WhetValueError: the template exceeds its bounds.
         """
         try:
             self.render([{"role": "user", "content": "a"}], add_generation_prompt=True, **values)
@@ -141,14 +141,14 @@ def _drop_none(message: Mapping[str, Any], kept: str = "") -> dict[str, Any]:
     return {name: value for name, value in message.items() if value is not None or name == kept}
 
 
-def _plain(value: Any) -> Any:
-    """A copy of JSON's types alone: the methods of others are no business of a template."""
+def _copy_plain(value: Any) -> Any:
+    """Copy a value as JSON types only, whose methods are safe to expose to a template."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(item) for key, item in value.items()}
+        return {_copy_plain(key): _copy_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_copy_plain(item) for item in value]
     for kind in (str, int, float):
         if isinstance(value, kind):
             return kind(value)
@@ -158,7 +158,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Budget(threading.local):
-    """Steps that a rendering has left."""
+    """Remaining steps of a rendering, per thread."""
 
     steps = 0
 
@@ -169,13 +169,13 @@ class _Budget(threading.local):
 
 
 class _Marks(threading.local):
-    """Whether a rendering shows where the assistant's parts begin and end."""
+    """Whether a rendering contains marks around the assistant's spans, per thread."""
 
     are_shown = False
 
 
 class _Generation(Extension):
-    """``{% generation %}...{% endgeneration %}``: the body, between marks where they are shown."""
+    """``{% generation %}...{% endgeneration %}``: the body, between marks if they are shown."""
 
     tags = frozenset({"generation"})  # pyright: ignore[reportAssignmentType]
 
@@ -187,7 +187,7 @@ class _Generation(Extension):
 
 
 class _Generator(CodeGenerator):
-    """Compiles loops, macros and ``~`` with calls of the environment that count them."""
+    """Compiles loops, macros and ``~`` with calls to the budget."""
 
     def visit_For(self, node: nodes.For, frame: Any) -> None:
         node.body.insert(0, nodes.ExprStmt(_call("spend")))
@@ -206,10 +206,10 @@ def _call(name: str, arguments: Sequence[nodes.Expr] = ()) -> nodes.Call:
 
 
 class _Namespace(Namespace):
-    """Keeps no attribute that begins with an underscore."""
+    """Rejects attributes that begin with an underscore."""
 
     def __init__(*args: Any, **values: Any) -> None:
-        self, *given = args  # so that a template may call one of its values self
+        self, *given = args  # a template may name a value "self"
         Namespace.__init__(self)
         for name, value in dict(*given, **values).items():
             self[name] = value
@@ -251,7 +251,7 @@ class _Environment(sandbox.ImmutableSandboxedEnvironment):
         return "".join(texts)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        self.budget.spend(_steps_of(operator, left, right))
+        self.budget.spend(_count_steps(operator, left, right))
         return super().call_binop(context, operator, left, right)
 
 
@@ -259,8 +259,8 @@ def _fail(message: str) -> None:
     raise TemplateError(message)
 
 
-def _steps_of(operator: str, left: Any, right: Any) -> int:
-    """Cost of an operator, at most: kilobytes of text or items that it makes, squared kilobits that it multiplies."""
+def _count_steps(operator: str, left: Any, right: Any) -> int:
+    """Bound the cost of an operator: kilobytes or 1024 items of its result, or squared kilobits of a product."""
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length(), right.bit_length()
         if operator == "**":
@@ -278,7 +278,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is: Jinja's own filter escapes it for HTML."""
+    """Dump JSON without the HTML escapes of Jinja's filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,4 @@
-"""The tokenizer and the chat template of a GGUF file, with transformers and without."""
+"""Tokenizers and chat templates of GGUF files, with or without transformers."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ _ROLES = {
     "mask": "mask",
     "cls": "cls",
 }
-"""transformers' names of special tokens, and GGUF's."""
+"""transformers' names of special tokens -> GGUF's."""
 
 
 def open_tokenizer(file: str | os.PathLike[str] | GGUFFile | Mapping[str, Any]) -> Any:
-    """The tokenizer of a GGUF file as transformers has it; see ``read_tokenizer``.
+    """Open the tokenizer of a GGUF file as a transformers tokenizer; see ``read_tokenizer``.
 
     Returns:
-        ``transformers.PreTrainedTokenizerFast`` with the special tokens, the chat template, and BOS and EOS as the file
-        says. It decodes to the text as it is (``clean_up_tokenization_spaces`` is off).
+        ``transformers.PreTrainedTokenizerFast`` with the file's special tokens, chat template, and settings of BOS and
+        EOS. It decodes without changes (``clean_up_tokenization_spaces`` is off).
 
     Raises:
-        WhetValueError: as ``read_tokenizer``; or the chat template cannot be compiled.
+        WhetValueError: as ``read_tokenizer``, or the chat template cannot be compiled.
         MissingExtraError: transformers, tokenizers or jinja2 is not installed.
     """
     return read_tokenizer(file).to_transformers()
 
 
 def read_tokenizer(file: str | os.PathLike[str] | GGUFFile | Mapping[str, Any]) -> GGUFTokenizer:
-    """The tokenizer of a GGUF file, without transformers.
+    """Read the tokenizer of a GGUF file, without transformers.
 
     Args:
-        file: of a model in parts any of them; or what ``read_gguf`` gave; or a file's metadata by key.
+        file: a path, for a split model any of its files; a ``GGUFFile``; or a file's metadata by key.
 
     Raises:
-        WhetValueError: there is no tokenizer, it is of a kind that is not read, or a key is wrong; it is named.
+        WhetValueError: the tokenizer is missing or of an unsupported kind, or a key is invalid; the message names it.
         MissingExtraError: tokenizers is not installed.
     """
     if isinstance(file, Mapping):
@@ -58,19 +58,19 @@ def read_tokenizer(file: str | os.PathLike[str] | GGUFFile | Mapping[str, Any]) 
     if not isinstance(file, GGUFFile):
         file = read_gguf(Path(file), f'read_tokenizer("{os.fspath(file)}")')
     where = f'read_tokenizer("{file.paths[0]}")'
-    return GGUFTokenizer(with_texts(file.metadata, where), where)
+    return GGUFTokenizer(load_texts(file.metadata, where), where)
 
 
 def load_tokenizer(model: str | os.PathLike[str] | GGUFFile, where: str = "load_tokenizer") -> Any:
-    """The tokenizer of a model of either form: that of a Hugging Face folder, or ``read_tokenizer`` of a GGUF file.
+    """Load the tokenizer of a Hugging Face folder (transformers') or of a GGUF file (``read_tokenizer``).
 
     Args:
-        model: the folder, or a file as ``read_tokenizer`` takes it.
-        where: the caller's name, for errors.
+        model: the folder, or a file, see ``read_tokenizer``.
+        where: prefix of error messages.
 
     Raises:
-        WhetValueError: there is no such folder or file, or no tokenizer in it that can be read.
-        MissingExtraError: of a folder, and transformers is not installed; of a file, tokenizers.
+        WhetValueError: there is no such folder or file, or its tokenizer cannot be read.
+        MissingExtraError: transformers, for a folder, or tokenizers, for a file, is not installed.
     """
     if isinstance(model, GGUFFile) or Path(model).is_file():
         try:
@@ -78,7 +78,7 @@ def load_tokenizer(model: str | os.PathLike[str] | GGUFFile, where: str = "load_
         except WhetValueError as error:
             raise WhetValueError(f"{where}: {error}") from error
     if not Path(model).is_dir():
-        raise WhetValueError(f"{where}: there is no folder or file {os.fspath(model)!r}.")
+        raise WhetValueError(f"{where}: folder or file {os.fspath(model)!r} does not exist.")
     check_installed(where, "transformers")
     import transformers
 
@@ -86,15 +86,15 @@ def load_tokenizer(model: str | os.PathLike[str] | GGUFFile, where: str = "load_
         return transformers.AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         raise WhetValueError(
-            f"{where}: {os.fspath(model)} holds no tokenizer that transformers reads ({error})."
+            f"{where}: transformers cannot read a tokenizer in {os.fspath(model)} ({error})."
         ) from error
 
 
-def with_texts(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A file's metadata, with the texts that a tokenizer needs as lists.
+def load_texts(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a file's metadata with the texts of tokens and merges as lists.
 
     Raises:
-        WhetValueError: one is not UTF-8.
+        WhetValueError: a text is not UTF-8.
     """
     found = dict(metadata)
     for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"):
@@ -107,19 +107,19 @@ def with_texts(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 class GGUFTokenizer:
-    """Text to token ids and back, and messages to text: the calls of a transformers tokenizer that Whet makes.
+    """A tokenizer with the methods of transformers' tokenizers that Whet uses.
 
-    ``bos_token_id``, ``eos_token_id``, ``pad_token_id`` and ``unk_token_id`` are None where the file has none.
+    ``bos_token_id``, ``eos_token_id``, ``pad_token_id`` and ``unk_token_id`` are None if the file has none.
 
     Args:
-        metadata: of the file, by key.
-        where: the caller's name, for errors.
+        metadata: the file's metadata by key.
+        where: prefix of error messages.
 
     Attributes:
-        vocabulary: what the file says.
-        backend: the ``tokenizers.Tokenizer``. See ``algorithms`` for where it differs from llama.cpp.
-        stop_token_ids: all tokens that end a generation, ascending: EOS, the end of a turn, and such.
-        chat_template: the Jinja source; of several a dict by name; None: the file has none.
+        vocabulary: the file's vocabulary.
+        backend: the ``tokenizers.Tokenizer``. See ``algorithms`` for differences from llama.cpp.
+        stop_token_ids: all tokens that end a generation, ascending: EOS, end of turn, and others.
+        chat_template: the Jinja source; name -> source of several; None: the file has none.
     """
 
     def __init__(self, metadata: Mapping[str, Any], where: str = "GGUFTokenizer") -> None:
@@ -132,7 +132,7 @@ class GGUFTokenizer:
         self.special_tokens_map = {
             f"{name}_token": self.vocabulary.tokens[special[role]] for name, role in _ROLES.items() if role in special
         }
-        """Texts of special tokens by transformers' names, such as "eos_token"."""
+        """transformers' name -> text of special tokens, such as "eos_token"."""
         self.bos_token_id, self.eos_token_id = special.get("bos"), special.get("eos")
         self.pad_token_id, self.unk_token_id = special.get("padding"), special.get("unknown")
 
@@ -140,14 +140,14 @@ class GGUFTokenizer:
         return len(self.vocabulary.tokens)
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        """``{"input_ids": encode(text)}``"""
+        """Return ``{"input_ids": encode(text)}``."""
         return {"input_ids": self.encode(text, add_special_tokens)}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text; special tokens in it are those tokens.
+        """Encode a text; special tokens in the text are recognised.
 
         Args:
-            add_special_tokens: with BOS and EOS, as the file says.
+            add_special_tokens: add BOS and EOS by the file's settings.
 
         Raises:
             WhetValueError: the text has lone surrogates.
@@ -158,11 +158,11 @@ class GGUFTokenizer:
     def decode(
         self, token_ids: Sequence[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
     ) -> str:
-        """The text of ids; bytes that are no UTF-8 come as U+FFFD, of SentencePiece all of a run of tokens of bytes.
+        """Decode ids; invalid UTF-8 becomes U+FFFD, with SentencePiece the whole run of byte tokens.
 
         Args:
-            skip_special_tokens: leave out control tokens, BOS, EOS and such.
-            clean_up_tokenization_spaces: must be False: the text comes as it is.
+            skip_special_tokens: skip control tokens such as BOS and EOS.
+            clean_up_tokenization_spaces: must be False: the text is not changed.
 
         Raises:
             WhetValueError: ``clean_up_tokenization_spaces``.
@@ -184,22 +184,22 @@ class GGUFTokenizer:
         return_assistant_tokens_mask: bool = False,
         **options: Any,
     ) -> Any:
-        """Messages as a text, or the ids of that text.
+        """Render messages to text, or to the ids of the text.
 
         Args:
             conversation: dicts with ``role`` and ``content``.
-            tools: JSON schemas of functions. They get the template called "tool_use" where the file has one.
-            add_generation_prompt: end where the assistant begins.
-            continue_final_message: end with the last message, open.
+            tools: JSON schemas of functions. The template named "tool_use" is used if the file has one.
+            add_generation_prompt: append the beginning of the assistant's message.
+            continue_final_message: leave the last message open.
             tokenize: return ids, as ``{"input_ids": ids}`` with ``return_dict``; else the text.
-            return_assistant_tokens_mask: add ``assistant_masks`` to that, 1 for the tokens that the template marks as
-                the assistant's by ``{% generation %}``, and 0 for others.
+            return_assistant_tokens_mask: add ``assistant_masks``, 1 for tokens within ``{% generation %}`` of the
+                template, else 0.
             options: further variables of the template.
 
         Raises:
-            WhetValueError: there is no template, or it refuses the messages, see ``ChatTemplate.render``; the text has
-                lone surrogates; or both of ``add_generation_prompt`` and ``continue_final_message``; or the mask
-                without a dict of ids, or with ``continue_final_message``.
+            WhetValueError: the template is missing or rejects the messages, see ``ChatTemplate.render``; the text has
+                lone surrogates; ``add_generation_prompt`` with ``continue_final_message``; or the mask without a dict
+                of ids or with ``continue_final_message``.
             MissingExtraError: jinja2 is not installed.
         """
         if add_generation_prompt and continue_final_message:
@@ -208,8 +208,8 @@ class GGUFTokenizer:
             )
         if return_assistant_tokens_mask and (continue_final_message or not (tokenize and return_dict)):
             raise WhetValueError(
-                "apply_chat_template: return_assistant_tokens_mask is True, which goes with tokenize=True and "
-                "return_dict=True, and not with continue_final_message. Change these, or leave the mask out."
+                "apply_chat_template: return_assistant_tokens_mask is True, which needs tokenize=True, "
+                "return_dict=True and no continue_final_message. Change these, or omit the mask."
             )
         values = {**self.special_tokens_map, **options, "add_generation_prompt": add_generation_prompt}
         values |= {"tools": tools, "documents": options.get("documents")}
@@ -245,12 +245,12 @@ class GGUFTokenizer:
         return self._compiled[sources[name]]
 
     def to_transformers(self) -> Any:
-        """The same tokenizer as a ``transformers.PreTrainedTokenizerFast``; see ``open_tokenizer``.
+        """Convert to a ``transformers.PreTrainedTokenizerFast``; see ``open_tokenizer``.
 
-        transformers does not bound what a template computes, so each is first rendered here for a short message.
+        transformers does not bound the work of a template, so each is first rendered here for a short message.
 
         Raises:
-            WhetValueError: a chat template is no Jinja, or exceeds its bounds.
+            WhetValueError: a chat template is not Jinja, or exceeds its bounds.
             MissingExtraError: transformers is not installed.
         """
         for name in _by_name(self.chat_template):
@@ -277,12 +277,12 @@ def _build(vocabulary: Vocabulary, where: str) -> Any:
         vocabulary.check_merges(where)
         raise WhetValueError(
             f"{where}: the {vocabulary.model} tokenizer of tokenizer.ggml.* cannot be built: {error}. Convert the "
-            f"model again, or pass the tokenizer's own folder."
+            f"model again, or pass the tokenizer's folder."
         ) from error
 
 
 def read_chat_template(metadata: Mapping[str, Any], where: str) -> str | dict[str, str] | None:
-    """The template, or the templates by name where there are several."""
+    """Return the chat template, name -> template if there are several, or None."""
     begin = f"{_TEMPLATE}."
     found = {key.removeprefix(begin): value for key, value in metadata.items() if key.startswith(begin)}
     if _TEMPLATE in metadata:

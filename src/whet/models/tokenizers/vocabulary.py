@@ -1,8 +1,7 @@
-"""The keys ``tokenizer.ggml.*`` of a GGUF file, checked, and what llama.cpp derives from them.
+"""Read and check the keys ``tokenizer.ggml.*`` of a GGUF file, and derive special and stop tokens as in llama.cpp.
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (the keys), llama.cpp's src/llama-vocab.cpp (defaults,
-texts by which tokens are special, tokens that end a generation). It leaves out what is wrong there: BOS and EOS of a
-BPE file that does not say them are token 11 in llama.cpp, and none here.
+texts of special tokens, stop tokens). Departure: missing BOS and EOS of a BPE file are none, not token 11.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from whet.errors import WhetValueError
 from whet.models.tokenizers.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
 _MOST_TOKENS = 1 << 22
-"""Sixteen times the largest vocabulary that is known."""
+"""Sixteen times the largest known vocabulary."""
 
 
 class TokenType(enum.IntEnum):
-    """``tokenizer.ggml.token_type``, in the numbers of the file."""
+    """Values of ``tokenizer.ggml.token_type``."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -33,11 +32,11 @@ class TokenType(enum.IntEnum):
 
 
 SPECIAL = (TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN)
-"""Tokens that are found in a text as they stand."""
+"""Types of tokens that are matched in a text literally."""
 
 
 class _Kind(NamedTuple):
-    """A ``tokenizer.ggml.model`` in words, and its defaults where the file does not say."""
+    """A ``tokenizer.ggml.model``: a description and default values."""
 
     name: str
     special_ids: Mapping[str, int] = {}
@@ -53,11 +52,11 @@ _KINDS = {
     "t5": _Kind("SentencePiece unigram", {"eos": 1, "unknown": 2, "padding": 0}, add_eos=True),
 }
 _REFUSED = {
-    "bert": "WordPiece, of models that embed a text and do not continue it",
+    "bert": "WordPiece, of embedding models",
     "rwkv": "RWKV's greedy tokenizer",
     "plamo2": "PLaMo 2's tokenizer",
-    "hybriddna": "a tokenizer of DNA",
-    "whitespace": "a tokenizer of whole words",
+    "hybriddna": "a DNA tokenizer",
+    "whitespace": "a whole-word tokenizer",
     "none": "no tokenizer: the file was written without one",
     "no_vocab": "no tokenizer: the file was written without one",
 }
@@ -73,32 +72,32 @@ _FILL_IN_THE_MIDDLE = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }  # fmt: skip
-"""Key -> texts of the token, of which the first that is there counts where the file has no such key."""
+"""Key -> texts of the token; the first that exists is used if the file lacks the key."""
 _ENDS_GENERATION = ("fim_pad", "fim_rep", "fim_sep", "eos", "eot", "eom")
 _ENDS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
     "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
     "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
 )  # fmt: skip
-"""Texts of tokens that end a generation in whichever vocabulary they are."""
+"""Texts of tokens that end a generation in any vocabulary."""
 _ALWAYS_SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
 
 
 class Vocabulary(NamedTuple):
-    """The tokens of a file, what each of them is, and how a text becomes them."""
+    """The tokens of a file, their types, and the settings of tokenization."""
 
     model: str
-    """gpt2, gemma4, llama or t5; ``kind`` is the same in words."""
+    """gpt2, gemma4, llama or t5; ``kind`` describes it."""
     tokens: list[str]
     types: list[TokenType]
     scores: list[float]
-    """Of SentencePiece; else empty."""
+    """SentencePiece scores; else empty."""
     merges: list[str]
-    """Of BPE: two tokens with a space between them, each pair once; else empty. ``check_merges`` checks them."""
+    """BPE merges, two tokens separated by a space, without duplicates; else empty. Checked by ``check_merges``."""
     pre_tokenizer: PreTokenizer | None
     special_ids: dict[str, int]
-    """Ids by role: bos, eos, unknown, padding, seperator (as the key spells it), mask, cls. A role of an ordinary token
-    is left out: padding by "!" would take it out of every text."""
+    """Role -> id: bos, eos, unknown, padding, seperator (spelt like the key), mask, cls. Roles of ordinary tokens are
+    excluded: padding with "!" would remove it from every text."""
     stop_ids: list[int]
     """Tokens that end a generation, ascending."""
     add_bos: bool
@@ -106,40 +105,40 @@ class Vocabulary(NamedTuple):
     add_space_prefix: bool
     remove_extra_whitespaces: bool
     charsmap: bytes
-    """SentencePiece's compiled normalisation; empty: none."""
+    """SentencePiece's precompiled normalisation; empty: none."""
     strips_right: frozenset[int]
-    """Special tokens that take the whitespace behind them."""
+    """Special tokens that strip the whitespace after them."""
 
     @property
     def kind(self) -> str:
         return _KINDS[self.model].name
 
     def ids_of(self, *types: TokenType) -> list[int]:
-        """The tokens of these types, ascending."""
+        """Return the tokens of these types, ascending."""
         return [i for i, type in enumerate(self.types) if type in types]
 
     def check_merges(self, where: str) -> None:
-        """Find the merge that a library refuses.
+        """Check merges, to name the one that the library rejects.
 
         Raises:
-            WhetValueError: one is not two tokens that make a third.
+            WhetValueError: a merge is not two tokens whose concatenation is a token.
         """
         tokens = set(self.tokens)
         for merge in self.merges:
             left, space, right = merge.partition(" ")
             if not space or not tokens.issuperset((left, right, left + right)):
-                raise _wrong(where, "merges", merge, "two tokens, with a space between them, that make a third")
+                raise _wrong(where, "merges", merge, "two tokens separated by a space, whose concatenation is a token")
 
 
 def read_vocabulary(metadata: Mapping[str, Any], where: str) -> Vocabulary:
-    """The tokenizer that a file's metadata describe.
+    """Read the vocabulary from a file's metadata.
 
     Args:
-        metadata: by key; arrays are lists, of strings too.
-        where: the caller's name, for errors.
+        metadata: key -> value; arrays are lists, also of strings.
+        where: prefix of error messages.
 
     Raises:
-        WhetValueError: there is none, it is of a kind that is not read, or a key is wrong; the message names it.
+        WhetValueError: the tokenizer is missing or of an unsupported kind, or a key is invalid; the message names it.
     """
     return _Reader(metadata, where).vocabulary()
 
@@ -147,7 +146,7 @@ def read_vocabulary(metadata: Mapping[str, Any], where: str) -> Vocabulary:
 def _wrong(where: str, name: str, found: Any, expected: str) -> WhetValueError:
     return WhetValueError(
         f"{where}: tokenizer.ggml.{name} is {found!r:.80}, expected {expected}. Convert the model again, or pass the "
-        f"tokenizer's own folder."
+        f"tokenizer's folder."
     )
 
 
@@ -159,14 +158,14 @@ class _Reader:
         return _wrong(self.where, name, found, expected)
 
     def value(self, name: str, kind: type, expected: str, default: Any = None) -> Any:
-        """The value of a key, of exactly this type."""
+        """Return the value of a key, checked for this exact type."""
         value = self.metadata.get(f"tokenizer.ggml.{name}", default)
         if value is not default and type(value) is not kind:
             raise self.wrong(name, value, expected)
         return value
 
     def items(self, name: str, kinds: set[type], expected: str, n: int | None = None) -> list[Any]:
-        """The items of an array of ``n``, all of one of these types; of a missing one none."""
+        """Return the items of an array of ``n``, checked for these types; of a missing key, none."""
         items = self.value(name, list, f"an array of {expected}", default=[])
         if items and n is not None and len(items) != n:
             raise self.wrong(name, f"{len(items)} items", f"one for each of the {n} tokens")
@@ -179,8 +178,8 @@ class _Reader:
         if model not in _KINDS:
             known = f"is {_REFUSED[model]}" if model in _REFUSED else "is not known"
             raise WhetValueError(
-                f"{self.where}: tokenizer.ggml.model is {model!r:.60}, which {known}; {', '.join(_KINDS)} are read. "
-                f"Pass the tokenizer's own folder. (Of a model in parts the first part has the tokenizer.)"
+                f"{self.where}: tokenizer.ggml.model is {model!r:.60}, which {known}; expected one of "
+                f"{', '.join(_KINDS)}. Pass the tokenizer's folder. (In a split model, the first file has it.)"
             )
         kind = _KINDS[model]
         tokens = self.tokens()
@@ -223,7 +222,7 @@ class _Reader:
         if len(set(tokens)) < len(tokens):
             seen: set[str] = set()
             twice = next(token for token in tokens if token in seen or seen.add(token))
-            raise self.wrong("tokens", twice, "each token once: it is there twice")
+            raise self.wrong("tokens", twice, "no duplicate tokens")
         return tokens
 
     def types(self, n: int) -> list[TokenType]:
@@ -245,16 +244,14 @@ class _Reader:
     def merges(self) -> list[str]:
         if "tokenizer.ggml.merges" not in self.metadata:
             raise self.wrong("merges", None, "an array of texts")
-        return list(dict.fromkeys(self.items("merges", {str}, "texts")))  # the first of equal ones counts
+        return list(dict.fromkeys(self.items("merges", {str}, "texts")))  # the first of duplicates counts
 
     def pre_tokenizer(self, model: str) -> PreTokenizer | None:
         if model in ("llama", "t5"):
             return None
         name = "gemma4" if model == "gemma4" else self.value("pre", str, "a text", "default")
         if name not in PRE_TOKENIZERS:
-            raise self.wrong(
-                "pre", name, f"a pre-tokenizer that is known, such as {', '.join(list(PRE_TOKENIZERS)[:4])}"
-            )
+            raise self.wrong("pre", name, f"a known pre-tokenizer, such as {', '.join(list(PRE_TOKENIZERS)[:4])}")
         return PRE_TOKENIZERS[name]
 
     def special_ids(self, kind: _Kind, n: int) -> dict[str, int]:
@@ -273,29 +270,29 @@ class _Reader:
             raise self.wrong("precompiled_charsmap", numbers, "an array of bytes")
         found = bytes(number % 256 for number in numbers)
         if found and not _is_charsmap(found):
-            expected = "a size, a trie of so many bytes whose indices lie inside, and texts that end in 0"
+            expected = "a size, a trie of this many bytes with valid indices, and texts that end in 0"
             raise self.wrong("precompiled_charsmap", f"{len(found)} bytes", expected)
         return found
 
     def strips_right(self, tokens: Sequence[str], types: Sequence[TokenType]) -> frozenset[int]:
-        """Phi-3's: GGUF has no place for it, and llama.cpp goes by the model's name."""
+        """Return Phi-3's: GGUF has no key for it, and llama.cpp decides by the model's name."""
         if not is_phi3(self.metadata.get("general.name")):
             return frozenset()
-        kept = ("<unk>", "<s>", "<|endoftext|>")
-        return frozenset(i for i, type in enumerate(types) if type in SPECIAL and tokens[i] not in kept)
+        excluded = ("<unk>", "<s>", "<|endoftext|>")
+        return frozenset(i for i, type in enumerate(types) if type in SPECIAL and tokens[i] not in excluded)
 
 
 def is_phi3(name: Any) -> bool:
-    """Whether llama.cpp strips the whitespace behind special tokens in a file of this ``general.name``."""
+    """Whether llama.cpp strips the whitespace after special tokens in a file of this ``general.name``."""
     return isinstance(name, str) and any(part in name.lower() for part in ("phi-3", "phi3"))
 
 
 def _is_charsmap(data: bytes) -> bool:
-    """Whether no text leads ``tokenizers`` out of SentencePiece's normalisation, which it follows unchecked.
+    """Whether SentencePiece's normalisation has no out-of-bounds index, which ``tokenizers`` does not check.
 
-    It is the number of bytes of a trie, 32-bit, the trie, and texts, each with a 0 behind it. Unit i of the trie, a
-    double array of Darts-clone, leads by the byte c to unit i ^ offset ^ c; where bit 8 is set, unit i ^ offset holds
-    the place of a text in its lower 31 bits.
+    Format: the size of a trie in bytes (32-bit), the trie, and texts terminated by 0. Unit i of the trie, a Darts-clone
+    double array, leads by the byte c to unit i ^ offset ^ c; if bit 8 is set, unit i ^ offset contains the position of
+    a text in its lower 31 bits.
     """
     size = int.from_bytes(data[:4], "little")
     texts = data[4 + size :]
@@ -307,7 +304,7 @@ def _is_charsmap(data: bytes) -> bool:
         return False
     units = np.frombuffer(data, "<u4", size // 4, 4)
     is_node = units < 1 << 31
-    is_node[0] = True  # the root, which every search begins with
+    is_node[0] = True  # the root of every search
     nodes = np.flatnonzero(is_node)
     offsets = (units[nodes] >> 10) << ((units[nodes] & 512) >> 6)
     bases = nodes ^ offsets
@@ -319,7 +316,7 @@ def _is_charsmap(data: bytes) -> bool:
 
 
 def _mark_special(index: Mapping[str, int], types: list[TokenType], ids: dict[str, int]) -> list[int]:
-    """Makes control tokens of those whose text says so; adds roles found by text; the tokens that end a generation."""
+    """Mark control tokens by their text, add roles found by text, and return the stop tokens."""
     for role, texts in _FILL_IN_THE_MIDDLE.items():
         found = next((index[text] for text in texts if text in index), None)
         if role not in ids and found is not None:

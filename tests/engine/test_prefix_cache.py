@@ -1,4 +1,4 @@
-"""Keys and values that streams keep: later prompts compute what follows them, to the same bits."""
+"""The prefix cache of retained streams: later prompts compute only new tokens, to the same bits."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def tokens(n: int, seed: int) -> list[int]:
 
 
 def stream(engine: Engine, prompt: list[int], sampling: SamplingParams = SAMPLING, **options: Any) -> tuple[Any, int]:
-    """The tokens and log-probs of a stream that keeps its own, and how many of its prompt were there."""
+    """Return the tokens and log-probs of a retained stream, and the number of reused prompt tokens."""
     with engine.stream(prompt, sampling, keep=True, **options) as drawn:
         return list(drawn), drawn.n_reused
 
 
-def alone(model: Any, prompt: list[int], sampling: SamplingParams = SAMPLING) -> Any:
+def fresh_tokens(model: Any, prompt: list[int], sampling: SamplingParams = SAMPLING) -> Any:
     with engine_of(model) as engine:
         return list(engine.stream(prompt, sampling))
 
 
 @pytest.mark.parametrize("weights", ["float32", "bf16", "int8"])
-def test_a_turn_computes_its_new_tokens_only(model, weights, monkeypatch):
-    """A step computes one token of a prompt here, and one more draws the first token of the reply."""
+def test_chat_turn_computes_only_its_new_tokens(model, weights, monkeypatch):
+    """Each step computes one prompt token here, and one more step samples the first token of the reply."""
     steps = [0]
     step = Session._step
     monkeypatch.setattr(Session, "_step", lambda self, job: (steps.__setitem__(0, steps[0] + 1), step(self, job))[1])
@@ -51,50 +51,50 @@ def test_a_turn_computes_its_new_tokens_only(model, weights, monkeypatch):
         Engine.from_model(model, weights=weights, prefill_chunk=1) as engine,
         Engine.from_model(model, weights=weights) as other,
     ):
-        said: list[int] = []
+        history: list[int] = []
         for turn, n_new in enumerate((70, 5, 64, 1, 30)):
-            prompt = [*said, *tokens(n_new, turn)]
+            prompt = [*history, *tokens(n_new, turn)]
             sampling = dataclasses.replace(SAMPLING, seed=turn)
             steps[0] = 0
             with engine.stream(prompt, sampling, keep=True) as drawn:
                 first = next(drawn)
                 n_computed = steps[0] - 1
                 reply = [first, *drawn]
-            # The last token of the reply before was drawn, and is computed with the message that follows it.
-            assert n_computed == (n_new + 1 if said else n_new) == len(prompt) - drawn.n_reused
+            # The last token of the previous reply is computed with the next message.
+            assert n_computed == (n_new + 1 if history else n_new) == len(prompt) - drawn.n_reused
             assert reply == list(other.stream(prompt, sampling))
-            said = [*prompt, *(token.token_id for token in reply)]
+            history = [*prompt, *(token.token_id for token in reply)]
 
 
-def test_another_reply_and_another_message_part_from_what_was_said(model):
+def test_prefix_cache_at_diverging_conversations(model):
     with engine_of(model) as engine:
         prompt = tokens(100, 0)
         first, _ = stream(engine, prompt)
         again = dataclasses.replace(SAMPLING, seed=5)
         second, n_reused = stream(engine, prompt, again)
-        assert n_reused == 99 and second == alone(model, prompt, again) != first
+        assert n_reused == 99 and second == fresh_tokens(model, prompt, again) != first
         other = [*prompt[:90], *tokens(20, 1)]
-        assert stream(engine, other) == (alone(model, other), 90)
-        # The first reply goes on as well: its pages are there beside the second one's.
-        said = [*prompt, *(token.token_id for token in first), 7]
-        assert stream(engine, said) == (alone(model, said), len(said) - 2)
+        assert stream(engine, other) == (fresh_tokens(model, other), 90)
+        # The first conversation continues too: its pages are retained as well.
+        history = [*prompt, *(token.token_id for token in first), 7]
+        assert stream(engine, history) == (fresh_tokens(model, history), len(history) - 2)
 
 
-def test_a_stream_that_is_left_keeps_what_it_has_drawn(model):
+def test_cancelled_stream_retains_its_pages(model):
     with engine_of(model) as engine:
         prompt = tokens(80, 0)
         with engine.stream(prompt, SAMPLING, keep=True) as drawn:
-            said = [*prompt, next(drawn).token_id, next(drawn).token_id]
-        assert stream(engine, [*said, 5]) == (alone(model, [*said, 5]), len(said) - 1)
+            history = [*prompt, next(drawn).token_id, next(drawn).token_id]
+        assert stream(engine, [*history, 5]) == (fresh_tokens(model, [*history, 5]), len(history) - 1)
     with engine_of(model, prefill_chunk=1) as engine:
         with engine.stream(prompt, SAMPLING, keep=True) as drawn:
             for _ in range(70):  # in the middle of its prompt
                 drawn._session._step(drawn._job)
         assert engine.memory["kv_kept_bytes"] == 0
-        assert stream(engine, prompt) == (alone(model, prompt), 0)
+        assert stream(engine, prompt) == (fresh_tokens(model, prompt), 0)
 
 
-def test_memory_tells_what_is_kept_and_calls_get_it_back(model):
+def test_retained_pages_are_reported_and_evicted(model):
     with engine_of(model) as engine:
         page = engine.memory["kv_page_bytes"]
     with engine_of(model, kv_bytes=4 * page) as engine:
@@ -106,12 +106,12 @@ def test_memory_tells_what_is_kept_and_calls_get_it_back(model):
         assert engine.memory["kv_kept_bytes"] == 2 * page and engine.memory["kv_used_bytes"] == 0
         for row in (tokens(110, 1), tokens(110, 2)):  # each needs three pages, with a copy of its last one
             [[completion]] = engine.generate([row], 1, SAMPLING)
-            assert completion.token_ids == [token.token_id for token in alone(model, row)]
+            assert completion.token_ids == [token.token_id for token in fresh_tokens(model, row)]
         assert engine.memory["kv_kept_bytes"] == page  # the first of the two, which is evicted last
-        assert stream(engine, prompt) == (alone(model, prompt), 64)
+        assert stream(engine, prompt) == (fresh_tokens(model, prompt), 64)
 
 
-def test_other_weights_and_other_adapters_are_other_pages(model):
+def test_prefix_cache_is_per_weights_and_adapter(model):
     lora = with_lora(model, 1, b_std=0.5, r=2, target_modules=["q_proj"]).eval()
     with engine_of(lora) as engine:
         number = engine.add_adapter(random_adapter(2))
@@ -130,7 +130,7 @@ def test_other_weights_and_other_adapters_are_other_pages(model):
         assert engine.memory["kv_kept_bytes"] == 0
         after, n_reused = stream(engine, prompt)
         assert n_reused == 0 and after != own
-        assert after == alone(lora, prompt)
+        assert after == fresh_tokens(lora, prompt)
 
 
 def random_adapter(seed: int) -> dict[str, Any]:
@@ -138,22 +138,22 @@ def random_adapter(seed: int) -> dict[str, Any]:
     return {"model.layers.0.self_attn.q_proj": (draw.normal(size=(2, 32)), draw.normal(size=(32, 2)), 1.0)}
 
 
-def test_released_memory_leaves_what_is_kept_and_what_runs(model):
+def test_release_memory_preserves_retained_pages_and_calls(model):
     with engine_of(model) as engine:
         prompt = tokens(150, 0)
-        said, _ = stream(engine, prompt)
+        history, _ = stream(engine, prompt)
         other = tokens(200, 1)
         engine.release_memory()
         with engine.stream(other, SAMPLING) as running:
             first = next(running)
             assert engine.memory["workspace_committed_bytes"] == engine.memory["workspace_bytes"] > 0
             assert engine.release_memory() == engine.memory["workspace_bytes"]
-            assert [first, *running] == alone(model, other)
+            assert [first, *running] == fresh_tokens(model, other)
         memory = engine.memory
         assert memory["kv_committed_bytes"] > memory["kv_kept_bytes"] > 0
         freed = memory["kv_committed_bytes"] - memory["kv_kept_bytes"]
         assert engine.release_memory() == freed + memory["workspace_bytes"]
         assert engine.memory["kv_committed_bytes"] == memory["kv_kept_bytes"]
         assert engine.release_memory() == engine.memory["workspace_committed_bytes"] == 0
-        again = [*prompt, *(token.token_id for token in said), 5]
-        assert stream(engine, again) == (alone(model, again), len(again) - 2)
+        again = [*prompt, *(token.token_id for token in history), 5]
+        assert stream(engine, again) == (fresh_tokens(model, again), len(again) - 2)
