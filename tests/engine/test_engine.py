@@ -465,6 +465,9 @@ def test_numpy_and_huge_integers_are_accepted():
 
 
 def test_bad_options_are_explained():
+    for make in (Engine.from_pretrained, Engine.from_gguf):
+        for path in (None, 3, ["model"]):
+            assert_raises(WhetTypeError, (f"Engine.{make.__name__}: path is {path!r}", "path of a model"), make, path)
     for options, message in (
         ({"weights": "int3"}, ("Engine.from_model", "weights is 'int3'", "float32, bfloat16")),
         ({"kv_bytes": 0}, ("Engine.from_model", "kv_bytes is 0")),

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import json
 import re
+from pathlib import Path
 from types import MethodType
 
 import numpy as np
@@ -79,6 +80,20 @@ def test_worked_example_in_the_documentation():
     location = module_targets("qwen2", result)["model.layers.3.self_attn.k_proj"]
     assert (location.weight, location.first_row, location.shape) == ("layers.3.qkv", 896, (128, 896))
     assert 'rows 896 to 1023 of slot "layers.3.qkv"' in families.__doc__
+
+
+def test_documentation_lists_every_family():
+    root = Path(__file__).parents[2]
+    readme, export = ((root / name).read_text("utf-8") for name in ("README.md", "docs/export.md"))
+
+    def names(text: str, begin: str, end: str) -> set[str]:
+        [listed] = re.findall(f"{begin} (.*?){end}", text, re.DOTALL)
+        return {re.sub(r"\W|_", "", name.lower()) for name in re.split(r",\s| and ", listed)}
+
+    known = {name.replace("_", "") for name in FAMILIES}
+    assert names(readme, "It runs", ", from a module") == known - {"phi"} | {"phi2"}
+    exported = {name.replace("_", "") for name, family in FAMILIES.items() if family.gguf is not None}
+    assert names(export, "that GGUF supports:", r"\.") == exported - {"gemma3text"} | {"gemma3"}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,5 +1,7 @@
 """The table of formats: against the core's, the gguf package's, and the lists that type checkers need written out."""
 
+import re
+from pathlib import Path
 from typing import get_args
 
 import gguf
@@ -55,6 +57,12 @@ def test_literals_list_the_formats_of_the_tables():
     assert set(get_args(Weights)) == set(FORMATS) and len(get_args(Weights)) == len(FORMATS)
     assert get_args(FileType) == tuple(FILE_TYPES)
     assert get_args(RolloutWeights) == ("auto", *get_args(Weights))
+
+
+def test_documentation_lists_every_file_type():
+    text = (Path(__file__).parents[2] / "docs" / "export.md").read_text("utf-8")
+    listed = re.findall(r"^\*\*Types\.\*\* (.*?), mixed", text, re.MULTILINE)
+    assert [re.split(", | and ", types) for types in listed] == [list(FILE_TYPES)]
 
 
 @pytest.mark.parametrize("name", FILE_TYPES)
