@@ -264,8 +264,8 @@ def test_model_tokenizer_is_read_lazily(model: Any, tmp_path: Any) -> None:
 
 def test_tokens_outside_the_vocabulary_are_rejected(engine: Any, model: Any) -> None:
     outside = SamplingParams(logit_bias={48: 1.0})
-    assert_raises(WhetValueError, "logit_bias holds 48, outside 0 ... 47", engine.generate, [[1]], 1, outside)
+    assert_raises(WhetValueError, ("logit_bias", 48, "0 ... 47"), engine.generate, [[1]], 1, outside)
     torch_engine = TorchEngine(model)
-    assert_raises(WhetValueError, "logit_bias holds 48, outside 0 ... 47", torch_engine.generate, [[1]], 1, outside)
+    assert_raises(WhetValueError, ("logit_bias", 48, "0 ... 47"), torch_engine.generate, [[1]], 1, outside)
     every = SamplingParams(min_new_tokens=1, stop_token_ids=range(VOCAB))
     assert_raises(WhetValueError, "stop_token_ids holds the whole vocabulary", engine.generate, [[1]], 1, every)

@@ -357,7 +357,7 @@ def test_index_contradicting_its_shards_is_rejected(shards):
     assert_raises(WhetValueError, ("has lm_head.weight", "lists in model"), open_folder, shards)
     path.write_text(good)
     change_index(shards, lambda files: files.update({"more.weight": other}))
-    assert_raises(WhetValueError, r"does not hold more\.weight", open_folder, shards)
+    assert_raises(WhetValueError, "lacks more.weight", open_folder, shards)
     path.write_text(good)
     change_index(shards, lambda files: files.pop("lm_head.weight"))
     assert_raises(WhetValueError, ("has lm_head.weight", "does not list"), open_folder, shards)
