@@ -84,16 +84,14 @@ export class Ops {
   }
 
   /** Call an export with copies of arrays (null: a null pointer) and new float32 results of these lengths. */
-  private run<K extends keyof typeof opCalls>(
-    name: K, arrays: (ArrayBufferView | null)[], results: number[], args: (at: number[], out: number[]) => Record<(typeof opCalls)[K][number], number>,
-  ): Float32Array[] {
+  private run<A>(call: (core: Core, args: A) => number, arrays: (ArrayBufferView | null)[], results: number[], args: (at: number[], out: number[]) => A): Float32Array[] {
     const given = arrays.filter((array) => array !== null);
     const outputs = results.map((n) => new Float32Array(n));
     return this.core.with([...given, ...outputs], (...addresses) => {
       let next = 0;
       const at = arrays.map((array) => (array === null ? 0 : addresses[next++]));
       const out = addresses.slice(given.length);
-      this.core.callNamed(opCalls, name, args(at, out));
+      call(this.core, args(at, out));
       return results.map((n, i) => this.core.floats(out[i], n));
     });
   }
@@ -113,7 +111,7 @@ export class Ops {
     if (ddof !== 0 && ddof !== 1) fail(name, "ddof", ddof, "0 (population) or 1 (sample)");
     if (eps !== undefined) number(name, "eps", eps, (x) => x >= 0 && x < Infinity, "a finite number >= 0, or none");
     const [groups, n] = rowsOf(name, r, size(name, "groupSize", groupSize));
-    return this.run("op_group_advantages", [r], [r.length], ([rewards], [out]) => ({ rewards, nGroups: groups, groupSize: n, scale: enums.scale.indexOf(scale), ddof, eps: eps ?? -1, out }))[0];
+    return this.run(opCalls.op_group_advantages, [r], [r.length], ([rewards], [out]) => ({ rewards, nGroups: groups, groupSize: n, scale: enums.scale.indexOf(scale), ddof, eps: eps ?? -1, out }))[0];
   }
 
   computeTokenKl(policy: Floats, reference: Floats, options: { mask?: ArrayLike<number | boolean> } = {}): number {
@@ -137,7 +135,7 @@ export class Ops {
     const [rows, n] = rowsOf(name, p, seqLen);
     if (mask !== undefined && mask.length !== p.length) throw new WhetError(`${name}: mask has ${mask.length} entries, expected ${p.length}.`);
     const m = mask === undefined ? null : Uint8Array.from(mask as ArrayLike<number>, Number);
-    const sums = this.run("op_token_kl", [p, q, m], [2 * rows], ([p, q, mask], [sums]) => ({ schulman: +schulman, p, q, mask, rows, columns: n, sums }));
+    const sums = this.run(opCalls.op_token_kl, [p, q, m], [2 * rows], ([p, q, mask], [sums]) => ({ schulman: +schulman, p, q, mask, rows, columns: n, sums }));
     return new Float64Array(sums[0].buffer);
   }
 
@@ -149,7 +147,7 @@ export class Ops {
     if (x.length === 0 || x.length % rows !== 0) throw new WhetError(`${name}: logits has ${x.length} numbers, expected a multiple of the ${rows} tokens.`);
     number(name, "temperature", temperature, (t) => t > 0 && t < Infinity, "a finite number above 0");
     const ids = BigInt64Array.from(integers(name, "tokenIds", tokenIds, rows, x.length / rows), BigInt);
-    const [logprobs, entropy] = this.run("op_token_logprobs", [x, ids], [rows, rows], ([logits, tokens], [logprobs, entropy]) => ({ logits, rows, n: x.length / rows, tokens, temperature, logprobs, entropy }));
+    const [logprobs, entropy] = this.run(opCalls.op_token_logprobs, [x, ids], [rows, rows], ([logits, tokens], [logprobs, entropy]) => ({ logits, rows, n: x.length / rows, tokens, temperature, logprobs, entropy }));
     return { logprobs, entropy };
   }
 
@@ -168,7 +166,7 @@ export class Ops {
     const last = Float64Array.from(typeof lastValues === "number" ? [lastValues] : lastValues);
     if (last.length !== rows) throw new WhetError(`${name}: lastValues has ${last.length} numbers, expected ${rows}.`);
     const ended = Uint8Array.from(dones as ArrayLike<number>, Number);
-    const [advantages, returns] = this.run("op_gae", [r, v, ended, last], [r.length, r.length], ([rewards, values, dones, lastValues], [advantages, returns]) => ({ rewards, values, dones, lastValues, rows, n, gamma, lambda, advantages, returns }));
+    const [advantages, returns] = this.run(opCalls.op_gae, [r, v, ended, last], [r.length, r.length], ([rewards, values, dones, lastValues], [advantages, returns]) => ({ rewards, values, dones, lastValues, rows, n, gamma, lambda, advantages, returns }));
     return { advantages, returns };
   }
 
@@ -179,7 +177,7 @@ export class Ops {
     const n = lengths?.length ?? 0;
     const given = BigInt64Array.from(integers(name, "lengths", lengths, n, maxLength + 1), BigInt);
     return this.core.with([given, new BigInt64Array(n), new BigInt64Array(n + 1)], (at, indices, begins) => {
-      const count = this.core.callNamed(opCalls, "op_pack_sequences", { lengths: at, n, maxLength, indices, begins });
+      const count = opCalls.op_pack_sequences(this.core, { lengths: at, n, maxLength, indices, begins });
       const read = (from: number, length: number) => Array.from(new BigInt64Array(this.core.bytes(from, 8 * length).slice().buffer), Number);
       const [order, first] = [read(indices, n), read(begins, count + 1)];
       return Array.from({ length: count }, (_, i) => order.slice(first[i], first[i + 1]));
@@ -190,14 +188,14 @@ export class Ops {
     const a = floats("rmsNorm", "x", x);
     const [rows, n] = rowsOf("rmsNorm", a, columns ?? weight?.length);
     const w = weight === null ? null : floats("rmsNorm", "weight", weight, n);
-    return this.run("op_rms_norm", [a, w], [a.length], ([x, weight], [out]) => ({ x, residual: 0, weight, rows, n, eps, out }))[0];
+    return this.run(opCalls.op_rms_norm, [a, w], [a.length], ([x, weight], [out]) => ({ x, residual: 0, weight, rows, n, eps, out }))[0];
   }
 
   layerNorm(x: Floats, weight: Floats | null, bias: Floats | null, { eps = 1e-5, columns }: { eps?: number; columns?: number } = {}): Float32Array {
     const a = floats("layerNorm", "x", x);
     const [rows, n] = rowsOf("layerNorm", a, columns ?? weight?.length);
     const [w, b] = [weight, bias].map((each, i) => (each === null ? null : floats("layerNorm", ["weight", "bias"][i], each, n)));
-    return this.run("op_layer_norm", [a, w, b], [a.length], ([x, weight, bias], [out]) => ({ x, residual: 0, weight, bias, rows, n, eps, out }))[0];
+    return this.run(opCalls.op_layer_norm, [a, w, b], [a.length], ([x, weight, bias], [out]) => ({ x, residual: 0, weight, bias, rows, n, eps, out }))[0];
   }
 
   softmax(x: Floats, { columns, scale = 1 }: { columns?: number; scale?: number } = {}): Float32Array {
@@ -210,7 +208,7 @@ export class Ops {
     const a = floats(name, "x", x);
     const [rows, n] = rowsOf(name, a, columns);
     number(name, "scale", scale, Number.isFinite, "a finite number");
-    return this.run("op_softmax", [a], [a.length], ([x], [out]) => ({ x, rows, n, scale, log: +log, out }))[0];
+    return this.run(opCalls.op_softmax, [a], [a.length], ([x], [out]) => ({ x, rows, n, scale, log: +log, out }))[0];
   }
 
   silu(x: Floats): Float32Array {
@@ -222,12 +220,12 @@ export class Ops {
   }
   private activate(name: (typeof enums.activation)[number], x: Floats): Float32Array {
     const a = floats(name, "x", x);
-    return this.run("op_activate", [a], [a.length], ([x], [out]) => ({ activation: enums.activation.indexOf(name), x, n: a.length, out }))[0];
+    return this.run(opCalls.op_activate, [a], [a.length], ([x], [out]) => ({ activation: enums.activation.indexOf(name), x, n: a.length, out }))[0];
   }
   swiglu(gate: Floats, up: Floats): Float32Array {
     const g = floats("swiglu", "gate", gate);
     const u = floats("swiglu", "up", up, g.length);
-    return this.run("op_swiglu", [g, u], [g.length], ([gate, up], [out]) => ({ gate, up, n: g.length, out }))[0];
+    return this.run(opCalls.op_swiglu, [g, u], [g.length], ([gate, up], [out]) => ({ gate, up, n: g.length, out }))[0];
   }
 
   /** Return A x for a row-major A (m, x.length). */
@@ -235,7 +233,7 @@ export class Ops {
     const by = floats("gemv", "x", x);
     const matrix = floats("gemv", "a", a);
     const [m, n] = rowsOf("gemv", matrix, size("gemv", "the length of x", by.length));
-    return this.run("op_gemv", [matrix, by], [m], ([a, x], [y]) => ({ a, m, n, x, y }))[0];
+    return this.run(opCalls.op_gemv, [matrix, by], [m], ([a, x], [y]) => ({ a, m, n, x, y }))[0];
   }
 
   /** Attention of q (queries, heads, headDim) over k and v (keys, kvHeads, headDim); the last query is at the last key. */
@@ -243,7 +241,7 @@ export class Ops {
     const { causal = true, window, ...sizes } = options;
     if (window !== undefined && !causal) fail("attention", "window", window, "undefined if causal is false");
     const { given, heads, kvHeads, headDim, nQueries, nKeys, factor } = checkAttention("attention", q, k, v, { window, ...sizes });
-    return this.run("op_attention", given, [given[0].length], ([q, k, v], [out]) =>
+    return this.run(opCalls.op_attention, given, [given[0].length], ([q, k, v], [out]) =>
       ({ q, k, v, nQueries, nKeys, nHeads: heads, nKvHeads: kvHeads, headDim, causal: +causal, window: window ?? 0, scale: factor, out }))[0];
   }
 
@@ -253,7 +251,7 @@ export class Ops {
     const { given, heads, kvHeads, headDim, nKeys, factor } = checkAttention(name, q, k, v, options);
     if (given[0].length !== heads * headDim) fail(name, "the length of q", given[0].length, `heads times headDim, ${heads * headDim}`);
     const first = Math.max(0, nKeys - (options.window ?? nKeys));
-    return this.run("op_decode_attention", given, [given[0].length], ([q, k, v], [out]) =>
+    return this.run(opCalls.op_decode_attention, given, [given[0].length], ([q, k, v], [out]) =>
       ({ q, k, v, first, nKeys, nHeads: heads, nKvHeads: kvHeads, headDim, scale: factor, out }))[0];
   }
 
@@ -272,7 +270,7 @@ export class Ops {
     if (frequencies.length < 1 || 2 * frequencies.length > headDim) fail(name, "the length of invFreq", frequencies.length, `from 1 to ${headDim / 2}`);
     return this.core.with([at, a, frequencies], (positions, x, invFreq) => {
       const flags = { isNeox: +isNeox, inverse: +inverse };
-      this.core.callNamed(opCalls, "op_apply_rope", { positions, tokens, x, heads: rows / tokens, headDim, invFreq, rotaryDim: 2 * frequencies.length, scale: attentionFactor, ...flags });
+      opCalls.op_apply_rope(this.core, { positions, tokens, x, heads: rows / tokens, headDim, invFreq, rotaryDim: 2 * frequencies.length, scale: attentionFactor, ...flags });
       return this.core.floats(x, a.length);
     });
   }
@@ -281,7 +279,7 @@ export class Ops {
   loraForward(x: Float32Array, y: Float32Array, a: Float32Array, b: Float32Array, rank: number, scale: number): Float32Array {
     const [n, m] = [a.length / rank, b.length / rank];
     return this.core.with([x, y, a, b], (input, output, down, up) => {
-      this.core.callNamed(opCalls, "op_lora_forward", { x: input, y: output, rows: x.length / n, in: n, out: m, a: down, b: up, rank, scale });
+      opCalls.op_lora_forward(this.core, { x: input, y: output, rows: x.length / n, in: n, out: m, a: down, b: up, rank, scale });
       return this.core.floats(output, y.length);
     });
   }
@@ -289,7 +287,7 @@ export class Ops {
   loraAccumulate(x: Float32Array, grad: Float32Array, a: Float32Array, b: Float32Array, rank: number, scale: number, sums: [Float32Array, Float32Array]): [Float32Array, Float32Array] {
     const [n, m] = [a.length / rank, b.length / rank];
     return this.core.with([x, grad, a, b, ...sums], (input, gradY, down, up, gradA, gradB) => {
-      this.core.callNamed(opCalls, "op_lora_accumulate", { x: input, gradY, rows: x.length / n, in: n, out: m, a: down, b: up, rank, scale, gradA, gradB });
+      opCalls.op_lora_accumulate(this.core, { x: input, gradY, rows: x.length / n, in: n, out: m, a: down, b: up, rank, scale, gradA, gradB });
       return [this.core.floats(gradA, a.length), this.core.floats(gradB, b.length)];
     });
   }
@@ -297,7 +295,7 @@ export class Ops {
   adamw(settings: { lr: number; beta1: number; beta2: number; eps: number; weightDecay: number; t: number }, arrays: Float32Array[]): Float32Array[] {
     return this.core.with(arrays, (...at) => {
       const [p, grad, m, v] = at;
-      this.core.callNamed(opCalls, "op_adamw", { ...settings, gradScale: 1, n: arrays[0].length, p, grad, m, v });
+      opCalls.op_adamw(this.core, { ...settings, gradScale: 1, n: arrays[0].length, p, grad, m, v });
       return at.map((from) => this.core.floats(from, arrays[0].length));
     });
   }

@@ -78,11 +78,6 @@ export class Core {
     }
   }
 
-  /** Call an export with named arguments. `calls`: the parameters of each export in order. */
-  callNamed<C extends Record<string, readonly string[]>, K extends keyof C & string>(calls: C, name: K, args: Record<C[K][number], number>): number {
-    return this.call(name, ...calls[name].map((each: C[K][number]) => args[each]));
-  }
-
   allocate(bytes: number): number {
     return this.call("allocate", bytes) >>> 0;
   }

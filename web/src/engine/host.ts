@@ -119,7 +119,7 @@ export class Host {
         pack(core, slice, bytes, types, reader.name);
         from.onProgress({ loadedBytes: tensor.offset + tensor.sizeBytes, totalBytes: reader.size, phase: "pack" });
       }
-      core.callNamed(engineCalls, "begin_engine", { kvBytes, maxBatch, chunk: PREFILL_CHUNK, bf16Cache: +hasBf16Cache(formats) });
+      engineCalls.begin_engine(core, { kvBytes, maxBatch, chunk: PREFILL_CHUNK, bf16Cache: +hasBf16Cache(formats) });
       const host = new Host(core, plan, {
         ...describePlan(plan),
         vocabSize: config.vocabSize,
@@ -198,9 +198,9 @@ export class Host {
   }
 
   /** Add a request. The core rejects it if it can never fit in the KV cache. */
-  private add<K extends "add_prompt" | "add_score">(where: string, request: K, args: Record<(typeof engineCalls)[K][number], number>): number {
+  private add<A>(where: string, request: (core: Core, args: A) => number, args: A): number {
     try {
-      return this.core.callNamed(engineCalls, request, args);
+      return request(this.core, args);
     } catch (error) {
       if (!(error instanceof CoreError)) throw error;
       throw new WhetError(`${where}: ${error.message.replace("kv_bytes", "kvBytes")}. Shorten the prompt or maxNewTokens, or load the model with larger kvBytes.`);
@@ -229,7 +229,7 @@ export class Host {
     const numbers = encode(promptFields, { ...sampling, adapter: adapterId, n, minNewTokens, maxNewTokens, keep: true, promptIndex, stopLengths });
     const stopText = Uint8Array.from(strings.flatMap((bytes) => [...bytes]));
     const id = this.core.with([prompt, stops, stopText, numbers], (tokens, stopTokens, text, settings) =>
-      this.add(where, "add_prompt", { tokens, nTokens: prompt.length, stops: stopTokens, nStops: stops.length, stopText: text, numbers: settings, nNumbers: numbers.length }),
+      this.add(where, engineCalls.add_prompt, { tokens, nTokens: prompt.length, stops: stopTokens, nStops: stops.length, stopText: text, numbers: settings, nNumbers: numbers.length }),
     );
     const texts = this.textStreams(n, where);
     const newTokens = (from: number, sample: number) => this.readTokens(id, sample, from, texts[sample], strings.length > 0, sampling.topLogprobs);
@@ -270,7 +270,7 @@ export class Host {
     }
     if (!this.hasTokenTexts) {
       const { bytes, ends } = texts.concatenate();
-      this.core.with([bytes, ends], (at, end) => this.core.callNamed(engineCalls, "set_token_texts", { bytes: at, nBytes: bytes.length, ends: end, n: ends.length, dropsFirstSpace: +texts.dropsFirstSpace }));
+      this.core.with([bytes, ends], (at, end) => engineCalls.set_token_texts(this.core, { bytes: at, nBytes: bytes.length, ends: end, n: ends.length, dropsFirstSpace: +texts.dropsFirstSpace }));
       this.hasTokenTexts = true;
     }
     return texts;
@@ -306,7 +306,7 @@ export class Host {
     this.checkLength(tokens, "tokens", 0, where);
     this.checkAdapter(adapter, where);
     if (start > tokens.length) throw new WhetError(`${where}: start is ${start}, expected 1 to ${tokens.length}, the number of tokens.`);
-    const id = this.core.with([tokens], (at) => this.add(where, "add_score", { tokens: at, n: tokens.length, scoreFrom: start, temperature, adapterId: adapter }));
+    const id = this.core.with([tokens], (at) => this.add(where, engineCalls.add_score, { tokens: at, n: tokens.length, scoreFrom: start, temperature, adapterId: adapter }));
     try {
       while (this.core.call("is_done", id) === 0) {
         this.core.call("step");
@@ -330,7 +330,7 @@ export class Host {
       this.core.call("begin_adapter");
       for (const { layer, target, firstRow, rank, a, b } of factors) {
         this.core.with([a, b], (down, up) =>
-          this.core.callNamed(engineCalls, "add_adapter_part", { layer, target: enums.target.indexOf(target), firstRow, a: down, b: up, rank, k: a.length / rank, n: b.length / rank }),
+          engineCalls.add_adapter_part(this.core, { layer, target: enums.target.indexOf(target), firstRow, a: down, b: up, rank, k: a.length / rank, n: b.length / rank }),
         );
       }
       this.core.call("end_adapter", this.nextAdapter);
@@ -459,7 +459,7 @@ function allocateWeights(core: Core, config: ModelConfig, formats: Map<string, F
     core.withText(slot, (at, n) => {
       const spans = formats.get(slot);
       if (spans === undefined) return core.call("add_vector", at, n, shape[0]);
-      for (const span of spans) core.callNamed(engineCalls, "add_matrix", { slot: at, size: n, format: known.get(span.format)!.index, n: span.rows, k: shape[1] });
+      for (const span of spans) engineCalls.add_matrix(core, { slot: at, size: n, format: known.get(span.format)!.index, n: span.rows, k: shape[1] });
       return 0;
     });
   }
@@ -479,7 +479,7 @@ function pack(core: Core, slice: RowSlice, bytes: Uint8Array, types: Map<string,
   const rows = bytes.subarray(row * storedBytes, isTransposed ? undefined : (row + (count - 1) * stride + 1) * storedBytes);
   const isFinite = core.withText(slice.slot, (slot, size) =>
     core.with([rows], (data) =>
-      core.callNamed(engineCalls, "pack", { slot, size, first: slice.firstRow, type: type.index, data, n, width: length, rowStride, columnStride }),
+      engineCalls.pack(core, { slot, size, first: slice.firstRow, type: type.index, data, n, width: length, rowStride, columnStride }),
     ),
   );
   if (isFinite === 0) throw new WhetError(`Engine.load: ${where}: ${tensor.name} contains NaN or infinity. Save the model again.`);
