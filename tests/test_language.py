@@ -15,8 +15,9 @@ GLOBS = (
     *("cpp/**/*.h", "cpp/**/*.cpp", "cpp/**/*.def", "web/src/**/*.ts", "web/test/**/*.ts", "web/test/**/*.mjs"),
     *("web/test/**/*.py", "web/example/*", "web/*.md", "docs/**/*.md", "*.md", "Makefile", "web/Makefile"),
 )
-FACTS = ROOT / "web/src/facts.ts"  # generated
-FILES = sorted({path for pattern in GLOBS for path in ROOT.glob(pattern) if path.is_file()} - {Path(__file__), FACTS})
+GENERATED = re.compile(r"web/(src/facts\.ts|test/.*\b(node_modules|build)/)")
+FILES = sorted({path for pattern in GLOBS for path in ROOT.glob(pattern) if path.is_file()} - {Path(__file__)})
+FILES = [path for path in FILES if not GENERATED.match(path.relative_to(ROOT).as_posix())]
 
 _BE = r"(is|are|was|were|be|been)"
 _DOCSTRING = r'^\s*r?"""'
