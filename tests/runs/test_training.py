@@ -87,7 +87,7 @@ def test_settings_are_imported_without_torch():
         _ = runs.nothing
 
 
-def test_trainer_of_the_reference_is_freed_before_the_run(tiny_model, monkeypatch):
+def test_trainer_of_the_reference_is_freed_before_the_run(tiny_model):
     """Otherwise its bfloat16 copy of all weights stays allocated."""
     made = []
 
@@ -96,13 +96,12 @@ def test_trainer_of_the_reference_is_freed_before_the_run(tiny_model, monkeypatc
             super().__init__(*arguments, **settings)
             made.extend(map(weakref.ref, (self, self.acceleration)))
 
-    monkeypatch.setattr("whet.runs.training.DPO", Watched)
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     rows = [{"prompt": [5], "chosen": [6], "rejected": [7]}]
     arguments = {"config": DPOConfig(precompute_reference=True, compute="bfloat16", batch_size=1)}
     gc.disable()  # reference counting must suffice
     try:
-        found, none = add_reference_logprobs(model, arguments, rows, [])
+        found, none = add_reference_logprobs(Watched, model, arguments, rows, [])
         assert len(made) == 2 and [reference() for reference in made] == [None, None]
     finally:
         gc.enable()

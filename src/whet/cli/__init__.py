@@ -16,6 +16,7 @@ import importlib
 import os
 import signal
 import sys
+import textwrap
 import traceback
 import warnings
 from collections.abc import Collection, Sequence
@@ -25,16 +26,13 @@ from whet import __version__
 from whet.errors import RankError, RewardError, WhetError, WhetValueError, check_installed
 from whet.training.launch import end_ranks, end_with_launcher, is_reported_elsewhere, start_ranks
 
-USAGE = f"""\
-Whet {__version__}: post-trains language models on the machine you have.
+_USAGE = """\
+Whet {version}: post-trains language models on the machine you have.
 
 usage: whet COMMAND ...
 
   whet demo                           train a small model to add, in minutes
-  whet train sft CONFIG.toml          supervised fine-tuning
-  whet train dpo CONFIG.toml          train on preference pairs
-  whet train grpo CONFIG.toml         reinforcement learning on rewards
-  whet train online-dpo CONFIG.toml   sample pairs, judge, train
+{methods}
   whet best-of-n CONFIG.toml          sample, score, keep the best
   whet generate MODEL --prompt TEXT   continue a text
   whet chat MODEL                     chat with a model
@@ -55,21 +53,32 @@ learning_rate in the file. COMMAND --help lists them.
   whet --version   print the version
 """
 
-TRAIN_USAGE = """\
+_TRAIN_USAGE = """\
 usage: whet train METHOD [CONFIG.toml] [--SETTING VALUE ...]
 
 METHOD is one of:
-  sft          supervised fine-tuning; rows have prompt and completion,
-               messages, or text
-  dpo          direct preference optimization; rows have prompt, chosen
-               and rejected
-  grpo         group relative policy optimization; rows have a prompt,
-               reward functions score; or tasks, by name
-  online-dpo   online DPO; rows have a prompt, reward functions or a
-               preference function judge; or tasks, by name
+{methods}
 
 whet train METHOD --help lists its settings.
 """
+
+
+def _usage() -> str:
+    from whet.config.algorithms import ALGORITHMS
+
+    commands = [(f"whet train {each.name} CONFIG.toml", each.summary) for each in ALGORITHMS.values()]
+    return _USAGE.format(version=__version__, methods="\n".join(f"  {name:36}{text}" for name, text in commands))
+
+
+def _train_usage() -> str:
+    from whet.config.algorithms import ALGORITHMS
+
+    methods = [
+        textwrap.fill(each.rows, 72, initial_indent=f"  {each.name:13}", subsequent_indent=" " * 15)
+        for each in ALGORITHMS.values()
+    ]
+    return _TRAIN_USAGE.format(methods="\n".join(methods))
+
 
 # One line per paragraph: tyro does not wrap them.
 TRAIN_DESCRIPTION = """\
@@ -191,7 +200,7 @@ def _run(argv: list[str]) -> int:
         # 5 to 40 times as long. Passive waiting has no measurable cost for a small model.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if command in ("-h", "--help"):
-        print(USAGE, end="")
+        print(_usage(), end="")
         return 0
     if command == "--version":
         print(f"whet {__version__}")
@@ -237,7 +246,7 @@ _COMMANDS = {
 
 def _train(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
-        print(TRAIN_USAGE, end="")
+        print(_train_usage(), end="")
         return 0 if argv else 2
     method, where = argv[0], f"whet train {argv[0]}"
     from whet.runs.settings import RUNS, lock_folder

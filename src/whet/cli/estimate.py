@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from whet.cli.settings import parse
+from whet.config.algorithms import ALGORITHMS
 from whet.config.fields import Positive
 from whet.errors import WhetValueError, check_installed
 from whet.memory import PARTS, format_bytes, machine_bytes
@@ -19,7 +20,7 @@ from whet.models.formats import FORMATS, MIXTURES
 from whet.models.sizes import ModelMemory, TrainingEstimate, load_source, model_memory
 from whet.runs.adapters import plan_adapters
 from whet.runs.estimate import estimate_run_memory, measure_interpreter
-from whet.runs.settings import DPORun, GRPORun, OnlineDPORun, SFTRun
+from whet.runs.settings import RUNS
 from whet.training.sizes import Lengths, RunMemory
 
 _WEIGHTS = tyro.conf.arg(metavar="{" + ",".join(FORMATS) + "}")
@@ -64,27 +65,16 @@ class _OfflineRows(_OnlineRows):
     """Average number of tokens of a completion."""
 
 
-@dataclasses.dataclass(kw_only=True)
-class _SFT(_OfflineRows, SFTRun):
-    """Settings of ``whet estimate`` for ``whet train sft``."""
-
-
-@dataclasses.dataclass(kw_only=True)
-class _DPO(_OfflineRows, DPORun):
-    """Settings of ``whet estimate`` for ``whet train dpo``."""
-
-
-@dataclasses.dataclass(kw_only=True)
-class _GRPO(_OnlineRows, GRPORun):
-    """Settings of ``whet estimate`` for ``whet train grpo``."""
-
-
-@dataclasses.dataclass(kw_only=True)
-class _OnlineDPO(_OnlineRows, OnlineDPORun):
-    """Settings of ``whet estimate`` for ``whet train online-dpo``."""
-
-
-_RUNS = {"sft": _SFT, "dpo": _DPO, "grpo": _GRPO, "online-dpo": _OnlineDPO}
+_RUNS = {
+    name: dataclasses.make_dataclass(
+        f"_{run.__name__}",
+        [],
+        bases=(_OnlineRows if ALGORITHMS[name].config.samples else _OfflineRows, run),
+        kw_only=True,
+    )
+    for name, run in RUNS.items()
+}
+"""Settings of ``whet estimate`` by method of ``whet train``."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -21,13 +21,12 @@ class Algorithm:
 
     Attributes:
         name: its METHOD in ``whet train METHOD``.
-        config: its settings, which declare whether it samples (``samples``), trains on pairs (``is_paired``) and
-            uses a reference (``has_reference``).
+        config: its settings, which declare whether it samples and scores completions (``samples``), trains on pairs
+            (``is_paired``) and uses a reference (``has_reference``).
         path: module and class, separated by a colon.
         title: full name and source, for model cards.
         summary: a few words, for ``whet --help``.
         rows: what it does and what its rows need, for ``whet train --help``.
-        scored_by: run settings with functions that score completions, one of which is required; empty: none.
     """
 
     name: str
@@ -36,7 +35,6 @@ class Algorithm:
     title: str
     summary: str
     rows: str
-    scored_by: tuple[str, ...] = ()
 
     @property
     def class_name(self) -> str:
@@ -75,7 +73,6 @@ ALGORITHMS = {
             title="Group Relative Policy Optimization (Shao et al. 2024)",
             summary="reinforcement learning on rewards",
             rows="group relative policy optimization; rows have a prompt, reward functions score; or tasks, by name",
-            scored_by=("reward",),
         ),
         Algorithm(
             "online-dpo",
@@ -84,7 +81,6 @@ ALGORITHMS = {
             title="online Direct Preference Optimization (Guo et al. 2024)",
             summary="sample pairs, judge, train",
             rows="online DPO; rows have a prompt, reward functions or a preference function judge; or tasks, by name",
-            scored_by=("reward", "preference"),
         ),
     )
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from whet.config.settings import OnlineConfig
 from whet.errors import CheckpointError, WhetValueError
 from whet.models.base_record import check_formats, read_binding
 from whet.models.formats import check_fits, is_quantised
@@ -90,7 +89,7 @@ def _floats_reason(run: Any, adapters: Adapted, on_gpu: bool) -> str:
         return f"dtype is {run.dtype!r}"
     if adapters.needs_floats:
         return f"{adapters.needs_floats} needs float weights"
-    if isinstance(run, OnlineConfig):
+    if run.samples:
         if run.rollout_weights != "auto":
             return f"rollout_weights is {run.rollout_weights!r}"
         if not adapters.is_separable and run.engine != "torch":

@@ -7,14 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from whet import __version__
+from whet.config.algorithms import ALGORITHMS
 from whet.report.page import versions
-
-_METHODS = {
-    "SFT": "supervised fine-tuning",
-    "DPO": "Direct Preference Optimization (Rafailov et al. 2023)",
-    "GRPO": "Group Relative Policy Optimization (Shao et al. 2024)",
-    "OnlineDPO": "online Direct Preference Optimization (Guo et al. 2024)",
-}
 
 _CARD = """\
 ---
@@ -59,7 +53,7 @@ def render_run_card(
         evaluations: a ``{"step": 0, "loss": 2.3}`` each; the card has the first and the last.
     """
     facts = {
-        "Method": _METHODS[algorithm],
+        "Method": next(each.title for each in ALGORITHMS.values() if each.class_name == algorithm),
         "Loss": getattr(run, "loss_type", None),
         "beta": getattr(run, "beta", None),
         "Reward functions": ", ".join(getattr(run, "reward", [])),

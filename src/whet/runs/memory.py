@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from whet.config.settings import DPOConfig, OnlineConfig, PreferenceConfig
 from whet.data.rows import tokenize_example, tokenize_preference, tokenize_prompt
 from whet.errors import WhetError
 from whet.memory import available_bytes, format_bytes, resident_bytes
@@ -88,16 +87,16 @@ def _list_reductions(run: Any) -> list[dict[str, Any]]:
 def _can_precompute_reference(run: Any) -> bool:
     if run.has_adapters() or not run.has_reference():
         return False
-    return isinstance(run, DPOConfig) and not run.precompute_reference
+    return not getattr(run, "precompute_reference", True)
 
 
 def measure_lengths(run: Any, tokenizer: Any, rows: Sequence[Mapping[str, Any]]) -> Lengths:
     """Return the mean numbers of prompt and completion tokens of rows, truncated to ``max_length``."""
     longest = getattr(run, "max_length", 0) or sys.maxsize
-    if isinstance(run, OnlineConfig):
+    if run.samples:
         prompts = [len(tokenize_prompt(row, tokenizer)) for row in rows]
         completions = [run.max_new_tokens]
-    elif isinstance(run, PreferenceConfig):
+    elif run.is_paired:
         pairs = [tokenize_preference(row, tokenizer) for row in rows]
         prompts = [len(prompt) for prompt, _, _ in pairs]
         completions = [min(len(ids), max(0, longest - len(prompt))) for prompt, *both in pairs for ids in both]

@@ -174,8 +174,14 @@ class OnlineRunConfig(RunConfig):
         reject_ineffective(self, ["eval_items"], bool(self.task), "there is no task; eval_data names held-out rows")
         eval_rows = self.sources()[1]
         reject_ineffective(self, ["eval_temperature"], bool(getattr(self, eval_rows)), f"there is no {eval_rows}")
+        if self.is_scored() and not self.task:
+            check_given(where, self, "reward")
         is_float = self.base in ("auto", "none")
         reject_ineffective(self, ["rollout_weights"], is_float, "base is the format for sampling too")
+
+    def is_scored(self) -> bool:
+        """Whether reward functions score completions, in training or evaluation."""
+        return True
 
     def sources(self) -> tuple[str, str]:
         return ("task", "eval_items") if self.task else super().sources()
@@ -205,11 +211,6 @@ class GRPORun(_TasksAsTexts, GRPOConfig, OnlineRunConfig):
         self.beta = 0.0 if self.beta is None else self.beta  # a run has no ref_model
         super().__post_init__()
 
-    def check(self, where: str) -> None:
-        super().check(where)
-        if not self.task:
-            check_given(where, self, "reward")
-
 
 @dataclass(kw_only=True)
 class OnlineDPORun(_TasksAsTexts, OnlineDPOConfig, OnlineRunConfig):
@@ -220,12 +221,12 @@ class OnlineDPORun(_TasksAsTexts, OnlineDPOConfig, OnlineRunConfig):
 
     def check(self, where: str) -> None:
         super().check(where)
-        eval_rows = self.sources()[1]
-        scored = not self.preference or bool(getattr(self, eval_rows))
-        if scored and not self.task:
-            check_given(where, self, "reward")
         rewards = ["reward", "reward_weights", "reward_policy", "reward_timeout_s"]
-        reject_ineffective(self, rewards, scored, f"preference judges, and there is no {eval_rows} to score")
+        why = f"preference judges, and there is no {self.sources()[1]} to score"
+        reject_ineffective(self, rewards, self.is_scored(), why)
+
+    def is_scored(self) -> bool:
+        return not self.preference or bool(getattr(self, self.sources()[1]))
 
 
 RUNS: dict[str, type[RunConfig]] = {"sft": SFTRun, "dpo": DPORun, "grpo": GRPORun, "online-dpo": OnlineDPORun}

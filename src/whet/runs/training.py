@@ -29,10 +29,7 @@ import numpy as np
 import torch
 
 from whet import _core
-from whet.algorithms.dpo import DPO
-from whet.algorithms.grpo import GRPO
-from whet.algorithms.online_dpo import OnlineDPO
-from whet.algorithms.sft import SFT
+from whet.config.algorithms import ALGORITHMS
 from whet.config.toml import write_toml
 from whet.errors import RowError, WhetValueError
 from whet.files import replace_text
@@ -49,14 +46,12 @@ from whet.runs.models import add_adapters, describe_size, load_model
 from whet.runs.resume import Notify, check_steps, find_checkpoint, last_step_of_pass
 from whet.runs.rows import check_prompts_fit, open_rows
 from whet.runs.save import write_memory, write_results
-from whet.runs.settings import OnlineRunConfig, RunConfig, lock_folder
+from whet.runs.settings import RunConfig, lock_folder
 from whet.runs.stopping import StoppableCheckpoints
 from whet.training.callbacks import CompletionsCallback, EvaluationCallback
 from whet.training.distributed import join_ranks, launched_rank, launched_size
 from whet.training.loggers import CSVLogger, JSONLLogger, Logger, TensorBoardLogger, WandbLogger
 from whet.training.trainer import Trainer
-
-ALGORITHMS: dict[str, type[Trainer]] = {"sft": SFT, "dpo": DPO, "grpo": GRPO, "online-dpo": OnlineDPO}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,21 +133,21 @@ def _train(run: Any, extra_loggers: Sequence[Logger], notify: Notify) -> RunResu
     _set_seed(run.seed % 2**32)  # NumPy's seeds have 32 bits
     if run.has_adapters():
         model = add_adapters(model, run, plan.record)
-    notify(f"{ALGORITHMS[method].__name__} of {run.model}: {describe_size(model)}")
+    notify(f"{ALGORITHMS[method].class_name} of {run.model}: {describe_size(model)}")
     arguments = {"config": _make_config(method, run), "tokenizer": tokenizer, **_scoring_arguments(run, rewards)}
     if getattr(run, "precompute_reference", False):
-        rows, held_out = add_reference_logprobs(model, arguments, rows, held_out)
+        rows, held_out = add_reference_logprobs(ALGORITHMS[method].load(), model, arguments, rows, held_out)
 
     evaluation = EvaluationCallback(_make_evaluation(run, held_out, rewards), run.eval_every)
     checkpoints = StoppableCheckpoints(folder / "checkpoints", run.checkpoint_every, run.keep_checkpoints, notify)
     arguments["callbacks"] = [
         *([evaluation] if held_out else []),
-        *([CompletionsCallback(folder / "completions.jsonl")] if isinstance(run, OnlineRunConfig) else []),
+        *([CompletionsCallback(folder / "completions.jsonl")] if run.samples else []),
         checkpoints,
     ]
     with contextlib.ExitStack() as stack:
         arguments["logger"] = [stack.enter_context(logger) for logger in _make_loggers(run, folder, extra_loggers)]
-        trainer = _make_trainer(ALGORITHMS[method], checkpoint, model, arguments)
+        trainer = _make_trainer(ALGORITHMS[method].load(), checkpoint, model, arguments)
         if checkpoint and is_one_pass:
             run.steps = last_step_of_pass(trainer, len(rows))
         if checkpoint:
@@ -212,7 +207,7 @@ def _set_seed(seed: int) -> None:
 
 
 def _make_config(method: str, run: Any) -> Any:
-    config_class = ALGORITHMS[method].config_class
+    config_class = ALGORITHMS[method].config
     settings = {field.name: getattr(run, field.name) for field in dataclasses.fields(config_class)}
     if getattr(run, "preference", ""):  # rewards are only for evaluation
         settings = {name: value for name, value in settings.items() if not name.startswith("reward_")}
@@ -226,12 +221,12 @@ def _scoring_arguments(run: Any, rewards: RewardFunctions | None) -> dict[str, A
     return {} if rewards is None else {"reward_fn": rewards}
 
 
-def add_reference_logprobs(model: Any, arguments: Mapping[str, Any], *parts: Any) -> list[list[Any]]:
+def add_reference_logprobs(algorithm: Any, model: Any, arguments: Mapping[str, Any], *parts: Any) -> list[list[Any]]:
     """Return the rows with log-probs of the reference, which is the model before training.
 
     The trainer that computes them, with a bfloat16 copy of all weights, is freed before the run creates its own.
     """
-    reference = DPO(model, **arguments)
+    reference = algorithm(model, **arguments)
     return [reference.add_reference_logprobs(part) if part else [] for part in parts]
 
 
