@@ -236,6 +236,16 @@ def test_module_needs_only_the_standard_library():
     assert packages <= set(sys.stdlib_module_names) | {"whet"}
 
 
+def test_address_space_limit_is_a_memory_error():
+    code = (
+        "import resource, whet.files as f\nf.require_address_space(1 << 20)\n"
+        "n = 4096 * int(open('/proc/self/statm').read().split()[0])\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (n + (32 << 20), n + (32 << 20)))\nf.require_address_space(1 << 20)\n"
+        "try: f.require_address_space(64 << 20)\nexcept MemoryError as error: print(error)"
+    )
+    assert "67,108,864 bytes" in printed_by(code)
+
+
 @pytest.mark.parametrize("folder", ["disk", "memory"])
 @pytest.mark.parametrize("size", [0, 1, 511, 4096, (4 << 20) - 1, 4 << 20, (4 << 20) + 1, (9 << 20) + 13])
 def test_direct_writes_equal_the_chunks(tmp_path, folder, size):

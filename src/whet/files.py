@@ -218,6 +218,17 @@ def force_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
+def require_address_space(size_bytes: int) -> None:
+    """Raise a MemoryError unless the system can map ``size_bytes`` more; nothing is committed.
+
+    Call it before starting threads: ``Thread.start`` waits forever for a thread that fails to allocate (CPython 3.11).
+    """
+    try:
+        mmap.mmap(-1, size_bytes).close()
+    except OSError as error:
+        raise MemoryError(f"{size_bytes:,} bytes cannot be mapped: {error.strerror}") from error
+
+
 def write_new(path: Path, chunks: Iterable[Buffer]) -> dict[str, Any]:
     """Write a new file, force it to disk, and return its ``fingerprint``.
 

@@ -45,6 +45,7 @@ from whet.files import (
     previous_of,
     remove_abandoned,
     replace_folder,
+    require_address_space,
     temporary_next_to,
     write_new,
 )
@@ -61,6 +62,8 @@ __all__ = [
 ]
 
 _SAVING = "saving"
+_THREAD_BYTES = 16 << 20
+"""Address space of a writing thread: its stack of 8 MiB, the block of ``write_new``, and allocations."""
 
 FORMAT = "whet-checkpoint"
 FORMAT_VERSION = 1
@@ -342,6 +345,7 @@ def _check_storable(tensor: Any, where: str) -> None:
 def _write_tensors(folder: Path, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Any]]:
     """Write one file per group in parallel, and return file name -> fingerprint."""
     layouts = {group: _layout(group, members) for group, members in groups.items()}
+    require_address_space(_THREAD_BYTES * len(layouts))
     with ThreadPoolExecutor() as pool:  # writing and hashing release the GIL
         files = {
             f"{group}.safetensors": pool.submit(write_new, folder / f"{group}.safetensors", chunks)
