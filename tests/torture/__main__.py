@@ -1,4 +1,4 @@
-"""Runs the kinds of torture, two at a time, and prints the table; see docs/reliability.md.
+"""Run the kinds of torture, two in parallel, and print the table; see docs/reliability.md.
 
 make torture
 python -m tests.torture --scale 0.1 kills disk
@@ -20,14 +20,14 @@ from pathlib import Path
 
 from tests.torture.common import ROOT, Tally
 
-KINDS = ("kills", "files", "disk", "rewards", "signals", "allocations", "engines", "exports")
-"""The longest first: two run side by side."""
+KINDS = ("kills", "files", "disk", "rewards", "signals", "memory", "allocations", "engines", "exports")
+"""The longest first, since two run in parallel."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.torture", description=__doc__)
-    parser.add_argument("kinds", nargs="*", choices=[[], *KINDS], help="all, if none is given")
-    parser.add_argument("--scale", type=float, default=1.0, help="of the number of cases; 1: what is promised")
+    parser.add_argument("kinds", nargs="*", choices=[[], *KINDS], help="default: all")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the documented number of cases")
     parser.add_argument("--into", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.into:
@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def run_here(kind: str, scale: float, into: Path) -> None:
-    """A kind of torture in this process; a line of JSON for each row of the table."""
+    """Run a kind of torture in this process; write a line of JSON for each row of the table."""
     with into.open("w") as file:
         for tally in importlib.import_module(f"tests.torture.{kind}").torture(scale):
             file.write(json.dumps(asdict(tally)) + "\n")
@@ -49,8 +49,8 @@ def run_here(kind: str, scale: float, into: Path) -> None:
 
 
 def run_kind(kind: str, scale: float) -> list[Tally]:
-    """A kind of torture in a process of its own, which may die of it."""
-    print(f"{kind} begins", flush=True)
+    """Run a kind of torture in a separate process, which may die."""
+    print(f"{kind}: started", flush=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory(prefix="whet-torture-") as folder:
         into = Path(folder) / "tallies.jsonl"
@@ -58,18 +58,18 @@ def run_kind(kind: str, scale: float) -> list[Tally]:
         status = subprocess.run(command, cwd=ROOT, env=environment).returncode
         tallies = read_tallies(into)
     if status:
-        tallies.append(Tally(kind, 1, [f"the process that runs it ended with status {status}"]))
-    print(f"{kind} is over", flush=True)
+        tallies.append(Tally(kind, 1, [f"its process ended with status {status}"]))
+    print(f"{kind}: finished", flush=True)
     return tallies
 
 
 def read_tallies(file: Path) -> list[Tally]:
-    """The rows that ``run_here`` wrote as far as it came."""
+    """Read the rows that ``run_here`` wrote before it ended."""
     return [Tally(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def print_table(tallies: list[Tally], seconds: float) -> None:
-    """What, cases, failures, seconds; then every failure."""
+    """Print the table of cases, failures and seconds, and then all failures."""
     width = max(len(tally.what) for tally in tallies)
     print(f"\n{'what':{width}}  {'cases':>6}  {'failures':>8}  {'seconds':>7}")
     for t in tallies:

@@ -116,7 +116,7 @@ class Workshop:
         }  # fmt: skip
         if method == "grpo":
             given |= {"reward": REWARD, "reward_timeout_s": 60, "group_size": 4, "max_new_tokens": 6, "beta": 0.01}
-        given |= settings
+        given = {name: value for name, value in (given | settings).items() if value is not None}
         return ["train", method, *(f"--{name.replace('_', '-')}={value}" for name, value in given.items())]
 
 

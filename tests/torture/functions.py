@@ -1,4 +1,4 @@
-"""Reward functions: one that is well behaved, those that behave badly and score all the same, and those that fail."""
+"""Reward functions: one without side effects, some with side effects that score anyway, and some that fail."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 
 
 def share(completions, answer):
-    """Something between 0 and 2 that tells completions apart."""
+    """Score between 0 and 2 that distinguishes completions."""
     return [sum(map(ord, text)) % 97 / 97 + (text == right) for text, right in zip(completions, answer, strict=True)]
 
 
@@ -19,7 +19,7 @@ def share(completions, answer):
 
 
 def forks(completions, answer):
-    """Leaves a process behind that would run for an hour."""
+    """Leak a process that would run for an hour."""
     if os.fork() == 0:
         time.sleep(3600)
         os._exit(0)
@@ -27,14 +27,14 @@ def forks(completions, answer):
 
 
 def starts_threads(completions, answer):
-    """Leaves threads behind for which Python would wait an hour."""
+    """Leak threads for which Python would wait an hour."""
     for _ in range(8):
         threading.Thread(target=time.sleep, args=(3600,)).start()
     return share(completions, answer)
 
 
 def prints_a_megabyte(completions, answer):
-    """To both, without a line's end."""
+    """Print to both streams without a newline."""
     for stream in (sys.stdout, sys.stderr):
         stream.write("x" * (1 << 20))
     os.write(1, b"y" * (1 << 20))
@@ -42,7 +42,7 @@ def prints_a_megabyte(completions, answer):
 
 
 def changes_the_process(completions, answer):
-    """Where it is, what it may, what time it is to be woken."""
+    """Change seeds, threads, directory, environment and file descriptors."""
     import random
 
     import numpy as np
@@ -59,71 +59,71 @@ def changes_the_process(completions, answer):
 
 
 def hangs(completions):
-    """Sleeps, deaf to what Python could tell it."""
+    """Sleep and ignore all exceptions."""
     while True:
         with contextlib.suppress(BaseException):
             time.sleep(3600)
 
 
 def computes_for_hours(completions):
-    """In native code, with the interpreter's lock."""
+    """Compute in native code while holding the GIL."""
     return [float(3 ** (10**10))]
 
 
 def raises(completions):
-    """The plain case."""
-    raise ZeroDivisionError("the function's own fault")
+    """Raise an ordinary exception."""
+    raise ZeroDivisionError("fault of the function")
 
 
 def recurses(completions):
-    """Until Python ends it."""
+    """Recurse until Python raises RecursionError."""
     return recurses(completions)
 
 
 def exits(completions):
-    """As a script does."""
+    """Exit as a script does."""
     sys.exit(3)
 
 
 def ends_the_process(completions):
-    """At once, without a word."""
+    """End the process immediately and silently."""
     os._exit(3)
 
 
 def crashes(completions):
-    """Reads where there is no memory."""
+    """Dereference a null pointer."""
     ctypes.string_at(0)
 
 
 def takes_all_memory(completions):
-    """More than there is."""
+    """Allocate more memory than the machine has."""
     return [bytearray(1 << 60)]
 
 
 def returns_nan(completions):
-    """A number, but none to learn from."""
+    """Return NaN."""
     return [float("nan")] * len(completions)
 
 
 def returns_too_much(completions):
-    """No float holds it."""
+    """Return a number beyond the range of floats."""
     return [10**400] * len(completions)
 
 
 def returns_too_few(completions):
-    """One for all."""
+    """Return one score for all completions."""
     return [1.0]
 
 
 def returns_text(completions):
-    """That looks like numbers."""
+    """Return strings that look like numbers."""
     return ["1.0"] * len(completions)
 
 
 def returns_nothing(completions):
-    """As a function does whose return was forgotten."""
+    """Return None, as without a return statement."""
 
 
 def returns_itself(completions):
-    """What no JSON holds."""
+    """Return an object that JSON cannot represent."""
     return returns_itself
