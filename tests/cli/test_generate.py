@@ -258,7 +258,7 @@ def test_generate_errors_are_one_line(tiny_model, tmp_path, error_of):
     assert_mentions(error_of("generate", tiny_model, "--prompt", "", "--raw"), "prompt", "empty")
     assert_mentions(error_of("generate", tiny_model, "--prompt", "x" * 600, "--raw"), "600", "512")
     (tmp_path / "config.json").write_text((tiny_model / "config.json").read_text())
-    assert_mentions(error_of("generate", tmp_path, "--prompt", "x"), tmp_path, "no tokenizer")
+    assert_mentions(error_of("generate", tmp_path, "--prompt", "x"), tmp_path, "tokenizer")
     error = error_of("generate", tmp_path, "--prompt", "x", "--tokenizer", tiny_model)
     assert_mentions(error, tmp_path, "model.safetensors")
     with pytest.raises(SystemExit) as exit_:
