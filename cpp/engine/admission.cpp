@@ -26,11 +26,11 @@ std::unique_ptr<Job> Scheduler::make_job(Request request, uint64_t session) cons
     job->pages.reserve(ceil_div(n_tokens, kPage));
     if (request.n > 0) {
         job->samples.resize(request.n);
-        job->hidden.reserve(transformer_.config().hidden_dim);
+        job->hidden.resize(config_.hidden_dim);
     } else {
         job->logprobs.resize(n_scored);
         if (request.entropy) job->entropies.resize(n_scored);
-        if (request.logits) job->logits.resize((n_scored + 1) * transformer_.config().vocab_size);
+        if (request.logits) job->logits.resize((n_scored + 1) * config_.vocab_size);
         job->done = n_scored == 0 && !request.logits;
     }
     job->request = std::move(request);
@@ -39,10 +39,10 @@ std::unique_ptr<Job> Scheduler::make_job(Request request, uint64_t session) cons
 
 uint64_t Scheduler::add(Request request, uint64_t session) {
     const size_t needed = ceil_div(request.tokens.size(), kPage) + tail_pages(request);
-    if (needed > cache_.n_pages()) {
+    if (needed > pages_.n_pages()) {
         throw std::invalid_argument(std::to_string(request.tokens.size()) + " + " +
                                     std::to_string(request.max_new_tokens) + " tokens need " +
-                                    std::to_string(uint64_t{needed} * cache_.page_bytes()) +
+                                    std::to_string(uint64_t{needed} * page_bytes_) +
                                     " bytes of KV cache, and kv_bytes is " + std::to_string(limits_.kv_bytes));
     }
     const uint64_t id = next_id_++;
@@ -67,23 +67,24 @@ bool Scheduler::admit(Job& job) {
     const size_t n_tokens = request.tokens.size(), n_pages = ceil_div(n_tokens, kPage), tail = tail_pages(request);
     find_prefix(job);
     const size_t shared = job.pages.size(), needed = reserved_ + n_pages - shared + tail;
-    const auto is_free = [&](int32_t page) { return cache_.ref_count(page) == 0; };  // retained, not yet referenced
+    const auto is_free = [&](int32_t page) { return pages_.ref_count(page) == 0; };  // retained, not yet referenced
     const auto retained = std::count_if(job.pages.begin(), job.pages.end(), is_free);
-    if (cache_.n_free() < needed + static_cast<size_t>(retained)) {
+    if (pages_.n_free() < needed + static_cast<size_t>(retained)) {
         job.pages.clear();  // not referenced yet
         return false;
     }
-    for (int32_t page : job.pages) cache_.ref(page);
+    reserve_page_writes(n_pages - shared);
+    for (int32_t page : job.pages) pages_.ref(page);
     job.computed = shared * kPage;
     if (request.keep) copy_retained(job);
     job.reused = job.computed;
     for (size_t i = shared; i < n_pages; ++i) {
-        if (i == job.pages.size()) job.pages.push_back(cache_.allocate());
-        const int32_t before = i == 0 ? KvCache::kNone : job.pages[i - 1];
+        if (i == job.pages.size()) job.pages.push_back(allocate_page(PageIndex::kNone));
+        const int32_t before = i == 0 ? PageIndex::kNone : job.pages[i - 1];
         const int32_t* tokens = request.tokens.data() + i * kPage;
         const bool is_full = (i + 1) * kPage <= n_tokens;
-        if (is_full && cache_.find_prefix(before, request.adapter, tokens) == KvCache::kNone) {
-            cache_.insert_prefix(job.pages[i], before, request.adapter, tokens);
+        if (is_full && pages_.find_prefix(before, request.adapter, tokens) == PageIndex::kNone) {
+            pages_.insert_prefix(job.pages[i], before, request.adapter, tokens);
         }
     }
     reserved_ += tail;
@@ -91,16 +92,22 @@ bool Scheduler::admit(Job& job) {
     return true;
 }
 
+// Makes room for n page writes, so that allocate_page() does not throw.
+void Scheduler::reserve_page_writes(size_t n) {
+    std::vector<PageWrite>& writes = plan_.page_writes;
+    if (writes.capacity() - writes.size() < n) writes.reserve(2 * writes.size() + n);
+}
+
 // Sets job.pages to the cached pages of the longest prefix of its prompt, excluding the last token before the first
 // result, whose hidden state has to be computed.
 void Scheduler::find_prefix(Job& job) const {
     const Request& request = job.request;
     const size_t n_reusable = (request.n > 0 ? request.tokens.size() - 1 : request.score_from - 1) / kPage;
-    int32_t page = KvCache::kNone;
+    int32_t page = PageIndex::kNone;
     job.pages.clear();
     while (job.pages.size() < n_reusable) {
-        page = cache_.find_prefix(page, request.adapter, request.tokens.data() + job.pages.size() * kPage);
-        if (page == KvCache::kNone) return;
+        page = pages_.find_prefix(page, request.adapter, request.tokens.data() + job.pages.size() * kPage);
+        if (page == PageIndex::kNone) return;
         job.pages.push_back(page);
     }
 }
@@ -108,11 +115,11 @@ void Scheduler::find_prefix(Job& job) const {
 // If a prompt diverges from a retained sequence within a page, copies that page for the prompt.
 void Scheduler::copy_retained(Job& job) {
     const std::vector<int32_t>& tokens = job.request.tokens;
-    const int32_t before = job.pages.empty() ? KvCache::kNone : job.pages.back();
+    const int32_t before = job.pages.empty() ? PageIndex::kNone : job.pages.back();
     const size_t left = std::min(tokens.size() - 1 - job.computed, kPage);
-    const auto [page, n] = cache_.find_retained(before, job.request.adapter, tokens.data() + job.computed, left);
+    const auto [page, n] = pages_.find_retained(before, job.request.adapter, tokens.data() + job.computed, left);
     if (n == 0) return;
-    job.pages.push_back(cache_.copy(page));
+    job.pages.push_back(allocate_page(page));
     job.computed += n;
 }
 
@@ -132,11 +139,11 @@ void Scheduler::start_samples() {
 bool Scheduler::start_sample(Job& job) {
     const Request& request = job.request;
     const size_t tail = tail_pages(request), n_full = request.tokens.size() / kPage;
-    if (!job.first_reserved && cache_.n_free() < reserved_ + tail) return false;
+    if (!job.first_reserved && pages_.n_free() < reserved_ + tail) return false;
     Running running{&job, job.started, {}, {}, tail, true};
     running.pages.reserve(ceil_div(request.tokens.size() + request.max_new_tokens, kPage));
     if (request.sampling.repetition_penalty != 1.0f) {
-        running.seen.assign(ceil_div(transformer_.config().vocab_size, 64), 0);
+        running.seen.assign(ceil_div(config_.vocab_size, 64), 0);
         for (int32_t token : request.tokens) running.mark_seen(token);
     }
     Sample& sample = job.samples[job.started];
@@ -146,7 +153,7 @@ bool Scheduler::start_sample(Job& job) {
     if (request.stop_strings != nullptr) sample.n_withheld.reserve(request.max_new_tokens);
     if (request.sampling.counts_tokens()) running.counts.reserve(request.max_new_tokens);
     running.pages.assign(job.pages.begin(), job.pages.begin() + static_cast<ptrdiff_t>(n_full));
-    for (int32_t page : running.pages) cache_.ref(page);
+    for (int32_t page : running.pages) pages_.ref(page);
     if (!job.first_reserved) reserved_ += tail;
     job.first_reserved = false;
     ++job.started;

@@ -3,61 +3,51 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstring>
-#include <utility>
 
-#include "kernels/dispatch.h"
 #include "runtime/ceil_div.h"
-#include "runtime/pages.h"
 #include "runtime/philox.h"
-#include "runtime/thread_pool.h"
 
 namespace whet {
-namespace {
 
-constexpr size_t kHeadTile = 64;  // rows of logits per tile
-
-}  // namespace
-
-Scheduler::Scheduler(Transformer& transformer, const Limits& limits)
-    : transformer_(transformer),
-      cache_(transformer.config(), transformer.bf16_cache(), limits.kv_bytes),
-      limits_(limits),
-      head_tile_(std::min(kHeadTile, std::max(limits.max_batch, size_t{16}))) {
-    const ModelConfig& config = transformer.config();
-    rows_.reserve(transformer.max_rows());
+Scheduler::Scheduler(const ModelConfig& config, size_t max_tokens, size_t n_pages, size_t page_bytes,
+                     const Limits& limits)
+    : config_(config), max_tokens_(max_tokens), page_bytes_(page_bytes), limits_(limits), pages_(n_pages) {
     running_.reserve(limits.max_batch);
     prefilling_.reserve(limits.max_batch);
     pending_.reserve(limits.max_batch);
-    head_rows_.reserve(transformer.max_rows() + limits.max_batch);
     counts_.reserve(limits.max_batch);
     failed_.reserve(limits.max_batch);
-    drawn_.resize(limits.max_batch);
-    head_in_.resize(head_tile_ * config.hidden_dim);
-    logits_.resize(head_tile_ * config.vocab_size);
+    plan_.page_writes.reserve(n_pages);
+    plan_.tokens.reserve(max_tokens);
+    plan_.hiddens.reserve(limits.max_batch);
+    plan_.draws.reserve(limits.max_batch);
+    plan_.scores.reserve(max_tokens);
 }
 
-bool Scheduler::step() {
+StepPlan& Scheduler::plan() {
     start_samples();
     admit_waiting();
-    rows_.clear();
-    head_rows_.clear();
-    add_decode_rows();
-    add_prompt_rows();
-    if (rows_.empty() && running_.empty()) return false;
-    has_workspace_ = true;
-    const float* hidden = rows_.empty() ? nullptr : transformer_.forward(rows_.data(), rows_.size(), cache_);
-    collect_heads(hidden);
-    run_heads();
-    // State changes only after the last allocation, so that a step that threw is repeated.
-    advance_prompts(hidden);
-    append_drawn();
-    return true;
+    plan_.tokens.clear();
+    plan_.hiddens.clear();
+    plan_.draws.clear();
+    plan_.scores.clear();
+    plan_samples();
+    plan_prompts();
+    return plan_;
 }
 
-// Adds the last token of every sample that has one, and allocates the page for its keys and values.
-void Scheduler::add_decode_rows() {
+void Scheduler::complete(std::span<const Drawn> drawn) {
+    advance_prompts();
+    for (size_t i = 0; i < running_.size(); ++i) append(running_[i], drawn[i]);
+    erase_ended();
+    for (Job* job : failed_) cancel(*job);
+    failed_.clear();
+}
+
+// Adds a draw for every running sample, and the last token of those that have one, with a page for its keys and values.
+void Scheduler::plan_samples() {
     for (Running& running : running_) {
+        plan_draw(running, plan_.tokens.size());
         if (running.fresh) continue;
         const Job& job = *running.job;
         const Sample& sample = job.samples[running.sample];
@@ -65,23 +55,52 @@ void Scheduler::add_decode_rows() {
         if (position / kPage == running.pages.size()) {
             // Copy on write of the prompt's last page if it is not full.
             const bool extends_prompt = position == job.request.tokens.size() && position % kPage != 0;
-            running.pages.push_back(extends_prompt ? cache_.copy(job.pages.back()) : cache_.allocate());
+            reserve_page_writes(1);
+            running.pages.push_back(allocate_page(extends_prompt ? job.pages.back() : PageIndex::kNone));
             --running.reserved, --reserved_;
         }
-        rows_.push_back(
+        plan_.tokens.push_back(
             {sample.tokens.back(), static_cast<int32_t>(position), running.pages.data(), job.adapter.get()});
     }
 }
 
-// Chunked prefill: adds the next tokens of the prompts, in order.
-void Scheduler::add_prompt_rows() {
+void Scheduler::plan_draw(Running& running, size_t token) {
+    const Request& request = running.job->request;
+    Sample& sample = running.job->samples[running.sample];
+    const size_t position = sample.tokens.size(), n_top = request.sampling.top_logprobs;
+    sample.alternatives.resize((position + 1) * n_top);  // reserved by start_sample()
+    DrawTask& task = plan_.draws.emplace_back();
+    task.token = token;
+    task.hidden = running.fresh ? running.job->hidden.data() : nullptr;
+    task.sampling = &request.sampling;
+    task.history = {running.seen.empty() ? nullptr : running.seen.data(), running.counts, {}};
+    if (position < request.min_new_tokens) task.history.banned = request.stop_tokens;
+    task.uniform = token_uniform(request.seed, request.prompt_index, request.first_sample + running.sample, position);
+    task.alternatives = sample.alternatives.data() + position * n_top;
+}
+
+// Chunked prefill: adds the next tokens of the prompts, in order, and the scores of tokens that follow them.
+void Scheduler::plan_prompts() {
     counts_.clear();
-    size_t room = std::min(limits_.chunk, transformer_.max_rows() - rows_.size());
+    size_t room = std::min(limits_.chunk, max_tokens_ - plan_.tokens.size());
     for (Job* job : prefilling_) {
-        const size_t count = std::min(room, job->request.tokens.size() - job->computed);
-        for (size_t i = 0; i < count; ++i) {
-            const size_t at = job->computed + i;
-            rows_.push_back({job->request.tokens[at], static_cast<int32_t>(at), job->pages.data(), job->adapter.get()});
+        const Request& request = job->request;
+        const size_t n_tokens = request.tokens.size(), count = std::min(room, n_tokens - job->computed);
+        for (size_t i = job->computed; i < job->computed + count; ++i) {
+            const size_t next = i + 1, at = next - request.score_from;
+            if (request.n == 0 && next >= request.score_from && (next < n_tokens || request.logits)) {
+                ScoreTask task{plan_.tokens.size(), 0, request.sampling.temperature, nullptr, nullptr, nullptr};
+                if (request.logits) task.logits = job->logits.data() + at * config_.vocab_size;
+                if (next < n_tokens) {
+                    task.target = request.tokens[next], task.logprob = &job->logprobs[at];
+                    if (request.entropy) task.entropy = &job->entropies[at];
+                }
+                plan_.scores.push_back(task);
+            }
+            plan_.tokens.push_back({request.tokens[i], static_cast<int32_t>(i), job->pages.data(), job->adapter.get()});
+        }
+        if (request.n > 0 && job->computed + count == n_tokens) {
+            plan_.hiddens.push_back({plan_.tokens.size() - 1, job->hidden.data()});
         }
         counts_.push_back(count);
         room -= count;
@@ -89,98 +108,20 @@ void Scheduler::add_prompt_rows() {
     }
 }
 
-// Selects the hidden states for the head: those that a token is drawn from, and those that precede a scored token.
-void Scheduler::collect_heads(const float* hidden) {
-    const size_t d = transformer_.config().hidden_dim;
-    for (size_t i = 0; i < running_.size(); ++i) {
-        const float* from = running_[i].job->hidden.data();
-        if (!running_[i].fresh) from = hidden, hidden += d;
-        head_rows_.push_back({Kind::kDraw, from, i, nullptr});
-    }
-    for (size_t j = 0; j < counts_.size(); ++j) {
-        Job& job = *prefilling_[j];
-        for (size_t i = 0; i < counts_[j]; ++i, hidden += d) {
-            const size_t next = job.computed + i + 1;
-            const bool has_result = next < job.request.tokens.size() || job.request.logits;
-            if (job.request.n == 0 && next >= job.request.score_from && has_result) {
-                head_rows_.push_back({Kind::kScore, hidden, next, &job});
-            }
-        }
-    }
+// Allocates a page and plans its initialisation: a copy of page `from`, or zeros for kNone.
+int32_t Scheduler::allocate_page(int32_t from) {
+    const int32_t page = pages_.allocate();
+    plan_.page_writes.push_back({page, from});
+    return page;
 }
 
-void Scheduler::run_heads() {
-    const ModelConfig& config = transformer_.config();
-    const auto threads = static_cast<size_t>(num_threads());
-    const size_t scratch = ceil_div(sampler_scratch_bytes(config.vocab_size), 64) * 64;
-    if (scratch_.size() < threads * scratch + 64) scratch_.resize(threads * scratch + 64);
-    auto* aligned = scratch_.data() + (64 - reinterpret_cast<uintptr_t>(scratch_.data()) % 64) % 64;
-    for (size_t begin = 0; begin < head_rows_.size(); begin += head_tile_) {
-        const size_t n = std::min(head_tile_, head_rows_.size() - begin);
-        for (size_t i = 0; i < n; ++i) {
-            std::memcpy(head_in_.data() + i * config.hidden_dim, head_rows_[begin + i].hidden,
-                        config.hidden_dim * sizeof(float));
-        }
-        transformer_.logits(head_in_.data(), n, logits_.data());
-        auto task = [&](size_t t) {
-            for (size_t i = t; i < n; i += threads) {
-                const HeadRow& row = head_rows_[begin + i];
-                float* logits = logits_.data() + i * config.vocab_size;
-                row.kind == Kind::kScore ? score(row, logits) : draw(row, logits, aligned + t * scratch);
-            }
-        };
-        parallel_for(std::min(threads, n), task);
-    }
-}
-
-void Scheduler::score(const HeadRow& row, const float* logits) {
-    const size_t vocab = transformer_.config().vocab_size;
-    const Request& request = row.job->request;
-    const size_t at = row.index - request.score_from;
-    if (request.logits) std::copy(logits, logits + vocab, row.job->logits.data() + at * vocab);
-    if (row.index == request.tokens.size()) return;
-    float* entropy = request.entropy ? &row.job->entropies[at] : nullptr;
-    kernels().token_logprobs_f32(logits, vocab, static_cast<size_t>(request.tokens[row.index]),
-                                 request.sampling.temperature, &row.job->logprobs[at], entropy);
-}
-
-void Scheduler::draw(const HeadRow& row, float* logits, void* scratch) {
-    const Running& running = running_[row.index];
-    const Request& request = running.job->request;
-    Sample& sample = running.job->samples[running.sample];
-    const size_t position = sample.tokens.size();
-    const double uniform =
-        token_uniform(request.seed, request.prompt_index, request.first_sample + running.sample, position);
-    History history{running.seen.empty() ? nullptr : running.seen.data(), running.counts, {}};
-    if (position < request.min_new_tokens) history.banned = request.stop_tokens;
-    const size_t n_top = request.sampling.top_logprobs;
-    sample.alternatives.resize((position + 1) * n_top);  // reserved by start_sample()
-    drawn_[row.index] = draw_token(logits, transformer_.config().vocab_size, request.sampling, history, uniform,
-                                   scratch, sample.alternatives.data() + position * n_top);
-}
-
-// Advances prompts by their tokens in this step. A computed prompt is done (scoring), or its samples may start.
-void Scheduler::advance_prompts(const float* hidden) {
-    const size_t d = transformer_.config().hidden_dim;
-    for (const Running& running : running_) hidden += running.fresh ? 0 : d;
-    for (size_t j = 0; j < counts_.size(); ++j) {
-        Job& job = *prefilling_[j];
-        job.computed += counts_[j];
-        hidden += counts_[j] * d;
-        if (job.is_computed() && job.request.n > 0) job.hidden.assign(hidden - d, hidden);
-    }
+// Advances prompts by their tokens in the step. A computed prompt is done (scoring), or its samples may start.
+void Scheduler::advance_prompts() {
+    for (size_t j = 0; j < counts_.size(); ++j) prefilling_[j]->computed += counts_[j];
     for (Job* job : prefilling_) {
         if (job->is_computed()) job->request.n == 0 ? release_prompt(*job) : pending_.push_back(job);
     }
     std::erase_if(prefilling_, [](const Job* job) { return job->is_computed(); });
-}
-
-// Appends the drawn tokens to their samples, and ends samples.
-void Scheduler::append_drawn() {
-    for (size_t i = 0; i < running_.size(); ++i) append(running_[i], drawn_[i]);
-    erase_ended();
-    for (Job* job : failed_) cancel(*job);
-    failed_.clear();
 }
 
 void Scheduler::append(Running& running, const Drawn& drawn) {
@@ -246,7 +187,7 @@ void Scheduler::retain(const Running& running) {
     const Job& job = *running.job;
     const std::vector<int32_t>&prompt = job.request.tokens, &drawn = job.samples[running.sample].tokens;
     const size_t n = prompt.size() + std::max<size_t>(drawn.size(), 1) - 1;
-    int32_t before = KvCache::kNone;
+    int32_t before = PageIndex::kNone;
     for (size_t begin = 0; begin < n; begin += kPage) {
         const size_t count = std::min(kPage, n - begin), i = begin / kPage;
         std::array<int32_t, kPage> tokens{};
@@ -255,13 +196,13 @@ void Scheduler::retain(const Running& running) {
             tokens[t] = at < prompt.size() ? prompt[at] : drawn[at - prompt.size()];
         }
         const int32_t page = i < running.pages.size() ? running.pages[i] : job.pages[i];
-        before = cache_.retain(page, before, job.request.adapter, tokens.data(), count);
+        before = pages_.retain(page, before, job.request.adapter, tokens.data(), count);
     }
 }
 
 // Last page first: retained pages are evicted in this order, and a page can only be found through its predecessors.
 void Scheduler::unref_all(const std::vector<int32_t>& pages) {
-    for (auto page = pages.rbegin(); page != pages.rend(); ++page) cache_.unref(*page);
+    for (auto page = pages.rbegin(); page != pages.rend(); ++page) pages_.unref(*page);
 }
 
 void Scheduler::erase_ended() {
@@ -278,19 +219,6 @@ void Scheduler::release_prompt(Job& job) {
     job.done = true;
 }
 
-size_t Scheduler::workspace_bytes() const {
-    return transformer_.workspace_bytes() + (head_in_.size() + logits_.size()) * sizeof(float) + scratch_.size();
-}
-
-size_t Scheduler::release_memory() {
-    const size_t workspace = committed_workspace_bytes();
-    transformer_.release_workspace();
-    release_pages(logits_.data(), logits_.size() * sizeof(float));
-    release_pages(scratch_.data(), scratch_.size());
-    has_workspace_ = false;
-    return workspace + cache_.release_free() * cache_.page_bytes();
-}
-
 size_t Scheduler::adapters_bytes() const {
     size_t bytes = 0;
     for (const auto& [id, adapter] : adapters_) {
@@ -302,11 +230,6 @@ size_t Scheduler::adapters_bytes() const {
         }
     }
     return bytes;
-}
-
-void Scheduler::add_adapter(uint64_t id, std::unique_ptr<Adapter> adapter) {
-    transformer_.reserve_adapters(adapter->max_rank);
-    adapters_.emplace(id, std::move(adapter));
 }
 
 }  // namespace whet

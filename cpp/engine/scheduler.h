@@ -1,4 +1,5 @@
-// Continuous batching of prompts and samples over one transformer and one paged KV cache.
+// Continuous batching of prompts and samples over one paged KV cache: plans each step and completes it with the drawn
+// tokens. Does not compute (model_runner.h).
 //
 // A step computes one token of every running sample and a chunk of the admitted prompts, then draws. A prompt is
 // computed once for all its samples, and full pages of a common prefix once for all prompts. Admission reserves the
@@ -11,13 +12,13 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
-#include "engine/kv_cache.h"
-#include "engine/sampler.h"
+#include "engine/page_index.h"
+#include "engine/step_plan.h"
 #include "engine/stop_strings.h"
-#include "engine/transformer.h"
 
 namespace whet {
 
@@ -74,7 +75,7 @@ struct Limits {
 
 class Scheduler {
 public:
-    Scheduler(Transformer& transformer, const Limits& limits);
+    Scheduler(const ModelConfig& config, size_t max_tokens, size_t n_pages, size_t page_bytes, const Limits& limits);
 
     // Queues a request. Throws std::invalid_argument if it needs more pages than there are.
     uint64_t add(Request request, uint64_t session = 0);
@@ -85,24 +86,21 @@ public:
     void remove(uint64_t id);
     void end_session(uint64_t session);
 
-    // Returns false if there was nothing to do. After std::bad_alloc the next step continues.
-    bool step();
+    // Starts samples, admits prompts and plans the next step: empty if there is nothing to do. complete() takes the
+    // tokens drawn for the plan; no other call may come between. Without complete(), plan() plans the same step again:
+    // a step that threw is repeated.
+    StepPlan& plan();
+    void complete(std::span<const Drawn> drawn);
+    std::vector<PageWrite>& page_writes() { return plan_.page_writes; }
 
-    void add_adapter(uint64_t id, std::unique_ptr<Adapter> adapter);  // id: not 0, and new
-    void remove_adapter(uint64_t id) { adapters_.erase(id); }         // its requests share ownership until they end
+    void add_adapter(uint64_t id, std::unique_ptr<Adapter> adapter) { adapters_.emplace(id, std::move(adapter)); }
+    void remove_adapter(uint64_t id) { adapters_.erase(id); }  // its requests share ownership until they end
     bool has_adapter(uint64_t id) const { return adapters_.count(id) != 0; }
+    size_t adapters_bytes() const;
 
     // Frees all retained pages. No request may be active.
-    void evict_retained() { cache_.evict_retained(); }
-
-    // Releases the memory of free pages and of the workspace to the system; retained pages stay. Returns an upper bound
-    // of the bytes released. The next step commits the memory again.
-    size_t release_memory();
-
-    const KvCache& cache() const { return cache_; }
-    size_t workspace_bytes() const;
-    size_t committed_workspace_bytes() const { return has_workspace_ ? workspace_bytes() : 0; }
-    size_t adapters_bytes() const;
+    void evict_retained() { pages_.evict_retained(); }
+    const PageIndex& pages() const { return pages_; }
 
 private:
     static constexpr size_t kPage = kPageTokens;
@@ -120,17 +118,11 @@ private:
         void mark_seen(int32_t token) { seen[static_cast<size_t>(token) / 64] |= uint64_t{1} << token % 64; }
         void count(int32_t token);
     };
-    enum class Kind : uint8_t { kDraw, kScore };
-    struct HeadRow {
-        Kind kind;
-        const float* hidden;
-        size_t index;  // kDraw: in running_; kScore: token of `job`
-        Job* job;
-    };
 
-    Transformer& transformer_;
-    KvCache cache_;
-    Limits limits_;
+    const ModelConfig& config_;
+    const size_t max_tokens_, page_bytes_;
+    const Limits limits_;
+    PageIndex pages_;
     std::map<uint64_t, std::unique_ptr<Job>> jobs_;
     std::map<uint64_t, std::shared_ptr<const Adapter>> adapters_;
     uint64_t next_id_ = 1;
@@ -138,35 +130,27 @@ private:
     std::vector<Job*> prefilling_, pending_;  // pending_: prompts in the cache with samples still to start
     std::vector<Running> running_;
     size_t reserved_ = 0;
-    std::vector<InputToken> rows_;
+    StepPlan plan_;
     std::vector<size_t> counts_;  // tokens of each prompt of prefilling_ in this step
-    std::vector<HeadRow> head_rows_;
-    std::vector<Drawn> drawn_;
-    std::vector<Job*> failed_;  // jobs with invalid logits
-    std::vector<float> head_in_, logits_;
-    std::vector<uint8_t> scratch_;
-    size_t head_tile_;
-    bool has_workspace_ = false;  // a step has used the workspace since it was created or released
+    std::vector<Job*> failed_;    // jobs with invalid logits
 
     // admission.cpp
     size_t tail_pages(const Request& request) const;
     std::unique_ptr<Job> make_job(Request request, uint64_t session) const;
     void admit_waiting();
     bool admit(Job& job);
+    void reserve_page_writes(size_t n);
     void find_prefix(Job& job) const;
     void copy_retained(Job& job);
     void start_samples();
     bool start_sample(Job& job);
 
     // scheduler.cpp: a step
-    void add_decode_rows();
-    void add_prompt_rows();
-    void collect_heads(const float* hidden);
-    void run_heads();
-    void score(const HeadRow& row, const float* logits);
-    void draw(const HeadRow& row, float* logits, void* scratch);
-    void advance_prompts(const float* hidden);
-    void append_drawn();
+    void plan_samples();
+    void plan_prompts();
+    void plan_draw(Running& running, size_t token);
+    int32_t allocate_page(int32_t from);
+    void advance_prompts();
     void append(Running& running, const Drawn& drawn);
     Finish finish_after(Running& running) const;
     void end(Running& running, Finish finish);

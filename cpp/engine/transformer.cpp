@@ -56,14 +56,14 @@ void Transformer::reserve_adapters(size_t rank) {
     adapter_hidden_.resize(std::max(adapter_hidden_.size(), max_rows_ * rank));
 }
 
-const float* Transformer::forward(const InputToken* rows, size_t n, KvCache& cache) {
+const float* Transformer::forward(const InputToken* rows, size_t n, KvMemory& memory) {
     group_by_prefix(rows, n);
     embed(rows, n);
     float* delta = nullptr;  // sublayer output not yet added to the residual stream
     for (size_t i = 0; i < config_.n_layers; ++i) {
         const LayerWeights& w = weights_->layers[i];
         add_and_norm(w.norm1, delta, n);
-        attention(rows, n, i, cache);
+        attention(rows, n, i, memory);
         post_norm(w.post_norm1, delta_, n);
         delta = delta_;
         if (!config_.parallel_residual) {
@@ -173,17 +173,17 @@ void Transformer::add_and_norm(const NormWeight& w, float* delta, size_t n) {
 }
 
 // delta = W_o attention(W_qkv h).
-void Transformer::attention(const InputToken* rows, size_t n, size_t layer, KvCache& cache) {
+void Transformer::attention(const InputToken* rows, size_t n, size_t layer, KvMemory& memory) {
     const LayerWeights& w = weights_->layers[layer];
     product(w.qkv, h_, n, qkv_);
     adapt(rows, n, layer, Target::kQkv, h_, config_.hidden_dim, qkv_, config_.qkv_dim());
-    for_rows(n, 2 * config_.qkv_dim(), [&](size_t i) { write_kv(rows[i], i, layer, cache); });
+    for_rows(n, 2 * config_.qkv_dim(), [&](size_t i) { write_kv(rows[i], i, layer, memory); });
     // With enough groups for all threads, a task is all heads of a group, read in the memory order of a page.
     const bool many = groups_.size() >= 8 * static_cast<size_t>(num_threads());
     const size_t heads = config_.n_kv_heads, at_once = many ? heads : 1;
     auto task = [&](size_t i) {
         for (size_t unit = i * at_once; unit < (i + 1) * at_once; ++unit) {
-            attend(rows, groups_[unit / heads], unit % heads, layer, cache);
+            attend(rows, groups_[unit / heads], unit % heads, layer, memory);
         }
     };
     parallel_for(groups_.size() * heads / at_once, task);
@@ -192,7 +192,7 @@ void Transformer::attention(const InputToken* rows, size_t n, size_t layer, KvCa
 }
 
 // Norms and rotates the queries and keys of a token; writes keys and values to the cache, and queries for attend().
-void Transformer::write_kv(const InputToken& row, size_t i, size_t layer, KvCache& cache) {
+void Transformer::write_kv(const InputToken& row, size_t i, size_t layer, KvMemory& memory) {
     const LayerWeights& w = weights_->layers[layer];
     const Kernels& k = kernels();
     const size_t d = config_.head_dim, group = config_.kv_group();
@@ -214,10 +214,10 @@ void Transformer::write_kv(const InputToken& row, size_t i, size_t layer, KvCach
         rotate(q, config_.n_heads + config_.n_kv_heads, static_cast<ptrdiff_t>(d), table, config_.rotary_dim, false);
     }
     const auto put = bf16_cache_ ? k.cached_write_kv_bf16 : k.cached_write_kv_f32;
-    uint8_t* page = cache.data() + static_cast<size_t>(row.pages[row.position / kPageTokens]) * cache.page_bytes();
+    uint8_t* page = memory.page(row.pages[row.position / kPageTokens]);
     for (size_t head = 0; head < config_.n_kv_heads; ++head) {
         put(key + head * d, key + (config_.n_kv_heads + head) * d, static_cast<int64_t>(d), row.position % kPageTokens,
-            page + cache.offset(layer, head));
+            page + memory.offset(layer, head));
         for (size_t g = 0; g < group; ++g) {
             const float* from = q + (head * group + g) * d;
             uint8_t* to = queries_ + ((head * max_rows_ + i) * group + g) * query_bytes();
@@ -232,7 +232,7 @@ void Transformer::write_kv(const InputToken& row, size_t i, size_t layer, KvCach
 }
 
 void Transformer::attend(const InputToken* rows, const PrefixGroup& group, size_t kv_head, size_t layer,
-                         const KvCache& cache) {
+                         const KvMemory& memory) {
     const Kernels& k = kernels();
     const auto kernel = bf16_cache_ ? k.cached_attention_bf16 : k.cached_attention_f32;
     const size_t per_row = config_.kv_group(), d = config_.head_dim;
@@ -245,8 +245,8 @@ void Transformer::attend(const InputToken* rows, const PrefixGroup& group, size_
     task.rows = static_cast<int64_t>(group.n * per_row);
     task.head_dim = static_cast<int64_t>(d);
     task.window = window == 0 ? INT32_MAX : static_cast<int64_t>(window);
-    task.cache = cache.data() + cache.offset(layer, kv_head);
-    task.page_bytes = cache.page_bytes();
+    task.cache = memory.data() + memory.offset(layer, kv_head);
+    task.page_bytes = memory.page_bytes();
     task.pages = rows[group.first].pages;
     task.scale = static_cast<float>(config_.attention_scale * kLog2E);
     task.softcap = static_cast<float>(config_.attention_softcap * kLog2E);

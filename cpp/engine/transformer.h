@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "engine/config.h"
-#include "engine/kv_cache.h"
+#include "engine/kv_memory.h"
 #include "engine/lora.h"
 #include "engine/weights.h"
 #include "runtime/arena.h"
@@ -40,7 +40,7 @@ public:
 
     // Computes the final hidden states (n, hidden_dim) of n <= max_rows tokens, normed for the head; valid until the
     // next call.
-    const float* forward(const InputToken* rows, size_t n, KvCache& cache);
+    const float* forward(const InputToken* rows, size_t n, KvMemory& memory);
 
     // Computes the logits (n, vocab_size) of hidden states.
     void logits(const float* hidden, size_t n, float* out) const;
@@ -67,9 +67,9 @@ private:
     void add_and_norm(const NormWeight& w, float* delta, size_t n);
     void norm(const NormWeight& w, const float* x, float* residual, float* out) const;
     void post_norm(const NormWeight& w, float* delta, size_t n) const;
-    void attention(const InputToken* rows, size_t n, size_t layer, KvCache& cache);
-    void write_kv(const InputToken& row, size_t i, size_t layer, KvCache& cache);
-    void attend(const InputToken* rows, const PrefixGroup& group, size_t kv_head, size_t layer, const KvCache& cache);
+    void attention(const InputToken* rows, size_t n, size_t layer, KvMemory& memory);
+    void write_kv(const InputToken& row, size_t i, size_t layer, KvMemory& memory);
+    void attend(const InputToken* rows, const PrefixGroup& group, size_t kv_head, size_t layer, const KvMemory& memory);
     void mlp(const InputToken* rows, size_t n, size_t layer, float* out);
     void product(const Matrix& w, const float* x, size_t n, float* y) const;
     void adapt(const InputToken* rows, size_t n, size_t layer, Target target, const float* x, size_t ldx, float* y,

@@ -213,19 +213,19 @@ Request score(size_t length, size_t from) {
 }
 
 size_t some_pages(const Model& model) {
-    return 40 * KvCache::page_bytes(model.transformer.config(), model.transformer.bf16_cache());
+    return 40 * KvMemory::page_bytes(model.transformer.config(), model.transformer.bf16_cache());
 }
 
 void test_making_an_engine() {
     Model known(false, WeightFormat::kInt8, 8 + 32);
-    Scheduler right(known.transformer, {some_pages(known), 8, 32});
+    Engine right(known.transformer, {some_pages(known), 8, 32});
     const uint64_t expected = right.add(prompt(70, 2, 10, 0));
     run(right);
     fail_each("making an engine", [&](Attempt& attempt) {
         const auto make = [&] {
             set_num_threads(kThreads);
             Model model(false, WeightFormat::kInt8, 8 + 32);
-            Scheduler s(model.transformer, {some_pages(model), 8, 32});
+            Engine s(model.transformer, {some_pages(model), 8, 32});
             const uint64_t id = s.add(prompt(70, 2, 10, 0));
             run(s);
             expect(outputs_of(s, id) == outputs_of(right, expected), "a new engine gives the same tokens");
@@ -238,8 +238,8 @@ void test_making_an_engine() {
 void test_calls(const std::string& name, WeightFormat format, const std::vector<Request>& requests) {
     Model model(format == WeightFormat::kBFloat16, format, 8 + 32);
     const Limits limits{some_pages(model), 8, 32};
-    Scheduler right(model.transformer, limits);
-    const auto results = [&](Scheduler& s, const std::vector<uint64_t>& ids) {
+    Engine right(model.transformer, limits);
+    const auto results = [&](Engine& s, const std::vector<uint64_t>& ids) {
         std::vector<Outputs> out;
         for (const uint64_t id : ids) {
             const Job& job = s.job(id);
@@ -249,7 +249,7 @@ void test_calls(const std::string& name, WeightFormat format, const std::vector<
         }
         return out;
     };
-    const auto add_all = [&](Scheduler& s, std::vector<uint64_t>& ids) {
+    const auto add_all = [&](Engine& s, std::vector<uint64_t>& ids) {
         ids.reserve(requests.size());
         for (const Request& request : requests) ids.push_back(s.add(request));
     };
@@ -261,7 +261,7 @@ void test_calls(const std::string& name, WeightFormat format, const std::vector<
 
     fail_each(name, [&](Attempt& attempt) {
         set_num_threads(kThreads);
-        Scheduler s(model.transformer, limits);
+        Engine s(model.transformer, limits);
         const std::vector<uint64_t> other{s.add(prompt(100, 2, 40, 9))};
         for (int i = 0; i < 6; ++i) s.step();
         std::vector<uint64_t> ids;
@@ -284,14 +284,14 @@ void test_calls(const std::string& name, WeightFormat format, const std::vector<
         }
         run(s);
         expect(results(s, other) == others, "running calls of others continue");
-        expect(s.cache().n_free() == s.cache().n_pages(), "all pages are free");
+        expect(s.pages().n_free() == s.pages().n_pages(), "all pages are free");
     });
 }
 
 void test_adapters() {
     Model model(false, WeightFormat::kFloat32, 8 + 32);
     const Limits limits{some_pages(model), 8, 32};
-    const auto with = [&](Scheduler& s) {
+    const auto with = [&](Engine& s) {
         Request r = prompt(70, 2, 10, 0);
         r.adapter = 1;
         s.add_adapter(r.adapter, adapter_of(model.transformer.config()));
@@ -302,11 +302,11 @@ void test_adapters() {
         s.remove_adapter(r.adapter);
         return out;
     };
-    Scheduler right(model.transformer, limits);
+    Engine right(model.transformer, limits);
     const Outputs expected = with(right);
     fail_each("adapters", [&](Attempt& attempt) {
         Model own(false, WeightFormat::kFloat32, 8 + 32);
-        Scheduler s(own.transformer, limits);
+        Engine s(own.transformer, limits);
         uint64_t number = 0;
         const auto add = [&] {
             number = 1;
@@ -397,7 +397,7 @@ void warm_threads(Model& model, size_t rows) {
 void test_decoding(const std::string& name, WeightFormat format, const Sampling& sampling, bool with_adapter) {
     set_num_threads(kThreads);
     Model model(format == WeightFormat::kBFloat16, format, 8 + 32);
-    Scheduler s(model.transformer, {some_pages(model), 8, 32});
+    Engine s(model.transformer, {some_pages(model), 8, 32});
     Request r = prompt(20, 5, 300, 0);
     r.sampling = sampling;
     if (sampling.counts_tokens()) r.stop_strings = never_found(), r.min_new_tokens = 300, r.stop_tokens = {3};

@@ -17,11 +17,11 @@ const size_t kLengths[] = {1, 63, 64, 65, 150, 129};
 
 void test_batch_invariance(bool other, WeightFormat format) {
     Model model(other, format, 64 + 128);
-    const size_t page = KvCache::page_bytes(model.transformer.config(), other);
+    const size_t page = KvMemory::page_bytes(model.transformer.config(), other);
     std::vector<Outputs> expected;
     const Limits limits[] = {{200 * page, 64, 128}, {9 * page, 3, 5}, {40 * page, 7, 64}};
     for (const Limits& limit : limits) {
-        Scheduler s(model.transformer, limit);
+        Engine s(model.transformer, limit);
         std::vector<uint64_t> ids;
         for (size_t i = 0; i < std::size(kLengths); ++i) ids.push_back(s.add(prompt(kLengths[i], 5, 70, i)));
         run(s);
@@ -33,10 +33,10 @@ void test_batch_invariance(bool other, WeightFormat format) {
                 expect(outputs_of(s, ids[i]) == expected[i], "a completion depends only on its key");
             }
         }
-        expect(s.cache().n_free() == s.cache().n_pages(), "all pages are free");
+        expect(s.pages().n_free() == s.pages().n_pages(), "all pages are free");
     }
     // Log-probs of the samples, scored with a different chunking.
-    Scheduler s(model.transformer, {40 * page, 7, 33});
+    Engine s(model.transformer, {40 * page, 7, 33});
     Request score;
     score.tokens = tokens(150, 1);
     score.tokens.insert(score.tokens.end(), expected[4][1].first.begin(), expected[4][1].first.end());
@@ -50,9 +50,9 @@ void test_batch_invariance(bool other, WeightFormat format) {
 
 void test_cancelling() {
     Model model(false, WeightFormat::kQ8_0, 16 + 32);
-    const size_t page = KvCache::page_bytes(model.transformer.config(), false);
+    const size_t page = KvMemory::page_bytes(model.transformer.config(), false);
     std::mt19937 bits(5);
-    Scheduler s(model.transformer, {30 * page, 16, 32});
+    Engine s(model.transformer, {30 * page, 16, 32});
     std::vector<uint64_t> ids;
     for (int round = 0; round < 400; ++round) {
         if (bits() % 3 == 0) ids.push_back(s.add(prompt(1 + bits() % 200, 1 + bits() % 4, 1 + bits() % 100, bits())));
@@ -65,7 +65,7 @@ void test_cancelling() {
     }
     run(s);
     for (uint64_t id : ids) expect(s.job(id).done, "other requests finish");
-    expect(s.cache().n_free() == s.cache().n_pages(), "all pages are free after cancellation");
+    expect(s.pages().n_free() == s.pages().n_pages(), "all pages are free after cancellation");
     bool rejected = false;
     try {
         s.add(prompt(1000, 1, 1000, 0));
@@ -78,19 +78,19 @@ void test_cancelling() {
 // Sessions end during the prefill of prompts whose pages others share: the others give the results of a separate run.
 void test_sessions() {
     Model model(true, WeightFormat::kBFloat16, 16 + 32);
-    const size_t page = KvCache::page_bytes(model.transformer.config(), true);
+    const size_t page = KvMemory::page_bytes(model.transformer.config(), true);
     const Limits limits{60 * page, 16, 32};
     const size_t lengths[] = {200, 150, 230, 70, 200, 131};
     std::vector<Outputs> expected;
     for (size_t i = 0; i < std::size(lengths); ++i) {
-        Scheduler separate(model.transformer, limits);
+        Engine separate(model.transformer, limits);
         const uint64_t id = separate.add(prompt(lengths[i], 2, 9, i));
         run(separate);
         expected.push_back(outputs_of(separate, id));
     }
     for (size_t steps = 0; steps < 24; steps += 3) {
         for (size_t ended = 1; ended < 1u << std::size(lengths); ended += 11) {  // bitmap of sessions that end early
-            Scheduler s(model.transformer, limits);
+            Engine s(model.transformer, limits);
             std::vector<uint64_t> ids;
             for (size_t i = 0; i < std::size(lengths); ++i) ids.push_back(s.add(prompt(lengths[i], 2, 9, i), i + 1));
             for (size_t i = 0; i < steps; ++i) s.step();
@@ -101,7 +101,7 @@ void test_sessions() {
             for (size_t i = 0; i < std::size(lengths); ++i) {
                 if (!(ended >> i & 1)) expect(outputs_of(s, ids[i]) == expected[i], "other sessions are not affected");
             }
-            expect(s.cache().n_free() == s.cache().n_pages(), "ended sessions free all pages");
+            expect(s.pages().n_free() == s.pages().n_pages(), "ended sessions free all pages");
         }
     }
 }
@@ -116,7 +116,7 @@ Request turn_of(std::vector<int32_t> history, size_t n_new, size_t max_new, unsi
     return r;
 }
 
-std::vector<int32_t> sequence_of(const Scheduler& s, uint64_t id) {
+std::vector<int32_t> sequence_of(const Engine& s, uint64_t id) {
     std::vector<int32_t> out = s.job(id).request.tokens;
     const std::vector<int32_t>& drawn = s.job(id).samples[0].tokens;
     out.insert(out.end(), drawn.begin(), drawn.end());
@@ -127,10 +127,10 @@ std::vector<int32_t> sequence_of(const Scheduler& s, uint64_t id) {
 // gives the results of a run without retained pages.
 void test_turns(bool other) {
     Model model(other, WeightFormat::kFloat32, 16 + 32);
-    const Limits limits{60 * KvCache::page_bytes(model.transformer.config(), other), 16, 32};
+    const Limits limits{60 * KvMemory::page_bytes(model.transformer.config(), other), 16, 32};
     for (const size_t first : {64, 100}) {
         for (const size_t reply : {1, 65}) {
-            Scheduler s(model.transformer, limits);
+            Engine s(model.transformer, limits);
             std::vector<int32_t> so_far;
             size_t in_cache = 0;
             for (unsigned i = 0; i < 3; ++i) {
@@ -139,17 +139,17 @@ void test_turns(bool other) {
                 run(s);
                 expect(s.job(id).reused == in_cache, "turn %u of %zu + %zu reuses %zu tokens of %zu", i, first, reply,
                        s.job(id).reused, in_cache);
-                Scheduler fresh(model.transformer, limits);
+                Engine fresh(model.transformer, limits);
                 expect(outputs_of(s, id) == outputs_of(fresh, (fresh.add(turn), run(fresh), uint64_t{1})),
                        "as without reuse");
                 so_far = sequence_of(s, id);
                 in_cache = so_far.size() - 1;
                 s.remove(id);
             }
-            expect(s.cache().n_free() == s.cache().n_pages(), "retained pages are free for others");
-            expect(s.cache().n_evictable() >= ceil_div(in_cache, kPageTokens), "retained pages are evictable");
+            expect(s.pages().n_free() == s.pages().n_pages(), "retained pages are free for others");
+            expect(s.pages().n_evictable() >= ceil_div(in_cache, kPageTokens), "retained pages are evictable");
             s.evict_retained();
-            expect(s.cache().n_evictable() == 0 && s.cache().n_free() == s.cache().n_pages(),
+            expect(s.pages().n_evictable() == 0 && s.pages().n_free() == s.pages().n_pages(),
                    "evicts all retained pages");
             const uint64_t id = s.add(turn_of(so_far, 5, 3, 9));
             run(s);
@@ -161,25 +161,25 @@ void test_turns(bool other) {
 // The order of eviction, and a page that is evicted for its own copy.
 void test_eviction() {
     Model model(false, WeightFormat::kFloat32, 16 + 32);
-    const size_t page = KvCache::page_bytes(model.transformer.config(), false);
-    const auto expect_reused = [&](Scheduler& s, const Request& turn, size_t n) {
-        Scheduler fresh(model.transformer, {20 * page, 16, 32});
+    const size_t page = KvMemory::page_bytes(model.transformer.config(), false);
+    const auto expect_reused = [&](Engine& s, const Request& turn, size_t n) {
+        Engine fresh(model.transformer, {20 * page, 16, 32});
         const uint64_t id = s.add(turn), right = fresh.add(turn);
         run(s), run(fresh);
         expect(s.job(id).reused == n, "%zu tokens are reused, and %zu are expected", s.job(id).reused, n);
         expect(outputs_of(s, id) == outputs_of(fresh, right), "the same tokens");
     };
     const Request first = turn_of(tokens(128, 1), 64, 1, 2), second = turn_of(tokens(128, 3), 64, 1, 4);
-    Scheduler s(model.transformer, {7 * page, 16, 32});
+    Engine s(model.transformer, {7 * page, 16, 32});
     expect_reused(s, first, 0), expect_reused(s, second, 0);  // three pages each
     Request other = turn_of(tokens(128, 5), 0, 1, 6);
     other.keep = false;
     expect_reused(s, other, 0);  // two pages: the free page, and the last page of the first
     expect_reused(s, second, 191), expect_reused(s, first, 128);
-    Scheduler tight(model.transformer, {page, 16, 32});
+    Engine tight(model.transformer, {page, 16, 32});
     expect_reused(tight, turn_of(tokens(40, 1), 24, 1, 2), 0);
     expect_reused(tight, turn_of(tokens(40, 1), 24, 1, 3), 40);
-    Scheduler again(model.transformer, {20 * page, 16, 32});
+    Engine again(model.transformer, {20 * page, 16, 32});
     const Request prompt = turn_of(tokens(100, 1), 28, 30, 2);
     expect_reused(again, prompt, 0), expect_reused(again, prompt, 127);
     const uint64_t id = again.add(prompt);
@@ -190,9 +190,9 @@ void test_eviction() {
 // A page that another prompt has not computed yet is not copied.
 void test_uncomputed_pages() {
     Model model(false, WeightFormat::kFloat32, 16 + 32);
-    const Limits limits{60 * KvCache::page_bytes(model.transformer.config(), false), 16, 32};
+    const Limits limits{60 * KvMemory::page_bytes(model.transformer.config(), false), 16, 32};
     const Request turn = turn_of(tokens(40, 1), 30, 5, 8);
-    Scheduler s(model.transformer, limits), fresh(model.transformer, limits);
+    Engine s(model.transformer, limits), fresh(model.transformer, limits);
     s.add(prompt(200, 1, 5, 0));
     const uint64_t id = s.add(turn), right = fresh.add(turn);
     run(s), run(fresh);
@@ -203,12 +203,12 @@ void test_uncomputed_pages() {
 void test_conversations() {
     Model model(true, WeightFormat::kFloat32, 8 + 32);
     const ModelConfig& c = model.transformer.config();
-    const size_t page = KvCache::page_bytes(c, true);
+    const size_t page = KvMemory::page_bytes(c, true);
     for (const size_t n_pages : {7, 60}) {
         std::mt19937 bits(static_cast<unsigned>(n_pages));
-        Scheduler s(model.transformer, {n_pages * page, 8, 32});
-        Scheduler right(model.transformer, {60 * page, 8, 32});
-        for (Scheduler* each : {&s, &right}) each->add_adapter(5, adapter_of(c));
+        Engine s(model.transformer, {n_pages * page, 8, 32});
+        Engine right(model.transformer, {60 * page, 8, 32});
+        for (Engine* each : {&s, &right}) each->add_adapter(5, adapter_of(c));
         std::vector<std::vector<int32_t>> histories{{}};
         std::vector<std::pair<uint64_t, Request>> open;
         size_t n_reused = 0;
@@ -239,7 +239,7 @@ void test_conversations() {
             s.remove(id);
             open.erase(open.begin() + static_cast<ptrdiff_t>(at));
             if (open.empty()) {
-                expect(s.cache().n_free() == s.cache().n_pages(), "ended conversations free all pages");
+                expect(s.pages().n_free() == s.pages().n_pages(), "ended conversations free all pages");
                 if (bits() % 8 == 0) s.evict_retained();
             }
         }
@@ -249,8 +249,8 @@ void test_conversations() {
 
 void test_released_memory() {
     Model model(false, WeightFormat::kBFloat16, 16 + 32);
-    const size_t page = KvCache::page_bytes(model.transformer.config(), false);
-    Scheduler s(model.transformer, {60 * page, 16, 32});
+    const size_t page = KvMemory::page_bytes(model.transformer.config(), false);
+    Engine s(model.transformer, {60 * page, 16, 32});
     expect(s.release_memory() == 0, "memory is committed lazily");
     Request retained = prompt(130, 1, 20, 0);
     retained.keep = true;
@@ -260,13 +260,13 @@ void test_released_memory() {
     s.release_memory();
     const uint64_t other = s.add(prompt(200, 3, 40, 1));
     for (int i = 0; i < 12; ++i) s.step();
-    const size_t workspace = s.workspace_bytes();
-    expect(s.committed_workspace_bytes() == workspace, "a step commits the workspace");
+    const size_t workspace = s.runner().workspace_bytes();
+    expect(s.runner().committed_workspace_bytes() == workspace, "a step commits the workspace");
     expect(s.release_memory() == workspace, "referenced and retained pages are not released");
     run(s);
     const auto others = outputs_of(s, other);
     expect(s.release_memory() > workspace, "pages of ended requests are released");
-    expect(s.cache().n_committed() == s.cache().n_evictable(), "retained pages stay committed");
+    expect(s.kv_memory().n_committed() == s.pages().n_evictable(), "retained pages stay committed");
     Request next = prompt(130, 1, 20, 0);
     next.keep = true;
     const uint64_t again = s.add(next), later = s.add(prompt(200, 3, 40, 1));
@@ -279,8 +279,8 @@ void test_released_memory() {
 void test_adapters() {
     Model model(false, WeightFormat::kBFloat16, 16 + 32);
     const ModelConfig& c = model.transformer.config();
-    const size_t page = KvCache::page_bytes(c, false);
-    Scheduler s(model.transformer, {60 * page, 16, 32});
+    const size_t page = KvMemory::page_bytes(c, false);
+    Engine s(model.transformer, {60 * page, 16, 32});
     const uint64_t number = 5;
     s.add_adapter(number, adapter_of(c));
     Request with = prompt(130, 2, 20, 0);

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/scheduler.h"
+#include "engine/engine.h"
 
 namespace whet {
 
@@ -101,14 +101,14 @@ inline std::unique_ptr<Adapter> adapter_of(const ModelConfig& c) {
     return adapter;
 }
 
-inline void run(Scheduler& s) {
+inline void run(Engine& s) {
     while (s.step()) {
     }
 }
 
 using Outputs = std::vector<std::pair<std::vector<int32_t>, std::vector<float>>>;
 
-inline Outputs outputs_of(const Scheduler& s, uint64_t id) {
+inline Outputs outputs_of(const Engine& s, uint64_t id) {
     Outputs out;
     for (const Sample& sample : s.job(id).samples) out.emplace_back(sample.tokens, sample.logprobs);
     return out;

@@ -1,4 +1,4 @@
-// Bindings of the engine: a model and its scheduler as one object, on shared weights. whet.engine validates arguments
+// Bindings of the engine: a model and an engine as one object, on shared weights. whet.engine validates arguments
 // and explains errors; the checks here ensure memory safety. Methods are atomic: a mutex serialises threads, and
 // interrupts are handled between methods.
 #include <nanobind/nanobind.h>
@@ -14,7 +14,7 @@
 #include "arrays.h"
 #include "bindings.h"
 #include "gil.h"
-#include "engine/scheduler.h"
+#include "engine/engine.h"
 #include "runtime/errors.h"
 #include "runtime/fair_mutex.h"
 
@@ -74,7 +74,7 @@ public:
     EngineObject(const Shared<Weights>& weights, size_t kv_bytes, size_t max_batch, size_t chunk, bool bf16_cache)
         : weights_(weights),
           model_(weights.value, max_batch + chunk, bf16_cache),
-          scheduler_(model_, {kv_bytes, max_batch, chunk}) {}
+          engine_(model_, {kv_bytes, max_batch, chunk}) {}
 
     Shared<Weights> weights() const { return weights_; }
 
@@ -84,7 +84,7 @@ public:
         const EngineGuard guard(lock_);
         if (!sessions_.empty() && is_exclusive_ && forks_ != FairMutex::n_forks()) throw_forked();
         if (!sessions_.empty() && (exclusive || is_exclusive_)) return sessions_.size();
-        if (exclusive) scheduler_.evict_retained();
+        if (exclusive) engine_.evict_retained();
         sessions_.push_back(session);
         is_exclusive_ = exclusive;
         forks_ = FairMutex::n_forks();
@@ -94,7 +94,7 @@ public:
     // Cancels the session's remaining requests. Idempotent.
     void end_session(uint64_t session) {
         const EngineGuard guard(lock_);
-        scheduler_.end_session(session);
+        engine_.end_session(session);
         std::erase(sessions_, session);
     }
 
@@ -115,7 +115,7 @@ public:
         request.seed = seed, request.prompt_index = prompt_index, request.first_sample = first_sample;
         request.sampling = sampling_of(sampling, model_.config().vocab_size);
         if (stop_strings != nullptr) request.stop_strings = stop_strings->value;
-        return scheduler_.add(std::move(request), session);
+        return engine_.add(std::move(request), session);
     }
 
     uint64_t add_score(uint64_t session, nb::handle tokens, size_t score_from, float temperature, bool entropy,
@@ -130,16 +130,16 @@ public:
         request.entropy = entropy;
         request.logits = logits;
         request.sampling.temperature = temperature;
-        return scheduler_.add(std::move(request), session);
+        return engine_.add(std::move(request), session);
     }
 
     // Returns true if the request is done, else runs a step.
     bool step(uint64_t id) {
         const EngineGuard guard(lock_);
-        if (scheduler_.job(id).done) return true;
+        if (engine_.job(id).done) return true;
         const ReleasedGil released;
         const auto lock = model_.weights().reading();
-        scheduler_.step();
+        engine_.step();
         return false;
     }
 
@@ -147,7 +147,7 @@ public:
     // reason.
     nb::tuple sample(uint64_t id, size_t i, size_t from) const {
         const EngineGuard guard(lock_);
-        const Job& job = scheduler_.job(id);
+        const Job& job = engine_.job(id);
         const Sample& s = job.samples.at(i);
         from = std::min(from, s.tokens.size());
         const size_t n = s.tokens.size() - from, n_top = job.request.sampling.top_logprobs;
@@ -169,12 +169,12 @@ public:
     // Number of prompt tokens found in the cache on admission.
     size_t reused(uint64_t id) const {
         const EngineGuard guard(lock_);
-        return scheduler_.job(id).reused;
+        return engine_.job(id).reused;
     }
 
     nb::tuple scores(uint64_t id) const {
         const EngineGuard guard(lock_);
-        const Job& job = scheduler_.job(id);
+        const Job& job = engine_.job(id);
         return nb::make_tuple(array_of(job.logprobs), array_of(job.entropies), array_of(job.logits));
     }
 
@@ -196,40 +196,41 @@ public:
             }
             adapter->add(layer, target, first_row, std::move(a), std::move(b));
         }
-        scheduler_.add_adapter(id, std::move(adapter));
+        engine_.add_adapter(id, std::move(adapter));
     }
 
     // A no-op for an unknown id. No later request may use it.
     void remove_adapter(uint64_t id) {
         const EngineGuard guard(lock_);
-        scheduler_.remove_adapter(id);
+        engine_.remove_adapter(id);
     }
 
     std::string error(uint64_t id) const {
         const EngineGuard guard(lock_);
-        return scheduler_.job(id).error;
+        return engine_.job(id).error;
     }
 
     // Returns an upper bound of the bytes released.
     size_t release_memory() {
         const EngineGuard guard(lock_);
         const ReleasedGil released;
-        return scheduler_.release_memory();
+        return engine_.release_memory();
     }
 
     nb::dict memory() const {
         const EngineGuard guard(lock_);
         nb::dict out;
-        const KvCache& cache = scheduler_.cache();
+        const PageIndex& pages = engine_.pages();
+        const size_t page_bytes = engine_.kv_memory().page_bytes();
         out["weights_bytes"] = model_.weights().size_bytes();
-        out["kv_bytes"] = cache.n_pages() * cache.page_bytes();
-        out["kv_page_bytes"] = cache.page_bytes();
-        out["kv_used_bytes"] = (cache.n_pages() - cache.n_free()) * cache.page_bytes();
-        out["kv_kept_bytes"] = cache.n_evictable() * cache.page_bytes();
-        out["kv_committed_bytes"] = cache.n_committed() * cache.page_bytes();
-        out["workspace_bytes"] = scheduler_.workspace_bytes();
-        out["workspace_committed_bytes"] = scheduler_.committed_workspace_bytes();
-        out["adapters_bytes"] = scheduler_.adapters_bytes();
+        out["kv_bytes"] = pages.n_pages() * page_bytes;
+        out["kv_page_bytes"] = page_bytes;
+        out["kv_used_bytes"] = (pages.n_pages() - pages.n_free()) * page_bytes;
+        out["kv_kept_bytes"] = pages.n_evictable() * page_bytes;
+        out["kv_committed_bytes"] = engine_.kv_memory().n_committed() * page_bytes;
+        out["workspace_bytes"] = engine_.runner().workspace_bytes();
+        out["workspace_committed_bytes"] = engine_.runner().committed_workspace_bytes();
+        out["adapters_bytes"] = engine_.adapters_bytes();
         return out;
     }
 
@@ -237,7 +238,7 @@ private:
     mutable FairMutex lock_;
     const Shared<Weights> weights_;
     Transformer model_;
-    Scheduler scheduler_;
+    Engine engine_;
     std::vector<uint64_t> sessions_;  // open sessions
     bool is_exclusive_ = false;
     uint64_t forks_ = 0;  // FairMutex::n_forks() when the last session was opened
@@ -250,7 +251,7 @@ private:
         request.tokens = tokens_of(tokens, model_.config().vocab_size);
         if (request.tokens.empty()) throw std::invalid_argument("no tokens");
         if (request.tokens.size() > model_.config().max_position) throw std::invalid_argument("too many tokens");
-        if (adapter != 0 && !scheduler_.has_adapter(adapter)) throw std::invalid_argument("no such adapter");
+        if (adapter != 0 && !engine_.has_adapter(adapter)) throw std::invalid_argument("no such adapter");
         request.adapter = adapter;
         return request;
     }

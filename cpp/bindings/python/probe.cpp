@@ -23,7 +23,7 @@
 
 #include "bindings.h"
 #include "gil.h"
-#include "engine/kv_cache.h"
+#include "engine/kv_memory.h"
 #include "kernels/dispatch.h"
 #include "runtime/thread_pool.h"
 
@@ -205,12 +205,14 @@ void evict(size_t n_bytes) {
 class KvPages {
 public:
     KvPages(size_t n_layers, size_t n_kv_heads, size_t head_dim, bool bf16)
-        : cache_(config_of(n_layers, n_kv_heads, head_dim), bf16, bytes_of(n_layers, n_kv_heads, head_dim, bf16)) {}
+        : memory_(config_of(n_layers, n_kv_heads, head_dim), bf16, bytes_of(n_layers, n_kv_heads, head_dim, bf16)) {}
 
     // Allocates a zeroed page and frees it, like a sequence of one page.
     size_t take_and_release() {
-        cache_.unref(cache_.allocate());
-        return cache_.page_bytes();
+        const int32_t page = index_.allocate();
+        memory_.apply({page, PageIndex::kNone});
+        index_.unref(page);
+        return memory_.page_bytes();
     }
 
 private:
@@ -222,10 +224,11 @@ private:
         return config;
     }
     static size_t bytes_of(size_t n_layers, size_t n_kv_heads, size_t head_dim, bool bf16) {
-        return kPages * KvCache::page_bytes(config_of(n_layers, n_kv_heads, head_dim), bf16);
+        return kPages * KvMemory::page_bytes(config_of(n_layers, n_kv_heads, head_dim), bf16);
     }
 
-    KvCache cache_;
+    KvMemory memory_;
+    PageIndex index_{kPages};
 };
 
 // malloc and free of the C library; zeroes the memory if `zeroed`.

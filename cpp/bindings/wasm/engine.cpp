@@ -1,4 +1,4 @@
-// Engine exports for JavaScript: one model and its scheduler per instance of the module.
+// Engine exports for JavaScript: one model and its engine per instance of the module.
 //
 // web/src validates arguments with explanatory errors; the checks here are for memory safety. Settings are an array of
 // doubles, in the order of fields.def.
@@ -14,14 +14,14 @@
 #include "bindings/wasm/exports.h"
 #include "bindings/wasm/result.h"
 #include "engine/primitives.h"
-#include "engine/scheduler.h"
+#include "engine/engine.h"
 
 namespace whet {
 namespace {
 
 std::shared_ptr<Weights> weights;
 std::optional<Transformer> model;
-std::optional<Scheduler> scheduler;
+std::optional<Engine> engine;
 std::unique_ptr<Adapter> adapter;               // under construction
 std::shared_ptr<const TokenTexts> token_texts;  // null: no stop strings
 
@@ -64,9 +64,9 @@ private:
     const double *at_, *end_;
 };
 
-Scheduler& running() {
-    if (!scheduler) throw std::logic_error("no model is loaded");
-    return *scheduler;
+Engine& running() {
+    if (!engine) throw std::logic_error("no model is loaded");
+    return *engine;
 }
 
 int32_t checked_token(int32_t token) {
@@ -167,15 +167,15 @@ bool pack(const char* slot, size_t size, size_t first, int type, const void* dat
 
 WHET_EXPORT(begin_engine) void begin_engine(size_t kv_bytes, size_t max_batch, size_t chunk, bool bf16_cache) {
     model.emplace(weights, max_batch + chunk, bf16_cache);
-    scheduler.emplace(*model, Limits{kv_bytes, max_batch, chunk});
+    engine.emplace(*model, Limits{kv_bytes, max_batch, chunk});
 }
 
-WHET_EXPORT(kv_page_bytes) size_t kv_page_bytes(bool bf16) { return KvCache::page_bytes(weights->config(), bf16); }
+WHET_EXPORT(kv_page_bytes) size_t kv_page_bytes(bool bf16) { return KvMemory::page_bytes(weights->config(), bf16); }
 WHET_EXPORT(weights_bytes) size_t weights_bytes() { return weights->size_bytes(); }
-WHET_EXPORT(kv_bytes) size_t kv_bytes() { return running().cache().n_pages() * running().cache().page_bytes(); }
+WHET_EXPORT(kv_bytes) size_t kv_bytes() { return running().pages().n_pages() * running().kv_memory().page_bytes(); }
 WHET_EXPORT(kv_used_bytes) size_t kv_used_bytes() {
-    const KvCache& cache = running().cache();
-    return (cache.n_pages() - cache.n_free()) * cache.page_bytes();
+    const PageIndex& pages = running().pages();
+    return (pages.n_pages() - pages.n_free()) * running().kv_memory().page_bytes();
 }
 
 // Concatenated bytes of all tokens, and the end of each.

@@ -1,0 +1,64 @@
+// An engine: a scheduler plans each step, a model runner computes it, the scheduler completes it.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+#include "engine/kv_memory.h"
+#include "engine/model_runner.h"
+#include "engine/scheduler.h"
+
+namespace whet {
+
+class Engine {
+public:
+    Engine(Transformer& transformer, const Limits& limits)
+        : transformer_(transformer),
+          memory_(transformer.config(), transformer.bf16_cache(), limits.kv_bytes),
+          scheduler_(transformer.config(), transformer.max_rows(), memory_.n_pages(), memory_.page_bytes(), limits),
+          runner_(transformer, limits.max_batch) {}
+
+    // Returns false if there was nothing to do. After std::bad_alloc the next step continues.
+    bool step() {
+        StepPlan& plan = scheduler_.plan();
+        if (plan.is_empty()) return false;
+        scheduler_.complete(runner_.run(plan, memory_));
+        return true;
+    }
+
+    // Requests: see Scheduler.
+    uint64_t add(Request request, uint64_t session = 0) { return scheduler_.add(std::move(request), session); }
+    const Job& job(uint64_t id) const { return scheduler_.job(id); }
+    void remove(uint64_t id) { scheduler_.remove(id); }
+    void end_session(uint64_t session) { scheduler_.end_session(session); }
+    void evict_retained() { scheduler_.evict_retained(); }
+
+    void add_adapter(uint64_t id, std::unique_ptr<Adapter> adapter) {
+        transformer_.reserve_adapters(adapter->max_rank);
+        scheduler_.add_adapter(id, std::move(adapter));
+    }
+    void remove_adapter(uint64_t id) { scheduler_.remove_adapter(id); }
+    bool has_adapter(uint64_t id) const { return scheduler_.has_adapter(id); }
+    size_t adapters_bytes() const { return scheduler_.adapters_bytes(); }
+
+    const PageIndex& pages() const { return scheduler_.pages(); }
+    const KvMemory& kv_memory() const { return memory_; }
+    const ModelRunner& runner() const { return runner_; }
+
+    // Releases the memory of free pages and of the workspace to the system; retained pages stay. Returns an upper bound
+    // of the bytes released. The next step commits the memory again.
+    size_t release_memory() {
+        const size_t workspace = runner_.committed_workspace_bytes();
+        runner_.write_pages(scheduler_.page_writes(), memory_);  // of a step that threw: they may read free pages
+        runner_.release_workspace();
+        return workspace + memory_.release(scheduler_.pages()) * memory_.page_bytes();
+    }
+
+private:
+    Transformer& transformer_;
+    KvMemory memory_;
+    Scheduler scheduler_;
+    ModelRunner runner_;
+};
+
+}  // namespace whet

@@ -1,0 +1,46 @@
+// The memory of a paged KV cache: keys and values of all layers, in pages of 64 tokens, lazily committed. Which pages
+// are in use is in page_index.h.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "engine/config.h"
+#include "engine/page_index.h"
+#include "kernels/attention_task.h"
+#include "runtime/zeroed.h"
+
+namespace whet {
+
+// Initialises a newly allocated page: copies page `from`, or clears the page if `from` is PageIndex::kNone.
+struct PageWrite {
+    int32_t page, from;
+};
+
+class KvMemory {
+public:
+    KvMemory(const ModelConfig& config, bool bf16, size_t budget_bytes);
+
+    static size_t page_bytes(const ModelConfig& config, bool bf16);
+    size_t n_pages() const { return is_committed_.size(); }
+    size_t page_bytes() const { return page_bytes_; }
+    bool bf16() const { return bf16_; }
+    uint8_t* data() const { return memory_.data(); }
+    uint8_t* page(int32_t i) const { return memory_.data() + static_cast<size_t>(i) * page_bytes_; }
+    // Offset of the keys of a layer's KV head in a page.
+    size_t offset(size_t layer, size_t head) const { return (layer * n_kv_heads_ + head) * head_bytes_; }
+
+    void apply(const PageWrite& write);
+    size_t n_committed() const;
+    // Releases the memory of unused pages to the system, runs of adjacent pages at once, so that whole huge pages are
+    // freed; returns the number of pages.
+    size_t release(const PageIndex& index);
+
+private:
+    bool bf16_;
+    size_t n_kv_heads_, head_bytes_, page_bytes_;
+    Zeroed memory_;
+    std::vector<bool> is_committed_;
+};
+
+}  // namespace whet

@@ -1,0 +1,92 @@
+#include "engine/model_runner.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "kernels/dispatch.h"
+#include "runtime/ceil_div.h"
+#include "runtime/pages.h"
+#include "runtime/thread_pool.h"
+
+namespace whet {
+namespace {
+
+constexpr size_t kHeadTile = 64;  // rows of logits per tile
+
+}  // namespace
+
+ModelRunner::ModelRunner(Transformer& transformer, size_t max_batch)
+    : transformer_(transformer), head_tile_(std::min(kHeadTile, std::max(max_batch, size_t{16}))) {
+    drawn_.resize(max_batch);
+    head_in_.resize(head_tile_ * transformer.config().hidden_dim);
+    logits_.resize(head_tile_ * transformer.config().vocab_size);
+}
+
+std::span<const Drawn> ModelRunner::run(StepPlan& plan, KvMemory& memory) {
+    has_workspace_ = true;
+    write_pages(plan.page_writes, memory);
+    const size_t d = transformer_.config().hidden_dim, n = plan.tokens.size();
+    const float* hidden = n == 0 ? nullptr : transformer_.forward(plan.tokens.data(), n, memory);
+    for (const HiddenTask& task : plan.hiddens) std::copy_n(hidden + task.token * d, d, task.hidden);
+    run_heads(plan, hidden);
+    return {drawn_.data(), plan.draws.size()};
+}
+
+void ModelRunner::write_pages(std::vector<PageWrite>& writes, KvMemory& memory) {
+    for (const PageWrite& write : writes) memory.apply(write);
+    writes.clear();
+}
+
+void ModelRunner::run_heads(const StepPlan& plan, const float* hidden) {
+    const size_t d = transformer_.config().hidden_dim, vocab_size = transformer_.config().vocab_size;
+    const auto threads = static_cast<size_t>(num_threads());
+    const size_t scratch = ceil_div(sampler_scratch_bytes(vocab_size), 64) * 64;
+    if (scratch_.size() < threads * scratch + 64) scratch_.resize(threads * scratch + 64);
+    auto* aligned = scratch_.data() + (64 - reinterpret_cast<uintptr_t>(scratch_.data()) % 64) % 64;
+    const size_t n_draws = plan.draws.size(), n_heads = n_draws + plan.scores.size();
+    const auto hidden_of = [&](size_t head) {
+        if (head >= n_draws) return hidden + plan.scores[head - n_draws].token * d;
+        const DrawTask& task = plan.draws[head];
+        return task.hidden != nullptr ? task.hidden : hidden + task.token * d;
+    };
+    for (size_t begin = 0; begin < n_heads; begin += head_tile_) {
+        const size_t n = std::min(head_tile_, n_heads - begin);
+        for (size_t i = 0; i < n; ++i) std::copy_n(hidden_of(begin + i), d, head_in_.data() + i * d);
+        transformer_.logits(head_in_.data(), n, logits_.data());
+        auto task = [&](size_t t) {
+            for (size_t i = t; i < n; i += threads) {
+                const size_t head = begin + i;
+                float* logits = logits_.data() + i * vocab_size;
+                head < n_draws ? draw(plan.draws[head], logits, aligned + t * scratch, drawn_[head])
+                               : score(plan.scores[head - n_draws], logits);
+            }
+        };
+        parallel_for(std::min(threads, n), task);
+    }
+}
+
+void ModelRunner::draw(const DrawTask& task, float* logits, void* scratch, Drawn& drawn) const {
+    drawn = draw_token(logits, transformer_.config().vocab_size, *task.sampling, task.history, task.uniform, scratch,
+                       task.alternatives);
+}
+
+void ModelRunner::score(const ScoreTask& task, const float* logits) const {
+    const size_t vocab_size = transformer_.config().vocab_size;
+    if (task.logits != nullptr) std::copy_n(logits, vocab_size, task.logits);
+    if (task.logprob == nullptr) return;
+    kernels().token_logprobs_f32(logits, vocab_size, static_cast<size_t>(task.target), task.temperature, task.logprob,
+                                 task.entropy);
+}
+
+size_t ModelRunner::workspace_bytes() const {
+    return transformer_.workspace_bytes() + (head_in_.size() + logits_.size()) * sizeof(float) + scratch_.size();
+}
+
+void ModelRunner::release_workspace() {
+    transformer_.release_workspace();
+    release_pages(logits_.data(), logits_.size() * sizeof(float));
+    release_pages(scratch_.data(), scratch_.size());
+    has_workspace_ = false;
+}
+
+}  // namespace whet

@@ -1,0 +1,42 @@
+// Runs the steps that a scheduler plans: the transformer, the head over the hidden states that need logits, and
+// sampling.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "engine/step_plan.h"
+
+namespace whet {
+
+class ModelRunner {
+public:
+    ModelRunner(Transformer& transformer, size_t max_batch);
+
+    // Computes a plan and writes its outputs. Returns the drawn tokens, in the order of plan.draws, valid until the
+    // next call. A run that throws std::bad_alloc can be repeated.
+    std::span<const Drawn> run(StepPlan& plan, KvMemory& memory);
+
+    // Applies page writes and removes them.
+    static void write_pages(std::vector<PageWrite>& writes, KvMemory& memory);
+
+    // Workspace: memory that only a running step uses.
+    size_t workspace_bytes() const;
+    size_t committed_workspace_bytes() const { return has_workspace_ ? workspace_bytes() : 0; }
+    void release_workspace();  // to the system; the next step commits it again
+
+private:
+    Transformer& transformer_;
+    std::vector<Drawn> drawn_;
+    std::vector<float> head_in_, logits_;
+    std::vector<uint8_t> scratch_;
+    size_t head_tile_;
+    bool has_workspace_ = false;  // a step has used the workspace since it was created or released
+
+    void run_heads(const StepPlan& plan, const float* hidden);
+    void draw(const DrawTask& task, float* logits, void* scratch, Drawn& drawn) const;
+    void score(const ScoreTask& task, const float* logits) const;
+};
+
+}  // namespace whet

@@ -1,0 +1,48 @@
+// The work of one step as data: what the scheduler asks a runner to compute (model_runner.h).
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "engine/kv_memory.h"
+#include "engine/sampler.h"
+#include "engine/transformer.h"
+
+namespace whet {
+
+// Draws a token from the logits after a hidden state.
+struct DrawTask {
+    size_t token;         // index into StepPlan::tokens of the token with the hidden state
+    const float* hidden;  // a stored hidden state instead; null: none
+    const Sampling* sampling;
+    History history;
+    double uniform;
+    Drawn* alternatives;  // output: the top_logprobs alternatives
+};
+
+// Scores a token under the logits after the token before it.
+struct ScoreTask {
+    size_t token;  // index into StepPlan::tokens of the token before
+    int32_t target;
+    float temperature;
+    float *logprob, *entropy, *logits;  // outputs; null: not computed
+};
+
+// Copies the hidden state of a token.
+struct HiddenTask {
+    size_t token;   // index into StepPlan::tokens
+    float* hidden;  // output
+};
+
+// Pointers are to memory of the scheduler and its jobs, valid until Scheduler::complete().
+struct StepPlan {
+    std::vector<PageWrite> page_writes;  // in order, before all else; the runner removes those that it has applied
+    std::vector<InputToken> tokens;
+    std::vector<HiddenTask> hiddens;
+    std::vector<DrawTask> draws;
+    std::vector<ScoreTask> scores;
+
+    bool is_empty() const { return tokens.empty() && draws.empty(); }
+};
+
+}  // namespace whet
