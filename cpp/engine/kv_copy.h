@@ -1,5 +1,5 @@
 // Copies tokens into and out of a contiguous KV cache (sequences, positions, KV heads, head_dim) of any dtype, over the
-// pool: the cache of whet.ops. The engine's cache is paged (kv_cache.h).
+// pool: the cache of whet.ops. The engine's cache is paged (kv_memory.h).
 //
 // The caller checks shapes, dtypes and ranges, and that arrays do not overlap. Only the last axis is contiguous.
 #pragma once

@@ -1,4 +1,4 @@
-// The work of one step as data: what the scheduler asks a runner to compute (model_runner.h).
+// The work of one step as data: planned by the scheduler, computed by a model runner.
 #pragma once
 #include <cstddef>
 #include <cstdint>
