@@ -101,9 +101,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 _TRAIN = """\
-Estimate the peak memory of whet train: MODEL --train METHOD, and its settings. The data is not read:
+Estimate the peak memory of whet train: MODEL --train METHOD, and its settings. The data is not read.
 
-set the lengths of rows with --prompt-tokens and, for methods that do not sample, --completion-tokens."""
+Set the lengths of rows with --prompt-tokens and, for methods that do not sample, --completion-tokens."""
 
 
 def _train(argv: list[str]) -> int:

@@ -52,7 +52,7 @@ _SIZE = 500
 class EvalConfig(TextConfig):
     """Measure the accuracy of a model on a task's held-out items, or compare two models.
 
-    --weights and --adapter may be given once for all models, or once per model."""
+    The flags --weights and --adapter may be given once for all models, or once per model."""
 
     models: Annotated[tyro.conf.Positional[list[str]], tyro.conf.arg(metavar="MODEL [MODEL]")]
     """Folders that save_pretrained or whet train wrote, also of adapters, or .gguf files. With two, the second is
