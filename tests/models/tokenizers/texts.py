@@ -18,7 +18,8 @@ STRAY = [0xFFFE, 0xFFFF, 0x378, 0x2FFE0, 0x10FFFF, 0xFDD0, 0xFFFD, 0xFEFF, 0x200
 """Code points that are unassigned, noncharacters, or not spaces in some libraries."""
 _WORDS = (
     "the of and to a in is it you that he was for on are with as I his they be at one have this from or had by hot but "
-    "some what there we can out other were all your when up use word how did an each she which do their time if will "
+    "some what there we can out other were all your when up use word how "
+    "said an each she which do their time if will "
     "I'm don't we'll they've He'S IT'S you'RE it's tokenizer model naïve café straße ŒUVRE Ελλάδα привет ПриВет мир "
     "שלום مرحبا नमस्ते สวัสดี 你好 世界 日本語 こんにちは カタカナ 안녕하세요 ﬁne Ⅷ ½ ①②③ ǅ 👍🏽 👨‍👩‍👧‍👦 🇫🇷 é ệ"
 )
