@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,24 +35,15 @@ def write_toml(path: str | Path, settings: Mapping[str, Any]) -> None:
 
     Creates the folder. The file is replaced atomically.
     """
+    import tomli_w  # of the train extra; importing whet.config needs only NumPy
+
+    def without_none(table: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            str(name): without_none(value) if isinstance(value, Mapping) else value
+            for name, value in table.items()
+            if value is not None
+        }
+
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    tables = {name: value for name, value in settings.items() if isinstance(value, Mapping)}
-    lines = _format_lines({name: value for name, value in settings.items() if name not in tables})
-    for name, table in tables.items():
-        lines += ["", f"[{name}]", *_format_lines(table)]
-    replace_text(path, "\n".join(lines).lstrip() + "\n")
-
-
-def _format_lines(settings: Mapping[str, Any]) -> list[str]:
-    return [f"{name} = {_format_value(value)}" for name, value in settings.items() if value is not None]
-
-
-def _format_value(value: Any) -> str:
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_format_value, value))}]"
-    return repr(value)
+    replace_text(path, tomli_w.dumps(without_none(settings)))
