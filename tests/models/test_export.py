@@ -233,7 +233,7 @@ _OF_LLAMA = {case: CASES[f"llama-{case}"][1] for case in ("llama3", "longrope", 
                     "sliding_attention": rope("default")["rope_parameters"],
                 }
             },
-            ("attention_factor", "in gemma3"),
+            "attention_factor: in gemma3",
         ),
     ],
 )

@@ -93,8 +93,8 @@ def test_export_rejects(format):
     rows = RowReader(source, "export_gguf")
     place = next(place for place in source.targets.values() if place.weight == "head")
     with pytest.raises(WhetValueError, match=mentions("export_gguf", "head", "1e-09", TABLE[format].display_name)):
-        list(rows.chunks(place, "head", format))
-    list(rows.chunks(place, "head", "bfloat16"))
+        list(rows.iter_chunks(place, "head", format))
+    list(rows.iter_chunks(place, "head", "bfloat16"))
 
 
 def test_tensors_of_one_slot_are_judged_separately():
