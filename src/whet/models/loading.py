@@ -18,7 +18,8 @@ from whet.ops.quant import CORE_FORMATS
 
 Loss = tuple[str, float, float, float, float]
 """Format, largest |w| and the format's limit, squared norm of the weights and of what packing loses of them."""
-_WIDER = {"float32": "Check the step or the file that produced it", "bfloat16": "Use float32"}
+_CHECK_ORIGIN = "Check the step or the file that produced it"
+_WIDER = {"float32": _CHECK_ORIGIN, "bfloat16": "Use float32"}
 
 
 def list_slices(source: ModelSource, where: str) -> list[RowSlice]:
@@ -62,10 +63,10 @@ class RangeCheck:
             name = TABLE[format].display_name
             label = f"{self._where}: {slot}, rows {first} to {first + n - 1}, holds"
             if largest == np.inf:
-                raise WhetValueError(f"{label} NaN or infinity. Check the step or the file that produced it.")
+                raise WhetValueError(f"{label} NaN or infinity. {_CHECK_ORIGIN}.")
             raise WhetValueError(
                 f"{label} a weight of magnitude {largest:.4g}, beyond {limit:.4g}, the largest of {name}. "
-                f"{_WIDER.get(format, 'Use bf16 or float32')}, or scale it."
+                f"{_range_fix(format)}"
             )
         self._tensors.setdefault(tensor, []).append((slot, first, n, loss))
 
@@ -84,7 +85,7 @@ class RangeCheck:
                 raise WhetValueError(
                     f"{self._where}: {slot}, rows {first} to {last}, would lose {(lost / norm) ** 0.5:.0%} of its norm "
                     f"in {TABLE[format].display_name}, whose scales round to 0 below 2^-25: its largest weight has "
-                    f"magnitude {largest:.4g}. {_WIDER.get(format, 'Use bf16 or float32')}, or scale it."
+                    f"magnitude {largest:.4g}. {_range_fix(format)}"
                 )
         self._tensors.clear()
 
@@ -98,8 +99,7 @@ def check_finite(slices: Iterable[RowSlice], where: str) -> Iterator[RowSlice]:
     for row_slice in slices:
         if not _core.is_finite(**_rows(row_slice)):
             raise WhetValueError(
-                f"{where}: {row_slice.slot}, rows from {row_slice.first_row}, holds NaN or infinity. Check the step "
-                f"or the file that produced it."
+                f"{where}: {row_slice.slot}, rows from {row_slice.first_row}, holds NaN or infinity. {_CHECK_ORIGIN}."
             )
         yield row_slice
 
@@ -153,6 +153,11 @@ def checksums(slices: Iterable[RowSlice]) -> list[tuple[Any, ...]]:
         digest = _core.checksum(address, matrix.shape[0], matrix.shape[1] * size, row_stride * size)
         prints.append((slot, first_row, tuple(tensor.shape), format, digest))
     return prints
+
+
+def _range_fix(format: str) -> str:
+    """Return the fix for weights beyond a format's range."""
+    return f"{_WIDER.get(format, 'Use bf16 or float32')}, or scale it."
 
 
 def _tensor_in_slot(config: ModelConfig, row_slice: RowSlice) -> int:
