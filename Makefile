@@ -21,8 +21,8 @@ NATIVE := $(shell find cpp -type f) CMakeLists.txt pyproject.toml constraints.tx
 # One stamp per extra: `make demo` on a fresh machine installs no test tools. All of them, and the C++ tests, share one
 # build.
 $(VENV)/.installed-%: $(NATIVE)
-	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and \
-	  'Whet needs Python 3.10 or later; $(PYTHON) is ' + sys.version.split()[0] + '. Name another: make PYTHON=...')"
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and \
+	  'Whet needs Python 3.11 or later; $(PYTHON) is ' + sys.version.split()[0] + '. Name another: make PYTHON=...')"
 	$(PYTHON) tools/set_up.py $(VENV) $(BUILD) $*
 	touch $@
 

@@ -1,7 +1,7 @@
 """Real installations of Whet in the documented ways, run by `make wheel-test` and `make setup-test`.
 
     wheel     `pip wheel .` without git, CMake and Ninja; the wheel in an empty environment; the source package
-    pythons   constraints.txt under Python 3.10 to 3.14, for everything that `make check` installs, and the environment
+    pythons   constraints.txt under Python 3.11 to 3.14, for everything that `make check` installs, and the environment
               of `make demo` with every installed interpreter
 
 Both link the core that `make test` compiled, and compile the extension for their interpreter.
@@ -26,7 +26,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build" / "set-ups"
 CORE = ROOT / "build" / "release" / "libwhet_core.a"
-VERSIONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+VERSIONS = ("3.11", "3.12", "3.13", "3.14")
 EXTRA = "dev"  # and the extras that it names
 COMPILER = ("as", "ld", "ar", "ranlib", "nm", "strip", "sh", "uname")  # programs that it needs on PATH
 

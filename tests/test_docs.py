@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,11 +13,6 @@ import pytest
 
 from whet import ops
 from whet.config import settings
-
-try:
-    import tomllib
-except ImportError:
-    import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

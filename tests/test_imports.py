@@ -13,7 +13,7 @@ assert config.slots()['layers.0.qkv'] == (24, 8)"""
     ("code", "absent"),
     [
         ("import whet", "torch transformers rich tyro"),
-        ("import whet.cli", "tyro rich torch tomli"),
+        ("import whet.cli", "tyro rich torch tomllib"),
         ("import whet.config", "torch"),
         ("import whet.training.phases", "torch"),
         ("import whet.data.rows, whet.rewards.functions", "torch transformers pyarrow"),

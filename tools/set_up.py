@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSION = "{}.{}".format(*sys.version_info)
-# pip too: Ubuntu 22.04 has 22.0, which lacks --dry-run, --report and -C.
+# pip too: Debian 12 has 23.0, which lacks -C.
 BUILD_TOOLS = ["pip", "scikit-build-core", "nanobind", "numpy", "cmake", "ninja"]
 TORCH_WITHOUT_CUDA = "https://download.pytorch.org/whl/cpu"
 

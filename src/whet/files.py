@@ -33,7 +33,9 @@ from typing import TYPE_CHECKING, Any
 from whet.errors import DiskFullError, FolderInUseError, WhetValueError
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer, Self
+    from typing import Self
+
+    from typing_extensions import Buffer
 
 _LOCK_FILE = ".lock"
 _BLOCK_BYTES = 4 << 20

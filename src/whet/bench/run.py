@@ -54,7 +54,7 @@ def run_suite(suite: Suite, options: BenchOptions, command: str) -> tuple[dict[s
         "summary": suite.summary,
         "quick": options.quick,
         "interrupted": interrupted,
-        "written": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command,
         "elapsed_s": time.perf_counter() - started_s,
         "machine": machine.describe(),

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from whet.errors import WhetValueError
 from whet.files import replace_text
-
-try:
-    import tomllib  # pyright: ignore[reportMissingImports]
-except ImportError:
-    import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import time
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -29,11 +30,6 @@ from whet.report.page import (
     table,
     versions,
 )
-
-try:
-    import tomllib  # pyright: ignore[reportMissingImports]
-except ImportError:
-    import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Reward", ("mean_reward", "reward")),

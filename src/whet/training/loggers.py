@@ -22,7 +22,7 @@ from whet.errors import WhetError, WhetTypeError, WhetValueError, check_installe
 from whet.files import disk_full_errors, drop_torn_line, replace_text
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 
 class Logger(Protocol):

@@ -56,7 +56,7 @@ from whet.training.state import load_trainer, save_trainer
 from whet.training.update import TokenRows, Update
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 Step = TypeVar("Step", bound=Callable[..., dict[str, float]])
 
