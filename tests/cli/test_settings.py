@@ -1,5 +1,7 @@
 """Settings from defaults, config files and flags, and errors in them."""
 
+import dataclasses
+
 import pytest
 from tests.raising import assert_mentions
 
@@ -83,6 +85,32 @@ def test_table_of_a_file_is_one_flag(tmp_path, capsys):
         bias("--help")
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert exit_.value.code == 0 and "--logit-bias [INT FLOAT [INT FLOAT ...]]" in shown and "5 1.5 7 -2" in shown
+
+
+@dataclasses.dataclass
+class Described:
+    """A description."""
+
+    size: int = 4
+    """Number of ``items``, in a docstring of
+    two lines.
+
+    Zero: all,
+    which is usual."""
+
+
+def test_docstrings_of_fields_are_wrapped_at_the_width_of_the_terminal(monkeypatch, capsys):
+    def lines(columns):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        with pytest.raises(SystemExit):
+            parse_flags(Described, ["--help"], "whet described")
+        lines = [line.strip("│| ") for line in capsys.readouterr().out.splitlines()]
+        return lines[lines.index("-h, --help  show this help message and exit") + 1 :]
+
+    text = "Number of items, in a docstring of two lines."
+    assert lines(80)[:3] == [f"--size INT  {text}", "", "Zero: all, which is usual. (default: 4)"]
+    first, second = lines(48)[:2]
+    assert f"{first} {second}" == f"--size INT  {text}" and len(second) < len(first) <= 48
 
 
 def test_columns_are_pairs_with_equals_signs(tmp_path):

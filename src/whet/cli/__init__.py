@@ -80,7 +80,7 @@ def _train_usage() -> str:
     return _TRAIN_USAGE.format(methods="\n".join(methods))
 
 
-# One line per paragraph: tyro does not wrap them.
+# Each paragraph fits into 80 columns: tyro does not wrap them.
 TRAIN_DESCRIPTION = """\
 Flags override the settings of CONFIG.toml, if there is one.
 

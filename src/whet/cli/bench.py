@@ -15,6 +15,7 @@ from whet.bench.case import BenchOptions, Suite
 from whet.bench.compare import THRESHOLD, as_table, compare, load_results
 from whet.bench.run import run_suite
 from whet.bench.suites import in_clone, load_suite, suite_names
+from whet.cli.settings import parse_flags
 from whet.errors import WhetValueError
 
 _USAGE = """\
@@ -44,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     suites = [load_suite(name) for name in names]
     options_class = BenchOptions if len(suites) > 1 else suites[0].options
     description = "Every suite, one after the other." if argv[0] == "all" else suites[0].summary
-    options = tyro.cli(options_class, args=argv[1:], prog=f"whet bench {argv[0]}", description=description)
+    options = parse_flags(options_class, argv[1:], f"whet bench {argv[0]}", description=description)
     statuses = [_run(suite, options, argv) for suite in suites]
     return max(statuses)
 
@@ -84,7 +85,7 @@ class _Compare:
 
 
 def _compare(argv: Sequence[str]) -> int:
-    options = tyro.cli(_Compare, args=argv, prog="whet bench compare")
+    options = parse_flags(_Compare, argv, "whet bench compare")
     if not 0 < options.threshold < 10:
         raise WhetValueError(
             f"whet bench compare: threshold is {options.threshold}, expected a share above 0, such as 0.1."

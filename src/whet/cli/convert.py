@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 
 from whet.cli.merge import FolderDtype, write_folder
+from whet.cli.settings import parse_flags
 from whet.errors import WhetValueError
 
 
@@ -29,7 +30,7 @@ class ConvertConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Write the folder and return 0."""
-    options = tyro.cli(ConvertConfig, args=argv, prog="whet convert")
+    options = parse_flags(ConvertConfig, argv, "whet convert")
     if Path(options.model).is_dir():
         raise WhetValueError(
             f"whet convert: {options.model!r} is a folder, expected a .gguf file; whet export writes one."

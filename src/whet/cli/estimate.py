@@ -11,7 +11,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from whet.cli.settings import parse
+from whet.cli.settings import parse, parse_flags
 from whet.config.algorithms import ALGORITHMS
 from whet.config.fields import Positive
 from whet.errors import WhetValueError, check_installed
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the estimate and return 0."""
     if any(argument.partition("=")[0] == "--train" for argument in argv):
         return _train(list(argv))
-    options = tyro.cli(EstimateConfig, args=argv, prog="whet estimate")
+    options = parse_flags(EstimateConfig, argv, "whet estimate")
     memory = model_memory(load_source(options.model), options.context, options.batch, options.embeddings)
     if options.json:
         print(json.dumps(_as_dict(options, memory), indent=2))

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import whet
+from whet.cli.settings import parse_flags
 from whet.errors import WhetValueError
 from whet.memory import format_bytes
 from whet.models.formats import TABLE, choose_formats, describe_spans
@@ -37,7 +38,7 @@ class InfoConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Print the description and return 0, also for unsupported models."""
-    options = tyro.cli(InfoConfig, args=argv, prog="whet info")
+    options = parse_flags(InfoConfig, argv, "whet info")
     found = describe(options.model)
     if options.json:
         print(json.dumps(found, indent=2))

@@ -6,14 +6,27 @@ their help (tyro). No setting is known by name here.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import functools
+import inspect
+import itertools
 import re
+import textwrap
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import tyro
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+from tyro.constructors import (
+    MISSING_NONPROP,
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
 
 from whet.config.fields import convert_fields, make_config
 from whet.config.toml import read_toml
@@ -54,7 +67,7 @@ def parse_flags(config_class: type[Config], argv: Sequence[str], prog: str, more
         SystemExit: as for ``parse``.
     """
     _reject_repeats(config_class, argv, prog)
-    with _TABLES:
+    with _RULES:
         config = tyro.cli(config_class, args=argv, prog=prog + more, **options)
     convert_fields(config)
     return config
@@ -73,10 +86,55 @@ def _reject_repeats(config_class: type, flags: Sequence[str], prog: str) -> None
             raise WhetValueError(f"{prog}: {flag} is repeated. Pass all values after one flag: {flag} A B.")
 
 
-_TABLES = ConstructorRegistry()
+_RULES = ConstructorRegistry()
 
 
-@_TABLES.primitive_rule
+@_RULES.struct_rule
+def _dataclass_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """Unwrap the docstrings of fields for the help text. tyro's default rule keeps their line breaks."""
+    if not dataclasses.is_dataclass(info.type):
+        return None
+    hints = typing.get_type_hints(info.type, include_extras=True)
+    fields = []
+    for field in dataclasses.fields(info.type):
+        # Deferred until --help: reading the source takes 0.3 s.
+        help_text = functools.partial(_field_docstring, info.type, field.name)
+        fields.append(StructFieldSpec(field.name, hints[field.name], _default_of(field, info.default), help_text))
+    return StructConstructorSpec(info.type, tuple(fields))
+
+
+def _default_of(field: dataclasses.Field[Any], config: Any) -> Any:
+    """Return the field's value in ``config`` if it is one, otherwise the default of its class."""
+    if dataclasses.is_dataclass(config):
+        return getattr(config, field.name)
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return MISSING_NONPROP if field.default is dataclasses.MISSING else field.default
+
+
+def _field_docstring(config_class: type, name: str) -> str | None:
+    return _field_docstrings(config_class).get(name)
+
+
+@functools.cache
+def _field_docstrings(config_class: type) -> dict[str, str]:
+    """Docstrings of the fields of a dataclass and its bases, with one line per paragraph and without backticks."""
+    docstrings = {}
+    for each in reversed(config_class.__mro__):
+        try:
+            definition = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0]
+        except (OSError, TypeError):  # made by make_dataclass, or compiled
+            continue
+        assert isinstance(definition, ast.ClassDef)
+        for field, following in itertools.pairwise(definition.body):
+            match field, following:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(docstring))):
+                    paragraphs = inspect.cleandoc(docstring).replace("``", "").split("\n\n")
+                    docstrings[name] = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    return docstrings
+
+
+@_RULES.primitive_rule
 def _table_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[dict[Any, Any]] | None:
     """Parse a table from one flag: ``--logit-bias 5 1.0 7 -2.0`` or ``5=1.0,7=-2.0``.
 
