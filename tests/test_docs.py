@@ -76,6 +76,19 @@ def test_quoted_error_messages_exist():
     assert not missing
 
 
+def test_docstrings_list_one_parameter_per_entry():
+    """A list such as ``a, b: ...`` is one parameter on the site."""
+    section = re.compile(r"^(?:Args|Attributes):\n((?: .*\n?|\n)*)", re.MULTILINE)
+    entry = re.compile(r"^    [*\w]+,[^:]*:.*", re.MULTILINE)
+    found = []
+    for path in ROOT.glob("src/whet/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                listed = "\n".join(section.findall(ast.get_docstring(node) or ""))
+                found += [f"{path.relative_to(ROOT)}: {node.name}: {line}" for line in entry.findall(listed)]
+    assert found == []
+
+
 def strings_of(path: Path) -> Iterator[str]:
     """The string literals of a file; implicit concatenations are joined, and values of f-strings are omitted."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

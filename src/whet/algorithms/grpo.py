@@ -61,10 +61,11 @@ class GRPO(OnlineTrainer):
     """Group Relative Policy Optimization.
 
     Args:
-        model, ref_model, **arguments: arguments of ``Trainer`` and ``OnlineTrainer``. With a ref_model beta defaults to
-            0.1, which is printed; TRL's default is 0.
+        model: the policy.
+        ref_model: the reference. If it is passed, beta defaults to 0.1, which is printed; TRL's default is 0.
         reward_fn: one reward function, several, or ``whet.rewards.RewardFunctions``.
         kl_coef: alias of ``beta``.
+        **arguments: further arguments of ``Trainer`` and ``OnlineTrainer``.
     """
 
     config_class = GRPOConfig
@@ -295,7 +296,8 @@ class _MicroBatch:
     """Completions of one forward pass, and the data that all updates on them share.
 
     Attributes:
-        prompt_ids, completion_ids: b rows of token ids.
+        prompt_ids: b rows of token ids.
+        completion_ids: b rows of token ids.
         advantages: (b,) float64.
         mask: (b, t) bool, True for tokens that count: not rejected by the correction.
         n_rows: number of completions that count.
@@ -398,11 +400,14 @@ def grpo_loss(
         epsilon_high: clip the ratio above at 1 + epsilon_high; None: ``epsilon``. In cispo the cap of rho (usually 5).
         delta: cap of rho where A < 0 (two-sided clipping); None: no cap.
         beta: weight of the KL term.
-        kl_estimator, kl_bias_correction: see above.
-        sapo_tau_positive, sapo_tau_negative: tau where A > 0, and elsewhere.
-        sampler_correction, sampler_cap: computation of w, see ``importance_weights``.
-        n_tokens, n_rows: counts of the whole batch; None: of this batch. They exclude tokens that a "mask"
-            correction rejects, and rows that it rejects entirely.
+        kl_estimator: estimator of the KL.
+        kl_bias_correction: multiply k3 by rho.
+        sapo_tau_positive: tau where A > 0.
+        sapo_tau_negative: tau where A <= 0.
+        sampler_correction: computation of w, see ``importance_weights``.
+        sampler_cap: maximum of w, see ``importance_weights``.
+        n_tokens: tokens of the whole batch, without those that a "mask" correction rejects; None: of this batch.
+        n_rows: rows of the whole batch, without those that it rejects entirely; None: of this batch.
         max_completion_length: dr_grpo's constant, in tokens; None: T, the width of this batch.
 
     Returns:

@@ -31,10 +31,12 @@ class OnlineDPO(OnlineTrainer):
     """DPO on completions sampled from the policy.
 
     Args:
-        model, ref_model, **arguments: arguments of ``Trainer`` and ``OnlineTrainer``.
+        model: the policy.
+        ref_model: the reference.
         preference_fn: function of a list of pairs of completions (text with a tokenizer, else 1-D tensors, without
             prompts); returns, per pair, 0 if the first completion is preferred, 1 for the second, None for a tie.
         reward_fn: instead of preference_fn: one reward function, several, or ``whet.rewards.RewardFunctions``.
+        **arguments: further arguments of ``Trainer`` and ``OnlineTrainer``.
     """
 
     config_class = OnlineDPOConfig

@@ -22,7 +22,9 @@ class Pairs(NamedTuple):
     """B preference pairs. A pair of tensors belongs to the chosen and the rejected completions.
 
     Attributes:
-        prompt_ids, chosen_ids, rejected_ids: B rows of token ids each.
+        prompt_ids: B rows of token ids.
+        chosen_ids: B rows of token ids.
+        rejected_ids: B rows of token ids.
         reference: the reference's log-probs, summed over tokens, (B,) each; None: not computed.
         sampler_logprobs: log-probs of the tokens as recorded by the engine, (B, T) each; None: not recorded.
         metrics: ``LengthLimit`` metrics of the source batch.

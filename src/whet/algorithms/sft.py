@@ -27,7 +27,8 @@ class Examples(NamedTuple):
     """Rows of a batch to train on.
 
     Attributes:
-        prompt_ids, completion_ids: rows of token ids each.
+        prompt_ids: rows of token ids.
+        completion_ids: rows of token ids.
         masks: per completion token, True if it counts.
         metrics: ``LengthLimit`` metrics.
     """

@@ -40,7 +40,10 @@ class Change:
     """One row in both runs.
 
     Attributes:
-        table, case, provider, threads: key of the row.
+        table: title of the table; with case, provider and threads, the key of the row.
+        case: name of the case.
+        provider: name of the provider.
+        threads: number of threads.
         ours: whether the row is the subject of its case or another variant of Whet; else it is a peer.
         ratio: median time after / before, with its 95% interval; None if one of them has no time.
         verdict: "slower" and "faster": significantly, by more than the threshold. "noise": by more than the threshold,

@@ -21,7 +21,9 @@ class Concatenation(NamedTuple):
     """A chat template that adds a prefix and a suffix to each message, by role.
 
     Attributes:
-        system, user, assistant: (prefix, suffix); system is None if the template does not support system messages.
+        system: (prefix, suffix); None if the template does not support system messages.
+        user: (prefix, suffix).
+        assistant: (prefix, suffix).
         default_system: the system message of conversations without one; empty: none.
     """
 

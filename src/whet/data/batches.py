@@ -150,7 +150,9 @@ def batches_in_order(
 
     Args:
         dataset: as for ``batch_stream``; or a single batch or row.
-        batch_size, fields, as_row: as in ``batch_stream``.
+        batch_size: as in ``batch_stream``.
+        fields: as in ``batch_stream``.
+        as_row: as in ``batch_stream``.
         where: the caller's name, for errors.
 
     Raises:

@@ -35,7 +35,8 @@ class CoreHandle:
 
     Attributes:
         core: None after ``close``.
-        numbers, adapter_numbers: yield the next number of a session or adapter.
+        numbers: yields the number of the next session.
+        adapter_numbers: yields the number of the next adapter.
         adapters: numbers returned by ``add_adapter``.
         own_adapter: number of the model's adapter; 0: none.
         unusable: why the weights cannot be used until the next ``sync``; "": they can.
@@ -197,9 +198,11 @@ class _Drawn(NamedTuple):
     """T tokens of a sample, in the core's arrays.
 
     Attributes:
-        token_ids, logprobs: (T,).
+        token_ids: (T,).
+        logprobs: (T,).
         n_withheld: (T,), bytes withheld at the end of the text after each token; (0,) without ``stop``.
-        top_ids, top_logprobs: (T * n,), alternatives; id -1: none.
+        top_ids: (T * n,), alternatives; -1: none.
+        top_logprobs: (T * n,), log-probs of the alternatives.
         finish: current state of the sample.
     """
 
@@ -253,7 +256,8 @@ class Token(NamedTuple):
     """One token of a stream.
 
     Attributes:
-        token_id, logprob: see ``Completion``.
+        token_id: see ``Completion``.
+        logprob: see ``Completion``.
         text: with ``SamplingParams.stop`` the new text, possibly empty; the texts add up to ``Completion.text``.
             Else None.
         top_logprobs: alternatives, see ``Completion``; None if not requested.

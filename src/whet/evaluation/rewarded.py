@@ -18,7 +18,8 @@ class RewardedRows:
     Functions are called with one completion at a time, so that its score does not depend on others.
 
     Args:
-        source, columns: as for ``read_rows``.
+        source: as for ``read_rows``.
+        columns: as for ``read_rows``.
         functions: as for training, but without ``completion_ids``.
 
     Raises:

@@ -88,7 +88,8 @@ def proportion_difference(first: np.ndarray, second: np.ndarray) -> Estimate:
     The interval is the normal one after adding two items, one won by each. The value does not include these items.
 
     Args:
-        first, second: (N,) values in [0, 1] of the same items in the same order.
+        first: (N,) values in [0, 1].
+        second: (N,) values in [0, 1] of the same items, in the same order.
     """
     differences = np.concatenate([second - first, [1.0, -1.0]])
     centre = float(np.mean(differences))

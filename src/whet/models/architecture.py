@@ -61,21 +61,29 @@ class ModelConfig:
         inv_freq: rotary_dim / 2 radians per position, after scaling.
         attention_factor: multiplies cosines and sines.
         learned_positions: rows of the position embedding; 0: none.
-        parallel_residual, shared_norm: see above.
-        pre_norm, post_norm: see above.
+        parallel_residual: attention and MLP read the same x, and both outputs are added to it.
+        shared_norm: with ``parallel_residual``, the MLP reads the norm of attention.
+        pre_norm: attention and MLP read the norm of x, else x.
+        post_norm: the outputs of attention and MLP are normalised before they are added to x.
         qk_norm: RMS norm over head_dim of every query and key head, before rotation.
         qk_norm_whole: this norm spans all query heads at once, and all key heads.
         activation: "silu", "gelu" or "gelu_tanh".
         gated: the MLP is down(act(gate x) * up x), else down(act(up x)).
         windows: per layer; 0: full causal attention, w: a query attends to itself and the w - 1 keys before it.
         attention_scale: multiplies query . key.
-        attention_softcap, logits_softcap: c; scores or logits s become c tanh(s / c). 0: no soft-cap.
+        attention_softcap: c; scores s become c tanh(s / c). 0: no soft-cap.
+        logits_softcap: c; logits s become c tanh(s / c). 0: no soft-cap.
         rope_layers: per layer, whether queries and keys are rotated; (): in all layers.
         local_layers: per layer, whether it rotates by ``local_inv_freq`` (as many radians as inv_freq, without
             attention_factor); (): none.
-        embedding_scale, residual_scale, logits_scale: multiply embeddings, the outputs of attention and MLP, logits.
+        embedding_scale: multiplies the embeddings.
+        residual_scale: multiplies the outputs of attention and MLP.
+        logits_scale: multiplies the logits.
         tied_head: the head is the embedding.
-        qkv_bias, o_bias, mlp_bias, head_bias: which matrices have biases. Layer norms always have one.
+        qkv_bias: q, k and v have biases.
+        o_bias: the output projection of attention has a bias.
+        mlp_bias: the matrices of the MLP have biases.
+        head_bias: the head has a bias.
 
     Raises:
         WhetValueError: a value is invalid.

@@ -29,7 +29,9 @@ class PackedBase:
         summary: the formats of all matrices, each once.
         kv_format: format of an engine's keys and values, "float32" or "bfloat16".
         is_quantised: whether any matrix is quantised; an engine rounds the inputs of such a matrix to 8 bits.
-        targets, short_position, path: as in ``ModelSource``.
+        targets: as in ``ModelSource``.
+        short_position: as in ``ModelSource``.
+        path: as in ``ModelSource``.
         core: the core's weights, by slot.
     """
 
@@ -200,7 +202,9 @@ def pack_base(
     Args:
         source: a model from ``open_pretrained``, ``open_gguf`` or ``open_module``; its separate LoRA adapters are not
             part of the base.
-        weights, embedding, head: formats, see ``Engine``. Default: a GGUF file's own, and bf16 for floats.
+        weights: format of the layers, see ``Engine``. Default: a GGUF file's own, and bf16 for floats.
+        embedding: format of the embedding, with the same default.
+        head: format of the head, with the same default.
         where: prefix of error messages.
 
     Raises:

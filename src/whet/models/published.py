@@ -30,7 +30,8 @@ class PublishedModel:
     Attributes:
         requirement: pip's requirement of the wheel.
         member: path of the file in the wheel.
-        size_bytes, sha256: of the file.
+        size_bytes: size of the file.
+        sha256: SHA-256 of the file.
         license: SPDX identifier.
     """
 

@@ -32,7 +32,8 @@ class AdamW(torch.optim.AdamW):
     rounded master, its next step starts from the weight. Moments and master take 12 bytes per weight.
 
     Args:
-        params, **settings: of ``torch.optim.AdamW``.
+        params: parameters or parameter groups, as for ``torch.optim.AdamW``.
+        **settings: settings of ``torch.optim.AdamW``.
     """
 
     @torch.no_grad()

@@ -51,8 +51,10 @@ def gemm(
     Args:
         a: (M, K), or (K, M) with ``transpose_a``; any strides.
         b: (K, N), or (N, K) with ``transpose_b``, like the weight of a linear layer; any strides, a's dtype.
-        transpose_a, transpose_b: use the transpose, without a copy.
-        alpha, beta: scale the product and the old content of ``out``; beta = 0 does not read it.
+        transpose_a: use the transpose of a, without a copy.
+        transpose_b: use the transpose of b, without a copy.
+        alpha: scales the product.
+        beta: scales the old content of ``out``; 0 does not read it.
         out: (M, N) of a's dtype with contiguous rows, written in place; None: a new array. Inputs that share its memory
             are copied first.
 
@@ -89,7 +91,8 @@ def gemv(a: Any, x: Any, *, transpose: bool = False, alpha: float = 1.0, beta: f
         a: (M, N), or (N, M) with ``transpose``; its rows or its columns contiguous.
         x: (N,), of a's dtype.
         transpose: use the transpose of a, without a copy.
-        alpha, beta: scale the product and the old content of ``out``; beta = 0 does not read it.
+        alpha: scales the product.
+        beta: scales the old content of ``out``; 0 does not read it.
         out: (M,) of a's dtype, written in place; None: a new array. Inputs that share its memory are copied first.
 
     Returns:

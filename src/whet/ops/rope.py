@@ -109,9 +109,14 @@ def apply_rope_freqs(
     sines and cosines is at most 1e-7 for positions up to 10^6, and 1e-6 up to 2^31, if inv_freq is at most 1.
 
     Args:
-        positions, query, key, head_size, is_neox, inverse: as for ``apply_rope``; positions in [-2^31, 2^31].
+        positions: as for ``apply_rope``; in [-2^31, 2^31].
+        query: as for ``apply_rope``.
+        key: as for ``apply_rope``.
+        head_size: as for ``apply_rope``.
         inv_freq: (rotary_dim / 2,) angles in radians per position, float64 (float32 is widened).
+        is_neox: as for ``apply_rope``.
         attention_factor: multiplies cosines and sines.
+        inverse: as for ``apply_rope``.
 
     Raises:
         WhetValueError, WhetTypeError: as ``apply_rope``.

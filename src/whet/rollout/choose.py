@@ -49,7 +49,8 @@ def make_engine(
         where: the caller's name, for messages.
         kv_bytes: KV cache of the native engine in bytes; 0: its default.
         tokenizer: for stop strings; a given engine has its own.
-        workers, address: of the pool; 0: two workers.
+        workers: number of workers of the pool; 0: two.
+        address: address of the pool's Ray cluster, see ``RayPool``.
 
     Raises:
         WhetValueError: "native" for a model that the native engine does not support; kv_bytes with a given engine;

@@ -64,7 +64,8 @@ class Weights(NamedTuple):
     """Weights as sent to workers.
 
     Attributes:
-        config, targets: of the model, as in ``ModelSource``.
+        config: the model's architecture.
+        targets: as in ``ModelSource``.
         options: options of the engine.
         arrays: arrays by name; empty for a base without adapters.
         packed: the packed base; None: the arrays are the weights.

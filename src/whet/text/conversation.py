@@ -239,10 +239,12 @@ class Turn:
 
     Attributes:
         n_dropped: number of turns dropped from the beginning of the conversation.
-        n_prompt, n_reused: number of prompt tokens, and how many of them were in the KV cache.
+        n_prompt: number of prompt tokens.
+        n_reused: number of prompt tokens that were in the KV cache.
         n_tokens: number of tokens of the reply so far.
         finish_reason: as in ``TokenStream``.
-        first_s, rest_s: seconds to the first token, and from the first to the last.
+        first_s: seconds to the first token.
+        rest_s: seconds from the first token to the last.
         is_kept: whether the reply has become part of the conversation.
     """
 
