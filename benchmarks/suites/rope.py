@@ -1,6 +1,6 @@
 """vLLM's RoPE benchmark: grid and flags of its script, with all flags honoured and no copy timed.
 
-docs/benchmarks.md has errata of the page about that script. The script always runs batches of 1, 4, 16, 64 with 64 to
+docs/errata.md has errata of the page about that script. The script always runs batches of 1, 4, 16, 64 with 64 to
 512 tokens of 32 and 48 heads and ignores its flags; here a flag replaces that axis.
 """
 
@@ -123,7 +123,7 @@ _PUBLISHED = {
     (16, 512, 32, False): {"torch": 125.8e-6, "FlashInfer": 43.2e-6, "vLLM": 39.5e-6},
     (1, 64, 32, True): {"vLLM": 8.7e-6},
 }
-_IMPOSSIBLE = "Including the copies that the script times, vLLM's figure needs over 8 TB/s; see docs/benchmarks.md."
+_IMPOSSIBLE = "Including the copies that the script times, vLLM's figure needs over 8 TB/s; see docs/errata.md."
 
 
 def _published_times(options: RopeOptions, batch: int, tokens: int, heads: int) -> dict[str, float]:
