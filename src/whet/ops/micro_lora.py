@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from whet import _core
-from whet.errors import CheckpointError, WhetTypeError, WhetValueError
+from whet.errors import CheckpointError, WhetTypeError, WhetValueError, check_integer
 from whet.ops import inputs
 from whet.ops.lora import (
     MAX_RANK,
@@ -134,8 +134,9 @@ class MicroLoRA:
         n_steps: Adam steps so far.
 
     Raises:
-        WhetValueError: a size below 1, a rank above 8, or an alpha that is not finite.
-        WhetTypeError: a size that is not an integer.
+        WhetValueError: a size below 1, a rank above 8, an alpha that is not finite, or a seed that is not an integer of
+            at least 0.
+        WhetTypeError: a size that is not an integer, or an alpha that is not a number.
     """
 
     def __init__(self, in_features: int, out_features: int, rank: int = 2, alpha: float = 4.0, seed: int = 0) -> None:
@@ -155,7 +156,8 @@ class MicroLoRA:
         self._arrays: dict[str, np.ndarray] = {}
         self._make_views()
         bound = 1 / math.sqrt(self.in_features)
-        self._a[:] = np.random.default_rng(seed).uniform(-bound, bound, self._a.shape)
+        generator = np.random.default_rng(check_integer("MicroLoRA", "seed", seed, 0))
+        self._a[:] = generator.uniform(-bound, bound, self._a.shape)
 
     def _make_views(self) -> None:
         self._theta, self._gradient = self._buffer("lora"), self._buffer("grad")
@@ -235,14 +237,16 @@ class MicroLoRA:
         theta -= lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay theta)
 
         Raises:
-            WhetValueError: as ``sgd_step``; betas outside [0, 1), eps not above 0, or weight_decay below 0.
+            WhetValueError: as ``sgd_step``; betas that are not two numbers in [0, 1), eps not above 0, or weight_decay
+                below 0.
         """
         name = "adam_step"
         _check_not_negative(name, "lr", lr)
         _check_not_negative(name, "weight_decay", weight_decay)
-        if not all(0 <= beta < 1 for beta in betas):
-            raise WhetValueError(f"{name}: betas is {betas}, expected two numbers in [0, 1).")
-        if not 0 < eps < math.inf:
+        is_pair = isinstance(betas, (tuple, list)) and len(betas) == 2
+        if not (is_pair and all(0 <= inputs.as_number(name, "betas", beta) < 1 for beta in betas)):
+            raise WhetValueError(f"{name}: betas is {betas!r:.60}, expected two numbers in [0, 1).")
+        if not 0 < inputs.as_number(name, "eps", eps) < math.inf:
             raise WhetValueError(f"{name}: eps is {eps}, expected a number above 0.")
         g = self._mean_gradient(name)
         m, v = self._buffer("adam_m"), self._buffer("adam_v")

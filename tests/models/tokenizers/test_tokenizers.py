@@ -193,6 +193,14 @@ def test_template_ids_match_transformers(options: dict[str, bool]) -> None:
     assert text == theirs.apply_chat_template(messages, tokenize=False, **options)
 
 
+def test_saved_tokenizer_is_read_by_transformers(tmp_path: Path) -> None:
+    ours = GGUFTokenizer(byte_level_keys(add_bos_token=True))
+    ours.save_pretrained(tmp_path)
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded("a text").input_ids == ours.encode("a text")
+    assert (loaded.eos_token_id, loaded.chat_template) == (ours.eos_token_id, ours.chat_template)
+
+
 def test_data_rows_accept_either_tokenizer() -> None:
     ours = GGUFTokenizer(byte_level_keys(add_bos_token=True))
     theirs = ours.to_transformers()

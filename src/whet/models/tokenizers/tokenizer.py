@@ -228,6 +228,10 @@ class GGUFTokenizer:
                     mask[i] = 1
         return found if return_dict else encoded.ids
 
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the files of a tokenizer that transformers loads; raises as ``to_transformers``."""
+        self.to_transformers().save_pretrained(folder)
+
     def _template(self, name: str) -> ChatTemplate:
         sources = _by_name(self.chat_template)
         name = name if name in sources else "default"
