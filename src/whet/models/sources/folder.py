@@ -16,6 +16,7 @@ import numpy as np
 
 from whet import _core
 from whet.errors import WhetValueError
+from whet.models.adapter_files import is_adapter_folder
 from whet.models.architecture import RowSlice
 from whet.models.families import Family, family_of, model_config, module_targets, short_position
 from whet.models.formats import TABLE
@@ -78,7 +79,7 @@ def read_config(folder: Path, where: str) -> dict[str, Any]:
         WhetValueError: it is missing or not JSON.
     """
     path = folder / "config.json"
-    if not path.is_file() and (folder / "adapter_config.json").is_file():
+    if not path.is_file() and is_adapter_folder(folder):
         raise WhetValueError(
             f"{where}: this is an adapter. Open the model it was trained on, and add the adapter to it."
         )
