@@ -86,7 +86,7 @@ class ExactSum:
         return self._buffers[parameter]
 
 
-def fingerprint(tensors: Sequence[Tensor]) -> int:
+def checksum(tensors: Sequence[Tensor]) -> int:
     """Return a checksum of the bits of the tensors."""
     import torch
 
