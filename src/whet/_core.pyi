@@ -2,7 +2,9 @@
 
 import enum
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypedDict, TypeVar
+
+from typing_extensions import Unpack
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -146,6 +148,16 @@ def dequantize_rows(type: StoredType, rows: Any, out: Any) -> None: ...
 def parse_gguf(data: Any, /) -> tuple[dict[str, Any], list[tuple[str, str, tuple[int, ...], int, int]]]: ...
 def parse_safetensors(data: Any, /) -> list[tuple[str, str, tuple[int, ...], int, int]]: ...
 
+_PackingLoss: TypeAlias = tuple[str, float, float, float, float]
+
+class _StoredRows(TypedDict):
+    address: int
+    type: StoredType
+    n: int
+    width: int
+    row_stride: int
+    column_stride: int
+
 class Weights:
     size_bytes: int
     def release(self) -> int: ...
@@ -153,30 +165,8 @@ class Weights:
     def rows(self, slot: str, first: int, n: int, out: Any) -> Any: ...
     def gather(self, slot: str, ids: Any, out: Any) -> Any: ...
     def checksum(self, slot: str, /) -> int: ...
-    def pack(
-        self,
-        slot: str,
-        *,
-        first: int,
-        address: int,
-        type: StoredType,
-        n: int,
-        width: int,
-        row_stride: int,
-        column_stride: int,
-    ) -> None: ...
-    def measure_loss(
-        self,
-        slot: str,
-        *,
-        first: int,
-        address: int,
-        type: StoredType,
-        n: int,
-        width: int,
-        row_stride: int,
-        column_stride: int,
-    ) -> tuple[str, float, float, float, float]: ...
+    def pack(self, slot: str, *, first: int, **rows: Unpack[_StoredRows]) -> None: ...
+    def measure_loss(self, slot: str, *, first: int, **rows: Unpack[_StoredRows]) -> _PackingLoss: ...
 
 class Engine:
     weights: Weights
@@ -222,10 +212,8 @@ class Engine:
     def release_memory(self) -> int: ...
 
 def checksum(address: int, rows: int, row_bytes: int, stride: int) -> int: ...
-def packing_loss(
-    *, format: int, address: int, type: StoredType, n: int, width: int, row_stride: int, column_stride: int
-) -> tuple[str, float, float, float, float]: ...
-def is_finite(*, address: int, type: StoredType, n: int, width: int, row_stride: int, column_stride: int) -> bool: ...
+def packing_loss(*, format: int, **rows: Unpack[_StoredRows]) -> _PackingLoss: ...
+def is_finite(**rows: Unpack[_StoredRows]) -> bool: ...
 def keep_freed_memory() -> None: ...
 def release_freed_memory(bytes: int) -> None: ...
 
