@@ -291,7 +291,7 @@ def test_stop_strings_and_logit_biases_in_flags_and_files(files, tiny_model, cap
 def test_required_settings(name, error_of):
     given = [f"--{n.replace('_', '-')}=x" for n in ("model", "data", "output_dir", "reward") if n != name]
     error = error_of("train", "grpo", *given)
-    assert f"{name} is missing" in error and f"--{name.replace('_', '-')}" in error
+    assert_mentions(error, name, f"--{name.replace('_', '-')}", "--help")
 
 
 @pytest.mark.parametrize(
@@ -327,10 +327,10 @@ def test_missing_and_invalid_inputs(settings, expected, files, error_of):
 def test_gguf_file_trains_like_its_original_folder(files, tiny_gguf, capsys):
     settings = {"steps": 3, "learning_rate": 1e-2, "compute": "float32"}
     assert main(["train", "sft", *files("folder", **settings)]) == 0
-    assert "dequantised" not in capsys.readouterr().err
+    assert "F32 to float32" not in capsys.readouterr().out
     assert main(["train", "sft", *files("file", **settings, model=tiny_gguf)]) == 0
     n = sum(tensor.numel() for tensor in load_file(files.folder / "file" / "model" / "model.safetensors").values())
-    assert_mentions(capsys.readouterr().err, tiny_gguf, "F32 to float32", f"{4 * n / 1e3:.2f} kB")
+    assert_mentions(capsys.readouterr().out, tiny_gguf, "F32 to float32", f"{4 * n / 1e3:.2f} kB")
     folder, file = (load_file(files.folder / name / "model" / "model.safetensors") for name in ("folder", "file"))
     torch.testing.assert_close(file, folder, rtol=0, atol=1e-6)
     prompt = ["--prompt", "spell a:", "--seed", "1", "--max-new-tokens", "8", "--raw"]
@@ -378,9 +378,9 @@ def test_hub_name_without_a_network(files):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(files.folder)}
     command = [*WHET, "train", "sft", *files("run", model="nobody/nothing")]
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    note, error = run.stderr.strip().splitlines()
-    assert run.returncode == 2 and "Hugging Face hub" in note
-    assert error.startswith("whet: load_model: 'nobody/nothing' cannot be loaded: ") and "network" in error
+    assert run.returncode == 2 and run.stderr.count("\n") == 1
+    assert_mentions(run.stdout, "'nobody/nothing'", "hub")
+    assert_mentions(run.stderr, "load_model", "'nobody/nothing'", "network")
 
 
 def test_missing_weights_are_named(files, tiny_model, error_of):
@@ -405,7 +405,7 @@ def test_damaged_model_folder_is_one_line(name, changes, files, tiny_model, erro
     shutil.copytree(tiny_model, folder)
     (folder / name).write_text(json.dumps({**json.loads((folder / name).read_text()), **changes}))
     error = error_of("train", "sft", *files("run", model=folder))
-    assert error.startswith("whet: load_model: ") and "cannot be loaded: " in error
+    assert_mentions(error, "load_model", folder, "save_pretrained")
 
 
 def test_failing_reward_names_function_sample_and_line(files, capsys):
@@ -617,7 +617,7 @@ def test_failing_reward_leaves_a_checkpoint(files, error_of, capsys):
     assert main(["train", "grpo", *map(str, run)]) == 2
     out, err = capsys.readouterr()
     assert_mentions(out, "step-000001", "the same command resumes")
-    assert "judge failed" in err or "judge raised" in err
+    assert_mentions(err, "judge", "division by zero")
     reward.write_text("def judge(completions):\n    return [1.0] * 4\n")
     assert main(["train", "grpo", *map(str, run)]) == 0 and "resuming from" in capsys.readouterr().out
 

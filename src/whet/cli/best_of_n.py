@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -38,15 +39,16 @@ def main(run: BestOfNRun) -> int:
     else:
         rows = [{"prompt": run.prompt}] if run.prompt else read_rows(run.prompts, run.columns)
         check_forms(rows, tokenize_prompt, as_prompt_row, has_tokenizer=True)
-    model, tokenizer = load_model(run.model, run.dtype, chat_template=run.chat_template)
+    notify = functools.partial(print, file=sys.stderr)
+    model, tokenizer = load_model(run.model, run.dtype, chat_template=run.chat_template, notify=notify)
     if run.task:
         check_prompts_fit(model, tokenizer, rows, "whet best-of-n")
-    print(f"best of {run.n} of {run.model}: {describe_size(model)}", file=sys.stderr)
+    notify(f"best of {run.n} of {run.model}: {describe_size(model)}")
     with _open_output(run.output) as file:
         for done, row in enumerate(iter_best_completions(run, model, tokenizer, functions, rows), start=1):
             print(json.dumps(row, ensure_ascii=False), file=file, flush=True)
             if run.output and (done % run.batch_size == 0 or done == len(rows)):
-                print(f"{done}/{len(rows)} prompts", file=sys.stderr)
+                notify(f"{done}/{len(rows)} prompts")
     return 0
 
 

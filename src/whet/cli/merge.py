@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -81,7 +82,7 @@ def write_folder(model: str, adapter: str, output: str, dtype: FolderDtype, over
     if adapter:
         import_peft()
     module: Any
-    module, tokenizer = load_model(model, "float32")
+    module, tokenizer = load_model(model, "float32", notify=functools.partial(print, file=sys.stderr))
     module = module.cpu()
     original = original_position(module.config.to_dict(), where)
     comparison = Comparison(source.config, tokenizer, original, where)

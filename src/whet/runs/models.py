@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -30,11 +29,14 @@ from whet.models.sources.live import check_frequencies
 from whet.models.sources.pretrained import open_pretrained
 from whet.models.tokenizers import read_tokenizer
 from whet.nn.frozen import base_of, frozen_model
+from whet.runs.resume import Notify
 from whet.runs.settings import RunConfig
 from whet.text.model import load_transformers_tokenizer, read_template
 
 
-def load_model(name: str, dtype: str, base: str = "none", chat_template: str = "") -> tuple[nn.Module, Any]:
+def load_model(
+    name: str, dtype: str, base: str = "none", chat_template: str = "", notify: Notify = lambda text: None
+) -> tuple[nn.Module, Any]:
     """Load the causal model of a folder, .gguf file or hub name, onto the GPU if there is one, and its tokenizer.
 
     For a folder of LoRA adapters, return its base model with the adapters merged, or with the adapters applied to the
@@ -45,6 +47,7 @@ def load_model(name: str, dtype: str, base: str = "none", chat_template: str = "
         dtype: dtype of the weights; "auto": as stored, or float32 for a GGUF file.
         base: format of weights packed on the CPU, instead of dtype; "own": the file's format; "none": float weights.
         chat_template: a file with a chat template; empty: the tokenizer's.
+        notify: called with a line of text on a name on the hub, and on the size of dequantised weights.
 
     Raises:
         WhetValueError: the model does not exist, or it, its tokenizer or the template cannot be read.
@@ -61,10 +64,10 @@ def load_model(name: str, dtype: str, base: str = "none", chat_template: str = "
     elif name.startswith((".", "~", os.sep)) or name.count("/") > 1 or name.endswith(".gguf"):
         raise WhetValueError(f"load_model: {name!r} is not a folder or file.")
     else:
-        print(f"{name!r} is not a local folder; trying the Hugging Face hub", file=sys.stderr)
+        notify(f"{name!r} is not a local folder; trying the Hugging Face hub")
     try:
         with without_gc():  # transformers imports the model's module now
-            model, tokenizer = _load(source, dtype, base)
+            model, tokenizer = _load(source, dtype, base, notify)
     except (MissingExtraError, CheckpointError):
         raise
     except Exception as error:  # on damaged files these libraries raise any type
@@ -79,27 +82,27 @@ def load_model(name: str, dtype: str, base: str = "none", chat_template: str = "
     return model, tokenizer
 
 
-def _load(source: str, dtype: str, base: str) -> tuple[Any, Any]:
+def _load(source: str, dtype: str, base: str, notify: Notify) -> tuple[Any, Any]:
     if not is_adapter_folder(source):
-        model, tokenizer = _load_base(source, dtype, base)
+        model, tokenizer = _load_base(source, dtype, base, notify)
         tokenizer("")  # fail on invalid settings here, not in the first batch
         return model, tokenizer
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     tokenizer("")
     path, record = base_name(source, "load_model"), read_record(source, "load_model")
     if record is None or not record["is_quantised"]:
-        model = merge_adapters(_load_base(path, dtype, "none")[0], source)
+        model = merge_adapters(_load_base(path, dtype, "none", notify)[0], source)
         return model.requires_grad_(True), tokenizer
     packed = pack_recorded(open_pretrained(path), record, "load_model", source)
     return import_peft().PeftModel.from_pretrained(frozen_model(path, packed), source), tokenizer
 
 
-def _load_base(source: str, dtype: str, base: str) -> tuple[Any, Any]:
+def _load_base(source: str, dtype: str, base: str, notify: Notify) -> tuple[Any, Any]:
     if not Path(source).is_file():
         model = _load_folder(source, dtype) if base == "none" else frozen_model(source, base)
         return model, load_transformers_tokenizer(source)
     if base == "none":
-        return _load_gguf(source, dtype)
+        return _load_gguf(source, dtype, notify)
     file = read_gguf(Path(source), "load_model")
     return frozen_model(file, None if base == "own" else base), read_tokenizer(file).to_transformers()
 
@@ -116,13 +119,13 @@ def _load_folder(base: str, dtype: str) -> Any:
     return model
 
 
-def _load_gguf(path: str, dtype: str) -> tuple[Any, Any]:
-    """Load the dequantised model of a GGUF file, and its tokenizer; print the size of the weights."""
+def _load_gguf(path: str, dtype: str, notify: Notify) -> tuple[Any, Any]:
+    """Load the dequantised model of a GGUF file, and its tokenizer; notify of the size of the weights."""
     dtype = "float32" if dtype == "auto" else dtype
     file = read_gguf(Path(path), "load_model")
     types = ", ".join(sorted({TABLE[stored.format].gguf_name for stored in file.tensors.values()}))
     size = format_bytes(TABLE[dtype].block_bytes * open_gguf(file).config.n_parameters)
-    print(f"{path}: dequantised from {types} to {dtype}, {size}", file=sys.stderr)
+    notify(f"{path}: dequantised from {types} to {dtype}, {size}")
     return load_gguf_model(file, dtype)
 
 

@@ -125,7 +125,8 @@ def _train(run: Any, extra_loggers: Sequence[Logger], notify: Notify) -> RunResu
     is_one_pass = not run.steps
     run.steps = run.steps or max(1, len(rows) // run.batch_size)
 
-    model, tokenizer = load_model(run.model, run.dtype, run.base if run.has_adapters() else "none", run.chat_template)
+    base = run.base if run.has_adapters() else "none"
+    model, tokenizer = load_model(run.model, run.dtype, base, run.chat_template, notify)
     if getattr(run, "task", []):
         for part in (rows, held_out):
             check_prompts_fit(model, tokenizer, part, where)
