@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from whet.config.algorithms import ALGORITHMS
 from whet.config.fields import (
     BelowOne,
     Count,
@@ -229,7 +230,8 @@ class OnlineDPORun(_TasksAsTexts, OnlineDPOConfig, OnlineRunConfig):
         return not self.preference or bool(getattr(self, self.sources()[1]))
 
 
-RUNS: dict[str, type[RunConfig]] = {"sft": SFTRun, "dpo": DPORun, "grpo": GRPORun, "online-dpo": OnlineDPORun}
+RUNS: dict[str, type[RunConfig]] = {name: globals()[f"{each.class_name}Run"] for name, each in ALGORITHMS.items()}
+"""Settings of each method of ``whet train``: the class ``FooRun`` of the algorithm ``Foo``."""
 
 
 @dataclass(kw_only=True)
