@@ -397,8 +397,8 @@ def test_long_pairs_are_rejected_cut_or_dropped():
     assert_raises(WhetValueError, ("65 tokens", "last position", 64), make(tiny_llama()).train_step, [too_long])
     tie = {"prompt": [7] * 4, "chosen": [9], "rejected": [9]}
     with pytest.warns(UserWarning, match=mentions("2 of 3", "4 tokens")):
-        metrics = make(max_length=4, truncation="cut").train_step([long, cut, tie])
-    assert (metrics["frac_cut"], metrics["frac_dropped"], metrics["frac_ties"]) == (1 / 3, 1 / 3, 0)
+        metrics = make(max_length=4, truncation="truncate").train_step([long, cut, tie])
+    assert (metrics["frac_truncated"], metrics["frac_dropped"], metrics["frac_ties"]) == (1 / 3, 1 / 3, 0)
     assert metrics["loss"] == make().train_step([cut, cut])["loss"]
     with pytest.warns(UserWarning, match=mentions("1 of 1", "4 tokens")):
         metrics = make(max_length=4, truncation="drop").train_step([long])
@@ -411,7 +411,7 @@ def test_precomputed_log_probs_belong_to_cut_pairs():
         {"prompt": [5] * 5, "chosen": [6], "rejected": [7]},
     ]
     with pytest.warns(UserWarning, match=mentions("2 of 2", "rows")):
-        dpo = make(max_length=4, truncation="cut", precompute_reference=True, batch_size=2)
+        dpo = make(max_length=4, truncation="truncate", precompute_reference=True, batch_size=2)
         done = dpo.add_reference_logprobs(rows)
     cut = make().add_reference_logprobs([{**rows[0], "chosen": [4, 8]}])
     assert done == [{**cut[0], "chosen": [4, 8, 9]}, rows[1]]

@@ -232,11 +232,11 @@ def test_long_rows_are_dropped_or_cut_and_counted():
     short, full = {"prompt": [5, 6], "completion": [4, 8]}, {"prompt": [7] * 4, "completion": [9]}
     with pytest.warns(UserWarning, match=mentions("SFT", "1 of 2", "4 tokens", "max_length")):
         dropped = make(max_length=4, truncation="drop").train_step([row, short])
-    assert (dropped["frac_cut"], dropped["frac_dropped"], dropped["num_tokens"]) == (0, 0.5, 4)
+    assert (dropped["frac_truncated"], dropped["frac_dropped"], dropped["num_tokens"]) == (0, 0.5, 4)
     assert dropped["loss"] == make(max_length=4).train_step([short])["loss"]
     with pytest.warns(UserWarning, match=mentions("2 of 3", "4 tokens")):
-        cut = make(max_length=4, truncation="cut").train_step([row, short, full])
-    assert (cut["frac_cut"], cut["frac_dropped"]) == (1 / 3, 1 / 3)
+        cut = make(max_length=4, truncation="truncate").train_step([row, short, full])
+    assert (cut["frac_truncated"], cut["frac_dropped"]) == (1 / 3, 1 / 3)
     assert cut["loss"] == make().train_step([short, short])["loss"]
     with pytest.warns(UserWarning, match=mentions("8", "dropped")):
         trainer = make(max_length=4, truncation="drop")

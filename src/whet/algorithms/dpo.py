@@ -69,7 +69,7 @@ class DPO(Trainer):
 
         Returns:
             Metrics: ``loss``, the metrics of ``dpo_loss``, ``entropy`` (mean per completion token), ``frac_ties``
-            (share of pairs), with ``truncation`` also ``frac_cut`` and ``frac_dropped`` (shares of rows), and the
+            (share of pairs), with ``truncation`` also ``frac_truncated`` and ``frac_dropped`` (shares of rows), and the
             metrics of every step. A batch with only ties or dropped rows has loss and gradient norm 0, and makes no
             update.
 

@@ -59,8 +59,8 @@ class SFT(Trainer):
 
         Returns:
             Metrics: ``loss`` (mean negative log-likelihood per token, in nats), ``token_probability``, the metrics of
-            every step, and with ``truncation`` also ``frac_cut`` and ``frac_dropped``, shares of rows. A batch with
-            only dropped rows has loss and gradient norm 0, and makes no update.
+            every step, and with ``truncation`` also ``frac_truncated`` and ``frac_dropped``, shares of rows. A batch
+            with only dropped rows has loss and gradient norm 0, and makes no update.
 
         Raises:
             WhetTypeError: the batch has none of these forms.

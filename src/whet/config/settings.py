@@ -174,9 +174,9 @@ class OfflineConfig(TrainerConfig):
 
     max_length: Count = 0
     """Maximum tokens of a row, prompt plus completion; 0: the model's positions."""
-    truncation: Literal["error", "drop", "cut"] = "error"
-    """Handling of longer rows: error; drop the row; cut the end of its completion. The shares of such rows are the
-    metrics frac_cut and frac_dropped."""
+    truncation: Literal["error", "drop", "truncate"] = "error"
+    """Handling of longer rows: error; drop the row; truncate its completion. The shares of such rows are the metrics
+    frac_truncated and frac_dropped."""
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""Maximum length of trained rows, and handling of longer rows: an error, cut, or dropped."""
+"""Maximum length of trained rows, and handling of longer rows: an error, truncated, or dropped."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class FittedRows(NamedTuple):
     """Rows within a length limit.
 
     Attributes:
-        rows: each row unchanged or cut; None if dropped.
-        metrics: ``frac_cut`` and ``frac_dropped``, shares of rows; empty if longer rows are errors.
+        rows: each row unchanged or truncated; None if dropped.
+        metrics: ``frac_truncated`` and ``frac_dropped``, shares of rows; empty if longer rows are errors.
     """
 
     rows: list[list[Any] | None]
@@ -53,7 +53,7 @@ class LengthLimit:
     def fit(self, rows: Sequence[Sequence[Any]]) -> FittedRows:
         """Fit rows into the limit; a row is a prompt and its completions, with optional masks.
 
-        Cutting shortens the completions; a row whose prompt leaves no room for them is dropped.
+        Truncation shortens the completions; a row whose prompt leaves no room for them is dropped.
 
         Raises:
             WhetValueError: a row is too long and ``truncation`` is "error".
@@ -64,16 +64,16 @@ class LengthLimit:
             return FittedRows([list(row) for row in rows], {})
         fitted = [self._shorten(row, n) for row, n in zip(rows, lengths, strict=True)]
         n_dropped = fitted.count(None)
-        n_cut = sum(n > self.n_tokens for n in lengths) - n_dropped
-        if (n_cut or n_dropped) and not self._has_warned:
+        n_truncated = sum(n > self.n_tokens for n in lengths) - n_dropped
+        if (n_truncated or n_dropped) and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"{self._where}: {n_cut + n_dropped} of {len(rows)} rows have more than {self.n_tokens:,} tokens "
-                f"({self._limit_name}): {n_cut} are cut, {n_dropped} dropped. frac_cut and frac_dropped are their "
-                f"shares of every batch.",
+                f"{self._where}: {n_truncated + n_dropped} of {len(rows)} rows have more than {self.n_tokens:,} tokens "
+                f"({self._limit_name}): {n_truncated} are truncated, {n_dropped} dropped. frac_truncated and "
+                f"frac_dropped are their shares of every batch.",
                 stacklevel=4,
             )
-        return FittedRows(fitted, {"frac_cut": n_cut / len(rows), "frac_dropped": n_dropped / len(rows)})
+        return FittedRows(fitted, {"frac_truncated": n_truncated / len(rows), "frac_dropped": n_dropped / len(rows)})
 
     def check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
         """Reject prompts that leave no room for a completion.
@@ -95,11 +95,11 @@ class LengthLimit:
                 which = f"row {i} of the batch" if len(lengths) > 1 else "the row"
                 raise WhetValueError(
                     f"{self._where}: {which} has {n:,} tokens, and {self._limit_name} is {self.n_tokens:,}. Shorten "
-                    f"it, or set truncation to 'cut' or 'drop'."
+                    f"it, or set truncation to 'truncate' or 'drop'."
                 )
 
     def _shorten(self, row: Sequence[Any], n_tokens: int) -> list[Any] | None:
         if n_tokens <= self.n_tokens:
             return list(row)
         room = int(self.n_tokens) - len(row[0])
-        return [row[0], *(part[:room] for part in row[1:])] if self._truncation == "cut" and room > 0 else None
+        return [row[0], *(part[:room] for part in row[1:])] if self._truncation == "truncate" and room > 0 else None
