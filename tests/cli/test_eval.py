@@ -256,6 +256,7 @@ def test_ctrl_c_leaves_no_file_and_no_child_process(tasks, tiny_model, tmp_path)
     [
         ([], ("--task", "--data")),
         (["--task", "chain_sum"], ("name is 'chain_sum'", "reasoning_gym:NAME")),
+        (["--task="], ("task is ['']", "not empty")),
         (["--task", "TASKS:Leters"], ("TASKS", "'Leters'")),
         (["--task", "TASKS:Letters", "-n", "0"], ("n is 0", ">= 1")),
         (["--task", "TASKS:Letters", "--size", "0"], ("size is 0", ">= 1")),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
 
 import numpy as np
 import pytest
 from tests.raising import assert_raises
 
-from whet.config.sampling import SamplingParams
+from whet.config.sampling import SamplingParams, SamplingSettings
 from whet.errors import WhetTypeError, WhetValueError
 
 
@@ -96,3 +98,11 @@ def test_stop_accepts_a_string_or_a_list():
     assert hash(SamplingParams(stop="ab", logit_bias={1: 2.0})) == hash(
         SamplingParams(stop=["ab"], logit_bias={3: 1.0})
     )
+
+
+def test_configs_share_the_settings_and_their_documentation():
+    shared, owner = ({f.name: f for f in dataclasses.fields(each)} for each in (SamplingSettings, SamplingParams))
+    assert shared.keys() <= owner.keys()
+    for name, field in shared.items():
+        assert (field.default, field.default_factory) == (owner[name].default, owner[name].default_factory)
+        assert re.search(rf"^ +{name}: [A-Z]", SamplingSettings.__doc__ or "", re.MULTILINE), name

@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 from tests.processes import printed_by
-from tests.raising import assert_mentions, assert_raises
+from tests.raising import assert_mentions, assert_raises, mentions
 from transformers import AutoModelForCausalLM
 
 from whet.algorithms import DPO
@@ -79,9 +79,14 @@ def test_missing_settings_are_named(files, tiny_model):
     assert_raises(WhetValueError, ("ranks is 2", "1 were launched"), train, settings_of(files, tiny_model, ranks=2))
 
 
+@pytest.mark.parametrize("name", ["data", "eval_data"])
+def test_empty_paths_are_named(name):
+    assert_raises(WhetValueError, (f"{name} is ['']", "not empty"), SFTRun, **{name: ""})
+
+
 def test_settings_are_imported_without_torch():
     assert printed_by("import sys, whet.runs; print('torch' in sys.modules)") == "False\n"
-    with pytest.raises(AttributeError, match="nothing"):
+    with pytest.raises(AttributeError, match=mentions("nothing")):
         from whet import runs
 
         _ = runs.nothing

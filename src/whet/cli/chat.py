@@ -22,7 +22,7 @@ from typing import TextIO
 
 from whet.cli.settings import parse_flags
 from whet.cli.text_options import OneModelConfig
-from whet.config.fields import check_range
+from whet.config.fields import Count
 from whet.config.sampling import CHAT_MAX_NEW_TOKENS
 from whet.data.thinking import Tags
 from whet.errors import WhetError, WhetValueError
@@ -47,7 +47,7 @@ _HELP = """\
 Ctrl-C stops a reply. Type // for a message that begins with /."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class ChatConfig(OneModelConfig):
     """Chat with a model. Each line is a message; /help lists the commands; Ctrl-D ends the chat."""
 
@@ -61,14 +61,10 @@ class ChatConfig(OneModelConfig):
     """Seed of the sampling: the same seed and messages give the same replies."""
     system: str = ""
     """System prompt; empty: the chat template's default, if it has one."""
-    context: int = 0
+    context: Count = 0
     """Maximum tokens of prompt and reply; the oldest turns are dropped. 0: the model's, limited by 1 GiB of cache."""
     show_thinking: bool = False
     """Print the thinking before the answer."""
-
-    def check(self) -> None:
-        super().check()
-        check_range(self, "context", self.context >= 0, "an integer >= 0")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -25,7 +25,7 @@ from tyro.conf import UseAppendAction
 import whet
 from whet.cli.settings import parse_flags
 from whet.cli.text_options import TextConfig
-from whet.config.fields import Paths, PathText, check_range, reject_ineffective
+from whet.config.fields import Count, Paths, PathText, Positive, check_range, reject_ineffective
 from whet.config.sampling import SamplingParams
 from whet.engine import Engine
 from whet.errors import WhetValueError
@@ -48,7 +48,7 @@ _NO_ADAPTER = "none"
 _SIZE = 500
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class EvalConfig(TextConfig):
     """Measure the accuracy of a model on a task's held-out items, or compare two models.
 
@@ -69,7 +69,7 @@ class EvalConfig(TextConfig):
     """Functions that score completions of --data: file.py:function or package.module:function."""
     size: int | None = None
     """Number of items per task, or of rows; None: the task's size option or 500, and all rows of --data."""
-    n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
+    n: Annotated[Positive, tyro.conf.arg(aliases=["-n"])] = 1
     """Number of completions per item."""
     temperature: float | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     """Divides the logits; 0: greedy. None: 0 for one completion per item, 1 for several."""
@@ -80,7 +80,7 @@ class EvalConfig(TextConfig):
     or bf16 for folders."""
     adapter: UseAppendAction[Paths] = dataclasses.field(default_factory=list)
     """A folder of LoRA adapters that PEFT or whet train saved, for all models or for each; "none": no adapters."""
-    rollout_workers: int = 0
+    rollout_workers: Count = 0
     """Number of Ray processes that sample, on one or many machines; 0: this process. Completions are the same."""
     ray_address: str = ""
     """Address of a Ray cluster whose nodes have the models at the same paths; auto: this machine's cluster; empty:
@@ -98,11 +98,9 @@ class EvalConfig(TextConfig):
         return SamplingParams.from_settings(self, temperature=temperature, stop_token_ids=stop_token_ids)
 
     def check(self) -> None:
-        check_range(self, "n", self.n >= 1, "an integer >= 1")
         super().check()
         check_range(self, "size", self.size is None or self.size >= 1, "an integer >= 1")
         check_range(self, "score_timeout_s", 0 < self.score_timeout_s < math.inf, "seconds > 0")
-        check_range(self, "rollout_workers", self.rollout_workers >= 0, "an integer >= 0")
         reject_ineffective(self, ["chat_template"], not self.raw, "raw prompts have no chat template")
         reject_ineffective(
             self, ["ray_address"], self.rollout_workers > 0, "rollout_workers is 0: this process samples"

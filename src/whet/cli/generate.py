@@ -15,7 +15,7 @@ import tyro
 
 from whet.cli.settings import parse_flags
 from whet.cli.text_options import OneModelConfig
-from whet.config.fields import check_range, reject_ineffective
+from whet.config.fields import Positive, reject_ineffective
 from whet.config.sampling import Completion, SamplingParams
 from whet.data.rows import tokenize_prompt
 from whet.engine import Engine
@@ -26,13 +26,13 @@ from whet.text.model import detokenise_stream, find_model, find_stop_ids, load_c
 _WHERE = "whet generate"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class GenerateConfig(OneModelConfig):
     """Continue a prompt, or answer it if the model has a chat template."""
 
     prompt: str
     """The prompt."""
-    n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
+    n: Annotated[Positive, tyro.conf.arg(aliases=["-n"])] = 1
     """Number of completions. A single one is streamed; several are printed when all are done."""
     top_logprobs: int = 0
     """List every token with its log-prob and this many most probable alternatives, on standard error; at most 20."""
@@ -40,7 +40,6 @@ class GenerateConfig(OneModelConfig):
     """Continue the prompt as plain text, without the chat template."""
 
     def check(self) -> None:
-        check_range(self, "n", self.n >= 1, "an integer >= 1")
         super().check()
         reject_ineffective(self, ["chat_template"], not self.raw, "raw continues the prompt without a chat template")
 

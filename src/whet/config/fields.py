@@ -65,7 +65,7 @@ TokenBias = Annotated[
     ),
 ]
 PathText = Annotated[str, Conversion(expand_home)]
-Paths = Annotated[list[str], Conversion(_as_paths)]
+Paths = Annotated[list[str], Conversion(_as_paths), Range("paths that are not empty", all)]
 """A list of paths, or a single path."""
 StopStrings = Annotated[
     Sequence[str],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -111,6 +112,30 @@ class SamplingParams:
         check_types(self)
         at_most = f"at most max_new_tokens={self.max_new_tokens}"
         check_range(self, "min_new_tokens", self.min_new_tokens <= self.max_new_tokens, at_most)
+
+
+@dataclass(kw_only=True)
+class SamplingSettings:
+    """Settings of ``SamplingParams`` that configs of algorithms and commands share, with the same meaning."""
+
+    max_new_tokens: int = ENGINE_MAX_NEW_TOKENS
+    temperature: float = SamplingParams.temperature
+    top_k: int = SamplingParams.top_k
+    top_p: float = SamplingParams.top_p
+    min_p: float = SamplingParams.min_p
+    repetition_penalty: float = SamplingParams.repetition_penalty
+    presence_penalty: Penalty = SamplingParams.presence_penalty
+    frequency_penalty: Penalty = SamplingParams.frequency_penalty
+    logit_bias: TokenBias = field(default_factory=dict)
+    min_new_tokens: Count = SamplingParams.min_new_tokens
+    stop: StopStrings = ()
+    seed: Seed = 0
+
+
+# Flags take their help texts from docstrings of the class and its bases.
+SamplingSettings.__doc__ = re.sub(
+    r"^( +\w+: )(\w)", lambda entry: entry[1] + entry[2].upper(), SamplingParams.__doc__ or "", flags=re.MULTILINE
+)
 
 
 class StreamKey(NamedTuple):

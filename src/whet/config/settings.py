@@ -17,19 +17,17 @@ from whet.config.fields import (
     Count,
     NonNegative,
     PathText,
-    Penalty,
     Positive,
     Range,
     Seed,
     StopStrings,
     Temperature,
-    TokenBias,
     TokenIds,
     check_range,
     check_types,
     reject_ineffective,
 )
-from whet.config.sampling import DISTRIBUTION_SETTINGS, ROLLOUT_MAX_NEW_TOKENS, SamplingParams
+from whet.config.sampling import DISTRIBUTION_SETTINGS, ROLLOUT_MAX_NEW_TOKENS, SamplingParams, SamplingSettings
 from whet.errors import WhetValueError, check_choice
 from whet.models.formats import Weights
 
@@ -243,29 +241,13 @@ class DPOConfig(PreferenceConfig, OfflineConfig):
 
 
 @dataclass(kw_only=True)
-class RolloutConfig:
-    """Settings of sampling and of rewards."""
+class RolloutConfig(SamplingSettings):
+    """Settings of sampling and of rewards; ``SamplingParams`` documents the sampling settings that it shares."""
 
     max_new_tokens: int = ROLLOUT_MAX_NEW_TOKENS
     """Maximum length of a completion in tokens, including the stop token. A reasoning model may need thousands."""
     temperature: Temperature = SamplingParams.temperature
     """Divisor of the logits before sampling; above 0."""
-    top_k: int = SamplingParams.top_k
-    """Sample from the k most probable tokens; 0: all tokens."""
-    top_p: float = SamplingParams.top_p
-    """Sample from the most probable tokens with this cumulative probability; 1: all tokens."""
-    min_p: float = SamplingParams.min_p
-    """Drop tokens less probable than this share of the maximum probability; 0: none."""
-    repetition_penalty: float = SamplingParams.repetition_penalty
-    """Penalty on the logits of tokens already in the sequence; 1: none."""
-    presence_penalty: Penalty = SamplingParams.presence_penalty
-    """Subtracted from the logits of tokens already in the completion, from -2 to 2."""
-    frequency_penalty: Penalty = SamplingParams.frequency_penalty
-    """Subtracted from a token's logit per occurrence in the completion, from -2 to 2."""
-    logit_bias: TokenBias = field(default_factory=dict)
-    """Numbers from -100 to 100 added to the logits, by token id."""
-    min_new_tokens: Count = SamplingParams.min_new_tokens
-    """Minimum length of a completion in tokens before it may end."""
     stop_token_ids: TokenIds = field(default_factory=list)
     """Tokens that end a completion; empty: the EOS token of tokenizer or model."""
     stop: StopStrings = field(default_factory=list)
