@@ -431,7 +431,7 @@ class _Decoding:
             if math.isnan(logprob):
                 raise WhetValueError(
                     f"TorchEngine.generate: the model's logits for prompt {row.prompt_index}, sample "
-                    f"{row.sample_index}, token {len(row.token_ids)} hold NaN or +inf, or only -inf. "
+                    f"{row.sample_index}, token {len(row.token_ids)} contain NaN or +inf, or are all -inf. "
                     f"Check the model's weights for NaN."
                 )
             row.token_ids.append(token)
