@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.raising import mentions
+from tests.raising import assert_mentions
 
 import whet.bench
 from whet.bench import BenchOptions
@@ -88,21 +88,21 @@ def test_help_lists_suites_and_options(capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "facts"),
     [
-        (["llm-op"], "there is no suite 'llm-op'. Did you mean llm-ops?"),
-        (["llm-ops", "--only", "17 x 3"], "no row contains '17 x 3'. There are: "),
-        (["llm-ops", "--peers", "jax"], "there is no provider 'jax'. There are: "),
-        (["llm-ops", "--threads", "5000"], "threads is 5000"),
-        (["llm-ops", "--threads", "-1"], "threads is -1"),
-        (["compare", "nowhere", "nowhere"], "nowhere"),
-        (["compare", ".", ".", "--threshold", "0"], "threshold is 0.0, expected a share above 0"),
+        (["llm-op"], ["'llm-op'", "llm-ops?"]),
+        (["llm-ops", "--only", "17 x 3"], ["'17 x 3'", "16 x 4"]),
+        (["llm-ops", "--peers", "jax"], ["'jax'", "numpy"]),
+        (["llm-ops", "--threads", "5000"], ["threads is 5000"]),
+        (["llm-ops", "--threads", "-1"], ["threads is -1"]),
+        (["compare", "nowhere", "nowhere"], ["nowhere"]),
+        (["compare", ".", ".", "--threshold", "0"], ["threshold", "0.0", "above 0"]),
     ],
 )
-def test_invalid_option_is_one_line(arguments, message, capsys):
+def test_invalid_option_is_one_line(arguments, facts, capsys):
     assert main(["bench", *arguments]) == 2
     error = capsys.readouterr().err
-    assert message in error
+    assert_mentions(error, *facts)
     assert error.count("\n") == 1
 
 
@@ -112,7 +112,7 @@ def test_without_a_clone_other_suites_name_the_fix(tmp_path, monkeypatch, capsys
     assert main(["bench", "grpo"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert re.search(mentions("'grpo'", "kernels", "clone", "pip install -e"), error)
+    assert_mentions(error, "'grpo'", "kernels", "clone", "pip install -e")
 
 
 def test_interrupted_run_reports_partial_results(tmp_path, monkeypatch):

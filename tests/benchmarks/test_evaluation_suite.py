@@ -5,6 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 from tests.cli.conftest import tiny_model, write_tiny_gguf  # noqa: F401  (a fixture)
+from tests.raising import mentions
 from tests.tiny import tiny_llama
 
 from benchmarks.contenders.evaluation import Evaluation, share_of_other_scores, transformers, whet
@@ -48,5 +49,5 @@ def test_different_scores_are_an_error():
 
 def test_missing_task_package_is_an_import_error(work, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", partial(lambda name, package=None: None))
-    with pytest.raises(ImportError, match="whet\\[gym\\]"):
+    with pytest.raises(ImportError, match=mentions("whet[gym]")):
         whet("bf16", Evaluation(work.find_model, "reasoning_gym:chain_sum", 4, 6))()

@@ -94,7 +94,7 @@ def test_every_provider_is_right_and_errors_are_found(is_neox_style, dtype):
 def test_whet_is_not_measured_on_cuda():
     (table,) = SUITE.tables(RopeOptions(batch_size=1, seq_len=2, device="cuda:0"))[:1]
     inputs = table.cases[0].inputs(np.random.default_rng(0))
-    with pytest.raises(NotMeasured, match="on cuda:0"):
+    with pytest.raises(NotMeasured, match=mentions("cuda:0")):
         table.providers[0].prepare(inputs)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from tests.raising import assert_raises
+from tests.raising import assert_raises, mentions
 from tests.tiny import tiny_llama
 from torch import nn
 from torch.nn import functional
@@ -181,7 +181,7 @@ def test_classes_of_a_script_are_found_in_that_script(tmp_path, monkeypatch):
     names = runpy.run_path(str(script), run_name="__main__")
     assert type(names["built"]) is names["Net"]
     assert names["description"]["modules"][0]["class"] == "__main__:Net"
-    with pytest.raises(CheckpointError, match=r"no class __main__:Net is imported.*pass it as model="):
+    with pytest.raises(CheckpointError, match=mentions("__main__:Net", "model=")):
         build_module(names["description"])
 
 
@@ -282,9 +282,7 @@ def test_a_checkpoint_cannot_load_a_kernel_from_the_hub(attention, monkeypatch):
     description = json.loads(json.dumps(describe_module(small_llama())))
     config = next(entry for entry in _entries(description) if isinstance(entry, list) and "sdpa" in entry)
     config[config.index("sdpa")] = attention
-    with pytest.raises(
-        CheckpointError, match=r"build_module: the attention of .*LlamaConfig is .*expected one of eager"
-    ):
+    with pytest.raises(CheckpointError, match=mentions("build_module", "attention", "LlamaConfig", "eager")):
         build_module(description)
 
 
@@ -307,5 +305,5 @@ def test_models_with_adapters_cannot_be_rebuilt():
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(small_llama(), peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
     assert_raises(CheckpointError, r"LoraConfig|PeftType.*pass it as model=", build_module, describe_module(model))
-    with pytest.raises(CheckpointError, match=r"differs from the model that was saved in .*lora_A.*pass it as model="):
+    with pytest.raises(CheckpointError, match=mentions("lora_A", "saved", "model=")):
         build_module(describe_module(model.base_model.model))

@@ -148,7 +148,7 @@ def test_columns_of_text_become_rows():
     assert columns_as_rows(FIELDS, (["a"], ["b"]), "Test") == [{"prompt": "a", "completion": "b"}]
     assert columns_as_rows(FIELDS, ("a", CHAT), "Test") == [{"prompt": "a", "completion": CHAT}]
     assert columns_as_rows(FIELDS, ([[5]], MATRIX), "Test") is None
-    with pytest.raises(WhetValueError, match="Test: rows of the batch: prompt 1, completion 2"):
+    with pytest.raises(WhetValueError, match=mentions("Test", "prompt 1", "completion 2")):
         columns_as_rows(FIELDS, (["a"], ["b", "c"]), "Test")
 
 
@@ -403,7 +403,7 @@ def test_the_error_for_a_table_names_the_conversion():
 def test_the_error_names_a_batch_among_rows():
     batches = arguments(iter([{"prompt": "a"}, {"prompt": "b"}, [{"prompt": "c"}]]))
     next(batches)
-    with pytest.raises(WhetTypeError, match="is a batch, but the dataset began with a row"):
+    with pytest.raises(WhetTypeError, match=mentions("batch", "row")):
         list(arguments(iter([{"prompt": "a"}, [{"prompt": "c"}]])))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.data.test_rows import words
-from tests.raising import assert_raises
+from tests.raising import assert_raises, mentions
 
 from whet.data.batches import tokenized_rows
 from whet.data.rows import tokenize_completion, tokenize_example, tokenize_prompt, tokenize_turns
@@ -104,7 +104,7 @@ def test_loss_on_determines_the_first_learnt_token() -> None:
 
 def test_a_prompt_is_one_sequence() -> None:
     assert tokenize_prompt({"input_ids": IDS, "labels": LABELS}, None) == IDS
-    with pytest.raises(WhetError, match=r"tokenize_prompt: position_ids is \[0, 1, 2, 0"):
+    with pytest.raises(WhetError, match=mentions("tokenize_prompt", "position_ids", "[0, 1, 2, 0")):
         tokenize_prompt({"input_ids": IDS, "position_ids": [0, 1, 2, 0, 1, 2]}, None)
 
 
