@@ -51,16 +51,6 @@ from whet.files import (
 )
 from whet.signals import deferred_signals
 
-__all__ = [
-    "capture_rng",
-    "latest_checkpoint",
-    "load_checkpoint",
-    "prune_checkpoints",
-    "restore_rng",
-    "save_checkpoint",
-    "step_folder",
-]
-
 _SAVING = "saving"
 _THREAD_BYTES = 16 << 20
 """Address space of a writing thread: its stack of 8 MiB, the block of ``write_new``, and allocations."""

@@ -27,10 +27,8 @@ from whet.models.formats import TABLE, FileType
 from whet.models.gguf_writer import Progress as ProgressCallback
 from whet.models.gguf_writer import check_place
 from whet.models.slots import ModelSource
-from whet.models.sources.folder import read_config
-from whet.models.sources.gguf import read_options
 from whet.models.sources.gguf_container import GGUFFile
-from whet.models.sources.pretrained import open_pretrained
+from whet.models.sources.pretrained import open_pretrained, read_model_config
 from whet.models.tokenizers import read_tokenizer
 from whet.runs.card import render_file_card
 from whet.text.checkpoint_model import resolve_adapter
@@ -132,9 +130,7 @@ class _LogprobCheck:
         self._model, self._source, self._quantize, self._where = model, source, quantize, where
 
     def __call__(self, path: Path) -> None:
-        config = read_options(self._model, self._where) if isinstance(self._model, GGUFFile) else None
-        config = config or read_config(Path(self._model), self._where)  # pyright: ignore[reportArgumentType]
-        original = original_position(config, self._where)
+        original = original_position(read_model_config(self._model, self._where), self._where)
         comparison = Comparison(self._source.config, read_tokenizer(path), original, self._where)
         comparison.measure(lambda probe: engine_logprobs(self._source, probe))
         mean = comparison.check(path, _TOLERANCES.get(self._quantize, 1.0))

@@ -22,10 +22,8 @@ from whet.models.gguf_keys import architecture_of
 from whet.models.gguf_writer import Progress, Tensor, check_place, write_gguf
 from whet.models.row_reader import adapters_of, encode, slot_rows
 from whet.models.slots import LoRA, ModelSource, ModuleSpec, factor_values, iter_locations
-from whet.models.sources.folder import read_config
-from whet.models.sources.gguf import read_options
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
-from whet.models.sources.pretrained import open_pretrained
+from whet.models.sources.pretrained import open_pretrained, read_model_config
 
 
 def export_adapters(
@@ -61,7 +59,7 @@ def export_adapters(
     check_place(Path(path), overwrite, where)
     if not isinstance(model, GGUFFile) and Path(model).is_file():
         model = read_gguf(Path(model), f'open_gguf("{model}")')
-    options = read_options(model, where) if isinstance(model, GGUFFile) else read_config(Path(model), where)
+    options = read_model_config(model, where)
     architecture = architecture_of(options, where)
     if not adapters:
         raise WhetValueError(f"{where}: there are no adapters. Name them with --adapter FOLDER.")

@@ -189,9 +189,12 @@ class PackedWeight:
         first_row = operator.index(first_row)
         if shape[1] != k or first_row < 0 or first_row + shape[0] > n:
             raise WhetValueError(f"{where}: weight is {shape} at row {first_row}, which does not fit in {self.shape}.")
+        self._pack_rows(first_row, rows, source)
+
+    def _pack_rows(self, first_row: int, rows: Any, source: _core.RowType) -> None:
         address, (row_stride, column_stride) = _address_and_strides(rows)
         self._core.pack_rows(
-            first_row, shape[0], rows=address, source=source, row_stride=row_stride, column_stride=column_stride
+            first_row, len(rows), rows=address, source=source, row_stride=row_stride, column_stride=column_stride
         )
 
     @property
@@ -213,11 +216,7 @@ class PackedWeight:
         format, shape, rows = state
         PackedWeight.__init__(self, format, shape)
         numbers = rows.view(np.float32 if format == "float32" else np.uint16 if format == "bfloat16" else np.uint8)
-        address, (row_stride, column_stride) = _address_and_strides(numbers)
-        self._core.pack_rows(
-            0, shape[0], rows=address, source=ROW_TYPES.get(format, _core.RowType.PACKED), row_stride=row_stride,
-            column_stride=column_stride,
-        )  # fmt: skip
+        self._pack_rows(0, numbers, ROW_TYPES.get(format, _core.RowType.PACKED))
 
     def _unpack_rows(self) -> np.ndarray:
         """Return the rows as bytes, (N, bytes per row) uint8."""
