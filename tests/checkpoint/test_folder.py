@@ -216,7 +216,7 @@ def test_other_files_are_not_replaced(tmp_path):
     for path, message in (
         (file, "is not a Whet checkpoint"),
         (folder, "is not a Whet checkpoint"),
-        (tmp_path / "mixed", r"also holds notes\.txt"),
+        (tmp_path / "mixed", "notes.txt"),
     ):
         with pytest.raises(CheckpointError, match=mentions("save_checkpoint", message, "elsewhere")):
             save_checkpoint(path, small(2), {})
