@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.isas import printed_by_isa, run_tests, usable_isas
 from tests.processes import printed_by, run_python
-from tests.raising import assert_raises
+from tests.raising import assert_mentions, assert_raises
 from tests.threads import threads
 
 import whet
@@ -162,6 +162,27 @@ def test_thread_settings():
             assert whet.get_num_threads() == n
     for bad, expected in ((0, "at least 1"), (1.5, "an integer"), (5000, "at most 1024")):
         assert_raises(whet.WhetError, ("set_num_threads", bad, expected), whet.set_num_threads, bad)
+
+
+def test_threads_beyond_the_processors_are_not_started():
+    usable = whet._core.max_processors()
+    assert usable in (int(whet.build_info()["processors"]), int(whet.build_info()["processors"]) + 1)
+    program = f"""{IMPORTS}
+{DIGEST}
+import os, warnings
+print(whet.get_num_threads(), len(os.listdir("/proc/self/task")), file=sys.stderr)
+warnings.simplefilter("error")
+try:
+    whet.set_num_threads(999)
+except UserWarning as warning:
+    print(warning, file=sys.stderr)
+"""
+    run = run_python(f"import sys\n{program}", WHET_NUM_THREADS="1000", OPENBLAS_NUM_THREADS="1")
+    assert run.stdout == run_python(program, WHET_NUM_THREADS="1").stdout
+    warning, *_, counts, second = run.stderr.splitlines()
+    assert_mentions(warning, "WHET_NUM_THREADS", 1000, f"{usable} processor")
+    assert_mentions(second, "set_num_threads", 999, f"{usable} processor")
+    assert counts == f"{usable} {usable}"
 
 
 X = np.random.default_rng(0).normal(size=(64, 5000))

@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <limits>
@@ -43,6 +44,8 @@ int n_in_affinity() {
     return static_cast<int>(std::thread::hardware_concurrency());
 }
 
+double granted() { return std::min<double>(n_in_affinity(), cpu_quota()); }
+
 }  // namespace
 
 double cpu_quota(const std::string& root) {
@@ -58,9 +61,7 @@ double cpu_quota(const std::string& root) {
     return least;
 }
 
-int n_processors() {
-    const double granted = std::min<double>(n_in_affinity(), cpu_quota());
-    return std::max(1, static_cast<int>(granted));
-}
+int n_processors() { return std::max(1, static_cast<int>(granted())); }
+int max_processors() { return std::max(1, static_cast<int>(std::ceil(granted()))); }
 
 }  // namespace whet

@@ -23,6 +23,7 @@ namespace {
 constexpr int kSpins = 1000;  // pauses before a worker sleeps: about 30 us
 
 std::atomic<Fork> borrowed{nullptr};
+std::atomic<JobHook> job_hook{nullptr};
 
 // A job on borrowed threads: each thread claims tasks until none are left.
 struct ForkedJob {
@@ -95,10 +96,7 @@ public:
         done_.store(0, std::memory_order_relaxed);
         ++job_;
         ticket_.store(job_ << kJobShift | n_tasks);
-        if (sleeping_.load() > 0) {
-            epoch_.fetch_add(1);
-            epoch_.notify_all();
-        }
+        wake_one();
         while (run_one()) {
         }
         for (int spins = 0; done_.load(std::memory_order_acquire) != n_tasks; ++spins) {
@@ -117,6 +115,15 @@ private:
         epoch_.fetch_add(1);
         epoch_.notify_all();
         for (std::thread& t : workers_) t.join();
+    }
+
+    bool has_tasks() const { return (ticket_.load() & kLeftMask) != 0; }
+
+    // One by one: waking all of them takes the caller longer than a small job, and a job of few tasks needs few.
+    void wake_one() {
+        if (sleeping_.load() == 0) return;
+        epoch_.fetch_add(1);
+        epoch_.notify_one();
     }
 
     bool run_one() {
@@ -141,8 +148,10 @@ private:
             // wakes this thread, or this thread sees the caller's tasks.
             const uint32_t epoch = epoch_.load();
             sleeping_.fetch_add(1);
-            if (!run_one() && !stop_.load()) epoch_.wait(epoch);
+            if (!has_tasks() && !stop_.load()) epoch_.wait(epoch);
             sleeping_.fetch_sub(1);
+            // Two each: the number of awake workers doubles at each turn.
+            for (int i = 0; i < 2 && has_tasks(); ++i) wake_one();
         }
     }
 
@@ -176,7 +185,14 @@ std::mutex pool_mutex;
 // job. Never destroyed at exit: a daemon thread of the host program may still be using it. A forked child has none of
 // its parent's threads: it starts a new pool, does not destroy the parent's, and borrows no threads.
 auto& pool = *new std::shared_ptr<ThreadPool>;
-int wanted_threads = 0;
+int wanted_threads = 0;  // 0: default
+bool may_oversubscribe = false;
+
+// Under pool_mutex.
+int usable_threads() {
+    if (wanted_threads == 0) wanted_threads = default_n_threads();
+    return may_oversubscribe ? wanted_threads : std::min(wanted_threads, max_processors());
+}
 
 std::shared_ptr<ThreadPool> the_pool() {
     const std::lock_guard lock(pool_mutex);
@@ -188,8 +204,7 @@ std::shared_ptr<ThreadPool> the_pool() {
                                                          pool_mutex.unlock();
                                                      });
         static_cast<void>(registered);
-        if (wanted_threads == 0) wanted_threads = default_n_threads();
-        pool = std::make_shared<ThreadPool>(wanted_threads);
+        pool = std::make_shared<ThreadPool>(usable_threads());
     }
     return pool;
 }
@@ -198,17 +213,24 @@ std::shared_ptr<ThreadPool> the_pool() {
 
 int num_threads() { return the_pool()->n_threads(); }
 
-void set_num_threads(int n) {
-    if (n == num_threads()) return;
+void set_num_threads(int n, bool oversubscribe) {
     std::shared_ptr<ThreadPool> before;  // destroyed outside the lock, by its last job
     const std::lock_guard lock(pool_mutex);
-    before.swap(pool);
     wanted_threads = n;
+    may_oversubscribe = oversubscribe;
+    if (pool != nullptr && pool->n_threads() != usable_threads()) before.swap(pool);
 }
 
 void borrow_threads(Fork fork) { borrowed.store(fork); }
 
+void set_job_hook(JobHook hook) { job_hook.store(hook); }
+
 void parallel_for(size_t n_tasks, void (*task)(void* context, size_t i), void* context) {
+    const JobHook hook = job_hook.load(std::memory_order_relaxed);
+    hook == nullptr ? run_job(n_tasks, task, context) : hook(n_tasks, task, context);
+}
+
+void run_job(size_t n_tasks, void (*task)(void* context, size_t i), void* context) {
     Guarded job{task, context};
     the_pool()->run(n_tasks, Guarded::run, &job);
     if (job.error) std::rethrow_exception(job.error);

@@ -2,8 +2,8 @@
 //
 // Workers spin for a few tens of microseconds after a job and then sleep, so they start quickly within a step and leave
 // the processors to other libraries' threads between steps. The calling thread works too and never waits for a sleeping
-// worker: tasks are claimed one by one. A nested call, or a call while another thread's job runs, runs serially on the
-// calling thread.
+// worker: tasks are claimed one by one, so that a slow processor gets fewer. Workers are woken one by one while tasks
+// are left. A nested call, or a call while another thread's job runs, runs serially on the calling thread.
 #pragma once
 #include <cstddef>
 
@@ -11,9 +11,12 @@
 
 namespace whet {
 
-// Number of threads of a job, including the caller. Default: WHET_NUM_THREADS, else n_processors().
+// Number of threads of a job, including the caller. Default: WHET_NUM_THREADS, else n_processors(); at most
+// max_processors().
 int num_threads();
-void set_num_threads(int n);
+// More threads than processors take turns on them, and every job waits for those that have none: `oversubscribe` is for
+// tests of many threads on few processors.
+void set_num_threads(int n, bool oversubscribe = false);
 
 // Runs body(context) on n_threads threads, including the caller, and returns when all are done: GOMP_parallel in OpenMP
 // runtimes.
@@ -26,6 +29,12 @@ void borrow_threads(Fork fork);
 // Calls task(context, i) for every i in [0, n_tasks), in any order and on any thread. Rethrows the first exception of a
 // task after all tasks have ended.
 void parallel_for(size_t n_tasks, void (*task)(void* context, size_t i), void* context);
+
+// Receives every job of parallel_for in place of the pool, for tests and measurements; null restores the pool. The hook
+// runs the tasks itself or passes them to run_job().
+using JobHook = void (*)(size_t n_tasks, void (*task)(void* context, size_t i), void* context);
+void set_job_hook(JobHook hook);
+void run_job(size_t n_tasks, void (*task)(void* context, size_t i), void* context);
 
 template <class F>
 void parallel_for(size_t n_tasks, F& f) {

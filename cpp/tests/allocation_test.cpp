@@ -223,7 +223,7 @@ void test_making_an_engine() {
     run(right);
     fail_each("making an engine", [&](Attempt& attempt) {
         const auto make = [&] {
-            set_num_threads(kThreads);
+            set_num_threads(kThreads, kOversubscribe);
             Model model(false, WeightFormat::kInt8, 8 + 32);
             Engine s(model.transformer, {some_pages(model), 8, 32});
             const uint64_t id = s.add(prompt(70, 2, 10, 0));
@@ -260,7 +260,7 @@ void test_calls(const std::string& name, WeightFormat format, const std::vector<
     const std::vector<Outputs> expected = results(right, expected_ids), others = results(right, other_expected);
 
     fail_each(name, [&](Attempt& attempt) {
-        set_num_threads(kThreads);
+        set_num_threads(kThreads, kOversubscribe);
         Engine s(model.transformer, limits);
         const std::vector<uint64_t> other{s.add(prompt(100, 2, 40, 9))};
         for (int i = 0; i < 6; ++i) s.step();
@@ -332,7 +332,7 @@ void test_loading(WeightFormat format) {
     PackedWeight right(format, n, k);
     const std::vector<float> expected = rows(right);
     fail_each("loading", [&](Attempt& attempt) {
-        set_num_threads(kThreads);
+        set_num_threads(kThreads, kOversubscribe);
         std::vector<float> out;
         attempt([&] {
             PackedWeight w(format, n, k);
@@ -356,7 +356,7 @@ void test_products(bool bf16) {
     };
     const std::vector<float> expected = product();
     fail_each("products", [&](Attempt& attempt) {
-        set_num_threads(kThreads);
+        set_num_threads(kThreads, kOversubscribe);
         attempt([&] { product(); });
         expect(product() == expected, "the next product is correct");
     });
@@ -395,7 +395,7 @@ void warm_threads(Model& model, size_t rows) {
 }
 
 void test_decoding(const std::string& name, WeightFormat format, const Sampling& sampling, bool with_adapter) {
-    set_num_threads(kThreads);
+    set_num_threads(kThreads, kOversubscribe);
     Model model(format == WeightFormat::kBFloat16, format, 8 + 32);
     Engine s(model.transformer, {some_pages(model), 8, 32});
     Request r = prompt(20, 5, 300, 0);

@@ -305,7 +305,7 @@ void test_adapters() {
 
 int main() {
     return run_tests([] {
-        set_num_threads(3);
+        set_num_threads(3, kOversubscribe);
         for (WeightFormat format : {WeightFormat::kFloat32, WeightFormat::kBFloat16, WeightFormat::kInt8}) {
             test_batch_invariance(format != WeightFormat::kFloat32, format);
         }

@@ -368,7 +368,7 @@ void test_shared_prompt(size_t n_prompt, size_t n_first, size_t n_second) {
     }
     whet::set_num_threads(1);
     const PackedResult serial = forward_and_backward(all);
-    whet::set_num_threads(3);
+    whet::set_num_threads(3, kOversubscribe);
     const PackedResult threaded = forward_and_backward(all);
     const bool same_bits = serial.out == right_out && serial.out == threaded.out && serial.grad_q == threaded.grad_q &&
                            serial.grad_k == threaded.grad_k && serial.grad_v == threaded.grad_v;

@@ -169,7 +169,7 @@ void test_packing_while_others_read() {
 int main() {
     return run_tests([] {
         for (const int n_threads : {1, 3}) {
-            set_num_threads(n_threads);
+            set_num_threads(n_threads, kOversubscribe);
             for (size_t i = 0; i < format_table().size(); ++i) {
                 const auto format = static_cast<WeightFormat>(i);
                 const size_t block = traits(format).block_length;

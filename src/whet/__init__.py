@@ -6,6 +6,8 @@ The primitives and the engine are at top level and depend only on NumPy. Algorit
 
 from __future__ import annotations
 
+import os
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from whet import _core, ops
@@ -41,14 +43,15 @@ def build_info() -> dict[str, str]:
 
 
 def get_num_threads() -> int:
-    """Return the number of threads of a native call, including the calling thread."""
+    """Return the number of threads of a native call, including the calling thread: at most one per processor."""
     return _core.num_threads()
 
 
 def set_num_threads(n: int) -> None:
     """Set the number of threads of native calls, for the whole process. Results do not depend on it.
 
-    Default: the environment variable WHET_NUM_THREADS, or ``processors`` of ``build_info``.
+    Default: the environment variable WHET_NUM_THREADS, or ``processors`` of ``build_info``. More threads than
+    processors (with a fractional quota: rounded up) would take turns on them: they are not started, with a warning.
 
     Raises:
         WhetValueError: n is not in [1, 1024].
@@ -57,6 +60,22 @@ def set_num_threads(n: int) -> None:
     if n > 1024:
         raise WhetValueError(f"set_num_threads: n is {n}, expected at most 1024.")
     _core.set_num_threads(n)
+    _warn_of_surplus_threads(f"set_num_threads: n is {n}", n)
+
+
+def _warn_of_surplus_threads(setting: str, n: int) -> None:
+    usable = _core.max_processors()
+    if n > usable:
+        warnings.warn(
+            f"{setting}, but this process may use {usable} {'processor' if usable == 1 else 'processors'}: that many "
+            f"threads run, with the same results.",
+            stacklevel=3,
+        )
+
+
+# A value that is not a number is an error of the first native call.
+if (_wanted := os.environ.get("WHET_NUM_THREADS", "")).isdecimal():
+    _warn_of_surplus_threads(f"WHET_NUM_THREADS is {_wanted}", int(_wanted))
 
 
 _LAZY = {

@@ -427,7 +427,7 @@ IMPORTS = "import hashlib, numpy as np, whet\nfrom whet import _core"
 DIGEST = """
 digests = set()
 for n_threads in (1, 3):
-    whet.set_num_threads(n_threads)
+    whet._core.set_num_threads(n_threads, oversubscribe=True)
     rng = np.random.default_rng(0)
     h = hashlib.sha256()
     for size in [*range(1, 35), 127, 300, 1023, 1024, 1025, 5000, 50257]:

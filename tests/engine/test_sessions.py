@@ -455,7 +455,7 @@ threads = [threading.Thread(target=work) for _ in range(3)]
 for thread in threads:
     thread.start()
 for n in range(600):
-    whet.set_num_threads(1 + n % 3)
+    whet._core.set_num_threads(1 + n % 3, oversubscribe=True)
 stop.set()
 for thread in threads:
     thread.join()

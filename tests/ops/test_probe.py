@@ -78,7 +78,7 @@ def resident_bytes():
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-whet.set_num_threads(int(sys.argv[1]))
+whet._core.set_num_threads(int(sys.argv[1]), oversubscribe=True)
 probe.evict(48 << 20)
 probe.read_rate(1 << 20, 0.002)
 before = resident_bytes()

@@ -64,7 +64,9 @@ NB_MODULE(_core, m) {
     nb::register_exception_translator(&raise_whet_error);
     m.def("isa", [] { return whet::kernels().isa; });
     m.def("num_threads", &whet::num_threads);
-    m.def("set_num_threads", &whet::set_num_threads, nb::call_guard<whet::ReleasedGil>());
+    m.def("set_num_threads", &whet::set_num_threads, nb::arg("n"), nb::arg("oversubscribe") = false,
+          nb::call_guard<whet::ReleasedGil>());
+    m.def("max_processors", &whet::max_processors);
     m.def("borrow_threads", [](uintptr_t fork) { whet::borrow_threads(reinterpret_cast<whet::Fork>(fork)); });
     m.def("build_info", &build_info);
     m.def("n_processors", &whet::n_processors);

@@ -100,7 +100,7 @@ private:
 }  // namespace
 
 int num_threads() { return n_workers; }
-void set_num_threads(int n) { n_workers = n; }
+void set_num_threads(int n, bool) { n_workers = n; }
 
 void parallel_for(size_t n_tasks, void (*task)(void* context, size_t i), void* context) {
 #if defined(__wasm_atomics__)
