@@ -1,6 +1,7 @@
 #include "engine/model_runner.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #include "kernels/dispatch.h"
@@ -53,8 +54,9 @@ void ModelRunner::run_heads(const StepPlan& plan, const float* hidden) {
         const size_t n = std::min(head_tile_, n_heads - begin);
         for (size_t i = 0; i < n; ++i) std::copy_n(hidden_of(begin + i), d, head_in_.data() + i * d);
         transformer_.logits(head_in_.data(), n, logits_.data());
-        auto task = [&](size_t t) {
-            for (size_t i = t; i < n; i += threads) {
+        std::atomic<size_t> next{0};
+        auto task = [&](size_t t) {  // one per thread, with its scratch memory
+            for (size_t i = next++; i < n; i = next++) {
                 const size_t head = begin + i;
                 float* logits = logits_.data() + i * vocab_size;
                 head < n_draws ? draw(plan.draws[head], logits, aligned + t * scratch, drawn_[head])

@@ -427,8 +427,11 @@ void test_packing() {
 }
 
 void test_pool() {
+    whet::set_num_threads(1000);
+    expect(whet::num_threads() == whet::max_processors(), "got %d threads on %d processors", whet::num_threads(),
+           whet::max_processors());
     for (const int n_threads : {1, 2, 3, 8}) {
-        whet::set_num_threads(n_threads);
+        whet::set_num_threads(n_threads, kOversubscribe);
         for (int round = 0; round < 200; ++round) {
             // Occasional long pauses, so that workers are both spinning and asleep.
             if (round % 50 == 49) std::this_thread::sleep_for(std::chrono::milliseconds(2));
@@ -455,6 +458,42 @@ void test_pool() {
         }
         for (std::thread& t : callers) t.join();
         expect(shared == 4 * 50 * 20, "concurrent jobs lose no task");
+    }
+}
+
+// Time of a job whose tasks are claimed from the last to the first by threads of these speeds; a task takes its size.
+double makespan(const whet::DecreasingTasks& tasks, std::vector<double> speeds) {
+    std::vector<double> free(speeds.size(), 0.0);
+    for (size_t i = tasks.count(); i-- > 0;) {
+        const auto thread = static_cast<size_t>(std::min_element(free.begin(), free.end()) - free.begin());
+        const auto [begin, end] = tasks[i];
+        free[thread] += static_cast<double>(end - begin) / speeds[thread];
+    }
+    return *std::max_element(free.begin(), free.end());
+}
+
+void test_decreasing_tasks() {
+    for (const size_t n : {1, 2, 5, 20, 64, 1000}) {
+        for (const size_t n_threads : {1, 2, 3, 16, 64}) {
+            for (const size_t least : {1, 4}) {
+                const whet::DecreasingTasks tasks(n, n_threads, least);
+                size_t next = 0, size = n;
+                for (size_t i = tasks.count(); i-- > 0;) {
+                    const auto [begin, end] = tasks[i];
+                    expect(begin == next && end > begin, "tasks cover [0, %zu) in order", n);
+                    expect(end - begin <= size + 1, "sizes decrease, up to rounding");
+                    next = end, size = end - begin;
+                }
+                expect(next == n, "the last task ends at %zu, not %zu", n, next);
+                const double ideal = static_cast<double>(n) / static_cast<double>(n_threads);
+                const double time = makespan(tasks, std::vector<double>(n_threads, 1.0));
+                expect(time <= ideal + 1.0, "%zu equal threads: got %g, ideal %g", n_threads, time, ideal);
+            }
+        }
+    }
+    for (const size_t n : {20, 64, 1000}) {
+        const double time = makespan({n, 2, 1}, {1.0, 0.5}), ideal = static_cast<double>(n) / 1.5;
+        expect(time <= 1.15 * ideal, "one of two threads is slow: got %g, ideal %g", time, ideal);
     }
 }
 
@@ -567,6 +606,7 @@ int main() {
         test_packing();
         test_cpu_quota();
         test_pool();
+        test_decreasing_tasks();
         test_host_lock();
     });
 }
