@@ -92,7 +92,7 @@ def test_help_lists_suites_and_options(capsys):
     [
         (["llm-op"], ["'llm-op'", "llm-ops?"]),
         (["llm-ops", "--only", "17 x 3"], ["'17 x 3'", "16 x 4"]),
-        (["llm-ops", "--peers", "jax"], ["'jax'", "numpy"]),
+        (["llm-ops", "--peers", "jax"], ["'jax'", "NumPy"]),
         (["llm-ops", "--threads", "5000"], ["threads is 5000"]),
         (["llm-ops", "--threads", "-1"], ["threads is -1"]),
         (["compare", "nowhere", "nowhere"], ["nowhere"]),
