@@ -14,7 +14,7 @@ namespace whet {
 // Number of threads of a job, including the caller. Default: WHET_NUM_THREADS, else n_processors(); at most
 // max_processors().
 int num_threads();
-// More threads than processors take turns on them, and every job waits for those that have none: `oversubscribe` is for
+// More threads than processors share time slices, and every job waits for those without one: `oversubscribe` is for
 // tests of many threads on few processors.
 void set_num_threads(int n, bool oversubscribe = false);
 

@@ -51,7 +51,7 @@ def set_num_threads(n: int) -> None:
     """Set the number of threads of native calls, for the whole process. Results do not depend on it.
 
     Default: the environment variable WHET_NUM_THREADS, or ``processors`` of ``build_info``. More threads than
-    processors (with a fractional quota: rounded up) would take turns on them: they are not started, with a warning.
+    processors (with a fractional quota: rounded up) would wait for one: they are not started, with a warning.
 
     Raises:
         WhetValueError: n is not in [1, 1024].
