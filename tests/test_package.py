@@ -2,9 +2,11 @@
 
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +17,16 @@ from tests.threads import threads
 
 import whet
 
-ISAS = ["scalar", "avx2", "avx512", "avx512bf16", "neon"]
+# The flags in /proc/cpuinfo that each instruction set needs, narrowest first.
+AVX2 = {"avx2", "fma", "f16c"}
+AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+ISAS = {
+    "scalar": set(),
+    "avx2": AVX2,
+    "avx512": AVX512,
+    "avx512bf16": AVX512 | {"avx512_bf16", "avx512_vnni"},
+    "neon": set(),
+}
 
 
 def available_isas():
@@ -113,6 +124,15 @@ def test_build_info_lists_usable_instruction_sets():
     assert set(usable) == set(available_isas())
     assert run_python("import whet; print(whet.isa())", WHET_ISA="").stdout.strip() == usable[0]
     assert any(name in info["compiler"] for name in ("GCC", "Clang", "clang")) and info["build_type"]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/cpuinfo"), reason="only Linux lists a processor's flags there")
+def test_every_instruction_set_of_the_processor_is_usable():
+    cpuinfo = Path("/proc/cpuinfo").read_text()
+    flags = set(re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo, re.MULTILINE).group(1).split())
+    info = whet.build_info()
+    expected = [isa for isa in info["instruction_sets"].split() if flags >= ISAS[isa]]
+    assert info["usable_instruction_sets"].split() == expected
 
 
 def test_invalid_environment_variable_is_named():

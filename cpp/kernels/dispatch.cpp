@@ -6,6 +6,7 @@
 #include <string>
 
 #include "runtime/errors.h"
+#include "runtime/processor_features.h"
 
 namespace whet {
 
@@ -18,13 +19,13 @@ WHET_UNITS
 #undef UNIT
 
 const Unit* units(size_t& count) {
-    // Each test checks every feature of the unit's compile flags (CMakeLists.txt).
+    // Each line checks every feature of the unit's compile flags (CMakeLists.txt).
+    [[maybe_unused]] static const ProcessorFeatures has = read_processor_features();
     [[maybe_unused]] constexpr bool scalar = true;
 #if defined(__x86_64__)
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    const bool avx512bf16 = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    const bool avx2 = has.avx2 && has.fma && has.f16c;
+    const bool avx512 = avx2 && has.avx512f && has.avx512bw && has.avx512dq && has.avx512vl;
+    const bool avx512bf16 = avx512 && has.avx512bf16 && has.avx512vnni;
 #elif defined(__aarch64__)
     constexpr bool neon = true;
 #endif
