@@ -5,7 +5,6 @@
 #include <numpy/arrayobject.h>
 
 #include <algorithm>
-#include <cstring>
 #include <iterator>
 
 namespace nb = nanobind;
@@ -25,13 +24,19 @@ constexpr size_t kNDTypes = std::size(kDTypes);
 
 const DTypeNames& names_of(DType dtype) { return kDTypes[static_cast<size_t>(dtype)]; }
 
-// Types and descriptors of torch, fetched with the first tensor and cached for the life of the process. Attributes are
-// read through the descriptors of the class: a lookup by name would cost as much as the read.
+// An attribute that C code reads through its descriptor: a lookup by name would cost as much as the read.
+struct Attribute {
+    PyObject* descriptor = nullptr;
+    descrgetfunc get = nullptr;
+};
+
+// Types and descriptors of torch, fetched with the first tensor and cached for the life of the process.
 struct Torch {
     PyTypeObject* tensor = nullptr;
     PyObject* dtypes[kNDTypes] = {};
-    PyObject *from_numpy = nullptr, *empty = nullptr, *requires_grad = nullptr, *is_cpu = nullptr, *dtype = nullptr;
-    PyObject *shape = nullptr, *is_contiguous = nullptr, *data_ptr = nullptr, *stride = nullptr, *is_neg = nullptr;
+    Attribute requires_grad, is_cpu, dtype, shape;
+    PyObject *from_numpy = nullptr, *empty = nullptr;
+    PyObject *is_contiguous = nullptr, *data_ptr = nullptr, *stride = nullptr, *is_neg = nullptr;
     bool ready = false;
 };
 
@@ -45,14 +50,21 @@ const Torch* torch() {
         if (attribute == nullptr) PyErr_Clear(), complete = false;  // torch is still being imported
         return attribute;
     };
+    const auto get_attribute = [&](PyObject* type, const char* name) {
+        Attribute attribute{get(type, name)};
+        if (attribute.descriptor == nullptr) return attribute;
+        void* slot = PyType_GetSlot(Py_TYPE(attribute.descriptor), Py_tp_descr_get);
+        attribute.get = reinterpret_cast<descrgetfunc>(slot);
+        return attribute;
+    };
     for (size_t i = 0; i < kNDTypes; ++i) t.dtypes[i] = get(module, kDTypes[i].torch);
     t.empty = get(module, "empty");
     t.from_numpy = get(module, "from_numpy");
     PyObject* tensor = get(module, "Tensor");
-    t.requires_grad = get(tensor, "requires_grad");
-    t.is_cpu = get(tensor, "is_cpu");
-    t.dtype = get(tensor, "dtype");
-    t.shape = get(tensor, "shape");
+    t.requires_grad = get_attribute(tensor, "requires_grad");
+    t.is_cpu = get_attribute(tensor, "is_cpu");
+    t.dtype = get_attribute(tensor, "dtype");
+    t.shape = get_attribute(tensor, "shape");
     t.is_contiguous = get(tensor, "is_contiguous");
     t.data_ptr = get(tensor, "data_ptr");
     t.stride = get(tensor, "stride");
@@ -63,14 +75,13 @@ const Torch* torch() {
 }
 
 // The value of an attribute, or the result of a method without arguments; invalid, without a Python error, on failure.
-nb::object attribute_of(PyObject* tensor, PyObject* descriptor) {
-    PyObject* value =
-        Py_TYPE(descriptor)->tp_descr_get(descriptor, tensor, reinterpret_cast<PyObject*>(Py_TYPE(tensor)));
+nb::object attribute_of(PyObject* tensor, const Attribute& attribute) {
+    PyObject* value = attribute.get(attribute.descriptor, tensor, reinterpret_cast<PyObject*>(Py_TYPE(tensor)));
     if (value == nullptr) PyErr_Clear();
     return nb::steal(value);
 }
 nb::object result_of(PyObject* tensor, PyObject* method) {
-    PyObject* value = PyObject_CallOneArg(method, tensor);
+    PyObject* value = PyObject_Vectorcall(method, &tensor, 1, nullptr);
     if (value == nullptr) PyErr_Clear();
     return nb::steal(value);
 }
@@ -81,6 +92,18 @@ bool torch_dtype(PyObject* dtype, const Torch& t, DType& out) {
     return found != std::end(t.dtypes);
 }
 
+// Whether this is the type of ml_dtypes' bfloat16.
+bool is_bfloat16(PyTypeObject* type) {
+    static PyTypeObject* bfloat16 = nullptr;
+    if (type == bfloat16) return true;
+    const nb::handle t(reinterpret_cast<PyObject*>(type));
+    if (!nb::str("bfloat16").equal(t.attr("__name__")) || !nb::str("ml_dtypes").equal(t.attr("__module__"))) {
+        return false;
+    }
+    bfloat16 = type;
+    return true;
+}
+
 bool numpy_dtype(PyArrayObject* a, DType& out) {
     const int type = PyArray_TYPE(a);
     const auto* found = std::find_if(std::begin(kDTypes), std::end(kDTypes),
@@ -88,16 +111,16 @@ bool numpy_dtype(PyArrayObject* a, DType& out) {
     out = static_cast<DType>(found - kDTypes);
     if (found != std::end(kDTypes)) return true;
     out = DType::kBFloat16;
-    return std::strcmp(PyArray_DESCR(a)->typeobj->tp_name, "ml_dtypes.bfloat16") == 0;
+    return is_bfloat16(PyArray_DESCR(a)->typeobj);
 }
 
 // Reads a tuple of integers into `n`, which has its length; returns false otherwise.
 bool sizes_of(const nb::object& tuple, int& n, Py_ssize_t* sizes) {
-    if (!tuple.is_valid() || !PyTuple_Check(tuple.ptr()) || PyTuple_GET_SIZE(tuple.ptr()) > Array::kMaxAxes) {
-        return false;
-    }
-    n = static_cast<int>(PyTuple_GET_SIZE(tuple.ptr()));
-    for (int i = 0; i < n; ++i) sizes[i] = PyLong_AsSsize_t(PyTuple_GET_ITEM(tuple.ptr(), i));
+    if (!tuple.is_valid() || !PyTuple_Check(tuple.ptr())) return false;
+    const Py_ssize_t size = PyTuple_Size(tuple.ptr());
+    if (size > Array::kMaxAxes) return false;
+    n = static_cast<int>(size);
+    for (int i = 0; i < n; ++i) sizes[i] = PyLong_AsSsize_t(PyTuple_GetItem(tuple.ptr(), i));
     return true;
 }
 
@@ -178,7 +201,7 @@ nb::object new_like(PyObject* like, const Array& array, DType dtype, int ndim, c
     if (array.is_torch) {
         const Torch& t = *torch();
         nb::object sizes = nb::steal(PyTuple_New(ndim));
-        for (int i = 0; i < ndim; ++i) PyTuple_SET_ITEM(sizes.ptr(), i, PyLong_FromSsize_t(shape[i]));
+        for (int i = 0; i < ndim; ++i) PyTuple_SetItem(sizes.ptr(), i, PyLong_FromSsize_t(shape[i]));
         const nb::object same = attribute_of(like, t.dtype);
         nb::dict options;
         options["dtype"] = dtype == array.dtype ? same : nb::borrow(t.dtypes[static_cast<size_t>(DType::kFloat32)]);
@@ -191,7 +214,7 @@ nb::object new_like(PyObject* like, const Array& array, DType dtype, int ndim, c
     for (int i = 0; i < ndim; ++i) sizes[i] = shape[i];
     PyArray_Descr* descr =
         dtype == array.dtype ? PyArray_DESCR(reinterpret_cast<PyArrayObject*>(like)) : PyArray_DescrFromType(NPY_FLOAT);
-    if (dtype == array.dtype) Py_INCREF(descr);  // the new array steals a reference
+    if (dtype == array.dtype) Py_INCREF(reinterpret_cast<PyObject*>(descr));  // the new array steals a reference
     nb::object out = nb::steal(PyArray_Empty(ndim, sizes, descr, 0));
     if (!out.is_valid()) nb::raise_python_error();
     *data = PyArray_DATA(reinterpret_cast<PyArrayObject*>(out.ptr()));
@@ -221,7 +244,7 @@ PyObject* new_array(DType dtype, int ndim, const Py_ssize_t* shape, bool as_torc
     if (array == nullptr) return nullptr;
     *data = PyArray_DATA(reinterpret_cast<PyArrayObject*>(array));
     if (!as_torch) return array;
-    PyObject* tensor = PyObject_CallOneArg(torch()->from_numpy, array);
+    PyObject* tensor = PyObject_Vectorcall(torch()->from_numpy, &array, 1, nullptr);
     Py_DECREF(array);
     return tensor;
 }

@@ -20,7 +20,7 @@ namespace {
 // Reads a scale, None for head_dim^-1/2, and converts it for base-2 scores. Returns false unless it is a finite float.
 bool read_scale(nb::handle object, Py_ssize_t head_dim, float& scale) {
     if (!object.is_none() && !PyFloat_CheckExact(object.ptr())) return false;
-    const double given = object.is_none() ? 1.0 / std::sqrt(head_dim) : PyFloat_AS_DOUBLE(object.ptr());
+    const double given = object.is_none() ? 1.0 / std::sqrt(head_dim) : PyFloat_AsDouble(object.ptr());
     scale = base_2_scale(given);
     return std::isfinite(scale);
 }

@@ -58,7 +58,7 @@ nb::object numbers_of(const GgufValue& value) {
     for (uint64_t i = 0; i < value.count; ++i) {
         T item;
         std::memcpy(&item, value.bytes.data() + i * sizeof item, sizeof item);
-        PyList_SET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i), nb::cast(item).release().ptr());
+        PyList_SetItem(list.ptr(), static_cast<Py_ssize_t>(i), nb::cast(item).release().ptr());
     }
     return list;
 }

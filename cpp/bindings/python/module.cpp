@@ -53,14 +53,14 @@ void raise_whet_error(const std::exception_ptr& error, void*) {
 }
 
 // Releases the GIL if this thread holds it.
-void* release_gil() { return PyGILState_Check() ? PyEval_SaveThread() : nullptr; }
+void* release_held_gil() { return whet::holds_gil() ? whet::release_gil() : nullptr; }
 
 }  // namespace
 
 NB_MODULE(_core, m) {
     nb::set_leak_warnings(false);  // scripts may exit with weights in a torch graph
     whet::import_numpy();
-    whet::host_lock = {&release_gil, &whet::acquire_gil};
+    whet::host_lock = {&release_held_gil, &whet::acquire_gil};
     nb::register_exception_translator(&raise_whet_error);
     m.def("isa", [] { return whet::kernels().isa; });
     m.def("num_threads", &whet::num_threads);

@@ -187,7 +187,7 @@ nb::object gae_call(nb::handle rewards, nb::handle values, nb::handle dones, nb:
     const double* last_values = &only;
     if (r.ndim == 1) {
         if (!PyFloat_CheckExact(last_value.ptr())) return not_implemented();
-        only = PyFloat_AS_DOUBLE(last_value.ptr());
+        only = PyFloat_AsDouble(last_value.ptr());
     } else {
         if (!view_vector(last_value, DType::kFloat64, last) || last.shape[0] != r.shape[0]) return not_implemented();
         last_values = last.as<double>();
@@ -215,7 +215,7 @@ nb::object pack(nb::handle lengths, int64_t max_length) {
         for (int64_t i = 0; i < size; ++i) {
             PyObject* index = PyLong_FromLongLong(packing.indices[static_cast<size_t>(begin + i)]);
             if (index == nullptr) nb::raise_python_error();
-            PyList_SET_ITEM(bin.ptr(), i, index);
+            PyList_SetItem(bin.ptr(), i, index);
         }
         bins.append(bin);
     }
