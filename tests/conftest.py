@@ -12,6 +12,9 @@ from tests.needs import missing
 
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
+from whet import _core  # noqa: E402  # imports NumPy, whose BLAS reads these variables
+
+os.environ.setdefault("WHET_NUM_THREADS", str(_core.n_processors()))  # else Whet uses OMP_NUM_THREADS
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

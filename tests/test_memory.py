@@ -11,7 +11,8 @@ from tests.processes import printed_by
 
 import whet
 from whet import _core
-from whet.memory import PARTS, _control_groups, available_bytes, machine_bytes, memory_report, resident_bytes
+from whet.memory import PARTS, memory_report
+from whet.system.memory import available_bytes, control_groups, machine_bytes, resident_bytes
 
 NARROW = "bf16" in _core.isa()
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is reported on Linux only")
@@ -22,7 +23,7 @@ import json, sys
 import torch, transformers, whet
 from tests.tiny import fours, tiny_llama, with_lora
 from whet.algorithms.grpo import GRPO
-from whet.memory import resident_bytes
+from whet.system.memory import resident_bytes
 from whet.models.sources.live import open_module
 from whet.training.sizes import Lengths, run_memory
 from whet.models.lora import choose_adapted
@@ -114,9 +115,9 @@ def test_control_groups_of_version_2_include_ancestors(tmp_path):
     stat = {"memory__stat": "anon 1\ninactive_file 300"}
     write_group(groups / "user", memory__max=5000, memory__current=2000, **stat)
     write_group(groups / "user/job", memory__max="max", memory__current=1500, **stat)
-    assert list(_control_groups(tmp_path)) == [(5000, 1700)]
+    assert list(control_groups(tmp_path)) == [(5000, 1700)]
     (groups / "user/job/memory.max").write_text("4000\n")
-    assert list(_control_groups(tmp_path)) == [(4000, 1200), (5000, 1700)]
+    assert list(control_groups(tmp_path)) == [(4000, 1200), (5000, 1700)]
 
 
 def test_control_groups_of_version_1_and_of_a_container(tmp_path):
@@ -124,7 +125,7 @@ def test_control_groups_of_version_1_and_of_a_container(tmp_path):
     group = tmp_path / "sys/fs/cgroup/memory"
     values = {"memory__usage_in_bytes": 900, "memory__stat": "cache 7\ntotal_inactive_file 100"}
     write_group(group, memory__limit_in_bytes=9223372036854771712, **values)
-    assert list(_control_groups(tmp_path)) == []
+    assert list(control_groups(tmp_path)) == []
     write_group(group, memory__limit_in_bytes=2000)  # the path is the host's, which does not exist here
-    assert list(_control_groups(tmp_path)) == [(2000, 800)]
-    assert list(_control_groups(tmp_path / "nowhere")) == []
+    assert list(control_groups(tmp_path)) == [(2000, 800)]
+    assert list(control_groups(tmp_path / "nowhere")) == []

@@ -29,13 +29,13 @@ from benchmarks.contenders.training.lora import lora_config
 from benchmarks.contenders.training.workload import GRPOShape
 from whet import set_num_threads
 from whet.bench.case import NotMeasured, WholeRun
-from whet.bench.machine import cpus
 from whet.config.sampling import Completion, SamplingParams, StreamKey
 from whet.engine import Engine
 from whet.models.sizes import MAX_BATCH
 from whet.nn.frozen import frozen_model
 from whet.rollout.ray_pool import RayPool
 from whet.rollout.ray_worker import Policy, versions
+from whet.system.machine import processors
 
 WORKERS = 2
 SIMULATED_WORKERS = 200
@@ -103,8 +103,8 @@ def run_alone(serve: Callable[..., None], *settings: Any) -> Callable[[Sampling]
     def prepare(work: Sampling) -> Callable[[], WholeRun]:
         import ray  # noqa: F401
 
-        if len(cpus()) < WORKERS:
-            raise NotMeasured(f"{WORKERS} workers need {WORKERS} processors, and there are {len(cpus())}")
+        if len(processors()) < WORKERS:
+            raise NotMeasured(f"{WORKERS} workers need {WORKERS} processors, and there are {len(processors())}")
         start = partial(Contender, serve, work, *settings)
         # A peak would count only one of several processes.
         return lambda: replace(whole_run(start, work.n_steps), peak_bytes=None)

@@ -20,8 +20,8 @@ from benchmarks.contenders.training.workload import GRPOShape
 from benchmarks.suites.grpo import QUICK_STEP, TINY
 from benchmarks.suites.lora import contender, weights_of, work_case
 from whet.bench.case import BenchOptions, Call, Case, NotMeasured, Provider, Suite, Table
-from whet.bench.machine import cpus
 from whet.errors import WhetValueError
+from whet.system.machine import processors
 
 _RANKS = 2
 _RANDOM = "Random weights of the real shape, prompts of random tokens; completions have full length."
@@ -44,9 +44,9 @@ def ranked(name: str, base: str, note: str = "", **settings: Any) -> Provider:
     """Create a provider of Whet's trainer on ranks that share the threads of one process."""
 
     def prepare(work: Work) -> Call:
-        if len(cpus()) % _RANKS:
-            raise NotMeasured(f"{_RANKS} ranks need twice as many threads as one, and there are {len(cpus())}")
-        start = partial(RankedContender, _RANKS, len(cpus()) // _RANKS, native.serve_lora)
+        if len(processors()) % _RANKS:
+            raise NotMeasured(f"{_RANKS} ranks need twice as many threads as one, and there are {len(processors())}")
+        start = partial(RankedContender, _RANKS, len(processors()) // _RANKS, native.serve_lora)
         return partial(run_steps, start, work, {"base": base, **settings})
 
     return Provider(name, prepare, note=note)

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "runtime/pages.h"
+#include "runtime/system.h"
 
 namespace whet {
 namespace {

@@ -6,7 +6,7 @@
 
 #include "kernels/dispatch.h"
 #include "runtime/ceil_div.h"
-#include "runtime/pages.h"
+#include "runtime/system.h"
 #include "runtime/thread_pool.h"
 
 namespace whet {

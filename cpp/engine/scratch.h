@@ -1,9 +1,11 @@
 // Thread-local scratch memory, reused across calls: no allocation after warm-up.
 #pragma once
 #include <cstddef>
-#include <cstdlib>
 #include <memory>
 #include <new>
+
+#include "runtime/ceil_div.h"
+#include "runtime/system.h"
 
 namespace whet {
 
@@ -21,18 +23,15 @@ enum class Scratch {
 
 // Returns at least this many bytes, page-aligned. Contents are lost if the buffer has to grow.
 inline void* scratch_bytes(size_t bytes, Scratch use) {
-    struct Free {
-        void operator()(void* p) const { std::free(p); }
-    };
     struct Block {
-        std::unique_ptr<void, Free> memory;
+        std::unique_ptr<void, FreeAligned> memory;
         size_t bytes = 0;
     };
     thread_local Block blocks[static_cast<size_t>(Scratch::kCount)];
     Block& block = blocks[static_cast<size_t>(use)];
     if (block.bytes < bytes) {
-        block.bytes = (bytes + 4095) / 4096 * 4096;
-        block.memory.reset(std::aligned_alloc(4096, block.bytes));
+        block.bytes = ceil_div(bytes, page_bytes()) * page_bytes();
+        block.memory.reset(allocate_aligned(page_bytes(), block.bytes));
         if (block.memory == nullptr) block.bytes = 0, throw std::bad_alloc();
     }
     return block.memory.get();

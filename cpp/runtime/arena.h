@@ -2,11 +2,10 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <memory>
 #include <new>
 
-#include "runtime/pages.h"
+#include "runtime/system.h"
 
 namespace whet {
 
@@ -20,7 +19,7 @@ public:
         return memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_.get() + at);
     }
     void allocate() {
-        memory_.reset(static_cast<uint8_t*>(std::aligned_alloc(64, used_ == 0 ? 64 : used_)));
+        memory_.reset(static_cast<uint8_t*>(allocate_aligned(64, used_)));
         if (memory_ == nullptr) throw std::bad_alloc();
         used_ = 0;
     }
@@ -28,10 +27,7 @@ public:
     void release() { release_pages(memory_.get(), used_); }  // addresses stay valid
 
 private:
-    struct Free {
-        void operator()(uint8_t* p) const { std::free(p); }
-    };
-    std::unique_ptr<uint8_t[], Free> memory_;
+    std::unique_ptr<uint8_t[], FreeAligned> memory_;
     size_t used_ = 0;
 };
 

@@ -1,10 +1,10 @@
 #include "runtime/fair_mutex.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <new>
 #include <vector>
+
+#include "runtime/system.h"
 
 namespace whet {
 namespace {
@@ -19,9 +19,9 @@ uint64_t forks = 0;
 uint64_t FairMutex::n_forks() { return forks; }
 
 FairMutex::FairMutex() {
-    static const int registered =
-        pthread_atfork(&FairMutex::prepare_fork, &FairMutex::end_fork_in_parent, &FairMutex::end_fork_in_child);
-    static_cast<void>(registered);
+    static std::once_flag once;
+    std::call_once(once, at_fork, &FairMutex::prepare_fork, &FairMutex::end_fork_in_parent,
+                   &FairMutex::end_fork_in_child);
     const std::lock_guard guard(all_mutex);
     all.push_back(this);
 }

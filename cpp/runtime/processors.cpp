@@ -1,13 +1,12 @@
 #include "runtime/processors.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <limits>
-#include <thread>
+
+#include "runtime/system.h"
 
 namespace whet {
 namespace {
@@ -38,13 +37,7 @@ double quota_up_to(const fs::path& top, fs::path path) {
 
 bool names_cpu(const std::string& controllers) { return ("," + controllers + ",").find(",cpu,") != std::string::npos; }
 
-int n_in_affinity() {
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
-    return static_cast<int>(std::thread::hardware_concurrency());
-}
-
-double granted() { return std::min<double>(n_in_affinity(), cpu_quota()); }
+double granted() { return std::min<double>(n_schedulable_processors(), cpu_quota()); }
 
 }  // namespace
 

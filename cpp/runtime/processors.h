@@ -4,8 +4,8 @@
 
 namespace whet {
 
-// Processors in the affinity mask, at most the CPU quota of the control groups: a quota of 2.5 gives 2 processors. At
-// least 1.
+// Processors on which the system schedules this process, at most the CPU quota of the control groups: a quota of 2.5
+// gives 2 processors. At least 1.
 int n_processors();
 
 // The same, with a quota of 2.5 rounded up to 3: more threads than this cannot run at once.

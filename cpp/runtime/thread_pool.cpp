@@ -1,7 +1,5 @@
 #include "runtime/thread_pool.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -16,6 +14,7 @@
 
 #include "runtime/processors.h"
 #include "runtime/errors.h"
+#include "runtime/system.h"
 
 namespace whet {
 namespace {
@@ -167,6 +166,8 @@ private:
     std::vector<std::thread> workers_;
 };
 
+bool has_siblings = false;  // this process is a worker of a pool of processes
+
 int default_n_threads() {
     if (const char* wanted = std::getenv("WHET_NUM_THREADS"); wanted != nullptr && *wanted != '\0') {
         char* end = nullptr;
@@ -177,7 +178,11 @@ int default_n_threads() {
         }
         return static_cast<int>(n);
     }
-    return n_processors();
+    // torchrun, joblib and Ray divide the processors among their workers by this variable; "4,2": levels of nesting.
+    const char* openmp = std::getenv("OMP_NUM_THREADS");
+    const long given = openmp == nullptr ? 0 : std::strtol(openmp, nullptr, 10);
+    if (given > 0) return static_cast<int>(std::min<long>(given, n_processors()));
+    return has_siblings ? 1 : n_processors();
 }
 
 std::mutex pool_mutex;
@@ -190,20 +195,23 @@ bool may_oversubscribe = false;
 
 // Under pool_mutex.
 int usable_threads() {
-    if (wanted_threads == 0) wanted_threads = default_n_threads();
-    return may_oversubscribe ? wanted_threads : std::min(wanted_threads, max_processors());
+    const int wanted = wanted_threads > 0 ? wanted_threads : default_n_threads();
+    return may_oversubscribe ? wanted : std::min(wanted, max_processors());
 }
+
+void end_fork_in_child() {
+    ::new (static_cast<void*>(&pool)) std::shared_ptr<ThreadPool>;
+    borrowed.store(nullptr);
+    has_siblings = true;
+    pool_mutex.unlock();
+}
+
+[[maybe_unused]] const bool watches_forks =
+    (at_fork([] { pool_mutex.lock(); }, [] { pool_mutex.unlock(); }, end_fork_in_child), true);
 
 std::shared_ptr<ThreadPool> the_pool() {
     const std::lock_guard lock(pool_mutex);
     if (pool == nullptr) {
-        static const int registered = pthread_atfork([] { pool_mutex.lock(); }, [] { pool_mutex.unlock(); },
-                                                     [] {
-                                                         ::new (static_cast<void*>(&pool)) std::shared_ptr<ThreadPool>;
-                                                         borrowed.store(nullptr);
-                                                         pool_mutex.unlock();
-                                                     });
-        static_cast<void>(registered);
         pool = std::make_shared<ThreadPool>(usable_threads());
     }
     return pool;
@@ -219,6 +227,11 @@ void set_num_threads(int n, bool oversubscribe) {
     wanted_threads = n;
     may_oversubscribe = oversubscribe;
     if (pool != nullptr && pool->n_threads() != usable_threads()) before.swap(pool);
+}
+
+void expect_siblings() {
+    const std::lock_guard lock(pool_mutex);
+    has_siblings = true;
 }
 
 void borrow_threads(Fork fork) { borrowed.store(fork); }

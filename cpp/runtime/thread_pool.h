@@ -11,12 +11,15 @@
 
 namespace whet {
 
-// Number of threads of a job, including the caller. Default: WHET_NUM_THREADS, else n_processors(); at most
-// max_processors().
+// Number of threads of a job, including the caller. Default: WHET_NUM_THREADS; else OMP_NUM_THREADS; else 1 in a
+// worker, which is a forked process or one that expects siblings; else n_processors(). At most max_processors().
 int num_threads();
 // More threads than processors share time slices, and every job waits for those without one: `oversubscribe` is for
 // tests of many threads on few processors.
 void set_num_threads(int n, bool oversubscribe = false);
+
+// Declares this process a worker of a pool of processes, which share the processors.
+void expect_siblings();
 
 // Runs body(context) on n_threads threads, including the caller, and returns when all are done: GOMP_parallel in OpenMP
 // runtimes.

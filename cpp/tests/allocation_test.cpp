@@ -54,7 +54,7 @@ void* counted(void* p) {
 extern "C" {
 void* __real_malloc(size_t);
 void* __real_calloc(size_t, size_t);
-void* __real_aligned_alloc(size_t, size_t);
+int __real_posix_memalign(void**, size_t, size_t);
 void __real_free(void*);
 void* __real_mmap(void*, size_t, int, int, int, off_t);
 int __real_munmap(void*, size_t);
@@ -62,8 +62,11 @@ int __real___cxa_thread_atexit(void (*)(void*), void*, void*);
 
 void* __wrap_malloc(size_t n) { return fail_allocation() ? nullptr : counted(__real_malloc(n)); }
 void* __wrap_calloc(size_t n, size_t size) { return fail_allocation() ? nullptr : counted(__real_calloc(n, size)); }
-void* __wrap_aligned_alloc(size_t alignment, size_t n) {
-    return fail_allocation() ? nullptr : counted(__real_aligned_alloc(alignment, n));
+int __wrap_posix_memalign(void** p, size_t alignment, size_t n) {
+    if (fail_allocation()) return ENOMEM;
+    const int error = __real_posix_memalign(p, alignment, n);
+    live += error == 0;
+    return error;
 }
 void __wrap_free(void* p) {
     live -= p != nullptr;
@@ -94,7 +97,7 @@ void* operator new(size_t n) {
 }
 void* operator new(size_t n, std::align_val_t alignment) {
     const auto unit = static_cast<size_t>(alignment);
-    if (void* p = fail_allocation() ? nullptr : counted(__real_aligned_alloc(unit, (n + unit - 1) / unit * unit)))
+    if (void* p = fail_allocation() ? nullptr : counted(std::aligned_alloc(unit, (n + unit - 1) / unit * unit)))
         return p;
     throw std::bad_alloc();
 }

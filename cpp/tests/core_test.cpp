@@ -4,7 +4,9 @@
 #include <atomic>
 #include <bit>
 #include <cmath>
+#include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <limits>
@@ -18,6 +20,7 @@
 #include "runtime/host_lock.h"
 #include "runtime/packing.h"
 #include "runtime/processors.h"
+#include "runtime/system.h"
 #include "runtime/split.h"
 #include "runtime/thread_pool.h"
 #include "tests/checks.h"
@@ -569,6 +572,40 @@ void test_cpu_quota() {
     expect(whet::n_processors() >= 1, "n_processors: got %d, expected at least 1", whet::n_processors());
 }
 
+void test_system_memory() {
+    const size_t page = whet::page_bytes();
+    expect(page >= 4096 && (page & (page - 1)) == 0, "page_bytes: got %zu, expected a power of two", page);
+    for (const size_t alignment : {size_t{16}, size_t{64}, page, size_t{2} << 20}) {
+        for (const size_t bytes : {size_t{0}, size_t{1}, alignment + 1}) {
+            void* const memory = whet::allocate_aligned(alignment, bytes);
+            expect(memory != nullptr && reinterpret_cast<uintptr_t>(memory) % alignment == 0,
+                   "allocate_aligned(%zu, %zu)", alignment, bytes);
+            std::memset(memory, 1, bytes);
+            whet::free_aligned(memory);
+        }
+    }
+    for (const size_t bytes : {size_t{0}, size_t{1}, size_t{100000}, size_t{3} << 20}) {
+        auto* const memory = static_cast<uint8_t*>(whet::allocate_zeroed(bytes));
+        expect(memory != nullptr && reinterpret_cast<uintptr_t>(memory) % 64 == 0, "allocate_zeroed(%zu)", bytes);
+        expect(std::all_of(memory, memory + bytes, [](uint8_t x) { return x == 0; }), "%zu bytes are zero", bytes);
+        std::memset(memory, 1, bytes);
+        // Keeps what is not a whole page, and the addresses.
+        if (bytes > 1) whet::release_pages(memory + 1, bytes - 1);
+        expect(bytes == 0 || memory[0] == 1, "the first of %zu bytes is kept", bytes);
+        std::memset(memory, 2, bytes);
+        expect(std::all_of(memory, memory + bytes, [](uint8_t x) { return x == 2; }), "%zu bytes are writable", bytes);
+        whet::prefer_huge_pages(memory, bytes);
+        whet::free_zeroed(memory, bytes);
+    }
+    const whet::ProcessMemory process = whet::read_process_memory();
+    expect(process.resident > 1 << 20 && process.peak >= process.resident, "resident %zu, peak %zu", process.resident,
+           process.peak);
+    const whet::MachineMemory machine = whet::read_machine_memory();
+    expect(machine.total > process.resident && machine.available > 0 && machine.available <= machine.total,
+           "machine: total %zu, available %zu", machine.total, machine.available);
+    expect(whet::n_schedulable_processors() >= 1, "processors: got %d", whet::n_schedulable_processors());
+}
+
 }  // namespace
 
 int main() {
@@ -605,6 +642,7 @@ int main() {
         }
         test_packing();
         test_cpu_quota();
+        test_system_memory();
         test_pool();
         test_decreasing_tasks();
         test_host_lock();

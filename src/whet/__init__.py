@@ -14,6 +14,7 @@ from whet import _core, ops
 from whet.errors import WhetError, WhetTypeError, WhetValueError
 from whet.ops import *  # noqa: F403
 from whet.ops import inputs as _inputs
+from whet.system.processes import has_siblings as _has_siblings
 
 if TYPE_CHECKING:
     from whet.config.sampling import Completion, SamplingParams, StreamKey
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from whet.memory import memory_report
 
 __version__ = "0.1.0"
+
+if _has_siblings():
+    _core.expect_siblings()
 
 
 def isa() -> str:
@@ -50,8 +54,11 @@ def get_num_threads() -> int:
 def set_num_threads(n: int) -> None:
     """Set the number of threads of native calls, for the whole process. Results do not depend on it.
 
-    Default: the environment variable WHET_NUM_THREADS, or ``processors`` of ``build_info``. More threads than
-    processors (with a fractional quota: rounded up) would wait for one: they are not started, with a warning.
+    Default: the environment variable WHET_NUM_THREADS. Without it, OMP_NUM_THREADS, by which torchrun, joblib and Ray
+    divide the processors among their workers. Without both, 1 in a forked process and in a worker of multiprocessing,
+    such as torch's DataLoader's, and else ``processors`` of ``build_info``. A forked process keeps a number
+    that its parent has set by this function. More threads than processors (with a fractional quota: rounded up) would
+    wait for one: they are not started, with a warning.
 
     Raises:
         WhetValueError: n is not in [1, 1024].

@@ -3,17 +3,14 @@
 A file or folder is replaced as a whole: new content is written to a temporary next to it, forced to disk, and renamed.
 The writer locks its temporary, which distinguishes leftovers of killed processes from writes in progress.
 
-Locks are ``flock``: the kernel releases them when the process ends, however it ends. They belong to the open file
-description, which a forked child shares, so every forked child immediately closes its parent's lock descriptors.
-
-Needs only the standard library.
+The system releases a lock when its process ends, however it ends (``whet.system.files``). Needs only the standard
+library.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import glob
 import hashlib
 import json
@@ -26,11 +23,12 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator
-from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet.errors import DiskFullError, FolderInUseError, WhetValueError
+from whet.system.files import Lock, force_to_disk, replace, set_direct
+from whet.system.processes import call_in_forked_children
 
 if TYPE_CHECKING:
     from typing import Self
@@ -68,7 +66,7 @@ def replace_bytes(path: str | os.PathLike[str], data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        replace(temporary, path)
 
 
 @contextlib.contextmanager
@@ -80,9 +78,9 @@ def temporary_next_to(path: Path, purpose: str, folder: bool = False) -> Iterato
     """
     remove_abandoned(path.parent, f".{glob.escape(path.name)}.*{purpose}")
     made: list[Path] = []
-    descriptor = None
+    lock = None
     try:
-        temporary, descriptor = _make_locked(path, purpose, folder, made)
+        temporary, lock = _make_locked(path, purpose, folder, made)
         yield temporary
     finally:
         for each in made:
@@ -90,26 +88,26 @@ def temporary_next_to(path: Path, purpose: str, folder: bool = False) -> Iterato
                 shutil.rmtree(each, ignore_errors=True)
             else:
                 each.unlink(missing_ok=True)
-        if descriptor is not None:
-            _close(descriptor)
+        if lock is not None:
+            lock.close()
 
 
 def remove_abandoned(folder: Path, pattern: str) -> None:
     """Remove the files and folders of ``temporary_next_to`` in ``folder`` whose writers have died."""
     for path in folder.glob(pattern):
         with contextlib.suppress(OSError):  # removed already, locked by its writer, or a file system without locks
-            descriptor = _open(path)
+            lock = Lock(path)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock.acquire(wait=False)
                 if path.is_dir():
                     shutil.rmtree(path, ignore_errors=True)
                 else:
                     path.unlink()
             finally:
-                _close(descriptor)
+                lock.close()
 
 
-def _make_locked(path: Path, purpose: str, folder: bool, made: list[Path]) -> tuple[Path, int]:
+def _make_locked(path: Path, purpose: str, folder: bool, made: list[Path]) -> tuple[Path, Lock]:
     """Create a locked temporary; its path is in ``made`` before it exists, so an interrupt at any moment leaks none."""
     while True:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.{purpose}")
@@ -119,12 +117,12 @@ def _make_locked(path: Path, purpose: str, folder: bool, made: list[Path]) -> tu
         else:
             temporary.touch(exist_ok=False)
         with contextlib.suppress(FileNotFoundError):  # removed before it was locked
-            descriptor = _open(temporary)
+            lock = Lock(temporary)
             with contextlib.suppress(OSError):  # on a file system without locks no process removes it either
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if _is_at(descriptor, temporary):
-                return temporary, descriptor
-            _close(descriptor)
+                lock.acquire(wait=True)
+            if lock.is_at(temporary):
+                return temporary, lock
+            lock.close()
 
 
 def replace_folder(temporary: Path, path: Path) -> None:
@@ -135,18 +133,18 @@ def replace_folder(temporary: Path, path: Path) -> None:
     """
     force_to_disk(temporary)
     previous = previous_of(path)
-    descriptor = _open(path.parent)
+    lock = Lock(path.parent)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            lock.acquire(wait=True)
         if path.exists():
             shutil.rmtree(previous, ignore_errors=True)  # left by a kill after the last rename: obsolete
-            os.replace(path, previous)
-        os.replace(temporary, path)
-        os.fsync(descriptor)
+            replace(path, previous)
+        replace(temporary, path)
+        force_to_disk(path.parent)
         shutil.rmtree(previous, ignore_errors=True)
     finally:
-        _close(descriptor)
+        lock.close()
 
 
 def previous_of(path: Path) -> Path:
@@ -211,15 +209,6 @@ def drop_torn_line(path: Path) -> None:
         os.truncate(path, data.rfind(b"\n") + 1)
 
 
-def force_to_disk(path: Path) -> None:
-    """Flush a file, or a folder's entries, to the storage device (fsync)."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def require_address_space(size_bytes: int) -> None:
     """Raise a MemoryError unless the system can map ``size_bytes`` more; nothing is committed.
 
@@ -239,11 +228,11 @@ def write_new(path: Path, chunks: Iterable[Buffer]) -> dict[str, Any]:
     """
     digest, size_bytes = hashlib.sha256(), 0
     with path.open("xb", buffering=0) as stream, mmap.mmap(-1, _BLOCK_BYTES) as block:  # aligned to a page
-        _set_direct(stream, True)
+        set_direct(stream, True)
         for filled in _blocks(chunks, block):
             with memoryview(block)[:filled] as rest:
                 if filled < len(block):  # the end of the file is not a whole number of sectors
-                    _set_direct(stream, False)
+                    set_direct(stream, False)
                 digest.update(rest)
                 size_bytes += filled
                 written = 0
@@ -251,7 +240,7 @@ def write_new(path: Path, chunks: Iterable[Buffer]) -> dict[str, Any]:
                     try:
                         written += stream.write(rest[written:])
                     except OSError as error:
-                        if error.errno != errno.EINVAL or not _set_direct(stream, False):
+                        if error.errno != errno.EINVAL or not set_direct(stream, False):
                             raise
         os.fsync(stream.fileno())
     return {"size_bytes": size_bytes, "sha256": digest.hexdigest()}
@@ -271,18 +260,6 @@ def _blocks(chunks: Iterable[Buffer], block: mmap.mmap) -> Iterator[int]:
                 filled = 0
     if filled:
         yield filled
-
-
-def _set_direct(stream: FileIO, wanted: bool) -> bool:
-    """Make writes bypass the page cache, or use it; return whether that is a change."""
-    flag = getattr(os, "O_DIRECT", 0)  # not on every system
-    flags = fcntl.fcntl(stream, fcntl.F_GETFL)
-    changed = (flags | flag if wanted else flags & ~flag) ^ flags
-    try:
-        fcntl.fcntl(stream, fcntl.F_SETFL, flags ^ changed)
-    except OSError:  # not on this file system
-        return False
-    return bool(changed)
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
@@ -333,10 +310,10 @@ class FolderLock:
             return
         _locked[key][1] -= 1
         if not _locked[key][1]:
-            descriptor, _ = _locked.pop(key)
-            if _is_at(descriptor, key / _LOCK_FILE):  # the folder may have been removed and created again
+            lock, _ = _locked.pop(key)
+            if lock.is_at(key / _LOCK_FILE):  # the folder may have been removed and created again
                 (key / _LOCK_FILE).unlink()
-            _close(descriptor)
+            lock.close()
 
     def __enter__(self) -> Self:
         self.acquire()
@@ -346,18 +323,17 @@ class FolderLock:
         self.release()
 
 
-def _lock(file: Path) -> int:
-    """Lock a file, new or left by a killed process, and return its descriptor."""
+def _lock(file: Path) -> Lock:
+    """Lock a file, new or left by a killed process."""
     while True:
-        descriptor = _open(file, os.O_RDWR | os.O_CREAT)
+        lock = Lock(file, create=True)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.acquire(wait=False)
         except BlockingIOError:
-            holder = os.pread(descriptor, 4096, 0).decode(errors="replace") or "another process"
-            _close(descriptor)
+            lock.close()
             raise FolderInUseError(
-                f"{file.parent} is in use by {holder}. Two runs in one folder would overwrite each other: wait for "
-                f"that one or end it, or choose another folder."
+                f"{file.parent} is in use by {_read_holder(file)}. Two runs in one folder would overwrite each other: "
+                f"wait for that one or end it, or choose another folder."
             ) from None
         except OSError as error:
             warnings.warn(
@@ -365,12 +341,17 @@ def _lock(file: Path) -> int:
                 f"run in this folder is not prevented.",
                 stacklevel=4,
             )
-        if _is_at(descriptor, file):  # its previous holder may have just removed it
+        if lock.is_at(file):  # its previous holder may have just removed it
             with contextlib.suppress(OSError):  # a full disk: the lock works without its holder's name
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, _holder().encode(), 0)
-            return descriptor
-        _close(descriptor)
+                file.write_text(_holder(), encoding="utf-8")
+            return lock
+        lock.close()
+
+
+def _read_holder(file: Path) -> str:
+    with contextlib.suppress(OSError):  # it has just been removed
+        return file.read_text(encoding="utf-8", errors="replace") or "another process"
+    return "another process"
 
 
 def _holder() -> str:
@@ -379,45 +360,6 @@ def _holder() -> str:
     return f"process {os.getpid()} on {socket.gethostname()} since {since} ({json.dumps(command)[1:-1]:.300})"
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    return False
-
-
-# --- descriptors ----------------------------------------------------------------------------------------
-
-_locked: dict[Path, list[int]] = {}
-"""Locked folders of this process: [descriptor, number of FolderLocks]."""
-_descriptors: set[int] = set()
-
-
-def _open(path: Path, flags: int = os.O_RDONLY) -> int:
-    descriptor = os.open(path, flags, 0o666)
-    keep_from_children(descriptor)
-    return descriptor
-
-
-def keep_from_children(descriptor: int) -> None:
-    """Close a descriptor in forked children, as ``exec`` does anyway."""
-    _descriptors.add(descriptor)
-
-
-def release_to_children(descriptor: int) -> None:
-    """Undo ``keep_from_children``, before the descriptor is closed and its number reused."""
-    _descriptors.discard(descriptor)
-
-
-def _close(descriptor: int) -> None:
-    release_to_children(descriptor)
-    os.close(descriptor)
-
-
-def _close_all() -> None:
-    _locked.clear()
-    while _descriptors:
-        with contextlib.suppress(OSError):
-            os.close(_descriptors.pop())
-
-
-os.register_at_fork(after_in_child=_close_all)
+_locked: dict[Path, list[Any]] = {}
+"""Locked folders of this process: [lock, number of FolderLocks]."""
+call_in_forked_children(_locked.clear)

@@ -6,9 +6,9 @@ import pytest
 from tests.raising import assert_mentions
 
 from whet.cli import main
-from whet.memory import machine_bytes
 from whet.models.sizes import estimate, load_source, training
 from whet.runs.estimate import measure_interpreter
+from whet.system.memory import machine_bytes
 
 
 def test_table(capsys, monkeypatch):

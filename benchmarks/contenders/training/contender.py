@@ -23,6 +23,7 @@ from typing import Any
 
 from whet.bench import machine
 from whet.bench.case import Timed, WholeRun
+from whet.system import memory
 
 ADAM_BYTES = 12
 """Bytes per parameter of every contender: float32 weight and AdamW's two moments."""
@@ -167,7 +168,7 @@ class Session:
         process counts.
         """
         with suppress(OSError):
-            self._excluded_bytes = machine.resident_bytes()
+            self._excluded_bytes = memory.resident_bytes()
         model = make(*arguments)
         if self._excluded_bytes:
             self._excluded_bytes += ADAM_BYTES * sum(parameter.numel() for parameter in model.parameters())
@@ -188,7 +189,7 @@ class Session:
             raise SystemExit from None
         if self._excluded_bytes:
             with suppress(OSError):
-                machine.reset_peak()
+                memory.reset_peak()
         self._started_s = time.perf_counter()
 
     @property
@@ -200,6 +201,6 @@ class Session:
         """Send the answer of a step and the seconds of its parts."""
         note, peak_bytes = "", None
         with suppress(OSError):
-            peak = machine.resident_bytes(peak=True)
+            peak = memory.peak_bytes()
             peak_bytes, note = max(0, peak - self._excluded_bytes), f"peak of its process: {peak / 1e9:.1f} GB"
         self._connection.send(Timed(value, dict(parts), note=note, peak_bytes=peak_bytes))

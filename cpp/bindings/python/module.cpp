@@ -10,6 +10,7 @@
 #include "kernels/dispatch.h"
 #include "runtime/host_lock.h"
 #include "runtime/processors.h"
+#include "runtime/system.h"
 #include "runtime/thread_pool.h"
 #include "runtime/errors.h"
 
@@ -66,10 +67,19 @@ NB_MODULE(_core, m) {
     m.def("num_threads", &whet::num_threads);
     m.def("set_num_threads", &whet::set_num_threads, nb::arg("n"), nb::arg("oversubscribe") = false,
           nb::call_guard<whet::ReleasedGil>());
+    m.def("expect_siblings", &whet::expect_siblings);
     m.def("max_processors", &whet::max_processors);
     m.def("borrow_threads", [](uintptr_t fork) { whet::borrow_threads(reinterpret_cast<whet::Fork>(fork)); });
     m.def("build_info", &build_info);
     m.def("n_processors", &whet::n_processors);
+    m.def("read_process_memory", [] {
+        const whet::ProcessMemory memory = whet::read_process_memory();
+        return nb::make_tuple(memory.resident, memory.peak);
+    });
+    m.def("read_machine_memory", [] {
+        const whet::MachineMemory memory = whet::read_machine_memory();
+        return nb::make_tuple(memory.total, memory.available);
+    });
     whet::bind_primitives(m);
     whet::bind_linear(m);
     whet::bind_probe(m);

@@ -17,14 +17,13 @@
 #include <string>
 #include <thread>
 #include <vector>
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 #include "bindings.h"
 #include "gil.h"
 #include "engine/kv_memory.h"
 #include "kernels/dispatch.h"
+#include "runtime/ceil_div.h"
+#include "runtime/system.h"
 #include "runtime/thread_pool.h"
 
 namespace nb = nanobind;
@@ -87,20 +86,15 @@ public:
     static constexpr size_t kHugePage = size_t{2} << 20;
 
     explicit Memory(size_t n_bytes) {
-        const size_t size = (n_bytes + kHugePage - 1) / kHugePage * kHugePage;
-        data_.reset(static_cast<char*>(std::aligned_alloc(kHugePage, size)));
+        const size_t size = ceil_div(n_bytes, kHugePage) * kHugePage;
+        data_.reset(static_cast<char*>(allocate_aligned(kHugePage, size)));
         if (data_ == nullptr) throw std::bad_alloc();
-#if defined(__linux__)
-        madvise(data_.get(), size, MADV_HUGEPAGE);
-#endif
+        prefer_huge_pages(data_.get(), size);
     }
     char* data() const { return data_.get(); }
 
 private:
-    struct Free {
-        void operator()(char* memory) const { std::free(memory); }
-    };
-    std::unique_ptr<char, Free> data_;
+    std::unique_ptr<char, FreeAligned> data_;
 };
 
 // Memory in one part per thread, each initialised to ones by (most likely) the thread that will use it.

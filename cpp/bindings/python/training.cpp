@@ -18,7 +18,7 @@
 #include "gil.h"
 #include "engine/attention.h"
 #include "engine/training_attention.h"
-#include "runtime/allocator.h"
+#include "runtime/system.h"
 
 namespace nb = nanobind;
 

@@ -6,11 +6,11 @@ Independent of suites. Ceilings are measured by Whet's probes (``whet.ops.probe`
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.metadata
 import multiprocessing
 import os
 import platform
-import re
 import subprocess
 import sys
 import time
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import whet
-from whet.memory import machine_bytes
 from whet.ops import probe
-from whet.report.page import processor
+from whet.system import memory
+from whet.system.machine import caches, cpu_seconds_of, machine_cpu_seconds, processor_name, processors
 
 Ceilings = Mapping[str, Mapping[str, float]]
 """``read``, ``copy`` and ``scale``: cache level -> bytes per second; ``flops``: dtype -> operations per second."""
@@ -35,13 +35,6 @@ _PACKAGES = (
 )  # fmt: skip
 
 
-def cpus() -> list[int]:
-    """List the processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
-
-
 def environment(threads: int) -> dict[str, str]:
     """Return an environment in which every library uses ``threads`` threads; set it before loading any of them."""
     return {**os.environ, **dict.fromkeys(_THREAD_VARIABLES, str(threads))}
@@ -49,7 +42,7 @@ def environment(threads: int) -> dict[str, str]:
 
 def used_threads(asked: int) -> dict[str, Any]:
     """Collect the number of threads that each library reports, and the processors that all of them share."""
-    used: dict[str, Any] = {"asked": asked, "cpus": cpus(), "whet": whet.get_num_threads()}
+    used: dict[str, Any] = {"asked": asked, "cpus": processors(), "whet": whet.get_num_threads()}
     if torch := sys.modules.get("torch"):
         used["torch"] = torch.get_num_threads()
     used["Rayon (RAYON_NUM_THREADS)"] = os.environ.get("RAYON_NUM_THREADS", "not set")
@@ -63,22 +56,12 @@ def used_threads(asked: int) -> dict[str, Any]:
 def describe() -> dict[str, Any]:
     """Describe processor, number of processors, caches, memory and operating system."""
     return {
-        "processor": processor(),
-        "cpus": len(cpus()),
+        "processor": processor_name(),
+        "cpus": len(processors()),
         "caches": caches(),
-        "memory_bytes": machine_bytes(),
+        "memory_bytes": memory.machine_bytes(),
         "system": platform.platform(),
     }
-
-
-def caches() -> dict[str, int]:
-    """Return the sizes of the data caches: L1 and L2 per core, L3 in total; empty if the system reports none."""
-    sizes = {}
-    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
-        if (index / "type").read_text().strip() != "Instruction":
-            number, unit = re.fullmatch(r"(\d+)([KMG]?)", (index / "size").read_text().strip()).groups()  # type: ignore[union-attr]
-            sizes[f"L{(index / 'level').read_text().strip()}"] = int(number) << {"": 0, "K": 10, "M": 20, "G": 30}[unit]
-    return sizes
 
 
 def versions() -> dict[str, str]:
@@ -107,11 +90,6 @@ def commit() -> str:
         return ""
 
 
-def load_average() -> list[float]:
-    """Return the load averages of the last 1, 5 and 15 minutes."""
-    return [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else []
-
-
 @contextlib.contextmanager
 def watch_others() -> Iterator[dict[str, float]]:
     """Yield a dict that has ``cpus`` afterwards: the processors used by other processes; empty if unknown."""
@@ -125,22 +103,14 @@ def watch_others() -> Iterator[dict[str, float]]:
 
 def _others_busy_s() -> float | None:
     """Return the CPU seconds of all other processes and interrupts since boot."""
-    try:
-        fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    except OSError:
-        return None
-    user, nice, system, _idle, _waiting, irq, softirq, stolen = fields
-    return (user + nice + system + irq + softirq + stolen) / os.sysconf("SC_CLK_TCK") - cpu_seconds()
+    used = machine_cpu_seconds()
+    return None if used is None else used - cpu_seconds()
 
 
 def cpu_seconds() -> float:
     """Return the CPU time of this process and of its live multiprocessing children."""
-    total = time.process_time()
-    for child in multiprocessing.active_children():
-        with contextlib.suppress(OSError):
-            fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
-            total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return total
+    children = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+    return time.process_time() + cpu_seconds_of(children)
 
 
 # --- ceilings -------------------------------------------------------------------------------------------
@@ -193,40 +163,11 @@ def peak_bytes(call: Any) -> int | None:
     Memory that an allocator retained from earlier calls is not counted.
     """
     try:
-        _trim()
-        reset_peak()
-        before = resident_bytes()
-        call()
-        return max(0, resident_bytes(peak=True) - before)
+        gc.collect()
+        memory.trim_heap()
+        memory.reset_peak()
     except OSError:
         return None
-
-
-def reset_peak() -> None:
-    """Reset the peak of this process's memory to its current size.
-
-    Raises:
-        OSError: the system does not support it.
-    """
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def resident_bytes(peak: bool = False) -> int:
-    """Return the memory of this process, now or at its peak.
-
-    Raises:
-        OSError: the system does not report it.
-    """
-    name, status = "VmHWM" if peak else "VmRSS", Path("/proc/self/status").read_text()
-    return int(re.search(rf"^{name}:\s*(\d+) kB", status, re.MULTILINE).group(1)) * 1024  # type: ignore[union-attr]
-
-
-def _trim() -> None:
-    """Return freed memory to the system, so that new allocations are counted."""
-    import ctypes
-    import gc
-
-    gc.collect()
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
+    before = memory.resident_bytes()
+    call()
+    return max(0, memory.peak_bytes() - before)

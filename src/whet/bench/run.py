@@ -20,6 +20,7 @@ from whet.bench.report import write_report
 from whet.bench.suites import CLONE, in_clone
 from whet.bench.worker import choose
 from whet.errors import WhetError, WhetValueError
+from whet.system.machine import load_average, pinning, processors
 
 
 def run_suite(suite: Suite, options: BenchOptions, command: str) -> tuple[dict[str, Any], Path]:
@@ -36,7 +37,7 @@ def run_suite(suite: Suite, options: BenchOptions, command: str) -> tuple[dict[s
     threads = _check(suite, options)
     folder = Path(options.out or f"runs/bench/{suite.name}")
     folder.mkdir(parents=True, exist_ok=True)
-    load_before, started_s = machine.load_average(), time.perf_counter()
+    load_before, started_s = load_average(), time.perf_counter()
     found, interrupted = {}, False
     for n in _thread_counts(suite, options, threads):
         status, part = _measure(suite, options, n, scaling=n != threads)
@@ -61,7 +62,7 @@ def run_suite(suite: Suite, options: BenchOptions, command: str) -> tuple[dict[s
         "versions": machine.versions(),
         "commit": machine.commit(),
         "build": whet.build_info(),
-        "load": {"before": load_before, "after": machine.load_average()},
+        "load": {"before": load_before, "after": load_average()},
         "threads": found[threads]["threads"],
         "ceilings": {str(n): part["ceilings"] for n, part in found.items()},
         "tables": _merge([found[n]["tables"] for n in found]),
@@ -75,7 +76,7 @@ def run_suite(suite: Suite, options: BenchOptions, command: str) -> tuple[dict[s
 
 def _check(suite: Suite, options: BenchOptions) -> int:
     """Validate the options and return the number of threads."""
-    where, available = f"whet bench {suite.name}", len(machine.cpus())
+    where, available = f"whet bench {suite.name}", len(processors())
     threads = options.threads or available
     if not 1 <= threads <= available:
         raise WhetValueError(
@@ -104,12 +105,6 @@ def _measure(suite: Suite, options: BenchOptions, threads: int, scaling: bool) -
     """Run a worker with ``threads`` threads; return its exit status and its results, empty if it measured nothing."""
     if scaling:
         print(f"on {threads} thread{'s' if threads > 1 else ''}", flush=True)
-    pinned = machine.cpus()[:threads]
-
-    def pin() -> None:
-        if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, pinned)
-
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "found.json"
         order = {
@@ -123,7 +118,7 @@ def _measure(suite: Suite, options: BenchOptions, threads: int, scaling: bool) -
         worker = subprocess.Popen(
             [sys.executable, "-m", "whet.bench.worker", json.dumps(order)],
             env=_environment(threads),
-            preexec_fn=pin,
+            preexec_fn=pinning(processors()[:threads]),
         )
         try:
             status = worker.wait()

@@ -50,6 +50,7 @@ from whet.files import (
     write_new,
 )
 from whet.signals import deferred_signals
+from whet.system.files import replace
 
 _SAVING = "saving"
 _THREAD_BYTES = 16 << 20
@@ -177,7 +178,7 @@ def prune_checkpoints(folder: str | os.PathLike[str], newest: Path, keep: int) -
     older = [p for p in _step_paths(folder) if _step_of(p) < _step_of(newest) and _is_checkpoint(p)]
     for path in older[: max(0, len(older) - (keep - 1))]:
         with temporary_next_to(path, _SAVING, folder=True) as removed:
-            os.replace(path, removed)  # so that no half-removed checkpoint is ever visible
+            replace(path, removed)  # so that no half-removed checkpoint is ever visible
     remove_abandoned(folder, f".step-*.{_SAVING}")
     for previous in folder.glob(".step-*.previous"):
         if (folder / previous.name[1:].removesuffix(".previous")).exists():

@@ -15,12 +15,13 @@ from whet.cli.settings import parse, parse_flags
 from whet.config.algorithms import ALGORITHMS
 from whet.config.fields import Positive
 from whet.errors import WhetValueError, check_installed
-from whet.memory import PARTS, format_bytes, machine_bytes
+from whet.memory import PARTS, format_bytes
 from whet.models.formats import FORMATS, MIXTURES
 from whet.models.sizes import ModelMemory, TrainingEstimate, load_source, model_memory
 from whet.runs.adapters import plan_adapters
 from whet.runs.estimate import estimate_run_memory, measure_interpreter
 from whet.runs.settings import RUNS
+from whet.system.memory import machine_bytes
 from whet.training.sizes import Lengths, RunMemory
 
 _WEIGHTS = tyro.conf.arg(metavar="{" + ",".join(FORMATS) + "}")

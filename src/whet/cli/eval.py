@@ -38,6 +38,7 @@ from whet.models.sources.pretrained import open_pretrained
 from whet.report.page import versions
 from whet.report.terminal import terminal_table
 from whet.rewards.functions import load_function
+from whet.rewards.processes import TIMEOUT_S, check_timeout
 from whet.tasks import Task, open_task
 from whet.tasks.settings import read_spec
 from whet.text.checkpoint_model import resolve_adapter
@@ -73,8 +74,9 @@ class EvalConfig(TextConfig):
     """Number of completions per item."""
     temperature: float | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     """Divides the logits; 0: greedy. None: 0 for one completion per item, 1 for several."""
-    score_timeout_s: float = 10.0
-    """Time limit in seconds for scoring a completion, which then scores 0."""
+    score_timeout_s: float | None = TIMEOUT_S
+    """Time limit in seconds for scoring a completion, which then scores 0. None: no limit, the only choice on
+    Windows."""
     weights: UseAppendAction[list[Weights]] = dataclasses.field(default_factory=list)
     """Weight format, for all models or for each. Default: the format of the adapters' base, the GGUF file's own format,
     or bf16 for folders."""
@@ -100,7 +102,7 @@ class EvalConfig(TextConfig):
     def check(self) -> None:
         super().check()
         check_range(self, "size", self.size is None or self.size >= 1, "an integer >= 1")
-        check_range(self, "score_timeout_s", 0 < self.score_timeout_s < math.inf, "seconds > 0")
+        check_timeout("whet eval", "score_timeout_s", self.score_timeout_s)
         reject_ineffective(self, ["chat_template"], not self.raw, "raw prompts have no chat template")
         reject_ineffective(
             self, ["ray_address"], self.rollout_workers > 0, "rollout_workers is 0: this process samples"

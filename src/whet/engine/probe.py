@@ -17,12 +17,12 @@ import numpy as np
 
 from whet.engine.engine import Engine
 from whet.errors import WhetError, WhetValueError
-from whet.memory import available_bytes, resident_bytes
 from whet.models.architecture import ModelConfig, RowSlice
 from whet.models.families import family_of, rope_scaling, trained_position
 from whet.models.row_reader import RowReader
 from whet.models.slots import ModelSource, untie_adapted
 from whet.models.sources.pretrained import open_pretrained
+from whet.system.memory import available_bytes, resident_bytes
 
 _N_TOKENS = 80
 _N_BEYOND = 16

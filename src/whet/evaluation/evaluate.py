@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from whet.errors import RowError, WhetTypeError, WhetValueError
 from whet.evaluation.rewarded import RewardedRows
 from whet.evaluation.statistics import Estimate, mean, pass_at_k, proportion, proportion_difference, sign_test
 from whet.rewards.functions import as_score
-from whet.rewards.processes import call_in_children, summary
+from whet.rewards.processes import TIMEOUT_S, call_here, call_in_children, check_timeout, summary
 from whet.rollout.protocol import RolloutEngine
 from whet.tasks import Task, make_prompt
 from whet.tasks.mixture import prepend_tag
@@ -210,21 +211,23 @@ def evaluate(
     *,
     n: int = 1,
     sampling: SamplingParams,
-    timeout_s: float = 10.0,
+    timeout_s: float | None = TIMEOUT_S,
     on_item: Callable[[], object] = lambda: None,
     **options: Any,
 ) -> TaskResult:
     """Sample ``n`` completions of each item and score them.
 
     A scorer that raises, returns a value that is not finite, or exceeds ``timeout_s`` gives score 0 and is counted.
+    Scorers run in child processes, or in this process if ``timeout_s`` is None, the default on Windows.
 
     Args:
         on_item: called after an item is sampled.
         options: passed to the engine's ``generate``, such as ``adapter``.
 
     Raises:
-        WhetValueError: as for the engine's ``generate``.
+        WhetValueError: as for the engine's ``generate``, or this system cannot end a scorer after ``timeout_s``.
     """
+    check_timeout("evaluate", "timeout_s", timeout_s)
     start_s = time.perf_counter()
     generate: Callable[..., Iterable[list[Completion]]] = getattr(engine, "generate_each", engine.generate)
     completions = []
@@ -284,11 +287,12 @@ def as_json(estimate: Estimate) -> dict[str, float | None]:
 
 
 def score_completions(
-    task: Task, rows: Sequence[Mapping[str, Any]], texts: Sequence[Sequence[str]], timeout_s: float
+    task: Task, rows: Sequence[Mapping[str, Any]], texts: Sequence[Sequence[str]], timeout_s: float | None
 ) -> tuple[np.ndarray, dict[tuple[int, int], str]]:
     """Score the completions of N rows in child processes; return (N, n) scores, and reasons of failures, which score 0.
 
     A child has ``timeout_s`` for ``_CHUNK`` completions. If it times out or dies, each of them gets a separate child.
+    Without a time limit this process scores.
     """
     scores = np.zeros((len(texts), len(texts[0])))
     indices = [(i, j) for i, group in enumerate(texts) for j in range(len(group))]
@@ -297,8 +301,10 @@ def score_completions(
     while chunks:
         n = _core.n_processors()
         wave, chunks = chunks[:n], chunks[n:]
-        calls = [partial(_score_each, task, [(texts[i][j], rows[i]) for i, j in chunk]) for chunk in wave]
-        for chunk, result in zip(wave, call_in_children(calls, list, timeout_s), strict=True):
+        score = _score_here if timeout_s is None else _score_in_child
+        calls = [partial(score, task, [(texts[i][j], rows[i]) for i, j in chunk]) for chunk in wave]
+        results = call_here(calls) if timeout_s is None else call_in_children(calls, list, timeout_s)
+        for chunk, result in zip(wave, results, strict=True):
             if not isinstance(result, BaseException):
                 outcomes |= zip(chunk, result, strict=True)
             elif len(chunk) > 1:
@@ -310,11 +316,16 @@ def score_completions(
     return scores, {index: outcomes[index][1] for index in indices if outcomes[index][1]}
 
 
-def _score_each(task: Task, pairs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[float, str]]:
-    """Return (score, "") or (0, reason of failure) per completion; runs in a child, which prints to standard error."""
+def _score_in_child(task: Task, pairs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[float, str]]:
     with contextlib.suppress(OSError):  # standard error is closed
-        os.dup2(2, 1)  # keeps prints of tasks out of the command's output
-    return [_score(task, completion, row) for completion, row in pairs]
+        os.dup2(2, 1)  # covers libraries that print without Python
+    return _score_here(task, pairs)
+
+
+def _score_here(task: Task, pairs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[float, str]]:
+    """Return (score, "") or (0, reason of failure) per completion; keep prints of tasks out of the command's output."""
+    with contextlib.redirect_stdout(sys.stderr):
+        return [_score(task, completion, row) for completion, row in pairs]
 
 
 def _score(task: Task, completion: str, row: Mapping[str, Any]) -> tuple[float, str]:

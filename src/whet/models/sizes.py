@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from whet import _core
 from whet.errors import WhetValueError, check_integer
-from whet.memory import machine_bytes
 from whet.models.architecture import ModelConfig
 from whet.models.families import model_config, module_targets
 from whet.models.formats import (
@@ -33,6 +32,7 @@ from whet.models.sources.folder import read_config
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.mapped import map_file, parse_json
 from whet.ops.quant import CORE_FORMATS
+from whet.system.memory import machine_bytes
 
 _PANEL_ROWS = 16
 MAX_BATCH = 64

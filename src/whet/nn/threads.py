@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-from pathlib import Path
 
 import torch
+
+from whet.system.machine import mapped_files
 
 
 def openmp_fork() -> int:
@@ -21,11 +22,7 @@ def openmp_fork() -> int:
 
 @functools.cache
 def _fork_of_torch() -> int:
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return 0
-    paths = set(re.findall(r"\S+/lib[gi]?omp\d*[-.][^/\s]*$", maps, re.MULTILINE))
+    paths = [path for path in mapped_files() if re.search(r"/lib[gi]?omp\d*[-.][^/]*$", path)]
     for path in sorted(paths, key=lambda path: "torch" not in path):
         try:
             return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, ctypes.c_void_p).value or 0

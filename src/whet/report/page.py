@@ -15,11 +15,11 @@ import platform
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from whet import __version__
 from whet.errors import WhetValueError, check_installed
+from whet.system.machine import processor_name
 
 Point = tuple[float, float]
 
@@ -363,11 +363,4 @@ def versions() -> dict[str, str]:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found | {"system": platform.platform(), "processor": f"{processor()}, {os.cpu_count()} threads"}
-
-
-def processor() -> str:
-    """Return the processor's name."""
-    info = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
-    return names[0] if names else platform.processor() or platform.machine()
+    return found | {"system": platform.platform(), "processor": f"{processor_name()}, {os.cpu_count()} threads"}

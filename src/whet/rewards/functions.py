@@ -14,7 +14,6 @@ import importlib.util
 import inspect
 import math
 import operator
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from whet.errors import RewardError, WhetTypeError, WhetValueError, is_number
-from whet.rewards.processes import CallTimeout, call_here, call_in_children, summary
+from whet.rewards.processes import CallTimeout, call_here, call_in_children, check_timeout, summary
 
 _BATCH_FIELDS = ("prompts", "completions", "completion_ids")
 
@@ -93,10 +92,7 @@ class RewardFunctions:
             )
         if on_error not in ("raise", "skip", "zero"):
             raise WhetValueError(f"RewardFunctions: on_error is {on_error!r}, expected 'raise', 'skip' or 'zero'.")
-        if timeout_s is not None and not (is_number(timeout_s) and timeout_s > 0):
-            raise WhetValueError(f"RewardFunctions: timeout_s is {timeout_s!r}, expected seconds > 0, or None.")
-        if timeout_s is not None and not hasattr(os, "fork"):
-            raise WhetValueError("RewardFunctions: timeout_s needs os.fork, which this system lacks. Pass None.")
+        check_timeout("RewardFunctions", "timeout_s", timeout_s)
         self.functions = dict(zip(_unique_names(several), several, strict=True))
         self.weights = np.array(values, np.float64)
         self.on_error = on_error

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import inspect
 import json
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -23,7 +21,15 @@ import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from whet.files import keep_from_children, release_to_children
+from whet.errors import WhetValueError, is_number
+from whet.system.processes import (
+    CAN_FORK,
+    keep_from_children,
+    kill_group,
+    release_to_children,
+    set_parent_death_signal,
+    start_group,
+)
 
 
 class CallTimeout(Exception):
@@ -88,6 +94,22 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
+TIMEOUT_S = 10.0 if CAN_FORK else None
+"""Default time limit of scorers."""
+
+
+def check_timeout(where: str, name: str, timeout_s: Any) -> None:
+    """Raise a WhetValueError unless a call can be limited to ``timeout_s`` seconds; None: no limit."""
+    if timeout_s is None:
+        return
+    if not (is_number(timeout_s) and timeout_s > 0):
+        raise WhetValueError(f"{where}: {name} is {timeout_s!r}, expected seconds > 0, or None.")
+    if not CAN_FORK:
+        raise WhetValueError(
+            f"{where}: {name} is {timeout_s!r}, but only systems with fork (Linux, macOS) can end a call. Pass None."
+        )
+
+
 def call_in_children(calls: Sequence[Callable[[], Any]], to_json: Callable[[Any], Any], timeout_s: float) -> list[Any]:
     """Like ``call_here``, but run each call in a separate forked process, all in parallel, killed after ``timeout_s``.
 
@@ -109,7 +131,7 @@ class _Child:
     """A call in a separate process and process group, both killed on exit of the context."""
 
     def __init__(self, call: Callable[[], Any], to_json: Callable[[Any], Any], timeout_s: float, guard: _Guard) -> None:
-        context = multiprocessing.get_context("fork")
+        context: Any = multiprocessing.get_context("fork")  # typed only on systems that fork
         self.receiver, sender = context.Pipe(duplex=False)
         guard_pipe = guard.write_end()
         self.process = context.Process(target=_child_main, args=(call, to_json, sender, guard_pipe, os.getpid()))
@@ -128,8 +150,7 @@ class _Child:
     def __exit__(self, *exc_info: object) -> None:
         assert self.process.pid is not None
         self.process.kill()
-        with contextlib.suppress(ProcessLookupError):  # killed before it created its group
-            os.killpg(self.process.pid, signal.SIGKILL)
+        kill_group(self.process.pid)
         self.process.join()
         self.receiver.close()
 
@@ -178,22 +199,10 @@ class _Guard:
         self._pipe.close()
 
 
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded early: the loader's lock may be held at a fork
-_PR_SET_PDEATHSIG = 1
-
-
-def set_parent_death_signal(parent: int) -> None:
-    """Have Linux kill this process when its parent process ``parent`` dies; at once if it is dead already."""
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def _child_main(
     call: Callable[[], Any], to_json: Callable[[Any], Any], sender: Any, guard_pipe: int, parent: int
 ) -> None:
-    os.setsid()
+    start_group()
     set_parent_death_signal(parent)
     os.write(guard_pipe, f"{os.getpid()}\n".encode())
     os.close(guard_pipe)

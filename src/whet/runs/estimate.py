@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from whet.errors import WhetValueError
-from whet.memory import resident_bytes
 from whet.models.slots import ModelSource
 from whet.runs.adapters import plan_adapters
+from whet.system.memory import resident_bytes
 from whet.training.sizes import Lengths, RunMemory, run_memory
 
 

@@ -14,11 +14,12 @@ from torch import nn
 
 from whet.data.rows import tokenize_example, tokenize_preference, tokenize_prompt
 from whet.errors import WhetError
-from whet.memory import available_bytes, format_bytes, resident_bytes
+from whet.memory import format_bytes
 from whet.models.slots import ModelSource
 from whet.models.sources.live import open_module
 from whet.nn.frozen import base_of
 from whet.runs.estimate import estimate_run_memory
+from whet.system.memory import available_bytes, resident_bytes
 from whet.training.sizes import Lengths, RunMemory
 
 _N_SAMPLED_ROWS = 64
@@ -31,12 +32,12 @@ def predict_memory(method: str, run: Any, model: nn.Module, tokenizer: Any, rows
     """Predict the memory of a run whose model is loaded, without adapters; warn if it exceeds the available memory.
 
     Returns:
-        The prediction; None if the system is not Linux or the run does not use Whet's kernels.
+        The prediction; None if the system does not report memory or the run does not use Whet's kernels.
     """
     base = base_of(model)
     weights = sum(parameter.nbytes for parameter in model.parameters()) + (0 if base is None else base.nbytes)
     try:
-        if sys.platform != "linux" or any(parameter.dtype != torch.float32 for parameter in model.parameters()):
+        if any(parameter.dtype != torch.float32 for parameter in model.parameters()):
             return None
         source, lengths = open_module(model), measure_lengths(run, tokenizer, rows[:_N_SAMPLED_ROWS])
         settings = {"interpreter": max(0, resident_bytes() - weights)}

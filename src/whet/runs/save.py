@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from whet.memory import MemoryReport
 from whet.report.run import write_report
 from whet.runs.card import render_run_card
 from whet.runs.models import system_errors
+from whet.system.files import replace
 from whet.training.sizes import RunMemory
 from whet.training.trainer import Trainer
 
@@ -25,7 +25,7 @@ def _save_model(trainer: Trainer, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         for file in temporary.iterdir():
             force_to_disk(file)
-            os.replace(file, folder / file.name)
+            replace(file, folder / file.name)
 
 
 def write_memory(file: Path, fullest: MemoryReport, predicted: RunMemory | None) -> None:

@@ -55,7 +55,7 @@ class StoppableCheckpoints(CheckpointCallback):
     def _stop(self, number: int, _: object) -> None:
         if os.getpid() != self._process:  # a fork by a reward function, such as a pool of workers
             self._restore_handlers()
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
         elif self._signal is None:
             self._signal = number
             if is_over():  # torchrun ends this rank because of another rank's error

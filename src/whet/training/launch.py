@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from whet import _core
-from whet.errors import RankError
+from whet.errors import RankError, WhetError
+from whet.system.processes import STOP_RANKS, set_parent_death_signal
 
 _RESTARTS = 3
 _PATIENCE_S = 20
@@ -26,7 +27,16 @@ _STATUS_FILE, _LAUNCHER = "WHET_RANKS_STATUS", "WHET_RANKS_LAUNCHER"
 
 
 def start_ranks(n: int, command: Sequence[str]) -> NoReturn:
-    """Replace this process by one that runs Python with these arguments on ``n`` ranks."""
+    """Replace this process by one that runs Python with these arguments on ``n`` ranks.
+
+    Raises:
+        WhetError: the system is Windows.
+    """
+    if STOP_RANKS is None:
+        raise WhetError(
+            f"whet train: --ranks {n} needs signals that Windows lacks. Train without it: one process uses all "
+            f"processors."
+        )
     threads = str(max(1, _core.n_processors() // n))
     given = {"OMP_NUM_THREADS": threads, "WHET_NUM_THREADS": threads} | os.environ
     # Otherwise restarted ranks would read the addresses of the dead ranks.
@@ -41,14 +51,14 @@ def end_ranks(status: int, message: str) -> None:
     """
     if (file := os.environ.get(_STATUS_FILE)) is not None:
         try:
-            with open(file, "x") as status_file:
+            with open(file, "x", encoding="ascii") as status_file:
                 status_file.write(str(status))
         except FileExistsError:
             return
     print(message, file=sys.stderr, flush=True)
-    if file is not None:
+    if file is not None and STOP_RANKS is not None:
         with suppress(OSError):
-            os.kill(int(os.environ[_LAUNCHER]), signal.SIGUSR1)
+            os.kill(int(os.environ[_LAUNCHER]), STOP_RANKS)
 
 
 def is_over() -> bool:
@@ -62,8 +72,6 @@ def end_with_launcher() -> None:
 
     A launcher that is killed cannot end its ranks: they would continue to train, unsupervised.
     """
-    from whet.rewards.processes import set_parent_death_signal
-
     if _LAUNCHER in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
         set_parent_death_signal(int(os.environ.get(_LAUNCHER, os.getppid())))
 
@@ -84,7 +92,7 @@ class _RunOver(BaseException):
 
 
 def _end(number: int, frame: object) -> NoReturn:
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(number, signal.SIG_IGN)
     raise _RunOver
 
 
@@ -97,7 +105,8 @@ def _main(n: str, command: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="whet-ranks-") as folder:
         file = Path(folder) / "status"
         os.environ |= {_STATUS_FILE: str(file), _LAUNCHER: str(os.getpid())}
-        signal.signal(signal.SIGUSR1, _end)
+        if STOP_RANKS is not None:
+            signal.signal(STOP_RANKS, _end)
         try:
             run.main(["--standalone", "--nproc-per-node", n, "--max-restarts", str(_RESTARTS), *command])
         except _RunOver:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from whet.errors import WhetValueError
+from whet.system.memory import drop_pages
 
 _MOST_JSON_BYTES = 100_000_000
 
@@ -56,13 +57,13 @@ def release_pages(arrays: Sequence[Any]) -> None:
         while isinstance(owner, np.ndarray):
             whole, owner = owner, owner.base
         owner = owner.obj if isinstance(owner, memoryview) else owner
-        if isinstance(owner, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        if isinstance(owner, mmap.mmap):
             mappings.setdefault(id(owner), (owner, whole.ctypes.data, []))[2].append(array)
     for mapping, address, views in mappings.values():
         begin = min(view.ctypes.data for view in views) - address
         end = max(view.ctypes.data + _extent(view) for view in views) - address
         begin -= begin % mmap.PAGESIZE
-        mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        drop_pages(mapping, begin, end - begin)
 
 
 def _extent(array: np.ndarray) -> int:

@@ -1,0 +1,51 @@
+// Code that Linux and macOS share.
+#include <pthread.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+
+#include "runtime/system.h"
+
+namespace whet {
+namespace {
+
+constexpr size_t kMapped = size_t{2} << 20;  // zeroed memory from this size on is mapped
+
+}  // namespace
+
+size_t page_bytes() {
+    static const auto bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    return bytes;
+}
+
+// macOS 10.13 does not have aligned_alloc.
+void* allocate_aligned(size_t alignment, size_t bytes) {
+    void* memory = nullptr;
+    return posix_memalign(&memory, alignment, bytes) == 0 ? memory : nullptr;
+}
+
+void free_aligned(void* memory) { std::free(memory); }
+
+void* allocate_zeroed(size_t bytes) {
+    if (bytes < kMapped) {
+        void* const memory = allocate_aligned(64, bytes);
+        return memory == nullptr ? nullptr : std::memset(memory, 0, bytes);
+    }
+    void* const mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED) return nullptr;
+    prefer_huge_pages(mapped, bytes);
+    return mapped;
+}
+
+void free_zeroed(void* memory, size_t bytes) {
+    if (bytes < kMapped) return free_aligned(memory);
+    munmap(memory, bytes);
+}
+
+void at_fork(void (*prepare)(), void (*end_in_parent)(), void (*end_in_child)()) {
+    pthread_atfork(prepare, end_in_parent, end_in_child);
+}
+
+}  // namespace whet
