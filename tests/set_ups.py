@@ -81,7 +81,7 @@ def check_source_package(folder: Path) -> None:
     archive = run(sys.executable, "-c", code).split()[-1]
     with tarfile.open(folder / archive) as packed:
         names = {name.partition("/")[2] for name in packed.getnames()}
-    expected = {name for name in run("git", "ls-files").splitlines() if not name.startswith(".ci/")}
+    expected = {name for name in run("git", "ls-files").splitlines() if not name.startswith((".ci/", ".github/"))}
     assert expected <= names, f"{archive} lacks {sorted(expected - names)}"
     assert not any(name.endswith((".so", ".pyc")) for name in names), archive
 

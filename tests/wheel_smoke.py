@@ -1,7 +1,8 @@
-"""Every primitive of the wheel in an environment with only NumPy; run by `make wheel-test`."""
+"""Every primitive of the wheel in an environment with only NumPy; run by `make wheel-test` and the release workflow."""
 
 import importlib.metadata
 import importlib.util
+from pathlib import Path
 
 import numpy as np
 
@@ -10,6 +11,10 @@ from whet.models.families import FAMILIES
 
 assert "site-packages" in whet.__file__, whet.__file__
 assert importlib.util.find_spec("torch") is None
+
+cpuinfo = Path("/proc/cpuinfo")
+if cpuinfo.exists() and " avx2 " in cpuinfo.read_text():
+    assert whet.isa() != "scalar", whet.build_info()
 
 p = np.log(np.full(8, 0.5))
 r = np.arange(8.0)

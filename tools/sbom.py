@@ -1,9 +1,9 @@
 """Add a CycloneDX list of the code that the compiled extension contains to wheels (PEP 770).
 
-    python tools/sbom.py WHEEL ...
+    python tools/sbom.py WHEEL_OR_FOLDER ...
 
-Wheels of one platform list nanobind, whose runtime every extension contains; wheels linked by Zig also its C++ library.
-The file is .dist-info/sboms/whet.cdx.json. Equal wheels get equal files: it has no time and no serial number.
+The extension contains nanobind's runtime with its hash maps. The file is .dist-info/sboms/whet.cdx.json. Equal wheels
+get equal files: it has no time and no serial number.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ import csv
 import hashlib
 import io
 import json
+import re
 import sys
 import zipfile
 from importlib.metadata import version
 from pathlib import Path
 
+import nanobind
 
-def add_sbom(wheel: Path, zig: str | None = None) -> None:
-    """Add the list to a wheel, in place; ``zig`` is the version of Zig that linked it."""
+
+def add_sbom(wheel: Path) -> None:
+    """Add the list to a wheel, in place."""
     name, release, *_ = wheel.name.split("-")
     info = f"{name}-{release}.dist-info"
-    text = json.dumps(make_sbom(release, zig), indent=1)
+    text = json.dumps(make_sbom(release), indent=1)
     with zipfile.ZipFile(wheel) as packed:
         files = [(entry, packed.read(entry)) for entry in packed.infolist()]
     sbom = zipfile.ZipInfo(f"{info}/sboms/whet.cdx.json", files[0][0].date_time)
@@ -48,33 +51,37 @@ def write_record(files: list[tuple[zipfile.ZipInfo, bytes]], record: str) -> byt
     return rows.getvalue().encode()
 
 
-def make_sbom(release: str, zig: str | None) -> dict:
-    nanobind = version("nanobind")
+def make_sbom(release: str) -> dict:
     components = [
-        make_component("nanobind", nanobind, "BSD-3-Clause", "nanobind"),
-        make_component("robin-map", nanobind, "MIT", "nanobind"),  # nanobind's copy
+        make_component("pypi/nanobind", version("nanobind"), "BSD-3-Clause", "the runtime of the bindings"),
+        make_component("github/Tessil/robin-map", robin_map_version(), "MIT", "nanobind's hash maps"),
     ]
-    if zig is not None:
-        components.append(make_component("libc++", zig, "Apache-2.0 WITH LLVM-exception", "ziglang"))
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
         "version": 1,
-        "metadata": {"component": make_component("whet", release, "Apache-2.0", "whet")},
+        "metadata": {"component": make_component("pypi/whet", release, "Apache-2.0", "this package")},
         "components": components,
     }
 
 
-def make_component(name: str, release: str, licence: str, package: str) -> dict:
+def make_component(package: str, release: str, licence: str, description: str) -> dict:
     return {
         "type": "library",
-        "name": name,
+        "name": package.rpartition("/")[2],
         "version": release,
+        "description": description,
         "licenses": [{"expression": licence}],
-        "purl": f"pkg:pypi/{package}@{release}",
+        "purl": f"pkg:{package}@{release}",
     }
 
 
+def robin_map_version() -> str:
+    header = Path(nanobind.include_dir()).parent / "ext/robin_map/include/tsl/robin_growth_policy.h"
+    return ".".join(re.findall(r"define TSL_RH_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)", header.read_text()))
+
+
 if __name__ == "__main__":
-    for path in sys.argv[1:]:
-        add_sbom(Path(path))
+    for path in map(Path, sys.argv[1:]):
+        for wheel in path.glob("*.whl") if path.is_dir() else [path]:
+            add_sbom(wheel)
