@@ -7,6 +7,7 @@
 # make docs    the site from docs/, in build/site/index.html
 # make fuzz    a minute of malformed input for each kind of model file
 # make test-real  a real model against llama.cpp, in every mixture of types: 3 GB in build/real, half an hour
+# make cross   compiles the core for Windows and macOS; make cross-test also links it and runs the tests under Wine
 # make torture kills, full disks, damaged files, refused allocations: docs/reliability.md, under 20 minutes
 PYTHON ?= python3
 VENV   := .venv
@@ -14,7 +15,7 @@ BUILD  := build/release
 BIN    := $(VENV)/bin
 NATIVE := $(shell find cpp -type f) CMakeLists.txt pyproject.toml constraints.txt tools/set_up.py
 
-.PHONY: demo test test-scale test-wide test-real web web-test web-wide web-demo docs fuzz torture lint cpp-test wheel-test \
+.PHONY: demo test test-scale test-wide test-real web web-test web-wide web-demo docs fuzz torture lint cpp-test cross cross-test wheel-test \
   setup-test check wide wide-packages format clean
 .NOTPARALLEL:  # two extras must not be installed into one environment at once; each recipe uses all cores
 
@@ -54,6 +55,8 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	$(BIN)/pyright --pythonplatform Windows src
+	$(BIN)/pyright --pythonplatform Darwin src
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror $(shell find cpp -name '*.h' -o -name '*.cpp')
 
@@ -77,6 +80,21 @@ cpp-test-%: $(VENV)/.installed-dev
 	  -DWHET_CPP_TESTS=ON $(options) >/dev/null
 	$(BIN)/cmake --build $(dir)
 	$(BIN)/ctest --test-dir $(dir) --output-on-failure -j2
+
+# Other systems, compiled here by PyPI's ziglang: `make cross` compiles everything except the kernels for Windows and
+# macOS; `make cross-test` links all of it, runs the C++ tests for Windows under Wine, and for Linux with musl.
+cross: $(addprefix cross-,x86_64-windows-gnu aarch64-macos.11.0)
+cross-test: $(addprefix cross-link-,aarch64-macos.11.0 x86_64-macos.10.13) \
+  $(addprefix cross-test-,x86_64-windows-gnu x86_64-linux-musl)
+cross-test-%: cross-link-%
+	$(BIN)/ctest --test-dir build/$* --output-on-failure -j2
+cross-link-%: cross-%
+	$(BIN)/cmake --build build/$*
+cross-%: $(VENV)/.installed-dev $(VENV)/.installed-cross
+	$(BIN)/cmake -S . -B build/$* -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DWHET_CPP_TESTS=ON \
+	  -DWHET_PYTHON=OFF -DCMAKE_TOOLCHAIN_FILE=tools/zig.cmake -DWHET_ZIG=$(CURDIR)/$(BIN)/python-zig \
+	  -DWHET_TARGET=$* >/dev/null
+	$(BIN)/cmake --build build/$* --target whet_host
 
 # Node and npm are installed by pip, the compiler by Debian (web/Makefile).
 web: $(VENV)/.installed-web
@@ -118,14 +136,14 @@ wheel-test: $(VENV)/.installed-test
 setup-test: $(VENV)/.installed-test
 	$(BIN)/python tests/set_ups.py pythons
 
-check: test lint cpp-test-release web-test docs
+check: test lint cpp-test-release cross web-test docs
 
-wide: wide-packages cpp-test test-scale test-wide wheel-test setup-test web-wide
+wide: wide-packages cpp-test cross-test test-scale test-wide wheel-test setup-test web-wide
 
-WIDE_PROGRAMS := chromium firefox-esr qemu-aarch64-static aarch64-linux-gnu-g++ clang++-19 wasm-ld-19
+WIDE_PROGRAMS := chromium firefox-esr qemu-aarch64-static aarch64-linux-gnu-g++ clang++-19 wasm-ld-19 wine
 wide-packages:
 	@for name in $(WIDE_PROGRAMS); do command -v $$name >/dev/null || missing="$$missing $$name"; done; \
-	  [ -z "$$missing" ] || { echo "make wide lacks$$missing: apt-get install chromium firefox-esr qemu-user-static \
+	  [ -z "$$missing" ] || { echo "make wide lacks$$missing: apt-get install chromium firefox-esr qemu-user-static wine wine64 \
 	  g++-aarch64-linux-gnu clang-19 lld-19 libc++-19-dev-wasm32 libclang-rt-19-dev-wasm32 wasi-libc"; exit 1; }
 
 clean:
