@@ -1,7 +1,6 @@
 """``--task`` in ``whet train`` and ``whet best-of-n``: real commands on a tiny model."""
 
 import importlib.metadata
-import importlib.util
 import json
 import signal
 import subprocess
