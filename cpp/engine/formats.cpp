@@ -1,8 +1,8 @@
 #include "engine/formats.h"
 
 #include <algorithm>
-#include <cfloat>
 #include <cstring>
+#include <limits>
 
 #include "engine/quantize.h"
 #include "runtime/ceil_div.h"
@@ -200,7 +200,7 @@ const std::array<FormatTraits, static_cast<size_t>(WeightFormat::kCount)>& forma
          .block_bytes = 4,
          .source = RowType::kFloat32,
          .panel = kFloat32Layout,
-         .largest = FLT_MAX,
+         .largest = std::numeric_limits<float>::max(),
          .vanishing = 0x1p-140,
          .unpack_row = unpack_numbers<float>,
          .dequantize_row = copy_float32,
@@ -224,7 +224,7 @@ const std::array<FormatTraits, static_cast<size_t>(WeightFormat::kCount)>& forma
          .block_bytes = 1,
          .row_scale_bytes = 4,
          .panel = kInt8Layout,
-         .largest = FLT_MAX,
+         .largest = std::numeric_limits<float>::max(),
          .vanishing = 127 * 0x1p-140,
          .pack_row = pack_int8,
          .unpack_row = unpack_int8,

@@ -48,7 +48,9 @@ void free_zeroed(void* memory, size_t bytes) {
 
 void release_pages(void* memory, size_t bytes) {
     const PageRange pages(memory, bytes);
-    if (pages.bytes > 0) DiscardVirtualMemory(pages.begin, pages.bytes);
+    if (pages.bytes == 0) return;
+    VirtualAlloc(pages.begin, pages.bytes, MEM_RESET, PAGE_READWRITE);  // the contents need not be written to disk
+    VirtualUnlock(pages.begin, pages.bytes);                            // removes unlocked pages from the working set
 }
 
 void prefer_huge_pages(void*, size_t) {}
