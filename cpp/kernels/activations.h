@@ -41,40 +41,22 @@ WHET_INLINE f32x16 gelu_tanh(f32x16 x) {
     return times_sigmoid(x, x * f32x16(kTwice) * fma(x * x, f32x16(kCubic), f32x16(1.0f)));
 }
 
-template <class T, class F>
-WHET_INLINE void map_row(const T* x, size_t n, bool streaming, T* out, F f) {
+template <f32x16 (*f)(f32x16), class T>
+WHET_INLINE void map_row(const T* x, size_t n, bool streaming, T* out) {
     rows::write(n, out, streaming,
                 [&](size_t at, int count) WHET_INLINE_LAMBDA { return f(rows::read(x + at, count)); });
 }
 
 template <class T>
-WHET_INLINE void swiglu_row(const T* gate, const T* up, size_t n, bool streaming, T* out) {
+WHET_INLINE void swiglu(const T* gate, const T* up, size_t n, bool streaming, T* out) {
     rows::write(n, out, streaming, [&](size_t at, int count) WHET_INLINE_LAMBDA {
         return silu(rows::read(gate + at, count)) * rows::read(up + at, count);
     });
 }
 
-#define WHET_ACTIVATION(name, suffix, T)                                                    \
-    void name##_##suffix(const T* x, size_t n, bool streaming, T* out) {                    \
-        map_row(x, n, streaming, out, [](f32x16 v) WHET_INLINE_LAMBDA { return name(v); }); \
-    }
-WHET_ACTIVATION(silu, f32, float)
-WHET_ACTIVATION(silu, bf16, uint16_t)
-WHET_ACTIVATION(gelu, f32, float)
-WHET_ACTIVATION(gelu, bf16, uint16_t)
-WHET_ACTIVATION(gelu_tanh, f32, float)
-WHET_ACTIVATION(gelu_tanh, bf16, uint16_t)
-#undef WHET_ACTIVATION
-void swiglu_f32(const float* gate, const float* up, size_t n, bool streaming, float* out) {
-    swiglu_row(gate, up, n, streaming, out);
-}
-void swiglu_bf16(const uint16_t* gate, const uint16_t* up, size_t n, bool streaming, uint16_t* out) {
-    swiglu_row(gate, up, n, streaming, out);
-}
-
 // grad_gate and grad_up from `grad`, the gradient of the result; grad_up may be grad.
 template <class T>
-WHET_INLINE void swiglu_backward_row(const T* gate, const T* up, const T* grad, size_t n, T* grad_gate, T* grad_up) {
+WHET_INLINE void swiglu_backward(const T* gate, const T* up, const T* grad, size_t n, T* grad_gate, T* grad_up) {
     rows::each(0, n, [&](size_t at, int count) WHET_INLINE_LAMBDA {
         const f32x16 g = rows::read(gate + at, count), u = rows::read(up + at, count), d = rows::read(grad + at, count);
         const f32x16 one(1.0f), sigmoid = times_sigmoid(one, g), activation = silu(g);
@@ -82,14 +64,17 @@ WHET_INLINE void swiglu_backward_row(const T* gate, const T* up, const T* grad, 
         rows::put(grad_gate + at, d * u * fma(activation, one - sigmoid, sigmoid), count);
     });
 }
-void swiglu_backward_f32(const float* gate, const float* up, const float* grad, size_t n, float* grad_gate,
-                         float* grad_up) {
-    swiglu_backward_row(gate, up, grad, n, grad_gate, grad_up);
-}
-void swiglu_backward_bf16(const uint16_t* gate, const uint16_t* up, const uint16_t* grad, size_t n, uint16_t* grad_gate,
-                          uint16_t* grad_up) {
-    swiglu_backward_row(gate, up, grad, n, grad_gate, grad_up);
-}
+
+constexpr auto silu_f32 = map_row<silu, float>;
+constexpr auto silu_bf16 = map_row<silu, uint16_t>;
+constexpr auto gelu_f32 = map_row<gelu, float>;
+constexpr auto gelu_bf16 = map_row<gelu, uint16_t>;
+constexpr auto gelu_tanh_f32 = map_row<gelu_tanh, float>;
+constexpr auto gelu_tanh_bf16 = map_row<gelu_tanh, uint16_t>;
+constexpr auto swiglu_f32 = swiglu<float>;
+constexpr auto swiglu_bf16 = swiglu<uint16_t>;
+constexpr auto swiglu_backward_f32 = swiglu_backward<float>;
+constexpr auto swiglu_backward_bf16 = swiglu_backward<uint16_t>;
 
 }  // namespace
 }  // namespace whet::WHET_ISA

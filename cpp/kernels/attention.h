@@ -52,6 +52,13 @@ WHET_INLINE void add_products(f32x16 (&sums)[rows][columns], const float* a, ptr
     }
 }
 
+template <int rows, int columns>
+WHET_INLINE void clear(f32x16 (&sums)[rows][columns]) {
+    for (auto& row : sums) {
+        for (f32x16& sum : row) sum = f32x16(0.0f);
+    }
+}
+
 // Sizes of a task, and its buffers in the scratch memory (null if scratch is null, to compute only n_floats).
 struct ForwardLayout {
     ptrdiff_t tiles, key_words, columns, n_floats = 0;
@@ -193,9 +200,7 @@ WHET_INLINE f32x16 scores(const ForwardLayout& at, ptrdiff_t tile, const KeyRang
     const float* queries = at.queries + tile / 2 * 16 * at.key_words + tile % 2 * kTileRows;
     for (ptrdiff_t key = begin / kTileKeys * kTileKeys; key < end; key += kTileKeys) {
         f32x16 sums[kTileRows][kPanels];
-        for (auto& row : sums) {
-            for (f32x16& sum : row) sum = f32x16(0.0f);
-        }
+        clear(sums);
         add_products<Format>(sums, queries, 1, 16, at.keys + key * at.key_words, kPanelKeys * at.key_words, kPanelKeys,
                              at.key_words);
         const bool masked = !ranges.all_cover(block + key, block + key + kTileKeys);
@@ -366,8 +371,8 @@ size_t attention_scratch(const AttentionTask& task) {
     return static_cast<size_t>(attention::ForwardLayout(bare, 1).n_floats) * sizeof(float);
 }
 
-void attention_f32(const AttentionTask& task) { attention::attend<attention::Float32>(task); }
-void attention_bf16(const AttentionTask& task) { attention::attend<attention::BFloat16>(task); }
+constexpr auto attention_f32 = attention::attend<attention::Float32>;
+constexpr auto attention_bf16 = attention::attend<attention::BFloat16>;
 
 }  // namespace
 }  // namespace whet::WHET_ISA

@@ -22,6 +22,7 @@ namespace {
 namespace attention_backward {
 
 using attention::add_products;
+using attention::clear;
 using attention::KeyRanges;
 using attention::kPanelKeys;
 using attention::kPanels;
@@ -130,12 +131,7 @@ __attribute__((noinline)) void compute_tile_gradient(const AttentionBackwardTask
         return masked ? ranges.select_in_range(r, block + key + c * kPanelKeys, x, otherwise) : x;
     };
     f32x16 sums[kTileRows][kPanels];
-    const auto clear = [&]() WHET_INLINE_LAMBDA {
-        for (auto& line : sums) {
-            for (f32x16& sum : line) sum = zero;
-        }
-    };
-    clear();
+    clear(sums);
     add_products<Format>(sums, at.query_panels + panel, 1, 16, keys, kPanelKeys * at.key_words, kPanelKeys,
                          at.key_words);
 #pragma GCC unroll 8
@@ -159,7 +155,7 @@ __attribute__((noinline)) void compute_tile_gradient(const AttentionBackwardTask
     for (int r = 0; r < kTileRows; r += 2) {
         store_columns<Format>(at.p_columns + (row + r) / Format::kPerWord * kKeys + key, sums[r], sums[r + 1]);
     }
-    clear();
+    clear(sums);
     add_products<Format>(sums, at.grad_panels + panel, 1, 16, values, kPanelKeys * at.key_words, kPanelKeys,
                          at.key_words);
 #pragma GCC unroll 8
@@ -312,12 +308,8 @@ size_t attention_backward_scratch(const AttentionBackwardTask& task) {
     return static_cast<size_t>(attention_backward::BackwardLayout(bare, 1).n_floats) * sizeof(float);
 }
 
-void attention_backward_f32(const AttentionBackwardTask& task) {
-    attention_backward::compute_gradient<attention::Float32>(task);
-}
-void attention_backward_bf16(const AttentionBackwardTask& task) {
-    attention_backward::compute_gradient<attention::BFloat16>(task);
-}
+constexpr auto attention_backward_f32 = attention_backward::compute_gradient<attention::Float32>;
+constexpr auto attention_backward_bf16 = attention_backward::compute_gradient<attention::BFloat16>;
 
 }  // namespace
 }  // namespace whet::WHET_ISA

@@ -24,6 +24,7 @@ namespace cached {
 
 using attention::add_products;
 using attention::BFloat16;
+using attention::clear;
 using attention::Float32;
 using attention::kZeroWeight;
 using attention::select_lane_range;
@@ -55,9 +56,7 @@ WHET_INLINE void scores(const float* queries, int64_t words, const float* keys, 
     const f32x16 masked_score(-__builtin_inff());
     const auto some = [&]<int panels>(int64_t key) WHET_INLINE_LAMBDA {
         f32x16 sums[rows][panels];
-        for (auto& row : sums) {
-            for (f32x16& sum : row) sum = f32x16(0.0f);
-        }
+        clear(sums);
         add_products<Format>(sums, queries, words, 1, keys + key, 16, kTokens, words);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; ++r) {
@@ -132,9 +131,7 @@ __attribute__((noinline)) void add_page(const CachedTask& t, int64_t row, int64_
     int64_t column = 0;
     const auto add_values = [&]<int n>() WHET_INLINE_LAMBDA {
         f32x16 sums[rows][n];
-        for (auto& row_sums : sums) {
-            for (f32x16& sum : row_sums) sum = f32x16(0.0f);
-        }
+        clear(sums);
         add_products<Format>(sums, &weights[0][0], kTokens, 1, values + column, 16, columns, steps);
         for (int r = 0; r < rows; ++r) {
             if (ranges[r].begin >= ranges[r].end) continue;
@@ -171,8 +168,8 @@ WHET_INLINE void write_key(const void* words, int64_t n, int64_t slot, float* ke
 
 }  // namespace cached
 
-void cached_attention_f32(const CachedTask& task) { cached::attend<attention::Float32>(task); }
-void cached_attention_bf16(const CachedTask& task) { cached::attend<attention::BFloat16>(task); }
+constexpr auto cached_attention_f32 = cached::attend<attention::Float32>;
+constexpr auto cached_attention_bf16 = cached::attend<attention::BFloat16>;
 
 // Initialises the state of rows before their first page.
 void cached_init_state(float* state, int64_t rows, int64_t head_dim) {

@@ -1,5 +1,6 @@
 // Conversion between float32 and bfloat16, and c = alpha sums + beta c: the prologue and epilogue of products.
 #pragma once
+#include "kernels/rows.h"
 #include "simd/dot.h"
 #include "simd/vec.h"
 
@@ -24,23 +25,16 @@ WHET_INLINE f32x16 blend(f32x16 sums, float alpha, float beta, f32x16 c) {
     return beta == 0.0f ? scaled : fma(f32x16(beta), c, scaled);
 }
 
-void blend_f32(const float* sums, size_t n, float alpha, float beta, float* c) {
-    for (size_t i = 0; i < n; i += 16) {
-        const int count = n - i < 16 ? static_cast<int>(n - i) : 16;
-        const f32x16 old = beta == 0.0f ? f32x16(0.0f) : load_first(c + i, count, 0.0f);
-        store_first(c + i, blend(load_first(sums + i, count, 0.0f), alpha, beta, old), count);
-    }
+template <class T>
+WHET_INLINE void blend(const float* sums, size_t n, float alpha, float beta, T* c) {
+    rows::each(0, n, [&](size_t at, int count) WHET_INLINE_LAMBDA {
+        const f32x16 old = beta == 0.0f ? f32x16(0.0f) : rows::read(c + at, count);
+        rows::put(c + at, blend(rows::read(sums + at, count), alpha, beta, old), count);
+    });
 }
 
-void blend_bf16(const float* sums, size_t n, float alpha, float beta, uint16_t* c) {
-    for (size_t i = 0; i < n; i += 16) {
-        const int count = n - i < 16 ? static_cast<int>(n - i) : 16;
-        uint16_t lanes[16] = {};
-        if (beta != 0.0f) __builtin_memcpy(lanes, c + i, sizeof(uint16_t) * count);
-        store_bf16(lanes, blend(load_first(sums + i, count, 0.0f), alpha, beta, load_bf16(lanes)));
-        __builtin_memcpy(c + i, lanes, sizeof(uint16_t) * count);
-    }
-}
+constexpr auto blend_f32 = blend<float>;
+constexpr auto blend_bf16 = blend<uint16_t>;
 
 }  // namespace
 }  // namespace whet::WHET_ISA

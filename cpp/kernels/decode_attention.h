@@ -191,19 +191,15 @@ WHET_INLINE void add_block(StridedRows<typename Format::Element> v, int n, int d
     }
 }
 
-// Calls body(first head, rows) for tiles of kTileHeads query heads and one tile of the rest; rows is a Count.
-template <int n>
-struct Count {
-    static constexpr int value = n;
-};
+// Calls body<rows>(first head) for tiles of kTileHeads query heads and one tile of the rest.
 template <class Body>
 WHET_INLINE void each_tile(int64_t kv_group, Body&& body) {
     int64_t head = 0;
-    for (; head + kTileHeads <= kv_group; head += kTileHeads) body(head, Count<kTileHeads>());
+    for (; head + kTileHeads <= kv_group; head += kTileHeads) body.template operator()<kTileHeads>(head);
     if constexpr (kTileHeads > 1) {
-        if (kv_group - head == 3) body(head, Count<3>());
-        if (kv_group - head == 2) body(head, Count<2>());
-        if (kv_group - head == 1) body(head, Count<1>());
+        if (kv_group - head == 3) body.template operator()<3>(head);
+        if (kv_group - head == 2) body.template operator()<2>(head);
+        if (kv_group - head == 1) body.template operator()<1>(head);
     }
 }
 
@@ -262,12 +258,11 @@ WHET_INLINE void exp_weights_of_block(const DecodeTask& t, const DecodeLayout<ty
         for (int64_t kv_head = 0; kv_head < t.kv_heads; ++kv_head) {
             StridedRows<Element> k{all_keys + from * t.k_token + kv_head * t.k_head, t.k_token};
             if (at.dim != t.head_dim) k = pad_rows(k, n_keys, t.head_dim, at.dim, at.copies);
-            each_tile(t.kv_group, [&](int64_t in_group, auto rows) WHET_INLINE_LAMBDA {
+            each_tile(t.kv_group, [&]<int rows>(int64_t in_group) WHET_INLINE_LAMBDA {
                 const int64_t head = kv_head * t.kv_group + in_group;
                 const StridedRows<Element> q{at.queries + head * at.dim, at.dim};
-                scores<Format, decltype(rows)::value>(q, k, n_keys, static_cast<int>(at.dim), t.scale,
-                                                      at.weights + head * kBlock + from,
-                                                      in_group == 0 ? &prefetch : nullptr);
+                scores<Format, rows>(q, k, n_keys, static_cast<int>(at.dim), t.scale, at.weights + head * kBlock + from,
+                                     in_group == 0 ? &prefetch : nullptr);
             });
         }
     }
@@ -290,12 +285,11 @@ WHET_INLINE void add_block_values(const DecodeTask& t, const DecodeLayout<typena
         for (int64_t kv_head = 0; kv_head < t.kv_heads; ++kv_head) {
             StridedRows<Element> v{all_values + from * t.v_token + kv_head * t.v_head, t.v_token};
             if (at.dim != t.head_dim) v = pad_rows(v, n_keys, t.head_dim, at.dim, at.copies);
-            each_tile(t.kv_group, [&](int64_t in_group, auto rows) WHET_INLINE_LAMBDA {
+            each_tile(t.kv_group, [&]<int rows>(int64_t in_group) WHET_INLINE_LAMBDA {
                 const int64_t head = kv_head * t.kv_group + in_group;
-                add_block<Format, decltype(rows)::value>(
-                    v, n_keys, static_cast<int>(at.dim), at.weights + head * kBlock + from,
-                    from == 0 ? at.factors + head : kOnes, t.partial + head * at.partial_row, at.partial_row,
-                    in_group == 0 ? &prefetch : nullptr);
+                add_block<Format, rows>(v, n_keys, static_cast<int>(at.dim), at.weights + head * kBlock + from,
+                                        from == 0 ? at.factors + head : kOnes, t.partial + head * at.partial_row,
+                                        at.partial_row, in_group == 0 ? &prefetch : nullptr);
             });
         }
     }
@@ -321,26 +315,25 @@ WHET_INLINE void attend(const DecodeTask& t) {
 
 // Merges n partial sums of a row, `stride` floats apart, in order, and divides by the sum of weights.
 template <class Format>
-WHET_INLINE void merge(const float* partials, ptrdiff_t n, ptrdiff_t stride, int64_t head_dim,
-                       typename Format::Element* out) {
-    const float* extras = partials + round_up(head_dim, 32);
+WHET_INLINE void merge(const float* partials, size_t n, size_t stride, size_t head_dim, typename Format::Element* out) {
+    const float* extras = partials + round_up(static_cast<int64_t>(head_dim), 32);
     float maximum = kInitialMax, total = 0.0f;
-    for (ptrdiff_t i = 0; i < n; ++i) maximum = extras[i * stride] > maximum ? extras[i * stride] : maximum;
-    const auto factor = [&](ptrdiff_t i) WHET_INLINE_LAMBDA {
+    for (size_t i = 0; i < n; ++i) maximum = extras[i * stride] > maximum ? extras[i * stride] : maximum;
+    const auto factor = [&](size_t i) WHET_INLINE_LAMBDA {
         return exp2_fast(max(f32x16(-127.0f), f32x16(extras[i * stride] - maximum)));
     };
-    for (ptrdiff_t i = 0; i < n; ++i) total += factor(i)[0] * extras[i * stride + 1];
+    for (size_t i = 0; i < n; ++i) total += factor(i)[0] * extras[i * stride + 1];
     const f32x16 inverse(total == 0.0f ? 0.0f : 1.0f / total);
-    for (int64_t c = 0; c < head_dim; c += Format::kLanes) {
+    for (size_t c = 0; c < head_dim; c += Format::kLanes) {
         f32x16 sums[Format::kLanes / 16];
         for (f32x16& sum : sums) sum = f32x16(0.0f);
-        for (ptrdiff_t i = 0; i < n; ++i) {
+        for (size_t i = 0; i < n; ++i) {
             const f32x16 rescale = factor(i);
             const float* from = partials + i * stride + c;
             for (f32x16& sum : sums) sum = fma(load(from), rescale, sum), from += 16;
         }
         for (f32x16& sum : sums) sum = sum * inverse;
-        const int64_t left = head_dim - c;
+        const size_t left = head_dim - c;
         Format::store_columns(out + c, sums, static_cast<int>(left < Format::kLanes ? left : Format::kLanes));
     }
 }
@@ -354,17 +347,10 @@ size_t decode_scratch(const DecodeTask& t) {
            sizeof(float);
 }
 
-void decode_attention_f32(const DecodeTask& task) { decode::attend<decode::Float32>(task); }
-void decode_attention_bf16(const DecodeTask& task) { decode::attend<decode::BFloat16>(task); }
-
-void merge_decode_f32(const float* partials, size_t n, size_t stride, size_t head_dim, float* out) {
-    decode::merge<decode::Float32>(partials, static_cast<ptrdiff_t>(n), static_cast<ptrdiff_t>(stride),
-                                   static_cast<int64_t>(head_dim), out);
-}
-void merge_decode_bf16(const float* partials, size_t n, size_t stride, size_t head_dim, uint16_t* out) {
-    decode::merge<decode::BFloat16>(partials, static_cast<ptrdiff_t>(n), static_cast<ptrdiff_t>(stride),
-                                    static_cast<int64_t>(head_dim), out);
-}
+constexpr auto decode_attention_f32 = decode::attend<decode::Float32>;
+constexpr auto decode_attention_bf16 = decode::attend<decode::BFloat16>;
+constexpr auto merge_decode_f32 = decode::merge<decode::Float32>;
+constexpr auto merge_decode_bf16 = decode::merge<decode::BFloat16>;
 
 }  // namespace
 }  // namespace whet::WHET_ISA

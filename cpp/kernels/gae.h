@@ -26,14 +26,8 @@ WHET_INLINE void gae(const T* rewards, const T* values, const uint8_t* dones, do
     }
 }
 
-void gae_f32(const float* rewards, const float* values, const uint8_t* dones, double last_value, size_t n, double gamma,
-             double lambda, float* advantages, float* returns) {
-    gae(rewards, values, dones, last_value, n, gamma, lambda, advantages, returns);
-}
-void gae_f64(const double* rewards, const double* values, const uint8_t* dones, double last_value, size_t n,
-             double gamma, double lambda, double* advantages, double* returns) {
-    gae(rewards, values, dones, last_value, n, gamma, lambda, advantages, returns);
-}
+constexpr auto gae_f32 = gae<float>;
+constexpr auto gae_f64 = gae<double>;
 
 }  // namespace
 }  // namespace whet::WHET_ISA

@@ -3,28 +3,12 @@
 // By rows, lane l sums the products of the columns k = l mod 16 in order, and the 16 sums are added as a tree; by
 // columns each y is summed over the rows in order. All sums are float32.
 #pragma once
+#include "kernels/rows.h"
+#include "simd/lanes.h"
 #include "simd/vec.h"
 
 namespace whet::WHET_ISA {
 namespace {
-
-WHET_INLINE f32x16 load_any(const float* x) { return load(x); }
-WHET_INLINE f32x16 load_any(const uint16_t* x) { return load_bf16(x); }
-WHET_INLINE f32x16 load_any_first(const float* x, int n) { return load_first(x, n, 0.0f); }
-WHET_INLINE f32x16 load_any_first(const uint16_t* x, int n) {
-    uint16_t lanes[16] = {};
-    __builtin_memcpy(lanes, x, sizeof(uint16_t) * n);
-    return load_bf16(lanes);
-}
-
-WHET_INLINE float add_lanes(f32x16 v) {
-    float lanes[16];
-    store(lanes, v);
-    for (int width = 8; width > 0; width /= 2) {
-        for (int i = 0; i < width; ++i) lanes[i] = lanes[i] + lanes[i + width];
-    }
-    return lanes[0];
-}
 
 template <class T, int n_rows>
 WHET_INLINE void dot_rows(const T* a, size_t lda, size_t k, const float* x, float* y) {
@@ -35,16 +19,16 @@ WHET_INLINE void dot_rows(const T* a, size_t lda, size_t k, const float* x, floa
     for (; i + 16 <= k; i += 16) {
         const f32x16 xs = load(x + i);
 #pragma GCC unroll 4
-        for (int r = 0; r < n_rows; ++r) sum[r] = fma(load_any(a + r * lda + i), xs, sum[r]);
+        for (int r = 0; r < n_rows; ++r) sum[r] = fma(rows::read(a + r * lda + i, 16), xs, sum[r]);
     }
     if (i < k) {
         const int n = static_cast<int>(k - i);
         const f32x16 xs = load_first(x + i, n, 0.0f);
 #pragma GCC unroll 4
-        for (int r = 0; r < n_rows; ++r) sum[r] = fma(load_any_first(a + r * lda + i, n), xs, sum[r]);
+        for (int r = 0; r < n_rows; ++r) sum[r] = fma(rows::read(a + r * lda + i, n), xs, sum[r]);
     }
 #pragma GCC unroll 4
-    for (int r = 0; r < n_rows; ++r) y[r] = add_lanes(sum[r]);
+    for (int r = 0; r < n_rows; ++r) y[r] = sum_lanes(sum[r]);
 }
 
 template <class T>
@@ -54,13 +38,6 @@ WHET_INLINE void gemv_rows(const T* a, size_t lda, size_t rows, size_t k, const 
     for (; row < rows; ++row) dot_rows<T, 1>(a + row * lda, lda, k, x, y + row);
 }
 
-void gemv_rows_f32(const float* a, size_t lda, size_t rows, size_t k, const float* x, float* y) {
-    gemv_rows(a, lda, rows, k, x, y);
-}
-void gemv_rows_bf16(const uint16_t* a, size_t lda, size_t rows, size_t k, const float* x, float* y) {
-    gemv_rows(a, lda, rows, k, x, y);
-}
-
 template <class T, int n_vectors>
 WHET_INLINE void add_scaled_rows(const T* a, size_t lda, size_t k, const float* x, float* y) {
     f32x16 sum[n_vectors];
@@ -68,7 +45,7 @@ WHET_INLINE void add_scaled_rows(const T* a, size_t lda, size_t k, const float* 
     for (int v = 0; v < n_vectors; ++v) sum[v] = f32x16(0.0f);
     for (size_t i = 0; i < k; ++i) {
 #pragma GCC unroll 8
-        for (int v = 0; v < n_vectors; ++v) sum[v] = fma(load_any(a + i * lda + 16 * v), f32x16(x[i]), sum[v]);
+        for (int v = 0; v < n_vectors; ++v) sum[v] = fma(rows::read(a + i * lda + 16 * v, 16), f32x16(x[i]), sum[v]);
     }
 #pragma GCC unroll 8
     for (int v = 0; v < n_vectors; ++v) store(y + 16 * v, sum[v]);
@@ -83,16 +60,14 @@ WHET_INLINE void gemv_columns(const T* a, size_t lda, size_t k, size_t n, const 
     if (at == n) return;
     const int rest = static_cast<int>(n - at);
     f32x16 sum(0.0f);
-    for (size_t i = 0; i < k; ++i) sum = fma(load_any_first(a + i * lda + at, rest), f32x16(x[i]), sum);
+    for (size_t i = 0; i < k; ++i) sum = fma(rows::read(a + i * lda + at, rest), f32x16(x[i]), sum);
     store_first(y + at, sum, rest);
 }
 
-void gemv_columns_f32(const float* a, size_t lda, size_t k, size_t n, const float* x, float* y) {
-    gemv_columns(a, lda, k, n, x, y);
-}
-void gemv_columns_bf16(const uint16_t* a, size_t lda, size_t k, size_t n, const float* x, float* y) {
-    gemv_columns(a, lda, k, n, x, y);
-}
+constexpr auto gemv_rows_f32 = gemv_rows<float>;
+constexpr auto gemv_rows_bf16 = gemv_rows<uint16_t>;
+constexpr auto gemv_columns_f32 = gemv_columns<float>;
+constexpr auto gemv_columns_bf16 = gemv_columns<uint16_t>;
 
 }  // namespace
 }  // namespace whet::WHET_ISA

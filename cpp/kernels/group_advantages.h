@@ -162,22 +162,16 @@ WHET_INLINE void group_advantages(const T* rewards, size_t n_groups, size_t grou
     advantages_of_each<8, 0>(rewards, n, group_size, ddof, eps, batch_scale, out);
 }
 
-void group_advantages_f32(const float* rewards, size_t n_groups, size_t group_size, double ddof, double eps,
-                          double batch_scale, float* out) {
-    group_advantages(rewards, n_groups, group_size, ddof, eps, batch_scale, out);
-}
-void group_advantages_f64(const double* rewards, size_t n_groups, size_t group_size, double ddof, double eps,
-                          double batch_scale, double* out) {
-    group_advantages(rewards, n_groups, group_size, ddof, eps, batch_scale, out);
+// The standard deviation of all scored rewards, for scale="batch".
+template <class T>
+WHET_INLINE double batch_deviation(const T* rewards, size_t n, double ddof) {
+    return group_moments<8>(rewards, n, ddof, Counts(f64x8(static_cast<double>(n)), ddof)).deviation[0];
 }
 
-// The standard deviation of all scored rewards, for scale="batch".
-double batch_deviation_f32(const float* rewards, size_t n, double ddof) {
-    return group_moments<8>(rewards, n, ddof, Counts(f64x8(static_cast<double>(n)), ddof)).deviation[0];
-}
-double batch_deviation_f64(const double* rewards, size_t n, double ddof) {
-    return group_moments<8>(rewards, n, ddof, Counts(f64x8(static_cast<double>(n)), ddof)).deviation[0];
-}
+constexpr auto group_advantages_f32 = group_advantages<float>;
+constexpr auto group_advantages_f64 = group_advantages<double>;
+constexpr auto batch_deviation_f32 = batch_deviation<float>;
+constexpr auto batch_deviation_f64 = batch_deviation<double>;
 
 }  // namespace
 }  // namespace whet::WHET_ISA

@@ -121,25 +121,21 @@ WHET_INLINE void linear_panels(InputRows<T> in, const T* panels, size_t steps, s
 }
 
 template <class T>
-WHET_INLINE void linear(InputRows<T> in, const T* panels, size_t steps, const Outputs& out) {
-    const size_t n_panels = (out.n + 15) / 16;
+WHET_INLINE void linear(const LinearTask& t) {
+    const InputRows<T> in{static_cast<const T*>(t.x), t.ldx, t.rows};
+    const Outputs out{t.y, t.ldy, t.n, t.bias, t.add};
+    const auto* panels = static_cast<const T*>(t.panels);
+    const size_t n_panels = (t.n + 15) / 16;
     size_t panel = 0;
     for (; panel + kTilePanels <= n_panels; panel += kTilePanels) {
         const size_t left = n_panels - panel - kTilePanels;
-        linear_panels<T, kTilePanels>(in, panels, steps, panel, left < kTilePanels ? left : kTilePanels, out);
+        linear_panels<T, kTilePanels>(in, panels, t.steps, panel, left < kTilePanels ? left : kTilePanels, out);
     }
-    for (; panel < n_panels; ++panel) linear_panels<T, 1>(in, panels, steps, panel, panel + 1 < n_panels, out);
+    for (; panel < n_panels; ++panel) linear_panels<T, 1>(in, panels, t.steps, panel, panel + 1 < n_panels, out);
 }
 
-void linear_f32(const LinearTask& t) {
-    linear<float>({static_cast<const float*>(t.x), t.ldx, t.rows}, static_cast<const float*>(t.panels), t.steps,
-                  {t.y, t.ldy, t.n, t.bias, t.add});
-}
-
-void linear_bf16(const LinearTask& t) {
-    linear<uint16_t>({static_cast<const uint16_t*>(t.x), t.ldx, t.rows}, static_cast<const uint16_t*>(t.panels),
-                     t.steps, {t.y, t.ldy, t.n, t.bias, t.add});
-}
+constexpr auto linear_f32 = linear<float>;
+constexpr auto linear_bf16 = linear<uint16_t>;
 
 }  // namespace
 }  // namespace whet::WHET_ISA

@@ -13,6 +13,7 @@
 //
 // Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1.
 #pragma once
+#include "kernels/rows.h"
 #include "simd/dot.h"
 #include "simd/math.h"
 #include "simd/vec.h"
@@ -28,23 +29,11 @@ constexpr int kLoraUnroll = rank <= 2   ? 4
                             : rank <= 4 ? 2
                                         : 1;
 
-WHET_INLINE f32x16 lora_load(const float* x) { return load(x); }
-WHET_INLINE f32x16 lora_load(const uint16_t* x) { return load_bf16(x); }
-WHET_INLINE void lora_store(float* y, f32x16 v) { store(y, v); }
-WHET_INLINE void lora_store(uint16_t* y, f32x16 v) { store_bf16(y, v); }
-
-// The first n lanes, n < 16: the others are 0 on a load and unchanged in memory on a store.
-WHET_INLINE f32x16 lora_load_first(const float* x, int n) { return load_first(x, n, 0.0f); }
-WHET_INLINE f32x16 lora_load_first(const uint16_t* x, int n) {
-    uint16_t lanes[16] = {};
-    for (int i = 0; i < n; ++i) lanes[i] = x[i];
-    return load_bf16(lanes);
-}
-WHET_INLINE void lora_store_first(float* y, f32x16 v, int n) { store_first(y, v, n); }
-WHET_INLINE void lora_store_first(uint16_t* y, f32x16 v, int n) {
-    uint16_t lanes[16];
-    store_bf16(lanes, v);
-    for (int i = 0; i < n; ++i) y[i] = lanes[i];
+// Calls function<rank>() with the rank as a constant.
+template <int constant = 1, class Function>
+WHET_INLINE void with_rank(size_t rank, Function&& function) {
+    if (rank == constant) return function.template operator()<constant>();
+    if constexpr (constant < 8) with_rank<constant + 1>(rank, function);
 }
 
 WHET_INLINE float lora_add_lanes(f32x16 v) {
@@ -56,17 +45,17 @@ WHET_INLINE float lora_add_lanes(f32x16 v) {
 constexpr size_t kLoraRows = 4;
 
 template <int rank, class T>
-void lora_down(const T* x, ptrdiff_t x_stride, size_t rows, size_t n, const float* a, float* hidden) {
+void lora_down(const T* x, ptrdiff_t x_stride, size_t n_rows, size_t n, const float* a, float* hidden) {
     constexpr int unroll = kLoraUnroll<rank>;
     f32x16 sums[kLoraRows][unroll][rank];
-    for (size_t row = 0; row < rows; ++row) {
+    for (size_t row = 0; row < n_rows; ++row) {
         for (int u = 0; u < unroll; ++u) {
             for (int j = 0; j < rank; ++j) sums[row][u][j] = f32x16(0.0f);
         }
     }
     for (size_t begin = 0; begin < n; begin += kLoraPiece) {
         const size_t end = begin + kLoraPiece < n ? begin + kLoraPiece : n;
-        for (size_t row = 0; row < rows; ++row) {
+        for (size_t row = 0; row < n_rows; ++row) {
             const T* at = x + static_cast<ptrdiff_t>(row) * x_stride;
             f32x16 s[unroll][rank];
             WHET_UNROLL(4)
@@ -78,22 +67,16 @@ void lora_down(const T* x, ptrdiff_t x_stride, size_t rows, size_t n, const floa
             for (; i + 16 * unroll <= end; i += 16 * unroll) {
                 WHET_UNROLL(4)
                 for (int u = 0; u < unroll; ++u) {
-                    const f32x16 v = lora_load(at + i + 16 * u);
+                    const f32x16 v = rows::read(at + i + 16 * u, 16);
                     WHET_UNROLL(8)
                     for (int j = 0; j < rank; ++j) s[u][j] = fma(v, load(a + j * n + i + 16 * u), s[u][j]);
                 }
             }
-            for (; i + 16 <= end; i += 16) {
-                const f32x16 v = lora_load(at + i);
+            rows::each(i, end, [&](size_t column, int count) WHET_INLINE_LAMBDA {
+                const f32x16 v = rows::read(at + column, count);
                 WHET_UNROLL(8)
-                for (int j = 0; j < rank; ++j) s[0][j] = fma(v, load(a + j * n + i), s[0][j]);
-            }
-            if (i < end) {
-                const int rest = static_cast<int>(end - i);
-                const f32x16 v = lora_load_first(at + i, rest);
-                WHET_UNROLL(8)
-                for (int j = 0; j < rank; ++j) s[0][j] = fma(v, load_first(a + j * n + i, rest, 0.0f), s[0][j]);
-            }
+                for (int j = 0; j < rank; ++j) s[0][j] = fma(v, rows::read(a + j * n + column, count), s[0][j]);
+            });
             WHET_UNROLL(4)
             for (int u = 0; u < unroll; ++u) {
                 WHET_UNROLL(8)
@@ -101,7 +84,7 @@ void lora_down(const T* x, ptrdiff_t x_stride, size_t rows, size_t n, const floa
             }
         }
     }
-    for (size_t row = 0; row < rows; ++row) {
+    for (size_t row = 0; row < n_rows; ++row) {
         for (int j = 0; j < rank; ++j) {
             for (int width = unroll / 2; width > 0; width /= 2) {
                 for (int u = 0; u < width; ++u) sums[row][u][j] += sums[row][u + width][j];
@@ -112,36 +95,28 @@ void lora_down(const T* x, ptrdiff_t x_stride, size_t rows, size_t n, const floa
 }
 
 template <int rank, class T>
-void lora_up(const float* hidden, size_t rows, size_t n, const float* b, float scale, T* y, ptrdiff_t y_stride) {
+void lora_up(const float* hidden, size_t n_rows, size_t n, const float* b, float scale, T* y, ptrdiff_t y_stride) {
     for (size_t begin = 0; begin < n; begin += kLoraPiece) {
         const size_t end = begin + kLoraPiece < n ? begin + kLoraPiece : n;
-        for (size_t row = 0; row < rows; ++row) {
+        for (size_t row = 0; row < n_rows; ++row) {
             T* at = y + static_cast<ptrdiff_t>(row) * y_stride;
             f32x16 h[rank];
             WHET_UNROLL(8)
             for (int j = 0; j < rank; ++j) h[j] = f32x16(scale * hidden[row * rank + j]);
-            size_t i = begin;
-            for (; i + 16 <= end; i += 16) {
-                f32x16 delta = h[0] * load(b + i);
+            rows::each(begin, end, [&](size_t i, int count) WHET_INLINE_LAMBDA {
+                f32x16 delta = h[0] * rows::read(b + i, count);
                 WHET_UNROLL(8)
-                for (int j = 1; j < rank; ++j) delta = fma(h[j], load(b + j * n + i), delta);
-                lora_store(at + i, lora_load(at + i) + delta);
-            }
-            if (i < end) {
-                const int rest = static_cast<int>(end - i);
-                f32x16 delta = h[0] * load_first(b + i, rest, 0.0f);
-                WHET_UNROLL(8)
-                for (int j = 1; j < rank; ++j) delta = fma(h[j], load_first(b + j * n + i, rest, 0.0f), delta);
-                lora_store_first(at + i, lora_load_first(at + i, rest) + delta, rest);
-            }
+                for (int j = 1; j < rank; ++j) delta = fma(h[j], rows::read(b + j * n + i, count), delta);
+                rows::put(at + i, rows::read(at + i, count) + delta, count);
+            });
         }
     }
 }
 
 // One chunk of rows, and rank <= 4 rows of grad: more rows would evict each other's cache lines.
 template <int rank, class T>
-void lora_outer_piece(const float* hidden, size_t hidden_stride, const T* x, ptrdiff_t x_stride, size_t rows, size_t n,
-                      float scale, float* grad, size_t grad_stride) {
+void lora_outer_piece(const float* hidden, size_t hidden_stride, const T* x, ptrdiff_t x_stride, size_t n_rows,
+                      size_t n, float scale, float* grad, size_t grad_stride) {
     constexpr int unroll = kLoraUnroll<rank>;
     size_t i = 0;
     for (; i + 16 * unroll <= n; i += 16 * unroll) {
@@ -151,11 +126,11 @@ void lora_outer_piece(const float* hidden, size_t hidden_stride, const T* x, ptr
             WHET_UNROLL(4)
             for (int j = 0; j < rank; ++j) s[u][j] = f32x16(0.0f);
         }
-        for (size_t row = 0; row < rows; ++row) {
+        for (size_t row = 0; row < n_rows; ++row) {
             const T* at = x + static_cast<ptrdiff_t>(row) * x_stride + i;
             WHET_UNROLL(4)
             for (int u = 0; u < unroll; ++u) {
-                const f32x16 v = lora_load(at + 16 * u);
+                const f32x16 v = rows::read(at + 16 * u, 16);
                 WHET_UNROLL(4)
                 for (int j = 0; j < rank; ++j) s[u][j] = fma(f32x16(hidden[row * hidden_stride + j]), v, s[u][j]);
             }
@@ -169,32 +144,26 @@ void lora_outer_piece(const float* hidden, size_t hidden_stride, const T* x, ptr
             }
         }
     }
-    for (; i < n; i += 16) {
-        const int lanes = n - i < 16 ? static_cast<int>(n - i) : 16;
-        const bool whole = lanes == 16;
+    rows::each(i, n, [&](size_t column, int count) WHET_INLINE_LAMBDA {
         for (int j = 0; j < rank; ++j) {
             f32x16 s(0.0f);
-            for (size_t row = 0; row < rows; ++row) {
-                const T* at = x + static_cast<ptrdiff_t>(row) * x_stride + i;
-                s = fma(f32x16(hidden[row * hidden_stride + j]), whole ? lora_load(at) : lora_load_first(at, lanes), s);
+            for (size_t row = 0; row < n_rows; ++row) {
+                const T* at = x + static_cast<ptrdiff_t>(row) * x_stride + column;
+                s = fma(f32x16(hidden[row * hidden_stride + j]), rows::read(at, count), s);
             }
-            float* g = grad + j * grad_stride + i;
-            if (whole) {
-                store(g, fma(f32x16(scale), s, load(g)));
-            } else {
-                store_first(g, fma(f32x16(scale), s, load_first(g, lanes, 0.0f)), lanes);
-            }
+            float* g = grad + j * grad_stride + column;
+            rows::put(g, fma(f32x16(scale), s, rows::read(g, count)), count);
         }
-    }
+    });
 }
 
 // n columns of x (rows, ...) and of grad (rank, ...) with row stride grad_stride; hidden is (rows, rank).
 template <int rank, class T>
-void lora_outer(const float* hidden, const T* x, ptrdiff_t x_stride, size_t rows, size_t n, float scale, float* grad,
+void lora_outer(const float* hidden, const T* x, ptrdiff_t x_stride, size_t n_rows, size_t n, float scale, float* grad,
                 size_t grad_stride) {
     constexpr int low = rank <= 4 ? rank : 4, high = rank - low;
-    for (size_t row = 0; row < rows; row += kLoraSumRows) {
-        const size_t count = row + kLoraSumRows < rows ? kLoraSumRows : rows - row;
+    for (size_t row = 0; row < n_rows; row += kLoraSumRows) {
+        const size_t count = row + kLoraSumRows < n_rows ? kLoraSumRows : n_rows - row;
         const float* h = hidden + row * rank;
         const T* at = x + static_cast<ptrdiff_t>(row) * x_stride;
         lora_outer_piece<low>(h, rank, at, x_stride, count, n, scale, grad, grad_stride);
@@ -204,52 +173,28 @@ void lora_outer(const float* hidden, const T* x, ptrdiff_t x_stride, size_t rows
     }
 }
 
-// Dispatches to a function compiled for the rank.
-#define WHET_LORA_RANKS(function, ...)       \
-    switch (rank) {                          \
-        case 1:                              \
-            return function<1>(__VA_ARGS__); \
-        case 2:                              \
-            return function<2>(__VA_ARGS__); \
-        case 3:                              \
-            return function<3>(__VA_ARGS__); \
-        case 4:                              \
-            return function<4>(__VA_ARGS__); \
-        case 5:                              \
-            return function<5>(__VA_ARGS__); \
-        case 6:                              \
-            return function<6>(__VA_ARGS__); \
-        case 7:                              \
-            return function<7>(__VA_ARGS__); \
-        case 8:                              \
-            return function<8>(__VA_ARGS__); \
-    }
-
-void lora_down_f32(size_t rank, const float* x, ptrdiff_t x_stride, size_t rows, size_t n, const float* a,
+template <class T>
+void lora_down_any(size_t rank, const T* x, ptrdiff_t x_stride, size_t n_rows, size_t n, const float* a,
                    float* hidden) {
-    WHET_LORA_RANKS(lora_down, x, x_stride, rows, n, a, hidden)
+    with_rank(rank, [&]<int r>() { lora_down<r>(x, x_stride, n_rows, n, a, hidden); });
 }
-void lora_down_bf16(size_t rank, const uint16_t* x, ptrdiff_t x_stride, size_t rows, size_t n, const float* a,
-                    float* hidden) {
-    WHET_LORA_RANKS(lora_down, x, x_stride, rows, n, a, hidden)
-}
-void lora_up_f32(size_t rank, const float* hidden, size_t rows, size_t n, const float* b, float scale, float* y,
+template <class T>
+void lora_up_any(size_t rank, const float* hidden, size_t n_rows, size_t n, const float* b, float scale, T* y,
                  ptrdiff_t y_stride) {
-    WHET_LORA_RANKS(lora_up, hidden, rows, n, b, scale, y, y_stride)
+    with_rank(rank, [&]<int r>() { lora_up<r>(hidden, n_rows, n, b, scale, y, y_stride); });
 }
-void lora_up_bf16(size_t rank, const float* hidden, size_t rows, size_t n, const float* b, float scale, uint16_t* y,
-                  ptrdiff_t y_stride) {
-    WHET_LORA_RANKS(lora_up, hidden, rows, n, b, scale, y, y_stride)
-}
-void lora_outer_f32(size_t rank, const float* hidden, const float* x, ptrdiff_t x_stride, size_t rows, size_t n,
+template <class T>
+void lora_outer_any(size_t rank, const float* hidden, const T* x, ptrdiff_t x_stride, size_t n_rows, size_t n,
                     float scale, float* grad, size_t grad_stride) {
-    WHET_LORA_RANKS(lora_outer, hidden, x, x_stride, rows, n, scale, grad, grad_stride)
+    with_rank(rank, [&]<int r>() { lora_outer<r>(hidden, x, x_stride, n_rows, n, scale, grad, grad_stride); });
 }
-void lora_outer_bf16(size_t rank, const float* hidden, const uint16_t* x, ptrdiff_t x_stride, size_t rows, size_t n,
-                     float scale, float* grad, size_t grad_stride) {
-    WHET_LORA_RANKS(lora_outer, hidden, x, x_stride, rows, n, scale, grad, grad_stride)
-}
-#undef WHET_LORA_RANKS
+
+constexpr auto lora_down_f32 = lora_down_any<float>;
+constexpr auto lora_down_bf16 = lora_down_any<uint16_t>;
+constexpr auto lora_up_f32 = lora_up_any<float>;
+constexpr auto lora_up_bf16 = lora_up_any<uint16_t>;
+constexpr auto lora_outer_f32 = lora_outer_any<float>;
+constexpr auto lora_outer_bf16 = lora_outer_any<uint16_t>;
 
 }  // namespace
 }  // namespace whet::WHET_ISA

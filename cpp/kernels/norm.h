@@ -116,26 +116,20 @@ WHET_INLINE void layer_norm(const T* x, T* residual, const W* weight, const W* b
     }
 }
 
-#define WHET_NORM(suffix, T, W)                                                                                      \
-    void rms_norm_##suffix(const T* x, T* residual, const W* weight, size_t n, double eps, bool streaming, T* out) { \
-        rms_norm(x, residual, weight, n, eps, streaming, out);                                                       \
-    }                                                                                                                \
-    void layer_norm_##suffix(const T* x, T* residual, const W* weight, const W* bias, size_t n, double eps,          \
-                             bool streaming, T* out) {                                                               \
-        layer_norm(x, residual, weight, bias, n, eps, streaming, out);                                               \
-    }
-WHET_NORM(f32, float, float)
-WHET_NORM(bf16, uint16_t, uint16_t)
-WHET_NORM(bf16_f32, uint16_t, float)
-#undef WHET_NORM
+constexpr auto rms_norm_f32 = rms_norm<float, float, float>;
+constexpr auto rms_norm_bf16 = rms_norm<uint16_t, uint16_t, uint16_t>;
+constexpr auto rms_norm_bf16_f32 = rms_norm<uint16_t, float, uint16_t>;
+constexpr auto layer_norm_f32 = layer_norm<float, float>;
+constexpr auto layer_norm_bf16 = layer_norm<uint16_t, uint16_t>;
+constexpr auto layer_norm_bf16_f32 = layer_norm<uint16_t, float>;
 void rms_norm_f32_bf16(const float* x, const float* weight, size_t n, double eps, uint16_t* out) {
     rms_norm(x, static_cast<float*>(nullptr), weight, n, eps, false, out);
 }
 
 // Adds to grad_weight.
 template <class T, class Grad>
-WHET_INLINE void rms_norm_backward_row(const T* x, const float* weight, const Grad* grad, size_t n, double eps,
-                                       T* grad_x, float* grad_weight) {
+WHET_INLINE void rms_norm_backward(const T* x, const float* weight, const Grad* grad, size_t n, double eps, T* grad_x,
+                                   float* grad_weight) {
     double total[2];  // of x^2 and of g x
     rows::sum(n, total, [&](f32x16(&sums)[2], size_t at, int count) WHET_INLINE_LAMBDA {
         const f32x16 v = rows::read(x + at, count);
@@ -151,15 +145,9 @@ WHET_INLINE void rms_norm_backward_row(const T* x, const float* weight, const Gr
     });
 }
 
-#define WHET_NORM_BACKWARD(suffix, T, Grad)                                                                  \
-    void rms_norm_backward_##suffix(const T* x, const float* weight, const Grad* grad, size_t n, double eps, \
-                                    T* grad_x, float* grad_weight) {                                         \
-        rms_norm_backward_row(x, weight, grad, n, eps, grad_x, grad_weight);                                 \
-    }
-WHET_NORM_BACKWARD(f32, float, float)
-WHET_NORM_BACKWARD(f32_bf16, float, uint16_t)
-WHET_NORM_BACKWARD(bf16, uint16_t, uint16_t)
-#undef WHET_NORM_BACKWARD
+constexpr auto rms_norm_backward_f32 = rms_norm_backward<float, float>;
+constexpr auto rms_norm_backward_f32_bf16 = rms_norm_backward<float, uint16_t>;
+constexpr auto rms_norm_backward_bf16 = rms_norm_backward<uint16_t, uint16_t>;
 
 }  // namespace
 }  // namespace whet::WHET_ISA

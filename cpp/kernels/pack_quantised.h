@@ -1,7 +1,7 @@
-// Quantises numbers of any RowType and strides to one panel of 16 outputs: engine/quantize.cpp, which documents the
-// searches, for 16 outputs at a time.
+// Quantises numbers of any RowType and strides to one panel of 16 outputs: cpp/tests/quantize_reference.h, which
+// documents the searches, for 16 outputs at a time.
 //
-// Each output has one lane, with the operations of quantize.cpp in their order: the same numbers, to the bit. Inputs
+// Each output has one lane, with the operations of the reference in their order: the same numbers, to the bit. Inputs
 // must be finite.
 #pragma once
 #include "kernels/pack.h"
@@ -39,6 +39,9 @@ struct Float16s {
     uint16_t bits[16];
     explicit WHET_INLINE Float16s(f32x16 x) { store_f16(bits, min(max(x, f32x16(-kMaxFloat16)), f32x16(kMaxFloat16))); }
     WHET_INLINE f32x16 values() const { return load_f16(bits); }
+    WHET_INLINE void put(uint8_t* out, const PanelTask& task) const {
+        pack::put(reinterpret_cast<uint16_t*>(out), bits, task);
+    }
 };
 
 // Reads a block, padded with zeros.
@@ -67,6 +70,14 @@ WHET_INLINE void put_int8(const float* tile, f32x16 scale, const PanelTask& task
         }
         put(words + 16 * w, four_bytes(q), task);
     }
+}
+
+WHET_INLINE void put_q8_0_block(const PanelTask& task, size_t at, float* words, uint8_t* scales) {
+    alignas(64) float tile[16 * kTile];
+    read_tile(task, at, kTile, tile);
+    const Float16s d(abs_max(tile, f32x16(0.0f)) / f32x16(127.0f));
+    put_int8(tile, d.values(), task, words);
+    d.put(scales, task);
 }
 
 // ---------------------------------------------------------------- integers of 4 to 6 bits
@@ -143,21 +154,16 @@ WHET_INLINE f32x16 symmetric_integer(const float* x, f32x16 inverse) {
     return nearest(load(x) * inverse, -half, half - 1) + f32x16(half);
 }
 
-template <const PanelLayout& layout, int bits>
-WHET_INLINE void put_symmetric(const PanelTask& task) {
+template <int bits>
+WHET_INLINE void put_symmetric_block(const PanelTask& task, size_t at, float* words, uint8_t* scales) {
     constexpr int half = 1 << (bits - 1);
-    constexpr size_t step = layout.step_bytes / 4;
-    auto* words = static_cast<float*>(task.panel);
-    auto* scales = reinterpret_cast<uint16_t*>(words + task.k / kTile * step);
-    for (size_t at = 0; at < task.k; at += kTile, words += step, scales += 16) {
-        alignas(64) float tile[16 * kTile];
-        read_block(task, at, tile);
-        const Float16s d(symmetric_scale<half, kTile>(tile));
-        const f32x16 inverse = inverse_of(d.values());
-        const auto q = [&](size_t i) WHET_INLINE_LAMBDA { return symmetric_integer<half>(tile + 16 * i, inverse); };
-        put_step<bits>(q, task, words);
-        put(scales, d.bits, task);
-    }
+    alignas(64) float tile[16 * kTile];
+    read_tile(task, at, kTile, tile);
+    const Float16s d(symmetric_scale<half, kTile>(tile));
+    const f32x16 inverse = inverse_of(d.values());
+    const auto q = [&](size_t i) WHET_INLINE_LAMBDA { return symmetric_integer<half>(tile + 16 * i, inverse); };
+    put_step<bits>(q, task, words);
+    d.put(scales, task);
 }
 
 // ---------------------------------------------------------------- scale q - minimum, q in [0, q_max]
@@ -237,21 +243,16 @@ WHET_INLINE void put_affine_step(const float* tile, f32x16 scale, f32x16 minimum
     put_step<bits>(q, task, words);
 }
 
-template <const PanelLayout& layout, int bits>
-WHET_INLINE void put_affine(const PanelTask& task) {
-    constexpr size_t step = layout.step_bytes / 4;
-    auto* words = static_cast<float*>(task.panel);
-    auto* scales = reinterpret_cast<uint16_t*>(words + task.k / kTile * step);
-    for (size_t at = 0; at < task.k; at += kTile, words += step, scales += 32) {
-        alignas(64) float tile[16 * kTile];
-        AffineFit fit;
-        read_block(task, at, tile);
-        best_affine_fit(tile, (1 << bits) - 1, fit);
-        const Float16s d(fit.scale), m(-fit.minimum);
-        put_affine_step<bits>(tile, d.values(), -m.values(), task, words);
-        put(scales, d.bits, task);
-        put(scales + 16, m.bits, task);
-    }
+template <int bits>
+WHET_INLINE void put_affine_block(const PanelTask& task, size_t at, float* words, uint8_t* scales) {
+    alignas(64) float tile[16 * kTile];
+    AffineFit fit;
+    read_tile(task, at, kTile, tile);
+    best_affine_fit(tile, (1 << bits) - 1, fit);
+    const Float16s d(fit.scale), m(-fit.minimum);
+    put_affine_step<bits>(tile, d.values(), -m.values(), task, words);
+    d.put(scales, task);
+    m.put(scales + 32, task);
 }
 
 // ---------------------------------------------------------------- K-quants: 256 inputs with quantised scales
@@ -307,8 +308,8 @@ WHET_INLINE void put_super_block(const PanelTask& task, size_t at, float* words,
         put_affine_step<bits>(tiles[j], fits[j].scale, minimum, task, words + layout.step_bytes / 4 * j);
     }
     factors.put_bytes(task, scales);
-    put(reinterpret_cast<uint16_t*>(scales + 192), stored_d.bits, task);
-    put(reinterpret_cast<uint16_t*>(scales + 224), stored_dmin.bits, task);
+    stored_d.put(scales + 192, task);
+    stored_dmin.put(scales + 224, task);
 }
 
 // q6_k: 16 groups with scales of d times an integer in [-128, 127].
@@ -337,16 +338,16 @@ WHET_INLINE void put_signed_super_block(const PanelTask& task, size_t at, float*
         };
         put_step<6>(q, task, words + kQ6_KLayout.step_bytes / 4 * j);
     }
-    put(reinterpret_cast<uint16_t*>(scales + 256), stored_d.bits, task);
+    stored_d.put(scales + 256, task);
 }
 
-// Calls put_block(task, input, words, scales) for every 256 inputs.
-template <const PanelLayout& layout, class PutBlock>
-WHET_INLINE void put_super_blocks(const PanelTask& task, PutBlock&& put_block) {
-    constexpr size_t step = layout.step_bytes / 4, super_block = layout.group * kTile;
+// Calls put_block(task, input, words, scales) for every block or super-block.
+template <const PanelLayout& layout, void (*put_block)(const PanelTask&, size_t, float*, uint8_t*)>
+void put_blocks(const PanelTask& task) {
+    constexpr size_t step = layout.step_bytes / 4, length = layout.group * kTile;
     auto* words = static_cast<float*>(task.panel);
     auto* scales = reinterpret_cast<uint8_t*>(words + task.k / kTile * step);
-    for (size_t at = 0; at < task.k; at += super_block, words += layout.group * step, scales += layout.group_bytes) {
+    for (size_t at = 0; at < task.k; at += length, words += layout.group * step, scales += layout.group_bytes) {
         put_block(task, at, words, scales);
     }
 }
@@ -369,30 +370,14 @@ void pack_panel_int8(const PanelTask& task) {
     pack::put(words, scale, task);
 }
 
-void pack_panel_q8_0(const PanelTask& task) {
-    constexpr size_t step = kQ8_0Layout.step_bytes / 4;
-    auto* words = static_cast<float*>(task.panel);
-    auto* scales = reinterpret_cast<uint16_t*>(words + task.k / pack::kTile * step);
-    for (size_t at = 0; at < task.k; at += pack::kTile, words += step, scales += 16) {
-        alignas(64) float tile[16 * pack::kTile];
-        pack::read_block(task, at, tile);
-        const pack::Float16s d(pack::abs_max(tile, f32x16(0.0f)) / f32x16(127.0f));
-        pack::put_int8(tile, d.values(), task, words);
-        pack::put(scales, d.bits, task);
-    }
-}
-
-void pack_panel_q4_0(const PanelTask& task) { pack::put_symmetric<kQ4_0Layout, 4>(task); }
-void pack_panel_q5_0(const PanelTask& task) { pack::put_symmetric<kQ5_0Layout, 5>(task); }
-void pack_panel_q4_1(const PanelTask& task) { pack::put_affine<kQ4_1Layout, 4>(task); }
-void pack_panel_q5_1(const PanelTask& task) { pack::put_affine<kQ5_1Layout, 5>(task); }
-void pack_panel_q4_k(const PanelTask& task) {
-    pack::put_super_blocks<kQ4_KLayout>(task, pack::put_super_block<4, kQ4_KLayout>);
-}
-void pack_panel_q5_k(const PanelTask& task) {
-    pack::put_super_blocks<kQ5_KLayout>(task, pack::put_super_block<5, kQ5_KLayout>);
-}
-void pack_panel_q6_k(const PanelTask& task) { pack::put_super_blocks<kQ6_KLayout>(task, pack::put_signed_super_block); }
+constexpr auto pack_panel_q8_0 = pack::put_blocks<kQ8_0Layout, pack::put_q8_0_block>;
+constexpr auto pack_panel_q4_0 = pack::put_blocks<kQ4_0Layout, pack::put_symmetric_block<4>>;
+constexpr auto pack_panel_q5_0 = pack::put_blocks<kQ5_0Layout, pack::put_symmetric_block<5>>;
+constexpr auto pack_panel_q4_1 = pack::put_blocks<kQ4_1Layout, pack::put_affine_block<4>>;
+constexpr auto pack_panel_q5_1 = pack::put_blocks<kQ5_1Layout, pack::put_affine_block<5>>;
+constexpr auto pack_panel_q4_k = pack::put_blocks<kQ4_KLayout, pack::put_super_block<4, kQ4_KLayout>>;
+constexpr auto pack_panel_q5_k = pack::put_blocks<kQ5_KLayout, pack::put_super_block<5, kQ5_KLayout>>;
+constexpr auto pack_panel_q6_k = pack::put_blocks<kQ6_KLayout, pack::put_signed_super_block>;
 
 }  // namespace
 }  // namespace whet::WHET_ISA

@@ -5,6 +5,7 @@
 // are unchanged. float32 arithmetic, one rounding to nearest even on a bfloat16 store. cos_sin holds rotary_dim / 2
 // cosines and then as many sines. The caller splits tokens over threads.
 #pragma once
+#include "kernels/rows.h"
 #include "simd/dot.h"
 #include "simd/math.h"
 #include "simd/vec.h"
@@ -14,87 +15,45 @@ namespace {
 
 namespace rope {
 
-// Loads and stores 16 pairs from `at` on, or only n: the first members in `even`, the second members in `odd`.
-struct NeoxF32 {
-    static constexpr bool kBy32 = false;
+// Loads and stores the first n <= 16 pairs from `at` on: the first members in `even`, the second members in `odd`.
+struct Neox {
+    template <class T>
+    static constexpr bool kBy32 = sizeof(T) == sizeof(uint16_t);  // see rotate_by_32
 
-    WHET_INLINE static F32Pairs get(const float* x, size_t half, size_t at) {
-        return {load(x + at), load(x + half + at)};
+    template <class T>
+    WHET_INLINE static F32Pairs get(const T* x, size_t half, size_t at, int n) {
+        return {rows::read(x + at, n), rows::read(x + half + at, n)};
     }
-    WHET_INLINE static void put(float* x, size_t half, size_t at, F32Pairs v) {
-        store(x + at, v.even);
-        store(x + half + at, v.odd);
-    }
-    WHET_INLINE static F32Pairs get_first(const float* x, size_t half, size_t at, int n) {
-        return {load_first(x + at, n, 0.0f), load_first(x + half + at, n, 0.0f)};
-    }
-    WHET_INLINE static void put_first(float* x, size_t half, size_t at, F32Pairs v, int n) {
-        store_first(x + at, v.even, n);
-        store_first(x + half + at, v.odd, n);
+    template <class T>
+    WHET_INLINE static void put(T* x, size_t half, size_t at, F32Pairs v, int n) {
+        rows::put(x + at, v.even, n);
+        rows::put(x + half + at, v.odd, n);
     }
 };
 
-struct NeoxBf16 {
-    static constexpr bool kBy32 = true;  // see rotate_by_32
-
-    WHET_INLINE static F32Pairs get(const uint16_t* x, size_t half, size_t at) {
-        return {load_bf16(x + at), load_bf16(x + half + at)};
-    }
-    WHET_INLINE static void put(uint16_t* x, size_t half, size_t at, F32Pairs v) {
-        store_bf16(x + at, v.even);
-        store_bf16(x + half + at, v.odd);
-    }
-    WHET_INLINE static F32Pairs get_first(const uint16_t* x, size_t half, size_t at, int n) {
-        return {load_first_bf16(x + at, n), load_first_bf16(x + half + at, n)};
-    }
-    WHET_INLINE static void put_first(uint16_t* x, size_t half, size_t at, F32Pairs v, int n) {
-        store_first_bf16(x + at, v.even, n);
-        store_first_bf16(x + half + at, v.odd, n);
-    }
-};
-
-struct GptjF32 {
+struct Gptj {
+    template <class T>
     static constexpr bool kBy32 = false;
 
-    WHET_INLINE static F32Pairs get(const float* x, size_t, size_t at) {
-        return unzip(load(x + 2 * at), load(x + 2 * at + f32x16::kLanes));
-    }
-    WHET_INLINE static void put(float* x, size_t, size_t at, F32Pairs v) {
-        f32x16 low, high;
-        zip(v, low, high);
-        store(x + 2 * at, low);
-        store(x + 2 * at + f32x16::kLanes, high);
-    }
     // How many of 2n elements fit in the first of two vectors.
     WHET_INLINE static int in_low(int n) { return 2 * n < f32x16::kLanes ? 2 * n : f32x16::kLanes; }
-    WHET_INLINE static F32Pairs get_first(const float* x, size_t, size_t at, int n) {
-        const f32x16 low = load_first(x + 2 * at, in_low(n), 0.0f);
-        return unzip(low, load_first(x + 2 * at + in_low(n), 2 * n - in_low(n), 0.0f));
+    WHET_INLINE static F32Pairs get(const float* x, size_t, size_t at, int n) {
+        const f32x16 low = rows::read(x + 2 * at, in_low(n));
+        return unzip(low, rows::read(x + 2 * at + in_low(n), 2 * n - in_low(n)));
     }
-    WHET_INLINE static void put_first(float* x, size_t, size_t at, F32Pairs v, int n) {
+    WHET_INLINE static void put(float* x, size_t, size_t at, F32Pairs v, int n) {
         f32x16 low, high;
         zip(v, low, high);
-        store_first(x + 2 * at, low, in_low(n));
-        store_first(x + 2 * at + in_low(n), high, 2 * n - in_low(n));
+        rows::put(x + 2 * at, low, in_low(n));
+        rows::put(x + 2 * at + in_low(n), high, 2 * n - in_low(n));
     }
-};
-
-struct GptjBf16 {
-    static constexpr bool kBy32 = false;
-
-    WHET_INLINE static F32Pairs get(const uint16_t* x, size_t, size_t at) {
-        const u16x32 v = load(x + 2 * at);
+    WHET_INLINE static F32Pairs get(const uint16_t* x, size_t, size_t at, int n) {
+        const u16x32 v = n == 16 ? load(x + 2 * at) : load_first(x + 2 * at, 2 * n, uint16_t{0});
         return {even_bf16(v), odd_bf16(v)};
     }
-    WHET_INLINE static void put(uint16_t* x, size_t, size_t at, F32Pairs v) {
-        store(x + 2 * at, zip_bf16(v.even, v.odd));
-    }
-    WHET_INLINE static F32Pairs get_first(const uint16_t* x, size_t, size_t at, int n) {
-        const u16x32 v = load_first(x + 2 * at, 2 * n, uint16_t{0});
-        return {even_bf16(v), odd_bf16(v)};
-    }
-    WHET_INLINE static void put_first(uint16_t* x, size_t, size_t at, F32Pairs v, int n) {
-        store_first(x + 2 * at, zip_bf16(v.even, v.odd), 2 * n);
+    WHET_INLINE static void put(uint16_t* x, size_t, size_t at, F32Pairs v, int n) {
+        const u16x32 pairs = zip_bf16(v.even, v.odd);
+        n == 16 ? store(x + 2 * at, pairs) : store_first(x + 2 * at, pairs, 2 * n);
     }
 };
 
@@ -102,26 +61,7 @@ WHET_INLINE F32Pairs rotate(F32Pairs v, f32x16 cos, f32x16 sin) {
     return {fma(-v.odd, sin, v.even * cos), fma(v.even, sin, v.odd * cos)};
 }
 
-// Rotates pairs [at, at + 16 n) of all heads; their cosines and sines stay in registers.
-template <class Pairs, int n, class T>
-WHET_INLINE void rotate_block(T* x, size_t n_heads, ptrdiff_t head_stride, const float* cos_sin, size_t half, size_t at,
-                              f32x16 sign) {
-    constexpr size_t kStep = f32x16::kLanes;
-    f32x16 cos[n], sin[n];
-    WHET_UNROLL(4)
-    for (size_t i = 0; i < n; ++i) {
-        cos[i] = load(cos_sin + at + i * kStep);
-        sin[i] = sign * load(cos_sin + half + at + i * kStep);
-    }
-    for (size_t head = 0; head < n_heads; ++head, x += head_stride) {
-        WHET_UNROLL(4)
-        for (size_t i = 0; i < n; ++i) {
-            Pairs::put(x, half, at + i * kStep, rotate(Pairs::get(x, half, at + i * kStep), cos[i], sin[i]));
-        }
-    }
-}
-
-// rotate_block for NeoX pairs [at, at + 32 n) in bfloat16: splitting 32 numbers into even and odd lanes and zipping
+// Rotates NeoX pairs [at, at + 32 n) in bfloat16: splitting 32 numbers into even and odd lanes and zipping
 // them again is cheaper than widening and narrowing 16 at a time.
 template <int n>
 WHET_INLINE void rotate_by_32(uint16_t* x, size_t n_heads, ptrdiff_t head_stride, const float* cos_sin, size_t half,
@@ -147,14 +87,28 @@ WHET_INLINE void rotate_by_32(uint16_t* x, size_t n_heads, ptrdiff_t head_stride
     }
 }
 
-// Rotates the last n < 16 pairs of all heads, from `at` on.
-template <class Pairs, class T>
-WHET_INLINE void rotate_tail(T* x, size_t n_heads, ptrdiff_t head_stride, const float* cos_sin, size_t half, size_t at,
-                             f32x16 sign) {
-    const auto n = static_cast<int>(half - at);
-    const f32x16 cos = load_first(cos_sin + at, n, 0.0f), sin = sign * load_first(cos_sin + half + at, n, 0.0f);
-    for (size_t head = 0; head < n_heads; ++head, x += head_stride) {
-        Pairs::put_first(x, half, at, rotate(Pairs::get_first(x, half, at, n), cos, sin), n);
+// Rotates pairs [at, at + 16 n) of all heads, or only the first `count` of 16; their cosines and sines stay in
+// registers.
+template <class Pairs, int n, class T>
+WHET_INLINE void rotate_block(T* x, size_t n_heads, ptrdiff_t head_stride, const float* cos_sin, size_t half, size_t at,
+                              f32x16 sign, int count = 16) {
+    if constexpr (n > 1 && Pairs::template kBy32<T>) {
+        return rotate_by_32<n / 2>(x, n_heads, head_stride, cos_sin, half, at, sign);
+    } else {
+        constexpr size_t kStep = f32x16::kLanes;
+        f32x16 cos[n], sin[n];
+        WHET_UNROLL(4)
+        for (size_t i = 0; i < n; ++i) {
+            cos[i] = rows::read(cos_sin + at + i * kStep, count);
+            sin[i] = sign * rows::read(cos_sin + half + at + i * kStep, count);
+        }
+        for (size_t head = 0; head < n_heads; ++head, x += head_stride) {
+            WHET_UNROLL(4)
+            for (size_t i = 0; i < n; ++i) {
+                const F32Pairs pairs = Pairs::get(x, half, at + i * kStep, count);
+                Pairs::put(x, half, at + i * kStep, rotate(pairs, cos[i], sin[i]), count);
+            }
+        }
     }
 }
 
@@ -165,25 +119,15 @@ WHET_INLINE void rotate_heads(T* x, size_t n_heads, ptrdiff_t head_stride, const
     const f32x16 sign(inverse ? -1.0f : 1.0f);
     const size_t half = rotary_dim / 2;
     size_t at = 0;
-    if constexpr (Pairs::kBy32) {
-        for (; at + 4 * kStep <= half; at += 4 * kStep) {
-            rotate_by_32<2>(x, n_heads, head_stride, cos_sin, half, at, sign);
-        }
-        for (; at + 2 * kStep <= half; at += 2 * kStep) {
-            rotate_by_32<1>(x, n_heads, head_stride, cos_sin, half, at, sign);
-        }
-    } else {
-        for (; at + 4 * kStep <= half; at += 4 * kStep) {
-            rotate_block<Pairs, 4>(x, n_heads, head_stride, cos_sin, half, at, sign);
-        }
-        for (; at + 2 * kStep <= half; at += 2 * kStep) {
-            rotate_block<Pairs, 2>(x, n_heads, head_stride, cos_sin, half, at, sign);
-        }
+    for (; at + 4 * kStep <= half; at += 4 * kStep) {
+        rotate_block<Pairs, 4>(x, n_heads, head_stride, cos_sin, half, at, sign);
     }
-    for (; at + kStep <= half; at += kStep) {
-        rotate_block<Pairs, 1>(x, n_heads, head_stride, cos_sin, half, at, sign);
+    for (; at + 2 * kStep <= half; at += 2 * kStep) {
+        rotate_block<Pairs, 2>(x, n_heads, head_stride, cos_sin, half, at, sign);
     }
-    if (at < half) rotate_tail<Pairs>(x, n_heads, head_stride, cos_sin, half, at, sign);
+    rows::each(at, half, [&](size_t pair, int count) WHET_INLINE_LAMBDA {
+        rotate_block<Pairs, 1>(x, n_heads, head_stride, cos_sin, half, pair, sign, count);
+    });
 }
 
 // Taylor coefficients of sin(r) / r and cos(r) in r^2. For |r| <= pi / 4 the first omitted term is below 1e-10.
@@ -207,22 +151,10 @@ WHET_INLINE void sin_cos(f64x8 angle, f64x8& sin, f64x8& cos) {
 
 }  // namespace rope
 
-void rope_neox_f32(float* x, size_t n_heads, ptrdiff_t head_stride, const float* cos_sin, size_t rotary_dim,
-                   bool inverse) {
-    rope::rotate_heads<rope::NeoxF32>(x, n_heads, head_stride, cos_sin, rotary_dim, inverse);
-}
-void rope_neox_bf16(uint16_t* x, size_t n_heads, ptrdiff_t head_stride, const float* cos_sin, size_t rotary_dim,
-                    bool inverse) {
-    rope::rotate_heads<rope::NeoxBf16>(x, n_heads, head_stride, cos_sin, rotary_dim, inverse);
-}
-void rope_gptj_f32(float* x, size_t n_heads, ptrdiff_t head_stride, const float* cos_sin, size_t rotary_dim,
-                   bool inverse) {
-    rope::rotate_heads<rope::GptjF32>(x, n_heads, head_stride, cos_sin, rotary_dim, inverse);
-}
-void rope_gptj_bf16(uint16_t* x, size_t n_heads, ptrdiff_t head_stride, const float* cos_sin, size_t rotary_dim,
-                    bool inverse) {
-    rope::rotate_heads<rope::GptjBf16>(x, n_heads, head_stride, cos_sin, rotary_dim, inverse);
-}
+constexpr auto rope_neox_f32 = rope::rotate_heads<rope::Neox, float>;
+constexpr auto rope_neox_bf16 = rope::rotate_heads<rope::Neox, uint16_t>;
+constexpr auto rope_gptj_f32 = rope::rotate_heads<rope::Gptj, float>;
+constexpr auto rope_gptj_bf16 = rope::rotate_heads<rope::Gptj, uint16_t>;
 
 // Writes scale cos(position inv_freq[i]) to cos_sin[i] and scale sin(...) to cos_sin[n + i], for i in [0, n), computed
 // in float64 with one rounding to float32.

@@ -39,7 +39,9 @@ WHET_INLINE void each(size_t begin, size_t n, Body body) {
     size_t at = begin;
     WHET_UNROLL(4)
     for (; at + 16 <= n; at += 16) body(at, 16);
-    if (at < n) body(at, static_cast<int>(n - at));
+    if (at >= n) return;
+    if (n - at >= 16) __builtin_unreachable();  // so that the last body has no code for whole vectors
+    body(at, static_cast<int>(n - at));
 }
 
 // Writes out[at ...] = value(at, count). `streaming` stores whole lines of float32 bypassing the caches, for results

@@ -12,13 +12,8 @@ namespace {
 
 WHET_INLINE f32x16 softcap(f32x16 x, f32x16 cap, f32x16 inverse) { return cap * tanh(x * inverse); }
 
-void softcap_f32(const float* x, size_t n, float cap, bool streaming, float* out) {
-    const f32x16 caps(cap), inverse(1.0f / cap);
-    rows::write(n, out, streaming, [&](size_t at, int count) WHET_INLINE_LAMBDA {
-        return softcap(rows::read(x + at, count), caps, inverse);
-    });
-}
-void softcap_bf16(const uint16_t* x, size_t n, float cap, bool streaming, uint16_t* out) {
+template <class T>
+WHET_INLINE void softcap(const T* x, size_t n, float cap, bool streaming, T* out) {
     const f32x16 caps(cap), inverse(1.0f / cap);
     rows::write(n, out, streaming, [&](size_t at, int count) WHET_INLINE_LAMBDA {
         return softcap(rows::read(x + at, count), caps, inverse);
@@ -27,17 +22,18 @@ void softcap_bf16(const uint16_t* x, size_t n, float cap, bool streaming, uint16
 
 // Converts grad in place from the gradient of y to the gradient of x.
 template <class T>
-WHET_INLINE void softcap_backward_row(const float* y, size_t n, float cap, T* grad) {
+WHET_INLINE void softcap_backward(const float* y, size_t n, float cap, T* grad) {
     const f32x16 one(1.0f), inverse(1.0f / cap);
     rows::each(0, n, [&](size_t at, int count) WHET_INLINE_LAMBDA {
         const f32x16 t = rows::read(y + at, count) * inverse;
         rows::put(grad + at, rows::read(grad + at, count) * fma(-t, t, one), count);
     });
 }
-void softcap_backward_f32(const float* y, size_t n, float cap, float* grad) { softcap_backward_row(y, n, cap, grad); }
-void softcap_backward_bf16(const float* y, size_t n, float cap, uint16_t* grad) {
-    softcap_backward_row(y, n, cap, grad);
-}
+
+constexpr auto softcap_f32 = softcap<float>;
+constexpr auto softcap_bf16 = softcap<uint16_t>;
+constexpr auto softcap_backward_f32 = softcap_backward<float>;
+constexpr auto softcap_backward_bf16 = softcap_backward<uint16_t>;
 
 }  // namespace
 }  // namespace whet::WHET_ISA

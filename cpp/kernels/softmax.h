@@ -87,10 +87,10 @@ WHET_INLINE void log_softmax(const T* x, size_t n, float scale, T* out) {
     });
 }
 
-void softmax_f32(const float* x, size_t n, float scale, float* out) { softmax(x, n, scale, out); }
-void softmax_bf16(const uint16_t* x, size_t n, float scale, uint16_t* out) { softmax(x, n, scale, out); }
-void log_softmax_f32(const float* x, size_t n, float scale, float* out) { log_softmax(x, n, scale, out); }
-void log_softmax_bf16(const uint16_t* x, size_t n, float scale, uint16_t* out) { log_softmax(x, n, scale, out); }
+constexpr auto softmax_f32 = softmax<float>;
+constexpr auto softmax_bf16 = softmax<uint16_t>;
+constexpr auto log_softmax_f32 = log_softmax<float>;
+constexpr auto log_softmax_bf16 = log_softmax<uint16_t>;
 
 }  // namespace
 }  // namespace whet::WHET_ISA

@@ -62,18 +62,10 @@ WHET_INLINE void token_kl_schulman(const T* p, const T* q, const uint8_t* mask, 
     });
 }
 
-void token_kl_f32(const float* p, const float* q, const uint8_t* mask, size_t n, double total[2]) {
-    token_kl(p, q, mask, n, total);
-}
-void token_kl_f64(const double* p, const double* q, const uint8_t* mask, size_t n, double total[2]) {
-    token_kl(p, q, mask, n, total);
-}
-void token_kl_schulman_f32(const float* p, const float* q, const uint8_t* mask, size_t n, double total[2]) {
-    token_kl_schulman(p, q, mask, n, total);
-}
-void token_kl_schulman_f64(const double* p, const double* q, const uint8_t* mask, size_t n, double total[2]) {
-    token_kl_schulman(p, q, mask, n, total);
-}
+constexpr auto token_kl_f32 = token_kl<float>;
+constexpr auto token_kl_f64 = token_kl<double>;
+constexpr auto token_kl_schulman_f32 = token_kl_schulman<float>;
+constexpr auto token_kl_schulman_f64 = token_kl_schulman<double>;
 
 }  // namespace
 }  // namespace whet::WHET_ISA

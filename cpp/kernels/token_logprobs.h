@@ -136,14 +136,8 @@ WHET_INLINE void token_logprobs(const T* logits, size_t n, size_t token, double 
     token_logprobs_end(row, temperature, logprob, &lse, entropy);
 }
 
-void token_logprobs_f32(const float* logits, size_t n, size_t token, double temperature, float* logprob,
-                        float* entropy) {
-    token_logprobs(logits, n, token, temperature, logprob, entropy);
-}
-void token_logprobs_bf16(const uint16_t* logits, size_t n, size_t token, double temperature, float* logprob,
-                         float* entropy) {
-    token_logprobs(logits, n, token, temperature, logprob, entropy);
-}
+constexpr auto token_logprobs_f32 = token_logprobs<float>;
+constexpr auto token_logprobs_bf16 = token_logprobs<uint16_t>;
 
 // The gradient of grad * logprob with respect to a row's logits, or a part of them, from lse = log sum_v exp(z_v / T):
 //
@@ -151,8 +145,8 @@ void token_logprobs_bf16(const uint16_t* logits, size_t n, size_t token, double 
 //
 // `token` is relative to the first of these logits, and >= n if it is not among them. out may be the logits.
 template <class Out>
-WHET_INLINE void token_logprobs_backward_row(const float* logits, size_t n, size_t token, double temperature, float lse,
-                                             float logprob, float grad, Out* out) {
+WHET_INLINE void token_logprobs_backward(const float* logits, size_t n, size_t token, double temperature, float lse,
+                                         float logprob, float grad, Out* out) {
     const auto weight = static_cast<float>(-grad / temperature);
     const f32x16 scale(static_cast<float>(1.0 / temperature)), weights(weight), shift(-lse);
     rows::each(0, n, [&](size_t at, int count) WHET_INLINE_LAMBDA {
@@ -167,14 +161,8 @@ WHET_INLINE void token_logprobs_backward_row(const float* logits, size_t n, size
         out[token] = bf16_of(token_grad);
     }
 }
-void token_logprobs_backward_f32(const float* logits, size_t n, size_t token, double temperature, float lse,
-                                 float logprob, float grad, float* out) {
-    token_logprobs_backward_row(logits, n, token, temperature, lse, logprob, grad, out);
-}
-void token_logprobs_backward_bf16(const float* logits, size_t n, size_t token, double temperature, float lse,
-                                  float logprob, float grad, uint16_t* out) {
-    token_logprobs_backward_row(logits, n, token, temperature, lse, logprob, grad, out);
-}
+constexpr auto token_logprobs_backward_f32 = token_logprobs_backward<float>;
+constexpr auto token_logprobs_backward_bf16 = token_logprobs_backward<uint16_t>;
 
 }  // namespace
 }  // namespace whet::WHET_ISA

@@ -133,7 +133,7 @@ struct QuantisedTile {
 };
 
 template <class Tile, class T>
-WHET_INLINE void put_rows(const UnpackTask& task) {
+WHET_INLINE void put_rows_of(const UnpackTask& task) {
     Tile tile;
     for (size_t at = 0; at < task.k; at += Tile::kInputs) {
         tile.read(task, at);
@@ -147,26 +147,22 @@ WHET_INLINE void put_rows(const UnpackTask& task) {
 
 template <class Tile>
 WHET_INLINE void put_rows(const UnpackTask& task) {
-    task.bf16 ? put_rows<Tile, uint16_t>(task) : put_rows<Tile, float>(task);
+    task.bf16 ? put_rows_of<Tile, uint16_t>(task) : put_rows_of<Tile, float>(task);
 }
 
 }  // namespace unpack
 
-void unpack_panel_f32(const UnpackTask& task) { unpack::put_rows<unpack::Float32Tile>(task); }
-void unpack_panel_bf16(const UnpackTask& task) { unpack::put_rows<unpack::BFloat16Tile>(task); }
-
-#define WHET_UNPACK(name, Panel) \
-    void unpack_panel_##name(const UnpackTask& task) { unpack::put_rows<unpack::QuantisedTile<Panel>>(task); }
-WHET_UNPACK(int8, Int8Panel)
-WHET_UNPACK(q8_0, Q8_0Panel)
-WHET_UNPACK(q4_0, Q4_0Panel)
-WHET_UNPACK(q4_1, Q4_1Panel)
-WHET_UNPACK(q5_0, Q5_0Panel)
-WHET_UNPACK(q5_1, Q5_1Panel)
-WHET_UNPACK(q4_k, Q4_KPanel)
-WHET_UNPACK(q5_k, Q5_KPanel)
-WHET_UNPACK(q6_k, Q6_KPanel)
-#undef WHET_UNPACK
+constexpr auto unpack_panel_f32 = unpack::put_rows<unpack::Float32Tile>;
+constexpr auto unpack_panel_bf16 = unpack::put_rows<unpack::BFloat16Tile>;
+constexpr auto unpack_panel_int8 = unpack::put_rows<unpack::QuantisedTile<Int8Panel>>;
+constexpr auto unpack_panel_q8_0 = unpack::put_rows<unpack::QuantisedTile<Q8_0Panel>>;
+constexpr auto unpack_panel_q4_0 = unpack::put_rows<unpack::QuantisedTile<Q4_0Panel>>;
+constexpr auto unpack_panel_q4_1 = unpack::put_rows<unpack::QuantisedTile<Q4_1Panel>>;
+constexpr auto unpack_panel_q5_0 = unpack::put_rows<unpack::QuantisedTile<Q5_0Panel>>;
+constexpr auto unpack_panel_q5_1 = unpack::put_rows<unpack::QuantisedTile<Q5_1Panel>>;
+constexpr auto unpack_panel_q4_k = unpack::put_rows<unpack::QuantisedTile<Q4_KPanel>>;
+constexpr auto unpack_panel_q5_k = unpack::put_rows<unpack::QuantisedTile<Q5_KPanel>>;
+constexpr auto unpack_panel_q6_k = unpack::put_rows<unpack::QuantisedTile<Q6_KPanel>>;
 
 }  // namespace
 }  // namespace whet::WHET_ISA
