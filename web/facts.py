@@ -83,7 +83,7 @@ def modules_of(name: str) -> Iterable[tuple[str, dict[str, Any]]]:
 
 def binding_names() -> dict[str, Any]:
     """Return the names in fields.def by macro: fields in their order, and the values of each enum."""
-    lines = re.findall(r"^(\w+)\((.+)\)$", (BINDING / "fields.def").read_text(encoding="utf-8"), re.MULTILINE)
+    lines = re.findall(r"^(\w+)\((.+)\)$", (BINDING.parent / "fields.def").read_text(encoding="utf-8"), re.MULTILINE)
     names = {
         f"{macro.lower()}Fields": [
             camel(re.split(r"[ .]", arguments)[-1]) for kind, arguments in lines if kind == macro

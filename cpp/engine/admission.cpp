@@ -11,6 +11,25 @@
 
 namespace whet {
 
+void Scheduler::check(const Request& request) const {
+    const auto require = [](bool fits, const char* error) {
+        if (!fits) throw std::invalid_argument(error);
+    };
+    const size_t n_tokens = request.tokens.size(), score_from = request.score_from;
+    require(n_tokens > 0, "no tokens");
+    require(n_tokens <= config_.max_position, "too many tokens");
+    for (const int32_t token : request.tokens) check_token(token, config_.vocab_size);
+    for (const int32_t token : request.stop_tokens) check_token(token, config_.vocab_size);
+    for (const TokenBias& bias : request.sampling.logit_bias) check_token(bias.token, config_.vocab_size);
+    require(request.adapter == 0 || has_adapter(request.adapter), "no such adapter");
+    if (request.n > 0) {
+        require(request.max_new_tokens > 0 && n_tokens < config_.max_position, "no token to sample");
+    } else if (score_from == 0 || score_from > n_tokens) {
+        throw std::invalid_argument("score_from is " + std::to_string(score_from) + ", expected 1 to " +
+                                    std::to_string(n_tokens));
+    }
+}
+
 // Pages that a sample may need in addition to the full pages of its prompt. Its last token is not written to the cache.
 size_t Scheduler::tail_pages(const Request& request) const {
     if (request.n == 0) return 0;
@@ -38,6 +57,8 @@ std::unique_ptr<Job> Scheduler::make_job(Request request, uint64_t session) cons
 }
 
 uint64_t Scheduler::add(Request request, uint64_t session) {
+    check(request);
+    request.max_new_tokens = std::min(request.max_new_tokens, config_.max_position - request.tokens.size());
     const size_t needed = ceil_div(request.tokens.size(), kPage) + tail_pages(request);
     if (needed > pages_.n_pages()) {
         throw std::invalid_argument(std::to_string(request.tokens.size()) + " + " +
@@ -83,8 +104,8 @@ bool Scheduler::admit(Job& job) {
         const int32_t before = i == 0 ? PageIndex::kNone : job.pages[i - 1];
         const int32_t* tokens = request.tokens.data() + i * kPage;
         const bool is_full = (i + 1) * kPage <= n_tokens;
-        if (is_full && pages_.find_prefix(before, request.adapter, tokens) == PageIndex::kNone) {
-            pages_.insert_prefix(job.pages[i], before, request.adapter, tokens);
+        if (is_full && pages_.find(before, request.adapter, tokens) == PageIndex::kNone) {
+            pages_.insert(job.pages[i], before, request.adapter, tokens);
         }
     }
     reserved_ += tail;
@@ -106,7 +127,7 @@ void Scheduler::find_prefix(Job& job) const {
     int32_t page = PageIndex::kNone;
     job.pages.clear();
     while (job.pages.size() < n_reusable) {
-        page = pages_.find_prefix(page, request.adapter, request.tokens.data() + job.pages.size() * kPage);
+        page = pages_.find(page, request.adapter, request.tokens.data() + job.pages.size() * kPage);
         if (page == PageIndex::kNone) return;
         job.pages.push_back(page);
     }

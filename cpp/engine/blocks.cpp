@@ -24,33 +24,6 @@ float float_of(uint32_t bits) {
     return x;
 }
 
-// ---------------------------------------------------------------- integers
-
-// The low nibbles of n bytes are the first n integers, the high nibbles the next n.
-void get_nibbles(const uint8_t* bytes, size_t n, uint8_t* u) {
-    for (size_t i = 0; i < n; ++i) {
-        u[i] = bytes[i] & 15;
-        u[n + i] = bytes[i] >> 4;
-    }
-}
-void put_nibbles(const uint8_t* u, size_t n, uint8_t* bytes) {
-    for (size_t i = 0; i < n; ++i) bytes[i] = static_cast<uint8_t>((u[i] & 15) | u[n + i] << 4);
-}
-
-// Five-bit integers of 32 weights: nibbles and a fifth bit, bit i of 4 bytes for weight i.
-template <class Block>
-void get_five_bits(const Block& block, uint8_t* u) {
-    get_nibbles(block.q, 16, u);
-    for (size_t i = 0; i < kQuantBlock; ++i) u[i] |= static_cast<uint8_t>((block.high[i / 8] >> i % 8 & 1) << 4);
-}
-template <class Block>
-void put_five_bits(const uint8_t* u, Block& block) {
-    put_nibbles(u, 16, block.q);
-    for (size_t i = 0; i < kQuantBlock; ++i) block.high[i / 8] |= static_cast<uint8_t>((u[i] >> 4 & 1) << i % 8);
-}
-
-void clear_mins(float* min, size_t n) { std::fill_n(min, n, 0.0f); }
-
 // The codebook of iq4_nl and iq4_xs.
 constexpr int8_t kCodebook[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 constexpr int8_t kTwiceE2M1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
@@ -79,6 +52,25 @@ void get_2_bits(const uint8_t* bytes, int8_t* q) {
 
 }  // namespace
 
+void get_nibbles(const uint8_t* bytes, size_t n, uint8_t* u) {
+    for (size_t i = 0; i < n; ++i) {
+        u[i] = bytes[i] & 15;
+        u[n + i] = bytes[i] >> 4;
+    }
+}
+
+void put_nibbles(const uint8_t* u, size_t n, uint8_t* bytes) {
+    for (size_t i = 0; i < n; ++i) bytes[i] = static_cast<uint8_t>((u[i] & 15) | u[n + i] << 4);
+}
+
+void dequantize(const UnpackedBlock& unpacked, size_t first, size_t n, size_t group, float* x) {
+    for (size_t begin = first; begin < first + n; begin = (begin / group + 1) * group) {
+        const float scale = unpacked.scale[begin / group], min = unpacked.min[begin / group];
+        const size_t end = std::min(first + n, (begin / group + 1) * group);
+        for (size_t i = begin; i < end; ++i) *x++ = scale * static_cast<float>(unpacked.q[i]) - min;
+    }
+}
+
 // ---------------------------------------------------------------- float16
 
 uint16_t f16_of(float x) {
@@ -97,36 +89,7 @@ float f32_of(uint16_t half) {
     return float_of(bits_of(float_of(rest << 13) * 0x1p+112f) | sign);
 }
 
-// ---------------------------------------------------------------- 32 weights with a scale each
-
-void get_integers(const BlockQ8_0& block, uint8_t* u) {
-    for (size_t i = 0; i < kQuantBlock; ++i) u[i] = static_cast<uint8_t>(block.q[i] ^ 0x80);
-}
-void put_integers(const uint8_t* u, BlockQ8_0& block) {
-    for (size_t i = 0; i < kQuantBlock; ++i) block.q[i] = static_cast<int8_t>(u[i] ^ 0x80);
-}
-
-void get_integers(const BlockQ4_0& block, uint8_t* u) { get_nibbles(block.q, 16, u); }
-void put_integers(const uint8_t* u, BlockQ4_0& block) { put_nibbles(u, 16, block.q); }
-
-void get_integers(const BlockQ4_1& block, uint8_t* u) { get_nibbles(block.q, 16, u); }
-void put_integers(const uint8_t* u, BlockQ4_1& block) { put_nibbles(u, 16, block.q); }
-
-void get_integers(const BlockQ5_0& block, uint8_t* u) { get_five_bits(block, u); }
-void put_integers(const uint8_t* u, BlockQ5_0& block) { put_five_bits(u, block); }
-
-void get_integers(const BlockQ5_1& block, uint8_t* u) { get_five_bits(block, u); }
-void put_integers(const uint8_t* u, BlockQ5_1& block) { put_five_bits(u, block); }
-
 // ---------------------------------------------------------------- 256 weights with factors of a scale
-
-void put_factors(const Factors& f, uint8_t* bytes) {
-    for (int j = 0; j < 4; ++j) {
-        bytes[j] = static_cast<uint8_t>(f.scale[j] | (f.scale[j + 4] >> 4) << 6);
-        bytes[j + 4] = static_cast<uint8_t>(f.min[j] | (f.min[j + 4] >> 4) << 6);
-        bytes[j + 8] = static_cast<uint8_t>((f.scale[j + 4] & 15) | (f.min[j + 4] & 15) << 4);
-    }
-}
 
 Factors get_factors(const uint8_t* bytes) {
     Factors f;
@@ -137,45 +100,6 @@ Factors get_factors(const uint8_t* bytes) {
         f.min[j + 4] = static_cast<uint8_t>(bytes[j + 8] >> 4 | (bytes[j + 4] >> 6) << 4);
     }
     return f;
-}
-
-void get_integers(const BlockQ4_K& block, uint8_t* u) {
-    for (size_t j = 0; j < 4; ++j) get_nibbles(block.q + 32 * j, 32, u + 64 * j);
-}
-void put_integers(const uint8_t* u, BlockQ4_K& block) {
-    for (size_t j = 0; j < 4; ++j) put_nibbles(u + 64 * j, 32, block.q + 32 * j);
-}
-
-void get_integers(const BlockQ5_K& block, uint8_t* u) {
-    for (size_t j = 0; j < 4; ++j) get_nibbles(block.q + 32 * j, 32, u + 64 * j);
-    for (size_t j = 0; j < 8; ++j) {
-        for (size_t i = 0; i < 32; ++i) u[32 * j + i] |= static_cast<uint8_t>((block.high[i] >> j & 1) << 4);
-    }
-}
-void put_integers(const uint8_t* u, BlockQ5_K& block) {
-    for (size_t j = 0; j < 4; ++j) put_nibbles(u + 64 * j, 32, block.q + 32 * j);
-    for (size_t j = 0; j < 8; ++j) {
-        for (size_t i = 0; i < 32; ++i) block.high[i] |= static_cast<uint8_t>((u[32 * j + i] >> 4 & 1) << j);
-    }
-}
-
-void get_integers(const BlockQ6_K& block, uint8_t* u) {
-    for (size_t half = 0; half < 2; ++half, u += 128) {
-        get_nibbles(block.q + 64 * half, 64, u);
-        const uint8_t* high = block.high + 32 * half;
-        for (size_t j = 0; j < 4; ++j) {
-            for (size_t i = 0; i < 32; ++i) u[32 * j + i] |= static_cast<uint8_t>((high[i] >> 2 * j & 3) << 4);
-        }
-    }
-}
-void put_integers(const uint8_t* u, BlockQ6_K& block) {
-    for (size_t half = 0; half < 2; ++half, u += 128) {
-        put_nibbles(u, 64, block.q + 64 * half);
-        uint8_t* high = block.high + 32 * half;
-        for (size_t j = 0; j < 4; ++j) {
-            for (size_t i = 0; i < 32; ++i) high[i] |= static_cast<uint8_t>((u[32 * j + i] >> 4 & 3) << 2 * j);
-        }
-    }
 }
 
 // ---------------------------------------------------------------- types that are read, and packed as others
@@ -192,7 +116,6 @@ void unpack_block(const BlockQ2_K& block, UnpackedBlock& unpacked) {
 void unpack_block(const BlockQ3_K& block, UnpackedBlock& unpacked) {
     const float d = f32_of(block.d);
     for (size_t j = 0; j < 16; ++j) unpacked.scale[j] = d * static_cast<float>(q3_k_factor(block.factors, j));
-    clear_mins(unpacked.min, 16);
     get_2_bits(block.q, unpacked.q);
     for (size_t j = 0; j < 8; ++j) {
         for (size_t i = 0; i < 32; ++i) {
@@ -203,7 +126,6 @@ void unpack_block(const BlockQ3_K& block, UnpackedBlock& unpacked) {
 
 void unpack_block(const BlockIQ4_NL& block, UnpackedBlock& unpacked) {
     unpacked.scale[0] = f32_of(block.d);
-    clear_mins(unpacked.min, 1);
     get_values(block.q, kCodebook, unpacked.q);
 }
 
@@ -214,18 +136,15 @@ void unpack_block(const BlockIQ4_XS& block, UnpackedBlock& unpacked) {
         unpacked.scale[j] = d * static_cast<float>((low | high << 4) - 32);
         get_values(block.q + 16 * j, kCodebook, unpacked.q + 32 * j);
     }
-    clear_mins(unpacked.min, 8);
 }
 
 void unpack_block(const BlockMXFP4& block, UnpackedBlock& unpacked) {
     unpacked.scale[0] = std::ldexp(1.0f, block.e - 128);
-    clear_mins(unpacked.min, 1);
     get_values(block.q, kTwiceE2M1, unpacked.q);
 }
 
 void unpack_block(const BlockTQ1_0& block, UnpackedBlock& unpacked) {
     std::fill_n(unpacked.scale, 8, f32_of(block.d));
-    clear_mins(unpacked.min, 8);
     int8_t* q = unpacked.q;
     // Unpacks n_digits weights from each of n bytes, which are fractions of base 3, most significant digit first.
     const auto get_digits = [&q](const uint8_t* bytes, size_t n, size_t n_digits) {
@@ -241,7 +160,6 @@ void unpack_block(const BlockTQ1_0& block, UnpackedBlock& unpacked) {
 
 void unpack_block(const BlockTQ2_0& block, UnpackedBlock& unpacked) {
     std::fill_n(unpacked.scale, 8, f32_of(block.d));
-    clear_mins(unpacked.min, 8);
     get_2_bits(block.q, unpacked.q);
     for (int8_t& q : unpacked.q) --q;
 }

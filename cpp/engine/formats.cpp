@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include "engine/quantize.h"
 #include "runtime/ceil_div.h"
@@ -145,19 +146,6 @@ void unpack_blocks(const uint8_t* panel, size_t j, size_t k, uint8_t* row) {
     }
 }
 
-using Quantiser = void (*)(const float* x, size_t k, uint8_t* row);
-
-// A WebAssembly build quantises weights to int8 and Q8_0 only.
-#if defined(__wasm__)
-template <class Block>
-constexpr Quantiser quantiser = nullptr;
-template <>
-constexpr Quantiser quantiser<BlockQ8_0> = quantize_blocks<BlockQ8_0>;
-#else
-template <class Block>
-constexpr Quantiser quantiser = quantize_blocks<Block>;
-#endif
-
 struct Range {
     double largest, vanishing;
 };
@@ -184,7 +172,7 @@ constexpr FormatTraits block_traits(const char* name, void (*Kernels::*pack_pane
             .vanishing = range_of_block<Block>().vanishing,
             .pack_row = pack_blocks<Block, layout>,
             .unpack_row = unpack_blocks<Block, layout>,
-            .quantize_row = quantiser<Block>,
+            .quantize_row = std::is_same_v<Block, BlockQ8_0> ? quantize_q8_0 : nullptr,
             .dequantize_row = dequantize_blocks<Block>,
             .pack_panel = pack_panel,
             .unpack_panel = unpack_panel,

@@ -29,8 +29,8 @@ struct FormatTraits {
     // Copies a row to output j of a panel and back, losslessly. pack_row is null for numbers, which the kernel packs.
     void (*pack_row)(const uint8_t* row, size_t k, uint8_t* panel, size_t j) = nullptr;
     void (*unpack_row)(const uint8_t* panel, size_t j, size_t k, uint8_t* row);
-    // Scalar reference: k finite float32 to a row (null for plain numbers), and a row to float32. The packing kernel
-    // gives the same bits.
+    // Scalar: k finite float32 to a row (null unless int8 or q8_0), with the bits of the packing kernel, and a row to
+    // float32.
     void (*quantize_row)(const float* x, size_t k, uint8_t* row) = nullptr;
     void (*dequantize_row)(const uint8_t* row, size_t k, float* x);
     void (*Kernels::*pack_panel)(const PanelTask& task);

@@ -128,13 +128,11 @@ void gemm_of(size_t m, size_t n, size_t k, float alpha, const T* a, ptrdiff_t a_
 
 void gemm(bool bf16, size_t m, size_t n, size_t k, float alpha, const void* a, ptrdiff_t a_row, ptrdiff_t a_column,
           const void* b, ptrdiff_t b_row, ptrdiff_t b_column, float beta, void* c, ptrdiff_t ldc) {
-    if (bf16) {
-        gemm_of(m, n, k, alpha, static_cast<const uint16_t*>(a), a_row, a_column, static_cast<const uint16_t*>(b),
-                b_row, b_column, beta, static_cast<uint16_t*>(c), ldc);
-    } else {
-        gemm_of(m, n, k, alpha, static_cast<const float*>(a), a_row, a_column, static_cast<const float*>(b), b_row,
-                b_column, beta, static_cast<float*>(c), ldc);
-    }
+    const auto run = [&]<class T>(T* out) {
+        gemm_of(m, n, k, alpha, static_cast<const T*>(a), a_row, a_column, static_cast<const T*>(b), b_row, b_column,
+                beta, out, ldc);
+    };
+    bf16 ? run(static_cast<uint16_t*>(c)) : run(static_cast<float*>(c));
 }
 
 // ---------------------------------------------------------------- gemv

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
@@ -20,12 +21,6 @@ inline const Matrix& matrix_of(const LayerWeights& layer, Target target) {
                                    : layer.down;
 }
 
-// Format of the factors of an adapter: float32 if the matrix is float32, else bfloat16.
-inline WeightFormat adapter_format(const Matrix& matrix) {
-    const bool wide = matrix.parts.front().format().source == RowType::kFloat32;
-    return wide ? WeightFormat::kFloat32 : WeightFormat::kBFloat16;
-}
-
 // Adapters of one matrix: B[i] A[i] x is added to outputs [first_rows[i], first_rows[i] + n).
 struct LowRank {
     std::vector<PackedWeight> a, b;  // (rank, k) and (n, rank)
@@ -35,14 +30,27 @@ struct LowRank {
 struct Adapter {
     explicit Adapter(size_t n_layers) : layers(n_layers) {}
 
-    void add(size_t layer, Target target, size_t first_row, PackedWeight a, PackedWeight b) {
+    // Packs contiguous float32 factors A (rank, k) and B (n, rank) of a matrix of `weights`, as float32 if the matrix
+    // is float32, else as bfloat16. Throws std::invalid_argument if they do not fit it.
+    void add(const Weights& weights, size_t layer, Target target, size_t first_row, const float* a, const float* b,
+             size_t rank, size_t k, size_t n) {
+        if (layer >= layers.size()) throw std::invalid_argument("no such layer");
+        const Matrix& matrix = matrix_of(weights.layers[layer], target);
+        if (k != matrix.k() || first_row + n > matrix.n()) {
+            throw std::invalid_argument("the adapter does not fit the shape of its matrix");
+        }
+        const bool is_wide = matrix.parts.front().format().source == RowType::kFloat32;
+        const WeightFormat format = is_wide ? WeightFormat::kFloat32 : WeightFormat::kBFloat16;
+        PackedWeight down(format, rank, k), up(format, n, rank);
+        down.pack_rows(0, rank, a, RowType::kFloat32, static_cast<ptrdiff_t>(k), 1);
+        up.pack_rows(0, n, b, RowType::kFloat32, static_cast<ptrdiff_t>(rank), 1);
         LowRank& low = layers[layer][static_cast<size_t>(target)];
-        low.a.push_back(std::move(a));
-        low.b.push_back(std::move(b));
+        low.a.push_back(std::move(down));
+        low.b.push_back(std::move(up));
         low.first_rows.push_back(first_row);
-        size_t rank = 0;
-        for (const PackedWeight& part : low.a) rank += part.n();
-        max_rank = std::max(max_rank, rank);
+        size_t sum = 0;
+        for (const PackedWeight& part : low.a) sum += part.n();
+        max_rank = std::max(max_rank, sum);
     }
 
     std::vector<std::array<LowRank, kTargets>> layers;

@@ -59,17 +59,17 @@ void ModelRunner::run_heads(const StepPlan& plan, const float* hidden) {
             for (size_t i = next++; i < n; i = next++) {
                 const size_t head = begin + i;
                 float* logits = logits_.data() + i * vocab_size;
-                head < n_draws ? draw(plan.draws[head], logits, aligned + t * scratch, drawn_[head])
-                               : score(plan.scores[head - n_draws], logits);
+                if (head >= n_draws) {
+                    score(plan.scores[head - n_draws], logits);
+                    continue;
+                }
+                const DrawTask& draw = plan.draws[head];
+                drawn_[head] = draw_token(logits, vocab_size, *draw.sampling, draw.history, draw.uniform,
+                                          aligned + t * scratch, draw.alternatives);
             }
         };
         parallel_for(std::min(threads, n), task);
     }
-}
-
-void ModelRunner::draw(const DrawTask& task, float* logits, void* scratch, Drawn& drawn) const {
-    drawn = draw_token(logits, transformer_.config().vocab_size, *task.sampling, task.history, task.uniform, scratch,
-                       task.alternatives);
 }
 
 void ModelRunner::score(const ScoreTask& task, const float* logits) const {

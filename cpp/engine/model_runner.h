@@ -35,7 +35,6 @@ private:
     bool has_workspace_ = false;  // a step has used the workspace since it was created or released
 
     void run_heads(const StepPlan& plan, const float* hidden);
-    void draw(const DrawTask& task, float* logits, void* scratch, Drawn& drawn) const;
     void score(const ScoreTask& task, const float* logits) const;
 };
 

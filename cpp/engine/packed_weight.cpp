@@ -106,10 +106,10 @@ void PackedWeight::rows_one_by_one(size_t first, size_t count, float* out) const
 }
 
 void PackedWeight::unpack(void* rows, size_t row_stride) const {
-    for (size_t i = 0; i < n_; ++i) {
+    parallel_for(n_, kUnpackNs * static_cast<double>(n_ * k_), [&](size_t i) {
         format_->unpack_row(data_ + i / kPanel * panel_bytes_, i % kPanel, k_,
                             static_cast<uint8_t*>(rows) + i * row_stride);
-    }
+    });
 }
 
 }  // namespace whet

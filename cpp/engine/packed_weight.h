@@ -28,8 +28,8 @@ public:
     size_t steps() const { return steps_; }
 
     // Packs rows [first, first + count) from numbers with any strides, in elements, or from rows in the format's
-    // layout, row_stride bytes apart. Rounds to bfloat16 to nearest even; quantises finite numbers as quantize.h does,
-    // to the bit.
+    // layout, row_stride bytes apart. Rounds to bfloat16 to nearest even; quantises finite numbers
+    // (kernels/pack_quantised.h).
     void pack_rows(size_t first, size_t count, const void* rows, RowType source, ptrdiff_t row_stride,
                    ptrdiff_t column_stride);
     // Dequantises rows [first, first + count) to (count, k) float32 or, with `bf16`, bfloat16 rounded to nearest even.

@@ -3,9 +3,8 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <mutex>
+#include <numeric>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 #include "engine/formats.h"
@@ -25,11 +24,6 @@ uint32_t magnitude(float x) { return std::bit_cast<uint32_t>(x) & 0x7fffffff; }
 struct FromFloat32 {
     using Number = float;
     static uint32_t magnitude_of(float x) { return magnitude(x); }
-    static constexpr float kInfinite = INFINITY;
-};
-struct FromFloat64 {
-    using Number = double;
-    static uint32_t magnitude_of(double x) { return magnitude(static_cast<float>(x)); }
     static constexpr float kInfinite = INFINITY;
 };
 struct FromBFloat16 {
@@ -53,9 +47,9 @@ struct RowRange {
 };
 
 // Squares are summed in float32: below 1e-19 they underflow, which makes the norm too small, never too large. For
-// formats with the range of float32, the square of the largest weight is a sufficient lower bound.
-template <class From, bool with_squares>
-RowRange range_of_row(const void* row, size_t n, ptrdiff_t stride) {
+// formats with the range of float32, the square of the largest weight is a sufficient lower bound, and cannot overflow.
+template <class From>
+RowRange range_of_row(const void* row, size_t n, ptrdiff_t stride, bool sums_squares) {
     const auto* x = static_cast<const typename From::Number*>(row);
     uint32_t top[kLanes] = {};
     float squares[kLanes] = {};
@@ -63,7 +57,7 @@ RowRange range_of_row(const void* row, size_t n, ptrdiff_t stride) {
         const uint32_t bits = From::magnitude_of(x[static_cast<ptrdiff_t>(i) * step]);
         const float size = std::bit_cast<float>(bits);
         top[lane] = static_cast<int32_t>(bits) > static_cast<int32_t>(top[lane]) ? bits : top[lane];
-        if constexpr (with_squares) squares[lane] += size * size;
+        squares[lane] += size * size;
     };
     const auto add_all = [&](auto step) {  // vectorises: the step is constant
         const size_t whole = n - n % kLanes;
@@ -74,28 +68,25 @@ RowRange range_of_row(const void* row, size_t n, ptrdiff_t stride) {
     };
     stride == 1 ? add_all(std::integral_constant<ptrdiff_t, 1>()) : add_all(stride);
     const float largest = std::bit_cast<float>(*std::max_element(top, top + kLanes));
-    double sum = with_squares ? 0.0 : static_cast<double>(largest) * largest;
-    for (float square : squares) sum += square;
-    return {largest < From::kInfinite ? largest : INFINITY, sum};
+    const double sum = std::accumulate(squares, squares + kLanes, 0.0);
+    return {largest < From::kInfinite ? largest : INFINITY,
+            sums_squares ? sum : static_cast<double>(largest) * largest};
 }
 
-template <bool with_squares>
-RowRange range_of_numbers(const StoredRows& rows, size_t i) {
+RowRange range_of_numbers(const StoredRows& rows, size_t i, bool sums_squares) {
     const auto measure = [&](auto from) {
         using From = decltype(from);
         const auto* first = static_cast<const typename From::Number*>(rows.data);
-        return range_of_row<From, with_squares>(first + static_cast<ptrdiff_t>(i) * rows.row_stride, rows.k,
-                                                rows.column_stride);
+        return range_of_row<From>(first + static_cast<ptrdiff_t>(i) * rows.row_stride, rows.k, rows.column_stride,
+                                  sums_squares);
     };
     switch (rows.type) {
         case StoredType::kFloat32:
             return measure(FromFloat32());
         case StoredType::kBFloat16:
             return measure(FromBFloat16());
-        case StoredType::kFloat16:
-            return measure(FromFloat16());
         default:
-            return measure(FromFloat64());
+            return measure(FromFloat16());
     }
 }
 
@@ -112,24 +103,25 @@ double largest_float64(const StoredRows& rows) {
 
 // The largest weight and the squared norm of every step-th row.
 void sum_rows(const StoredRows& rows, size_t step, PackingLoss& sum) {
-    std::mutex lock;
     const StoredTraits& stored = traits(rows.type);
-    const bool with_squares = !has_range_of_float32(traits(sum.format));
+    const bool sums_squares = !has_range_of_float32(traits(sum.format));
     const size_t n = (rows.n + step - 1) / step;
     const double number_ns = stored.is_quantised ? kDequantizeNs : kReadNs;
+    std::vector<RowRange> ranges(n);
     parallel_for(n, number_ns * static_cast<double>(n * rows.k), [&](size_t i) {
-        RowRange row;
-        if (stored.is_quantised) {
+        RowRange& row = ranges[i];
+        if (!stored.source) {  // blocks or float64
             std::vector<float> numbers(rows.k);
             unpack_rows(rows.range(i * step, 1), numbers.data());
-            row = range_of_row<FromFloat32, true>(numbers.data(), rows.k, 1);
+            row = range_of_row<FromFloat32>(numbers.data(), rows.k, 1, true);
         } else {
-            row = with_squares ? range_of_numbers<true>(rows, i * step) : range_of_numbers<false>(rows, i * step);
+            row = range_of_numbers(rows, i * step, sums_squares);
         }
-        const std::lock_guard<std::mutex> own(lock);
+    });
+    for (const RowRange& row : ranges) {
         sum.largest = std::max(sum.largest, static_cast<double>(row.largest));
         sum.squared_norm += row.squares;
-    });
+    }
 }
 
 // Packs rows in chunks and compares.
@@ -151,7 +143,7 @@ void compare_packed(const StoredRows& rows, WeightFormat format, PackingLoss& lo
 
 }  // namespace
 
-PackingLoss measure_packing_loss(StoredRows rows, WeightFormat format) {
+PackingLoss measure_packing_loss(const StoredRows& rows, WeightFormat format) {
     const StoredTraits& stored = traits(rows.type);
     const FormatTraits& packed = traits(format);
     const bool keeps_blocks = stored.is_quantised && stored.packed_as == format;
@@ -165,14 +157,7 @@ PackingLoss measure_packing_loss(StoredRows rows, WeightFormat format) {
         loss.largest = std::min(loss.largest, packed.largest);  // is_finite has checked the limit
     } else {
         if (stored.is_quantised && !is_finite(rows)) return {format, INFINITY, packed.largest};
-        if (rows.row_stride == 1 && rows.column_stride != 1 && !stored.is_quantised) {
-            StoredRows in_order = rows;  // column-major: measure in memory order
-            std::swap(in_order.n, in_order.k);
-            std::swap(in_order.row_stride, in_order.column_stride);
-            sum_rows(in_order, 1, loss);
-        } else {
-            sum_rows(rows, 1, loss);
-        }
+        sum_rows(rows.in_memory_order(), 1, loss);
         if (rows.type == StoredType::kFloat64 && loss.largest == INFINITY && is_finite(rows)) {
             loss.largest = largest_float64(rows);
         }

@@ -16,6 +16,6 @@ struct PackingLoss {
 // Reads the weights once. Only if the norm is so small that blocks with a scale of 0 could matter, also packs the
 // weights into temporary memory, in chunks, and compares. Blocks that keep their bytes lose nothing: only their scales
 // are read.
-PackingLoss measure_packing_loss(StoredRows rows, WeightFormat format);
+PackingLoss measure_packing_loss(const StoredRows& rows, WeightFormat format);
 
 }  // namespace whet

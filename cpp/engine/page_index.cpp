@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "kernels/attention_task.h"
 #include "runtime/try_allocating.h"
 
 namespace whet {
@@ -69,10 +68,6 @@ void PageIndex::evict_retained() {
     }
 }
 
-int32_t PageIndex::find_prefix(int32_t before, uint64_t key, const int32_t* tokens) const {
-    return find(before, key, tokens, kPageTokens);
-}
-
 int32_t PageIndex::find(int32_t before, uint64_t key, const int32_t* tokens, size_t n) const {
     const uint64_t serial = serial_of(before);
     const auto [begin, end] = entries_.equal_range(hash_of(serial, key, tokens, n));
@@ -83,10 +78,6 @@ int32_t PageIndex::find(int32_t before, uint64_t key, const int32_t* tokens, siz
             return entry.page;
     }
     return kNone;
-}
-
-void PageIndex::insert_prefix(int32_t page, int32_t before, uint64_t key, const int32_t* tokens) {
-    insert(page, before, key, tokens, kPageTokens);
 }
 
 int32_t PageIndex::retain(int32_t page, int32_t before, uint64_t key, const int32_t* tokens, size_t n) {

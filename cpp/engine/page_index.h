@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/attention_task.h"
+
 namespace whet {
 
 class PageIndex {
@@ -30,10 +32,10 @@ public:
     // Whether the contents of a page are not needed.
     bool is_unused(int32_t page) const { return at(page).ref_count == 0 && !at(page).retained; }
 
-    // Finds the page with these 64 tokens after page `before` (kNone: at the start) under `key` (the adapter's id), or
-    // returns kNone.
-    int32_t find_prefix(int32_t before, uint64_t key, const int32_t* tokens) const;
-    void insert_prefix(int32_t page, int32_t before, uint64_t key, const int32_t* tokens);
+    // Finds the page with these n <= 64 tokens after page `before` (kNone: at the start) under `key` (the adapter's
+    // id), or returns kNone.
+    int32_t find(int32_t before, uint64_t key, const int32_t* tokens, size_t n = kPageTokens) const;
+    void insert(int32_t page, int32_t before, uint64_t key, const int32_t* tokens, size_t n = kPageTokens);
 
     // Retains a page with the computed keys and values of n <= 64 tokens. Returns the indexed page with these tokens:
     // this page, or an earlier one.
@@ -67,8 +69,6 @@ private:
     Page& at(int32_t page) { return pages_[static_cast<size_t>(page)]; }
     const Page& at(int32_t page) const { return pages_[static_cast<size_t>(page)]; }
     void evict(int32_t page);
-    int32_t find(int32_t before, uint64_t key, const int32_t* tokens, size_t n) const;
-    void insert(int32_t page, int32_t before, uint64_t key, const int32_t* tokens, size_t n);
     void erase_entry(const Page& p, int32_t page);
     uint64_t serial_of(int32_t page) const { return page == kNone ? 0 : at(page).serial; }
 };

@@ -74,72 +74,53 @@ void scale_groups(Advantages advantages, Deviation deviation, const T* rewards, 
                    });
 }
 
-template <class T>
-void logprobs_of_rows(void (*kernel)(const T*, size_t, size_t, double, float*, float*), const ArrayView& logits,
-                      const int64_t* token_ids, double temperature, float* logprobs, float* entropy) {
-    const auto rows = static_cast<size_t>(logits.shape[0]), vocab_size = static_cast<size_t>(logits.shape[1]);
-    parallel_for(rows, static_cast<double>(rows * vocab_size) * 0.25, [&](size_t row) {
-        kernel(logits.as<T>() + row * vocab_size, vocab_size, static_cast<size_t>(token_ids[row]), temperature,
-               logprobs + row, entropy == nullptr ? nullptr : entropy + row);
-    });
-}
-
-template <class T>
-void gae_rows(void (*kernel)(const T*, const T*, const uint8_t*, double, size_t, double, double, T*, T*),
-              const ArrayView& rewards, const ArrayView& values, const uint8_t* dones, const double* last_values,
-              double gamma, double lambda, void* advantages, void* returns) {
-    const auto n = static_cast<size_t>(rewards.last()), rows = static_cast<size_t>(rewards.size()) / n;
-    parallel_for(rows, static_cast<double>(rows * n), [&](size_t row) {
-        const size_t at = row * n;
-        kernel(rewards.as<T>() + at, values.as<T>() + at, dones + at, last_values[row], n, gamma, lambda,
-               static_cast<T*>(advantages) + at, static_cast<T*>(returns) + at);
-    });
-}
-
 }  // namespace
 
 void token_kl(bool schulman, const ArrayView& p, const ArrayView& q, const uint8_t* mask, size_t rows, size_t columns,
               double* sums) {
     const Kernels& k = kernels();
-    if (p.is_float32()) {
-        sum_rows(schulman ? k.token_kl_schulman_f32 : k.token_kl_f32, p.as<float>(), q.as<float>(), mask, rows, columns,
-                 sums);
-    } else {
-        sum_rows(schulman ? k.token_kl_schulman_f64 : k.token_kl_f64, p.as<double>(), q.as<double>(), mask, rows,
-                 columns, sums);
-    }
+    const auto run = [&]<class T>(void (*kernel)(const T*, const T*, const uint8_t*, size_t, double*)) {
+        sum_rows(kernel, p.as<T>(), q.as<T>(), mask, rows, columns, sums);
+    };
+    if (p.is_float32()) return run(schulman ? k.token_kl_schulman_f32 : k.token_kl_f32);
+    run(schulman ? k.token_kl_schulman_f64 : k.token_kl_f64);
 }
 
 void group_advantages(const ArrayView& rewards, size_t n_groups, size_t group_size, AdvantageScale scale, double ddof,
                       double eps, void* out) {
     const Kernels& k = kernels();
-    if (rewards.is_float32()) {
-        scale_groups(k.group_advantages_f32, k.batch_deviation_f32, rewards.as<float>(), n_groups, group_size, scale,
-                     ddof, eps, static_cast<float*>(out));
-    } else {
-        scale_groups(k.group_advantages_f64, k.batch_deviation_f64, rewards.as<double>(), n_groups, group_size, scale,
-                     ddof, eps, static_cast<double*>(out));
-    }
+    const auto run = [&]<class T>(auto advantages, double (*deviation)(const T*, size_t, double)) {
+        scale_groups(advantages, deviation, rewards.as<T>(), n_groups, group_size, scale, ddof, eps,
+                     static_cast<T*>(out));
+    };
+    if (rewards.is_float32()) return run(k.group_advantages_f32, k.batch_deviation_f32);
+    run(k.group_advantages_f64, k.batch_deviation_f64);
 }
 
 void token_logprobs(const ArrayView& logits, const int64_t* token_ids, double temperature, float* logprobs,
                     float* entropy) {
-    const Kernels& k = kernels();
-    if (logits.is_float32()) {
-        logprobs_of_rows(k.token_logprobs_f32, logits, token_ids, temperature, logprobs, entropy);
-    } else {
-        logprobs_of_rows(k.token_logprobs_bf16, logits, token_ids, temperature, logprobs, entropy);
-    }
+    const auto rows = static_cast<size_t>(logits.shape[0]), vocab_size = static_cast<size_t>(logits.shape[1]);
+    const auto run = [&]<class T>(void (*kernel)(const T*, size_t, size_t, double, float*, float*)) {
+        parallel_for(rows, static_cast<double>(rows * vocab_size) * 0.25, [&](size_t row) {
+            kernel(logits.as<T>() + row * vocab_size, vocab_size, static_cast<size_t>(token_ids[row]), temperature,
+                   logprobs + row, entropy == nullptr ? nullptr : entropy + row);
+        });
+    };
+    logits.is_float32() ? run(kernels().token_logprobs_f32) : run(kernels().token_logprobs_bf16);
 }
 
 void gae(const ArrayView& rewards, const ArrayView& values, const uint8_t* dones, const double* last_values,
          double gamma, double lambda, void* advantages, void* returns) {
-    const Kernels& k = kernels();
-    if (rewards.is_float32()) {
-        gae_rows(k.gae_f32, rewards, values, dones, last_values, gamma, lambda, advantages, returns);
-    } else {
-        gae_rows(k.gae_f64, rewards, values, dones, last_values, gamma, lambda, advantages, returns);
-    }
+    const auto n = static_cast<size_t>(rewards.last()), rows = static_cast<size_t>(rewards.size()) / n;
+    const auto run =
+        [&]<class T>(void (*kernel)(const T*, const T*, const uint8_t*, double, size_t, double, double, T*, T*)) {
+            parallel_for(rows, static_cast<double>(rows * n), [&](size_t row) {
+                const size_t at = row * n;
+                kernel(rewards.as<T>() + at, values.as<T>() + at, dones + at, last_values[row], n, gamma, lambda,
+                       static_cast<T*>(advantages) + at, static_cast<T*>(returns) + at);
+            });
+        };
+    rewards.is_float32() ? run(kernels().gae_f32) : run(kernels().gae_f64);
 }
 
 }  // namespace whet

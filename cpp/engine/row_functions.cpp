@@ -47,90 +47,65 @@ void for_each_chunk(const Rows& rows, bool contiguous, bool streaming, F&& body)
     });
 }
 
-// Calls norm(x, residual, weight, bias, streaming, out) for each row of T, with weights of W.
-template <class T, class W, class F>
-void for_each_norm(const NormArguments& a, F&& norm) {
-    constexpr double kElementNs = 0.06;
-    const bool streaming = is_streaming(a.x);
-    const auto *weight = static_cast<const W*>(a.weight), *bias = static_cast<const W*>(a.bias);
-    for_each_row(a.x, kElementNs, streaming, [&](size_t row) {
-        norm(a.x.row<const T>(row), a.residual.row<T>(row), weight, bias, streaming, a.out.row<T>(row));
-    });
-}
-
-template <class T, class W, class Kernel>
-void rms_norm_rows(const NormArguments& a, Kernel kernel) {
-    for_each_norm<T, W>(a, [&](const T* x, T* residual, const W* weight, const W*, bool streaming, T* out) {
-        kernel(x, residual, weight, a.x.length, a.eps, streaming, out);
-    });
-}
-
-template <class T, class W, class Kernel>
-void layer_norm_rows(const NormArguments& a, Kernel kernel) {
-    for_each_norm<T, W>(a, [&](const T* x, T* residual, const W* weight, const W* bias, bool streaming, T* out) {
-        kernel(x, residual, weight, bias, a.x.length, a.eps, streaming, out);
-    });
-}
-
-template <class T>
-void softmax_rows(void (*kernel)(const T*, size_t, float, T*), const Rows& x, float scale, const Rows& out) {
-    constexpr double kElementNs = 0.4;
-    for_each_row(x, kElementNs, false,
-                 [&](size_t row) { kernel(x.row<const T>(row), x.length, scale, out.row<T>(row)); });
-}
-
-template <class T>
-void activate_rows(void (*kernel)(const T*, size_t, bool, T*), const Rows& x, const Rows& out) {
+// Calls apply(x, elements, streaming, out) for chunks of rows of T.
+template <class T, class F>
+void map_chunks(const Rows& x, const Rows& out, F&& apply) {
     const bool streaming = is_streaming(x);
     for_each_chunk(x, x.is_contiguous() && out.is_contiguous(), streaming, [&](size_t row, size_t at, size_t n) {
-        kernel(x.row<const T>(row) + at, n, streaming, out.row<T>(row) + at);
+        apply(x.row<const T>(row) + at, n, streaming, out.row<T>(row) + at);
     });
 }
 
-template <class T>
-void softcap_rows(void (*kernel)(const T*, size_t, float, bool, T*), const Rows& x, float cap, const Rows& out) {
-    const bool streaming = is_streaming(x);
-    for_each_chunk(x, x.is_contiguous() && out.is_contiguous(), streaming, [&](size_t row, size_t at, size_t n) {
-        kernel(x.row<const T>(row) + at, n, cap, streaming, out.row<T>(row) + at);
-    });
+// Calls run(kernel) for the dtypes of the rows and of the weights.
+template <class Run, class F32, class BF16, class BF16WithF32>
+void run_norm(const NormArguments& a, Run&& run, F32 f32, BF16 bf16, BF16WithF32 bf16_f32) {
+    if (!a.x.is_bf16()) return run(f32);
+    a.weight_dtype == DType::kFloat32 ? run(bf16_f32) : run(bf16);
 }
 
-template <class T>
-void swiglu_rows(void (*kernel)(const T*, const T*, size_t, bool, T*), const Rows& gate, const Rows& up,
-                 const Rows& out) {
-    const bool contiguous = gate.is_contiguous() && up.is_contiguous() && out.is_contiguous();
-    const bool streaming = is_streaming(gate);
-    for_each_chunk(gate, contiguous, streaming, [&](size_t row, size_t at, size_t n) {
-        kernel(gate.row<const T>(row) + at, up.row<const T>(row) + at, n, streaming, out.row<T>(row) + at);
-    });
-}
+constexpr double kNormNs = 0.06;  // per element
 
 }  // namespace
 
 void rms_norm(const NormArguments& a) {
+    const bool streaming = is_streaming(a.x);
+    const auto run = [&]<class T, class W>(void (*kernel)(const T*, T*, const W*, size_t, double, bool, T*)) {
+        for_each_row(a.x, kNormNs, streaming, [&](size_t row) {
+            kernel(a.x.row<const T>(row), a.residual.row<T>(row), static_cast<const W*>(a.weight), a.x.length, a.eps,
+                   streaming, a.out.row<T>(row));
+        });
+    };
     const Kernels& k = kernels();
-    if (!a.x.is_bf16()) return rms_norm_rows<float, float>(a, k.rms_norm_f32);
-    if (a.weight_dtype == DType::kFloat32) return rms_norm_rows<uint16_t, float>(a, k.rms_norm_bf16_f32);
-    rms_norm_rows<uint16_t, uint16_t>(a, k.rms_norm_bf16);
+    run_norm(a, run, k.rms_norm_f32, k.rms_norm_bf16, k.rms_norm_bf16_f32);
 }
 
 void layer_norm(const NormArguments& a) {
+    const bool streaming = is_streaming(a.x);
+    const auto run = [&]<class T, class W>(void (*kernel)(const T*, T*, const W*, const W*, size_t, double, bool, T*)) {
+        for_each_row(a.x, kNormNs, streaming, [&](size_t row) {
+            kernel(a.x.row<const T>(row), a.residual.row<T>(row), static_cast<const W*>(a.weight),
+                   static_cast<const W*>(a.bias), a.x.length, a.eps, streaming, a.out.row<T>(row));
+        });
+    };
     const Kernels& k = kernels();
-    if (!a.x.is_bf16()) return layer_norm_rows<float, float>(a, k.layer_norm_f32);
-    if (a.weight_dtype == DType::kFloat32) return layer_norm_rows<uint16_t, float>(a, k.layer_norm_bf16_f32);
-    layer_norm_rows<uint16_t, uint16_t>(a, k.layer_norm_bf16);
+    run_norm(a, run, k.layer_norm_f32, k.layer_norm_bf16, k.layer_norm_bf16_f32);
 }
 
 void softmax(const Rows& x, float scale, bool log, const Rows& out) {
+    constexpr double kElementNs = 0.4;
+    const auto run = [&]<class T>(void (*kernel)(const T*, size_t, float, T*)) {
+        for_each_row(x, kElementNs, false,
+                     [&](size_t row) { kernel(x.row<const T>(row), x.length, scale, out.row<T>(row)); });
+    };
     const Kernels& k = kernels();
-    if (x.is_bf16()) return softmax_rows(log ? k.log_softmax_bf16 : k.softmax_bf16, x, scale, out);
-    softmax_rows(log ? k.log_softmax_f32 : k.softmax_f32, x, scale, out);
+    if (x.is_bf16()) return run(log ? k.log_softmax_bf16 : k.softmax_bf16);
+    run(log ? k.log_softmax_f32 : k.softmax_f32);
 }
 
 void activate(Activation activation, const Rows& x, const Rows& out) {
     const Kernels& k = kernels();
     const auto run = [&](auto f32, auto bf16) {
-        x.is_bf16() ? activate_rows(bf16, x, out) : activate_rows(f32, x, out);
+        x.is_bf16() ? map_chunks<uint16_t>(x, out, bf16) : map_chunks<float>(x, out, f32);
     };
     switch (activation) {
         case Activation::kSilu:
@@ -143,13 +118,22 @@ void activate(Activation activation, const Rows& x, const Rows& out) {
 }
 
 void softcap(const Rows& x, float cap, const Rows& out) {
-    if (x.is_bf16()) return softcap_rows(kernels().softcap_bf16, x, cap, out);
-    softcap_rows(kernels().softcap_f32, x, cap, out);
+    const auto run = [&]<class T>(void (*kernel)(const T*, size_t, float, bool, T*)) {
+        map_chunks<T>(x, out,
+                      [&](const T* from, size_t n, bool streaming, T* to) { kernel(from, n, cap, streaming, to); });
+    };
+    x.is_bf16() ? run(kernels().softcap_bf16) : run(kernels().softcap_f32);
 }
 
 void swiglu(const Rows& gate, const Rows& up, const Rows& out) {
-    if (gate.is_bf16()) return swiglu_rows(kernels().swiglu_bf16, gate, up, out);
-    swiglu_rows(kernels().swiglu_f32, gate, up, out);
+    const bool contiguous = gate.is_contiguous() && up.is_contiguous() && out.is_contiguous();
+    const bool streaming = is_streaming(gate);
+    const auto run = [&]<class T>(void (*kernel)(const T*, const T*, size_t, bool, T*)) {
+        for_each_chunk(gate, contiguous, streaming, [&](size_t row, size_t at, size_t n) {
+            kernel(gate.row<const T>(row) + at, up.row<const T>(row) + at, n, streaming, out.row<T>(row) + at);
+        });
+    };
+    gate.is_bf16() ? run(kernels().swiglu_bf16) : run(kernels().swiglu_f32);
 }
 
 }  // namespace whet

@@ -6,6 +6,8 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <stdexcept>
+#include <string>
 #include <type_traits>
 
 #include "kernels/dispatch.h"
@@ -341,6 +343,11 @@ void list_top_logprobs(const LogitRow& row, const float* values, const int32_t* 
 }
 
 }  // namespace
+
+void check_token(int64_t token, size_t vocab_size) {
+    if (token >= 0 && static_cast<size_t>(token) < vocab_size) return;
+    throw std::invalid_argument("token id " + std::to_string(token) + " is outside the vocabulary");
+}
 
 size_t sampler_scratch_bytes(size_t vocab_size) { return Buffers(0, vocab_size).bytes; }
 

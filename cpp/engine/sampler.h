@@ -51,6 +51,9 @@ struct Drawn {
     float logprob;  // NaN: the logits contain NaN or +inf, or are all -inf, and the token is undefined
 };
 
+// Throws std::invalid_argument for a token outside the vocabulary.
+void check_token(int64_t token, size_t vocab_size);
+
 // Bytes of scratch memory, aligned to 8 bytes, for a row of vocab_size logits.
 size_t sampler_scratch_bytes(size_t vocab_size);
 

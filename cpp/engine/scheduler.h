@@ -77,7 +77,8 @@ class Scheduler {
 public:
     Scheduler(const ModelConfig& config, size_t max_tokens, size_t n_pages, size_t page_bytes, const Limits& limits);
 
-    // Queues a request. Throws std::invalid_argument if it needs more pages than there are.
+    // Queues a request, with at most as many new tokens as the model has positions for. Throws std::invalid_argument
+    // for an invalid request, and if it needs more pages than there are.
     uint64_t add(Request request, uint64_t session = 0);
     // Throws std::out_of_range for an unknown id.
     const Job& job(uint64_t id) const { return *jobs_.at(id); }
@@ -135,6 +136,7 @@ private:
     std::vector<Job*> failed_;    // jobs with invalid logits
 
     // admission.cpp
+    void check(const Request& request) const;
     size_t tail_pages(const Request& request) const;
     std::unique_ptr<Job> make_job(Request request, uint64_t session) const;
     void admit_waiting();

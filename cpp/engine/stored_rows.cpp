@@ -195,12 +195,14 @@ StoredRows StoredRows::range(size_t first, size_t count) const {
     return some;
 }
 
-bool is_finite(StoredRows rows) {
+StoredRows StoredRows::in_memory_order() const {
+    if (row_stride != 1 || column_stride == 1 || traits(type).is_quantised) return *this;
+    return {type, data, k, n, column_stride, row_stride};
+}
+
+bool is_finite(const StoredRows& given) {
+    const StoredRows rows = given.in_memory_order();
     const StoredTraits& stored = traits(rows.type);
-    if (rows.row_stride == 1 && !stored.is_quantised) {  // column-major: check in memory order
-        std::swap(rows.n, rows.k);
-        std::swap(rows.row_stride, rows.column_stride);
-    }
     std::atomic<bool> finite{true};
     auto check = [&](size_t i) {
         if (!stored.is_finite(row_at(rows, i), rows.k / stored.gguf.block, rows.column_stride)) finite = false;

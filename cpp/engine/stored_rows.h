@@ -66,10 +66,12 @@ struct StoredRows {
     ptrdiff_t row_stride, column_stride;
 
     StoredRows range(size_t first, size_t count) const;
+    // The rows, or their transpose if that is their order in memory.
+    StoredRows in_memory_order() const;
 };
 
 // Returns whether all numbers, or all scales of a quantised type, are finite and in the range of `packed_as`.
-bool is_finite(StoredRows rows);
+bool is_finite(const StoredRows& rows);
 
 // Converts to contiguous (n, k) float32: float64 rounds to nearest even, other types are exact.
 void unpack_rows(const StoredRows& rows, float* out);

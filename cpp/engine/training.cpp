@@ -17,51 +17,20 @@ double work_of(size_t elements) { return static_cast<double>(elements) * 0.3; }
 
 size_t rows_per_task(size_t n) { return std::max<size_t>(1, kTaskElements / std::max<size_t>(1, n)); }
 
-template <class T, class Grad, class Kernel>
-void rms_norm_backward_rows(Kernel kernel, const T* x, const float* weight, const Grad* grad, size_t rows, size_t n,
-                            double eps, T* grad_x, float* grad_weight) {
-    const size_t chunk = std::max<size_t>(64, rows_per_task(n)), chunks = ceil_div(rows, chunk);
-    std::vector<float> sums(chunks * n);
-    parallel_split(rows, chunk, work_of(rows * n), [&](size_t begin, size_t end) {
-        for (size_t i = begin; i < end; ++i) {
-            kernel(x + i * n, weight, grad + i * n, n, eps, grad_x + i * n, sums.data() + begin / chunk * n);
-        }
-    });
-    for (size_t i = 0; i < n; ++i) {
-        double sum = 0.0;
-        for (size_t p = 0; p < chunks; ++p) sum += sums[p * n + i];
-        grad_weight[i] = static_cast<float>(sum);
+// The kernel of this type of gradient.
+template <class T, class F32, class BF16>
+auto kernel_of(F32 f32, BF16 bf16) {
+    if constexpr (sizeof(T) == sizeof(float)) {
+        return f32;
+    } else {
+        return bf16;
     }
-}
-
-template <class T, class Kernel>
-void swiglu_backward_chunks(Kernel kernel, const T* gate, const T* up, const T* grad, size_t n, T* grad_gate,
-                            T* grad_up) {
-    parallel_split(n, kTaskElements, work_of(n), [&](size_t begin, size_t end) {
-        kernel(gate + begin, up + begin, grad + begin, end - begin, grad_gate + begin, grad_up + begin);
-    });
-}
-
-template <class T, class Kernel>
-void softcap_backward_chunks(Kernel kernel, const float* y, size_t n, float cap, T* grad) {
-    parallel_split(n, kTaskElements, work_of(n),
-                   [&](size_t begin, size_t end) { kernel(y + begin, end - begin, cap, grad + begin); });
 }
 
 // Column of a token in a tile [first, first + n) of the vocabulary; n or more if the token is not in it.
 size_t column_of(int64_t token, size_t first, size_t n) {
     const auto id = static_cast<size_t>(token);
     return id < first ? n : id - first;
-}
-
-template <class T, class Kernel>
-void token_logprobs_backward_rows(Kernel kernel, const TokenLogprobsTile& t, T* out) {
-    parallel_split(t.rows, rows_per_task(t.n), work_of(t.rows * t.n), [&](size_t begin, size_t end) {
-        for (size_t i = begin; i < end; ++i) {
-            kernel(t.logits + i * t.n, t.n, column_of(t.tokens[i], t.first, t.n), t.temperature, t.lse[i],
-                   t.logprobs[i], t.grads[i], out + i * t.n);
-        }
-    });
 }
 
 }  // namespace
@@ -94,34 +63,48 @@ void rms_norm_to_bf16(const float* x, const float* weight, size_t rows, size_t n
     });
 }
 
-void rms_norm_backward(const float* x, const float* weight, const float* grad, size_t rows, size_t n, double eps,
-                       float* grad_x, float* grad_weight) {
-    rms_norm_backward_rows(kernels().rms_norm_backward_f32, x, weight, grad, rows, n, eps, grad_x, grad_weight);
+template <class T, class Grad>
+void rms_norm_backward(const T* x, const float* weight, const Grad* grad, size_t rows, size_t n, double eps, T* grad_x,
+                       float* grad_weight) {
+    const Kernels& k = kernels();
+    const auto kernel =
+        kernel_of<T>(kernel_of<Grad>(k.rms_norm_backward_f32, k.rms_norm_backward_f32_bf16), k.rms_norm_backward_bf16);
+    const size_t chunk = std::max<size_t>(64, rows_per_task(n)), chunks = ceil_div(rows, chunk);
+    std::vector<float> sums(chunks * n);
+    parallel_split(rows, chunk, work_of(rows * n), [&](size_t begin, size_t end) {
+        for (size_t i = begin; i < end; ++i) {
+            kernel(x + i * n, weight, grad + i * n, n, eps, grad_x + i * n, sums.data() + begin / chunk * n);
+        }
+    });
+    for (size_t i = 0; i < n; ++i) {
+        double sum = 0.0;
+        for (size_t p = 0; p < chunks; ++p) sum += sums[p * n + i];
+        grad_weight[i] = static_cast<float>(sum);
+    }
 }
-void rms_norm_backward(const float* x, const float* weight, const uint16_t* grad, size_t rows, size_t n, double eps,
-                       float* grad_x, float* grad_weight) {
-    rms_norm_backward_rows(kernels().rms_norm_backward_f32_bf16, x, weight, grad, rows, n, eps, grad_x, grad_weight);
-}
-void rms_norm_backward(const uint16_t* x, const float* weight, const uint16_t* grad, size_t rows, size_t n, double eps,
-                       uint16_t* grad_x, float* grad_weight) {
-    rms_norm_backward_rows(kernels().rms_norm_backward_bf16, x, weight, grad, rows, n, eps, grad_x, grad_weight);
-}
+template void rms_norm_backward(const float*, const float*, const float*, size_t, size_t, double, float*, float*);
+template void rms_norm_backward(const float*, const float*, const uint16_t*, size_t, size_t, double, float*, float*);
+template void rms_norm_backward(const uint16_t*, const float*, const uint16_t*, size_t, size_t, double, uint16_t*,
+                                float*);
 
-void swiglu_backward(const float* gate, const float* up, const float* grad, size_t n, float* grad_gate,
-                     float* grad_up) {
-    swiglu_backward_chunks(kernels().swiglu_backward_f32, gate, up, grad, n, grad_gate, grad_up);
+template <class T>
+void swiglu_backward(const T* gate, const T* up, const T* grad, size_t n, T* grad_gate, T* grad_up) {
+    const auto kernel = kernel_of<T>(kernels().swiglu_backward_f32, kernels().swiglu_backward_bf16);
+    parallel_split(n, kTaskElements, work_of(n), [&](size_t begin, size_t end) {
+        kernel(gate + begin, up + begin, grad + begin, end - begin, grad_gate + begin, grad_up + begin);
+    });
 }
-void swiglu_backward(const uint16_t* gate, const uint16_t* up, const uint16_t* grad, size_t n, uint16_t* grad_gate,
-                     uint16_t* grad_up) {
-    swiglu_backward_chunks(kernels().swiglu_backward_bf16, gate, up, grad, n, grad_gate, grad_up);
-}
+template void swiglu_backward(const float*, const float*, const float*, size_t, float*, float*);
+template void swiglu_backward(const uint16_t*, const uint16_t*, const uint16_t*, size_t, uint16_t*, uint16_t*);
 
-void softcap_backward(const float* y, size_t n, float cap, float* grad) {
-    softcap_backward_chunks(kernels().softcap_backward_f32, y, n, cap, grad);
+template <class T>
+void softcap_backward(const float* y, size_t n, float cap, T* grad) {
+    const auto kernel = kernel_of<T>(kernels().softcap_backward_f32, kernels().softcap_backward_bf16);
+    parallel_split(n, kTaskElements, work_of(n),
+                   [&](size_t begin, size_t end) { kernel(y + begin, end - begin, cap, grad + begin); });
 }
-void softcap_backward(const float* y, size_t n, float cap, uint16_t* grad) {
-    softcap_backward_chunks(kernels().softcap_backward_bf16, y, n, cap, grad);
-}
+template void softcap_backward(const float*, size_t, float, float*);
+template void softcap_backward(const float*, size_t, float, uint16_t*);
 
 TokenLogprobs::TokenLogprobs(const int64_t* tokens, size_t rows, double temperature, bool with_entropy)
     : tokens_(tokens, tokens + rows), temperature_(temperature), with_entropy_(with_entropy), sums_(rows) {}
@@ -143,12 +126,18 @@ void TokenLogprobs::end(float* logprobs, float* lse, float* entropy) const {
     }
 }
 
-void token_logprobs_backward(const TokenLogprobsTile& tile, float* out) {
-    token_logprobs_backward_rows(kernels().token_logprobs_backward_f32, tile, out);
+template <class T>
+void token_logprobs_backward(const TokenLogprobsTile& t, T* out) {
+    const auto kernel = kernel_of<T>(kernels().token_logprobs_backward_f32, kernels().token_logprobs_backward_bf16);
+    parallel_split(t.rows, rows_per_task(t.n), work_of(t.rows * t.n), [&](size_t begin, size_t end) {
+        for (size_t i = begin; i < end; ++i) {
+            kernel(t.logits + i * t.n, t.n, column_of(t.tokens[i], t.first, t.n), t.temperature, t.lse[i],
+                   t.logprobs[i], t.grads[i], out + i * t.n);
+        }
+    });
 }
-void token_logprobs_backward(const TokenLogprobsTile& tile, uint16_t* out) {
-    token_logprobs_backward_rows(kernels().token_logprobs_backward_bf16, tile, out);
-}
+template void token_logprobs_backward(const TokenLogprobsTile&, float*);
+template void token_logprobs_backward(const TokenLogprobsTile&, uint16_t*);
 
 void adamw(const AdamW& settings, size_t n, float* p, const float* grad, float* m, float* v) {
     const auto& [lr, beta1, beta2, eps, weight_decay, t, grad_scale] = settings;

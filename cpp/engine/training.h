@@ -20,21 +20,19 @@ void rounded_linear(bool by_columns, const float* weight, size_t n, size_t k, co
 
 void rms_norm_to_bf16(const float* x, const float* weight, size_t rows, size_t n, double eps, uint16_t* out);
 
-// Gradients of x (rows, n) and weight (n,), from the gradient of the result.
-void rms_norm_backward(const float* x, const float* weight, const float* grad, size_t rows, size_t n, double eps,
-                       float* grad_x, float* grad_weight);
-void rms_norm_backward(const float* x, const float* weight, const uint16_t* grad, size_t rows, size_t n, double eps,
-                       float* grad_x, float* grad_weight);
-void rms_norm_backward(const uint16_t* x, const float* weight, const uint16_t* grad, size_t rows, size_t n, double eps,
-                       uint16_t* grad_x, float* grad_weight);
+// T and Grad: float or uint16_t, but not a float Grad of a bfloat16 T.
 
-void swiglu_backward(const float* gate, const float* up, const float* grad, size_t n, float* grad_gate, float* grad_up);
-void swiglu_backward(const uint16_t* gate, const uint16_t* up, const uint16_t* grad, size_t n, uint16_t* grad_gate,
-                     uint16_t* grad_up);
+// Gradients of x (rows, n) and weight (n,), from the gradient of the result.
+template <class T, class Grad>
+void rms_norm_backward(const T* x, const float* weight, const Grad* grad, size_t rows, size_t n, double eps, T* grad_x,
+                       float* grad_weight);
+
+template <class T>
+void swiglu_backward(const T* gate, const T* up, const T* grad, size_t n, T* grad_gate, T* grad_up);
 
 // In place: grad of y = cap tanh(x / cap) becomes grad of x.
-void softcap_backward(const float* y, size_t n, float cap, float* grad);
-void softcap_backward(const float* y, size_t n, float cap, uint16_t* grad);
+template <class T>
+void softcap_backward(const float* y, size_t n, float cap, T* grad);
 
 // Log-probs of tokens, from logits passed in tiles: [first, first + n) of the vocabulary for a chunk of rows.
 class TokenLogprobs {
@@ -62,8 +60,8 @@ struct TokenLogprobsTile {
     double temperature;
     const float *lse, *logprobs, *grads;
 };
-void token_logprobs_backward(const TokenLogprobsTile& tile, float* out);
-void token_logprobs_backward(const TokenLogprobsTile& tile, uint16_t* out);
+template <class T>
+void token_logprobs_backward(const TokenLogprobsTile& tile, T* out);
 
 // AdamW (Loshchilov & Hutter 2019), as torch.optim.AdamW; t is the step, starting at 1.
 struct AdamW {

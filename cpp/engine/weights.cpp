@@ -27,13 +27,6 @@ bool split_layer(const std::string& slot, size_t n_layers, size_t& layer, std::s
     return layer < n_layers;
 }
 
-template <class T>
-T* find_or_throw(const std::map<std::string, T*>& slots, const std::string& slot) {
-    const auto at = slots.find(slot);
-    if (at == slots.end()) throw std::invalid_argument("the model has no weight \"" + slot + "\"");
-    return at->second;
-}
-
 // Calls visit(part, first row in the part, count, rows visited before) for parts with rows of [first, first + count).
 template <class Parts, class Visit>
 void for_parts(Parts& parts, size_t first, size_t count, Visit&& visit) {
@@ -141,21 +134,15 @@ void Weights::allocate() {
 void Weights::pack(const std::string& slot, size_t first, const StoredRows& rows) {
     const auto packing = lock_.writing();
     if (vectors_.contains(slot)) return pack_vector(slot, first, rows);
-    Matrix& matrix = *find_or_throw(matrices_, slot);
-    if (first > matrix.n() || rows.n > matrix.n() - first || rows.k != matrix.k()) {
-        throw std::invalid_argument("the rows do not fit the shape of \"" + slot + "\"");
-    }
-    for_parts(matrix.parts, first, rows.n, [&](PackedWeight& part, size_t begin, size_t n, size_t before) {
-        pack_rows(rows.range(before, n), part, begin);
-    });
+    for_parts(matrix_for(slot, first, rows).parts, first, rows.n,
+              [&](PackedWeight& part, size_t begin, size_t n, size_t before) {
+                  pack_rows(rows.range(before, n), part, begin);
+              });
 }
 
 PackingLoss Weights::measure_loss(const std::string& slot, size_t first, const StoredRows& rows) const {
     if (vectors_.contains(slot)) return measure_packing_loss(rows, WeightFormat::kFloat32);
-    const Matrix& matrix = matrix_at(slot);
-    if (first > matrix.n() || rows.n > matrix.n() - first || rows.k != matrix.k()) {
-        throw std::invalid_argument("the rows do not fit the shape of \"" + slot + "\"");
-    }
+    const Matrix& matrix = matrix_for(slot, first, rows);
     PackingLoss sum{.format = WeightFormat::kFloat32, .limit = INFINITY};
     for_parts(matrix.parts, first, rows.n, [&](const PackedWeight& part, size_t, size_t n, size_t before) {
         const PackingLoss loss = measure_packing_loss(rows.range(before, n), part.format_id());
@@ -168,7 +155,7 @@ PackingLoss Weights::measure_loss(const std::string& slot, size_t first, const S
 }
 
 void Weights::pack_vector(const std::string& slot, size_t first, const StoredRows& row) {
-    std::vector<float>& vector = *find_or_throw(vectors_, slot);
+    std::vector<float>& vector = *vectors_.at(slot);
     if (row.n != 1 || first > vector.size() || row.k > vector.size() - first) {
         throw std::invalid_argument("the values do not fit the shape of \"" + slot + "\"");
     }
@@ -180,7 +167,17 @@ const std::vector<float>* Weights::vector_at(const std::string& slot) const {
     return at == vectors_.end() ? nullptr : at->second;
 }
 
-const Matrix& Weights::matrix_at(const std::string& slot) const { return *find_or_throw(matrices_, slot); }
+Matrix& Weights::matrix_at(const std::string& slot) const {
+    const auto at = matrices_.find(slot);
+    if (at == matrices_.end()) throw std::invalid_argument("the model has no weight \"" + slot + "\"");
+    return *at->second;
+}
+
+Matrix& Weights::matrix_for(const std::string& slot, size_t first, const StoredRows& rows) const {
+    Matrix& matrix = matrix_at(slot);
+    if (first <= matrix.n() && rows.n <= matrix.n() - first && rows.k == matrix.k()) return matrix;
+    throw std::invalid_argument("the rows do not fit the shape of \"" + slot + "\"");
+}
 
 size_t Weights::k(const std::string& slot) const { return vector_at(slot) ? 1 : matrix_at(slot).k(); }
 

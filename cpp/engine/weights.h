@@ -93,7 +93,10 @@ private:
 
     // The added vector of this name, or null.
     const std::vector<float>* vector_at(const std::string& slot) const;
-    const Matrix& matrix_at(const std::string& slot) const;
+    // Throws std::invalid_argument for an unknown slot.
+    Matrix& matrix_at(const std::string& slot) const;
+    // Throws std::invalid_argument also if the rows do not fit from row `first` on.
+    Matrix& matrix_for(const std::string& slot, size_t first, const StoredRows& rows) const;
     Matrix* matrix_named(const std::string& slot);
     std::vector<float>* vector_named(const std::string& slot);
     void pack_vector(const std::string& slot, size_t first, const StoredRows& row);

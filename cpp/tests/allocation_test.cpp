@@ -297,7 +297,7 @@ void test_adapters() {
     const auto with = [&](Engine& s) {
         Request r = prompt(70, 2, 10, 0);
         r.adapter = 1;
-        s.add_adapter(r.adapter, adapter_of(model.transformer.config()));
+        s.add_adapter(r.adapter, adapter_of(*model.weights));
         const uint64_t id = s.add(r);
         run(s);
         const Outputs out = outputs_of(s, id);
@@ -313,7 +313,7 @@ void test_adapters() {
         uint64_t number = 0;
         const auto add = [&] {
             number = 1;
-            s.add_adapter(number, adapter_of(own.transformer.config()));
+            s.add_adapter(number, adapter_of(*own.weights));
             s.remove_adapter(number);
         };
         attempt(add);
@@ -406,7 +406,7 @@ void test_decoding(const std::string& name, WeightFormat format, const Sampling&
     if (sampling.counts_tokens()) r.stop_strings = never_found(), r.min_new_tokens = 300, r.stop_tokens = {3};
     if (with_adapter) {
         r.adapter = 1;
-        s.add_adapter(r.adapter, adapter_of(model.transformer.config()));
+        s.add_adapter(r.adapter, adapter_of(*model.weights));
     }
     const uint64_t id = s.add(r);
     warm_threads(model, 8);

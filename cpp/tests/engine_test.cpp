@@ -48,6 +48,41 @@ void test_batch_invariance(bool other, WeightFormat format) {
     }
 }
 
+void test_invalid_requests() {
+    Model model(false, WeightFormat::kQ8_0, 16 + 32);
+    const ModelConfig& c = model.transformer.config();
+    Engine s(model.transformer, {4 * KvMemory::page_bytes(c, false), 16, 32});
+    const auto expect_rejected = [&](const char* what, auto&& change) {
+        Request request = prompt(100, 1, 10, 0);
+        change(request);
+        bool rejected = false;
+        try {
+            s.add(std::move(request));
+        } catch (const std::invalid_argument&) {
+            rejected = true;
+        }
+        expect(rejected, what);
+    };
+    const auto outside = static_cast<int32_t>(c.vocab_size);
+    expect_rejected("no tokens", [](Request& r) { r.tokens.clear(); });
+    expect_rejected("more tokens than positions", [&](Request& r) { r.tokens = tokens(c.max_position + 1, 0); });
+    expect_rejected("no position for a sampled token", [&](Request& r) { r.tokens = tokens(c.max_position, 0); });
+    expect_rejected("a negative token", [](Request& r) { r.tokens[99] = -1; });
+    expect_rejected("a token outside the vocabulary", [=](Request& r) { r.tokens[99] = outside; });
+    expect_rejected("a stop token outside the vocabulary", [=](Request& r) { r.stop_tokens = {outside}; });
+    expect_rejected("a bias outside the vocabulary", [=](Request& r) { r.sampling.logit_bias = {{outside, 1.0f}}; });
+    expect_rejected("an unknown adapter", [](Request& r) { r.adapter = 7; });
+    expect_rejected("nothing to sample", [](Request& r) { r.max_new_tokens = 0; });
+    expect_rejected("a score of the first token", [](Request& r) { r.n = 0, r.score_from = 0; });
+    expect_rejected("a score after the last token", [](Request& r) { r.n = 0, r.score_from = 101; });
+    expect_rejected("more pages than the cache has", [](Request& r) { r.max_new_tokens = 200; });
+    Request last = prompt(200, 1, 1, 0);
+    last.n = 0, last.score_from = 200;
+    const uint64_t id = s.add(std::move(last));
+    run(s);
+    expect(s.job(id).done && s.job(id).logprobs.empty(), "a score from the end of the tokens is empty");
+}
+
 void test_cancelling() {
     Model model(false, WeightFormat::kQ8_0, 16 + 32);
     const size_t page = KvMemory::page_bytes(model.transformer.config(), false);
@@ -66,13 +101,6 @@ void test_cancelling() {
     run(s);
     for (uint64_t id : ids) expect(s.job(id).done, "other requests finish");
     expect(s.pages().n_free() == s.pages().n_pages(), "all pages are free after cancellation");
-    bool rejected = false;
-    try {
-        s.add(prompt(1000, 1, 1000, 0));
-    } catch (const std::invalid_argument&) {
-        rejected = true;
-    }
-    expect(rejected, "a request that exceeds the cache is rejected");
 }
 
 // Sessions end during the prefill of prompts whose pages others share: the others give the results of a separate run.
@@ -208,7 +236,7 @@ void test_conversations() {
         std::mt19937 bits(static_cast<unsigned>(n_pages));
         Engine s(model.transformer, {n_pages * page, 8, 32});
         Engine right(model.transformer, {60 * page, 8, 32});
-        for (Engine* each : {&s, &right}) each->add_adapter(5, adapter_of(c));
+        for (Engine* each : {&s, &right}) each->add_adapter(5, adapter_of(*model.weights));
         std::vector<std::vector<int32_t>> histories{{}};
         std::vector<std::pair<uint64_t, Request>> open;
         size_t n_reused = 0;
@@ -282,7 +310,7 @@ void test_adapters() {
     const size_t page = KvMemory::page_bytes(c, false);
     Engine s(model.transformer, {60 * page, 16, 32});
     const uint64_t number = 5;
-    s.add_adapter(number, adapter_of(c));
+    s.add_adapter(number, adapter_of(*model.weights));
     Request with = prompt(130, 2, 20, 0);
     with.adapter = number;
     const uint64_t a = s.add(prompt(130, 2, 20, 0)), b = s.add(with);
@@ -309,6 +337,7 @@ int main() {
         for (WeightFormat format : {WeightFormat::kFloat32, WeightFormat::kBFloat16, WeightFormat::kInt8}) {
             test_batch_invariance(format != WeightFormat::kFloat32, format);
         }
+        test_invalid_requests();
         test_cancelling();
         test_sessions();
         for (const bool other : {false, true}) test_turns(other);

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "quantize_reference.h"
 #include "engine/gemm.h"
 #include "engine/linear.h"
 #include "engine/stored_rows.h"
@@ -34,7 +35,7 @@ std::vector<uint8_t> rows_of(WeightFormat format, std::vector<float>& w, size_t 
         } else if (format == WeightFormat::kBFloat16) {
             whet::kernels().bf16_from_f32(values, k, reinterpret_cast<uint16_t*>(row));
         } else {
-            f.quantize_row(values, k, row);
+            whet::quantize_row(f, values, k, row);
         }
         f.dequantize_row(row, k, values);
     }

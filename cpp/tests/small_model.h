@@ -87,14 +87,12 @@ inline Request prompt(size_t length, size_t n, size_t max_new, uint64_t index) {
 }
 
 // Rank 3, on some rows of the first layer's o and on all rows of another matrix.
-inline std::unique_ptr<Adapter> adapter_of(const ModelConfig& c) {
+inline std::unique_ptr<Adapter> adapter_of(const Weights& weights) {
+    const ModelConfig& c = weights.config();
     auto adapter = std::make_unique<Adapter>(c.n_layers);
     const auto add = [&](size_t layer, Target target, size_t first, size_t n, size_t k) {
-        PackedWeight a(WeightFormat::kFloat32, 3, k), b(WeightFormat::kFloat32, n, 3);
         const std::vector<float> values(3 * std::max(n, k), 0.05f);
-        a.pack_rows(0, 3, values.data(), RowType::kFloat32, static_cast<ptrdiff_t>(k), 1);
-        b.pack_rows(0, n, values.data(), RowType::kFloat32, 3, 1);
-        adapter->add(layer, target, first, std::move(a), std::move(b));
+        adapter->add(weights, layer, target, first, values.data(), values.data(), 3, k, n);
     };
     add(0, Target::kQkv, 20, 40, c.hidden_dim);
     add(1, Target::kDown, 0, c.hidden_dim, c.ffn_dim);

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "quantize_reference.h"
 #include "engine/weights.h"
 #include "runtime/thread_pool.h"
 #include "tests/checks.h"
@@ -55,7 +56,7 @@ struct Packed {
         } else if (format.source == RowType::kBFloat16) {
             kernels().bf16_from_f32(x, k, reinterpret_cast<uint16_t*>(row.data()));
         } else {
-            format.quantize_row(x, k, row.data());
+            quantize_row(format, x, k, row.data());
         }
         format.dequantize_row(row.data(), k, x);
     }

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whet import _core
+from whet.models.architecture import RowSlice
 from whet.models.formats import TABLE
+from whet.models.reference import stored_rows
 
 QUANTISED = [format for format in TABLE.values() if format.gguf_type is not None and not format.is_float]
 N_BLOCKS = 4
@@ -30,11 +32,11 @@ def test_finite_blocks_dequantise_as_in_the_gguf_package(format, data, scales):
     blocks = np.frombuffer(data, np.uint8)[: N_BLOCKS * format.block_bytes].reshape(N_BLOCKS, -1).copy()
     for block, at, half in scales:
         blocks[block, at], blocks[block, at + 1] = half & 255, half >> 8
-    stored, rows = _core.StoredType[format.name], blocks.reshape(2, -1)
+    rows = blocks.reshape(2, -1)
     values = np.empty((2, N_BLOCKS // 2 * format.block_length), np.float32)
-    _core.dequantize_rows(stored, rows, values)
-    n, width = rows.shape
-    if _core.is_finite(address=rows.ctypes.data, type=stored, n=n, width=width, row_stride=width, column_stride=1):
+    stored = stored_rows(RowSlice("", 0, rows, format.name))
+    _core.dequantize_rows(stored, values)
+    if _core.is_finite(stored):
         assert np.isfinite(values).all()
         expected = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(format.gguf_type))
         np.testing.assert_array_equal(values, expected)
@@ -46,11 +48,7 @@ def test_finite_blocks_dequantise_as_in_the_gguf_package(format, data, scales):
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
 def test_nan_and_infinity_are_found_at_every_position(dtype, bad):
     def is_finite(matrix: np.ndarray) -> bool:
-        row_stride, column_stride = (stride // matrix.itemsize for stride in matrix.strides)
-        return _core.is_finite(
-            address=matrix.ctypes.data, type=_core.StoredType[dtype], n=matrix.shape[0], width=matrix.shape[1],
-            row_stride=row_stride, column_stride=column_stride,
-        )  # fmt: skip
+        return _core.is_finite(stored_rows(RowSlice("", 0, matrix, dtype)))
 
     def stored(values: np.ndarray) -> np.ndarray:
         if dtype == "bfloat16":

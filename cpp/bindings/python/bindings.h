@@ -3,6 +3,8 @@
 #include <nanobind/nanobind.h>
 
 #include <memory>
+#include <span>
+#include <utility>
 
 #include "engine/sampler.h"
 #include "engine/stop_strings.h"
@@ -15,9 +17,11 @@ struct Shared {
     std::shared_ptr<T> value;
 };
 
-// Reads settings by the names of SamplingParams, with "logit_bias" as a dict. Throws std::invalid_argument for a token
-// outside the vocabulary.
-Sampling sampling_of(const nanobind::dict& settings, size_t vocab_size);
+// Reads settings by the names of SamplingParams, with "logit_bias" as a dict.
+Sampling sampling_of(const nanobind::dict& settings);
+
+// Ids and log-probs as two arrays.
+std::pair<nanobind::object, nanobind::object> arrays_of(std::span<const Drawn> drawn);
 
 void bind_attention(nanobind::module_& m);
 void bind_engine(nanobind::module_& m);

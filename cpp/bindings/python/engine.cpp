@@ -23,16 +23,10 @@ namespace nb = nanobind;
 namespace whet {
 namespace {
 
-std::vector<int32_t> tokens_of(nb::handle object, size_t vocab_size) {
+std::vector<int32_t> tokens_of(nb::handle object) {
     Array a;
     if (!view_vector(object, DType::kInt32, a)) throw std::invalid_argument("not an int32 array");
-    std::vector<int32_t> tokens(a.as<int32_t>(), a.as<int32_t>() + a.size());
-    for (int32_t t : tokens) {
-        if (t < 0 || static_cast<size_t>(t) >= vocab_size) {
-            throw std::invalid_argument("token id " + std::to_string(t) + " is outside the vocabulary");
-        }
-    }
-    return tokens;
+    return {a.as<int32_t>(), a.as<int32_t>() + a.size()};
 }
 
 template <class T>
@@ -104,16 +98,14 @@ public:
                         bool keep) {
         const EngineGuard guard(lock_);
         Request request = request_of(session, tokens, adapter);
-        const size_t room =
-            model_.config().max_position - std::min(model_.config().max_position, request.tokens.size());
-        if (n == 0 || max_new_tokens == 0 || room == 0) throw std::invalid_argument("no token to sample");
+        if (n == 0) throw std::invalid_argument("no token to sample");
         request.n = n;
         request.min_new_tokens = min_new_tokens;
         request.keep = keep;
-        request.max_new_tokens = std::min(max_new_tokens, room);
-        request.stop_tokens = tokens_of(stop_tokens, model_.config().vocab_size);
+        request.max_new_tokens = max_new_tokens;
+        request.stop_tokens = tokens_of(stop_tokens);
         request.seed = seed, request.prompt_index = prompt_index, request.first_sample = first_sample;
-        request.sampling = sampling_of(sampling, model_.config().vocab_size);
+        request.sampling = sampling_of(sampling);
         if (stop_strings != nullptr) request.stop_strings = stop_strings->value;
         return engine_.add(std::move(request), session);
     }
@@ -122,10 +114,6 @@ public:
                        bool logits, uint64_t adapter) {
         const EngineGuard guard(lock_);
         Request request = request_of(session, tokens, adapter);
-        if (score_from == 0 || score_from > request.tokens.size()) {
-            throw std::invalid_argument("score_from is " + std::to_string(score_from) + ", expected 1 to " +
-                                        std::to_string(request.tokens.size()));
-        }
         request.score_from = score_from;
         request.entropy = entropy;
         request.logits = logits;
@@ -151,19 +139,12 @@ public:
         const Sample& s = job.samples.at(i);
         from = std::min(from, s.tokens.size());
         const size_t n = s.tokens.size() - from, n_top = job.request.sampling.top_logprobs;
-        int32_t* top_ids = nullptr;
-        float* top_logprobs = nullptr;
-        nb::object top_ids_array = new_vector(DType::kInt32, n * n_top, top_ids);
-        nb::object top_logprobs_array = new_vector(DType::kFloat32, n * n_top, top_logprobs);
-        for (size_t j = 0; j < n * n_top; ++j) {
-            const Drawn& alternative = s.alternatives[from * n_top + j];
-            top_ids[j] = alternative.token, top_logprobs[j] = alternative.logprob;
-        }
+        const auto [top_ids, top_logprobs] = arrays_of(std::span(s.alternatives).subspan(from * n_top, n * n_top));
         static const char* const kFinish[] = {"running", "stop", "length", "cancelled"};
         return nb::make_tuple(array_of(std::span(s.tokens).subspan(from)),
                               array_of(std::span(s.logprobs).subspan(from)),
-                              array_of(std::span(s.n_withheld).subspan(std::min(from, s.n_withheld.size()))),
-                              top_ids_array, top_logprobs_array, kFinish[static_cast<int>(s.finish)]);
+                              array_of(std::span(s.n_withheld).subspan(std::min(from, s.n_withheld.size()))), top_ids,
+                              top_logprobs, kFinish[static_cast<int>(s.finish)]);
     }
 
     // Number of prompt tokens found in the cache on admission.
@@ -179,22 +160,19 @@ public:
     }
 
     // parts: (layer, target, first row, A (rank, k), B (n, rank)) with contiguous float32 arrays, the scaling folded
-    // into B. Products are float32 if the matrix is float32, else bfloat16.
+    // into B.
     void add_adapter(uint64_t id, const nb::iterable& parts) {
         const EngineGuard guard(lock_);
         auto adapter = std::make_unique<Adapter>(model_.config().n_layers);
         for (nb::handle part : parts) {
             const auto entry = nb::cast<nb::tuple>(part);
-            const auto layer = nb::cast<size_t>(entry[0]);
-            const auto target = nb::cast<Target>(entry[1]);
-            const auto first_row = nb::cast<size_t>(entry[2]);
-            if (layer >= adapter->layers.size()) throw std::invalid_argument("no such layer");
-            const WeightFormat format = adapter_format(matrix_of(model_.weights().layers[layer], target));
-            PackedWeight a = packed(entry[3], format), b = packed(entry[4], format);
-            if (a.n() != b.k() || a.k() != inputs(target) || first_row + b.n() > outputs(target)) {
-                throw std::invalid_argument("the adapter does not fit the shape of its matrix");
+            Array a, b;
+            if (!view_matrix(entry[3], a) || !view_matrix(entry[4], b) || a.shape[0] != b.shape[1]) {
+                throw std::invalid_argument("not float32 factors (rank, k) and (n, rank)");
             }
-            adapter->add(layer, target, first_row, std::move(a), std::move(b));
+            adapter->add(model_.weights(), nb::cast<size_t>(entry[0]), nb::cast<Target>(entry[1]),
+                         nb::cast<size_t>(entry[2]), a.as<float>(), b.as<float>(), static_cast<size_t>(a.shape[0]),
+                         static_cast<size_t>(a.shape[1]), static_cast<size_t>(b.shape[0]));
         }
         engine_.add_adapter(id, std::move(adapter));
     }
@@ -248,32 +226,13 @@ private:
             throw std::out_of_range("the call has ended");
         }
         Request request;
-        request.tokens = tokens_of(tokens, model_.config().vocab_size);
-        if (request.tokens.empty()) throw std::invalid_argument("no tokens");
-        if (request.tokens.size() > model_.config().max_position) throw std::invalid_argument("too many tokens");
-        if (adapter != 0 && !engine_.has_adapter(adapter)) throw std::invalid_argument("no such adapter");
+        request.tokens = tokens_of(tokens);
         request.adapter = adapter;
         return request;
     }
 
-    static PackedWeight packed(nb::handle object, WeightFormat format) {
-        Array a;
-        if (!view(object.ptr(), a) || a.dtype != DType::kFloat32 || a.ndim != 2) {
-            throw std::invalid_argument("not a float32 matrix");
-        }
-        const auto n = static_cast<size_t>(a.shape[0]), k = static_cast<size_t>(a.shape[1]);
-        PackedWeight weight(format, n, k);
-        weight.pack_rows(0, n, a.data, RowType::kFloat32, static_cast<ptrdiff_t>(k), 1);
-        return weight;
-    }
-
-    size_t inputs(Target target) const {
-        const ModelConfig& c = model_.config();
-        return target == Target::kO ? c.n_heads * c.head_dim : target == Target::kDown ? c.ffn_dim : c.hidden_dim;
-    }
-    size_t outputs(Target target) const {
-        const ModelConfig& c = model_.config();
-        return target == Target::kQkv ? c.qkv_dim() : target == Target::kUp ? c.up_dim() : c.hidden_dim;
+    static bool view_matrix(nb::handle object, Array& a) {
+        return view(object.ptr(), a) && a.dtype == DType::kFloat32 && a.ndim == 2;
     }
 };
 

@@ -139,22 +139,8 @@ nb::list parse_safetensors_file(nb::handle data) {
     return list_of(file.tensors);
 }
 
-// Rows of a quantised type, (n, bytes of k numbers), with any row stride.
-using Blocks = nb::ndarray<nb::numpy, const uint8_t, nb::ndim<2>, nb::device::cpu>;
-
-StoredRows rows_of(StoredType type, const Blocks& blocks) {
-    const size_t width = blocks.shape(1);
-    if (!traits(type).is_quantised || (width > 1 && blocks.stride(1) != 1)) {
-        throw std::invalid_argument("not rows of a quantised type");
-    }
-    return {
-        type, blocks.data(), blocks.shape(0), traits(type).row_length(width), static_cast<ptrdiff_t>(blocks.stride(0)),
-        1};
-}
-
-void dequantize_rows(StoredType type, const Blocks& blocks,
+void dequantize_rows(const StoredRows& rows,
                      const nb::ndarray<nb::numpy, float, nb::ndim<2>, nb::c_contig, nb::device::cpu>& out) {
-    const StoredRows rows = rows_of(type, blocks);
     if (out.shape(0) != rows.n || out.shape(1) != rows.k) throw std::invalid_argument("out has the wrong shape");
     const ReleasedGil released;
     unpack_rows(rows, out.data());
@@ -181,7 +167,7 @@ void bind_files(nb::module_& m) {
         stored_type.value(traits(type).name, type);
     }
     m.def("stored_types", &stored_types);
-    m.def("dequantize_rows", &dequantize_rows, nb::arg("type"), nb::arg("rows"), nb::arg("out"));
+    m.def("dequantize_rows", &dequantize_rows);
     nb::class_<GgufTexts>(m, "GGUFTexts").def("__len__", &GgufTexts::size).def("to_list", &GgufTexts::to_list);
     m.def("parse_gguf", &parse_gguf_file);
     m.def("parse_safetensors", &parse_safetensors_file);

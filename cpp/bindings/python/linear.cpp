@@ -165,15 +165,6 @@ void bind_linear(nb::module_& m) {
         }
         return rows;
     });
-    m.def("quantize", [](int format, size_t n, size_t k, uintptr_t weight, uintptr_t rows) {
-        const ReleasedGil released;
-        const FormatTraits& f = traits(static_cast<WeightFormat>(format));
-        auto quantize_row = [&](size_t i) {
-            f.quantize_row(reinterpret_cast<const float*>(weight) + i * k, k,
-                           reinterpret_cast<uint8_t*>(rows) + i * f.row_bytes(k));
-        };
-        parallel_for(n, quantize_row);
-    });
     m.def("dequantize", [](int format, size_t n, size_t k, uintptr_t rows, uintptr_t weight) {
         const ReleasedGil released;
         const FormatTraits& f = traits(static_cast<WeightFormat>(format));

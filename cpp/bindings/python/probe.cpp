@@ -199,7 +199,7 @@ void evict(size_t n_bytes) {
 class KvPages {
 public:
     KvPages(size_t n_layers, size_t n_kv_heads, size_t head_dim, bool bf16)
-        : memory_(config_of(n_layers, n_kv_heads, head_dim), bf16, bytes_of(n_layers, n_kv_heads, head_dim, bf16)) {}
+        : KvPages({.n_layers = n_layers, .n_kv_heads = n_kv_heads, .head_dim = head_dim}, bf16) {}
 
     // Allocates a zeroed page and frees it, like a sequence of one page.
     size_t take_and_release() {
@@ -212,14 +212,8 @@ public:
 private:
     static constexpr size_t kPages = 8;
 
-    static ModelConfig config_of(size_t n_layers, size_t n_kv_heads, size_t head_dim) {
-        ModelConfig config;
-        config.n_layers = n_layers, config.n_kv_heads = n_kv_heads, config.head_dim = head_dim;
-        return config;
-    }
-    static size_t bytes_of(size_t n_layers, size_t n_kv_heads, size_t head_dim, bool bf16) {
-        return kPages * KvMemory::page_bytes(config_of(n_layers, n_kv_heads, head_dim), bf16);
-    }
+    KvPages(const ModelConfig& config, bool bf16)
+        : memory_(config, bf16, kPages * KvMemory::page_bytes(config, bf16)) {}
 
     KvMemory memory_;
     PageIndex index_{kPages};

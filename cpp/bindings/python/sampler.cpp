@@ -48,12 +48,6 @@ struct DrawScratch {
     }
 };
 
-void check_token(int64_t token, size_t vocab_size) {
-    if (token < 0 || static_cast<size_t>(token) >= vocab_size) {
-        throw std::invalid_argument("token id " + std::to_string(token) + " is outside the vocabulary");
-    }
-}
-
 // Returns (ids (R,), log-probs (R,), ids and log-probs of the alternatives, (R * top_logprobs,) each).
 nb::object draw_tokens(nb::handle logits_object, nb::handle uniforms_object, const nb::dict& settings,
                        nb::handle seen_object, nb::handle counts_object, nb::handle banned_object) {
@@ -72,34 +66,26 @@ nb::object draw_tokens(nb::handle logits_object, nb::handle uniforms_object, con
         return not_implemented();
     }
     const auto rows = static_cast<size_t>(logits.shape[0]), size = static_cast<size_t>(logits.shape[1]);
-    const Sampling sampling = sampling_of(settings, size);
+    const Sampling sampling = sampling_of(settings);
+    for (const TokenBias& bias : sampling.logit_bias) check_token(bias.token, size);
     const std::span<const int32_t> banned_tokens(banned.as<int32_t>(), static_cast<size_t>(banned.size()));
     for (int32_t token : banned_tokens) check_token(token, size);
     const size_t n_top = sampling.top_logprobs;
-    int32_t *ids = nullptr, *top_ids = nullptr;
-    float *logprobs = nullptr, *top_logprobs = nullptr;
-    nb::object ids_object = new_vector(DType::kInt32, rows, ids);
-    nb::object logprobs_object = new_vector(DType::kFloat32, rows, logprobs);
-    nb::object top_ids_object = new_vector(DType::kInt32, rows * n_top, top_ids);
-    nb::object top_logprobs_object = new_vector(DType::kFloat32, rows * n_top, top_logprobs);
-    std::vector<Drawn> alternatives(rows * n_top);
+    std::vector<Drawn> drawn(rows), alternatives(rows * n_top);
     auto draw_row = [&](size_t r) {
         thread_local DrawScratch scratch;
         const bool* row_seen = has_seen ? seen.as<bool>() + r * size : nullptr;
         const int32_t* row_counts = has_counts ? counts.as<int32_t>() + r * size : nullptr;
-        const Drawn drawn = scratch.draw(logits.as<float>() + r * size, row_seen, row_counts, banned_tokens, size,
-                                         sampling, uniforms.as<double>()[r], alternatives.data() + r * n_top);
-        ids[r] = drawn.token;
-        logprobs[r] = drawn.logprob;
+        drawn[r] = scratch.draw(logits.as<float>() + r * size, row_seen, row_counts, banned_tokens, size, sampling,
+                                uniforms.as<double>()[r], alternatives.data() + r * n_top);
     };
     {
         const ReleasedGil released;
         parallel_for(rows, draw_row);
     }
-    for (size_t i = 0; i < alternatives.size(); ++i) {
-        top_ids[i] = alternatives[i].token, top_logprobs[i] = alternatives[i].logprob;
-    }
-    return nb::make_tuple(ids_object, logprobs_object, top_ids_object, top_logprobs_object);
+    const auto [ids, logprobs] = arrays_of(drawn);
+    const auto [top_ids, top_logprobs] = arrays_of(alternatives);
+    return nb::make_tuple(ids, logprobs, top_ids, top_logprobs);
 }
 
 nb::object token_uniforms(uint64_t seed, uint64_t prompt, uint64_t sample, size_t n) {
@@ -155,7 +141,16 @@ nb::tuple read_tokens(const Stops& self, nb::handle tokens_object, size_t min_ne
 
 }  // namespace
 
-Sampling sampling_of(const nb::dict& settings, size_t vocab_size) {
+std::pair<nb::object, nb::object> arrays_of(std::span<const Drawn> drawn) {
+    int32_t* ids = nullptr;
+    float* logprobs = nullptr;
+    nb::object ids_array = new_vector(DType::kInt32, drawn.size(), ids);
+    nb::object logprobs_array = new_vector(DType::kFloat32, drawn.size(), logprobs);
+    for (const auto& [token, logprob] : drawn) *ids++ = token, *logprobs++ = logprob;
+    return {ids_array, logprobs_array};
+}
+
+Sampling sampling_of(const nb::dict& settings) {
     const auto number = [&](const char* name) { return static_cast<float>(nb::cast<double>(settings[name])); };
     Sampling sampling;
     sampling.temperature = number("temperature");
@@ -168,7 +163,6 @@ Sampling sampling_of(const nb::dict& settings, size_t vocab_size) {
     sampling.model_logprobs = nb::cast<bool>(settings["model_logprobs"]);
     sampling.top_logprobs = nb::cast<size_t>(settings["top_logprobs"]);
     for (auto [token, bias] : nb::cast<nb::dict>(settings["logit_bias"])) {
-        check_token(nb::cast<int64_t>(token), vocab_size);
         sampling.logit_bias.push_back({nb::cast<int32_t>(token), static_cast<float>(nb::cast<double>(bias))});
     }
     return sampling;

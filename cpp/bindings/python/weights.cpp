@@ -4,9 +4,10 @@
 #include <nanobind/stl/string.h>
 
 #include <memory>
-#include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "arrays.h"
 #include "bindings.h"
@@ -20,83 +21,47 @@ namespace nb = nanobind;
 namespace whet {
 namespace {
 
+// Reads a number, the name of a member of a bound enum, or a sequence of them.
 template <class T>
-T get(const nb::dict& from, const char* name) {
-    return nb::cast<T>(from[name]);
+void read(nb::handle from, T& value) {
+    if constexpr (std::is_enum_v<T>) {
+        value = nb::cast<T>(nb::type<T>()[from]);
+    } else {
+        value = nb::cast<T>(from);
+    }
 }
-
-// The member of a bound enum with this name.
 template <class T>
-T enum_member(const nb::dict& from, const char* name) {
-    return nb::cast<T>(nb::type<T>()[from[name]]);
+void read(nb::handle from, std::vector<T>& values) {
+    for (nb::handle each : nb::cast<nb::sequence>(from)) values.push_back(nb::cast<T>(each));
 }
 
 ModelConfig config_of(const nb::dict& from) {
     ModelConfig c;
-    c.n_layers = get<size_t>(from, "n_layers");
-    c.n_heads = get<size_t>(from, "n_heads");
-    c.n_kv_heads = get<size_t>(from, "n_kv_heads");
-    c.head_dim = get<size_t>(from, "head_dim");
-    c.hidden_dim = get<size_t>(from, "hidden_dim");
-    c.ffn_dim = get<size_t>(from, "ffn_dim");
-    c.vocab_size = get<size_t>(from, "vocab_size");
-    c.max_position = get<size_t>(from, "max_position");
-    c.norm = enum_member<Norm>(from, "norm");
-    c.norm_eps = get<double>(from, "norm_eps");
-    c.rotary_dim = get<size_t>(from, "rotary_dim");
-    c.is_neox = get<bool>(from, "is_neox");
-    for (nb::handle f : nb::cast<nb::sequence>(from["inv_freq"])) c.inv_freq.push_back(nb::cast<double>(f));
-    c.attention_factor = get<double>(from, "attention_factor");
-    c.learned_positions = get<size_t>(from, "learned_positions");
-    c.parallel_residual = get<bool>(from, "parallel_residual");
-    c.shared_norm = get<bool>(from, "shared_norm");
-    c.pre_norm = get<bool>(from, "pre_norm");
-    c.post_norm = get<bool>(from, "post_norm");
-    c.qk_norm = get<bool>(from, "qk_norm");
-    c.qk_norm_whole = get<bool>(from, "qk_norm_whole");
-    c.activation = enum_member<Activation>(from, "activation");
-    c.gated = get<bool>(from, "gated");
-    for (nb::handle w : nb::cast<nb::sequence>(from["windows"])) c.windows.push_back(nb::cast<size_t>(w));
-    c.attention_scale = get<double>(from, "attention_scale");
-    c.attention_softcap = get<double>(from, "attention_softcap");
-    for (nb::handle r : nb::cast<nb::sequence>(from["rope_layers"])) c.rope_layers.push_back(nb::cast<bool>(r));
-    for (nb::handle r : nb::cast<nb::sequence>(from["local_layers"])) c.local_layers.push_back(nb::cast<bool>(r));
-    for (nb::handle f : nb::cast<nb::sequence>(from["local_inv_freq"])) c.local_inv_freq.push_back(nb::cast<double>(f));
-    c.embedding_scale = get<float>(from, "embedding_scale");
-    c.residual_scale = get<float>(from, "residual_scale");
-    c.logits_scale = get<float>(from, "logits_scale");
-    c.logits_softcap = get<float>(from, "logits_softcap");
+#define MODEL(field) read(from[#field], c.field);
+#include "bindings/fields.def"
     check(c);
     return c;
 }
 
 // A view of rows of `width` elements, with the strides of StoredRows.
-StoredRows rows_at(uintptr_t address, StoredType type, size_t n, size_t width, ptrdiff_t row_stride,
-                   ptrdiff_t column_stride) {
+void make_rows(StoredRows* self, uintptr_t address, StoredType type, size_t n, size_t width, ptrdiff_t row_stride,
+               ptrdiff_t column_stride) {
     const size_t k = traits(type).row_length(width);
-    return {type, reinterpret_cast<const void*>(address), n, k, row_stride, column_stride};
+    new (self) StoredRows{type, reinterpret_cast<const void*>(address), n, k, row_stride, column_stride};
 }
 
-nb::tuple to_tuple(const PackingLoss& loss) {
+// Runs measure() without the GIL; returns the name of the format and the fields of the loss.
+template <class Measure>
+nb::tuple measure_without_gil(Measure&& measure) {
+    const PackingLoss loss = [&] {
+        const ReleasedGil released;
+        return measure();
+    }();
     return nb::make_tuple(traits(loss.format).name, loss.largest, loss.limit, loss.squared_norm, loss.squared_lost);
 }
 
-nb::tuple packing_loss_call(int format, uintptr_t address, StoredType type, size_t n, size_t width,
-                            ptrdiff_t row_stride, ptrdiff_t column_stride) {
-    const StoredRows rows = rows_at(address, type, n, width, row_stride, column_stride);
-    PackingLoss loss;
-    {
-        const ReleasedGil released;
-        loss = measure_packing_loss(rows, static_cast<WeightFormat>(format));
-    }
-    return to_tuple(loss);
-}
-
-bool is_finite_call(uintptr_t address, StoredType type, size_t n, size_t width, ptrdiff_t row_stride,
-                    ptrdiff_t column_stride) {
-    const StoredRows rows = rows_at(address, type, n, width, row_stride, column_stride);
-    const ReleasedGil released;
-    return is_finite(rows);
+nb::tuple packing_loss_call(int format, const StoredRows& rows) {
+    return measure_without_gil([&] { return measure_packing_loss(rows, static_cast<WeightFormat>(format)); });
 }
 
 // Checksum of rows; the stride in bytes.
@@ -122,22 +87,13 @@ std::shared_ptr<Weights> make_weights(const nb::dict& config, const nb::sequence
 }
 
 // Names are const char*: nanobind terminates the process if it cannot allocate a std::string.
-void pack_call(const Shared<Weights>& weights, const char* slot, size_t first, uintptr_t address, StoredType type,
-               size_t n, size_t width, ptrdiff_t row_stride, ptrdiff_t column_stride) {
-    const StoredRows rows = rows_at(address, type, n, width, row_stride, column_stride);
+void pack_call(const Shared<Weights>& weights, const char* slot, size_t first, const StoredRows& rows) {
     const ReleasedGil released;
     weights.value->pack(slot, first, rows);
 }
 
-nb::tuple measure_loss_call(const Shared<Weights>& weights, const char* slot, size_t first, uintptr_t address,
-                            StoredType type, size_t n, size_t width, ptrdiff_t row_stride, ptrdiff_t column_stride) {
-    const StoredRows rows = rows_at(address, type, n, width, row_stride, column_stride);
-    PackingLoss loss;
-    {
-        const ReleasedGil released;
-        loss = weights.value->measure_loss(slot, first, rows);
-    }
-    return to_tuple(loss);
+nb::tuple measure_loss_call(const Shared<Weights>& weights, const char* slot, size_t first, const StoredRows& rows) {
+    return measure_without_gil([&] { return weights.value->measure_loss(slot, first, rows); });
 }
 
 // Views a contiguous float32 or bfloat16 array for `count` rows of a slot: (count, k), or 1-D with as many numbers.
@@ -176,10 +132,11 @@ nb::object gather_call(const Shared<Weights>& weights, const char* slot, nb::han
 void bind_weights(nb::module_& m) {
     using nb::arg;
     m.def("checksum", &checksum_call);
-    m.def("is_finite", &is_finite_call, nb::kw_only(), arg("address"), arg("type"), arg("n"), arg("width"),
-          arg("row_stride"), arg("column_stride"));
-    m.def("packing_loss", &packing_loss_call, nb::kw_only(), arg("format"), arg("address"), arg("type"), arg("n"),
-          arg("width"), arg("row_stride"), arg("column_stride"));
+    nb::class_<StoredRows>(m, "StoredRows")
+        .def("__init__", &make_rows, nb::kw_only(), arg("address"), arg("type"), arg("n"), arg("width"),
+             arg("row_stride"), arg("column_stride"));
+    m.def("is_finite", &is_finite, nb::call_guard<ReleasedGil>());
+    m.def("packing_loss", &packing_loss_call);
     nb::enum_<Norm>(m, "Norm").value("rms", Norm::kRms).value("layer", Norm::kLayer);
     nb::class_<Shared<Weights>>(m, "Weights")
         .def(
@@ -189,10 +146,8 @@ void bind_weights(nb::module_& m) {
                 new (self) Shared<Weights>{std::move(weights)};
             },
             arg("config"), arg("slots"))
-        .def("pack", &pack_call, arg("slot"), nb::kw_only(), arg("first"), arg("address"), arg("type"), arg("n"),
-             arg("width"), arg("row_stride"), arg("column_stride"))
-        .def("measure_loss", &measure_loss_call, arg("slot"), nb::kw_only(), arg("first"), arg("address"), arg("type"),
-             arg("n"), arg("width"), arg("row_stride"), arg("column_stride"))
+        .def("pack", &pack_call)
+        .def("measure_loss", &measure_loss_call)
         .def("rows", &rows_call, arg("slot"), arg("first"), arg("n"), arg("out"))
         .def("gather", &gather_call, arg("slot"), arg("ids"), arg("out"))
         .def("checksum",

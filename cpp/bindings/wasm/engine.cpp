@@ -69,19 +69,6 @@ Engine& running() {
     return *engine;
 }
 
-int32_t checked_token(int32_t token) {
-    if (token < 0 || static_cast<size_t>(token) >= model->config().vocab_size) {
-        throw std::invalid_argument("token id " + std::to_string(token) + " is outside the vocabulary");
-    }
-    return token;
-}
-
-std::vector<int32_t> tokens_of(const int32_t* tokens, size_t n) {
-    std::vector<int32_t> checked(tokens, tokens + n);
-    for (const int32_t token : checked) checked_token(token);
-    return checked;
-}
-
 // Stop strings from their concatenated bytes and their lengths.
 std::shared_ptr<const StopStrings> stop_strings_of(const char* text, const std::vector<size_t>& lengths) {
     std::vector<std::string> strings;
@@ -94,16 +81,6 @@ std::shared_ptr<const StopStrings> stop_strings_of(const char* text, const std::
     return std::make_shared<StopStrings>(token_texts, strings);
 }
 
-void set_tokens(Request& request, const int32_t* tokens, size_t n) {
-    running();
-    request.tokens = tokens_of(tokens, n);
-    if (n == 0) throw std::invalid_argument("no tokens");
-    if (n > model->config().max_position) throw std::invalid_argument("too many tokens");
-    if (request.adapter != 0 && !running().has_adapter(request.adapter)) {
-        throw std::invalid_argument("no such adapter");
-    }
-}
-
 struct Prompt : Request {
     std::vector<size_t> stop_lengths;
 };
@@ -113,7 +90,7 @@ struct SampleView {
 #define SAMPLE(type, field)                          \
     static_assert(sizeof(type) == sizeof(uint32_t)); \
     type field;
-#include "bindings/wasm/fields.def"
+#include "bindings/fields.def"
 };
 
 struct EnumValue {
@@ -123,7 +100,7 @@ struct EnumValue {
 constexpr bool are_enums_in_order() {
     constexpr EnumValue values[] = {
 #define VALUE(list, value, name) {#list, static_cast<int>(value)},
-#include "bindings/wasm/fields.def"
+#include "bindings/fields.def"
     };
     const EnumValue* last = nullptr;
     for (const EnumValue& each : values) {
@@ -140,7 +117,7 @@ WHET_EXPORT(begin_model) void begin_model(const double* numbers, size_t n) {
     Settings from(numbers, n);
     ModelConfig c;
 #define MODEL(field) from.read(c.field);
-#include "bindings/wasm/fields.def"
+#include "bindings/fields.def"
     from.finish();
     check(c);
     weights = std::make_shared<Weights>(std::move(c));
@@ -190,23 +167,20 @@ uint32_t add_prompt(const int32_t* tokens, size_t n_tokens, const int32_t* stops
     Settings from(numbers, n_numbers);
     Prompt prompt;
 #define PROMPT(field) from.read(prompt.field);
-#include "bindings/wasm/fields.def"
+#include "bindings/fields.def"
     from.finish();
-    set_tokens(prompt, tokens, n_tokens);
-    prompt.max_new_tokens = std::min(prompt.max_new_tokens, model->config().max_position - n_tokens);
-    if (prompt.n == 0 || prompt.max_new_tokens == 0) throw std::invalid_argument("no token to sample");
-    for (const TokenBias& bias : prompt.sampling.logit_bias) checked_token(bias.token);
+    if (prompt.n == 0) throw std::invalid_argument("no token to sample");
+    prompt.tokens.assign(tokens, tokens + n_tokens);
     prompt.stop_strings = stop_strings_of(stop_text, prompt.stop_lengths);
-    prompt.stop_tokens = tokens_of(stops, n_stops);
+    prompt.stop_tokens.assign(stops, stops + n_stops);
     return static_cast<uint32_t>(running().add(std::move(prompt)));
 }
 
 WHET_EXPORT(add_score)
 uint32_t add_score(const int32_t* tokens, size_t n, size_t score_from, float temperature, uint32_t adapter_id) {
     Request request;
+    request.tokens.assign(tokens, tokens + n);
     request.adapter = adapter_id;
-    set_tokens(request, tokens, n);
-    if (score_from == 0 || score_from > n) throw std::invalid_argument("score_from is outside the tokens");
     request.score_from = score_from;
     request.sampling.temperature = temperature;
     return static_cast<uint32_t>(running().add(std::move(request)));
@@ -238,17 +212,7 @@ WHET_EXPORT(begin_adapter) void begin_adapter() { adapter = std::make_unique<Ada
 WHET_EXPORT(add_adapter_part)
 void add_adapter_part(size_t layer, int target, size_t first_row, const float* a, const float* b, size_t rank, size_t k,
                       size_t n) {
-    if (layer >= adapter->layers.size()) throw std::invalid_argument("no such layer");
-    const Target to = static_cast<Target>(target);
-    const Matrix& matrix = matrix_of(weights->layers[layer], to);
-    if (k != matrix.k() || first_row + n > matrix.n()) {
-        throw std::invalid_argument("the adapter's shapes do not match its matrix");
-    }
-    const WeightFormat format = adapter_format(matrix);
-    PackedWeight down(format, rank, k), up(format, n, rank);
-    down.pack_rows(0, rank, a, RowType::kFloat32, static_cast<ptrdiff_t>(k), 1);
-    up.pack_rows(0, n, b, RowType::kFloat32, static_cast<ptrdiff_t>(rank), 1);
-    adapter->add(layer, to, first_row, std::move(down), std::move(up));
+    adapter->add(*weights, layer, static_cast<Target>(target), first_row, a, b, rank, k, n);
 }
 WHET_EXPORT(end_adapter) void end_adapter(uint32_t id) { running().add_adapter(id, std::move(adapter)); }
 WHET_EXPORT(remove_adapter) void remove_adapter(uint32_t id) { running().remove_adapter(id); }

@@ -12,6 +12,7 @@ from whet import _core
 from whet.errors import WhetValueError
 from whet.models.architecture import ModelConfig, RowSlice
 from whet.models.formats import TABLE
+from whet.models.reference import memory_of, stored_rows
 from whet.models.slots import ModelSource
 from whet.models.sources.mapped import release_pages
 from whet.ops.quant import CORE_FORMATS
@@ -97,7 +98,7 @@ def check_finite(slices: Iterable[RowSlice], where: str) -> Iterator[RowSlice]:
         WhetValueError: a slice holds NaN or infinity.
     """
     for row_slice in slices:
-        if not _core.is_finite(**_rows(row_slice)):
+        if not _core.is_finite(stored_rows(row_slice)):
             raise WhetValueError(
                 f"{where}: {row_slice.slot}, rows from {row_slice.first_row}, holds NaN or infinity. {_CHECK_ORIGIN}."
             )
@@ -117,7 +118,7 @@ def check_range(
         if row_slice.slot != slot:
             check.finish()
         slot = row_slice.slot
-        loss = weights.measure_loss(slot, first=row_slice.first_row, **_rows(row_slice))
+        loss = weights.measure_loss(slot, row_slice.first_row, stored_rows(row_slice))
         check.add(_tensor_in_slot(config, row_slice), slot, row_slice.first_row, len(row_slice.tensor), loss)
         yield row_slice
     check.finish()
@@ -125,7 +126,7 @@ def check_range(
 
 def encoding_loss(rows: np.ndarray, format: str) -> Loss:
     """Return the loss of float32 rows in a format that the core packs, for ``RangeCheck``."""
-    return _core.packing_loss(format=CORE_FORMATS[format], **_rows(RowSlice("", 0, rows, "float32")))
+    return _core.packing_loss(CORE_FORMATS[format], stored_rows(RowSlice("", 0, rows, "float32")))
 
 
 def pack_slices(weights: _core.Weights, slices: Iterable[RowSlice]) -> None:
@@ -136,7 +137,7 @@ def pack_slices(weights: _core.Weights, slices: Iterable[RowSlice]) -> None:
     for slot, of_tensor in itertools.groupby(slices, lambda row_slice: row_slice.slot):
         tensors = []
         for row_slice in of_tensor:
-            weights.pack(slot, first=row_slice.first_row, **_rows(row_slice))
+            weights.pack(slot, row_slice.first_row, stored_rows(row_slice))
             tensors.append(row_slice.tensor)
         release_pages(tensors)
 
@@ -146,9 +147,9 @@ def checksums(slices: Iterable[RowSlice]) -> list[tuple[Any, ...]]:
     prints = []
     for slot, first_row, tensor, format in slices:
         matrix = tensor if tensor.ndim == 2 else tensor[None]
-        if _memory(matrix)[1][1] != 1:
-            matrix = matrix.T if _memory(matrix)[1][0] == 1 else np.ascontiguousarray(matrix)
-        address, (row_stride, _) = _memory(matrix)
+        if memory_of(matrix)[1][1] != 1:
+            matrix = matrix.T if memory_of(matrix)[1][0] == 1 else np.ascontiguousarray(matrix)
+        address, (row_stride, _) = memory_of(matrix)
         size = matrix.itemsize
         digest = _core.checksum(address, matrix.shape[0], matrix.shape[1] * size, row_stride * size)
         prints.append((slot, first_row, tuple(tensor.shape), format, digest))
@@ -165,24 +166,3 @@ def _tensor_in_slot(config: ModelConfig, row_slice: RowSlice) -> int:
     q, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     ends = {"qkv": (q, q + kv), "gate_up": (config.ffn_dim,)}.get(row_slice.slot.split(".")[-1], ())
     return sum(row_slice.first_row >= end for end in ends)
-
-
-def _memory(tensor: Any) -> tuple[int, tuple[int, ...]]:
-    """Return the address of the first element, and the strides in elements."""
-    if hasattr(tensor, "data_ptr"):
-        return tensor.data_ptr(), tuple(tensor.stride())
-    return tensor.ctypes.data, tuple(stride // tensor.itemsize for stride in tensor.strides)
-
-
-def _rows(row_slice: RowSlice) -> dict[str, Any]:
-    """Return the memory of a slice as keywords of the core: a matrix or one row, strides in elements."""
-    address, strides = _memory(row_slice.tensor)
-    *n, width = row_slice.tensor.shape
-    return {
-        "address": address,
-        "type": _core.StoredType[row_slice.format],
-        "n": n[0] if n else 1,
-        "width": width,
-        "row_stride": strides[0] if n else 0,
-        "column_stride": strides[-1],
-    }

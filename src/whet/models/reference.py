@@ -70,9 +70,30 @@ def slice_values(row_slice: RowSlice) -> np.ndarray:
     if not format.is_float:
         n, row_bytes = row_slice.tensor.shape
         numbers = np.empty((n, row_bytes // format.block_bytes * format.block_length), np.float32)
-        _core.dequantize_rows(_core.StoredType[row_slice.format], row_slice.tensor, numbers)
+        _core.dequantize_rows(stored_rows(row_slice), numbers)
         return numbers
     return np.asarray(row_slice.tensor, np.float64 if row_slice.format == "float64" else np.float32)
+
+
+def memory_of(tensor: Any) -> tuple[int, tuple[int, ...]]:
+    """Return the address of the first element, and the strides in elements."""
+    if hasattr(tensor, "data_ptr"):
+        return tensor.data_ptr(), tuple(tensor.stride())
+    return tensor.ctypes.data, tuple(stride // tensor.itemsize for stride in tensor.strides)
+
+
+def stored_rows(row_slice: RowSlice) -> _core.StoredRows:
+    """Return the core's view of a slice: a matrix or one row. The slice must outlive it."""
+    address, strides = memory_of(row_slice.tensor)
+    *n, width = row_slice.tensor.shape
+    return _core.StoredRows(
+        address=address,
+        type=_core.StoredType[row_slice.format],
+        n=n[0] if n else 1,
+        width=width,
+        row_stride=strides[0] if n else 0,
+        column_stride=strides[-1],
+    )
 
 
 def _post_norm(config: ModelConfig, layer: Mapping[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:

@@ -132,7 +132,9 @@ def quantize(weight: Any, format: str) -> Quantized:
     check_format("quantize", format, k)
     check_finite("quantize", values)
     data = np.empty((n, CORE_TABLE[format].row_bytes(k)), np.uint8)
-    _core.quantize(CORE_FORMATS[format], n, k, values.ctypes.data, data.ctypes.data)
+    packed = _core.PackedWeight(CORE_FORMATS[format], n, k)
+    packed.pack_rows(0, n, rows=values.ctypes.data, source=_core.RowType.FLOAT32, row_stride=k, column_stride=1)
+    packed.unpack(data.ctypes.data, data.strides[0])
     return Quantized(format, (n, k), data)
 
 

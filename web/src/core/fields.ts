@@ -1,4 +1,4 @@
-/** Encoding of named fields as the numbers that cross to WebAssembly, in the order of bindings/wasm/fields.def. */
+/** Encoding of named fields as the numbers that cross to WebAssembly, in the order of bindings/fields.def. */
 import { enums } from "../facts.js";
 
 /** A number, a flag, 64 bits, the name of an enum's value, or a list. */
