@@ -5,13 +5,13 @@ const BATCH_S = 0.02; // the clock of an isolated page steps by 5 us
 let measured;
 
 const CALLS = {
-  gemv: (ops, [a, x]) => ({ results: x.length, core: ([matrix, vector], out) => ["op_gemv", matrix, a.length / x.length, x.length, vector, out], call: () => ops.gemv(a, x) }),
-  rms_norm: (ops, [x, weight]) => ({ results: x.length, core: ([at, by], out) => ["op_rms_norm", at, 0, by, 1, x.length, 1e-6, out], call: () => ops.rmsNorm(x, weight) }),
+  gemv: (ops, [a, x]) => ({ results: x.length, args: ([matrix, vector], y) => ({ a: matrix, m: a.length / x.length, n: x.length, x: vector, y }), call: () => ops.gemv(a, x) }),
+  rms_norm: (ops, [x, weight]) => ({ results: x.length, args: ([at, by], out) => ({ x: at, residual: 0, weight: by, rows: 1, n: x.length, eps: 1e-6, out }), call: () => ops.rmsNorm(x, weight) }),
   decode_attention: (ops, [q, k, v]) => {
     const [headDim, keys] = [q.length, k.length / q.length];
     return {
       results: headDim,
-      core: (at, out) => ["op_decode_attention", ...at, 0, keys, 1, 1, headDim, 1 / Math.sqrt(headDim), out],
+      args: ([q, k, v], out) => ({ q, k, v, first: 0, nKeys: keys, nHeads: 1, nKvHeads: 1, headDim, scale: 1 / Math.sqrt(headDim), out }),
       call: () => ops.decodeAttention(q, k, v, { heads: 1, headDim }),
     };
   },
@@ -23,7 +23,7 @@ export async function prepare({ name, url, lengths, isCopied }) {
   const bytes = await (await fetch(url)).arrayBuffer();
   let at = 0;
   const arrays = lengths.map((n) => new Float32Array(bytes, 4 * at, ((at += n), n)));
-  const { results, core, call } = CALLS[name](ops, arrays);
+  const { results, args, call } = CALLS[name](ops, arrays);
   if (isCopied) return void (measured = { run: call, read: call });
   const addresses = [...arrays, new Float32Array(results)].map((array) => {
     const address = ops.core.allocate(array.byteLength);
@@ -31,8 +31,9 @@ export async function prepare({ name, url, lengths, isCopied }) {
     return address;
   });
   const out = addresses.pop();
-  const given = core(addresses, out);
-  measured = { run: () => ops.core.call(...given), read: () => (ops.core.call(...given), ops.core.floats(out, results)) };
+  const [kernel, given] = [Ops.calls[`op_${name}`], args(addresses, out)];
+  const run = () => kernel(ops.core, given);
+  measured = { run, read: () => (run(), ops.core.floats(out, results)) };
 }
 
 /** Return the seconds per call, over a batch, and the result. */

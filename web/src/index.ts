@@ -2,9 +2,9 @@
 export { OutOfMemoryError, WhetError } from "./core/errors.js";
 export { Chat } from "./engine/chat.js";
 export { Engine } from "./engine/engine.js";
-export type { Estimate, FileOptions, GenerateOptions, Info, LoadOptions, Prompt, PromptOptions, Token } from "./engine/protocol.js";
+export type { Estimate, GenerateOptions, Info, LoadOptions, Prompt, Token } from "./engine/protocol.js";
 export type { Sampling } from "./engine/sampling.js";
 export { clearCache, listCache } from "./files/cache.js";
-export type { Progress } from "./files/reader.js";
+export type { FileOptions, Progress } from "./files/reader.js";
 export type { Source, Sources } from "./files/sources.js";
-export type { Message } from "./text/tokenizer.js";
+export type { Message, PromptOptions } from "./text/tokenizer.js";

@@ -77,6 +77,9 @@ export class Ops {
     readonly exact: boolean,
   ) {}
 
+  /** @internal */
+  static readonly calls = opCalls;
+
   /** Load the module. `assets`: URL of the folder with the package's wasm files. Default: this script's folder. */
   static async load({ assets }: { assets?: string | URL } = {}): Promise<Ops> {
     const { core } = await startCore(globalThis.crossOriginIsolated !== false, "Ops.load", assets);
@@ -185,17 +188,16 @@ export class Ops {
   }
 
   rmsNorm(x: Floats, weight: Floats | null, { eps = 1e-6, columns }: { eps?: number; columns?: number } = {}): Float32Array {
-    const a = floats("rmsNorm", "x", x);
-    const [rows, n] = rowsOf("rmsNorm", a, columns ?? weight?.length);
-    const w = weight === null ? null : floats("rmsNorm", "weight", weight, n);
-    return this.run(opCalls.op_rms_norm, [a, w], [a.length], ([x, weight], [out]) => ({ x, residual: 0, weight, rows, n, eps, out }))[0];
+    return this.norm("rmsNorm", opCalls.op_rms_norm, x, weight, null, eps, columns);
   }
-
   layerNorm(x: Floats, weight: Floats | null, bias: Floats | null, { eps = 1e-5, columns }: { eps?: number; columns?: number } = {}): Float32Array {
-    const a = floats("layerNorm", "x", x);
-    const [rows, n] = rowsOf("layerNorm", a, columns ?? weight?.length);
-    const [w, b] = [weight, bias].map((each, i) => (each === null ? null : floats("layerNorm", ["weight", "bias"][i], each, n)));
-    return this.run(opCalls.op_layer_norm, [a, w, b], [a.length], ([x, weight, bias], [out]) => ({ x, residual: 0, weight, bias, rows, n, eps, out }))[0];
+    return this.norm("layerNorm", opCalls.op_layer_norm, x, weight, bias, eps, columns);
+  }
+  private norm(name: string, call: typeof opCalls.op_layer_norm, x: Floats, weight: Floats | null, bias: Floats | null, eps: number, columns: number | undefined): Float32Array {
+    const a = floats(name, "x", x);
+    const [rows, n] = rowsOf(name, a, columns ?? weight?.length);
+    const [w, b] = Object.entries({ weight, bias }).map(([what, each]) => (each === null ? null : floats(name, what, each, n)));
+    return this.run(call, [a, w, b], [a.length], ([x, weight, bias], [out]) => ({ x, residual: 0, weight, bias, rows, n, eps, out }))[0];
   }
 
   softmax(x: Floats, { columns, scale = 1 }: { columns?: number; scale?: number } = {}): Float32Array {

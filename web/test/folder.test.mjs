@@ -59,6 +59,20 @@ test("sampling ends with the stop tokens of the generation config and the tokeni
   assert.deepEqual([tokens, finish], [[stop], "stop"]);
 });
 
+test("weights that are not finite are rejected", async () => {
+  const given = whole["model.safetensors"];
+  const headerBytes = Number(given.readBigUInt64LE());
+  const name = "model.layers.1.mlp.down_proj.weight";
+  const { dtype, data_offsets: [begin, end] } = JSON.parse(given.subarray(8, 8 + headerBytes))[name];
+  assert.equal(dtype, "F32");
+  const load = (value) => {
+    const bytes = Buffer.from(given);
+    for (let at = begin; at < end; at += 4) bytes.writeFloatLE(value, 8 + headerBytes + at);
+    return Engine.load({ files: { ...whole, "model.safetensors": bytes } }, { threads: 1 }).then((engine) => engine.close());
+  };
+  for (const value of [NaN, -Infinity]) await assert.rejects(load(value), mentions("Engine.load", name, "NaN or infinity"));
+});
+
 test("missing, contradictory and mismatched files are rejected", async () => {
   const config = JSON.parse(whole["config.json"]);
   const without = (files, ...names) => Object.fromEntries(Object.entries(files).filter(([name]) => !names.includes(name)));

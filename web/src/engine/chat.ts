@@ -2,8 +2,8 @@
  *
  * As in `whet chat`, every reply is sampled with its own seed, and the oldest turns are dropped when the context is full. */
 import { show, WhetError } from "../core/errors.js";
-import type { Message } from "../text/tokenizer.js";
-import type { GenerateOptions, Measure, Prompt, PromptOptions, Token } from "./protocol.js";
+import type { Message, PromptOptions } from "../text/tokenizer.js";
+import type { GenerateOptions, Measure, Prompt, Token } from "./protocol.js";
 import { addToSeed, DEFAULTS } from "./sampling.js";
 
 const REPLY_DIVISOR = 4; // a quarter of the context is reserved for the reply, or maxNewTokens if that is less

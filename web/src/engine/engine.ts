@@ -1,11 +1,11 @@
 /** Engine in a page: checks arguments and sends calls to its worker. */
 import { OutOfMemoryError, show, WhetError } from "../core/errors.js";
 import { startEngineWorker, type WorkerPort } from "../core/port.js";
-import type { Progress } from "../files/reader.js";
+import type { FileOptions, Progress } from "../files/reader.js";
 import { checkDigests, listFiles, type Sources } from "../files/sources.js";
-import type { Message } from "../text/tokenizer.js";
+import type { Message, PromptOptions } from "../text/tokenizer.js";
 import { Chat } from "./chat.js";
-import type { Call, Estimate, FileOptions, GenerateOptions, Info, LoadOptions, Measure, Prompt, PromptOptions, Reply, Request, Signal, Token } from "./protocol.js";
+import type { Call, Estimate, GenerateOptions, Info, LoadOptions, Measure, Prompt, Reply, Request, Signal, Token } from "./protocol.js";
 import { checkSampling, isTemperature } from "./sampling.js";
 
 interface PendingCall {

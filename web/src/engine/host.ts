@@ -6,7 +6,7 @@ import { nProcessors, startThreadWorker, type WorkerPort, yieldToEventLoop } fro
 import { startCore } from "../core/start.js";
 import { engineCalls, enums, promptFields, sampleFields } from "../facts.js";
 import { join, type ModelReader, openModel, readHeaders } from "../files/parts.js";
-import { type DownloadOptions, type Range, type Reader, readRanges } from "../files/reader.js";
+import { closeAll, type DownloadOptions, type Range, type Reader, readRanges } from "../files/reader.js";
 import { type Files, isFolder, openRanges, openReader } from "../files/sources.js";
 import { encodeConfig, type Family, type ModelConfig, slots } from "../models/architecture.js";
 import type { FolderReader } from "../models/folder.js";
@@ -14,9 +14,9 @@ import { chooseFormats, type FormatSpan, isFloat, rowBytes, type StoredType, sto
 import { describeGguf } from "../models/gguf.js";
 import type { RowSlice } from "../models/slices.js";
 import type { TextStream, TokenTexts } from "../text/token_texts.js";
-import { type Message, TextTokenizer } from "../text/tokenizer.js";
+import { type Message, type PromptOptions, TextTokenizer } from "../text/tokenizer.js";
 import { loadHf } from "./load_hf.js";
-import type { Call, Estimate, Info, LoadOptions, Measure, PromptOptions, Request, Token } from "./protocol.js";
+import type { Call, Estimate, Info, LoadOptions, Measure, Request, Token } from "./protocol.js";
 
 const PREFILL_CHUNK = 64; // prompt tokens per step
 const DEFAULT_MAX_CONTEXT = 4096; // tokens
@@ -142,20 +142,8 @@ export class Host {
   }
 
   /** Return the tokenizer, built on first use: token ids do not need it. */
-  private getTokenizer(where: string): TextTokenizer {
+  getTokenizer(where: string): TextTokenizer {
     return (this.tokenizer ??= this.plan.tokenizer(where));
-  }
-
-  tokenize(text: string, addSpecialTokens: boolean): number[] {
-    return this.getTokenizer("Engine.tokenize").encode(text, addSpecialTokens);
-  }
-
-  detokenize(tokens: Int32Array): string {
-    return this.getTokenizer("Engine.detokenize").decode(tokens);
-  }
-
-  render(messages: Message[], options: PromptOptions): string {
-    return this.getTokenizer("Engine.render").render(messages, options, "Engine.render");
   }
 
   /** Tokens of the longest sequence in the KV cache, next to the sample's copy of the prompt's last page. */
@@ -234,17 +222,24 @@ export class Host {
     const texts = this.textStreams(n, where);
     const newTokens = (from: number, sample: number) => this.readTokens(id, sample, from, texts[sample], strings.length > 0, sampling.topLogprobs);
     const sent = Array<number>(n).fill(0);
+    await this.runRequest(id, where, signal, () => {
+      const drawn = sent.flatMap(newTokens);
+      for (const { sample } of drawn) ++sent[sample];
+      if (drawn.length > 0) emit(drawn);
+    });
+  }
+
+  /** Run a request to its end, with a call of `readResults` before every step and after the last. */
+  private async runRequest(id: number, where: string, signal: AbortSignal, readResults: () => void): Promise<void> {
     try {
-      while (!signal.aborted) {
+      for (;;) {
+        if (signal.aborted) throw signal.reason;
         const isDone = this.core.call("is_done", id) === 1;
-        const drawn = sent.flatMap(newTokens);
-        for (const { sample } of drawn) ++sent[sample];
-        if (drawn.length > 0) emit(drawn);
+        readResults();
         if (isDone) break;
         this.core.call("step");
         await yieldToEventLoop();
       }
-      if (signal.aborted) throw signal.reason;
       this.core.call("job_error", id);
       const error = this.core.result();
       if (error !== "") throw new WhetError(`${where}: ${error}`);
@@ -307,16 +302,9 @@ export class Host {
     this.checkAdapter(adapter, where);
     if (start > tokens.length) throw new WhetError(`${where}: start is ${start}, expected 1 to ${tokens.length}, the number of tokens.`);
     const id = this.core.with([tokens], (at) => this.add(where, engineCalls.add_score, { tokens: at, n: tokens.length, scoreFrom: start, temperature, adapterId: adapter }));
-    try {
-      while (this.core.call("is_done", id) === 0) {
-        this.core.call("step");
-        await yieldToEventLoop();
-        if (signal.aborted) throw signal.reason;
-      }
-      return this.core.floats(this.core.call("scores", id), tokens.length - start);
-    } finally {
-      this.core.call("remove", id);
-    }
+    let found = new Float32Array();
+    await this.runRequest(id, where, signal, () => (found = this.core.floats(this.core.call("scores", id), tokens.length - start)));
+    return found;
   }
 
   async loadAdapter(files: Files, from: DownloadOptions): Promise<number> {
@@ -337,7 +325,7 @@ export class Host {
       this.adapters.add(this.nextAdapter);
       return this.nextAdapter++;
     } finally {
-      for (const reader of readers) await reader.close?.();
+      await closeAll(readers);
     }
   }
 

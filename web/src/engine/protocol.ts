@@ -1,8 +1,8 @@
 /** Messages between an Engine and its worker, and public option and result types. */
 import type { Build } from "../core/start.js";
-import type { Progress } from "../files/reader.js";
+import type { FileOptions, Progress } from "../files/reader.js";
 import type { Files } from "../files/sources.js";
-import type { Message } from "../text/tokenizer.js";
+import type { Message, PromptOptions } from "../text/tokenizer.js";
 import type { Sampling, SamplingSettings } from "./sampling.js";
 
 export interface LoadOptions {
@@ -16,22 +16,6 @@ export interface LoadOptions {
   maxBatch?: number;
   /** Format of all weights, such as "q8_0" or "float32". Default: quantised weights keep their format, floats become bf16. */
   weights?: string;
-}
-
-export interface FileOptions {
-  /** SHA-256 of the file, or of each file by name: 64 hexadecimal digits. A cached file with this hash is not requested again. */
-  sha256?: string | Readonly<Record<string, string>>;
-  /** Cache downloads in the browser's private file system. Default: true. */
-  cache?: boolean;
-}
-
-export interface PromptOptions {
-  /** JSON schemas of tools, for the chat template. */
-  tools?: unknown[];
-  /** End the prompt with the start of the assistant's turn. Default: true. */
-  addGenerationPrompt?: boolean;
-  /** Further variables of the chat template, such as enable_thinking. */
-  templateOptions?: Record<string, unknown>;
 }
 
 export interface Signal {
@@ -76,34 +60,31 @@ export interface Token {
   finish?: "stop" | "length";
 }
 
-export interface Info {
+interface Sizes {
   architecture: string;
   parameters: number;
   contextLength: number;
+  /** Distinct formats of the weights. */
+  formats: string[];
+  weightsBytes: number;
+  kvBytes: number;
+}
+
+export interface Info extends Sizes {
   vocabSize: number;
   threads: number;
   build: Build;
   /** Whether results are bit-identical to native Whet's: this runtime has a fused multiply-add. */
   exact: boolean;
-  /** Distinct formats of the weights. */
-  formats: string[];
   /** Whether prompts can be messages. */
   hasChatTemplate: boolean;
-  weightsBytes: number;
-  kvBytes: number;
   /** Size of the WebAssembly memory. */
   memoryBytes: number;
 }
 
-export interface Estimate {
-  architecture: string;
-  parameters: number;
-  contextLength: number;
-  formats: string[];
+export interface Estimate extends Sizes {
   /** Size of the download. */
   fileBytes: number;
-  weightsBytes: number;
-  kvBytes: number;
 }
 
 /** Size of a prompt and of the context, in tokens. */

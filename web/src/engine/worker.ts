@@ -1,8 +1,8 @@
 /** Engine worker: dispatches calls to its Host and keeps the abort signals of calls in progress. */
 import { openParentPort } from "../core/port.js";
-import type { DownloadOptions } from "../files/reader.js";
+import type { DownloadOptions, FileOptions } from "../files/reader.js";
 import { estimate, Host } from "./host.js";
-import type { Call, FileOptions, Reply, WorkerMessage } from "./protocol.js";
+import type { Call, Reply, WorkerMessage } from "./protocol.js";
 
 const port = openParentPort();
 const running = new Map<number, AbortController>();
@@ -18,24 +18,15 @@ async function dispatch(id: number, call: Call, signal: AbortSignal): Promise<un
   if (call.method === "estimate") return estimate(call.files, call.options, from("Engine.estimate"));
   const engine = host!; // other calls follow a load
   switch (call.method) {
-    case "generate":
-      return engine.generate(call.request, signal, emit);
-    case "measure":
-      return engine.measure(call.messages, call.options);
-    case "logprobs":
-      return engine.logprobs(call, signal);
-    case "tokenize":
-      return engine.tokenize(call.text, call.addSpecialTokens);
-    case "detokenize":
-      return engine.detokenize(call.tokens);
-    case "render":
-      return engine.render(call.messages, call.options);
-    case "loadAdapter":
-      return engine.loadAdapter(call.files, from("Engine.loadAdapter", call.options));
-    case "removeAdapter":
-      return engine.removeAdapter(call.adapter);
-    case "info":
-      return engine.info();
+    case "generate": return engine.generate(call.request, signal, emit);
+    case "measure": return engine.measure(call.messages, call.options);
+    case "logprobs": return engine.logprobs(call, signal);
+    case "tokenize": return engine.getTokenizer("Engine.tokenize").encode(call.text, call.addSpecialTokens);
+    case "detokenize": return engine.getTokenizer("Engine.detokenize").decode(call.tokens);
+    case "render": return engine.getTokenizer("Engine.render").render(call.messages, call.options, "Engine.render");
+    case "loadAdapter": return engine.loadAdapter(call.files, from("Engine.loadAdapter", call.options));
+    case "removeAdapter": return engine.removeAdapter(call.adapter);
+    case "info": return engine.info();
   }
 }
 

@@ -35,7 +35,14 @@ interface SyncHandle {
   close(): void;
 }
 
-type Folder = FileSystemDirectoryHandle & { keys(): AsyncIterable<string> };
+interface WritableFile extends FileSystemFileHandle {
+  createSyncAccessHandle(): Promise<SyncHandle>;
+}
+
+interface Folder extends FileSystemDirectoryHandle {
+  keys(): AsyncIterable<string>;
+  getFileHandle(name: string, options?: FileSystemGetFileOptions): Promise<WritableFile>;
+}
 
 async function folder(): Promise<Folder | undefined> {
   try {
@@ -50,7 +57,7 @@ const ATTEMPTS = 40;
 const PAUSE_MS = 25;
 
 /** Open a file for writing, with retries: Firefox releases its lock some time after a close or a read. */
-async function openHandle(file: { createSyncAccessHandle(): Promise<SyncHandle> }): Promise<SyncHandle> {
+async function openHandle(file: WritableFile): Promise<SyncHandle> {
   for (let attempt = 1; ; ++attempt) {
     try {
       return await file.createSyncAccessHandle();
@@ -126,18 +133,14 @@ async function reserveSpace(directory: Folder, bytes: number): Promise<void> {
 
 /** A cached file, open for writing until it is complete. */
 export class CacheEntry {
-  private handle: SyncHandle | undefined;
-
   constructor(
     private readonly directory: Folder,
     private readonly key: string,
     private readonly url: URL,
     private readonly file: FileSystemFileHandle,
-    handle: SyncHandle,
+    private handle: SyncHandle | undefined,
     private record: FileRecord | undefined,
-  ) {
-    this.handle = handle;
-  }
+  ) {}
 
   get isComplete(): boolean {
     return this.record?.isComplete === true && this.handle!.getSize() === this.record.version.totalBytes;
@@ -184,8 +187,7 @@ export class CacheEntry {
   private async write(version: Version, isComplete: boolean, sha256?: string): Promise<void> {
     const record: FileRecord = { url: this.record?.url ?? this.url.href, version, isComplete, sha256, usedMs: Date.now() };
     this.record = record;
-    const file = (await this.directory.getFileHandle(`${this.key}.json`, { create: true })) as FileSystemFileHandle & { createSyncAccessHandle(): Promise<SyncHandle> };
-    const handle = await openHandle(file);
+    const handle = await openHandle(await this.directory.getFileHandle(`${this.key}.json`, { create: true }));
     try {
       handle.truncate(0);
       handle.write(new TextEncoder().encode(JSON.stringify(record)), { at: 0 });
@@ -221,7 +223,7 @@ export async function openEntry(url: URL, sha256: string | undefined): Promise<C
   const key = (sha256 !== undefined && (await readRecords(directory)).find(hasHash)?.[0]) || (await keyOf(url));
   inUse.add(key);
   try {
-    const file = (await directory.getFileHandle(key, { create: true })) as FileSystemFileHandle & { createSyncAccessHandle(): Promise<SyncHandle> };
+    const file = await directory.getFileHandle(key, { create: true });
     return new CacheEntry(directory, key, url, file, await openHandle(file), await readRecord(directory, key));
   } catch {
     return undefined;

@@ -157,7 +157,10 @@ async function fetchInto(
         sink.reset(); // the server has another version
         continue;
       }
-      if (BUSY.includes(response.status)) throw await busy(response);
+      if (BUSY.includes(response.status)) {
+        await response.body?.cancel();
+        throw new Busy(response);
+      }
       if (!response.ok || response.body === null) {
         throw new (errorFor(response))(`${where}: ${url.href} answered ${response.status} ${response.statusText}, expected the file. Correct the URL, or check the server.`);
       }
@@ -191,19 +194,14 @@ async function fetchInto(
 
 /** Response that asks for a later attempt. */
 class Busy extends Error {
-  constructor(
-    message: string,
-    readonly pauseMs: number,
-  ) {
-    super(message);
-  }
-}
+  readonly pauseMs: number;
 
-async function busy(response: Response): Promise<Busy> {
-  await response.body?.cancel();
-  const after = response.headers.get("retry-after") ?? ""; // seconds, or a date
-  const ms = /^\d+$/.test(after) ? Number(after) * 1000 : Date.parse(after) - Date.now();
-  return new Busy(`it answered ${response.status} ${response.statusText}${after && `, Retry-After: ${after}`}`, ms > 0 ? ms : 0);
+  constructor({ status, statusText, headers }: Response) {
+    const after = headers.get("retry-after") ?? ""; // seconds, or a date
+    super(`it answered ${status} ${statusText}${after && `, Retry-After: ${after}`}`);
+    const ms = /^\d+$/.test(after) ? Number(after) * 1000 : Date.parse(after) - Date.now();
+    this.pauseMs = ms > 0 ? ms : 0;
+  }
 }
 
 /** Yield the body in chunks. A stream that reads into buffers overwrites each chunk with the next. */

@@ -2,7 +2,7 @@
 import type { Core } from "../core/core.js";
 import { WhetError } from "../core/errors.js";
 import { type GgufFile, readGguf } from "./gguf.js";
-import type { DownloadOptions, Reader } from "./reader.js";
+import { closeAll, type DownloadOptions, type Reader } from "./reader.js";
 import { type Files, openRanges, openReader } from "./sources.js";
 
 /** Reader of the concatenated files, with its parts if there are several. */
@@ -19,7 +19,7 @@ export async function openModel(files: Files, options: DownloadOptions, { header
   try {
     for (const [name, file] of sorted) readers.push(headersOnly ? await openRanges(name, file, options) : await openReader(name, file, options));
   } catch (error) {
-    for (const reader of readers) await reader.close?.();
+    await closeAll(readers);
     throw error;
   }
   return readers.length === 1 ? readers[0] : join(readers);
@@ -62,9 +62,7 @@ export function join(readers: Reader[]): ModelReader {
       const { begin, reader } = findPart(offset);
       return reader.stream?.(offset - begin);
     },
-    async close() {
-      for (const reader of readers) await reader.close?.();
-    },
+    close: () => closeAll(readers),
   };
 }
 

@@ -21,15 +21,22 @@ export interface Progress {
   phase: "download" | "pack";
 }
 
-export interface DownloadOptions {
-  /** Prefix of error messages: the public function. */
-  where: string;
-  signal: AbortSignal;
-  onProgress(progress: Progress): void;
+export interface FileOptions {
   /** SHA-256 of the file, or of each file by name: 64 hexadecimal digits. A cached file with this hash is not requested again. */
   sha256?: string | Readonly<Record<string, string>>;
   /** Cache downloads in the browser's private file system. Default: true. */
   cache?: boolean;
+}
+
+export interface DownloadOptions extends FileOptions {
+  /** Prefix of error messages: the public function. */
+  where: string;
+  signal: AbortSignal;
+  onProgress(progress: Progress): void;
+}
+
+export async function closeAll(readers: readonly Reader[]): Promise<void> {
+  for (const reader of readers) await reader.close?.();
 }
 
 export function wrapBytes(bytes: Uint8Array, name: string): Reader {

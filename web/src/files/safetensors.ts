@@ -18,14 +18,10 @@ export async function readFloats(reader: Reader, entry: Tensor, where: string): 
 export function toFloats(data: Uint8Array, entry: Tensor, where: string): Float32Array {
   const bytes = data.slice().buffer;
   switch (entry.type) {
-    case "F32":
-      return new Float32Array(bytes);
-    case "F64":
-      return Float32Array.from(new Float64Array(bytes));
-    case "BF16":
-      return new Float32Array(Uint32Array.from(new Uint16Array(bytes), (bits) => bits << 16).buffer);
-    case "F16":
-      return Float32Array.from(new Uint16Array(bytes), toFloat);
+    case "F32": return new Float32Array(bytes);
+    case "F64": return Float32Array.from(new Float64Array(bytes));
+    case "BF16": return new Float32Array(Uint32Array.from(new Uint16Array(bytes), (bits) => bits << 16).buffer);
+    case "F16": return Float32Array.from(new Uint16Array(bytes), toFloat);
   }
   throw new WhetError(`${where}: ${entry.name} is ${entry.type}, expected F32, F16 or BF16. Save it as floats.`);
 }

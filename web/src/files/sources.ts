@@ -13,7 +13,7 @@ export type Sources = Source | readonly Source[] | ArrayLike<Blob> | { readonly 
 export type Files = [name: string, file: Source][];
 
 /** Return the base name of a source: "model.gguf". */
-export function nameOf(source: Source): string {
+function nameOf(source: Source): string {
   if (isUrl(source)) return isInPage(urlOf(source)) ? "Blob" : decode(urlOf(source).pathname.split("/").pop() ?? "");
   if (source instanceof Blob) return "name" in source ? String(source.name) : "Blob";
   return "bytes";

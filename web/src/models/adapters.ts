@@ -7,7 +7,8 @@ import { readFloats, readSafetensors } from "../files/safetensors.js";
 import type { Files } from "../files/sources.js";
 import { type Family, type ModelConfig, moduleRows, slots } from "./architecture.js";
 import { HF_MODULES } from "./families.js";
-import { rowOrders } from "./slices.js";
+import { parseObject } from "./folder.js";
+import { eachModule, rowOrders } from "./slices.js";
 
 /** Factors of one weight: W[firstRow ...] += b a, with a (rank, k) and b (n, rank); the scaling is folded into b. */
 export interface LoraFactors {
@@ -39,16 +40,12 @@ interface ModuleLocation {
 function locateModules(config: ModelConfig, family: Family): Map<string, ModuleLocation> {
   const found = new Map<string, ModuleLocation>();
   const shapes = slots(config);
-  for (const [target, module] of Object.entries(HF_MODULES[family.name])) {
-    const [pattern, part = ""] = target.split(":");
-    for (let i = 0; i < (pattern.includes("{i}") ? config.nLayers : 1); ++i) {
-      const slot = pattern.replace("{i}", String(i));
-      const shape = shapes.get(slot);
-      if (shape === undefined || shape.length !== 2) continue;
-      const [firstRow, n] = moduleRows(config, part, shape[0]);
-      const kind = /^layers\.\d+\.(\w+)$/.exec(slot)?.[1].replace("gate_up", "up") as LoraFactors["target"] | undefined;
-      found.set(module.names[0].replace("{i}", String(i)), { slot, layer: i, target: kind, firstRow, shape: [n, shape[1]], order: module.order ?? "keepOrder" });
-    }
+  for (const { module, slot, part, layer, names } of eachModule(config, HF_MODULES[family.name])) {
+    const shape = shapes.get(slot);
+    if (shape === undefined || shape.length !== 2) continue;
+    const [firstRow, n] = moduleRows(config, part, shape[0]);
+    const target = /^layers\.\d+\.(\w+)$/.exec(slot)?.[1].replace("gate_up", "up") as LoraFactors["target"] | undefined;
+    found.set(names[0], { slot, layer, target, firstRow, shape: [n, shape[1]], order: module.order ?? "keepOrder" });
   }
   return found;
 }
@@ -96,13 +93,8 @@ export async function readAdapter(core: Core, readers: Reader[], config: ModelCo
 }
 
 function parseConfig(text: string, where: string): Record<string, any> {
-  let config: Record<string, any>;
-  try {
-    config = JSON.parse(text);
-  } catch (error) {
-    throw new WhetError(`${where}: ${CONFIG} is not JSON: ${(error as Error).message}.`);
-  }
-  if (typeof config !== "object" || config === null || config.peft_type !== "LORA") throw new WhetError(`${where}: peft_type is ${show(config?.peft_type)}, expected "LORA".`);
+  const config = parseObject(text, CONFIG, where);
+  if (config.peft_type !== "LORA") throw new WhetError(`${where}: peft_type is ${show(config.peft_type)}, expected "LORA".`);
   for (const [key, neutral] of Object.entries(RULES.plain)) {
     const value = config[key];
     const isNeutral = value === undefined || value === null || value === false || value === neutral || (Array.isArray(value) && value.length === 0);

@@ -66,7 +66,20 @@ export interface Family {
 
 export const FAMILIES: Record<string, Family> = families;
 
-export const toCamel = (name: string) => name.replace(/_(\w)/g, (_, letter: string) => letter.toUpperCase());
+const toCamel = (name: string) => name.replace(/_(\w)/g, (_, letter: string) => letter.toUpperCase());
+
+/** Switches of a family without settings. */
+export const PLAIN_SWITCHES = {
+  norm: "rms", preNorm: true, postNorm: false, qkNorm: false, qkNormWhole: false, parallelResidual: false, sharedNorm: false, gated: true,
+  qkvBias: false, oBias: false, mlpBias: false, headBias: false,
+} as const;
+/** Flags of n layers: false for every interval-th. */
+export const allButEvery = (interval: number, n: number) => Array.from({ length: n }, (_, i) => (i + 1) % interval !== 0);
+export const NO_ROTARY = { rotaryDim: 0, isNeox: true, invFreq: [], attentionFactor: 1 };
+
+/** Return a family's settings for a config; `flag` returns the options that "@name" refers to. */
+export const settingsOf = (family: Family, flag: (option: string) => boolean): Record<string, unknown> =>
+  Object.fromEntries(Object.entries(family.settings).map(([name, value]) => [toCamel(name), typeof value === "string" && value.startsWith("@") ? flag(value.slice(1)) : value]));
 
 /** Return the shape of every weight by name, as in whet.models.architecture. */
 export function slots(c: ModelConfig): Map<string, number[]> {

@@ -5,7 +5,7 @@
 import type { Core } from "../core/core.js";
 import { show, WhetError } from "../core/errors.js";
 import { activations, hfModules, largest, largestSize, notRun, plain as PLAIN } from "../facts.js";
-import { FAMILIES, type Family, type ModelConfig, toCamel } from "./architecture.js";
+import { allButEvery, FAMILIES, type Family, type ModelConfig, NO_ROTARY, PLAIN_SWITCHES, settingsOf } from "./architecture.js";
 import { ropeFrequencies } from "./rope.js";
 import type { ModuleSpec } from "./slices.js";
 
@@ -111,10 +111,7 @@ class Options {
   ropeLayers(nLayers: number): boolean[] {
     if (!this.family.rope_off) return [];
     const given = this.get("no_rope_layers") ?? undefined;
-    if (given === undefined) {
-      const interval = this.count("no_rope_layer_interval", 1);
-      return Array.from({ length: nLayers }, (_, i) => (i + 1) % interval !== 0);
-    }
+    if (given === undefined) return allButEvery(this.count("no_rope_layer_interval", 1), nLayers);
     if (!Array.isArray(given) || given.length < nLayers || !given.every((each) => each === 0 || each === 1)) throw this.invalid("no_rope_layers", `a 0 or 1 for each of ${nLayers} layers`);
     return given.slice(0, nLayers).map(Boolean);
   }
@@ -147,10 +144,7 @@ class Options {
 
   /** Whether each layer attends in a window; without layer_types, every sliding_window_pattern-th layer is global. */
   localLayers(nLayers: number): boolean[] {
-    const kinds = this.layerTypes(nLayers);
-    if (kinds !== undefined) return kinds;
-    const pattern = this.count("sliding_window_pattern", 1);
-    return Array.from({ length: nLayers }, (_, i) => (i + 1) % pattern !== 0);
+    return this.layerTypes(nLayers) ?? allButEvery(this.count("sliding_window_pattern", 1), nLayers);
   }
 
   /** Return the RoPE settings: rope_parameters, or the several keys of older configs. */
@@ -207,15 +201,10 @@ export function modelConfig(core: Core, given: HfConfig, where: string, length?:
   if (family.rope === "none" && maxPosition > trained) throw new WhetError(`${where}: contextLength is ${maxPosition}, expected at most ${trained}, the model's learned positions.`);
   let attentionScale = options.get("scale_attn_weights") === false ? 1 : 1 / Math.sqrt(headDim);
   if ("query_pre_attn_scalar" in family.defaults) attentionScale = core.call("power", options.number("query_pre_attn_scalar"), -0.5);
-  const settings: Record<string, unknown> = {};
-  for (const [name, value] of Object.entries(family.settings)) {
-    settings[toCamel(name)] = typeof value === "string" && value.startsWith("@") ? options.flag(value.slice(1)) : value;
-  }
   return {
     nLayers, nHeads, nKvHeads, headDim, hiddenDim, maxPosition,
     ffnDim: options.size("ffn_dim", family.keys.ffn_dim === "n_inner" ? 4 * hiddenDim : undefined),
     vocabSize: options.size("vocab_size"),
-    norm: "rms",
     normEps: options.number("norm_eps"),
     windows: options.windows(nLayers, maxPosition),
     attentionScale: options.scale("attention_scale", attentionScale),
@@ -225,21 +214,19 @@ export function modelConfig(core: Core, given: HfConfig, where: string, length?:
     logitsScale: 1 / options.scale("logits_divisor"),
     logitsSoftcap: options.softcap("logits_softcap"),
     learnedPositions: family.rope === "none" ? trained : 0,
-    preNorm: true, postNorm: false, qkNorm: false, qkNormWhole: false, parallelResidual: false, sharedNorm: false,
     activation: options.activation(),
-    gated: true,
     tiedHead: tiedHead ?? options.flag("tie_word_embeddings"),
-    qkvBias: false, oBias: false, mlpBias: false, headBias: false,
     ropeLayers: options.ropeLayers(nLayers),
     ...readRotary(core, options, headDim, maxPosition, trained),
     ...readLocalRotary(core, options, nLayers, headDim, maxPosition),
-    ...settings,
+    ...PLAIN_SWITCHES,
+    ...settingsOf(family, (option) => options.flag(option)),
   };
 }
 
 function readRotary(core: Core, options: Options, headDim: number, length: number, trained: number): Pick<ModelConfig, "rotaryDim" | "isNeox" | "invFreq" | "attentionFactor"> {
   const { rope } = options.family;
-  if (rope === "none") return { rotaryDim: 0, isNeox: true, invFreq: [], attentionFactor: 1 };
+  if (rope === "none") return NO_ROTARY;
   const isNeox = rope === "neox";
   const found = ropeFrequencies(core, headDim, isNeox ? undefined : options.count("rotary_dim", 2), length, isNeox ? options.rope(trained) : {}, options.where);
   return { rotaryDim: 2 * found.invFreq.length, isNeox, ...found };

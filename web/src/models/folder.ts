@@ -61,7 +61,7 @@ export async function openFolder(files: Files, options: DownloadOptions, headers
   };
   const configText = await readText(CONFIG);
   if (configText === undefined) throw new WhetError(`${where}: ${name} has no ${CONFIG}. Pass a Hugging Face folder or a GGUF file.`);
-  const config = parse(configText, CONFIG, where);
+  const config = parseObject(configText, CONFIG, where);
   familyOf(config, `${where}: ${name}`); // before weights are downloaded
   const readers: Reader[] = [];
   try {
@@ -86,7 +86,8 @@ export async function openFolder(files: Files, options: DownloadOptions, headers
   }
 }
 
-function parse(text: string, file: string, where: string): Record<string, any> {
+/** Parse a JSON object. */
+export function parseObject(text: string, file: string, where: string): Record<string, any> {
   try {
     const found: unknown = JSON.parse(text);
     if (typeof found === "object" && found !== null && !Array.isArray(found)) return found;
@@ -98,7 +99,7 @@ function parse(text: string, file: string, where: string): Record<string, any> {
 
 function readIndex(text: string | undefined, name: string, where: string): ReadonlyMap<string, string> {
   if (text === undefined) throw new WhetError(`${where}: ${name} has neither ${SINGLE} nor ${INDEX}. Save the model as safetensors.`);
-  const files = Object.entries(parse(text, INDEX, where).weight_map ?? {});
+  const files = Object.entries(parseObject(text, INDEX, where).weight_map ?? {});
   const bad = files.find(([, file]) => typeof file !== "string" || !/^\w[\w.-]*\.safetensors$/.test(file));
   if (files.length === 0 || bad !== undefined) throw new WhetError(`${where}: ${INDEX} has weight_map ${show(bad)}, expected {tensor: .safetensors file}.`);
   return new Map(files as [string, string][]);
@@ -173,14 +174,14 @@ async function areEqual(reader: Reader, a: Tensor, b: Tensor): Promise<boolean> 
 }
 
 export const hasTemplate = ({ texts }: Folder, where: string): boolean =>
-  texts.has("chat_template.jinja") || Boolean(parse(texts.get("tokenizer_config.json") ?? "{}", "tokenizer_config.json", where).chat_template);
+  texts.has("chat_template.jinja") || Boolean(parseObject(texts.get("tokenizer_config.json") ?? "{}", "tokenizer_config.json", where).chat_template);
 
 /** Return the parsed tokenizer files of a folder. `stopIds`: eos_token_id of generation_config.json, else of config.json. */
 export function readTokenizerFiles({ config, texts }: Folder, where: string) {
   const json = texts.get("tokenizer.json");
   if (json === undefined) throw new WhetError(`${where}: the folder has no tokenizer.json. Pass prompts as token ids.`);
-  const read = (name: string) => parse(texts.get(name) ?? "{}", name, where);
+  const read = (name: string) => parseObject(texts.get(name) ?? "{}", name, where);
   const eos: unknown = (texts.has("generation_config.json") ? read("generation_config.json") : config).eos_token_id;
   const stopIds = [eos].flat().filter((id) => Number.isInteger(id)) as number[];
-  return { json: parse(json, "tokenizer.json", where), config: read("tokenizer_config.json"), template: texts.get("chat_template.jinja"), stopIds };
+  return { json: parseObject(json, "tokenizer.json", where), config: read("tokenizer_config.json"), template: texts.get("chat_template.jinja"), stopIds };
 }

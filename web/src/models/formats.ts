@@ -5,12 +5,15 @@ import { formats as SETTINGS } from "../facts.js";
 import { type ModelConfig, slots } from "./architecture.js";
 import type { RowSlice } from "./slices.js";
 
-/** Type of tensors in files. */
-export interface StoredType {
-  gguf: string;
+interface BlockType {
   index: number;
   block: number;
   blockBytes: number;
+}
+
+/** Type of tensors in files. */
+export interface StoredType extends BlockType {
+  gguf: string;
   packedAs: string;
 }
 
@@ -22,11 +25,8 @@ export function storedTypes(core: Core): Map<string, StoredType> {
 }
 
 /** Format of packed weights. */
-export interface WeightFormat {
+export interface WeightFormat extends BlockType {
   name: string;
-  index: number;
-  block: number;
-  blockBytes: number;
   rowScaleBytes: number;
   /** Whether this build can quantise to it. */
   canPack: boolean;

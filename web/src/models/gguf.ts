@@ -7,7 +7,7 @@ import { activations, gguf as NAMES } from "../facts.js";
 import type { GgufFile, Value } from "../files/gguf.js";
 import type { Tensor } from "../files/headers.js";
 import type { Reader } from "../files/reader.js";
-import { FAMILIES, type Family, type ModelConfig, toCamel } from "./architecture.js";
+import { allButEvery, FAMILIES, type Family, type ModelConfig, NO_ROTARY, PLAIN_SWITCHES, settingsOf } from "./architecture.js";
 import { ropeFrequencies } from "./rope.js";
 import { listSlices, type RowSlice, type StoredTensor, type WeightLocation } from "./slices.js";
 
@@ -42,10 +42,6 @@ class GgufOptions {
       }
       for (const name of names) this.given[name] = value;
     }
-  }
-
-  has(name: string): boolean {
-    return name in this.given;
   }
 
   get(name: string): Value | undefined {
@@ -103,7 +99,7 @@ export async function describeGguf(
   const family = meta.family();
   const moduleName = (slot: string) => family.modules[slot].replace("{i}", "0");
   const [nLayers, trained, hiddenDim, ffnDim, nHeads] = ["n_layers", "max_position", "hidden_dim", "ffn_dim", "n_heads"].map((name) => meta.size(name));
-  if (hiddenDim % nHeads !== 0 && !meta.has("head_dim")) throw meta.invalid("hidden_dim", `a multiple of ${KEYS.n_heads}=${nHeads}`);
+  if (hiddenDim % nHeads !== 0 && meta.get("head_dim") === undefined) throw meta.invalid("hidden_dim", `a multiple of ${KEYS.n_heads}=${nHeads}`);
   const nKvHeads = meta.size("n_kv_heads", nHeads);
   const headDim = meta.size("head_dim", Math.trunc(hiddenDim / nHeads));
   if (meta.size("value_dim", headDim) !== headDim) throw meta.invalid("value_dim", `${KEYS.head_dim}=${headDim}`);
@@ -111,7 +107,7 @@ export async function describeGguf(
     if (!(name in family.keys) && value !== implied) throw meta.invalid(name, `${implied} for this architecture`);
   }
   if (nHeads % nKvHeads !== 0) throw meta.invalid("n_heads", `a multiple of ${KEYS.n_kv_heads}=${nKvHeads}`);
-  const epsilon = ["rms_norm_eps", "layer_norm_eps"].find((name) => meta.has(name));
+  const epsilon = ["rms_norm_eps", "layer_norm_eps"].find((name) => meta.get(name) !== undefined);
   if (epsilon === undefined) throw meta.invalid("rms_norm_eps", "a number above 0");
   const table = file.tensors.get(`${moduleName("embedding")}.weight`);
   if (table?.shape.length !== 2) throw new WhetError(`${where}: tensor ${moduleName("embedding")}.weight with two axes, the embedding, is missing.`);
@@ -127,11 +123,6 @@ export async function describeGguf(
     ...toBiasOptions(family, biases),
     use_parallel_residual: meta.get("use_parallel_residual") ?? true,
   };
-  const settings: Record<string, unknown> = { gated: true, normal: true };
-  for (const [name, value] of Object.entries(family.settings)) {
-    settings[toCamel(name)] = typeof value === "string" && value.startsWith("@") ? Boolean(options[value.slice(1)]) : value;
-  }
-  delete settings.normal;
   const length = maxPosition ?? trained;
   if (!(Number.isInteger(length) && length >= 1)) throw new WhetError(`${where}: contextLength is ${show(maxPosition)}, expected an integer of at least 1.`);
   const rotary = await readRotary(core, meta, family, file, reader, headDim, trained, length, where);
@@ -143,19 +134,17 @@ export async function describeGguf(
     nLayers, nHeads, nKvHeads, headDim, hiddenDim, ffnDim,
     vocabSize: table.shape[0],
     maxPosition: length,
-    norm: "rms",
     normEps: meta.number(epsilon),
     learnedPositions: family.rope === "none" ? trained : 0,
-    parallelResidual: false, sharedNorm: false, preNorm: true, postNorm: false, qkNorm: false, qkNormWhole: false, gated: true,
     activation: (activations as Record<string, string>)[family.defaults.activation as string] as ModelConfig["activation"],
     windows: Array.from({ length: nLayers }, (_, i) => (window < length && isLocal(i) ? window : 0)),
     ...readScales(core, meta, family, { nLayers, nHeads, headDim, hiddenDim }),
     ...readLocalRotary(core, meta, family, nLayers, headDim, length, isLocal, where),
-    ropeLayers: family.rope_off ? ropeLayers(nLayers, family.defaults.no_rope_layer_interval as number) : [],
+    ropeLayers: family.rope_off ? allButEvery(family.defaults.no_rope_layer_interval as number, nLayers) : [],
     tiedHead: !file.tensors.has(`${moduleName("head")}.weight`),
-    qkvBias: false, oBias: false, mlpBias: false, headBias: false,
     ...rotary,
-    ...settings,
+    ...PLAIN_SWITCHES,
+    ...settingsOf(family, (option) => Boolean(options[option])),
   };
   return { config, family, slices: placeTensors(config, family, file, where) };
 }
@@ -194,21 +183,18 @@ function readScales(core: Core, meta: GgufOptions, family: Family, c: Pick<Model
 function readLocalRotary(core: Core, meta: GgufOptions, family: Family, nLayers: number, headDim: number, length: number, isLocal: (i: number) => boolean, where: string) {
   const name = "rope_local_base_freq";
   const localLayers = Array.from({ length: nLayers }, (_, i) => isLocal(i));
-  if (!family.rope_local && meta.has(name)) throw meta.invalid(name, "none");
+  if (!family.rope_local && meta.get(name) !== undefined) throw meta.invalid(name, "none");
   if (!family.rope_local || !localLayers.includes(true)) return { localLayers: [], localInvFreq: [] };
   const theta = meta.number(name, family.defaults[name] as number);
   const { invFreq } = ropeFrequencies(core, headDim, undefined, length, { rope_theta: theta }, where);
   return { localLayers, localInvFreq: invFreq };
 }
 
-/** Whether each layer rotates: every interval-th does not. */
-const ropeLayers = (n: number, interval: number) => Array.from({ length: n }, (_, i) => (i + 1) % interval !== 0);
-
 /** Return the RoPE frequencies of the file's settings and tensors. */
 async function readRotary(
   core: Core, meta: GgufOptions, family: Family, file: GgufFile, reader: Reader, headDim: number, trained: number, length: number, where: string,
 ): Promise<Pick<ModelConfig, "rotaryDim" | "isNeox" | "invFreq" | "attentionFactor">> {
-  if (family.rope === "none") return { rotaryDim: 0, isNeox: true, invFreq: [], attentionFactor: 1 };
+  if (family.rope === "none") return NO_ROTARY;
   const rotaryDim = meta.size("rotary_dim", headDim);
   if (rotaryDim !== headDim && !family.partial_rotary) throw meta.invalid("rotary_dim", `the whole head, ${headDim}`);
   const names = NAMES.rope_tensors;
@@ -228,7 +214,7 @@ async function readRotary(
     linear: () => ({ rope_type: "linear", factor }),
     yarn: () => ({
       rope_type: "yarn", factor, ...extended,
-      attention_factor: meta.has("attention_factor") ? yarn : meta.number("yarn_attention_factor", yarn),
+      attention_factor: meta.get("attention_factor") !== undefined ? yarn : meta.number("yarn_attention_factor", yarn),
       beta_fast: meta.number("beta_fast", 32), beta_slow: meta.number("beta_slow", 1),
     }),
     longrope: () => ({ rope_type: "longrope", factor: trained / original, ...extended, attention_factor: given, short_factor: shortFactor, long_factor: longFactor }),

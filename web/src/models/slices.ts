@@ -59,6 +59,17 @@ export const rowOrders: Record<"keepOrder" | "splitHeads" | "deinterleave", (con
     }),
 };
 
+/** Yield each module of each layer, with its slot and the names that it has in that layer. */
+export function* eachModule(config: ModelConfig, modules: Readonly<Record<string, ModuleSpec>>): Generator<{ module: ModuleSpec; slot: string; part: string; layer: number; names: string[] }> {
+  for (const [target, module] of Object.entries(modules)) {
+    const [pattern, part = ""] = target.split(":");
+    for (let layer = 0; layer < (pattern.includes("{i}") ? config.nLayers : 1); ++layer) {
+      const [slot, ...names] = [pattern, ...module.names].map((text) => text.replace("{i}", String(layer)));
+      yield { module, slot, part, layer, names };
+    }
+  }
+}
+
 /**
  * Return the slices that fill every slot exactly once.
  *
@@ -68,26 +79,20 @@ export const rowOrders: Record<"keepOrder" | "splitHeads" | "deinterleave", (con
 export function listSlices(config: ModelConfig, modules: Readonly<Record<string, ModuleSpec>>, find: (names: string[], suffix: string, location: WeightLocation) => StoredTensor, where: string): RowSlice[] {
   const shapes = slots(config);
   const slices: RowSlice[] = [];
-  for (const [target, module] of Object.entries(modules)) {
-    const [pattern, part = ""] = target.split(":");
-    const order = rowOrders[module.order ?? "keepOrder"];
-    for (let layer = 0; layer < (pattern.includes("{i}") ? config.nLayers : 1); ++layer) {
-      const fill = (text: string) => text.replace("{i}", String(layer));
-      const own = fill(pattern);
-      for (const [suffix, slot] of [["weight", shapes.has(own) ? own : `${own}.weight`], ["bias", `${own}.bias`]]) {
-        const shape = shapes.get(slot);
-        if (shape === undefined) continue;
-        const [firstRow, count] = moduleRows(config, part, shape[0]);
-        const { tensor, row, shape: stored } = find(module.names.map(fill), suffix, { layer, part, firstRow, count, rows: shape[0] });
-        const isTransposed = module.isTransposed === true && shape.length === 2;
-        const expected = isTransposed ? [shape[1], count] : [count, ...shape.slice(1)];
-        if (stored.join() !== expected.join()) {
-          throw new WhetError(`${where}: ${tensor.name} has shape (${stored.join(", ")}), expected (${expected.join(", ")}). The config belongs to another model, or the file is damaged.`);
-        }
-        const offset = suffix === "weight" ? (module.offset ?? 0) : 0;
-        for (const [to, from, n, stride] of order(config, count)) {
-          slices.push({ slot, firstRow: firstRow + to, tensor, row: row + from, count: n, stride, isTransposed, offset });
-        }
+  for (const { module, slot: own, part, layer, names } of eachModule(config, modules)) {
+    for (const [suffix, slot] of [["weight", shapes.has(own) ? own : `${own}.weight`], ["bias", `${own}.bias`]]) {
+      const shape = shapes.get(slot);
+      if (shape === undefined) continue;
+      const [firstRow, count] = moduleRows(config, part, shape[0]);
+      const { tensor, row, shape: stored } = find(names, suffix, { layer, part, firstRow, count, rows: shape[0] });
+      const isTransposed = module.isTransposed === true && shape.length === 2;
+      const expected = isTransposed ? [shape[1], count] : [count, ...shape.slice(1)];
+      if (stored.join() !== expected.join()) {
+        throw new WhetError(`${where}: ${tensor.name} has shape (${stored.join(", ")}), expected (${expected.join(", ")}). The config belongs to another model, or the file is damaged.`);
+      }
+      const offset = suffix === "weight" ? (module.offset ?? 0) : 0;
+      for (const [to, from, n, stride] of rowOrders[module.order ?? "keepOrder"](config, count)) {
+        slices.push({ slot, firstRow: firstRow + to, tensor, row: row + from, count: n, stride, isTransposed, offset });
       }
     }
   }

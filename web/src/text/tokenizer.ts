@@ -16,12 +16,12 @@ interface PlainMessage {
 /** Message for the chat template, which may use further keys. (A union, since interfaces lack index signatures.) */
 export type Message = PlainMessage | (PlainMessage & { [key: string]: unknown });
 
-export interface ChatOptions {
-  /** JSON schemas of tools. */
+export interface PromptOptions {
+  /** JSON schemas of tools, for the chat template. */
   tools?: unknown[];
   /** End the prompt with the start of the assistant's turn. Default: true. */
   addGenerationPrompt?: boolean;
-  /** Additional template variables, such as enable_thinking. */
+  /** Further variables of the chat template, such as enable_thinking. */
   templateOptions?: Record<string, unknown>;
 }
 
@@ -117,12 +117,8 @@ export class TextTokenizer {
     return text + stream.add(-1, 0, true);
   }
 
-  get hasTemplate(): boolean {
-    return this.data.templates.size > 0;
-  }
-
   /** Render messages with the model's chat template. */
-  render(messages: Message[], { tools, addGenerationPrompt = true, templateOptions = {} }: ChatOptions, where: string): string {
+  render(messages: Message[], { tools, addGenerationPrompt = true, templateOptions = {} }: PromptOptions, where: string): string {
     const { templates, specialTokens } = this.data;
     const name = tools !== undefined && templates.has("tool_use") ? "tool_use" : "default";
     const source = templates.get(name);

@@ -43,11 +43,7 @@ export interface Vocabulary {
 const TYPE = RULES.types;
 const SPACE = "\u2581";
 
-const PRE_TOKENIZERS = new Map<string, PreTokenizer>(
-  (preTokenizers as readonly (readonly [readonly string[], PreTokenizer])[]).flatMap(([names, meaning]) =>
-    names.map((name) => [name, meaning] as const),
-  ),
-);
+const PRE_TOKENIZERS = new Map((preTokenizers as readonly (readonly [readonly string[], PreTokenizer])[]).flatMap(([names, meaning]) => names.map((name) => [name, meaning])));
 
 /** Read the tokenizer from a file's metadata. */
 export function readVocabulary(metadata: Metadata, where: string): Vocabulary {
@@ -123,14 +119,7 @@ class VocabularyReader {
       added_tokens: added,
       post_processor,
     });
-    return {
-      texts: tokens,
-      added,
-      decoder,
-      json,
-      roles,
-      stopIds,
-    };
+    return { texts: tokens, added, decoder, json, roles, stopIds };
   }
 
   private tokens(): { tokens: string[]; index: Map<string, number> } {
@@ -186,11 +175,7 @@ class VocabularyReader {
       splits.push({ type: "ByteLevel", add_prefix_space: false, trim_offsets: true, use_regex: false });
       return { model, normalizer: null, pre_tokenizer: { type: "Sequence", pretokenizers: splits } };
     }
-    return {
-      model,
-      normalizer: replace(" ", SPACE),
-      pre_tokenizer: { type: "Sequence", pretokenizers: splits },
-    };
+    return { model, normalizer: replace(" ", SPACE), pre_tokenizer: { type: "Sequence", pretokenizers: splits } };
   }
 
   private buildPieces(tokens: string[], types: number[], roles: Map<string, number>, addsSpace: boolean): TokenizerJson {
