@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "runtime/split.h"
 #include "runtime/system.h"
 
 namespace whet {
@@ -29,13 +30,20 @@ KvMemory::KvMemory(const ModelConfig& config, bool bf16, size_t budget_bytes)
       memory_(budget_bytes / page_bytes_ * page_bytes_),
       is_committed_(budget_bytes / page_bytes_) {}
 
-void KvMemory::apply(const PageWrite& write) {
-    is_committed_[static_cast<size_t>(write.page)] = true;
-    if (write.from != write.page) {
-        // Masked keys have weight 0, but 0 * inf and 0 * NaN are NaN: new pages are cleared.
-        write.from < 0 ? std::memset(page(write.page), 0, page_bytes_)
-                       : std::memcpy(page(write.page), page(write.from), page_bytes_);
-    }
+void KvMemory::apply(std::span<const PageWrite> writes) {
+    constexpr size_t kTaskBytes = size_t{64} << 10;
+    constexpr double kByteNs = 0.1;  // rough: more if the system commits the memory
+    for (const PageWrite& write : writes) is_committed_[static_cast<size_t>(write.page)] = true;
+    const double work = kByteNs * static_cast<double>(page_bytes_ * writes.size());
+    // A task is the same part of all pages: a page may be copied, and then cleared for another sequence.
+    parallel_split(page_bytes_, kTaskBytes, work, [&](size_t begin, size_t end) {
+        for (const PageWrite& write : writes) {
+            uint8_t* to = page(write.page) + begin;
+            if (write.from == write.page) continue;
+            // Masked keys have weight 0, but 0 * inf and 0 * NaN are NaN: new pages are cleared.
+            write.from < 0 ? std::memset(to, 0, end - begin) : std::memcpy(to, page(write.from) + begin, end - begin);
+        }
+    });
 }
 
 size_t KvMemory::n_committed() const {

@@ -3,6 +3,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "engine/config.h"
@@ -30,7 +31,7 @@ public:
     // Offset of the keys of a layer's KV head in a page.
     size_t offset(size_t layer, size_t head) const { return (layer * n_kv_heads_ + head) * head_bytes_; }
 
-    void apply(const PageWrite& write);
+    void apply(std::span<const PageWrite> writes);  // in order
     size_t n_committed() const;
     // Releases the memory of unused pages to the system, runs of adjacent pages at once, so that whole huge pages are
     // freed; returns the number of pages.

@@ -1,5 +1,6 @@
 #include "engine/linear.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <utility>
@@ -53,6 +54,7 @@ struct Layer {
     float* y;
     size_t ldy;
     bool add;
+    const Epilogue* epilogue;
 
     size_t k() const { return parts.front().k(); }
     size_t steps() const { return parts.front().steps(); }
@@ -78,10 +80,25 @@ struct Layer {
                 first_panel += part_panels;
                 first_output += part.n();
             }
+            if (epilogue != nullptr) {
+                epilogue->count_down(output_at(panel), output_at(panel + count), row, n_rows);
+            }
         });
     }
 
 private:
+    // The first output of a panel; of the end: the number of outputs.
+    size_t output_at(size_t panel) const {
+        size_t output = 0;
+        for (const PackedWeight& part : parts) {
+            const size_t part_panels = ceil_div(part.n(), kPanel);
+            if (panel < part_panels) return output + panel * kPanel;
+            panel -= part_panels;
+            output += part.n();
+        }
+        return output;
+    }
+
     // Multiplies by panels [begin, end) of a part; first_output is the index of its first output among all parts.
     void multiply_panels(const PackedWeight& part, size_t begin, size_t end, size_t first_output, size_t row,
                          LinearTask task) const {
@@ -142,7 +159,7 @@ void multiply_quantised(const Layer& layer) {
 }
 
 void multiply(std::span<const PackedWeight> w, const void* x, bool x_bf16, size_t ldx, size_t rows, const float* bias,
-              float* y, size_t ldy, bool add) {
+              float* y, size_t ldy, bool add, const Epilogue* epilogue) {
     for (size_t end = 0, first = 0; !w.empty(); w = w.subspan(end), end = 0) {
         const RowType source = w.front().format().source;
         size_t n = 0;
@@ -150,20 +167,55 @@ void multiply(std::span<const PackedWeight> w, const void* x, bool x_bf16, size_
         const auto product = source == RowType::kFloat32    ? multiply_float32
                              : source == RowType::kBFloat16 ? multiply_bfloat16
                                                             : multiply_quantised;
-        product({w.first(end), x, x_bf16, ldx, rows, bias == nullptr ? nullptr : bias + first, y + first, ldy, add});
+        product({w.first(end), x, x_bf16, ldx, rows, bias == nullptr ? nullptr : bias + first, y + first, ldy, add,
+                 epilogue});
         first += n;
     }
 }
 
 }  // namespace
 
+bool Epilogue::is_supported(std::span<const PackedWeight> w) {
+    const auto has_other_source = [&](const PackedWeight& part) {
+        return part.format().source != w.front().format().source;
+    };
+    return std::none_of(w.begin(), w.end(), has_other_source);  // one job
+}
+
+size_t Epilogue::n_counters(size_t units, size_t rows) { return ceil_div(rows, kRowBlock) * units; }
+
+void Epilogue::begin(size_t n, size_t rows) const {
+    const size_t n_runs = ceil_div(n, width);
+    for (size_t block = 0; block < ceil_div(rows, kRowBlock); ++block) {
+        for (size_t unit = 0; unit < units; ++unit) {
+            const bool is_folded = unit + fold >= units && unit + fold < n_runs;
+            missing[block * units + unit].store(static_cast<uint32_t>(width * (is_folded ? 2 : 1)),
+                                                std::memory_order_relaxed);
+        }
+    }
+}
+
+void Epilogue::count_down(size_t begin, size_t end, size_t row, size_t n_rows) const {
+    for (size_t next = begin; begin < end; begin = next) {
+        const size_t unit = unit_of(begin / width);
+        next = std::min(end, (begin / width + 1) * width);
+        const auto n = static_cast<uint32_t>(next - begin);
+        if (missing[row / kRowBlock * units + unit].fetch_sub(n, std::memory_order_acq_rel) == n) {
+            run(context, unit, row, n_rows);
+        }
+    }
+}
+
 void linear(std::span<const PackedWeight> w, const void* x, bool x_bf16, size_t ldx, size_t rows, const float* bias,
-            float* y, size_t ldy) {
-    multiply(w, x, x_bf16, ldx, rows, bias, y, ldy, false);
+            float* y, size_t ldy, const Epilogue* epilogue) {
+    size_t n = 0;
+    for (const PackedWeight& part : w) n += part.n();
+    if (epilogue != nullptr) epilogue->begin(n, rows);
+    multiply(w, x, x_bf16, ldx, rows, bias, y, ldy, false, epilogue);
 }
 
 void add_linear(const PackedWeight& w, const float* x, size_t ldx, size_t rows, float* y, size_t ldy) {
-    multiply({&w, 1}, x, false, ldx, rows, nullptr, y, ldy, true);
+    multiply({&w, 1}, x, false, ldx, rows, nullptr, y, ldy, true, nullptr);
 }
 
 }  // namespace whet

@@ -34,7 +34,7 @@ std::span<const Drawn> ModelRunner::run(StepPlan& plan, KvMemory& memory) {
 }
 
 void ModelRunner::write_pages(std::vector<PageWrite>& writes, KvMemory& memory) {
-    for (const PageWrite& write : writes) memory.apply(write);
+    memory.apply(writes);
     writes.clear();
 }
 

@@ -9,6 +9,7 @@
 
 namespace whet {
 
+constexpr size_t kRowBlock = 8;         // the rows of a tile begin at a multiple of it
 constexpr double kMultiplyAddNs = 0.2;  // rough cost in a memory-bound product
 
 // Calls body(first panel, panel count, first row, row count) for tiles that cover all panels and rows, over the pool if
@@ -18,16 +19,15 @@ void for_tiles(size_t n_panels, size_t rows, size_t k, F&& body) {
     if (n_panels == 0 || rows == 0) return;
     constexpr size_t kTilePanels = 3;       // of the widest tile (kernels/linear.h)
     constexpr size_t kTaskRows = 256;       // rows of one task
-    constexpr size_t kFewRows = 8;          // products with fewer rows are bound by reading the weights
     constexpr size_t kTaskWork = 150000;    // minimum multiply-adds of a task
     constexpr size_t kFewTaskWork = 75000;  // with few rows
     const size_t work = n_panels * kPanel * rows * k;
     if (!is_worth_threads(kMultiplyAddNs * static_cast<double>(work))) return body(0, n_panels, 0, rows);
     const size_t threads = static_cast<size_t>(num_threads());
-    if (rows < kFewRows) {
+    if (rows < kRowBlock) {  // bound by reading the weights
         if (threads == 1) return body(0, n_panels, 0, rows);
-        // Long sequential reads are fastest. Single panels, if there are fewer tiles than threads.
-        const size_t unit = n_panels < kTilePanels * threads ? 1 : kTilePanels;
+        // Long sequential reads are fastest. Single panels, if tiles are too few to divide evenly.
+        const size_t unit = n_panels < 4 * kTilePanels * threads ? 1 : kTilePanels;
         const size_t least = std::max<size_t>(1, kFewTaskWork / (unit * kPanel * rows * k));
         const DecreasingTasks tasks(ceil_div(n_panels, unit), threads, least);
         auto task = [&](size_t i) {
@@ -38,7 +38,7 @@ void for_tiles(size_t n_panels, size_t rows, size_t k, F&& body) {
     }
     // A low-rank product has fewer tiles of panels than there are threads: split its rows across threads.
     const size_t row_threads = ceil_div(threads, ceil_div(n_panels, kTilePanels));
-    const size_t task_rows = std::clamp(ceil_div(rows, row_threads * kFewRows) * kFewRows, kFewRows, kTaskRows);
+    const size_t task_rows = std::clamp(ceil_div(rows, row_threads * kRowBlock) * kRowBlock, kRowBlock, kTaskRows);
     const size_t row_tasks = ceil_div(rows, task_rows);
     // Whole tiles of panels: tasks large enough to be worth claiming, enough of them to balance the threads, and few
     // enough panels to fit in the L2 cache.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "kernels/dispatch.h"
@@ -13,7 +14,9 @@ namespace whet {
 namespace {
 
 constexpr double kLog2E = 1.4426950408889634;
-constexpr size_t kAdapterRows = 16;  // rows of a task in adapt(): two tiles of the products
+constexpr size_t kActivationWidth = 64;  // outputs of gate and up that are activated at once
+constexpr size_t kAttentionPart = 32;    // queries for which reading a page takes little of the time
+constexpr size_t kAdapterRows = 16;      // rows of a task in adapt(): two tiles of the products
 
 int64_t n_pages(const InputToken& row) { return row.position / kPageTokens + 1; }
 
@@ -25,6 +28,13 @@ int64_t common_pages(const InputToken& a, const InputToken& b) {
     return i;
 }
 
+// The factors that a token's adapter adds to a matrix, or null.
+const LowRank* low_rank(const InputToken& row, size_t layer, Target target) {
+    if (row.adapter == nullptr) return nullptr;
+    const LowRank& low = row.adapter->layers[layer][static_cast<size_t>(target)];
+    return low.a.empty() ? nullptr : &low;
+}
+
 void scale(float factor, float* x, size_t n) {
     if (factor != 1.0f) kernels().blend_f32(x, n, factor, 0.0f, x);
 }
@@ -32,7 +42,11 @@ void scale(float factor, float* x, size_t n) {
 }  // namespace
 
 Transformer::Transformer(std::shared_ptr<const Weights> weights, size_t max_rows, bool bf16_cache)
-    : weights_(std::move(weights)), config_(weights_->config()), max_rows_(max_rows), bf16_cache_(bf16_cache) {
+    : weights_(std::move(weights)),
+      config_(weights_->config()),
+      activation_width_(std::gcd(config_.ffn_dim, kActivationWidth)),
+      max_rows_(max_rows),
+      bf16_cache_(bf16_cache) {
     const auto parts = [this] {
         x_ = arena_.take<float>(max_rows_ * config_.hidden_dim);
         h_ = arena_.take<float>(max_rows_ * config_.hidden_dim);
@@ -45,6 +59,8 @@ Transformer::Transformer(std::shared_ptr<const Weights> weights, size_t max_rows
         state_ = arena_.take<float>(max_rows_ * config_.n_heads * state_size());
         queries_ = arena_.take<uint8_t>(max_rows_ * config_.n_heads * query_bytes());
         positions_ = arena_.take<int32_t>(max_rows_ * config_.kv_group());
+        const size_t units = std::max(config_.n_heads + config_.n_kv_heads, config_.ffn_dim / activation_width_);
+        missing_ = arena_.take<std::atomic<uint32_t>>(Epilogue::n_counters(units, max_rows_));
     };
     parts();
     arena_.allocate();
@@ -175,74 +191,80 @@ void Transformer::add_and_norm(const NormWeight& w, float* delta, size_t n) {
 // delta = W_o attention(W_qkv h).
 void Transformer::attention(const InputToken* rows, size_t n, size_t layer, KvMemory& memory) {
     const LayerWeights& w = weights_->layers[layer];
-    product(w.qkv, h_, n, qkv_);
-    adapt(rows, n, layer, Target::kQkv, h_, config_.hidden_dim, qkv_, config_.qkv_dim());
-    for_rows(n, 2 * config_.qkv_dim(), [&](size_t i) { write_kv(rows[i], i, layer, memory); });
-    // With enough groups for all threads, a task is all heads of a group, read in the memory order of a page.
-    const bool many = groups_.size() >= 8 * static_cast<size_t>(num_threads());
-    const size_t heads = config_.n_kv_heads, at_once = many ? heads : 1;
+    project(rows, n, layer, Target::kQkv, qkv_, {config_.head_dim, config_.n_heads + config_.n_kv_heads},
+            !config_.qk_norm_whole, [&](size_t i, size_t unit) { finish_head(rows[i], i, unit, layer, memory); });
+    // With enough groups for all threads, a task is all heads of a group, read in the memory order of a page; with too
+    // few, a part of the queries of a KV head.
+    const size_t heads = config_.n_kv_heads, threads = static_cast<size_t>(num_threads());
+    const size_t at_once = groups_.size() >= 8 * threads ? heads : 1;
+    const size_t units = groups_.size() * heads, queries = n * config_.n_heads / units;  // queries of a unit
+    const size_t parts = std::max({size_t{1}, std::min(threads / units, config_.kv_group()),
+                                   std::min(4 * threads / units, queries / kAttentionPart)});
     auto task = [&](size_t i) {
-        for (size_t unit = i * at_once; unit < (i + 1) * at_once; ++unit) {
-            attend(rows, groups_[unit / heads], unit % heads, layer, memory);
+        for (size_t unit = i / parts * at_once; unit < (i / parts + 1) * at_once; ++unit) {
+            attend(rows, groups_[unit / heads], unit % heads, {i % parts, parts}, layer, memory);
         }
     };
-    parallel_for(groups_.size() * heads / at_once, task);
+    parallel_for(units / at_once * parts, task);
     product(w.o, attended_, n, delta_);
     adapt(rows, n, layer, Target::kO, attended_, config_.n_heads * config_.head_dim, delta_, config_.hidden_dim);
 }
 
-// Norms and rotates the queries and keys of a token; writes keys and values to the cache, and queries for attend().
-void Transformer::write_kv(const InputToken& row, size_t i, size_t layer, KvMemory& memory) {
+// Norms and rotates a query head of token i, unit < n_heads, and writes it for attend(); or norms and rotates a key,
+// and writes it and its value to the cache.
+void Transformer::finish_head(const InputToken& row, size_t i, size_t unit, size_t layer, KvMemory& memory) {
     const LayerWeights& w = weights_->layers[layer];
     const Kernels& k = kernels();
-    const size_t d = config_.head_dim, group = config_.kv_group();
-    float* q = qkv_ + i * config_.qkv_dim();
-    float* key = q + config_.n_heads * d;
-    if (config_.qk_norm_whole) {
-        const size_t n_q = config_.n_heads * d, n_k = config_.n_kv_heads * d;
+    const size_t d = config_.head_dim, group = config_.kv_group(), n_q = config_.n_heads * d;
+    float *q = qkv_ + i * config_.qkv_dim(), *x = q + unit * d;
+    const bool is_query = unit < config_.n_heads;
+    if (config_.qk_norm_whole && unit == 0) {
+        const size_t n_k = config_.n_kv_heads * d;
         k.rms_norm_f32(q, nullptr, w.q_norm.weight.data(), n_q, config_.norm_eps, false, q);
-        k.rms_norm_f32(key, nullptr, w.k_norm.weight.data(), n_k, config_.norm_eps, false, key);
-    } else if (config_.qk_norm) {
-        for (size_t head = 0; head < config_.n_heads + config_.n_kv_heads; ++head) {
-            const std::vector<float>& weight = head < config_.n_heads ? w.q_norm.weight : w.k_norm.weight;
-            k.rms_norm_f32(q + head * d, nullptr, weight.data(), d, config_.norm_eps, false, q + head * d);
-        }
+        k.rms_norm_f32(q + n_q, nullptr, w.k_norm.weight.data(), n_k, config_.norm_eps, false, q + n_q);
+    } else if (config_.qk_norm && !config_.qk_norm_whole) {
+        const NormWeight& norm = is_query ? w.q_norm : w.k_norm;
+        k.rms_norm_f32(x, nullptr, norm.weight.data(), d, config_.norm_eps, false, x);
     }
     if (config_.rotates(layer)) {
         const auto rotate = config_.is_neox ? k.rope_neox_f32 : k.rope_gptj_f32;
         const float* table = (config_.is_local(layer) ? local_cos_sin_ : cos_sin_) + i * config_.rotary_dim;
-        rotate(q, config_.n_heads + config_.n_kv_heads, static_cast<ptrdiff_t>(d), table, config_.rotary_dim, false);
+        rotate(x, 1, static_cast<ptrdiff_t>(d), table, config_.rotary_dim, false);
     }
-    const auto put = bf16_cache_ ? k.cached_write_kv_bf16 : k.cached_write_kv_f32;
-    uint8_t* page = memory.page(row.pages[row.position / kPageTokens]);
-    for (size_t head = 0; head < config_.n_kv_heads; ++head) {
-        put(key + head * d, key + (config_.n_kv_heads + head) * d, static_cast<int64_t>(d), row.position % kPageTokens,
-            page + memory.offset(layer, head));
-        for (size_t g = 0; g < group; ++g) {
-            const float* from = q + (head * group + g) * d;
-            uint8_t* to = queries_ + ((head * max_rows_ + i) * group + g) * query_bytes();
-            if (bf16_cache_) {
-                k.bf16_from_f32(from, d, reinterpret_cast<uint16_t*>(to));
-                if (d % 2 != 0) std::memset(to + 2 * d, 0, 2);
-            } else {
-                std::memcpy(to, from, d * sizeof *from);
-            }
-        }
+    if (!is_query) {
+        const auto put = bf16_cache_ ? k.cached_write_kv_bf16 : k.cached_write_kv_f32;
+        put(x, x + config_.n_kv_heads * d, static_cast<int64_t>(d), row.position % kPageTokens,
+            memory.page(row.pages[row.position / kPageTokens]) + memory.offset(layer, unit - config_.n_heads));
+        return;
+    }
+    uint8_t* to = queries_ + ((unit / group * max_rows_ + i) * group + unit % group) * query_bytes();
+    if (bf16_cache_) {
+        k.bf16_from_f32(x, d, reinterpret_cast<uint16_t*>(to));
+        if (d % 2 != 0) std::memset(to + 2 * d, 0, 2);
+    } else {
+        std::memcpy(to, x, d * sizeof *x);
     }
 }
 
-void Transformer::attend(const InputToken* rows, const PrefixGroup& group, size_t kv_head, size_t layer,
+// Attention of a part of the queries of a group and KV head.
+void Transformer::attend(const InputToken* rows, const PrefixGroup& group, size_t kv_head, Part part, size_t layer,
                          const KvMemory& memory) {
     const Kernels& k = kernels();
     const auto kernel = bf16_cache_ ? k.cached_attention_bf16 : k.cached_attention_f32;
-    const size_t per_row = config_.kv_group(), d = config_.head_dim;
-    const size_t at = (kv_head * max_rows_ + group.first) * per_row;
+    const size_t per_row = config_.kv_group(), d = config_.head_dim, n = group.n * per_row;
+    const size_t first = n * part.index / part.count, last = n * (part.index + 1) / part.count;
+    if (first == last) return;
+    const size_t begin = first / per_row, end = ceil_div(last, per_row);  // its tokens
     const size_t window = config_.windows[layer];
+    const auto queries = [&](CachedTask& task, size_t from, size_t to) {
+        const size_t at = (kv_head * max_rows_ + group.first) * per_row + from;
+        task.queries = queries_ + at * query_bytes();
+        task.positions = positions_ + group.first * per_row + from;
+        task.state = state_ + at * state_size();
+        task.rows = static_cast<int64_t>(to - from);
+    };
     CachedTask task{};
-    task.queries = queries_ + at * query_bytes();
-    task.positions = positions_ + group.first * per_row;
-    task.state = state_ + at * state_size();
-    task.rows = static_cast<int64_t>(group.n * per_row);
+    queries(task, first, last);
     task.head_dim = static_cast<int64_t>(d);
     task.window = window == 0 ? INT32_MAX : static_cast<int64_t>(window);
     task.cache = memory.data() + memory.offset(layer, kv_head);
@@ -254,24 +276,22 @@ void Transformer::attend(const InputToken* rows, const PrefixGroup& group, size_
         return std::max<int64_t>(0, row.position - task.window + 1) / kPageTokens;
     };
     k.cached_init_state(task.state, task.rows, task.head_dim);
-    task.begin = first_page(rows[group.first]);
-    for (size_t r = 1; r < group.n; ++r) task.begin = std::min(task.begin, first_page(rows[group.first + r]));
+    task.begin = first_page(rows[group.first + begin]);
+    for (size_t r = begin + 1; r < end; ++r) task.begin = std::min(task.begin, first_page(rows[group.first + r]));
     task.end = group.shared;
     kernel(task);
-    for (size_t r = 0; r < group.n; ++r) {
+    for (size_t r = begin; r < end; ++r) {
         const InputToken& row = rows[group.first + r];
+        const size_t from = std::max(first, r * per_row), to = std::min(last, (r + 1) * per_row);
         CachedTask own = task;
-        own.queries = queries_ + (at + r * per_row) * query_bytes();
-        own.positions = task.positions + r * per_row;
-        own.state = task.state + r * per_row * state_size();
-        own.rows = static_cast<int64_t>(per_row);
+        queries(own, from, to);
         own.pages = row.pages;
         own.begin = std::max(group.shared, first_page(row));
         own.end = n_pages(row);
         if (own.begin < own.end) kernel(own);
         float* out = attended_ + ((group.first + r) * config_.n_heads + kv_head * per_row) * d;
-        for (size_t g = 0; g < per_row; ++g) {
-            k.cached_output(own.state + g * state_size(), task.head_dim, out + g * d);
+        for (size_t i = from; i < to; ++i) {
+            k.cached_output(own.state + (i - from) * state_size(), task.head_dim, out + (i - r * per_row) * d);
         }
     }
 }
@@ -279,21 +299,51 @@ void Transformer::attend(const InputToken* rows, const PrefixGroup& group, size_
 // out = W_down (act(gate) * up), or W_down act(up), of h.
 void Transformer::mlp(const InputToken* rows, size_t n, size_t layer, float* out) {
     const LayerWeights& w = weights_->layers[layer];
-    const Kernels& k = kernels();
-    const size_t f = config_.ffn_dim, width = config_.up_dim();
-    product(w.up, h_, n, up_);
-    adapt(rows, n, layer, Target::kUp, h_, config_.hidden_dim, up_, width);
-    for_rows(n, width, [&](size_t i) {
-        float* row = up_ + i * width;
-        if (config_.gated && config_.activation == Activation::kSilu) return k.swiglu_f32(row, row + f, f, false, row);
-        const auto act = config_.activation == Activation::kSilu   ? k.silu_f32
-                         : config_.activation == Activation::kGelu ? k.gelu_f32
-                                                                   : k.gelu_tanh_f32;
-        act(row, f, false, row);
-        for (size_t j = 0; config_.gated && j < f; ++j) row[j] *= row[f + j];
-    });
+    const size_t width = config_.up_dim();
+    project(rows, n, layer, Target::kUp, up_, {activation_width_, config_.ffn_dim / activation_width_}, true,
+            [&](size_t i, size_t unit) { activate(up_ + i * width + unit * activation_width_, activation_width_); });
     linear(w.down.parts, up_, false, width, n, w.down.bias_or_null(), out, config_.hidden_dim);
     adapt(rows, n, layer, Target::kDown, up_, width, out, config_.hidden_dim);
+}
+
+// gate = act(gate) * up for n numbers, in place; without gates: up = act(up).
+void Transformer::activate(float* gate, size_t n) const {
+    const Kernels& k = kernels();
+    const float* up = gate + config_.ffn_dim;
+    if (config_.gated && config_.activation == Activation::kSilu) return k.swiglu_f32(gate, up, n, false, gate);
+    const auto act = config_.activation == Activation::kSilu   ? k.silu_f32
+                     : config_.activation == Activation::kGelu ? k.gelu_f32
+                                                               : k.gelu_tanh_f32;
+    act(gate, n, false, gate);
+    for (size_t j = 0; config_.gated && j < n; ++j) gate[j] *= up[j];
+}
+
+// y = W h, then finish(i, unit) for every row i and unit of `units` in ascending order: in the job of the product if
+// `by_unit`, units are independent, and no adapter adds to the outputs of the product.
+template <class Finish>
+void Transformer::project(const InputToken* rows, size_t n, size_t layer, Target target, float* y, Units units,
+                          bool by_unit, Finish&& finish) {
+    const Matrix& w = matrix_of(weights_->layers[layer], target);
+    const bool has_adapter =
+        std::any_of(rows, rows + n, [&](const InputToken& row) { return low_rank(row, layer, target) != nullptr; });
+    auto run = [&](size_t unit, size_t first_row, size_t n_rows) {
+        for (size_t i = first_row; i < first_row + n_rows; ++i) finish(i, unit);
+    };
+    const Epilogue epilogue{
+        .width = units.width,
+        .units = units.count,
+        .fold = w.n() / units.width - units.count,
+        .run = [](void* context, size_t unit, size_t first_row,
+                  size_t n_rows) { (*static_cast<decltype(run)*>(context))(unit, first_row, n_rows); },
+        .context = &run,
+        .missing = missing_};
+    const bool in_job = by_unit && !has_adapter && Epilogue::is_supported(w.parts);
+    linear(w.parts, h_, false, w.k(), n, w.bias_or_null(), y, w.n(), in_job ? &epilogue : nullptr);
+    if (in_job) return;
+    adapt(rows, n, layer, target, h_, config_.hidden_dim, y, w.n());
+    for_rows(n, 2 * w.n(), [&](size_t i) {
+        for (size_t unit = 0; unit < units.count; ++unit) finish(i, unit);
+    });
 }
 
 void Transformer::product(const Matrix& w, const float* x, size_t n, float* y) const {
@@ -307,8 +357,8 @@ void Transformer::adapt(const InputToken* rows, size_t n, size_t layer, Target t
         const Adapter* adapter = rows[begin].adapter;
         for (end = begin + 1; end < n && rows[end].adapter == adapter; ++end) {
         }
-        const LowRank* low = adapter == nullptr ? nullptr : &adapter->layers[layer][static_cast<size_t>(target)];
-        if (low == nullptr || low->a.empty()) continue;
+        const LowRank* low = low_rank(rows[begin], layer, target);
+        if (low == nullptr) continue;
         size_t ranks = 0;
         for (const PackedWeight& a : low->a) ranks += a.n();
         const auto add = [&](size_t row, size_t count) {

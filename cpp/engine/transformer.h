@@ -5,6 +5,7 @@
 // other. The result of a token depends only on its sequence, to the bit: not on the rest of the batch, the chunking of
 // prompts or the number of threads. No allocation after warm-up.
 #pragma once
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -50,15 +51,23 @@ private:
         size_t first, n;
         int64_t shared;
     };
+    struct Part {
+        size_t index, count;
+    };
+    struct Units {  // of the outputs of a product; see Epilogue
+        size_t width, count;
+    };
 
     const std::shared_ptr<const Weights> weights_;
     const ModelConfig& config_;
+    size_t activation_width_;
     size_t max_rows_;
     bool bf16_cache_;
     Arena arena_;
     float *x_, *h_, *qkv_, *attended_, *delta_, *up_, *cos_sin_, *local_cos_sin_, *state_;
     uint8_t* queries_;
     int32_t* positions_;
+    std::atomic<uint32_t>* missing_;  // counters of an epilogue
     std::vector<PrefixGroup> groups_;
     std::vector<float> adapter_hidden_;
 
@@ -68,10 +77,15 @@ private:
     void norm(const NormWeight& w, const float* x, float* residual, float* out) const;
     void post_norm(const NormWeight& w, float* delta, size_t n) const;
     void attention(const InputToken* rows, size_t n, size_t layer, KvMemory& memory);
-    void write_kv(const InputToken& row, size_t i, size_t layer, KvMemory& memory);
-    void attend(const InputToken* rows, const PrefixGroup& group, size_t kv_head, size_t layer, const KvMemory& memory);
+    void finish_head(const InputToken& row, size_t i, size_t unit, size_t layer, KvMemory& memory);
+    void attend(const InputToken* rows, const PrefixGroup& group, size_t kv_head, Part part, size_t layer,
+                const KvMemory& memory);
     void mlp(const InputToken* rows, size_t n, size_t layer, float* out);
+    void activate(float* gate, size_t n) const;
     void product(const Matrix& w, const float* x, size_t n, float* y) const;
+    template <class Finish>
+    void project(const InputToken* rows, size_t n, size_t layer, Target target, float* y, Units units, bool by_unit,
+                 Finish&& finish);
     void adapt(const InputToken* rows, size_t n, size_t layer, Target target, const float* x, size_t ldx, float* y,
                size_t ldy);
     size_t query_bytes() const { return bf16_cache_ ? (config_.head_dim + 1) / 2 * 4 : config_.head_dim * 4; }

@@ -28,7 +28,7 @@ public:
     DecreasingTasks(size_t n, size_t n_threads, size_t least) : n_(n), n_threads_(n_threads) {
         size_t rest = n;
         for (; rest > 2 * n_threads * least; rest -= n_threads * size_of(rest)) ++n_rounds_;
-        n_last_ = std::min(rest, n_threads * std::clamp<size_t>(rest / (n_threads * least), 1, 2));
+        n_last_ = std::min(rest, n_threads * std::clamp<size_t>(ceil_div(rest, n_threads * least), 1, 2));
     }
 
     size_t count() const { return n_rounds_ * n_threads_ + n_last_; }
@@ -46,7 +46,7 @@ public:
 private:
     size_t n_, n_threads_, n_rounds_ = 0, n_last_;
 
-    size_t size_of(size_t rest) const { return rest / (2 * n_threads_); }
+    size_t size_of(size_t rest) const { return ceil_div(rest, 2 * n_threads_); }
 };
 
 }  // namespace whet

@@ -1,6 +1,8 @@
 // The engine without Python, on small random models, for sanitizers: batch invariance to the bit, and freed pages after
 // any cancellation. Numbers are checked against transformers in tests/engine.
+#include <algorithm>
 #include <cmath>
+#include <ctime>
 #include <random>
 #include <vector>
 
@@ -329,6 +331,77 @@ void test_adapters() {
            "running requests keep their adapter");
 }
 
+// ---------------------------------------------------------------- division of work
+
+// A model whose products are worth threads.
+ModelConfig wide_config() {
+    ModelConfig c = config_of(false);
+    c.n_heads = 8, c.n_kv_heads = 2, c.head_dim = 64, c.hidden_dim = 512, c.ffn_dim = 2048;
+    c.rotary_dim = 64;
+    c.inv_freq.assign(32, 0.1);
+    return c;
+}
+
+using Job = std::vector<double>;  // CPU time of each task
+std::vector<Job> jobs;
+
+double cpu_time_us() {
+    timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return static_cast<double>(t.tv_sec) * 1e6 + static_cast<double>(t.tv_nsec) * 1e-3;
+}
+
+// Runs the tasks on the calling thread, in the order in which the pool claims them, and adds the job to `jobs`.
+void trace_job(size_t n_tasks, void (*task)(void*, size_t), void* context) {
+    Job& job = jobs.emplace_back(n_tasks);
+    for (size_t i = n_tasks; i-- > 0;) {
+        const double start = cpu_time_us();
+        task(context, i);
+        job[i] = cpu_time_us() - start;
+    }
+}
+
+// Time of two threads, the second at half speed, that claim the tasks from the last to the first.
+double time_with_slow_thread(const Job& job) {
+    double fast = 0.0, slow = 0.0;
+    for (size_t i = job.size(); i-- > 0;) fast <= slow ? fast += job[i] : slow += 2 * job[i];
+    return std::max(fast, slow);
+}
+
+// The time of a step with a slow thread, divided by its time if all work were divided ideally.
+double loss_by_slow_thread(Engine& s) {
+    jobs.clear();
+    set_job_hook(trace_job);
+    s.step();
+    set_job_hook(nullptr);
+    double time = 0.0, work = 0.0;
+    for (const Job& job : jobs) {
+        time += time_with_slow_thread(job);
+        for (const double task : job) work += task;
+    }
+    return time / (work / 1.5);
+}
+
+void test_division_of_work() {
+    set_num_threads(2, kOversubscribe);
+    Model model(wide_config(), WeightFormat::kBFloat16, 8 + 256, false);
+    Engine s(model.transformer, {20 * KvMemory::page_bytes(model.transformer.config(), false), 8, 256});
+    double prefill = 10.0, token = 10.0;  // the minimum of several: other load disturbs single tasks
+    for (uint64_t round = 0; round < 5; ++round) {
+        const uint64_t id = s.add(prompt(256, 1, 4, round));
+        prefill = std::min(prefill, loss_by_slow_thread(s));
+        for (int i = 0; i < 3; ++i) token = std::min(token, loss_by_slow_thread(s));
+        s.remove(id);
+        s.evict_retained();
+    }
+    const size_t barriers = jobs.size(), n_layers = model.transformer.config().n_layers;
+    expect(barriers <= 5 * n_layers + 2, "%zu barriers of a token in %zu layers, head and sampling", barriers,
+           n_layers);
+    expect(prefill <= 1.15, "a slow thread delays a prefill by a factor of %g", prefill);
+    expect(token <= 1.3, "a slow thread delays a token by a factor of %g", token);
+    set_num_threads(3, kOversubscribe);
+}
+
 }  // namespace
 
 int main() {
@@ -346,5 +419,6 @@ int main() {
         test_conversations();
         test_released_memory();
         test_adapters();
+        test_division_of_work();
     });
 }

@@ -33,9 +33,12 @@ struct Model {
     const std::shared_ptr<Weights> weights;
     Transformer transformer;
 
-    Model(bool other, WeightFormat format, size_t max_rows)
-        : weights(std::make_shared<Weights>(config_of(other))), transformer(weights, max_rows, other) {
+    Model(bool other, WeightFormat format, size_t max_rows) : Model(config_of(other), format, max_rows, other) {}
+
+    Model(const ModelConfig& config, WeightFormat format, size_t max_rows, bool bf16_cache)
+        : weights(std::make_shared<Weights>(config)), transformer(weights, max_rows, bf16_cache) {
         const ModelConfig& c = transformer.config();
+        const bool has_biases = c.norm == Norm::kLayer;
         std::mt19937 bits(7);
         std::normal_distribution<float> normal;
         Weights& w = *weights;
@@ -58,13 +61,13 @@ struct Model {
             const std::string layer = "layers." + std::to_string(i) + ".";
             for (const char* norm : {"norm1", "norm2"}) {
                 vector(layer + norm + ".weight", c.hidden_dim, 1.0f);
-                if (other) vector(layer + norm + ".bias", c.hidden_dim, 0.1f);
+                if (has_biases) vector(layer + norm + ".bias", c.hidden_dim, 0.1f);
             }
             matrix(layer + "qkv", format, c.qkv_dim(), c.hidden_dim);
             matrix(layer + "o", format, c.hidden_dim, c.n_heads * c.head_dim);
-            matrix(layer + (other ? "up" : "gate_up"), format, c.up_dim(), c.hidden_dim);
+            matrix(layer + (c.gated ? "gate_up" : "up"), format, c.up_dim(), c.hidden_dim);
             matrix(layer + "down", format, c.hidden_dim, c.ffn_dim);
-            if (other) vector(layer + "down.bias", c.hidden_dim, 0.2f);
+            if (has_biases) vector(layer + "down.bias", c.hidden_dim, 0.2f);
         }
         vector("final_norm.weight", c.hidden_dim, 1.0f);
         w.allocate();

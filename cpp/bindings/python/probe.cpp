@@ -204,7 +204,8 @@ public:
     // Allocates a zeroed page and frees it, like a sequence of one page.
     size_t take_and_release() {
         const int32_t page = index_.allocate();
-        memory_.apply({page, PageIndex::kNone});
+        const PageWrite write{page, PageIndex::kNone};
+        memory_.apply({&write, 1});
         index_.unref(page);
         return memory_.page_bytes();
     }
