@@ -39,6 +39,10 @@ NEEDS = {
         lambda: bool(shutil.which("aarch64-linux-gnu-g++") and shutil.which("qemu-aarch64-static")),
         "a compiler and an emulator: apt-get install g++-aarch64-linux-gnu qemu-user-static",
     ),
+    "clang": Need(
+        lambda: bool(shutil.which("clang++-19") and shutil.which("llvm-objdump-19")),
+        "a compiler for AArch64 and its disassembler: apt-get install clang-19 llvm-19 g++-aarch64-linux-gnu",
+    ),
     "page": Need(_has_page, "the npm package and a browser: make web; apt-get install chromium"),
 }
 

@@ -26,6 +26,8 @@ ISAS = {
     "avx512": AVX512,
     "avx512bf16": AVX512 | {"avx512_bf16", "avx512_vnni"},
     "neon": set(),
+    "neon_dot": {"asimddp"},
+    "neon_i8mm": {"asimddp", "i8mm", "bf16"},
 }
 
 
@@ -120,7 +122,7 @@ def test_build_info_lists_usable_instruction_sets():
     built, usable = info["instruction_sets"].split(), info["usable_instruction_sets"].split()
     assert set(info) == {"compiler", "build_type", "instruction_sets", "usable_instruction_sets", "processors"}
     assert 1 <= int(info["processors"]) <= len(os.sched_getaffinity(0))
-    assert set(usable) <= set(built) <= set(ISAS) and "scalar" in usable
+    assert set(usable) <= set(built) <= set(ISAS) and built[-1] in ("scalar", "neon") and built[-1] in usable
     assert set(usable) == set(available_isas())
     assert run_python("import whet; print(whet.isa())", WHET_ISA="").stdout.strip() == usable[0]
     assert any(name in info["compiler"] for name in ("GCC", "Clang", "clang")) and info["build_type"]

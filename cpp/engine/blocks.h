@@ -1,7 +1,7 @@
 // The blocks of GGUF's quantised types, byte for byte, and their scalar dequantisation, the reference of the kernels.
 //
 // A weight is w = scale q - min, with an integer q and, for each group of 16 or 32 weights, a scale and, in some types,
-// a min. Packed types (engine/formats.h) store unsigned integers u = q + kBias of kBits, as their panels do. Source of
+// a min. Packed types (engine/formats.h) store integers u = q + kBias of kBits, as their panels do. Source of
 // the layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h, ggml-quants.c.
 #pragma once
 #include <cstddef>
@@ -34,7 +34,7 @@ struct BlockOf {
 // ---------------------------------------------------------------- packed types
 
 // d q
-struct BlockQ8_0 : BlockOf<kQuantBlock, kQuantBlock, 8, 128> {
+struct BlockQ8_0 : BlockOf<kQuantBlock, kQuantBlock, 8, kByteBias> {
     uint16_t d;
     int8_t q[kLength];
 };
@@ -108,7 +108,7 @@ constexpr size_t kRun = Block::kLength == kQuantBlock ? 16
 template <class Block>
 __attribute__((noinline)) void get_integers(const Block& block, uint8_t* u) {
     if constexpr (Block::kBits == 8) {
-        for (size_t i = 0; i < Block::kLength; ++i) u[i] = static_cast<uint8_t>(block.q[i] ^ 0x80);
+        for (size_t i = 0; i < Block::kLength; ++i) u[i] = static_cast<uint8_t>(block.q[i] ^ kByteBias);
     } else {
         for (size_t i = 0; i < Block::kLength / 2; i += kRun<Block>) get_nibbles(block.q + i, kRun<Block>, u + 2 * i);
     }
@@ -124,7 +124,7 @@ __attribute__((noinline)) void get_integers(const Block& block, uint8_t* u) {
 template <class Block>
 __attribute__((noinline)) void put_integers(const uint8_t* u, Block& block) {
     if constexpr (Block::kBits == 8) {
-        for (size_t i = 0; i < Block::kLength; ++i) block.q[i] = static_cast<int8_t>(u[i] ^ 0x80);
+        for (size_t i = 0; i < Block::kLength; ++i) block.q[i] = static_cast<int8_t>(u[i] ^ kByteBias);
     } else {
         for (size_t i = 0; i < Block::kLength / 2; i += kRun<Block>) put_nibbles(u + 2 * i, kRun<Block>, block.q + i);
     }

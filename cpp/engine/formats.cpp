@@ -82,12 +82,12 @@ void get_step(const uint8_t* panel, size_t j, uint8_t* u) {
 
 size_t int8_scale_at(size_t k, size_t j) { return ceil_div(k, kQuantBlock) * kInt8Layout.step_bytes + 4 * j; }
 
-// Integers are stored unsigned, with an offset of 128, and zero-padded.
+// Integers are stored with kByteBias, and zero-padded.
 void pack_int8(const uint8_t* row, size_t k, uint8_t* panel, size_t j) {
     std::memcpy(panel + int8_scale_at(k, j), row + k, 4);
     for (size_t i = 0; i < k; i += kQuantBlock, panel += kInt8Layout.step_bytes) {
         uint8_t u[kQuantBlock];
-        for (size_t l = 0; l < kQuantBlock; ++l) u[l] = (i + l < k ? row[i + l] : 0) ^ 0x80;
+        for (size_t l = 0; l < kQuantBlock; ++l) u[l] = (i + l < k ? row[i + l] : 0) ^ kByteBias;
         put_step<8>(u, panel, j);
     }
 }
@@ -97,7 +97,7 @@ void unpack_int8(const uint8_t* panel, size_t j, size_t k, uint8_t* row) {
     for (size_t i = 0; i < k; i += kQuantBlock, panel += kInt8Layout.step_bytes) {
         uint8_t u[kQuantBlock];
         get_step<8>(panel, j, u);
-        for (size_t l = 0; l < kQuantBlock && i + l < k; ++l) row[i + l] = u[l] ^ 0x80;
+        for (size_t l = 0; l < kQuantBlock && i + l < k; ++l) row[i + l] = u[l] ^ kByteBias;
     }
 }
 

@@ -144,13 +144,14 @@ void multiply_bfloat16(const Layer& layer) {
 
 void multiply_quantised(const Layer& layer) {
     const size_t rows = layer.rows, k = layer.k(), blocks = layer.steps(), width = blocks * kQuantBlock;
+    const size_t integers = (rows + rows % 2) * width;  // of an even number of rows
     const auto row_at = [=](uint8_t* memory, size_t row) {
-        auto* scales = reinterpret_cast<float*>(memory + rows * width) + row * blocks;
+        auto* scales = reinterpret_cast<float*>(memory + integers) + row * blocks;
         auto* offsets = reinterpret_cast<int32_t*>(scales + 2 * rows * blocks);
-        return QuantisedInputs{reinterpret_cast<int8_t*>(memory) + row * width, scales, scales + rows * blocks, offsets,
-                               offsets + rows * blocks};
+        auto* q = reinterpret_cast<int8_t*>(memory) + kernels().quantised_row_offset(row, width);
+        return QuantisedInputs{q, scales, scales + rows * blocks, offsets, offsets + rows * blocks};
     };
-    const Inputs quantised(rows, k, rows * (width + 16 * blocks), [&](uint8_t* memory, size_t i) {
+    const Inputs quantised(rows, k, integers + 16 * rows * blocks, [&](uint8_t* memory, size_t i) {
         float* wide = layer.x_bf16 ? scratch<float>(k, Scratch::kRow) : nullptr;
         if (layer.x_bf16) kernels().f32_from_bf16(layer.x_bits(i), k, wide);
         kernels().quantize_row_f32(layer.x_bf16 ? wide : layer.x_f32(i), k, row_at(memory, i));

@@ -28,6 +28,7 @@ const Unit* units(size_t& count) {
     const bool avx512bf16 = avx512 && has.avx512bf16 && has.avx512vnni;
 #elif defined(__aarch64__)
     constexpr bool neon = true;
+    const bool neon_dot = has.dotprod, neon_i8mm = has.dotprod && has.i8mm && has.bf16;
 #endif
 #define UNIT(isa) {&isa::table, isa},
     static const Unit all[] = {WHET_UNITS};

@@ -10,8 +10,8 @@
 // also for the first 16 of a block. The formats differ in the storage of u and in the scales:
 //
 //           bits of u   bias   scale, min
-//   int8    8           128    one float32 scale per output
-//   q8_0    8           128    d, one float16 per output and block of 32
+//   int8    8      kByteBias   one float32 scale per output
+//   q8_0    8      kByteBias   d, one float16 per output and block of 32
 //   q4_0    4           8      d, likewise
 //   q5_0    5           16     d, likewise
 //   q4_1    4                  d, and -m for min: float16 d and m per block of 32
@@ -26,6 +26,7 @@
 #include "kernels/linear.h"
 #include "simd/dot.h"
 #include "simd/lanes.h"
+#include "simd/parts.h"
 #include "simd/vec.h"
 
 namespace whet::WHET_ISA {
@@ -35,21 +36,6 @@ struct QuantisedRows : QuantisedInputs {
     size_t rows, blocks;
 };
 
-WHET_INLINE u8x64 low_nibbles(u8x64 x) { return x & u8x64(15); }
-// Shifts 32-bit words by n bits to the right (left if n < 0): the caller masks the bits that cross into other bytes.
-template <int n>
-WHET_INLINE u8x64 shift_right(u8x64 x) {
-    auto words = bit_cast<Vec<uint32_t>>(x);
-    WHET_EACH_PART(p) {
-        if constexpr (n < 0) {
-            words.part[p] = words.part[p] << -n;
-        } else {
-            words.part[p] = words.part[p] >> n;
-        }
-    }
-    return bit_cast<u8x64>(words);
-}
-WHET_INLINE u8x64 high_nibbles(u8x64 x) { return shift_right<4>(x) & u8x64(15); }
 WHET_INLINE u8x64 high_nibbles_unshifted(u8x64 x) { return x & u8x64(0xf0); }
 
 WHET_INLINE i32x16 divide_by_16(i32x16 x) {
@@ -57,7 +43,8 @@ WHET_INLINE i32x16 divide_by_16(i32x16 x) {
     return x;
 }
 
-// --- the formats. Scales are unpacked for a group of blocks; scale(i) scales its i-th block.
+// --- the formats. Scales are unpacked for a group of blocks; scale(i) scales its i-th block, and read_scales reads it
+// for some parts of the outputs.
 
 // The scaling of a block's integer sum: one scale per output, applied at the end; a scale per block; scale and min.
 enum class Scaling { kOutputScale, kBlockScale, kBlockScaleMin };
@@ -74,45 +61,89 @@ struct Float16Scales {  // per output and block: float16 d, and m = -min if coun
     }
     WHET_INLINE f32x16 scale(size_t i) const { return load_f16(scales + 16 * count * i); }
     WHET_INLINE f32x16 neg_min(size_t i) const { return load_f16(scales + 16 * count * i + 16); }
+    template <class Part, int n_parts>
+    WHET_INLINE void read_scales(size_t i, size_t output, Part (&parts)[n_parts]) const {
+        for (int p = 0; p < n_parts; ++p) read_f16(scales + 16 * count * i + output + 4 * p, parts[p]);
+    }
+    template <class Part, int n_parts>
+    WHET_INLINE void read_neg_mins(size_t i, size_t output, Part (&parts)[n_parts]) const {
+        read_scales(i, 16 + output, parts);
+    }
 };
 
-// Scales of 256 inputs are converted to float once for all rows of a tile.
+// A finite float16 number d times n x 16 bytes: converted to float once for all rows of a tile, but on use in a tile of
+// parts, which uses each of them once.
+template <class Byte, size_t n>
+struct ByteScales {
+    alignas(64) float numbers[kMultipliesParts ? 32 : 16 * n];  // d and -d kByteZero, or d times the bytes
+    const Byte* bytes;                                          // of a tile of parts
+
+    WHET_INLINE void unpack(const Byte* from, f32x16 d) {
+        if constexpr (kMultipliesParts) {
+            bytes = from;
+            store(numbers, d);
+            return store(numbers + 16, d * f32x16(-kByteZero<Byte>));
+        }
+        for (size_t i = 0; i < n; ++i) store(numbers + 16 * i, d * load_bytes(from + 16 * i));
+    }
+    WHET_INLINE f32x16 get(size_t i) const {
+        if constexpr (kMultipliesParts) return load(numbers) * load_bytes(bytes + 16 * i);
+        return load(numbers + 16 * i);
+    }
+    template <class Part, int n_parts>
+    WHET_INLINE void read(size_t i, size_t output, Part (&parts)[n_parts]) const {
+        read_bytes(bytes + 16 * i + output, parts);
+#pragma GCC unroll 4
+        for (int p = 0; p < n_parts; ++p) {
+            const float* at = numbers + output + 4 * p;
+            Part d;
+            __builtin_memcpy(&d, at, sizeof d);
+            parts[p] = fma(d, parts[p], load_copy<Part>(at + 16));
+        }
+    }
+};
+
 struct Q6KScales {  // d times 16 int8, one per 16 inputs
-    alignas(64) float scales[16 * 16];
+    ByteScales<int8_t, 16> scales;
 
     WHET_INLINE void unpack(const uint8_t* all, size_t block) {
         const uint8_t* bytes = all + block / kQ6_KLayout.group * kQ6_KLayout.group_bytes;
-        const f32x16 d = load_f16(reinterpret_cast<const uint16_t*>(bytes + 256));
-        for (size_t i = 0; i < 16; ++i) {
-            store(scales + 16 * i, d * to_f32(load_bytes(reinterpret_cast<const int8_t*>(bytes) + 16 * i)));
-        }
+        scales.unpack(reinterpret_cast<const int8_t*>(bytes), load_f16(reinterpret_cast<const uint16_t*>(bytes + 256)));
     }
-    WHET_INLINE f32x16 scale(size_t i) const { return load(scales + 16 * i); }
+    WHET_INLINE f32x16 scale(size_t i) const { return scales.get(i); }
+    template <class Part, int n_parts>
+    WHET_INLINE void read_scales(size_t i, size_t output, Part (&parts)[n_parts]) const {
+        scales.read(i, output, parts);
+    }
 };
 
 // 12 x 16 bytes (the format's 12 bytes for 16 outputs), d, then dmin. With bytes 0-3, 4-7 and 8-11 as a, b, c: the
 // factors of blocks 0-3 are the low 6 bits of a and b; the factors of blocks 4-7 have their low 4 bits in the nibbles
 // of c and their high 2 bits in the top 2 bits of a and b.
 struct KQuantScales {
-    alignas(64) float scales[8 * 16], neg_mins[8 * 16];
+    uint8_t factors[2][8 * 16];
+    ByteScales<uint8_t, 8> scales, neg_mins;
 
     WHET_INLINE void unpack(const uint8_t* all, size_t block) {
         const uint8_t* bytes = all + block / kQ4_KLayout.group * kQ4_KLayout.group_bytes;
         const u8x64 a = load(bytes), b = load(bytes + 64), c = load(bytes + 128), six_bits(63), top_bits(0x30);
-        uint8_t factors[2][8 * 16];
         store(factors[0], a & six_bits);
         store(factors[1], b & six_bits);
         store(factors[0] + 64, low_nibbles(c) | (shift_right<2>(a) & top_bits));
         store(factors[1] + 64, high_nibbles(c) | (shift_right<2>(b) & top_bits));
-        const f32x16 d = load_f16(reinterpret_cast<const uint16_t*>(bytes + 192));
-        const f32x16 dmin = load_f16(reinterpret_cast<const uint16_t*>(bytes + 224));
-        for (size_t i = 0; i < 8; ++i) {
-            store(scales + 16 * i, d * to_f32(load_bytes(factors[0] + 16 * i)));
-            store(neg_mins + 16 * i, -(dmin * to_f32(load_bytes(factors[1] + 16 * i))));
-        }
+        scales.unpack(factors[0], load_f16(reinterpret_cast<const uint16_t*>(bytes + 192)));
+        neg_mins.unpack(factors[1], -load_f16(reinterpret_cast<const uint16_t*>(bytes + 224)));
     }
-    WHET_INLINE f32x16 scale(size_t i) const { return load(scales + 16 * i); }
-    WHET_INLINE f32x16 neg_min(size_t i) const { return load(neg_mins + 16 * i); }
+    WHET_INLINE f32x16 scale(size_t i) const { return scales.get(i); }
+    WHET_INLINE f32x16 neg_min(size_t i) const { return neg_mins.get(i); }
+    template <class Part, int n_parts>
+    WHET_INLINE void read_scales(size_t i, size_t output, Part (&parts)[n_parts]) const {
+        scales.read(i, output, parts);
+    }
+    template <class Part, int n_parts>
+    WHET_INLINE void read_neg_mins(size_t i, size_t output, Part (&parts)[n_parts]) const {
+        neg_mins.read(i, output, parts);
+    }
 };
 static_assert(kQ4_KLayout.group_bytes == kQ5_KLayout.group_bytes);
 
@@ -125,8 +156,8 @@ struct Panel {
     using Scales = ScalesOf;
 };
 
-using Int8Panel = Panel<kInt8Layout, 8, 128, Scaling::kOutputScale, NoScales>;
-using Q8_0Panel = Panel<kQ8_0Layout, 8, 128, Scaling::kBlockScale, Float16Scales<1>>;
+using Int8Panel = Panel<kInt8Layout, 8, kByteBias, Scaling::kOutputScale, NoScales>;
+using Q8_0Panel = Panel<kQ8_0Layout, 8, kByteBias, Scaling::kBlockScale, Float16Scales<1>>;
 using Q4_0Panel = Panel<kQ4_0Layout, 4, 8, Scaling::kBlockScale, Float16Scales<1>>;
 using Q4_1Panel = Panel<kQ4_1Layout, 4, 0, Scaling::kBlockScaleMin, Float16Scales<2>>;
 using Q5_0Panel = Panel<kQ5_0Layout, 5, 16, Scaling::kBlockScale, Float16Scales<1>>;
@@ -137,7 +168,9 @@ using Q6_KPanel = Panel<kQ6_KLayout, 6, 32, Scaling::kBlockScale, Q6KScales>;
 
 #if defined(__AVX512F__)
 constexpr int kQuantisedRows = 4, kQuantisedPanels = 3;  // each with an int32 and a float32 sum in registers
-#elif defined(__AVX2__) || defined(__aarch64__) || defined(__wasm_relaxed_simd__)
+#elif defined(__aarch64__)
+constexpr int kQuantisedRows = 8, kQuantisedPanels = 1;  // part by part
+#elif defined(__AVX2__) || defined(__wasm_relaxed_simd__)
 constexpr int kQuantisedRows = 2, kQuantisedPanels = 1;
 #else
 constexpr int kQuantisedRows = 1, kQuantisedPanels = 1;
@@ -270,10 +303,11 @@ WHET_INLINE void add_nibbles_in_two_passes(i32x16 (&dot)[n_rows][n_panels], cons
 // Unpacks vector v of a block, the integers of 4 inputs: nibbles, plus the high bits in the formats of 5 and 6 bits.
 template <int bits, int v>
 WHET_INLINE u8x64 unpack_integers(const uint8_t* block) {
+    if constexpr (bits == 8) return load(block + 64 * v);
     const u8x64 bytes = load(block + 64 * (v % 4)), nibbles = v < 4 ? low_nibbles(bytes) : high_nibbles(bytes);
     if constexpr (bits == 4) {
         return nibbles;
-    } else {
+    } else if constexpr (bits < 8) {
         constexpr int extra_bits = bits - 4, per_vector = 8 / extra_bits, place = extra_bits * (v % per_vector);
         const u8x64 high_bits = load(block + 64 * (4 + v / per_vector)), mask(((1 << extra_bits) - 1) << 4);
         return nibbles | (shift_right<place - 4>(high_bits) & mask);
@@ -375,15 +409,13 @@ WHET_INLINE void add_block(f32x16 (&sum)[n_rows][n_panels], const typename Panel
     if constexpr (s + 1 < Panel::kScales) add_block<Panel, s + 1>(sum, scales, in, at, i, block, panel_bytes);
 }
 
+// Adds the scaled products of all blocks. `first` is the first panel.
 template <class Panel, int n_rows, int n_panels>
-__attribute__((noinline)) void quantised_tile(const QuantisedRows& in, size_t row, const uint8_t* panels, size_t panel,
-                                              const Outputs& out) {
+WHET_INLINE void add_blocks(f32x16 (&sum)[n_rows][n_panels], const QuantisedRows& in, size_t row,
+                            const uint8_t* first) {
     constexpr PanelLayout layout = Panel::kLayout;
     const size_t blocks = in.blocks, panel_bytes = layout.bytes(blocks);
-    const uint8_t* first = panels + panel * panel_bytes;
     const uint8_t* first_scales = first + blocks * layout.step_bytes;
-    f32x16 sum[n_rows][n_panels];
-    set_zero(sum);
     for (size_t begin = 0; begin < blocks; begin += layout.group) {
         typename Panel::Scales scales[n_panels];
 #pragma GCC unroll 4
@@ -393,11 +425,149 @@ __attribute__((noinline)) void quantised_tile(const QuantisedRows& in, size_t ro
             add_block<Panel, 0>(sum, scales, in, row * blocks + begin + i, i, block, panel_bytes);
         }
     }
+}
+
+// --- the same part by part (simd/parts.h). A tile of n_rows keeps n_parts of a panel in registers, and goes through
+// the panel in passes of some blocks, which stay in the L1 cache until the last part has used them.
+
+constexpr size_t kPassBlocks = 8;
+template <int n_rows>
+constexpr int kTileParts = n_rows >= 8   ? 1
+                           : n_rows >= 4 ? 2
+                                         : 4;
+
+// The bias subtracted from the weights of tiles of many rows; with few rows, sums are corrected instead.
+template <class Panel, int n_rows>
+constexpr uint8_t kWeightBias = n_rows > 4 ? Panel::kBias : 0;
+
+// Unpacks inputs [8 i, 8 i + 8) of the part at `block`, less `bias`: two vectors, arranged for tiles of n_rows. Nibbles
+// less a bias are 16 times as large, which saves an operation for each vector.
+template <int bits, uint8_t bias, int i, int n_rows>
+WHET_INLINE void unpack_eight(const uint8_t* block, u8x64::Native& first, u8x64::Native& second) {
+    if constexpr (bits == 4) {
+        const uint8_t* bytes = block + 64 * (2 * i % 4);
+        first = load(bytes).part[0], second = load(bytes + 64).part[0];
+        arrange<n_rows>(first, second);
+        if constexpr (bias == 0) {
+            first = i < 2 ? first & 15 : first >> 4, second = i < 2 ? second & 15 : second >> 4;
+        } else {
+            constexpr uint8_t both = 0x11 * bias;
+            first ^= both, second ^= both;
+            first = i < 2 ? first << 4 : first & 0xf0, second = i < 2 ? second << 4 : second & 0xf0;
+        }
+    } else {
+        first = unpack_integers<bits, 2 * i>(block).part[0] - bias;
+        second = unpack_integers<bits, 2 * i + 1>(block).part[0] - bias;
+        arrange<n_rows>(first, second);
+    }
+}
+template <int bits, uint8_t bias>
+constexpr int kFactor = bits == 4 && bias != 0 ? 16 : 1;
+
+// Adds the products of inputs [8 i, 8 end) of a block.
+template <int bits, uint8_t bias, int i, int end, int n_rows, int n_parts>
+WHET_INLINE void add_part_products(i32x16::Native (&dot)[n_rows][n_parts], const int8_t* q, size_t width,
+                                   const uint8_t* block) {
+#pragma GCC unroll 4
+    for (int p = 0; p < n_parts; ++p) {
+        u8x64::Native first, second;
+        unpack_eight<bits, bias, i, n_rows>(block + 16 * p, first, second);
+        add_eight_inputs(dot, p, first, second, q + 8 * kPairedRows * i, width);
+    }
+    if constexpr (i + 1 < end) add_part_products<bits, bias, i + 1, end>(dot, q, width, block);
+}
+
+// Adds the scaled products of block i of a pass, from its s-th scale on, to n_parts from `output` on.
+template <class Panel, int s, int n_rows, int n_parts>
+WHET_INLINE void add_block_part(f32x16::Native (&sum)[n_rows][n_parts], const typename Panel::Scales& scales,
+                                const QuantisedRows& in, size_t at, size_t i, const int8_t* q, const uint8_t* block,
+                                size_t output) {
+    i32x16::Native dot[n_rows][n_parts];
+    constexpr uint8_t bias = kWeightBias<Panel, n_rows>;
+    constexpr int factor = kFactor<Panel::kBits, bias>, n = 4 / Panel::kScales;
+    set_zero<factor>(dot);
+    add_part_products<Panel::kBits, bias, n * s, n*(s + 1)>(dot, q, 32 * in.blocks, block);
+    separate_rows(dot);
+    if constexpr (Panel::kBias != bias) {
+        constexpr int shift = __builtin_ctz(128 / Panel::kBias);  // offsets are multiples of 128
+#pragma GCC unroll 4
+        for (int r = 0; r < n_rows; ++r) {
+            const auto offset = i32x16(offset_of<Panel>(in, at + r * in.blocks, s)).part[0] >> shift;
+#pragma GCC unroll 4
+            for (int p = 0; p < n_parts; ++p) dot[r][p] += offset;
+        }
+    }
+    f32x16::Native scale[n_parts], neg_min[n_parts];
+    if constexpr (Panel::kScaling != Scaling::kOutputScale) scales.read_scales(Panel::kScales * i + s, output, scale);
+    if constexpr (Panel::kScaling == Scaling::kBlockScaleMin) scales.read_neg_mins(i, output, neg_min);
+#pragma GCC unroll 8
+    for (int r = 0; r < n_rows; ++r) {
+        const auto x_scale = f32x16(in.scales[at + r * in.blocks]).part[0];
+#pragma GCC unroll 4
+        for (int p = 0; p < n_parts; ++p) {
+            const auto product = Panel::kScaling == Scaling::kOutputScale ? x_scale : scale[p] * x_scale;
+            sum[r][p] = fma(to_f32<factor>(dot[r][p]), product, sum[r][p]);
+        }
+        if constexpr (Panel::kScaling == Scaling::kBlockScaleMin) {
+            const auto inputs = f32x16(in.sums[at + r * in.blocks]).part[0];
+#pragma GCC unroll 4
+            for (int p = 0; p < n_parts; ++p) sum[r][p] = fma(neg_min[p], inputs, sum[r][p]);
+        }
+    }
+    if constexpr (s + 1 < Panel::kScales) add_block_part<Panel, s + 1>(sum, scales, in, at, i, q, block, output);
+}
+
+// Adds the scaled products of a pass of `count` blocks to n_parts of `sums`, the sums of 16 outputs of each row.
+template <class Panel, int n_rows, int n_parts>
+WHET_INLINE void add_pass_part(float* sums, const typename Panel::Scales& scales, const QuantisedRows& in, size_t at,
+                               size_t count, const int8_t* q, const uint8_t* block, size_t output) {
+    f32x16::Native sum[n_rows][n_parts];
+    constexpr size_t bytes = sizeof sum[0];
+#pragma GCC unroll 8
+    for (int r = 0; r < n_rows; ++r) __builtin_memcpy(sum[r], sums + 16 * r + output, bytes);
+    for (size_t i = 0; i < count; ++i, block += Panel::kLayout.step_bytes, q += 32 * kPairedRows) {
+        add_block_part<Panel, 0>(sum, scales, in, at + i, i, q, block, output);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < n_rows; ++r) __builtin_memcpy(sums + 16 * r + output, sum[r], bytes);
+}
+
+template <class Panel, int n_rows>
+WHET_INLINE void add_blocks_by_part(float* sums, const QuantisedRows& in, size_t row, const uint8_t* panel) {
+    constexpr int n_parts = kTileParts<n_rows>;
+    constexpr size_t step_bytes = Panel::kLayout.step_bytes;
+    const int8_t* q = in.q + inputs_offset(row, 32 * in.blocks);
+    for (size_t begin = 0; begin < in.blocks; begin += kPassBlocks) {
+        const size_t count = in.blocks - begin < kPassBlocks ? in.blocks - begin : kPassBlocks;
+        typename Panel::Scales scales;
+        scales.unpack(panel + in.blocks * step_bytes, begin);
+        for (size_t output = 0; output < 16; output += 4 * n_parts) {
+            add_pass_part<Panel, n_rows, n_parts>(sums, scales, in, row * in.blocks + begin, count,
+                                                  q + 32 * kPairedRows * begin, panel + begin * step_bytes + 4 * output,
+                                                  output);
+        }
+    }
+}
+
+template <class Panel, int n_rows, int n_panels>
+__attribute__((noinline)) void quantised_tile(const QuantisedRows& in, size_t row, const uint8_t* panels, size_t panel,
+                                              const Outputs& out) {
+    constexpr PanelLayout layout = Panel::kLayout;
+    const size_t panel_bytes = layout.bytes(in.blocks);
+    const uint8_t* first = panels + panel * panel_bytes;
+    f32x16 sum[n_rows][n_panels];
+    set_zero(sum);
+    if constexpr (kMultipliesParts) {
+        add_blocks_by_part<Panel, n_rows>(reinterpret_cast<float*>(sum), in, row, first);
+    } else {
+        add_blocks<Panel>(sum, in, row, first);
+    }
     if constexpr (Panel::kScaling == Scaling::kOutputScale) {
 #pragma GCC unroll 4
         for (int p = 0; p < n_panels; ++p) {
-            const f32x16 scale = load(reinterpret_cast<const float*>(first_scales + p * panel_bytes));
-#pragma GCC unroll 4
+            const uint8_t* scales = first + p * panel_bytes + in.blocks * layout.step_bytes;
+            const f32x16 scale = load(reinterpret_cast<const float*>(scales));
+#pragma GCC unroll 8
             for (int r = 0; r < n_rows; ++r) sum[r][p] = sum[r][p] * scale;
         }
     }
@@ -411,6 +581,12 @@ WHET_INLINE void quantised_panels(const QuantisedRows& in, const uint8_t* panels
     size_t row = 0;
     for (; row + kQuantisedRows <= in.rows; row += kQuantisedRows) {
         quantised_tile<Panel, kQuantisedRows, n_panels>(in, row, panels, panel, out);
+    }
+    if constexpr (kQuantisedRows > 4) {
+        if (row + 4 <= in.rows) {
+            quantised_tile<Panel, 4, n_panels>(in, row, panels, panel, out);
+            row += 4;
+        }
     }
     if (kQuantisedRows > 2 && row + 2 <= in.rows) {
         quantised_tile<Panel, 2, n_panels>(in, row, panels, panel, out);
@@ -471,20 +647,23 @@ WHET_SHARED void quantize_blocks(const float* x, size_t first, size_t blocks, co
     float inverses[16];
     store(inverses, select((maximum > zero) & (maximum < limit) & (inverse < limit), inverse, zero));
     for (int b = 0; b < 16; ++b) lanes[b] = first_halves[b] = zero;
-    int8_t* q = to.q + 32 * first;
+    int8_t* q = to.q + 32 * kPairedRows * first;
     for (size_t b = 0; b < blocks; ++b) {
         const Rounded<float> low(load(x + 32 * b), f32x16(inverses[b]));
         const Rounded<float> high(load(x + 32 * b + 16), f32x16(inverses[b]));
         first_halves[b] = low.value();
         lanes[b] = low.value() + high.value();
-        store_low_bytes(q + 32 * b, bit_cast<i32x16>(low.shifted));  // the low bits are the integers
-        store_low_bytes(q + 32 * b + 16, bit_cast<i32x16>(high.shifted));
+        store_inputs(q, 32 * b, bit_cast<i32x16>(low.shifted));  // the low bits are the integers
+        store_inputs(q, 32 * b + 16, bit_cast<i32x16>(high.shifted));
     }
     const f32x16 totals = sum_each(lanes);
     store_first(to.sums + first, scales * totals, n);
     store_offsets(totals, n, to.offsets + first);
     store_offsets(sum_each(first_halves), n, to.half_offsets + first);
 }
+
+// Offset of a row of `width` integers among quantised inputs.
+size_t quantised_row_offset(size_t row, size_t width) { return inputs_offset(row, width); }
 
 // Quantises a row of n inputs, padded with zeros to whole blocks.
 void quantize_row_f32(const float* x, size_t n, const QuantisedInputs& to) {

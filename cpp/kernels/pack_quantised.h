@@ -22,7 +22,7 @@ WHET_INLINE f32x16 nearest(f32x16 x, float low, float high) {
 // The low bits of an integral float, from the mantissa of its sum with kRounder.
 WHET_INLINE NativeU32 low_bits(f32x16::Native whole) { return (NativeU32)(whole + kRounder<float>); }
 
-// Packs four integral vectors in [0, 255] to the bytes of words.
+// Packs four integral vectors in [-128, 255] to the bytes of words.
 WHET_INLINE f32x16 four_bytes(const f32x16 (&x)[4]) {
     f32x16 words;
     WHET_EACH_PART(p) {
@@ -58,7 +58,7 @@ WHET_INLINE f32x16 abs_max(const float* tile, f32x16 maximum) {
     return maximum;
 }
 
-// Stores the 8 words of a block, with a bias of 128.
+// Stores the 8 words of a block.
 WHET_INLINE void put_int8(const float* tile, f32x16 scale, const PanelTask& task, float* words) {
     const auto some = scale > f32x16(0.0f);
     for (size_t w = 0; w < 8; ++w) {
@@ -66,7 +66,7 @@ WHET_INLINE void put_int8(const float* tile, f32x16 scale, const PanelTask& task
 #pragma GCC unroll 4
         for (size_t i = 0; i < 4; ++i) {
             const f32x16 x = select(some, load(tile + 64 * w + 16 * i) / scale, f32x16(0.0f));
-            q[i] = nearest(x, -127.0f, 127.0f) + f32x16(128.0f);
+            q[i] = nearest(x, -127.0f, 127.0f) + f32x16(kByteBias);
         }
         put(words + 16 * w, four_bytes(q), task);
     }

@@ -21,6 +21,14 @@ struct PanelLayout {
     }
 };
 
+// Bias of 8-bit integers in a panel: the dot products of x86 and WebAssembly take unsigned weights and signed inputs,
+// the ones of AArch64 two signed factors.
+#if defined(__aarch64__)
+constexpr int kByteBias = 0;
+#else
+constexpr int kByteBias = 128;
+#endif
+
 constexpr PanelLayout kFloat32Layout = {1, 4 * kPanel};
 constexpr PanelLayout kBFloat16Layout = {2, 4 * kPanel};
 constexpr PanelLayout kInt8Layout = {kQuantBlock, kQuantBlock * kPanel, 1, 0, 4 * kPanel};

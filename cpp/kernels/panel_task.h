@@ -27,8 +27,9 @@ struct UnpackTask {
     bool bf16;
 };
 
-// Quantised inputs (linear_quantised.h) from one row on: integers, and per block of 32 a scale, the sum of the
-// dequantised inputs, and -128 times the sum of the integers, over the block and over its first 16.
+// Quantised inputs (linear_quantised.h) from one row on: integers, for which quantised_row_offset of kernels.def finds
+// a row and which have memory for an even number of rows; and per block of 32 a scale, the sum of the dequantised
+// inputs, and -128 times the sum of the integers, over the block and over its first 16.
 struct QuantisedInputs {
     int8_t* q = nullptr;
     float *scales = nullptr, *sums = nullptr;

@@ -71,14 +71,7 @@ struct BFloat16Tile {
 // Inputs 4 v to 4 v + 3 of a block as signed bytes q of a word.
 template <class Panel, int v>
 WHET_INLINE f32x16 four_integers(const uint8_t* block) {
-    u8x64 u;
-    if constexpr (Panel::kBits == 8) {
-        u = load(block + 64 * v);
-    } else if constexpr (Panel::kBits == 4) {
-        u = v < 4 ? low_nibbles(load(block + 64 * v)) : high_nibbles(load(block + 64 * (v % 4)));
-    } else {
-        u = unpack_integers<Panel::kBits, v>(block);
-    }
+    const u8x64 u = unpack_integers<Panel::kBits, v>(block);
     return bit_cast<f32x16>(u - u8x64(Panel::kBias));
 }
 
@@ -125,7 +118,7 @@ struct QuantisedTile {
     template <class T>
     WHET_INLINE void put(size_t j, size_t n, T* row) const {
         rows::each(0, n, [&](size_t i, int count) WHET_INLINE_LAMBDA {
-            f32x16 x = f32x16(scales[i / 16][j]) * to_f32(load_bytes(q + kInputs * j + i));
+            f32x16 x = f32x16(scales[i / 16][j]) * load_bytes(q + kInputs * j + i);
             if constexpr (Panel::kScaling == Scaling::kBlockScaleMin) x += f32x16(neg_mins[i / 16][j]);
             rows::put(row + i, x, count);
         });

@@ -1,8 +1,8 @@
 // Dot products of bfloat16 pairs and of int8 quadruples, and rounding to bfloat16, on the 64-byte vectors of vec.h.
 //
-// The int8 product is exact, and the rounding is integer arithmetic: the same bits on every instruction set. avx512bf16
-// has an instruction for the bfloat16 product (vdpbf16ps); elsewhere two fma in the same order give the same bits,
-// except for subnormal numbers: see dot_bf16.
+// The int8 product is exact, and the rounding is to nearest even: the same bits on every instruction set. avx512bf16
+// has an instruction for the bfloat16 product (vdpbf16ps) and neon_i8mm two (bfmlalt, bfmlalb); elsewhere two fma in
+// the same order give the same bits, except for subnormal numbers on avx512bf16: see dot_bf16.
 #pragma once
 #include "simd/vec.h"
 
@@ -40,6 +40,13 @@ WHET_INLINE f32x16 dot_bf16(f32x16 sum, u16x32 a, u16x32 b) {
 #if defined(__AVX512BF16__)
     sum.part[0] = _mm512_dpbf16_ps(sum.part[0], (__m512bh)a.part[0], (__m512bh)b.part[0]);
     return sum;
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    // bfdot, which adds a pair in one instruction, rounds its sum to odd first: other bits.
+    WHET_EACH_PART(p) {
+        const auto x = (bfloat16x8_t)a.part[p], y = (bfloat16x8_t)b.part[p];
+        sum.part[p] = vbfmlalbq_f32(vbfmlaltq_f32(sum.part[p], x, y), x, y);
+    }
+    return sum;
 #else
     return fma(even_bf16(a), even_bf16(b), fma(odd_bf16(a), odd_bf16(b), sum));
 #endif
@@ -61,12 +68,19 @@ WHET_INLINE NativeU32 rounded_bf16(f32x16::Native x) {
 #if defined(__AVX512BF16__)
 // Whether a lane is subnormal: the instructions that round to bfloat16 would flush it to zero.
 WHET_INLINE bool any_subnormal(__m512 x) { return __builtin_expect(_mm512_fpclass_ps_mask(x, 0x20) != 0, 0); }
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+// bf16_of for the lanes of two registers; the instructions keep subnormals.
+WHET_INLINE NativeU16 join_bf16(f32x16::Native low, f32x16::Native high) {
+    return (NativeU16)vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(low), high);
+}
 #endif
 
 typedef uint16_t HalfU16 __attribute__((vector_size(kNativeBytes / 2)));
 WHET_INLINE HalfU16 narrow_bf16(f32x16::Native x) {
 #if defined(__AVX512BF16__)
     if (!any_subnormal(x)) return (HalfU16)_mm512_cvtneps_pbh(x);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return (HalfU16)vcvt_bf16_f32(x);
 #endif
     const NativeU32 word = rounded_bf16(x) >> 16;
 #if defined(__AVX512F__)
@@ -108,17 +122,22 @@ WHET_INLINE void store_first_bf16(uint16_t* out, f32x16 v, int n) {
 // 32 bfloat16 numbers: `even` rounded in lanes 2i, `odd` in lanes 2i + 1. The inverse of even_bf16 and odd_bf16.
 WHET_INLINE u16x32 zip_bf16(f32x16 even, f32x16 odd) {
     u16x32 out;
+    [[maybe_unused]] constexpr auto zipped_lane = [](int i) { return i / 2 + i % 2 * f32x16::kPartLanes; };
 #if defined(__AVX512BF16__)
     if (!any_subnormal(even.part[0]) && !any_subnormal(odd.part[0])) {
         const NativeU16 joined = (NativeU16)_mm512_cvtne2ps_pbh(odd.part[0], even.part[0]);
-        constexpr auto zipped_lane = [](int i) { return i / 2 + i % 2 * 16; };
         out.part[0] = shuffle<zipped_lane>(joined, joined);
         return out;
     }
 #endif
     WHET_EACH_PART(p) {
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+        const NativeU16 joined = join_bf16(even.part[p], odd.part[p]);
+        out.part[p] = shuffle<zipped_lane>(joined, joined);
+#else
         const NativeU32 word = (rounded_bf16(even.part[p]) >> 16) | (rounded_bf16(odd.part[p]) & 0xffff0000u);
         out.part[p] = (NativeU16)word;
+#endif
     }
     return out;
 }
@@ -135,14 +154,41 @@ WHET_INLINE u16x32 join_bf16(f32x16 low, f32x16 high) {
     WHET_EACH_PART(p) {
         const int first = 2 * p % kParts;
         const f32x16& from = 2 * p < kParts ? low : high;
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+        out.part[p] = join_bf16(from.part[first], from.part[first + 1]);
+#else
         const HalfU16 halves[2] = {narrow_bf16(kParts == 1 ? low.part[0] : from.part[first]),
                                    narrow_bf16(kParts == 1 ? high.part[0] : from.part[first + 1])};
         __builtin_memcpy(&out.part[p], halves, sizeof out.part[p]);
+#endif
     }
     return out;
 }
 
 // ---------------------------------------------------------------- int8
+
+WHET_INLINE u8x64 low_nibbles(u8x64 x) { return x & u8x64(15); }
+// Shifts 32-bit words by n bits to the right (left if n < 0): the caller masks the bits that cross into other bytes.
+template <int n>
+WHET_INLINE u8x64 shift_right(u8x64 x) {
+    auto words = bit_cast<Vec<uint32_t>>(x);
+    WHET_EACH_PART(p) {
+        if constexpr (n < 0) {
+            words.part[p] = words.part[p] << -n;
+        } else {
+            words.part[p] = words.part[p] >> n;
+        }
+    }
+    return bit_cast<u8x64>(words);
+}
+WHET_INLINE u8x64 high_nibbles(u8x64 x) {
+#if defined(__aarch64__)
+    WHET_EACH_PART(p) x.part[p] = x.part[p] >> 4;  // shifts bytes
+    return x;
+#else
+    return shift_right<4>(x) & u8x64(15);
+#endif
+}
 
 // sum[i] + x[2i] y[2i] + x[2i+1] y[2i+1], modulo 2^32, for products that fit in 16 bits.
 WHET_INLINE NativeU32 add_products(NativeU32 sum, NativeI16 x, NativeI16 y) {
@@ -164,6 +210,8 @@ WHET_INLINE NativeU32 add_products(NativeU32 sum, NativeI16 x, NativeI16 y) {
 WHET_INLINE i32x16 dot_int8(i32x16 sum, u8x64 a, i8x64 b) {
 #if defined(__AVX512VNNI__)
     sum.part[0] = (i32x16::Native)_mm512_dpbusd_epi32((__m512i)sum.part[0], (__m512i)a.part[0], (__m512i)b.part[0]);
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+    WHET_EACH_PART(p) sum.part[p] = vusdotq_s32(sum.part[p], (uint8x16_t)a.part[p], (int8x16_t)b.part[p]);
 #else
     // Even and odd bytes separately, each widened to 16 bits in place: vpmaddubsw would saturate at 32767.
     WHET_EACH_PART(p) {

@@ -588,9 +588,15 @@ WHET_INLINE void store_f16(uint16_t* out, f32x16 v) {
 #endif
 }
 
-// Loads 16 int8_t or uint8_t as integers.
+WHET_INLINE f32x16 to_f32(i32x16 x) {
+    f32x16 y;
+    WHET_EACH_PART(p) y.part[p] = __builtin_convertvector(x.part[p], f32x16::Native);
+    return y;
+}
+
+// Loads 16 int8_t or uint8_t as floats.
 template <class Byte>
-WHET_INLINE i32x16 load_bytes(const Byte* x) {
+WHET_INLINE f32x16 load_bytes(const Byte* x) {
     static_assert(sizeof(Byte) == 1);
     i32x16 v;
 #if defined(__AVX512F__)
@@ -606,7 +612,7 @@ WHET_INLINE i32x16 load_bytes(const Byte* x) {
         v.part[p] = __builtin_convertvector(bytes, i32x16::Native);
     }
 #endif
-    return v;
+    return to_f32(v);
 }
 
 // Stores the low byte of each lane.
@@ -620,12 +626,6 @@ WHET_INLINE void store_low_bytes(int8_t* out, i32x16 v) {
         __builtin_memcpy(out + p * i32x16::kPartLanes, &bytes, sizeof bytes);
     }
 #endif
-}
-
-WHET_INLINE f32x16 to_f32(i32x16 x) {
-    f32x16 y;
-    WHET_EACH_PART(p) y.part[p] = __builtin_convertvector(x.part[p], f32x16::Native);
-    return y;
 }
 
 }  // namespace

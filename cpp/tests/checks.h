@@ -3,6 +3,7 @@
 
 #include <cstdarg>
 #include <cstddef>
+#include <cstdint>
 #include <cstdio>
 #include <random>
 #include <stdexcept>
@@ -27,6 +28,14 @@ __attribute__((format(printf, 2, 3))) inline void expect(bool holds, const char*
     ++failures;
 }
 
+// A hash of results (FNV-1a), which the tests of other processors compare.
+inline uint64_t results_hash = 0xcbf29ce484222325;
+template <class T>
+void add_to_hash(const std::vector<T>& results) {
+    const auto* bytes = reinterpret_cast<const unsigned char*>(results.data());
+    for (size_t i = 0; i < results.size() * sizeof(T); ++i) results_hash = (results_hash ^ bytes[i]) * 0x100000001b3;
+}
+
 // Exit code of a test: 77 if this machine lacks the instruction set in WHET_ISA.
 template <class Tests>
 int run_tests(const Tests& tests) {
@@ -37,7 +46,7 @@ int run_tests(const Tests& tests) {
         return 77;
     }
     tests();
-    std::printf("%d failures\n", failures);
+    std::printf("results: %016llx\n%d failures\n", static_cast<unsigned long long>(results_hash), failures);
     return failures == 0 ? 0 : 1;
 }
 

@@ -56,6 +56,7 @@ void test_linear(WeightFormat format, const char* name, size_t m, size_t n, size
     expect(back == rows, "%s: %zu x %zu comes back from the panels", name, n, k);
     std::vector<float> y(m * n);
     whet::linear(packed, x.data(), false, k, m, nullptr, y.data(), n);
+    add_to_hash(y);
     for (size_t i = 0; i < m; ++i) {
         for (size_t j = 0; j < n; ++j) {
             double expected = 0.0, size = 0.0;

@@ -28,9 +28,11 @@ if _has_siblings():
 
 
 def isa() -> str:
-    """Return the instruction set of the kernels: "scalar", "avx2", "avx512", "avx512bf16" or "neon".
+    """Return the instruction set of the kernels.
 
-    Default: the widest that this processor supports. The environment variable WHET_ISA selects another at start.
+    On x86-64 "scalar", "avx2", "avx512" or "avx512bf16"; on AArch64 "neon", "neon_dot" (dot products) or "neon_i8mm"
+    (matrix products, bfloat16). Default: the widest that this processor supports. The environment variable WHET_ISA
+    selects another at start.
     """
     return _core.isa()
 

@@ -456,4 +456,4 @@ print(*digests)
 
 def test_every_instruction_set_and_number_of_threads_gives_the_same_bits() -> None:
     digests = printed_by_isa(IMPORTS, DIGEST)
-    assert len(digests) >= 2 and len(set(digests.values())) == 1 and " " not in digests["scalar"], digests
+    assert len(digests) >= 2 and len(set(digests.values())) == 1 and " " not in min(digests.values()), digests

@@ -1,15 +1,16 @@
-"""Instruction sets under qemu: detection of features, and the C++ tests on NEON, cross-compiled."""
+"""Instruction sets under qemu: detection of features, the C++ tests on AArch64, and the size of its inner loops."""
 
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tools.predict_arm import UNITS, compile_unit, kernel_loops
 
 ROOT = Path(__file__).parents[2]
 COMPILERS = {"x86_64": "x86_64-linux-gnu-g++", "aarch64": "aarch64-linux-gnu-g++"}
-EMULATOR = shutil.which("qemu-aarch64-static")
 
 PRINT_FEATURES = """
 #include <cstdio>
@@ -52,24 +53,89 @@ def test_features_match_the_processor(architecture, tmp_path):
         assert (run.returncode, run.stdout.split()) == (0, expected.split()), (model, run.stderr)
 
 
-@pytest.mark.needs("aarch64")
-def test_cpp_tests_pass_on_neon(tmp_path):
-    options = [
-        "-DWHET_PYTHON=OFF",
-        "-DWHET_CPP_TESTS=ON",
+# A processor for each unit. neon_dot differs from neon in the products only: there, only their tests run.
+PROCESSORS = {"cortex-a72": "neon", "cortex-a76": "neon_dot", "max,sve=off,sme=off": "neon_i8mm"}
+
+
+def build(folder: Path, *options: str | Path, target: str = "all") -> None:
+    cmake = shutil.which("cmake") or str(Path(sys.executable).parent / "cmake")
+    options = ("-DWHET_PYTHON=OFF", "-DWHET_CPP_TESTS=ON", *options)
+    subprocess.run([cmake, "-S", ROOT, "-B", folder, *options], check=True, capture_output=True, timeout=300)
+    command = [cmake, "--build", folder, "--target", target, "-j", "2"]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    assert built.returncode == 0, built.stdout[-3000:]
+
+
+def run(*command: str | Path) -> str:
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert ended.returncode in (0, 77), ended.stdout[-3000:] + ended.stderr[-3000:]
+    return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def aarch64_tests(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("aarch64")
+    build(
+        folder,
         f"-DCMAKE_CXX_COMPILER={COMPILERS['aarch64']}",
         "-DCMAKE_SYSTEM_NAME=Linux",
         "-DCMAKE_SYSTEM_PROCESSOR=aarch64",
         "-DCMAKE_EXE_LINKER_FLAGS=-static",
-        f"-DCMAKE_CROSSCOMPILING_EMULATOR={EMULATOR}",
-    ]
-    cmake = shutil.which("cmake") or str(Path(sys.executable).parent / "cmake")
-    subprocess.run([cmake, "-S", ROOT, "-B", tmp_path, *options], check=True, capture_output=True, timeout=300)
-    built = subprocess.run([cmake, "--build", tmp_path, "-j", "2"], capture_output=True, text=True, timeout=900)
-    assert built.returncode == 0, built.stdout[-3000:]
-    for program in sorted(tmp_path.glob("*_test*")):
-        # Kernels allocate nothing, so allocation_test runs only on the native instruction set; its
-        # thousands of threads would take ten minutes in an emulator.
-        if program.is_file() and not program.suffix and program.name != "allocation_test":
-            run = subprocess.run([EMULATOR, program], capture_output=True, text=True, timeout=900)
-            assert run.returncode in (0, 77), run.stdout[-3000:] + run.stderr[-3000:]
+    )
+    # Kernels allocate nothing, so allocation_test runs only on the native instruction set; its thousands of threads
+    # would take ten minutes in an emulator.
+    programs = {each.name: each for each in folder.glob("*_test*") if each.is_file() and not each.suffix}
+    del programs["allocation_test"]
+    return programs
+
+
+@pytest.mark.needs("aarch64")
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_cpp_tests_pass_on_aarch64(processor, aarch64_tests):
+    unit, of_products = PROCESSORS[processor], ("linear_test", "weights_test")
+    for name, program in aarch64_tests.items():
+        if name.startswith("simd_test_"):
+            if name == f"simd_test_{unit}":
+                assert f"{unit}: 0 failures" in run("qemu-aarch64-static", "-cpu", processor, program)
+        elif unit != "neon_dot" or name in of_products:
+            printed = run("qemu-aarch64-static", "-cpu", processor, program)
+            assert "instruction set" not in printed or f"instruction set: {unit}\n" in printed
+
+
+@pytest.mark.needs("aarch64")
+def test_products_have_the_same_bits_on_x86_and_aarch64(aarch64_tests, tmp_path):
+    build(tmp_path, target="linear_test")
+    (expected,) = re.findall("^results: .*$", run(tmp_path / "linear_test"), re.MULTILINE)
+    for processor in PROCESSORS:
+        assert expected in run("qemu-aarch64-static", "-cpu", processor, aarch64_tests["linear_test"]), processor
+
+
+# Instructions of the loop over blocks, as compiled by clang-19, by format and rows of a tile.
+INSTRUCTIONS = {
+    "neon_dot": {
+        ("q8_0", 1): 86,
+        ("q4_0", 1): 120,
+        ("q4_k", 1): 160,
+        ("q8_0", 8): 168,
+        ("q4_0", 8): 195,
+        ("q4_k", 8): 220,
+    },
+    "neon_i8mm": {
+        ("q8_0", 1): 86,
+        ("q4_0", 1): 121,
+        ("q4_k", 1): 162,
+        ("q8_0", 8): 128,
+        ("q4_0", 8): 136,
+        ("q4_k", 8): 166,
+    },
+}
+
+
+@pytest.mark.needs("clang")
+@pytest.mark.parametrize("unit", UNITS)
+def test_inner_loops_do_not_grow(unit, tmp_path):
+    program = compile_unit(unit, tmp_path)
+    for (format, rows), limit in INSTRUCTIONS[unit].items():
+        loop = kernel_loops(program, format, rows)[-1]
+        assert 0.5 * limit < len(loop.instructions) <= limit, (format, rows, len(loop.instructions))
+        assert not [text for text in loop.instructions if text.startswith(("bl", "fmov"))], (format, rows)
