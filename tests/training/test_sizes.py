@@ -131,7 +131,7 @@ def test_max_tokens_per_step_limits_activations():
 
 def test_sampling_and_updates_share_memory():
     source = load_source("qwen2-0.5b")
-    config = GRPOConfig(batch_size=8, max_new_tokens=1000)
+    config = GRPOConfig(batch_size=8, max_new_tokens=1000, compute="bfloat16")
     memory = run_memory(source, config, Lengths(100, 1000), interpreter=10)
     update, sampling = (sum(parts.values()) for parts in (memory.update, memory.sampling))
     assert memory.total == sum(memory.parts.values()) + max(update, sampling)
