@@ -264,7 +264,7 @@ def test_ctrl_c_leaves_no_file_and_no_child_process(tasks, tiny_model, tmp_path)
         (["--task", "TASKS:Letters,held_out=0"], ("12 rows", "letters", "'eval'")),
         (["--task", "TASKS:Letters", "--temperature", "0", "-n", "2"], ("n is 2", "no effect", "temperature is 0")),
         (["--task", "TASKS:Letters", "--seed", "1"], ("seed is 1", "no effect", "temperature is 0")),
-        (["--task", "TASKS:Letters", "--stop", ""], ("stop is ('',)", "64")),
+        (["--task", "TASKS:Letters", "--stop", ""], ("stop is ['']", "64")),
         (["--task", "TASKS:Letters", "--logit-bias", "5", "101"], ("logit_bias is {5: 101.0}", "100")),
         (["--task", "TASKS:Letters,held_out=1", "--logit-bias", "258", "1"], ("logit_bias", "258", "257")),
         (["--task", "TASKS:Letters", "--chat-template", "nope"], ("chat_template 'nope'",)),

@@ -239,7 +239,7 @@ def test_generate_errors_are_one_line(tiny_model, tmp_path, error_of):
         (["--tokenizer", "nope"], ("'nope'", "folder", "file")),
         (["-n", "0"], ("n is 0", ">= 1")),
         (["--temperature", "-1"], ("temperature is -1.0",)),
-        (["--stop", ""], ("stop is ('',)", "64")),
+        (["--stop", ""], ("stop is ['']", "64")),
         (["--presence-penalty", "3"], ("presence_penalty is 3.0", "-2 to 2")),
         (["--logit-bias", "5", "101"], ("logit_bias is {5: 101.0}", "-100 to 100")),
         (["--logit-bias", "258", "1"], ("logit_bias", "258", "257")),
