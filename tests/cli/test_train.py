@@ -617,7 +617,7 @@ def test_failing_reward_leaves_a_checkpoint(files, error_of, capsys):
     assert main(["train", "grpo", *map(str, run)]) == 2
     out, err = capsys.readouterr()
     assert_mentions(out, "step-000001", "the same command resumes")
-    assert_mentions(err, "judge", "division by zero")
+    assert_mentions(err, "RewardFunctions", "judge")  # raises in one step, or returns 4 scores for 2 completions
     reward.write_text("def judge(completions):\n    return [1.0] * 4\n")
     assert main(["train", "grpo", *map(str, run)]) == 0 and "resuming from" in capsys.readouterr().out
 
