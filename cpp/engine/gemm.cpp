@@ -7,7 +7,10 @@
 #include "engine/scratch.h"
 #include "engine/tiles.h"
 #include "kernels/dispatch.h"
+#include "kernels/panel_layout.h"
 #include "runtime/array.h"
+#include "runtime/ceil_div.h"
+#include "runtime/thread_pool.h"
 
 namespace whet {
 namespace {
@@ -101,16 +104,16 @@ void gemm_of(size_t m, size_t n, size_t k, float alpha, const T* a, ptrdiff_t a_
         if constexpr (is_f32) {
             if (in_place) y = out, ldy = static_cast<size_t>(ldc);
         }
-        for_tiles(ceil_div(n, kPanel), rows, k, [&](size_t panel, size_t count, size_t row, size_t n_rows) {
-            const size_t first = panel * kPanel;
+        for_tiles(ceil_div(n, kPanel), rows, k, [&](const Tile& tile) {
+            const size_t first = tile.panel * kPanel;
             const auto kernel = is_f32 ? kernels().linear_f32 : kernels().linear_bf16;
-            kernel({.x = x + row * ldx,
+            kernel({.x = x + tile.row * ldx,
                     .ldx = ldx,
-                    .rows = n_rows,
+                    .rows = tile.n_rows,
                     .panels = panels + first * width,
                     .steps = steps,
-                    .n = std::min(count * kPanel, n - first),
-                    .y = y + row * ldy + first,
+                    .n = std::min(tile.n_panels * kPanel, n - first),
+                    .y = y + tile.row * ldy + first,
                     .ldy = ldy});
         });
         if (in_place) continue;

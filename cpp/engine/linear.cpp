@@ -7,6 +7,9 @@
 
 #include "engine/scratch.h"
 #include "engine/tiles.h"
+#include "kernels/panel_layout.h"
+#include "runtime/ceil_div.h"
+#include "runtime/thread_pool.h"
 
 namespace whet {
 namespace {
@@ -66,37 +69,25 @@ struct Layer {
     void multiply(F&& inputs) const {
         size_t n_panels = 0;
         for (const PackedWeight& part : parts) n_panels += ceil_div(part.n(), kPanel);
-        for_tiles(n_panels, rows, k(), [&](size_t panel, size_t count, size_t row, size_t n_rows) {
-            LinearTask task = inputs(row);
-            task.rows = n_rows;
-            task.ldy = ldy;
-            task.add = add;
-            size_t first_panel = 0, first_output = 0;  // of the current part
-            for (const PackedWeight& part : parts) {
-                const size_t part_panels = ceil_div(part.n(), kPanel);
-                const size_t begin = std::max(panel, first_panel) - first_panel;
-                const size_t end = std::min(panel + count, first_panel + part_panels);
-                if (first_panel + begin < end) multiply_panels(part, begin, end - first_panel, first_output, row, task);
-                first_panel += part_panels;
-                first_output += part.n();
-            }
-            if (epilogue != nullptr) {
-                epilogue->count_down(output_at(panel), output_at(panel + count), row, n_rows);
-            }
-        });
+        for_tiles(n_panels, rows, k(), [&](const Tile& tile) { multiply_tile(tile, inputs(tile.row)); });
     }
 
 private:
-    // The first output of a panel; of the end: the number of outputs.
-    size_t output_at(size_t panel) const {
-        size_t output = 0;
+    void multiply_tile(const Tile& tile, LinearTask task) const {
+        task.rows = tile.n_rows;
+        task.ldy = ldy;
+        task.add = add;
+        size_t first_panel = 0, first_output = 0;  // of the current part
         for (const PackedWeight& part : parts) {
             const size_t part_panels = ceil_div(part.n(), kPanel);
-            if (panel < part_panels) return output + panel * kPanel;
-            panel -= part_panels;
-            output += part.n();
+            const size_t begin = std::max(tile.panel, first_panel) - first_panel;
+            const size_t end = std::min(tile.panel + tile.n_panels, first_panel + part_panels);
+            if (first_panel + begin < end) {
+                multiply_panels(part, begin, end - first_panel, first_output, tile.row, task);
+            }
+            first_panel += part_panels;
+            first_output += part.n();
         }
-        return output;
     }
 
     // Multiplies by panels [begin, end) of a part; first_output is the index of its first output among all parts.
@@ -109,6 +100,7 @@ private:
         task.bias = bias == nullptr ? nullptr : bias + output;
         task.y = y + row * ldy + output;
         (kernels().*part.format().linear)(task);
+        if (epilogue != nullptr) epilogue->count_down(output, output + task.n, row, task.rows);
     }
 };
 

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <numeric>
+#include <type_traits>
 #include <utility>
 
 #include "kernels/dispatch.h"
@@ -323,26 +324,30 @@ void Transformer::activate(float* gate, size_t n) const {
 template <class Finish>
 void Transformer::project(const InputToken* rows, size_t n, size_t layer, Target target, float* y, Units units,
                           bool by_unit, Finish&& finish) {
+    const auto run = [](void* context, size_t unit, size_t first_row, size_t n_rows) {
+        auto& finish_unit = *static_cast<std::remove_reference_t<Finish>*>(context);
+        for (size_t i = first_row; i < first_row + n_rows; ++i) finish_unit(i, unit);
+    };
+    const Epilogue epilogue{.width = units.width,
+                            .units = units.count,
+                            .fold = matrix_of(weights_->layers[layer], target).n() / units.width - units.count,
+                            .run = run,
+                            .context = &finish,
+                            .missing = missing_};
+    project(rows, n, layer, target, y, epilogue, by_unit);
+}
+
+void Transformer::project(const InputToken* rows, size_t n, size_t layer, Target target, float* y,
+                          const Epilogue& epilogue, bool by_unit) {
     const Matrix& w = matrix_of(weights_->layers[layer], target);
     const bool has_adapter =
         std::any_of(rows, rows + n, [&](const InputToken& row) { return low_rank(row, layer, target) != nullptr; });
-    auto run = [&](size_t unit, size_t first_row, size_t n_rows) {
-        for (size_t i = first_row; i < first_row + n_rows; ++i) finish(i, unit);
-    };
-    const Epilogue epilogue{
-        .width = units.width,
-        .units = units.count,
-        .fold = w.n() / units.width - units.count,
-        .run = [](void* context, size_t unit, size_t first_row,
-                  size_t n_rows) { (*static_cast<decltype(run)*>(context))(unit, first_row, n_rows); },
-        .context = &run,
-        .missing = missing_};
     const bool in_job = by_unit && !has_adapter && Epilogue::is_supported(w.parts);
     linear(w.parts, h_, false, w.k(), n, w.bias_or_null(), y, w.n(), in_job ? &epilogue : nullptr);
     if (in_job) return;
     adapt(rows, n, layer, target, h_, config_.hidden_dim, y, w.n());
     for_rows(n, 2 * w.n(), [&](size_t i) {
-        for (size_t unit = 0; unit < units.count; ++unit) finish(i, unit);
+        for (size_t unit = 0; unit < epilogue.units; ++unit) epilogue.run(epilogue.context, unit, i, 1);
     });
 }
 

@@ -12,6 +12,7 @@
 
 #include "engine/config.h"
 #include "engine/kv_memory.h"
+#include "engine/linear.h"
 #include "engine/lora.h"
 #include "engine/weights.h"
 #include "runtime/arena.h"
@@ -86,6 +87,8 @@ private:
     template <class Finish>
     void project(const InputToken* rows, size_t n, size_t layer, Target target, float* y, Units units, bool by_unit,
                  Finish&& finish);
+    void project(const InputToken* rows, size_t n, size_t layer, Target target, float* y, const Epilogue& epilogue,
+                 bool by_unit);
     void adapt(const InputToken* rows, size_t n, size_t layer, Target target, const float* x, size_t ldx, float* y,
                size_t ldy);
     size_t query_bytes() const { return bf16_cache_ ? (config_.head_dim + 1) / 2 * 4 : config_.head_dim * 4; }

@@ -98,27 +98,6 @@ WHET_INLINE void store_bf16(uint16_t* out, f32x16 v) {
     }
 }
 
-// load_bf16 and store_bf16 for the first n lanes: the others are 0 on a load and unchanged in memory on a store.
-WHET_INLINE f32x16 load_first_bf16(const uint16_t* x, int n) {
-#if defined(__AVX512F__)
-    const __m256i half = _mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << n) - 1), x);
-    return bit_cast<f32x16>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-#else
-    uint16_t lanes[f32x16::kLanes] = {};
-    for (int i = 0; i < n; ++i) lanes[i] = x[i];
-    return load_bf16(lanes);
-#endif
-}
-WHET_INLINE void store_first_bf16(uint16_t* out, f32x16 v, int n) {
-#if defined(__AVX512F__)
-    _mm256_mask_storeu_epi16(out, static_cast<__mmask16>((1u << n) - 1), (__m256i)narrow_bf16(v.part[0]));
-#else
-    uint16_t lanes[f32x16::kLanes];
-    store_bf16(lanes, v);
-    for (int i = 0; i < n; ++i) out[i] = lanes[i];
-#endif
-}
-
 // 32 bfloat16 numbers: `even` rounded in lanes 2i, `odd` in lanes 2i + 1. The inverse of even_bf16 and odd_bf16.
 WHET_INLINE u16x32 zip_bf16(f32x16 even, f32x16 odd) {
     u16x32 out;

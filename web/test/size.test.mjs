@@ -31,9 +31,9 @@ test("the separate entry of primitives and kernels is at most 8 KB", async () =>
 });
 
 for (const name of ["threads", "threads-plain", "plain"]) {
-  test(`${name}.wasm is at most 404 KB, compressed 154 KB`, async () => {
+  test(`${name}.wasm is at most 400 KB, compressed 152 KB`, async () => {
     const bytes = await readFile(new URL(`../dist/${name}.wasm`, import.meta.url));
-    assert.ok(bytes.length <= 404 * KB, `${bytes.length} bytes`);
-    assert.ok(sizeOf([bytes]) <= 154 * KB, `${sizeOf([bytes])} bytes, compressed`);
+    assert.ok(bytes.length <= 400 * KB, `${bytes.length} bytes`);
+    assert.ok(sizeOf([bytes]) <= 152 * KB, `${sizeOf([bytes])} bytes, compressed`);
   });
 }
