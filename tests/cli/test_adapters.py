@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 import torch
-from tests.cli.conftest import write_tiny_gguf
+from tests.cli.conftest import PAIRS, write_tiny_gguf
 from tests.gguf_files import Q8_0
 from tests.processes import WHET
 from tests.raising import assert_mentions
@@ -183,14 +183,15 @@ def test_saved_adapters_are_trained_further(files, tiny_model, q8_gguf, error_of
 @pytest.mark.parametrize("precompute", [False, True])
 def test_dpo_of_sft_adapters_has_them_as_reference(files, precompute):
     assert main(["train", "sft", *files("sft", steps=3, **LORA)]) == 0
-    given = {"adapter": files.folder / "sft" / "model", "data": "pairs.jsonl", "learning_rate": 1e-2}
+    given = {"adapter": files.folder / "sft" / "model", "data": "pairs.jsonl", "learning_rate": 1e-3}
+    given["batch_size"] = len(PAIRS)  # losses of different pairs are not comparable
     flags = ["--compute=float32", *(["--precompute-reference"] if precompute else [])]
     for name, parts in (("whole", [4]), ("parts", [2, 4])):
         for steps in parts:
             assert main(["train", "dpo", *files(name, steps=steps, **given), *flags]) == 0
     lines = [(files.folder / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "parts")]
     whole, parts = ([json.loads(line)["loss"] for line in run] for run in lines)
-    assert whole[0] == pytest.approx(math.log(2), abs=1e-6) and abs(whole[-1] - whole[0]) > 1e-3
+    assert whole[0] == pytest.approx(math.log(2), abs=1e-6) and whole[-1] < whole[0] - 1e-3
     assert parts == whole
     assert adapter(files.folder / "parts") == adapter(files.folder / "whole")
 
