@@ -10,9 +10,9 @@
 namespace whet {
 namespace {
 
-constexpr uint64_t kLongestName = 1 << 10;
-constexpr uint32_t kMostDims = 4;
-constexpr int kDeepestArray = 4;
+constexpr uint64_t kMaxNameBytes = 1 << 10;
+constexpr uint32_t kMaxDims = 4;
+constexpr int kMaxArrayDepth = 4;
 constexpr const char* kDamaged = "The file is damaged.";
 constexpr const char* kTruncated = "It is truncated or damaged. Copy or download it again.";
 
@@ -96,7 +96,7 @@ public:
 
     std::string_view name(std::string_view what) {
         const std::string_view text = string(what);
-        if (text.size() > kLongestName || !is_plain(text)) {
+        if (text.size() > kMaxNameBytes || !is_plain(text)) {
             fail(what, " is ", quoted(text), ", expected plain text. ", kDamaged);
         }
         return text;
@@ -143,9 +143,9 @@ private:
     void read_array(GgufValue& array, std::string_view key, int depth) {
         const auto type = number<uint32_t>(key);
         array.item_type = static_cast<GgufType>(type);
-        const bool too_deep = array.item_type == GgufType::kArray && depth == kDeepestArray;
+        const bool too_deep = array.item_type == GgufType::kArray && depth == kMaxArrayDepth;
         if (type >= std::size(kFixedBytes) || too_deep) {
-            fail(key, " is an array of type ", type, ", expected numbers, strings, or arrays up to ", kDeepestArray,
+            fail(key, " is an array of type ", type, ", expected numbers, strings, or arrays up to ", kMaxArrayDepth,
                  " deep.");
         }
         const uint64_t size = fixed_size(array.item_type);
@@ -164,8 +164,8 @@ private:
 
 FileTensor read_info(Cursor& cursor, std::string_view name, std::span<const GgufTensorType> types) {
     const auto n_dims = cursor.number<uint32_t>("the axes of " + std::string(name));
-    if (n_dims < 1 || n_dims > kMostDims) {
-        fail(name, " has ", n_dims, " axes, expected 1 to ", kMostDims, ".");
+    if (n_dims < 1 || n_dims > kMaxDims) {
+        fail(name, " has ", n_dims, " axes, expected 1 to ", kMaxDims, ".");
     }
     FileTensor tensor{std::string(name), "", std::vector<uint64_t>(n_dims), 0, 0};
     for (uint32_t i = n_dims; i > 0; --i) {
@@ -208,7 +208,7 @@ bool read_integer(const GgufValue& value, uint64_t& integer, bool& is_negative) 
                              value.type == GgufType::kUint32 || value.type == GgufType::kUint64;
     if (!is_signed && !is_unsigned) return false;
     is_negative = is_signed && value.bytes.back() >> 7 != 0;
-    integer = is_negative ? kMost : 0;
+    integer = is_negative ? kUint64Max : 0;
     std::memcpy(&integer, value.bytes.data(), value.bytes.size());
     return true;
 }

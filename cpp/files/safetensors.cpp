@@ -11,10 +11,10 @@
 namespace whet {
 namespace {
 
-constexpr uint64_t kMostHeaderBytes = 100'000'000;
-constexpr uint64_t kMostNumbers = uint64_t{1} << 60;
-constexpr size_t kLongestName = 1 << 10;
-constexpr int kDeepest = 16;
+constexpr uint64_t kMaxHeaderBytes = 100'000'000;
+constexpr uint64_t kMaxElements = uint64_t{1} << 60;
+constexpr size_t kMaxNameBytes = 1 << 10;
+constexpr int kMaxDepth = 16;
 
 struct DType {
     std::string_view name;
@@ -80,7 +80,7 @@ public:
             if (peek() < '0' || peek() > '9') return {};
             while (is_digit()) {
                 const auto digit = static_cast<uint64_t>(take() - '0');
-                if (size > (kMost - digit) / 10) return {};
+                if (size > (kUint64Max - digit) / 10) return {};
                 size = 10 * size + digit;
             }
             if (peek() != ',' && peek() != ']') return {};
@@ -93,7 +93,7 @@ public:
     std::string_view value(int depth = 0) {
         const char first = peek();
         const size_t begin = at_;
-        if (depth > kDeepest) invalid("it is nested more than ", kDeepest, " levels deep");
+        if (depth > kMaxDepth) invalid("it is nested more than ", kMaxDepth, " levels deep");
         if (first == '{') {
             expect('{');
             for (bool more = !accept('}'); more; more = next_of('}')) string(), expect(':'), value(depth + 1);
@@ -207,7 +207,7 @@ std::string shown(std::string_view json) {
 }
 
 FileTensor read_tensor(std::string name, std::string_view json, uint64_t begin, uint64_t n_bytes) {
-    if (name.size() > kLongestName || !is_plain(name)) {
+    if (name.size() > kMaxNameBytes || !is_plain(name)) {
         fail("the name of a tensor is ", quoted(name), ", expected plain text. The file is damaged.");
     }
     std::string_view dtype, shape, offsets;
@@ -239,7 +239,7 @@ FileTensor read_tensor(std::string name, std::string_view json, uint64_t begin, 
         most = saturating_multiply(most, std::max<uint64_t>(size, 1));
         count = saturating_multiply(count, size);
     }
-    if (!sizes || most > kMostNumbers) {
+    if (!sizes || most > kMaxElements) {
         fail(name, " has shape ", shown(shape), ", expected sizes of at least 0 that do not overflow.");
     }
     if (!ends || ends->size() != 2 || (*ends)[0] > (*ends)[1] || (*ends)[1] > n_bytes) {
@@ -275,7 +275,7 @@ SafetensorsFile parse_safetensors(std::span<const uint8_t> head, uint64_t file_b
         if (head.size() < kLengthBytes) throw MoreBytesNeeded(kLengthBytes);
         std::memcpy(&length, head.data(), kLengthBytes);
     }
-    if (file_bytes < kLengthBytes || length < 2 || length > std::min(kMostHeaderBytes, file_bytes - kLengthBytes)) {
+    if (file_bytes < kLengthBytes || length < 2 || length > std::min(kMaxHeaderBytes, file_bytes - kLengthBytes)) {
         fail("the file has ", file_bytes, " bytes and ",
              file_bytes < kLengthBytes ? "no header" : "a header of " + std::to_string(length) + " bytes",
              "; it is truncated, or not a safetensors file. Copy or download it again.");

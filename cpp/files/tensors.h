@@ -52,8 +52,10 @@ public:
 };
 
 // Saturating sum and product: no file is as long as the largest number.
-constexpr uint64_t kMost = std::numeric_limits<uint64_t>::max();
-constexpr uint64_t saturating_add(uint64_t a, uint64_t b) { return a > kMost - b ? kMost : a + b; }
-constexpr uint64_t saturating_multiply(uint64_t a, uint64_t b) { return b != 0 && a > kMost / b ? kMost : a * b; }
+constexpr uint64_t kUint64Max = std::numeric_limits<uint64_t>::max();
+constexpr uint64_t saturating_add(uint64_t a, uint64_t b) { return a > kUint64Max - b ? kUint64Max : a + b; }
+constexpr uint64_t saturating_multiply(uint64_t a, uint64_t b) {
+    return b != 0 && a > kUint64Max / b ? kUint64Max : a * b;
+}
 
 }  // namespace whet

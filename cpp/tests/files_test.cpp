@@ -194,7 +194,7 @@ void test_damage(const char* name, File (*parse)(std::span<const uint8_t>, uint6
     }
     for (size_t at = 0; at + 8 <= bytes.size(); ++at) {
         for (const uint64_t number :
-             {uint64_t{0}, uint64_t{1} << 31, uint64_t{1} << 62, uint64_t{1} << 63, kMost - 31, kMost}) {
+             {uint64_t{0}, uint64_t{1} << 31, uint64_t{1} << 62, uint64_t{1} << 63, kUint64Max - 31, kUint64Max}) {
             std::string damaged = bytes;
             std::memcpy(damaged.data() + at, &number, sizeof number);
             use_damaged(parse, damaged, damaged.size());
