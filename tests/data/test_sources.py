@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import ntpath
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 from pyarrow import parquet
 from tests.raising import assert_raises
 
-from whet.data.sources import Rows, read_rows, source_files
+from whet.data.sources import Rows, _split_name, read_rows, source_files
 from whet.errors import MissingExtraError, WhetTypeError, WhetValueError
 
 ROWS = [{"prompt": "1+1=", "answer": 2, "note": None}, {"prompt": "schöne\u2028Grüße", "answer": 3, "note": "x"}]
@@ -174,3 +176,9 @@ def test_missing_files_and_dataset_names(tmp_path: Path, monkeypatch: pytest.Mon
     assert_raises(MissingExtraError, "the folder .* as a dataset", read_rows, tmp_path)
     for source in (None, 5, [], [None]):
         assert_raises(WhetTypeError, "read_rows: source is .*, expected a file, a pattern", read_rows, source)
+
+
+def test_a_drive_letter_belongs_to_the_path(monkeypatch):
+    monkeypatch.setattr(os.path, "splitdrive", ntpath.splitdrive)
+    assert _split_name("C:\\data\\rows:main:test") == ("C:\\data\\rows", "main", "test")
+    assert _split_name("openai/gsm8k:main") == ("openai/gsm8k", "main", "train")

@@ -116,8 +116,9 @@ def _matches(pattern: str) -> list[Path]:
 
 def _split_name(name: str) -> tuple[str, str, str]:
     """Name or folder, configuration and split of a dataset."""
+    drive, name = os.path.splitdrive(name)
     path, config, split = [*name.split(":", 2), "", ""][:3]
-    return path, config, split or "train"
+    return drive + path, config, split or "train"
 
 
 def _read_source(source: str) -> list[tuple[Part, list[Row]]]:
