@@ -183,10 +183,10 @@ def pair_tables(model: ModelShape, n_pairs: int, options: LoraOptions) -> list[T
     ]
 
 
-def check(options: Any, suite: str, least_steps: int) -> None:
+def check(options: Any, suite: str, min_steps: int) -> None:
     """Raise a WhetValueError for settings of a LoRA suite that cannot be measured."""
-    if options.steps < least_steps:
-        raise WhetValueError(f"whet bench {suite}: steps is {options.steps}, expected at least {least_steps}.")
+    if options.steps < min_steps:
+        raise WhetValueError(f"whet bench {suite}: steps is {options.steps}, expected at least {min_steps}.")
     if options.smollm2 and not Path(options.smollm2).is_file():
         raise WhetValueError(f"whet bench {suite}: smollm2 is {options.smollm2!r}, and there is no such file.")
 
@@ -197,7 +197,7 @@ def tables(options: LoraOptions) -> list[Table]:
     Raises:
         WhetValueError: fewer than two steps, or the model is not a file.
     """
-    check(options, "lora", least_steps=2)
+    check(options, "lora", min_steps=2)
     if options.quick:
         shape = GRPOShape(TINY, n_prompts=2, group_size=4, prompt_length=16, completion_length=16)
         case = shape_case("2 x 4, 16 + 16", "grpo", shape, options)

@@ -71,7 +71,7 @@ def tables(options: LearningOptions) -> Sequence[Table]:
     Raises:
         WhetValueError: no steps, or the model is not a file.
     """
-    check(options, "lora-learning", least_steps=1)
+    check(options, "lora-learning", min_steps=1)
     n_steps, every = (2, 1) if options.quick else (options.steps, EVALUATE_EVERY)
     seeds = SEEDS[:1] if options.quick else SEEDS
 

@@ -114,7 +114,7 @@ class MemoryWatch:
 
     def __init__(self) -> None:
         self.fullest: MemoryReport | None = None
-        self._before = self._most = 0
+        self._before = self._peak = 0
 
     def begin(self) -> None:
         """Call before the first forward pass of a step."""
@@ -123,8 +123,8 @@ class MemoryWatch:
     def sample(self, gradients: int) -> None:
         """Sample after a forward or a backward pass; ``gradients``: bytes of this step's gradients."""
         allocated = allocated_bytes()
-        if allocated > 1.01 * self._most:
-            self._most = allocated
+        if allocated > 1.01 * self._peak:
+            self._peak = allocated
             self.fullest = memory_report(max(0, allocated - self._before - gradients))
 
 

@@ -70,7 +70,7 @@ def test_loss_on_all_tokens():
     assert metrics["loss"] == pytest.approx(negative_log_likelihood(TinyModel(), whole).item(), rel=1e-9)
 
 
-def a_talk():
+def make_conversation():
     """Return a tokenizer, a conversation of two turns, and its prompt, completion and mask by hand."""
     tokenizer = letters_tokenizer()
     tokenizer.chat_template = (
@@ -85,7 +85,7 @@ def a_talk():
 @pytest.mark.parametrize("make_model", [TinyModel, tiny_llama])
 @pytest.mark.parametrize("micro_batch_size", [0, 1])
 def test_only_assistant_turns_count(make_model, micro_batch_size):
-    tokenizer, row, prompt, completion, mask = a_talk()
+    tokenizer, row, prompt, completion, mask = make_conversation()
     rows = [row, {"prompt": [5, 6], "completion": [4, EOS]}]
     model = make_model()
     logprobs = token_logprobs(model, prompt, completion)[torch.tensor(mask, dtype=torch.bool)]
@@ -104,7 +104,7 @@ def test_only_assistant_turns_count(make_model, micro_batch_size):
 
 @pytest.mark.parametrize(("loss_on", "n_prompt"), [("last_turn", 9), ("all", 1)])
 def test_loss_on_the_last_turn_or_all_of_a_conversation(loss_on, n_prompt):
-    tokenizer, row, prompt, completion, _ = a_talk()
+    tokenizer, row, prompt, completion, _ = make_conversation()
     whole = prompt + completion
     sft, by_ids = make(tokenizer=tokenizer, loss_on=loss_on), make()
     sft.train_step([row])

@@ -256,7 +256,7 @@ def test_contender_on_another_model_is_not_timed():
     table = decode_table(SHAPES["llama"], "float32", FLOAT32, (2,))
     case = decode_case("batch 2", SHAPES["llama"], WIDTHS["float32"], 2, 2)
     right = table.providers[1]
-    effort = Effort(rounds=2, least_rounds=2, case_s=0.01)
+    effort = Effort(rounds=2, min_rounds=2, case_s=0.01)
     good, bad = run_case(table, case, [right, replace(right, name="wrong", prepare=wrong)], 1, effort, 0).rows
     assert good.status == "measured" and good.error < 1e-4, good.why
     assert good.samples_s == good.parts["decode"]

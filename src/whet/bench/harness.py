@@ -58,7 +58,7 @@ class Effort:
     """Measurement budget: maximum and minimum rounds, and the seconds after which a case stops."""
 
     rounds: int = 31
-    least_rounds: int = 5  # a 95% interval of a median needs five samples
+    min_rounds: int = 5  # a 95% interval of a median needs five samples
     case_s: float = 8.0
 
 
@@ -209,7 +209,7 @@ def _missing(error: ImportError) -> str:
 def _time(turns: list[_Turn], effort: Effort, order: random.Random, on_round: Callable[[float], None]) -> None:
     _each(turns, _Turn.calibrate)
     very_slow = any(turn.call_s > _VERY_SLOW_S for turn in turns)
-    least = min(effort.least_rounds, _VERY_SLOW_ROUNDS if very_slow else effort.rounds)
+    least = min(effort.min_rounds, _VERY_SLOW_ROUNDS if very_slow else effort.rounds)
     started, done = time.perf_counter(), 0
     while turns and done < effort.rounds:
         order.shuffle(turns)
