@@ -33,13 +33,16 @@ async function files() {
   for (const name of ["index.js", "worker.js", "thread.js", "hf.js", "threads.wasm", "threads-plain.wasm", "plain.wasm"]) found[name] = await readFile(new URL(`../dist/${name}`, import.meta.url));
   for (const name of ["q8_0.gguf", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"]) found[name] = await readFile(new URL(name, FIXTURES));
   for (const name of ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]) found[`folder/${name}`] = await readFile(new URL(`folder/${name}`, FIXTURES));
-  // The package in limited browsers: storage for five models, at most 1 GiB of shared memory, none, no relaxed SIMD.
+  // The package in limited browsers: storage for five models, at most 1 GiB of shared memory, none, no relaxed SIMD, no workers
+  // of workers; and with a thread script that is missing or fails.
   const maxPages = (n) => `const { Memory } = WebAssembly; WebAssembly.Memory = class extends Memory { constructor(how) { if (how.shared && how.maximum > ${n}) throw new RangeError("could not allocate memory"); super(how); } };`;
-  const limited = { storage: `navigator.storage.estimate = async () => ({ quota: ${5.5 * found["q8_0.gguf"].length} });`, memory: maxPages(16384), shared: maxPages(0), simd: "const { validate } = WebAssembly; let n = 0; WebAssembly.validate = (bytes) => n++ > 0 && validate(bytes);" };
+  const limited = { storage: `navigator.storage.estimate = async () => ({ quota: ${5.5 * found["q8_0.gguf"].length} });`, memory: maxPages(16384), shared: maxPages(0), simd: "const { validate } = WebAssembly; let n = 0; WebAssembly.validate = (bytes) => n++ > 0 && validate(bytes);", workers: "globalThis.Worker = undefined;", threadless: "", failing: "" };
   for (const [folder, script] of Object.entries(limited)) {
     for (const name of ["thread.js", "hf.js", "threads.wasm", "threads-plain.wasm", "plain.wasm"]) found[`limited/${folder}/${name}`] = found[name];
     found[`limited/${folder}/worker.js`] = Buffer.from(`{ ${script} } // a block: its names must not collide with the bundle's\n${found["worker.js"]}`);
   }
+  delete found["limited/threadless/thread.js"];
+  found["limited/failing/thread.js"] = Buffer.from(`WebAssembly.instantiate = async () => { throw new RangeError("no memory left"); };\n${found["thread.js"]}`);
   return found;
 }
 
@@ -84,6 +87,26 @@ for (const [name, { path, launch }] of Object.entries(BROWSERS)) {
       assert.deepEqual([found.info.build, found.info.threads, found.info.exact], ["threads", 2, true]);
       assert.deepEqual(found.tokens.map(([token]) => token), plain.samples[0].tokens);
       assert.deepEqual(found.tokens.map(([, logprob]) => logprob), plain.samples[0].logprobs);
+      await page.close();
+    });
+
+    test("the page starts the threads, because Firefox may hang when a worker starts another, and close ends them", async () => {
+      const { page } = await open("isolated");
+      const engine = await page.evaluateHandle(async () => {
+        const { Engine } = await import("/index.js");
+        return Engine.load("q8_0.gguf", { threads: 3, cache: false, assets: "/limited/workers" });
+      });
+      const tokens = await engine.evaluate(async (engine, ids) => {
+        const tokens = [];
+        for await (const { token } of engine.generate(ids, { temperature: 0, maxNewTokens: 16 })) tokens.push(token);
+        return tokens;
+      }, ids);
+      assert.deepEqual(tokens, greedy);
+      const running = () => page.workers().map((worker) => worker.url().split("/").pop()).sort();
+      assert.deepEqual(running(), ["thread.js", "thread.js", "worker.js"]);
+      await engine.evaluate((engine) => engine.close());
+      for (let i = 0; i < 100 && running().length > 0; ++i) await new Promise((resolve) => setTimeout(resolve, 100)); // Chromium: 2 s
+      assert.deepEqual(running(), []);
       await page.close();
     });
 
@@ -254,6 +277,18 @@ for (const [name, { path, launch }] of Object.entries(BROWSERS)) {
       await page.close();
     });
 
+    test("a thread script that is missing or fails is reported", async () => {
+      const { page } = await open("isolated");
+      const messages = await page.evaluate(async () => {
+        const { Engine } = await import("/index.js");
+        const load = (assets) => Engine.load("q8_0.gguf", { threads: 3, cache: false, assets }).catch((error) => `${error.name}: ${error.message}`);
+        return [await load("/limited/threadless"), await load("/limited/failing")];
+      });
+      mentions("WhetError: Engine", "worker", "thread.js", "Load the model again")(messages[0]);
+      mentions("WhetError: Engine", "worker", "no memory left", "Load the model again")(messages[1]);
+      await page.close();
+    });
+
     test("a terminated worker and out of memory are reported, and the page survives", async () => {
       const { page } = await open("isolated");
       const state = await page.evaluateHandle(async ([ids]) => {
@@ -282,7 +317,7 @@ for (const [name, { path, launch }] of Object.entries(BROWSERS)) {
       const tokens = await page.evaluate(async ([ids]) => {
         const { clearCache, Engine, listCache } = await import("/index.js");
         (await Engine.load("folder/", { threads: 1 })).close();
-        const engine = await Engine.load("folder/", { threads: 1 }); // one thread: Firefox may hang (docs/web.md)
+        const engine = await Engine.load("folder/", { threads: 2 });
         const cached = await listCache();
         await clearCache();
         const tokens = cached.map(({ url, isComplete }) => [url.split("/").pop(), isComplete]).sort();

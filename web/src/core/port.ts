@@ -1,6 +1,6 @@
 /** Workers and messages for browsers, Deno, Bun and Node. */
 export interface Port {
-  postMessage(message: unknown): void;
+  postMessage(message: object, transfer?: MessagePort[]): void;
   onMessage(listener: (message: any) => void): void;
 }
 
@@ -12,7 +12,10 @@ export interface WorkerPort extends Port {
 /** Undefined in a page. (Bundlers would replace a bare `process` with a polyfill.) */
 const node = globalThis.process as NodeJS.Process | undefined;
 
-export const isNode = Boolean(node?.versions?.node) && !("Bun" in globalThis) && !("Deno" in globalThis);
+/** Deno's web workers keep the process alive if they are terminated while they run; its workers of Node do not. */
+const hasNodeWorkers = Boolean(node?.versions?.node) && !("Bun" in globalThis);
+
+export const isNode = hasNodeWorkers && !("Deno" in globalThis);
 
 /** Return a built-in module of Node, Deno or Bun. Bundlers would fail on an import. */
 export const nodeModule = ((id: string) => node!.getBuiltinModule(id)) as NodeJS.Process["getBuiltinModule"];
@@ -29,7 +32,7 @@ export const nProcessors = () => (isNode ? nodeModule("node:os").availableParall
 
 function wrapWebWorker(worker: Worker): WorkerPort {
   return {
-    postMessage: (message) => worker.postMessage(message),
+    postMessage: (message, transfer = []) => worker.postMessage(message, transfer),
     onMessage: (listener) => worker.addEventListener("message", (event) => listener(event.data)),
     onError: (listener) => worker.addEventListener("error", (event) => listener(new Error(event.message || "its script could not be loaded; serve the package's worker.js, thread.js, hf.js and wasm files from the page's own origin"))),
     terminate: () => worker.terminate(),
@@ -42,9 +45,9 @@ function wrapNodeWorker(url: URL): WorkerPort {
   worker.unref();
   let pending = 0; // calls in progress keep the process alive
   return {
-    postMessage: (message) => {
-      if (++pending === 1) worker.ref();
-      worker.postMessage(message);
+    postMessage: (message, transfer = []) => {
+      if ("call" in message && ++pending === 1) worker.ref();
+      worker.postMessage(message, transfer as never[]);
     },
     onMessage: (listener) =>
       worker.on("message", (message) => {
@@ -65,16 +68,18 @@ export const assetUrl = (assets: string | URL, name: string) => new URL(name, `$
 /** Start the engine's worker. `assets`: URL of the folder with the package's files. Default: this script's folder. */
 export async function startEngineWorker(assets: string | URL | undefined): Promise<WorkerPort> {
   const given = assets === undefined ? undefined : assetUrl(assets, "worker.js");
-  if (isNode) return wrapNodeWorker(given ?? new URL("./worker.js", import.meta.url));
+  if (hasNodeWorkers) return wrapNodeWorker(given ?? new URL("./worker.js", import.meta.url));
   const name = `whet-web-${crypto.randomUUID()}`;
   // Bundlers match the whole expression.
   const worker = given === undefined ? new Worker(new URL("./worker.js", import.meta.url), { type: "module", name }) : new Worker(given, { type: "module", name });
   return watchWorker(wrapWebWorker(worker), name);
 }
 
-export async function startThreadWorker(): Promise<WorkerPort> {
-  if (isNode) return wrapNodeWorker(new URL("./thread.js", import.meta.url));
-  return wrapWebWorker(new Worker(new URL("./thread.js", import.meta.url), { type: "module" }));
+/** Start a worker for a thread; `assets` as above. */
+export function startThreadWorker(assets: string | URL | undefined): WorkerPort {
+  const given = assets === undefined ? undefined : assetUrl(assets, "thread.js");
+  if (hasNodeWorkers) return wrapNodeWorker(given ?? new URL("./thread.js", import.meta.url));
+  return wrapWebWorker(given === undefined ? new Worker(new URL("./thread.js", import.meta.url), { type: "module" }) : new Worker(given, { type: "module" }));
 }
 
 /** Report a worker that the browser has terminated, which raises no event: the worker holds a lock, which its end releases. */
@@ -107,13 +112,13 @@ function watchWorker(port: WorkerPort, name: string): WorkerPort {
 
 /** Return a worker's port to its parent. */
 export function openParentPort(): Port {
-  if (isNode) {
+  if (hasNodeWorkers) {
     const { parentPort } = nodeModule("node:worker_threads");
-    return { postMessage: (message) => parentPort!.postMessage(message), onMessage: (listener) => void parentPort!.on("message", listener) };
+    return { postMessage: (message, transfer = []) => parentPort!.postMessage(message, transfer as never[]), onMessage: (listener) => void parentPort!.on("message", listener) };
   }
   // Held until the worker ends; see watchWorker().
   if (navigator.locks !== undefined && self.name !== "") void navigator.locks.request(self.name, () => new Promise(() => {}));
-  return { postMessage: (message) => postMessage(message), onMessage: (listener) => addEventListener("message", (event) => listener(event.data)) };
+  return { postMessage: (message, transfer) => postMessage(message, { transfer }), onMessage: (listener) => addEventListener("message", (event) => listener(event.data)) };
 }
 
 /** Yield to the event loop, so that messages are handled. (Zero timers are clamped to 4 ms.) */

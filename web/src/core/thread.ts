@@ -2,11 +2,13 @@
 import type { Exports, Thread } from "./core.js";
 import { openParentPort } from "./port.js";
 
-const port = openParentPort();
-port.onMessage((thread: Thread) => void run(thread));
+openParentPort().onMessage(({ port }: { port: MessagePort }) => {
+  const fail = (error: unknown) => setTimeout(() => { throw error; }); // an error of the worker, unlike a rejection
+  port.onmessage = ({ data }) => void run(data, port).catch(fail);
+});
 
 /** Run the core's tasks on its memory. The thread that waits for a failed task reports its exception. */
-async function run({ module, memory, stack, tls }: Thread): Promise<never> {
+async function run({ module, memory, stack, tls }: Thread, port: MessagePort): Promise<never> {
   const raise = () => {
     throw new Error();
   };

@@ -1,6 +1,6 @@
 /** Engine in a page: checks arguments and sends calls to its worker. */
 import { OutOfMemoryError, show, WhetError } from "../core/errors.js";
-import { startEngineWorker, type WorkerPort } from "../core/port.js";
+import { startEngineWorker, startThreadWorker, type WorkerPort } from "../core/port.js";
 import type { FileOptions, Progress } from "../files/reader.js";
 import { checkDigests, listFiles, type Sources } from "../files/sources.js";
 import type { Message, PromptOptions } from "../text/tokenizer.js";
@@ -58,6 +58,7 @@ function checkSignal(where: string, signal: unknown): void {
 /** A model in its own worker. */
 export class Engine {
   private readonly pending = new Map<number, PendingCall>();
+  private readonly threads: WorkerPort[] = [];
   private nextId = 1;
   private closed: Error | undefined;
 
@@ -70,7 +71,7 @@ export class Engine {
       if ("result" in reply) return call.resolve(reply.result);
       call.reject(toError(reply.error));
     });
-    worker.onError((error) => this.end(new WhetError(`Engine: the worker failed: ${error.message}. Load the model again.`)));
+    worker.onError((error) => this.fail(error));
   }
 
   /**
@@ -94,7 +95,11 @@ export class Engine {
     const engine = new Engine(await startEngineWorker(assets));
     try {
       const isolated = globalThis.crossOriginIsolated !== false; // undefined outside browsers, where memory can be shared
-      const loading = engine.call({ method: "load", files, options: rest, isolated }, signal, (event) => onProgress?.(event as Progress));
+      const loading = engine.call({ method: "load", files, options: rest, isolated }, signal, (event) => {
+        const either = event as Progress | { port: MessagePort };
+        if ("port" in either) engine.startThread(either.port, assets);
+        else onProgress?.(either);
+      });
       const { build } = (await loading) as Info;
       if (build === "plain" && threads !== 1) warnSingleThread(isolated);
     } catch (error) {
@@ -249,10 +254,27 @@ export class Engine {
     this.end(new WhetError("Engine: the engine is closed. Load the model again."));
   }
 
+  /** Start the worker of a thread, which receives its state from the engine's worker on the port. (Firefox may hang when a worker
+   * starts another.) */
+  private startThread(port: MessagePort, assets: string | URL | undefined): void {
+    try {
+      const thread = startThreadWorker(assets);
+      this.threads.push(thread);
+      thread.onError((error) => this.fail(error));
+      thread.postMessage({ port }, [port]);
+    } catch (error) {
+      this.fail(error as Error);
+    }
+  }
+
+  private fail(error: Error): void {
+    this.end(new WhetError(`Engine: a worker failed: ${error.message}. Load the model again.`));
+  }
+
   private end(error: Error): void {
     if (this.closed !== undefined) return;
     this.closed = error;
-    this.worker.terminate();
+    for (const worker of [this.worker, ...this.threads]) worker.terminate();
     for (const call of this.pending.values()) call.reject(error);
     this.pending.clear();
   }

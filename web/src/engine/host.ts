@@ -2,7 +2,7 @@
 import { type Core, CoreError } from "../core/core.js";
 import { MissingFileError, OutOfMemoryError, WhetError } from "../core/errors.js";
 import { encode } from "../core/fields.js";
-import { nProcessors, startThreadWorker, type WorkerPort, yieldToEventLoop } from "../core/port.js";
+import { nProcessors, yieldToEventLoop } from "../core/port.js";
 import { startCore } from "../core/start.js";
 import { engineCalls, enums, promptFields, sampleFields } from "../facts.js";
 import { join, type ModelReader, openModel, readHeaders } from "../files/parts.js";
@@ -85,7 +85,6 @@ async function* readSlices(slices: RowSlice[], reader: Reader): AsyncGenerator<[
 }
 
 export class Host {
-  private readonly threads: WorkerPort[] = [];
   private readonly adapters = new Set<number>();
   private nextAdapter = 1;
   private tokenizer: TextTokenizer | undefined;
@@ -97,7 +96,8 @@ export class Host {
     private readonly staticInfo: Omit<Info, "memoryBytes">,
   ) {}
 
-  static async load(files: Files, options: LoadOptions, isolated: boolean, from: DownloadOptions): Promise<Host> {
+  /** `startWorker`: starts a worker for a thread, which receives its Thread on the port. */
+  static async load(files: Files, options: LoadOptions, isolated: boolean, from: DownloadOptions, startWorker: (port: MessagePort) => void): Promise<Host> {
     const { core, build } = await startCore(isolated, "Engine.load");
     const reader = await open(files, from, false);
     try {
@@ -107,9 +107,8 @@ export class Host {
       // One sequence of maxPosition tokens, and for every further sample its last prompt page and a new page.
       const kvBytes = options.kvBytes ?? plan.pageBytes * (Math.ceil(config.maxPosition / PAGE_TOKENS) + 2 * maxBatch);
       checkMemory(core, plan, kvBytes);
-      const threads: WorkerPort[] = [];
       const n = build !== "plain" ? (options.threads ?? Math.max(1, Math.floor(nProcessors() / 2))) : 1;
-      for (let i = 1; i < n; ++i) threads.push(await startThread(core));
+      await Promise.all(Array.from({ length: n - 1 }, () => startThread(core, startWorker)));
       core.call("set_threads", n);
       allocateWeights(core, config, formats);
       for await (const [slice, stored] of readSlices(slices, reader)) {
@@ -120,7 +119,7 @@ export class Host {
         from.onProgress({ loadedBytes: tensor.offset + tensor.sizeBytes, totalBytes: reader.size, phase: "pack" });
       }
       engineCalls.begin_engine(core, { kvBytes, maxBatch, chunk: PREFILL_CHUNK, bf16Cache: +hasBf16Cache(formats) });
-      const host = new Host(core, plan, {
+      return new Host(core, plan, {
         ...describePlan(plan),
         vocabSize: config.vocabSize,
         threads: n,
@@ -130,8 +129,6 @@ export class Host {
         weightsBytes: core.call("weights_bytes") >>> 0,
         kvBytes: core.call("kv_bytes") >>> 0,
       });
-      host.threads.push(...threads);
-      return host;
     } finally {
       await reader.close?.();
     }
@@ -430,15 +427,12 @@ function describePlan({ architecture, config, formats }: Pick<Plan, "architectur
 
 const hasBf16Cache = (formats: Map<string, FormatSpan[]>) => formats.get("layers.0.o")!.some((span) => span.format !== "float32");
 
-async function startThread(core: Core): Promise<WorkerPort> {
-  const worker = await startThreadWorker();
-  const thread = core.newThread();
-  await new Promise<void>((resolve, reject) => {
-    worker.onMessage(() => resolve());
-    worker.onError(reject);
-    worker.postMessage(thread);
-  });
-  return worker;
+async function startThread(core: Core, startWorker: (port: MessagePort) => void): Promise<void> {
+  const { port1, port2 } = new MessageChannel();
+  startWorker(port2);
+  port1.postMessage(core.newThread());
+  await new Promise((resolve) => (port1.onmessage = resolve));
+  port1.close();
 }
 
 function allocateWeights(core: Core, config: ModelConfig, formats: Map<string, FormatSpan[]>): void {

@@ -109,6 +109,6 @@ export type Call =
 export type WorkerMessage = { id: number; call: Call } | { id: number; abort: true };
 
 export type Reply =
-  | { id: number; event: Token[] | Progress }
+  | { id: number; event: Token[] | Progress | { port: MessagePort } }
   | { id: number; result: unknown }
   | { id: number; error: { name: string; message: string } };

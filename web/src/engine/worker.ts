@@ -12,7 +12,8 @@ async function dispatch(id: number, call: Call, signal: AbortSignal): Promise<un
   const emit = (event: Extract<Reply, { event: unknown }>["event"]) => port.postMessage({ id, event } satisfies Reply);
   const from = (where: string, { sha256, cache }: FileOptions = {}): DownloadOptions => ({ where, signal, onProgress: emit, sha256, cache });
   if (call.method === "load") {
-    host = await Host.load(call.files, call.options, call.isolated, from("Engine.load", call.options));
+    const startWorker = (thread: MessagePort) => port.postMessage({ id, event: { port: thread } } satisfies Reply, [thread]);
+    host = await Host.load(call.files, call.options, call.isolated, from("Engine.load", call.options), startWorker);
     return host.info();
   }
   if (call.method === "estimate") return estimate(call.files, call.options, from("Engine.estimate"));
