@@ -8,6 +8,7 @@
 # make fuzz    a minute of malformed input for each kind of model file
 # make test-real  a real model against llama.cpp, in every mixture of types: 3 GB in build/real, half an hour
 # make cross   compiles the core for Windows and macOS; make cross-test also links it and runs the tests under Wine
+# make wheels  wheels for Linux and macOS, in build/wheels/dist; make wheels-test installs and runs them
 # make torture kills, full disks, damaged files, refused allocations: docs/reliability.md, under 20 minutes
 PYTHON ?= python3
 VENV   := .venv
@@ -15,8 +16,9 @@ BUILD  := build/release
 BIN    := $(VENV)/bin
 NATIVE := $(shell find cpp -type f) CMakeLists.txt pyproject.toml constraints.txt tools/set_up.py
 
-.PHONY: demo test test-scale test-wide test-real web web-test web-wide web-demo docs fuzz torture lint cpp-test cross cross-test wheel-test \
+.PHONY: demo test test-scale test-wide test-real web web-test web-wide web-demo docs fuzz torture lint cpp-test cross cross-test wheels wheels-test wheel-test \
   setup-test check wide wide-packages format clean
+.PRECIOUS: $(VENV)/.installed-%  # make would remove stamps that only pattern rules name
 .NOTPARALLEL:  # two extras must not be installed into one environment at once; each recipe uses all cores
 
 # One stamp per extra: `make demo` on a fresh machine installs no test tools. All of them, and the C++ tests, share one
@@ -95,6 +97,15 @@ cross-%: $(VENV)/.installed-dev $(VENV)/.installed-cross
 	  -DWHET_PYTHON=OFF -DCMAKE_TOOLCHAIN_FILE=tools/zig.cmake -DWHET_ZIG=$(CURDIR)/$(BIN)/python-zig \
 	  -DWHET_TARGET=$* >/dev/null
 	$(BIN)/cmake --build build/$* --target whet_host
+
+# Windows has none here: its wheel needs the headers and import library of Windows' Python (.github/workflows/release.yml).
+WHEEL_TARGETS := x86_64-linux-gnu.2.28 aarch64-linux-gnu.2.28 x86_64-linux-musl aarch64-macos.11.0 x86_64-macos.10.13
+wheels: $(VENV)/.installed-wheels $(addprefix wheel-core-,$(WHEEL_TARGETS))
+	$(BIN)/python tools/wheels.py $(WHEEL_TARGETS)
+wheel-core-%: cross-%
+	$(BIN)/cmake --build build/$* --target whet_core
+wheels-test: $(VENV)/.installed-test wheels
+	$(BIN)/python tests/wheels.py
 
 # Node and npm are installed by pip, the compiler by Debian (web/Makefile).
 web: $(VENV)/.installed-web

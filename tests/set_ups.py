@@ -26,11 +26,11 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build" / "set-ups"
 CORE = ROOT / "build" / "release" / "libwhet_core.a"
-VERSIONS = ("3.11", "3.12", "3.13", "3.14")
 EXTRA = "dev"  # and the extras that it names
 COMPILER = ("as", "ld", "ar", "ranlib", "nm", "strip", "sh", "uname")  # programs that it needs on PATH
 
 sys.path.insert(0, str(ROOT / "tools"))
+from interpreters import VERSIONS, find_interpreters  # noqa: E402
 from set_up import BUILD_TOOLS, index_of_torch  # noqa: E402
 
 
@@ -139,20 +139,6 @@ def requirements(version: str) -> list[str]:
 def applies(requirement: Requirement, version: str, extra: str = "") -> bool:
     environment = {"python_version": version, "python_full_version": f"{version}.0", "extra": extra}
     return requirement.marker is None or requirement.marker.evaluate(environment)
-
-
-def find_interpreters() -> dict[str, str]:
-    """Map versions to interpreters, preferring the distribution's."""
-    on_path = [shutil.which(f"python{version}") for version in VERSIONS]
-    installed = sorted(Path.home().glob(".pyenv/versions/*/bin/python3"))
-    found: dict[str, str] = {}
-    for python in filter(None, ["/usr/bin/python3", *installed, *on_path]):
-        if Path(python).exists():
-            code = "import sys; print('{}.{}'.format(*sys.version_info))"
-            printed = subprocess.run([python, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-            if (version := printed.stdout.strip()) in VERSIONS:
-                found.setdefault(version, str(python))
-    return found
 
 
 def check_environment(version: str, interpreter: str, extra: str) -> str:

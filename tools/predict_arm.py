@@ -26,8 +26,8 @@ FLAGS = [
     "-Wno-unused-function",
 ]
 UNITS = {
-    "neon_dot": "-march=armv8.2-a+dotprod",
-    "neon_i8mm": "-march=armv8.2-a+dotprod+i8mm+bf16",
+    "neon_dot": "-mcpu=generic+dotprod",
+    "neon_i8mm": "-mcpu=generic+dotprod+i8mm+bf16",
 }
 FORMATS = {"q8_0": "kQ8_0Layout", "q4_0": "kQ4_0Layout", "q4_k": "kQ4_KLayout"}
 PROCESSORS = {"neon_dot": ["neoverse-n1", "neoverse-v2", "apple-m1"], "neon_i8mm": ["neoverse-v2", "apple-m2"]}

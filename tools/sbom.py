@@ -2,8 +2,8 @@
 
     python tools/sbom.py WHEEL_OR_FOLDER ...
 
-The extension contains nanobind's runtime with its hash maps. The file is .dist-info/sboms/whet.cdx.json. Equal wheels
-get equal files: it has no time and no serial number.
+The extension contains nanobind's runtime with its hash maps and, if zig linked it, LLVM's C++ library. The file is
+.dist-info/sboms/whet.cdx.json. Equal wheels get equal files: it has no time and no serial number.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pathlib import Path
 import nanobind
 
 
-def add_sbom(wheel: Path) -> None:
-    """Add the list to a wheel, in place."""
+def add_sbom(wheel: Path, libcxx: str | None = None) -> None:
+    """Add the list to a wheel, in place. ``libcxx``: the version of LLVM's C++ library, if it is linked statically."""
     name, release, *_ = wheel.name.split("-")
     info = f"{name}-{release}.dist-info"
-    text = json.dumps(make_sbom(release), indent=1)
+    text = json.dumps(make_sbom(release, libcxx), indent=1)
     with zipfile.ZipFile(wheel) as packed:
         files = [(entry, packed.read(entry)) for entry in packed.infolist()]
     sbom = zipfile.ZipInfo(f"{info}/sboms/whet.cdx.json", files[0][0].date_time)
@@ -51,11 +51,14 @@ def write_record(files: list[tuple[zipfile.ZipInfo, bytes]], record: str) -> byt
     return rows.getvalue().encode()
 
 
-def make_sbom(release: str) -> dict:
+def make_sbom(release: str, libcxx: str | None) -> dict:
     components = [
         make_component("pypi/nanobind", version("nanobind"), "BSD-3-Clause", "the runtime of the bindings"),
         make_component("github/Tessil/robin-map", robin_map_version(), "MIT", "nanobind's hash maps"),
     ]
+    if libcxx is not None:
+        licence = "Apache-2.0 WITH LLVM-exception"
+        components.append(make_component("github/llvm/llvm-project", libcxx, licence, "libc++, libc++abi, libunwind"))
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
