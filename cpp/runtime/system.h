@@ -49,10 +49,13 @@ struct MachineMemory {
 ProcessMemory read_process_memory();
 MachineMemory read_machine_memory();
 
-// ---------------------------------------------------------------- processors and forks
+// ---------------------------------------------------------------- processors, time and forks
 
 // Processors on which the system schedules this process; of two kinds of processors only the fast ones.
 int n_schedulable_processors();
+
+// Processor time of the calling thread, in seconds; on Windows, which counts it in steps of 16 ms, elapsed time.
+double thread_time_s();
 
 // Calls these functions around each fork of the process; a no-op on systems without forks.
 void at_fork(void (*prepare)(), void (*end_in_parent)(), void (*end_in_child)());

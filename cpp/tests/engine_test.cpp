@@ -2,11 +2,11 @@
 // any cancellation. Numbers are checked against transformers in tests/engine.
 #include <algorithm>
 #include <cmath>
-#include <ctime>
 #include <random>
 #include <vector>
 
 #include "runtime/ceil_div.h"
+#include "runtime/system.h"
 #include "runtime/thread_pool.h"
 #include "small_model.h"
 #include "tests/checks.h"
@@ -345,19 +345,13 @@ ModelConfig wide_config() {
 using Job = std::vector<double>;  // CPU time of each task
 std::vector<Job> jobs;
 
-double cpu_time_us() {
-    timespec t;
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
-    return static_cast<double>(t.tv_sec) * 1e6 + static_cast<double>(t.tv_nsec) * 1e-3;
-}
-
 // Runs the tasks on the calling thread, in the order in which the pool claims them, and adds the job to `jobs`.
 void trace_job(size_t n_tasks, void (*task)(void*, size_t), void* context) {
     Job& job = jobs.emplace_back(n_tasks);
     for (size_t i = n_tasks; i-- > 0;) {
-        const double start = cpu_time_us();
+        const double start = thread_time_s();
         task(context, i);
-        job[i] = cpu_time_us() - start;
+        job[i] = thread_time_s() - start;
     }
 }
 

@@ -1,11 +1,12 @@
-// Bindings of the machine probes: rates at which threads read, copy and scale memory, and multiply and add; and the
-// cost of allocating and freeing memory.
+// Bindings of the machine probes: rates at which threads read, copy and scale memory, and multiply and add; the cost of
+// allocating and freeing memory; and the tasks of the pool's jobs.
 //
 // All threads start together and work for a batch of at least a millisecond, timed from the first start to the last
 // end. Batches are repeated for the requested time, and the fastest counts: a probe measures a ceiling, and
 // disturbances only slow a batch down. src/whet/ops/probe.py checks the arguments.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <atomic>
@@ -13,9 +14,11 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "bindings.h"
@@ -231,6 +234,40 @@ size_t malloc_and_free(size_t n_bytes, bool zeroed) {
     return n_bytes;
 }
 
+// ---------------------------------------------------------------- jobs of the pool
+
+using Job = std::vector<double>;  // processor time of each task, in seconds, in the order in which the pool claims them
+std::mutex jobs_mutex;
+std::vector<Job> jobs;
+int threads_before = 0;
+
+// Runs a job on the calling thread.
+void trace_job(size_t n_tasks, void (*task)(void*, size_t), void* context) {
+    Job job;
+    job.reserve(n_tasks);
+    for (size_t i = n_tasks; i-- > 0;) {
+        const double start = thread_time_s();
+        task(context, i);
+        job.push_back(thread_time_s() - start);
+    }
+    const std::lock_guard lock(jobs_mutex);
+    jobs.push_back(std::move(job));
+}
+
+// Jobs are divided as on this number of threads.
+void begin_trace(int threads) {
+    threads_before = num_threads();
+    set_num_threads(threads, true);
+    jobs.clear();
+    set_job_hook(trace_job);
+}
+
+std::vector<Job> end_trace() {
+    set_job_hook(nullptr);
+    set_num_threads(threads_before);
+    return std::exchange(jobs, {});
+}
+
 }  // namespace
 
 void bind_probe(nb::module_& m) {
@@ -243,6 +280,8 @@ void bind_probe(nb::module_& m) {
     m.def("scale_rate", &scale_rate);
     m.def("fma_rate", &fma_rate_of);
     m.def("evict", &evict);
+    m.def("begin_trace", &begin_trace);
+    m.def("end_trace", &end_trace);
 }
 
 }  // namespace whet

@@ -5,6 +5,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 
 #include "runtime/system.h"
 
@@ -42,6 +43,12 @@ void* allocate_zeroed(size_t bytes) {
 void free_zeroed(void* memory, size_t bytes) {
     if (bytes < kMapped) return free_aligned(memory);
     munmap(memory, bytes);
+}
+
+double thread_time_s() {
+    timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return static_cast<double>(t.tv_sec) + static_cast<double>(t.tv_nsec) * 1e-9;
 }
 
 void at_fork(void (*prepare)(), void (*end_in_parent)(), void (*end_in_child)()) {

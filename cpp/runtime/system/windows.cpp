@@ -5,6 +5,7 @@
 #include <psapi.h>
 
 #include <bit>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <malloc.h>
@@ -77,6 +78,10 @@ int n_schedulable_processors() {
         return std::popcount(uint64_t{of_process});
     }
     return static_cast<int>(std::thread::hardware_concurrency());
+}
+
+double thread_time_s() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 void at_fork(void (*)(), void (*)(), void (*)()) {}

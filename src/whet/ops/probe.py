@@ -1,4 +1,4 @@
-"""Hardware ceilings of this machine (bandwidths, multiply-adds) as a reference, and the cost of allocation.
+"""Hardware ceilings of this machine (bandwidths, multiply-adds), the cost of allocation, and traces of jobs.
 
 Rates of loops that only load, copy, scale, or multiply and add, on the kernels' instruction set (``whet.isa()``) and
 threads (``whet.get_num_threads()``). A rate is the fastest of at least 3 timed batches, after one warm-up batch; a
@@ -7,7 +7,9 @@ batch starts on all threads together and lasts a millisecond or more. Not export
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from whet import _core
 from whet.errors import WhetTypeError, WhetValueError
@@ -116,6 +118,41 @@ def malloc_and_free(n_bytes: int, zeroed: bool) -> int:
         WhetValueError, WhetTypeError, MemoryError: as ``read_rate``.
     """
     return _core.malloc_and_free(_size("malloc_and_free", n_bytes), bool(zeroed))
+
+
+class Trace(NamedTuple):
+    """The work of a call in the jobs of the thread pool.
+
+    Attributes:
+        jobs: of each job the processor time of its tasks, in seconds, in the order in which threads claim them.
+        serial_s: processor time of the process outside of the tasks, in seconds.
+    """
+
+    jobs: list[list[float]]
+    serial_s: float
+
+
+def trace_jobs(call: Callable[[], object], threads: int) -> Trace:
+    """Run ``call`` with every task on its calling thread, with jobs divided as for ``threads`` threads.
+
+    The trace shows how work is divided among more threads than this machine has processors, undisturbed by other
+    load. Not for concurrent calls: the trace is of the whole process.
+
+    Raises:
+        WhetValueError: threads is not in [1, 1024].
+        WhetTypeError: threads is not an integer.
+    """
+    threads = inputs.as_positive_int("trace_jobs", "threads", threads)
+    if threads > 1024:
+        raise WhetValueError(f"trace_jobs: threads is {threads}, expected at most 1024.")
+    _core.begin_trace(threads)
+    started_s = time.process_time()
+    try:
+        call()
+    finally:
+        elapsed_s = time.process_time() - started_s
+        jobs = _core.end_trace()
+    return Trace(jobs, elapsed_s - sum(map(sum, jobs)))
 
 
 def _size(function: str, n_bytes: Any) -> int:
