@@ -33,6 +33,7 @@ NEEDS = {
     "reasoning_gym": _module("reasoning_gym", "gym"),
     "llama_cpp": _module("llama_cpp", "real"),
     "ray": _module("ray", "ray"),
+    "joblib": _module("joblib", "wide"),
     "wandb": _module("wandb", "wandb"),
     "onnxruntime": _module("onnxruntime", "wide"),
     "aarch64": Need(

@@ -97,3 +97,24 @@ def joblib_cpus() -> int:
     import joblib
 
     return joblib.cpu_count()
+
+
+@pytest.mark.needs("joblib")
+def test_workers_of_joblib_share_the_processors():
+    code = """
+import joblib
+print(*joblib.Parallel(n_jobs=2)(joblib.delayed(whet.get_num_threads)() for _ in range(2)))
+print_threads()
+"""
+    assert threads_of(code) == [max(1, N // 2), max(1, N // 2), N]
+
+
+@pytest.mark.needs("ray")
+def test_tasks_of_ray_have_as_many_threads_as_processors_were_requested():
+    code = """
+import ray
+ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+print(*ray.get([ray.remote(num_cpus=n)(whet.get_num_threads).remote() for n in (1, 2)]))
+print_threads()
+"""
+    assert threads_of(code) == [1, min(2, N), N]
