@@ -85,14 +85,14 @@ cpp-test-%: $(VENV)/.installed-dev
 
 # Other systems, compiled here by PyPI's ziglang: `make cross` compiles everything except the kernels for Windows and
 # macOS; `make cross-test` links all of it, runs the C++ tests for Windows under Wine, and for Linux with musl.
-cross: $(addprefix cross-,x86_64-windows-gnu aarch64-macos.11.0)
+cross: $(addprefix cross-host-,x86_64-windows-gnu aarch64-macos.11.0)
 cross-test: $(addprefix cross-link-,aarch64-macos.11.0 x86_64-macos.10.13) \
   $(addprefix cross-test-,x86_64-windows-gnu x86_64-linux-musl)
 cross-test-%: cross-link-%
 	$(BIN)/ctest --test-dir build/$* --output-on-failure -j2
-cross-link-%: cross-%
+cross-link-%: cross-host-%
 	$(BIN)/cmake --build build/$*
-cross-%: $(VENV)/.installed-dev $(VENV)/.installed-cross
+cross-host-%: $(VENV)/.installed-dev $(VENV)/.installed-cross
 	$(BIN)/cmake -S . -B build/$* -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DWHET_CPP_TESTS=ON \
 	  -DWHET_PYTHON=OFF -DCMAKE_TOOLCHAIN_FILE=tools/zig.cmake -DWHET_ZIG=$(CURDIR)/$(BIN)/python-zig \
 	  -DWHET_TARGET=$* >/dev/null
@@ -102,7 +102,7 @@ cross-%: $(VENV)/.installed-dev $(VENV)/.installed-cross
 WHEEL_TARGETS := x86_64-linux-gnu.2.28 aarch64-linux-gnu.2.28 x86_64-linux-musl aarch64-macos.11.0 x86_64-macos.10.13
 wheels: $(VENV)/.installed-wheels $(addprefix wheel-core-,$(WHEEL_TARGETS))
 	$(BIN)/python tools/wheels.py $(WHEEL_TARGETS)
-wheel-core-%: cross-%
+wheel-core-%: cross-host-%
 	$(BIN)/cmake --build build/$* --target whet_core
 wheels-test: $(VENV)/.installed-test wheels
 	$(BIN)/python tests/wheels.py

@@ -526,11 +526,17 @@ void test_host_lock() {
     whet::host_lock = {};
 }
 
+std::filesystem::path make_temporary_folder() {
+    std::random_device random;
+    for (;;) {
+        const auto path = std::filesystem::temp_directory_path() / ("whet_core_test." + std::to_string(random()));
+        if (std::filesystem::create_directory(path)) return path;
+    }
+}
+
 // cpu_quota() of a process with this proc/self/cgroup and these groups.
 double quota_of(const std::string& groups, const std::vector<std::pair<std::string, std::string>>& files) {
-    const std::string pattern = std::filesystem::temp_directory_path() / "whet_core_test.XXXXXX";
-    std::vector<char> name(pattern.c_str(), pattern.c_str() + pattern.size() + 1);
-    const std::filesystem::path root = mkdtemp(name.data());
+    const std::filesystem::path root = make_temporary_folder();
     const auto write = [&](const std::filesystem::path& path, const std::string& text) {
         std::filesystem::create_directories((root / path).parent_path());
         std::ofstream(root / path) << text;

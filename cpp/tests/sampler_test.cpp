@@ -123,7 +123,7 @@ void test_stop_strings(std::mt19937_64& bits) {
         auto texts = std::make_shared<whet::TokenTexts>();
         texts->bytes = text;
         for (size_t end = 0; end < text.size(); texts->ends.push_back(static_cast<int32_t>(end)))
-            end = std::min(text.size(), end + bits() % 4);
+            end = std::min<size_t>(text.size(), end + bits() % 4);
         std::vector<std::string> strings;
         for (size_t i = 0; i < 1 + bits() % 3; ++i) strings.push_back(letters(1 + bits() % 5));
         size_t first_end = text.size() + 1, cut = text.size();
