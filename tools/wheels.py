@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import NamedTuple
@@ -123,14 +124,14 @@ def build_wheel(target: Target, version: str, python: Path) -> Path:
     options = [f"-Ccmake.define.{name}={value}" for name, value in defines.items()]
     options += [f"-Cwheel.tags={tag}-{abi}-{platform}", f"-Cbuild-dir={folder}/build", "-Cinstall.strip=false"]
     path = os.pathsep.join([str(python.parent), str(BIN), os.environ["PATH"]])
-    pip = [python, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder]
-    run(*pip, *options, ".", PATH=path, SETUPTOOLS_EXT_SUFFIX=f".cpython-{tag[2:]}-{target.suffix}.so")
-    (built,) = folder.glob("*.whl")
-    if target.is_linux:  # label it by the oldest C library that has its symbols
-        run(BIN / "auditwheel", "repair", "--only-plat", "-w", folder / "repaired", built, PATH=path)
-        built.unlink()
-        (built,) = (folder / "repaired").glob("*.whl")
-    wheel = built.replace(DIST / built.name)
+    with tempfile.TemporaryDirectory() as made, tempfile.TemporaryDirectory() as repaired:
+        pip = [python, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", made]
+        run(*pip, *options, ".", PATH=path, SETUPTOOLS_EXT_SUFFIX=f".cpython-{tag[2:]}-{target.suffix}.so")
+        (built,) = Path(made).glob("*.whl")
+        if target.is_linux:  # label it by the oldest C library that has its symbols
+            run(BIN / "auditwheel", "repair", "--only-plat", "-w", repaired, built, PATH=path)
+            (built,) = Path(repaired).glob("*.whl")
+        wheel = Path(shutil.move(built, DIST / built.name))
     if abi == "abi3":
         run(BIN / "abi3audit", "--strict", wheel)
     add_sbom(wheel, libcxx=clang_version())

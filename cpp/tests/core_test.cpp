@@ -543,7 +543,7 @@ double quota_of(const std::string& groups, const std::vector<std::pair<std::stri
     };
     write("proc/self/cgroup", groups);
     for (const auto& [path, text] : files) write("sys/fs/cgroup/" + path, text);
-    const double quota = whet::cpu_quota(root);
+    const double quota = whet::cpu_quota(root.string());
     std::filesystem::remove_all(root);
     return quota;
 }
