@@ -63,7 +63,7 @@ def check_macos() -> None:
         extension = unpack_extension(wheel)
         headers = run(objdump, "--macho", "--private-headers", extension)
         libraries = re.findall(r"^\s+name (\S+\.dylib)", headers, re.MULTILINE)
-        oldest = re.findall(r"^\s+(?:minos|version) (\d+\.\d+)", headers, re.MULTILINE)
+        oldest = re.findall(r"(?:LC_VERSION_MIN_MACOSX\s+cmdsize \d+\s+version|minos) (\d+\.\d+)", headers)
         exported = re.findall(r"\s(_\S+)$", run(objdump, "--macho", "--exports-trie", extension), re.MULTILINE)
         machine = {"arm64": "ARM64", "x86_64": "X86_64"}[arch]
         assert machine in headers and oldest[0] == f"{major}.{minor}", (wheel.name, oldest)
@@ -113,7 +113,7 @@ def check_bits() -> None:
         for name, python in (("wheel", wheel), ("built", built)):
             folder = WORK / "bits" / isa / name
             shutil.rmtree(folder, ignore_errors=True)
-            env = {"WHET_ISA": isa, "PYTHONPATH": ROOT}
+            env = {"WHET_ISA": isa, "PYTHONPATH": ROOT, "PYTHONHASHSEED": 0}  # the order of sets in files
             run(python, "web/test/fixtures.py", folder, **env)
             run(python, "-m", "whet", "train", "sft", *lora_run(folder), **env)
             files = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if is_result(path)}
