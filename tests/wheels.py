@@ -190,13 +190,18 @@ def check_aarch64() -> None:
     where = [option for platform in sorted(platforms) for option in ("--platform", platform)]
     where += ["--python-version", "3.11", "--only-binary", ":all:"]
     run(sys.executable, "-m", "pip", "install", "-q", *where, "--target", site, wheel, *TEST_PACKAGES)
+    env = {"PYTHONPATH": site, "PYTHONHOME": root / "usr", "PYTHONDONTWRITEBYTECODE": 1}
+    tests = [str(path) for path in sorted((ROOT / "tests" / "ops").glob("test_*.py")) if not needs_torch(path)]
     for model, unit in {"cortex-a72": "neon", "cortex-a76": "neon_dot", "max,sve=off,sme=off": "neon_i8mm"}.items():
-        qemu = ["qemu-aarch64-static", "-cpu", model, "-L", root, root / "usr" / "bin" / "python3.11"]
-        env = {"PYTHONPATH": site, "PYTHONHOME": root / "usr", "PYTHONDONTWRITEBYTECODE": 1}
-        assert run(*qemu, "-c", "import whet; print(whet.isa())", **env) == f"{unit}\n"
-        tests = [path for path in sorted((ROOT / "tests" / "ops").glob("test_*.py")) if not needs_torch(path)]
-        printed = run(*qemu, "-m", "pytest", "-m", "not timing", *tests, **env)
-        print(f"{unit}: {printed.splitlines()[-1]}", flush=True)
+        python = WORK / f"python-{unit}"  # also for the processes that tests start
+        python.write_text(
+            f'#!/bin/sh\nexec qemu-aarch64-static -cpu {model} -L {root} {root}/usr/bin/python3.11 "$@"\n'
+        )
+        python.chmod(0o755)
+        assert run(python, "-c", "import whet; print(whet.isa())", **env) == f"{unit}\n"
+        arguments = ["-m", "not timing", *tests]
+        code = f"import pytest, sys; sys.executable = {str(python)!r}; sys.exit(pytest.main({arguments}))"
+        print(f"{unit}: {run(python, '-c', code, **env).splitlines()[-1]}", flush=True)
 
 
 def needs_torch(path: Path) -> bool:
