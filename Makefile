@@ -16,8 +16,8 @@ BUILD  := build/release
 BIN    := $(VENV)/bin
 NATIVE := $(shell find cpp -type f) CMakeLists.txt pyproject.toml constraints.txt tools/set_up.py
 
-.PHONY: demo test test-scale test-wide test-real web web-test web-wide web-demo docs fuzz torture lint cpp-test cross cross-test wheels wheels-test wheel-test \
-  setup-test check wide wide-packages format clean
+.PHONY: demo test test-scale test-wide test-real web web-test web-wide web-demo docs fuzz torture lint cpp-test cross cross-test \
+  wheels wheels-test wheel-test setup-test check wide wide-packages format clean
 .PRECIOUS: $(VENV)/.installed-%  # make would remove stamps that only pattern rules name
 .NOTPARALLEL:  # two extras must not be installed into one environment at once; each recipe uses all cores
 
@@ -105,7 +105,7 @@ wheels: $(VENV)/.installed-wheels $(addprefix wheel-core-,$(WHEEL_TARGETS))
 wheel-core-%: cross-host-%
 	$(BIN)/cmake --build build/$* --target whet_core
 wheels-test: $(VENV)/.installed-test wheels
-	$(BIN)/python tests/wheels.py
+	$(BIN)/python tests/wheel_installs.py
 
 # Node and npm are installed by pip, the compiler by Debian (web/Makefile).
 web: $(VENV)/.installed-web

@@ -120,10 +120,10 @@ def alternate(prompts: Any, completions: Any, **_: Any) -> list[float]:
 def main() -> None:
     import torch
 
-    from benchmarks.contenders.engine.models import LLAMA_135M, new_model
+    from benchmarks.contenders.engine.models import LLAMA_135M, random_model
 
     torch.set_num_threads(1)  # its time counts as serial
-    model = new_model(LLAMA_135M)
+    model = random_model(LLAMA_135M)
     for batch in (1, 32):
         print_table(decode(model, batch))
     print_table(grpo_step(model.train().requires_grad_(True)))

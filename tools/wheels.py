@@ -10,6 +10,7 @@ written to build/wheels/dist.
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import os
 import re
 import shutil
@@ -37,7 +38,10 @@ class Target(NamedTuple):
     name: str  # of zig
     platform: str  # in the tag of a wheel
     suffix: str  # of an extension, after cpython-3XX-
-    is_linux: bool
+
+    @property
+    def is_linux(self) -> bool:
+        return self.suffix != "darwin"
 
 
 def parse_target(name: str) -> Target:
@@ -48,9 +52,9 @@ def parse_target(name: str) -> Target:
     arch, system, major, minor = match.groups()
     if system == "macos":
         arch = "arm64" if arch == "aarch64" else arch
-        return Target(name, f"macosx_{major}_{minor}_{arch}", "darwin", False)
+        return Target(name, f"macosx_{major}_{minor}_{arch}", "darwin")
     label = f"manylinux_{major}_{minor}" if system == "linux-gnu" else "musllinux_1_2"
-    return Target(name, f"{label}_{arch}", f"{arch}-{system}", True)
+    return Target(name, f"{label}_{arch}", f"{arch}-{system}")
 
 
 def main(names: list[str]) -> None:
@@ -68,13 +72,14 @@ def main(names: list[str]) -> None:
             print(f"{wheel.stat().st_size / 1e6:.2f} MB  {wheel.name}", flush=True)
 
 
-def run(*command: object, **env: object) -> None:
-    """Run a command; its output is printed if it fails."""
+def run(*command: object, **env: object) -> str:
+    """Run a command and return its output, which is printed if it fails."""
     given = {**os.environ, **{name: str(value) for name, value in env.items()}}
     text = [str(part) for part in command]
     done = subprocess.run(text, cwd=ROOT, env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(text)}: exit status {done.returncode}\n{done.stdout}")
+    return done.stdout
 
 
 def make_environment(version: str, interpreter: str) -> Path:
@@ -138,6 +143,7 @@ def build_wheel(target: Target, version: str, python: Path) -> Path:
     return wheel
 
 
+@functools.cache
 def clang_version() -> str:
     """Return the version of zig's Clang, and of its C++ library."""
     printed = subprocess.check_output([BIN / "python-zig", "c++", "--version"], text=True)

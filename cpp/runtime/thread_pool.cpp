@@ -23,6 +23,7 @@ constexpr int kSpins = 1000;  // pauses before a worker sleeps: about 30 us
 
 std::atomic<Fork> borrowed{nullptr};
 std::atomic<JobHook> job_hook{nullptr};
+std::atomic<int> hook_threads{0};  // 0: no hook
 
 // A job on borrowed threads: each thread claims tasks until none are left.
 struct ForkedJob {
@@ -219,7 +220,10 @@ std::shared_ptr<ThreadPool> the_pool() {
 
 }  // namespace
 
-int num_threads() { return the_pool()->n_threads(); }
+int num_threads() {
+    const int threads = hook_threads.load(std::memory_order_relaxed);
+    return threads > 0 ? threads : the_pool()->n_threads();
+}
 
 void set_num_threads(int n, bool oversubscribe) {
     std::shared_ptr<ThreadPool> before;  // destroyed outside the lock, by its last job
@@ -236,14 +240,13 @@ void expect_siblings() {
 
 void borrow_threads(Fork fork) { borrowed.store(fork); }
 
-void set_job_hook(JobHook hook) { job_hook.store(hook); }
-
-void parallel_for(size_t n_tasks, void (*task)(void* context, size_t i), void* context) {
-    const JobHook hook = job_hook.load(std::memory_order_relaxed);
-    hook == nullptr ? run_job(n_tasks, task, context) : hook(n_tasks, task, context);
+void set_job_hook(JobHook hook, int threads) {
+    job_hook.store(hook);
+    hook_threads.store(threads);
 }
 
-void run_job(size_t n_tasks, void (*task)(void* context, size_t i), void* context) {
+void parallel_for(size_t n_tasks, void (*task)(void* context, size_t i), void* context) {
+    if (const JobHook hook = job_hook.load(std::memory_order_relaxed)) return hook(n_tasks, task, context);
     Guarded job{task, context};
     the_pool()->run(n_tasks, Guarded::run, &job);
     if (job.error) std::rethrow_exception(job.error);

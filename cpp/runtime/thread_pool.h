@@ -33,11 +33,10 @@ void borrow_threads(Fork fork);
 // task after all tasks have ended.
 void parallel_for(size_t n_tasks, void (*task)(void* context, size_t i), void* context);
 
-// Receives every job of parallel_for in place of the pool, for tests and measurements; null restores the pool. The hook
-// runs the tasks itself or passes them to run_job().
+// Receives every job of parallel_for in place of the pool, and runs its tasks; null restores the pool. Until then
+// num_threads() is `threads`. For runtime/job_trace.h.
 using JobHook = void (*)(size_t n_tasks, void (*task)(void* context, size_t i), void* context);
-void set_job_hook(JobHook hook);
-void run_job(size_t n_tasks, void (*task)(void* context, size_t i), void* context);
+void set_job_hook(JobHook hook, int threads);
 
 template <class F>
 void parallel_for(size_t n_tasks, F& f) {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "runtime/ceil_div.h"
-#include "runtime/system.h"
+#include "runtime/job_trace.h"
 #include "runtime/thread_pool.h"
 #include "small_model.h"
 #include "tests/checks.h"
@@ -342,34 +342,23 @@ ModelConfig wide_config() {
     return c;
 }
 
-using Job = std::vector<double>;  // CPU time of each task
-std::vector<Job> jobs;
-
-// Runs the tasks on the calling thread, in the order in which the pool claims them, and adds the job to `jobs`.
-void trace_job(size_t n_tasks, void (*task)(void*, size_t), void* context) {
-    Job& job = jobs.emplace_back(n_tasks);
-    for (size_t i = n_tasks; i-- > 0;) {
-        const double start = thread_time_s();
-        task(context, i);
-        job[i] = thread_time_s() - start;
-    }
-}
-
-// Time of two threads, the second at half speed, that claim the tasks from the last to the first.
-double time_with_slow_thread(const Job& job) {
+// Time of two threads, the second at half speed, that claim the tasks in order.
+double time_with_slow_thread(const TracedJob& job) {
     double fast = 0.0, slow = 0.0;
-    for (size_t i = job.size(); i-- > 0;) fast <= slow ? fast += job[i] : slow += 2 * job[i];
+    for (const double task : job) fast <= slow ? fast += task : slow += 2 * task;
     return std::max(fast, slow);
 }
 
-// The time of a step with a slow thread, divided by its time if all work were divided ideally.
-double loss_by_slow_thread(Engine& s) {
-    jobs.clear();
-    set_job_hook(trace_job);
+std::vector<TracedJob> trace_step(Engine& s) {
+    begin_job_trace(2);
     s.step();
-    set_job_hook(nullptr);
+    return end_job_trace();
+}
+
+// The time of a step with a slow thread, divided by its time if all work were divided ideally.
+double loss_by_slow_thread(const std::vector<TracedJob>& jobs) {
     double time = 0.0, work = 0.0;
-    for (const Job& job : jobs) {
+    for (const TracedJob& job : jobs) {
         time += time_with_slow_thread(job);
         for (const double task : job) work += task;
     }
@@ -377,23 +366,26 @@ double loss_by_slow_thread(Engine& s) {
 }
 
 void test_division_of_work() {
-    set_num_threads(2, kOversubscribe);
     Model model(wide_config(), WeightFormat::kBFloat16, 8 + 256, false);
     Engine s(model.transformer, {20 * KvMemory::page_bytes(model.transformer.config(), false), 8, 256});
     double prefill = 10.0, token = 10.0;  // the minimum of several: other load disturbs single tasks
+    size_t barriers = 0;                  // of a token
     for (uint64_t round = 0; round < 5; ++round) {
         const uint64_t id = s.add(prompt(256, 1, 4, round));
-        prefill = std::min(prefill, loss_by_slow_thread(s));
-        for (int i = 0; i < 3; ++i) token = std::min(token, loss_by_slow_thread(s));
+        prefill = std::min(prefill, loss_by_slow_thread(trace_step(s)));
+        for (int i = 0; i < 3; ++i) {
+            const std::vector<TracedJob> jobs = trace_step(s);
+            token = std::min(token, loss_by_slow_thread(jobs));
+            barriers = jobs.size();
+        }
         s.remove(id);
         s.evict_retained();
     }
-    const size_t barriers = jobs.size(), n_layers = model.transformer.config().n_layers;
+    const size_t n_layers = model.transformer.config().n_layers;
     expect(barriers <= 5 * n_layers + 2, "%zu barriers of a token in %zu layers, head and sampling", barriers,
            n_layers);
     expect(prefill <= 1.15, "a slow thread delays a prefill by a factor of %g", prefill);
     expect(token <= 1.3, "a slow thread delays a token by a factor of %g", token);
-    set_num_threads(3, kOversubscribe);
 }
 
 }  // namespace

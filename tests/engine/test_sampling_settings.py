@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tokenizers
 from tests.engine.tiny_models import VOCAB, tiny_model
-from tests.isas import printed_by_isa
+from tests.isas import assert_isas_agree
 from tests.raising import assert_raises
 from tests.threads import threads
 from tokenizers import decoders, models, pre_tokenizers
@@ -111,8 +111,7 @@ with Engine.from_model(tiny_model("llama"), weights="float32", tokenizer=TOKENIZ
     drawn = everything(engine.generate(PROMPTS, 2, SamplingParams(**ALL)))
 print(hashlib.sha256(repr(drawn).encode()).hexdigest())
 """
-    digests = printed_by_isa("import hashlib, whet\nfrom tests.engine.test_sampling_settings import *", code)
-    assert len(set(digests.values())) == 1, digests
+    assert_isas_agree("import hashlib, whet\nfrom tests.engine.test_sampling_settings import *", code)
 
 
 def test_text_ends_before_the_stop_string(engine: Any) -> None:

@@ -58,9 +58,10 @@ def test_fma_rates_of_dtypes_have_plausible_ratios():
         pytest.skip("only avx512bf16 has one vector instruction per dtype")
     with on_threads(1):
         rate = {dtype: max(probe.fma_rate(dtype, 0.01) for _ in range(3)) for dtype in probe.FMA_DTYPES}
-    # A vector holds twice as many floats as doubles; bfloat16 and int8 are not slower than floats.
+    # A vector holds twice as many floats as doubles. Per cycle, Zen 4 does one dot product of bfloat16, 64 operations;
+    # Sapphire Rapids does half of one, and two float FMAs of 32 operations.
     assert 1.5 < rate["float32"] / rate["float64"] < 2.7
-    assert rate["bfloat16"] > 0.7 * rate["float32"] and rate["int8"] > 1.4 * rate["float32"]
+    assert rate["bfloat16"] > 0.4 * rate["float32"] and rate["int8"] > 1.4 * rate["float32"]
 
 
 @timed

@@ -174,7 +174,7 @@ FAMILIES_135M = (
 """Shapes of one size in families that compute differently from Llama."""
 
 
-def new_model(shape: ModelShape) -> Any:
+def _new_model(shape: ModelShape) -> Any:
     """Create a Hugging Face model in float32 without stop tokens, initialised by transformers.
 
     Raises:
@@ -203,7 +203,7 @@ def random_model(shape: ModelShape) -> Any:
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(SEED)
-        model = new_model(shape)
+        model = _new_model(shape)
         for parameter in model.parameters():
             if parameter.ndim == 1:  # norms of ones and biases of zeros would hide that a contender ignores them
                 parameter.add_(torch.randn_like(parameter), alpha=DEVIATION)
@@ -221,7 +221,7 @@ def write_random_folder(shape: ModelShape, folder: Path) -> None:
     from safetensors.torch import save_file
 
     with torch.device("meta"):
-        model = new_model(shape)
+        model = _new_model(shape)
     model.config.dtype = torch.bfloat16
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
@@ -365,7 +365,7 @@ def read_gguf_model(shape: ModelShape, path: Path) -> Any:
     from gguf import GGUFReader
     from gguf.quants import dequantize
 
-    model, tensors = new_model(shape), {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    model, tensors = _new_model(shape), {tensor.name: tensor for tensor in GGUFReader(path).tensors}
     for name, parameter, pairs in _gguf_parameters(model, shape):
         values = dequantize(tensors[name].data, tensors[name].tensor_type)
         if pairs:

@@ -14,11 +14,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <mutex>
 #include <new>
 #include <string>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "bindings.h"
@@ -26,6 +24,7 @@
 #include "engine/kv_memory.h"
 #include "kernels/dispatch.h"
 #include "runtime/ceil_div.h"
+#include "runtime/job_trace.h"
 #include "runtime/system.h"
 #include "runtime/thread_pool.h"
 
@@ -234,40 +233,6 @@ size_t malloc_and_free(size_t n_bytes, bool zeroed) {
     return n_bytes;
 }
 
-// ---------------------------------------------------------------- jobs of the pool
-
-using Job = std::vector<double>;  // processor time of each task, in seconds, in the order in which the pool claims them
-std::mutex jobs_mutex;
-std::vector<Job> jobs;
-int threads_before = 0;
-
-// Runs a job on the calling thread.
-void trace_job(size_t n_tasks, void (*task)(void*, size_t), void* context) {
-    Job job;
-    job.reserve(n_tasks);
-    for (size_t i = n_tasks; i-- > 0;) {
-        const double start = thread_time_s();
-        task(context, i);
-        job.push_back(thread_time_s() - start);
-    }
-    const std::lock_guard lock(jobs_mutex);
-    jobs.push_back(std::move(job));
-}
-
-// Jobs are divided as on this number of threads.
-void begin_trace(int threads) {
-    threads_before = num_threads();
-    set_num_threads(threads, true);
-    jobs.clear();
-    set_job_hook(trace_job);
-}
-
-std::vector<Job> end_trace() {
-    set_job_hook(nullptr);
-    set_num_threads(threads_before);
-    return std::exchange(jobs, {});
-}
-
 }  // namespace
 
 void bind_probe(nb::module_& m) {
@@ -280,8 +245,8 @@ void bind_probe(nb::module_& m) {
     m.def("scale_rate", &scale_rate);
     m.def("fma_rate", &fma_rate_of);
     m.def("evict", &evict);
-    m.def("begin_trace", &begin_trace);
-    m.def("end_trace", &end_trace);
+    m.def("begin_job_trace", &begin_job_trace);
+    m.def("end_job_trace", &end_job_trace);
 }
 
 }  // namespace whet

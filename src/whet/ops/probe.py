@@ -145,13 +145,13 @@ def trace_jobs(call: Callable[[], object], threads: int) -> Trace:
     threads = inputs.as_positive_int("trace_jobs", "threads", threads)
     if threads > 1024:
         raise WhetValueError(f"trace_jobs: threads is {threads}, expected at most 1024.")
-    _core.begin_trace(threads)
+    _core.begin_job_trace(threads)
     started_s = time.process_time()
     try:
         call()
     finally:
         elapsed_s = time.process_time() - started_s
-        jobs = _core.end_trace()
+        jobs = _core.end_job_trace()
     return Trace(jobs, elapsed_s - sum(map(sum, jobs)))
 
 

@@ -8,22 +8,20 @@ dynamic linker.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-DIST = ROOT / "build" / "wheels" / "dist"
-WORK = ROOT / "build" / "wheels" / "tests"
-MAX_BYTES = 3_000_000
-SMOKE = ROOT / "tests" / "wheel_smoke.py"
-
 sys.path.insert(0, str(ROOT / "tools"))
 from interpreters import find_interpreters  # noqa: E402
+from wheels import DIST, run  # noqa: E402
+
+WORK = DIST.parent / "tests"
+MAX_BYTES = 3_000_000
+SMOKE = ROOT / "tests" / "wheel_smoke.py"
 
 
 def main() -> None:
@@ -33,16 +31,6 @@ def main() -> None:
         assert wheel.stat().st_size <= MAX_BYTES, f"{wheel.name} has {wheel.stat().st_size} bytes"
     for step in (check_macos, check_x86_64, check_bits, check_package_managers, check_aarch64):
         step()
-
-
-def run(*command: object, **env: object) -> str:
-    """Run a command and return its output, which is printed if it fails."""
-    text = [str(part) for part in command]
-    given = {**os.environ, **{name: str(value) for name, value in env.items()}}
-    done = subprocess.run(text, cwd=ROOT, env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        sys.exit(f"{' '.join(text)}: exit status {done.returncode}\n{done.stdout[-6000:]}")
-    return done.stdout
 
 
 def wheel_for(version: str, platform: str) -> Path:
