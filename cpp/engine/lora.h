@@ -36,14 +36,23 @@ struct Adapter {
              size_t rank, size_t k, size_t n) {
         if (layer >= layers.size()) throw std::invalid_argument("no such layer");
         const Matrix& matrix = matrix_of(weights.layers[layer], target);
-        if (k != matrix.k() || first_row + n > matrix.n()) {
-            throw std::invalid_argument("the adapter does not fit the shape of its matrix");
-        }
+        if (k != matrix.k()) throw std::invalid_argument("the adapter does not fit the shape of its matrix");
         const bool is_wide = matrix.parts.front().format().source == RowType::kFloat32;
         const WeightFormat format = is_wide ? WeightFormat::kFloat32 : WeightFormat::kBFloat16;
-        PackedWeight down(format, rank, k), up(format, n, rank);
-        down.pack_rows(0, rank, a, RowType::kFloat32, static_cast<ptrdiff_t>(k), 1);
-        up.pack_rows(0, n, b, RowType::kFloat32, static_cast<ptrdiff_t>(rank), 1);
+        LowRank& low = add_zero(weights, layer, target, first_row, rank, n, format);
+        low.a.back().pack_rows(0, rank, a, RowType::kFloat32, static_cast<ptrdiff_t>(k), 1);
+        low.b.back().pack_rows(0, n, b, RowType::kFloat32, static_cast<ptrdiff_t>(rank), 1);
+    }
+
+    // Adds factors of zeros in a format of float numbers: the last of the matrix's, which are returned.
+    LowRank& add_zero(const Weights& weights, size_t layer, Target target, size_t first_row, size_t rank, size_t n,
+                      WeightFormat format) {
+        if (layer >= layers.size()) throw std::invalid_argument("no such layer");
+        const Matrix& matrix = matrix_of(weights.layers[layer], target);
+        if (n > matrix.n() || first_row > matrix.n() - n) {
+            throw std::invalid_argument("the adapter does not fit the shape of its matrix");
+        }
+        PackedWeight down(format, rank, matrix.k()), up(format, n, rank);
         LowRank& low = layers[layer][static_cast<size_t>(target)];
         low.a.push_back(std::move(down));
         low.b.push_back(std::move(up));
@@ -51,6 +60,7 @@ struct Adapter {
         size_t sum = 0;
         for (const PackedWeight& part : low.a) sum += part.n();
         max_rank = std::max(max_rank, sum);
+        return low;
     }
 
     std::vector<std::array<LowRank, kTargets>> layers;

@@ -5,8 +5,13 @@
 //   gelu_tanh   x / (1 + exp(-2 u)),  u = sqrt(2 / pi) (x + 0.044715 x^3),  which is x (1 + tanh u) / 2
 //   swiglu      silu(gate) up                                             (Shazeer 2020)
 //
-// and the gradient of swiglu: with d the gradient of the result and s = 1 / (1 + exp(-gate)),
-// d gate = d up s (1 + gate (1 - s)) and d up = d silu(gate).
+// and their gradients, of f(gate) up, or of f(gate) if up is null: with d the gradient of the result,
+// d gate = d up f'(gate) and d up = d f(gate), where with s = 1 / (1 + exp(-x)) and phi the density of the normal
+// distribution
+//
+//   silu'(x)       s (1 + x (1 - s))
+//   gelu'(x)       P(N <= x) + x phi(x)
+//   gelu_tanh'(x)  t + x t (1 - t) 2 u'(x),  t = 1 / (1 + exp(-2 u)),  u' = sqrt(2 / pi) (1 + 3 * 0.044715 x^2)
 //
 // Where 1 + f(x) would cancel, the small part is computed directly: relative precision is kept for negative x. -inf
 // gives -0, inf gives inf, NaN gives NaN. out may be x, gate or up.
@@ -36,9 +41,29 @@ WHET_INLINE f32x16 gelu(f32x16 x) {
     return select(negative, max(f32x16(-200.0f), x) * tail, x * (f32x16(1.0f) - tail));
 }
 
+constexpr float kGeluTwice = 1.5957691216057308f, kGeluCubic = 0.044715f;  // 2 sqrt(2 / pi)
+
 WHET_INLINE f32x16 gelu_tanh(f32x16 x) {
-    constexpr float kTwice = 1.5957691216057308f, kCubic = 0.044715f;  // 2 sqrt(2 / pi)
-    return times_sigmoid(x, x * f32x16(kTwice) * fma(x * x, f32x16(kCubic), f32x16(1.0f)));
+    return times_sigmoid(x, x * f32x16(kGeluTwice) * fma(x * x, f32x16(kGeluCubic), f32x16(1.0f)));
+}
+
+WHET_INLINE f32x16 silu_slope(f32x16 x) {
+    const f32x16 one(1.0f), sigmoid = times_sigmoid(one, x);
+    return sigmoid * fma(x, one - sigmoid, one);
+}
+
+WHET_INLINE f32x16 gelu_slope(f32x16 x) {
+    constexpr float kDensity = 0.3989422804014327f;  // 1 / sqrt(2 pi)
+    const auto negative = x < f32x16(0.0f);
+    const f32x16 tail = normal_tail(select(negative, -x, x));
+    return fma(x * f32x16(kDensity), exp(x * x * f32x16(-0.5f)), select(negative, tail, f32x16(1.0f) - tail));
+}
+
+WHET_INLINE f32x16 gelu_tanh_slope(f32x16 x) {
+    const f32x16 one(1.0f), square = x * x;
+    const f32x16 z = x * f32x16(kGeluTwice) * fma(square, f32x16(kGeluCubic), one), sigmoid = times_sigmoid(one, z);
+    const f32x16 slope = f32x16(kGeluTwice) * fma(square, f32x16(3.0f * kGeluCubic), one);
+    return sigmoid * fma(x * slope, one - sigmoid, one);
 }
 
 template <f32x16 (*f)(f32x16), class T>
@@ -51,6 +76,19 @@ template <class T>
 WHET_INLINE void swiglu(const T* gate, const T* up, size_t n, bool streaming, T* out) {
     rows::write(n, out, streaming, [&](size_t at, int count) WHET_INLINE_LAMBDA {
         return silu(rows::read(gate + at, count)) * rows::read(up + at, count);
+    });
+}
+
+// grad_gate and grad_up may be gate and up, or grad.
+template <f32x16 (*f)(f32x16), f32x16 (*slope)(f32x16)>
+WHET_INLINE void activation_backward(const float* gate, const float* up, const float* grad, size_t n, float* grad_gate,
+                                     float* grad_up) {
+    rows::each(0, n, [&](size_t at, int count) WHET_INLINE_LAMBDA {
+        const f32x16 g = rows::read(gate + at, count), d = rows::read(grad + at, count), by_gate = d * slope(g);
+        if (up == nullptr) return rows::put(grad_gate + at, by_gate, count);
+        const f32x16 u = rows::read(up + at, count);
+        rows::put(grad_up + at, d * f(g), count);
+        rows::put(grad_gate + at, by_gate * u, count);
     });
 }
 
@@ -73,6 +111,9 @@ constexpr auto gelu_tanh_f32 = map_row<gelu_tanh, float>;
 constexpr auto gelu_tanh_bf16 = map_row<gelu_tanh, uint16_t>;
 constexpr auto swiglu_f32 = swiglu<float>;
 constexpr auto swiglu_bf16 = swiglu<uint16_t>;
+constexpr auto silu_backward_f32 = activation_backward<silu, silu_slope>;
+constexpr auto gelu_backward_f32 = activation_backward<gelu, gelu_slope>;
+constexpr auto gelu_tanh_backward_f32 = activation_backward<gelu_tanh, gelu_tanh_slope>;
 constexpr auto swiglu_backward_f32 = swiglu_backward<float>;
 constexpr auto swiglu_backward_bf16 = swiglu_backward<uint16_t>;
 

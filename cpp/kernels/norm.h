@@ -7,8 +7,9 @@
 // normed. Sums are as in rows.h; the rest is float32, and a bfloat16 result is rounded once. x, residual and out have
 // one dtype (rms_norm_f32_bf16 rounds its result); out may be x.
 //
-//   rms_norm_backward   dx = r (g - x r^2 mean(g x)),  dweight += dy x r,   g = dy weight,  r = 1 / sqrt(mean(x^2) +
+//   rms_norm_backward     dx = r (g - x r^2 mean(g x)),  dweight += dy x r,   g = dy weight,  r = 1 / sqrt(mean(x^2) +
 //   eps)
+//   layer_norm_backward   dx = r (g - mean(g) - n mean(g n)),   n = (x - mean(x)) r,   r = 1 / sqrt(variance(x) + eps)
 #pragma once
 #include "kernels/rows.h"
 #include "simd/lanes.h"
@@ -126,7 +127,7 @@ void rms_norm_f32_bf16(const float* x, const float* weight, size_t n, double eps
     rms_norm(x, static_cast<float*>(nullptr), weight, n, eps, false, out);
 }
 
-// Adds to grad_weight.
+// Adds to grad_weight, unless it is null; grad_x may be x or grad.
 template <class T, class Grad>
 WHET_INLINE void rms_norm_backward(const T* x, const float* weight, const Grad* grad, size_t n, double eps, T* grad_x,
                                    float* grad_weight) {
@@ -140,8 +141,35 @@ WHET_INLINE void rms_norm_backward(const T* x, const float* weight, const Grad* 
     const f32x16 root(static_cast<float>(r)), pull(static_cast<float>(-r * r * (total[1] / size)));
     rows::each(0, n, [&](size_t at, int count) WHET_INLINE_LAMBDA {
         const f32x16 v = rows::read(x + at, count), d = rows::read(grad + at, count);
-        rows::put(grad_weight + at, fma(d, v * root, rows::read(grad_weight + at, count)), count);
+        if (grad_weight != nullptr) {
+            rows::put(grad_weight + at, fma(d, v * root, rows::read(grad_weight + at, count)), count);
+        }
         rows::put(grad_x + at, root * fma(v, pull, d * rows::read(weight + at, count)), count);
+    });
+}
+
+// weight may be null; grad_x may be x or grad.
+void layer_norm_backward_f32(const float* x, const float* weight, const float* grad, size_t n, double eps,
+                             float* grad_x) {
+    const rows::Moments m = rows::moments_of(x, n);
+    const f32x16 inverse = rows::inverse_root(m.variance, eps), pivot(m.pivot);
+    const f32x16 shift = f32x16(static_cast<float>(-m.beyond)) * inverse;
+    const auto normed = [&](size_t at, int count)
+                            WHET_INLINE_LAMBDA { return fma(rows::read(x + at, count) - pivot, inverse, shift); };
+    const auto scaled_grad = [&](size_t at, int count) WHET_INLINE_LAMBDA {
+        const f32x16 d = rows::read(grad + at, count);
+        return weight == nullptr ? d : d * rows::read(weight + at, count);
+    };
+    double total[2];  // of g and of g n; lanes beyond `count` have g = 0
+    rows::sum(n, total, [&](f32x16(&sums)[2], size_t at, int count) WHET_INLINE_LAMBDA {
+        const f32x16 g = scaled_grad(at, count);
+        sums[0] += g;
+        sums[1] = fma(g, normed(at, count), sums[1]);
+    });
+    const f32x16 mean(static_cast<float>(total[0] / static_cast<double>(n)));
+    const f32x16 pull(static_cast<float>(-total[1] / static_cast<double>(n)));
+    rows::each(0, n, [&](size_t at, int count) WHET_INLINE_LAMBDA {
+        rows::put(grad_x + at, inverse * fma(normed(at, count), pull, scaled_grad(at, count) - mean), count);
     });
 }
 

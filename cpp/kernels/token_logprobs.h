@@ -161,6 +161,21 @@ WHET_INLINE void token_logprobs_backward(const float* logits, size_t n, size_t t
         out[token] = bf16_of(token_grad);
     }
 }
+// Adds the gradient of grad * entropy with respect to a row's logits, or a part of them:
+//
+//   d z_v = -grad / T p_v (log p_v + H),   log p_v = z_v / T - lse
+//
+// A token with p_v = 0 gets 0.
+void token_entropy_backward_f32(const float* logits, size_t n, double temperature, float lse, float entropy, float grad,
+                                float* out) {
+    const f32x16 scale(static_cast<float>(1.0 / temperature)), shift(-lse), h(entropy), lowest(-1e4f);
+    const f32x16 factor(static_cast<float>(-grad / temperature));
+    rows::each(0, n, [&](size_t at, int count) WHET_INLINE_LAMBDA {
+        const f32x16 logprob = max(lowest, fma(rows::read(logits + at, count), scale, shift));
+        rows::put(out + at, fma(factor * exp(logprob), logprob + h, rows::read(out + at, count)), count);
+    });
+}
+
 constexpr auto token_logprobs_backward_f32 = token_logprobs_backward<float>;
 constexpr auto token_logprobs_backward_bf16 = token_logprobs_backward<uint16_t>;
 

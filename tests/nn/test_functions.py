@@ -13,9 +13,9 @@ from tests.raising import assert_raises
 from torch import Tensor
 
 from whet import _core
+from whet.learner.batch import PackedBatch, pack_batch
 from whet.nn import functions
 from whet.nn.optim import AdamW
-from whet.nn.packed import PackedBatch, pack_batch
 from whet.nn.scratch import cast_weight
 
 
@@ -94,7 +94,7 @@ def test_attention(lengths, n_heads, n_kv_heads, head_dim, window, softcap, dtyp
         for n in n_completions:
             prompts.append([i] * n_prompt)
             completions.append([0] * n)
-    batch = pack_batch(prompts, completions)
+    batch = PackedBatch(*map(torch.from_numpy, pack_batch(prompts, completions)))
     n, mask, kv_group = len(batch.input_ids), attention_mask(batch, window), n_heads // n_kv_heads
 
     def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ def test_the_core_rejects_tensors_that_need_a_conversion():
         assert_raises(TypeError, ("rms_norm_to_bf16", "incompatible"), _core.rms_norm_to_bf16, x, weight, 1e-5, wrong)
     assert_raises(ValueError, ("shapes",), _core.bf16_from_f32, x, out[0])
     with pytest.raises(ValueError, match="readers"):
-        batch = pack_batch([[1, 2]], [[3, 4]])
+        batch = PackedBatch(*map(torch.from_numpy, pack_batch([[1, 2]], [[3, 4]])))
         q = torch.zeros(len(batch.input_ids), 1, 32)
         task = _core.TrainingAttention(
             q=q, k=q, v=q, out=q, lse=q[..., 0].contiguous(), q_offsets=batch.q_offsets, k_offsets=batch.k_offsets,

@@ -27,6 +27,7 @@ void bind_attention(nanobind::module_& m);
 void bind_engine(nanobind::module_& m);
 void bind_files(nanobind::module_& m);
 void bind_kv_cache(nanobind::module_& m);
+void bind_learner(nanobind::module_& m);
 void bind_linear(nanobind::module_& m);
 void bind_lora(nanobind::module_& m);
 void bind_norm(nanobind::module_& m);

@@ -86,6 +86,7 @@ NB_MODULE(_core, m) {
     whet::bind_lora(m);
     whet::bind_norm(m);
     whet::bind_kv_cache(m);
+    whet::bind_learner(m);
     whet::bind_rope(m);
     whet::bind_attention(m);
     whet::bind_weights(m);

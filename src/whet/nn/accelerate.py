@@ -8,7 +8,7 @@ batches, computes shared prompts once, and applies the LM head only to tokens th
 
 How a packed batch gets through a Hugging Face forward:
 
-    PackedBatch (N tokens: prompts once, completions after them)      nn/packed.py
+    PackedBatch (N tokens: prompts once, completions after them)      learner/batch.py
       | Acceleration.hidden_states: input_ids (1, N), position_ids (1, N),
       | attention_mask = a (1, 1, 1, 1) NaN tensor with the attribute ``whet_batch``   _wrap_batch
       v
@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from whet import _core
 from whet.config.settings import Compute, ComputeDtype
 from whet.errors import WhetTypeError, WhetValueError, check_choice
+from whet.learner.batch import PackedBatch
 from whet.memory import tensor_memory
 from whet.models.families import FAMILIES, logits_scale, softcap
 from whet.models.sources.module_code import check_code, forward_code
@@ -44,7 +45,6 @@ from whet.nn import functions
 from whet.nn.frozen import FrozenLinear, FrozenWeight, check_trainable, special_adapters
 from whet.nn.linear_logprobs import Head
 from whet.nn.modules import inner_module, module_device
-from whet.nn.packed import PackedBatch
 from whet.nn.scratch import cast_weight, scratch_memory
 from whet.nn.threads import openmp_fork
 from whet.signals import deferred_signals

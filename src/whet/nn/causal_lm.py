@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from whet.errors import WhetTypeError, WhetValueError, check_temperature
+from whet.learner.batch import PackedBatch, pack_batch
 from whet.nn.accelerate import Acceleration, acceleration_of
 from whet.nn.linear_logprobs import linear_logprobs
 from whet.nn.modules import inner_module, module_device, position_limit
-from whet.nn.packed import pack_batch
 
 _CHUNK_ELEMENTS = 1 << 20
 """Logits converted to float32 at a time: 4 MiB, which fit in a core's cache."""
@@ -141,7 +141,7 @@ def _packed_logprobs(
 ) -> CompletionLogprobs:
     """Compute packed: without padding, shared prompts once, and logits never materialised."""
     where = "completion_logprobs"
-    batch, head = pack_batch(prompts, completions), acceleration.head()
+    batch, head = PackedBatch(*map(torch.from_numpy, pack_batch(prompts, completions))), acceleration.head()
     _check_vocabulary(where, batch.targets, head.bounds[-1][1])
     try:
         hidden = acceleration.hidden_states(batch)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from whet import _core
-from whet.nn.packed import PackedBatch
+from whet.learner.batch import PackedBatch
 from whet.nn.scratch import empty
 from whet.ops.linear import gemm
 from whet.ops.rope import apply_rope

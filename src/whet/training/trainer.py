@@ -33,6 +33,7 @@ from whet.config.settings import TrainerConfig, learning_rate_at
 from whet.data.batches import as_row
 from whet.data.token_ids import token_rows
 from whet.errors import NonFiniteError, WhetTypeError, WhetValueError
+from whet.learner.batch import count_tokens, split_micro_batches
 from whet.memory import MemoryWatch, register_holder, tensor_memory
 from whet.models.base_record import write_record
 from whet.models.sources.live import check_frequencies
@@ -42,7 +43,6 @@ from whet.nn.causal_lm import completion_logprobs
 from whet.nn.frozen import base_of
 from whet.nn.modules import module_device, module_mode, stop_token_ids
 from whet.nn.optim import HALF_DTYPES, AdamW
-from whet.nn.packed import count_tokens, split_micro_batches
 from whet.signals import DeferredSignals
 from whet.training.callbacks import Callback, as_callback
 from whet.training.distributed import join_ranks

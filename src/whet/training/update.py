@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from whet.errors import WhetTypeError, WhetValueError
+from whet.learner.batch import count_tokens
 from whet.memory import MemoryWatch
-from whet.nn.packed import count_tokens
 from whet.training.distributed import Ranks
 from whet.training.phases import phase
 from whet.training.reduction import ExactSum, shard_by_cost

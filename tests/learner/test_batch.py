@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whet.nn.packed import pack_batch, split_micro_batches
+from whet.learner.batch import pack_batch, split_micro_batches
 
 
 def test_a_shared_prompt_is_stored_once():

@@ -8,21 +8,21 @@ completions, equal the padded batch's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from whet.ops.packing import pack_sequences
 
 
 class PackedBatch(NamedTuple):
-    """N tokens in S sequences, and the M predictions to compute from them. All int64.
+    """N tokens in S sequences, and the M predictions to compute from them: int64 arrays, NumPy or torch.
 
     Attributes:
         input_ids: (N,).
         position_ids: (N,), counted from the first token of the prompt.
+        group_offsets: (G + 1,): group g, a prompt and its completions, is the tokens
+            [group_offsets[g], group_offsets[g + 1]).
         q_offsets: (S + 1,): sequence s is the tokens [q_offsets[s], q_offsets[s + 1]).
         k_offsets: (S + 1,), into ``key_rows``.
         key_rows: (K,): the keys of sequence s are the tokens key_rows[k_offsets[s] : k_offsets[s + 1]]. The last of
@@ -36,17 +36,18 @@ class PackedBatch(NamedTuple):
         steps: (M,): the target's index in its completion.
     """
 
-    input_ids: Tensor
-    position_ids: Tensor
-    q_offsets: Tensor
-    k_offsets: Tensor
-    key_rows: Tensor
-    reader_offsets: Tensor
-    readers: Tensor
-    hidden_rows: Tensor
-    targets: Tensor
-    rows: Tensor
-    steps: Tensor
+    input_ids: Any
+    position_ids: Any
+    group_offsets: Any
+    q_offsets: Any
+    k_offsets: Any
+    key_rows: Any
+    reader_offsets: Any
+    readers: Any
+    hidden_rows: Any
+    targets: Any
+    rows: Any
+    steps: Any
 
 
 def group_by_prompt(prompt_ids: Sequence[Sequence[int]]) -> dict[tuple[int, ...], list[int]]:
@@ -67,7 +68,7 @@ def pack_batch(prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Seq
     """Pack non-empty prompts and their completions; equal prompts are stored once."""
     ids: list[Sequence[int]] = []
     positions, keys, hidden, targets, rows, steps = ([] for _ in range(6))
-    q_lengths, k_lengths = [0], [0]
+    q_lengths, k_lengths, group_offsets = [0], [0], [0]
     n = 0
 
     def add(tokens: Sequence[int], prefix: np.ndarray) -> np.ndarray:
@@ -92,14 +93,15 @@ def pack_batch(prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Seq
             targets.append(completion)
             rows.append(np.full(len(completion), i))
             steps.append(np.arange(len(completion)))
+        group_offsets.append(n)
     key_rows = _concatenate(keys)
     readers = np.argsort(key_rows, kind="stable")
     counts = np.bincount(key_rows, minlength=n)
     arrays = (
-        *map(_concatenate, (ids, positions)), np.cumsum(q_lengths), np.cumsum(k_lengths), key_rows,
+        *map(_concatenate, (ids, positions)), group_offsets, np.cumsum(q_lengths), np.cumsum(k_lengths), key_rows,
         np.concatenate(([0], np.cumsum(counts))), readers, *map(_concatenate, (hidden, targets, rows, steps)),
     )  # fmt: skip
-    return PackedBatch(*(torch.from_numpy(np.ascontiguousarray(a, np.int64)) for a in arrays))
+    return PackedBatch(*(np.ascontiguousarray(a, np.int64) for a in arrays))
 
 
 def split_micro_batches(rows: Sequence[Sequence[Sequence[int]]], max_tokens: int) -> list[list[int]]:

@@ -1,0 +1,136 @@
+// Bindings of the learner of adapters. whet.training checks arguments and explains errors; the checks here ensure
+// memory safety. One call at a time: further threads wait.
+#include "learner/learner.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "gil.h"
+#include "learner/token_logprobs_head.h"
+
+namespace nb = nanobind;
+
+namespace whet {
+namespace {
+
+template <class T, size_t axes>
+using Contiguous = nb::ndarray<T, nb::device::cpu, nb::c_contig, nb::ndim<axes>>;
+using Indices = Contiguous<const int64_t, 1>;
+
+void require(bool fits, const char* error) {
+    if (!fits) throw std::invalid_argument(error);
+}
+
+std::vector<int64_t> copy(const Indices& x) { return {x.data(), x.data() + x.shape(0)}; }
+
+// A learner, and a head that reads its hidden states.
+class LearnerObject {
+public:
+    LearnerObject(const Shared<Weights>& weights, bool bf16)
+        : learner_(weights.value, bf16 ? ProductType::kBFloat16 : ProductType::kFloat32),
+          head_(*weights.value, learner_.type()) {}
+
+    size_t add_adapter(size_t layer, Target target, size_t first_row, size_t n, size_t rank) {
+        const std::lock_guard guard(mutex_);
+        return learner_.add_adapter(layer, target, first_row, n, rank);
+    }
+
+    void set_factors(size_t adapter, const Contiguous<const float, 2>& a, const Contiguous<const float, 2>& b,
+                     float scale) {
+        const ReleasedGil released;
+        const std::lock_guard guard(mutex_);
+        check_shapes(adapter, a, b);
+        learner_.set_factors(adapter, a.data(), b.data(), scale);
+    }
+
+    // Log-probs of the tokens that `predictors` predict, and entropies unless null.
+    void forward(const Indices& tokens, const Indices& positions, const Indices& group_offsets,
+                 const Indices& q_offsets, const Indices& k_offsets, const Indices& key_rows,
+                 const Indices& reader_offsets, const Indices& readers, const Indices& predictors,
+                 const Indices& targets, double temperature, bool with_adapters, bool keep,
+                 const Contiguous<float, 1>& logprobs, const std::optional<Contiguous<float, 1>>& entropy) {
+        const ReleasedGil released;
+        const std::lock_guard guard(mutex_);
+        const size_t rows = targets.shape(0);
+        require(predictors.shape(0) == rows && logprobs.shape(0) == rows && (!entropy || entropy->shape(0) == rows),
+                "Learner.forward: expected a predictor, a log-prob and an entropy for each target");
+        for (size_t i = 0; i < rows; ++i) {
+            require(targets.data()[i] >= 0 && static_cast<size_t>(targets.data()[i]) < learner_.vocab_size(),
+                    "Learner.forward: a target is not in the vocabulary");
+        }
+        hidden_ =
+            learner_.forward({copy(tokens), copy(positions), copy(group_offsets), copy(q_offsets), copy(k_offsets),
+                              copy(key_rows), copy(reader_offsets), copy(readers), copy(predictors)},
+                             with_adapters, keep);
+        head_.forward(hidden_, targets.data(), rows, temperature, logprobs.data(), entropy ? entropy->data() : nullptr);
+        rows_ = rows;
+    }
+
+    // grads: (grad_a, grad_b) of each adapter, to which the gradients are added.
+    void backward(const Contiguous<const float, 1>& grad_logprobs,
+                  const std::optional<Contiguous<const float, 1>>& grad_entropy,
+                  const std::vector<std::pair<Contiguous<float, 2>, Contiguous<float, 2>>>& grads) {
+        const ReleasedGil released;
+        const std::lock_guard guard(mutex_);
+        require(grad_logprobs.shape(0) == rows_ && (!grad_entropy || grad_entropy->shape(0) == rows_),
+                "Learner.backward: expected a gradient for each log-prob and each entropy");
+        require(!grad_entropy || head_.has_entropy(), "Learner.backward: the forward pass computed no entropies");
+        require(grads.size() == learner_.n_adapters(), "Learner.backward: expected gradients of every adapter");
+        std::vector<FactorGradients> factors;
+        for (size_t i = 0; i < grads.size(); ++i) {
+            check_shapes(i, grads[i].first, grads[i].second);
+            factors.push_back({grads[i].first.data(), grads[i].second.data()});
+        }
+        const auto grad_hidden = std::make_unique_for_overwrite<float[]>(rows_ * learner_.hidden_dim());
+        learner_.check_kept();
+        head_.backward(hidden_, grad_logprobs.data(), grad_entropy ? grad_entropy->data() : nullptr, grad_hidden.get());
+        learner_.backward(grad_hidden.get(), factors);
+    }
+
+private:
+    Learner learner_;
+    TokenLogprobsHead head_;
+    const float* hidden_ = nullptr;
+    size_t rows_ = 0;
+    std::mutex mutex_;
+
+    template <class Factor>
+    void check_shapes(size_t adapter, const Factor& a, const Factor& b) const {
+        const size_t* shape = learner_.shape(adapter);
+        require(a.shape(0) == shape[0] && a.shape(1) == shape[1] && b.shape(0) == shape[0] && b.shape(1) == shape[2],
+                "Learner: expected factors (rank, k) and (rank, n)");
+    }
+};
+
+auto array(const char* name) { return nb::arg(name).noconvert(); }
+
+}  // namespace
+
+void bind_learner(nb::module_& m) {
+    using nb::arg;
+    nb::class_<LearnerObject>(m, "Learner")
+        .def(nb::init<const Shared<Weights>&, bool>(), arg("weights"), arg("bf16"))
+        .def("add_adapter", &LearnerObject::add_adapter, nb::kw_only(), arg("layer"), arg("target"), arg("first_row"),
+             arg("n"), arg("rank"))
+        .def("set_factors", &LearnerObject::set_factors, arg("adapter"), array("a"), array("b"), arg("scale"))
+        .def("forward", &LearnerObject::forward, nb::kw_only(), array("tokens"), array("positions"),
+             array("group_offsets"), array("q_offsets"), array("k_offsets"), array("key_rows"), array("reader_offsets"),
+             array("readers"), array("predictors"), array("targets"), arg("temperature"), arg("with_adapters"),
+             arg("keep"), array("logprobs"), array("entropy").none())
+        .def("backward", &LearnerObject::backward, nb::kw_only(), array("grad_logprobs"), array("grad_entropy").none(),
+             arg("grads"));
+}
+
+}  // namespace whet

@@ -1,0 +1,145 @@
+// Learns low-rank adapters of a transformer whose packed weights stay frozen: the forward pass over a packed batch, and
+// the backward pass to the gradients of the adapters.
+//
+//   y = W x + scale B^T (A x)      of a linear layer with an adapter, A (rank, k) and B (rank, n)
+//   u = scale B dy,  dA += u x^T,  dB += scale (A x) dy^T,  dx = W^T dy + A^T u
+//
+// Between forward and backward only the inputs of the layers are kept; the backward pass computes a layer again, its
+// MLP in tiles of rows. Products are float32 or bfloat16 (learner/products.h); norms, residuals and sums are float32.
+//
+// Gradients are sums over the groups of a batch in their order, and within a group over its tokens in order: they
+// depend neither on the number of threads nor on how the groups are distributed to batches.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "engine/lora.h"
+#include "engine/training_attention.h"
+#include "engine/weights.h"
+#include "learner/products.h"
+
+namespace whet {
+
+// Tokens of groups end to end. A group is a prompt and its completions: its tokens attend to no other group. Sequences
+// and their keys are as in engine/training_attention.h.
+struct TrainingBatch {
+    std::vector<int64_t> tokens, positions;        // (n,)
+    std::vector<int64_t> group_offsets;            // group g is the tokens [group_offsets[g], group_offsets[g + 1])
+    std::vector<int64_t> q_offsets, k_offsets;     // (sequences + 1,)
+    std::vector<int64_t> key_rows;                 // (k_offsets.back(),)
+    std::vector<int64_t> reader_offsets, readers;  // (n + 1,), (k_offsets.back(),)
+    std::vector<int64_t> predictors;               // tokens whose final hidden states are computed; may repeat
+
+    size_t n_tokens() const { return tokens.size(); }
+};
+
+// Gradients of an adapter's factors, A (rank, k) and B (rank, n), to which a backward pass adds.
+struct FactorGradients {
+    float *a, *b;
+};
+
+class Learner {
+public:
+    Learner(std::shared_ptr<const Weights> weights, ProductType type);
+
+    ProductType type() const { return type_; }
+    size_t hidden_dim() const { return config_.hidden_dim; }
+    size_t vocab_size() const { return config_.vocab_size; }
+    // The factors, packed for a transformer that samples with them.
+    const Adapter& adapter() const { return adapter_; }
+    size_t n_adapters() const { return factors_.size(); }
+    const size_t* shape(size_t adapter) const { return factors_.at(adapter).shape; }
+
+    // Adds an adapter of outputs [first_row, first_row + n) of a matrix and returns its index; it is zero until
+    // set_factors(). Throws std::invalid_argument.
+    size_t add_adapter(size_t layer, Target target, size_t first_row, size_t n, size_t rank);
+    // Packs A (rank, k) and scale B (rank, n).
+    void set_factors(size_t adapter, const float* a, const float* b, float scale);
+
+    // Returns the final hidden states (predictors, hidden_dim), normed for the head; valid until the next call;
+    // without adapters, the base's. Throws std::invalid_argument for a batch that does not fit the model or itself, and
+    // std::bad_alloc.
+    const float* forward(TrainingBatch batch, bool with_adapters, bool keep);
+    // Throws std::logic_error unless the last call was a forward() with `keep`, which backward() must follow.
+    void check_kept() const;
+    // Adds to the gradients of all adapters, in the order of their indices, from the gradient of the hidden states.
+    void backward(const float* grad_hidden, std::span<const FactorGradients> grads);
+
+private:
+    struct Factors {
+        size_t layer, index;  // index among the adapters of its matrix
+        Target target;
+        size_t first_row;
+        size_t shape[3];  // rank, k, n
+        float scale;
+    };
+    // Rows that are computed at once: whole groups, or a part of a large one.
+    struct RowTile {
+        size_t begin, end;
+        std::vector<std::pair<size_t, size_t>> groups;  // rows of each group, relative to `begin`
+
+        size_t n() const { return end - begin; }
+    };
+    using Floats = std::unique_ptr<float[]>;
+    using Bytes = std::unique_ptr<uint8_t[]>;
+
+    const std::shared_ptr<const Weights> weights_;
+    const ModelConfig& config_;
+    const ProductType type_;
+    const size_t number_bytes_, tile_rows_;
+    Adapter adapter_;
+    std::vector<Factors> factors_;
+
+    // The batch.
+    TrainingBatch batch_;
+    bool with_adapters_ = false, is_kept_ = false;
+    std::vector<RowTile> tiles_;
+    Floats cos_sin_, local_cos_sin_, last_, hidden_;  // last_: before the final norm
+    Bytes inputs_;                                    // of the layers
+
+    // One layer, all tokens: heads before and after norms and rotation, and the results of attention.
+    Floats x_, raw_, lse_, attended_out_, middle_;
+    Bytes qkv_, attended_;
+    // One tile of rows.
+    Floats h_, up_, activated_, grad_activated_, delta_, t_, u_;
+
+    size_t n() const { return batch_.n_tokens(); }
+    size_t attended_dim() const { return config_.n_heads * config_.head_dim; }
+    void cut_tiles();
+    void allocate();
+    void embed(float* x);
+    void keep_input(size_t layer);
+    void load_input(size_t layer);
+    const float* cos_sin(size_t layer, size_t token) const;
+
+    void norm(const NormWeight& w, const float* x, size_t rows, float* out) const;
+    void norm_backward(const NormWeight& w, const float* x, float* grad, size_t rows) const;
+    ProductRows convert(const float* x, size_t ldx, size_t rows, size_t k) const;
+    ProductRows attended_rows(size_t first) const;
+
+    void project(size_t layer, Target target, ProductRows x, size_t rows, float* y, size_t ldy);
+    void project_backward(size_t layer, Target target, ProductRows x, const RowTile& tile, const float* grad_y,
+                          size_t ldy, float* grad_x, size_t ldx, std::span<const FactorGradients> grads);
+    void accumulate(const float* hidden, size_t rank, const void* x, bool bf16, size_t ldx, const RowTile& tile,
+                    size_t n, float scale, float* grad) const;
+
+    TrainingAttention attention_of(size_t layer);
+    void attention_half(size_t layer);
+    void attention_backward_half(size_t layer, const float* grad_out, float* grad,
+                                 std::span<const FactorGradients> grads);
+    void finish_heads(size_t layer, size_t token);
+    void heads_backward(size_t layer, size_t token, const uint8_t* grad_q, const uint8_t* grad_k,
+                        const uint8_t* grad_v);
+    const NormWeight& mlp_norm(size_t layer) const;
+    const float* mlp_input() const { return config_.parallel_residual ? x_.get() : middle_.get(); }
+    ProductRows mlp_up(size_t layer, const RowTile& tile);
+    void mlp(size_t layer, const RowTile& tile);
+    void mlp_backward(size_t layer, const RowTile& tile, const float* grad_out, float* grad,
+                      std::span<const FactorGradients> grads);
+};
+
+}  // namespace whet

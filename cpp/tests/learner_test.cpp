@@ -1,0 +1,227 @@
+// Gradients of the learner against differences of its log-probs, for random shapes and batches; run under sanitizers
+// too. tests/learner compares with autograd in float64.
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <random>
+#include <utility>
+#include <vector>
+
+#include "learner/learner.h"
+#include "learner/token_logprobs_head.h"
+#include "runtime/thread_pool.h"
+#include "small_model.h"
+#include "tests/checks.h"
+
+namespace whet {
+namespace {
+
+struct Factor {
+    std::vector<float> a, b, grad_a, grad_b;
+};
+
+// Groups of one to three sequences with a common prompt; every token of a completion is predicted.
+struct Batch {
+    TrainingBatch batch;
+    std::vector<int64_t> targets;
+
+    explicit Batch(std::mt19937& bits) {
+        const auto draw = [&](size_t most) { return 1 + bits() % most; };
+        TrainingBatch& t = batch;
+        t.group_offsets = t.q_offsets = t.k_offsets = {0};
+        const auto add = [&](size_t n, const std::vector<int64_t>& prefix) {
+            std::vector<int64_t> own = prefix;
+            for (size_t i = 0; i < n; ++i) {
+                own.push_back(static_cast<int64_t>(t.tokens.size()));
+                t.positions.push_back(static_cast<int64_t>(prefix.size() + i));
+                t.tokens.push_back(static_cast<int64_t>(bits() % 97));
+            }
+            t.key_rows.insert(t.key_rows.end(), own.begin(), own.end());
+            t.q_offsets.push_back(static_cast<int64_t>(t.tokens.size()));
+            t.k_offsets.push_back(static_cast<int64_t>(t.key_rows.size()));
+            return own;
+        };
+        for (size_t g = draw(3); g > 0; --g) {
+            const std::vector<int64_t> prompt = add(draw(20), {});
+            for (size_t s = draw(3); s > 0; --s) {
+                const size_t n = draw(70);
+                const std::vector<int64_t> keys_of_completion = add(n, prompt);
+                for (size_t i = 0; i < n; ++i) {
+                    t.predictors.push_back(keys_of_completion[prompt.size() - 1 + i]);
+                    targets.push_back(static_cast<int64_t>(bits() % 97));
+                }
+            }
+            t.group_offsets.push_back(static_cast<int64_t>(t.tokens.size()));
+        }
+        std::vector<std::vector<int64_t>> readers(t.tokens.size());
+        for (size_t i = 0; i < t.key_rows.size(); ++i) {
+            readers[static_cast<size_t>(t.key_rows[i])].push_back(static_cast<int64_t>(i));
+        }
+        t.reader_offsets = {0};
+        for (const auto& of_token : readers) {
+            t.readers.insert(t.readers.end(), of_token.begin(), of_token.end());
+            t.reader_offsets.push_back(static_cast<int64_t>(t.readers.size()));
+        }
+    }
+};
+
+struct Setup {
+    Model model;
+    Learner learner;
+    TokenLogprobsHead head;
+    std::vector<Factor> factors;
+    std::normal_distribution<float> normal;
+
+    Setup(const ModelConfig& config, WeightFormat format, ProductType type, std::mt19937& bits)
+        : model(config, format, 8, false), learner(model.weights, type), head(*model.weights, type) {
+        const ModelConfig& c = model.transformer.config();
+        const size_t rank = 1 + bits() % 11, q = c.n_heads * c.head_dim, kv = c.n_kv_heads * c.head_dim;
+        const auto add = [&](size_t layer, Target target, size_t first, size_t n) {
+            const size_t* shape = learner.shape(learner.add_adapter(layer, target, first, n, rank));
+            Factor factor{std::vector<float>(rank * shape[1]), std::vector<float>(rank * n), {}, {}};
+            for (float& x : factor.a) x = 0.2f * normal(bits);
+            for (float& x : factor.b) x = 0.2f * normal(bits);
+            factors.push_back(std::move(factor));
+        };
+        for (size_t layer = 0; layer < c.n_layers; ++layer) {
+            add(layer, Target::kQkv, 0, q), add(layer, Target::kQkv, q + kv, kv);
+            add(layer, Target::kO, 0, c.hidden_dim), add(layer, Target::kUp, 3, c.ffn_dim - 8);
+            add(layer, Target::kDown, 0, c.hidden_dim);
+        }
+    }
+
+    // sum g logprobs + e entropies, with the factors moved by `step` times a direction.
+    double loss(const Batch& batch, const std::vector<float>& g, const std::vector<float>& e, float step, bool keep) {
+        std::mt19937 bits(99);
+        for (size_t i = 0; i < factors.size(); ++i) {
+            std::vector<float> a = factors[i].a, b = factors[i].b;
+            for (float& x : a) x += step * normal(bits);
+            for (float& x : b) x += step * normal(bits);
+            learner.set_factors(i, a.data(), b.data(), 0.7f);
+        }
+        hidden = learner.forward(batch.batch, true, keep);
+        std::vector<float> logprobs(g.size()), entropy(g.size());
+        head.forward(hidden, batch.targets.data(), g.size(), 1.2, logprobs.data(), entropy.data());
+        double sum = 0.0;
+        for (size_t i = 0; i < g.size(); ++i) sum += double{g[i]} * logprobs[i] + double{e[i]} * entropy[i];
+        return sum;
+    }
+
+    // The derivative of loss() along its direction.
+    double derivative(const Batch& batch, const std::vector<float>& g, const std::vector<float>& e) {
+        loss(batch, g, e, 0.0f, true);
+        std::vector<float> grad_hidden(g.size() * learner.hidden_dim());
+        head.backward(hidden, g.data(), e.data(), grad_hidden.data());
+        std::vector<FactorGradients> grads;
+        for (Factor& factor : factors) {
+            factor.grad_a.assign(factor.a.size(), 0.0f), factor.grad_b.assign(factor.b.size(), 0.0f);
+            grads.push_back({factor.grad_a.data(), factor.grad_b.data()});
+        }
+        learner.backward(grad_hidden.data(), grads);
+        std::mt19937 bits(99);
+        double sum = 0.0;
+        for (const Factor& factor : factors) {
+            for (const float x : factor.grad_a) sum += double{x} * normal(bits);
+            for (const float x : factor.grad_b) sum += double{x} * normal(bits);
+        }
+        return sum;
+    }
+
+    const float* hidden = nullptr;
+};
+
+ModelConfig random_config(std::mt19937& bits) {
+    ModelConfig c = config_of(bits() % 2 == 0);
+    c.head_dim = 16, c.attention_scale = 0.25;
+    c.n_heads = 6, c.n_kv_heads = bits() % 2 == 0 ? 2 : 3;
+    c.ffn_dim = 40 + bits() % 60;
+    c.gated = bits() % 2 == 0;
+    c.activation = static_cast<Activation>(bits() % 3);
+    c.windows = {0, bits() % 2 * 9};
+    c.residual_scale = bits() % 2 == 0 ? 1.0f : 0.7f;
+    c.logits_softcap = bits() % 2 == 0 ? 0.0f : 20.0f;
+    c.attention_softcap = bits() % 2 == 0 ? 0.0 : 15.0;
+    c.logits_scale = bits() % 2 == 0 ? 1.0f : 0.5f;
+    return c;
+}
+
+void test_gradients() {
+    for (unsigned seed = 0; seed < 12; ++seed) {
+        std::mt19937 bits(seed);
+        constexpr WeightFormat kFormats[] = {WeightFormat::kFloat32, WeightFormat::kBFloat16, WeightFormat::kQ8_0};
+        Setup s(random_config(bits), kFormats[seed % 3], ProductType::kFloat32, bits);
+        const Batch batch(bits);
+        std::vector<float> g(batch.targets.size()), e(g.size());
+        for (float& x : g) x = s.normal(bits);
+        for (float& x : e) x = s.normal(bits);
+        constexpr float kStep = 2e-3f;
+        const double got = s.derivative(batch, g, e);
+        const double right = (s.loss(batch, g, e, kStep, false) - s.loss(batch, g, e, -kStep, false)) / (2 * kStep);
+        double norm = 0.0;
+        for (const Factor& factor : s.factors) {
+            add_to_hash(factor.grad_a), add_to_hash(factor.grad_b);
+            for (const float x : factor.grad_a) norm += double{x} * x;
+            for (const float x : factor.grad_b) norm += double{x} * x;
+        }
+        expect(std::abs(got - right) <= 0.01 * std::sqrt(norm) + 1e-3, "seed %u: derivative %g, by differences %g",
+               seed, got, right);
+    }
+}
+
+// bfloat16 products of a batch, on one to five threads.
+void test_threads() {
+    std::vector<double> derivatives;
+    for (const int n : {1, 2, 5}) {
+        set_num_threads(n, kOversubscribe);
+        std::mt19937 bits(3);
+        Setup s(random_config(bits), WeightFormat::kBFloat16, ProductType::kBFloat16, bits);
+        const Batch batch(bits);
+        const std::vector<float> g(batch.targets.size(), 0.5f);
+        derivatives.push_back(s.derivative(batch, g, g));
+    }
+    expect(derivatives[0] == derivatives[1] && derivatives[0] == derivatives[2], "bits depend on the threads");
+    set_num_threads(3, kOversubscribe);
+}
+
+template <class F>
+bool is_refused(F&& f) {
+    try {
+        f();
+    } catch (const std::invalid_argument&) {
+        return true;
+    }
+    return false;
+}
+
+void test_bad_batches() {
+    std::mt19937 bits(1);
+    Setup s(random_config(bits), WeightFormat::kFloat32, ProductType::kFloat32, bits);
+    const Batch good(bits);
+    const auto refuses = [&](auto&& change) {
+        TrainingBatch batch = good.batch;
+        change(batch);
+        return is_refused([&] { s.learner.forward(batch, true, true); });
+    };
+    expect(refuses([](TrainingBatch& t) { t.tokens[0] = 97; }), "a token outside the vocabulary");
+    expect(refuses([](TrainingBatch& t) { t.positions[0] = -1; }), "a negative position");
+    expect(refuses([](TrainingBatch& t) { t.group_offsets.back() += 1; }), "groups beyond the tokens");
+    expect(refuses([](TrainingBatch& t) { t.q_offsets[1] = -1; }), "a negative offset");
+    expect(refuses([](TrainingBatch& t) { t.k_offsets.pop_back(); }), "a missing offset");
+    expect(refuses([](TrainingBatch& t) { t.key_rows[0] = 1 << 20; }), "a key that is not a token");
+    expect(refuses([](TrainingBatch& t) { t.readers[0] = -1; }), "a negative reader");
+    expect(refuses([](TrainingBatch& t) { t.predictors[0] = 1 << 20; }), "a predictor that is not a token");
+    expect(refuses([](TrainingBatch& t) { t = {}; }), "no tokens");
+    expect(!refuses([](TrainingBatch&) {}), "a batch that fits");
+}
+
+}  // namespace
+}  // namespace whet
+
+int main() {
+    return run_tests([] {
+        whet::set_num_threads(3, kOversubscribe);
+        whet::test_gradients();
+        whet::test_threads();
+        whet::test_bad_batches();
+    });
+}

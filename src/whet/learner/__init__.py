@@ -1,0 +1,1 @@
+"""Learning adapters natively, without torch: packed batches, and the learner of a packed base."""
