@@ -284,7 +284,7 @@ class _SimulatedPool(RayPool):
         actor = ray.remote(_Sleeper).options(num_cpus=0, max_concurrency=SIMULATED_WORKERS * MAX_BATCH)
         n_processes = SIMULATED_WORKERS // _WORKERS_OF_A_PROCESS
         self._processes = cycle([actor.remote(seconds, groups) for _ in range(n_processes)])
-        super().__init__(model, workers=SIMULATED_WORKERS, threads=1, weights=_FORMAT)
+        super().__init__(model, workers=SIMULATED_WORKERS, threads=1, weights=_FORMAT, start_timeout_s=300)
 
     def _start(self) -> Any:
         return next(self._processes)
