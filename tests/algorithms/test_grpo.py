@@ -28,7 +28,7 @@ from tests.tiny import (
 )
 from torch.utils.data import DataLoader
 
-from whet.algorithms.grpo import GRPO, grpo_loss
+from whet.algorithms import GRPO, grpo_loss
 from whet.config import GRPOConfig
 from whet.engine import Engine
 from whet.errors import NonFiniteError, RewardError, WhetTypeError, WhetValueError

@@ -107,7 +107,9 @@ def test_the_reference_is_restored_from_the_checkpoint(tmp_path):
         loaded = DPO.from_checkpoint(tmp_path / "c", **arguments)
         assert_same_weights(loaded.ref_model, ref_model)
         assert not any(p.requires_grad for p in loaded.ref_model.parameters())
-    assert loaded.train_step(PAIRS[:3])["loss"] == trainer.train_step(PAIRS[:3])["loss"]
+    # torch computes an LSTM with frozen parameters by another path.
+    expected = trainer.train_step(PAIRS[:3])["loss"]
+    assert loaded.train_step(PAIRS[:3])["loss"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_models_of_local_classes_are_passed_as_arguments(tmp_path):

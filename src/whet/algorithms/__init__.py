@@ -14,11 +14,12 @@ except ImportError as error:
     raise MissingExtraError("whet.algorithms", "torch", "train") from error
 
 from whet.algorithms.best_of_n import BestOfN
-from whet.algorithms.dpo import DPO, dpo_loss
-from whet.algorithms.grpo import GRPO, grpo_loss
+from whet.algorithms.dpo import DPO
+from whet.algorithms.grpo import GRPO
 from whet.algorithms.online_dpo import OnlineDPO
-from whet.algorithms.sft import SFT, sft_loss
+from whet.algorithms.sft import SFT
 from whet.config.settings import BestOfNConfig, DPOConfig, GRPOConfig, OnlineDPOConfig, SFTConfig
+from whet.losses import dpo_loss, grpo_loss, sft_loss
 
 __all__ = [
     "DPO",

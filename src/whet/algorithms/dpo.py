@@ -11,19 +11,16 @@ the same prompt; prompt tokens never count.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping
 from functools import cached_property, partial
 from typing import Any, cast
 
-import torch
+import numpy as np
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
-from whet.algorithms.loss_terms import check_float_tensor, check_shapes, denominator
-from whet.algorithms.pairs import Pairs, add_reference, reference_sums, sum_logprobs, update_on_pairs
-from whet.config.settings import DPOConfig, DPOLossType, PreferenceConfig, check_dpo_options
+from whet.algorithms.pairs import Pairs, add_reference, pair_loss, reference_sums, sum_logprobs, update_on_pairs
+from whet.config.settings import DPOConfig
 from whet.data.batches import as_rows, check_row_counts, columns_as_rows, is_batch, is_sequence, row_reader
 from whet.data.rows import tokenize_preference
 from whet.data.token_ids import token_rows
@@ -33,7 +30,6 @@ from whet.training.reference import ReferenceSums, TokenRow
 from whet.training.reference_cache import Sums
 from whet.training.trainer import Trainer, training_step
 
-_LENGTH_NORMALISED = ("ipo", "sigmoid_norm")
 _REFERENCE = ("ref_chosen_logprobs", "ref_rejected_logprobs")
 
 
@@ -89,7 +85,7 @@ class DPO(Trainer):
                 f"Such ties are excluded; frac_ties is their share of every batch.",
                 stacklevel=3,
             )
-        return {**update_on_pairs(self, kept, pair_losses), **pairs.metrics, "frac_ties": n_excluded / max(1, n_pairs)}
+        return {**update_on_pairs(self, kept), **pairs.metrics, "frac_ties": n_excluded / max(1, n_pairs)}
 
     def train(self, dataset: Any, steps: int | None = None, *, n_epochs: int | None = None) -> dict[str, float]:
         """Run ``Trainer.train``; with ``precompute_reference``, compute the reference's log-probs first.
@@ -114,8 +110,8 @@ class DPO(Trainer):
                 continue
             sums = sum_logprobs(self, self.model, pairs)
             pairs = add_reference(self, pairs)
-            loss, metrics = pair_losses(self.config, pairs, sums, n_pairs=1, n_tokens=1)
-            for name, value in {**metrics, "loss": loss.item()}.items():
+            loss = pair_loss(self.config, pairs, sums, n_pairs=1, n_tokens=1)
+            for name, value in {**loss.metrics, "loss": loss.value}.items():
                 if name in totals:
                     totals[name] += value
             n_pairs += len(pairs.prompt_ids)
@@ -210,7 +206,7 @@ class DPO(Trainer):
         known = [_read_sums(row) or self._sums.get(ids) for row, ids in zip(rows, pairs.rows(), strict=True)]
         if None in known:
             return pairs
-        sums = torch.tensor(known, dtype=torch.float64)
+        sums = np.array(known, np.float64)
         return pairs._replace(reference=(sums[:, 0], sums[:, 1]))
 
     def tokenize_row(self, row: Mapping[str, Any], tokenizer: Any) -> TokenRow:
@@ -230,148 +226,3 @@ def _read_sums(row: Mapping[str, Any]) -> Sums | None:
             raise WhetValueError(f"DPO: {name} of a row is {value!r:.60}, expected a finite number.")
         sums.append(float(number))
     return sums[0], sums[1]
-
-
-def pair_losses(
-    config: PreferenceConfig, pairs: Pairs, policy: tuple[Tensor, Tensor], *, n_pairs: int, n_tokens: int
-) -> tuple[Tensor, dict[str, float]]:
-    """Return ``dpo_loss`` of pairs from the policy's summed log-probs, with the settings of ``config``."""
-    chosen_lengths, rejected_lengths = (counts.to(policy[0].device) for counts in pairs.lengths())
-    return dpo_loss(
-        *policy,
-        *(pairs.reference or (None, None)),
-        loss_type=config.loss_type,
-        beta=config.beta,
-        label_smoothing=config.label_smoothing,
-        chosen_lengths=chosen_lengths,
-        rejected_lengths=rejected_lengths,
-        n_pairs=n_pairs,
-        n_tokens=n_tokens,
-    )
-
-
-def dpo_loss(
-    chosen_logprobs: Tensor,
-    rejected_logprobs: Tensor,
-    ref_chosen_logprobs: Tensor | None,
-    ref_rejected_logprobs: Tensor | None,
-    *,
-    loss_type: DPOLossType = "sigmoid",
-    beta: float = 0.1,
-    label_smoothing: float = 0.0,
-    chosen_lengths: Tensor | None = None,
-    rejected_lengths: Tensor | None = None,
-    n_pairs: float | None = None,
-    n_tokens: float | None = None,
-) -> tuple[Tensor, dict[str, float]]:
-    """Loss of the DPO family, averaged over pairs; sft is averaged over the tokens of the chosen completions.
-
-    With c and r the log-ratios of chosen and rejected, d = c - r, d' = c / chosen_lengths - r /
-    rejected_lengths, s the label smoothing and sig the sigmoid:
-
-        sigmoid       -(1 - s) logsig(beta d) - s logsig(-beta d)      (s > 0: conservative DPO)
-        sigmoid_norm  sigmoid with d' in place of d
-        robust        [-(1 - s) logsig(beta d) + s logsig(-beta d)] / (1 - 2 s)
-        hinge         relu(1 - beta d)
-        ipo           (d' - 1 / (2 beta))^2
-        exo_pair      KL(q || p), q = (sig(beta d), sig(-beta d)), p = (1 - s, s)
-        nca_pair      -logsig(beta c) - logsig(-beta c) / 2 - logsig(-beta r) / 2
-        bco_pair      -logsig(beta c) - logsig(-beta r)
-        sppo_hard     (c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2
-        apo_zero      1 - sig(beta c) + sig(beta r)
-        apo_down      sig(beta c) + 1 - sig(beta d)
-        sft           -chosen_logprobs, summed and divided by n_tokens
-
-    Args:
-        chosen_logprobs: (B,) float, summed over the completion, differentiable. The loss has its dtype.
-        rejected_logprobs: (B,), as chosen_logprobs.
-        ref_chosen_logprobs: (B,), log-probs of the reference; None for both references: reference-free, as if the
-            reference assigned every completion the same probability.
-        ref_rejected_logprobs: (B,).
-        loss_type: see above.
-        beta: strength of the KL regularisation towards the reference.
-        label_smoothing: probability that a label is wrong, for sigmoid, sigmoid_norm, robust and exo_pair (which needs
-            a value above 0).
-        chosen_lengths: (B,), tokens per completion; for ipo, sigmoid_norm and sft.
-        rejected_lengths: (B,); for ipo and sigmoid_norm.
-        n_pairs: pairs of the whole batch, so that losses and metrics of micro-batches add up; None: B.
-        n_tokens: for sft, tokens of the chosen completions of the whole batch; None: the sum of chosen_lengths.
-
-    Returns:
-        The scalar loss, and metrics as floats, means over the pairs: ``rewards/{chosen,rejected}`` (beta c
-        and beta r), ``rewards/margins`` (beta d), ``rewards/accuracies`` (share with d > 0),
-        ``logps/{chosen,rejected}``.
-
-    Raises:
-        WhetTypeError: an argument is not a tensor, or has the wrong dtype or number of axes.
-        WhetValueError: shapes differ, there are no pairs, loss_type is unknown, a setting is out of range, only one
-            reference is given, or lengths are missing.
-
-    Source: TRL 1.16's table (Rafailov 2023, Mitchell 2023, Chowdhury 2024, Zhao 2023, Azar 2023, Meng
-        2024, Ji 2024, Chen 2024, Jung 2024, Wu 2024, D'Oosterlinck 2024). Departure: TRL's sigmoid
-        ignores label_smoothing.
-    """
-    check_dpo_options("dpo_loss", loss_type, beta, label_smoothing)
-    if loss_type in _LENGTH_NORMALISED and (chosen_lengths is None or rejected_lengths is None):
-        raise WhetValueError(f"dpo_loss: {loss_type!r} averages over tokens. Pass chosen_lengths and rejected_lengths.")
-    if loss_type == "sft" and chosen_lengths is None and n_tokens is None:
-        raise WhetValueError("dpo_loss: 'sft' averages over tokens. Pass chosen_lengths, or n_tokens.")
-    check_float_tensor("dpo_loss", "chosen_logprobs", chosen_logprobs, n_axes=1)
-    optional = {"ref_chosen_logprobs": ref_chosen_logprobs, "ref_rejected_logprobs": ref_rejected_logprobs}
-    optional |= {"chosen_lengths": chosen_lengths, "rejected_lengths": rejected_lengths}
-    rejected = {"rejected_logprobs": rejected_logprobs}
-    check_shapes("dpo_loss", "chosen_logprobs", chosen_logprobs, rejected, optional)
-    if not len(chosen_logprobs):
-        raise WhetValueError("dpo_loss: chosen_logprobs is empty. Pass at least one pair.")
-
-    c, r = chosen_logprobs, rejected_logprobs
-    if ref_chosen_logprobs is not None and ref_rejected_logprobs is not None:
-        c, r = c - ref_chosen_logprobs.detach().to(c), r - ref_rejected_logprobs.detach().to(r)
-    elif ref_chosen_logprobs is not None or ref_rejected_logprobs is not None:
-        raise WhetValueError("dpo_loss: only one of the two ref_*_logprobs is None. Pass both, or neither.")
-
-    n_pairs = denominator("dpo_loss", "n_pairs", len(c) if n_pairs is None else n_pairs)
-    d = c - r
-    if loss_type in _LENGTH_NORMALISED:
-        chosen, rejected = cast(Tensor, chosen_lengths), cast(Tensor, rejected_lengths)
-        per_token = c / chosen.clamp(min=1) - r / rejected.clamp(min=1)
-        loss = _pair_loss(loss_type, c, r, per_token, beta, label_smoothing).sum() / n_pairs
-    elif loss_type == "sft":
-        n_tokens = cast(Tensor, chosen_lengths).sum().item() if n_tokens is None else n_tokens
-        loss = -chosen_logprobs.sum() / denominator("dpo_loss", "n_tokens", n_tokens)
-    else:
-        loss = _pair_loss(loss_type, c, r, d, beta, label_smoothing).sum() / n_pairs
-    metrics = {
-        "rewards/chosen": beta * c,
-        "rewards/rejected": beta * r,
-        "rewards/margins": beta * d,
-        "rewards/accuracies": (d > 0).to(d),
-        "logps/chosen": chosen_logprobs,
-        "logps/rejected": rejected_logprobs,
-    }
-    means = torch.stack([values.detach().sum() / n_pairs for values in metrics.values()])
-    return loss, dict(zip(metrics, means.tolist(), strict=True))
-
-
-def _pair_loss(loss_type: str, c: Tensor, r: Tensor, d: Tensor, beta: float, smoothing: float) -> Tensor:
-    if loss_type in ("sigmoid", "sigmoid_norm"):
-        return -(1 - smoothing) * logsigmoid(beta * d) - smoothing * logsigmoid(-beta * d)
-    if loss_type == "robust":
-        right, wrong = logsigmoid(beta * d), logsigmoid(-beta * d)
-        return (-(1 - smoothing) * right + smoothing * wrong) / (1 - 2 * smoothing)
-    if loss_type == "hinge":
-        return torch.relu(1 - beta * d)
-    if loss_type == "ipo":
-        return (d - 1 / (2 * beta)).square()
-    if loss_type == "exo_pair":
-        right, wrong = logsigmoid(beta * d), logsigmoid(-beta * d)
-        return right.exp() * (right - math.log1p(-smoothing)) + wrong.exp() * (wrong - math.log(smoothing))
-    if loss_type == "nca_pair":
-        return -logsigmoid(beta * c) - (logsigmoid(-beta * c) + logsigmoid(-beta * r)) / 2
-    if loss_type == "bco_pair":
-        return -logsigmoid(beta * c) - logsigmoid(-beta * r)
-    if loss_type == "sppo_hard":
-        return (c - 1 / (2 * beta)).square() + (r + 1 / (2 * beta)).square()
-    if loss_type == "apo_zero":
-        return 1 - torch.sigmoid(beta * c) + torch.sigmoid(beta * r)
-    return torch.sigmoid(beta * c) + 1 - torch.sigmoid(beta * d)  # apo_down

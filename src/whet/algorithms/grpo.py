@@ -11,39 +11,20 @@ of a group answers the same prompt, and that log-probs are computed at the sampl
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from whet.algorithms.loss_terms import (
-    check_float_tensor,
-    check_shapes,
-    count_rows,
-    denominator,
-    importance_weights,
-    logprob_difference,
-    masked,
-    token_kl,
-)
 from whet.algorithms.online import OnlineTrainer
 from whet.config.fields import reject_ineffective
-from whet.config.settings import (
-    GRPOConfig,
-    GRPOLossType,
-    KLEstimator,
-    RatioLevel,
-    SamplerCorrection,
-    check_grpo_options,
-)
+from whet.config.settings import GRPOConfig, SamplerCorrection
 from whet.errors import WhetTypeError, WhetValueError
-from whet.nn.causal_lm import completion_logprobs
+from whet.losses.closed_form import Loss
+from whet.losses.grpo import Counts, masked_loss
+from whet.losses.terms import count_rows, importance_weights, logprob_difference
 from whet.nn.frozen import base_of
-from whet.nn.modules import module_device
 from whet.ops import compute_batch_group_advantages
 from whet.rewards.functions import RewardFn, RewardFunctions
 from whet.rewards.metrics import group_std, reward_metrics
@@ -135,10 +116,10 @@ class GRPO(OnlineTrainer):
         while step.counts.n_tokens and len(step.updates) < self.config.num_iterations:
             with self.update() as update:
                 for batch in update.shard(step.batches, [batch.rows() for batch in step.batches]):
-                    loss, metrics = self._loss(batch, step)
+                    loss = self._loss(batch, step)
                     known = batch.sampler_logprobs is not None
                     maxima = {"sampler/logprob_difference_max": batch.logprob_difference[1]} if known else None
-                    update.add(loss, metrics, maxima)
+                    update.add(loss.value, loss.gradients["logprobs"], loss.metrics, maxima)
             step.updates.append(update.metrics)
             step.maxima = update.maxima
         self._in_progress = None
@@ -179,7 +160,7 @@ class GRPO(OnlineTrainer):
             prompt_ids=rollout.prompt_ids[::size],
             batches=batches,
             n_sampled=sum(len(ids) for batch in batches for ids in batch.completion_ids),
-            counts=_Counts(
+            counts=Counts(
                 n_tokens=sum(int(batch.mask.sum()) for batch in batches),
                 n_rows=sum(batch.n_rows for batch in batches),
                 max_completion_length=config.max_new_tokens,
@@ -210,16 +191,15 @@ class GRPO(OnlineTrainer):
             old = self.logprobs(self.model, prompts, completions, config.temperature)
         batches = []
         for part in self.micro_batches(list(zip(prompts, completions, strict=True))):
-            lengths = torch.tensor([len(completions[i]) for i in part], device=module_device(self.model))
-            mask = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
+            lengths = np.array([len(completions[i]) for i in part])
+            mask = np.arange(lengths.max()) < lengths[:, None]
             ref_logprobs, sampler_logprobs, old_logprobs = (
-                None if table is None else table[part, : mask.shape[1]].to(mask.device)
-                for table in (reference, sampler, old)
+                None if table is None else table[part, : mask.shape[1]] for table in (reference, sampler, old)
             )
             batch = _MicroBatch(
                 prompt_ids=[prompts[i] for i in part],
                 completion_ids=[completions[i] for i in part],
-                advantages=torch.from_numpy(advantages[[rows[i] for i in part]]),
+                advantages=advantages[[rows[i] for i in part]],
                 mask=mask,
                 n_rows=len(part),
                 ref_logprobs=ref_logprobs,
@@ -231,24 +211,24 @@ class GRPO(OnlineTrainer):
             batches.append(batch)
         return batches
 
-    def _loss(self, batch: _MicroBatch, step: _Step) -> tuple[Tensor, dict[str, float]]:
-        """Return loss and metrics of a micro-batch, as its share of the batch."""
+    def _loss(self, batch: _MicroBatch, step: _Step) -> Loss:
+        """Return the loss of a micro-batch, as its share of the batch."""
         config = self.config
         with phase("forward"):
-            logprobs, entropy, _ = completion_logprobs(
-                self.model, batch.prompt_ids, batch.completion_ids, temperature=config.temperature, return_entropy=True
+            logprobs, entropy, _ = self.policy.logprobs(
+                batch.prompt_ids, batch.completion_ids, temperature=config.temperature, return_entropy=True
             )
         with phase("loss"):
             if batch.old_logprobs is None:  # the policy of the first update is the policy that sampled
-                batch.set_old_logprobs(logprobs.detach(), config.sampler_cap)
-            old = cast(Tensor, batch.old_logprobs)
-            loss, metrics = _masked_loss(
+                batch.set_old_logprobs(logprobs, config.sampler_cap)
+            old = cast(np.ndarray, batch.old_logprobs)
+            loss = masked_loss(
                 logprobs, old, batch.advantages, batch.mask, batch.weights, batch.ref_logprobs, config, step.counts
             )
-        metrics["entropy"] = cast(Tensor, entropy).sum().item() / step.n_sampled
+        loss.metrics["entropy"] = float(cast(np.ndarray, entropy).sum(dtype=np.float64)) / step.n_sampled
         if batch.sampler_logprobs is not None:
-            metrics["sampler/logprob_difference"] = batch.logprob_difference[0] / step.n_sampled
-        return loss, metrics
+            loss.metrics["sampler/logprob_difference"] = batch.logprob_difference[0] / step.n_sampled
+        return loss
 
 
 @dataclass
@@ -270,7 +250,7 @@ class _Step:
     prompt_ids: list[list[int]]
     batches: list[_MicroBatch]
     n_sampled: int
-    counts: _Counts
+    counts: Counts
     metrics: dict[str, float]
     updates: list[dict[str, float]] = field(default_factory=list)
     maxima: dict[str, float] = field(default_factory=dict)
@@ -281,14 +261,6 @@ class _Step:
             return {"loss": 0.0, "grad_norm": 0.0, **self.metrics}
         means = {name: sum(update[name] for update in self.updates) / len(self.updates) for name in self.updates[0]}
         return {**means, **self.maxima, **self.metrics}
-
-
-class _Counts(NamedTuple):
-    """Divisors for a batch: tokens and rows that count, except those rejected by the correction; dr_grpo's constant."""
-
-    n_tokens: float
-    n_rows: float
-    max_completion_length: int | None
 
 
 @dataclass
@@ -311,21 +283,21 @@ class _MicroBatch:
 
     prompt_ids: list[list[int]]
     completion_ids: list[list[int]]
-    advantages: Tensor
-    mask: Tensor
+    advantages: np.ndarray
+    mask: np.ndarray
     n_rows: int
-    ref_logprobs: Tensor | None
-    sampler_logprobs: Tensor | None
+    ref_logprobs: np.ndarray | None
+    sampler_logprobs: np.ndarray | None
     correction: SamplerCorrection | None
-    old_logprobs: Tensor | None = None
-    weights: Tensor | None = None
+    old_logprobs: np.ndarray | None = None
+    weights: np.ndarray | None = None
     logprob_difference: tuple[float, float] = (0.0, 0.0)
 
     def rows(self) -> list[tuple[list[int], list[int]]]:
         """Return prompts and completions."""
         return list(zip(self.prompt_ids, self.completion_ids, strict=True))
 
-    def set_old_logprobs(self, logprobs: Tensor, cap: float) -> None:
+    def set_old_logprobs(self, logprobs: np.ndarray, cap: float) -> None:
         """Set the log-probs of the policy that sampled; derive the difference, importance weights and mask."""
         self.old_logprobs = logprobs
         if self.sampler_logprobs is None:
@@ -336,203 +308,3 @@ class _MicroBatch:
                 logprobs, self.sampler_logprobs, self.mask, correction=self.correction, cap=cap
             )
             self.mask, self.n_rows = kept, count_rows(self.mask, kept)
-
-
-def grpo_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
-    completion_mask: Tensor,
-    *,
-    ref_logprobs: Tensor | None = None,
-    sampler_logprobs: Tensor | None = None,
-    loss_type: GRPOLossType = "dapo",
-    level: RatioLevel = "token",
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
-    delta: float | None = None,
-    beta: float = 0.0,
-    kl_estimator: KLEstimator = "k3",
-    kl_bias_correction: bool = True,
-    sapo_tau_positive: float = 1.0,
-    sapo_tau_negative: float = 1.05,
-    sampler_correction: SamplerCorrection = "sequence_mask",
-    sampler_cap: float = 3.0,
-    n_tokens: float | None = None,
-    n_rows: float | None = None,
-    max_completion_length: int | None = None,
-) -> tuple[Tensor, dict[str, float]]:
-    """Loss of the GRPO family over a batch of completions.
-
-    With m the mask, A the advantages, w the importance weights (1 without correction), and rho =
-    exp(logprobs - old_logprobs) per token, or the exponential of its mean per sequence (GSPO):
-
-        cispo:       l = -w stopgrad(min(rho, epsilon_high)) A logprobs
-        sapo:        l = -w A 4 sigmoid(tau (rho - 1)) / tau
-        others:      l = -w min(min(rho, delta) A, clip(rho, 1 - epsilon, 1 + epsilon_high) A)
-        beta != 0:   l += beta KL
-
-        grpo, sapo:         mean over rows of (sum l m / sum m)
-        bnpo, dapo, cispo:  sum l m / n_tokens
-        dr_grpo:            sum l m / (n_rows max_completion_length)
-        luspo:              mean over rows of (sum l m)
-
-    KL estimates KL(policy || reference) from the policy's samples (Schulman 2020), with d = ref - policy:
-    k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1. ``kl_bias_correction`` multiplies k3 by rho, so that its
-    gradient is the gradient of the KL, as k2's is; the gradient of k1 is zero in expectation.
-
-    A masked position contributes nothing to value and gradient, even if it is NaN. Losses and metrics of
-    micro-batches add up to the whole batch's if each call gets the whole batch's ``n_tokens`` and
-    ``n_rows``. (bnpo is dapo with the tokens of one update as n_tokens.)
-
-    Args:
-        logprobs: (B, T) float, log-probs of the policy, differentiable. The loss has its dtype.
-        old_logprobs: (B, T), log-probs of the policy that sampled; None: ``logprobs``, detached, which is
-            correct for the first update after sampling.
-        advantages: (B,) or (B, T).
-        completion_mask: (B, T) bool, True on the tokens that count.
-        ref_logprobs: (B, T), log-probs of the reference; required if beta != 0, else only for metrics.
-        sampler_logprobs: (B, T), recorded by an engine that may differ from the policy; None: no
-            importance correction.
-        loss_type: see above.
-        level: level of rho: token or sequence.
-        epsilon: clip the ratio below at 1 - epsilon.
-        epsilon_high: clip the ratio above at 1 + epsilon_high; None: ``epsilon``. In cispo the cap of rho (usually 5).
-        delta: cap of rho where A < 0 (two-sided clipping); None: no cap.
-        beta: weight of the KL term.
-        kl_estimator: estimator of the KL.
-        kl_bias_correction: multiply k3 by rho.
-        sapo_tau_positive: tau where A > 0.
-        sapo_tau_negative: tau where A <= 0.
-        sampler_correction: computation of w, see ``importance_weights``.
-        sampler_cap: maximum of w, see ``importance_weights``.
-        n_tokens: tokens of the whole batch, without those that a "mask" correction rejects; None: of this batch.
-        n_rows: rows of the whole batch, without those that it rejects entirely; None: of this batch.
-        max_completion_length: dr_grpo's constant, in tokens; None: T, the width of this batch.
-
-    Returns:
-        The scalar loss, and metrics as floats: ``clip_ratio/{low,high,region}`` (share of tokens with a
-        clipped ratio), ``kl`` (mean per token) and ``mean_kl`` (mean of the sums per row), and
-        ``sampler/{logprob_difference,importance_weight}`` (means of |old - sampler| and w).
-
-    Raises:
-        WhetTypeError: an argument is not a tensor, or has the wrong dtype or number of axes.
-        WhetValueError: shapes differ, a name is unknown, a setting is out of range, or beta != 0 without
-            a reference.
-
-    Source: as in TRL 1.16 (grpo: Shao et al. 2024, dr_grpo: Liu et al. 2025, dapo: Yu et al. 2025, GSPO:
-        Zheng et al. 2025, cispo: MiniMax 2025, luspo and sapo: TRL). Departure: rejected tokens are
-        also excluded from the denominators.
-    """
-    settings = SimpleNamespace(
-        loss_type=loss_type, level=level, epsilon=epsilon, epsilon_high=epsilon_high, delta=delta, beta=beta,
-        kl_estimator=kl_estimator, kl_bias_correction=kl_bias_correction,
-        sapo_tau_positive=sapo_tau_positive, sapo_tau_negative=sapo_tau_negative,
-    )  # fmt: skip
-    check_grpo_options("grpo_loss", settings)
-    check_float_tensor("grpo_loss", "logprobs", logprobs, n_axes=2)
-    optional = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
-    optional["sampler_logprobs"] = sampler_logprobs
-    check_shapes("grpo_loss", "logprobs", logprobs, {"completion_mask": completion_mask}, optional)
-    per_row = getattr(advantages, "ndim", 2) == 1
-    rows_or_tokens = logprobs.new_empty(len(logprobs)) if per_row else logprobs
-    check_shapes("grpo_loss", "logprobs", rows_or_tokens, {"advantages": advantages})
-    if beta != 0 and ref_logprobs is None:
-        raise WhetValueError(f"grpo_loss: beta is {beta} but ref_logprobs is None. Pass it, or beta=0.")
-
-    old = (logprobs if old_logprobs is None else old_logprobs).detach().to(logprobs)
-    weights, mask = None, completion_mask
-    if sampler_logprobs is not None:
-        weights, mask = importance_weights(old, sampler_logprobs, mask, correction=sampler_correction, cap=sampler_cap)
-    counts = _Counts(
-        denominator("grpo_loss", "n_tokens", mask.sum() if n_tokens is None else n_tokens),
-        denominator("grpo_loss", "n_rows", count_rows(completion_mask, mask) if n_rows is None else n_rows),
-        max_completion_length,
-    )
-    loss, metrics = _masked_loss(logprobs, old, advantages, mask, weights, ref_logprobs, settings, counts)
-    if sampler_logprobs is not None:
-        difference = masked((old - sampler_logprobs.to(old)).abs(), mask)
-        metrics["sampler/logprob_difference"] = (difference.sum() / counts.n_tokens).item()
-    return loss, metrics
-
-
-def _masked_loss(
-    logprobs: Tensor,
-    old: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    weights: Tensor | None,
-    ref_logprobs: Tensor | None,
-    settings: Any,
-    counts: _Counts,
-) -> tuple[Tensor, dict[str, float]]:
-    """Return ``grpo_loss`` of validated arguments, with tokens in ``mask`` and importance weights (None: 1).
-
-    ``settings`` has the options of ``grpo_loss`` as attributes, such as a ``GRPOConfig``.
-    """
-    logprobs, old = masked(logprobs, mask), masked(old.detach().to(logprobs), mask)
-    advantages = advantages.detach().to(logprobs)
-    advantages = advantages[:, None] if advantages.ndim == 1 else masked(advantages, mask)
-    log_ratio = logprobs - old
-    if settings.level == "sequence":
-        log_ratio = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-    ratio = log_ratio.exp()
-    epsilon, epsilon_high = settings.epsilon, settings.epsilon_high
-    epsilon_high = epsilon if epsilon_high is None else epsilon_high
-
-    if settings.loss_type == "sapo":
-        bounds = None
-        loss = _sapo_loss(ratio, advantages, settings.sapo_tau_positive, settings.sapo_tau_negative)
-    elif settings.loss_type == "cispo":
-        bounds = -math.inf, epsilon_high
-        loss = _cispo_loss(logprobs, ratio, advantages, epsilon_high)
-    else:
-        bounds = 1 - epsilon, 1 + epsilon_high
-        loss = _clipped_loss(ratio, advantages, bounds, settings.delta)
-    if weights is not None:
-        loss = loss * weights
-
-    def total(values: Tensor) -> Tensor:
-        return masked(values.detach().to(logprobs), mask).sum()
-
-    metrics: dict[str, Tensor] = {}
-    if bounds is not None:
-        low, high = (ratio < bounds[0]) & (advantages < 0), (ratio > bounds[1]) & (advantages > 0)
-        for name, clipped in {"low": low, "high": high, "region": low | high}.items():
-            metrics[f"clip_ratio/{name}"] = total(clipped) / counts.n_tokens
-    if weights is not None:
-        metrics["sampler/importance_weight"] = total(weights) / counts.n_tokens
-    if ref_logprobs is not None:
-        with phase("kl"):
-            kl = token_kl(logprobs, masked(ref_logprobs.detach().to(logprobs), mask), settings.kl_estimator)
-            metrics["kl"], metrics["mean_kl"] = total(kl) / counts.n_tokens, total(kl) / counts.n_rows
-            if settings.beta != 0:
-                corrected = settings.kl_bias_correction and settings.kl_estimator == "k3"
-                loss = loss + settings.beta * (kl * ratio if corrected else kl)
-    loss = _reduce(masked(loss, mask), mask, settings.loss_type, counts)
-    return loss, {name: value.item() for name, value in metrics.items()}
-
-
-def _clipped_loss(ratio: Tensor, advantages: Tensor, bounds: tuple[float, float], delta: float | None) -> Tensor:
-    """Loss of grpo, bnpo, dr_grpo, dapo and luspo, which differ in how tokens are summed."""
-    capped = ratio if delta is None else ratio.clamp(max=delta)
-    return -torch.min(capped * advantages, ratio.clamp(*bounds) * advantages)
-
-
-def _cispo_loss(logprobs: Tensor, ratio: Tensor, advantages: Tensor, cap: float) -> Tensor:
-    return -ratio.clamp(max=cap).detach() * advantages * logprobs
-
-
-def _sapo_loss(ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negative: float) -> Tensor:
-    tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
-    return -advantages * 4 * torch.sigmoid(tau * (ratio - 1)) / tau
-
-
-def _reduce(loss: Tensor, mask: Tensor, loss_type: GRPOLossType, counts: _Counts) -> Tensor:
-    if loss_type in ("grpo", "sapo"):
-        return (loss.sum(1) / mask.sum(1).clamp(min=1)).sum() / counts.n_rows
-    if loss_type == "luspo":
-        return loss.sum() / counts.n_rows
-    if loss_type == "dr_grpo":
-        return loss.sum() / (counts.n_rows * (counts.max_completion_length or mask.shape[1]))
-    return loss.sum() / counts.n_tokens

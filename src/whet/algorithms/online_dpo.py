@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from whet.algorithms.dpo import pair_losses
 from whet.algorithms.online import OnlineTrainer
 from whet.algorithms.pairs import Pairs, update_on_pairs
 from whet.config.fields import reject_ineffective
@@ -91,7 +91,7 @@ class OnlineDPO(OnlineTrainer):
             rejected_ids=[ids[i + 1 - winner] for i, winner in decided],
             sampler_logprobs=self._sampler_logprobs(rollout, decided),
         )
-        metrics = update_on_pairs(self, pairs, pair_losses)
+        metrics = update_on_pairs(self, pairs)
         self.warn_if_mismatched(
             metrics.get("sampler/logprob_difference", 0.0), "Train adapters that generate and forward compute alike."
         )
@@ -100,7 +100,7 @@ class OnlineDPO(OnlineTrainer):
 
     def _sampler_logprobs(
         self, rollout: Rollout, decided: list[tuple[int, int]]
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    ) -> tuple[np.ndarray, np.ndarray] | None:
         """Return log-probs of chosen and rejected tokens, if sampled from the unmodified distribution."""
         if not decided or not self.config.uses_unmodified_distribution():
             return None

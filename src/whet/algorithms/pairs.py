@@ -1,25 +1,28 @@
-"""Preference pairs: their log-probs, their reference, and an update on them with the loss of an algorithm."""
+"""Preference pairs: their log-probs, their reference, their loss, and an update on them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
-import torch
-from torch import Tensor, nn
+import numpy as np
+from torch import nn
 
-from whet.algorithms.loss_terms import logprob_difference
 from whet.config.settings import PreferenceConfig
 from whet.errors import WhetValueError
-from whet.nn.causal_lm import completion_logprobs
+from whet.losses.closed_form import Loss
+from whet.losses.dpo import dpo_loss
+from whet.losses.terms import logprob_difference
 from whet.training.phases import phase
 from whet.training.reference import TokenRow
 from whet.training.trainer import Trainer
 
+_GRADIENTS = ("chosen_logprobs", "rejected_logprobs")
+
 
 class Pairs(NamedTuple):
-    """B preference pairs. A pair of tensors belongs to the chosen and the rejected completions.
+    """B preference pairs. A pair of arrays belongs to the chosen and the rejected completions.
 
     Attributes:
         prompt_ids: B rows of token ids.
@@ -33,8 +36,8 @@ class Pairs(NamedTuple):
     prompt_ids: list[list[int]]
     chosen_ids: list[list[int]]
     rejected_ids: list[list[int]]
-    reference: tuple[Tensor, Tensor] | None = None
-    sampler_logprobs: tuple[Tensor, Tensor] | None = None
+    reference: tuple[np.ndarray, np.ndarray] | None = None
+    sampler_logprobs: tuple[np.ndarray, np.ndarray] | None = None
     metrics: Mapping[str, float] = MappingProxyType({})
 
     @classmethod
@@ -55,22 +58,30 @@ class Pairs(NamedTuple):
         )
         return Pairs(prompts, chosen, rejected, reference, sampler_logprobs, self.metrics)
 
-    def lengths(self) -> tuple[Tensor, Tensor]:
+    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the token counts of chosen and rejected completions, (B,) each."""
-        return torch.tensor(list(map(len, self.chosen_ids))), torch.tensor(list(map(len, self.rejected_ids)))
+        return np.array(list(map(len, self.chosen_ids))), np.array(list(map(len, self.rejected_ids)))
 
 
-class PairLoss(Protocol):
-    """Loss function of pairs, from the policy's summed log-probs of chosen and rejected completions."""
+def pair_loss(
+    config: PreferenceConfig, pairs: Pairs, policy: tuple[np.ndarray, np.ndarray], *, n_pairs: int, n_tokens: int
+) -> Loss:
+    """Return ``dpo_loss`` of pairs from the policy's summed log-probs, with the settings of ``config``."""
+    chosen_lengths, rejected_lengths = pairs.lengths()
+    return dpo_loss(
+        *policy,
+        *(pairs.reference or (None, None)),
+        loss_type=config.loss_type,
+        beta=config.beta,
+        label_smoothing=config.label_smoothing,
+        chosen_lengths=chosen_lengths,
+        rejected_lengths=rejected_lengths,
+        n_pairs=n_pairs,
+        n_tokens=n_tokens,
+    )
 
-    def __call__(
-        self, config: PreferenceConfig, pairs: Pairs, policy: tuple[Tensor, Tensor], *, n_pairs: int, n_tokens: int
-    ) -> tuple[Tensor, dict[str, float]]:
-        """Return the loss and metrics; ``n_pairs`` and ``n_tokens`` (of chosen completions) are of the whole batch."""
-        ...
 
-
-def reference_sums(trainer: Trainer, pairs: Pairs) -> tuple[Tensor, Tensor]:
+def reference_sums(trainer: Trainer, pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
     """Return the reference's log-probs of chosen and rejected completions, (B,) each."""
     with trainer.reference.as_module() as model:
         return sum_logprobs(trainer, model, pairs)
@@ -91,14 +102,14 @@ def add_reference(trainer: Trainer, pairs: Pairs) -> Pairs:
     return pairs._replace(reference=reference_sums(trainer, pairs))
 
 
-def sum_logprobs(trainer: Trainer, model: nn.Module, pairs: Pairs) -> tuple[Tensor, Tensor]:
+def sum_logprobs(trainer: Trainer, model: nn.Module, pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
     """Return the log-probs of chosen and rejected completions under ``model``, summed over tokens, (B,) each."""
-    both = trainer.logprobs(model, pairs.prompt_ids * 2, pairs.chosen_ids + pairs.rejected_ids).sum(1)
-    chosen, rejected = both.split(len(pairs.prompt_ids))
-    return chosen, rejected
+    both = trainer.logprobs(model, pairs.prompt_ids * 2, pairs.chosen_ids + pairs.rejected_ids)
+    both = both.sum(1, dtype=np.float64)
+    return both[: len(pairs.prompt_ids)], both[len(pairs.prompt_ids) :]
 
 
-def update_on_pairs(trainer: Trainer, pairs: Pairs, compute_loss: PairLoss) -> dict[str, float]:
+def update_on_pairs(trainer: Trainer, pairs: Pairs) -> dict[str, float]:
     """Update a trainer whose config is a ``PreferenceConfig``, and return metrics; no update without pairs.
 
     Pairs with ``sampler_logprobs`` add ``sampler/logprob_difference``, the mean over tokens of the absolute difference
@@ -114,18 +125,18 @@ def update_on_pairs(trainer: Trainer, pairs: Pairs, compute_loss: PairLoss) -> d
         for part in map(pairs.select, trainer.shard(update, rows, trainer.micro_batches(rows))):
             maxima: dict[str, float] = {}
             with phase("forward"):
-                logprobs, entropy, mask = completion_logprobs(
-                    trainer.model, part.prompt_ids * 2, part.chosen_ids + part.rejected_ids, return_entropy=True
+                logprobs, entropy, mask = trainer.policy.logprobs(
+                    part.prompt_ids * 2, part.chosen_ids + part.rejected_ids, return_entropy=True
                 )
             with phase("loss"):
-                chosen, rejected = logprobs.sum(1).split(len(part.prompt_ids))
-                loss, metrics = compute_loss(
-                    trainer.config, part, (chosen, rejected), n_pairs=n_pairs, n_tokens=n_chosen
-                )
+                chosen, rejected = np.split(logprobs.sum(1, dtype=np.float64), 2)
+                loss = pair_loss(trainer.config, part, (chosen, rejected), n_pairs=n_pairs, n_tokens=n_chosen)
+                of_sums = [loss.gradients.get(name, np.zeros(len(chosen))) for name in _GRADIENTS]
+                gradient, metrics = np.concatenate(of_sums)[:, None] * mask, dict(loss.metrics)
             if part.sampler_logprobs is not None:
-                recorded = torch.cat([side[:, : mask.shape[1]] for side in part.sampler_logprobs]).to(mask.device)
+                recorded = np.concatenate([side[:, : mask.shape[1]] for side in part.sampler_logprobs])
                 total, maxima["sampler/logprob_difference_max"] = logprob_difference(logprobs, recorded, mask)
                 metrics["sampler/logprob_difference"] = total / max(1, n_completion)
-            metrics["entropy"] = cast(Tensor, entropy).sum().item() / max(1, n_completion)
-            update.add(loss, metrics, maxima)
+            metrics["entropy"] = float(cast(np.ndarray, entropy).sum(dtype=np.float64)) / max(1, n_completion)
+            update.add(loss.value, gradient, metrics, maxima)
     return {**update.metrics, **update.maxima, "num_tokens": n_completion + 2 * sum(map(len, pairs.prompt_ids))}

@@ -10,15 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from whet.algorithms.loss_terms import check_float_tensor, check_shapes, denominator, masked
 from whet.config.settings import SFTConfig
 from whet.data.batches import as_rows, check_row_counts, columns_as_rows, tokenized_rows
 from whet.data.rows import tokenize_example
 from whet.data.token_ids import token_rows
 from whet.errors import WhetValueError
-from whet.nn.causal_lm import completion_logprobs
+from whet.losses.sft import sft_loss
 from whet.training.phases import phase
 from whet.training.trainer import Trainer, training_step
 
@@ -76,15 +73,14 @@ class SFT(Trainer):
             rows = list(zip(prompt_ids, completion_ids, strict=True))
             for part in self.shard(update, rows, self.micro_batches(rows)):
                 with phase("forward"):
-                    logprobs, _, mask = completion_logprobs(
-                        self.model,
+                    logprobs, _, mask = self.policy.logprobs(
                         [prompt_ids[i] for i in part],
                         [completion_ids[i] for i in part],
                         completion_mask=[masks[i] for i in part],
                     )
                 with phase("loss"):
-                    loss, metrics = sft_loss(logprobs, mask, n_tokens=n_tokens)
-                update.add(loss, metrics)
+                    loss = sft_loss(logprobs, mask, n_tokens=n_tokens)
+                update.add(loss.value, loss.gradients["logprobs"], loss.metrics)
         return {**update.metrics, **shares, "num_tokens": sum(map(len, [*prompt_ids, *completion_ids]))}
 
     def as_row(self, item: Any) -> Any:
@@ -144,30 +140,3 @@ def _columns(rows: list[list[Any]], n: int) -> list[list[Any]]:
 
 def _is_pair(item: Any) -> bool:
     return isinstance(item, tuple) and len(item) == 2 and not isinstance(item[0], int)
-
-
-def sft_loss(
-    logprobs: Tensor, completion_mask: Tensor, *, n_tokens: float | None = None
-) -> tuple[Tensor, dict[str, float]]:
-    """Return the mean negative log-likelihood, ``-sum logprobs m / n_tokens``, in nats.
-
-    A masked position contributes nothing to value and gradient, even if it is NaN.
-
-    Args:
-        logprobs: (B, T) float, log-probs of the tokens, differentiable. The loss has its dtype.
-        completion_mask: (B, T) bool, True on the tokens that count.
-        n_tokens: counting tokens of the whole batch, so that micro-batches add up; None: counting tokens of this
-            batch.
-
-    Returns:
-        The scalar loss, and as metric ``token_probability``, the mean probability of the tokens.
-
-    Raises:
-        WhetTypeError: an argument is not a tensor, or has the wrong dtype or number of axes.
-        WhetValueError: shapes differ, or n_tokens is not a number >= 0.
-    """
-    check_float_tensor("sft_loss", "logprobs", logprobs, n_axes=2)
-    check_shapes("sft_loss", "logprobs", logprobs, {"completion_mask": completion_mask})
-    n_tokens = denominator("sft_loss", "n_tokens", completion_mask.sum() if n_tokens is None else n_tokens)
-    probability = masked(logprobs.detach().exp(), completion_mask).sum() / n_tokens
-    return -masked(logprobs, completion_mask).sum() / n_tokens, {"token_probability": probability.item()}

@@ -64,6 +64,20 @@ def count_tokens(rows: Sequence[Sequence[Sequence[int]]]) -> int:
     return sum(map(len, prompts)) + sum(len(ids) for row in rows for ids in row[1:])
 
 
+class Logprobs(NamedTuple):
+    """Log-probs of a batch of completions. C is the length of the longest completion.
+
+    Attributes:
+        logprobs: (B, C) float32; 0 where ``mask`` is False.
+        entropy: (B, C) float32, in nats, 0 where ``mask`` is False; None unless requested.
+        mask: (B, C) bool: the tokens of each completion that count.
+    """
+
+    logprobs: np.ndarray
+    entropy: np.ndarray | None
+    mask: np.ndarray
+
+
 def pack_batch(prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> PackedBatch:
     """Pack non-empty prompts and their completions; equal prompts are stored once."""
     ids: list[Sequence[int]] = []

@@ -15,14 +15,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from whet import _core
 from whet.config.settings import ComputeDtype
 from whet.errors import WhetTypeError, WhetValueError, check_choice, check_temperature
-from whet.learner.batch import pack_batch
+from whet.learner.batch import Logprobs, pack_batch
 from whet.models.adapter_files import to_peft
 from whet.models.lora import choose_adapted
 from whet.models.packed_base import PackedBase, pack_base
@@ -39,20 +39,6 @@ TARGETS = {
     "down": _core.Target.DOWN,
 }
 """The core's matrices by the last part of a slot's name."""
-
-
-class Logprobs(NamedTuple):
-    """Log-probs of a batch of completions. C is the length of the longest completion.
-
-    Attributes:
-        logprobs: (B, C) float32; 0 where ``mask`` is False.
-        entropy: (B, C) float32, in nats, 0 where ``mask`` is False; None unless requested.
-        mask: (B, C) bool: the tokens of each completion that count.
-    """
-
-    logprobs: np.ndarray
-    entropy: np.ndarray | None
-    mask: np.ndarray
 
 
 class TrainedAdapter:

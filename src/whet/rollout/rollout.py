@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from whet.config.sampling import Completion, SamplingParams
 from whet.data.batches import as_rows
@@ -118,11 +117,16 @@ class Rollout:
         """N rows of token ids."""
         return [completion.token_ids for completion in self.completions]
 
-    def sampler_logprobs(self, rows: Sequence[int]) -> Tensor | None:
+    def sampler_logprobs(self, rows: Sequence[int]) -> np.ndarray | None:
         """Return (R, T) log-probs of the completions ``rows`` recorded by the engine; None if not recorded."""
         recorded = [self.completions[i].logprobs for i in rows]
-        known = [torch.tensor(row) for row in recorded if row is not None]
-        return nn.utils.rnn.pad_sequence(known, batch_first=True) if len(known) == len(recorded) else None
+        known = [row for row in recorded if row is not None]
+        if len(known) < len(recorded):
+            return None
+        table = np.zeros((len(known), max(map(len, known), default=0)), np.float32)
+        for row, logprobs in zip(table, known, strict=True):
+            row[: len(logprobs)] = logprobs
+        return table
 
     @property
     def truncated(self) -> np.ndarray:

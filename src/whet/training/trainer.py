@@ -41,8 +41,9 @@ from whet.models.written_folder import complete_folder
 from whet.nn.accelerate import acceleration_of, choose_accelerations
 from whet.nn.causal_lm import completion_logprobs
 from whet.nn.frozen import base_of
-from whet.nn.modules import module_device, module_mode, stop_token_ids
+from whet.nn.modules import module_mode, stop_token_ids
 from whet.nn.optim import HALF_DTYPES, AdamW
+from whet.nn.policy import TorchPolicy
 from whet.signals import DeferredSignals
 from whet.training.callbacks import Callback, as_callback
 from whet.training.distributed import join_ranks
@@ -117,6 +118,7 @@ class Trainer(ABC):
         **settings: fields of the config, which override ``config``.
 
     Attributes:
+        policy: computes log-probs of the model, and their gradients.
         step: number of completed steps.
         epoch: current pass of ``train`` over its dataset, from 0.
         position: rows, or batches, of the dataset consumed in this pass.
@@ -164,6 +166,7 @@ class Trainer(ABC):
                 f"beta."
             )
         self.model = model
+        self.policy = TorchPolicy(model)
         self.tokenizer = tokenizer
         self.loggers: list[Any] = _as_list(where, "logger", logger, "log")
         given = _as_list(where, "callbacks", callbacks, "on_step_end", "on_train_batch")
@@ -286,7 +289,7 @@ class Trainer(ABC):
         if self.config.training_mode and (self.ranks.size > 1 or exact is not None):
             entropy = [self.config.seed % 2**64, self.step, self.n_updates + self.skipped_steps]
             seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
-        update = Update(self.memory, parameters, self.ranks, seed, exact)
+        update = Update(self.memory, self.policy, parameters, self.ranks, seed, exact)
         with nullcontext() if seed is None else preserved_rng():
             try:
                 with module_mode(self.model, self.config.training_mode), self.acceleration or nullcontext():
@@ -371,29 +374,28 @@ class Trainer(ABC):
         completion_ids: Sequence[Sequence[int]],
         temperature: float = 1.0,
         completion_mask: Sequence[Sequence[bool]] | None = None,
-    ) -> Tensor:
+    ) -> np.ndarray:
         """Return (B, C) log-probs of completion tokens, with ``model`` in eval mode.
 
         Positions after the end of a completion, and tokens masked by ``completion_mask``, are 0.
         """
         acceleration = self.accelerations.get(model)
         rows = list(zip(prompt_ids, completion_ids, strict=True))
-        out = torch.zeros(len(rows), max(map(len, completion_ids), default=0), device=module_device(model))
+        out = np.zeros((len(rows), max(map(len, completion_ids), default=0)), np.float32)
         with phase("logprobs"), module_mode(model, training=False), acceleration or nullcontext():
             parts = self.micro_batches(rows)
 
-            def compute(part: list[int]) -> Tensor:
+            def compute(part: list[int]) -> np.ndarray:
                 mask = None if completion_mask is None else [completion_mask[i] for i in part]
                 prompts, completions = [prompt_ids[i] for i in part], [completion_ids[i] for i in part]
-                return completion_logprobs(
-                    model, prompts, completions, completion_mask=mask, temperature=temperature
-                ).logprobs
+                found = completion_logprobs(model, prompts, completions, completion_mask=mask, temperature=temperature)
+                return found.logprobs.cpu().numpy()
 
             costs = [count_tokens([rows[i] for i in part]) for part in parts]
             own = shard_by_cost(costs, self.ranks.size)[self.ranks.rank]
             for shared in self.ranks.gather_results(lambda: [(parts[i], compute(parts[i])) for i in own]):
                 for part, logprobs in shared:
-                    out = out.to(logprobs.dtype)
+                    out = out.astype(logprobs.dtype, copy=False)
                     out[part, : logprobs.shape[1]] = logprobs
         return out
 
@@ -402,7 +404,7 @@ class Trainer(ABC):
         prompt_ids: Sequence[Sequence[int]],
         completion_ids: Sequence[Sequence[int]],
         temperature: float = 1.0,
-    ) -> Tensor:
+    ) -> np.ndarray:
         """Return ``logprobs`` of the reference."""
         with self.reference.as_module() as model:
             return self.logprobs(model, prompt_ids, completion_ids, temperature)

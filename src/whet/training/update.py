@@ -15,6 +15,7 @@ from torch import Tensor
 from whet.errors import WhetTypeError, WhetValueError
 from whet.learner.batch import count_tokens
 from whet.memory import MemoryWatch
+from whet.nn.policy import TorchPolicy
 from whet.training.distributed import Ranks
 from whet.training.phases import phase
 from whet.training.reduction import ExactSum, shard_by_cost
@@ -30,6 +31,7 @@ class Update:
 
     Args:
         memory: samples memory around each backward pass.
+        policy: computes the gradients.
         parameters: the trained parameters.
         ranks: the ranks that share the micro-batches.
         seed: seed of dropout, keyed by micro-batch; None: torch's generator continues.
@@ -41,11 +43,17 @@ class Update:
     """
 
     def __init__(
-        self, memory: MemoryWatch, parameters: Sequence[Tensor], ranks: Ranks, seed: int | None, exact: ExactSum | None
+        self,
+        memory: MemoryWatch,
+        policy: TorchPolicy,
+        parameters: Sequence[Tensor],
+        ranks: Ranks,
+        seed: int | None,
+        exact: ExactSum | None,
     ) -> None:
         self.metrics = {"loss": 0.0}
         self.maxima: dict[str, float] = {}
-        self._memory, self._parameters = memory, parameters
+        self._memory, self._policy, self._parameters = memory, policy, parameters
         self._ranks, self._seed, self._exact = ranks, seed, exact
         self._costs: list[int] = []
         self._digest = 0
@@ -68,8 +76,20 @@ class Update:
                 torch.manual_seed(int(np.random.SeedSequence([self._seed, i]).generate_state(1, np.uint64)[0]) >> 1)
             yield batches[i]
 
-    def add(self, loss: Tensor, metrics: Mapping[str, float], maxima: Mapping[str, float] | None = None) -> None:
-        """Add the gradient of a micro-batch's loss, and its metrics: a sum, or a maximum for ``maxima``.
+    def add(
+        self,
+        loss: float,
+        grad_logprobs: np.ndarray,
+        metrics: Mapping[str, float],
+        maxima: Mapping[str, float] | None = None,
+    ) -> None:
+        """Add the loss of a micro-batch, its gradient, and its metrics: a sum, or a maximum for ``maxima``.
+
+        Args:
+            loss: the micro-batch's share of the batch's loss.
+            grad_logprobs: (B, C), d loss / d the last log-probs of the policy.
+            metrics: summed over the micro-batches.
+            maxima: metrics of which the maximum counts.
 
         Raises:
             WhetTypeError: there are several ranks, and the micro-batch is not from ``shard``.
@@ -80,9 +100,9 @@ class Update:
             )
         self._sample_memory()
         with phase("backward"):
-            loss.backward()
+            self._policy.backward(grad_logprobs)
         self._sample_memory()
-        self._added.append((self._at, {"loss": loss.item(), **metrics}, dict(maxima or {})))
+        self._added.append((self._at, {"loss": loss, **metrics}, dict(maxima or {})))
         if self._exact is not None:
             self._exact.add(self._parameters)
 

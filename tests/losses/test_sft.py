@@ -8,8 +8,8 @@ import pytest
 import torch
 from tests.raising import assert_raises
 
-from whet.algorithms.sft import sft_loss
 from whet.errors import WhetTypeError, WhetValueError
+from whet.losses import sft_loss
 
 LOGPROBS = torch.tensor([[math.log(0.5), math.log(0.25)], [math.log(0.125), math.nan]])
 MASK = torch.tensor([[True, True], [True, False]])

@@ -9,9 +9,9 @@ import pytest
 import torch
 from tests.raising import assert_raises, mentions
 
-from whet.algorithms.dpo import dpo_loss
 from whet.config import DPOLossType
 from whet.errors import WhetTypeError, WhetValueError
+from whet.losses import dpo_loss
 
 LOSS_TYPES = get_args(DPOLossType)
 SMOOTHED = {"sigmoid": (0.0, 0.1), "sigmoid_norm": (0.0, 0.1), "robust": (0.0, 0.2), "exo_pair": (1e-3, 0.1)}

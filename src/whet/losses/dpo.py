@@ -1,0 +1,181 @@
+"""Losses of Direct Preference Optimization, see ``whet.algorithms.dpo``."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from whet.config.settings import DPOLossType, check_dpo_options
+from whet.errors import WhetValueError
+from whet.losses.closed_form import Loss, accepts_tensors
+from whet.losses.terms import check_float_array, check_shapes, denominator
+
+_LENGTH_NORMALISED = ("ipo", "sigmoid_norm")
+
+
+@accepts_tensors("chosen_logprobs", "rejected_logprobs")
+def dpo_loss(
+    chosen_logprobs: Any,
+    rejected_logprobs: Any,
+    ref_chosen_logprobs: Any,
+    ref_rejected_logprobs: Any,
+    *,
+    loss_type: DPOLossType = "sigmoid",
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    chosen_lengths: Any = None,
+    rejected_lengths: Any = None,
+    n_pairs: float | None = None,
+    n_tokens: float | None = None,
+) -> Loss:
+    """Loss of the DPO family, averaged over pairs; sft is averaged over the tokens of the chosen completions.
+
+    With c and r the log-ratios of chosen and rejected, d = c - r, d' = c / chosen_lengths - r /
+    rejected_lengths, s the label smoothing and sig the sigmoid:
+
+        sigmoid       -(1 - s) logsig(beta d) - s logsig(-beta d)      (s > 0: conservative DPO)
+        sigmoid_norm  sigmoid with d' in place of d
+        robust        [-(1 - s) logsig(beta d) + s logsig(-beta d)] / (1 - 2 s)
+        hinge         relu(1 - beta d)
+        ipo           (d' - 1 / (2 beta))^2
+        exo_pair      KL(q || p), q = (sig(beta d), sig(-beta d)), p = (1 - s, s)
+        nca_pair      -logsig(beta c) - logsig(-beta c) / 2 - logsig(-beta r) / 2
+        bco_pair      -logsig(beta c) - logsig(-beta r)
+        sppo_hard     (c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2
+        apo_zero      1 - sig(beta c) + sig(beta r)
+        apo_down      sig(beta c) + 1 - sig(beta d)
+        sft           -chosen_logprobs, summed and divided by n_tokens
+
+    Args:
+        chosen_logprobs: (B,) float, NumPy or torch, summed over the completion, differentiable.
+        rejected_logprobs: (B,), as chosen_logprobs.
+        ref_chosen_logprobs: (B,), log-probs of the reference; None for both references: reference-free, as if the
+            reference assigned every completion the same probability.
+        ref_rejected_logprobs: (B,).
+        loss_type: see above.
+        beta: strength of the KL regularisation towards the reference.
+        label_smoothing: probability that a label is wrong, for sigmoid, sigmoid_norm, robust and exo_pair (which needs
+            a value above 0).
+        chosen_lengths: (B,), tokens per completion; for ipo, sigmoid_norm and sft.
+        rejected_lengths: (B,); for ipo and sigmoid_norm.
+        n_pairs: pairs of the whole batch, so that losses and metrics of micro-batches add up; None: B.
+        n_tokens: for sft, tokens of the chosen completions of the whole batch; None: the sum of chosen_lengths.
+
+    Returns:
+        The loss, and metrics as floats, means over the pairs: ``rewards/{chosen,rejected}`` (beta c
+        and beta r), ``rewards/margins`` (beta d), ``rewards/accuracies`` (share with d > 0),
+        ``logps/{chosen,rejected}``. ``Loss`` of arrays; of tensors a pair of a scalar, in the dtype of chosen_logprobs,
+        and the metrics.
+
+    Raises:
+        WhetTypeError: an argument is neither array nor tensor, or has the wrong dtype or number of axes.
+        WhetValueError: shapes differ, there are no pairs, loss_type is unknown, a setting is out of range, only one
+            reference is given, or lengths are missing.
+
+    Source: TRL 1.16's table (Rafailov 2023, Mitchell 2023, Chowdhury 2024, Zhao 2023, Azar 2023, Meng
+        2024, Ji 2024, Chen 2024, Jung 2024, Wu 2024, D'Oosterlinck 2024). Departure: TRL's sigmoid
+        ignores label_smoothing.
+    """
+    check_dpo_options("dpo_loss", loss_type, beta, label_smoothing)
+    if loss_type in _LENGTH_NORMALISED and (chosen_lengths is None or rejected_lengths is None):
+        raise WhetValueError(f"dpo_loss: {loss_type!r} averages over tokens. Pass chosen_lengths and rejected_lengths.")
+    if loss_type == "sft" and chosen_lengths is None and n_tokens is None:
+        raise WhetValueError("dpo_loss: 'sft' averages over tokens. Pass chosen_lengths, or n_tokens.")
+    check_float_array("dpo_loss", "chosen_logprobs", chosen_logprobs, n_axes=1)
+    optional = {"ref_chosen_logprobs": ref_chosen_logprobs, "ref_rejected_logprobs": ref_rejected_logprobs}
+    optional |= {"chosen_lengths": chosen_lengths, "rejected_lengths": rejected_lengths}
+    check_shapes("dpo_loss", "chosen_logprobs", chosen_logprobs, {"rejected_logprobs": rejected_logprobs}, optional)
+    if not len(chosen_logprobs):
+        raise WhetValueError("dpo_loss: chosen_logprobs is empty. Pass at least one pair.")
+    if (ref_chosen_logprobs is None) != (ref_rejected_logprobs is None):
+        raise WhetValueError("dpo_loss: only one of the two ref_*_logprobs is None. Pass both, or neither.")
+
+    chosen, rejected = chosen_logprobs.astype(np.float64), rejected_logprobs.astype(np.float64)
+    c, r = chosen, rejected
+    if ref_chosen_logprobs is not None:
+        c, r = c - ref_chosen_logprobs, r - ref_rejected_logprobs
+    d = c - r
+    n_pairs = denominator("dpo_loss", "n_pairs", len(c) if n_pairs is None else n_pairs)
+    if loss_type == "sft":
+        count = np.asarray(chosen_lengths).sum() if n_tokens is None else n_tokens
+        divisor = denominator("dpo_loss", "n_tokens", count)
+        value, gradients = -chosen.sum() / divisor, {"chosen_logprobs": np.full_like(c, -1 / divisor)}
+    else:
+        n_c, n_r = np.ones_like(c), np.ones_like(r)  # divisors of c and r
+        if loss_type in _LENGTH_NORMALISED:
+            n_c, n_r = (np.maximum(np.asarray(lengths), 1) for lengths in (chosen_lengths, rejected_lengths))
+        loss = _pair_loss(loss_type, c, r, c / n_c - r / n_r, beta, label_smoothing)
+        value = loss.value.sum() / n_pairs
+        gradients = {
+            "chosen_logprobs": (loss.slope_c + loss.slope_d / n_c) / n_pairs,
+            "rejected_logprobs": (loss.slope_r - loss.slope_d / n_r) / n_pairs,
+        }
+    metrics = {
+        "rewards/chosen": beta * c,
+        "rewards/rejected": beta * r,
+        "rewards/margins": beta * d,
+        "rewards/accuracies": d > 0,
+        "logps/chosen": chosen,
+        "logps/rejected": rejected,
+    }
+    return Loss(float(value), {name: float(values.sum() / n_pairs) for name, values in metrics.items()}, gradients)
+
+
+class _PairLoss(NamedTuple):
+    """Losses of pairs, (B,), and their derivatives with respect to c, r and d, taken as independent."""
+
+    value: np.ndarray
+    slope_c: np.ndarray | float = 0.0
+    slope_r: np.ndarray | float = 0.0
+    slope_d: np.ndarray | float = 0.0
+
+
+def _pair_loss(loss_type: str, c: np.ndarray, r: np.ndarray, d: np.ndarray, beta: float, s: float) -> _PairLoss:
+    right, wrong = _log_sigmoid(beta * d), _log_sigmoid(-beta * d)
+    p_right, p_wrong = np.exp(right), np.exp(wrong)
+    if loss_type in ("sigmoid", "sigmoid_norm"):
+        return _PairLoss(-(1 - s) * right - s * wrong, slope_d=beta * (s * p_right - (1 - s) * p_wrong))
+    if loss_type == "robust":
+        scale = 1 / (1 - 2 * s)
+        return _PairLoss(
+            scale * (s * wrong - (1 - s) * right), slope_d=-beta * scale * (s * p_right + (1 - s) * p_wrong)
+        )
+    if loss_type == "hinge":
+        return _PairLoss(np.maximum(1 - beta * d, 0), slope_d=np.where(beta * d < 1, -beta, 0.0))
+    if loss_type == "ipo":
+        return _PairLoss(np.square(d - 1 / (2 * beta)), slope_d=2 * (d - 1 / (2 * beta)))
+    if loss_type == "exo_pair":
+        of_right, of_wrong = right - math.log1p(-s), wrong - math.log(s)
+        return _PairLoss(
+            p_right * of_right + p_wrong * of_wrong, slope_d=beta * p_right * p_wrong * (of_right - of_wrong)
+        )
+    if loss_type == "nca_pair":
+        return _PairLoss(
+            -_log_sigmoid(beta * c) - (_log_sigmoid(-beta * c) + _log_sigmoid(-beta * r)) / 2,
+            slope_c=beta * (_sigmoid(beta * c) / 2 - _sigmoid(-beta * c)),
+            slope_r=beta * _sigmoid(beta * r) / 2,
+        )
+    if loss_type == "bco_pair":
+        return _PairLoss(
+            -_log_sigmoid(beta * c) - _log_sigmoid(-beta * r),
+            slope_c=-beta * _sigmoid(-beta * c),
+            slope_r=beta * _sigmoid(beta * r),
+        )
+    if loss_type == "sppo_hard":
+        above, below = c - 1 / (2 * beta), r + 1 / (2 * beta)
+        return _PairLoss(np.square(above) + np.square(below), slope_c=2 * above, slope_r=2 * below)
+    p_c, slope_c = _sigmoid(beta * c), beta * _sigmoid(beta * c) * _sigmoid(-beta * c)
+    if loss_type == "apo_zero":
+        slope_r = beta * _sigmoid(beta * r) * _sigmoid(-beta * r)
+        return _PairLoss(1 - p_c + _sigmoid(beta * r), slope_c=-slope_c, slope_r=slope_r)
+    return _PairLoss(p_c + 1 - p_right, slope_c=slope_c, slope_d=-beta * p_right * p_wrong)  # apo_down
+
+
+def _log_sigmoid(x: np.ndarray) -> np.ndarray:
+    return -np.logaddexp(0, -x)
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return np.exp(_log_sigmoid(x))
