@@ -49,7 +49,7 @@ for _ in range(3):
     trainer.train_step(prompts)
 adapters = choose_adapted(source, 8, layers) if lora else None
 predicted = run_memory(source, trainer.config, Lengths(40, 20), interpreter=before, adapters=adapters)
-n_trained = sum(p.numel() for p in trainer.trainable.values())
+n_trained = sum(p.numel() for p in trainer.policy.trainable.values())
 n_all = sum(p.numel() for p in trainer.model.parameters())
 now, fullest = whet.memory_report(), trainer.memory.fullest
 print(json.dumps({

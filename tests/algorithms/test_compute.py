@@ -61,14 +61,14 @@ def test_bfloat16_is_close_to_float32():
 
 def test_auto_uses_kernels_for_supported_models():
     model = tiny_model("llama").requires_grad_(True)
-    assert SFT(model, training_mode=False).acceleration is not None
-    assert SFT(TinyModel()).acceleration is None
-    assert SFT(model, compute="torch").acceleration is None
+    assert SFT(model, training_mode=False).policy.acceleration is not None
+    assert SFT(TinyModel()).policy.acceleration is None
+    assert SFT(model, compute="torch").policy.acceleration is None
     dropping = tiny_model("llama", attention_dropout=0.1).requires_grad_(True)
-    assert SFT(dropping, training_mode=True).acceleration is None
-    assert SFT(dropping, training_mode=False).acceleration is not None
+    assert SFT(dropping, training_mode=True).policy.acceleration is None
+    assert SFT(dropping, training_mode=False).policy.acceleration is not None
     with pytest.warns(UserWarning, match=mentions("torch", "model_type", "'opt'", "compute='torch'")):
-        assert SFT(foreign_model()).acceleration is None
+        assert SFT(foreign_model()).policy.acceleration is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         SFT(foreign_model(), compute="torch")
@@ -77,10 +77,10 @@ def test_auto_uses_kernels_for_supported_models():
 def test_policy_and_reference_use_the_same_backend():
     policy, rounded = (tiny_model("llama").requires_grad_(True) for _ in range(2))
     both = DPO(policy, rounded)
-    assert both.acceleration is not None and list(both.accelerations) == [policy, rounded]
+    assert both.policy.acceleration is not None and list(both.policy.accelerations) == [policy, rounded]
     with pytest.warns(UserWarning, match=mentions("torch", "weights", "bfloat16")):
         neither = DPO(policy, rounded.bfloat16())
-    assert neither.acceleration is None and not neither.accelerations
+    assert neither.policy.acceleration is None and not neither.policy.accelerations
     neither.train_step([[1, 2]], [[3, 4]], [[5]])
 
 

@@ -446,7 +446,7 @@ def test_evaluation_is_the_mean_reward_of_one_completion_per_prompt_and_changes_
     assert evaluated.evaluate(DataLoader(prompts, batch_size=2)) == found
     assert evaluated.evaluate(prompts, temperature=0) == evaluated.evaluate(prompts, temperature=0)
     counters = (evaluated.step, evaluated.position, evaluated.num_tokens, evaluated.n_updates)
-    assert counters == (0, 0, 0, 0) and evaluated.last_completions == [] and not evaluated.optimizer.state
+    assert counters == (0, 0, 0, 0) and evaluated.last_completions == [] and not evaluated.policy.optimizer.state
     assert torch.equal(torch.get_rng_state(), state)
     assert_same_weights(evaluated.model, make_model())
     for _ in range(3):

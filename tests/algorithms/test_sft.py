@@ -94,7 +94,9 @@ def test_only_assistant_turns_count(make_model, micro_batch_size):
     sft = make(model, tokenizer=tokenizer, micro_batch_size=micro_batch_size)
     assert sft.evaluate(rows) == pytest.approx(loss.item(), rel=1e-5)
     computed = []  # freed after the update
-    sft.optimizer.register_step_pre_hook(lambda *_: computed.append([p.grad.clone() for p in model.parameters()]))
+    sft.policy.optimizer.register_step_pre_hook(
+        lambda *_: computed.append([p.grad.clone() for p in model.parameters()])
+    )
     metrics = sft.train_step(rows)
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert metrics["num_tokens"] == len(prompt + completion) + 4

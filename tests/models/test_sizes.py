@@ -184,7 +184,7 @@ def test_training_memory_matches_the_estimate(name):
         return sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())
 
     parameters = list(model.parameters())
-    moments = [s[key] for s in trainer.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    moments = [s[key] for s in trainer.policy.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     e = training(source_of_config(config.to_dict()).config)
     assert (n_bytes(parameters), n_bytes(parameters), n_bytes(moments)) == e and e.total == sum(e)
     assert all(t.dtype == torch.float32 for t in [*parameters, *moments])

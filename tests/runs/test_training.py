@@ -99,7 +99,7 @@ def test_trainer_of_the_reference_is_freed_before_the_run(tiny_model):
     class Watched(DPO):
         def __init__(self, *arguments, **settings):
             super().__init__(*arguments, **settings)
-            made.extend(map(weakref.ref, (self, self.acceleration)))
+            made.extend(map(weakref.ref, (self, self.policy.acceleration)))
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     rows = [{"prompt": [5], "chosen": [6], "rejected": [7]}]

@@ -41,14 +41,14 @@ def _grpo(model: Any = None, **settings: Any) -> GRPO:
 def _after(trainer: Any, *batches: tuple[Any, ...]) -> dict[str, Any]:
     """Return metrics of each step, the gradient of the first step, and the weights after the last."""
     gradients: list[list[float]] = []
-    step = trainer.optimizer.step
+    step = trainer.policy.optimizer.step
 
     def record(*arguments: Any, **options: Any) -> Any:
         if not gradients:
-            gradients.extend(p.grad.flatten().tolist() for p in trainer.trainable.values() if p.grad is not None)
+            gradients.extend(p.grad.flatten().tolist() for p in trainer.policy.trainable.values() if p.grad is not None)
         return step(*arguments, **options)
 
-    trainer.optimizer.step = record
+    trainer.policy.optimizer.step = record
     metrics = [timeless(trainer.train_step(*batch)) for batch in batches]
     weights = [p.detach().flatten().tolist() for p in trainer.model.parameters()]
     return {"metrics": metrics, "gradients": gradients, "weights": weights}

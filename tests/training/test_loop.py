@@ -328,12 +328,12 @@ class InterruptedList(list):
 
 
 def interrupt_removal(trainer):
-    trainer.acceleration._originals = InterruptedList()
+    trainer.policy.acceleration._originals = InterruptedList()
 
 
 PLACES = {
-    "in the optimizer": lambda t: interrupt_in(t.optimizer, "_native_step", 2 * len(t.trainable) + 10),
-    "after the optimizer": lambda t: interrupt_in(t.optimizer, "zero_grad", 2 * 3),
+    "in the optimizer": lambda t: interrupt_in(t.policy.optimizer, "_native_step", 2 * len(t.policy.trainable) + 10),
+    "after the optimizer": lambda t: interrupt_in(t.policy.optimizer, "zero_grad", 2 * 3),
     "before the count": lambda t: interrupt_in(t, "_count_step", 2, before=True),
     "in the log": lambda t: interrupt_in(t, "log", 3),
     "during removal of the kernels": interrupt_removal,
@@ -353,8 +353,8 @@ def test_steps_are_atomic_under_interrupts(algorithm, rows, settings, place):
         trainer.train(rows, steps=4)
     assert 3 * trainer.step == trainer.position + 9 * trainer.epoch < 12
     if place == "during removal of the kernels":
-        assert acceleration_of(trainer.model) is None and not trainer.acceleration._originals
-        trainer.acceleration._originals = []
+        assert acceleration_of(trainer.model) is None and not trainer.policy.acceleration._originals
+        trainer.policy.acceleration._originals = []
     trainer.train(rows, steps=4 - trainer.step)
     metrics = whole.train(rows, steps=4)
     assert trainer.n_updates == whole.n_updates and trainer.num_tokens == metrics["num_tokens"]
@@ -410,7 +410,7 @@ def test_a_changed_active_adapter_is_rejected():
 
 def test_changed_rates_of_optimizer_groups_are_rejected():
     trainer = sft()
-    trainer.optimizer.param_groups[1]["lr"] = 0.5
+    trainer.policy.optimizer.param_groups[1]["lr"] = 0.5
     assert_raises(WhetValueError, ("[0.01, 0.5]", "no effect", "config.learning_rate"), trainer.train_step, ROWS[:3])
     trainer = sft(warmup_steps=3)
     trainer.train(ROWS, steps=2)

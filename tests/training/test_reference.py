@@ -7,6 +7,7 @@ import math
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, TrainableTokensConfig, get_peft_model
@@ -18,6 +19,7 @@ from whet.algorithms.grpo import GRPO
 from whet.errors import CheckpointError, WhetValueError
 from whet.memory import memory_report
 from whet.nn import frozen_model
+from whet.nn.causal_lm import completion_logprobs
 
 ROWS = [
     {"prompt": [5, 6], "chosen": [4, 8, 2], "rejected": [9, 2]},
@@ -61,8 +63,10 @@ def check_reference(model, expected):
     move(model)
     before = copy.deepcopy(model)
     prompts, completions = [[5, 6], [7]], [[4, 8, 2], [9]]
-    found = trainer.reference_logprobs(prompts, completions)
-    torch.testing.assert_close(found, trainer.logprobs(expected, prompts, completions), rtol=0, atol=1e-6)
+    found = trainer.logprobs(prompts, completions, reference=True)
+    with torch.no_grad():
+        right = completion_logprobs(expected.eval(), prompts, completions).logprobs
+    np.testing.assert_allclose(found, right, rtol=0, atol=1e-6)
     assert_same_weights(model, before)
     return trainer
 
@@ -72,8 +76,9 @@ def test_new_adapters_of_every_kind(kind):
     model = peft_model({**NEW_AND_ALONE, **OTHERS}[kind])
     trainer = check_reference(model, copy.deepcopy(model))
     assert trainer.ref_model is None
-    assert trainer.reference.adapters_off == (kind in NEW_AND_ALONE)
-    assert trainer.reference.first_values.keys() == (set() if kind in NEW_AND_ALONE else trainer.trainable.keys())
+    reference, trainable = trainer.policy.reference, trainer.policy.trainable
+    assert reference.adapters_off == (kind in NEW_AND_ALONE)
+    assert reference.first_values.keys() == (set() if kind in NEW_AND_ALONE else trainable.keys())
 
 
 @pytest.mark.parametrize("kind", [*NEW_AND_ALONE, *OTHERS])
@@ -83,7 +88,7 @@ def test_previously_trained_adapters(kind, tmp_path):
     if kind not in ("virtual tokens", "pissa"):  # PEFT loads virtual tokens frozen, and pissa on another base
         model.save_pretrained(tmp_path)
         model = PeftModel.from_pretrained(tiny_llama(attention_bias=True), tmp_path, is_trainable=True)
-    assert not check_reference(model, copy.deepcopy(model)).reference.adapters_off
+    assert not check_reference(model, copy.deepcopy(model)).policy.reference.adapters_off
 
 
 def test_a_mixed_peft_model():
@@ -98,7 +103,7 @@ def test_a_mixed_peft_model():
 def test_trained_norms_next_to_new_adapters():
     model = peft_model(_lora())
     model.base_model.model.model.norm.weight.requires_grad_(True)
-    assert not check_reference(model, copy.deepcopy(model)).reference.adapters_off
+    assert not check_reference(model, copy.deepcopy(model)).policy.reference.adapters_off
 
 
 def test_a_trained_adapter_on_a_frozen_adapter():
@@ -108,7 +113,7 @@ def test_a_trained_adapter_on_a_frozen_adapter():
     model.base_model.set_adapter(["default", "second"])
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".second." in name)
-    assert not check_reference(model, copy.deepcopy(model)).reference.adapters_off
+    assert not check_reference(model, copy.deepcopy(model)).policy.reference.adapters_off
 
 
 def test_a_trained_copy_of_a_tied_embedding():
@@ -146,9 +151,9 @@ def test_manually_frozen_adapters_stay_frozen():
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.1" in name and "lora" in name)
     trainer = make(model)
-    assert trainer.reference.adapters_off
+    assert trainer.policy.reference.adapters_off
     trainer.train_step(ROWS)
-    assert {name for name, p in model.named_parameters() if p.requires_grad} == trainer.trainable.keys()
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == trainer.policy.trainable.keys()
 
 
 def test_the_reference_is_in_the_checkpoint(tmp_path):
@@ -173,14 +178,14 @@ def test_new_adapters_stay_off_in_a_resumed_run(tmp_path):
     trainer.train_step(ROWS)
     trainer.save(tmp_path / "c")
     again = DPO.from_checkpoint(tmp_path / "c", model=copy.deepcopy(trainer.model))  # no longer new
-    assert again.reference.adapters_off and not again.reference.first_values
+    assert again.policy.reference.adapters_off and not again.policy.reference.first_values
     assert timeless(again.train_step(ROWS)) == timeless(trainer.train_step(ROWS))
 
 
 def test_a_checkpoint_without_a_reference_uses_the_model(tmp_path):
     grpo: Any = partial(GRPO.from_checkpoint, tmp_path / "c", reward_fn=len, beta=0.1)
     GRPO(with_lora(tiny_llama(), b_std=0.2), reward_fn=len, group_size=2, max_new_tokens=4).save(tmp_path / "c")
-    assert grpo(model=with_lora(tiny_llama(), b_std=0.2)).reference.first_values
+    assert grpo(model=with_lora(tiny_llama(), b_std=0.2)).policy.reference.first_values
     assert_raises(CheckpointError, ("already trained", "initial"), grpo, model=with_lora(tiny_llama()))
 
 
@@ -196,7 +201,7 @@ def test_precomputed_log_probs_of_trained_adapters(tmp_path):
     for trainer in (live, known):
         trainer.train(ROWS, steps=3)
     assert_close_weights(live.model, known.model, rtol=1e-5, atol=1e-6)
-    assert not known.reference.first_values and n_files() == 1
+    assert not known.policy.reference.first_values and n_files() == 1
     new = [{**ROWS[0], "prompt": [8]}]
     assert_raises(WhetValueError, ("precompute_reference", "already been trained"), known.add_reference_logprobs, new)
     precomputed().add_reference_logprobs(ROWS)
@@ -224,7 +229,7 @@ def test_a_reference_that_shares_trained_parameters_is_rejected():
 
 def test_initial_values_are_counted_in_memory():
     trainer = make(with_lora(tiny_llama(), b_std=0.2))
-    n_bytes = sum(value.nbytes for value in trainer.reference.first_values.values())
+    n_bytes = sum(value.nbytes for value in trainer.policy.reference.first_values.values())
     held = {part: size for part, _, size in trainer.memory_blocks() if part == "reference"}
     assert n_bytes and held
     assert memory_report().parts["reference"] >= n_bytes

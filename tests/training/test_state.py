@@ -79,9 +79,9 @@ def test_a_resumed_run_is_bit_identical(name, make, tmp_path):
     metrics = resumed.train(dataset, steps=3)
     assert_same_weights(whole.model, resumed.model)
     assert resumed.num_tokens == whole.num_tokens == metrics["num_tokens"]
-    assert metrics["learning_rate"] == whole.optimizer.param_groups[0]["lr"]
-    for parameter, mine in zip(whole.trainable.values(), resumed.trainable.values(), strict=True):
-        theirs, ours = whole.optimizer.state[parameter], resumed.optimizer.state[mine]
+    assert metrics["learning_rate"] == whole.policy.optimizer.param_groups[0]["lr"]
+    for parameter, mine in zip(whole.policy.trainable.values(), resumed.policy.trainable.values(), strict=True):
+        theirs, ours = whole.policy.optimizer.state[parameter], resumed.policy.optimizer.state[mine]
         assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
 
 

@@ -41,7 +41,7 @@ def test_updates_use_the_scheduled_rate():
 
     class Watch(Callback):
         def on_step_end(self, trainer, metrics):
-            seen.append((metrics["learning_rate"], trainer.optimizer.param_groups[0]["lr"]))
+            seen.append((metrics["learning_rate"], trainer.policy.optimizer.param_groups[0]["lr"]))
 
     trainer.callbacks.append(Watch())
     trainer.train(ROWS, steps=5)
@@ -73,7 +73,7 @@ def test_16_bit_parameters_train_with_master_weights(dtype):
     runs = [sft(llama().to(kind), learning_rate=1e-4, compute="torch") for kind in (dtype, torch.float32)]
     narrow, wide = runs
     with torch.no_grad():  # equal initial weights
-        for mine, theirs in zip(wide.trainable.values(), narrow.trainable.values(), strict=True):
+        for mine, theirs in zip(wide.policy.trainable.values(), narrow.policy.trainable.values(), strict=True):
             mine.copy_(theirs)
     start = weights(wide.model)
     curves = []
@@ -82,11 +82,11 @@ def test_16_bit_parameters_train_with_master_weights(dtype):
         trainer.callbacks.append(recorder(losses))
         trainer.train(ROWS, steps=15)
         curves.append(losses)
-    moved = [(w.detach() - start[name]).norm() for name, w in wide.trainable.items()]
-    for (name, p), distance in zip(narrow.trainable.items(), moved, strict=True):
-        master = narrow.optimizer.state[p]["master"]
+    moved = [(w.detach() - start[name]).norm() for name, w in wide.policy.trainable.items()]
+    for (name, p), distance in zip(narrow.policy.trainable.items(), moved, strict=True):
+        master = narrow.policy.optimizer.state[p]["master"]
         assert torch.equal(master.to(dtype), p)
-        assert (master - wide.trainable[name]).norm() < 0.2 * distance
+        assert (master - wide.policy.trainable[name]).norm() < 0.2 * distance
     assert curves[0] == pytest.approx(curves[1], rel=5e-3)
 
 
@@ -94,8 +94,8 @@ def test_master_weights_count_as_moments():
     trainer = sft(narrow(), compute="torch")
     trainer.train_step(ROWS[:2])
     parts = [(part, n_bytes) for part, _, n_bytes in trainer.memory_blocks()]
-    n_weights = sum(p.numel() for p in trainer.trainable.values())
-    assert sum(n for part, n in parts if part == "moments") == 12 * n_weights + 4 * len(trainer.trainable)
+    n_weights = sum(p.numel() for p in trainer.policy.trainable.values())
+    assert sum(n for part, n in parts if part == "moments") == 12 * n_weights + 4 * len(trainer.policy.trainable)
     assert sum(n for part, n in parts if part == "weights") >= 2 * n_weights
 
 
@@ -197,5 +197,5 @@ def test_rows_are_independent_of_the_batch():
         model, trainer = make(), sft(make(), compute="float32" if make is llama else "auto")
         with torch.no_grad():
             logprobs = [completion_logprobs(model, [r["prompt"]], [r["completion"]]).logprobs for r in ROWS[:4]]
-        together = trainer.logprobs(trainer.model, [r["prompt"] for r in ROWS[:4]], [r["completion"] for r in ROWS[:4]])
+        together = trainer.logprobs([r["prompt"] for r in ROWS[:4]], [r["completion"] for r in ROWS[:4]])
         np.testing.assert_allclose(together, torch.cat(logprobs), rtol=1e-5, atol=1e-6)

@@ -15,6 +15,7 @@ import torch
 from tests.tiny import make_trainer, tiny_llama
 
 from whet.algorithms.dpo import DPO
+from whet.nn.causal_lm import completion_logprobs
 
 ROWS = [
     {"prompt": [5, 6], "chosen": [4, 8, 2], "rejected": [9, 2]},
@@ -89,6 +90,7 @@ def test_reference_is_the_initial_policy(kind, state, tmp_path):
     assert trainer.train_step(ROWS)["loss"] == pytest.approx(math.log(2), abs=1e-6)
     move(model)
     row = [[5, 6]], [[4, 8, 2]]
-    expected = trainer.logprobs(before, *row)
-    torch.testing.assert_close(trainer.reference_logprobs(*row), expected, rtol=0, atol=1e-6)
-    assert not np.allclose(trainer.logprobs(model, *row), expected, atol=1e-4)
+    with torch.no_grad():
+        expected = completion_logprobs(before.eval(), *row).logprobs
+    np.testing.assert_allclose(trainer.logprobs(*row, reference=True), expected, rtol=0, atol=1e-6)
+    assert not np.allclose(trainer.logprobs(*row), expected, atol=1e-4)

@@ -108,7 +108,7 @@ class DPO(Trainer):
             pairs = self._without_ties(self.get_prepared(*batch))
             if not pairs.prompt_ids:
                 continue
-            sums = sum_logprobs(self, self.model, pairs)
+            sums = sum_logprobs(self, pairs)
             pairs = add_reference(self, pairs)
             loss = pair_loss(self.config, pairs, sums, n_pairs=1, n_tokens=1)
             for name, value in {**loss.metrics, "loss": loss.value}.items():
@@ -149,8 +149,8 @@ class DPO(Trainer):
             raise locate_error(error, rows, done, self.prepare, self.as_row, self.step + 1) from error
         missing = [i for i, row in zip(missing, fitted, strict=True) if row is not None]
         token_rows = [cast(TokenRow, tuple(row)) for row in fitted if row is not None]
-        cache, arithmetic = self.config.reference_cache, self.acceleration.dtype if self.acceleration else "torch"
-        open_cache = partial(self.reference.open_cache, cache, str(arithmetic).removeprefix("torch."))
+        cache = self.config.reference_cache
+        open_cache = partial(self.policy.reference.open_cache, cache, self.policy.arithmetic)
         found = self._sums.add(
             token_rows, self._reference_sums, self.config.batch_size, open_cache if cache else None, self.ranks
         )
@@ -159,7 +159,7 @@ class DPO(Trainer):
         return done
 
     def _reference_sums(self, rows: list[TokenRow]) -> list[Sums]:
-        if self.reference.is_policy() and self.n_updates:
+        if self.policy.reference.is_policy() and self.n_updates:
             raise WhetValueError(
                 "DPO: precompute_reference is set, the policy has already been trained, there is no ref_model, and "
                 "some rows are new. Pass ref_model, or the rows that add_reference_logprobs returned before."

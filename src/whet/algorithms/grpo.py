@@ -180,7 +180,7 @@ class GRPO(OnlineTrainer):
         completions = [rollout.completions[i].token_ids for i in rows]
         reference = old = None
         if self.config.uses_reference_model():
-            reference = self.reference_logprobs(prompts, completions, config.temperature)
+            reference = self.logprobs(prompts, completions, config.temperature, reference=True)
         sampler, correction = rollout.sampler_logprobs(rows), self._correction(rollout)
         if correction and sampler is None and config.sampler_correction != "auto":
             raise WhetValueError(
@@ -188,7 +188,7 @@ class GRPO(OnlineTrainer):
             )
         # A mask changes the number of tokens that the loss is divided by; dropout would add noise to the weights.
         if correction and sampler is not None and (correction.endswith("mask") or config.training_mode):
-            old = self.logprobs(self.model, prompts, completions, config.temperature)
+            old = self.logprobs(prompts, completions, config.temperature)
         batches = []
         for part in self.micro_batches(list(zip(prompts, completions, strict=True))):
             lengths = np.array([len(completions[i]) for i in part])

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from whet import _core
@@ -63,8 +62,7 @@ class OnlineTrainer(Trainer):
         config = self.config
         chosen = config.engine if engine is None else engine
         weights = config.rollout_weights
-        rounds = self.acceleration is not None and self.acceleration.dtype == torch.bfloat16
-        if weights == "auto" and rounds and base_of(self.model) is None:
+        if weights == "auto" and self.policy.arithmetic == "bfloat16" and base_of(self.model) is None:
             weights = "bf16"  # as in the policy's matmuls
         pool = {"workers": config.rollout_workers, "address": config.ray_address}
         make = partial(make_engine, chosen, model, weights, type(self).__name__, tokenizer=self.tokenizer, **pool)
@@ -150,7 +148,7 @@ class OnlineTrainer(Trainer):
         many bytes of the allocator's are returned to the system as the engine used last time; after it, all of the
         engine's, including weights that the next sync packs again.
         """
-        if self.acceleration is not None:
+        if self.policy.acceleration is not None:
             with phase("generation"):
                 _core.release_freed_memory(self._sampler_bytes)
         with phase("sync"):

@@ -7,7 +7,6 @@ from types import MappingProxyType
 from typing import NamedTuple, cast
 
 import numpy as np
-from torch import nn
 
 from whet.config.settings import PreferenceConfig
 from whet.errors import WhetValueError
@@ -83,8 +82,7 @@ def pair_loss(
 
 def reference_sums(trainer: Trainer, pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
     """Return the reference's log-probs of chosen and rejected completions, (B,) each."""
-    with trainer.reference.as_module() as model:
-        return sum_logprobs(trainer, model, pairs)
+    return sum_logprobs(trainer, pairs, reference=True)
 
 
 def add_reference(trainer: Trainer, pairs: Pairs) -> Pairs:
@@ -102,9 +100,10 @@ def add_reference(trainer: Trainer, pairs: Pairs) -> Pairs:
     return pairs._replace(reference=reference_sums(trainer, pairs))
 
 
-def sum_logprobs(trainer: Trainer, model: nn.Module, pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
-    """Return the log-probs of chosen and rejected completions under ``model``, summed over tokens, (B,) each."""
-    both = trainer.logprobs(model, pairs.prompt_ids * 2, pairs.chosen_ids + pairs.rejected_ids)
+def sum_logprobs(trainer: Trainer, pairs: Pairs, *, reference: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """Return the summed log-probs of chosen and rejected completions under the policy or its reference, (B,) each."""
+    rows = pairs.prompt_ids * 2, pairs.chosen_ids + pairs.rejected_ids
+    both = trainer.logprobs(*rows, reference=reference)
     both = both.sum(1, dtype=np.float64)
     return both[: len(pairs.prompt_ids)], both[len(pairs.prompt_ids) :]
 

@@ -92,7 +92,7 @@ class SFT(Trainer):
         total, n_tokens = 0.0, 0
         for batch in self.iter_batches(dataset):
             prompt_ids, completion_ids, masks, _ = self.get_prepared(*batch)
-            total -= self.logprobs(self.model, prompt_ids, completion_ids, completion_mask=masks).sum().item()
+            total -= self.logprobs(prompt_ids, completion_ids, completion_mask=masks).sum().item()
             n_tokens += sum(map(sum, masks))
         if n_tokens == 0:
             raise WhetValueError("SFT: no completion of the dataset has a token that counts.")

@@ -62,9 +62,9 @@ def save_trainer(trainer: Trainer, path: str | os.PathLike[str]) -> None:
     """``Trainer.save``."""
     base = base_of(trainer.model)
     whole = all(parameter.requires_grad for parameter in trainer.model.parameters())
-    tensors = {"model": module_tensors(trainer.model) if whole else dict(trainer.trainable), "optimizer": {}}
-    for name, parameter in trainer.trainable.items():
-        for key, value in trainer.optimizer.state[parameter].items():
+    tensors = {"model": module_tensors(trainer.model) if whole else dict(trainer.policy.trainable), "optimizer": {}}
+    for name, parameter in trainer.policy.trainable.items():
+        for key, value in trainer.policy.optimizer.state[parameter].items():
             tensors["optimizer"][f"{name}.{key}"] = value
     if own := trainer.extra_tensors():
         tensors["own"] = own
@@ -79,9 +79,9 @@ def save_trainer(trainer: Trainer, path: str | os.PathLike[str]) -> None:
         "adapter": adapter_settings(trainer.model),
         "base": None if base is None else base.record(),
         "ref_model": None,
-        "adapters_off": trainer.reference.adapters_off,
+        "adapters_off": trainer.policy.reference.adapters_off,
     }
-    if first_values := trainer.reference.first_values:
+    if first_values := trainer.policy.reference.first_values:
         tensors["reference"] = first_values
     if trainer.ref_model is not None and trainer.config.uses_reference_model():
         tensors["ref_model"] = module_tensors(trainer.ref_model)
@@ -133,7 +133,7 @@ def _restore(
     trainer: Trainer, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], where: str
 ) -> None:
     if not state["whole_model"]:
-        saved, own = ({n: t.shape for n, t in part.items()} for part in (tensors["model"], trainer.trainable))
+        saved, own = ({n: t.shape for n, t in part.items()} for part in (tensors["model"], trainer.policy.trainable))
         if saved != own:
             different = sorted(n for n in {*saved, *own} if saved.get(n) != own.get(n))[:5]
             raise CheckpointError(
@@ -141,15 +141,15 @@ def _restore(
                 f"Pass a model with the same adapters."
             )
         with torch.no_grad():
-            for name, parameter in trainer.trainable.items():
+            for name, parameter in trainer.policy.trainable.items():
                 parameter.copy_(tensors["model"][name])
     for name, value in tensors["optimizer"].items():
         name, key = name.rsplit(".", 1)
-        parameter = trainer.trainable[name]
+        parameter = trainer.policy.trainable[name]
         if value.numel() != 1 if key == "step" else value.shape != parameter.shape:
             raise ValueError(f"the optimizer's {key} of {name} has shape {tuple(value.shape)}")
-        trainer.optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
-    trainer.reference.load(tensors.get("reference", {}), state.get("adapters_off", True), where)
+        trainer.policy.optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
+    trainer.policy.reference.load(tensors.get("reference", {}), state.get("adapters_off", True), where)
     trainer.load_extra_tensors(tensors.get("own", {}))
     if "position" in state["counters"] and "epoch" not in state["counters"]:
         raise CheckpointError(

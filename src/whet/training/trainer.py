@@ -14,7 +14,6 @@ rank 0 logs and saves.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import os
 from abc import ABC, abstractmethod
@@ -25,7 +24,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.linalg import vector_norm
 
 from whet.checkpoint.folder import preserved_rng
 from whet.config.fields import make_config
@@ -34,16 +32,11 @@ from whet.data.batches import as_row
 from whet.data.token_ids import token_rows
 from whet.errors import NonFiniteError, WhetTypeError, WhetValueError
 from whet.learner.batch import count_tokens, split_micro_batches
-from whet.memory import MemoryWatch, register_holder, tensor_memory
+from whet.memory import MemoryWatch, register_holder
 from whet.models.base_record import write_record
-from whet.models.sources.live import check_frequencies
 from whet.models.written_folder import complete_folder
-from whet.nn.accelerate import acceleration_of, choose_accelerations
-from whet.nn.causal_lm import completion_logprobs
 from whet.nn.frozen import base_of
-from whet.nn.modules import module_mode, stop_token_ids
-from whet.nn.optim import HALF_DTYPES, AdamW
-from whet.nn.policy import TorchPolicy
+from whet.nn.modules import stop_token_ids
 from whet.signals import DeferredSignals
 from whet.training.callbacks import Callback, as_callback
 from whet.training.distributed import join_ranks
@@ -52,8 +45,8 @@ from whet.training.loggers import Logger
 from whet.training.loop import DatasetReader, run_steps
 from whet.training.phases import phase, record
 from whet.training.reduction import ExactSum, shard_by_cost
-from whet.training.reference import Reference
 from whet.training.state import load_trainer, save_trainer
+from whet.training.torch_policy import TorchPolicy, error_without_effect
 from whet.training.update import TokenRows, Update
 
 if TYPE_CHECKING:
@@ -147,16 +140,7 @@ class Trainer(ABC):
         **settings: Any,
     ) -> None:
         where = type(self).__name__
-        for name, module in (("model", model), ("ref_model", ref_model)):
-            if not isinstance(module, nn.Module) and not (module is None and name == "ref_model"):
-                raise WhetTypeError(f"{where}: {name} is {type(module).__name__}, expected an nn.Module.")
-            if module is not None and acceleration_of(module) is not None:
-                raise WhetValueError(
-                    f"{where}: {name} is already accelerated. A trainer accelerates its model during each step, "
-                    "according to compute: call remove() on the result of accelerate()."
-                )
-            if module is not None:
-                check_frequencies(module, f"{where}: {name}")
+        TorchPolicy.check(model, ref_model, where)
         self.config: Any = self.complete_config(make_config(self.config_class, config, settings), ref_model)
         self.ranks = join_ranks()
         self._exact = ExactSum() if self.config.deterministic_reduction else None
@@ -166,34 +150,13 @@ class Trainer(ABC):
                 f"beta."
             )
         self.model = model
-        self.policy = TorchPolicy(model)
         self.tokenizer = tokenizer
         self.loggers: list[Any] = _as_list(where, "logger", logger, "log")
         given = _as_list(where, "callbacks", callbacks, "on_step_end", "on_train_batch")
         self.callbacks: list[Any] = [as_callback(callback) for callback in given]
         self.length_limit = LengthLimit(model, self.config, where)
-        self.trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if not self.trainable:
-            raise WhetValueError(f"{where}: no parameter of model requires grad. Unfreeze some.")
-        self.reference = Reference(
-            model, self.trainable, ref_model, kept=self.config.uses_reference_model(), where=where
-        )
-        models = [model] if self.ref_model is None else [model, self.ref_model]
-        self.accelerations = choose_accelerations(models, self.config.compute, self.config.training_mode, where)
-        self.acceleration = self.accelerations.get(model)
-        if self.acceleration is not None:
-            self.acceleration.in_place = True
-        # Only matrices decay: vectors are biases and norm weights, whose neutral value is not 0.
-        matrices = [p for p in self.trainable.values() if p.ndim > 1]
-        vectors = [p for p in self.trainable.values() if p.ndim <= 1]
-        self.optimizer = AdamW(
-            [{"params": matrices, "weight_decay": self.config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            lr=self.config.learning_rate,
-            betas=(self.config.adam_beta1, self.config.adam_beta2),
-            eps=self.config.adam_epsilon,
-        )
+        self.policy = TorchPolicy(model, ref_model, self.config, where)
         self.step = self.epoch = self.position = self.num_tokens = self.skipped_steps = self.n_updates = 0
-        self._rate = self.config.learning_rate
         self._initial_settings = {name: getattr(self.config, name) for name in self.config.fixed_at_construction}
         self.memory = MemoryWatch()
         register_holder(self)
@@ -210,7 +173,7 @@ class Trainer(ABC):
     @property
     def ref_model(self) -> nn.Module | None:
         """The reference, if it is a separate module."""
-        return self.reference.model
+        return self.policy.reference.model
 
     # --- one step ---------------------------------------------------------------------------------------
 
@@ -250,7 +213,7 @@ class Trainer(ABC):
         A micro-batch has ``micro_batch_size`` rows, or ``max_tokens_per_step`` tokens if batches are packed.
         """
         size, tokens = self.config.micro_batch_size, self.config.max_tokens_per_step
-        if self.acceleration is not None and tokens and not size:
+        if self.policy.acceleration is not None and tokens and not size:
             return split_micro_batches(rows, tokens)
         size = size or len(rows)
         return [list(range(start, min(start + size, len(rows)))) for start in range(0, len(rows), size)]
@@ -280,9 +243,9 @@ class Trainer(ABC):
         self._signals.release()
         self._check_unchanged()
         with phase("optimizer"):
-            self.optimizer.zero_grad()  # gradients from outside
-            self.optimizer.allocate_moments()
-        parameters, exact = list(self.trainable.values()), self._exact
+            self.policy.zero_grad()  # gradients from outside
+            self.policy.allocate()
+        parameters, exact = list(self.policy.trainable.values()), self._exact
         if exact is not None:
             exact.begin()
         seed = None
@@ -292,7 +255,7 @@ class Trainer(ABC):
         update = Update(self.memory, self.policy, parameters, self.ranks, seed, exact)
         with nullcontext() if seed is None else preserved_rng():
             try:
-                with module_mode(self.model, self.config.training_mode), self.acceleration or nullcontext():
+                with self.policy.training():
                     yield update
             except Exception as error:
                 self.ranks.broadcast_failure(error)
@@ -301,22 +264,19 @@ class Trainer(ABC):
             update.reduce(torch.bfloat16 if self.config.reduce_dtype == "bfloat16" else None)
         with phase("optimizer"):
             loss = update.metrics["loss"]
-            norm = update.metrics["grad_norm"] = self._grad_norm()
+            norm = update.metrics["grad_norm"] = self.policy.grad_norm()
             self._signals.hold()
             if math.isfinite(loss) and math.isfinite(norm):
-                self._rate = self.learning_rate
-                for group in self.optimizer.param_groups:
-                    group["lr"] = self._rate
                 # Clip as clip_grad_norm_ does, within the optimizer's single pass over the gradients.
                 limit = self.config.max_grad_norm or math.inf
-                self.optimizer.step(grad_scale=min(1.0, limit / (norm + 1e-6)))
+                self.policy.step(self.learning_rate, min(1.0, limit / (norm + 1e-6)))
                 self.n_updates += 1
                 self._skipped_in_a_row = 0
             else:
                 self.skipped_steps += 1
                 self._skipped_in_a_row += 1
             # A backward pass allocates gradients in the memory freed by its activations, which keeps the peak low.
-            self.optimizer.zero_grad()
+            self.policy.zero_grad()
         if self._skipped_in_a_row >= self.config.max_skipped_steps:
             raise NonFiniteError(
                 f"{type(self).__name__}: {self._skipped_in_a_row} updates in a row had a loss or gradient "
@@ -326,70 +286,43 @@ class Trainer(ABC):
 
     def _check_unchanged(self) -> None:
         """Raise if a change since construction would have no effect on the update."""
-        frozen = next((name for name, p in self.trainable.items() if not p.requires_grad), None)
-        if frozen:
-            raise self._error_without_effect(
-                f"{frozen} no longer requires grad, as it did when the trainer was made. Call requires_grad_(True) on "
-                "it (PEFT's set_adapter does)"
-            )
-        own = set(map(id, self.trainable.values()))
-        added = next((name for name, p in self.model.named_parameters() if p.requires_grad and id(p) not in own), None)
-        if added:
-            raise self._error_without_effect(
-                f"{added} requires grad, but did not when the trainer was made: it would not be trained. Call "
-                "requires_grad_(False) on it"
-            )
-        if self.config.uses_reference_model() and self.reference.is_policy():
-            raise self._error_without_effect(
+        self.policy.check_unchanged()
+        if self.config.uses_reference_model() and self.policy.reference.is_policy():
+            raise error_without_effect(
+                type(self).__name__,
                 "the loss uses a reference, but did not when the trainer was made, so that none was kept. Restore "
-                "config (to add a KL term later, start with a small beta)"
+                "config (to add a KL term later, start with a small beta)",
             )
         for name, value in self._initial_settings.items():
             if getattr(self.config, name) != value:
-                raise self._error_without_effect(
+                raise error_without_effect(
+                    type(self).__name__,
                     f"config.{name} is {getattr(self.config, name)!r} and has no effect: the trainer was made with "
-                    f"{value!r}. Restore it"
+                    f"{value!r}. Restore it",
                 )
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        if any(rate != self._rate for rate in rates):
-            raise self._error_without_effect(
-                f"the rates of the optimizer's groups are {rates} and have no effect: each update sets them from the "
-                "schedule. Set config.learning_rate"
-            )
 
-    def _error_without_effect(self, text: str) -> WhetValueError:
-        return WhetValueError(f"{type(self).__name__}: {text}, or make another trainer.")
-
-    def _grad_norm(self) -> float:
-        """Return the global gradient norm; norms of 16-bit gradients are computed in float32."""
-        grads = [p.grad for p in self.trainable.values() if p.grad is not None]
-        parts = [vector_norm(grad, dtype=torch.float32) if grad.dtype in HALF_DTYPES else grad for grad in grads]
-        return nn.utils.get_total_norm(parts).item()
-
-    @torch.no_grad()
     def logprobs(
         self,
-        model: nn.Module,
         prompt_ids: Sequence[Sequence[int]],
         completion_ids: Sequence[Sequence[int]],
         temperature: float = 1.0,
         completion_mask: Sequence[Sequence[bool]] | None = None,
+        *,
+        reference: bool = False,
     ) -> np.ndarray:
-        """Return (B, C) log-probs of completion tokens, with ``model`` in eval mode.
+        """Return (B, C) log-probs of completion tokens under the policy, or its reference, in eval mode.
 
         Positions after the end of a completion, and tokens masked by ``completion_mask``, are 0.
         """
-        acceleration = self.accelerations.get(model)
         rows = list(zip(prompt_ids, completion_ids, strict=True))
         out = np.zeros((len(rows), max(map(len, completion_ids), default=0)), np.float32)
-        with phase("logprobs"), module_mode(model, training=False), acceleration or nullcontext():
+        with phase("logprobs"), self.policy.scoring(reference=reference) as score:
             parts = self.micro_batches(rows)
 
             def compute(part: list[int]) -> np.ndarray:
                 mask = None if completion_mask is None else [completion_mask[i] for i in part]
                 prompts, completions = [prompt_ids[i] for i in part], [completion_ids[i] for i in part]
-                found = completion_logprobs(model, prompts, completions, completion_mask=mask, temperature=temperature)
-                return found.logprobs.cpu().numpy()
+                return score(prompts, completions, completion_mask=mask, temperature=temperature)
 
             costs = [count_tokens([rows[i] for i in part]) for part in parts]
             own = shard_by_cost(costs, self.ranks.size)[self.ranks.rank]
@@ -398,16 +331,6 @@ class Trainer(ABC):
                     out = out.astype(logprobs.dtype, copy=False)
                     out[part, : logprobs.shape[1]] = logprobs
         return out
-
-    def reference_logprobs(
-        self,
-        prompt_ids: Sequence[Sequence[int]],
-        completion_ids: Sequence[Sequence[int]],
-        temperature: float = 1.0,
-    ) -> np.ndarray:
-        """Return ``logprobs`` of the reference."""
-        with self.reference.as_module() as model:
-            return self.logprobs(model, prompt_ids, completion_ids, temperature)
 
     def completion_rows(self, completions: Any) -> list[list[int]]:
         """Return completions as rows of token ids, without padding.
@@ -576,17 +499,7 @@ class Trainer(ABC):
 
     def memory_blocks(self) -> Iterator[tuple[str, Hashable, int]]:
         """Yield the memory held by the trainer, for ``whet.memory_report``."""
-        states = [value for state in self.optimizer.state.values() for value in state.values()]
-        for part, model in (("weights", self.model), ("reference", self.ref_model)):
-            if model is not None:
-                yield from tensor_memory(part, itertools.chain(model.parameters(), model.buffers()))
-                base = base_of(model)
-                yield from base.memory_blocks() if base is not None else ()
-        for acceleration in self.accelerations.values():
-            yield from acceleration.memory_blocks()
-        yield from tensor_memory("reference", self.reference.first_values.values())
-        yield from tensor_memory("gradients", (p.grad for p in self.trainable.values() if p.grad is not None))
-        yield from tensor_memory("moments", (value for value in states if isinstance(value, Tensor)))
+        return self.policy.memory_blocks()
 
     def extra_tensors(self) -> dict[str, Tensor]:
         """Return tensors of the algorithm to save in a checkpoint, in addition to model and optimizer."""

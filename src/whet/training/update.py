@@ -15,10 +15,10 @@ from torch import Tensor
 from whet.errors import WhetTypeError, WhetValueError
 from whet.learner.batch import count_tokens
 from whet.memory import MemoryWatch
-from whet.nn.policy import TorchPolicy
 from whet.training.distributed import Ranks
 from whet.training.phases import phase
 from whet.training.reduction import ExactSum, shard_by_cost
+from whet.training.torch_policy import TorchPolicy
 
 TokenRows = Sequence[Sequence[Sequence[int]]]
 """Token ids of rows; a row is a prompt and its completions."""
