@@ -12,6 +12,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -25,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VERSION = "{}.{}".format(*sys.version_info)
 # pip too: Debian 12 has 23.0, which lacks -C.
 BUILD_TOOLS = ["pip", "scikit-build-core", "nanobind", "numpy", "cmake", "ninja"]
+LLAMA_CPP = "llama-cpp-python"
 TORCH_WITHOUT_CUDA = "https://download.pytorch.org/whl/cpu"
 
 
@@ -164,10 +166,23 @@ def install_whet(python: Path, build: Path, extra: str) -> None:
         env={**os.environ, **env},
         stdout=subprocess.PIPE,
     )
-    download = describe_download(json.loads(planned.stdout))
+    report = json.loads(planned.stdout)
+    download = describe_download(report)
     if download:
         print(download, flush=True)
+    if any(package["metadata"]["name"].replace("_", "-") == LLAMA_CPP for package in report["install"]):
+        run([*pip_install(python), LLAMA_CPP], **env, **llama_cpp_options())
     run(command, **env)
+
+
+def llama_cpp_options() -> dict[str, str]:
+    """Return the environment that compiles llama.cpp without AMX: GCC 12 compiles its AMX products to instructions that
+    the processor rejects.
+    """
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return {}
+    flags = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+    return {"CFLAGS": flags, "CXXFLAGS": flags}
 
 
 def has_nvidia_gpu() -> bool:
