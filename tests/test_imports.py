@@ -15,7 +15,7 @@ assert config.slots()['layers.0.qkv'] == (24, 8)"""
         ("import whet", "torch transformers rich tyro"),
         ("import whet.cli", "tyro rich torch tomllib"),
         ("import whet.config", "torch"),
-        ("import whet.training.phases, whet.losses", "torch"),
+        ("import whet.training.phases, whet.losses, whet; whet.Learner, whet.Engine", "torch transformers safetensors"),
         ("import whet.data.rows, whet.rewards.functions", "torch transformers pyarrow"),
         ("import whet.evaluation, whet.models.published", "torch transformers tokenizers rich tyro"),
         ("import whet.training.loggers", "torch rich tensorboard wandb matplotlib typing_extensions"),

@@ -1,7 +1,7 @@
 """Whet post-trains language models on the machine you have, and runs what comes out.
 
-The primitives and the engine are at top level and depend only on NumPy. Algorithms are imported from their modules
-(``from whet.algorithms.grpo import GRPO``) and need the ``train`` extra.
+The primitives, the engine and the learner of adapters are at top level and depend only on NumPy. Algorithms are
+imported from their modules (``from whet.algorithms.grpo import GRPO``) and need the ``train`` extra.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from whet.system.processes import has_siblings as _has_siblings
 if TYPE_CHECKING:
     from whet.config.sampling import Completion, SamplingParams, StreamKey
     from whet.engine import Engine
+    from whet.learner import Learner
     from whet.memory import memory_report
 
 __version__ = "0.1.0"
@@ -89,6 +90,7 @@ if (_wanted := os.environ.get("WHET_NUM_THREADS", "")).isdecimal():
 
 _LAZY = {
     "Engine": "whet.engine",
+    "Learner": "whet.learner",
     "Completion": "whet.config.sampling",
     "SamplingParams": "whet.config.sampling",
     "StreamKey": "whet.config.sampling",
@@ -106,5 +108,5 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = ["WhetError", "WhetTypeError", "WhetValueError", "build_info", "get_num_threads", "isa", "set_num_threads"]
-__all__ += ["Completion", "Engine", "SamplingParams", "StreamKey", "memory_report"]
+__all__ += ["Completion", "Engine", "Learner", "SamplingParams", "StreamKey", "memory_report"]
 __all__ += ops.__all__

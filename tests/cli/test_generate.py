@@ -342,3 +342,7 @@ def test_examples_run_on_a_folder_and_a_file(model, request, tmp_path, monkeypat
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[0] for line in lines] == ["float32", "bf16", "int8", "q8_0", "int4", "q4_k"]
     assert all(1 < float(line[1]) < 10_000 for line in lines)
+    monkeypatch.setattr(sys, "argv", ["grpo_without_torch.py", model, str(tmp_path / "adapter"), "--steps", "2"])
+    runpy.run_path("examples/grpo_without_torch.py", run_name="__main__")
+    assert capsys.readouterr().out.count("gradient norm") == 2
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()

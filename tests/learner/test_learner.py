@@ -15,7 +15,7 @@ from tests.threads import same_on_any_threads
 pytest.importorskip("transformers")
 from tests.engine.tiny_models import CASES, exact_softmax, tiny_model
 
-from whet import WhetTypeError, WhetValueError
+from whet import Engine, SamplingParams, WhetTypeError, WhetValueError
 from whet.learner.learner import Learner, Logprobs
 from whet.models.adapter_files import read_peft
 from whet.models.packed_base import pack_base
@@ -270,6 +270,35 @@ def test_a_step_is_torchs_adamw() -> None:
     assert not any(grad.any() for adapter in learner.adapters for grad in adapter.gradients)
 
 
+def test_an_engine_samples_with_the_adapters_of_a_learner() -> None:
+    learner = new_learner(pack_base(open_module(tiny_model("llama")), weights="float32"), compute="float32")
+    prompts, sampling = [[5, 6, 7], [9]], SamplingParams(max_new_tokens=6, seed=1)
+    with Engine.from_model(learner) as engine:
+        assert engine.base is learner.base
+        before = engine.generate(prompts, 2, sampling)
+        number = engine.add_adapter(learner)
+        for adapter in learner.adapters:
+            adapter.b *= -2
+        learner.update()
+        assert [[c.token_ids for c in group] for group in engine.generate(prompts, 2, sampling)] == [
+            [c.token_ids for c in group] for group in before
+        ]
+        engine.sync(learner)
+        groups = engine.generate(prompts, 2, sampling)
+        again = engine.generate(prompts, 2, sampling, adapter=number)
+        assert [c.logprobs for group in again for c in group] == [c.logprobs for group in before for c in group]
+    completions = [completion for group in groups for completion in group]
+    rows = [prompt for prompt in prompts for _ in range(2)], [completion.token_ids for completion in completions]
+    found = learner.logprobs(*rows).logprobs
+    for row, completion in zip(found, completions, strict=True):
+        np.testing.assert_allclose(row[: len(completion.token_ids)], completion.logprobs, atol=1e-5)
+    other = Learner(pack_base(open_module(tiny_model("llama")), weights="bf16"), lora_rank=2)
+    with Engine.from_base(learner.base) as engine:
+        assert_raises(WhetValueError, ("Engine.sync", "base"), engine.sync, other)
+    assert_raises(WhetValueError, ("merge_adapters",), Engine.from_model, learner, merge_adapters=True)
+    assert_raises(WhetValueError, ("max_position", "7"), Engine.from_model, learner, max_position=7)
+
+
 def test_it_learns() -> None:
     learner = Learner(pack_base(open_module(tiny_model("qwen2")), weights="q8_0"), lora_rank=8)
     losses = []
@@ -293,6 +322,12 @@ def test_peft_reads_the_saved_folder(case: str, tmp_path: Any) -> None:
         np.testing.assert_array_equal(a, adapter.a)
         np.testing.assert_array_equal(b.T, in_module_order(learner, adapter, adapter.b))
         assert scaling == pytest.approx(adapter.scaling)
+
+
+def test_peft_folders_have_any_rank(tmp_path: Any) -> None:
+    base = pack_base(open_module(tiny_model("llama")), weights="float32")
+    Learner(base, lora_rank=16).save_pretrained(tmp_path, "base")
+    assert {len(a) for a, _, _ in read_peft(tmp_path).values()} == {16}
 
 
 def test_wrong_input_is_refused_and_changes_nothing() -> None:

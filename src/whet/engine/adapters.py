@@ -9,20 +9,15 @@ from typing import Any, cast
 import numpy as np
 
 from whet import _core
+from whet.engine.checks import check_same_model
 from whet.errors import WhetTypeError, WhetValueError
+from whet.learner.learner import Learner
 from whet.models.adapter_files import describe_special
 from whet.models.architecture import ModelConfig
+from whet.models.lora import core_matrix
 from whet.models.slots import LoRA, WeightLocation, factor_values, find_location, locate_lora
 from whet.models.sources.live import open_module
 from whet.ops.micro_lora import MicroLoRA
-
-_TARGETS = {
-    "qkv": _core.Target.QKV,
-    "o": _core.Target.O,
-    "gate_up": _core.Target.UP,
-    "up": _core.Target.UP,
-    "down": _core.Target.DOWN,
-}
 
 
 def adapter_parts(
@@ -42,6 +37,10 @@ def adapter_parts(
 def _list_lora(targets: Mapping[str, WeightLocation], config: ModelConfig, adapter: Any, where: str) -> Iterable[LoRA]:
     if isinstance(adapter, Sequence) and not isinstance(adapter, str) and all(isinstance(x, LoRA) for x in adapter):
         return adapter
+    if isinstance(adapter, Learner):
+        source = adapter.source()
+        check_same_model(config, source.config, where)
+        return source.adapters
     if hasattr(adapter, "named_modules"):
         source = open_module(adapter)
         if source.config != config:
@@ -56,8 +55,8 @@ def _list_lora(targets: Mapping[str, WeightLocation], config: ModelConfig, adapt
         adapter = read_peft(adapter)
     if not isinstance(adapter, Mapping) or not adapter:
         raise WhetTypeError(
-            f"{where}: adapter is a {type(adapter).__name__}, expected a PEFT model, a PEFT folder, or module names "
-            f"with a MicroLoRA or (A, B, scaling) each."
+            f"{where}: adapter is a {type(adapter).__name__}, expected a PEFT model, a Learner, a PEFT folder, or "
+            f"module names with a MicroLoRA or (A, B, scaling) each."
         )
     return [_locate(targets, config, name, value, where) for name, value in adapter.items()]
 
@@ -90,15 +89,15 @@ def _locate(targets: Mapping[str, WeightLocation], config: ModelConfig, name: st
 
 
 def _convert(lora: LoRA, where: str) -> tuple[int, _core.Target, int, np.ndarray, np.ndarray]:
-    _, layer, kind = lora.slot.split(".") if lora.slot.count(".") == 2 else ("", "", lora.slot)
-    if kind not in _TARGETS:
+    matrix = core_matrix(lora.slot)
+    if matrix is None:
         raise WhetValueError(
-            f"{where}: an adapter of the {kind} cannot be kept separate. Merge it: merge_adapters=True; or, on a "
-            f"packed base, sample with torch: engine='torch'."
+            f"{where}: an adapter of the {lora.slot.rpartition('.')[2]} cannot be kept separate. Merge it: "
+            f"merge_adapters=True; or, on a packed base, sample with torch: engine='torch'."
         )
     a, b = factor_values(lora.a), factor_values(lora.b)
     with np.errstate(over="ignore", invalid="ignore"):
         scaled = np.ascontiguousarray(np.float32(lora.scaling) * b)
     if not (np.isfinite(a).all() and np.isfinite(scaled).all()):
         raise WhetValueError(f"{where}: the adapter of {lora.slot} holds NaN or infinity, in A or in scaling B.")
-    return int(layer), _TARGETS[kind], lora.first_row, np.ascontiguousarray(a), scaled
+    return *matrix, lora.first_row, np.ascontiguousarray(a), scaled

@@ -35,6 +35,7 @@ from whet.engine.checks import (
 )  # fmt: skip
 from whet.engine.session import CoreHandle, NewAdapter, Session, TokenStream, run_uninterruptible
 from whet.errors import WhetError, WhetTypeError, WhetValueError, check_integer, check_temperature
+from whet.learner.learner import Learner
 from whet.memory import register_holder
 from whet.models.architecture import ModelConfig, RowSlice
 from whet.models.formats import choose_formats
@@ -127,10 +128,11 @@ class Engine:
     def from_model(
         cls, model: Any, *, merge_adapters: bool = False, max_position: int | None = None, **options: Any
     ) -> Engine:
-        """Create an engine from the current weights of a live Hugging Face module; see ``sync``.
+        """Create an engine from the current weights of a live Hugging Face module, or of a ``Learner``; see ``sync``.
 
         Args:
-            model: a model of a family in ``whet.models.families``, optionally with PEFT's LoRA.
+            model: a model of a family in ``whet.models.families``, optionally with PEFT's LoRA; or a ``Learner``, whose
+                base the engine shares.
             merge_adapters: pack W + scaling B A. Default: compute adapters separately; if nothing else has changed,
                 ``sync`` updates only the adapters.
             max_position: see the class; ``sync`` keeps it.
@@ -140,7 +142,7 @@ class Engine:
             WhetValueError: an unsupported model or option, or weights out of range for their format.
         """
         where = "Engine.from_model"
-        source = open_module(model, merged=merge_adapters, max_position=max_position)
+        source = _open_live(model, merge_adapters, max_position, where)
         if source.base is not None:
             _reject_formats(options, where)
         engine = cls(source, where=where, **options)
@@ -390,8 +392,9 @@ class Engine:
         not changed, or if model and engine share a packed base.
 
         Args:
-            model: a live module, or arrays from ``whet.models.sources.arrays.named_arrays``, for an engine in another
-                process: all weights, the adapters, or both. Adapters without weights apply to the current weights.
+            model: a live module; a ``Learner`` on the engine's base, whose adapters are copied; or, for an engine in
+                another process, arrays from ``whet.models.sources.arrays.named_arrays``: all weights, the adapters, or
+                both. Adapters without weights apply to the current weights.
             version: the new ``policy_version``, at least 1. Default: incremented by 1.
 
         Raises:
@@ -414,7 +417,7 @@ class Engine:
                         f"{where}: the arrays are adapters without weights, and {self._calls.unusable}."
                     )
             else:
-                source = open_module(model, merged=self._merged, max_position=self.config.max_position)
+                source = _open_live(model, self._merged, self.config.max_position, where)
                 check_same_model(self.config, source.config, where)
                 check_same_base(self.base, source.base, where)
                 slices = list(check_range(list_slices(source, where), where, weights, self.config))
@@ -650,6 +653,20 @@ class Engine:
             ]
             session.run(jobs)
             return [session.scores(job) for job in jobs]
+
+
+def _open_live(model: Any, merged: bool, max_position: int | None, where: str) -> ModelSource:
+    """Open a live module or a learner."""
+    if not isinstance(model, Learner):
+        return open_module(model, merged=merged, max_position=max_position)
+    if merged:
+        raise WhetValueError(f"{where}: a Learner's base is packed and shared. Omit merge_adapters.")
+    if max_position not in (None, model.base.config.max_position):
+        raise WhetValueError(
+            f"{where}: max_position is {max_position}, and the learner's base was packed for "
+            f"{model.base.config.max_position}. Omit it."
+        )
+    return model.source()
 
 
 def _reject_formats(options: dict[str, Any], where: str) -> None:

@@ -1,1 +1,8 @@
 """Learning adapters natively, without torch: packed batches, and the learner of a packed base."""
+
+from __future__ import annotations
+
+from whet.learner.batch import Logprobs
+from whet.learner.learner import Learner, TrainedAdapter
+
+__all__ = ["Learner", "Logprobs", "TrainedAdapter"]

@@ -23,43 +23,38 @@ from whet import _core
 from whet.config.settings import ComputeDtype
 from whet.errors import WhetTypeError, WhetValueError, check_choice, check_temperature
 from whet.learner.batch import Logprobs, pack_batch
-from whet.models.adapter_files import to_peft
-from whet.models.lora import choose_adapted
+from whet.models.adapter_files import write_peft
+from whet.models.lora import choose_adapted, core_matrix
 from whet.models.packed_base import PackedBase, pack_base
-from whet.models.slots import WeightLocation, keep_order
+from whet.models.slots import LoRA, ModelSource, WeightLocation, keep_order
 from whet.models.sources.gguf_container import GGUFFile
 from whet.models.sources.pretrained import open_pretrained
-from whet.ops.micro_lora import MicroLoRA
-
-TARGETS = {
-    "qkv": _core.Target.QKV,
-    "o": _core.Target.O,
-    "gate_up": _core.Target.UP,
-    "up": _core.Target.UP,
-    "down": _core.Target.DOWN,
-}
-"""The core's matrices by the last part of a slot's name."""
 
 
 class TrainedAdapter:
-    """The adapter of one module: ``W + scaling B^T A``.
+    """The adapter of one module: ``W + (alpha / r) B^T A``.
 
     Attributes:
         name: of the module in the Hugging Face model.
         a: (r, k) float32.
         b: (r, n) float32, its columns in the order of the module's outputs in the slot.
-        scaling: alpha / r.
+        alpha: the adapter is multiplied by alpha / r.
         grad_a: (r, k) float32, accumulated by ``Learner.backward``.
         grad_b: (r, n) float32, as grad_a.
     """
 
-    def __init__(self, location: WeightLocation, rank: int, scaling: float, rng: np.random.Generator) -> None:
+    def __init__(self, location: WeightLocation, rank: int, alpha: float, rng: np.random.Generator) -> None:
         n, k = location.shape
-        self.name, self.location, self.scaling = location.names[0], location, scaling
+        self.name, self.location, self.alpha = location.names[0], location, float(alpha)
         bound = 1 / math.sqrt(k)  # as PEFT: Kaiming uniform with a = sqrt(5)
         self.a = rng.uniform(-bound, bound, (rank, k)).astype(np.float32)
         self.b = np.zeros((rank, n), np.float32)
         self.grad_a, self.grad_b = np.zeros_like(self.a), np.zeros_like(self.b)
+
+    @property
+    def scaling(self) -> float:
+        """alpha / r."""
+        return self.alpha / len(self.a)
 
     @property
     def factors(self) -> tuple[np.ndarray, np.ndarray]:
@@ -123,7 +118,7 @@ class Learner:
             source = open_pretrained(model, max_position=max_position)
         adapted = choose_adapted(source, lora_rank, lora_layers, (), where)
         for location, _ in adapted.factors:
-            _target_of(location, where)
+            _matrix_of(location, where)
         self.base = model if isinstance(model, PackedBase) else pack_base(source, weights=weights, where=where)
         if compute == "auto":
             is_narrow = "bf16" in _core.isa() and self.base.summary != "float32"
@@ -134,10 +129,10 @@ class Learner:
         except ValueError as error:
             raise WhetValueError(f"{where}: {error}. Train this model with torch.") from None
         rng = np.random.default_rng(seed)
-        scaling = (lora_rank if lora_alpha is None else lora_alpha) / lora_rank
-        self.adapters = tuple(TrainedAdapter(location, rank, scaling, rng) for location, rank in adapted.factors)
+        alpha = lora_rank if lora_alpha is None else lora_alpha
+        self.adapters = tuple(TrainedAdapter(location, rank, alpha, rng) for location, rank in adapted.factors)
         for adapter in self.adapters:
-            layer, target = _target_of(adapter.location, where)
+            layer, target = _matrix_of(adapter.location, where)
             rank, n = adapter.b.shape
             self._core.add_adapter(layer=layer, target=target, first_row=adapter.location.first_row, n=n, rank=rank)
         self.update()
@@ -243,6 +238,14 @@ class Learner:
             gradients = [adapter.gradients for adapter in self.adapters]
             self._core.backward(grad_logprobs=grads[0], grad_entropy=grads[1], grads=gradients)
 
+    def source(self) -> ModelSource:
+        """Return the base and the adapters as a model, for ``Engine.from_model``, ``sync`` and ``add_adapter``."""
+        adapters = [
+            LoRA(adapter.location.weight, adapter.location.first_row, adapter.a, adapter.b.T, adapter.scaling)
+            for adapter in self.adapters
+        ]
+        return self.base.source()._replace(adapters=tuple(adapters))
+
     def zero_grad(self) -> None:
         """Set all gradients to zero."""
         for adapter in self.adapters:
@@ -305,8 +308,8 @@ class Learner:
                 b = np.empty_like(adapter.b)
                 for first, view in order(self.base.config, np.arange(b.shape[1])):
                     b[:, view] = adapter.b[:, first : first + len(view)]
-            adapters[adapter.name] = MicroLoRA.from_arrays(adapter.a, b, adapter.scaling * len(adapter.a))
-        to_peft(folder, adapters, base_model_name or self.base.path)
+            adapters[adapter.name] = adapter.a, b.T, adapter.alpha
+        write_peft(folder, adapters, base_model_name or self.base.path)
 
     def _check_rows(
         self, prompts: list[list[int]], completions: list[list[int]], given: Sequence[Sequence[bool]] | None
@@ -347,12 +350,12 @@ class Learner:
         return mask
 
 
-def _target_of(location: WeightLocation, where: str) -> tuple[int, Any]:
+def _matrix_of(location: WeightLocation, where: str) -> tuple[int, Any]:
     """Return the layer and the core's matrix of a module."""
-    _, layer, kind = location.weight.split(".") if location.weight.count(".") == 2 else ("", "", location.weight)
-    if kind not in TARGETS:
+    matrix = core_matrix(location.weight)
+    if matrix is None:
         raise WhetValueError(
             f"{where}: lora_layers names {location.names[0]}, and only the linear layers of attention and MLP learn "
             f"natively. Train it with torch."
         )
-    return int(layer), TARGETS[kind]
+    return matrix

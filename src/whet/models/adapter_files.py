@@ -150,29 +150,37 @@ def to_peft(path: str | os.PathLike[str], adapters: Mapping[str, MicroLoRA], bas
         MissingExtraError: safetensors is not installed.
     """
     _check_adapters("to_peft", adapters)
-    first = next(iter(adapters.values()))
+    write_peft(path, {name: (a.A, a.B.T, a.alpha) for name, a in adapters.items()}, base_model_name)
+
+
+def write_peft(
+    path: str | os.PathLike[str], adapters: Mapping[str, tuple[np.ndarray, np.ndarray, float]], base_model_name: str
+) -> None:
+    """Write adapters of any rank, see ``to_peft``: module name -> A (r, in), B (out, r), alpha."""
+    settings = {name: (len(a), _plain_number(alpha)) for name, (a, _, alpha) in adapters.items()}
+    rank, alpha = next(iter(settings.values()))
     # PEFT reads the names of its patterns as regular expressions.
-    different = {re.escape(name): a for name, a in adapters.items() if (a.rank, a.alpha) != (first.rank, first.alpha)}
+    different = {re.escape(name): own for name, own in settings.items() if own != (rank, alpha)}
     config = {
         "peft_type": "LORA",
         "task_type": None,
         "base_model_name_or_path": base_model_name,
         "inference_mode": True,
-        "r": first.rank,
-        "lora_alpha": _plain_number(first.alpha),
+        "r": rank,
+        "lora_alpha": alpha,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
         "use_dora": False,
         "target_modules": sorted(adapters),
-        "rank_pattern": {name: a.rank for name, a in different.items()},
-        "alpha_pattern": {name: _plain_number(a.alpha) for name, a in different.items()},
+        "rank_pattern": {name: own[0] for name, own in different.items()},
+        "alpha_pattern": {name: own[1] for name, own in different.items()},
     }
     tensors = {}
-    for module, adapter in adapters.items():
-        tensors[f"{PEFT_PREFIX}{module}.lora_A.weight"] = adapter.A
-        tensors[f"{PEFT_PREFIX}{module}.lora_B.weight"] = np.ascontiguousarray(adapter.B.T)
+    for module, (a, b, _) in adapters.items():
+        tensors[f"{PEFT_PREFIX}{module}.lora_A.weight"] = np.ascontiguousarray(a)
+        tensors[f"{PEFT_PREFIX}{module}.lora_B.weight"] = np.ascontiguousarray(b)
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     _write_tensors("to_peft", folder / "adapter_model.safetensors", tensors, {"format": "pt"})

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from whet import _core
 from whet.errors import CheckpointError, WhetValueError
 from whet.models.adapter_files import PEFT_PREFIX, describe_special, read_peft_config
 from whet.models.slots import ModelSource, WeightLocation
@@ -21,6 +22,14 @@ from whet.models.sources.folder import read_safetensors
 
 ALL_LINEAR = "all-linear"
 """PEFT's name for every linear layer except the head."""
+_CORE_MATRICES = {
+    "qkv": _core.Target.QKV,
+    "o": _core.Target.O,
+    "gate_up": _core.Target.UP,
+    "up": _core.Target.UP,
+    "down": _core.Target.DOWN,
+}
+"""The core's matrices by the last part of a slot's name."""
 _FACTOR = re.compile(r"(.+)\.lora_(?:([AB])\.weight|embedding_([AB]))")
 _WHOLE = re.compile(r"(.+)\.(?:weight|bias)")
 
@@ -125,6 +134,12 @@ def read_adapted(folder: str | os.PathLike[str], source: ModelSource, where: str
         raise CheckpointError(f"{label}: it has no lora_A and lora_B.")
     factors = tuple((location, _rank(location, is_table, pair, label)) for (location, is_table), pair in pairs.items())
     return Adapted(factors, tuple(whole), describe_special(config, label), is_new=False)
+
+
+def core_matrix(slot: str) -> tuple[int, _core.Target] | None:
+    """Return the layer and the core's name of a matrix whose product adapters can be added to; None: no such matrix."""
+    _, layer, kind = slot.split(".") if slot.count(".") == 2 else ("", "", slot)
+    return (int(layer), _CORE_MATRICES[kind]) if kind in _CORE_MATRICES else None
 
 
 def _list_locations(source: ModelSource) -> list[WeightLocation]:
