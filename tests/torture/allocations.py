@@ -106,6 +106,18 @@ def _operations(folder: Path) -> list[tuple[str, Operation]]:
         one = whet.Engine.from_model(model, weights="int8", kv_bytes=1 << 20, tokenizer=folder)
         return lambda: one.sync(model), lambda: (one.sync(model), answers(one))[1]
 
+    def learning() -> tuple[Callable[[], Any], Callable[[], Any]]:
+        learner = whet.Learner(folder, lora_rank=4, weights="q8_0", compute="float32")
+        prompts = [row[:12] for row in _PROMPTS]
+
+        def learn() -> list[bytes]:
+            learner.zero_grad()
+            found = learner.logprobs(prompts, [[3, 4, 5]] * 3, return_entropy=True)
+            learner.backward(found.mask * 1.0)
+            return [found.logprobs.tobytes(), *(grad.tobytes() for a in learner.adapters for grad in a.gradients)]
+
+        return learn, learn
+
     return [
         ("creating an engine", lambda: (lambda: engine().close(), lambda: answers(engine()))),
         ("generate", of_engine(lambda one: one.generate(_PROMPTS, 2, sampling))),
@@ -114,6 +126,7 @@ def _operations(folder: Path) -> list[tuple[str, Operation]]:
         ("stream", of_engine(streamed)),
         ("adapters", of_engine(with_adapter)),
         ("sync", synced),
+        ("a learner's passes", learning),
         ("kernels", lambda: (_kernels, _kernels)),
     ]
 

@@ -5,8 +5,6 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
-#include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <memory>
@@ -80,18 +78,22 @@ public:
 
     // grads: (grad_a, grad_b) of each adapter, to which the gradients are added.
     void backward(const Contiguous<const float, 1>& grad_logprobs,
-                  const std::optional<Contiguous<const float, 1>>& grad_entropy,
-                  const std::vector<std::pair<Contiguous<float, 2>, Contiguous<float, 2>>>& grads) {
+                  const std::optional<Contiguous<const float, 1>>& grad_entropy, const nb::sequence& grads) {
+        // A caster to std::vector would terminate the process where memory is refused.
+        std::vector<std::pair<Contiguous<float, 2>, Contiguous<float, 2>>> pairs;
+        for (nb::handle pair : grads) {
+            pairs.emplace_back(nb::cast<Contiguous<float, 2>>(pair[0]), nb::cast<Contiguous<float, 2>>(pair[1]));
+        }
+        std::vector<FactorGradients> factors;
         const ReleasedGil released;
         const std::lock_guard guard(mutex_);
         require(grad_logprobs.shape(0) == rows_ && (!grad_entropy || grad_entropy->shape(0) == rows_),
                 "Learner.backward: expected a gradient for each log-prob and each entropy");
         require(!grad_entropy || head_.has_entropy(), "Learner.backward: the forward pass computed no entropies");
-        require(grads.size() == learner_.n_adapters(), "Learner.backward: expected gradients of every adapter");
-        std::vector<FactorGradients> factors;
-        for (size_t i = 0; i < grads.size(); ++i) {
-            check_shapes(i, grads[i].first, grads[i].second);
-            factors.push_back({grads[i].first.data(), grads[i].second.data()});
+        require(pairs.size() == learner_.n_adapters(), "Learner.backward: expected gradients of every adapter");
+        for (const auto& [a, b] : pairs) {
+            check_shapes(factors.size(), a, b);
+            factors.push_back({a.data(), b.data()});
         }
         const auto grad_hidden = std::make_unique_for_overwrite<float[]>(rows_ * learner_.hidden_dim());
         learner_.check_kept();
