@@ -213,16 +213,20 @@ void Learner::embed(float* x) {
     });
 }
 
-void Learner::keep_input(size_t layer) {
-    const size_t d = config_.hidden_dim;
-    uint8_t* to = inputs_.get() + layer * n() * d * number_bytes_;
+// Converts rows to the type of products.
+void Learner::store(const float* x, size_t rows, size_t width, uint8_t* numbers) const {
     if (type_ == ProductType::kFloat32) {
-        std::memcpy(to, x_.get(), n() * d * sizeof(float));
+        std::memcpy(numbers, x, rows * width * sizeof(float));
     } else {
-        for_rows(n(), d, [&](size_t i) {
-            kernels().bf16_from_f32(x_.get() + i * d, d, reinterpret_cast<uint16_t*>(to) + i * d);
+        for_rows(rows, width, [&](size_t i) {
+            kernels().bf16_from_f32(x + i * width, width, reinterpret_cast<uint16_t*>(numbers) + i * width);
         });
     }
+}
+
+void Learner::keep_input(size_t layer) {
+    const size_t d = config_.hidden_dim;
+    store(x_.get(), n(), d, inputs_.get() + layer * n() * d * number_bytes_);
 }
 
 void Learner::load_input(size_t layer) {
@@ -475,14 +479,7 @@ void Learner::attention_backward_half(size_t layer, const float* grad_out, float
         kernels().blend_f32(grad_out + at, rows * d, config_.residual_scale, 0.0f, delta);
         if (config_.post_norm) norm_backward(w.post_norm1, attended_out_.get() + at, delta, rows);
         project_backward(layer, Target::kO, attended_rows(tile.begin), tile, delta, d, delta_.get(), width, grads);
-        uint8_t* to = grad_attended.get() + tile.begin * width * number_bytes_;
-        for_rows(rows, width, [&](size_t i) {
-            if (type_ == ProductType::kBFloat16) {
-                kernels().bf16_from_f32(delta_.get() + i * width, width, reinterpret_cast<uint16_t*>(to) + i * width);
-            } else {
-                std::memcpy(to + i * width * sizeof(float), delta_.get() + i * width, width * sizeof(float));
-            }
-        });
+        store(delta_.get(), rows, width, grad_attended.get() + tile.begin * width * number_bytes_);
     }
     attention_backward(attention_of(layer), {.out = grad_attended.get(),
                                              .q = grad_q.get(),

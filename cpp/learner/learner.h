@@ -49,8 +49,6 @@ public:
     ProductType type() const { return type_; }
     size_t hidden_dim() const { return config_.hidden_dim; }
     size_t vocab_size() const { return config_.vocab_size; }
-    // The factors, packed for a transformer that samples with them.
-    const Adapter& adapter() const { return adapter_; }
     size_t n_adapters() const { return factors_.size(); }
     const size_t* shape(size_t adapter) const { return factors_.at(adapter).shape; }
 
@@ -112,6 +110,7 @@ private:
     void cut_tiles();
     void allocate();
     void embed(float* x);
+    void store(const float* x, size_t rows, size_t width, uint8_t* numbers) const;
     void keep_input(size_t layer);
     void load_input(size_t layer);
     const float* cos_sin(size_t layer, size_t token) const;

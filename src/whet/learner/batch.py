@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from whet.errors import WhetValueError
 from whet.ops.packing import pack_sequences
 
 
@@ -76,6 +77,22 @@ class Logprobs(NamedTuple):
     logprobs: np.ndarray
     entropy: np.ndarray | None
     mask: np.ndarray
+
+
+def check_rows(
+    where: str, prompts: Sequence[Any], completions: Sequence[Any], completion_mask: Sequence[Sequence[bool]] | None
+) -> None:
+    """Raise a WhetValueError unless there are as many prompts as completions, and a mask has a value for each token."""
+    if len(prompts) != len(completions) or not prompts:
+        raise WhetValueError(
+            f"{where}: prompt_ids has {len(prompts)} rows and completion_ids has {len(completions)}. "
+            f"Pass as many prompts as completions, at least one."
+        )
+    if completion_mask is not None and list(map(len, completion_mask)) != list(map(len, completions)):
+        raise WhetValueError(
+            f"{where}: completion_mask has rows of {list(map(len, completion_mask))!s:.60} values, and completion_ids "
+            f"of {list(map(len, completions))!s:.60} tokens. Pass one value for each token."
+        )
 
 
 def pack_batch(prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> PackedBatch:

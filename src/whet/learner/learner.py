@@ -22,7 +22,7 @@ import numpy as np
 from whet import _core
 from whet.config.settings import ComputeDtype
 from whet.errors import WhetTypeError, WhetValueError, check_choice, check_temperature
-from whet.learner.batch import Logprobs, pack_batch
+from whet.learner.batch import Logprobs, check_rows, pack_batch
 from whet.models.adapter_files import write_peft
 from whet.models.lora import choose_adapted, core_matrix
 from whet.models.packed_base import PackedBase, pack_base
@@ -316,11 +316,7 @@ class Learner:
     ) -> np.ndarray:
         """Check a batch, and return the mask of the tokens that count."""
         where, config = "Learner.logprobs", self.base.config
-        if len(prompts) != len(completions) or not prompts:
-            raise WhetValueError(
-                f"{where}: prompt_ids has {len(prompts)} rows and completion_ids has {len(completions)}. Pass as many "
-                f"prompts as completions, at least one."
-            )
+        check_rows(where, prompts, completions, given)
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             if not prompt:
                 raise WhetValueError(
@@ -339,11 +335,6 @@ class Learner:
                     f"{config.vocab_size:,} tokens. Tokenise with the model's own tokenizer."
                 )
         lengths = list(map(len, completions))
-        if given is not None and list(map(len, given)) != lengths:
-            raise WhetValueError(
-                f"{where}: completion_mask has rows of {list(map(len, given))!s:.60} values, and completion_ids of "
-                f"{lengths!s:.60} tokens. Pass one value for each token."
-            )
         mask = np.arange(max(lengths)) < np.asarray(lengths)[:, None]
         for row, flags in zip(mask, given or (), strict=False):
             row[: len(flags)] = flags

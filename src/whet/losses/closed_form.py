@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from whet.ops.inputs import check_memory, is_tensor
+from whet.ops.inputs import is_tensor, tensor_to_numpy
 
 
 class Loss(NamedTuple):
@@ -52,7 +52,7 @@ def accepts_tensors(*differentiable: str) -> Callable[[Callable[..., Loss]], Cal
             tensors = {name: value for name, value in arguments.items() if is_tensor(value)}
             if not tensors:
                 return compute(**arguments)
-            arrays = {name: _to_numpy(compute.__name__, name, value) for name, value in tensors.items()}
+            arrays = {name: tensor_to_numpy(compute.__name__, name, value) for name, value in tensors.items()}
             found = compute(**{**arguments, **arrays})
             at = [tensors[name] for name in differentiable if name in tensors]
             return _apply(found, at, [found.gradients.get(name) for name in differentiable if name in tensors])
@@ -60,13 +60,6 @@ def accepts_tensors(*differentiable: str) -> Callable[[Callable[..., Loss]], Cal
         return loss
 
     return decorate
-
-
-def _to_numpy(function: str, name: str, x: Any) -> np.ndarray:
-    if x.device.type in ("cpu", "meta"):
-        check_memory(function, name, x)
-    x = x.detach().cpu().resolve_neg()
-    return (x.float() if x.dtype.is_floating_point and x.itemsize < 4 else x).numpy()  # NumPy has no bfloat16
 
 
 def _apply(found: Loss, at: list[Any], gradients: list[np.ndarray | None]) -> tuple[Any, dict[str, float]]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from whet.errors import WhetTypeError, WhetValueError, check_temperature
-from whet.learner.batch import PackedBatch, pack_batch
+from whet.learner.batch import PackedBatch, check_rows, pack_batch
 from whet.nn.accelerate import Acceleration, acceleration_of
 from whet.nn.linear_logprobs import linear_logprobs
 from whet.nn.modules import inner_module, module_device, position_limit
@@ -93,16 +93,7 @@ def completion_logprobs(
     check_temperature(where, temperature)
     prompts = token_lists(prompt_ids, where, "prompt_ids", allow_empty=False)
     completions = token_lists(completion_ids, where, "completion_ids", allow_empty=True)
-    if len(prompts) != len(completions) or not prompts:
-        raise WhetValueError(
-            f"{where}: prompt_ids has {len(prompts)} rows and completion_ids has {len(completions)}. "
-            f"Pass as many prompts as completions, at least one."
-        )
-    if completion_mask is not None and list(map(len, completion_mask)) != list(map(len, completions)):
-        raise WhetValueError(
-            f"{where}: completion_mask has rows of {list(map(len, completion_mask))!s:.60} values, and completion_ids "
-            f"of {list(map(len, completions))!s:.60} tokens. Pass one value for each token."
-        )
+    check_rows(where, prompts, completions, completion_mask)
     _check_positions(where, model, prompts, completions)
 
     acceleration = acceleration_of(model)

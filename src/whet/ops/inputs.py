@@ -73,7 +73,7 @@ def as_integers(function: str, name: str, x: Any, expected: str = "integers") ->
         WhetTypeError: x does not hold integers.
     """
     try:
-        array = _tensor_to_numpy(function, name, x) if is_tensor(x) else np.asarray(x)
+        array = tensor_to_numpy(function, name, x) if is_tensor(x) else np.asarray(x)
     except (TypeError, ValueError) as error:
         if isinstance(error, WhetTypeError):
             raise
@@ -83,7 +83,8 @@ def as_integers(function: str, name: str, x: Any, expected: str = "integers") ->
     return np.ascontiguousarray(array, np.int64)
 
 
-def _tensor_to_numpy(function: str, name: str, x: Any) -> np.ndarray:
+def tensor_to_numpy(function: str, name: str, x: Any) -> np.ndarray:
+    """Return the values of a torch tensor on any device, detached; 16-bit floats as float32: NumPy has no bfloat16."""
     try:
         if x.data_ptr() != 0:
             return x.numpy()
@@ -92,7 +93,7 @@ def _tensor_to_numpy(function: str, name: str, x: Any) -> np.ndarray:
     if x.device.type in ("cpu", "meta"):
         check_memory(function, name, x)
     x = x.detach().cpu().resolve_neg()
-    return (x.float() if x.dtype.is_floating_point else x).numpy()
+    return (x.float() if x.dtype.is_floating_point and x.itemsize < 4 else x).numpy()
 
 
 def _has_address(x: Any) -> bool:

@@ -245,14 +245,14 @@ class Trainer(ABC):
         with phase("optimizer"):
             self.policy.zero_grad()  # gradients from outside
             self.policy.allocate()
-        parameters, exact = list(self.policy.trainable.values()), self._exact
+        exact = self._exact
         if exact is not None:
             exact.begin()
         seed = None
         if self.config.training_mode and (self.ranks.size > 1 or exact is not None):
             entropy = [self.config.seed % 2**64, self.step, self.n_updates + self.skipped_steps]
             seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
-        update = Update(self.memory, self.policy, parameters, self.ranks, seed, exact)
+        update = Update(self.memory, self.policy, self.ranks, seed, exact)
         with nullcontext() if seed is None else preserved_rng():
             try:
                 with self.policy.training():

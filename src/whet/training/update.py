@@ -31,8 +31,7 @@ class Update:
 
     Args:
         memory: samples memory around each backward pass.
-        policy: computes the gradients.
-        parameters: the trained parameters.
+        policy: computes the gradients of its parameters.
         ranks: the ranks that share the micro-batches.
         seed: seed of dropout, keyed by micro-batch; None: torch's generator continues.
         exact: sums gradients independently of the sharding; None: plain float sums.
@@ -46,14 +45,13 @@ class Update:
         self,
         memory: MemoryWatch,
         policy: TorchPolicy,
-        parameters: Sequence[Tensor],
         ranks: Ranks,
         seed: int | None,
         exact: ExactSum | None,
     ) -> None:
         self.metrics = {"loss": 0.0}
         self.maxima: dict[str, float] = {}
-        self._memory, self._policy, self._parameters = memory, policy, parameters
+        self._memory, self._policy, self._parameters = memory, policy, list(policy.trainable.values())
         self._ranks, self._seed, self._exact = ranks, seed, exact
         self._costs: list[int] = []
         self._digest = 0
