@@ -36,6 +36,7 @@ NEEDS = {
     "joblib": _module("joblib", "wide"),
     "wandb": _module("wandb", "wandb"),
     "onnxruntime": _module("onnxruntime", "wide"),
+    "triton": _module("triton", "wide"),
     "aarch64": Need(
         lambda: bool(shutil.which("aarch64-linux-gnu-g++") and shutil.which("qemu-aarch64-static")),
         "a compiler and an emulator: apt-get install g++-aarch64-linux-gnu qemu-user-static",

@@ -13,6 +13,7 @@ import numpy as np
 
 import whet
 from whet.bench.case import BenchOptions, Call, Case, NotMeasured, Provider, Suite, Table
+from whet.bench.cuda import Replay
 from whet.bench.kernels.rope import (
     RopeInputs,
     in_place,
@@ -48,7 +49,7 @@ class RopeOptions(BenchOptions):
     dtype: Literal["bfloat16", "float"] = "bfloat16"
     """Dtype of query and key. The table of cosines and sines is float32 for every provider."""
     device: str = "cpu"
-    """Device: cpu, or cuda:0. Whet is measured on cpu, FlashInfer and vLLM on CUDA devices."""
+    """Device: cpu, or cuda:0. FlashInfer, vLLM and replayed CUDA graphs are measured on CUDA devices."""
     save_path: str = ""
     """Folder of the report, as --out."""
 
@@ -97,21 +98,43 @@ def on_cuda(kernel: str, float32_table: bool) -> Prepare:
 
 FLASHINFER = on_cuda("flashinfer.rope:apply_rope_with_cos_sin_cache_inplace", float32_table=True)
 VLLM = on_cuda("vllm._custom_ops:rotary_embedding", float32_table=False)
+VLLM_FLOAT32 = on_cuda("vllm._custom_ops:rotary_embedding", float32_table=True)
 
 
-def providers(dtype: Dtype) -> list[Provider]:
+def replayed(prepare: Prepare) -> Prepare:
+    """Prepare the call of another provider as a CUDA graph, whose replay has no time of Python and of launches."""
+
+    def prepare_replay(inputs: RopeInputs) -> Call:
+        def restore(answers: Any) -> None:
+            for answer, original in zip(answers, inputs.tensors, strict=True):
+                answer.copy_(original)
+
+        return Replay(prepare(inputs), restore)
+
+    return prepare_replay
+
+
+def providers(dtype: Dtype, device: str) -> list[Provider]:
     """Create the providers; the tolerance of those that round cosines, sines and products to bfloat16 is wider."""
     rough = 2.0**-5 if dtype == "bfloat16" else None
-    as_torch = [Provider("whet torch", whet_rope_torch, note="torch tensors")] if dtype == "float32" else []
-    return [
+    as_torch = [Provider("whet torch", whet_rope_torch, note="torch tensors")]
+    found = [
         Provider("whet", whet_rope, note="in place; torch tensors if the dtype is bfloat16"),
-        *as_torch,
+        *(as_torch if dtype == "float32" and device == "cpu" else []),
         Provider("torch", torch_rope, note="the formula, eager; the results are new tensors"),
         Provider("torch compiled", torch_compiled, note="the formula through torch.compile"),
         Provider("transformers", transformers_rope, None, rough, "computes in the dtype; gathering is not timed"),
         Provider("FlashInfer", FLASHINFER, note="in place, with a float32 table"),
-        Provider("vLLM", VLLM, None, rough, "in place, with a table of the dtype, as it requires"),
+        Provider("vLLM", VLLM, None, rough, "in place, with a table of the dtype, as its models pass it"),
+        Provider("vLLM, float32 table", VLLM_FLOAT32, note="in place, with a float32 table"),
     ]
+    if device == "cpu":
+        return found
+    replays = [
+        replace(p, name=f"{p.name}, replayed", prepare=replayed(p.prepare), note="a CUDA graph of the call")
+        for p in found
+    ]
+    return [*found, *replays]
 
 
 # --- the tables -----------------------------------------------------------------------------------------
@@ -146,8 +169,9 @@ def _case(options: RopeOptions, batch: int, tokens: int, heads: int, rope: whet.
     return replace(
         rope_case(f"{batch} x {tokens}, {heads}{kv} heads", shape, rope, dtype),
         inputs=inputs,
+        device=options.device,
         size=batch * tokens if heads == (options.num_heads or _HEADS[0]) else None,
-        thread_scaling=(batch, tokens) == (16, 512),
+        thread_scaling=(batch, tokens) == (16, 512) and options.device == "cpu",
         published=figures,
         note=_IMPOSSIBLE if (batch, tokens) == (16, 512) and figures else "",
     )
@@ -164,6 +188,11 @@ def _check(options: RopeOptions) -> None:
             raise WhetValueError(f"whet bench rope: {name} is {value}, expected at least 1, or 0 for the grid.")
     if options.device != "cpu" and not options.device.startswith("cuda"):
         raise WhetValueError(f"whet bench rope: device is {options.device!r}, expected cpu, cuda or cuda:0 and so on.")
+    if options.device != "cpu":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise WhetValueError(f"whet bench rope: device is {options.device!r}, but torch finds no CUDA device.")
 
 
 def tables(options: RopeOptions) -> list[Table]:
@@ -177,8 +206,10 @@ def tables(options: RopeOptions) -> list[Table]:
     found = [_table(options, "prefill", grid)]
     if not options.seq_len:
         decode = [_case(options, b, 1, h, rope) for h in heads for b in batches]
-        cold = replace(decode[-1], name=f"{decode[-1].name}, cold", cache="cold", size=None, published={})
-        found.append(_table(options, "decode", [*decode, cold]))
+        if options.device == "cpu":  # only the processor's caches can be evicted
+            cold = replace(decode[-1], name=f"{decode[-1].name}, cold", cache="cold", size=None, published={})
+            decode.append(cold)
+        found.append(_table(options, "decode", decode))
     return found
 
 
@@ -187,7 +218,7 @@ def _table(options: RopeOptions, phase: str, cases: list[Case]) -> Table:
     return Table(
         f"RoPE, {phase}, {pairing} pairing, {dtype}",
         cases,
-        providers(dtype),
+        providers(dtype, options.device),
         allocation="none if a provider writes in place; inside for the others: results and temporaries",
         note=f"Batch x tokens; heads of {options.head_size} elements, {options.rotary_dim} of them rotated; random "
         "positions below 8192. Bytes count rotated elements, read and written, and rows of the table.",

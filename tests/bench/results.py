@@ -52,6 +52,7 @@ def make_results(tables, **fields):
             "elapsed_s": 71.2,
             "machine": {
                 "processor": "AMD EPYC 9R14",
+                "device": "",
                 "cpus": 2,
                 "caches": {"L1": 32768, "L2": 1 << 20, "L3": 32 << 20},
                 "memory_bytes": 25_000_000_000,

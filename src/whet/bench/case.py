@@ -13,7 +13,8 @@ from typing import Any, Literal
 import numpy as np
 
 Call = Callable[[], Any]
-"""The timed function: it takes no arguments and returns the answer."""
+"""The timed function: it takes no arguments and returns the answer. Every call except the first does the work
+``n_repeats`` times, if it has this attribute."""
 
 
 class NotMeasured(Exception):
@@ -54,6 +55,8 @@ class Case:
             exponentials, do not count.
         flop_dtype: dtype whose FMA rate bounds n_flops: float32, float64, bfloat16 or int8.
         footprint: total bytes touched, which determine the cache level that bounds n_bytes; 0: n_bytes.
+        device: where the answers are computed: "cpu", or a CUDA device, whose ceilings then bound the case. A batch of
+            calls ends when the device is done.
         cache: "warm": the inputs were just used; "cold": the caches are evicted before the call.
         n_items: number of items (``Table.item``, such as tokens) in the case; reported per second.
         size: position on the x axis of the scaling plot; None: not in the plot.
@@ -70,6 +73,7 @@ class Case:
     n_flops: float = 0
     flop_dtype: Literal["float32", "float64", "bfloat16", "int8"] = "float32"
     footprint: float = 0
+    device: str = "cpu"
     cache: Literal["warm", "cold"] = "warm"
     n_items: float = 0
     size: float | None = None

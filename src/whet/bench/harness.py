@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from whet.bench import machine
+from whet.bench import cuda, machine
 from whet.bench.case import Call, Case, NotMeasured, Provider, Table, Timed, WholeRun, seconds_of
 from whet.bench.machine import Ceilings, caches, fastest_possible, peak_bytes
 from whet.ops import probe
@@ -30,6 +30,7 @@ _SETTLE_S = 0.010
 _SPIN_S = 0.3  # OpenMP threads spin for about 8 ms after the last call, OpenBLAS threads for 105 ms
 _TURN_S = 0.010
 _BATCH_S = 1e-4
+_DEVICE_BATCH_S = 2e-3  # waiting for a device takes 10 microseconds
 _SLOW_S = 0.1
 _VERY_SLOW_S = 5.0
 _VERY_SLOW_ROUNDS = 3
@@ -176,7 +177,7 @@ def _check_calls(
         row.tolerance = case.tolerance if provider.tolerance is None else provider.tolerance
         define = provider.reference or case.reference
         try:  # a peer that raises must not stop the others
-            turn = _Turn(provider.prepare(inputs), row, case.cache == "cold")
+            turn = _Turn(provider.prepare(inputs), row, case)
             answer = turn.answer_first()
             if define not in references:
                 references[define] = define(inputs)
@@ -247,14 +248,15 @@ def wait_for_quiet() -> None:
 class _Turn:
     """Turns of a provider: one checked call, one calibration, then one sample per turn."""
 
-    def __init__(self, call: Call, row: Row, cold: bool) -> None:
-        self.call, self.row, self.cold = call, row, cold
+    def __init__(self, call: Call, row: Row, case: Case) -> None:
+        self.call, self.row, self.cold = call, row, case.cache == "cold"
+        self.device, self.n_repeats = case.device, getattr(call, "n_repeats", 1)
         self.call_s, self.has_parts = 0.0, False
         self.cpus: list[float] = []
 
     def answer_first(self) -> Any:
         """Make the first call and return its answer; record its duration and whether it times its parts."""
-        answer, self.call_s = seconds_of(self.call)
+        answer, self.call_s = seconds_of(self._call_and_wait)
         if isinstance(answer, WholeRun):
             self.row.record_run(answer)
             return answer.value
@@ -268,9 +270,19 @@ class _Turn:
         """Time a second call, unless it is very slow, and choose the batch size that the clock can resolve."""
         # A trainer's second step still allocates: its optimizer's moments occupy memory that the first step freed.
         if self.has_parts or self.call_s <= _VERY_SLOW_S:
-            _, self.call_s = seconds_of(self.call)
-        while not (self.cold or self.has_parts) and self._batch() * self.row.loops < _BATCH_S:
+            _, self.call_s = seconds_of(self._call_and_wait)
+        batch_s = _BATCH_S if self.device == "cpu" else _DEVICE_BATCH_S
+        while not (self.cold or self.has_parts) and self._batch() * self.n_repeats * self.row.loops < batch_s:
             self.row.loops *= 2
+
+    def _call_and_wait(self) -> Any:
+        answer = self.call()
+        self._wait()
+        return answer
+
+    def _wait(self) -> None:
+        if self.device != "cpu":
+            cuda.synchronize(self.device)
 
     def take(self) -> None:
         if self.call_s > _SLOW_S:
@@ -289,7 +301,7 @@ class _Turn:
             return
         end = time.perf_counter() + _SETTLE_S
         while time.perf_counter() < end:
-            self.call()
+            self._call_and_wait()
 
     def _batches(self) -> list[float]:
         end = time.perf_counter() + _TURN_S
@@ -304,6 +316,7 @@ class _Turn:
         started = time.perf_counter()
         for _ in repeat(None, self.row.loops):
             answer = call()
+        self._wait()
         elapsed_s = time.perf_counter() - started
         if self.has_parts and isinstance(answer, Timed):
             parts = {**answer.parts, "other": max(0.0, elapsed_s - sum(answer.parts.values()))}
@@ -315,7 +328,7 @@ class _Turn:
                 raise RuntimeError(f"{answer.counted} is below the timing noise of the enclosing call")
             if answer.counted:
                 return answer.parts[answer.counted]
-        return elapsed_s / self.row.loops
+        return elapsed_s / (self.row.loops * self.n_repeats)
 
     def _cold_calls(self) -> list[float]:
         # Twice the caches' size: one pass over exactly their size leaves some lines resident.

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import whet
+from whet.bench import cuda
 from whet.ops import probe
 from whet.system import memory
 from whet.system.machine import caches, cpu_seconds_of, machine_cpu_seconds, processor_name, processors
@@ -116,8 +117,10 @@ def cpu_seconds() -> float:
 # --- ceilings -------------------------------------------------------------------------------------------
 
 
-def measure_ceilings(quick: bool) -> dict[str, dict[str, float]]:
-    """Measure how fast this process's threads can read, copy and scale at each cache level, and multiply-add."""
+def measure_ceilings(quick: bool, device: str = "cpu") -> dict[str, dict[str, float]]:
+    """Measure how fast a device or this process's threads can read, copy and scale at each level, and multiply-add."""
+    if device != "cpu":
+        return cuda.measure_ceilings(device, quick)
     seconds = 0.03 if quick else 0.15
     threads, sizes = whet.get_num_threads(), {}
     for level, size in caches().items():
@@ -143,8 +146,8 @@ def fastest_possible(case: Any, ceilings: Ceilings, threads: int) -> tuple[float
     rates = {level: max(ceilings[kind][level] for kind in ("read", "copy", "scale")) for level in ceilings["read"]}
     footprint = case.footprint or case.n_bytes
     left, bounds = footprint, {}
-    for level, size in caches().items() if case.cache == "warm" else ():
-        cached = min(left, size if level == "L3" else size * threads)
+    for level, size in _cache_levels(case.device, threads).items() if case.cache == "warm" else ():
+        cached = min(left, size)
         bounds[f"{level} bandwidth"] = cached / rates[level] * case.n_bytes / footprint if footprint else 0.0
         left -= cached
     bounds["memory bandwidth"] = left / rates["memory"] * case.n_bytes / footprint if footprint else 0.0
@@ -152,6 +155,13 @@ def fastest_possible(case: Any, ceilings: Ceilings, threads: int) -> tuple[float
     if computing >= moving:
         return computing, f"{case.flop_dtype} FMA" if computing else ""
     return moving, max(bounds, key=lambda name: bounds[name])
+
+
+def _cache_levels(device: str, threads: int) -> dict[str, int]:
+    """Return the total bytes of each cache level for this number of threads, or of a device."""
+    if device != "cpu":
+        return cuda.cache_levels(device)
+    return {level: size if level == "L3" else size * threads for level, size in caches().items()}
 
 
 # --- memory ---------------------------------------------------------------------------------------------

@@ -129,8 +129,8 @@ def _top(results: Json) -> Iterator[str]:
     threads, machine = results["threads"]["asked"], results["machine"]
     yield span(results["summary"], "muted")
     facts = [
-        machine["processor"],
-        f"{threads} thread{'s' if threads != 1 else ''}",
+        machine["device"] or machine["processor"],
+        *([] if machine["device"] else [f"{threads} thread{'s' if threads != 1 else ''}"]),
         results["written"].replace("T", " ").replace("+00:00", " UTC"),
         f"commit {results['commit']}" if results["commit"] else f"Whet {results['versions'].get('whet', '')}",
         f"took {significant(results['elapsed_s'])} s",
@@ -383,6 +383,7 @@ def _machine_section(results: Json) -> Iterator[str]:
     yield "## Machine"
     yield _pairs_table(
         {
+            **({"device": machine["device"]} if machine["device"] else {}),
             "processor": machine["processor"],
             "processors used": machine["cpus"],
             "caches": caches + (" (L1 and L2 per core, L3 in total)" if caches else "not reported"),

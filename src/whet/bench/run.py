@@ -58,7 +58,7 @@ def run_suite(suite: Suite, options: BenchOptions, command: str) -> tuple[dict[s
         "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command,
         "elapsed_s": time.perf_counter() - started_s,
-        "machine": machine.describe(),
+        "machine": {**machine.describe(), "device": found[threads]["device"]},
         "versions": machine.versions(),
         "commit": machine.commit(),
         "build": whet.build_info(),

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from whet.bench import machine
+from whet.bench import cuda, machine
 from whet.bench.case import BenchOptions, Case, Provider, Suite, Table
 from whet.bench.harness import QUICK, CaseResult, Effort, run_case
 from whet.bench.machine import Ceilings
@@ -44,11 +44,13 @@ class Findings:
     Args:
         path: path of the JSON file.
         threads: requested number of threads.
-        ceilings: ceilings of the machine, for rating results.
+        ceilings: ceilings of the device, for rating results.
+        device: "cpu", or the CUDA device of all cases.
     """
 
-    def __init__(self, path: Path, threads: int, ceilings: Ceilings) -> None:
+    def __init__(self, path: Path, threads: int, ceilings: Ceilings, device: str = "cpu") -> None:
         self._path, self._threads, self._ceilings = path, threads, ceilings
+        self._device = cuda.describe(device) if device != "cpu" else ""
         self._results: list[tuple[Table, list[CaseResult]]] = []
 
     def add(self, table: Table, result: CaseResult) -> None:
@@ -77,7 +79,7 @@ class Findings:
 
     def _save(self) -> None:
         threads = machine.used_threads(self._threads)
-        found = {"ceilings": self._ceilings, "threads": threads, "tables": self.tables()}
+        found = {"ceilings": self._ceilings, "threads": threads, "device": self._device, "tables": self.tables()}
         replace_text(self._path, json.dumps(found))
 
 
@@ -113,7 +115,8 @@ def main(order: dict[str, Any]) -> None:
     if order["scaling"]:
         work = [(table, [case for case in cases if case.thread_scaling], providers) for table, cases, providers in work]
     with show_progress(console, sum(len(cases) for _, cases, _ in work)) as begin:
-        findings = Findings(Path(order["out"]), threads, machine.measure_ceilings(options.quick))
+        (device,) = {case.device for _, cases, _ in work for case in cases} or {"cpu"}
+        findings = Findings(Path(order["out"]), threads, machine.measure_ceilings(options.quick, device), device)
         for table, cases, providers in work:
             for case in cases:
                 on_round = begin(f"{table.title} / {case.name}")
@@ -121,7 +124,7 @@ def main(order: dict[str, Any]) -> None:
             if cases and not order["scaling"]:
                 console.print(rich_table(findings.tables()[-1]))
         # The machine may have been slower at the start: keep the higher ceilings.
-        findings.raise_ceilings(machine.measure_ceilings(options.quick))
+        findings.raise_ceilings(machine.measure_ceilings(options.quick, device))
 
 
 if __name__ == "__main__":

@@ -70,19 +70,6 @@ class RopeInputs:
         """Return the table of cosines and sines as a tensor on the device."""
         return tensor(self.rope.cos_sin_cache, dtype).to(self.device)
 
-    def finish(self, call: Call) -> Call:
-        """Make the call synchronise with a CUDA device, if it runs on one."""
-        if not self.device.startswith("cuda"):
-            return call
-        import torch
-
-        def synchronized() -> Any:
-            answer = call()
-            torch.cuda.synchronize(self.device)
-            return answer
-
-        return synchronized
-
 
 # --- reference ------------------------------------------------------------------------------------------
 
@@ -126,17 +113,17 @@ def in_place(inputs: RopeInputs, answers: list[Any], function: Callable[..., Any
         function(*arguments)
         return answer
 
-    return inputs.finish(call)
+    return call
 
 
 def out_of_place(inputs: RopeInputs, run: Callable[[], Any]) -> Call:
     """Make a call of a function that returns new arrays or tensors."""
-    return inputs.finish(lambda: RopeAnswer(inputs, run()))
+    return lambda: RopeAnswer(inputs, run())
 
 
 def whet_rope(inputs: RopeInputs) -> Call:
     if inputs.device != "cpu":
-        raise NotMeasured(f"Whet's kernels run on the processor, and this run is on {inputs.device}")
+        return whet_rope_cuda(inputs)
     if inputs.dtype == "bfloat16":
         return whet_rope_torch(inputs)
     answers = inputs.arrays()
@@ -146,6 +133,14 @@ def whet_rope(inputs: RopeInputs) -> Call:
 def whet_rope_torch(inputs: RopeInputs) -> Call:
     answers = inputs.pair()
     return in_place(inputs, answers, inputs.rope.forward, inputs.torch_positions, *(*answers, None)[:2])
+
+
+def whet_rope_cuda(inputs: RopeInputs) -> Call:
+    from whet.nn.rope_cuda import apply_rope_cuda
+
+    rope, pair = inputs.rope, inputs.pair()
+    rotation = rope.head_size, inputs.table(), rope.is_neox_style
+    return in_place(inputs, pair, apply_rope_cuda, inputs.torch_positions, *(*pair, None)[:2], *rotation)
 
 
 def whet_freqs(inputs: RopeInputs) -> Call:
@@ -186,7 +181,7 @@ def torch_compiled(inputs: RopeInputs) -> Call:
     run = torch.compile(_torch_formula(inputs), dynamic=False)
     try:
         run()
-    except Exception as error:  # no C++ compiler, or none that torch supports
+    except Exception as error:  # no compiler, or none that torch supports
         raise NotMeasured(f"torch.compile failed: {str(error).strip().splitlines()[0]}") from None
     return out_of_place(inputs, run)
 
