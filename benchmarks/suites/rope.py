@@ -117,10 +117,11 @@ def replayed(prepare: Prepare) -> Prepare:
 def providers(dtype: Dtype, device: str) -> list[Provider]:
     """Create the providers; the tolerance of those that round cosines, sines and products to bfloat16 is wider."""
     rough = 2.0**-5 if dtype == "bfloat16" else None
-    as_torch = [Provider("whet torch", whet_rope_torch, note="torch tensors")]
+    has_arrays = dtype == "float32" and device == "cpu"
+    as_torch = [Provider("whet torch", whet_rope_torch, note="torch tensors")] if has_arrays else []
     found = [
         Provider("whet", whet_rope, note="in place; torch tensors if the dtype is bfloat16"),
-        *(as_torch if dtype == "float32" and device == "cpu" else []),
+        *as_torch,
         Provider("torch", torch_rope, note="the formula, eager; the results are new tensors"),
         Provider("torch compiled", torch_compiled, note="the formula through torch.compile"),
         Provider("transformers", transformers_rope, None, rough, "computes in the dtype; gathering is not timed"),

@@ -133,6 +133,10 @@ def test_differences_of_machine_and_settings_give_warnings():
     ):  # fmt: skip
         assert any(expected in warning for warning in warnings)
     assert compare(a_run(1), a_run(2)).warnings == []
+    older = {name: value for name, value in make_results([])["machine"].items() if name != "device"}
+    assert compare(a_run(1, machine=older), a_run(2)).warnings == []
+    on_gpu = make_results([])["machine"] | {"device": "A GPU"}
+    assert any("device was A GPU" in line for line in compare(a_run(1, machine=on_gpu), a_run(2)).warnings)
 
 
 def test_runs_of_different_suites_are_rejected():

@@ -82,6 +82,23 @@ def test_short_calls_are_timed_in_loops():
     assert np.median(rows["whet"].samples_s) < 1e-6
 
 
+@timed
+def test_a_call_that_repeats_the_work_counts_as_several():
+    call = spin(4e-3)
+    call.n_repeats = 20
+    assert np.median(run([Provider("whet", lambda x: call)])["whet"].samples_s) == pytest.approx(2e-4, rel=0.1)
+
+
+def test_a_device_is_waited_for_and_bounds_the_case(monkeypatch):
+    waited, device = [], "cuda:1"
+    monkeypatch.setattr("whet.bench.cuda.synchronize", waited.append)
+    monkeypatch.setattr("whet.bench.cuda.cache_levels", lambda _: {"L2": 10_000})
+    row = run([Provider("whet", lambda x: spin(1e-4))], a_case(device=device, n_bytes=12_000))["whet"]
+    assert len(waited) > len(row.samples_s) and set(waited) == {device}
+    expected = 10_000 / 2e11 + 2000 / 4e10
+    assert fastest_possible(a_case(device=device, n_bytes=12_000), CEILINGS, 2)[0] == pytest.approx(expected)
+
+
 def test_wrong_answer_is_reported_and_not_timed():
     calls = []
 

@@ -78,11 +78,19 @@ def test_other_arguments_are_named(rotate):
     x = torch.ones(3, 8, device=DEVICE)
     with pytest.raises(WhetTypeError, match=mentions("positions", "ndarray")):
         rotate(np.zeros(3, np.int64), x, None, 4, table)
+    with pytest.raises(WhetTypeError, match=mentions("query", "ndarray")):
+        rotate(positions, np.ones((3, 8), np.float32), None, 4, table)
+    with pytest.raises(WhetTypeError, match=mentions("cos_sin_cache", "float64", "(3, 4)", "float32")):
+        rotate(positions, x, None, 4, table.double())
+    with pytest.raises(WhetValueError, match=mentions("query", "(3, 2, 8)", "head_size is 4")):
+        rotate(positions, x.repeat(1, 2).view(3, 2, 8), None, 4, table)
+    with pytest.raises(WhetValueError, match=mentions("query", "share memory")):
+        rotate(positions, x[:1].expand(3, 8), None, 4, table)
     with pytest.raises(WhetTypeError, match=mentions("query", "float16", "float32")):
         rotate(positions, x.half(), None, 4, table)
     with pytest.raises(WhetValueError, match=mentions("query", "(3, 8)", "head_size is 5")):
         rotate(positions, x, None, 5, table)
-    with pytest.raises(WhetValueError, match=mentions("cos_sin_cache", "(3, 4)", "head_size=2")):
+    with pytest.raises(WhetValueError, match=mentions("rotary_dim is 4", "head_size=2")):
         rotate(positions, x, None, 2, table)
     with pytest.raises(WhetValueError, match=mentions("key", "requires grad", "detach")):
         rotate(positions, x, x.clone().requires_grad_(), 4, table)

@@ -273,7 +273,7 @@ def _warnings(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """List differences of machine, settings, load and versions between the runs."""
     found = []
     for what, pick in (
-        ("device", lambda run: run["machine"]["device"]),
+        ("device", lambda run: run["machine"].get("device", "")),
         ("processor", lambda run: run["machine"]["processor"]),
         ("number of processors", lambda run: run["machine"]["cpus"]),
         ("threads", lambda run: run["threads"]["asked"]),

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-_REPEATS = 20
+_CEILING_CALLS = 5
 
 
 def synchronize(device: str) -> None:
@@ -20,7 +20,7 @@ def describe(device: str) -> str:
     """Describe a device in a line: name, memory, L2 cache, CUDA version of torch.
 
     Raises:
-        RuntimeError: there is no such device.
+        RuntimeError: torch does not find the device.
     """
     import torch
 
@@ -42,7 +42,7 @@ class Replay:
     The first call replays it once, so that its answer can be checked.
     """
 
-    n_repeats = _REPEATS
+    n_repeats = 20
 
     def __init__(self, call: Callable[[], Any], before_first: Callable[[Any], None]) -> None:
         """Capture ``call``; ``before_first`` takes the answer, which the first call writes, and restores its inputs."""
@@ -98,7 +98,7 @@ def _seconds(call: Callable[[], Any], quick: bool) -> float:
     """Return the median seconds of a call, by events around replays of a graph."""
     import torch
 
-    graph, _ = _capture(call, 5)
+    graph, _ = _capture(call, _CEILING_CALLS)
     samples = []
     for _ in range(5 if quick else 15):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -106,5 +106,5 @@ def _seconds(call: Callable[[], Any], quick: bool) -> float:
         graph.replay()
         end.record()
         end.synchronize()
-        samples.append(start.elapsed_time(end) / 5e3)
+        samples.append(1e-3 * start.elapsed_time(end) / _CEILING_CALLS)
     return statistics.median(samples)

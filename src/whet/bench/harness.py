@@ -277,12 +277,9 @@ class _Turn:
 
     def _call_and_wait(self) -> Any:
         answer = self.call()
-        self._wait()
-        return answer
-
-    def _wait(self) -> None:
         if self.device != "cpu":
             cuda.synchronize(self.device)
+        return answer
 
     def take(self) -> None:
         if self.call_s > _SLOW_S:
@@ -316,7 +313,8 @@ class _Turn:
         started = time.perf_counter()
         for _ in repeat(None, self.row.loops):
             answer = call()
-        self._wait()
+        if self.device != "cpu":
+            cuda.synchronize(self.device)
         elapsed_s = time.perf_counter() - started
         if self.has_parts and isinstance(answer, Timed):
             parts = {**answer.parts, "other": max(0.0, elapsed_s - sum(answer.parts.values()))}

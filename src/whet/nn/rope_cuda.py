@@ -9,6 +9,8 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 from whet.errors import WhetTypeError, WhetValueError
+from whet.ops.inputs import as_positive_int
+from whet.ops.rope import check_heads, check_rotary_dim
 
 _PAIRS = 1024
 """Pairs of a program, eight for each thread of its four warps."""
@@ -82,31 +84,14 @@ def _rotate(
 
 def _as_heads(name: str, x: Any, positions: Any, head_size: int) -> Any:
     """View x as (tokens, heads, head_size)."""
-    if x.dtype not in (torch.float32, torch.bfloat16):
-        raise WhetTypeError(f"apply_rope_cuda: {name} has dtype {x.dtype}, expected torch.float32 or torch.bfloat16.")
-    if x.requires_grad:
-        raise WhetValueError(f"apply_rope_cuda: {name} requires grad and is written in place. Pass {name}.detach().")
-    n = positions.ndim
-    if (
-        x.shape[:n] != positions.shape
-        or x.ndim not in (n + 1, n + 2)
-        or (x[..., 0].numel() and x.shape[-1] % head_size)
-    ):
-        raise WhetValueError(
-            f"apply_rope_cuda: {name} has shape {tuple(x.shape)}, but positions has {tuple(positions.shape)} and "
-            f"head_size is {head_size}. Expected (*positions.shape, n_heads * head_size) or "
-            "(*positions.shape, n_heads, head_size)."
-        )
+    check_heads("apply_rope_cuda", name, x, tuple(positions.shape), head_size, x.device.type)
     try:
-        heads = x.view(positions.numel(), -1, head_size)
+        return x.view(positions.numel(), -1, head_size)
     except RuntimeError:
-        heads = None
-    if heads is None or heads.stride(-1) != 1:
         raise WhetValueError(
-            f"apply_rope_cuda: {name} has strides {tuple(x.stride())}, but tokens need one stride, and the last axis a "
-            "stride of 1. Pass a contiguous copy."
-        )
-    return heads
+            f"apply_rope_cuda: {name} has strides {tuple(x.stride())}, but its tokens need one stride. Pass a "
+            "contiguous copy."
+        ) from None
 
 
 def apply_rope_cuda(
@@ -137,25 +122,24 @@ def apply_rope_cuda(
         WhetValueError: shapes, strides or devices do not fit, or a tensor requires grad.
         WhetTypeError: an argument is not a tensor of these dtypes.
     """
-    for name, x in (("positions", positions), ("key", key), ("cos_sin_cache", cos_sin_cache)):
-        if x is None and name == "key":
+    name = "apply_rope_cuda"
+    for argument, x in (("query", query), ("positions", positions), ("cos_sin_cache", cos_sin_cache), ("key", key)):
+        if x is None and argument == "key":
             continue
         if not isinstance(x, torch.Tensor):
-            raise WhetTypeError(
-                f"apply_rope_cuda: {name} is a {type(x).__name__}, expected a tensor on {query.device}, as query."
-            )
+            raise WhetTypeError(f"{name}: {argument} is a {type(x).__name__}, expected a torch tensor.")
         if x.device != query.device:
-            raise WhetValueError(f"apply_rope_cuda: {name} is on {x.device}, expected {query.device}, as query.")
+            raise WhetValueError(f"{name}: {argument} is on {x.device}, expected {query.device}, as query.")
+    head_size = as_positive_int(name, "head_size", head_size)
     table = cos_sin_cache.contiguous()
-    if table.dtype != torch.float32 or table.ndim != 2 or table.shape[1] % 2 or not 2 <= table.shape[1] <= head_size:
-        raise WhetValueError(
-            f"apply_rope_cuda: cos_sin_cache is {table.dtype} of shape {tuple(table.shape)}, expected torch.float32 "
-            f"(max_position, rotary_dim) with an even rotary_dim up to head_size={head_size}."
-        )
-    if positions.dtype not in (torch.int32, torch.int64):
+    if table.dtype != torch.float32 or table.ndim != 2:
         raise WhetTypeError(
-            f"apply_rope_cuda: positions has dtype {positions.dtype}, expected torch.int64 or torch.int32."
+            f"{name}: cos_sin_cache is {table.dtype} of shape {tuple(table.shape)}, expected torch.float32 "
+            "(max_position, rotary_dim)."
         )
+    check_rotary_dim(name, table.shape[1], head_size)
+    if positions.dtype not in (torch.int32, torch.int64):
+        raise WhetTypeError(f"{name}: positions has dtype {positions.dtype}, expected torch.int64 or torch.int32.")
     if not positions.numel() or not query.numel():
         return
     half = table.shape[1] // 2

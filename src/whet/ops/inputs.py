@@ -108,7 +108,7 @@ def check_memory(function: str, name: str, x: Any) -> None:
     size = 0 if 0 in x.shape else 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
     try:
         storage = x.untyped_storage()
-        has_memory = storage.device.type == "cpu" and storage.nbytes() >= (x.storage_offset() + size) * x.itemsize
+        has_memory = storage.device == x.device and storage.nbytes() >= (x.storage_offset() + size) * x.itemsize
     except RuntimeError:  # a wrapped tensor
         has_memory = False
     if size and not (has_memory and _has_address(x)):

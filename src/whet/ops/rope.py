@@ -167,7 +167,7 @@ class RotaryEmbedding:
         self.max_position = inputs.as_positive_int(name, "max_position", max_position)
         self.inv_freq = _frequencies(name, inv_freq).copy()
         self.rotary_dim = 2 * len(self.inv_freq)
-        _check_rotary_dim(name, self.rotary_dim, self.head_size)
+        check_rotary_dim(name, self.rotary_dim, self.head_size)
         self.attention_factor = float(attention_factor)
         self.is_neox_style = bool(is_neox_style)
         self.cos_sin_cache = np.empty((self.max_position, self.rotary_dim), np.float32)
@@ -234,7 +234,8 @@ def _frequencies(function: str, inv_freq: Any) -> np.ndarray:
     return freqs
 
 
-def _check_rotary_dim(function: str, rotary_dim: int, head_size: int) -> None:
+def check_rotary_dim(function: str, rotary_dim: int, head_size: int) -> None:
+    """Raise unless rotary_dim is even and at most head_size."""
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_size:
         raise WhetValueError(
             f"{function}: rotary_dim is {rotary_dim}, expected an even number from 2 to head_size={head_size}."
@@ -246,18 +247,20 @@ def _check_arguments(
 ) -> tuple[np.ndarray, int]:
     """Return positions as int64 and head_size as an int, if query and key fit them."""
     head_size = inputs.as_positive_int(function, "head_size", head_size)
-    _check_rotary_dim(function, rotary_dim, head_size)
+    check_rotary_dim(function, rotary_dim, head_size)
     ids = inputs.as_integers(function, "positions", positions, "int64 or int32")
     if ids.ndim not in (1, 2):
         raise WhetValueError(f"{function}: positions has shape {ids.shape}, expected (T,) or (B, T).")
-    _check_heads(function, "query", query, ids.shape, head_size)
+    check_heads(function, "query", query, ids.shape, head_size)
     if key is not None:
-        _check_heads(function, "key", key, ids.shape, head_size)
+        check_heads(function, "key", key, ids.shape, head_size)
     return ids, head_size
 
 
-def _check_heads(function: str, name: str, x: Any, leading: tuple[int, ...], head_size: int) -> None:
-    """Raise unless x can be rotated in place."""
+def check_heads(
+    function: str, name: str, x: Any, leading: tuple[int, ...], head_size: int, device: str = "cpu"
+) -> None:
+    """Raise unless x, with the shape ``leading`` of positions and on this type of device, can be rotated in place."""
     where, is_tensor = f"{function}: {name}", inputs.is_tensor(x)
     if not is_tensor and type(x) not in (np.ndarray,):
         raise WhetTypeError(
@@ -265,8 +268,8 @@ def _check_heads(function: str, name: str, x: Any, leading: tuple[int, ...], hea
         )
     if is_tensor and x.requires_grad:
         raise WhetValueError(f"{where} requires grad, but this function is not differentiable. Pass {name}.detach().")
-    if is_tensor and x.device.type != "cpu":
-        raise WhetValueError(f"{where} is on {x.device}, expected a CPU tensor. Pass {name}.cpu().")
+    if is_tensor and x.device.type != device:
+        raise WhetValueError(f"{where} is on {x.device}, expected a {device.upper()} tensor. Pass {name}.{device}().")
     if is_tensor:
         inputs.check_memory(function, name, x)
         if x.is_neg():
