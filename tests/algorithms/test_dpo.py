@@ -31,7 +31,7 @@ from whet.algorithms.sft import SFT
 from whet.config import DPOLossType
 from whet.errors import WhetTypeError, WhetValueError
 from whet.nn import frozen_model
-from whet.training.reference_cache import model_digest
+from whet.training.reference import model_digest
 
 PROMPTS = [[5, 6], [7], [8, 9, 10]]
 CHOSEN = [[4, 8, EOS], [9], [6, EOS]]

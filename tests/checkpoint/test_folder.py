@@ -118,7 +118,7 @@ def test_the_error_names_a_value_that_cannot_be_stored_and_writes_nothing(tmp_pa
         ({"m": {"x": [1.0]}}, {}, WhetTypeError, r"m\['x'\] is a list, expected a torch.Tensor"),
         ({"m": {"x": torch.zeros(2, device="meta")}}, {}, WhetTypeError, r"m\['x'\] is .* on meta"),
         ({"m": {"x": torch.eye(2).to_sparse()}}, {}, WhetTypeError, r"m\['x'\] is torch.sparse_coo"),
-        ({"m": {"x": torch.zeros(1, dtype=torch.complex128)}}, {}, WhetTypeError, r"cannot hold torch.complex128"),
+        ({"m": {"x": torch.zeros(1, dtype=torch.complex128)}}, {}, WhetTypeError, r"is of dtype torch.complex128"),
         ({}, {"a": {"b": object()}}, WhetTypeError, r"state\['a'\]\['b'\] is of type builtins.object"),
     ):
         assert_raises(error, f"save_checkpoint: .*{message}", save_checkpoint, tmp_path / "c", tensors, state)
@@ -415,9 +415,10 @@ def test_loading_does_not_warn(tmp_path):
 
 
 @pytest.mark.parametrize("package", ["torch", "safetensors"])
-@pytest.mark.parametrize("module", ["whet.checkpoint", "whet.training.callbacks"])
-def test_the_error_for_a_missing_extra_is_one_line(package, module):
-    code = f"import sys; sys.modules[{package!r}] = None; import {module}"
+def test_the_error_for_a_missing_extra_is_one_line(package, tmp_path):
+    path = tmp_path / "c"
+    save_checkpoint(path, small(), {})
+    code = f"import sys; sys.modules[{package!r}] = None; from whet.checkpoint import *; load_checkpoint({str(path)!r})"
     done = run_python(code)
     message = f"whet.checkpoint needs {package}. Install it with: pip install 'whet[train]'"
     assert done.stderr.splitlines()[-1] == f"whet.errors.MissingExtraError: {message}"

@@ -96,7 +96,7 @@ def serve_lora(session: Session, work: Work, settings: dict[str, Any]) -> None:
     else:
         beta = {"beta": workload.DPO_BETA} if work.method == "dpo" else {}
         trainer = {"sft": SFT, "dpo": DPO}[work.method](model, **beta, **arguments)
-    n_trained = sum(parameter.numel() for parameter in trainer.policy.trainable.values())
+    n_trained = trainer.policy.n_trained
     for step in count():
         rows, score = work.rows(step), None
         ids = work.token_rows(rows, tokenizer)

@@ -1,17 +1,10 @@
-"""The five algorithms and their losses. Importing this package imports torch.
+"""The five algorithms and their losses. Torch is imported only for models of torch.
 
 Each algorithm is one file that begins with its equation and assumptions; each loss is a pure function of named tensors
 that works without a trainer.
 """
 
 from __future__ import annotations
-
-from whet.errors import MissingExtraError
-
-try:
-    import torch  # noqa: F401
-except ImportError as error:
-    raise MissingExtraError("whet.algorithms", "torch", "train") from error
 
 from whet.algorithms.best_of_n import BestOfN
 from whet.algorithms.dpo import DPO

@@ -8,22 +8,22 @@ No training. Assumes that the rewards of one prompt's completions are comparable
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 from whet.config.fields import make_config
 from whet.config.sampling import Completion
 from whet.config.settings import BestOfNConfig, EngineName
 from whet.data.batches import batches_in_order
-from whet.errors import RewardError, check_integer
-from whet.nn.modules import stop_token_ids
+from whet.errors import RewardError, check_installed, check_integer
 from whet.rewards.functions import RewardFn
 from whet.rollout.choose import check_lengths, ensure_capacity, make_engine, reward_functions
 from whet.rollout.protocol import RolloutEngine
 from whet.rollout.rollout import Prompts, Rollout, as_prompt_row, read_prompts, sample, warn_if_truncated
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 class BestOfNResult(NamedTuple):
@@ -62,6 +62,7 @@ class BestOfN:
         engine: RolloutEngine | EngineName | None = None,
         **settings: Any,
     ) -> None:
+        check_installed("BestOfN", "torch")
         if isinstance(engine, str):
             settings["engine"], engine = engine, None
         self.config = make_config(BestOfNConfig, config, settings)
@@ -93,6 +94,8 @@ class BestOfN:
         Raises:
             RewardError: a reward function failed, or scored none of a prompt's candidates.
         """
+        import torch
+
         config, batch = self.config, read_prompts(prompts, self.tokenizer, "BestOfN.generate")
         rollout, scores = self._candidates(batch, config.seed, "BestOfN.generate")
         best = np.where(np.isnan(scores), -np.inf, scores).argmax(axis=1)
@@ -101,7 +104,7 @@ class BestOfN:
             torch.tensor([*prompt, *group[i].token_ids])
             for prompt, group, i in zip(batch.ids, candidates, best, strict=True)
         ]
-        sequences = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self._pad_token_id())
+        sequences = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self._pad_token_id())
         if not return_scores and not return_all:
             return sequences
         return BestOfNResult(
@@ -128,6 +131,8 @@ class BestOfN:
 
     def _candidates(self, prompts: Prompts, seed: int, where: str) -> tuple[Rollout, np.ndarray]:
         """Return N completions per prompt and their rewards (B, N), at least one reward per prompt."""
+        from whet.nn.modules import stop_token_ids
+
         self.engine.sync(self.model)
         check_lengths(self.model, prompts.ids, self.config.max_new_tokens, where)
         self.engine = ensure_capacity(self.engine, self._make_engine, prompts.ids, self.config.max_new_tokens)

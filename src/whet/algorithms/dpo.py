@@ -17,7 +17,6 @@ from functools import cached_property, partial
 from typing import Any, cast
 
 import numpy as np
-from torch import Tensor
 
 from whet.algorithms.pairs import Pairs, add_reference, pair_loss, reference_sums, sum_logprobs, update_on_pairs
 from whet.config.settings import DPOConfig
@@ -26,8 +25,7 @@ from whet.data.rows import tokenize_preference
 from whet.data.token_ids import token_rows
 from whet.errors import WhetTypeError, WhetValueError, is_number
 from whet.training.prefetch import locate_error
-from whet.training.reference import ReferenceSums, TokenRow
-from whet.training.reference_cache import Sums
+from whet.training.reference_cache import ReferenceSums, Sums, TokenRow
 from whet.training.trainer import Trainer, training_step
 
 _REFERENCE = ("ref_chosen_logprobs", "ref_rejected_logprobs")
@@ -167,11 +165,11 @@ class DPO(Trainer):
         chosen, rejected = reference_sums(self, Pairs.from_rows(rows))
         return list(zip(chosen.tolist(), rejected.tolist(), strict=True))
 
-    def extra_tensors(self) -> dict[str, Tensor]:
+    def extra_tensors(self) -> dict[str, np.ndarray]:
         """Return the reference's sums of the rows seen, see ``ReferenceSums.tensors``."""
         return self._sums.tensors()
 
-    def load_extra_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_extra_tensors(self, tensors: Mapping[str, Any]) -> None:
         """Restore the result of ``extra_tensors``."""
         self._sums.load_tensors(tensors)
 

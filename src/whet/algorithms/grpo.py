@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
-import torch
 
 from whet.algorithms.online import OnlineTrainer
 from whet.config.fields import reject_ineffective
@@ -24,7 +23,6 @@ from whet.errors import WhetTypeError, WhetValueError
 from whet.losses.closed_form import Loss
 from whet.losses.grpo import Counts, masked_loss
 from whet.losses.terms import count_rows, importance_weights, logprob_difference
-from whet.nn.frozen import base_of
 from whet.ops import compute_batch_group_advantages
 from whet.rewards.functions import RewardFn, RewardFunctions
 from whet.rewards.metrics import group_std, reward_metrics
@@ -54,8 +52,8 @@ class GRPO(OnlineTrainer):
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        ref_model: torch.nn.Module | None = None,
+        model: Any,
+        ref_model: Any = None,
         reward_fn: RewardFn | None = None,
         *,
         kl_coef: float | None = None,
@@ -72,7 +70,7 @@ class GRPO(OnlineTrainer):
         self.rewards = reward_functions(self.config, reward_fn)
         self._in_progress: _Step | None = None
 
-    def complete_config(self, config: GRPOConfig, ref_model: torch.nn.Module | None) -> GRPOConfig:
+    def complete_config(self, config: GRPOConfig, ref_model: Any) -> GRPOConfig:
         """Return the config with ``beta`` resolved; its default depends on ref_model."""
         if config.beta is not None:
             return config
@@ -87,10 +85,9 @@ class GRPO(OnlineTrainer):
         """Return the correction of the config. "auto" also corrects on a quantised base, where only the sampler rounds
         inputs to 8 bits, and for completions sampled by an older policy.
         """
-        base = base_of(self.model)
         sampled = [] if rollout is None else rollout.completions
         is_older = any(completion.policy_version < self.engine.policy_version for completion in sampled)
-        if self.config.sampler_correction == "auto" and (is_older or (base is not None and base.is_quantised)):
+        if self.config.sampler_correction == "auto" and (is_older or self.policy.rounds_samples):
             return "token_truncate"
         return self.config.correction()
 

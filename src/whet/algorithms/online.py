@@ -10,17 +10,15 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from torch import nn
 
 from whet import _core
 from whet.config.settings import EngineName
 from whet.data.rows import tokenize_prompt
 from whet.engine import Engine
 from whet.errors import WhetTypeError
-from whet.nn.frozen import base_of
 from whet.rewards.functions import RewardFn, RewardFunctions
 from whet.rewards.metrics import mean_rewards
-from whet.rollout.choose import check_lengths, ensure_capacity, make_engine, reward_functions
+from whet.rollout.choose import check_lengths, ensure_capacity, make_engine, packed_base, reward_functions
 from whet.rollout.protocol import RolloutEngine
 from whet.rollout.rollout import Prompts, Rollout, as_prompt_row, read_prompts, sample, warn_if_truncated
 from whet.rollout.sharded_engine import ShardedEngine
@@ -50,8 +48,8 @@ class OnlineTrainer(Trainer):
 
     def __init__(
         self,
-        model: nn.Module,
-        ref_model: nn.Module | None = None,
+        model: Any,
+        ref_model: Any = None,
         *,
         engine: RolloutEngine | EngineName | None = None,
         **arguments: Any,
@@ -62,7 +60,7 @@ class OnlineTrainer(Trainer):
         config = self.config
         chosen = config.engine if engine is None else engine
         weights = config.rollout_weights
-        if weights == "auto" and self.policy.arithmetic == "bfloat16" and base_of(self.model) is None:
+        if weights == "auto" and self.policy.arithmetic == "bfloat16" and packed_base(model) is None:
             weights = "bf16"  # as in the policy's matmuls
         pool = {"workers": config.rollout_workers, "address": config.ray_address}
         make = partial(make_engine, chosen, model, weights, type(self).__name__, tokenizer=self.tokenizer, **pool)
@@ -148,7 +146,7 @@ class OnlineTrainer(Trainer):
         many bytes of the allocator's are returned to the system as the engine used last time; after it, all of the
         engine's, including weights that the next sync packs again.
         """
-        if self.policy.acceleration is not None:
+        if self.policy.packs_batches:
             with phase("generation"):
                 _core.release_freed_memory(self._sampler_bytes)
         with phase("sync"):

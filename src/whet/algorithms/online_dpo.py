@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from whet.algorithms.online import OnlineTrainer
 from whet.algorithms.pairs import Pairs, update_on_pairs
@@ -43,8 +42,8 @@ class OnlineDPO(OnlineTrainer):
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        ref_model: torch.nn.Module | None = None,
+        model: Any,
+        ref_model: Any = None,
         preference_fn: Callable[..., Any] | None = None,
         reward_fn: RewardFn | None = None,
         **arguments: Any,

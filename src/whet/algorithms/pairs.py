@@ -14,7 +14,7 @@ from whet.losses.closed_form import Loss
 from whet.losses.dpo import dpo_loss
 from whet.losses.terms import logprob_difference
 from whet.training.phases import phase
-from whet.training.reference import TokenRow
+from whet.training.reference_cache import TokenRow
 from whet.training.trainer import Trainer
 
 _GRADIENTS = ("chosen_logprobs", "rejected_logprobs")

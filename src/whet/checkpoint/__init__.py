@@ -1,4 +1,7 @@
-"""Checkpoints: folders of safetensors and JSON (``folder``), and descriptions of module trees (``modules``)."""
+"""Checkpoints: folders of safetensors and JSON.
+
+``whet.checkpoint.modules`` describes trees of torch modules.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,11 @@ from whet.checkpoint.folder import (
     save_checkpoint,
     step_folder,
 )
-from whet.checkpoint.modules import build_module, describe_module, load_module_tensors, module_tensors
 
 __all__ = [
-    "build_module",
     "capture_rng",
-    "describe_module",
     "latest_checkpoint",
     "load_checkpoint",
-    "load_module_tensors",
-    "module_tensors",
     "prune_checkpoints",
     "restore_rng",
     "save_checkpoint",

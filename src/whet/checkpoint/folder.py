@@ -5,20 +5,21 @@ with the size and SHA-256 of each. It is written to a temporary folder next to i
 renamed, so that a process killed at any moment leaves a checkpoint that loads. Nothing is pickled, so an untrusted
 checkpoint cannot run code.
 
-Independent of what a trainer saves, and when. ``whet.checkpoint.modules`` rebuilds modules.
+Independent of what a trainer saves, and when. ``whet.checkpoint.modules`` rebuilds modules. Torch is imported only for
+tensors and generators of torch.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import functools
 import hashlib
 import json
 import os
 import random
 import re
 import shutil
+import sys
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,18 +28,9 @@ from typing import Any
 
 import numpy as np
 
-from whet.errors import CheckpointError, MissingExtraError, WhetTypeError, WhetValueError
-
-try:
-    import torch
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file, save
-    from torch import Tensor
-except ImportError as error:
-    raise MissingExtraError("whet.checkpoint", error.name or "torch", "train") from error
-
 from whet.checkpoint.jsonable import decode, encode
-from whet.checkpoint.modules import same_memory_key
+from whet.checkpoint.tensors import StoredTensor, lay_out, read_tensors, same_memory_key, store_tensor
+from whet.errors import CheckpointError, WhetValueError
 from whet.files import (
     disk_full_errors,
     fingerprint,
@@ -65,7 +57,7 @@ _STEP_NAME = re.compile(r"(?P<hidden>\.)?(?P<name>step-(?P<step>\d{6,}))(?(hidde
 
 
 def save_checkpoint(
-    path: str | os.PathLike[str], tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
+    path: str | os.PathLike[str], tensors: Mapping[str, Mapping[str, Any]], state: Mapping[str, Any]
 ) -> None:
     """Write a checkpoint at ``path``, replacing an existing one.
 
@@ -77,9 +69,9 @@ def save_checkpoint(
     Args:
         path: the checkpoint's folder; its parents are created. If several processes save to it at once, the last to
             finish wins.
-        tensors: groups of named tensors, on any device; each group becomes ``GROUP.safetensors``. A tensor with
-            several names, in any groups, is stored once and stays shared when loaded. Other overlapping views are
-            stored as separate tensors.
+        tensors: groups of named tensors, of torch on any device or of NumPy; each group becomes ``GROUP.safetensors``.
+            A tensor with several names, in any groups, is stored once and stays shared when loaded. Other overlapping
+            views are stored as separate tensors.
         state: plain values that ``whet.checkpoint.jsonable.encode`` accepts, NaN and infinities included.
 
     Raises:
@@ -92,7 +84,7 @@ def save_checkpoint(
     _check_replaceable(path)
     stored, aliases = _deduplicate(tensors)
     state_text = json.dumps(encode(dict(state), "save_checkpoint: state"), allow_nan=False)
-    size_bytes = sum(tensor.nbytes for members in stored.values() for tensor in members.values()) + len(state_text)
+    size_bytes = sum(tensor.data.nbytes for members in stored.values() for tensor in members.values()) + len(state_text)
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with (
@@ -108,9 +100,9 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: str | os.PathLike[str], groups: Collection[str] | None = None
-) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """Return the (tensors, state) that ``save_checkpoint`` was given, with tensors on the CPU.
+    path: str | os.PathLike[str], groups: Collection[str] | None = None, *, as_arrays: bool = False
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Return the (tensors, state) that ``save_checkpoint`` was given, with tensors of torch on the CPU.
 
     Every size and hash is verified first. Hashes detect damage, not malice: an attacker can write a checkpoint that
     verifies, but none that runs code.
@@ -118,6 +110,7 @@ def load_checkpoint(
     Args:
         path: the checkpoint's folder.
         groups: tensor groups to load, with the groups that they share tensors with. None: all.
+        as_arrays: return NumPy arrays, without importing torch.
 
     Raises:
         CheckpointError: there is no checkpoint at ``path``, or a file of it is missing, truncated, altered, unexpected
@@ -125,18 +118,13 @@ def load_checkpoint(
     """
     folder = _resolve(Path(path))
     manifest = _verified_manifest(folder)
-    tensors: dict[str, dict[str, Tensor]] = {}
+    tensors: dict[str, dict[str, Any]] = {}
     if groups is not None:
         shared = {source for group in groups for source, _ in manifest["aliases"].get(group, {}).values()}
         groups = {*groups, *shared}
     for name in manifest["files"]:
         if name.endswith(".safetensors") and (groups is None or name.removesuffix(".safetensors") in groups):
-            try:
-                # load_file maps the file, which may change: copy.
-                loaded = {key: tensor.clone() for key, tensor in load_file(folder / name).items()}
-            except (SafetensorError, OSError, ValueError) as error:
-                raise CheckpointError(f"load_checkpoint: {folder / name} cannot be read: {error}.") from error
-            tensors[name.removesuffix(".safetensors")] = loaded
+            tensors[name.removesuffix(".safetensors")] = read_tensors(folder / name, as_arrays)
     try:
         for group, members in manifest["aliases"].items():
             for name, (source_group, source) in members.items() if groups is None or group in groups else ():
@@ -296,13 +284,12 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _deduplicate(
-    tensors: Mapping[str, Mapping[str, Tensor]],
-) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, list[str]]]]:
-    """Return CPU tensors that share no memory, and ``aliases[group][name]``: where a shared tensor is stored."""
-    stored: dict[str, dict[str, Tensor]] = {}
+    tensors: Mapping[str, Mapping[str, Any]],
+) -> tuple[dict[str, dict[str, StoredTensor]], dict[str, dict[str, list[str]]]]:
+    """Return the bytes of each tensor once, and ``aliases[group][name]``: where a shared tensor is stored."""
+    stored: dict[str, dict[str, StoredTensor]] = {}
     aliases: dict[str, dict[str, list[str]]] = {}
     first: dict[tuple, list[str]] = {}
-    storages: set[int] = set()
     for group, members in tensors.items():
         if not re.fullmatch(_GROUP, group):
             raise WhetValueError(
@@ -310,32 +297,19 @@ def _deduplicate(
             )
         stored[group] = {}
         for name, tensor in members.items():
-            _check_storable(tensor, f"{group}[{name!r}]")
+            plain = store_tensor(tensor, f"{group}[{name!r}]")
             key = same_memory_key(tensor)
-            if tensor.numel() and key in first:
+            if plain.data.size and key in first:
                 aliases.setdefault(group, {})[name] = first[key]
                 continue
             first[key] = [group, name]
-            plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-            if plain.untyped_storage().data_ptr() in storages:
-                plain = plain.clone()
-            storages.add(plain.untyped_storage().data_ptr())
             stored[group][name] = plain
     return stored, aliases
 
 
-def _check_storable(tensor: Any, where: str) -> None:
-    if not isinstance(tensor, Tensor):
-        what = type(tensor).__name__
-        raise WhetTypeError(f"save_checkpoint: {where} is a {what}, expected a torch.Tensor.")
-    if tensor.layout != torch.strided or tensor.device.type == "meta":
-        what = f"{tensor.layout} on {tensor.device}"
-        raise WhetTypeError(f"save_checkpoint: {where} is {what}, expected a dense tensor with data.")
-
-
-def _write_tensors(folder: Path, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Any]]:
+def _write_tensors(folder: Path, groups: Mapping[str, Mapping[str, StoredTensor]]) -> dict[str, dict[str, Any]]:
     """Write one file per group in parallel, and return file name -> fingerprint."""
-    layouts = {group: _layout(group, members) for group, members in groups.items()}
+    layouts = {group: lay_out(members) for group, members in groups.items()}
     require_address_space(_THREAD_BYTES * len(layouts))
     with ThreadPoolExecutor() as pool:  # writing and hashing release the GIL
         files = {
@@ -343,35 +317,6 @@ def _write_tensors(folder: Path, groups: Mapping[str, Mapping[str, Tensor]]) -> 
             for group, chunks in layouts.items()
         }
         return {name: written.result() for name, written in sorted(files.items())}
-
-
-def _layout(group: str, tensors: Mapping[str, Tensor]) -> list[Any]:
-    """Return the bytes of a safetensors file: header, then the tensors, widest dtype first, so that each is aligned.
-
-    The library's ``save_file`` is not used because the digest is computed while writing: reading a checkpoint again to
-    hash it costs as much as writing it.
-    """
-    header: dict[str, Any] = {}
-    chunks: list[Any] = []
-    end = 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
-        start, end = end, end + tensor.nbytes
-        dtype = _safetensors_dtype(tensor.dtype, f"{group}.safetensors")
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
-        chunks.append(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return [len(text).to_bytes(8, "little") + text, *chunks]
-
-
-@functools.cache
-def _safetensors_dtype(dtype: torch.dtype, file: str) -> str:
-    try:
-        empty = save({"x": torch.empty(0, dtype=dtype)})
-    except KeyError as error:
-        what = f"{file} cannot hold {dtype}: safetensors has no such dtype"
-        raise WhetTypeError(f"save_checkpoint: {what}. Convert the tensor.") from error
-    return json.loads(empty[8 : 8 + int.from_bytes(empty[:8], "little")])["x"]["dtype"]
 
 
 def _write_text(file: Path, text: str) -> dict[str, Any]:
@@ -390,22 +335,26 @@ def _digest(content: Any) -> str:
 
 
 def capture_rng() -> dict[str, Any]:
-    """Return the states of the global generators of Python, NumPy and torch (CPU, and each CUDA device) as JSON types.
+    """Return the states of the global generators as JSON types: of Python, NumPy and, if it is imported, torch (CPU and
+    each CUDA device).
 
     Generators created explicitly (``np.random.default_rng``) are not included.
     """
     version, internal, gauss = random.getstate()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {
+    state = {
         "python": [version, _pack(np.array(internal, np.uint32)), gauss],
         "numpy": _pack_arrays(np.random.get_state(legacy=False)),  # noqa: NPY002
-        "torch": _pack(torch.get_rng_state().numpy()),
-        "cuda": [_pack(state.numpy()) for state in cuda],
     }
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        state |= {"torch": _pack(torch.get_rng_state().numpy()), "cuda": [_pack(each.numpy()) for each in cuda]}
+    return state
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Set every generator to the state that ``capture_rng`` saved. Missing devices are ignored.
+    """Set every generator to the state that ``capture_rng`` saved. Missing devices are ignored, and so is torch's state
+    if torch is not imported: nothing has drawn from it.
 
     Raises:
         CheckpointError: ``state`` is not a result of ``capture_rng``.
@@ -414,14 +363,16 @@ def restore_rng(state: Mapping[str, Any]) -> None:
         version, internal, gauss = state["python"]
         python_state = (version, tuple(_unpack(internal).tolist()), gauss)
         numpy_state = _unpack_arrays(state["numpy"])
-        torch_state = torch.from_numpy(_unpack(state["torch"]))
-        cuda_states = [torch.from_numpy(_unpack(s)) for s in state["cuda"]]
+        torch_states = [_unpack(packed) for packed in (state["torch"], *state["cuda"])] if "torch" in state else []
         random.setstate(python_state)
         np.random.set_state(numpy_state)  # noqa: NPY002
-        torch.set_rng_state(torch_state)
-        if torch.cuda.is_available():
-            for device, device_state in enumerate(cuda_states[: torch.cuda.device_count()]):
-                torch.cuda.set_rng_state(device_state, device)
+        torch: Any = sys.modules.get("torch")
+        if torch is not None and torch_states:
+            torch_state, *cuda_states = map(torch.from_numpy, torch_states)
+            torch.set_rng_state(torch_state)
+            if torch.cuda.is_available():
+                for device, device_state in enumerate(cuda_states[: torch.cuda.device_count()]):
+                    torch.cuda.set_rng_state(device_state, device)
     except (KeyError, ValueError, TypeError, RuntimeError, AttributeError) as error:
         raise CheckpointError(f"restore_rng: the random state cannot be restored: {error!r}.") from error
 

@@ -7,13 +7,16 @@ JSON lacks NaN, infinities, tuples, dict keys other than strings, and torch dtyp
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from whet.errors import CheckpointError, WhetTypeError
+
+if TYPE_CHECKING:
+    import torch
 
 TAG = "$"
 """A dict with this key is an encoded value of another type: ``{"$": "tuple", "value": [1, 2]}``."""
@@ -33,14 +36,14 @@ def encode(value: Any, where: str, special: Callable[[Any, str], Any] | None = N
     Raises:
         WhetTypeError: a value has another type, and ``special`` is not given.
     """
-    kind = type(value)
+    kind, torch = type(value), sys.modules.get("torch")
     if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
         return value
     if kind is float:
         return {TAG: "float", "value": repr(value)}
     if kind is list:
         return [encode(item, f"{where}[{i}]", special) for i, item in enumerate(value)]
-    if kind in (tuple, torch.Size):
+    if kind is tuple or (torch is not None and kind is torch.Size):
         name = "tuple" if kind is tuple else "size"
         return {TAG: name, "value": [encode(item, f"{where}[{i}]", special) for i, item in enumerate(value)]}
     if kind is dict and TAG not in value and all(type(key) is str for key in value):
@@ -48,9 +51,9 @@ def encode(value: Any, where: str, special: Callable[[Any, str], Any] | None = N
     if kind is dict:
         pairs = [[encode(k, where, special), encode(v, f"{where}[{k!r}]", special)] for k, v in value.items()]
         return {TAG: "dict", "value": pairs}
-    if kind is torch.dtype:
+    if torch is not None and kind is torch.dtype:
         return {TAG: "dtype", "value": str(value).removeprefix("torch.")}
-    if kind is torch.device:
+    if torch is not None and kind is torch.device:
         return {TAG: "device", "value": str(value)}
     if isinstance(value, np.generic) and type(value.item()) in (bool, int, float, str):
         return encode(value.item(), where)
@@ -80,12 +83,16 @@ def decode(value: Any, special: Callable[[str, Any], Any] | None = None) -> Any:
     if tag == "tuple":
         return tuple(decode(item, special) for item in content)
     if tag == "size":
+        import torch
+
         return torch.Size(content)
     if tag == "dict":
         return {decode(k, special): decode(v, special) for k, v in content}
     if tag == "dtype":
         return dtype_named(content)
     if tag == "device":
+        import torch
+
         return torch.device(content)
     if special is not None:
         return special(tag, content)
@@ -98,6 +105,8 @@ def dtype_named(name: str) -> torch.dtype:
     Raises:
         CheckpointError: torch has no such dtype.
     """
+    import torch
+
     dtype = vars(torch).get(name)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"decode: {name!r} is not a dtype of torch.")

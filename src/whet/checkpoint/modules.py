@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from whet.checkpoint.jsonable import TAG, decode, dtype_named, encode
+from whet.checkpoint.tensors import same_memory_key
 from whet.errors import CheckpointError
 
 
@@ -218,12 +219,6 @@ def _tensor_form(tensor: Tensor) -> dict[str, Any]:
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "requires_grad": tensor.requires_grad,
     }
-
-
-def same_memory_key(tensor: Tensor) -> tuple:
-    """Return a key that is equal for two non-empty tensors exactly if they are the same view of the same memory."""
-    view = tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
-    return tensor.device, *view, tensor.is_conj(), tensor.is_neg()
 
 
 def _is_torch_function(value: Any) -> bool:

@@ -15,19 +15,22 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from whet.data.encoder import FIELDS
 from whet.data.messages import drop_nulls, is_messages
 from whet.data.rows import epoch_order
 from whet.errors import WhetTypeError, WhetValueError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.data import DataLoader
 
 AsRow = Callable[[Any], Mapping[str, Any]]
 Passes = Callable[[int, int], Iterable[Any]]
@@ -269,7 +272,7 @@ def as_row(item: Any, fields: tuple[str, ...], where: str) -> Mapping[str, Any]:
 def is_sequence(dataset: Any) -> bool:
     """Whether a dataset has random access, as a list, a tensor or torch's map-style Dataset has."""
     indexed = hasattr(dataset, "__getitem__") and _length(dataset) is not None
-    return indexed and not isinstance(dataset, (str, bytes, Mapping, IterableDataset))
+    return indexed and not isinstance(dataset, (str, bytes, Mapping, *_torch_data("IterableDataset")))
 
 
 def check_row_counts(where: str, names: Sequence[str], columns: Sequence[Sequence[Any]]) -> None:
@@ -278,6 +281,12 @@ def check_row_counts(where: str, names: Sequence[str], columns: Sequence[Sequenc
     if len(set(counts)) > 1 or counts[0] == 0:
         found = ", ".join(f"{name} {count}" for name, count in zip(names, counts, strict=True))
         raise WhetValueError(f"{where}: rows of the batch: {found}. Pass equal numbers, at least one.")
+
+
+def _torch_data(name: str) -> tuple[type, ...]:
+    """Return a class of ``torch.utils.data`` for ``isinstance``; without torch there are no such objects."""
+    module = sys.modules.get("torch.utils.data")
+    return () if module is None else (getattr(module, name),)
 
 
 # --- kinds of items ------------------------------------------------------------------------------------
@@ -402,7 +411,7 @@ def _batch_items(dataset: Any, passes: Callable[[int], Iterable[Any]], batch_siz
     """Return the items per batch if the dataset has a length: 1 for ready batches."""
     if _length(dataset) is None:
         return batch_size
-    if isinstance(dataset, DataLoader) and dataset.batch_sampler is not None:
+    if isinstance(dataset, _torch_data("DataLoader")) and dataset.batch_sampler is not None:
         return 1
     return 1 if any(is_batch(item, fields) for item in itertools.islice(passes(0), 1)) else batch_size
 
@@ -439,8 +448,10 @@ def _with_places(
 
 def _passes(dataset: Any, seed: int) -> Callable[[int], Iterable[Any]]:
     """Return a function from epoch to a pass over an iterable; (seed, epoch) determine a random order."""
-    if not isinstance(dataset, DataLoader):
+    if not isinstance(dataset, _torch_data("DataLoader")):
         return lambda epoch: _at_epoch(dataset, epoch, dataset)
+    import torch
+
     generator = torch.Generator()
     loader = _copy_loader(dataset, generator)
     key = [int(seed) % 2**64, _generator_seed(dataset) % 2**64]
@@ -464,6 +475,8 @@ def _copy_loader(loader: DataLoader, generator: torch.Generator) -> DataLoader:
 
     In a resumed run, the state of the loader's or torch's generator differs.
     """
+    from torch.utils.data import default_collate
+
     keyed = copy.copy(loader)
     # DataLoader forbids assigning its sampler.
     vars(keyed).update(
@@ -499,5 +512,7 @@ def _generator_seed(loader: DataLoader) -> int:
 
 def _stack_tensors(items: list[Any]) -> Any:
     """Collate tensors and tuples of tensors as torch does; return rows as is, whose lists torch would transpose."""
+    from torch.utils.data import default_collate
+
     members = [member for item in items for member in (item if isinstance(item, tuple) else (item,))]
     return default_collate(items) if all(hasattr(member, "ndim") for member in members) else items

@@ -23,10 +23,12 @@ from whet import _core
 from whet.config.settings import ComputeDtype
 from whet.errors import WhetTypeError, WhetValueError, check_choice, check_temperature
 from whet.learner.batch import Logprobs, check_rows, pack_batch
-from whet.models.adapter_files import write_peft
-from whet.models.lora import choose_adapted, core_matrix
+from whet.models.adapter_files import read_peft, write_peft
+from whet.models.architecture import ModelConfig
+from whet.models.base_record import check_record, read_binding, write_record
+from whet.models.lora import choose_adapted, core_matrix, read_adapted
 from whet.models.packed_base import PackedBase, pack_base
-from whet.models.slots import LoRA, ModelSource, WeightLocation, keep_order
+from whet.models.slots import LoRA, ModelSource, WeightLocation
 from whet.models.sources.gguf_container import GGUFFile
 from whet.models.sources.pretrained import open_pretrained
 
@@ -43,13 +45,18 @@ class TrainedAdapter:
         grad_b: (r, n) float32, as grad_a.
     """
 
-    def __init__(self, location: WeightLocation, rank: int, alpha: float, rng: np.random.Generator) -> None:
+    def __init__(
+        self, location: WeightLocation, rank: int, alpha: float, rng: np.random.Generator, config: ModelConfig
+    ) -> None:
         n, k = location.shape
         self.name, self.location, self.alpha = location.names[0], location, float(alpha)
         bound = 1 / math.sqrt(k)  # as PEFT: Kaiming uniform with a = sqrt(5)
         self.a = rng.uniform(-bound, bound, (rank, k)).astype(np.float32)
         self.b = np.zeros((rank, n), np.float32)
         self.grad_a, self.grad_b = np.zeros_like(self.a), np.zeros_like(self.b)
+        self._outputs = np.arange(n)  # the module's output at each column of b
+        for first, outputs in location.module.row_order(config, np.arange(n)):
+            self._outputs[first : first + len(outputs)] = outputs
 
     @property
     def scaling(self) -> float:
@@ -60,6 +67,16 @@ class TrainedAdapter:
     def factors(self) -> tuple[np.ndarray, np.ndarray]:
         """A and B, which training updates in place; call ``Learner.update`` after other changes."""
         return self.a, self.b
+
+    def to_module(self, b: np.ndarray) -> np.ndarray:
+        """Return B, or a moment of it, (r, n), as the module's: (n, r), rows in the order of its outputs."""
+        rows = np.empty(b.shape[::-1], b.dtype)
+        rows[self._outputs] = b.T
+        return rows
+
+    def from_module(self, rows: np.ndarray) -> np.ndarray:
+        """Return the inverse of ``to_module``."""
+        return np.ascontiguousarray(rows[self._outputs].T)
 
     @property
     def gradients(self) -> tuple[np.ndarray, np.ndarray]:
@@ -76,8 +93,10 @@ class Learner:
 
     Args:
         model: a Hugging Face folder, a GGUF file, or a ``PackedBase`` to share with engines.
-        lora_rank: rank of every adapter.
+        adapter: a folder of adapters to train further, saved by PEFT or Whet; determines rank, alpha and layers.
+        lora_rank: rank of every adapter. Default: 16.
         lora_alpha: adapters are multiplied by lora_alpha / lora_rank. Default: lora_rank.
+        use_rslora: multiply by lora_alpha / sqrt(lora_rank) instead (Kalajdzievski 2023).
         lora_layers: modules with an adapter, as PEFT's ``target_modules``. Default: all linear layers except the head.
         weights: format of the packed weights, as for ``Engine``.
         compute: of products: "bfloat16" rounds weights and activations, sums are float32. "auto": bfloat16 if the
@@ -90,18 +109,24 @@ class Learner:
         base: the packed base.
         adapters: in a fixed order.
         compute: "float32" or "bfloat16".
+        moments: AdamW's first and second moment of each factor, in the order of ``adapters``; empty before its first
+            step.
+        n_updates: number of AdamW steps.
 
     Raises:
         WhetValueError: a model, format, layer or rank that does not fit, with the fix.
+        CheckpointError: the adapters are damaged, of another kind than LoRA, or of another model or base.
     """
 
     def __init__(
         self,
         model: str | os.PathLike[str] | GGUFFile | PackedBase,
         *,
-        lora_rank: int = 16,
+        adapter: str | os.PathLike[str] | None = None,
+        lora_rank: int | None = None,
         lora_alpha: float | None = None,
         lora_layers: Sequence[str] = (),
+        use_rslora: bool = False,
         weights: str | None = None,
         compute: ComputeDtype = "auto",
         max_position: int | None = None,
@@ -116,10 +141,30 @@ class Learner:
             source = model.source()
         else:
             source = open_pretrained(model, max_position=max_position)
-        adapted = choose_adapted(source, lora_rank, lora_layers, (), where)
-        for location, _ in adapted.factors:
+        if adapter is None:
+            rank = 16 if lora_rank is None else lora_rank
+            adapted = choose_adapted(source, rank, lora_layers, (), where)
+        else:
+            given = {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "lora_layers": lora_layers or None}
+            given |= {"use_rslora": use_rslora or None}
+            for name, value in given.items():
+                if value is not None:
+                    raise WhetValueError(
+                        f"{where}: {name} is {value!r}, but the adapter's folder determines it. Omit it."
+                    )
+            adapted = read_adapted(adapter, source, where)
+            if adapted.special or adapted.whole:
+                kind = adapted.special or f"modules_to_save ({adapted.whole[0].names[0]})"
+                raise WhetValueError(
+                    f"{where}: {adapter} has {kind}, and only LoRA learns natively. Train it with torch."
+                )
+        places = {location: i for i, location in enumerate(dict.fromkeys(source.targets.values()))}
+        factors = sorted(adapted.factors, key=lambda factor: places[factor[0]])
+        for location, _ in factors:
             _matrix_of(location, where)
         self.base = model if isinstance(model, PackedBase) else pack_base(source, weights=weights, where=where)
+        if adapter is not None and (record := read_binding(adapter, source, weights is not None, where)) is not None:
+            check_record(record, self.base, where, os.fspath(adapter))
         if compute == "auto":
             is_narrow = "bf16" in _core.isa() and self.base.summary != "float32"
             compute = "bfloat16" if is_narrow else "float32"
@@ -129,16 +174,28 @@ class Learner:
         except ValueError as error:
             raise WhetValueError(f"{where}: {error}. Train this model with torch.") from None
         rng = np.random.default_rng(seed)
-        alpha = lora_rank if lora_alpha is None else lora_alpha
-        self.adapters = tuple(TrainedAdapter(location, rank, alpha, rng) for location, rank in adapted.factors)
-        for adapter in self.adapters:
-            layer, target = _matrix_of(adapter.location, where)
-            rank, n = adapter.b.shape
-            self._core.add_adapter(layer=layer, target=target, first_row=adapter.location.first_row, n=n, rank=rank)
+        self.adapters = tuple(
+            TrainedAdapter(location, rank, _effective_alpha(rank, lora_alpha, use_rslora), rng, self.base.config)
+            for location, rank in factors
+        )
+        if adapter is not None:
+            self._load(adapter)
+        for each in self.adapters:
+            layer, target = _matrix_of(each.location, where)
+            rank, n = each.b.shape
+            self._core.add_adapter(layer=layer, target=target, first_row=each.location.first_row, n=n, rank=rank)
         self.update()
         self._scatter: tuple[np.ndarray, np.ndarray] | None = None  # row and step of each target of the last forward
-        self._moments: list[tuple[np.ndarray, np.ndarray]] = []
-        self._n_steps = 0
+        self.moments: list[tuple[np.ndarray, np.ndarray]] = []
+        self.n_updates = 0
+
+    def _load(self, folder: str | os.PathLike[str]) -> None:
+        """Load the values of saved adapters."""
+        saved = read_peft(folder)
+        for adapter in self.adapters:
+            a, b, scaling = next(saved[name] for name in adapter.location.names if name in saved)
+            adapter.alpha = scaling * len(a)
+            adapter.a[:], adapter.b[:] = a, adapter.from_module(b)
 
     def update(self) -> None:
         """Pack the factors for the next ``logprobs``."""
@@ -284,32 +341,44 @@ class Learner:
             raise WhetValueError(
                 "Learner.step: the gradients hold NaN or infinity. Call zero_grad() and check the loss."
             )
-        self._moments = self._moments or [
-            (np.zeros_like(p), np.zeros_like(p)) for adapter in self.adapters for p in adapter.factors
-        ]
-        self._n_steps += 1
         scale = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norm + 1e-6))
-        pairs = [pair for adapter in self.adapters for pair in zip(adapter.factors, adapter.gradients, strict=True)]
-        for (p, grad), (m, v) in zip(pairs, self._moments, strict=True):
-            _core.adamw(
-                p=p, grad=grad, m=m, v=v, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay,
-                t=self._n_steps, grad_scale=scale,
-            )  # fmt: skip
+        self.apply_gradients(lr, betas=betas, eps=eps, weight_decay=weight_decay, grad_scale=scale)
         self.zero_grad()
-        self.update()
         return norm
 
+    def allocate_moments(self) -> None:
+        """Allocate the moments of AdamW, unless they exist."""
+        self.moments = self.moments or [
+            (np.zeros_like(p), np.zeros_like(p)) for adapter in self.adapters for p in adapter.factors
+        ]
+
+    def apply_gradients(
+        self, lr: float, *, betas: tuple[float, float], eps: float, weight_decay: float, grad_scale: float
+    ) -> None:
+        """Update the adapters by AdamW from their gradients times ``grad_scale``, which are not changed."""
+        self.allocate_moments()
+        self.n_updates += 1
+        pairs = [pair for adapter in self.adapters for pair in zip(adapter.factors, adapter.gradients, strict=True)]
+        for (p, grad), (m, v) in zip(pairs, self.moments, strict=True):
+            _core.adamw(
+                p=p, grad=grad, m=m, v=v, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay,
+                t=self.n_updates, grad_scale=grad_scale,
+            )  # fmt: skip
+        self.update()
+
+    def factors(self) -> dict[str, tuple[np.ndarray, np.ndarray, float]]:
+        """Return A (r, k), B (n, r) and alpha by module, as in PEFT; A is the learner's own."""
+        return {each.name: (each.a, each.to_module(each.b), each.alpha) for each in self.adapters}
+
     def save_pretrained(self, folder: str | os.PathLike[str], base_model_name: str = "") -> None:
-        """Write the adapters as a PEFT folder."""
-        adapters = {}
-        for adapter in self.adapters:
-            b, order = adapter.b, adapter.location.module.row_order
-            if order is not keep_order:
-                b = np.empty_like(adapter.b)
-                for first, view in order(self.base.config, np.arange(b.shape[1])):
-                    b[:, view] = adapter.b[:, first : first + len(view)]
-            adapters[adapter.name] = adapter.a, b.T, adapter.alpha
-        write_peft(folder, adapters, base_model_name or self.base.path)
+        """Write the adapters as a PEFT folder, with the record of the base from which Whet packs the same base again.
+
+        Args:
+            folder: created if missing.
+            base_model_name: name or path of the base model for PEFT. Default: the path that it was read from.
+        """
+        write_peft(folder, self.factors(), base_model_name or self.base.path, "CAUSAL_LM")
+        write_record(folder, self.base.record())
 
     def _check_rows(
         self, prompts: list[list[int]], completions: list[list[int]], given: Sequence[Sequence[bool]] | None
@@ -339,6 +408,12 @@ class Learner:
         for row, flags in zip(mask, given or (), strict=False):
             row[: len(flags)] = flags
         return mask
+
+
+def _effective_alpha(rank: int, alpha: float | None, use_rslora: bool) -> float:
+    """Return alpha such that alpha / rank multiplies the adapter."""
+    alpha = rank if alpha is None else alpha
+    return alpha * math.sqrt(rank) if use_rslora else alpha
 
 
 def _matrix_of(location: WeightLocation, where: str) -> tuple[int, Any]:

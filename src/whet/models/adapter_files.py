@@ -153,17 +153,19 @@ def to_peft(path: str | os.PathLike[str], adapters: Mapping[str, MicroLoRA], bas
     write_peft(path, {name: (a.A, a.B.T, a.alpha) for name, a in adapters.items()}, base_model_name)
 
 
-def write_peft(
-    path: str | os.PathLike[str], adapters: Mapping[str, tuple[np.ndarray, np.ndarray, float]], base_model_name: str
-) -> None:
-    """Write adapters of any rank, see ``to_peft``: module name -> A (r, in), B (out, r), alpha."""
+Factors = Mapping[str, tuple[np.ndarray, np.ndarray, float]]
+"""Adapters of any rank: module name -> A (r, in), B (out, r), alpha."""
+
+
+def peft_config(adapters: Factors, base_model_name: str, task_type: str | None) -> dict[str, Any]:
+    """Return the contents of adapter_config.json."""
     settings = {name: (len(a), _plain_number(alpha)) for name, (a, _, alpha) in adapters.items()}
     rank, alpha = next(iter(settings.values()))
     # PEFT reads the names of its patterns as regular expressions.
     different = {re.escape(name): own for name, own in settings.items() if own != (rank, alpha)}
-    config = {
+    return {
         "peft_type": "LORA",
-        "task_type": None,
+        "task_type": task_type,
         "base_model_name_or_path": base_model_name,
         "inference_mode": True,
         "r": rank,
@@ -177,6 +179,12 @@ def write_peft(
         "rank_pattern": {name: own[0] for name, own in different.items()},
         "alpha_pattern": {name: own[1] for name, own in different.items()},
     }
+
+
+def write_peft(
+    path: str | os.PathLike[str], adapters: Factors, base_model_name: str, task_type: str | None = None
+) -> None:
+    """Write adapters of any rank, see ``to_peft``."""
     tensors = {}
     for module, (a, b, _) in adapters.items():
         tensors[f"{PEFT_PREFIX}{module}.lora_A.weight"] = np.ascontiguousarray(a)
@@ -184,6 +192,7 @@ def write_peft(
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     _write_tensors("to_peft", folder / "adapter_model.safetensors", tensors, {"format": "pt"})
+    config = peft_config(adapters, base_model_name, task_type)
     replace_bytes(folder / "adapter_config.json", (json.dumps(config, indent=2) + "\n").encode())
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from whet.errors import WhetValueError
+from whet.models.stop_tokens import choose_stop_ids
 from whet.signals import deferred_signals
 
 
@@ -51,29 +51,17 @@ def position_limit(model: nn.Module) -> int | None:
 
 
 def stop_token_ids(model: nn.Module, tokenizer: Any, chosen: Sequence[int] = ()) -> list[int]:
-    """Return the tokens that end a completion: ``chosen``, else the tokenizer's EOS if it differs, else the model's.
+    """Return the tokens that end a completion, see ``choose_stop_ids``.
 
     The model's EOS is its generation config's, else its config's. A plain module without a tokenizer has none.
 
     Raises:
-        WhetValueError: a stop token is outside the model's vocabulary, so that it is never drawn.
+        WhetValueError: a stop token is outside the model's vocabulary.
     """
     inner: Any = inner_module(model)
     config = getattr(inner, "generation_config", None) or getattr(inner, "config", None)
     model_eos = getattr(config, "eos_token_id", None)
     ids = [] if model_eos is None else [model_eos] if isinstance(model_eos, int) else list(model_eos)
-    tokenizer_eos = getattr(tokenizer, "eos_token_id", None)
-    name, fix = "the model's eos_token_id", "Set it in its generation_config, or pass stop_token_ids."
-    if chosen:
-        ids, name, fix = list(chosen), "stop_token_ids", "Pass tokens that it has."
-    elif tokenizer_eos is not None and tokenizer_eos not in ids:
-        ids, name, fix = [tokenizer_eos], "the tokenizer's eos_token_id", "Pass the model's own, or stop_token_ids."
     table: Any = inner.get_input_embeddings() if hasattr(inner, "get_input_embeddings") else None
     n_tokens = len(table.weight) if hasattr(table, "weight") else math.inf
-    for token in ids:
-        if not 0 <= token < n_tokens:
-            raise WhetValueError(
-                f"stop_token_ids: {name} is {token}, outside the model's vocabulary of {n_tokens} tokens: no "
-                f"completion would end with it. {fix}"
-            )
-    return ids
+    return choose_stop_ids(ids, n_tokens, tokenizer, chosen)

@@ -6,20 +6,16 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
-import torch
-from torch import nn
-
 from whet.config.fields import reject_ineffective
 from whet.config.settings import EngineName, RolloutConfig, RolloutWeights
 from whet.engine import Engine
 from whet.errors import WhetTypeError, WhetValueError
+from whet.learner import Learner
 from whet.models.families import short_position
 from whet.models.formats import PAGE_TOKENS
-from whet.nn.frozen import base_of
-from whet.nn.modules import inner_module, module_device
+from whet.models.packed_base import PackedBase
 from whet.rewards.functions import RewardFn, RewardFunctions
 from whet.rollout.protocol import RolloutEngine
-from whet.rollout.torch_engine import TorchEngine
 
 _WORKERS = 2
 """Default number of workers of a pool."""
@@ -27,7 +23,7 @@ _WORKERS = 2
 
 def make_engine(
     engine: RolloutEngine | EngineName,
-    model: nn.Module,
+    model: Any,
     weights: RolloutWeights = "auto",
     where: str = "make_engine",
     kv_bytes: int = 0,
@@ -41,7 +37,7 @@ def make_engine(
         engine: "native" (``whet.Engine``); "torch" (``TorchEngine``); "auto": native for a Hugging Face model on the
             CPU, else torch, with a warning if the native engine does not support the model; "ray" (``RayPool``); or an
             engine.
-        model: the model to sample from.
+        model: the model to sample from; a ``Learner`` is sampled natively.
         weights: format of the native engine's matrices; "auto": as in the model: packed, bfloat16, or else float32, so
             that samples are from the policy and not from a rounded copy (a trainer with bfloat16 matmuls passes "bf16":
             its policy is the rounded weights). If rotary frequencies depend on the length (longrope), sequences are
@@ -53,8 +49,8 @@ def make_engine(
         address: address of the pool's Ray cluster, see ``RayPool``.
 
     Raises:
-        WhetValueError: "native" for a model that the native engine does not support; kv_bytes with a given engine;
-            weights for a model on a packed base.
+        WhetValueError: "native" for a model that the native engine does not support; "torch" or "ray" for a learner;
+            kv_bytes with a given engine; weights for a model on a packed base.
         WhetTypeError: engine is neither an engine nor a name; "native" for a module that is not a Hugging Face model.
     """
     names = get_args(EngineName)
@@ -66,18 +62,26 @@ def make_engine(
         if kv_bytes:
             raise WhetValueError(f"{where}: kv_bytes is {kv_bytes} and has no effect: the engine already exists.")
         return engine
-    if weights != "auto" and base_of(model) is not None:
+    if weights != "auto" and packed_base(model) is not None:
         raise WhetValueError(
             f"{where}: rollout_weights is {weights!r}, but the model's base is already packed, also for sampling. "
             f"Leave it at 'auto', or pack the base in that format."
         )
-    if engine == "native":
+    if isinstance(model, Learner) and engine in ("torch", "ray"):
+        raise WhetValueError(
+            f"{where}: engine is {engine!r}, and a Learner is sampled by the native engine, which shares its weights. "
+            f"Omit it, or train modules of torch."
+        )
+    if engine == "native" or isinstance(model, Learner):
         return _native(model, weights, kv_bytes, tokenizer)
     if engine == "ray":
         from whet.rollout.ray_pool import RayPool
 
         options = _options(model, weights, kv_bytes, tokenizer)
         return RayPool(model, workers=workers or _WORKERS, address=address, **options)
+    from whet.nn.modules import module_device
+    from whet.rollout.torch_engine import TorchEngine
+
     if engine == "auto" and hasattr(model, "config") and module_device(model).type == "cpu":
         try:
             return _native(model, weights, kv_bytes, tokenizer)
@@ -92,21 +96,39 @@ def make_engine(
     return TorchEngine(model, tokenizer=tokenizer)
 
 
-def _options(model: nn.Module, weights: RolloutWeights, kv_bytes: int, tokenizer: Any) -> dict[str, Any]:
+def packed_base(model: Any) -> PackedBase | None:
+    """Return the packed base of a learner, or of a model's frozen modules; None: its matrices are floats."""
+    if isinstance(model, Learner):
+        return model.base
+    from whet.nn.frozen import base_of
+
+    return base_of(model)
+
+
+def _short_position(model: Any) -> int | None:
+    """Return the position from which the rotary frequencies of a module change; None: they do not."""
+    if isinstance(model, Learner):
+        return None  # its base is packed for one range of positions
+    from whet.nn.modules import inner_module
+
+    return short_position(getattr(inner_module(model), "config", None))
+
+
+def _options(model: Any, weights: RolloutWeights, kv_bytes: int, tokenizer: Any) -> dict[str, Any]:
     """Return the options of a native engine."""
-    max_position = short_position(getattr(inner_module(model), "config", None))
-    options: dict[str, Any] = {"max_position": max_position, "tokenizer": tokenizer}
+    options: dict[str, Any] = {"max_position": _short_position(model), "tokenizer": tokenizer}
     options |= {"kv_bytes": kv_bytes} if kv_bytes else {}
-    if base_of(model) is not None:
+    if packed_base(model) is not None:
         return options
     if weights == "auto":
-        weights = "bf16" if next(model.parameters()).dtype == torch.bfloat16 else "float32"
+        is_bfloat16 = str(next(model.parameters()).dtype) == "torch.bfloat16"
+        weights = "bf16" if is_bfloat16 else "float32"
     return options | {"weights": weights}
 
 
-def _native(model: nn.Module, weights: RolloutWeights, kv_bytes: int, tokenizer: Any) -> Engine:
+def _native(model: Any, weights: RolloutWeights, kv_bytes: int, tokenizer: Any) -> Engine:
     options = _options(model, weights, kv_bytes, tokenizer)
-    if base_of(model) is not None:
+    if packed_base(model) is not None:
         return Engine.from_model(model, **options)
     try:
         return Engine.from_model(model, **options)
@@ -140,7 +162,7 @@ def ensure_capacity(
     return larger
 
 
-def check_lengths(model: nn.Module, prompt_ids: Sequence[Sequence[int]], max_new_tokens: int, where: str) -> None:
+def check_lengths(model: Any, prompt_ids: Sequence[Sequence[int]], max_new_tokens: int, where: str) -> None:
     """Raise if completions may exceed the length at which the model's rotary frequencies change (longrope).
 
     Such a completion is sampled with the short factors first and the long factors later, but scored with the long
@@ -150,7 +172,7 @@ def check_lengths(model: nn.Module, prompt_ids: Sequence[Sequence[int]], max_new
     Raises:
         WhetValueError: names the first such prompt.
     """
-    limit = short_position(getattr(inner_module(model), "config", None))
+    limit = _short_position(model)
     if limit is None or all(len(prompt) > limit for prompt in prompt_ids):
         return
     for i, prompt in enumerate(prompt_ids):

@@ -14,7 +14,6 @@ from numbers import Integral
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
 
 from whet.config.sampling import Completion, SamplingParams
 from whet.data.batches import as_rows
@@ -75,8 +74,12 @@ def as_prompt_row(item: Any) -> Mapping[str, Any]:
 
 
 def decode_for_reward(token_ids: Sequence[int], tokenizer: Any) -> Any:
-    """Decode token ids for reward functions: text, or without a tokenizer a 1-D tensor."""
+    """Decode token ids for reward functions: text, or without a tokenizer a 1-D tensor (without torch, an array)."""
     if tokenizer is None:
+        try:
+            import torch
+        except ImportError:
+            return np.array(token_ids, np.int64)
         return torch.tensor(token_ids, dtype=torch.int64)
     return tokenizer.decode(token_ids, skip_special_tokens=True)
 
@@ -90,7 +93,7 @@ def decode_completion(completion: Completion, replies: Replies | None) -> Any:
 
 def to_json_value(decoded: Any) -> Any:
     """Convert the result of ``decode_for_reward`` to a JSON value."""
-    return decoded.tolist() if isinstance(decoded, torch.Tensor) else decoded
+    return decoded.tolist() if hasattr(decoded, "tolist") else decoded
 
 
 @dataclass

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from whet.engine import Engine
-from whet.errors import WhetError, WhetValueError
+from whet.errors import WhetValueError
 from whet.models import tokenizers
 from whet.models.base_record import check_formats, pack_recorded, read_binding
 from whet.models.formats import PAGE_TOKENS, choose_formats, kv_format
 from whet.models.sizes import page_bytes
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
-from whet.models.sources.mapped import map_file, parse_json
 from whet.models.sources.pretrained import open_pretrained
+from whet.models.stop_tokens import read_stop_ids
 
 _KV_BYTES = 1 << 30
 """KV cache of an engine, unless a single sequence needs more."""
@@ -119,22 +119,15 @@ def find_stop_ids(model: str, tokenizer: Any, vocab_size: int, where: str) -> li
     Raises:
         WhetValueError: a stop token is outside the model's vocabulary.
     """
-    found = set(getattr(tokenizer, "stop_token_ids", [tokenizer.eos_token_id]))
-    for name in ("generation_config.json", "config.json"):
-        path = Path(model) / name
-        if path.is_file():
-            try:
-                eos = parse_json(map_file(path, model).tobytes(), name).get("eos_token_id")
-            except WhetError:
-                continue  # optional; the engine has read the required config.json
-            found.update(eos if isinstance(eos, list) else [eos])
-            break
+    found = {*getattr(tokenizer, "stop_token_ids", [tokenizer.eos_token_id])}
+    if Path(model).is_dir():
+        found.update(read_stop_ids(model))
     stops = sorted(i for i in found if isinstance(i, int))
     for token in stops:
         if not 0 <= token < vocab_size:
             raise WhetValueError(
-                f"{where}: EOS is token {token} in the tokenizer or {name}, outside the model's vocabulary of "
-                f"{vocab_size} tokens. Pass the model's own --tokenizer, or fix {name}."
+                f"{where}: EOS is token {token} in the tokenizer or generation_config.json, outside the model's "
+                f"vocabulary of {vocab_size} tokens. Pass the model's own --tokenizer, or fix generation_config.json."
             )
     return stops
 

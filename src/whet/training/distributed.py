@@ -139,8 +139,8 @@ class Ranks:
                         f"settings, data and checkpoint."
                     )
 
-    def all_reduce(self, tensors: Sequence[Tensor], dtype: Any) -> None:
-        """Replace each contiguous tensor by its sum over the ranks, all-reduced in ``dtype``; None: its own dtype.
+    def all_reduce(self, tensors: Sequence[Tensor], in_bfloat16: bool = False) -> None:
+        """Replace each contiguous tensor by its sum over the ranks, all-reduced in its own dtype or in bfloat16.
 
         Every rank gets the same bits.
         """
@@ -150,7 +150,7 @@ class Ranks:
         import torch.distributed as dist
 
         def reduce(pieces: list[Tensor]) -> None:
-            wire_dtype = dtype or pieces[0].dtype
+            wire_dtype = torch.bfloat16 if in_bfloat16 else pieces[0].dtype
             with _report_lost_ranks():
                 if len(pieces) == 1 and pieces[0].dtype == wire_dtype:
                     dist.all_reduce(pieces[0], group=self._group)

@@ -7,11 +7,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
-
 from whet.config.settings import TrainerConfig
 from whet.errors import WhetValueError
-from whet.nn.modules import position_limit
 
 
 class FittedRows(NamedTuple):
@@ -30,7 +27,7 @@ class LengthLimit:
     """Maximum number of tokens per row.
 
     Args:
-        model: its last position is the limit if ``max_length`` is 0.
+        positions: the model's positions, the limit if ``max_length`` is 0; None: unlimited.
         config: settings, with ``max_length`` and ``truncation`` for some algorithms; else longer rows are errors.
         where: the algorithm's name, for errors.
 
@@ -41,8 +38,8 @@ class LengthLimit:
         WhetValueError: ``max_length`` exceeds the model's last position.
     """
 
-    def __init__(self, model: nn.Module, config: TrainerConfig, where: str) -> None:
-        max_length, positions = getattr(config, "max_length", 0), position_limit(model)
+    def __init__(self, positions: int | None, config: TrainerConfig, where: str) -> None:
+        max_length = getattr(config, "max_length", 0)
         if positions is not None and max_length > positions:
             raise WhetValueError(f"{where}: max_length is {max_length}, and the model's last position is {positions}.")
         self.n_tokens = max_length or positions or math.inf

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from whet.data.batches import Place, Rewindable, batch_stream, batches_in_order, is_batch, is_sequence
 from whet.errors import WhetTypeError, WhetValueError, check_integer
 from whet.training.prefetch import Prefetcher, check_forms, is_in_memory, locate_error
-from whet.training.reduction import checksum
 from whet.training.state import Snapshot
 
 if TYPE_CHECKING:
@@ -121,7 +120,7 @@ def run_steps(trainer: Trainer, dataset: Any, steps: int | None, n_epochs: int |
     if trainer.ranks.size > 1:
         facts = {**dataclasses.asdict(trainer.config), "step": trainer.step}
         facts |= {"position": (trainer.epoch, trainer.position), "last step": last_step}
-        facts["the sum of the weights"] = checksum([p.detach() for p in trainer.model.parameters()])
+        facts["the sum of the weights"] = trainer.policy.checksum()
         trainer.ranks.check_same("train", facts)
     trainer.should_stop = False
     for logger in trainer.loggers:

@@ -43,47 +43,50 @@ class ExactSum:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[Tensor, Tensor] = {}
-        self._added: set[Tensor] = set()
+        self._buffers: dict[int, Tensor] = {}
+        self._added: set[int] = set()
 
     def begin(self) -> None:
         """Begin an update with zero gradients."""
         self._added.clear()
 
-    def add(self, parameters: Sequence[Tensor]) -> None:
-        """Add the gradients of the parameters, and set them to None."""
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add the gradient of each parameter, unless None."""
         # In float64, x + c - c with c = 1.5 * 2**52 quanta rounds x to whole quanta, ties to even.
         shift = 1.5 * 2.0**52 * _EXACT_QUANTUM
-        for p in parameters:
-            if p.grad is None:
+        for i, gradient in enumerate(gradients):
+            if gradient is None:
                 continue
-            is_first = p not in self._added
-            for gradient, part in zip(p.grad.reshape(-1).split(1 << 18), self._buffer(p).split(1 << 18), strict=True):
-                rounded = gradient.double().add_(shift).sub_(shift)
+            is_first = i not in self._added
+            buffer = self._buffer(i, gradient)
+            for values, part in zip(gradient.reshape(-1).split(1 << 18), buffer.split(1 << 18), strict=True):
+                rounded = values.double().add_(shift).sub_(shift)
                 if is_first:
                     part.copy_(rounded)
                 else:
                     part += rounded
-            p.grad = None
-            self._added.add(p)
+            self._added.add(i)
 
-    def has(self, parameter: Tensor) -> bool:
-        """Whether a gradient of ``parameter`` was added."""
-        return parameter in self._added
+    def has(self, index: int) -> bool:
+        """Whether a gradient of the parameter at ``index`` was added."""
+        return index in self._added
 
-    def finish(self, parameters: Sequence[Tensor], ranks: Ranks) -> None:
-        """Set the gradients of the parameters to the sums over all ranks."""
-        sums = [self._buffer(p) if p in self._added else self._buffer(p).zero_() for p in parameters]
-        ranks.all_reduce(sums, None)
-        for p, total in zip(parameters, sums, strict=True):
-            p.grad = total.to(p.dtype).view_as(p)
+    def finish(self, gradients: Sequence[Tensor | None], ranks: Ranks) -> None:
+        """Overwrite the gradients, unless None, with the sums over all ranks."""
+        kept = {i: gradient for i, gradient in enumerate(gradients) if gradient is not None}
+        sums = {i: self._buffer(i, gradient) for i, gradient in kept.items()}
+        for i in sums.keys() - self._added:
+            sums[i].zero_()
+        ranks.all_reduce(list(sums.values()))
+        for i, gradient in kept.items():
+            gradient.copy_(sums[i].view_as(gradient))
 
-    def _buffer(self, parameter: Tensor) -> Tensor:
+    def _buffer(self, index: int, gradient: Tensor) -> Tensor:
         import torch
 
-        if parameter not in self._buffers:
-            self._buffers[parameter] = torch.empty(parameter.numel(), dtype=torch.float64, device=parameter.device)
-        return self._buffers[parameter]
+        if index not in self._buffers:
+            self._buffers[index] = torch.empty(gradient.numel(), dtype=torch.float64, device=gradient.device)
+        return self._buffers[index]
 
 
 def checksum(tensors: Sequence[Tensor]) -> int:

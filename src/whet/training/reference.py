@@ -1,26 +1,28 @@
-"""Frozen reference of a policy, and its log-probs of preference pairs, computed once.
-
-Independent of the trainer, which passes the functions that compute log-probs.
-"""
+"""Frozen reference of a policy of torch modules."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from whet.errors import CheckpointError, WhetValueError
+from whet.nn.frozen import base_of
+from whet.nn.modules import inner_module
 from whet.signals import deferred_signals
-from whet.training.distributed import Ranks
-from whet.training.reference_cache import ReferenceCache, Sums, row_digest
+from whet.training.reference_cache import ReferenceCache
 
-TokenRow = tuple[list[int], list[int], list[int]]
-"""Token ids of a pair: prompt, chosen and rejected completion."""
+_IRRELEVANT = (
+    "_name_or_path", "transformers_version", "dtype", "torch_dtype", "base_model_name_or_path", "peft_version",
+    "inference_mode",
+)  # fmt: skip
+"""Config fields that do not affect results: its origin, and dtypes, which the tensors determine."""
 
 
 class Reference:
@@ -83,7 +85,7 @@ class Reference:
     def open_cache(self, folder: str, arithmetic: str) -> ReferenceCache:
         """Open the cached log-probs of earlier runs in ``folder`` for these weights and this arithmetic."""
         module = self._policy if self.model is None else self.model
-        return ReferenceCache(folder, module, arithmetic, adapters_off=self.adapters_off)
+        return ReferenceCache(folder, model_digest(module, self.adapters_off), arithmetic)
 
     def load(self, first_values: Mapping[str, Tensor], adapters_off: bool, where: str) -> None:
         """Restore the reference of a checkpoint from its attributes; the policy may already be trained.
@@ -181,57 +183,52 @@ def _swap_storage(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]
         p.data = values[name]
 
 
-class ReferenceSums:
-    """Summed reference log-probs of pairs, keyed by token ids, kept across epochs and in checkpoints."""
+def model_digest(model: nn.Module, adapters_off: bool = False) -> str:
+    """Return the SHA-256 of a model's tensors, their names, its packed base, and its settings.
 
-    def __init__(self) -> None:
-        self._sums: dict[str, Sums] = {}
+    Settings matter because equal weights may give other log-probs: the config of a Hugging Face model, without its
+    origin, or the ``repr`` of any other module, which shows names, sizes and constants; and the settings of PEFT
+    adapters, unless adapters are off.
+    """
+    digest = hashlib.sha256(_settings(model).encode())
+    if not adapters_off:
+        digest.update(_adapter_settings(model).encode())
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if adapters_off and tensor.requires_grad:
+            continue
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(_bytes(tensor))
+    base = base_of(model)
+    if base is not None:
+        digest.update(base.digest().encode())
+    return digest.hexdigest()
 
-    def get(self, row: Sequence[Sequence[int]]) -> Sums | None:
-        """Return the sums of a row; None: unknown."""
-        return self._sums.get(row_digest(row)) if self._sums else None
 
-    def add(
-        self,
-        rows: Sequence[TokenRow],
-        compute: Callable[[list[TokenRow]], list[Sums]],
-        batch_size: int,
-        open_cache: Callable[[], ReferenceCache] | None,
-        ranks: Ranks,
-    ) -> list[Sums]:
-        """Return the sums of all rows; ``compute``, called in batches, computes those missing here and in the cache.
+def _settings(model: nn.Module) -> str:
+    inner = inner_module(model)
+    config: Any = getattr(inner, "config", None)
+    if not hasattr(config, "to_dict"):
+        return repr(inner)
+    settings = _relevant_settings(config)
+    settings["_attn_implementation"] = getattr(config, "_attn_implementation", None)
+    return json.dumps(settings, sort_keys=True, default=repr)
 
-        Only rank 0 reads and writes the cache.
-        """
-        keys = [row_digest(row) for row in rows]
-        unknown = {key: row for key, row in zip(keys, rows, strict=True) if key not in self._sums}
-        cache: ReferenceCache | None = None
 
-        def look_up(open_cache: Callable[[], ReferenceCache]) -> dict[str, Sums]:
-            nonlocal cache
-            cache = open_cache()
-            return {key: sums for key, row in unknown.items() if (sums := cache[row])}
+def _adapter_settings(model: nn.Module) -> str:
+    configs = getattr(model, "peft_config", None)
+    if not configs:
+        return ""
+    settings = {name: _relevant_settings(config) for name, config in configs.items()}
+    return json.dumps([settings, cast(Any, model).active_adapters], sort_keys=True, default=_sorted)
 
-        if open_cache and unknown:
-            self._sums |= ranks.broadcast_from_first(partial(look_up, open_cache))
-        missing = [(key, row) for key, row in unknown.items() if key not in self._sums]
-        for start in range(0, len(missing), batch_size):
-            batch = dict(missing[start : start + batch_size])
-            new = compute(list(batch.values()))
-            if cache:
-                cache.add(zip(batch.values(), new, strict=True))
-            self._sums |= zip(batch, new, strict=True)
-        return [self._sums[key] for key in keys]
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return row digests (N, 16) uint8, and chosen and rejected sums (N, 2) float64, for a checkpoint."""
-        if not self._sums:
-            return {}
-        rows = torch.tensor([list(bytes.fromhex(key)) for key in self._sums], dtype=torch.uint8)
-        return {"rows": rows, "sums": torch.tensor(list(self._sums.values()), dtype=torch.float64)}
+def _relevant_settings(config: Any) -> dict[str, Any]:
+    return {name: value for name, value in config.to_dict().items() if name not in _IRRELEVANT}
 
-    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore the result of ``tensors``."""
-        if tensors:
-            rows, sums = tensors["rows"].tolist(), tensors["sums"].tolist()
-            self._sums = {bytes(key).hex(): (c, r) for key, (c, r) in zip(rows, sums, strict=True)}
+
+def _sorted(value: Any) -> str:
+    return repr(sorted(value)) if isinstance(value, (set, frozenset)) else repr(value)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

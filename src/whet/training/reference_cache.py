@@ -1,8 +1,9 @@
-"""Cache on disk of a frozen reference's log-probs, for later runs over the same pairs.
+"""A frozen reference's log-probs of preference pairs: kept across epochs and in checkpoints, and cached on disk for
+later runs over the same pairs.
 
-One file per model, keyed by a digest of its weights and settings and by the arithmetic; one line per row, keyed by a
-digest of its token ids, so that a hit equals a recomputation. Rows are written as soon as they are added: a run that is
-killed loses none.
+The cache has one file per model, keyed by a digest of its weights and settings and by the arithmetic; one line per row,
+keyed by a digest of its token ids, so that a hit equals a recomputation. Rows are written as soon as they are added: a
+run that is killed loses none.
 """
 
 from __future__ import annotations
@@ -11,23 +12,19 @@ import hashlib
 import json
 import os
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+import numpy as np
 
 from whet.errors import WhetValueError
 from whet.files import drop_torn_line
-from whet.nn.frozen import base_of
-from whet.nn.modules import inner_module
+from whet.training.distributed import Ranks
 
-_IRRELEVANT = (
-    "_name_or_path", "transformers_version", "dtype", "torch_dtype", "base_model_name_or_path", "peft_version",
-    "inference_mode",
-)  # fmt: skip
-"""Config fields that do not affect results: its origin, and dtypes, which the tensors determine."""
+TokenRow = tuple[list[int], list[int], list[int]]
+"""Token ids of a pair: prompt, chosen and rejected completion."""
 
 Sums = tuple[float, float]
 """Log-probs of the chosen and the rejected completion of a pair, summed over tokens."""
@@ -38,22 +35,19 @@ class ReferenceCache:
 
     Args:
         folder: created if missing.
-        reference: the model.
-        adapters_off: identify the reference by its frozen parameters only: a PEFT model with adapters off.
+        digest: of the reference's weights and settings, in hexadecimal.
         arithmetic: backend that computes the sums: "bfloat16", "float32" or "torch".
 
     Raises:
         WhetValueError: ``folder`` is a file, or its file for this reference is damaged.
     """
 
-    def __init__(
-        self, folder: str | os.PathLike[str], reference: nn.Module, arithmetic: str, adapters_off: bool = False
-    ) -> None:
+    def __init__(self, folder: str | os.PathLike[str], digest: str, arithmetic: str) -> None:
         path = Path(folder)
         if path.exists() and not path.is_dir():
             raise WhetValueError(f"reference_cache: {str(path)!r} is a file. Name a folder.")
         path.mkdir(parents=True, exist_ok=True)
-        self._path = path / f"{model_digest(reference, adapters_off)[:32]}-{arithmetic}.jsonl"
+        self._path = path / f"{digest[:32]}-{arithmetic}.jsonl"
         self._sums: dict[str, Sums] = {}
         if self._path.exists():
             drop_torn_line(self._path)
@@ -79,60 +73,65 @@ class ReferenceCache:
         self._sums |= new
 
 
-def model_digest(model: nn.Module, adapters_off: bool = False) -> str:
-    """Return the SHA-256 of a model's tensors, their names, its packed base, and its settings.
-
-    Settings matter because equal weights may give other log-probs: the config of a Hugging Face model, without its
-    origin, or the ``repr`` of any other module, which shows names, sizes and constants; and the settings of PEFT
-    adapters, unless adapters are off.
-    """
-    digest = hashlib.sha256(_settings(model).encode())
-    if not adapters_off:
-        digest.update(_adapter_settings(model).encode())
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if adapters_off and tensor.requires_grad:
-            continue
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(_bytes(tensor))
-    base = base_of(model)
-    if base is not None:
-        digest.update(base.digest().encode())
-    return digest.hexdigest()
-
-
-def _settings(model: nn.Module) -> str:
-    inner = inner_module(model)
-    config: Any = getattr(inner, "config", None)
-    if not hasattr(config, "to_dict"):
-        return repr(inner)
-    settings = _relevant_settings(config)
-    settings["_attn_implementation"] = getattr(config, "_attn_implementation", None)
-    return json.dumps(settings, sort_keys=True, default=repr)
-
-
-def _adapter_settings(model: nn.Module) -> str:
-    configs = getattr(model, "peft_config", None)
-    if not configs:
-        return ""
-    settings = {name: _relevant_settings(config) for name, config in configs.items()}
-    return json.dumps([settings, cast(Any, model).active_adapters], sort_keys=True, default=_sorted)
-
-
-def _relevant_settings(config: Any) -> dict[str, Any]:
-    return {name: value for name, value in config.to_dict().items() if name not in _IRRELEVANT}
-
-
-def _sorted(value: Any) -> str:
-    return repr(sorted(value)) if isinstance(value, (set, frozenset)) else repr(value)
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
 def row_digest(row: Sequence[Sequence[int]]) -> str:
     """Return 32 hexadecimal digits that identify a row (prompt, chosen and rejected token ids)."""
     digest = hashlib.sha256()
     for part in row:
         digest.update(array("q", [len(part), *part]).tobytes())
     return digest.hexdigest()[:32]
+
+
+class ReferenceSums:
+    """Summed reference log-probs of pairs, keyed by token ids, kept across epochs and in checkpoints."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Sums] = {}
+
+    def get(self, row: Sequence[Sequence[int]]) -> Sums | None:
+        """Return the sums of a row; None: unknown."""
+        return self._sums.get(row_digest(row)) if self._sums else None
+
+    def add(
+        self,
+        rows: Sequence[TokenRow],
+        compute: Callable[[list[TokenRow]], list[Sums]],
+        batch_size: int,
+        open_cache: Callable[[], ReferenceCache] | None,
+        ranks: Ranks,
+    ) -> list[Sums]:
+        """Return the sums of all rows; ``compute``, called in batches, computes those missing here and in the cache.
+
+        Only rank 0 reads and writes the cache.
+        """
+        keys = [row_digest(row) for row in rows]
+        unknown = {key: row for key, row in zip(keys, rows, strict=True) if key not in self._sums}
+        cache: ReferenceCache | None = None
+
+        def look_up(open_cache: Callable[[], ReferenceCache]) -> dict[str, Sums]:
+            nonlocal cache
+            cache = open_cache()
+            return {key: sums for key, row in unknown.items() if (sums := cache[row])}
+
+        if open_cache and unknown:
+            self._sums |= ranks.broadcast_from_first(partial(look_up, open_cache))
+        missing = [(key, row) for key, row in unknown.items() if key not in self._sums]
+        for start in range(0, len(missing), batch_size):
+            batch = dict(missing[start : start + batch_size])
+            new = compute(list(batch.values()))
+            if cache:
+                cache.add(zip(batch.values(), new, strict=True))
+            self._sums |= zip(batch, new, strict=True)
+        return [self._sums[key] for key in keys]
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        """Return row digests (N, 16) uint8, and chosen and rejected sums (N, 2) float64, for a checkpoint."""
+        if not self._sums:
+            return {}
+        rows = np.array([list(bytes.fromhex(key)) for key in self._sums], np.uint8)
+        return {"rows": rows, "sums": np.array(list(self._sums.values()), np.float64)}
+
+    def load_tensors(self, tensors: Mapping[str, Any]) -> None:
+        """Restore the result of ``tensors``."""
+        if tensors:
+            rows, sums = tensors["rows"].tolist(), tensors["sums"].tolist()
+            self._sums = {bytes(key).hex(): (c, r) for key, (c, r) in zip(rows, sums, strict=True)}

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import operator
 import os
@@ -13,17 +12,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-from torch import Tensor, nn
-
 from whet.checkpoint.folder import capture_rng, load_checkpoint, restore_rng, save_checkpoint
-from whet.checkpoint.modules import build_module, describe_module, load_module_tensors, module_tensors
-from whet.checkpoint.unpack import adapter_settings
 from whet.config.fields import make_config
 from whet.errors import CheckpointError, WhetError
-from whet.models.base_record import check_record
-from whet.nn.frozen import base_of
-from whet.nn.modules import module_device
+from whet.learner import Learner
+from whet.training.policy import policy_class
 
 if TYPE_CHECKING:
     from whet.training.trainer import Trainer
@@ -60,45 +53,29 @@ class Snapshot:
 
 def save_trainer(trainer: Trainer, path: str | os.PathLike[str]) -> None:
     """``Trainer.save``."""
-    base = base_of(trainer.model)
-    whole = all(parameter.requires_grad for parameter in trainer.model.parameters())
-    tensors = {"model": module_tensors(trainer.model) if whole else dict(trainer.policy.trainable), "optimizer": {}}
-    for name, parameter in trainer.policy.trainable.items():
-        for key, value in trainer.policy.optimizer.state[parameter].items():
-            tensors["optimizer"][f"{name}.{key}"] = value
+    tensors, state = trainer.policy.state()
     if own := trainer.extra_tensors():
         tensors["own"] = own
-    state = {
+    state |= {
         "algorithm": type(trainer).__name__,
         "config": dataclasses.asdict(trainer.config),
         "counters": _counters(trainer),
         "callbacks": [[type(c).__name__, c.state_dict()] for c in trainer.callbacks],
         "rng": capture_rng(),
-        "whole_model": whole,
-        "model": describe_module(trainer.model),
-        "adapter": adapter_settings(trainer.model),
-        "base": None if base is None else base.record(),
-        "ref_model": None,
-        "adapters_off": trainer.policy.reference.adapters_off,
     }
-    if first_values := trainer.policy.reference.first_values:
-        tensors["reference"] = first_values
-    if trainer.ref_model is not None and trainer.config.uses_reference_model():
-        tensors["ref_model"] = module_tensors(trainer.ref_model)
-        state["ref_model"] = describe_module(trainer.ref_model)
     save_checkpoint(path, tensors, state)
 
 
 def load_trainer(
     trainer_class: type[AnyTrainer],
     path: str | os.PathLike[str],
-    model: nn.Module | None,
-    ref_model: nn.Module | None,
+    model: Any,
+    ref_model: Any,
     arguments: dict[str, Any],
 ) -> AnyTrainer:
     """``Trainer.from_checkpoint``."""
     where = f"{trainer_class.__name__}.from_checkpoint"
-    tensors, state = load_checkpoint(path)
+    tensors, state = load_checkpoint(path, as_arrays=isinstance(model, Learner))
     if state.get("algorithm") != trainer_class.__name__:
         raise CheckpointError(f"{where}: {path} was saved by {state.get('algorithm')}. Load it with that class.")
     if model is None and not state.get("whole_model"):
@@ -111,45 +88,16 @@ def load_trainer(
         saved = trainer_class.config_class(**state["config"])
     config = arguments.setdefault("config", make_config(trainer_class.config_class, saved, changed))
     with _report_as_malformed(path):
-        if model is not None and "base" in state:
-            check_record(state["base"], base_of(model), where, str(path))
-        model = build_module(state["model"]) if model is None else model
-        if state["whole_model"]:
-            load_module_tensors(model, tensors["model"])
-        undescribed = state["ref_model"] is not None and state["ref_model"]["undescribed"]
-        if state["ref_model"] is not None and config.has_reference():
-            if ref_model is None and undescribed:
-                ref_model = copy.deepcopy(model)
-            elif ref_model is None:
-                ref_model = build_module(state["ref_model"]).to(module_device(model))
-            load_module_tensors(ref_model.requires_grad_(False), tensors["ref_model"])
+        build = policy_class(model, where).build_models
+        model, ref_model = build(model, ref_model, tensors, state, config, where, str(path))
     trainer = trainer_class(model, ref_model, **arguments)
     with _report_as_malformed(path):
         _restore(trainer, tensors, state, where)
     return trainer
 
 
-def _restore(
-    trainer: Trainer, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], where: str
-) -> None:
-    if not state["whole_model"]:
-        saved, own = ({n: t.shape for n, t in part.items()} for part in (tensors["model"], trainer.policy.trainable))
-        if saved != own:
-            different = sorted(n for n in {*saved, *own} if saved.get(n) != own.get(n))[:5]
-            raise CheckpointError(
-                f"{where}: the trained parameters of the checkpoint and of model differ in {', '.join(different)}. "
-                f"Pass a model with the same adapters."
-            )
-        with torch.no_grad():
-            for name, parameter in trainer.policy.trainable.items():
-                parameter.copy_(tensors["model"][name])
-    for name, value in tensors["optimizer"].items():
-        name, key = name.rsplit(".", 1)
-        parameter = trainer.policy.trainable[name]
-        if value.numel() != 1 if key == "step" else value.shape != parameter.shape:
-            raise ValueError(f"the optimizer's {key} of {name} has shape {tuple(value.shape)}")
-        trainer.policy.optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
-    trainer.policy.reference.load(tensors.get("reference", {}), state.get("adapters_off", True), where)
+def _restore(trainer: Trainer, tensors: Mapping[str, Mapping[str, Any]], state: Mapping[str, Any], where: str) -> None:
+    trainer.policy.load_state(tensors, state, where)
     trainer.load_extra_tensors(tensors.get("own", {}))
     if "position" in state["counters"] and "epoch" not in state["counters"]:
         raise CheckpointError(

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import os
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.linalg import vector_norm
 
+from whet.checkpoint.modules import build_module, describe_module, load_module_tensors, module_tensors
+from whet.checkpoint.unpack import adapter_settings
 from whet.config.settings import TrainerConfig
 from whet.errors import WhetTypeError, WhetValueError
 from whet.learner.batch import Logprobs
 from whet.memory import tensor_memory
+from whet.models.base_record import check_record, write_record
 from whet.models.sources.live import check_frequencies
 from whet.nn.accelerate import acceleration_of, choose_accelerations
 from whet.nn.causal_lm import completion_logprobs
 from whet.nn.frozen import base_of
-from whet.nn.modules import module_mode
+from whet.nn.modules import module_device, module_mode, position_limit, stop_token_ids
 from whet.nn.optim import HALF_DTYPES, AdamW
+from whet.training.policy import Score, State, check_same_parameters, error_without_effect
+from whet.training.reduction import checksum
 from whet.training.reference import Reference
-
-Score = Callable[..., np.ndarray]
-"""``completion_logprobs`` of a model, without gradients, as an array: the log-probs of a micro-batch."""
 
 
 class TorchPolicy:
@@ -79,7 +84,10 @@ class TorchPolicy:
             if module is None and name == "ref_model":
                 continue
             if not isinstance(module, nn.Module):
-                raise WhetTypeError(f"{where}: {name} is {type(module).__name__}, expected an nn.Module.")
+                raise WhetTypeError(
+                    f"{where}: {name} is {type(module).__name__}, expected an nn.Module"
+                    f"{' or a whet.Learner' if name == 'model' else ''}."
+                )
             if acceleration_of(module) is not None:
                 raise WhetValueError(
                     f"{where}: {name} is already accelerated. A trainer accelerates its model during each step, "
@@ -92,6 +100,31 @@ class TorchPolicy:
         """The arithmetic of the products: "float32" or "bfloat16" of Whet's kernels, or "torch"."""
         return str(self.acceleration.dtype).removeprefix("torch.") if self.acceleration else "torch"
 
+    @property
+    def packs_batches(self) -> bool:
+        """Whether batches are packed: Whet's kernels do so, padding modules do not."""
+        return self.acceleration is not None
+
+    @property
+    def rounds_samples(self) -> bool:
+        """Whether the engine rounds inputs of products that this policy does not round: the base is quantised."""
+        base = base_of(self.model)
+        return base is not None and base.is_quantised
+
+    @property
+    def n_trained(self) -> int:
+        """Number of trained parameters."""
+        return sum(p.numel() for p in self.trainable.values())
+
+    @property
+    def position_limit(self) -> int | None:
+        """``max_position_embeddings`` of the module."""
+        return position_limit(self.model)
+
+    def stop_token_ids(self, tokenizer: Any, chosen: Sequence[int]) -> list[int]:
+        """Return the tokens that end a completion."""
+        return stop_token_ids(self.model, tokenizer, chosen)
+
     # --- passes -----------------------------------------------------------------------------------------
 
     @contextmanager
@@ -99,6 +132,10 @@ class TorchPolicy:
         """Context of ``logprobs`` and ``backward``: the model's mode, and its kernels."""
         with module_mode(self.model, self._config.training_mode), self.acceleration or nullcontext():
             yield
+
+    def seed(self, seed: int) -> None:
+        """Seed torch's generator, from which dropout draws."""
+        torch.manual_seed(seed)
 
     def logprobs(
         self,
@@ -145,6 +182,19 @@ class TorchPolicy:
         """Allocate the optimizer's state."""
         self.optimizer.allocate_moments()
 
+    def gradients(self, required: Sequence[bool] = ()) -> list[Tensor | None]:
+        """Return the gradients, contiguous; with ``required`` zeros instead of None."""
+        for p, is_required in itertools.zip_longest(self.trainable.values(), required):
+            if p.grad is not None:
+                p.grad = p.grad.contiguous()
+            elif is_required:
+                p.grad = torch.zeros_like(p, memory_format=torch.contiguous_format)
+        return [p.grad for p in self.trainable.values()]
+
+    def gradient_bytes(self) -> int:
+        """Size of the gradients in bytes."""
+        return sum(p.grad.nbytes for p in self.trainable.values() if p.grad is not None)
+
     def grad_norm(self) -> float:
         """Return the 2-norm of all gradients together; norms of 16-bit gradients are computed in float32."""
         grads = [p.grad for p in self.trainable.values() if p.grad is not None]
@@ -183,6 +233,99 @@ class TorchPolicy:
                 "schedule. Set config.learning_rate",
             )
 
+    # --- the model --------------------------------------------------------------------------------------
+
+    def checksum(self) -> int:
+        """Return a checksum of the bits of all weights."""
+        return checksum([p.detach() for p in self.model.parameters()])
+
+    def state(self) -> State:
+        """Return the model, or its trained part, the optimizer's state and the reference, for a checkpoint."""
+        base = base_of(self.model)
+        whole = all(parameter.requires_grad for parameter in self.model.parameters())
+        tensors = {"model": module_tensors(self.model) if whole else dict(self.trainable), "optimizer": {}}
+        for name, parameter in self.trainable.items():
+            for key, value in self.optimizer.state[parameter].items():
+                tensors["optimizer"][f"{name}.{key}"] = value
+        state = {
+            "whole_model": whole,
+            "model": describe_module(self.model),
+            "adapter": adapter_settings(self.model),
+            "base": None if base is None else base.record(),
+            "ref_model": None,
+            "adapters_off": self.reference.adapters_off,
+        }
+        if first_values := self.reference.first_values:
+            tensors["reference"] = first_values
+        if self.reference.model is not None and self._config.uses_reference_model():
+            tensors["ref_model"] = module_tensors(self.reference.model)
+            state["ref_model"] = describe_module(self.reference.model)
+        return tensors, state
+
+    @staticmethod
+    def build_models(
+        model: Any,
+        ref_model: Any,
+        tensors: Mapping[str, Mapping[str, Any]],
+        state: Mapping[str, Any],
+        config: TrainerConfig,
+        where: str,
+        path: str,
+    ) -> tuple[Any, Any]:
+        """Return model and reference of a checkpoint: the given ones or new ones, with its weights."""
+        if model is not None and "base" in state:
+            check_record(state["base"], base_of(model), where, path)
+        model = build_module(state["model"]) if model is None else model
+        if state["whole_model"]:
+            load_module_tensors(model, tensors["model"])
+        undescribed = state["ref_model"] is not None and state["ref_model"]["undescribed"]
+        if state["ref_model"] is not None and config.has_reference():
+            if ref_model is None and undescribed:
+                ref_model = copy.deepcopy(model)
+            elif ref_model is None:
+                ref_model = build_module(state["ref_model"]).to(module_device(model))
+            load_module_tensors(ref_model.requires_grad_(False), tensors["ref_model"])
+        return model, ref_model
+
+    def load_state(self, tensors: Mapping[str, Mapping[str, Any]], state: Mapping[str, Any], where: str) -> None:
+        """Restore the trained parameters, unless ``build_models`` did, the optimizer's state and the reference."""
+        if not state["whole_model"]:
+            check_same_parameters(tensors["model"], self.trainable, where)
+            with torch.no_grad():
+                for name, parameter in self.trainable.items():
+                    parameter.copy_(tensors["model"][name])
+        for name, value in tensors["optimizer"].items():
+            name, key = name.rsplit(".", 1)
+            parameter = self.trainable[name]
+            if value.numel() != 1 if key == "step" else value.shape != parameter.shape:
+                raise ValueError(f"the optimizer's {key} of {name} has shape {tuple(value.shape)}")
+            self.optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
+        self.reference.load(tensors.get("reference", {}), state.get("adapters_off", True), where)
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the model as a folder for Hugging Face's ``from_pretrained``.
+
+        Adapters on a packed base get the base's record, from which Whet packs the same base again.
+
+        Raises:
+            WhetTypeError: the model has no ``save_pretrained``.
+        """
+        model: Any = self.model
+        if not hasattr(model, "save_pretrained"):
+            raise WhetTypeError(
+                f"save_pretrained: {type(model).__name__} is not a Hugging Face model. Use save, or "
+                f"torch.nn.Module.state_dict."
+            )
+        base = base_of(model)
+        # PEFT would search for embeddings to save, also on the hub; packed embeddings are not saved.
+        model.save_pretrained(folder, **({} if base is None else {"save_embedding_layers": False}))
+        if base is not None:
+            write_record(folder, base.record())
+
+    def saved_bytes(self) -> int:
+        """Size of all parameters in bytes."""
+        return sum(parameter.nbytes for parameter in self.model.parameters())
+
     def memory_blocks(self) -> Iterator[tuple[str, Hashable, int]]:
         """Yield the memory of models, gradients and optimizer, for ``whet.memory_report``."""
         states = [value for state in self.optimizer.state.values() for value in state.values()]
@@ -196,8 +339,3 @@ class TorchPolicy:
         yield from tensor_memory("reference", self.reference.first_values.values())
         yield from tensor_memory("gradients", (p.grad for p in self.trainable.values() if p.grad is not None))
         yield from tensor_memory("moments", (value for value in states if isinstance(value, Tensor)))
-
-
-def error_without_effect(where: str, text: str) -> WhetValueError:
-    """Return the error of a change since construction that has no effect."""
-    return WhetValueError(f"{where}: {text}, or make another trainer.")

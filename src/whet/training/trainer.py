@@ -22,8 +22,6 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 from whet.checkpoint.folder import preserved_rng
 from whet.config.fields import make_config
@@ -33,10 +31,7 @@ from whet.data.token_ids import token_rows
 from whet.errors import NonFiniteError, WhetTypeError, WhetValueError
 from whet.learner.batch import count_tokens, split_micro_batches
 from whet.memory import MemoryWatch, register_holder
-from whet.models.base_record import write_record
 from whet.models.written_folder import complete_folder
-from whet.nn.frozen import base_of
-from whet.nn.modules import stop_token_ids
 from whet.signals import DeferredSignals
 from whet.training.callbacks import Callback, as_callback
 from whet.training.distributed import join_ranks
@@ -44,9 +39,9 @@ from whet.training.lengths import LengthLimit
 from whet.training.loggers import Logger
 from whet.training.loop import DatasetReader, run_steps
 from whet.training.phases import phase, record
+from whet.training.policy import error_without_effect, policy_class
 from whet.training.reduction import ExactSum, shard_by_cost
 from whet.training.state import load_trainer, save_trainer
-from whet.training.torch_policy import TorchPolicy, error_without_effect
 from whet.training.update import TokenRows, Update
 
 if TYPE_CHECKING:
@@ -102,8 +97,9 @@ class Trainer(ABC):
     Args:
         model: ``forward(input_ids (B, T)) -> logits (B, T, V)``, including Hugging Face and PEFT models. Parameters
             that require grad are trained in place; the optimizer keeps float32 master weights of 16-bit parameters.
+            Or a ``whet.Learner``, whose adapters are trained without torch.
         ref_model: the frozen reference, for algorithms that use one. None: the current model, with or without adapters
-            (see ``whet.training.reference``).
+            (see ``whet.training.reference``). A learner's reference is its base, or its initial adapters.
         config: settings; None: the defaults.
         tokenizer: for rows of text; callable and with ``decode``, as in Hugging Face.
         logger: one logger or several.
@@ -130,8 +126,8 @@ class Trainer(ABC):
 
     def __init__(
         self,
-        model: nn.Module,
-        ref_model: nn.Module | None = None,
+        model: Any,
+        ref_model: Any = None,
         *,
         config: Any = None,
         tokenizer: Any = None,
@@ -140,7 +136,8 @@ class Trainer(ABC):
         **settings: Any,
     ) -> None:
         where = type(self).__name__
-        TorchPolicy.check(model, ref_model, where)
+        implementation = policy_class(model, where)
+        implementation.check(model, ref_model, where)
         self.config: Any = self.complete_config(make_config(self.config_class, config, settings), ref_model)
         self.ranks = join_ranks()
         self._exact = ExactSum() if self.config.deterministic_reduction else None
@@ -154,8 +151,8 @@ class Trainer(ABC):
         self.loggers: list[Any] = _as_list(where, "logger", logger, "log")
         given = _as_list(where, "callbacks", callbacks, "on_step_end", "on_train_batch")
         self.callbacks: list[Any] = [as_callback(callback) for callback in given]
-        self.length_limit = LengthLimit(model, self.config, where)
-        self.policy = TorchPolicy(model, ref_model, self.config, where)
+        self.policy = implementation(model, ref_model, self.config, where)
+        self.length_limit = LengthLimit(self.policy.position_limit, self.config, where)
         self.step = self.epoch = self.position = self.num_tokens = self.skipped_steps = self.n_updates = 0
         self._initial_settings = {name: getattr(self.config, name) for name in self.config.fixed_at_construction}
         self.memory = MemoryWatch()
@@ -166,12 +163,12 @@ class Trainer(ABC):
         self._signals = DeferredSignals()
         self.reader = DatasetReader()
 
-    def complete_config(self, config: Any, ref_model: nn.Module | None) -> Any:
+    def complete_config(self, config: Any, ref_model: Any) -> Any:
         """Return the config, with settings resolved whose default depends on the reference."""
         return config
 
     @property
-    def ref_model(self) -> nn.Module | None:
+    def ref_model(self) -> Any:
         """The reference, if it is a separate module."""
         return self.policy.reference.model
 
@@ -213,7 +210,7 @@ class Trainer(ABC):
         A micro-batch has ``micro_batch_size`` rows, or ``max_tokens_per_step`` tokens if batches are packed.
         """
         size, tokens = self.config.micro_batch_size, self.config.max_tokens_per_step
-        if self.policy.acceleration is not None and tokens and not size:
+        if self.policy.packs_batches and tokens and not size:
             return split_micro_batches(rows, tokens)
         size = size or len(rows)
         return [list(range(start, min(start + size, len(rows)))) for start in range(0, len(rows), size)]
@@ -261,7 +258,7 @@ class Trainer(ABC):
                 self.ranks.broadcast_failure(error)
                 raise
         with phase("reduction") if self.ranks.size > 1 or exact is not None else nullcontext():
-            update.reduce(torch.bfloat16 if self.config.reduce_dtype == "bfloat16" else None)
+            update.reduce(self.config.reduce_dtype == "bfloat16")
         with phase("optimizer"):
             loss = update.metrics["loss"]
             norm = update.metrics["grad_norm"] = self.policy.grad_norm()
@@ -346,8 +343,8 @@ class Trainer(ABC):
         return [row[:end] for row, end in zip(rows, ends, strict=True)]
 
     def stop_token_ids(self) -> list[int]:
-        """Return the tokens that end a completion, from the config or EOS; see the function ``stop_token_ids``."""
-        return stop_token_ids(self.model, self.tokenizer, self.config.stop_token_ids)
+        """Return the tokens that end a completion, from the config or EOS; see ``whet.models.stop_tokens``."""
+        return self.policy.stop_token_ids(self.tokenizer, self.config.stop_token_ids)
 
     # --- the loop ---------------------------------------------------------------------------------------
 
@@ -450,8 +447,8 @@ class Trainer(ABC):
     def from_checkpoint(
         cls,
         path: str | os.PathLike[str],
-        model: nn.Module | None = None,
-        ref_model: nn.Module | None = None,
+        model: Any = None,
+        ref_model: Any = None,
         *,
         env_id: Any = None,
         **arguments: Any,
@@ -462,7 +459,7 @@ class Trainer(ABC):
             path: the checkpoint folder.
             model: a model of the same class and configuration, whose weights are replaced; None: built from the
                 checkpoint (not supported for PEFT models and other partly trained models, nor for modules that cannot
-                be described).
+                be described). A PEFT model and a ``Learner`` on the same base continue each other's checkpoints.
             ref_model: the reference, in the same way.
             env_id: ignored; for compatibility with rlox.
             **arguments: arguments of the constructor, such as ``reward_fn``, ``tokenizer``, ``logger`` and
@@ -482,30 +479,20 @@ class Trainer(ABC):
         Raises:
             WhetTypeError: the model has no ``save_pretrained``.
         """
-        if not hasattr(self.model, "save_pretrained"):
-            raise WhetTypeError(
-                f"save_pretrained: {type(self.model).__name__} is not a Hugging Face model. Use save, or "
-                f"torch.nn.Module.state_dict."
-            )
-        base = base_of(self.model)
-        # PEFT would search for embeddings to save, also on the hub; packed embeddings are not saved.
-        options = {} if base is None else {"save_embedding_layers": False}
-        cast(Any, self.model).save_pretrained(folder, **options)
+        self.policy.save_pretrained(folder)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
         complete_folder(folder)
-        if base is not None:
-            write_record(folder, base.record())
 
     def memory_blocks(self) -> Iterator[tuple[str, Hashable, int]]:
         """Yield the memory held by the trainer, for ``whet.memory_report``."""
         return self.policy.memory_blocks()
 
-    def extra_tensors(self) -> dict[str, Tensor]:
+    def extra_tensors(self) -> dict[str, np.ndarray]:
         """Return tensors of the algorithm to save in a checkpoint, in addition to model and optimizer."""
         return {}
 
-    def load_extra_tensors(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027
+    def load_extra_tensors(self, tensors: Mapping[str, Any]) -> None:  # noqa: B027
         """Restore the result of ``extra_tensors``."""
 
 

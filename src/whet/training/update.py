@@ -6,19 +6,17 @@ import itertools
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from whet.errors import WhetTypeError, WhetValueError
 from whet.learner.batch import count_tokens
 from whet.memory import MemoryWatch
 from whet.training.distributed import Ranks
 from whet.training.phases import phase
+from whet.training.policy import Policy
 from whet.training.reduction import ExactSum, shard_by_cost
-from whet.training.torch_policy import TorchPolicy
 
 TokenRows = Sequence[Sequence[Sequence[int]]]
 """Token ids of rows; a row is a prompt and its completions."""
@@ -44,14 +42,14 @@ class Update:
     def __init__(
         self,
         memory: MemoryWatch,
-        policy: TorchPolicy,
+        policy: Policy,
         ranks: Ranks,
         seed: int | None,
         exact: ExactSum | None,
     ) -> None:
         self.metrics = {"loss": 0.0}
         self.maxima: dict[str, float] = {}
-        self._memory, self._policy, self._parameters = memory, policy, list(policy.trainable.values())
+        self._memory, self._policy = memory, policy
         self._ranks, self._seed, self._exact = ranks, seed, exact
         self._costs: list[int] = []
         self._digest = 0
@@ -71,7 +69,7 @@ class Update:
         for i in shard_by_cost(self._costs, self._ranks.size)[self._ranks.rank]:
             self._at = i
             if self._seed is not None:
-                torch.manual_seed(int(np.random.SeedSequence([self._seed, i]).generate_state(1, np.uint64)[0]) >> 1)
+                self._policy.seed(int(np.random.SeedSequence([self._seed, i]).generate_state(1, np.uint64)[0]) >> 1)
             yield batches[i]
 
     def add(
@@ -102,19 +100,18 @@ class Update:
         self._sample_memory()
         self._added.append((self._at, {"loss": loss, **metrics}, dict(maxima or {})))
         if self._exact is not None:
-            self._exact.add(self._parameters)
+            self._exact.add(self._policy.gradients())
+            self._policy.zero_grad()
 
-    def reduce(self, dtype: torch.dtype | None) -> None:
-        """All-reduce gradients in ``dtype`` (None: as stored), and sum metrics over the micro-batches of all ranks.
+    def reduce(self, in_bfloat16: bool) -> None:
+        """All-reduce gradients, rounded to bfloat16 or as stored, and sum metrics over the micro-batches of all ranks.
 
         Raises:
             WhetValueError: the ranks have different batches.
             RankError: a rank failed.
         """
-        exact, has_gradient = self._exact, [p.grad is not None for p in self._parameters]
-        if exact is not None:
-            has_gradient = [exact.has(p) for p in self._parameters]
-        shares = self._ranks.all_gather_checked((self._digest, self._added, has_gradient))
+        exact, on_this_rank = self._exact, self._has_gradients()
+        shares = self._ranks.all_gather_checked((self._digest, self._added, on_this_rank))
         if any(digest != self._digest for digest, _, _ in shares):
             raise WhetValueError(
                 "train: the ranks have different batches. Give all ranks the same rows in the same order; each rank "
@@ -127,13 +124,16 @@ class Update:
             for name, value in maxima.items():
                 self.maxima[name] = max(self.maxima.get(name, -math.inf), value)
         on_any_rank = [any(flags) for flags in zip(*(flags for _, _, flags in shares), strict=True)]
-        updated = [p for p, has in zip(self._parameters, on_any_rank, strict=True) if has]
         if exact is not None:
-            exact.finish(updated, self._ranks)
+            exact.finish(self._policy.gradients(on_any_rank), self._ranks)
         elif self._ranks.size > 1:
-            for p in updated:
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
-            self._ranks.all_reduce([cast(Tensor, p.grad) for p in updated], dtype)
+            self._ranks.all_reduce([g for g in self._policy.gradients(on_any_rank) if g is not None], in_bfloat16)
+
+    def _has_gradients(self) -> list[bool]:
+        """Return for each parameter whether this rank has a gradient of it; empty for a single rank."""
+        if self._exact is not None:
+            return [self._exact.has(i) for i in range(len(self._policy.gradients()))]
+        return [gradient is not None for gradient in self._policy.gradients()] if self._ranks.size > 1 else []
 
     def _sample_memory(self) -> None:
-        self._memory.sample(sum(p.grad.nbytes for p in self._parameters if p.grad is not None))
+        self._memory.sample(self._policy.gradient_bytes())

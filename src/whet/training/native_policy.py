@@ -1,0 +1,375 @@
+"""The adapters of a ``whet.Learner`` as the policy of a trainer, without torch.
+
+Checkpoints hold the tensors of PEFT's modules under the same names: ``TorchPolicy`` continues them, and the reverse.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from whet.config.settings import TrainerConfig
+from whet.errors import CheckpointError, WhetTypeError, WhetValueError
+from whet.learner import Learner, TrainedAdapter
+from whet.learner.batch import Logprobs
+from whet.models.adapter_files import PEFT_PREFIX, peft_config
+from whet.models.base_record import check_record
+from whet.models.stop_tokens import choose_stop_ids, read_stop_ids
+from whet.signals import deferred_signals
+from whet.training.policy import Score, State, check_same_parameters
+from whet.training.reference_cache import ReferenceCache
+
+_ADAPTER = "default"
+"""PEFT's name of a model's first adapter."""
+
+
+class NativePolicy:
+    """Adapters that are trained, and their frozen reference: the base, or the initial adapters.
+
+    Args:
+        model: the adapters and their base.
+        ref_model: None: a learner has no other reference.
+        config: settings of the trainer.
+        where: the trainer's name, for errors.
+
+    Attributes:
+        model: the learner.
+        reference: the frozen reference.
+
+    Raises:
+        WhetValueError: a setting has no effect on a learner.
+    """
+
+    def __init__(self, model: Learner, ref_model: Any, config: TrainerConfig, where: str) -> None:
+        self.model, self._config = model, config
+        if config.compute == "torch":
+            raise WhetValueError(
+                f"{where}: compute is 'torch', and a Learner computes natively. Omit it, or train modules of torch."
+            )
+        if config.compute not in ("auto", model.compute):
+            raise WhetValueError(
+                f"{where}: compute is {config.compute!r}, and the learner computes in {model.compute}. Make it with "
+                f"whet.Learner(compute={config.compute!r})."
+            )
+        self.reference = AdapterReference(model, kept=config.uses_reference_model())
+        self._has_gradients = False
+
+    @staticmethod
+    def check(model: Learner, ref_model: Any, where: str) -> None:
+        """Raise if there is a separate reference."""
+        if ref_model is not None:
+            raise WhetTypeError(
+                f"{where}: ref_model is {type(ref_model).__name__}, but the reference of a Learner is its base, or its "
+                f"initial adapters. Omit it."
+            )
+
+    @property
+    def arithmetic(self) -> str:
+        """The arithmetic of the products: "float32" or "bfloat16"."""
+        return self.model.compute
+
+    packs_batches = True
+    """Equal prompts are computed once, and nothing is padded."""
+
+    @property
+    def rounds_samples(self) -> bool:
+        """Whether the base is quantised: the engine rounds inputs of its products to 8 bits, the learner does not."""
+        return self.model.base.is_quantised
+
+    @property
+    def n_trained(self) -> int:
+        """Number of trained parameters."""
+        return sum(factor.size for adapter in self.model.adapters for factor in adapter.factors)
+
+    @property
+    def position_limit(self) -> int:
+        """Number of positions that the base was packed for."""
+        return self.model.base.config.max_position
+
+    def stop_token_ids(self, tokenizer: Any, chosen: Sequence[int]) -> list[int]:
+        """Return the tokens that end a completion, see ``choose_stop_ids``."""
+        model_ids = getattr(tokenizer, "stop_token_ids", self._model_stop_ids)
+        return choose_stop_ids(model_ids, self.model.base.config.vocab_size, tokenizer, chosen)
+
+    @cached_property
+    def _model_stop_ids(self) -> list[int]:
+        return read_stop_ids(self.model.base.path) if self.model.base.path else []
+
+    # --- passes -----------------------------------------------------------------------------------------
+
+    def training(self) -> contextlib.AbstractContextManager[None]:
+        """Context of ``logprobs`` and ``backward``."""
+        return contextlib.nullcontext()
+
+    def seed(self, seed: int) -> None:
+        """No effect: a learner draws no random numbers."""
+
+    def logprobs(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        completion_ids: Sequence[Sequence[int]],
+        *,
+        completion_mask: Sequence[Sequence[bool]] | None = None,
+        temperature: float = 1.0,
+        return_entropy: bool = False,
+    ) -> Logprobs:
+        """Return ``Learner.logprobs``."""
+        return self.model.logprobs(
+            prompt_ids, completion_ids, completion_mask=completion_mask, temperature=temperature,
+            return_entropy=return_entropy,
+        )  # fmt: skip
+
+    def backward(self, grad_logprobs: np.ndarray) -> None:
+        """Add the gradients of the adapters."""
+        self.model.backward(grad_logprobs)
+        self._has_gradients = True
+
+    @contextmanager
+    def scoring(self, *, reference: bool = False) -> Iterator[Score]:
+        """Context that provides the log-probs of the policy, or of its reference."""
+        with self.reference.as_learner() if reference else contextlib.nullcontext():
+            adapters = not (reference and self.reference.adapters_off)
+            yield lambda *rows, **options: self.model.logprobs(*rows, **options, adapters=adapters, keep=False).logprobs
+
+    # --- updates ----------------------------------------------------------------------------------------
+
+    def zero_grad(self) -> None:
+        """Set the gradients to zero."""
+        self.model.zero_grad()
+        self._has_gradients = False
+
+    def allocate(self) -> None:
+        """Allocate the moments."""
+        self.model.allocate_moments()
+
+    def gradients(self, required: Sequence[bool] = ()) -> list[Any]:
+        """Return the gradients of A and B of each adapter as tensors of torch that share their memory."""
+        self._has_gradients |= any(required)
+        if not self._has_gradients:
+            return [None] * (2 * len(self.model.adapters))
+        import torch  # only ranks and exact sums call this with gradients
+
+        return [torch.from_numpy(grad) for adapter in self.model.adapters for grad in adapter.gradients]
+
+    def gradient_bytes(self) -> int:
+        """Size of the gradients in bytes."""
+        return sum(grad.nbytes for adapter in self.model.adapters for grad in adapter.gradients)
+
+    def grad_norm(self) -> float:
+        """Return the 2-norm of all gradients together."""
+        return self.model.grad_norm()
+
+    def step(self, learning_rate: float, grad_scale: float) -> None:
+        """Update the adapters once, from the gradients times ``grad_scale``."""
+        config = self._config
+        self.model.apply_gradients(
+            learning_rate, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_epsilon,
+            weight_decay=config.weight_decay, grad_scale=grad_scale,
+        )  # fmt: skip
+
+    def check_unchanged(self) -> None:
+        """No effect: a learner's adapters, once made, are all trained."""
+
+    # --- the model --------------------------------------------------------------------------------------
+
+    def checksum(self) -> int:
+        """Return a checksum of the bits of all weights."""
+        import zlib
+
+        digest = zlib.crc32(self.model.base.digest().encode())
+        for adapter in self.model.adapters:
+            for factor in adapter.factors:
+                digest = zlib.crc32(factor.data, digest)
+        return digest
+
+    def state(self) -> State:
+        """Return adapters, moments and reference as ``TorchPolicy.state`` does for PEFT's modules."""
+        learner, tensors = self.model, {"model": self._as_peft([adapter.factors for adapter in self.model.adapters])}
+        tensors["optimizer"] = {}
+        for key, moment in (("exp_avg", 0), ("exp_avg_sq", 1)) if learner.moments else ():
+            pairs = list(zip(learner.moments[::2], learner.moments[1::2], strict=True))
+            named = self._as_peft([(a[moment], b[moment]) for a, b in pairs])
+            tensors["optimizer"] |= {f"{name}.{key}": value for name, value in named.items()}
+        if learner.moments:
+            step = np.array(learner.n_updates, np.float32)
+            tensors["optimizer"] |= {f"{name}.step": step.copy() for name in tensors["model"]}
+        if self.reference.first_values:
+            tensors["reference"] = self._as_peft(self.reference.first_values)
+        config = peft_config(learner.factors(), learner.base.path, "CAUSAL_LM")
+        state = {
+            "whole_model": False,
+            "model": None,
+            "adapter": {"name": _ADAPTER, "config": config},
+            "base": learner.base.record(),
+            "ref_model": None,
+            "adapters_off": self.reference.adapters_off,
+        }
+        return tensors, state
+
+    @staticmethod
+    def build_models(
+        model: Learner,
+        ref_model: Any,
+        tensors: Mapping[str, Mapping[str, Any]],
+        state: Mapping[str, Any],
+        config: TrainerConfig,
+        where: str,
+        path: str,
+    ) -> tuple[Any, Any]:
+        """Return the learner, after checking that the checkpoint holds adapters of its base."""
+        if state["whole_model"] or state["ref_model"] is not None:
+            part = "every weight of a model" if state["whole_model"] else "a separate reference"
+            raise CheckpointError(
+                f"{where}: {path} holds {part}, and a Learner trains adapters. Pass modules of torch."
+            )
+        check_record(state["base"], model.base, where, path)
+        return model, ref_model
+
+    def load_state(self, tensors: Mapping[str, Mapping[str, Any]], state: Mapping[str, Any], where: str) -> None:
+        """Restore the result of ``state``, or of ``TorchPolicy.state``."""
+        learner = self.model
+        check_same_parameters(tensors["model"], self._as_peft([each.factors for each in learner.adapters]), where)
+        own = [factor for adapter in learner.adapters for factor in adapter.factors]
+        for factor, value in zip(own, self._from_peft(tensors["model"]), strict=True):
+            factor[:] = value
+        learner.update()
+        learner.n_updates, learner.moments = 0, []
+        if optimizer := tensors["optimizer"]:
+            steps = {int(value) for name, value in optimizer.items() if name.endswith(".step")}
+            if len(steps) != 1:
+                raise ValueError(f"the optimizer's steps differ: {sorted(steps)}")
+            [learner.n_updates] = steps
+            moments = [
+                self._from_peft({name: optimizer[f"{name}.{key}"] for name in tensors["model"]})
+                for key in ("exp_avg", "exp_avg_sq")
+            ]
+            learner.moments = list(zip(*moments, strict=True))
+            for factor, (m, v) in zip(own, learner.moments, strict=True):
+                if not factor.shape == m.shape == v.shape:
+                    raise ValueError(f"the optimizer's moments have shapes {m.shape} and {v.shape}")
+        first = self._from_peft(tensors["reference"]) if tensors.get("reference") else []
+        pairs = list(zip(first[::2], first[1::2], strict=True))
+        self.reference.load(pairs, state.get("adapters_off", True), where)
+
+    def _as_peft(self, factors: Sequence[Sequence[np.ndarray]]) -> dict[str, np.ndarray]:
+        """Return A and B of each adapter, or arrays of their shapes, under the names of PEFT's parameters."""
+        named = {}
+        for adapter, (a, b) in zip(self.model.adapters, factors, strict=True):
+            for letter, value in (("A", a), ("B", adapter.to_module(b))):
+                named[_parameter_name(adapter, letter)] = value
+        return named
+
+    def _from_peft(self, named: Mapping[str, Any]) -> list[np.ndarray]:
+        """Return the inverse of ``_as_peft``, flat, as float32 copies."""
+        values = []
+        for adapter in self.model.adapters:
+            a, b = (np.asarray(named[_parameter_name(adapter, letter)], np.float32) for letter in "AB")
+            values += [a.copy(), adapter.from_module(b)]
+        return values
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the adapters as a PEFT folder, with the record of their base."""
+        self.model.save_pretrained(folder)
+
+    def saved_bytes(self) -> int:
+        """Size of the adapters in bytes."""
+        return self.gradient_bytes()
+
+    def memory_blocks(self) -> Iterator[tuple[str, Hashable, int]]:
+        """Yield the memory of base, adapters, reference, gradients and moments, for ``whet.memory_report``."""
+        yield from self.model.base.memory_blocks()
+        adapters = self.model.adapters
+        parts = {
+            "weights": [adapter.factors for adapter in adapters],
+            "gradients": [adapter.gradients for adapter in adapters],
+            "moments": self.model.moments,
+            "reference": self.reference.first_values,
+        }
+        for part, groups in parts.items():
+            for array in (array for group in groups for array in group):
+                yield part, array.ctypes.data, array.nbytes
+
+
+class AdapterReference:
+    """Frozen reference of a learner: its base if the adapters are new, else the initial adapters.
+
+    Args:
+        learner: the policy.
+        kept: whether to keep the initial adapters if they are needed. Otherwise the policy is the reference until its
+            first update.
+
+    Attributes:
+        model: None: there is no separate model.
+        adapters_off: whether the reference is the base.
+        first_values: A and B of each initial adapter; empty: not used.
+    """
+
+    model = None
+
+    def __init__(self, learner: Learner, *, kept: bool) -> None:
+        self._learner, self._kept = learner, kept
+        self.adapters_off = not any(adapter.b.any() for adapter in learner.adapters)
+        self.first_values: list[tuple[np.ndarray, np.ndarray]] = []
+        if kept and not self.adapters_off:
+            self.first_values = [(adapter.a.copy(), adapter.b.copy()) for adapter in learner.adapters]
+
+    def is_policy(self) -> bool:
+        """Whether the reference is the policy before its first update, with nothing kept separately."""
+        return not self.adapters_off and not self.first_values
+
+    @contextmanager
+    def as_learner(self) -> Iterator[None]:
+        """Context in which the learner has the initial adapters, if they are the reference."""
+        if self.adapters_off or not self.first_values:
+            yield
+            return
+        adapters = self._learner.adapters
+        own = [adapter.factors for adapter in adapters]
+
+        def set_factors(factors: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+            with deferred_signals():
+                for adapter, (a, b) in zip(adapters, factors, strict=True):
+                    adapter.a, adapter.b = a, b
+                self._learner.update()
+
+        try:
+            set_factors(self.first_values)
+            yield
+        finally:
+            set_factors(own)
+
+    def open_cache(self, folder: str, arithmetic: str) -> ReferenceCache:
+        """Open the cached log-probs of the base, or of the initial adapters."""
+        import hashlib
+
+        digest = hashlib.sha256(self._learner.base.digest().encode())
+        if not self.adapters_off:
+            factors = self.first_values or [adapter.factors for adapter in self._learner.adapters]
+            for adapter, (a, b) in zip(self._learner.adapters, factors, strict=True):
+                digest.update(f"{adapter.name} {adapter.alpha}".encode() + a.tobytes() + b.tobytes())
+        return ReferenceCache(folder, digest.hexdigest(), f"native-{arithmetic}")
+
+    def load(self, first_values: list[tuple[np.ndarray, np.ndarray]], adapters_off: bool, where: str) -> None:
+        """Restore the reference of a checkpoint from its attributes; the policy may already be trained.
+
+        Raises:
+            CheckpointError: initial values are needed, and neither the checkpoint nor the learner has them.
+        """
+        if self._kept and not adapters_off and not first_values and self.adapters_off:
+            raise CheckpointError(
+                f"{where}: the adapters were already trained when the run began, and neither the checkpoint nor model "
+                "has their initial values: the run used no reference. Pass model with the initial adapters."
+            )
+        self.adapters_off = adapters_off
+        if adapters_off or first_values:
+            self.first_values = first_values
+
+
+def _parameter_name(adapter: TrainedAdapter, letter: str) -> str:
+    return f"{PEFT_PREFIX}{adapter.name}.lora_{letter}.{_ADAPTER}.weight"
