@@ -139,7 +139,7 @@ def test_adapter_settings_reach_peft(files):
     ],
 )  # fmt: skip
 def test_unfit_adapter_settings_are_rejected_before_loading(settings, expected, files, error_of, monkeypatch):
-    monkeypatch.setattr("whet.runs.training.load_model", None)
+    monkeypatch.setattr("whet.runs.models.load_model", None)
     given = files("run", **{**LORA, **{name: value for name, value in settings.items() if value is not None}})
     flags = [f"--{name.replace('_', '-')}" for name, value in settings.items() if value is None]
     assert_mentions(error_of("train", "sft", *given, *flags), *expected)
@@ -171,7 +171,7 @@ def test_saved_adapters_are_trained_further(files, tiny_model, q8_gguf, error_of
     argv = ["train", "sft", *files("third", steps=1, **{**given, "model": files.folder / "other", "base": "q8_0"})]
     error = error_of(*argv)
     assert str(folder) in error and error.count("base in q8_0 (") == 2
-    monkeypatch.setattr("whet.runs.training.load_model", None)  # comparing the formats suffices
+    monkeypatch.setattr("whet.runs.models.load_model", None)  # comparing the formats suffices
     for settings, facts in (
         ({"base": "int4"}, ("q8_0", "q8_0, int4")),
         ({"base": "none"}, ("q8_0", "base is 'none'")),
@@ -205,7 +205,7 @@ def test_adapters_of_another_model_are_rejected_before_loading(files, tiny_model
     model.config.num_hidden_layers = 1
     model.config.layer_types = None
     model.save_pretrained(smaller)
-    monkeypatch.setattr("whet.runs.training.load_model", None)
+    monkeypatch.setattr("whet.runs.models.load_model", None)
     argv = ["train", "sft", *files("other", steps=1, adapter=folder, model=smaller)]
     assert_mentions(error_of(*argv), folder, "another model", "model.layers.1.")
     assert f"--adapter {folder}" in error_of("train", "sft", *files("other", steps=1, model=folder, lora_rank=2))

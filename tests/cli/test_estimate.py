@@ -104,7 +104,5 @@ def test_invalid_settings_of_run_memory_are_named(capsys):
 def test_run_memory_includes_the_packages_of_tasks():
     """Errors of missing tasks or tokenizers are left to the run."""
     pytest.importorskip("reasoning_gym")
-    without, with_task = (
-        measure_interpreter("nowhere", tasks, has_adapters=False) for tasks in ([], ["reasoning_gym:chain_sum"])
-    )
+    without, with_task = (measure_interpreter("nowhere", tasks, []) for tasks in ([], ["reasoning_gym:chain_sum"]))
     assert 2**27 < without < with_task - 2**23

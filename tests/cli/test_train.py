@@ -173,7 +173,7 @@ def test_lora_run_saves_adapters_that_the_next_run_loads(files, tiny_model, erro
         "run", steps=4, learning_rate=1e-2, lora_rank=2, eval_data=files.folder / "rows.jsonl", compute="float32"
     )
     assert main(["train", "sft", *run]) == 0
-    assert " trained)" in capsys.readouterr().out
+    assert " trained natively), packed in float32" in capsys.readouterr().out
     model_folder = files.folder / "run" / "model"
     assert (model_folder / "adapter_model.safetensors").exists() and not (model_folder / "model.safetensors").exists()
     assert "LoRA adapters of rank 2" in (model_folder / "README.md").read_text()

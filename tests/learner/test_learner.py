@@ -364,4 +364,4 @@ def test_wrong_input_is_refused_and_changes_nothing() -> None:
 
 def test_heads_of_odd_sizes_are_refused() -> None:
     base = pack_base(open_module(tiny_model("qwen3")), weights="float32")
-    assert_raises(WhetValueError, ("multiple of 8", "torch"), Learner, base, lora_rank=RANK)
+    assert_raises(WhetValueError, ("multiples of 8", "torch"), Learner, base, lora_rank=RANK)

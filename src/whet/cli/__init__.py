@@ -257,7 +257,7 @@ def _train(argv: list[str]) -> int:
 
     run = parse(RUNS[method], argv[1:], where, TRAIN_DESCRIPTION)
     run.check(where)
-    check_installed(where, *_MODEL_PACKAGES, "matplotlib")
+    check_installed(where, "tokenizers", "safetensors", "jinja2")
     from whet.training.distributed import launched_rank, launched_size
 
     if run.ranks > 1 and launched_size() == 1:

@@ -20,6 +20,7 @@ from whet.data.rows import tokenize_prompt
 from whet.data.sources import read_rows
 from whet.data.thinking import Replies
 from whet.errors import WhetValueError
+from whet.nn.modules import position_limit
 from whet.rewards.functions import load_function
 from whet.rollout.choose import make_engine, reward_functions
 from whet.rollout.rollout import as_prompt_row, decode_completion
@@ -42,7 +43,7 @@ def main(run: BestOfNRun) -> int:
     notify = functools.partial(print, file=sys.stderr)
     model, tokenizer = load_model(run.model, run.dtype, chat_template=run.chat_template, notify=notify)
     if run.task:
-        check_prompts_fit(model, tokenizer, rows, "whet best-of-n")
+        check_prompts_fit(position_limit(model), tokenizer, rows, "whet best-of-n")
     notify(f"best of {run.n} of {run.model}: {describe_size(model)}")
     with _open_output(run.output) as file:
         for done, row in enumerate(iter_best_completions(run, model, tokenizer, functions, rows), start=1):

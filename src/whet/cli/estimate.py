@@ -20,6 +20,7 @@ from whet.models.formats import FORMATS, MIXTURES
 from whet.models.sizes import ModelMemory, TrainingEstimate, load_source, model_memory
 from whet.runs.adapters import plan_adapters
 from whet.runs.estimate import estimate_run_memory, measure_interpreter
+from whet.runs.native import required_packages, uses_learner
 from whet.runs.settings import RUNS
 from whet.system.memory import machine_bytes
 from whet.training.sizes import Lengths, RunMemory
@@ -131,11 +132,14 @@ def _train(argv: list[str]) -> int:
             f"{where}: dtype is {options.dtype!r}, but only float32 steps on Whet's kernels can be estimated. Omit it: "
             "weights, gradients and optimizer, with its float32 master weights, take as much in bfloat16."
         )
-    check_installed(where, "torch", "transformers", *(["peft"] if options.has_adapters() else []))
     lengths = Lengths(options.prompt_tokens, getattr(options, "completion_tokens", 0) or options.max_new_tokens)
     source = load_source(options.model)
-    options.base = plan_adapters(options, source, where).base  # checks the settings before the interpreter is measured
-    interpreter = measure_interpreter(options.model, getattr(options, "task", ()), has_adapters=options.has_adapters())
+    plan = plan_adapters(options, source, where)  # checks the settings before the interpreter is measured
+    options.base = plan.base
+    packages = required_packages(options, uses_learner(options, plan, where))
+    for package in packages:
+        check_installed(where, package, extra="peft" if package == "peft" else "train")
+    interpreter = measure_interpreter(options.model, getattr(options, "task", ()), packages)
     _print_run(options, method, estimate_run_memory(options, source, lengths, interpreter=interpreter))
     return 0
 

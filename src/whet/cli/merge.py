@@ -27,7 +27,8 @@ from whet.models.slots import ModelSource
 from whet.models.sources.pretrained import open_pretrained
 from whet.models.written_folder import complete_folder
 from whet.runs.card import render_folder_card
-from whet.runs.models import import_peft, load_model, merge_adapters, system_errors
+from whet.runs.models import import_peft, load_model, merge_adapters
+from whet.runs.save import system_errors
 from whet.text.checkpoint_model import resolve_adapter
 from whet.text.model import find_model
 

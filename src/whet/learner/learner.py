@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from whet.models.architecture import ModelConfig
 from whet.models.base_record import check_record, read_binding, write_record
 from whet.models.lora import choose_adapted, core_matrix, read_adapted
 from whet.models.packed_base import PackedBase, pack_base
+from whet.models.sizes import slot_bytes
 from whet.models.slots import LoRA, ModelSource, WeightLocation
 from whet.models.sources.gguf_container import GGUFFile
 from whet.models.sources.pretrained import open_pretrained
@@ -160,8 +161,8 @@ class Learner:
                 )
         places = {location: i for i, location in enumerate(dict.fromkeys(source.targets.values()))}
         factors = sorted(adapted.factors, key=lambda factor: places[factor[0]])
-        for location, _ in factors:
-            _matrix_of(location, where)
+        if obstacle := find_unlearnable(source.config, [location for location, _ in factors]):
+            raise WhetValueError(f"{where}: {obstacle}. Train it with torch.")
         self.base = model if isinstance(model, PackedBase) else pack_base(source, weights=weights, where=where)
         if adapter is not None and (record := read_binding(adapter, source, weights is not None, where)) is not None:
             check_record(record, self.base, where, os.fspath(adapter))
@@ -169,10 +170,7 @@ class Learner:
             is_narrow = "bf16" in _core.isa() and self.base.summary != "float32"
             compute = "bfloat16" if is_narrow else "float32"
         self.compute = compute
-        try:
-            self._core = _core.Learner(self.base.core, compute == "bfloat16")
-        except ValueError as error:
-            raise WhetValueError(f"{where}: {error}. Train this model with torch.") from None
+        self._core = _core.Learner(self.base.core, compute == "bfloat16")
         rng = np.random.default_rng(seed)
         self.adapters = tuple(
             TrainedAdapter(location, rank, _effective_alpha(rank, lora_alpha, use_rslora), rng, self.base.config)
@@ -181,7 +179,7 @@ class Learner:
         if adapter is not None:
             self._load(adapter)
         for each in self.adapters:
-            layer, target = _matrix_of(each.location, where)
+            layer, target = cast(tuple[int, Any], core_matrix(each.location.weight))
             rank, n = each.b.shape
             self._core.add_adapter(layer=layer, target=target, first_row=each.location.first_row, n=n, rank=rank)
         self.update()
@@ -303,6 +301,12 @@ class Learner:
         ]
         return self.base.source()._replace(adapters=tuple(adapters))
 
+    def packed_bytes(self) -> int:
+        """Size of the factors as packed for products, in bytes."""
+        format = "bfloat16" if self.compute == "bfloat16" else "float32"
+        shapes = [(each.a.shape, each.b.shape[::-1]) for each in self.adapters]
+        return sum(slot_bytes(a, format) + slot_bytes(b, format) for a, b in shapes)
+
     def zero_grad(self) -> None:
         """Set all gradients to zero."""
         for adapter in self.adapters:
@@ -410,18 +414,17 @@ class Learner:
         return mask
 
 
+def find_unlearnable(config: ModelConfig, locations: Sequence[WeightLocation]) -> str:
+    """Return what of a model or of its adapters a learner does not support; empty: nothing."""
+    if config.head_dim % 8:
+        return f"the model's heads have {config.head_dim} elements, and the learner supports multiples of 8"
+    for location in locations:
+        if core_matrix(location.weight) is None:
+            return f"lora_layers names {location.names[0]}, and only the linear layers of attention and MLP are learnt"
+    return ""
+
+
 def _effective_alpha(rank: int, alpha: float | None, use_rslora: bool) -> float:
     """Return alpha such that alpha / rank multiplies the adapter."""
     alpha = rank if alpha is None else alpha
     return alpha * math.sqrt(rank) if use_rslora else alpha
-
-
-def _matrix_of(location: WeightLocation, where: str) -> tuple[int, Any]:
-    """Return the layer and the core's matrix of a module."""
-    matrix = core_matrix(location.weight)
-    if matrix is None:
-        raise WhetValueError(
-            f"{where}: lora_layers names {location.names[0]}, and only the linear layers of attention and MLP learn "
-            f"natively. Train it with torch."
-        )
-    return matrix

@@ -20,12 +20,14 @@ class Plan(NamedTuple):
         base: ``run.base`` with "auto" resolved.
         floats_reason: why "auto" became "none"; empty if it did not.
         record: the base that existing adapters were trained on, if they require that base.
+        source: the model; None as for ``adapters``.
     """
 
     adapters: Adapted | None
     base: str
     floats_reason: str = ""
     record: dict[str, Any] | None = None
+    source: ModelSource | None = None
 
 
 def plan_adapters(run: Any, source: ModelSource | None, where: str, on_gpu: bool = False) -> Plan:
@@ -71,7 +73,7 @@ def plan_adapters(run: Any, source: ModelSource | None, where: str, on_gpu: bool
                 f"{where}: {run.adapter} was trained on a base in {record['formats']}, but base is 'none'."
             )
         check_formats(source, {"weights": None if base == "own" else base}, record, where, run.adapter)
-    return Plan(adapters, base, reason, record)
+    return Plan(adapters, base, reason, record, source)
 
 
 def _default_base(run: Any, source: ModelSource) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from whet.errors import WhetValueError
 from whet.models.slots import ModelSource
 from whet.runs.adapters import plan_adapters
+from whet.runs.native import uses_learner
 from whet.system.memory import resident_bytes
 from whet.training.sizes import Lengths, RunMemory, run_memory
 
@@ -21,35 +22,42 @@ def estimate_run_memory(run: Any, source: ModelSource, lengths: Lengths, *, inte
     """Return ``run_memory`` for the settings of a run."""
     plan = plan_adapters(run, source, "whet estimate")
     base = "none" if plan.adapters is None else plan.base
-    return run_memory(source, run, lengths, interpreter=interpreter, adapters=plan.adapters, base=base)
+    learner = uses_learner(run, plan, "whet estimate")
+    return run_memory(source, run, lengths, interpreter=interpreter, adapters=plan.adapters, base=base, learner=learner)
 
 
-def measure_interpreter(model: str, tasks: Sequence[Any], has_adapters: bool) -> int:
-    """Measure the memory of a process with the imports, tokenizer and tasks of ``whet train``, without the model."""
-    code = (
-        f"from whet.runs.estimate import print_interpreter_memory as go; go({model!r}, {list(tasks)!r}, {has_adapters})"
-    )
+def measure_interpreter(model: str, tasks: Sequence[Any], packages: Sequence[str]) -> int:
+    """Measure the memory of a process with the imports, tokenizer and tasks of ``whet train``, without the model.
+
+    Args:
+        model: a folder, file or name.
+        tasks: specifications of tasks.
+        packages: packages that the run imports; without transformers, it reads the tokenizer itself.
+    """
+    arguments = f"{model!r}, {list(tasks)!r}, {list(packages)!r}"
+    code = f"from whet.runs.estimate import print_interpreter_memory as go; go({arguments})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if done.returncode:
         raise WhetValueError(f"whet estimate: importing the modules of whet train failed: {done.stderr.strip()[-300:]}")
     return int(done.stdout)
 
 
-def print_interpreter_memory(model: str, tasks: Sequence[Any], has_adapters: bool) -> None:
+def print_interpreter_memory(model: str, tasks: Sequence[Any], packages: Sequence[str]) -> None:
     """Import the modules of ``whet train``, load tokenizer and tasks, and print this process's memory.
 
     Errors of tokenizer or tasks are left to the run.
     """
     models = ("transformers.models.auto.modeling_auto", "transformers.modeling_utils")
-    for name in ("whet.runs.training", *models, *(["peft"] if has_adapters else [])):
+    is_torch = "transformers" in packages
+    for name in ("whet.runs.training", *packages, *(models if is_torch else ())):
         importlib.import_module(name)
     from whet.tasks.mixture import open_tasks
-    from whet.text.model import load_transformers_tokenizer
+    from whet.text.model import load_chat_tokenizer, load_transformers_tokenizer
 
     loaded = []
     if Path(model).exists():
         with suppress(Exception):
-            loaded.append(load_transformers_tokenizer(model))
+            loaded.append(load_transformers_tokenizer(model) if is_torch else load_chat_tokenizer(model, "estimate"))
     with suppress(Exception):
         loaded.append(open_tasks(tasks))
     print(resident_bytes())

@@ -9,15 +9,10 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import nn
-
 from whet.data.rows import tokenize_example, tokenize_preference, tokenize_prompt
 from whet.errors import WhetError
 from whet.memory import format_bytes
 from whet.models.slots import ModelSource
-from whet.models.sources.live import open_module
-from whet.nn.frozen import base_of
 from whet.runs.estimate import estimate_run_memory
 from whet.system.memory import available_bytes, resident_bytes
 from whet.training.sizes import Lengths, RunMemory
@@ -28,18 +23,23 @@ _MIN_TOKENS_PER_PASS = 256
 """Fewer tokens per pass save hardly any memory."""
 
 
-def predict_memory(method: str, run: Any, model: nn.Module, tokenizer: Any, rows: Sequence[Any]) -> RunMemory | None:
-    """Predict the memory of a run whose model is loaded, without adapters; warn if it exceeds the available memory.
+def predict_memory(
+    run: Any, source: ModelSource, weights: int, tokenizer: Any, rows: Sequence[Any]
+) -> RunMemory | None:
+    """Predict the memory of a run whose model is loaded; warn if it exceeds the available memory.
+
+    Args:
+        run: the settings.
+        source: the model, without adapters.
+        weights: bytes of its weights, which this process holds.
+        tokenizer: of the model.
+        rows: training rows, of which some are measured.
 
     Returns:
         The prediction; None if the system does not report memory or the run does not use Whet's kernels.
     """
-    base = base_of(model)
-    weights = sum(parameter.nbytes for parameter in model.parameters()) + (0 if base is None else base.nbytes)
     try:
-        if any(parameter.dtype != torch.float32 for parameter in model.parameters()):
-            return None
-        source, lengths = open_module(model), measure_lengths(run, tokenizer, rows[:_N_SAMPLED_ROWS])
+        lengths = measure_lengths(run, tokenizer, rows[:_N_SAMPLED_ROWS])
         settings = {"interpreter": max(0, resident_bytes() - weights)}
         predicted = estimate_run_memory(run, source, lengths, **settings)
     except WhetError:  # the run raises it again
@@ -48,7 +48,7 @@ def predict_memory(method: str, run: Any, model: nn.Module, tokenizer: Any, rows
     if predicted.total > available:
         hint = suggest_settings(run, source, lengths, available, **settings)
         warnings.warn(
-            f"whet train {method}: the run needs about {format_bytes(predicted.total)} of memory, but only "
+            f"whet train {run.method()}: the run needs about {format_bytes(predicted.total)} of memory, but only "
             f"{format_bytes(available)} are available. {hint}",
             stacklevel=2,
         )

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
-import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import nn
 
 from whet.errors import CheckpointError, MissingExtraError, WhetValueError, check_installed
@@ -158,22 +154,6 @@ def add_adapters(model: nn.Module, run: RunConfig, record: Mapping[str, Any] | N
         return peft.get_peft_model(model, settings)
     except ValueError as error:
         raise WhetValueError(f"{where}: lora_layers is {run.lora_layers!r}: {error}") from error
-
-
-@contextlib.contextmanager
-def system_errors() -> Iterator[None]:
-    """Turn errors of safetensors and tokenizers into OSErrors with the error number in their message.
-
-    Raises:
-        OSError: instead of a SafetensorError, or of the plain Exception that tokenizers raises.
-    """
-    try:
-        yield
-    except Exception as error:
-        number = re.search(r"os error (\d+)", str(error))
-        if not isinstance(error, SafetensorError) and (type(error) is not Exception or number is None):
-            raise
-        raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
 
 
 def merge_adapters(model: Any, folder: str, inspect: Callable[[Any], None] | None = None) -> Any:

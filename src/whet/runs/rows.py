@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
-
 from whet.data.rows import tokenize_prompt
 from whet.data.sources import read_rows
 from whet.errors import WhetValueError
-from whet.nn.modules import position_limit
 from whet.rewards.functions import load_function
 from whet.tasks.mixture import Mixture, open_tasks
 
@@ -39,13 +36,12 @@ def _open_held_out(run: Any) -> Mixture:
     return held_out
 
 
-def check_prompts_fit(model: nn.Module, tokenizer: Any, rows: Sequence[Any], where: str) -> None:
-    """Raise if prompts among the first rows leave the model no position for a completion.
+def check_prompts_fit(limit: int | None, tokenizer: Any, rows: Sequence[Any], where: str) -> None:
+    """Raise if prompts among the first rows leave none of the model's ``limit`` positions for a completion.
 
     Raises:
         WhetValueError: with the number of such prompts and the longest length.
     """
-    limit = position_limit(model)
     if limit is None:
         return
     lengths = [(row["task"], len(tokenize_prompt(row, tokenizer))) for row in rows[:_N_CHECKED]]

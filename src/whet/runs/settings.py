@@ -29,6 +29,7 @@ from whet.tasks.settings import format_spec
 StoredDtype = Literal["auto", "float32", "bfloat16"]
 Base = Literal["auto", "none", "own", Weights]
 Columns = Mapping[str, str]
+Backend = Literal["auto", "native", "torch"]
 
 
 @dataclass(kw_only=True)
@@ -73,6 +74,9 @@ class RunConfig:
 
     own: a GGUF file's own format. auto: own for a quantised file, otherwise bf16 or float32, whichever the step's
     products use, so that results do not change; none if adapters, dtype or a GPU need float weights."""
+    backend: Backend = "auto"
+    """native: a learner trains adapters on packed weights, without torch. torch: modules on Whet's kernels. auto: native
+    if adapters of linear layers are trained on the CPU and nothing needs torch."""
     eval_every: Positive = 100
     """Steps between evaluations, in addition to those before the first step and after the last."""
     checkpoint_every: Positive = 100
@@ -101,8 +105,12 @@ class RunConfig:
         self.check_adapters()
         reject_ineffective(self, ["eval_every"], bool(getattr(self, eval_rows)), f"there is no {eval_rows}")
         reject_ineffective(self, ["wandb_project"], "wandb" in self.loggers, "'wandb' is not among loggers")
-        for package in [*(name for name in self.loggers if name != "csv"), *(["peft"] if self.has_adapters() else [])]:
+        for package in (name for name in self.loggers if name != "csv"):
             check_installed(where, package, extra=package)
+        if self.backend == "torch" and self.has_adapters():
+            check_installed(where, "peft", extra="peft")
+        if self.backend == "torch" or not self.has_adapters():
+            check_installed(where, "torch", "transformers")
 
     def check_adapters(self) -> None:
         """Reject adapter settings that have no effect.

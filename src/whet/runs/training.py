@@ -21,17 +21,17 @@ import dataclasses
 import json
 import random
 import secrets
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
-import torch
 
 from whet import _core
 from whet.config.algorithms import ALGORITHMS
 from whet.config.toml import write_toml
-from whet.errors import RowError, WhetValueError
+from whet.errors import RowError, WhetError, WhetValueError, check_installed
 from whet.files import replace_text
 from whet.models.adapter_files import is_adapter_folder
 from whet.models.base_record import read_record
@@ -39,10 +39,10 @@ from whet.models.slots import ModelSource
 from whet.models.sources.pretrained import open_pretrained
 from whet.rewards.functions import RewardFunctions, load_function
 from whet.rollout.choose import reward_functions
-from whet.runs.adapters import plan_adapters
+from whet.runs.adapters import Plan, plan_adapters
 from whet.runs.inputs import check_inputs, describe_failure, read_inputs, write_inputs
 from whet.runs.memory import predict_memory
-from whet.runs.models import add_adapters, describe_size, load_model
+from whet.runs.native import describe_learner, load_learner, may_have_gpu, required_packages, uses_learner
 from whet.runs.resume import Notify, check_steps, find_checkpoint, last_step_of_pass
 from whet.runs.rows import check_prompts_fit, open_rows
 from whet.runs.save import write_memory, write_results
@@ -51,6 +51,7 @@ from whet.runs.stopping import StoppableCheckpoints
 from whet.training.callbacks import CompletionsCallback, EvaluationCallback
 from whet.training.distributed import join_ranks, launched_rank, launched_size
 from whet.training.loggers import CSVLogger, JSONLLogger, Logger, TensorBoardLogger, WandbLogger
+from whet.training.sizes import RunMemory
 from whet.training.trainer import Trainer
 
 
@@ -113,8 +114,11 @@ def _train(run: Any, extra_loggers: Sequence[Logger], notify: Notify) -> RunResu
     # Rank 0 chooses the checkpoint for all ranks.
     checkpoint, run.base = join_ranks().broadcast_from_first(lambda: (find_checkpoint(run, folder, notify), run.base))
     where = f"whet train {method}"
-    plan = plan_adapters(run, _open_source(run, where), where, torch.cuda.is_available())
+    plan = plan_adapters(run, _open_source(run, where), where, run.backend != "native" and _has_gpu())
     run.base = plan.base
+    is_native = uses_learner(run, plan, where)
+    for package in required_packages(run, is_native):
+        check_installed(where, package, extra="peft" if package == "peft" else "train")
     if plan.floats_reason:
         notify(f"adapters are trained on float weights: {plan.floats_reason}")
     rows, held_out, functions = open_rows(run)
@@ -125,16 +129,9 @@ def _train(run: Any, extra_loggers: Sequence[Logger], notify: Notify) -> RunResu
     is_one_pass = not run.steps
     run.steps = run.steps or max(1, len(rows) // run.batch_size)
 
-    base = run.base if run.has_adapters() else "none"
-    model, tokenizer = load_model(run.model, run.dtype, base, run.chat_template, notify)
-    if getattr(run, "task", []):
-        for part in (rows, held_out):
-            check_prompts_fit(model, tokenizer, part, where)
-    predicted = predict_memory(method, run, model, tokenizer, rows)
-    _set_seed(run.seed % 2**32)  # NumPy's seeds have 32 bits
-    if run.has_adapters():
-        model = add_adapters(model, run, plan.record)
-    notify(f"{ALGORITHMS[method].class_name} of {run.model}: {describe_size(model)}")
+    load = _load_learner if is_native else _load_modules
+    model, tokenizer, predicted, size = load(run, plan, rows, held_out, where, notify)
+    notify(f"{ALGORITHMS[method].class_name} of {run.model}: {size}")
     arguments = {"config": _make_config(method, run), "tokenizer": tokenizer, **_scoring_arguments(run, rewards)}
     if getattr(run, "precompute_reference", False):
         rows, held_out = add_reference_logprobs(ALGORITHMS[method].load(), model, arguments, rows, held_out)
@@ -174,6 +171,54 @@ def _train(run: Any, extra_loggers: Sequence[Logger], notify: Notify) -> RunResu
     return dataclasses.replace(result, summary=write_results(trainer, run, folder, len(rows), evaluation.history))
 
 
+def _has_gpu() -> bool:
+    if not may_have_gpu():
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _load_learner(
+    run: Any, plan: Plan, rows: Sequence[Any], held_out: Sequence[Any], where: str, notify: Notify
+) -> tuple[Any, Any, RunMemory | None, str]:
+    """Return the learner of a run, its tokenizer, its predicted memory, and a description of its size."""
+    model, tokenizer = load_learner(run, plan, where)
+    _check_tasks(run, model.base.config.max_position, tokenizer, (rows, held_out), where)
+    predicted = predict_memory(run, cast(ModelSource, plan.source), model.base.nbytes, tokenizer, rows)
+    _set_seed(run.seed % 2**32)  # NumPy's seeds have 32 bits
+    return model, tokenizer, predicted, describe_learner(model)
+
+
+def _load_modules(
+    run: Any, plan: Plan, rows: Sequence[Any], held_out: Sequence[Any], where: str, notify: Notify
+) -> tuple[Any, Any, RunMemory | None, str]:
+    """Return the modules of torch that a run trains, and the rest as ``_load_learner``."""
+    from whet.models.sources.live import open_module
+    from whet.nn.frozen import base_of
+    from whet.nn.modules import position_limit
+    from whet.runs.models import add_adapters, describe_size, load_model
+
+    base = run.base if run.has_adapters() else "none"
+    model, tokenizer = load_model(run.model, run.dtype, base, run.chat_template, notify)
+    _check_tasks(run, position_limit(model), tokenizer, (rows, held_out), where)
+    parameters, packed, predicted = list(model.parameters()), base_of(model), None
+    if all(str(parameter.dtype) == "torch.float32" for parameter in parameters):
+        weights = sum(parameter.nbytes for parameter in parameters) + (0 if packed is None else packed.nbytes)
+        with contextlib.suppress(WhetError):  # a model that the engine does not support
+            predicted = predict_memory(run, open_module(model), weights, tokenizer, rows)
+    _set_seed(run.seed % 2**32)
+    if run.has_adapters():
+        model = add_adapters(model, run, plan.record)
+    return model, tokenizer, predicted, describe_size(model)
+
+
+def _check_tasks(run: Any, limit: int | None, tokenizer: Any, parts: Sequence[Sequence[Any]], where: str) -> None:
+    if getattr(run, "task", []):
+        for part in parts:
+            check_prompts_fit(limit, tokenizer, part, where)
+
+
 def _open_source(run: Any, where: str) -> ModelSource | None:
     """Open the base model of adapters, without reading weights; None: not downloaded, or only supported by torch.
 
@@ -204,7 +249,10 @@ def _set_seed(seed: int) -> None:
     """Seed every global generator. (``transformers.set_seed`` would import peft, which takes a second.)"""
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
-    torch.manual_seed(seed)
+    if "torch" in sys.modules:
+        import torch
+
+        torch.manual_seed(seed)
 
 
 def _make_config(method: str, run: Any) -> Any:

@@ -67,8 +67,9 @@ def run_memory(
     interpreter: int,
     adapters: Adapted | None = None,
     base: str = "none",
+    learner: bool = False,
 ) -> RunMemory:
-    """Estimate the memory of training a float32 model on Whet's kernels.
+    """Estimate the memory of training a float32 model on Whet's kernels, or adapters with a ``Learner``.
 
     Args:
         source: the model, from ``load_source``; its weights are not read.
@@ -78,6 +79,7 @@ def run_memory(
         adapters: adapters on the frozen model; None: every weight is trained.
         base: format of a frozen model packed once, for trainer and sampler; "own": the formats of a GGUF file;
             "none": float32 parameters.
+        learner: whether a learner trains the adapters.
 
     Raises:
         WhetValueError: compute is "torch", whose memory is unknown; a base without adapters; an unknown format; or a
@@ -90,6 +92,8 @@ def run_memory(
         raise WhetValueError("run_memory: compute is 'torch'. Memory estimates support Whet's kernels only.")
     narrow = multiplies_bfloat16(config)
     model = source.config
+    if learner and base == "float32":
+        narrow = config.compute == "bfloat16"
     n_adapter = 0 if adapters is None else adapters.n_parameters
     n_trained = n_adapter or model.n_parameters
     whole = training(model)
@@ -109,28 +113,83 @@ def run_memory(
         # Trainer and sampler have separate norms and biases.
         parts["weights"] = n_bytes + packed.norms + 4 * n_adapter
     largest = _step_tokens(config, lengths)
+    if learner and adapters is not None:
+        parts["copies"] = _adapter_bytes(adapters, "bfloat16" if narrow else "float32")
+        update = {"activations": _learner_bytes(source, largest, 2 if narrow else 4)}
+        parts["gradients"] = 4 * n_adapter
+        return RunMemory(parts, update, 0, _sampling(parts, source, config, lengths, adapters, weights, is_packed))
     activations = _activation_bytes(source, config, lengths, 2 if narrow else 4)
     if adapters is not None:
         activations += largest.tokens * sum(rank for _, rank in adapters.factors) * (2 if narrow else 4)
     # The first gradient of a backward pass is the head's.
     first = math.prod(model.slots()["embedding"]) if adapters is None and not largest.is_part else n_trained
     update = {"activations": activations, "gradients": 4 * first, "allocator": int(_FRAGMENTATION * activations)}
-    sampling: dict[str, int] = {}
-    if isinstance(config, OnlineConfig) and config.engine != "torch":
-        if not is_packed:
-            weights = ("bf16" if narrow else "float32") if config.rollout_weights == "auto" else config.rollout_weights
-        engine = estimate(source, weights, batch=MAX_BATCH)
-        kv_cache = _n_pages(config, lengths) * page_bytes(model, engine.kv_format)
-        sampling = {"kv_cache": min(kv_cache, config.kv_bytes or KV_BYTES), "workspace": engine.workspace}
-        if adapters is not None and adapters.is_separable:
-            apart = "float32" if weights == "float32" else "bfloat16"  # format of unmerged adapters
-            parts["sampler_weights"] = (0 if is_packed else engine.weights) + sum(
-                slot_bytes((rank, location.shape[1]), apart) + slot_bytes((location.shape[0], rank), apart)
-                for location, rank in adapters.factors
-            )
-        elif not is_packed:  # released before the update
-            sampling["sampler_weights"] = engine.weights
-    return RunMemory(parts, update, 4 * n_trained, sampling)
+    if not is_packed:
+        weights = ("bf16" if narrow else "float32") if getattr(config, "rollout_weights", "auto") == "auto" else None
+        weights = weights or getattr(config, "rollout_weights", None)
+    return RunMemory(
+        parts, update, 4 * n_trained, _sampling(parts, source, config, lengths, adapters, weights, is_packed)
+    )
+
+
+def _sampling(
+    parts: dict[str, int],
+    source: ModelSource,
+    config: TrainerConfig,
+    lengths: Lengths,
+    adapters: Adapted | None,
+    weights: str | None,
+    is_packed: bool,
+) -> dict[str, int]:
+    """Return the parts of sampling; the sampler's weights are added to ``parts`` if they are held during updates."""
+    if not isinstance(config, OnlineConfig) or config.engine == "torch":
+        return {}
+    engine = estimate(source, weights, batch=MAX_BATCH)
+    kv_cache = _n_pages(config, lengths) * page_bytes(source.config, engine.kv_format)
+    sampling = {"kv_cache": min(kv_cache, config.kv_bytes or KV_BYTES), "workspace": engine.workspace}
+    if adapters is not None and adapters.is_separable:
+        own = _adapter_bytes(adapters, "float32" if weights == "float32" else "bfloat16")
+        parts["sampler_weights"] = (0 if is_packed else engine.weights) + own
+    elif not is_packed:  # released before the update
+        sampling["sampler_weights"] = engine.weights
+    return sampling
+
+
+def _adapter_bytes(adapters: Adapted, format: str) -> int:
+    """Return the bytes of all factors packed in a format."""
+    return sum(
+        slot_bytes((rank, location.shape[1]), format) + slot_bytes((location.shape[0], rank), format)
+        for location, rank in adapters.factors
+    )
+
+
+_TILE_BYTES, _TILE_ROWS = 16 << 20, (256, 2048)
+"""Bytes of the widest array of a tile of rows, and the limits of its rows, as in cpp/learner."""
+_RANGE_NUMBERS = 1 << 20
+"""Weights that cpp/learner unpacks at once."""
+
+
+def _learner_bytes(source: ModelSource, largest: _Pass, size: int) -> int:
+    """Return the bytes that a learner allocates between the forward and the end of the backward pass of a micro-batch.
+
+    The inputs of all layers are kept in the type of products; one layer is computed again at a time, its linear layers
+    in tiles of rows. ``size``: bytes of an operand of a product.
+    """
+    model, n = source.config, largest.tokens
+    q, kv = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
+    hidden, up, qkv = model.hidden_dim, model.ffn_dim * (2 if model.gated else 1), q + 2 * kv
+    least, most = _TILE_ROWS
+    tile = min(n, max(least, min(most, _TILE_BYTES // 4 // max(up, qkv) // 32 * 32)))
+    kept = model.n_layers * n * hidden * size
+    layer = n * (4 * ((3 if model.post_norm else 2) * hidden + qkv + model.n_heads) + size * (qkv + q))
+    gradients = n * (4 * 2 * hidden + size * (2 * q + 2 * kv + q))
+    rows = tile * (
+        4 * (3 * hidden + max(hidden, q) + up + 2 * model.ffn_dim) + size * (max(model.ffn_dim, hidden) + up)
+    )
+    columns = max(16, _RANGE_NUMBERS // hidden // 16 * 16)
+    head = largest.targets * (4 * (4 * hidden + 2 * columns) + size * columns)
+    unpacked = size * _RANGE_NUMBERS
+    return kept + layer + max(gradients + rows, head) + unpacked + n * 4 * model.rotary_dim
 
 
 def multiplies_bfloat16(config: TrainerConfig) -> bool:

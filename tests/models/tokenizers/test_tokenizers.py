@@ -194,11 +194,14 @@ def test_template_ids_match_transformers(options: dict[str, bool]) -> None:
 
 
 def test_saved_tokenizer_is_read_by_transformers(tmp_path: Path) -> None:
-    ours = GGUFTokenizer(byte_level_keys(add_bos_token=True))
-    ours.save_pretrained(tmp_path)
-    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert loaded("a text").input_ids == ours.encode("a text")
-    assert (loaded.eos_token_id, loaded.chat_template) == (ours.eos_token_id, ours.chat_template)
+    keys = byte_level_keys(add_bos_token=True)
+    for folder, more in (("one", {}), ("several", {"tokenizer.chat_template.tool_use": "{{ tools[0].name }}"})):
+        ours = GGUFTokenizer(keys | more)
+        ours.save_pretrained(tmp_path / folder)
+        loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / folder)
+        assert loaded("a text").input_ids == ours.encode("a text")
+        assert loaded.special_tokens_map == ours.special_tokens_map
+        assert (loaded.eos_token_id, loaded.chat_template) == (ours.eos_token_id, ours.chat_template)
 
 
 def test_data_rows_accept_either_tokenizer() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from whet import _core
 from whet.errors import MissingExtraError, WhetValueError, check_installed, check_unicode
+from whet.files import replace_text
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
 from whet.models.tokenizers import algorithms
 from whet.models.tokenizers.vocabulary import Vocabulary, read_vocabulary
@@ -229,8 +231,33 @@ class GGUFTokenizer:
         return found if return_dict else encoded.ids
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write the files of a tokenizer that transformers loads; raises as ``to_transformers``."""
-        self.to_transformers().save_pretrained(folder)
+        """Write the files that transformers' ``save_pretrained`` writes, without transformers.
+
+        Raises:
+            WhetValueError: a chat template is not Jinja, or exceeds its bounds.
+        """
+        folder, templates = Path(folder), dict(_by_name(self.chat_template))
+        self._check_templates()
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {
+            **self.special_tokens_map,
+            "backend": "tokenizers",
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": int(1e30),  # transformers' value for an unknown length
+            "tokenizer_class": "PreTrainedTokenizerFast",
+        }
+        replace_text(folder / "tokenizer.json", self.backend.to_str(pretty=True))
+        replace_text(folder / "tokenizer_config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+        if default := templates.pop("default", None):
+            replace_text(folder / "chat_template.jinja", default)
+        for name, template in templates.items():
+            (folder / "additional_chat_templates").mkdir(exist_ok=True)
+            replace_text(folder / "additional_chat_templates" / f"{name}.jinja", template)
+
+    def _check_templates(self) -> None:
+        """Render each template for a short message: transformers does not bound its work."""
+        for name in _by_name(self.chat_template):
+            self._template(name).check_bounds(self.special_tokens_map)
 
     def _template(self, name: str) -> ChatTemplate:
         sources = _by_name(self.chat_template)
@@ -251,14 +278,11 @@ class GGUFTokenizer:
     def to_transformers(self) -> Any:
         """Convert to a ``transformers.PreTrainedTokenizerFast``; see ``open_tokenizer``.
 
-        transformers does not bound the work of a template, so each is first rendered here for a short message.
-
         Raises:
             WhetValueError: a chat template is not Jinja, or exceeds its bounds.
             MissingExtraError: transformers is not installed.
         """
-        for name in _by_name(self.chat_template):
-            self._template(name).check_bounds(self.special_tokens_map)
+        self._check_templates()
         try:
             from transformers import PreTrainedTokenizerFast
         except ImportError as error:

@@ -1,0 +1,85 @@
+"""Runs whose adapters a ``Learner`` trains, without torch: whether it can, and their model."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+from whet.errors import MissingExtraError, WhetValueError, check_installed
+from whet.learner import Learner
+from whet.learner.learner import find_unlearnable
+from whet.models.adapter_files import read_peft_config
+from whet.models.slots import ModelSource
+from whet.runs.adapters import Plan
+from whet.text.model import find_model, load_chat_tokenizer
+
+
+def may_have_gpu() -> bool:
+    """Whether torch may find a GPU: it is installed, and so is a driver. Importing torch would take a second."""
+    drivers = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA, WSL, AMD
+    try:
+        check_installed("whet train", "torch")
+    except MissingExtraError:
+        return False
+    return sys.platform == "win32" or any(map(os.path.exists, drivers))
+
+
+def uses_learner(run: Any, plan: Plan, where: str) -> bool:
+    """Whether a ``Learner`` trains the run's adapters, by its ``backend``.
+
+    Raises:
+        WhetValueError: backend is "native", and something of the run needs torch.
+    """
+    obstacle = "" if run.backend == "torch" else _find_obstacle(run, plan)
+    if run.backend == "native" and obstacle:
+        raise WhetValueError(f"{where}: backend is 'native', but {obstacle}. Change that, or pass --backend torch.")
+    return run.backend != "torch" and not obstacle
+
+
+def _find_obstacle(run: Any, plan: Plan) -> str:
+    """Return what of a run needs torch; empty: nothing."""
+    if not run.has_adapters():
+        return "lora_rank is 0, so every weight is trained"
+    if plan.adapters is None or plan.base == "none":
+        return plan.floats_reason or "base is 'none', and the learner needs a packed base"
+    if run.compute == "torch":
+        return "compute is 'torch'"
+    if getattr(run, "engine", "auto") not in ("auto", "native"):
+        return f"engine is {run.engine!r}"
+    if plan.adapters.special or plan.adapters.whole:
+        return plan.adapters.special or "modules_to_save trains whole modules"
+    settings = read_peft_config("whet train", Path(run.adapter) / "adapter_config.json") if run.adapter else {}
+    if dropout := settings.get("lora_dropout", run.lora_dropout):
+        return f"lora_dropout is {dropout}"
+    return find_unlearnable(cast(ModelSource, plan.source).config, [location for location, _ in plan.adapters.factors])
+
+
+def required_packages(run: Any, is_native: bool) -> list[str]:
+    """Return the packages that a run imports in addition to a native run's."""
+    if is_native:
+        return []
+    return ["torch", "transformers", *(["peft"] if run.has_adapters() else [])]
+
+
+def load_learner(run: Any, plan: Plan, where: str) -> tuple[Learner, Any]:
+    """Return the learner of a run, and its tokenizer."""
+    model, source = find_model(run.model, where), cast(ModelSource, plan.source)
+    tokenizer = load_chat_tokenizer(model, where, run.chat_template)
+    options: dict[str, Any] = {"compute": run.compute, "seed": run.seed % 2**64}
+    if run.adapter:
+        options["adapter"] = run.adapter
+    else:
+        options |= {"lora_rank": run.lora_rank, "lora_alpha": run.lora_alpha, "lora_layers": run.lora_layers}
+        options["use_rslora"] = run.use_rslora
+    options["weights"] = None if plan.base == "own" else plan.base
+    options["max_position"] = source.short_position  # as long as the rotary frequencies of short sequences apply
+    return Learner(model, **options), tokenizer
+
+
+def describe_learner(learner: Learner) -> str:
+    """Describe the numbers of parameters and trained parameters, and the formats of the base."""
+    trained = sum(factor.size for adapter in learner.adapters for factor in adapter.factors)
+    total = learner.base.config.n_parameters + trained
+    return f"{total:,} parameters ({trained:,} trained natively), packed in {learner.base.summary}"
