@@ -374,6 +374,13 @@ class Learner:
         """Return A (r, k), B (n, r) and alpha by module, as in PEFT; A is the learner's own."""
         return {each.name: (each.a, each.to_module(each.b), each.alpha) for each in self.adapters}
 
+    def target_modules(self) -> list[str]:
+        """Return PEFT's setting for the adapted modules: the last parts of their names, if no other module has them."""
+        ends = {each.name.rpartition(".")[2] for each in self.adapters}
+        adapted = {each.location for each in self.adapters}
+        others = (name for name, location in self.base.targets.items() if location not in adapted)
+        return [] if any(name.rpartition(".")[2] in ends for name in others) else sorted(ends)
+
     def save_pretrained(self, folder: str | os.PathLike[str], base_model_name: str = "") -> None:
         """Write the adapters as a PEFT folder, with the record of the base from which Whet packs the same base again.
 
@@ -381,7 +388,8 @@ class Learner:
             folder: created if missing.
             base_model_name: name or path of the base model for PEFT. Default: the path that it was read from.
         """
-        write_peft(folder, self.factors(), base_model_name or self.base.path, "CAUSAL_LM")
+        name = base_model_name or self.base.path
+        write_peft(folder, self.factors(), name, "CAUSAL_LM", self.target_modules())
         write_record(folder, self.base.record())
 
     def _check_rows(

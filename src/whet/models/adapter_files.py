@@ -14,7 +14,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,8 +157,10 @@ Factors = Mapping[str, tuple[np.ndarray, np.ndarray, float]]
 """Adapters of any rank: module name -> A (r, in), B (out, r), alpha."""
 
 
-def peft_config(adapters: Factors, base_model_name: str, task_type: str | None) -> dict[str, Any]:
-    """Return the contents of adapter_config.json."""
+def peft_config(
+    adapters: Factors, base_model_name: str, task_type: str | None, target_modules: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return the contents of adapter_config.json; ``target_modules``: ends of names, default the names of modules."""
     settings = {name: (len(a), _plain_number(alpha)) for name, (a, _, alpha) in adapters.items()}
     rank, alpha = next(iter(settings.values()))
     # PEFT reads the names of its patterns as regular expressions.
@@ -175,16 +177,20 @@ def peft_config(adapters: Factors, base_model_name: str, task_type: str | None) 
         "fan_in_fan_out": False,
         "use_rslora": False,
         "use_dora": False,
-        "target_modules": sorted(adapters),
+        "target_modules": sorted(target_modules or adapters),
         "rank_pattern": {name: own[0] for name, own in different.items()},
         "alpha_pattern": {name: own[1] for name, own in different.items()},
     }
 
 
 def write_peft(
-    path: str | os.PathLike[str], adapters: Factors, base_model_name: str, task_type: str | None = None
+    path: str | os.PathLike[str],
+    adapters: Factors,
+    base_model_name: str,
+    task_type: str | None = None,
+    target_modules: Sequence[str] = (),
 ) -> None:
-    """Write adapters of any rank, see ``to_peft``."""
+    """Write adapters of any rank, see ``to_peft`` and ``peft_config``."""
     tensors = {}
     for module, (a, b, _) in adapters.items():
         tensors[f"{PEFT_PREFIX}{module}.lora_A.weight"] = np.ascontiguousarray(a)
@@ -192,7 +198,7 @@ def write_peft(
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     _write_tensors("to_peft", folder / "adapter_model.safetensors", tensors, {"format": "pt"})
-    config = peft_config(adapters, base_model_name, task_type)
+    config = peft_config(adapters, base_model_name, task_type, target_modules)
     replace_bytes(folder / "adapter_config.json", (json.dumps(config, indent=2) + "\n").encode())
 
 

@@ -201,7 +201,7 @@ class NativePolicy:
             tensors["optimizer"] |= {f"{name}.step": step.copy() for name in tensors["model"]}
         if self.reference.first_values:
             tensors["reference"] = self._as_peft(self.reference.first_values)
-        config = peft_config(learner.factors(), learner.base.path, "CAUSAL_LM")
+        config = peft_config(learner.factors(), learner.base.path, "CAUSAL_LM", learner.target_modules())
         state = {
             "whole_model": False,
             "model": None,

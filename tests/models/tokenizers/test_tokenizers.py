@@ -11,6 +11,7 @@ import sentencepiece
 import transformers
 from tests.models.tokenizers import vocab_files
 from tests.models.tokenizers.texts import make_texts
+from tests.models.tokenizers.vocab_files import CHAT, byte_level_keys
 from tests.processes import printed_by
 from tests.raising import mentions
 from tests.real.compare_tokenizers import HASHES, hashes, texts_of
@@ -22,17 +23,7 @@ from whet.models.tokenizers import GGUFTokenizer, load_tokenizer, open_tokenizer
 from whet.models.tokenizers.pre_tokenizers import PRE_TOKENIZERS
 from whet.models.tokenizers.token_texts import read_token_texts
 
-CHAT = (
-    "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-
-
-def byte_level_keys(pre: str = "gpt-2", **keys: Any) -> dict[str, Any]:
-    """Metadata of a small trained tokenizer, with a chat template."""
-    made = vocab_files.byte_level_metadata(vocab_files.train_byte_level(list(PRE_TOKENIZERS[pre].patterns), 400), pre)
-    return made | {"tokenizer.chat_template": CHAT} | {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
 
 
 def piece_keys(tokens: list[str], types: list[int], **keys: Any) -> dict[str, Any]:
@@ -253,7 +244,7 @@ def test_contradictory_options_are_rejected() -> None:
         with pytest.raises(WhetValueError, match=mentions("return_assistant_tokens_mask is True", "tokenize=True")):
             tokenizer.apply_chat_template([], return_assistant_tokens_mask=True, **options)
     tokenizer.chat_template = None
-    with pytest.raises(WhetValueError, match=mentions("the file has no tokenizer.chat_template")):
+    with pytest.raises(WhetValueError, match=mentions("the tokenizer has no chat_template")):
         tokenizer.apply_chat_template([{"role": "user", "content": "a"}])
 
 

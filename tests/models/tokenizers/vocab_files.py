@@ -14,7 +14,15 @@ from tests.gguf_files import add_keys
 from tests.models.tokenizers.texts import make_texts
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from whet.models.tokenizers.pre_tokenizers import PRE_TOKENIZERS
+
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+
+
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 
 
 def write_file(path: Path, metadata: dict[str, Any]) -> Path:
@@ -109,3 +117,9 @@ def sentencepiece_metadata(model: bytes) -> dict[str, Any]:
         "tokenizer.ggml.add_bos_token": False,
         "tokenizer.ggml.add_eos_token": False,
     }
+
+
+def byte_level_keys(pre: str = "gpt-2", **keys: Any) -> dict[str, Any]:
+    """Metadata of a small trained tokenizer, with a chat template."""
+    made = byte_level_metadata(train_byte_level(list(PRE_TOKENIZERS[pre].patterns), 400), pre)
+    return made | {"tokenizer.chat_template": CHAT} | {f"tokenizer.ggml.{key}": value for key, value in keys.items()}

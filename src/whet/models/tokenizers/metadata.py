@@ -16,6 +16,7 @@ import numpy as np
 
 from whet.errors import WhetValueError, check_installed
 from whet.models.sources.mapped import map_file, parse_json
+from whet.models.tokenizers.folder import read_json, read_settings, read_templates, special_text
 from whet.models.tokenizers.pre_tokenizers import PRE_TOKENIZERS, find_name
 from whet.models.tokenizers.tokenizer import GGUFTokenizer
 from whet.models.tokenizers.vocabulary import TokenType, is_phi3
@@ -62,7 +63,7 @@ def tokenizer_metadata(
             f"pass --tokenizer with another folder."
         )
     made = parse_json(map_file(path, where).tobytes(), f"{where}: tokenizer.json")
-    settings = {**_read(folder / "special_tokens_map.json", where), **_read(folder / "tokenizer_config.json", where)}
+    settings = read_settings(folder, where)
     try:
         found = _tokens(made, n_rows, where, pre)
         ids = _special_ids(made, settings, folder, where)
@@ -71,9 +72,10 @@ def tokenizer_metadata(
             f"{where}: tokenizer.json cannot be read: {error!r:.80}. Save it again with transformers."
         ) from error
     found |= {f"tokenizer.ggml.{role}_token_id": i for role, i in ids.items()}
-    found |= (
-        _templates(folder, settings, where) if chat_template is None else {"tokenizer.chat_template": chat_template}
-    )
+    templates = read_templates(folder, settings, where) if chat_template is None else {"default": chat_template}
+    found |= {
+        "tokenizer.chat_template" + ("" if key == "default" else f".{key}"): text for key, text in templates.items()
+    }
     added = made["added_tokens"]
     found["general.name"] = _adjust_name(name, any(token.get("rstrip") for token in added))
     _check_same(path, found, ids, where, () if pre is not None else (*_PROBES, *_special_probes(made)))
@@ -179,40 +181,18 @@ def _sequence(part: Mapping[str, Any] | None, name: str) -> list[Mapping[str, An
 def _special_ids(made: Mapping[str, Any], settings: Mapping[str, Any], folder: Path, where: str) -> dict[str, int]:
     """Return role -> id, from the tokenizer's settings or the model's config."""
     index = {**made["model"]["vocab"], **{token["content"]: token["id"] for token in made["added_tokens"]}}
-    config = _read(folder / "config.json", where)
+    config = read_json(folder / "config.json", where)
     ids: dict[str, int] = {}
     for name, role in _ROLES.items():
-        text = settings.get(name)
-        text = text.get("content") if isinstance(text, Mapping) else text
+        text = special_text(settings, name)
         i = index.get(text) if isinstance(text, str) else config.get(f"{name}_id") if name not in settings else None
         if isinstance(i, int) and not isinstance(i, bool) and i >= 0:
             ids[role] = i
-    ends = _read(folder / "generation_config.json", where).get("eos_token_id")
+    ends = read_json(folder / "generation_config.json", where).get("eos_token_id")
     others = [i for i in ends if isinstance(i, int) and i != ids.get("eos")] if isinstance(ends, list) else []
     if others and "eos" in ids:
         ids["eot"] = others[0]
     return ids
-
-
-def _templates(folder: Path, settings: Mapping[str, Any], where: str) -> dict[str, str]:
-    """Return the chat templates, from files or from the settings."""
-    template, file = settings.get("chat_template"), folder / "chat_template.jinja"
-    named = {entry["name"]: entry["template"] for entry in template} if isinstance(template, list) else {}
-    if isinstance(template, str):
-        named["default"] = template
-    if file.is_file():
-        named["default"] = _read_template(file, where)
-    for other in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        named[other.stem] = _read_template(other, where)
-    return {f"tokenizer.chat_template{'' if name == 'default' else f'.{name}'}": text for name, text in named.items()}
-
-
-def _read_template(path: Path, where: str) -> str:
-    """Read a template, with newlines as in transformers."""
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise WhetValueError(f"{where}: {path.name} cannot be read: {error}. Save the template as UTF-8.") from None
 
 
 def _check_same(path: Path, found: dict[str, Any], ids: Mapping[str, int], where: str, probes: Sequence[str]) -> None:
@@ -231,7 +211,3 @@ def _check_same(path: Path, found: dict[str, Any], ids: Mapping[str, int], where
                 f"{where}: as a GGUF file this tokenizer would produce other tokens for {text!r}: llama.cpp cannot "
                 f"normalise or split texts this way. Name the nearest pre-tokenizer with --pre."
             )
-
-
-def _read(path: Path, where: str) -> dict[str, Any]:
-    return parse_json(map_file(path, where).tobytes(), f"{where}: {path.name}") if path.is_file() else {}

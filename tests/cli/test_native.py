@@ -1,0 +1,114 @@
+"""``whet train`` with a learner: without torch, next to modules of torch, and where it is refused."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from tests.processes import run_python
+from tests.raising import assert_mentions
+
+from whet.cli import main
+from whet.config.toml import read_toml
+
+LORA = {"lora_rank": 2, "learning_rate": 1e-2, "compute": "float32"}
+MISSING = ("torch", "transformers", "peft", "matplotlib")
+
+
+def train_without(packages, argv):
+    """Run a command in a process that lacks packages."""
+    code = f"""
+import sys
+from importlib.machinery import PathFinder
+
+find = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *rest: None if name.partition(".")[0] in {packages!r} else find(name, *rest)
+from whet.cli import main
+
+sys.exit(main({[str(argument) for argument in argv]!r}))
+"""
+    return run_python(code)
+
+
+def tensors(folder):
+    return load_file(folder / "model" / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("model", ["folder", "gguf"])
+@pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
+def test_it_trains_and_resumes_without_torch(method, model, files, tiny_model, tiny_gguf):
+    given = {"model": tiny_model if model == "folder" else tiny_gguf, **LORA, "data": "pairs.jsonl"}
+    given |= {"grpo": {**files.online, "data": "rows.jsonl", "group_size": 2}, "sft": {"data": "rows.jsonl"}}.get(
+        method, {}
+    )
+    argv = ["train", method, *files("run", **given)]
+    done = train_without(MISSING, [*argv, "--steps=2"])
+    assert done.returncode == 0, done.stderr
+    assert "trained natively" in done.stdout and "there is no report (" in done.stdout
+    done = train_without(MISSING, [*argv, "--steps=4"])
+    assert done.returncode == 0 and "resuming from" in done.stdout, done.stderr
+    other = ["train", method, *files("whole", **given), "--steps=4"]
+    assert main(other) == 0  # in this process, which has torch
+    whole, parts = tensors(files.folder / "whole"), tensors(files.folder / "run")
+    assert whole.keys() == parts.keys() and all((whole[name] == parts[name]).all() for name in whole)
+    losses = [
+        [json.loads(line)["loss"] for line in (files.folder / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("whole", "run")
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
+@pytest.mark.parametrize("first", ["native", "torch"])
+def test_a_run_changes_its_backend(first, files, capsys):
+    second = {"native": "torch", "torch": "native"}[first]
+    argv = ["train", "dpo", *files("run", data="pairs.jsonl", **LORA)]
+    assert main([*argv, "--steps=2", f"--backend={first}"]) == 0
+    assert main([*argv, "--steps=4", f"--backend={second}"]) == 0
+    assert f"backend changes from '{first}' to '{second}'" in capsys.readouterr().out
+    assert main(["train", "dpo", *files("whole", data="pairs.jsonl", **LORA), "--steps=2", f"--backend={first}"]) == 0
+    assert main(["train", "dpo", *files("whole", data="pairs.jsonl", **LORA), "--steps=4", f"--backend={first}"]) == 0
+    changed, whole = tensors(files.folder / "run"), tensors(files.folder / "whole")
+    for name, value in whole.items():
+        assert np.abs(value - changed[name]).max() < 1e-4, name
+    assert read_toml(files.folder / "run" / "config.toml")["backend"] == second
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"lora_rank": 0}, "lora_rank is 0"),
+        ({"lora_dropout": 0.1}, "lora_dropout is 0.1"),
+        ({"base": "none"}, "base is 'none'"),
+        ({"compute": "torch"}, "compute is 'torch'"),
+        ({"dtype": "bfloat16", "compute": "auto"}, "dtype is 'bfloat16'"),
+        ({"modules_to_save": "norm"}, "modules_to_save"),
+        ({"lora_layers": "lm_head"}, "lora_layers names lm_head"),
+        ({"use_rslora": None}, ""),
+    ],
+)
+def test_what_needs_torch_is_named_and_trained_with_torch(settings, reason, files, error_of, capsys):
+    given = {**LORA, **settings, "steps": 1}
+    argv = ["train", "sft", *files("run", **{k: v for k, v in given.items() if v is not None})]
+    if not reason:
+        assert main([*argv, "--use-rslora", "--backend=native"]) == 0
+        config = json.loads((files.folder / "run" / "model" / "adapter_config.json").read_text())
+        assert config["lora_alpha"] == pytest.approx(32 * 2**0.5)
+        return
+    assert_mentions(
+        error_of(*argv, "--backend=native"), "whet train sft: backend is 'native'", reason, "--backend torch"
+    )
+    assert main(argv) == 0
+    assert "natively" not in capsys.readouterr().out
+
+
+def test_an_engine_of_torch_needs_modules(files, error_of):
+    argv = ["train", "grpo", *files("run", **files.online, lora_rank=2, steps=1), "--engine=torch", "--backend=native"]
+    assert_mentions(error_of(*argv), "engine is 'torch'")
+
+
+def test_torch_is_not_imported(files):
+    argv = files("run", **{**LORA, **files.online, "steps": 1, "group_size": 2})
+    code = f"from whet.cli import main\nimport sys\nmain(['train', 'grpo', *{argv!r}])\n"
+    code += "print([name for name in ('torch', 'transformers', 'peft') if name in sys.modules])"
+    assert run_python(code).stdout.splitlines()[-1] == "[]", sys.version
