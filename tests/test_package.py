@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tests.raising import assert_mentions, assert_raises
 from tests.threads import threads
 
 import whet
+from whet.errors import DEPENDENCIES
 
 # The flags in /proc/cpuinfo that each instruction set needs, narrowest first.
 AVX2 = {"avx2", "fma", "f16c"}
@@ -41,6 +43,19 @@ def available_isas():
         else:
             assert f"WHET_ISA={isa} is not available" in run.stderr
     return found
+
+
+def test_the_dependencies_are_those_of_the_project_file():
+    with open("pyproject.toml", "rb") as file:
+        declared = tomllib.load(file)["project"]["dependencies"]
+    names = [re.match(r"[\w-]+", requirement)[0].replace("-", "_") for requirement in declared]
+    assert names == ["numpy", *DEPENDENCIES]
+
+
+def test_the_primitives_and_the_trainers_are_imported_with_numpy_only():
+    blocked = f"for name in {DEPENDENCIES!r}: sys.modules[name] = None"
+    code = f"import sys\n{blocked}\nimport whet, whet.algorithms\nprint(whet.Engine.__name__, whet.Learner.__name__)"
+    assert printed_by(code) == "Engine Learner\n"
 
 
 def test_engine_is_exported_lazily_and_needs_only_numpy():

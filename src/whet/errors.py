@@ -25,15 +25,20 @@ class WhetTypeError(WhetError, TypeError):
     """An argument has the wrong type or dtype."""
 
 
+DEPENDENCIES = ("tokenizers", "safetensors", "jinja2", "tyro", "rich", "tomli_w")
+"""Modules of the packages that Whet depends on, except NumPy; missing if Whet was installed without dependencies."""
+
+
 class MissingExtraError(WhetError, ImportError):
-    """A package of an optional extra is missing."""
+    """A package of an optional extra, or a dependency, is missing."""
 
     def __init__(self, what: str, package: str, extra: str) -> None:
         super().__init__(what, package, extra)
 
     def __str__(self) -> str:
         what, package, extra = self.args
-        return f"{what} needs {package}. Install it with: pip install 'whet[{extra}]'"
+        source = "whet" if package in DEPENDENCIES else f"'whet[{extra}]'"
+        return f"{what} needs {package}. Install it with: pip install {source}"
 
 
 def check_installed(what: str, *modules: str, extra: str = "train", package: str | None = None) -> None:

@@ -420,5 +420,6 @@ def test_the_error_for_a_missing_extra_is_one_line(package, tmp_path):
     save_checkpoint(path, small(), {})
     code = f"import sys; sys.modules[{package!r}] = None; from whet.checkpoint import *; load_checkpoint({str(path)!r})"
     done = run_python(code)
-    message = f"whet.checkpoint needs {package}. Install it with: pip install 'whet[train]'"
+    source = "whet" if package == "safetensors" else "'whet[train]'"
+    message = f"whet.checkpoint needs {package}. Install it with: pip install {source}"
     assert done.stderr.splitlines()[-1] == f"whet.errors.MissingExtraError: {message}"

@@ -23,7 +23,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from whet import __version__
-from whet.errors import RankError, RewardError, WhetError, WhetValueError, check_installed
+from whet.errors import DEPENDENCIES, RankError, RewardError, WhetError, WhetValueError, check_installed
 from whet.training.launch import end_ranks, end_with_launcher, is_reported_elsewhere, start_ranks
 
 _USAGE = """\
@@ -208,6 +208,7 @@ def _run(argv: list[str]) -> int:
     _check_choice("command", command, _COMMANDS)
     where = f"whet {command}"
     extra, *packages = _COMMANDS[command]
+    check_installed(where, *DEPENDENCIES)
     check_installed(where, *packages, extra=extra)
     if command == "train":
         return _train(rest)
@@ -217,29 +218,27 @@ def _run(argv: list[str]) -> int:
     from whet.runs.settings import BestOfNRun
 
     if command == "demo":
-        check_installed(where, *_MODEL_PACKAGES, "matplotlib")
         demo = _command(command)
         return demo.main(parse(demo.DemoConfig, rest, where, "Train a small model to add: SFT, then GRPO."))
     run = parse(BestOfNRun, rest, where, BEST_OF_N_DESCRIPTION)
     run.check(where)
-    check_installed(where, *_MODEL_PACKAGES)
     return _command("best_of_n").main(run)
 
 
 _COMMANDS = {
-    "demo": ("train", "tyro", "rich"),
+    "demo": ("train", "torch", "transformers", "matplotlib"),
     "train": ("train",),
-    "best-of-n": ("train", "tyro", "rich"),
-    "generate": ("train", "tyro", "rich", "tokenizers", "jinja2"),
-    "chat": ("train", "tyro", "rich", "tokenizers", "jinja2"),
-    "eval": ("train", "tyro", "rich", "tokenizers", "jinja2"),
-    "export": ("train", "tyro", "rich", "tokenizers", "jinja2"),
-    "merge": ("train", "tyro", "rich", "torch", "transformers"),
-    "convert": ("train", "tyro", "rich", "torch", "transformers"),
-    "fetch": ("train", "tyro"),
-    "info": ("train", "tyro", "rich"),
-    "estimate": ("train", "tyro", "rich"),
-    "bench": ("bench", "tyro", "rich", "matplotlib", "threadpoolctl"),
+    "best-of-n": ("train", "torch", "transformers"),
+    "generate": ("train",),
+    "chat": ("train",),
+    "eval": ("train",),
+    "export": ("train",),
+    "merge": ("train", "torch", "transformers"),
+    "convert": ("train", "torch", "transformers"),
+    "fetch": ("train",),
+    "info": ("train",),
+    "estimate": ("train",),
+    "bench": ("bench", "matplotlib", "threadpoolctl"),
 }
 """Command -> its extra, and the packages of the extra that are checked before the command's module is imported."""
 
@@ -252,12 +251,10 @@ def _train(argv: list[str]) -> int:
     from whet.runs.settings import RUNS, lock_folder
 
     _check_choice("method", method, RUNS)
-    check_installed(where, "tyro", "rich")
     from whet.cli.settings import parse
 
     run = parse(RUNS[method], argv[1:], where, TRAIN_DESCRIPTION)
     run.check(where)
-    check_installed(where, "tokenizers", "safetensors", "jinja2")
     from whet.training.distributed import launched_rank, launched_size
 
     if run.ranks > 1 and launched_size() == 1:
@@ -274,9 +271,6 @@ def _command(name: str) -> Any:
 
     with without_gc():
         return importlib.import_module(f"whet.cli.{name}")
-
-
-_MODEL_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "jinja2")
 
 
 def _check_choice(kind: str, name: str, choices: Collection[str]) -> None:

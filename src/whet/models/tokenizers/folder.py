@@ -46,7 +46,7 @@ def read_folder_tokenizer(folder: Path, where: str) -> BackendTokenizer | None:
 
 
 def _adds_as_set(backend: Any, settings: Mapping[str, Any], texts: Mapping[str, str]) -> bool:
-    """Whether the tokenizer adds BOS and EOS as the settings say, by which transformers changes it."""
+    """Whether the tokenizer adds BOS and EOS as in the settings, by which transformers changes it."""
     bare, full = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
     for name, added in (("bos", full[:1] != bare[:1]), ("eos", full[-1:] != bare[-1:])):
         wanted = settings.get(f"add_{name}_token")
