@@ -45,7 +45,7 @@ def available_isas():
     return found
 
 
-def test_the_dependencies_are_those_of_the_project_file():
+def test_the_project_file_declares_the_dependencies():
     with open("pyproject.toml", "rb") as file:
         declared = tomllib.load(file)["project"]["dependencies"]
     names = [re.match(r"[\w-]+", requirement)[0].replace("-", "_") for requirement in declared]
