@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -9,18 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-from torch import Tensor, nn
-
 from whet.checkpoint.folder import load_checkpoint
-from whet.checkpoint.modules import build_module, load_module_tensors
-from whet.errors import CheckpointError
+from whet.errors import CheckpointError, check_installed
 from whet.files import replace_text
 from whet.models.base_record import write_record
 from whet.models.written_folder import complete_folder
 
 
-def adapter_settings(model: nn.Module) -> dict[str, Any] | None:
+def adapter_settings(model: Any) -> dict[str, Any] | None:
     """Return the PEFT settings of a model's only adapter, as in adapter_config.json; None: no adapter, or several."""
     configs = getattr(model, "peft_config", None)
     if not isinstance(configs, Mapping) or len(configs) != 1:
@@ -42,10 +39,13 @@ def unpack_model(checkpoint: str | os.PathLike[str], folder: str | os.PathLike[s
         CheckpointError: the checkpoint is damaged, or holds part of a model without PEFT adapters.
         OSError: the folder is not writable.
     """
-    folder = Path(folder)
-    tensors, state = load_checkpoint(checkpoint, ["model"])
+    folder, has_torch = Path(folder), importlib.util.find_spec("torch") is not None
+    tensors, state = load_checkpoint(checkpoint, ["model"], as_arrays=not has_torch)
     settings = state.get("adapter")
     if state.get("whole_model"):
+        check_installed("the whole model of a checkpoint", "torch", "transformers")
+        from whet.checkpoint.modules import build_module, load_module_tensors
+
         model: Any = build_module(state["model"])
         load_module_tensors(model, tensors["model"])
         if not hasattr(model, "save_pretrained"):
@@ -58,14 +58,15 @@ def unpack_model(checkpoint: str | os.PathLike[str], folder: str | os.PathLike[s
             f"and model=, constructed as before training, and call save_pretrained."
         )
     else:
-        save_file(_peft_names(tensors["model"], settings["name"]), folder / "adapter_model.safetensors")
+        library = importlib.import_module("safetensors.torch" if has_torch else "safetensors.numpy")
+        library.save_file(_peft_names(tensors["model"], settings["name"]), folder / "adapter_model.safetensors")
         replace_text(folder / "adapter_config.json", json.dumps(settings["config"], indent=2, sort_keys=True) + "\n")
         if state.get("base") is not None:
             write_record(folder, state["base"])
         complete_folder(folder)
 
 
-def _peft_names(tensors: Mapping[str, Tensor], adapter: str) -> dict[str, Tensor]:
+def _peft_names(tensors: Mapping[str, Any], adapter: str) -> dict[str, Any]:
     """Rename tensors as in PEFT's files, without the name of the adapter."""
     own_name = re.compile(rf"\.(modules_to_save\.)?{re.escape(adapter)}(?=\.|$)")
     return {own_name.sub("", name, count=1): tensor for name, tensor in tensors.items()}

@@ -17,6 +17,7 @@ from whet.config.fields import Positive
 from whet.errors import WhetValueError, check_installed
 from whet.memory import PARTS, format_bytes
 from whet.models.formats import FORMATS, MIXTURES
+from whet.models.hub import find_on_hub
 from whet.models.sizes import ModelMemory, TrainingEstimate, load_source, model_memory
 from whet.runs.adapters import plan_adapters
 from whet.runs.estimate import estimate_run_memory, measure_interpreter
@@ -84,7 +85,9 @@ def main(argv: Sequence[str]) -> int:
     if any(argument.partition("=")[0] == "--train" for argument in argv):
         return _train(list(argv))
     options = parse_flags(EstimateConfig, argv, "whet estimate")
-    memory = model_memory(load_source(options.model), options.context, options.batch, options.embeddings)
+    memory = model_memory(
+        load_source(find_on_hub(options.model, "whet estimate")), options.context, options.batch, options.embeddings
+    )
     if options.json:
         print(json.dumps(_as_dict(options, memory), indent=2))
         return 0
@@ -133,6 +136,7 @@ def _train(argv: list[str]) -> int:
             "weights, gradients and optimizer, with its float32 master weights, take as much in bfloat16."
         )
     lengths = Lengths(options.prompt_tokens, getattr(options, "completion_tokens", 0) or options.max_new_tokens)
+    options.model = find_on_hub(options.model, where)
     source = load_source(options.model)
     plan = plan_adapters(options, source, where)  # checks the settings before the interpreter is measured
     options.base = plan.base

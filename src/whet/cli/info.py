@@ -24,6 +24,7 @@ from whet.models.sources.gguf_container import GGUFFile, read_gguf
 from whet.models.sources.pretrained import open_pretrained
 from whet.models.tokenizers import read_vocabulary
 from whet.models.tokenizers.tokenizer import load_texts, read_chat_template
+from whet.text.checkpoint_model import resolve_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,7 @@ class InfoConfig:
 def main(argv: Sequence[str]) -> int:
     """Print the description and return 0, also for unsupported models."""
     options = parse_flags(InfoConfig, argv, "whet info")
-    found = describe(options.model)
+    found = describe(resolve_model(options.model, "whet info"))
     if options.json:
         print(json.dumps(found, indent=2))
     else:

@@ -26,6 +26,7 @@ from whet.learner.batch import Logprobs, check_rows, pack_batch
 from whet.models.adapter_files import read_peft, write_peft
 from whet.models.architecture import ModelConfig
 from whet.models.base_record import check_record, read_binding, write_record
+from whet.models.hub import repository_of
 from whet.models.lora import choose_adapted, core_matrix, read_adapted
 from whet.models.packed_base import PackedBase, pack_base
 from whet.models.sizes import slot_bytes
@@ -388,7 +389,7 @@ class Learner:
             folder: created if missing.
             base_model_name: name or path of the base model for PEFT. Default: the path that it was read from.
         """
-        name = base_model_name or self.base.path
+        name = base_model_name or repository_of(self.base.path) or self.base.path
         write_peft(folder, self.factors(), name, "CAUSAL_LM", self.target_modules())
         write_record(folder, self.base.record())
 

@@ -35,6 +35,7 @@ from whet.errors import RowError, WhetError, WhetValueError, check_installed
 from whet.files import replace_text
 from whet.models.adapter_files import is_adapter_folder
 from whet.models.base_record import read_record
+from whet.models.hub import find_on_hub
 from whet.models.slots import ModelSource
 from whet.models.sources.pretrained import open_pretrained
 from whet.rewards.functions import RewardFunctions, load_function
@@ -113,7 +114,9 @@ def _train(run: Any, extra_loggers: Sequence[Logger], notify: Notify) -> RunResu
     folder, method = Path(run.output_dir), run.method()
     # Rank 0 chooses the checkpoint for all ranks.
     checkpoint, run.base = join_ranks().broadcast_from_first(lambda: (find_checkpoint(run, folder, notify), run.base))
-    where = f"whet train {method}"
+    where, given = f"whet train {method}", run.model
+    if run.has_adapters() or ":" in run.model:  # others are loaded by transformers, by name
+        run.model = find_on_hub(run.model, where, notify)
     plan = plan_adapters(run, _open_source(run, where), where, run.backend != "native" and _has_gpu())
     run.base = plan.base
     is_native = uses_learner(run, plan, where)
@@ -131,6 +134,7 @@ def _train(run: Any, extra_loggers: Sequence[Logger], notify: Notify) -> RunResu
 
     load = _load_learner if is_native else _load_modules
     model, tokenizer, predicted, size = load(run, plan, rows, held_out, where, notify)
+    run.model = given  # the name, by which the same command resumes
     notify(f"{ALGORITHMS[method].class_name} of {run.model}: {size}")
     arguments = {"config": _make_config(method, run), "tokenizer": tokenizer, **_scoring_arguments(run, rewards)}
     if getattr(run, "precompute_reference", False):

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import atexit
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
 from whet.errors import CheckpointError, WhetValueError
 from whet.files import disk_full_errors
 from whet.models.adapter_files import base_name, is_adapter_folder
+from whet.models.hub import find_on_hub, is_hub_name
 
 
 def resolve_model(model: str, where: str) -> str:
     """Return the path of a model; for a checkpoint, a temporary folder that lasts as long as the process.
 
     Args:
-        model: a run, a checkpoint, or a model; a path that is not a run or checkpoint is returned unchanged.
+        model: a run, a checkpoint, a model, or a name on the hub (``whet.models.hub``); a path that is not a run or
+            checkpoint is returned unchanged.
         where: prefix of errors.
 
     Raises:
@@ -31,7 +34,7 @@ def resolve_model(model: str, where: str) -> str:
         raise WhetValueError(f"{where}: {model!r} is a run that has not ended. {_suggest_checkpoint(path)}")
     if (path / "manifest.json").is_file() and (path / "state.json").is_file():
         return _unpack(path, where)
-    return model
+    return find_on_hub(model, where, _print_to_stderr)
 
 
 def resolve_adapter(model: str, adapter: str, where: str) -> tuple[str, str]:
@@ -47,7 +50,7 @@ def resolve_adapter(model: str, adapter: str, where: str) -> tuple[str, str]:
     model, adapter = resolve_model(model, where), adapter and resolve_model(adapter, where)
     if not is_adapter_folder(model):
         return model, adapter
-    base = base_name(model, where)
+    base = find_on_hub(base_name(model, where), where, _print_to_stderr)
     if adapter:
         raise WhetValueError(f"{where}: {model!r} contains adapters of {base!r}. Pass {base} with --adapter {adapter}.")
     if not Path(base).exists():
@@ -56,6 +59,10 @@ def resolve_adapter(model: str, adapter: str, where: str) -> tuple[str, str]:
             f"trained on, and --adapter {model}."
         )
     return base, model
+
+
+def _print_to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _suggest_checkpoint(run: Path) -> str:
@@ -85,9 +92,9 @@ def _unpack(checkpoint: Path, where: str) -> str:
 def _add_tokenizer(checkpoint: Path, folder: Path, where: str) -> None:
     """Save the tokenizer of the model that the run began with, if config.toml and the model exist."""
     from whet.config.toml import read_toml
-    from whet.text.model import load_transformers_tokenizer
+    from whet.text.model import find_model, load_chat_tokenizer
 
     settings = checkpoint.resolve().parent.parent / "config.toml"
     model = read_toml(settings).get("model") if settings.is_file() else None
-    if isinstance(model, str) and Path(model).exists():
-        load_transformers_tokenizer(resolve_model(model, where)).save_pretrained(folder)
+    if isinstance(model, str) and (Path(model).exists() or is_hub_name(model)):
+        load_chat_tokenizer(find_model(resolve_model(model, where), where), where).save_pretrained(folder)
