@@ -4,6 +4,7 @@ without torch.
 
 from __future__ import annotations
 
+import signal
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tests.tiny import first_is_four, fours, timeless, tiny_llama, with_lora
 from whet import Learner, WhetTypeError, WhetValueError
 from whet.algorithms import DPO, GRPO, SFT, OnlineDPO
 from whet.checkpoint.folder import load_checkpoint
-from whet.errors import CheckpointError
+from whet.errors import CheckpointError, NonFiniteError
 from whet.nn.frozen import base_of, frozen_model
 
 ROWS = [
@@ -179,6 +180,60 @@ def test_micro_batches_and_exact_sums_do_not_change_the_step() -> None:
         trainer.train(ROWS, steps=2)
         for a, b in zip(whole.model.adapters, trainer.model.adapters, strict=True):
             np.testing.assert_allclose(a.b, b.b, rtol=1e-4, atol=1e-6)
+
+
+def test_updates_that_are_not_finite_are_skipped_and_counted() -> None:
+    trainer = pair("sft", max_skipped_steps=3)[1]
+    before = [factor.copy() for adapter in trainer.model.adapters for factor in adapter.factors]
+    spoilt = trainer.model.adapters[3]
+    spoilt.b[0, 0] = np.nan
+    trainer.model.update()
+    metrics = trainer.train(ROWS, steps=1)
+    assert metrics["skipped_steps"] == 1 and np.isnan(metrics["loss"]) and np.isnan(metrics["grad_norm"])
+    assert trainer.n_updates == 0 and not any(m.any() or v.any() for m, v in trainer.model.moments)
+    assert_raises(NonFiniteError, "SFT: 3 updates in a row", trainer.train, ROWS, 4)
+    spoilt.b[0, 0] = 0
+    trainer.model.update()
+    for factor, value in zip((f for adapter in trainer.model.adapters for f in adapter.factors), before, strict=True):
+        assert factor.tobytes() == value.tobytes()
+    assert np.isfinite(trainer.train(ROWS, steps=1)["loss"]) and trainer.n_updates == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "error"),
+    [
+        ("logprobs", KeyboardInterrupt),
+        ("backward", KeyboardInterrupt),
+        ("apply_gradients", KeyboardInterrupt),
+        ("zero_grad", KeyboardInterrupt),
+        ("logprobs", MemoryError),
+        ("backward", MemoryError),
+    ],
+)
+def test_a_step_that_is_interrupted_is_made_again_to_the_bit(method: str, error: type, monkeypatch: Any) -> None:
+    def make() -> Any:
+        return pair("dpo", b_std=0.3, micro_batch_size=2)[1]
+
+    whole, trainer = make(), make()
+    whole.train(ROWS, steps=3)
+    trainer.train(ROWS, steps=1)
+    own, calls = getattr(trainer.model, method), []
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == (1 if method == "apply_gradients" else 2):
+            if error is MemoryError:
+                raise error
+            signal.raise_signal(signal.SIGINT)  # which an update that has begun to change the weights defers
+        return own(*arguments, **options)
+
+    monkeypatch.setattr(trainer.model, method, fail)
+    with pytest.raises(error):
+        trainer.train(ROWS, steps=2)
+    monkeypatch.undo()
+    trainer.train(ROWS, steps=3 - trainer.step)
+    for a, b in zip(whole.model.adapters, trainer.model.adapters, strict=True):
+        assert a.a.tobytes() == b.a.tobytes() and a.b.tobytes() == b.b.tobytes()
 
 
 def test_settings_without_effect_are_refused() -> None:

@@ -17,6 +17,7 @@ from whet.memory import format_bytes, without_gc
 from whet.models.adapter_files import base_name, is_adapter_folder
 from whet.models.base_record import check_record, pack_recorded, read_record
 from whet.models.formats import TABLE
+from whet.models.hub import find_on_hub
 from whet.models.lora import ALL_LINEAR
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.gguf_container import read_gguf
@@ -50,6 +51,8 @@ def load_model(
         MissingExtraError: the folder contains adapters, and peft is not installed.
     """
     template = read_template(chat_template, "load_model") if chat_template else None
+    if ":" in name:  # a .gguf file on the hub, which transformers does not find
+        name = find_on_hub(name, "load_model", notify)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     # PEFT reads it from every model.

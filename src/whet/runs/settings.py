@@ -37,8 +37,8 @@ class RunConfig:
     """Settings common to all methods of ``whet train``."""
 
     model: PathText = ""
-    """Required: a Hugging Face model folder, a .gguf file, or a name on the hub, such as owner/name, or owner/name:Q4_K_M
-    for a .gguf file."""
+    """Required: a Hugging Face model folder, a .gguf file, or a name on the hub: owner/name, or owner/name:Q4_K_M for
+    a .gguf file."""
     data: Paths = field(default_factory=list)
     """Required: training rows. Files (.jsonl, .json, .csv, also with .gz, .parquet), patterns such as "rows/*.jsonl",
     or datasets as NAME:CONFIG:SPLIT, each a folder or a name on the hub; several are read in order."""
@@ -248,8 +248,8 @@ class _BestOfNInputs:
     """Settings of ``whet best-of-n`` in addition to the algorithm's."""
 
     model: PathText = ""
-    """Required: a Hugging Face model folder, a .gguf file, or a name on the hub, such as owner/name, or owner/name:Q4_K_M
-    for a .gguf file."""
+    """Required: a Hugging Face model folder, a .gguf file, or a name on the hub: owner/name, or owner/name:Q4_K_M for
+    a .gguf file."""
     chat_template: PathText = ""
     """A file with a Jinja chat template; empty: the tokenizer's."""
     prompts: Paths = field(default_factory=list)

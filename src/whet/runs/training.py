@@ -115,7 +115,7 @@ def _train(run: Any, extra_loggers: Sequence[Logger], notify: Notify) -> RunResu
     # Rank 0 chooses the checkpoint for all ranks.
     checkpoint, run.base = join_ranks().broadcast_from_first(lambda: (find_checkpoint(run, folder, notify), run.base))
     where, given = f"whet train {method}", run.model
-    if run.has_adapters() or ":" in run.model:  # others are loaded by transformers, by name
+    if run.has_adapters():  # transformers loads others by name
         run.model = find_on_hub(run.model, where, notify)
     plan = plan_adapters(run, _open_source(run, where), where, run.backend != "native" and _has_gpu())
     run.base = plan.base

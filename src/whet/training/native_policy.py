@@ -126,9 +126,14 @@ class NativePolicy:
         )  # fmt: skip
 
     def backward(self, grad_logprobs: np.ndarray) -> None:
-        """Add the gradients of the adapters."""
-        self.model.backward(grad_logprobs)
+        """Add the gradients of the adapters: NaN if the gradient of the log-probs is not finite, as autograd would."""
         self._has_gradients = True
+        if np.isfinite(grad_logprobs).all():
+            self.model.backward(grad_logprobs)
+            return
+        for adapter in self.model.adapters:
+            for grad in adapter.gradients:
+                grad.fill(np.nan)
 
     @contextmanager
     def scoring(self, *, reference: bool = False) -> Iterator[Score]:
