@@ -58,9 +58,17 @@ def contender(name: str, serve: Callable[..., None], note: str = "", **settings:
     return Provider(name, prepare, note=note)
 
 
-def whet(name: str, base: str) -> Provider:
-    """Create a provider of Whet's trainer on a base in a format; "": all weights are trained."""
-    return contender(name, native.serve_lora, f"the base is packed in {base}" if base else "", base=base)
+def whet(name: str, base: str, *, is_native: bool = True) -> Provider:
+    """Create a provider of Whet's trainer on a base in a format; "": all weights are trained.
+
+    Args:
+        name: of the provider.
+        base: format of the base.
+        is_native: whether a learner trains adapters, or modules of torch.
+    """
+    is_native = is_native and base != ""
+    note = f"the base is packed in {base}" + ("; without torch" if is_native else "; PEFT's modules") if base else ""
+    return contender(name, native.serve_lora, note, base=base, is_native=is_native)
 
 
 def peer(name: str, base: str = "float32", note: str = "", **settings: Any) -> Provider:
@@ -82,6 +90,7 @@ def real_providers() -> list[Provider]:
     """Create all providers of the real task."""
     return [
         whet("whet", "bf16"),
+        whet("whet, modules", "bf16", is_native=False),
         whet("whet float32", "float32"),
         whet("whet q8_0", "q8_0"),
         whet("whet q4_k_m", "q4_k_m"),
@@ -175,7 +184,12 @@ def pair_tables(model: ModelShape, n_pairs: int, options: LoraOptions) -> list[T
         work_table(
             f"{method.upper()}, LoRA, {model.name}",
             [shape_case(name, method, shape, options)],
-            [whet("whet", "bf16"), whet("whet q8_0", "q8_0"), *peers(4)],
+            [
+                whet("whet", "bf16"),
+                whet("whet, modules", "bf16", is_native=False),
+                whet("whet q8_0", "q8_0"),
+                *peers(4),
+            ],
             _LONG,
             4,
         )

@@ -53,10 +53,11 @@ def test_run_is_a_separate_process(weights):
     assert run.peak_bytes is None or (run.memory["weights"] > 0 and sum(run.memory.values()) <= run.peak_bytes)
 
 
-@pytest.mark.parametrize("method", ["dpo", "sft", "sums"])
-def test_run_of_whet_does_its_work(weights, method):
-    work = work_of(weights, method)
-    assert run_error(lora.Answer(steps_here(native.serve_lora, work, {"base": "q4_k_m"})), work) == 0
+@pytest.mark.parametrize("is_native", [False, True])
+@pytest.mark.parametrize("method", ["grpo", "dpo", "sft", "sums"])
+def test_run_of_whet_does_its_work(weights, method, is_native):
+    work, settings = work_of(weights, method), {"base": "q4_k_m", "is_native": is_native}
+    assert run_error(lora.Answer(steps_here(native.serve_lora, work, settings)), work) == 0
 
 
 @pytest.mark.skipif(not HAS_TRL, reason="TRL is not installed")
@@ -65,7 +66,7 @@ def test_trl_has_the_same_rows_and_loss(weights, method):
     work = work_of(weights, method)
     theirs = run_whole(trl.serve_lora, work, PEER)
     assert run_error(theirs.value, work) == 0
-    steps = steps_here(native.serve_lora, work, {"base": "float32"})
+    steps = steps_here(native.serve_lora, work, {"base": "float32", "is_native": True})
     assert [step.tokens.rows for step in steps] == [step.tokens.rows for step in theirs.value.steps]
     ours, first = steps[0], theirs.value.steps[0]
     assert ours.n_trained == first.n_trained == lora.n_adapter_parameters(TINY)

@@ -26,6 +26,7 @@ from benchmarks.contenders.training.contender import Contender, whole_run
 from benchmarks.contenders.training.workload import DPOShape, GRPOShape
 from whet.bench.case import Timed, WholeRun
 from whet.data.rows import tokenize_completion, tokenize_preference, tokenize_prompt
+from whet.models.tokenizers import BackendTokenizer, load_tokenizer
 
 RANK = 16
 ALPHA = 32
@@ -159,13 +160,23 @@ class Work:
             return self.shape.n_pairs * (2 if self.method == "sft" else 1)
         return self.n_prompts * self.group_size
 
-    def tokenizer(self) -> Any:
-        """Load the model's tokenizer, or create a byte tokenizer if its weights are random."""
+    def tokenizer(self, *, is_native: bool = False) -> Any:
+        """Load the model's tokenizer, or create a byte tokenizer if its weights are random.
+
+        Args:
+            is_native: without transformers.
+        """
+        shape = self.shape or DPOShape(self.model)
         if (Path(self.folder) / "tokenizer.json").is_file():
+            if is_native:
+                return load_tokenizer(self.folder)
             from transformers import AutoTokenizer
 
             return AutoTokenizer.from_pretrained(self.folder)
-        tokenizer = workload.tokenizer_of(self.shape or DPOShape(self.model))
+        if is_native:
+            texts = {"eos_token": "<eos>", "pad_token": "<pad>"}
+            return BackendTokenizer(workload.byte_tokenizer(shape), texts, _CHAT)
+        tokenizer = workload.tokenizer_of(shape)
         tokenizer.chat_template = _CHAT
         return tokenizer
 

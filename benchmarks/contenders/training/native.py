@@ -65,19 +65,17 @@ def serve_lora(session: Session, work: Work, settings: dict[str, Any]) -> None:
     """Take steps on adapters of a packed base, or on all weights.
 
     Args:
-        settings: ``base``: format of the base; "": all weights are trained, in float32. Others are passed to the
-            trainer.
+        settings: ``base``: format of the base; "": all weights are trained, in float32. ``is_native``: a learner
+            trains the adapters, without torch. Others are passed to the trainer.
     """
-    import torch
-
     from whet.algorithms.dpo import DPO
     from whet.algorithms.grpo import GRPO
     from whet.algorithms.sft import SFT
 
-    tokenizer = work.tokenizer()
-    torch.manual_seed(work.seed)
-    base, own = settings["base"], {name: value for name, value in settings.items() if name != "base"}
-    model = _model_of(work, base)
+    own = dict(settings)
+    base, is_native = own.pop("base"), own.pop("is_native", False)
+    tokenizer = work.tokenizer(is_native=is_native)
+    model = _learner_of(work, base) if is_native else _model_of(work, base)
     rate = lora.LEARNING_RATES["adapters" if base else "all weights"]
     # If no completion may end, EOS is outside of the vocabulary: prompts are token ids, and there is no tokenizer.
     has_eos = tokenizer.eos_token_id < work.model.config.vocab_size
@@ -115,8 +113,19 @@ def serve_lora(session: Session, work: Work, settings: dict[str, Any]) -> None:
         )
 
 
+def _learner_of(work: Work, base: str) -> Any:
+    """Load the learner of a run."""
+    import whet
+
+    settings = {"lora_rank": lora.RANK, "lora_alpha": lora.ALPHA, "lora_layers": lora.LAYERS}
+    return whet.Learner(work.path, weights=base, seed=work.seed, **settings)
+
+
 def _model_of(work: Work, base: str) -> Any:
     """Load the policy of a run: adapters on a packed base, or all weights in float32."""
+    import torch
+
+    torch.manual_seed(work.seed)
     if base:
         import peft
 
@@ -127,7 +136,6 @@ def _model_of(work: Work, base: str) -> Any:
         from whet.models.sources.gguf_model import load_gguf_model
 
         return load_gguf_model(work.path)[0]
-    import torch
     import transformers
 
     return transformers.AutoModelForCausalLM.from_pretrained(work.path, dtype=torch.float32)

@@ -127,13 +127,23 @@ def _text(rng: np.random.Generator, n: int) -> str:
 
 
 def tokenizer_of(shape: GRPOShape | DPOShape) -> Any:
-    """Create a Hugging Face tokenizer of one token per byte, filled up to the vocabulary size.
+    """Create a Hugging Face tokenizer from ``byte_tokenizer``.
 
-    GRPO's EOS is outside of the model's vocabulary, so that it is never sampled; DPO's is its second to last entry. The
-    models' modules are imported too, so that no contender's memory counts them.
+    The models' modules are imported too, so that no contender's memory counts them.
+    """
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2ForCausalLM  # noqa: F401
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=byte_tokenizer(shape), eos_token="<eos>", pad_token="<pad>", padding_side="left"
+    )
+
+
+def byte_tokenizer(shape: GRPOShape | DPOShape) -> Any:
+    """Create a ``tokenizers.Tokenizer`` of one token per byte, filled up to the vocabulary size.
+
+    GRPO's EOS is outside of the model's vocabulary, so that it is never sampled; DPO's is its second to last entry.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2ForCausalLM  # noqa: F401
 
     vocab_size = shape.model.config.vocab_size
     names = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -146,9 +156,7 @@ def tokenizer_of(shape: GRPOShape | DPOShape) -> Any:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", padding_side="left"
-    )
+    return tokenizer
 
 
 def policy_of(shape: ModelShape) -> Any:
