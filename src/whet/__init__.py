@@ -1,7 +1,8 @@
 """Whet post-trains language models on the machine you have, and runs what comes out.
 
 The primitives, the engine and the learner of adapters are at top level and depend only on NumPy. Algorithms are
-imported from their modules (``from whet.algorithms.grpo import GRPO``) and need the ``train`` extra.
+imported from their modules (``from whet.algorithms.grpo import GRPO``); for modules of torch they need the ``train``
+extra.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def test_adapter_settings_reach_peft(files):
         ({"base": "q4_k"}, (256, "32 and 64", "q5_0")),
         ({"base": "q5_k_m"}, ("q5_k_m", "Pass q5_1 or q8_0")),
         ({"base": "own"}, ("base is 'own'", "bf16")),
-        ({"base": "q8_0", "model": "nobody/nothing"}, ("base is 'q8_0'", "'nobody/nothing'", ".gguf", "--base none")),
+        ({"base": "q8_0", "model": "nobody/nothing"}, ("'nobody/nothing'", "local path", "hub", "network")),
     ],
 )  # fmt: skip
 def test_unfit_adapter_settings_are_rejected_before_loading(settings, expected, files, error_of, monkeypatch):

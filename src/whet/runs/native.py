@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Any, cast
 
-from whet.errors import MissingExtraError, WhetValueError, check_installed
+from whet.errors import WhetValueError
 from whet.learner import Learner
 from whet.learner.learner import find_unlearnable
 from whet.models.adapter_files import read_peft_config
 from whet.models.slots import ModelSource
 from whet.runs.adapters import Plan
 from whet.text.model import find_model, load_chat_tokenizer
-
-
-def may_have_gpu() -> bool:
-    """Whether torch may find a GPU: it is installed, and so is a driver. Importing torch would take a second."""
-    drivers = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA, WSL, AMD
-    try:
-        check_installed("whet train", "torch")
-    except MissingExtraError:
-        return False
-    return sys.platform == "win32" or any(map(os.path.exists, drivers))
 
 
 def uses_learner(run: Any, plan: Plan, where: str) -> bool:

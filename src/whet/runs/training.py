@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import importlib.util
 import json
 import random
 import secrets
@@ -43,12 +44,13 @@ from whet.rollout.choose import reward_functions
 from whet.runs.adapters import Plan, plan_adapters
 from whet.runs.inputs import check_inputs, describe_failure, read_inputs, write_inputs
 from whet.runs.memory import predict_memory
-from whet.runs.native import describe_learner, load_learner, may_have_gpu, required_packages, uses_learner
+from whet.runs.native import describe_learner, load_learner, required_packages, uses_learner
 from whet.runs.resume import Notify, check_steps, find_checkpoint, last_step_of_pass
 from whet.runs.rows import check_prompts_fit, open_rows
 from whet.runs.save import write_memory, write_results
 from whet.runs.settings import RunConfig, lock_folder
 from whet.runs.stopping import StoppableCheckpoints
+from whet.system.machine import may_have_gpu
 from whet.training.callbacks import CompletionsCallback, EvaluationCallback
 from whet.training.distributed import join_ranks, launched_rank, launched_size
 from whet.training.loggers import CSVLogger, JSONLLogger, Logger, TensorBoardLogger, WandbLogger
@@ -176,7 +178,7 @@ def _train(run: Any, extra_loggers: Sequence[Logger], notify: Notify) -> RunResu
 
 
 def _has_gpu() -> bool:
-    if not may_have_gpu():
+    if not may_have_gpu() or importlib.util.find_spec("torch") is None:  # importing torch takes a second
         return False
     import torch
 

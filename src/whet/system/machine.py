@@ -68,6 +68,12 @@ def cpu_seconds_of(processes: Iterable[int]) -> float:
     return total
 
 
+def may_have_gpu() -> bool:
+    """Whether a driver of a GPU is installed, as far as the system reports it at once; True on Windows."""
+    drivers = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA, Windows' subsystem for Linux, AMD
+    return sys.platform == "win32" or any(map(os.path.exists, drivers))
+
+
 def mapped_files() -> set[str]:
     """Return the paths of the files that this process maps, such as libraries; empty if the system reports none."""
     return set(re.findall(r"/\S+$", _read("/proc/self/maps"), re.MULTILINE))
