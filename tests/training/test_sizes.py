@@ -12,11 +12,13 @@ from tests.models.test_sizes import LLAMA
 from tests.raising import assert_raises, mentions
 from tests.tiny import with_lora
 
-from whet import _core
+from whet import Learner, _core
 from whet.algorithms import GRPO
 from whet.config import DPOConfig, GRPOConfig, OnlineDPOConfig, SFTConfig
 from whet.errors import WhetValueError
+from whet.memory import allocated_bytes
 from whet.models.lora import choose_adapted
+from whet.models.packed_base import pack_base
 from whet.models.sizes import estimate, load_source, source_of_config
 from whet.models.sources.live import open_module
 from whet.nn import accelerate, scratch
@@ -110,6 +112,23 @@ def test_autograd_saves_the_estimated_bytes(name, lora):
     # The head computes logits, and the gradients of hidden states, in its backward pass.
     head = 8 * (2048 * (6 if NARROW else 4) + (8 if NARROW else 4) * LLAMA["hidden_size"])
     assert kept == pytest.approx(predicted - head, rel=0.03)
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_a_learner_allocates_the_estimated_bytes(compute):
+    config = transformers.LlamaConfig(
+        vocab_size=500, hidden_size=256, intermediate_size=640, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    learner = Learner(pack_base(open_module(transformers.LlamaForCausalLM(config)), weights="bf16"), compute=compute)
+    before = allocated_bytes()
+    learner.logprobs([[5 + i, 6, 7, 8] * 50 for i in range(4)], [[9, 10] * 50] * 4)
+    forward = allocated_bytes() - before
+    settings = SFTConfig(batch_size=4, max_tokens_per_step=0, training_mode=False, compute=compute)
+    source = learner.base.source()
+    given = {"adapters": choose_adapted(source, 16), "base": "bf16", "learner": True}
+    predicted = run_memory(source, settings, Lengths(200, 100), interpreter=0, **given).update["activations"]
+    assert 0.6 * predicted < forward < predicted  # which includes the gradients of the backward pass
 
 
 def test_max_tokens_per_step_limits_activations():
