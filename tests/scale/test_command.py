@@ -68,6 +68,17 @@ def test_two_ranks_are_bit_identical_to_one_and_resume_after_a_kill(command, tmp
     assert weights[0] == weights[1]
 
 
+def test_two_ranks_of_a_learner_are_bit_identical_to_one(command, tmp_path):
+    settings = {"lora_rank": 2, "max_tokens_per_step": 24, "backend": "native"}
+    assert main(command("one", **settings)) == 0
+    process = start(command("two", ranks=2, **settings))
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0 and "trained natively" in output, output[-3000:]
+    assert losses(tmp_path / "two") == losses(tmp_path / "one")
+    adapters = [(tmp_path / name / "model" / "adapter_model.safetensors").read_bytes() for name in ("one", "two")]
+    assert adapters[0] == adapters[1]
+
+
 def test_ranks_exit_if_the_launcher_is_killed(command, tmp_path):
     process = start(command("run", ranks=2, steps=1000, checkpoint_every=1000))
     metrics = tmp_path / "run" / "metrics.jsonl"
