@@ -17,7 +17,7 @@ from tests.raising import assert_raises
 from tests.tiny import first_is_four, fours, timeless, tiny_llama, with_lora
 
 from whet import Learner, WhetTypeError, WhetValueError
-from whet.algorithms import DPO, GRPO, SFT, OnlineDPO
+from whet.algorithms import DPO, GRPO, SFT, BestOfN, OnlineDPO
 from whet.checkpoint.folder import load_checkpoint
 from whet.errors import CheckpointError, NonFiniteError
 from whet.nn.frozen import base_of, frozen_model
@@ -247,6 +247,26 @@ def test_settings_without_effect_are_refused() -> None:
     assert_raises(WhetValueError, "GRPO: engine is 'torch', and a Learner is sampled by the native engine", GRPO, model,
                   reward_fn=fours, engine="torch")  # fmt: skip
     assert_raises(WhetTypeError, "SFT: model is str, expected an nn.Module or a whet.Learner", SFT, "model.gguf")
+
+
+def test_best_of_n_samples_a_learner(tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path / "model")
+    model = Learner(tmp_path / "model", lora_rank=2)
+    best = BestOfN(model, fours, n=4, max_new_tokens=6).generate([[5, 6, 7], [9]], return_all=True)
+    assert len(best.sequences) == 2 and BestOfN(model, fours)._stop_token_ids() == [2]  # the folder's EOS
+    assert all(2 not in completion.token_ids[:-1] for group in best.candidates for completion in group)
+
+
+def test_precomputed_references_are_cached(tmp_path: Path) -> None:
+    settings = {"precompute_reference": True, "reference_cache": str(tmp_path / "cache")}
+    live = pair("dpo", b_std=0.3)[1]
+    expected = timeless(live.train(ROWS, steps=1))
+    for _ in range(2):  # computed, and read
+        trainer = pair("dpo", b_std=0.3, **settings)[1]
+        metrics = timeless(trainer.train(ROWS, steps=1))
+        assert metrics == {name: pytest.approx(value, rel=1e-6) for name, value in expected.items()}
+    [file] = (tmp_path / "cache").iterdir()
+    assert file.name.endswith("-native-float32.jsonl") and len(file.read_text().splitlines()) == len(ROWS)
 
 
 def test_a_checkpoint_of_whole_models_is_refused(tmp_path: Path) -> None:

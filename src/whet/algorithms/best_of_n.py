@@ -17,13 +17,15 @@ from whet.config.sampling import Completion
 from whet.config.settings import BestOfNConfig, EngineName
 from whet.data.batches import batches_in_order
 from whet.errors import RewardError, check_installed, check_integer
+from whet.learner import Learner
+from whet.models.stop_tokens import base_stop_ids
 from whet.rewards.functions import RewardFn
 from whet.rollout.choose import check_lengths, ensure_capacity, make_engine, reward_functions
 from whet.rollout.protocol import RolloutEngine
 from whet.rollout.rollout import Prompts, Rollout, as_prompt_row, read_prompts, sample, warn_if_truncated
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 
 class BestOfNResult(NamedTuple):
@@ -44,7 +46,8 @@ class BestOfN:
     """Rejection sampling at inference time.
 
     Args:
-        model: the model to sample from; a module with ``generate``, or any module from token ids to logits.
+        model: the model to sample from; a module with ``generate``, any module from token ids to logits, or a
+            ``whet.Learner``.
         reward_fn: one reward function, several, or ``RewardFunctions``.
         config: settings; None: the defaults.
         tokenizer: for text prompts; reward functions then get text.
@@ -54,7 +57,7 @@ class BestOfN:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         reward_fn: RewardFn | None = None,
         *,
         config: BestOfNConfig | None = None,
@@ -131,12 +134,10 @@ class BestOfN:
 
     def _candidates(self, prompts: Prompts, seed: int, where: str) -> tuple[Rollout, np.ndarray]:
         """Return N completions per prompt and their rewards (B, N), at least one reward per prompt."""
-        from whet.nn.modules import stop_token_ids
-
         self.engine.sync(self.model)
         check_lengths(self.model, prompts.ids, self.config.max_new_tokens, where)
         self.engine = ensure_capacity(self.engine, self._make_engine, prompts.ids, self.config.max_new_tokens)
-        stop_ids = stop_token_ids(self.model, self.tokenizer, self.config.stop_token_ids)
+        stop_ids = self._stop_token_ids()
         sampling = self.config.sampling(stop_ids, seed)
         rollout = sample(self.engine, prompts, self.config.n, sampling, self.tokenizer)
         if not self._warned_of_truncation:
@@ -149,6 +150,13 @@ class BestOfN:
                 f"candidate of each prompt."
             )
         return rollout, scores
+
+    def _stop_token_ids(self) -> list[int]:
+        if isinstance(self.model, Learner):
+            return base_stop_ids(self.model.base, self.tokenizer, self.config.stop_token_ids)
+        from whet.nn.modules import stop_token_ids
+
+        return stop_token_ids(self.model, self.tokenizer, self.config.stop_token_ids)
 
     def _pad_token_id(self) -> int:
         if self.config.pad_token_id is not None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from whet.errors import WhetError, WhetValueError
+from whet.models.packed_base import PackedBase
 from whet.models.sources.gguf_container import read_gguf
 from whet.models.sources.mapped import map_file, parse_json
 from whet.models.tokenizers.tokenizer import load_texts
@@ -30,6 +32,22 @@ def read_stop_ids(model: str | os.PathLike[str]) -> list[int]:
                 continue  # optional; config.json is read with the model
             return [token for token in (eos if isinstance(eos, list) else [eos]) if isinstance(token, int)]
     return []
+
+
+def base_stop_ids(base: PackedBase, tokenizer: Any, chosen: Sequence[int] = ()) -> list[int]:
+    """Return the tokens that end a completion of a packed model, see ``choose_stop_ids``.
+
+    The model's tokens come from a GGUF file's tokenizer, or from the files that the base was packed from.
+    """
+    model_ids = getattr(tokenizer, "stop_token_ids", None)
+    if model_ids is None:
+        model_ids = _read_once(base.path) if base.path else []
+    return choose_stop_ids(model_ids, base.config.vocab_size, tokenizer, chosen)
+
+
+@lru_cache(maxsize=8)
+def _read_once(path: str) -> list[int]:
+    return read_stop_ids(path)  # parsing the vocabulary of a GGUF file takes 50 ms, and every step asks
 
 
 def choose_stop_ids(model_ids: Sequence[int], n_tokens: float, tokenizer: Any, chosen: Sequence[int] = ()) -> list[int]:

@@ -9,7 +9,6 @@ import contextlib
 import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from whet.learner import Learner, TrainedAdapter
 from whet.learner.batch import Logprobs
 from whet.models.adapter_files import PEFT_PREFIX, peft_config
 from whet.models.base_record import check_record
-from whet.models.stop_tokens import choose_stop_ids, read_stop_ids
+from whet.models.stop_tokens import base_stop_ids
 from whet.signals import deferred_signals
 from whet.training.policy import Score, State, check_same_parameters
 from whet.training.reference_cache import ReferenceCache
@@ -93,13 +92,8 @@ class NativePolicy:
         return self.model.base.config.max_position
 
     def stop_token_ids(self, tokenizer: Any, chosen: Sequence[int]) -> list[int]:
-        """Return the tokens that end a completion, see ``choose_stop_ids``."""
-        model_ids = getattr(tokenizer, "stop_token_ids", self._model_stop_ids)
-        return choose_stop_ids(model_ids, self.model.base.config.vocab_size, tokenizer, chosen)
-
-    @cached_property
-    def _model_stop_ids(self) -> list[int]:
-        return read_stop_ids(self.model.base.path) if self.model.base.path else []
+        """Return the tokens that end a completion, see ``base_stop_ids``."""
+        return base_stop_ids(self.model.base, tokenizer, chosen)
 
     # --- passes -----------------------------------------------------------------------------------------
 
