@@ -1,6 +1,7 @@
 """``whet train`` with a learner: without torch, next to modules of torch, and where it is refused."""
 
 import json
+import shutil
 import sys
 
 import numpy as np
@@ -100,6 +101,18 @@ def test_what_needs_torch_is_named_and_trained_with_torch(settings, reason, file
     )
     assert main(argv) == 0
     assert "natively" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_several_chat_templates_are_saved_with_the_model(backend, files, tiny_model):
+    model = shutil.copytree(tiny_model, files.folder / "templates")
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0].name }}")
+    argv = ["train", "sft", *files("run", model=model, **LORA), f"--backend={backend}"]
+    for steps in (1, 2):  # the second run replaces the model
+        assert main([*argv, f"--steps={steps}"]) == 0
+        saved = files.folder / "run" / "model" / "additional_chat_templates" / "tool_use.jinja"
+        assert saved.read_text() == "{{ tools[0].name }}"
 
 
 def test_an_engine_of_torch_needs_modules(files, error_of):

@@ -46,10 +46,11 @@ def _save_model(trainer: Trainer, folder: Path) -> None:
     ):
         with system_errors():
             trainer.save_pretrained(temporary)
-        folder.mkdir(exist_ok=True)
-        for file in temporary.iterdir():
+        for file in (path for path in sorted(temporary.rglob("*")) if path.is_file()):
+            target = folder / file.relative_to(temporary)
+            target.parent.mkdir(parents=True, exist_ok=True)
             force_to_disk(file)
-            replace(file, folder / file.name)
+            replace(file, target)
 
 
 def write_memory(file: Path, fullest: MemoryReport, predicted: RunMemory | None) -> None:
