@@ -14,14 +14,14 @@ from rich.table import Table
 from whet.cli.settings import parse, parse_flags
 from whet.config.algorithms import ALGORITHMS
 from whet.config.fields import Positive
-from whet.errors import WhetValueError, check_installed
+from whet.errors import WhetValueError
 from whet.memory import PARTS, format_bytes
 from whet.models.formats import FORMATS, MIXTURES
 from whet.models.hub import find_on_hub
 from whet.models.sizes import ModelMemory, TrainingEstimate, load_source, model_memory
 from whet.runs.adapters import plan_adapters
 from whet.runs.estimate import estimate_run_memory, measure_interpreter
-from whet.runs.native import required_packages, uses_learner
+from whet.runs.native import uses_learner
 from whet.runs.settings import RUNS
 from whet.system.memory import machine_bytes
 from whet.training.sizes import Lengths, RunMemory
@@ -140,9 +140,10 @@ def _train(argv: list[str]) -> int:
     source = load_source(options.model)
     plan = plan_adapters(options, source, where)  # checks the settings before the interpreter is measured
     options.base = plan.base
-    packages = required_packages(options, uses_learner(options, plan, where))
-    for package in packages:
-        check_installed(where, package, extra="peft" if package == "peft" else "train")
+    is_native = uses_learner(options, plan, where)
+    if not is_native:
+        options.check_torch(where)
+    packages = [] if is_native else options.torch_packages()
     interpreter = measure_interpreter(options.model, getattr(options, "task", ()), packages)
     _print_run(options, method, estimate_run_memory(options, source, lengths, interpreter=interpreter))
     return 0

@@ -284,7 +284,7 @@ def check_row_counts(where: str, names: Sequence[str], columns: Sequence[Sequenc
 
 
 def _torch_data(name: str) -> tuple[type, ...]:
-    """Return a class of ``torch.utils.data`` for ``isinstance``; without torch there are no such objects."""
+    """Return a class of ``torch.utils.data`` for ``isinstance``; empty if torch is not imported."""
     module = sys.modules.get("torch.utils.data")
     return () if module is None else (getattr(module, name),)
 

@@ -302,6 +302,11 @@ class Learner:
         ]
         return self.base.source()._replace(adapters=tuple(adapters))
 
+    @property
+    def n_parameters(self) -> int:
+        """Number of trained parameters."""
+        return sum(factor.size for adapter in self.adapters for factor in adapter.factors)
+
     def packed_bytes(self) -> int:
         """Size of the factors as packed for products, in bytes."""
         format = "bfloat16" if self.compute == "bfloat16" else "float32"

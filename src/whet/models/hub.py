@@ -16,7 +16,7 @@ from typing import Any
 
 from whet.errors import WhetValueError, check_installed
 
-_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<tag>[\w.-]+))?")
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]+)?")
 _FOLDER_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 _OTHER_COPIES = ("original/*", "consolidated*", "onnx/*", "openvino/*")
 """Files of other libraries, with the same weights."""
@@ -37,20 +37,19 @@ def find_on_hub(model: str, where: str, notify: Callable[[str], object] = lambda
         notify: called with a line of text before a download may begin.
 
     Raises:
-        WhetValueError: there is no such repository or format, or the hub cannot be reached and the model is not cached.
+        WhetValueError: the repository or format does not exist, or the model is not cached and the hub not reached.
         MissingExtraError: huggingface_hub is not installed.
     """
-    match = _NAME.fullmatch(model)
-    if match is None or Path(model).exists():
+    if not is_hub_name(model):
         return model
     check_installed(where, "huggingface_hub", package="huggingface_hub")
     import huggingface_hub as hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    repo, tag = match["repo"], match["tag"]
+    repo, _, tag = model.partition(":")
     try:
         notify(f"{model!r} is not a local path; looking for it on the Hugging Face hub")
-        if tag is None and (found := _download_folder(hub, repo)) is not None:
+        if not tag and (found := _download_folder(hub, repo)) is not None:
             return found
         return _download_gguf(hub, repo, tag, where)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
@@ -80,7 +79,7 @@ def _has_weights(folder: Path) -> bool:
     return any(folder.glob("*.safetensors"))
 
 
-def _download_gguf(hub: Any, repo: str, tag: str | None, where: str) -> str:
+def _download_gguf(hub: Any, repo: str, tag: str, where: str) -> str:
     """Return the .gguf file of a format, the first of its parts."""
     names = sorted(name for name in _list_files(hub, repo) if name.endswith(".gguf"))
     chosen = _match(names, tag or _DEFAULT_TAG)

@@ -44,13 +44,6 @@ def _find_obstacle(run: Any, plan: Plan) -> str:
     return find_unlearnable(cast(ModelSource, plan.source).config, [location for location, _ in plan.adapters.factors])
 
 
-def required_packages(run: Any, is_native: bool) -> list[str]:
-    """Return the packages that a run imports in addition to a native run's."""
-    if is_native:
-        return []
-    return ["torch", "transformers", *(["peft"] if run.has_adapters() else [])]
-
-
 def load_learner(run: Any, plan: Plan, where: str) -> tuple[Learner, Any]:
     """Return the learner of a run, and its tokenizer."""
     model, source = find_model(run.model, where), cast(ModelSource, plan.source)
@@ -68,6 +61,6 @@ def load_learner(run: Any, plan: Plan, where: str) -> tuple[Learner, Any]:
 
 def describe_learner(learner: Learner) -> str:
     """Describe the numbers of parameters and trained parameters, and the formats of the base."""
-    trained = sum(factor.size for adapter in learner.adapters for factor in adapter.factors)
+    trained = learner.n_parameters
     total = learner.base.config.n_parameters + trained
     return f"{total:,} parameters ({trained:,} trained natively), packed in {learner.base.summary}"

@@ -108,10 +108,17 @@ class RunConfig:
         reject_ineffective(self, ["wandb_project"], "wandb" in self.loggers, "'wandb' is not among loggers")
         for package in (name for name in self.loggers if name != "csv"):
             check_installed(where, package, extra=package)
-        if self.backend == "torch" and self.has_adapters():
-            check_installed(where, "peft", extra="peft")
         if self.backend == "torch" or not self.has_adapters():
-            check_installed(where, "torch", "transformers")
+            self.check_torch(where)
+
+    def torch_packages(self) -> list[str]:
+        """Return the packages that the run needs if modules of torch are trained."""
+        return ["torch", "transformers", *(["peft"] if self.has_adapters() else [])]
+
+    def check_torch(self, where: str) -> None:
+        """Raise a MissingExtraError for the first of ``torch_packages`` that is not installed."""
+        for package in self.torch_packages():
+            check_installed(where, package, extra="peft" if package == "peft" else "train")
 
     def check_adapters(self) -> None:
         """Reject adapter settings that have no effect.

@@ -32,7 +32,7 @@ import numpy as np
 from whet import _core
 from whet.config.algorithms import ALGORITHMS
 from whet.config.toml import write_toml
-from whet.errors import RowError, WhetError, WhetValueError, check_installed
+from whet.errors import RowError, WhetError, WhetValueError
 from whet.files import replace_text
 from whet.models.adapter_files import is_adapter_folder
 from whet.models.base_record import read_record
@@ -44,7 +44,7 @@ from whet.rollout.choose import reward_functions
 from whet.runs.adapters import Plan, plan_adapters
 from whet.runs.inputs import check_inputs, describe_failure, read_inputs, write_inputs
 from whet.runs.memory import predict_memory
-from whet.runs.native import describe_learner, load_learner, required_packages, uses_learner
+from whet.runs.native import describe_learner, load_learner, uses_learner
 from whet.runs.resume import Notify, check_steps, find_checkpoint, last_step_of_pass
 from whet.runs.rows import check_prompts_fit, open_rows
 from whet.runs.save import write_memory, write_results
@@ -122,8 +122,8 @@ def _train(run: Any, extra_loggers: Sequence[Logger], notify: Notify) -> RunResu
     plan = plan_adapters(run, _open_source(run, where), where, run.backend != "native" and _has_gpu())
     run.base = plan.base
     is_native = uses_learner(run, plan, where)
-    for package in required_packages(run, is_native):
-        check_installed(where, package, extra="peft" if package == "peft" else "train")
+    if not is_native:
+        run.check_torch(where)
     if plan.floats_reason:
         notify(f"adapters are trained on float weights: {plan.floats_reason}")
     rows, held_out, functions = open_rows(run)

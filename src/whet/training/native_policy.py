@@ -6,7 +6,9 @@ Checkpoints hold the tensors of PEFT's modules under the same names: ``TorchPoli
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import zlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +23,7 @@ from whet.models.adapter_files import PEFT_PREFIX, peft_config
 from whet.models.base_record import check_record
 from whet.models.stop_tokens import base_stop_ids
 from whet.signals import deferred_signals
-from whet.training.policy import Score, State, check_same_parameters
+from whet.training.policy import Score, State, check_same_parameters, error_without_reference
 from whet.training.reference_cache import ReferenceCache
 
 _ADAPTER = "default"
@@ -84,7 +86,7 @@ class NativePolicy:
     @property
     def n_trained(self) -> int:
         """Number of trained parameters."""
-        return sum(factor.size for adapter in self.model.adapters for factor in adapter.factors)
+        return self.model.n_parameters
 
     @property
     def position_limit(self) -> int:
@@ -179,8 +181,6 @@ class NativePolicy:
 
     def checksum(self) -> int:
         """Return a checksum of the bits of all weights."""
-        import zlib
-
         digest = zlib.crc32(self.model.base.digest().encode())
         for adapter in self.model.adapters:
             for factor in adapter.factors:
@@ -346,8 +346,6 @@ class AdapterReference:
 
     def open_cache(self, folder: str, arithmetic: str) -> ReferenceCache:
         """Open the cached log-probs of the base, or of the initial adapters."""
-        import hashlib
-
         digest = hashlib.sha256(self._learner.base.digest().encode())
         if not self.adapters_off:
             factors = self.first_values or [adapter.factors for adapter in self._learner.adapters]
@@ -362,10 +360,7 @@ class AdapterReference:
             CheckpointError: initial values are needed, and neither the checkpoint nor the learner has them.
         """
         if self._kept and not adapters_off and not first_values and self.adapters_off:
-            raise CheckpointError(
-                f"{where}: the adapters were already trained when the run began, and neither the checkpoint nor model "
-                "has their initial values: the run used no reference. Pass model with the initial adapters."
-            )
+            raise error_without_reference(where)
         self.adapters_off = adapters_off
         if adapters_off or first_values:
             self.first_values = first_values

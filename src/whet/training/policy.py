@@ -229,6 +229,14 @@ def check_same_parameters(saved: Mapping[str, Any], own: Mapping[str, Any], wher
         )
 
 
+def error_without_reference(where: str) -> CheckpointError:
+    """Return the error of trained adapters whose initial values, the reference, are unknown."""
+    return CheckpointError(
+        f"{where}: the adapters were already trained when the run began, and neither the checkpoint nor model has "
+        "their initial values: the run used no reference. Pass model with the initial adapters."
+    )
+
+
 def error_without_effect(where: str, text: str) -> WhetValueError:
     """Return the error of a change since construction that has no effect."""
     return WhetValueError(f"{where}: {text}, or make another trainer.")

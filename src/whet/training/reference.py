@@ -12,10 +12,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from whet.errors import CheckpointError, WhetValueError
+from whet.errors import WhetValueError
 from whet.nn.frozen import base_of
 from whet.nn.modules import inner_module
 from whet.signals import deferred_signals
+from whet.training.policy import error_without_reference
 from whet.training.reference_cache import ReferenceCache
 
 _IRRELEVANT = (
@@ -96,10 +97,7 @@ class Reference:
         if not self._is_peft:
             return
         if self._kept and not adapters_off and not first_values and self.adapters_off:
-            raise CheckpointError(
-                f"{where}: the adapters were already trained when the run began, and neither the checkpoint nor model "
-                "has their initial values: the run used no reference. Pass model with the initial adapters."
-            )
+            raise error_without_reference(where)
         self.adapters_off = adapters_off
         if adapters_off or first_values:
             self.first_values = {n: value.to(self._trained[n].device) for n, value in first_values.items()}

@@ -124,9 +124,10 @@ def run_memory(
     # The first gradient of a backward pass is the head's.
     first = math.prod(model.slots()["embedding"]) if adapters is None and not largest.is_part else n_trained
     update = {"activations": activations, "gradients": 4 * first, "allocator": int(_FRAGMENTATION * activations)}
-    if not is_packed:
-        weights = ("bf16" if narrow else "float32") if getattr(config, "rollout_weights", "auto") == "auto" else None
-        weights = weights or getattr(config, "rollout_weights", None)
+    if not is_packed and isinstance(config, OnlineConfig):
+        weights = config.rollout_weights
+        if weights == "auto":
+            weights = "bf16" if narrow else "float32"
     return RunMemory(
         parts, update, 4 * n_trained, _sampling(parts, source, config, lengths, adapters, weights, is_packed)
     )

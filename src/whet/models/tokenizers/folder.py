@@ -91,5 +91,5 @@ def _read_template(path: Path, where: str) -> str:
 
 
 def read_json(path: Path, where: str) -> dict[str, Any]:
-    """Read a JSON object; empty if there is no such file."""
+    """Read a JSON object; empty if the file does not exist."""
     return parse_json(map_file(path, where).tobytes(), f"{where}: {path.name}") if path.is_file() else {}
