@@ -4,8 +4,12 @@
 //   y = W x + scale B^T (A x)      of a linear layer with an adapter, A (rank, k) and B (rank, n)
 //   u = scale B dy,  dA += u x^T,  dB += scale (A x) dy^T,  dx = W^T dy + A^T u
 //
-// Between forward and backward only the inputs of the layers are kept; the backward pass computes a layer again, its
-// MLP in tiles of rows. Products are float32 or bfloat16 (learner/products.h); norms, residuals and sums are float32.
+// Between forward and backward the inputs of all layers are kept, and as many layers' activations as fit into given
+// memory; the backward pass computes the other layers again, with the same bits.
+//
+// Products are float32 or bfloat16 (learner/products.h); norms and sums are float32. With bfloat16 products the input
+// of a layer is rounded to the upper 24 bits of a float, a 256th of the error of a product's operand, and kept in
+// these.
 //
 // Gradients are sums over the groups of a batch in their order, and within a group over its tokens in order: they
 // depend neither on the number of threads nor on how the groups are distributed to batches.
@@ -21,6 +25,7 @@
 #include "engine/training_attention.h"
 #include "engine/weights.h"
 #include "learner/products.h"
+#include "runtime/zeroed.h"
 
 namespace whet {
 
@@ -59,9 +64,12 @@ public:
     void set_factors(size_t adapter, const float* a, const float* b, float scale);
 
     // Returns the final hidden states (predictors, hidden_dim), normed for the head; valid until the next call;
-    // without adapters, the base's. Throws std::invalid_argument for a batch that does not fit the model or itself, and
-    // std::bad_alloc.
-    const float* forward(TrainingBatch batch, bool with_adapters, bool keep);
+    // without adapters, the base's. For backward(), keeps the inputs of all layers, and further values of layers in up
+    // to `activation_bytes` until set_factors(). Throws std::invalid_argument for a batch that does not fit the model
+    // or itself, and std::bad_alloc.
+    const float* forward(TrainingBatch batch, bool with_adapters, bool keep, size_t activation_bytes);
+    // Number of layers whose activations the last forward() kept.
+    size_t n_kept_layers() const { return config_.n_layers - first_kept_; }
     // Throws std::logic_error unless the last call was a forward() with `keep`, which backward() must follow.
     void check_kept() const;
     // Adds to the gradients of all adapters, in the order of their indices, from the gradient of the hidden states.
@@ -84,6 +92,15 @@ private:
     };
     using Floats = std::unique_ptr<float[]>;
     using Bytes = std::unique_ptr<uint8_t[]>;
+    // Values of a layer that its backward pass reads, for all tokens.
+    struct Activations {
+        uint8_t *qkv, *attended;  // heads after norms and rotation, and the results of attention
+        float* lse;
+        float* raw;           // heads before norms and rotation
+        float* attended_out;  // W_o attended, before its norm
+        float* middle;        // x + residual_scale norm(W_o attended)
+        float* up;            // W_up norm(input of the MLP); null: computed tile by tile
+    };
 
     const std::shared_ptr<const Weights> weights_;
     const ModelConfig& config_;
@@ -98,23 +115,34 @@ private:
     std::vector<RowTile> tiles_;
     Floats cos_sin_, local_cos_sin_, last_, hidden_;  // last_: before the final norm
     Bytes inputs_;                                    // of the layers
+    size_t first_kept_;                               // the first layer whose activations are kept
+    size_t layer_bytes_ = 0, kept_bytes_ = 0;         // of the activations of a layer; of all that are kept
+    Zeroed kept_;
 
-    // One layer, all tokens: heads before and after norms and rotation, and the results of attention.
-    Floats x_, raw_, lse_, attended_out_, middle_;
-    Bytes qkv_, attended_;
+    // One layer, all tokens.
+    Floats x_, raw_;
+    Bytes shared_;     // activations of the layers that keep none
+    Activations now_;  // of the current layer
     // One tile of rows.
     Floats h_, up_, activated_, grad_activated_, delta_, t_, u_;
 
     size_t n() const { return batch_.n_tokens(); }
     size_t attended_dim() const { return config_.n_heads * config_.head_dim; }
+    bool keeps(size_t layer) const { return layer >= first_kept_; }
+    size_t input_bytes() const { return n() * config_.hidden_dim * (type_ == ProductType::kFloat32 ? 4 : 3); }
     void cut_tiles();
     void allocate();
+    void allocate_kept(size_t most_bytes);
+    size_t divide(uint8_t* memory, bool keeps);
+    void select(size_t layer);
     void embed(float* x);
     void store(const float* x, size_t rows, size_t width, uint8_t* numbers) const;
-    void keep_input(size_t layer);
-    void load_input(size_t layer);
+    void begin_layer(size_t layer, bool keep);
+    void begin_layer_backward(size_t layer);
     const float* cos_sin(size_t layer, size_t token) const;
 
+    void scale(const float* x, float factor, size_t rows, float* out) const;
+    void add(const float* x, const float* y, float factor, size_t rows, float* sum) const;
     void norm(const NormWeight& w, const float* x, size_t rows, float* out) const;
     void norm_backward(const NormWeight& w, const float* x, float* grad, size_t rows) const;
     ProductRows convert(const float* x, size_t ldx, size_t rows, size_t k) const;
@@ -134,8 +162,12 @@ private:
     void heads_backward(size_t layer, size_t token, const uint8_t* grad_q, const uint8_t* grad_k,
                         const uint8_t* grad_v);
     const NormWeight& mlp_norm(size_t layer) const;
-    const float* mlp_input() const { return config_.parallel_residual ? x_.get() : middle_.get(); }
-    ProductRows mlp_up(size_t layer, const RowTile& tile);
+    const float* mlp_input() const { return config_.parallel_residual ? x_.get() : now_.middle; }
+    float* up_of(const RowTile& tile) {
+        return now_.up == nullptr ? up_.get() : now_.up + tile.begin * config_.up_dim();
+    }
+    void mlp_up(size_t layer, const RowTile& tile);
+    ProductRows mlp_activate(const RowTile& tile);
     void mlp(size_t layer, const RowTile& tile);
     void mlp_backward(size_t layer, const RowTile& tile, const float* grad_out, float* grad,
                       std::span<const FactorGradients> grads);

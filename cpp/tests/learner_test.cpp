@@ -99,7 +99,7 @@ struct Setup {
             for (float& x : b) x += step * normal(bits);
             learner.set_factors(i, a.data(), b.data(), 0.7f);
         }
-        hidden = learner.forward(batch.batch, true, keep);
+        hidden = learner.forward(batch.batch, true, keep, activation_bytes);
         std::vector<float> logprobs(g.size()), entropy(g.size());
         head.forward(hidden, batch.targets.data(), g.size(), 1.2, logprobs.data(), entropy.data());
         double sum = 0.0;
@@ -128,6 +128,7 @@ struct Setup {
     }
 
     const float* hidden = nullptr;
+    size_t activation_bytes = 0;
 };
 
 ModelConfig random_config(std::mt19937& bits) {
@@ -151,6 +152,7 @@ void test_gradients() {
         constexpr WeightFormat kFormats[] = {WeightFormat::kFloat32, WeightFormat::kBFloat16, WeightFormat::kQ8_0};
         Setup s(random_config(bits), kFormats[seed % 3], ProductType::kFloat32, bits);
         const Batch batch(bits);
+        s.activation_bytes = batch.batch.n_tokens() * (bits() % 5000);  // of no layer, of some or of all
         std::vector<float> g(batch.targets.size()), e(g.size());
         for (float& x : g) x = s.normal(bits);
         for (float& x : e) x = s.normal(bits);
@@ -168,18 +170,24 @@ void test_gradients() {
     }
 }
 
-// bfloat16 products of a batch, on one to five threads.
-void test_threads() {
+// bfloat16 products of a batch, on one to five threads, with the activations of no, some and all layers kept.
+void test_bits() {
     std::vector<double> derivatives;
     for (const int n : {1, 2, 5}) {
-        set_num_threads(n, kOversubscribe);
-        std::mt19937 bits(3);
-        Setup s(random_config(bits), WeightFormat::kBFloat16, ProductType::kBFloat16, bits);
-        const Batch batch(bits);
-        const std::vector<float> g(batch.targets.size(), 0.5f);
-        derivatives.push_back(s.derivative(batch, g, g));
+        for (const size_t token_bytes : {0, 1500, 100000}) {
+            set_num_threads(n, kOversubscribe);
+            std::mt19937 bits(3);
+            Setup s(random_config(bits), WeightFormat::kBFloat16, ProductType::kBFloat16, bits);
+            const Batch batch(bits);
+            s.activation_bytes = batch.batch.n_tokens() * token_bytes;
+            const std::vector<float> g(batch.targets.size(), 0.5f);
+            derivatives.push_back(s.derivative(batch, g, g));
+        }
     }
-    expect(derivatives[0] == derivatives[1] && derivatives[0] == derivatives[2], "bits depend on the threads");
+    for (const double derivative : derivatives) {
+        expect(derivative == derivatives[0], "bits depend on threads or kept layers: %g, %g", derivative,
+               derivatives[0]);
+    }
     set_num_threads(3, kOversubscribe);
 }
 
@@ -200,7 +208,7 @@ void test_bad_batches() {
     const auto refuses = [&](auto&& change) {
         TrainingBatch batch = good.batch;
         change(batch);
-        return is_refused([&] { s.learner.forward(batch, true, true); });
+        return is_refused([&] { s.learner.forward(batch, true, true, 0); });
     };
     expect(refuses([](TrainingBatch& t) { t.tokens[0] = 97; }), "a token outside the vocabulary");
     expect(refuses([](TrainingBatch& t) { t.positions[0] = -1; }), "a negative position");
@@ -221,7 +229,7 @@ int main() {
     return run_tests([] {
         whet::set_num_threads(3, kOversubscribe);
         whet::test_gradients();
-        whet::test_threads();
+        whet::test_bits();
         whet::test_bad_batches();
     });
 }

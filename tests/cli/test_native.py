@@ -99,8 +99,20 @@ def test_what_needs_torch_is_named_and_trained_with_torch(settings, reason, file
     assert_mentions(
         error_of(*argv, "--backend=native"), "whet train sft: backend is 'native'", reason, "--backend torch"
     )
+    assert_mentions(error_of(*argv, "--activation-bytes=0"), "activation_bytes is 0", reason)
     assert main(argv) == 0
     assert "natively" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_kept_activations_do_not_change_results(compute, files):
+    found = []
+    for n_bytes in (0, 40_000, 10**9):
+        given = {**LORA, "compute": compute, "data": "pairs.jsonl", "steps": 2}
+        assert main(["train", "dpo", *files(f"run{n_bytes}", **given), f"--activation-bytes={n_bytes}"]) == 0
+        found.append(tensors(files.folder / f"run{n_bytes}"))
+    for name, value in found[0].items():
+        assert all((value == other[name]).all() for other in found), name
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])

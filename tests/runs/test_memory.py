@@ -38,5 +38,11 @@ def test_memory_advice_is_the_smallest_change_that_fits(tiny_model):
 def test_advice_for_a_run_out_of_memory_names_a_smaller_base(tiny_model):
     source, lengths = open_pretrained(tiny_model), Lengths(10, 10)
     run = SFTRun(model=str(tiny_model), lora_rank=2, base="bf16", max_tokens_per_step=256)
-    available = estimate_run_memory(SFTRun(lora_rank=2, base="q8_0"), source, lengths, interpreter=0).total
-    assert "With --base q8_0 " in suggest_settings(run, source, lengths, available, interpreter=0)
+
+    def total(**settings):
+        return estimate_run_memory(SFTRun(lora_rank=2, **settings), source, lengths, interpreter=0).total
+
+    available = total(base="bf16", activation_bytes=0)
+    assert "With --activation-bytes 0 " in suggest_settings(run, source, lengths, available, interpreter=0)
+    available = total(base="q8_0", activation_bytes=0)
+    assert "With --activation-bytes 0 --base q8_0 " in suggest_settings(run, source, lengths, available, interpreter=0)

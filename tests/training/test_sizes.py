@@ -120,15 +120,38 @@ def test_a_learner_allocates_the_estimated_bytes(compute):
         vocab_size=500, hidden_size=256, intermediate_size=640, num_hidden_layers=6, num_attention_heads=4,
         num_key_value_heads=2,
     )  # fmt: skip
-    learner = Learner(pack_base(open_module(transformers.LlamaForCausalLM(config)), weights="bf16"), compute=compute)
+    base = pack_base(open_module(transformers.LlamaForCausalLM(config)), weights="bf16")
+    learner = Learner(base, compute=compute, activation_bytes=0)
     before = allocated_bytes()
     learner.logprobs([[5 + i, 6, 7, 8] * 50 for i in range(4)], [[9, 10] * 50] * 4)
     forward = allocated_bytes() - before
     settings = SFTConfig(batch_size=4, max_tokens_per_step=0, training_mode=False, compute=compute)
     source = learner.base.source()
-    given = {"adapters": choose_adapted(source, 16), "base": "bf16", "learner": True}
+    given = {"adapters": choose_adapted(source, 16), "base": "bf16", "learner": True, "activation_bytes": 0}
     predicted = run_memory(source, settings, Lengths(200, 100), interpreter=0, **given).update["activations"]
     assert 0.6 * predicted < forward < predicted  # which includes the gradients of the backward pass
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_a_learner_keeps_as_many_layers_as_estimated(name, compute):
+    base = pack_base(open_module(make_model(name)), weights="bf16")
+    rows = [[5] * 200], [[9] * 57]  # 256 tokens are inputs
+    settings = SFTConfig(batch_size=1, max_tokens_per_step=0, training_mode=False, compute=compute)
+    source = base.source()
+    given = {"adapters": choose_adapted(source, 16), "base": "bf16", "learner": True, "interpreter": 0}
+
+    def predict(activation_bytes):
+        memory = run_memory(source, settings, Lengths(200, 57), **given, activation_bytes=activation_bytes)
+        return memory.kept_layers, memory.update["activations"]
+
+    n_layers, (_, least), (most, everything) = base.config.n_layers, predict(0), predict(10**9)
+    layer = (everything - least) // n_layers
+    assert most == n_layers > 1
+    for activation_bytes, expected in [(0, 0), (2 * layer - 1, 1), (2 * layer, 2), (10**9, n_layers)]:
+        learner = Learner(base, compute=compute, activation_bytes=activation_bytes)
+        learner.logprobs(*rows)
+        assert learner.n_kept_layers == predict(activation_bytes)[0] == expected
 
 
 def test_max_tokens_per_step_limits_activations():

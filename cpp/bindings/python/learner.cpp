@@ -57,7 +57,7 @@ public:
     void forward(const Indices& tokens, const Indices& positions, const Indices& group_offsets,
                  const Indices& q_offsets, const Indices& k_offsets, const Indices& key_rows,
                  const Indices& reader_offsets, const Indices& readers, const Indices& predictors,
-                 const Indices& targets, double temperature, bool with_adapters, bool keep,
+                 const Indices& targets, double temperature, bool with_adapters, bool keep, size_t activation_bytes,
                  const Contiguous<float, 1>& logprobs, const std::optional<Contiguous<float, 1>>& entropy) {
         const ReleasedGil released;
         const std::lock_guard guard(mutex_);
@@ -71,7 +71,7 @@ public:
         hidden_ =
             learner_.forward({copy(tokens), copy(positions), copy(group_offsets), copy(q_offsets), copy(k_offsets),
                               copy(key_rows), copy(reader_offsets), copy(readers), copy(predictors)},
-                             with_adapters, keep);
+                             with_adapters, keep, activation_bytes);
         head_.forward(hidden_, targets.data(), rows, temperature, logprobs.data(), entropy ? entropy->data() : nullptr);
         rows_ = rows;
     }
@@ -101,6 +101,11 @@ public:
         learner_.backward(grad_hidden.get(), factors);
     }
 
+    size_t n_kept_layers() {
+        const std::lock_guard guard(mutex_);
+        return learner_.n_kept_layers();
+    }
+
 private:
     Learner learner_;
     TokenLogprobsHead head_;
@@ -124,13 +129,14 @@ void bind_learner(nb::module_& m) {
     using nb::arg;
     nb::class_<LearnerObject>(m, "Learner")
         .def(nb::init<const Shared<Weights>&, bool>(), arg("weights"), arg("bf16"))
+        .def_prop_ro("n_kept_layers", &LearnerObject::n_kept_layers)
         .def("add_adapter", &LearnerObject::add_adapter, nb::kw_only(), arg("layer"), arg("target"), arg("first_row"),
              arg("n"), arg("rank"))
         .def("set_factors", &LearnerObject::set_factors, arg("adapter"), array("a"), array("b"), arg("scale"))
         .def("forward", &LearnerObject::forward, nb::kw_only(), array("tokens"), array("positions"),
              array("group_offsets"), array("q_offsets"), array("k_offsets"), array("key_rows"), array("reader_offsets"),
              array("readers"), array("predictors"), array("targets"), arg("temperature"), arg("with_adapters"),
-             arg("keep"), array("logprobs"), array("entropy").none())
+             arg("keep"), arg("activation_bytes"), array("logprobs"), array("entropy").none())
         .def("backward", &LearnerObject::backward, nb::kw_only(), array("grad_logprobs"), array("grad_entropy").none(),
              arg("grads"));
 }

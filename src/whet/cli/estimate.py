@@ -154,6 +154,7 @@ def _print_run(options: Any, method: str, memory: RunMemory) -> None:
     if options.json:
         figures = {"parts": parts, "total_bytes": memory.total, "update_bytes": sum(memory.update.values())}
         figures |= {"sampling_bytes": sum(memory.sampling.values()), "memory_bytes": machine}
+        figures["kept_layers"] = memory.kept_layers
         print(json.dumps({"model": options.model, "method": method, **figures}, indent=2))
         return
     console, shared = Console(), min(sum(memory.update.values()), sum(memory.sampling.values()))
@@ -167,6 +168,11 @@ def _print_run(options: Any, method: str, memory: RunMemory) -> None:
     if shared:
         smaller, larger = ("Sampling", "the update") if "activations" in parts else ("The update", "sampling")
         console.print(f"{smaller} takes {format_bytes(shared)}, which {larger} releases first.")
+    if memory.kept_layers:
+        console.print(
+            f"The activations of {memory.kept_layers} layers are kept for the backward pass; --activation-bytes sets "
+            f"their memory."
+        )
     verdict = "fits" if memory.total <= machine else "does not fit"
     console.print(f"It {verdict} into this machine's {format_bytes(machine)}. 1 GB is 10^9 bytes.")
 

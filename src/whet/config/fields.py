@@ -46,6 +46,7 @@ def _as_paths(value: Any) -> Any:
 
 
 Count = Annotated[int, Range("an integer >= 0", lambda n: n >= 0)]
+OptionalCount = Annotated[int | None, Range("an integer >= 0, or None", lambda n: n is None or n >= 0)]
 Positive = Annotated[int, Range("an integer >= 1", lambda n: n >= 1)]
 Seed = Annotated[int, Range("an integer from 0 to 2^64 - 1", lambda n: 0 <= n < 1 << 64)]
 NonNegative = Annotated[float, Range("a finite number >= 0", lambda x: 0 <= x < math.inf)]

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from whet.learner.batch import Logprobs
-from whet.learner.learner import Learner, TrainedAdapter
+from whet.learner.learner import Learner, TrainedAdapter, choose_activation_bytes
 
-__all__ = ["Learner", "Logprobs", "TrainedAdapter"]
+__all__ = ["Learner", "Logprobs", "TrainedAdapter", "choose_activation_bytes"]

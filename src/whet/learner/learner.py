@@ -33,6 +33,7 @@ from whet.models.sizes import slot_bytes
 from whet.models.slots import LoRA, ModelSource, WeightLocation
 from whet.models.sources.gguf_container import GGUFFile
 from whet.models.sources.pretrained import open_pretrained
+from whet.system.memory import unused_bytes
 
 
 class TrainedAdapter:
@@ -105,12 +106,16 @@ class Learner:
             processor has bfloat16 products and the weights are not float32.
         max_position: tokens of the longest row, for which frequencies that depend on it are resolved. Default: the
             model's.
+        activation_bytes: memory in which a forward pass keeps activations of layers for the backward pass, besides the
+            inputs of all layers; the other layers are computed again, with the same bits. Default: a quarter of the
+            unused memory.
         seed: of the initial A; B is zero.
 
     Attributes:
         base: the packed base.
         adapters: in a fixed order.
         compute: "float32" or "bfloat16".
+        activation_bytes: of the next step.
         moments: AdamW's first and second moment of each factor, in the order of ``adapters``; empty before its first
             step.
         n_updates: number of AdamW steps.
@@ -132,9 +137,12 @@ class Learner:
         weights: str | None = None,
         compute: ComputeDtype = "auto",
         max_position: int | None = None,
+        activation_bytes: int | None = None,
         seed: int = 0,
     ) -> None:
         where = "Learner"
+        if activation_bytes is not None and activation_bytes < 0:
+            raise WhetValueError(f"{where}: activation_bytes is {activation_bytes}, expected at least 0, or None.")
         check_choice(where, "compute", compute, ComputeDtype)
         if isinstance(model, PackedBase):
             for name, value in (("weights", weights), ("max_position", max_position)):
@@ -183,6 +191,7 @@ class Learner:
             layer, target = cast(tuple[int, Any], core_matrix(each.location.weight))
             rank, n = each.b.shape
             self._core.add_adapter(layer=layer, target=target, first_row=each.location.first_row, n=n, rank=rank)
+        self._activation_bytes = activation_bytes
         self.update()
         self._scatter: tuple[np.ndarray, np.ndarray] | None = None  # row and step of each target of the last forward
         self.moments: list[tuple[np.ndarray, np.ndarray]] = []
@@ -200,6 +209,7 @@ class Learner:
         """Pack the factors for the next ``logprobs``."""
         for i, adapter in enumerate(self.adapters):
             self._core.set_factors(i, adapter.a, adapter.b, adapter.scaling)
+        self.activation_bytes = choose_activation_bytes(self._activation_bytes, unused_bytes())
 
     def logprobs(
         self,
@@ -251,7 +261,7 @@ class Learner:
                 q_offsets=batch.q_offsets, k_offsets=batch.k_offsets, key_rows=batch.key_rows,
                 reader_offsets=batch.reader_offsets, readers=batch.readers, predictors=batch.hidden_rows[counted],
                 targets=batch.targets[counted], temperature=temperature, with_adapters=adapters, keep=keep,
-                logprobs=values, entropy=entropies,
+                activation_bytes=self.activation_bytes, logprobs=values, entropy=entropies,
             )  # fmt: skip
         if keep and adapters:
             self._scatter = rows, steps
@@ -306,6 +316,11 @@ class Learner:
     def n_parameters(self) -> int:
         """Number of trained parameters."""
         return sum(factor.size for adapter in self.adapters for factor in adapter.factors)
+
+    @property
+    def n_kept_layers(self) -> int:
+        """Number of layers whose activations the last ``logprobs`` kept for the backward pass."""
+        return self._core.n_kept_layers
 
     def packed_bytes(self) -> int:
         """Size of the factors as packed for products, in bytes."""
@@ -426,6 +441,17 @@ class Learner:
         for row, flags in zip(mask, given or (), strict=False):
             row[: len(flags)] = flags
         return mask
+
+
+def choose_activation_bytes(setting: int | None, unused: int) -> int:
+    """Return the memory in which a learner keeps activations of layers.
+
+    None: a quarter of the unused memory, which the ranks of torchrun on this machine share.
+    """
+    if setting is not None:
+        return setting
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return unused // 4 // max(1, int(ranks) if ranks.isdecimal() else 1)
 
 
 def find_unlearnable(config: ModelConfig, locations: Sequence[WeightLocation]) -> str:

@@ -23,7 +23,10 @@ def estimate_run_memory(run: Any, source: ModelSource, lengths: Lengths, *, inte
     plan = plan_adapters(run, source, "whet estimate")
     base = "none" if plan.adapters is None else plan.base
     learner = uses_learner(run, plan, "whet estimate")
-    return run_memory(source, run, lengths, interpreter=interpreter, adapters=plan.adapters, base=base, learner=learner)
+    return run_memory(
+        source, run, lengths, interpreter=interpreter, adapters=plan.adapters, base=base, learner=learner,
+        activation_bytes=run.activation_bytes,
+    )  # fmt: skip
 
 
 def measure_interpreter(model: str, tasks: Sequence[Any], packages: Sequence[str]) -> int:

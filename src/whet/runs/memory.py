@@ -82,7 +82,9 @@ def _list_reductions(run: Any) -> list[dict[str, Any]]:
     packed = [{"base": "q8_0"}] if run.base in ("auto", "float32", "bf16") and run.dtype == "float32" else []
     adapters = [{"lora_rank": 16}, {"lora_rank": 16, "base": "q8_0"}] if not run.has_adapters() else packed
     combined = [{**change, **smallest} for change in (*references, *adapters)]
-    return [*passes, *references, *adapters, *combined]
+    changes = [*passes, *references, *adapters, *combined]
+    kept = {"activation_bytes": 0}  # refused by runs without a learner
+    return [kept, *({**kept, **change} for change in changes), *changes] if run.has_adapters() else changes
 
 
 def _can_precompute_reference(run: Any) -> bool:

@@ -23,7 +23,14 @@ def uses_learner(run: Any, plan: Plan, where: str) -> bool:
     obstacle = "" if run.backend == "torch" else _find_obstacle(run, plan)
     if run.backend == "native" and obstacle:
         raise WhetValueError(f"{where}: backend is 'native', but {obstacle}. Change that, or pass --backend torch.")
-    return run.backend != "torch" and not obstacle
+    if run.backend != "torch" and not obstacle:
+        return True
+    if run.activation_bytes is not None:
+        raise WhetValueError(
+            f"{where}: activation_bytes is {run.activation_bytes} and has no effect, because "
+            f"{obstacle or 'backend is torch'}. Omit it."
+        )
+    return False
 
 
 def _find_obstacle(run: Any, plan: Plan) -> str:
@@ -49,6 +56,7 @@ def load_learner(run: Any, plan: Plan, where: str) -> tuple[Learner, Any]:
     model, source = find_model(run.model, where), cast(ModelSource, plan.source)
     tokenizer = load_chat_tokenizer(model, where, run.chat_template)
     options: dict[str, Any] = {"compute": run.compute, "seed": run.seed % 2**64}
+    options["activation_bytes"] = run.activation_bytes
     if run.adapter:
         options["adapter"] = run.adapter
     else:

@@ -23,7 +23,7 @@ _IDENTITY = (
 
 _SILENT = (
     "output_dir", "steps", "resume", "loggers", "wandb_project", "checkpoint_every", "keep_checkpoints",
-    "eval_data", "eval_items", "eval_every", "eval_temperature",
+    "eval_data", "eval_items", "eval_every", "eval_temperature", "activation_bytes",
 )  # fmt: skip
 """Settings that do not affect a step, whose changes are not printed; for steps, see ``_report_schedule``."""
 

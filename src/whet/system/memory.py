@@ -43,8 +43,13 @@ def available_bytes() -> int:
     Raises:
         WhetError: the system does not report it.
     """
+    return resident_bytes() + unused_bytes()
+
+
+def unused_bytes() -> int:
+    """Return the memory that machine and control groups have left; 0 if the system does not report it."""
     left = [_core.read_machine_memory()[1], *(group.limit - group.used for group in control_groups())]
-    return resident_bytes() + max(0, min(left))
+    return max(0, min(left))
 
 
 def _process_memory() -> tuple[int, int]:

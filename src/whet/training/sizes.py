@@ -13,10 +13,13 @@ from typing import Any, NamedTuple
 from whet import _core
 from whet.config.settings import OnlineConfig, TrainerConfig
 from whet.errors import WhetValueError
+from whet.learner import choose_activation_bytes
+from whet.models.architecture import ModelConfig
 from whet.models.formats import PAGE_TOKENS
 from whet.models.lora import Adapted
 from whet.models.sizes import KV_BYTES, MAX_BATCH, VOCAB_TILE, estimate, page_bytes, slot_bytes, training
 from whet.models.slots import ModelSource
+from whet.system.memory import available_bytes
 
 _FRAGMENTATION = 0.25
 """Memory that the allocator loses to fragmentation between activations, as a share of them: freed gaps that are too
@@ -40,12 +43,14 @@ class RunMemory(NamedTuple):
         gradients: gradients at the end of that pass, without activations.
         sampling: parts of sampling: KV cache, workspace, and weights that each sync packs again. They reuse the memory
             of updates.
+        kept_layers: layers whose activations a learner keeps for the backward pass; it computes the others again.
     """
 
     parts: dict[str, int]
     update: dict[str, int]
     gradients: int
     sampling: dict[str, int]
+    kept_layers: int = 0
 
     def at_peak(self) -> dict[str, int]:
         """Return the parts at the peak, whose sum is ``total``."""
@@ -68,6 +73,7 @@ def run_memory(
     adapters: Adapted | None = None,
     base: str = "none",
     learner: bool = False,
+    activation_bytes: int | None = None,
 ) -> RunMemory:
     """Estimate the memory of training a float32 model on Whet's kernels, or adapters with a ``Learner``.
 
@@ -80,6 +86,7 @@ def run_memory(
         base: format of a frozen model packed once, for trainer and sampler; "own": the formats of a GGUF file;
             "none": float32 parameters.
         learner: whether a learner trains the adapters.
+        activation_bytes: the learner's setting.
 
     Raises:
         WhetValueError: compute is "torch", whose memory is unknown; a base without adapters; an unknown format; or a
@@ -115,9 +122,14 @@ def run_memory(
     largest = _step_tokens(config, lengths)
     if learner and adapters is not None:
         parts["copies"] = _adapter_bytes(adapters, "bfloat16" if narrow else "float32")
-        update = {"activations": _learner_bytes(source, largest, 2 if narrow else 4)}
+        size = 2 if narrow else 4
         parts["gradients"] = 4 * n_adapter
-        return RunMemory(parts, update, 0, _sampling(parts, source, config, lengths, adapters, weights, is_packed))
+        sampling = _sampling(parts, source, config, lengths, adapters, weights, is_packed)
+        unused = max(0, available_bytes() - sum(parts.values()))
+        layer = _kept_bytes(model, largest.tokens, size)
+        kept_layers = min(model.n_layers, choose_activation_bytes(activation_bytes, unused) // layer)
+        update = {"activations": _learner_bytes(source, largest, size) + kept_layers * layer}
+        return RunMemory(parts, update, 0, sampling, kept_layers)
     activations = _activation_bytes(source, config, lengths, 2 if narrow else 4)
     if adapters is not None:
         activations += largest.tokens * sum(rank for _, rank in adapters.factors) * (2 if narrow else 4)
@@ -171,17 +183,18 @@ _RANGE_NUMBERS = 1 << 20
 
 
 def _learner_bytes(source: ModelSource, largest: _Pass, size: int) -> int:
-    """Return the bytes that a learner allocates between the forward and the end of the backward pass of a micro-batch.
+    """Return the bytes that a learner allocates between the forward and the end of the backward pass of a micro-batch,
+    except the kept activations of layers.
 
-    The inputs of all layers are kept in the type of products; one layer is computed again at a time, its linear layers
-    in tiles of rows. ``size``: bytes of an operand of a product.
+    The inputs of all layers are kept, in 3 bytes each if products are bfloat16; the other activations are of one layer
+    at a time, its linear layers in tiles of rows. ``size``: bytes of an operand of a product.
     """
     model, n = source.config, largest.tokens
     q, kv = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
     hidden, up, qkv = model.hidden_dim, model.ffn_dim * (2 if model.gated else 1), q + 2 * kv
     least, most = _TILE_ROWS
     tile = min(n, max(least, min(most, _TILE_BYTES // 4 // max(up, qkv) // 32 * 32)))
-    kept = model.n_layers * n * hidden * size
+    inputs = model.n_layers * n * hidden * (3 if size == 2 else 4)
     layer = n * (4 * ((3 if model.post_norm else 2) * hidden + qkv + model.n_heads) + size * (qkv + q))
     gradients = n * (4 * 2 * hidden + size * (2 * q + 2 * kv + q))
     converted = 2 * (max(model.ffn_dim, hidden) + up) if size == 2 else 0
@@ -189,7 +202,15 @@ def _learner_bytes(source: ModelSource, largest: _Pass, size: int) -> int:
     columns = max(16, _RANGE_NUMBERS // hidden // 16 * 16)
     head = largest.targets * (4 * (4 * hidden + 2 * columns) + size * columns)
     unpacked = size * _RANGE_NUMBERS
-    return kept + layer + max(gradients + rows, head) + unpacked + n * 4 * model.rotary_dim
+    return inputs + layer + max(gradients + rows, head) + unpacked + n * 4 * model.rotary_dim
+
+
+def _kept_bytes(model: ModelConfig, n: int, size: int) -> int:
+    """Return the bytes of a layer's activations, of n tokens, that cpp/learner keeps for the backward pass."""
+    q, kv = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
+    floats = (2 if model.post_norm else 1) * model.hidden_dim + model.ffn_dim * (2 if model.gated else 1)
+    floats += model.n_heads + (q + 2 * kv if model.qk_norm else 0)
+    return n * (4 * floats + size * (2 * q + 2 * kv))
 
 
 def multiplies_bfloat16(config: TrainerConfig) -> bool:

@@ -1,0 +1,81 @@
+// The MLP of a layer, in both directions, in tiles of rows.
+#include <cstring>
+
+#include "engine/scratch.h"
+#include "kernels/dispatch.h"
+#include "learner/learner.h"
+#include "runtime/thread_pool.h"
+
+namespace whet {
+
+const NormWeight& Learner::mlp_norm(size_t layer) const {
+    const LayerWeights& w = weights_->layers[layer];
+    return config_.parallel_residual && config_.shared_norm ? w.norm1 : w.norm2;
+}
+
+// From the input of the MLP: its norm, and W_up of it.
+void Learner::mlp_up(size_t layer, const RowTile& tile) {
+    const size_t d = config_.hidden_dim;
+    norm(mlp_norm(layer), mlp_input() + tile.begin * d, tile.n(), h_.get());
+    project(layer, Target::kUp, convert(h_.get(), d, tile.n(), d), tile.n(), up_of(tile), config_.up_dim());
+}
+
+// The activation of up_of(tile), converted.
+ProductRows Learner::mlp_activate(const RowTile& tile) {
+    const Kernels& k = kernels();
+    const size_t ffn = config_.ffn_dim, width = config_.up_dim();
+    const auto act = config_.activation == Activation::kSilu   ? k.silu_f32
+                     : config_.activation == Activation::kGelu ? k.gelu_f32
+                                                               : k.gelu_tanh_f32;
+    for_rows(tile.n(), 4 * width, [&](size_t i) {
+        const float *gate = up_of(tile) + i * width, *up = gate + ffn;
+        float* out = activated_.get() + i * ffn;
+        if (config_.gated && config_.activation == Activation::kSilu) return k.swiglu_f32(gate, up, ffn, false, out);
+        act(gate, ffn, false, out);
+        for (size_t j = 0; config_.gated && j < ffn; ++j) out[j] *= up[j];
+    });
+    return convert(activated_.get(), ffn, tile.n(), ffn);
+}
+
+// x = middle + residual_scale norm(W_down act(W_up norm(input))).
+void Learner::mlp(size_t layer, const RowTile& tile) {
+    const size_t d = config_.hidden_dim, at = tile.begin * d, rows = tile.n();
+    mlp_up(layer, tile);
+    project(layer, Target::kDown, mlp_activate(tile), rows, delta_.get(), d);
+    if (config_.post_norm) norm(weights_->layers[layer].post_norm2, delta_.get(), rows, delta_.get());
+    add(now_.middle + at, delta_.get(), config_.residual_scale, rows, x_.get() + at);
+}
+
+// Adds to `grad`, the gradient of the MLP's input, what comes through the MLP, from the gradient of its result.
+void Learner::mlp_backward(size_t layer, const RowTile& tile, const float* grad_out, float* grad,
+                           std::span<const FactorGradients> grads) {
+    const Kernels& k = kernels();
+    const size_t d = config_.hidden_dim, ffn = config_.ffn_dim, width = config_.up_dim();
+    const size_t at = tile.begin * d, rows = tile.n();
+    if (keeps(layer)) {
+        norm(mlp_norm(layer), mlp_input() + at, rows, h_.get());
+    } else {
+        mlp_up(layer, tile);
+    }
+    const ProductRows activated = mlp_activate(tile);
+    float* delta = scratch<float>(rows * d, Scratch::kRuns);  // gradient of W_down's result
+    scale(grad_out + at, config_.residual_scale, rows, delta);
+    if (config_.post_norm) {
+        project(layer, Target::kDown, activated, rows, delta_.get(), d);
+        norm_backward(weights_->layers[layer].post_norm2, delta_.get(), delta, rows);
+    }
+    project_backward(layer, Target::kDown, activated, tile, delta, d, grad_activated_.get(), ffn, grads);
+    const auto backward = config_.activation == Activation::kSilu   ? k.silu_backward_f32
+                          : config_.activation == Activation::kGelu ? k.gelu_backward_f32
+                                                                    : k.gelu_tanh_backward_f32;
+    for_rows(rows, 4 * width, [&](size_t i) {
+        float *gate = up_of(tile) + i * width, *up = config_.gated ? gate + ffn : nullptr;
+        backward(gate, up, grad_activated_.get() + i * ffn, ffn, gate, up);
+    });
+    project_backward(layer, Target::kUp, convert(h_.get(), d, rows, d), tile, up_of(tile), width, delta_.get(), d,
+                     grads);
+    norm_backward(mlp_norm(layer), mlp_input() + at, delta_.get(), rows);
+    add(grad + at, delta_.get(), 1.0f, rows, grad + at);
+}
+
+}  // namespace whet
