@@ -58,17 +58,27 @@ def contender(name: str, serve: Callable[..., None], note: str = "", **settings:
     return Provider(name, prepare, note=note)
 
 
-def whet(name: str, base: str, *, is_native: bool = True) -> Provider:
+def whet(name: str, base: str, *, is_native: bool = True, activation_bytes: int | None = None) -> Provider:
     """Create a provider of Whet's trainer on a base in a format; "": all weights are trained.
 
     Args:
         name: of the provider.
         base: format of the base.
         is_native: whether a learner trains adapters, or modules of torch.
+        activation_bytes: of the learner; None: its default.
     """
     is_native = is_native and base != ""
-    note = f"the base is packed in {base}" + ("; without torch" if is_native else "; PEFT's modules") if base else ""
-    return contender(name, native.serve_lora, note, base=base, is_native=is_native)
+    notes = [f"the base is packed in {base}", "without torch" if is_native else "PEFT's modules"] if base else []
+    if activation_bytes is not None:
+        notes.append(f"activations of layers in at most {activation_bytes / 1e9:g} GB")
+    settings = {"base": base, "is_native": is_native, "activation_bytes": activation_bytes}
+    return contender(name, native.serve_lora, "; ".join(notes), **settings)
+
+
+def recomputed(base: str) -> Provider:
+    """Create a provider of a learner that computes every layer again in the backward pass."""
+    name = "whet" if base == "bf16" else f"whet {base}"
+    return whet(f"{name}, recomputed", base, activation_bytes=0)
 
 
 def peer(name: str, base: str = "float32", note: str = "", **settings: Any) -> Provider:
@@ -94,11 +104,18 @@ def real_providers() -> list[Provider]:
         whet("whet float32", "float32"),
         whet("whet q8_0", "q8_0"),
         whet("whet q4_k_m", "q4_k_m"),
+        *map(recomputed, ("bf16", "q8_0", "q4_k_m")),
         whet("whet all weights", ""),
         *peers(16),
         peer("TRL + PEFT 4 bits", "nf4", "bitsandbytes' nf4 on the CPU, adapters in bfloat16", micro_batch=16),
         peer("TRL all weights", "", micro_batch=16),
     ]
+
+
+def budgets(base: str) -> list[Provider]:
+    """Create providers of a learner with more and more memory for activations: time and peak are a curve."""
+    sizes = (0, 500_000_000, 1_000_000_000, None)
+    return [whet("whet" if size is None else f"whet {size / 1e9:g} GB", base, activation_bytes=size) for size in sizes]
 
 
 def settings_of_trl() -> list[Provider]:
@@ -188,6 +205,7 @@ def pair_tables(model: ModelShape, n_pairs: int, options: LoraOptions) -> list[T
                 whet("whet", "bf16"),
                 whet("whet, modules", "bf16", is_native=False),
                 whet("whet q8_0", "q8_0"),
+                recomputed("bf16"),
                 *peers(4),
             ],
             _LONG,
@@ -225,9 +243,15 @@ def tables(options: LoraOptions) -> list[Table]:
         work_table("GRPO on sums, LoRA, SmolLM2-135M", sums, real_providers(), sums_note(options), 16),
         work_table("TRL's settings, GRPO on sums", sums, settings_of_trl(), sums_note(options), 16),
         *pair_tables(SMOLLM2_135M, 8, options),
-        work_table("GRPO, LoRA, 0.5 B Qwen2", [small_case], [whet("whet", "q8_0"), *peers(2)], _LONG, 2),
+        work_table(
+            "GRPO, LoRA, 0.5 B Qwen2",
+            [small_case],
+            [whet("whet q8_0", "q8_0"), recomputed("q8_0"), *peers(2)],
+            _LONG,
+            2,
+        ),
         *pair_tables(QWEN2_500M, 4, options),
-        work_table("GRPO, LoRA, 1.5 B Qwen2", [large_case], [whet("whet", "q4_k_m")], _LONG, 2),
+        work_table("GRPO, LoRA, 1.5 B Qwen2", [large_case], budgets("q4_k_m"), _LONG, 2),
     ]
 
 
