@@ -191,7 +191,8 @@ void Learner::allocate() {
     resize(x_, n() * d), resize(raw_, n() * config_.qkv_dim());
     shared_ = std::make_unique_for_overwrite<uint8_t[]>(divide(nullptr, false));
     resize(h_, rows * d), resize(delta_, rows * std::max(d, attended_dim())), resize(up_, rows * config_.up_dim());
-    resize(activated_, rows * config_.ffn_dim), resize(grad_activated_, rows * config_.ffn_dim);
+    resize(activated_, rows * config_.ffn_dim);
+    resize(grad_activated_, type_ == ProductType::kFloat32 ? rows * config_.ffn_dim : 0);
     resize(t_, rows * rank), resize(u_, rows * rank);
     resize(cos_sin_, n() * config_.rotary_dim), resize(local_cos_sin_, n() * 2 * config_.local_inv_freq.size());
 }

@@ -70,6 +70,8 @@ public:
     const float* forward(TrainingBatch batch, bool with_adapters, bool keep, size_t activation_bytes);
     // Number of layers whose activations the last forward() kept.
     size_t n_kept_layers() const { return config_.n_layers - first_kept_; }
+    // Memory that kept activations occupy.
+    size_t kept_bytes() const { return kept_bytes_; }
     // Throws std::logic_error unless the last call was a forward() with `keep`, which backward() must follow.
     void check_kept() const;
     // Adds to the gradients of all adapters, in the order of their indices, from the gradient of the hidden states.
@@ -124,7 +126,7 @@ private:
     Bytes shared_;     // activations of the layers that keep none
     Activations now_;  // of the current layer
     // One tile of rows.
-    Floats h_, up_, activated_, grad_activated_, delta_, t_, u_;
+    Floats h_, up_, activated_, grad_activated_, delta_, t_, u_;  // grad_activated_: of float32 products only
 
     size_t n() const { return batch_.n_tokens(); }
     size_t attended_dim() const { return config_.n_heads * config_.head_dim; }
@@ -166,6 +168,8 @@ private:
     float* up_of(const RowTile& tile) {
         return now_.up == nullptr ? up_.get() : now_.up + tile.begin * config_.up_dim();
     }
+    // Rows in bfloat16 are a copy, so that those they were converted from may be overwritten.
+    float* grad_activated() { return (type_ == ProductType::kFloat32 ? grad_activated_ : activated_).get(); }
     void mlp_up(size_t layer, const RowTile& tile);
     ProductRows mlp_activate(const RowTile& tile);
     void mlp(size_t layer, const RowTile& tile);

@@ -64,13 +64,13 @@ void Learner::mlp_backward(size_t layer, const RowTile& tile, const float* grad_
         project(layer, Target::kDown, activated, rows, delta_.get(), d);
         norm_backward(weights_->layers[layer].post_norm2, delta_.get(), delta, rows);
     }
-    project_backward(layer, Target::kDown, activated, tile, delta, d, grad_activated_.get(), ffn, grads);
+    project_backward(layer, Target::kDown, activated, tile, delta, d, grad_activated(), ffn, grads);
     const auto backward = config_.activation == Activation::kSilu   ? k.silu_backward_f32
                           : config_.activation == Activation::kGelu ? k.gelu_backward_f32
                                                                     : k.gelu_tanh_backward_f32;
     for_rows(rows, 4 * width, [&](size_t i) {
         float *gate = up_of(tile) + i * width, *up = config_.gated ? gate + ffn : nullptr;
-        backward(gate, up, grad_activated_.get() + i * ffn, ffn, gate, up);
+        backward(gate, up, grad_activated() + i * ffn, ffn, gate, up);
     });
     project_backward(layer, Target::kUp, convert(h_.get(), d, rows, d), tile, up_of(tile), width, delta_.get(), d,
                      grads);

@@ -82,7 +82,8 @@ def memory_report(activations: int = 0) -> MemoryReport:
     and data of libraries, and other objects of the program, such as a model that no trainer uses.
 
     Args:
-        activations: bytes of activations of the step in progress, reported by its trainer.
+        activations: bytes of activations of the step in progress, reported by its trainer, except those that a learner
+            keeps.
 
     Returns:
         The parts that are not empty, and their sum, the resident memory.
@@ -98,7 +99,7 @@ def memory_report(activations: int = 0) -> MemoryReport:
     for part, n_bytes in blocks.values():
         parts[part] += n_bytes
     resident = resident_bytes()
-    parts["activations"] = activations
+    parts["activations"] += activations
     parts["allocator"] = max(0, heap_bytes() - read_allocated().heap)
     parts["interpreter"] = max(0, resident - sum(parts.values()))
     return MemoryReport({n: size for n, size in parts.items() if size}, resident, peak_bytes())

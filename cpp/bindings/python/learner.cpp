@@ -106,6 +106,11 @@ public:
         return learner_.n_kept_layers();
     }
 
+    size_t kept_bytes() {
+        const std::lock_guard guard(mutex_);
+        return learner_.kept_bytes();
+    }
+
 private:
     Learner learner_;
     TokenLogprobsHead head_;
@@ -130,6 +135,7 @@ void bind_learner(nb::module_& m) {
     nb::class_<LearnerObject>(m, "Learner")
         .def(nb::init<const Shared<Weights>&, bool>(), arg("weights"), arg("bf16"))
         .def_prop_ro("n_kept_layers", &LearnerObject::n_kept_layers)
+        .def_prop_ro("kept_bytes", &LearnerObject::kept_bytes)
         .def("add_adapter", &LearnerObject::add_adapter, nb::kw_only(), arg("layer"), arg("target"), arg("first_row"),
              arg("n"), arg("rank"))
         .def("set_factors", &LearnerObject::set_factors, arg("adapter"), array("a"), array("b"), arg("scale"))

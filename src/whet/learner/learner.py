@@ -322,6 +322,11 @@ class Learner:
         """Number of layers whose activations the last ``logprobs`` kept for the backward pass."""
         return self._core.n_kept_layers
 
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of the activations that are kept, in bytes; ``update`` releases it."""
+        return self._core.kept_bytes
+
     def packed_bytes(self) -> int:
         """Size of the factors as packed for products, in bytes."""
         format = "bfloat16" if self.compute == "bfloat16" else "float32"

@@ -291,6 +291,7 @@ class NativePolicy:
             "reference": self.reference.first_values,
         }
         yield "copies", ("factors", id(self.model)), self.model.packed_bytes()
+        yield "activations", ("activations", id(self.model)), self.model.kept_bytes
         for part, groups in parts.items():
             for array in (array for group in groups for array in group):
                 yield part, array.ctypes.data, array.nbytes

@@ -198,7 +198,7 @@ def _learner_bytes(source: ModelSource, largest: _Pass, size: int) -> int:
     layer = n * (4 * ((3 if model.post_norm else 2) * hidden + qkv + model.n_heads) + size * (qkv + q))
     gradients = n * (4 * 2 * hidden + size * (2 * q + 2 * kv + q))
     converted = 2 * (max(model.ffn_dim, hidden) + up) if size == 2 else 0
-    rows = tile * (4 * (3 * hidden + max(hidden, q) + up + 2 * model.ffn_dim) + converted)
+    rows = tile * (4 * (3 * hidden + max(hidden, q) + up + model.ffn_dim * (1 if size == 2 else 2)) + converted)
     columns = max(16, _RANGE_NUMBERS // hidden // 16 * 16)
     head = largest.targets * (4 * (4 * hidden + 2 * columns) + size * columns)
     unpacked = size * _RANGE_NUMBERS
