@@ -611,3 +611,8 @@ def test_a_thousand_engines_leak_nothing():
         if i in (200, 999):
             sizes.append(resident_bytes())
     assert sizes[1] - sizes[0] < 8 << 20
+
+
+@pytest.mark.parametrize("source", ["model.gguf", 3, None])
+def test_a_path_in_place_of_a_model_is_explained(source):
+    assert_raises(WhetTypeError, (type(source).__name__, "Engine.from_pretrained"), Engine, source)

@@ -104,6 +104,11 @@ class Engine:
         tokenizer: Any = None,
         where: str = "Engine",
     ) -> None:
+        if not isinstance(source, ModelSource):
+            raise WhetTypeError(
+                f"{where}: source is {type(source).__name__}. Use Engine.from_pretrained for the path of a folder or GGUF "
+                f"file, Engine.from_model for a module or a Learner."
+            )
         for name, value in (("kv_bytes", kv_bytes), ("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
             check_integer(where, name, value, 1)
         self.config: ModelConfig = source.config
