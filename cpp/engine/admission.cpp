@@ -48,6 +48,7 @@ std::unique_ptr<Job> Scheduler::make_job(Request request, uint64_t session) cons
         job->hidden.resize(config_.hidden_dim);
     } else {
         job->logprobs.resize(n_scored);
+        job->alternatives.resize(n_scored * request.sampling.top_logprobs);
         if (request.entropy) job->entropies.resize(n_scored);
         if (request.logits) job->logits.resize((n_scored + 1) * config_.vocab_size);
         job->done = n_scored == 0 && !request.logits;

@@ -60,7 +60,7 @@ void ModelRunner::run_heads(const StepPlan& plan, const float* hidden) {
                 const size_t head = begin + i;
                 float* logits = logits_.data() + i * vocab_size;
                 if (head >= n_draws) {
-                    score(plan.scores[head - n_draws], logits);
+                    score(plan.scores[head - n_draws], logits, aligned + t * scratch);
                     continue;
                 }
                 const DrawTask& draw = plan.draws[head];
@@ -72,12 +72,15 @@ void ModelRunner::run_heads(const StepPlan& plan, const float* hidden) {
     }
 }
 
-void ModelRunner::score(const ScoreTask& task, const float* logits) const {
+// May overwrite the logits.
+void ModelRunner::score(const ScoreTask& task, float* logits, void* scratch) const {
     const size_t vocab_size = transformer_.config().vocab_size;
     if (task.logits != nullptr) std::copy_n(logits, vocab_size, task.logits);
     if (task.logprob == nullptr) return;
-    kernels().token_logprobs_f32(logits, vocab_size, static_cast<size_t>(task.target), task.temperature, task.logprob,
-                                 task.entropy);
+    kernels().token_logprobs_f32(logits, vocab_size, static_cast<size_t>(task.target), task.sampling->temperature,
+                                 task.logprob, task.entropy);
+    if (task.sampling->top_logprobs > 0)
+        draw_token(logits, vocab_size, *task.sampling, {}, 0.5, scratch, task.alternatives);
 }
 
 size_t ModelRunner::workspace_bytes() const {

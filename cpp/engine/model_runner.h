@@ -35,7 +35,7 @@ private:
     bool has_workspace_ = false;  // a step has used the workspace since it was created or released
 
     void run_heads(const StepPlan& plan, const float* hidden);
-    void score(const ScoreTask& task, const float* logits) const;
+    void score(const ScoreTask& task, float* logits, void* scratch) const;
 };
 
 }  // namespace whet

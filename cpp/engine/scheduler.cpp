@@ -89,11 +89,12 @@ void Scheduler::plan_prompts() {
         for (size_t i = job->computed; i < job->computed + count; ++i) {
             const size_t next = i + 1, at = next - request.score_from;
             if (request.n == 0 && next >= request.score_from && (next < n_tokens || request.logits)) {
-                ScoreTask task{plan_.tokens.size(), 0, request.sampling.temperature, nullptr, nullptr, nullptr};
+                ScoreTask task{plan_.tokens.size(), 0, &request.sampling, nullptr, nullptr, nullptr, nullptr};
                 if (request.logits) task.logits = job->logits.data() + at * config_.vocab_size;
                 if (next < n_tokens) {
                     task.target = request.tokens[next], task.logprob = &job->logprobs[at];
                     if (request.entropy) task.entropy = &job->entropies[at];
+                    task.alternatives = job->alternatives.data() + at * request.sampling.top_logprobs;
                 }
                 plan_.scores.push_back(task);
             }

@@ -42,7 +42,8 @@ struct Request {
     std::vector<int32_t> stop_tokens;                       // like stop strings, not before min_new_tokens tokens
     std::shared_ptr<const StopStrings> stop_strings;        // null: none
     uint64_t seed = 0, prompt_index = 0, first_sample = 0;  // samples [first_sample, first_sample + n)
-    // Scoring, if n is 0: log-probs (and entropies) of tokens [score_from, tokens.size()), with score_from >= 1.
+    // Scoring, if n is 0: log-probs (and entropies, and alternatives) of tokens [score_from, tokens.size()), with
+    // score_from >= 1.
     size_t score_from = 1;
     bool entropy = false;
     bool logits = false;  // also return the logits of tokens [score_from - 1, tokens.size())
@@ -54,6 +55,7 @@ struct Job {
     uint64_t session = 0;
     std::vector<Sample> samples;
     std::vector<float> logprobs, entropies, logits;
+    std::vector<Drawn> alternatives;  // top_logprobs per scored token
     bool done = false;
     std::string error;  // set if the request ended because of NaN or infinite logits
 

@@ -24,8 +24,9 @@ struct DrawTask {
 struct ScoreTask {
     size_t token;  // index into StepPlan::tokens of the token before
     int32_t target;
-    float temperature;
+    const Sampling* sampling;           // temperature and number of alternatives
     float *logprob, *entropy, *logits;  // outputs; null: not computed
+    Drawn* alternatives;                // output: the top_logprobs alternatives of the target
 };
 
 // Copies the hidden state of a token.

@@ -616,3 +616,21 @@ def test_a_thousand_engines_leak_nothing():
 @pytest.mark.parametrize("source", ["model.gguf", 3, None])
 def test_a_path_in_place_of_a_model_is_explained(source):
     assert_raises(WhetTypeError, (type(source).__name__, "Engine.from_pretrained"), Engine, source)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_alternatives_of_scored_tokens_are_the_most_probable(temperature):
+    engine = Engine.from_model(tiny_model("llama"), weights="float32")
+    rows = [token_ids(60)[0].tolist(), token_ids(5)[0].tolist(), [3]]
+    logprobs, entropies, alternatives = engine.logprobs(
+        rows, start=1, temperature=temperature, return_entropy=True, top_logprobs=3
+    )
+    assert [len(row) for row in alternatives] == [len(row) for row in logprobs] == [59, 4, 0]
+    assert (np.concatenate(entropies) > 0).all()
+    for row, found in zip(rows, alternatives, strict=True):
+        logits = engine.logits(row)[:-1].astype(np.float64) / temperature
+        right = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        for step, pairs in enumerate(found):
+            assert [token for token, _ in pairs] == np.argsort(-right[step], kind="stable")[:3].tolist()
+            np.testing.assert_allclose([value for _, value in pairs], np.sort(right[step])[::-1][:3], atol=2e-5)
+    assert_raises(WhetValueError, ("top_logprobs", "21", "20"), engine.logprobs, rows, top_logprobs=21)

@@ -111,13 +111,14 @@ public:
     }
 
     uint64_t add_score(uint64_t session, nb::handle tokens, size_t score_from, float temperature, bool entropy,
-                       bool logits, uint64_t adapter) {
+                       bool logits, size_t top_logprobs, uint64_t adapter) {
         const EngineGuard guard(lock_);
         Request request = request_of(session, tokens, adapter);
         request.score_from = score_from;
         request.entropy = entropy;
         request.logits = logits;
         request.sampling.temperature = temperature;
+        request.sampling.top_logprobs = top_logprobs;
         return engine_.add(std::move(request), session);
     }
 
@@ -153,10 +154,13 @@ public:
         return engine_.job(id).reused;
     }
 
+    // Returns log-probs, entropies, logits, and ids and log-probs of alternatives.
     nb::tuple scores(uint64_t id) const {
         const EngineGuard guard(lock_);
         const Job& job = engine_.job(id);
-        return nb::make_tuple(array_of(job.logprobs), array_of(job.entropies), array_of(job.logits));
+        const auto [top_ids, top_logprobs] = arrays_of(std::span(job.alternatives));
+        return nb::make_tuple(array_of(job.logprobs), array_of(job.entropies), array_of(job.logits), top_ids,
+                              top_logprobs);
     }
 
     // parts: (layer, target, first row, A (rank, k), B (n, rank)) with contiguous float32 arrays, the scaling folded
@@ -253,7 +257,7 @@ void bind_engine(nb::module_& m) {
              arg("min_new_tokens"), arg("max_new_tokens"), arg("stop_tokens"), arg("stop_strings").none(), arg("seed"),
              arg("prompt_index"), arg("first_sample"), arg("adapter"), arg("sampling"), arg("keep"))
         .def("add_score", &EngineObject::add_score, arg("session"), nb::kw_only(), arg("tokens"), arg("score_from"),
-             arg("temperature"), arg("entropy"), arg("logits"), arg("adapter"))
+             arg("temperature"), arg("entropy"), arg("logits"), arg("top_logprobs"), arg("adapter"))
         .def("add_adapter", &EngineObject::add_adapter)
         .def("remove_adapter", &EngineObject::remove_adapter)
         .def("step", &EngineObject::step)

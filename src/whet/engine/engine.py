@@ -33,7 +33,7 @@ from whet.engine.checks import (
     check_token_rows,
     is_model_mode,
 )  # fmt: skip
-from whet.engine.session import CoreHandle, NewAdapter, Session, TokenStream, run_uninterruptible
+from whet.engine.session import CoreHandle, NewAdapter, Scores, Session, TokenStream, run_uninterruptible
 from whet.errors import WhetError, WhetTypeError, WhetValueError, check_integer, check_temperature
 from whet.learner.learner import Learner
 from whet.memory import register_holder
@@ -348,6 +348,7 @@ class Engine:
         start: int | Sequence[int] = 1,
         temperature: float = 1.0,
         return_entropy: bool = False,
+        top_logprobs: int = 0,
         adapter: int | Sequence[int | None] | None = None,
     ) -> Any:
         """Compute teacher-forced log-probs of given tokens.
@@ -360,10 +361,13 @@ class Engine:
                 prefix is computed once (in pages of 64 tokens).
             temperature: above 0.
             return_entropy: also return the entropy of every distribution, in nats.
+            top_logprobs: from 0 to 20; above 0, also return the most probable tokens of every distribution, as
+                (token id, log-prob), most probable first.
             adapter: see ``generate``.
 
         Returns:
-            A list of float32 arrays with ``len(sequence) - start`` numbers each; with return_entropy, two lists.
+            A list of float32 arrays with ``len(sequence) - start`` numbers each; with return_entropy or top_logprobs,
+            a tuple of that list and of the lists of entropies and alternatives that are requested.
 
         Raises:
             WhetValueError, WhetTypeError: as ``generate``, or start outside 1 ... len(sequence).
@@ -372,9 +376,15 @@ class Engine:
         rows = check_token_rows(sequences, self.config, where, "sequences")
         starts = check_starts(start, rows, where)
         check_temperature(where, temperature)
-        scores = self._score(rows, starts, adapter, temperature, return_entropy, False, where)
-        logprobs = [row_logprobs for row_logprobs, _, _ in scores]
-        return (logprobs, [entropy for _, entropy, _ in scores]) if return_entropy else logprobs
+        if not 0 <= check_integer(where, "top_logprobs", top_logprobs, 0) <= 20:
+            raise WhetValueError(f"{where}: top_logprobs is {top_logprobs}, expected an integer from 0 to 20.")
+        scores = self._score(rows, starts, adapter, temperature, return_entropy, False, top_logprobs, where)
+        found: list[list[Any]] = [[score.logprobs for score in scores]]
+        if return_entropy:
+            found.append([score.entropies for score in scores])
+        if top_logprobs:
+            found.append([score.alternatives for score in scores])
+        return tuple(found) if len(found) > 1 else found[0]
 
     def logits(self, sequence: Sequence[int], *, adapter: int | None = None) -> np.ndarray:
         """Compute the logits (T, V) float32 after every token of a sequence.
@@ -384,8 +394,8 @@ class Engine:
         """
         where = "Engine.logits"
         row = check_token_row(sequence, self.config, where, "sequence")
-        [score] = self._score([row], [1], adapter, 1.0, False, True, where)
-        return score[2].reshape(len(row), self.config.vocab_size)
+        [score] = self._score([row], [1], adapter, 1.0, False, True, 0, where)
+        return score.logits.reshape(len(row), self.config.vocab_size)
 
     # ------------------------------------------------------------------ weights
 
@@ -636,9 +646,10 @@ class Engine:
         temperature: float,
         entropy: bool,
         logits: bool,
+        top_logprobs: int,
         where: str,
-    ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Return (log-probs, entropies, logits) of every row."""
+    ) -> list[Scores]:
+        """Return the scores of every row."""
         with (session := Session(self._calls, where)), session:
             session.begin()
             adapters = self._adapter_ids(adapter, len(rows), where)
@@ -652,6 +663,7 @@ class Engine:
                     temperature=temperature,
                     entropy=entropy,
                     logits=logits,
+                    top_logprobs=top_logprobs,
                     adapter=number,
                 )
                 for i, (row, start, number) in enumerate(zip(rows, starts, adapters, strict=True))

@@ -155,9 +155,10 @@ class Session:
             token_ids, drawn.logprobs.tolist(), drawn.finish, policy_version, text, drawn.alternatives() or None
         )
 
-    def scores(self, job: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (log-probs, entropies, logits) of a sequence."""
-        return self._core().scores(job)
+    def scores(self, job: int) -> Scores:
+        """Return the results of a score request."""
+        logprobs, entropies, logits, ids, top_logprobs = self._core().scores(job)
+        return Scores(logprobs, entropies, logits, _pair(ids, top_logprobs, len(logprobs)))
 
     def n_reused(self, job: int) -> int:
         """Return the number of prompt tokens whose keys and values were reused, once the prompt has started."""
@@ -215,11 +216,31 @@ class _Drawn(NamedTuple):
 
     def alternatives(self) -> list[list[tuple[int, float]]]:
         """Return the alternatives of each token; empty if not requested."""
-        if not len(self.top_ids):
-            return []
-        shape = (len(self.token_ids), -1)
-        ids, logprobs = self.top_ids.reshape(shape).tolist(), self.top_logprobs.reshape(shape).tolist()
-        return [[pair for pair in zip(*row, strict=True) if pair[0] >= 0] for row in zip(ids, logprobs, strict=True)]
+        return _pair(self.top_ids, self.top_logprobs, len(self.token_ids))
+
+
+class Scores(NamedTuple):
+    """Results of a score request, of T tokens.
+
+    Attributes:
+        logprobs: (T,).
+        entropies: (T,); (0,) if not requested.
+        logits: ((T + 1) * vocab_size,); (0,) if not requested.
+        alternatives: the most probable tokens at each token's place, as (token id, log-prob); empty if not requested.
+    """
+
+    logprobs: np.ndarray
+    entropies: np.ndarray
+    logits: np.ndarray
+    alternatives: list[list[tuple[int, float]]]
+
+
+def _pair(ids: np.ndarray, logprobs: np.ndarray, n_tokens: int) -> list[list[tuple[int, float]]]:
+    """Return the alternatives of each token from flat arrays, in which -1 is none; empty if there are no arrays."""
+    if not len(ids):
+        return []
+    rows = zip(ids.reshape(n_tokens, -1).tolist(), logprobs.reshape(n_tokens, -1).tolist(), strict=True)
+    return [[pair for pair in zip(*row, strict=True) if pair[0] >= 0] for row in rows]
 
 
 class NewAdapter:
