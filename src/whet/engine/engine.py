@@ -33,7 +33,7 @@ from whet.engine.checks import (
     check_token_rows,
     is_model_mode,
 )  # fmt: skip
-from whet.engine.session import CoreHandle, NewAdapter, Scores, Session, TokenStream, run_uninterruptible
+from whet.engine.session import Call, CoreHandle, NewAdapter, Scores, Session, TokenStream, run_uninterruptible
 from whet.errors import WhetError, WhetTypeError, WhetValueError, check_integer, check_temperature
 from whet.learner.learner import Learner
 from whet.memory import register_holder
@@ -326,17 +326,50 @@ class Engine:
                 recently used first, when a call needs memory, and by ``sync``, ``remove_adapter`` and ``close``; until
                 then they count as ``kv_kept_bytes`` in ``memory``.
         """
-        where = "Engine.stream"
+        call = self.open_prompt(
+            prompt, 1, sampling, adapter=adapter, logprobs_mode=logprobs_mode, keep=keep, where="Engine.stream"
+        )
+        return TokenStream(call)
+
+    def open_prompt(
+        self,
+        prompt: Sequence[int],
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+        *,
+        adapter: int | None = None,
+        logprobs_mode: LogprobsMode = "sampling",
+        keep: bool = False,
+        where: str = "Engine.open_prompt",
+    ) -> Call:
+        """Begin ``n`` completions of a prompt whose steps the caller runs; arguments as in ``generate`` and ``stream``.
+
+        The weights are locked until the call is closed.
+        """
         ids = check_token_row(prompt, self.config, where, "prompt")
         sampling = as_sampling(sampling, where)
         texts = self._texts_for(sampling, where)
-        request = self._make_request(1, sampling, is_model_mode(logprobs_mode, where), texts, where)
+        request = self._make_request(n, sampling, is_model_mode(logprobs_mode, where), texts, where)
         session = Session(self._calls, where)
         try:
             session.begin()
             [number] = self._adapter_ids(adapter, 1, where)
-            job = self._add_prompt(session, where, "prompt", ids, request, StreamKey(0), number, keep)
-            return TokenStream(session, job, texts)
+            return Call(
+                session, self._add_prompt(session, where, "prompt", ids, request, StreamKey(0), number, keep), texts
+            )
+        except BaseException:
+            session.end()
+            raise
+
+    def open_score(self, sequence: Sequence[int], *, top_logprobs: int = 0, adapter: int | None = None) -> Call:
+        """Begin the computation of ``logprobs([sequence], top_logprobs=...)``, whose steps the caller runs."""
+        where = "Engine.open_score"
+        row = check_token_row(sequence, self.config, where, "sequence")
+        session = Session(self._calls, where)
+        try:
+            session.begin()
+            [job] = self._add_scores(session, [row], [1], adapter, 1.0, False, False, top_logprobs, where)
+            return Call(session, job, None)
         except BaseException:
             session.end()
             raise
@@ -652,24 +685,38 @@ class Engine:
         """Return the scores of every row."""
         with (session := Session(self._calls, where)), session:
             session.begin()
-            adapters = self._adapter_ids(adapter, len(rows), where)
-            jobs = [
-                session.add(
-                    "score",
-                    f"row {i}",
-                    "Raise kv_bytes.",
-                    tokens=row,
-                    score_from=start,
-                    temperature=temperature,
-                    entropy=entropy,
-                    logits=logits,
-                    top_logprobs=top_logprobs,
-                    adapter=number,
-                )
-                for i, (row, start, number) in enumerate(zip(rows, starts, adapters, strict=True))
-            ]
+            jobs = self._add_scores(session, rows, starts, adapter, temperature, entropy, logits, top_logprobs, where)
             session.run(jobs)
             return [session.scores(job) for job in jobs]
+
+    def _add_scores(
+        self,
+        session: Session,
+        rows: list[np.ndarray],
+        starts: list[int],
+        adapter: Any,
+        temperature: float,
+        entropy: bool,
+        logits: bool,
+        top_logprobs: int,
+        where: str,
+    ) -> list[int]:
+        adapters = self._adapter_ids(adapter, len(rows), where)
+        return [
+            session.add(
+                "score",
+                f"row {i}",
+                "Raise kv_bytes.",
+                tokens=row,
+                score_from=start,
+                temperature=temperature,
+                entropy=entropy,
+                logits=logits,
+                top_logprobs=top_logprobs,
+                adapter=number,
+            )
+            for i, (row, start, number) in enumerate(zip(rows, starts, adapters, strict=True))
+        ]
 
 
 def _open_live(model: Any, merged: bool, max_position: int | None, where: str) -> ModelSource:

@@ -142,13 +142,13 @@ class Session:
     def run(self, jobs: Sequence[int]) -> None:
         """Step until these jobs are done. Other threads and Ctrl-C are served between steps."""
         for job in jobs:
-            while not self._step(job):
+            while not self.step(job):
                 pass
-            self._check_logits(job)
+            self.check_logits(job)
 
     def completion(self, job: int, sample: int, policy_version: int, texts: TokenTexts | None) -> Completion:
         """Return a sample as a ``Completion``; with ``texts``, including its text."""
-        drawn = _Drawn(*self._core().sample(job, sample, 0))
+        drawn = self.sample(job, sample, 0)
         token_ids = drawn.token_ids.tolist()
         text = None if texts is None else texts.text_of(token_ids, drawn.n_withheld[-1])
         return Completion(
@@ -164,24 +164,29 @@ class Session:
         """Return the number of prompt tokens whose keys and values were reused, once the prompt has started."""
         return self._core().reused(job)
 
-    def drawn(self, job: int, i: int) -> _Drawn:
+    def sample(self, job: int, sample: int, start: int) -> Drawn:
+        """Return the tokens of a sample so far, from ``start`` on."""
+        return Drawn(*self._core().sample(job, sample, start))
+
+    def drawn(self, job: int, i: int) -> Drawn:
         """Return the tokens of a job's only sample from i on, stepping if necessary; none past its end."""
         while True:
             try:
-                drawn = _Drawn(*self._core().sample(job, 0, i))
+                drawn = self.sample(job, 0, i)
             except IndexError:
                 raise self._make_ended_error() from None
             if len(drawn.token_ids):
                 return drawn
             if drawn.finish != "running":
-                self._check_logits(job)
+                self.check_logits(job)
                 return drawn
-            self._step(job)
+            self.step(job)
 
     def _core(self) -> Any:
         return self._calls.use(self._where)
 
-    def _step(self, job: int) -> bool:
+    def step(self, job: int) -> bool:
+        """Return whether a job is done; run a step if it is not."""
         try:
             return self._core().step(job)
         except IndexError:
@@ -190,12 +195,13 @@ class Session:
     def _make_ended_error(self) -> WhetValueError:
         return WhetValueError(f"{self._where}: the call has ended.")
 
-    def _check_logits(self, job: int) -> None:
+    def check_logits(self, job: int) -> None:
+        """Raise a WhetValueError if a job ended because of invalid logits."""
         if error := self._core().error(job):
             raise WhetValueError(f"{self._where}: {error}. Check the model's weights for NaN.")
 
 
-class _Drawn(NamedTuple):
+class Drawn(NamedTuple):
     """T tokens of a sample, in the core's arrays.
 
     Attributes:
@@ -241,6 +247,47 @@ def _pair(ids: np.ndarray, logprobs: np.ndarray, n_tokens: int) -> list[list[tup
         return []
     rows = zip(ids.reshape(n_tokens, -1).tolist(), logprobs.reshape(n_tokens, -1).tolist(), strict=True)
     return [[pair for pair in zip(*row, strict=True) if pair[0] >= 0] for row in rows]
+
+
+class Call:
+    """A request whose steps the caller runs, together with the steps of other calls.
+
+    Attributes:
+        session: the call's session.
+        job: number of its only request.
+        texts: texts of all tokens, if there are stop strings.
+    """
+
+    def __init__(self, session: Session, job: int, texts: TokenTexts | None) -> None:
+        self.session, self.job, self.texts = session, job, texts
+
+    def step(self) -> bool:
+        """Return True if the call is complete; else run a step of the engine, which advances every call.
+
+        Raises:
+            WhetValueError: the logits of this call hold NaN or infinity, or the engine was closed.
+        """
+        is_done = self.session.step(self.job)
+        if is_done:
+            self.session.check_logits(self.job)
+        return is_done
+
+    def drawn(self, sample: int, start: int) -> Drawn:
+        """Return the tokens of a sample so far, from ``start`` on."""
+        return self.session.sample(self.job, sample, start)
+
+    def scores(self) -> Scores:
+        """Return the results of a score request that is complete."""
+        return self.session.scores(self.job)
+
+    @property
+    def n_reused(self) -> int:
+        """Number of prompt tokens found in the prefix cache, once the prompt has started."""
+        return self.session.n_reused(self.job)
+
+    def close(self) -> None:
+        """Cancel what is left of the call, and free its pages. Idempotent."""
+        self.session.end()
 
 
 class NewAdapter:
@@ -300,9 +347,9 @@ class TokenStream(Iterator[Token], AsyncIterator[Token]):
         n_reused: prompt tokens found in the prefix cache; valid from the first token on.
     """
 
-    def __init__(self, session: Session, job: int, texts: TokenTexts | None) -> None:
-        self._session, self._job = session, job
-        self._text = None if texts is None else TextStream(texts)
+    def __init__(self, call: Call) -> None:
+        self._session, self._job = call.session, call.job
+        self._text = None if call.texts is None else TextStream(call.texts)
         self._taken = 0
         self._taking: dict[str, int] = {}  # "thread": the iterating thread; setdefault() is atomic
         self.finish_reason = "running"
@@ -345,7 +392,7 @@ class TokenStream(Iterator[Token], AsyncIterator[Token]):
             raise
         raise StopIteration
 
-    def _make_token(self, drawn: _Drawn) -> Token:
+    def _make_token(self, drawn: Drawn) -> Token:
         token_id, text = int(drawn.token_ids[0]), None
         if self._text is not None:
             is_last = len(drawn.token_ids) == 1 and drawn.finish != "running"
