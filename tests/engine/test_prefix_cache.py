@@ -45,8 +45,8 @@ def fresh_tokens(model: Any, prompt: list[int], sampling: SamplingParams = SAMPL
 def test_chat_turn_computes_only_its_new_tokens(model, weights, monkeypatch):
     """Each step computes one prompt token here, and one more step samples the first token of the reply."""
     steps = [0]
-    step = Session._step
-    monkeypatch.setattr(Session, "_step", lambda self, job: (steps.__setitem__(0, steps[0] + 1), step(self, job))[1])
+    step = Session.step
+    monkeypatch.setattr(Session, "step", lambda self, job: (steps.__setitem__(0, steps[0] + 1), step(self, job))[1])
     with (
         Engine.from_model(model, weights=weights, prefill_chunk=1) as engine,
         Engine.from_model(model, weights=weights) as other,
@@ -89,7 +89,7 @@ def test_cancelled_stream_retains_its_pages(model):
     with engine_of(model, prefill_chunk=1) as engine:
         with engine.stream(prompt, SAMPLING, keep=True) as drawn:
             for _ in range(70):  # in the middle of its prompt
-                drawn._session._step(drawn._job)
+                drawn._session.step(drawn._job)
         assert engine.memory["kv_kept_bytes"] == 0
         assert stream(engine, prompt) == (fresh_tokens(model, prompt), 0)
 

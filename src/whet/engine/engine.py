@@ -106,8 +106,8 @@ class Engine:
     ) -> None:
         if not isinstance(source, ModelSource):
             raise WhetTypeError(
-                f"{where}: source is {type(source).__name__}. Use Engine.from_pretrained for the path of a folder or GGUF "
-                f"file, Engine.from_model for a module or a Learner."
+                f"{where}: source is {type(source).__name__}. Use Engine.from_pretrained for the path of a folder or "
+                f"GGUF file, Engine.from_model for a module or a Learner."
             )
         for name, value in (("kv_bytes", kv_bytes), ("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
             check_integer(where, name, value, 1)
