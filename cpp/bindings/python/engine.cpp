@@ -148,6 +148,11 @@ public:
                               top_logprobs, kFinish[static_cast<int>(s.finish)]);
     }
 
+    bool is_done(uint64_t id) const {
+        const EngineGuard guard(lock_);
+        return engine_.job(id).done;
+    }
+
     // Number of prompt tokens found in the cache on admission.
     size_t reused(uint64_t id) const {
         const EngineGuard guard(lock_);
@@ -261,6 +266,7 @@ void bind_engine(nb::module_& m) {
         .def("add_adapter", &EngineObject::add_adapter)
         .def("remove_adapter", &EngineObject::remove_adapter)
         .def("step", &EngineObject::step)
+        .def("is_done", &EngineObject::is_done)
         .def("sample", &EngineObject::sample)
         .def("reused", &EngineObject::reused)
         .def("scores", &EngineObject::scores)

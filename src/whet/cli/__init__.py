@@ -36,6 +36,7 @@ usage: whet COMMAND ...
   whet best-of-n CONFIG.toml          sample, score, keep the best
   whet generate MODEL --prompt TEXT   continue a text
   whet chat MODEL                     chat with a model
+  whet serve MODEL                    serve a model to clients of OpenAI's API
   whet eval MODEL --task TASK         accuracy of one or two models on a task
   whet export MODEL OUT.gguf          write a GGUF file for llama.cpp
   whet merge MODEL OUT                merge adapters into a model folder
@@ -231,6 +232,7 @@ _COMMANDS = {
     "best-of-n": ("train", "torch", "transformers"),
     "generate": ("train",),
     "chat": ("train",),
+    "serve": ("serve", "starlette", "uvicorn", "prometheus_client"),
     "eval": ("train",),
     "export": ("train",),
     "merge": ("train", "torch", "transformers"),

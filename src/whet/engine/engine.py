@@ -10,6 +10,7 @@ The engine decodes text only to find stop strings, and does not train.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -567,6 +568,12 @@ class Engine:
             ("workspace", "workspace_committed_bytes"),
         ):
             yield part, (part, id(core)), sum(memory[name] for name in names)
+
+    def fingerprint(self) -> str:
+        """Return a digest of the current weights, in hexadecimal; equal weights in equal formats have equal digests."""
+        weights = self._calls.use("Engine.fingerprint").weights
+        slots = (f"{slot} {format} {weights.checksum(slot):x}" for slot, format in self.formats.items())
+        return hashlib.sha256("\n".join(slots).encode()).hexdigest()
 
     def close(self) -> None:
         """Free all memory and end the calls in progress. Idempotent."""

@@ -195,6 +195,10 @@ class Session:
     def _make_ended_error(self) -> WhetValueError:
         return WhetValueError(f"{self._where}: the call has ended.")
 
+    def is_done(self, job: int) -> bool:
+        """Return whether a job is done."""
+        return self._core().is_done(job)
+
     def check_logits(self, job: int) -> None:
         """Raise a WhetValueError if a job ended because of invalid logits."""
         if error := self._core().error(job):
@@ -261,14 +265,17 @@ class Call:
     def __init__(self, session: Session, job: int, texts: TokenTexts | None) -> None:
         self.session, self.job, self.texts = session, job, texts
 
-    def step(self) -> bool:
-        """Return True if the call is complete; else run a step of the engine, which advances every call.
+    def step(self) -> None:
+        """Run a step of the engine, which advances every call, unless this call is complete."""
+        self.session.step(self.job)
+
+    def is_done(self) -> bool:
+        """Return whether the call is complete.
 
         Raises:
-            WhetValueError: the logits of this call hold NaN or infinity, or the engine was closed.
+            WhetValueError: its logits hold NaN or infinity.
         """
-        is_done = self.session.step(self.job)
-        if is_done:
+        if is_done := self.session.is_done(self.job):
             self.session.check_logits(self.job)
         return is_done
 

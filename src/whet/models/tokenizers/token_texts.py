@@ -92,6 +92,11 @@ class TextStream:
         shown, self._waiting = self._waiting[:certain], self._waiting[certain:]
         return self._decoder.decode(shown, is_last)
 
+    def end(self) -> str:
+        """Return the text that was withheld, at the end of the stream."""
+        shown, self._waiting = self._waiting, b""
+        return self._decoder.decode(shown, True)
+
 
 def read_token_texts(tokenizer: Any, where: str) -> TokenTexts:
     """Read the texts of all tokens of a tokenizer.

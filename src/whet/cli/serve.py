@@ -1,0 +1,143 @@
+"""``whet serve``: serves a model with the interface of OpenAI and of vLLM."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from whet.cli.settings import parse_flags
+from whet.config.fields import Count, OptionalCount, PathText, Positive, check_types
+from whet.errors import WhetValueError
+from whet.models.formats import Weights
+from whet.text.checkpoint_model import resolve_adapter
+
+_WHERE = "whet serve"
+_LOCAL = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclasses.dataclass(kw_only=True)
+class ServeConfig:
+    """Serve a model: /v1/chat/completions, /v1/completions, /v1/models, /inference/v1/generate, /tokenize, /metrics."""
+
+    model: Annotated[tyro.conf.Positional[PathText], tyro.conf.arg(metavar="MODEL")]
+    """A folder that save_pretrained or whet train wrote, a checkpoint, a .gguf file, or a name on the hub."""
+    name: str = ""
+    """Name of the model in requests; empty: the name of its folder or file."""
+    adapter: list[str] = dataclasses.field(default_factory=list)
+    """LoRA adapters that requests choose by the field model: NAME=FOLDER."""
+    weights: Weights | None = None
+    """Weight format. Default: the format of the adapters' base, the GGUF file's own format, or bf16 for folders."""
+    context: OptionalCount = None
+    """The most tokens of a prompt and its completion. Default: what the model's positions and 1 GiB of KV cache
+    permit."""
+    tokenizer: PathText = ""
+    """A folder or .gguf file with the tokenizer; empty: the model's."""
+    chat_template: PathText = ""
+    """A file with a Jinja chat template; empty: the tokenizer's."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0: all."""
+    port: int = 8000
+    """Port to listen on; 0: any free one."""
+    allowed_hosts: list[str] = dataclasses.field(default_factory=list)
+    """Further names by which clients may address the server (their Host header). On an address other than this
+    machine's own, any name is allowed unless there are some."""
+    api_key_file: PathText = ""
+    """A file with an accepted API key per line; empty: no key is needed."""
+    max_requests: Positive = 256
+    """Prompts that may be queued and running at once; further requests are rejected with the status 429."""
+    drain_seconds: Count = 30
+    """Time that requests have to end after SIGTERM or Ctrl-C."""
+
+    def check(self) -> None:
+        """Check the settings, before anything is loaded.
+
+        Raises:
+            WhetValueError: names the setting.
+        """
+        check_types(self)
+        if not 0 <= self.port <= 65535:
+            raise WhetValueError(f"{_WHERE}: port is {self.port}, expected a number from 0 to 65535.")
+
+    def adapters(self) -> Mapping[str, str]:
+        """Return the folder of each adapter by name."""
+        found: dict[str, str] = {}
+        for text in self.adapter:
+            name, separator, folder = text.partition("=")
+            if not (separator and name and folder):
+                raise WhetValueError(f"{_WHERE}: adapter is {text!r}, expected NAME=FOLDER.")
+            if name in found:
+                raise WhetValueError(f"{_WHERE}: two adapters have the name {name!r}. Rename one.")
+            found[name] = folder
+        return found
+
+    def keys(self) -> list[str]:
+        """Return the accepted API keys."""
+        if not self.api_key_file:
+            return []
+        try:
+            lines = Path(self.api_key_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise WhetValueError(f"{_WHERE}: api_key_file {self.api_key_file!r} cannot be read: {error}.") from error
+        keys = [line.strip() for line in lines if line.strip()]
+        if not keys:
+            raise WhetValueError(f"{_WHERE}: api_key_file {self.api_key_file!r} is empty, expected a key per line.")
+        return keys
+
+    def hosts(self) -> list[str]:
+        """Return the names that are answered; empty: all."""
+        if self.host in _LOCAL:
+            return [*_LOCAL, *self.allowed_hosts]
+        return [self.host, *_LOCAL, *self.allowed_hosts] if self.allowed_hosts else []
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until Ctrl-C or SIGTERM, and return 0."""
+    options = parse_flags(ServeConfig, argv, _WHERE)
+    options.check()
+
+    adapters, keys = options.adapters(), options.keys()
+
+    import uvicorn
+
+    from whet.serve import ServedModel, make_app
+
+    path, adapter = resolve_adapter(options.model, "", _WHERE)
+    model = ServedModel.load(
+        path, adapter=adapter, name=options.name or Path(options.model).stem, weights=options.weights,
+        context=options.context, adapters=adapters, tokenizer=options.tokenizer, chat_template=options.chat_template,
+    )  # fmt: skip
+    app = make_app(model, api_keys=keys, max_requests=options.max_requests, hosts=options.hosts())
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=options.drain_seconds
+    )  # fmt: skip
+    with _listen(options.host, options.port) as listening:
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        names = ", ".join(model.adapters)
+        print(
+            f"http://{host}:{listening.getsockname()[1]}/v1 serves {names} (context {model.context:,} tokens)",
+            file=sys.stderr,
+            flush=True,
+        )
+        uvicorn.Server(config).run(sockets=[listening])
+    return 0
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens.
+
+    Raises:
+        WhetValueError: the address is in use, or not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise WhetValueError(
+            f"{_WHERE}: cannot listen on {host}, port {port}: {error.strerror}. Pass another --port or --host."
+        ) from error

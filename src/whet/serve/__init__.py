@@ -1,0 +1,8 @@
+"""An HTTP server of one model with the interface of OpenAI and of vLLM: ``whet serve``, or ``make_app`` in ASGI."""
+
+from __future__ import annotations
+
+from whet.serve.app import make_app
+from whet.serve.model import ServedModel
+
+__all__ = ["ServedModel", "make_app"]

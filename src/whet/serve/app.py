@@ -1,0 +1,262 @@
+"""The ASGI application: routes, authorisation, limits, and streamed responses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import json
+import traceback
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+import whet
+from whet.errors import WhetError
+from whet.serve.endpoints import Chat, Completion, Endpoint, Generate, render_messages
+from whet.serve.errors import ApiError
+from whet.serve.loop import EngineLoop
+from whet.serve.metrics import Metrics
+from whet.serve.model import ServedModel
+from whet.serve.schema import DetokenizeRequest, TokenizeRequest, parse
+from whet.serve.service import Service
+
+_KEEP_ALIVE_S = 10.0
+_STATUS_S = 0.2
+"""Time that a streamed response waits for its first chunk, since an error before it has a status of its own."""
+_OPEN_PATHS = ("/health", "/ready", "/version", "/metrics", "/ping")
+
+
+class _App:
+    """Handlers of one server's routes."""
+
+    def __init__(
+        self, model: ServedModel, api_keys: Sequence[str], max_requests: int, max_body_bytes: int, hosts: Sequence[str]
+    ) -> None:
+        self.model = model
+        self.loop = EngineLoop(max_requests)
+        self.metrics = Metrics(model, self.loop)
+        self.service = Service(model, self.loop, self.metrics)
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+        self._max_body_bytes, self._hosts = max_body_bytes, [host.lower() for host in hosts]
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        self.loop.start()
+        yield
+        await asyncio.to_thread(self.loop.stop)
+
+    def route(self, path: str, handler: Callable[[Request], Awaitable[Response]], *methods: str) -> Route:
+        async def checked(request: Request) -> Response:
+            try:
+                self._check(request)
+                return await handler(request)
+            except ApiError as error:
+                headers = {"Retry-After": "1"} if error.status == 429 else None
+                return JSONResponse(error.body(), error.status, headers)
+            except Exception as error:
+                traceback.print_exc()
+                return JSONResponse(ApiError(500, f"{type(error).__name__}: {error}").body(), 500)
+
+        return Route(path, checked, methods=list(methods or ("GET",)))
+
+    def _check(self, request: Request) -> None:
+        """Raise unless host and key of a request are right."""
+        if self._hosts:  # a page of another site can resolve its own name to this address
+            host = request.headers.get("host", "").lower()
+            name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+            if name.strip("[]") not in self._hosts:
+                raise ApiError(403, f"The host {name!r:.100} is not served. Start with --allowed-hosts.")
+        if not self._keys or request.url.path in _OPEN_PATHS:
+            return
+        given = request.headers.get("authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
+        digest = hashlib.sha256(given.encode()).digest()
+        matches = [hmac.compare_digest(digest, key) for key in self._keys]  # all, for a constant time
+        if not any(matches):
+            raise ApiError(401, "The API key is missing or wrong. Send Authorization: Bearer KEY.", None, "invalid_key")
+
+    async def _body(self, request: Request) -> Any:
+        """Return a request's JSON body, read up to the limit."""
+        found = bytearray()
+        try:
+            async for part in request.stream():
+                found += part
+                if len(found) > self._max_body_bytes:
+                    raise ApiError(413, f"The body is larger than {self._max_body_bytes:,} bytes.")
+        except ClientDisconnect:
+            raise ApiError(400, "The client went away.") from None
+        try:
+            return json.loads(found)
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"The body is not JSON: {error}.") from None
+
+    # --- endpoints that sample ------------------------------------------------------------------------------
+
+    def sampling(self, kind: Callable[[Service, Any], Endpoint]) -> Callable[[Request], Awaitable[Response]]:
+        """Return the handler of an endpoint that samples."""
+
+        async def handle(request: Request) -> Response:
+            body = await self._body(request)
+            endpoint = await asyncio.to_thread(kind, self.service, body)
+            if endpoint.streams:
+                chunks = endpoint.chunks()
+                first = asyncio.ensure_future(anext(chunks, None))
+                await asyncio.wait({first}, timeout=_STATUS_S)
+                if first.done():
+                    first.result()
+                return StreamingResponse(_events(first, chunks), media_type="text/event-stream")
+            return JSONResponse(await _unless_gone(request, endpoint.respond()))
+
+        return handle
+
+    # --- others -----------------------------------------------------------------------------------------
+
+    async def models(self, _: Request) -> Response:
+        cards = [
+            {
+                "id": name,
+                "object": "model",
+                "created": self.model.created,
+                "owned_by": "whet",
+                "root": self.model.name,
+                "parent": None if name == self.model.name else self.model.name,
+                "max_model_len": self.model.context,
+            }
+            for name in self.model.adapters
+        ]
+        return JSONResponse({"object": "list", "data": cards})
+
+    async def tokenize(self, request: Request) -> Response:
+        fields: TokenizeRequest = parse(TokenizeRequest, await self._body(request))
+        if (fields.prompt is None) == (fields.messages is None):
+            raise ApiError(400, "Expected prompt or messages, and not both.", "prompt")
+        if fields.messages is not None:
+            ids = await asyncio.to_thread(render_messages, self.service, fields.messages, fields)
+        else:
+            encode = self.model.tokenizer.encode
+            ids = await asyncio.to_thread(encode, fields.prompt, add_special_tokens=fields.add_special_tokens)
+        body = {"count": len(ids), "max_model_len": self.model.context, "tokens": ids}
+        if fields.return_token_strs:
+            body["token_strs"] = [self.model.piece(token_id).text for token_id in ids]
+        return JSONResponse(body)
+
+    async def detokenize(self, request: Request) -> Response:
+        fields: DetokenizeRequest = parse(DetokenizeRequest, await self._body(request))
+        size = self.model.engine.config.vocab_size
+        for token_id in fields.tokens:
+            if not isinstance(token_id, int) or not 0 <= token_id < size:
+                raise ApiError(
+                    400, f"tokens holds {token_id!r:.40}, expected token ids from 0 to {size - 1}.", "tokens"
+                )
+        return JSONResponse({"prompt": self.model.tokenizer.decode(fields.tokens, skip_special_tokens=False)})
+
+    async def tokenizer_info(self, _: Request) -> Response:
+        tokenizer = self.model.tokenizer
+        body: dict[str, Any] = {"chat_template": tokenizer.chat_template or None}
+        for name in ("bos", "eos", "pad"):
+            token_id = getattr(tokenizer, f"{name}_token_id", None)
+            body[f"{name}_token_id"] = token_id
+            body[f"{name}_token"] = None if token_id is None else self.model.piece(token_id).text
+        return JSONResponse(body)
+
+    async def health(self, _: Request) -> Response:
+        if not self.loop.is_alive:
+            raise ApiError(503, "The engine has stopped.")
+        return Response()
+
+    async def version(self, _: Request) -> Response:
+        return JSONResponse({"version": whet.__version__})
+
+    async def show_metrics(self, _: Request) -> Response:
+        return PlainTextResponse(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def make_app(
+    model: ServedModel,
+    *,
+    api_keys: Sequence[str] = (),
+    max_requests: int = 256,
+    max_body_bytes: int = 16 << 20,
+    hosts: Sequence[str] = (),
+) -> Starlette:
+    """Create the ASGI application that serves a model.
+
+    Args:
+        model: engine, tokenizer and adapters.
+        api_keys: accepted keys; empty: no key is needed.
+        max_requests: prompts that may be queued and running at once; further requests get the status 429.
+        max_body_bytes: size of the largest request.
+        hosts: names in the Host header that are answered; empty: all.
+    """
+    app = _App(model, api_keys, max_requests, max_body_bytes, hosts)
+    routes = [
+        app.route("/v1/chat/completions", app.sampling(Chat), "POST"),
+        app.route("/v1/completions", app.sampling(Completion), "POST"),
+        app.route("/inference/v1/generate", app.sampling(Generate), "POST"),
+        app.route("/v1/models", app.models),
+        app.route("/tokenize", app.tokenize, "POST"),
+        app.route("/detokenize", app.detokenize, "POST"),
+        app.route("/tokenizer_info", app.tokenizer_info),
+        *(app.route(path, app.health) for path in ("/health", "/ready", "/ping")),
+        app.route("/version", app.version),
+        app.route("/metrics", app.show_metrics),
+    ]
+    return Starlette(routes=routes, lifespan=app.lifespan, exception_handlers={HTTPException: _explain})
+
+
+async def _explain(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return JSONResponse(ApiError(error.status_code, message).body(), error.status_code)
+
+
+async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
+    """Await work, and cancel it when the client goes away."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_until_gone(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "The client went away.")
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _events(pending: asyncio.Future[Any], chunks: AsyncGenerator[Any]) -> AsyncIterator[str]:
+    """Yield server-sent events, with a comment whenever there is nothing to send for a while.
+
+    Args:
+        pending: the first chunk; None: there is none.
+        chunks: the chunks after it.
+    """
+    try:
+        while True:
+            while not (await asyncio.wait({pending}, timeout=_KEEP_ALIVE_S))[0]:
+                yield ": keep-alive\n\n"
+            if (chunk := pending.result()) is None:
+                break
+            yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
+            pending = asyncio.ensure_future(anext(chunks, None))
+        yield "data: [DONE]\n\n"
+    except ApiError as error:
+        yield f"data: {json.dumps(error.body())}\n\n"
+    except WhetError as error:
+        yield f"data: {json.dumps(ApiError(500, str(error)).body())}\n\n"
+    finally:
+        pending.cancel()
+        await asyncio.gather(pending, return_exceptions=True)
+        await chunks.aclose()

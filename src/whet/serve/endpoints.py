@@ -1,0 +1,396 @@
+"""Responses of the endpoints that sample, in OpenAI's and vLLM's forms; streamed ones are lists of chunks."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from whet.config.sampling import SamplingParams
+from whet.data.rows import tokenize_prompt
+from whet.errors import WhetError
+from whet.serve.choices import Choice, LegacyLogprobs, chat_logprobs, prompt_logprobs, usage_of
+from whet.serve.errors import ApiError
+from whet.serve.schema import (
+    MOST_PROMPTS,
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    GenerateSampling,
+    Request,
+    check_alternatives,
+    parse,
+)
+from whet.serve.service import Part, Prompt, Service
+
+Body = dict[str, Any]
+
+
+class Endpoint:
+    """A request of an endpoint that samples.
+
+    Attributes:
+        prompts: its prompts, with their results once ``parts`` was read.
+        model: name of the model or adapter.
+        streams: whether the response is streamed.
+    """
+
+    object_name = ""
+    id_prefix = ""
+
+    def __init__(self, service: Service, request: Request) -> None:
+        self.service, self.request, self._served = service, request, service.model
+        self.model = request.model
+        self._served.adapter_of(self.model)
+        self.streams = request.stream
+        self.id = f"{self.id_prefix}-{secrets.token_hex(12)}"
+        self.created = int(time.time())
+        self.prompts: list[Prompt] = []
+        self.sampling: list[SamplingParams | None] = []
+        self.n_scored: int | None = request.prompt_logprobs
+
+    async def respond(self) -> Body:
+        """Sample, and return the whole response."""
+        texts: dict[int, str] = {}
+        async with aclosing(self.parts(streams=False)) as parts:
+            async for part in parts:
+                texts[part.choice.index] = texts.get(part.choice.index, "") + part.text
+        pairs = [(prompt, choice) for prompt in self.prompts for choice in self.all_of(prompt)]
+        choices = [self.choice(prompt, choice, texts[choice.index]) for prompt, choice in pairs]
+        return {**self.envelope(self.object_name), "choices": choices, "usage": self.usage(), **self.extras()}
+
+    def all_of(self, prompt: Prompt) -> Sequence[Choice]:
+        """Return the choices of a prompt."""
+        return prompt.choices
+
+    async def chunks(self) -> AsyncGenerator[Body]:
+        """Sample, and yield the chunks of a streamed response."""
+        options = self.request.options
+        name = self.object_name if self.object_name.endswith("_completion") else f"{self.object_name}.chunk"
+        is_first = True
+
+        def chunk(choices: list[Body]) -> Body:
+            body = {**self.envelope(name), "choices": choices}
+            if options.continuous_usage_stats:
+                body["usage"] = self.usage()
+            elif options.include_usage:
+                body["usage"] = None
+            return body
+
+        async with aclosing(self.parts(streams=True)) as parts:
+            async for part in parts:
+                for choice in self.deltas(part):
+                    body = chunk([choice])
+                    if is_first:
+                        body |= self.extras()
+                    is_first = False
+                    yield body
+        if options.include_usage:
+            yield {**self.envelope(name), "choices": [], "usage": self.usage()}
+
+    def parts(self, streams: bool) -> AsyncGenerator[Part]:
+        """Return the results of the engine."""
+        return self.service.run(
+            self.prompts, self.sampling, n=self.request.n, model=self.model, n_scored=self.n_scored, streams=streams
+        )
+
+    def envelope(self, name: str) -> Body:
+        """Return the fields of a response and of every chunk."""
+        return {
+            "id": self.id,
+            "object": name,
+            "created": self.created,
+            "model": self.model or self._served.name,
+            "system_fingerprint": self._served.fingerprint,
+        }
+
+    def usage(self) -> Body:
+        """Return the token counts so far."""
+        return usage_of(
+            sum(len(prompt.token_ids) for prompt in self.prompts),
+            sum(prompt.n_completion for prompt in self.prompts),
+            sum(prompt.n_cached for prompt in self.prompts),
+        )
+
+    def extras(self) -> Body:
+        """Return further fields of the response, or of its first chunk."""
+        return {}
+
+    def choice(self, prompt: Prompt, choice: Choice, text: str) -> Body:
+        """Return a complete choice."""
+        raise NotImplementedError
+
+    def deltas(self, part: Part) -> list[Body]:
+        """Return the choices of the chunks for a part."""
+        raise NotImplementedError
+
+    def check_tokens(self, ids: Sequence[Any], name: str) -> list[int]:
+        """Return token ids of a request.
+
+        Raises:
+            ApiError: 400: there are none, or one is not in the vocabulary.
+        """
+        size = self._served.engine.config.vocab_size
+        if not ids:
+            raise ApiError(400, f"{name} is empty, expected at least one token.", name)
+        for token_id in ids:
+            if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < size:
+                raise ApiError(400, f"{name} holds {token_id!r:.40}, expected token ids from 0 to {size - 1}.", name)
+        return list(ids)
+
+
+class Completion(Endpoint):
+    """``/v1/completions``."""
+
+    object_name = "text_completion"
+    id_prefix = "cmpl"
+
+    def __init__(self, service: Service, body: Any) -> None:
+        request: CompletionRequest = parse(CompletionRequest, body)
+        super().__init__(service, request)
+        if (request.best_of or request.n) != request.n:
+            raise ApiError(400, f"best_of is {request.best_of}, expected n={request.n}, or nothing.", "best_of")
+        self._own, n_new = request, request.max_tokens if request.max_tokens is not None else 16
+        self._n_alternatives = check_alternatives("logprobs", request.logprobs)
+        if n_new == 0 and not request.echo:
+            raise ApiError(400, "max_tokens is 0, which needs echo. Raise it, or set echo.", "max_tokens")
+        if request.echo and request.logprobs is not None:
+            self.n_scored = max(self._n_alternatives, request.prompt_logprobs or 0)
+        for ids, text in self._prompts_in(request.prompt):
+            self._served.check_length(len(ids), n_new)
+            self.prompts.append(Prompt(token_ids=ids, text=text))
+        settings = service.sampling_of(request, n_new, self._n_alternatives) if n_new else None
+        self.sampling = [settings] * len(self.prompts)
+        self._legacy: dict[int, LegacyLogprobs] = {}
+        self._echoed: set[int] = set()
+
+    def _prompts_in(self, given: str | list) -> list[tuple[list[int], str]]:
+        """Return ids and text of each prompt: a text, ids, or a list of either."""
+        several = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
+        if len(several) > MOST_PROMPTS:
+            raise ApiError(400, f"prompt has {len(several)} entries, expected at most {MOST_PROMPTS}.", "prompt")
+        found = []
+        for each in several:
+            if isinstance(each, str):
+                encode = self._served.tokenizer.encode
+                ids = encode(each, add_special_tokens=self._own_special()) if each else []
+                if not ids:
+                    raise ApiError(400, "prompt is empty, expected at least one token.", "prompt")
+                found.append((ids, each))
+            elif isinstance(each, list):
+                ids = self.check_tokens(each, "prompt")
+                found.append((ids, self._served.texts.text_of(ids) if self.request.echo else ""))
+            else:
+                raise ApiError(400, f"prompt holds {each!r:.40}, expected a text, or a list of token ids.", "prompt")
+        return found
+
+    def _own_special(self) -> bool:
+        return self.request.add_special_tokens  # pyright: ignore[reportAttributeAccessIssue]
+
+    def all_of(self, prompt: Prompt) -> Sequence[Choice]:
+        return prompt.choices or self._silent(prompt)
+
+    def _silent(self, prompt: Prompt) -> list[Choice]:
+        """Return choices without sampled tokens, for ``max_tokens`` 0."""
+        first = self.prompts.index(prompt) * self.request.n
+        choices = [Choice(self._served, first + j, ()) for j in range(self.request.n)]
+        for choice in choices:
+            choice.finish = "length"
+        return choices
+
+    async def parts(self, streams: bool) -> AsyncGenerator[Part]:
+        async with aclosing(super().parts(streams)) as parts:
+            async for part in parts:
+                yield part
+        for prompt in self.prompts:
+            if not prompt.choices:
+                for choice in self._silent(prompt):
+                    yield Part(prompt, choice, 0, "")
+
+    def choice(self, prompt: Prompt, choice: Choice, text: str) -> Body:
+        return self._part(prompt, choice, 0, text, is_first=True)
+
+    def deltas(self, part: Part) -> list[Body]:
+        is_first = part.choice.index not in self._echoed
+        self._echoed.add(part.choice.index)
+        return [self._part(part.prompt, part.choice, part.start, part.text, is_first)]
+
+    def _part(self, prompt: Prompt, choice: Choice, start: int, text: str, is_first: bool) -> Body:
+        request = self._own
+        echoes = request.echo and is_first
+        body: Body = {"index": choice.index, "text": (prompt.text if echoes else "") + text, "logprobs": None}
+        body["finish_reason"] = choice.finish or None
+        if request.logprobs is not None:
+            ids: list[int] = choice.token_ids[start:]
+            logprobs: list[float | None] = [*choice.logprobs[start:]]
+            tops = choice.alternatives[start:] or [()] * len(ids)
+            if echoes:
+                ids, logprobs = [*prompt.token_ids, *ids], [*prompt.logprobs, *logprobs]
+                tops = [*(prompt.alternatives or [()] * len(prompt.token_ids)), *tops]
+            legacy = self._legacy.setdefault(
+                choice.index, LegacyLogprobs(self._served, request.return_tokens_as_token_ids)
+            )
+            body["logprobs"] = legacy.part(ids, logprobs, tops)
+        if request.prompt_logprobs is not None and is_first:
+            body["prompt_logprobs"] = prompt_logprobs(
+                self._served, prompt.token_ids, prompt.logprobs, prompt.alternatives
+            )
+        if request.return_token_ids:
+            body["token_ids"] = choice.token_ids[start:]
+            if is_first:
+                body["prompt_token_ids"] = prompt.token_ids
+        return body
+
+
+class Chat(Endpoint):
+    """``/v1/chat/completions``."""
+
+    object_name = "chat.completion"
+    id_prefix = "chatcmpl"
+
+    def __init__(self, service: Service, body: Any) -> None:
+        request: ChatRequest = parse(ChatRequest, body)
+        super().__init__(service, request)
+        self._own = request
+        if "audio" in request.modalities:
+            raise ApiError(400, "modalities holds 'audio', and this server writes text only.", "modalities")
+        if request.top_logprobs and not request.logprobs:
+            raise ApiError(400, f"top_logprobs is {request.top_logprobs}, which needs logprobs: true.", "top_logprobs")
+        ids = render_messages(service, request.messages, request)
+        n_new = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+        if n_new == 0:
+            raise ApiError(400, "max_tokens is 0, expected at least 1.", "max_tokens")
+        self._served.check_length(len(ids), n_new or 1)
+        self.prompts = [Prompt(token_ids=ids)]
+        n_alternatives = check_alternatives("top_logprobs", request.top_logprobs)
+        self.sampling = [service.sampling_of(request, n_new or self._served.context - len(ids), n_alternatives)]
+        self._begun: set[int] = set()
+
+    def extras(self) -> Body:
+        [prompt], extras = self.prompts, {}
+        if self.request.return_token_ids:
+            extras["prompt_token_ids"] = prompt.token_ids
+        if self.request.prompt_logprobs is not None:
+            extras["prompt_logprobs"] = prompt_logprobs(
+                self._served, prompt.token_ids, prompt.logprobs, prompt.alternatives
+            )
+        return extras
+
+    def choice(self, prompt: Prompt, choice: Choice, text: str) -> Body:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {**self._rest(choice, 0), "message": message, "finish_reason": choice.finish}
+
+    def deltas(self, part: Part) -> list[Body]:
+        choice, found = part.choice, []
+        if choice.index not in self._begun:
+            self._begun.add(choice.index)
+            delta = {"role": "assistant", "content": ""}
+            found.append({"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None})
+        delta = {"content": part.text} if part.text else {}
+        if delta or self._own.logprobs or self.request.return_token_ids:
+            found.append({**self._rest(choice, part.start), "delta": delta, "finish_reason": None})
+        if choice.finish:
+            found.append({"index": choice.index, "delta": {}, "logprobs": None, "finish_reason": choice.finish})
+        return found
+
+    def _rest(self, choice: Choice, start: int) -> Body:
+        body: Body = {"index": choice.index, "logprobs": None}
+        if self._own.logprobs:
+            body["logprobs"] = chat_logprobs(
+                self._served, choice.token_ids[start:], choice.logprobs[start:], choice.alternatives[start:],
+                self.request.return_tokens_as_token_ids,
+            )  # fmt: skip
+        if self.request.return_token_ids:
+            body["token_ids"] = choice.token_ids[start:]
+        return body
+
+
+class Generate(Endpoint):
+    """``/inference/v1/generate``: token ids in and out, without any text."""
+
+    id_prefix = "gen"
+
+    def __init__(self, service: Service, body: Any) -> None:
+        outer: GenerateRequest = parse(GenerateRequest, body)
+        request: GenerateSampling = parse(GenerateSampling, {**outer.sampling_params, "model": outer.model})
+        super().__init__(service, request)
+        self._n_alternatives = check_alternatives("logprobs", request.logprobs)
+        self._own = request
+        ids = self.check_tokens(outer.token_ids, "token_ids")
+        if request.max_tokens == 0:
+            raise ApiError(400, "max_tokens is 0, expected at least 1.", "max_tokens")
+        self._served.check_length(len(ids), request.max_tokens or 1)
+        self.prompts = [Prompt(token_ids=ids)]
+        n_new = request.max_tokens or self._served.context - len(ids)
+        self.sampling = [service.sampling_of(request, n_new, self._n_alternatives)]
+
+    async def respond(self) -> Body:
+        async with aclosing(self.parts(streams=False)) as parts:
+            async for _ in parts:
+                pass
+        [prompt] = self.prompts
+        body: Body = {"request_id": self.id, "choices": [self._choice(choice) for choice in prompt.choices]}
+        body |= {"prompt_token_ids": prompt.token_ids, "usage": self.usage()}
+        if self._own.prompt_logprobs is not None:
+            body["prompt_logprobs"] = prompt_logprobs(
+                self._served, prompt.token_ids, prompt.logprobs, prompt.alternatives
+            )
+        return body
+
+    def _choice(self, choice: Choice) -> Body:
+        body: Body = {"index": choice.index, "token_ids": choice.token_ids, "finish_reason": choice.finish}
+        if self._own.logprobs is not None:
+            body["logprobs"] = chat_logprobs(
+                self._served, choice.token_ids, choice.logprobs, choice.alternatives, as_ids=True
+            )
+        return body
+
+
+def render_messages(service: Service, messages: list, request: Any) -> list[int]:
+    """Return the prompt of messages by the model's chat template.
+
+    Raises:
+        ApiError: 400: there are no messages, a content is not text, or the template rejects them.
+    """
+    if not messages:
+        raise ApiError(400, "messages is empty, expected at least one message.", "messages")
+    plain = [_as_text(i, message) for i, message in enumerate(messages)]
+    row: dict[str, Any] = {"chat_template_kwargs": dict(request.chat_template_kwargs)}
+    continues = request.continue_final_message
+    if continues and plain[-1]["role"] != "assistant":
+        raise ApiError(400, "continue_final_message needs a last message of the assistant.", "continue_final_message")
+    tokenizer = service.model.tokenizer
+    if not getattr(tokenizer, "chat_template", None):
+        raise ApiError(400, "The model has no chat template. Use /v1/completions, or start with --chat-template.")
+    try:
+        if continues or not request.add_generation_prompt or plain[-1]["role"] == "assistant":
+            ids = tokenizer.apply_chat_template(
+                plain, add_generation_prompt=request.add_generation_prompt and not continues,
+                continue_final_message=continues, tokenize=True, return_dict=True, **row["chat_template_kwargs"],
+            )["input_ids"]  # fmt: skip
+        else:
+            ids = tokenize_prompt({"prompt": plain, **row}, tokenizer)
+    except WhetError as error:
+        raise ApiError(400, str(error), "messages") from None
+    return [int(i) for i in ids]
+
+
+def _as_text(i: int, message: Any) -> dict[str, Any]:
+    """Return a message whose content is text."""
+    name = f"messages[{i}]"
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ApiError(400, f"{name} is {message!r:.60}, expected an object with role and content.", "messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = []
+        for part in content:
+            if not isinstance(part, Mapping) or part.get("type") not in ("text", "input_text", "output_text"):
+                kind = part.get("type") if isinstance(part, Mapping) else part
+                raise ApiError(400, f"{name} has a part of type {kind!r:.40}, and only text is supported.", "messages")
+            texts.append(str(part.get("text", "")))
+        content = "".join(texts)
+    if content is not None and not isinstance(content, str):
+        raise ApiError(400, f"{name}.content is {content!r:.40}, expected text or a list of parts.", "messages")
+    return {**{key: value for key, value in message.items() if key != "content"}, "content": content or ""}

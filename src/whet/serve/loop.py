@@ -1,0 +1,215 @@
+"""The thread that steps the engine for all requests of a server.
+
+A request is a ``Ticket``: the event loop submits it and awaits its updates; the thread begins its calls on the engine,
+runs steps while any call is open, and sends what each step added. One message to the event loop per step carries the
+updates of all requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from whet.engine.session import Call, Drawn, Scores
+
+
+@dataclass
+class Ticket:
+    """A request of the server: a call on the engine and the updates of its results.
+
+    Attributes:
+        begin: opens the call; runs on the engine's thread.
+        n: number of samples; 0: the call computes scores.
+        streams: whether tokens are sent after every step, or when the call is complete.
+        updates: receives the ticket's updates; several tickets may share it.
+        submitted_s, started_s: when it was submitted, and when its first token or its scores arrived (0: not yet), by
+            ``time.perf_counter``.
+    """
+
+    begin: Callable[[], Call]
+    n: int
+    streams: bool = False
+    submitted_s: float = field(default_factory=time.perf_counter)
+    started_s: float = 0.0
+    updates: asyncio.Queue[tuple[Ticket, Update | BaseException]] = field(default_factory=asyncio.Queue)
+    call: Call | None = None
+    is_cancelled: bool = False
+    n_sent: list[int] = field(default_factory=list)  # tokens of each sample
+    is_running: list[bool] = field(default_factory=list)  # each sample
+
+
+@dataclass(frozen=True)
+class Update:
+    """Results of a request since its last update.
+
+    Attributes:
+        drawn: sample -> its new tokens and state.
+        scores: of a score request; None for others.
+        n_cached: prompt tokens found in the prefix cache.
+        is_last: whether the request is complete.
+    """
+
+    drawn: dict[int, Drawn]
+    scores: Scores | None
+    n_cached: int
+    is_last: bool
+
+
+_Updates = list[tuple[Ticket, Update | BaseException]]
+
+
+async def updates_of(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[Ticket, Update]]:
+    """Yield the updates of tickets that share a queue, until all are complete; errors are raised."""
+    n_left = len(tickets)
+    while n_left:
+        ticket, update = await tickets[0].updates.get()
+        if isinstance(update, BaseException):
+            raise update
+        yield ticket, update
+        n_left -= update.is_last
+
+
+class EngineLoop:
+    """Runs the calls of all tickets on one thread.
+
+    Args:
+        max_tickets: tickets that may be open at once.
+
+    Attributes:
+        n_open: number of open tickets.
+    """
+
+    def __init__(self, max_tickets: int) -> None:
+        self.max_tickets = max_tickets
+        self.n_open = 0
+        self._wake = threading.Condition()
+        self._inbox: deque[Ticket] = deque()
+        self._active: list[Ticket] = []
+        self._is_stopping = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread; called within the event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="whet-engine", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End all calls and the thread."""
+        with self._wake:
+            self._is_stopping = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def n_waiting(self) -> int:
+        """Return the number of tickets without a first token."""
+        return sum(not ticket.started_s for ticket in [*self._active, *self._inbox])
+
+    def submit(self, ticket: Ticket) -> None:
+        """Queue a ticket; ``release`` must follow."""
+        self.n_open += 1
+        with self._wake:
+            self._inbox.append(ticket)
+            self._wake.notify()
+
+    def release(self, ticket: Ticket) -> None:
+        """End a ticket: what is left of its call is cancelled before the next step."""
+        self.n_open -= 1
+        ticket.is_cancelled = True
+        with self._wake:
+            self._wake.notify()
+
+    # --- the engine's thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._inbox or self._active or self._is_stopping):
+                    self._wake.wait()
+                if self._is_stopping:
+                    break
+                new = [self._inbox.popleft() for _ in range(len(self._inbox))]
+            updates: _Updates = []
+            for ticket in new:
+                if not ticket.is_cancelled:
+                    self._begin(ticket, updates)
+            for ticket in [ticket for ticket in self._active if ticket.is_cancelled]:
+                self._end(ticket)
+            self._step(updates)
+            self._send(updates)
+        for ticket in list(self._active):
+            self._end(ticket)
+
+    def _begin(self, ticket: Ticket, updates: _Updates) -> None:
+        try:
+            ticket.call = ticket.begin()
+        except BaseException as error:
+            updates.append((ticket, error))
+            return
+        ticket.n_sent, ticket.is_running = [0] * ticket.n, [True] * ticket.n
+        self._active.append(ticket)
+
+    def _step(self, updates: _Updates) -> None:
+        """Run a step, and collect what it added to each ticket."""
+        failure: BaseException | None = None
+        for ticket in self._active[:1]:
+            try:
+                self._call_of(ticket).step()
+            except BaseException as error:
+                failure = error
+        for ticket in list(self._active):
+            update: Update | BaseException | None
+            try:
+                update = failure or self._collect(ticket, self._call_of(ticket))
+            except BaseException as error:
+                update = error
+            if update is not None:
+                updates.append((ticket, update))
+            if isinstance(update, BaseException) or (update is not None and update.is_last):
+                self._end(ticket)
+
+    def _collect(self, ticket: Ticket, call: Call) -> Update | None:
+        is_done = call.is_done()
+        drawn = {}
+        for i in range(ticket.n):
+            if ticket.is_running[i] and (ticket.streams or is_done or not ticket.started_s):
+                new = call.drawn(i, ticket.n_sent[i])
+                if len(new.token_ids) and not ticket.started_s:
+                    ticket.started_s = time.perf_counter()
+                if ticket.streams or is_done:
+                    ticket.n_sent[i] += len(new.token_ids)
+                    ticket.is_running[i] = new.finish == "running"
+                    if len(new.token_ids) or not ticket.is_running[i]:
+                        drawn[i] = new
+        if not (drawn or is_done):
+            return None
+        ticket.started_s = ticket.started_s or time.perf_counter()
+        return Update(drawn, call.scores() if ticket.n == 0 else None, call.n_reused, is_done)
+
+    @staticmethod
+    def _call_of(ticket: Ticket) -> Call:
+        assert ticket.call is not None, "a ticket is active once its call has begun"
+        return ticket.call
+
+    def _end(self, ticket: Ticket) -> None:
+        self._call_of(ticket).close()
+        self._active.remove(ticket)
+
+    def _send(self, updates: _Updates) -> None:
+        def deliver() -> None:
+            for ticket, update in updates:
+                ticket.updates.put_nowait((ticket, update))
+
+        if updates and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(deliver)

@@ -1,0 +1,177 @@
+"""The model that a server serves: engine, tokenizer, adapters by name, and the defaults of requests."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from whet.config.sampling import SamplingParams
+from whet.engine import Engine
+from whet.errors import WhetValueError
+from whet.models.formats import PAGE_TOKENS
+from whet.models.tokenizers.token_texts import TokenTexts, read_token_texts
+from whet.serve.errors import ApiError
+from whet.text.model import SPARE_PAGES, find_model, find_stop_ids, load_chat_tokenizer, load_engine
+
+_WHERE = "whet serve"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The text of one token.
+
+    Attributes:
+        token_id: the token.
+        bytes: its text; of a special token, its name.
+    """
+
+    token_id: int
+    bytes: bytes
+
+    @property
+    def text(self) -> str:
+        """The text; bytes that are not UTF-8 become U+FFFD."""
+        return self.bytes.decode(errors="replace")
+
+    @property
+    def key(self) -> str:
+        """The text, or ``bytes:\\xe2\\x80`` if it is not UTF-8, so that different tokens have different keys."""
+        try:
+            return self.bytes.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.bytes)
+
+
+class ServedModel:
+    """A model and its adapters.
+
+    Args:
+        engine: samples and scores.
+        tokenizer: with ``encode``, ``decode``, ``apply_chat_template`` and ``chat_template``.
+        name: of the model in requests.
+        stop_ids: tokens that end a completion.
+        adapters: name -> folder of LoRA adapters.
+        adapter: folder of the adapters that ``name`` has; empty: none. The model without them is ``name``-base.
+        defaults: sampling settings of requests that set none.
+        context: the most tokens of a prompt and its completion. Default: what positions and KV cache permit.
+
+    Attributes:
+        adapters: name -> number of the adapter on the engine; None: the model itself.
+        created: Unix time in seconds.
+        fingerprint: names version, formats and model.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        name: str,
+        stop_ids: list[int],
+        adapters: Mapping[str, str] | None = None,
+        adapter: str = "",
+        defaults: Mapping[str, float] | None = None,
+        context: int | None = None,
+    ) -> None:
+        self.engine, self.tokenizer, self.name = engine, tokenizer, name
+        self.stop_ids, self.defaults = stop_ids, dict(defaults or {})
+        engine.tokenizer = tokenizer
+        memory = engine.memory
+        in_memory = (memory["kv_bytes"] // memory["kv_page_bytes"] - SPARE_PAGES) * PAGE_TOKENS
+        most = min(engine.config.max_position, in_memory)
+        if context is not None and not 2 <= context <= most:
+            raise WhetValueError(f"{_WHERE}: context is {context}, expected from 2 to {most:,} tokens.")
+        self.context = context or most
+        self.adapters: dict[str, int | None] = {name: None}
+        if adapter:
+            self.adapters = {name: engine.add_adapter(adapter), f"{name}-base": None}
+        for each, folder in (adapters or {}).items():
+            if each in self.adapters:
+                raise WhetValueError(f"{_WHERE}: two models or adapters have the name {each!r}. Rename one.")
+            self.adapters[each] = engine.add_adapter(folder)
+        self.created = int(time.time())
+        self.fingerprint = "whet-" + engine.fingerprint()[:16]
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        *,
+        name: str = "",
+        weights: str | None = None,
+        context: int | None = None,
+        adapters: Mapping[str, str] | None = None,
+        adapter: str = "",
+        tokenizer: str = "",
+        chat_template: str = "",
+    ) -> ServedModel:
+        """Load a folder or GGUF file.
+
+        Raises:
+            WhetValueError: model, tokenizer or adapters cannot be read, or do not fit each other.
+        """
+        model = find_model(path, _WHERE)
+        loaded = load_chat_tokenizer(tokenizer or model, _WHERE, chat_template)
+        first = adapter or next(iter((adapters or {}).values()), "")  # may record the format of its base
+        engine = load_engine(model, weights, context, _WHERE, first)
+        stop_ids = find_stop_ids(path, loaded, engine.config.vocab_size, _WHERE)
+        return cls(engine, loaded, name or Path(path).stem, stop_ids, adapters, adapter, read_defaults(path), context)
+
+    @cached_property
+    def texts(self) -> TokenTexts:
+        """The text of every token."""
+        return read_token_texts(self.tokenizer, _WHERE)
+
+    @cached_property
+    def _special_names(self) -> dict[int, str]:
+        return {token_id: text for text, token_id in self.texts.special_ids.items()}
+
+    def piece(self, token_id: int) -> Piece:
+        """Return the text of a token."""
+        special = self._special_names.get(token_id)
+        return Piece(token_id, self.texts.bytes_in_text(token_id) if special is None else special.encode())
+
+    def adapter_of(self, name: str) -> int | None:
+        """Return the adapter of a request's ``model``; "" is the model itself.
+
+        Raises:
+            ApiError: 404: there is no such model.
+        """
+        if name and name not in self.adapters:
+            known = ", ".join(self.adapters)
+            raise ApiError(404, f"The model {name!r} does not exist. Models: {known}.", "model", "model_not_found")
+        return self.adapters[name or self.name]
+
+    def check_length(self, n_prompt: int, n_new: int) -> None:
+        """Raise a 400 unless a prompt of ``n_prompt`` tokens has room for ``n_new`` more."""
+        if n_prompt + n_new > self.context:
+            raise ApiError(
+                400,
+                f"This model's maximum context length is {self.context} tokens, but the request needs "
+                f"{n_prompt + n_new}: {n_prompt} of the prompt and {n_new} of the completion. Shorten the prompt, or "
+                f"lower max_tokens.",
+                "messages",
+                "context_length_exceeded",
+            )
+
+    def sampling(self, settings: Mapping[str, Any]) -> SamplingParams:
+        """Return sampling settings, of which the defaults are the model's."""
+        return SamplingParams(**{**self.defaults, **settings})
+
+
+def read_defaults(path: str) -> dict[str, float]:
+    """Return temperature, top_k and top_p of a folder's generation_config.json; empty if it has none."""
+    file = Path(path) / "generation_config.json"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(found, dict) or not found.get("do_sample"):
+        return {}
+    return {
+        name: found[name] for name in ("temperature", "top_k", "top_p") if isinstance(found.get(name), (int, float))
+    }
