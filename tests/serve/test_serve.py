@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import shutil
 import time
 from typing import Any
 
@@ -10,12 +11,15 @@ import httpx
 import numpy as np
 import openai
 import pytest
+import transformers
+from tests.cli.conftest import tiny_model  # noqa: F401
 from tests.serve.conftest import serving
 
+import whet
 from whet import SamplingParams
 from whet.engine.session import Call
+from whet.serve import ServedModel, make_app
 from whet.serve import app as app_module
-from whet.serve import make_app
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -83,7 +87,7 @@ def test_chat_samples_what_the_engine_samples(client, served, streams):
 
 
 def test_the_prefix_cache_is_reported(client, served):
-    messages = [{"role": "user", "content": "a prompt of its own, longer than a page of 64 tokens " * 2}]
+    messages = [{"role": "user", "content": "a prompt that is longer than a page of 64 tokens " * 2}]
     first, second = (
         client.chat.completions.create(model="tiny", messages=messages, max_tokens=3, seed=1) for _ in range(2)
     )
@@ -356,3 +360,42 @@ def test_tokens_and_state(post, url, served):
         assert f'{name}{{model_name="tiny"}}' in text
     assert httpx.get(url + "/version").json()["version"]
     assert httpx.get(url + "/nowhere").json()["error"]["type"] == "not_found_error"
+
+
+@pytest.fixture(scope="module")
+def thinker(served, tiny_model, tmp_path_factory):  # noqa: F811
+    """Serve a model that was trained to think before its answer."""
+    folder = shutil.copytree(tiny_model, tmp_path_factory.mktemp("thinker") / "base")
+    module = transformers.AutoModelForCausalLM.from_pretrained(tiny_model)
+    module.model.embed_tokens.weight.data *= 30  # so that a reply can be nearly certain
+    module.save_pretrained(folder)
+    learner = whet.Learner(folder, lora_rank=8, compute="float32")
+    prompt, reply = chat_ids(served), [*served.tokenizer.encode("<think>one</think>\n\ntwo"), 1]
+    for _ in range(300):
+        found = learner.logprobs([prompt], [reply])
+        if found.logprobs.min() > -0.5:
+            break
+        learner.backward(-np.ones_like(found.logprobs) / len(reply))
+        learner.step(lr=1e-2)
+    assert found.logprobs.min() > -0.6
+    learner.save_pretrained(folder / "adapter")
+    model = ServedModel.load(str(folder), name="thinker", weights="float32", adapter=str(folder / "adapter"))
+    model.tokenizer.chat_template += "{# <think></think> #}"
+    with serving(make_app(model)) as url, openai.OpenAI(base_url=url + "/v1", api_key="any") as client:
+        yield client
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_thinking_is_separate(thinker, streams):
+    given = {"model": "thinker", "messages": MESSAGES, "temperature": 0, "max_tokens": 40}
+    thinking, answer, finish = "", "", None
+    if streams:
+        for chunk in thinker.chat.completions.create(**given, stream=True):
+            [choice] = chunk.choices
+            thinking += getattr(choice.delta, "reasoning_content", None) or ""
+            answer += choice.delta.content or ""
+            finish = choice.finish_reason or finish
+    else:
+        [choice] = thinker.chat.completions.create(**given).choices
+        thinking, answer, finish = choice.message.reasoning_content, choice.message.content, choice.finish_reason
+    assert (thinking, answer, finish) == ("one", "two", "stop")

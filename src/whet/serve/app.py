@@ -29,7 +29,7 @@ from whet.serve.service import Service
 
 _KEEP_ALIVE_S = 10.0
 _STATUS_S = 0.2
-"""Time that a streamed response waits for its first chunk, since an error before it has a status of its own."""
+"""Time that a streamed response waits for its first chunk: an error before it is sent as the status."""
 _OPEN_PATHS = ("/health", "/ready", "/version", "/metrics", "/ping")
 
 
@@ -53,7 +53,7 @@ class _App:
         await asyncio.to_thread(self.loop.stop)
 
     def route(self, path: str, handler: Callable[[Request], Awaitable[Response]], *methods: str) -> Route:
-        async def checked(request: Request) -> Response:
+        async def handle(request: Request) -> Response:
             try:
                 self._check(request)
                 return await handler(request)
@@ -64,7 +64,7 @@ class _App:
                 traceback.print_exc()
                 return JSONResponse(ApiError(500, f"{type(error).__name__}: {error}").body(), 500)
 
-        return Route(path, checked, methods=list(methods or ("GET",)))
+        return Route(path, handle, methods=list(methods or ("GET",)))
 
     def _check(self, request: Request) -> None:
         """Raise unless host and key of a request are right."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from whet.engine.session import Drawn
@@ -19,14 +19,19 @@ class Choice:
         model: the served model.
         index: number of the choice.
         stop_ids: tokens that end it, whose text is not part of its text.
+        shown: special token -> its text; others have none.
 
     Attributes:
-        token_ids, logprobs, alternatives: of the tokens so far; alternatives are empty if not requested.
+        token_ids: the tokens so far.
+        logprobs: of each token.
+        alternatives: the most probable tokens at the place of each token; empty if not requested.
         finish: "stop" or "length"; "": it continues.
     """
 
-    def __init__(self, model: ServedModel, index: int, stop_ids: Sequence[int]) -> None:
-        self._model, self.index, self._stop_ids = model, index, frozenset(stop_ids)
+    def __init__(
+        self, model: ServedModel, index: int, stop_ids: Sequence[int] = (), shown: Mapping[int, str] | None = None
+    ) -> None:
+        self.index, self._stop_ids, self._shown = index, frozenset(stop_ids), shown or {}
         self._text = TextStream(model.texts)
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
@@ -43,6 +48,8 @@ class Choice:
             is_last = is_done and i == len(ids) - 1
             if is_last and drawn.finish == "stop" and token_id in self._stop_ids:
                 texts.append(self._text.end())
+            elif token_id in self._shown:
+                texts.append(self._text.end() + self._shown[token_id])
             else:
                 texts.append(self._text.add(token_id, int(drawn.n_withheld[i]) if has_stops else 0, is_last))
         self.token_ids += ids

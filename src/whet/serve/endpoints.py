@@ -10,6 +10,7 @@ from typing import Any
 
 from whet.config.sampling import SamplingParams
 from whet.data.rows import tokenize_prompt
+from whet.data.thinking import DEFAULT_TAGS
 from whet.errors import WhetError
 from whet.serve.choices import Choice, LegacyLogprobs, chat_logprobs, prompt_logprobs, usage_of
 from whet.serve.errors import ApiError
@@ -24,6 +25,7 @@ from whet.serve.schema import (
     parse,
 )
 from whet.serve.service import Part, Prompt, Service
+from whet.text.thinking import ThinkingSplitter
 
 Body = dict[str, Any]
 
@@ -50,6 +52,7 @@ class Endpoint:
         self.prompts: list[Prompt] = []
         self.sampling: list[SamplingParams | None] = []
         self.n_scored: int | None = request.prompt_logprobs
+        self.shown: Mapping[int, str] = {}
 
     async def respond(self) -> Body:
         """Sample, and return the whole response."""
@@ -93,8 +96,9 @@ class Endpoint:
     def parts(self, streams: bool) -> AsyncGenerator[Part]:
         """Return the results of the engine."""
         return self.service.run(
-            self.prompts, self.sampling, n=self.request.n, model=self.model, n_scored=self.n_scored, streams=streams
-        )
+            self.prompts, self.sampling, n=self.request.n, model=self.model, n_scored=self.n_scored, shown=self.shown,
+            streams=streams,
+        )  # fmt: skip
 
     def envelope(self, name: str) -> Body:
         """Return the fields of a response and of every chunk."""
@@ -195,7 +199,7 @@ class Completion(Endpoint):
     def _silent(self, prompt: Prompt) -> list[Choice]:
         """Return choices without sampled tokens, for ``max_tokens`` 0."""
         first = self.prompts.index(prompt) * self.request.n
-        choices = [Choice(self._served, first + j, ()) for j in range(self.request.n)]
+        choices = [Choice(self._served, first + j) for j in range(self.request.n)]
         for choice in choices:
             choice.finish = "length"
         return choices
@@ -266,7 +270,19 @@ class Chat(Endpoint):
         self.prompts = [Prompt(token_ids=ids)]
         n_alternatives = check_alternatives("top_logprobs", request.top_logprobs)
         self.sampling = [service.sampling_of(request, n_new or self._served.context - len(ids), n_alternatives)]
+        replies = self._served.replies
+        self.shown = replies.special_tags
+        is_open = bool(replies.opening_tag(ids))
+        self._splitters = [ThinkingSplitter(is_open, replies.tags or DEFAULT_TAGS) for _ in range(request.n)]
         self._begun: set[int] = set()
+
+    def _split(self, choice: Choice, text: str) -> Body:
+        """Return new text as fields of a message."""
+        found: Body = {}
+        for chunk in self._splitters[choice.index].add(text, is_last=bool(choice.finish)):
+            name = "reasoning_content" if chunk.is_thinking else "content"
+            found[name] = found.get(name, "") + chunk.text
+        return found
 
     def extras(self) -> Body:
         [prompt], extras = self.prompts, {}
@@ -279,7 +295,7 @@ class Chat(Endpoint):
         return extras
 
     def choice(self, prompt: Prompt, choice: Choice, text: str) -> Body:
-        message = {"role": "assistant", "content": text, "refusal": None}
+        message = {"role": "assistant", "content": "", "refusal": None, **self._split(choice, text)}
         return {**self._rest(choice, 0), "message": message, "finish_reason": choice.finish}
 
     def deltas(self, part: Part) -> list[Body]:
@@ -288,7 +304,7 @@ class Chat(Endpoint):
             self._begun.add(choice.index)
             delta = {"role": "assistant", "content": ""}
             found.append({"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None})
-        delta = {"content": part.text} if part.text else {}
+        delta = self._split(choice, part.text)
         if delta or self._own.logprobs or self.request.return_token_ids:
             found.append({**self._rest(choice, part.start), "delta": delta, "finish_reason": None})
         if choice.finish:

@@ -26,8 +26,8 @@ class Ticket:
         n: number of samples; 0: the call computes scores.
         streams: whether tokens are sent after every step, or when the call is complete.
         updates: receives the ticket's updates; several tickets may share it.
-        submitted_s, started_s: when it was submitted, and when its first token or its scores arrived (0: not yet), by
-            ``time.perf_counter``.
+        submitted_s: when it was submitted, by ``time.perf_counter``.
+        started_s: when its first token or its scores arrived; 0: not yet.
     """
 
     begin: Callable[[], Call]

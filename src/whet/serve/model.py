@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.config.sampling import SamplingParams
+from whet.data.thinking import Replies
 from whet.engine import Engine
 from whet.errors import WhetValueError
 from whet.models.formats import PAGE_TOKENS
@@ -125,6 +126,11 @@ class ServedModel:
     def texts(self) -> TokenTexts:
         """The text of every token."""
         return read_token_texts(self.tokenizer, _WHERE)
+
+    @cached_property
+    def replies(self) -> Replies:
+        """The marks around a reply's thinking."""
+        return Replies(self.tokenizer)
 
     @cached_property
     def _special_names(self) -> dict[int, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -27,7 +27,8 @@ class Prompt:
         token_ids: the prompt.
         text: of the prompt, for ``echo``.
         choices: samples.
-        logprobs, alternatives: of the prompt's tokens, if they were asked for; the first is None.
+        logprobs: of the prompt's tokens, if they were asked for; the first is None.
+        alternatives: the most probable tokens at the place of each prompt token, if they were asked for.
         n_cached: prompt tokens found in the prefix cache.
     """
 
@@ -97,6 +98,7 @@ class Service:
         n: int,
         model: str,
         n_scored: int | None = None,
+        shown: Mapping[int, str] | None = None,
         streams: bool = False,
     ) -> AsyncGenerator[Part]:
         """Sample prompts, and yield what is added to their choices.
@@ -108,6 +110,7 @@ class Service:
             model: name of the model or adapter.
             n_scored: alternatives of each prompt token whose log-probs are computed, before the first part; None: no
                 log-probs of prompts.
+            shown: special token -> its text in the choices; others have none.
             streams: whether parts are yielded as they are sampled; otherwise there is one per choice.
 
         Raises:
@@ -125,7 +128,7 @@ class Service:
                 )  # fmt: skip
                 tickets.append(Ticket(begin, n, streams))
                 sampled[id(tickets[-1])] = prompt
-                prompt.choices = [Choice(self.model, i * n + j, settings.stop_token_ids) for j in range(n)]
+                prompt.choices = [Choice(self.model, i * n + j, settings.stop_token_ids, shown) for j in range(n)]
         scores = []
         for prompt in () if n_scored is None else prompts:
             begin = partial(
