@@ -29,6 +29,9 @@ public:
     // Requests: see Scheduler.
     uint64_t add(Request request, uint64_t session = 0) { return scheduler_.add(std::move(request), session); }
     const Job& job(uint64_t id) const { return scheduler_.job(id); }
+    void allow(uint64_t id, size_t sample, std::vector<uint32_t> tokens) {
+        scheduler_.allow(id, sample, std::move(tokens));
+    }
     void remove(uint64_t id) { scheduler_.remove(id); }
     void end_session(uint64_t session) { scheduler_.end_session(session); }
     void evict_retained() { scheduler_.evict_retained(); }

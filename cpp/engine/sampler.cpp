@@ -307,7 +307,11 @@ void penalise(float* logits, size_t size, const uint64_t* seen, float penalty) {
 }
 
 void adjust(float* logits, size_t size, const Sampling& sampling, const History& history) {
-    for (int32_t token : history.banned) logits[token] = -std::numeric_limits<float>::infinity();
+    constexpr float kNever = -std::numeric_limits<float>::infinity();
+    for (size_t token = 0; history.allowed != nullptr && token < size; ++token) {
+        if ((history.allowed[token / 32] >> token % 32 & 1) == 0) logits[token] = kNever;
+    }
+    for (int32_t token : history.banned) logits[token] = kNever;
     for (const TokenBias& bias : sampling.logit_bias) logits[bias.token] += bias.bias;
     if (history.seen != nullptr && sampling.repetition_penalty != 1) {
         penalise(logits, size, history.seen, sampling.repetition_penalty);
@@ -320,7 +324,7 @@ void adjust(float* logits, size_t size, const Sampling& sampling, const History&
 
 bool adjusts(const Sampling& sampling, const History& history) {
     return (history.seen != nullptr && sampling.repetition_penalty != 1) || !history.generated.empty() ||
-           !history.banned.empty() || !sampling.logit_bias.empty();
+           !history.banned.empty() || history.allowed != nullptr || !sampling.logit_bias.empty();
 }
 
 // Lists the n largest of `size` values, in decreasing order, with log-probs in the row. Values are in order of token

@@ -43,6 +43,7 @@ struct History {
     const uint64_t* seen = nullptr;           // bitmap of the sequence's tokens; null: no repetition penalty
     std::span<const TokenCount> generated{};  // completion tokens, for frequency and presence penalties
     std::span<const int32_t> banned{};        // stop tokens before min_new_tokens
+    const uint32_t* allowed = nullptr;        // bitmap of the tokens that may be drawn; null: all
 };
 
 // A token and its log-probability.

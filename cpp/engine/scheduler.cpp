@@ -38,15 +38,23 @@ StepPlan& Scheduler::plan() {
 
 void Scheduler::complete(std::span<const Drawn> drawn) {
     advance_prompts();
-    for (size_t i = 0; i < running_.size(); ++i) append(running_[i], drawn[i]);
+    for (size_t i = 0; i < drawing_.size(); ++i) append(running_[drawing_[i]], drawn[i]);
     erase_ended();
     for (Job* job : failed_) cancel(*job);
     failed_.clear();
 }
 
-// Adds a draw for every running sample, and the last token of those that have one, with a page for its keys and values.
+void Scheduler::allow(uint64_t id, size_t sample, std::vector<uint32_t> tokens) {
+    jobs_.at(id)->samples.at(sample).allowed = std::move(tokens);
+}
+
+// Adds a draw for every running sample that may draw, and the last token of those that have one, with a page for its
+// keys and values.
 void Scheduler::plan_samples() {
+    drawing_.clear();
     for (Running& running : running_) {
+        if (running.job->request.constrained && running.job->samples[running.sample].allowed.empty()) continue;
+        drawing_.push_back(static_cast<size_t>(&running - running_.data()));
         plan_draw(running, plan_.tokens.size());
         if (running.fresh) continue;
         const Job& job = *running.job;
@@ -75,6 +83,7 @@ void Scheduler::plan_draw(Running& running, size_t token) {
     task.sampling = &request.sampling;
     task.history = {running.seen.empty() ? nullptr : running.seen.data(), running.counts, {}};
     if (position < request.min_new_tokens) task.history.banned = request.stop_tokens;
+    if (request.constrained) task.history.allowed = sample.allowed.data();
     task.uniform = token_uniform(request.seed, request.prompt_index, request.first_sample + running.sample, position);
     task.alternatives = sample.alternatives.data() + position * n_top;
 }
@@ -137,6 +146,7 @@ void Scheduler::append(Running& running, const Drawn& drawn) {
         return;
     }
     sample.tokens.push_back(drawn.token);
+    sample.allowed.clear();
     sample.logprobs.push_back(drawn.logprob);
     if (!running.seen.empty()) running.mark_seen(drawn.token);
     if (job.request.sampling.counts_tokens()) running.count(drawn.token);

@@ -29,6 +29,7 @@ struct Sample {
     std::vector<float> logprobs;
     std::vector<Drawn> alternatives;  // top_logprobs per token, and perhaps of one token not yet in `tokens`
     std::vector<int32_t> n_withheld;  // with stop strings, per token: StopStrings::Match::n_withheld
+    std::vector<uint32_t> allowed;    // of a constrained request: bitmap of the next token; empty: not known yet
     Finish finish = Finish::kRunning;
 };
 
@@ -36,6 +37,7 @@ struct Request {
     std::vector<int32_t> tokens;  // the prompt, or a sequence to score
     uint64_t adapter = 0;         // 0: none
     bool keep = false;            // retain prompt and sampled tokens in the cache
+    bool constrained = false;     // a token is drawn only after allow()
     // Sampling:
     size_t n = 0, min_new_tokens = 0, max_new_tokens = 0;
     Sampling sampling;
@@ -84,6 +86,9 @@ public:
     uint64_t add(Request request, uint64_t session = 0);
     // Throws std::out_of_range for an unknown id.
     const Job& job(uint64_t id) const { return *jobs_.at(id); }
+    // Sets the tokens that the next token of a sample of a constrained request may be: a bitmap of the vocabulary.
+    // Throws std::out_of_range for an unknown id or sample.
+    void allow(uint64_t id, size_t sample, std::vector<uint32_t> tokens);
     // Cancels and erases a request, or all requests of a session: frees their jobs, pages and index entries, except
     // retained pages. Prompts that wait for shared pages compute them. Does not throw.
     void remove(uint64_t id);
@@ -134,8 +139,9 @@ private:
     std::vector<Running> running_;
     size_t reserved_ = 0;
     StepPlan plan_;
-    std::vector<size_t> counts_;  // tokens of each prompt of prefilling_ in this step
-    std::vector<Job*> failed_;    // jobs with invalid logits
+    std::vector<size_t> drawing_;  // of running_, in the order of the draws of this step
+    std::vector<size_t> counts_;   // tokens of each prompt of prefilling_ in this step
+    std::vector<Job*> failed_;     // jobs with invalid logits
 
     // admission.cpp
     void check(const Request& request) const;

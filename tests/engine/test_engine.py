@@ -10,6 +10,7 @@ import os
 import pickle
 import signal
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -21,6 +22,7 @@ from tests.threads import threads
 from tests.tiny import with_lora
 
 import whet
+import whet.memory
 from whet.config.sampling import SamplingParams, StreamKey
 from whet.engine import Engine, EngineBusyError
 from whet.engine.session import Session
@@ -523,7 +525,8 @@ def in_child(check):
     return os.waitpid(child, 0)[1]
 
 
-def test_fork_during_a_call_raises_in_the_child():
+def test_fork_during_a_call_raises_in_the_child(monkeypatch):
+    monkeypatch.setattr(whet.memory, "_holders", weakref.WeakSet())  # engines in fixtures of other modules
     at_work, go_on = threading.Event(), threading.Event()
 
     def no_parts():  # of an adapter: they are read while the engine is locked

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import re
 import shutil
 import time
 from typing import Any
@@ -162,6 +163,51 @@ def test_stop_token_ids_are_not_part_of_the_text(post, served):
     assert body["usage"]["completion_tokens"] == n + 1
 
 
+# --- grammars ---------------------------------------------------------------------------------------------------
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, "two"]}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_answers_follow_a_schema(client, streams):
+    form: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}
+    given = {"model": "tiny", "messages": MESSAGES, "response_format": form, "n": 6, "seed": 2, "max_tokens": 200}
+    texts = [""] * 6
+    if streams:
+        for chunk in client.chat.completions.create(**given, stream=True):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+    else:
+        for choice in client.chat.completions.create(**given).choices:
+            texts[choice.index] = choice.message.content
+            assert choice.finish_reason == "stop"
+    found = [json.loads(text) for text in texts]
+    assert all(each in ({"a": 1}, {"a": "two"}) for each in found) and {"a": 1} in found and {"a": "two"} in found
+
+
+@pytest.mark.parametrize(
+    ("asked", "pattern"),
+    [
+        ({"choice": ["yes", "no (maybe)", "x|y"]}, r"yes|no \(maybe\)|x\|y"),
+        ({"regex": "[ab]{3}c"}, "[ab]{3}c"),
+        ({"grammar": 'start: "p" ("q" | "r")+ "!"'}, "p[qr]+!"),
+        ({"json_object": True}, r"(?s)\{.*"),
+    ],
+)
+def test_structured_outputs(post, asked, pattern):
+    body = post("/v1/completions", prompt="ab", n=8, max_tokens=60, seed=5, structured_outputs=asked)
+    texts = [choice["text"] for choice in body["choices"] if choice["finish_reason"] == "stop"]
+    assert all(re.fullmatch(pattern, text) for text in texts), texts
+    assert texts or "json_object" in asked
+
+
+def test_a_grammar_begins_after_the_thinking(thinker):
+    outputs = {"choice": ["x", "y"]}
+    given = {"model": "thinker", "messages": MESSAGES, "temperature": 0, "max_tokens": 40}
+    [choice] = thinker.chat.completions.create(**given, extra_body={"structured_outputs": outputs}).choices
+    assert choice.message.content in ("x", "y")  # the prompt does not open the thinking
+
+
 # --- log-probs of given tokens ----------------------------------------------------------------------------------
 
 
@@ -297,6 +343,15 @@ def test_silent_streams_are_kept_alive(served, monkeypatch):
         ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 400, ("max_tokens is 0", "echo")),
         ("/v1/completions", {"prompt": "a", "logprobs": 30}, 400, ("logprobs is 30", "20")),
         ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, ("suffix",)),
+        ("/v1/completions", {"prompt": "a", "structured_outputs": {"regex": "(?=a)"}}, 400, ("regex", "look-around")),
+        ("/v1/completions", {"prompt": "a", "structured_outputs": {"xml": "a"}}, 400, ("xml", "choice")),
+        ("/v1/completions", {"prompt": "a", "response_format": {"type": "json_schema"}}, 400, ("json_schema",)),
+        (
+            "/v1/completions",
+            {"prompt": "a", "structured_outputs": {"json": {"type": "object", "if": {}}}},
+            400,
+            ("schema", "if"),
+        ),
         ("/v1/completions", {"prompt": "a", "logit_bias": {"9999": 1}}, 400, ("9999",)),
         ("/inference/v1/generate", {"token_ids": []}, 400, ("token_ids is empty",)),
         ("/tokenize", {"prompt": "a", "messages": MESSAGES}, 400, ("prompt or messages",)),

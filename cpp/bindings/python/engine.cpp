@@ -95,13 +95,14 @@ public:
     uint64_t add_prompt(uint64_t session, nb::handle tokens, size_t n, size_t min_new_tokens, size_t max_new_tokens,
                         nb::handle stop_tokens, const Shared<const StopStrings>* stop_strings, uint64_t seed,
                         uint64_t prompt_index, uint64_t first_sample, uint64_t adapter, const nb::dict& sampling,
-                        bool keep) {
+                        bool keep, bool constrained) {
         const EngineGuard guard(lock_);
         Request request = request_of(session, tokens, adapter);
         if (n == 0) throw std::invalid_argument("no token to sample");
         request.n = n;
         request.min_new_tokens = min_new_tokens;
         request.keep = keep;
+        request.constrained = constrained;
         request.max_new_tokens = max_new_tokens;
         request.stop_tokens = tokens_of(stop_tokens);
         request.seed = seed, request.prompt_index = prompt_index, request.first_sample = first_sample;
@@ -120,6 +121,16 @@ public:
         request.sampling.temperature = temperature;
         request.sampling.top_logprobs = top_logprobs;
         return engine_.add(std::move(request), session);
+    }
+
+    // tokens: (ceil(vocab_size / 32),) int32, the words of a bitmap.
+    void allow(uint64_t id, size_t sample, nb::handle tokens) {
+        const EngineGuard guard(lock_);
+        const std::vector<int32_t> words = tokens_of(tokens);
+        if (words.size() != (model_.config().vocab_size + 31) / 32) {
+            throw std::invalid_argument("not a bitmap of the vocabulary");
+        }
+        engine_.allow(id, sample, {words.begin(), words.end()});
     }
 
     // Returns true if the request is done, else runs a step.
@@ -260,7 +271,8 @@ void bind_engine(nb::module_& m) {
         .def_prop_ro("weights", &EngineObject::weights)
         .def("add_prompt", &EngineObject::add_prompt, arg("session"), nb::kw_only(), arg("tokens"), arg("n"),
              arg("min_new_tokens"), arg("max_new_tokens"), arg("stop_tokens"), arg("stop_strings").none(), arg("seed"),
-             arg("prompt_index"), arg("first_sample"), arg("adapter"), arg("sampling"), arg("keep"))
+             arg("prompt_index"), arg("first_sample"), arg("adapter"), arg("sampling"), arg("keep"), arg("constrained"))
+        .def("allow", &EngineObject::allow, arg("job"), arg("sample"), arg("tokens"))
         .def("add_score", &EngineObject::add_score, arg("session"), nb::kw_only(), arg("tokens"), arg("score_from"),
              arg("temperature"), arg("entropy"), arg("logits"), arg("top_logprobs"), arg("adapter"))
         .def("add_adapter", &EngineObject::add_adapter)

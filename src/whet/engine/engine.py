@@ -341,11 +341,15 @@ class Engine:
         adapter: int | None = None,
         logprobs_mode: LogprobsMode = "sampling",
         keep: bool = False,
+        constrained: bool = False,
         where: str = "Engine.open_prompt",
     ) -> Call:
         """Begin ``n`` completions of a prompt whose steps the caller runs; arguments as in ``generate`` and ``stream``.
 
         The weights are locked until the call is closed.
+
+        Args:
+            constrained: a sample draws a token only after ``Call.allow``.
         """
         ids = check_token_row(prompt, self.config, where, "prompt")
         sampling = as_sampling(sampling, where)
@@ -356,7 +360,9 @@ class Engine:
             session.begin()
             [number] = self._adapter_ids(adapter, 1, where)
             return Call(
-                session, self._add_prompt(session, where, "prompt", ids, request, StreamKey(0), number, keep), texts
+                session,
+                self._add_prompt(session, where, "prompt", ids, request, StreamKey(0), number, keep, constrained),
+                texts,
             )
         except BaseException:
             session.end()
@@ -672,10 +678,11 @@ class Engine:
         key: StreamKey,
         adapter: int,
         keep: bool = False,
+        constrained: bool = False,
     ) -> int:
         check_can_continue(prompt, self.config, where, name)
         hint = "Raise kv_bytes or lower max_new_tokens."
-        fields = {"tokens": prompt, "adapter": adapter, "keep": keep, **key._asdict()}
+        fields = {"tokens": prompt, "adapter": adapter, "keep": keep, "constrained": constrained, **key._asdict()}
         return session.add("prompt", name, hint, **fields, **request)
 
     def _score(

@@ -195,6 +195,10 @@ class Session:
     def _make_ended_error(self) -> WhetValueError:
         return WhetValueError(f"{self._where}: the call has ended.")
 
+    def allow(self, job: int, sample: int, tokens: np.ndarray) -> None:
+        """Set the tokens that a sample of a constrained request may draw next."""
+        self._core().allow(job, sample, tokens)
+
     def is_done(self, job: int) -> bool:
         """Return whether a job is done."""
         return self._core().is_done(job)
@@ -282,6 +286,14 @@ class Call:
     def drawn(self, sample: int, start: int) -> Drawn:
         """Return the tokens of a sample so far, from ``start`` on."""
         return self.session.sample(self.job, sample, start)
+
+    def allow(self, sample: int, tokens: np.ndarray) -> None:
+        """Set the tokens that a constrained sample may draw next.
+
+        Args:
+            tokens: (ceil(vocab_size / 32),) int32, a bitmap: bit ``token % 32`` of number ``token // 32``.
+        """
+        self.session.allow(self.job, sample, tokens)
 
     def scores(self) -> Scores:
         """Return the results of a score request that is complete."""

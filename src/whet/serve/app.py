@@ -19,8 +19,9 @@ from starlette.routing import Route
 
 import whet
 from whet.errors import WhetError
-from whet.serve.endpoints import Chat, Completion, Endpoint, Generate, render_messages
+from whet.serve.endpoints import Chat, Completion, Endpoint, Generate
 from whet.serve.errors import ApiError
+from whet.serve.inputs import render_messages
 from whet.serve.loop import EngineLoop
 from whet.serve.metrics import Metrics
 from whet.serve.model import ServedModel
@@ -137,7 +138,7 @@ class _App:
         if (fields.prompt is None) == (fields.messages is None):
             raise ApiError(400, "Expected prompt or messages, and not both.", "prompt")
         if fields.messages is not None:
-            ids = await asyncio.to_thread(render_messages, self.service, fields.messages, fields)
+            ids = await asyncio.to_thread(render_messages, self.model, fields.messages, fields)
         else:
             encode = self.model.tokenizer.encode
             ids = await asyncio.to_thread(encode, fields.prompt, add_special_tokens=fields.add_special_tokens)

@@ -6,14 +6,14 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from whet.config.sampling import SamplingParams
-from whet.data.rows import tokenize_prompt
 from whet.data.thinking import DEFAULT_TAGS
-from whet.errors import WhetError
 from whet.serve.choices import Choice, LegacyLogprobs, chat_logprobs, prompt_logprobs, usage_of
 from whet.serve.errors import ApiError
+from whet.serve.inputs import read_grammar, render_messages
 from whet.serve.schema import (
     MOST_PROMPTS,
     ChatRequest,
@@ -53,6 +53,8 @@ class Endpoint:
         self.sampling: list[SamplingParams | None] = []
         self.n_scored: int | None = request.prompt_logprobs
         self.shown: Mapping[int, str] = {}
+        self.grammar = read_grammar(service.model, request)
+        self.grammar_after = ""  # text behind which the grammar begins
 
     async def respond(self) -> Body:
         """Sample, and return the whole response."""
@@ -95,9 +97,10 @@ class Endpoint:
 
     def parts(self, streams: bool) -> AsyncGenerator[Part]:
         """Return the results of the engine."""
+        constrain = partial(self._served.grammars.constrain, self.grammar, self.grammar_after) if self.grammar else None
         return self.service.run(
             self.prompts, self.sampling, n=self.request.n, model=self.model, n_scored=self.n_scored, shown=self.shown,
-            streams=streams,
+            constrain=constrain, streams=streams,
         )  # fmt: skip
 
     def envelope(self, name: str) -> Body:
@@ -262,7 +265,7 @@ class Chat(Endpoint):
             raise ApiError(400, "modalities holds 'audio', and this server writes text only.", "modalities")
         if request.top_logprobs and not request.logprobs:
             raise ApiError(400, f"top_logprobs is {request.top_logprobs}, which needs logprobs: true.", "top_logprobs")
-        ids = render_messages(service, request.messages, request)
+        ids = render_messages(service.model, request.messages, request)
         n_new = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
         if n_new == 0:
             raise ApiError(400, "max_tokens is 0, expected at least 1.", "max_tokens")
@@ -273,6 +276,8 @@ class Chat(Endpoint):
         replies = self._served.replies
         self.shown = replies.special_tags
         is_open = bool(replies.opening_tag(ids))
+        if is_open and replies.tags is not None:
+            self.grammar_after = replies.tags.closing
         self._splitters = [ThinkingSplitter(is_open, replies.tags or DEFAULT_TAGS) for _ in range(request.n)]
         self._begun: set[int] = set()
 
@@ -362,51 +367,3 @@ class Generate(Endpoint):
                 self._served, choice.token_ids, choice.logprobs, choice.alternatives, as_ids=True
             )
         return body
-
-
-def render_messages(service: Service, messages: list, request: Any) -> list[int]:
-    """Return the prompt of messages by the model's chat template.
-
-    Raises:
-        ApiError: 400: there are no messages, a content is not text, or the template rejects them.
-    """
-    if not messages:
-        raise ApiError(400, "messages is empty, expected at least one message.", "messages")
-    plain = [_as_text(i, message) for i, message in enumerate(messages)]
-    row: dict[str, Any] = {"chat_template_kwargs": dict(request.chat_template_kwargs)}
-    continues = request.continue_final_message
-    if continues and plain[-1]["role"] != "assistant":
-        raise ApiError(400, "continue_final_message needs a last message of the assistant.", "continue_final_message")
-    tokenizer = service.model.tokenizer
-    if not getattr(tokenizer, "chat_template", None):
-        raise ApiError(400, "The model has no chat template. Use /v1/completions, or start with --chat-template.")
-    try:
-        if continues or not request.add_generation_prompt or plain[-1]["role"] == "assistant":
-            ids = tokenizer.apply_chat_template(
-                plain, add_generation_prompt=request.add_generation_prompt and not continues,
-                continue_final_message=continues, tokenize=True, return_dict=True, **row["chat_template_kwargs"],
-            )["input_ids"]  # fmt: skip
-        else:
-            ids = tokenize_prompt({"prompt": plain, **row}, tokenizer)
-    except WhetError as error:
-        raise ApiError(400, str(error), "messages") from None
-    return [int(i) for i in ids]
-
-
-def _as_text(i: int, message: Any) -> dict[str, Any]:
-    """Return a message whose content is text."""
-    name = f"messages[{i}]"
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise ApiError(400, f"{name} is {message!r:.60}, expected an object with role and content.", "messages")
-    content = message.get("content")
-    if isinstance(content, list):
-        texts = []
-        for part in content:
-            if not isinstance(part, Mapping) or part.get("type") not in ("text", "input_text", "output_text"):
-                kind = part.get("type") if isinstance(part, Mapping) else part
-                raise ApiError(400, f"{name} has a part of type {kind!r:.40}, and only text is supported.", "messages")
-            texts.append(str(part.get("text", "")))
-        content = "".join(texts)
-    if content is not None and not isinstance(content, str):
-        raise ApiError(400, f"{name}.content is {content!r:.40}, expected text or a list of parts.", "messages")
-    return {**{key: value for key, value in message.items() if key != "content"}, "content": content or ""}

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from whet.engine.session import Call, Drawn, Scores
+from whet.text.grammar import Constraint
 
 
 @dataclass
@@ -24,6 +25,7 @@ class Ticket:
     Attributes:
         begin: opens the call; runs on the engine's thread.
         n: number of samples; 0: the call computes scores.
+        constrain: makes the constraint of a sample; runs on the engine's thread. None: the samples are free.
         streams: whether tokens are sent after every step, or when the call is complete.
         updates: receives the ticket's updates; several tickets may share it.
         submitted_s: when it was submitted, by ``time.perf_counter``.
@@ -33,12 +35,15 @@ class Ticket:
     begin: Callable[[], Call]
     n: int
     streams: bool = False
+    constrain: Callable[[], Constraint] | None = None
     submitted_s: float = field(default_factory=time.perf_counter)
     started_s: float = 0.0
     updates: asyncio.Queue[tuple[Ticket, Update | BaseException]] = field(default_factory=asyncio.Queue)
     call: Call | None = None
     is_cancelled: bool = False
+    constraints: list[Constraint] = field(default_factory=list)  # of each sample, if it is not free
     n_sent: list[int] = field(default_factory=list)  # tokens of each sample
+    n_seen: list[int] = field(default_factory=list)  # by its constraint
     is_running: list[bool] = field(default_factory=list)  # each sample
 
 
@@ -157,8 +162,17 @@ class EngineLoop:
         except BaseException as error:
             updates.append((ticket, error))
             return
-        ticket.n_sent, ticket.is_running = [0] * ticket.n, [True] * ticket.n
+        ticket.n_sent, ticket.n_seen, ticket.is_running = [0] * ticket.n, [0] * ticket.n, [True] * ticket.n
         self._active.append(ticket)
+        if ticket.constrain is None:
+            return
+        try:
+            ticket.constraints = [ticket.constrain() for _ in range(ticket.n)]
+            for i, constraint in enumerate(ticket.constraints):
+                ticket.call.allow(i, constraint.allowed())
+        except BaseException as error:
+            updates.append((ticket, error))
+            self._end(ticket)
 
     def _step(self, updates: _Updates) -> None:
         """Run a step, and collect what it added to each ticket."""
@@ -181,6 +195,12 @@ class EngineLoop:
 
     def _collect(self, ticket: Ticket, call: Call) -> Update | None:
         is_done = call.is_done()
+        for i, constraint in enumerate(ticket.constraints):
+            new = call.drawn(i, ticket.n_seen[i])
+            ticket.n_seen[i] += len(new.token_ids)
+            if len(new.token_ids) and new.finish == "running":
+                constraint.add(new.token_ids)
+                call.allow(i, constraint.allowed())
         drawn = {}
         for i in range(ticket.n):
             if ticket.is_running[i] and (ticket.streams or is_done or not ticket.started_s):

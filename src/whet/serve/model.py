@@ -17,6 +17,7 @@ from whet.errors import WhetValueError
 from whet.models.formats import PAGE_TOKENS
 from whet.models.tokenizers.token_texts import TokenTexts, read_token_texts
 from whet.serve.errors import ApiError
+from whet.text.grammar import Grammars
 from whet.text.model import SPARE_PAGES, find_model, find_stop_ids, load_chat_tokenizer, load_engine
 
 _WHERE = "whet serve"
@@ -126,6 +127,11 @@ class ServedModel:
     def texts(self) -> TokenTexts:
         """The text of every token."""
         return read_token_texts(self.tokenizer, _WHERE)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Compiles grammars for the tokenizer."""
+        return Grammars(self.tokenizer, self.engine.config.vocab_size, self.stop_ids)
 
     @cached_property
     def replies(self) -> Replies:

@@ -32,12 +32,11 @@ _SAMPLING = {  # of a request -> of SamplingParams
 _REFUSED = (
     "suffix", "audio", "functions", "function_call", "include_stop_str_in_output", "truncate_prompt_tokens",
     "logprob_token_ids", "allowed_token_ids", "bad_words", "documents", "thinking_token_budget", "reasoning_effort",
-    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "repetition_detection",
-    "use_beam_search", "length_penalty", "response_format", "tools", "tool_choice", "web_search_options",
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "repetition_detection",
+    "use_beam_search", "length_penalty", "tools", "tool_choice", "web_search_options",
     "prompt_embeds", "skip_special_tokens",
 )  # fmt: skip
 _WITHOUT_EFFECT: dict[str, Any] = {
-    "response_format": {"type": "text"},
     "tool_choice": "none",
     "length_penalty": 1,
     "truncate_prompt_tokens": -1,
@@ -79,6 +78,8 @@ class Request:
     ignore_eos: bool = False
     echo: bool = False
     prompt_logprobs: OptionalCount = None
+    response_format: dict = field(default_factory=dict)
+    structured_outputs: dict = field(default_factory=dict)
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
 

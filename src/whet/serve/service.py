@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from whet.serve.loop import EngineLoop, Ticket, updates_of
 from whet.serve.metrics import Metrics
 from whet.serve.model import ServedModel
 from whet.serve.schema import Request
+from whet.text.grammar import Constraint
 
 
 @dataclass(kw_only=True)
@@ -99,6 +100,7 @@ class Service:
         model: str,
         n_scored: int | None = None,
         shown: Mapping[int, str] | None = None,
+        constrain: Callable[[], Constraint] | None = None,
         streams: bool = False,
     ) -> AsyncGenerator[Part]:
         """Sample prompts, and yield what is added to their choices.
@@ -111,6 +113,7 @@ class Service:
             n_scored: alternatives of each prompt token whose log-probs are computed, before the first part; None: no
                 log-probs of prompts.
             shown: special token -> its text in the choices; others have none.
+            constrain: makes the constraint of a choice; None: there is none.
             streams: whether parts are yielded as they are sampled; otherwise there is one per choice.
 
         Raises:
@@ -124,9 +127,9 @@ class Service:
             if settings is not None:
                 begin = partial(
                     self.model.engine.open_prompt, prompt.token_ids, n, settings, adapter=adapter,
-                    logprobs_mode="model", keep=True,
+                    logprobs_mode="model", keep=True, constrained=constrain is not None,
                 )  # fmt: skip
-                tickets.append(Ticket(begin, n, streams))
+                tickets.append(Ticket(begin, n, streams, constrain))
                 sampled[id(tickets[-1])] = prompt
                 prompt.choices = [Choice(self.model, i * n + j, settings.stop_token_ids, shown) for j in range(n)]
         scores = []

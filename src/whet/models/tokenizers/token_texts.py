@@ -111,7 +111,7 @@ def read_token_texts(tokenizer: Any, where: str) -> TokenTexts:
         WhetValueError: there is no such file, or tokens decode differently depending on their neighbours.
         MissingExtraError: ``tokenizer`` is a path and tokenizers is not installed.
     """
-    backend = _find_backend(tokenizer, where)
+    backend = find_backend(tokenizer, where)
     if backend.decoder is None:
         raise _refusal(where, "it has no decoder")
     vocabulary: Mapping[str, int] = backend.get_vocab(with_added_tokens=True)
@@ -141,7 +141,7 @@ def _refusal(where: str, why: str) -> WhetValueError:
     )
 
 
-def _find_backend(tokenizer: Any, where: str) -> Any:
+def find_backend(tokenizer: Any, where: str) -> Any:
     """Return the ``tokenizers.Tokenizer`` of a tokenizer."""
     if isinstance(tokenizer, GGUFFile) or (isinstance(tokenizer, (str, os.PathLike)) and Path(tokenizer).is_file()):
         return read_tokenizer(tokenizer).backend

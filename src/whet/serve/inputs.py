@@ -1,0 +1,106 @@
+"""Inputs of requests that need the model: messages become a prompt, and formats of answers become grammars."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from whet.data.rows import tokenize_prompt
+from whet.errors import WhetError
+from whet.serve.errors import ApiError
+from whet.serve.model import ServedModel
+from whet.serve.schema import Request
+
+
+def read_grammar(model: ServedModel, request: Request) -> str:
+    """Return the grammar that a request asks for by ``response_format`` or ``structured_outputs``; empty: none.
+
+    Raises:
+        ApiError: 400: the grammar is not valid, or not supported.
+    """
+    asked = dict(request.structured_outputs)
+    form = request.response_format
+    if form and form.get("type") != "text":
+        if asked:
+            raise ApiError(400, "response_format and structured_outputs are both given. Omit one.", "response_format")
+        kind, schema = form.get("type"), form.get("json_schema")
+        if kind == "json_schema" and isinstance(schema, Mapping):
+            asked = {"json": schema.get("schema")}
+        elif kind == "json_object":
+            asked = {"json_object": True}
+        else:
+            raise ApiError(
+                400, f"response_format is {form!r:.80}, expected a type of text, json_object or json_schema."
+            )
+    asked = {name: value for name, value in asked.items() if value not in (None, False)}
+    if not asked:
+        return ""
+    [(name, value), *others] = asked.items()
+    try:
+        if not others and name == "json" and isinstance(value, (dict, str)):
+            return model.grammars.from_schema(json.loads(value) if isinstance(value, str) else value)
+        if not others and name == "json_object":
+            return model.grammars.from_schema({"type": "object"})
+        if not others and name == "regex" and isinstance(value, str):
+            return model.grammars.from_regex(value)
+        if not others and name == "choice" and isinstance(value, list) and all(isinstance(v, str) for v in value):
+            return model.grammars.from_choices(value)
+        if not others and name == "grammar" and isinstance(value, str):
+            return model.grammars.from_lark(value)
+    except (WhetError, ValueError) as error:
+        raise ApiError(400, str(error), "response_format" if form else "structured_outputs") from None
+    raise ApiError(
+        400,
+        f"structured_outputs is {asked!r:.100}, expected one of json (a schema), json_object, regex, choice (a list of "
+        f"texts) and grammar (Lark).",
+        "structured_outputs",
+    )
+
+
+def render_messages(model: ServedModel, messages: list, request: Any) -> list[int]:
+    """Return the prompt of messages by the model's chat template.
+
+    Raises:
+        ApiError: 400: there are no messages, a content is not text, or the template rejects them.
+    """
+    if not messages:
+        raise ApiError(400, "messages is empty, expected at least one message.", "messages")
+    plain = [_as_text(i, message) for i, message in enumerate(messages)]
+    row: dict[str, Any] = {"chat_template_kwargs": dict(request.chat_template_kwargs)}
+    continues = request.continue_final_message
+    if continues and plain[-1]["role"] != "assistant":
+        raise ApiError(400, "continue_final_message needs a last message of the assistant.", "continue_final_message")
+    tokenizer = model.tokenizer
+    if not getattr(tokenizer, "chat_template", None):
+        raise ApiError(400, "The model has no chat template. Use /v1/completions, or start with --chat-template.")
+    try:
+        if continues or not request.add_generation_prompt or plain[-1]["role"] == "assistant":
+            ids = tokenizer.apply_chat_template(
+                plain, add_generation_prompt=request.add_generation_prompt and not continues,
+                continue_final_message=continues, tokenize=True, return_dict=True, **row["chat_template_kwargs"],
+            )["input_ids"]  # fmt: skip
+        else:
+            ids = tokenize_prompt({"prompt": plain, **row}, tokenizer)
+    except WhetError as error:
+        raise ApiError(400, str(error), "messages") from None
+    return [int(i) for i in ids]
+
+
+def _as_text(i: int, message: Any) -> dict[str, Any]:
+    """Return a message whose content is text."""
+    name = f"messages[{i}]"
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ApiError(400, f"{name} is {message!r:.60}, expected an object with role and content.", "messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = []
+        for part in content:
+            if not isinstance(part, Mapping) or part.get("type") not in ("text", "input_text", "output_text"):
+                kind = part.get("type") if isinstance(part, Mapping) else part
+                raise ApiError(400, f"{name} has a part of type {kind!r:.40}, and only text is supported.", "messages")
+            texts.append(str(part.get("text", "")))
+        content = "".join(texts)
+    if content is not None and not isinstance(content, str):
+        raise ApiError(400, f"{name}.content is {content!r:.40}, expected text or a list of parts.", "messages")
+    return {**{key: value for key, value in message.items() if key != "content"}, "content": content or ""}

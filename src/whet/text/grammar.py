@@ -1,0 +1,133 @@
+"""Grammars that constrain completions: JSON schemas, regular expressions, choices and Lark, by llguidance."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from whet.errors import WhetValueError, check_installed
+from whet.models.tokenizers.token_texts import find_backend
+
+_MOST_CHARACTERS = 1 << 18
+_MOST_DEPTH = 64
+
+
+class Grammars:
+    """Compiles grammars for a tokenizer.
+
+    Args:
+        tokenizer: a tokenizer of transformers or of Whet.
+        vocab_size: of the model.
+        stop_ids: tokens that end a completion; they are allowed where the grammar may end.
+
+    Raises:
+        MissingExtraError: llguidance is not installed.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, stop_ids: Sequence[int]) -> None:
+        check_installed("a grammar", "llguidance", extra="serve")
+        import llguidance
+
+        self._n_words = (vocab_size + 31) // 32
+        with tempfile.TemporaryDirectory() as folder:  # llguidance takes a name or a path
+            path = Path(folder) / "tokenizer.json"
+            path.write_text(find_backend(tokenizer, "a grammar").to_str(), encoding="utf-8")
+            self._tokens = llguidance.LLTokenizer(os.fspath(path), n_vocab=vocab_size, eos_token=list(stop_ids))
+
+    def from_schema(self, schema: Mapping[str, Any] | bool) -> str:
+        """Return the grammar of a JSON schema.
+
+        Raises:
+            WhetValueError: the schema is not valid, too large, or has keys that are not supported.
+        """
+        from llguidance import LLMatcher
+
+        _check_depth(schema)
+        return self._checked(LLMatcher.grammar_from_json_schema(json.dumps(schema)), "schema")
+
+    def from_regex(self, pattern: str) -> str:
+        """Return the grammar of a regular expression, which matches whole completions."""
+        from llguidance import LLMatcher
+
+        return self._checked(LLMatcher.grammar_from_regex(pattern), "regex")
+
+    def from_choices(self, choices: Iterable[str]) -> str:
+        """Return the grammar of several texts, of which one is a completion."""
+        return self.from_regex("|".join(map(_escape, choices)))
+
+    def from_lark(self, grammar: str) -> str:
+        """Return a grammar in llguidance's dialect of Lark."""
+        from llguidance import LLMatcher
+
+        return self._checked(LLMatcher.grammar_from_lark(grammar), "grammar")
+
+    def _checked(self, grammar: str, name: str) -> str:
+        from llguidance import LLMatcher
+
+        if len(grammar) > _MOST_CHARACTERS:
+            raise WhetValueError(f"{name} has {len(grammar):,} characters, expected at most {_MOST_CHARACTERS:,}.")
+        is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokens)
+        if is_wrong or messages:
+            raise WhetValueError(f"{name} is not supported: {' '.join(messages)[:400]}")
+        return grammar
+
+    def constrain(self, grammar: str, after: str = "") -> Constraint:
+        """Return the state of a completion under a grammar.
+
+        Args:
+            after: text of the completion behind which the grammar begins, such as the end of its thinking; empty: it
+                begins at once.
+        """
+        return Constraint(self._tokens, grammar, self._n_words, after)
+
+
+class Constraint:
+    """The tokens that may follow in a completion."""
+
+    def __init__(self, tokens: Any, grammar: str, n_words: int, after: str) -> None:
+        from llguidance import LLMatcher
+
+        self._tokens, self._awaited, self._before = tokens, after.encode(), b""
+        self._matcher = LLMatcher(tokens, grammar, log_level=0)
+        self._bitmap = np.full(n_words, -1, np.int32)
+
+    def allowed(self) -> np.ndarray:
+        """Return the bitmap of the next token, for ``Call.allow``.
+
+        Raises:
+            WhetValueError: the grammar exceeds llguidance's limits.
+        """
+        if self._awaited:
+            return self._bitmap  # every token
+        self._matcher.unsafe_compute_mask_ptr(self._bitmap.ctypes.data, self._bitmap.nbytes)
+        if self._matcher.is_error():
+            raise WhetValueError(f"the grammar cannot be followed: {self._matcher.get_error()[:400]}")
+        return self._bitmap
+
+    def add(self, token_ids: Iterable[int]) -> None:
+        """Advance by sampled tokens."""
+        for token_id in map(int, token_ids):
+            if self._awaited:
+                self._before += self._tokens.decode_bytes([token_id])
+                if self._awaited in self._before:
+                    self._awaited = b""
+            elif not self._matcher.is_stopped():
+                self._matcher.consume_token(token_id)
+
+
+def _escape(text: str) -> str:
+    return re.sub(r"([^\w\s])", r"\\\1", text)
+
+
+def _check_depth(value: Any, depth: int = 0) -> None:
+    if depth > _MOST_DEPTH:
+        raise WhetValueError(f"schema is nested deeper than {_MOST_DEPTH} levels.")
+    for each in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
+        _check_depth(each, depth + 1)
