@@ -85,7 +85,7 @@ WHET_EXPORT(learner_forward) void learner_forward(const double* numbers, size_t 
     s.rows = rows;
 }
 
-// Adds to the gradients of all factors, from those of the last log-probs.
+// Adds to the gradients of all factors, from the gradients of the last log-probs.
 WHET_EXPORT(learner_backward) void learner_backward(const float* grad_logprobs, size_t rows, float* gradients) {
     LearnerAndHead& s = running();
     s.learner.check_kept();
