@@ -1,5 +1,5 @@
-// Bundles the package into dist/: entries for the page, the engine's worker, its threads, Hugging Face formats, and the
-// primitives and kernels. Libraries are included, so that a page needs no bundler.
+// Bundles the package into dist/: entries for the page, the engine's worker, its threads, its chunks of Hugging Face formats
+// and of the learner, and the primitives and kernels. Libraries are included, so that a page needs no bundler.
 import { execFileSync } from "node:child_process";
 import { readFile, writeFile } from "node:fs/promises";
 import { fileURLToPath } from "node:url";
@@ -7,7 +7,7 @@ import { build } from "esbuild";
 
 export const libraries = ["@huggingface/jinja", "@huggingface/tokenizers", "@noble/hashes"];
 export const options = {
-  entryPoints: { index: "src/index.ts", worker: "src/engine/worker.ts", thread: "src/core/thread.ts", hf: "src/models/hf.ts", ops: "src/ops.ts" },
+  entryPoints: { index: "src/index.ts", worker: "src/engine/worker.ts", thread: "src/core/thread.ts", hf: "src/models/hf.ts", learner: "src/learner/host.ts", ops: "src/ops.ts" },
   absWorkingDir: fileURLToPath(new URL(".", import.meta.url)),
   outdir: "dist",
   bundle: true,
@@ -29,9 +29,9 @@ if (process.argv[1] === fileURLToPath(import.meta.url)) {
   for (const name of ["libc++-19-dev-wasm32", "libclang-rt-19-dev-wasm32", "wasi-libc"]) licenses.push(`${name}\n\n${await readFile(`/usr/share/doc/${name}/copyright`, "utf8")}`);
   await writeFile("dist/third_party_licenses.txt", licenses.join("\n\n"));
   await build(options);
-  // Comments that make bundlers leave this import to the browser: the minifier drops them.
+  // Comments that make bundlers leave these imports to the browser: the minifier drops them.
   const text = await readFile("dist/worker.js", "utf8");
   const imports = "import(/* @vite-ignore */ /* webpackIgnore: true */ /* turbopackIgnore: true */ new URL(";
-  if (text.split("import(new URL(").length !== 2) throw new Error("dist/worker.js has not exactly one import of a URL");
-  await writeFile("dist/worker.js", text.replace("import(new URL(", imports));
+  if (text.split("import(new URL(").length !== 3) throw new Error("dist/worker.js does not have exactly two imports of URLs");
+  await writeFile("dist/worker.js", text.replaceAll("import(new URL(", imports));
 }

@@ -6,6 +6,7 @@ python facts.py OUT
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import re
 import sys
@@ -14,32 +15,57 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from whet.config.fields import Range
+import numpy as np
+
+from whet.config.fields import NonNegative, Range
 from whet.config.sampling import SamplingParams
+from whet.config.settings import GRPOConfig, SFTConfig
+from whet.learner import Learner
 from whet.models import adapter_files, architecture, families, formats
 from whet.models.sources import folder
 from whet.models.tokenizers import algorithms, vocabulary
 from whet.models.tokenizers.pre_tokenizers import PRE_TOKENIZERS
 
 BINDING = Path(__file__).parent.parent / "cpp/bindings/wasm"
-CALLS = {"engineCalls": "engine.cpp", "opCalls": "ops.cpp"}
+CALLS = {"engineCalls": "engine.cpp", "opCalls": "ops.cpp", "learnerCalls": "learner.cpp"}
+STEP = ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm")
+RUN = (*STEP, "batch_size", "max_tokens_per_step")
+LEARNING = {
+    "sft": (SFTConfig, RUN),
+    "grpo": (GRPOConfig, (*RUN, "group_size", "num_iterations", "epsilon", "sampler_cap")),
+}
+"""Settings of training that the package has."""
 
 
 def camel(name: str) -> str:
     return re.sub(r"_(\w)", lambda match: match[1].upper(), name)
 
 
-def settings() -> dict[str, Any]:
-    """Return the default and the accepted values of every sampling setting by name."""
-    hints = typing.get_type_hints(SamplingParams, include_extras=True)
+def settings(config: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Return the default and the accepted values of settings of a config by name."""
+    hints = typing.get_type_hints(config, include_extras=True)
     found: dict[str, Any] = {}
-    for field in dataclasses.fields(SamplingParams):
+    for field in dataclasses.fields(config):
+        if field.name not in names:
+            continue
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        (note,) = (note for note in typing.get_args(hints[field.name])[1:] if isinstance(note, Range))
+        # epsilon, which check_grpo_options checks, has no range.
+        notes = [*typing.get_args(hints[field.name])[1:], *typing.get_args(NonNegative)[1:]]
+        note = next(note for note in notes if isinstance(note, Range))
         found[camel(field.name)] = {"default": default, "expected": note.expected}
     return found
+
+
+def learning() -> dict[str, Any]:
+    """Return the settings of each way to train, of a step of AdamW, and the config of an adapter for PEFT."""
+    found = {name: settings(config, names) for name, (config, names) in LEARNING.items()}
+    step = {name: setting for name, setting in found["sft"].items() if name in map(camel, STEP)}
+    step["learningRate"] = step["learningRate"] | {"default": inspect.signature(Learner.step).parameters["lr"].default}
+    factors = {"": (np.zeros((1, 1)), np.zeros((1, 1)), 1.0)}
+    peft = adapter_files.peft_config(factors, "", "CAUSAL_LM")
+    return found | {"step": step, "maxNewTokens": GRPOConfig.max_new_tokens, "peft": peft}
 
 
 def pre_tokenizers() -> list[list[Any]]:
@@ -88,7 +114,7 @@ def binding_names() -> dict[str, Any]:
         f"{macro.lower()}Fields": [
             camel(re.split(r"[ .]", arguments)[-1]) for kind, arguments in lines if kind == macro
         ]
-        for macro in ("MODEL", "PROMPT", "SAMPLE")
+        for macro in ("MODEL", "PROMPT", "BATCH", "SAMPLE")
     }
     enums: dict[str, list[str]] = {}
     for macro, arguments in lines:
@@ -129,7 +155,8 @@ def facts() -> dict[str, Any]:
             for name, s in formats._SETTINGS.items()
         },
         "folder": {"buffers": folder._BUFFERS.pattern},
-        "sampling": settings(),
+        "sampling": settings(SamplingParams, [field.name for field in dataclasses.fields(SamplingParams)]),
+        "learning": learning(),
         "adapters": {
             "prefix": adapter_files.PEFT_PREFIX,
             "plain": adapter_files._PLAIN,

@@ -42,6 +42,9 @@ const Kernels table = {
 #define KERNEL(result, name, parameters) name,
 #if defined(__wasm__)
 #define NATIVE_KERNEL(result, name, parameters) nullptr,
+#if !defined(WHET_LEARNER)
+#define LEARNER_KERNEL(result, name, parameters) nullptr,
+#endif
 #endif
 #include "kernels/kernels.def"
 #undef KERNEL

@@ -11,7 +11,7 @@
 namespace whet {
 
 TrainingAttention Learner::attention_of(size_t layer) {
-    const auto d = static_cast<int64_t>(config_.head_dim), token = static_cast<int64_t>(config_.qkv_dim());
+    const auto d = static_cast<ptrdiff_t>(config_.head_dim), token = static_cast<ptrdiff_t>(config_.qkv_dim());
     const auto head = [&](size_t i) { return TokenHeads{now_.qkv + i * config_.head_dim * number_bytes_, token, d}; };
     const size_t window = config_.windows[layer];
     return {.bf16 = type_ == ProductType::kBFloat16,

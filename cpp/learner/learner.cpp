@@ -12,6 +12,7 @@
 #include "runtime/ceil_div.h"
 #include "runtime/split.h"
 #include "runtime/thread_pool.h"
+#include "runtime/try_allocating.h"
 
 namespace whet {
 namespace {
@@ -204,11 +205,8 @@ void Learner::allocate_kept(size_t most_bytes) {
     first_kept_ = config_.n_layers;
     if (bytes > kept_bytes_) {
         kept_ = {}, kept_bytes_ = 0;
-        try {
-            kept_ = Zeroed(bytes), kept_bytes_ = bytes;
-        } catch (const std::bad_alloc&) {
-            return;
-        }
+        if (!try_allocating([&] { kept_ = Zeroed(bytes); })) return;
+        kept_bytes_ = bytes;
     }
     first_kept_ -= n_kept;
 }

@@ -1,9 +1,10 @@
 // State of the page: one engine and one chat. Each action of the page is one function below.
 import { Engine } from "./dist/index.js";
+import { drawCurve, measureAccuracy, WAYS } from "./sums.js";
 
 const at = (id) => document.getElementById(id);
-const inputs = ["message", "send", "clear", "measure"];
-let engine, chat, adapter, running;
+const inputs = ["message", "send", "clear", "measure", "learn", "save", "way"];
+let engine, chat, adapter, running, learner, learning;
 
 function showStatus(text, isError = false) {
   at("status").textContent = text;
@@ -14,6 +15,8 @@ function enable(isReady) {
   for (const id of inputs) at(id).disabled = !isReady;
   at("stop").disabled = isReady || running === undefined;
   at("adapters").disabled = !isReady;
+  at("halt").disabled = learning === undefined;
+  if (learner === undefined) at("save").disabled = true;
 }
 
 const megabytes = (bytes) => `${Math.round(bytes / 1e6).toLocaleString()} MB`;
@@ -21,7 +24,8 @@ const megabytes = (bytes) => `${Math.round(bytes / 1e6).toLocaleString()} MB`;
 async function open(source, name) {
   running?.abort();
   engine?.close();
-  engine = chat = adapter = undefined;
+  engine = chat = adapter = learner = undefined;
+  learning?.abort();
   at("adapted").checked = false;
   at("adapted").disabled = true;
   enable(false);
@@ -30,7 +34,11 @@ async function open(source, name) {
   showStatus(`Loading ${name} ...`);
   try {
     const onProgress = ({ loadedBytes, totalBytes }) => (at("progress").value = totalBytes > 0 ? loadedBytes / totalBytes : 0);
-    engine = await Engine.load(source, { contextLength: 2048, onProgress });
+    const load = (learning) => Engine.load(source, { contextLength: 2048, maxBatch: 16, learning, onProgress });
+    engine = await load(true).catch((error) => {
+      if (!error.message.includes("learning needs")) throw error;
+      return load(false); // this browser can chat, but not learn
+    });
     show(await engine.info());
     startChat();
     showStatus(`${name} is ready.`);
@@ -134,6 +142,57 @@ async function measure() {
   }
 }
 
+/** Train for some steps, and measure before and after. A second run continues with the adapters of the first. */
+async function learn() {
+  const way = WAYS[at("way").value];
+  const steps = at("steps").valueAsNumber;
+  const [mine, values] = [engine, []];
+  const report = (text) => (at("learned").value = text);
+  const showAccuracy = (row, share) => (at("accuracy").rows[row].cells[1].textContent = share === undefined ? "\u2013" : `${Math.round(100 * share)} %`);
+  learning = new AbortController();
+  const { signal } = learning;
+  enable(false);
+  try {
+    learner ??= await engine.learner({ rank: 8 });
+    showAccuracy(1);
+    report("Measuring ...");
+    showAccuracy(0, await measureAccuracy(engine, await learner.sync(), signal));
+    drawCurve(at("curve"), way.curve, values, steps);
+    report("Learning ...");
+    const begin = performance.now();
+    const onProgress = (progress) => {
+      values.push(way.valueOf(progress));
+      drawCurve(at("curve"), way.curve, values, steps);
+      report(`${((performance.now() - begin) / 1000 / values.length).toFixed(1)} s a step`);
+    };
+    await way.run(learner, { steps, onProgress, signal });
+    report(`${steps} steps in ${Math.round((performance.now() - begin) / 1000)} s`);
+  } catch (error) {
+    report(`Stopped after ${values.length} steps`);
+    if (error.name !== "AbortError") showStatus(error.message, true);
+  } finally {
+    if (engine === mine) {
+      learning = undefined;
+      if (values.length > 0) {
+        adapter = await learner.sync();
+        showAccuracy(1, await measureAccuracy(engine, adapter));
+        at("adapted").disabled = false;
+        startChat();
+      }
+      enable(true);
+    } // else another model was opened
+  }
+}
+
+async function saveLearned() {
+  try {
+    await learner.save("sums");
+    showStatus("Saved the adapters in this browser as \u201csums\u201d.");
+  } catch (error) {
+    showStatus(error.message, true);
+  }
+}
+
 async function openAdapter() {
   try {
     if (adapter !== undefined) await engine.removeAdapter(adapter);
@@ -168,6 +227,9 @@ at("message").addEventListener("keydown", (event) => {
 at("stop").addEventListener("click", () => running?.abort());
 at("clear").addEventListener("click", startChat);
 at("measure").addEventListener("click", measure);
+at("learn").addEventListener("click", learn);
+at("halt").addEventListener("click", () => learning?.abort());
+at("save").addEventListener("click", saveLearned);
 at("adapter").addEventListener("change", openAdapter);
 at("adapted").addEventListener("change", startChat);
 for (const name of ["dragover", "dragleave", "drop"]) {

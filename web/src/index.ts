@@ -7,4 +7,7 @@ export type { Sampling } from "./engine/sampling.js";
 export { clearCache, listCache } from "./files/cache.js";
 export type { FileOptions, Progress } from "./files/reader.js";
 export type { Source, Sources } from "./files/sources.js";
+export type { Learner } from "./learner/learner.js";
+export type { Completion, GrpoOptions, GrpoRow, LearnerOptions, LearnProgress, RunOptions, SftRow, StepOptions } from "./learner/options.js";
+export { deleteAdapter, listAdapters, openAdapter } from "./learner/saved.js";
 export type { Message, PromptOptions } from "./text/tokenizer.js";

@@ -82,7 +82,7 @@ export class Ops {
 
   /** Load the module. `assets`: URL of the folder with the package's wasm files. Default: this script's folder. */
   static async load({ assets }: { assets?: string | URL } = {}): Promise<Ops> {
-    const { core } = await startCore(globalThis.crossOriginIsolated !== false, "Ops.load", assets);
+    const { core } = await startCore(globalThis.crossOriginIsolated !== false, "Ops.load", { assets });
     return new Ops(core, core.call("is_fused") === 1);
   }
 

@@ -30,7 +30,7 @@ const BROWSERS = {
 
 async function files() {
   const found = { "index.html": Buffer.from("<!doctype html><title>whet-web</title>") };
-  for (const name of ["index.js", "worker.js", "thread.js", "hf.js", "threads.wasm", "threads-plain.wasm", "plain.wasm"]) found[name] = await readFile(new URL(`../dist/${name}`, import.meta.url));
+  for (const name of ["index.js", "worker.js", "thread.js", "hf.js", "learner.js", "threads.wasm", "threads-plain.wasm", "plain.wasm", "learner.wasm"]) found[name] = await readFile(new URL(`../dist/${name}`, import.meta.url));
   for (const name of ["q8_0.gguf", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"]) found[name] = await readFile(new URL(name, FIXTURES));
   for (const name of ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]) found[`folder/${name}`] = await readFile(new URL(`folder/${name}`, FIXTURES));
   // The package in limited browsers: storage for five models, at most 1 GiB of shared memory, none, no relaxed SIMD, no workers
@@ -38,7 +38,7 @@ async function files() {
   const maxPages = (n) => `const { Memory } = WebAssembly; WebAssembly.Memory = class extends Memory { constructor(how) { if (how.shared && how.maximum > ${n}) throw new RangeError("could not allocate memory"); super(how); } };`;
   const limited = { storage: `navigator.storage.estimate = async () => ({ quota: ${5.5 * found["q8_0.gguf"].length} });`, memory: maxPages(16384), shared: maxPages(0), simd: "const { validate } = WebAssembly; let n = 0; WebAssembly.validate = (bytes) => n++ > 0 && validate(bytes);", workers: "globalThis.Worker = undefined;", threadless: "", failing: "" };
   for (const [folder, script] of Object.entries(limited)) {
-    for (const name of ["thread.js", "hf.js", "threads.wasm", "threads-plain.wasm", "plain.wasm"]) found[`limited/${folder}/${name}`] = found[name];
+    for (const name of ["thread.js", "hf.js", "learner.js", "threads.wasm", "threads-plain.wasm", "plain.wasm", "learner.wasm"]) found[`limited/${folder}/${name}`] = found[name];
     found[`limited/${folder}/worker.js`] = Buffer.from(`{ ${script} } // a block: its names must not collide with the bundle's\n${found["worker.js"]}`);
   }
   delete found["limited/threadless/thread.js"];
@@ -328,6 +328,51 @@ for (const [name, { path, launch }] of Object.entries(BROWSERS)) {
       const cached = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"].map((name) => [name, true]);
       assert.deepEqual(tokens, [...cached, ...expected.map((token, i) => [token, logprobs[i]])]);
       await page.close();
+    });
+
+    test("a page learns, saves adapters in its private file system and trains them further", async () => {
+      const { page } = await open("isolated");
+      const found = await page.evaluate(async ([prompt]) => {
+        const { deleteAdapter, Engine, listAdapters, openAdapter } = await import("/index.js");
+        const engine = await Engine.load("q8_0.gguf", { threads: 2, learning: true, cache: false });
+        const rows = [{ prompt, completion: [3, 4, 5] }, { prompt, completion: [6, 7] }];
+        const learner = await engine.learner({ rank: 4 });
+        const losses = (await learner.sft(rows, { steps: 4, learningRate: 0.01 })).map(({ loss }) => loss);
+        const rewards = (await learner.grpo([{ prompt }], { reward: async ({ tokens }) => tokens[0] / 1000, groupSize: 2, maxNewTokens: 2 })).map(({ meanReward }) => meanReward);
+        const before = await learner.logprobs(rows);
+        await learner.save("mine");
+        await learner.save("mine"); // replaces it
+        await learner.close();
+        const names = await listAdapters();
+        const again = await engine.learner({ adapter: await openAdapter("mine") });
+        const after = await again.logprobs(rows);
+        const [number, synced] = [await engine.loadAdapter(await openAdapter("mine")), await again.sync()];
+        const scores = await Promise.all([number, synced].map((adapter) => engine.logprobs(prompt, { adapter })));
+        await deleteAdapter("mine");
+        const { build } = await engine.info();
+        engine.close();
+        return { losses, rewards, before, after, names, scores, build, left: await listAdapters(), missing: await openAdapter("mine").catch(({ message }) => message) };
+      }, [ids]);
+      assert.ok(found.losses[3] < found.losses[0] - 0.1, String(found.losses));
+      assert.deepEqual([found.build, found.rewards.length, found.names, found.left], ["learner", 1, ["mine"], []]);
+      assert.deepEqual(found.after, found.before);
+      assert.deepEqual(found.scores[0], found.scores[1]);
+      mentions("openAdapter", '"mine"', "listAdapters()")(found.missing);
+      await page.close();
+    });
+
+    test("learning without isolation, relaxed SIMD or shared memory is refused by name", async () => {
+      const refused = async (kind, assets) => {
+        const { page } = await open(kind);
+        const message = await page.evaluate(async (assets) => {
+          const { Engine } = await import("/index.js");
+          return Engine.load("q8_0.gguf", { learning: true, cache: false, assets }).then(() => "loaded", ({ message }) => message);
+        }, assets);
+        await page.close();
+        return message;
+      };
+      mentions("Engine.load", "learning needs threads", "not cross-origin isolated", "Cross-Origin-Opener-Policy: same-origin", "omit learning")(await refused("plain"));
+      for (const folder of ["simd", "shared"]) mentions("Engine.load", "learning needs relaxed SIMD and shared memory", "Chrome 114", "omit learning")(await refused("isolated", `/limited/${folder}`));
     });
 
     test("an AbortSignal ends a request, and each request selects its adapter", async () => {

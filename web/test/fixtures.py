@@ -19,6 +19,7 @@ from tests.models.tokenizers import vocab_files
 from tests.models.tokenizers.texts import make_texts
 from tests.tiny import tiny_llama, with_lora
 from web.facts import camel
+from web.test.learner_fixtures import learning
 
 import whet
 from whet.config.sampling import SamplingParams
@@ -285,6 +286,7 @@ def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     model(folder)
     families(folder / "families")
+    learning(folder)
     (folder / "ops.json").write_text(json.dumps(ops()), encoding="utf-8")
     for name, cases in (("tokenizers", tokenizers()), ("templates", templates()), ("settings", settings())):
         (folder / f"{name}.json").write_text(

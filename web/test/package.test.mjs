@@ -30,7 +30,7 @@ export async function run(source) {
 }
 `;
 const TYPED = `
-import { Engine, type Message } from "whet-web";
+import { Engine, type Learner, type Message } from "whet-web";
 import { Ops } from "whet-web/ops";
 interface Mine { role: "user" | "assistant"; content: string }
 export async function run(engine: Engine, mine: Mine[], file: File, list: FileList): Promise<Message[]> {
@@ -42,7 +42,13 @@ export async function run(engine: Engine, mine: Mine[], file: File, list: FileLi
   const chat = engine.chat({ system: "a", seed: 1n });
   chat.messages.push(...mine);
   await Engine.load(list);
-  await Engine.load([file, file]);
+  await Engine.load([file, file], { learning: true });
+  const learner: Learner = await engine.learner({ rank: 4, targets: ["q_proj"] });
+  await learner.sft([{ prompt: mine, completion: "a" }, { prompt: [1], completion: [2] }], { steps: 1, learningRate: 1e-3 });
+  await learner.grpo([{ prompt: "a", sum: 3 }], { reward: async ({ text }, { sum }) => text.length - sum, groupSize: 4, topP: 0.9 });
+  // @ts-expect-error a row has no product
+  await learner.grpo([{ prompt: "a", sum: 3 }], { reward: ({ text }, { product }) => text.length - product });
+  await engine.loadAdapter(await learner.toPeft());
   await Ops.load();
   return chat.messages;
 }

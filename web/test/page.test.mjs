@@ -8,7 +8,7 @@ import { FIXTURES } from "./fixtures.mjs";
 
 const executablePath = ["/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome"].find(existsSync);
 
-test("the example page loads a model, chats and measures", { skip: executablePath === undefined && "Chromium is not installed" }, async () => {
+test("the example page loads a model, chats, measures and learns", { skip: executablePath === undefined && "Chromium is not installed" }, async () => {
   const { chromium } = await import("playwright-core");
   const path = fileURLToPath(new URL("../example/serve.mjs", import.meta.url));
   const server = spawn(process.execPath, [path, "0", fileURLToPath(FIXTURES)], { stdio: ["ignore", "pipe", "inherit"] });
@@ -46,12 +46,31 @@ test("the example page loads a model, chats and measures", { skip: executablePat
     await page.click("#measure");
     await status("Measured.");
     for (const speed of await page.locator("#speeds td").allTextContents()) assert.ok(Number(speed) > 0, speed);
+    await page.fill("#steps", "3");
+    for (const way of ["sft", "grpo"]) {
+      await page.selectOption("#way", way);
+      await page.click("#learn");
+      await page.waitForFunction(() => !document.querySelector("#learn").disabled, undefined, { timeout: 120000 });
+      assert.match(await page.evaluate(() => document.querySelector("#learned").value), /^3 steps in \d+ s$/);
+      assert.equal((await page.getAttribute("#curve polyline", "points")).split(" ").length, 3);
+      assert.match(await page.textContent("#curve title"), new RegExp(`^${way === "sft" ? "Loss" : "Mean reward"}: \\d+\\.\\d\\d at step 3 of 3`));
+      for (const share of await page.locator("#accuracy td").allTextContents()) assert.match(share, /^\d+ %$/);
+    }
+    await page.click("#save");
+    await status("Saved the adapters");
+    await page.fill("#steps", "500");
+    await page.selectOption("#way", "sft");
+    await page.click("#learn");
+    await page.waitForFunction(() => document.querySelector("#learned").value.endsWith("s a step"));
+    await page.click("#halt");
+    await page.waitForFunction(() => !document.querySelector("#learn").disabled);
+    assert.match(await page.evaluate(() => document.querySelector("#learned").value), /^Stopped after \d+ steps$/);
     for (const [colorScheme, width] of [["light", 1200], ["dark", 1200], ["dark", 360], ["light", 360]]) {
       await page.emulateMedia({ colorScheme });
       await page.setViewportSize({ width, height: 800 });
       assert.ok(await page.evaluate(() => document.documentElement.scrollWidth <= innerWidth), `the page is wider than ${width}`);
     }
-    const unnamed = await page.$$eval("input, textarea, button, progress", (all) =>
+    const unnamed = await page.$$eval("input, textarea, button, select, progress", (all) =>
       all.filter((each) => !(each.labels?.length || each.textContent || each.ariaLabel)).map(({ id }) => id),
     );
     assert.deepEqual([unnamed, problems], [[], []]);

@@ -10,8 +10,9 @@ const ROOMS = {
   files: ["core"], // bytes and tensors of files
   models: ["core", "files"], // configs, slots and formats
   text: ["core"], // tokenizers and chat templates
-  engine: ["core", "files", "models", "text"],
-  ".": ["core", "files", "engine", "text"], // the entries index.ts and ops.ts
+  engine: ["core", "files", "models", "text", "learner"],
+  learner: ["core", "files", "models", "text", "engine"], // adapters in training; of engine only options and types
+  ".": ["core", "files", "engine", "learner", "text"], // the entries index.ts and ops.ts
 };
 const roomOf = (path) => (path.includes("/") ? path.split("/")[0] : ".");
 const files = readdirSync("src", { recursive: true }).filter((path) => path.endsWith(".ts"));

@@ -12,9 +12,11 @@
 #include <string_view>
 
 #include "bindings/wasm/exports.h"
+#include "bindings/wasm/model.h"
 #include "bindings/wasm/result.h"
-#include "engine/primitives.h"
+#include "bindings/wasm/settings.h"
 #include "engine/engine.h"
+#include "engine/primitives.h"
 
 namespace whet {
 namespace {
@@ -24,45 +26,6 @@ std::optional<Transformer> model;
 std::optional<Engine> engine;
 std::unique_ptr<Adapter> adapter;               // under construction
 std::shared_ptr<const TokenTexts> token_texts;  // null: no stop strings
-
-// Sequential reader of settings.
-class Settings {
-public:
-    Settings(const double* at, size_t n) : at_(at), end_(at + n) {}
-    void read(bool& value) { value = number() != 0; }
-    void read(uint64_t& value) {  // high and low 32 bits
-        value = static_cast<uint64_t>(number()) << 32;
-        value |= static_cast<uint64_t>(number());
-    }
-    template <class Number>
-    void read(Number& value) {
-        value = static_cast<Number>(number());
-    }
-    void read(TokenBias& value) {
-        if (size() != 2) throw std::invalid_argument("a bias is not a pair");
-        read(value.token), read(value.bias);
-    }
-    template <class Element>
-    void read(std::vector<Element>& values) {
-        for (size_t i = size(); i > 0; --i) {
-            Element value;
-            read(value);
-            values.push_back(value);
-        }
-    }
-    void finish() const {
-        if (at_ != end_) throw std::invalid_argument("too many settings");
-    }
-
-private:
-    double number() {
-        if (at_ == end_) throw std::invalid_argument("too few settings");
-        return *at_++;
-    }
-    size_t size() { return static_cast<size_t>(number()); }
-
-    const double *at_, *end_;
-};
 
 Engine& running() {
     if (!engine) throw std::logic_error("no model is loaded");
@@ -112,6 +75,8 @@ constexpr bool are_enums_in_order() {
 static_assert(are_enums_in_order(), "JavaScript sends an enum's value as its index in fields.def");
 
 }  // namespace
+
+std::shared_ptr<const Weights> loaded_weights() { return weights; }
 
 WHET_EXPORT(begin_model) void begin_model(const double* numbers, size_t n) {
     Settings from(numbers, n);

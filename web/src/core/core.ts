@@ -110,8 +110,13 @@ export class Core {
     return this.with([bytes], (at) => use(at, bytes.length));
   }
 
+  /** Return numbers in place, valid until the memory grows. */
+  view(at: number, n: number): Float32Array {
+    return new Float32Array(this.memory.buffer, at >>> 0, n);
+  }
+
   floats(at: number, n: number): Float32Array<ArrayBuffer> {
-    return new Float32Array(this.memory.buffer, at >>> 0, n).slice() as Float32Array<ArrayBuffer>;
+    return this.view(at, n).slice() as Float32Array<ArrayBuffer>;
   }
 
   integers(at: number, n: number): Int32Array<ArrayBuffer> {

@@ -3,26 +3,33 @@ import { Core } from "./core.js";
 import { WhetError } from "./errors.js";
 import { assetUrl, isNode, nodeModule } from "./port.js";
 
-/** "threads": relaxed SIMD and shared memory; "threads-plain": SIMD128 and shared memory; "plain": only SIMD128. */
-export type Build = "threads" | "threads-plain" | "plain";
+/** "threads": relaxed SIMD and shared memory; "threads-plain": SIMD128 and shared memory; "plain": only SIMD128; "learner":
+ * "threads" with the learner. */
+export type Build = "threads" | "threads-plain" | "plain" | "learner";
+
+/** Headers that isolate a page. */
+export const ISOLATION = "Cross-Origin-Opener-Policy: same-origin and Cross-Origin-Embedder-Policy: require-corp";
 
 /**
  * Start the best build that this runtime supports: relaxed SIMD and threads, SIMD128 and threads, or only SIMD128.
  *
  * @param where prefix of error messages.
- * @param assets URL of the folder with the package's files. Default: this script's folder.
+ * @param options.assets URL of the folder with the package's files. Default: this script's folder.
+ * @param options.learning start the build that learns, and no other.
  */
-export async function startCore(isolated: boolean, where: string, assets?: string | URL): Promise<{ core: Core; build: Build }> {
+export async function startCore(isolated: boolean, where: string, { assets, learning = false }: { assets?: string | URL; learning?: boolean } = {}): Promise<{ core: Core; build: Build }> {
+  if (learning && !isolated) throw new WhetError(`${where}: learning needs threads, and this page is not cross-origin isolated. Serve it with the headers ${ISOLATION}, or omit learning.`);
   // Bundlers match these exact expressions.
   const urls: Record<Build, URL> = {
     threads: new URL("./threads.wasm", import.meta.url),
     "threads-plain": new URL("./threads-plain.wasm", import.meta.url),
     plain: new URL("./plain.wasm", import.meta.url),
+    learner: new URL("./learner.wasm", import.meta.url),
   };
   const only = isNode ? globalThis.process.env.WHET_WEB_BUILD : undefined;
-  for (const build of Object.keys(urls) as Build[]) {
+  for (const build of learning ? (["learner"] as const) : (["threads", "threads-plain", "plain"] as const)) {
     const isShared = build !== "plain";
-    if ((isShared && !isolated) || (only !== undefined && only !== build)) continue;
+    if ((isShared && !isolated) || (only !== undefined && only !== build && !learning)) continue;
     const url = assets === undefined ? urls[build] : assetUrl(assets, `${build}.wasm`);
     const bytes = await fetchBytes(url, where);
     if (!WebAssembly.validate(bytes)) continue;
@@ -32,6 +39,7 @@ export async function startCore(isolated: boolean, where: string, assets?: strin
     });
     if (core !== undefined) return { core, build };
   }
+  if (learning) throw new WhetError(`${where}: learning needs relaxed SIMD and shared memory, which this runtime lacks. Use Chrome 114, Firefox 145, Node 22 or later, or omit learning.`);
   throw new WhetError(`${where}: this runtime's WebAssembly has no SIMD, which the core needs. Use Chrome 91, Firefox 89, Safari 16.4, Node 22 or later.`);
 }
 

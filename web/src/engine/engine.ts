@@ -1,8 +1,12 @@
 /** Engine in a page: checks arguments and sends calls to its worker. */
 import { OutOfMemoryError, show, WhetError } from "../core/errors.js";
 import { startEngineWorker, startThreadWorker, type WorkerPort } from "../core/port.js";
+import { ISOLATION } from "../core/start.js";
 import type { FileOptions, Progress } from "../files/reader.js";
 import { checkDigests, listFiles, type Sources } from "../files/sources.js";
+import { Learner } from "../learner/learner.js";
+import { checkLearnerOptions, type LearnerOptions } from "../learner/options.js";
+import type { Action, Actions, LearnRequest } from "../learner/protocol.js";
 import type { Message, PromptOptions } from "../text/tokenizer.js";
 import { Chat } from "./chat.js";
 import type { Call, Estimate, GenerateOptions, Info, LoadOptions, Measure, Prompt, Reply, Request, Signal, Token } from "./protocol.js";
@@ -15,7 +19,7 @@ interface PendingCall {
 }
 
 interface Assets {
-  /** URL of the folder that serves the package's worker.js, thread.js, hf.js and wasm files. Default: this script's folder. */
+  /** URL of the folder that serves the package's worker.js, thread.js, hf.js, learner.js and wasm files. Default: this script's folder. */
   assets?: string | URL;
 }
 
@@ -28,8 +32,7 @@ function warnSingleThread(isolated: boolean): void {
   console.warn(
     isolated
       ? "whet-web: the engine has one thread: this runtime lacks shared memory or address space for it."
-      : "whet-web: the engine has one thread: this page is not cross-origin isolated. Serve it with the headers " +
-          "Cross-Origin-Opener-Policy: same-origin and Cross-Origin-Embedder-Policy: require-corp.",
+      : `whet-web: the engine has one thread: this page is not cross-origin isolated. Serve it with the headers ${ISOLATION}.`,
   );
 }
 
@@ -83,11 +86,12 @@ export class Engine {
    */
   static async load(source: Sources, options: LoadOptions & FileOptions & Signal & Assets & { onProgress?: (progress: Progress) => void } = {}): Promise<Engine> {
     const where = "Engine.load";
-    checkNames(where, options, ["threads", "contextLength", "kvBytes", "maxBatch", "weights", "sha256", "cache", "signal", "onProgress", "assets"]);
+    checkNames(where, options, ["threads", "contextLength", "kvBytes", "maxBatch", "weights", "learning", "sha256", "cache", "signal", "onProgress", "assets"]);
     const { signal, onProgress, assets, ...rest } = options;
     const { threads, contextLength, kvBytes, maxBatch } = rest;
     checkCounts(where, { threads, contextLength, kvBytes, maxBatch });
     checkWeights(where, rest.weights);
+    if (rest.learning !== undefined && typeof rest.learning !== "boolean") throw new WhetError(`${where}: learning is ${show(rest.learning)}, expected true or false.`);
     checkDigests(rest.sha256, where);
     checkSignal(where, signal);
     if (onProgress !== undefined && typeof onProgress !== "function") throw new WhetError(`${where}: onProgress is ${show(onProgress)}, expected a function.`);
@@ -244,6 +248,25 @@ export class Engine {
     checkAdapter("Engine.removeAdapter", adapter);
     await this.call({ method: "removeAdapter", adapter });
   }
+
+  /**
+   * Create low-rank adapters to train on this model, which stays frozen. An engine has one learner at a time.
+   *
+   * @throws WhetError the engine was loaded without `learning: true`, or has a learner; an option does not fit the model.
+   *   OutOfMemoryError.
+   */
+  async learner(options: LearnerOptions = {}): Promise<Learner> {
+    const where = "Engine.learner";
+    return new Learner(this, await this.learn("create", checkLearnerOptions(options, where), where));
+  }
+
+  /** @internal */
+  async learn<A extends Action>(action: A, given: Actions[A][0], where: string, signal?: AbortSignal): Promise<Actions[A][1]> {
+    return (await this.call({ method: "learn", request: { action, given, where } as LearnRequest }, signal)) as Actions[A][1];
+  }
+
+  /** @internal */
+  readonly toPrompt = (prompt: Prompt, where: string) => checkPrompt(where, prompt);
 
   async info(): Promise<Info> {
     return (await this.call({ method: "info" })) as Info;

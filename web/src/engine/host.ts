@@ -9,13 +9,17 @@ import { join, type ModelReader, openModel, readHeaders } from "../files/parts.j
 import { closeAll, type DownloadOptions, type Range, type Reader, readRanges } from "../files/reader.js";
 import { type Files, isFolder, openRanges, openReader } from "../files/sources.js";
 import { encodeConfig, type Family, type ModelConfig, slots } from "../models/architecture.js";
+import type { Row } from "../learner/batch.js";
+import type { LearnerHost } from "../learner/host.js";
+import type { AdapterSettings, Example, LearnerInfo, LearnRequest } from "../learner/protocol.js";
+import type { LoraFactors } from "../models/adapters.js";
 import type { FolderReader } from "../models/folder.js";
 import { chooseFormats, type FormatSpan, isFloat, rowBytes, type StoredType, storedTypes, weightFormats } from "../models/formats.js";
 import { describeGguf } from "../models/gguf.js";
 import type { RowSlice } from "../models/slices.js";
 import type { TextStream, TokenTexts } from "../text/token_texts.js";
 import { type Message, type PromptOptions, TextTokenizer } from "../text/tokenizer.js";
-import { loadHf } from "./load_hf.js";
+import { loadHf, loadLearner } from "./chunks.js";
 import type { Call, Estimate, Info, LoadOptions, Measure, Request, Token } from "./protocol.js";
 
 const PREFILL_CHUNK = 64; // prompt tokens per step
@@ -89,16 +93,20 @@ export class Host {
   private nextAdapter = 1;
   private tokenizer: TextTokenizer | undefined;
   private hasTokenTexts = false; // whether the core has the token texts
+  private learner: LearnerHost | undefined;
 
   private constructor(
     private readonly core: Core,
     private readonly plan: Omit<Plan, "slices">,
     private readonly staticInfo: Omit<Info, "memoryBytes">,
+    /** Name or URL of the model. */
+    private readonly name: string,
+    private readonly weights: string | undefined,
   ) {}
 
   /** `startWorker`: starts a worker for a thread, which receives its Thread on the port. */
   static async load(files: Files, options: LoadOptions, isolated: boolean, from: DownloadOptions, startWorker: (port: MessagePort) => void): Promise<Host> {
-    const { core, build } = await startCore(isolated, "Engine.load");
+    const { core, build } = await startCore(isolated, "Engine.load", { learning: options.learning });
     const reader = await open(files, from, false);
     try {
       const { slices, ...plan } = await makePlan(core, reader, options, false, from.where);
@@ -119,7 +127,7 @@ export class Host {
         from.onProgress({ loadedBytes: tensor.offset + tensor.sizeBytes, totalBytes: reader.size, phase: "pack" });
       }
       engineCalls.begin_engine(core, { kvBytes, maxBatch, chunk: PREFILL_CHUNK, bf16Cache: +hasBf16Cache(formats) });
-      return new Host(core, plan, {
+      const info = {
         ...describePlan(plan),
         vocabSize: config.vocabSize,
         threads: n,
@@ -128,7 +136,8 @@ export class Host {
         hasChatTemplate: plan.hasChatTemplate,
         weightsBytes: core.call("weights_bytes") >>> 0,
         kvBytes: core.call("kv_bytes") >>> 0,
-      });
+      };
+      return new Host(core, plan, info, reader.name, options.weights);
     } finally {
       await reader.close?.();
     }
@@ -305,31 +314,86 @@ export class Host {
   }
 
   async loadAdapter(files: Files, from: DownloadOptions): Promise<number> {
+    return this.addAdapter(await this.readAdapter(files, from));
+  }
+
+  private async readAdapter(files: Files, from: DownloadOptions): Promise<LoraFactors[]> {
     const readers: Reader[] = [];
     try {
       const { adapterFiles, readAdapter } = await loadHf();
       const [[, first], ...others] = files;
       const all = others.length === 0 && (await isFolder(first)) ? adapterFiles(String(first)) : files;
       for (const [name, file] of all) readers.push({ ...(await openReader(name, file, from)), name });
-      const factors = await readAdapter(this.core, readers, this.plan.config, this.plan.family, from.where);
-      this.core.call("begin_adapter");
-      for (const { layer, target, firstRow, rank, a, b } of factors) {
-        this.core.with([a, b], (down, up) =>
-          engineCalls.add_adapter_part(this.core, { layer, target: enums.target.indexOf(target), firstRow, a: down, b: up, rank, k: a.length / rank, n: b.length / rank }),
-        );
-      }
-      this.core.call("end_adapter", this.nextAdapter);
-      this.adapters.add(this.nextAdapter);
-      return this.nextAdapter++;
+      return await readAdapter(this.core, readers, this.plan.config, this.plan.family, from.where);
     } finally {
       await closeAll(readers);
     }
+  }
+
+  private addAdapter(factors: LoraFactors[]): number {
+    this.core.call("begin_adapter");
+    for (const { layer, target, firstRow, rank, a, b, scaling } of factors) {
+      const factor = Math.fround(scaling);
+      const scaled = b.map((x) => factor * x); // float32 times float32, rounded once as in Python
+      this.core.with([a, scaled], (down, up) =>
+        engineCalls.add_adapter_part(this.core, { layer, target: enums.target.indexOf(target), firstRow, a: down, b: up, rank, k: a.length / rank, n: b.length / rank }),
+      );
+    }
+    this.core.call("end_adapter", this.nextAdapter);
+    this.adapters.add(this.nextAdapter);
+    return this.nextAdapter++;
   }
 
   removeAdapter(adapter: number): void {
     this.checkAdapter(adapter, "Engine.removeAdapter");
     this.core.call("remove_adapter", adapter);
     this.adapters.delete(adapter);
+  }
+
+  /** Run an action of the learner. */
+  async learn(request: LearnRequest, from: DownloadOptions): Promise<unknown> {
+    const { action, given, where } = request;
+    if (action === "create") return this.createLearner(given, from);
+    if (action === "encode") return given.map((example, i) => this.encodeExample(example, `${where}: rows[${i}]`));
+    if (this.learner === undefined) throw new WhetError(`${where}: the learner is closed. Create another: engine.learner().`);
+    const found = await this.learner.run(request);
+    if (action === "close") this.learner = undefined;
+    return found;
+  }
+
+  private async createLearner({ files, ...settings }: AdapterSettings, from: DownloadOptions): Promise<LearnerInfo> {
+    const { core, plan } = this;
+    const { where } = from;
+    if (this.staticInfo.build !== "learner") throw new WhetError(`${where}: the engine was loaded without the learner. Pass learning: true to Engine.load.`);
+    const { LearnerHost } = await loadLearner();
+    const modules = (await loadHf()).locateModules(plan.config, plan.family);
+    const saved = files === undefined ? undefined : await this.readAdapter(files, from);
+    if (this.learner !== undefined) throw new WhetError(`${where}: the engine has a learner already. Close it first: learner.close().`);
+    this.learner = new LearnerHost({ core, ...plan, modules, name: this.name, weights: this.weights, addAdapter: (factors) => this.addAdapter(factors), removeAdapter: (adapter) => { if (this.adapters.has(adapter)) this.removeAdapter(adapter); } }, settings, saved, where);
+    return this.learner.info;
+  }
+
+  /** Return the token ids of a prompt and its completion, as whet.data.tokenize_completion. Texts are tokenised jointly; a token
+   * across the boundary belongs to the completion. */
+  private encodeExample({ prompt, completion = new Int32Array() }: Example, where: string): Row {
+    const opened = [...this.encodePrompt(prompt, {}, where)];
+    let whole: number[];
+    if (typeof completion !== "string") whole = [...opened, ...completion];
+    else if (typeof prompt === "string") whole = this.encodeText(prompt + completion, where);
+    else if (Array.isArray(prompt)) whole = [...this.encodePrompt([...prompt, { role: "assistant", content: completion }], { addGenerationPrompt: false }, where)];
+    else throw new WhetError(`${where} has token ids as prompt and a text as completion. Pass both as token ids, or both as texts.`);
+    this.checkLength(Int32Array.from(whole), "prompt with completion", 0, where);
+    const shared = typeof completion === "string" ? opened.findIndex((id, i) => id !== whole[i]) : -1;
+    const n = shared < 0 ? opened.length : Math.max(1, shared);
+    return { prompt: whole.slice(0, n), completion: whole.slice(n) };
+  }
+
+  /** Return the token ids of a text with EOS. */
+  private encodeText(text: string, where: string): number[] {
+    const { eosId } = this.getTokenizer(where);
+    if (eosId === undefined) throw new WhetError(`${where} is a text, and the tokenizer has no EOS token, so the model could not learn to end. Pass token ids.`);
+    const ids = [...this.encodePrompt(text, {}, where)];
+    return ids.at(-1) === eosId ? ids : [...ids, eosId];
   }
 }
 

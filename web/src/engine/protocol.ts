@@ -2,6 +2,7 @@
 import type { Build } from "../core/start.js";
 import type { FileOptions, Progress } from "../files/reader.js";
 import type { Files } from "../files/sources.js";
+import type { LearnRequest } from "../learner/protocol.js";
 import type { Message, PromptOptions } from "../text/tokenizer.js";
 import type { Sampling, SamplingSettings } from "./sampling.js";
 
@@ -16,6 +17,8 @@ export interface LoadOptions {
   maxBatch?: number;
   /** Format of all weights, such as "q8_0" or "float32". Default: quantised weights keep their format, floats become bf16. */
   weights?: string;
+  /** Load the build that learns, which needs threads: see Engine.learner. Default: false. */
+  learning?: boolean;
 }
 
 export interface Signal {
@@ -104,6 +107,7 @@ export type Call =
   | { method: "render"; messages: Message[]; options: PromptOptions }
   | { method: "loadAdapter"; files: Files; options: FileOptions }
   | { method: "removeAdapter"; adapter: number }
+  | { method: "learn"; request: LearnRequest }
   | { method: "info" };
 
 export type WorkerMessage = { id: number; call: Call } | { id: number; abort: true };

@@ -1,6 +1,6 @@
-/** Checks of sampling settings, with the names, defaults and ranges of whet.SamplingParams. */
+/** Checks of settings, with the names, defaults and ranges of Python; of sampling as in whet.SamplingParams. */
 import { show, WhetError } from "../core/errors.js";
-import { sampling as SAMPLING } from "../facts.js";
+import { type learning, sampling as SAMPLING } from "../facts.js";
 
 export interface Sampling {
   /** Divides the logits; 0: greedy. */
@@ -39,12 +39,16 @@ const isNumber = (x: unknown): x is number => typeof x === "number" && Number.is
 const isWhole = (x: unknown) => typeof x === "string" && x !== "" && !/\p{Surrogate}/u.test(x);
 /** Whether a temperature is a normal float32 divisor. */
 export const isTemperature = (x: unknown) => isNumber(x) && x >= 1e-30 && x <= 1e30;
-type Expected = (typeof SAMPLING)[keyof typeof SAMPLING]["expected"]; // Python's texts: a change there is a type error here
+// Python's texts: a change there is a type error here
+type Expected = (typeof SAMPLING)[keyof typeof SAMPLING]["expected"] | (typeof learning.grpo)[keyof typeof learning.grpo]["expected"];
 const RANGES: Record<Expected, (x: any) => boolean> = {
   "a finite number >= 0: 0, or from 1e-30 to 1e30": (x) => x === 0 || isTemperature(x),
   "an integer >= 0": isCount,
   "an integer >= 1": (x) => isCount(x) && x >= 1,
   "a number in (0, 1]": (x) => isNumber(x) && x > 0 && x <= 1,
+  "an integer >= 2: the advantage of a single completion is 0": (x) => isCount(x) && x >= 2,
+  "a finite number >= 0": (x) => isNumber(x) && x >= 0,
+  "a number > 0": (x) => typeof x === "number" && x > 0,
   "a number in [0, 1)": (x) => isNumber(x) && x >= 0 && x < 1,
   "a finite number > 0": (x) => isNumber(x) && x > 0,
   "a number from -2 to 2": (x) => isNumber(x) && x >= -2 && x <= 2,
@@ -55,22 +59,28 @@ const RANGES: Record<Expected, (x: any) => boolean> = {
   "an integer from 0 to 20": (x) => isCount(x) && x <= 20,
   "an integer from 0 to 2^64 - 1": (x) => (isCount(x) && Number.isSafeInteger(x)) || (typeof x === "bigint" && x >= 0n && x < 1n << 64n),
 };
-const SETTINGS = SAMPLING as Record<string, { default: unknown; expected: Expected }>;
+export type Settings = Readonly<Record<string, { default: unknown; expected: Expected }>>;
 export const DEFAULTS = { maxNewTokens: SAMPLING.maxNewTokens.default, seed: SAMPLING.seed.default };
 
 /** Check settings and fill in the defaults. */
-export function checkSampling(given: Record<string, unknown>, where: string): SamplingSettings {
-  const found: Record<string, any> = Object.fromEntries(Object.entries(SETTINGS).map(([name, setting]) => [name, setting.default]));
+export function checkSettings(settings: Settings, given: Record<string, unknown>, where: string): Record<string, any> {
+  const found: Record<string, any> = Object.fromEntries(Object.entries(settings).map(([name, setting]) => [name, setting.default]));
   for (const [name, value] of Object.entries(given)) {
     if (value === undefined) continue;
     if (!(name in found)) throw new WhetError(`${where}: unknown setting ${name}. Settings: ${Object.keys(found).join(", ")}.`);
-    const { expected } = SETTINGS[name];
+    const { expected } = settings[name];
     if (!RANGES[expected](value)) {
       const limit = name === "seed" ? " (above 2^53 - 1 as a bigint)" : "";
       throw new WhetError(`${where}: ${name} is ${show(value)}, expected ${expected}${limit}.`);
     }
     found[name] = value;
   }
+  return found;
+}
+
+/** Check sampling settings and fill in the defaults. */
+export function checkSampling(given: Record<string, unknown>, where: string): SamplingSettings {
+  const found = checkSettings(SAMPLING, given, where);
   if (found.minNewTokens > found.maxNewTokens) {
     throw new WhetError(`${where}: minNewTokens is ${found.minNewTokens}, expected at most maxNewTokens=${found.maxNewTokens}.`);
   }

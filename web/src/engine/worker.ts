@@ -27,6 +27,7 @@ async function dispatch(id: number, call: Call, signal: AbortSignal): Promise<un
     case "render": return engine.getTokenizer("Engine.render").render(call.messages, call.options, "Engine.render");
     case "loadAdapter": return engine.loadAdapter(call.files, from("Engine.loadAdapter", call.options));
     case "removeAdapter": return engine.removeAdapter(call.adapter);
+    case "learn": return engine.learn(call.request, from(call.request.where));
     case "info": return engine.info();
   }
 }

@@ -10,23 +10,27 @@ import { HF_MODULES } from "./families.js";
 import { parseObject } from "./folder.js";
 import { eachModule, rowOrders } from "./slices.js";
 
-/** Factors of one weight: W[firstRow ...] += b a, with a (rank, k) and b (n, rank); the scaling is folded into b. */
+/** Factors of one weight: W[firstRow ...] += scaling b a, with a (rank, k) and b (n, rank). */
 export interface LoraFactors {
+  /** Name in the Hugging Face model. */
+  module: string;
   layer: number;
   target: (typeof enums.target)[number];
   firstRow: number;
   rank: number;
   a: Float32Array;
   b: Float32Array;
+  scaling: number;
 }
 
-const CONFIG = "adapter_config.json";
-const WEIGHTS = "adapter_model.safetensors";
+const [CONFIG, WEIGHTS] = ["adapter_config.json", "adapter_model.safetensors"];
 
 /** Return names and URLs of an adapter's files in a folder, given by its URL. */
 export const adapterFiles = (folder: string): Files => [CONFIG, WEIGHTS].map((name) => [name, new URL(name, `${folder.replace(/\/$/, "")}/`).href]);
 
-interface ModuleLocation {
+export interface ModuleLocation {
+  /** Names in the Hugging Face model, of which adapters have the first. */
+  names: string[];
   slot: string;
   layer: number;
   target: LoraFactors["target"] | undefined;
@@ -36,8 +40,8 @@ interface ModuleLocation {
   order: keyof typeof rowOrders;
 }
 
-/** Map each linear module of the Hugging Face model to its rows of a slot. */
-function locateModules(config: ModelConfig, family: Family): Map<string, ModuleLocation> {
+/** Map each linear module of the Hugging Face model to its rows of a slot, in the order of Python's learner. */
+export function locateModules(config: ModelConfig, family: Family): Map<string, ModuleLocation> {
   const found = new Map<string, ModuleLocation>();
   const shapes = slots(config);
   for (const { module, slot, part, layer, names } of eachModule(config, HF_MODULES[family.name])) {
@@ -45,7 +49,7 @@ function locateModules(config: ModelConfig, family: Family): Map<string, ModuleL
     if (shape === undefined || shape.length !== 2) continue;
     const [firstRow, n] = moduleRows(config, part, shape[0]);
     const target = /^layers\.\d+\.(\w+)$/.exec(slot)?.[1].replace("gate_up", "up") as LoraFactors["target"] | undefined;
-    found.set(names[0], { slot, layer, target, firstRow, shape: [n, shape[1]], order: module.order ?? "keepOrder" });
+    found.set(names[0], { names, slot, layer, target, firstRow, shape: [n, shape[1]], order: module.order ?? "keepOrder" });
   }
   return found;
 }
@@ -81,13 +85,12 @@ export async function readAdapter(core: Core, readers: Reader[], config: ModelCo
       throw new WhetError(`${where}: ${module} has A (${a?.shape.join(", ") ?? "none"}) and B (${b?.shape.join(", ") ?? "none"}), expected (r, ${k}) and (${n}, r). Load the adapter on its base model.`);
     }
     const rank = a.shape[0];
-    const scaling = Math.fround(alphaOf(settings, module, where) / (settings.use_rslora ? Math.sqrt(rank) : rank));
+    const scaling = alphaOf(settings, module, where) / (settings.use_rslora ? Math.sqrt(rank) : rank);
     const [down, up] = [await readFloats(weights, a, where), await readFloats(weights, b, where)];
-    const scaled = up.map((x) => scaling * x); // float32 times float32, rounded once as in Python
-    if (!down.every(Number.isFinite) || !scaled.every(Number.isFinite)) throw new WhetError(`${where}: the adapter of ${module} contains NaN or infinity. Check the training run.`);
-    const rows = new Float32Array(scaled.length);
-    for (const [to, from, count] of rowOrders[location.order](config, n)) rows.set(scaled.subarray(from * rank, (from + count) * rank), to * rank);
-    factors.push({ layer: location.layer, target: location.target, firstRow: location.firstRow, rank, a: down, b: rows });
+    if (!down.every(Number.isFinite) || !up.every((x) => Number.isFinite(Math.fround(Math.fround(scaling) * x)))) throw new WhetError(`${where}: the adapter of ${module} contains NaN or infinity. Check the training run.`);
+    const rows = new Float32Array(up.length);
+    for (const [to, from, count] of rowOrders[location.order](config, n)) rows.set(up.subarray(from * rank, (from + count) * rank), to * rank);
+    factors.push({ module, layer: location.layer, target: location.target, firstRow: location.firstRow, rank, a: down, b: rows, scaling });
   }
   return factors;
 }

@@ -55,6 +55,11 @@ interface Setting {
 
 const settings: Record<string, Setting> = SETTINGS;
 
+/** Return the name of a format in settings. */
+export const nameInSettings = (format: string) => settings[format]?.alias ?? format;
+/** Whether weights are stored as floats. */
+export const isFloatFormat = (format: string) => format === "float32" || format === "bfloat16";
+
 /**
  * Choose the format of every matrix.
  *
@@ -64,7 +69,7 @@ export function chooseFormats(core: Core, config: ModelConfig, slices: RowSlice[
   const known = weightFormats(core);
   const base = weights === undefined ? "bfloat16" : (Object.keys(settings).find((name) => settings[name].alias === weights) ?? weights);
   if (!known.get(base)?.canPack) {
-    const names = [...known].flatMap(([name, { canPack }]) => (canPack ? [settings[name]?.alias ?? name] : []));
+    const names = [...known].flatMap(([name, { canPack }]) => (canPack ? [nameInSettings(name)] : []));
     throw new WhetError(`${where}: weights is ${show(weights)}, expected one of ${names.join(", ")}, or none for the file's formats.`);
   }
   const stored = new Map<string, FormatSpan[]>();

@@ -105,6 +105,11 @@ export class TextTokenizer {
     return this.encoder.encode(text, { add_special_tokens: addSpecialTokens }).ids;
   }
 
+  /** EOS, which ends a text; undefined if the model has none. */
+  get eosId(): number | undefined {
+    return this.texts.findSpecial([this.data.specialTokens.eos_token ?? ""])[0];
+  }
+
   stream(): TextStream {
     return new TextStream(this.texts);
   }

@@ -73,7 +73,7 @@ async function checkFiles(folder, options) {
   }
 }
 
-const ASSETS = ["worker.js", "thread.js", "hf.js", "threads.wasm", "threads-plain.wasm", "plain.wasm"];
+const ASSETS = ["worker.js", "thread.js", "hf.js", "learner.js", "threads.wasm", "threads-plain.wasm", "plain.wasm", "learner.wasm"];
 const copyAssets = (to) => Promise.all(ASSETS.map((name) => cp(join(modules, "whet-web/dist", name), join(to, name))));
 
 for (const [vite, config] of [["vite", ""], ["vite-7", 'optimizeDeps: { exclude: ["whet-web"] }']]) {
