@@ -50,13 +50,13 @@ class Grammars:
         from llguidance import LLMatcher
 
         _check_depth(schema)
-        return self._checked(LLMatcher.grammar_from_json_schema(json.dumps(schema)), "schema")
+        return self._validate(LLMatcher.grammar_from_json_schema(json.dumps(schema)), "schema")
 
     def from_regex(self, pattern: str) -> str:
         """Return the grammar of a regular expression, which matches whole completions."""
         from llguidance import LLMatcher
 
-        return self._checked(LLMatcher.grammar_from_regex(pattern), "regex")
+        return self._validate(LLMatcher.grammar_from_regex(pattern), "regex")
 
     def from_choices(self, choices: Iterable[str]) -> str:
         """Return the grammar of several texts, of which one is a completion."""
@@ -66,9 +66,9 @@ class Grammars:
         """Return a grammar in llguidance's dialect of Lark."""
         from llguidance import LLMatcher
 
-        return self._checked(LLMatcher.grammar_from_lark(grammar), "grammar")
+        return self._validate(LLMatcher.grammar_from_lark(grammar), "grammar")
 
-    def _checked(self, grammar: str, name: str) -> str:
+    def _validate(self, grammar: str, name: str) -> str:
         from llguidance import LLMatcher
 
         if len(grammar) > _MOST_CHARACTERS:
