@@ -10,6 +10,7 @@ import pytest
 import uvicorn
 from tests.cli.conftest import error_of, tiny_model  # noqa: F401
 
+from whet.cli.serve import listen
 from whet.models.adapter_files import write_peft
 from whet.serve import ServedModel, make_app
 
@@ -17,9 +18,8 @@ from whet.serve import ServedModel, make_app
 @contextmanager
 def serving(app):
     """Serve an application on a free port, and yield its address."""
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error")
-    server = uvicorn.Server(config)
-    socket = config.bind_socket()
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    socket = listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]}, daemon=True)
     thread.start()
     while not server.started:
@@ -31,6 +31,7 @@ def serving(app):
         server.should_exit = True
         thread.join(10)
         assert not thread.is_alive()
+        socket.close()
 
 
 def write_adapter(folder, seed, base="tiny"):

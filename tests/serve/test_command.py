@@ -13,6 +13,8 @@ import pytest
 from tests.raising import assert_mentions
 from tests.serve.conftest import write_adapter
 
+from whet.cli.serve import listen
+
 
 def start(*argv):
     command = [sys.executable, "-m", "whet", "serve", *map(str, argv), "--port", "0"]
@@ -71,3 +73,8 @@ def test_mistakes_are_named(tiny_model, error_of, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert_mentions(error_of("serve", str(tiny_model), "--port", str(port)), str(port), "--port")
+
+
+def test_responses_are_not_delayed():
+    with listen("127.0.0.1", 0) as listening:
+        assert listening.proto == socket.IPPROTO_TCP

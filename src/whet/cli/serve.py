@@ -116,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=options.drain_seconds
     )  # fmt: skip
-    with _listen(options.host, options.port) as listening:
+    with listen(options.host, options.port) as listening:
         host = f"[{options.host}]" if ":" in options.host else options.host
         names = ", ".join(model.adapters)
         print(
@@ -128,16 +128,23 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens.
 
     Raises:
         WhetValueError: the address is in use, or not this machine's.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio sets TCP_NODELAY only where the protocol is explicit; without it, a response takes 40 ms longer.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        if sys.platform != "win32":  # there, it would let two servers share the port
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(2048)
+        return listening
     except OSError as error:
+        listening.close()
         raise WhetValueError(
             f"{_WHERE}: cannot listen on {host}, port {port}: {error.strerror}. Pass another --port or --host."
         ) from error
