@@ -105,6 +105,8 @@ def main(argv: Sequence[str]) -> int:
 
     import uvicorn
 
+    sys.setswitchinterval(2e-4)  # the engine's thread waits for the interpreter's lock after every step
+
     from whet.serve import ServedModel, make_app
 
     path, adapter = resolve_adapter(options.model, "", _WHERE)

@@ -17,6 +17,9 @@ from dataclasses import dataclass, field
 from whet.engine.session import Call, Drawn, Scores
 from whet.text.grammar import Constraint
 
+_SEND_S = 0.02
+"""Time between updates of a stream: more of them take the processors from the engine, and people see no difference."""
+
 
 @dataclass
 class Ticket:
@@ -26,7 +29,7 @@ class Ticket:
         begin: opens the call; runs on the engine's thread.
         n: number of samples; 0: the call computes scores.
         constrain: makes the constraint of a sample; runs on the engine's thread. None: the samples are free.
-        streams: whether tokens are sent after every step, or when the call is complete.
+        streams: whether tokens are sent while they are sampled, or when the call is complete.
         updates: receives the ticket's updates; several tickets may share it.
         submitted_s: when it was submitted, by ``time.perf_counter``.
         started_s: when its first token or its scores arrived; 0: not yet.
@@ -38,6 +41,7 @@ class Ticket:
     constrain: Callable[[], Constraint] | None = None
     submitted_s: float = field(default_factory=time.perf_counter)
     started_s: float = 0.0
+    sent_s: float = 0.0  # when its last update was sent
     updates: asyncio.Queue[tuple[Ticket, Update | BaseException]] = field(default_factory=asyncio.Queue)
     call: Call | None = None
     is_cancelled: bool = False
@@ -201,20 +205,22 @@ class EngineLoop:
             if len(new.token_ids) and new.finish == "running":
                 constraint.add(new.token_ids)
                 call.allow(i, constraint.allowed())
+        now = time.perf_counter()
+        sends = is_done or (ticket.streams and now >= ticket.sent_s + _SEND_S)
         drawn = {}
         for i in range(ticket.n):
-            if ticket.is_running[i] and (ticket.streams or is_done or not ticket.started_s):
+            if ticket.is_running[i] and (sends or not ticket.started_s):
                 new = call.drawn(i, ticket.n_sent[i])
                 if len(new.token_ids) and not ticket.started_s:
-                    ticket.started_s = time.perf_counter()
-                if ticket.streams or is_done:
+                    ticket.started_s = now
+                if sends:
                     ticket.n_sent[i] += len(new.token_ids)
                     ticket.is_running[i] = new.finish == "running"
                     if len(new.token_ids) or not ticket.is_running[i]:
                         drawn[i] = new
         if not (drawn or is_done):
             return None
-        ticket.started_s = ticket.started_s or time.perf_counter()
+        ticket.started_s, ticket.sent_s = ticket.started_s or now, now
         return Update(drawn, call.scores() if ticket.n == 0 else None, call.n_reused, is_done)
 
     @staticmethod
