@@ -272,6 +272,56 @@ def test_tokens_in_and_tokens_out(post, served):
     assert body["prompt_token_ids"] == row
 
 
+# --- other dialects ---------------------------------------------------------------------------------------------
+
+
+def test_ollama(url, post, served):
+    options = {"num_predict": 12, "seed": 3, "temperature": 0.8}
+    [right] = engine_answer(served, chat_ids(served), seed=3, temperature=0.8, max_new_tokens=12)
+    text = text_of(served, right.token_ids)
+    body = post("/api/chat", model="tiny:latest", messages=MESSAGES, options=options, stream=False, tools=[])
+    assert body["message"] == {"role": "assistant", "content": text} and body["done"]
+    assert body["done_reason"] == right.finish_reason and body["eval_count"] == len(right.token_ids)
+    assert body["prompt_eval_count"] == len(chat_ids(served)) and body["model"] == "tiny"
+    response = httpx.post(url + "/api/chat", json={"model": "tiny", "messages": MESSAGES, "options": options})
+    lines = [json.loads(line) for line in response.text.splitlines()]
+    assert "".join(line["message"]["content"] for line in lines) == text
+    assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+    schema = {"enum": ["x", "yy"]}
+    body = post("/api/chat", model="tiny", messages=MESSAGES, format=schema, stream=False)
+    assert json.loads(body["message"]["content"]) in ("x", "yy")
+    names = [each["name"] for each in httpx.get(url + "/api/tags").json()["models"]]
+    assert names == ["tiny:latest", "red:latest", "blue:latest"]
+    shown = post("/api/show", model="tiny")
+    assert shown["capabilities"] == ["completion"] and "message" in shown["template"]
+    assert httpx.get(url + "/api/version").json()["version"]
+    assert "options is 3" in post("/api/chat", 400, messages=MESSAGES, options=3)["error"]["message"]
+
+
+def test_anthropic(url, post, served):
+    given = {"model": "tiny", "system": "be kind", "messages": MESSAGES, "max_tokens": 12, "seed": 3}
+    ids = chat_ids(served, [{"role": "system", "content": "be kind"}, *MESSAGES])
+    [right] = engine_answer(served, ids, seed=3, max_new_tokens=12)
+    text = text_of(served, right.token_ids)
+    body = post("/v1/messages", **given)
+    assert body["content"] == [{"type": "text", "text": text}] and body["type"] == "message"
+    assert body["stop_reason"] == {"stop": "end_turn", "length": "max_tokens"}[right.finish_reason]
+    usage = body["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(ids)
+    assert usage["output_tokens"] == len(right.token_ids)
+    response = httpx.post(url + "/v1/messages", json={**given, "stream": True})
+    events = [event.split("\n") for event in response.text.strip().split("\n\n")]
+    chunks = [json.loads(data.removeprefix("data: ")) for _, data in events]
+    assert [name.removeprefix("event: ") for name, _ in events] == [chunk["type"] for chunk in chunks]
+    block = ["content_block_start", "content_block_delta", "content_block_stop"]
+    kinds = list(dict.fromkeys(chunk["type"] for chunk in chunks))
+    assert kinds == ["message_start", *block, "message_delta", "message_stop"]
+    assert "".join(chunk["delta"]["text"] for chunk in chunks if chunk["type"] == "content_block_delta") == text
+    assert chunks[-2]["usage"]["output_tokens"] == len(right.token_ids)
+    del given["max_tokens"]
+    assert "max_tokens" in post("/v1/messages", 400, **given)["error"]["message"]
+
+
 # --- cancellation ---------------------------------------------------------------------------------------------
 
 

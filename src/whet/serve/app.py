@@ -19,12 +19,15 @@ from starlette.routing import Route
 
 import whet
 from whet.errors import WhetError
+from whet.serve import ollama
+from whet.serve.anthropic import Messages
 from whet.serve.endpoints import Chat, Completion, Endpoint, Generate
 from whet.serve.errors import ApiError
 from whet.serve.inputs import render_messages
 from whet.serve.loop import EngineLoop
 from whet.serve.metrics import Metrics
 from whet.serve.model import ServedModel
+from whet.serve.ollama import OllamaChat
 from whet.serve.schema import DetokenizeRequest, TokenizeRequest, parse
 from whet.serve.service import Service
 
@@ -111,12 +114,20 @@ class _App:
                 await asyncio.wait({first}, timeout=_STATUS_S)
                 if first.done():
                     first.result()
-                return StreamingResponse(_events(first, chunks), media_type="text/event-stream")
+                return StreamingResponse(_events(endpoint, first, chunks), media_type=endpoint.media_type)
             return JSONResponse(await _unless_gone(request, endpoint.respond()))
 
         return handle
 
     # --- others -----------------------------------------------------------------------------------------
+
+    def describe(self, of: Callable[[ServedModel], Any]) -> Callable[[Request], Awaitable[Response]]:
+        """Return the handler of an endpoint that describes the model."""
+
+        async def handle(_: Request) -> Response:
+            return JSONResponse(of(self.model))
+
+        return handle
 
     async def models(self, _: Request) -> Response:
         cards = [
@@ -200,6 +211,11 @@ def make_app(
         app.route("/v1/chat/completions", app.sampling(Chat), "POST"),
         app.route("/v1/completions", app.sampling(Completion), "POST"),
         app.route("/inference/v1/generate", app.sampling(Generate), "POST"),
+        app.route("/v1/messages", app.sampling(Messages), "POST"),
+        app.route("/api/chat", app.sampling(OllamaChat), "POST"),
+        app.route("/api/tags", app.describe(ollama.list_models)),
+        app.route("/api/show", app.describe(ollama.show_model), "POST"),
+        app.route("/api/version", app.describe(lambda _: {"version": ollama.VERSION})),
         app.route("/v1/models", app.models),
         app.route("/tokenize", app.tokenize, "POST"),
         app.route("/detokenize", app.detokenize, "POST"),
@@ -237,26 +253,25 @@ async def _until_gone(request: Request) -> None:
         pass
 
 
-async def _events(pending: asyncio.Future[Any], chunks: AsyncGenerator[Any]) -> AsyncIterator[str]:
-    """Yield server-sent events, with a comment whenever there is nothing to send for a while.
+async def _events(endpoint: Endpoint, pending: asyncio.Future[Any], chunks: AsyncGenerator[Any]) -> AsyncIterator[str]:
+    """Yield the events of a streamed response, with a comment whenever there is nothing to send for a while.
 
     Args:
+        endpoint: the request.
         pending: the first chunk; None: there is none.
         chunks: the chunks after it.
     """
     try:
         while True:
             while not (await asyncio.wait({pending}, timeout=_KEEP_ALIVE_S))[0]:
-                yield ": keep-alive\n\n"
+                yield endpoint.keep_alive
             if (chunk := pending.result()) is None:
                 break
-            yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
+            yield endpoint.event(chunk)
             pending = asyncio.ensure_future(anext(chunks, None))
-        yield "data: [DONE]\n\n"
-    except ApiError as error:
-        yield f"data: {json.dumps(error.body())}\n\n"
-    except WhetError as error:
-        yield f"data: {json.dumps(ApiError(500, str(error)).body())}\n\n"
+        yield endpoint.ending
+    except (ApiError, WhetError) as error:
+        yield endpoint.event(endpoint.failure(error if isinstance(error, ApiError) else ApiError(500, str(error))))
     finally:
         pending.cancel()
         await asyncio.gather(pending, return_exceptions=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -41,6 +42,12 @@ class Endpoint:
 
     object_name = ""
     id_prefix = ""
+    media_type = "text/event-stream"
+    """Of a streamed response."""
+    keep_alive = ": keep-alive\n\n"
+    """Text in its pauses."""
+    ending = "data: [DONE]\n\n"
+    """Text at its end."""
 
     def __init__(self, service: Service, request: Request) -> None:
         self.service, self.request, self._served = service, request, service.model
@@ -65,6 +72,14 @@ class Endpoint:
         pairs = [(prompt, choice) for prompt in self.prompts for choice in self.all_of(prompt)]
         choices = [self.choice(prompt, choice, texts[choice.index]) for prompt, choice in pairs]
         return {**self.envelope(self.object_name), "choices": choices, "usage": self.usage(), **self.extras()}
+
+    def event(self, chunk: Body) -> str:
+        """Return the text of a chunk of the streamed response."""
+        return f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
+
+    def failure(self, error: ApiError) -> Body:
+        """Return the body of an error."""
+        return error.body()
 
     def all_of(self, prompt: Prompt) -> Sequence[Choice]:
         """Return the choices of a prompt."""
@@ -281,7 +296,7 @@ class Chat(Endpoint):
         self._splitters = [ThinkingSplitter(is_open, replies.tags or DEFAULT_TAGS) for _ in range(request.n)]
         self._begun: set[int] = set()
 
-    def _split(self, choice: Choice, text: str) -> Body:
+    def split(self, choice: Choice, text: str) -> Body:
         """Return new text as fields of a message."""
         found: Body = {}
         for chunk in self._splitters[choice.index].add(text, is_last=bool(choice.finish)):
@@ -300,7 +315,7 @@ class Chat(Endpoint):
         return extras
 
     def choice(self, prompt: Prompt, choice: Choice, text: str) -> Body:
-        message = {"role": "assistant", "content": "", "refusal": None, **self._split(choice, text)}
+        message = {"role": "assistant", "content": "", "refusal": None, **self.split(choice, text)}
         return {**self._rest(choice, 0), "message": message, "finish_reason": choice.finish}
 
     def deltas(self, part: Part) -> list[Body]:
@@ -309,7 +324,7 @@ class Chat(Endpoint):
             self._begun.add(choice.index)
             delta = {"role": "assistant", "content": ""}
             found.append({"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None})
-        delta = self._split(choice, part.text)
+        delta = self.split(choice, part.text)
         if delta or self._own.logprobs or self.request.return_token_ids:
             found.append({**self._rest(choice, part.start), "delta": delta, "finish_reason": None})
         if choice.finish:
@@ -337,6 +352,8 @@ class Generate(Endpoint):
         outer: GenerateRequest = parse(GenerateRequest, body)
         request: GenerateSampling = parse(GenerateSampling, {**outer.sampling_params, "model": outer.model})
         super().__init__(service, request)
+        if request.stream:
+            raise ApiError(400, "stream is true, and this endpoint answers as a whole. Omit it.", "stream")
         self._n_alternatives = check_alternatives("logprobs", request.logprobs)
         self._own = request
         ids = self.check_tokens(outer.token_ids, "token_ids")
