@@ -295,7 +295,7 @@ def test_ollama(url, post, served):
     shown = post("/api/show", model="tiny")
     assert shown["capabilities"] == ["completion"] and "message" in shown["template"]
     assert httpx.get(url + "/api/version").json()["version"]
-    assert "options is 3" in post("/api/chat", 400, messages=MESSAGES, options=3)["error"]["message"]
+    assert "options is 3" in post("/api/chat", 400, messages=MESSAGES, options=3)["error"]
 
 
 def test_anthropic(url, post, served):

@@ -31,7 +31,8 @@ class Messages(Chat):
     def event(self, chunk: Body) -> str:
         return f"event: {chunk['type']}\ndata: {json.dumps(chunk, ensure_ascii=False)}\n\n"
 
-    def failure(self, error: ApiError) -> Body:
+    @staticmethod
+    def failure(error: ApiError) -> Body:
         found = error.body()["error"]
         return {"type": "error", "error": {"type": found["type"], "message": found["message"]}}
 

@@ -62,8 +62,7 @@ class _App:
                 self._check(request)
                 return await handler(request)
             except ApiError as error:
-                headers = {"Retry-After": "1"} if error.status == 429 else None
-                return JSONResponse(error.body(), error.status, headers)
+                return _explain(error, error.body())
             except Exception as error:
                 traceback.print_exc()
                 return JSONResponse(ApiError(500, f"{type(error).__name__}: {error}").body(), 500)
@@ -102,20 +101,25 @@ class _App:
 
     # --- endpoints that sample ------------------------------------------------------------------------------
 
-    def sampling(self, kind: Callable[[Service, Any], Endpoint]) -> Callable[[Request], Awaitable[Response]]:
+    def sampling(self, kind: type[Endpoint]) -> Callable[[Request], Awaitable[Response]]:
         """Return the handler of an endpoint that samples."""
 
+        async def respond(request: Request) -> Response:
+            endpoint = await asyncio.to_thread(kind, self.service, await self._body(request))
+            if not endpoint.streams:
+                return JSONResponse(await _unless_gone(request, endpoint.respond()))
+            chunks = endpoint.chunks()
+            first = asyncio.ensure_future(anext(chunks, None))
+            await asyncio.wait({first}, timeout=_STATUS_S)
+            if first.done():
+                first.result()
+            return StreamingResponse(_events(endpoint, first, chunks), media_type=endpoint.media_type)
+
         async def handle(request: Request) -> Response:
-            body = await self._body(request)
-            endpoint = await asyncio.to_thread(kind, self.service, body)
-            if endpoint.streams:
-                chunks = endpoint.chunks()
-                first = asyncio.ensure_future(anext(chunks, None))
-                await asyncio.wait({first}, timeout=_STATUS_S)
-                if first.done():
-                    first.result()
-                return StreamingResponse(_events(endpoint, first, chunks), media_type=endpoint.media_type)
-            return JSONResponse(await _unless_gone(request, endpoint.respond()))
+            try:
+                return await respond(request)
+            except ApiError as error:
+                return _explain(error, kind.failure(error))
 
         return handle
 
@@ -224,13 +228,17 @@ def make_app(
         app.route("/version", app.version),
         app.route("/metrics", app.show_metrics),
     ]
-    return Starlette(routes=routes, lifespan=app.lifespan, exception_handlers={HTTPException: _explain})
+    return Starlette(routes=routes, lifespan=app.lifespan, exception_handlers={HTTPException: _explain_http})
 
 
-async def _explain(request: Request, error: Exception) -> Response:
+async def _explain_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    return JSONResponse(ApiError(error.status_code, message).body(), error.status_code)
+    found = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    return _explain(found, found.body())
+
+
+def _explain(error: ApiError, body: Any) -> Response:
+    return JSONResponse(body, error.status, {"Retry-After": "1"} if error.status == 429 else None)
 
 
 async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:

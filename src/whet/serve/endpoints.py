@@ -43,7 +43,7 @@ class Endpoint:
     object_name = ""
     id_prefix = ""
     media_type = "text/event-stream"
-    """Of a streamed response."""
+    """Media type of a streamed response."""
     keep_alive = ": keep-alive\n\n"
     """Text in its pauses."""
     ending = "data: [DONE]\n\n"
@@ -77,7 +77,8 @@ class Endpoint:
         """Return the text of a chunk of the streamed response."""
         return f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
 
-    def failure(self, error: ApiError) -> Body:
+    @staticmethod
+    def failure(error: ApiError) -> Body:
         """Return the body of an error."""
         return error.body()
 

@@ -41,7 +41,8 @@ class OllamaChat(Chat):
     def event(self, chunk: Body) -> str:
         return json.dumps(chunk, ensure_ascii=False) + "\n"
 
-    def failure(self, error: ApiError) -> Body:
+    @staticmethod
+    def failure(error: ApiError) -> Body:
         return {"error": error.message}
 
     async def respond(self) -> Body:
