@@ -102,6 +102,7 @@ def real_providers() -> list[Provider]:
         whet("whet", "bf16"),
         whet("whet, modules", "bf16", is_native=False),
         whet("whet float32", "float32"),
+        whet("whet float32, modules", "float32", is_native=False),
         whet("whet q8_0", "q8_0"),
         whet("whet q4_k_m", "q4_k_m"),
         *map(recomputed, ("bf16", "q8_0", "q4_k_m")),
