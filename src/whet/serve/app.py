@@ -101,7 +101,7 @@ class _App:
 
     # --- endpoints that sample ------------------------------------------------------------------------------
 
-    def sampling(self, kind: type[Endpoint]) -> Callable[[Request], Awaitable[Response]]:
+    def sampling(self, kind: type[Endpoint[Any]]) -> Callable[[Request], Awaitable[Response]]:
         """Return the handler of an endpoint that samples."""
 
         async def respond(request: Request) -> Response:
@@ -149,7 +149,7 @@ class _App:
         return JSONResponse({"object": "list", "data": cards})
 
     async def tokenize(self, request: Request) -> Response:
-        fields: TokenizeRequest = parse(TokenizeRequest, await self._body(request))
+        fields = parse(TokenizeRequest, await self._body(request))
         if (fields.prompt is None) == (fields.messages is None):
             raise ApiError(400, "Expected prompt or messages, and not both.", "prompt")
         if fields.messages is not None:
@@ -163,7 +163,7 @@ class _App:
         return JSONResponse(body)
 
     async def detokenize(self, request: Request) -> Response:
-        fields: DetokenizeRequest = parse(DetokenizeRequest, await self._body(request))
+        fields = parse(DetokenizeRequest, await self._body(request))
         size = self.model.engine.config.vocab_size
         for token_id in fields.tokens:
             if not isinstance(token_id, int) or not 0 <= token_id < size:
@@ -261,7 +261,9 @@ async def _until_gone(request: Request) -> None:
         pass
 
 
-async def _events(endpoint: Endpoint, pending: asyncio.Future[Any], chunks: AsyncGenerator[Any]) -> AsyncIterator[str]:
+async def _events(
+    endpoint: Endpoint[Any], pending: asyncio.Future[Any], chunks: AsyncGenerator[Any]
+) -> AsyncIterator[str]:
     """Yield the events of a streamed response, with a comment whenever there is nothing to send for a while.
 
     Args:

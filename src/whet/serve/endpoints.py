@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from whet.config.sampling import SamplingParams
 from whet.data.thinking import DEFAULT_TAGS
@@ -29,9 +29,10 @@ from whet.serve.service import Part, Prompt, Service
 from whet.text.thinking import ThinkingSplitter
 
 Body = dict[str, Any]
+Fields = TypeVar("Fields", bound=Request)
 
 
-class Endpoint:
+class Endpoint(Generic[Fields]):
     """A request of an endpoint that samples.
 
     Attributes:
@@ -49,7 +50,7 @@ class Endpoint:
     ending = "data: [DONE]\n\n"
     """Text at its end."""
 
-    def __init__(self, service: Service, request: Request) -> None:
+    def __init__(self, service: Service, request: Fields) -> None:
         self.service, self.request, self._served = service, request, service.model
         self.model = request.model
         self._served.adapter_of(self.model)
@@ -164,18 +165,18 @@ class Endpoint:
         return list(ids)
 
 
-class Completion(Endpoint):
+class Completion(Endpoint[CompletionRequest]):
     """``/v1/completions``."""
 
     object_name = "text_completion"
     id_prefix = "cmpl"
 
     def __init__(self, service: Service, body: Any) -> None:
-        request: CompletionRequest = parse(CompletionRequest, body)
+        request = parse(CompletionRequest, body)
         super().__init__(service, request)
         if (request.best_of or request.n) != request.n:
             raise ApiError(400, f"best_of is {request.best_of}, expected n={request.n}, or nothing.", "best_of")
-        self._own, n_new = request, request.max_tokens if request.max_tokens is not None else 16
+        n_new = 16 if request.max_tokens is None else request.max_tokens
         self._n_alternatives = check_alternatives("logprobs", request.logprobs)
         if n_new == 0 and not request.echo:
             raise ApiError(400, "max_tokens is 0, which needs echo. Raise it, or set echo.", "max_tokens")
@@ -198,7 +199,7 @@ class Completion(Endpoint):
         for each in several:
             if isinstance(each, str):
                 encode = self._served.tokenizer.encode
-                ids = encode(each, add_special_tokens=self._own_special()) if each else []
+                ids = encode(each, add_special_tokens=self.request.add_special_tokens) if each else []
                 if not ids:
                     raise ApiError(400, "prompt is empty, expected at least one token.", "prompt")
                 found.append((ids, each))
@@ -208,9 +209,6 @@ class Completion(Endpoint):
             else:
                 raise ApiError(400, f"prompt holds {each!r:.40}, expected a text, or a list of token ids.", "prompt")
         return found
-
-    def _own_special(self) -> bool:
-        return self.request.add_special_tokens  # pyright: ignore[reportAttributeAccessIssue]
 
     def all_of(self, prompt: Prompt) -> Sequence[Choice]:
         return prompt.choices or self._silent(prompt)
@@ -241,7 +239,7 @@ class Completion(Endpoint):
         return [self._part(part.prompt, part.choice, part.start, part.text, is_first)]
 
     def _part(self, prompt: Prompt, choice: Choice, start: int, text: str, is_first: bool) -> Body:
-        request = self._own
+        request = self.request
         echoes = request.echo and is_first
         body: Body = {"index": choice.index, "text": (prompt.text if echoes else "") + text, "logprobs": None}
         body["finish_reason"] = choice.finish or None
@@ -267,16 +265,15 @@ class Completion(Endpoint):
         return body
 
 
-class Chat(Endpoint):
+class Chat(Endpoint[ChatRequest]):
     """``/v1/chat/completions``."""
 
     object_name = "chat.completion"
     id_prefix = "chatcmpl"
 
     def __init__(self, service: Service, body: Any) -> None:
-        request: ChatRequest = parse(ChatRequest, body)
+        request = parse(ChatRequest, body)
         super().__init__(service, request)
-        self._own = request
         if "audio" in request.modalities:
             raise ApiError(400, "modalities holds 'audio', and this server writes text only.", "modalities")
         if request.top_logprobs and not request.logprobs:
@@ -326,7 +323,7 @@ class Chat(Endpoint):
             delta = {"role": "assistant", "content": ""}
             found.append({"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None})
         delta = self.split(choice, part.text)
-        if delta or self._own.logprobs or self.request.return_token_ids:
+        if delta or self.request.logprobs or self.request.return_token_ids:
             found.append({**self._rest(choice, part.start), "delta": delta, "finish_reason": None})
         if choice.finish:
             found.append({"index": choice.index, "delta": {}, "logprobs": None, "finish_reason": choice.finish})
@@ -334,7 +331,7 @@ class Chat(Endpoint):
 
     def _rest(self, choice: Choice, start: int) -> Body:
         body: Body = {"index": choice.index, "logprobs": None}
-        if self._own.logprobs:
+        if self.request.logprobs:
             body["logprobs"] = chat_logprobs(
                 self._served, choice.token_ids[start:], choice.logprobs[start:], choice.alternatives[start:],
                 self.request.return_tokens_as_token_ids,
@@ -344,19 +341,18 @@ class Chat(Endpoint):
         return body
 
 
-class Generate(Endpoint):
+class Generate(Endpoint[GenerateSampling]):
     """``/inference/v1/generate``: token ids in and out, without any text."""
 
     id_prefix = "gen"
 
     def __init__(self, service: Service, body: Any) -> None:
-        outer: GenerateRequest = parse(GenerateRequest, body)
-        request: GenerateSampling = parse(GenerateSampling, {**outer.sampling_params, "model": outer.model})
+        outer = parse(GenerateRequest, body)
+        request = parse(GenerateSampling, {**outer.sampling_params, "model": outer.model})
         super().__init__(service, request)
         if request.stream:
             raise ApiError(400, "stream is true, and this endpoint answers as a whole. Omit it.", "stream")
         self._n_alternatives = check_alternatives("logprobs", request.logprobs)
-        self._own = request
         ids = self.check_tokens(outer.token_ids, "token_ids")
         if request.max_tokens == 0:
             raise ApiError(400, "max_tokens is 0, expected at least 1.", "max_tokens")
@@ -372,7 +368,7 @@ class Generate(Endpoint):
         [prompt] = self.prompts
         body: Body = {"request_id": self.id, "choices": [self._choice(choice) for choice in prompt.choices]}
         body |= {"prompt_token_ids": prompt.token_ids, "usage": self.usage()}
-        if self._own.prompt_logprobs is not None:
+        if self.request.prompt_logprobs is not None:
             body["prompt_logprobs"] = prompt_logprobs(
                 self._served, prompt.token_ids, prompt.logprobs, prompt.alternatives
             )
@@ -380,7 +376,7 @@ class Generate(Endpoint):
 
     def _choice(self, choice: Choice) -> Body:
         body: Body = {"index": choice.index, "token_ids": choice.token_ids, "finish_reason": choice.finish}
-        if self._own.logprobs is not None:
+        if self.request.logprobs is not None:
             body["logprobs"] = chat_logprobs(
                 self._served, choice.token_ids, choice.logprobs, choice.alternatives, as_ids=True
             )

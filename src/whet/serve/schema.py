@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from whet.config.fields import OptionalCount, Positive, check_types
 from whet.errors import WhetError
 from whet.serve.errors import ApiError
+
+Kind = TypeVar("Kind")
 
 MOST_CHOICES, MOST_ALTERNATIVES, MOST_PROMPTS = 128, 20, 1024
 
@@ -175,7 +177,7 @@ class DetokenizeRequest:
         check_types(self)
 
 
-def parse(kind: type[Any], body: Any) -> Any:
+def parse(kind: type[Kind], body: Any) -> Kind:
     """Return the fields of a request's JSON body.
 
     Raises:
@@ -183,7 +185,7 @@ def parse(kind: type[Any], body: Any) -> Any:
     """
     if not isinstance(body, Mapping):
         raise ApiError(400, f"The body is {type(body).__name__}, expected a JSON object.")
-    known = {each.name for each in dataclasses.fields(kind)}
+    known = {each.name for each in dataclasses.fields(cast(Any, kind))}
     given = {name: value for name, value in body.items() if value is not None}
     for name in _REFUSED:
         nothing = (_WITHOUT_EFFECT[name],) if name in _WITHOUT_EFFECT else (False, [], {}, "")
