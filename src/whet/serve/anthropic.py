@@ -94,7 +94,8 @@ def _translate(body: Mapping[str, Any]) -> Body:
     found = {name: body[name] for name in _SAME if name in body}
     if "stop_sequences" in body:
         found["stop"] = body["stop_sequences"]
-    messages = [_without_thinking(message) for message in body.get("messages") or []]
+    given = body.get("messages")
+    messages = [_without_thinking(message) for message in given] if isinstance(given, list) else []
     system = [{"role": "system", "content": body["system"]}] if body.get("system") else []
     return {**found, "messages": [*system, *messages]}
 

@@ -85,7 +85,7 @@ def _translate(body: Mapping[str, Any]) -> Body:
     if not isinstance(options, Mapping):
         raise ApiError(400, f"options is {options!r:.60}, expected an object.", "options")
     found = {own: options[name] for name, own in _OPTIONS.items() if name in options}
-    if found.get("max_tokens", 0) < 0:  # -1 and -2: no limit
+    if found.get("max_tokens") in (-1, -2):  # no limit
         del found["max_tokens"]
     if form := body.get("format"):
         is_schema = isinstance(form, Mapping)

@@ -1,0 +1,76 @@
+"""Mutated requests get an answer or an error that explains them: never a 500, a hang or a leak."""
+
+import copy
+import json
+import random
+
+import httpx
+
+PARTS = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+BODIES = {
+    "/v1/chat/completions": {
+        "model": "tiny", "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": PARTS}],
+        "max_tokens": 4, "n": 2, "seed": 1, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "stop": ["a"],
+        "logit_bias": {"5": 1}, "logprobs": True, "top_logprobs": 2, "stream_options": {"include_usage": True},
+        "chat_template_kwargs": {"a": 1}, "response_format": {"type": "json_schema", "json_schema": {"schema": {}}},
+    },
+    "/v1/completions": {
+        "prompt": ["ab", "c"], "max_tokens": 3, "echo": True, "logprobs": 1, "stop_token_ids": [3], "min_tokens": 1,
+        "structured_outputs": {"choice": ["a", "b"]}, "prompt_logprobs": 1, "repetition_penalty": 1.1,
+    },
+    "/inference/v1/generate": {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2, "logprobs": 1, "seed": 3}},
+    "/v1/messages": {"max_tokens": 3, "system": "s", "messages": [{"role": "user", "content": "x"}], "top_k": 2},
+    "/api/chat": {"messages": [{"role": "user", "content": "x"}], "options": {"num_predict": 3}, "stream": False},
+    "/tokenize": {"prompt": "abc", "add_special_tokens": True},
+    "/detokenize": {"tokens": [1, 2, 3]},
+}  # fmt: skip
+STRANGE = [
+    None, True, False, 0, -1, 1, 2**63, 2**80, -(2**70), 0.5, -0.0, 1e308, -1e308, "", "a", "\ud800", "\x00", "é" * 50,
+    [], [[]], [None], {}, {"a": {}}, [[1], "a"], {"": None}, [1.5], ["a", 1], "token_id:3", 10**30, [10**30], "NaN",
+]  # fmt: skip
+
+
+def places(value, path=()):
+    """Yield the paths of all values of a body."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in items:
+        yield from places(each, (*path, key))
+
+
+def mutate(body, bits):
+    """Replace, remove or add a value."""
+    found = copy.deepcopy(body)
+    path = bits.choice([path for path in places(found) if path] or [("model",)])
+    holder = found
+    for key in path[:-1]:
+        holder = holder[key]
+    if bits.random() < 0.15 and isinstance(holder, dict):
+        holder.pop(path[-1], None)
+    else:
+        holder[path[-1]] = copy.deepcopy(bits.choice(STRANGE))
+    return found
+
+
+def test_mutated_requests(url, served):
+    bits = random.Random(5)
+    statuses, failures = {}, []
+    with httpx.Client(timeout=30) as client:
+        for i in range(600):
+            path = bits.choice(list(BODIES))
+            body = BODIES[path]
+            for _ in range(bits.choice([1, 1, 2, 4])):
+                body = mutate(body, bits)
+            if path.startswith("/v1") and bits.random() < 0.3:
+                body["stream"] = True
+            response = client.post(url + path, content=json.dumps(body).encode())
+            is_stream = "event-stream" in response.headers["content-type"]
+            explained = response.status_code == 200 or response.json()["error"]
+            if response.status_code not in (200, 400, 404, 429) or (is_stream and "server_error" in response.text):
+                failures.append((path, body, response.text))
+            assert explained
+            statuses[response.status_code] = statuses.get(response.status_code, 0) + 1
+            assert i or client.get(url + "/health").status_code == 200
+    assert not failures
+    assert statuses[200] > 50 and statuses[400] > 50
+    assert served.engine.memory["kv_used_bytes"] == 0 and not served.engine._calls._sessions
