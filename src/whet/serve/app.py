@@ -63,6 +63,9 @@ class _App:
                 return await handler(request)
             except ApiError as error:
                 return _explain(error, error.body())
+            except (WhetError, UnicodeEncodeError) as error:  # such as a text with a lone surrogate
+                found = ApiError(400, str(error))
+                return _explain(found, found.body())
             except Exception as error:
                 traceback.print_exc()
                 return JSONResponse(ApiError(500, f"{type(error).__name__}: {error}").body(), 500)
