@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tests.torture.common import ROOT, Tally
 
-KINDS = ("kills", "files", "disk", "rewards", "signals", "memory", "allocations", "engines", "exports")
+KINDS = ("kills", "files", "disk", "rewards", "signals", "memory", "allocations", "engines", "exports", "serving")
 """The longest first, since two run in parallel."""
 
 
