@@ -68,6 +68,7 @@ def test_mistakes_are_named(tiny_model, error_of, tmp_path):
     assert_mentions(error_of("serve", str(tiny_model), "--adapter", "x"), "adapter is 'x'", "NAME=FOLDER")
     assert_mentions(error_of("serve", str(tiny_model), "--port", "70000"), "port is 70000", "65535")
     assert_mentions(error_of("serve", str(tiny_model), "--context", "1000"), "context is 1000", "512")
+    assert_mentions(error_of("serve", str(tiny_model), "--kv-bytes", "1"), "too small", "--kv-bytes")
     (tmp_path / "keys").write_text("\n")
     assert_mentions(error_of("serve", str(tiny_model), "--api-key-file", str(tmp_path / "keys")), "empty")
     with socket.create_server(("127.0.0.1", 0)) as taken:

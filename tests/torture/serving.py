@@ -1,4 +1,4 @@
-"""``whet serve`` under clients that come, go, cut and stall: answers depend on prompt and seed only, and nothing leaks."""
+"""``whet serve`` under clients that come, go, cut and stall: answers depend on prompt and seed, and nothing leaks."""
 
 from __future__ import annotations
 

@@ -34,8 +34,10 @@ class ServeConfig:
     weights: Weights | None = None
     """Weight format. Default: the format of the adapters' base, the GGUF file's own format, or bf16 for folders."""
     context: OptionalCount = None
-    """The most tokens of a prompt and its completion. Default: what the model's positions and 1 GiB of KV cache
-    permit."""
+    """The most tokens of a prompt and its completion. Default: what the model's positions and the KV cache permit."""
+    kv_bytes: OptionalCount = None
+    """Memory of keys and values, of running requests and of the prefix cache. A request waits until its longest
+    completion fits. Default: a quarter of the unused memory, from 1 to 4 GiB."""
     tokenizer: PathText = ""
     """A folder or .gguf file with the tokenizer; empty: the model's."""
     chat_template: PathText = ""
@@ -112,7 +114,8 @@ def main(argv: Sequence[str]) -> int:
     path, adapter = resolve_adapter(options.model, "", _WHERE)
     model = ServedModel.load(
         path, adapter=adapter, name=options.name or Path(options.model).stem, weights=options.weights,
-        context=options.context, adapters=adapters, tokenizer=options.tokenizer, chat_template=options.chat_template,
+        context=options.context, kv_bytes=options.kv_bytes, adapters=adapters, tokenizer=options.tokenizer,
+        chat_template=options.chat_template,
     )  # fmt: skip
     app = make_app(model, api_keys=keys, max_requests=options.max_requests, hosts=options.hosts())
     config = uvicorn.Config(

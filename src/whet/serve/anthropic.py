@@ -12,7 +12,7 @@ from whet.serve.endpoints import Body, Chat
 from whet.serve.errors import ApiError
 from whet.serve.service import Service
 
-_SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "tools", "tool_choice", "seed")
+_SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "seed")
 _BLOCKS = {"content": ("text", "text"), "reasoning_content": ("thinking", "thinking")}
 """Field of a message -> type of its content block, and of its text."""
 
@@ -91,6 +91,8 @@ def _translate(body: Mapping[str, Any]) -> Body:
     """Return the body of a chat completion."""
     if body.get("max_tokens") is None:
         raise ApiError(400, "max_tokens is missing, expected at least 1.", "max_tokens")
+    if body.get("tools"):
+        raise ApiError(400, "tools is not supported by this endpoint. Use /v1/chat/completions.", "tools")
     found = {name: body[name] for name in _SAME if name in body}
     if "stop_sequences" in body:
         found["stop"] = body["stop_sequences"]

@@ -156,7 +156,7 @@ class _App:
         if (fields.prompt is None) == (fields.messages is None):
             raise ApiError(400, "Expected prompt or messages, and not both.", "prompt")
         if fields.messages is not None:
-            ids = await asyncio.to_thread(render_messages, self.model, fields.messages, fields)
+            ids = await asyncio.to_thread(render_messages, self.model, fields.messages, fields, fields.tools)
         else:
             encode = self.model.tokenizer.encode
             ids = await asyncio.to_thread(encode, fields.prompt, add_special_tokens=fields.add_special_tokens)

@@ -14,7 +14,7 @@ from whet.config.sampling import SamplingParams
 from whet.data.thinking import DEFAULT_TAGS
 from whet.serve.choices import Choice, LegacyLogprobs, chat_logprobs, prompt_logprobs, usage_of
 from whet.serve.errors import ApiError
-from whet.serve.inputs import read_grammar, render_messages
+from whet.serve.inputs import Tools, read_grammar, render_messages
 from whet.serve.schema import (
     MOST_PROMPTS,
     ChatRequest,
@@ -27,6 +27,7 @@ from whet.serve.schema import (
 )
 from whet.serve.service import Part, Prompt, Service
 from whet.text.thinking import ThinkingSplitter
+from whet.text.tool_calls import ToolCall, ToolParser
 
 Body = dict[str, Any]
 Fields = TypeVar("Fields", bound=Request)
@@ -278,7 +279,8 @@ class Chat(Endpoint[ChatRequest]):
             raise ApiError(400, "modalities holds 'audio', and this server writes text only.", "modalities")
         if request.top_logprobs and not request.logprobs:
             raise ApiError(400, f"top_logprobs is {request.top_logprobs}, which needs logprobs: true.", "top_logprobs")
-        ids = render_messages(service.model, request.messages, request)
+        tools = Tools(service.model, request.tools, request.tool_choice)
+        ids = render_messages(service.model, request.messages, request, tools.offered)
         n_new = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
         if n_new == 0:
             raise ApiError(400, "max_tokens is 0, expected at least 1.", "max_tokens")
@@ -287,20 +289,48 @@ class Chat(Endpoint[ChatRequest]):
         n_alternatives = check_alternatives("top_logprobs", request.top_logprobs)
         self.sampling = [service.sampling_of(request, n_new or self._served.context - len(ids), n_alternatives)]
         replies = self._served.replies
-        self.shown = replies.special_tags
+        self.shown = {**replies.special_tags, **tools.shown}
+        if forced := tools.grammar():
+            if self.grammar:
+                raise ApiError(
+                    400, "tool_choice and response_format both determine the reply. Omit one.", "tool_choice"
+                )
+            self.grammar = forced
         is_open = bool(replies.opening_tag(ids))
         if is_open and replies.tags is not None:
             self.grammar_after = replies.tags.closing
         self._splitters = [ThinkingSplitter(is_open, replies.tags or DEFAULT_TAGS) for _ in range(request.n)]
+        self._parsers = [ToolParser(tools.form, tools.offered) if tools.form else None for _ in range(request.n)]
+        self._n_calls = [0] * request.n
         self._begun: set[int] = set()
 
     def split(self, choice: Choice, text: str) -> Body:
         """Return new text as fields of a message."""
         found: Body = {}
-        for chunk in self._splitters[choice.index].add(text, is_last=bool(choice.finish)):
-            name = "reasoning_content" if chunk.is_thinking else "content"
-            found[name] = found.get(name, "") + chunk.text
+        parser, is_last = self._parsers[choice.index], bool(choice.finish)
+        for chunk in self._splitters[choice.index].add(text, is_last):
+            if chunk.is_thinking:
+                found["reasoning_content"] = found.get("reasoning_content", "") + chunk.text
+            else:
+                self._add_parts(choice, parser.add(chunk.text) if parser else [chunk.text], found)
+        if parser and is_last:
+            self._add_parts(choice, parser.add("", is_last=True), found)
         return found
+
+    def _add_parts(self, choice: Choice, parts: Sequence[str | ToolCall], found: Body) -> None:
+        """Add texts and calls to the fields of a message."""
+        for part in parts:
+            if isinstance(part, str):
+                found["content"] = found.get("content", "") + part
+            elif self.request.parallel_tool_calls or not self._n_calls[choice.index]:
+                function = {"name": part.name, "arguments": json.dumps(part.arguments, ensure_ascii=False)}
+                call = {"index": self._n_calls[choice.index], "id": f"call_{secrets.token_hex(12)}", "type": "function"}
+                found.setdefault("tool_calls", []).append({**call, "function": function})
+                self._n_calls[choice.index] += 1
+
+    def reason(self, choice: Choice) -> str:
+        """Return why a choice ended."""
+        return "tool_calls" if choice.finish == "stop" and self._n_calls[choice.index] else choice.finish
 
     def extras(self) -> Body:
         [prompt], extras = self.prompts, {}
@@ -313,8 +343,13 @@ class Chat(Endpoint[ChatRequest]):
         return extras
 
     def choice(self, prompt: Prompt, choice: Choice, text: str) -> Body:
-        message = {"role": "assistant", "content": "", "refusal": None, **self.split(choice, text)}
-        return {**self._rest(choice, 0), "message": message, "finish_reason": choice.finish}
+        fields = self.split(choice, text)
+        calls = [{key: value for key, value in call.items() if key != "index"} for call in fields.get("tool_calls", ())]
+        content = fields.get("content", None if calls else "")
+        message = {"role": "assistant", **fields, "content": content, "refusal": None}
+        if calls:
+            message["tool_calls"] = calls
+        return {**self._rest(choice, 0), "message": message, "finish_reason": self.reason(choice)}
 
     def deltas(self, part: Part) -> list[Body]:
         choice, found = part.choice, []
@@ -326,7 +361,8 @@ class Chat(Endpoint[ChatRequest]):
         if delta or self.request.logprobs or self.request.return_token_ids:
             found.append({**self._rest(choice, part.start), "delta": delta, "finish_reason": None})
         if choice.finish:
-            found.append({"index": choice.index, "delta": {}, "logprobs": None, "finish_reason": choice.finish})
+            reason = self.reason(choice)
+            found.append({"index": choice.index, "delta": {}, "logprobs": None, "finish_reason": reason})
         return found
 
     def _rest(self, choice: Choice, start: int) -> Body:

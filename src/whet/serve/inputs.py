@@ -11,6 +11,7 @@ from whet.errors import WhetError
 from whet.serve.errors import ApiError
 from whet.serve.model import ServedModel
 from whet.serve.schema import Request
+from whet.text.tool_calls import ToolFormat, call_schema, tool_format
 
 
 def read_grammar(model: ServedModel, request: Request) -> str:
@@ -58,7 +59,7 @@ def read_grammar(model: ServedModel, request: Request) -> str:
     )
 
 
-def render_messages(model: ServedModel, messages: list, request: Any) -> list[int]:
+def render_messages(model: ServedModel, messages: list, request: Any, tools: list) -> list[int]:
     """Return the prompt of messages by the model's chat template.
 
     Raises:
@@ -67,7 +68,7 @@ def render_messages(model: ServedModel, messages: list, request: Any) -> list[in
     if not messages:
         raise ApiError(400, "messages is empty, expected at least one message.", "messages")
     plain = [_as_text(i, message) for i, message in enumerate(messages)]
-    row: dict[str, Any] = {"chat_template_kwargs": dict(request.chat_template_kwargs)}
+    options = dict(request.chat_template_kwargs)
     continues = request.continue_final_message
     if continues and plain[-1]["role"] != "assistant":
         raise ApiError(400, "continue_final_message needs a last message of the assistant.", "continue_final_message")
@@ -78,10 +79,11 @@ def render_messages(model: ServedModel, messages: list, request: Any) -> list[in
         if continues or not request.add_generation_prompt or plain[-1]["role"] == "assistant":
             ids = tokenizer.apply_chat_template(
                 plain, add_generation_prompt=request.add_generation_prompt and not continues,
-                continue_final_message=continues, tokenize=True, return_dict=True, **row["chat_template_kwargs"],
+                continue_final_message=continues, tokenize=True, return_dict=True, tools=tools or None, **options,
             )["input_ids"]  # fmt: skip
         else:
-            ids = tokenize_prompt({"prompt": plain, **row}, tokenizer)
+            row = {"prompt": plain, "chat_template_kwargs": options} | ({"tools": tools} if tools else {})
+            ids = tokenize_prompt(row, tokenizer)
     except WhetError as error:
         raise ApiError(400, str(error), "messages") from None
     return [int(i) for i in ids]
@@ -103,4 +105,85 @@ def _as_text(i: int, message: Any) -> dict[str, Any]:
         content = "".join(texts)
     if content is not None and not isinstance(content, str):
         raise ApiError(400, f"{name}.content is {content!r:.40}, expected text or a list of parts.", "messages")
-    return {**{key: value for key, value in message.items() if key != "content"}, "content": content or ""}
+    found = {**{key: value for key, value in message.items() if key != "content"}, "content": content or ""}
+    if message.get("tool_calls"):
+        found["tool_calls"] = [_read_call(name, call) for call in message["tool_calls"]]
+    return found
+
+
+def _read_call(name: str, call: Any) -> dict[str, Any]:
+    """Return a call of an earlier turn, with its arguments as an object for the chat template."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ApiError(400, f"{name}.tool_calls holds {call!r:.80}, expected calls of functions.", "messages")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            raise ApiError(400, f"{name}.tool_calls: arguments {arguments!r:.80} are not JSON.", "messages") from None
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+class Tools:
+    """The tools that a request offers, and how the model's replies call them.
+
+    Attributes:
+        offered: the tools for the chat template; empty: the reply is text.
+        form: format of the calls.
+        shown: special token -> its text, of the marks around calls.
+    """
+
+    def __init__(self, model: ServedModel, tools: list, choice: str | dict) -> None:
+        self.offered: list = [] if choice == "none" else tools
+        self.form: ToolFormat | None = None
+        self.shown: dict[int, str] = {}
+        self._model, self._choice = model, choice
+        for tool in tools:
+            function = tool.get("function") if isinstance(tool, Mapping) else None
+            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+                raise ApiError(400, f"tools holds {tool!r:.80}, expected functions with a name.", "tools")
+        if not self.offered:
+            if choice not in ("auto", "none"):
+                raise ApiError(400, f"tool_choice is {choice!r:.60}, and there are no tools.", "tool_choice")
+            return
+        self.form = tool_format(str(model.tokenizer.chat_template))
+        if self.form is None:
+            raise ApiError(
+                400, "The model's chat template has no format of tool calls that is known. Omit tools.", "tools"
+            )
+        special = model.texts.special_ids
+        self.shown = {special[mark]: mark for mark in (self.form.opening, self.form.closing) if mark in special}
+
+    def grammar(self) -> str:
+        """Return the grammar of a reply that has to call a tool; empty: it does not.
+
+        Raises:
+            ApiError: 400: an unknown choice or tool, a schema that is not supported, or a format without a grammar.
+        """
+        choice, form = self._choice, self.form
+        if form is None or choice == "auto":
+            return ""
+        wanted = self.offered
+        if isinstance(choice, dict):
+            name = (choice.get("function") or {}).get("name") if isinstance(choice.get("function"), dict) else None
+            wanted = [tool for tool in self.offered if tool["function"]["name"] == name]
+        if not wanted or (isinstance(choice, str) and choice != "required"):
+            expected = "auto, none, required, or a function among tools"
+            raise ApiError(400, f"tool_choice is {choice!r:.80}, expected {expected}.", "tool_choice")
+        if not form.content.startswith("json"):
+            raise ApiError(
+                400, f"tool_choice is {choice!r:.80}, and this model's calls have no grammar yet.", "tool_choice"
+            )
+
+        def mark(text: str) -> str:
+            ids = [token_id for token_id, shown in self.shown.items() if shown == text]
+            return f"<[{ids[0]}]>" if ids else json.dumps(text) if text else ""
+
+        line = r'"\n"' if form.content == "json" and form.opening else ""
+        rule = " ".join(filter(None, (mark(form.opening), line, "call", line, mark(form.closing))))
+        try:
+            schema = json.dumps(call_schema(form, wanted))
+            return self._model.grammars.from_lark(f"start: {rule}\ncall: %json {schema}\n")
+        except (WhetError, ValueError) as error:
+            raise ApiError(400, str(error), "tools") from None

@@ -17,10 +17,13 @@ from whet.errors import WhetValueError
 from whet.models.formats import PAGE_TOKENS
 from whet.models.tokenizers.token_texts import TokenTexts, read_token_texts
 from whet.serve.errors import ApiError
+from whet.system.memory import unused_bytes
 from whet.text.grammar import Grammars
 from whet.text.model import SPARE_PAGES, find_model, find_stop_ids, load_chat_tokenizer, load_engine
 
 _WHERE = "whet serve"
+_KV_BYTES = (1 << 30, 4 << 30)
+"""Limits of the default KV cache."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,10 @@ class ServedModel:
         memory = engine.memory
         in_memory = (memory["kv_bytes"] // memory["kv_page_bytes"] - SPARE_PAGES) * PAGE_TOKENS
         most = min(engine.config.max_position, in_memory)
+        if most < 2:
+            raise WhetValueError(
+                f"{_WHERE}: a KV cache of {memory['kv_bytes']:,} bytes is too small. Raise --kv-bytes."
+            )
         if context is not None and not 2 <= context <= most:
             raise WhetValueError(f"{_WHERE}: context is {context}, expected from 2 to {most:,} tokens.")
         self.context = context or most
@@ -106,6 +113,7 @@ class ServedModel:
         name: str = "",
         weights: str | None = None,
         context: int | None = None,
+        kv_bytes: int | None = None,
         adapters: Mapping[str, str] | None = None,
         adapter: str = "",
         tokenizer: str = "",
@@ -113,13 +121,17 @@ class ServedModel:
     ) -> ServedModel:
         """Load a folder or GGUF file.
 
+        Args:
+            kv_bytes: size of the KV cache. Default: a quarter of the unused memory, from 1 to 4 GiB.
+
         Raises:
             WhetValueError: model, tokenizer or adapters cannot be read, or do not fit each other.
         """
         model = find_model(path, _WHERE)
         loaded = load_chat_tokenizer(tokenizer or model, _WHERE, chat_template)
         first = adapter or next(iter((adapters or {}).values()), "")  # may record the format of its base
-        engine = load_engine(model, weights, context, _WHERE, first)
+        kv_bytes = kv_bytes or max(_KV_BYTES[0], min(_KV_BYTES[1], unused_bytes() // 4))
+        engine = load_engine(model, weights, context, _WHERE, first, kv_bytes)
         stop_ids = find_stop_ids(path, loaded, engine.config.vocab_size, _WHERE)
         return cls(engine, loaded, name or Path(path).stem, stop_ids, adapters, adapter, read_defaults(path), context)
 

@@ -14,6 +14,7 @@ from whet.serve.endpoints import Body, Chat
 from whet.serve.errors import ApiError
 from whet.serve.model import ServedModel
 from whet.serve.service import Service
+from whet.text.tool_calls import tool_format
 
 VERSION = "0.12.0"
 """The version of Ollama whose interface this is: clients ask for it."""
@@ -49,8 +50,8 @@ class OllamaChat(Chat):
         message: Body = {"role": "assistant", "content": ""}
         async with aclosing(self.chunks()) as chunks:
             async for chunk in chunks:
-                for name, text in chunk["message"].items():
-                    message[name] = text if name == "role" else message.get(name, "") + text
+                for name, part in chunk["message"].items():
+                    message[name] = part if name == "role" or name not in message else message[name] + part
         return {**chunk, "message": message}
 
     async def chunks(self) -> AsyncGenerator[Body]:
@@ -62,6 +63,8 @@ class OllamaChat(Chat):
                 message = {"role": "assistant", "content": fields.get("content", "")}
                 if self._is_thinking_shown and "reasoning_content" in fields:
                     message["thinking"] = fields["reasoning_content"]
+                if "tool_calls" in fields:
+                    message["tool_calls"] = [_as_call(call["function"]) for call in fields["tool_calls"]]
                 body = {"model": self.model or self._served.name, "created_at": _now(), "message": message}
                 yield {**body, "done": False} if not part.choice.finish else body | self._end(part.choice, first_ns)
 
@@ -97,6 +100,10 @@ def _translate(body: Mapping[str, Any]) -> Body:
     return {"model": name, "chat_template_kwargs": kwargs, **given, **found}
 
 
+def _as_call(function: Body) -> Body:
+    return {"function": {"name": function["name"], "arguments": json.loads(function["arguments"])}}
+
+
 def list_models(model: ServedModel) -> Body:
     """Return the body of ``/api/tags``."""
     names = [f"{name}:latest" for name in model.adapters]
@@ -108,7 +115,8 @@ def show_model(model: ServedModel) -> Body:
     config = model.engine.config
     info = {"general.parameter_count": config.n_parameters, "whet.context_length": model.context}
     template = str(getattr(model.tokenizer, "chat_template", None) or "")
-    return {**_describe(model), "template": template, "model_info": info, "capabilities": ["completion"]}
+    capabilities = ["completion", *(["tools"] if tool_format(template) else [])]
+    return {**_describe(model), "template": template, "model_info": info, "capabilities": capabilities}
 
 
 def _describe(model: ServedModel) -> Body:

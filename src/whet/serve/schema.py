@@ -123,6 +123,9 @@ class ChatRequest(Request):
     max_completion_tokens: OptionalCount = None
     logprobs: bool = False
     top_logprobs: OptionalCount = None
+    tools: list = field(default_factory=list)
+    tool_choice: str | dict = "auto"
+    parallel_tool_calls: bool = True
     chat_template_kwargs: dict = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -156,6 +159,7 @@ class TokenizeRequest:
     model: str = ""
     prompt: str | None = None
     messages: list | None = None
+    tools: list = field(default_factory=list)
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False

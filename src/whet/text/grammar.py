@@ -123,7 +123,7 @@ class Constraint:
 
 
 def _escape(text: str) -> str:
-    return re.sub(r"([^\w\s])", r"\\\1", text)
+    return re.sub(r"([\\.+*?()|\[\]{}^$/#&~-])", r"\\\1", text)
 
 
 def _check_depth(value: Any, depth: int = 0) -> None:

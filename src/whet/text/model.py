@@ -39,9 +39,14 @@ def find_model(path: str, where: str) -> str | GGUFFile:
 
 
 def load_engine(
-    model: str | GGUFFile, weights: str | None, n_tokens: int | None, where: str, adapter: str = ""
+    model: str | GGUFFile,
+    weights: str | None,
+    n_tokens: int | None,
+    where: str,
+    adapter: str = "",
+    kv_bytes: int = _KV_BYTES,
 ) -> Engine:
-    """Create the engine of a model, for sequences of up to ``n_tokens``; None: limited by a KV cache of 1 GiB.
+    """Create the engine of a model, for sequences of up to ``n_tokens``; None: limited by the KV cache.
 
     Length-dependent RoPE frequencies (longrope) are chosen for ``n_tokens``, as in transformers; None: for the model's
     last position.
@@ -49,6 +54,7 @@ def load_engine(
     Args:
         weights: weight format; None: the format of the adapters' base, or the default of ``Engine``.
         adapter: a folder of LoRA adapters that will be added to the engine; empty: none.
+        kv_bytes: size of the KV cache, unless a single sequence needs more.
 
     Raises:
         WhetValueError: the engine does not support the model.
@@ -62,11 +68,10 @@ def load_engine(
         if weights is not None:
             check_formats(source, {"weights": weights}, record, where, adapter)
         source = pack_recorded(source, record, where, adapter).source()
-    kv_bytes = _KV_BYTES
     if n_tokens is not None:
         n_pages = min(n_tokens, source.config.max_position) // PAGE_TOKENS + 1 + SPARE_PAGES
         kv = source.base.kv_format if source.base else kv_format(choose_formats(source, weights, None, None, where))
-        kv_bytes = max(_KV_BYTES, n_pages * page_bytes(source.config, kv))
+        kv_bytes = max(kv_bytes, n_pages * page_bytes(source.config, kv))
     return Engine(source, weights=weights, kv_bytes=kv_bytes, where=where)
 
 

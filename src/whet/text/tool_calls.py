@@ -1,0 +1,173 @@
+"""Calls of tools in replies: the formats of model families as data, and a parser for replies that arrive in parts."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+
+class ToolFormat(NamedTuple):
+    """Format of calls of tools in replies of some families.
+
+    Attributes:
+        marker: text in the chat templates of these families.
+        opening: text before a call, or before a list of calls; empty: the reply begins with a call.
+        closing: text after it; empty: the end of the reply.
+        content: of the call: "json" is an object, "json-list" a list of objects, "xml" Qwen3-Coder's <function=NAME>,
+            "python" a list of calls with keyword arguments.
+        arguments: key of the arguments in JSON.
+    """
+
+    marker: str
+    opening: str
+    closing: str
+    content: Literal["json", "json-list", "xml", "python"]
+    arguments: str = "arguments"
+
+
+FORMATS = (
+    ToolFormat("<function=", "<tool_call>", "</tool_call>", "xml"),  # Qwen3-Coder, Qwen3.5, Nemotron 3
+    ToolFormat("<tool_call>", "<tool_call>", "</tool_call>", "json"),  # Hermes, Qwen2.5, Qwen3, SmolLM3, Granite 4
+    ToolFormat("<|tool_call_start|>", "<|tool_call_start|>", "<|tool_call_end|>", "python"),  # LFM2
+    ToolFormat("<|tool_call|>", "<|tool_call|>", "<|/tool_call|>", "json-list"),  # Phi-4-mini
+    ToolFormat("[TOOL_CALLS]", "[TOOL_CALLS]", "", "json-list"),  # Mistral
+    ToolFormat('"parameters":', "", "", "json", "parameters"),  # Llama 3.1 to 3.3
+)
+"""The first whose marker is in the template is a model's format."""
+
+
+class ToolCall(NamedTuple):
+    """A call of a tool; arguments by name."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+def tool_format(template: str) -> ToolFormat | None:
+    """Return the format of a chat template's replies; None: it has none of ``FORMATS``."""
+    return next((form for form in FORMATS if form.marker in template), None)
+
+
+class ToolParser:
+    """Separates calls of tools from text. What cannot be parsed, or names no tool, remains text.
+
+    Args:
+        form: format of the calls.
+        tools: the tools, in OpenAI's form; their schemas determine the types of arguments that are written as text.
+    """
+
+    def __init__(self, form: ToolFormat, tools: Sequence[Mapping[str, Any]]) -> None:
+        self._form = form
+        functions = [tool.get("function", tool) for tool in tools]
+        self._schemas = {str(each.get("name")): each.get("parameters") or {} for each in functions}
+        self._pending, self._is_inside, self._has_text = "", False, False
+
+    def add(self, text: str, is_last: bool = False) -> list[str | ToolCall]:
+        """Add a part of the reply, and return the texts and calls that are complete."""
+        found: list[str | ToolCall] = []
+        self._pending += text
+        while True:
+            if self._is_inside:
+                body, closing, rest = (
+                    self._pending.partition(self._form.closing) if self._form.closing else ("", "", "")
+                )
+                if not closing and not is_last:
+                    return found
+                if not closing:
+                    body, rest = self._pending, ""
+                calls = self._parse(body)
+                found += calls or [self._form.opening + body + closing]
+                self._has_text |= not calls
+                # Whitespace after a call is not text.
+                self._pending, self._is_inside = rest.lstrip() if calls else rest, False
+                if not closing:
+                    return found
+                continue
+            if not self._form.opening:  # the reply as a whole is a call, or text
+                start = self._pending.lstrip()
+                self._is_inside = start.startswith("{") and not self._has_text
+                if self._is_inside:
+                    continue
+                if not start and not is_last:
+                    return found
+                shown, self._pending = self._pending, ""
+            else:
+                shown, opening, rest = self._pending.partition(self._form.opening)
+                if opening:
+                    self._is_inside, self._pending = True, rest
+                    found += [shown.rstrip()] if shown.strip() else []
+                    continue
+                lengths = range(0 if is_last else len(self._form.opening))
+                n_partial = max((n for n in lengths if shown.endswith(self._form.opening[:n])), default=0)
+                whole = shown[: len(shown) - n_partial]
+                whole = whole if is_last else whole.rstrip()  # whitespace before a call is not text either
+                shown, self._pending = whole, shown[len(whole) :]
+            self._has_text |= bool(shown)
+            return [*found, shown] if shown else found
+
+    def _parse(self, body: str) -> list[ToolCall]:
+        """Return the calls of a text; none if it is anything else."""
+        readers = {"xml": self._read_xml, "python": self._read_python}
+        read = readers.get(self._form.content, self._read_json)
+        try:
+            calls = read(body.strip())
+        except (ValueError, SyntaxError, TypeError, KeyError, AttributeError, RecursionError):
+            return []
+        return calls if all(call.name in self._schemas for call in calls) else []
+
+    def _read_json(self, body: str) -> list[ToolCall]:
+        found = json.loads(body)
+        calls = []
+        for each in found if isinstance(found, list) else [found]:
+            arguments = each.get(self._form.arguments, {})
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            calls.append(ToolCall(str(each["name"]), dict(arguments)))
+        return calls
+
+    def _read_xml(self, body: str) -> list[ToolCall]:
+        calls = []
+        for name, inside in re.findall(r"<function=([^>\n]+)>(.*?)</function>", body, re.DOTALL):
+            pairs = re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", inside, re.DOTALL)
+            kinds = self._schemas.get(name, {}).get("properties", {})
+            calls.append(ToolCall(name, {key: _read_value(text, kinds.get(key, {})) for key, text in pairs}))
+        return calls
+
+    def _read_python(self, body: str) -> list[ToolCall]:
+        expression = ast.parse(body, mode="eval").body
+        calls = []
+        for call in expression.elts if isinstance(expression, ast.List) else [expression]:
+            if not isinstance(call, ast.Call) or call.args:
+                raise ValueError("not a call with keyword arguments")
+            arguments = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+            calls.append(ToolCall(ast.unparse(call.func), arguments))
+        return calls
+
+
+def _read_value(text: str, schema: Mapping[str, Any]) -> Any:
+    """Return an argument that is written as text, with the type of its schema if it can be read so."""
+    kind = schema.get("type")
+    if kind in (None, "string"):
+        return text
+    try:
+        return json.loads(text.lower() if kind == "boolean" else text)
+    except ValueError:
+        return text
+
+
+def call_schema(form: ToolFormat, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the JSON schema of a reply that calls one of these tools, between opening and closing."""
+    calls = []
+    for tool in tools:
+        function = tool.get("function", tool)
+        arguments = function.get("parameters") or {"type": "object", "properties": {}}
+        properties = {"name": {"const": function["name"]}, form.arguments: arguments}
+        calls.append(
+            {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+        )
+    call = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    whole = {"type": "array", "items": call, "minItems": 1} if form.content == "json-list" else call
+    # A grammar that allows any whitespace lets a small model write nothing else.
+    return {**whole, "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}

@@ -1,0 +1,133 @@
+"""Tools: offered by the template, called in the model's format, required by a grammar."""
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from tests.serve.conftest import serving
+
+from whet.serve import ServedModel, make_app
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"enum": [1, 2]}},
+                "required": ["a"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name in ("add", "now")
+]
+MESSAGES: Any = [{"role": "user", "content": "hello"}]
+CALL = '<tool_call>\n{"name": "now", "arguments": {"a": 2}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def url(tiny_model):
+    model = ServedModel.load(str(tiny_model), name="tiny", weights="float32")
+    model.tokenizer.chat_template = (
+        "{% if tools %}<tools>{% for tool in tools %}{{ tool.function.name }},{% endfor %}<tool_call>{% endif %}"
+        "{% for message in messages %}"
+        "<{{ message.role }}>{{ message.content }}{% for call in message.tool_calls or [] %}"
+        "{{ call.function.name }}{{ call.function.arguments.a }}{% endfor %}{% endfor %}<assistant>"
+    )
+    with serving(make_app(model)) as address:
+        yield address
+
+
+@pytest.fixture
+def client(url):
+    with openai.OpenAI(base_url=url + "/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
+def test_a_required_call_cannot_fail(client, choice, streams):
+    given = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "seed": 1, "n": 4}
+    found, reasons = [], []
+    if streams:
+        for chunk in client.chat.completions.create(**given, stream=True):
+            for part in chunk.choices:
+                found += part.delta.tool_calls or []
+                reasons += [part.finish_reason] if part.finish_reason else []
+                assert not part.delta.content
+        assert all(call.index == 0 for call in found)
+    else:
+        for each in client.chat.completions.create(**given).choices:
+            found += each.message.tool_calls
+            reasons.append(each.finish_reason)
+            assert each.message.content is None
+    assert reasons == ["tool_calls"] * 4 and len(found) == 4 and len({call.id for call in found}) == 4
+    assert all(json.loads(call.function.arguments)["a"] in (1, 2) for call in found)
+    names = {call.function.name for call in found}
+    assert names == {"now"} if choice != "required" else names <= {"add", "now"}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_calls_and_text_are_separate(client, streams):
+    given = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "extra_body": {
+        "structured_outputs": {"choice": [f"I see.\n{CALL}\n{CALL}"]}}}  # fmt: skip
+    if streams:
+        text, calls = "", []
+        for chunk in client.chat.completions.create(**given, stream=True):
+            text += chunk.choices[0].delta.content or ""
+            calls += chunk.choices[0].delta.tool_calls or []
+        assert [call.index for call in calls] == [0, 1]
+    else:
+        [choice] = client.chat.completions.create(**given).choices
+        text, calls = choice.message.content, choice.message.tool_calls
+        assert choice.finish_reason == "tool_calls"
+        [choice] = client.chat.completions.create(**given, parallel_tool_calls=False).choices
+        assert len(choice.message.tool_calls) == 1
+    assert text == "I see."
+    assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == [("now", {"a": 2})] * 2
+
+
+def test_ollama_clients_get_calls(url):
+    body = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "stream": False, "options": {"num_predict": 200}}
+    body["format"] = {"const": "x"}
+    assert "tool_calls" not in httpx.post(url + "/api/chat", json=body).json()["message"]
+    assert httpx.post(url + "/api/show", json={"model": "tiny"}).json()["capabilities"] == ["completion", "tools"]
+
+
+def test_turns_with_calls_are_rendered(url):
+    def ask(arguments, status, **more):
+        call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
+        messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        messages.append({"role": "tool", "tool_call_id": "c", "content": "3"})
+        body = {"messages": messages, "tools": TOOLS, "max_tokens": 1, "return_token_ids": True, **more}
+        response = httpx.post(url + "/v1/chat/completions", json=body)
+        assert response.status_code == status, response.text
+        return response.json()
+
+    tokens = ask('{"a": 1}', 200)["prompt_token_ids"]
+    text = httpx.post(url + "/detokenize", json={"tokens": tokens}).json()["prompt"]
+    assert "<assistant>add1<tool>3<assistant>" in text and "<tools>add,now," in text
+    without = ask('{"a": 1}', 200, tool_choice="none")["prompt_token_ids"]
+    assert "<tools>" not in httpx.post(url + "/detokenize", json={"tokens": without}).json()["prompt"]
+    assert "not JSON" in ask("{a", 400)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("more", "facts"),
+    [
+        ({"tool_choice": "sometimes"}, ("tool_choice", "sometimes", "required")),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, ("other", "among tools")),
+        ({"tools": [], "tool_choice": "required"}, ("tool_choice", "no tools")),
+        ({"tools": [{"type": "function"}]}, ("tools holds", "name")),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, ("tool_choice", "response_format")),
+    ],
+)
+def test_mistakes_are_explained(url, more, facts):
+    body = {"messages": MESSAGES, "tools": TOOLS, **more}
+    response = httpx.post(url + "/v1/chat/completions", json=body)
+    assert response.status_code == 400
+    assert all(fact in response.json()["error"]["message"] for fact in facts), response.text

@@ -1,0 +1,75 @@
+"""Calls of tools are separated from text, however the reply is cut into parts."""
+
+import pytest
+
+from whet.text.tool_calls import FORMATS, ToolCall, ToolParser, tool_format
+
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {
+        "a": {"type": "integer"}, "b": {"type": "number"}, "text": {"type": "string"}, "flag": {"type": "boolean"},
+        "list": {"type": "array"}}}}},
+    {"type": "function", "function": {"name": "now"}},
+]  # fmt: skip
+HERMES, XML = tool_format("... <tool_call> ..."), tool_format("<tool_call> <function=NAME>")
+LFM2, PHI = tool_format("<|tool_call_start|>"), tool_format("<|tool_call|>")
+MISTRAL, LLAMA = tool_format("[TOOL_CALLS]"), tool_format('{"name": f, "parameters": {}}')
+OPEN = "<|tool_call_start|>[add(open('f'))]<|tool_call_end|>"
+ADD = ToolCall("add", {"a": 1, "text": "x"})
+CASES = [
+    (HERMES, '<tool_call>\n{"name": "add", "arguments": {"a": 1, "text": "x"}}\n</tool_call>', [ADD]),
+    (
+        HERMES,
+        'I add.\n<tool_call>{"name": "add", "arguments": {"a": 1, "text": "x"}}</tool_call>\n'
+        '<tool_call>{"name": "now", "arguments": {}}</tool_call>',
+        ["I add.", ADD, ToolCall("now", {})],
+    ),
+    (HERMES, '<tool_call>{"name": "other", "arguments": {}}</tool_call> end', [
+        '<tool_call>{"name": "other", "arguments": {}}</tool_call> end']),
+    (HERMES, "<tool_call>{broken</tool_call>", ["<tool_call>{broken</tool_call>"]),
+    (HERMES, "a < b, <tool", ["a < b, <tool"]),
+    (HERMES, '<tool_call>{"name": "now", "arguments": {}}', [ToolCall("now", {})]),
+    (
+        XML,
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=text>\n1\n</parameter>\n"
+        "<parameter=flag>\nTrue\n</parameter>\n<parameter=list>\n[1, 2]\n</parameter>\n"
+        "<parameter=b>\nhalf\n</parameter>\n</function>\n</tool_call>",
+        [ToolCall("add", {"a": 1, "text": "1", "flag": True, "list": [1, 2], "b": "half"})],
+    ),
+    (LFM2, "<|tool_call_start|>[add(a=1, text='x'), now()]<|tool_call_end|>Done.", [ADD, ToolCall("now", {}), "Done."]),
+    (LFM2, OPEN, [OPEN]),
+    (PHI, '<|tool_call|>[{"name": "add", "arguments": {"a": 1, "text": "x"}}]<|/tool_call|>', [ADD]),
+    (MISTRAL, '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "text": "x"}}]', [ADD]),
+    (LLAMA, '{"name": "add", "parameters": {"a": 1, "text": "x"}}', [ADD]),
+    (LLAMA, "It is {so}.", ["It is {so}."]),
+    (LLAMA, '{"a": 1}', ['{"a": 1}']),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(("form", "reply", "expected"), CASES)
+def test_calls_are_separated_from_text(form, reply, expected, size):
+    parser = ToolParser(form, TOOLS)
+    found = []
+    for start in range(0, len(reply), size):
+        found += parser.add(reply[start : start + size])
+    found += parser.add("", is_last=True)
+    merged = []
+    for each in found:
+        if isinstance(each, str) and merged and isinstance(merged[-1], str):
+            merged[-1] += each
+        else:
+            merged.append(each)
+    assert merged == expected
+
+
+def test_text_is_not_withheld():
+    assert HERMES is not None
+    parser = ToolParser(HERMES, TOOLS)
+    assert parser.add("Hello <b") == ["Hello <b"]
+    assert parser.add(" <tool") == []
+    assert parser.add("box>") == [" <toolbox>"]
+
+
+def test_a_template_has_at_most_one_format():
+    assert tool_format("no tools") is None
+    assert [tool_format(form.marker + form.opening) for form in FORMATS] == list(FORMATS)
