@@ -13,7 +13,8 @@ BODIES = {
         "max_tokens": 4, "n": 2, "seed": 1, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "stop": ["a"],
         "logit_bias": {"5": 1}, "logprobs": True, "top_logprobs": 2, "stream_options": {"include_usage": True},
 
-        "tools": [], "tool_choice": "auto", "chat_template_kwargs": {"a": 1}, "response_format": {"type": "json_schema", "json_schema": {"schema": {}}},
+        "tools": [], "tool_choice": "auto", "chat_template_kwargs": {"a": 1},
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {}}},
     },
     "/v1/completions": {
         "prompt": ["ab", "c"], "max_tokens": 3, "echo": True, "logprobs": 1, "stop_token_ids": [3], "min_tokens": 1,
