@@ -75,9 +75,8 @@ def whet(name: str, base: str, *, is_native: bool = True, activation_bytes: int 
     return contender(name, native.serve_lora, "; ".join(notes), **settings)
 
 
-def recomputed(base: str) -> Provider:
+def recomputed(base: str, name: str = "whet") -> Provider:
     """Create a provider of a learner that computes every layer again in the backward pass."""
-    name = "whet" if base == "bf16" else f"whet {base}"
     return whet(f"{name}, recomputed", base, activation_bytes=0)
 
 
@@ -105,7 +104,8 @@ def real_providers() -> list[Provider]:
         whet("whet float32, modules", "float32", is_native=False),
         whet("whet q8_0", "q8_0"),
         whet("whet q4_k_m", "q4_k_m"),
-        *map(recomputed, ("bf16", "q8_0", "q4_k_m")),
+        recomputed("bf16"),
+        *(recomputed(base, f"whet {base}") for base in ("q8_0", "q4_k_m")),
         whet("whet all weights", ""),
         *peers(16),
         peer("TRL + PEFT 4 bits", "nf4", "bitsandbytes' nf4 on the CPU, adapters in bfloat16", micro_batch=16),
@@ -115,7 +115,7 @@ def real_providers() -> list[Provider]:
 
 def budgets(base: str) -> list[Provider]:
     """Create providers of a learner with more and more memory for activations: time and peak are a curve."""
-    sizes = (0, 500_000_000, 1_000_000_000, None)
+    sizes = (None, 0, 500_000_000, 1_000_000_000)
     return [whet("whet" if size is None else f"whet {size / 1e9:g} GB", base, activation_bytes=size) for size in sizes]
 
 
@@ -247,7 +247,7 @@ def tables(options: LoraOptions) -> list[Table]:
         work_table(
             "GRPO, LoRA, 0.5 B Qwen2",
             [small_case],
-            [whet("whet q8_0", "q8_0"), recomputed("q8_0"), *peers(2)],
+            [whet("whet", "q8_0"), recomputed("q8_0"), *peers(2)],
             _LONG,
             2,
         ),

@@ -58,7 +58,9 @@ def head_of(core, n=N, k=K):
     for t in range(0, n, 9):
         core.begin_session(1, False)
         tokens = np.array([t], np.int32)
-        job = core.add_score(1, tokens=tokens, score_from=1, temperature=1.0, entropy=False, logits=True, adapter=0)
+        job = core.add_score(
+            1, tokens=tokens, score_from=1, temperature=1.0, entropy=False, logits=True, top_logprobs=0, adapter=0
+        )
         while not core.step(job):
             pass
         out.append(core.scores(job)[2])
