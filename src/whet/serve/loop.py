@@ -21,7 +21,7 @@ _SEND_S = 0.02
 """Time between updates of a stream: more of them take the processors from the engine, and people see no difference."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Ticket:
     """A request of the server: a call on the engine and the updates of its results.
 

@@ -120,25 +120,22 @@ class Service:
             ApiError: 429: the queue is full; 400: the engine refuses a prompt.
         """
         adapter = self.model.adapter_of(model)
-        sampled: dict[int, Prompt] = {}
-        tickets: list[Ticket] = []
-        scoring: dict[int, Prompt] = {}
+        sampled: dict[Ticket, Prompt] = {}
+        scored: dict[Ticket, Prompt] = {}
         for i, (prompt, settings) in enumerate(zip(prompts, sampling, strict=True)):
             if settings is not None:
                 begin = partial(
                     self.model.engine.open_prompt, prompt.token_ids, n, settings, adapter=adapter,
                     logprobs_mode="model", keep=True, constrained=constrain is not None,
                 )  # fmt: skip
-                tickets.append(Ticket(begin, n, streams, constrain))
-                sampled[id(tickets[-1])] = prompt
+                sampled[Ticket(begin, n, streams, constrain)] = prompt
                 prompt.choices = [Choice(self.model, i * n + j, settings.stop_token_ids, shown) for j in range(n)]
-        scores = []
         for prompt in () if n_scored is None else prompts:
             begin = partial(
                 self.model.engine.open_score, prompt.token_ids, top_logprobs=n_scored or 0, adapter=adapter
             )  # fmt: skip
-            scores.append(Ticket(begin, 0))
-            scoring[id(scores[-1])] = prompt
+            scored[Ticket(begin, 0)] = prompt
+        tickets, scores = list(sampled), list(scored)
         for group in (tickets, scores):
             for ticket in group:
                 ticket.updates = group[0].updates
@@ -150,9 +147,9 @@ class Service:
             self._loop.submit(ticket)
         try:
             async for ticket, update in updates_of(scores):
-                _set_scores(scoring[id(ticket)], update.scores)
+                _set_scores(scored[ticket], update.scores)
             async for ticket, update in updates_of(tickets):
-                prompt = sampled[id(ticket)]
+                prompt = sampled[ticket]
                 prompt.n_cached = update.n_cached
                 for j, drawn in update.drawn.items():
                     choice = prompt.choices[j]
