@@ -11,7 +11,7 @@ BODIES = {
     "/v1/chat/completions": {
         "model": "tiny", "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": PARTS}],
         "max_tokens": 4, "n": 2, "seed": 1, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "stop": ["a"],
-        "logit_bias": {"5": 1}, "logprobs": True, "top_logprobs": 2, "stream_options": {"include_usage": True},
+        "logit_bias": {"5": 1}, "logprobs": True, "top_logprobs": 2,
 
         "tools": [], "tool_choice": "auto", "chat_template_kwargs": {"a": 1},
         "response_format": {"type": "json_schema", "json_schema": {"schema": {}}},

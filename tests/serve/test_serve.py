@@ -387,6 +387,8 @@ def test_silent_streams_are_kept_alive(served, monkeypatch):
         ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 600}, 400, ("512", "600")),
         ("/v1/chat/completions", {"messages": MESSAGES, "tools": [{"type": "function"}]}, 400, ("tools",)),
         ("/v1/chat/completions", {"messages": MESSAGES, "stop": [3]}, 400, ("stop",)),
+        ("/v1/chat/completions", {"messages": MESSAGES, "echo": True}, 400, ("echo",)),
+        ("/v1/completions", {"prompt": "a", "stream_options": {"include_usage": True}}, 400, ("stream_options",)),
         ("/v1/completions", {"prompt": ""}, 400, ("prompt is empty",)),
         ("/v1/completions", {"prompt": [[1, 9999]]}, 400, ("9999", "257")),
         ("/v1/completions", {"prompt": {"a": 1}}, 400, ("prompt",)),

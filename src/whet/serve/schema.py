@@ -32,7 +32,7 @@ _SAMPLING = {  # of a request -> of SamplingParams
     "min_tokens": "min_new_tokens",
 }
 _REFUSED = (
-    "suffix", "audio", "functions", "function_call", "include_stop_str_in_output", "truncate_prompt_tokens",
+    "echo", "suffix", "audio", "functions", "function_call", "include_stop_str_in_output", "truncate_prompt_tokens",
     "logprob_token_ids", "allowed_token_ids", "bad_words", "documents", "thinking_token_budget", "reasoning_effort",
     "guided_json", "guided_regex", "guided_choice", "guided_grammar", "repetition_detection",
     "use_beam_search", "length_penalty", "tools", "tool_choice", "web_search_options",
@@ -78,7 +78,6 @@ class Request:
     stop_token_ids: list = field(default_factory=list)
     min_tokens: OptionalCount = None
     ignore_eos: bool = False
-    echo: bool = False
     prompt_logprobs: OptionalCount = None
     response_format: dict = field(default_factory=dict)
     structured_outputs: dict = field(default_factory=dict)
@@ -109,6 +108,7 @@ class CompletionRequest(Request):
     """``/v1/completions``."""
 
     prompt: str | list = ""
+    echo: bool = False
     logprobs: OptionalCount = None
     max_tokens: OptionalCount = 16
     best_of: OptionalCount = None
@@ -201,6 +201,8 @@ def parse(kind: type[Kind], body: Any) -> Kind:
         message = str(error).partition(": ")[2] or str(error)
         raise ApiError(400, message, message.partition(" ")[0]) from None
     if isinstance(request, Request):
+        if request.stream_options and not request.stream:
+            raise ApiError(400, "stream_options needs stream: true. Omit it, or set stream.", "stream_options")
         _check_range(request, "n", request.n, 1, MOST_CHOICES)
         _check_range(request, "prompt_logprobs", request.prompt_logprobs or 0, 0, MOST_ALTERNATIVES)
     return request
