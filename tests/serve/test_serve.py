@@ -201,11 +201,11 @@ def test_structured_outputs(post, asked, pattern):
     assert texts or "json_object" in asked
 
 
-def test_a_grammar_begins_after_the_thinking(thinker):
+def test_a_grammar_begins_at_once_if_the_prompt_does_not_open_the_thinking(thinker):
     outputs = {"choice": ["x", "y"]}
     given = {"model": "thinker", "messages": MESSAGES, "temperature": 0, "max_tokens": 40}
     [choice] = thinker.chat.completions.create(**given, extra_body={"structured_outputs": outputs}).choices
-    assert choice.message.content in ("x", "y")  # the prompt does not open the thinking
+    assert choice.message.content in ("x", "y")
 
 
 # --- log-probs of given tokens ----------------------------------------------------------------------------------

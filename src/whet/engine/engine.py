@@ -375,7 +375,7 @@ class Engine:
         session = Session(self._calls, where)
         try:
             session.begin()
-            [job] = self._add_scores(session, [row], [1], adapter, 1.0, False, False, top_logprobs, where)
+            [job] = self._add_scores(session, [row], [1], adapter, where, top_logprobs=top_logprobs)
             return Call(session, job, None)
         except BaseException:
             session.end()
@@ -418,7 +418,9 @@ class Engine:
         check_temperature(where, temperature)
         if not 0 <= check_integer(where, "top_logprobs", top_logprobs, 0) <= 20:
             raise WhetValueError(f"{where}: top_logprobs is {top_logprobs}, expected an integer from 0 to 20.")
-        scores = self._score(rows, starts, adapter, temperature, return_entropy, False, top_logprobs, where)
+        scores = self._score(
+            rows, starts, adapter, where, temperature=temperature, entropy=return_entropy, top_logprobs=top_logprobs
+        )
         found: list[list[Any]] = [[score.logprobs for score in scores]]
         if return_entropy:
             found.append([score.entropies for score in scores])
@@ -434,7 +436,7 @@ class Engine:
         """
         where = "Engine.logits"
         row = check_token_row(sequence, self.config, where, "sequence")
-        [score] = self._score([row], [1], adapter, 1.0, False, True, 0, where)
+        [score] = self._score([row], [1], adapter, where, logits=True)
         return score.logits.reshape(len(row), self.config.vocab_size)
 
     # ------------------------------------------------------------------ weights
@@ -686,20 +688,12 @@ class Engine:
         return session.add("prompt", name, hint, **fields, **request)
 
     def _score(
-        self,
-        rows: list[np.ndarray],
-        starts: list[int],
-        adapter: Any,
-        temperature: float,
-        entropy: bool,
-        logits: bool,
-        top_logprobs: int,
-        where: str,
+        self, rows: list[np.ndarray], starts: list[int], adapter: Any, where: str, **values: Any
     ) -> list[Scores]:
-        """Return the scores of every row."""
+        """Return the scores of every row; ``values`` as in ``_add_scores``."""
         with (session := Session(self._calls, where)), session:
             session.begin()
-            jobs = self._add_scores(session, rows, starts, adapter, temperature, entropy, logits, top_logprobs, where)
+            jobs = self._add_scores(session, rows, starts, adapter, where, **values)
             session.run(jobs)
             return [session.scores(job) for job in jobs]
 
@@ -709,11 +703,12 @@ class Engine:
         rows: list[np.ndarray],
         starts: list[int],
         adapter: Any,
-        temperature: float,
-        entropy: bool,
-        logits: bool,
-        top_logprobs: int,
         where: str,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        logits: bool = False,
+        top_logprobs: int = 0,
     ) -> list[int]:
         adapters = self._adapter_ids(adapter, len(rows), where)
         return [

@@ -250,7 +250,7 @@ class Scores(NamedTuple):
 
 
 def _pair(ids: np.ndarray, logprobs: np.ndarray, n_tokens: int) -> list[list[tuple[int, float]]]:
-    """Return the alternatives of each token from flat arrays, in which -1 is none; empty if there are no arrays."""
+    """Return the alternatives of each token from flat arrays, in which -1 is none; empty without arrays."""
     if not len(ids):
         return []
     rows = zip(ids.reshape(n_tokens, -1).tolist(), logprobs.reshape(n_tokens, -1).tolist(), strict=True)

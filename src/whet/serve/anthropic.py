@@ -10,6 +10,7 @@ from typing import Any
 from whet.serve.choices import Choice
 from whet.serve.endpoints import Body, Chat
 from whet.serve.errors import ApiError
+from whet.serve.schema import check_object
 from whet.serve.service import Service
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "seed")
@@ -24,9 +25,7 @@ class Messages(Chat):
     ending = ""
 
     def __init__(self, service: Service, body: Any) -> None:
-        if not isinstance(body, Mapping):
-            raise ApiError(400, f"The body is {type(body).__name__}, expected a JSON object.")
-        super().__init__(service, _translate(body))
+        super().__init__(service, _translate(check_object(body)))
 
     def event(self, chunk: Body) -> str:
         return f"event: {chunk['type']}\ndata: {json.dumps(chunk, ensure_ascii=False)}\n\n"

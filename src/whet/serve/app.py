@@ -167,13 +167,8 @@ class _App:
 
     async def detokenize(self, request: Request) -> Response:
         fields = parse(DetokenizeRequest, await self._body(request))
-        size = self.model.engine.config.vocab_size
-        for token_id in fields.tokens:
-            if not isinstance(token_id, int) or not 0 <= token_id < size:
-                raise ApiError(
-                    400, f"tokens holds {token_id!r:.40}, expected token ids from 0 to {size - 1}.", "tokens"
-                )
-        return JSONResponse({"prompt": self.model.tokenizer.decode(fields.tokens, skip_special_tokens=False)})
+        ids = self.model.check_tokens(fields.tokens, "tokens")
+        return JSONResponse({"prompt": self.model.tokenizer.decode(ids, skip_special_tokens=False)})
 
     async def tokenizer_info(self, _: Request) -> Response:
         tokenizer = self.model.tokenizer

@@ -71,7 +71,7 @@ class Endpoint(Generic[Fields]):
         async with aclosing(self.parts(streams=False)) as parts:
             async for part in parts:
                 texts[part.choice.index] = texts.get(part.choice.index, "") + part.text
-        pairs = [(prompt, choice) for prompt in self.prompts for choice in self.all_of(prompt)]
+        pairs = [(prompt, choice) for prompt in self.prompts for choice in prompt.choices]
         choices = [self.choice(prompt, choice, texts[choice.index]) for prompt, choice in pairs]
         return {**self.envelope(self.object_name), "choices": choices, "usage": self.usage(), **self.extras()}
 
@@ -83,10 +83,6 @@ class Endpoint(Generic[Fields]):
     def failure(error: ApiError) -> Body:
         """Return the body of an error."""
         return error.body()
-
-    def all_of(self, prompt: Prompt) -> Sequence[Choice]:
-        """Return the choices of a prompt."""
-        return prompt.choices
 
     async def chunks(self) -> AsyncGenerator[Body]:
         """Sample, and yield the chunks of a streamed response."""
@@ -143,6 +139,14 @@ class Endpoint(Generic[Fields]):
         """Return further fields of the response, or of its first chunk."""
         return {}
 
+    def of_prompt(self, prompt: Prompt) -> Body:
+        """Return the ids and log-probs of a prompt, if the request asks for them."""
+        found: Body = {"prompt_token_ids": prompt.token_ids} if self.request.return_token_ids else {}
+        if self.request.prompt_logprobs is not None:
+            logprobs = prompt_logprobs(self._served, prompt.token_ids, prompt.logprobs, prompt.alternatives)
+            found["prompt_logprobs"] = logprobs
+        return found
+
     def choice(self, prompt: Prompt, choice: Choice, text: str) -> Body:
         """Return a complete choice."""
         raise NotImplementedError
@@ -150,20 +154,6 @@ class Endpoint(Generic[Fields]):
     def deltas(self, part: Part) -> list[Body]:
         """Return the choices of the chunks for a part."""
         raise NotImplementedError
-
-    def check_tokens(self, ids: Sequence[Any], name: str) -> list[int]:
-        """Return token ids of a request.
-
-        Raises:
-            ApiError: 400: there are none, or one is not in the vocabulary.
-        """
-        size = self._served.engine.config.vocab_size
-        if not ids:
-            raise ApiError(400, f"{name} is empty, expected at least one token.", name)
-        for token_id in ids:
-            if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < size:
-                raise ApiError(400, f"{name} holds {token_id!r:.40}, expected token ids from 0 to {size - 1}.", name)
-        return list(ids)
 
 
 class Completion(Endpoint[CompletionRequest]):
@@ -177,7 +167,7 @@ class Completion(Endpoint[CompletionRequest]):
         super().__init__(service, request)
         if (request.best_of or request.n) != request.n:
             raise ApiError(400, f"best_of is {request.best_of}, expected n={request.n}, or nothing.", "best_of")
-        n_new = 16 if request.max_tokens is None else request.max_tokens
+        n_new = request.max_tokens or 0
         self._n_alternatives = check_alternatives("logprobs", request.logprobs)
         if n_new == 0 and not request.echo:
             raise ApiError(400, "max_tokens is 0, which needs echo. Raise it, or set echo.", "max_tokens")
@@ -205,31 +195,11 @@ class Completion(Endpoint[CompletionRequest]):
                     raise ApiError(400, "prompt is empty, expected at least one token.", "prompt")
                 found.append((ids, each))
             elif isinstance(each, list):
-                ids = self.check_tokens(each, "prompt")
+                ids = self._served.check_prompt(each, "prompt")
                 found.append((ids, self._served.texts.text_of(ids) if self.request.echo else ""))
             else:
                 raise ApiError(400, f"prompt holds {each!r:.40}, expected a text, or a list of token ids.", "prompt")
         return found
-
-    def all_of(self, prompt: Prompt) -> Sequence[Choice]:
-        return prompt.choices or self._silent(prompt)
-
-    def _silent(self, prompt: Prompt) -> list[Choice]:
-        """Return choices without sampled tokens, for ``max_tokens`` 0."""
-        first = self.prompts.index(prompt) * self.request.n
-        choices = [Choice(self._served, first + j) for j in range(self.request.n)]
-        for choice in choices:
-            choice.finish = "length"
-        return choices
-
-    async def parts(self, streams: bool) -> AsyncGenerator[Part]:
-        async with aclosing(super().parts(streams)) as parts:
-            async for part in parts:
-                yield part
-        for prompt in self.prompts:
-            if not prompt.choices:
-                for choice in self._silent(prompt):
-                    yield Part(prompt, choice, 0, "")
 
     def choice(self, prompt: Prompt, choice: Choice, text: str) -> Body:
         return self._part(prompt, choice, 0, text, is_first=True)
@@ -255,15 +225,9 @@ class Completion(Endpoint[CompletionRequest]):
                 choice.index, LegacyLogprobs(self._served, request.return_tokens_as_token_ids)
             )
             body["logprobs"] = legacy.part(ids, logprobs, tops)
-        if request.prompt_logprobs is not None and is_first:
-            body["prompt_logprobs"] = prompt_logprobs(
-                self._served, prompt.token_ids, prompt.logprobs, prompt.alternatives
-            )
         if request.return_token_ids:
             body["token_ids"] = choice.token_ids[start:]
-            if is_first:
-                body["prompt_token_ids"] = prompt.token_ids
-        return body
+        return body | self.of_prompt(prompt) if is_first else body
 
 
 class Chat(Endpoint[ChatRequest]):
@@ -333,14 +297,8 @@ class Chat(Endpoint[ChatRequest]):
         return "tool_calls" if choice.finish == "stop" and self._n_calls[choice.index] else choice.finish
 
     def extras(self) -> Body:
-        [prompt], extras = self.prompts, {}
-        if self.request.return_token_ids:
-            extras["prompt_token_ids"] = prompt.token_ids
-        if self.request.prompt_logprobs is not None:
-            extras["prompt_logprobs"] = prompt_logprobs(
-                self._served, prompt.token_ids, prompt.logprobs, prompt.alternatives
-            )
-        return extras
+        [prompt] = self.prompts
+        return self.of_prompt(prompt)
 
     def choice(self, prompt: Prompt, choice: Choice, text: str) -> Body:
         fields = self.split(choice, text)
@@ -389,7 +347,7 @@ class Generate(Endpoint[GenerateSampling]):
         if request.stream:
             raise ApiError(400, "stream is true, and this endpoint answers as a whole. Omit it.", "stream")
         self._n_alternatives = check_alternatives("logprobs", request.logprobs)
-        ids = self.check_tokens(outer.token_ids, "token_ids")
+        ids = self._served.check_prompt(outer.token_ids, "token_ids")
         if request.max_tokens == 0:
             raise ApiError(400, "max_tokens is 0, expected at least 1.", "max_tokens")
         self._served.check_length(len(ids), request.max_tokens or 1)
@@ -403,12 +361,7 @@ class Generate(Endpoint[GenerateSampling]):
                 pass
         [prompt] = self.prompts
         body: Body = {"request_id": self.id, "choices": [self._choice(choice) for choice in prompt.choices]}
-        body |= {"prompt_token_ids": prompt.token_ids, "usage": self.usage()}
-        if self.request.prompt_logprobs is not None:
-            body["prompt_logprobs"] = prompt_logprobs(
-                self._served, prompt.token_ids, prompt.logprobs, prompt.alternatives
-            )
-        return body
+        return body | self.of_prompt(prompt) | {"prompt_token_ids": prompt.token_ids, "usage": self.usage()}
 
     def _choice(self, choice: Choice) -> Body:
         body: Body = {"index": choice.index, "token_ids": choice.token_ids, "finish_reason": choice.finish}

@@ -63,7 +63,7 @@ def render_messages(model: ServedModel, messages: list, request: Any, tools: lis
     """Return the prompt of messages by the model's chat template.
 
     Raises:
-        ApiError: 400: there are no messages, a content is not text, or the template rejects them.
+        ApiError: 400: messages is empty, a content is not text, or the template rejects them.
     """
     if not messages:
         raise ApiError(400, "messages is empty, expected at least one message.", "messages")

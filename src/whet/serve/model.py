@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -163,12 +163,30 @@ class ServedModel:
         """Return the adapter of a request's ``model``; "" is the model itself.
 
         Raises:
-            ApiError: 404: there is no such model.
+            ApiError: 404: the model does not exist.
         """
         if name and name not in self.adapters:
             known = ", ".join(self.adapters)
             raise ApiError(404, f"The model {name!r} does not exist. Models: {known}.", "model", "model_not_found")
         return self.adapters[name or self.name]
+
+    def check_tokens(self, ids: Sequence[Any], name: str) -> list[int]:
+        """Return the token ids of a request's field.
+
+        Raises:
+            ApiError: 400: one is not in the vocabulary.
+        """
+        size = self.engine.config.vocab_size
+        for token_id in ids:
+            if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < size:
+                raise ApiError(400, f"{name} holds {token_id!r:.40}, expected token ids from 0 to {size - 1}.", name)
+        return list(ids)
+
+    def check_prompt(self, ids: Sequence[Any], name: str) -> list[int]:
+        """Return ``check_tokens``, of which there has to be at least one."""
+        if not ids:
+            raise ApiError(400, f"{name} is empty, expected at least one token.", name)
+        return self.check_tokens(ids, name)
 
     def check_length(self, n_prompt: int, n_new: int) -> None:
         """Raise a 400 unless a prompt of ``n_prompt`` tokens has room for ``n_new`` more."""

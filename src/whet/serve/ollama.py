@@ -13,6 +13,7 @@ from whet.serve.choices import Choice
 from whet.serve.endpoints import Body, Chat
 from whet.serve.errors import ApiError
 from whet.serve.model import ServedModel
+from whet.serve.schema import check_object
 from whet.serve.service import Service
 from whet.text.tool_calls import tool_format
 
@@ -32,9 +33,7 @@ class OllamaChat(Chat):
     keep_alive = ending = ""
 
     def __init__(self, service: Service, body: Any) -> None:
-        if not isinstance(body, Mapping):
-            raise ApiError(400, f"The body is {type(body).__name__}, expected a JSON object.")
-        self._begun_ns = time.perf_counter_ns()
+        self._begun_ns, body = time.perf_counter_ns(), check_object(body)
         super().__init__(service, _translate(body))
         self.streams = body.get("stream", True) is not False
         self._is_thinking_shown = body.get("think", True) is not False

@@ -181,14 +181,20 @@ class DetokenizeRequest:
         check_types(self)
 
 
+def check_object(body: Any) -> Mapping[str, Any]:
+    """Return a body, which has to be a JSON object."""
+    if not isinstance(body, Mapping):
+        raise ApiError(400, f"The body is {type(body).__name__}, expected a JSON object.")
+    return body
+
+
 def parse(kind: type[Kind], body: Any) -> Kind:
     """Return the fields of a request's JSON body.
 
     Raises:
         ApiError: 400: the body is not an object, a field has the wrong type or range, or is refused.
     """
-    if not isinstance(body, Mapping):
-        raise ApiError(400, f"The body is {type(body).__name__}, expected a JSON object.")
+    body = check_object(body)
     known = {each.name for each in dataclasses.fields(cast(Any, kind))}
     given = {name: value for name, value in body.items() if value is not None}
     for name in _REFUSED:

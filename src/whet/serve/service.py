@@ -107,7 +107,7 @@ class Service:
 
         Args:
             prompts: receive the results.
-            sampling: of each prompt; None: nothing is sampled.
+            sampling: of each prompt; None: nothing is sampled, and its choices are empty.
             n: choices per prompt.
             model: name of the model or adapter.
             n_scored: alternatives of each prompt token whose log-probs are computed, before the first part; None: no
@@ -123,7 +123,9 @@ class Service:
         sampled: dict[Ticket, Prompt] = {}
         scored: dict[Ticket, Prompt] = {}
         for i, (prompt, settings) in enumerate(zip(prompts, sampling, strict=True)):
-            if settings is not None:
+            if settings is None:
+                prompt.choices = [Choice(self.model, i * n + j) for j in range(n)]
+            else:
                 begin = partial(
                     self.model.engine.open_prompt, prompt.token_ids, n, settings, adapter=adapter,
                     logprobs_mode="model", keep=True, constrained=constrain is not None,
@@ -148,6 +150,10 @@ class Service:
         try:
             async for ticket, update in updates_of(scores):
                 _set_scores(scored[ticket], update.scores)
+            for prompt, settings in zip(prompts, sampling, strict=True):
+                for choice in prompt.choices if settings is None else ():
+                    choice.finish = "length"
+                    yield Part(prompt, choice, 0, "")
             async for ticket, update in updates_of(tickets):
                 prompt = sampled[ticket]
                 prompt.n_cached = update.n_cached
