@@ -40,6 +40,7 @@ def test_requests_end_before_the_server_does(number, tiny_model):
     client.start()
     metrics = url.removesuffix("v1") + "metrics"
     while not re.search(r"vllm:num_requests_running{.*} 64", httpx.get(metrics).text):
+        assert client.is_alive()
         time.sleep(0.01)
     process.send_signal(number)
     assert process.wait(30) in (-number, 128 + number)
