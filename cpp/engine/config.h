@@ -6,6 +6,7 @@
 namespace whet {
 
 enum class Norm { kRms, kLayer };
+enum class KvType { kFloat32, kBFloat16, kInt8 };  // of keys and values in the cache
 enum class Activation { kSilu, kGelu, kGeluTanh };
 
 struct ModelConfig {

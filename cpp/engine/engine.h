@@ -14,7 +14,7 @@ class Engine {
 public:
     Engine(Transformer& transformer, const Limits& limits)
         : transformer_(transformer),
-          memory_(transformer.config(), transformer.bf16_cache(), limits.kv_bytes),
+          memory_(transformer.config(), transformer.kv_type(), limits.kv_bytes),
           scheduler_(transformer.config(), transformer.max_rows(), memory_.n_pages(), memory_.page_bytes(), limits),
           runner_(transformer, limits.max_batch) {}
 

@@ -3,30 +3,38 @@
 #include <algorithm>
 #include <cstring>
 
+#include "runtime/ceil_div.h"
 #include "runtime/split.h"
 #include "runtime/system.h"
 
 namespace whet {
 namespace {
 
-// Keys and values of one KV head in a page, in the layout of kernels/cached_attention.h.
-size_t head_bytes(const ModelConfig& config, bool bf16) {
-    const size_t words = bf16 ? (config.head_dim + 1) / 2 : config.head_dim;
-    const size_t columns = (config.head_dim + 15) / 16 * 16;
-    return kPageTokens * (words * 4 + columns * (bf16 ? 2 : 4));
+// Keys and values of one KV head in a page, in the layouts of kernels/cached_attention.h and cached_attention_int8.h.
+size_t head_bytes(const ModelConfig& config, KvType type) {
+    const size_t d = config.head_dim, columns = (d + 15) / 16 * 16;
+    switch (type) {
+        case KvType::kFloat32:
+            return kPageTokens * (4 * d + 4 * columns);
+        case KvType::kBFloat16:
+            return kPageTokens * (ceil_div(d, 2) * 4 + 2 * columns);
+        case KvType::kInt8:
+            return kPageTokens * (ceil_div(d, 4) * 4 + ceil_div(d, 32) * 4 + columns + 2 * sizeof(uint16_t));
+    }
+    __builtin_unreachable();
 }
 
 }  // namespace
 
-size_t KvMemory::page_bytes(const ModelConfig& config, bool bf16) {
-    return config.n_layers * config.n_kv_heads * head_bytes(config, bf16);
+size_t KvMemory::page_bytes(const ModelConfig& config, KvType type) {
+    return config.n_layers * config.n_kv_heads * head_bytes(config, type);
 }
 
-KvMemory::KvMemory(const ModelConfig& config, bool bf16, size_t budget_bytes)
-    : bf16_(bf16),
+KvMemory::KvMemory(const ModelConfig& config, KvType type, size_t budget_bytes)
+    : type_(type),
       n_kv_heads_(config.n_kv_heads),
-      head_bytes_(head_bytes(config, bf16)),
-      page_bytes_(page_bytes(config, bf16)),
+      head_bytes_(head_bytes(config, type)),
+      page_bytes_(page_bytes(config, type)),
       memory_(budget_bytes / page_bytes_ * page_bytes_),
       is_committed_(budget_bytes / page_bytes_) {}
 

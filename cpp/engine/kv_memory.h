@@ -20,12 +20,12 @@ struct PageWrite {
 
 class KvMemory {
 public:
-    KvMemory(const ModelConfig& config, bool bf16, size_t budget_bytes);
+    KvMemory(const ModelConfig& config, KvType type, size_t budget_bytes);
 
-    static size_t page_bytes(const ModelConfig& config, bool bf16);
+    static size_t page_bytes(const ModelConfig& config, KvType type);
     size_t n_pages() const { return is_committed_.size(); }
     size_t page_bytes() const { return page_bytes_; }
-    bool bf16() const { return bf16_; }
+    KvType type() const { return type_; }
     uint8_t* data() const { return memory_.data(); }
     uint8_t* page(int32_t i) const { return memory_.data() + static_cast<size_t>(i) * page_bytes_; }
     // Offset of the keys of a layer's KV head in a page.
@@ -38,7 +38,7 @@ public:
     size_t release(const PageIndex& index);
 
 private:
-    bool bf16_;
+    KvType type_;
     size_t n_kv_heads_, head_bytes_, page_bytes_;
     Zeroed memory_;
     std::vector<bool> is_committed_;

@@ -42,12 +42,35 @@ void scale(float factor, float* x, size_t n) {
 
 }  // namespace
 
-Transformer::Transformer(std::shared_ptr<const Weights> weights, size_t max_rows, bool bf16_cache)
+Transformer::Cache::Cache(KvType type, size_t head_dim) {
+    const Kernels& k = kernels();
+    output = k.cached_output;
+    switch (type) {
+        case KvType::kFloat32:
+            query_bytes = head_dim * 4;
+            attend = k.cached_attention_f32, write_query = k.cached_write_query_f32, write_kv = k.cached_write_kv_f32;
+            return;
+        case KvType::kBFloat16:
+            query_bytes = ceil_div(head_dim, 2) * 4;
+            attend = k.cached_attention_bf16, write_query = k.cached_write_query_bf16,
+            write_kv = k.cached_write_kv_bf16;
+            return;
+        case KvType::kInt8:
+            query_bytes = ceil_div(head_dim, 4) * 8 + 8;
+            attend = k.cached_attention_int8, write_query = k.cached_write_query_int8,
+            write_kv = k.cached_write_kv_int8;
+            output = k.cached_output_int8;
+            return;
+    }
+}
+
+Transformer::Transformer(std::shared_ptr<const Weights> weights, size_t max_rows, KvType kv_type)
     : weights_(std::move(weights)),
       config_(weights_->config()),
       activation_width_(std::gcd(config_.ffn_dim, kActivationWidth)),
       max_rows_(max_rows),
-      bf16_cache_(bf16_cache) {
+      kv_type_(kv_type),
+      cache_(kv_type, config_.head_dim) {
     const auto parts = [this] {
         x_ = arena_.take<float>(max_rows_ * config_.hidden_dim);
         h_ = arena_.take<float>(max_rows_ * config_.hidden_dim);
@@ -58,7 +81,7 @@ Transformer::Transformer(std::shared_ptr<const Weights> weights, size_t max_rows
         cos_sin_ = arena_.take<float>(max_rows_ * config_.rotary_dim);
         local_cos_sin_ = arena_.take<float>(max_rows_ * 2 * config_.local_inv_freq.size());
         state_ = arena_.take<float>(max_rows_ * config_.n_heads * state_size());
-        queries_ = arena_.take<uint8_t>(max_rows_ * config_.n_heads * query_bytes());
+        queries_ = arena_.take<uint8_t>(max_rows_ * config_.n_heads * cache_.query_bytes);
         positions_ = arena_.take<int32_t>(max_rows_ * config_.kv_group());
         const size_t units = std::max(config_.n_heads + config_.n_kv_heads, config_.ffn_dim / activation_width_);
         missing_ = arena_.take<std::atomic<uint32_t>>(Epilogue::n_counters(units, max_rows_));
@@ -233,25 +256,19 @@ void Transformer::finish_head(const InputToken& row, size_t i, size_t unit, size
         rotate(x, 1, static_cast<ptrdiff_t>(d), table, config_.rotary_dim, false);
     }
     if (!is_query) {
-        const auto put = bf16_cache_ ? k.cached_write_kv_bf16 : k.cached_write_kv_f32;
-        put(x, x + config_.n_kv_heads * d, static_cast<int64_t>(d), row.position % kPageTokens,
+        cache_.write_kv(
+            x, x + config_.n_kv_heads * d, static_cast<int64_t>(d), row.position % kPageTokens,
             memory.page(row.pages[row.position / kPageTokens]) + memory.offset(layer, unit - config_.n_heads));
         return;
     }
-    uint8_t* to = queries_ + ((unit / group * max_rows_ + i) * group + unit % group) * query_bytes();
-    if (bf16_cache_) {
-        k.bf16_from_f32(x, d, reinterpret_cast<uint16_t*>(to));
-        if (d % 2 != 0) std::memset(to + 2 * d, 0, 2);
-    } else {
-        std::memcpy(to, x, d * sizeof *x);
-    }
+    cache_.write_query(x, static_cast<int64_t>(d),
+                       queries_ + ((unit / group * max_rows_ + i) * group + unit % group) * cache_.query_bytes);
 }
 
 // Attention of a part of the queries of a group and KV head.
 void Transformer::attend(const InputToken* rows, const PrefixGroup& group, size_t kv_head, Part part, size_t layer,
                          const KvMemory& memory) {
     const Kernels& k = kernels();
-    const auto kernel = bf16_cache_ ? k.cached_attention_bf16 : k.cached_attention_f32;
     const size_t per_row = config_.kv_group(), d = config_.head_dim, n = group.n * per_row;
     const size_t first = n * part.index / part.count, last = n * (part.index + 1) / part.count;
     if (first == last) return;
@@ -259,7 +276,7 @@ void Transformer::attend(const InputToken* rows, const PrefixGroup& group, size_
     const size_t window = config_.windows[layer];
     const auto queries = [&](CachedTask& task, size_t from, size_t to) {
         const size_t at = (kv_head * max_rows_ + group.first) * per_row + from;
-        task.queries = queries_ + at * query_bytes();
+        task.queries = queries_ + at * cache_.query_bytes;
         task.positions = positions_ + group.first * per_row + from;
         task.state = state_ + at * state_size();
         task.rows = static_cast<int64_t>(to - from);
@@ -280,7 +297,7 @@ void Transformer::attend(const InputToken* rows, const PrefixGroup& group, size_
     task.begin = first_page(rows[group.first + begin]);
     for (size_t r = begin + 1; r < end; ++r) task.begin = std::min(task.begin, first_page(rows[group.first + r]));
     task.end = group.shared;
-    kernel(task);
+    cache_.attend(task);
     for (size_t r = begin; r < end; ++r) {
         const InputToken& row = rows[group.first + r];
         const size_t from = std::max(first, r * per_row), to = std::min(last, (r + 1) * per_row);
@@ -289,10 +306,10 @@ void Transformer::attend(const InputToken* rows, const PrefixGroup& group, size_
         own.pages = row.pages;
         own.begin = std::max(group.shared, first_page(row));
         own.end = n_pages(row);
-        if (own.begin < own.end) kernel(own);
+        if (own.begin < own.end) cache_.attend(own);
         float* out = attended_ + ((group.first + r) * config_.n_heads + kv_head * per_row) * d;
         for (size_t i = from; i < to; ++i) {
-            k.cached_output(own.state + (i - from) * state_size(), task.head_dim, out + (i - r * per_row) * d);
+            cache_.output(own.state + (i - from) * state_size(), task.head_dim, out + (i - r * per_row) * d);
         }
     }
 }

@@ -28,12 +28,12 @@ struct InputToken {
 
 class Transformer {
 public:
-    Transformer(std::shared_ptr<const Weights> weights, size_t max_rows, bool bf16_cache);
+    Transformer(std::shared_ptr<const Weights> weights, size_t max_rows, KvType kv_type);
 
     const ModelConfig& config() const { return config_; }
     const Weights& weights() const { return *weights_; }
     size_t max_rows() const { return max_rows_; }
-    bool bf16_cache() const { return bf16_cache_; }
+    KvType kv_type() const { return kv_type_; }
     void release_workspace() { arena_.release(); }  // its memory is committed again by the next forward()
     size_t workspace_bytes() const { return arena_.size_bytes() + adapter_hidden_.size() * sizeof(float); }
 
@@ -55,6 +55,15 @@ private:
     struct Part {
         size_t index, count;
     };
+    struct Cache {  // the kernels of its type
+        size_t query_bytes;
+        void (*attend)(const CachedTask& task);
+        void (*write_query)(const float* query, int64_t head_dim, void* out);
+        void (*write_kv)(const float* key, const float* value, int64_t head_dim, int64_t slot, void* page);
+        void (*output)(const float* state, int64_t head_dim, float* out);
+
+        Cache(KvType type, size_t head_dim);
+    };
     struct Units {  // of the outputs of a product; see Epilogue
         size_t width, count;
     };
@@ -63,7 +72,8 @@ private:
     const ModelConfig& config_;
     size_t activation_width_;
     size_t max_rows_;
-    bool bf16_cache_;
+    KvType kv_type_;
+    Cache cache_;
     Arena arena_;
     float *x_, *h_, *qkv_, *attended_, *delta_, *up_, *cos_sin_, *local_cos_sin_, *state_;
     uint8_t* queries_;
@@ -91,7 +101,6 @@ private:
                  bool by_unit);
     void adapt(const InputToken* rows, size_t n, size_t layer, Target target, const float* x, size_t ldx, float* y,
                size_t ldy);
-    size_t query_bytes() const { return bf16_cache_ ? (config_.head_dim + 1) / 2 * 4 : config_.head_dim * 4; }
     size_t state_size() const { return (config_.head_dim + 15) / 16 * 16 + 16; }
 };
 

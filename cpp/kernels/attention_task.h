@@ -55,7 +55,7 @@ constexpr int kPageTokens = 64;  // tokens of a page of the KV cache
 // Query rows against pages of one KV head. A row's state is its unnormalised output (head_dim rounded up to 16 floats),
 // then its maximum and its sum of weights, in 16 more.
 struct CachedTask {
-    const void* queries;       // (rows, head_dim) of the cache's dtype, bfloat16 rows padded to an even length
+    const void* queries;       // rows as cached_write_query_* writes them
     const int32_t* positions;  // of the rows: the last key each attends to
     float* state;
     int64_t rows, head_dim, window;  // window: number of keys attended to, including the query's own

@@ -7,6 +7,7 @@
 #include "kernels/attention.h"
 #include "kernels/attention_backward.h"
 #include "kernels/cached_attention.h"
+#include "kernels/cached_attention_int8.h"
 #include "kernels/convert.h"
 #include "kernels/decode_attention.h"
 #include "kernels/dispatch.h"

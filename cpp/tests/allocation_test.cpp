@@ -215,9 +215,7 @@ Request score(size_t length, size_t from) {
     return r;
 }
 
-size_t some_pages(const Model& model) {
-    return 40 * KvMemory::page_bytes(model.transformer.config(), model.transformer.bf16_cache());
-}
+size_t some_pages(const Model& model) { return 40 * model.page_bytes(); }
 
 void test_making_an_engine() {
     Model known(false, WeightFormat::kInt8, 8 + 32);

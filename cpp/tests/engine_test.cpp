@@ -15,11 +15,12 @@ using namespace whet;
 
 namespace {
 
+constexpr KvType kKvTypes[] = {KvType::kFloat32, KvType::kBFloat16, KvType::kInt8};
 const size_t kLengths[] = {1, 63, 64, 65, 150, 129};
 
-void test_batch_invariance(bool other, WeightFormat format) {
-    Model model(other, format, 64 + 128);
-    const size_t page = KvMemory::page_bytes(model.transformer.config(), other);
+void test_batch_invariance(bool other, WeightFormat format, KvType kv_type) {
+    Model model(config_of(other), format, 64 + 128, kv_type);
+    const size_t page = model.page_bytes();
     std::vector<Outputs> expected;
     const Limits limits[] = {{200 * page, 64, 128}, {9 * page, 3, 5}, {40 * page, 7, 64}};
     for (const Limits& limit : limits) {
@@ -53,7 +54,7 @@ void test_batch_invariance(bool other, WeightFormat format) {
 void test_invalid_requests() {
     Model model(false, WeightFormat::kQ8_0, 16 + 32);
     const ModelConfig& c = model.transformer.config();
-    Engine s(model.transformer, {4 * KvMemory::page_bytes(c, false), 16, 32});
+    Engine s(model.transformer, {4 * model.page_bytes(), 16, 32});
     const auto expect_rejected = [&](const char* what, auto&& change) {
         Request request = prompt(100, 1, 10, 0);
         change(request);
@@ -87,7 +88,7 @@ void test_invalid_requests() {
 
 void test_cancelling() {
     Model model(false, WeightFormat::kQ8_0, 16 + 32);
-    const size_t page = KvMemory::page_bytes(model.transformer.config(), false);
+    const size_t page = model.page_bytes();
     std::mt19937 bits(5);
     Engine s(model.transformer, {30 * page, 16, 32});
     std::vector<uint64_t> ids;
@@ -108,7 +109,7 @@ void test_cancelling() {
 // Sessions end during the prefill of prompts whose pages others share: the others give the results of a separate run.
 void test_sessions() {
     Model model(true, WeightFormat::kBFloat16, 16 + 32);
-    const size_t page = KvMemory::page_bytes(model.transformer.config(), true);
+    const size_t page = model.page_bytes();
     const Limits limits{60 * page, 16, 32};
     const size_t lengths[] = {200, 150, 230, 70, 200, 131};
     std::vector<Outputs> expected;
@@ -155,9 +156,9 @@ std::vector<int32_t> sequence_of(const Engine& s, uint64_t id) {
 
 // A turn computes only its new tokens and the last token of the previous turn, which was drawn and not computed, and
 // gives the results of a run without retained pages.
-void test_turns(bool other) {
-    Model model(other, WeightFormat::kFloat32, 16 + 32);
-    const Limits limits{60 * KvMemory::page_bytes(model.transformer.config(), other), 16, 32};
+void test_turns(bool other, KvType kv_type) {
+    Model model(config_of(other), WeightFormat::kFloat32, 16 + 32, kv_type);
+    const Limits limits{60 * model.page_bytes(), 16, 32};
     for (const size_t first : {64, 100}) {
         for (const size_t reply : {1, 65}) {
             Engine s(model.transformer, limits);
@@ -191,7 +192,7 @@ void test_turns(bool other) {
 // The order of eviction, and a page that is evicted for its own copy.
 void test_eviction() {
     Model model(false, WeightFormat::kFloat32, 16 + 32);
-    const size_t page = KvMemory::page_bytes(model.transformer.config(), false);
+    const size_t page = model.page_bytes();
     const auto expect_reused = [&](Engine& s, const Request& turn, size_t n) {
         Engine fresh(model.transformer, {20 * page, 16, 32});
         const uint64_t id = s.add(turn), right = fresh.add(turn);
@@ -220,7 +221,7 @@ void test_eviction() {
 // A page that another prompt has not computed yet is not copied.
 void test_uncomputed_pages() {
     Model model(false, WeightFormat::kFloat32, 16 + 32);
-    const Limits limits{60 * KvMemory::page_bytes(model.transformer.config(), false), 16, 32};
+    const Limits limits{60 * model.page_bytes(), 16, 32};
     const Request turn = turn_of(tokens(40, 1), 30, 5, 8);
     Engine s(model.transformer, limits), fresh(model.transformer, limits);
     s.add(prompt(200, 1, 5, 0));
@@ -233,7 +234,7 @@ void test_uncomputed_pages() {
 void test_conversations() {
     Model model(true, WeightFormat::kFloat32, 8 + 32);
     const ModelConfig& c = model.transformer.config();
-    const size_t page = KvMemory::page_bytes(c, true);
+    const size_t page = model.page_bytes();
     for (const size_t n_pages : {7, 60}) {
         std::mt19937 bits(static_cast<unsigned>(n_pages));
         Engine s(model.transformer, {n_pages * page, 8, 32});
@@ -279,7 +280,7 @@ void test_conversations() {
 
 void test_released_memory() {
     Model model(false, WeightFormat::kBFloat16, 16 + 32);
-    const size_t page = KvMemory::page_bytes(model.transformer.config(), false);
+    const size_t page = model.page_bytes();
     Engine s(model.transformer, {60 * page, 16, 32});
     expect(s.release_memory() == 0, "memory is committed lazily");
     Request retained = prompt(130, 1, 20, 0);
@@ -309,7 +310,7 @@ void test_released_memory() {
 void test_adapters() {
     Model model(false, WeightFormat::kBFloat16, 16 + 32);
     const ModelConfig& c = model.transformer.config();
-    const size_t page = KvMemory::page_bytes(c, false);
+    const size_t page = model.page_bytes();
     Engine s(model.transformer, {60 * page, 16, 32});
     const uint64_t number = 5;
     s.add_adapter(number, adapter_of(*model.weights));
@@ -366,8 +367,8 @@ double loss_by_slow_thread(const std::vector<TracedJob>& jobs) {
 }
 
 void test_division_of_work() {
-    Model model(wide_config(), WeightFormat::kBFloat16, 8 + 256, false);
-    Engine s(model.transformer, {20 * KvMemory::page_bytes(model.transformer.config(), false), 8, 256});
+    Model model(wide_config(), WeightFormat::kBFloat16, 8 + 256, KvType::kFloat32);
+    Engine s(model.transformer, {20 * model.page_bytes(), 8, 256});
     double prefill = 10.0, token = 10.0;  // the minimum of several: other load disturbs single tasks
     size_t barriers = 0;                  // of a token
     for (uint64_t round = 0; round < 5; ++round) {
@@ -394,12 +395,13 @@ int main() {
     return run_tests([] {
         set_num_threads(3, kOversubscribe);
         for (WeightFormat format : {WeightFormat::kFloat32, WeightFormat::kBFloat16, WeightFormat::kInt8}) {
-            test_batch_invariance(format != WeightFormat::kFloat32, format);
+            const bool other = format != WeightFormat::kFloat32;
+            for (KvType type : kKvTypes) test_batch_invariance(other, format, type);
         }
         test_invalid_requests();
         test_cancelling();
         test_sessions();
-        for (const bool other : {false, true}) test_turns(other);
+        for (KvType type : kKvTypes) test_turns(type != KvType::kFloat32, type);
         test_eviction();
         test_uncomputed_pages();
         test_conversations();

@@ -73,7 +73,7 @@ struct Setup {
     std::normal_distribution<float> normal;
 
     Setup(const ModelConfig& config, WeightFormat format, ProductType type, std::mt19937& bits)
-        : model(config, format, 8, false), learner(model.weights, type), head(*model.weights, type) {
+        : model(config, format, 8, KvType::kFloat32), learner(model.weights, type), head(*model.weights, type) {
         const ModelConfig& c = model.transformer.config();
         const size_t rank = 1 + bits() % 11, q = c.n_heads * c.head_dim, kv = c.n_kv_heads * c.head_dim;
         const auto add = [&](size_t layer, Target target, size_t first, size_t n) {

@@ -33,10 +33,13 @@ struct Model {
     const std::shared_ptr<Weights> weights;
     Transformer transformer;
 
-    Model(bool other, WeightFormat format, size_t max_rows) : Model(config_of(other), format, max_rows, other) {}
+    Model(bool other, WeightFormat format, size_t max_rows)
+        : Model(config_of(other), format, max_rows, other ? KvType::kBFloat16 : KvType::kFloat32) {}
 
-    Model(const ModelConfig& config, WeightFormat format, size_t max_rows, bool bf16_cache)
-        : weights(std::make_shared<Weights>(config)), transformer(weights, max_rows, bf16_cache) {
+    size_t page_bytes() const { return KvMemory::page_bytes(transformer.config(), transformer.kv_type()); }
+
+    Model(const ModelConfig& config, WeightFormat format, size_t max_rows, KvType kv_type)
+        : weights(std::make_shared<Weights>(config)), transformer(weights, max_rows, kv_type) {
         const ModelConfig& c = transformer.config();
         const bool has_biases = c.norm == Norm::kLayer;
         std::mt19937 bits(7);

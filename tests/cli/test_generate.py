@@ -279,7 +279,10 @@ def test_info_prints_architecture_and_memory(run, tiny_model):
     assert found["weights_bytes"]["float32"] == 4 * (n + 14 * 32)
     assert found["weights_bytes"]["bf16"] == 2 * (n + 14 * 32) + 2 * 160
     # 2 layers, 2 heads, a key of 8 and a value of 8, padded to a vector of 16.
-    assert found["kv_bytes_per_token"] == {"float32": 2 * 2 * (8 + 16) * 4, "bf16": 2 * 2 * (8 + 16) * 2}
+    # In q8 also 4 bytes of bits, and two scales.
+    heads = 2 * 2
+    sizes = {"float32": heads * (8 + 16) * 4, "bf16": heads * (8 + 16) * 2, "q8": heads * (8 + 4 + 16 + 4)}
+    assert found["kv_bytes_per_token"] == sizes
     for weights, n_bytes in found["weights_bytes"].items():
         with Engine.from_pretrained(tiny_model, weights=weights) as engine:
             assert engine.memory["weights_bytes"] == n_bytes

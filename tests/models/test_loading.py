@@ -39,7 +39,7 @@ def engine_with(format, n=N, k=K):
     slots = [(s, CORE_FORMATS[format if s == "embedding" else "float32"], *shape) for s, shape in shapes.items()]
     norms = [(s, None, k, k) for s in ("layers.0.norm1.weight", "layers.0.norm2.weight", "final_norm.weight")]
     weights = _core.Weights(config_of(n, k), slots + norms)
-    core = _core.Engine(weights, kv_bytes=1 << 20, max_batch=4, chunk=16, bf16_cache=False)
+    core = _core.Engine(weights, kv_bytes=1 << 20, max_batch=4, chunk=16, kv_type=_core.KvType.float32)
     pack_slices(core.weights, [RowSlice("final_norm.weight", 0, np.ones(k, np.float32), "float32")])
     return core
 

@@ -165,7 +165,7 @@ def test_page_bytes_are_64_tokens(dtype, size):
         ((0, 1, 1, "float32"), ("kv_pages", "n_layers is 0", "at least 1")),
         ((1, 1.5, 1, "float32"), ("kv_pages", "n_kv_heads is 1.5", "integer")),
         ((1, 1, 1 << 17, "float32"), ("size is 131072", "at most 65536")),
-        ((1, 1, 1, "int8"), ("dtype is 'int8'", "'float32' or 'bfloat16'")),
+        ((1, 1, 1, "int8"), ("dtype is 'int8'", "float32, bfloat16, q8")),
     ],
 )
 def test_invalid_page_sizes_are_rejected(arguments, facts):

@@ -52,6 +52,19 @@ def test_logprobs_of_the_file_as_stored_match_llama_cpp(ids, exact):
     assert np.abs(own - exact).mean() < 0.08
 
 
+def test_keys_and_values_in_8_bits_change_little():
+    """Over all 1,139 tokens of the prose, 0.0085; bfloat16: 0.0072."""
+    ids = read_tokenizer(real_model()).encode(PROSE.read_text())
+    rows = []
+    for kv_dtype in ("float32", "q8"):
+        with Engine.from_gguf(real_model(), kv_bytes=1 << 27, kv_dtype=kv_dtype, **EXACT) as engine:
+            [row] = engine.logprobs([ids])
+            rows.append(row.astype(float))
+    difference = rows[1] - rows[0]
+    assert np.abs(difference).mean() < 0.01
+    assert abs(np.exp(-difference.mean()) - 1) < 1e-3
+
+
 BOUNDS = {"F16": 0.03, "Q8_0": 0.12, "Q6_K": 0.17, "Q5_0": 0.4}
 """Mean absolute difference of the log-probs from the exact model's: the rounding of the type and of the engine."""
 LAYER_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")

@@ -65,9 +65,9 @@ private:
 
 class EngineObject {
 public:
-    EngineObject(const Shared<Weights>& weights, size_t kv_bytes, size_t max_batch, size_t chunk, bool bf16_cache)
+    EngineObject(const Shared<Weights>& weights, size_t kv_bytes, size_t max_batch, size_t chunk, KvType kv_type)
         : weights_(weights),
-          model_(weights.value, max_batch + chunk, bf16_cache),
+          model_(weights.value, max_batch + chunk, kv_type),
           engine_(model_, {kv_bytes, max_batch, chunk}) {}
 
     Shared<Weights> weights() const { return weights_; }
@@ -265,9 +265,13 @@ void bind_engine(nb::module_& m) {
         .value("O", Target::kO)
         .value("UP", Target::kUp)
         .value("DOWN", Target::kDown);
+    nb::enum_<KvType>(m, "KvType")
+        .value("float32", KvType::kFloat32)
+        .value("bfloat16", KvType::kBFloat16)
+        .value("q8", KvType::kInt8);
     nb::class_<EngineObject>(m, "Engine")
-        .def(nb::init<const Shared<Weights>&, size_t, size_t, size_t, bool>(), arg("weights"), nb::kw_only(),
-             arg("kv_bytes"), arg("max_batch"), arg("chunk"), arg("bf16_cache"))
+        .def(nb::init<const Shared<Weights>&, size_t, size_t, size_t, KvType>(), arg("weights"), nb::kw_only(),
+             arg("kv_bytes"), arg("max_batch"), arg("chunk"), arg("kv_type"))
         .def_prop_ro("weights", &EngineObject::weights)
         .def("add_prompt", &EngineObject::add_prompt, arg("session"), nb::kw_only(), arg("tokens"), arg("n"),
              arg("min_new_tokens"), arg("max_new_tokens"), arg("stop_tokens"), arg("stop_strings").none(), arg("seed"),

@@ -200,8 +200,8 @@ void evict(size_t n_bytes) {
 // A KV cache of a few pages, like an engine's.
 class KvPages {
 public:
-    KvPages(size_t n_layers, size_t n_kv_heads, size_t head_dim, bool bf16)
-        : KvPages({.n_layers = n_layers, .n_kv_heads = n_kv_heads, .head_dim = head_dim}, bf16) {}
+    KvPages(size_t n_layers, size_t n_kv_heads, size_t head_dim, KvType type)
+        : KvPages({.n_layers = n_layers, .n_kv_heads = n_kv_heads, .head_dim = head_dim}, type) {}
 
     // Allocates a zeroed page and frees it, like a sequence of one page.
     size_t take_and_release() {
@@ -215,8 +215,8 @@ public:
 private:
     static constexpr size_t kPages = 8;
 
-    KvPages(const ModelConfig& config, bool bf16)
-        : memory_(config, bf16, kPages * KvMemory::page_bytes(config, bf16)) {}
+    KvPages(const ModelConfig& config, KvType type)
+        : memory_(config, type, kPages * KvMemory::page_bytes(config, type)) {}
 
     KvMemory memory_;
     PageIndex index_{kPages};
@@ -237,7 +237,7 @@ size_t malloc_and_free(size_t n_bytes, bool zeroed) {
 
 void bind_probe(nb::module_& m) {
     nb::class_<KvPages>(m, "KvPages")
-        .def(nb::init<size_t, size_t, size_t, bool>())
+        .def(nb::init<size_t, size_t, size_t, KvType>())
         .def("take_and_release", &KvPages::take_and_release);
     m.def("malloc_and_free", &malloc_and_free);
     m.def("read_rate", &read_rate);

@@ -32,6 +32,8 @@ Engine& running() {
     return *engine;
 }
 
+KvType kv_type(bool bf16_cache) { return bf16_cache ? KvType::kBFloat16 : KvType::kFloat32; }
+
 // Stop strings from their concatenated bytes and their lengths.
 std::shared_ptr<const StopStrings> stop_strings_of(const char* text, const std::vector<size_t>& lengths) {
     std::vector<std::string> strings;
@@ -108,11 +110,13 @@ bool pack(const char* slot, size_t size, size_t first, int type, const void* dat
 }
 
 WHET_EXPORT(begin_engine) void begin_engine(size_t kv_bytes, size_t max_batch, size_t chunk, bool bf16_cache) {
-    model.emplace(weights, max_batch + chunk, bf16_cache);
+    model.emplace(weights, max_batch + chunk, kv_type(bf16_cache));
     engine.emplace(*model, Limits{kv_bytes, max_batch, chunk});
 }
 
-WHET_EXPORT(kv_page_bytes) size_t kv_page_bytes(bool bf16) { return KvMemory::page_bytes(weights->config(), bf16); }
+WHET_EXPORT(kv_page_bytes) size_t kv_page_bytes(bool bf16_cache) {
+    return KvMemory::page_bytes(weights->config(), kv_type(bf16_cache));
+}
 WHET_EXPORT(weights_bytes) size_t weights_bytes() { return weights->size_bytes(); }
 WHET_EXPORT(kv_bytes) size_t kv_bytes() { return running().pages().n_pages() * running().kv_memory().page_bytes(); }
 WHET_EXPORT(kv_used_bytes) size_t kv_used_bytes() {

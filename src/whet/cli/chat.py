@@ -74,7 +74,8 @@ def main(argv: Sequence[str]) -> int:
     path, adapter_path = resolve_adapter(options.model, options.adapter, _WHERE)
     model = find_model(path, _WHERE)
     tokenizer = load_chat_tokenizer(options.tokenizer or model, _WHERE, options.chat_template)
-    with load_engine(model, options.weights, options.context or None, _WHERE, adapter_path) as engine:
+    context = options.context or None
+    with load_engine(model, options.weights, context, _WHERE, adapter_path, kv_dtype=options.kv_dtype) as engine:
         engine.tokenizer = tokenizer  # for stop strings
         conversation = Conversation(
             engine,

@@ -58,7 +58,8 @@ def main(argv: Sequence[str]) -> int:
     if tokenizer.chat_template and not options.raw:
         prompt = [{"role": "user", "content": options.prompt}]
     prompt_ids = tokenize_prompt({"prompt": prompt}, tokenizer)
-    engine = load_engine(model, options.weights, len(prompt_ids) + options.max_new_tokens, _WHERE, adapter_path)
+    n_tokens = len(prompt_ids) + options.max_new_tokens
+    engine = load_engine(model, options.weights, n_tokens, _WHERE, adapter_path, kv_dtype=options.kv_dtype)
     engine.tokenizer = tokenizer
     sampling = options.sampling(find_stop_ids(path, tokenizer, engine.config.vocab_size, _WHERE))
     adapter = engine.add_adapter(adapter_path) if adapter_path else None

@@ -82,7 +82,7 @@ def describe(model: str) -> dict[str, Any]:
         "n_parameters": source.config.n_parameters,
         "config": {name: value for name, value in vars(source.config).items() if name != "inv_freq"},
         "weights_bytes": weights,
-        "kv_bytes_per_token": {"float32": kv_bytes["float32"], "bf16": kv_bytes["bfloat16"]},
+        "kv_bytes_per_token": {"float32": kv_bytes["float32"], "bf16": kv_bytes["bfloat16"], "q8": kv_bytes["q8"]},
         "memory_bytes": memory.machine,
     }
 
@@ -163,7 +163,8 @@ def _print(console: Console, found: dict[str, Any]) -> None:
     console.print(table)
     kv = found["kv_bytes_per_token"]
     console.print(
-        f"KV cache per token: {format_bytes(kv['bf16'])}, with float32 weights {format_bytes(kv['float32'])}."
+        f"KV cache per token: {format_bytes(kv['bf16'])}, with float32 weights {format_bytes(kv['float32'])}, "
+        f"with --kv-dtype q8 {format_bytes(kv['q8'])}."
     )
 
 

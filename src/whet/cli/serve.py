@@ -14,7 +14,7 @@ import tyro
 from whet.cli.settings import parse_flags
 from whet.config.fields import Count, OptionalCount, PathText, Positive, check_types
 from whet.errors import WhetValueError
-from whet.models.formats import Weights
+from whet.models.formats import KvDtype, Weights
 from whet.text.checkpoint_model import resolve_adapter
 
 _WHERE = "whet serve"
@@ -38,6 +38,9 @@ class ServeConfig:
     kv_bytes: OptionalCount = None
     """Memory of keys and values, of running requests and of the prefix cache. A request waits until its longest
     completion fits. Default: a quarter of the unused memory, from 1 to 4 GiB."""
+    kv_dtype: KvDtype | None = None
+    """Format of keys and values; q8: 8 bits, about half of the memory of bfloat16. Default: float32 with float32
+    weights, else bfloat16."""
     tokenizer: PathText = ""
     """A folder or .gguf file with the tokenizer; empty: the model's."""
     chat_template: PathText = ""
@@ -114,8 +117,8 @@ def main(argv: Sequence[str]) -> int:
     path, adapter = resolve_adapter(options.model, "", _WHERE)
     model = ServedModel.load(
         path, adapter=adapter, name=options.name or Path(options.model).stem, weights=options.weights,
-        context=options.context, kv_bytes=options.kv_bytes, adapters=adapters, tokenizer=options.tokenizer,
-        chat_template=options.chat_template,
+        context=options.context, kv_bytes=options.kv_bytes, kv_dtype=options.kv_dtype, adapters=adapters,
+        tokenizer=options.tokenizer, chat_template=options.chat_template,
     )  # fmt: skip
     app = make_app(model, api_keys=keys, max_requests=options.max_requests, hosts=options.hosts())
     config = uvicorn.Config(

@@ -10,7 +10,7 @@ import tyro
 
 from whet.config.fields import PathText, check_types, reject_ineffective
 from whet.config.sampling import TEXT_MAX_NEW_TOKENS, SamplingParams, SamplingSettings
-from whet.models.formats import Weights
+from whet.models.formats import KvDtype, Weights
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -55,5 +55,8 @@ class OneModelConfig(TextConfig):
     """A folder that save_pretrained or whet train wrote, a checkpoint, or a .gguf file (any part of a split one)."""
     weights: Weights | None = None
     """Weight format. Default: the format of the adapters' base, the GGUF file's own format, or bf16 for folders."""
+    kv_dtype: KvDtype | None = None
+    """Format of keys and values; q8: 8 bits, about half of the memory of bfloat16. Default: float32 with float32
+    weights, else bfloat16."""
     adapter: PathText = ""
     """A folder of LoRA adapters that PEFT or whet train saved, for this model."""

@@ -7,7 +7,7 @@ one adds the settings. Every list of formats derives from it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from whet import _core
 from whet.errors import WhetValueError
@@ -223,6 +223,22 @@ def is_quantised(source: ModelSource) -> bool:
 def kv_format(formats: Mapping[str, tuple[FormatSpan, ...]]) -> str:
     """Return the format of keys and values: float32 with float32 weights, else bfloat16."""
     return "float32" if {span.format for span in formats["layers.0.o"]} == {"float32"} else "bfloat16"
+
+
+KvDtype = Literal["float32", "bfloat16", "q8"]
+KV_DTYPES = get_args(KvDtype)
+"""Formats of keys and values; q8: 8-bit integers with a float32 scale per token and KV head."""
+
+
+def check_kv_dtype(where: str, value: str | None, default: str) -> str:
+    """Return a format of keys and values; None: ``default``.
+
+    Raises:
+        WhetValueError: an unknown format.
+    """
+    if value is not None and value not in KV_DTYPES:
+        raise WhetValueError(f"{where}: kv_dtype is {value!r}, expected one of {', '.join(KV_DTYPES)}.")
+    return value or default
 
 
 def describe_spans(spans: Iterable[FormatSpan]) -> str:

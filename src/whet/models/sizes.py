@@ -20,6 +20,7 @@ from whet.models.architecture import ModelConfig
 from whet.models.families import model_config, module_targets
 from whet.models.formats import (
     FORMATS,
+    KV_DTYPES,
     PAGE_TOKENS,
     choose_formats,
     core_format,
@@ -180,7 +181,7 @@ def model_memory(
         context=default_context(config) if context is None else context,
         formats=dict(zip(FORMATS, estimates, strict=False)),
         as_stored=estimates[-1],
-        kv_bytes_per_token={name: page_bytes(config, name) // PAGE_TOKENS for name in ("float32", "bfloat16")},
+        kv_bytes_per_token={name: page_bytes(config, name) // PAGE_TOKENS for name in KV_DTYPES},
         training=training(config),
         machine=machine_bytes(),
     )
@@ -288,7 +289,7 @@ def slot_bytes(shape: tuple[int, ...], format: str | None) -> int:
 
 
 def page_bytes(config: ModelConfig, format: str) -> int:
-    """Return the bytes of a page of keys and values of all layers, in "float32" or "bfloat16"."""
+    """Return the bytes of a page of keys and values of all layers, in a format of ``KV_DTYPES``."""
     return _core_memory(config, MAX_BATCH, format)["kv_page_bytes"]
 
 
@@ -300,10 +301,10 @@ def _panel_bytes(format: str, k: int) -> int:
 @lru_cache
 def _core_memory(config: ModelConfig, max_batch: int, format: str) -> dict[str, int]:
     """Return the memory of a core without weights and pages."""
-    bf16 = format == "bfloat16"
+    kv_type = _core.KvType[format]
     try:
         weights = _core.Weights(vars(config), [])
-        return _core.Engine(weights, kv_bytes=1, max_batch=max_batch, chunk=PREFILL_CHUNK, bf16_cache=bf16).memory()
+        return _core.Engine(weights, kv_bytes=1, max_batch=max_batch, chunk=PREFILL_CHUNK, kv_type=kv_type).memory()
     except ValueError as error:
         raise WhetValueError(f"estimate: the engine does not support this model: {error}.") from None
 

@@ -88,7 +88,7 @@ def evict(n_bytes: int) -> None:
 
 
 def kv_pages(n_layers: int, n_kv_heads: int, head_dim: int, dtype: str) -> Any:
-    """Return an engine's KV cache of these sizes, with 8 pages of 64 tokens, in "float32" or "bfloat16".
+    """Return an engine's KV cache of these sizes, with 8 pages of 64 tokens, in "float32", "bfloat16" or "q8".
 
     ``take_and_release()`` of the cache allocates a zeroed page, frees it, and returns the page's bytes: the same page
     each time, because the page freed last is allocated first.
@@ -100,12 +100,12 @@ def kv_pages(n_layers: int, n_kv_heads: int, head_dim: int, dtype: str) -> Any:
     """
     given = {"n_layers": n_layers, "n_kv_heads": n_kv_heads, "head_dim": head_dim}
     sizes = [inputs.as_positive_int("kv_pages", name, size) for name, size in given.items()]
-    if dtype not in ("float32", "bfloat16"):
-        raise WhetValueError(f"kv_pages: dtype is {dtype!r}, expected 'float32' or 'bfloat16'.")
+    if dtype not in _core.KvType.__members__:
+        raise WhetValueError(f"kv_pages: dtype is {dtype!r}, expected one of {', '.join(_core.KvType.__members__)}.")
     if max(sizes) > 1 << 16:
         raise WhetValueError(f"kv_pages: a size is {max(sizes)}, expected at most 65536.")
     n_layers, n_kv_heads, head_dim = sizes
-    return _core.KvPages(n_layers, n_kv_heads, head_dim, dtype == "bfloat16")
+    return _core.KvPages(n_layers, n_kv_heads, head_dim, _core.KvType[dtype])
 
 
 def malloc_and_free(n_bytes: int, zeroed: bool) -> int:

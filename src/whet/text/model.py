@@ -15,7 +15,7 @@ from whet.engine import Engine
 from whet.errors import WhetValueError
 from whet.models import tokenizers
 from whet.models.base_record import check_formats, pack_recorded, read_binding
-from whet.models.formats import PAGE_TOKENS, choose_formats, kv_format
+from whet.models.formats import PAGE_TOKENS, check_kv_dtype, choose_formats, kv_format
 from whet.models.sizes import page_bytes
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
 from whet.models.sources.pretrained import open_pretrained
@@ -45,6 +45,7 @@ def load_engine(
     where: str,
     adapter: str = "",
     kv_bytes: int = _KV_BYTES,
+    kv_dtype: str | None = None,
 ) -> Engine:
     """Create the engine of a model, for sequences of up to ``n_tokens``; None: limited by the KV cache.
 
@@ -55,6 +56,7 @@ def load_engine(
         weights: weight format; None: the format of the adapters' base, or the default of ``Engine``.
         adapter: a folder of LoRA adapters that will be added to the engine; empty: none.
         kv_bytes: size of the KV cache, unless a single sequence needs more.
+        kv_dtype: as in ``Engine``.
 
     Raises:
         WhetValueError: the engine does not support the model.
@@ -71,8 +73,8 @@ def load_engine(
     if n_tokens is not None:
         n_pages = min(n_tokens, source.config.max_position) // PAGE_TOKENS + 1 + SPARE_PAGES
         kv = source.base.kv_format if source.base else kv_format(choose_formats(source, weights, None, None, where))
-        kv_bytes = max(kv_bytes, n_pages * page_bytes(source.config, kv))
-    return Engine(source, weights=weights, kv_bytes=kv_bytes, where=where)
+        kv_bytes = max(kv_bytes, n_pages * page_bytes(source.config, check_kv_dtype(where, kv_dtype, kv)))
+    return Engine(source, weights=weights, kv_bytes=kv_bytes, kv_dtype=kv_dtype, where=where)
 
 
 def load_chat_tokenizer(model: str | GGUFFile, where: str, chat_template: str = "") -> Any:
