@@ -32,7 +32,12 @@ def no_holders(monkeypatch):
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """Folder of a model with 2 layers, hidden size 32, a token per byte, and a chat template."""
+    """Folder of the model of ``write_tiny_model``."""
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+def write_tiny_model(folder, chat_template=CHAT_TEMPLATE, max_position=512):
+    """Write a model with 2 layers, hidden size 32, a token per byte, and a chat template; return its folder."""
     import torch
     from tests.tiny import tiny_llama
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -44,7 +49,7 @@ def tiny_model(tmp_path_factory):
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>")
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = chat_template
     torch.manual_seed(0)
     model = tiny_llama(
         vocab_size=len(vocab),
@@ -52,12 +57,11 @@ def tiny_model(tmp_path_factory):
         intermediate_size=64,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=512,
+        max_position_embeddings=max_position,
         eos_token_id=1,
         bos_token_id=None,
         tie_word_embeddings=True,
     )
-    folder = tmp_path_factory.mktemp("tiny") / "model"
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -1,6 +1,7 @@
 """The server answers as the engine does, through the clients that people use."""
 
 import asyncio
+import gc
 import itertools
 import json
 import re
@@ -22,6 +23,7 @@ from whet import SamplingParams
 from whet.engine.session import Call
 from whet.serve import ServedModel, make_app
 from whet.serve import app as app_module
+from whet.serve.loop import Ticket
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -351,6 +353,15 @@ def test_a_client_that_goes_away_frees_its_row(url, served, slow_steps, streams)
     wait_until(lambda: not is_idle(served))
     connection.close()
     wait_until(lambda: is_idle(served), seconds=5)
+
+
+def test_an_idle_server_holds_no_request(post):
+    def tickets():
+        gc.collect()
+        return [each for each in gc.get_objects() if type(each) is Ticket]
+
+    post("/v1/completions", prompt="ab", max_tokens=2, seed=1)
+    wait_until(lambda: not tickets())
 
 
 def test_requests_beyond_the_queue_are_rejected(served):

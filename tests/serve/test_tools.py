@@ -71,6 +71,24 @@ def test_a_required_call_cannot_fail(client, choice, streams):
     assert names == {"now"} if choice != "required" else names <= {"add", "now"}
 
 
+def test_schemas_of_tools_may_have_references(client):
+    """Schemas that Pydantic writes for enums and nested models."""
+    value = {"enum": [1, 2], "type": "integer"}
+    node = {"anyOf": [{"type": "null"}, {"$ref": "#"}]}
+    tools: Any = []
+    for name, key in (("first", "$defs"), ("second", "definitions")):
+        properties = {"value": {"$ref": f"#/{key}/Value"}, "next": node}
+        schema = {key: {"Value": value}, "properties": properties, "required": ["value", "next"], "type": "object"}
+        schema["additionalProperties"] = False
+        tools.append({"type": "function", "function": {"name": name, "parameters": schema}})
+    answer = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, tools=tools, tool_choice="required", n=8, seed=3
+    )
+    called = [choice.message.tool_calls[0].function for choice in answer.choices if choice.message.tool_calls]
+    assert {each.name for each in called} == {"first", "second"}
+    assert all(json.loads(each.arguments)["value"] in (1, 2) for each in called)
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_calls_and_text_are_separate(client, streams):
     given = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "extra_body": {

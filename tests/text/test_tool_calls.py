@@ -7,7 +7,9 @@ from whet.text.tool_calls import FORMATS, ToolCall, ToolParser, tool_format
 TOOLS = [
     {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {
         "a": {"type": "integer"}, "b": {"type": "number"}, "text": {"type": "string"}, "flag": {"type": "boolean"},
-        "list": {"type": "array"}}}}},
+        "list": {"type": "array"}, "maybe": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "choice": {"$ref": "#/$defs/Choice"}, "circle": {"$ref": "#/$defs/Circle"}},
+        "$defs": {"Choice": {"enum": [1, 2], "type": "integer"}, "Circle": {"$ref": "#/$defs/Circle"}}}}},
     {"type": "function", "function": {"name": "now"}},
 ]  # fmt: skip
 HERMES, XML = tool_format("... <tool_call> ..."), tool_format("<tool_call> <function=NAME>")
@@ -34,6 +36,12 @@ CASES = [
         "<parameter=flag>\nTrue\n</parameter>\n<parameter=list>\n[1, 2]\n</parameter>\n"
         "<parameter=b>\nhalf\n</parameter>\n</function>\n</tool_call>",
         [ToolCall("add", {"a": 1, "text": "1", "flag": True, "list": [1, 2], "b": "half"})],
+    ),
+    (
+        XML,
+        "<tool_call>\n<function=add>\n<parameter=maybe>\nnull\n</parameter>\n<parameter=choice>\n2\n</parameter>\n"
+        "<parameter=circle>\n1\n</parameter>\n<parameter=text>\nnull\n</parameter>\n</function>\n</tool_call>",
+        [ToolCall("add", {"maybe": None, "choice": 2, "circle": "1", "text": "null"})],
     ),
     (LFM2, "<|tool_call_start|>[add(a=1, text='x'), now()]<|tool_call_end|>Done.", [ADD, ToolCall("now", {}), "Done."]),
     (LFM2, OPEN, [OPEN]),

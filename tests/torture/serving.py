@@ -1,135 +1,181 @@
-"""``whet serve`` under clients that come, go, cut and stall: answers depend on prompt and seed, and nothing leaks."""
+"""``whet serve`` under clients that come, go, cut and stall: every answer is the engine's, and nothing leaks."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
-import re
-import subprocess
+import socket
 import sys
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
-from tests.torture.common import Tally, require, scaled, workshop
+from tests.serve.models import write_tools_model
+from tests.torture.common import Tally, require, scaled
+from tests.torture.servers import Server, server
 
-_N_CLIENTS, _SECONDS = 32, 180
+_N_CLIENTS, _SECONDS = 32, 1800
 _MOST_GROWTH = 4e6
 """Bytes of resident memory between the first third and the end."""
-_PROMPTS = ("1+2=", "34+5=", "7+", "12+34=" * 4)
+_PROMPTS = ("1+2=", "34+5=", "a longer prompt, which fills more than a page of the cache: " * 2, "é")
+_SEEDS, _N_NEW, _N_MANY = 4, 20, 40
+_SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+_KINDS = ("whole", "whole", "cut", "cut", "slow", "many", "grammar", "stall", "half", "quiet")
+
+Expected = dict[tuple[str, int], str]
 
 
 def torture(scale: float) -> Iterator[Tally]:
     tally = Tally("clients that come, go, cut and stall")
-    with workshop() as shop, tally.case("soak"):
-        command = [sys.executable, "-m", "whet", "serve", str(shop.model), "--port", "0", "--max-requests", "64"]
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-            try:
-                assert server.stderr is not None
-                address = re.search(r"http://\S+", server.stderr.readline())
-                require(address, "the server does not start")
-                assert address is not None
-                asyncio.run(_soak(address[0], server.pid, scaled(_SECONDS, scale), tally))
-            finally:
-                server.terminate()
+    with tempfile.TemporaryDirectory(prefix="whet-torture-") as folder, tally.case("soak"):
+        model = write_tools_model(Path(folder) / "model")
+        expected = _engine_answers(model)
+        with server(model, "--max-requests", "64") as running:
+            _soak(running, scaled(_SECONDS, scale), expected, tally)
     yield tally
 
 
-async def _soak(url: str, process: int, seconds: float, tally: Tally) -> None:
-    limits = httpx.Limits(max_connections=2 * _N_CLIENTS, max_keepalive_connections=_N_CLIENTS)
-    expected, counts = {}, dict.fromkeys(("answered", "cut", "refused"), 0)
-    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+def _engine_answers(model: Path) -> Expected:
+    """Return the engine's texts by prompt and seed."""
+    from whet import Engine, SamplingParams
+    from whet.text.model import load_chat_tokenizer
+
+    tokenizer, found = load_chat_tokenizer(str(model), "torture"), {}
+    with Engine.from_pretrained(model) as engine:
         for prompt in _PROMPTS:
-            for seed in range(4):
-                expected[prompt, seed] = await _ask(client, prompt, seed)
-        idle = await _usage(client)
-    n_files = await _count_files(process)
-    async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
-        end = time.monotonic() + seconds
-        soak = asyncio.gather(*(_visit(client, random.Random(i), end, expected, counts) for i in range(_N_CLIENTS)))
-        await asyncio.sleep(seconds / 3)
-        before = _memory(process)
-        await soak
-        growth = _memory(process) - before
-        left = await _usage(client)
-        for _ in range(100):
-            if left == idle:
-                break
-            await asyncio.sleep(0.1)
-            left = await _usage(client)
-    require(left == idle, f"requests and pages were {idle}, and are {left}")
-    n_left = await _count_files(process)
-    require(n_left == n_files, f"{n_files} files were open, and {n_left} are")
+            for seed in range(_SEEDS):
+                [[sample]] = engine.generate(
+                    [tokenizer.encode(prompt)], 1, SamplingParams(max_new_tokens=_N_NEW, seed=seed)
+                )
+                found[prompt, seed] = tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+    return found
+
+
+def _soak(running: Server, seconds: float, expected: Expected, tally: Tally) -> None:
+    running.warm_up([_body("1", 0) | {"structured_outputs": {"json": _SCHEMA}, "ignore_eos": False}])
+    idle = running.idle_usage()
+    counts: Counter[str] = Counter()
+    growth = asyncio.run(_visit_all(running, seconds, expected, counts))
+    running.require_usage(idle)
+    running.require_silence()
     require(growth < _MOST_GROWTH, f"resident memory grew by {growth / 1e6:.1f} MB")
-    require(all(counts.values()), f"some kinds of visits did not happen: {counts}")
-    n = sum(counts.values())
-    tally.cases += n - 1
-    tally.note = f"{n:,} requests ({counts['answered']:,} compared), memory {growth / 1e6:+.1f} MB"
+    require(all(counts[kind] for kind in (*_KINDS, "refused")), f"some kinds of visits did not happen: {counts}")
+    tally.cases += counts.total() - counts["refused"] - 1
+    tally.note = f"{', '.join(f'{n:,} {kind}' for kind, n in counts.most_common())}; memory {growth / 1e6:+.1f} MB"
 
 
-async def _ask(client: httpx.AsyncClient, prompt: str, seed: int) -> str:
-    body = {"prompt": prompt, "seed": seed, "max_tokens": 20, "ignore_eos": True}
-    return (await client.post("/completions", json=body)).raise_for_status().json()["choices"][0]["text"]
+async def _visit_all(running: Server, seconds: float, expected: Expected, counts: Counter[str]) -> float:
+    """Let all clients visit the server; return the growth of its memory after the first third."""
+    limits = httpx.Limits(max_connections=2 * _N_CLIENTS, max_keepalive_connections=_N_CLIENTS)
+    async with httpx.AsyncClient(base_url=running.url, timeout=60, limits=limits) as client:
+        end = time.monotonic() + seconds
+        visits = [_visit(client, running.port, random.Random(i), end, expected, counts) for i in range(_N_CLIENTS)]
+        soak = asyncio.gather(*visits)
+        await asyncio.sleep(seconds / 3)
+        before = running.memory()
+        await soak
+        return running.memory() - before
+
+
+def _body(prompt: str, seed: int) -> dict[str, Any]:
+    return {"prompt": prompt, "seed": seed, "max_tokens": _N_NEW, "ignore_eos": True}
 
 
 async def _visit(
-    client: httpx.AsyncClient,
-    rng: random.Random,
-    end: float,
-    expected: dict[tuple[str, int], str],
-    counts: dict[str, int],
+    client: httpx.AsyncClient, port: int, rng: random.Random, end: float, expected: Expected, counts: Counter[str]
 ) -> None:
-    """Send requests until the end: some are read whole, some are cut at any point, and some are read slowly."""
+    """Visit until the end: read whole answers, cut them at any point, read slowly, or send part of a request."""
     while time.monotonic() < end:
-        prompt, seed = rng.choice(_PROMPTS), rng.randrange(4)
-        body = {"prompt": prompt, "seed": seed, "max_tokens": 20, "ignore_eos": True, "stream": True}
-        kind = rng.choice(("whole", "cut", "cut", "slow", "many"))
-        if kind == "many":  # more prompts than the queue has room for, from several clients at once
-            body |= {"prompt": [prompt] * 40, "stream": False}
+        prompt, seed, kind = rng.choice(_PROMPTS), rng.randrange(_SEEDS), rng.choice(_KINDS)
+        body = _body(prompt, seed)
         try:
-            async with client.stream("POST", "/completions", json=body) as response:
-                if response.status_code == 429:
-                    counts["refused"] += 1
-                    await response.aread()
-                    continue
-                require(response.status_code == 200, f"status {response.status_code}")
-                lines, n_lines = [], rng.randrange(8) if kind == "cut" else sys.maxsize
-                async for line in response.aiter_lines():
-                    lines.append(line)
-                    if len(lines) > n_lines:
-                        break
-                    if kind == "slow":
-                        await asyncio.sleep(0.01)
+            if kind in ("stall", "half"):
+                await _stall(port, rng, body, is_whole=kind == "half")
+            elif kind == "quiet":
+                await _give_up(client, rng, body)
+            elif kind == "many":  # more prompts than the queue has room for, from several clients at once
+                response = await client.post("/v1/completions", json={**body, "prompt": [prompt] * _N_MANY})
+                kind = _require_answers(response, [expected[prompt, seed]] * _N_MANY) or kind
+            elif kind == "grammar":
+                kind = await _ask_for_json(client, body)
+            else:
+                kind = await _stream(client, rng, body, kind, expected[prompt, seed])
         except httpx.TransportError as error:
-            raise AssertionError(f"the server closed a connection: {error!r}") from error
-        if kind == "cut":
-            counts["cut"] += 1
-        elif kind == "many":
-            texts = [choice["text"] for choice in json.loads("".join(lines))["choices"]]
-            require(texts == [expected[prompt, seed]] * 40, "an answer differs")
+            raise AssertionError(f"a {kind} visit: {error!r}") from error
+        counts[kind] += 1
+
+
+async def _ask_for_json(client: httpx.AsyncClient, body: dict) -> str:
+    """Require an answer that follows the schema; return "grammar", or "refused" if the queue was full."""
+    body = {**body, "structured_outputs": {"json": _SCHEMA}, "ignore_eos": False, "max_tokens": 200}
+    response = await client.post("/v1/completions", json=body)
+    if response.status_code == 429:
+        return "refused"
+    text = response.raise_for_status().json()["choices"][0]["text"]
+    require(json.loads(text) in ({"a": 1}, {"a": 2}), f"{text!r} does not follow the schema")
+    return "grammar"
+
+
+def _require_answers(response: httpx.Response, texts: list[str]) -> str:
+    """Require the texts of a response; return "refused" if the queue was full."""
+    if response.status_code == 429:
+        return "refused"
+    require(response.status_code == 200, f"status {response.status_code}: {response.text}")
+    found = [choice["text"] for choice in response.json()["choices"]]
+    require(found == texts, f"{found} instead of {texts}")
+    return ""
+
+
+async def _stream(client: httpx.AsyncClient, rng: random.Random, body: dict, kind: str, right: str) -> str:
+    """Read a streamed answer, whole, slowly or up to a cut; return the kind, or "refused"."""
+    lines: list[str] = []
+    n_lines = rng.randrange(8) if kind == "cut" else sys.maxsize
+    async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+        if response.status_code == 429:
+            await response.aread()
+            return "refused"
+        require(response.status_code == 200, f"status {response.status_code}")
+        async for line in response.aiter_lines():
+            lines.append(line)
+            if len(lines) > n_lines:
+                return kind
+            if kind == "slow":
+                await asyncio.sleep(0.01)
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+    require(text == right, f"{text!r} instead of {right!r}")
+    return kind
+
+
+async def _give_up(client: httpx.AsyncClient, rng: random.Random, body: dict) -> None:
+    """Send a request without a stream, and close the connection before its answer."""
+    long = {**body, "max_tokens": 1000}
+    try:
+        await client.post("/v1/completions", json=long, timeout=rng.uniform(0.001, 0.3))
+    except httpx.TimeoutException:
+        return
+
+
+async def _stall(port: int, rng: random.Random, body: dict, is_whole: bool) -> None:
+    """Send a whole request and the end of the connection's sending side, or a part of a request and nothing more."""
+    content = json.dumps({**body, "stream": rng.random() < 0.5}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+    sent = head + content
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(sent if is_whole else sent[: rng.randrange(len(sent))])
+        await writer.drain()
+        if is_whole:
+            writer.get_extra_info("socket").shutdown(socket.SHUT_WR)
+            await asyncio.wait_for(reader.read(), 30)
         else:
-            chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
-            text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
-            require(text == expected[prompt, seed], f"{text!r} instead of {expected[prompt, seed]!r}")
-            counts["answered"] += 1
-
-
-async def _usage(client: httpx.AsyncClient) -> list[str]:
-    """Return the numbers of requests, and the share of the KV cache in use."""
-    text = (await client.get(str(client.base_url).removesuffix("/v1/") + "/metrics")).text
-    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-    return [re.findall(rf"vllm:{name}{{.*}} (\S+)", text)[0] for name in names]
-
-
-async def _count_files(process: int) -> int:
-    """Return the number of open files and sockets, once the closed connections are gone."""
-    await asyncio.sleep(1)
-    return len(os.listdir(f"/proc/{process}/fd"))
-
-
-def _memory(process: int) -> int:
-    status = Path(f"/proc/{process}/status").read_text()
-    return 1024 * int(re.findall(r"VmRSS:\s+(\d+)", status)[0])
+            await asyncio.sleep(rng.uniform(0, 2))
+    except ConnectionError:
+        pass  # the server may close first
+    finally:
+        writer.close()

@@ -19,6 +19,9 @@ from whet.text.checkpoint_model import resolve_adapter
 
 _WHERE = "whet serve"
 _LOCAL = ("localhost", "127.0.0.1", "::1")
+_KEEP_ALIVE_S = 75
+"""Time that a connection may be idle. Clients keep theirs for up to 60 s; a request on one that the server is closing
+fails."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -122,7 +125,8 @@ def main(argv: Sequence[str]) -> int:
     )  # fmt: skip
     app = make_app(model, api_keys=keys, max_requests=options.max_requests, hosts=options.hosts())
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=options.drain_seconds
+        app, log_level="warning", access_log=False, timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=options.drain_seconds,
     )  # fmt: skip
     with listen(options.host, options.port) as listening:
         host = f"[{options.host}]" if ":" in options.host else options.host

@@ -142,23 +142,31 @@ class EngineLoop:
     # --- the engine's thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            with self._wake:
-                while not (self._inbox or self._active or self._is_stopping):
-                    self._wake.wait()
-                if self._is_stopping:
-                    break
-                new = [self._inbox.popleft() for _ in range(len(self._inbox))]
-            updates: _Updates = []
-            for ticket in new:
-                if not ticket.is_cancelled:
-                    self._begin(ticket, updates)
-            for ticket in [ticket for ticket in self._active if ticket.is_cancelled]:
-                self._end(ticket)
-            self._step(updates)
-            self._send(updates)
+        while self._advance():
+            pass
         for ticket in list(self._active):
             self._end(ticket)
+
+    def _advance(self) -> bool:
+        """Wait for work, and run a step; return False once the loop is stopping.
+
+        Its variables do not outlive the step, so that an idle server holds no request.
+        """
+        with self._wake:
+            while not (self._inbox or self._active or self._is_stopping):
+                self._wake.wait()
+            if self._is_stopping:
+                return False
+            new = [self._inbox.popleft() for _ in range(len(self._inbox))]
+        updates: _Updates = []
+        for ticket in new:
+            if not ticket.is_cancelled:
+                self._begin(ticket, updates)
+        for ticket in [ticket for ticket in self._active if ticket.is_cancelled]:
+            self._end(ticket)
+        self._step(updates)
+        self._send(updates)
+        return True
 
     def _begin(self, ticket: Ticket, updates: _Updates) -> None:
         try:

@@ -131,8 +131,11 @@ class ToolParser:
         calls = []
         for name, inside in re.findall(r"<function=([^>\n]+)>(.*?)</function>", body, re.DOTALL):
             pairs = re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", inside, re.DOTALL)
-            kinds = self._schemas.get(name, {}).get("properties", {})
-            calls.append(ToolCall(name, {key: _read_value(text, kinds.get(key, {})) for key, text in pairs}))
+            schema = self._schemas.get(name, {})
+            kinds = schema.get("properties", {})
+            calls.append(
+                ToolCall(name, {key: _read_value(text, _types(kinds.get(key), schema)) for key, text in pairs})
+            )
         return calls
 
     def _read_python(self, body: str) -> list[ToolCall]:
@@ -146,13 +149,35 @@ class ToolParser:
         return calls
 
 
-def _read_value(text: str, schema: Mapping[str, Any]) -> Any:
-    """Return an argument that is written as text, with the type of its schema if it can be read so."""
-    kind = schema.get("type")
-    if kind in (None, "string"):
+def _types(schema: Any, root: Mapping[str, Any]) -> set[str]:
+    """Return the JSON types that a schema names, through its references and alternatives."""
+    found: set[str] = set()
+    parts, followed = [schema], set[str]()
+    while parts:
+        part = parts.pop()
+        if not isinstance(part, Mapping):
+            continue
+        kinds = part.get("type") or []
+        found |= {kinds} if isinstance(kinds, str) else set(kinds)
+        parts += [each for name in ("anyOf", "oneOf", "allOf") for each in part.get(name, ())]
+        reference = part.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#/") and reference not in followed:
+            followed.add(reference)
+            target: Any = root
+            for key in reference[2:].split("/"):
+                target = target.get(key) if isinstance(target, Mapping) else None
+            parts.append(target)
+    return found
+
+
+def _read_value(text: str, kinds: set[str]) -> Any:
+    """Return an argument that is written as text, with a type of its schema if it can be read so."""
+    if text == "null" and "null" in kinds:
+        return None
+    if not kinds - {"null"} or "string" in kinds:
         return text
     try:
-        return json.loads(text.lower() if kind == "boolean" else text)
+        return json.loads(text.lower() if "boolean" in kinds else text)
     except ValueError:
         return text
 
@@ -160,9 +185,11 @@ def _read_value(text: str, schema: Mapping[str, Any]) -> Any:
 def call_schema(form: ToolFormat, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the JSON schema of a reply that calls one of these tools, between opening and closing."""
     calls = []
-    for tool in tools:
+    for i, tool in enumerate(tools):
         function = tool.get("function", tool)
         arguments = function.get("parameters") or {"type": "object", "properties": {}}
+        if isinstance(arguments, Mapping):  # an id makes it the root of its references, such as #/$defs/Name
+            arguments = {"$id": f"urn:tool:{i}", **arguments}
         properties = {"name": {"const": function["name"]}, form.arguments: arguments}
         calls.append(
             {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
