@@ -7,7 +7,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -16,6 +16,9 @@ from whet.config.fields import Count, OptionalCount, PathText, Positive, check_t
 from whet.errors import WhetValueError
 from whet.models.formats import Weights
 from whet.text.checkpoint_model import resolve_adapter
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
 
 _WHERE = "whet serve"
 _LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -109,27 +112,36 @@ def main(argv: Sequence[str]) -> int:
 
     sys.setswitchinterval(2e-4)  # the engine's thread waits for the interpreter's lock after every step
 
-    from whet.serve import ServedModel, make_app
+    from whet.serve import LoadingApp, ServedModel, make_app
 
     path, adapter = resolve_adapter(options.model, "", _WHERE)
-    model = ServedModel.load(
-        path, adapter=adapter, name=options.name or Path(options.model).stem, weights=options.weights,
-        context=options.context, kv_bytes=options.kv_bytes, adapters=adapters, tokenizer=options.tokenizer,
-        chat_template=options.chat_template,
-    )  # fmt: skip
-    app = make_app(model, api_keys=keys, max_requests=options.max_requests, hosts=options.hosts())
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=options.drain_seconds
-    )  # fmt: skip
     with listen(options.host, options.port) as listening:
-        host = f"[{options.host}]" if ":" in options.host else options.host
-        names = ", ".join(model.adapters)
-        print(
-            f"http://{host}:{listening.getsockname()[1]}/v1 serves {names} (context {model.context:,} tokens)",
-            file=sys.stderr,
-            flush=True,
-        )
-        uvicorn.Server(config).run(sockets=[listening])
+
+        def load() -> Starlette:
+            model = ServedModel.load(
+                path, adapter=adapter, name=options.name or Path(options.model).stem, weights=options.weights,
+                context=options.context, kv_bytes=options.kv_bytes, adapters=adapters, tokenizer=options.tokenizer,
+                chat_template=options.chat_template,
+            )  # fmt: skip
+            app = make_app(model, api_keys=keys, max_requests=options.max_requests, hosts=options.hosts())
+            host = f"[{options.host}]" if ":" in options.host else options.host
+            print(
+                f"http://{host}:{listening.getsockname()[1]}/v1 serves {', '.join(model.adapters)} (context "
+                f"{model.context:,} tokens)",
+                file=sys.stderr,
+                flush=True,
+            )
+            return app
+
+        app = LoadingApp(load, lambda: setattr(server, "should_exit", True))
+        server = uvicorn.Server(
+            uvicorn.Config(
+                app, log_level="warning", access_log=False, timeout_graceful_shutdown=options.drain_seconds
+            )
+        )  # fmt: skip
+        server.run(sockets=[listening])
+    if app.error is not None:
+        raise app.error
     return 0
 
 
