@@ -34,6 +34,8 @@ class ServeConfig:
     """Name of the model in requests; empty: the name of its folder or file."""
     adapter: list[str] = dataclasses.field(default_factory=list)
     """LoRA adapters that requests choose by the field model: NAME=FOLDER."""
+    adapter_folder: PathText = ""
+    """Folder below which clients may load further adapters (/v1/load_lora_adapter); empty: none may."""
     weights: Weights | None = None
     """Weight format. Default: the format of the adapters' base, the GGUF file's own format, or bf16 for folders."""
     context: OptionalCount = None
@@ -68,6 +70,8 @@ class ServeConfig:
         check_types(self)
         if not 0 <= self.port <= 65535:
             raise WhetValueError(f"{_WHERE}: port is {self.port}, expected a number from 0 to 65535.")
+        if self.adapter_folder and not Path(self.adapter_folder).is_dir():
+            raise WhetValueError(f"{_WHERE}: adapter_folder {self.adapter_folder!r} is not a folder.")
 
     def adapters(self) -> Mapping[str, str]:
         """Return the folder of each adapter by name."""
@@ -123,7 +127,10 @@ def main(argv: Sequence[str]) -> int:
                 context=options.context, kv_bytes=options.kv_bytes, adapters=adapters, tokenizer=options.tokenizer,
                 chat_template=options.chat_template,
             )  # fmt: skip
-            app = make_app(model, api_keys=keys, max_requests=options.max_requests, hosts=options.hosts())
+            app = make_app(
+                model, api_keys=keys, max_requests=options.max_requests, hosts=options.hosts(),
+                adapter_folder=options.adapter_folder,
+            )  # fmt: skip
             host = f"[{options.host}]" if ":" in options.host else options.host
             print(
                 f"http://{host}:{listening.getsockname()[1]}/v1 serves {', '.join(model.adapters)} (context "

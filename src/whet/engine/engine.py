@@ -14,6 +14,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from numbers import Integral
 from typing import Any, NoReturn
 
@@ -34,7 +35,16 @@ from whet.engine.checks import (
     check_token_rows,
     is_model_mode,
 )  # fmt: skip
-from whet.engine.session import Call, CoreHandle, NewAdapter, Scores, Session, TokenStream, run_uninterruptible
+from whet.engine.session import (
+    Call,
+    CoreHandle,
+    EngineBusyError,
+    NewAdapter,
+    Scores,
+    Session,
+    TokenStream,
+    run_uninterruptible,
+)  # fmt: skip
 from whet.errors import WhetError, WhetTypeError, WhetValueError, check_integer, check_temperature
 from whet.learner.learner import Learner
 from whet.memory import register_holder
@@ -449,9 +459,10 @@ class Engine:
         not changed, or if model and engine share a packed base.
 
         Args:
-            model: a live module; a ``Learner`` on the engine's base, whose adapters are copied; or, for an engine in
-                another process, arrays from ``whet.models.sources.arrays.named_arrays``: all weights, the adapters, or
-                both. Adapters without weights apply to the current weights.
+            model: a live module; a ``Learner`` on the engine's base, whose adapters are copied; the path of a folder or
+                GGUF file, whose weights are converted to the engine's formats; or, for an engine in another process,
+                arrays from ``whet.models.sources.arrays.named_arrays``: all weights, the adapters, or both. Adapters
+                without weights apply to the current weights.
             version: the new ``policy_version``, at least 1. Default: incremented by 1.
 
         Raises:
@@ -474,7 +485,10 @@ class Engine:
                         f"{where}: the arrays are adapters without weights, and {self._calls.unusable}."
                     )
             else:
-                source = _open_live(model, self._merged, self.config.max_position, where)
+                is_path = isinstance(model, (str, os.PathLike, GGUFFile))
+                limit = self.config.max_position
+                source = open_pretrained(model, max_position=limit) if is_path else None
+                source = source or _open_live(model, self._merged, limit, where)
                 check_same_model(self.config, source.config, where)
                 check_same_base(self.base, source.base, where)
                 slices = list(check_range(list_slices(source, where), where, weights, self.config))
@@ -498,15 +512,16 @@ class Engine:
             return new.number
 
     def remove_adapter(self, adapter: int) -> None:
-        """Remove an adapter.
+        """Remove an adapter. Calls in progress complete with it.
+
+        Retained pages are evicted at once if no call is in progress, else when a call needs memory.
 
         Raises:
-            EngineBusyError: a completion is in progress.
             WhetValueError: there is no such adapter.
         """
         where = "Engine.remove_adapter"
         with (session := Session(self._calls, where)), session:
-            session.begin(exclusive=True)
+            session.begin()
             self._check_adapter(adapter, where)
 
             def remove() -> None:
@@ -514,6 +529,8 @@ class Engine:
                 self._calls.use(where).remove_adapter(adapter)
 
             run_uninterruptible(remove)
+        with suppress(EngineBusyError):
+            self.clear_prefix_cache()
 
     # ------------------------------------------------------------------ memory and lifetime
 
@@ -527,6 +544,15 @@ class Engine:
         pages used since the last release.
         """
         return self._calls.use("Engine.memory").memory()
+
+    def clear_prefix_cache(self) -> None:
+        """Evict all retained pages, see ``stream``.
+
+        Raises:
+            EngineBusyError: a completion is in progress.
+        """
+        with (session := Session(self._calls, "Engine.clear_prefix_cache")), session:
+            session.begin(exclusive=True)
 
     def release_memory(self) -> int:
         """Return the memory of free pages and of the workspace to the operating system, such as before a training step.

@@ -110,4 +110,4 @@ def _without_thinking(message: Any) -> Any:
 
 
 def _reason(choice: Choice) -> str:
-    return {"stop": "end_turn", "length": "max_tokens"}[choice.finish]
+    return {"stop": "end_turn", "length": "max_tokens", "abort": "pause_turn"}[choice.finish]

@@ -20,6 +20,7 @@ from starlette.routing import Route
 import whet
 from whet.errors import WhetError
 from whet.serve import ollama
+from whet.serve.admin import Admin, check_admin
 from whet.serve.anthropic import Messages
 from whet.serve.endpoints import Chat, Completion, Endpoint, Generate
 from whet.serve.errors import ApiError
@@ -41,7 +42,13 @@ class _App:
     """Handlers of one server's routes."""
 
     def __init__(
-        self, model: ServedModel, api_keys: Sequence[str], max_requests: int, max_body_bytes: int, hosts: Sequence[str]
+        self,
+        model: ServedModel,
+        api_keys: Sequence[str],
+        max_requests: int,
+        max_body_bytes: int,
+        hosts: Sequence[str],
+        adapter_folder: str,
     ) -> None:
         self.model = model
         self.loop = EngineLoop(max_requests)
@@ -49,6 +56,7 @@ class _App:
         self.service = Service(model, self.loop, self.metrics)
         self._keys = [hashlib.sha256(key.encode()).digest() for key in api_keys]
         self._max_body_bytes, self._hosts = max_body_bytes, [host.lower() for host in hosts]
+        self.admin = Admin(model, self.loop, adapter_folder, self._body)
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -56,10 +64,16 @@ class _App:
         yield
         await asyncio.to_thread(self.loop.stop)
 
-    def route(self, path: str, handler: Callable[[Request], Awaitable[Response]], *methods: str) -> Route:
+    def route(
+        self, path: str, handler: Callable[[Request], Awaitable[Response]], *methods: str, is_admin: bool = False
+    ) -> Route:
+        """Return a route; ``is_admin``: for requests that may change the server."""
+
         async def handle(request: Request) -> Response:
             try:
                 self._check(request)
+                if is_admin:
+                    check_admin(request, bool(self._keys))
                 return await handler(request)
             except ApiError as error:
                 return _explain(error, error.body())
@@ -198,6 +212,7 @@ def make_app(
     max_requests: int = 256,
     max_body_bytes: int = 16 << 20,
     hosts: Sequence[str] = (),
+    adapter_folder: str = "",
 ) -> Starlette:
     """Create the ASGI application that serves a model.
 
@@ -207,8 +222,10 @@ def make_app(
         max_requests: prompts that may be queued and running at once; further requests get the status 429.
         max_body_bytes: size of the largest request.
         hosts: names in the Host header that are answered; empty: all.
+        adapter_folder: folder below which clients may load adapters; empty: none.
     """
-    app = _App(model, api_keys, max_requests, max_body_bytes, hosts)
+    app = _App(model, api_keys, max_requests, max_body_bytes, hosts, adapter_folder)
+    admin = app.admin
     routes = [
         app.route("/v1/chat/completions", app.sampling(Chat), "POST"),
         app.route("/v1/completions", app.sampling(Completion), "POST"),
@@ -225,6 +242,13 @@ def make_app(
         *(app.route(path, app.health) for path in ("/health", "/ready", "/ping")),
         app.route("/version", app.version),
         app.route("/metrics", app.show_metrics),
+        app.route("/v1/load_lora_adapter", admin.load_adapter, "POST", is_admin=True),
+        app.route("/v1/unload_lora_adapter", admin.unload_adapter, "POST", is_admin=True),
+        app.route("/pause", admin.pause, "POST", is_admin=True),
+        app.route("/resume", admin.resume, "POST", is_admin=True),
+        app.route("/is_paused", admin.is_paused, is_admin=True),
+        app.route("/reset_prefix_cache", admin.reset_prefix_cache, "POST", is_admin=True),
+        app.route("/reload", admin.reload, "POST", is_admin=True),
     ]
     return Starlette(routes=routes, lifespan=app.lifespan, exception_handlers={HTTPException: _explain_http})
 

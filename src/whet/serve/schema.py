@@ -181,6 +181,24 @@ class DetokenizeRequest:
         check_types(self)
 
 
+@dataclass(kw_only=True)
+class UnloadAdapterRequest:
+    """``/v1/unload_lora_adapter``."""
+
+    lora_name: str = ""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+
+@dataclass(kw_only=True)
+class LoadAdapterRequest(UnloadAdapterRequest):
+    """``/v1/load_lora_adapter``."""
+
+    lora_path: str = ""
+    load_inplace: bool = False
+
+
 def check_object(body: Any) -> Mapping[str, Any]:
     """Return a body, which has to be a JSON object."""
     if not isinstance(body, Mapping):

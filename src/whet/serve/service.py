@@ -6,10 +6,10 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from whet.config.sampling import SamplingParams
-from whet.engine.session import Scores
+from whet.engine.session import Call, Scores
 from whet.errors import WhetError
 from whet.serve.choices import Alternatives, Choice
 from whet.serve.errors import ApiError
@@ -119,7 +119,6 @@ class Service:
         Raises:
             ApiError: 429: the queue is full; 400: the engine refuses a prompt.
         """
-        adapter = self.model.adapter_of(model)
         sampled: dict[Ticket, Prompt] = {}
         scored: dict[Ticket, Prompt] = {}
         for i, (prompt, settings) in enumerate(zip(prompts, sampling, strict=True)):
@@ -127,15 +126,14 @@ class Service:
                 prompt.choices = [Choice(self.model, i * n + j) for j in range(n)]
             else:
                 begin = partial(
-                    self.model.engine.open_prompt, prompt.token_ids, n, settings, adapter=adapter,
+                    self._open, self.model.engine.open_prompt, model, prompt.token_ids, n, settings,
                     logprobs_mode="model", keep=True, constrained=constrain is not None,
                 )  # fmt: skip
                 sampled[Ticket(begin, n, streams, constrain)] = prompt
                 prompt.choices = [Choice(self.model, i * n + j, settings.stop_token_ids, shown) for j in range(n)]
         for prompt in () if n_scored is None else prompts:
-            begin = partial(
-                self.model.engine.open_score, prompt.token_ids, top_logprobs=n_scored or 0, adapter=adapter
-            )  # fmt: skip
+            open_score = self.model.engine.open_score
+            begin = partial(self._open, open_score, model, prompt.token_ids, top_logprobs=n_scored or 0)
             scored[Ticket(begin, 0)] = prompt
         tickets, scores = list(sampled), list(scored)
         for group in (tickets, scores):
@@ -170,6 +168,10 @@ class Service:
         finally:
             for ticket in (*scores, *tickets):
                 self._loop.release(ticket)
+
+    def _open(self, begin: Callable[..., Call], model: str, *args: Any, **settings: Any) -> Call:
+        """Begin a call with the adapter that has the name now: it may have been unloaded while the request waited."""
+        return begin(*args, adapter=self.model.adapter_of(model), **settings)
 
 
 def _set_scores(prompt: Prompt, scores: Scores | None) -> None:
