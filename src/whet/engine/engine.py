@@ -16,7 +16,7 @@ import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from numbers import Integral
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 
@@ -45,7 +45,7 @@ from whet.engine.session import (
     TokenStream,
     run_uninterruptible,
 )  # fmt: skip
-from whet.errors import WhetError, WhetTypeError, WhetValueError, check_integer, check_temperature
+from whet.errors import WhetError, WhetTypeError, WhetValueError, check_choice, check_integer, check_temperature
 from whet.learner.learner import Learner
 from whet.memory import register_holder
 from whet.models.architecture import ModelConfig, RowSlice
@@ -60,6 +60,9 @@ from whet.models.sources.gguf_container import GGUFFile
 from whet.models.sources.live import open_module
 from whet.models.sources.pretrained import open_pretrained
 from whet.models.tokenizers.token_texts import TokenTexts, read_token_texts
+
+Pooling = Literal["last", "mean"]
+"""Reduction of a sequence's hidden states to its embedding."""
 
 _PARTIAL_SYNC = "a sync was interrupted, and only part of the weights is new. Call sync again, or make a new engine"
 _RELEASED = "release_weights freed the weights. Call sync(model) first"
@@ -382,10 +385,13 @@ class Engine:
         """Begin the computation of ``logprobs([sequence], top_logprobs=...)``, whose steps the caller runs."""
         where = "Engine.open_score"
         row = check_token_row(sequence, self.config, where, "sequence")
+        return self._open_score(row, 1, adapter, where, top_logprobs=top_logprobs)
+
+    def _open_score(self, row: np.ndarray, start: int, adapter: Any, where: str, **values: Any) -> Call:
         session = Session(self._calls, where)
         try:
             session.begin()
-            [job] = self._add_scores(session, [row], [1], adapter, where, top_logprobs=top_logprobs)
+            [job] = self._add_scores(session, [row], [start], adapter, where, **values)
             return Call(session, job, None)
         except BaseException:
             session.end()
@@ -448,6 +454,51 @@ class Engine:
         row = check_token_row(sequence, self.config, where, "sequence")
         [score] = self._score([row], [1], adapter, where, logits=True)
         return score.logits.reshape(len(row), self.config.vocab_size)
+
+    def embed(
+        self,
+        sequences: Sequence[Sequence[int]],
+        *,
+        pooling: Pooling = "last",
+        adapter: int | Sequence[int | None] | None = None,
+    ) -> np.ndarray:
+        """Compute embeddings (n, hidden_dim) float32 of sequences from their final hidden states, after the last norm.
+
+        Not normalised. An embedding depends only on its sequence, to the bit, as completions do.
+
+        Args:
+            sequences: rows of token ids.
+            pooling: "last": the hidden state of the last token; "mean": the mean over all tokens, summed in float64.
+            adapter: see ``generate``.
+
+        Raises:
+            WhetValueError, WhetTypeError: as ``generate``, or an unknown pooling.
+        """
+        where = "Engine.embed"
+        check_choice(where, "pooling", pooling, Pooling)
+        rows = check_token_rows(sequences, self.config, where, "sequences")
+        starts = [_first_pooled(row, pooling) for row in rows]
+        scores = self._score(rows, starts, adapter, where, hidden=True)
+        found = [self.pool(each.hidden) for each in scores]
+        return np.stack(found) if found else np.empty((0, self.config.hidden_dim), np.float32)
+
+    def open_embed(self, sequence: Sequence[int], *, pooling: Pooling = "last", adapter: int | None = None) -> Call:
+        """Begin the computation of ``embed([sequence], ...)``, whose steps the caller runs; ``pool`` completes it."""
+        where = "Engine.open_embed"
+        row = check_token_row(sequence, self.config, where, "sequence")
+        check_choice(where, "pooling", pooling, Pooling)
+        return self._open_score(row, _first_pooled(row, pooling), adapter, where, hidden=True)
+
+    def pool(self, hidden: np.ndarray) -> np.ndarray:
+        """Return the mean (hidden_dim,) of hidden states (T * hidden_dim,): ``Scores.hidden`` of ``open_embed``.
+
+        Raises:
+            WhetValueError: they hold NaN or infinity.
+        """
+        rows = hidden.reshape(-1, self.config.hidden_dim)
+        if not np.isfinite(rows).all():
+            raise WhetValueError("Engine.embed: hidden states hold NaN or infinity. Check the model's weights for NaN.")
+        return (rows.mean(0, dtype=np.float64) / self.config.logits_scale).astype(np.float32)
 
     # ------------------------------------------------------------------ weights
 
@@ -734,6 +785,7 @@ class Engine:
         temperature: float = 1.0,
         entropy: bool = False,
         logits: bool = False,
+        hidden: bool = False,
         top_logprobs: int = 0,
     ) -> list[int]:
         adapters = self._adapter_ids(adapter, len(rows), where)
@@ -747,11 +799,17 @@ class Engine:
                 temperature=temperature,
                 entropy=entropy,
                 logits=logits,
+                hidden=hidden,
                 top_logprobs=top_logprobs,
                 adapter=number,
             )
             for i, (row, start, number) in enumerate(zip(rows, starts, adapters, strict=True))
         ]
+
+
+def _first_pooled(row: np.ndarray, pooling: Pooling) -> int:
+    """Return the number of tokens up to the first whose hidden state counts."""
+    return len(row) if pooling == "last" else 1
 
 
 def _open_live(model: Any, merged: bool, max_position: int | None, where: str) -> ModelSource:
