@@ -381,11 +381,14 @@ class Engine:
             session.end()
             raise
 
-    def open_score(self, sequence: Sequence[int], *, top_logprobs: int = 0, adapter: int | None = None) -> Call:
-        """Begin the computation of ``logprobs([sequence], top_logprobs=...)``, whose steps the caller runs."""
+    def open_score(
+        self, sequence: Sequence[int], *, start: int = 1, top_logprobs: int = 0, adapter: int | None = None
+    ) -> Call:
+        """Begin the computation of ``logprobs([sequence], ...)``, whose steps the caller runs."""
         where = "Engine.open_score"
         row = check_token_row(sequence, self.config, where, "sequence")
-        return self._open_score(row, 1, adapter, where, top_logprobs=top_logprobs)
+        [start] = check_starts(start, [row], where)
+        return self._open_score(row, start, adapter, where, top_logprobs=top_logprobs)
 
     def _open_score(self, row: np.ndarray, start: int, adapter: Any, where: str, **values: Any) -> Call:
         session = Session(self._calls, where)

@@ -22,14 +22,16 @@ from whet.errors import WhetError
 from whet.serve import ollama
 from whet.serve.admin import Admin, check_admin
 from whet.serve.anthropic import Messages
-from whet.serve.endpoints import Chat, Completion, Endpoint, Generate
+from whet.serve.endpoints import Chat, Completion, Endpoint, Generate, Streamed
 from whet.serve.errors import ApiError
-from whet.serve.inputs import render_messages
+from whet.serve.inputs import read_prompt
 from whet.serve.loop import EngineLoop
 from whet.serve.metrics import Metrics
 from whet.serve.model import ServedModel
 from whet.serve.ollama import OllamaChat
+from whet.serve.responses import Responses
 from whet.serve.schema import DetokenizeRequest, TokenizeRequest, parse
+from whet.serve.scores import Decisions, Embeddings
 from whet.serve.service import Service
 
 _KEEP_ALIVE_S = 10.0
@@ -116,14 +118,15 @@ class _App:
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"The body is not JSON: {error}.") from None
 
-    # --- endpoints that sample ------------------------------------------------------------------------------
+    # --- endpoints that run on the engine -------------------------------------------------------------------
 
-    def sampling(self, kind: type[Endpoint[Any]]) -> Callable[[Request], Awaitable[Response]]:
-        """Return the handler of an endpoint that samples."""
+    def running(self, kind: type[Endpoint]) -> Callable[[Request], Awaitable[Response]]:
+        """Return the handler of an endpoint that runs on the engine."""
+        create: Callable[[Service, Any], Endpoint] = kind
 
         async def respond(request: Request) -> Response:
-            endpoint = await asyncio.to_thread(kind, self.service, await self._body(request))
-            if not endpoint.streams:
+            endpoint = await asyncio.to_thread(create, self.service, await self._body(request))
+            if not (isinstance(endpoint, Streamed) and endpoint.streams):
                 return JSONResponse(await _unless_gone(request, endpoint.respond()))
             chunks = endpoint.chunks()
             first = asyncio.ensure_future(anext(chunks, None))
@@ -167,13 +170,7 @@ class _App:
 
     async def tokenize(self, request: Request) -> Response:
         fields = parse(TokenizeRequest, await self._body(request))
-        if (fields.prompt is None) == (fields.messages is None):
-            raise ApiError(400, "Expected prompt or messages, and not both.", "prompt")
-        if fields.messages is not None:
-            ids = await asyncio.to_thread(render_messages, self.model, fields.messages, fields, fields.tools)
-        else:
-            encode = self.model.tokenizer.encode
-            ids = await asyncio.to_thread(encode, fields.prompt, add_special_tokens=fields.add_special_tokens)
+        ids = await asyncio.to_thread(read_prompt, self.model, fields)
         body = {"count": len(ids), "max_model_len": self.model.context, "tokens": ids}
         if fields.return_token_strs:
             body["token_strs"] = [self.model.piece(token_id).text for token_id in ids]
@@ -227,11 +224,14 @@ def make_app(
     app = _App(model, api_keys, max_requests, max_body_bytes, hosts, adapter_folder)
     admin = app.admin
     routes = [
-        app.route("/v1/chat/completions", app.sampling(Chat), "POST"),
-        app.route("/v1/completions", app.sampling(Completion), "POST"),
-        app.route("/inference/v1/generate", app.sampling(Generate), "POST"),
-        app.route("/v1/messages", app.sampling(Messages), "POST"),
-        app.route("/api/chat", app.sampling(OllamaChat), "POST"),
+        app.route("/v1/chat/completions", app.running(Chat), "POST"),
+        app.route("/v1/completions", app.running(Completion), "POST"),
+        app.route("/inference/v1/generate", app.running(Generate), "POST"),
+        app.route("/v1/responses", app.running(Responses), "POST"),
+        app.route("/v1/embeddings", app.running(Embeddings), "POST"),
+        app.route("/v1/decisions", app.running(Decisions), "POST"),
+        app.route("/v1/messages", app.running(Messages), "POST"),
+        app.route("/api/chat", app.running(OllamaChat), "POST"),
         app.route("/api/tags", app.describe(ollama.list_models)),
         app.route("/api/show", app.describe(ollama.show_model), "POST"),
         app.route("/api/version", app.describe(lambda _: {"version": ollama.VERSION})),
@@ -284,7 +284,7 @@ async def _until_gone(request: Request) -> None:
 
 
 async def _events(
-    endpoint: Endpoint[Any], pending: asyncio.Future[Any], chunks: AsyncGenerator[Any]
+    endpoint: Streamed[Any], pending: asyncio.Future[Any], chunks: AsyncGenerator[Any]
 ) -> AsyncIterator[str]:
     """Yield the events of a streamed response, with a comment whenever there is nothing to send for a while.
 

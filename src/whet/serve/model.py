@@ -16,6 +16,7 @@ from whet.data.thinking import Replies
 from whet.engine import Engine
 from whet.errors import WhetValueError
 from whet.models.formats import PAGE_TOKENS
+from whet.models.sources.gguf_container import GGUFFile
 from whet.models.tokenizers.token_texts import TokenTexts, read_token_texts
 from whet.serve.errors import ApiError
 from whet.system.memory import unused_bytes
@@ -66,6 +67,7 @@ class ServedModel:
         defaults: sampling settings of requests that set none.
         context: the most tokens of a prompt and its completion. Default: what positions and KV cache permit.
         path: folder or file of the weights, for ``reload``; empty: they cannot be read again.
+        pooling: of embeddings, if a request does not choose it.
 
     Attributes:
         adapters: name -> number of the adapter on the engine; None: the model itself.
@@ -85,6 +87,7 @@ class ServedModel:
         defaults: Mapping[str, float] | None = None,
         context: int | None = None,
         path: str = "",
+        pooling: str = "last",
     ) -> None:
         self.engine, self.tokenizer, self.name = engine, tokenizer, name
         self.stop_ids, self.defaults = stop_ids, dict(defaults or {})
@@ -108,7 +111,7 @@ class ServedModel:
             self.adapters[each] = engine.add_adapter(folder)
         self.loaded: list[str] = []
         self.created = int(time.time())
-        self._path, self._adapter = path, adapter
+        self._path, self._adapter, self.pooling = path, adapter, pooling
         self.fingerprint = self._make_fingerprint()
 
     @classmethod
@@ -140,7 +143,9 @@ class ServedModel:
         engine = load_engine(model, weights, context, _WHERE, first, kv_bytes)
         stop_ids = find_stop_ids(path, loaded, engine.config.vocab_size, _WHERE)
         name = name or Path(path).stem
-        return cls(engine, loaded, name, stop_ids, adapters, adapter, read_defaults(path), context, path)
+        return cls(
+            engine, loaded, name, stop_ids, adapters, adapter, read_defaults(path), context, path, read_pooling(model)
+        )  # fmt: skip
 
     def _make_fingerprint(self) -> str:
         digest = hashlib.sha256(self.engine.fingerprint().encode())
@@ -263,3 +268,20 @@ def read_defaults(path: str) -> dict[str, float]:
     return {
         name: found[name] for name in ("temperature", "top_k", "top_p") if isinstance(found.get(name), (int, float))
     }
+
+
+def read_pooling(model: str | GGUFFile) -> str:
+    """Return the pooling of a model's embeddings; "last" unless sentence-transformers' folder or a GGUF file names it.
+
+    Other kinds than "last" and "mean" are returned by their names, which a request has to replace.
+    """
+    if isinstance(model, GGUFFile):
+        architecture = model.metadata.get("general.architecture")
+        return {1: "mean"}.get(model.metadata.get(f"{architecture}.pooling_type", 0), "last")
+    try:
+        found = json.loads((Path(model) / "1_Pooling" / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "last"
+    names = [name for name, value in found.items() if name.startswith("pooling_mode_") and value is True]
+    name = str(found.get("pooling_mode") or (names or ["lasttoken"])[0]).removeprefix("pooling_mode_")
+    return {"lasttoken": "last", "mean_tokens": "mean"}.get(name, name)

@@ -17,7 +17,7 @@ from whet.serve.errors import ApiError
 
 Kind = TypeVar("Kind")
 
-MOST_CHOICES, MOST_ALTERNATIVES, MOST_PROMPTS = 128, 20, 1024
+MOST_CHOICES, MOST_ALTERNATIVES, MOST_PROMPTS, MOST_LABELS = 128, 20, 2048, 255
 
 _SAMPLING = {  # of a request -> of SamplingParams
     "temperature": "temperature",
@@ -153,18 +153,46 @@ class GenerateSampling(Request):
 
 
 @dataclass(kw_only=True)
-class TokenizeRequest:
-    """``/tokenize``: a prompt or messages."""
+class PromptFields:
+    """A prompt or messages."""
 
     model: str = ""
-    prompt: str | None = None
+    prompt: str | list | None = None
     messages: list | None = None
     tools: list = field(default_factory=list)
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+
+@dataclass(kw_only=True)
+class TokenizeRequest(PromptFields):
+    """``/tokenize``."""
+
     return_token_strs: bool = False
+
+
+@dataclass(kw_only=True)
+class DecisionRequest(PromptFields):
+    """``/v1/decisions``: labels, one of which follows the prompt."""
+
+    labels: list = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class EmbeddingRequest:
+    """``/v1/embeddings``."""
+
+    model: str = ""
+    input: str | list = ""
+    encoding_format: str = "float"
+    dimensions: OptionalCount = None
+    pooling: str = ""
+    add_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         check_types(self)
