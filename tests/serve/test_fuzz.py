@@ -22,6 +22,13 @@ BODIES = {
     },
     "/inference/v1/generate": {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2, "logprobs": 1, "seed": 3}},
     "/v1/messages": {"max_tokens": 3, "system": "s", "messages": [{"role": "user", "content": "x"}], "top_k": 2},
+    "/v1/messages?": {
+        "max_tokens": 3, "tools": [], "tool_choice": {"type": "auto"}, "system": [{"type": "text", "text": "s"}],
+        "messages": [
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {"c": 1}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "x"}]},
+        ],
+    },
     "/api/chat": {"messages": [{"role": "user", "content": "x"}], "options": {"num_predict": 3}, "stream": False},
     "/v1/responses": {
         "input": [{"role": "user", "content": [{"type": "input_text", "text": "x"}]}], "instructions": "s",

@@ -11,14 +11,10 @@ from typing import Any
 from whet.serve.choices import Choice
 from whet.serve.endpoints import Body, Chat
 from whet.serve.errors import ApiError
-from whet.serve.schema import check_object
+from whet.serve.schema import EXTRAS, ResponseRequest, check_object, parse
 from whet.serve.service import Service
 
-_SAME = (
-    "model", "stream", "temperature", "top_p", "parallel_tool_calls", "seed", "top_k", "min_p", "repetition_penalty",
-    "presence_penalty", "frequency_penalty", "logit_bias", "stop", "stop_token_ids", "min_tokens", "ignore_eos",
-    "chat_template_kwargs", "structured_outputs",
-)  # fmt: skip
+_SAME = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "stop", *EXTRAS)
 _REFUSED = {
     "previous_response_id": "Responses are not stored. Send all items as input.",
     "conversation": "Conversations are not stored. Send all items as input.",
@@ -39,8 +35,9 @@ class Responses(Chat):
     ending = ""
 
     def __init__(self, service: Service, body: Any) -> None:
-        self._given = check_object(body)
-        super().__init__(service, _translate(self._given))
+        body = check_object(body)
+        self._given = given = parse(ResponseRequest, body)
+        super().__init__(service, {**{name: body[name] for name in _SAME if name in body}, **_translate(body, given)})
         self._n_events = 0
         self._output: list[Body] = []
 
@@ -133,18 +130,18 @@ class Responses(Chat):
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": given.get("instructions"),
+            "instructions": given.instructions or None,
             "model": self.model or self._served.name,
             "output": [*self._output],
             "parallel_tool_calls": request.parallel_tool_calls,
             "temperature": self._settings.temperature,
             "top_p": self._settings.top_p,
-            "max_output_tokens": given.get("max_output_tokens"),
-            "tools": given.get("tools") or [],
-            "tool_choice": given.get("tool_choice") or "auto",
-            "text": given.get("text") or {"format": {"type": "text"}},
-            "metadata": given.get("metadata") or {},
-            "user": given.get("user"),
+            "max_output_tokens": given.max_output_tokens,
+            "tools": given.tools,
+            "tool_choice": given.tool_choice,
+            "text": given.text or {"format": {"type": "text"}},
+            "metadata": given.metadata,
+            "user": given.user or None,
             "reasoning": {"effort": None, "summary": None},
             "truncation": "disabled",
             "previous_response_id": None,
@@ -224,28 +221,27 @@ class _TextItem:
         return {"type": "reasoning", "id": self._id, "status": status, "summary": [], "content": content}
 
 
-def _translate(body: Mapping[str, Any]) -> Body:
-    """Return the body of a chat completion."""
+def _translate(body: Mapping[str, Any], given: ResponseRequest) -> Body:
+    """Return the fields of a chat completion that have other names or forms."""
     for name, fix in _REFUSED.items():
         if body.get(name):
             raise ApiError(400, f"{name} is not supported. {fix}", name, "unsupported_parameter")
-    if body.get("truncation") not in (None, "disabled"):
+    if given.truncation != "disabled":
         raise ApiError(400, "truncation: this server never cuts a prompt. Omit it.", "truncation")
-    if isinstance(reasoning := body.get("reasoning"), Mapping) and reasoning.get("effort"):
+    if given.reasoning.get("effort"):
         raise ApiError(400, "reasoning.effort is not supported. Use chat_template_kwargs.", "reasoning")
-    if _LOGPROBS in (body.get("include") or ()):
+    if _LOGPROBS in given.include:
         raise ApiError(400, f"include: {_LOGPROBS} is not supported. Use /v1/chat/completions.", "include")
-    found = {name: body[name] for name in _SAME if name in body}
-    found["max_tokens"] = body.get("max_output_tokens")
-    if isinstance(text := body.get("text"), Mapping) and isinstance(form := text.get("format"), Mapping):
+    found: Body = {"max_tokens": given.max_output_tokens, "tools": [_as_tool(tool) for tool in given.tools]}
+    if (form := given.text.get("format")) is not None:
+        if not isinstance(form, Mapping):
+            raise ApiError(400, f"text.format is {form!r:.60}, expected an object with a type.", "text")
         found["response_format"] = {"type": form.get("type"), "json_schema": form}
-    if tools := body.get("tools"):
-        found["tools"] = [_as_tool(tool) for tool in tools] if isinstance(tools, list) else tools
-    if "tool_choice" in body:
-        choice = body["tool_choice"]
-        is_named = isinstance(choice, Mapping) and choice.get("type") == "function"
-        found["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}} if is_named else choice
-    return {**found, "messages": _as_messages(body.get("instructions"), body.get("input"))}
+    choice = given.tool_choice
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    found["tool_choice"] = choice
+    return {**found, "messages": _as_messages(given.instructions, given.input)}
 
 
 def _as_tool(tool: Any) -> Any:
@@ -258,12 +254,10 @@ def _as_tool(tool: Any) -> Any:
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
-def _as_messages(instructions: Any, items: Any) -> list[Any]:
+def _as_messages(instructions: str, items: str | list) -> list[Any]:
     """Return the messages of a chat for instructions and input items."""
-    if not isinstance(items, (str, list)) or not items:
-        raise ApiError(400, f"input is {items!r:.40}, expected a text or a list of items.", "input")
-    if not isinstance(instructions, (str, type(None))):
-        raise ApiError(400, f"instructions is {instructions!r:.40}, expected a text.", "instructions")
+    if not items:
+        raise ApiError(400, f"input is {items!r}, expected a text or a list of items.", "input")
     messages: list[Any] = [{"role": "system", "content": instructions}] if instructions else []
     names: dict[Any, Any] = {}
     for i, item in enumerate([{"role": "user", "content": items}] if isinstance(items, str) else items):

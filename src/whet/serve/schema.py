@@ -31,6 +31,11 @@ _SAMPLING = {  # of a request -> of SamplingParams
     "stop": "stop",
     "min_tokens": "min_new_tokens",
 }
+EXTRAS = (
+    "seed", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
+    "stop_token_ids", "min_tokens", "ignore_eos", "chat_template_kwargs", "structured_outputs",
+)  # fmt: skip
+"""Fields of chats that the interfaces which are translated to chats have under the same names, or lack."""
 _REFUSED = (
     "echo", "suffix", "audio", "functions", "function_call", "include_stop_str_in_output", "truncate_prompt_tokens",
     "logprob_token_ids", "allowed_token_ids", "bad_words", "documents", "thinking_token_budget", "reasoning_effort",
@@ -193,6 +198,26 @@ class EmbeddingRequest:
     dimensions: OptionalCount = None
     pooling: str = ""
     add_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+
+@dataclass(kw_only=True)
+class ResponseRequest:
+    """``/v1/responses``: the fields that are not a chat's."""
+
+    input: str | list = ""
+    instructions: str = ""
+    max_output_tokens: OptionalCount = None
+    text: dict = field(default_factory=dict)
+    tools: list = field(default_factory=list)
+    tool_choice: str | dict = "auto"
+    reasoning: dict = field(default_factory=dict)
+    include: list = field(default_factory=list)
+    truncation: str = "disabled"
+    metadata: dict = field(default_factory=dict)
+    user: str = ""
 
     def __post_init__(self) -> None:
         check_types(self)
