@@ -1,4 +1,4 @@
-"""``whet serve``: serves a model with the interface of OpenAI and of vLLM."""
+"""``whet serve``: serves a model with the interfaces of OpenAI, vLLM, Anthropic and Ollama."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 @dataclasses.dataclass(kw_only=True)
 class ServeConfig:
-    """Serve a model: /v1/chat/completions, /v1/completions, /v1/models, /inference/v1/generate, /tokenize, /metrics."""
+    """Serve a model with the interfaces of OpenAI, vLLM, Anthropic and Ollama, and a page for chats at /."""
 
     model: Annotated[tyro.conf.Positional[PathText], tyro.conf.arg(metavar="MODEL")]
     """A folder that save_pretrained or whet train wrote, a checkpoint, a .gguf file, or a name on the hub."""

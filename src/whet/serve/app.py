@@ -9,12 +9,13 @@ import hmac
 import json
 import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 import whet
@@ -38,6 +39,16 @@ _KEEP_ALIVE_S = 10.0
 _STATUS_S = 0.2
 """Time that a streamed response waits for its first chunk: an error before it is sent as the status."""
 _OPEN_PATHS = ("/health", "/ready", "/version", "/metrics", "/ping")
+"""Paths that need no key, in addition to the page's."""
+_PAGE = Path(__file__).parent / "page"
+_PAGE_PATHS = {"/": "index.html", "/page/page.js": "page.js", "/page/style.css": "style.css"}
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
 
 
 class _App:
@@ -95,7 +106,7 @@ class _App:
             name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
             if name.strip("[]") not in self._hosts:
                 raise ApiError(403, f"The host {name!r:.100} is not served. Start with --allowed-hosts.")
-        if not self._keys or request.url.path in _OPEN_PATHS:
+        if not self._keys or request.url.path in (*_OPEN_PATHS, *_PAGE_PATHS):
             return
         given = request.headers.get("authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
         digest = hashlib.sha256(given.encode()).digest()
@@ -190,6 +201,14 @@ class _App:
             body[f"{name}_token"] = None if token_id is None else self.model.piece(token_id).text
         return JSONResponse(body)
 
+    def file(self, name: str) -> Callable[[Request], Awaitable[Response]]:
+        """Return the handler of a file of the page."""
+
+        async def handle(_: Request) -> Response:
+            return FileResponse(_PAGE / name, headers=_PAGE_HEADERS)
+
+        return handle
+
     async def health(self, _: Request) -> Response:
         if not self.loop.is_alive:
             raise ApiError(503, "The engine has stopped.")
@@ -239,6 +258,7 @@ def make_app(
         app.route("/tokenize", app.tokenize, "POST"),
         app.route("/detokenize", app.detokenize, "POST"),
         app.route("/tokenizer_info", app.tokenizer_info),
+        *(app.route(path, app.file(name)) for path, name in _PAGE_PATHS.items()),
         *(app.route(path, app.health) for path in ("/health", "/ready", "/ping")),
         app.route("/version", app.version),
         app.route("/metrics", app.show_metrics),

@@ -152,6 +152,7 @@ class Service:
             async for ticket, update in updates_of(tickets):
                 prompt = sampled[ticket]
                 prompt.n_cached = update.n_cached
+                self._metrics.add_tokens(sum(len(drawn.token_ids) for drawn in update.drawn.values()))
                 for j, drawn in update.drawn.items():
                     choice = prompt.choices[j]
                     start = len(choice.token_ids)
