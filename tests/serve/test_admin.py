@@ -7,6 +7,7 @@ import threading
 import time
 
 import httpx
+import numpy as np
 import openai
 import pytest
 import torch
@@ -15,7 +16,9 @@ from tests.cli.conftest import tiny_model, write_tiny_gguf  # noqa: F401
 from tests.serve.conftest import serving, write_adapter
 
 from whet.engine.session import Call
+from whet.models.adapter_files import write_peft
 from whet.serve import ServedModel, make_app
+from whet.serve.gate import Gate
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 LONG = {"messages": MESSAGES, "max_tokens": 100, "ignore_eos": True, "seed": 1, "return_token_ids": True}
@@ -36,13 +39,15 @@ def place(tiny_model, tmp_path):  # noqa: F811
 
 @pytest.fixture
 def slow_steps(monkeypatch):
-    step = Call.step
+    step, steps = Call.step, []
 
     def step_slowly(call):
         time.sleep(0.01)
+        steps.append(None)
         step(call)
 
     monkeypatch.setattr(Call, "step", step_slowly)
+    return steps
 
 
 class Asked(threading.Thread):
@@ -154,6 +159,7 @@ def test_requests_on_an_unloaded_adapter_end_with_it(place, slow_steps):
         ("x", "nothing", 404, "adapter_config.json"),
         ("x", "", 404, "adapter_config.json"),
         ("x", "broken", 400, "adapter_model"),
+        ("x", "misfit", 400, "down_proj"),
         ("", "red", 400, "empty"),
         ("tiny", "red", 400, "already"),
         ("x", 3, 400, "lora_path"),
@@ -164,6 +170,8 @@ def test_adapters_that_cannot_be_loaded(place, name, path, status, fact):
     (place.adapters / "loop").symlink_to("loop")
     (place.adapters / "broken").mkdir()
     shutil.copy(place.adapters / "red/adapter_config.json", place.adapters / "broken")
+    factors = {"model.layers.1.mlp.down_proj": (np.ones((2, 3), np.float32), np.ones((32, 2), np.float32), 1.0)}
+    write_peft(place.adapters / "misfit", factors, "tiny", "CAUSAL_LM", ["down_proj"])
     response = load(place, name, path)
     assert response.status_code == status and fact in response.json()["error"]["message"], response.text
     assert names(place) == ["tiny"]
@@ -185,11 +193,10 @@ def test_paused_requests_continue(place, slow_steps):
     running = Asked(place).wait_for_tokens()
     assert place.post("/pause?mode=keep").json() == {"status": "paused"}
     assert place.get("/is_paused").json() == {"is_paused": True}
-    time.sleep(0.1)  # tokens that were on their way
-    n = len(running.token_ids)
+    n = len(slow_steps)
     waiting = Asked(place)
     time.sleep(0.2)
-    assert len(running.token_ids) == n < 100 and not waiting.token_ids
+    assert len(slow_steps) == n and running.is_alive() and not waiting.token_ids
     for path in ("/reload", "/reset_prefix_cache"):
         response = place.post(path)
         assert response.status_code == 409 and "mode=wait" in response.json()["error"]["message"]
@@ -269,16 +276,22 @@ def change_weights(folder):
     module.save_pretrained(folder)
 
 
-def test_running_requests_end_on_the_old_weights(place, slow_steps):
+def test_running_requests_end_on_the_old_weights(place, slow_steps, monkeypatch):
     load(place, "red", "red")
     before, red = ask(place), ask(place, model="red")
     fingerprint = place.model.fingerprint
     change_weights(place.folder)
     running = Asked(place).wait_for_tokens()
-    answer = {}
+    answer, is_queued, change = {}, threading.Event(), Gate.change
+
+    def queue(*args, **settings):
+        is_queued.set()  # in the event loop, which handles the next request after this one
+        return change(*args, **settings)
+
+    monkeypatch.setattr(Gate, "change", queue)
     reloading = threading.Thread(target=lambda: answer.update(place.post("/reload").json()))
     reloading.start()
-    time.sleep(0.1)
+    assert is_queued.wait(10)
     waiting = Asked(place)
     assert running.result() == (before, "length")
     reloading.join(30)

@@ -120,6 +120,8 @@ def main(argv: Sequence[str]) -> int:
 
     path, adapter = resolve_adapter(options.model, "", _WHERE)
     with listen(options.host, options.port) as listening:
+        failure: Exception | None = None
+        lines: list[str] = []
 
         def load() -> Starlette:
             model = ServedModel.load(
@@ -127,28 +129,32 @@ def main(argv: Sequence[str]) -> int:
                 context=options.context, kv_bytes=options.kv_bytes, adapters=adapters, tokenizer=options.tokenizer,
                 chat_template=options.chat_template,
             )  # fmt: skip
-            app = make_app(
+            address = f"[{options.host}]" if ":" in options.host else options.host
+            lines.append(
+                f"http://{address}:{listening.getsockname()[1]}/v1 serves {', '.join(model.adapters)} (context "
+                f"{model.context:,} tokens)"
+            )
+            return make_app(
                 model, api_keys=keys, max_requests=options.max_requests, hosts=options.hosts(),
                 adapter_folder=options.adapter_folder,
             )  # fmt: skip
-            host = f"[{options.host}]" if ":" in options.host else options.host
-            print(
-                f"http://{host}:{listening.getsockname()[1]}/v1 serves {', '.join(model.adapters)} (context "
-                f"{model.context:,} tokens)",
-                file=sys.stderr,
-                flush=True,
-            )
-            return app
 
-        app = LoadingApp(load, lambda: setattr(server, "should_exit", True))
-        server = uvicorn.Server(
-            uvicorn.Config(
-                app, log_level="warning", access_log=False, timeout_graceful_shutdown=options.drain_seconds
-            )
+        def end(error: Exception | None) -> None:
+            nonlocal failure
+            failure = error
+            if error is None:
+                print(*lines, file=sys.stderr, flush=True)
+            else:
+                server.should_exit = True
+
+        config = uvicorn.Config(
+            LoadingApp(load, end), log_level="warning", access_log=False,
+            timeout_graceful_shutdown=options.drain_seconds,
         )  # fmt: skip
+        server = uvicorn.Server(config)
         server.run(sockets=[listening])
-    if app.error is not None:
-        raise app.error
+    if failure is not None:
+        raise failure
     return 0
 
 

@@ -71,6 +71,7 @@ class Gate:
     def __init__(self, wake: threading.Condition) -> None:
         self._wake = wake
         self._changes: deque[Change] = deque()
+        self._is_closed = False
         self.paused: PauseMode | Literal[""] = ""
 
     # --- the event loop -----------------------------------------------------------------------------------
@@ -105,6 +106,8 @@ class Gate:
         with self._wake:
             self._changes.append(change)
             self._wake.notify()
+            if self._is_closed:
+                self.close()
         return await change.done
 
     # --- the engine's thread, which holds ``wake`` --------------------------------------------------------
@@ -126,6 +129,7 @@ class Gate:
         return bool(self._changes) and (is_idle or not self._changes[0].is_exclusive)
 
     def close(self) -> None:
-        """Refuse the changes that are left."""
+        """Refuse the changes that are left, and all later ones."""
+        self._is_closed = True
         while self._changes:
             self._changes.popleft().refuse()

@@ -20,16 +20,12 @@ class LoadingApp:
 
     Args:
         load: creates the application; runs in a thread.
-        fail: called in the event loop if ``load`` raises, to end the server.
-
-    Attributes:
-        error: raised by ``load``.
+        end: called in the event loop when the application answers, or with the error that ``load`` raised.
     """
 
-    def __init__(self, load: Callable[[], Starlette], fail: Callable[[], None]) -> None:
-        self._load, self._fail = load, fail
+    def __init__(self, load: Callable[[], Starlette], end: Callable[[Exception | None], None]) -> None:
+        self._load, self._end = load, end
         self._app: Starlette | None = None
-        self.error: BaseException | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -57,8 +53,9 @@ class LoadingApp:
             await stack.enter_async_context(app.router.lifespan_context(app))
             self._app = app
         except Exception as error:
-            self.error = error
-            self._fail()
+            self._end(error)
+        else:
+            self._end(None)
 
 
 async def _in_thread(load: Callable[[], Starlette]) -> Starlette:

@@ -177,7 +177,8 @@ class EngineLoop:
             self._send(updates)
         for ticket in list(self._active):
             self._end(ticket)
-        self.gate.close()
+        with self._wake:
+            self.gate.close()
 
     def _has_work(self) -> bool:
         gate, active = self.gate, self._active

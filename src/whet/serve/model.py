@@ -109,7 +109,7 @@ class ServedModel:
             if each in self.adapters:
                 raise WhetValueError(f"{_WHERE}: two models or adapters have the name {each!r}. Rename one.")
             self.adapters[each] = engine.add_adapter(folder)
-        self.loaded: list[str] = []
+        self.loaded: tuple[str, ...] = ()
         self.created = int(time.time())
         self._path, self._adapter, self.pooling = path, adapter, pooling
         self.fingerprint = self._make_fingerprint()
@@ -156,17 +156,18 @@ class ServedModel:
     def load_adapter(self, name: str, adapter: Any) -> None:
         """Add an adapter, see ``Engine.add_adapter``, or replace the one that was loaded under this name."""
         number, before = self.engine.add_adapter(adapter), self.adapters.get(name)
-        self.adapters[name] = number
+        self.adapters = {**self.adapters, name: number}  # a new object: other threads may iterate over the old one
         if before is None:
-            self.loaded.append(name)
+            self.loaded = (*self.loaded, name)
         else:
             self.engine.remove_adapter(before)
 
     def unload_adapter(self, name: str) -> None:
         """Remove an adapter that was loaded; running requests end with it."""
-        number = self.adapters.pop(name)
-        self.loaded.remove(name)
+        number = self.adapters[name]
         assert number is not None, "a loaded adapter has a number"
+        self.adapters = {other: each for other, each in self.adapters.items() if other != name}
+        self.loaded = tuple(other for other in self.loaded if other != name)
         self.engine.remove_adapter(number)
 
     def reload(self) -> None:
