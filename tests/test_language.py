@@ -13,7 +13,16 @@ ROOT = Path(__file__).parent.parent
 GLOBS = (
     *("src/whet/**/*.py", "src/whet/**/*.pyi", "benchmarks/**/*.py", "tests/**/*.py", "tools/**/*.py", "examples/*"),
     *("cpp/**/*.h", "cpp/**/*.cpp", "cpp/**/*.def", "web/src/**/*.ts", "web/test/**/*.ts", "web/test/**/*.mjs"),
-    *("web/test/**/*.py", "web/example/*", "web/*.md", "docs/**/*.md", "*.md", "Makefile", "web/Makefile"),
+    *(
+        "web/test/**/*.py",
+        "web/example/*",
+        "src/whet/serve/page/*",
+        "web/*.md",
+        "docs/**/*.md",
+        "*.md",
+        "Makefile",
+        "web/Makefile",
+    ),
 )
 GENERATED = re.compile(r"web/(src/facts\.ts|test/.*\b(node_modules|build)/)")
 FILES = sorted({path for pattern in GLOBS for path in ROOT.glob(pattern) if path.is_file()} - {Path(__file__)})

@@ -29,6 +29,8 @@ assert abs(whet.compute_token_logprobs(np.zeros((1, 4), np.float32), [0])[0] + n
 assert whet.compute_gae(r, r, r > 9, 0.0, 1.0, 1.0)[0].shape == (8,)
 assert whet.pack_sequences([3, 5, 4], 8) == [[1, 0], [2]]
 assert FAMILIES["llama"].gguf_modules[0].names == ("token_embd",)  # read from a data file of the wheel
+page = Path(whet.__file__).parent / "serve" / "page"
+assert {file.name for file in page.iterdir()} == {"index.html", "page.js", "style.css"}, list(page.iterdir())
 
 from whet.algorithms.grpo import GRPO  # noqa: E402
 

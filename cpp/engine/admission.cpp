@@ -22,6 +22,7 @@ void Scheduler::check(const Request& request) const {
     for (const int32_t token : request.stop_tokens) check_token(token, config_.vocab_size);
     for (const TokenBias& bias : request.sampling.logit_bias) check_token(bias.token, config_.vocab_size);
     require(request.adapter == 0 || has_adapter(request.adapter), "no such adapter");
+    require(request.n == 0 || !request.hidden, "samples and hidden states");
     if (request.n > 0) {
         require(request.max_new_tokens > 0 && n_tokens < config_.max_position, "no token to sample");
     } else if (score_from == 0 || score_from > n_tokens) {
@@ -46,6 +47,8 @@ std::unique_ptr<Job> Scheduler::make_job(Request request, uint64_t session) cons
     if (request.n > 0) {
         job->samples.resize(request.n);
         job->hidden.resize(config_.hidden_dim);
+    } else if (request.hidden) {
+        job->hiddens.resize((n_scored + 1) * config_.hidden_dim);
     } else {
         job->logprobs.resize(n_scored);
         job->alternatives.resize(n_scored * request.sampling.top_logprobs);

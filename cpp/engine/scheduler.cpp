@@ -19,7 +19,7 @@ Scheduler::Scheduler(const ModelConfig& config, size_t max_tokens, size_t n_page
     failed_.reserve(limits.max_batch);
     plan_.page_writes.reserve(n_pages);
     plan_.tokens.reserve(max_tokens);
-    plan_.hiddens.reserve(limits.max_batch);
+    plan_.hiddens.reserve(max_tokens);
     plan_.draws.reserve(limits.max_batch);
     plan_.scores.reserve(max_tokens);
 }
@@ -88,7 +88,8 @@ void Scheduler::plan_draw(Running& running, size_t token) {
     task.alternatives = sample.alternatives.data() + position * n_top;
 }
 
-// Chunked prefill: adds the next tokens of the prompts, in order, and the scores of tokens that follow them.
+// Chunked prefill: adds the next tokens of the prompts, in order, and the scores of tokens that follow them, or their
+// hidden states.
 void Scheduler::plan_prompts() {
     counts_.clear();
     size_t room = std::min(limits_.chunk, max_tokens_ - plan_.tokens.size());
@@ -97,7 +98,9 @@ void Scheduler::plan_prompts() {
         const size_t n_tokens = request.tokens.size(), count = std::min(room, n_tokens - job->computed);
         for (size_t i = job->computed; i < job->computed + count; ++i) {
             const size_t next = i + 1, at = next - request.score_from;
-            if (request.n == 0 && next >= request.score_from && (next < n_tokens || request.logits)) {
+            if (request.hidden && next >= request.score_from) {
+                plan_.hiddens.push_back({plan_.tokens.size(), job->hiddens.data() + at * config_.hidden_dim});
+            } else if (request.n == 0 && next >= request.score_from && (next < n_tokens || request.logits)) {
                 ScoreTask task{plan_.tokens.size(), 0, &request.sampling, nullptr, nullptr, nullptr, nullptr};
                 if (request.logits) task.logits = job->logits.data() + at * config_.vocab_size;
                 if (next < n_tokens) {

@@ -49,6 +49,7 @@ struct Request {
     size_t score_from = 1;
     bool entropy = false;
     bool logits = false;  // also return the logits of tokens [score_from - 1, tokens.size())
+    bool hidden = false;  // return only the final hidden states of tokens [score_from - 1, tokens.size())
 };
 
 // A request, its state and its results. Belongs to a session: a call, which ends all of its jobs at once.
@@ -56,7 +57,7 @@ struct Job {
     Request request;
     uint64_t session = 0;
     std::vector<Sample> samples;
-    std::vector<float> logprobs, entropies, logits;
+    std::vector<float> logprobs, entropies, logits, hiddens;
     std::vector<Drawn> alternatives;  // top_logprobs per scored token
     bool done = false;
     std::string error;  // set if the request ended because of NaN or infinite logits

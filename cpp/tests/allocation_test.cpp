@@ -215,6 +215,13 @@ Request score(size_t length, size_t from) {
     return r;
 }
 
+Request hidden_states(size_t length) {
+    Request r;
+    r.tokens = tokens(length, 2);
+    r.hidden = true;
+    return r;
+}
+
 size_t some_pages(const Model& model) { return 40 * model.page_bytes(); }
 
 void test_making_an_engine() {
@@ -429,7 +436,8 @@ int main() {
             test_decoding("top-p" + number, format, {.top_p = 0.7f, .model_logprobs = true}, true);
             Request kept = prompt(64, 1, 70, 1);
             kept.keep = true;
-            test_calls("calls" + number, format, {rich_prompt(150, 3, 20, 0), kept, score(140, 70)});
+            test_calls("calls" + number, format,
+                       {rich_prompt(150, 3, 20, 0), kept, score(140, 70), hidden_states(130)});
             test_loading(format);
         }
         test_making_an_engine();

@@ -51,6 +51,35 @@ void test_batch_invariance(bool other, WeightFormat format, KvType kv_type) {
     }
 }
 
+// Hidden states do not depend on chunks and on other requests, and give the logits.
+void test_hidden_states() {
+    Model model(false, WeightFormat::kFloat32, 7 + 64);
+    const ModelConfig& c = model.transformer.config();
+    const size_t page = KvMemory::page_bytes(c, false);
+    std::vector<float> expected;
+    for (const size_t chunk : {64, 13}) {
+        for (const size_t score_from : {1, 150}) {
+            Engine s(model.transformer, {40 * page, 7, chunk});
+            Request request;
+            request.tokens = tokens(150, 1), request.score_from = score_from, request.hidden = true;
+            const uint64_t other = s.add(prompt(100, 2, 10, 0)), id = s.add(request);
+            Request logits = request;
+            logits.hidden = false, logits.logits = true;
+            const uint64_t scored = s.add(logits);
+            run(s);
+            const Job& job = s.job(id);
+            if (expected.empty()) expected = job.hiddens;
+            expect(s.job(other).done && job.done && job.logprobs.empty(), "hidden states only");
+            expect(job.hiddens.size() == (151 - score_from) * c.hidden_dim, "a hidden state per token");
+            expect(std::equal(job.hiddens.rbegin(), job.hiddens.rend(), expected.rbegin()), "equal hidden states");
+            std::vector<float> row(c.vocab_size);
+            model.transformer.logits(job.hiddens.data(), 1, row.data());
+            expect(std::equal(row.begin(), row.end(), s.job(scored).logits.begin()), "the hidden states of the logits");
+            expect(s.pages().n_free() == s.pages().n_pages(), "all pages are free");
+        }
+    }
+}
+
 void test_invalid_requests() {
     Model model(false, WeightFormat::kQ8_0, 16 + 32);
     const ModelConfig& c = model.transformer.config();
@@ -77,6 +106,7 @@ void test_invalid_requests() {
     expect_rejected("an unknown adapter", [](Request& r) { r.adapter = 7; });
     expect_rejected("nothing to sample", [](Request& r) { r.max_new_tokens = 0; });
     expect_rejected("a score of the first token", [](Request& r) { r.n = 0, r.score_from = 0; });
+    expect_rejected("hidden states of a prompt with samples", [](Request& r) { r.hidden = true; });
     expect_rejected("a score after the last token", [](Request& r) { r.n = 0, r.score_from = 101; });
     expect_rejected("more pages than the cache has", [](Request& r) { r.max_new_tokens = 200; });
     Request last = prompt(200, 1, 1, 0);
@@ -398,6 +428,7 @@ int main() {
             const bool other = format != WeightFormat::kFloat32;
             for (KvType type : kKvTypes) test_batch_invariance(other, format, type);
         }
+        test_hidden_states();
         test_invalid_requests();
         test_cancelling();
         test_sessions();

@@ -223,6 +223,23 @@ def test_generate_each_yields_in_order_and_close_cancels():
             next(engine.generate_each(rows, 0))
 
 
+@pytest.mark.parametrize("weights", ["float32", "bf16", "q8_0"])
+def test_sync_reads_a_folder(tmp_path, weights):
+    model = tiny_model("llama", hidden_size=64)
+    with Engine.from_model(model, weights=weights) as engine:
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight.mul_(2)
+        model.save_pretrained(tmp_path)
+        before = engine.fingerprint()
+        engine.sync(tmp_path)
+        assert engine.policy_version == 1 and engine.fingerprint() != before
+        with Engine.from_pretrained(tmp_path, weights=weights) as fresh:
+            assert fresh.fingerprint() == engine.fingerprint()
+        assert_raises(WhetValueError, "does not exist", engine.sync, str(tmp_path / "none"))
+        tiny_model("llama", hidden_size=64, num_hidden_layers=1).save_pretrained(tmp_path / "other")
+        assert_raises(WhetValueError, ("Engine.sync", "n_layers"), engine.sync, tmp_path / "other")
+
+
 def test_sync_takes_effect_in_the_next_rollout_without_stale_pointers():
     model = llama()
     with Engine.from_model(model, weights="float32") as engine:

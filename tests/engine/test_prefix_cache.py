@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.engine.tiny_models import VOCAB, tiny_model
+from tests.raising import assert_raises
 from tests.tiny import with_lora
 
 from whet.config.sampling import SamplingParams
-from whet.engine import Engine
+from whet.engine import Engine, EngineBusyError
 from whet.engine.session import Session
 
 SAMPLING = SamplingParams(max_new_tokens=9, seed=4)
@@ -157,3 +158,17 @@ def test_release_memory_preserves_retained_pages_and_calls(model):
         assert engine.release_memory() == engine.memory["workspace_committed_bytes"] == 0
         again = [*prompt, *(token.token_id for token in history), 5]
         assert stream(engine, again) == (fresh_tokens(model, again), len(again) - 2)
+
+
+def test_retained_pages_can_be_evicted(model):
+    with engine_of(model) as engine:
+        prompt = tokens(100, 0)
+        right, _ = stream(engine, prompt)
+        assert engine.memory["kv_kept_bytes"] > 0
+        running = engine.stream(tokens(10, 1), SAMPLING)
+        next(running)
+        assert_raises(EngineBusyError, ("Engine.clear_prefix_cache", "1 calls"), engine.clear_prefix_cache)
+        running.close()
+        engine.clear_prefix_cache()
+        assert engine.memory["kv_kept_bytes"] == 0
+        assert stream(engine, prompt) == (right, 0)

@@ -274,6 +274,20 @@ def test_streams_with_adapters_closed_during_prefill():
         assert_clean(engine)
 
 
+def test_a_call_ends_with_a_removed_adapter():
+    model = policy()
+    with engine_of(model) as engine:
+        number = engine.add_adapter(model)
+        right = [token.token_id for token in engine.stream(PROMPTS[2], SAMPLING, adapter=number)]
+        stream = engine.stream(PROMPTS[2], SAMPLING, adapter=number)
+        first = next(stream).token_id
+        engine.remove_adapter(number)
+        assert_raises(WhetValueError, "there is no adapter", engine.stream, [3], SAMPLING, adapter=number)
+        assert engine.memory["adapters_bytes"] == 0
+        assert [first, *(token.token_id for token in stream)] == right
+        assert_clean(engine)
+
+
 def test_garbage_collected_stream_is_ended():
     model = policy()
     with engine_of(model) as engine:

@@ -1,5 +1,6 @@
 """``whet serve`` as a process: its address, its end, and mistakes in its flags."""
 
+import os
 import re
 import signal
 import socket
@@ -9,6 +10,7 @@ import threading
 import time
 
 import httpx
+import openai
 import pytest
 from tests.raising import assert_mentions
 from tests.serve.conftest import write_adapter
@@ -80,3 +82,59 @@ def test_mistakes_are_named(tiny_model, error_of, tmp_path):
 def test_responses_are_not_delayed():
     with listen("127.0.0.1", 0) as listening:
         assert listening.proto == socket.IPPROTO_TCP
+
+
+@pytest.fixture
+def loading(tiny_model, tmp_path):
+    """Start a server that waits for its chat template, a pipe; yield the process, its address and the pipe."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    os.mkfifo(pipe := tmp_path / "template")
+    command = [sys.executable, "-m", "whet", "serve", str(tiny_model), "--port", str(port)]
+    process = subprocess.Popen([*command, "--chat-template", str(pipe)], stderr=subprocess.PIPE, text=True)
+    url = f"http://127.0.0.1:{port}"
+    while True:
+        try:
+            httpx.get(url)
+            break
+        except httpx.TransportError:
+            assert process.poll() is None
+            time.sleep(0.02)
+    yield process, url, pipe
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes")
+def test_every_path_is_unavailable_while_the_model_loads(loading):
+    process, url, pipe = loading
+    for path in ("/health", "/ready", "/v1/models", "/nowhere"):
+        response = httpx.get(url + path)
+        assert response.status_code == 503 and response.headers["retry-after"]
+        assert response.json() == {"error": {"message": "Loading model", "type": "unavailable_error", "code": 503}}
+    assert httpx.post(url + "/v1/chat/completions", json={}).status_code == 503
+    with openai.OpenAI(base_url=url + "/v1", api_key="any", max_retries=9) as client:  # the client waits and retries
+        timer = threading.Timer(0.5, pipe.write_text, ["{{ messages[0].content }}"])
+        timer.start()
+        assert client.models.list().data[0].id == "model"
+    assert httpx.get(url + "/ready").status_code == httpx.get(url + "/health").status_code == 200
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) in (-signal.SIGTERM, 128 + signal.SIGTERM)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes")
+def test_a_failed_load_ends_the_process(loading):
+    process, url, pipe = loading
+    assert httpx.get(url + "/ready").status_code == 503
+    pipe.write_text("")
+    assert process.wait(20) == 2
+    [line] = process.stderr.read().strip().splitlines()
+    assert "chat_template" in line and "empty" in line
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_server_that_loads(number, loading):
+    process, _, _ = loading
+    process.send_signal(number)
+    assert process.wait(10) in (-number, 128 + number)

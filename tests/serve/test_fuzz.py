@@ -22,7 +22,21 @@ BODIES = {
     },
     "/inference/v1/generate": {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2, "logprobs": 1, "seed": 3}},
     "/v1/messages": {"max_tokens": 3, "system": "s", "messages": [{"role": "user", "content": "x"}], "top_k": 2},
+    "/v1/messages?": {
+        "max_tokens": 3, "tools": [], "tool_choice": {"type": "auto"}, "system": [{"type": "text", "text": "s"}],
+        "messages": [
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {"c": 1}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "x"}]},
+        ],
+    },
     "/api/chat": {"messages": [{"role": "user", "content": "x"}], "options": {"num_predict": 3}, "stream": False},
+    "/v1/responses": {
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": "x"}]}], "instructions": "s",
+        "max_output_tokens": 3, "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [],
+        "include": ["a"], "reasoning": {"effort": None}, "store": False,
+    },
+    "/v1/embeddings": {"input": ["ab", "c"], "encoding_format": "base64", "dimensions": 3, "pooling": "mean"},
+    "/v1/decisions": {"prompt": "abc", "labels": ["a", [5, 6]], "chat_template_kwargs": {"a": 1}},
     "/tokenize": {"prompt": "abc", "add_special_tokens": True},
     "/detokenize": {"tokens": [1, 2, 3]},
 }  # fmt: skip

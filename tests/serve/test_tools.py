@@ -149,3 +149,118 @@ def test_mistakes_are_explained(url, more, facts):
     response = httpx.post(url + "/v1/chat/completions", json=body)
     assert response.status_code == 400
     assert all(fact in response.json()["error"]["message"] for fact in facts), response.text
+
+
+# --- Anthropic's messages -------------------------------------------------------------------------------------
+
+OWN: Any = [{"name": each["function"]["name"], "input_schema": each["function"]["parameters"]} for each in TOOLS]
+
+
+def message_of(url, streams, status=200, **more):
+    """Return the content and stop reason of a message, rebuilt from its events if it is streamed."""
+    body = {"messages": MESSAGES, "tools": OWN, "max_tokens": 200, "stream": streams, **more}
+    response = httpx.post(url + "/v1/messages", json=body)
+    assert response.status_code == status, response.text
+    if status != 200:
+        return response.json()["error"]["message"]
+    if not streams:
+        return response.json()["content"], response.json()["stop_reason"]
+    blocks, parts, reason, is_open = [], [], None, False
+    for line in response.text.split("\n"):
+        event = json.loads(line.removeprefix("data: ")) if line.startswith("data: ") else {}
+        if event.get("type") == "content_block_start":
+            assert not is_open and event["index"] == len(blocks)
+            blocks.append(event["content_block"])
+            parts.append("")
+            is_open = True
+        elif event.get("type") == "content_block_delta":
+            delta = event["delta"]
+            assert delta["type"] == {"text": "text_delta", "tool_use": "input_json_delta"}[blocks[-1]["type"]]
+            parts[event["index"]] += delta.get("text", "") + delta.get("partial_json", "")
+        elif event.get("type") == "content_block_stop":
+            is_open = False
+        elif event.get("type") == "message_delta":
+            reason = event["delta"]["stop_reason"]
+    assert not is_open
+    for block, part in zip(blocks, parts, strict=True):
+        if block["type"] == "tool_use":
+            assert block["input"] == {}
+            block["input"] = json.loads(part)
+        else:
+            block["text"] += part
+    return blocks, reason
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_messages_hold_calls(url, streams):
+    forced = {"structured_outputs": {"choice": [f"I see.\n{CALL}\n{CALL}"]}}
+    (text, first, second), reason = message_of(url, streams, **forced)
+    assert text == {"type": "text", "text": "I see."} and reason == "tool_use"
+    assert (first["name"], first["input"]) == (second["name"], second["input"]) == ("now", {"a": 2})
+    assert first["id"].startswith("toolu_") and first["id"] != second["id"]
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    content, _ = message_of(url, streams, tool_choice=choice, **forced)
+    assert [block["type"] for block in content] == ["text", "tool_use"]
+
+
+@pytest.mark.parametrize("name", ["output_config", "output_format"])
+def test_messages_follow_a_schema(url, name):
+    form = {"type": "json_schema", "schema": {"enum": ["red"]}}
+    given = {name: {"format": form} if name == "output_config" else form}
+    content, reason = message_of(url, False, tools=[], **given)
+    assert content == [{"type": "text", "text": '"red"'}] and reason == "end_turn"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "now"}])
+def test_a_required_tool_use_cannot_fail(url, choice, streams):
+    [block], reason = message_of(url, streams, tool_choice=choice, seed=1)
+    assert block["type"] == "tool_use" and block["input"]["a"] in (1, 2) and reason == "tool_use"
+    assert block["name"] == "now" or choice["type"] == "any"
+
+
+def test_results_of_tools_become_messages(url):
+    text = {"type": "text", "text": "so"}
+    use = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 1}}
+    turns = [
+        *MESSAGES,
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "x", "signature": "y"}, text, use]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "3"}]},
+                {"type": "text", "text": "and"},
+            ],
+        },
+    ]
+    prompt = "<tools>add,now,<tool_call><system>s<user>hello<assistant>soadd1<tool>3<user>and<assistant>"
+    body = {"messages": turns, "tools": OWN, "system": "s", "max_tokens": 1}
+    usage = httpx.post(url + "/v1/messages", json=body).json()["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(prompt)
+    chat = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
+    right = httpx.post(url + "/v1/completions", json=chat).json()["choices"][0]["text"]
+    content = httpx.post(url + "/v1/messages", json={**body, "max_tokens": 8, "temperature": 0}).json()["content"]
+    assert content == [{"type": "text", "text": right}]
+    only_result = [*turns[:2], {"role": "user", "content": turns[2]["content"][:1]}]
+    assert httpx.post(url + "/v1/messages", json={**body, "messages": only_result}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("more", "facts"),
+    [
+        ({"tool_choice": {"type": "often"}}, ("tool_choice", "often", "any")),
+        ({"tool_choice": "any"}, ("tool_choice", "expected a type")),
+        ({"output_config": {"format": {"type": "xml"}}}, ("output_config", "xml", "json_schema")),
+        ({"output_format": {"type": "json_schema"}}, ("has no schema",)),
+        ({"tool_choice": {"type": "tool", "name": "other"}}, ("other", "among tools")),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, ("bash_20250124", "input_schema")),
+        ({"tools": [3]}, ("tools holds 3",)),
+        ({"tools": {}}, ("tools",)),
+        ({"tools": [{"input_schema": {}}]}, ("tools holds", "name")),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, ("tool_calls", "functions")),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, ("image", "only text")),
+    ],
+)
+def test_messages_that_cannot_be_honoured(url, more, facts):
+    message = message_of(url, False, 400, **more)
+    assert all(fact in message for fact in facts), message

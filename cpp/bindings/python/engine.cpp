@@ -112,12 +112,13 @@ public:
     }
 
     uint64_t add_score(uint64_t session, nb::handle tokens, size_t score_from, float temperature, bool entropy,
-                       bool logits, size_t top_logprobs, uint64_t adapter) {
+                       bool logits, bool hidden, size_t top_logprobs, uint64_t adapter) {
         const EngineGuard guard(lock_);
         Request request = request_of(session, tokens, adapter);
         request.score_from = score_from;
         request.entropy = entropy;
         request.logits = logits;
+        request.hidden = hidden;
         request.sampling.temperature = temperature;
         request.sampling.top_logprobs = top_logprobs;
         return engine_.add(std::move(request), session);
@@ -170,13 +171,13 @@ public:
         return engine_.job(id).reused;
     }
 
-    // Returns log-probs, entropies, logits, and ids and log-probs of alternatives.
+    // Returns log-probs, entropies, logits, ids and log-probs of alternatives, and hidden states.
     nb::tuple scores(uint64_t id) const {
         const EngineGuard guard(lock_);
         const Job& job = engine_.job(id);
         const auto [top_ids, top_logprobs] = arrays_of(std::span(job.alternatives));
         return nb::make_tuple(array_of(job.logprobs), array_of(job.entropies), array_of(job.logits), top_ids,
-                              top_logprobs);
+                              top_logprobs, array_of(job.hiddens));
     }
 
     // parts: (layer, target, first row, A (rank, k), B (n, rank)) with contiguous float32 arrays, the scaling folded
@@ -278,7 +279,7 @@ void bind_engine(nb::module_& m) {
              arg("prompt_index"), arg("first_sample"), arg("adapter"), arg("sampling"), arg("keep"), arg("constrained"))
         .def("allow", &EngineObject::allow, arg("job"), arg("sample"), arg("tokens"))
         .def("add_score", &EngineObject::add_score, arg("session"), nb::kw_only(), arg("tokens"), arg("score_from"),
-             arg("temperature"), arg("entropy"), arg("logits"), arg("top_logprobs"), arg("adapter"))
+             arg("temperature"), arg("entropy"), arg("logits"), arg("hidden"), arg("top_logprobs"), arg("adapter"))
         .def("add_adapter", &EngineObject::add_adapter)
         .def("remove_adapter", &EngineObject::remove_adapter)
         .def("step", &EngineObject::step)

@@ -1,4 +1,4 @@
-"""``whet serve``: serves a model with the interface of OpenAI and of vLLM."""
+"""``whet serve``: serves a model with the interfaces of OpenAI, vLLM, Anthropic and Ollama."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -16,6 +16,9 @@ from whet.config.fields import Count, OptionalCount, PathText, Positive, check_t
 from whet.errors import WhetValueError
 from whet.models.formats import KvDtype, Weights
 from whet.text.checkpoint_model import resolve_adapter
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
 
 _WHERE = "whet serve"
 _LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -26,7 +29,7 @@ fails."""
 
 @dataclasses.dataclass(kw_only=True)
 class ServeConfig:
-    """Serve a model: /v1/chat/completions, /v1/completions, /v1/models, /inference/v1/generate, /tokenize, /metrics."""
+    """Serve a model with the interfaces of OpenAI, vLLM, Anthropic and Ollama, and a page for chats at /."""
 
     model: Annotated[tyro.conf.Positional[PathText], tyro.conf.arg(metavar="MODEL")]
     """A folder that save_pretrained or whet train wrote, a checkpoint, a .gguf file, or a name on the hub."""
@@ -34,6 +37,8 @@ class ServeConfig:
     """Name of the model in requests; empty: the name of its folder or file."""
     adapter: list[str] = dataclasses.field(default_factory=list)
     """LoRA adapters that requests choose by the field model: NAME=FOLDER."""
+    adapter_folder: PathText = ""
+    """Folder below which clients may load further adapters (/v1/load_lora_adapter); empty: none may."""
     weights: Weights | None = None
     """Weight format. Default: the format of the adapters' base, the GGUF file's own format, or bf16 for folders."""
     context: OptionalCount = None
@@ -71,6 +76,8 @@ class ServeConfig:
         check_types(self)
         if not 0 <= self.port <= 65535:
             raise WhetValueError(f"{_WHERE}: port is {self.port}, expected a number from 0 to 65535.")
+        if self.adapter_folder and not Path(self.adapter_folder).is_dir():
+            raise WhetValueError(f"{_WHERE}: adapter_folder {self.adapter_folder!r} is not a folder.")
 
     def adapters(self) -> Mapping[str, str]:
         """Return the folder of each adapter by name."""
@@ -115,28 +122,45 @@ def main(argv: Sequence[str]) -> int:
 
     sys.setswitchinterval(2e-4)  # the engine's thread waits for the interpreter's lock after every step
 
-    from whet.serve import ServedModel, make_app
+    from whet.serve import LoadingApp, ServedModel, make_app
 
     path, adapter = resolve_adapter(options.model, "", _WHERE)
-    model = ServedModel.load(
-        path, adapter=adapter, name=options.name or Path(options.model).stem, weights=options.weights,
-        context=options.context, kv_bytes=options.kv_bytes, kv_dtype=options.kv_dtype, adapters=adapters,
-        tokenizer=options.tokenizer, chat_template=options.chat_template,
-    )  # fmt: skip
-    app = make_app(model, api_keys=keys, max_requests=options.max_requests, hosts=options.hosts())
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=options.drain_seconds,
-    )  # fmt: skip
     with listen(options.host, options.port) as listening:
-        host = f"[{options.host}]" if ":" in options.host else options.host
-        names = ", ".join(model.adapters)
-        print(
-            f"http://{host}:{listening.getsockname()[1]}/v1 serves {names} (context {model.context:,} tokens)",
-            file=sys.stderr,
-            flush=True,
-        )
-        uvicorn.Server(config).run(sockets=[listening])
+        failure: Exception | None = None
+        lines: list[str] = []
+
+        def load() -> Starlette:
+            model = ServedModel.load(
+                path, adapter=adapter, name=options.name or Path(options.model).stem, weights=options.weights,
+                context=options.context, kv_bytes=options.kv_bytes, kv_dtype=options.kv_dtype, adapters=adapters,
+                tokenizer=options.tokenizer, chat_template=options.chat_template,
+            )  # fmt: skip
+            address = f"[{options.host}]" if ":" in options.host else options.host
+            lines.append(
+                f"http://{address}:{listening.getsockname()[1]}/v1 serves {', '.join(model.adapters)} (context "
+                f"{model.context:,} tokens)"
+            )
+            return make_app(
+                model, api_keys=keys, max_requests=options.max_requests, hosts=options.hosts(),
+                adapter_folder=options.adapter_folder,
+            )  # fmt: skip
+
+        def end(error: Exception | None) -> None:
+            nonlocal failure
+            failure = error
+            if error is None:
+                print(*lines, file=sys.stderr, flush=True)
+            else:
+                server.should_exit = True
+
+        config = uvicorn.Config(
+            LoadingApp(load, end), log_level="warning", access_log=False, timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=options.drain_seconds,
+        )  # fmt: skip
+        server = uvicorn.Server(config)
+        server.run(sockets=[listening])
+    if failure is not None:
+        raise failure
     return 0
 
 

@@ -14,8 +14,9 @@ import hashlib
 import os
 import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from numbers import Integral
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 
@@ -34,8 +35,17 @@ from whet.engine.checks import (
     check_token_rows,
     is_model_mode,
 )  # fmt: skip
-from whet.engine.session import Call, CoreHandle, NewAdapter, Scores, Session, TokenStream, run_uninterruptible
-from whet.errors import WhetError, WhetTypeError, WhetValueError, check_integer, check_temperature
+from whet.engine.session import (
+    Call,
+    CoreHandle,
+    EngineBusyError,
+    NewAdapter,
+    Scores,
+    Session,
+    TokenStream,
+    run_uninterruptible,
+)  # fmt: skip
+from whet.errors import WhetError, WhetTypeError, WhetValueError, check_choice, check_integer, check_temperature
 from whet.learner.learner import Learner
 from whet.memory import register_holder
 from whet.models.architecture import ModelConfig, RowSlice
@@ -50,6 +60,9 @@ from whet.models.sources.gguf_container import GGUFFile
 from whet.models.sources.live import open_module
 from whet.models.sources.pretrained import open_pretrained
 from whet.models.tokenizers.token_texts import TokenTexts, read_token_texts
+
+Pooling = Literal["last", "mean"]
+"""Reduction of a sequence's hidden states to its embedding."""
 
 _PARTIAL_SYNC = "a sync was interrupted, and only part of the weights is new. Call sync again, or make a new engine"
 _RELEASED = "release_weights freed the weights. Call sync(model) first"
@@ -371,14 +384,20 @@ class Engine:
             session.end()
             raise
 
-    def open_score(self, sequence: Sequence[int], *, top_logprobs: int = 0, adapter: int | None = None) -> Call:
-        """Begin the computation of ``logprobs([sequence], top_logprobs=...)``, whose steps the caller runs."""
+    def open_score(
+        self, sequence: Sequence[int], *, start: int = 1, top_logprobs: int = 0, adapter: int | None = None
+    ) -> Call:
+        """Begin the computation of ``logprobs([sequence], ...)``, whose steps the caller runs."""
         where = "Engine.open_score"
         row = check_token_row(sequence, self.config, where, "sequence")
+        [start] = check_starts(start, [row], where)
+        return self._open_score(row, start, adapter, where, top_logprobs=top_logprobs)
+
+    def _open_score(self, row: np.ndarray, start: int, adapter: Any, where: str, **values: Any) -> Call:
         session = Session(self._calls, where)
         try:
             session.begin()
-            [job] = self._add_scores(session, [row], [1], adapter, where, top_logprobs=top_logprobs)
+            [job] = self._add_scores(session, [row], [start], adapter, where, **values)
             return Call(session, job, None)
         except BaseException:
             session.end()
@@ -442,6 +461,51 @@ class Engine:
         [score] = self._score([row], [1], adapter, where, logits=True)
         return score.logits.reshape(len(row), self.config.vocab_size)
 
+    def embed(
+        self,
+        sequences: Sequence[Sequence[int]],
+        *,
+        pooling: Pooling = "last",
+        adapter: int | Sequence[int | None] | None = None,
+    ) -> np.ndarray:
+        """Compute embeddings (n, hidden_dim) float32 of sequences from their final hidden states, after the last norm.
+
+        Not normalised. An embedding depends only on its sequence, to the bit, as completions do.
+
+        Args:
+            sequences: rows of token ids.
+            pooling: "last": the hidden state of the last token; "mean": the mean over all tokens, summed in float64.
+            adapter: see ``generate``.
+
+        Raises:
+            WhetValueError, WhetTypeError: as ``generate``, or an unknown pooling.
+        """
+        where = "Engine.embed"
+        check_choice(where, "pooling", pooling, Pooling)
+        rows = check_token_rows(sequences, self.config, where, "sequences")
+        starts = [_first_pooled(row, pooling) for row in rows]
+        scores = self._score(rows, starts, adapter, where, hidden=True)
+        found = [self.pool(each.hidden) for each in scores]
+        return np.stack(found) if found else np.empty((0, self.config.hidden_dim), np.float32)
+
+    def open_embed(self, sequence: Sequence[int], *, pooling: Pooling = "last", adapter: int | None = None) -> Call:
+        """Begin the computation of ``embed([sequence], ...)``, whose steps the caller runs; ``pool`` completes it."""
+        where = "Engine.open_embed"
+        row = check_token_row(sequence, self.config, where, "sequence")
+        check_choice(where, "pooling", pooling, Pooling)
+        return self._open_score(row, _first_pooled(row, pooling), adapter, where, hidden=True)
+
+    def pool(self, hidden: np.ndarray) -> np.ndarray:
+        """Return the mean (hidden_dim,) of hidden states (T * hidden_dim,): ``Scores.hidden`` of ``open_embed``.
+
+        Raises:
+            WhetValueError: they hold NaN or infinity.
+        """
+        rows = hidden.reshape(-1, self.config.hidden_dim)
+        if not np.isfinite(rows).all():
+            raise WhetValueError("Engine.embed: hidden states hold NaN or infinity. Check the model's weights for NaN.")
+        return (rows.mean(0, dtype=np.float64) / self.config.logits_scale).astype(np.float32)
+
     # ------------------------------------------------------------------ weights
 
     def sync(self, model: Any, version: int | None = None) -> None:
@@ -452,9 +516,10 @@ class Engine:
         not changed, or if model and engine share a packed base.
 
         Args:
-            model: a live module; a ``Learner`` on the engine's base, whose adapters are copied; or, for an engine in
-                another process, arrays from ``whet.models.sources.arrays.named_arrays``: all weights, the adapters, or
-                both. Adapters without weights apply to the current weights.
+            model: a live module; a ``Learner`` on the engine's base, whose adapters are copied; the path of a folder or
+                GGUF file, whose weights are converted to the engine's formats; or, for an engine in another process,
+                arrays from ``whet.models.sources.arrays.named_arrays``: all weights, the adapters, or both. Adapters
+                without weights apply to the current weights.
             version: the new ``policy_version``, at least 1. Default: incremented by 1.
 
         Raises:
@@ -477,7 +542,10 @@ class Engine:
                         f"{where}: the arrays are adapters without weights, and {self._calls.unusable}."
                     )
             else:
-                source = _open_live(model, self._merged, self.config.max_position, where)
+                is_path = isinstance(model, (str, os.PathLike, GGUFFile))
+                limit = self.config.max_position
+                source = open_pretrained(model, max_position=limit) if is_path else None
+                source = source or _open_live(model, self._merged, limit, where)
                 check_same_model(self.config, source.config, where)
                 check_same_base(self.base, source.base, where)
                 slices = list(check_range(list_slices(source, where), where, weights, self.config))
@@ -501,15 +569,16 @@ class Engine:
             return new.number
 
     def remove_adapter(self, adapter: int) -> None:
-        """Remove an adapter.
+        """Remove an adapter. Calls in progress complete with it.
+
+        Retained pages are evicted at once if no call is in progress, else when a call needs memory.
 
         Raises:
-            EngineBusyError: a completion is in progress.
             WhetValueError: there is no such adapter.
         """
         where = "Engine.remove_adapter"
         with (session := Session(self._calls, where)), session:
-            session.begin(exclusive=True)
+            session.begin()
             self._check_adapter(adapter, where)
 
             def remove() -> None:
@@ -517,6 +586,8 @@ class Engine:
                 self._calls.use(where).remove_adapter(adapter)
 
             run_uninterruptible(remove)
+        with suppress(EngineBusyError):
+            self.clear_prefix_cache()
 
     # ------------------------------------------------------------------ memory and lifetime
 
@@ -530,6 +601,15 @@ class Engine:
         pages used since the last release.
         """
         return self._calls.use("Engine.memory").memory()
+
+    def clear_prefix_cache(self) -> None:
+        """Evict all retained pages, see ``stream``.
+
+        Raises:
+            EngineBusyError: a completion is in progress.
+        """
+        with (session := Session(self._calls, "Engine.clear_prefix_cache")), session:
+            session.begin(exclusive=True)
 
     def release_memory(self) -> int:
         """Return the memory of free pages and of the workspace to the operating system, such as before a training step.
@@ -711,6 +791,7 @@ class Engine:
         temperature: float = 1.0,
         entropy: bool = False,
         logits: bool = False,
+        hidden: bool = False,
         top_logprobs: int = 0,
     ) -> list[int]:
         adapters = self._adapter_ids(adapter, len(rows), where)
@@ -724,11 +805,17 @@ class Engine:
                 temperature=temperature,
                 entropy=entropy,
                 logits=logits,
+                hidden=hidden,
                 top_logprobs=top_logprobs,
                 adapter=number,
             )
             for i, (row, start, number) in enumerate(zip(rows, starts, adapters, strict=True))
         ]
+
+
+def _first_pooled(row: np.ndarray, pooling: Pooling) -> int:
+    """Return the number of tokens up to the first whose hidden state counts."""
+    return len(row) if pooling == "last" else 1
 
 
 def _open_live(model: Any, merged: bool, max_position: int | None, where: str) -> ModelSource:

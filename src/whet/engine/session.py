@@ -157,8 +157,8 @@ class Session:
 
     def scores(self, job: int) -> Scores:
         """Return the results of a score request."""
-        logprobs, entropies, logits, ids, top_logprobs = self._core().scores(job)
-        return Scores(logprobs, entropies, logits, _pair(ids, top_logprobs, len(logprobs)))
+        logprobs, entropies, logits, ids, top_logprobs, hidden = self._core().scores(job)
+        return Scores(logprobs, entropies, logits, _pair(ids, top_logprobs, len(logprobs)), hidden)
 
     def n_reused(self, job: int) -> int:
         """Return the number of prompt tokens whose keys and values were reused, once the prompt has started."""
@@ -241,12 +241,14 @@ class Scores(NamedTuple):
         entropies: (T,); (0,) if not requested.
         logits: ((T + 1) * vocab_size,); (0,) if not requested.
         alternatives: the most probable tokens at each token's place, as (token id, log-prob); empty if not requested.
+        hidden: ((T + 1) * hidden_dim,), instead of all other results; (0,) if not requested.
     """
 
     logprobs: np.ndarray
     entropies: np.ndarray
     logits: np.ndarray
     alternatives: list[list[tuple[int, float]]]
+    hidden: np.ndarray
 
 
 def _pair(ids: np.ndarray, logprobs: np.ndarray, n_tokens: int) -> list[list[tuple[int, float]]]:

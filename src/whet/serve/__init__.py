@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from whet.serve.app import make_app
+from whet.serve.loading import LoadingApp
 from whet.serve.model import ServedModel
 
-__all__ = ["ServedModel", "make_app"]
+__all__ = ["LoadingApp", "ServedModel", "make_app"]

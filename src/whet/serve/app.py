@@ -9,39 +9,59 @@ import hmac
 import json
 import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 import whet
 from whet.errors import WhetError
 from whet.serve import ollama
+from whet.serve.admin import Admin, check_admin
 from whet.serve.anthropic import Messages
-from whet.serve.endpoints import Chat, Completion, Endpoint, Generate
+from whet.serve.endpoints import Chat, Completion, Endpoint, Generate, Streamed
 from whet.serve.errors import ApiError
-from whet.serve.inputs import render_messages
+from whet.serve.inputs import read_prompt
 from whet.serve.loop import EngineLoop
 from whet.serve.metrics import Metrics
 from whet.serve.model import ServedModel
 from whet.serve.ollama import OllamaChat
+from whet.serve.responses import Responses
 from whet.serve.schema import DetokenizeRequest, TokenizeRequest, parse
+from whet.serve.scores import Decisions, Embeddings
 from whet.serve.service import Service
 
 _KEEP_ALIVE_S = 10.0
 _STATUS_S = 0.2
 """Time that a streamed response waits for its first chunk: an error before it is sent as the status."""
 _OPEN_PATHS = ("/health", "/ready", "/version", "/metrics", "/ping")
+"""Paths that need no key, in addition to the page's."""
+_PAGE = Path(__file__).parent / "page"
+_PAGE_PATHS = {"/": "index.html", "/page/page.js": "page.js", "/page/style.css": "style.css"}
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
 
 
 class _App:
     """Handlers of one server's routes."""
 
     def __init__(
-        self, model: ServedModel, api_keys: Sequence[str], max_requests: int, max_body_bytes: int, hosts: Sequence[str]
+        self,
+        model: ServedModel,
+        api_keys: Sequence[str],
+        max_requests: int,
+        max_body_bytes: int,
+        hosts: Sequence[str],
+        adapter_folder: str,
     ) -> None:
         self.model = model
         self.loop = EngineLoop(max_requests)
@@ -49,6 +69,7 @@ class _App:
         self.service = Service(model, self.loop, self.metrics)
         self._keys = [hashlib.sha256(key.encode()).digest() for key in api_keys]
         self._max_body_bytes, self._hosts = max_body_bytes, [host.lower() for host in hosts]
+        self.admin = Admin(model, self.loop, adapter_folder, self._body)
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -56,10 +77,16 @@ class _App:
         yield
         await asyncio.to_thread(self.loop.stop)
 
-    def route(self, path: str, handler: Callable[[Request], Awaitable[Response]], *methods: str) -> Route:
+    def route(
+        self, path: str, handler: Callable[[Request], Awaitable[Response]], *methods: str, is_admin: bool = False
+    ) -> Route:
+        """Return a route; ``is_admin``: for requests that may change the server."""
+
         async def handle(request: Request) -> Response:
             try:
                 self._check(request)
+                if is_admin:
+                    check_admin(request, bool(self._keys))
                 return await handler(request)
             except ApiError as error:
                 return _explain(error, error.body())
@@ -79,7 +106,7 @@ class _App:
             name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
             if name.strip("[]") not in self._hosts:
                 raise ApiError(403, f"The host {name!r:.100} is not served. Start with --allowed-hosts.")
-        if not self._keys or request.url.path in _OPEN_PATHS:
+        if not self._keys or request.url.path in (*_OPEN_PATHS, *_PAGE_PATHS):
             return
         given = request.headers.get("authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
         digest = hashlib.sha256(given.encode()).digest()
@@ -102,14 +129,15 @@ class _App:
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"The body is not JSON: {error}.") from None
 
-    # --- endpoints that sample ------------------------------------------------------------------------------
+    # --- endpoints that run on the engine -------------------------------------------------------------------
 
-    def sampling(self, kind: type[Endpoint[Any]]) -> Callable[[Request], Awaitable[Response]]:
-        """Return the handler of an endpoint that samples."""
+    def running(self, kind: type[Endpoint]) -> Callable[[Request], Awaitable[Response]]:
+        """Return the handler of an endpoint that runs on the engine."""
+        create: Callable[[Service, Any], Endpoint] = kind
 
         async def respond(request: Request) -> Response:
-            endpoint = await asyncio.to_thread(kind, self.service, await self._body(request))
-            if not endpoint.streams:
+            endpoint = await asyncio.to_thread(create, self.service, await self._body(request))
+            if not (isinstance(endpoint, Streamed) and endpoint.streams):
                 return JSONResponse(await _unless_gone(request, endpoint.respond()))
             chunks = endpoint.chunks()
             first = asyncio.ensure_future(anext(chunks, None))
@@ -153,13 +181,7 @@ class _App:
 
     async def tokenize(self, request: Request) -> Response:
         fields = parse(TokenizeRequest, await self._body(request))
-        if (fields.prompt is None) == (fields.messages is None):
-            raise ApiError(400, "Expected prompt or messages, and not both.", "prompt")
-        if fields.messages is not None:
-            ids = await asyncio.to_thread(render_messages, self.model, fields.messages, fields, fields.tools)
-        else:
-            encode = self.model.tokenizer.encode
-            ids = await asyncio.to_thread(encode, fields.prompt, add_special_tokens=fields.add_special_tokens)
+        ids = await asyncio.to_thread(read_prompt, self.model, fields)
         body = {"count": len(ids), "max_model_len": self.model.context, "tokens": ids}
         if fields.return_token_strs:
             body["token_strs"] = [self.model.piece(token_id).text for token_id in ids]
@@ -178,6 +200,14 @@ class _App:
             body[f"{name}_token_id"] = token_id
             body[f"{name}_token"] = None if token_id is None else self.model.piece(token_id).text
         return JSONResponse(body)
+
+    def file(self, name: str) -> Callable[[Request], Awaitable[Response]]:
+        """Return the handler of a file of the page."""
+
+        async def handle(_: Request) -> Response:
+            return FileResponse(_PAGE / name, headers=_PAGE_HEADERS)
+
+        return handle
 
     async def health(self, _: Request) -> Response:
         if not self.loop.is_alive:
@@ -198,6 +228,7 @@ def make_app(
     max_requests: int = 256,
     max_body_bytes: int = 16 << 20,
     hosts: Sequence[str] = (),
+    adapter_folder: str = "",
 ) -> Starlette:
     """Create the ASGI application that serves a model.
 
@@ -207,14 +238,19 @@ def make_app(
         max_requests: prompts that may be queued and running at once; further requests get the status 429.
         max_body_bytes: size of the largest request.
         hosts: names in the Host header that are answered; empty: all.
+        adapter_folder: folder below which clients may load adapters; empty: none.
     """
-    app = _App(model, api_keys, max_requests, max_body_bytes, hosts)
+    app = _App(model, api_keys, max_requests, max_body_bytes, hosts, adapter_folder)
+    admin = app.admin
     routes = [
-        app.route("/v1/chat/completions", app.sampling(Chat), "POST"),
-        app.route("/v1/completions", app.sampling(Completion), "POST"),
-        app.route("/inference/v1/generate", app.sampling(Generate), "POST"),
-        app.route("/v1/messages", app.sampling(Messages), "POST"),
-        app.route("/api/chat", app.sampling(OllamaChat), "POST"),
+        app.route("/v1/chat/completions", app.running(Chat), "POST"),
+        app.route("/v1/completions", app.running(Completion), "POST"),
+        app.route("/inference/v1/generate", app.running(Generate), "POST"),
+        app.route("/v1/responses", app.running(Responses), "POST"),
+        app.route("/v1/embeddings", app.running(Embeddings), "POST"),
+        app.route("/v1/decisions", app.running(Decisions), "POST"),
+        app.route("/v1/messages", app.running(Messages), "POST"),
+        app.route("/api/chat", app.running(OllamaChat), "POST"),
         app.route("/api/tags", app.describe(ollama.list_models)),
         app.route("/api/show", app.describe(ollama.show_model), "POST"),
         app.route("/api/version", app.describe(lambda _: {"version": ollama.VERSION})),
@@ -222,9 +258,17 @@ def make_app(
         app.route("/tokenize", app.tokenize, "POST"),
         app.route("/detokenize", app.detokenize, "POST"),
         app.route("/tokenizer_info", app.tokenizer_info),
+        *(app.route(path, app.file(name)) for path, name in _PAGE_PATHS.items()),
         *(app.route(path, app.health) for path in ("/health", "/ready", "/ping")),
         app.route("/version", app.version),
         app.route("/metrics", app.show_metrics),
+        app.route("/v1/load_lora_adapter", admin.load_adapter, "POST", is_admin=True),
+        app.route("/v1/unload_lora_adapter", admin.unload_adapter, "POST", is_admin=True),
+        app.route("/pause", admin.pause, "POST", is_admin=True),
+        app.route("/resume", admin.resume, "POST", is_admin=True),
+        app.route("/is_paused", admin.is_paused, is_admin=True),
+        app.route("/reset_prefix_cache", admin.reset_prefix_cache, "POST", is_admin=True),
+        app.route("/reload", admin.reload, "POST", is_admin=True),
     ]
     return Starlette(routes=routes, lifespan=app.lifespan, exception_handlers={HTTPException: _explain_http})
 
@@ -260,7 +304,7 @@ async def _until_gone(request: Request) -> None:
 
 
 async def _events(
-    endpoint: Endpoint[Any], pending: asyncio.Future[Any], chunks: AsyncGenerator[Any]
+    endpoint: Streamed[Any], pending: asyncio.Future[Any], chunks: AsyncGenerator[Any]
 ) -> AsyncIterator[str]:
     """Yield the events of a streamed response, with a comment whenever there is nothing to send for a while.
 

@@ -25,7 +25,7 @@ class Choice:
         token_ids: the tokens so far.
         logprobs: of each token.
         alternatives: the most probable tokens at the place of each token; empty if not requested.
-        finish: "stop" or "length"; "": it continues.
+        finish: "stop", "length", or "abort" by a pause; "": it continues.
     """
 
     def __init__(
@@ -57,6 +57,8 @@ class Choice:
         self.alternatives += drawn.alternatives()
         if is_done:
             self.finish = drawn.finish
+            if not ids:
+                texts.append(self._text.end())
         return "".join(texts)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -14,9 +15,8 @@ from whet.config.sampling import SamplingParams
 from whet.data.thinking import DEFAULT_TAGS
 from whet.serve.choices import Choice, LegacyLogprobs, chat_logprobs, prompt_logprobs, usage_of
 from whet.serve.errors import ApiError
-from whet.serve.inputs import Tools, read_grammar, render_messages
+from whet.serve.inputs import Tools, read_grammar, read_texts, render_messages
 from whet.serve.schema import (
-    MOST_PROMPTS,
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
@@ -33,29 +33,33 @@ Body = dict[str, Any]
 Fields = TypeVar("Fields", bound=Request)
 
 
-class Endpoint(Generic[Fields]):
-    """A request of an endpoint that samples.
+class Endpoint(ABC):
+    """A request of an endpoint that runs on the engine."""
+
+    @abstractmethod
+    async def respond(self) -> Body:
+        """Return the whole response."""
+
+    @staticmethod
+    def failure(error: ApiError) -> Body:
+        """Return the body of an error."""
+        return error.body()
+
+
+class Sampled(Endpoint, Generic[Fields]):
+    """A request that samples.
 
     Attributes:
         prompts: its prompts, with their results once ``parts`` was read.
         model: name of the model or adapter.
-        streams: whether the response is streamed.
     """
 
-    object_name = ""
     id_prefix = ""
-    media_type = "text/event-stream"
-    """Media type of a streamed response."""
-    keep_alive = ": keep-alive\n\n"
-    """Text in its pauses."""
-    ending = "data: [DONE]\n\n"
-    """Text at its end."""
 
     def __init__(self, service: Service, request: Fields) -> None:
         self.service, self.request, self._served = service, request, service.model
         self.model = request.model
         self._served.adapter_of(self.model)
-        self.streams = request.stream
         self.id = f"{self.id_prefix}-{secrets.token_hex(12)}"
         self.created = int(time.time())
         self.prompts: list[Prompt] = []
@@ -64,6 +68,58 @@ class Endpoint(Generic[Fields]):
         self.shown: Mapping[int, str] = {}
         self.grammar = read_grammar(service.model, request)
         self.grammar_after = ""  # text behind which the grammar begins
+
+    def parts(self, streams: bool) -> AsyncGenerator[Part]:
+        """Return the results of the engine."""
+        constrain = partial(self._served.grammars.constrain, self.grammar, self.grammar_after) if self.grammar else None
+        return self.service.run(
+            self.prompts, self.sampling, n=self.request.n, model=self.model, n_scored=self.n_scored, shown=self.shown,
+            constrain=constrain, streams=streams,
+        )  # fmt: skip
+
+    def usage(self) -> Body:
+        """Return the token counts so far."""
+        return usage_of(
+            sum(len(prompt.token_ids) for prompt in self.prompts),
+            sum(prompt.n_completion for prompt in self.prompts),
+            sum(prompt.n_cached for prompt in self.prompts),
+        )
+
+    def of_prompt(self, prompt: Prompt) -> Body:
+        """Return the ids and log-probs of a prompt, if the request asks for them."""
+        found: Body = {"prompt_token_ids": prompt.token_ids} if self.request.return_token_ids else {}
+        if self.request.prompt_logprobs is not None:
+            logprobs = prompt_logprobs(self._served, prompt.token_ids, prompt.logprobs, prompt.alternatives)
+            found["prompt_logprobs"] = logprobs
+        return found
+
+
+class Streamed(Sampled[Fields]):
+    """A request that samples, and is answered as a whole or by chunks.
+
+    Attributes:
+        streams: whether the response is streamed.
+    """
+
+    object_name = ""
+    media_type = "text/event-stream"
+    """Media type of a streamed response."""
+    keep_alive = ": keep-alive\n\n"
+    """Text in its pauses."""
+    ending = "data: [DONE]\n\n"
+    """Text at its end."""
+
+    def __init__(self, service: Service, request: Fields) -> None:
+        super().__init__(service, request)
+        self.streams = request.stream
+
+    @abstractmethod
+    def choice(self, prompt: Prompt, choice: Choice, text: str) -> Body:
+        """Return a complete choice."""
+
+    @abstractmethod
+    def deltas(self, part: Part) -> list[Body]:
+        """Return the choices of the chunks for a part."""
 
     async def respond(self) -> Body:
         """Sample, and return the whole response."""
@@ -78,11 +134,6 @@ class Endpoint(Generic[Fields]):
     def event(self, chunk: Body) -> str:
         """Return the text of a chunk of the streamed response."""
         return f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
-
-    @staticmethod
-    def failure(error: ApiError) -> Body:
-        """Return the body of an error."""
-        return error.body()
 
     async def chunks(self) -> AsyncGenerator[Body]:
         """Sample, and yield the chunks of a streamed response."""
@@ -109,14 +160,6 @@ class Endpoint(Generic[Fields]):
         if options.include_usage:
             yield {**self.envelope(name), "choices": [], "usage": self.usage()}
 
-    def parts(self, streams: bool) -> AsyncGenerator[Part]:
-        """Return the results of the engine."""
-        constrain = partial(self._served.grammars.constrain, self.grammar, self.grammar_after) if self.grammar else None
-        return self.service.run(
-            self.prompts, self.sampling, n=self.request.n, model=self.model, n_scored=self.n_scored, shown=self.shown,
-            constrain=constrain, streams=streams,
-        )  # fmt: skip
-
     def envelope(self, name: str) -> Body:
         """Return the fields of a response and of every chunk."""
         return {
@@ -124,39 +167,15 @@ class Endpoint(Generic[Fields]):
             "object": name,
             "created": self.created,
             "model": self.model or self._served.name,
-            "system_fingerprint": self._served.fingerprint,
+            "system_fingerprint": self.prompts[0].fingerprint or self._served.fingerprint,
         }
-
-    def usage(self) -> Body:
-        """Return the token counts so far."""
-        return usage_of(
-            sum(len(prompt.token_ids) for prompt in self.prompts),
-            sum(prompt.n_completion for prompt in self.prompts),
-            sum(prompt.n_cached for prompt in self.prompts),
-        )
 
     def extras(self) -> Body:
         """Return further fields of the response, or of its first chunk."""
         return {}
 
-    def of_prompt(self, prompt: Prompt) -> Body:
-        """Return the ids and log-probs of a prompt, if the request asks for them."""
-        found: Body = {"prompt_token_ids": prompt.token_ids} if self.request.return_token_ids else {}
-        if self.request.prompt_logprobs is not None:
-            logprobs = prompt_logprobs(self._served, prompt.token_ids, prompt.logprobs, prompt.alternatives)
-            found["prompt_logprobs"] = logprobs
-        return found
 
-    def choice(self, prompt: Prompt, choice: Choice, text: str) -> Body:
-        """Return a complete choice."""
-        raise NotImplementedError
-
-    def deltas(self, part: Part) -> list[Body]:
-        """Return the choices of the chunks for a part."""
-        raise NotImplementedError
-
-
-class Completion(Endpoint[CompletionRequest]):
+class Completion(Streamed[CompletionRequest]):
     """``/v1/completions``."""
 
     object_name = "text_completion"
@@ -173,33 +192,14 @@ class Completion(Endpoint[CompletionRequest]):
             raise ApiError(400, "max_tokens is 0, which needs echo. Raise it, or set echo.", "max_tokens")
         if request.echo and request.logprobs is not None:
             self.n_scored = max(self._n_alternatives, request.prompt_logprobs or 0)
-        for ids, text in self._prompts_in(request.prompt):
+        for ids, text in read_texts(self._served, request.prompt, "prompt", request.add_special_tokens):
             self._served.check_length(len(ids), n_new)
+            text = text or (self._served.texts.text_of(ids) if request.echo else "")
             self.prompts.append(Prompt(token_ids=ids, text=text))
         settings = service.sampling_of(request, n_new, self._n_alternatives) if n_new else None
         self.sampling = [settings] * len(self.prompts)
         self._legacy: dict[int, LegacyLogprobs] = {}
         self._echoed: set[int] = set()
-
-    def _prompts_in(self, given: str | list) -> list[tuple[list[int], str]]:
-        """Return ids and text of each prompt: a text, ids, or a list of either."""
-        several = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
-        if len(several) > MOST_PROMPTS:
-            raise ApiError(400, f"prompt has {len(several)} entries, expected at most {MOST_PROMPTS}.", "prompt")
-        found = []
-        for each in several:
-            if isinstance(each, str):
-                encode = self._served.tokenizer.encode
-                ids = encode(each, add_special_tokens=self.request.add_special_tokens) if each else []
-                if not ids:
-                    raise ApiError(400, "prompt is empty, expected at least one token.", "prompt")
-                found.append((ids, each))
-            elif isinstance(each, list):
-                ids = self._served.check_prompt(each, "prompt")
-                found.append((ids, self._served.texts.text_of(ids) if self.request.echo else ""))
-            else:
-                raise ApiError(400, f"prompt holds {each!r:.40}, expected a text, or a list of token ids.", "prompt")
-        return found
 
     def choice(self, prompt: Prompt, choice: Choice, text: str) -> Body:
         return self._part(prompt, choice, 0, text, is_first=True)
@@ -230,7 +230,7 @@ class Completion(Endpoint[CompletionRequest]):
         return body | self.of_prompt(prompt) if is_first else body
 
 
-class Chat(Endpoint[ChatRequest]):
+class Chat(Streamed[ChatRequest]):
     """``/v1/chat/completions``."""
 
     object_name = "chat.completion"
@@ -335,7 +335,7 @@ class Chat(Endpoint[ChatRequest]):
         return body
 
 
-class Generate(Endpoint[GenerateSampling]):
+class Generate(Sampled[GenerateSampling]):
     """``/inference/v1/generate``: token ids in and out, without any text."""
 
     id_prefix = "gen"

@@ -10,7 +10,7 @@ from whet.data.rows import tokenize_prompt
 from whet.errors import WhetError
 from whet.serve.errors import ApiError
 from whet.serve.model import ServedModel
-from whet.serve.schema import Request
+from whet.serve.schema import MOST_PROMPTS, PromptFields, Request
 from whet.text.tool_calls import ToolFormat, call_schema, tool_format
 
 
@@ -26,8 +26,11 @@ def read_grammar(model: ServedModel, request: Request) -> str:
         if asked:
             raise ApiError(400, "response_format and structured_outputs are both given. Omit one.", "response_format")
         kind, schema = form.get("type"), form.get("json_schema")
-        if kind == "json_schema" and isinstance(schema, Mapping):
-            asked = {"json": schema.get("schema")}
+        if kind == "json_schema":
+            schema = schema.get("schema") if isinstance(schema, Mapping) else None
+            if not isinstance(schema, dict):
+                raise ApiError(400, f"response_format: json_schema has no schema: {form!r:.80}.", "response_format")
+            asked = {"json": schema}
         elif kind == "json_object":
             asked = {"json_object": True}
         else:
@@ -57,6 +60,49 @@ def read_grammar(model: ServedModel, request: Request) -> str:
         f"texts) and grammar (Lark).",
         "structured_outputs",
     )
+
+
+def read_prompt(model: ServedModel, fields: PromptFields) -> list[int]:
+    """Return the token ids of a prompt (a text or ids) or of messages.
+
+    Raises:
+        ApiError: 400: both or neither are given, or they cannot be read.
+    """
+    if (fields.prompt is None) == (fields.messages is None):
+        raise ApiError(400, "Expected prompt or messages, and not both.", "prompt")
+    if fields.messages is not None:
+        return render_messages(model, fields.messages, fields, fields.tools)
+    if isinstance(fields.prompt, list):
+        return model.check_prompt(fields.prompt, "prompt")
+    return model.tokenizer.encode(fields.prompt, add_special_tokens=fields.add_special_tokens)
+
+
+def read_texts(model: ServedModel, given: str | list, name: str, special: bool) -> list[tuple[list[int], str | None]]:
+    """Return the token ids, and the text if there is one, of each prompt: a text, ids, or a list of either.
+
+    Args:
+        given: the field's value.
+        name: the field's name.
+        special: whether the tokenizer adds its special tokens.
+
+    Raises:
+        ApiError: 400: a prompt is empty, not a text or ids, or there are too many.
+    """
+    several = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
+    if len(several) > MOST_PROMPTS:
+        raise ApiError(400, f"{name} has {len(several)} entries, expected at most {MOST_PROMPTS}.", name)
+    found: list[tuple[list[int], str | None]] = []
+    for each in several:
+        if isinstance(each, str):
+            ids = model.tokenizer.encode(each, add_special_tokens=special) if each else []
+            if not ids:
+                raise ApiError(400, f"{name} is empty, expected at least one token.", name)
+            found.append((ids, each))
+        elif isinstance(each, list):
+            found.append((model.check_prompt(each, name), None))
+        else:
+            raise ApiError(400, f"{name} holds {each!r:.40}, expected a text, or a list of token ids.", name)
+    return found
 
 
 def render_messages(model: ServedModel, messages: list, request: Any, tools: list) -> list[int]:

@@ -15,6 +15,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from whet.engine.session import Call, Drawn, Scores
+from whet.serve.errors import ApiError
+from whet.serve.gate import Gate
 from whet.text.grammar import Constraint
 
 _SEND_S = 0.02
@@ -90,12 +92,14 @@ class EngineLoop:
 
     Attributes:
         n_open: number of open tickets.
+        gate: pauses the loop, and changes the engine between its steps.
     """
 
     def __init__(self, max_tickets: int) -> None:
         self.max_tickets = max_tickets
         self.n_open = 0
         self._wake = threading.Condition()
+        self.gate = Gate(self._wake)
         self._inbox: deque[Ticket] = deque()
         self._active: list[Ticket] = []
         self._is_stopping = False
@@ -137,7 +141,17 @@ class EngineLoop:
         self.n_open -= 1
         ticket.is_cancelled = True
         with self._wake:
+            if ticket in self._inbox:
+                self._inbox.remove(ticket)
             self._wake.notify()
+
+    def n_running(self) -> int:
+        """Return the number of tickets whose calls are open."""
+        return len(self._active)
+
+    async def abort(self) -> None:
+        """End all calls with the tokens that they have."""
+        await self.gate.change(self._abort)
 
     # --- the engine's thread ------------------------------------------------------------------------------
 
@@ -146,6 +160,26 @@ class EngineLoop:
             pass
         for ticket in list(self._active):
             self._end(ticket)
+        with self._wake:
+            self.gate.close()
+
+    def _has_work(self) -> bool:
+        gate, active = self.gate, self._active
+        if gate.can_change(not active) or (self._inbox and gate.admits()):
+            return True
+        return bool(active) and (gate.steps() or any(ticket.is_cancelled for ticket in active))
+
+    def _abort(self) -> None:
+        updates: _Updates = []
+        for ticket in list(self._active):
+            call = self._call_of(ticket)
+            running = [i for i in range(ticket.n) if ticket.is_running[i]]
+            drawn = {i: call.drawn(i, ticket.n_sent[i])._replace(finish="abort") for i in running}
+            error = None if drawn else ApiError(503, "The request was aborted by /pause.")
+            ticket.started_s = ticket.started_s or time.perf_counter()
+            updates.append((ticket, error or Update(drawn, None, call.n_reused, True)))
+            self._end(ticket)
+        self._send(updates)
 
     def _advance(self) -> bool:
         """Wait for work, and run a step; return False once the loop is stopping.
@@ -153,18 +187,22 @@ class EngineLoop:
         Its variables do not outlive the step, so that an idle server holds no request.
         """
         with self._wake:
-            while not (self._inbox or self._active or self._is_stopping):
+            while not (self._has_work() or self._is_stopping):
                 self._wake.wait()
             if self._is_stopping:
                 return False
-            new = [self._inbox.popleft() for _ in range(len(self._inbox))]
+            new = [self._inbox.popleft() for _ in range(len(self._inbox) if self.gate.admits() else 0)]
+            change, steps = self.gate.take(not self._active), self.gate.steps()
         updates: _Updates = []
+        if change is not None:
+            change.apply()
         for ticket in new:
             if not ticket.is_cancelled:
                 self._begin(ticket, updates)
         for ticket in [ticket for ticket in self._active if ticket.is_cancelled]:
             self._end(ticket)
-        self._step(updates)
+        if steps:
+            self._step(updates)
         self._send(updates)
         return True
 

@@ -50,13 +50,16 @@ class Metrics:
         )
         self._name = model.name
 
+    def add_tokens(self, n: int) -> None:
+        """Count sampled tokens."""
+        self._sampled.inc(n)
+
     def end(self, ticket: Ticket, n_prompt: int, n_cached: int, n_sampled: int, reasons: list[str]) -> None:
         """Count a complete request."""
         now = time.perf_counter()
         self._prompt.inc(n_prompt)
         self._queries.inc(n_prompt)
         self._hits.inc(n_cached)
-        self._sampled.inc(n_sampled)
         self._first.observe(ticket.started_s - ticket.submitted_s)
         self._whole.observe(now - ticket.submitted_s)
         if n_sampled > 1:

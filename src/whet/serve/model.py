@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from whet.data.thinking import Replies
 from whet.engine import Engine
 from whet.errors import WhetValueError
 from whet.models.formats import PAGE_TOKENS
+from whet.models.sources.gguf_container import GGUFFile
 from whet.models.tokenizers.token_texts import TokenTexts, read_token_texts
 from whet.serve.errors import ApiError
 from whet.system.memory import unused_bytes
@@ -64,11 +66,14 @@ class ServedModel:
         adapter: folder of the adapters that ``name`` has; empty: none. The model without them is ``name``-base.
         defaults: sampling settings of requests that set none.
         context: the most tokens of a prompt and its completion. Default: what positions and KV cache permit.
+        path: folder or file of the weights, for ``reload``; empty: they cannot be read again.
+        pooling: of embeddings, if a request does not choose it.
 
     Attributes:
         adapters: name -> number of the adapter on the engine; None: the model itself.
+        loaded: names of the adapters that were added by ``load_adapter``.
         created: Unix time in seconds.
-        fingerprint: names version, formats and model.
+        fingerprint: digest of the weights and of the model's own adapter.
     """
 
     def __init__(
@@ -81,6 +86,8 @@ class ServedModel:
         adapter: str = "",
         defaults: Mapping[str, float] | None = None,
         context: int | None = None,
+        path: str = "",
+        pooling: str = "last",
     ) -> None:
         self.engine, self.tokenizer, self.name = engine, tokenizer, name
         self.stop_ids, self.defaults = stop_ids, dict(defaults or {})
@@ -102,8 +109,10 @@ class ServedModel:
             if each in self.adapters:
                 raise WhetValueError(f"{_WHERE}: two models or adapters have the name {each!r}. Rename one.")
             self.adapters[each] = engine.add_adapter(folder)
+        self.loaded: tuple[str, ...] = ()
         self.created = int(time.time())
-        self.fingerprint = "whet-" + engine.fingerprint()[:16]
+        self._path, self._adapter, self.pooling = path, adapter, pooling
+        self.fingerprint = self._make_fingerprint()
 
     @classmethod
     def load(
@@ -135,7 +144,50 @@ class ServedModel:
         kv_bytes = kv_bytes or max(_KV_BYTES[0], min(_KV_BYTES[1], unused_bytes() // 4))
         engine = load_engine(model, weights, context, _WHERE, first, kv_bytes, kv_dtype)
         stop_ids = find_stop_ids(path, loaded, engine.config.vocab_size, _WHERE)
-        return cls(engine, loaded, name or Path(path).stem, stop_ids, adapters, adapter, read_defaults(path), context)
+        name = name or Path(path).stem
+        return cls(
+            engine, loaded, name, stop_ids, adapters, adapter, read_defaults(path), context, path, read_pooling(model)
+        )  # fmt: skip
+
+    def _make_fingerprint(self) -> str:
+        digest = hashlib.sha256(self.engine.fingerprint().encode())
+        if self._adapter:
+            digest.update((Path(self._adapter) / "adapter_model.safetensors").read_bytes())
+        return "whet-" + digest.hexdigest()[:16]
+
+    def load_adapter(self, name: str, adapter: Any) -> None:
+        """Add an adapter, see ``Engine.add_adapter``, or replace the one that was loaded under this name."""
+        number, before = self.engine.add_adapter(adapter), self.adapters.get(name)
+        self.adapters = {**self.adapters, name: number}  # a new object: other threads may iterate over the old one
+        if before is None:
+            self.loaded = (*self.loaded, name)
+        else:
+            self.engine.remove_adapter(before)
+
+    def unload_adapter(self, name: str) -> None:
+        """Remove an adapter that was loaded; running requests end with it."""
+        number = self.adapters[name]
+        assert number is not None, "a loaded adapter has a number"
+        self.adapters = {other: each for other, each in self.adapters.items() if other != name}
+        self.loaded = tuple(other for other in self.loaded if other != name)
+        self.engine.remove_adapter(number)
+
+    def reload(self) -> None:
+        """Read the weights again; of a model with its own adapter, only the adapter, which its base does not change.
+
+        Raises:
+            WhetError: the files cannot be read, belong to another model, or a completion is in progress.
+        """
+        if not self._path:
+            raise WhetValueError(f"{_WHERE}: the model was not loaded from a path, so that it cannot be read again.")
+        if self._adapter:
+            before = self.adapters[self.name]
+            self.adapters[self.name] = self.engine.add_adapter(self._adapter)
+            assert before is not None, "the model has its own adapter"
+            self.engine.remove_adapter(before)
+        else:
+            self.engine.sync(self._path)
+        self.fingerprint = self._make_fingerprint()
 
     @cached_property
     def texts(self) -> TokenTexts:
@@ -219,3 +271,20 @@ def read_defaults(path: str) -> dict[str, float]:
     return {
         name: found[name] for name in ("temperature", "top_k", "top_p") if isinstance(found.get(name), (int, float))
     }
+
+
+def read_pooling(model: str | GGUFFile) -> str:
+    """Return the pooling of a model's embeddings; "last" unless sentence-transformers' folder or a GGUF file names it.
+
+    Other kinds than "last" and "mean" are returned by their names, which a request has to replace.
+    """
+    if isinstance(model, GGUFFile):
+        architecture = model.metadata.get("general.architecture")
+        return {1: "mean"}.get(model.metadata.get(f"{architecture}.pooling_type", 0), "last")
+    try:
+        found = json.loads((Path(model) / "1_Pooling" / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "last"
+    names = [name for name, value in found.items() if name.startswith("pooling_mode_") and value is True]
+    name = str(found.get("pooling_mode") or (names or ["lasttoken"])[0]).removeprefix("pooling_mode_")
+    return {"lasttoken": "last", "mean_tokens": "mean"}.get(name, name)

@@ -17,7 +17,7 @@ from whet.serve.errors import ApiError
 
 Kind = TypeVar("Kind")
 
-MOST_CHOICES, MOST_ALTERNATIVES, MOST_PROMPTS = 128, 20, 1024
+MOST_CHOICES, MOST_ALTERNATIVES, MOST_PROMPTS, MOST_LABELS = 128, 20, 2048, 255
 
 _SAMPLING = {  # of a request -> of SamplingParams
     "temperature": "temperature",
@@ -31,6 +31,11 @@ _SAMPLING = {  # of a request -> of SamplingParams
     "stop": "stop",
     "min_tokens": "min_new_tokens",
 }
+EXTRAS = (
+    "seed", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
+    "stop_token_ids", "min_tokens", "ignore_eos", "chat_template_kwargs", "structured_outputs",
+)  # fmt: skip
+"""Fields of chats that the interfaces which are translated to chats have under the same names, or lack."""
 _REFUSED = (
     "echo", "suffix", "audio", "functions", "function_call", "include_stop_str_in_output", "truncate_prompt_tokens",
     "logprob_token_ids", "allowed_token_ids", "bad_words", "documents", "thinking_token_budget", "reasoning_effort",
@@ -153,18 +158,66 @@ class GenerateSampling(Request):
 
 
 @dataclass(kw_only=True)
-class TokenizeRequest:
-    """``/tokenize``: a prompt or messages."""
+class PromptFields:
+    """A prompt or messages."""
 
     model: str = ""
-    prompt: str | None = None
+    prompt: str | list | None = None
     messages: list | None = None
     tools: list = field(default_factory=list)
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+
+@dataclass(kw_only=True)
+class TokenizeRequest(PromptFields):
+    """``/tokenize``."""
+
     return_token_strs: bool = False
+
+
+@dataclass(kw_only=True)
+class DecisionRequest(PromptFields):
+    """``/v1/decisions``: labels, one of which follows the prompt."""
+
+    labels: list = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class EmbeddingRequest:
+    """``/v1/embeddings``."""
+
+    model: str = ""
+    input: str | list = ""
+    encoding_format: str = "float"
+    dimensions: OptionalCount = None
+    pooling: str = ""
+    add_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+
+@dataclass(kw_only=True)
+class ResponseRequest:
+    """``/v1/responses``: the fields that are not a chat's."""
+
+    input: str | list = ""
+    instructions: str = ""
+    max_output_tokens: OptionalCount = None
+    text: dict = field(default_factory=dict)
+    tools: list = field(default_factory=list)
+    tool_choice: str | dict = "auto"
+    reasoning: dict = field(default_factory=dict)
+    include: list = field(default_factory=list)
+    truncation: str = "disabled"
+    metadata: dict = field(default_factory=dict)
+    user: str = ""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -179,6 +232,24 @@ class DetokenizeRequest:
 
     def __post_init__(self) -> None:
         check_types(self)
+
+
+@dataclass(kw_only=True)
+class UnloadAdapterRequest:
+    """``/v1/unload_lora_adapter``."""
+
+    lora_name: str = ""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+
+@dataclass(kw_only=True)
+class LoadAdapterRequest(UnloadAdapterRequest):
+    """``/v1/load_lora_adapter``."""
+
+    lora_path: str = ""
+    load_inplace: bool = False
 
 
 def check_object(body: Any) -> Mapping[str, Any]:

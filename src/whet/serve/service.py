@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from whet.config.sampling import SamplingParams
-from whet.engine.session import Scores
+from whet.engine.session import Call, Scores
 from whet.errors import WhetError
 from whet.serve.choices import Alternatives, Choice
 from whet.serve.errors import ApiError
@@ -18,6 +19,9 @@ from whet.serve.metrics import Metrics
 from whet.serve.model import ServedModel
 from whet.serve.schema import Request
 from whet.text.grammar import Constraint
+
+_GROUP = 32
+"""Rows of a score request that are queued at once."""
 
 
 @dataclass(kw_only=True)
@@ -31,6 +35,7 @@ class Prompt:
         logprobs: of the prompt's tokens, if they were asked for; the first is None.
         alternatives: the most probable tokens at the place of each prompt token, if they were asked for.
         n_cached: prompt tokens found in the prefix cache.
+        fingerprint: of the weights that sample it; "": it waits.
     """
 
     token_ids: list[int]
@@ -39,6 +44,7 @@ class Prompt:
     logprobs: list[float | None] = field(default_factory=list)
     alternatives: list[Alternatives] = field(default_factory=list)
     n_cached: int = 0
+    fingerprint: str = ""
 
     @property
     def n_completion(self) -> int:
@@ -119,7 +125,6 @@ class Service:
         Raises:
             ApiError: 429: the queue is full; 400: the engine refuses a prompt.
         """
-        adapter = self.model.adapter_of(model)
         sampled: dict[Ticket, Prompt] = {}
         scored: dict[Ticket, Prompt] = {}
         for i, (prompt, settings) in enumerate(zip(prompts, sampling, strict=True)):
@@ -127,27 +132,17 @@ class Service:
                 prompt.choices = [Choice(self.model, i * n + j) for j in range(n)]
             else:
                 begin = partial(
-                    self.model.engine.open_prompt, prompt.token_ids, n, settings, adapter=adapter,
+                    self._open_prompt, prompt, self.model.engine.open_prompt, model, prompt.token_ids, n, settings,
                     logprobs_mode="model", keep=True, constrained=constrain is not None,
                 )  # fmt: skip
                 sampled[Ticket(begin, n, streams, constrain)] = prompt
                 prompt.choices = [Choice(self.model, i * n + j, settings.stop_token_ids, shown) for j in range(n)]
         for prompt in () if n_scored is None else prompts:
-            begin = partial(
-                self.model.engine.open_score, prompt.token_ids, top_logprobs=n_scored or 0, adapter=adapter
-            )  # fmt: skip
+            open_score = self.model.engine.open_score
+            begin = partial(self._open, open_score, model, prompt.token_ids, top_logprobs=n_scored or 0)
             scored[Ticket(begin, 0)] = prompt
         tickets, scores = list(sampled), list(scored)
-        for group in (tickets, scores):
-            for ticket in group:
-                ticket.updates = group[0].updates
-        if self._loop.n_open + len(tickets) + len(scores) > self._loop.max_tickets:
-            raise ApiError(
-                429, f"The queue is full: {self._loop.n_open} requests are open. Try again.", None, "queue_full"
-            )
-        for ticket in (*scores, *tickets):
-            self._loop.submit(ticket)
-        try:
+        with self._queue(scores, tickets):
             async for ticket, update in updates_of(scores):
                 _set_scores(scored[ticket], update.scores)
             for prompt, settings in zip(prompts, sampling, strict=True):
@@ -157,6 +152,7 @@ class Service:
             async for ticket, update in updates_of(tickets):
                 prompt = sampled[ticket]
                 prompt.n_cached = update.n_cached
+                self._metrics.add_tokens(sum(len(drawn.token_ids) for drawn in update.drawn.values()))
                 for j, drawn in update.drawn.items():
                     choice = prompt.choices[j]
                     start = len(choice.token_ids)
@@ -165,11 +161,62 @@ class Service:
                 if update.is_last:
                     reasons = [choice.finish for choice in prompt.choices]
                     self._metrics.end(ticket, len(prompt.token_ids), prompt.n_cached, prompt.n_completion, reasons)
+
+    async def score(
+        self, begin: Callable[..., Call], model: str, rows: Sequence[list[int]], **settings: Any
+    ) -> list[Scores]:
+        """Return the scores of token ids, such as log-probs.
+
+        Args:
+            begin: ``open_score`` or ``open_embed`` of the engine.
+            model: name of the model or adapter.
+            rows: token ids; many rows are queued in groups, so that they leave room for others.
+            settings: of ``begin``.
+
+        Raises:
+            ApiError: as ``run``.
+        """
+        found: list[Scores] = []
+        for first in range(0, len(rows), _GROUP):
+            group = rows[first : first + _GROUP]
+            tickets = {Ticket(partial(self._open, begin, model, row, **settings), 0): i for i, row in enumerate(group)}
+            scores: dict[int, Scores] = {}
+            with self._queue(list(tickets)):
+                async for ticket, update in updates_of(list(tickets)):
+                    assert update.scores is not None, "a score request ends with its scores"
+                    scores[tickets[ticket]] = update.scores
+                    self._metrics.end(ticket, len(group[tickets[ticket]]), update.n_cached, 0, [])
+            found += [scores[i] for i in range(len(group))]
+        return found
+
+    @contextmanager
+    def _queue(self, *groups: Sequence[Ticket]) -> Iterator[None]:
+        """Queue tickets until the block ends; the tickets of a group share their updates."""
+        tickets = [ticket for group in groups for ticket in group]
+        for group in groups:
+            for ticket in group:
+                ticket.updates = group[0].updates
+        if self._loop.n_open + len(tickets) > self._loop.max_tickets:
+            raise ApiError(
+                429, f"The queue is full: {self._loop.n_open} requests are open. Try again.", None, "queue_full"
+            )
+        for ticket in tickets:
+            self._loop.submit(ticket)
+        try:
+            yield
         except WhetError as error:
             raise ApiError(400, str(error)) from None
         finally:
-            for ticket in (*scores, *tickets):
+            for ticket in tickets:
                 self._loop.release(ticket)
+
+    def _open_prompt(self, prompt: Prompt, *args: Any, **settings: Any) -> Call:
+        prompt.fingerprint = self.model.fingerprint
+        return self._open(*args, **settings)
+
+    def _open(self, begin: Callable[..., Call], model: str, *args: Any, **settings: Any) -> Call:
+        """Begin a call with the adapter that has the name now: it may have been unloaded while the request waited."""
+        return begin(*args, adapter=self.model.adapter_of(model), **settings)
 
 
 def _set_scores(prompt: Prompt, scores: Scores | None) -> None:
