@@ -66,6 +66,7 @@ class ServedModel:
         context: the most tokens of a prompt and its completion. Default: what positions and KV cache permit.
 
     Attributes:
+        texts: of every token.
         adapters: name -> number of the adapter on the engine; None: the model itself.
         created: Unix time in seconds.
         fingerprint: names version, formats and model.
@@ -85,6 +86,7 @@ class ServedModel:
         self.engine, self.tokenizer, self.name = engine, tokenizer, name
         self.stop_ids, self.defaults = stop_ids, dict(defaults or {})
         engine.tokenizer = tokenizer
+        self.texts: TokenTexts = read_token_texts(tokenizer, _WHERE)
         memory = engine.memory
         in_memory = (memory["kv_bytes"] // memory["kv_page_bytes"] - SPARE_PAGES) * PAGE_TOKENS
         most = min(engine.config.max_position, in_memory)
@@ -134,11 +136,6 @@ class ServedModel:
         engine = load_engine(model, weights, context, _WHERE, first, kv_bytes)
         stop_ids = find_stop_ids(path, loaded, engine.config.vocab_size, _WHERE)
         return cls(engine, loaded, name or Path(path).stem, stop_ids, adapters, adapter, read_defaults(path), context)
-
-    @cached_property
-    def texts(self) -> TokenTexts:
-        """The text of every token."""
-        return read_token_texts(self.tokenizer, _WHERE)
 
     @cached_property
     def grammars(self) -> Grammars:
