@@ -1,5 +1,7 @@
 """The harness with providers that are right, wrong, slow, failing, missing or impossibly fast."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -64,6 +66,21 @@ def test_cpu_seconds_include_this_thread():
     cpu_s, own_s = cpu_seconds(), time.thread_time()
     spin(0.1)()
     assert cpu_seconds() - cpu_s == pytest.approx(time.thread_time() - own_s, rel=0.35)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no CPU time of other processes")
+def test_cpu_seconds_include_a_server_and_its_children():
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1, flush=True)\\nwhile True: pass'])"
+    others_s = cpu_seconds() - time.process_time()
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True) as server:
+        try:
+            assert server.stdout is not None and server.stdout.readline()
+            deadline = time.perf_counter() + 60
+            while cpu_seconds() - time.process_time() < others_s + 0.5:
+                assert time.perf_counter() < deadline
+                time.sleep(0.01)
+        finally:
+            os.killpg(server.pid, signal.SIGKILL)
 
 
 @timed

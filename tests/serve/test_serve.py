@@ -22,7 +22,6 @@ import whet
 from whet import SamplingParams
 from whet.engine.session import Call
 from whet.serve import ServedModel, make_app
-from whet.serve import app as app_module
 from whet.serve.loop import Ticket
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -375,7 +374,7 @@ def test_requests_beyond_the_queue_are_rejected(served):
 
 
 def test_silent_streams_are_kept_alive(served, slow_steps, monkeypatch):
-    monkeypatch.setattr(app_module, "_KEEP_ALIVE_S", 1e-3)
+    monkeypatch.setattr("whet.serve.events.KEEP_ALIVE_S", 1e-3)
     with serving(make_app(served)) as url:
         body = {"messages": MESSAGES, "stream": True, "max_tokens": 5, "ignore_eos": True}
         lines = httpx.post(url + "/v1/chat/completions", json=body).text.split("\n\n")

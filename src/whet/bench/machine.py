@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.metadata
-import multiprocessing
 import os
 import platform
 import subprocess
@@ -22,7 +21,7 @@ import whet
 from whet.bench import cuda
 from whet.ops import probe
 from whet.system import memory
-from whet.system.machine import caches, cpu_seconds_of, machine_cpu_seconds, processor_name, processors
+from whet.system.machine import caches, cpu_seconds_of, descendants, machine_cpu_seconds, processor_name, processors
 
 Ceilings = Mapping[str, Mapping[str, float]]
 """``read``, ``copy`` and ``scale``: cache level -> bytes per second; ``flops``: dtype -> operations per second."""
@@ -109,9 +108,8 @@ def _others_busy_s() -> float | None:
 
 
 def cpu_seconds() -> float:
-    """Return the CPU time of this process and of its live multiprocessing children."""
-    children = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
-    return time.process_time() + cpu_seconds_of(children)
+    """Return the CPU time of this process and of its live descendants, such as servers and browsers."""
+    return time.process_time() + cpu_seconds_of(descendants(os.getpid()))
 
 
 # --- ceilings -------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class CoreHandle:
         core = self.core
         if core is None:
             raise WhetValueError(f"{where}: the engine is closed. Make a new one.")
-        for reference in list(self._dropped):
+        for reference in list(self._dropped) if self._dropped else ():
             core.end_session(reference.key)
             self._sessions.pop(reference.key, None)
             if reference in self._dropped:

@@ -8,14 +8,14 @@ import hashlib
 import hmac
 import json
 import traceback
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 import whet
@@ -25,6 +25,7 @@ from whet.serve.admin import Admin, check_admin
 from whet.serve.anthropic import Messages
 from whet.serve.endpoints import Chat, Completion, Endpoint, Generate, Streamed
 from whet.serve.errors import ApiError
+from whet.serve.events import EventStream
 from whet.serve.inputs import read_prompt
 from whet.serve.loop import EngineLoop
 from whet.serve.metrics import Metrics
@@ -35,7 +36,6 @@ from whet.serve.schema import DetokenizeRequest, TokenizeRequest, parse
 from whet.serve.scores import Decisions, Embeddings
 from whet.serve.service import Service
 
-_KEEP_ALIVE_S = 10.0
 _STATUS_S = 0.2
 """Time that a streamed response waits for its first chunk: an error before it is sent as the status."""
 _OPEN_PATHS = ("/health", "/ready", "/version", "/metrics", "/ping")
@@ -144,7 +144,7 @@ class _App:
             await asyncio.wait({first}, timeout=_STATUS_S)
             if first.done():
                 first.result()
-            return StreamingResponse(_events(endpoint, first, chunks), media_type=endpoint.media_type)
+            return EventStream(endpoint, first, chunks)
 
         async def handle(request: Request) -> Response:
             try:
@@ -301,30 +301,3 @@ async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
 async def _until_gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def _events(
-    endpoint: Streamed[Any], pending: asyncio.Future[Any], chunks: AsyncGenerator[Any]
-) -> AsyncIterator[str]:
-    """Yield the events of a streamed response, with a comment whenever there is nothing to send for a while.
-
-    Args:
-        endpoint: the request.
-        pending: the first chunk; None: there is none.
-        chunks: the chunks after it.
-    """
-    try:
-        while True:
-            while not (await asyncio.wait({pending}, timeout=_KEEP_ALIVE_S))[0]:
-                yield endpoint.keep_alive
-            if (chunk := pending.result()) is None:
-                break
-            yield endpoint.event(chunk)
-            pending = asyncio.ensure_future(anext(chunks, None))
-        yield endpoint.ending
-    except (ApiError, WhetError) as error:
-        yield endpoint.event(endpoint.failure(error if isinstance(error, ApiError) else ApiError(500, str(error))))
-    finally:
-        pending.cancel()
-        await asyncio.gather(pending, return_exceptions=True)
-        await chunks.aclose()

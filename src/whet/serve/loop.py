@@ -232,10 +232,11 @@ class EngineLoop:
                 self._call_of(ticket).step()
             except BaseException as error:
                 failure = error
+        now = time.perf_counter()
         for ticket in list(self._active):
             update: Update | BaseException | None
             try:
-                update = failure or self._collect(ticket, self._call_of(ticket))
+                update = failure or self._collect(ticket, self._call_of(ticket), now)
             except BaseException as error:
                 update = error
             if update is not None:
@@ -243,7 +244,7 @@ class EngineLoop:
             if isinstance(update, BaseException) or (update is not None and update.is_last):
                 self._end(ticket)
 
-    def _collect(self, ticket: Ticket, call: Call) -> Update | None:
+    def _collect(self, ticket: Ticket, call: Call, now: float) -> Update | None:
         is_done = call.is_done()
         for i, constraint in enumerate(ticket.constraints):
             new = call.drawn(i, ticket.n_seen[i])
@@ -251,11 +252,12 @@ class EngineLoop:
             if len(new.token_ids) and new.finish == "running":
                 constraint.add(new.token_ids)
                 call.allow(i, constraint.allowed())
-        now = time.perf_counter()
         sends = is_done or (ticket.streams and now >= ticket.sent_s + _SEND_S)
+        if ticket.started_s and not sends:  # most steps of most tickets
+            return None
         drawn = {}
         for i in range(ticket.n):
-            if ticket.is_running[i] and (sends or not ticket.started_s):
+            if ticket.is_running[i]:
                 new = call.drawn(i, ticket.n_sent[i])
                 if len(new.token_ids) and not ticket.started_s:
                     ticket.started_s = now

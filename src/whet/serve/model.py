@@ -70,6 +70,7 @@ class ServedModel:
         pooling: of embeddings, if a request does not choose it.
 
     Attributes:
+        texts: of every token.
         adapters: name -> number of the adapter on the engine; None: the model itself.
         loaded: names of the adapters that were added by ``load_adapter``.
         created: Unix time in seconds.
@@ -92,6 +93,7 @@ class ServedModel:
         self.engine, self.tokenizer, self.name = engine, tokenizer, name
         self.stop_ids, self.defaults = stop_ids, dict(defaults or {})
         engine.tokenizer = tokenizer
+        self.texts: TokenTexts = read_token_texts(tokenizer, _WHERE)
         memory = engine.memory
         in_memory = (memory["kv_bytes"] // memory["kv_page_bytes"] - SPARE_PAGES) * PAGE_TOKENS
         most = min(engine.config.max_position, in_memory)
@@ -188,11 +190,6 @@ class ServedModel:
         else:
             self.engine.sync(self._path)
         self.fingerprint = self._make_fingerprint()
-
-    @cached_property
-    def texts(self) -> TokenTexts:
-        """The text of every token."""
-        return read_token_texts(self.tokenizer, _WHERE)
 
     @cached_property
     def grammars(self) -> Grammars:

@@ -68,6 +68,15 @@ def cpu_seconds_of(processes: Iterable[int]) -> float:
     return total
 
 
+def descendants(process: int) -> list[int]:
+    """List the live processes that a process and its children have started, as far as the system reports them."""
+    found: list[int] = []
+    for path in Path(f"/proc/{process}/task").glob("*/children"):
+        for child in map(int, _read(path).split()):
+            found += [child, *descendants(child)]
+    return found
+
+
 def may_have_gpu() -> bool:
     """Whether a driver of a GPU is installed, as far as the system reports it at once; True on Windows."""
     drivers = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA, Windows' subsystem for Linux, AMD

@@ -1,0 +1,1 @@
+"""Contenders of the suite "serve": whole servers behind one client, and transformers on the same log-likelihoods."""
