@@ -1,4 +1,4 @@
-"""Adapters as GGUF files: llama.cpp's results with them and the model's file, against the merged model."""
+"""Adapters exported as GGUF: llama.cpp's logits of the base model with the adapter equal those of the merged model."""
 
 from __future__ import annotations
 
