@@ -46,7 +46,7 @@ from whet.nn.frozen import FrozenLinear, FrozenWeight, check_trainable, special_
 from whet.nn.linear_logprobs import Head
 from whet.nn.modules import inner_module, module_device
 from whet.nn.scratch import cast_weight, scratch_memory
-from whet.nn.threads import openmp_fork
+from whet.nn.threads import openmp_fork, warn_of_spinning
 from whet.signals import deferred_signals
 
 _NAME = "whet"
@@ -181,6 +181,7 @@ class Acceleration:
             raise WhetValueError("accelerate: the model is accelerated already. Call remove() on that Acceleration.")
         self._check_modules()
         _warn_of_special_adapters(self._model)
+        warn_of_spinning()
         _accelerated[self._model] = self
         try:
             for module in self._model.modules():
