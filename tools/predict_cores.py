@@ -131,7 +131,7 @@ def main() -> None:
         print_table(decode(model, batch))
     learner = whet.Learner(pack_base(open_module(model), weights="bf16"), lora_rank=16)
     print_table(grpo_step(learner, "adapters of rank 16"))
-    torch.set_num_threads(1)  # torch's operations, which have threads of their own, count as serial
+    torch.set_num_threads(1)  # torch's operations, which have their own threads, count as serial
     print_table(grpo_step(model.train().requires_grad_(True), "all weights"))
 
 

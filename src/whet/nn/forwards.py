@@ -1,4 +1,4 @@
-"""Forwards that replace those of a model's modules, and attention functions of transformers; see ``accelerate``."""
+"""Forwards that replace the modules' own, and the attention function for transformers; see ``accelerate``."""
 
 from __future__ import annotations
 
