@@ -1,4 +1,4 @@
-"""Adapters exported as GGUF: llama.cpp's logits of the base model with the adapter equal those of the merged model."""
+"""Adapters exported as GGUF: with the base model's file, llama.cpp computes the merged model's logits."""
 
 from __future__ import annotations
 
