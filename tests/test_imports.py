@@ -2,6 +2,7 @@
 
 import pytest
 from tests.processes import printed_by
+from tests.timed import timed
 
 MODEL_CONFIG = """from whet.models import families, reference
 from whet.models.sources import live
@@ -26,3 +27,10 @@ assert config.slots()['layers.0.qkv'] == (24, 8)"""
 )
 def test_import_does_not_load_unneeded_packages(code, absent):
     assert printed_by(f"{code}\nimport sys\nprint({set(absent.split())} & set(sys.modules))") == "set()\n"
+
+
+@timed
+def test_import_takes_a_tenth_of_a_second_at_most():
+    """Processor time after NumPy's import: other load lengthens the elapsed time."""
+    code = "import numpy, time; t = time.process_time(); import whet; print(time.process_time() - t)"
+    assert float(printed_by(code)) <= 0.1

@@ -104,13 +104,14 @@ def decode(model: Any, batch: int) -> Work:
     return Work(f"One token of {batch} sequences", generate(17), generate(1), 16, repeats=5)
 
 
-def grpo_step(model: Any) -> Work:
+def grpo_step(model: Any, name: str) -> Work:
+    """Return the work of a GRPO step of a module or a learner."""
     from whet.algorithms.grpo import GRPO
 
     prompts = [[i + 1] * 40 for i in range(8)]
     trainer = GRPO(model, reward_fn=alternate, max_new_tokens=24, group_size=8, stop_token_ids=[])
     trainer.train_step(prompts)
-    return Work("A GRPO step, all weights, 8 x 8 completions of 24 tokens", lambda: trainer.train_step(prompts))
+    return Work(f"A GRPO step, {name}, 8 x 8 completions of 24 tokens", lambda: trainer.train_step(prompts))
 
 
 def alternate(prompts: Any, completions: Any, **_: Any) -> list[float]:
@@ -120,13 +121,18 @@ def alternate(prompts: Any, completions: Any, **_: Any) -> list[float]:
 def main() -> None:
     import torch
 
+    import whet
     from benchmarks.contenders.engine.models import LLAMA_135M, random_model
+    from whet.models.packed_base import pack_base
+    from whet.models.sources.live import open_module
 
-    torch.set_num_threads(1)  # its time counts as serial
     model = random_model(LLAMA_135M)
     for batch in (1, 32):
         print_table(decode(model, batch))
-    print_table(grpo_step(model.train().requires_grad_(True)))
+    learner = whet.Learner(pack_base(open_module(model), weights="bf16"), lora_rank=16)
+    print_table(grpo_step(learner, "adapters of rank 16"))
+    torch.set_num_threads(1)  # torch's operations, which have their own threads, count as serial
+    print_table(grpo_step(model.train().requires_grad_(True), "all weights"))
 
 
 if __name__ == "__main__":

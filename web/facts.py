@@ -114,7 +114,7 @@ def binding_names() -> dict[str, Any]:
         f"{macro.lower()}Fields": [
             camel(re.split(r"[ .]", arguments)[-1]) for kind, arguments in lines if kind == macro
         ]
-        for macro in ("MODEL", "PROMPT", "BATCH", "SAMPLE")
+        for macro in ("MODEL", "PROMPT", "BATCH", "SAMPLE", "LOSS")
     }
     enums: dict[str, list[str]] = {}
     for macro, arguments in lines:

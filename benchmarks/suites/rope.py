@@ -1,7 +1,7 @@
 """vLLM's RoPE benchmark: grid and flags of its script, with all flags honoured and no copy timed.
 
-docs/errata.md has errata of the page about that script. The script always runs batches of 1, 4, 16, 64 with 64 to
-512 tokens of 32 and 48 heads and ignores its flags; here a flag replaces that axis.
+docs/errata.md lists the errors of the page that publishes its figures. The script always runs batches of 1, 4, 16, 64
+with 64 to 512 tokens of 32 and 48 heads and ignores its flags; here a flag replaces that axis.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RopeOptions(BenchOptions):
 
 
 def transformers_rope(inputs: RopeInputs) -> Call:
-    """Call transformers' function for the pairing; cosines and sines are gathered before, once for all layers."""
+    """Call transformers' function for the pairing; cosines and sines are gathered in advance, once for all layers."""
     from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as neox
     from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj
 
@@ -102,7 +102,7 @@ VLLM_FLOAT32 = on_cuda("vllm._custom_ops:rotary_embedding", float32_table=True)
 
 
 def replayed(prepare: Prepare) -> Prepare:
-    """Prepare the call of another provider as a CUDA graph, whose replay has no time of Python and of launches."""
+    """Prepare the call of another provider as a CUDA graph, whose replay excludes Python and kernel launches."""
 
     def prepare_replay(inputs: RopeInputs) -> Call:
         def restore(answers: Any) -> None:
@@ -188,7 +188,9 @@ def _check(options: RopeOptions) -> None:
         if value < 0:
             raise WhetValueError(f"whet bench rope: {name} is {value}, expected at least 1, or 0 for the grid.")
     if options.device != "cpu" and not options.device.startswith("cuda"):
-        raise WhetValueError(f"whet bench rope: device is {options.device!r}, expected cpu, cuda or cuda:0 and so on.")
+        raise WhetValueError(
+            f"whet bench rope: device is {options.device!r}, expected cpu, cuda, or a numbered device such as cuda:0."
+        )
     if options.device != "cpu":
         import torch
 

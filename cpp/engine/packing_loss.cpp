@@ -4,7 +4,6 @@
 #include <bit>
 #include <cmath>
 #include <numeric>
-#include <type_traits>
 #include <vector>
 
 #include "engine/formats.h"
@@ -49,24 +48,21 @@ struct RowRange {
 // Squares are summed in float32: below 1e-19 they underflow, which makes the norm too small, never too large. For
 // formats with the range of float32, the square of the largest weight is a sufficient lower bound, and cannot overflow.
 template <class From>
-RowRange range_of_row(const void* row, size_t n, ptrdiff_t stride, bool sums_squares) {
+RowRange range_of_row(const void* row, size_t n, bool sums_squares) {
     const auto* x = static_cast<const typename From::Number*>(row);
     uint32_t top[kLanes] = {};
     float squares[kLanes] = {};
-    const auto add = [&](size_t i, auto step, size_t lane) {
-        const uint32_t bits = From::magnitude_of(x[static_cast<ptrdiff_t>(i) * step]);
+    const auto add = [&](size_t i, size_t lane) {
+        const uint32_t bits = From::magnitude_of(x[i]);
         const float size = std::bit_cast<float>(bits);
         top[lane] = static_cast<int32_t>(bits) > static_cast<int32_t>(top[lane]) ? bits : top[lane];
         squares[lane] += size * size;
     };
-    const auto add_all = [&](auto step) {  // vectorises: the step is constant
-        const size_t whole = n - n % kLanes;
-        for (size_t i = 0; i < whole; i += kLanes) {
-            for (size_t lane = 0; lane < kLanes; ++lane) add(i + lane, step, lane);
-        }
-        for (size_t i = whole; i < n; ++i) add(i, step, 0);
-    };
-    stride == 1 ? add_all(std::integral_constant<ptrdiff_t, 1>()) : add_all(stride);
+    const size_t whole = n - n % kLanes;
+    for (size_t i = 0; i < whole; i += kLanes) {
+        for (size_t lane = 0; lane < kLanes; ++lane) add(i + lane, lane);
+    }
+    for (size_t i = whole; i < n; ++i) add(i, 0);
     const float largest = std::bit_cast<float>(*std::max_element(top, top + kLanes));
     const double sum = std::accumulate(squares, squares + kLanes, 0.0);
     return {largest < From::kInfinite ? largest : INFINITY,
@@ -77,8 +73,7 @@ RowRange range_of_numbers(const StoredRows& rows, size_t i, bool sums_squares) {
     const auto measure = [&](auto from) {
         using From = decltype(from);
         const auto* first = static_cast<const typename From::Number*>(rows.data);
-        return range_of_row<From>(first + static_cast<ptrdiff_t>(i) * rows.row_stride, rows.k, rows.column_stride,
-                                  sums_squares);
+        return range_of_row<From>(first + static_cast<ptrdiff_t>(i) * rows.row_stride, rows.k, sums_squares);
     };
     switch (rows.type) {
         case StoredType::kFloat32:
@@ -110,10 +105,10 @@ void sum_rows(const StoredRows& rows, size_t step, PackingLoss& sum) {
     std::vector<RowRange> ranges(n);
     parallel_for(n, number_ns * static_cast<double>(n * rows.k), [&](size_t i) {
         RowRange& row = ranges[i];
-        if (!stored.source) {  // blocks or float64
+        if (!stored.source || rows.column_stride != 1) {  // blocks or float64, or a slice of columns
             std::vector<float> numbers(rows.k);
             unpack_rows(rows.range(i * step, 1), numbers.data());
-            row = range_of_row<FromFloat32>(numbers.data(), rows.k, 1, true);
+            row = range_of_row<FromFloat32>(numbers.data(), rows.k, sums_squares);
         } else {
             row = range_of_numbers(rows, i * step, sums_squares);
         }

@@ -55,10 +55,24 @@ const Kernels& select_kernels() {
                         ". Unset it to use the first.");
 }
 
+// WHET_BFMMLA=1 selects AArch64's matrix products for bfloat16.
+Kernels choose_products(Kernels table) {
+    const char* wanted = std::getenv("WHET_BFMMLA");
+    if (wanted == nullptr || *wanted == '\0' || std::strcmp(wanted, "0") == 0) return table;
+    if (std::strcmp(wanted, "1") != 0 || table.linear_bfmmla == nullptr) {
+        throw VariableError("WHET_BFMMLA=" + std::string(wanted) +
+                            " is not available: it is 0, or 1 on processors of the "
+                            "instruction set neon_i8mm, and this one has " +
+                            table.isa + ". Unset it.");
+    }
+    table.linear_bf16 = table.linear_bfmmla;
+    return table;
+}
+
 }  // namespace
 
 const Kernels& kernels() {
-    static const Kernels& table = select_kernels();
+    static const Kernels table = choose_products(select_kernels());
     return table;
 }
 

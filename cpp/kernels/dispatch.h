@@ -30,7 +30,8 @@ struct Unit {
 const Unit* units(size_t& count);
 
 // The kernels, selected at the first call: WHET_ISA, or the first of units() that the processor supports.
-// Throws VariableError if this build or this processor does not support WHET_ISA.
+// With WHET_BFMMLA=1, linear_bf16 is linear_bfmmla. Throws VariableError if this build or this processor does not
+// support WHET_ISA or WHET_BFMMLA.
 const Kernels& kernels();
 
 }  // namespace whet

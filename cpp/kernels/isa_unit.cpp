@@ -15,6 +15,7 @@
 #include "kernels/gemv.h"
 #include "kernels/group_advantages.h"
 #include "kernels/linear.h"
+#include "kernels/linear_bfmmla.h"
 #include "kernels/linear_quantised.h"
 #include "kernels/lora.h"
 #include "kernels/norm.h"

@@ -383,7 +383,7 @@ double time_with_slow_thread(const TracedJob& job) {
 std::vector<TracedJob> trace_step(Engine& s) {
     begin_job_trace(2);
     s.step();
-    return end_job_trace();
+    return end_job_trace().jobs;
 }
 
 // The time of a step with a slow thread, divided by its time if all work were divided ideally.

@@ -57,6 +57,10 @@ void test_linear(WeightFormat format, const char* name, size_t m, size_t n, size
     std::vector<float> y(m * n);
     whet::linear(packed, x.data(), false, k, m, nullptr, y.data(), n);
     add_to_hash(y);
+    std::vector<float> single(n);
+    whet::linear(packed, x.data() + (m - 1) * k, false, k, 1, nullptr, single.data(), n);
+    expect(std::equal(single.begin(), single.end(), y.end() - static_cast<ptrdiff_t>(n)),
+           "%s, %zu x %zu x %zu: a row does not depend on its neighbours", name, m, n, k);
     for (size_t i = 0; i < m; ++i) {
         for (size_t j = 0; j < n; ++j) {
             double expected = 0.0, size = 0.0;

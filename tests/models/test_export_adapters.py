@@ -1,4 +1,4 @@
-"""Adapters as GGUF files: llama.cpp's results with them and the model's file, against the merged model."""
+"""Adapters exported as GGUF: with the base model's file, llama.cpp computes the merged model's logits."""
 
 from __future__ import annotations
 

@@ -57,12 +57,17 @@ def test_features_match_the_processor(architecture, tmp_path):
 PROCESSORS = {"cortex-a72": "neon", "cortex-a76": "neon_dot", "max,sve=off,sme=off": "neon_i8mm"}
 
 
-def build(folder: Path, *options: str | Path, target: str = "all") -> None:
-    cmake = shutil.which("cmake") or str(Path(sys.executable).parent / "cmake")
+CMAKE = shutil.which("cmake") or str(Path(sys.executable).parent / "cmake")
+
+
+def configure(folder: Path, *options: str | Path) -> None:
     options = ("-DWHET_PYTHON=OFF", "-DWHET_CPP_TESTS=ON", *options)
-    subprocess.run([cmake, "-S", ROOT, "-B", folder, *options], check=True, capture_output=True, timeout=300)
-    command = [cmake, "--build", folder, "--target", target, "-j", "2"]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    subprocess.run([CMAKE, "-S", ROOT, "-B", folder, *options], check=True, capture_output=True, timeout=300)
+
+
+def build(folder: Path, target: str = "all") -> None:
+    command = [CMAKE, "--build", folder, "--target", target, "-j", "2"]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=3600)
     assert built.returncode == 0, built.stdout[-3000:]
 
 
@@ -75,13 +80,14 @@ def run(*command: str | Path) -> str:
 @pytest.fixture(scope="module")
 def aarch64_tests(tmp_path_factory):
     folder = tmp_path_factory.mktemp("aarch64")
-    build(
+    configure(
         folder,
         f"-DCMAKE_CXX_COMPILER={COMPILERS['aarch64']}",
         "-DCMAKE_SYSTEM_NAME=Linux",
         "-DCMAKE_SYSTEM_PROCESSOR=aarch64",
         "-DCMAKE_EXE_LINKER_FLAGS=-static",
     )
+    build(folder)
     # Kernels allocate nothing, so allocation_test runs only on the native instruction set; its thousands of threads
     # would take ten minutes in an emulator.
     programs = {each.name: each for each in folder.glob("*_test*") if each.is_file() and not each.suffix}
@@ -104,10 +110,32 @@ def test_cpp_tests_pass_on_aarch64(processor, aarch64_tests):
 
 @pytest.mark.needs("aarch64")
 def test_products_have_the_same_bits_on_x86_and_aarch64(aarch64_tests, tmp_path):
-    build(tmp_path, f"-DCMAKE_CXX_COMPILER={COMPILERS['x86_64']}", target="linear_test")
-    (expected,) = re.findall("^results: .*$", run(tmp_path / "linear_test"), re.MULTILINE)
+    folder = ROOT / "build" / "release"  # in which make cpp-test-release compiles the tests
+    if not (folder / "linear_test").exists():
+        configure(folder := tmp_path, f"-DCMAKE_CXX_COMPILER={COMPILERS['x86_64']}")
+    build(folder, "linear_test")
+    expected = results_of(run(folder / "linear_test"))
     for processor in PROCESSORS:
-        assert expected in run("qemu-aarch64-static", "-cpu", processor, aarch64_tests["linear_test"]), processor
+        emulated = run("qemu-aarch64-static", "-cpu", processor, aarch64_tests["linear_test"])
+        assert results_of(emulated) == expected, processor
+
+
+@pytest.mark.needs("aarch64")
+def test_matrix_products_of_bfloat16_have_other_bits(aarch64_tests):
+    """WHET_BFMMLA=1 selects them, and is refused where they are missing."""
+    program = aarch64_tests["linear_test"]
+    for processor, unit in PROCESSORS.items():
+        printed = run("qemu-aarch64-static", "-cpu", processor, "-E", "WHET_BFMMLA=1", program)
+        if unit == "neon_i8mm":
+            assert "0 failures" in printed
+            assert results_of(printed) != results_of(run("qemu-aarch64-static", "-cpu", processor, program))
+        else:
+            assert "WHET_BFMMLA=1 is not available" in printed and f"this one has {unit}." in printed
+
+
+def results_of(printed: str) -> str:
+    (hash,) = re.findall("^results: (.*)$", printed, re.MULTILINE)
+    return hash
 
 
 # Instructions of the loop over blocks, as compiled by clang-19, by format and rows of a tile.

@@ -59,17 +59,21 @@ test("sampling ends with the stop tokens of the generation config and the tokeni
   assert.deepEqual([tokens, finish], [[stop], "stop"]);
 });
 
-test("weights that are not finite are rejected", async () => {
+test("weights that their format cannot represent are rejected", async () => {
   const given = whole["model.safetensors"];
   const headerBytes = Number(given.readBigUInt64LE());
   const name = "model.layers.1.mlp.down_proj.weight";
   const { dtype, data_offsets: [begin, end] } = JSON.parse(given.subarray(8, 8 + headerBytes))[name];
   assert.equal(dtype, "F32");
-  const load = (value) => {
+  const load = (value, weights) => {
     const bytes = Buffer.from(given);
     for (let at = begin; at < end; at += 4) bytes.writeFloatLE(value, 8 + headerBytes + at);
-    return Engine.load({ files: { ...whole, "model.safetensors": bytes } }, { threads: 1 }).then((engine) => engine.close());
+    return Engine.load({ files: { ...whole, "model.safetensors": bytes } }, { threads: 1, weights }).then((engine) => engine.close());
   };
+  await assert.rejects(load(1e38, "q8_0"), mentions("Engine.load", name, "1.000e+38", "q8_0", "bf16"));
+  await assert.rejects(load(-1e-9, "q8_0"), mentions("Engine.load", name, "100%", "q8_0", "1.000e-9"));
+  await assert.rejects(load(3.4028234e38, "bf16"), mentions("Engine.load", name, "3.403e+38", "bf16", "float32"));
+  for (const [value, weights] of [[1e38, "bf16"], [1e-9, "int8"], [3.4028234e38, "float32"]]) await load(value, weights);
   for (const value of [NaN, -Infinity]) await assert.rejects(load(value), mentions("Engine.load", name, "NaN or infinity"));
 });
 

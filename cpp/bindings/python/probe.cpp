@@ -246,7 +246,10 @@ void bind_probe(nb::module_& m) {
     m.def("fma_rate", &fma_rate_of);
     m.def("evict", &evict);
     m.def("begin_job_trace", &begin_job_trace);
-    m.def("end_job_trace", &end_job_trace);
+    m.def("end_job_trace", [] {
+        const JobTrace trace = end_job_trace();
+        return nb::make_tuple(trace.jobs, trace.clock_s);
+    });
 }
 
 }  // namespace whet

@@ -98,15 +98,22 @@ WHET_EXPORT(add_vector) void add_vector(const char* slot, size_t size, size_t n)
 }
 WHET_EXPORT(allocate_weights) void allocate_weights() { weights->allocate(); }
 
-// Packs rows of `width` elements. Returns false if an element is NaN or infinite.
+// Packs rows of `width` elements, unless one is beyond the range of its format. Returns the PackingLoss as doubles.
 WHET_EXPORT(pack)
-bool pack(const char* slot, size_t size, size_t first, int type, const void* data, size_t n, size_t width,
-          ptrdiff_t row_stride, ptrdiff_t column_stride) {
+const double* pack(const char* slot, size_t size, size_t first, int type, const void* data, size_t n, size_t width,
+                   ptrdiff_t row_stride, ptrdiff_t column_stride) {
     const auto stored = static_cast<StoredType>(type);
     const StoredRows rows{stored, data, n, traits(stored).row_length(width), row_stride, column_stride};
-    if (!is_finite(rows)) return false;
-    weights->pack({slot, size}, first, rows);
-    return true;
+    const PackingLoss loss = weights->measure_loss({slot, size}, first, rows);
+    if (loss.largest <= loss.limit) weights->pack({slot, size}, first, rows);
+    static double numbers[] = {
+#define LOSS(field) 0.0,
+#include "bindings/fields.def"
+    };
+    size_t i = 0;
+#define LOSS(field) numbers[i++] = static_cast<double>(loss.field);
+#include "bindings/fields.def"
+    return numbers;
 }
 
 WHET_EXPORT(begin_engine) void begin_engine(size_t kv_bytes, size_t max_batch, size_t chunk, bool bf16_cache) {

@@ -24,6 +24,7 @@ from typing import Any
 
 from whet import __version__
 from whet.errors import DEPENDENCIES, RankError, RewardError, WhetError, WhetValueError, check_installed
+from whet.system.openmp import wait_passively
 from whet.training.launch import end_ranks, end_with_launcher, is_reported_elsewhere, start_ranks
 
 _USAGE = """\
@@ -197,9 +198,7 @@ def _replace_unencodable_characters() -> None:
 def _run(argv: list[str]) -> int:
     command, rest = (argv[0], argv[1:]) if argv else ("--help", [])
     if command != "bench":  # which measures every library in its default settings
-        # torch's OpenMP threads spin at barriers: if another program competes for a core, a step of a small model takes
-        # 5 to 40 times as long. Passive waiting has no measurable cost for a small model.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        wait_passively()
     if command in ("-h", "--help"):
         print(_usage(), end="")
         return 0

@@ -25,7 +25,7 @@ from whet.models.export import Exported, export_gguf, read_adapters
 from whet.models.export_adapters import export_adapters
 from whet.models.formats import TABLE, FileType
 from whet.models.gguf_writer import Progress as ProgressCallback
-from whet.models.gguf_writer import check_place
+from whet.models.gguf_writer import check_destination
 from whet.models.slots import ModelSource
 from whet.models.sources.gguf_container import GGUFFile
 from whet.models.sources.pretrained import open_pretrained, read_model_config
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     where, output = "whet export", Path(options.output)
     companions = {"README.md": options.card, "Modelfile": options.modelfile}
     for path in (output, *(output.parent / name for name, is_requested in companions.items() if is_requested)):
-        check_place(path, options.overwrite, where)
+        check_destination(path, options.overwrite, where)
     model, adapter = resolve_adapter(options.model, options.adapter, where)
     opened = find_model(model, where)
     source = open_pretrained(opened)

@@ -15,7 +15,7 @@ from whet.models.architecture import ModelConfig
 from whet.models.families import FAMILIES, model_config
 from whet.models.formats import FILE_TYPES, Mixture, file_format
 from whet.models.gguf_keys import Keys, architecture_of, as_stored, check_keys, make_keys, window_note
-from whet.models.gguf_writer import Progress, Tensor, check_place, read_encoded_metadata, write_gguf
+from whet.models.gguf_writer import Progress, Tensor, check_destination, read_encoded_metadata, write_gguf
 from whet.models.row_reader import RowReader
 from whet.models.slots import (
     LoRA,
@@ -86,7 +86,7 @@ def export_gguf(
     """
     where = f'export_gguf("{path}")'
     mixture = find_mixture(quantize, where)
-    check_place(Path(path), overwrite, where)
+    check_destination(Path(path), overwrite, where)
     if not isinstance(model, GGUFFile) and Path(model).is_file():
         model = read_gguf(Path(model), f'open_gguf("{model}")')
     opened = open_pretrained(model) if source is None else source

@@ -19,7 +19,7 @@ from whet.models.export import Exported, count_formats, find_mixture
 from whet.models.families import FAMILIES
 from whet.models.formats import TABLE
 from whet.models.gguf_keys import architecture_of
-from whet.models.gguf_writer import Progress, Tensor, check_place, write_gguf
+from whet.models.gguf_writer import Progress, Tensor, check_destination, write_gguf
 from whet.models.row_reader import adapters_of, encode, slot_rows
 from whet.models.slots import LoRA, ModelSource, ModuleSpec, factor_values, iter_locations
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
@@ -56,7 +56,7 @@ def export_adapters(
     mixture = find_mixture(quantize, where)
     if not TABLE[mixture.base].is_float:
         raise WhetValueError(f"{where}: quantize is {quantize!r}, and adapters are floats: expected f32, f16 or bf16.")
-    check_place(Path(path), overwrite, where)
+    check_destination(Path(path), overwrite, where)
     if not isinstance(model, GGUFFile) and Path(model).is_file():
         model = read_gguf(Path(model), f'open_gguf("{model}")')
     options = read_model_config(model, where)

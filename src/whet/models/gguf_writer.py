@@ -38,7 +38,7 @@ class Tensor(NamedTuple):
     Attributes:
         name: name in the file.
         format: a name in ``formats.TABLE``.
-        shape: in numbers, row-major.
+        shape: row-major, in weights, not in blocks.
         chunks: yields its rows in chunks, encoded in ``format``.
     """
 
@@ -84,7 +84,7 @@ def write_gguf(
         DiskFullError: the disk is full.
     """
     path = Path(path)
-    check_place(path, overwrite, where)
+    check_destination(path, overwrite, where)
     keys = [_text(key) + encode_value(key, value, where) for key, value in metadata.items()]
     infos, offset = [], 0
     for tensor in tensors:
@@ -108,7 +108,7 @@ def write_gguf(
     return total
 
 
-def check_place(path: Path, overwrite: bool, where: str) -> None:
+def check_destination(path: Path, overwrite: bool, where: str) -> None:
     """Check that ``path`` can be written, before anything is read.
 
     Raises:
@@ -171,7 +171,7 @@ def encode_value(key: str, value: Any, where: str = "encode_value") -> bytes:
 
 
 def read_encoded_metadata(data: np.ndarray) -> dict[str, Encoded]:
-    """Return key -> encoded value, to be copied, of a file's bytes that ``parse_gguf`` has accepted."""
+    """Return the encoded metadata of a file that ``parse_gguf`` has accepted, by key, to copy it to another file."""
     memory = data.data
     version, _, n_keys = struct.unpack_from("<IQQ", memory, 4)
     assert version in (2, 3)

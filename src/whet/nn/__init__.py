@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from whet.errors import MissingExtraError
+from whet.system.openmp import wait_passively
 
 try:
+    wait_passively()  # read when torch is loaded
     import torch  # noqa: F401
 except ImportError as error:
     raise MissingExtraError("whet.nn", "torch", "train") from error

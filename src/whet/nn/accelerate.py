@@ -10,10 +10,10 @@ How a packed batch gets through a Hugging Face forward:
 
     PackedBatch (N tokens: prompts once, completions after them)      learner/batch.py
       | Acceleration.hidden_states: input_ids (1, N), position_ids (1, N),
-      | attention_mask = a (1, 1, 1, 1) NaN tensor with the attribute ``whet_batch``   _wrap_batch
+      | attention_mask = a (1, 1, 1, 1) NaN tensor with the attribute ``whet_batch``   wrap_batch
       v
     the model's own decoder.forward, which passes a 4-D mask on unchanged
-      | embedding, norms, MLPs: one row per token, no sequences         _embedding, _rms_norm, _swiglu, _linear
+      | embedding, norms, MLPs: one row per token, no sequences         nn/forwards.py
       | attention: finds the batch in the mask                          _unwrap_batch
       |   _attention, _gptj_attention: q, k, v, RoPE and the kernel in place of the module's forward
       |   _attention_interface: other modules, which look up attention functions by name
@@ -27,7 +27,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -40,16 +40,28 @@ from whet.errors import WhetTypeError, WhetValueError, check_choice
 from whet.learner.batch import PackedBatch
 from whet.memory import tensor_memory
 from whet.models.families import FAMILIES, logits_scale, softcap
-from whet.models.sources.module_code import check_code, forward_code
+from whet.models.sources.module_code import check_code
 from whet.nn import functions
+from whet.nn.forwards import (
+    NAME,
+    check_master,
+    choose_forward,
+    get_activation,
+    is_gated,
+    is_legacy_gptj,
+    is_lora,
+    register,
+    split_adapters,
+    uses_attention_interface,
+    wrap_batch,
+)
 from whet.nn.frozen import FrozenLinear, FrozenWeight, check_trainable, special_adapters
 from whet.nn.linear_logprobs import Head
 from whet.nn.modules import inner_module, module_device
 from whet.nn.scratch import cast_weight, scratch_memory
-from whet.nn.threads import openmp_fork
+from whet.nn.threads import openmp_fork, warn_of_spinning
 from whet.signals import deferred_signals
 
-_NAME = "whet"
 _MAX_ROWS_ROUNDED_ON_LOAD = 32
 """Up to this many rows, rounding weights on load is faster than rounding the whole matrix first."""
 _accelerated: weakref.WeakKeyDictionary[nn.Module, Acceleration] = weakref.WeakKeyDictionary()
@@ -146,6 +158,9 @@ class Acceleration:
 
     Attributes:
         dtype: of products, torch.bfloat16 or torch.float32.
+        family: the model's family.
+        attention_softcap: bound of the attention scores; 0: none.
+        norm_offset: constant that the family adds to the weights of norms.
         in_place: whether backward passes add gradients of weights to ``.grad`` directly, bypassing autograd: faster,
             and correct for ``backward()``, but not for ``torch.autograd.grad``.
     """
@@ -168,11 +183,12 @@ class Acceleration:
         self._logits_scale = logits_scale(config, "accelerate")
         self._logits_softcap = softcap(config, "logits_softcap", "accelerate")
         self.attention_softcap = softcap(config, "attention_softcap", "accelerate")
-        self.norm_offset = FAMILIES[self._model.config.model_type].norm_offset
+        self.family = FAMILIES[self._model.config.model_type]
+        self.norm_offset = self.family.norm_offset
         self._head: Head | None = None
         self._packed = False
         self._originals: list[tuple[nn.Module, str, Any]] = []
-        _register()
+        register()
         _core.keep_freed_memory()
 
     def install(self) -> None:
@@ -181,16 +197,17 @@ class Acceleration:
             raise WhetValueError("accelerate: the model is accelerated already. Call remove() on that Acceleration.")
         self._check_modules()
         _warn_of_special_adapters(self._model)
+        warn_of_spinning()
         _accelerated[self._model] = self
         try:
             for module in self._model.modules():
-                forward = self._choose_forward(module)
+                forward = choose_forward(self, module)
                 if forward is not None:
                     self._replace(module, "forward", forward)
-                if _uses_attention_interface(module):
+                if uses_attention_interface(module):
                     # On a copy of the config, which may be shared with another model.
                     config = copy.copy(module.config)
-                    config._attn_implementation = _NAME
+                    config._attn_implementation = NAME
                     self._replace(module, "config", config)
             _core.borrow_threads(openmp_fork())
         except BaseException:
@@ -231,7 +248,7 @@ class Acceleration:
             output = self._decoder(
                 input_ids=batch.input_ids[None],
                 position_ids=batch.position_ids[None],
-                attention_mask=_wrap_batch(batch),
+                attention_mask=wrap_batch(batch),
                 use_cache=False,
             )
         finally:
@@ -240,10 +257,10 @@ class Acceleration:
 
     def head(self) -> Head:
         """Return the LM head with its current weights and adapters."""
-        layer, adapters = _split_adapters(self._head_module)
+        layer, adapters = split_adapters(self._head_module)
         weight = None if isinstance(layer, FrozenLinear) else layer.weight
         if weight is not None:
-            _check_master(weight)
+            check_master(weight)
         head = self._head
         if head is None or head.weight is not weight or head.bias is not layer.bias:
             head = layer.head(self.dtype) if weight is None else _make_float_head(weight, layer.bias, self.dtype)
@@ -284,7 +301,7 @@ class Acceleration:
 
     def product(self, module: Any, x: Tensor) -> functions.Product | None:
         """Return a linear layer and its active LoRA adapters as a ``Product``; None if another path computes it."""
-        layer, adapters = _split_adapters(module)
+        layer, adapters = split_adapters(module)
         if adapters is None:
             return None
         if isinstance(layer, FrozenLinear):
@@ -292,7 +309,7 @@ class Acceleration:
         by_columns = type(layer).__name__ == "Conv1D"
         if not (by_columns or type(layer) is nn.Linear) or self.can_round_on_load(x, layer):
             return None
-        _check_master(layer.weight)
+        check_master(layer.weight)
         weight = layer.weight.t() if by_columns else layer.weight
         master = weight if layer.weight.requires_grad else None
         return functions.Product(partial(cast_weight, weight, self.dtype), layer.bias, adapters, master)
@@ -309,40 +326,12 @@ class Acceleration:
                 bypassed.update(_bypassed_submodules(module))
             elif kind == "ParamWrapper":
                 raise WhetValueError(f"accelerate: {name} has PEFT's target_parameters. Pass target_modules.")
-            elif kind.endswith("Attention") and not (_uses_attention_interface(module) or _is_legacy_gptj(module)):
+            elif kind.endswith("Attention") and not (uses_attention_interface(module) or is_legacy_gptj(module)):
                 raise WhetValueError(
                     f"accelerate: {kind} of the installed transformers does not support custom attention functions. "
                     f"Install a newer one."
                 )
         check_code(named, "accelerate", bypassed)
-
-    def _choose_forward(self, module: nn.Module) -> Callable[..., Any] | None:
-        """Return the function that replaces a module's forward; None: the forward stays."""
-        kind = type(module).__name__
-        if type(module) in (FrozenLinear, nn.Linear) or kind == "Conv1D" or _is_lora(module):
-            return partial(_linear, self, module, module.forward)
-        if type(module) is nn.Embedding and module.max_norm is None and not module.scale_grad_by_freq:
-            return partial(_embedding, self, module)
-        if kind.endswith("RMSNorm"):
-            return partial(_rms_norm, self, module)
-        if _is_gated(module) and _is_silu(_get_activation(module)):
-            return partial(_swiglu_fused if hasattr(module, "gate_up_proj") else _swiglu, self, module)
-        if _is_legacy_gptj(module):
-            return partial(_gptj_attention, self, module, module.forward)
-        if kind.endswith("Attention") and hasattr(module, "q_proj"):
-            family = FAMILIES[self._model.config.model_type]
-            if family.rope == "neox" and not family.partial_rotary and not getattr(module, "residual_dropout", 0):
-                return partial(_attention, self, module, module.forward)
-        return None
-
-
-def _check_master(weight: Tensor) -> None:
-    """Raise a WhetValueError if a weight is no longer float32 on the CPU."""
-    if weight.dtype != torch.float32 or weight.device.type != "cpu":
-        raise WhetValueError(
-            f"accelerate: a weight of shape {tuple(weight.shape)} has become {weight.dtype} on {weight.device}, "
-            "expected float32 on the CPU. Call remove() before the model is converted, or convert it back."
-        )
 
 
 def _make_float_head(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Head:
@@ -352,32 +341,9 @@ def _make_float_head(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) ->
     return Head(rows, (weight.shape[0], weight.shape[1]), bias, dtype, weight)
 
 
-def _uses_attention_interface(module: nn.Module) -> bool:
-    """Whether an attention module looks up its function by the config's ``_attn_implementation``."""
-    return (
-        type(module).__name__.endswith("Attention")
-        and hasattr(getattr(module, "config", None), "model_type")
-        and "ALL_ATTENTION_FUNCTIONS" in forward_code(module).co_names
-    )
-
-
-def _is_legacy_gptj(module: nn.Module) -> bool:
-    """Whether this is GPT-J's attention of transformers before 5.24, which does not look up a function."""
-    return type(module).__name__ == "GPTJAttention" and hasattr(module, "embed_positions")
-
-
-def _is_gated(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("MLP") and (hasattr(module, "gate_proj") or hasattr(module, "gate_up_proj"))
-
-
-def _get_activation(module: Any) -> Any:
-    """Return the activation of an MLP; None if it has another name."""
-    return getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
-
-
 def _bypassed_submodules(module: Any) -> Iterator[nn.Module]:
     """Return the modules that the kernels do not call: those inside a LoRA layer, the activation of a gated MLP."""
-    inside = list(module.children()) if _is_lora(module) else [_get_activation(module)] if _is_gated(module) else []
+    inside = list(module.children()) if is_lora(module) else [get_activation(module)] if is_gated(module) else []
     return (member for outer in inside if isinstance(outer, nn.Module) for member in outer.modules())
 
 
@@ -392,7 +358,7 @@ def _find_head(inner: Any) -> tuple[nn.Module, Any]:
             f"accelerate: model_type is {family!r}; the kernels support {', '.join(sorted(FAMILIES))}."
         )
     head, decoder = inner.get_output_embeddings(), getattr(inner, FAMILIES[family].prefix.removesuffix("."), None)
-    layer = head.base_layer if _is_lora(head) and not special_adapters(head) else head
+    layer = head.base_layer if is_lora(head) and not special_adapters(head) else head
     if type(layer) not in (nn.Linear, FrozenLinear) or decoder is None or decoder is inner:
         raise WhetValueError(
             f"accelerate: {type(inner).__name__} has no plain linear head over a decoder. Pass a causal language model."
@@ -410,226 +376,15 @@ def _find_head(inner: Any) -> tuple[nn.Module, Any]:
     return decoder, head
 
 
-def _is_silu(activation: Any) -> bool:
-    return isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
-
-
-# --- replacements of a module's forward ---------------------------------------------------------------------
-
-
-def _embedding(acceleration: Acceleration, module: Any, input: Tensor) -> Tensor:
-    return functions.embedding(input, module.weight, module.padding_idx, acceleration.in_place)
-
-
-def _linear(
-    acceleration: Acceleration, module: Any, original: Callable[..., Any], x: Tensor, *args: Any, **options: Any
-) -> Tensor:
-    product = None if args or options else acceleration.product(module, x)  # options: PEFT's adapter_names, ...
-    if product is not None:
-        return functions.linears(x, [product], acceleration.dtype, acceleration.in_place)[0]
-    if args or options or _is_lora(module):
-        return original(x, *args, **options)
-    return functions.rounded_linear(x, module.weight, module.bias, by_columns=type(module) is not nn.Linear)
-
-
-def _is_lora(module: Any) -> bool:
-    """Whether this is PEFT's LoRA around a linear layer."""
-    kind = type(module)
-    return kind.__name__ == "Linear" and kind.__module__ == "peft.tuners.lora.layer"
-
-
-def _split_adapters(module: Any) -> tuple[Any, tuple[functions.Adapter, ...] | None]:
-    """Return a linear layer and the active adapters of PEFT's layer around it; None: only PEFT can compute them."""
-    if not _is_lora(module):
-        return module, ()
-    if module.disable_adapters and module.merged:
-        module.unmerge()  # as PEFT's own forward does
-    if module.disable_adapters or module.merged:
-        return module.base_layer, ()
-    if special_adapters(module):
-        return module.base_layer, None
-    names = [name for name in module.active_adapters if name in module.lora_A]
-    return module.base_layer, tuple(
-        functions.Adapter(
-            module.lora_A[name].weight,
-            module.lora_B[name].weight,
-            module.scaling[name],
-            getattr(module.lora_dropout[name], "p", 0.0) if module.training else 0.0,
-        )
-        for name in names
-    )
-
-
 def _has_hooks(module: Any) -> bool:
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(module, name) for name in names)
 
 
 def _warn_of_special_adapters(model: nn.Module) -> None:
-    kinds = {kind: None for module in model.modules() if _is_lora(module) for kind in special_adapters(module)}
+    kinds = {kind: None for module in model.modules() if is_lora(module) for kind in special_adapters(module)}
     if kinds:
         warnings.warn(
             f"accelerate: PEFT computes {', '.join(kinds)}, which is slower and takes more memory than plain LoRA.",
             stacklevel=4,
         )
-
-
-def _rms_norm(acceleration: Acceleration, module: Any, hidden_states: Tensor) -> Tensor:
-    _check_master(module.weight)
-    eps = getattr(module, "variance_epsilon", None) or module.eps
-    weight = module.weight + acceleration.norm_offset if acceleration.norm_offset else module.weight
-    return functions.rms_norm(hidden_states, weight, eps, acceleration.dtype)
-
-
-def _swiglu(acceleration: Acceleration, module: Any, x: Tensor) -> Tensor:
-    return module.down_proj(functions.swiglu(*acceleration.linears(x, module.gate_proj, module.up_proj)))
-
-
-def _swiglu_fused(acceleration: Acceleration, module: Any, hidden_states: Tensor) -> Tensor:
-    return module.down_proj(functions.swiglu(*module.gate_up_proj(hidden_states).chunk(2, dim=-1)))
-
-
-def _reject_dropout(dropout: float) -> None:
-    if dropout:
-        raise WhetValueError(
-            f"accelerate: attention dropout is {dropout}, which packed attention does not support. Call model.eval(), "
-            "or set it to 0 in the config."
-        )
-
-
-def _wrap_batch(batch: PackedBatch) -> Tensor:
-    """Return a mask that carries the batch to every attention module: models pass 4-D masks on unchanged."""
-    mask = torch.full((1, 1, 1, 1), torch.nan)  # an attention that adds the mask returns NaN, which is noticed
-    mask.whet_batch = batch  # pyright: ignore[reportAttributeAccessIssue]
-    return mask
-
-
-def _unwrap_batch(attention_mask: Tensor | None) -> PackedBatch | None:
-    return getattr(attention_mask, "whet_batch", None)
-
-
-def _attention(
-    acceleration: Acceleration,
-    module: Any,
-    original: Callable[..., Any],
-    hidden_states: Tensor,
-    position_embeddings: Any = None,
-    attention_mask: Any = None,
-    *args: Any,
-    **options: Any,
-) -> Any:
-    """Attention of a packed batch with separate projections and NeoX RoPE (Llama, Mistral, Qwen)."""
-    batch = _unwrap_batch(attention_mask)
-    if batch is None:
-        return original(hidden_states, position_embeddings, attention_mask, *args, **options)
-    _reject_dropout(module.attention_dropout if module.training else 0.0)
-    q, k, v = _project(acceleration, module, hidden_states)
-    if hasattr(module, "q_norm"):
-        q, k = _norm_heads(module.q_norm, q), _norm_heads(module.k_norm, k)
-    if getattr(module, "use_rope", True):
-        table = _rope_table(*position_embeddings)
-        q, k = functions.rope(q, table), functions.rope(k, table)
-    window = getattr(module, "sliding_window", None)
-    if FAMILIES[module.config.model_type].window == "all":
-        window = module.config.sliding_window
-    out = functions.attention(q, k, v, batch, module.scaling, window, acceleration.attention_softcap)
-    return module.o_proj(out.view(1, len(q), -1)), None
-
-
-def _norm_heads(norm: Any, heads: Tensor) -> Tensor:
-    """Norm each head, or all heads together if the norm's weight spans them."""
-    if norm.weight.shape[0] == heads.shape[-1]:
-        return norm(heads)
-    return norm(heads.reshape(len(heads), -1)).view(heads.shape)
-
-
-def _rope_table(cos: Any, sin: Tensor) -> Tensor:
-    """Return the cosines and sines of a packed batch, (N, R): one tensor, which all layers save for their backward."""
-    if not hasattr(cos, "whet_table"):
-        half = cos.shape[-1] // 2
-        cos.whet_table = torch.cat((cos[0, :, :half], sin[0, :, :half]), 1).float()
-    return cos.whet_table
-
-
-def _gptj_attention(
-    acceleration: Acceleration,
-    module: Any,
-    original: Callable[..., Any],
-    hidden_states: Tensor,
-    layer_past: Any = None,
-    attention_mask: Any = None,
-    position_ids: Any = None,
-    *args: Any,
-    **options: Any,
-) -> Any:
-    """Attention of a packed batch with RoPE over neighbouring pairs (GPT-J)."""
-    batch = _unwrap_batch(attention_mask)
-    if batch is None:
-        return original(hidden_states, layer_past, attention_mask, position_ids, *args, **options)
-    _reject_dropout(module.attn_dropout.p if module.training else 0.0)
-    q, k, v = _project(acceleration, module, hidden_states)
-    sin, cos = module.embed_positions[position_ids[0]].chunk(2, dim=1)
-    table = torch.cat((cos, sin), 1).float()
-    q, k = (functions.rope(x, table, is_neox=False) for x in (q, k))
-    out = functions.attention(q, k, v, batch, module.head_dim**-0.5, None)
-    return module.resid_dropout(module.out_proj(out.view(1, len(q), -1))), None
-
-
-def _project(acceleration: Acceleration, module: Any, hidden_states: Tensor) -> list[Tensor]:
-    """Return query, key and value of a packed batch: (N, heads, head_dim) each."""
-    parts = acceleration.linears(hidden_states, module.q_proj, module.k_proj, module.v_proj)
-    return [part.view(part.shape[1], -1, module.head_dim) for part in parts]
-
-
-def _attention_interface(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, scaling: Any = None,
-    sliding_window: int | None = None, dropout: float = 0.0, softcap: float | None = None, **options: Any,
-) -> Any:  # fmt: skip
-    """Attention function with the signature of transformers, for (1, heads, tokens, head_dim)."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    batch = _unwrap_batch(attention_mask)
-    if batch is None:
-        query, key = query.to(value.dtype), key.to(value.dtype)
-        if softcap is not None:
-            return _softcap_attention(query, key, value, attention_mask, dropout, scaling, softcap), None
-        return sdpa_attention_forward(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            sliding_window=sliding_window,
-            **options,
-        )
-    _reject_dropout(dropout)
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-    return functions.attention(q, k, v, batch, scale, sliding_window, softcap or 0.0)[None], None
-
-
-def _softcap_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scaling: float | None, cap: float
-) -> Tensor:
-    """Attention with soft-capped scores, which torch's function does not support: (1, tokens, heads, head_dim)."""
-    n_queries, n_keys, group = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    scores = cap * torch.tanh(query @ key.transpose(2, 3) * (scale / cap))
-    if mask is None:  # sdpa_mask returns None for a whole sequence, and for one token that attends to all keys
-        mask = torch.ones(n_queries, n_keys, dtype=torch.bool).tril_() if n_queries > 1 else None
-    if mask is not None:  # bool or additive, depending on the model's own config
-        mask = mask[..., :n_keys]
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).nan_to_num(0.0).to(value.dtype)
-    return (torch.dropout(weights, dropout, train=dropout > 0) @ value).transpose(1, 2).contiguous()
-
-
-def _register() -> None:
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention_interface)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, sdpa_mask)

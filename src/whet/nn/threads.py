@@ -9,15 +9,30 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
+import warnings
 
 import torch
 
 from whet.system.machine import mapped_files
+from whet.system.openmp import may_spin
+
+_MANY_THREADS = 8
 
 
 def openmp_fork() -> int:
     """Return the address of ``GOMP_parallel`` in torch's OpenMP runtime; 0 with one thread or without OpenMP."""
     return _fork_of_torch() if torch.get_num_threads() > 1 else 0
+
+
+def warn_of_spinning() -> None:
+    """Warn if torch computes on many OpenMP threads that spin; measured in docs/performance.md."""
+    n = torch.get_num_threads()
+    if n > _MANY_THREADS and _fork_of_torch() and may_spin():
+        warnings.warn(
+            f"accelerate: torch's {n} OpenMP threads spin at barriers; on virtual processors, a step can take five "
+            "times as long. Set OMP_WAIT_POLICY=PASSIVE before torch is imported, or import whet.nn first.",
+            stacklevel=4,
+        )
 
 
 @functools.cache

@@ -151,8 +151,8 @@ def trace_jobs(call: Callable[[], object], threads: int) -> Trace:
         call()
     finally:
         elapsed_s = time.process_time() - started_s
-        jobs = _core.end_job_trace()
-    return Trace(jobs, elapsed_s - sum(map(sum, jobs)))
+        jobs, clock_s = _core.end_job_trace()
+    return Trace(jobs, elapsed_s - clock_s - sum(map(sum, jobs)))
 
 
 def _size(function: str, n_bytes: Any) -> int:

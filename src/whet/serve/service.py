@@ -30,10 +30,10 @@ class Prompt:
 
     Attributes:
         token_ids: the prompt.
-        text: of the prompt, for ``echo``.
+        text: the prompt's text, for ``echo``.
         choices: samples.
-        logprobs: of the prompt's tokens, if they were asked for; the first is None.
-        alternatives: the most probable tokens at the place of each prompt token, if they were asked for.
+        logprobs: log-probs of the prompt's tokens, if requested; the first is None.
+        alternatives: the most probable tokens in place of each prompt token, if requested.
         n_cached: prompt tokens found in the prefix cache.
         fingerprint: of the weights that sample it; "": it waits.
     """
@@ -57,7 +57,7 @@ class Part(NamedTuple):
 
     Attributes:
         prompt: the prompt of the choice.
-        choice: with all tokens so far.
+        choice: the choice, with all its tokens so far.
         start: the first new token.
         text: the new text.
     """
@@ -73,8 +73,8 @@ class Service:
 
     Args:
         model: the served model.
-        loop: steps its engine.
-        metrics: counts complete requests.
+        loop: steps the model's engine.
+        metrics: counts completed requests.
     """
 
     def __init__(self, model: ServedModel, loop: EngineLoop, metrics: Metrics) -> None:
@@ -113,14 +113,13 @@ class Service:
 
         Args:
             prompts: receive the results.
-            sampling: of each prompt; None: nothing is sampled, and its choices are empty.
+            sampling: settings of each prompt; None: nothing is sampled, and its choices are empty.
             n: choices per prompt.
             model: name of the model or adapter.
-            n_scored: alternatives of each prompt token whose log-probs are computed, before the first part; None: no
-                log-probs of prompts.
-            shown: special token -> its text in the choices; others have none.
-            constrain: makes the constraint of a choice; None: there is none.
-            streams: whether parts are yielded as they are sampled; otherwise there is one per choice.
+            n_scored: alternatives per prompt token; prompts are scored before the first part. None: they are not.
+            shown: texts of the special tokens that appear in choices, by id; other special tokens are dropped.
+            constrain: creates the constraint of a choice; None: choices are unconstrained.
+            streams: whether parts are yielded as they are sampled; otherwise each choice is one part.
 
         Raises:
             ApiError: 429: the queue is full; 400: the engine refuses a prompt.

@@ -129,6 +129,12 @@ export class Core {
     return Object.fromEntries(names.map((name, i) => [name, values[i]])) as Record<K, number>;
   }
 
+  /** Read named doubles. */
+  doubles<K extends string>(names: readonly K[], at: number): Record<K, number> {
+    const values = new Float64Array(this.memory.buffer, at >>> 0, names.length);
+    return Object.fromEntries(names.map((name, i) => [name, values[i]])) as Record<K, number>;
+  }
+
   /** Return the text that the last call left in the core's result buffer. */
   result(): string {
     const at = this.call("result_data");

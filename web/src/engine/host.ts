@@ -1,92 +1,24 @@
 /** Host of the core in the engine's worker: loads a model into its memory and runs requests. */
 import { type Core, CoreError } from "../core/core.js";
-import { MissingFileError, OutOfMemoryError, WhetError } from "../core/errors.js";
+import { WhetError } from "../core/errors.js";
 import { encode } from "../core/fields.js";
 import { nProcessors, yieldToEventLoop } from "../core/port.js";
 import { startCore } from "../core/start.js";
 import { engineCalls, enums, promptFields, sampleFields } from "../facts.js";
-import { join, type ModelReader, openModel, readHeaders } from "../files/parts.js";
-import { closeAll, type DownloadOptions, type Range, type Reader, readRanges } from "../files/reader.js";
-import { type Files, isFolder, openRanges, openReader } from "../files/sources.js";
-import { encodeConfig, type Family, type ModelConfig, slots } from "../models/architecture.js";
+import { closeAll, type DownloadOptions, type Reader } from "../files/reader.js";
+import { type Files, isFolder, openReader } from "../files/sources.js";
 import type { Row } from "../learner/batch.js";
 import type { LearnerHost } from "../learner/host.js";
 import type { AdapterSettings, Example, LearnerInfo, LearnRequest } from "../learner/protocol.js";
 import type { LoraFactors } from "../models/adapters.js";
-import type { FolderReader } from "../models/folder.js";
-import { chooseFormats, type FormatSpan, isFloat, rowBytes, type StoredType, storedTypes, weightFormats } from "../models/formats.js";
-import { describeGguf } from "../models/gguf.js";
-import type { RowSlice } from "../models/slices.js";
 import type { TextStream, TokenTexts } from "../text/token_texts.js";
-import { type Message, type PromptOptions, TextTokenizer } from "../text/tokenizer.js";
+import type { Message, PromptOptions, TextTokenizer } from "../text/tokenizer.js";
 import { loadHf, loadLearner } from "./chunks.js";
-import type { Call, Estimate, Info, LoadOptions, Measure, Request, Token } from "./protocol.js";
+import { packWeights } from "./packing.js";
+import { checkMemory, describePlan, hasBf16Cache, makePlan, open, PAGE_TOKENS, type Plan } from "./plan.js";
+import type { Call, Info, LoadOptions, Measure, Request, Token } from "./protocol.js";
 
 const PREFILL_CHUNK = 64; // prompt tokens per step
-const DEFAULT_MAX_CONTEXT = 4096; // tokens
-const PAGE_TOKENS = 64;
-
-/** Description of a model, read from its files. */
-interface Model {
-  architecture: string;
-  config: ModelConfig;
-  family: Family;
-  slices: RowSlice[];
-  hasChatTemplate: boolean;
-  tokenizer(where: string): TextTokenizer;
-}
-
-/** A model with its weight formats. */
-interface Plan extends Model {
-  formats: Map<string, FormatSpan[]>;
-  types: Map<string, StoredType>;
-  /** Size of a page of the KV cache: PAGE_TOKENS tokens. */
-  pageBytes: number;
-}
-
-type Sized = Pick<Plan, "config" | "formats">;
-
-const BLOCK_BYTES = 1 << 20;
-
-/** Split a matrix into blocks of rows, which are read and packed one at a time: the head is a third of some files. */
-function splitRows(slice: RowSlice): RowSlice[] {
-  const { tensor, row, count, firstRow } = slice;
-  if (tensor.shape.length !== 2 || slice.isTransposed || slice.stride !== 1) return [slice];
-  const storedBytes = tensor.sizeBytes / tensor.shape[0];
-  const blockRows = Math.max(16, Math.floor(BLOCK_BYTES / storedBytes / 16) * 16);
-  return Array.from({ length: Math.ceil(count / blockRows) }, (_, i) => {
-    const n = Math.min(blockRows, count - i * blockRows);
-    const rows = { ...tensor, shape: [n, tensor.shape[1]], offset: tensor.offset + (row + i * blockRows) * storedBytes, sizeBytes: n * storedBytes };
-    return { ...slice, tensor: rows, row: 0, count: n, firstRow: firstRow + i * blockRows };
-  });
-}
-
-interface Block extends Range {
-  slices: RowSlice[];
-}
-
-/** Yield slices with the bytes of their tensors, in file order. */
-async function* readSlices(slices: RowSlice[], reader: Reader): AsyncGenerator<[RowSlice, Uint8Array]> {
-  const blocks: Block[] = [];
-  for (const slice of slices.flatMap(splitRows).sort((a, b) => a.tensor.offset - b.tensor.offset)) {
-    const begin = slice.tensor.offset;
-    const end = begin + slice.tensor.sizeBytes;
-    const last = blocks.at(-1);
-    // Contiguous tensors only, so that a block is within one file: every file begins with a header.
-    if (last !== undefined && begin <= last.end && (end <= last.end || end - last.begin <= BLOCK_BYTES)) {
-      last.slices.push(slice);
-      last.end = Math.max(last.end, end);
-    } else {
-      blocks.push({ begin, end, slices: [slice] });
-    }
-  }
-  for await (const [{ begin, slices }, bytes] of readRanges(reader, blocks)) {
-    for (const slice of slices) {
-      const at = slice.tensor.offset - begin;
-      yield [slice, bytes.subarray(at, at + slice.tensor.sizeBytes)];
-    }
-  }
-}
 
 export class Host {
   private readonly adapters = new Set<number>();
@@ -110,7 +42,7 @@ export class Host {
     const reader = await open(files, from, false);
     try {
       const { slices, ...plan } = await makePlan(core, reader, options, false, from.where);
-      const { config, formats, types } = plan;
+      const { config, formats } = plan;
       const maxBatch = options.maxBatch ?? 4;
       // One sequence of maxPosition tokens, and for every further sample its last prompt page and a new page.
       const kvBytes = options.kvBytes ?? plan.pageBytes * (Math.ceil(config.maxPosition / PAGE_TOKENS) + 2 * maxBatch);
@@ -118,14 +50,7 @@ export class Host {
       const n = build !== "plain" ? (options.threads ?? Math.max(1, Math.floor(nProcessors() / 2))) : 1;
       await Promise.all(Array.from({ length: n - 1 }, () => startThread(core, startWorker)));
       core.call("set_threads", n);
-      allocateWeights(core, config, formats);
-      for await (const [slice, stored] of readSlices(slices, reader)) {
-        if (from.signal.aborted) throw from.signal.reason;
-        const { offset, tensor } = slice;
-        const bytes = offset === 0 ? stored : new Uint8Array((await loadHf()).toFloats(stored, tensor, reader.name).map((x) => x + offset).buffer);
-        pack(core, slice, bytes, types, reader.name);
-        from.onProgress({ loadedBytes: tensor.offset + tensor.sizeBytes, totalBytes: reader.size, phase: "pack" });
-      }
+      await packWeights(core, { ...plan, slices }, reader, from);
       engineCalls.begin_engine(core, { kvBytes, maxBatch, chunk: PREFILL_CHUNK, bf16Cache: +hasBf16Cache(formats) });
       const info = {
         ...describePlan(plan),
@@ -397,136 +322,10 @@ export class Host {
   }
 }
 
-/** Return a model's size and memory from the headers of its files. */
-export async function estimate(files: Files, options: LoadOptions, from: DownloadOptions): Promise<Estimate> {
-  const { core } = await startCore(false, "Engine.estimate");
-  const reader = await open(files, from, true);
-  try {
-    const { slices, ...plan } = await makePlan(core, reader, options, true, from.where);
-    return { ...describePlan(plan), fileBytes: reader.size, weightsBytes: weightsBytesOf(core, plan), kvBytes: (plan.pageBytes / PAGE_TOKENS) * plan.config.maxPosition };
-  } finally {
-    await reader.close?.();
-  }
-}
-
-function weightsBytesOf(core: Core, { config, formats }: Sized): number {
-  const known = weightFormats(core);
-  let bytes = 0;
-  for (const [slot, shape] of slots(config)) {
-    const spans = formats.get(slot);
-    if (spans === undefined) bytes += 4 * shape[0];
-    for (const { rows, format } of spans ?? []) bytes += rows * rowBytes(known.get(format)!, shape[1]);
-  }
-  return Math.round(bytes);
-}
-
-/** Check that weights and KV cache fit in the core's 32-bit memory. */
-function checkMemory(core: Core, plan: Sized & Pick<Plan, "pageBytes">, kvBytes: number): void {
-  const minBytes = 2 * plan.pageBytes;
-  if (kvBytes < minBytes) throw new WhetError(`Engine.load: kvBytes is ${kvBytes}, expected at least ${minBytes}: a page for the prompt and one for its sample.`);
-  const weightsBytes = weightsBytesOf(core, plan);
-  if (weightsBytes + kvBytes < core.maxBytes) return;
-  const mb = (bytes: number) => `${Math.ceil(bytes / 1e6)} MB`;
-  throw new OutOfMemoryError(
-    `Engine.load: weights take ${mb(weightsBytes)} and the KV cache ${mb(kvBytes)} with contextLength=${plan.config.maxPosition}, expected at most ${mb(core.maxBytes)} in total. Load a smaller model, or pass a smaller contextLength or kvBytes.`,
-  );
-}
-
-type AnyReader = ModelReader | FolderReader;
-
-/** Open a model's files. `headersOnly`: download only the ranges that are read. */
-async function open(files: Files, from: DownloadOptions, headersOnly: boolean): Promise<AnyReader> {
-  const hasFolder = files.length === 1 ? await isFolder(files[0][1]) : files.some(([name]) => /(^|\/)config\.json$/.test(name));
-  if (!hasFolder) return openModel(files, from, { headersOnly });
-  const openOne = headersOnly ? openRanges : openReader;
-  const unlessMissing = (error: unknown) => {
-    if (!(error instanceof MissingFileError)) throw error;
-    return undefined;
-  };
-  const openers = { join, open: (name: string, file: Files[number][1]) => openOne(name, file, from).catch(unlessMissing) };
-  return (await loadHf()).openFolder(files, from, headersOnly, openers);
-}
-
-async function makePlan(core: Core, reader: AnyReader, { contextLength, weights }: LoadOptions, headersOnly: boolean, where: string): Promise<Plan> {
-  const lengthOf = (trained: number) => contextLength ?? Math.min(trained, DEFAULT_MAX_CONTEXT);
-  const model = "folder" in reader ? await readFolderModel(core, reader, lengthOf, headersOnly, where) : await readGgufModel(core, reader, lengthOf, where);
-  const types = storedTypes(core);
-  const formats = chooseFormats(core, model.config, model.slices, types, weights, where);
-  const numbers = encodeConfig(model.config);
-  core.with([numbers], (at) => core.call("begin_model", at, numbers.length));
-  return { ...model, types, formats, pageBytes: core.call("kv_page_bytes", +hasBf16Cache(formats)) };
-}
-
-async function readFolderModel(core: Core, reader: FolderReader, lengthOf: (trained: number) => number, headersOnly: boolean, caller: string): Promise<Model> {
-  const { describeFolder, hasTemplate, readTokenizerFiles } = await loadHf();
-  return {
-    ...(await describeFolder(core, reader, lengthOf, headersOnly, caller)),
-    architecture: String(reader.folder.config.model_type),
-    hasChatTemplate: hasTemplate(reader.folder, caller),
-    tokenizer: (where) => TextTokenizer.fromFolder(readTokenizerFiles(reader.folder, where), where),
-  };
-}
-
-async function readGgufModel(core: Core, reader: ModelReader, lengthOf: (trained: number) => number, caller: string): Promise<Model> {
-  const file = await readHeaders(core, reader, caller);
-  const { metadata } = file;
-  const architecture = String(metadata.get("general.architecture"));
-  const length = lengthOf(Number(metadata.get(`${architecture}.context_length`)));
-  return {
-    ...(await describeGguf(core, file, reader, length, caller)),
-    architecture,
-    hasChatTemplate: metadata.has("tokenizer.chat_template"),
-    tokenizer: (where) => TextTokenizer.fromGguf(metadata, where),
-  };
-}
-
-function describePlan({ architecture, config, formats }: Pick<Plan, "architecture" | "config" | "formats">) {
-  return {
-    architecture,
-    parameters: [...slots(config).values()].reduce((sum, shape) => sum + shape.reduce((a, b) => a * b), 0),
-    contextLength: config.maxPosition,
-    formats: [...new Set([...formats.values()].flatMap((spans) => spans.map((span) => span.format)))],
-  };
-}
-
-const hasBf16Cache = (formats: Map<string, FormatSpan[]>) => formats.get("layers.0.o")!.some((span) => span.format !== "float32");
-
 async function startThread(core: Core, startWorker: (port: MessagePort) => void): Promise<void> {
   const { port1, port2 } = new MessageChannel();
   startWorker(port2);
   port1.postMessage(core.newThread());
   await new Promise((resolve) => (port1.onmessage = resolve));
   port1.close();
-}
-
-function allocateWeights(core: Core, config: ModelConfig, formats: Map<string, FormatSpan[]>): void {
-  const known = weightFormats(core);
-  for (const [slot, shape] of slots(config)) {
-    core.withText(slot, (at, n) => {
-      const spans = formats.get(slot);
-      if (spans === undefined) return core.call("add_vector", at, n, shape[0]);
-      for (const span of spans) engineCalls.add_matrix(core, { slot: at, size: n, format: known.get(span.format)!.index, n: span.rows, k: shape[1] });
-      return 0;
-    });
-  }
-  core.call("allocate_weights");
-}
-
-/** Copy a slice's rows into the core's memory and pack them. */
-function pack(core: Core, slice: RowSlice, bytes: Uint8Array, types: Map<string, StoredType>, where: string): void {
-  const { tensor, row, count, stride, isTransposed } = slice;
-  const type = types.get(slice.offset === 0 ? tensor.type : "F32")!;
-  const isVector = tensor.shape.length === 1;
-  if (isVector && !isFloat(type)) throw new WhetError(`Engine.load: ${where}: ${tensor.name} is ${tensor.type}, expected floats for a norm or bias.`);
-  const k = tensor.shape[tensor.shape.length - 1];
-  const storedBytes = isVector || isTransposed ? type.blockBytes : (k / type.block) * type.blockBytes;
-  const width = isFloat(type) ? k : storedBytes;
-  const [n, length, rowStride, columnStride] = isTransposed ? [count, tensor.shape[0], 1, k] : isVector ? [1, count, 0, stride] : [count, width, width * stride, 1];
-  const rows = bytes.subarray(row * storedBytes, isTransposed ? undefined : (row + (count - 1) * stride + 1) * storedBytes);
-  const isFinite = core.withText(slice.slot, (slot, size) =>
-    core.with([rows], (data) =>
-      engineCalls.pack(core, { slot, size, first: slice.firstRow, type: type.index, data, n, width: length, rowStride, columnStride }),
-    ),
-  );
-  if (isFinite === 0) throw new WhetError(`Engine.load: ${where}: ${tensor.name} contains NaN or infinity. Save the model again.`);
 }

@@ -1,7 +1,8 @@
 /** Engine worker: dispatches calls to its Host and keeps the abort signals of calls in progress. */
 import { openParentPort } from "../core/port.js";
 import type { DownloadOptions, FileOptions } from "../files/reader.js";
-import { estimate, Host } from "./host.js";
+import { Host } from "./host.js";
+import { estimate } from "./plan.js";
 import type { Call, Reply, WorkerMessage } from "./protocol.js";
 
 const port = openParentPort();

@@ -17,6 +17,10 @@ export function checkName(name: unknown, where: string): string {
   return name;
 }
 
+const unknownAdapter = (name: string, where: string) => () => {
+  throw new WhetError(`${where}: no adapter is saved as ${show(name)}. Pass a name of listAdapters().`);
+};
+
 /** Write the files of an adapter; an adapter of that name is replaced. */
 export async function writeSaved(name: string, files: Record<string, Uint8Array<ArrayBuffer>>, where: string): Promise<void> {
   const folder = await (await openFolder(where)).getDirectoryHandle(checkName(name, where), { create: true });
@@ -37,9 +41,7 @@ export async function listAdapters(): Promise<string[]> {
 /** Open an adapter that Learner.save has written, as a source for Engine.loadAdapter. */
 export async function openAdapter(name: string): Promise<{ files: Record<string, File> }> {
   const where = "openAdapter";
-  const folder = await (await openFolder(where)).getDirectoryHandle(checkName(name, where)).catch(() => {
-    throw new WhetError(`${where}: there is no adapter ${show(name)}. Pass a name of listAdapters().`);
-  });
+  const folder = await (await openFolder(where)).getDirectoryHandle(checkName(name, where)).catch(unknownAdapter(name, where));
   const files: Record<string, File> = {};
   for (const file of ["adapter_config.json", "adapter_model.safetensors", "whet_base.json"]) files[file] = await (await folder.getFileHandle(file)).getFile();
   return { files };
@@ -48,7 +50,5 @@ export async function openAdapter(name: string): Promise<{ files: Record<string,
 /** Remove a saved adapter. */
 export async function deleteAdapter(name: string): Promise<void> {
   const where = "deleteAdapter";
-  await (await openFolder(where)).removeEntry(checkName(name, where), { recursive: true }).catch(() => {
-    throw new WhetError(`${where}: there is no adapter ${show(name)}. Pass a name of listAdapters().`);
-  });
+  await (await openFolder(where)).removeEntry(checkName(name, where), { recursive: true }).catch(unknownAdapter(name, where));
 }

@@ -1,0 +1,283 @@
+"""Forwards that replace the modules' own, and the attention function for transformers; see ``accelerate``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from whet.errors import WhetValueError
+from whet.learner.batch import PackedBatch
+from whet.models.families import FAMILIES
+from whet.models.sources.module_code import forward_code
+from whet.nn import functions
+from whet.nn.frozen import FrozenLinear, special_adapters
+
+if TYPE_CHECKING:
+    from whet.nn.accelerate import Acceleration
+
+NAME = "whet"
+"""Name of the attention function."""
+
+
+def choose_forward(acceleration: Acceleration, module: nn.Module) -> Callable[..., Any] | None:
+    """Return the function that replaces a module's forward; None: the forward stays."""
+    kind = type(module).__name__
+    if type(module) in (FrozenLinear, nn.Linear) or kind == "Conv1D" or is_lora(module):
+        return partial(_linear, acceleration, module, module.forward)
+    if type(module) is nn.Embedding and module.max_norm is None and not module.scale_grad_by_freq:
+        return partial(_embedding, acceleration, module)
+    if kind.endswith("RMSNorm"):
+        return partial(_rms_norm, acceleration, module)
+    if is_gated(module) and _is_silu(get_activation(module)):
+        return partial(_swiglu_fused if hasattr(module, "gate_up_proj") else _swiglu, acceleration, module)
+    if is_legacy_gptj(module):
+        return partial(_gptj_attention, acceleration, module, module.forward)
+    if kind.endswith("Attention") and hasattr(module, "q_proj"):
+        family = acceleration.family
+        if family.rope == "neox" and not family.partial_rotary and not getattr(module, "residual_dropout", 0):
+            return partial(_attention, acceleration, module, module.forward)
+    return None
+
+
+def check_master(weight: Tensor) -> None:
+    """Raise a WhetValueError if a weight is no longer float32 on the CPU."""
+    if weight.dtype != torch.float32 or weight.device.type != "cpu":
+        raise WhetValueError(
+            f"accelerate: a weight of shape {tuple(weight.shape)} has become {weight.dtype} on {weight.device}, "
+            "expected float32 on the CPU. Call remove() before the model is converted, or convert it back."
+        )
+
+
+def uses_attention_interface(module: nn.Module) -> bool:
+    """Whether an attention module looks up its function by the config's ``_attn_implementation``."""
+    return (
+        type(module).__name__.endswith("Attention")
+        and hasattr(getattr(module, "config", None), "model_type")
+        and "ALL_ATTENTION_FUNCTIONS" in forward_code(module).co_names
+    )
+
+
+def is_legacy_gptj(module: nn.Module) -> bool:
+    """Whether this is GPT-J's attention of transformers before 5.24, which does not look up a function."""
+    return type(module).__name__ == "GPTJAttention" and hasattr(module, "embed_positions")
+
+
+def is_gated(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("MLP") and (hasattr(module, "gate_proj") or hasattr(module, "gate_up_proj"))
+
+
+def get_activation(module: Any) -> Any:
+    """Return the activation of an MLP; None if it has another name."""
+    return getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
+
+
+def _is_silu(activation: Any) -> bool:
+    return isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
+
+
+def _embedding(acceleration: Acceleration, module: Any, input: Tensor) -> Tensor:
+    return functions.embedding(input, module.weight, module.padding_idx, acceleration.in_place)
+
+
+def _linear(
+    acceleration: Acceleration, module: Any, original: Callable[..., Any], x: Tensor, *args: Any, **options: Any
+) -> Tensor:
+    product = None if args or options else acceleration.product(module, x)  # options: PEFT's adapter_names, ...
+    if product is not None:
+        return functions.linears(x, [product], acceleration.dtype, acceleration.in_place)[0]
+    if args or options or is_lora(module):
+        return original(x, *args, **options)
+    return functions.rounded_linear(x, module.weight, module.bias, by_columns=type(module) is not nn.Linear)
+
+
+def is_lora(module: Any) -> bool:
+    """Whether this is PEFT's LoRA around a linear layer."""
+    kind = type(module)
+    return kind.__name__ == "Linear" and kind.__module__ == "peft.tuners.lora.layer"
+
+
+def split_adapters(module: Any) -> tuple[Any, tuple[functions.Adapter, ...] | None]:
+    """Return a linear layer and the active adapters of PEFT's layer around it; None: only PEFT can compute them."""
+    if not is_lora(module):
+        return module, ()
+    if module.disable_adapters and module.merged:
+        module.unmerge()  # as PEFT's own forward does
+    if module.disable_adapters or module.merged:
+        return module.base_layer, ()
+    if special_adapters(module):
+        return module.base_layer, None
+    names = [name for name in module.active_adapters if name in module.lora_A]
+    return module.base_layer, tuple(
+        functions.Adapter(
+            module.lora_A[name].weight,
+            module.lora_B[name].weight,
+            module.scaling[name],
+            getattr(module.lora_dropout[name], "p", 0.0) if module.training else 0.0,
+        )
+        for name in names
+    )
+
+
+def _rms_norm(acceleration: Acceleration, module: Any, hidden_states: Tensor) -> Tensor:
+    check_master(module.weight)
+    eps = getattr(module, "variance_epsilon", None) or module.eps
+    weight = module.weight + acceleration.norm_offset if acceleration.norm_offset else module.weight
+    return functions.rms_norm(hidden_states, weight, eps, acceleration.dtype)
+
+
+def _swiglu(acceleration: Acceleration, module: Any, x: Tensor) -> Tensor:
+    return module.down_proj(functions.swiglu(*acceleration.linears(x, module.gate_proj, module.up_proj)))
+
+
+def _swiglu_fused(acceleration: Acceleration, module: Any, hidden_states: Tensor) -> Tensor:
+    return module.down_proj(functions.swiglu(*module.gate_up_proj(hidden_states).chunk(2, dim=-1)))
+
+
+def _reject_dropout(dropout: float) -> None:
+    if dropout:
+        raise WhetValueError(
+            f"accelerate: attention dropout is {dropout}, which packed attention does not support. Call model.eval(), "
+            "or set it to 0 in the config."
+        )
+
+
+def wrap_batch(batch: PackedBatch) -> Tensor:
+    """Return a mask that carries the batch to every attention module: models pass 4-D masks on unchanged."""
+    mask = torch.full((1, 1, 1, 1), torch.nan)  # an attention that adds the mask returns NaN, which is noticed
+    mask.whet_batch = batch  # pyright: ignore[reportAttributeAccessIssue]
+    return mask
+
+
+def _unwrap_batch(attention_mask: Tensor | None) -> PackedBatch | None:
+    return getattr(attention_mask, "whet_batch", None)
+
+
+def _attention(
+    acceleration: Acceleration,
+    module: Any,
+    original: Callable[..., Any],
+    hidden_states: Tensor,
+    position_embeddings: Any = None,
+    attention_mask: Any = None,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """Attention of a packed batch with separate projections and NeoX RoPE (Llama, Mistral, Qwen)."""
+    batch = _unwrap_batch(attention_mask)
+    if batch is None:
+        return original(hidden_states, position_embeddings, attention_mask, *args, **options)
+    _reject_dropout(module.attention_dropout if module.training else 0.0)
+    q, k, v = _project(acceleration, module, hidden_states)
+    if hasattr(module, "q_norm"):
+        q, k = _norm_heads(module.q_norm, q), _norm_heads(module.k_norm, k)
+    if getattr(module, "use_rope", True):
+        table = _rope_table(*position_embeddings)
+        q, k = functions.rope(q, table), functions.rope(k, table)
+    window = getattr(module, "sliding_window", None)
+    if FAMILIES[module.config.model_type].window == "all":
+        window = module.config.sliding_window
+    out = functions.attention(q, k, v, batch, module.scaling, window, acceleration.attention_softcap)
+    return module.o_proj(out.view(1, len(q), -1)), None
+
+
+def _norm_heads(norm: Any, heads: Tensor) -> Tensor:
+    """Norm each head, or all heads together if the norm's weight spans them."""
+    if norm.weight.shape[0] == heads.shape[-1]:
+        return norm(heads)
+    return norm(heads.reshape(len(heads), -1)).view(heads.shape)
+
+
+def _rope_table(cos: Any, sin: Tensor) -> Tensor:
+    """Return the cosines and sines of a packed batch, (N, R): one tensor, which all layers save for their backward."""
+    if not hasattr(cos, "whet_table"):
+        half = cos.shape[-1] // 2
+        cos.whet_table = torch.cat((cos[0, :, :half], sin[0, :, :half]), 1).float()
+    return cos.whet_table
+
+
+def _gptj_attention(
+    acceleration: Acceleration,
+    module: Any,
+    original: Callable[..., Any],
+    hidden_states: Tensor,
+    layer_past: Any = None,
+    attention_mask: Any = None,
+    position_ids: Any = None,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """Attention of a packed batch with RoPE over neighbouring pairs (GPT-J)."""
+    batch = _unwrap_batch(attention_mask)
+    if batch is None:
+        return original(hidden_states, layer_past, attention_mask, position_ids, *args, **options)
+    _reject_dropout(module.attn_dropout.p if module.training else 0.0)
+    q, k, v = _project(acceleration, module, hidden_states)
+    sin, cos = module.embed_positions[position_ids[0]].chunk(2, dim=1)
+    table = torch.cat((cos, sin), 1).float()
+    q, k = (functions.rope(x, table, is_neox=False) for x in (q, k))
+    out = functions.attention(q, k, v, batch, module.head_dim**-0.5, None)
+    return module.resid_dropout(module.out_proj(out.view(1, len(q), -1))), None
+
+
+def _project(acceleration: Acceleration, module: Any, hidden_states: Tensor) -> list[Tensor]:
+    """Return query, key and value of a packed batch: (N, heads, head_dim) each."""
+    parts = acceleration.linears(hidden_states, module.q_proj, module.k_proj, module.v_proj)
+    return [part.view(part.shape[1], -1, module.head_dim) for part in parts]
+
+
+def _attention_interface(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, scaling: Any = None,
+    sliding_window: int | None = None, dropout: float = 0.0, softcap: float | None = None, **options: Any,
+) -> Any:  # fmt: skip
+    """Attention function with the signature of transformers, for (1, heads, tokens, head_dim)."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    batch = _unwrap_batch(attention_mask)
+    if batch is None:
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        if softcap is not None:
+            return _softcap_attention(query, key, value, attention_mask, dropout, scaling, softcap), None
+        return sdpa_attention_forward(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            **options,
+        )
+    _reject_dropout(dropout)
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    return functions.attention(q, k, v, batch, scale, sliding_window, softcap or 0.0)[None], None
+
+
+def _softcap_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scaling: float | None, cap: float
+) -> Tensor:
+    """Attention with soft-capped scores, which torch's function does not support: (1, tokens, heads, head_dim)."""
+    n_queries, n_keys, group = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    scores = cap * torch.tanh(query @ key.transpose(2, 3) * (scale / cap))
+    if mask is None:  # sdpa_mask returns None for a whole sequence, and for one token that attends to all keys
+        mask = torch.ones(n_queries, n_keys, dtype=torch.bool).tril_() if n_queries > 1 else None
+    if mask is not None:  # bool or additive, depending on the model's own config
+        mask = mask[..., :n_keys]
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).nan_to_num(0.0).to(value.dtype)
+    return (torch.dropout(weights, dropout, train=dropout > 0) @ value).transpose(1, 2).contiguous()
+
+
+def register() -> None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _attention_interface)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)

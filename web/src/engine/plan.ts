@@ -1,0 +1,132 @@
+/** Plans of models: configs, weight formats and sizes, from the headers of their files. */
+import type { Core } from "../core/core.js";
+import { MissingFileError, OutOfMemoryError, WhetError } from "../core/errors.js";
+import { startCore } from "../core/start.js";
+import { join, type ModelReader, openModel, readHeaders } from "../files/parts.js";
+import type { DownloadOptions } from "../files/reader.js";
+import { type Files, isFolder, openRanges, openReader } from "../files/sources.js";
+import { encodeConfig, type Family, type ModelConfig, slots } from "../models/architecture.js";
+import type { FolderReader } from "../models/folder.js";
+import { chooseFormats, type FormatSpan, rowBytes, type StoredType, storedTypes, weightFormats } from "../models/formats.js";
+import { describeGguf } from "../models/gguf.js";
+import type { RowSlice } from "../models/slices.js";
+import { TextTokenizer } from "../text/tokenizer.js";
+import { loadHf } from "./chunks.js";
+import type { Estimate, LoadOptions } from "./protocol.js";
+
+const DEFAULT_MAX_CONTEXT = 4096; // tokens
+export const PAGE_TOKENS = 64;
+
+/** Description of a model, read from its files. */
+interface Model {
+  architecture: string;
+  config: ModelConfig;
+  family: Family;
+  slices: RowSlice[];
+  hasChatTemplate: boolean;
+  tokenizer(where: string): TextTokenizer;
+}
+
+/** A model with its weight formats. */
+export interface Plan extends Model {
+  formats: Map<string, FormatSpan[]>;
+  types: Map<string, StoredType>;
+  /** Size of a page of the KV cache: PAGE_TOKENS tokens. */
+  pageBytes: number;
+}
+
+type Sized = Pick<Plan, "config" | "formats">;
+
+/** Return a model's size and memory from the headers of its files. */
+export async function estimate(files: Files, options: LoadOptions, from: DownloadOptions): Promise<Estimate> {
+  const { core } = await startCore(false, "Engine.estimate");
+  const reader = await open(files, from, true);
+  try {
+    const { slices, ...plan } = await makePlan(core, reader, options, true, from.where);
+    return { ...describePlan(plan), fileBytes: reader.size, weightsBytes: weightsBytesOf(core, plan), kvBytes: (plan.pageBytes / PAGE_TOKENS) * plan.config.maxPosition };
+  } finally {
+    await reader.close?.();
+  }
+}
+
+function weightsBytesOf(core: Core, { config, formats }: Sized): number {
+  const known = weightFormats(core);
+  let bytes = 0;
+  for (const [slot, shape] of slots(config)) {
+    const spans = formats.get(slot);
+    if (spans === undefined) bytes += 4 * shape[0];
+    for (const { rows, format } of spans ?? []) bytes += rows * rowBytes(known.get(format)!, shape[1]);
+  }
+  return Math.round(bytes);
+}
+
+/** Check that weights and KV cache fit in the core's 32-bit memory. */
+export function checkMemory(core: Core, plan: Sized & Pick<Plan, "pageBytes">, kvBytes: number): void {
+  const minBytes = 2 * plan.pageBytes;
+  if (kvBytes < minBytes) throw new WhetError(`Engine.load: kvBytes is ${kvBytes}, expected at least ${minBytes}: a page for the prompt and one for its sample.`);
+  const weightsBytes = weightsBytesOf(core, plan);
+  if (weightsBytes + kvBytes < core.maxBytes) return;
+  const mb = (bytes: number) => `${Math.ceil(bytes / 1e6)} MB`;
+  throw new OutOfMemoryError(
+    `Engine.load: weights take ${mb(weightsBytes)} and the KV cache ${mb(kvBytes)} with contextLength=${plan.config.maxPosition}, expected at most ${mb(core.maxBytes)} in total. Load a smaller model, or pass a smaller contextLength or kvBytes.`,
+  );
+}
+
+type AnyReader = ModelReader | FolderReader;
+
+/** Open a model's files. `headersOnly`: download only the ranges that are read. */
+export async function open(files: Files, from: DownloadOptions, headersOnly: boolean): Promise<AnyReader> {
+  const hasFolder = files.length === 1 ? await isFolder(files[0][1]) : files.some(([name]) => /(^|\/)config\.json$/.test(name));
+  if (!hasFolder) return openModel(files, from, { headersOnly });
+  const openOne = headersOnly ? openRanges : openReader;
+  const unlessMissing = (error: unknown) => {
+    if (!(error instanceof MissingFileError)) throw error;
+    return undefined;
+  };
+  const openers = { join, open: (name: string, file: Files[number][1]) => openOne(name, file, from).catch(unlessMissing) };
+  return (await loadHf()).openFolder(files, from, headersOnly, openers);
+}
+
+export async function makePlan(core: Core, reader: AnyReader, { contextLength, weights }: LoadOptions, headersOnly: boolean, where: string): Promise<Plan> {
+  const lengthOf = (trained: number) => contextLength ?? Math.min(trained, DEFAULT_MAX_CONTEXT);
+  const model = "folder" in reader ? await readFolderModel(core, reader, lengthOf, headersOnly, where) : await readGgufModel(core, reader, lengthOf, where);
+  const types = storedTypes(core);
+  const formats = chooseFormats(core, model.config, model.slices, types, weights, where);
+  const numbers = encodeConfig(model.config);
+  core.with([numbers], (at) => core.call("begin_model", at, numbers.length));
+  return { ...model, types, formats, pageBytes: core.call("kv_page_bytes", +hasBf16Cache(formats)) };
+}
+
+async function readFolderModel(core: Core, reader: FolderReader, lengthOf: (trained: number) => number, headersOnly: boolean, caller: string): Promise<Model> {
+  const { describeFolder, hasTemplate, readTokenizerFiles } = await loadHf();
+  return {
+    ...(await describeFolder(core, reader, lengthOf, headersOnly, caller)),
+    architecture: String(reader.folder.config.model_type),
+    hasChatTemplate: hasTemplate(reader.folder, caller),
+    tokenizer: (where) => TextTokenizer.fromFolder(readTokenizerFiles(reader.folder, where), where),
+  };
+}
+
+async function readGgufModel(core: Core, reader: ModelReader, lengthOf: (trained: number) => number, caller: string): Promise<Model> {
+  const file = await readHeaders(core, reader, caller);
+  const { metadata } = file;
+  const architecture = String(metadata.get("general.architecture"));
+  const length = lengthOf(Number(metadata.get(`${architecture}.context_length`)));
+  return {
+    ...(await describeGguf(core, file, reader, length, caller)),
+    architecture,
+    hasChatTemplate: metadata.has("tokenizer.chat_template"),
+    tokenizer: (where) => TextTokenizer.fromGguf(metadata, where),
+  };
+}
+
+export function describePlan({ architecture, config, formats }: Pick<Plan, "architecture" | "config" | "formats">) {
+  return {
+    architecture,
+    parameters: [...slots(config).values()].reduce((sum, shape) => sum + shape.reduce((a, b) => a * b), 0),
+    contextLength: config.maxPosition,
+    formats: [...new Set([...formats.values()].flatMap((spans) => spans.map((span) => span.format)))],
+  };
+}
+
+export const hasBf16Cache = (formats: Map<string, FormatSpan[]>) => formats.get("layers.0.o")!.some((span) => span.format !== "float32");
