@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from whet.config.fields import NonNegative, Range
-from whet.config.sampling import SamplingParams
+from whet.config.sampling import GRAMMAR_SETTINGS, SamplingParams
 from whet.config.settings import GRPOConfig, SFTConfig
 from whet.learner import Learner
 from whet.models import adapter_files, architecture, families, formats
@@ -155,7 +155,9 @@ def facts() -> dict[str, Any]:
             for name, s in formats._SETTINGS.items()
         },
         "folder": {"buffers": folder._BUFFERS.pattern},
-        "sampling": settings(SamplingParams, [field.name for field in dataclasses.fields(SamplingParams)]),
+        "sampling": settings(
+            SamplingParams, [f.name for f in dataclasses.fields(SamplingParams) if f.name not in GRAMMAR_SETTINGS]
+        ),
         "learning": learning(),
         "adapters": {
             "prefix": adapter_files.PEFT_PREFIX,

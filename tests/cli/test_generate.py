@@ -349,3 +349,24 @@ def test_examples_run_on_a_folder_and_a_file(model, request, tmp_path, monkeypat
     runpy.run_path("examples/grpo_without_torch.py", run_name="__main__")
     assert capsys.readouterr().out.count("gradient norm") == 2
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_a_schema_is_followed(run, tiny_model, tmp_path, error_of):
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    argv = ["generate", tiny_model, "--prompt", "x", "--max-new-tokens", "60"]
+    for several in ([], ["-n", "3"]):
+        out = run(*argv, "--schema", tmp_path / "schema.json", *several).out
+        texts = [text for text in re.split("--- .*\n", out) if text]
+        assert len(texts) == (3 if several else 1) and all(json.loads(text)["a"] in (1, 2) for text in texts)
+    assert run(*argv, "--regex", "(ab|ba){3}").out.strip() in {a + b + c for a in AB for b in AB for c in AB}
+    (tmp_path / "list.json").write_text("[1]")
+    error = error_of(*map(str, argv), "--schema", str(tmp_path / "list.json"))
+    assert_mentions(error, "schema", "list.json", "holds a list", "JSON object")
+    error = error_of(*map(str, argv), "--schema", str(tmp_path / "absent.json"))
+    assert_mentions(error, "schema", "absent.json", "cannot be read")
+    error = error_of(*map(str, argv), "--schema", str(tmp_path / "schema.json"), "--regex", "a")
+    assert_mentions(error, "schema and regex are set", "one")
+
+
+AB = ("ab", "ba")

@@ -24,7 +24,7 @@ from whet.config import (
     settings,
 )
 from whet.config.fields import make_config
-from whet.config.sampling import DISTRIBUTION_SETTINGS, SamplingParams
+from whet.config.sampling import DISTRIBUTION_SETTINGS, GRAMMAR_SETTINGS, SamplingParams
 from whet.config.toml import read_toml, write_toml
 from whet.errors import WhetTypeError, WhetValueError
 
@@ -185,7 +185,8 @@ def test_numpy_numbers_and_integers_for_floats_are_converted():
 
 def test_sampling_fields_match_sampling_params():
     ours = {f.name for f in dataclasses.fields(RolloutConfig)}
-    assert {f.name for f in dataclasses.fields(SamplingParams)} - ours == {"top_logprobs"}  # no algorithm reads them
+    others = {f.name for f in dataclasses.fields(SamplingParams)} - ours
+    assert others == {"top_logprobs", *GRAMMAR_SETTINGS}  # no algorithm reads them
     settings: dict[str, Any] = {
         "top_k": 3, "top_p": 0.5, "min_p": 0.1, "temperature": 0.7, "repetition_penalty": 1.1, "max_new_tokens": 9,
         "presence_penalty": 0.5, "frequency_penalty": -1, "logit_bias": {"4": 2}, "min_new_tokens": 2,

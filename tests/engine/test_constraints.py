@@ -5,7 +5,9 @@ import pytest
 from tests.engine.tiny_models import VOCAB, tiny_model, token_ids
 
 from whet import SamplingParams
+from whet.config.sampling import StreamKey
 from whet.engine import Engine
+from whet.engine.session import Call, Session
 
 WORDS = (VOCAB + 31) // 32
 
@@ -21,11 +23,21 @@ def engine():
     return Engine.from_model(tiny_model("llama"), weights="float32")
 
 
+def open_constrained(engine, prompt, n, sampling):
+    """Open a call without a grammar, whose caller allows the tokens."""
+    session = Session(engine._calls, "test")
+    session.begin()
+    request = {**engine._make_request(n, sampling, False, None, "test"), "constrained": True}
+    return Call(
+        session, engine._add_prompt(session, "test", "", np.array(prompt, np.int32), request, StreamKey(0), 0), None
+    )
+
+
 def test_only_allowed_tokens_are_drawn(engine):
     sampling = SamplingParams(max_new_tokens=6, seed=3)
     prompt = token_ids(5)[0].tolist()
     [right] = engine.generate([prompt], 2, SamplingParams(max_new_tokens=6, seed=3))
-    call = engine.open_prompt(prompt, 2, sampling, constrained=True)
+    call = open_constrained(engine, prompt, 2, sampling)
     free = engine.open_prompt(prompt, 2, sampling)
     sets = [(7, 9), (40,), (3, 5, 60), tuple(range(VOCAB)), (11,), (12, 13)]
     for step, allowed in enumerate(sets):
@@ -44,7 +56,7 @@ def test_only_allowed_tokens_are_drawn(engine):
 
 
 def test_a_sample_waits_until_its_tokens_are_known(engine):
-    call = engine.open_prompt([3, 4], 2, SamplingParams(max_new_tokens=2), constrained=True)
+    call = open_constrained(engine, [3, 4], 2, SamplingParams(max_new_tokens=2))
     for _ in range(5):
         call.step()
     assert not len(call.drawn(0, 0).token_ids)
@@ -59,7 +71,7 @@ def test_a_sample_waits_until_its_tokens_are_known(engine):
 
 
 def test_log_probs_are_of_the_allowed_tokens(engine):
-    call = engine.open_prompt([3, 4], 1, SamplingParams(max_new_tokens=1), constrained=True)
+    call = open_constrained(engine, [3, 4], 1, SamplingParams(max_new_tokens=1))
     call.allow(0, bitmap(8, 9))
     while not call.is_done():
         call.step()

@@ -592,14 +592,14 @@ def test_engines_and_streams_cannot_be_copied(copied):
 def test_stream_rejects_concurrent_iteration():
     with Engine.from_model(llama()) as engine, engine.stream([1, 2], PLAIN) as stream:
         entered, go_on = threading.Event(), threading.Event()
-        drawn = stream._session.drawn
+        drawn = stream._call.next_drawn
 
         def slow(*args):
             entered.set()
             assert go_on.wait(60)
             return drawn(*args)
 
-        stream._session.drawn = slow
+        stream._call.next_drawn = slow
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(next, stream)
             assert entered.wait(60)

@@ -90,7 +90,7 @@ def test_cancelled_stream_retains_its_pages(model):
     with engine_of(model, prefill_chunk=1) as engine:
         with engine.stream(prompt, SAMPLING, keep=True) as drawn:
             for _ in range(70):  # in the middle of its prompt
-                drawn._session.step(drawn._job)
+                drawn._call.step()
         assert engine.memory["kv_kept_bytes"] == 0
         assert stream(engine, prompt) == (fresh_tokens(model, prompt), 0)
 

@@ -39,6 +39,9 @@ DISTRIBUTION_SETTINGS = (
 )  # fmt: skip
 """Settings that modify the distribution that tokens are drawn from; their defaults are no-ops."""
 
+GRAMMAR_SETTINGS = ("schema", "regex", "lark")
+"""Settings that constrain the text of a completion; at most one is set."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -73,6 +76,11 @@ class SamplingParams:
         stop: a string or several; the text of a completion ends before the first match, regardless of token boundaries.
             If two matches end with the same byte, the longer one counts. Special tokens have no text; the name of a
             special token, such as "<|im_end|>", makes it a stop token. The engine needs a tokenizer.
+        schema: a JSON schema, as a dict: the text of a completion is JSON that follows it. Grammars need the extra
+            ``serve`` (llguidance), a tokenizer, and stop_token_ids, which are drawn only where the text may end. Only
+            the native engine follows grammars.
+        regex: a regular expression that matches the text of a completion.
+        lark: a grammar of the text in llguidance's dialect of Lark.
         top_logprobs: number of most probable tokens to report with each token, from 0 to 20.
         seed: completions depend only on (seed, prompt index, sample index, position); from 0 to 2^64 - 1.
 
@@ -93,6 +101,9 @@ class SamplingParams:
     max_new_tokens: Positive = ENGINE_MAX_NEW_TOKENS
     stop_token_ids: TokenIds = ()
     stop: StopStrings = ()
+    schema: dict | bool | None = field(default=None, hash=False)
+    regex: str = ""
+    lark: str = ""
     top_logprobs: _Alternatives = 0
     seed: Seed = 0
 
@@ -112,6 +123,13 @@ class SamplingParams:
         check_types(self)
         at_most = f"at most max_new_tokens={self.max_new_tokens}"
         check_range(self, "min_new_tokens", self.min_new_tokens <= self.max_new_tokens, at_most)
+        chosen = self.grammar_settings()
+        if len(chosen) > 1:
+            raise WhetValueError(f"SamplingParams: {' and '.join(chosen)} are set, expected at most one of them.")
+
+    def grammar_settings(self) -> list[str]:
+        """Return the names of the settings that constrain the text."""
+        return [name for name in GRAMMAR_SETTINGS if getattr(self, name) not in (None, "")]
 
 
 @dataclass(kw_only=True)

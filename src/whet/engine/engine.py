@@ -13,8 +13,9 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from numbers import Integral
 from typing import Any, Literal, NoReturn
 
@@ -35,6 +36,7 @@ from whet.engine.checks import (
     check_token_rows,
     is_model_mode,
 )  # fmt: skip
+from whet.engine.grammar import Constraint, Grammars
 from whet.engine.session import (
     Call,
     CoreHandle,
@@ -253,7 +255,7 @@ class Engine:
 
     @tokenizer.setter
     def tokenizer(self, tokenizer: Any) -> None:
-        self._tokenizer, self._texts = tokenizer, None
+        self._tokenizer, self._texts, self._grammars = tokenizer, None, None
 
     # ------------------------------------------------------------------ sampling
 
@@ -310,16 +312,21 @@ class Engine:
         sampling = as_sampling(sampling, where)
         texts = self._texts_for(sampling, where)
         request = self._make_request(n, sampling, is_model_mode(logprobs_mode, where), texts, where)
+        constrain = self._constrain_by(sampling, where)
         with (session := Session(self._calls, where)), session:
             session.begin()
             adapters = self._adapter_ids(adapter, len(prompts), where)
-            jobs = [
-                self._add_prompt(session, where, f"prompt_ids[{i}]", prompt, request, key, number)
+            calls = [
+                Call(
+                    session,
+                    self._add_prompt(session, where, f"prompt_ids[{i}]", prompt, request, key, number),
+                    texts,
+                    [constrain() for _ in range(n)] if constrain else (),
+                )
                 for i, (prompt, key, number) in enumerate(zip(prompts, chosen, adapters, strict=True))
             ]
-            for job in jobs:
-                session.run([job])
-                yield [session.completion(job, j, self.policy_version, texts) for j in range(n)]
+            for call in session.run_calls(calls):
+                yield [session.completion(call.job, j, self.policy_version, texts) for j in range(n)]
 
     def stream(
         self,
@@ -357,7 +364,7 @@ class Engine:
         adapter: int | None = None,
         logprobs_mode: LogprobsMode = "sampling",
         keep: bool = False,
-        constrained: bool = False,
+        constrain: Callable[[], Constraint] | None = None,
         where: str = "Engine.open_prompt",
     ) -> Call:
         """Begin ``n`` completions of a prompt whose steps the caller runs; arguments as in ``generate`` and ``stream``.
@@ -365,21 +372,20 @@ class Engine:
         The weights are locked until the call is closed.
 
         Args:
-            constrained: a sample draws a token only after ``Call.allow``.
+            constrain: makes the constraint of a sample. Default: of the grammar in ``sampling``.
         """
         ids = check_token_row(prompt, self.config, where, "prompt")
         sampling = as_sampling(sampling, where)
         texts = self._texts_for(sampling, where)
         request = self._make_request(n, sampling, is_model_mode(logprobs_mode, where), texts, where)
+        constrain = constrain or self._constrain_by(sampling, where)
+        request["constrained"] = constrain is not None
         session = Session(self._calls, where)
         try:
             session.begin()
             [number] = self._adapter_ids(adapter, 1, where)
-            return Call(
-                session,
-                self._add_prompt(session, where, "prompt", ids, request, StreamKey(0), number, keep, constrained),
-                texts,
-            )
+            job = self._add_prompt(session, where, "prompt", ids, request, StreamKey(0), number, keep)
+            return Call(session, job, texts, [constrain() for _ in range(n)] if constrain else ())
         except BaseException:
             session.end()
             raise
@@ -735,6 +741,26 @@ class Engine:
                 self._texts = read_token_texts(self._tokenizer, where)
             return self._texts
 
+    def _constrain_by(self, sampling: SamplingParams, where: str) -> Callable[[], Constraint] | None:
+        """Return what makes the constraint of a sample; None: there is no grammar."""
+        for name in sampling.grammar_settings():
+            if self._tokenizer is None:
+                raise WhetValueError(
+                    f"{where}: {name} is set, and the engine has no tokenizer. Set engine.tokenizer, or make the "
+                    f"engine with tokenizer=..."
+                )
+            if not sampling.stop_token_ids:
+                raise WhetValueError(f"{where}: {name} needs stop_token_ids: the tokens that end a completion.")
+            with self._reading:
+                if self._grammars is None or self._grammars.stop_ids != sampling.stop_token_ids:
+                    self._grammars = Grammars(self._tokenizer, self.config.vocab_size, sampling.stop_token_ids)
+                grammars = self._grammars
+            try:
+                return partial(grammars.constrain, grammars.compile(sampling))
+            except WhetValueError as error:
+                raise WhetValueError(f"{where}: {error}") from None
+        return None
+
     def _make_request(
         self, n: int, s: SamplingParams, model_logprobs: bool, texts: TokenTexts | None, where: str
     ) -> dict[str, Any]:
@@ -751,6 +777,7 @@ class Engine:
             "stop_strings": texts and _core.StopStrings(texts.core, [text.encode() for text in s.stop]),
             "seed": s.seed % 2**64,
             "sampling": {**settings, "model_logprobs": model_logprobs},
+            "constrained": bool(s.grammar_settings()),
         }
 
     def _add_prompt(
@@ -763,11 +790,10 @@ class Engine:
         key: StreamKey,
         adapter: int,
         keep: bool = False,
-        constrained: bool = False,
     ) -> int:
         check_can_continue(prompt, self.config, where, name)
         hint = "Raise kv_bytes or lower max_new_tokens."
-        fields = {"tokens": prompt, "adapter": adapter, "keep": keep, "constrained": constrained, **key._asdict()}
+        fields = {"tokens": prompt, "adapter": adapter, "keep": keep, **key._asdict()}
         return session.add("prompt", name, hint, **fields, **request)
 
     def _score(

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from whet.config.sampling import Completion
+from whet.engine.grammar import Constraint
 from whet.errors import WhetError, WhetTypeError, WhetValueError
 from whet.models.tokenizers.token_texts import TextStream, TokenTexts
 
@@ -146,6 +147,16 @@ class Session:
                 pass
             self.check_logits(job)
 
+    def run_calls(self, calls: Sequence[Call]) -> Iterator[Call]:
+        """Step all calls of the session, and yield each as soon as it is complete, in their order."""
+        constrained = [call for call in calls if call.constraints]
+        for call in calls:
+            while not self.step(call.job):
+                for each in constrained:
+                    each.constrain()
+            self.check_logits(call.job)
+            yield call
+
     def completion(self, job: int, sample: int, policy_version: int, texts: TokenTexts | None) -> Completion:
         """Return a sample as a ``Completion``; with ``texts``, including its text."""
         drawn = self.sample(job, sample, 0)
@@ -166,21 +177,10 @@ class Session:
 
     def sample(self, job: int, sample: int, start: int) -> Drawn:
         """Return the tokens of a sample so far, from ``start`` on."""
-        return Drawn(*self._core().sample(job, sample, start))
-
-    def drawn(self, job: int, i: int) -> Drawn:
-        """Return the tokens of a job's only sample from i on, stepping if necessary; none past its end."""
-        while True:
-            try:
-                drawn = self.sample(job, 0, i)
-            except IndexError:
-                raise self._make_ended_error() from None
-            if len(drawn.token_ids):
-                return drawn
-            if drawn.finish != "running":
-                self.check_logits(job)
-                return drawn
-            self.step(job)
+        try:
+            return Drawn(*self._core().sample(job, sample, start))
+        except IndexError:
+            raise self._make_ended_error() from None
 
     def _core(self) -> Any:
         return self._calls.use(self._where)
@@ -266,14 +266,45 @@ class Call:
         session: the call's session.
         job: number of its only request.
         texts: texts of all tokens, if there are stop strings.
+        constraints: of each sample; empty: the samples are free, or ``allow`` is called for each token.
     """
 
-    def __init__(self, session: Session, job: int, texts: TokenTexts | None) -> None:
-        self.session, self.job, self.texts = session, job, texts
+    def __init__(
+        self, session: Session, job: int, texts: TokenTexts | None, constraints: Sequence[Constraint] = ()
+    ) -> None:
+        self.session, self.job, self.texts, self.constraints = session, job, texts, constraints
+        self._n_seen = [0] * len(constraints)  # tokens of each sample that its constraint has seen
+        for i, constraint in enumerate(constraints):
+            self.allow(i, constraint.allowed())
 
     def step(self) -> None:
         """Run a step of the engine, which advances every call, unless this call is complete."""
+        self.constrain()
         self.session.step(self.job)
+
+    def constrain(self) -> None:
+        """Allow the next tokens of samples whose last tokens have not been constrained yet.
+
+        Raises:
+            WhetValueError: a grammar exceeds its limits.
+        """
+        for i, constraint in enumerate(self.constraints):
+            new = self.drawn(i, self._n_seen[i])
+            self._n_seen[i] += len(new.token_ids)
+            if len(new.token_ids) and new.finish == "running":
+                constraint.add(new.token_ids)
+                self.allow(i, constraint.allowed())
+
+    def next_drawn(self, start: int) -> Drawn:
+        """Return the tokens of the only sample from ``start`` on, stepping if necessary; none past its end."""
+        while True:
+            drawn = self.drawn(0, start)
+            if len(drawn.token_ids):
+                return drawn
+            if drawn.finish != "running":
+                self.session.check_logits(self.job)
+                return drawn
+            self.step()
 
     def is_done(self) -> bool:
         """Return whether the call is complete.
@@ -369,7 +400,7 @@ class TokenStream(Iterator[Token], AsyncIterator[Token]):
     """
 
     def __init__(self, call: Call) -> None:
-        self._session, self._job = call.session, call.job
+        self._call = call
         self._text = None if call.texts is None else TextStream(call.texts)
         self._taken = 0
         self._taking: dict[str, int] = {}  # "thread": the iterating thread; setdefault() is atomic
@@ -400,10 +431,10 @@ class TokenStream(Iterator[Token], AsyncIterator[Token]):
         if self.finish_reason != "running":
             raise StopIteration
         try:
-            drawn = self._session.drawn(self._job, self._taken)
+            drawn = self._call.next_drawn(self._taken)
             if len(drawn.token_ids):
                 if self._taken == 0:
-                    self.n_reused = self._session.n_reused(self._job)
+                    self.n_reused = self._call.n_reused
                 self._taken += 1
                 return self._make_token(drawn)
             self.finish_reason = drawn.finish
@@ -436,7 +467,7 @@ class TokenStream(Iterator[Token], AsyncIterator[Token]):
         """Cancel the completion. Idempotent."""
         if self.finish_reason == "running":
             self.finish_reason = "cancelled"
-        self._session.end()
+        self._call.close()
 
     cancel = close
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from whet.engine.session import Call, Drawn, Scores
 from whet.serve.errors import ApiError
 from whet.serve.gate import Gate
-from whet.text.grammar import Constraint
 
 _SEND_S = 0.02
 """Time between updates of a stream: more of them take the processors from the engine, and people see no difference."""
@@ -30,7 +29,6 @@ class Ticket:
     Attributes:
         begin: opens the call; runs on the engine's thread.
         n: number of samples; 0: the call computes scores.
-        constrain: makes the constraint of a sample; runs on the engine's thread. None: the samples are free.
         streams: whether tokens are sent while they are sampled, or when the call is complete.
         updates: receives the ticket's updates; several tickets may share it.
         submitted_s: when it was submitted, by ``time.perf_counter``.
@@ -40,16 +38,13 @@ class Ticket:
     begin: Callable[[], Call]
     n: int
     streams: bool = False
-    constrain: Callable[[], Constraint] | None = None
     submitted_s: float = field(default_factory=time.perf_counter)
     started_s: float = 0.0
     sent_s: float = 0.0  # when its last update was sent
     updates: asyncio.Queue[tuple[Ticket, Update | BaseException]] = field(default_factory=asyncio.Queue)
     call: Call | None = None
     is_cancelled: bool = False
-    constraints: list[Constraint] = field(default_factory=list)  # of each sample, if it is not free
     n_sent: list[int] = field(default_factory=list)  # tokens of each sample
-    n_seen: list[int] = field(default_factory=list)  # by its constraint
     is_running: list[bool] = field(default_factory=list)  # each sample
 
 
@@ -212,17 +207,8 @@ class EngineLoop:
         except BaseException as error:
             updates.append((ticket, error))
             return
-        ticket.n_sent, ticket.n_seen, ticket.is_running = [0] * ticket.n, [0] * ticket.n, [True] * ticket.n
+        ticket.n_sent, ticket.is_running = [0] * ticket.n, [True] * ticket.n
         self._active.append(ticket)
-        if ticket.constrain is None:
-            return
-        try:
-            ticket.constraints = [ticket.constrain() for _ in range(ticket.n)]
-            for i, constraint in enumerate(ticket.constraints):
-                ticket.call.allow(i, constraint.allowed())
-        except BaseException as error:
-            updates.append((ticket, error))
-            self._end(ticket)
 
     def _step(self, updates: _Updates) -> None:
         """Run a step, and collect what it added to each ticket."""
@@ -246,12 +232,7 @@ class EngineLoop:
 
     def _collect(self, ticket: Ticket, call: Call, now: float) -> Update | None:
         is_done = call.is_done()
-        for i, constraint in enumerate(ticket.constraints):
-            new = call.drawn(i, ticket.n_seen[i])
-            ticket.n_seen[i] += len(new.token_ids)
-            if len(new.token_ids) and new.finish == "running":
-                constraint.add(new.token_ids)
-                call.allow(i, constraint.allowed())
+        call.constrain()
         sends = is_done or (ticket.streams and now >= ticket.sent_s + _SEND_S)
         if ticket.started_s and not sends:  # most steps of most tickets
             return None

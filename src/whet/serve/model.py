@@ -14,13 +14,13 @@ from typing import Any
 from whet.config.sampling import SamplingParams
 from whet.data.thinking import Replies
 from whet.engine import Engine
+from whet.engine.grammar import Grammars
 from whet.errors import WhetValueError
 from whet.models.formats import PAGE_TOKENS
 from whet.models.sources.gguf_container import GGUFFile
 from whet.models.tokenizers.token_texts import TokenTexts, read_token_texts
 from whet.serve.errors import ApiError
 from whet.system.memory import unused_bytes
-from whet.text.grammar import Grammars
 from whet.text.model import SPARE_PAGES, find_model, find_stop_ids, load_chat_tokenizer, load_engine
 
 _WHERE = "whet serve"

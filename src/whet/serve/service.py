@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from whet.config.sampling import SamplingParams
+from whet.engine.grammar import Constraint
 from whet.engine.session import Call, Scores
 from whet.errors import WhetError
 from whet.serve.choices import Alternatives, Choice
@@ -18,7 +19,6 @@ from whet.serve.loop import EngineLoop, Ticket, updates_of
 from whet.serve.metrics import Metrics
 from whet.serve.model import ServedModel
 from whet.serve.schema import Request
-from whet.text.grammar import Constraint
 
 _GROUP = 32
 """Rows of a score request that are queued at once."""
@@ -132,9 +132,9 @@ class Service:
             else:
                 begin = partial(
                     self._open_prompt, prompt, self.model.engine.open_prompt, model, prompt.token_ids, n, settings,
-                    logprobs_mode="model", keep=True, constrained=constrain is not None,
+                    logprobs_mode="model", keep=True, constrain=constrain,
                 )  # fmt: skip
-                sampled[Ticket(begin, n, streams, constrain)] = prompt
+                sampled[Ticket(begin, n, streams)] = prompt
                 prompt.choices = [Choice(self.model, i * n + j, settings.stop_token_ids, shown) for j in range(n)]
         for prompt in () if n_scored is None else prompts:
             open_score = self.model.engine.open_score

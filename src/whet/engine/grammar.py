@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from whet.config.sampling import SamplingParams
 from whet.errors import WhetValueError, check_installed
 from whet.models.tokenizers.token_texts import find_backend
 
@@ -27,6 +28,9 @@ class Grammars:
         vocab_size: of the model.
         stop_ids: tokens that end a completion; they are allowed where the grammar may end.
 
+    Attributes:
+        stop_ids: as given.
+
     Raises:
         MissingExtraError: llguidance is not installed.
     """
@@ -35,11 +39,22 @@ class Grammars:
         check_installed("a grammar", "llguidance", extra="serve")
         import llguidance
 
+        self.stop_ids = tuple(stop_ids)
         self._n_words = (vocab_size + 31) // 32
         with tempfile.TemporaryDirectory() as folder:  # llguidance takes a name or a path
             path = Path(folder) / "tokenizer.json"
             path.write_text(find_backend(tokenizer, "a grammar").to_str(), encoding="utf-8")
             self._tokens = llguidance.LLTokenizer(os.fspath(path), n_vocab=vocab_size, eos_token=list(stop_ids))
+
+    def compile(self, sampling: SamplingParams) -> str:
+        """Return the grammar of the one setting in ``SamplingParams.grammar_settings``.
+
+        Raises:
+            WhetValueError: it is not valid.
+        """
+        if sampling.schema is not None:
+            return self.from_schema(sampling.schema)
+        return self.from_regex(sampling.regex) if sampling.regex else self.from_lark(sampling.lark)
 
     def from_schema(self, schema: Mapping[str, Any] | bool) -> str:
         """Return the grammar of a JSON schema.

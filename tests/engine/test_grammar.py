@@ -1,0 +1,140 @@
+"""Grammars allow exactly the tokens that may follow."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from tests.engine.tiny_models import tiny_model
+from tests.raising import assert_raises
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from whet.config.sampling import SamplingParams, StreamKey
+from whet.engine import Engine
+from whet.engine.grammar import Grammars
+from whet.errors import WhetTypeError, WhetValueError
+from whet.rollout.torch_engine import TorchEngine
+
+EOS = 256
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    vocab = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {"<eos>": EOS}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer):
+    return Grammars(tokenizer, EOS + 4, [EOS])
+
+
+def texts(tokenizer, bitmap):
+    bits = np.unpackbits(bitmap.view(np.uint8), bitorder="little")
+    return {"<eos>" if i == EOS else tokenizer.decode([i]) for i in np.flatnonzero(bits[: EOS + 4])}
+
+
+def test_a_choice_is_followed_to_its_end(tokenizer, grammars):
+    constraint = grammars.constrain(grammars.from_choices(["no", "<n>"]))
+    assert texts(tokenizer, constraint.allowed()) == {"n", "<"}
+    constraint.add(tokenizer.encode("<n").ids)
+    assert texts(tokenizer, constraint.allowed()) == {">"}
+    constraint.add(tokenizer.encode(">").ids)
+    assert texts(tokenizer, constraint.allowed()) == {"<eos>"}
+
+
+def test_a_grammar_begins_behind_a_text(tokenizer, grammars):
+    constraint = grammars.constrain(grammars.from_choices(["yes", "no"]), after="</think>")
+    for part in ("I think </thi", "nk>"):
+        assert (constraint.allowed() == -1).all()
+        constraint.add(tokenizer.encode(part).ids)
+    assert texts(tokenizer, constraint.allowed()) == {"y", "n"}
+
+
+def test_deep_and_large_schemas_are_refused(grammars):
+    schema = {}
+    for _ in range(100):
+        schema = {"properties": {"a": schema}}
+    with pytest.raises(WhetValueError, match="64 levels"):
+        grammars.from_schema(schema)
+    with pytest.raises(WhetValueError, match="characters"):
+        grammars.from_regex("a" * 300_000)
+
+
+# --- through the engine -----------------------------------------------------------------------------------------
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}}, "required": ["n"]}
+
+
+@pytest.fixture(scope="module")
+def engine(tokenizer):
+    model = tiny_model("llama", vocab_size=EOS + 4, max_position_embeddings=256)
+    with Engine.from_model(model, weights="float32", tokenizer=tokenizer) as engine:
+        yield engine
+
+
+def test_every_way_of_sampling_follows_a_grammar(engine, tokenizer):
+    sampling = SamplingParams(regex="(ab|cd){2,5}x", stop_token_ids=(EOS,), max_new_tokens=40, seed=2)
+    prompts = [[5, 6], [7]]
+    groups = engine.generate(prompts, 3, sampling)
+    for group in groups:
+        for sample in group:
+            assert re.fullmatch("(ab|cd){2,5}x", tokenizer.decode(sample.token_ids))
+            assert sample.finish_reason == "stop" and sample.token_ids[-1] == EOS
+    assert [token.token_id for token in engine.stream(prompts[0], sampling)] == groups[0][0].token_ids
+    others = engine.generate(prompts[1:], 3, sampling, keys=[StreamKey(1)])
+    assert [sample.token_ids for sample in others[0]] == [sample.token_ids for sample in groups[1]]
+    free = engine.generate(
+        prompts, 1, SamplingParams(max_new_tokens=5)
+    )  # in the same batch as a stream under a grammar
+    with engine.stream(prompts[0], sampling) as stream:
+        first = next(stream)
+        assert engine.generate(prompts, 1, SamplingParams(max_new_tokens=5)) == free
+        assert [first.token_id, *(token.token_id for token in stream)] == groups[0][0].token_ids
+
+
+def test_a_schema_is_followed_greedily_and_by_several_samples(engine, tokenizer):
+    for settings in ({"temperature": 0.0}, {"temperature": 2.0}):
+        sampling = SamplingParams(schema=SCHEMA, stop_token_ids=(EOS,), max_new_tokens=250, seed=1, **settings)
+        for sample in engine.generate([[9]], 4, sampling)[0]:
+            text = tokenizer.decode(sample.token_ids)
+            if sample.finish_reason == "stop":
+                assert json.loads(text)["n"] <= 99
+            else:  # random weights may write blanks for ever
+                assert text.startswith("{")
+
+
+def test_log_probs_are_of_the_allowed_tokens(engine, tokenizer):
+    sampling = SamplingParams(lark='start: "q" /[ab]/', stop_token_ids=(EOS,), max_new_tokens=9, top_logprobs=5)
+    [[sample]] = engine.generate([[4]], 1, sampling)
+    assert sample.logprobs[0] == pytest.approx(0, abs=1e-6) and len(sample.top_logprobs[0]) == 1
+    assert sum(np.exp(logprob) for _, logprob in sample.top_logprobs[1]) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "facts"),
+    [
+        ({"schema": {"type": "text"}}, ("Engine.generate", "schema", "not supported")),
+        ({"regex": "("}, ("Engine.generate", "regex", "not supported")),
+        ({"lark": "start: other"}, ("Engine.generate", "grammar", "not supported")),
+        ({"regex": "a", "stop_token_ids": ()}, ("Engine.generate", "regex needs stop_token_ids")),
+    ],
+)
+def test_grammars_that_cannot_be_followed_are_refused(engine, settings, facts):
+    sampling = SamplingParams(**{"stop_token_ids": (EOS,), **settings})
+    assert_raises(WhetValueError, facts, engine.generate, [[1]], 1, sampling)
+    assert engine.memory["kv_used_bytes"] == 0
+
+
+def test_grammars_need_a_tokenizer_and_the_native_engine():
+    sampling = SamplingParams(regex="a", stop_token_ids=(1,))
+    model = tiny_model("llama")
+    with Engine.from_model(model, weights="float32") as engine:
+        assert_raises(WhetValueError, ("regex is set", "no tokenizer"), engine.generate, [[1]], 1, sampling)
+    assert_raises(WhetValueError, ("regex is set", "native engine"), TorchEngine(model).generate, [[1]], 1, sampling)
+    assert_raises(WhetValueError, ("schema and regex", "at most one"), SamplingParams, schema={}, regex="a")
+    assert_raises(WhetTypeError, ("schema is '{}'", "dict"), SamplingParams, schema="{}")
