@@ -277,13 +277,14 @@ def test_streams_with_adapters_closed_during_prefill():
 def test_a_call_ends_with_a_removed_adapter():
     model = policy()
     with engine_of(model) as engine:
+        own = engine.memory["adapters_bytes"]
         number = engine.add_adapter(model)
         right = [token.token_id for token in engine.stream(PROMPTS[2], SAMPLING, adapter=number)]
         stream = engine.stream(PROMPTS[2], SAMPLING, adapter=number)
         first = next(stream).token_id
         engine.remove_adapter(number)
         assert_raises(WhetValueError, "there is no adapter", engine.stream, [3], SAMPLING, adapter=number)
-        assert engine.memory["adapters_bytes"] == 0
+        assert engine.memory["adapters_bytes"] == own
         assert [first, *(token.token_id for token in stream)] == right
         assert_clean(engine)
 

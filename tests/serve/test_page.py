@@ -35,7 +35,7 @@ def test_the_page_in_chromium(tiny_model, tmp_path, monkeypatch):
     step = Call.step
 
     def step_slowly(call):
-        time.sleep(0.02)
+        time.sleep(0.1)
         step(call)
 
     monkeypatch.setattr(Call, "step", step_slowly)
@@ -45,5 +45,5 @@ def test_the_page_in_chromium(tiny_model, tmp_path, monkeypatch):
     with serving(make_app(model)) as url, serving(make_app(model, api_keys=["right"])) as keyed:
         settings = {"url": url, "keyed": keyed, "screenshots": os.environ.get("WHET_SCREENSHOTS", "")}
         command = ["node", str(Path(__file__).with_name("page.mjs")), json.dumps(settings)]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        run = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert run.returncode == 0, run.stderr

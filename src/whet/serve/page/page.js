@@ -138,7 +138,7 @@ async function ask(content) {
     $("message").value ||= content;
   } else {
     messages.push({ role: "assistant", content: text });
-    answer.note.textContent = describe(usage, finish, first - begin, performance.now() - first);
+    answer.note.textContent = describe(usage, finish, (first || performance.now()) - begin, performance.now() - first);
     answer.note.hidden = false;
   }
   if (problem) report(problem, true);
@@ -146,6 +146,7 @@ async function ask(content) {
   showRunning(false);
 }
 
+/** Return a note on a complete answer; `first` is the time until its first token, `rest` the time after it, in ms. */
 function describe(usage, finish, first, rest) {
   const reason = { length: "cut at the limit", abort: "ended by a pause", stopped: "stopped" }[finish];
   const parts = reason ? [reason] : [];
@@ -153,7 +154,7 @@ function describe(usage, finish, first, rest) {
     const { completion_tokens: n } = usage;
     parts.push(`${n} tokens`);
     if (n > 1 && rest > 0) parts.push(`${((n - 1) / (rest / 1000)).toFixed(1)} tokens/s`);
-    parts.push(`first after ${(first / 1000).toFixed(2)} s`);
+    if (n > 0) parts.push(`first after ${(first / 1000).toFixed(2)} s`);
   }
   return parts.join(" · ");
 }
