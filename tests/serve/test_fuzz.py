@@ -1,10 +1,10 @@
 """Mutated requests get an answer or an error that explains them: never a 500, a hang or a leak."""
 
-import copy
 import json
 import random
 
 import httpx
+from tests.serve.mutations import mutate
 
 PARTS = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
 BODIES = {
@@ -40,32 +40,6 @@ BODIES = {
     "/tokenize": {"prompt": "abc", "add_special_tokens": True},
     "/detokenize": {"tokens": [1, 2, 3]},
 }  # fmt: skip
-STRANGE = [
-    None, True, False, 0, -1, 1, 2**63, 2**80, -(2**70), 0.5, -0.0, 1e308, -1e308, "", "a", "\ud800", "\x00", "é" * 50,
-    [], [[]], [None], {}, {"a": {}}, [[1], "a"], {"": None}, [1.5], ["a", 1], "token_id:3", 10**30, [10**30], "NaN",
-]  # fmt: skip
-
-
-def places(value, path=()):
-    """Yield the paths of all values of a body."""
-    yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, each in items:
-        yield from places(each, (*path, key))
-
-
-def mutate(body, bits):
-    """Replace, remove or add a value."""
-    found = copy.deepcopy(body)
-    path = bits.choice([path for path in places(found) if path] or [("model",)])
-    holder = found
-    for key in path[:-1]:
-        holder = holder[key]
-    if bits.random() < 0.15 and isinstance(holder, dict):
-        holder.pop(path[-1], None)
-    else:
-        holder[path[-1]] = copy.deepcopy(bits.choice(STRANGE))
-    return found
 
 
 def test_mutated_requests(url, served):

@@ -440,6 +440,25 @@ def test_bodies_that_are_not_requests(url, body, status):
     assert response.status_code == status and response.json()["error"]["message"]
 
 
+def test_deep_values_are_refused(url):
+    deep = 400
+    nested = '{"a":' * deep + "1" + "}" * deep
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": nested}}
+    turns = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}]
+    for path, body in (
+        ("/v1/completions", f'{{"prompt": "a", "structured_outputs": {{"json": {nested}}}}}'),
+        ("/v1/completions", json.dumps({"prompt": "a", "structured_outputs": {"json": nested * 10}})),
+        ("/v1/completions", json.dumps({"prompt": "a", "structured_outputs": {"json": "[" * 100_000}})),
+        ("/v1/chat/completions", f'{{"messages": {nested}}}'),
+        ("/v1/chat/completions", json.dumps({"messages": [*turns[:-1], {**turns[-1], "tool_calls": [
+            {**call, "function": {"name": "f", "arguments": "[" * 100_000}}]}]})),
+    ):  # fmt: skip
+        response = httpx.post(url + path, content=body.encode())
+        assert response.status_code == 400 and response.json()["error"]["message"], response.text
+    response = httpx.post(url + "/v1/chat/completions", json={"messages": turns, "max_tokens": 1})
+    assert response.status_code in (200, 400)
+
+
 def test_fields_without_influence_are_accepted(client):
     parts: list[Any] = [{"type": "text", "text": text} for text in ("hel", "lo")]
     answer = client.chat.completions.create(

@@ -20,7 +20,9 @@ from pathlib import Path
 
 from tests.torture.common import ROOT, Tally
 
-KINDS = ("kills", "files", "disk", "rewards", "signals", "memory", "allocations", "engines", "exports", "serving")
+KINDS = (
+    "serving", "hostile", "kills", "files", "disk", "rewards", "signals", "memory", "allocations", "engines", "exports"
+)  # fmt: skip
 """The longest first, since two run in parallel."""
 
 

@@ -22,6 +22,8 @@ from tests.torture.servers import Server, server
 _N_CLIENTS, _SECONDS = 32, 1800
 _MOST_GROWTH = 4e6
 """Bytes of resident memory between the first third and the end."""
+_TIMEOUT_S = 120
+"""Longest pause within an answer: the machine may be busy."""
 _PROMPTS = ("1+2=", "34+5=", "a longer prompt, which fills more than a page of the cache: " * 2, "é")
 _SEEDS, _N_NEW, _N_MANY = 4, 20, 40
 _SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
@@ -72,9 +74,9 @@ def _soak(running: Server, seconds: float, expected: Expected, tally: Tally) -> 
 async def _visit_all(running: Server, seconds: float, expected: Expected, counts: Counter[str]) -> float:
     """Let all clients visit the server; return the growth of its memory after the first third."""
     limits = httpx.Limits(max_connections=2 * _N_CLIENTS, max_keepalive_connections=_N_CLIENTS)
-    async with httpx.AsyncClient(base_url=running.url, timeout=60, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=running.url, timeout=_TIMEOUT_S, limits=limits) as client:
         end = time.monotonic() + seconds
-        visits = [_visit(client, running.port, random.Random(i), end, expected, counts) for i in range(_N_CLIENTS)]
+        visits = [_visit(client, running, random.Random(i), end, expected, counts) for i in range(_N_CLIENTS)]
         soak = asyncio.gather(*visits)
         await asyncio.sleep(seconds / 3)
         before = running.memory()
@@ -87,7 +89,7 @@ def _body(prompt: str, seed: int) -> dict[str, Any]:
 
 
 async def _visit(
-    client: httpx.AsyncClient, port: int, rng: random.Random, end: float, expected: Expected, counts: Counter[str]
+    client: httpx.AsyncClient, running: Server, rng: random.Random, end: float, expected: Expected, counts: Counter[str]
 ) -> None:
     """Visit until the end: read whole answers, cut them at any point, read slowly, or send part of a request."""
     while time.monotonic() < end:
@@ -95,7 +97,7 @@ async def _visit(
         body = _body(prompt, seed)
         try:
             if kind in ("stall", "half"):
-                await _stall(port, rng, body, is_whole=kind == "half")
+                await _stall(running.port, rng, body, is_whole=kind == "half")
             elif kind == "quiet":
                 await _give_up(client, rng, body)
             elif kind == "many":  # more prompts than the queue has room for, from several clients at once
@@ -106,7 +108,7 @@ async def _visit(
             else:
                 kind = await _stream(client, rng, body, kind, expected[prompt, seed])
         except httpx.TransportError as error:
-            raise AssertionError(f"a {kind} visit: {error!r}") from error
+            raise AssertionError(f"a {kind} visit: {error!r}; the server has {running.usage()}") from error
         counts[kind] += 1
 
 

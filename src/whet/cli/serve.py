@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import socket
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -121,6 +122,7 @@ def main(argv: Sequence[str]) -> int:
     import uvicorn
 
     sys.setswitchinterval(2e-4)  # the engine's thread waits for the interpreter's lock after every step
+    threading.stack_size(16 << 20)  # grammars are compiled by recursion; some systems have 512 KiB
 
     from whet.serve import LoadingApp, ServedModel, make_app
 

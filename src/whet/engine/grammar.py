@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,11 @@ from whet.errors import WhetValueError, check_installed
 from whet.models.tokenizers.token_texts import find_backend
 
 _MOST_CHARACTERS = 1 << 18
-_MOST_DEPTH = 64
+# llguidance compiles by recursion, and ends the process where a stack of 8 MiB is too small: behind 1,000 levels of
+# schemas, or rules that refer to each other.
+_MOST_DEPTH, _MOST_LEVELS, _MOST_LINES = 64, 512, 500
+_NUMBERS = (-(2**63) + 2, 2**63 - 1)  # integers below end the process too
+_DEFINITIONS = ("$defs", "definitions")
 
 
 class Grammars:
@@ -64,7 +69,7 @@ class Grammars:
         """
         from llguidance import LLMatcher
 
-        _check_depth(schema)
+        _check_schema(schema)
         return self._validate(LLMatcher.grammar_from_json_schema(json.dumps(schema)), "schema")
 
     def from_regex(self, pattern: str) -> str:
@@ -78,17 +83,31 @@ class Grammars:
         return self.from_regex("|".join(map(_escape, choices)))
 
     def from_lark(self, grammar: str) -> str:
-        """Return a grammar in llguidance's dialect of Lark."""
+        """Return a grammar in llguidance's dialect of Lark.
+
+        Raises:
+            WhetValueError: the grammar is not valid or too large, or a schema in it (%json) is not supported.
+        """
         from llguidance import LLMatcher
 
+        _check_length(grammar, "grammar")
+        if (n_lines := grammar.count("\n") + 1) > _MOST_LINES:
+            raise WhetValueError(f"grammar has {n_lines:,} lines, expected at most {_MOST_LINES}.")
+        decoder = json.JSONDecoder()
+        for found in re.finditer(r"%json\s*", grammar):
+            try:
+                schema, _ = decoder.raw_decode(grammar, found.end())
+            except (ValueError, RecursionError) as error:
+                raise WhetValueError(f"grammar has a %json that is not followed by a schema: {error}.") from None
+            _check_schema(schema)
         return self._validate(LLMatcher.grammar_from_lark(grammar), "grammar")
 
     def _validate(self, grammar: str, name: str) -> str:
         from llguidance import LLMatcher
 
-        if len(grammar) > _MOST_CHARACTERS:
-            raise WhetValueError(f"{name} has {len(grammar):,} characters, expected at most {_MOST_CHARACTERS:,}.")
-        is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokens)
+        _check_length(grammar, name)
+        with _panics_raised(name):
+            is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokens)
         if is_wrong or messages:
             raise WhetValueError(f"{name} is not supported: {' '.join(messages)[:400]}")
         return grammar
@@ -110,7 +129,8 @@ class Constraint:
         from llguidance import LLMatcher
 
         self._tokens, self._awaited, self._before = tokens, after.encode(), b""
-        self._matcher = LLMatcher(tokens, grammar, log_level=0)
+        with _panics_raised("the grammar"):
+            self._matcher = LLMatcher(tokens, grammar, log_level=0)
         self._bitmap = np.full(n_words, -1, np.int32)
 
     def allowed(self) -> np.ndarray:
@@ -121,7 +141,8 @@ class Constraint:
         """
         if self._awaited:
             return self._bitmap  # every token
-        self._matcher.unsafe_compute_mask_ptr(self._bitmap.ctypes.data, self._bitmap.nbytes)
+        with _panics_raised("the grammar"):
+            self._matcher.unsafe_compute_mask_ptr(self._bitmap.ctypes.data, self._bitmap.nbytes)
         if self._matcher.is_error():
             raise WhetValueError(f"the grammar cannot be followed: {self._matcher.get_error()[:400]}")
         return self._bitmap
@@ -137,12 +158,64 @@ class Constraint:
                 self._matcher.consume_token(token_id)
 
 
+@contextlib.contextmanager
+def _panics_raised(name: str) -> Iterator[None]:
+    """Raise panics of llguidance, which are not an ``Exception``, as a WhetValueError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise WhetValueError(f"{name} is not supported: {error!s:.400}") from None
+
+
 def _escape(text: str) -> str:
     return re.sub(r"([\\.+*?()|\[\]{}^$/#&~-])", r"\\\1", text)
 
 
-def _check_depth(value: Any, depth: int = 0) -> None:
+def _check_length(grammar: str, name: str) -> None:
+    if len(grammar) > _MOST_CHARACTERS:
+        raise WhetValueError(f"{name} has {len(grammar):,} characters, expected at most {_MOST_CHARACTERS:,}.")
+
+
+def _check_schema(schema: Any) -> None:
+    """Raise unless numbers and levels of a schema are within limits.
+
+    A schema that refers to its definitions has at most the sum of their levels and its own.
+    """
+    roots, others, n_levels = [schema], set[str](), 0
+    while roots:
+        n_levels += _measure(roots.pop(), roots, others)
+    n_levels += _MOST_DEPTH * len(others)
+    if n_levels > _MOST_LEVELS:
+        raise WhetValueError(
+            f"schema has up to {n_levels:,} levels with its definitions, expected at most {_MOST_LEVELS}."
+        )
+
+
+def _measure(value: Any, roots: list[Any], others: set[str], depth: int = 0) -> int:
+    """Return the number of levels of a schema without its definitions.
+
+    Args:
+        roots: receives the definitions.
+        others: receives references to anything else.
+        depth: of ``value``.
+
+    Raises:
+        WhetValueError: a level or number is out of range.
+    """
     if depth > _MOST_DEPTH:
         raise WhetValueError(f"schema is nested deeper than {_MOST_DEPTH} levels.")
-    for each in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
-        _check_depth(each, depth + 1)
+    if isinstance(value, (int, float)) and not _NUMBERS[0] <= value <= _NUMBERS[1]:
+        raise WhetValueError(f"schema has a number out of range, expected -2^63 + 2 to 2^63 - 1: {value!s:.40}.")
+    deepest = depth
+    for key, each in (
+        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    ):
+        if key in _DEFINITIONS and isinstance(each, Mapping):
+            roots += each.values()
+            continue
+        if key == "$ref" and not str(each).startswith(("#/$defs/", "#/definitions/")):
+            others.add(str(each))
+        deepest = max(deepest, _measure(each, roots, others, depth + 1))
+    return deepest

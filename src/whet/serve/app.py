@@ -93,6 +93,9 @@ class _App:
             except (WhetError, UnicodeEncodeError) as error:  # such as a text with a lone surrogate
                 found = ApiError(400, str(error))
                 return _explain(found, found.body())
+            except RecursionError:
+                found = ApiError(400, "The request is nested too deeply.")
+                return _explain(found, found.body())
             except Exception as error:
                 traceback.print_exc()
                 return JSONResponse(ApiError(500, f"{type(error).__name__}: {error}").body(), 500)

@@ -16,12 +16,11 @@ from whet.data.thinking import Replies
 from whet.engine import Engine
 from whet.engine.grammar import Grammars
 from whet.errors import WhetValueError
-from whet.models.formats import PAGE_TOKENS
 from whet.models.sources.gguf_container import GGUFFile
 from whet.models.tokenizers.token_texts import TokenTexts, read_token_texts
 from whet.serve.errors import ApiError
 from whet.system.memory import unused_bytes
-from whet.text.model import SPARE_PAGES, find_model, find_stop_ids, load_chat_tokenizer, load_engine
+from whet.text.model import find_model, find_stop_ids, load_chat_tokenizer, load_engine, longest_sequence
 
 _WHERE = "whet serve"
 _KV_BYTES = (1 << 30, 4 << 30)
@@ -94,12 +93,10 @@ class ServedModel:
         self.stop_ids, self.defaults = stop_ids, dict(defaults or {})
         engine.tokenizer = tokenizer
         self.texts: TokenTexts = read_token_texts(tokenizer, _WHERE)
-        memory = engine.memory
-        in_memory = (memory["kv_bytes"] // memory["kv_page_bytes"] - SPARE_PAGES) * PAGE_TOKENS
-        most = min(engine.config.max_position, in_memory)
+        most = longest_sequence(engine)
         if most < 2:
             raise WhetValueError(
-                f"{_WHERE}: a KV cache of {memory['kv_bytes']:,} bytes is too small. Raise --kv-bytes."
+                f"{_WHERE}: a KV cache of {engine.memory['kv_bytes']:,} bytes is too small. Raise --kv-bytes."
             )
         if context is not None and not 2 <= context <= most:
             raise WhetValueError(f"{_WHERE}: context is {context}, expected from 2 to {most:,} tokens.")

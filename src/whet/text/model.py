@@ -77,6 +77,13 @@ def load_engine(
     return Engine(source, weights=weights, kv_bytes=kv_bytes, kv_dtype=kv_dtype, where=where)
 
 
+def longest_sequence(engine: Engine) -> int:
+    """Return the most tokens of a sequence that positions and KV cache permit."""
+    memory = engine.memory
+    n_pages = memory["kv_bytes"] // memory["kv_page_bytes"] - SPARE_PAGES
+    return min(engine.config.max_position, n_pages * PAGE_TOKENS)
+
+
 def load_chat_tokenizer(model: str | GGUFFile, where: str, chat_template: str = "") -> Any:
     """Load the tokenizer of a folder or GGUF file; ``chat_template`` is a file whose template replaces the tokenizer's.
 
