@@ -44,9 +44,9 @@ class ServeOptions(BenchOptions):
 
 
 _NOTE = (
-    "SmolLM2-135M-Instruct, a Q4_1 file of 98 MB. Greedy completions of token ids by /v1/completions, without stop "
-    "tokens, on a connection each; no prompt is in a prefix cache. llama-server has a slot per stream, and the setting "
-    "that is fastest in the case, of flash attention, a unified KV cache and two batch sizes; its only sampler is the "
+    "SmolLM2-135M-Instruct in one GGUF file. Greedy completions of token ids by /v1/completions, without stop tokens, "
+    "on a connection each; no prompt is in a prefix cache. llama-server has a slot per stream, and the setting that is "
+    "fastest for as many streams, of a unified KV cache or one per slot, and two batch sizes; its only sampler is the "
     "argmax."
 )
 

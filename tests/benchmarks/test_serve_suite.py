@@ -209,7 +209,7 @@ def test_missing_llama_server_is_named(tmp_path, monkeypatch, load):
 
 
 def test_settings_of_llama_server():
-    assert len(every_setting(1)) == 4 and len(set(every_setting(8))) == 8
+    assert len(every_setting(1)) == 2 and len(set(every_setting(8))) == 4
 
 
 def test_serve_suite_has_every_row():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from whet.bench.case import Call, Timed
 from whet.config.sampling import SamplingParams
 from whet.engine import Engine
 from whet.system.machine import cpu_seconds_of
+
+_TRIAL_STEPS = 31
+"""Steps of the completions by which a server's settings are chosen."""
 
 Task = Callable[[Server, Workload], Mapping[str, float]]
 """Sends the requests of a workload, and returns the seconds of parts, of which the first counts."""
@@ -115,8 +119,10 @@ def on_server(open_server: Open, task: Task, x: Workload) -> Call:
 
 
 def _open(open_server: Open, task: Task, x: Workload) -> Server:
+    short = replace(x, n_steps=min(x.n_steps, _TRIAL_STEPS))
+
     def trial(server: Server) -> float:
-        return next(iter(task(server, x).values()))
+        return next(iter(task(server, short).values()))
 
     return open_server(file_of(x.files), len(x.prompts), x.prompt_length + x.n_tokens, trial)
 
