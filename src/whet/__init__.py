@@ -1,8 +1,8 @@
 """Whet post-trains language models on the machine you have, and runs what comes out.
 
 The primitives, the engine and the learner of adapters are at top level and depend only on NumPy. Algorithms are
-imported from their modules (``from whet.algorithms.grpo import GRPO``); for modules of torch they need the ``train``
-extra.
+imported from their modules (``from whet.algorithms.grpo import GRPO``); to train PyTorch modules they need the
+``train`` extra.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def isa() -> str:
 
     On x86-64 "scalar", "avx2", "avx512" or "avx512bf16"; on AArch64 "neon", "neon_dot" (dot products) or "neon_i8mm"
     (matrix products, bfloat16). Default: the widest that this processor supports. The environment variable WHET_ISA
-    selects another at start.
+    selects another at start; WHET_BFMMLA=1 selects faster bfloat16 products of "neon_i8mm", with other bits.
     """
     return _core.isa()
 
@@ -61,8 +61,8 @@ def set_num_threads(n: int) -> None:
     Default: the environment variable WHET_NUM_THREADS. Without it, OMP_NUM_THREADS, by which torchrun, joblib and Ray
     divide the processors among their workers. Without both, 1 in a forked process and in a worker of multiprocessing,
     such as torch's DataLoader's, and else ``processors`` of ``build_info``. A forked process keeps a number
-    that its parent has set by this function. More threads than processors (with a fractional quota: rounded up) would
-    wait for one: they are not started, with a warning.
+    that its parent has set by this function. At most one thread per processor is started (a fractional quota is
+    rounded up), with a warning if n is larger: more would wait for a processor.
 
     Raises:
         WhetValueError: n is not in [1, 1024].

@@ -160,7 +160,7 @@ _ALIASES = {format.alias: name for name, format in TABLE.items() if format.alias
 def choose_formats(
     source: ModelSource, weights: str | None, embedding: str | None, head: str | None, where: str
 ) -> dict[str, tuple[FormatSpan, ...]]:
-    """Choose slot -> formats of every matrix, in the order of its rows; see ``Engine`` for the rules.
+    """Return the formats of every matrix by slot, in the order of its rows; see ``Engine`` for the rules.
 
     Raises:
         WhetValueError: an unknown format.

@@ -1,4 +1,4 @@
-"""Check, checksum and pack the slices of a source, without a copy."""
+"""Check, hash and pack the slices of a source, without a copy."""
 
 from __future__ import annotations
 
