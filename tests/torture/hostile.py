@@ -29,7 +29,7 @@ from tests.torture.servers import Server, server
 _N_MUTATED, _N_THREADS = 10_000, 4
 _N_GONE, _N_KILLS = 200, 5
 _MOST_SECONDS = 300.0
-"""Of a request, on a busy machine."""
+"""Limit of a request on a busy machine."""
 _MOST_GROWTH = 200e6
 """Bytes of resident memory that a hostile request may take: a body of 16 MiB and the values that are read from it."""
 _IDLE_S = 16.0

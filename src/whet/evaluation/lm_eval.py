@@ -44,8 +44,9 @@ class WhetLM(TemplateLM):
         max_length: the most tokens before a scored or sampled one; longer contexts lose their first tokens. Default:
             the model's positions, less one.
         add_bos_token: whether texts begin with BOS. Default: as the tokenizer does it.
-        batch_size, max_batch_size, device: ignored, since the harness passes its own defaults. The engine chooses its
-            batches, on the CPU.
+        batch_size: ignored: the harness passes a default, and the engine chooses its batches.
+        max_batch_size: ignored.
+        device: ignored: the engine runs on the CPU.
 
     Raises:
         WhetValueError: the model cannot be read, or an argument is out of range.
