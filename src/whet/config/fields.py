@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import os
 import types
@@ -111,7 +112,7 @@ def check_types(config: Any) -> None:
         WhetValueError: a string is not among a field's choices, or a value is NaN or out of range.
     """
     convert_fields(config)
-    hints = typing.get_type_hints(type(config), include_extras=True)
+    hints = _hints(type(config))
     for name in (f.name for f in dataclasses.fields(config)):
         value, hint, notes = getattr(config, name), hints[name], ()
         if typing.get_origin(hint) is Annotated:
@@ -133,10 +134,16 @@ def check_types(config: Any) -> None:
 
 def convert_fields(config: Any) -> None:
     """Apply the ``Conversion`` of each field that has one, such as paths that begin with ``~``."""
-    for name, hint in typing.get_type_hints(type(config), include_extras=True).items():
+    for name, hint in _hints(type(config)).items():
         for note in typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ():
             if isinstance(note, Conversion):
                 object.__setattr__(config, name, note.convert(getattr(config, name)))
+
+
+@functools.cache
+def _hints(config_class: type) -> Mapping[str, Any]:
+    """Return the types of a config's fields, with their notes. A server checks three configs per request."""
+    return typing.get_type_hints(config_class, include_extras=True)
 
 
 def check_range(config: Any, name: str, ok: bool, expected: str) -> None:
@@ -171,6 +178,8 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 def _as_python(value: Any) -> Any:
     """Convert numbers, also in lists and tables, to int or float; return other values unchanged."""
+    if type(value) in (int, str, float):  # most values, such as the tokens of a prompt
+        return value
     if isinstance(value, (list, tuple)):
         return type(value)(map(_as_python, value))
     if isinstance(value, Mapping):
