@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 
+import hypothesis
 import pytest
 from tests.needs import missing
 
@@ -16,6 +17,8 @@ from whet import _core  # noqa: E402  # imports NumPy, whose BLAS reads these va
 
 os.environ.setdefault("WHET_NUM_THREADS", str(_core.n_processors()))  # else Whet uses OMP_NUM_THREADS
 signal.signal(signal.SIGINT, signal.default_int_handler)
+hypothesis.settings.register_profile("any machine", deadline=None)  # a busy machine exceeds the default, 200 ms
+hypothesis.settings.load_profile("any machine")
 
 
 def pytest_collection_finish() -> None:

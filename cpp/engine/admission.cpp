@@ -54,6 +54,8 @@ std::unique_ptr<Job> Scheduler::make_job(Request request, uint64_t session) cons
         job->alternatives.resize(n_scored * request.sampling.top_logprobs);
         if (request.entropy) job->entropies.resize(n_scored);
         if (request.logits) job->logits.resize((n_scored + 1) * config_.vocab_size);
+        if (request.can_use_scores()) job->hidden.resize(config_.hidden_dim);
+        if (request.keep && request.scores_model()) job->page_hiddens.resize(n_tokens / kPage * config_.hidden_dim);
         job->done = n_scored == 0 && !request.logits;
     }
     job->request = std::move(request);
@@ -79,11 +81,39 @@ uint64_t Scheduler::add(Request request, uint64_t session) {
 }
 
 void Scheduler::admit_waiting() {
-    while (!waiting_.empty() && prefilling_.size() + pending_.size() < limits_.max_batch) {
-        if (!admit(*waiting_.front())) return;
-        prefilling_.push_back(waiting_.front());
-        waiting_.pop_front();
+    for (auto next = waiting_.begin();
+         next != waiting_.end() && prefilling_.size() + pending_.size() < limits_.max_batch;) {
+        Job* const job = *next;
+        if (waits_for_scores(*job)) {
+            ++next;
+            continue;
+        }
+        if (!admit(*job)) return;
+        prefilling_.push_back(job);
+        next = waiting_.erase(next);
     }
+}
+
+// Whether a sequence being computed will leave scores of more of the job's pages in the cache than there are. It is
+// complete in a few steps.
+bool Scheduler::waits_for_scores(const Job& job) const {
+    const Request& request = job.request;
+    if (!request.keep || !request.can_use_scores()) return false;
+    const size_t most = (request.tokens.size() - 1) / kPage;
+    size_t available = 0;
+    for (int32_t page = PageIndex::kNone; available < most; ++available) {
+        page = pages_.find(page, request.adapter, request.tokens.data() + available * kPage);
+        if (page == PageIndex::kNone || pages_.scores(page) == nullptr) break;
+    }
+    return std::any_of(prefilling_.begin(), prefilling_.end(), [&](const Job* other) {
+        const Request& first = other->request;
+        if (other->page_hiddens.empty() || first.adapter != request.adapter || first.score_from > 1) return false;
+        if (first.sampling.top_logprobs < request.sampling.top_logprobs) return false;
+        const size_t n = std::min({most * kPage, first.tokens.size(), request.tokens.size()});
+        const auto common = std::mismatch(first.tokens.begin(), first.tokens.begin() + static_cast<ptrdiff_t>(n),
+                                          request.tokens.begin());
+        return static_cast<size_t>(common.first - first.tokens.begin()) / kPage > available;
+    });
 }
 
 // Allocates the pages of a prompt that are not in the prefix cache. Returns false if too few pages are free.
@@ -101,7 +131,8 @@ bool Scheduler::admit(Job& job) {
     reserve_page_writes(n_pages - shared);
     for (int32_t page : job.pages) pages_.ref(page);
     job.computed = shared * kPage;
-    if (request.keep) copy_retained(job);
+    copy_scores(job);
+    if (request.keep && request.n > 0) copy_retained(job);
     job.reused = job.computed;
     for (size_t i = shared; i < n_pages; ++i) {
         if (i == job.pages.size()) job.pages.push_back(allocate_page(PageIndex::kNone));
@@ -130,11 +161,41 @@ void Scheduler::find_prefix(Job& job) const {
     const size_t n_reusable = (request.n > 0 ? request.tokens.size() - 1 : request.score_from - 1) / kPage;
     int32_t page = PageIndex::kNone;
     job.pages.clear();
+    job.n_cached_scores = 0;
     while (job.pages.size() < n_reusable) {
         page = pages_.find(page, request.adapter, request.tokens.data() + job.pages.size() * kPage);
         if (page == PageIndex::kNone) return;
         job.pages.push_back(page);
     }
+    find_scores(job);
+}
+
+// Adds to job.pages the following pages whose scores are cached, excluding the last token.
+void Scheduler::find_scores(Job& job) const {
+    const Request& request = job.request;
+    if (!request.can_use_scores()) return;
+    const size_t first = job.pages.size(), most = (request.tokens.size() - 1) / kPage;
+    int32_t page = first == 0 ? PageIndex::kNone : job.pages.back();
+    while (job.pages.size() < most) {
+        page = pages_.find(page, request.adapter, request.tokens.data() + job.pages.size() * kPage);
+        const PageScores* scores = page == PageIndex::kNone ? nullptr : pages_.scores(page);
+        if (scores == nullptr || (request.sampling.top_logprobs > 0 && !scores->has_best)) break;
+        job.pages.push_back(page);
+    }
+    if (job.pages.size() > first) job.n_cached_scores = job.pages.size() * kPage;
+}
+
+// Copies the cached scores of a job that is admitted, and the hidden state that scores the next token.
+void Scheduler::copy_scores(Job& job) const {
+    for (size_t i = job.request.score_from; i < job.n_cached_scores; ++i) {
+        const PageScores& scores = *pages_.scores(job.pages[i / kPage]);
+        const size_t at = i - job.request.score_from;
+        job.logprobs[at] = scores.logprobs[i % kPage];
+        if (!job.alternatives.empty()) job.alternatives[at] = scores.best[i % kPage];
+    }
+    if (job.n_cached_scores == 0) return;
+    const std::vector<float>& hidden = pages_.scores(job.pages[job.n_cached_scores / kPage - 1])->hidden;
+    std::copy(hidden.begin(), hidden.end(), job.hidden.begin());
 }
 
 // If a prompt diverges from a retained sequence within a page, copies that page for the prompt.

@@ -46,9 +46,10 @@ void ModelRunner::run_heads(const StepPlan& plan, const float* hidden) {
     auto* aligned = scratch_.data() + (64 - reinterpret_cast<uintptr_t>(scratch_.data()) % 64) % 64;
     const size_t n_draws = plan.draws.size(), n_heads = n_draws + plan.scores.size();
     const auto hidden_of = [&](size_t head) {
-        if (head >= n_draws) return hidden + plan.scores[head - n_draws].token * d;
-        const DrawTask& task = plan.draws[head];
-        return task.hidden != nullptr ? task.hidden : hidden + task.token * d;
+        const auto of = [&](const auto& task) {
+            return task.hidden != nullptr ? task.hidden : hidden + task.token * d;
+        };
+        return head >= n_draws ? of(plan.scores[head - n_draws]) : of(plan.draws[head]);
     };
     for (size_t begin = 0; begin < n_heads; begin += head_tile_) {
         const size_t n = std::min(head_tile_, n_heads - begin);

@@ -51,6 +51,7 @@ void PageIndex::unref(int32_t page) {
         return;
     }
     if (p.indexed) erase_entry(p, page);
+    p.scores = nullptr;
     free_.push_back(page);
 }
 
@@ -58,6 +59,7 @@ void PageIndex::evict(int32_t page) {
     Page& p = at(page);
     erase_entry(p, page);
     p.retained = false;
+    p.scores = nullptr;
     --n_evictable_;
     free_.push_back(page);
 }

@@ -5,15 +5,27 @@
 // that sequences with the same prefix share it. A retained page stays in the index without references until its memory
 // is needed, and is evicted in the order of last release. Pages have one size, so memory does not fragment.
 #pragma once
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "engine/sampler.h"
 #include "kernels/attention_task.h"
 
 namespace whet {
+
+// Scores of the 64 tokens of a page (of the first page, except its first token) under the model's distribution, and the
+// hidden state after the last of them, which scores any token that follows.
+struct PageScores {
+    std::array<float, kPageTokens> logprobs;
+    std::array<Drawn, kPageTokens> best;  // most probable token at each place; valid if has_best
+    bool has_best = false;
+    std::vector<float> hidden;
+};
 
 class PageIndex {
 public:
@@ -43,6 +55,9 @@ public:
     // Finds the retained page after `before` with the longest common prefix with these n tokens, and its length, or
     // returns {kNone, 0}.
     std::pair<int32_t, size_t> find_retained(int32_t before, uint64_t key, const int32_t* tokens, size_t n) const;
+    // Scores of a page, until its memory is needed; null: none.
+    const PageScores* scores(int32_t page) const { return at(page).scores.get(); }
+    void set_scores(int32_t page, std::unique_ptr<PageScores> scores) { at(page).scores = std::move(scores); }
     void evict_retained();  // frees all retained pages without a reference
 
 private:
@@ -52,6 +67,7 @@ private:
         uint64_t hash = 0;
         uint64_t released = 0;  // time of the last unref, in releases
         bool indexed = false, retained = false;
+        std::unique_ptr<PageScores> scores{};
 
         bool is_evictable() const { return retained && ref_count == 0; }
     };

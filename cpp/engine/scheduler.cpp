@@ -6,6 +6,7 @@
 
 #include "runtime/ceil_div.h"
 #include "runtime/philox.h"
+#include "runtime/try_allocating.h"
 
 namespace whet {
 
@@ -21,7 +22,7 @@ Scheduler::Scheduler(const ModelConfig& config, size_t max_tokens, size_t n_page
     plan_.tokens.reserve(max_tokens);
     plan_.hiddens.reserve(max_tokens);
     plan_.draws.reserve(limits.max_batch);
-    plan_.scores.reserve(max_tokens);
+    plan_.scores.reserve(max_tokens + limits.max_batch);
 }
 
 StepPlan& Scheduler::plan() {
@@ -96,19 +97,20 @@ void Scheduler::plan_prompts() {
     for (Job* job : prefilling_) {
         const Request& request = job->request;
         const size_t n_tokens = request.tokens.size(), count = std::min(room, n_tokens - job->computed);
+        // The first token without a cached score follows the stored hidden state.
+        if (job->n_cached_scores > 0 && job->computed == job->n_cached_scores) {
+            plan_score(*job, job->computed, 0, job->hidden.data());
+        }
         for (size_t i = job->computed; i < job->computed + count; ++i) {
             const size_t next = i + 1, at = next - request.score_from;
             if (request.hidden && next >= request.score_from) {
                 plan_.hiddens.push_back({plan_.tokens.size(), job->hiddens.data() + at * config_.hidden_dim});
             } else if (request.n == 0 && next >= request.score_from && (next < n_tokens || request.logits)) {
-                ScoreTask task{plan_.tokens.size(), 0, &request.sampling, nullptr, nullptr, nullptr, nullptr};
-                if (request.logits) task.logits = job->logits.data() + at * config_.vocab_size;
-                if (next < n_tokens) {
-                    task.target = request.tokens[next], task.logprob = &job->logprobs[at];
-                    if (request.entropy) task.entropy = &job->entropies[at];
-                    task.alternatives = job->alternatives.data() + at * request.sampling.top_logprobs;
-                }
-                plan_.scores.push_back(task);
+                plan_score(*job, next, plan_.tokens.size(), nullptr);
+            }
+            if (!job->page_hiddens.empty() && next % kPage == 0) {
+                plan_.hiddens.push_back(
+                    {plan_.tokens.size(), job->page_hiddens.data() + (next / kPage - 1) * config_.hidden_dim});
             }
             plan_.tokens.push_back({request.tokens[i], static_cast<int32_t>(i), job->pages.data(), job->adapter.get()});
         }
@@ -119,6 +121,20 @@ void Scheduler::plan_prompts() {
         room -= count;
         if (room == 0) break;
     }
+}
+
+// Adds the score of a token of a job, from the hidden state of planned token `before` or a stored one.
+void Scheduler::plan_score(Job& job, size_t token, size_t before, const float* hidden) {
+    const Request& request = job.request;
+    const size_t at = token - request.score_from;
+    ScoreTask task{before, hidden, 0, &request.sampling, nullptr, nullptr, nullptr, nullptr};
+    if (request.logits) task.logits = job.logits.data() + at * config_.vocab_size;
+    if (token < request.tokens.size()) {
+        task.target = request.tokens[token], task.logprob = &job.logprobs[at];
+        if (request.entropy) task.entropy = &job.entropies[at];
+        task.alternatives = job.alternatives.data() + at * request.sampling.top_logprobs;
+    }
+    plan_.scores.push_back(task);
 }
 
 // Allocates a page and plans its initialisation: a copy of page `from`, or zeros for kNone.
@@ -132,7 +148,13 @@ int32_t Scheduler::allocate_page(int32_t from) {
 void Scheduler::advance_prompts() {
     for (size_t j = 0; j < counts_.size(); ++j) prefilling_[j]->computed += counts_[j];
     for (Job* job : prefilling_) {
-        if (job->is_computed()) job->request.n == 0 ? release_prompt(*job) : pending_.push_back(job);
+        if (!job->is_computed()) continue;
+        if (job->request.n > 0) {
+            pending_.push_back(job);
+            continue;
+        }
+        if (!job->page_hiddens.empty()) retain_scores(*job);
+        release_prompt(*job);
     }
     std::erase_if(prefilling_, [](const Job* job) { return job->is_computed(); });
 }
@@ -221,6 +243,35 @@ void Scheduler::unref_all(const std::vector<int32_t>& pages) {
 
 void Scheduler::erase_ended() {
     std::erase_if(running_, [](const Running& running) { return running.job == nullptr; });
+}
+
+// Retains the full pages of a scored sequence, with the scores of those that are scored whole.
+void Scheduler::retain_scores(const Job& job) {
+    const Request& request = job.request;
+    const size_t n_top = request.sampling.top_logprobs, d = config_.hidden_dim;
+    int32_t before = PageIndex::kNone;
+    for (size_t i = 0; (i + 1) * kPage <= request.tokens.size(); ++i) {
+        const size_t first = std::max<size_t>(1, i * kPage), next = (i + 1) * kPage;
+        const int32_t page =
+            pages_.retain(job.pages[i], before, request.adapter, request.tokens.data() + i * kPage, kPage);
+        before = page;
+        if (page != job.pages[i] || first < request.score_from) continue;
+        if (const PageScores* known = pages_.scores(page); known != nullptr && (known->has_best || n_top == 0))
+            continue;
+        // Without memory for the scores, they are computed again.
+        try_allocating([&] {
+            auto scores = std::make_unique<PageScores>();
+            const float* hidden = job.page_hiddens.data() + i * d;
+            scores->hidden.assign(hidden, hidden + d);
+            scores->has_best = n_top > 0;
+            for (size_t t = first; t < next; ++t) {
+                const size_t at = t - request.score_from;
+                scores->logprobs[t % kPage] = job.logprobs[at];
+                if (n_top > 0) scores->best[t % kPage] = job.alternatives[at * n_top];
+            }
+            pages_.set_scores(page, std::move(scores));
+        });
+    }
 }
 
 // Frees the pages of a prompt and marks the job as done.

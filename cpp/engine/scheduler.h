@@ -36,7 +36,7 @@ struct Sample {
 struct Request {
     std::vector<int32_t> tokens;  // the prompt, or a sequence to score
     uint64_t adapter = 0;         // 0: none
-    bool keep = false;            // retain prompt and sampled tokens in the cache
+    bool keep = false;            // retain prompt and sampled tokens, or scored tokens and scores, in the cache
     bool constrained = false;     // a token is drawn only after allow()
     // Sampling:
     size_t n = 0, min_new_tokens = 0, max_new_tokens = 0;
@@ -50,6 +50,12 @@ struct Request {
     bool entropy = false;
     bool logits = false;  // also return the logits of tokens [score_from - 1, tokens.size())
     bool hidden = false;  // return only the final hidden states of tokens [score_from - 1, tokens.size())
+
+    bool is_score() const { return n == 0 && !hidden; }
+    // Whether its scores are of the model's distribution, as PageScores are.
+    bool scores_model() const { return is_score() && sampling.temperature == 1.0; }
+    // Whether its results are in PageScores, except the best token.
+    bool can_use_scores() const { return scores_model() && !entropy && !logits && sampling.top_logprobs <= 1; }
 };
 
 // A request, its state and its results. Belongs to a session: a call, which ends all of its jobs at once.
@@ -65,9 +71,11 @@ struct Job {
     // State of the scheduler.
     std::shared_ptr<const Adapter> adapter;  // null: none
     std::vector<int32_t> pages;
-    std::vector<float> hidden;  // after the last token of the prompt
-    size_t computed = 0;        // prompt tokens in the cache
-    size_t reused = 0;          // prompt tokens found in the cache on admission
+    std::vector<float> hidden;  // after the last token of the prompt, or after the last token with scores in the cache
+    std::vector<float> page_hiddens;  // after the last token of each full page, to retain its scores
+    size_t n_cached_scores = 0;       // tokens whose scores were found in the cache; 0 or whole pages
+    size_t computed = 0;              // prompt tokens in the cache
+    size_t reused = 0;                // prompt tokens found in the cache on admission
     size_t started = 0, ended = 0;
     bool first_reserved = false;  // reserved_ includes the tail pages of its first sample
 
@@ -153,6 +161,9 @@ private:
     void reserve_page_writes(size_t n);
     void find_prefix(Job& job) const;
     void copy_retained(Job& job);
+    void find_scores(Job& job) const;
+    void copy_scores(Job& job) const;
+    bool waits_for_scores(const Job& job) const;
     void start_samples();
     bool start_sample(Job& job);
 
@@ -160,12 +171,14 @@ private:
     void plan_samples();
     void plan_prompts();
     void plan_draw(Running& running, size_t token);
+    void plan_score(Job& job, size_t token, size_t before, const float* hidden);
     int32_t allocate_page(int32_t from);
     void advance_prompts();
     void append(Running& running, const Drawn& drawn);
     Finish finish_after(Running& running) const;
     void end(Running& running, Finish finish);
     void retain(const Running& running);
+    void retain_scores(const Job& job);
     void unref_all(const std::vector<int32_t>& pages);
     void erase_ended();
     void release_prompt(Job& job);

@@ -22,7 +22,8 @@ struct DrawTask {
 
 // Scores a token under the logits after the token before it.
 struct ScoreTask {
-    size_t token;  // index into StepPlan::tokens of the token before
+    size_t token;         // index into StepPlan::tokens of the token before
+    const float* hidden;  // its stored hidden state instead; null: none
     int32_t target;
     const Sampling* sampling;           // temperature and number of alternatives
     float *logprob, *entropy, *logits;  // outputs; null: not computed

@@ -55,7 +55,7 @@ void test_batch_invariance(bool other, WeightFormat format, KvType kv_type) {
 void test_hidden_states() {
     Model model(false, WeightFormat::kFloat32, 7 + 64);
     const ModelConfig& c = model.transformer.config();
-    const size_t page = KvMemory::page_bytes(c, false);
+    const size_t page = model.page_bytes();
     std::vector<float> expected;
     for (const size_t chunk : {64, 13}) {
         for (const size_t score_from : {1, 150}) {
@@ -134,6 +134,95 @@ void test_cancelling() {
     run(s);
     for (uint64_t id : ids) expect(s.job(id).done, "other requests finish");
     expect(s.pages().n_free() == s.pages().n_pages(), "all pages are free after cancellation");
+}
+
+Request score_of(const std::vector<int32_t>& tokens, size_t from, size_t n_top, bool keep) {
+    Request r;
+    r.tokens = tokens, r.score_from = from, r.keep = keep;
+    r.sampling.top_logprobs = n_top;
+    return r;
+}
+
+// Log-probs and alternatives.
+std::pair<std::vector<float>, std::vector<int32_t>> scores_of(const Engine& s, uint64_t id) {
+    const Job& job = s.job(id);
+    std::pair<std::vector<float>, std::vector<int32_t>> out{job.logprobs, {}};
+    for (const Drawn& drawn : job.alternatives) {
+        out.first.push_back(drawn.logprob);
+        out.second.push_back(drawn.token);
+    }
+    return out;
+}
+
+std::vector<int32_t> concat(std::vector<int32_t> a, const std::vector<int32_t>& b) {
+    a.insert(a.end(), b.begin(), b.end());
+    return a;
+}
+
+// Continuations of a scored context take its scores from the cache, also those that are queued together with it.
+void test_cached_scores() {
+    Model model(false, WeightFormat::kBFloat16, 16 + 64);
+    Engine s(model.transformer, {60 * model.page_bytes(), 16, 64}),
+        fresh(model.transformer, {60 * model.page_bytes(), 16, 64});
+    const auto context = tokens(200, 5);
+    std::vector<uint64_t> ids;
+    std::vector<std::vector<int32_t>> rows;
+    for (unsigned i = 0; i < 4; ++i) rows.push_back(concat(context, tokens(10 + 30 * i, 20 + i)));
+    rows.push_back(rows[3]), rows.push_back(tokens(128, 5)), rows.push_back(tokens(129, 5)),
+        rows.push_back(tokens(64, 5));
+    for (const auto& row : rows) ids.push_back(s.add(score_of(row, 1, 1, true)));
+    run(s);
+    const size_t reused[] = {0, 192, 192, 192, 256, 64, 128, 0};
+    for (size_t i = 0; i < rows.size(); ++i) {
+        const uint64_t right = fresh.add(score_of(rows[i], 1, 1, false));
+        run(fresh);
+        expect(s.job(ids[i]).reused == reused[i], "%zu reuses %zu tokens", i, s.job(ids[i]).reused);
+        expect(scores_of(s, ids[i]) == scores_of(fresh, right), "cached scores are the model's");
+    }
+    expect(s.pages().n_free() == s.pages().n_pages() && s.pages().n_evictable() > 0, "scored pages are retained");
+    // Requests for other values compute them.
+    Request other = score_of(rows[0], 1, 0, true);
+    other.sampling.temperature = 0.5f;
+    const uint64_t cooler = s.add(other), several = s.add(score_of(rows[0], 1, 3, true));
+    run(s);
+    expect(s.job(cooler).reused == 0 && s.job(several).reused == 0, "scores of other distributions are computed");
+}
+
+// Scores and samples with common prefixes, cancelled at any step, in a cache that evicts.
+void test_random_scores() {
+    Model model(true, WeightFormat::kFloat32, 8 + 32);
+    std::mt19937 bits(11);
+    Engine s(model.transformer, {14 * model.page_bytes(), 8, 32}),
+        right(model.transformer, {14 * model.page_bytes(), 8, 32});
+    for (int round = 0; round < 60; ++round) {
+        std::vector<std::pair<uint64_t, Request>> open;
+        for (size_t i = 0, n = 1 + bits() % 5; i < n; ++i) {
+            const auto row = concat(tokens(30 + bits() % 170, 1), tokens(1 + bits() % 60, bits() % 3));
+            Request request = bits() % 4 != 0 ? score_of(row, bits() % 3 != 0 ? 1 : 1 + bits() % row.size(), bits() % 3,
+                                                         bits() % 5 != 0)
+                                              : prompt(row.size(), 1, 5, bits() % 3);
+            request.keep = bits() % 5 != 0;
+            open.emplace_back(s.add(request), request);
+        }
+        for (size_t steps = bits() % 6; steps > 0; --steps) s.step();
+        if (bits() % 2 == 0) {
+            const size_t i = bits() % open.size();
+            s.remove(open[i].first);
+            open.erase(open.begin() + static_cast<ptrdiff_t>(i));
+        }
+        run(s);
+        for (const auto& [id, request] : open) {
+            Request separate = request;
+            separate.keep = false;
+            const uint64_t expected = right.add(separate);
+            run(right);
+            expect(request.n > 0 ? outputs_of(s, id) == outputs_of(right, expected)
+                                 : scores_of(s, id) == scores_of(right, expected),
+                   "round %d: the results of a separate request", round);
+            s.remove(id), right.remove(expected);
+        }
+        expect(s.pages().n_free() == s.pages().n_pages(), "all pages are free or retained");
+    }
 }
 
 // Sessions end during the prefill of prompts whose pages others share: the others give the results of a separate run.
@@ -435,6 +524,8 @@ int main() {
         for (KvType type : kKvTypes) test_turns(type != KvType::kFloat32, type);
         test_eviction();
         test_uncomputed_pages();
+        test_cached_scores();
+        test_random_scores();
         test_conversations();
         test_released_memory();
         test_adapters();

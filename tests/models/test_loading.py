@@ -59,8 +59,9 @@ def head_of(core, n=N, k=K):
         core.begin_session(1, False)
         tokens = np.array([t], np.int32)
         job = core.add_score(
-            1, tokens=tokens, score_from=1, temperature=1.0, entropy=False, logits=True, top_logprobs=0, adapter=0
-        )
+            1, tokens=tokens, score_from=1, temperature=1.0, entropy=False, logits=True, hidden=False, top_logprobs=0,
+            adapter=0, keep=False,
+        )  # fmt: skip
         while not core.step(job):
             pass
         out.append(core.scores(job)[2])

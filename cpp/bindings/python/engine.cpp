@@ -112,10 +112,11 @@ public:
     }
 
     uint64_t add_score(uint64_t session, nb::handle tokens, size_t score_from, float temperature, bool entropy,
-                       bool logits, bool hidden, size_t top_logprobs, uint64_t adapter) {
+                       bool logits, bool hidden, size_t top_logprobs, uint64_t adapter, bool keep) {
         const EngineGuard guard(lock_);
         Request request = request_of(session, tokens, adapter);
         request.score_from = score_from;
+        request.keep = keep;
         request.entropy = entropy;
         request.logits = logits;
         request.hidden = hidden;
@@ -279,7 +280,8 @@ void bind_engine(nb::module_& m) {
              arg("prompt_index"), arg("first_sample"), arg("adapter"), arg("sampling"), arg("keep"), arg("constrained"))
         .def("allow", &EngineObject::allow, arg("job"), arg("sample"), arg("tokens"))
         .def("add_score", &EngineObject::add_score, arg("session"), nb::kw_only(), arg("tokens"), arg("score_from"),
-             arg("temperature"), arg("entropy"), arg("logits"), arg("hidden"), arg("top_logprobs"), arg("adapter"))
+             arg("temperature"), arg("entropy"), arg("logits"), arg("hidden"), arg("top_logprobs"), arg("adapter"),
+             arg("keep"))
         .def("add_adapter", &EngineObject::add_adapter)
         .def("remove_adapter", &EngineObject::remove_adapter)
         .def("step", &EngineObject::step)

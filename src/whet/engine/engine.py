@@ -391,13 +391,25 @@ class Engine:
             raise
 
     def open_score(
-        self, sequence: Sequence[int], *, start: int = 1, top_logprobs: int = 0, adapter: int | None = None
+        self,
+        sequence: Sequence[int],
+        *,
+        start: int = 1,
+        top_logprobs: int = 0,
+        adapter: int | None = None,
+        keep: bool = False,
     ) -> Call:
-        """Begin the computation of ``logprobs([sequence], ...)``, whose steps the caller runs."""
+        """Begin the computation of ``logprobs([sequence], ...)``, whose steps the caller runs.
+
+        Args:
+            keep: retain keys, values and scores of the full pages (64 tokens), as ``stream`` does. A later sequence
+                with the same prefix takes them from the cache, if its ``top_logprobs`` is at most 1 and not more than
+                this one. It waits for a sequence in progress that will leave them there.
+        """
         where = "Engine.open_score"
         row = check_token_row(sequence, self.config, where, "sequence")
         [start] = check_starts(start, [row], where)
-        return self._open_score(row, start, adapter, where, top_logprobs=top_logprobs)
+        return self._open_score(row, start, adapter, where, top_logprobs=top_logprobs, keep=keep)
 
     def _open_score(self, row: np.ndarray, start: int, adapter: Any, where: str, **values: Any) -> Call:
         session = Session(self._calls, where)
@@ -819,6 +831,7 @@ class Engine:
         logits: bool = False,
         hidden: bool = False,
         top_logprobs: int = 0,
+        keep: bool = False,
     ) -> list[int]:
         adapters = self._adapter_ids(adapter, len(rows), where)
         return [
@@ -834,6 +847,7 @@ class Engine:
                 hidden=hidden,
                 top_logprobs=top_logprobs,
                 adapter=number,
+                keep=keep,
             )
             for i, (row, start, number) in enumerate(zip(rows, starts, adapters, strict=True))
         ]

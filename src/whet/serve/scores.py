@@ -82,7 +82,9 @@ class Decisions(Endpoint):
     async def respond(self) -> Body:
         request, n_prompt = self._request, len(self._prompt)
         rows = [[*self._prompt, *ids] for ids in self._labels]
-        scores = await self._service.score(self._served.engine.open_score, request.model, rows, start=n_prompt)
+        scores = await self._service.score(
+            self._served.engine.open_score, request.model, rows, start=n_prompt, keep=True
+        )
         logprobs = np.array([each.logprobs.sum(dtype=np.float64) for each in scores])
         weights = np.exp(logprobs - logprobs.max())
         probabilities = (weights / weights.sum()).tolist()

@@ -138,19 +138,21 @@ class Service:
                 prompt.choices = [Choice(self.model, i * n + j, settings.stop_token_ids, shown) for j in range(n)]
         for prompt in () if n_scored is None else prompts:
             open_score = self.model.engine.open_score
-            begin = partial(self._open, open_score, model, prompt.token_ids, top_logprobs=n_scored or 0)
+            begin = partial(self._open, open_score, model, prompt.token_ids, top_logprobs=n_scored or 0, keep=True)
             scored[Ticket(begin, 0)] = prompt
         tickets, scores = list(sampled), list(scored)
         with self._queue(scores, tickets):
             async for ticket, update in updates_of(scores):
                 _set_scores(scored[ticket], update.scores)
+                scored[ticket].n_cached = update.n_cached
             for prompt, settings in zip(prompts, sampling, strict=True):
                 for choice in prompt.choices if settings is None else ():
                     choice.finish = "length"
                     yield Part(prompt, choice, 0, "")
             async for ticket, update in updates_of(tickets):
                 prompt = sampled[ticket]
-                prompt.n_cached = update.n_cached
+                if n_scored is None:  # else the tokens that its own scores left in the cache
+                    prompt.n_cached = update.n_cached
                 self._metrics.add_tokens(sum(len(drawn.token_ids) for drawn in update.drawn.values()))
                 for j, drawn in update.drawn.items():
                     choice = prompt.choices[j]
