@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -114,7 +115,7 @@ def render_messages(model: ServedModel, messages: list, request: Any, tools: lis
     if not messages:
         raise ApiError(400, "messages is empty, expected at least one message.", "messages")
     plain = [_as_text(i, message) for i, message in enumerate(messages)]
-    options = dict(request.chat_template_kwargs)
+    options = _check_options(model, request.chat_template_kwargs)
     continues = request.continue_final_message
     if continues and plain[-1]["role"] != "assistant":
         raise ApiError(400, "continue_final_message needs a last message of the assistant.", "continue_final_message")
@@ -133,6 +134,23 @@ def render_messages(model: ServedModel, messages: list, request: Any, tools: lis
     except WhetError as error:
         raise ApiError(400, str(error), "messages") from None
     return [int(i) for i in ids]
+
+
+def _check_options(model: ServedModel, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return variables for the chat template, which never replace it or the arguments of its tokenizer.
+
+    Raises:
+        ApiError: 400: an option has the name of an argument.
+    """
+    arguments = {"self", "messages", "conversation", "chat_template"}
+    parameters = inspect.signature(model.tokenizer.apply_chat_template).parameters.values()
+    arguments.update(each.name for each in parameters if each.kind is not each.VAR_KEYWORD)
+    if taken := sorted(arguments & options.keys()):
+        raise ApiError(
+            400, f"chat_template_kwargs sets {', '.join(taken)}, expected variables of the chat template.",
+            "chat_template_kwargs",
+        )  # fmt: skip
+    return dict(options)
 
 
 def _as_text(i: int, message: Any) -> dict[str, Any]:

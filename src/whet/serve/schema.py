@@ -41,7 +41,7 @@ _REFUSED = (
     "logprob_token_ids", "allowed_token_ids", "bad_words", "documents", "thinking_token_budget", "reasoning_effort",
     "guided_json", "guided_regex", "guided_choice", "guided_grammar", "repetition_detection",
     "use_beam_search", "length_penalty", "tools", "tool_choice", "web_search_options",
-    "prompt_embeds", "skip_special_tokens",
+    "prompt_embeds", "skip_special_tokens", "chat_template",
 )  # fmt: skip
 _WITHOUT_EFFECT: dict[str, Any] = {
     "tool_choice": "none",

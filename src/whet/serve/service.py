@@ -94,7 +94,7 @@ class Service:
         try:
             return self.model.sampling(settings)
         except WhetError as error:
-            message = str(error).partition(": ")[2]
+            message = str(error).partition(": ")[2].replace("_new_tokens", "_tokens")  # the names in requests
             raise ApiError(400, message, message.partition(" ")[0]) from None
 
     async def run(
