@@ -45,9 +45,9 @@ class ServeOptions(BenchOptions):
 
 _NOTE = (
     "SmolLM2-135M-Instruct in one GGUF file. Greedy completions of token ids by /v1/completions, without stop tokens, "
-    "on a connection each; no prompt is in a prefix cache. llama-server has a slot per stream, and the setting that is "
-    "fastest for as many streams, of a unified KV cache or one per slot, and two batch sizes; its only sampler is the "
-    "argmax."
+    "on a connection each; no prompt is in a prefix cache, and earlier calls have filled Whet's. llama-server has a "
+    "slot per stream, and the setting that is fastest for as many streams, of a unified KV cache or one per slot, and "
+    "two batch sizes; its only sampler is the argmax."
 )
 
 

@@ -32,6 +32,8 @@ BUILT = CLONE / "build" / "llama.cpp" / "bin" / "llama-server"
 """The program that ``tools/llama_server.py`` builds."""
 _START_S = 120
 _GRACE_S = 10
+_KV_BYTES = 384 << 20
+"""Whet's KV cache: the first calls fill it. A page's first use takes 1 ms per 3 MB, for the system to clear it."""
 _CELLS = 256
 """Granularity of llama.cpp's contexts, in tokens."""
 
@@ -123,7 +125,8 @@ class WhetServer(Server):
 
 def open_whet(weights: str, file: Path, n_rows: int, n_tokens: int, trial: Callable[[Server], float]) -> Server:
     """Return Whet's server in a weight format; empty: the file's."""
-    command = [sys.executable, "-m", "whet", "serve", str(file), *(["--weights", weights] if weights else [])]
+    command = [sys.executable, "-m", "whet", "serve", str(file), "--kv-bytes", str(_KV_BYTES)]
+    command += ["--weights", weights] if weights else []
     return load_once(("whet serve", *command), lambda: WhetServer(command))
 
 
