@@ -336,7 +336,8 @@ for (const [name, { path, launch }] of Object.entries(BROWSERS)) {
       await page.close();
     });
 
-    test("a page learns, saves adapters in its private file system and trains them further", async () => {
+    test("a page learns, saves adapters in its private file system and trains them further", async (t) => {
+      if (!isExact) return t.skip("no relaxed SIMD");
       const { page } = await open("isolated");
       const found = await page.evaluate(async ([prompt]) => {
         const { deleteAdapter, Engine, listAdapters, openAdapter } = await import("/index.js");
@@ -398,8 +399,8 @@ for (const [name, { path, launch }] of Object.entries(BROWSERS)) {
         return { n, name, adapted: Array.from(await engine.logprobs(ids, { adapter })), plain: Array.from(await engine.logprobs(ids)) };
       }, [ids]);
       assert.deepEqual([found.n, found.name], [3, "AbortError"]);
-      assert.deepEqual(found.plain, plain.scores.slice(0, ids.length - 1));
-      assert.deepEqual(found.adapted, cases.q8_0.adapted.scores.slice(0, ids.length - 1));
+      assertTokens(found.plain, plain.scores.slice(0, ids.length - 1));
+      assertTokens(found.adapted, cases.q8_0.adapted.scores.slice(0, ids.length - 1));
       await page.close();
     });
   });
