@@ -381,14 +381,53 @@ def test_an_idle_server_holds_no_request(post):
     wait_until(lambda: not tickets())
 
 
-def test_requests_beyond_the_queue_are_rejected(served):
+def test_requests_beyond_the_queue_are_rejected(served, slow_steps):
     with serving(make_app(served, max_requests=2)) as url:
         body = {"prompt": ["a", "b", "c"], "max_tokens": 1}
         response = httpx.post(url + "/v1/completions", json=body)
+        assert response.status_code == 400 and "3 places" in response.json()["error"]["message"]
+        with httpx.stream("POST", url + "/v1/completions", json=LONG | {"stream": True}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            response = httpx.post(url + "/v1/completions", json=body | {"prompt": ["a", "b"]})
         assert response.status_code == 429 and response.headers["retry-after"] == "1"
         assert response.json()["error"]["code"] == "queue_full"
-        assert httpx.post(url + "/v1/completions", json={**body, "prompt": ["a", "b"]}).status_code == 200
+        wait_until(lambda: is_idle(served))
+        assert httpx.post(url + "/v1/completions", json=body | {"prompt": ["a", "b"]}).status_code == 200
+        assert httpx.post(url + "/v1/embeddings", json={"input": ["a"] * 5}).status_code == 200
     wait_until(lambda: is_idle(served))
+
+
+LONG = {"prompt": "ab", "max_tokens": 500, "ignore_eos": True}
+
+
+def test_each_key_has_its_own_limit(served, slow_steps):
+    app = make_app(served, api_keys=["one", "two"], max_requests=3, max_requests_per_key=1)
+    with serving(app) as url:
+
+        def post(key, **body):
+            return httpx.post(url + "/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
+
+        first = {"headers": {"Authorization": "Bearer one"}, "json": LONG | {"stream": True}}
+        with httpx.stream("POST", url + "/v1/completions", **first) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            error = post("one", prompt="a", max_tokens=1)
+            assert error.status_code == 429 and "1 requests of this API key" in error.json()["error"]["message"]
+            assert post("two", prompt="a", max_tokens=1).status_code == 200
+            assert post("two", prompt=["a", "b"], max_tokens=1).status_code == 400
+        wait_until(lambda: is_idle(served))
+        assert post("one", prompt="a", max_tokens=1).status_code == 200
+
+
+def test_requests_end_at_the_time_limit(served, slow_steps):
+    with serving(make_app(served, max_seconds=0.3)) as url:
+        response = httpx.post(url + "/v1/completions", json=LONG)
+        assert response.status_code == 504 and response.json()["error"]["code"] == "timeout"
+        lines = httpx.post(url + "/v1/completions", json=LONG | {"stream": True}).text.strip().split("\n\n")
+        assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "timeout" and len(lines) > 1
+        assert httpx.post(url + "/v1/completions", json=LONG | {"max_tokens": 1}).status_code == 200
+        wait_until(lambda: is_idle(served))
 
 
 def test_silent_streams_are_kept_alive(served, slow_steps, monkeypatch):

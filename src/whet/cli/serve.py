@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from whet.cli.settings import parse_flags
-from whet.config.fields import Count, OptionalCount, PathText, Positive, check_types
+from whet.config.fields import (
+    Count,
+    OptionalAboveZero,
+    OptionalCount,
+    OptionalPositive,
+    PathText,
+    Positive,
+    check_types,
+)
 from whet.errors import WhetValueError
 from whet.models.formats import KvDtype, Weights
 from whet.text.checkpoint_model import resolve_adapter
@@ -65,6 +73,10 @@ class ServeConfig:
     """A file with an accepted API key per line; empty: no key is needed."""
     max_requests: Positive = 256
     """Prompts that may be queued and running at once; further requests are rejected with the status 429."""
+    max_requests_per_key: OptionalPositive = None
+    """The same for each API key. Default: no further limit."""
+    max_seconds: OptionalAboveZero = None
+    """Time that a request may take; then it ends with the status 504, or with an error in its stream. Default: any."""
     drain_seconds: Count = 30
     """Time that requests have to end after SIGTERM or Ctrl-C."""
 
@@ -77,6 +89,8 @@ class ServeConfig:
         check_types(self)
         if not 0 <= self.port <= 65535:
             raise WhetValueError(f"{_WHERE}: port is {self.port}, expected a number from 0 to 65535.")
+        if self.max_requests_per_key is not None and not self.api_key_file:
+            raise WhetValueError(f"{_WHERE}: max_requests_per_key has no effect without --api-key-file.")
         if self.adapter_folder and not Path(self.adapter_folder).is_dir():
             raise WhetValueError(f"{_WHERE}: adapter_folder {self.adapter_folder!r} is not a folder.")
 
@@ -143,7 +157,8 @@ def main(argv: Sequence[str]) -> int:
                 f"{model.context:,} tokens)"
             )
             return make_app(
-                model, api_keys=keys, max_requests=options.max_requests, hosts=options.hosts(),
+                model, api_keys=keys, max_requests=options.max_requests, max_seconds=options.max_seconds,
+                max_requests_per_key=options.max_requests_per_key, hosts=options.hosts(),
                 adapter_folder=options.adapter_folder,
             )  # fmt: skip
 

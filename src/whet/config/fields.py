@@ -48,6 +48,7 @@ def _as_paths(value: Any) -> Any:
 
 Count = Annotated[int, Range("an integer >= 0", lambda n: n >= 0)]
 OptionalCount = Annotated[int | None, Range("an integer >= 0, or None", lambda n: n is None or n >= 0)]
+OptionalPositive = Annotated[int | None, Range("an integer >= 1, or None", lambda n: n is None or n >= 1)]
 Positive = Annotated[int, Range("an integer >= 1", lambda n: n >= 1)]
 Seed = Annotated[int, Range("an integer from 0 to 2^64 - 1", lambda n: 0 <= n < 1 << 64)]
 NonNegative = Annotated[float, Range("a finite number >= 0", lambda x: 0 <= x < math.inf)]
@@ -56,6 +57,9 @@ TemperatureOrZero = Annotated[
     float, Range("a finite number >= 0: 0, or from 1e-30 to 1e30", lambda x: x == 0 or is_temperature(x))
 ]
 AboveZero = Annotated[float, Range("a finite number > 0", lambda x: 0 < x < math.inf)]
+OptionalAboveZero = Annotated[
+    float | None, Range("a finite number > 0, or None", lambda x: x is None or 0 < x < math.inf)
+]
 BelowOne = Annotated[float, Range("a number in [0, 1)", lambda x: 0 <= x < 1)]
 Penalty = Annotated[float, Range("a number from -2 to 2", lambda x: -2 <= x <= 2)]
 TokenIds = Annotated[Sequence[int], Range("token ids >= 0", lambda ids: all(token >= 0 for token in ids))]

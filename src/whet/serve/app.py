@@ -27,6 +27,7 @@ from whet.serve.endpoints import Chat, Completion, Endpoint, Generate, Streamed
 from whet.serve.errors import ApiError
 from whet.serve.events import EventStream
 from whet.serve.inputs import read_prompt
+from whet.serve.limits import Limits, key_of_request
 from whet.serve.loop import EngineLoop
 from whet.serve.metrics import Metrics
 from whet.serve.model import ServedModel
@@ -58,15 +59,15 @@ class _App:
         self,
         model: ServedModel,
         api_keys: Sequence[str],
-        max_requests: int,
+        limits: Limits,
         max_body_bytes: int,
         hosts: Sequence[str],
         adapter_folder: str,
     ) -> None:
         self.model = model
-        self.loop = EngineLoop(max_requests)
+        self.loop = EngineLoop()
         self.metrics = Metrics(model, self.loop)
-        self.service = Service(model, self.loop, self.metrics)
+        self.service = Service(model, self.loop, self.metrics, limits)
         self._keys = [hashlib.sha256(key.encode()).digest() for key in api_keys]
         self._max_body_bytes, self._hosts = max_body_bytes, [host.lower() for host in hosts]
         self.admin = Admin(model, self.loop, adapter_folder, self._body)
@@ -114,6 +115,7 @@ class _App:
         given = request.headers.get("authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
         digest = hashlib.sha256(given.encode()).digest()
         matches = [hmac.compare_digest(digest, key) for key in self._keys]  # all, for a constant time
+        key_of_request.set(digest.hex())
         if not any(matches):
             raise ApiError(401, "The API key is missing or wrong. Send Authorization: Bearer KEY.", None, "invalid_key")
 
@@ -229,6 +231,8 @@ def make_app(
     *,
     api_keys: Sequence[str] = (),
     max_requests: int = 256,
+    max_requests_per_key: int | None = None,
+    max_seconds: float | None = None,
     max_body_bytes: int = 16 << 20,
     hosts: Sequence[str] = (),
     adapter_folder: str = "",
@@ -239,11 +243,16 @@ def make_app(
         model: engine, tokenizer and adapters.
         api_keys: accepted keys; empty: no key is needed.
         max_requests: prompts that may be queued and running at once; further requests get the status 429.
+        max_requests_per_key: the same for each API key. Default: no further limit.
+        max_seconds: time that a request may take, from its arrival; then it ends with the status 504, or with an error
+            in its stream. Default: any.
         max_body_bytes: size of the largest request.
         hosts: names in the Host header that are answered; empty: all.
         adapter_folder: folder below which clients may load adapters; empty: none.
     """
-    app = _App(model, api_keys, max_requests, max_body_bytes, hosts, adapter_folder)
+    app = _App(
+        model, api_keys, Limits(max_requests, max_requests_per_key, max_seconds), max_body_bytes, hosts, adapter_folder
+    )
     admin = app.admin
     routes = [
         app.route("/v1/chat/completions", app.running(Chat), "POST"),

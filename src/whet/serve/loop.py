@@ -82,16 +82,12 @@ async def updates_of(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[Ticket, U
 class EngineLoop:
     """Runs the calls of all tickets on one thread.
 
-    Args:
-        max_tickets: tickets that may be open at once.
-
     Attributes:
         n_open: number of open tickets.
         gate: pauses the loop, and changes the engine between its steps.
     """
 
-    def __init__(self, max_tickets: int) -> None:
-        self.max_tickets = max_tickets
+    def __init__(self) -> None:
         self.n_open = 0
         self._wake = threading.Condition()
         self.gate = Gate(self._wake)

@@ -15,6 +15,7 @@ from whet.engine.session import Call, Scores
 from whet.errors import WhetError
 from whet.serve.choices import Alternatives, Choice
 from whet.serve.errors import ApiError
+from whet.serve.limits import Limits
 from whet.serve.loop import EngineLoop, Ticket, updates_of
 from whet.serve.metrics import Metrics
 from whet.serve.model import ServedModel
@@ -75,10 +76,11 @@ class Service:
         model: the served model.
         loop: steps the model's engine.
         metrics: counts completed requests.
+        limits: of open requests.
     """
 
-    def __init__(self, model: ServedModel, loop: EngineLoop, metrics: Metrics) -> None:
-        self.model, self._loop, self._metrics = model, loop, metrics
+    def __init__(self, model: ServedModel, loop: EngineLoop, metrics: Metrics, limits: Limits) -> None:
+        self.model, self._loop, self._metrics, self._limits = model, loop, metrics, limits
 
     def sampling_of(self, request: Request, max_new_tokens: int, n_alternatives: int) -> SamplingParams:
         """Return the engine's settings of a request.
@@ -178,8 +180,9 @@ class Service:
             ApiError: as ``run``.
         """
         found: list[Scores] = []
-        for first in range(0, len(rows), _GROUP):
-            group = rows[first : first + _GROUP]
+        n_group = min(_GROUP, self._limits.max_requests, self._limits.max_requests_per_key or _GROUP)
+        for first in range(0, len(rows), n_group):
+            group = rows[first : first + n_group]
             tickets = {Ticket(partial(self._open, begin, model, row, **settings), 0): i for i, row in enumerate(group)}
             scores: dict[int, Scores] = {}
             with self._queue(list(tickets)):
@@ -197,19 +200,16 @@ class Service:
         for group in groups:
             for ticket in group:
                 ticket.updates = group[0].updates
-        if self._loop.n_open + len(tickets) > self._loop.max_tickets:
-            raise ApiError(
-                429, f"The queue is full: {self._loop.n_open} requests are open. Try again.", None, "queue_full"
-            )
-        for ticket in tickets:
-            self._loop.submit(ticket)
-        try:
-            yield
-        except WhetError as error:
-            raise ApiError(400, str(error)) from None
-        finally:
+        with self._limits.hold(tickets):
             for ticket in tickets:
-                self._loop.release(ticket)
+                self._loop.submit(ticket)
+            try:
+                yield
+            except WhetError as error:
+                raise ApiError(400, str(error)) from None
+            finally:
+                for ticket in tickets:
+                    self._loop.release(ticket)
 
     def _open_prompt(self, prompt: Prompt, *args: Any, **settings: Any) -> Call:
         prompt.fingerprint = self.model.fingerprint
