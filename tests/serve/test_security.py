@@ -98,7 +98,7 @@ def test_keys_are_compared_in_constant_time(guarded, monkeypatch, header, value,
 def test_all_endpoints_except_state_need_a_key(guarded, served):
     app = make_app(served, api_keys=KEYS)
     # The page asks for the key itself.
-    is_open = {"/", "/page.css", "/page.js", "/health", "/ready", "/version", "/metrics", "/ping"}
+    is_open = {"/", "/page/page.js", "/page/style.css", "/health", "/ready", "/version", "/metrics", "/ping"}
     for route in app.routes:
         path, methods = route.path, route.methods - {"HEAD"}
         for method in methods:
