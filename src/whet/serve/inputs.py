@@ -12,7 +12,8 @@ from whet.errors import WhetError
 from whet.serve.errors import ApiError
 from whet.serve.model import ServedModel
 from whet.serve.schema import MOST_PROMPTS, PromptFields, Request
-from whet.text.tool_calls import ToolFormat, call_schema, tool_format
+from whet.text.call_grammar import call_grammar
+from whet.text.tool_calls import ToolFormat, tool_format
 
 
 def read_grammar(model: ServedModel, request: Request) -> str:
@@ -235,19 +236,12 @@ class Tools:
         if not wanted or (isinstance(choice, str) and choice != "required"):
             expected = "auto, none, required, or a function among tools"
             raise ApiError(400, f"tool_choice is {choice!r:.80}, expected {expected}.", "tool_choice")
-        if not form.content.startswith("json"):
-            raise ApiError(
-                400, f"tool_choice is {choice!r:.80}, and this model's calls have no grammar yet.", "tool_choice"
-            )
 
         def mark(text: str) -> str:
             ids = [token_id for token_id, shown in self.shown.items() if shown == text]
             return f"<[{ids[0]}]>" if ids else json.dumps(text) if text else ""
 
-        line = r'"\n"' if form.content == "json" and form.opening else ""
-        rule = " ".join(filter(None, (mark(form.opening), line, "call", line, mark(form.closing))))
         try:
-            schema = json.dumps(call_schema(form, wanted))
-            return self._model.grammars.from_lark(f"start: {rule}\ncall: %json {schema}\n")
-        except (WhetError, ValueError) as error:
+            return self._model.grammars.from_lark(call_grammar(form, wanted, mark))
+        except (WhetError, ValueError, AttributeError, TypeError) as error:
             raise ApiError(400, str(error), "tools") from None

@@ -134,7 +134,7 @@ class ToolParser:
             schema = self._schemas.get(name, {})
             kinds = schema.get("properties", {})
             calls.append(
-                ToolCall(name, {key: _read_value(text, _types(kinds.get(key), schema)) for key, text in pairs})
+                ToolCall(name, {key: _read_value(text, types_of(kinds.get(key), schema)) for key, text in pairs})
             )
         return calls
 
@@ -144,12 +144,22 @@ class ToolParser:
         for call in expression.elts if isinstance(expression, ast.List) else [expression]:
             if not isinstance(call, ast.Call) or call.args:
                 raise ValueError("not a call with keyword arguments")
-            arguments = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+            arguments = {str(each.arg): ast.literal_eval(_JsonNames().visit(each.value)) for each in call.keywords}
             calls.append(ToolCall(ast.unparse(call.func), arguments))
         return calls
 
 
-def _types(schema: Any, root: Mapping[str, Any]) -> set[str]:
+class _JsonNames(ast.NodeTransformer):
+    """Replaces the names of JSON's constants, which models write within lists and objects."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
+
+
+_JSON_NAMES = {"true": True, "false": False, "null": None}
+
+
+def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
     """Return the JSON types that a schema names, through its references and alternatives."""
     found: set[str] = set()
     parts, followed = [schema], set[str]()
@@ -180,21 +190,3 @@ def _read_value(text: str, kinds: set[str]) -> Any:
         return json.loads(text.lower() if "boolean" in kinds else text)
     except ValueError:
         return text
-
-
-def call_schema(form: ToolFormat, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the JSON schema of a reply that calls one of these tools, between opening and closing."""
-    calls = []
-    for i, tool in enumerate(tools):
-        function = tool.get("function", tool)
-        arguments = function.get("parameters") or {"type": "object", "properties": {}}
-        if isinstance(arguments, Mapping):  # an id makes it the root of its references, such as #/$defs/Name
-            arguments = {"$id": f"urn:tool:{i}", **arguments}
-        properties = {"name": {"const": function["name"]}, form.arguments: arguments}
-        calls.append(
-            {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
-        )
-    call = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    whole = {"type": "array", "items": call, "minItems": 1} if form.content == "json-list" else call
-    # A grammar that allows any whitespace lets a small model write nothing else.
-    return {**whole, "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
