@@ -161,8 +161,7 @@ class _App:
         if fields.messages is not None:
             ids = await asyncio.to_thread(render_messages, self.model, fields.messages, fields, fields.tools)
         else:
-            encode = self.model.tokenizer.encode
-            ids = await asyncio.to_thread(encode, fields.prompt, add_special_tokens=fields.add_special_tokens)
+            ids = await asyncio.to_thread(self.model.encode, fields.prompt, fields.add_special_tokens)
         body = {"count": len(ids), "max_model_len": self.model.context, "tokens": ids}
         if fields.return_token_strs:
             body["token_strs"] = [self.model.piece(token_id).text for token_id in ids]

@@ -189,8 +189,7 @@ class Completion(Endpoint[CompletionRequest]):
         found = []
         for each in several:
             if isinstance(each, str):
-                encode = self._served.tokenizer.encode
-                ids = encode(each, add_special_tokens=self.request.add_special_tokens) if each else []
+                ids = self._served.encode(each, self.request.add_special_tokens) if each else []
                 if not ids:
                     raise ApiError(400, "prompt is empty, expected at least one token.", "prompt")
                 found.append((ids, each))

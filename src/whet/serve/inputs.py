@@ -69,6 +69,7 @@ def render_messages(model: ServedModel, messages: list, request: Any, tools: lis
     if not messages:
         raise ApiError(400, "messages is empty, expected at least one message.", "messages")
     plain = [_as_text(i, message) for i, message in enumerate(messages)]
+    model.check_text(*(message["content"] for message in plain))
     options = _check_options(model, request.chat_template_kwargs)
     continues = request.continue_final_message
     if continues and plain[-1]["role"] != "assistant":
