@@ -196,3 +196,20 @@ def test_numbers_out_of_range_are_refused(url, field, value):
 def test_numbers_of_things_are_bounded(url, fields):
     response = httpx.post(url + "/v1/completions", content=json.dumps({"prompt": "a", **fields}).encode(), timeout=60)
     assert response.status_code == 400 and response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a" * (2 << 20)}),
+        ("/v1/completions", {"prompt": ["é" * (1 << 20), "a"]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * (1 << 20)}] * 2}),
+        ("/tokenize", {"prompt": "a" * (2 << 20)}),
+    ],
+)
+def test_texts_that_cannot_fit_are_refused_without_being_tokenised(url, served, monkeypatch, path, body):
+    """A tokenizer takes a second and 200 MB for each MB."""
+    monkeypatch.setattr(served, "tokenizer", None)
+    response = httpx.post(url + path, json=body, timeout=60)
+    assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
+    assert "512" in response.json()["error"]["message"] and "2,097,152" in response.json()["error"]["message"]

@@ -76,7 +76,7 @@ def read_prompt(model: ServedModel, fields: PromptFields) -> list[int]:
         return render_messages(model, fields.messages, fields, fields.tools)
     if isinstance(fields.prompt, list):
         return model.check_prompt(fields.prompt, "prompt")
-    return model.tokenizer.encode(fields.prompt, add_special_tokens=fields.add_special_tokens)
+    return model.encode(fields.prompt, fields.add_special_tokens)
 
 
 def read_texts(model: ServedModel, given: str | list, name: str, special: bool) -> list[tuple[list[int], str | None]]:
@@ -96,7 +96,7 @@ def read_texts(model: ServedModel, given: str | list, name: str, special: bool) 
     found: list[tuple[list[int], str | None]] = []
     for each in several:
         if isinstance(each, str):
-            ids = model.tokenizer.encode(each, add_special_tokens=special) if each else []
+            ids = model.encode(each, special) if each else []
             if not ids:
                 raise ApiError(400, f"{name} is empty, expected at least one token.", name)
             found.append((ids, each))
@@ -116,6 +116,7 @@ def render_messages(model: ServedModel, messages: list, request: Any, tools: lis
     if not messages:
         raise ApiError(400, "messages is empty, expected at least one message.", "messages")
     plain = [_as_text(i, message) for i, message in enumerate(messages)]
+    model.check_text(*(message["content"] for message in plain))
     options = _check_options(model, request.chat_template_kwargs)
     continues = request.continue_final_message
     if continues and plain[-1]["role"] != "assistant":

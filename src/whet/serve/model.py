@@ -25,6 +25,8 @@ from whet.text.model import find_model, find_stop_ids, load_chat_tokenizer, load
 _WHERE = "whet serve"
 _KV_BYTES = (1 << 30, 4 << 30)
 """Limits of the default KV cache."""
+_LEAST_TEXT = 1 << 20
+"""Bytes of text that are tokenised in any case."""
 
 
 @dataclass(frozen=True)
@@ -206,6 +208,32 @@ class ServedModel:
         """Return the text of a token."""
         special = self._special_names.get(token_id)
         return Piece(token_id, self.texts.bytes_in_text(token_id) if special is None else special.encode())
+
+    @cached_property
+    def most_text(self) -> int:
+        """Bytes of the largest text that is tokenised: more never fit the context, but take seconds and gigabytes.
+
+        Normalisation makes texts shorter, by a factor of at most 3 (NFC).
+        """
+        longest = max(len(text) for text in (*self.texts.tokens, *self.texts.special_ids))
+        return max(_LEAST_TEXT, 4 * longest * self.context)
+
+    def check_text(self, *texts: str) -> None:
+        """Raise a 400 if texts of a prompt are too large to be tokenised."""
+        n_bytes = sum(len(text.encode(errors="replace")) for text in texts)
+        if n_bytes > self.most_text:
+            raise ApiError(
+                400,
+                f"This model's maximum context length is {self.context} tokens, which no text of {n_bytes:,} bytes "
+                f"fits. Shorten the prompt to at most {self.most_text:,} bytes.",
+                "messages",
+                "context_length_exceeded",
+            )
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Return the tokens of a request's text."""
+        self.check_text(text)
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def adapter_of(self, name: str) -> int | None:
         """Return the adapter of a request's ``model``; "" is the model itself.
