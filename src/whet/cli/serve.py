@@ -74,7 +74,7 @@ class ServeConfig:
     max_requests: Positive = 256
     """Prompts that may be queued and running at once; further requests are rejected with the status 429."""
     max_requests_per_key: OptionalPositive = None
-    """``max_requests`` of each API key. Default: no further limit."""
+    """Prompts of one API key that may be queued and running at once. Default: no further limit."""
     max_seconds: OptionalAboveZero = None
     """Time that a request may take; then it ends with the status 504, or with an error in its stream. Default: any."""
     drain_seconds: Count = 30
