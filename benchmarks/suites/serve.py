@@ -238,7 +238,7 @@ _SCHEMA = (
 )
 _LIKELIHOODS = (
     "SmolLM2-135M-Instruct. Whet's server gets each row in a request as lm-eval sends it (echo, logprobs 1, max_tokens "
-    "1), all at the same time; transformers computes batches of rows sorted by length, of the fastest of five sizes, "
+    "1), all at the same time; transformers computes batches of rows sorted by length, of the fastest of three sizes, "
     "and logits only of the tokens that count. llama-server ignores echo."
 )
 
