@@ -229,8 +229,8 @@ _GAPS = (
     "arrive at the same time. Below: the same of chunks."
 )
 _CPU = (
-    "CPU time of the server's process while it streams, minus the CPU time of Engine.generate for the same tokens: "
-    "HTTP, JSON, text and the loop."
+    "CPU time of the server's main thread while it streams: HTTP, JSON and text. The Python between the engine's steps "
+    "is in another thread, and not counted."
 )
 _SCHEMA = (
     "The model continues two lists of people, written as JSON, with a third: its greedy completion is the same with "
