@@ -229,8 +229,8 @@ _GAPS = (
     "arrive at the same time. Below: the same of chunks."
 )
 _CPU = (
-    "CPU time of the server's process while it streams, minus the CPU time of Engine.generate for the same tokens: "
-    "HTTP, JSON, text and the loop."
+    "CPU time of the server's main thread while it streams: HTTP, JSON and text. The Python between the engine's steps "
+    "is in another thread, and not counted."
 )
 _SCHEMA = (
     "The model continues two lists of people, written as JSON, with a third: its greedy completion is the same with "
@@ -238,7 +238,7 @@ _SCHEMA = (
 )
 _LIKELIHOODS = (
     "SmolLM2-135M-Instruct. Whet's server gets each row in a request as lm-eval sends it (echo, logprobs 1, max_tokens "
-    "1), all at the same time; transformers computes batches of rows sorted by length, of the fastest of five sizes, "
+    "1), all at the same time; transformers computes batches of rows sorted by length, of the fastest of three sizes, "
     "and logits only of the tokens that count. llama-server ignores echo."
 )
 

@@ -16,7 +16,7 @@ from benchmarks.contenders.serve.loads import file_of
 from benchmarks.contenders.serve.servers import Open
 from whet.bench.case import Call, Timed, seconds_of
 
-_BATCHES = (1, 4, 8, 16, 32)
+_BATCHES = (1, 8, 32)
 
 
 class Likelihoods(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from benchmarks.contenders.serve.servers import Open, Server
 from whet.bench.case import Call, Timed
 from whet.config.sampling import SamplingParams
 from whet.engine import Engine
-from whet.system.machine import cpu_seconds_of
+from whet.system.machine import main_thread_cpu_seconds
 
 _TRIAL_STEPS = 31
 """Steps of the completions by which a server's settings are chosen."""
@@ -172,18 +171,14 @@ def in_process(x: Workload) -> Call:
 
 
 def server_cpu(open_server: Open, x: Workload) -> Call:
-    """Count the CPU time of a server that streams all completions, without the engine's for the same tokens."""
+    """Count the CPU time of a server's main thread, which runs no engine, while it streams all completions."""
     server = _open(open_server, stream_all, x)
     sample = server.sample(request(x, x.prompts[0]))
 
     def call() -> Timed:
-        before_s = cpu_seconds_of([server.process_id])
+        before_s = main_thread_cpu_seconds(server.process_id)
         stream_all(server, x)
-        server_s = cpu_seconds_of([server.process_id]) - before_s
-        before_s = time.process_time()
-        generate(x, x.fresh())
-        engine_s = time.process_time() - before_s
-        parts = {"CPU without the engine": server_s - engine_s, "with the engine": server_s, "engine": engine_s}
-        return Timed(sample, parts, next(iter(parts)))
+        spent_s = main_thread_cpu_seconds(server.process_id) - before_s
+        return Timed(sample, {"CPU of the main thread": spent_s}, "CPU of the main thread")
 
     return call

@@ -61,11 +61,17 @@ def machine_cpu_seconds() -> float | None:
 
 def cpu_seconds_of(processes: Iterable[int]) -> float:
     """Return the CPU seconds of the live processes with these ids, as far as the system reports them."""
-    total = 0.0
-    for process in processes:
-        if fields := _read(f"/proc/{process}/stat").rpartition(")")[2].split():
-            total += (int(fields[11]) + int(fields[12])) / _ticks_per_second()
-    return total
+    return sum(_cpu_seconds(f"/proc/{process}/stat") for process in processes)
+
+
+def main_thread_cpu_seconds(process: int) -> float:
+    """Return the CPU seconds of a live process's main thread; 0 if the system does not report them."""
+    return _cpu_seconds(f"/proc/{process}/task/{process}/stat")
+
+
+def _cpu_seconds(path: str) -> float:
+    fields = _read(path).rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _ticks_per_second() if fields else 0.0
 
 
 def descendants(process: int) -> list[int]:
