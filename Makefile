@@ -9,7 +9,7 @@
 # make test-real  a real model against llama.cpp, in every mixture of types: 3 GB in build/real, half an hour
 # make cross   compiles the core for Windows and macOS; make cross-test also links it and runs the tests under Wine
 # make wheels  wheels for Linux and macOS, in build/wheels/dist; make wheels-test installs and runs them
-# make torture kills, full disks, damaged files, refused allocations: docs/reliability.md, under 20 minutes
+# make torture kills, full disks, damaged files, refused allocations, hostile clients: docs/reliability.md, under 45 minutes
 PYTHON ?= python3
 VENV   := .venv
 BUILD  := build/release

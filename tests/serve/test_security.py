@@ -209,7 +209,8 @@ def test_numbers_of_things_are_bounded(url, fields):
 )
 def test_texts_that_cannot_fit_are_refused_without_being_tokenised(url, served, monkeypatch, path, body):
     """A tokenizer takes a second and 200 MB for each MB."""
-    monkeypatch.setattr(served, "tokenizer", None)
+    for name in ("encode", "apply_chat_template"):
+        monkeypatch.setattr(served.tokenizer, name, None)
     response = httpx.post(url + path, json=body, timeout=60)
     assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
     assert "512" in response.json()["error"]["message"] and "2,097,152" in response.json()["error"]["message"]
