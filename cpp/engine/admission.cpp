@@ -47,7 +47,7 @@ std::unique_ptr<Job> Scheduler::make_job(Request request, uint64_t session) cons
     if (request.n > 0) {
         job->samples.resize(request.n);
         job->hidden.resize(config_.hidden_dim);
-    } else if (request.hidden) {
+    } else if (kIsComplete && request.hidden) {
         job->hiddens.resize((n_scored + 1) * config_.hidden_dim);
     } else {
         job->logprobs.resize(n_scored);
@@ -55,7 +55,8 @@ std::unique_ptr<Job> Scheduler::make_job(Request request, uint64_t session) cons
         if (request.entropy) job->entropies.resize(n_scored);
         if (request.logits) job->logits.resize((n_scored + 1) * config_.vocab_size);
         if (request.can_use_scores()) job->hidden.resize(config_.hidden_dim);
-        if (request.keep && request.scores_model()) job->page_hiddens.resize(n_tokens / kPage * config_.hidden_dim);
+        if (kIsComplete && request.keep && request.scores_model())
+            job->page_hiddens.resize(n_tokens / kPage * config_.hidden_dim);
         job->done = n_scored == 0 && !request.logits;
     }
     job->request = std::move(request);
@@ -187,13 +188,13 @@ void Scheduler::find_scores(Job& job) const {
 
 // Copies the cached scores of a job that is admitted, and the hidden state that scores the next token.
 void Scheduler::copy_scores(Job& job) const {
-    for (size_t i = job.request.score_from; i < job.n_cached_scores; ++i) {
+    for (size_t i = job.request.score_from; kIsComplete && i < job.n_cached_scores; ++i) {
         const PageScores& scores = *pages_.scores(job.pages[i / kPage]);
         const size_t at = i - job.request.score_from;
         job.logprobs[at] = scores.logprobs[i % kPage];
         if (!job.alternatives.empty()) job.alternatives[at] = scores.best[i % kPage];
     }
-    if (job.n_cached_scores == 0) return;
+    if (!kIsComplete || job.n_cached_scores == 0) return;
     const std::vector<float>& hidden = pages_.scores(job.pages[job.n_cached_scores / kPage - 1])->hidden;
     std::copy(hidden.begin(), hidden.end(), job.hidden.begin());
 }

@@ -5,6 +5,14 @@
 
 namespace whet {
 
+// Whether scores are cached, hidden states returned, and keys and values stored as integers: not in WebAssembly builds,
+// which stay small.
+#if defined(__wasm__)
+constexpr bool kIsComplete = false;
+#else
+constexpr bool kIsComplete = true;
+#endif
+
 enum class Norm { kRms, kLayer };
 enum class KvType { kFloat32, kBFloat16, kInt8 };  // of keys and values in the cache
 enum class Activation { kSilu, kGelu, kGeluTanh };

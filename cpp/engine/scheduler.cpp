@@ -98,17 +98,17 @@ void Scheduler::plan_prompts() {
         const Request& request = job->request;
         const size_t n_tokens = request.tokens.size(), count = std::min(room, n_tokens - job->computed);
         // The first token without a cached score follows the stored hidden state.
-        if (job->n_cached_scores > 0 && job->computed == job->n_cached_scores) {
+        if (kIsComplete && job->n_cached_scores > 0 && job->computed == job->n_cached_scores) {
             plan_score(*job, job->computed, 0, job->hidden.data());
         }
         for (size_t i = job->computed; i < job->computed + count; ++i) {
             const size_t next = i + 1, at = next - request.score_from;
-            if (request.hidden && next >= request.score_from) {
+            if (kIsComplete && request.hidden && next >= request.score_from) {
                 plan_.hiddens.push_back({plan_.tokens.size(), job->hiddens.data() + at * config_.hidden_dim});
             } else if (request.n == 0 && next >= request.score_from && (next < n_tokens || request.logits)) {
                 plan_score(*job, next, plan_.tokens.size(), nullptr);
             }
-            if (!job->page_hiddens.empty() && next % kPage == 0) {
+            if (kIsComplete && !job->page_hiddens.empty() && next % kPage == 0) {
                 plan_.hiddens.push_back(
                     {plan_.tokens.size(), job->page_hiddens.data() + (next / kPage - 1) * config_.hidden_dim});
             }
@@ -153,7 +153,7 @@ void Scheduler::advance_prompts() {
             pending_.push_back(job);
             continue;
         }
-        if (!job->page_hiddens.empty()) retain_scores(*job);
+        if (kIsComplete && !job->page_hiddens.empty()) retain_scores(*job);
         release_prompt(*job);
     }
     std::erase_if(prefilling_, [](const Job* job) { return job->is_computed(); });

@@ -55,7 +55,9 @@ struct Request {
     // Whether its scores are of the model's distribution, as PageScores are.
     bool scores_model() const { return is_score() && sampling.temperature == 1.0; }
     // Whether its results are in PageScores, except the best token.
-    bool can_use_scores() const { return scores_model() && !entropy && !logits && sampling.top_logprobs <= 1; }
+    bool can_use_scores() const {
+        return kIsComplete && scores_model() && !entropy && !logits && sampling.top_logprobs <= 1;
+    }
 };
 
 // A request, its state and its results. Belongs to a session: a call, which ends all of its jobs at once.

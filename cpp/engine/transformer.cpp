@@ -56,6 +56,7 @@ Transformer::Cache::Cache(KvType type, size_t head_dim) {
             write_kv = k.cached_write_kv_bf16;
             return;
         case KvType::kInt8:
+            if constexpr (!kIsComplete) break;
             query_bytes = ceil_div(head_dim, 4) * 8 + 8;
             attend = k.cached_attention_int8, write_query = k.cached_write_query_int8,
             write_kv = k.cached_write_kv_int8;

@@ -16,6 +16,8 @@ from whet.errors import MissingExtraError, WhetValueError
 from whet.text.checkpoint_model import resolve_adapter
 from whet.text.model import find_model, find_stop_ids, load_chat_tokenizer, load_engine, longest_sequence
 
+# lm-eval is not in the extra that checks types.
+# pyright: reportMissingImports=false
 try:
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.model import TemplateLM

@@ -76,7 +76,7 @@ def read_prompt(model: ServedModel, fields: PromptFields) -> list[int]:
         return render_messages(model, fields.messages, fields, fields.tools)
     if isinstance(fields.prompt, list):
         return model.check_prompt(fields.prompt, "prompt")
-    return model.encode(fields.prompt, fields.add_special_tokens)
+    return model.encode(fields.prompt or "", fields.add_special_tokens)
 
 
 def read_texts(model: ServedModel, given: str | list, name: str, special: bool) -> list[tuple[list[int], str | None]]:
