@@ -103,8 +103,8 @@ bool Scheduler::waits_for_scores(const Job& job) const {
     const size_t most = (request.tokens.size() - 1) / kPage;
     size_t available = 0;
     for (int32_t page = PageIndex::kNone; available < most; ++available) {
-        page = pages_.find(page, request.adapter, request.tokens.data() + available * kPage);
-        if (page == PageIndex::kNone || pages_.scores(page) == nullptr) break;
+        page = find_scored_page(request, page, available);
+        if (page == PageIndex::kNone) break;
     }
     return std::any_of(prefilling_.begin(), prefilling_.end(), [&](const Job* other) {
         const Request& first = other->request;
@@ -171,6 +171,14 @@ void Scheduler::find_prefix(Job& job) const {
     find_scores(job);
 }
 
+// Finds page i of a request, after page `before`, if its scores are cached, or returns kNone.
+int32_t Scheduler::find_scored_page(const Request& request, int32_t before, size_t i) const {
+    const int32_t page = pages_.find(before, request.adapter, request.tokens.data() + i * kPage);
+    const PageScores* scores = page == PageIndex::kNone ? nullptr : pages_.scores(page);
+    const bool is_enough = scores != nullptr && (request.sampling.top_logprobs == 0 || scores->has_best);
+    return is_enough ? page : PageIndex::kNone;
+}
+
 // Adds to job.pages the following pages whose scores are cached, excluding the last token.
 void Scheduler::find_scores(Job& job) const {
     const Request& request = job.request;
@@ -178,9 +186,8 @@ void Scheduler::find_scores(Job& job) const {
     const size_t first = job.pages.size(), most = (request.tokens.size() - 1) / kPage;
     int32_t page = first == 0 ? PageIndex::kNone : job.pages.back();
     while (job.pages.size() < most) {
-        page = pages_.find(page, request.adapter, request.tokens.data() + job.pages.size() * kPage);
-        const PageScores* scores = page == PageIndex::kNone ? nullptr : pages_.scores(page);
-        if (scores == nullptr || (request.sampling.top_logprobs > 0 && !scores->has_best)) break;
+        page = find_scored_page(request, page, job.pages.size());
+        if (page == PageIndex::kNone) break;
         job.pages.push_back(page);
     }
     if (job.pages.size() > first) job.n_cached_scores = job.pages.size() * kPage;

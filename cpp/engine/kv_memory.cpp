@@ -31,8 +31,7 @@ size_t KvMemory::page_bytes(const ModelConfig& config, KvType type) {
 }
 
 KvMemory::KvMemory(const ModelConfig& config, KvType type, size_t budget_bytes)
-    : type_(type),
-      n_kv_heads_(config.n_kv_heads),
+    : n_kv_heads_(config.n_kv_heads),
       head_bytes_(head_bytes(config, type)),
       page_bytes_(page_bytes(config, type)),
       memory_(budget_bytes / page_bytes_ * page_bytes_),

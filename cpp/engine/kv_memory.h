@@ -25,7 +25,6 @@ public:
     static size_t page_bytes(const ModelConfig& config, KvType type);
     size_t n_pages() const { return is_committed_.size(); }
     size_t page_bytes() const { return page_bytes_; }
-    KvType type() const { return type_; }
     uint8_t* data() const { return memory_.data(); }
     uint8_t* page(int32_t i) const { return memory_.data() + static_cast<size_t>(i) * page_bytes_; }
     // Offset of the keys of a layer's KV head in a page.
@@ -38,7 +37,6 @@ public:
     size_t release(const PageIndex& index);
 
 private:
-    KvType type_;
     size_t n_kv_heads_, head_bytes_, page_bytes_;
     Zeroed memory_;
     std::vector<bool> is_committed_;

@@ -51,9 +51,8 @@ struct Request {
     bool logits = false;  // also return the logits of tokens [score_from - 1, tokens.size())
     bool hidden = false;  // return only the final hidden states of tokens [score_from - 1, tokens.size())
 
-    bool is_score() const { return n == 0 && !hidden; }
-    // Whether its scores are of the model's distribution, as PageScores are.
-    bool scores_model() const { return is_score() && sampling.temperature == 1.0; }
+    // Whether it scores tokens under the model's distribution, as PageScores do.
+    bool scores_model() const { return n == 0 && !hidden && sampling.temperature == 1.0; }
     // Whether its results are in PageScores, except the best token.
     bool can_use_scores() const {
         return kIsComplete && scores_model() && !entropy && !logits && sampling.top_logprobs <= 1;
@@ -163,6 +162,7 @@ private:
     void reserve_page_writes(size_t n);
     void find_prefix(Job& job) const;
     void copy_retained(Job& job);
+    int32_t find_scored_page(const Request& request, int32_t before, size_t i) const;
     void find_scores(Job& job) const;
     void copy_scores(Job& job) const;
     bool waits_for_scores(const Job& job) const;

@@ -27,10 +27,10 @@ def open_constrained(engine, prompt, n, sampling):
     """Open a call without a grammar, whose caller allows the tokens."""
     session = Session(engine._calls, "test")
     session.begin()
-    request = {**engine._make_request(n, sampling, False, None, "test"), "constrained": True}
-    return Call(
-        session, engine._add_prompt(session, "test", "", np.array(prompt, np.int32), request, StreamKey(0), 0), None
-    )
+    request = {**engine._make_request(n, sampling, False, None, "test"), **StreamKey(0)._asdict()}
+    row = np.array(prompt, np.int32)
+    job = session.add("prompt", "", "", tokens=row, adapter=0, keep=False, constrained=True, **request)
+    return Call(session, job, None)
 
 
 def test_only_allowed_tokens_are_drawn(engine):

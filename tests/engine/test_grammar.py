@@ -5,9 +5,9 @@ import re
 
 import numpy as np
 import pytest
+from tests.byte_tokenizer import EOS, byte_tokenizer
 from tests.engine.tiny_models import tiny_model
 from tests.raising import assert_raises
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from whet.config.sampling import SamplingParams, StreamKey
 from whet.engine import Engine
@@ -15,17 +15,10 @@ from whet.engine.grammar import Grammars
 from whet.errors import WhetTypeError, WhetValueError
 from whet.rollout.torch_engine import TorchEngine
 
-EOS = 256
-
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    vocab = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {"<eos>": EOS}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<eos>"])
-    return tokenizer
+    return byte_tokenizer()
 
 
 @pytest.fixture(scope="module")

@@ -443,9 +443,7 @@ class Machine(RuleBasedStateMachine):
 def test_interrupted_calls_in_any_order_from_two_threads():
     run_state_machine_as_test(
         Machine,
-        settings=settings(
-            max_examples=15, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
+        settings=settings(max_examples=15, stateful_step_count=12, suppress_health_check=list(HealthCheck)),
     )
 
 

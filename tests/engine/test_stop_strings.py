@@ -42,7 +42,7 @@ ALPHABET = "ab é日"
 _STRINGS = st.text(ALPHABET, min_size=1, max_size=6)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_matches_equal_full_text_search(data: st.DataObject) -> None:
     whole = data.draw(st.text(ALPHABET, max_size=30)).encode()

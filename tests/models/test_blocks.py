@@ -23,7 +23,7 @@ HALVES = st.sampled_from((0, 1, 0x63FF, 0x6400, 0x7BFF, 0x7C00, 0x7E01, 0x8000, 
 
 
 @pytest.mark.parametrize("format", QUANTISED, ids=lambda format: format.name)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     data=st.binary(min_size=MOST_BYTES, max_size=MOST_BYTES),
     scales=st.lists(st.tuples(st.integers(0, N_BLOCKS - 1), SCALES, HALVES), max_size=8),

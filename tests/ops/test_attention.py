@@ -253,7 +253,7 @@ def test_strides_and_out():
     np.testing.assert_array_equal(out, decoded)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_any_shape(data):
     head_dim, kv_heads = data.draw(st.integers(4, 12)) * 8, data.draw(st.integers(1, 3))

@@ -69,7 +69,7 @@ def test_forward_and_gradients_against_float64(n):
         close(grad_b, exact_b, (n_in + rows) * rows)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 70), st.integers(1, 90), st.integers(1, 90), st.integers(1, 8), st.integers(0, 99))
 def test_any_shape(rows, n_in, n_out, rank, seed):
     x, y, a, b = arrays(rows, n_in, n_out, rank, seed)

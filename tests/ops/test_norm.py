@@ -111,7 +111,7 @@ def test_streaming_stores(skew):
     assert not memory[:skew].any() and memory[-1] == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 70), st.integers(0, 4), st.floats(-3, 3), st.floats(0.01, 100), st.floats(0, 1))
 def test_any_size_mean_and_spread(n, skew, mean, spread, eps):
     x = (normal(n + skew) * spread + mean).astype(np.float32)[skew:]

@@ -181,7 +181,7 @@ def test_empty_inputs(shape):
     assert whet.apply_rope(np.zeros((2, 0), int), np.zeros((2, 0, 16), np.float32), None, 16, normal(1, 16)) is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_shape(data):
     half = data.draw(st.integers(1, 40))

@@ -1,11 +1,28 @@
-"""A tiny model whose chat template offers tools in the format of Hermes."""
+"""Tools, and a tiny model whose chat template offers them in the format of Hermes."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from tests.cli.conftest import write_tiny_model
 
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"enum": [1, 2]}},
+                "required": ["a"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name in ("add", "now")
+]
+CALL = '<tool_call>\n{"name": "now", "arguments": {"a": 2}}\n</tool_call>'
 TOOLS_TEMPLATE = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool.function.name }},{% endfor %}<tool_call>{% endif %}"
     "{% for message in messages %}"

@@ -8,33 +8,16 @@ import openai
 import pydantic
 import pytest
 from tests.serve.conftest import serving
+from tests.serve.models import CALL, TOOLS_TEMPLATE
+from tests.serve.models import TOOLS as CHAT_TOOLS
 
 from whet.engine.session import Call
 from whet.errors import WhetValueError
 from whet.serve import ServedModel, make_app
 from whet.serve import app as app_module
 
-TOOLS: Any = [
-    {
-        "type": "function",
-        "name": name,
-        "description": "d",
-        "strict": True,
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"enum": [1, 2]}},
-            "required": ["a"],
-            "additionalProperties": False,
-        },
-    }
-    for name in ("add", "now")
-]
-CALL = '<tool_call>\n{"name": "now", "arguments": {"a": 2}}\n</tool_call>'
-TEMPLATE = (
-    "{% if tools %}<tools>{% for tool in tools %}{{ tool.function.name }},{% endfor %}<tool_call>{% endif %}"
-    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% for call in message.tool_calls or [] %}"
-    "{{ call.function.name }}{{ call.function.arguments.a }}{% endfor %}{% endfor %}<assistant>{# <think></think> #}"
-)
+TOOLS: Any = [{"type": "function", "description": "d", "strict": True, **tool["function"]} for tool in CHAT_TOOLS]
+TEMPLATE = TOOLS_TEMPLATE + "{# <think></think> #}"
 
 
 class Colour(pydantic.BaseModel):

@@ -7,37 +7,17 @@ import httpx
 import openai
 import pytest
 from tests.serve.conftest import serving
+from tests.serve.models import CALL, TOOLS, TOOLS_TEMPLATE
 
 from whet.serve import ServedModel, make_app
 
-TOOLS: Any = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "parameters": {
-                "type": "object",
-                "properties": {"a": {"enum": [1, 2]}},
-                "required": ["a"],
-                "additionalProperties": False,
-            },
-        },
-    }
-    for name in ("add", "now")
-]
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
-CALL = '<tool_call>\n{"name": "now", "arguments": {"a": 2}}\n</tool_call>'
 
 
 @pytest.fixture(scope="module")
 def url(tiny_model):
     model = ServedModel.load(str(tiny_model), name="tiny", weights="float32")
-    model.tokenizer.chat_template = (
-        "{% if tools %}<tools>{% for tool in tools %}{{ tool.function.name }},{% endfor %}<tool_call>{% endif %}"
-        "{% for message in messages %}"
-        "<{{ message.role }}>{{ message.content }}{% for call in message.tool_calls or [] %}"
-        "{{ call.function.name }}{{ call.function.arguments.a }}{% endfor %}{% endfor %}<assistant>"
-    )
+    model.tokenizer.chat_template = TOOLS_TEMPLATE
     with serving(make_app(model)) as address:
         yield address
 

@@ -4,13 +4,12 @@ import json
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tests.byte_tokenizer import EOS, byte_tokenizer
 
 from whet.engine.grammar import Grammars
 from whet.text.call_grammar import call_grammar
 from whet.text.tool_calls import FORMATS, ToolCall, ToolParser
 
-EOS = 256
 TOOLS = [
     {"function": {"name": "now"}},
     {
@@ -42,12 +41,7 @@ SCHEMAS = {tool["function"]["name"]: tool["function"].get("parameters", {}) for 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    vocab = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {"<eos>": EOS}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<eos>"])
-    return tokenizer
+    return byte_tokenizer()
 
 
 def mark(text):

@@ -90,7 +90,7 @@ class Engine:
             ``weights``. A tied head is the embedding, in the head's format.
         kv_bytes: size of the KV cache, committed lazily; prompts that do not fit wait.
         kv_dtype: format of keys and values. Default: "float32" with float32 weights, else "bfloat16". "q8" takes about
-            half of the memory of "bfloat16": 8-bit integers with a float32 scale per token and KV head.
+            half of the memory of "bfloat16": keys of 9 bits and values of 8, with scales per token and KV head.
         max_batch: completions per batch.
         prefill_chunk: prompt tokens per step, in addition to the decoded completions.
         tokenizer: decodes tokens for ``SamplingParams.stop``: a fast tokenizer of transformers, a tokenizer from
@@ -317,12 +317,7 @@ class Engine:
             session.begin()
             adapters = self._adapter_ids(adapter, len(prompts), where)
             calls = [
-                Call(
-                    session,
-                    self._add_prompt(session, where, f"prompt_ids[{i}]", prompt, request, key, number),
-                    texts,
-                    [constrain() for _ in range(n)] if constrain else (),
-                )
+                self._open_call(session, where, f"prompt_ids[{i}]", prompt, request, key, number, texts, constrain)
                 for i, (prompt, key, number) in enumerate(zip(prompts, chosen, adapters, strict=True))
             ]
             for call in session.run_calls(calls):
@@ -379,13 +374,13 @@ class Engine:
         texts = self._texts_for(sampling, where)
         request = self._make_request(n, sampling, is_model_mode(logprobs_mode, where), texts, where)
         constrain = constrain or self._constrain_by(sampling, where)
-        request["constrained"] = constrain is not None
         session = Session(self._calls, where)
         try:
             session.begin()
             [number] = self._adapter_ids(adapter, 1, where)
-            job = self._add_prompt(session, where, "prompt", ids, request, StreamKey(0), number, keep)
-            return Call(session, job, texts, [constrain() for _ in range(n)] if constrain else ())
+            return self._open_call(
+                session, where, "prompt", ids, request, StreamKey(0), number, texts, constrain, keep
+            )  # fmt: skip
         except BaseException:
             session.end()
             raise
@@ -754,24 +749,25 @@ class Engine:
             return self._texts
 
     def _constrain_by(self, sampling: SamplingParams, where: str) -> Callable[[], Constraint] | None:
-        """Return what makes the constraint of a sample; None: there is no grammar."""
-        for name in sampling.grammar_settings():
-            if self._tokenizer is None:
-                raise WhetValueError(
-                    f"{where}: {name} is set, and the engine has no tokenizer. Set engine.tokenizer, or make the "
-                    f"engine with tokenizer=..."
-                )
-            if not sampling.stop_token_ids:
-                raise WhetValueError(f"{where}: {name} needs stop_token_ids: the tokens that end a completion.")
-            with self._reading:
-                if self._grammars is None or self._grammars.stop_ids != sampling.stop_token_ids:
-                    self._grammars = Grammars(self._tokenizer, self.config.vocab_size, sampling.stop_token_ids)
-                grammars = self._grammars
-            try:
-                return partial(grammars.constrain, grammars.compile(sampling))
-            except WhetValueError as error:
-                raise WhetValueError(f"{where}: {error}") from None
-        return None
+        """Return a function that makes the constraint of a sample; None: samples are free."""
+        names = sampling.grammar_settings()
+        if not names:
+            return None
+        if self._tokenizer is None:
+            raise WhetValueError(
+                f"{where}: {names[0]} is set, and the engine has no tokenizer. Set engine.tokenizer, or make the "
+                f"engine with tokenizer=..."
+            )
+        if not sampling.stop_token_ids:
+            raise WhetValueError(f"{where}: {names[0]} needs stop_token_ids: the tokens that end a completion.")
+        with self._reading:
+            if self._grammars is None or self._grammars.stop_ids != sampling.stop_token_ids:
+                self._grammars = Grammars(self._tokenizer, self.config.vocab_size, sampling.stop_token_ids)
+            grammars = self._grammars
+        try:
+            return partial(grammars.constrain, grammars.compile(sampling))
+        except WhetValueError as error:
+            raise WhetValueError(f"{where}: {error}") from None
 
     def _make_request(
         self, n: int, s: SamplingParams, model_logprobs: bool, texts: TokenTexts | None, where: str
@@ -789,10 +785,9 @@ class Engine:
             "stop_strings": texts and _core.StopStrings(texts.core, [text.encode() for text in s.stop]),
             "seed": s.seed % 2**64,
             "sampling": {**settings, "model_logprobs": model_logprobs},
-            "constrained": bool(s.grammar_settings()),
         }
 
-    def _add_prompt(
+    def _open_call(
         self,
         session: Session,
         where: str,
@@ -801,12 +796,15 @@ class Engine:
         request: dict[str, Any],
         key: StreamKey,
         adapter: int,
+        texts: TokenTexts | None,
+        constrain: Callable[[], Constraint] | None,
         keep: bool = False,
-    ) -> int:
+    ) -> Call:
         check_can_continue(prompt, self.config, where, name)
         hint = "Raise kv_bytes or lower max_new_tokens."
         fields = {"tokens": prompt, "adapter": adapter, "keep": keep, **key._asdict()}
-        return session.add("prompt", name, hint, **fields, **request)
+        job = session.add("prompt", name, hint, constrained=constrain is not None, **fields, **request)
+        return Call(session, job, texts, [constrain() for _ in range(request["n"])] if constrain else ())
 
     def _score(
         self, rows: list[np.ndarray], starts: list[int], adapter: Any, where: str, **values: Any

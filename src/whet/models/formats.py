@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from whet import _core
-from whet.errors import WhetValueError
+from whet.errors import WhetValueError, check_choice
 from whet.ops.quant import CORE_TABLE
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def kv_format(formats: Mapping[str, tuple[FormatSpan, ...]]) -> str:
 
 KvDtype = Literal["float32", "bfloat16", "q8"]
 KV_DTYPES = get_args(KvDtype)
-"""Formats of keys and values; q8: 8-bit integers with a float32 scale per token and KV head."""
+"""Formats of keys and values; q8 is described in cpp/kernels/cached_attention_int8.h."""
 
 
 def check_kv_dtype(where: str, value: str | None, default: str) -> str:
@@ -236,8 +236,8 @@ def check_kv_dtype(where: str, value: str | None, default: str) -> str:
     Raises:
         WhetValueError: an unknown format.
     """
-    if value is not None and value not in KV_DTYPES:
-        raise WhetValueError(f"{where}: kv_dtype is {value!r}, expected one of {', '.join(KV_DTYPES)}.")
+    if value is not None:
+        check_choice(where, "kv_dtype", value, KvDtype)
     return value or default
 
 

@@ -242,8 +242,8 @@ class TorchEngine:
         n = check_integer(where, "n", n, 1)
         prompts = token_lists(prompt_ids, where, "prompt_ids", allow_empty=False)
         budgets = [self._budget(i, len(prompt), sampling) for i, prompt in enumerate(prompts)]
-        for name in sampling.grammar_settings():
-            raise WhetValueError(f"{where}: {name} is set, which only the native engine supports. Use whet.Engine.")
+        if names := sampling.grammar_settings():
+            raise WhetValueError(f"{where}: {names[0]} is set, which only the native engine supports. Use whet.Engine.")
         texts = self._texts_for(sampling)
         if texts is not None:
             stops = (*sampling.stop_token_ids, *texts.special_among(sampling.stop))

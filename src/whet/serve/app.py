@@ -66,7 +66,7 @@ class _App:
     ) -> None:
         self.model = model
         self.loop = EngineLoop()
-        self.metrics = Metrics(model, self.loop)
+        self.metrics = Metrics(model, self.loop, limits)
         self.service = Service(model, self.loop, self.metrics, limits)
         self._keys = [hashlib.sha256(key.encode()).digest() for key in api_keys]
         self._max_body_bytes, self._hosts = max_body_bytes, [host.lower() for host in hosts]

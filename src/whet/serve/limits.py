@@ -31,6 +31,11 @@ class Limits:
     max_seconds: float | None = None
     _n_open: Counter[str] = field(default_factory=Counter)
 
+    @property
+    def n_open(self) -> int:
+        """Number of open tickets."""
+        return self._n_open.total()
+
     @contextmanager
     def hold(self, tickets: Sequence[Ticket]) -> Iterator[None]:
         """Count tickets as open until the block ends; those that are open for too long receive an error.
@@ -39,7 +44,7 @@ class Limits:
             ApiError: 400: there are more tickets than may ever be open; 429: than may be open now.
         """
         key = key_of_request.get()
-        limits = [(self.max_requests, self._n_open.total(), "of the server")]
+        limits = [(self.max_requests, self.n_open, "of the server")]
         if key and self.max_requests_per_key is not None:
             limits.append((self.max_requests_per_key, self._n_open[key], "of this API key"))
         for most, n_open, whose in limits:

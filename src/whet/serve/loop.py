@@ -83,12 +83,10 @@ class EngineLoop:
     """Runs the calls of all tickets on one thread.
 
     Attributes:
-        n_open: number of open tickets.
         gate: pauses the loop, and changes the engine between its steps.
     """
 
     def __init__(self) -> None:
-        self.n_open = 0
         self._wake = threading.Condition()
         self.gate = Gate(self._wake)
         self._inbox: deque[Ticket] = deque()
@@ -122,14 +120,12 @@ class EngineLoop:
 
     def submit(self, ticket: Ticket) -> None:
         """Queue a ticket; ``release`` must follow."""
-        self.n_open += 1
         with self._wake:
             self._inbox.append(ticket)
             self._wake.notify()
 
     def release(self, ticket: Ticket) -> None:
         """End a ticket: what is left of its call is cancelled before the next step."""
-        self.n_open -= 1
         ticket.is_cancelled = True
         with self._wake:
             if ticket in self._inbox:

@@ -6,6 +6,7 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from whet.serve.limits import Limits
 from whet.serve.loop import EngineLoop, Ticket
 from whet.serve.model import ServedModel
 
@@ -18,9 +19,10 @@ class Metrics:
     Args:
         model: the served model.
         loop: the engine's loop.
+        limits: counts the open requests.
     """
 
-    def __init__(self, model: ServedModel, loop: EngineLoop) -> None:
+    def __init__(self, model: ServedModel, loop: EngineLoop, limits: Limits) -> None:
         self._registry = registry = CollectorRegistry()
         label = {"labelnames": ["model_name"], "registry": registry}
 
@@ -34,7 +36,7 @@ class Metrics:
             return Gauge(f"vllm:{name}", text, **label).labels(model.name)
 
         gauge("num_requests_running", "Requests with a first token").set_function(
-            lambda: loop.n_open - loop.n_waiting()
+            lambda: limits.n_open - loop.n_waiting()
         )
         gauge("num_requests_waiting", "Requests without a first token").set_function(loop.n_waiting)
         gauge("kv_cache_usage_perc", "Share of the KV cache in use, from 0 to 1").set_function(lambda: _kv_usage(model))

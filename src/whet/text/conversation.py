@@ -19,8 +19,7 @@ from whet.data.rows import tokenize_prompt
 from whet.data.thinking import DEFAULT_TAGS, Replies, answer_in
 from whet.engine import Engine, Token
 from whet.errors import WhetValueError
-from whet.models.formats import PAGE_TOKENS
-from whet.text.model import SPARE_PAGES, detokenise_stream
+from whet.text.model import detokenise_stream, longest_sequence
 from whet.text.thinking import TextChunk, split_thinking
 
 Message = Mapping[str, str]
@@ -296,10 +295,9 @@ class Turn:
 
 def _check_context(engine: Engine, requested: int | None, where: str) -> int:
     """Return the context: by default the tokens for which the model has positions and the engine memory."""
-    memory, positions = engine.memory, engine.config.max_position
-    max_context = min((memory["kv_bytes"] // memory["kv_page_bytes"] - SPARE_PAGES) * PAGE_TOKENS, positions)
+    max_context = longest_sequence(engine)
     if requested is not None and requested > max_context:
-        limit = "model has positions" if max_context == positions else "engine has memory"
+        limit = "model has positions" if max_context == engine.config.max_position else "engine has memory"
         raise WhetValueError(
             f"{where}: context is {requested}, but the {limit} for {max_context} tokens. Lower --context."
         )

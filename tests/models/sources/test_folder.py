@@ -368,7 +368,7 @@ def test_index_contradicting_its_shards_is_rejected(shards):
     assert_raises(WhetValueError, f"{other} is not a file", open_folder, shards)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(at=st.integers(0, 400), byte=st.integers(0, 255))
 def test_mutated_header_bytes_are_safe(saved, tmp_path, at, byte):
     """Opening succeeds or raises a WhetValueError; whatever safetensors rejects is rejected."""

@@ -566,7 +566,7 @@ def test_values_of_every_type():
         metadata["texts"].to_list()
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(at=st.integers(0, 1500), byte=st.integers(0, 255))
 def test_mutated_metadata_bytes_are_safe(small, tmp_path, at, byte):
     """Opening succeeds or raises a WhetValueError."""

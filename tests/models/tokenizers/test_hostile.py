@@ -106,7 +106,7 @@ def trained_charsmap() -> bytes:
     return vocab_files.sentencepiece_metadata(model)["tokenizer.ggml.precompiled_charsmap"]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     at=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), max_size=20),
     begin=st.lists(st.integers(0, 255), max_size=1100),
@@ -152,7 +152,7 @@ KEYS = sorted({*BPE, *PIECES, "tokenizer.ggml.precompiled_charsmap", "tokenizer.
                "tokenizer.ggml.padding_token_id"})  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     base=st.sampled_from([BPE, PIECES, UNIGRAM, {**BPE, "tokenizer.ggml.model": "gemma4"}]),
     changes=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=3),
