@@ -18,7 +18,7 @@ from benchmarks.contenders.serve import likelihoods, loads
 from benchmarks.contenders.serve.client import Answer, post_all
 from benchmarks.contenders.serve.likelihoods import Likelihoods, Rows, likelihood_error
 from benchmarks.contenders.serve.loads import on_server
-from benchmarks.contenders.serve.servers import Server, every_setting, find_llama_server, open_llama, open_whet
+from benchmarks.contenders.serve.servers import WhetServer, every_setting, find_llama_server, open_llama, open_whet
 from benchmarks.suites.serve import ServeOptions, link, tables
 from whet.bench import NotMeasured
 
@@ -134,7 +134,7 @@ def test_whet_is_right_in_every_task(load, task):
 def test_a_server_that_counts_other_tokens_is_not_timed(load, stored):
     other = Workload(load.files, [[*prompt, 5] for prompt in load.prompts], n_steps=9)
 
-    class Deaf(Server):
+    class Deaf(WhetServer):
         def __init__(self):
             pass
 

@@ -16,6 +16,7 @@ import tempfile
 import time
 import urllib.request
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,7 @@ _CELLS = 256
 """Granularity of llama.cpp's contexts, in tokens."""
 
 
-class Server:
+class Server(ABC):
     """A running server, which ends with the object.
 
     Args:
@@ -89,13 +90,13 @@ class Server:
         """
         return post_all(self._address, "/v1/completions", bodies)
 
+    @abstractmethod
     def sample(self, body: Body) -> Sample:
         """Return the completion of a request that is not streamed, with its log-probs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def follow(self, schema: Mapping[str, Any]) -> Body:
         """Return the fields of requests whose completions follow a JSON schema."""
-        raise NotImplementedError
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -160,7 +161,7 @@ def open_llama(program: str, file: Path, n_rows: int, n_tokens: int, trial: Call
         program: path of llama-server; empty: found by ``find_llama_server``.
 
     Raises:
-        NotMeasured: there is no llama-server.
+        NotMeasured: llama-server is missing.
     """
     path = find_llama_server(program)
     threads = str(whet.get_num_threads())
