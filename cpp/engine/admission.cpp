@@ -246,6 +246,11 @@ bool Scheduler::start_sample(Job& job) {
     sample.alternatives.reserve(request.max_new_tokens * request.sampling.top_logprobs);
     if (request.stop_strings != nullptr) sample.n_withheld.reserve(request.max_new_tokens);
     if (request.sampling.counts_tokens()) running.counts.reserve(request.max_new_tokens);
+    if (kIsComplete && request.records_kept) {
+        running.kept.reserve(config_.vocab_size);
+        sample.kept_offsets.reserve(request.max_new_tokens + 1);
+        sample.kept_offsets.assign(1, 0);
+    }
     running.pages.assign(job.pages.begin(), job.pages.begin() + static_cast<ptrdiff_t>(n_full));
     for (int32_t page : running.pages) pages_.ref(page);
     if (!job.first_reserved) reserved_ += tail;

@@ -38,6 +38,7 @@ StepPlan& Scheduler::plan() {
 }
 
 void Scheduler::complete(std::span<const Drawn> drawn) {
+    if constexpr (kIsComplete) reserve_kept();
     advance_prompts();
     for (size_t i = 0; i < drawing_.size(); ++i) append(running_[drawing_[i]], drawn[i]);
     erase_ended();
@@ -87,6 +88,7 @@ void Scheduler::plan_draw(Running& running, size_t token) {
     if (request.constrained) task.history.allowed = sample.allowed.data();
     task.uniform = token_uniform(request.seed, request.prompt_index, request.first_sample + running.sample, position);
     task.alternatives = sample.alternatives.data() + position * n_top;
+    task.kept = request.records_kept ? &running.kept : nullptr;
 }
 
 // Chunked prefill: adds the next tokens of the prompts, in order, and the scores of tokens that follow them, or their
@@ -159,6 +161,15 @@ void Scheduler::advance_prompts() {
     std::erase_if(prefilling_, [](const Job* job) { return job->is_computed(); });
 }
 
+// Makes room for the sets of the step, so that only this can run out of memory, before anything has changed.
+void Scheduler::reserve_kept() {
+    for (const size_t i : drawing_) {
+        std::vector<int32_t>& words = running_[i].job->samples[running_[i].sample].kept_words;
+        const size_t n = words.size() + running_[i].kept.set().size();
+        if (n > words.capacity()) words.reserve(std::max(n, 2 * words.capacity()));
+    }
+}
+
 void Scheduler::append(Running& running, const Drawn& drawn) {
     Job& job = *running.job;
     Sample& sample = job.samples[running.sample];
@@ -173,6 +184,11 @@ void Scheduler::append(Running& running, const Drawn& drawn) {
     sample.tokens.push_back(drawn.token);
     sample.allowed.clear();
     sample.logprobs.push_back(drawn.logprob);
+    if (kIsComplete && job.request.records_kept) {
+        const TokenSet kept = running.kept.set();
+        sample.kept_words.insert(sample.kept_words.end(), kept.begin(), kept.end());
+        sample.kept_offsets.push_back(static_cast<int64_t>(sample.kept_words.size()));
+    }
     if (!running.seen.empty()) running.mark_seen(drawn.token);
     if (job.request.sampling.counts_tokens()) running.count(drawn.token);
     const Finish finish = finish_after(running);

@@ -27,9 +27,11 @@ enum class Finish : uint8_t { kRunning, kStop, kLength, kCancelled };
 struct Sample {
     std::vector<int32_t> tokens;
     std::vector<float> logprobs;
-    std::vector<Drawn> alternatives;  // top_logprobs per token, and perhaps of one token not yet in `tokens`
-    std::vector<int32_t> n_withheld;  // with stop strings, per token: StopStrings::Match::n_withheld
-    std::vector<uint32_t> allowed;    // of a constrained request: bitmap of the next token; empty: not known yet
+    std::vector<Drawn> alternatives;    // top_logprobs per token, and perhaps of one token not yet in `tokens`
+    std::vector<int32_t> n_withheld;    // with stop strings, per token: StopStrings::Match::n_withheld
+    std::vector<uint32_t> allowed;      // of a constrained request: bitmap of the next token; empty: not known yet
+    std::vector<int64_t> kept_offsets;  // of a request that keeps sets: TokenSets of the tokens
+    std::vector<int32_t> kept_words;
     Finish finish = Finish::kRunning;
 };
 
@@ -38,6 +40,7 @@ struct Request {
     uint64_t adapter = 0;         // 0: none
     bool keep = false;            // retain prompt and sampled tokens, or scored tokens and scores, in the cache
     bool constrained = false;     // a token is drawn only after allow()
+    bool records_kept = false;    // record the tokens that each token was drawn from
     // Sampling:
     size_t n = 0, min_new_tokens = 0, max_new_tokens = 0;
     Sampling sampling;
@@ -132,6 +135,7 @@ private:
         bool fresh;                        // its first token is drawn from the prompt's last hidden state
         std::vector<TokenCount> counts{};  // by token id; empty without presence and frequency penalties
         StopStrings::State stop_state{};
+        TokenSetBuffer kept{};  // of the step; empty unless recorded
 
         void mark_seen(int32_t token) { seen[static_cast<size_t>(token) / 64] |= uint64_t{1} << token % 64; }
         void count(int32_t token);
@@ -176,6 +180,7 @@ private:
     void plan_score(Job& job, size_t token, size_t before, const float* hidden);
     int32_t allocate_page(int32_t from);
     void advance_prompts();
+    void reserve_kept();
     void append(Running& running, const Drawn& drawn);
     Finish finish_after(Running& running) const;
     void end(Running& running, Finish finish);

@@ -27,10 +27,12 @@ std::unique_ptr<float[]> new_logits(const std::vector<OutputRange>& ranges, size
 TokenLogprobsHead::TokenLogprobsHead(const Weights& weights, ProductType type)
     : weights_(weights), type_(type), ranges_(split_outputs(weights.output().parts)) {}
 
-void TokenLogprobsHead::forward(const float* hidden, const int64_t* tokens, size_t rows, double temperature,
-                                float* logprobs, float* entropy) {
+void TokenLogprobsHead::forward(const float* hidden, const int64_t* tokens, size_t rows, const TokenSets& kept,
+                                double temperature, float* logprobs, float* entropy) {
     const size_t k = weights_.config().hidden_dim;
     tokens_.assign(tokens, tokens + rows);
+    kept_offsets_.assign(kept.offsets.begin(), kept.offsets.end());
+    kept_words_.assign(kept.words.begin(), kept.words.end());
     temperature_ = temperature;
     std::vector<TokenSums> sums(rows);
     const auto logits = new_logits(ranges_, rows);
@@ -81,9 +83,13 @@ void TokenLogprobsHead::compute_logits(const OutputRange& range, ProductRows hid
     const float* bias = weights_.head.bias_or_null();
     multiply(type_, range, hidden, rows, bias == nullptr ? nullptr : bias + range.first, logits, range.n);
     const float cap = weights_.config().logits_softcap;
-    if (cap <= 0.0f) return;
-    for_rows(rows, range.n,
-             [&](size_t i) { kernels().softcap_f32(logits + i * range.n, range.n, cap, false, logits + i * range.n); });
+    const TokenSets kept{kept_offsets_, kept_words_};
+    if (cap <= 0.0f && kept.is_empty()) return;
+    for_rows(rows, range.n, [&](size_t i) {
+        float* z = logits + i * range.n;
+        if (cap > 0.0f) kernels().softcap_f32(z, range.n, cap, false, z);
+        if (!kept.is_empty()) drop_logits(kept[i], weights_.config().vocab_size, range.first, range.n, z);
+    });
 }
 
 }  // namespace whet

@@ -101,7 +101,7 @@ struct Setup {
         }
         hidden = learner.forward(batch.batch, true, keep, activation_bytes);
         std::vector<float> logprobs(g.size()), entropy(g.size());
-        head.forward(hidden, batch.targets.data(), g.size(), 1.2, logprobs.data(), entropy.data());
+        head.forward(hidden, batch.targets.data(), g.size(), {}, 1.2, logprobs.data(), entropy.data());
         double sum = 0.0;
         for (size_t i = 0; i < g.size(); ++i) sum += double{g[i]} * logprobs[i] + double{e[i]} * entropy[i];
         return sum;

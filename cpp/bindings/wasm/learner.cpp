@@ -81,7 +81,7 @@ WHET_EXPORT(learner_forward) void learner_forward(const double* numbers, size_t 
     }
     s.rows = 0;
     s.hidden = s.learner.forward(batch, batch.with_adapters, batch.keep, batch.activation_bytes);
-    s.head.forward(s.hidden, batch.targets.data(), rows, batch.temperature, logprobs, nullptr);
+    s.head.forward(s.hidden, batch.targets.data(), rows, {}, batch.temperature, logprobs, nullptr);
     s.rows = rows;
 }
 

@@ -313,6 +313,7 @@ class Engine:
         texts = self._texts_for(sampling, where)
         request = self._make_request(n, sampling, is_model_mode(logprobs_mode, where), texts, where)
         constrain = self._constrain_by(sampling, where)
+        vocab_size = self.config.vocab_size if sampling.kept_tokens else None
         with (session := Session(self._calls, where)), session:
             session.begin()
             adapters = self._adapter_ids(adapter, len(prompts), where)
@@ -321,7 +322,7 @@ class Engine:
                 for i, (prompt, key, number) in enumerate(zip(prompts, chosen, adapters, strict=True))
             ]
             for call in session.run_calls(calls):
-                yield [session.completion(call.job, j, self.policy_version, texts) for j in range(n)]
+                yield [session.completion(call.job, j, self.policy_version, texts, vocab_size) for j in range(n)]
 
     def stream(
         self,
@@ -371,6 +372,8 @@ class Engine:
         """
         ids = check_token_row(prompt, self.config, where, "prompt")
         sampling = as_sampling(sampling, where)
+        if sampling.kept_tokens:
+            raise WhetValueError(f"{where}: kept_tokens is set, which only Engine.generate reports. Omit it.")
         texts = self._texts_for(sampling, where)
         request = self._make_request(n, sampling, is_model_mode(logprobs_mode, where), texts, where)
         constrain = constrain or self._constrain_by(sampling, where)
@@ -785,6 +788,7 @@ class Engine:
             "stop_strings": texts and _core.StopStrings(texts.core, [text.encode() for text in s.stop]),
             "seed": s.seed % 2**64,
             "sampling": {**settings, "model_logprobs": model_logprobs},
+            "records_kept": s.kept_tokens,
         }
 
     def _open_call(

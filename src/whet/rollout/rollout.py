@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from whet.config.kept_tokens import KeptTokens
 from whet.config.sampling import Completion, SamplingParams
 from whet.data.batches import as_rows
 from whet.data.messages import is_messages
@@ -130,6 +131,11 @@ class Rollout:
         for row, logprobs in zip(table, known, strict=True):
             row[: len(logprobs)] = logprobs
         return table
+
+    def kept_tokens(self, rows: Sequence[int]) -> list[KeptTokens | None] | None:
+        """Return the tokens that the completions ``rows`` were drawn from; None: the whole vocabulary."""
+        recorded = [self.completions[i].kept_tokens for i in rows]
+        return None if all(each is None for each in recorded) else recorded
 
     @property
     def truncated(self) -> np.ndarray:
