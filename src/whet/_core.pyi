@@ -207,6 +207,7 @@ class Engine:
         keep: bool,
         constrained: bool,
         records_kept: bool,
+        scored_alternatives: int,
     ) -> int: ...
     def add_score(
         self,

@@ -96,7 +96,7 @@ public:
     uint64_t add_prompt(uint64_t session, nb::handle tokens, size_t n, size_t min_new_tokens, size_t max_new_tokens,
                         nb::handle stop_tokens, const Shared<const StopStrings>* stop_strings, uint64_t seed,
                         uint64_t prompt_index, uint64_t first_sample, uint64_t adapter, const nb::dict& sampling,
-                        bool keep, bool constrained, bool records_kept) {
+                        bool keep, bool constrained, bool records_kept, int scored_alternatives) {
         const EngineGuard guard(lock_);
         Request request = request_of(session, tokens, adapter);
         if (n == 0) throw std::invalid_argument("no token to sample");
@@ -105,6 +105,10 @@ public:
         request.keep = keep;
         request.constrained = constrained;
         request.records_kept = records_kept;
+        if (scored_alternatives >= 0) {
+            request.score_from = 1;
+            request.scoring.top_logprobs = static_cast<size_t>(scored_alternatives);
+        }
         request.max_new_tokens = max_new_tokens;
         request.stop_tokens = tokens_of(stop_tokens);
         request.seed = seed, request.prompt_index = prompt_index, request.first_sample = first_sample;
@@ -122,8 +126,8 @@ public:
         request.entropy = entropy;
         request.logits = logits;
         request.hidden = hidden;
-        request.sampling.temperature = temperature;
-        request.sampling.top_logprobs = top_logprobs;
+        request.scoring.temperature = temperature;
+        request.scoring.top_logprobs = top_logprobs;
         return engine_.add(std::move(request), session);
     }
 
@@ -287,7 +291,7 @@ void bind_engine(nb::module_& m) {
         .def("add_prompt", &EngineObject::add_prompt, arg("session"), nb::kw_only(), arg("tokens"), arg("n"),
              arg("min_new_tokens"), arg("max_new_tokens"), arg("stop_tokens"), arg("stop_strings").none(), arg("seed"),
              arg("prompt_index"), arg("first_sample"), arg("adapter"), arg("sampling"), arg("keep"), arg("constrained"),
-             arg("records_kept"))
+             arg("records_kept"), arg("scored_alternatives"))
         .def("allow", &EngineObject::allow, arg("job"), arg("sample"), arg("tokens"))
         .def("add_score", &EngineObject::add_score, arg("session"), nb::kw_only(), arg("tokens"), arg("score_from"),
              arg("temperature"), arg("entropy"), arg("logits"), arg("hidden"), arg("top_logprobs"), arg("adapter"),

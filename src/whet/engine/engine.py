@@ -361,6 +361,7 @@ class Engine:
         logprobs_mode: LogprobsMode = "sampling",
         keep: bool = False,
         constrain: Callable[[], Constraint] | None = None,
+        prompt_logprobs: int | None = None,
         where: str = "Engine.open_prompt",
     ) -> Call:
         """Begin ``n`` completions of a prompt whose steps the caller runs; arguments as in ``generate`` and ``stream``.
@@ -369,7 +370,11 @@ class Engine:
 
         Args:
             constrain: makes the constraint of a sample. Default: of the grammar in ``sampling``.
+            prompt_logprobs: also score the prompt, with this many alternatives per token, from 0 to 20: ``Call.scores``
+                returns the values of ``open_score`` once a token has been drawn. None: do not.
         """
+        if prompt_logprobs is not None:
+            _check_alternatives(where, "prompt_logprobs", prompt_logprobs)
         ids = check_token_row(prompt, self.config, where, "prompt")
         sampling = as_sampling(sampling, where)
         if sampling.kept_tokens:
@@ -382,7 +387,7 @@ class Engine:
             session.begin()
             [number] = self._adapter_ids(adapter, 1, where)
             return self._open_call(
-                session, where, "prompt", ids, request, StreamKey(0), number, texts, constrain, keep
+                session, where, "prompt", ids, request, StreamKey(0), number, texts, constrain, keep, prompt_logprobs
             )  # fmt: skip
         except BaseException:
             session.end()
@@ -454,8 +459,7 @@ class Engine:
         rows = check_token_rows(sequences, self.config, where, "sequences")
         starts = check_starts(start, rows, where)
         check_temperature(where, temperature)
-        if not 0 <= check_integer(where, "top_logprobs", top_logprobs, 0) <= 20:
-            raise WhetValueError(f"{where}: top_logprobs is {top_logprobs}, expected an integer from 0 to 20.")
+        _check_alternatives(where, "top_logprobs", top_logprobs)
         scores = self._score(
             rows, starts, adapter, where, temperature=temperature, entropy=return_entropy, top_logprobs=top_logprobs
         )
@@ -803,10 +807,12 @@ class Engine:
         texts: TokenTexts | None,
         constrain: Callable[[], Constraint] | None,
         keep: bool = False,
+        prompt_logprobs: int | None = None,
     ) -> Call:
         check_can_continue(prompt, self.config, where, name)
         hint = "Raise kv_bytes or lower max_new_tokens."
         fields = {"tokens": prompt, "adapter": adapter, "keep": keep, **key._asdict()}
+        fields |= {"scored_alternatives": -1 if prompt_logprobs is None else prompt_logprobs}
         job = session.add("prompt", name, hint, constrained=constrain is not None, **fields, **request)
         return Call(session, job, texts, [constrain() for _ in range(request["n"])] if constrain else ())
 
@@ -853,6 +859,11 @@ class Engine:
             )
             for i, (row, start, number) in enumerate(zip(rows, starts, adapters, strict=True))
         ]
+
+
+def _check_alternatives(where: str, name: str, n: Any) -> None:
+    if not 0 <= check_integer(where, name, n, 0) <= 20:
+        raise WhetValueError(f"{where}: {name} is {n}, expected an integer from 0 to 20.")
 
 
 def _first_pooled(row: np.ndarray, pooling: Pooling) -> int:

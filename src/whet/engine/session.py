@@ -341,7 +341,7 @@ class Call:
         self.session.allow(self.job, sample, tokens)
 
     def scores(self) -> Scores:
-        """Return the results of a score request that is complete."""
+        """Return the results of a score request that is complete, or of a scored prompt that has been computed."""
         return self.session.scores(self.job)
 
     @property
