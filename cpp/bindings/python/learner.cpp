@@ -84,8 +84,8 @@ public:
             learner_.forward({copy(tokens), copy(positions), copy(group_offsets), copy(q_offsets), copy(k_offsets),
                               copy(key_rows), copy(reader_offsets), copy(readers), copy(predictors)},
                              with_adapters, keep, activation_bytes);
-        head_.forward(hidden_, targets.data(), rows, kept, temperature, logprobs.data(),
-                      entropy ? entropy->data() : nullptr);
+        head_.forward(hidden_, targets.data(), rows, 1, kept, temperature,
+                      {logprobs.data(), entropy ? entropy->data() : nullptr});
         rows_ = rows;
     }
 
@@ -110,7 +110,8 @@ public:
         }
         const auto grad_hidden = std::make_unique_for_overwrite<float[]>(rows_ * learner_.hidden_dim());
         learner_.check_kept();
-        head_.backward(hidden_, grad_logprobs.data(), grad_entropy ? grad_entropy->data() : nullptr, grad_hidden.get());
+        head_.backward(hidden_, {grad_logprobs.data(), grad_entropy ? grad_entropy->data() : nullptr},
+                       grad_hidden.get());
         learner_.backward(grad_hidden.get(), factors);
     }
 
