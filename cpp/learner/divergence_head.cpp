@@ -55,7 +55,7 @@ void DivergenceHead::forward(const float* student, const float* teacher, size_t 
     for (size_t i = 0; i < rows; ++i) {
         float logprob;
         rows_[i] = {temperature, beta, 0.0f, 0.0f};
-        for (TokenSums* sums : {&p[i], &q[i]}) sums->token_logit = -0x1.fffffep+127f;  // no token is left out
+        for (TokenSums* sums : {&p[i], &q[i]}) sums->token_logit = -0x1.fffffep+127f;  // excludes no token
         kernels().token_logprobs_end(p[i], temperature, &logprob, &rows_[i].lse_p, nullptr);
         kernels().token_logprobs_end(q[i], temperature, &logprob, &rows_[i].lse_q, nullptr);
     }
