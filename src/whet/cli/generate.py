@@ -19,6 +19,7 @@ from whet.config.fields import Positive, reject_ineffective
 from whet.config.grammars import GrammarText, parse_schema
 from whet.config.sampling import Completion, SamplingParams
 from whet.data.rows import tokenize_prompt
+from whet.data.thinking import Replies
 from whet.engine import Engine
 from whet.engine.session import Token
 from whet.text.checkpoint_model import resolve_adapter
@@ -71,6 +72,8 @@ def main(argv: Sequence[str]) -> int:
     engine = load_engine(model, options.weights, n_tokens, _WHERE, adapter_path, kv_dtype=options.kv_dtype)
     engine.tokenizer = tokenizer
     sampling = options.sampling(find_stop_ids(path, tokenizer, engine.config.vocab_size, _WHERE))
+    if sampling.grammar_settings():
+        sampling = dataclasses.replace(sampling, grammar_after=Replies(tokenizer).closing_tag(prompt_ids))
     adapter = engine.add_adapter(adapter_path) if adapter_path else None
     with engine:
         start_s = time.perf_counter()

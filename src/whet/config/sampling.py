@@ -23,6 +23,7 @@ from whet.config.fields import (
     TokenIds,
     check_range,
     check_types,
+    reject_ineffective,
 )
 from whet.config.kept_tokens import KeptTokens
 from whet.errors import WhetTypeError, WhetValueError
@@ -82,6 +83,8 @@ class SamplingParams:
             the native engine follows grammars.
         regex: a regular expression that matches the text of a completion.
         lark: a grammar of the text in llguidance's dialect of Lark.
+        grammar_after: text of the completion behind which the grammar begins, such as "</think>" if the prompt opens
+            the thinking; empty: it begins at once.
         top_logprobs: number of most probable tokens to report with each token, from 0 to 20.
         kept_tokens: report the tokens that bans, grammar and filters left to draw each token from.
         seed: completions depend only on (seed, prompt index, sample index, position); from 0 to 2^64 - 1.
@@ -106,6 +109,7 @@ class SamplingParams:
     schema: dict | bool | None = field(default=None, hash=False)
     regex: str = ""
     lark: str = ""
+    grammar_after: str = ""
     top_logprobs: _Alternatives = 0
     kept_tokens: bool = False
     seed: Seed = 0
@@ -129,6 +133,8 @@ class SamplingParams:
         chosen = self.grammar_settings()
         if len(chosen) > 1:
             raise WhetValueError(f"SamplingParams: {' and '.join(chosen)} are set, expected at most one of them.")
+        no_grammar = f"none of {', '.join(GRAMMAR_SETTINGS)} is set"
+        reject_ineffective(self, ["grammar_after"], bool(chosen), no_grammar)
 
     def grammar_settings(self) -> list[str]:
         """Return the names of the settings that constrain the text."""

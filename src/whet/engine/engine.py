@@ -772,7 +772,7 @@ class Engine:
                 self._grammars = Grammars(self._tokenizer, self.config.vocab_size, sampling.stop_token_ids)
             grammars = self._grammars
         try:
-            return partial(grammars.constrain, grammars.compile(sampling))
+            return partial(grammars.constrain, grammars.compile(sampling), sampling.grammar_after)
         except WhetValueError as error:
             raise WhetValueError(f"{where}: {error}") from None
 
