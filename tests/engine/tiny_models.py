@@ -12,9 +12,10 @@ import transformers
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from whet.models.families import FAMILIES
+from whet.models.families import family_of, is_skipped, text_options
 from whet.models.reference import naive_forward, naive_weights
 from whet.models.slots import ModelSource
+from whet.nn.modules import auto_class
 
 VOCAB = 48
 _LLAMA = {
@@ -133,6 +134,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "sliding_attention"],
         },
     ),
+    "gemma3-vision": ("gemma3", {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8}),
+    "mistral3-vision": ("mistral3", {"model_type": "mistral", "head_dim": 16, "tie_word_embeddings": False}),
+    "qwen3_vl-vision": (
+        "qwen3_vl",
+        {
+            "head_dim": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 1, 1]},
+        },
+    ),
     "gemma2": (
         "gemma2",
         {
@@ -182,21 +192,41 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+_VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14, "depth": 1, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 4, "head_dim": 8,
+    "deepstack_visual_indexes": [0],
+}  # fmt: skip
+
+
 def tiny_config(case: str, **options: Any) -> Any:
     model_type, given = CASES[case]
+    if case.endswith("-vision"):
+        options = {"tie_word_embeddings": given.get("tie_word_embeddings", True), **options}
+        text = {**_LLAMA, "initializer_range": 0.3, **given}
+        whole = transformers.AutoConfig.for_model(model_type).to_dict()
+        vision = {key: value for key, value in _VISION.items() if key in whole["vision_config"]}
+        parts = {"text_config": text, "vision_config": {"model_type": whole["vision_config"]["model_type"], **vision}}
+        return transformers.AutoConfig.for_model(model_type, **parts, image_token_id=3, **options)
     sizes = dict(_SIZES.get(model_type, _LLAMA))
     if model_type == "gpt_neox":
         del sizes["num_key_value_heads"]
     return transformers.AutoConfig.for_model(model_type, **{**sizes, "initializer_range": 0.3, **given, **options})
 
 
+def family_name(case: str) -> str:
+    """Return the model_type of a case; of a vision-language model, its language model's."""
+    return text_options(tiny_config(case).to_dict())["model_type"]
+
+
 def tiny_model(case: str, **options: Any) -> Any:
     """Make the model of a case, float32, in eval mode, with random norms and biases."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(tiny_config(case, **options)).eval()
-    offset = FAMILIES[CASES[case][0]].norm_offset
-    for parameter in model.parameters():
-        if parameter.ndim == 1:
+    config = tiny_config(case, **options)
+    model = auto_class(config).from_config(config).eval()
+    offset = family_of(config.to_dict(), case).norm_offset
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1 and not is_skipped(name):
             parameter.data.uniform_(0.5 - offset, 1.5 - offset)
     return model.requires_grad_(False)
 

@@ -27,6 +27,9 @@ families.json contains the data, which builds without Python embed:
     activations  name in the config -> ``ModelConfig.activation``
     plain        options of any family that change the computation -> their neutral values, the only ones supported
     not_run      an unsupported feature -> the model_types and GGUF architectures that have it
+    text_parts   vision-language models, whose text_config is one of the families: ``models``, model_type -> defaults of
+                 their config; ``prefixes`` and ``heads``, names in their files, the first also in their modules;
+                 ``skipped``, other modules, whose tensors are not read
     gguf         ``keys``: our names -> metadata keys after "ARCHITECTURE."; ``ignored_keys``: without effect here;
                  ``plain``: keys -> their neutral values, the only ones supported; ``rope_tensors``: numbers that
                  llama.cpp stores as tensors; ``fused_qkv``: one tensor instead of q, k and v, in any architecture
@@ -44,8 +47,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +71,14 @@ _DATA: dict[str, Any] = json.loads(Path(__file__).with_name("families.json").rea
 _ACTIVATIONS: dict[str, str] = _DATA["activations"]
 _PLAIN: dict[str, list[Any]] = _DATA["plain"]
 _NOT_RUN: dict[str, str] = {name: what for what, names in _DATA["not_run"].items() for name in names}
+_TEXT_PARTS: dict[str, Any] = _DATA["text_parts"]
+SKIPPED = rf"(model\.)?({'|'.join(_TEXT_PARTS['skipped'])})(\..+)?"
+"""Expression of names of tensors and modules of a vision-language model that are not part of its language model."""
 _FIXES = {"quantization_config": " Load the model in float32, bfloat16 or float16; the engine quantises by weights=."}
 GGUF_NAMES: dict[str, Any] = _DATA["gguf"]
 """Metadata keys and tensors common to all architectures; see above."""
+_MROPE = ("mrope_section", "mrope_interleaved")
+"""Which pairs rotate by the time, row and column of an image's patch; in a text, all three are the position."""
 _ROW_ORDERS: dict[str | None, RowOrder] = {None: keep_order, "transposed": keep_order, "by_head": split_heads}
 
 
@@ -118,6 +128,11 @@ class Family:
         return self.modules[0].names[0].partition(".")[0] + "."
 
     @property
+    def decoder(self) -> str:
+        """Name of the module that contains embedding, layers and final norm."""
+        return self.modules[0].names[0].rpartition(".")[0]
+
+    @property
     def norm_offset(self) -> float:
         """Offset that the model adds to the weights of its norms."""
         return next(module.offset for module in self.modules if module.slot == "final_norm")
@@ -160,20 +175,53 @@ def unsupported_reason(name: Any) -> str:
     return f", which has {_NOT_RUN[name]}" if isinstance(name, str) and name in _NOT_RUN else ""
 
 
+def text_options(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config of the language model: the text_config of a vision-language model, else the config itself.
+
+    Tied embeddings and quantisation are options of the whole model.
+    """
+    text, model_type = config.get("text_config"), config.get("model_type")
+    if not isinstance(text, Mapping) or not isinstance(model_type, str) or model_type not in _TEXT_PARTS["models"]:
+        return config
+    defaults = _TEXT_PARTS["models"][model_type]
+    outer = {name: config[name] for name in ("tie_word_embeddings", "quantization_config") if name in config}
+    return {**defaults, **text, **outer}
+
+
+def is_skipped(name: str) -> bool:
+    """Whether a tensor or module of a vision-language model is not part of its language model."""
+    return re.fullmatch(SKIPPED, name) is not None
+
+
+@cache
+def _text_part(model_type: str) -> Family:
+    """Return the family with its modules' names in a vision-language model."""
+    family = FAMILIES[model_type]
+
+    def rename(module: ModuleSpec) -> ModuleSpec:
+        if module.slot == "head":
+            return replace(module, names=tuple(_TEXT_PARTS["heads"]))
+        rest = module.names[0].removeprefix(family.prefix)
+        return replace(module, names=tuple(prefix + rest for prefix in _TEXT_PARTS["prefixes"]))
+
+    return replace(family, modules=tuple(map(rename, family.modules)))
+
+
 def family_of(config: Mapping[str, Any], where: str) -> Family:
-    """Return the family of a config's model_type.
+    """Return the family of a config's model_type, or of the text part of a vision-language model.
 
     Raises:
         WhetValueError: the model_type is not supported.
     """
-    model_type = config.get("model_type")
+    options = text_options(config)
+    model_type = options.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise WhetValueError(
             f"{where}: model_type is {model_type!r:.60}{unsupported_reason(model_type)}; the engine supports "
             f"{', '.join(sorted(FAMILIES))}. "
             f'Use engine="torch" for this model.'
         )
-    return FAMILIES[model_type]
+    return FAMILIES[model_type] if options is config else _text_part(model_type)
 
 
 def layer_windows(config: Mapping[str, Any], where: str) -> tuple[int, ...]:
@@ -210,7 +258,7 @@ def short_position(config: Any, where: str = "short_position") -> int | None:
     None: frequencies do not depend on the length of a sequence, or the model_type is not supported.
     """
     given = config.to_dict() if hasattr(config, "to_dict") else config
-    if not isinstance(given, Mapping) or given.get("model_type") not in FAMILIES:
+    if not isinstance(given, Mapping) or text_options(given).get("model_type") not in FAMILIES:
         return None
     options = _Options(given, family_of(given, where), where)
     if options.family.rope != "neox":
@@ -233,11 +281,9 @@ def rope_scaling(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     return _scaling(options, options.size("max_position"))
 
 
-def module_targets(model_type: str, config: ModelConfig) -> dict[str, WeightLocation]:
+def module_targets(family: Family, config: ModelConfig) -> dict[str, WeightLocation]:
     """Return name -> location of every module of the Hugging Face model."""
-    return {
-        name: location for location in iter_locations(config, FAMILIES[model_type].modules) for name in location.names
-    }
+    return {name: location for location in iter_locations(config, family.modules) for name in location.names}
 
 
 def model_config(
@@ -318,7 +364,7 @@ class _Options:
     """Checked options of a config, by our name or the config's, with the family's defaults."""
 
     def __init__(self, given: Mapping[str, Any], family: Family, where: str) -> None:
-        self.given, self.family, self.where = given, family, where
+        self.given, self.family, self.where = text_options(given), family, where
 
     def get(self, name: str) -> Any:
         key = self.family.keys.get(name, name)
@@ -491,7 +537,7 @@ def _scaling(options: _Options, trained: int) -> dict[str, Any]:
         raise WhetValueError(
             f"{options.where}: rope_parameters is {given!r:.80}, expected one object of settings for all layers."
         )
-    scaling = {key: value for key, value in given.items() if value is not None}
+    scaling = {key: value for key, value in given.items() if value is not None and key not in _MROPE}
     kind = scaling.setdefault("rope_type", scaling.get("type", "default"))
     if kind == "su" or (kind == "yarn" and options.given.get("model_type") == "phi3"):
         kind = scaling["rope_type"] = "longrope"

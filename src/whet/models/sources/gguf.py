@@ -68,7 +68,8 @@ def open_gguf(path: str | os.PathLike[str] | GGUFFile, *, max_position: int | No
     file = path if isinstance(path, GGUFFile) else read_gguf(Path(path), f'open_gguf("{path}")')
     where = f'open_gguf("{file.paths[0]}")'
     options, described = describe_gguf(file, max_position, where)
-    modules = FAMILIES[options["model_type"]].gguf_modules
+    family = FAMILIES[options["model_type"]]
+    modules = family.gguf_modules
     architecture = file.metadata["general.architecture"]
     tensors = _split_qkv(file.tensors, modules, described, where)
     used = set(_ROPE_TENSORS.values())
@@ -84,7 +85,7 @@ def open_gguf(path: str | os.PathLike[str] | GGUFFile, *, max_position: int | No
     unknown = sorted(tensors.keys() - used)
     if unknown:
         raise WhetValueError(f"{where}: tensor {unknown[0]} is not supported in a {architecture} with this metadata.")
-    targets = module_targets(options["model_type"], described)
+    targets = module_targets(family, described)
     return ModelSource(described, lambda: iter(slices), targets, short_position=short_position(options, where))
 
 
