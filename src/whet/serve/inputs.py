@@ -219,7 +219,7 @@ class Tools:
                 400, "The model's chat template has no format of tool calls that is known. Omit tools.", "tools"
             )
         special = model.texts.special_ids
-        self.shown = {special[mark]: mark for mark in (self.form.opening, self.form.closing) if mark in special}
+        self.shown = {special[mark]: mark for mark in self.form.marks if mark in special}
 
     def grammar(self) -> str:
         """Return the grammar of a reply that has to call a tool; empty: it does not.
