@@ -38,6 +38,31 @@ def rope(kind: str, **settings: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **settings}}
 
 
+_GRANITE_4 = {
+    "shared_intermediate_size": 24,
+    "num_local_experts": 0,
+    "layer_types": ["full_attention"] * 2,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.4,
+    "logits_scaling": 1.7,
+    "mamba_n_heads": 4,
+}
+
+_MINISTRAL_3 = {
+    "max_position_embeddings": 256,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 500.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "max_position_embeddings": 256,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-biases-tied": (
@@ -68,6 +93,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-proportional": ("llama", rope("proportional", partial_rotary_factor=0.5)),
     "mistral": ("mistral", {"sliding_window": 5}),
     "mistral-full": ("mistral", {"sliding_window": None}),
+    "ministral3": ("ministral3", {"head_dim": 16, **_MINISTRAL_3}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2-windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"head_dim": 10}),
@@ -105,7 +131,38 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_bias": True,
         },
     ),
+    "granite4": ("granitemoehybrid", {**_GRANITE_4, "position_embedding_type": "rope", "attention_bias": True}),
+    "granite4-not-rotated": ("granitemoehybrid", {**_GRANITE_4, "tie_word_embeddings": True}),
     "olmo2": ("olmo2", {"rms_norm_eps": 0.01}),
+    "olmo3": (
+        "olmo3",
+        {
+            "num_hidden_layers": 5,
+            "sliding_window": 5,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "rope_theta": 500.0,
+                    "original_max_position_embeddings": 16,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "olmo3-kinds": ("olmo3", {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}),
+    "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "exaone4-windows": ("exaone4", {"num_hidden_layers": 5, "sliding_window": 5, "tie_word_embeddings": True}),
+    "ernie4_5": ("ernie4_5", {"head_dim": 12}),
+    "ernie4_5-biases-yarn": (
+        "ernie4_5",
+        {
+            "head_dim": 8,
+            "use_bias": True,
+            "tie_word_embeddings": False,
+            **rope("yarn", factor=4.0, original_max_position_embeddings=16),
+        },
+    ),
     "olmo2-one-head": (
         "olmo2",
         {"num_key_value_heads": 1, "num_attention_heads": 1, "tie_word_embeddings": True, "attention_bias": True},
@@ -136,6 +193,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3-vision": ("gemma3", {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8}),
     "mistral3-vision": ("mistral3", {"model_type": "mistral", "head_dim": 16, "tie_word_embeddings": False}),
+    "ministral3-vision": ("mistral3", {"model_type": "ministral3", "head_dim": 8, **_MINISTRAL_3}),
     "qwen3_vl-vision": (
         "qwen3_vl",
         {

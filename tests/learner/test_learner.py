@@ -29,7 +29,7 @@ COMPLETIONS = [[1, 2, 3, 4, 10, 11], [7, 7, 7], [1], [40, 30, 20, 12, 13]]
 TEMPERATURE, RANK, ALPHA = 1.3, 3, 5.0
 LARGE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "initializer_range": 0.08}
 """Sizes with row lengths that are multiples of 256, for the K-quants."""
-ODD_HEADS = {"llama-biases-tied", "qwen3", "gemma3-kinds", "gemma2-kinds", "gemma2-attention"}
+ODD_HEADS = {"llama-biases-tied", "ernie4_5", "qwen3", "gemma3-kinds", "gemma2-kinds", "gemma2-attention"}
 """Cases whose heads are not a multiple of 8 elements."""
 SHAPE = (4, 6)
 

@@ -53,6 +53,8 @@ NOT_IN_GGUF = {
     "olmo2-one-head": "attention biases in olmo2",
     "smollm3": "rope_layers",
     "smollm3-windows": "windows",
+    "exaone4-windows": "windows",
+    "ernie4_5-biases-yarn": "attention biases in ernie4_5",
 }
 """Cases with options that GGUF cannot express."""
 

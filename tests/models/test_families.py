@@ -93,7 +93,10 @@ def test_documentation_lists_every_family():
         return {re.sub(r"\W|_", "", name.lower()) for name in re.split(r",\s| and ", listed)}
 
     known = {name.replace("_", "") for name in FAMILIES}
-    assert names(readme, "It runs", ", from a module") == known - {"phi"} | {"phi2"}
+    assert names(readme, "It runs", ", from a module") == known - {"phi", "granitemoehybrid"} | {
+        "phi2",
+        "granite4dense",
+    }
     exported = {name.replace("_", "") for name, family in FAMILIES.items() if family.gguf is not None}
     assert names(export, "that GGUF supports:", r"\.") == exported - {"gemma3text"} | {"gemma3"}
 
@@ -320,10 +323,35 @@ def test_unsupported_config_is_rejected_by_name(change, message):
         ("qwen2-windows", {"layer_types": ["full_attention"]}, ("layer_types is", "2 of full_attention")),
         ("qwen2-windows", {"layer_types": ["linear_attention"] * 2}, ("layer_types is", "linear_attention")),
         ("qwen2-windows", {"layer_types": None, "max_window_layers": -1}, "max_window_layers is -1"),
+        (
+            "granite4",
+            {"layer_types": ["full_attention", "linear_attention"]},
+            ("layer_types", "attention in all layers"),
+        ),
+        ("granite4", {"num_local_experts": 2}, "num_local_experts is 2"),
+        ("granite4", {"position_embedding_type": "learned"}, ("position_embedding_type is 'learned'", "rope, nope")),
     ],
 )
 def test_unsupported_option_of_a_family_is_rejected_by_name(case, change, message):
     assert_raises(WhetValueError, message, model_config, {**tiny_config(case).to_dict(), **change})
+
+
+def test_granite_4_without_its_options_is_a_hybrid_with_experts():
+    config = {key: value for key, value in tiny_config("granite4").to_dict().items() if key != "layer_types"}
+    assert_raises(WhetValueError, ("layer_types", "linear_attention"), model_config, config)
+    del config["num_local_experts"]
+    assert_raises(WhetValueError, "num_local_experts is 8", model_config, config)
+
+
+def test_ministral_3_runs_up_to_the_position_from_which_queries_are_scaled():
+    config = tiny_config("ministral3").to_dict()
+    assert model_config(config).max_position == 64 and model_config(config).attention_factor == 1.0
+    facts = ("max_position is 65", "from position 64 on", "at most")
+    assert_raises(WhetValueError, facts, model_config, config, max_position=65)
+    plain = {**config, "rope_parameters": {**config["rope_parameters"], "llama_4_scaling_beta": 0.0}}
+    assert model_config(plain).max_position == 256
+    defaults = model_config({"model_type": "ministral3"})
+    assert (defaults.n_layers, defaults.head_dim, defaults.max_position) == (34, 128, 16384)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,15 @@ from whet.config.settings import Compute, ComputeDtype
 from whet.errors import WhetTypeError, WhetValueError, check_choice
 from whet.learner.batch import PackedBatch
 from whet.memory import tensor_memory
-from whet.models.families import FAMILIES, family_of, logits_scale, softcap, text_options
+from whet.models.families import (
+    FAMILIES,
+    family_of,
+    layer_windows,
+    logits_scale,
+    rotated_layers,
+    softcap,
+    text_options,
+)
 from whet.models.sources.module_code import check_code
 from whet.nn import functions
 from whet.nn.forwards import (
@@ -160,6 +168,8 @@ class Acceleration:
         dtype: of products, torch.bfloat16 or torch.float32.
         family: the model's family.
         attention_softcap: bound of the attention scores; 0: none.
+        windows: sliding window of each layer; 0: none.
+        rotated_layers: whether each layer rotates queries and keys; (): all do.
         norm_offset: constant that the family adds to the weights of norms.
         in_place: whether backward passes add gradients of weights to ``.grad`` directly, bypassing autograd: faster,
             and correct for ``backward()``, but not for ``torch.autograd.grad``.
@@ -183,6 +193,8 @@ class Acceleration:
         self._logits_scale = logits_scale(config, "accelerate")
         self._logits_softcap = softcap(config, "logits_softcap", "accelerate")
         self.attention_softcap = softcap(config, "attention_softcap", "accelerate")
+        self.windows = layer_windows(config, "accelerate")
+        self.rotated_layers = rotated_layers(config, "accelerate")
         self.family = family_of(config, "accelerate")
         self.norm_offset = self.family.norm_offset
         self._head: Head | None = None

@@ -86,7 +86,7 @@ def test_language_model_of_a_folder_with_towers(case, is_old, tmp_path):
             tensors[old[new] + name.removeprefix(new)] = tensors.pop(name)
     tensors["mtp.fc.weight"] = torch.ones(2, 2)
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.warns(UserWarning, match=r"mtp\.fc\.weight.*runs the language model") as warned:
+    with pytest.warns(UserWarning, match="tensors, such as .*runs the language model") as warned:
         source = open_folder(tmp_path)
     assert len(warned) == 1
     np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
@@ -104,8 +104,8 @@ def test_text_config_of_gemma_3_has_only_what_differs_from_the_defaults():
     config = model_config({"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 106]})
     assert (config.n_heads, config.n_kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
     assert config.tied_head and config.windows[:6] == (1024,) * 5 + (0,)
-    assert_raises(WhetValueError, ("quantization_config", "float32"), model_config,
-                  {"model_type": "gemma3", "text_config": text, "quantization_config": {"quant_method": "fp8"}})  # fmt: skip
+    quantised = {"model_type": "gemma3", "text_config": text, "quantization_config": {"quant_method": "fp8"}}
+    assert_raises(WhetValueError, ("quantization_config", "float32"), model_config, quantised)
 
 
 def test_shards(tmp_path):

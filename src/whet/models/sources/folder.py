@@ -196,8 +196,8 @@ class _Tensors:
         if text_options(config) is not config and (skipped := list(filter(is_skipped, unused))):
             unused = sorted({*unused}.difference(skipped))
             warnings.warn(
-                f"{self.where}: {len(skipped)} tensors, such as {skipped[0]}, are not read: Whet runs the language model "
-                f"of this {model_type}.",
+                f"{self.where}: {len(skipped)} tensors, such as {skipped[0]}, are not read: Whet runs the language "
+                f"model of this {model_type}.",
                 stacklevel=2,
             )
         for name in unused:
