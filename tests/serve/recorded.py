@@ -2,8 +2,8 @@
 
 A file holds the client's name and version and its requests: method, path, body, and in ``needs`` which answer the
 client has to get (a function of ``test_bodies``). Two files are exceptions: TRL's request is recorded from the method
-of its rollout loop, called without a trainer; the requests of ``vllm bench serve``, which needs vLLM's own dependencies,
-are written by hand from a list of the fields that it sends.
+of its rollout loop, called without a trainer; the requests of ``vllm bench serve``, which needs an installed vLLM, are
+written by hand from a list of the fields that it sends.
 """
 
 from __future__ import annotations
