@@ -249,7 +249,7 @@ def test_messages_that_cannot_be_honoured(url, more, facts):
 # --- the tokenizer's response_template ----------------------------------------------------------------------------
 
 
-def write_described_model(folder, template):
+def write_model_with_template(folder, template):
     """Write the tools model with a response template."""
     model = write_tools_model(folder)
     path = model / "tokenizer_config.json"
@@ -258,8 +258,8 @@ def write_described_model(folder, template):
 
 
 @pytest.fixture(scope="module")
-def template_address(tmp_path_factory):
-    with serving(make_app(write_described_model(tmp_path_factory.mktemp("m") / "m", RESPONSE_TEMPLATE))) as address:
+def template_url(tmp_path_factory):
+    with serving(make_app(write_model_with_template(tmp_path_factory.mktemp("m") / "m", RESPONSE_TEMPLATE))) as address:
         yield address
 
 
@@ -267,12 +267,12 @@ REPLY = "[think]hm [/think]  I see.\n<call now>a=2</call><call add>a = 1</call>"
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_replies_follow_the_tokenizers_response_template(template_address, streams):
+def test_replies_follow_the_tokenizers_response_template(template_url, streams):
     body: Any = {
         "messages": MESSAGES, "tools": TOOLS, "structured_outputs": {"choice": [REPLY]}, "max_tokens": 200,
         "stream": streams,
     }  # fmt: skip
-    answer = httpx.post(f"{template_address}/v1/chat/completions", json=body, timeout=60)
+    answer = httpx.post(f"{template_url}/v1/chat/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     if streams:
         lines = [line for line in answer.text.split("\n\n") if line.startswith("data: {")]
@@ -288,13 +288,13 @@ def test_replies_follow_the_tokenizers_response_template(template_address, strea
         ("now", {"a": 2}), ("add", {"a": 1})]  # fmt: skip
 
 
-def test_a_prompt_may_open_a_field_of_the_response_template(template_address):
+def test_a_prompt_may_open_a_field_of_the_response_template(template_url):
     body: Any = {
         "messages": [*MESSAGES, {"role": "assistant", "content": "[think]Well, "}], "max_tokens": 200,
         "add_generation_prompt": False, "continue_final_message": True,
         "structured_outputs": {"choice": ["so. [/think]Yes"]},
     }  # fmt: skip
-    answer = httpx.post(f"{template_address}/v1/chat/completions", json=body, timeout=60)
+    answer = httpx.post(f"{template_url}/v1/chat/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     message = answer.json()["choices"][0]["message"]
     assert (message["reasoning_content"].strip(), message["content"]) == ("so.", "Yes")
@@ -303,7 +303,7 @@ def test_a_prompt_may_open_a_field_of_the_response_template(template_address):
 def test_a_response_template_that_is_not_supported_is_replaced_by_the_marks(tmp_path):
     fields = {**RESPONSE_TEMPLATE["fields"], "citations": {"open": "[1]"}}
     with pytest.warns(UserWarning, match="'citations'") as warned:
-        model = write_described_model(tmp_path / "m", {**RESPONSE_TEMPLATE, "fields": fields})
+        model = write_model_with_template(tmp_path / "m", {**RESPONSE_TEMPLATE, "fields": fields})
     assert len(warned) == 1 and model.can_call
     with serving(make_app(model)) as url:
         body = {"messages": MESSAGES, "tools": TOOLS, "structured_outputs": {"choice": [CALL]}, "max_tokens": 200}

@@ -89,36 +89,36 @@ ADD = ToolCall("add", {"a": 1, "text": "x"})
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "text": "x"}}\n</tool_call>'
 
 
-def thought(text):
-    return TextChunk(text, True)
+def thinking(content):
+    return TextChunk(content, True)
 
 
-def content(text):
-    return TextChunk(text, False)
+def text(content):
+    return TextChunk(content, False)
 
 
 CASES = [
-    (QWEN, f"<think>\nHm. \n</think>\n\nI add.\n{CALL}\n{CALL}<end>\n", [thought("Hm."), content("I add."), ADD, ADD]),
-    (QWEN, "a  <think> b\n", [content("a"), thought("b")]),
-    (QWEN, "a </thin <tool_ca", [content("a </thin <tool_ca")]),
-    (QWEN, f"a {CALL} b {CALL} c <end> d", [content("a"), ADD, content("b"), ADD, content("cd")]),
-    (QWEN, "a <tool_call>{broken}</tool_call>  b", [content("a <tool_call>{broken}</tool_call>  b")]),
-    (QWEN, '<tool_call>{"name": "other"}</tool_call>', [content('<tool_call>{"name": "other"}</tool_call>')]),
+    (QWEN, f"<think>\nHm. \n</think>\n\nI add.\n{CALL}\n{CALL}<end>\n", [thinking("Hm."), text("I add."), ADD, ADD]),
+    (QWEN, "a  <think> b\n", [text("a"), thinking("b")]),
+    (QWEN, "a </thin <tool_ca", [text("a </thin <tool_ca")]),
+    (QWEN, f"a {CALL} b {CALL} c <end> d", [text("a"), ADD, text("b"), ADD, text("cd")]),
+    (QWEN, "a <tool_call>{broken}</tool_call>  b", [text("a <tool_call>{broken}</tool_call>  b")]),
+    (QWEN, '<tool_call>{"name": "other"}</tool_call>', [text('<tool_call>{"name": "other"}</tool_call>')]),
     (QWEN, '<tool_call>{"name": "now", "arguments": "{}"}', [ToolCall("now", {})]),
     (XML, '<call> <f=add><p=a>1</p><p=text>1</p><p=flag>True</p><p=b>half</p></call>\n<call><f=now></call>', [
         ToolCall("add", {"a": 1, "text": 1, "flag": True, "b": "half"}), ToolCall("now", {})]),
     (XML, "<call><f=add><p=ids>1</p><p=ids>x</p><p=list>1</p><p=list>2</p></call> Yes", [
-        ToolCall("add", {"ids": [1, "x"], "list": [1, 2]}), content("Yes")]),
+        ToolCall("add", {"ids": [1, "x"], "list": [1, 2]}), text("Yes")]),
     (GEMMA, '<thought>a</thought><thought>b </thought> <call:add{a: 1, text: <"x: "y"">, b:0.5}/>.', [
-        thought("a; b"), ToolCall("add", {"a": 1, "text": 'x: "y"', "b": 0.5})]),
-    (PYTHON, " a <|[add(a=1, text='x'), now()]|> b\n", [content(" a "), ADD, ToolCall("now", {}), content(" b\n")]),
-    (PYTHON, "<|[add(1)]|>", [content("<|[add(1)]|>")]),
+        thinking("a; b"), ToolCall("add", {"a": 1, "text": 'x: "y"', "b": 0.5})]),
+    (PYTHON, " a <|[add(a=1, text='x'), now()]|> b\n", [text(" a "), ADD, ToolCall("now", {}), text(" b\n")]),
+    (PYTHON, "<|[add(1)]|>", [text("<|[add(1)]|>")]),
     (LINES, "hm\nSAY hello\nCALL add\na=1; ids = 22\nEND", [
-        thought("hm"), content("hello"), ToolCall("add", {"a": 1, "ids": 22})]),
-    (LINES, "CALL add\na=one\nEND", [content("CALL add\na=one\nEND")]),
-    (AHEAD, "so </think> it <end>", [thought("so"), content("it")]),
-    (AHEAD, "so it", [content("so it")]),
-    (GEMMA, "a <end> <end><end>b\n<end>", [content("ab")]),
+        thinking("hm"), text("hello"), ToolCall("add", {"a": 1, "ids": 22})]),
+    (LINES, "CALL add\na=one\nEND", [text("CALL add\na=one\nEND")]),
+    (AHEAD, "so </think> it <end>", [thinking("so"), text("it")]),
+    (AHEAD, "so it", [text("so it")]),
+    (GEMMA, "a <end> <end><end>b\n<end>", [text("ab")]),
 ]  # fmt: skip
 
 
@@ -148,21 +148,21 @@ def test_replies_are_parsed_in_all_cuts(spec, reply, expected):
 
 def test_text_is_not_withheld():
     parser = ResponseTemplate(QWEN).parser(TOOLS)
-    assert parser.add("Hello <b") == [content("Hello <b")]
+    assert parser.add("Hello <b") == [text("Hello <b")]
     assert parser.add(" <tool") == []
-    assert parser.add("box>") == [content(" <toolbox>")]
+    assert parser.add("box>") == [text(" <toolbox>")]
     assert parser.add("<think>") == []
-    assert parser.add("a") == [thought("a")]
+    assert parser.add("a") == [thinking("a")]
 
 
-def test_a_reply_continues_its_prompt():
+def test_a_prompt_may_begin_the_reply():
     prompt = "<user>Hi <assistant>\nOld<end><user>Hi <assistant>\n<think>\nWell, "
-    assert parse(QWEN, ["so.</think>Yes"], prompt) == [thought(" so."), content("Yes")]
-    assert parse(QWEN, ["so.</think>Yes"], "no anchor <think>") == [content("so.</think>Yes")]
+    assert parse(QWEN, ["so.</think>Yes"], prompt) == [thinking(" so."), text("Yes")]
+    assert parse(QWEN, ["so.</think>Yes"], "no anchor <think>") == [text("so.</think>Yes")]
 
 
 def test_calls_without_tools_are_text():
-    assert parse(QWEN, [CALL], tools=()) == [content(CALL)]
+    assert parse(QWEN, [CALL], tools=()) == [text(CALL)]
 
 
 def change(path, value):

@@ -265,7 +265,7 @@ class Learner:
             completion_mask: for each completion token, whether it counts; None: all do.
             kept_tokens: for each completion, the tokens that each token was drawn from (``Completion.kept_tokens``):
                 sums over v are sums over them. None: the whole vocabulary.
-            candidates: for each completion, (T, k) token ids whose log-probs are returned instead of those of its
+            candidates: for each completion, (T, k) token ids whose log-probs are returned, not of its
                 tokens, such as a teacher's most probable tokens. Without kept_tokens.
             temperature: T, divides the logits.
             return_entropy: also compute H.
@@ -361,7 +361,7 @@ class Learner:
         adapters: bool = True,
         keep: bool = True,
     ) -> np.ndarray:
-        """Return the final hidden state (B, hidden_dim) after the last token of each row, for a head of one's own.
+        """Return the final hidden state (B, hidden_dim) after the last token of each row, for a custom head.
 
         A scalar head has values ``h @ w + b``, and ``backward`` takes the gradient of the hidden states, g w.
 
@@ -452,7 +452,9 @@ class Learner:
         where, values = "Learner.backward", np.asarray(grad, np.float32)
         shape = (len(batch.mask), self.base.config.hidden_dim) if head == _HIDDEN else batch.mask.shape
         if values.shape[:2] != shape or values.ndim > (3 if head == _LOGPROBS and name == "grad" else 2):
-            raise WhetValueError(f"{where}: {name} has shape {values.shape}, expected {shape}, as the result of {head}().")
+            raise WhetValueError(
+                f"{where}: {name} has shape {values.shape}, expected {shape}, as the result of {head}()."
+            )
         values = np.ascontiguousarray(values[batch.rows] if head == _HIDDEN else values[batch.rows, batch.steps])
         if not np.isfinite(values).all():
             raise WhetValueError(f"{where}: {name} holds NaN or infinity. Check the loss of this batch.")

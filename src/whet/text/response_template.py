@@ -107,7 +107,7 @@ class TemplateParser:
         while True:
             event, end = self._scan(is_last)
             until = event.match.start() if event else end
-            if n_empty > len(self._fields):  # an unbounded sequence of empty delimiters
+            if n_empty > len(self._fields):  # or empty delimiters would follow each other for ever
                 event, until = None, min(self._place + 1, len(self._buffer))
             n_empty = n_empty + 1 if event and event.match.end() == self._place else 0
             is_done = event is None and until in (end, self._place)
