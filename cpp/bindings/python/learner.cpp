@@ -5,12 +5,14 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -53,12 +55,24 @@ public:
         learner_.set_factors(adapter, a.data(), b.data(), scale);
     }
 
+    size_t add_norm(const std::string& slot, const Contiguous<const float, 1>& values) {
+        const std::lock_guard guard(mutex_);
+        return learner_.add_norm(slot, {values.data(), values.shape(0)});
+    }
+
+    void set_norm(size_t norm, const Contiguous<const float, 1>& values) {
+        const std::lock_guard guard(mutex_);
+        require(values.shape(0) == learner_.norm_size(norm), "Learner.set_norm: expected the size of the norm");
+        learner_.set_norm(norm, values.data());
+    }
+
     // Log-probs of the tokens that `predictors` predict, and entropies unless null.
     void forward(const Indices& tokens, const Indices& positions, const Indices& group_offsets,
                  const Indices& q_offsets, const Indices& k_offsets, const Indices& key_rows,
                  const Indices& reader_offsets, const Indices& readers, const Indices& predictors,
                  const Indices& targets, double temperature, bool with_adapters, bool keep, size_t activation_bytes,
-                 const Contiguous<float, 1>& logprobs, const std::optional<Contiguous<float, 1>>& entropy) {
+                 double dropout, uint64_t seed, const Contiguous<float, 1>& logprobs,
+                 const std::optional<Contiguous<float, 1>>& entropy) {
         const ReleasedGil released;
         const std::lock_guard guard(mutex_);
         const size_t rows = targets.shape(0);
@@ -71,20 +85,25 @@ public:
         hidden_ =
             learner_.forward({copy(tokens), copy(positions), copy(group_offsets), copy(q_offsets), copy(k_offsets),
                               copy(key_rows), copy(reader_offsets), copy(readers), copy(predictors)},
-                             with_adapters, keep, activation_bytes);
+                             with_adapters, keep, activation_bytes, {dropout, seed});
         head_.forward(hidden_, targets.data(), rows, temperature, logprobs.data(), entropy ? entropy->data() : nullptr);
         rows_ = rows;
     }
 
-    // grads: (grad_a, grad_b) of each adapter, to which the gradients are added.
+    // grads: (grad_a, grad_b) of each adapter, and norm_grads: of each vector of norms, to which the gradients are
+    // added.
     void backward(const Contiguous<const float, 1>& grad_logprobs,
-                  const std::optional<Contiguous<const float, 1>>& grad_entropy, const nb::sequence& grads) {
+                  const std::optional<Contiguous<const float, 1>>& grad_entropy, const nb::sequence& grads,
+                  const nb::sequence& norm_grads) {
         // A caster to std::vector would terminate the process where memory is refused.
         std::vector<std::pair<Contiguous<float, 2>, Contiguous<float, 2>>> pairs;
         for (nb::handle pair : grads) {
             pairs.emplace_back(nb::cast<Contiguous<float, 2>>(pair[0]), nb::cast<Contiguous<float, 2>>(pair[1]));
         }
+        std::vector<Contiguous<float, 1>> vectors;
+        for (nb::handle vector : norm_grads) vectors.push_back(nb::cast<Contiguous<float, 1>>(vector));
         std::vector<FactorGradients> factors;
+        std::vector<float*> norms;
         const ReleasedGil released;
         const std::lock_guard guard(mutex_);
         require(grad_logprobs.shape(0) == rows_ && (!grad_entropy || grad_entropy->shape(0) == rows_),
@@ -95,10 +114,16 @@ public:
             check_shapes(factors.size(), a, b);
             factors.push_back({a.data(), b.data()});
         }
+        require(vectors.size() == learner_.n_norms(), "Learner.backward: expected gradients of every norm");
+        for (const auto& vector : vectors) {
+            require(vector.shape(0) == learner_.norm_size(norms.size()),
+                    "Learner.backward: expected the size of a norm");
+            norms.push_back(vector.data());
+        }
         const auto grad_hidden = std::make_unique_for_overwrite<float[]>(rows_ * learner_.hidden_dim());
         learner_.check_kept();
         head_.backward(hidden_, grad_logprobs.data(), grad_entropy ? grad_entropy->data() : nullptr, grad_hidden.get());
-        learner_.backward(grad_hidden.get(), factors);
+        learner_.backward(grad_hidden.get(), factors, norms);
     }
 
     size_t n_kept_layers() {
@@ -139,12 +164,15 @@ void bind_learner(nb::module_& m) {
         .def("add_adapter", &LearnerObject::add_adapter, nb::kw_only(), arg("layer"), arg("target"), arg("first_row"),
              arg("n"), arg("rank"))
         .def("set_factors", &LearnerObject::set_factors, arg("adapter"), array("a"), array("b"), arg("scale"))
+        .def("add_norm", &LearnerObject::add_norm, arg("slot"), array("values"))
+        .def("set_norm", &LearnerObject::set_norm, arg("norm"), array("values"))
         .def("forward", &LearnerObject::forward, nb::kw_only(), array("tokens"), array("positions"),
              array("group_offsets"), array("q_offsets"), array("k_offsets"), array("key_rows"), array("reader_offsets"),
              array("readers"), array("predictors"), array("targets"), arg("temperature"), arg("with_adapters"),
-             arg("keep"), arg("activation_bytes"), array("logprobs"), array("entropy").none())
+             arg("keep"), arg("activation_bytes"), arg("dropout"), arg("seed"), array("logprobs"),
+             array("entropy").none())
         .def("backward", &LearnerObject::backward, nb::kw_only(), array("grad_logprobs"), array("grad_entropy").none(),
-             arg("grads"));
+             arg("grads"), arg("norm_grads"));
 }
 
 }  // namespace whet
