@@ -1,5 +1,5 @@
 // Per-request low-rank adapters of a transformer's matrices, y[first_row:] += B (A x) with the scaling folded into B,
-// and norms that replace those of the weights.
+// and norms in place of the weights' own.
 #pragma once
 #include <algorithm>
 #include <array>

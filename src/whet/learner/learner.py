@@ -178,7 +178,7 @@ class Learner:
         base: the packed base.
         adapters: in a fixed order.
         norms: the trained norms, in a fixed order.
-        lora_dropout: the setting, or that of the adapter's folder.
+        lora_dropout: the setting, or the folder's.
         compute: "float32" or "bfloat16".
         activation_bytes: of the next step.
         moments: AdamW's first and second moment of each array of ``parameters``; empty before its first step.
