@@ -10,6 +10,14 @@
 #include "runtime/ceil_div.h"
 
 namespace whet {
+namespace {
+
+// The scores that a page must have to answer a request.
+PageIndex::Scores scores_of(const Request& request) {
+    return request.scoring.top_logprobs > 0 ? PageIndex::Scores::kBest : PageIndex::Scores::kLogprobs;
+}
+
+}  // namespace
 
 void Scheduler::check(const Request& request) const {
     const auto require = [](bool fits, const char* error) {
@@ -25,7 +33,9 @@ void Scheduler::check(const Request& request) const {
     require(request.n == 0 || !request.hidden, "samples and hidden states");
     if (request.n > 0) {
         require(request.max_new_tokens > 0 && n_tokens < config_.max_position, "no token to sample");
-    } else if (score_from == 0 || score_from > n_tokens) {
+        require(!request.logits, "samples and logits");
+    }
+    if ((request.n == 0 && score_from == 0) || score_from > n_tokens) {
         throw std::invalid_argument("score_from is " + std::to_string(score_from) + ", expected 1 to " +
                                     std::to_string(n_tokens));
     }
@@ -40,24 +50,26 @@ size_t Scheduler::tail_pages(const Request& request) const {
 // Creates a job with all the memory that steps need for it.
 std::unique_ptr<Job> Scheduler::make_job(Request request, uint64_t session) const {
     auto job = std::make_unique<Job>();
-    const size_t n_tokens = request.tokens.size(), n_scored = n_tokens - std::min(n_tokens, request.score_from);
+    const size_t n_tokens = request.tokens.size(),
+                 n_scored = request.score_from == 0 ? 0 : n_tokens - request.score_from;
     job->session = session;
     if (request.adapter != 0) job->adapter = adapters_.at(request.adapter);
     job->pages.reserve(ceil_div(n_tokens, kPage));
     if (request.n > 0) {
         job->samples.resize(request.n);
         job->hidden.resize(config_.hidden_dim);
-    } else if (kIsComplete && request.hidden) {
+    }
+    if (kIsComplete && request.hidden) {
         job->hiddens.resize((n_scored + 1) * config_.hidden_dim);
-    } else {
+    } else if (request.score_from > 0) {
         job->logprobs.resize(n_scored);
-        job->alternatives.resize(n_scored * request.sampling.top_logprobs);
+        job->alternatives.resize(n_scored * request.scoring.top_logprobs);
         if (request.entropy) job->entropies.resize(n_scored);
         if (request.logits) job->logits.resize((n_scored + 1) * config_.vocab_size);
-        if (request.can_use_scores()) job->hidden.resize(config_.hidden_dim);
+        if (request.can_use_scores()) job->cached_hidden.resize(config_.hidden_dim);
         if (kIsComplete && request.keep && request.scores_model())
             job->page_hiddens.resize(n_tokens / kPage * config_.hidden_dim);
-        job->done = n_scored == 0 && !request.logits;
+        job->done = request.n == 0 && n_scored == 0 && !request.logits;
     }
     job->request = std::move(request);
     return job;
@@ -95,26 +107,34 @@ void Scheduler::admit_waiting() {
     }
 }
 
-// Whether a sequence being computed will leave scores of more of the job's pages in the cache than there are. It is
-// complete in a few steps.
+// Whether a sequence being computed will leave scores of at least kWorthWaiting more of the job's tokens in the cache
+// than there are. It is complete in a few steps.
 bool Scheduler::waits_for_scores(const Job& job) const {
+    constexpr size_t kWorthWaiting = 16;
     const Request& request = job.request;
     if (!request.keep || !request.can_use_scores()) return false;
-    const size_t most = (request.tokens.size() - 1) / kPage;
-    size_t available = 0;
-    for (int32_t page = PageIndex::kNone; available < most; ++available) {
-        page = find_scored_page(request, page, available);
-        if (page == PageIndex::kNone) break;
-    }
-    return std::any_of(prefilling_.begin(), prefilling_.end(), [&](const Job* other) {
+    size_t common = 0;
+    for (const Job* other : prefilling_) {
         const Request& first = other->request;
-        if (other->page_hiddens.empty() || first.adapter != request.adapter || first.score_from > 1) return false;
-        if (first.sampling.top_logprobs < request.sampling.top_logprobs) return false;
-        const size_t n = std::min({most * kPage, first.tokens.size(), request.tokens.size()});
-        const auto common = std::mismatch(first.tokens.begin(), first.tokens.begin() + static_cast<ptrdiff_t>(n),
-                                          request.tokens.begin());
-        return static_cast<size_t>(common.first - first.tokens.begin()) / kPage > available;
-    });
+        if (!first.keep || !first.scores_model() || first.adapter != request.adapter || first.score_from > 1) continue;
+        if (first.scoring.top_logprobs < request.scoring.top_logprobs) continue;
+        const size_t n = std::min(first.tokens.size(), request.tokens.size() - 1);
+        const auto end = std::mismatch(request.tokens.begin(), request.tokens.begin() + static_cast<ptrdiff_t>(n),
+                                       first.tokens.begin());
+        common = std::max(common, static_cast<size_t>(end.first - request.tokens.begin()));
+    }
+    size_t available = 0;
+    int32_t page = PageIndex::kNone;
+    for (; available + kWorthWaiting <= common; available += kPage) {
+        const bool may_be_whole = available + kPage < request.tokens.size();
+        const int32_t next = may_be_whole ? find_scored_page(request, page, available / kPage) : PageIndex::kNone;
+        if (next == PageIndex::kNone) {
+            const size_t n = find_scored_part(request, page, available).second;
+            return available + n + kWorthWaiting <= common;
+        }
+        page = next;
+    }
+    return false;
 }
 
 // Allocates the pages of a prompt that are not in the prefix cache. Returns false if too few pages are free.
@@ -133,16 +153,20 @@ bool Scheduler::admit(Job& job) {
     for (int32_t page : job.pages) pages_.ref(page);
     job.computed = shared * kPage;
     copy_scores(job);
-    if (request.keep && request.n > 0) copy_retained(job);
+    if (request.keep && request.can_use_scores()) {
+        copy_retained_scores(job);
+    } else if (request.keep && request.n > 0 && request.score_from == 0) {
+        copy_retained(job);
+    }
     job.reused = job.computed;
+    int32_t before = shared == 0 ? PageIndex::kNone : job.pages[shared - 1];  // the indexed page
     for (size_t i = shared; i < n_pages; ++i) {
         if (i == job.pages.size()) job.pages.push_back(allocate_page(PageIndex::kNone));
-        const int32_t before = i == 0 ? PageIndex::kNone : job.pages[i - 1];
+        if ((i + 1) * kPage > n_tokens) break;
         const int32_t* tokens = request.tokens.data() + i * kPage;
-        const bool is_full = (i + 1) * kPage <= n_tokens;
-        if (is_full && pages_.find(before, request.adapter, tokens) == PageIndex::kNone) {
-            pages_.insert(job.pages[i], before, request.adapter, tokens);
-        }
+        const int32_t found = pages_.find(before, request.adapter, tokens);
+        if (found == PageIndex::kNone) pages_.insert(job.pages[i], before, request.adapter, tokens);
+        before = found == PageIndex::kNone ? job.pages[i] : found;
     }
     reserved_ += tail;
     job.first_reserved = true;
@@ -159,7 +183,7 @@ void Scheduler::reserve_page_writes(size_t n) {
 // result, whose hidden state has to be computed.
 void Scheduler::find_prefix(Job& job) const {
     const Request& request = job.request;
-    const size_t n_reusable = (request.n > 0 ? request.tokens.size() - 1 : request.score_from - 1) / kPage;
+    const size_t n_reusable = ((request.score_from > 0 ? request.score_from : request.tokens.size()) - 1) / kPage;
     int32_t page = PageIndex::kNone;
     job.pages.clear();
     job.n_cached_scores = 0;
@@ -174,9 +198,14 @@ void Scheduler::find_prefix(Job& job) const {
 // Finds page i of a request, after page `before`, if its scores are cached, or returns kNone.
 int32_t Scheduler::find_scored_page(const Request& request, int32_t before, size_t i) const {
     const int32_t page = pages_.find(before, request.adapter, request.tokens.data() + i * kPage);
-    const PageScores* scores = page == PageIndex::kNone ? nullptr : pages_.scores(page);
-    const bool is_enough = scores != nullptr && (request.sampling.top_logprobs == 0 || scores->has_best);
-    return is_enough ? page : PageIndex::kNone;
+    return page != PageIndex::kNone && pages_.has_scores(page, scores_of(request)) ? page : PageIndex::kNone;
+}
+
+// Finds the retained page with scores, after page `before`, that has the longest common prefix with the tokens of a
+// request from `begin` on, and its length, or returns {kNone, 0}. Excludes the last token.
+std::pair<int32_t, size_t> Scheduler::find_scored_part(const Request& request, int32_t before, size_t begin) const {
+    const size_t left = std::min(request.tokens.size() - 1 - begin, kPage);
+    return pages_.find_retained(before, request.adapter, request.tokens.data() + begin, left, scores_of(request));
 }
 
 // Adds to job.pages the following pages whose scores are cached, excluding the last token.
@@ -195,15 +224,20 @@ void Scheduler::find_scores(Job& job) const {
 
 // Copies the cached scores of a job that is admitted, and the hidden state that scores the next token.
 void Scheduler::copy_scores(Job& job) const {
-    for (size_t i = job.request.score_from; kIsComplete && i < job.n_cached_scores; ++i) {
-        const PageScores& scores = *pages_.scores(job.pages[i / kPage]);
-        const size_t at = i - job.request.score_from;
-        job.logprobs[at] = scores.logprobs[i % kPage];
-        if (!job.alternatives.empty()) job.alternatives[at] = scores.best[i % kPage];
-    }
     if (!kIsComplete || job.n_cached_scores == 0) return;
+    for (size_t i = 0; i < job.n_cached_scores; i += kPage) copy_scores_of(job.pages[i / kPage], i, kPage, job);
     const std::vector<float>& hidden = pages_.scores(job.pages[job.n_cached_scores / kPage - 1])->hidden;
-    std::copy(hidden.begin(), hidden.end(), job.hidden.begin());
+    std::copy(hidden.begin(), hidden.end(), job.cached_hidden.begin());
+}
+
+// Copies the scores of the first n tokens of a page, which are the tokens of the job from `begin` on.
+void Scheduler::copy_scores_of(int32_t page, size_t begin, size_t n, Job& job) const {
+    const PageScores& scores = *pages_.scores(page);
+    const size_t from = job.request.score_from;
+    for (size_t i = std::max(begin, from); i < begin + n; ++i) {
+        job.logprobs[i - from] = scores.logprobs[i - begin];
+        if (!job.alternatives.empty()) job.alternatives[i - from] = scores.best[i - begin];
+    }
 }
 
 // If a prompt diverges from a retained sequence within a page, copies that page for the prompt.
@@ -215,6 +249,18 @@ void Scheduler::copy_retained(Job& job) {
     if (n == 0) return;
     job.pages.push_back(allocate_page(page));
     job.computed += n;
+}
+
+// The same for a prompt that is scored: copies the scores too. The last common token is computed again, since its
+// hidden state scores the next one.
+void Scheduler::copy_retained_scores(Job& job) {
+    const int32_t before = job.pages.empty() ? PageIndex::kNone : job.pages.back();
+    const size_t begin = job.computed;
+    const auto [page, n] = find_scored_part(job.request, before, begin);
+    if (n < 2) return;
+    copy_scores_of(page, begin, n, job);
+    job.pages.push_back(allocate_page(page));
+    job.computed += n - 1;
 }
 
 // Starts samples of computed prompts, in the order of the prompts.
@@ -246,6 +292,11 @@ bool Scheduler::start_sample(Job& job) {
     sample.alternatives.reserve(request.max_new_tokens * request.sampling.top_logprobs);
     if (request.stop_strings != nullptr) sample.n_withheld.reserve(request.max_new_tokens);
     if (request.sampling.counts_tokens()) running.counts.reserve(request.max_new_tokens);
+    if (kIsComplete && request.records_kept) {
+        running.kept.reserve(config_.vocab_size);
+        sample.kept_offsets.reserve(request.max_new_tokens + 1);
+        sample.kept_offsets.assign(1, 0);
+    }
     running.pages.assign(job.pages.begin(), job.pages.begin() + static_cast<ptrdiff_t>(n_full));
     for (int32_t page : running.pages) pages_.ref(page);
     if (!job.first_reserved) reserved_ += tail;

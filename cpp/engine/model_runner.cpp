@@ -66,7 +66,7 @@ void ModelRunner::run_heads(const StepPlan& plan, const float* hidden) {
                 }
                 const DrawTask& draw = plan.draws[head];
                 drawn_[head] = draw_token(logits, vocab_size, *draw.sampling, draw.history, draw.uniform,
-                                          aligned + t * scratch, draw.alternatives);
+                                          aligned + t * scratch, draw.alternatives, draw.kept);
             }
         };
         parallel_for(std::min(threads, n), task);

@@ -18,8 +18,8 @@
 
 namespace whet {
 
-// Scores of the 64 tokens of a page (of the first page, except its first token) under the model's distribution, and the
-// hidden state after the last of them, which scores any token that follows.
+// Scores of the tokens of a page (of the first page, except its first token) under the model's distribution, and, if
+// the page is full, the hidden state after the last of them, which scores any token that follows.
 struct PageScores {
     std::array<float, kPageTokens> logprobs;
     std::array<Drawn, kPageTokens> best;  // most probable token at each place; valid if has_best
@@ -30,6 +30,7 @@ struct PageScores {
 class PageIndex {
 public:
     static constexpr int32_t kNone = -1;
+    enum class Scores : uint8_t { kAny, kLogprobs, kBest };  // scores that a page must have
 
     explicit PageIndex(size_t n_pages);
 
@@ -53,10 +54,13 @@ public:
     // this page, or an earlier one.
     int32_t retain(int32_t page, int32_t before, uint64_t key, const int32_t* tokens, size_t n);
     // Finds the retained page after `before` with the longest common prefix with these n tokens, and its length, or
-    // returns {kNone, 0}.
-    std::pair<int32_t, size_t> find_retained(int32_t before, uint64_t key, const int32_t* tokens, size_t n) const;
+    // returns {kNone, 0}; only among pages with `scores`.
+    std::pair<int32_t, size_t> find_retained(int32_t before, uint64_t key, const int32_t* tokens, size_t n,
+                                             Scores scores = Scores::kAny) const;
+    bool is_retained(int32_t page) const { return at(page).retained; }
     // Scores of a page, until its memory is needed; null: none.
     const PageScores* scores(int32_t page) const { return at(page).scores.get(); }
+    bool has_scores(int32_t page, Scores scores) const { return at(page).has(scores); }
     void set_scores(int32_t page, std::unique_ptr<PageScores> scores) { at(page).scores = std::move(scores); }
     void evict_retained();  // frees all retained pages without a reference
 
@@ -70,6 +74,9 @@ private:
         std::unique_ptr<PageScores> scores{};
 
         bool is_evictable() const { return retained && ref_count == 0; }
+        bool has(Scores wanted) const {
+            return wanted == Scores::kAny || (scores != nullptr && (scores->has_best || wanted == Scores::kLogprobs));
+        }
     };
     struct Entry {
         int32_t page;

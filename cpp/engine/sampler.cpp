@@ -10,6 +10,7 @@
 #include <string>
 #include <type_traits>
 
+#include "engine/config.h"
 #include "kernels/dispatch.h"
 #include "runtime/ceil_div.h"
 
@@ -356,7 +357,7 @@ void check_token(int64_t token, size_t vocab_size) {
 size_t sampler_scratch_bytes(size_t vocab_size) { return Buffers(0, vocab_size).bytes; }
 
 Drawn draw_token(float* logits, size_t vocab_size, const Sampling& sampling, const History& history, double uniform,
-                 void* memory, Drawn* alternatives) {
+                 void* memory, Drawn* alternatives, TokenSetBuffer* kept) {
     const Buffers buffers(reinterpret_cast<uintptr_t>(memory), vocab_size);
     const bool greedy = sampling.temperature == 0;
     const bool adjusted = adjusts(sampling, history);
@@ -384,6 +385,13 @@ Drawn draw_token(float* logits, size_t vocab_size, const Sampling& sampling, con
         drawn = greedy ? draw_greedy(row, buffers) : draw_unfiltered(row, uniform, buffers);
     }
     if (std::isnan(drawn.logprob)) return drawn;
+    if (kIsComplete && kept != nullptr) {
+        if (filtered) {
+            kept->keep({candidates.ids, candidates.n}, vocab_size);
+        } else {
+            kept->keep_allowed(history.allowed, history.banned, vocab_size);
+        }
+    }
     if (reports_model) drawn.logprob = model.logprob(model.logits[drawn.token]);
     if (sampling.top_logprobs > 0) {
         const LogitRow& reported = reports_model ? model : row;

@@ -15,6 +15,8 @@
 #include <span>
 #include <vector>
 
+#include "engine/kept_tokens.h"
+
 namespace whet {
 
 struct TokenBias {
@@ -63,8 +65,9 @@ size_t sampler_scratch_bytes(size_t vocab_size);
 // distribution at temperature 1. May overwrite the logits.
 //
 // Writes the top_logprobs most probable tokens of the reported distribution to `alternatives`, most probable first,
-// ties by lower id, padded with token -1 if fewer have non-zero probability.
+// ties by lower id, padded with token -1 if fewer have non-zero probability. Writes the tokens that bans, `allowed` and
+// filters left to `kept`, unless it is null.
 Drawn draw_token(float* logits, size_t vocab_size, const Sampling& sampling, const History& history, double uniform,
-                 void* scratch, Drawn* alternatives);
+                 void* scratch, Drawn* alternatives, TokenSetBuffer* kept = nullptr);
 
 }  // namespace whet

@@ -38,6 +38,7 @@ StepPlan& Scheduler::plan() {
 }
 
 void Scheduler::complete(std::span<const Drawn> drawn) {
+    if constexpr (kIsComplete) reserve_kept();
     advance_prompts();
     for (size_t i = 0; i < drawing_.size(); ++i) append(running_[drawing_[i]], drawn[i]);
     erase_ended();
@@ -87,6 +88,7 @@ void Scheduler::plan_draw(Running& running, size_t token) {
     if (request.constrained) task.history.allowed = sample.allowed.data();
     task.uniform = token_uniform(request.seed, request.prompt_index, request.first_sample + running.sample, position);
     task.alternatives = sample.alternatives.data() + position * n_top;
+    task.kept = request.records_kept ? &running.kept : nullptr;
 }
 
 // Chunked prefill: adds the next tokens of the prompts, in order, and the scores of tokens that follow them, or their
@@ -99,13 +101,13 @@ void Scheduler::plan_prompts() {
         const size_t n_tokens = request.tokens.size(), count = std::min(room, n_tokens - job->computed);
         // The first token without a cached score follows the stored hidden state.
         if (kIsComplete && job->n_cached_scores > 0 && job->computed == job->n_cached_scores) {
-            plan_score(*job, job->computed, 0, job->hidden.data());
+            plan_score(*job, job->computed, 0, job->cached_hidden.data());
         }
         for (size_t i = job->computed; i < job->computed + count; ++i) {
             const size_t next = i + 1, at = next - request.score_from;
             if (kIsComplete && request.hidden && next >= request.score_from) {
                 plan_.hiddens.push_back({plan_.tokens.size(), job->hiddens.data() + at * config_.hidden_dim});
-            } else if (request.n == 0 && next >= request.score_from && (next < n_tokens || request.logits)) {
+            } else if (request.score_from > 0 && next >= request.score_from && (next < n_tokens || request.logits)) {
                 plan_score(*job, next, plan_.tokens.size(), nullptr);
             }
             if (kIsComplete && !job->page_hiddens.empty() && next % kPage == 0) {
@@ -127,12 +129,12 @@ void Scheduler::plan_prompts() {
 void Scheduler::plan_score(Job& job, size_t token, size_t before, const float* hidden) {
     const Request& request = job.request;
     const size_t at = token - request.score_from;
-    ScoreTask task{before, hidden, 0, &request.sampling, nullptr, nullptr, nullptr, nullptr};
+    ScoreTask task{before, hidden, 0, &request.scoring, nullptr, nullptr, nullptr, nullptr};
     if (request.logits) task.logits = job.logits.data() + at * config_.vocab_size;
     if (token < request.tokens.size()) {
         task.target = request.tokens[token], task.logprob = &job.logprobs[at];
         if (request.entropy) task.entropy = &job.entropies[at];
-        task.alternatives = job.alternatives.data() + at * request.sampling.top_logprobs;
+        task.alternatives = job.alternatives.data() + at * request.scoring.top_logprobs;
     }
     plan_.scores.push_back(task);
 }
@@ -149,14 +151,23 @@ void Scheduler::advance_prompts() {
     for (size_t j = 0; j < counts_.size(); ++j) prefilling_[j]->computed += counts_[j];
     for (Job* job : prefilling_) {
         if (!job->is_computed()) continue;
+        if (kIsComplete && job->request.keep && job->request.scores_model()) retain_scores(*job);
         if (job->request.n > 0) {
             pending_.push_back(job);
-            continue;
+        } else {
+            release_prompt(*job);
         }
-        if (kIsComplete && !job->page_hiddens.empty()) retain_scores(*job);
-        release_prompt(*job);
     }
     std::erase_if(prefilling_, [](const Job* job) { return job->is_computed(); });
+}
+
+// Makes room for the sets of the step, so that only this can run out of memory, before anything has changed.
+void Scheduler::reserve_kept() {
+    for (const size_t i : drawing_) {
+        std::vector<int32_t>& words = running_[i].job->samples[running_[i].sample].kept_words;
+        const size_t n = words.size() + running_[i].kept.set().size();
+        if (n > words.capacity()) words.reserve(std::max(n, 2 * words.capacity()));
+    }
 }
 
 void Scheduler::append(Running& running, const Drawn& drawn) {
@@ -173,6 +184,11 @@ void Scheduler::append(Running& running, const Drawn& drawn) {
     sample.tokens.push_back(drawn.token);
     sample.allowed.clear();
     sample.logprobs.push_back(drawn.logprob);
+    if (kIsComplete && job.request.records_kept) {
+        const TokenSet kept = running.kept.set();
+        sample.kept_words.insert(sample.kept_words.end(), kept.begin(), kept.end());
+        sample.kept_offsets.push_back(static_cast<int64_t>(sample.kept_words.size()));
+    }
     if (!running.seen.empty()) running.mark_seen(drawn.token);
     if (job.request.sampling.counts_tokens()) running.count(drawn.token);
     const Finish finish = finish_after(running);
@@ -245,26 +261,28 @@ void Scheduler::erase_ended() {
     std::erase_if(running_, [](const Running& running) { return running.job == nullptr; });
 }
 
-// Retains the full pages of a scored sequence, with the scores of those that are scored whole.
+// Retains the pages of a scored sequence, with the scores of those that are scored whole.
 void Scheduler::retain_scores(const Job& job) {
     const Request& request = job.request;
-    const size_t n_top = request.sampling.top_logprobs, d = config_.hidden_dim;
+    const size_t n_top = request.scoring.top_logprobs, d = config_.hidden_dim, n = request.tokens.size();
     int32_t before = PageIndex::kNone;
-    for (size_t i = 0; (i + 1) * kPage <= request.tokens.size(); ++i) {
-        const size_t first = std::max<size_t>(1, i * kPage), next = (i + 1) * kPage;
+    for (size_t begin = 0; begin < n; begin += kPage) {
+        const size_t first = std::max<size_t>(1, begin), end = std::min(begin + kPage, n), i = begin / kPage;
         const int32_t page =
-            pages_.retain(job.pages[i], before, request.adapter, request.tokens.data() + i * kPage, kPage);
+            pages_.retain(job.pages[i], before, request.adapter, request.tokens.data() + begin, end - begin);
         before = page;
-        if (page != job.pages[i] || first < request.score_from) continue;
+        if (!pages_.is_retained(page) || first < request.score_from) continue;
         if (const PageScores* known = pages_.scores(page); known != nullptr && (known->has_best || n_top == 0))
             continue;
         // Without memory for the scores, they are computed again.
         try_allocating([&] {
             auto scores = std::make_unique<PageScores>();
-            const float* hidden = job.page_hiddens.data() + i * d;
-            scores->hidden.assign(hidden, hidden + d);
+            if (end == begin + kPage) {
+                const float* hidden = job.page_hiddens.data() + i * d;
+                scores->hidden.assign(hidden, hidden + d);
+            }
             scores->has_best = n_top > 0;
-            for (size_t t = first; t < next; ++t) {
+            for (size_t t = first; t < end; ++t) {
                 const size_t at = t - request.score_from;
                 scores->logprobs[t % kPage] = job.logprobs[at];
                 if (n_top > 0) scores->best[t % kPage] = job.alternatives[at * n_top];

@@ -27,9 +27,11 @@ enum class Finish : uint8_t { kRunning, kStop, kLength, kCancelled };
 struct Sample {
     std::vector<int32_t> tokens;
     std::vector<float> logprobs;
-    std::vector<Drawn> alternatives;  // top_logprobs per token, and perhaps of one token not yet in `tokens`
-    std::vector<int32_t> n_withheld;  // with stop strings, per token: StopStrings::Match::n_withheld
-    std::vector<uint32_t> allowed;    // of a constrained request: bitmap of the next token; empty: not known yet
+    std::vector<Drawn> alternatives;    // top_logprobs per token, and perhaps of one token not yet in `tokens`
+    std::vector<int32_t> n_withheld;    // with stop strings, per token: StopStrings::Match::n_withheld
+    std::vector<uint32_t> allowed;      // of a constrained request: bitmap of the next token; empty: not known yet
+    std::vector<int64_t> kept_offsets;  // of a request that keeps sets: TokenSets of the tokens
+    std::vector<int32_t> kept_words;
     Finish finish = Finish::kRunning;
 };
 
@@ -38,24 +40,25 @@ struct Request {
     uint64_t adapter = 0;         // 0: none
     bool keep = false;            // retain prompt and sampled tokens, or scored tokens and scores, in the cache
     bool constrained = false;     // a token is drawn only after allow()
+    bool records_kept = false;    // record the tokens that each token was drawn from
     // Sampling:
     size_t n = 0, min_new_tokens = 0, max_new_tokens = 0;
     Sampling sampling;
     std::vector<int32_t> stop_tokens;                       // like stop strings, not before min_new_tokens tokens
     std::shared_ptr<const StopStrings> stop_strings;        // null: none
     uint64_t seed = 0, prompt_index = 0, first_sample = 0;  // samples [first_sample, first_sample + n)
-    // Scoring, if n is 0: log-probs (and entropies, and alternatives) of tokens [score_from, tokens.size()), with
-    // score_from >= 1.
-    size_t score_from = 1;
+    // Scoring: log-probs (and entropies, and alternatives) of tokens [score_from, tokens.size()). 0: none, if n > 0.
+    size_t score_from = 0;
+    Sampling scoring;  // temperature and number of alternatives
     bool entropy = false;
     bool logits = false;  // also return the logits of tokens [score_from - 1, tokens.size())
     bool hidden = false;  // return only the final hidden states of tokens [score_from - 1, tokens.size())
 
     // Whether it scores tokens under the model's distribution, as PageScores do.
-    bool scores_model() const { return n == 0 && !hidden && sampling.temperature == 1.0; }
+    bool scores_model() const { return score_from > 0 && !hidden && scoring.temperature == 1.0; }
     // Whether its results are in PageScores, except the best token.
     bool can_use_scores() const {
-        return kIsComplete && scores_model() && !entropy && !logits && sampling.top_logprobs <= 1;
+        return kIsComplete && scores_model() && !entropy && !logits && scoring.top_logprobs <= 1;
     }
 };
 
@@ -72,11 +75,12 @@ struct Job {
     // State of the scheduler.
     std::shared_ptr<const Adapter> adapter;  // null: none
     std::vector<int32_t> pages;
-    std::vector<float> hidden;  // after the last token of the prompt, or after the last token with scores in the cache
-    std::vector<float> page_hiddens;  // after the last token of each full page, to retain its scores
-    size_t n_cached_scores = 0;       // tokens whose scores were found in the cache; 0 or whole pages
-    size_t computed = 0;              // prompt tokens in the cache
-    size_t reused = 0;                // prompt tokens found in the cache on admission
+    std::vector<float> hidden;         // after the last token of the prompt
+    std::vector<float> cached_hidden;  // after the last token of a page with scores in the cache
+    std::vector<float> page_hiddens;   // after the last token of each full page, to retain its scores
+    size_t n_cached_scores = 0;        // tokens of whole pages whose scores were found in the cache
+    size_t computed = 0;               // prompt tokens in the cache
+    size_t reused = 0;                 // prompt tokens found in the cache on admission
     size_t started = 0, ended = 0;
     bool first_reserved = false;  // reserved_ includes the tail pages of its first sample
 
@@ -132,6 +136,7 @@ private:
         bool fresh;                        // its first token is drawn from the prompt's last hidden state
         std::vector<TokenCount> counts{};  // by token id; empty without presence and frequency penalties
         StopStrings::State stop_state{};
+        TokenSetBuffer kept{};  // of the step; empty unless recorded
 
         void mark_seen(int32_t token) { seen[static_cast<size_t>(token) / 64] |= uint64_t{1} << token % 64; }
         void count(int32_t token);
@@ -162,9 +167,12 @@ private:
     void reserve_page_writes(size_t n);
     void find_prefix(Job& job) const;
     void copy_retained(Job& job);
+    void copy_retained_scores(Job& job);
     int32_t find_scored_page(const Request& request, int32_t before, size_t i) const;
+    std::pair<int32_t, size_t> find_scored_part(const Request& request, int32_t before, size_t begin) const;
     void find_scores(Job& job) const;
     void copy_scores(Job& job) const;
+    void copy_scores_of(int32_t page, size_t begin, size_t n, Job& job) const;
     bool waits_for_scores(const Job& job) const;
     void start_samples();
     bool start_sample(Job& job);
@@ -176,6 +184,7 @@ private:
     void plan_score(Job& job, size_t token, size_t before, const float* hidden);
     int32_t allocate_page(int32_t from);
     void advance_prompts();
+    void reserve_kept();
     void append(Running& running, const Drawn& drawn);
     Finish finish_after(Running& running) const;
     void end(Running& running, Finish finish);

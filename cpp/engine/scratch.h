@@ -11,13 +11,14 @@ namespace whet {
 
 // Uses of scratch memory, each with a separate buffer per thread: kRow is used while others are in use.
 enum class Scratch {
-    kInputs,  // inputs of a layer, converted for its kernel
-    kRow,     // one row during a conversion between formats
-    kPanels,  // packed b of gemm
-    kCopy,    // copy of gemm's a, if its layout is not supported
-    kSums,    // accumulators of gemm and gemv, before they are blended with c
-    kTask,    // one task of attention
-    kRuns,    // partial results of decode attention
+    kInputs,   // inputs of a layer, converted for its kernel
+    kRow,      // one row during a conversion between formats
+    kPanels,   // packed b of gemm
+    kCopy,     // copy of gemm's a, if its layout is not supported
+    kSums,     // accumulators of gemm and gemv, before they are blended with c
+    kTask,     // one task of attention
+    kRuns,     // partial results of decode attention
+    kTeacher,  // hidden states of a teacher, converted for its head
     kCount
 };
 

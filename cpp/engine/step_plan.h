@@ -17,7 +17,8 @@ struct DrawTask {
     const Sampling* sampling;
     History history;
     double uniform;
-    Drawn* alternatives;  // output: the top_logprobs alternatives
+    Drawn* alternatives;   // output: the top_logprobs alternatives
+    TokenSetBuffer* kept;  // output: the tokens that it was drawn from; null: not recorded
 };
 
 // Scores a token under the logits after the token before it.

@@ -121,13 +121,15 @@ ProductRows convert_rows(ProductType type, const float* x, size_t ldx, size_t ro
     return {copy, ld};
 }
 
-std::vector<OutputRange> split_outputs(std::span<const PackedWeight> w) {
+size_t outputs_in_caches(size_t k) { return std::max<size_t>(1, kRangeNumbers / (kPanel * k)) * kPanel; }
+
+std::vector<OutputRange> split_outputs(std::span<const PackedWeight> w, size_t most) {
     std::vector<OutputRange> ranges;
     size_t output = 0;
     for (const PackedWeight& part : w) {
-        const size_t most = std::max<size_t>(1, kRangeNumbers / (kPanel * part.k()));
-        for (size_t panel = 0; panel < part.n_panels(); panel += most) {
-            const size_t n_panels = std::min(most, part.n_panels() - panel), first = panel * kPanel;
+        const size_t most_panels = (most == 0 ? outputs_in_caches(part.k()) : most) / kPanel;
+        for (size_t panel = 0; panel < part.n_panels(); panel += most_panels) {
+            const size_t n_panels = std::min(most_panels, part.n_panels() - panel), first = panel * kPanel;
             ranges.push_back({&part, panel, n_panels, output + first, std::min(n_panels * kPanel, part.n() - first)});
         }
         output += part.n();

@@ -31,8 +31,11 @@ struct OutputRange {
     size_t first, n;  // outputs of the matrix
 };
 
-// Cuts the outputs of a matrix, given by its parts, into ranges whose unpacked panels fit in the caches.
-std::vector<OutputRange> split_outputs(std::span<const PackedWeight> w);
+// Cuts the outputs of a matrix, given by its parts, into ranges of up to `most` outputs; 0: as many as fit in the
+// caches when they are unpacked.
+std::vector<OutputRange> split_outputs(std::span<const PackedWeight> w, size_t most = 0);
+// Outputs of a range for a matrix with k inputs that fit in the caches.
+size_t outputs_in_caches(size_t k);
 
 // y (rows, n) = x (rows, k) w^T + bias, or += if `add`, for the outputs of a range; bias may be null.
 void multiply(ProductType type, const OutputRange& w, ProductRows x, size_t rows, const float* bias, float* y,

@@ -205,6 +205,8 @@ Request rich_prompt(size_t length, size_t n, size_t max_new, uint64_t index) {
                   .top_logprobs = 3,
                   .logit_bias = {{5, 1.0f}}};
     r.stop_strings = never_found();
+    r.records_kept = true;
+    r.score_from = 1, r.scoring.top_logprobs = 1;
     return r;
 }
 
@@ -218,7 +220,7 @@ Request score(size_t length, size_t from) {
 Request hidden_states(size_t length) {
     Request r;
     r.tokens = tokens(length, 2);
-    r.hidden = true;
+    r.score_from = 1, r.hidden = true;
     return r;
 }
 

@@ -136,10 +136,16 @@ void test_cancelling() {
     expect(s.pages().n_free() == s.pages().n_pages(), "all pages are free after cancellation");
 }
 
+Request sample_of(const std::vector<int32_t>& tokens, size_t n, size_t max_new, uint64_t index) {
+    Request r = prompt(1, n, max_new, index);
+    r.tokens = tokens;
+    return r;
+}
+
 Request score_of(const std::vector<int32_t>& tokens, size_t from, size_t n_top, bool keep) {
     Request r;
     r.tokens = tokens, r.score_from = from, r.keep = keep;
-    r.sampling.top_logprobs = n_top;
+    r.scoring.top_logprobs = n_top;
     return r;
 }
 
@@ -172,7 +178,7 @@ void test_cached_scores() {
         rows.push_back(tokens(64, 5));
     for (const auto& row : rows) ids.push_back(s.add(score_of(row, 1, 1, true)));
     run(s);
-    const size_t reused[] = {0, 192, 192, 192, 256, 64, 128, 0};
+    const size_t reused[] = {0, 199, 199, 199, 298, 126, 128, 62};  // the last common token is computed again
     for (size_t i = 0; i < rows.size(); ++i) {
         const uint64_t right = fresh.add(score_of(rows[i], 1, 1, false));
         run(fresh);
@@ -180,9 +186,23 @@ void test_cached_scores() {
         expect(scores_of(s, ids[i]) == scores_of(fresh, right), "cached scores are the model's");
     }
     expect(s.pages().n_free() == s.pages().n_pages() && s.pages().n_evictable() > 0, "scored pages are retained");
+    // Prompts whose pages were retained without scores; a sample of a scored prompt.
+    const auto chat = tokens(150, 40);
+    Request plain = sample_of(chat, 1, 3, 1), scored = plain;
+    plain.keep = scored.keep = true;
+    scored.score_from = 1;
+    const auto expect_reused = [&](const Request& request, size_t n) {
+        const uint64_t id = s.add(request), right = fresh.add(request);
+        run(s), run(fresh);
+        expect(s.job(id).reused == n, "%zu tokens of a chat are reused, and %zu are expected", s.job(id).reused, n);
+        expect(outputs_of(s, id) == outputs_of(fresh, right), "the sample of a scored prompt");
+        expect(scores_of(s, id) == scores_of(fresh, right), "the scores of a sampled prompt");
+        fresh.evict_retained();
+    };
+    expect_reused(plain, 0), expect_reused(scored, 0), expect_reused(scored, 148), expect_reused(plain, 149);
     // Requests for other values compute them.
     Request other = score_of(rows[0], 1, 0, true);
-    other.sampling.temperature = 0.5f;
+    other.scoring.temperature = 0.5f;
     const uint64_t cooler = s.add(other), several = s.add(score_of(rows[0], 1, 3, true));
     run(s);
     expect(s.job(cooler).reused == 0 && s.job(several).reused == 0, "scores of other distributions are computed");
@@ -198,9 +218,10 @@ void test_random_scores() {
         std::vector<std::pair<uint64_t, Request>> open;
         for (size_t i = 0, n = 1 + bits() % 5; i < n; ++i) {
             const auto row = concat(tokens(30 + bits() % 170, 1), tokens(1 + bits() % 60, bits() % 3));
-            Request request = bits() % 4 != 0 ? score_of(row, bits() % 3 != 0 ? 1 : 1 + bits() % row.size(), bits() % 3,
+            Request request = bits() % 3 != 0 ? score_of(row, bits() % 3 != 0 ? 1 : 1 + bits() % row.size(), bits() % 3,
                                                          bits() % 5 != 0)
-                                              : prompt(row.size(), 1, 5, bits() % 3);
+                                              : sample_of(row, 1 + bits() % 2, 5, bits() % 3);
+            if (request.n > 0 && bits() % 2 == 0) request.score_from = 1, request.scoring.top_logprobs = bits() % 3;
             request.keep = bits() % 5 != 0;
             open.emplace_back(s.add(request), request);
         }
@@ -216,9 +237,9 @@ void test_random_scores() {
             separate.keep = false;
             const uint64_t expected = right.add(separate);
             run(right);
-            expect(request.n > 0 ? outputs_of(s, id) == outputs_of(right, expected)
-                                 : scores_of(s, id) == scores_of(right, expected),
-                   "round %d: the results of a separate request", round);
+            expect(outputs_of(s, id) == outputs_of(right, expected), "round %d: the samples of a separate request",
+                   round);
+            expect(scores_of(s, id) == scores_of(right, expected), "round %d: the scores of a separate request", round);
             s.remove(id), right.remove(expected);
         }
         expect(s.pages().n_free() == s.pages().n_pages(), "all pages are free or retained");

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "learner/learner.h"
+#include "learner/divergence_head.h"
 #include "learner/token_logprobs_head.h"
 #include "runtime/thread_pool.h"
 #include "small_model.h"
@@ -117,7 +118,7 @@ struct Setup {
         }
         hidden = learner.forward(batch.batch, true, keep, activation_bytes, dropout);
         std::vector<float> logprobs(g.size()), entropy(g.size());
-        head.forward(hidden, batch.targets.data(), g.size(), 1.2, logprobs.data(), entropy.data());
+        head.forward(hidden, batch.targets.data(), g.size(), 1, {}, 1.2, {logprobs.data(), entropy.data()});
         double sum = 0.0;
         for (size_t i = 0; i < g.size(); ++i) sum += double{g[i]} * logprobs[i] + double{e[i]} * entropy[i];
         return sum;
@@ -127,7 +128,7 @@ struct Setup {
     double derivative(const Batch& batch, const std::vector<float>& g, const std::vector<float>& e) {
         loss(batch, g, e, 0.0f, true);
         std::vector<float> grad_hidden(g.size() * learner.hidden_dim());
-        head.backward(hidden, g.data(), e.data(), grad_hidden.data());
+        head.backward(hidden, {g.data(), e.data()}, grad_hidden.data());
         std::vector<FactorGradients> grads;
         for (Factor& factor : factors) {
             factor.grad_a.assign(factor.a.size(), 0.0f), factor.grad_b.assign(factor.b.size(), 0.0f);
@@ -197,6 +198,120 @@ void test_gradients() {
     }
 }
 
+// The log-probabilities of a row of hidden states, in float64.
+std::vector<double> logprobs_of(const HeadLogits& head, const float* hidden, double temperature) {
+    std::vector<double> z;
+    const ProductRows x = head.convert(hidden, 1);
+    for (const OutputRange& range : head.ranges()) {
+        const auto logits = head.allocate(1);
+        head.compute(range, x, 1, logits.get());
+        for (size_t v = 0; v < range.n; ++v) z.push_back(logits[v] / temperature);
+    }
+    double sum = 0.0;
+    for (const double each : z) sum += std::exp(each);
+    for (double& each : z) each -= std::log(sum);
+    return z;
+}
+
+double divergence_of(const std::vector<double>& p, const std::vector<double>& q, double beta) {
+    double sum = 0.0;
+    for (size_t v = 0; v < p.size(); ++v) {
+        const double m = std::log((1 - beta) * std::exp(p[v]) + beta * std::exp(q[v]));
+        if (beta == 0 || beta == 1) {
+            sum += beta == 0 ? std::exp(q[v]) * (q[v] - p[v]) : std::exp(p[v]) * (p[v] - q[v]);
+        } else {
+            sum += beta * std::exp(q[v]) * (q[v] - m) + (1 - beta) * std::exp(p[v]) * (p[v] - m);
+        }
+    }
+    return sum;
+}
+
+// Values of the heads against float64, and their gradients against differences along a random direction.
+void test_heads() {
+    constexpr double kTemperature = 1.3;
+    constexpr size_t kRows = 5, kTokens = 3;
+    for (unsigned seed = 0; seed < 8; ++seed) {
+        std::mt19937 bits(seed);
+        std::normal_distribution<float> normal;
+        ModelConfig wide = random_config(bits), narrow = random_config(bits);
+        wide.hidden_dim = 96, wide.logits_softcap = 0.0f;
+        Model student(narrow, WeightFormat::kFloat32, 8, KvType::kFloat32),
+            teacher(wide, WeightFormat::kQ8_0, 8, KvType::kFloat32);
+        const HeadLogits p(*student.weights, ProductType::kFloat32), q(*teacher.weights, ProductType::kFloat32);
+        const auto random = [&](size_t n, float size) {
+            std::vector<float> x(n);
+            for (float& each : x) each = size * normal(bits);
+            return x;
+        };
+        std::vector<float> hidden = random(kRows * p.hidden_dim(), 3.0f),
+                           of_teacher = random(kRows * q.hidden_dim(), 3.0f);
+        const std::vector<float> direction = random(hidden.size(), 1.0f);
+        const auto expect_gradient = [&](const std::vector<float>& grad, const char* name, auto&& loss) {
+            constexpr float kStep = 1e-2f;
+            double got = 0.0, norm = 0.0, sides[2];
+            for (size_t i = 0; i < grad.size(); ++i)
+                got += double{grad[i]} * direction[i], norm += double{grad[i]} * grad[i];
+            for (const int side : {0, 1}) {
+                std::vector<float> moved = hidden;
+                for (size_t i = 0; i < moved.size(); ++i) moved[i] += (side == 0 ? -kStep : kStep) * direction[i];
+                sides[side] = loss(moved.data());
+            }
+            const double right = (sides[1] - sides[0]) / (2 * kStep);
+            expect(std::abs(got - right) <= 0.01 * std::sqrt(norm) + 2e-3, "%s, seed %u: %g, by differences %g", name,
+                   seed, got, right);
+        };
+        for (const float beta : {0.0f, 0.3f, 0.5f, 1.0f}) {
+            DivergenceHead head(*student.weights, *teacher.weights, ProductType::kFloat32);
+            const std::vector<float> g = random(kRows, 1.0f);
+            std::vector<float> values(kRows), grad(hidden.size());
+            const auto loss = [&](const float* at) {
+                head.forward(at, of_teacher.data(), kRows, kTemperature, beta, values.data());
+                double sum = 0.0;
+                for (size_t i = 0; i < kRows; ++i) sum += double{g[i]} * values[i];
+                return sum;
+            };
+            loss(hidden.data());
+            for (size_t i = 0; i < kRows; ++i) {
+                const double right = divergence_of(logprobs_of(p, &hidden[i * p.hidden_dim()], kTemperature),
+                                                   logprobs_of(q, &of_teacher[i * q.hidden_dim()], kTemperature), beta);
+                expect(std::abs(values[i] - right) <= 1e-5 * right + 2e-6, "divergence %g, %g is expected", values[i],
+                       right);
+            }
+            head.backward(hidden.data(), of_teacher.data(), g.data(), grad.data());
+            add_to_hash(values), add_to_hash(grad);
+            expect_gradient(grad, "divergence", loss);
+        }
+        TokenLogprobsHead head(*student.weights, ProductType::kFloat32);
+        std::vector<int64_t> tokens(kRows * kTokens);
+        for (int64_t& token : tokens) token = static_cast<int64_t>(bits() % p.vocab_size());
+        tokens[1] = tokens[0];  // twice
+        std::vector<float> logprobs(tokens.size()), entropy(kRows), mean(kRows), grad(hidden.size());
+        const std::vector<float> g = random(tokens.size(), 1.0f), e = random(kRows, 1.0f), h = random(kRows, 1.0f);
+        const auto loss = [&](const float* at) {
+            head.forward(at, tokens.data(), kRows, kTokens, {}, kTemperature,
+                         {logprobs.data(), entropy.data(), mean.data()});
+            double sum = 0.0;
+            for (size_t i = 0; i < tokens.size(); ++i) sum += double{g[i]} * logprobs[i];
+            for (size_t i = 0; i < kRows; ++i) sum += double{e[i]} * entropy[i] + double{h[i]} * mean[i];
+            return sum;
+        };
+        loss(hidden.data());
+        for (size_t i = 0; i < kRows; ++i) {
+            const auto right = logprobs_of(p, &hidden[i * p.hidden_dim()], kTemperature);
+            double sum = 0.0;
+            for (const double each : right) sum += each / static_cast<double>(right.size());
+            expect(std::abs(mean[i] - sum) <= 1e-5 * std::abs(sum), "mean log-prob %g, %g is expected", mean[i], sum);
+            for (size_t j = 0; j < kTokens; ++j) {
+                const double expected = right[static_cast<size_t>(tokens[i * kTokens + j])];
+                expect(std::abs(logprobs[i * kTokens + j] - expected) <= 2e-5, "log-prob of one of several tokens");
+            }
+        }
+        head.backward(hidden.data(), {g.data(), e.data(), h.data()}, grad.data());
+        add_to_hash(logprobs), add_to_hash(grad);
+        expect_gradient(grad, "several tokens", loss);
+    }
+}
+
 // bfloat16 products of a batch, on one to five threads, with the activations of no, some and all layers kept.
 void test_bits() {
     std::vector<double> derivatives;
@@ -257,6 +372,7 @@ int main() {
     return run_tests([] {
         whet::set_num_threads(3, kOversubscribe);
         whet::test_gradients();
+        whet::test_heads();
         whet::test_bits();
         whet::test_bad_batches();
     });

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 
 import numpy as np
 import pytest
 import torch
-from tests.raising import mentions
+from tests import byte_tokenizer as bytewise
+from tests.raising import assert_raises, mentions
 from tests.tiny import EOS, OwnGenerate, Recorded, assert_same_weights, fours, letters_tokenizer, tiny_llama, with_lora
 
+from whet import Learner
 from whet.algorithms.best_of_n import BestOfN
 from whet.algorithms.grpo import GRPO
 from whet.algorithms.online_dpo import OnlineDPO
 from whet.config import GRPOConfig
 from whet.engine import Engine
 from whet.errors import WhetValueError
+from whet.models.packed_base import pack_base
 from whet.models.sources.arrays import named_arrays
+from whet.models.sources.live import open_module
 from whet.nn.frozen import base_of, frozen_model
 from whet.rollout.torch_engine import TorchEngine
 
@@ -220,14 +225,64 @@ def test_rewards_get_text_before_stop_strings_and_all_tokens_are_trained(name):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"presence_penalty": 1.0}, {"frequency_penalty": 1.0}, {"logit_bias": {4: 2.0}}, {"min_new_tokens": 4}],
+    [{"presence_penalty": 1.0}, {"frequency_penalty": 1.0}, {"logit_bias": {4: 2.0}}],
 )
 def test_a_modified_distribution_is_measured_and_corrected(settings):
-    """GRPO's log-probs are of the model's distribution, the engine's of the modified distribution, as with top_k."""
+    """GRPO's log-probs are of the model's distribution, the engine's of the modified distribution."""
     step = grpo(max_new_tokens=8, sampler_correction="token_truncate", **settings).train_step(PROMPTS)
     assert step["sampler/logprob_difference"] > 1e-3 and step["sampler/importance_weight"] != 1
     trainer = OnlineDPO(tiny_llama(), reward_fn=fours, max_new_tokens=8, **settings)
     assert "sampler/logprob_difference" not in trainer.train_step(PROMPTS)
+
+
+FILTERS = [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"min_new_tokens": 4}, {"top_k": 9, "top_p": 0.8, "beta": 0.1}]
+
+
+def adapters_of(model, kind):
+    """Return a model to train: all weights, a learner of new adapters on them, or a module that torch computes."""
+    return Learner(pack_base(open_module(model), weights="float32"), lora_rank=2) if kind == "learner" else model
+
+
+@pytest.mark.parametrize("settings", FILTERS, ids=str)
+@pytest.mark.parametrize("kind, engine", [("kernels", "native"), ("learner", "native"), ("torch", "torch")])
+def test_the_trained_distribution_is_the_filtered_one(settings, kind, engine):
+    """Log-probs of policy and sampler agree, for tokens that were drawn from some of the vocabulary."""
+    compute = {"kernels": "float32", "learner": "auto", "torch": "torch"}[kind]
+    model = adapters_of(tiny_llama(initializer_range=0.3), kind)
+    trainer = grpo(model, compute=compute, engine=engine, max_new_tokens=8, temperature=1.3, **settings)
+    for _ in range(2):
+        metrics = trainer.train_step(PROMPTS)
+        assert metrics["sampler/logprob_difference_max"] < 1e-4
+        assert metrics["entropy"] < math.log(3) + 1e-3 if settings.get("top_k") == 3 else metrics["entropy"] > 0
+
+
+@pytest.mark.parametrize("kind", ["kernels", "learner"])
+def test_completions_follow_a_grammar_and_are_trained_under_it(kind):
+    seen = []
+
+    def reward(prompts, completions):
+        seen.extend(completions)
+        return [float(text.count("a")) for text in completions]
+
+    tokenizer, end = bytewise.byte_tokenizer(), bytewise.EOS
+    model = adapters_of(tiny_llama(vocab_size=end + 4, eos_token_id=end, initializer_range=0.3), kind)
+    trainer = grpo(
+        model, compute="auto" if kind == "learner" else "float32", tokenizer=tokenizer, reward_fn=reward,
+        regex="[ab]{3,5}", stop_token_ids=[end], learning_rate=0.05, max_new_tokens=8,
+    )  # fmt: skip
+    steps = [trainer.train_step(PROMPTS) for _ in range(6)]
+    assert all(re.fullmatch("[ab]{3,5}", text) for text in seen) and len(seen) > 12
+    assert max(step["sampler/logprob_difference_max"] for step in steps) < 2e-4
+    assert max(step["entropy"] for step in steps) < math.log(3)
+    assert steps[-1]["mean_reward"] > steps[0]["mean_reward"]
+
+
+def test_grammars_need_the_native_engine_and_a_tokenizer():
+    assert_raises(WhetValueError, ("regex", "'a+'", "engine", "'torch'"), grpo, regex="a+", engine="torch")
+    assert_raises(WhetValueError, ("schema and regex",), grpo, regex="a+", schema="{}")
+    assert_raises(WhetValueError, ("schema", "nowhere.json", "file"), grpo, schema="nowhere.json")
+    assert GRPOConfig(schema={"type": "object"}).sampling([2], 0).schema == {"type": "object"}
+    assert_raises(WhetValueError, ("regex", "tokenizer"), grpo(regex="a+").train_step, PROMPTS)
 
 
 @pytest.mark.parametrize(

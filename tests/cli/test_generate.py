@@ -362,9 +362,9 @@ def test_a_schema_is_followed(run, tiny_model, tmp_path, error_of):
     assert run(*argv, "--regex", "(ab|ba){3}").out.strip() in {a + b + c for a in AB for b in AB for c in AB}
     (tmp_path / "list.json").write_text("[1]")
     error = error_of(*map(str, argv), "--schema", str(tmp_path / "list.json"))
-    assert_mentions(error, "schema", "list.json", "holds a list", "JSON object")
+    assert_mentions(error, "schema", "[1]", "is a list", "JSON object")
     error = error_of(*map(str, argv), "--schema", str(tmp_path / "absent.json"))
-    assert_mentions(error, "schema", "absent.json", "cannot be read")
+    assert_mentions(error, "schema", "absent.json", "neither a file")
     error = error_of(*map(str, argv), "--schema", str(tmp_path / "schema.json"), "--regex", "a")
     assert_mentions(error, "schema and regex are set", "one")
 

@@ -24,7 +24,7 @@ from whet.config import (
     settings,
 )
 from whet.config.fields import make_config
-from whet.config.sampling import DISTRIBUTION_SETTINGS, GRAMMAR_SETTINGS, SamplingParams
+from whet.config.sampling import DISTRIBUTION_SETTINGS, SamplingParams
 from whet.config.toml import read_toml, write_toml
 from whet.errors import WhetTypeError, WhetValueError
 
@@ -186,7 +186,7 @@ def test_numpy_numbers_and_integers_for_floats_are_converted():
 def test_sampling_fields_match_sampling_params():
     ours = {f.name for f in dataclasses.fields(RolloutConfig)}
     others = {f.name for f in dataclasses.fields(SamplingParams)} - ours
-    assert others == {"top_logprobs", *GRAMMAR_SETTINGS}  # no algorithm reads them
+    assert others == {"top_logprobs", "kept_tokens", "grammar_after"}  # no user of an algorithm reads them
     settings: dict[str, Any] = {
         "top_k": 3, "top_p": 0.5, "min_p": 0.1, "temperature": 0.7, "repetition_penalty": 1.1, "max_new_tokens": 9,
         "presence_penalty": 0.5, "frequency_penalty": -1, "logit_bias": {"4": 2}, "min_new_tokens": 2,
@@ -194,6 +194,8 @@ def test_sampling_fields_match_sampling_params():
     config = RolloutConfig(**settings, stop=["\n"])
     expected = SamplingParams(**settings, stop="\n", stop_token_ids=(2,), seed=5)
     assert config.sampling([2], 5) == expected
+    for name, value in {"regex": "a+", "lark": "start: /a+/", "schema": {"type": "integer"}}.items():
+        assert getattr(RolloutConfig(**{name: value}).sampling([2], 5), name) == value
     assert RolloutConfig(stop_token_ids=[8]).sampling([2], 5).stop_token_ids == (8,)
 
 

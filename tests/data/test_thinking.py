@@ -83,5 +83,7 @@ def test_tags_that_are_special_tokens_are_decoded(kind):
     assert replies.text(ids) == "hm</think> 12"
     assert replies.opening_tag(tokenizer.encode("Hi<think>\n")) == "<think>"
     assert replies.opening_tag(tokenizer.encode("Hi<think> no")) == ""
+    assert replies.closing_tag(tokenizer.encode("Hi<think>\n")) == "</think>"
+    assert replies.closing_tag(tokenizer.encode("Hi<think> no")) == ""
     tokenizer.chat_template = None
     assert Replies(tokenizer).opening_tag(tokenizer.encode("Hi<think>\n")) == ""

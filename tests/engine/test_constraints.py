@@ -29,7 +29,8 @@ def open_constrained(engine, prompt, n, sampling):
     session.begin()
     request = {**engine._make_request(n, sampling, False, None, "test"), **StreamKey(0)._asdict()}
     row = np.array(prompt, np.int32)
-    job = session.add("prompt", "", "", tokens=row, adapter=0, keep=False, constrained=True, **request)
+    job = session.add("prompt", "", "", tokens=row, adapter=0, keep=False, constrained=True,
+                      scored_alternatives=-1, **request)  # fmt: skip
     return Call(session, job, None)
 
 

@@ -8,11 +8,13 @@ import pytest
 from tests.byte_tokenizer import EOS, byte_tokenizer
 from tests.engine.tiny_models import tiny_model
 from tests.raising import assert_raises
+from tests.tiny import ScriptedEngine
 
 from whet.config.sampling import SamplingParams, StreamKey
 from whet.engine import Engine
 from whet.engine.grammar import Grammars
 from whet.errors import WhetTypeError, WhetValueError
+from whet.rollout import rollout
 from whet.rollout.torch_engine import TorchEngine
 
 
@@ -130,6 +132,42 @@ def test_every_way_of_sampling_follows_a_grammar(engine, tokenizer):
         first = next(stream)
         assert engine.generate(prompts, 1, SamplingParams(max_new_tokens=5)) == free
         assert [first.token_id, *(token.token_id for token in stream)] == groups[0][0].token_ids
+
+
+def test_a_grammar_that_begins_behind_a_text(engine, tokenizer):
+    [q] = tokenizer.encode("q").ids
+    bias = {q: 4.0, **dict.fromkeys(tokenizer.encode("ab").ids, -4.0)}
+    settings = {"logit_bias": bias, "stop_token_ids": (EOS,), "max_new_tokens": 200}
+    sampling = SamplingParams(regex="[ab]{4}", grammar_after="q", kept_tokens=True, **settings)
+    for sample in engine.generate([[5, 6]], 8, sampling)[0]:
+        text = tokenizer.decode(sample.token_ids)
+        free, found, rest = text.partition("q")
+        assert found and (re.fullmatch("[ab]{4}", rest) or sample.finish_reason == "length")
+        assert all(sample.kept_tokens[t] is None for t in range(len(free)))
+    with pytest.raises(WhetValueError, match="grammar_after"):
+        SamplingParams(grammar_after="q")
+
+
+def test_rollouts_begin_a_grammar_behind_the_thinking_that_prompts_open(tokenizer):
+    class Tokenizer:
+        chat_template = "{{ messages }}<think>{# </think> #}"
+
+        def __call__(self, text, add_special_tokens):
+            return {"input_ids": tokenizer.encode(text).ids}
+
+        def decode(self, ids, skip_special_tokens):
+            return tokenizer.decode(ids)
+
+    def sampled(*texts, **settings):
+        engine = ScriptedEngine([[[5]]] * len(texts))
+        ids = [tokenizer.encode(text).ids for text in texts]
+        rollout.sample(engine, rollout.Prompts(ids, list(texts), {}), 1, SamplingParams(**settings), Tokenizer())
+        return engine.asked[0][2].grammar_after
+
+    assert sampled("a<think>\n", "b<think>", regex="x") == "</think>"
+    assert sampled("a", "b", regex="x") == sampled("a<think>") == ""
+    with pytest.raises(WhetValueError, match="thinking"):
+        sampled("a", "b<think>", regex="x")
 
 
 def test_a_schema_is_followed_greedily_and_by_several_samples(engine, tokenizer):

@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 from tests.engine.tiny_models import CASES, exact_softmax, tiny_model
 
 from whet import Engine, SamplingParams, WhetTypeError, WhetValueError
+from whet.config.kept_tokens import KeptTokens
 from whet.learner.learner import Learner, Logprobs
 from whet.models.adapter_files import read_peft
 from whet.models.packed_base import PackedBase, pack_base
@@ -76,7 +77,11 @@ def dropout_mask(adapter: int, ids: Sequence[int], k: int, dropout: float) -> np
 
 
 def by_autograd(
-    learner: Learner, model: Any, prompts: Sequence[list[int]] = PROMPTS, completions: Sequence[list[int]] = COMPLETIONS
+    learner: Learner,
+    model: Any,
+    prompts: Sequence[list[int]] = PROMPTS,
+    completions: Sequence[list[int]] = COMPLETIONS,
+    kept: Sequence[KeptTokens | None] | None = None,
 ) -> tuple[np.ndarray, np.ndarray, dict[str, tuple[np.ndarray, ...]]]:
     """Return log-probs, entropies and the gradients of each module by autograd, row by row, in the model's dtype."""
     dtype, dropout = next(model.parameters()).dtype, learner.lora_dropout
@@ -103,8 +108,11 @@ def by_autograd(
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             ids[:] = prompt + completion
             out = torch.func.functional_call(model, weights, (torch.tensor([ids]),))
-            log_p = (out.logits[0] / TEMPERATURE).log_softmax(-1)[len(prompt) - 1 : -1]
-            chosen, n = log_p[range(len(completion)), completion], len(completion)
+            z, n = (out.logits[0] / TEMPERATURE)[len(prompt) - 1 : -1], len(completion)
+            if kept is not None and (sets := kept[i]) is not None:
+                z = z.masked_fill(~torch.from_numpy(sets.mask(0, n)), -1e30)
+            log_p = z.log_softmax(-1)
+            chosen = log_p[range(n), completion]
             entropy = -(log_p.exp() * log_p).sum(-1)
             logprobs[i, :n], entropies[i, :n] = chosen.detach().double(), entropy.detach().double()
             loss = loss + chosen @ grads[0][i, :n] + entropy @ grads[1][i, :n]
@@ -189,6 +197,32 @@ def test_heads_of_any_size_match_torch(case: str, options: dict[str, int]) -> No
     check_against_autograd(learner, tiny_model(case, **options))
     learner = new_learner(pack_base(open_module(tiny_model(case, **options)), weights="bf16"), compute="bfloat16")
     check_against_bfloat16(learner, case, options)
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma2"])
+def test_kept_tokens_are_the_support_of_the_distributions(case: str) -> None:
+    """Some completions with sets of ids, of bitmaps and whole vocabularies, others with none."""
+    model, rng = tiny_model(case), np.random.default_rng(1)
+    learner = new_learner(pack_base(open_module(model), weights="float32"), compute="float32")
+    vocab_size = learner.base.config.vocab_size
+    kept: list[KeptTokens | None] = []
+    for i, ids in enumerate(COMPLETIONS):
+        sets = [
+            np.union1d([token], np.flatnonzero(rng.random(vocab_size) < (0.02, 0.5)[t % 2]))
+            for t, token in enumerate(ids)
+        ]
+        kept.append(None if i == 1 else KeptTokens.from_ids([*sets[:2], None, *sets[3:]][: len(ids)], vocab_size))
+    result = run(learner, kept_tokens=kept)
+    logprobs, entropies, grads = by_autograd(learner, model.double(), kept=kept)
+    np.testing.assert_allclose(result.logprobs, logprobs, atol=1.5e-5)
+    np.testing.assert_allclose(result.entropy, entropies, atol=1.5e-5)
+    assert max(gradient_errors(learner, grads)) < 1e-5
+    whole = learner.logprobs(PROMPTS, COMPLETIONS, temperature=TEMPERATURE, keep=False)
+    assert (result.logprobs >= whole.logprobs - 1e-6).all() and (result.logprobs > whole.logprobs + 0.1).any()
+    assert_raises(
+        WhetValueError, ("kept_tokens", "vocabulary"), learner.logprobs, [[1]], [[2]],
+        kept_tokens=[KeptTokens.from_ids([[2]], vocab_size + 1)],
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("format", [name for name in CORE_FORMATS if name != "float32"])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from tests.nn.definitions import BOUNDS, GENERATOR, capped, compare, normal
 from torch import Tensor
 
-from whet.nn.linear_logprobs import Head, linear_logprobs
+from whet.config.kept_tokens import KeptTokens
+from whet.nn.linear_logprobs import Head, Kept, linear_logprobs
 from whet.nn.scratch import cast_weight
 
 
@@ -69,3 +71,51 @@ def test_gradient_of_hidden_states_under_a_frozen_head(n_rows, vocab_size, dtype
         dim=1
     )
     assert error.max() < {torch.float32: 1e-4, torch.bfloat16: 2e-2}[dtype]
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["head trains", "head is frozen"])
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_log_probs_over_kept_tokens(trains, dtype, softcap):
+    """Sets of ids, of a bitmap and the whole vocabulary, over several tiles."""
+    n_rows, vocab_size = 530, 2100
+    rng = np.random.default_rng(2)
+    shares = np.array([0.001, 0.3, 1.0])[np.arange(n_rows) % 3]
+    mask = rng.random((n_rows, vocab_size)) < shares[:, None]
+    targets = torch.randint(0, vocab_size, (n_rows,), generator=GENERATOR)
+    mask[np.arange(n_rows), targets.numpy()] = True
+    sets = KeptTokens.from_ids([np.flatnonzero(row) for row in mask], vocab_size)
+    kept = Kept(torch.from_numpy(sets.offsets), torch.from_numpy(sets.words), vocab_size)
+    dropped = ~torch.from_numpy(mask)
+
+    def every(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        logits = capped(hidden @ weight.t() + bias, softcap) / 0.7
+        return logits.masked_fill(dropped, -torch.inf).log_softmax(-1)
+
+    def definition(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return every(hidden, weight, bias).gather(1, targets[:, None])[:, 0]
+
+    def function(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        fixed = bias if trains else bias.detach()
+        head = Head(
+            lambda first, n: cast_weight(weight[first : first + n].detach(), dtype), (vocab_size, 40), fixed, dtype,
+            weight if trains else None,
+        )  # fmt: skip
+        head.softcap = softcap
+        logprobs, entropy = linear_logprobs(hidden, head, targets, 0.7, True, kept)
+        log_p = every(hidden, weight, bias).double().clamp(min=-1e4)
+        assert entropy is not None
+        torch.testing.assert_close(entropy.double(), -(log_p.exp() * log_p).sum(1), rtol=1e-3, atol=1e-4)
+        return logprobs
+
+    inputs = [normal(n_rows, 40), normal(vocab_size, 40) / 8, normal(vocab_size)]
+    if not trains:
+        inputs[1:] = [x.to(dtype).float() for x in inputs[1:]]
+        weight, bias = inputs[1:]
+        function_of, definition_of = (
+            lambda hidden: function(hidden, weight, bias),
+            lambda hidden: definition(hidden, weight.to(hidden), bias.to(hidden)),
+        )
+        compare(function_of, definition_of, inputs[:1], {torch.float32: 2e-5, torch.bfloat16: 2e-2}[dtype])
+        return
+    compare(function, definition, inputs, {torch.float32: 2e-5, torch.bfloat16: 2e-2}[dtype])

@@ -233,22 +233,26 @@ def test_echo_scores_prompts_as_evaluation_harnesses_ask(post, served):
         assert choice["text"].startswith(served.tokenizer.decode(row))
 
 
-def test_echo_is_answered_from_the_prefix_cache(post, served):
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_echo_is_answered_from_the_prefix_cache(post, served, max_tokens):
     """Log-probs of four continuations of a context, in one request and again, are the engine's."""
-    rng = np.random.default_rng(7)
+    rng = np.random.default_rng(7 + max_tokens)
     context = rng.integers(2, 200, 200).tolist()
     rows = [context + rng.integers(2, 200, 5 + 40 * i).tolist() for i in range(4)]
     right, alternatives = served.engine.logprobs(rows, top_logprobs=1)
-    for n_cached in (3 * 192, sum((len(row) - 1) // 64 * 64 for row in rows)):
-        body = post("/v1/completions", prompt=rows, max_tokens=0, echo=True, logprobs=1)
+    fields = {"max_tokens": max_tokens, "echo": True, "temperature": 0}
+    # The last common token is computed again.
+    for n_cached in (3 * 199, sum(len(row) - 2 for row in rows)):
+        body = post("/v1/completions", prompt=rows, logprobs=1, **fields)
         assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == n_cached
-        for choice, logprobs, tops in zip(body["choices"], right, alternatives, strict=True):
-            found = choice["logprobs"]
-            assert found["token_logprobs"] == [None, *logprobs.tolist()]
-            best = [max(top.values()) for top in found["top_logprobs"][1:]]
+        for choice, row, logprobs, tops in zip(body["choices"], rows, right, alternatives, strict=True):
+            found, n = choice["logprobs"], len(row)
+            assert found["token_logprobs"][:n] == [None, *logprobs.tolist()]
+            assert len(found["token_logprobs"]) == n + max_tokens
+            best = [max(top.values()) for top in found["top_logprobs"][1:n]]
             assert best == pytest.approx([max(top[0][1], logprob) for top, logprob in zip(tops, logprobs, strict=True)])
-    [several] = post("/v1/completions", prompt=rows[0], max_tokens=0, echo=True, logprobs=3)["choices"]
-    assert several["logprobs"]["token_logprobs"] == [None, *right[0].tolist()]
+    [several] = post("/v1/completions", prompt=rows[0], logprobs=3, **fields)["choices"]
+    assert several["logprobs"]["token_logprobs"][: len(rows[0])] == [None, *right[0].tolist()]
 
 
 def test_echo_without_a_new_token(post, served):

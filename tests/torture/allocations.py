@@ -6,6 +6,7 @@ The corresponding C++ test (cpp/tests/allocation_test.cpp) also finds leaks; thi
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import mmap
 import os
 import resource
@@ -69,6 +70,7 @@ def _operations(folder: Path) -> list[tuple[str, Operation]]:
         max_new_tokens=70, repetition_penalty=1.1, frequency_penalty=0.2, top_p=0.9, top_logprobs=2, stop="\x00\x01",
         logit_bias={5: 0.5}, seed=1,
     )  # fmt: skip
+    kept = dataclasses.replace(sampling, kept_tokens=True)
     model, _ = load_model(str(folder), "float32")
     rng = np.random.default_rng(0)
     adapter = {
@@ -121,6 +123,7 @@ def _operations(folder: Path) -> list[tuple[str, Operation]]:
     return [
         ("creating an engine", lambda: (lambda: engine().close(), lambda: answers(engine()))),
         ("generate", of_engine(lambda one: one.generate(_PROMPTS, 2, sampling))),
+        ("generate with kept tokens", of_engine(lambda one: one.generate(_PROMPTS, 2, kept))),
         ("logprobs", of_engine(lambda one: one.logprobs(_PROMPTS, start=2, return_entropy=True))),
         ("logits", of_engine(lambda one: one.logits(_PROMPTS[1]))),
         ("stream", of_engine(streamed)),

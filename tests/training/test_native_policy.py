@@ -36,6 +36,7 @@ TRAINERS = {
     "sft": (SFT, {}),
     "dpo": (DPO, {"beta": 0.2}),
     "grpo": (GRPO, {"reward_fn": fours, "group_size": 4, "max_new_tokens": 6, "beta": 0.05}),
+    "grpo-filtered": (GRPO, {"reward_fn": fours, "group_size": 4, "max_new_tokens": 6, "beta": 0.05, "top_k": 9}),
     "online-dpo": (OnlineDPO, {"reward_fn": first_is_four, "max_new_tokens": 6}),
 }
 
@@ -101,7 +102,7 @@ def test_every_algorithm_makes_the_steps_of_the_torch_path(method: str, b_std: f
         of_torch, native = (timeless(trainer.train(ROWS, steps=1)) for trainer in trainers)
         assert native.keys() == of_torch.keys()
         for name, value in of_torch.items():
-            np.testing.assert_allclose(native[name], value, rtol=2e-4, atol=2e-6, err_msg=name)
+            np.testing.assert_allclose(native[name], value, rtol=2e-4, atol=5e-6, err_msg=name)
     assert_same_policies(*trainers)
     np.testing.assert_allclose(trainers[1].evaluate(ROWS), trainers[0].evaluate(ROWS), rtol=1e-4)
 

@@ -38,6 +38,7 @@ nb::object array_of(DType dtype, std::span<const T> values) {
 }
 nb::object array_of(std::span<const float> values) { return array_of(DType::kFloat32, values); }
 nb::object array_of(std::span<const int32_t> values) { return array_of(DType::kInt32, values); }
+nb::object array_of(std::span<const int64_t> values) { return array_of(DType::kInt64, values); }
 
 [[noreturn]] void throw_forked() {
     throw ForkedError(
@@ -95,7 +96,7 @@ public:
     uint64_t add_prompt(uint64_t session, nb::handle tokens, size_t n, size_t min_new_tokens, size_t max_new_tokens,
                         nb::handle stop_tokens, const Shared<const StopStrings>* stop_strings, uint64_t seed,
                         uint64_t prompt_index, uint64_t first_sample, uint64_t adapter, const nb::dict& sampling,
-                        bool keep, bool constrained) {
+                        bool keep, bool constrained, bool records_kept, int scored_alternatives) {
         const EngineGuard guard(lock_);
         Request request = request_of(session, tokens, adapter);
         if (n == 0) throw std::invalid_argument("no token to sample");
@@ -103,6 +104,11 @@ public:
         request.min_new_tokens = min_new_tokens;
         request.keep = keep;
         request.constrained = constrained;
+        request.records_kept = records_kept;
+        if (scored_alternatives >= 0) {
+            request.score_from = 1;
+            request.scoring.top_logprobs = static_cast<size_t>(scored_alternatives);
+        }
         request.max_new_tokens = max_new_tokens;
         request.stop_tokens = tokens_of(stop_tokens);
         request.seed = seed, request.prompt_index = prompt_index, request.first_sample = first_sample;
@@ -120,8 +126,8 @@ public:
         request.entropy = entropy;
         request.logits = logits;
         request.hidden = hidden;
-        request.sampling.temperature = temperature;
-        request.sampling.top_logprobs = top_logprobs;
+        request.scoring.temperature = temperature;
+        request.scoring.top_logprobs = top_logprobs;
         return engine_.add(std::move(request), session);
     }
 
@@ -159,6 +165,13 @@ public:
                               array_of(std::span(s.logprobs).subspan(from)),
                               array_of(std::span(s.n_withheld).subspan(std::min(from, s.n_withheld.size()))), top_ids,
                               top_logprobs, kFinish[static_cast<int>(s.finish)]);
+    }
+
+    // Returns offsets and words of the TokenSets of a sample's tokens.
+    nb::tuple kept_tokens(uint64_t id, size_t i) const {
+        const EngineGuard guard(lock_);
+        const Sample& s = engine_.job(id).samples.at(i);
+        return nb::make_tuple(array_of(s.kept_offsets), array_of(s.kept_words));
     }
 
     bool is_done(uint64_t id) const {
@@ -286,7 +299,8 @@ void bind_engine(nb::module_& m) {
         .def_prop_ro("weights", &EngineObject::weights)
         .def("add_prompt", &EngineObject::add_prompt, arg("session"), nb::kw_only(), arg("tokens"), arg("n"),
              arg("min_new_tokens"), arg("max_new_tokens"), arg("stop_tokens"), arg("stop_strings").none(), arg("seed"),
-             arg("prompt_index"), arg("first_sample"), arg("adapter"), arg("sampling"), arg("keep"), arg("constrained"))
+             arg("prompt_index"), arg("first_sample"), arg("adapter"), arg("sampling"), arg("keep"), arg("constrained"),
+             arg("records_kept"), arg("scored_alternatives"))
         .def("allow", &EngineObject::allow, arg("job"), arg("sample"), arg("tokens"))
         .def("add_score", &EngineObject::add_score, arg("session"), nb::kw_only(), arg("tokens"), arg("score_from"),
              arg("temperature"), arg("entropy"), arg("logits"), arg("hidden"), arg("top_logprobs"), arg("adapter"),
@@ -296,6 +310,7 @@ void bind_engine(nb::module_& m) {
         .def("step", &EngineObject::step)
         .def("is_done", &EngineObject::is_done)
         .def("sample", &EngineObject::sample)
+        .def("kept_tokens", &EngineObject::kept_tokens)
         .def("reused", &EngineObject::reused)
         .def("scores", &EngineObject::scores)
         .def("begin_session", &EngineObject::begin_session)

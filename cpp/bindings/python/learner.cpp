@@ -35,6 +35,11 @@ void require(bool fits, const char* error) {
 
 std::vector<int64_t> copy(const Indices& x) { return {x.data(), x.data() + x.shape(0)}; }
 
+template <class T>
+std::span<T> span_of(const Contiguous<T, 1>& x) {
+    return {x.data(), x.shape(0)};
+}
+
 // A learner, and a head that reads its hidden states.
 class LearnerObject {
 public:
@@ -70,9 +75,10 @@ public:
     void forward(const Indices& tokens, const Indices& positions, const Indices& group_offsets,
                  const Indices& q_offsets, const Indices& k_offsets, const Indices& key_rows,
                  const Indices& reader_offsets, const Indices& readers, const Indices& predictors,
-                 const Indices& targets, double temperature, bool with_adapters, bool keep, size_t activation_bytes,
-                 double dropout, uint64_t seed, const Contiguous<float, 1>& logprobs,
-                 const std::optional<Contiguous<float, 1>>& entropy) {
+                 const Indices& targets, const std::optional<Indices>& kept_offsets,
+                 const std::optional<Contiguous<const int32_t, 1>>& kept_words, double temperature, bool with_adapters,
+                 bool keep, size_t activation_bytes, double dropout, uint64_t seed,
+                 const Contiguous<float, 1>& logprobs, const std::optional<Contiguous<float, 1>>& entropy) {
         const ReleasedGil released;
         const std::lock_guard guard(mutex_);
         const size_t rows = targets.shape(0);
@@ -82,11 +88,17 @@ public:
             require(targets.data()[i] >= 0 && static_cast<size_t>(targets.data()[i]) < learner_.vocab_size(),
                     "Learner.forward: a target is not in the vocabulary");
         }
+        TokenSets kept;
+        if (kept_offsets && kept_words) {
+            kept = {span_of(*kept_offsets), span_of(*kept_words)};
+            check_token_sets(kept, span_of(targets), learner_.vocab_size());
+        }
         hidden_ =
             learner_.forward({copy(tokens), copy(positions), copy(group_offsets), copy(q_offsets), copy(k_offsets),
                               copy(key_rows), copy(reader_offsets), copy(readers), copy(predictors)},
                              with_adapters, keep, activation_bytes, {dropout, seed});
-        head_.forward(hidden_, targets.data(), rows, temperature, logprobs.data(), entropy ? entropy->data() : nullptr);
+        head_.forward(hidden_, targets.data(), rows, 1, kept, temperature,
+                      {logprobs.data(), entropy ? entropy->data() : nullptr});
         rows_ = rows;
     }
 
@@ -122,7 +134,8 @@ public:
         }
         const auto grad_hidden = std::make_unique_for_overwrite<float[]>(rows_ * learner_.hidden_dim());
         learner_.check_kept();
-        head_.backward(hidden_, grad_logprobs.data(), grad_entropy ? grad_entropy->data() : nullptr, grad_hidden.get());
+        head_.backward(hidden_, {grad_logprobs.data(), grad_entropy ? grad_entropy->data() : nullptr},
+                       grad_hidden.get());
         learner_.backward(grad_hidden.get(), factors, norms);
     }
 
@@ -168,9 +181,9 @@ void bind_learner(nb::module_& m) {
         .def("set_norm", &LearnerObject::set_norm, arg("norm"), array("values"))
         .def("forward", &LearnerObject::forward, nb::kw_only(), array("tokens"), array("positions"),
              array("group_offsets"), array("q_offsets"), array("k_offsets"), array("key_rows"), array("reader_offsets"),
-             array("readers"), array("predictors"), array("targets"), arg("temperature"), arg("with_adapters"),
-             arg("keep"), arg("activation_bytes"), arg("dropout"), arg("seed"), array("logprobs"),
-             array("entropy").none())
+             array("readers"), array("predictors"), array("targets"), array("kept_offsets").none(),
+             array("kept_words").none(), arg("temperature"), arg("with_adapters"), arg("keep"), arg("activation_bytes"),
+             arg("dropout"), arg("seed"), array("logprobs"), array("entropy").none())
         .def("backward", &LearnerObject::backward, nb::kw_only(), array("grad_logprobs"), array("grad_entropy").none(),
              arg("grads"), arg("norm_grads"));
 }

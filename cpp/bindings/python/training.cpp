@@ -17,8 +17,10 @@
 #include "bindings.h"
 #include "gil.h"
 #include "engine/attention.h"
+#include "engine/kept_tokens.h"
 #include "engine/training_attention.h"
 #include "runtime/system.h"
+#include "runtime/thread_pool.h"
 
 namespace nb = nanobind;
 
@@ -151,6 +153,23 @@ void token_logprobs_backward_call(const Matrix<const float>& logits, const Vecto
     token_logprobs_backward(tile, data(out));
 }
 
+void check_kept_tokens(const Vector<const int64_t>& offsets, const Vector<const int32_t>& words,
+                       const Vector<const int64_t>& tokens, size_t vocab_size) {
+    check_token_sets({{offsets.data(), offsets.shape(0)}, {words.data(), words.shape(0)}},
+                     {tokens.data(), tokens.shape(0)}, vocab_size);
+}
+
+// logits (rows, n) of the tokens from first_token on, under the sets from first_row on, which are checked.
+void drop_logits_call(const Matrix<float>& logits, const Vector<const int64_t>& offsets,
+                      const Vector<const int32_t>& words, size_t first_row, size_t first_token, size_t vocab_size) {
+    const TokenSets sets{{offsets.data(), offsets.shape(0)}, {words.data(), words.shape(0)}};
+    const size_t rows = logits.shape(0), n = logits.shape(1);
+    require(first_row + rows < offsets.shape(0) && first_token + n <= vocab_size,
+            "drop_logits: more rows than sets, or columns than tokens");
+    float* z = data(logits);
+    for_rows(rows, n, [&](size_t i) { drop_logits(sets[first_row + i], vocab_size, first_token, n, z + i * n); });
+}
+
 // ---------------------------------------------------------------- AdamW
 
 void adamw_call(const Contiguous<float>& p, const Contiguous<const float>& grad, const Contiguous<float>& m,
@@ -260,6 +279,10 @@ void bind_training(nb::module_& m) {
     };
     def_softcap_backward(&softcap_backward_call<float>);
     def_softcap_backward(&softcap_backward_call<BFloat16>);
+    m.def("check_kept_tokens", &check_kept_tokens, nb::kw_only(), array("offsets"), array("words"), array("tokens"),
+          arg("vocab_size"));
+    m.def("drop_logits", &drop_logits_call, array("logits"), nb::kw_only(), array("offsets"), array("words"),
+          arg("first_row"), arg("first_token"), arg("vocab_size"));
     nb::class_<TokenLogprobs>(m, "TokenLogprobs")
         .def(
             "__init__",

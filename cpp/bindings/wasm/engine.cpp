@@ -158,7 +158,7 @@ uint32_t add_score(const int32_t* tokens, size_t n, size_t score_from, float tem
     request.tokens.assign(tokens, tokens + n);
     request.adapter = adapter_id;
     request.score_from = score_from;
-    request.sampling.temperature = temperature;
+    request.scoring.temperature = temperature;
     return static_cast<uint32_t>(running().add(std::move(request)));
 }
 

@@ -81,7 +81,7 @@ WHET_EXPORT(learner_forward) void learner_forward(const double* numbers, size_t 
     }
     s.rows = 0;
     s.hidden = s.learner.forward(batch, batch.with_adapters, batch.keep, batch.activation_bytes);
-    s.head.forward(s.hidden, batch.targets.data(), rows, batch.temperature, logprobs, nullptr);
+    s.head.forward(s.hidden, batch.targets.data(), rows, 1, {}, batch.temperature, {logprobs});
     s.rows = rows;
 }
 
@@ -98,7 +98,7 @@ WHET_EXPORT(learner_backward) void learner_backward(const float* grad_logprobs, 
         gradients = b + shape[0] * shape[2];
     }
     const auto grad_hidden = std::make_unique_for_overwrite<float[]>(rows * s.learner.hidden_dim());
-    s.head.backward(s.hidden, grad_logprobs, nullptr, grad_hidden.get());
+    s.head.backward(s.hidden, {grad_logprobs}, grad_hidden.get());
     s.learner.backward(grad_hidden.get(), factors, {});
 }
 

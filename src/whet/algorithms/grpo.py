@@ -6,11 +6,14 @@ rho = exp(log pi - log pi_old) (Shao et al. 2024, eq. 3):
     l_it = -min(rho A_i, clip(rho, 1 - epsilon, 1 + epsilon_high) A_i) + beta KL_it
 
 The losses of the family differ in l and in how tokens are summed (see ``grpo_loss``). Assumes that every completion
-of a group answers the same prompt, and that log-probs are computed at the sampling temperature.
+of a group answers the same prompt, and that log-probs are computed at the sampling temperature. Where bans, a grammar
+or filters (top_k, top_p, min_p) excluded tokens, all log-probs are of the distribution over the others, which the
+engine records (the sampling mask of DeepSeek-V3.2; DeepSeek-AI 2025).
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -18,6 +21,7 @@ import numpy as np
 
 from whet.algorithms.online import OnlineTrainer
 from whet.config.fields import reject_ineffective
+from whet.config.kept_tokens import KeptTokens
 from whet.config.settings import GRPOConfig, SamplerCorrection
 from whet.errors import WhetTypeError, WhetValueError
 from whet.losses.closed_form import Loss
@@ -126,6 +130,13 @@ class GRPO(OnlineTrainer):
             self.warn_if_mismatched(metrics.get("sampler/logprob_difference", 0.0), fix)
         return metrics
 
+    def memory_blocks(self) -> Iterator[tuple[str, Hashable, int]]:
+        """Yield the memory held by the trainer, and of a step in progress the kept tokens."""
+        yield from super().memory_blocks()
+        batches = [] if self._in_progress is None else self._in_progress.batches
+        kept = [each for batch in batches for each in batch.kept_tokens or () if each is not None]
+        yield "kept_tokens", id(self), sum(each.offsets.nbytes + each.words.nbytes for each in kept)
+
     def _resume(self, prompt_batch: Any) -> _Step | None:
         """Return the step on these prompts that was interrupted between two of its updates, if any."""
         step = self._in_progress
@@ -136,7 +147,7 @@ class GRPO(OnlineTrainer):
     def _begin(self, prompt_batch: Any) -> _Step:
         """Sample completions and score them."""
         config, size = self.config, self.config.group_size
-        rollout = self.sample(prompt_batch, size)
+        rollout = self.sample(prompt_batch, size, with_kept_tokens=True)
         with phase("reward"):
             scored = self.ranks.broadcast_from_first(lambda: rollout.score(self.rewards))
         with phase("advantages"):
@@ -176,8 +187,9 @@ class GRPO(OnlineTrainer):
         prompts = [rollout.prompt_ids[i] for i in rows]
         completions = [rollout.completions[i].token_ids for i in rows]
         reference = old = None
+        kept = rollout.kept_tokens(rows)
         if self.config.uses_reference_model():
-            reference = self.logprobs(prompts, completions, config.temperature, reference=True)
+            reference = self.logprobs(prompts, completions, config.temperature, kept_tokens=kept, reference=True)
         sampler, correction = rollout.sampler_logprobs(rows), self._correction(rollout)
         if correction and sampler is None and config.sampler_correction != "auto":
             raise WhetValueError(
@@ -185,7 +197,7 @@ class GRPO(OnlineTrainer):
             )
         # A mask changes the number of tokens that the loss is divided by; dropout would add noise to the weights.
         if correction and sampler is not None and (correction.endswith("mask") or config.training_mode):
-            old = self.logprobs(prompts, completions, config.temperature)
+            old = self.logprobs(prompts, completions, config.temperature, kept_tokens=kept)
         batches = []
         for part in self.micro_batches(list(zip(prompts, completions, strict=True))):
             lengths = np.array([len(completions[i]) for i in part])
@@ -196,6 +208,7 @@ class GRPO(OnlineTrainer):
             batch = _MicroBatch(
                 prompt_ids=[prompts[i] for i in part],
                 completion_ids=[completions[i] for i in part],
+                kept_tokens=None if kept is None else [kept[i] for i in part],
                 advantages=advantages[[rows[i] for i in part]],
                 mask=mask,
                 n_rows=len(part),
@@ -213,8 +226,9 @@ class GRPO(OnlineTrainer):
         config = self.config
         with phase("forward"):
             logprobs, entropy, _ = self.policy.logprobs(
-                batch.prompt_ids, batch.completion_ids, temperature=config.temperature, return_entropy=True
-            )
+                batch.prompt_ids, batch.completion_ids, kept_tokens=batch.kept_tokens, temperature=config.temperature,
+                return_entropy=True,
+            )  # fmt: skip
         with phase("loss"):
             if batch.old_logprobs is None:  # the policy of the first update is the policy that sampled
                 batch.set_old_logprobs(logprobs, config.sampler_cap)
@@ -267,6 +281,7 @@ class _MicroBatch:
     Attributes:
         prompt_ids: b rows of token ids.
         completion_ids: b rows of token ids.
+        kept_tokens: of each completion; None: every token was drawn from the whole vocabulary.
         advantages: (b,) float64.
         mask: (b, t) bool, True for tokens that count: not rejected by the correction.
         n_rows: number of completions that count.
@@ -280,6 +295,7 @@ class _MicroBatch:
 
     prompt_ids: list[list[int]]
     completion_ids: list[list[int]]
+    kept_tokens: list[KeptTokens | None] | None
     advantages: np.ndarray
     mask: np.ndarray
     n_rows: int

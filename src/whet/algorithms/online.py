@@ -112,10 +112,16 @@ class OnlineTrainer(Trainer):
                 scored.append(self.ranks.broadcast_from_first(partial(rollout.score, functions)))
         return mean_rewards(scored)
 
-    def sample(self, prompt_batch: Any, n: int) -> Rollout:
-        """Sample ``n`` completions per prompt from the current policy, reproducibly for (seed, step)."""
+    def sample(self, prompt_batch: Any, n: int, *, with_kept_tokens: bool = False) -> Rollout:
+        """Sample ``n`` completions per prompt from the current policy, reproducibly for (seed, step).
+
+        Args:
+            prompt_batch: see ``train``.
+            n: completions per prompt.
+            with_kept_tokens: record the tokens that each token is drawn from, if the settings exclude any.
+        """
         with self._synced_engine():
-            rollout = self._sample(prompt_batch, n, self.step)
+            rollout = self._sample(prompt_batch, n, self.step, with_kept_tokens=with_kept_tokens)
         if self.ranks.is_first and not self._warned_of_truncation:
             longest, where = self.config.max_new_tokens, type(self).__name__
             self._warned_of_truncation = warn_if_truncated(rollout, longest, where)
@@ -174,7 +180,9 @@ class OnlineTrainer(Trainer):
         """Return the prompt; see ``tokenize_prompt``."""
         return tokenize_prompt(row, tokenizer)
 
-    def _sample(self, batch: Any, n: int, key: int, temperature: float | None = None) -> Rollout:
+    def _sample(
+        self, batch: Any, n: int, key: int, temperature: float | None = None, with_kept_tokens: bool = False
+    ) -> Rollout:
         """Sample ``n`` completions per prompt, reproducibly for (seed, key) and the engine's weights."""
         prompts = self.get_prepared(batch)
         self.engine = ensure_capacity(self.engine, self._make_engine, prompts.ids, self.config.max_new_tokens)
@@ -182,6 +190,8 @@ class OnlineTrainer(Trainer):
         sampling = self.config.sampling(self.stop_token_ids(), seed)
         if temperature is not None:
             sampling = dataclasses.replace(sampling, temperature=temperature)
+        if with_kept_tokens and sampling.drops_tokens():
+            sampling = dataclasses.replace(sampling, kept_tokens=True)
         engine = self.engine if self.ranks.size == 1 else ShardedEngine(self.ranks, self.engine)
         with phase("generation"):
             return sample(engine, prompts, n, sampling, self.tokenizer)

@@ -6,23 +6,22 @@ The text is printed to standard output, everything else to standard error.
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
 from whet.cli.settings import parse_flags
 from whet.cli.text_options import OneModelConfig
-from whet.config.fields import PathText, Positive, reject_ineffective
+from whet.config.fields import Positive, reject_ineffective
+from whet.config.grammars import GrammarText, parse_schema
 from whet.config.sampling import Completion, SamplingParams
 from whet.data.rows import tokenize_prompt
+from whet.data.thinking import Replies
 from whet.engine import Engine
 from whet.engine.session import Token
-from whet.errors import WhetValueError
 from whet.text.checkpoint_model import resolve_adapter
 from whet.text.model import detokenise_stream, find_model, find_stop_ids, load_chat_tokenizer, load_engine
 
@@ -41,13 +40,13 @@ class GenerateConfig(OneModelConfig):
     """List every token with its log-prob and this many most probable alternatives, on standard error; at most 20."""
     raw: bool = False
     """Continue the prompt as plain text, without the chat template."""
-    schema: PathText = ""
-    """A file with a JSON schema: the completion is JSON that follows it. Needs the extra serve, as does --regex."""
+    schema: GrammarText = ""
+    """A JSON schema that the completion follows: its text, or a file. Needs the extra serve, as does --regex."""
     regex: str = ""
     """A regular expression that matches the completion."""
 
     def sampling(self, stop_token_ids: Sequence[int] = ()) -> SamplingParams:
-        schema = _read_schema(self.schema) if self.schema else None
+        schema = parse_schema(self.schema, _WHERE)
         return SamplingParams.from_settings(self, stop_token_ids=stop_token_ids, schema=schema)
 
     def check(self) -> None:
@@ -73,6 +72,8 @@ def main(argv: Sequence[str]) -> int:
     engine = load_engine(model, options.weights, n_tokens, _WHERE, adapter_path, kv_dtype=options.kv_dtype)
     engine.tokenizer = tokenizer
     sampling = options.sampling(find_stop_ids(path, tokenizer, engine.config.vocab_size, _WHERE))
+    if sampling.grammar_settings():
+        sampling = dataclasses.replace(sampling, grammar_after=Replies(tokenizer).closing_tag(prompt_ids))
     adapter = engine.add_adapter(adapter_path) if adapter_path else None
     with engine:
         start_s = time.perf_counter()
@@ -94,21 +95,6 @@ def main(argv: Sequence[str]) -> int:
         file=sys.stderr,
     )
     return 0
-
-
-def _read_schema(path: str) -> Any:
-    """Return the JSON schema in a file.
-
-    Raises:
-        WhetValueError: the file cannot be read, or does not hold a schema.
-    """
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise WhetValueError(f"{_WHERE}: schema {path!r} cannot be read: {error}.") from None
-    if not isinstance(found, (dict, bool)):
-        raise WhetValueError(f"{_WHERE}: schema {path!r} holds a {type(found).__name__}, expected a JSON object.")
-    return found
 
 
 def _stream(

@@ -23,7 +23,9 @@ from whet.config.fields import (
     TokenIds,
     check_range,
     check_types,
+    reject_ineffective,
 )
+from whet.config.kept_tokens import KeptTokens
 from whet.errors import WhetTypeError, WhetValueError
 
 _Mass = Annotated[float, Range("a number in (0, 1]", lambda p: 0 < p <= 1)]
@@ -81,7 +83,10 @@ class SamplingParams:
             the native engine follows grammars.
         regex: a regular expression that matches the text of a completion.
         lark: a grammar of the text in llguidance's dialect of Lark.
+        grammar_after: text of the completion behind which the grammar begins, such as "</think>" if the prompt opens
+            the thinking; empty: it begins at once.
         top_logprobs: number of most probable tokens to report with each token, from 0 to 20.
+        kept_tokens: report the tokens that bans, grammar and filters left to draw each token from.
         seed: completions depend only on (seed, prompt index, sample index, position); from 0 to 2^64 - 1.
 
     Raises:
@@ -104,7 +109,9 @@ class SamplingParams:
     schema: dict | bool | None = field(default=None, hash=False)
     regex: str = ""
     lark: str = ""
+    grammar_after: str = ""
     top_logprobs: _Alternatives = 0
+    kept_tokens: bool = False
     seed: Seed = 0
 
     @classmethod
@@ -126,10 +133,17 @@ class SamplingParams:
         chosen = self.grammar_settings()
         if len(chosen) > 1:
             raise WhetValueError(f"SamplingParams: {' and '.join(chosen)} are set, expected at most one of them.")
+        no_grammar = f"none of {', '.join(GRAMMAR_SETTINGS)} is set"
+        reject_ineffective(self, ["grammar_after"], bool(chosen), no_grammar)
 
     def grammar_settings(self) -> list[str]:
         """Return the names of the settings that constrain the text."""
         return [name for name in GRAMMAR_SETTINGS if getattr(self, name) not in (None, "")]
+
+    def drops_tokens(self) -> bool:
+        """Whether the settings exclude tokens: by bans, a grammar or filters."""
+        drops = self.min_new_tokens > 0 or self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return drops or bool(self.grammar_settings())
 
 
 @dataclass(kw_only=True)
@@ -206,6 +220,8 @@ class Completion:
         top_logprobs: per token, its alternatives as (token id, log-prob), most probable first: at most
             ``SamplingParams.top_logprobs`` tokens of nonzero probability in the distribution of ``logprobs``; None if
             that setting is 0.
+        kept_tokens: per token, the tokens that it was drawn from; None unless ``SamplingParams.kept_tokens`` is set, or
+            if the source does not provide them.
     """
 
     token_ids: list[int]
@@ -214,3 +230,4 @@ class Completion:
     policy_version: int = 0
     text: str | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
+    kept_tokens: KeptTokens | None = None

@@ -1,7 +1,8 @@
 """Settings of every algorithm: flat dataclasses filled from a TOML table, flags or keyword arguments.
 
 Each field documents its effect and unit. Construction rejects values of the wrong type, out of range, or without effect
-given the other settings; a field at its default is never rejected. Reads no files, and does not import torch.
+given the other settings; a field at its default is never rejected. Reads no files except grammars, and does not import
+torch.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from whet.config.fields import (
     check_types,
     reject_ineffective,
 )
+from whet.config.grammars import GrammarText, parse_schema
 from whet.config.sampling import DISTRIBUTION_SETTINGS, ROLLOUT_MAX_NEW_TOKENS, SamplingParams, SamplingSettings
 from whet.errors import WhetValueError, check_choice
 from whet.models.formats import Weights
@@ -253,6 +255,13 @@ class RolloutConfig(SamplingSettings):
     stop: StopStrings = field(default_factory=list)
     """Strings that end a completion: reward functions see the text before them, all sampled tokens are trained on.
     Needs a tokenizer."""
+    schema: GrammarText = ""
+    """A JSON schema that the completions follow: its text, or a file. Grammars need the extra serve (llguidance), a
+    tokenizer and the native engine; GRPO trains the distribution over the tokens that they allow."""
+    regex: str = ""
+    """A regular expression that matches the completions."""
+    lark: GrammarText = ""
+    """A grammar of the completions in llguidance's dialect of Lark: its text, or a file."""
     engine: EngineName = "auto"
     """Engine that samples: native, or the model through torch; auto: native if it supports the model; ray: native
     engines in other processes, on one machine or many, with the same completions."""
@@ -281,7 +290,8 @@ class RolloutConfig(SamplingSettings):
         reject_ineffective(
             self, ["rollout_workers", "ray_address"], self.engine == "ray", f"engine is {self.engine!r}, not 'ray'"
         )
-        self.sampling((), self.seed)
+        grammars = self.sampling((), self.seed).grammar_settings()
+        reject_ineffective(self, grammars, self.engine != "torch", "engine is 'torch', which follows no grammar")
 
     def uses_unmodified_distribution(self) -> bool:
         """Whether tokens are sampled from the model's distribution: temperature 1, no filters, no penalties."""
@@ -290,7 +300,10 @@ class RolloutConfig(SamplingSettings):
 
     def sampling(self, stop_ids: Sequence[int], seed: int) -> SamplingParams:
         """Return the ``SamplingParams`` for an engine; ``stop_ids`` is used if the config has no stop_token_ids."""
-        return SamplingParams.from_settings(self, stop_token_ids=self.stop_token_ids or stop_ids, seed=seed)
+        schema = parse_schema(self.schema, type(self).__name__)
+        return SamplingParams.from_settings(
+            self, stop_token_ids=self.stop_token_ids or stop_ids, seed=seed, schema=schema
+        )
 
 
 @dataclass(kw_only=True)

@@ -87,6 +87,10 @@ class Replies:
         end = self._tokenizer.decode(list(prompt_ids[-_TAG_TOKENS:]), skip_special_tokens=False)
         return self.tags.opening if end.rstrip().endswith(self.tags.opening) else ""
 
+    def closing_tag(self, prompt_ids: Sequence[int]) -> str:
+        """Return the tag that ends the thinking which a prompt opens; "" if it opens none."""
+        return self.tags.closing if self.tags is not None and self.opening_tag(prompt_ids) else ""
+
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 

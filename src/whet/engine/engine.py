@@ -313,6 +313,7 @@ class Engine:
         texts = self._texts_for(sampling, where)
         request = self._make_request(n, sampling, is_model_mode(logprobs_mode, where), texts, where)
         constrain = self._constrain_by(sampling, where)
+        vocab_size = self.config.vocab_size if sampling.kept_tokens else None
         with (session := Session(self._calls, where)), session:
             session.begin()
             adapters = self._adapter_ids(adapter, len(prompts), where)
@@ -321,7 +322,7 @@ class Engine:
                 for i, (prompt, key, number) in enumerate(zip(prompts, chosen, adapters, strict=True))
             ]
             for call in session.run_calls(calls):
-                yield [session.completion(call.job, j, self.policy_version, texts) for j in range(n)]
+                yield [session.completion(call.job, j, self.policy_version, texts, vocab_size) for j in range(n)]
 
     def stream(
         self,
@@ -360,6 +361,7 @@ class Engine:
         logprobs_mode: LogprobsMode = "sampling",
         keep: bool = False,
         constrain: Callable[[], Constraint] | None = None,
+        prompt_logprobs: int | None = None,
         where: str = "Engine.open_prompt",
     ) -> Call:
         """Begin ``n`` completions of a prompt whose steps the caller runs; arguments as in ``generate`` and ``stream``.
@@ -368,9 +370,15 @@ class Engine:
 
         Args:
             constrain: makes the constraint of a sample. Default: of the grammar in ``sampling``.
+            prompt_logprobs: also score the prompt, with this many alternatives per token, from 0 to 20: ``Call.scores``
+                returns the values of ``open_score`` once a token has been drawn. None: do not.
         """
+        if prompt_logprobs is not None:
+            _check_alternatives(where, "prompt_logprobs", prompt_logprobs)
         ids = check_token_row(prompt, self.config, where, "prompt")
         sampling = as_sampling(sampling, where)
+        if sampling.kept_tokens:
+            raise WhetValueError(f"{where}: kept_tokens is set, which only Engine.generate reports. Omit it.")
         texts = self._texts_for(sampling, where)
         request = self._make_request(n, sampling, is_model_mode(logprobs_mode, where), texts, where)
         constrain = constrain or self._constrain_by(sampling, where)
@@ -379,7 +387,7 @@ class Engine:
             session.begin()
             [number] = self._adapter_ids(adapter, 1, where)
             return self._open_call(
-                session, where, "prompt", ids, request, StreamKey(0), number, texts, constrain, keep
+                session, where, "prompt", ids, request, StreamKey(0), number, texts, constrain, keep, prompt_logprobs
             )  # fmt: skip
         except BaseException:
             session.end()
@@ -451,8 +459,7 @@ class Engine:
         rows = check_token_rows(sequences, self.config, where, "sequences")
         starts = check_starts(start, rows, where)
         check_temperature(where, temperature)
-        if not 0 <= check_integer(where, "top_logprobs", top_logprobs, 0) <= 20:
-            raise WhetValueError(f"{where}: top_logprobs is {top_logprobs}, expected an integer from 0 to 20.")
+        _check_alternatives(where, "top_logprobs", top_logprobs)
         scores = self._score(
             rows, starts, adapter, where, temperature=temperature, entropy=return_entropy, top_logprobs=top_logprobs
         )
@@ -768,7 +775,7 @@ class Engine:
                 self._grammars = Grammars(self._tokenizer, self.config.vocab_size, sampling.stop_token_ids)
             grammars = self._grammars
         try:
-            return partial(grammars.constrain, grammars.compile(sampling))
+            return partial(grammars.constrain, grammars.compile(sampling), sampling.grammar_after)
         except WhetValueError as error:
             raise WhetValueError(f"{where}: {error}") from None
 
@@ -788,6 +795,7 @@ class Engine:
             "stop_strings": texts and _core.StopStrings(texts.core, [text.encode() for text in s.stop]),
             "seed": s.seed % 2**64,
             "sampling": {**settings, "model_logprobs": model_logprobs},
+            "records_kept": s.kept_tokens,
         }
 
     def _open_call(
@@ -802,10 +810,12 @@ class Engine:
         texts: TokenTexts | None,
         constrain: Callable[[], Constraint] | None,
         keep: bool = False,
+        prompt_logprobs: int | None = None,
     ) -> Call:
         check_can_continue(prompt, self.config, where, name)
         hint = "Raise kv_bytes or lower max_new_tokens."
         fields = {"tokens": prompt, "adapter": adapter, "keep": keep, **key._asdict()}
+        fields |= {"scored_alternatives": -1 if prompt_logprobs is None else prompt_logprobs}
         job = session.add("prompt", name, hint, constrained=constrain is not None, **fields, **request)
         return Call(session, job, texts, [constrain() for _ in range(request["n"])] if constrain else ())
 
@@ -852,6 +862,11 @@ class Engine:
             )
             for i, (row, start, number) in enumerate(zip(rows, starts, adapters, strict=True))
         ]
+
+
+def _check_alternatives(where: str, name: str, n: Any) -> None:
+    if not 0 <= check_integer(where, name, n, 0) <= 20:
+        raise WhetValueError(f"{where}: {name} is {n}, expected an integer from 0 to 20.")
 
 
 def _first_pooled(row: np.ndarray, pooling: Pooling) -> int:

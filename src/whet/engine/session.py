@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from whet.config.kept_tokens import KeptTokens
 from whet.config.sampling import Completion
 from whet.engine.grammar import Constraint
 from whet.errors import WhetError, WhetTypeError, WhetValueError
@@ -157,13 +158,24 @@ class Session:
             self.check_logits(call.job)
             yield call
 
-    def completion(self, job: int, sample: int, policy_version: int, texts: TokenTexts | None) -> Completion:
-        """Return a sample as a ``Completion``; with ``texts``, including its text."""
+    def completion(
+        self, job: int, sample: int, policy_version: int, texts: TokenTexts | None, vocab_size: int | None
+    ) -> Completion:
+        """Return a sample as a ``Completion``.
+
+        Args:
+            texts: texts of all tokens, to include the completion's; None: without.
+            vocab_size: of the model, to include the kept tokens; None: without.
+        """
         drawn = self.sample(job, sample, 0)
         token_ids = drawn.token_ids.tolist()
         text = None if texts is None else texts.text_of(token_ids, drawn.n_withheld[-1])
+        kept = None
+        if vocab_size is not None:
+            offsets, words = self._core().kept_tokens(job, sample)
+            kept = KeptTokens(offsets, words, vocab_size)
         return Completion(
-            token_ids, drawn.logprobs.tolist(), drawn.finish, policy_version, text, drawn.alternatives() or None
+            token_ids, drawn.logprobs.tolist(), drawn.finish, policy_version, text, drawn.alternatives() or None, kept
         )
 
     def scores(self, job: int) -> Scores:
@@ -329,7 +341,7 @@ class Call:
         self.session.allow(self.job, sample, tokens)
 
     def scores(self) -> Scores:
-        """Return the results of a score request that is complete."""
+        """Return the results of a score request that is complete, or of a scored prompt that has been computed."""
         return self.session.scores(self.job)
 
     @property

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from whet import _core
+from whet.config.kept_tokens import KeptTokens
 from whet.errors import WhetValueError
 from whet.ops.packing import pack_sequences
 
@@ -80,9 +82,13 @@ class Logprobs(NamedTuple):
 
 
 def check_rows(
-    where: str, prompts: Sequence[Any], completions: Sequence[Any], completion_mask: Sequence[Sequence[bool]] | None
+    where: str,
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    completion_mask: Sequence[Sequence[bool]] | None,
+    kept_tokens: Sequence[KeptTokens | None] | None,
 ) -> None:
-    """Raise a WhetValueError unless there are as many prompts as completions, and a mask has a value for each token."""
+    """Raise a WhetValueError unless there are as many prompts as completions, and a mask and kept tokens fit them."""
     if len(prompts) != len(completions) or not prompts:
         raise WhetValueError(
             f"{where}: prompt_ids has {len(prompts)} rows and completion_ids has {len(completions)}. "
@@ -93,6 +99,49 @@ def check_rows(
             f"{where}: completion_mask has rows of {list(map(len, completion_mask))!s:.60} values, and completion_ids "
             f"of {list(map(len, completions))!s:.60} tokens. Pass one value for each token."
         )
+    if kept_tokens is None:
+        return
+    if len(kept_tokens) != len(completions):
+        raise WhetValueError(
+            f"{where}: kept_tokens has {len(kept_tokens)} entries for {len(completions)} completions. Pass one for "
+            f"each, or None for all."
+        )
+    for i, (kept, completion) in enumerate(zip(kept_tokens, completions, strict=True)):
+        if kept is not None and len(kept) != len(completion):
+            raise WhetValueError(
+                f"{where}: kept_tokens[{i}] has {len(kept)} sets, and completion_ids[{i}] {len(completion)} tokens. "
+                f"Pass the kept_tokens of this completion."
+            )
+
+
+def select_kept(
+    kept: Sequence[KeptTokens | None] | None,
+    rows: np.ndarray,
+    steps: np.ndarray,
+    targets: np.ndarray,
+    vocab_size: int,
+    where: str,
+) -> KeptTokens | None:
+    """Return the sets of tokens ``steps[i]`` of the completions ``rows[i]``, which are ``targets[i]``.
+
+    Raises:
+        WhetValueError: a set of another vocabulary, or without its token.
+    """
+    if kept is None:
+        return None
+    for i, each in enumerate(kept):
+        if each is not None and each.vocab_size != vocab_size:
+            raise WhetValueError(
+                f"{where}: kept_tokens[{i}] has sets of a vocabulary of {each.vocab_size} tokens, and the model's has "
+                f"{vocab_size}. Pass kept_tokens from an engine of the same model."
+            )
+    found = KeptTokens.select(kept, rows, steps, vocab_size)
+    if found is not None:
+        try:
+            _core.check_kept_tokens(offsets=found.offsets, words=found.words, tokens=targets, vocab_size=vocab_size)
+        except ValueError as error:
+            raise WhetValueError(f"{where}: kept_tokens: {error}. Pass the kept_tokens of these completions.") from None
+    return found
 
 
 def pack_batch(prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> PackedBatch:

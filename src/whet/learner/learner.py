@@ -22,9 +22,10 @@ from typing import Any, cast
 import numpy as np
 
 from whet import _core
+from whet.config.kept_tokens import KeptTokens
 from whet.config.settings import ComputeDtype
 from whet.errors import WhetTypeError, WhetValueError, check_choice, check_temperature
-from whet.learner.batch import Logprobs, check_rows, pack_batch
+from whet.learner.batch import Logprobs, check_rows, pack_batch, select_kept
 from whet.models.adapter_files import PEFT_PREFIX, peft_config, read_peft_config, read_peft_modules, write_peft
 from whet.models.architecture import ModelConfig
 from whet.models.base_record import check_record, read_binding, write_record
@@ -308,6 +309,7 @@ class Learner:
         completion_ids: Sequence[Sequence[int]],
         *,
         completion_mask: Sequence[Sequence[bool]] | None = None,
+        kept_tokens: Sequence[KeptTokens | None] | None = None,
         temperature: float = 1.0,
         return_entropy: bool = False,
         adapters: bool = True,
@@ -323,6 +325,8 @@ class Learner:
             prompt_ids: B rows of token ids, at least one token each.
             completion_ids: B rows of token ids; a row may be empty.
             completion_mask: for each completion token, whether it counts; None: all do.
+            kept_tokens: for each completion, the tokens that each token was drawn from (``Completion.kept_tokens``):
+                sums over v are sums over them. None: the whole vocabulary.
             temperature: T, divides the logits.
             return_entropy: also compute H.
             adapters: whether to apply the adapters and norms; False: the base.
@@ -345,13 +349,15 @@ class Learner:
             [list(map(int, row)) for row in prompt_ids],
             [list(map(int, row)) for row in completion_ids],
         )
-        mask = self._check_rows(prompts, completions, completion_mask)
+        mask = self._check_rows(prompts, completions, completion_mask, kept_tokens)
         # In an order that depends only on the content, so that gradients are summed in it.
         order = sorted(range(len(prompts)), key=lambda i: (prompts[i], completions[i]))
         batch = pack_batch([prompts[i] for i in order], [completions[i] for i in order])
         rows, steps = np.asarray(order, np.int64)[batch.rows], batch.steps
         counted = mask[rows, steps]
         rows, steps = rows[counted], steps[counted]
+        targets = batch.targets[counted]
+        kept = select_kept(kept_tokens, rows, steps, targets, self.base.config.vocab_size, where)
         values = np.empty(len(rows), np.float32)
         entropies = np.empty(len(rows), np.float32) if return_entropy else None
         self._scatter = None
@@ -360,9 +366,10 @@ class Learner:
                 tokens=batch.input_ids, positions=batch.position_ids, group_offsets=batch.group_offsets,
                 q_offsets=batch.q_offsets, k_offsets=batch.k_offsets, key_rows=batch.key_rows,
                 reader_offsets=batch.reader_offsets, readers=batch.readers, predictors=batch.hidden_rows[counted],
-                targets=batch.targets[counted], temperature=temperature, with_adapters=adapters, keep=keep,
-                activation_bytes=self.activation_bytes, dropout=0.0 if dropout_seed is None else self.lora_dropout,
-                seed=(dropout_seed or 0) % 2**64, logprobs=values, entropy=entropies,
+                targets=targets, kept_offsets=None if kept is None else kept.offsets,
+                kept_words=None if kept is None else kept.words, temperature=temperature, with_adapters=adapters,
+                keep=keep, activation_bytes=self.activation_bytes, seed=(dropout_seed or 0) % 2**64,
+                dropout=0.0 if dropout_seed is None else self.lora_dropout, logprobs=values, entropy=entropies,
             )  # fmt: skip
         if keep and adapters:
             self._scatter = rows, steps
@@ -533,11 +540,15 @@ class Learner:
         write_record(folder, self.base.record())
 
     def _check_rows(
-        self, prompts: list[list[int]], completions: list[list[int]], given: Sequence[Sequence[bool]] | None
+        self,
+        prompts: list[list[int]],
+        completions: list[list[int]],
+        given: Sequence[Sequence[bool]] | None,
+        kept_tokens: Sequence[KeptTokens | None] | None,
     ) -> np.ndarray:
         """Check a batch, and return the mask of the tokens that count."""
         where, config = "Learner.logprobs", self.base.config
-        check_rows(where, prompts, completions, given)
+        check_rows(where, prompts, completions, given, kept_tokens)
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             if not prompt:
                 raise WhetValueError(

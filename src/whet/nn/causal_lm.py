@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from whet.config.kept_tokens import KeptTokens
 from whet.errors import WhetTypeError, WhetValueError, check_temperature
-from whet.learner.batch import PackedBatch, check_rows, pack_batch
+from whet.learner.batch import PackedBatch, check_rows, pack_batch, select_kept
 from whet.nn.accelerate import Acceleration, acceleration_of
-from whet.nn.linear_logprobs import linear_logprobs
+from whet.nn.linear_logprobs import Kept, linear_logprobs
 from whet.nn.modules import inner_module, module_device, position_limit
 
 _CHUNK_ELEMENTS = 1 << 20
@@ -60,6 +61,7 @@ def completion_logprobs(
     completion_ids: Sequence[Sequence[int]],
     *,
     completion_mask: Sequence[Sequence[bool]] | None = None,
+    kept_tokens: Sequence[KeptTokens | None] | None = None,
     temperature: float = 1.0,
     return_entropy: bool = False,
 ) -> CompletionLogprobs:
@@ -76,6 +78,8 @@ def completion_logprobs(
         completion_ids: B rows of token ids without padding; a row may be empty.
         completion_mask: for each completion token, whether it counts; None: all do. Whet's kernels do not compute the
             logits of tokens that do not count.
+        kept_tokens: for each completion, the tokens that each token was drawn from (``Completion.kept_tokens``): sums
+            over v are sums over them. None: the whole vocabulary.
         temperature: T, divides the logits; pass the sampling temperature of the completions.
         return_entropy: also compute H.
 
@@ -93,12 +97,14 @@ def completion_logprobs(
     check_temperature(where, temperature)
     prompts = token_lists(prompt_ids, where, "prompt_ids", allow_empty=False)
     completions = token_lists(completion_ids, where, "completion_ids", allow_empty=True)
-    check_rows(where, prompts, completions, completion_mask)
+    check_rows(where, prompts, completions, completion_mask, kept_tokens)
     _check_positions(where, model, prompts, completions)
 
     acceleration = acceleration_of(model)
     if acceleration is not None:
-        return _packed_logprobs(acceleration, prompts, completions, completion_mask, temperature, return_entropy)
+        return _packed_logprobs(
+            acceleration, prompts, completions, completion_mask, kept_tokens, temperature, return_entropy
+        )
 
     # The last token of a completion predicts nothing that counts, so it is not an input.
     inputs = [prompt + completion[:-1] for prompt, completion in zip(prompts, completions, strict=True)]
@@ -116,8 +122,11 @@ def completion_logprobs(
     # Column of the logits that predict completion token 0, per row.
     n_skipped = input_ids.shape[1] - logits.shape[1]
     first = torch.tensor([len(prompt) - 1 - n_skipped for prompt in prompts], device=device)
+    kept = select_kept(
+        kept_tokens, rows.cpu().numpy(), steps.cpu().numpy(), token_ids.cpu().numpy(), logits.shape[2], where
+    )
     logprobs, entropy = _TokenLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
-        logits, rows, first[rows] + steps, token_ids, float(temperature), return_entropy
+        logits, rows, first[rows] + steps, token_ids, float(temperature), return_entropy, kept
     )
     return _scatter_by_row(logprobs, entropy, mask, rows, steps)
 
@@ -127,6 +136,7 @@ def _packed_logprobs(
     prompts: list[list[int]],
     completions: list[list[int]],
     completion_mask: Sequence[Sequence[bool]] | None,
+    kept_tokens: Sequence[KeptTokens | None] | None,
     temperature: float,
     return_entropy: bool,
 ) -> CompletionLogprobs:
@@ -143,10 +153,15 @@ def _packed_logprobs(
     if completion_mask is not None:
         mask = padded_batch(completion_mask, device=mask.device)[0].bool()
         counts = mask[batch.rows, batch.steps]
+    rows, steps, targets = batch.rows[counts], batch.steps[counts], batch.targets[counts]
+    found = select_kept(kept_tokens, rows.numpy(), steps.numpy(), targets.numpy(), head.bounds[-1][1], where)
+    kept = None
+    if found is not None:
+        kept = Kept(torch.from_numpy(found.offsets), torch.from_numpy(found.words), found.vocab_size)
     logprobs, entropy = linear_logprobs(
-        hidden[batch.hidden_rows[counts]], head, batch.targets[counts], float(temperature), return_entropy
+        hidden[batch.hidden_rows[counts]], head, targets, float(temperature), return_entropy, kept
     )
-    return _scatter_by_row(logprobs, entropy, mask, batch.rows[counts], batch.steps[counts])
+    return _scatter_by_row(logprobs, entropy, mask, rows, steps)
 
 
 def _scatter_by_row(
@@ -287,13 +302,14 @@ class _TokenLogprobs(torch.autograd.Function):
         token_ids: Tensor,
         temperature: float,
         with_entropy: bool,
+        kept: KeptTokens | None,
     ) -> tuple[Tensor, Tensor | None]:
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         logprobs = torch.empty(len(rows), dtype=dtype, device=logits.device)
         log_z = torch.empty_like(logprobs)
         entropy = torch.empty_like(logprobs) if with_entropy else None
         for part in _chunks(len(rows), logits.shape[2]):
-            z = logits[rows[part], columns[part]].to(dtype).div_(temperature)
+            z = _kept_logits(logits[rows[part], columns[part]].to(dtype).div_(temperature), kept, part)
             log_z[part] = torch.logsumexp(z, dim=-1)
             logprobs[part] = z.gather(-1, token_ids[part, None]).squeeze(-1) - log_z[part]
             if entropy is not None:
@@ -301,20 +317,27 @@ class _TokenLogprobs(torch.autograd.Function):
                 # The floor makes p log p of an impossible token 0 * -1e4 instead of 0 * -inf.
                 entropy[part] = -(log_p.exp() * log_p.clamp(min=-1e4)).sum(dim=-1)
         ctx.save_for_backward(logits, rows, columns, token_ids, log_z)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.kept = temperature, kept
         if entropy is not None:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None, None, None, None, None]:
         logits, rows, columns, token_ids, log_z = ctx.saved_tensors
         scale = grad_outputs[0] / ctx.temperature
         grad = torch.zeros_like(logits)
         for part in _chunks(len(rows), logits.shape[2]):
-            z = logits[rows[part], columns[part]].to(log_z.dtype).div_(ctx.temperature)
+            z = _kept_logits(logits[rows[part], columns[part]].to(log_z.dtype).div_(ctx.temperature), ctx.kept, part)
             grad_z = z.sub_(log_z[part, None]).exp_().mul_(-scale[part, None])
             grad_z.scatter_add_(-1, token_ids[part, None], scale[part, None])
             grad[rows[part], columns[part]] = grad_z.to(grad.dtype)
-        return grad, None, None, None, None, None
+        return grad, None, None, None, None, None, None
+
+
+def _kept_logits(z: Tensor, kept: KeptTokens | None, part: slice) -> Tensor:
+    """Set logits (n, V) of the rows ``part`` outside their sets to -inf."""
+    if kept is None or not len(z):
+        return z
+    return z.masked_fill_(~torch.from_numpy(kept.mask(part.start, part.start + len(z))).to(z.device), -torch.inf)

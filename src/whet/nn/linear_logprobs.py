@@ -121,8 +121,29 @@ def _slice_f32(x: Tensor | None, start: int, end: int) -> Tensor | None:
     return None if x is None else x.detach()[start:end].float()
 
 
+class Kept(NamedTuple):
+    """Tensors of ``KeptTokens``, whose sets are the support of the distributions.
+
+    Attributes:
+        offsets: (M + 1,) int64.
+        words: (N,) int32.
+        vocab_size: V.
+    """
+
+    offsets: Tensor
+    words: Tensor
+    vocab_size: int
+
+    def drop_(self, logits: Tensor, first_row: int, first_token: int) -> None:
+        """Set logits (m, n) of rows and tokens from the first on to a very low number outside their sets."""
+        _core.drop_logits(
+            logits, offsets=self.offsets, words=self.words, first_row=first_row, first_token=first_token,
+            vocab_size=self.vocab_size,
+        )  # fmt: skip
+
+
 def linear_logprobs(
-    hidden: Tensor, head: Head, targets: Tensor, temperature: float, with_entropy: bool
+    hidden: Tensor, head: Head, targets: Tensor, temperature: float, with_entropy: bool, kept: Kept | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probs of tokens, and entropies, from hidden states: LM head and log-softmax fused.
 
@@ -137,13 +158,14 @@ def linear_logprobs(
         targets: (M,) int64.
         temperature: T.
         with_entropy: also compute the entropy, which is not differentiable.
+        kept: the tokens v of each sum; None: the whole vocabulary.
 
     Returns:
         (M,) float32 each; the entropy is None unless ``with_entropy``.
     """
     if hidden.requires_grad and torch.is_grad_enabled() and not head.trains:
         logprobs, entropy = _FrozenHeadLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
-            hidden, head, targets, temperature, with_entropy
+            hidden, head, targets, temperature, with_entropy, kept
         )
     else:
         logprobs, entropy = _LinearLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
@@ -155,6 +177,7 @@ def linear_logprobs(
             targets,
             temperature,
             with_entropy,
+            kept,
         )
     return logprobs, entropy if with_entropy else None
 
@@ -172,7 +195,7 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, lora_t: Tensor | None,
-        lora_b: Tensor | None, head: Head, targets: Tensor, temperature: float, with_entropy: bool,
+        lora_b: Tensor | None, head: Head, targets: Tensor, temperature: float, with_entropy: bool, kept: Kept | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         hidden_f32, targets = hidden.detach().float().contiguous(), targets.contiguous()
         logprobs, lse, entropy = (torch.zeros(len(hidden_f32)) for _ in range(3))
@@ -184,10 +207,12 @@ class _LinearLogprobs(torch.autograd.Function):
                 part = hidden_f32[start : start + _TOKEN_TILE]
                 z = logits[: len(part) * (last - first)].view(len(part), -1)
                 tile.logits(part, _slice_f32(lora_t, start, start + _TOKEN_TILE), z)
+                if kept is not None:
+                    kept.drop_(z, start, first)
                 sums.add(z, start, first)
         sums.end(logprobs, lse, entropy)
         ctx.save_for_backward(hidden, targets, logprobs, lse, lora_t, lora_b)
-        ctx.head, ctx.temperature = head, temperature
+        ctx.head, ctx.temperature, ctx.kept = head, temperature, kept
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -217,6 +242,8 @@ class _LinearLogprobs(torch.autograd.Function):
             tile = head.tile(i)._replace(lora_b=_slice_f32(lora_b, first, last))
             z, grad_z = (x[: n * (last - first)].view(n, last - first) for x in (logits, grad_logits))
             tile.logits(hidden_f32, lora_t, z)
+            if ctx.kept is not None:
+                ctx.kept.drop_(z, 0, first)
             _core.token_logprobs_backward(
                 logits=z, tokens=targets, first_token=first, temperature=ctx.temperature, lse=lse,
                 logprobs=logprobs, grads=grad_logprobs, out=grad_z,
@@ -234,7 +261,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 add_matmul(grad_t, grad_z.float(), cast(Tensor, tile.lora_b))
                 grad_b[first:last] = matmul(grad_z.float().t(), lora_t)
         grad_hidden = grad_hidden if needs_hidden else None
-        return grad_hidden, grad_weight, grad_bias, grad_t, grad_b, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, grad_t, grad_b, None, None, None, None, None
 
 
 class _FrozenHeadLogprobs(torch.autograd.Function):
@@ -248,7 +275,7 @@ class _FrozenHeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Head, targets: Tensor, temperature: float, with_entropy: bool
+        ctx: Any, hidden: Tensor, head: Head, targets: Tensor, temperature: float, with_entropy: bool, kept: Kept | None
     ) -> tuple[Tensor, Tensor]:
         hidden_f32, targets = hidden.detach().float().contiguous(), targets.contiguous()
         n = len(hidden_f32)
@@ -268,6 +295,8 @@ class _FrozenHeadLogprobs(torch.autograd.Function):
                 size = part.stop - part.start
                 z, p = (x[: size * (last - first)].view(size, -1) for x in (logits, probs))
                 tile.logits(hidden_f32[part], None, z)
+                if kept is not None:
+                    kept.drop_(z, part.start, first)
                 part_sums.add(z, 0, first)
                 part_sums.end(logprobs[part], lse[part], entropy[part])
                 _core.token_logprobs_backward(
@@ -297,4 +326,4 @@ class _FrozenHeadLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         (grad_hidden,) = ctx.saved_tensors
-        return (grad_hidden * grads[0].float()[:, None]).to(ctx.dtype), None, None, None, None
+        return (grad_hidden * grads[0].float()[:, None]).to(ctx.dtype), None, None, None, None, None

@@ -6,6 +6,7 @@ there is a tokenizer, else 1-D tensors of token ids, without prompt and padding.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import warnings
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from whet.config.kept_tokens import KeptTokens
 from whet.config.sampling import Completion, SamplingParams
 from whet.data.batches import as_rows
 from whet.data.messages import is_messages
@@ -131,6 +133,11 @@ class Rollout:
             row[: len(logprobs)] = logprobs
         return table
 
+    def kept_tokens(self, rows: Sequence[int]) -> list[KeptTokens | None] | None:
+        """Return the tokens that the completions ``rows`` were drawn from; None: the whole vocabulary."""
+        recorded = [self.completions[i].kept_tokens for i in rows]
+        return None if all(each is None for each in recorded) else recorded
+
     @property
     def truncated(self) -> np.ndarray:
         """(N,) bool, True for completions ended by ``max_new_tokens``."""
@@ -177,13 +184,25 @@ class Sampler(Protocol):
 
 
 def sample(engine: Sampler, prompts: Prompts, n: int, sampling: SamplingParams, tokenizer: Any) -> Rollout:
-    """Sample ``n`` completions for each prompt."""
+    """Sample ``n`` completions for each prompt. A grammar begins behind the thinking that prompts open.
+
+    Raises:
+        WhetValueError: there is a grammar, and some of the prompts open the thinking.
+    """
+    replies = None if tokenizer is None else Replies(tokenizer)
+    if sampling.grammar_settings() and replies is not None:
+        tags = {replies.closing_tag(ids) for ids in prompts.ids}
+        if len(tags) > 1:
+            raise WhetValueError(
+                "sample: some prompts open the thinking and others do not, so that the grammar cannot begin behind it. "
+                "Render all prompts of a batch alike."
+            )
+        sampling = dataclasses.replace(sampling, grammar_after=tags.pop())
     completions = [completion for group in engine.generate(prompts.ids, n, sampling) for completion in group]
 
     def repeat(values: list[Any]) -> list[Any]:
         return [value for value in values for _ in range(n)]
 
-    replies = None if tokenizer is None else Replies(tokenizer)
     opening = [replies.opening_tag(ids) if replies else "" for ids in prompts.ids]
     return Rollout(
         prompt_ids=repeat(prompts.ids),

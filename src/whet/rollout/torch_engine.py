@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from whet.config.kept_tokens import KeptTokens
 from whet.config.sampling import DISTRIBUTION_SETTINGS, Completion, SamplingParams, StreamKey, stream_keys
 from whet.errors import WhetTypeError, WhetValueError, check_integer
 from whet.models.tokenizers.token_texts import TokenTexts, read_token_texts
@@ -377,6 +378,7 @@ class _Row:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    kept: list[KeptTokens] = field(default_factory=list)
     has_logprobs: bool = True
     finish_reason: Literal["stop", "length"] = "length"
     n_cut_bytes: int = 0
@@ -396,7 +398,10 @@ class _Row:
     def completion(self, policy_version: int) -> Completion:
         logprobs = self.logprobs if self.has_logprobs else None
         text = None if self.texts is None else self.texts.text_of(self.token_ids, self.n_cut_bytes)
-        return Completion(self.token_ids, logprobs, self.finish_reason, policy_version, text, self.top_logprobs or None)
+        kept = KeptTokens.concatenate(self.kept) if self.kept else None
+        return Completion(
+            self.token_ids, logprobs, self.finish_reason, policy_version, text, self.top_logprobs or None, kept
+        )
 
 
 class _Decoding:
@@ -426,6 +431,9 @@ class _Decoding:
         if sampling.top_logprobs:
             for i, best in zip(live, self.sampler.alternatives(z), strict=True):
                 self.rows[i].top_logprobs.append(best)
+        if sampling.kept_tokens:
+            for i, kept in zip(live, (z > -torch.inf).cpu().numpy(), strict=True):
+                self.rows[i].kept.append(KeptTokens.from_ids([np.flatnonzero(kept)], len(kept)))
         self.n_steps += 1
         self.live = []
         for i, token, logprob in zip(live, token_ids.tolist(), logprobs.tolist(), strict=True):

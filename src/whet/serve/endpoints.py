@@ -261,8 +261,7 @@ class Chat(Streamed[ChatRequest]):
                 )
             self.grammar = forced
         is_open = bool(replies.opening_tag(ids))
-        if is_open and replies.tags is not None:
-            self.grammar_after = replies.tags.closing
+        self.grammar_after = replies.closing_tag(ids)
         self._splitters = [ThinkingSplitter(is_open, replies.tags or DEFAULT_TAGS) for _ in range(request.n)]
         self._parsers = [ToolParser(tools.form, tools.offered) if tools.form else None for _ in range(request.n)]
         self._n_calls = [0] * request.n

@@ -28,8 +28,9 @@ class Ticket:
 
     Attributes:
         begin: opens the call; runs on the engine's thread.
-        n: number of samples; 0: the call computes scores.
+        n: number of samples; 0: the call only scores.
         streams: whether tokens are sent while they are sampled, or when the call is complete.
+        is_scored: whether the call scores the prompt.
         updates: receives the ticket's updates; several tickets may share it.
         submitted_s: when it was submitted, by ``time.perf_counter``.
         started_s: when its first token or its scores arrived; 0: not yet.
@@ -38,6 +39,7 @@ class Ticket:
     begin: Callable[[], Call]
     n: int
     streams: bool = False
+    is_scored: bool = False
     submitted_s: float = field(default_factory=time.perf_counter)
     started_s: float = 0.0
     sent_s: float = 0.0  # when its last update was sent
@@ -54,7 +56,7 @@ class Update:
 
     Attributes:
         drawn: sample -> its new tokens and state.
-        scores: of a score request; None for others.
+        scores: of the prompt, in the first update of a scored one; else None.
         n_cached: prompt tokens found in the prefix cache.
         is_last: whether the request is complete.
     """
@@ -162,9 +164,9 @@ class EngineLoop:
             call = self._call_of(ticket)
             running = [i for i in range(ticket.n) if ticket.is_running[i]]
             drawn = {i: call.drawn(i, ticket.n_sent[i])._replace(finish="abort") for i in running}
-            error = None if drawn else ApiError(503, "The request was aborted by /pause.")
-            ticket.started_s = ticket.started_s or time.perf_counter()
-            updates.append((ticket, error or Update(drawn, None, call.n_reused, True)))
+            has_scores = not ticket.is_scored or ticket.started_s
+            error = None if drawn and has_scores else ApiError(503, "The request was aborted by /pause.")
+            updates.append((ticket, error or self._make_update(ticket, call, drawn, time.perf_counter(), True)))
             self._end(ticket)
         self._send(updates)
 
@@ -241,8 +243,13 @@ class EngineLoop:
                         drawn[i] = new
         if not (drawn or is_done):
             return None
+        return self._make_update(ticket, call, drawn, now, is_done)
+
+    @staticmethod
+    def _make_update(ticket: Ticket, call: Call, drawn: dict[int, Drawn], now: float, is_last: bool) -> Update:
+        is_first = not ticket.sent_s
         ticket.started_s, ticket.sent_s = ticket.started_s or now, now
-        return Update(drawn, call.scores() if ticket.n == 0 else None, call.n_reused, is_done)
+        return Update(drawn, call.scores() if ticket.is_scored and is_first else None, call.n_reused, is_last)
 
     @staticmethod
     def _call_of(ticket: Ticket) -> Call:

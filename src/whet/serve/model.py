@@ -6,7 +6,6 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,30 +28,13 @@ _LEAST_TEXT = 1 << 20
 """Bytes of text that are tokenised in any case."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """The text of one token.
-
-    Attributes:
-        token_id: the token.
-        bytes: its text; of a special token, its name.
-    """
-
-    token_id: int
-    bytes: bytes
-
-    @property
-    def text(self) -> str:
-        """The text; bytes that are not UTF-8 become U+FFFD."""
-        return self.bytes.decode(errors="replace")
-
-    @property
-    def key(self) -> str:
-        """The text, or ``bytes:\\xe2\\x80`` if it is not UTF-8, so that different tokens have different keys."""
-        try:
-            return self.bytes.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.bytes)
+def _is_utf8(text: bytes) -> bool:
+    """Whether a text is valid UTF-8."""
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 class ServedModel:
@@ -200,14 +182,31 @@ class ServedModel:
         """The marks around a reply's thinking."""
         return Replies(self.tokenizer)
 
-    @cached_property
-    def _special_names(self) -> dict[int, str]:
-        return {token_id: text for text, token_id in self.texts.special_ids.items()}
+    # Lists, since a response may hold thousands of tokens.
 
-    def piece(self, token_id: int) -> Piece:
-        """Return the text of a token."""
-        special = self._special_names.get(token_id)
-        return Piece(token_id, self.texts.bytes_in_text(token_id) if special is None else special.encode())
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        """The text of each token; of a special token, its name."""
+        special = {token_id: text.encode() for text, token_id in self.texts.special_ids.items()}
+        texts = self.texts
+        n = max(self.engine.config.vocab_size, len(texts.tokens), *(i + 1 for i in special))
+        return [special[i] if i in special else texts.bytes_in_text(i) for i in range(n)]
+
+    @cached_property
+    def token_texts(self) -> list[str]:
+        """The text of each token; bytes that are not UTF-8 become U+FFFD."""
+        return [text.decode(errors="replace") for text in self.token_bytes]
+
+    @cached_property
+    def token_keys(self) -> list[str]:
+        """The text of each token, or ``bytes:\\xe2\\x80`` if it is not UTF-8, so that different tokens have different
+        keys."""
+        return [
+            "bytes:" + "".join(f"\\x{byte:02x}" for byte in text)
+            if "\ufffd" in decoded and not _is_utf8(text)
+            else decoded
+            for text, decoded in zip(self.token_bytes, self.token_texts, strict=True)
+        ]
 
     @cached_property
     def most_text(self) -> int:

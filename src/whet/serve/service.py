@@ -118,7 +118,7 @@ class Service:
             sampling: settings of each prompt; None: nothing is sampled, and its choices are empty.
             n: choices per prompt.
             model: name of the model or adapter.
-            n_scored: alternatives per prompt token; prompts are scored before the first part. None: they are not.
+            n_scored: alternatives per prompt token; a prompt is scored before its first part. None: it is not.
             shown: texts of the special tokens that appear in choices, by id; other special tokens are dropped.
             constrain: creates the constraint of a choice; None: choices are unconstrained.
             streams: whether parts are yielded as they are sampled; otherwise each choice is one part.
@@ -131,17 +131,17 @@ class Service:
         for i, (prompt, settings) in enumerate(zip(prompts, sampling, strict=True)):
             if settings is None:
                 prompt.choices = [Choice(self.model, i * n + j) for j in range(n)]
+                if n_scored is not None:
+                    open_score = self.model.engine.open_score
+                    begin = partial(self._open, open_score, model, prompt.token_ids, top_logprobs=n_scored, keep=True)
+                    scored[Ticket(begin, 0, is_scored=True)] = prompt
             else:
                 begin = partial(
                     self._open_prompt, prompt, self.model.engine.open_prompt, model, prompt.token_ids, n, settings,
-                    logprobs_mode="model", keep=True, constrain=constrain,
+                    logprobs_mode="model", keep=True, constrain=constrain, prompt_logprobs=n_scored,
                 )  # fmt: skip
-                sampled[Ticket(begin, n, streams)] = prompt
+                sampled[Ticket(begin, n, streams, is_scored=n_scored is not None)] = prompt
                 prompt.choices = [Choice(self.model, i * n + j, settings.stop_token_ids, shown) for j in range(n)]
-        for prompt in () if n_scored is None else prompts:
-            open_score = self.model.engine.open_score
-            begin = partial(self._open, open_score, model, prompt.token_ids, top_logprobs=n_scored or 0, keep=True)
-            scored[Ticket(begin, 0)] = prompt
         tickets, scores = list(sampled), list(scored)
         with self._queue(scores, tickets):
             async for ticket, update in updates_of(scores):
@@ -153,8 +153,9 @@ class Service:
                     yield Part(prompt, choice, 0, "")
             async for ticket, update in updates_of(tickets):
                 prompt = sampled[ticket]
-                if n_scored is None:  # else the tokens that its own scores left in the cache
-                    prompt.n_cached = update.n_cached
+                prompt.n_cached = update.n_cached
+                if update.scores is not None:
+                    _set_scores(prompt, update.scores)
                 self._metrics.add_tokens(sum(len(drawn.token_ids) for drawn in update.drawn.values()))
                 for j, drawn in update.drawn.items():
                     choice = prompt.choices[j]
@@ -183,7 +184,8 @@ class Service:
         n_group = min(_GROUP, self._limits.max_requests, self._limits.max_requests_per_key or _GROUP)
         for first in range(0, len(rows), n_group):
             group = rows[first : first + n_group]
-            tickets = {Ticket(partial(self._open, begin, model, row, **settings), 0): i for i, row in enumerate(group)}
+            opens = [partial(self._open, begin, model, row, **settings) for row in group]
+            tickets = {Ticket(open_call, 0, is_scored=True): i for i, open_call in enumerate(opens)}
             scores: dict[int, Scores] = {}
             with self._queue(list(tickets)):
                 async for ticket, update in updates_of(list(tickets)):

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from whet.config.kept_tokens import KeptTokens
 from whet.config.settings import TrainerConfig
 from whet.errors import CheckpointError, WhetTypeError, WhetValueError
 from whet.learner import Learner
@@ -116,13 +117,14 @@ class NativePolicy:
         completion_ids: Sequence[Sequence[int]],
         *,
         completion_mask: Sequence[Sequence[bool]] | None = None,
+        kept_tokens: Sequence[KeptTokens | None] | None = None,
         temperature: float = 1.0,
         return_entropy: bool = False,
     ) -> Logprobs:
         """Return ``Learner.logprobs``."""
         return self.model.logprobs(
-            prompt_ids, completion_ids, completion_mask=completion_mask, temperature=temperature,
-            return_entropy=return_entropy, dropout_seed=self._dropout_seed,
+            prompt_ids, completion_ids, completion_mask=completion_mask, kept_tokens=kept_tokens,
+            temperature=temperature, return_entropy=return_entropy, dropout_seed=self._dropout_seed,
         )  # fmt: skip
 
     def backward(self, grad_logprobs: np.ndarray) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from whet.config.kept_tokens import KeptTokens
 from whet.config.settings import TrainerConfig
 from whet.errors import CheckpointError, WhetValueError, check_installed
 from whet.learner import Learner
@@ -110,6 +111,7 @@ class Policy(Protocol):
         completion_ids: Sequence[Sequence[int]],
         *,
         completion_mask: Sequence[Sequence[bool]] | None = None,
+        kept_tokens: Sequence[KeptTokens | None] | None = None,
         temperature: float = 1.0,
         return_entropy: bool = False,
     ) -> Logprobs:

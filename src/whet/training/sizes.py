@@ -11,7 +11,7 @@ import math
 from typing import Any, NamedTuple
 
 from whet import _core
-from whet.config.settings import OnlineConfig, TrainerConfig
+from whet.config.settings import GRPOConfig, OnlineConfig, TrainerConfig
 from whet.errors import WhetValueError
 from whet.learner import choose_activation_bytes
 from whet.models.architecture import ModelConfig
@@ -114,6 +114,9 @@ def run_memory(
         "copies": _converted_bytes(source, narrow, is_packed, n_models=2 if own_reference else 1),
         "moments": 8 * n_trained,
     }
+    if isinstance(config, GRPOConfig) and config.sampling((), 0).drops_tokens():
+        n_tokens = config.batch_size * config.group_size * lengths.completion
+        parts["kept_tokens"] = n_tokens * math.ceil(model.vocab_size / 32) * 4
     if is_packed:
         packed = estimate(source, weights)
         n_bytes = packed.weights if source.base is None else source.base.nbytes

@@ -16,6 +16,7 @@ from torch.linalg import vector_norm
 
 from whet.checkpoint.modules import build_module, describe_module, load_module_tensors, module_tensors
 from whet.checkpoint.unpack import adapter_settings
+from whet.config.kept_tokens import KeptTokens
 from whet.config.settings import TrainerConfig
 from whet.errors import WhetTypeError, WhetValueError
 from whet.learner.batch import Logprobs
@@ -143,13 +144,14 @@ class TorchPolicy:
         completion_ids: Sequence[Sequence[int]],
         *,
         completion_mask: Sequence[Sequence[bool]] | None = None,
+        kept_tokens: Sequence[KeptTokens | None] | None = None,
         temperature: float = 1.0,
         return_entropy: bool = False,
     ) -> Logprobs:
         """Return log-probs as ``completion_logprobs`` does; ``backward`` follows."""
         self._kept, entropy, mask = completion_logprobs(
-            self.model, prompt_ids, completion_ids, completion_mask=completion_mask, temperature=temperature,
-            return_entropy=return_entropy,
+            self.model, prompt_ids, completion_ids, completion_mask=completion_mask, kept_tokens=kept_tokens,
+            temperature=temperature, return_entropy=return_entropy,
         )  # fmt: skip
         arrays = [None if x is None else x.detach().cpu().numpy() for x in (self._kept, entropy, mask)]
         return Logprobs(*arrays)  # pyright: ignore[reportArgumentType]

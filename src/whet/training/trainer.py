@@ -25,6 +25,7 @@ import numpy as np
 
 from whet.checkpoint.folder import preserved_rng
 from whet.config.fields import make_config
+from whet.config.kept_tokens import KeptTokens
 from whet.config.settings import TrainerConfig, learning_rate_at
 from whet.data.batches import as_row
 from whet.data.token_ids import token_rows
@@ -304,11 +305,13 @@ class Trainer(ABC):
         temperature: float = 1.0,
         completion_mask: Sequence[Sequence[bool]] | None = None,
         *,
+        kept_tokens: Sequence[KeptTokens | None] | None = None,
         reference: bool = False,
     ) -> np.ndarray:
         """Return (B, C) log-probs of completion tokens under the policy, or its reference, in eval mode.
 
-        Positions after the end of a completion, and tokens masked by ``completion_mask``, are 0.
+        Positions after the end of a completion, and tokens masked by ``completion_mask``, are 0. With ``kept_tokens``
+        (``Completion.kept_tokens``), of the distribution over them.
         """
         rows = list(zip(prompt_ids, completion_ids, strict=True))
         out = np.zeros((len(rows), max(map(len, completion_ids), default=0)), np.float32)
@@ -317,8 +320,9 @@ class Trainer(ABC):
 
             def compute(part: list[int]) -> np.ndarray:
                 mask = None if completion_mask is None else [completion_mask[i] for i in part]
+                kept = None if kept_tokens is None else [kept_tokens[i] for i in part]
                 prompts, completions = [prompt_ids[i] for i in part], [completion_ids[i] for i in part]
-                return score(prompts, completions, completion_mask=mask, temperature=temperature)
+                return score(prompts, completions, completion_mask=mask, kept_tokens=kept, temperature=temperature)
 
             costs = [count_tokens([rows[i] for i in part]) for part in parts]
             own = shard_by_cost(costs, self.ranks.size)[self.ranks.rank]
