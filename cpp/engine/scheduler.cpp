@@ -88,7 +88,7 @@ void Scheduler::plan_draw(Running& running, size_t token) {
     if (request.constrained) task.history.allowed = sample.allowed.data();
     task.uniform = token_uniform(request.seed, request.prompt_index, request.first_sample + running.sample, position);
     task.alternatives = sample.alternatives.data() + position * n_top;
-    task.kept = request.records_kept ? &running.kept : nullptr;
+    task.kept = kIsComplete && request.records_kept ? &running.kept : nullptr;
 }
 
 // Chunked prefill: adds the next tokens of the prompts, in order, and the scores of tokens that follow them, or their

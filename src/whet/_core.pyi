@@ -175,9 +175,17 @@ class Learner:
         self, *, tokens: Any, positions: Any, group_offsets: Any, q_offsets: Any, k_offsets: Any, key_rows: Any,
         reader_offsets: Any, readers: Any, predictors: Any, targets: Any, kept_offsets: Any, kept_words: Any,
         temperature: float, with_adapters: bool, keep: bool, activation_bytes: int, dropout: float, seed: int,
-        logprobs: Any, entropy: Any,
+        logprobs: Any, entropy: Any, mean: Any,
     ) -> None: ...  # fmt: skip
-    def backward(self, *, grad_logprobs: Any, grad_entropy: Any, grads: Any, norm_grads: Any) -> None: ...
+    def hidden(self, out: Any) -> None: ...
+    def divergence(
+        self, *, teacher: Weights, teacher_hidden: Any, temperature: float, beta: float, out: Any
+    ) -> None: ...
+    def backward(
+        self, *, grad_logprobs: Any, grad_entropy: Any, grad_mean: Any, grads: Any, norm_grads: Any
+    ) -> None: ...
+    def backward_divergence(self, *, grad: Any, grads: Any, norm_grads: Any) -> None: ...
+    def backward_hidden(self, *, grad: Any, grads: Any, norm_grads: Any) -> None: ...
 
 class Weights:
     size_bytes: int

@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from whet import _core
 from whet.config.kept_tokens import KeptTokens
 from whet.config.settings import ComputeDtype
 from whet.errors import WhetTypeError, WhetValueError, check_choice, check_temperature
-from whet.learner.batch import Logprobs, check_rows, pack_batch, select_kept
+from whet.learner.batch import Divergences, Logprobs, check_rows, pack_batch, select_kept
 from whet.models.adapter_files import PEFT_PREFIX, peft_config, read_peft_config, read_peft_modules, write_peft
 from whet.models.architecture import ModelConfig
 from whet.models.base_record import check_record, read_binding, write_record
@@ -147,6 +147,34 @@ class TrainedNorm:
         return [np.array(named[name], np.float32) for name in self.to_peft(self.parameters)]
 
 
+_LOGPROBS, _DIVERGENCE, _HIDDEN = "logprobs", "divergence", "hidden_states"
+"""Forward passes that ``backward`` may follow."""
+
+
+class _Rows(NamedTuple):
+    """A packed batch, and the M tokens of it that count.
+
+    Attributes:
+        arrays: arguments of the core's forward pass.
+        targets: (M,): the token.
+        rows: (M,): its completion.
+        steps: (M,): its index in the completion.
+        mask: (B, C).
+    """
+
+    arrays: dict[str, np.ndarray]
+    targets: np.ndarray
+    rows: np.ndarray
+    steps: np.ndarray
+    mask: np.ndarray
+
+    def scatter(self, values: np.ndarray) -> np.ndarray:
+        """Return values (M, ...) at their completions and steps, (B, C, ...), and 0 elsewhere."""
+        out = np.zeros((*self.mask.shape, *values.shape[1:]), np.float32)
+        out[self.rows, self.steps] = values
+        return out
+
+
 class Learner:
     """Low-rank adapters and norms of a packed base, their forward and backward passes, and an AdamW step.
 
@@ -264,7 +292,7 @@ class Learner:
             self._core.add_norm(*values)
         self._activation_bytes = activation_bytes
         self.update()
-        self._scatter: tuple[np.ndarray, np.ndarray] | None = None  # row and step of each target of the last forward
+        self._kept: tuple[str, _Rows] | None = None  # head and batch of the last forward pass that backward may follow
         self.moments: list[tuple[np.ndarray, np.ndarray]] = []
         self.n_updates = 0
 
@@ -310,16 +338,18 @@ class Learner:
         *,
         completion_mask: Sequence[Sequence[bool]] | None = None,
         kept_tokens: Sequence[KeptTokens | None] | None = None,
+        candidates: Sequence[Any] | None = None,
         temperature: float = 1.0,
         return_entropy: bool = False,
+        return_mean: bool = False,
         adapters: bool = True,
         keep: bool = True,
         dropout_seed: int | None = None,
     ) -> Logprobs:
         """Return the log-probability of each completion token, given its prompt and the tokens before it.
 
-        ``log pi(y_t | x, y_<t) = z_t[y_t] / T - logsumexp(z_t / T)``, ``H_t = -sum_v p_v log p_v``; accumulated in
-        float64 over tiles of the vocabulary.
+        ``log pi(y_t | x, y_<t) = z_t[y_t] / T - logsumexp(z_t / T)``, ``H_t = -sum_v p_v log p_v``,
+        ``M_t = sum_v log p_v / V``; accumulated in float64 over tiles of the vocabulary.
 
         Args:
             prompt_ids: B rows of token ids, at least one token each.
@@ -327,8 +357,11 @@ class Learner:
             completion_mask: for each completion token, whether it counts; None: all do.
             kept_tokens: for each completion, the tokens that each token was drawn from (``Completion.kept_tokens``):
                 sums over v are sums over them. None: the whole vocabulary.
+            candidates: for each completion, (T, k) token ids whose log-probs are returned, not of its
+                tokens, such as a teacher's most probable tokens. Without kept_tokens.
             temperature: T, divides the logits.
             return_entropy: also compute H.
+            return_mean: also compute M, as label smoothing needs. Without kept_tokens.
             adapters: whether to apply the adapters and norms; False: the base.
             keep: whether ``backward`` follows.
             dropout_seed: seed of ``lora_dropout``, such as the number of the step, modulo 2^64. The elements that are
@@ -345,74 +378,238 @@ class Learner:
             raise WhetValueError(
                 f"{where}: dropout_seed is {dropout_seed} and has no effect, because {reason}. Omit it."
             )
-        prompts, completions = (
-            [list(map(int, row)) for row in prompt_ids],
-            [list(map(int, row)) for row in completion_ids],
+        batch = self._pack(prompt_ids, completion_ids, completion_mask, kept_tokens, where)
+        vocab_size = self.base.config.vocab_size
+        kept = select_kept(kept_tokens, batch.rows, batch.steps, batch.targets, vocab_size, where)
+        if kept_tokens is not None and (candidates is not None or return_mean):
+            name = "return_mean" if candidates is None else "candidates"
+            raise WhetValueError(f"{where}: {name} needs the whole vocabulary. Omit it, or kept_tokens.")
+        targets = batch.targets[:, None]
+        if candidates is not None:
+            targets = self._select_candidates(candidates, completion_ids, batch, where)
+        values = np.empty(targets.shape, np.float32)
+        entropy, mean = (
+            np.empty(len(targets), np.float32) if wanted else None for wanted in (return_entropy, return_mean)
         )
-        mask = self._check_rows(prompts, completions, completion_mask, kept_tokens)
-        # In an order that depends only on the content, so that gradients are summed in it.
+        self._forward(
+            batch, targets=targets, kept_offsets=None if kept is None else kept.offsets,
+            kept_words=None if kept is None else kept.words, temperature=temperature, logprobs=values, entropy=entropy,
+            mean=mean, adapters=adapters, keep=keep, head=_LOGPROBS, seed=(dropout_seed or 0) % 2**64,
+            dropout=0.0 if dropout_seed is None else self.lora_dropout,
+        )  # fmt: skip
+        scattered = batch.scatter(values if candidates is not None else values[:, 0])
+        entropy, mean = (None if x is None else batch.scatter(x) for x in (entropy, mean))
+        return Logprobs(scattered, entropy, batch.mask, mean)
+
+    def divergence(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        completion_ids: Sequence[Sequence[int]],
+        teacher: Learner,
+        *,
+        beta: float = 0.5,
+        temperature: float = 1.0,
+        completion_mask: Sequence[Sequence[bool]] | None = None,
+        teacher_adapters: bool = True,
+        keep: bool = True,
+    ) -> Divergences:
+        """Return the divergence of each token's distribution from a teacher's (generalised JSD; Agarwal et al. 2024).
+
+        With the distributions p of this learner and q of the teacher, both at temperature T, and m = (1 - beta) p +
+        beta q: ``D = beta KL(q || m) + (1 - beta) KL(p || m)``; for beta 0 KL(q || p), for beta 1 KL(p || q). Logits of
+        both exist in tiles of the vocabulary.
+
+        Args:
+            prompt_ids: B rows of token ids, at least one token each.
+            completion_ids: B rows of token ids; a row may be empty.
+            teacher: a learner with the same vocabulary, whose weights and adapters do not change; may be this one.
+            beta: from 0 to 1.
+            temperature: T, divides the logits of both.
+            completion_mask: for each completion token, whether it counts; None: all do.
+            teacher_adapters: whether to apply the teacher's adapters; False: its base.
+            keep: whether ``backward`` follows.
+
+        Raises:
+            WhetValueError: as ``logprobs``, or another vocabulary.
+        """
+        where = "Learner.divergence"
+        check_temperature(where, temperature)
+        if not isinstance(teacher, Learner):
+            raise WhetTypeError(f"{where}: teacher is a {type(teacher).__name__}, expected a Learner.")
+        if not 0 <= beta <= 1:
+            raise WhetValueError(f"{where}: beta is {beta!r}, expected a number from 0 to 1.")
+        sizes = self.base.config.vocab_size, teacher.base.config.vocab_size
+        if sizes[0] != sizes[1]:
+            raise WhetValueError(
+                f"{where}: the vocabulary has {sizes[0]:,} tokens, and the teacher's {sizes[1]:,}. Pass a teacher with "
+                f"the same tokenizer."
+            )
+        batch = self._pack(prompt_ids, completion_ids, completion_mask, None, where)
+        teacher_hidden = teacher._hidden(batch, adapters=teacher_adapters, keep=False)
+        values = np.empty(len(batch.rows), np.float32)
+        self._forward(batch, adapters=True, keep=keep, head=_DIVERGENCE)
+        if len(values):
+            self._core.divergence(
+                teacher=teacher.base.core, teacher_hidden=teacher_hidden, temperature=temperature, beta=beta, out=values
+            )
+        return Divergences(batch.scatter(values), batch.mask)
+
+    def hidden_states(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        completion_ids: Sequence[Sequence[int]],
+        *,
+        adapters: bool = True,
+        keep: bool = True,
+    ) -> np.ndarray:
+        """Return the final hidden state (B, hidden_dim) after the last token of each row, for a custom head.
+
+        A scalar head has values ``h @ w + b``, and ``backward`` takes the gradient of the hidden states, g w.
+
+        Args:
+            prompt_ids: B rows of token ids, at least one token each; equal prompts are computed once.
+            completion_ids: B rows of token ids; a row may be empty.
+            adapters: whether to apply the adapters; False: the base.
+            keep: whether ``backward`` follows.
+
+        Raises:
+            WhetValueError: as ``logprobs``.
+        """
+        where = "Learner.hidden_states"
+        ends = [[*map(int, row), 0] for row in completion_ids]  # the state after a token predicts the next one
+        mask = [[False] * (len(row) - 1) + [True] for row in ends]
+        batch = self._pack(prompt_ids, ends, mask, None, where)
+        hidden = self._hidden(batch, adapters=adapters, keep=keep)
+        out = np.empty_like(hidden)
+        out[batch.rows] = hidden
+        return out
+
+    def _hidden(self, batch: _Rows, *, adapters: bool, keep: bool) -> np.ndarray:
+        """Return the hidden states that predict the counted tokens of a batch."""
+        out = np.empty((len(batch.rows), self.base.config.hidden_dim), np.float32)
+        self._forward(batch, adapters=adapters, keep=keep, head=_HIDDEN)
+        if len(out):
+            self._core.hidden(out)
+        return out
+
+    def _forward(self, batch: _Rows, *, adapters: bool, keep: bool, head: str, **values: Any) -> None:
+        """Run the forward pass of a batch, and log-probs for ``targets``."""
+        self._kept = None
+        none = {
+            "targets": np.empty((len(batch.rows), 0), np.int64),
+            "logprobs": np.empty((len(batch.rows), 0), np.float32),
+        }
+        none |= dict.fromkeys(("kept_offsets", "kept_words", "entropy", "mean")) | {"temperature": 1.0}
+        none |= {"dropout": 0.0, "seed": 0}
+        if len(batch.rows):
+            self._core.forward(
+                **batch.arrays, **(none | values), with_adapters=adapters, keep=keep,
+                activation_bytes=self.activation_bytes,
+            )  # fmt: skip
+        if keep and adapters:
+            self._kept = head, batch
+
+    def backward(self, grad: Any, grad_entropy: Any = None, grad_mean: Any = None) -> None:
+        """Add the gradients of the parameters to ``gradients``; follows a forward pass, once.
+
+        Args:
+            grad: gradient of the loss with respect to the ``logprobs`` of ``logprobs``, the ``values`` of
+                ``divergence``, or ``hidden_states``, in its shape; ignored where its mask is False.
+            grad_entropy: of ``logprobs``, the same for ``entropy``; None: the loss does not depend on it.
+            grad_mean: of ``logprobs``, the same for ``mean``.
+
+        Raises:
+            WhetTypeError: no forward pass precedes, or it was computed without adapters or ``keep``.
+            WhetValueError: another shape, or NaN or infinity.
+        """
+        where = "Learner.backward"
+        if self._kept is None:
+            raise WhetTypeError(f"{where}: it follows logprobs(), with adapters and keep, once. Call logprobs() first.")
+        head, batch = self._kept
+        found = [
+            None if given is None else self._select_gradient(name, given, head, batch)
+            for name, given in (("grad", grad), ("grad_entropy", grad_entropy), ("grad_mean", grad_mean))
+        ]
+        if head != _LOGPROBS and (grad_entropy is not None or grad_mean is not None):
+            raise WhetValueError(f"{where}: grad_entropy and grad_mean follow logprobs(), not {head}(). Omit them.")
+        self._kept = None
+        if not len(batch.rows):
+            return
+        gradients = {
+            "grads": [adapter.gradients for adapter in self.adapters],
+            "norm_grads": [gradient for norm in self.norms for gradient in norm.gradients],
+        }
+        if head == _LOGPROBS:
+            values = cast(np.ndarray, found[0])
+            self._core.backward(
+                grad_logprobs=values.reshape(len(values), -1),
+                grad_entropy=found[1],
+                grad_mean=found[2],
+                **gradients,
+            )
+        elif head == _DIVERGENCE:
+            self._core.backward_divergence(grad=found[0], **gradients)
+        else:
+            self._core.backward_hidden(grad=found[0], **gradients)
+
+    def _select_gradient(self, name: str, grad: Any, head: str, batch: _Rows) -> np.ndarray:
+        """Return the gradients of the counted tokens of the last forward pass."""
+        where, values = "Learner.backward", np.asarray(grad, np.float32)
+        shape = (len(batch.mask), self.base.config.hidden_dim) if head == _HIDDEN else batch.mask.shape
+        if values.shape[:2] != shape or values.ndim > (3 if head == _LOGPROBS and name == "grad" else 2):
+            raise WhetValueError(
+                f"{where}: {name} has shape {values.shape}, expected {shape}, as the result of {head}()."
+            )
+        values = np.ascontiguousarray(values[batch.rows] if head == _HIDDEN else values[batch.rows, batch.steps])
+        if not np.isfinite(values).all():
+            raise WhetValueError(f"{where}: {name} holds NaN or infinity. Check the loss of this batch.")
+        return values
+
+    def _pack(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        completion_ids: Sequence[Sequence[int]],
+        completion_mask: Sequence[Sequence[bool]] | None,
+        kept_tokens: Sequence[KeptTokens | None] | None,
+        where: str,
+    ) -> _Rows:
+        """Check and pack a batch, in an order that depends only on its content, so that gradients are summed in it."""
+        prompts, completions = ([list(map(int, row)) for row in rows] for rows in (prompt_ids, completion_ids))
+        mask = self._check_rows(prompts, completions, completion_mask, kept_tokens, where)
         order = sorted(range(len(prompts)), key=lambda i: (prompts[i], completions[i]))
         batch = pack_batch([prompts[i] for i in order], [completions[i] for i in order])
         rows, steps = np.asarray(order, np.int64)[batch.rows], batch.steps
         counted = mask[rows, steps]
-        rows, steps = rows[counted], steps[counted]
-        targets = batch.targets[counted]
-        kept = select_kept(kept_tokens, rows, steps, targets, self.base.config.vocab_size, where)
-        values = np.empty(len(rows), np.float32)
-        entropies = np.empty(len(rows), np.float32) if return_entropy else None
-        self._scatter = None
-        if len(rows):
-            self._core.forward(
-                tokens=batch.input_ids, positions=batch.position_ids, group_offsets=batch.group_offsets,
-                q_offsets=batch.q_offsets, k_offsets=batch.k_offsets, key_rows=batch.key_rows,
-                reader_offsets=batch.reader_offsets, readers=batch.readers, predictors=batch.hidden_rows[counted],
-                targets=targets, kept_offsets=None if kept is None else kept.offsets,
-                kept_words=None if kept is None else kept.words, temperature=temperature, with_adapters=adapters,
-                keep=keep, activation_bytes=self.activation_bytes, seed=(dropout_seed or 0) % 2**64,
-                dropout=0.0 if dropout_seed is None else self.lora_dropout, logprobs=values, entropy=entropies,
-            )  # fmt: skip
-        if keep and adapters:
-            self._scatter = rows, steps
+        arrays = {
+            "tokens": batch.input_ids, "positions": batch.position_ids, "group_offsets": batch.group_offsets,
+            "q_offsets": batch.q_offsets, "k_offsets": batch.k_offsets, "key_rows": batch.key_rows,
+            "reader_offsets": batch.reader_offsets, "readers": batch.readers,
+            "predictors": batch.hidden_rows[counted],
+        }  # fmt: skip
+        return _Rows(arrays, batch.targets[counted], rows[counted], steps[counted], mask)
 
-        def scatter(tokens: np.ndarray) -> np.ndarray:
-            out = np.zeros(mask.shape, np.float32)
-            out[rows, steps] = tokens
-            return out
-
-        return Logprobs(scatter(values), None if entropies is None else scatter(entropies), mask)
-
-    def backward(self, grad_logprobs: Any, grad_entropy: Any = None) -> None:
-        """Add the gradients of the parameters to ``gradients``; follows ``logprobs``, once.
-
-        Args:
-            grad_logprobs: gradient of the loss with respect to ``logprobs``, (B, C); ignored where its mask is False.
-            grad_entropy: the same for ``entropy``; None: the loss does not depend on it.
-
-        Raises:
-            WhetTypeError: no ``logprobs`` precedes, or it was computed without adapters or ``keep``.
-            WhetValueError: another shape, or NaN or infinity.
-        """
-        where = "Learner.backward"
-        if self._scatter is None:
-            raise WhetTypeError(f"{where}: it follows logprobs(), with adapters and keep, once. Call logprobs() first.")
-        (rows, steps), grads = self._scatter, []
-        for name, grad in (("grad_logprobs", grad_logprobs), ("grad_entropy", grad_entropy)):
-            if grad is None:
-                grads.append(None)
-                continue
-            values = np.asarray(grad, np.float32)
-            if values.ndim != 2 or (len(rows) and (values.shape[0] <= rows.max() or values.shape[1] <= steps.max())):
-                raise WhetValueError(f"{where}: {name} has shape {values.shape}, expected the (B, C) of the log-probs.")
-            values = np.ascontiguousarray(values[rows, steps])
-            if not np.isfinite(values).all():
-                raise WhetValueError(f"{where}: {name} holds NaN or infinity. Check the loss of this batch.")
-            grads.append(values)
-        self._scatter = None
-        if len(rows):
-            self._core.backward(
-                grad_logprobs=grads[0], grad_entropy=grads[1], grads=[adapter.gradients for adapter in self.adapters],
-                norm_grads=[gradient for norm in self.norms for gradient in norm.gradients],
-            )  # fmt: skip
+    def _select_candidates(
+        self, candidates: Sequence[Any], completion_ids: Sequence[Sequence[int]], batch: _Rows, where: str
+    ) -> np.ndarray:
+        """Return the candidates (M, k) of the counted tokens of a batch."""
+        tables = [np.asarray(table) for table in candidates]
+        lengths = list(map(len, completion_ids))
+        k = next((table.shape[1] for table in tables if table.ndim == 2), 0)
+        if [table.shape for table in tables] != [(n, k) for n in lengths] or not k:
+            raise WhetValueError(
+                f"{where}: candidates has shapes {[table.shape for table in tables]!s:.80}, expected (T, k) for the T "
+                f"tokens of each completion, {lengths!s:.80}, with the same k of at least 1."
+            )
+        vocab_size = self.base.config.vocab_size
+        for i, table in enumerate(tables):
+            if table.dtype.kind not in "iu" or (table.size and not 0 <= table.min() <= table.max() < vocab_size):
+                raise WhetValueError(
+                    f"{where}: candidates[{i}] holds values that are not token ids from 0 to {vocab_size - 1}."
+                )
+        found = np.empty((len(batch.rows), k), np.int64)
+        for out, r, t in zip(found, batch.rows, batch.steps, strict=True):
+            out[:] = tables[r][t]
+        return found
 
     def source(self) -> ModelSource:
         """Return base, adapters and norms as a model, for ``Engine.from_model``, ``sync`` and ``add_adapter``."""
@@ -545,9 +742,10 @@ class Learner:
         completions: list[list[int]],
         given: Sequence[Sequence[bool]] | None,
         kept_tokens: Sequence[KeptTokens | None] | None,
+        where: str,
     ) -> np.ndarray:
         """Check a batch, and return the mask of the tokens that count."""
-        where, config = "Learner.logprobs", self.base.config
+        config = self.base.config
         check_rows(where, prompts, completions, given, kept_tokens)
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             if not prompt:
