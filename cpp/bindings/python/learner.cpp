@@ -5,6 +5,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -12,6 +13,7 @@
 #include <mutex>
 #include <optional>
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -61,6 +63,17 @@ public:
         learner_.set_factors(adapter, a.data(), b.data(), scale);
     }
 
+    size_t add_norm(const std::string& slot, const Contiguous<const float, 1>& values) {
+        const std::lock_guard guard(mutex_);
+        return learner_.add_norm(slot, {values.data(), values.shape(0)});
+    }
+
+    void set_norm(size_t norm, const Contiguous<const float, 1>& values) {
+        const std::lock_guard guard(mutex_);
+        require(values.shape(0) == learner_.norm_size(norm), "Learner.set_norm: expected the size of the norm");
+        learner_.set_norm(norm, values.data());
+    }
+
     // Computes the hidden states of `predictors`, and the log-probs (rows, k) of targets (rows, k) unless k is 0, and
     // entropies and mean log-probs unless null.
     void forward(const Indices& tokens, const Indices& positions, const Indices& group_offsets,
@@ -68,8 +81,9 @@ public:
                  const Indices& reader_offsets, const Indices& readers, const Indices& predictors,
                  const Contiguous<const int64_t, 2>& targets, const std::optional<Indices>& kept_offsets,
                  const std::optional<Contiguous<const int32_t, 1>>& kept_words, double temperature, bool with_adapters,
-                 bool keep, size_t activation_bytes, const Contiguous<float, 2>& logprobs,
-                 const std::optional<Contiguous<float, 1>>& entropy, const std::optional<Contiguous<float, 1>>& mean) {
+                 bool keep, size_t activation_bytes, double dropout, uint64_t seed,
+                 const Contiguous<float, 2>& logprobs, const std::optional<Contiguous<float, 1>>& entropy,
+                 const std::optional<Contiguous<float, 1>>& mean) {
         const ReleasedGil released;
         const std::lock_guard guard(mutex_);
         const size_t rows = targets.shape(0), k = targets.shape(1);
@@ -89,7 +103,7 @@ public:
         hidden_ =
             learner_.forward({copy(tokens), copy(positions), copy(group_offsets), copy(q_offsets), copy(k_offsets),
                               copy(key_rows), copy(reader_offsets), copy(readers), copy(predictors)},
-                             with_adapters, keep, activation_bytes);
+                             with_adapters, keep, activation_bytes, {dropout, seed});
         rows_ = rows;
         divergence_.reset();
         if (k == 0) return;
@@ -120,11 +134,13 @@ public:
         divergence_->forward(hidden_, teacher_hidden_.data(), rows_, temperature, beta, out.data());
     }
 
-    // grads: (grad_a, grad_b) of each adapter, to which the gradients are added.
+    // grads: (grad_a, grad_b) of each adapter, and norm_grads: of each vector of norms, to which the gradients are
+    // added.
     void backward(const Contiguous<const float, 2>& grad_logprobs,
                   const std::optional<Contiguous<const float, 1>>& grad_entropy,
-                  const std::optional<Contiguous<const float, 1>>& grad_mean, const nb::sequence& grads) {
-        run_backward(grads, [&](float* grad_hidden) {
+                  const std::optional<Contiguous<const float, 1>>& grad_mean, const nb::sequence& grads,
+                  const nb::sequence& norm_grads) {
+        run_backward(grads, norm_grads, [&](float* grad_hidden) {
             require(grad_logprobs.shape(0) == head_.rows() && head_.rows() == rows_ &&
                         grad_logprobs.shape(1) == head_.k() && (!grad_entropy || grad_entropy->shape(0) == rows_) &&
                         (!grad_mean || grad_mean->shape(0) == rows_),
@@ -138,16 +154,18 @@ public:
         });
     }
 
-    void backward_divergence(const Contiguous<const float, 1>& grad, const nb::sequence& grads) {
-        run_backward(grads, [&](float* grad_hidden) {
+    void backward_divergence(const Contiguous<const float, 1>& grad, const nb::sequence& grads,
+                             const nb::sequence& norm_grads) {
+        run_backward(grads, norm_grads, [&](float* grad_hidden) {
             require(divergence_.has_value() && grad.shape(0) == rows_,
                     "Learner.backward_divergence: expected a gradient for each divergence");
             divergence_->backward(hidden_, teacher_hidden_.data(), grad.data(), grad_hidden);
         });
     }
 
-    void backward_hidden(const Contiguous<const float, 2>& grad, const nb::sequence& grads) {
-        run_backward(grads, [&](float* grad_hidden) {
+    void backward_hidden(const Contiguous<const float, 2>& grad, const nb::sequence& grads,
+                         const nb::sequence& norm_grads) {
+        run_backward(grads, norm_grads, [&](float* grad_hidden) {
             require(grad.shape(0) == rows_ && grad.shape(1) == learner_.hidden_dim(),
                     "Learner.backward_hidden: expected a gradient for each hidden state");
             std::copy_n(grad.data(), grad.size(), grad_hidden);
@@ -174,15 +192,18 @@ private:
     size_t rows_ = 0;
     std::mutex mutex_;
 
-    // Adds to the gradients of the adapters, given the gradient of the hidden states, which `head` computes.
+    // Adds to the gradients of adapters and norms, given the gradient of the hidden states, which `head` computes.
     template <class F>
-    void run_backward(const nb::sequence& grads, F&& head) {
+    void run_backward(const nb::sequence& grads, const nb::sequence& norm_grads, F&& head) {
         // A caster to std::vector would terminate the process where memory is refused.
         std::vector<std::pair<Contiguous<float, 2>, Contiguous<float, 2>>> pairs;
         for (nb::handle pair : grads) {
             pairs.emplace_back(nb::cast<Contiguous<float, 2>>(pair[0]), nb::cast<Contiguous<float, 2>>(pair[1]));
         }
+        std::vector<Contiguous<float, 1>> vectors;
+        for (nb::handle vector : norm_grads) vectors.push_back(nb::cast<Contiguous<float, 1>>(vector));
         std::vector<FactorGradients> factors;
+        std::vector<float*> norms;
         const ReleasedGil released;
         const std::lock_guard guard(mutex_);
         require(pairs.size() == learner_.n_adapters(), "Learner.backward: expected gradients of every adapter");
@@ -190,10 +211,16 @@ private:
             check_shapes(factors.size(), a, b);
             factors.push_back({a.data(), b.data()});
         }
+        require(vectors.size() == learner_.n_norms(), "Learner.backward: expected gradients of every norm");
+        for (const auto& vector : vectors) {
+            require(vector.shape(0) == learner_.norm_size(norms.size()),
+                    "Learner.backward: expected the size of a norm");
+            norms.push_back(vector.data());
+        }
         const auto grad_hidden = std::make_unique_for_overwrite<float[]>(rows_ * learner_.hidden_dim());
         learner_.check_kept();
         head(grad_hidden.get());
-        learner_.backward(grad_hidden.get(), factors);
+        learner_.backward(grad_hidden.get(), factors, norms);
     }
 
     template <class Factor>
@@ -217,18 +244,22 @@ void bind_learner(nb::module_& m) {
         .def("add_adapter", &LearnerObject::add_adapter, nb::kw_only(), arg("layer"), arg("target"), arg("first_row"),
              arg("n"), arg("rank"))
         .def("set_factors", &LearnerObject::set_factors, arg("adapter"), array("a"), array("b"), arg("scale"))
+        .def("add_norm", &LearnerObject::add_norm, arg("slot"), array("values"))
+        .def("set_norm", &LearnerObject::set_norm, arg("norm"), array("values"))
         .def("forward", &LearnerObject::forward, nb::kw_only(), array("tokens"), array("positions"),
              array("group_offsets"), array("q_offsets"), array("k_offsets"), array("key_rows"), array("reader_offsets"),
              array("readers"), array("predictors"), array("targets"), array("kept_offsets").none(),
              array("kept_words").none(), arg("temperature"), arg("with_adapters"), arg("keep"), arg("activation_bytes"),
-             array("logprobs"), array("entropy").none(), array("mean").none())
+             arg("dropout"), arg("seed"), array("logprobs"), array("entropy").none(), array("mean").none())
         .def("hidden", &LearnerObject::hidden, array("out"))
         .def("divergence", &LearnerObject::divergence, nb::kw_only(), arg("teacher"), array("teacher_hidden"),
              arg("temperature"), arg("beta"), array("out"))
         .def("backward", &LearnerObject::backward, nb::kw_only(), array("grad_logprobs"), array("grad_entropy").none(),
-             array("grad_mean").none(), arg("grads"))
-        .def("backward_divergence", &LearnerObject::backward_divergence, nb::kw_only(), array("grad"), arg("grads"))
-        .def("backward_hidden", &LearnerObject::backward_hidden, nb::kw_only(), array("grad"), arg("grads"));
+             array("grad_mean").none(), arg("grads"), arg("norm_grads"))
+        .def("backward_divergence", &LearnerObject::backward_divergence, nb::kw_only(), array("grad"), arg("grads"),
+             arg("norm_grads"))
+        .def("backward_hidden", &LearnerObject::backward_hidden, nb::kw_only(), array("grad"), arg("grads"),
+             arg("norm_grads"));
 }
 
 }  // namespace whet
