@@ -87,17 +87,22 @@ struct Adapter {
     size_t max_rank = 0;         // maximum over matrices of the sum of their ranks
 };
 
-// The norm of a layer, and the final norm, with an adapter or without (null).
-inline const NormWeight& norm_of(const Weights& weights, const Adapter* adapter, size_t layer,
-                                 NormWeight LayerNorms::* norm) {
-    const NormWeight& base = weights.norms.layers[layer].*norm;
-    if (adapter == nullptr || !adapter->norms) return base;
-    const NormWeight& own = adapter->norms->layers[layer].*norm;
-    return own.weight.empty() ? base : own;
-}
-inline const NormWeight& final_norm_of(const Weights& weights, const Adapter* adapter) {
-    const bool is_own = adapter != nullptr && adapter->norms && !adapter->norms->final_norm.weight.empty();
-    return is_own ? adapter->norms->final_norm : weights.norms.final_norm;
+// A norm of a layer, or the final norm.
+struct NormId {
+    size_t layer = 0;
+    NormWeight LayerNorms::* norm = nullptr;  // null: the final norm
+
+    const NormWeight& of(const Norms& norms) const {
+        return norm == nullptr ? norms.final_norm : norms.layers[layer].*norm;
+    }
+};
+
+// A norm with an adapter or without (null).
+inline const NormWeight& norm_of(const Weights& weights, const Adapter* adapter, NormId id) {
+    if (kIsComplete && adapter != nullptr && adapter->norms && !id.of(*adapter->norms).weight.empty()) {
+        return id.of(*adapter->norms);
+    }
+    return id.of(weights.norms);
 }
 
 }  // namespace whet

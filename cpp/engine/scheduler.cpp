@@ -305,7 +305,7 @@ void Scheduler::release_prompt(Job& job) {
 size_t Scheduler::adapters_bytes() const {
     size_t bytes = 0;
     for (const auto& [id, adapter] : adapters_) {
-        if (adapter->norms) bytes += adapter->norms->size_bytes();
+        if (kIsComplete && adapter->norms) bytes += adapter->norms->size_bytes();
         for (const auto& layer : adapter->layers) {
             for (const LowRank& low : layer) {
                 for (const PackedWeight& a : low.a) bytes += a.size_bytes();

@@ -102,19 +102,16 @@ const float* Transformer::forward(const InputToken* rows, size_t n, KvMemory& me
     embed(rows, n);
     float* delta = nullptr;  // sublayer output not yet added to the residual stream
     for (size_t i = 0; i < config_.n_layers; ++i) {
-        const auto own = [&](NormWeight LayerNorms::* norm) {
-            return [=, this](size_t r) -> const NormWeight& { return norm_of(*weights_, rows[r].adapter, i, norm); };
-        };
-        add_and_norm(own(&LayerNorms::norm1), delta, n);
+        add_and_norm(rows, {i, &LayerNorms::norm1}, delta, n);
         attention(rows, n, i, memory);
-        post_norm(own(&LayerNorms::post_norm1), delta_, n);
+        post_norm(rows, {i, &LayerNorms::post_norm1}, delta_, n);
         delta = delta_;
         if (!config_.parallel_residual) {
-            add_and_norm(own(&LayerNorms::norm2), delta, n);
+            add_and_norm(rows, {i, &LayerNorms::norm2}, delta, n);
             mlp(rows, n, i, delta_);
-            post_norm(own(&LayerNorms::post_norm2), delta_, n);
+            post_norm(rows, {i, &LayerNorms::post_norm2}, delta_, n);
         } else {
-            if (!config_.shared_norm) add_and_norm(own(&LayerNorms::norm2), nullptr, n);
+            if (!config_.shared_norm) add_and_norm(rows, {i, &LayerNorms::norm2}, nullptr, n);
             mlp(rows, n, i, attended_);  // attended_ is free at this point
             for_rows(n, config_.hidden_dim, [&](size_t r) {
                 const size_t at = r * config_.hidden_dim;
@@ -122,7 +119,7 @@ const float* Transformer::forward(const InputToken* rows, size_t n, KvMemory& me
             });
         }
     }
-    add_and_norm([&](size_t r) -> const NormWeight& { return final_norm_of(*weights_, rows[r].adapter); }, delta, n);
+    add_and_norm(rows, {}, delta, n);
     scale(config_.logits_scale, h_, n * config_.hidden_dim);
     return h_;
 }
@@ -194,15 +191,15 @@ void Transformer::norm(const NormWeight& w, const float* x, float* residual, flo
     }
 }
 
-template <class NormOf>
-void Transformer::post_norm(NormOf&& own, float* delta, size_t n) const {
+void Transformer::post_norm(const InputToken* rows, NormId id, float* delta, size_t n) const {
     const size_t d = config_.hidden_dim;
-    if (config_.post_norm) for_rows(n, d, [&](size_t i) { norm(own(i), delta + i * d, nullptr, delta + i * d); });
+    if (!config_.post_norm) return;
+    for_rows(n, d,
+             [&](size_t i) { norm(norm_of(*weights_, rows[i].adapter, id), delta + i * d, nullptr, delta + i * d); });
 }
 
 // x += residual_scale delta, scaled in place; h = norm(x), or x without this norm.
-template <class NormOf>
-void Transformer::add_and_norm(NormOf&& own, float* delta, size_t n) {
+void Transformer::add_and_norm(const InputToken* rows, NormId id, float* delta, size_t n) {
     const size_t d = config_.hidden_dim;
     for_rows(n, d, [&](size_t i) {
         float *x = x_ + i * d, *h = h_ + i * d;
@@ -211,7 +208,8 @@ void Transformer::add_and_norm(NormOf&& own, float* delta, size_t n) {
             scale(config_.residual_scale, delta + i * d, d);
             from = delta + i * d;
         }
-        if (const NormWeight& w = own(i); !w.weight.empty()) return norm(w, from, delta == nullptr ? nullptr : x, h);
+        const NormWeight& w = norm_of(*weights_, rows[i].adapter, id);
+        if (!w.weight.empty()) return norm(w, from, delta == nullptr ? nullptr : x, h);
         if (delta != nullptr) kernels().blend_f32(from, d, 1.0f, 1.0f, x);
         std::memcpy(h, x, d * sizeof *x);
     });
@@ -247,7 +245,7 @@ void Transformer::finish_head(const InputToken& row, size_t i, size_t unit, size
     float *q = qkv_ + i * config_.qkv_dim(), *x = q + unit * d;
     const bool is_query = unit < config_.n_heads;
     const auto weight = [&](NormWeight LayerNorms::* norm) {
-        return norm_of(*weights_, row.adapter, layer, norm).weight.data();
+        return norm_of(*weights_, row.adapter, {layer, norm}).weight.data();
     };
     if (config_.qk_norm_whole && unit == 0) {
         const size_t n_k = config_.n_kv_heads * d;

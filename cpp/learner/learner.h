@@ -181,9 +181,9 @@ private:
     ProductRows attended_rows(const RowTile& tile) const;
 
     const NormWeight& norm_at(size_t layer, NormWeight LayerNorms::* norm) const {
-        return norm_of(*weights_, with_adapters_ ? &adapter_ : nullptr, layer, norm);
+        return norm_of(*weights_, with_adapters_ ? &adapter_ : nullptr, {layer, norm});
     }
-    const NormWeight& final_norm() const { return final_norm_of(*weights_, with_adapters_ ? &adapter_ : nullptr); }
+    const NormWeight& final_norm() const { return norm_of(*weights_, with_adapters_ ? &adapter_ : nullptr, {}); }
     float* gradient_of(const std::vector<float>& vector) const;
     Groups predictor_groups() const;
     void norm(const NormWeight& w, const float* x, size_t rows, float* out) const;
