@@ -16,6 +16,8 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 from whet import _core  # noqa: E402  # imports NumPy, whose BLAS reads these variables
 
 os.environ.setdefault("WHET_NUM_THREADS", str(_core.n_processors()))  # else Whet uses OMP_NUM_THREADS
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it on import, by any package
 signal.signal(signal.SIGINT, signal.default_int_handler)
 hypothesis.settings.register_profile("any machine", deadline=None)  # a busy machine exceeds the default, 200 ms
 hypothesis.settings.load_profile("any machine")

@@ -1,9 +1,13 @@
-// Per-request low-rank adapters of a transformer's matrices: y[first_row:] += B (A x), with the scaling folded into B.
+// Per-request low-rank adapters of a transformer's matrices, y[first_row:] += B (A x) with the scaling folded into B,
+// and norms in place of the weights' own.
 #pragma once
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <optional>
+#include <span>
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -63,8 +67,42 @@ struct Adapter {
         return low;
     }
 
+    // Replaces the weight or bias of a norm, by its slot, and returns it. Throws std::invalid_argument for another slot
+    // or size.
+    std::vector<float>& set_norm(const Weights& weights, const std::string& slot, std::span<const float> values) {
+        const auto [name, part] = split_part(slot);
+        const NormWeight* from = weights.norms.find(name);
+        if (from == nullptr) throw std::invalid_argument("the model has no norm \"" + slot + "\"");
+        if (!norms) norms = Norms(layers.size());
+        NormWeight& own = *norms->find(name);
+        if (own.weight.empty()) own = *from;
+        std::vector<float>& vector = part == "bias" ? own.bias : own.weight;
+        if (vector.size() != values.size()) throw std::invalid_argument("the values do not fit \"" + slot + "\"");
+        std::copy(values.begin(), values.end(), vector.begin());
+        return vector;
+    }
+
     std::vector<std::array<LowRank, kTargets>> layers;
-    size_t max_rank = 0;  // maximum over matrices of the sum of their ranks
+    std::optional<Norms> norms;  // those that are replaced; the others are empty
+    size_t max_rank = 0;         // maximum over matrices of the sum of their ranks
 };
+
+// A norm of a layer, or the final norm.
+struct NormId {
+    size_t layer = 0;
+    NormWeight LayerNorms::* norm = nullptr;  // null: the final norm
+
+    const NormWeight& of(const Norms& norms) const {
+        return norm == nullptr ? norms.final_norm : norms.layers[layer].*norm;
+    }
+};
+
+// A norm with an adapter or without (null).
+inline const NormWeight& norm_of(const Weights& weights, const Adapter* adapter, NormId id) {
+    if (kIsComplete && adapter != nullptr && adapter->norms && !id.of(*adapter->norms).weight.empty()) {
+        return id.of(*adapter->norms);
+    }
+    return id.of(weights.norms);
+}
 
 }  // namespace whet

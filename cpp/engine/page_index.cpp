@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "engine/config.h"
 #include "runtime/try_allocating.h"
 
 namespace whet {
@@ -98,7 +99,7 @@ std::pair<int32_t, size_t> PageIndex::find_retained(int32_t before, uint64_t key
     std::pair<int32_t, size_t> best{kNone, 0};
     for (const auto& [hash, entry] : entries_) {
         if (entry.before != serial_of(before) || entry.key != key) continue;
-        if (!at(entry.page).retained || !at(entry.page).has(scores)) continue;
+        if (!at(entry.page).retained || (kIsComplete && !at(entry.page).has(scores))) continue;
         const auto end = std::mismatch(tokens, tokens + n, entry.tokens.begin(), entry.tokens.end()).first;
         const auto common = static_cast<size_t>(end - tokens);
         if (common > best.second) best = {entry.page, common};

@@ -88,7 +88,7 @@ void Scheduler::plan_draw(Running& running, size_t token) {
     if (request.constrained) task.history.allowed = sample.allowed.data();
     task.uniform = token_uniform(request.seed, request.prompt_index, request.first_sample + running.sample, position);
     task.alternatives = sample.alternatives.data() + position * n_top;
-    task.kept = request.records_kept ? &running.kept : nullptr;
+    task.kept = kIsComplete && request.records_kept ? &running.kept : nullptr;
 }
 
 // Chunked prefill: adds the next tokens of the prompts, in order, and the scores of tokens that follow them, or their
@@ -305,6 +305,7 @@ void Scheduler::release_prompt(Job& job) {
 size_t Scheduler::adapters_bytes() const {
     size_t bytes = 0;
     for (const auto& [id, adapter] : adapters_) {
+        if (kIsComplete && adapter->norms) bytes += adapter->norms->size_bytes();
         for (const auto& layer : adapter->layers) {
             for (const LowRank& low : layer) {
                 for (const PackedWeight& a : low.a) bytes += a.size_bytes();

@@ -102,17 +102,16 @@ const float* Transformer::forward(const InputToken* rows, size_t n, KvMemory& me
     embed(rows, n);
     float* delta = nullptr;  // sublayer output not yet added to the residual stream
     for (size_t i = 0; i < config_.n_layers; ++i) {
-        const LayerWeights& w = weights_->layers[i];
-        add_and_norm(w.norm1, delta, n);
+        add_and_norm(rows, {i, &LayerNorms::norm1}, delta, n);
         attention(rows, n, i, memory);
-        post_norm(w.post_norm1, delta_, n);
+        post_norm(rows, {i, &LayerNorms::post_norm1}, delta_, n);
         delta = delta_;
         if (!config_.parallel_residual) {
-            add_and_norm(w.norm2, delta, n);
+            add_and_norm(rows, {i, &LayerNorms::norm2}, delta, n);
             mlp(rows, n, i, delta_);
-            post_norm(w.post_norm2, delta_, n);
+            post_norm(rows, {i, &LayerNorms::post_norm2}, delta_, n);
         } else {
-            if (!config_.shared_norm) add_and_norm(w.norm2, nullptr, n);
+            if (!config_.shared_norm) add_and_norm(rows, {i, &LayerNorms::norm2}, nullptr, n);
             mlp(rows, n, i, attended_);  // attended_ is free at this point
             for_rows(n, config_.hidden_dim, [&](size_t r) {
                 const size_t at = r * config_.hidden_dim;
@@ -120,7 +119,7 @@ const float* Transformer::forward(const InputToken* rows, size_t n, KvMemory& me
             });
         }
     }
-    add_and_norm(weights_->final_norm, delta, n);
+    add_and_norm(rows, {}, delta, n);
     scale(config_.logits_scale, h_, n * config_.hidden_dim);
     return h_;
 }
@@ -192,13 +191,15 @@ void Transformer::norm(const NormWeight& w, const float* x, float* residual, flo
     }
 }
 
-void Transformer::post_norm(const NormWeight& w, float* delta, size_t n) const {
+void Transformer::post_norm(const InputToken* rows, NormId id, float* delta, size_t n) const {
     const size_t d = config_.hidden_dim;
-    if (config_.post_norm) for_rows(n, d, [&](size_t i) { norm(w, delta + i * d, nullptr, delta + i * d); });
+    if (!config_.post_norm) return;
+    for_rows(n, d,
+             [&](size_t i) { norm(norm_of(*weights_, rows[i].adapter, id), delta + i * d, nullptr, delta + i * d); });
 }
 
 // x += residual_scale delta, scaled in place; h = norm(x), or x without this norm.
-void Transformer::add_and_norm(const NormWeight& w, float* delta, size_t n) {
+void Transformer::add_and_norm(const InputToken* rows, NormId id, float* delta, size_t n) {
     const size_t d = config_.hidden_dim;
     for_rows(n, d, [&](size_t i) {
         float *x = x_ + i * d, *h = h_ + i * d;
@@ -207,6 +208,7 @@ void Transformer::add_and_norm(const NormWeight& w, float* delta, size_t n) {
             scale(config_.residual_scale, delta + i * d, d);
             from = delta + i * d;
         }
+        const NormWeight& w = norm_of(*weights_, rows[i].adapter, id);
         if (!w.weight.empty()) return norm(w, from, delta == nullptr ? nullptr : x, h);
         if (delta != nullptr) kernels().blend_f32(from, d, 1.0f, 1.0f, x);
         std::memcpy(h, x, d * sizeof *x);
@@ -238,18 +240,20 @@ void Transformer::attention(const InputToken* rows, size_t n, size_t layer, KvMe
 // Norms and rotates a query head of token i, unit < n_heads, and writes it for attend(); or norms and rotates a key,
 // and writes it and its value to the cache.
 void Transformer::finish_head(const InputToken& row, size_t i, size_t unit, size_t layer, KvMemory& memory) {
-    const LayerWeights& w = weights_->layers[layer];
     const Kernels& k = kernels();
     const size_t d = config_.head_dim, group = config_.kv_group(), n_q = config_.n_heads * d;
     float *q = qkv_ + i * config_.qkv_dim(), *x = q + unit * d;
     const bool is_query = unit < config_.n_heads;
+    const auto weight = [&](NormWeight LayerNorms::* norm) {
+        return norm_of(*weights_, row.adapter, {layer, norm}).weight.data();
+    };
     if (config_.qk_norm_whole && unit == 0) {
         const size_t n_k = config_.n_kv_heads * d;
-        k.rms_norm_f32(q, nullptr, w.q_norm.weight.data(), n_q, config_.norm_eps, false, q);
-        k.rms_norm_f32(q + n_q, nullptr, w.k_norm.weight.data(), n_k, config_.norm_eps, false, q + n_q);
+        k.rms_norm_f32(q, nullptr, weight(&LayerNorms::q_norm), n_q, config_.norm_eps, false, q);
+        k.rms_norm_f32(q + n_q, nullptr, weight(&LayerNorms::k_norm), n_k, config_.norm_eps, false, q + n_q);
     } else if (config_.qk_norm && !config_.qk_norm_whole) {
-        const NormWeight& norm = is_query ? w.q_norm : w.k_norm;
-        k.rms_norm_f32(x, nullptr, norm.weight.data(), d, config_.norm_eps, false, x);
+        k.rms_norm_f32(x, nullptr, weight(is_query ? &LayerNorms::q_norm : &LayerNorms::k_norm), d, config_.norm_eps,
+                       false, x);
     }
     if (config_.rotates(layer)) {
         const auto rotate = config_.is_neox ? k.rope_neox_f32 : k.rope_gptj_f32;

@@ -84,9 +84,9 @@ private:
 
     void embed(const InputToken* rows, size_t n);
     void group_by_prefix(const InputToken* rows, size_t n);
-    void add_and_norm(const NormWeight& w, float* delta, size_t n);
+    void add_and_norm(const InputToken* rows, NormId id, float* delta, size_t n);
     void norm(const NormWeight& w, const float* x, float* residual, float* out) const;
-    void post_norm(const NormWeight& w, float* delta, size_t n) const;
+    void post_norm(const InputToken* rows, NormId id, float* delta, size_t n) const;
     void attention(const InputToken* rows, size_t n, size_t layer, KvMemory& memory);
     void finish_head(const InputToken& row, size_t i, size_t unit, size_t layer, KvMemory& memory);
     void attend(const InputToken* rows, const PrefixGroup& group, size_t kv_head, Part part, size_t layer,

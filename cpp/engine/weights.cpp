@@ -81,25 +81,42 @@ Matrix* Weights::matrix_named(const std::string& slot) {
     return nullptr;
 }
 
-std::vector<float>* Weights::vector_named(const std::string& slot) {
+std::pair<std::string, std::string> split_part(const std::string& slot) {
     const size_t dot = slot.rfind('.');
-    if (dot == std::string::npos) return nullptr;
-    const std::string owner = slot.substr(0, dot), part = slot.substr(dot + 1);
+    if (dot == std::string::npos) return {slot, {}};
+    return {slot.substr(0, dot), slot.substr(dot + 1)};
+}
+
+const NormWeight* Norms::find(const std::string& name) const {
+    if (name == "final_norm") return &final_norm;
+    size_t i = 0;
+    std::string rest;
+    if (!split_layer(name, layers.size(), i, rest)) return nullptr;
+    if (rest == "norm1") return &layers[i].norm1;
+    if (rest == "norm2") return &layers[i].norm2;
+    if (rest == "post_norm1") return &layers[i].post_norm1;
+    if (rest == "post_norm2") return &layers[i].post_norm2;
+    if (rest == "q_norm") return &layers[i].q_norm;
+    if (rest == "k_norm") return &layers[i].k_norm;
+    return nullptr;
+}
+
+size_t Norms::size_bytes() const {
+    size_t bytes = final_norm.size_bytes();
+    for (const LayerNorms& w : layers) {
+        bytes += w.norm1.size_bytes() + w.norm2.size_bytes() + w.post_norm1.size_bytes() + w.post_norm2.size_bytes() +
+                 w.q_norm.size_bytes() + w.k_norm.size_bytes();
+    }
+    return bytes;
+}
+
+std::vector<float>* Weights::vector_named(const std::string& slot) {
+    const auto [owner, part] = split_part(slot);
     if (part != "bias" && part != "weight") return nullptr;
     const bool is_bias = part == "bias";
     if (Matrix* matrix = matrix_named(owner)) return is_bias ? &matrix->bias : nullptr;
-    const auto part_of = [&](NormWeight& norm) { return is_bias ? &norm.bias : &norm.weight; };
-    if (owner == "final_norm") return part_of(final_norm);
-    size_t i = 0;
-    std::string rest;
-    if (!split_layer(owner, layers.size(), i, rest)) return nullptr;
-    if (rest == "norm1") return part_of(layers[i].norm1);
-    if (rest == "norm2") return part_of(layers[i].norm2);
-    if (rest == "post_norm1") return part_of(layers[i].post_norm1);
-    if (rest == "post_norm2") return part_of(layers[i].post_norm2);
-    if (rest == "q_norm") return part_of(layers[i].q_norm);
-    if (rest == "k_norm") return part_of(layers[i].k_norm);
-    return nullptr;
+    NormWeight* norm = norms.find(owner);
+    return norm == nullptr ? nullptr : is_bias ? &norm->bias : &norm->weight;
 }
 
 void Weights::add_matrix(const std::string& slot, WeightFormat format, size_t n, size_t k) {

@@ -30,25 +30,45 @@ struct Matrix {
 struct NormWeight {
     std::vector<float> weight, bias;
     const float* bias_or_null() const { return bias.empty() ? nullptr : bias.data(); }
+    size_t size_bytes() const { return (weight.size() + bias.size()) * sizeof(float); }
+};
+
+struct LayerNorms {
+    NormWeight norm1, norm2, post_norm1, post_norm2, q_norm, k_norm;
+};
+
+struct Norms {
+    std::vector<LayerNorms> layers;
+    NormWeight final_norm;
+
+    explicit Norms(size_t n_layers) : layers(n_layers) {}
+
+    // Returns a norm by its name, "layers.3.norm1" or "final_norm"; null: there is none.
+    const NormWeight* find(const std::string& name) const;
+    NormWeight* find(const std::string& name) { return const_cast<NormWeight*>(std::as_const(*this).find(name)); }
+    size_t size_bytes() const;
 };
 
 struct LayerWeights {
-    NormWeight norm1, norm2, post_norm1, post_norm2, q_norm, k_norm;
     Matrix qkv, o, up, down;  // up: gate rows, if gated, then up rows
 };
+
+// Splits "layers.12.norm1.bias" into "layers.12.norm1" and "bias".
+std::pair<std::string, std::string> split_part(const std::string& slot);
 
 // Throws std::invalid_argument for inconsistent sizes.
 void check(const ModelConfig& config);
 
 class Weights {
 public:
-    explicit Weights(ModelConfig config) : layers(config.n_layers), config_(std::move(config)) {}
+    explicit Weights(ModelConfig config)
+        : norms(config.n_layers), layers(config.n_layers), config_(std::move(config)) {}
 
     const ModelConfig& config() const { return config_; }
 
     Matrix embedding, head;  // head without parts: tied to the embedding
     Matrix positions;        // float32
-    NormWeight final_norm;
+    Norms norms;
     std::vector<LayerWeights> layers;
 
     const Matrix& output() const { return head.parts.empty() ? embedding : head; }

@@ -6,15 +6,16 @@
 #include "engine/scratch.h"
 #include "kernels/dispatch.h"
 #include "learner/learner.h"
+#include "learner/sums.h"
 #include "runtime/thread_pool.h"
 
 namespace whet {
 
 TrainingAttention Learner::attention_of(size_t layer) {
     const auto d = static_cast<ptrdiff_t>(config_.head_dim), token = static_cast<ptrdiff_t>(config_.qkv_dim());
-    const auto head = [&](size_t i) { return TokenHeads{now_.qkv + i * config_.head_dim * number_bytes_, token, d}; };
+    const auto head = [&](size_t i) { return TokenHeads{now_.qkv + i * config_.head_dim * head_bytes_, token, d}; };
     const size_t window = config_.windows[layer];
-    return {.bf16 = type_ == ProductType::kBFloat16,
+    return {.bf16 = head_type_ == ProductType::kBFloat16,
             .n_tokens = static_cast<int64_t>(n()),
             .n_heads = static_cast<int64_t>(config_.n_heads),
             .n_kv_heads = static_cast<int64_t>(config_.n_kv_heads),
@@ -35,38 +36,37 @@ TrainingAttention Learner::attention_of(size_t layer) {
 
 // From x: the activations up to `middle`.
 void Learner::attention_half(size_t layer) {
-    const LayerWeights& w = weights_->layers[layer];
     const size_t d = config_.hidden_dim, width = config_.qkv_dim();
     for (const RowTile& tile : tiles_) {
-        norm(w.norm1, x_.get() + tile.begin * d, tile.n(), h_.get());
+        norm(norm_at(layer, &LayerNorms::norm1), x_.get() + tile.begin * d, tile.n(), h_.get());
         float* raw = now_.raw + tile.begin * width;
-        project(layer, Target::kQkv, convert(h_.get(), d, tile.n(), d), tile.n(), raw, width);
+        project(layer, Target::kQkv, convert(h_.get(), d, tile.n(), d), tile, raw, width);
         for_rows(tile.n(), 2 * width, [&](size_t i) { finish_heads(layer, tile.begin + i); });
     }
     attention_forward(attention_of(layer));
     for (const RowTile& tile : tiles_) {
         const size_t at = tile.begin * d, rows = tile.n();
         float* out = config_.post_norm ? now_.attended_out + at : delta_.get();
-        project(layer, Target::kO, attended_rows(tile.begin), rows, out, d);
-        if (config_.post_norm) norm(w.post_norm1, out, rows, delta_.get());
+        project(layer, Target::kO, attended_rows(tile), tile, out, d);
+        if (config_.post_norm) norm(norm_at(layer, &LayerNorms::post_norm1), out, rows, delta_.get());
         add(x_.get() + at, delta_.get(), config_.residual_scale, rows, now_.middle + at);
     }
 }
 
 // Norms and rotates queries and keys of a token, and converts them and the values for attention.
 void Learner::finish_heads(size_t layer, size_t token) {
-    const LayerWeights& w = weights_->layers[layer];
+    const NormWeight &q_norm = norm_at(layer, &LayerNorms::q_norm), &k_norm = norm_at(layer, &LayerNorms::k_norm);
     const Kernels& k = kernels();
     const size_t d = config_.head_dim, width = config_.qkv_dim();
     const size_t n_q = config_.n_heads * d, n_k = config_.n_kv_heads * d;
     float* heads = scratch<float>(width, Scratch::kRow);
     std::memcpy(heads, now_.raw + token * width, width * sizeof(float));
     if (config_.qk_norm_whole) {
-        k.rms_norm_f32(heads, nullptr, w.q_norm.weight.data(), n_q, config_.norm_eps, false, heads);
-        k.rms_norm_f32(heads + n_q, nullptr, w.k_norm.weight.data(), n_k, config_.norm_eps, false, heads + n_q);
+        k.rms_norm_f32(heads, nullptr, q_norm.weight.data(), n_q, config_.norm_eps, false, heads);
+        k.rms_norm_f32(heads + n_q, nullptr, k_norm.weight.data(), n_k, config_.norm_eps, false, heads + n_q);
     } else if (config_.qk_norm) {
         for (size_t i = 0; i < n_q + n_k; i += d) {
-            const NormWeight& norm = i < n_q ? w.q_norm : w.k_norm;
+            const NormWeight& norm = i < n_q ? q_norm : k_norm;
             k.rms_norm_f32(heads + i, nullptr, norm.weight.data(), d, config_.norm_eps, false, heads + i);
         }
     }
@@ -75,24 +75,25 @@ void Learner::finish_heads(size_t layer, size_t token) {
         rotate(heads, config_.n_heads + config_.n_kv_heads, static_cast<ptrdiff_t>(d), cos_sin(layer, token),
                config_.rotary_dim, false);
     }
-    uint8_t* to = now_.qkv + token * width * number_bytes_;
-    if (type_ == ProductType::kBFloat16) {
+    uint8_t* to = now_.qkv + token * width * head_bytes_;
+    if (head_type_ == ProductType::kBFloat16) {
         k.bf16_from_f32(heads, width, reinterpret_cast<uint16_t*>(to));
     } else {
         std::memcpy(to, heads, width * sizeof(float));
     }
 }
 
-// Replaces `raw` of a token by its gradient, from the gradients of queries, keys and values.
+// Replaces `raw` of a token by its gradient, from the gradients of queries, keys and values. Adds the terms of the
+// gradients of the query norm and of the key norm to `sums`, unless null.
 void Learner::heads_backward(size_t layer, size_t token, const uint8_t* grad_q, const uint8_t* grad_k,
-                             const uint8_t* grad_v) {
-    const LayerWeights& w = weights_->layers[layer];
+                             const uint8_t* grad_v, float* sums) {
+    const NormWeight &q_norm = norm_at(layer, &LayerNorms::q_norm), &k_norm = norm_at(layer, &LayerNorms::k_norm);
     const Kernels& k = kernels();
     const size_t d = config_.head_dim, n_q = config_.n_heads * d, n_k = config_.n_kv_heads * d;
     float *heads = scratch<float>(config_.qkv_dim(), Scratch::kRow), *raw = now_.raw + token * config_.qkv_dim();
     const auto read = [&](const uint8_t* grad, size_t count, float* to) {
-        grad += token * count * number_bytes_;
-        if (type_ == ProductType::kBFloat16) {
+        grad += token * count * head_bytes_;
+        if (head_type_ == ProductType::kBFloat16) {
             k.f32_from_bf16(reinterpret_cast<const uint16_t*>(grad), count, to);
         } else {
             std::memcpy(to, grad, count * sizeof(float));
@@ -105,12 +106,16 @@ void Learner::heads_backward(size_t layer, size_t token, const uint8_t* grad_q, 
                config_.rotary_dim, true);
     }
     const auto norm_backward = [&](const NormWeight& norm, size_t at, size_t count) {
+        if (sums != nullptr) {
+            float* to = &norm == &q_norm ? sums : sums + q_norm.weight.size();
+            add_norm_terms(Norm::kRms, raw + at, heads + at, count, false, to);
+        }
         k.rms_norm_backward_f32(raw + at, norm.weight.data(), heads + at, count, config_.norm_eps, heads + at, nullptr);
     };
     if (config_.qk_norm_whole) {
-        norm_backward(w.q_norm, 0, n_q), norm_backward(w.k_norm, n_q, n_k);
+        norm_backward(q_norm, 0, n_q), norm_backward(k_norm, n_q, n_k);
     } else if (config_.qk_norm) {
-        for (size_t i = 0; i < n_q + n_k; i += d) norm_backward(i < n_q ? w.q_norm : w.k_norm, i, d);
+        for (size_t i = 0; i < n_q + n_k; i += d) norm_backward(i < n_q ? q_norm : k_norm, i, d);
     }
     std::memcpy(raw, heads, config_.qkv_dim() * sizeof(float));
 }
@@ -118,19 +123,20 @@ void Learner::heads_backward(size_t layer, size_t token, const uint8_t* grad_q, 
 // Adds to `grad`, the gradient of x, what comes through attention, from grad_out, the gradient of the half's result.
 void Learner::attention_backward_half(size_t layer, const float* grad_out, float* grad,
                                       std::span<const FactorGradients> grads) {
-    const LayerWeights& w = weights_->layers[layer];
+    const NormWeight &q_norm = norm_at(layer, &LayerNorms::q_norm), &k_norm = norm_at(layer, &LayerNorms::k_norm);
     const size_t d = config_.hidden_dim, width = attended_dim(), n_k = config_.n_kv_heads * config_.head_dim;
     const auto typed = [&](size_t count) {
-        return std::make_unique_for_overwrite<uint8_t[]>(n() * count * number_bytes_);
+        return std::make_unique_for_overwrite<uint8_t[]>(n() * count * head_bytes_);
     };
     const Bytes grad_attended = typed(width), grad_q = typed(width), grad_k = typed(n_k), grad_v = typed(n_k);
     for (const RowTile& tile : tiles_) {
         const size_t at = tile.begin * d, rows = tile.n();
         float* delta = h_.get();
         scale(grad_out + at, config_.residual_scale, rows, delta);
-        if (config_.post_norm) norm_backward(w.post_norm1, now_.attended_out + at, delta, rows);
-        project_backward(layer, Target::kO, attended_rows(tile.begin), tile, delta, d, delta_.get(), width, grads);
-        store(delta_.get(), rows, width, grad_attended.get() + tile.begin * width * number_bytes_);
+        if (config_.post_norm)
+            norm_backward(norm_at(layer, &LayerNorms::post_norm1), now_.attended_out + at, delta, tile.groups);
+        project_backward(layer, Target::kO, attended_rows(tile), tile, delta, d, delta_.get(), width, grads);
+        store(delta_.get(), rows, width, grad_attended.get() + tile.begin * width * head_bytes_);
     }
     attention_backward(attention_of(layer), {.out = grad_attended.get(),
                                              .q = grad_q.get(),
@@ -140,12 +146,24 @@ void Learner::attention_backward_half(size_t layer, const float* grad_out, float
                                              .readers = batch_.readers.data()});
     for (const RowTile& tile : tiles_) {
         const size_t at = tile.begin * d, rows = tile.n(), qkv = config_.qkv_dim();
-        for_rows(rows, 2 * qkv,
-                 [&](size_t i) { heads_backward(layer, tile.begin + i, grad_q.get(), grad_k.get(), grad_v.get()); });
-        norm(w.norm1, x_.get() + at, rows, h_.get());
+        const auto heads = [&](size_t i, float* sums) {
+            heads_backward(layer, tile.begin + i, grad_q.get(), grad_k.get(), grad_v.get(), sums);
+        };
+        float *grad_q_norm = gradient_of(q_norm.weight), *grad_k_norm = gradient_of(k_norm.weight);
+        if (grad_q_norm == nullptr && grad_k_norm == nullptr) {
+            for_rows(rows, 2 * qkv, [&](size_t i) { heads(i, nullptr); });
+        } else {
+            const size_t of_q = q_norm.weight.size(), of_k = k_norm.weight.size();
+            std::vector<float> sums;
+            sum_blocks(tile.groups, of_q + of_k, sums, heads);
+            add_sums(sums, of_q + of_k, 0, of_q, grad_q_norm);
+            add_sums(sums, of_q + of_k, of_q, of_k, grad_k_norm);
+        }
+        norm(norm_at(layer, &LayerNorms::norm1), x_.get() + at, rows, h_.get());
         project_backward(layer, Target::kQkv, convert(h_.get(), d, rows, d), tile, now_.raw + tile.begin * qkv, qkv,
                          delta_.get(), d, grads);
-        norm_backward(w.norm1, x_.get() + at, delta_.get(), rows);
+        norm_backward(norm_at(layer, &LayerNorms::norm1), x_.get() + at, delta_.get(), tile.groups,
+                      &shared_sums_[index_of(tile)]);
         add(grad + at, delta_.get(), 1.0f, rows, grad + at);
     }
 }

@@ -9,6 +9,7 @@
 #include "engine/attention.h"
 #include "engine/scratch.h"
 #include "kernels/dispatch.h"
+#include "learner/sums.h"
 #include "runtime/ceil_div.h"
 #include "runtime/split.h"
 #include "runtime/thread_pool.h"
@@ -17,7 +18,6 @@
 namespace whet {
 namespace {
 
-constexpr size_t kSumRows = 32;          // rows of lora_outer whose products are added to a gradient together
 constexpr size_t kTileBytes = 16 << 20;  // of the widest array of a tile of rows
 
 float* resize(std::unique_ptr<float[]>& array, size_t n) {
@@ -78,12 +78,12 @@ Learner::Learner(std::shared_ptr<const Weights> weights, ProductType type)
     : weights_(std::move(weights)),
       config_(weights_->config()),
       type_(type),
-      number_bytes_(type == ProductType::kFloat32 ? sizeof(float) : sizeof(uint16_t)),
+      // The kernels read bfloat16 in pairs.
+      head_type_(config_.head_dim % 2 == 0 ? type : ProductType::kFloat32),
+      head_bytes_(head_type_ == ProductType::kFloat32 ? sizeof(float) : sizeof(uint16_t)),
       tile_rows_(tile_rows_of(config_)),
       adapter_(config_.n_layers),
-      first_kept_(config_.n_layers) {
-    require(config_.head_dim % 8 == 0, "the kernels of training need heads of a multiple of 8 elements");
-}
+      first_kept_(config_.n_layers) {}
 
 size_t Learner::add_adapter(size_t layer, Target target, size_t first_row, size_t n, size_t rank) {
     const WeightFormat format = type_ == ProductType::kFloat32 ? WeightFormat::kFloat32 : WeightFormat::kBFloat16;
@@ -101,15 +101,33 @@ void Learner::set_factors(size_t adapter, const float* a, const float* b, float 
     for (float& value : scaled) value *= scale;
     low.b[f.index].pack_rows(0, n, scaled.data(), RowType::kFloat32, 1, static_cast<ptrdiff_t>(n));
     f.scale = scale;
+    release_kept();
+}
+
+size_t Learner::add_norm(const std::string& slot, std::span<const float> values) {
+    norms_.push_back({&adapter_.set_norm(*weights_, slot, values), nullptr});
+    return norms_.size() - 1;
+}
+
+void Learner::set_norm(size_t norm, const float* values) {
+    std::vector<float>& vector = *norms_.at(norm).vector;
+    std::copy_n(values, vector.size(), vector.begin());
+    release_kept();
+}
+
+void Learner::release_kept() {
     is_kept_ = false;
     kept_ = {}, kept_bytes_ = 0;
 }
 
-const float* Learner::forward(TrainingBatch batch, bool with_adapters, bool keep, size_t activation_bytes) {
+const float* Learner::forward(TrainingBatch batch, bool with_adapters, bool keep, size_t activation_bytes,
+                              Dropout dropout) {
     const auto reading = weights_->reading();
     is_kept_ = false;
     check(batch, config_);
-    batch_ = std::move(batch), with_adapters_ = with_adapters;
+    require(dropout.probability >= 0.0 && dropout.probability < 1.0, "the probability of dropout is not in [0, 1)");
+    batch_ = std::move(batch), with_adapters_ = with_adapters, dropout_ = dropout;
+    if (drops()) hash_paths();
     cut_tiles();
     allocate();
     allocate_kept(keep ? activation_bytes : 0);
@@ -126,21 +144,23 @@ const float* Learner::forward(TrainingBatch batch, bool with_adapters, bool keep
     for (size_t i = 0; i < rows; ++i) {
         std::memcpy(last + i * d, x_.get() + static_cast<size_t>(batch_.predictors[i]) * d, d * sizeof(float));
     }
-    norm(weights_->final_norm, last, rows, hidden);
+    norm(final_norm(), last, rows, hidden);
     if (config_.logits_scale != 1.0f) kernels().blend_f32(hidden, rows * d, config_.logits_scale, 0.0f, hidden);
     is_kept_ = keep;
     return hidden;
 }
 
-void Learner::backward(const float* grad_hidden, std::span<const FactorGradients> grads) {
+void Learner::backward(const float* grad_hidden, std::span<const FactorGradients> grads,
+                       std::span<float* const> norm_grads) {
     check_kept();
+    for (size_t i = 0; i < norms_.size(); ++i) norms_[i].grad = norm_grads[i];
     const auto reading = weights_->reading();
     is_kept_ = false;
     const size_t d = config_.hidden_dim, rows = batch_.predictors.size(), size = n() * d;
     const auto grad = std::make_unique<float[]>(size), grad_out = std::make_unique_for_overwrite<float[]>(size);
     const auto grad_last = std::make_unique_for_overwrite<float[]>(rows * d);
     kernels().blend_f32(grad_hidden, rows * d, config_.logits_scale, 0.0f, grad_last.get());
-    norm_backward(weights_->final_norm, last_.get(), grad_last.get(), rows);
+    norm_backward(final_norm(), last_.get(), grad_last.get(), predictor_groups());
     for (size_t i = 0; i < rows; ++i) {
         kernels().blend_f32(grad_last.get() + i * d, d, 1.0f, 1.0f,
                             grad.get() + static_cast<size_t>(batch_.predictors[i]) * d);
@@ -154,6 +174,7 @@ void Learner::backward(const float* grad_hidden, std::span<const FactorGradients
             std::memcpy(grad_out.get(), grad.get(), size * sizeof(float));
             out = grad_out.get();
         }
+        shared_sums_.assign(tiles_.size(), {});
         for (const RowTile& tile : tiles_) mlp_backward(layer, tile, out, grad.get(), grads);
         attention_backward_half(layer, out, grad.get(), grads);
     }
@@ -169,7 +190,7 @@ void Learner::check_kept() const {
 void Learner::cut_tiles() {
     tiles_.clear();
     size_t begin = 0;  // of the current tile
-    std::vector<std::pair<size_t, size_t>> groups;
+    Groups groups;
     const auto close = [&](size_t end) {
         if (end > begin) tiles_.push_back({begin, end, std::move(groups)});
         groups.clear();
@@ -195,6 +216,10 @@ void Learner::allocate() {
     resize(activated_, rows * config_.ffn_dim);
     resize(grad_activated_, type_ == ProductType::kFloat32 ? rows * config_.ffn_dim : 0);
     resize(t_, rows * rank), resize(u_, rows * rank);
+    const size_t dropped = drops() ? rows * (std::max({d, attended_dim(), config_.ffn_dim}) + 1) : 0;
+    resize(grad_dropped_, dropped);
+    dropped_ = std::make_unique_for_overwrite<uint8_t[]>(dropped * sizeof(float));
+    mask_ = std::make_unique_for_overwrite<uint8_t[]>(dropped);
     resize(cos_sin_, n() * config_.rotary_dim), resize(local_cos_sin_, n() * 2 * config_.local_inv_freq.size());
 }
 
@@ -219,8 +244,8 @@ size_t Learner::divide(uint8_t* memory, bool keeps) {
         used += ceil_div(count * sizeof(T), size_t{64}) * 64;
     };
     const size_t d = config_.hidden_dim;
-    take(now_.qkv, n() * config_.qkv_dim() * number_bytes_);
-    take(now_.attended, n() * attended_dim() * number_bytes_);
+    take(now_.qkv, n() * config_.qkv_dim() * head_bytes_);
+    take(now_.attended, n() * attended_dim() * head_bytes_);
     take(now_.lse, n() * config_.n_heads);
     take(now_.attended_out, config_.post_norm ? n() * d : 0);
     take(now_.middle, n() * d);
@@ -262,9 +287,9 @@ void Learner::embed(float* x) {
     });
 }
 
-// Converts rows to the type of products.
+// Converts rows to the type of heads.
 void Learner::store(const float* x, size_t rows, size_t width, uint8_t* numbers) const {
-    if (type_ == ProductType::kFloat32) {
+    if (head_type_ == ProductType::kFloat32) {
         std::memcpy(numbers, x, rows * width * sizeof(float));
     } else {
         for_rows(rows, width, [&](size_t i) {
@@ -329,43 +354,15 @@ void Learner::add(const float* x, const float* y, float factor, size_t rows, flo
     });
 }
 
-void Learner::norm(const NormWeight& w, const float* x, size_t rows, float* out) const {
-    const size_t d = config_.hidden_dim;
-    for_rows(rows, d, [&](size_t i) {
-        const float* row = x + i * d;
-        if (w.weight.empty()) {
-            std::memcpy(out + i * d, row, d * sizeof(float));
-        } else if (config_.norm == Norm::kRms) {
-            kernels().rms_norm_f32(row, nullptr, w.weight.data(), d, config_.norm_eps, false, out + i * d);
-        } else {
-            kernels().layer_norm_f32(row, nullptr, w.weight.data(), w.bias_or_null(), d, config_.norm_eps, false,
-                                     out + i * d);
-        }
-    });
-}
-
-// Converts grad in place from the gradient of norm(x) to the gradient of x.
-void Learner::norm_backward(const NormWeight& w, const float* x, float* grad, size_t rows) const {
-    if (w.weight.empty()) return;
-    const size_t d = config_.hidden_dim;
-    for_rows(rows, d, [&](size_t i) {
-        const float* row = x + i * d;
-        float* g = grad + i * d;
-        if (config_.norm == Norm::kRms) {
-            kernels().rms_norm_backward_f32(row, w.weight.data(), g, d, config_.norm_eps, g, nullptr);
-        } else {
-            kernels().layer_norm_backward_f32(row, w.weight.data(), g, d, config_.norm_eps, g);
-        }
-    });
-}
-
 ProductRows Learner::convert(const float* x, size_t ldx, size_t rows, size_t k) const {
     return convert_rows(type_, x, ldx, rows, k, Scratch::kInputs);
 }
 
-// The results of attention from token `first` on.
-ProductRows Learner::attended_rows(size_t first) const {
-    return {now_.attended + first * attended_dim() * number_bytes_, attended_dim()};
+// The results of attention of a tile, in the type of products.
+ProductRows Learner::attended_rows(const RowTile& tile) const {
+    const uint8_t* rows = now_.attended + tile.begin * attended_dim() * head_bytes_;
+    if (head_type_ == type_) return {rows, attended_dim()};
+    return convert(reinterpret_cast<const float*>(rows), attended_dim(), tile.n(), attended_dim());
 }
 
 }  // namespace whet

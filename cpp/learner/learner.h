@@ -1,8 +1,10 @@
-// Learns low-rank adapters of a transformer whose packed weights stay frozen: the forward pass over a packed batch, and
-// the backward pass to the gradients of the adapters.
+// Learns low-rank adapters, and weights and biases of norms, of a transformer whose packed weights stay frozen: the
+// forward pass over a packed batch, and the backward pass to the gradients.
 //
-//   y = W x + scale B^T (A x)      of a linear layer with an adapter, A (rank, k) and B (rank, n)
-//   u = scale B dy,  dA += u x^T,  dB += scale (A x) dy^T,  dx = W^T dy + A^T u
+//   y = W x + scale B^T (A d(x))      of a linear layer with an adapter, A (rank, k) and B (rank, n)
+//   u = scale B dy,  dA += u d(x)^T,  dB += scale (A d(x)) dy^T,  dx = W^T dy + d(A^T u)
+//
+// d is the adapter's dropout (learner/dropout.cpp): the identity unless forward() is given one.
 //
 // Between forward and backward the inputs of all layers are kept, and as many layers' activations as fit into given
 // memory; the backward pass computes the other layers again, with the same bits.
@@ -18,6 +20,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -47,6 +50,13 @@ struct FactorGradients {
     float *a, *b;
 };
 
+// Dropout of the adapters' inputs: elements become 0 with this probability, in [0, 1), and the others are divided by
+// 1 - probability. The mask of a token depends on the seed, the adapter, and the tokens up to it in its sequence.
+struct Dropout {
+    double probability = 0.0;
+    uint64_t seed = 0;
+};
+
 class Learner {
 public:
     Learner(std::shared_ptr<const Weights> weights, ProductType type);
@@ -63,19 +73,28 @@ public:
     // Packs A (rank, k) and scale B (rank, n).
     void set_factors(size_t adapter, const float* a, const float* b, float scale);
 
+    // Trains the weight or the bias of a norm, by its slot, and returns its index among the trained vectors of norms.
+    // Throws std::invalid_argument.
+    size_t add_norm(const std::string& slot, std::span<const float> values);
+    size_t n_norms() const { return norms_.size(); }
+    size_t norm_size(size_t norm) const { return norms_.at(norm).vector->size(); }
+    void set_norm(size_t norm, const float* values);
+
     // Returns the final hidden states (predictors, hidden_dim), normed for the head; valid until the next call;
     // without adapters, the base's. For backward(), keeps the inputs of all layers, and further values of layers in up
     // to `activation_bytes` until set_factors(). Throws std::invalid_argument for a batch that does not fit the model
     // or itself, and std::bad_alloc.
-    const float* forward(TrainingBatch batch, bool with_adapters, bool keep, size_t activation_bytes);
+    const float* forward(TrainingBatch batch, bool with_adapters, bool keep, size_t activation_bytes,
+                         Dropout dropout = {});
     // Number of layers whose activations the last forward() kept.
     size_t n_kept_layers() const { return config_.n_layers - first_kept_; }
     // Memory that kept activations occupy.
     size_t kept_bytes() const { return kept_bytes_; }
     // Throws std::logic_error unless the last call was a forward() with `keep`, which backward() must follow.
     void check_kept() const;
-    // Adds to the gradients of all adapters, in the order of their indices, from the gradient of the hidden states.
-    void backward(const float* grad_hidden, std::span<const FactorGradients> grads);
+    // Adds to the gradients of all adapters and trained vectors of norms, in the order of their indices, from the
+    // gradient of the hidden states.
+    void backward(const float* grad_hidden, std::span<const FactorGradients> grads, std::span<float* const> norm_grads);
 
 private:
     struct Factors {
@@ -85,10 +104,15 @@ private:
         size_t shape[3];  // rank, k, n
         float scale;
     };
+    struct TrainedVector {  // of a norm
+        std::vector<float>* vector;
+        float* grad;  // during backward()
+    };
+    using Groups = std::vector<std::pair<size_t, size_t>>;  // rows [first, end) of each group
     // Rows that are computed at once: whole groups, or a part of a large one.
     struct RowTile {
         size_t begin, end;
-        std::vector<std::pair<size_t, size_t>> groups;  // rows of each group, relative to `begin`
+        Groups groups;  // relative to `begin`
 
         size_t n() const { return end - begin; }
     };
@@ -106,14 +130,17 @@ private:
 
     const std::shared_ptr<const Weights> weights_;
     const ModelConfig& config_;
-    const ProductType type_;
-    const size_t number_bytes_, tile_rows_;
+    const ProductType type_, head_type_;  // head_type_: of queries, keys, values and the results of attention
+    const size_t head_bytes_, tile_rows_;
     Adapter adapter_;
     std::vector<Factors> factors_;
+    std::vector<TrainedVector> norms_;
 
     // The batch.
     TrainingBatch batch_;
     bool with_adapters_ = false, is_kept_ = false;
+    Dropout dropout_;
+    std::vector<uint64_t> paths_;  // for dropout: of each token, a hash of the tokens up to it in its sequence
     std::vector<RowTile> tiles_;
     Floats cos_sin_, local_cos_sin_, last_, hidden_;  // last_: before the final norm
     Bytes inputs_;                                    // of the layers
@@ -127,11 +154,16 @@ private:
     Activations now_;  // of the current layer
     // One tile of rows.
     Floats h_, up_, activated_, grad_activated_, delta_, t_, u_;  // grad_activated_: of float32 products only
+    Floats grad_dropped_;                                         // for dropout: A^T u
+    Bytes dropped_, mask_;                                        // for dropout: inputs, and their mask
+    std::vector<std::vector<float>> shared_sums_;                 // of a norm that attention and MLP share, by tile
 
     size_t n() const { return batch_.n_tokens(); }
+    size_t index_of(const RowTile& tile) const { return static_cast<size_t>(&tile - tiles_.data()); }
     size_t attended_dim() const { return config_.n_heads * config_.head_dim; }
     bool keeps(size_t layer) const { return layer >= first_kept_; }
     size_t input_bytes() const { return n() * config_.hidden_dim * (type_ == ProductType::kFloat32 ? 4 : 3); }
+    void release_kept();
     void cut_tiles();
     void allocate();
     void allocate_kept(size_t most_bytes);
@@ -145,12 +177,30 @@ private:
 
     void scale(const float* x, float factor, size_t rows, float* out) const;
     void add(const float* x, const float* y, float factor, size_t rows, float* sum) const;
-    void norm(const NormWeight& w, const float* x, size_t rows, float* out) const;
-    void norm_backward(const NormWeight& w, const float* x, float* grad, size_t rows) const;
     ProductRows convert(const float* x, size_t ldx, size_t rows, size_t k) const;
-    ProductRows attended_rows(size_t first) const;
+    ProductRows attended_rows(const RowTile& tile) const;
 
-    void project(size_t layer, Target target, ProductRows x, size_t rows, float* y, size_t ldy);
+    const NormWeight& norm_at(size_t layer, NormWeight LayerNorms::* norm) const {
+        return norm_of(*weights_, with_adapters_ ? &adapter_ : nullptr, {layer, norm});
+    }
+    const NormWeight& final_norm() const { return norm_of(*weights_, with_adapters_ ? &adapter_ : nullptr, {}); }
+    float* gradient_of(const std::vector<float>& vector) const;
+    Groups predictor_groups() const;
+    void norm(const NormWeight& w, const float* x, size_t rows, float* out) const;
+    void norm_backward(const NormWeight& w, const float* x, float* grad, const Groups& groups,
+                       std::vector<float>* sums = nullptr, bool is_last = true) const;
+    void add_norm_terms(Norm kind, const float* x, const float* grad, size_t width, bool has_bias, float* sums) const;
+
+    float kept_scale() const { return static_cast<float>(1.0 / (1.0 - dropout_.probability)); }
+    bool drops() const { return with_adapters_ && dropout_.probability > 0.0; }
+    void hash_paths();
+    void draw_mask(size_t adapter, size_t k, const RowTile& tile);
+    ProductRows drop(ProductRows x, size_t rows, size_t k);
+    void add_kept(size_t rows, size_t k, float* x, size_t ldx) const;
+
+    void project(size_t layer, Target target, ProductRows x, const RowTile& tile, float* y, size_t ldy);
+    ProductRows input_of(size_t adapter, ProductRows x, const RowTile& tile);
+    void project_down(size_t adapter, ProductRows x, size_t rows);
     void project_backward(size_t layer, Target target, ProductRows x, const RowTile& tile, const float* grad_y,
                           size_t ldy, float* grad_x, size_t ldx, std::span<const FactorGradients> grads);
     void accumulate(const float* hidden, size_t rank, const void* x, bool bf16, size_t ldx, const RowTile& tile,
@@ -161,8 +211,8 @@ private:
     void attention_backward_half(size_t layer, const float* grad_out, float* grad,
                                  std::span<const FactorGradients> grads);
     void finish_heads(size_t layer, size_t token);
-    void heads_backward(size_t layer, size_t token, const uint8_t* grad_q, const uint8_t* grad_k,
-                        const uint8_t* grad_v);
+    void heads_backward(size_t layer, size_t token, const uint8_t* grad_q, const uint8_t* grad_k, const uint8_t* grad_v,
+                        float* sums);
     const NormWeight& mlp_norm(size_t layer) const;
     const float* mlp_input() const { return config_.parallel_residual ? x_.get() : now_.middle; }
     float* up_of(const RowTile& tile) {

@@ -17,17 +17,37 @@ constexpr size_t kOuterColumns = 128;  // columns of a task of it
 }  // namespace
 
 // y (rows, n) = W x + bias, and its adapters.
-void Learner::project(size_t layer, Target target, ProductRows x, size_t rows, float* y, size_t ldy) {
+void Learner::project(size_t layer, Target target, ProductRows x, const RowTile& tile, float* y, size_t ldy) {
     const Matrix& w = matrix_of(weights_->layers[layer], target);
+    const size_t rows = tile.n();
     multiply(type_, w.parts, x, rows, w.bias_or_null(), y, ldy);
     if (!with_adapters_) return;
     const LowRank& low = adapter_.layers[layer][static_cast<size_t>(target)];
-    for (size_t i = 0; i < low.a.size(); ++i) {
-        const size_t rank = low.a[i].n();
-        multiply(type_, std::span(&low.a[i], 1), x, rows, nullptr, t_.get(), rank);
+    for (size_t adapter = 0; adapter < factors_.size(); ++adapter) {
+        const Factors& f = factors_[adapter];
+        if (f.layer != layer || f.target != target) continue;
+        const size_t rank = f.shape[0];
+        project_down(adapter, input_of(adapter, x, tile), rows);
         const ProductRows t = convert_rows(type_, t_.get(), rank, rows, rank, Scratch::kCopy);
-        multiply(type_, std::span(&low.b[i], 1), t, rows, nullptr, y + low.first_rows[i], ldy, true);
+        multiply(type_, std::span(&low.b[f.index], 1), t, rows, nullptr, y + f.first_row, ldy, true);
     }
+}
+
+// x, or x with dropped elements, whose mask is drawn.
+ProductRows Learner::input_of(size_t adapter, ProductRows x, const RowTile& tile) {
+    if (!drops()) return x;
+    const size_t k = factors_[adapter].shape[1];
+    draw_mask(adapter, k, tile);
+    return drop(x, tile.n(), k);
+}
+
+// t (rows, rank) = A x / (1 - p).
+void Learner::project_down(size_t adapter, ProductRows x, size_t rows) {
+    const Factors& f = factors_[adapter];
+    const LowRank& low = adapter_.layers[f.layer][static_cast<size_t>(f.target)];
+    const size_t rank = f.shape[0];
+    multiply(type_, std::span(&low.a[f.index], 1), x, rows, nullptr, t_.get(), rank);
+    if (drops()) kernels().blend_f32(t_.get(), rows * rank, kept_scale(), 0.0f, t_.get());
 }
 
 // grad_x (rows, k) from grad_y (rows, n); adds to the gradients of the adapters.
@@ -45,11 +65,18 @@ void Learner::project_backward(size_t layer, Target target, ProductRows x, const
         const auto [rank, k, n] = f.shape;
         const std::span<const PackedWeight> a{&low.a[f.index], 1}, b{&low.b[f.index], 1};
         const float* grad = grad_y + f.first_row;
+        const ProductRows input = input_of(adapter, x, tile);
+        project_down(adapter, input, rows);
         multiply_transposed(type_, b, grad, ldy, rows, u_.get(), rank, false);
-        multiply(type_, a, x, rows, nullptr, t_.get(), rank);
-        accumulate(u_.get(), rank, x.data, bf16, x.ld, tile, k, 1.0f, grads[adapter].a);
+        if (drops()) kernels().blend_f32(u_.get(), rows * rank, kept_scale(), 0.0f, u_.get());
+        accumulate(u_.get(), rank, input.data, bf16, input.ld, tile, k, 1.0f, grads[adapter].a);
         accumulate(t_.get(), rank, grad, false, ldy, tile, n, f.scale, grads[adapter].b);
-        multiply_transposed(type_, a, u_.get(), rank, rows, grad_x, ldx, true);
+        if (drops()) {
+            multiply_transposed(type_, a, u_.get(), rank, rows, grad_dropped_.get(), k, false);
+            add_kept(rows, k, grad_x, ldx);
+        } else {
+            multiply_transposed(type_, a, u_.get(), rank, rows, grad_x, ldx, true);
+        }
     }
 }
 

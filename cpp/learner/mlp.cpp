@@ -9,15 +9,14 @@
 namespace whet {
 
 const NormWeight& Learner::mlp_norm(size_t layer) const {
-    const LayerWeights& w = weights_->layers[layer];
-    return config_.parallel_residual && config_.shared_norm ? w.norm1 : w.norm2;
+    return norm_at(layer, config_.shared_norm ? &LayerNorms::norm1 : &LayerNorms::norm2);
 }
 
 // From the input of the MLP: its norm, and W_up of it.
 void Learner::mlp_up(size_t layer, const RowTile& tile) {
     const size_t d = config_.hidden_dim;
     norm(mlp_norm(layer), mlp_input() + tile.begin * d, tile.n(), h_.get());
-    project(layer, Target::kUp, convert(h_.get(), d, tile.n(), d), tile.n(), up_of(tile), config_.up_dim());
+    project(layer, Target::kUp, convert(h_.get(), d, tile.n(), d), tile, up_of(tile), config_.up_dim());
 }
 
 // The activation of up_of(tile), converted.
@@ -41,8 +40,8 @@ ProductRows Learner::mlp_activate(const RowTile& tile) {
 void Learner::mlp(size_t layer, const RowTile& tile) {
     const size_t d = config_.hidden_dim, at = tile.begin * d, rows = tile.n();
     mlp_up(layer, tile);
-    project(layer, Target::kDown, mlp_activate(tile), rows, delta_.get(), d);
-    if (config_.post_norm) norm(weights_->layers[layer].post_norm2, delta_.get(), rows, delta_.get());
+    project(layer, Target::kDown, mlp_activate(tile), tile, delta_.get(), d);
+    if (config_.post_norm) norm(norm_at(layer, &LayerNorms::post_norm2), delta_.get(), rows, delta_.get());
     add(now_.middle + at, delta_.get(), config_.residual_scale, rows, x_.get() + at);
 }
 
@@ -61,8 +60,8 @@ void Learner::mlp_backward(size_t layer, const RowTile& tile, const float* grad_
     float* delta = scratch<float>(rows * d, Scratch::kRuns);  // gradient of W_down's result
     scale(grad_out + at, config_.residual_scale, rows, delta);
     if (config_.post_norm) {
-        project(layer, Target::kDown, activated, rows, delta_.get(), d);
-        norm_backward(weights_->layers[layer].post_norm2, delta_.get(), delta, rows);
+        project(layer, Target::kDown, activated, tile, delta_.get(), d);
+        norm_backward(norm_at(layer, &LayerNorms::post_norm2), delta_.get(), delta, tile.groups);
     }
     project_backward(layer, Target::kDown, activated, tile, delta, d, grad_activated(), ffn, grads);
     const auto backward = config_.activation == Activation::kSilu   ? k.silu_backward_f32
@@ -74,7 +73,8 @@ void Learner::mlp_backward(size_t layer, const RowTile& tile, const float* grad_
     });
     project_backward(layer, Target::kUp, convert(h_.get(), d, rows, d), tile, up_of(tile), width, delta_.get(), d,
                      grads);
-    norm_backward(mlp_norm(layer), mlp_input() + at, delta_.get(), rows);
+    std::vector<float>* sums = config_.shared_norm ? &shared_sums_[index_of(tile)] : nullptr;
+    norm_backward(mlp_norm(layer), mlp_input() + at, delta_.get(), tile.groups, sums, !config_.shared_norm);
     add(grad + at, delta_.get(), 1.0f, rows, grad + at);
 }
 

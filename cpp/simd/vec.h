@@ -32,10 +32,11 @@ constexpr int kParts = kVecBytes / kNativeBytes;
 
 #define WHET_INLINE inline __attribute__((always_inline))
 #define WHET_INLINE_LAMBDA __attribute__((always_inline))
-// WHET_SHARED: inlined into kernels, except in WebAssembly builds, where one copy keeps the download small.
-// WHET_UNROLL: unrolled, except in WebAssembly builds, for loops that are as fast rolled.
+// WHET_SHARED: inlined into kernels, except in WebAssembly builds and in the unit for processors without AVX2, where
+// one copy keeps the download small. WHET_UNROLL: unrolled, with the same exceptions, for loops that are as fast
+// rolled.
 #define WHET_PRAGMA(x) _Pragma(#x)
-#if defined(__wasm__)
+#if defined(__wasm__) || (defined(__x86_64__) && !defined(__AVX2__))
 #define WHET_SHARED inline __attribute__((noinline))
 #define WHET_UNROLL(n) WHET_PRAGMA(GCC unroll 1)
 #else
@@ -330,22 +331,10 @@ WHET_INLINE typename Vec<T>::Mask load_mask(const uint8_t* x) {
 #else
 #define WHET_WASM_MADD(type, a, b, c) (a) * (b) + (c)
 #endif
-#elif !defined(WHET_INTRINSIC) && !defined(__aarch64__)
-// Calls the C library for every lane. Inlined, the calls were two thirds of the unit's code.
-template <class T>
-__attribute__((noinline)) void fma_lanes(T* a, const T* b, const T* c) {
-#pragma GCC unroll 1
-    for (int i = 0; i < Vec<T>::kPartLanes; ++i) {
-        if constexpr (sizeof(T) == 4) {
-            a[i] = __builtin_fmaf(a[i], b[i], c[i]);
-        } else {
-            a[i] = __builtin_fma(a[i], b[i], c[i]);
-        }
-    }
-}
 #endif
 
 // a * b + c, rounded once.
+#if defined(WHET_INTRINSIC) || defined(__aarch64__) || defined(__wasm__)
 template <class T>
 WHET_INLINE Vec<T> fma(Vec<T> a, Vec<T> b, Vec<T> c) {
     WHET_EACH_PART(p) {
@@ -354,15 +343,32 @@ WHET_INLINE Vec<T> fma(Vec<T> a, Vec<T> b, Vec<T> c) {
                        WHET_INTRINSIC(fmadd_pd)(a.part[p], b.part[p], c.part[p]))
 #elif defined(__aarch64__)
         WHET_PER_WIDTH(vfmaq_f32(c.part[p], a.part[p], b.part[p]), vfmaq_f64(c.part[p], a.part[p], b.part[p]))
-#elif defined(__wasm__)
+#else
         WHET_PER_WIDTH((WHET_WASM_MADD(f32x4, a.part[p], b.part[p], c.part[p])),
                        (WHET_WASM_MADD(f64x2, a.part[p], b.part[p], c.part[p])))
-#else
-        fma_lanes((T*)&a.part[p], (const T*)&b.part[p], (const T*)&c.part[p]);
 #endif
     }
     return a;
 }
+#else
+// Calls the C library for every lane. Inlined, the calls were two thirds of the unit's code.
+template <class T>
+__attribute__((noinline)) Vec<T> fma(const Vec<T>& a, const Vec<T>& b, const Vec<T>& c) {
+    T x[Vec<T>::kLanes], y[Vec<T>::kLanes], z[Vec<T>::kLanes];
+    __builtin_memcpy(x, &a, sizeof x), __builtin_memcpy(y, &b, sizeof y), __builtin_memcpy(z, &c, sizeof z);
+#pragma GCC unroll 1
+    for (int i = 0; i < Vec<T>::kLanes; ++i) {
+        if constexpr (sizeof(T) == 4) {
+            x[i] = __builtin_fmaf(x[i], y[i], z[i]);
+        } else {
+            x[i] = __builtin_fma(x[i], y[i], z[i]);
+        }
+    }
+    Vec<T> sum;
+    __builtin_memcpy(&sum, x, sizeof x);
+    return sum;
+}
+#endif
 
 template <class T>
 WHET_INLINE Vec<T> sqrt(Vec<T> a) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <random>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -71,7 +72,9 @@ struct Setup {
     Learner learner;
     TokenLogprobsHead head;
     std::vector<Factor> factors;
+    std::vector<std::vector<float>> norms, grad_norms;
     std::normal_distribution<float> normal;
+    Dropout dropout;
 
     Setup(const ModelConfig& config, WeightFormat format, ProductType type, std::mt19937& bits)
         : model(config, format, 8, KvType::kFloat32), learner(model.weights, type), head(*model.weights, type) {
@@ -89,6 +92,14 @@ struct Setup {
             add(layer, Target::kO, 0, c.hidden_dim), add(layer, Target::kUp, 3, c.ffn_dim - 8);
             add(layer, Target::kDown, 0, c.hidden_dim);
         }
+        const auto add_norm = [&](const std::string& slot) {
+            std::vector<float> values(c.hidden_dim);
+            for (float& x : values) x = 1.0f + 0.2f * normal(bits);
+            learner.add_norm(slot, values);
+            norms.push_back(std::move(values));
+        };
+        add_norm("final_norm.weight"), add_norm("layers.1.norm1.weight"), add_norm("layers.0.norm2.weight");
+        if (c.norm == Norm::kLayer) add_norm("layers.0.norm1.bias"), add_norm("layers.1.norm2.bias");
     }
 
     // sum g logprobs + e entropies, with the factors moved by `step` times a direction.
@@ -100,7 +111,12 @@ struct Setup {
             for (float& x : b) x += step * normal(bits);
             learner.set_factors(i, a.data(), b.data(), 0.7f);
         }
-        hidden = learner.forward(batch.batch, true, keep, activation_bytes);
+        for (size_t i = 0; i < norms.size(); ++i) {
+            std::vector<float> values = norms[i];
+            for (float& x : values) x += step * normal(bits);
+            learner.set_norm(i, values.data());
+        }
+        hidden = learner.forward(batch.batch, true, keep, activation_bytes, dropout);
         std::vector<float> logprobs(g.size()), entropy(g.size());
         head.forward(hidden, batch.targets.data(), g.size(), 1, {}, 1.2, {logprobs.data(), entropy.data()});
         double sum = 0.0;
@@ -118,13 +134,18 @@ struct Setup {
             factor.grad_a.assign(factor.a.size(), 0.0f), factor.grad_b.assign(factor.b.size(), 0.0f);
             grads.push_back({factor.grad_a.data(), factor.grad_b.data()});
         }
-        learner.backward(grad_hidden.data(), grads);
+        std::vector<float*> norm_grads;
+        grad_norms.clear();
+        for (const auto& values : norms) grad_norms.emplace_back(values.size(), 0.0f);
+        for (auto& grad : grad_norms) norm_grads.push_back(grad.data());
+        learner.backward(grad_hidden.data(), grads, norm_grads);
         std::mt19937 bits(99);
         double sum = 0.0;
-        for (const Factor& factor : factors) {
-            for (const float x : factor.grad_a) sum += double{x} * normal(bits);
-            for (const float x : factor.grad_b) sum += double{x} * normal(bits);
-        }
+        const auto add = [&](const std::vector<float>& grad) {
+            for (const float x : grad) sum += double{x} * normal(bits);
+        };
+        for (const Factor& factor : factors) add(factor.grad_a), add(factor.grad_b);
+        for (const auto& grad : grad_norms) add(grad);
         return sum;
     }
 
@@ -134,7 +155,8 @@ struct Setup {
 
 ModelConfig random_config(std::mt19937& bits) {
     ModelConfig c = config_of(bits() % 2 == 0);
-    c.head_dim = 16, c.attention_scale = 0.25;
+    constexpr size_t kHeads[] = {16, 14, 13};
+    c.head_dim = kHeads[bits() % 3], c.attention_scale = 0.25;
     c.n_heads = 6, c.n_kv_heads = bits() % 2 == 0 ? 2 : 3;
     c.ffn_dim = 40 + bits() % 60;
     c.gated = bits() % 2 == 0;
@@ -154,6 +176,7 @@ void test_gradients() {
         Setup s(random_config(bits), kFormats[seed % 3], ProductType::kFloat32, bits);
         const Batch batch(bits);
         s.activation_bytes = batch.batch.n_tokens() * (bits() % 5000);  // of no layer, of some or of all
+        s.dropout = {bits() % 2 == 0 ? 0.0 : 0.3, seed};
         std::vector<float> g(batch.targets.size()), e(g.size());
         for (float& x : g) x = s.normal(bits);
         for (float& x : e) x = s.normal(bits);
@@ -165,6 +188,10 @@ void test_gradients() {
             add_to_hash(factor.grad_a), add_to_hash(factor.grad_b);
             for (const float x : factor.grad_a) norm += double{x} * x;
             for (const float x : factor.grad_b) norm += double{x} * x;
+        }
+        for (const auto& grad : s.grad_norms) {
+            add_to_hash(grad);
+            for (const float x : grad) norm += double{x} * x;
         }
         expect(std::abs(got - right) <= 0.01 * std::sqrt(norm) + 1e-3, "seed %u: derivative %g, by differences %g",
                seed, got, right);
@@ -295,6 +322,7 @@ void test_bits() {
             Setup s(random_config(bits), WeightFormat::kBFloat16, ProductType::kBFloat16, bits);
             const Batch batch(bits);
             s.activation_bytes = batch.batch.n_tokens() * token_bytes;
+            s.dropout = {0.2, 5};
             const std::vector<float> g(batch.targets.size(), 0.5f);
             derivatives.push_back(s.derivative(batch, g, g));
         }

@@ -40,9 +40,10 @@ def tensors(folder):
 @pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
 def test_it_trains_and_resumes_without_torch(method, model, files, tiny_model, tiny_gguf):
     given = {"model": tiny_model if model == "folder" else tiny_gguf, **LORA, "data": "pairs.jsonl"}
-    given |= {"grpo": {**files.online, "data": "rows.jsonl", "group_size": 2}, "sft": {"data": "rows.jsonl"}}.get(
-        method, {}
-    )
+    given |= {
+        "grpo": {**files.online, "data": "rows.jsonl", "group_size": 2, "modules_to_save": "norm"},
+        "sft": {"data": "rows.jsonl", "lora_dropout": 0.25, "modules_to_save": "layernorm"},
+    }.get(method, {})
     argv = ["train", method, *files("run", **given)]
     done = train_without(MISSING, [*argv, "--steps=2"])
     assert done.returncode == 0, done.stderr
@@ -63,12 +64,13 @@ def test_it_trains_and_resumes_without_torch(method, model, files, tiny_model, t
 @pytest.mark.parametrize("first", ["native", "torch"])
 def test_a_run_changes_its_backend(first, files, capsys):
     second = {"native": "torch", "torch": "native"}[first]
-    argv = ["train", "dpo", *files("run", data="pairs.jsonl", **LORA)]
+    given = {**LORA, "data": "pairs.jsonl", "modules_to_save": "norm"}
+    argv = ["train", "dpo", *files("run", **given)]
     assert main([*argv, "--steps=2", f"--backend={first}"]) == 0
     assert main([*argv, "--steps=4", f"--backend={second}"]) == 0
     assert f"backend changes from '{first}' to '{second}'" in capsys.readouterr().out
-    assert main(["train", "dpo", *files("whole", data="pairs.jsonl", **LORA), "--steps=2", f"--backend={first}"]) == 0
-    assert main(["train", "dpo", *files("whole", data="pairs.jsonl", **LORA), "--steps=4", f"--backend={first}"]) == 0
+    assert main(["train", "dpo", *files("whole", **given), "--steps=2", f"--backend={first}"]) == 0
+    assert main(["train", "dpo", *files("whole", **given), "--steps=4", f"--backend={first}"]) == 0
     changed, whole = tensors(files.folder / "run"), tensors(files.folder / "whole")
     for name, value in whole.items():
         assert np.abs(value - changed[name]).max() < 1e-4, name
@@ -79,11 +81,10 @@ def test_a_run_changes_its_backend(first, files, capsys):
     ("settings", "reason"),
     [
         ({"lora_rank": 0}, "lora_rank is 0"),
-        ({"lora_dropout": 0.1}, "lora_dropout is 0.1"),
         ({"base": "none"}, "base is 'none'"),
         ({"compute": "torch"}, "compute is 'torch'"),
         ({"dtype": "bfloat16", "compute": "auto"}, "dtype is 'bfloat16'"),
-        ({"modules_to_save": "norm"}, "modules_to_save"),
+        ({"modules_to_save": "lm_head", "compute": "auto"}, "lm_head in modules_to_save"),
         ({"lora_layers": "lm_head"}, "lora_layers names lm_head"),
         ({"use_rslora": None}, ""),
     ],
@@ -109,7 +110,11 @@ def test_kept_activations_do_not_change_results(compute, files):
     found = []
     for n_bytes in (0, 40_000, 10**9):
         given = {**LORA, "compute": compute, "data": "pairs.jsonl", "steps": 2}
-        assert main(["train", "dpo", *files(f"run{n_bytes}", **given), f"--activation-bytes={n_bytes}"]) == 0
+        given |= {"lora_dropout": 0.25, "modules_to_save": "norm"}
+        assert (
+            main(["train", "dpo", *files(f"run{n_bytes}", **given), f"--activation-bytes={n_bytes}", "--training-mode"])
+            == 0
+        )
         found.append(tensors(files.folder / f"run{n_bytes}"))
     for name, value in found[0].items():
         assert all((value == other[name]).all() for other in found), name

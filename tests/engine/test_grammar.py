@@ -42,6 +42,22 @@ def test_a_choice_is_followed_to_its_end(tokenizer, grammars):
     assert texts(tokenizer, constraint.allowed()) == {"<eos>"}
 
 
+def test_completions_of_one_grammar_are_independent(tokenizer, grammars):
+    grammar = grammars.from_choices(["ab", "cd"])
+    first, second = grammars.constrain(grammar), grammars.constrain(grammar)
+    first.add(tokenizer.encode("a").ids)
+    assert texts(tokenizer, first.allowed()) == {"b"}
+    assert texts(tokenizer, second.allowed()) == texts(tokenizer, grammars.constrain(grammar).allowed()) == {"a", "c"}
+
+
+def test_grammars_that_are_no_longer_kept_can_be_followed(tokenizer, grammars):
+    grammar = grammars.from_choices(["first"])
+    for i in range(50):
+        grammars.from_choices([f"other {i}"])
+    constraint = grammars.constrain(grammar)
+    assert texts(tokenizer, constraint.allowed()) == {"f"}
+
+
 def test_a_grammar_begins_behind_a_text(tokenizer, grammars):
     constraint = grammars.constrain(grammars.from_choices(["yes", "no"]), after="</think>")
     for part in ("I think </thi", "nk>"):

@@ -64,9 +64,14 @@ def test_bfloat16_slots_halve_the_bytes_and_keep_the_results():
 @pytest.mark.parametrize("base", [None, "q8_0"])
 def test_adapters_with_and_without_weights(base):
     plain = tiny_llama(hidden_size=32, intermediate_size=32)
-    adapted = with_lora(copy.deepcopy(plain), b_std=0.5, r=2, target_modules=["q_proj", "v_proj", "down_proj"])
+    adapted = with_lora(copy.deepcopy(plain), b_std=0.5, r=2, target_modules=["q_proj", "v_proj", "down_proj"],
+                        modules_to_save=["model.norm"])  # fmt: skip
+    with torch.no_grad():
+        adapted.base_model.model.model.norm.modules_to_save["default"].weight.mul_(1.5)
     adapters = named_arrays(adapted, adapters_only=True)
-    assert all(isinstance(value, tuple) for value in adapters.values()) and len(adapters) == 6
+    norm = adapters["model.norm"]
+    assert norm.keys() == {"weight"} and (norm["weight"] == 1.5).all()
+    assert all(isinstance(value, tuple) for value in adapters.values() if value is not norm) and len(adapters) == 7
     with Engine.from_model(adapted, weights=base or "float32") as near:
         expected = sample(near)
     engine = Engine.from_base(pack_base(open_module(plain), weights=base)) if base else Engine.from_model(

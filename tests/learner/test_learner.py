@@ -19,8 +19,8 @@ from whet import Engine, SamplingParams, WhetTypeError, WhetValueError
 from whet.config.kept_tokens import KeptTokens
 from whet.learner.learner import Learner, Logprobs
 from whet.models.adapter_files import read_peft
-from whet.models.packed_base import pack_base
-from whet.models.slots import keep_order
+from whet.models.packed_base import PackedBase, pack_base
+from whet.models.slots import is_norm, keep_order
 from whet.models.sources.live import open_module
 from whet.ops.quant import CORE_FORMATS
 
@@ -29,17 +29,23 @@ COMPLETIONS = [[1, 2, 3, 4, 10, 11], [7, 7, 7], [1], [40, 30, 20, 12, 13]]
 TEMPERATURE, RANK, ALPHA = 1.3, 3, 5.0
 LARGE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "initializer_range": 0.08}
 """Sizes with row lengths that are multiples of 256, for the K-quants."""
-ODD_HEADS = {"llama-biases-tied", "ernie4_5", "qwen3", "gemma3-kinds", "gemma2-kinds", "gemma2-attention"}
-"""Cases whose heads are not a multiple of 8 elements."""
 SHAPE = (4, 6)
+SEED = 11
+
+
+def norm_names(base: PackedBase) -> list[str]:
+    return [name for name, location in base.targets.items() if is_norm(location)]
 
 
 def new_learner(base: Any, **settings: Any) -> Learner:
-    """Make a learner with random B."""
-    learner = Learner(base, lora_rank=RANK, lora_alpha=ALPHA, **settings)
+    """Make a learner of adapters with random B, and of all norms, with random changes."""
+    settings = {"lora_rank": RANK, "lora_alpha": ALPHA, "modules_to_save": norm_names(base), **settings}
+    learner = Learner(base, **settings)
     rng = np.random.default_rng(3)
     for adapter in learner.adapters:
         adapter.b[:] = rng.normal(size=adapter.b.shape) * 0.1
+    for vector in (vector for norm in learner.norms for vector in norm.parameters):
+        vector += 0.1 * rng.normal(size=vector.shape)
     learner.update()
     return learner
 
@@ -58,28 +64,50 @@ def in_module_order(learner: Learner, adapter: Any, b: np.ndarray) -> np.ndarray
     return out
 
 
+def dropout_mask(adapter: int, ids: Sequence[int], k: int, dropout: float) -> np.ndarray:
+    """Return (tokens, k), True where the input of an adapter is kept: NumPy's Philox in place of the core's."""
+    path, rows = 0, []
+    for token in ids:
+        path = (path + (token + 1) * 0xC2B2AE3D27D4EB4F) % 2**64
+        path = (path << 31 | path >> 33) * 0x9E3779B185EBCA87 % 2**64
+        before = path * 2**128 - 1  # NumPy increments the counter before each block
+        words = np.random.Philox(key=SEED + adapter * 2**64, counter=before).random_raw(4 * -(-k // 8))
+        rows.append(words.view(np.uint32)[:k] >= round(dropout * 2**32))
+    return np.array(rows)
+
+
 def by_autograd(
     learner: Learner,
     model: Any,
     prompts: Sequence[list[int]] = PROMPTS,
     completions: Sequence[list[int]] = COMPLETIONS,
     kept: Sequence[KeptTokens | None] | None = None,
-) -> tuple[np.ndarray, np.ndarray, dict[str, tuple[np.ndarray, np.ndarray]]]:
-    """Return log-probs, entropies and the gradients of A and B by autograd, row by row, in the model's dtype."""
-    dtype = next(model.parameters()).dtype
-    factors, weights = {}, {}
-    for adapter in learner.adapters:
+) -> tuple[np.ndarray, np.ndarray, dict[str, tuple[np.ndarray, ...]]]:
+    """Return log-probs, entropies and the gradients of each module by autograd, row by row, in the model's dtype."""
+    dtype, dropout = next(model.parameters()).dtype, learner.lora_dropout
+    trained, weights, hooks, ids = {}, {}, [], []
+
+    def add_adapter(i: int, scaling: float, a: torch.Tensor, b: torch.Tensor) -> Any:
+        def add(module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
+            mask = torch.ones(()) if not dropout else torch.tensor(dropout_mask(i, ids, a.shape[1], dropout))
+            return out + scaling * (inputs[0] * mask / (1 - dropout)) @ a.T @ b
+
+        return add
+
+    for i, adapter in enumerate(learner.adapters):
         b = in_module_order(learner, adapter, adapter.b)
         a, b = (torch.tensor(x, dtype=dtype, requires_grad=True) for x in (adapter.a, b))
-        module = model.get_submodule(adapter.name)
-        delta = adapter.scaling * b.T @ a
-        weights[f"{adapter.name}.weight"] = module.weight + (delta.T if type(module).__name__ == "Conv1D" else delta)
-        factors[adapter.name] = a, b
+        hooks.append(model.get_submodule(adapter.name).register_forward_hook(add_adapter(i, adapter.scaling, a, b)))
+        trained[adapter.name] = a, b
+    for norm in learner.norms:
+        trained[norm.name] = tuple(torch.tensor(x, dtype=dtype, requires_grad=True) for x in norm.parameters)
+        weights |= {f"{norm.name}.{part}": x for part, x in zip(norm.parts, trained[norm.name], strict=True)}
     grads, loss = [torch.tensor(g).to(dtype) for g in output_gradients()], torch.zeros((), dtype=dtype)
     logprobs, entropies = np.zeros(SHAPE), np.zeros(SHAPE)
     with exact_softmax(model):
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            out = torch.func.functional_call(model, weights, (torch.tensor([prompt + completion]),))
+            ids[:] = prompt + completion
+            out = torch.func.functional_call(model, weights, (torch.tensor([ids]),))
             z, n = (out.logits[0] / TEMPERATURE)[len(prompt) - 1 : -1], len(completion)
             if kept is not None and (sets := kept[i]) is not None:
                 z = z.masked_fill(~torch.from_numpy(sets.mask(0, n)), -1e30)
@@ -89,14 +117,14 @@ def by_autograd(
             logprobs[i, :n], entropies[i, :n] = chosen.detach().double(), entropy.detach().double()
             loss = loss + chosen @ grads[0][i, :n] + entropy @ grads[1][i, :n]
     loss.backward()
-    return (
-        logprobs,
-        entropies,
-        {name: (a.grad.double().numpy(), b.grad.double().numpy()) for name, (a, b) in factors.items()},
-    )
+    for hook in hooks:
+        hook.remove()
+    found = {name: tuple(x.grad.double().numpy() for x in arrays) for name, arrays in trained.items()}
+    return logprobs, entropies, found
 
 
 def run(learner: Learner, **settings: Any) -> Logprobs:
+    settings = {"dropout_seed": SEED if learner.lora_dropout else None, **settings}
     result = learner.logprobs(PROMPTS, COMPLETIONS, temperature=TEMPERATURE, return_entropy=True, **settings)
     learner.backward(*output_gradients())
     return result
@@ -106,13 +134,15 @@ def relative_error(got: np.ndarray, right: np.ndarray) -> float:
     return float(np.linalg.norm(got - right) / np.linalg.norm(right))
 
 
-def gradient_errors(learner: Learner, right: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> list[float]:
+def gradient_errors(learner: Learner, right: Mapping[str, tuple[np.ndarray, ...]]) -> list[float]:
+    found = [
+        (adapter, (adapter.grad_a, in_module_order(learner, adapter, adapter.grad_b))) for adapter in learner.adapters
+    ]
+    pairs = [(norm, norm.gradients) for norm in learner.norms]
     return [
         relative_error(got, expected)
-        for adapter in learner.adapters
-        for got, expected in zip(
-            (adapter.grad_a, in_module_order(learner, adapter, adapter.grad_b)), right[adapter.name], strict=True
-        )
+        for each, grads in (*found, *pairs)
+        for got, expected in zip(grads, right[each.name], strict=True)
     ]
 
 
@@ -130,11 +160,43 @@ def check_against_autograd(learner: Learner, model: Any) -> None:
         assert max(errors) < 2 * max(single_errors)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in ODD_HEADS])
+@pytest.mark.parametrize("case", CASES)
 def test_every_family_matches_autograd(case: str) -> None:
     source = open_module(tiny_model(case), max_position=16 if "longrope" in case else None)
     learner = new_learner(pack_base(source, weights="float32"), compute="float32")
+    assert learner.norms
     check_against_autograd(learner, tiny_model(case))
+
+
+@pytest.mark.parametrize("case", ["llama", "gptj", "gpt2", "gemma2", "qwen3"])
+def test_dropout_matches_autograd_with_the_same_masks(case: str) -> None:
+    learner = new_learner(pack_base(open_module(tiny_model(case)), weights="float32"), compute="float32",
+                          lora_dropout=0.3)  # fmt: skip
+    check_against_autograd(learner, tiny_model(case))
+    dropped = run(learner).logprobs
+    assert not np.array_equal(dropped, run(learner, dropout_seed=SEED + 1).logprobs)
+    kept = run(learner, dropout_seed=None).logprobs
+    learner.lora_dropout = 0.0
+    np.testing.assert_array_equal(kept, run(learner).logprobs)
+
+
+@pytest.mark.parametrize("dropout", [0.05, 0.5])
+def test_masks_are_independent_draws(dropout: float) -> None:
+    masks = np.array([dropout_mask(adapter, range(100), 500, dropout) for adapter in range(4)])
+    n, deviation = masks.size, (dropout * (1 - dropout)) ** 0.5
+    assert abs(masks.mean() - (1 - dropout)) < 4 * deviation / n**0.5
+    z = (masks - (1 - dropout)) / deviation
+    for axis in range(3):  # neighbours in adapter, token and element
+        first, second = np.moveaxis(z, axis, 0)[:-1], np.moveaxis(z, axis, 0)[1:]
+        assert abs((first * second).mean()) < 4 / first.size**0.5
+
+
+@pytest.mark.parametrize(("case", "options"), [("llama", {"head_dim": 6}), ("gpt2", {"n_embd": 20})])
+def test_heads_of_any_size_match_torch(case: str, options: dict[str, int]) -> None:
+    learner = new_learner(pack_base(open_module(tiny_model(case, **options)), weights="float32"), compute="float32")
+    check_against_autograd(learner, tiny_model(case, **options))
+    learner = new_learner(pack_base(open_module(tiny_model(case, **options)), weights="bf16"), compute="bfloat16")
+    check_against_bfloat16(learner, case, options)
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma2"])
@@ -177,7 +239,12 @@ def test_every_format_matches_autograd_on_its_dequantised_weights(format: str) -
 def test_bfloat16_products_are_at_most_as_far_from_float64_as_torch() -> None:
     options = {**LARGE, "num_hidden_layers": 3}
     learner = new_learner(pack_base(open_module(tiny_model("qwen2", **options)), weights="bf16"), compute="bfloat16")
-    model = tiny_model("qwen2", **options).bfloat16()
+    check_against_bfloat16(learner, "qwen2", options)
+
+
+def check_against_bfloat16(learner: Learner, case: str, options: Mapping[str, Any]) -> None:
+    """Check that log-probs and gradients are at most as far from float64 as torch's in bfloat16."""
+    model = tiny_model(case, **options).bfloat16()
     result = run(learner)
     logprobs, _, grads = by_autograd(learner, model.double())
     by_torch, _, torch_grads = by_autograd(learner, model.bfloat16())
@@ -194,9 +261,9 @@ h = hashlib.sha256()
 for case, weights in (("llama", "bf16"), ("gemma2", "q8_0"), ("gptj", "float32")):
     base = pack_base(open_module(tiny_model(case)), weights=weights)
     for compute in ("float32", "bfloat16"):
-        learner = new_learner(base, compute=compute)
+        learner = new_learner(base, compute=compute, lora_dropout=0.2)
         result = run(learner)
-        for x in (result.logprobs, result.entropy, *(g for a in learner.adapters for g in a.gradients)):
+        for x in (result.logprobs, result.entropy, *learner.gradients):
             h.update(x.tobytes())
 print(h.hexdigest())
 """
@@ -211,23 +278,24 @@ def test_bits_do_not_depend_on_threads(compute: str) -> None:
     base = pack_base(open_module(tiny_model("llama", **LARGE)), weights="bf16")
 
     def work() -> list[np.ndarray]:
-        learner = new_learner(base, compute=compute)
+        learner = new_learner(base, compute=compute, lora_dropout=0.2)
         result = run(learner)
-        return [result.logprobs, *(g for adapter in learner.adapters for g in adapter.gradients)]
+        return [result.logprobs, *learner.gradients]
 
     same_on_any_threads(work)
 
 
-def test_gradients_do_not_depend_on_the_order_of_rows_or_on_the_batches() -> None:
-    base = pack_base(open_module(tiny_model("llama")), weights="bf16")
+@pytest.mark.parametrize("case", ["llama", "phi", "qwen3"])
+def test_gradients_do_not_depend_on_the_order_of_rows_or_on_the_batches(case: str) -> None:
+    base = pack_base(open_module(tiny_model(case)), weights="bf16")
     grad, _ = output_gradients()
 
     def gradients(*batches: list[int]) -> list[np.ndarray]:
-        learner = new_learner(base)
+        learner = new_learner(base, lora_dropout=0.2)
         for rows in batches:
-            result = learner.logprobs([PROMPTS[i] for i in rows], [COMPLETIONS[i] for i in rows])
+            result = learner.logprobs([PROMPTS[i] for i in rows], [COMPLETIONS[i] for i in rows], dropout_seed=SEED)
             learner.backward(grad[rows][:, : result.logprobs.shape[1]])
-        return [g for adapter in learner.adapters for g in adapter.gradients]
+        return learner.gradients
 
     right = gradients([0, 1, 2, 3])
     for batches in ([[3, 1, 0, 2]], [[2, 3, 0], [1]]):
@@ -250,14 +318,17 @@ def test_a_long_group_is_cut_into_tiles_without_changing_its_gradient() -> None:
     model = model.double()
     weights, factors = {}, {}
     for adapter in learner.adapters:
-        a, b = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in adapter.factors)
+        a, b = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in adapter.parameters)
         weights[f"{adapter.name}.weight"] = model.get_submodule(adapter.name).weight + adapter.scaling * b.T @ a
         factors[adapter.name] = a, b
+    for norm in learner.norms:
+        [weight] = factors[norm.name] = (torch.tensor(norm.parameters[0], dtype=torch.float64, requires_grad=True),)
+        weights[f"{norm.name}.weight"] = weight
     logits = torch.func.functional_call(model, weights, (torch.tensor([prompt + completion]),)).logits[0]
     chosen = logits.log_softmax(-1)[len(prompt) - 1 : -1][range(600), completion]
     (chosen @ torch.tensor(grad[0]).double()).backward()
     np.testing.assert_allclose(result.logprobs[0], chosen.detach(), atol=2e-5)
-    right = {name: (a.grad.double().numpy(), b.grad.double().numpy()) for name, (a, b) in factors.items()}
+    right = {name: tuple(x.grad.double().numpy() for x in arrays) for name, arrays in factors.items()}
     assert max(gradient_errors(learner, right)) < 1e-5
 
 
@@ -289,19 +360,21 @@ def test_masked_tokens_have_no_gradient() -> None:
 
 def test_a_step_is_torchs_adamw() -> None:
     learner = new_learner(pack_base(open_module(tiny_model("llama")), weights="float32"))
-    parameters = [torch.tensor(p) for adapter in learner.adapters for p in adapter.factors]
-    optimizer = torch.optim.AdamW(parameters, lr=0.01, betas=(0.8, 0.95), weight_decay=0.1)
+    parameters = list(map(torch.tensor, learner.parameters))
+    matrices, vectors = ([p for p in parameters if p.ndim == n] for n in (2, 1))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.95))
     for _ in range(3):
         run(learner)
-        for p, grad in zip(parameters, [g for a in learner.adapters for g in a.gradients], strict=True):
+        for p, grad in zip(parameters, learner.gradients, strict=True):
             p.grad = torch.tensor(grad)
         norm = torch.nn.utils.clip_grad_norm_(parameters, 0.5)
         optimizer.step()
         got = learner.step(0.01, betas=(0.8, 0.95), weight_decay=0.1, max_grad_norm=0.5)
         assert got == pytest.approx(float(norm), rel=1e-6)
-        for p, adapted in zip(parameters, [f for a in learner.adapters for f in a.factors], strict=True):
+        for p, adapted in zip(parameters, learner.parameters, strict=True):
             np.testing.assert_allclose(adapted, p.numpy(), rtol=1e-5, atol=1e-7)
-    assert not any(grad.any() for adapter in learner.adapters for grad in adapter.gradients)
+    assert not any(grad.any() for grad in learner.gradients)
 
 
 def test_an_engine_samples_with_the_adapters_of_a_learner() -> None:
@@ -313,6 +386,8 @@ def test_an_engine_samples_with_the_adapters_of_a_learner() -> None:
         number = engine.add_adapter(learner)
         for adapter in learner.adapters:
             adapter.b *= -2
+        for norm in learner.norms:
+            norm.parameters[0][:] *= 1.5
         learner.update()
         assert [[c.token_ids for c in group] for group in engine.generate(prompts, 2, sampling)] == [
             [c.token_ids for c in group] for group in before
@@ -347,7 +422,7 @@ def test_it_learns() -> None:
 
 @pytest.mark.parametrize("case", ["llama", "gpt_neox", "gemma3-vision"])
 def test_peft_reads_the_saved_folder(case: str, tmp_path: Any) -> None:
-    learner = new_learner(pack_base(open_module(tiny_model(case)), weights="float32"))
+    learner = new_learner(pack_base(open_module(tiny_model(case)), weights="float32"), modules_to_save=())
     learner.save_pretrained(tmp_path, "base")
     saved = read_peft(tmp_path)
     assert set(saved) == {adapter.name for adapter in learner.adapters}
@@ -381,10 +456,18 @@ def test_wrong_input_is_refused_and_changes_nothing() -> None:
         assert_raises(WhetValueError, facts, learner.logprobs, *arguments, **settings)
     assert_raises(WhetTypeError, ("logprobs()",), learner.backward, np.zeros(SHAPE))
     learner.logprobs(*rows)
-    assert_raises(WhetValueError, ("grad_logprobs", (3,)), learner.backward, np.zeros(3))
-    assert_raises(WhetValueError, ("grad_logprobs", "NaN"), learner.backward, np.full(SHAPE, np.nan))
+    assert_raises(WhetValueError, ("grad", (3,)), learner.backward, np.zeros(3))
+    assert_raises(WhetValueError, ("grad", "NaN"), learner.backward, np.full(SHAPE, np.nan))
     assert_raises(WhetValueError, ("weights", "q8_0"), Learner, base, weights="q8_0")
     assert_raises(WhetValueError, ("lm_head", "torch"), Learner, base, lora_layers=["lm_head"])
+    assert_raises(WhetValueError, ("modules_to_save", "lm_head", "torch"), Learner, base, modules_to_save=["lm_head"])
+    assert_raises(WhetValueError, ("modules_to_save", "nrom", "norm"), Learner, base, modules_to_save=["nrom"])
+    for dropout in (1.0, -0.1, float("nan"), True):
+        assert_raises(WhetValueError, ("lora_dropout", dropout, "[0, 1)"), Learner, base, lora_dropout=dropout)
+    assert_raises(WhetValueError, ("dropout_seed is 3", "lora_dropout is 0"), learner.logprobs, *rows, dropout_seed=3)
+    dropping = Learner(base, lora_dropout=0.1)
+    assert_raises(WhetValueError, ("dropout_seed is 3", "adapters is False"), dropping.logprobs, *rows, dropout_seed=3,
+                  adapters=False)  # fmt: skip
     assert_raises(WhetValueError, ("lora_rank", 64, 16), Learner, base, lora_rank=64)
     assert_raises(WhetValueError, ("compute", "int8"), Learner, base, compute="int8")
     learner.zero_grad()
@@ -396,6 +479,25 @@ def test_wrong_input_is_refused_and_changes_nothing() -> None:
     np.testing.assert_array_equal(run(learner).logprobs, right)
 
 
-def test_heads_of_odd_sizes_are_refused() -> None:
-    base = pack_base(open_module(tiny_model("qwen3")), weights="float32")
-    assert_raises(WhetValueError, ("multiples of 8", "torch"), Learner, base, lora_rank=RANK)
+def test_norms_are_saved_as_peft_saves_them(tmp_path: Any) -> None:
+    peft = pytest.importorskip("peft")
+    base = pack_base(open_module(tiny_model("gemma2")), weights="float32")
+    for settings in ({}, {"modules_to_save": ["model.norm"], "lora_dropout": 0.25}):
+        learner = new_learner(base, compute="float32", **settings)
+        learner.save_pretrained(tmp_path, "base")
+        again = Learner(base, adapter=tmp_path, compute="float32")
+        assert again.lora_dropout == learner.lora_dropout
+        for got, saved in zip(again.parameters, learner.parameters, strict=True):
+            np.testing.assert_array_equal(got, saved)
+        [[logprob]] = learner.logprobs([[5, 6, 7]], [[4]]).logprobs
+        model = peft.PeftModel.from_pretrained(tiny_model("gemma2"), tmp_path).eval()
+        found = [model(torch.tensor([[5, 6, 7, 4]])).logits[0, 2].log_softmax(-1)[4].item()]
+        with Engine.from_base(base) as engine:
+            for adapter in (learner, tmp_path):
+                number = engine.add_adapter(adapter)
+                found += list(engine.logprobs([[5, 6, 7, 4]], start=3, adapter=number)[0])
+            [[unchanged]] = engine.logprobs([[5, 6, 7, 4]], start=3)
+            mixed = engine.logprobs([[5, 6, 7, 4]] * 3, start=3, adapter=[number, None, number])
+            assert [row[0] for row in mixed] == [found[-1], unchanged, found[-1]]
+        np.testing.assert_allclose(found, logprob, atol=1e-5)
+        assert abs(unchanged - logprob) > 0.01

@@ -177,13 +177,18 @@ def test_engine_logprobs_of_the_export_match(case, name, tokenizer, tmp_path):
     np.testing.assert_allclose(*found, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["llama", "gpt_neox", "phi3"])
+@pytest.mark.parametrize("case", ["llama", "gpt_neox", "phi3", "gemma2"])
 def test_adapters_are_merged(case, tokenizer, tmp_path):
-    """Merged weights match PEFT's, also in reordered rows."""
+    """Merged weights match PEFT's, also in reordered rows, and so do trained norms."""
     model = tiny_model(case, vocab_size=N_ROWS)
     folder = save(model, tokenizer, tmp_path / "model")
-    targets = {"llama": ["q_proj", "v_proj", "down_proj"], "gpt_neox": ["query_key_value"], "phi3": ["qkv_proj"]}[case]
-    adapted = with_lora(model, b_std=0.1, target_modules=targets)
+    targets = {"llama": ["q_proj", "v_proj", "down_proj"], "gpt_neox": ["query_key_value"], "phi3": ["qkv_proj"]}
+    norms = ["final_layer_norm"] if case == "gpt_neox" else ["norm"]
+    adapted = with_lora(model, b_std=0.1, target_modules=targets.get(case, ["q_proj"]), modules_to_save=norms)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "modules_to_save" in name:
+                parameter.uniform_(0.5, 1.5)
     adapted.save_pretrained(tmp_path / "adapter")
     adapters = read_adapters(tmp_path / "adapter", open_folder(folder), "here")
     export_gguf(folder, tmp_path / "model.gguf", "f32", adapters=adapters)

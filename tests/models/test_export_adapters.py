@@ -17,6 +17,7 @@ from tests.tiny import with_lora
 from whet.errors import WhetValueError
 from whet.models.export import export_gguf, read_adapters
 from whet.models.export_adapters import export_adapters
+from whet.models.slots import NormValues
 from whet.models.sources.pretrained import open_pretrained
 
 TARGETS = {
@@ -110,6 +111,7 @@ def test_unsupported_adapter_exports_are_rejected(tokenizer, tmp_path):
     refused = [
         ("an adapter changes the head, which is the embedding in this model", (adapters,)),
         ("there are no adapters", ([],)),
+        ("final_norm.weight is trained too", ([*adapters, NormValues("final_norm.weight", np.ones(32))],)),
         (("quantize is 'q8_0'", "f32, f16 or bf16"), (adapters, "q8_0")),
         ("quantize is 'q9', expected one of", (adapters, "q9")),
     ]

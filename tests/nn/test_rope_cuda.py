@@ -17,10 +17,8 @@ RNG = np.random.default_rng(0)
 
 
 @pytest.fixture
-def rotate(monkeypatch):
-    """Return the kernel's function, which Triton interprets unless there is a device."""
-    if not ON_GPU:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
+def rotate():
+    """Return the kernel's function, which Triton interprets unless there is a device (conftest)."""
     from whet.nn.rope_cuda import apply_rope_cuda
 
     return apply_rope_cuda

@@ -13,12 +13,13 @@ from tests.cli.conftest import error_of, tiny_model  # noqa: F401
 from whet.cli.serve import listen
 from whet.models.adapter_files import write_peft
 from whet.serve import ServedModel, make_app
+from whet.serve.connection import Connection
 
 
 @contextmanager
-def serving(app):
+def serving(app, connection=Connection):
     """Serve an application on a free port, and yield its address."""
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(app, http=connection, ws="none", log_level="error"))
     socket = listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]}, daemon=True)
     thread.start()

@@ -32,6 +32,22 @@ TOOLS_TEMPLATE = (
 )
 
 
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<assistant>",
+    "fields": {
+        "thinking": {"open": "[think]", "close_pattern": r"\[/think\]\s*"},
+        "tool_calls": {
+            "open_pattern": r"<call (?P<name>\w+)>", "close": "</call>", "repeats": True, "content": "kv-lines",
+            "content_args": {"kv_sep": "=", "value_parser": {"name": "int"}},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close_pattern": r"<eos>\s*|$"},
+    },
+}  # fmt: skip
+"""The tools model's replies in another format than its chat template's marks name."""
+
+
 def write_tools_model(folder: Path) -> Path:
     """Write the model, and return its folder."""
     return write_tiny_model(folder, TOOLS_TEMPLATE, max_position=2048)

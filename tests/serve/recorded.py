@@ -1,8 +1,9 @@
 """Requests of real clients, recorded from them and stored in bodies/, a file per client.
 
 A file holds the client's name and version and its requests: method, path, body, and in ``needs`` which answer the
-client has to get (a function of ``test_bodies``). The requests of guidellm, aiperf, ``vllm bench serve``, TRL and
-OpenEnv are written by hand from their code.
+client has to get (a function of ``test_bodies``). Two files are exceptions: TRL's request is recorded from the method
+of its rollout loop, called without a trainer; the requests of ``vllm bench serve``, which needs an installed vLLM, are
+written by hand from a list of the fields that it sends.
 """
 
 from __future__ import annotations

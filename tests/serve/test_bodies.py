@@ -1,9 +1,11 @@
 """Requests as real clients send them get the answers that these clients need."""
 
+import base64
 import json
 import math
 
 import httpx
+import numpy as np
 import pytest
 from tests.serve.conftest import serving
 from tests.serve.models import write_tools_model
@@ -33,6 +35,8 @@ def test_clients_get_what_they_need(url, tools_model, asked):
     body = asked.body
     if body and asked.path == "/v1/chat/completions":
         body = {"seed": 2, "max_tokens": 200, **body}  # a seed with which the reply ends
+    if body and asked.path == "/v1/responses":
+        body = {"seed": 2, **body}
     content = None if asked.body is None else json.dumps(body).encode()
     headers = {"Authorization": "Bearer none", "Content-Type": "application/json"}
     response = httpx.request(asked.method, url + asked.path, content=content, headers=headers, timeout=60)
@@ -70,6 +74,56 @@ def chat_ids(response, body, model):
     ids, found = choice["token_ids"], choice["logprobs"]["content"]
     assert len(response.json()["prompt_token_ids"]) > 0 and len(ids) == len(found) > 0
     assert all(math.isfinite(entry["logprob"]) and entry["top_logprobs"] == [] for entry in found)
+
+
+def chat_top(response, body, model):
+    choice = chat(response, body, model)
+    for entry in choice["logprobs"]["content"]:
+        top = [each["logprob"] for each in entry["top_logprobs"]]
+        assert len(top) == body["top_logprobs"] and top == sorted(top, reverse=True)
+
+
+def embeddings(response, body, model):
+    found = response.json()
+    assert found["object"] == "list" and found["model"] == "tiny" and found["usage"]["prompt_tokens"] > 0
+    one = isinstance(body["input"], str) or isinstance(body["input"][0], int)
+    texts = [body["input"]] if one else body["input"]
+    assert [entry["index"] for entry in found["data"]] == list(range(len(texts)))
+    for entry, text in zip(found["data"], texts, strict=True):
+        ids = text if isinstance(text, list) else model.tokenizer.encode(text)
+        raw = entry["embedding"]
+        values = raw if body["encoding_format"] == "float" else np.frombuffer(base64.b64decode(raw), "<f4")
+        [right] = model.engine.embed([ids], pooling="last")
+        np.testing.assert_allclose(values, right / np.linalg.norm(right), rtol=1e-5, atol=1e-7)
+
+
+def responses(response, body, model):
+    return check_response(response.json(), body)
+
+
+def responses_schema(response, body, model):
+    [message] = responses(response, body, model)["output"]
+    assert json.loads(message["content"][0]["text"])["value"] in (1, 2)
+
+
+def responses_call(response, body, model):
+    [found] = responses(response, body, model)["output"]
+    assert found["type"] == "function_call" and found["call_id"] and found["name"] == body["tools"][0]["name"]
+    assert json.loads(found["arguments"])["value"] in (1, 2)
+
+
+def responses_stream(response, body, model):
+    """Numbered events whose deltas add up to the text of the last event's response."""
+    found = [
+        json.loads(line.removeprefix("data: ")) for line in response.text.splitlines() if line.startswith("data: {")
+    ]
+    names = [line.removeprefix("event: ") for line in response.text.splitlines() if line.startswith("event: ")]
+    assert names == [event["type"] for event in found] and names[0] == "response.created"
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    assert names[-1] in ("response.completed", "response.incomplete")
+    [message] = check_response(found[-1]["response"], body)["output"]
+    text = "".join(event["delta"] for event in found if event["type"] == "response.output_text.delta")
+    assert text == message["content"][0]["text"]
 
 
 def completion(response, body, model):
@@ -231,6 +285,14 @@ def check_usage(usage):
     assert 0 <= usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
 
 
+def check_response(found, body):
+    assert found["object"] == "response" and found["id"].startswith("resp-") and found["model"] == "tiny"
+    assert found["status"] in ("completed", "incomplete") and found["output"]
+    assert found["usage"]["total_tokens"] == found["usage"]["input_tokens"] + found["usage"]["output_tokens"] > 0
+    assert found["usage"]["output_tokens"] <= body.get("max_output_tokens", 2048)
+    return found
+
+
 def check_call(found, body):
     assert found["id"] and found["type"] == "function"
     assert found["function"]["name"] in [tool["function"]["name"] for tool in body["tools"]]
@@ -242,6 +304,7 @@ CHECKS = {
     for check in (
         chat, schema, call, chat_ids, completion, completion_ids, echo, token_ids, models, tokenizer_info, tokens,
         state, metrics, chat_stream, schema_stream, call_stream, usage_stream, ollama, ollama_schema, ollama_models,
-        ollama_model, anthropic, anthropic_stream,
+        ollama_model, anthropic, anthropic_stream, chat_top, embeddings, responses, responses_schema, responses_call,
+        responses_stream,
     )
 }  # fmt: skip

@@ -60,10 +60,8 @@ def test_a_text_is_answered_as_in_a_chat(client):
     assert answer.output_text == choice.message.content
     assert answer.status == {"stop": "completed", "length": "incomplete"}[choice.finish_reason]
     assert answer.usage.input_tokens == chat.usage.prompt_tokens
-    assert (
-        answer.usage.output_tokens == chat.usage.completion_tokens == answer.usage.total_tokens - 10 - 11 - 9 + 1
-        or True
-    )
+    assert answer.usage.output_tokens == chat.usage.completion_tokens
+    assert answer.usage.total_tokens == chat.usage.total_tokens
     assert answer.metadata == {"a": "b"} and answer.instructions == "s" and answer.temperature == 0.7
     assert answer.incomplete_details is None or answer.incomplete_details.reason == "max_output_tokens"
 

@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 from tests.serve.conftest import serving
-from tests.serve.models import CALL, TOOLS, TOOLS_TEMPLATE
+from tests.serve.models import CALL, RESPONSE_TEMPLATE, TOOLS, TOOLS_TEMPLATE, write_tools_model
 
 from whet.serve import ServedModel, make_app
 
@@ -244,3 +244,69 @@ def test_results_of_tools_become_messages(url):
 def test_messages_that_cannot_be_honoured(url, more, facts):
     message = message_of(url, False, 400, **more)
     assert all(fact in message for fact in facts), message
+
+
+# --- the tokenizer's response_template ----------------------------------------------------------------------------
+
+
+def write_model_with_template(folder, template):
+    """Write the tools model with a response template."""
+    model = write_tools_model(folder)
+    path = model / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "response_template": template}))
+    return ServedModel.load(str(model), name="tiny", weights="float32")
+
+
+@pytest.fixture(scope="module")
+def template_url(tmp_path_factory):
+    with serving(make_app(write_model_with_template(tmp_path_factory.mktemp("m") / "m", RESPONSE_TEMPLATE))) as address:
+        yield address
+
+
+REPLY = "[think]hm [/think]  I see.\n<call now>a=2</call><call add>a = 1</call>"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_replies_follow_the_tokenizers_response_template(template_url, streams):
+    body: Any = {
+        "messages": MESSAGES, "tools": TOOLS, "structured_outputs": {"choice": [REPLY]}, "max_tokens": 200,
+        "stream": streams,
+    }  # fmt: skip
+    answer = httpx.post(f"{template_url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    if streams:
+        lines = [line for line in answer.text.split("\n\n") if line.startswith("data: {")]
+        parts = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+        deltas, reason = [part["delta"] for part in parts], parts[-1]["finish_reason"]
+        calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+        texts = {name: "".join(delta.get(name) or "" for delta in deltas) for name in ("content", "reasoning_content")}
+    else:
+        [choice] = answer.json()["choices"]
+        texts, calls, reason = choice["message"], choice["message"]["tool_calls"], choice["finish_reason"]
+    assert (texts["reasoning_content"], texts["content"], reason) == ("hm", "I see.", "tool_calls")
+    assert [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls] == [
+        ("now", {"a": 2}), ("add", {"a": 1})]  # fmt: skip
+
+
+def test_a_prompt_may_open_a_field_of_the_response_template(template_url):
+    body: Any = {
+        "messages": [*MESSAGES, {"role": "assistant", "content": "[think]Well, "}], "max_tokens": 200,
+        "add_generation_prompt": False, "continue_final_message": True,
+        "structured_outputs": {"choice": ["so. [/think]Yes"]},
+    }  # fmt: skip
+    answer = httpx.post(f"{template_url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    message = answer.json()["choices"][0]["message"]
+    assert (message["reasoning_content"].strip(), message["content"]) == ("so.", "Yes")
+
+
+def test_a_response_template_that_is_not_supported_is_replaced_by_the_marks(tmp_path):
+    fields = {**RESPONSE_TEMPLATE["fields"], "citations": {"open": "[1]"}}
+    with pytest.warns(UserWarning, match="'citations'") as warned:
+        model = write_model_with_template(tmp_path / "m", {**RESPONSE_TEMPLATE, "fields": fields})
+    assert len(warned) == 1 and model.can_call
+    with serving(make_app(model)) as url:
+        body = {"messages": MESSAGES, "tools": TOOLS, "structured_outputs": {"choice": [CALL]}, "max_tokens": 200}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+    [call] = answer["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "now"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import signal
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,39 +41,50 @@ TRAINERS = {
 }
 
 
-def modules(base: str = "float32", b_std: float = 0.0) -> Any:
-    """Adapters of all linear layers of a packed model, as PEFT's modules."""
+NORMS = ["model.norm", "input_layernorm"]
+
+
+def modules(base: str = "float32", b_std: float = 0.0, norms: Sequence[str] = ()) -> Any:
+    """Adapters of all linear layers of a packed model, and norms, as PEFT's modules."""
     return with_lora(
         frozen_model(tiny_llama(initializer_range=0.3), base),
         r=2,
         lora_alpha=6,
         target_modules="all-linear",
+        modules_to_save=list(norms) or None,
         b_std=b_std,
     )
 
 
 def learner(model: Any) -> Learner:
-    """Make the learner with the base and the adapters of PEFT's modules."""
+    """Make the learner with the base, the adapters and the norms of PEFT's modules."""
     base = base_of(model)
     assert base is not None
-    made = Learner(base, lora_rank=2, lora_alpha=6, compute="float32")
+    norms = model.peft_config["default"].modules_to_save or ()
+    made = Learner(base, lora_rank=2, lora_alpha=6, compute="float32", modules_to_save=norms)
     for adapter in made.adapters:
         layer = model.base_model.model.get_submodule(adapter.name)
         adapter.a[:] = layer.lora_A["default"].weight.detach()
         adapter.b[:] = adapter.from_module(layer.lora_B["default"].weight.detach().numpy())
+    for norm in made.norms:
+        layer = model.base_model.model.get_submodule(norm.name)
+        norm.parameters[0][:] = layer.modules_to_save["default"].weight.detach()
     made.update()
     return made
 
 
-def pair(method: str, b_std: float = 0.0, **settings: Any) -> tuple[Any, Any]:
+def pair(method: str, b_std: float = 0.0, norms: Sequence[str] = (), **settings: Any) -> tuple[Any, Any]:
     """Return the trainer of PEFT's modules, and the trainer of a learner that begins with the same weights."""
     algorithm, own = TRAINERS[method]
-    model = modules(b_std=b_std)
+    model = modules(b_std=b_std, norms=norms)
     given = {**SETTINGS, **own, **settings}
     return algorithm(model, compute="float32", **given), algorithm(learner(model), **given)
 
 
 def assert_same_policies(torch_trainer: Any, native: Any, tolerance: float = 1e-5) -> None:
+    """Check the parameters after a few steps of AdamW, which amplify rounding, more so if norms change too."""
+    if native.model.norms:
+        tolerance *= 10
     right = torch_trainer.policy.state()[0]["model"]
     for name, value in native.policy.state()[0]["model"].items():
         expected = right[name].detach().numpy()
@@ -80,9 +92,12 @@ def assert_same_policies(torch_trainer: Any, native: Any, tolerance: float = 1e-
 
 
 @pytest.mark.parametrize("method", TRAINERS)
-@pytest.mark.parametrize("b_std", [0.0, 0.3], ids=["new", "trained"])
-def test_every_algorithm_makes_the_steps_of_the_torch_path(method: str, b_std: float) -> None:
-    trainers = pair(method, b_std)
+@pytest.mark.parametrize(
+    ("b_std", "norms"), [(0.0, ()), (0.3, ()), (0.0, NORMS), (0.3, NORMS)],
+    ids=["new", "trained", "new-norms", "trained-norms"],
+)  # fmt: skip
+def test_every_algorithm_makes_the_steps_of_the_torch_path(method: str, b_std: float, norms: Sequence[str]) -> None:
+    trainers = pair(method, b_std, norms)
     for _ in range(3):
         of_torch, native = (timeless(trainer.train(ROWS, steps=1)) for trainer in trainers)
         assert native.keys() == of_torch.keys()
@@ -95,12 +110,12 @@ def test_every_algorithm_makes_the_steps_of_the_torch_path(method: str, b_std: f
 @pytest.mark.parametrize("method", ["sft", "dpo"])
 @pytest.mark.parametrize("begin", ["torch", "native"])
 def test_a_checkpoint_of_either_continues_in_the_other(method: str, begin: str, tmp_path: Path) -> None:
-    trainers = pair(method, b_std=0.3)
+    trainers = pair(method, b_std=0.3, norms=NORMS)
     for trainer in trainers:
         trainer.train(ROWS, steps=3)
     trainers[begin == "native"].save(tmp_path / "c")
     algorithm, own = TRAINERS[method]
-    fresh = modules(b_std=0.3)
+    fresh = modules(b_std=0.3, norms=NORMS)
     models = (fresh, learner(fresh))
     loaded = [algorithm.from_checkpoint(tmp_path / "c", model, compute="float32", **own) for model in models]
     assert_same_policies(*loaded, tolerance=0.0)
@@ -113,25 +128,33 @@ def test_a_checkpoint_of_either_continues_in_the_other(method: str, begin: str, 
 
 def test_a_checkpoint_continues_to_the_bit_and_keeps_the_reference(tmp_path: Path) -> None:
     def make() -> Any:
-        return pair("dpo", b_std=0.3)[1]
+        trainer = pair("dpo", b_std=0.3, norms=NORMS, training_mode=True)[1]
+        trainer.model.lora_dropout = 0.2
+        return trainer
 
     whole, first = make(), make()
     whole.train(ROWS, steps=5)
     first.train(ROWS, steps=2)
     first.save(tmp_path / "c")
-    other = learner(modules(b_std=0.5))  # the checkpoint replaces its values, and the reference
+    other = learner(modules(b_std=0.5, norms=NORMS))  # the checkpoint replaces its values, and the reference
+    other.lora_dropout = 0.2
     second = DPO.from_checkpoint(tmp_path / "c", other)
     second.train(ROWS, steps=3)
-    for a, b in zip(whole.model.adapters, second.model.adapters, strict=True):
-        assert a.a.tobytes() == b.a.tobytes() and a.b.tobytes() == b.b.tobytes()
+    for a, b in zip(whole.model.parameters, second.model.parameters, strict=True):
+        assert a.tobytes() == b.tobytes()
     rows = [row["prompt"] for row in ROWS], [row["chosen"] for row in ROWS]
     assert whole.logprobs(*rows, reference=True).tobytes() == second.logprobs(*rows, reference=True).tobytes()
 
 
 def test_the_reference_is_the_base_or_the_initial_adapters() -> None:
     rows = [row["prompt"] for row in ROWS], [row["chosen"] for row in ROWS]
-    for b_std in (0.0, 0.3):
-        trainer = pair("dpo", b_std)[1]
+    for b_std, change in ((0.0, 0.0), (0.3, 0.0), (0.0, 0.1)):
+        trainer = pair("dpo", b_std, NORMS)[1]
+        if change:  # of a norm, so that the base is not the reference
+            trainer.model.norms[0].parameters[0][:] += change
+            trainer = DPO(trainer.model, **SETTINGS)
+            trainer.model.update()
+        assert trainer.policy.reference.adapters_off == (not b_std and not change)
         before = trainer.logprobs(*rows)
         trainer.train(ROWS, steps=2)
         assert trainer.logprobs(*rows, reference=True).tobytes() == before.tobytes()
@@ -140,18 +163,19 @@ def test_the_reference_is_the_base_or_the_initial_adapters() -> None:
 
 def test_a_checkpoint_has_the_tensors_of_the_torch_path(tmp_path: Path) -> None:
     shapes, settings = [], []
-    for name, trainer in zip(("torch", "native"), pair("dpo", b_std=0.3), strict=True):
+    for name, trainer in zip(("torch", "native"), pair("dpo", b_std=0.3, norms=NORMS), strict=True):
         trainer.train(ROWS, steps=1)
         trainer.save(tmp_path / name)
         tensors, state = load_checkpoint(tmp_path / name)
         shapes.append({g: {n: (t.shape, t.dtype) for n, t in sorted(part.items())} for g, part in tensors.items()})
-        settings.append({name: state["adapter"]["config"][name] for name in ("r", "lora_alpha", "peft_type")})
+        names = "r", "lora_alpha", "peft_type", "lora_dropout"
+        settings.append({name: state["adapter"]["config"][name] for name in names})
     assert shapes[0] == shapes[1] and settings[0] == settings[1]
 
 
 def test_saved_adapters_are_read_by_peft(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    trainer = pair("sft")[1]
+    trainer = pair("sft", norms=NORMS)[1]
     trainer.train(ROWS, steps=2)
     trainer.save_pretrained(tmp_path / "adapter")
     model = peft.PeftModel.from_pretrained(tiny_llama(initializer_range=0.3), tmp_path / "adapter")
@@ -159,8 +183,9 @@ def test_saved_adapters_are_read_by_peft(tmp_path: Path) -> None:
     [[logprob]] = trainer.logprobs([[5, 6, 7]], [[4]])
     assert abs(logits[4].item() - logprob) < 1e-5
     again = Learner(base_of(modules()), adapter=tmp_path / "adapter")  # pyright: ignore[reportArgumentType]
-    for a, b in zip(trainer.model.adapters, again.adapters, strict=True):
-        assert a.a.tobytes() == b.a.tobytes() and a.b.tobytes() == b.b.tobytes() and a.scaling == b.scaling
+    assert [a.scaling for a in trainer.model.adapters] == [a.scaling for a in again.adapters]
+    for a, b in zip(trainer.model.parameters, again.parameters, strict=True):
+        assert a.tobytes() == b.tobytes()
 
 
 def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:
@@ -174,18 +199,38 @@ def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:
 
 
 def test_micro_batches_and_exact_sums_do_not_change_the_step() -> None:
-    whole = pair("sft")[1]
+    whole = pair("sft", norms=NORMS)[1]
     whole.train(ROWS, steps=2)
     for settings in ({"micro_batch_size": 1}, {"max_tokens_per_step": 8}, {"deterministic_reduction": True}):
-        trainer = pair("sft", **settings)[1]
+        trainer = pair("sft", norms=NORMS, **settings)[1]
         trainer.train(ROWS, steps=2)
-        for a, b in zip(whole.model.adapters, trainer.model.adapters, strict=True):
-            np.testing.assert_allclose(a.b, b.b, rtol=1e-4, atol=1e-6)
+        for a, b in zip(whole.model.parameters, trainer.model.parameters, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_dropout_is_of_updates_in_training_mode_and_not_of_micro_batches() -> None:
+    def train(dropout: float, **settings: Any) -> Any:
+        trainer = pair("sft", b_std=0.3, norms=NORMS, **settings)[1]
+        trainer.model.lora_dropout = dropout
+        trainer.train(ROWS, steps=2)
+        return trainer
+
+    with_dropout, without = train(0.5), train(0.0)
+    assert train(0.5, training_mode=False).policy.checksum() == without.policy.checksum()
+    assert train(0.5).policy.checksum() == with_dropout.policy.checksum() != without.policy.checksum()
+    assert train(0.5, seed=4).policy.checksum() != with_dropout.policy.checksum()
+    in_parts = train(0.5, micro_batch_size=1)
+    for a, b in zip(with_dropout.model.parameters, in_parts.model.parameters, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    rows = [row["prompt"] for row in ROWS], [row["completion"] for row in ROWS]
+    scores = with_dropout.logprobs(*rows)
+    with_dropout.model.lora_dropout = 0.0
+    assert scores.tobytes() == with_dropout.logprobs(*rows).tobytes()
 
 
 def test_updates_that_are_not_finite_are_skipped_and_counted() -> None:
     trainer = pair("sft", max_skipped_steps=3)[1]
-    before = [factor.copy() for adapter in trainer.model.adapters for factor in adapter.factors]
+    before = [factor.copy() for adapter in trainer.model.adapters for factor in adapter.parameters]
     spoilt = trainer.model.adapters[3]
     spoilt.b[0, 0] = np.nan
     trainer.model.update()
@@ -195,7 +240,9 @@ def test_updates_that_are_not_finite_are_skipped_and_counted() -> None:
     assert_raises(NonFiniteError, "SFT: 3 updates in a row", trainer.train, ROWS, 4)
     spoilt.b[0, 0] = 0
     trainer.model.update()
-    for factor, value in zip((f for adapter in trainer.model.adapters for f in adapter.factors), before, strict=True):
+    for factor, value in zip(
+        (f for adapter in trainer.model.adapters for f in adapter.parameters), before, strict=True
+    ):
         assert factor.tobytes() == value.tobytes()
     assert np.isfinite(trainer.train(ROWS, steps=1)["loss"]) and trainer.n_updates == 1
 

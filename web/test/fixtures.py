@@ -84,8 +84,9 @@ def settings() -> list[dict[str, Any]]:
     numbers: list[Any] = [-3, -2, -1, -0.5, 0, 0.25, 1, 1.5, 2, 2.5, 21, 129, "1", True, None, [1], [], [-1], [0.5]]
     texts: list[Any] = ["a", "", "\ud800", ["a", "é"], ["a", ""], ["a"] * 65]
     tables: list[Any] = [{}, {"1": 2.5}, {"a": 1}, {"-1": 1}, {"1": 101}, {"1": "2"}, {"1": None}, {"1.5": 1}]
+    native = (*GRAMMAR_SETTINGS, "grammar_after", "kept_tokens")  # not in the package
     found = []
-    for name in (f.name for f in dataclasses.fields(SamplingParams) if f.name not in GRAMMAR_SETTINGS):
+    for name in (f.name for f in dataclasses.fields(SamplingParams) if f.name not in native):
         for value in [*numbers, *texts, *(tables if name == "logit_bias" else [])]:
             try:
                 SamplingParams(**{name: value})
@@ -223,7 +224,7 @@ def samplings(engine: Engine, tokenizer: GGUFTokenizer) -> list[dict[str, Any]]:
         [samples] = engine.generate([ids], 2, SamplingParams(**case))
         options = {camel(name): value for name, value in case.items()} | {"seed": str(case.get("seed", 0))}
         drawn = []
-        for tokens, logprobs, finish, _, text, top in map(dataclasses.astuple, samples):
+        for tokens, logprobs, finish, _, text, top, _ in map(dataclasses.astuple, samples):
             text = tokenizer.decode(tokens, skip_special_tokens=True) if text is None else text
             drawn.append({"tokens": tokens, "logprobs": logprobs, "finish": finish, "text": text, "top": top})
         found.append({"options": options, "samples": drawn})

@@ -195,8 +195,8 @@ public:
     }
 
     // parts: (layer, target, first row, A (rank, k), B (n, rank)) with contiguous float32 arrays, the scaling folded
-    // into B.
-    void add_adapter(uint64_t id, const nb::iterable& parts) {
+    // into B; norms: (slot, contiguous float32 values).
+    void add_adapter(uint64_t id, const nb::iterable& parts, const nb::iterable& norms) {
         const EngineGuard guard(lock_);
         auto adapter = std::make_unique<Adapter>(model_.config().n_layers);
         for (nb::handle part : parts) {
@@ -208,6 +208,15 @@ public:
             adapter->add(model_.weights(), nb::cast<size_t>(entry[0]), nb::cast<Target>(entry[1]),
                          nb::cast<size_t>(entry[2]), a.as<float>(), b.as<float>(), static_cast<size_t>(a.shape[0]),
                          static_cast<size_t>(a.shape[1]), static_cast<size_t>(b.shape[0]));
+        }
+        for (nb::handle norm : norms) {
+            const auto entry = nb::cast<nb::tuple>(norm);
+            Array values;
+            if (!view(entry[1].ptr(), values) || values.dtype != DType::kFloat32 || values.ndim != 1) {
+                throw std::invalid_argument("not float32 values of a norm");
+            }
+            adapter->set_norm(model_.weights(), nb::cast<std::string>(entry[0]),
+                              {values.as<float>(), static_cast<size_t>(values.shape[0])});
         }
         engine_.add_adapter(id, std::move(adapter));
     }

@@ -5,17 +5,21 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "bindings.h"
 #include "gil.h"
+#include "learner/divergence_head.h"
 #include "learner/token_logprobs_head.h"
 
 namespace nb = nanobind;
@@ -42,7 +46,8 @@ std::span<T> span_of(const Contiguous<T, 1>& x) {
 class LearnerObject {
 public:
     LearnerObject(const Shared<Weights>& weights, bool bf16)
-        : learner_(weights.value, bf16 ? ProductType::kBFloat16 : ProductType::kFloat32),
+        : weights_(weights.value),
+          learner_(weights.value, bf16 ? ProductType::kBFloat16 : ProductType::kFloat32),
           head_(*weights.value, learner_.type()) {}
 
     size_t add_adapter(size_t layer, Target target, size_t first_row, size_t n, size_t rank) {
@@ -58,61 +63,113 @@ public:
         learner_.set_factors(adapter, a.data(), b.data(), scale);
     }
 
-    // Log-probs of the tokens that `predictors` predict, and entropies unless null.
+    size_t add_norm(const std::string& slot, const Contiguous<const float, 1>& values) {
+        const std::lock_guard guard(mutex_);
+        return learner_.add_norm(slot, {values.data(), values.shape(0)});
+    }
+
+    void set_norm(size_t norm, const Contiguous<const float, 1>& values) {
+        const std::lock_guard guard(mutex_);
+        require(values.shape(0) == learner_.norm_size(norm), "Learner.set_norm: expected the size of the norm");
+        learner_.set_norm(norm, values.data());
+    }
+
+    // Computes the hidden states of `predictors`, and the log-probs (rows, k) of targets (rows, k) unless k is 0, and
+    // entropies and mean log-probs unless null.
     void forward(const Indices& tokens, const Indices& positions, const Indices& group_offsets,
                  const Indices& q_offsets, const Indices& k_offsets, const Indices& key_rows,
                  const Indices& reader_offsets, const Indices& readers, const Indices& predictors,
-                 const Indices& targets, const std::optional<Indices>& kept_offsets,
+                 const Contiguous<const int64_t, 2>& targets, const std::optional<Indices>& kept_offsets,
                  const std::optional<Contiguous<const int32_t, 1>>& kept_words, double temperature, bool with_adapters,
-                 bool keep, size_t activation_bytes, const Contiguous<float, 1>& logprobs,
-                 const std::optional<Contiguous<float, 1>>& entropy) {
+                 bool keep, size_t activation_bytes, double dropout, uint64_t seed,
+                 const Contiguous<float, 2>& logprobs, const std::optional<Contiguous<float, 1>>& entropy,
+                 const std::optional<Contiguous<float, 1>>& mean) {
         const ReleasedGil released;
         const std::lock_guard guard(mutex_);
-        const size_t rows = targets.shape(0);
-        require(predictors.shape(0) == rows && logprobs.shape(0) == rows && (!entropy || entropy->shape(0) == rows),
-                "Learner.forward: expected a predictor, a log-prob and an entropy for each target");
-        for (size_t i = 0; i < rows; ++i) {
+        const size_t rows = targets.shape(0), k = targets.shape(1);
+        require(predictors.shape(0) == rows && logprobs.shape(0) == rows && logprobs.shape(1) == k &&
+                    (!entropy || entropy->shape(0) == rows) && (!mean || mean->shape(0) == rows),
+                "Learner.forward: expected targets, log-probs, an entropy and a mean for each predictor");
+        for (size_t i = 0; i < rows * k; ++i) {
             require(targets.data()[i] >= 0 && static_cast<size_t>(targets.data()[i]) < learner_.vocab_size(),
                     "Learner.forward: a target is not in the vocabulary");
         }
         TokenSets kept;
         if (kept_offsets && kept_words) {
+            require(k == 1, "Learner.forward: kept tokens need one target for each predictor");
             kept = {span_of(*kept_offsets), span_of(*kept_words)};
-            check_token_sets(kept, span_of(targets), learner_.vocab_size());
+            check_token_sets(kept, {targets.data(), rows}, learner_.vocab_size());
         }
         hidden_ =
             learner_.forward({copy(tokens), copy(positions), copy(group_offsets), copy(q_offsets), copy(k_offsets),
                               copy(key_rows), copy(reader_offsets), copy(readers), copy(predictors)},
-                             with_adapters, keep, activation_bytes);
-        head_.forward(hidden_, targets.data(), rows, 1, kept, temperature,
-                      {logprobs.data(), entropy ? entropy->data() : nullptr});
+                             with_adapters, keep, activation_bytes, {dropout, seed});
         rows_ = rows;
+        divergence_.reset();
+        if (k == 0) return;
+        head_.forward(hidden_, targets.data(), rows, k, kept, temperature,
+                      {logprobs.data(), entropy ? entropy->data() : nullptr, mean ? mean->data() : nullptr});
     }
 
-    // grads: (grad_a, grad_b) of each adapter, to which the gradients are added.
-    void backward(const Contiguous<const float, 1>& grad_logprobs,
-                  const std::optional<Contiguous<const float, 1>>& grad_entropy, const nb::sequence& grads) {
-        // A caster to std::vector would terminate the process where memory is refused.
-        std::vector<std::pair<Contiguous<float, 2>, Contiguous<float, 2>>> pairs;
-        for (nb::handle pair : grads) {
-            pairs.emplace_back(nb::cast<Contiguous<float, 2>>(pair[0]), nb::cast<Contiguous<float, 2>>(pair[1]));
-        }
-        std::vector<FactorGradients> factors;
+    // Copies the hidden states (rows, hidden_dim) of the last forward().
+    void hidden(const Contiguous<float, 2>& out) {
         const ReleasedGil released;
         const std::lock_guard guard(mutex_);
-        require(grad_logprobs.shape(0) == rows_ && (!grad_entropy || grad_entropy->shape(0) == rows_),
-                "Learner.backward: expected a gradient for each log-prob and each entropy");
-        require(!grad_entropy || head_.has_entropy(), "Learner.backward: the forward pass computed no entropies");
-        require(pairs.size() == learner_.n_adapters(), "Learner.backward: expected gradients of every adapter");
-        for (const auto& [a, b] : pairs) {
-            check_shapes(factors.size(), a, b);
-            factors.push_back({a.data(), b.data()});
-        }
-        const auto grad_hidden = std::make_unique_for_overwrite<float[]>(rows_ * learner_.hidden_dim());
-        learner_.check_kept();
-        head_.backward(hidden_, {grad_logprobs.data(), grad_entropy ? grad_entropy->data() : nullptr},
-                       grad_hidden.get());
-        learner_.backward(grad_hidden.get(), factors);
+        require(out.shape(0) == rows_ && out.shape(1) == learner_.hidden_dim(),
+                "Learner.hidden: expected (rows, hidden_dim)");
+        std::copy_n(hidden_, rows_ * learner_.hidden_dim(), out.data());
+    }
+
+    // Divergences (rows,) of the last forward() from a teacher, given its hidden states of the same rows.
+    void divergence(const Shared<Weights>& teacher, const Contiguous<const float, 2>& teacher_hidden,
+                    double temperature, float beta, const Contiguous<float, 1>& out) {
+        const ReleasedGil released;
+        const std::lock_guard guard(mutex_);
+        require(out.shape(0) == rows_ && teacher_hidden.shape(0) == rows_ &&
+                    teacher_hidden.shape(1) == teacher.value->config().hidden_dim,
+                "Learner.divergence: expected a divergence and a hidden state of the teacher for each row");
+        teacher_ = teacher.value;
+        teacher_hidden_.assign(teacher_hidden.data(), teacher_hidden.data() + teacher_hidden.size());
+        divergence_.emplace(*weights_, *teacher_, learner_.type());
+        divergence_->forward(hidden_, teacher_hidden_.data(), rows_, temperature, beta, out.data());
+    }
+
+    // grads: (grad_a, grad_b) of each adapter, and norm_grads: of each vector of norms, to which the gradients are
+    // added.
+    void backward(const Contiguous<const float, 2>& grad_logprobs,
+                  const std::optional<Contiguous<const float, 1>>& grad_entropy,
+                  const std::optional<Contiguous<const float, 1>>& grad_mean, const nb::sequence& grads,
+                  const nb::sequence& norm_grads) {
+        run_backward(grads, norm_grads, [&](float* grad_hidden) {
+            require(grad_logprobs.shape(0) == head_.rows() && head_.rows() == rows_ &&
+                        grad_logprobs.shape(1) == head_.k() && (!grad_entropy || grad_entropy->shape(0) == rows_) &&
+                        (!grad_mean || grad_mean->shape(0) == rows_),
+                    "Learner.backward: expected a gradient for each log-prob, entropy and mean");
+            require(!grad_entropy || head_.has_entropy(), "Learner.backward: the forward pass computed no entropies");
+            require(!grad_mean || head_.has_mean(), "Learner.backward: the forward pass computed no mean log-probs");
+            head_.backward(hidden_,
+                           {grad_logprobs.data(), grad_entropy ? grad_entropy->data() : nullptr,
+                            grad_mean ? grad_mean->data() : nullptr},
+                           grad_hidden);
+        });
+    }
+
+    void backward_divergence(const Contiguous<const float, 1>& grad, const nb::sequence& grads,
+                             const nb::sequence& norm_grads) {
+        run_backward(grads, norm_grads, [&](float* grad_hidden) {
+            require(divergence_.has_value() && grad.shape(0) == rows_,
+                    "Learner.backward_divergence: expected a gradient for each divergence");
+            divergence_->backward(hidden_, teacher_hidden_.data(), grad.data(), grad_hidden);
+        });
+    }
+
+    void backward_hidden(const Contiguous<const float, 2>& grad, const nb::sequence& grads,
+                         const nb::sequence& norm_grads) {
+        run_backward(grads, norm_grads, [&](float* grad_hidden) {
+            require(grad.shape(0) == rows_ && grad.shape(1) == learner_.hidden_dim(),
+                    "Learner.backward_hidden: expected a gradient for each hidden state");
+            std::copy_n(grad.data(), grad.size(), grad_hidden);
+        });
     }
 
     size_t n_kept_layers() {
@@ -126,11 +183,45 @@ public:
     }
 
 private:
+    std::shared_ptr<const Weights> weights_, teacher_;
     Learner learner_;
     TokenLogprobsHead head_;
+    std::optional<DivergenceHead> divergence_;
+    std::vector<float> teacher_hidden_;
     const float* hidden_ = nullptr;
     size_t rows_ = 0;
     std::mutex mutex_;
+
+    // Adds to the gradients of adapters and norms, given the gradient of the hidden states, which `head` computes.
+    template <class F>
+    void run_backward(const nb::sequence& grads, const nb::sequence& norm_grads, F&& head) {
+        // A caster to std::vector would terminate the process where memory is refused.
+        std::vector<std::pair<Contiguous<float, 2>, Contiguous<float, 2>>> pairs;
+        for (nb::handle pair : grads) {
+            pairs.emplace_back(nb::cast<Contiguous<float, 2>>(pair[0]), nb::cast<Contiguous<float, 2>>(pair[1]));
+        }
+        std::vector<Contiguous<float, 1>> vectors;
+        for (nb::handle vector : norm_grads) vectors.push_back(nb::cast<Contiguous<float, 1>>(vector));
+        std::vector<FactorGradients> factors;
+        std::vector<float*> norms;
+        const ReleasedGil released;
+        const std::lock_guard guard(mutex_);
+        require(pairs.size() == learner_.n_adapters(), "Learner.backward: expected gradients of every adapter");
+        for (const auto& [a, b] : pairs) {
+            check_shapes(factors.size(), a, b);
+            factors.push_back({a.data(), b.data()});
+        }
+        require(vectors.size() == learner_.n_norms(), "Learner.backward: expected gradients of every norm");
+        for (const auto& vector : vectors) {
+            require(vector.shape(0) == learner_.norm_size(norms.size()),
+                    "Learner.backward: expected the size of a norm");
+            norms.push_back(vector.data());
+        }
+        const auto grad_hidden = std::make_unique_for_overwrite<float[]>(rows_ * learner_.hidden_dim());
+        learner_.check_kept();
+        head(grad_hidden.get());
+        learner_.backward(grad_hidden.get(), factors, norms);
+    }
 
     template <class Factor>
     void check_shapes(size_t adapter, const Factor& a, const Factor& b) const {
@@ -153,13 +244,22 @@ void bind_learner(nb::module_& m) {
         .def("add_adapter", &LearnerObject::add_adapter, nb::kw_only(), arg("layer"), arg("target"), arg("first_row"),
              arg("n"), arg("rank"))
         .def("set_factors", &LearnerObject::set_factors, arg("adapter"), array("a"), array("b"), arg("scale"))
+        .def("add_norm", &LearnerObject::add_norm, arg("slot"), array("values"))
+        .def("set_norm", &LearnerObject::set_norm, arg("norm"), array("values"))
         .def("forward", &LearnerObject::forward, nb::kw_only(), array("tokens"), array("positions"),
              array("group_offsets"), array("q_offsets"), array("k_offsets"), array("key_rows"), array("reader_offsets"),
              array("readers"), array("predictors"), array("targets"), array("kept_offsets").none(),
              array("kept_words").none(), arg("temperature"), arg("with_adapters"), arg("keep"), arg("activation_bytes"),
-             array("logprobs"), array("entropy").none())
+             arg("dropout"), arg("seed"), array("logprobs"), array("entropy").none(), array("mean").none())
+        .def("hidden", &LearnerObject::hidden, array("out"))
+        .def("divergence", &LearnerObject::divergence, nb::kw_only(), arg("teacher"), array("teacher_hidden"),
+             arg("temperature"), arg("beta"), array("out"))
         .def("backward", &LearnerObject::backward, nb::kw_only(), array("grad_logprobs"), array("grad_entropy").none(),
-             arg("grads"));
+             array("grad_mean").none(), arg("grads"), arg("norm_grads"))
+        .def("backward_divergence", &LearnerObject::backward_divergence, nb::kw_only(), array("grad"), arg("grads"),
+             arg("norm_grads"))
+        .def("backward_hidden", &LearnerObject::backward_hidden, nb::kw_only(), array("grad"), arg("grads"),
+             arg("norm_grads"));
 }
 
 }  // namespace whet

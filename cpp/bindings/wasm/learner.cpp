@@ -99,7 +99,7 @@ WHET_EXPORT(learner_backward) void learner_backward(const float* grad_logprobs, 
     }
     const auto grad_hidden = std::make_unique_for_overwrite<float[]>(rows * s.learner.hidden_dim());
     s.head.backward(s.hidden, {grad_logprobs}, grad_hidden.get());
-    s.learner.backward(grad_hidden.get(), factors);
+    s.learner.backward(grad_hidden.get(), factors, {});
 }
 
 // The 64-bit checksum of a slot's packed weights, in hexadecimal.

@@ -225,7 +225,7 @@ class GRPO(OnlineTrainer):
         """Return the loss of a micro-batch, as its share of the batch."""
         config = self.config
         with phase("forward"):
-            logprobs, entropy, _ = self.policy.logprobs(
+            logprobs, entropy, *_ = self.policy.logprobs(
                 batch.prompt_ids, batch.completion_ids, kept_tokens=batch.kept_tokens, temperature=config.temperature,
                 return_entropy=True,
             )  # fmt: skip

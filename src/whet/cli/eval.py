@@ -31,7 +31,7 @@ from whet.engine import Engine
 from whet.errors import WhetValueError
 from whet.evaluation import Estimate, RewardedRows, TaskResult, compare, evaluate, read_items
 from whet.files import replace_text, temporary_next_to
-from whet.models.adapter_files import read_peft
+from whet.models.adapter_files import read_peft_modules
 from whet.models.formats import Weights
 from whet.models.sources.gguf_container import GGUFFile
 from whet.models.sources.pretrained import open_pretrained
@@ -264,7 +264,7 @@ def _load(model: str | GGUFFile, side: Side, n_tokens: int, tokenizer: Any) -> E
     engine = load_engine(model, side.weights, n_tokens, _WHERE, side.adapter)
     engine.tokenizer = tokenizer  # for stop strings
     if side.adapter:
-        engine.sync(read_peft(side.adapter))
+        engine.sync(read_peft_modules(side.adapter))
     return engine
 
 

@@ -139,6 +139,7 @@ def main(argv: Sequence[str]) -> int:
     threading.stack_size(16 << 20)  # grammars are compiled by recursion; some systems have 512 KiB
 
     from whet.serve import LoadingApp, ServedModel, make_app
+    from whet.serve.connection import Connection
 
     path, adapter = resolve_adapter(options.model, "", _WHERE)
     with listen(options.host, options.port) as listening:
@@ -171,8 +172,8 @@ def main(argv: Sequence[str]) -> int:
                 server.should_exit = True
 
         config = uvicorn.Config(
-            LoadingApp(load, end), log_level="warning", access_log=False, timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=options.drain_seconds,
+            LoadingApp(load, end), http=Connection, ws="none", log_level="warning", access_log=False,
+            timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=options.drain_seconds,
         )  # fmt: skip
         server = uvicorn.Server(config)
         server.run(sockets=[listening])

@@ -1,4 +1,6 @@
-"""Convert LoRA adapters of every kind to the core's form: rows of slots, with the scaling folded into B."""
+"""Convert LoRA adapters of every kind, and trained norms, to the core's form: rows of slots, with the scaling folded
+into B, and values of slots.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +14,44 @@ from whet import _core
 from whet.engine.checks import check_same_model
 from whet.errors import WhetTypeError, WhetValueError
 from whet.learner.learner import Learner
-from whet.models.adapter_files import describe_special
+from whet.models.adapter_files import describe_special, read_peft_modules
 from whet.models.architecture import ModelConfig
 from whet.models.lora import core_matrix
-from whet.models.slots import LoRA, WeightLocation, factor_values, find_location, locate_lora
+from whet.models.slots import (
+    LoRA,
+    NormValues,
+    WeightLocation,
+    factor_values,
+    find_location,
+    locate_lora,
+    locate_norm,
+)
 from whet.models.sources.live import open_module
 from whet.ops.micro_lora import MicroLoRA
 
 
 def adapter_parts(
     targets: Mapping[str, WeightLocation], config: ModelConfig, adapter: Any, where: str
-) -> Iterator[tuple[Any, ...]]:
-    """Yield (layer, target, first row, A, B) of every matrix that an adapter changes; see ``Engine.add_adapter``.
+) -> tuple[Iterator[tuple[Any, ...]], list[tuple[str, np.ndarray]]]:
+    """Return what an adapter changes, see ``Engine.add_adapter``: (layer, target, first row, A, B) of every matrix, and
+    slot and values of every norm.
 
-    Lazily, so that copies of factors reuse each other's memory.
+    Matrices come lazily, so that copies of factors reuse each other's memory.
 
     Raises:
-        WhetValueError: an unknown module, wrong shapes, or more than plain LoRA.
+        WhetValueError: an unknown module, wrong shapes, or more than plain LoRA and norms.
         WhetTypeError: not an adapter.
     """
-    return (_convert(lora, where) for lora in _list_lora(targets, config, adapter, where))
+    found = list(_list_parts(targets, config, adapter, where))
+    norms = [(each.slot, _check_norm(each, where)) for each in found if isinstance(each, NormValues)]
+    return (_convert(each, where) for each in found if isinstance(each, LoRA)), norms
 
 
-def _list_lora(targets: Mapping[str, WeightLocation], config: ModelConfig, adapter: Any, where: str) -> Iterable[LoRA]:
-    if isinstance(adapter, Sequence) and not isinstance(adapter, str) and all(isinstance(x, LoRA) for x in adapter):
+def _list_parts(
+    targets: Mapping[str, WeightLocation], config: ModelConfig, adapter: Any, where: str
+) -> Iterable[LoRA | NormValues]:
+    kinds = (LoRA, NormValues)
+    if isinstance(adapter, Sequence) and not isinstance(adapter, str) and all(isinstance(x, kinds) for x in adapter):
         return adapter
     if isinstance(adapter, Learner):
         source = adapter.source()
@@ -47,33 +63,35 @@ def _list_lora(targets: Mapping[str, WeightLocation], config: ModelConfig, adapt
             raise WhetValueError(f"{where}: the adapter belongs to another model.")
         if not source.adapters:
             raise WhetValueError(f"{where}: the model has no active LoRA adapter.")
-        _check_plain(adapter, where)
+        _check_plain(adapter, where, on_base=source.base is not None)
         return source.adapters
     if isinstance(adapter, (str, os.PathLike)):
-        from whet.models.adapter_files import read_peft
-
-        adapter = read_peft(adapter)
+        adapter = read_peft_modules(adapter)
     if not isinstance(adapter, Mapping) or not adapter:
         raise WhetTypeError(
             f"{where}: adapter is a {type(adapter).__name__}, expected a PEFT model, a Learner, a PEFT folder, or "
             f"module names with a MicroLoRA or (A, B, scaling) each."
         )
-    return [_locate(targets, config, name, value, where) for name, value in adapter.items()]
+    return [part for name, value in adapter.items() for part in _locate(targets, config, name, value, where)]
 
 
-def _check_plain(model: Any, where: str) -> None:
-    """Raise if the active adapters of a PEFT model change more than their factors."""
+def _check_plain(model: Any, where: str, on_base: bool) -> None:
+    """Raise if the active adapters of a PEFT model change more than their factors, and norms on a packed base."""
     active = model.active_adapters  # a method of transformers' models
     for name in cast("list[str]", active() if callable(active) else active):
-        if special := describe_special(model.peft_config[name].to_dict(), f"{where}: adapter {name!r}", whole=True):
+        if special := describe_special(model.peft_config[name].to_dict(), f"{where}: adapter {name!r}", not on_base):
             raise WhetValueError(
                 f"{where}: adapter {name!r} has {special}, which changes more than the factors. Make an engine "
                 f"of the model: Engine.from_model(model)."
             )
 
 
-def _locate(targets: Mapping[str, WeightLocation], config: ModelConfig, name: str, value: Any, where: str) -> LoRA:
+def _locate(
+    targets: Mapping[str, WeightLocation], config: ModelConfig, name: str, value: Any, where: str
+) -> Sequence[LoRA | NormValues]:
     location = find_location(targets, name, where)
+    if isinstance(value, Mapping):
+        return locate_norm(config, location, value, where)
     if isinstance(value, MicroLoRA):
         a, b, scaling = value.A, value.B.T, value.alpha / value.rank
     else:
@@ -85,7 +103,13 @@ def _locate(targets: Mapping[str, WeightLocation], config: ModelConfig, name: st
                 f"{where}: adapter[{name!r}] is {value!r:.60}, expected a MicroLoRA or (A, B, scaling) with two arrays "
                 f"and a number ({error})."
             ) from None
-    return locate_lora(config, location, a, b, scaling, where)
+    return [locate_lora(config, location, a, b, scaling, where)]
+
+
+def _check_norm(norm: NormValues, where: str) -> np.ndarray:
+    if not np.isfinite(norm.values).all():
+        raise WhetValueError(f"{where}: the trained {norm.slot} holds NaN or infinity.")
+    return norm.values
 
 
 def _convert(lora: LoRA, where: str) -> tuple[int, _core.Target, int, np.ndarray, np.ndarray]:

@@ -574,17 +574,20 @@ class Engine:
     def add_adapter(self, adapter: Any) -> int:
         """Add a LoRA adapter and return its number for ``generate(adapter=...)``; one batch may mix adapters.
 
+        Norms in PEFT's ``modules_to_save`` are part of an adapter.
+
         Args:
-            adapter: a PEFT model, a PEFT folder, or a mapping from module names of the Hugging Face model
-                ("model.layers.0.self_attn.q_proj") to ``MicroLoRA`` or (A (r, k), B (n, r), scaling).
+            adapter: a PEFT model, a PEFT folder, a ``Learner``, or a mapping from module names of the Hugging Face
+                model ("model.layers.0.self_attn.q_proj") to ``MicroLoRA`` or (A (r, k), B (n, r), scaling), or, for a
+                norm, to {"weight": (n,)} and its "bias", if any.
 
         Raises:
-            WhetValueError: an unknown module, wrong shapes, or more than plain LoRA.
+            WhetValueError: an unknown module, wrong shapes, or more than plain LoRA and norms.
         """
         where = "Engine.add_adapter"
         parts = adapter_parts(self._targets, self.config, adapter, where)
         with (new := NewAdapter(self._calls)), new:
-            self._calls.use(where).add_adapter(new.number, parts)
+            self._calls.use(where).add_adapter(new.number, *parts)
             self._calls.adapters.add(new.number)
             return new.number
 
@@ -710,7 +713,7 @@ class Engine:
         is_packed = not slices or (stored is not None and stored == self._stored and not calls.unusable)
         with (new := NewAdapter(calls)), new:
             if source.adapters:
-                core.add_adapter(new.number, adapter_parts({}, self.config, source.adapters, where))
+                core.add_adapter(new.number, *adapter_parts({}, self.config, source.adapters, where))
             own_adapter, before = new.number if source.adapters else 0, calls.own_adapter
 
             def replace() -> None:

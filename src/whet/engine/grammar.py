@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from whet.errors import WhetValueError, check_installed
 from whet.models.tokenizers.token_texts import find_backend
 
 _MOST_CHARACTERS = 1 << 18
+_MOST_GRAMMARS = 8  # requests usually repeat one: a copy of its matcher takes a twentieth of compiling it again
 # llguidance compiles by recursion, and ends the process where a stack of 8 MiB is too small: behind 1,000 levels of
 # schemas, or rules that refer to each other.
 _MOST_DEPTH, _MOST_LEVELS, _MOST_LINES = 64, 512, 500
@@ -50,6 +51,7 @@ class Grammars:
             path = Path(folder) / "tokenizer.json"
             path.write_text(find_backend(tokenizer, "a grammar").to_str(), encoding="utf-8")
             self._tokens = llguidance.LLTokenizer(os.fspath(path), n_vocab=vocab_size, eos_token=list(stop_ids))
+        self._compile = lru_cache(_MOST_GRAMMARS)(self._make_matcher)
 
     def compile(self, sampling: SamplingParams) -> str:
         """Return the grammar of the one setting in ``SamplingParams.grammar_settings``.
@@ -103,35 +105,42 @@ class Grammars:
         return self._validate(LLMatcher.grammar_from_lark(grammar), "grammar")
 
     def _validate(self, grammar: str, name: str) -> str:
+        _check_length(grammar, name)
+        with _PanicGuard(name):
+            matcher, message = self._compile(grammar)
+        if matcher is None:
+            raise WhetValueError(f"{name} is not supported: {message:.400}")
+        return grammar
+
+    def _make_matcher(self, grammar: str) -> tuple[Any, str]:
+        """Return the matcher of a grammar before its first token; or None, and why the grammar is not supported."""
         from llguidance import LLMatcher
 
-        _check_length(grammar, name)
-        with _panics_raised(name):
-            is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokens)
+        is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokens)
         if is_wrong or messages:
-            raise WhetValueError(f"{name} is not supported: {' '.join(messages)[:400]}")
-        return grammar
+            return None, " ".join(messages)
+        return LLMatcher(self._tokens, grammar, log_level=0), ""
 
     def constrain(self, grammar: str, after: str = "") -> Constraint:
         """Return the state of a completion under a grammar.
 
         Args:
+            grammar: from another method.
             after: text of the completion behind which the grammar begins, such as the end of its thinking; empty: it
                 begins at once.
         """
-        return Constraint(self._tokens, grammar, self._n_words, after)
+        with _PanicGuard("the grammar"):
+            matcher, _ = self._compile(grammar)
+        return Constraint(matcher.deep_copy(), self._n_words, after, self._tokens)
 
 
 class Constraint:
     """The tokens that may follow in a completion."""
 
-    def __init__(self, tokens: Any, grammar: str, n_words: int, after: str) -> None:
-        from llguidance import LLMatcher
-
-        self._tokens, self._awaited, self._before = tokens, after.encode(), b""
-        with _panics_raised("the grammar"):
-            self._matcher = LLMatcher(tokens, grammar, log_level=0)
+    def __init__(self, matcher: Any, n_words: int, after: str, tokens: Any) -> None:
+        self._matcher, self._tokens, self._awaited, self._before = matcher, tokens, after.encode(), b""
         self._bitmap = np.full(n_words, -1, np.int32)
+        self._address, self._n_bytes = self._bitmap.ctypes.data, self._bitmap.nbytes
 
     def allowed(self) -> np.ndarray:
         """Return the bitmap of the next token, for ``Call.allow``.
@@ -141,8 +150,8 @@ class Constraint:
         """
         if self._awaited:
             return self._bitmap  # every token
-        with _panics_raised("the grammar"):
-            self._matcher.unsafe_compute_mask_ptr(self._bitmap.ctypes.data, self._bitmap.nbytes)
+        with _PanicGuard("the grammar"):
+            self._matcher.unsafe_compute_mask_ptr(self._address, self._n_bytes)
         if self._matcher.is_error():
             raise WhetValueError(f"the grammar cannot be followed: {self._matcher.get_error()[:400]}")
         return self._bitmap
@@ -158,15 +167,21 @@ class Constraint:
                 self._matcher.consume_token(token_id)
 
 
-@contextlib.contextmanager
-def _panics_raised(name: str) -> Iterator[None]:
-    """Raise panics of llguidance, which are not an ``Exception``, as a WhetValueError."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise WhetValueError(f"{name} is not supported: {error!s:.400}") from None
+class _PanicGuard:
+    """A context that raises panics of llguidance, which are not an ``Exception``, as a WhetValueError.
+
+    A class, since a generator takes as long as a mask whose tables are in the processor's caches.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, *rest: object) -> None:
+        if type(error).__name__ == "PanicException":
+            raise WhetValueError(f"{self._name} is not supported: {error!s:.400}") from None
 
 
 def _escape(text: str) -> str:

@@ -1,8 +1,8 @@
-"""Learning adapters natively, without torch: packed batches, and the learner of a packed base."""
+"""Learning adapters and norms natively, without torch: packed batches, and the learner of a packed base."""
 
 from __future__ import annotations
 
 from whet.learner.batch import Logprobs
-from whet.learner.learner import Learner, TrainedAdapter, choose_activation_bytes
+from whet.learner.learner import Learner, TrainedAdapter, TrainedNorm, choose_activation_bytes
 
-__all__ = ["Learner", "Logprobs", "TrainedAdapter", "choose_activation_bytes"]
+__all__ = ["Learner", "Logprobs", "TrainedAdapter", "TrainedNorm", "choose_activation_bytes"]

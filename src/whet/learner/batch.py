@@ -71,13 +71,28 @@ class Logprobs(NamedTuple):
     """Log-probs of a batch of completions. C is the length of the longest completion.
 
     Attributes:
-        logprobs: (B, C) float32; 0 where ``mask`` is False.
+        logprobs: (B, C) float32, or (B, C, k) of given candidates; 0 where ``mask`` is False.
         entropy: (B, C) float32, in nats, 0 where ``mask`` is False; None unless requested.
         mask: (B, C) bool: the tokens of each completion that count.
+        mean: (B, C) float32, the mean of the log-probs of the vocabulary, 0 where ``mask`` is False; None unless
+            requested.
     """
 
     logprobs: np.ndarray
     entropy: np.ndarray | None
+    mask: np.ndarray
+    mean: np.ndarray | None = None
+
+
+class Divergences(NamedTuple):
+    """Divergences from a teacher of a batch of completions. C is the length of the longest completion.
+
+    Attributes:
+        values: (B, C) float32, in nats; 0 where ``mask`` is False.
+        mask: (B, C) bool: the tokens of each completion that count.
+    """
+
+    values: np.ndarray
     mask: np.ndarray
 
 

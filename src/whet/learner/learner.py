@@ -1,4 +1,4 @@
-"""Trains low-rank adapters of a model whose packed weights stay frozen, natively: torch is not imported.
+"""Trains low-rank adapters and norms of a model whose packed weights stay frozen, natively: torch is not imported.
 
     learner = Learner("model.gguf", lora_rank=16)
     result = learner.logprobs(prompt_ids, completion_ids)    # (B, C), computed with the adapters
@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -23,18 +25,21 @@ from whet import _core
 from whet.config.kept_tokens import KeptTokens
 from whet.config.settings import ComputeDtype
 from whet.errors import WhetTypeError, WhetValueError, check_choice, check_temperature
-from whet.learner.batch import Logprobs, check_rows, pack_batch, select_kept
-from whet.models.adapter_files import read_peft, write_peft
+from whet.learner.batch import Divergences, Logprobs, check_rows, pack_batch, select_kept
+from whet.models.adapter_files import PEFT_PREFIX, peft_config, read_peft_config, read_peft_modules, write_peft
 from whet.models.architecture import ModelConfig
 from whet.models.base_record import check_record, read_binding, write_record
 from whet.models.hub import repository_of
-from whet.models.lora import choose_adapted, core_matrix, read_adapted
+from whet.models.lora import Adapted, choose_adapted, core_matrix, read_adapted
 from whet.models.packed_base import PackedBase, pack_base
 from whet.models.sizes import slot_bytes
-from whet.models.slots import LoRA, ModelSource, WeightLocation
+from whet.models.slots import LoRA, ModelSource, NormValues, WeightLocation, is_norm, locate_norm
 from whet.models.sources.gguf_container import GGUFFile
 from whet.models.sources.pretrained import open_pretrained
 from whet.system.memory import unused_bytes
+
+ADAPTER = "default"
+"""PEFT's name of a model's first adapter."""
 
 
 class TrainedAdapter:
@@ -68,9 +73,13 @@ class TrainedAdapter:
         return self.alpha / len(self.a)
 
     @property
-    def factors(self) -> tuple[np.ndarray, np.ndarray]:
+    def parameters(self) -> tuple[np.ndarray, ...]:
         """A and B, which training updates in place; call ``Learner.update`` after other changes."""
         return self.a, self.b
+
+    @parameters.setter
+    def parameters(self, arrays: tuple[np.ndarray, ...]) -> None:
+        self.a, self.b = arrays
 
     def to_module(self, b: np.ndarray) -> np.ndarray:
         """Return B, or a moment of it, (r, n), as the module's: (n, r), rows in the order of its outputs."""
@@ -83,13 +92,91 @@ class TrainedAdapter:
         return np.ascontiguousarray(rows[self._outputs].T)
 
     @property
-    def gradients(self) -> tuple[np.ndarray, np.ndarray]:
+    def gradients(self) -> tuple[np.ndarray, ...]:
         """Gradients of A and B."""
         return self.grad_a, self.grad_b
 
+    def to_peft(self, arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the parameters, or arrays of their shapes, by the names of PEFT's parameters."""
+        name, (a, b) = f"{PEFT_PREFIX}{self.name}", arrays
+        return {f"{name}.lora_A.{ADAPTER}.weight": a, f"{name}.lora_B.{ADAPTER}.weight": self.to_module(b)}
+
+    def from_peft(self, named: Mapping[str, Any]) -> list[np.ndarray]:
+        """Return the inverse of ``to_peft``, as float32 copies."""
+        a, b = (np.array(named[name], np.float32) for name in self.to_peft(self.parameters))
+        return [a, self.from_module(b)]
+
+
+class TrainedNorm:
+    """The weight, and bias if there is one, of a norm that is trained whole: PEFT's ``modules_to_save``.
+
+    Attributes:
+        name: of the module in the Hugging Face model.
+        parts: "weight", and "bias" if there is one.
+        parameters: (n,) float32 each, as the module stores them, initially the base's; training updates them in place.
+            Call ``Learner.update`` after other changes.
+        gradients: of the parameters, accumulated by ``Learner.backward``.
+    """
+
+    def __init__(self, location: WeightLocation, base: PackedBase) -> None:
+        self.name, self.location, self._base = location.names[0], location, base
+        self.parts = ("weight",) if location.bias is None else ("weight", "bias")
+        self.parameters = self._read_base()
+        self.gradients = tuple(map(np.zeros_like, self.parameters))
+
+    def _read_base(self) -> tuple[np.ndarray, ...]:
+        readers = {"weight": self._base.rows, "bias": self._base.bias}
+        return tuple(readers[part](self.name, np.empty(self.location.shape, np.float32)) for part in self.parts)
+
+    def is_original(self) -> bool:
+        """Whether the parameters are the base's."""
+        return all(map(np.array_equal, self.parameters, self._read_base()))
+
+    def locate(self) -> list[NormValues]:
+        """Return the parameters as values of slots."""
+        vectors: dict[str, Any] = dict(zip(self.parts, self.parameters, strict=True))
+        return locate_norm(self._base.config, self.location, vectors, "Learner")
+
+    def to_peft(self, arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the parameters, or arrays of their shapes, by the names of PEFT's parameters."""
+        name = f"{PEFT_PREFIX}{self.name}.modules_to_save.{ADAPTER}"
+        return {f"{name}.{part}": array for part, array in zip(self.parts, arrays, strict=True)}
+
+    def from_peft(self, named: Mapping[str, Any]) -> list[np.ndarray]:
+        """Return the inverse of ``to_peft``, as float32 copies."""
+        return [np.array(named[name], np.float32) for name in self.to_peft(self.parameters)]
+
+
+_LOGPROBS, _DIVERGENCE, _HIDDEN = "logprobs", "divergence", "hidden_states"
+"""Forward passes that ``backward`` may follow."""
+
+
+class _Rows(NamedTuple):
+    """A packed batch, and the M tokens of it that count.
+
+    Attributes:
+        arrays: arguments of the core's forward pass.
+        targets: (M,): the token.
+        rows: (M,): its completion.
+        steps: (M,): its index in the completion.
+        mask: (B, C).
+    """
+
+    arrays: dict[str, np.ndarray]
+    targets: np.ndarray
+    rows: np.ndarray
+    steps: np.ndarray
+    mask: np.ndarray
+
+    def scatter(self, values: np.ndarray) -> np.ndarray:
+        """Return values (M, ...) at their completions and steps, (B, C, ...), and 0 elsewhere."""
+        out = np.zeros((*self.mask.shape, *values.shape[1:]), np.float32)
+        out[self.rows, self.steps] = values
+        return out
+
 
 class Learner:
-    """Low-rank adapters of a packed base, their forward and backward passes, and an AdamW step.
+    """Low-rank adapters and norms of a packed base, their forward and backward passes, and an AdamW step.
 
     One thread at a time. Results have the same bits for every number of threads and instruction set, and so have sums
     of gradients for every order of a batch's rows, as long as rows with equal prompts and completions have equal
@@ -101,7 +188,11 @@ class Learner:
         lora_rank: rank of every adapter. Default: 16.
         lora_alpha: adapters are multiplied by lora_alpha / lora_rank. Default: lora_rank.
         use_rslora: multiply by lora_alpha / sqrt(lora_rank) instead (Kalajdzievski 2023).
+        lora_dropout: probability in [0, 1) with which ``logprobs`` with a ``dropout_seed`` sets an element of an
+            adapter's input to 0; the others are divided by 1 - lora_dropout.
         lora_layers: modules with an adapter, as PEFT's ``target_modules``. Default: all linear layers except the head.
+        modules_to_save: ends of names of norms whose weights and biases are trained too: "norm" is every norm of
+            Llama. Default: none.
         weights: format of the packed weights, as for ``Engine``.
         compute: of products: "bfloat16" rounds weights and activations, sums are float32. "auto": bfloat16 if the
             processor has bfloat16 products and the weights are not float32.
@@ -115,10 +206,11 @@ class Learner:
     Attributes:
         base: the packed base.
         adapters: in a fixed order.
+        norms: the trained norms, in a fixed order.
+        lora_dropout: the setting, or the folder's.
         compute: "float32" or "bfloat16".
         activation_bytes: of the next step.
-        moments: AdamW's first and second moment of each factor, in the order of ``adapters``; empty before its first
-            step.
+        moments: AdamW's first and second moment of each array of ``parameters``; empty before its first step.
         n_updates: number of AdamW steps.
 
     Raises:
@@ -134,6 +226,8 @@ class Learner:
         lora_rank: int | None = None,
         lora_alpha: float | None = None,
         lora_layers: Sequence[str] = (),
+        lora_dropout: float | None = None,
+        modules_to_save: Sequence[str] = (),
         use_rslora: bool = False,
         weights: str | None = None,
         compute: ComputeDtype = "auto",
@@ -154,25 +248,24 @@ class Learner:
             source = open_pretrained(model, max_position=max_position)
         if adapter is None:
             rank = 16 if lora_rank is None else lora_rank
-            adapted = choose_adapted(source, rank, lora_layers, (), where)
+            adapted = choose_adapted(source, rank, lora_layers, modules_to_save, where)
+            self.lora_dropout = _check_dropout(0.0 if lora_dropout is None else lora_dropout, where)
         else:
             given = {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "lora_layers": lora_layers or None}
-            given |= {"use_rslora": use_rslora or None}
+            given |= {"use_rslora": use_rslora or None, "lora_dropout": lora_dropout}
+            given |= {"modules_to_save": modules_to_save or None}
             for name, value in given.items():
                 if value is not None:
                     raise WhetValueError(
                         f"{where}: {name} is {value!r}, but the adapter's folder determines it. Omit it."
                     )
             adapted = read_adapted(adapter, source, where)
-            if adapted.special or adapted.whole:
-                kind = adapted.special or f"modules_to_save ({adapted.whole[0].names[0]})"
-                raise WhetValueError(
-                    f"{where}: {adapter} has {kind}, and only LoRA learns natively. Train it with torch."
-                )
+            settings = read_peft_config(where, Path(adapter) / "adapter_config.json")
+            self.lora_dropout = _check_dropout(settings.get("lora_dropout") or 0.0, f"{where}: {adapter}")
+        if obstacle := find_unlearnable(adapted):
+            raise WhetValueError(f"{where}: {obstacle}. Train it with torch.")
         places = {location: i for i, location in enumerate(dict.fromkeys(source.targets.values()))}
         factors = sorted(adapted.factors, key=lambda factor: places[factor[0]])
-        if obstacle := find_unlearnable(source.config, [location for location, _ in factors]):
-            raise WhetValueError(f"{where}: {obstacle}. Train it with torch.")
         self.base = model if isinstance(model, PackedBase) else pack_base(source, weights=weights, where=where)
         if adapter is not None and (record := read_binding(adapter, source, weights is not None, where)) is not None:
             check_record(record, self.base, where, os.fspath(adapter))
@@ -186,30 +279,56 @@ class Learner:
             TrainedAdapter(location, rank, _effective_alpha(rank, lora_alpha, use_rslora), rng, self.base.config)
             for location, rank in factors
         )
+        self.norms = tuple(
+            TrainedNorm(location, self.base) for location in sorted(adapted.whole, key=places.__getitem__)
+        )
         if adapter is not None:
             self._load(adapter)
         for each in self.adapters:
             layer, target = cast(tuple[int, Any], core_matrix(each.location.weight))
             rank, n = each.b.shape
             self._core.add_adapter(layer=layer, target=target, first_row=each.location.first_row, n=n, rank=rank)
+        for values in chain.from_iterable(norm.locate() for norm in self.norms):
+            self._core.add_norm(*values)
         self._activation_bytes = activation_bytes
         self.update()
-        self._scatter: tuple[np.ndarray, np.ndarray] | None = None  # row and step of each target of the last forward
+        self._kept: tuple[str, _Rows] | None = None  # head and batch of the last forward pass that backward may follow
         self.moments: list[tuple[np.ndarray, np.ndarray]] = []
         self.n_updates = 0
 
     def _load(self, folder: str | os.PathLike[str]) -> None:
-        """Load the values of saved adapters."""
-        saved = read_peft(folder)
+        """Load the values of saved adapters and norms."""
+        saved: dict[str, Any] = read_peft_modules(folder)
         for adapter in self.adapters:
             a, b, scaling = next(saved[name] for name in adapter.location.names if name in saved)
             adapter.alpha = scaling * len(a)
             adapter.a[:], adapter.b[:] = a, adapter.from_module(b)
+        for norm in self.norms:
+            vectors = next(saved[name] for name in norm.location.names if name in saved)
+            locate_norm(self.base.config, norm.location, vectors, f"Learner: {folder}")  # checks their shapes
+            norm.parameters = tuple(vectors[part] for part in norm.parts)
+
+    @property
+    def trained(self) -> tuple[TrainedAdapter | TrainedNorm, ...]:
+        """The adapters, then the norms."""
+        return *self.adapters, *self.norms
+
+    @property
+    def parameters(self) -> list[np.ndarray]:
+        """The trained arrays of ``trained``."""
+        return [array for each in self.trained for array in each.parameters]
+
+    @property
+    def gradients(self) -> list[np.ndarray]:
+        """The gradient of each array of ``parameters``."""
+        return [array for each in self.trained for array in each.gradients]
 
     def update(self) -> None:
-        """Pack the factors for the next ``logprobs``."""
+        """Pack the parameters for the next ``logprobs``."""
         for i, adapter in enumerate(self.adapters):
             self._core.set_factors(i, adapter.a, adapter.b, adapter.scaling)
+        for i, values in enumerate(chain.from_iterable(norm.locate() for norm in self.norms)):
+            self._core.set_norm(i, values.values)
         self.activation_bytes = choose_activation_bytes(self._activation_bytes, unused_bytes())
 
     def logprobs(
@@ -219,15 +338,18 @@ class Learner:
         *,
         completion_mask: Sequence[Sequence[bool]] | None = None,
         kept_tokens: Sequence[KeptTokens | None] | None = None,
+        candidates: Sequence[Any] | None = None,
         temperature: float = 1.0,
         return_entropy: bool = False,
+        return_mean: bool = False,
         adapters: bool = True,
         keep: bool = True,
+        dropout_seed: int | None = None,
     ) -> Logprobs:
         """Return the log-probability of each completion token, given its prompt and the tokens before it.
 
-        ``log pi(y_t | x, y_<t) = z_t[y_t] / T - logsumexp(z_t / T)``, ``H_t = -sum_v p_v log p_v``; accumulated in
-        float64 over tiles of the vocabulary.
+        ``log pi(y_t | x, y_<t) = z_t[y_t] / T - logsumexp(z_t / T)``, ``H_t = -sum_v p_v log p_v``,
+        ``M_t = sum_v log p_v / V``; accumulated in float64 over tiles of the vocabulary.
 
         Args:
             prompt_ids: B rows of token ids, at least one token each.
@@ -235,94 +357,273 @@ class Learner:
             completion_mask: for each completion token, whether it counts; None: all do.
             kept_tokens: for each completion, the tokens that each token was drawn from (``Completion.kept_tokens``):
                 sums over v are sums over them. None: the whole vocabulary.
+            candidates: for each completion, (T, k) token ids whose log-probs are returned, not of its
+                tokens, such as a teacher's most probable tokens. Without kept_tokens.
             temperature: T, divides the logits.
             return_entropy: also compute H.
-            adapters: whether to apply the adapters; False: the base.
+            return_mean: also compute M, as label smoothing needs. Without kept_tokens.
+            adapters: whether to apply the adapters and norms; False: the base.
             keep: whether ``backward`` follows.
+            dropout_seed: seed of ``lora_dropout``, such as the number of the step, modulo 2^64. The elements that are
+                dropped depend on it, on the module, and on the tokens up to the current one: a prompt that rows share
+                is computed once, and the order of rows does not matter. None: no dropout.
 
         Raises:
             WhetValueError: rows, tokens or a mask that do not fit the model or each other.
         """
         where = "Learner.logprobs"
         check_temperature(where, temperature)
-        prompts, completions = (
-            [list(map(int, row)) for row in prompt_ids],
-            [list(map(int, row)) for row in completion_ids],
+        if dropout_seed is not None and not (self.lora_dropout and adapters):
+            reason = "lora_dropout is 0" if adapters else "adapters is False"
+            raise WhetValueError(
+                f"{where}: dropout_seed is {dropout_seed} and has no effect, because {reason}. Omit it."
+            )
+        batch = self._pack(prompt_ids, completion_ids, completion_mask, kept_tokens, where)
+        vocab_size = self.base.config.vocab_size
+        kept = select_kept(kept_tokens, batch.rows, batch.steps, batch.targets, vocab_size, where)
+        if kept_tokens is not None and (candidates is not None or return_mean):
+            name = "return_mean" if candidates is None else "candidates"
+            raise WhetValueError(f"{where}: {name} needs the whole vocabulary. Omit it, or kept_tokens.")
+        targets = batch.targets[:, None]
+        if candidates is not None:
+            targets = self._select_candidates(candidates, completion_ids, batch, where)
+        values = np.empty(targets.shape, np.float32)
+        entropy, mean = (
+            np.empty(len(targets), np.float32) if wanted else None for wanted in (return_entropy, return_mean)
         )
-        mask = self._check_rows(prompts, completions, completion_mask, kept_tokens)
-        # In an order that depends only on the content, so that gradients are summed in it.
+        self._forward(
+            batch, targets=targets, kept_offsets=None if kept is None else kept.offsets,
+            kept_words=None if kept is None else kept.words, temperature=temperature, logprobs=values, entropy=entropy,
+            mean=mean, adapters=adapters, keep=keep, head=_LOGPROBS, seed=(dropout_seed or 0) % 2**64,
+            dropout=0.0 if dropout_seed is None else self.lora_dropout,
+        )  # fmt: skip
+        scattered = batch.scatter(values if candidates is not None else values[:, 0])
+        entropy, mean = (None if x is None else batch.scatter(x) for x in (entropy, mean))
+        return Logprobs(scattered, entropy, batch.mask, mean)
+
+    def divergence(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        completion_ids: Sequence[Sequence[int]],
+        teacher: Learner,
+        *,
+        beta: float = 0.5,
+        temperature: float = 1.0,
+        completion_mask: Sequence[Sequence[bool]] | None = None,
+        teacher_adapters: bool = True,
+        keep: bool = True,
+    ) -> Divergences:
+        """Return the divergence of each token's distribution from a teacher's (generalised JSD; Agarwal et al. 2024).
+
+        With the distributions p of this learner and q of the teacher, both at temperature T, and m = (1 - beta) p +
+        beta q: ``D = beta KL(q || m) + (1 - beta) KL(p || m)``; for beta 0 KL(q || p), for beta 1 KL(p || q). Logits of
+        both exist in tiles of the vocabulary.
+
+        Args:
+            prompt_ids: B rows of token ids, at least one token each.
+            completion_ids: B rows of token ids; a row may be empty.
+            teacher: a learner with the same vocabulary, whose weights and adapters do not change; may be this one.
+            beta: from 0 to 1.
+            temperature: T, divides the logits of both.
+            completion_mask: for each completion token, whether it counts; None: all do.
+            teacher_adapters: whether to apply the teacher's adapters; False: its base.
+            keep: whether ``backward`` follows.
+
+        Raises:
+            WhetValueError: as ``logprobs``, or another vocabulary.
+        """
+        where = "Learner.divergence"
+        check_temperature(where, temperature)
+        if not isinstance(teacher, Learner):
+            raise WhetTypeError(f"{where}: teacher is a {type(teacher).__name__}, expected a Learner.")
+        if not 0 <= beta <= 1:
+            raise WhetValueError(f"{where}: beta is {beta!r}, expected a number from 0 to 1.")
+        sizes = self.base.config.vocab_size, teacher.base.config.vocab_size
+        if sizes[0] != sizes[1]:
+            raise WhetValueError(
+                f"{where}: the vocabulary has {sizes[0]:,} tokens, and the teacher's {sizes[1]:,}. Pass a teacher with "
+                f"the same tokenizer."
+            )
+        batch = self._pack(prompt_ids, completion_ids, completion_mask, None, where)
+        teacher_hidden = teacher._hidden(batch, adapters=teacher_adapters, keep=False)
+        values = np.empty(len(batch.rows), np.float32)
+        self._forward(batch, adapters=True, keep=keep, head=_DIVERGENCE)
+        if len(values):
+            self._core.divergence(
+                teacher=teacher.base.core, teacher_hidden=teacher_hidden, temperature=temperature, beta=beta, out=values
+            )
+        return Divergences(batch.scatter(values), batch.mask)
+
+    def hidden_states(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        completion_ids: Sequence[Sequence[int]],
+        *,
+        adapters: bool = True,
+        keep: bool = True,
+    ) -> np.ndarray:
+        """Return the final hidden state (B, hidden_dim) after the last token of each row, for a custom head.
+
+        A scalar head has values ``h @ w + b``, and ``backward`` takes the gradient of the hidden states, g w.
+
+        Args:
+            prompt_ids: B rows of token ids, at least one token each; equal prompts are computed once.
+            completion_ids: B rows of token ids; a row may be empty.
+            adapters: whether to apply the adapters; False: the base.
+            keep: whether ``backward`` follows.
+
+        Raises:
+            WhetValueError: as ``logprobs``.
+        """
+        where = "Learner.hidden_states"
+        ends = [[*map(int, row), 0] for row in completion_ids]  # the state after a token predicts the next one
+        mask = [[False] * (len(row) - 1) + [True] for row in ends]
+        batch = self._pack(prompt_ids, ends, mask, None, where)
+        hidden = self._hidden(batch, adapters=adapters, keep=keep)
+        out = np.empty_like(hidden)
+        out[batch.rows] = hidden
+        return out
+
+    def _hidden(self, batch: _Rows, *, adapters: bool, keep: bool) -> np.ndarray:
+        """Return the hidden states that predict the counted tokens of a batch."""
+        out = np.empty((len(batch.rows), self.base.config.hidden_dim), np.float32)
+        self._forward(batch, adapters=adapters, keep=keep, head=_HIDDEN)
+        if len(out):
+            self._core.hidden(out)
+        return out
+
+    def _forward(self, batch: _Rows, *, adapters: bool, keep: bool, head: str, **values: Any) -> None:
+        """Run the forward pass of a batch, and log-probs for ``targets``."""
+        self._kept = None
+        none = {
+            "targets": np.empty((len(batch.rows), 0), np.int64),
+            "logprobs": np.empty((len(batch.rows), 0), np.float32),
+        }
+        none |= dict.fromkeys(("kept_offsets", "kept_words", "entropy", "mean")) | {"temperature": 1.0}
+        none |= {"dropout": 0.0, "seed": 0}
+        if len(batch.rows):
+            self._core.forward(
+                **batch.arrays, **(none | values), with_adapters=adapters, keep=keep,
+                activation_bytes=self.activation_bytes,
+            )  # fmt: skip
+        if keep and adapters:
+            self._kept = head, batch
+
+    def backward(self, grad: Any, grad_entropy: Any = None, grad_mean: Any = None) -> None:
+        """Add the gradients of the parameters to ``gradients``; follows a forward pass, once.
+
+        Args:
+            grad: gradient of the loss with respect to the ``logprobs`` of ``logprobs``, the ``values`` of
+                ``divergence``, or ``hidden_states``, in its shape; ignored where its mask is False.
+            grad_entropy: of ``logprobs``, the same for ``entropy``; None: the loss does not depend on it.
+            grad_mean: of ``logprobs``, the same for ``mean``.
+
+        Raises:
+            WhetTypeError: no forward pass precedes, or it was computed without adapters or ``keep``.
+            WhetValueError: another shape, or NaN or infinity.
+        """
+        where = "Learner.backward"
+        if self._kept is None:
+            raise WhetTypeError(f"{where}: it follows logprobs(), with adapters and keep, once. Call logprobs() first.")
+        head, batch = self._kept
+        found = [
+            None if given is None else self._select_gradient(name, given, head, batch)
+            for name, given in (("grad", grad), ("grad_entropy", grad_entropy), ("grad_mean", grad_mean))
+        ]
+        if head != _LOGPROBS and (grad_entropy is not None or grad_mean is not None):
+            raise WhetValueError(f"{where}: grad_entropy and grad_mean follow logprobs(), not {head}(). Omit them.")
+        self._kept = None
+        if not len(batch.rows):
+            return
+        gradients = {
+            "grads": [adapter.gradients for adapter in self.adapters],
+            "norm_grads": [gradient for norm in self.norms for gradient in norm.gradients],
+        }
+        if head == _LOGPROBS:
+            values = cast(np.ndarray, found[0])
+            self._core.backward(
+                grad_logprobs=values.reshape(len(values), -1),
+                grad_entropy=found[1],
+                grad_mean=found[2],
+                **gradients,
+            )
+        elif head == _DIVERGENCE:
+            self._core.backward_divergence(grad=found[0], **gradients)
+        else:
+            self._core.backward_hidden(grad=found[0], **gradients)
+
+    def _select_gradient(self, name: str, grad: Any, head: str, batch: _Rows) -> np.ndarray:
+        """Return the gradients of the counted tokens of the last forward pass."""
+        where, values = "Learner.backward", np.asarray(grad, np.float32)
+        shape = (len(batch.mask), self.base.config.hidden_dim) if head == _HIDDEN else batch.mask.shape
+        if values.shape[:2] != shape or values.ndim > (3 if head == _LOGPROBS and name == "grad" else 2):
+            raise WhetValueError(
+                f"{where}: {name} has shape {values.shape}, expected {shape}, as the result of {head}()."
+            )
+        values = np.ascontiguousarray(values[batch.rows] if head == _HIDDEN else values[batch.rows, batch.steps])
+        if not np.isfinite(values).all():
+            raise WhetValueError(f"{where}: {name} holds NaN or infinity. Check the loss of this batch.")
+        return values
+
+    def _pack(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        completion_ids: Sequence[Sequence[int]],
+        completion_mask: Sequence[Sequence[bool]] | None,
+        kept_tokens: Sequence[KeptTokens | None] | None,
+        where: str,
+    ) -> _Rows:
+        """Check and pack a batch, in an order that depends only on its content, so that gradients are summed in it."""
+        prompts, completions = ([list(map(int, row)) for row in rows] for rows in (prompt_ids, completion_ids))
+        mask = self._check_rows(prompts, completions, completion_mask, kept_tokens, where)
         order = sorted(range(len(prompts)), key=lambda i: (prompts[i], completions[i]))
         batch = pack_batch([prompts[i] for i in order], [completions[i] for i in order])
         rows, steps = np.asarray(order, np.int64)[batch.rows], batch.steps
         counted = mask[rows, steps]
-        rows, steps = rows[counted], steps[counted]
-        targets = batch.targets[counted]
-        kept = select_kept(kept_tokens, rows, steps, targets, self.base.config.vocab_size, where)
-        values = np.empty(len(rows), np.float32)
-        entropies = np.empty(len(rows), np.float32) if return_entropy else None
-        self._scatter = None
-        if len(rows):
-            self._core.forward(
-                tokens=batch.input_ids, positions=batch.position_ids, group_offsets=batch.group_offsets,
-                q_offsets=batch.q_offsets, k_offsets=batch.k_offsets, key_rows=batch.key_rows,
-                reader_offsets=batch.reader_offsets, readers=batch.readers, predictors=batch.hidden_rows[counted],
-                targets=targets, kept_offsets=None if kept is None else kept.offsets,
-                kept_words=None if kept is None else kept.words, temperature=temperature, with_adapters=adapters,
-                keep=keep, activation_bytes=self.activation_bytes, logprobs=values, entropy=entropies,
-            )  # fmt: skip
-        if keep and adapters:
-            self._scatter = rows, steps
+        arrays = {
+            "tokens": batch.input_ids, "positions": batch.position_ids, "group_offsets": batch.group_offsets,
+            "q_offsets": batch.q_offsets, "k_offsets": batch.k_offsets, "key_rows": batch.key_rows,
+            "reader_offsets": batch.reader_offsets, "readers": batch.readers,
+            "predictors": batch.hidden_rows[counted],
+        }  # fmt: skip
+        return _Rows(arrays, batch.targets[counted], rows[counted], steps[counted], mask)
 
-        def scatter(tokens: np.ndarray) -> np.ndarray:
-            out = np.zeros(mask.shape, np.float32)
-            out[rows, steps] = tokens
-            return out
-
-        return Logprobs(scatter(values), None if entropies is None else scatter(entropies), mask)
-
-    def backward(self, grad_logprobs: Any, grad_entropy: Any = None) -> None:
-        """Add the gradients of the adapters to their ``grad_a`` and ``grad_b``; follows ``logprobs``, once.
-
-        Args:
-            grad_logprobs: gradient of the loss with respect to ``logprobs``, (B, C); ignored where its mask is False.
-            grad_entropy: the same for ``entropy``; None: the loss does not depend on it.
-
-        Raises:
-            WhetTypeError: no ``logprobs`` precedes, or it was computed without adapters or ``keep``.
-            WhetValueError: another shape, or NaN or infinity.
-        """
-        where = "Learner.backward"
-        if self._scatter is None:
-            raise WhetTypeError(f"{where}: it follows logprobs(), with adapters and keep, once. Call logprobs() first.")
-        (rows, steps), grads = self._scatter, []
-        for name, grad in (("grad_logprobs", grad_logprobs), ("grad_entropy", grad_entropy)):
-            if grad is None:
-                grads.append(None)
-                continue
-            values = np.asarray(grad, np.float32)
-            if values.ndim != 2 or (len(rows) and (values.shape[0] <= rows.max() or values.shape[1] <= steps.max())):
-                raise WhetValueError(f"{where}: {name} has shape {values.shape}, expected the (B, C) of the log-probs.")
-            values = np.ascontiguousarray(values[rows, steps])
-            if not np.isfinite(values).all():
-                raise WhetValueError(f"{where}: {name} holds NaN or infinity. Check the loss of this batch.")
-            grads.append(values)
-        self._scatter = None
-        if len(rows):
-            gradients = [adapter.gradients for adapter in self.adapters]
-            self._core.backward(grad_logprobs=grads[0], grad_entropy=grads[1], grads=gradients)
+    def _select_candidates(
+        self, candidates: Sequence[Any], completion_ids: Sequence[Sequence[int]], batch: _Rows, where: str
+    ) -> np.ndarray:
+        """Return the candidates (M, k) of the counted tokens of a batch."""
+        tables = [np.asarray(table) for table in candidates]
+        lengths = list(map(len, completion_ids))
+        k = next((table.shape[1] for table in tables if table.ndim == 2), 0)
+        if [table.shape for table in tables] != [(n, k) for n in lengths] or not k:
+            raise WhetValueError(
+                f"{where}: candidates has shapes {[table.shape for table in tables]!s:.80}, expected (T, k) for the T "
+                f"tokens of each completion, {lengths!s:.80}, with the same k of at least 1."
+            )
+        vocab_size = self.base.config.vocab_size
+        for i, table in enumerate(tables):
+            if table.dtype.kind not in "iu" or (table.size and not 0 <= table.min() <= table.max() < vocab_size):
+                raise WhetValueError(
+                    f"{where}: candidates[{i}] holds values that are not token ids from 0 to {vocab_size - 1}."
+                )
+        found = np.empty((len(batch.rows), k), np.int64)
+        for out, r, t in zip(found, batch.rows, batch.steps, strict=True):
+            out[:] = tables[r][t]
+        return found
 
     def source(self) -> ModelSource:
-        """Return the base and the adapters as a model, for ``Engine.from_model``, ``sync`` and ``add_adapter``."""
-        adapters = [
+        """Return base, adapters and norms as a model, for ``Engine.from_model``, ``sync`` and ``add_adapter``."""
+        adapters: list[LoRA | NormValues] = [
             LoRA(adapter.location.weight, adapter.location.first_row, adapter.a, adapter.b.T, adapter.scaling)
             for adapter in self.adapters
         ]
+        adapters += chain.from_iterable(norm.locate() for norm in self.norms)
         return self.base.source()._replace(adapters=tuple(adapters))
 
     @property
     def n_parameters(self) -> int:
         """Number of trained parameters."""
-        return sum(factor.size for adapter in self.adapters for factor in adapter.factors)
+        return sum(array.size for array in self.parameters)
 
     @property
     def n_kept_layers(self) -> int:
@@ -342,19 +643,12 @@ class Learner:
 
     def zero_grad(self) -> None:
         """Set all gradients to zero."""
-        for adapter in self.adapters:
-            for grad in adapter.gradients:
-                grad.fill(0)
+        for grad in self.gradients:
+            grad.fill(0)
 
     def grad_norm(self) -> float:
         """Return the 2-norm of all gradients together, accumulated in float64."""
-        return math.sqrt(
-            sum(
-                float(np.square(grad, dtype=np.float64).sum())
-                for adapter in self.adapters
-                for grad in adapter.gradients
-            )
-        )
+        return math.sqrt(sum(float(np.square(grad, dtype=np.float64).sum()) for grad in self.gradients))
 
     def step(
         self,
@@ -365,9 +659,10 @@ class Learner:
         weight_decay: float = 0.0,
         max_grad_norm: float | None = 1.0,
     ) -> float:
-        """Update the adapters by AdamW (Loshchilov & Hutter 2019), set the gradients to zero, and return their norm.
+        """Update the parameters by AdamW (Loshchilov & Hutter 2019), set the gradients to zero, and return their norm.
 
         Args:
+            weight_decay: of adapters; norms do not decay.
             max_grad_norm: gradients with a larger norm are scaled to it; None: never.
 
         Raises:
@@ -385,21 +680,18 @@ class Learner:
 
     def allocate_moments(self) -> None:
         """Allocate the moments of AdamW, unless they exist."""
-        self.moments = self.moments or [
-            (np.zeros_like(p), np.zeros_like(p)) for adapter in self.adapters for p in adapter.factors
-        ]
+        self.moments = self.moments or [(np.zeros_like(p), np.zeros_like(p)) for p in self.parameters]
 
     def apply_gradients(
         self, lr: float, *, betas: tuple[float, float], eps: float, weight_decay: float, grad_scale: float
     ) -> None:
-        """Update the adapters by AdamW from their gradients times ``grad_scale``, which are not changed."""
+        """Update the parameters by AdamW from their gradients times ``grad_scale``, which are not changed."""
         self.allocate_moments()
         self.n_updates += 1
-        pairs = [pair for adapter in self.adapters for pair in zip(adapter.factors, adapter.gradients, strict=True)]
-        for (p, grad), (m, v) in zip(pairs, self.moments, strict=True):
+        for p, grad, (m, v) in zip(self.parameters, self.gradients, self.moments, strict=True):
             _core.adamw(
-                p=p, grad=grad, m=m, v=v, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay,
-                t=self.n_updates, grad_scale=grad_scale,
+                p=p, grad=grad, m=m, v=v, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps,
+                weight_decay=weight_decay if p.ndim > 1 else 0.0, t=self.n_updates, grad_scale=grad_scale,
             )  # fmt: skip
         self.update()
 
@@ -407,22 +699,41 @@ class Learner:
         """Return A (r, k), B (n, r) and alpha by module, as in PEFT; A is the learner's own."""
         return {each.name: (each.a, each.to_module(each.b), each.alpha) for each in self.adapters}
 
-    def target_modules(self) -> list[str]:
-        """Return PEFT's setting for the adapted modules: the last parts of their names, if no other module has them."""
-        ends = {each.name.rpartition(".")[2] for each in self.adapters}
-        adapted = {each.location for each in self.adapters}
-        others = (name for name, location in self.base.targets.items() if location not in adapted)
-        return [] if any(name.rpartition(".")[2] in ends for name in others) else sorted(ends)
+    def peft_config(self, base_model_name: str = "") -> dict[str, Any]:
+        """Return the contents of PEFT's adapter_config.json.
+
+        Args:
+            base_model_name: name or path of the base model. Default: the path that it was read from.
+        """
+        path = self.base.path
+        return peft_config(
+            self.factors(), base_model_name or repository_of(path) or path, "CAUSAL_LM",
+            self._find_ends(self.adapters, lambda name, end: name.rpartition(".")[2] == end),
+            self._find_ends(self.norms, str.endswith) or [norm.name for norm in self.norms], self.lora_dropout,
+        )  # fmt: skip
+
+    def _find_ends(
+        self, trained: Sequence[TrainedAdapter | TrainedNorm], has_end: Callable[[str, str], bool]
+    ) -> list[str]:
+        """Return the last parts of the names of modules, if by PEFT's rule no other module has such an end."""
+        ends = {each.name.rpartition(".")[2] for each in trained}
+        locations = {each.location for each in trained}
+        others = [name for name, location in self.base.targets.items() if location not in locations]
+        return [] if any(has_end(name, end) for name in others for end in ends) else sorted(ends)
 
     def save_pretrained(self, folder: str | os.PathLike[str], base_model_name: str = "") -> None:
         """Write the adapters as a PEFT folder, with the record of the base from which Whet packs the same base again.
 
         Args:
             folder: created if missing.
-            base_model_name: name or path of the base model for PEFT. Default: the path that it was read from.
+            base_model_name: see ``peft_config``.
         """
-        name = base_model_name or repository_of(self.base.path) or self.base.path
-        write_peft(folder, self.factors(), name, "CAUSAL_LM", self.target_modules())
+        norms = {
+            f"{norm.name}.{part}": value
+            for norm in self.norms
+            for part, value in zip(norm.parts, norm.parameters, strict=True)
+        }
+        write_peft(folder, self.factors(), self.peft_config(base_model_name), norms)
         write_record(folder, self.base.record())
 
     def _check_rows(
@@ -431,9 +742,10 @@ class Learner:
         completions: list[list[int]],
         given: Sequence[Sequence[bool]] | None,
         kept_tokens: Sequence[KeptTokens | None] | None,
+        where: str,
     ) -> np.ndarray:
         """Check a batch, and return the mask of the tokens that count."""
-        where, config = "Learner.logprobs", self.base.config
+        config = self.base.config
         check_rows(where, prompts, completions, given, kept_tokens)
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             if not prompt:
@@ -470,14 +782,23 @@ def choose_activation_bytes(setting: int | None, unused: int) -> int:
     return unused // 4 // max(1, int(ranks) if ranks.isdecimal() else 1)
 
 
-def find_unlearnable(config: ModelConfig, locations: Sequence[WeightLocation]) -> str:
-    """Return what of a model or of its adapters a learner does not support; empty: nothing."""
-    if config.head_dim % 8:
-        return f"the model's heads have {config.head_dim} elements, and the learner supports multiples of 8"
-    for location in locations:
+def find_unlearnable(adapted: Adapted) -> str:
+    """Return what of adapters a learner does not support; empty: nothing."""
+    if adapted.special:
+        return f"the adapters have {adapted.special}, and only LoRA and norms are learnt"
+    for location, _ in adapted.factors:
         if core_matrix(location.weight) is None:
             return f"lora_layers names {location.names[0]}, and only the linear layers of attention and MLP are learnt"
+    for location in adapted.whole:
+        if not is_norm(location):
+            return f"modules_to_save names {location.names[0]}, and of these only norms are learnt"
     return ""
+
+
+def _check_dropout(dropout: Any, where: str) -> float:
+    if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+        raise WhetValueError(f"{where}: lora_dropout is {dropout!r:.60}, expected a number in [0, 1).")
+    return float(dropout)
 
 
 def _effective_alpha(rank: int, alpha: float | None, use_rslora: bool) -> float:

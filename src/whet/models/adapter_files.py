@@ -27,6 +27,8 @@ from whet.ops.micro_lora import MicroLoRA
 _FORMAT = "whet-micro-lora-1"
 PEFT_PREFIX = "base_model.model."
 """Prefix of module names in PEFT's files."""
+Factors = tuple[np.ndarray, np.ndarray, float]
+"""A (r, in), B (out, r), and their scaling or alpha."""
 
 
 def save_adapters(path: str | os.PathLike[str], adapters: Mapping[str, MicroLoRA]) -> None:
@@ -107,16 +109,40 @@ def from_peft(source: Any, adapter_name: str | None = None) -> dict[str, MicroLo
     return adapters
 
 
-def read_peft(source: Any, adapter_name: str | None = None) -> dict[str, tuple[np.ndarray, np.ndarray, float]]:
+def read_peft(source: Any, adapter_name: str | None = None) -> dict[str, Factors]:
     """Read adapters of any rank, see ``from_peft``: module name -> A (r, in), B (out, r), scaling of B A."""
     if isinstance(source, (str, os.PathLike)):
-        folder, where = Path(source), f"from_peft({str(source)!r})"
-        config = read_peft_config(where, folder / "adapter_config.json")
-        tensors, _ = _read_tensors(where, folder / "adapter_model.safetensors")
+        where = f"from_peft({str(source)!r})"
+        config, tensors = _read_folder(source, where)
     else:
         where = "from_peft"
         config, tensors = _read_peft_model(source, adapter_name)
     _check_plain(where, config)
+    return _pair_factors(config, tensors, where)
+
+
+def read_peft_modules(folder: str | os.PathLike[str]) -> dict[str, Factors | dict[str, np.ndarray]]:
+    """Read a PEFT folder: module name -> A, B, scaling as ``read_peft``; or the weight and bias of a trained norm.
+
+    Raises:
+        CheckpointError: as ``read_peft``, or a trained module that is not a norm.
+    """
+    where = f"from_peft({str(folder)!r})"
+    config, tensors = _read_folder(folder, where)
+    _check_plain(where, config, except_for="modules_to_save")
+    norms: dict[str, dict[str, np.ndarray]] = {}
+    for name in [name for name, value in tensors.items() if value.ndim == 1]:
+        module, _, part = name.removeprefix(PEFT_PREFIX).rpartition(".")
+        norms.setdefault(module, {})[part] = tensors.pop(name)
+    return {**_pair_factors(config, tensors, where), **norms}
+
+
+def _read_folder(folder: str | os.PathLike[str], where: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    config = read_peft_config(where, Path(folder) / "adapter_config.json")
+    return config, _read_tensors(where, Path(folder) / "adapter_model.safetensors")[0]
+
+
+def _pair_factors(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], where: str) -> dict[str, Factors]:
     pairs: dict[str, dict[str, np.ndarray]] = {}
     for name, value in tensors.items():
         match = re.fullmatch(rf"{re.escape(PEFT_PREFIX)}(.+)\.lora_([AB])\.weight", name)
@@ -150,17 +176,25 @@ def to_peft(path: str | os.PathLike[str], adapters: Mapping[str, MicroLoRA], bas
         MissingExtraError: safetensors is not installed.
     """
     _check_adapters("to_peft", adapters)
-    write_peft(path, {name: (a.A, a.B.T, a.alpha) for name, a in adapters.items()}, base_model_name)
-
-
-Factors = Mapping[str, tuple[np.ndarray, np.ndarray, float]]
-"""Adapters of any rank: module name -> A (r, in), B (out, r), alpha."""
+    factors = {name: (a.A, a.B.T, a.alpha) for name, a in adapters.items()}
+    write_peft(path, factors, peft_config(factors, base_model_name, None))
 
 
 def peft_config(
-    adapters: Factors, base_model_name: str, task_type: str | None, target_modules: Sequence[str] = ()
+    adapters: Mapping[str, Factors],
+    base_model_name: str,
+    task_type: str | None,
+    target_modules: Sequence[str] = (),
+    modules_to_save: Sequence[str] = (),
+    lora_dropout: float = 0.0,
 ) -> dict[str, Any]:
-    """Return the contents of adapter_config.json; ``target_modules``: ends of names, default the names of modules."""
+    """Return the contents of adapter_config.json.
+
+    Args:
+        adapters: A, B and alpha of each module.
+        target_modules: ends of names. Default: the names of modules.
+        modules_to_save: ends of the names of modules that are trained whole.
+    """
     settings = {name: (len(a), _plain_number(alpha)) for name, (a, _, alpha) in adapters.items()}
     rank, alpha = next(iter(settings.values()))
     # PEFT reads the names of its patterns as regular expressions.
@@ -172,12 +206,13 @@ def peft_config(
         "inference_mode": True,
         "r": rank,
         "lora_alpha": alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": lora_dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
         "use_dora": False,
         "target_modules": sorted(target_modules or adapters),
+        "modules_to_save": list(modules_to_save) or None,
         "rank_pattern": {name: own[0] for name, own in different.items()},
         "alpha_pattern": {name: own[1] for name, own in different.items()},
     }
@@ -185,20 +220,18 @@ def peft_config(
 
 def write_peft(
     path: str | os.PathLike[str],
-    adapters: Factors,
-    base_model_name: str,
-    task_type: str | None = None,
-    target_modules: Sequence[str] = (),
+    adapters: Mapping[str, Factors],
+    config: Mapping[str, Any],
+    norms: Mapping[str, np.ndarray] | None = None,
 ) -> None:
-    """Write adapters of any rank, see ``to_peft`` and ``peft_config``."""
-    tensors = {}
+    """Write adapters of any rank, trained norms by the names of their parameters, and a ``peft_config``."""
+    tensors = {f"{PEFT_PREFIX}{name}": value for name, value in (norms or {}).items()}
     for module, (a, b, _) in adapters.items():
         tensors[f"{PEFT_PREFIX}{module}.lora_A.weight"] = np.ascontiguousarray(a)
         tensors[f"{PEFT_PREFIX}{module}.lora_B.weight"] = np.ascontiguousarray(b)
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     _write_tensors("to_peft", folder / "adapter_model.safetensors", tensors, {"format": "pt"})
-    config = peft_config(adapters, base_model_name, task_type, target_modules)
     replace_bytes(folder / "adapter_config.json", (json.dumps(config, indent=2) + "\n").encode())
 
 
@@ -231,10 +264,11 @@ def describe_special(config: Mapping[str, Any], where: str, whole: bool = False)
     return next((f"{key}={config[key]!r}" for key, _ in _specials(config) if whole or key != "modules_to_save"), "")
 
 
-def _check_plain(where: str, config: Mapping[str, Any]) -> None:
+def _check_plain(where: str, config: Mapping[str, Any], except_for: str = "") -> None:
     _check_lora(where, config)
-    for _, message in _specials(config):
-        raise CheckpointError(f"{where}: {message}")
+    for key, message in _specials(config):
+        if key != except_for:
+            raise CheckpointError(f"{where}: {message}")
 
 
 def _check_lora(where: str, config: Mapping[str, Any]) -> None:

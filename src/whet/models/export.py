@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from whet.errors import WhetValueError
-from whet.models.adapter_files import read_peft
+from whet.models.adapter_files import read_peft_modules
 from whet.models.architecture import ModelConfig
 from whet.models.families import FAMILIES, model_config, text_options
 from whet.models.formats import FILE_TYPES, Mixture, file_format
@@ -21,10 +21,12 @@ from whet.models.slots import (
     LoRA,
     ModelSource,
     ModuleSpec,
+    NormValues,
     WeightLocation,
     find_location,
     iter_locations,
     locate_lora,
+    locate_norm,
     untie_adapted,
 )
 from whet.models.sources.folder import read_config
@@ -51,7 +53,7 @@ def export_gguf(
     quantize: str = "q4_k_m",
     *,
     source: ModelSource | None = None,
-    adapters: Sequence[LoRA] = (),
+    adapters: Sequence[LoRA | NormValues] = (),
     tokenizer: str | os.PathLike[str] | None = None,
     pre: str | None = None,
     chat_template: str | None = None,
@@ -120,18 +122,22 @@ def export_gguf(
     return Exported(size_bytes, count_formats(tensors), window_note(opened.config, model_type))
 
 
-def read_adapters(folder: str | os.PathLike[str], source: ModelSource, where: str) -> list[LoRA]:
-    """Read the LoRA adapters of a model from a PEFT folder.
+def read_adapters(folder: str | os.PathLike[str], source: ModelSource, where: str) -> list[LoRA | NormValues]:
+    """Read the LoRA adapters and trained norms of a model from a PEFT folder.
 
     Raises:
-        CheckpointError: the adapters are damaged, or more than plain LoRA.
+        CheckpointError: the adapters are damaged, or more than plain LoRA and norms.
         WhetValueError: the adapters belong to another model.
         MissingExtraError: safetensors is not installed.
     """
-    return [
-        locate_lora(source.config, find_location(source.targets, module, where), a, b, scaling, where)
-        for module, (a, b, scaling) in read_peft(folder).items()
-    ]
+    found: list[LoRA | NormValues] = []
+    for module, saved in read_peft_modules(folder).items():
+        location = find_location(source.targets, module, where)
+        if isinstance(saved, dict):
+            found += locate_norm(source.config, location, saved, where)
+        else:
+            found.append(locate_lora(source.config, location, *saved, where))
+    return found
 
 
 def count_formats(tensors: Sequence[Tensor]) -> dict[str, int]:

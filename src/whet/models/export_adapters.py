@@ -21,7 +21,7 @@ from whet.models.formats import TABLE
 from whet.models.gguf_keys import architecture_of
 from whet.models.gguf_writer import Progress, Tensor, check_destination, write_gguf
 from whet.models.row_reader import adapters_of, encode, slot_rows
-from whet.models.slots import LoRA, ModelSource, ModuleSpec, factor_values, iter_locations
+from whet.models.slots import LoRA, ModelSource, ModuleSpec, NormValues, factor_values, iter_locations
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
 from whet.models.sources.pretrained import open_pretrained, read_model_config
 
@@ -29,7 +29,7 @@ from whet.models.sources.pretrained import open_pretrained, read_model_config
 def export_adapters(
     model: str | os.PathLike[str] | GGUFFile,
     path: str | os.PathLike[str],
-    adapters: Sequence[LoRA],
+    adapters: Sequence[LoRA | NormValues],
     quantize: str = "f32",
     *,
     name: str = "",
@@ -48,8 +48,8 @@ def export_adapters(
         progress: called with the bytes written and the total.
 
     Raises:
-        WhetValueError: an unknown type, no adapters, an adapter of a tensor that the model's file lacks, or ``path``
-            cannot be written.
+        WhetValueError: an unknown type, no adapters, trained norms, an adapter of a tensor that the model's file
+            lacks, or ``path`` cannot be written.
         DiskFullError: the disk is full.
     """
     where = f'export_adapters("{path}")'
@@ -61,12 +61,18 @@ def export_adapters(
         model = read_gguf(Path(model), f'open_gguf("{model}")')
     options = text_options(read_model_config(model, where))
     architecture = architecture_of(options, where)
-    if not adapters:
+    low_rank = [each for each in adapters if isinstance(each, LoRA)]
+    if not low_rank:
         raise WhetValueError(f"{where}: there are no adapters. Name them with --adapter FOLDER.")
+    if norm := next((each for each in adapters if isinstance(each, NormValues)), None):
+        raise WhetValueError(
+            f"{where}: {norm.slot} is trained too, and llama.cpp's adapters are of matrices. Merge it: omit "
+            f"--adapter-only."
+        )
     source, modules = open_pretrained(model), FAMILIES[options["model_type"]].gguf_modules
-    alpha = adapters[0].scaling * len(adapters[0].a) or 1.0
+    alpha = low_rank[0].scaling * len(low_rank[0].a) or 1.0
     tensors = []
-    for name_there, a, b in _factors(source, modules, adapters, alpha, where):
+    for name_there, a, b in _factors(source, modules, low_rank, alpha, where):
         tensors += [_tensor(f"{name_there}.lora_a", a, mixture.base), _tensor(f"{name_there}.lora_b", b, mixture.base)]
     metadata: dict[str, Any] = {
         "general.type": "adapter",

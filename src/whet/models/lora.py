@@ -17,7 +17,7 @@ from typing import NamedTuple
 from whet import _core
 from whet.errors import CheckpointError, WhetValueError
 from whet.models.adapter_files import PEFT_PREFIX, describe_special, read_peft_config
-from whet.models.slots import ModelSource, WeightLocation
+from whet.models.slots import ModelSource, WeightLocation, is_norm
 from whet.models.sources.folder import read_safetensors
 
 ALL_LINEAR = "all-linear"
@@ -50,21 +50,26 @@ class Adapted(NamedTuple):
     is_new: bool = True
 
     @property
+    def n_whole(self) -> int:
+        """Number of parameters of the modules that are trained whole."""
+        return sum(math.prod(location.shape) + (location.shape[0] if location.bias else 0) for location in self.whole)
+
+    @property
     def n_parameters(self) -> int:
         """Number of trained parameters."""
-        copies = sum(math.prod(location.shape) + (location.shape[0] if location.bias else 0) for location in self.whole)
-        return sum(rank * sum(location.shape) for location, rank in self.factors) + copies
+        return sum(rank * sum(location.shape) for location, rank in self.factors) + self.n_whole
 
     @property
     def needs_floats(self) -> str:
         """The first feature that needs float weights; empty: packed weights are enough."""
-        matrices = [location.names[0] for location in self.whole if len(location.shape) == 2]
+        matrices = [location.names[0] for location in self.whole if not is_norm(location)]
         return self.special or (f"{matrices[0]} in modules_to_save" if matrices else "")
 
     @property
     def is_separable(self) -> bool:
-        """Whether an engine can compute all adapters next to unchanged weights."""
-        return not self.special and not self.whole and all(_is_in_layers(location) for location, _ in self.factors)
+        """Whether an engine can compute all adapters and trained norms next to unchanged weights."""
+        is_low_rank = not self.special and all(_is_in_layers(location) for location, _ in self.factors)
+        return is_low_rank and all(map(is_norm, self.whole))
 
 
 def choose_adapted(
@@ -84,14 +89,12 @@ def choose_adapted(
             above the smaller side of a matrix, with the largest rank that fits all.
     """
     if list(layers) in ([], [ALL_LINEAR]):
-        chosen = [
-            location for location in _list_locations(source) if _is_in_layers(location) and len(location.shape) == 2
-        ]
+        chosen = [location for location in _list_locations(source) if _is_in_layers(location) and not is_norm(location)]
     else:
         chosen = [location for name in layers for location in _find(source, name, f".{name}", "lora_layers", where)]
     whole = [location for name in modules_to_save for location in _find(source, name, name, "modules_to_save", where)]
     for location in chosen:
-        if len(location.shape) != 2:
+        if is_norm(location):
             raise WhetValueError(
                 f"{where}: lora_layers names {location.names[0]}, not a matrix. Train it whole: modules_to_save."
             )

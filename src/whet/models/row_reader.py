@@ -16,7 +16,7 @@ from whet.models.architecture import ModelConfig, RowSlice
 from whet.models.formats import TABLE
 from whet.models.loading import Loss, RangeCheck, check_finite, encoding_loss, list_slices
 from whet.models.reference import slice_values
-from whet.models.slots import LoRA, ModelSource, WeightLocation, factor_values
+from whet.models.slots import LoRA, ModelSource, NormValues, WeightLocation, factor_values
 from whet.models.sources.mapped import release_pages
 from whet.ops.linear import pack_weight
 from whet.ops.quant import bf16_bits
@@ -38,7 +38,8 @@ class RowReader:
     """Reads rows of a source's slots.
 
     Args:
-        source: a model from ``untie_adapted``, on a packed base or not; its adapters are merged into the rows.
+        source: a model from ``untie_adapted``, on a packed base or not; its adapters are merged into the rows, and its
+            trained norms replace them.
         where: prefix of error messages.
 
     Raises:
@@ -50,7 +51,8 @@ class RowReader:
         self._slices: dict[str, list[RowSlice]] = {}
         for row_slice in sorted(list_slices(source, where), key=lambda row_slice: row_slice.first_row):
             self._slices.setdefault(row_slice.slot, []).append(row_slice)
-        self._adapters = source.adapters
+        self._adapters = [each for each in source.adapters if isinstance(each, LoRA)]
+        self._norms = {each.slot: each.values for each in source.adapters if isinstance(each, NormValues)}
 
     def iter_chunks(self, location: WeightLocation, slot: str, format: str) -> Iterator[np.ndarray]:
         """Yield a module's tensor in chunks of rows, in the module's order and a given format.
@@ -84,7 +86,7 @@ class RowReader:
 
     def stored_format(self, slot: str, order: np.ndarray) -> str | None:
         """Return the format in which all these rows are stored; None: several, or they have to be computed."""
-        if self.base is not None or any(self._deltas(slot, order)):
+        if self.base is not None or slot in self._norms or any(self._deltas(slot, order)):
             return None
         formats = {row_slice.format for _, row_slice in self._parts(slot, order)}
         is_module = any(hasattr(row_slice.tensor, "detach") for row_slice in self._slices[slot])
@@ -92,6 +94,8 @@ class RowReader:
 
     def values(self, slot: str, order: np.ndarray) -> np.ndarray:
         """Return rows of a slot, in the given order, as float32."""
+        if slot in self._norms:
+            return self._norms[slot][order]
         if self.base is not None:
             rows = self._base_rows(slot, order)
         else:

@@ -103,6 +103,13 @@ class LoRA(NamedTuple):
     scaling: float
 
 
+class NormValues(NamedTuple):
+    """The weight or bias of a norm in place of a slot's, in its order and with the model's offset."""
+
+    slot: str
+    values: np.ndarray
+
+
 def factor_values(factor: Any) -> np.ndarray:
     """Return a factor of an adapter, NumPy or torch, as float32."""
     return np.asarray(factor.detach().float() if hasattr(factor, "detach") else factor, np.float32)
@@ -115,7 +122,7 @@ class ModelSource(NamedTuple):
         config: the architecture.
         slices: yields the rows of every slot, each once; for a live module, their values at the time of the call.
         targets: the location of each module of the Hugging Face model, by its name there.
-        adapters: LoRA adapters, not part of the slices.
+        adapters: LoRA adapters and trained norms, not part of the slices.
         short_position: see ``families.short_position``; the config's frequencies are resolved for its max_position.
         base: the packed weights that the model's modules share; the source has no slices then.
         path: absolute path of the folder or file; empty: the weights are in memory.
@@ -124,7 +131,7 @@ class ModelSource(NamedTuple):
     config: ModelConfig
     slices: Callable[[], Iterator[RowSlice]]
     targets: dict[str, WeightLocation]
-    adapters: tuple[LoRA, ...] = ()
+    adapters: tuple[LoRA | NormValues, ...] = ()
     short_position: int | None = None
     base: PackedBase | None = None
     path: str = ""
@@ -239,6 +246,35 @@ def locate_lora(config: ModelConfig, location: WeightLocation, a: Any, b: Any, s
             rows[first : first + len(view)] = view
         b = rows
     return LoRA(location.weight, location.first_row, a, b, scaling)
+
+
+def locate_norm(
+    config: ModelConfig, location: WeightLocation, vectors: Mapping[str, Any], where: str
+) -> list[NormValues]:
+    """Map the trained "weight" and "bias" of a norm's module to its slots.
+
+    Raises:
+        WhetValueError: the module is not a norm, or has other vectors or shapes.
+    """
+    slots = {name: slot for name, slot in (("weight", location.weight), ("bias", location.bias)) if slot is not None}
+    shapes = {name: tuple(vector.shape) for name, vector in vectors.items()}
+    if not is_norm(location) or shapes != dict.fromkeys(slots, location.shape):
+        raise WhetValueError(
+            f"{where}: the trained {location.names[0]} has {shapes}, expected {', '.join(slots)} of a norm of shape "
+            f"{location.shape}."
+        )
+    found = []
+    for name, slot in slots.items():
+        rows, values = factor_values(vectors[name]), np.empty(location.shape, np.float32)
+        for first, view in location.module.row_order(config, rows):
+            values[first : first + len(view)] = view
+        found.append(NormValues(slot, values + np.float32(location.module.offset if name == "weight" else 0)))
+    return found
+
+
+def is_norm(location: WeightLocation) -> bool:
+    """Whether a module is a norm."""
+    return len(location.shape) == 1
 
 
 def _part_rows(config: ModelConfig, part: str) -> tuple[int, int]:

@@ -194,7 +194,8 @@ class RayPool:
         if policy is None:
             for _ in check_finite(slices, where):
                 pass
-        adapters = [self._ray.put(adapter_arrays(model, source))] if source.adapters else []
+        on_base = source.base is not None
+        adapters = [self._ray.put(adapter_arrays(model, source, norms=on_base))] if source.adapters else []
         if policy is None:
             # Ray reuses the memory of a freed object of the same size, in a tenth of the time: free the old weights
             # first.

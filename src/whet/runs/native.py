@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, cast
 
 from whet.errors import WhetValueError
 from whet.learner import Learner
 from whet.learner.learner import find_unlearnable
-from whet.models.adapter_files import read_peft_config
 from whet.models.slots import ModelSource
 from whet.runs.adapters import Plan
 from whet.text.model import find_model, load_chat_tokenizer
@@ -43,12 +41,7 @@ def _find_obstacle(run: Any, plan: Plan) -> str:
         return "compute is 'torch'"
     if getattr(run, "engine", "auto") not in ("auto", "native"):
         return f"engine is {run.engine!r}"
-    if plan.adapters.special or plan.adapters.whole:
-        return plan.adapters.special or "modules_to_save trains whole modules"
-    settings = read_peft_config("whet train", Path(run.adapter) / "adapter_config.json") if run.adapter else {}
-    if dropout := settings.get("lora_dropout", run.lora_dropout):
-        return f"lora_dropout is {dropout}"
-    return find_unlearnable(cast(ModelSource, plan.source).config, [location for location, _ in plan.adapters.factors])
+    return find_unlearnable(plan.adapters)
 
 
 def load_learner(run: Any, plan: Plan, where: str) -> tuple[Learner, Any]:
@@ -61,7 +54,8 @@ def load_learner(run: Any, plan: Plan, where: str) -> tuple[Learner, Any]:
         options["adapter"] = run.adapter
     else:
         options |= {"lora_rank": run.lora_rank, "lora_alpha": run.lora_alpha, "lora_layers": run.lora_layers}
-        options["use_rslora"] = run.use_rslora
+        options |= {"use_rslora": run.use_rslora, "lora_dropout": run.lora_dropout}
+        options["modules_to_save"] = run.modules_to_save
     options["weights"] = None if plan.base == "own" else plan.base
     options["max_position"] = source.short_position  # as long as the rotary frequencies of short sequences apply
     return Learner(model, **options), tokenizer

@@ -77,8 +77,8 @@ class RunConfig:
     own: a GGUF file's own format. auto: own for a quantised file, otherwise bf16 or float32, whichever the step's
     products use, so that results do not change; none if adapters, dtype or a GPU need float weights."""
     backend: Backend = "auto"
-    """native: a learner trains adapters on packed weights, without torch. torch: modules on Whet's kernels. auto:
-    native if adapters of linear layers are trained on the CPU and nothing needs torch."""
+    """native: a learner trains adapters and norms on packed weights, without torch. torch: modules on Whet's kernels.
+    auto: native if adapters of linear layers are trained on the CPU and nothing needs torch."""
     activation_bytes: OptionalCount = None
     """Memory in which native training keeps activations of layers from forward to backward pass; the other layers are
     computed again, with the same results. None: a quarter of the unused memory."""

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from whet.models.adapter_files import is_adapter_folder, read_peft
+from whet.models.adapter_files import is_adapter_folder, read_peft_modules
 from whet.serve.errors import ApiError
 from whet.serve.loop import EngineLoop
 from whet.serve.model import ServedModel
@@ -77,7 +77,7 @@ class Admin:
             if not name or (name in adapters and not (fields.load_inplace and name in self._model.loaded)):
                 problem = f"{name!r:.100} has already been loaded" if name else "lora_name is empty"
                 raise ApiError(400, f"The adapter cannot be loaded: {problem}. Pass another lora_name.", "lora_name")
-            parts = await asyncio.to_thread(read_peft, path)
+            parts = await asyncio.to_thread(read_peft_modules, path)
             await self._loop.gate.change(partial(self._model.load_adapter, name, parts))
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 

@@ -189,7 +189,7 @@ class _App:
         ids = await asyncio.to_thread(read_prompt, self.model, fields)
         body = {"count": len(ids), "max_model_len": self.model.context, "tokens": ids}
         if fields.return_token_strs:
-            body["token_strs"] = [self.model.piece(token_id).text for token_id in ids]
+            body["token_strs"] = [self.model.token_texts[token_id] for token_id in ids]
         return JSONResponse(body)
 
     async def detokenize(self, request: Request) -> Response:
@@ -203,7 +203,7 @@ class _App:
         for name in ("bos", "eos", "pad"):
             token_id = getattr(tokenizer, f"{name}_token_id", None)
             body[f"{name}_token_id"] = token_id
-            body[f"{name}_token"] = None if token_id is None else self.model.piece(token_id).text
+            body[f"{name}_token"] = None if token_id is None else self.model.token_texts[token_id]
         return JSONResponse(body)
 
     def file(self, name: str) -> Callable[[Request], Awaitable[Response]]:

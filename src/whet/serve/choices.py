@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from whet.engine.session import Drawn
@@ -72,9 +73,8 @@ def chat_logprobs(
     """Return log-probs in the form of chat completions."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        piece = model.piece(token_id)
-        text = f"token_id:{token_id}" if as_ids else piece.text
-        return {"token": text, "logprob": logprob, "bytes": list(piece.bytes)}
+        text = f"token_id:{token_id}" if as_ids else model.token_texts[token_id]
+        return {"token": text, "logprob": logprob, "bytes": list(model.token_bytes[token_id])}
 
     rows = alternatives or [()] * len(token_ids)
     return {
@@ -100,21 +100,17 @@ class LegacyLogprobs:
         self, token_ids: Sequence[int], logprobs: Sequence[float | None], alternatives: Sequence[Alternatives]
     ) -> dict[str, Any]:
         """Return the lists of the next tokens; the log-prob of a prompt's first token is None."""
-        keys, offsets, tops = [], [], []
+        key_of = "token_id:{}".format if self._as_ids else self._model.token_keys.__getitem__
+        keys, texts = list(map(key_of, token_ids)), self._model.token_texts
         rows = alternatives or [()] * len(token_ids)
-        for token_id, logprob, pairs in zip(token_ids, logprobs, rows, strict=True):
-            piece = self._model.piece(token_id)
-            keys.append(self._key(token_id))
-            offsets.append(self._offset)
-            self._offset += len(piece.text)
-            if logprob is None:
-                tops.append(None)
-            else:  # the token's own log-prob is the same number in both places
-                tops.append({**{self._key(other): value for other, value in pairs}, self._key(token_id): logprob})
+        *offsets, self._offset = accumulate((len(texts[i]) for i in token_ids), initial=self._offset)
+        tops: list[dict[str, float] | None] = []
+        for key, logprob, pairs in zip(keys, logprobs, rows, strict=True):
+            top = {key_of(other): value for other, value in pairs}
+            if logprob is not None:
+                top[key] = logprob  # the same number in both places
+            tops.append(None if logprob is None else top)
         return {"tokens": keys, "token_logprobs": list(logprobs), "top_logprobs": tops, "text_offset": offsets}
-
-    def _key(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self._as_ids else self._model.piece(token_id).key
 
 
 def prompt_logprobs(
@@ -128,7 +124,7 @@ def prompt_logprobs(
             found.append(None)
             continue
         values = {**dict(pairs), token_id: logprob}
-        found.append({str(i): {"logprob": value, "decoded_token": model.piece(i).text} for i, value in values.items()})
+        found.append({str(i): {"logprob": value, "decoded_token": model.token_texts[i]} for i, value in values.items()})
     return found
 
 

@@ -6,13 +6,12 @@ import json
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from whet.config.sampling import SamplingParams
-from whet.data.thinking import DEFAULT_TAGS
 from whet.serve.choices import Choice, LegacyLogprobs, chat_logprobs, prompt_logprobs, usage_of
 from whet.serve.errors import ApiError
 from whet.serve.inputs import Tools, read_grammar, read_texts, render_messages
@@ -26,8 +25,7 @@ from whet.serve.schema import (
     parse,
 )
 from whet.serve.service import Part, Prompt, Service
-from whet.text.thinking import ThinkingSplitter
-from whet.text.tool_calls import ToolCall, ToolParser
+from whet.text.thinking import TextChunk
 
 Body = dict[str, Any]
 Fields = TypeVar("Fields", bound=Request)
@@ -253,43 +251,31 @@ class Chat(Streamed[ChatRequest]):
         n_alternatives = check_alternatives("top_logprobs", request.top_logprobs)
         self.sampling = [service.sampling_of(request, n_new or self._served.context - len(ids), n_alternatives)]
         replies = self._served.replies
-        self.shown = {**replies.special_tags, **tools.shown}
+        self.shown = service.model.shown_tokens(bool(tools.offered))
         if forced := tools.grammar():
             if self.grammar:
                 raise ApiError(
                     400, "tool_choice and response_format both determine the reply. Omit one.", "tool_choice"
                 )
             self.grammar = forced
-        is_open = bool(replies.opening_tag(ids))
         self.grammar_after = replies.closing_tag(ids)
-        self._splitters = [ThinkingSplitter(is_open, replies.tags or DEFAULT_TAGS) for _ in range(request.n)]
-        self._parsers = [ToolParser(tools.form, tools.offered) if tools.form else None for _ in range(request.n)]
+        self._parsers = [service.model.reply_parser(ids, tools.offered) for _ in range(request.n)]
         self._n_calls = [0] * request.n
         self._begun: set[int] = set()
 
     def split(self, choice: Choice, text: str) -> Body:
         """Return new text as fields of a message."""
         found: Body = {}
-        parser, is_last = self._parsers[choice.index], bool(choice.finish)
-        for chunk in self._splitters[choice.index].add(text, is_last):
-            if chunk.is_thinking:
-                found["reasoning_content"] = found.get("reasoning_content", "") + chunk.text
-            else:
-                self._add_parts(choice, parser.add(chunk.text) if parser else [chunk.text], found)
-        if parser and is_last:
-            self._add_parts(choice, parser.add("", is_last=True), found)
-        return found
-
-    def _add_parts(self, choice: Choice, parts: Sequence[str | ToolCall], found: Body) -> None:
-        """Add texts and calls to the fields of a message."""
-        for part in parts:
-            if isinstance(part, str):
-                found["content"] = found.get("content", "") + part
+        for part in self._parsers[choice.index].add(text, bool(choice.finish)):
+            if isinstance(part, TextChunk):
+                name = "reasoning_content" if part.is_thinking else "content"
+                found[name] = found.get(name, "") + part.text
             elif self.request.parallel_tool_calls or not self._n_calls[choice.index]:
                 function = {"name": part.name, "arguments": json.dumps(part.arguments, ensure_ascii=False)}
                 call = {"index": self._n_calls[choice.index], "id": f"call_{secrets.token_hex(12)}", "type": "function"}
                 found.setdefault("tool_calls", []).append({**call, "function": function})
                 self._n_calls[choice.index] += 1
+        return found
 
     def reason(self, choice: Choice) -> str:
         """Return why a choice ended."""

@@ -13,7 +13,6 @@ from whet.serve.errors import ApiError
 from whet.serve.model import ServedModel
 from whet.serve.schema import MOST_PROMPTS, PromptFields, Request
 from whet.text.call_grammar import call_grammar
-from whet.text.tool_calls import ToolFormat, tool_format
 
 
 def read_grammar(model: ServedModel, request: Request) -> str:
@@ -196,14 +195,10 @@ class Tools:
 
     Attributes:
         offered: the tools for the chat template; empty: the reply is text.
-        form: format of the calls.
-        shown: special token -> its text, of the marks around calls.
     """
 
     def __init__(self, model: ServedModel, tools: list, choice: str | dict) -> None:
         self.offered: list = [] if choice == "none" else tools
-        self.form: ToolFormat | None = None
-        self.shown: dict[int, str] = {}
         self._model, self._choice = model, choice
         for tool in tools:
             function = tool.get("function") if isinstance(tool, Mapping) else None
@@ -213,13 +208,10 @@ class Tools:
             if choice not in ("auto", "none"):
                 raise ApiError(400, f"tool_choice is {choice!r:.60}, and there are no tools.", "tool_choice")
             return
-        self.form = tool_format(str(model.tokenizer.chat_template))
-        if self.form is None:
+        if not model.can_call:
             raise ApiError(
                 400, "The model's chat template has no format of tool calls that is known. Omit tools.", "tools"
             )
-        special = model.texts.special_ids
-        self.shown = {special[mark]: mark for mark in self.form.marks if mark in special}
 
     def grammar(self) -> str:
         """Return the grammar of a reply that has to call a tool; empty: it does not.
@@ -227,8 +219,8 @@ class Tools:
         Raises:
             ApiError: 400: an unknown choice or tool, a schema that is not supported, or a format without a grammar.
         """
-        choice, form = self._choice, self.form
-        if form is None or choice == "auto":
+        choice, form = self._choice, self._model.call_format
+        if not self.offered or choice == "auto":
             return ""
         wanted = self.offered
         if isinstance(choice, dict):
@@ -237,9 +229,15 @@ class Tools:
         if not wanted or (isinstance(choice, str) and choice != "required"):
             expected = "auto, none, required, or a function among tools"
             raise ApiError(400, f"tool_choice is {choice!r:.80}, expected {expected}.", "tool_choice")
+        if form is None:
+            raise ApiError(
+                400, "tool_choice needs a grammar, and none is known for the model's format of calls. Use auto.",
+                "tool_choice",
+            )  # fmt: skip
+        shown = self._model.shown_tokens(has_tools=True)
 
         def mark(text: str) -> str:
-            ids = [token_id for token_id, shown in self.shown.items() if shown == text]
+            ids = [token_id for token_id, name in shown.items() if name == text]
             return f"<[{ids[0]}]>" if ids else json.dumps(text) if text else ""
 
         try:

@@ -6,13 +6,12 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from whet.config.sampling import SamplingParams
-from whet.data.thinking import Replies
+from whet.data.thinking import DEFAULT_TAGS, Replies
 from whet.engine import Engine
 from whet.engine.grammar import Grammars
 from whet.errors import WhetValueError
@@ -21,6 +20,9 @@ from whet.models.tokenizers.token_texts import TokenTexts, read_token_texts
 from whet.serve.errors import ApiError
 from whet.system.memory import unused_bytes
 from whet.text.model import find_model, find_stop_ids, load_chat_tokenizer, load_engine, longest_sequence
+from whet.text.replies import MarkedParser, ReplyParser
+from whet.text.response_template import find_response_template
+from whet.text.tool_calls import ToolFormat, tool_format
 
 _WHERE = "whet serve"
 _KV_BYTES = (1 << 30, 4 << 30)
@@ -29,30 +31,13 @@ _LEAST_TEXT = 1 << 20
 """Bytes of text that are tokenised in any case."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """The text of one token.
-
-    Attributes:
-        token_id: the token.
-        bytes: its text; of a special token, its name.
-    """
-
-    token_id: int
-    bytes: bytes
-
-    @property
-    def text(self) -> str:
-        """The text; bytes that are not UTF-8 become U+FFFD."""
-        return self.bytes.decode(errors="replace")
-
-    @property
-    def key(self) -> str:
-        """The text, or ``bytes:\\xe2\\x80`` if it is not UTF-8, so that different tokens have different keys."""
-        try:
-            return self.bytes.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.bytes)
+def _is_utf8(text: bytes) -> bool:
+    """Whether a text is valid UTF-8."""
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 class ServedModel:
@@ -75,6 +60,7 @@ class ServedModel:
         adapters: name -> number of the adapter on the engine; None: the model itself.
         loaded: names of the adapters that were added by ``load_adapter``.
         created: Unix time in seconds.
+        response_template: the tokenizer's description of replies; None: marks in the chat template describe them.
         fingerprint: digest of the weights and of the model's own adapter.
     """
 
@@ -112,6 +98,7 @@ class ServedModel:
             self.adapters[each] = engine.add_adapter(folder)
         self.loaded: tuple[str, ...] = ()
         self.created = int(time.time())
+        self.response_template = find_response_template(tokenizer)
         self._path, self._adapter, self.pooling = path, adapter, pooling
         self.fingerprint = self._make_fingerprint()
 
@@ -201,13 +188,62 @@ class ServedModel:
         return Replies(self.tokenizer)
 
     @cached_property
-    def _special_names(self) -> dict[int, str]:
-        return {token_id: text for text, token_id in self.texts.special_ids.items()}
+    def call_format(self) -> ToolFormat | None:
+        """The format of calls that the chat template's marks name; None: none that is known."""
+        return tool_format(str(getattr(self.tokenizer, "chat_template", None) or ""))
 
-    def piece(self, token_id: int) -> Piece:
-        """Return the text of a token."""
-        special = self._special_names.get(token_id)
-        return Piece(token_id, self.texts.bytes_in_text(token_id) if special is None else special.encode())
+    @property
+    def can_call(self) -> bool:
+        """Whether replies can call tools."""
+        return self.response_template.has_calls if self.response_template else self.call_format is not None
+
+    def shown_tokens(self, has_tools: bool) -> dict[int, str]:
+        """Return the special tokens that are parts of replies, by id."""
+        special = self.texts.special_ids
+        if self.response_template:
+            texts = "\n".join(self.response_template.delimiters).replace("\\", "")  # of patterns too
+            return {token_id: text for text, token_id in special.items() if text in texts}
+        marks = self.call_format.marks if has_tools and self.call_format else ()
+        return self.replies.special_tags | {special[mark]: mark for mark in marks if mark in special}
+
+    def reply_parser(self, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> ReplyParser:
+        """Return the parser of a reply.
+
+        Args:
+            prompt_ids: the prompt, which may end with the reply's beginning.
+            tools: in OpenAI's form; empty: calls remain text.
+        """
+        if self.response_template:
+            prompt = self.tokenizer.decode(list(prompt_ids), skip_special_tokens=False)
+            return self.response_template.parser(tools, prompt)
+        is_open = bool(self.replies.opening_tag(prompt_ids))
+        return MarkedParser(is_open, self.replies.tags or DEFAULT_TAGS, self.call_format if tools else None, tools)
+
+    # Lists, since a response may hold thousands of tokens.
+
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        """The text of each token; of a special token, its name."""
+        special = {token_id: text.encode() for text, token_id in self.texts.special_ids.items()}
+        texts = self.texts
+        n = max(self.engine.config.vocab_size, len(texts.tokens), *(i + 1 for i in special))
+        return [special[i] if i in special else texts.bytes_in_text(i) for i in range(n)]
+
+    @cached_property
+    def token_texts(self) -> list[str]:
+        """The text of each token; bytes that are not UTF-8 become U+FFFD."""
+        return [text.decode(errors="replace") for text in self.token_bytes]
+
+    @cached_property
+    def token_keys(self) -> list[str]:
+        """The text of each token, or ``bytes:\\xe2\\x80`` if it is not UTF-8, so that different tokens have different
+        keys."""
+        return [
+            "bytes:" + "".join(f"\\x{byte:02x}" for byte in text)
+            if "\ufffd" in decoded and not _is_utf8(text)
+            else decoded
+            for text, decoded in zip(self.token_bytes, self.token_texts, strict=True)
+        ]
 
     @cached_property
     def most_text(self) -> int:

@@ -15,7 +15,6 @@ from whet.serve.errors import ApiError
 from whet.serve.model import ServedModel
 from whet.serve.schema import check_object
 from whet.serve.service import Service
-from whet.text.tool_calls import tool_format
 
 VERSION = "0.12.0"
 """The version of Ollama whose interface this is: clients ask for it."""
@@ -114,7 +113,7 @@ def show_model(model: ServedModel) -> Body:
     config = model.engine.config
     info = {"general.parameter_count": config.n_parameters, "whet.context_length": model.context}
     template = str(getattr(model.tokenizer, "chat_template", None) or "")
-    capabilities = ["completion", *(["tools"] if tool_format(template) else [])]
+    capabilities = ["completion", *(["tools"] if model.can_call else [])]
     return {**_describe(model), "template": template, "model_info": info, "capabilities": capabilities}
 
 

@@ -99,7 +99,7 @@ def load_chat_tokenizer(model: str | GGUFFile, where: str, chat_template: str = 
     except WhetValueError as error:
         raise WhetValueError(f"{error} Or pass another --tokenizer.") from error
     if template is not None:
-        tokenizer.chat_template = template
+        tokenizer.chat_template, tokenizer.response_template = template, None
     return tokenizer
 
 

@@ -121,7 +121,7 @@ class ToolParser:
 
     def _parse(self, body: str) -> list[ToolCall]:
         """Return the calls of a text; none if it is anything else."""
-        readers = {"xml": self._read_xml, "python": self._read_python, "named-json": self._read_named}
+        readers = {"xml": self._read_xml, "python": read_python_calls, "named-json": self._read_named}
         read = readers.get(self._form.content, self._read_json)
         try:
             calls = read(body.strip())
@@ -156,19 +156,25 @@ class ToolParser:
             schema = self._schemas.get(name, {})
             kinds = schema.get("properties", {})
             calls.append(
-                ToolCall(name, {key: _read_value(text, types_of(kinds.get(key), schema)) for key, text in pairs})
+                ToolCall(name, {key: read_argument(text, types_of(kinds.get(key), schema)) for key, text in pairs})
             )
         return calls
 
-    def _read_python(self, body: str) -> list[ToolCall]:
-        expression = ast.parse(body, mode="eval").body
-        calls = []
-        for call in expression.elts if isinstance(expression, ast.List) else [expression]:
-            if not isinstance(call, ast.Call) or call.args:
-                raise ValueError("not a call with keyword arguments")
-            arguments = {str(each.arg): ast.literal_eval(_JsonNames().visit(each.value)) for each in call.keywords}
-            calls.append(ToolCall(ast.unparse(call.func), arguments))
-        return calls
+
+def read_python_calls(body: str) -> list[ToolCall]:
+    """Read a call, or a list of calls, with keyword arguments.
+
+    Raises:
+        ValueError, SyntaxError: it is anything else.
+    """
+    expression = ast.parse(body, mode="eval").body
+    calls = []
+    for call in expression.elts if isinstance(expression, ast.List) else [expression]:
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError("not a call with keyword arguments")
+        arguments = {str(each.arg): ast.literal_eval(_JsonNames().visit(each.value)) for each in call.keywords}
+        calls.append(ToolCall(ast.unparse(call.func), arguments))
+    return calls
 
 
 class _JsonNames(ast.NodeTransformer):
@@ -202,7 +208,7 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
     return found
 
 
-def _read_value(text: str, kinds: set[str]) -> Any:
+def read_argument(text: str, kinds: set[str]) -> Any:
     """Return an argument that is written as text, with a type of its schema if it can be read so."""
     if text == "null" and "null" in kinds:
         return None

@@ -1,4 +1,4 @@
-"""The adapters of a ``whet.Learner`` as the policy of a trainer, without torch.
+"""The adapters and norms of a ``whet.Learner`` as the policy of a trainer, without torch.
 
 Checkpoints hold the tensors of PEFT's modules under the same names: ``TorchPolicy`` continues them, and the reverse.
 """
@@ -18,17 +18,14 @@ import numpy as np
 from whet.config.kept_tokens import KeptTokens
 from whet.config.settings import TrainerConfig
 from whet.errors import CheckpointError, WhetTypeError, WhetValueError
-from whet.learner import Learner, TrainedAdapter
+from whet.learner import Learner
 from whet.learner.batch import Logprobs
-from whet.models.adapter_files import PEFT_PREFIX, peft_config
+from whet.learner.learner import ADAPTER
 from whet.models.base_record import check_record
 from whet.models.stop_tokens import base_stop_ids
 from whet.signals import deferred_signals
 from whet.training.policy import Score, State, check_same_parameters, error_without_reference
 from whet.training.reference_cache import ReferenceCache
-
-_ADAPTER = "default"
-"""PEFT's name of a model's first adapter."""
 
 
 class NativePolicy:
@@ -61,6 +58,7 @@ class NativePolicy:
             )
         self.reference = AdapterReference(model, kept=config.uses_reference_model())
         self._has_gradients = False
+        self._dropout_seed: int | None = None
 
     @staticmethod
     def check(model: Learner, ref_model: Any, where: str) -> None:
@@ -100,12 +98,18 @@ class NativePolicy:
 
     # --- passes -----------------------------------------------------------------------------------------
 
-    def training(self) -> contextlib.AbstractContextManager[None]:
-        """Context of ``logprobs`` and ``backward``."""
-        return contextlib.nullcontext()
+    @contextmanager
+    def training(self, seed: int) -> Iterator[None]:
+        """Context of ``logprobs`` and ``backward``: with dropout, by the seed, in training mode."""
+        if self._config.training_mode and self.model.lora_dropout:
+            self._dropout_seed = seed
+        try:
+            yield
+        finally:
+            self._dropout_seed = None
 
     def seed(self, seed: int) -> None:
-        """No effect: a learner draws no random numbers."""
+        """No effect: the seed of the update is enough, as dropout depends on tokens, not on their micro-batch."""
 
     def logprobs(
         self,
@@ -120,7 +124,7 @@ class NativePolicy:
         """Return ``Learner.logprobs``."""
         return self.model.logprobs(
             prompt_ids, completion_ids, completion_mask=completion_mask, kept_tokens=kept_tokens,
-            temperature=temperature, return_entropy=return_entropy,
+            temperature=temperature, return_entropy=return_entropy, dropout_seed=self._dropout_seed,
         )  # fmt: skip
 
     def backward(self, grad_logprobs: np.ndarray) -> None:
@@ -129,9 +133,8 @@ class NativePolicy:
         if np.isfinite(grad_logprobs).all():
             self.model.backward(grad_logprobs)
             return
-        for adapter in self.model.adapters:
-            for grad in adapter.gradients:
-                grad.fill(np.nan)
+        for grad in self.model.gradients:
+            grad.fill(np.nan)
 
     @contextmanager
     def scoring(self, *, reference: bool = False) -> Iterator[Score]:
@@ -152,17 +155,17 @@ class NativePolicy:
         self.model.allocate_moments()
 
     def gradients(self, required: Sequence[bool] = ()) -> list[Any]:
-        """Return the gradients of A and B of each adapter as tensors of torch that share their memory."""
+        """Return the gradients of the parameters as tensors of torch that share their memory."""
         self._has_gradients |= any(required)
         if not self._has_gradients:
-            return [None] * (2 * len(self.model.adapters))
+            return [None] * len(self.model.parameters)
         import torch  # only ranks and exact sums call this with gradients
 
-        return [torch.from_numpy(grad) for adapter in self.model.adapters for grad in adapter.gradients]
+        return [torch.from_numpy(grad) for grad in self.model.gradients]
 
     def gradient_bytes(self) -> int:
         """Size of the gradients in bytes."""
-        return sum(grad.nbytes for adapter in self.model.adapters for grad in adapter.gradients)
+        return sum(grad.nbytes for grad in self.model.gradients)
 
     def grad_norm(self) -> float:
         """Return the 2-norm of all gradients together."""
@@ -184,29 +187,27 @@ class NativePolicy:
     def checksum(self) -> int:
         """Return a checksum of the bits of all weights."""
         digest = zlib.crc32(self.model.base.digest().encode())
-        for adapter in self.model.adapters:
-            for factor in adapter.factors:
-                digest = zlib.crc32(factor.data, digest)
+        for parameter in self.model.parameters:
+            digest = zlib.crc32(parameter.data, digest)
         return digest
 
     def state(self) -> State:
         """Return adapters, moments and reference as ``TorchPolicy.state`` does for PEFT's modules."""
-        learner, tensors = self.model, {"model": self._as_peft([adapter.factors for adapter in self.model.adapters])}
+        learner, tensors = self.model, {"model": self._as_peft(self.model.parameters)}
         tensors["optimizer"] = {}
         for key, moment in (("exp_avg", 0), ("exp_avg_sq", 1)) if learner.moments else ():
-            pairs = list(zip(learner.moments[::2], learner.moments[1::2], strict=True))
-            named = self._as_peft([(a[moment], b[moment]) for a, b in pairs])
+            named = self._as_peft([moments[moment] for moments in learner.moments])
             tensors["optimizer"] |= {f"{name}.{key}": value for name, value in named.items()}
         if learner.moments:
             step = np.array(learner.n_updates, np.float32)
             tensors["optimizer"] |= {f"{name}.step": step.copy() for name in tensors["model"]}
         if self.reference.first_values:
             tensors["reference"] = self._as_peft(self.reference.first_values)
-        config = peft_config(learner.factors(), learner.base.path, "CAUSAL_LM", learner.target_modules())
+        config = learner.peft_config(learner.base.path)
         state = {
             "whole_model": False,
             "model": None,
-            "adapter": {"name": _ADAPTER, "config": config},
+            "adapter": {"name": ADAPTER, "config": config},
             "base": learner.base.record(),
             "ref_model": None,
             "adapters_off": self.reference.adapters_off,
@@ -235,10 +236,9 @@ class NativePolicy:
     def load_state(self, tensors: Mapping[str, Mapping[str, Any]], state: Mapping[str, Any], where: str) -> None:
         """Restore the result of ``state``, or of ``TorchPolicy.state``."""
         learner = self.model
-        check_same_parameters(tensors["model"], self._as_peft([each.factors for each in learner.adapters]), where)
-        own = [factor for adapter in learner.adapters for factor in adapter.factors]
-        for factor, value in zip(own, self._from_peft(tensors["model"]), strict=True):
-            factor[:] = value
+        check_same_parameters(tensors["model"], self._as_peft(learner.parameters), where)
+        for parameter, value in zip(learner.parameters, self._from_peft(tensors["model"]), strict=True):
+            parameter[:] = value
         learner.update()
         learner.n_updates, learner.moments = 0, []
         if optimizer := tensors["optimizer"]:
@@ -251,28 +251,22 @@ class NativePolicy:
                 for key in ("exp_avg", "exp_avg_sq")
             ]
             learner.moments = list(zip(*moments, strict=True))
-            for factor, (m, v) in zip(own, learner.moments, strict=True):
-                if not factor.shape == m.shape == v.shape:
+            for parameter, (m, v) in zip(learner.parameters, learner.moments, strict=True):
+                if not parameter.shape == m.shape == v.shape:
                     raise ValueError(f"the optimizer's moments have shapes {m.shape} and {v.shape}")
         first = self._from_peft(tensors["reference"]) if tensors.get("reference") else []
-        pairs = list(zip(first[::2], first[1::2], strict=True))
-        self.reference.load(pairs, state.get("adapters_off", True), where)
+        self.reference.load(first, state.get("adapters_off", True), where)
 
-    def _as_peft(self, factors: Sequence[Sequence[np.ndarray]]) -> dict[str, np.ndarray]:
-        """Return A and B of each adapter, or arrays of their shapes, under the names of PEFT's parameters."""
-        named = {}
-        for adapter, (a, b) in zip(self.model.adapters, factors, strict=True):
-            for letter, value in (("A", a), ("B", adapter.to_module(b))):
-                named[_parameter_name(adapter, letter)] = value
+    def _as_peft(self, arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the parameters, or arrays of their shapes, under the names of PEFT's parameters."""
+        left, named = iter(arrays), {}
+        for each in self.model.trained:
+            named |= each.to_peft([next(left) for _ in each.parameters])
         return named
 
     def _from_peft(self, named: Mapping[str, Any]) -> list[np.ndarray]:
-        """Return the inverse of ``_as_peft``, flat, as float32 copies."""
-        values = []
-        for adapter in self.model.adapters:
-            a, b = (np.asarray(named[_parameter_name(adapter, letter)], np.float32) for letter in "AB")
-            values += [a.copy(), adapter.from_module(b)]
-        return values
+        """Return the inverse of ``_as_peft``, as float32 copies."""
+        return [array for each in self.model.trained for array in each.from_peft(named)]
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the adapters as a PEFT folder, with the record of their base."""
@@ -285,17 +279,16 @@ class NativePolicy:
     def memory_blocks(self) -> Iterator[tuple[str, Hashable, int]]:
         """Yield the memory of base, adapters, reference, gradients and moments, for ``whet.memory_report``."""
         yield from self.model.base.memory_blocks()
-        adapters = self.model.adapters
         parts = {
-            "weights": [adapter.factors for adapter in adapters],
-            "gradients": [adapter.gradients for adapter in adapters],
-            "moments": self.model.moments,
+            "weights": self.model.parameters,
+            "gradients": self.model.gradients,
+            "moments": [moment for moments in self.model.moments for moment in moments],
             "reference": self.reference.first_values,
         }
         yield "copies", ("factors", id(self.model)), self.model.packed_bytes()
         yield "activations", ("activations", id(self.model)), self.model.kept_bytes
-        for part, groups in parts.items():
-            for array in (array for group in groups for array in group):
+        for part, arrays in parts.items():
+            for array in arrays:
                 yield part, array.ctypes.data, array.nbytes
 
 
@@ -310,17 +303,18 @@ class AdapterReference:
     Attributes:
         model: None: there is no separate model.
         adapters_off: whether the reference is the base.
-        first_values: A and B of each initial adapter; empty: not used.
+        first_values: the initial values of the learner's ``parameters``; empty: not used.
     """
 
     model = None
 
     def __init__(self, learner: Learner, *, kept: bool) -> None:
         self._learner, self._kept = learner, kept
-        self.adapters_off = not any(adapter.b.any() for adapter in learner.adapters)
-        self.first_values: list[tuple[np.ndarray, np.ndarray]] = []
+        changed = any(adapter.b.any() for adapter in learner.adapters)
+        self.adapters_off = not changed and all(norm.is_original() for norm in learner.norms)
+        self.first_values: list[np.ndarray] = []
         if kept and not self.adapters_off:
-            self.first_values = [(adapter.a.copy(), adapter.b.copy()) for adapter in learner.adapters]
+            self.first_values = [parameter.copy() for parameter in learner.parameters]
 
     def is_policy(self) -> bool:
         """Whether the reference is the policy before its first update, with nothing kept separately."""
@@ -332,31 +326,34 @@ class AdapterReference:
         if self.adapters_off or not self.first_values:
             yield
             return
-        adapters = self._learner.adapters
-        own = [adapter.factors for adapter in adapters]
+        own = self._learner.parameters
 
-        def set_factors(factors: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        def set_parameters(arrays: Sequence[np.ndarray]) -> None:
+            left = iter(arrays)
             with deferred_signals():
-                for adapter, (a, b) in zip(adapters, factors, strict=True):
-                    adapter.a, adapter.b = a, b
+                for each in self._learner.trained:
+                    each.parameters = tuple(next(left) for _ in each.parameters)
                 self._learner.update()
 
         try:
-            set_factors(self.first_values)
+            set_parameters(self.first_values)
             yield
         finally:
-            set_factors(own)
+            set_parameters(own)
 
     def open_cache(self, folder: str, arithmetic: str) -> ReferenceCache:
         """Open the cached log-probs of the base, or of the initial adapters."""
         digest = hashlib.sha256(self._learner.base.digest().encode())
         if not self.adapters_off:
-            factors = self.first_values or [adapter.factors for adapter in self._learner.adapters]
-            for adapter, (a, b) in zip(self._learner.adapters, factors, strict=True):
-                digest.update(f"{adapter.name} {adapter.alpha}".encode() + a.tobytes() + b.tobytes())
+            for adapter in self._learner.adapters:
+                digest.update(f"{adapter.name} {adapter.alpha}".encode())
+            for norm in self._learner.norms:
+                digest.update(norm.name.encode())
+            for array in self.first_values or self._learner.parameters:
+                digest.update(array.tobytes())
         return ReferenceCache(folder, digest.hexdigest(), f"native-{arithmetic}")
 
-    def load(self, first_values: list[tuple[np.ndarray, np.ndarray]], adapters_off: bool, where: str) -> None:
+    def load(self, first_values: list[np.ndarray], adapters_off: bool, where: str) -> None:
         """Restore the reference of a checkpoint from its attributes; the policy may already be trained.
 
         Raises:
@@ -367,7 +364,3 @@ class AdapterReference:
         self.adapters_off = adapters_off
         if adapters_off or first_values:
             self.first_values = first_values
-
-
-def _parameter_name(adapter: TrainedAdapter, letter: str) -> str:
-    return f"{PEFT_PREFIX}{adapter.name}.lora_{letter}.{_ADAPTER}.weight"

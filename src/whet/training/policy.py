@@ -97,8 +97,8 @@ class Policy(Protocol):
 
     # --- passes -----------------------------------------------------------------------------------------
 
-    def training(self) -> AbstractContextManager[None]:
-        """Context of ``logprobs`` and ``backward``."""
+    def training(self, seed: int) -> AbstractContextManager[None]:
+        """Context of ``logprobs`` and ``backward`` of an update, with its seed."""
         ...
 
     def seed(self, seed: int) -> None:

@@ -164,7 +164,7 @@ def _sampling(
     kv_cache = _n_pages(config, lengths) * page_bytes(source.config, engine.kv_format)
     sampling = {"kv_cache": min(kv_cache, config.kv_bytes or KV_BYTES), "workspace": engine.workspace}
     if adapters is not None and adapters.is_separable:
-        own = _adapter_bytes(adapters, "float32" if weights == "float32" else "bfloat16")
+        own = _adapter_bytes(adapters, "float32" if weights == "float32" else "bfloat16") + 4 * adapters.n_whole
         parts["sampler_weights"] = (0 if is_packed else engine.weights) + own
     elif not is_packed:  # released before the update
         sampling["sampler_weights"] = engine.weights
@@ -198,8 +198,10 @@ def _learner_bytes(source: ModelSource, largest: _Pass, size: int) -> int:
     least, most = _TILE_ROWS
     tile = min(n, max(least, min(most, _TILE_BYTES // 4 // max(up, qkv) // 32 * 32)))
     inputs = model.n_layers * n * hidden * (3 if size == 2 else 4)
-    layer = n * (4 * ((3 if model.post_norm else 2) * hidden + qkv + model.n_heads) + size * (qkv + q))
-    gradients = n * (4 * 2 * hidden + size * (2 * q + 2 * kv + q))
+    layer = n * (
+        4 * ((3 if model.post_norm else 2) * hidden + qkv + model.n_heads) + _head_size(model, size) * (qkv + q)
+    )
+    gradients = n * (4 * 2 * hidden + _head_size(model, size) * (2 * q + 2 * kv + q))
     converted = 2 * (max(model.ffn_dim, hidden) + up) if size == 2 else 0
     rows = tile * (4 * (3 * hidden + max(hidden, q) + up + model.ffn_dim * (1 if size == 2 else 2)) + converted)
     columns = max(16, _RANGE_NUMBERS // hidden // 16 * 16)
@@ -213,7 +215,12 @@ def _kept_bytes(model: ModelConfig, n: int, size: int) -> int:
     q, kv = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
     floats = (2 if model.post_norm else 1) * model.hidden_dim + model.ffn_dim * (2 if model.gated else 1)
     floats += model.n_heads + (q + 2 * kv if model.qk_norm else 0)
-    return n * (4 * floats + size * (2 * q + 2 * kv))
+    return n * (4 * floats + _head_size(model, size) * (2 * q + 2 * kv))
+
+
+def _head_size(model: ModelConfig, size: int) -> int:
+    """Return the bytes of an element of a head: heads of an odd number of elements are float32."""
+    return size if model.head_dim % 2 == 0 else 4
 
 
 def multiplies_bfloat16(config: TrainerConfig) -> bool:

@@ -129,8 +129,8 @@ class TorchPolicy:
     # --- passes -----------------------------------------------------------------------------------------
 
     @contextmanager
-    def training(self) -> Iterator[None]:
-        """Context of ``logprobs`` and ``backward``: the model's mode, and its kernels."""
+    def training(self, seed: int) -> Iterator[None]:
+        """Context of ``logprobs`` and ``backward``: the model's mode, and its kernels. Torch's generator continues."""
         with module_mode(self.model, self._config.training_mode), self.acceleration or nullcontext():
             yield
 

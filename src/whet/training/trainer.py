@@ -246,14 +246,13 @@ class Trainer(ABC):
         exact = self._exact
         if exact is not None:
             exact.begin()
-        seed = None
-        if self.config.training_mode and (self.ranks.size > 1 or exact is not None):
-            entropy = [self.config.seed % 2**64, self.step, self.n_updates + self.skipped_steps]
-            seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
-        update = Update(self.memory, self.policy, self.ranks, seed, exact)
-        with nullcontext() if seed is None else preserved_rng():
+        entropy = [self.config.seed % 2**64, self.step, self.n_updates + self.skipped_steps]
+        seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
+        is_seeded = self.config.training_mode and (self.ranks.size > 1 or exact is not None)
+        update = Update(self.memory, self.policy, self.ranks, seed if is_seeded else None, exact)
+        with preserved_rng() if is_seeded else nullcontext():
             try:
-                with self.policy.training():
+                with self.policy.training(seed):
                     yield update
             except Exception as error:
                 self.ranks.broadcast_failure(error)

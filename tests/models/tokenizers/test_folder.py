@@ -14,6 +14,7 @@ from tests.raising import assert_raises
 from whet.errors import WhetValueError
 from whet.models.tokenizers import BackendTokenizer, GGUFTokenizer, load_tokenizer
 from whet.models.tokenizers.folder import read_folder_tokenizer
+from whet.text.model import load_chat_tokenizer
 
 transformers = pytest.importorskip("transformers")
 PROBES = ("Hello, world!  It's 12:30.\n\n\tx", "naïve 日本語", " a", "", "don't<|im_end|> x", "a  b")
@@ -66,6 +67,23 @@ def test_a_saved_folder_is_read_again(tmp_path: Path) -> None:
     for text in PROBES:
         assert again(text)["input_ids"] == theirs(text)["input_ids"]
     assert again.chat_template == theirs.chat_template and again.eos_token == theirs.eos_token
+
+
+def test_a_response_template_is_kept(tmp_path: Path) -> None:
+    template = {"start_anchor": "<|im_start|>assistant", "fields": {"content": {}}}
+    save(tmp_path / "a", "Qwen2Tokenizer")
+    settings = tmp_path / "a" / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "response_template": template}))
+    tokenizer = read_folder_tokenizer(tmp_path / "a", "test")
+    assert tokenizer is not None and tokenizer.response_template == template
+    tokenizer.save_pretrained(tmp_path / "b")
+    again = read_folder_tokenizer(tmp_path / "b", "test")
+    assert again is not None and again.response_template == template
+    assert tokenizer.to_transformers().response_template == template
+    jinja = tmp_path / "other.jinja"
+    jinja.write_text("{{ messages[0].content }}")
+    replaced = load_chat_tokenizer(str(tmp_path / "a"), "test", str(jinja))
+    assert replaced.chat_template == jinja.read_text() and replaced.response_template is None
 
 
 def test_tokenizers_that_transformers_changes_are_left_to_it(tmp_path: Path) -> None:

@@ -17,12 +17,14 @@ from whet.models.formats import FLOAT_FORMATS
 from whet.models.slots import (
     LoRA,
     ModelSource,
+    NormValues,
     StoredTensor,
     WeightLocation,
     factor_values,
     find_location,
     iter_slices,
     locate_lora,
+    locate_norm,
 )
 
 if TYPE_CHECKING:
@@ -40,7 +42,8 @@ def named_arrays(model: Any, *, adapters_only: bool = False, bfloat16_slots: Col
         bfloat16_slots: slots whose weights are rounded to bfloat16 before the transfer instead of in the engine.
 
     Returns:
-        For ``Engine.sync``: name -> array, and module name -> (A (r, k), B (n, r), scaling) for each adapter.
+        For ``Engine.sync``: name -> array, and module name -> (A (r, k), B (n, r), scaling) for each adapter; without
+        weights, also module name -> its weight and bias for each norm in PEFT's ``modules_to_save``.
 
     Raises:
         WhetValueError: as ``open_module``, or ``adapters_only`` for a model without adapters.
@@ -51,7 +54,7 @@ def named_arrays(model: Any, *, adapters_only: bool = False, bfloat16_slots: Col
     found: dict[str, Any] = {}
     if source.base is None and not adapters_only:
         found |= weight_arrays(model, source, bfloat16_slots)
-    found |= adapter_arrays(model, source)
+    found |= adapter_arrays(model, source, norms=not found)
     if not found:
         raise WhetValueError("named_arrays: the model has no active LoRA adapter. Send its weights too.")
     return found
@@ -66,14 +69,17 @@ def weight_arrays(model: Any, source: ModelSource, bfloat16_slots: Collection[st
     }
 
 
-def adapter_arrays(model: Any, source: ModelSource) -> dict[str, tuple[np.ndarray, np.ndarray, float]]:
-    """Copy the adapters of a model; see ``named_arrays``."""
-    from whet.models.sources.live import live_adapters
+def adapter_arrays(model: Any, source: ModelSource, norms: bool) -> dict[str, Any]:
+    """Copy the adapters of a model, and, with ``norms``, its trained norms; see ``named_arrays``."""
+    from whet.models.sources.live import live_adapters, live_norms
 
-    return {
+    found: dict[str, Any] = {
         name: (factor_values(a).copy(), factor_values(b).copy(), scaling)
         for name, a, b, scaling in live_adapters(model, source)
     }
+    for name, vectors in live_norms(model, source) if norms else ():
+        found[name] = {part: factor_values(vector).copy() for part, vector in vectors.items()}
+    return found
 
 
 def open_arrays(
@@ -97,7 +103,10 @@ def open_arrays(
     if not arrays:
         raise WhetValueError(f"{where}: there are no arrays. Send weights, adapters, or both.")
     weights = {name: value for name, value in arrays.items() if hasattr(value, "ndim")}
-    adapters = [_adapter(config, targets, name, value, where) for name, value in arrays.items() if name not in weights]
+    adapters: list[LoRA | NormValues] = []
+    for name, value in arrays.items():
+        if name not in weights:
+            adapters += _locate(config, targets, name, value, where)
     if weights and base is not None:
         name = next(iter(weights))
         raise WhetValueError(f"{where}: {name} is among the arrays, and the engine's weights are a packed base, which "
@@ -124,13 +133,18 @@ def open_arrays(
     return ModelSource(config, lambda: iter(slices), dict(targets), tuple(adapters), base=base)
 
 
-def _adapter(config: ModelConfig, targets: Mapping[str, WeightLocation], name: str, value: Any, where: str) -> LoRA:
+def _locate(
+    config: ModelConfig, targets: Mapping[str, WeightLocation], name: str, value: Any, where: str
+) -> Sequence[LoRA | NormValues]:
+    if isinstance(value, Mapping):
+        return locate_norm(config, find_location(targets, name, where), value, where)
     if not isinstance(value, (tuple, list)) or len(value) != 3:
         raise WhetTypeError(
             f"{where}: {name} is a {type(value).__name__}, expected an array, or (A, B, scaling) of an adapter."
         )
     a, b, scaling = value
-    return locate_lora(config, find_location(targets, name, where), factor_values(a), factor_values(b), scaling, where)
+    location = find_location(targets, name, where)
+    return [locate_lora(config, location, factor_values(a), factor_values(b), scaling, where)]
 
 
 def _array(tensor: Any, narrow: bool) -> np.ndarray:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from whet.errors import WhetTypeError, WhetValueError
@@ -25,7 +26,17 @@ from whet.models.families import (
     text_options,
 )
 from whet.models.formats import FLOAT_FORMATS
-from whet.models.slots import LoRA, ModelSource, StoredTensor, WeightLocation, iter_locations, iter_slices, locate_lora
+from whet.models.slots import (
+    LoRA,
+    ModelSource,
+    StoredTensor,
+    WeightLocation,
+    is_norm,
+    iter_locations,
+    iter_slices,
+    locate_lora,
+    locate_norm,
+)
 from whet.models.sources.module_code import check_code, check_settings
 from whet.ops import inputs
 
@@ -59,7 +70,7 @@ def open_module(model: Any, *, merged: bool = False, max_position: int | None = 
     Raises:
         WhetValueError: an unsupported model, option or adapter; a custom ``forward``, forward hook, activation or
             attribute; rotary frequencies that contradict the config; or trainable parameters other than LoRA adapters
-            on a packed base.
+            and PEFT's copies of norms on a packed base.
         WhetTypeError: ``model`` is not a Hugging Face model.
     """
     inner = _unwrap(model)
@@ -73,7 +84,12 @@ def open_module(model: Any, *, merged: bool = False, max_position: int | None = 
         module.check_on_base(base, merged, max_position)
         check_code(model.named_modules(), _WHERE)
         check_settings(module.modules, base.config, _WHERE)
-        return base.source()._replace(adapters=tuple(module.adapters(base.targets, base.config)))
+        norms = (
+            locate_norm(base.config, base.targets[name], vectors, _WHERE)
+            for name, vectors in module.norms(base.targets)
+        )
+        adapters = (*module.adapters(base.targets, base.config), *chain.from_iterable(norms))
+        return base.source()._replace(adapters=adapters)
     described = model_config(options, max_position=max_position, where=_WHERE, **module.head(family, merged))
     as_built = model_config(options, max_position=1, where=_WHERE, **module.head(family, merged))
     described = replace(described, inv_freq=module.frequencies(described.inv_freq, as_built.inv_freq))
@@ -133,6 +149,11 @@ def live_parameters(model: Any, source: ModelSource) -> Iterator[tuple[str, str,
 def live_adapters(model: Any, source: ModelSource) -> Iterator[tuple[str, Any, Any, float]]:
     """Yield module name, A, B and scaling of every active adapter of a module with this ``source``."""
     return _Live(_unwrap(model)).factors(source.targets)
+
+
+def live_norms(model: Any, source: ModelSource) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield module name, and weight and bias, of every norm of which a module with this ``source`` trains a copy."""
+    return _Live(_unwrap(model)).norms(source.targets)
 
 
 def _unwrap(model: Any) -> Any:
@@ -274,7 +295,7 @@ class _Live:
         return next(iter(bases.values()), None)
 
     def check_on_base(self, base: PackedBase, merged: bool, max_position: int | None) -> None:
-        """Check that every weight except LoRA adapters is the base's, and that options fit the base."""
+        """Check that every weight except LoRA adapters and norms is the base's, and that options fit the base."""
         if merged:
             raise WhetValueError(
                 f"{_WHERE}: merged is True, and the model's weights are a packed base, which is immutable. Keep the "
@@ -292,19 +313,30 @@ class _Live:
             if getattr(layer, "whet_base", None) is not base:
                 raise WhetValueError(
                     f"{_WHERE}: {name} is a {type(layer).__name__} with a separate weight, and the others are on a "
-                    f"packed base, on which only LoRA adapters can change. Remove it from modules_to_save, or train "
-                    f"the model without a base."
+                    f"packed base, on which only LoRA adapters and norms can change. Remove it from modules_to_save, "
+                    f"or train the model without a base."
                 )
         for name, parameter in self.parameters.items():
-            if parameter.requires_grad and ".lora_" not in name:
+            owner, _, copy = name.partition(".modules_to_save.")
+            is_trained_norm = copy and owner in base.targets and is_norm(base.targets[owner])
+            if parameter.requires_grad and ".lora_" not in name and not is_trained_norm:
                 raise WhetValueError(
                     f"{_WHERE}: {name} requires grad, and the model is on a packed base, on which only LoRA "
-                    f"adapters can change. Freeze it, or train the model without a base."
+                    f"adapters and norms in modules_to_save can change. Freeze it, or train the model without a base."
                 )
 
     def adapters(self, targets: Mapping[str, WeightLocation], config: ModelConfig) -> Iterator[LoRA]:
         for name, a, b, scaling in self.factors(targets):
             yield locate_lora(config, targets[name], a, b, scaling, _WHERE)
+
+    def norms(self, targets: Mapping[str, WeightLocation]) -> Iterator[tuple[str, dict[str, Any]]]:
+        for name, location in targets.items():
+            found: Any = self.modules.get(name)
+            if not is_norm(location) or not hasattr(found, "modules_to_save"):
+                continue
+            layer, _ = self.layer([name])
+            if layer is not found.original_module:
+                yield name, {part: vector.detach() for part, vector in layer.named_parameters()}
 
     def factors(self, targets: Mapping[str, WeightLocation]) -> Iterator[tuple[str, Any, Any, float]]:
         for name in targets:

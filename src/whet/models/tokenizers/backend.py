@@ -24,21 +24,27 @@ class BackendTokenizer:
         backend: the ``tokenizers.Tokenizer``.
         special_tokens: transformers' name -> text of special tokens, such as "eos_token".
         chat_template: the Jinja source; name -> source of several; None: there is none.
+        response_template: transformers' description of replies; None: there is none.
 
     Attributes:
         backend: see Args.
         special_tokens_map: see ``special_tokens``.
         chat_template: see Args; may be replaced.
+        response_template: see Args; a replaced chat_template needs another one.
     """
 
     template_key = "chat_template"
     """Name of the template's setting, for errors."""
 
     def __init__(
-        self, backend: Any, special_tokens: Mapping[str, str], chat_template: str | dict[str, str] | None
+        self,
+        backend: Any,
+        special_tokens: Mapping[str, str],
+        chat_template: str | dict[str, str] | None,
+        response_template: Any = None,
     ) -> None:
         self.backend, self.special_tokens_map = backend, dict(special_tokens)
-        self.chat_template = chat_template
+        self.chat_template, self.response_template = chat_template, response_template
         self._compiled: dict[str, ChatTemplate] = {}
         ids = {name: backend.token_to_id(text) for name, text in special_tokens.items()}
         self.bos_token_id, self.eos_token_id = ids.get("bos_token"), ids.get("eos_token")
@@ -152,6 +158,8 @@ class BackendTokenizer:
             "model_max_length": int(1e30),  # transformers' value for an unknown length
             "tokenizer_class": "PreTrainedTokenizerFast",
         }
+        if self.response_template is not None:
+            config["response_template"] = self.response_template
         replace_text(folder / "tokenizer.json", self.backend.to_str(pretty=True))
         replace_text(folder / "tokenizer_config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
         if default := templates.pop("default", None):
@@ -197,6 +205,8 @@ class BackendTokenizer:
             tokenizer_object=self.backend, clean_up_tokenization_spaces=False, **self.special_tokens_map
         )
         tokenizer.chat_template = self.chat_template
+        if self.response_template is not None:
+            tokenizer.response_template = self.response_template
         return tokenizer
 
 

@@ -42,7 +42,7 @@ def read_folder_tokenizer(folder: Path, where: str) -> BackendTokenizer | None:
         return None
     templates = read_templates(folder, settings, where)
     only = templates.get("default") if templates.keys() <= {"default"} else templates
-    return BackendTokenizer(backend, texts, only)
+    return BackendTokenizer(backend, texts, only, settings.get("response_template"))
 
 
 def _adds_as_set(backend: Any, settings: Mapping[str, Any], texts: Mapping[str, str]) -> bool:
