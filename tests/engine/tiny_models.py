@@ -260,12 +260,12 @@ _VISION = {
 def tiny_config(case: str, **options: Any) -> Any:
     model_type, given = CASES[case]
     if case.endswith("-vision"):
-        options = {"tie_word_embeddings": given.get("tie_word_embeddings", True), **options}
-        text = {**_LLAMA, "initializer_range": 0.3, **given}
+        text = {**_LLAMA, "initializer_range": 0.3, "tie_word_embeddings": True, **given, **options}
         whole = transformers.AutoConfig.for_model(model_type).to_dict()
         vision = {key: value for key, value in _VISION.items() if key in whole["vision_config"]}
         parts = {"text_config": text, "vision_config": {"model_type": whole["vision_config"]["model_type"], **vision}}
-        return transformers.AutoConfig.for_model(model_type, **parts, image_token_id=3, **options)
+        tied = text["tie_word_embeddings"]
+        return transformers.AutoConfig.for_model(model_type, **parts, image_token_id=3, tie_word_embeddings=tied)
     sizes = dict(_SIZES.get(model_type, _LLAMA))
     if model_type == "gpt_neox":
         del sizes["num_key_value_heads"]
