@@ -80,19 +80,20 @@ def model_families() -> dict[str, Any]:
     """Return each family's config keys and GGUF tensor names by model_type, with inherited ones resolved."""
     fields = ("keys", "settings", "defaults", "window", "rope")
     fields += ("partial_rotary", "rope_off", "rope_local", "root_of_embedding")
+    fields += ("rope_option", "rope_windowed", "rope_others", "query_scale")
     gguf_fields = ("architecture", "interleaved", "scale_by_hidden", "sliding_window")
     return {
         name: {"name": name}
         | {field: getattr(family, field) for field in fields}
         | {"gguf": family.gguf and {field: family.gguf[field] for field in gguf_fields if field in family.gguf}}
-        | {"modules": {target: m.get("gguf", "") for target, m in modules_of(name) if family.gguf}}
+        | {"modules": {target: m["gguf"] for target, m in modules_of(name) if family.gguf and "gguf" in m}}
         for name, family in families.FAMILIES.items()
     }
 
 
 def hf_modules() -> dict[str, Any]:
     """Return the Hugging Face modules of each family by model_type and slot."""
-    return {name: {target: hf_module(m) for target, m in modules_of(name)} for name in families.FAMILIES}
+    return {name: {target: hf_module(m) for target, m in modules_of(name) if "hf" in m} for name in families.FAMILIES}
 
 
 def hf_module(module: dict[str, Any]) -> dict[str, Any]:
@@ -148,6 +149,8 @@ def facts() -> dict[str, Any]:
         "activations": families._ACTIVATIONS,
         "plain": families._PLAIN,
         "notRun": families._NOT_RUN,
+        "textParts": families._TEXT_PARTS,
+        "skippedTensors": families.SKIPPED,
         "largest": architecture.LARGEST,
         "largestSize": architecture.LARGEST_SIZE,
         "formats": {

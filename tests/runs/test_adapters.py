@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
+import torch
+from tests.engine.tiny_models import tiny_model as make_tiny
 from tests.raising import assert_raises
 from tests.tiny import with_lora
 from transformers import AutoModelForCausalLM
 
 from whet import _core
 from whet.errors import WhetValueError
+from whet.models.export import read_adapters
+from whet.models.families import is_skipped
 from whet.models.sources.pretrained import open_pretrained
+from whet.nn import frozen_model
 from whet.runs.adapters import plan_adapters
+from whet.runs.models import add_adapters, load_model
 from whet.runs.settings import GRPORun, SFTRun
 
 NARROW = "bf16" if "bf16" in _core.isa() else "float32"
@@ -36,3 +45,16 @@ def test_dora_needs_float_weights(tiny_model, tmp_path):
     run.base = "q8_0"
     facts = "base is 'q8_0'", "use_dora=True", "float weights", "--base none"
     assert_raises(WhetValueError, facts, plan_adapters, run, source, "here")
+
+
+def test_towers_are_neither_trained_nor_adapted(tiny_model, tmp_path):
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    make_tiny("gemma3-vision", vocab_size=open_pretrained(tiny_model).config.vocab_size).save_pretrained(folder)
+    model, _ = load_model(str(folder), "float32")
+    assert {p.requires_grad for name, p in model.named_parameters() if is_skipped(name)} == {False}
+    assert {p.requires_grad for name, p in model.named_parameters() if not is_skipped(name)} == {True}
+    add_adapters(model, SFTRun(model=str(folder), lora_rank=2)).save_pretrained(tmp_path / "adapter")
+    # Seven matrices in each of two layers, by PEFT's names of the whole model.
+    assert len(read_adapters(tmp_path / "adapter", open_pretrained(folder), "here")) == 14
+    ids, plain = torch.tensor([[1, 2, 3]]), load_model(str(folder), "float32")[0].eval()
+    torch.testing.assert_close(frozen_model(folder, "float32")(ids).logits, plain(ids).logits)

@@ -13,7 +13,7 @@ from typing import Any
 
 import gguf
 import numpy as np
-from tests.engine.tiny_models import CASES, tiny_model, token_ids
+from tests.engine.tiny_models import CASES, family_name, tiny_model, token_ids
 from tests.gguf_files import write_gguf
 from tests.models.tokenizers import vocab_files
 from tests.models.tokenizers.texts import make_texts
@@ -168,11 +168,11 @@ def families(folder: Path) -> None:
     """Write models of every family as files, with the native engine's results."""
     folder.mkdir(exist_ok=True)
     found = []
-    for case, (model_type, _) in CASES.items():
+    for case in CASES:
         model = tiny_model(case)
         model.save_pretrained(folder / case)
         found.append(run_source(folder / case))
-        if FAMILIES[model_type].gguf is not None and case not in NO_GGUF:
+        if FAMILIES[family_name(case)].gguf is not None and case not in NO_GGUF and not case.endswith("-vision"):
             found.append(run_source(write_gguf(model, folder / f"{case}.gguf")))
     for case, settings in REORDERED.items():
         with_lora(tiny_model(case), b_std=0.2, **settings).save_pretrained(folder / f"{case}-adapter")

@@ -57,11 +57,15 @@ export interface Family {
   modules: Readonly<Record<string, string>>;
   gguf: { architecture: string; interleaved?: boolean; scale_by_hidden?: number; sliding_window?: number } | null;
   window: "none" | "all" | "some" | "pattern";
-  rope: "neox" | "gptj" | "none";
+  rope: "neox" | "pairs" | "gptj" | "none";
   partial_rotary: boolean;
   rope_off: boolean;
   rope_local: boolean;
   root_of_embedding: boolean;
+  rope_option: string;
+  rope_windowed: boolean;
+  rope_others: readonly string[];
+  query_scale: boolean;
 }
 
 export const FAMILIES: Record<string, Family> = families;

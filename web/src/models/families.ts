@@ -4,7 +4,7 @@
  * download this file.) */
 import type { Core } from "../core/core.js";
 import { show, WhetError } from "../core/errors.js";
-import { activations, hfModules, largest, largestSize, notRun, plain as PLAIN } from "../facts.js";
+import { activations, hfModules, largest, largestSize, notRun, plain as PLAIN, textParts } from "../facts.js";
 import { allButEvery, FAMILIES, type Family, type ModelConfig, NO_ROTARY, PLAIN_SWITCHES, settingsOf } from "./architecture.js";
 import { ropeFrequencies } from "./rope.js";
 import type { ModuleSpec } from "./slices.js";
@@ -21,8 +21,26 @@ const unsupportedReason = (name: unknown) => {
   return reason === undefined ? "" : `, which has ${reason}`;
 };
 
+/** Return the config of the language model: the text_config of a vision-language model, else the config itself. */
+export function textOptions(given: HfConfig): HfConfig {
+  const { text_config: text, model_type: name } = given;
+  const [, defaults] = Object.entries(textParts.models).find(([key]) => key === name) ?? [];
+  if (defaults === undefined || !isObject(text)) return given;
+  const outer = ["tie_word_embeddings", "quantization_config"].filter((key) => key in given);
+  return { ...defaults, ...text, ...Object.fromEntries(outer.map((key) => [key, given[key]])) };
+}
+
+/** Return the modules of a config's family, with their names in a vision-language model if it is one. */
+export function modulesOf(given: HfConfig, family: Family): Record<string, ModuleSpec> {
+  const modules = HF_MODULES[family.name];
+  if (textOptions(given) === given) return modules;
+  const prefix = `${modules.embedding.names[0].split(".")[0]}.`;
+  const rename = (slot: string, name: string) => (slot === "head" ? textParts.heads : textParts.prefixes.map((begin) => begin + name.slice(prefix.length)));
+  return Object.fromEntries(Object.entries(modules).map(([slot, module]) => [slot, { ...module, names: [...rename(slot, module.names[0])] }]));
+}
+
 export function familyOf(given: HfConfig, where: string): Family {
-  const name = given.model_type;
+  const name = textOptions(given).model_type;
   if (typeof name !== "string" || !Object.hasOwn(FAMILIES, name)) {
     throw new WhetError(`${where}: model_type is ${show(name)}${unsupportedReason(name)}; supported: ${Object.keys(FAMILIES).sort().join(", ")}.`);
   }
@@ -30,17 +48,23 @@ export function familyOf(given: HfConfig, where: string): Family {
 }
 
 /** Return the context length that the model was trained for, in tokens. */
-export const trainedContext = (given: HfConfig, where: string) => new Options(given, familyOf(given, where), where).size("max_position");
+export const trainedContext = (given: HfConfig, where: string) => {
+  const options = new Options(given, familyOf(given, where), where);
+  return Math.min(options.size("max_position"), options.unscaledPosition());
+};
 
 const isObject = (value: unknown): value is Record<string, unknown> => typeof value === "object" && value !== null && !Array.isArray(value);
 
 /** Checked access to a config under the family's names and with its defaults. */
 class Options {
+  readonly given: HfConfig;
   constructor(
-    readonly given: HfConfig,
+    whole: HfConfig,
     readonly family: Family,
     readonly where: string,
-  ) {}
+  ) {
+    this.given = textOptions(whole);
+  }
 
   get(name: string): unknown {
     const key = this.family.keys[name] ?? name;
@@ -53,7 +77,7 @@ class Options {
 
   rejectUnsupported(): void {
     for (const [name, values] of Object.entries(PLAIN as unknown as Record<string, unknown[]>)) {
-      const value = this.given[name];
+      const value = name in this.given ? this.given[name] : this.family.defaults[name];
       const isFamilyKey = Object.values(this.family.keys).includes(name);
       if (value !== undefined && !isFamilyKey && !values.some((plain) => JSON.stringify(plain) === JSON.stringify(value))) {
         throw new WhetError(`${this.where}: ${name} is ${show(value)}, which is not supported for ${this.given.model_type}; expected ${show(values.at(-1))}.`);
@@ -108,7 +132,28 @@ class Options {
     return found;
   }
 
+  /** Whether heads are rotated at all. */
+  rotates(): boolean {
+    const { rope, rope_option: option } = this.family;
+    const value = option === "" ? "rope" : (this.get(option) ?? "nope");
+    if (value !== "rope" && value !== "nope") throw this.invalid(option, "rope, nope or null");
+    return rope !== "none" && value === "rope";
+  }
+
+  /** Return the length up to which queries are not scaled by their position. */
+  unscaledPosition(): number {
+    const given = this.get("rope_parameters");
+    if (!this.family.query_scale || !isObject(given) || !given.llama_4_scaling_beta) return largestSize;
+    const original = given.original_max_position_embeddings;
+    if (!isCount(original, 1)) throw this.invalid("rope_parameters", "original_max_position_embeddings");
+    return original;
+  }
+
   ropeLayers(nLayers: number): boolean[] {
+    if (this.family.rope_windowed && (this.get("sliding_window") ?? null) !== null) {
+      const layers = this.localLayers(nLayers);
+      return layers.includes(false) ? layers : [];
+    }
     if (!this.family.rope_off) return [];
     const given = this.get("no_rope_layers") ?? undefined;
     if (given === undefined) return allButEvery(this.count("no_rope_layer_interval", 1), nLayers);
@@ -122,7 +167,8 @@ class Options {
     let window = isGiven ? this.count("sliding_window", 1) : 0;
     if (window >= length) window = 0; // no window gives the same result and is cheaper
     let isLocal: (i: number) => boolean = () => true;
-    if (kind === "pattern") {
+    if (kind === "none" || kind === "all") this.rejectOtherLayers();
+    if (kind === "pattern" && window > 0) {
       const layers = this.localLayers(nLayers);
       isLocal = (i) => layers[i];
     } else if (kind === "some" && window > 0) {
@@ -131,6 +177,12 @@ class Options {
       isLocal = (i) => layers?.[i] ?? i >= full;
     }
     return Array.from({ length: nLayers }, (_, i) => (isLocal(i) ? window : 0));
+  }
+
+  private rejectOtherLayers(): void {
+    const kinds = this.get("layer_types") ?? [];
+    const known = ["attention", "full_attention", "sliding_attention"];
+    if (!Array.isArray(kinds) || !kinds.every((kind) => known.includes(kind))) throw this.invalid("layer_types", "attention in all layers");
   }
 
   /** Whether each layer attends in a window, by layer_types; undefined without them. */
@@ -153,7 +205,7 @@ class Options {
     let given = this.get("rope_parameters") || this.get("rope_scaling") || {};
     if (family.rope_local && isObject(given)) given = given.full_attention ?? ("sliding_attention" in given ? {} : given);
     if (!isObject(given) || Object.values(given).some(isObject)) throw new WhetError(`${this.where}: rope_parameters is ${show(given)}, expected one object for all layers.`);
-    const scaling: Record<string, unknown> = Object.fromEntries(Object.entries(given).filter(([, value]) => value !== null));
+    const scaling: Record<string, unknown> = Object.fromEntries(Object.entries(given).filter(([key, value]) => value !== null && !family.rope_others.includes(key)));
     let kind = (scaling.rope_type ??= scaling.type ?? "default");
     if (kind === "su" || (kind === "yarn" && this.given.model_type === "phi3")) kind = scaling.rope_type = "longrope";
     const aliases = { rope_theta: ["rope_theta", "rotary_emb_base"], partial_rotary_factor: family.partial_rotary ? ["partial_rotary_factor", "rotary_pct"] : [] };
@@ -197,7 +249,10 @@ export function modelConfig(core: Core, given: HfConfig, where: string, length?:
   if (!isGiven && hiddenDim % nHeads !== 0) throw options.invalid("hidden_dim", `a multiple of ${family.keys.n_heads}=${nHeads}`);
   if (nHeads % nKvHeads !== 0) throw options.invalid("n_heads", `a multiple of ${family.keys.n_kv_heads}=${nKvHeads}`);
   const trained = options.size("max_position");
-  const maxPosition = length ?? trained;
+  const maxPosition = length ?? Math.min(trained, options.unscaledPosition());
+  if (maxPosition > options.unscaledPosition()) {
+    throw new WhetError(`${where}: contextLength is ${maxPosition}, expected at most ${options.unscaledPosition()}: beyond, a ${options.given.model_type} scales queries, which this core does not.`);
+  }
   if (family.rope === "none" && maxPosition > trained) throw new WhetError(`${where}: contextLength is ${maxPosition}, expected at most ${trained}, the model's learned positions.`);
   let attentionScale = options.get("scale_attn_weights") === false ? 1 : 1 / Math.sqrt(headDim);
   if ("query_pre_attn_scalar" in family.defaults) attentionScale = core.call("power", options.number("query_pre_attn_scalar"), -0.5);
@@ -213,7 +268,7 @@ export function modelConfig(core: Core, given: HfConfig, where: string, length?:
     residualScale: options.scale("residual_scale"),
     logitsScale: 1 / options.scale("logits_divisor"),
     logitsSoftcap: options.softcap("logits_softcap"),
-    learnedPositions: family.rope === "none" ? trained : 0,
+    learnedPositions: "positions" in HF_MODULES[family.name] ? trained : 0,
     activation: options.activation(),
     tiedHead: tiedHead ?? options.flag("tie_word_embeddings"),
     ropeLayers: options.ropeLayers(nLayers),
@@ -226,10 +281,10 @@ export function modelConfig(core: Core, given: HfConfig, where: string, length?:
 
 function readRotary(core: Core, options: Options, headDim: number, length: number, trained: number): Pick<ModelConfig, "rotaryDim" | "isNeox" | "invFreq" | "attentionFactor"> {
   const { rope } = options.family;
-  if (rope === "none") return NO_ROTARY;
-  const isNeox = rope === "neox";
-  const found = ropeFrequencies(core, headDim, isNeox ? undefined : options.count("rotary_dim", 2), length, isNeox ? options.rope(trained) : {}, options.where);
-  return { rotaryDim: 2 * found.invFreq.length, isNeox, ...found };
+  if (!options.rotates()) return NO_ROTARY;
+  const isScaled = rope !== "gptj";
+  const found = ropeFrequencies(core, headDim, isScaled ? undefined : options.count("rotary_dim", 2), length, isScaled ? options.rope(trained) : {}, options.where);
+  return { rotaryDim: 2 * found.invFreq.length, isNeox: rope === "neox", ...found };
 }
 
 /** Return the frequencies of layers with their own RoPE base. */
@@ -237,7 +292,8 @@ function readLocalRotary(core: Core, options: Options, nLayers: number, headDim:
   const none = { localLayers: [], localInvFreq: [] };
   if (!options.family.rope_local) return none;
   const given = options.get("rope_parameters");
-  const local = (isObject(given) && given.sliding_attention) || { rope_theta: options.get("rope_local_base_freq") };
+  const theta = options.get("rope_local_base_freq") ?? options.rope(options.size("max_position")).rope_theta;
+  const local = (isObject(given) && given.sliding_attention) || { rope_theta: theta };
   if (!isObject(local) || (local.rope_type ?? "default") !== "default") throw options.invalid("rope_parameters", "sliding_attention with the default rope_type");
   const localLayers = options.localLayers(nLayers);
   if (!localLayers.includes(true)) return none;

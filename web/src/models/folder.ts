@@ -3,14 +3,14 @@
  * As in whet.models.sources.folder, an unexpected tensor is an error, and so is a missing one. */
 import type { Core } from "../core/core.js";
 import { show, WhetError } from "../core/errors.js";
-import { folder as RULES } from "../facts.js";
+import { folder as RULES, skippedTensors } from "../facts.js";
 import type { Tensor } from "../files/headers.js";
 import type { ModelReader } from "../files/parts.js";
 import type { DownloadOptions, Reader } from "../files/reader.js";
 import { readSafetensors } from "../files/safetensors.js";
 import type { Files, Source } from "../files/sources.js";
 import type { Family, ModelConfig } from "./architecture.js";
-import { familyOf, HF_MODULES, type HfConfig, modelConfig, trainedContext } from "./families.js";
+import { familyOf, type HfConfig, modelConfig, modulesOf, textOptions, trainedContext } from "./families.js";
 import { listSlices, type RowSlice, type StoredTensor } from "./slices.js";
 
 const CONFIG = "config.json";
@@ -130,7 +130,7 @@ export async function describeFolder(core: Core, reader: FolderReader, lengthOf:
   const given = reader.folder.config;
   const family = familyOf(given, where);
   const tensors = await readTensors(core, reader, where);
-  const modules = HF_MODULES[family.name];
+  const modules = modulesOf(given, family);
   const { embedding, head } = modules;
   const prefix = `${embedding.names[0].split(".")[0]}.`;
   const isBare = ![...tensors.keys()].some((name) => name.startsWith(prefix)); // checkpoint of the base model without its head
@@ -148,14 +148,16 @@ export async function describeFolder(core: Core, reader: FolderReader, lengthOf:
   };
   const [table, own] = [lookUp(embedding.names, "weight"), lookUp(head.names, "weight")];
   let isTied: boolean | undefined;
-  if (table !== undefined && own !== undefined && (given.tie_word_embeddings ?? family.defaults.tie_word_embeddings) === true) {
+  if (table !== undefined && own !== undefined && (textOptions(given).tie_word_embeddings ?? family.defaults.tie_word_embeddings) === true) {
     isTied = headersOnly || (await areEqual(reader, table, own)); // an estimate trusts tie_word_embeddings
     if (isTied) used.add(own.name);
   }
   const config = modelConfig(core, given, where, lengthOf(trainedContext(given, where)), isTied);
   const slices = listSlices(config, modules, find, where);
   const buffer = new RegExp(RULES.buffers); // masks and frequencies in old checkpoints
-  const unknown = [...tensors.keys()].filter((name) => !used.has(name) && !buffer.test(name)).sort()[0];
+  const skipped = new RegExp(`^${skippedTensors}$`); // towers of a vision-language model
+  const isSkipped = (name: string) => buffer.test(name) || (textOptions(given) !== given && skipped.test(name));
+  const unknown = [...tensors.keys()].filter((name) => !used.has(name) && !isSkipped(name)).sort()[0];
   if (unknown !== undefined) throw new WhetError(`${where}: unexpected tensor ${unknown} for this ${given.model_type}. config.json belongs to another model, or the variant is not supported.`);
   return { config, family, slices };
 }
@@ -181,7 +183,7 @@ export function readTokenizerFiles({ config, texts }: Folder, where: string) {
   const json = texts.get("tokenizer.json");
   if (json === undefined) throw new WhetError(`${where}: the folder has no tokenizer.json. Pass prompts as token ids.`);
   const read = (name: string) => parseObject(texts.get(name) ?? "{}", name, where);
-  const eos: unknown = (texts.has("generation_config.json") ? read("generation_config.json") : config).eos_token_id;
+  const eos: unknown = (texts.has("generation_config.json") ? read("generation_config.json") : { ...textOptions(config), ...config }).eos_token_id;
   const stopIds = [eos].flat().filter((id) => Number.isInteger(id)) as number[];
   return { json: parseObject(json, "tokenizer.json", where), config: read("tokenizer_config.json"), template: texts.get("chat_template.jinja"), stopIds };
 }

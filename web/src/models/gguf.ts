@@ -70,6 +70,8 @@ class GgufOptions {
   /** Return the architecture's family; of several, the one with a window if the file has a window. */
   family(): Family {
     const all = Object.values(FAMILIES).filter((family) => family.gguf?.architecture === this.architecture);
+    const switched = all.find((family) => family.rope_option !== "");
+    if (this.given.is_rotated === false && switched !== undefined) return switched;
     if (!this.given.sliding_window) return all[0];
     const found = all.find((family) => family.window === "all" || family.window === "pattern");
     if (found === undefined) throw this.invalid("sliding_window", "none: this architecture does not specify which layers have a window");
@@ -123,24 +125,28 @@ export async function describeGguf(
     ...toBiasOptions(family, biases),
     use_parallel_residual: meta.get("use_parallel_residual") ?? true,
   };
-  const length = maxPosition ?? trained;
+  if (!family.query_scale && (meta.get("query_log_scale") ?? 0) !== 0) throw meta.invalid("query_log_scale", "0 or none");
+  const unscaled = (meta.get("query_log_scale") ?? 0) === 0 ? trained : meta.size("original_max_position_embeddings", trained);
+  const length = maxPosition ?? Math.min(trained, unscaled);
+  if (family.query_scale && length > unscaled) throw new WhetError(`${where}: contextLength is ${length}, expected at most ${unscaled}: beyond, the model scales queries, which this core does not.`);
   if (!(Number.isInteger(length) && length >= 1)) throw new WhetError(`${where}: contextLength is ${show(maxPosition)}, expected an integer of at least 1.`);
   const rotary = await readRotary(core, meta, family, file, reader, headDim, trained, length, where);
   if (family.rope === "none" && length > trained) throw new WhetError(`${where}: contextLength is ${length}, expected at most ${trained}, the model's learned positions.`);
   const fallback = family.gguf?.sliding_window ?? 0;
   const window = family.window === "none" ? 0 : meta.get("sliding_window") ? meta.size("sliding_window") : fallback;
-  const isLocal = (i: number) => family.window !== "pattern" || (i + 1) % (family.defaults.sliding_window_pattern as number) !== 0;
+  const flags = readWindowLayers(meta, family, nLayers);
+  const isLocal = (i: number) => flags?.[i] ?? (family.window !== "pattern" || (i + 1) % (family.defaults.sliding_window_pattern as number) !== 0);
   const config: ModelConfig = {
     nLayers, nHeads, nKvHeads, headDim, hiddenDim, ffnDim,
     vocabSize: table.shape[0],
     maxPosition: length,
     normEps: meta.number(epsilon),
-    learnedPositions: family.rope === "none" ? trained : 0,
+    learnedPositions: "positions" in family.modules ? trained : 0,
     activation: (activations as Record<string, string>)[family.defaults.activation as string] as ModelConfig["activation"],
     windows: Array.from({ length: nLayers }, (_, i) => (window < length && isLocal(i) ? window : 0)),
     ...readScales(core, meta, family, { nLayers, nHeads, headDim, hiddenDim }),
     ...readLocalRotary(core, meta, family, nLayers, headDim, length, isLocal, where),
-    ropeLayers: family.rope_off ? allButEvery(family.defaults.no_rope_layer_interval as number, nLayers) : [],
+    ropeLayers: family.rope_windowed && window > 0 ? Array.from({ length: nLayers }, (_, i) => isLocal(i)) : family.rope_off ? allButEvery(family.defaults.no_rope_layer_interval as number, nLayers) : [],
     tiedHead: !file.tensors.has(`${moduleName("head")}.weight`),
     ...rotary,
     ...PLAIN_SWITCHES,
@@ -179,13 +185,23 @@ function readScales(core: Core, meta: GgufOptions, family: Family, c: Pick<Model
   };
 }
 
+/** Return whether each layer has a window, if the file names the layers. */
+function readWindowLayers(meta: GgufOptions, family: Family, nLayers: number): boolean[] | undefined {
+  const value = meta.get("window_layers");
+  if (value === undefined || (family.window !== "pattern" && !meta.get("sliding_window"))) return undefined;
+  if (family.window !== "pattern") throw meta.invalid("window_layers", "none");
+  if (!Array.isArray(value)) return allButEvery(meta.size("window_layers"), nLayers);
+  if (value.length !== nLayers) throw meta.invalid("window_layers", `${nLayers} of true and false`);
+  return value.map(Boolean);
+}
+
 /** Return the frequencies of layers with their own RoPE base; files may omit it. */
 function readLocalRotary(core: Core, meta: GgufOptions, family: Family, nLayers: number, headDim: number, length: number, isLocal: (i: number) => boolean, where: string) {
   const name = "rope_local_base_freq";
   const localLayers = Array.from({ length: nLayers }, (_, i) => isLocal(i));
   if (!family.rope_local && meta.get(name) !== undefined) throw meta.invalid(name, "none");
   if (!family.rope_local || !localLayers.includes(true)) return { localLayers: [], localInvFreq: [] };
-  const theta = meta.number(name, family.defaults[name] as number);
+  const theta = meta.number(name, (family.defaults[name] as number) ?? meta.number("rope_theta", 10000));
   const { invFreq } = ropeFrequencies(core, headDim, undefined, length, { rope_theta: theta }, where);
   return { localLayers, localInvFreq: invFreq };
 }
@@ -194,7 +210,7 @@ function readLocalRotary(core: Core, meta: GgufOptions, family: Family, nLayers:
 async function readRotary(
   core: Core, meta: GgufOptions, family: Family, file: GgufFile, reader: Reader, headDim: number, trained: number, length: number, where: string,
 ): Promise<Pick<ModelConfig, "rotaryDim" | "isNeox" | "invFreq" | "attentionFactor">> {
-  if (family.rope === "none") return NO_ROTARY;
+  if (family.rope === "none" || (family.rope_option !== "" && meta.get("is_rotated") === false)) return NO_ROTARY;
   const rotaryDim = meta.size("rotary_dim", headDim);
   if (rotaryDim !== headDim && !family.partial_rotary) throw meta.invalid("rotary_dim", `the whole head, ${headDim}`);
   const names = NAMES.rope_tensors;
@@ -206,7 +222,10 @@ async function readRotary(
   }
   const given = meta.number("attention_factor", 1);
   const factor = meta.number("factor", 1);
-  const yarn = given * (0.1 * core.call("logarithm", Math.max(factor, 1)) + 1);
+  const growth = 0.1 * core.call("logarithm", Math.max(factor, 1));
+  const multiplier = meta.get("yarn_log_multiplier") ?? 0;
+  if (typeof multiplier !== "number" || !(multiplier >= 0)) throw meta.invalid("yarn_log_multiplier", "a number of at least 0");
+  const yarn = (given * (growth + 1)) / (growth * multiplier + 1);
   const original = isLong || kind === "yarn" ? meta.size("original_max_position_embeddings", trained) : trained;
   const extended = { original_max_position_embeddings: original };
   const scalings = {
@@ -229,7 +248,7 @@ async function readRotary(
     }
     found.invFreq = found.invFreq.map((f, i) => f / divisors[i]);
   }
-  return { rotaryDim: 2 * found.invFreq.length, isNeox: true, ...found };
+  return { rotaryDim: 2 * found.invFreq.length, isNeox: family.rope === "neox", ...found };
 }
 
 /** Map the tensors to slots. Every tensor of the file must be used. */
