@@ -13,7 +13,10 @@ from whet.ops.quant import FORMATS
 
 F32, F16, BF16, Q8_0 = (gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q8_0"))
 _PLACES_OF_SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
-_ARCHITECTURES = {"mistral": "llama", "gpt_neox": "gptneox", "phi": "phi2", "gemma3_text": "gemma3"}
+_ARCHITECTURES = {"mistral": "llama", "gpt_neox": "gptneox", "phi": "phi2", "gemma3_text": "gemma3",
+                  "olmo3": "olmo2", "granitemoehybrid": "granite", "ministral3": "mistral3"}  # fmt: skip
+_INTERLEAVED = ("llama", "mistral", "smollm3", "granite", "granitemoehybrid", "ministral3")
+_WITH_WINDOWS = ("mistral", "phi3", "starcoder2", "gemma2", "gemma3_text", "olmo3", "exaone4")
 _BY_NAME = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
@@ -32,7 +35,7 @@ def gguf_name(config: Any, name: str) -> str:
 def as_llama_cpp(config: Any, name: str, array: np.ndarray) -> np.ndarray:
     """Return a tensor with rows in the order of llama.cpp's converter."""
     n_heads = config.num_attention_heads
-    if config.model_type in ("llama", "mistral", "smollm3", "granite") and (".q_proj." in name or ".k_proj." in name):
+    if config.model_type in _INTERLEAVED and (".q_proj." in name or ".k_proj." in name):
         heads = n_heads if ".q_proj." in name else config.num_key_value_heads
         rest = array.shape[1:]
         return array.reshape(heads, 2, -1, *rest).swapaxes(1, 2).reshape(array.shape)
@@ -74,7 +77,8 @@ def write_gguf(
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    ffn_dim = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
+    names = ("shared_intermediate_size", "intermediate_size", "n_inner")
+    ffn_dim = next(filter(None, (getattr(config, name, None) for name in names)), 4 * config.hidden_size)
     writer.add_feed_forward_length(ffn_dim)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
@@ -95,12 +99,22 @@ def write_gguf(
     if settings:
         writer.add_rope_freq_base(settings["rope_theta"])
         writer.add_rope_dimension_count(int(head_dim * settings.get("partial_rotary_factor", 1.0)))
-    if config.model_type in ("mistral", "phi3", "starcoder2", "gemma2", "gemma3_text") and config.sliding_window:
+    if config.model_type in _WITH_WINDOWS and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "ministral3":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(settings["factor"])
+        writer.add_rope_scaling_orig_ctx_len(settings["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_log_mul(settings["mscale_all_dim"])
+        writer.add_attn_temperature_scale(settings["llama_4_scaling_beta"])
+    if config.model_type == "olmo3" or (config.model_type == "exaone4" and config.sliding_window):
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    if config.model_type == "granite":
+    if config.model_type == "granitemoehybrid":
+        writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+    if config.model_type in ("granite", "granitemoehybrid"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
@@ -116,6 +130,13 @@ def write_gguf(
             continue
         kind = kinds(name) if callable(kinds) else kinds
         array = np.ascontiguousarray(as_llama_cpp(config, name, tensor.float().numpy()))
+        if ".shared_mlp." in name:  # gate and up in one
+            stem = name.replace("shared_mlp.input_linear", "mlp.{}_proj")
+            stem = stem.replace("shared_mlp.output_linear", "mlp.down_proj")
+            parts = np.split(array, 2) if "{}" in stem else [array]
+            for part, half in zip(("gate", "up"), parts, strict=False):
+                add(writer, gguf_name(config, stem.format(part)), np.ascontiguousarray(half), kind)
+            continue
         name = gguf_name(config, name)
         block, _, layer = name.rpartition(".attn_")
         if fused and layer.split(".")[0] in ("q", "k", "v"):

@@ -12,9 +12,10 @@ import transformers
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from whet.models.families import FAMILIES
+from whet.models.families import family_of, is_skipped, text_options
 from whet.models.reference import naive_forward, naive_weights
 from whet.models.slots import ModelSource
+from whet.nn.modules import auto_class
 
 VOCAB = 48
 _LLAMA = {
@@ -36,6 +37,31 @@ _SIZES = {"gpt2": _GPT2, "gptj": {**_GPT2, "rotary_dim": 4}}
 def rope(kind: str, **settings: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **settings}}
 
+
+_GRANITE_4 = {
+    "shared_intermediate_size": 24,
+    "num_local_experts": 0,
+    "layer_types": ["full_attention"] * 2,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.4,
+    "logits_scaling": 1.7,
+    "mamba_n_heads": 4,
+}
+
+_MINISTRAL_3 = {
+    "max_position_embeddings": 256,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 500.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "max_position_embeddings": 256,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -67,6 +93,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-proportional": ("llama", rope("proportional", partial_rotary_factor=0.5)),
     "mistral": ("mistral", {"sliding_window": 5}),
     "mistral-full": ("mistral", {"sliding_window": None}),
+    "ministral3": ("ministral3", {"head_dim": 16, **_MINISTRAL_3}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2-windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"head_dim": 10}),
@@ -104,7 +131,38 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_bias": True,
         },
     ),
+    "granite4": ("granitemoehybrid", {**_GRANITE_4, "position_embedding_type": "rope", "attention_bias": True}),
+    "granite4-not-rotated": ("granitemoehybrid", {**_GRANITE_4, "tie_word_embeddings": True}),
     "olmo2": ("olmo2", {"rms_norm_eps": 0.01}),
+    "olmo3": (
+        "olmo3",
+        {
+            "num_hidden_layers": 5,
+            "sliding_window": 5,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "rope_theta": 500.0,
+                    "original_max_position_embeddings": 16,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "olmo3-kinds": ("olmo3", {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}),
+    "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "exaone4-windows": ("exaone4", {"num_hidden_layers": 5, "sliding_window": 5, "tie_word_embeddings": True}),
+    "ernie4_5": ("ernie4_5", {"head_dim": 12}),
+    "ernie4_5-biases-yarn": (
+        "ernie4_5",
+        {
+            "head_dim": 8,
+            "use_bias": True,
+            "tie_word_embeddings": False,
+            **rope("yarn", factor=4.0, original_max_position_embeddings=16),
+        },
+    ),
     "olmo2-one-head": (
         "olmo2",
         {"num_key_value_heads": 1, "num_attention_heads": 1, "tie_word_embeddings": True, "attention_bias": True},
@@ -131,6 +189,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
             "attention_bias": True,
             "layer_types": ["full_attention", "sliding_attention"],
+        },
+    ),
+    "gemma3-vision": ("gemma3", {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8}),
+    "mistral3-vision": ("mistral3", {"model_type": "mistral", "head_dim": 16, "tie_word_embeddings": False}),
+    "ministral3-vision": ("mistral3", {"model_type": "ministral3", "head_dim": 8, **_MINISTRAL_3}),
+    "qwen3_vl-vision": (
+        "qwen3_vl",
+        {
+            "head_dim": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 1, 1]},
         },
     ),
     "gemma2": (
@@ -182,21 +250,41 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+_VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14, "depth": 1, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 4, "head_dim": 8,
+    "deepstack_visual_indexes": [0],
+}  # fmt: skip
+
+
 def tiny_config(case: str, **options: Any) -> Any:
     model_type, given = CASES[case]
+    if case.endswith("-vision"):
+        options = {"tie_word_embeddings": given.get("tie_word_embeddings", True), **options}
+        text = {**_LLAMA, "initializer_range": 0.3, **given}
+        whole = transformers.AutoConfig.for_model(model_type).to_dict()
+        vision = {key: value for key, value in _VISION.items() if key in whole["vision_config"]}
+        parts = {"text_config": text, "vision_config": {"model_type": whole["vision_config"]["model_type"], **vision}}
+        return transformers.AutoConfig.for_model(model_type, **parts, image_token_id=3, **options)
     sizes = dict(_SIZES.get(model_type, _LLAMA))
     if model_type == "gpt_neox":
         del sizes["num_key_value_heads"]
     return transformers.AutoConfig.for_model(model_type, **{**sizes, "initializer_range": 0.3, **given, **options})
 
 
+def family_name(case: str) -> str:
+    """Return the model_type of a case; of a vision-language model, its language model's."""
+    return text_options(tiny_config(case).to_dict())["model_type"]
+
+
 def tiny_model(case: str, **options: Any) -> Any:
     """Make the model of a case, float32, in eval mode, with random norms and biases."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(tiny_config(case, **options)).eval()
-    offset = FAMILIES[CASES[case][0]].norm_offset
-    for parameter in model.parameters():
-        if parameter.ndim == 1:
+    config = tiny_config(case, **options)
+    model = auto_class(config).from_config(config).eval()
+    offset = family_of(config.to_dict(), case).norm_offset
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1 and not is_skipped(name):
             parameter.data.uniform_(0.5 - offset, 1.5 - offset)
     return model.requires_grad_(False)
 

@@ -420,7 +420,7 @@ def test_it_learns() -> None:
     assert losses[0] > 3 and losses[-1] < 0.5
 
 
-@pytest.mark.parametrize("case", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("case", ["llama", "gpt_neox", "gemma3-vision"])
 def test_peft_reads_the_saved_folder(case: str, tmp_path: Any) -> None:
     learner = new_learner(pack_base(open_module(tiny_model(case)), weights="float32"), modules_to_save=())
     learner.save_pretrained(tmp_path, "base")

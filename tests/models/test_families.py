@@ -18,6 +18,7 @@ from tests.engine.tiny_models import (
     CASES,
     VOCAB,
     exact_softmax,
+    family_name,
     foreign_model,
     logits_of,
     naive_logits,
@@ -46,7 +47,7 @@ def in_float64(model, config: ModelConfig):
     """Convert the model to float64, including norms and rotary tables, which transformers computes in float32."""
     model = copy.deepcopy(model).double()
 
-    offset = FAMILIES[model.config.model_type].norm_offset
+    offset = families.family_of(model.config.to_dict(), "test").norm_offset
 
     def rms_norm(self, x):
         eps = getattr(self, "variance_epsilon", None) or self.eps
@@ -54,6 +55,7 @@ def in_float64(model, config: ModelConfig):
 
     def rotary(self, x, position_ids, kind=None):
         is_local = kind == "sliding_attention"
+        position_ids = position_ids[0] if position_ids.ndim == 3 else position_ids  # of time, row and column
         frequencies = torch.tensor(config.local_inv_freq if is_local else config.inv_freq, dtype=torch.float64)
         angles = position_ids[..., None].double() * frequencies
         angles = torch.cat((angles, angles), dim=-1)
@@ -77,7 +79,7 @@ def test_worked_example_in_the_documentation():
     assert len(rows) == 13 and {name: getattr(result, name) for _, name, _ in rows} == {
         name: ast.literal_eval(value) for _, name, value in rows
     }
-    location = module_targets("qwen2", result)["model.layers.3.self_attn.k_proj"]
+    location = module_targets(FAMILIES["qwen2"], result)["model.layers.3.self_attn.k_proj"]
     assert (location.weight, location.first_row, location.shape) == ("layers.3.qkv", 896, (128, 896))
     assert 'rows 896 to 1023 of slot "layers.3.qkv"' in families.__doc__
 
@@ -91,7 +93,10 @@ def test_documentation_lists_every_family():
         return {re.sub(r"\W|_", "", name.lower()) for name in re.split(r",\s| and ", listed)}
 
     known = {name.replace("_", "") for name in FAMILIES}
-    assert names(readme, "It runs", ", from a module") == known - {"phi"} | {"phi2"}
+    assert names(readme, "It runs", ", from a module") == known - {"phi", "granitemoehybrid"} | {
+        "phi2",
+        "granite4dense",
+    }
     exported = {name.replace("_", "") for name, family in FAMILIES.items() if family.gguf is not None}
     assert names(export, "that GGUF supports:", r"\.") == exported - {"gemma3text"} | {"gemma3"}
 
@@ -103,7 +108,8 @@ def test_logits_match_transformers(case):
     expected = logits_of(model, ids)
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(naive_logits(source, ids), expected, rtol=0, atol=1e-4)
-    assert source.config.n_parameters == model.num_parameters()
+    parameters = {name: p for name, p in model.named_parameters() if not families.is_skipped(name)}
+    assert source.config.n_parameters == sum(p.numel() for p in parameters.values())
     assert model_config(model.config) == source.config == model_config(json.loads(model.config.to_json_string()))
 
 
@@ -317,10 +323,35 @@ def test_unsupported_config_is_rejected_by_name(change, message):
         ("qwen2-windows", {"layer_types": ["full_attention"]}, ("layer_types is", "2 of full_attention")),
         ("qwen2-windows", {"layer_types": ["linear_attention"] * 2}, ("layer_types is", "linear_attention")),
         ("qwen2-windows", {"layer_types": None, "max_window_layers": -1}, "max_window_layers is -1"),
+        (
+            "granite4",
+            {"layer_types": ["full_attention", "linear_attention"]},
+            ("layer_types", "attention in all layers"),
+        ),
+        ("granite4", {"num_local_experts": 2}, "num_local_experts is 2"),
+        ("granite4", {"position_embedding_type": "learned"}, ("position_embedding_type is 'learned'", "rope, nope")),
     ],
 )
 def test_unsupported_option_of_a_family_is_rejected_by_name(case, change, message):
     assert_raises(WhetValueError, message, model_config, {**tiny_config(case).to_dict(), **change})
+
+
+def test_granite_4_without_its_options_is_a_hybrid_with_experts():
+    config = {key: value for key, value in tiny_config("granite4").to_dict().items() if key != "layer_types"}
+    assert_raises(WhetValueError, ("layer_types", "linear_attention"), model_config, config)
+    del config["num_local_experts"]
+    assert_raises(WhetValueError, "num_local_experts is 8", model_config, config)
+
+
+def test_ministral_3_runs_up_to_the_position_from_which_queries_are_scaled():
+    config = tiny_config("ministral3").to_dict()
+    assert model_config(config).max_position == 64 and model_config(config).attention_factor == 1.0
+    facts = ("max_position is 65", "from position 64 on", "at most")
+    assert_raises(WhetValueError, facts, model_config, config, max_position=65)
+    plain = {**config, "rope_parameters": {**config["rope_parameters"], "llama_4_scaling_beta": 0.0}}
+    assert model_config(plain).max_position == 256
+    defaults = model_config({"model_type": "ministral3"})
+    assert (defaults.n_layers, defaults.head_dim, defaults.max_position) == (34, 128, 16384)
 
 
 @pytest.mark.parametrize(
@@ -522,4 +553,4 @@ def test_modified_models_are_rejected_by_name():
 
 
 def test_cases_cover_every_family():
-    assert {model_type for model_type, _ in CASES.values()} == set(FAMILIES)
+    assert set(map(family_name, CASES)) == set(FAMILIES)

@@ -1,5 +1,7 @@
 """Calls of tools are separated from text, however the reply is cut into parts."""
 
+from pathlib import Path
+
 import pytest
 
 from whet.text.tool_calls import FORMATS, ToolCall, ToolParser, tool_format
@@ -14,6 +16,7 @@ TOOLS = [
 ]  # fmt: skip
 HERMES, XML = tool_format("... <tool_call> ..."), tool_format("<tool_call> <function=NAME>")
 LFM2, PHI = tool_format("<|tool_call_start|>"), tool_format("<|tool_call|>")
+MINISTRAL = tool_format("[TOOL_CALLS] [ARGS]")
 MISTRAL, LLAMA = tool_format("[TOOL_CALLS]"), tool_format('{"name": f, "parameters": {}}')
 OPEN = "<|tool_call_start|>[add(open('f'))]<|tool_call_end|>"
 ADD = ToolCall("add", {"a": 1, "text": "x"})
@@ -47,6 +50,14 @@ CASES = [
     (LFM2, OPEN, [OPEN]),
     (PHI, '<|tool_call|>[{"name": "add", "arguments": {"a": 1, "text": "x"}}]<|/tool_call|>', [ADD]),
     (MISTRAL, '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "text": "x"}}]', [ADD]),
+    (MINISTRAL, '[TOOL_CALLS]add[ARGS]{"a": 1, "text": "x"}', [ADD]),
+    (
+        MINISTRAL,
+        'Yes.[TOOL_CALLS]add[ARGS]{"a": 1, "text": "x"}[TOOL_CALLS]now[ARGS]{}',
+        ["Yes.", ADD, ToolCall("now", {})],
+    ),
+    (MINISTRAL, "[TOOL_CALLS]add[ARGS]{broken", ["[TOOL_CALLS]add[ARGS]{broken"]),
+    (MINISTRAL, "[TOOL_CALLS]add", ["[TOOL_CALLS]add"]),
     (LLAMA, '{"name": "add", "parameters": {"a": 1, "text": "x"}}', [ADD]),
     (LLAMA, "It is {so}.", ["It is {so}."]),
     (LLAMA, '{"a": 1}', ['{"a": 1}']),
@@ -81,3 +92,8 @@ def test_text_is_not_withheld():
 def test_a_template_has_at_most_one_format():
     assert tool_format("no tools") is None
     assert [tool_format(form.marker + form.opening) for form in FORMATS] == list(FORMATS)
+
+
+def test_the_format_of_ministral_3_is_found_in_its_template():
+    template = Path(__file__).parents[1] / "fixtures/templates/mistralai-Ministral-3-14B-Reasoning-2512.jinja"
+    assert tool_format(template.read_text("utf-8")) == MINISTRAL

@@ -44,7 +44,13 @@ _OWN: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": None, "original_max_position_embeddings": 64},
     "gemma2": {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 9.0},
     "gemma3_text": _GEMMA,
-}
+    "granitemoehybrid": {"shared_intermediate_size": 96, "num_local_experts": 0, "mamba_n_heads": 4,
+                         "layer_types": ["full_attention"] * 3, "position_embedding_type": "rope"},
+    "olmo3": {"num_hidden_layers": 5, "sliding_window": WINDOW},
+    "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+    "ernie4_5": {"head_dim": HEAD_DIM},
+    "ministral3": {"head_dim": HEAD_DIM},
+}  # fmt: skip
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 _PAIRS = np.arange(HEAD_DIM // 2)
 ROPES: dict[str, dict[str, Any]] = {
@@ -71,6 +77,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True},
     "window": {"sliding_window": WINDOW},
 }
+_SQUARE = ("qwen2", "olmo2", "olmo3", "exaone4", "starcoder2", "phi3")
 REFUSED = {
     (family, rope)
     for family, ropes in {
@@ -84,12 +91,17 @@ REFUSED = {
         "gpt_neox": "yarn-betas yarn-not-truncated llama3 longrope",
         "stablelm": "yarn-betas yarn-not-truncated llama3 longrope",
         "phi": "yarn-betas yarn-not-truncated llama3 longrope",
+        "olmo3": "yarn-betas yarn-not-truncated llama3 longrope yarn-attention yarn-mscale",
+        "exaone4": "longrope",
+        "ernie4_5": "yarn-betas yarn-not-truncated llama3 longrope",
     }.items()
     for rope in ropes.split()
-} | {(family, f"{size} heads") for family in ("qwen2", "olmo2", "starcoder2", "phi3") for size in ("wide", "narrow")}
+} | {(family, f"{size} heads") for family in _SQUARE for size in ("wide", "narrow")}
 NO_SUCH_CONFIG = {("phi3", rope) for rope in ROPES if rope not in ("plain", "longrope")}
-"""Phi-3's config supports no other scaling."""
-_EXPORTED = [name for name, family in FAMILIES.items() if family.gguf is not None]
+NO_SUCH_CONFIG |= {("ministral3", rope) for rope in ROPES if rope not in ("yarn", "yarn-mscale")}
+"""The configs of Phi-3 and Ministral 3 support no other scaling."""
+_EXPORTED = [name for name, family in FAMILIES.items() if family.gguf is not None and name != "qwen3_vl_text"]
+"""The last is a part of models, and its files are Qwen3's."""
 CASES = [
     *((family, rope) for family, rope in itertools.product(_EXPORTED, ROPES) if family != "gpt2" or rope == "plain"),
     *((family, shape) for family in _EXPORTED for shape in ("wide heads", "narrow heads")
@@ -110,6 +122,8 @@ def make_model(family: str, case: str) -> Any:
         rope = {"rope_theta": 10000.0, **ROPES[case]}
         if FAMILIES[family].partial_rotary and family != "phi3":
             rope["partial_rotary_factor"] = 1.0
+        if FAMILIES[family].query_scale:
+            rope["llama_4_scaling_beta"] = 0.1
         if FAMILIES[family].rope_local:
             rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
         options["rope_parameters"] = rope

@@ -18,7 +18,7 @@ import numpy as np
 from whet.engine.engine import Engine
 from whet.errors import WhetError, WhetValueError
 from whet.models.architecture import ModelConfig, RowSlice
-from whet.models.families import family_of, rope_scaling, trained_position
+from whet.models.families import is_scaled, rope_scaling, trained_position
 from whet.models.row_reader import RowReader
 from whet.models.slots import ModelSource, untie_adapted
 from whet.models.sources.pretrained import open_pretrained
@@ -144,7 +144,7 @@ def _free_bytes() -> float:
 
 def original_position(config: Mapping[str, Any], where: str) -> int | None:
     """Return the context of a Hugging Face config before rotary scaling, in tokens; None: not scaled."""
-    if family_of(config, where).rope != "neox":
+    if not is_scaled(config, where):
         return None
     scaling = rope_scaling(config, where)
     if scaling["rope_type"] == "linear":

@@ -12,7 +12,7 @@ import numpy as np
 from whet.errors import WhetValueError
 from whet.models.adapter_files import read_peft_modules
 from whet.models.architecture import ModelConfig
-from whet.models.families import FAMILIES, model_config
+from whet.models.families import FAMILIES, model_config, text_options
 from whet.models.formats import FILE_TYPES, Mixture, file_format
 from whet.models.gguf_keys import Keys, architecture_of, as_stored, check_keys, make_keys, window_note
 from whet.models.gguf_writer import Progress, Tensor, check_destination, read_encoded_metadata, write_gguf
@@ -167,7 +167,7 @@ def _read_gguf_metadata(file: GGUFFile, where: str) -> tuple[dict[str, Any], str
 def _read_folder_metadata(folder: Path, source: ModelSource, where: str) -> tuple[dict[str, Any], str, Keys]:
     """Return the metadata from a folder's name, its model_type, and the options of its config."""
     config = read_config(folder, where)
-    config = {**config, "tie_word_embeddings": source.config.tied_head}
+    config = {**text_options(config), "tie_word_embeddings": source.config.tied_head}
     architecture_of(config, where)
     described = model_config(config, vocab_size=source.config.vocab_size, where=where)
     keys = make_keys(config, described, where)

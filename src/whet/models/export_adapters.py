@@ -16,7 +16,7 @@ import numpy as np
 
 from whet.errors import WhetValueError
 from whet.models.export import Exported, count_formats, find_mixture
-from whet.models.families import FAMILIES
+from whet.models.families import FAMILIES, text_options
 from whet.models.formats import TABLE
 from whet.models.gguf_keys import architecture_of
 from whet.models.gguf_writer import Progress, Tensor, check_destination, write_gguf
@@ -59,7 +59,7 @@ def export_adapters(
     check_destination(Path(path), overwrite, where)
     if not isinstance(model, GGUFFile) and Path(model).is_file():
         model = read_gguf(Path(model), f'open_gguf("{model}")')
-    options = read_model_config(model, where)
+    options = text_options(read_model_config(model, where))
     architecture = architecture_of(options, where)
     low_rank = [each for each in adapters if isinstance(each, LoRA)]
     if not low_rank:

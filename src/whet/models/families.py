@@ -27,6 +27,9 @@ families.json contains the data, which builds without Python embed:
     activations  name in the config -> ``ModelConfig.activation``
     plain        options of any family that change the computation -> their neutral values, the only ones supported
     not_run      an unsupported feature -> the model_types and GGUF architectures that have it
+    text_parts   vision-language models, whose text_config is one of the families: ``models``, model_type -> defaults of
+                 their config; ``prefixes`` and ``heads``, names in their files, the first also in their modules;
+                 ``skipped``, other modules, whose tensors are not read
     gguf         ``keys``: our names -> metadata keys after "ARCHITECTURE."; ``ignored_keys``: without effect here;
                  ``plain``: keys -> their neutral values, the only ones supported; ``rope_tensors``: numbers that
                  llama.cpp stores as tensors; ``fused_qkv``: one tensor instead of q, k and v, in any architecture
@@ -35,7 +38,8 @@ families.json contains the data, which builds without Python embed:
                  removes a key or module.
                  ``modules``: "slot" or "slot:part" -> ``hf``, the module's name (``hf_also``: an alternative name),
                  ``hf_layout``, the order of its rows ("by_head", "transposed"; default: the slot's), ``hf_offset``, a
-                 constant that the model adds to the weight, and ``gguf``, the tensor's name. "{i}" is the layer.
+                 constant that the model adds to the weight, and ``gguf``, the tensor's name. "{i}" is the layer. Rows
+                 with only one of ``hf`` and ``gguf`` are for matrices that the other has in parts, or as one.
 
 Sliding windows and rotary scaling follow from the options by the code below.
 """
@@ -44,8 +48,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +72,13 @@ _DATA: dict[str, Any] = json.loads(Path(__file__).with_name("families.json").rea
 _ACTIVATIONS: dict[str, str] = _DATA["activations"]
 _PLAIN: dict[str, list[Any]] = _DATA["plain"]
 _NOT_RUN: dict[str, str] = {name: what for what, names in _DATA["not_run"].items() for name in names}
+_TEXT_PARTS: dict[str, Any] = _DATA["text_parts"]
+SKIPPED = rf"(model\.)?({'|'.join(_TEXT_PARTS['skipped'])})(\..+)?"
+"""Expression of names of tensors and modules of a vision-language model that are not part of its language model."""
 _FIXES = {"quantization_config": " Load the model in float32, bfloat16 or float16; the engine quantises by weights=."}
 GGUF_NAMES: dict[str, Any] = _DATA["gguf"]
 """Metadata keys and tensors common to all architectures; see above."""
+_QUERY_SCALE = "llama_4_scaling_beta"
 _ROW_ORDERS: dict[str | None, RowOrder] = {None: keep_order, "transposed": keep_order, "by_head": split_heads}
 
 
@@ -88,14 +98,21 @@ class Family:
             "biases" of all matrices); ``sliding_window``: default; ``scale_by_hidden``: a number of layers with which
             scores are divided by the root of hidden_dim / n_heads instead of head_dim; ``rope``: scaling read in
             addition to linear and YaRN ("divisors" of frequencies, "longrope"); ``square``: n_heads head_dim has to
-            equal hidden_dim; ``windows``: sliding windows are computed.
+            equal hidden_dim; ``windows``: sliding windows are computed; ``window_layers``: the layers that have one are
+            read; ``windowed_depth``: a number of layers with which, and only then, layers have windows.
         gguf_modules: the slots of a GGUF file's tensors.
         window: layers with sliding_window: "none", "all", "some" (by layer_types), or "pattern" (by layer_types;
             default: all except every sliding_window_pattern-th).
-        rope: "neox" or "gptj", the pairing; "none".
+        rope: how elements pair: "neox", halves of a head; "pairs", neighbours; "gptj", neighbours among the first
+            rotary_dim, which are not scaled; "none": no rotary embedding.
         partial_rotary: whether partial_rotary_factor applies. transformers ignores it in the other families.
         rope_local: whether layers with a window rotate by separate frequencies.
         root_of_embedding: whether embeddings are multiplied by the root of hidden_dim.
+        rope_option: option that has to be "rope", or heads are not rotated.
+        rope_others: rotary settings that do not change the frequencies of a text.
+        query_scale: whether queries are multiplied by 1 + llama_4_scaling_beta log(1 + floor(p / L)) at position p,
+            with L = original_max_position_embeddings. The engine runs such a model up to position L, where it is 1.
+        rope_windowed: whether, in a model with sliding_window, only layers with a window rotate.
         rope_off: whether layers with no_rope_layers 0, default every no_rope_layer_interval-th, do not rotate.
     """
 
@@ -108,6 +125,10 @@ class Family:
     window: str = "none"
     rope: str = "neox"
     partial_rotary: bool = False
+    rope_option: str = ""
+    rope_windowed: bool = False
+    rope_others: tuple[str, ...] = ()
+    query_scale: bool = False
     rope_off: bool = False
     rope_local: bool = False
     root_of_embedding: bool = False
@@ -116,6 +137,11 @@ class Family:
     def prefix(self) -> str:
         """Common prefix of the modules' names, except the head's."""
         return self.modules[0].names[0].partition(".")[0] + "."
+
+    @property
+    def decoder(self) -> str:
+        """Name of the module that contains embedding, layers and final norm."""
+        return self.modules[0].names[0].rpartition(".")[0]
 
     @property
     def norm_offset(self) -> float:
@@ -143,8 +169,9 @@ def _make_family(entry: dict[str, Any]) -> Family:
         names = tuple(row[key] for key in ("hf", "hf_also") if key in row)
         layout = row.get("hf_layout")
         offset = row.get("hf_offset", 0.0)
-        modules.append(ModuleSpec(names, slot, part, _ROW_ORDERS[layout], layout == "transposed", offset))
-        if gguf is not None:
+        if names:
+            modules.append(ModuleSpec(names, slot, part, _ROW_ORDERS[layout], layout == "transposed", offset))
+        if gguf is not None and "gguf" in row:
             interleaved = gguf.get("interleaved", False) and part in ("q", "k")
             gguf_modules.append(ModuleSpec((row["gguf"],), slot, part, deinterleave if interleaved else keep_order))
     return Family(**entry, modules=tuple(modules), gguf_modules=tuple(gguf_modules))
@@ -160,20 +187,53 @@ def unsupported_reason(name: Any) -> str:
     return f", which has {_NOT_RUN[name]}" if isinstance(name, str) and name in _NOT_RUN else ""
 
 
+def text_options(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config of the language model: the text_config of a vision-language model, else the config itself.
+
+    Tied embeddings and quantisation are options of the whole model.
+    """
+    text, model_type = config.get("text_config"), config.get("model_type")
+    if not isinstance(text, Mapping) or not isinstance(model_type, str) or model_type not in _TEXT_PARTS["models"]:
+        return config
+    defaults = _TEXT_PARTS["models"][model_type]
+    outer = {name: config[name] for name in ("tie_word_embeddings", "quantization_config") if name in config}
+    return {**defaults, **text, **outer}
+
+
+def is_skipped(name: str) -> bool:
+    """Whether a tensor or module of a vision-language model is not part of its language model."""
+    return re.fullmatch(SKIPPED, name) is not None
+
+
+@cache
+def _text_part(model_type: str) -> Family:
+    """Return the family with its modules' names in a vision-language model."""
+    family = FAMILIES[model_type]
+
+    def rename(module: ModuleSpec) -> ModuleSpec:
+        if module.slot == "head":
+            return replace(module, names=tuple(_TEXT_PARTS["heads"]))
+        rest = module.names[0].removeprefix(family.prefix)
+        return replace(module, names=tuple(prefix + rest for prefix in _TEXT_PARTS["prefixes"]))
+
+    return replace(family, modules=tuple(map(rename, family.modules)))
+
+
 def family_of(config: Mapping[str, Any], where: str) -> Family:
-    """Return the family of a config's model_type.
+    """Return the family of a config's model_type, or of the text part of a vision-language model.
 
     Raises:
         WhetValueError: the model_type is not supported.
     """
-    model_type = config.get("model_type")
+    options = text_options(config)
+    model_type = options.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise WhetValueError(
             f"{where}: model_type is {model_type!r:.60}{unsupported_reason(model_type)}; the engine supports "
             f"{', '.join(sorted(FAMILIES))}. "
             f'Use engine="torch" for this model.'
         )
-    return FAMILIES[model_type]
+    return FAMILIES[model_type] if options is config else _text_part(model_type)
 
 
 def layer_windows(config: Mapping[str, Any], where: str) -> tuple[int, ...]:
@@ -210,16 +270,34 @@ def short_position(config: Any, where: str = "short_position") -> int | None:
     None: frequencies do not depend on the length of a sequence, or the model_type is not supported.
     """
     given = config.to_dict() if hasattr(config, "to_dict") else config
-    if not isinstance(given, Mapping) or given.get("model_type") not in FAMILIES:
+    if not isinstance(given, Mapping) or text_options(given).get("model_type") not in FAMILIES:
         return None
     options = _Options(given, family_of(given, where), where)
-    if options.family.rope != "neox":
+    if not options.is_scaled():
         return None
     trained = options.size("max_position")
     scaling = _scaling(options, trained)
     original = scaling.get("original_max_position_embeddings", trained)
     longer = scaling["rope_type"] == "longrope" and isinstance(original, int) and 0 < original < trained
     return original if longer and scaling.get("short_factor") != scaling.get("long_factor") else None
+
+
+def rotated_layers(config: Mapping[str, Any], where: str) -> tuple[bool, ...]:
+    """Return whether each layer of a Hugging Face config rotates queries and keys; (): all do."""
+    options = _Options(config, family_of(config, where), where)
+    return options.rope_layers(options.size("n_layers"))
+
+
+def query_log_scale(config: Mapping[str, Any], where: str) -> float:
+    """Return the factor by which a Hugging Face config's queries grow with the logarithm of their position; 0: none."""
+    options = _Options(config, family_of(config, where), where)
+    given = options.get("rope_parameters") or {}
+    return float(given.get(_QUERY_SCALE) or 0.0) if options.family.query_scale else 0.0
+
+
+def is_scaled(config: Mapping[str, Any], where: str) -> bool:
+    """Whether a Hugging Face config's heads are rotated by frequencies that may be scaled."""
+    return _Options(config, family_of(config, where), where).is_scaled()
 
 
 def trained_position(config: Mapping[str, Any], where: str) -> int:
@@ -233,11 +311,9 @@ def rope_scaling(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     return _scaling(options, options.size("max_position"))
 
 
-def module_targets(model_type: str, config: ModelConfig) -> dict[str, WeightLocation]:
+def module_targets(family: Family, config: ModelConfig) -> dict[str, WeightLocation]:
     """Return name -> location of every module of the Hugging Face model."""
-    return {
-        name: location for location in iter_locations(config, FAMILIES[model_type].modules) for name in location.names
-    }
+    return {name: location for location in iter_locations(config, family.modules) for name in location.names}
 
 
 def model_config(
@@ -252,8 +328,9 @@ def model_config(
 
     Args:
         config: a transformers config, or the dict of a config.json.
-        max_position: tokens of the longest sequence. Default: the config's. Rotary scaling that depends on the length
-            (dynamic, longrope) is resolved for it, as in transformers for a text of this length.
+        max_position: tokens of the longest sequence. Default: the config's, or those before queries are scaled. Rotary
+            scaling that depends on the length (dynamic, longrope) is resolved for it, as in transformers for a text of
+            this length.
         vocab_size: rows of a resized embedding. Default: the config's.
         tied_head: whether the head is the embedding. Default: the config's.
         where: prefix of error messages.
@@ -273,7 +350,7 @@ def model_config(
     if "head_dim" not in family.keys or options.get("head_dim") is None:
         options.check_heads(hidden_dim, n_heads)
     trained = options.size("max_position")
-    length = trained if max_position is None else max_position
+    length = min(trained, options.unscaled_position()) if max_position is None else max_position
     attention_scale = 1.0 if options.get("scale_attn_weights") is False else 1 / math.sqrt(head_dim)
     if "query_pre_attn_scalar" in family.defaults:
         attention_scale = options.number("query_pre_attn_scalar") ** -0.5
@@ -282,6 +359,11 @@ def model_config(
         for name, value in family.settings.items()
     }
     length = check_integer(where, "max_position", length, 1)
+    if length > options.unscaled_position():
+        raise WhetValueError(
+            f"{where}: max_position is {length}, and a {options.given['model_type']} scales queries from position "
+            f"{options.unscaled_position()} on, which the engine does not. Pass at most that."
+        )
     try:
         return ModelConfig(
             n_layers=n_layers,
@@ -303,7 +385,7 @@ def model_config(
             **{name: options.softcap(name) for name in SOFTCAPS},
             rope_layers=options.rope_layers(n_layers),
             **_local_rope(options, n_layers, head_dim, length),
-            learned_positions=trained if family.rope == "none" else 0,
+            learned_positions=trained if "positions" in (module.slot for module in family.modules) else 0,
             activation=options.activation(),
             gated=settings.pop("gated", True),
             tied_head=options.flag("tie_word_embeddings") if tied_head is None else tied_head,
@@ -318,7 +400,7 @@ class _Options:
     """Checked options of a config, by our name or the config's, with the family's defaults."""
 
     def __init__(self, given: Mapping[str, Any], family: Family, where: str) -> None:
-        self.given, self.family, self.where = given, family, where
+        self.given, self.family, self.where = text_options(given), family, where
 
     def get(self, name: str) -> Any:
         key = self.family.keys.get(name, name)
@@ -331,11 +413,12 @@ class _Options:
 
     def check_neutral(self) -> None:
         """Reject values that would change the computation and are not supported."""
+        options = {**self.family.defaults, **self.given}
         for name, neutral in _PLAIN.items():
-            if self.given.get(name) not in neutral and name not in self.family.keys.values():
+            if options.get(name) not in neutral and name not in self.family.keys.values():
                 model_type = self.given["model_type"]
                 raise WhetValueError(
-                    f"{self.where}: {name} is {self.given[name]!r:.60}, which the engine does not support for "
+                    f"{self.where}: {name} is {self.get(name)!r:.60}, which the engine does not support for "
                     f"{model_type}; expected {neutral[-1]!r}.{_FIXES.get(name, '')}"
                 )
 
@@ -371,7 +454,31 @@ class _Options:
             raise self.wrong(name, "a number from 1e-6 to 1e6, or null")
         return value
 
+    def rotates(self) -> bool:
+        """Whether heads are rotated at all."""
+        name = self.family.rope_option
+        if name and self.get(name) not in (None, "nope", "rope"):
+            raise self.wrong(name, "rope, nope or null")
+        return self.family.rope != "none" and (not name or self.get(name) == "rope")
+
+    def unscaled_position(self) -> int:
+        """Return the length up to which queries are not scaled by their position."""
+        given = self.get("rope_parameters")
+        if not self.family.query_scale or not isinstance(given, Mapping) or not given.get(_QUERY_SCALE):
+            return LARGEST_SIZE
+        original = given.get("original_max_position_embeddings")
+        if isinstance(original, bool) or not isinstance(original, int) or original < 1:
+            raise self.wrong("rope_parameters", "original_max_position_embeddings, from which queries are scaled")
+        return original
+
+    def is_scaled(self) -> bool:
+        """Whether rotary settings apply: heads are rotated, by frequencies that may be scaled."""
+        return self.rotates() and self.family.rope != "gptj"
+
     def rope_layers(self, n_layers: int) -> tuple[bool, ...]:
+        if self.family.rope_windowed and self.get("sliding_window") is not None:
+            layers = tuple(self.local_layers(n_layers))
+            return () if all(layers) else layers
         if not self.family.rope_off:
             return ()
         given = self.get("no_rope_layers")
@@ -411,7 +518,9 @@ class _Options:
             raise self.wrong("sliding_window", "an integer of at least 1, or null")
         if window >= length:
             window = 0  # equivalent, and cheaper
-        if self.family.window == "pattern":
+        if self.family.window not in ("some", "pattern"):
+            self.check_kinds()
+        if self.family.window == "pattern" and window:
             return tuple(window if local else 0 for local in self.local_layers(n_layers))
         if kinds is None and self.family.window == "some" and window:
             full = self.get("max_window_layers")
@@ -421,6 +530,13 @@ class _Options:
         if kinds is None:
             return (window,) * n_layers
         return tuple(window if local else 0 for local in self.parse_kinds(kinds, n_layers))
+
+    def check_kinds(self) -> None:
+        """Reject layers that do not attend, in a family whose layers are alike."""
+        kinds = self.get("layer_types") or ()
+        known = {"attention", "full_attention", "sliding_attention"}
+        if not isinstance(kinds, (list, tuple)) or not set(map(str, kinds)) <= known:
+            raise self.wrong("layer_types", "attention in all layers; the engine has no other kinds")
 
     def parse_kinds(self, kinds: Any, n_layers: int) -> list[bool]:
         """Return whether each layer attends in a window, from its layer_types."""
@@ -446,7 +562,7 @@ class _Options:
 def _rotary(options: _Options, head_dim: int, length: int, trained: int) -> dict[str, Any]:
     """Return the fields of rotary embedding, with frequencies resolved for texts of ``length`` tokens."""
     rope, where = options.family.rope, options.where
-    if rope == "none":
+    if not options.rotates():
         return {}
     if rope == "gptj":
         rotary_dim, scaling = options.get("rotary_dim"), None
@@ -471,7 +587,9 @@ def _local_rope(options: _Options, n_layers: int, head_dim: int, length: int) ->
     if not options.family.rope_local:
         return {}
     given = options.get("rope_parameters") or {}
-    local = given.get("sliding_attention") or {"rope_theta": options.get("rope_local_base_freq")}
+    theta = options.get("rope_local_base_freq")
+    theta = _scaling(options, options.size("max_position")).get("rope_theta") if theta is None else theta
+    local = given.get("sliding_attention") or {"rope_theta": theta}
     if not isinstance(local, Mapping) or local.get("rope_type", "default") != "default":
         raise options.wrong("rope_parameters", "plain frequencies of sliding_attention, without scaling")
     layers = tuple(options.local_layers(n_layers))
@@ -491,7 +609,8 @@ def _scaling(options: _Options, trained: int) -> dict[str, Any]:
         raise WhetValueError(
             f"{options.where}: rope_parameters is {given!r:.80}, expected one object of settings for all layers."
         )
-    scaling = {key: value for key, value in given.items() if value is not None}
+    others = options.family.rope_others
+    scaling = {key: value for key, value in given.items() if value is not None and key not in others}
     kind = scaling.setdefault("rope_type", scaling.get("type", "default"))
     if kind == "su" or (kind == "yarn" and options.given.get("model_type") == "phi3"):
         kind = scaling["rope_type"] = "longrope"

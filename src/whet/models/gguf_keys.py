@@ -16,7 +16,15 @@ import numpy as np
 
 from whet.errors import WhetValueError
 from whet.models.architecture import SOFTCAPS, ModelConfig, find_difference
-from whet.models.families import FAMILIES, GGUF_NAMES, SCALES, family_of, rope_scaling, trained_position
+from whet.models.families import (
+    FAMILIES,
+    GGUF_NAMES,
+    SCALES,
+    family_of,
+    query_log_scale,
+    rope_scaling,
+    trained_position,
+)
 from whet.models.gguf_writer import Tensor
 from whet.models.slots import StoredTensor
 from whet.models.sources.gguf import describe_gguf
@@ -88,6 +96,18 @@ def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> 
     }
     if family.window in ("all", "pattern") and any(described.windows):
         given["sliding_window"] = max(described.windows)
+    depth = table.get("windowed_depth")
+    if depth is not None and any(described.windows) != (described.n_layers == depth):
+        raise WhetValueError(
+            f"{where}: GGUF cannot express this model's windows: llama.cpp computes them in {architecture} models of "
+            f"{depth} layers, and only there, and this model has {described.n_layers} layers."
+        )
+    if scale := query_log_scale(config, where):
+        given["query_log_scale"] = scale
+    if table.get("window_layers") and any(described.windows):
+        given["window_layers"] = np.array(described.windows) > 0
+    if family.rope_option and not described.rotary_dim:
+        given["is_rotated"] = False
     if "parallel_residual" in family.settings:
         given["use_parallel_residual"] = described.parallel_residual
     scales = {**vars(described), "logits_divisor": 1 / described.logits_scale}

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from whet import _core
 from whet.errors import WhetValueError, check_integer
 from whet.models.architecture import ModelConfig
-from whet.models.families import model_config, module_targets
+from whet.models.families import family_of, model_config, module_targets
 from whet.models.formats import (
     FORMATS,
     KV_DTYPES,
@@ -219,7 +219,7 @@ def source_of_config(config: Mapping[str, Any], where: str = "config") -> ModelS
         WhetValueError: an unsupported model_type, option or size.
     """
     described = model_config(config, where=where)
-    return ModelSource(described, lambda: iter(()), module_targets(config["model_type"], described))
+    return ModelSource(described, lambda: iter(()), module_targets(family_of(config, where), described))
 
 
 def estimate(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.errors import WhetError, WhetValueError
+from whet.models.families import text_options
 from whet.models.packed_base import PackedBase
 from whet.models.sources.gguf_container import read_gguf
 from whet.models.sources.mapped import map_file, parse_json
@@ -27,7 +28,8 @@ def read_stop_ids(model: str | os.PathLike[str]) -> list[int]:
     for name in ("generation_config.json", "config.json"):
         if (path / name).is_file():
             try:
-                eos = parse_json(map_file(path / name, os.fspath(model)).tobytes(), name).get("eos_token_id")
+                config = parse_json(map_file(path / name, os.fspath(model)).tobytes(), name)
+                eos = {**text_options(config), **config}.get("eos_token_id")
             except WhetError:
                 continue  # optional; config.json is read with the model
             return [token for token in (eos if isinstance(eos, list) else [eos]) if isinstance(token, int)]

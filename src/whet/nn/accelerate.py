@@ -39,7 +39,15 @@ from whet.config.settings import Compute, ComputeDtype
 from whet.errors import WhetTypeError, WhetValueError, check_choice
 from whet.learner.batch import PackedBatch
 from whet.memory import tensor_memory
-from whet.models.families import FAMILIES, logits_scale, softcap
+from whet.models.families import (
+    FAMILIES,
+    family_of,
+    layer_windows,
+    logits_scale,
+    rotated_layers,
+    softcap,
+    text_options,
+)
 from whet.models.sources.module_code import check_code
 from whet.nn import functions
 from whet.nn.forwards import (
@@ -160,6 +168,8 @@ class Acceleration:
         dtype: of products, torch.bfloat16 or torch.float32.
         family: the model's family.
         attention_softcap: bound of the attention scores; 0: none.
+        windows: sliding window of each layer; 0: none.
+        rotated_layers: whether each layer rotates queries and keys; (): all do.
         norm_offset: constant that the family adds to the weights of norms.
         in_place: whether backward passes add gradients of weights to ``.grad`` directly, bypassing autograd: faster,
             and correct for ``backward()``, but not for ``torch.autograd.grad``.
@@ -183,7 +193,9 @@ class Acceleration:
         self._logits_scale = logits_scale(config, "accelerate")
         self._logits_softcap = softcap(config, "logits_softcap", "accelerate")
         self.attention_softcap = softcap(config, "attention_softcap", "accelerate")
-        self.family = FAMILIES[self._model.config.model_type]
+        self.windows = layer_windows(config, "accelerate")
+        self.rotated_layers = rotated_layers(config, "accelerate")
+        self.family = family_of(config, "accelerate")
         self.norm_offset = self.family.norm_offset
         self._head: Head | None = None
         self._packed = False
@@ -200,7 +212,7 @@ class Acceleration:
         warn_of_spinning()
         _accelerated[self._model] = self
         try:
-            for module in self._model.modules():
+            for module in self._computed():
                 forward = choose_forward(self, module)
                 if forward is not None:
                     self._replace(module, "forward", forward)
@@ -228,6 +240,11 @@ class Acceleration:
             del _accelerated[self._model]
             if not _accelerated:
                 _core.borrow_threads(0)
+
+    def _computed(self) -> Iterator[nn.Module]:
+        """Yield the modules of the language model: a vision tower keeps its functions."""
+        yield from self._decoder.modules()
+        yield from self._head_module.modules()
 
     def _replace(self, module: nn.Module, name: str, value: Any) -> None:
         self._originals.append((module, name, vars(module).get(name)))
@@ -319,14 +336,18 @@ class Acceleration:
         named = list(self._wrapped.named_modules())
         modules = [module for _, module in named]
         wrappers = modules[: modules.index(self._model) + 1]  # PEFT's, and the model itself
-        bypassed = {*wrappers, *self._head_module.modules()}
+        bypassed, computed = {*wrappers, *self._head_module.modules()}, set(self._computed())
         for name, module in named:
             kind = type(module).__name__
             if kind == "Linear" or kind.endswith("MLP"):
                 bypassed.update(_bypassed_submodules(module))
             elif kind == "ParamWrapper":
                 raise WhetValueError(f"accelerate: {name} has PEFT's target_parameters. Pass target_modules.")
-            elif kind.endswith("Attention") and not (uses_attention_interface(module) or is_legacy_gptj(module)):
+            elif (
+                kind.endswith("Attention")
+                and module in computed
+                and not (uses_attention_interface(module) or is_legacy_gptj(module))
+            ):
                 raise WhetValueError(
                     f"accelerate: {kind} of the installed transformers does not support custom attention functions. "
                     f"Install a newer one."
@@ -350,14 +371,15 @@ def _bypassed_submodules(module: Any) -> Iterator[nn.Module]:
 def _find_head(inner: Any) -> tuple[nn.Module, Any]:
     """Return decoder and LM head, or raise if the model cannot be accelerated."""
     config: Any = getattr(inner, "config", None)
-    family = getattr(config, "model_type", None)
-    if family is None or not hasattr(inner, "get_output_embeddings"):
+    if getattr(config, "model_type", None) is None or not hasattr(inner, "get_output_embeddings"):
         raise WhetTypeError(f"accelerate: model is {type(inner).__name__}, expected a Hugging Face causal model.")
-    if family not in FAMILIES:
+    options = config.to_dict()
+    if text_options(options)["model_type"] not in FAMILIES:
         raise WhetValueError(
-            f"accelerate: model_type is {family!r}; the kernels support {', '.join(sorted(FAMILIES))}."
+            f"accelerate: model_type is {config.model_type!r}; the kernels support {', '.join(sorted(FAMILIES))}."
         )
-    head, decoder = inner.get_output_embeddings(), getattr(inner, FAMILIES[family].prefix.removesuffix("."), None)
+    names, head = dict(inner.named_modules()), inner.get_output_embeddings()
+    decoder = names.get(family_of(options, "accelerate").decoder)
     layer = head.base_layer if is_lora(head) and not special_adapters(head) else head
     if type(layer) not in (nn.Linear, FrozenLinear) or decoder is None or decoder is inner:
         raise WhetValueError(
@@ -370,6 +392,7 @@ def _find_head(inner: Any) -> tuple[nn.Module, Any]:
             f"accelerate: the weights are {names} on {module_device(inner)}, expected float32 on the CPU. Load the "
             "model with dtype=torch.float32, or call model.float() or model.cpu()."
         )
+    config = config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if head_dim % 2 or head_dim > 256:
         raise WhetValueError(f"accelerate: head_dim is {head_dim}, expected an even number up to 256.")

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from whet.errors import WhetValueError
 from whet.learner.batch import PackedBatch
-from whet.models.families import FAMILIES
-from whet.models.sources.module_code import forward_code
+from whet.models.sources.module_code import ACTIVATION_NAMES, forward_code
 from whet.nn import functions
 from whet.nn.frozen import FrozenLinear, special_adapters
 
@@ -33,12 +32,13 @@ def choose_forward(acceleration: Acceleration, module: nn.Module) -> Callable[..
     if kind.endswith("RMSNorm"):
         return partial(_rms_norm, acceleration, module)
     if is_gated(module) and _is_silu(get_activation(module)):
-        return partial(_swiglu_fused if hasattr(module, "gate_up_proj") else _swiglu, acceleration, module)
+        return partial(_swiglu if hasattr(module, "gate_proj") else _swiglu_fused, acceleration, module)
     if is_legacy_gptj(module):
         return partial(_gptj_attention, acceleration, module, module.forward)
     if kind.endswith("Attention") and hasattr(module, "q_proj"):
         family = acceleration.family
-        if family.rope == "neox" and not family.partial_rotary and not getattr(module, "residual_dropout", 0):
+        is_plain = family.rope in ("neox", "pairs") and not family.partial_rotary and not family.query_scale
+        if is_plain and not getattr(module, "residual_dropout", 0):
             return partial(_attention, acceleration, module, module.forward)
     return None
 
@@ -66,13 +66,17 @@ def is_legacy_gptj(module: nn.Module) -> bool:
     return type(module).__name__ == "GPTJAttention" and hasattr(module, "embed_positions")
 
 
+_FUSED = {"gate_up_proj": "down_proj", "input_linear": "output_linear"}
+"""Name of the matrix of gate and up -> name of the other matrix, in MLPs that have one matrix for both."""
+
+
 def is_gated(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("MLP") and (hasattr(module, "gate_proj") or hasattr(module, "gate_up_proj"))
+    return type(module).__name__.endswith("MLP") and any(hasattr(module, name) for name in ("gate_proj", *_FUSED))
 
 
 def get_activation(module: Any) -> Any:
     """Return the activation of an MLP; None if it has another name."""
-    return getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
+    return next((getattr(module, name) for name in ACTIVATION_NAMES if hasattr(module, name)), None)
 
 
 def _is_silu(activation: Any) -> bool:
@@ -134,7 +138,9 @@ def _swiglu(acceleration: Acceleration, module: Any, x: Tensor) -> Tensor:
 
 
 def _swiglu_fused(acceleration: Acceleration, module: Any, hidden_states: Tensor) -> Tensor:
-    return module.down_proj(functions.swiglu(*module.gate_up_proj(hidden_states).chunk(2, dim=-1)))
+    [names] = [names for names in _FUSED.items() if hasattr(module, names[0])]
+    gate_up, down = (getattr(module, name) for name in names)
+    return down(functions.swiglu(*gate_up(hidden_states).chunk(2, dim=-1)))
 
 
 def _reject_dropout(dropout: float) -> None:
@@ -166,7 +172,7 @@ def _attention(
     *args: Any,
     **options: Any,
 ) -> Any:
-    """Attention of a packed batch with separate projections and NeoX RoPE (Llama, Mistral, Qwen)."""
+    """Attention of a packed batch with separate projections and RoPE of whole heads (Llama, Mistral, Qwen)."""
     batch = _unwrap_batch(attention_mask)
     if batch is None:
         return original(hidden_states, position_embeddings, attention_mask, *args, **options)
@@ -174,12 +180,11 @@ def _attention(
     q, k, v = _project(acceleration, module, hidden_states)
     if hasattr(module, "q_norm"):
         q, k = _norm_heads(module.q_norm, q), _norm_heads(module.k_norm, k)
-    if getattr(module, "use_rope", True):
-        table = _rope_table(*position_embeddings)
-        q, k = functions.rope(q, table), functions.rope(k, table)
-    window = getattr(module, "sliding_window", None)
-    if FAMILIES[module.config.model_type].window == "all":
-        window = module.config.sliding_window
+    layer = module.layer_idx
+    if position_embeddings is not None and (not acceleration.rotated_layers or acceleration.rotated_layers[layer]):
+        table, is_neox = _rope_table(*position_embeddings), acceleration.family.rope == "neox"
+        q, k = functions.rope(q, table, is_neox=is_neox), functions.rope(k, table, is_neox=is_neox)
+    window = acceleration.windows[layer] or None
     out = functions.attention(q, k, v, batch, module.scaling, window, acceleration.attention_softcap)
     return module.o_proj(out.view(1, len(q), -1)), None
 

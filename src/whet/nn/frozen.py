@@ -28,7 +28,7 @@ from whet.models.sources.live import open_module
 from whet.models.sources.pretrained import open_pretrained
 from whet.nn import functions
 from whet.nn.linear_logprobs import Head
-from whet.nn.modules import inner_module
+from whet.nn.modules import auto_class, inner_module, towers
 from whet.nn.scratch import scratch_matrix
 
 _MERGE_FIX = (
@@ -311,7 +311,9 @@ def _build(path: str | os.PathLike[str] | GGUFFile) -> Any:
     else:
         config = transformers.AutoConfig.from_pretrained(path)
     with _MetaParameters():
-        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: Any = auto_class(config).from_config(config, dtype=torch.float32)
+    for name in towers(model):
+        delattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
     if stops:
         model.generation_config.eos_token_id = stops
     elif not isinstance(path, GGUFFile) and os.path.isfile(os.path.join(path, "generation_config.json")):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from whet.models.families import is_skipped, text_options
 from whet.models.stop_tokens import choose_stop_ids
 from whet.signals import deferred_signals
 
@@ -39,6 +40,21 @@ def inner_module(model: nn.Module) -> nn.Module:
         return inner.base_model.model  # pyright: ignore[reportReturnType, reportAttributeAccessIssue]
     get_base_model = getattr(inner, "get_base_model", None)
     return get_base_model() if callable(get_base_model) else inner  # pyright: ignore[reportReturnType]
+
+
+def auto_class(config: Any) -> Any:
+    """Return the class of transformers that makes the causal model of a config, with the towers of its modalities."""
+    import transformers
+
+    options = config.to_dict()
+    is_causal = text_options(options) is options
+    return transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForImageTextToText
+
+
+def towers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return name -> module of the parts of a vision-language model that are not its language model."""
+    names = {name: module for name, module in model.named_modules() if is_skipped(name)}
+    return {name: module for name, module in names.items() if name.rpartition(".")[0] not in names}
 
 
 def position_limit(model: nn.Module) -> int | None:

@@ -16,6 +16,7 @@ from whet.errors import CheckpointError, MissingExtraError, WhetValueError, chec
 from whet.memory import format_bytes, without_gc
 from whet.models.adapter_files import base_name, is_adapter_folder
 from whet.models.base_record import check_record, pack_recorded, read_record
+from whet.models.families import SKIPPED
 from whet.models.formats import TABLE
 from whet.models.hub import find_on_hub
 from whet.models.lora import ALL_LINEAR
@@ -26,6 +27,7 @@ from whet.models.sources.live import check_frequencies
 from whet.models.sources.pretrained import open_pretrained
 from whet.models.tokenizers import read_tokenizer
 from whet.nn.frozen import base_of, frozen_model
+from whet.nn.modules import auto_class, towers
 from whet.runs.resume import Notify
 from whet.runs.settings import RunConfig
 from whet.text.model import load_transformers_tokenizer, read_template
@@ -91,7 +93,7 @@ def _load(source: str, dtype: str, base: str, notify: Notify) -> tuple[Any, Any]
     path, record = base_name(source, "load_model"), read_record(source, "load_model")
     if record is None or not record["is_quantised"]:
         model = merge_adapters(_load_base(path, dtype, "none", notify)[0], source)
-        return model.requires_grad_(True), tokenizer
+        return _freeze_towers(model.requires_grad_(True)), tokenizer
     packed = pack_recorded(open_pretrained(path), record, "load_model", source)
     return import_peft().PeftModel.from_pretrained(frozen_model(path, packed), source), tokenizer
 
@@ -108,13 +110,18 @@ def _load_base(source: str, dtype: str, base: str, notify: Notify) -> tuple[Any,
 
 def _load_folder(base: str, dtype: str) -> Any:
     """Load the model of a folder or hub name; raise if weights are missing."""
-    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        base, dtype=dtype, use_safetensors=True, output_loading_info=True
-    )
-    model, info = loaded
+    kind = auto_class(transformers.AutoConfig.from_pretrained(base))
+    model, info = kind.from_pretrained(base, dtype=dtype, use_safetensors=True, output_loading_info=True)
     if info["missing_keys"]:
         raise ValueError(f"its weights lack {', '.join(sorted(info['missing_keys'])[:3])}.")
     check_frequencies(model, "load_model")
+    return _freeze_towers(model)
+
+
+def _freeze_towers(model: Any) -> Any:
+    """Freeze a vision-language model except for its language model."""
+    for tower in towers(model).values():
+        tower.requires_grad_(False)
     return model
 
 
@@ -150,6 +157,7 @@ def add_adapters(model: nn.Module, run: RunConfig, record: Mapping[str, Any] | N
         lora_dropout=run.lora_dropout,
         use_rslora=run.use_rslora,
         target_modules=ALL_LINEAR if run.lora_layers in ([], [ALL_LINEAR]) else run.lora_layers,
+        exclude_modules=SKIPPED if towers(model) else None,
         modules_to_save=run.modules_to_save or None,
         task_type="CAUSAL_LM",
     )

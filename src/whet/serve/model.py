@@ -203,7 +203,7 @@ class ServedModel:
         if self.response_template:
             texts = "\n".join(self.response_template.delimiters).replace("\\", "")  # of patterns too
             return {token_id: text for text, token_id in special.items() if text in texts}
-        marks = (self.call_format.opening, self.call_format.closing) if has_tools and self.call_format else ()
+        marks = self.call_format.marks if has_tools and self.call_format else ()
         return self.replies.special_tags | {special[mark]: mark for mark in marks if mark in special}
 
     def reply_parser(self, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> ReplyParser:

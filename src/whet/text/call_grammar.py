@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from whet.text.tool_calls import ToolFormat, types_of
+from whet.text.tool_calls import ARGUMENTS, ToolFormat, types_of
 
 _GUIDANCE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """A grammar that allows any whitespace lets a small model write nothing else."""
@@ -26,6 +26,8 @@ def call_grammar(form: ToolFormat, tools: Sequence[Mapping[str, Any]], mark: Cal
     if form.content in ("json", "json-list"):
         call = rules.add_json(_json_schema(form, functions))
         line = r'"\n"' if form.content == "json" and form.opening else ""
+    elif form.content == "named-json":
+        call = rules.add(" | ".join(_named_call(rules, each, mark) for each in functions))
     elif form.content == "xml":
         call, line = rules.add(" | ".join(_xml_call(rules, each) for each in functions)), r'"\n"'
     else:
@@ -77,6 +79,12 @@ def _arguments(function: Mapping[str, Any]) -> list[tuple[str, dict[str, Any], b
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     found = [(name, {**part, **shared}, name in required) for name, part in (schema.get("properties") or {}).items()]
     return sorted(found, key=lambda each: not each[2])
+
+
+def _named_call(rules: _Rules, function: Mapping[str, Any], mark: Callable[[str], str]) -> str:
+    """Add the rule of ``NAME[ARGS]OBJECT``."""
+    arguments = rules.add_json(function.get("parameters") or _NOTHING)
+    return rules.add(f"{json.dumps(function['name'])} {mark(ARGUMENTS)} {arguments}")
 
 
 def _xml_call(rules: _Rules, function: Mapping[str, Any]) -> str:

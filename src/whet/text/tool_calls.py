@@ -17,15 +17,21 @@ class ToolFormat(NamedTuple):
         opening: text before a call, or before a list of calls; empty: the reply begins with a call.
         closing: text after it; empty: the end of the reply.
         content: of the call: "json" is an object, "json-list" a list of objects, "xml" Qwen3-Coder's <function=NAME>,
-            "python" a list of calls with keyword arguments.
+            "python" a list of calls with keyword arguments, "named-json" Ministral 3's NAME[ARGS]OBJECT, with the
+            opening again before further calls.
         arguments: key of the arguments in JSON.
     """
 
     marker: str
     opening: str
     closing: str
-    content: Literal["json", "json-list", "xml", "python"]
+    content: Literal["json", "json-list", "xml", "python", "named-json"]
     arguments: str = "arguments"
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Texts that the tokenizer may have as special tokens."""
+        return (self.opening, self.closing, *([ARGUMENTS] if self.content == "named-json" else []))
 
 
 FORMATS = (
@@ -33,10 +39,15 @@ FORMATS = (
     ToolFormat("<tool_call>", "<tool_call>", "</tool_call>", "json"),  # Hermes, Qwen2.5, Qwen3, SmolLM3, Granite 4
     ToolFormat("<|tool_call_start|>", "<|tool_call_start|>", "<|tool_call_end|>", "python"),  # LFM2
     ToolFormat("<|tool_call|>", "<|tool_call|>", "<|/tool_call|>", "json-list"),  # Phi-4-mini
+    ToolFormat("[ARGS]", "[TOOL_CALLS]", "", "named-json"),  # Ministral 3
     ToolFormat("[TOOL_CALLS]", "[TOOL_CALLS]", "", "json-list"),  # Mistral
     ToolFormat('"parameters":', "", "", "json", "parameters"),  # Llama 3.1 to 3.3
 )
 """The first whose marker is in the template is a model's format."""
+
+
+ARGUMENTS = "[ARGS]"
+"""Text between name and arguments in "named-json"."""
 
 
 class ToolCall(NamedTuple):
@@ -110,7 +121,7 @@ class ToolParser:
 
     def _parse(self, body: str) -> list[ToolCall]:
         """Return the calls of a text; none if it is anything else."""
-        readers = {"xml": self._read_xml, "python": read_python_calls}
+        readers = {"xml": self._read_xml, "python": read_python_calls, "named-json": self._read_named}
         read = readers.get(self._form.content, self._read_json)
         try:
             calls = read(body.strip())
@@ -125,6 +136,17 @@ class ToolParser:
             arguments = each.get(self._form.arguments, {})
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
             calls.append(ToolCall(str(each["name"]), dict(arguments)))
+        return calls
+
+    def _read_named(self, body: str) -> list[ToolCall]:
+        calls, rest = [], body
+        while rest:
+            name, marker, rest = rest.partition(ARGUMENTS)
+            if not marker:
+                raise ValueError("no arguments")
+            arguments, end = json.JSONDecoder().raw_decode(rest.lstrip())
+            calls.append(ToolCall(name.strip(), dict(arguments)))
+            rest = rest.lstrip()[end:].lstrip().removeprefix(self._form.opening)
         return calls
 
     def _read_xml(self, body: str) -> list[ToolCall]:

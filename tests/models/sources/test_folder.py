@@ -20,6 +20,7 @@ from tests.processes import printed_by
 from tests.raising import assert_raises, mentions
 
 from whet.errors import WhetValueError
+from whet.models.families import model_config
 from whet.models.reference import naive_weights
 from whet.models.sources.folder import open_folder, parse_safetensors, read_safetensors
 from whet.models.sources.live import open_module
@@ -70,6 +71,41 @@ def test_logits_match_transformers(case, tmp_path):
     assert source.config == live.config and source.targets == live.targets
     for row_slice in source.slices():
         assert not row_slice.tensor.flags.owndata and not row_slice.tensor.flags.writeable
+
+
+@pytest.mark.parametrize("case", ["gemma3-vision", "mistral3-vision", "qwen3_vl-vision"])
+@pytest.mark.parametrize("is_old", [False, True])
+def test_language_model_of_a_folder_with_towers(case, is_old, tmp_path):
+    """Names of transformers 4 and 5; heads for several tokens, and towers, are skipped with one warning."""
+    model, ids = tiny_model(case), token_ids()
+    model.save_pretrained(tmp_path)
+    tensors = {name: tensor.contiguous().clone() for name, tensor in model.state_dict().items()}
+    if is_old:
+        old = {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
+        for new, name in ((new, name) for new in old for name in list(tensors) if name.startswith(new)):
+            tensors[old[new] + name.removeprefix(new)] = tensors.pop(name)
+    tensors["mtp.fc.weight"] = torch.ones(2, 2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.warns(UserWarning, match="tensors, such as .*runs the language model") as warned:
+        source = open_folder(tmp_path)
+    assert len(warned) == 1
+    np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
+    assert source.targets == open_module(model).targets
+    assert next(iter(source.targets)) == "model.language_model.embed_tokens"  # PEFT's names
+    save_file({**tensors, "model.experts.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert_raises(WhetValueError, (case.removesuffix("-vision"), "model.experts.weight"), open_folder, tmp_path)
+
+
+def test_text_config_of_gemma_3_has_only_what_differs_from_the_defaults():
+    text = {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    }  # fmt: skip
+    config = model_config({"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 106]})
+    assert (config.n_heads, config.n_kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
+    assert config.tied_head and config.windows[:6] == (1024,) * 5 + (0,)
+    quantised = {"model_type": "gemma3", "text_config": text, "quantization_config": {"quant_method": "fp8"}}
+    assert_raises(WhetValueError, ("quantization_config", "float32"), model_config, quantised)
 
 
 def test_shards(tmp_path):

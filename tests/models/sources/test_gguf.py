@@ -29,7 +29,9 @@ QUANTISED = tuple(gguf.GGMLQuantizationType(f.gguf_type) for f in TABLE.values()
 
 CASES = ("llama", "llama-biases-tied", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt_neox-serial", "gpt2",
          "gpt2-untied-unscaled", "phi3", "granite", "smollm3-interval", "olmo2", "gemma2", "gemma3", "starcoder2",
-         "starcoder2-untied", "stablelm", "stablelm-parallel", "phi", "phi-rotary")  # fmt: skip
+         "starcoder2-untied", "stablelm", "stablelm-parallel", "phi", "phi-rotary",
+         "granite4", "granite4-not-rotated", "olmo3-kinds", "exaone4", "exaone4-windows", "ernie4_5",
+         "ministral3")  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -40,7 +42,8 @@ def test_logits_match_transformers(case, tmp_path):
     live = open_module(model)
     ours, theirs = naive_weights(source.config, source.slices()), naive_weights(live.config, live.slices())
     assert ours.keys() == theirs.keys() and all(np.array_equal(ours[slot], theirs[slot]) for slot in ours)
-    assert source.targets.keys() == live.targets.keys()
+    if case != "granite4":  # the file does not record that gate and up are one matrix in the folder
+        assert source.targets.keys() == live.targets.keys()
     assert source.config.windows == live.config.windows
     for row_slice in source.slices():
         assert not row_slice.tensor.flags.owndata and not row_slice.tensor.flags.writeable
@@ -52,6 +55,8 @@ def test_names_of_tensors(case):
     for name in model.state_dict():
         if name == "lm_head.weight" and case == "gemma2":
             continue  # llama.cpp has none
+        if ".shared_mlp." in name:
+            continue  # gate and up are two tensors
         assert tensor_name(model.config.model_type, name) == gguf_name(model.config, name)
     assert tensor_name("llama", "model.layers.13.mlp.up_proj.weight") == "blk.13.ffn_up.weight"
     with pytest.raises(KeyError):

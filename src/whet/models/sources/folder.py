@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,15 @@ from whet import _core
 from whet.errors import WhetValueError
 from whet.models.adapter_files import is_adapter_folder
 from whet.models.architecture import RowSlice
-from whet.models.families import Family, family_of, model_config, module_targets, short_position
+from whet.models.families import (
+    Family,
+    family_of,
+    is_skipped,
+    model_config,
+    module_targets,
+    short_position,
+    text_options,
+)
 from whet.models.formats import TABLE
 from whet.models.slots import ModelSource, StoredTensor, iter_slices
 from whet.models.sources.mapped import map_file, parse_container, parse_json, view
@@ -67,8 +76,8 @@ def open_folder(path: str | os.PathLike[str], *, max_position: int | None = None
 
     for _ in slices():
         pass
-    tensors.check_all_used(config["model_type"])
-    targets = module_targets(config["model_type"], described)
+    tensors.check_all_used(config)
+    targets = module_targets(family, described)
     return ModelSource(described, slices, targets, short_position=short_position(config, where))
 
 
@@ -176,14 +185,22 @@ class _Tensors:
         """Return False if the files have a different head although the config ties it; None: as in the config."""
         embedding, head = (next(m for m in self.family.modules if m.slot == slot) for slot in ("embedding", "head"))
         name = self.find(head.names, "weight")
-        tied = config.get("tie_word_embeddings", self.family.defaults.get("tie_word_embeddings"))
+        tied = text_options(config).get("tie_word_embeddings", self.family.defaults.get("tie_word_embeddings"))
         if name is None or tied is not True:
             return None
         table, output = self.get(embedding.names, "weight"), self.get(head.names, "weight")
         return table.shape == output.shape and np.array_equal(_bits(table.tensor), _bits(output.tensor))
 
-    def check_all_used(self, model_type: str) -> None:
-        for name in sorted(self.entries.keys() - self.used):
+    def check_all_used(self, config: Mapping[str, Any]) -> None:
+        unused, model_type = sorted(self.entries.keys() - self.used), config["model_type"]
+        if text_options(config) is not config and (skipped := list(filter(is_skipped, unused))):
+            unused = sorted({*unused}.difference(skipped))
+            warnings.warn(
+                f"{self.where}: {len(skipped)} tensors, such as {skipped[0]}, are not read: Whet runs the language "
+                f"model of this {model_type}.",
+                stacklevel=2,
+            )
+        for name in unused:
             if not _BUFFERS.search(name):
                 raise WhetValueError(
                     f"{self.entries[name].file}: a {model_type} with this config has no {name}. config.json belongs "

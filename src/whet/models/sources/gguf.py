@@ -68,7 +68,8 @@ def open_gguf(path: str | os.PathLike[str] | GGUFFile, *, max_position: int | No
     file = path if isinstance(path, GGUFFile) else read_gguf(Path(path), f'open_gguf("{path}")')
     where = f'open_gguf("{file.paths[0]}")'
     options, described = describe_gguf(file, max_position, where)
-    modules = FAMILIES[options["model_type"]].gguf_modules
+    family = FAMILIES[options["model_type"]]
+    modules = family.gguf_modules
     architecture = file.metadata["general.architecture"]
     tensors = _split_qkv(file.tensors, modules, described, where)
     used = set(_ROPE_TENSORS.values())
@@ -84,7 +85,7 @@ def open_gguf(path: str | os.PathLike[str] | GGUFFile, *, max_position: int | No
     unknown = sorted(tensors.keys() - used)
     if unknown:
         raise WhetValueError(f"{where}: tensor {unknown[0]} is not supported in a {architecture} with this metadata.")
-    targets = module_targets(options["model_type"], described)
+    targets = module_targets(family, described)
     return ModelSource(described, lambda: iter(slices), targets, short_position=short_position(options, where))
 
 
@@ -126,7 +127,9 @@ def tensor_name(model_type: str, name: str) -> str:
         KeyError: the family has no such module, or GGUF no such family.
     """
     family = FAMILIES[model_type]
-    names = {ours.names[0]: theirs.names[0] for ours, theirs in zip(family.modules, family.gguf_modules, strict=True)}
+    theirs = {(module.slot, module.part): module.names[0] for module in family.gguf_modules}
+    ours = ((module.names[0], (module.slot, module.part)) for module in family.modules)
+    names = {name: theirs[place] for name, place in ours if place in theirs}
     module, _, suffix = name.rpartition(".")
     layer = re.search(r"\.(\d+)\.", module)
     if layer is not None:
@@ -171,6 +174,9 @@ class _Metadata:
     def model_type(self) -> str:
         """Return the architecture's family; of several, the family with a window if the file has one."""
         model_types = _ARCHITECTURES[self.architecture]
+        switched = [name for name in model_types if FAMILIES[name].rope_option]
+        if self.given.get("is_rotated") is False and switched:  # in other architectures, the key describes the training
+            return switched[0]
         if not self.given.get("sliding_window"):
             return model_types[0]
         found = next((name for name in model_types if FAMILIES[name].window in ("all", "pattern")), None)
@@ -206,6 +212,10 @@ class _Metadata:
         if rotary_dim != sizes["head_dim"] and not family.partial_rotary:
             raise self.wrong("rotary_dim", f"the whole head, {sizes['head_dim']}")
         rope = self.rope(sizes, rotary_dim)
+        if family.query_scale:
+            rope["llama_4_scaling_beta"] = self.given.get("query_log_scale", 0.0)
+        elif self.given.get("query_log_scale", 0.0) != 0.0:
+            raise self.wrong("query_log_scale", "0 or none")
         biased = {slot for slot, name in names.items() if f"{name}.bias" in self.tensors}
         return {
             "model_type": model_type,
@@ -219,6 +229,8 @@ class _Metadata:
             "use_parallel_residual": self.given.get("use_parallel_residual", True),
             "sliding_window": self.given.get("sliding_window") or gguf.get("sliding_window"),
             "rope_parameters": self.by_layers(rope, family),
+            **self.window_layers(family, sizes["n_layers"]),
+            **self.not_rotated(family, sizes["n_layers"]),
             "query_pre_attn_scalar": sizes["hidden_dim"] // n_heads if by_hidden else sizes["head_dim"],
             # transformers prefers this one over the one in rope_parameters.
             "original_max_position_embeddings": rope.get("original_max_position_embeddings"),
@@ -231,8 +243,30 @@ class _Metadata:
             if name in self.given:
                 raise self.wrong(name, "none")
             return rope
-        local = {"rope_type": "default", "rope_theta": self.number(name, family.defaults[name])}
+        theta = self.number(name, family.defaults.get(name, rope["rope_theta"]))
+        local = {"rope_type": "default", "rope_theta": theta}
         return {"full_attention": rope, "sliding_attention": local}
+
+    def window_layers(self, family: Family, n_layers: int) -> dict[str, Any]:
+        """Return the layers with a window, if the file names them: one flag a layer, or the period of those without."""
+        value = self.given.get("window_layers")
+        if family.rope_windowed and not self.given.get("sliding_window"):
+            return {"layer_types": ["full_attention"] * n_layers}
+        if value is None or (family.window != "pattern" and not self.given.get("sliding_window")):
+            return {}
+        if family.window != "pattern":
+            raise self.wrong("window_layers", "none")
+        if not isinstance(value, (list, np.ndarray)):
+            return {"sliding_window_pattern": self.size("window_layers")}
+        if len(value) != n_layers or not all(flag in (False, True) for flag in value):
+            raise self.wrong("window_layers", f"{n_layers} of true and false")
+        return {"layer_types": ["sliding_attention" if flag else "full_attention" for flag in value]}
+
+    def not_rotated(self, family: Family, n_layers: int) -> dict[str, Any]:
+        """Return the options of a model whose heads are not rotated, and whose family has hybrids and mixtures too."""
+        if not family.rope_option:
+            return {}
+        return {family.rope_option: None, "num_local_experts": 0, "layer_types": ["full_attention"] * n_layers}
 
     def biases(self, family: Family, biased: set[str]) -> dict[str, bool]:
         """Return the family's options of biases, from the tensors that exist."""
@@ -278,7 +312,10 @@ class _Metadata:
             factor = self.number("factor", 1.0)
             found |= {"rope_type": kind, "factor": factor}
             if kind == "yarn":
-                relative = attention_factor * (0.1 * math.log(max(factor, 1.0)) + 1.0)
+                growth, multiplier = 0.1 * math.log(max(factor, 1.0)), self.given.get("yarn_log_multiplier", 0.0)
+                if isinstance(multiplier, bool) or not isinstance(multiplier, (int, float)) or multiplier < 0:
+                    raise self.wrong("yarn_log_multiplier", "a number of at least 0")
+                relative = attention_factor * (growth + 1.0) / (growth * multiplier + 1.0)
                 # llama.cpp's converter writes the config's value to this key, which llama.cpp does not read.
                 is_relative = "attention_factor" in self.given
                 found["attention_factor"] = relative if is_relative else self.number("yarn_attention_factor", relative)

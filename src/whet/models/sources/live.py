@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from whet.errors import WhetTypeError, WhetValueError
 from whet.models.architecture import ModelConfig, RowSlice
-from whet.models.families import FAMILIES, Family, family_of, model_config, module_targets, short_position
+from whet.models.families import (
+    FAMILIES,
+    Family,
+    family_of,
+    is_skipped,
+    model_config,
+    module_targets,
+    short_position,
+    text_options,
+)
 from whet.models.formats import FLOAT_FORMATS
 from whet.models.slots import (
     LoRA,
@@ -88,7 +97,7 @@ def open_module(model: Any, *, merged: bool = False, max_position: int | None = 
     def slices() -> Iterator[RowSlice]:
         return iter_slices(described, family.modules, partial(module.tensor, merged=merged), _WHERE)
 
-    targets = module_targets(options["model_type"], described)
+    targets = module_targets(family, described)
     module.check(described, family)
     check_code(model.named_modules(), _WHERE)
     check_settings(module.modules, described, _WHERE)
@@ -108,7 +117,7 @@ def check_frequencies(model: Any, where: str) -> None:
     inner = _inside(model)
     config: Any = getattr(inner, "config", None)
     options: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {}
-    if options.get("model_type") not in FAMILIES:
+    if text_options(options).get("model_type") not in FAMILIES:
         _check_theta(options, where)
         return
     try:
@@ -163,11 +172,12 @@ def _inside(model: Any) -> Any:
 
 
 class _Live:
-    """Finds modules by name, inside PEFT's wrappers."""
+    """Finds modules of the language model by name, inside PEFT's wrappers."""
 
     def __init__(self, model: Any) -> None:
-        self.modules = dict(model.named_modules())
-        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.modules = {name: module for name, module in model.named_modules() if not is_skipped(name)}
+        parameters = model.named_parameters(remove_duplicate=False)
+        self.parameters = {name: parameter for name, parameter in parameters if not is_skipped(name)}
 
     def layer(self, names: Sequence[str]) -> tuple[Any, list[tuple[Any, str]]]:
         """Return the unwrapped layer, and its active LoRA adapters: (PEFT's layer, adapter name)."""

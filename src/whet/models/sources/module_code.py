@@ -35,7 +35,7 @@ _NUMBERS = {
     "residual_multiplier": "residual_scale",
 }
 """Attribute of transformers' modules -> the corresponding field of ``ModelConfig``."""
-_ACTIVATIONS = ("act_fn", "activation_fn", "act")
+ACTIVATION_NAMES = ("act_fn", "activation_fn", "activation", "act")
 """Names of an MLP's activation."""
 
 
@@ -79,12 +79,12 @@ def check_settings(modules: Mapping[str, Any], config: ModelConfig, where: str) 
         own = vars(module)
         expected = {key: getattr(config, field) for key, field in _NUMBERS.items() if key in own}
         layer = own.get("layer_idx")
-        if "sliding_window" in own and layer is not None:
+        if "sliding_window" in own and layer is not None and own.get("is_sliding", True):
             expected["sliding_window"] = config.windows[layer]
         for key, number in expected.items():
             if not _is_number(own[key], number, config.max_position):
                 raise _changed(where, f"{name}.{key}", repr(own[key]), f"{number:g}")
-        for key in _ACTIVATIONS:
+        for key in ACTIVATION_NAMES:
             if key in module._modules and not _is_activation(module._modules[key], config.activation):
                 raise _changed(where, f"{name}.{key}", f"a {type(module._modules[key]).__name__}", config.activation)
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from whet.errors import WhetValueError, check_installed
+from whet.models.families import text_options
 from whet.models.sources.mapped import map_file, parse_json
 from whet.models.tokenizers.folder import read_json, read_settings, read_templates, special_text
 from whet.models.tokenizers.pre_tokenizers import PRE_TOKENIZERS, find_name
@@ -182,6 +183,7 @@ def _special_ids(made: Mapping[str, Any], settings: Mapping[str, Any], folder: P
     """Return role -> id, from the tokenizer's settings or the model's config."""
     index = {**made["model"]["vocab"], **{token["content"]: token["id"] for token in made["added_tokens"]}}
     config = read_json(folder / "config.json", where)
+    config = {**text_options(config), **config}
     ids: dict[str, int] = {}
     for name, role in _ROLES.items():
         text = special_text(settings, name)
