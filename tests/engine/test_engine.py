@@ -561,7 +561,7 @@ def test_fork_during_a_call_raises_in_the_child(monkeypatch):
     model = llama()
     with Engine.from_model(model) as engine:
         expected = everything(engine.generate([[1, 2]], 2, PLAIN))
-        thread = threading.Thread(target=engine._calls.core.add_adapter, args=(7, no_parts()))
+        thread = threading.Thread(target=engine._calls.core.add_adapter, args=(7, no_parts(), ()))
         thread.start()
         assert at_work.wait(60)
         assert in_child(check) == 0

@@ -123,8 +123,9 @@ def test_logits_in_float64(case):
     source = open_module(model)
     model = in_float64(model, source.config)
     logits = naive_logits(source, ids, np.float64)
+    tolerance = 2e-6 if case.startswith("ernie4_5") else 1e-10  # transformers rotates ERNIE's heads in float32
     with exact_softmax(model):
-        np.testing.assert_allclose(logits, logits_of(model, ids), rtol=0, atol=1e-10)
+        np.testing.assert_allclose(logits, logits_of(model, ids), rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -280,7 +281,7 @@ def test_old_configs():
     ("change", "message"),
     [
         ({"model_type": "mixtral"}, ("'mixtral'", "mixtures of experts", "gemma2, gemma3_text, gpt2")),
-        ({"model_type": "gemma3"}, ("gemma3", "save its text model, gemma3_text")),
+        ({"model_type": "gemma3"}, ("model_type is 'gemma3'", "gemma3_text")),
         ({"model_type": "lfm2"}, ("model_type is 'lfm2'", "has convolutions")),
         ({"model_type": ["llama"]}, ("model_type is ['llama']",)),
         ({"hidden_act": "relu"}, ("hidden_act is 'relu'", "silu")),

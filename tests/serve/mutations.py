@@ -34,3 +34,18 @@ def mutate(body: Any, bits: random.Random) -> Any:
     else:
         holder[path[-1]] = copy.deepcopy(bits.choice(STRANGE))
     return found
+
+
+_TYPES = [None, True, 0.5, 7, "a", [], [1], ["a"], {}, {"a": 1}, float("inf")]
+
+
+def replace_each(body: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the place of each value, without numbers of list items, and a copy of the body with another value there."""
+    for path in _places(body):
+        for i, value in enumerate(_TYPES if path else ()):
+            found = copy.deepcopy(body)
+            holder = found
+            for key in path[:-1]:
+                holder = holder[key]
+            holder[path[-1]] = copy.deepcopy(value)
+            yield ".".join("[]" if isinstance(key, int) else key for key in path) + f" {i}", found

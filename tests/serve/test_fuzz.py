@@ -4,7 +4,8 @@ import json
 import random
 
 import httpx
-from tests.serve.mutations import mutate
+from tests.serve.mutations import mutate, replace_each
+from tests.serve.recorded import read_recorded
 
 PARTS = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
 BODIES = {
@@ -64,3 +65,22 @@ def test_mutated_requests(url, served):
     assert not failures
     assert statuses[200] > 50 and statuses[400] > 50
     assert served.engine.memory["kv_used_bytes"] == 0 and not served.engine._calls._sessions
+
+
+def test_each_field_of_recorded_requests_may_be_anything(url):
+    """One value of each field at a time is replaced by a value of each type."""
+    failures, seen = [], set()
+    with httpx.Client(timeout=60) as client:
+        for asked in read_recorded():
+            if not isinstance(asked.body, dict):
+                continue
+            body = {"max_tokens": 2, **asked.body} if asked.path.startswith("/v1/c") else asked.body
+            for place, changed in replace_each(body):
+                if (asked.path, place) in seen:
+                    continue
+                seen.add((asked.path, place))
+                response = client.post(url + asked.path, content=json.dumps(changed).encode())
+                if response.status_code not in (200, 400, 404, 429) or "server_error" in response.text:
+                    failures.append((asked.path, changed, response.text))
+    assert not failures
+    assert len(seen) > 1000

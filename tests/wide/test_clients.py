@@ -1,7 +1,7 @@
 """The clients that people use, in their newest versions, each in a separate environment, against ``whet serve``.
 
-Environments below build/clients are made once; remove them for newer versions. The scripts in clients/ get the server's
-address and the engine's answers, and fail if a client's answer differs.
+Environments are made once, below the user's cache (~/.cache/whet/clients); remove them for newer versions. The scripts
+in clients/ get the server's address and the engine's answers, and fail if a client's answer differs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ import whet
 from whet import SamplingParams
 from whet.text.model import find_stop_ids, load_chat_tokenizer
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-WORK = ROOT / "build" / "clients"
+WORK = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "whet" / "clients"
 SCRIPTS = Path(__file__).with_name("clients")
 CLIENTS = {  # script -> packages
     "openai_python": ["openai"],
@@ -81,17 +80,18 @@ def environment(name: str, packages: list[str], *, inherits: bool = False) -> Pa
         packages: to install.
         inherits: whether it has the packages of the current environment too, and Whet.
     """
-    folder, wanted = WORK / name, json.dumps(packages)
+    inherited = [path for path in sys.path if path.endswith("site-packages")] if inherits else []
+    folder, wanted = WORK / name, json.dumps([packages, sys.executable, inherited])
     python, stamp = folder / "bin" / "python", folder / "packages.json"
     if stamp.is_file() and stamp.read_text() == wanted:
         return python
     venv.create(folder, clear=True, with_pip=False)
     if inherits:
         [site] = folder.glob("lib/python*/site-packages")
-        lines = [f"import site; site.addsitedir({path!r})\n" for path in sys.path if path.endswith("site-packages")]
+        lines = [f"import site; site.addsitedir({path!r})\n" for path in inherited]
         (site / "inherited.pth").write_text("".join(lines))
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, *packages], check=True, env={**os.environ, "PYTHONPATH": ""})
+    subprocess.run([*pip, "--no-compile", *packages], check=True, env={**os.environ, "PYTHONPATH": ""})
     stamp.write_text(wanted)
     return python
 
@@ -135,4 +135,4 @@ def test_verifiers_trains_on_the_servers_tokens(served):
     with whet.Engine.from_pretrained(served.model, weights="float32") as engine:
         right = engine.logprobs([row["token_ids"] for row in rows], start=[row["start"] for row in rows])
     for row, logprobs in zip(rows, right, strict=True):
-        np.testing.assert_allclose(row["logprobs"], logprobs, atol=1e-5)
+        np.testing.assert_allclose(row["logprobs"], logprobs, rtol=0, atol=6e-5)  # traces have four decimals

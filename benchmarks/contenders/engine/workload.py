@@ -56,7 +56,7 @@ class Workload:
     prompts: Sequence[Sequence[int]]
     n_samples: int = 1
     n_steps: int = 32
-    _calls: Any = field(default_factory=itertools.count)
+    calls: Any = field(default_factory=itertools.count)
 
     @property
     def model(self) -> Any:
@@ -80,7 +80,7 @@ class Workload:
 
     def fresh(self) -> list[list[int]]:
         """Change the prompts' first tokens, so that no prefix cache has them."""
-        shift, vocab_size = 1 + next(self._calls), self.files.shape.config.vocab_size
+        shift, vocab_size = 1 + next(self.calls), self.files.shape.config.vocab_size
         return [[(first + shift) % vocab_size, *rest] for first, *rest in self.prompts]
 
 

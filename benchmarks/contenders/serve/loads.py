@@ -107,7 +107,7 @@ def _after_the_first(first: Sequence[Answer], others: Sequence[Answer]) -> Mappi
 def on_server(open_server: Open, task: Task, x: Workload) -> Call:
     """Open a server, check its completion of the first prompt, and return a call of ``task``."""
 
-    server = _open(open_server, task, x)
+    server = open_server_for(open_server, task, x)
     sample = server.sample(request(x, x.prompts[0]))
 
     def call() -> Timed:
@@ -117,7 +117,8 @@ def on_server(open_server: Open, task: Task, x: Workload) -> Call:
     return call
 
 
-def _open(open_server: Open, task: Task, x: Workload) -> Server:
+def open_server_for(open_server: Open, task: Task, x: Workload) -> Server:
+    """Open a server for as many prompts and tokens, in the setting in which a task takes the least time."""
     short = replace(x, n_steps=min(x.n_steps, _TRIAL_STEPS))
 
     def trial(server: Server) -> float:
@@ -140,7 +141,7 @@ def with_schema(open_server: Open, schema: Mapping[str, Any], x: Workload) -> Ca
     Raises:
         RuntimeError: the schema changes a completion.
     """
-    server = _open(open_server, whole_again, x)
+    server = open_server_for(open_server, whole_again, x)
     fields = server.follow(schema)
     sample = server.sample(request(x, x.prompts[0], **fields))
     expected = [answer.text for answer in ask(server, x, x.prompts)]
@@ -172,7 +173,7 @@ def in_process(x: Workload) -> Call:
 
 def server_cpu(open_server: Open, x: Workload) -> Call:
     """Count the CPU time of a server's main thread, which runs no engine, while it streams all completions."""
-    server = _open(open_server, stream_all, x)
+    server = open_server_for(open_server, stream_all, x)
     sample = server.sample(request(x, x.prompts[0]))
 
     def call() -> Timed:

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import whet
 from benchmarks.contenders.engine.workload import Sample, load_once
@@ -47,11 +47,14 @@ class Server(ABC):
         note: remark about its settings.
 
     Attributes:
+        greedy: fields of requests that sample the most probable token.
         process_id: of the server.
 
     Raises:
         RuntimeError: it ended, or is not ready after two minutes.
     """
+
+    greedy: ClassVar[Body] = {"temperature": 0}
 
     def __init__(self, command: Sequence[str], note: str = "") -> None:
         self.note = note
@@ -75,9 +78,14 @@ class Server(ABC):
                     raise RuntimeError(f"the server did not start, status {process.poll()}: {text[-400:]}")
                 time.sleep(0.02)
 
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return f"http://{self._address}"
+
     def _is_ready(self) -> bool:
         try:
-            with urllib.request.urlopen(f"http://{self._address}/health", timeout=5):
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5):
                 return True
         except OSError:  # not listening yet, or 503 while it loads
             return False
@@ -134,8 +142,10 @@ def open_whet(weights: str, file: Path, n_rows: int, n_tokens: int, trial: Calla
 class LlamaServer(Server):
     """llama.cpp's server. Its requests have no samplers except the argmax."""
 
+    greedy: ClassVar[Body] = {"temperature": 0, "samplers": ["top_k"], "top_k": 1}
+
     def complete(self, bodies: Sequence[Body]) -> list[Answer]:
-        return super().complete([{**body, "samplers": ["top_k"], "top_k": 1} for body in bodies])
+        return super().complete([{**body, **self.greedy} for body in bodies])
 
     def sample(self, body: Body) -> Sample:
         [answer] = self.complete([{**body, "logprobs": 1}])

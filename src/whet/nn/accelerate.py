@@ -218,7 +218,7 @@ class Acceleration:
                     self._replace(module, "forward", forward)
                 if uses_attention_interface(module):
                     # On a copy of the config, which may be shared with another model.
-                    config = copy.copy(module.config)
+                    config: Any = copy.copy(module.config)
                     config._attn_implementation = NAME
                     self._replace(module, "config", config)
             _core.borrow_threads(openmp_fork())

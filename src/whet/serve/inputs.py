@@ -171,8 +171,10 @@ def _as_text(i: int, message: Any) -> dict[str, Any]:
     if content is not None and not isinstance(content, str):
         raise ApiError(400, f"{name}.content is {content!r:.40}, expected text or a list of parts.", "messages")
     found = {**{key: value for key, value in message.items() if key != "content"}, "content": content or ""}
-    if message.get("tool_calls"):
-        found["tool_calls"] = [_read_call(name, call) for call in message["tool_calls"]]
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise ApiError(400, f"{name}.tool_calls is {calls!r:.60}, expected a list of calls.", "messages")
+        found["tool_calls"] = [_read_call(name, call) for call in calls]
     return found
 
 

@@ -14,6 +14,8 @@ from whet.serve.errors import ApiError
 from whet.serve.schema import EXTRAS, ResponseRequest, check_object, parse
 from whet.serve.service import Service
 
+_REPEATED = ("tools", "tool_choice", "text", "metadata")
+"""Fields of any content that the response repeats."""
 _SAME = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "stop", *EXTRAS)
 _REFUSED = {
     "previous_response_id": "Responses are not stored. Send all items as input.",
@@ -37,6 +39,11 @@ class Responses(Chat):
     def __init__(self, service: Service, body: Any) -> None:
         body = check_object(body)
         self._given = given = parse(ResponseRequest, body)
+        for name in _REPEATED:
+            try:
+                json.dumps(getattr(given, name), allow_nan=False)
+            except ValueError:
+                raise ApiError(400, f"{name} holds a number that is not finite.", name) from None
         super().__init__(service, {**{name: body[name] for name in _SAME if name in body}, **_translate(body, given)})
         self._n_events = 0
         self._output: list[Body] = []
