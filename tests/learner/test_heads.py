@@ -29,7 +29,8 @@ LENGTHS = list(map(len, COMPLETIONS))
 
 
 def learner_of(case: str, **options: Any) -> Learner:
-    return new_learner(pack_base(open_module(tiny_model(case, **options)), weights="float32"), compute="float32")
+    base = pack_base(open_module(tiny_model(case, **options)), weights="float32")
+    return new_learner(base, compute="float32", modules_to_save=())
 
 
 def adapted(
