@@ -11,7 +11,7 @@ import uvicorn
 from tests.cli.conftest import error_of, tiny_model  # noqa: F401
 
 from whet.cli.serve import listen
-from whet.models.adapter_files import write_peft
+from whet.models.adapter_files import peft_config, write_peft
 from whet.serve import ServedModel, make_app
 from whet.serve.connection import Connection
 
@@ -40,7 +40,7 @@ def write_adapter(folder, seed, base="tiny"):
     name = "model.layers.1.mlp.down_proj"
     factors = {name: (rng.standard_normal((2, 64)) * 5, rng.standard_normal((32, 2)) * 5, 2.0)}
     arrays = {name: (a.astype(np.float32), b.astype(np.float32), alpha) for name, (a, b, alpha) in factors.items()}
-    write_peft(folder, arrays, base, "CAUSAL_LM", ["down_proj"])
+    write_peft(folder, arrays, peft_config(arrays, base, "CAUSAL_LM", ["down_proj"]))
     return str(folder)
 
 

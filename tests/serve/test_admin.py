@@ -16,7 +16,7 @@ from tests.cli.conftest import tiny_model, write_tiny_gguf  # noqa: F401
 from tests.serve.conftest import serving, write_adapter
 
 from whet.engine.session import Call
-from whet.models.adapter_files import write_peft
+from whet.models.adapter_files import peft_config, write_peft
 from whet.serve import ServedModel, make_app
 from whet.serve.gate import Gate
 
@@ -171,7 +171,7 @@ def test_adapters_that_cannot_be_loaded(place, name, path, status, fact):
     (place.adapters / "broken").mkdir()
     shutil.copy(place.adapters / "red/adapter_config.json", place.adapters / "broken")
     factors = {"model.layers.1.mlp.down_proj": (np.ones((2, 3), np.float32), np.ones((32, 2), np.float32), 1.0)}
-    write_peft(place.adapters / "misfit", factors, "tiny", "CAUSAL_LM", ["down_proj"])
+    write_peft(place.adapters / "misfit", factors, peft_config(factors, "tiny", "CAUSAL_LM", ["down_proj"]))
     response = load(place, name, path)
     assert response.status_code == status and fact in response.json()["error"]["message"], response.text
     assert names(place) == ["tiny"]

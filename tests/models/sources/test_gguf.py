@@ -404,7 +404,7 @@ def holding(*tensors: bytes) -> bytes:
         (holding(tensor(b"t", kind=40)), ("t is NVFP4", "this engine reads F32, BF16", "TQ1_0 and TQ2_0", "Quantize")),
         (holding(tensor(b"t", kind=4)), ("t is of type 4", "llama.cpp does not write", "this")),
         (holding(tensor(b"t", shape=(33,), kind=8)), ("t has rows of 33", "32")),
-        (header() + bytes(32), ("general.architecture is None", "this engine reads llama, qwen2")),
+        (header() + bytes(32), ("general.architecture is None", "this engine reads llama, mistral3, qwen2")),
         (keyed(b"general.architecture", 8, text(b"qwen3next")), ("'qwen3next'", "has linear attention", "this engine")),
         (keyed(b"general.architecture", 8, text(b"mamba")), ("general.architecture is 'mamba'",)),
         (keyed(b"general.architecture", 4, bytes(4)), ("general.architecture is 0",)),
