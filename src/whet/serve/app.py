@@ -38,7 +38,7 @@ from whet.serve.scores import Decisions, Embeddings
 from whet.serve.service import Service
 
 _STATUS_S = 0.2
-"""Time that a streamed response waits for its first chunk: an error before it is sent as the status."""
+"""Time that a streamed response waits for its first chunk; an error within it becomes the HTTP status."""
 _OPEN_PATHS = ("/health", "/ready", "/version", "/metrics", "/ping")
 """Paths that need no key, in addition to the page's."""
 _PAGE = Path(__file__).parent / "page"
