@@ -111,9 +111,8 @@ async function readGgufModel(core: Core, reader: ModelReader, lengthOf: (trained
   const file = await readHeaders(core, reader, caller);
   const { metadata } = file;
   const architecture = String(metadata.get("general.architecture"));
-  const length = lengthOf(Number(metadata.get(`${architecture}.context_length`)));
   return {
-    ...(await describeGguf(core, file, reader, length, caller)),
+    ...(await describeGguf(core, file, reader, lengthOf, caller)),
     architecture,
     hasChatTemplate: metadata.has("tokenizer.chat_template"),
     tokenizer: (where) => TextTokenizer.fromGguf(metadata, where),

@@ -88,12 +88,12 @@ async function readF32(tensor: Tensor | undefined, reader: Reader, where: string
   return Array.from(new Float32Array(bytes.buffer));
 }
 
-/** Return the config of a file's model and the slots of its tensors. `maxPosition`: context length in tokens. */
+/** Return the config of a file's model and the slots of its tensors. `lengthOf`: maps the trained context length to the engine's. */
 export async function describeGguf(
   core: Core,
   file: GgufFile,
   reader: Reader,
-  maxPosition: number | undefined,
+  lengthOf: (trained: number) => number,
   caller: string,
 ): Promise<{ config: ModelConfig; family: Family; slices: RowSlice[] }> {
   const where = `${caller}: ${reader.name}`;
@@ -126,10 +126,11 @@ export async function describeGguf(
     use_parallel_residual: meta.get("use_parallel_residual") ?? true,
   };
   if (!family.query_scale && (meta.get("query_log_scale") ?? 0) !== 0) throw meta.invalid("query_log_scale", "0 or none");
-  const unscaled = (meta.get("query_log_scale") ?? 0) === 0 ? trained : meta.size("original_max_position_embeddings", trained);
-  const length = maxPosition ?? Math.min(trained, unscaled);
-  if (family.query_scale && length > unscaled) throw new WhetError(`${where}: contextLength is ${length}, expected at most ${unscaled}: beyond, the model scales queries, which this core does not.`);
-  if (!(Number.isInteger(length) && length >= 1)) throw new WhetError(`${where}: contextLength is ${show(maxPosition)}, expected an integer of at least 1.`);
+  const isScaled = (meta.get("query_log_scale") ?? 0) !== 0;
+  const unscaled = isScaled ? Math.min(trained, meta.size("original_max_position_embeddings", trained)) : trained;
+  const length = lengthOf(unscaled);
+  if (isScaled && length > unscaled) throw new WhetError(`${where}: contextLength is ${length}, expected at most ${unscaled}: beyond, the model scales queries, which this core does not.`);
+  if (!(Number.isInteger(length) && length >= 1)) throw new WhetError(`${where}: contextLength is ${show(length)}, expected an integer of at least 1.`);
   const rotary = await readRotary(core, meta, family, file, reader, headDim, trained, length, where);
   if (family.rope === "none" && length > trained) throw new WhetError(`${where}: contextLength is ${length}, expected at most ${trained}, the model's learned positions.`);
   const fallback = family.gguf?.sliding_window ?? 0;
