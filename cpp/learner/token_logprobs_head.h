@@ -1,8 +1,11 @@
 // The head of a learner that returns log-probs of given tokens, entropies and mean log-probs, and their gradient with
 // respect to the final hidden states. Logits exist for some outputs of the vocabulary at a time.
 //
-//   log pi(y) = z_y - log sum_v exp(z_v),   H = -sum_v pi_v log pi_v,   M = sum_v log pi_v / V,   z = logits /
-//   temperature d z_v = (sum_j g_j ([v = y_j] - pi_v) - e pi_v (log pi_v + H) + h (1 / V - pi_v)) / temperature
+//   log pi(y) = z_y - log sum_v exp(z_v),   H = -sum_v pi_v log pi_v,   M = sum_v log pi_v / V
+//
+// with z = logits / T at temperature T, and
+//
+//   dlogit_v = (sum_j g_j ([v = y_j] - pi_v) - e pi_v (log pi_v + H) + h (1 / V - pi_v)) / T
 //
 // for the gradients g of the log-probs of k tokens y, e of H and h of M. With kept tokens, pi is the distribution over
 // them: z_v of other tokens is -infinity, and there is no M.

@@ -357,8 +357,8 @@ class Learner:
             completion_mask: for each completion token, whether it counts; None: all do.
             kept_tokens: for each completion, the tokens that each token was drawn from (``Completion.kept_tokens``):
                 sums over v are sums over them. None: the whole vocabulary.
-            candidates: for each completion, (T, k) token ids whose log-probs are returned, not of its
-                tokens, such as a teacher's most probable tokens. Without kept_tokens.
+            candidates: for each completion, (T, k) token ids whose log-probs are returned instead of its tokens'
+                own, such as a teacher's most probable tokens. Without kept_tokens.
             temperature: T, divides the logits.
             return_entropy: also compute H.
             return_mean: also compute M, as label smoothing needs. Without kept_tokens.

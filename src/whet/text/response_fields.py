@@ -108,7 +108,7 @@ class Field:
             raise WhetValueError(f"{where} has a transform, which is supported for {CALLS}.")
         transform, each = spec.get("transform"), spec.get("transform_each", False)
         if each and transform is None:
-            raise WhetValueError(f"{where}: transform_each is set, and there is no transform.")
+            raise WhetValueError(f"{where}: transform_each is set without a transform.")
         _check_transform(where, transform)
         opening, closing = Delimiter.read(where, spec, "open"), Delimiter.read(where, spec, "close")
         return cls(name, opening, closing, parser, args, join, transform, bool(each))
