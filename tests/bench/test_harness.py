@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+from tests.raising import mentions
 from tests.timed import timed
 
 from whet.bench import Case, NotMeasured, Provider, Table, Timed
@@ -15,6 +16,7 @@ from whet.bench.case import WholeRun, relative_error
 from whet.bench.harness import Effort, run_case
 from whet.bench.machine import cpu_seconds, fastest_possible, highest, peak_bytes, watch_others
 from whet.bench.stats import paired_ratio
+from whet.errors import WhetError
 
 BRIEF = Effort(rounds=9, case_s=20.0)
 CEILINGS = {
@@ -290,6 +292,22 @@ def test_provider_failing_on_the_second_call_does_not_stop_the_others():
     rows = run([Provider("whet", lambda x: spin(1e-4)), Provider("broken", once)])
     assert (rows["broken"].status, rows["broken"].samples_s) == ("failed", [])
     assert rows["whet"].status == "measured"
+
+
+def test_a_lost_device_ends_the_run_and_names_the_provider(monkeypatch):
+    def waits(device):
+        if faults:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nSearch for it")
+
+    def faulty(x):
+        faults.append(x)
+        raise RuntimeError("launch failed")
+
+    faults = []
+    monkeypatch.setattr("whet.bench.cuda.synchronize", waits)
+    providers = [Provider("whet", lambda x: lambda: x), Provider("peer", faulty), Provider("next", lambda x: lambda: x)]
+    with pytest.raises(WhetError, match=mentions("cuda:0", "peer", "illegal memory access", "--peers")):
+        run(providers, a_case(device="cuda:0"))
 
 
 def test_peak_memory_of_a_call():

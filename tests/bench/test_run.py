@@ -106,6 +106,13 @@ def test_invalid_option_is_one_line(arguments, facts, capsys):
     assert error.count("\n") == 1
 
 
+def test_a_file_in_place_of_the_folder_is_one_line(tmp_path, capsys):
+    (tmp_path / "out").touch()
+    flags = ["--quick", "--only", "16 x 4", "--out", str(tmp_path / "out")]
+    assert main(["bench", "llm-ops", *flags]) == 2
+    assert_mentions(capsys.readouterr().err, "whet: ", tmp_path / "out", "exists")
+
+
 def test_without_a_clone_other_suites_name_the_fix(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(whet.bench.suites._PACKAGES, "benchmarks.suites", str(tmp_path / "benchmarks"))
     assert suite_names() == ["kernels"]

@@ -65,6 +65,26 @@ def test_a_position_outside_the_table_gives_nan(rotate):
     assert x.isnan().any(1).tolist() == [False, True, True]
 
 
+def test_each_call_is_checked_and_rotated_as_the_first(rotate):
+    rope = whet.get_rope(4, 4, 50)
+    table = tensor(rope.cos_sin_cache)
+    for offset in (0, 0, 1, 0):  # 1: the address of query is not a multiple of 16
+        array, positions = RNG.standard_normal(3 * 8 + 1, np.float32), RNG.integers(0, 50, 3)
+        x = tensor(array)[offset:][:24].view(3, 8)
+        rotate(tensor(positions), x, None, 4, table)
+        expected = array[offset:][:24].reshape(3, 8).copy()
+        rope(positions, expected)
+        np.testing.assert_allclose(x.cpu(), expected, atol=1e-6)
+    positions, x = tensor(positions), torch.ones(3, 8, device=DEVICE)
+    with pytest.raises(WhetValueError, match=mentions("query", "requires grad")):
+        rotate(positions, x.clone().requires_grad_(), None, 4, table)
+    with pytest.raises(WhetValueError, match=mentions("query", "negated")):
+        rotate(positions, torch.ones(3, 8, dtype=torch.complex64, device=DEVICE).conj().imag, None, 4, table)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(WhetTypeError, match=mentions("query", "no memory")):
+        rotate(positions, x, None, 4, table)
+
+
 def test_tokens_without_one_stride_are_refused(rotate):
     rope, x = whet.get_rope(4, 4, 3), torch.ones(3, 2, 4, device=DEVICE).transpose(0, 1)
     with pytest.raises(WhetValueError, match=mentions("query", "stride", "contiguous")):

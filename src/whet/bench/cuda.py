@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+from whet.errors import WhetError
+
 _CEILING_CALLS = 5
 
 
@@ -14,6 +16,22 @@ def synchronize(device: str) -> None:
     import torch
 
     torch.cuda.synchronize(device)
+
+
+def check_usable(device: str, provider: str) -> None:
+    """Raise unless the device still works after an error of a provider: a fault loses it for the whole process.
+
+    Raises:
+        WhetError: the device is lost.
+    """
+    try:
+        synchronize(device)
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise WhetError(
+            f"{device} cannot be used any more since a call of {provider}, or of a provider before it: {reason}. "
+            "Measure this case without it (--only, --peers)."
+        ) from error
 
 
 def describe(device: str) -> str:

@@ -193,8 +193,14 @@ def _check_calls(
                 row.peak_bytes = peak_bytes(turn.call)
             turns.append(turn)
         except Exception as error:
-            row.fail(error)
+            _fail(row, error, case.device)
     return turns
+
+
+def _fail(row: Row, error: Exception, device: str) -> None:
+    row.fail(error)
+    if device != "cpu":
+        cuda.check_usable(device, row.provider)
 
 
 def _missing(error: ImportError) -> str:
@@ -231,7 +237,7 @@ def _each(turns: list[_Turn], act: Callable[[_Turn], None]) -> None:
         try:
             act(turn)
         except Exception as error:
-            turn.row.fail(error)
+            _fail(turn.row, error, turn.device)
             turns.remove(turn)
 
 

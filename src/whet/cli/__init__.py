@@ -95,7 +95,8 @@ Flags override the settings of CONFIG.toml, if there is one."""
 
 
 _PATH_ERRORS = {
-    errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ELOOP, errno.ENOTDIR
+    errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ELOOP, errno.ENOTDIR,
+    errno.EEXIST
 }  # fmt: skip
 """Errors of a path that the user named."""
 

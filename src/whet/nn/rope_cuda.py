@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,11 +10,16 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 from whet.errors import WhetTypeError, WhetValueError
-from whet.ops.inputs import as_positive_int
+from whet.ops.inputs import as_positive_int, check_memory
 from whet.ops.rope import check_heads, check_rotary_dim
 
+_NAME = "apply_rope_cuda"
 _PAIRS = 1024
-"""Pairs of a program, eight for each thread of its four warps."""
+"""Pairs of a program, four for each thread of its warps."""
+_WARPS = 8
+_ALIGNMENT = 16
+"""Bytes: Triton compiles one kernel for pointers that are multiples of it and another for other pointers."""
+_MAX_LAUNCHES = 4096
 
 
 @triton.jit
@@ -82,16 +88,24 @@ def _rotate(
         _rotate_heads(at, key_head, n_key_heads, head, cos, sin, IS_NEOX, HALF, PAIRS, HEADS)
 
 
-def _as_heads(name: str, x: Any, positions: Any, head_size: int) -> Any:
-    """View x as (tokens, heads, head_size)."""
-    check_heads("apply_rope_cuda", name, x, tuple(positions.shape), head_size, x.device.type)
-    try:
-        return x.view(positions.numel(), -1, head_size)
-    except RuntimeError:
-        raise WhetValueError(
-            f"apply_rope_cuda: {name} has strides {tuple(x.stride())}, but its tokens need one stride. Pass a "
-            "contiguous copy."
-        ) from None
+@dataclass
+class _Launch:
+    """The launch for tensors of one layout, so that their checks and Triton's search for the kernel are made once."""
+
+    grid: tuple[int, int, int]
+    sizes: tuple[int, ...]
+    constants: tuple[Any, ...]
+    kernel: Any = None
+
+    def __call__(self, *pointers: Any) -> None:
+        if self.kernel is None:  # Triton's interpreter compiles none
+            rotate: Any = _rotate
+            self.kernel = rotate[self.grid](*pointers, *self.sizes, *self.constants, num_warps=_WARPS)
+        else:
+            self.kernel[self.grid](*pointers, *self.sizes, *self.constants)
+
+
+_launches: dict[tuple[Any, ...], _Launch] = {}
 
 
 def apply_rope_cuda(
@@ -122,43 +136,63 @@ def apply_rope_cuda(
         WhetValueError: shapes, strides or devices do not fit, or a tensor requires grad.
         WhetTypeError: an argument is not a tensor of these dtypes.
     """
-    name = "apply_rope_cuda"
-    for argument, x in (("query", query), ("positions", positions), ("cos_sin_cache", cos_sin_cache), ("key", key)):
-        if x is None and argument == "key":
-            continue
+    tensors = {"query": query, "positions": positions, "cos_sin_cache": cos_sin_cache}
+    if key is not None:
+        tensors["key"] = key
+    for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
-            raise WhetTypeError(f"{name}: {argument} is a {type(x).__name__}, expected a torch tensor.")
+            raise WhetTypeError(f"{_NAME}: {name} is a {type(x).__name__}, expected a torch tensor.")
+        check_memory(_NAME, name, x)
+    head_size, is_neox, inverse = as_positive_int(_NAME, "head_size", head_size), bool(is_neox), bool(inverse)
+    layout = (head_size, is_neox, inverse, *map(_layout, tensors.values()))
+    launch = _launches.get(layout)
+    if launch is None:
+        if len(_launches) == _MAX_LAUNCHES:
+            _launches.clear()
+        launch = _launches[layout] = _plan(tensors, head_size, is_neox, inverse)
+    if 0 in launch.grid:
+        return
+    with torch.cuda.device_of(query):
+        launch(query, query if key is None else key, positions.contiguous(), cos_sin_cache.contiguous())
+
+
+def _layout(x: torch.Tensor) -> tuple[Any, ...]:
+    """Return everything of a tensor that checks and kernels depend on."""
+    return x.dtype, x.device, x.shape, x.stride(), x.requires_grad, x.is_neg(), x.data_ptr() % _ALIGNMENT
+
+
+def _plan(tensors: dict[str, torch.Tensor], head_size: int, is_neox: bool, inverse: bool) -> _Launch:
+    """Check the tensors of ``apply_rope_cuda`` and return their launch."""
+    query, positions, table = tensors["query"], tensors["positions"], tensors["cos_sin_cache"]
+    for name, x in tensors.items():
         if x.device != query.device:
-            raise WhetValueError(f"{name}: {argument} is on {x.device}, expected {query.device}, as query.")
-    head_size = as_positive_int(name, "head_size", head_size)
-    table = cos_sin_cache.contiguous()
+            raise WhetValueError(f"{_NAME}: {name} is on {x.device}, expected {query.device}, as query.")
     if table.dtype != torch.float32 or table.ndim != 2:
         raise WhetTypeError(
-            f"{name}: cos_sin_cache is {table.dtype} of shape {tuple(table.shape)}, expected torch.float32 "
+            f"{_NAME}: cos_sin_cache is {table.dtype} of shape {tuple(table.shape)}, expected torch.float32 "
             "(max_position, rotary_dim)."
         )
-    check_rotary_dim(name, table.shape[1], head_size)
+    check_rotary_dim(_NAME, table.shape[1], head_size)
     if positions.dtype not in (torch.int32, torch.int64):
-        raise WhetTypeError(f"{name}: positions has dtype {positions.dtype}, expected torch.int64 or torch.int32.")
-    if not positions.numel() or not query.numel():
-        return
+        raise WhetTypeError(f"{_NAME}: positions has dtype {positions.dtype}, expected torch.int64 or torch.int32.")
+    strides, heads = [], []
+    for name in ("query", "key"):
+        x = _as_heads(name, tensors[name], positions, head_size) if name in tensors else query.new_empty(0, 0, 1)
+        strides += x.stride()[:2]
+        heads.append(x.shape[1])
     half = table.shape[1] // 2
     pairs = triton.next_power_of_2(half)
-    query = _as_heads("query", query, positions, head_size)
-    key = query[:, :0] if key is None else _as_heads("key", key, positions, head_size)
-    heads = min(triton.next_power_of_2(max(query.shape[1], key.shape[1])), max(1, _PAIRS // pairs))
-    blocks = triton.cdiv(query.shape[1], heads) + triton.cdiv(key.shape[1], heads)
-    with torch.cuda.device_of(query):
-        _rotate[(positions.numel(), blocks)](  # pyright: ignore[reportIndexIssue]
-            query,
-            key,
-            positions.contiguous(),
-            table,
-            *(query.stride(0), query.stride(1), key.stride(0), key.stride(1)),
-            *(query.shape[1], key.shape[1], len(table)),
-            IS_NEOX=is_neox,
-            INVERSE=inverse,
-            HALF=half,
-            PAIRS=pairs,
-            HEADS=heads,
-        )
+    block = min(triton.next_power_of_2(max(*heads, 1)), max(1, _PAIRS // pairs))
+    grid = (positions.numel(), sum(triton.cdiv(n, block) for n in heads), 1)
+    return _Launch(grid, (*strides, *heads, len(table)), (is_neox, inverse, half, pairs, block))
+
+
+def _as_heads(name: str, x: torch.Tensor, positions: torch.Tensor, head_size: int) -> torch.Tensor:
+    """View x as (tokens, heads, head_size)."""
+    check_heads(_NAME, name, x, tuple(positions.shape), head_size, x.device.type)
+    try:
+        return x.view(positions.numel(), x.numel() // max(1, positions.numel()) // head_size, head_size)
+    except RuntimeError:
+        raise WhetValueError(
+            f"{_NAME}: {name} has strides {tuple(x.stride())}, but its tokens need one stride. Pass a contiguous copy."
+        ) from None
