@@ -14,8 +14,9 @@ from whet.ops.quant import FORMATS
 F32, F16, BF16, Q8_0 = (gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q8_0"))
 _PLACES_OF_SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
 _ARCHITECTURES = {"mistral": "llama", "gpt_neox": "gptneox", "phi": "phi2", "gemma3_text": "gemma3",
-                  "olmo3": "olmo2", "granitemoehybrid": "granite", "ministral3": "mistral3"}  # fmt: skip
-_INTERLEAVED = ("llama", "mistral", "smollm3", "granite", "granitemoehybrid", "ministral3")
+                  "olmo3": "olmo2", "granitemoehybrid": "granite", "ministral3": "mistral3",
+                  "hunyuan_v1_dense": "hunyuan-dense"}  # fmt: skip
+_INTERLEAVED = ("llama", "mistral", "smollm3", "granite", "granitemoehybrid", "ministral3", "arcee")
 _WITH_WINDOWS = ("mistral", "phi3", "starcoder2", "gemma2", "gemma3_text", "olmo3", "exaone4")
 _BY_NAME = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
 
@@ -97,7 +98,8 @@ def write_gguf(
             writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
             writer.add_rope_scaling_factor(settings["factor"])
     if settings:
-        writer.add_rope_freq_base(settings["rope_theta"])
+        stretch = settings.get("alpha", 1.0) ** (head_dim / (head_dim - 2))
+        writer.add_rope_freq_base(settings["rope_theta"] * stretch)
         writer.add_rope_dimension_count(int(head_dim * settings.get("partial_rotary_factor", 1.0)))
     if config.model_type in _WITH_WINDOWS and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)

@@ -80,7 +80,7 @@ def model_families() -> dict[str, Any]:
     """Return each family's config keys and GGUF tensor names by model_type, with inherited ones resolved."""
     fields = ("keys", "settings", "defaults", "window", "rope")
     fields += ("partial_rotary", "rope_off", "rope_local", "root_of_embedding")
-    fields += ("rope_option", "rope_windowed", "rope_others", "query_scale")
+    fields += ("rope_option", "rope_windowed", "rope_others", "rope_alpha", "query_scale")
     gguf_fields = ("architecture", "interleaved", "scale_by_hidden", "sliding_window")
     return {
         name: {"name": name}

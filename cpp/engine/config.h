@@ -1,5 +1,6 @@
 // Configuration of a decoder-only transformer (engine/transformer.cpp), validated by the caller.
 #pragma once
+#include <cmath>
 #include <cstddef>
 #include <vector>
 
@@ -15,7 +16,7 @@ constexpr bool kIsComplete = true;
 
 enum class Norm { kRms, kLayer };
 enum class KvType { kFloat32, kBFloat16, kInt8 };  // of keys and values in the cache
-enum class Activation { kSilu, kGelu, kGeluTanh };
+enum class Activation { kSilu, kGelu, kGeluTanh, kRelu2 };
 
 struct ModelConfig {
     size_t n_layers = 0, n_heads = 0, n_kv_heads = 0, head_dim = 0, hidden_dim = 0, ffn_dim = 0, vocab_size = 0;
@@ -32,7 +33,10 @@ struct ModelConfig {
     bool pre_norm = true;            // norm the inputs of attention and MLP
     bool post_norm = false;          // norm the outputs of attention and MLP
     bool qk_norm = false;
-    bool qk_norm_whole = false;  // one norm over all query heads, one over all key heads
+    bool qk_norm_whole = false;    // one norm over all query heads, one over all key heads
+    bool qk_norm_rotated = false;  // of rotated heads
+    double query_log_scale = 0.0;  // queries are multiplied by 1 + query_log_scale log(1 + floor(position / length))
+    size_t query_scale_length = 1;
     Activation activation = Activation::kSilu;
     bool gated = true;            // activation(gate) * up
     std::vector<size_t> windows;  // per layer; 0: all keys
@@ -46,6 +50,11 @@ struct ModelConfig {
     float logits_scale = 1.0f;
     float logits_softcap = 0.0f;  // softcap tanh(logit / softcap); 0: none
 
+    // The factor of the queries at a position.
+    float query_scale(size_t position) const {
+        const auto steps = static_cast<double>(position / query_scale_length);
+        return static_cast<float>(1.0 + query_log_scale * std::log1p(steps));
+    }
     bool rotates(size_t layer) const { return rotary_dim > 0 && (rope_layers.empty() || rope_layers[layer]); }
     bool is_local(size_t layer) const { return !local_layers.empty() && local_layers[layer]; }
     size_t kv_group() const { return n_heads / n_kv_heads; }

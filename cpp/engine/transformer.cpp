@@ -7,6 +7,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "engine/activation.h"
 #include "kernels/dispatch.h"
 #include "runtime/ceil_div.h"
 #include "runtime/thread_pool.h"
@@ -247,25 +248,30 @@ void Transformer::finish_head(const InputToken& row, size_t i, size_t unit, size
     const auto weight = [&](NormWeight LayerNorms::* norm) {
         return norm_of(*weights_, row.adapter, {layer, norm}).weight.data();
     };
+    const auto norm_head = [&] {
+        k.rms_norm_f32(x, nullptr, weight(is_query ? &LayerNorms::q_norm : &LayerNorms::k_norm), d, config_.norm_eps,
+                       false, x);
+    };
     if (config_.qk_norm_whole && unit == 0) {
         const size_t n_k = config_.n_kv_heads * d;
         k.rms_norm_f32(q, nullptr, weight(&LayerNorms::q_norm), n_q, config_.norm_eps, false, q);
         k.rms_norm_f32(q + n_q, nullptr, weight(&LayerNorms::k_norm), n_k, config_.norm_eps, false, q + n_q);
-    } else if (config_.qk_norm && !config_.qk_norm_whole) {
-        k.rms_norm_f32(x, nullptr, weight(is_query ? &LayerNorms::q_norm : &LayerNorms::k_norm), d, config_.norm_eps,
-                       false, x);
+    } else if (config_.qk_norm && !config_.qk_norm_whole && !config_.qk_norm_rotated) {
+        norm_head();
     }
     if (config_.rotates(layer)) {
         const auto rotate = config_.is_neox ? k.rope_neox_f32 : k.rope_gptj_f32;
         const float* table = (config_.is_local(layer) ? local_cos_sin_ : cos_sin_) + i * config_.rotary_dim;
         rotate(x, 1, static_cast<ptrdiff_t>(d), table, config_.rotary_dim, false);
     }
+    if (config_.qk_norm_rotated) norm_head();
     if (!is_query) {
         cache_.write_kv(
             x, x + config_.n_kv_heads * d, static_cast<int64_t>(d), row.position % kPageTokens,
             memory.page(row.pages[row.position / kPageTokens]) + memory.offset(layer, unit - config_.n_heads));
         return;
     }
+    if (config_.query_log_scale != 0.0) scale(config_.query_scale(static_cast<size_t>(row.position)), x, d);
     cache_.write_query(x, static_cast<int64_t>(d),
                        queries_ + ((unit / group * max_rows_ + i) * group + unit % group) * cache_.query_bytes);
 }
@@ -334,10 +340,7 @@ void Transformer::activate(float* gate, size_t n) const {
     const Kernels& k = kernels();
     const float* up = gate + config_.ffn_dim;
     if (config_.gated && config_.activation == Activation::kSilu) return k.swiglu_f32(gate, up, n, false, gate);
-    const auto act = config_.activation == Activation::kSilu   ? k.silu_f32
-                     : config_.activation == Activation::kGelu ? k.gelu_f32
-                                                               : k.gelu_tanh_f32;
-    act(gate, n, false, gate);
+    activation_kernel(config_.activation)(gate, n, false, gate);
     for (size_t j = 0; config_.gated && j < n; ++j) gate[j] *= up[j];
 }
 

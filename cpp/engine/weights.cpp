@@ -47,7 +47,7 @@ void check(const ModelConfig& c) {
         c.windows.size() != c.n_layers || (!c.rope_layers.empty() && c.rope_layers.size() != c.n_layers) ||
         (!c.local_layers.empty() &&
          (c.local_layers.size() != c.n_layers || c.local_inv_freq.size() != c.inv_freq.size())) ||
-        c.inv_freq.size() * 2 != c.rotary_dim || c.rotary_dim > c.head_dim ||
+        c.inv_freq.size() * 2 != c.rotary_dim || c.rotary_dim > c.head_dim || c.query_scale_length == 0 ||
         (c.learned_positions > 0 && c.max_position > c.learned_positions)) {
         throw std::invalid_argument("inconsistent sizes in the configuration");
     }

@@ -3,6 +3,7 @@
 //   silu        x / (1 + exp(-x))
 //   gelu        x P(N <= x) for a normal N                                (Hendrycks & Gimpel 2016)
 //   gelu_tanh   x / (1 + exp(-2 u)),  u = sqrt(2 / pi) (x + 0.044715 x^3),  which is x (1 + tanh u) / 2
+//   relu2       max(x, 0)^2                                               (So et al. 2021)
 //   swiglu      silu(gate) up                                             (Shazeer 2020)
 //
 // and their gradients, of f(gate) up, or of f(gate) if up is null: with d the gradient of the result,
@@ -12,9 +13,10 @@
 //   silu'(x)       s (1 + x (1 - s))
 //   gelu'(x)       P(N <= x) + x phi(x)
 //   gelu_tanh'(x)  t + x t (1 - t) 2 u'(x),  t = 1 / (1 + exp(-2 u)),  u' = sqrt(2 / pi) (1 + 3 * 0.044715 x^2)
+//   relu2'(x)      2 max(x, 0)
 //
 // Where 1 + f(x) would cancel, the small part is computed directly: relative precision is kept for negative x. -inf
-// gives -0, inf gives inf, NaN gives NaN. out may be x, gate or up.
+// gives -0 (relu2: 0), inf gives inf, NaN gives NaN. out may be x, gate or up.
 #pragma once
 #include "kernels/rows.h"
 #include "simd/activation_math.h"
@@ -46,6 +48,15 @@ constexpr float kGeluTwice = 1.5957691216057308f, kGeluCubic = 0.044715f;  // 2 
 WHET_INLINE f32x16 gelu_tanh(f32x16 x) {
     return times_sigmoid(x, x * f32x16(kGeluTwice) * fma(x * x, f32x16(kGeluCubic), f32x16(1.0f)));
 }
+
+WHET_INLINE f32x16 rectified(f32x16 x) { return select(x < f32x16(0.0f), f32x16(0.0f), x); }  // keeps NaN
+
+WHET_INLINE f32x16 relu2(f32x16 x) {
+    const f32x16 y = rectified(x);
+    return y * y;
+}
+
+WHET_INLINE f32x16 relu2_slope(f32x16 x) { return f32x16(2.0f) * rectified(x); }
 
 WHET_INLINE f32x16 silu_slope(f32x16 x) {
     const f32x16 one(1.0f), sigmoid = times_sigmoid(one, x);
@@ -109,11 +120,14 @@ constexpr auto gelu_f32 = map_row<gelu, float>;
 constexpr auto gelu_bf16 = map_row<gelu, uint16_t>;
 constexpr auto gelu_tanh_f32 = map_row<gelu_tanh, float>;
 constexpr auto gelu_tanh_bf16 = map_row<gelu_tanh, uint16_t>;
+constexpr auto relu2_f32 = map_row<relu2, float>;
+constexpr auto relu2_bf16 = map_row<relu2, uint16_t>;
 constexpr auto swiglu_f32 = swiglu<float>;
 constexpr auto swiglu_bf16 = swiglu<uint16_t>;
 constexpr auto silu_backward_f32 = activation_backward<silu, silu_slope>;
 constexpr auto gelu_backward_f32 = activation_backward<gelu, gelu_slope>;
 constexpr auto gelu_tanh_backward_f32 = activation_backward<gelu_tanh, gelu_tanh_slope>;
+constexpr auto relu2_backward_f32 = activation_backward<relu2, relu2_slope>;
 constexpr auto swiglu_backward_f32 = swiglu_backward<float>;
 constexpr auto swiglu_backward_bf16 = swiglu_backward<uint16_t>;
 

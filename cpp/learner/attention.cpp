@@ -53,6 +53,22 @@ void Learner::attention_half(size_t layer) {
     }
 }
 
+// Rotates queries and keys of a token in place, if the layer does.
+void Learner::rotate(size_t layer, size_t token, float* heads, bool inverse) const {
+    if (!config_.rotates(layer)) return;
+    const Kernels& k = kernels();
+    (config_.is_neox ? k.rope_neox_f32 : k.rope_gptj_f32)(heads, config_.n_heads + config_.n_kv_heads,
+                                                          static_cast<ptrdiff_t>(config_.head_dim),
+                                                          cos_sin(layer, token), config_.rotary_dim, inverse);
+}
+
+// Multiplies the queries of a token by the factor of its position.
+void Learner::scale_queries(size_t token, float* heads) const {
+    if (config_.query_log_scale == 0.0) return;
+    const float factor = config_.query_scale(static_cast<size_t>(batch_.positions[token]));
+    for (size_t i = 0; i < config_.n_heads * config_.head_dim; ++i) heads[i] *= factor;
+}
+
 // Norms and rotates queries and keys of a token, and converts them and the values for attention.
 void Learner::finish_heads(size_t layer, size_t token) {
     const NormWeight &q_norm = norm_at(layer, &LayerNorms::q_norm), &k_norm = norm_at(layer, &LayerNorms::k_norm);
@@ -61,20 +77,21 @@ void Learner::finish_heads(size_t layer, size_t token) {
     const size_t n_q = config_.n_heads * d, n_k = config_.n_kv_heads * d;
     float* heads = scratch<float>(width, Scratch::kRow);
     std::memcpy(heads, now_.raw + token * width, width * sizeof(float));
-    if (config_.qk_norm_whole) {
-        k.rms_norm_f32(heads, nullptr, q_norm.weight.data(), n_q, config_.norm_eps, false, heads);
-        k.rms_norm_f32(heads + n_q, nullptr, k_norm.weight.data(), n_k, config_.norm_eps, false, heads + n_q);
-    } else if (config_.qk_norm) {
+    const auto norm_heads = [&] {
         for (size_t i = 0; i < n_q + n_k; i += d) {
             const NormWeight& norm = i < n_q ? q_norm : k_norm;
             k.rms_norm_f32(heads + i, nullptr, norm.weight.data(), d, config_.norm_eps, false, heads + i);
         }
+    };
+    if (config_.qk_norm_whole) {
+        k.rms_norm_f32(heads, nullptr, q_norm.weight.data(), n_q, config_.norm_eps, false, heads);
+        k.rms_norm_f32(heads + n_q, nullptr, k_norm.weight.data(), n_k, config_.norm_eps, false, heads + n_q);
+    } else if (config_.qk_norm && !config_.qk_norm_rotated) {
+        norm_heads();
     }
-    if (config_.rotates(layer)) {
-        const auto rotate = config_.is_neox ? k.rope_neox_f32 : k.rope_gptj_f32;
-        rotate(heads, config_.n_heads + config_.n_kv_heads, static_cast<ptrdiff_t>(d), cos_sin(layer, token),
-               config_.rotary_dim, false);
-    }
+    rotate(layer, token, heads, false);
+    if (config_.qk_norm_rotated) norm_heads();
+    scale_queries(token, heads);
     uint8_t* to = now_.qkv + token * width * head_bytes_;
     if (head_type_ == ProductType::kBFloat16) {
         k.bf16_from_f32(heads, width, reinterpret_cast<uint16_t*>(to));
@@ -100,10 +117,11 @@ void Learner::heads_backward(size_t layer, size_t token, const uint8_t* grad_q, 
         }
     };
     read(grad_q, n_q, heads), read(grad_k, n_k, heads + n_q), read(grad_v, n_k, heads + n_q + n_k);
-    if (config_.rotates(layer)) {
-        const auto rotate = config_.is_neox ? k.rope_neox_f32 : k.rope_gptj_f32;
-        rotate(heads, config_.n_heads + config_.n_kv_heads, static_cast<ptrdiff_t>(d), cos_sin(layer, token),
-               config_.rotary_dim, true);
+    scale_queries(token, heads);
+    if (config_.qk_norm_rotated) {
+        rotate(layer, token, raw, false);  // the input of the norm
+    } else {
+        rotate(layer, token, heads, true);
     }
     const auto norm_backward = [&](const NormWeight& norm, size_t at, size_t count) {
         if (sums != nullptr) {
@@ -117,6 +135,7 @@ void Learner::heads_backward(size_t layer, size_t token, const uint8_t* grad_q, 
     } else if (config_.qk_norm) {
         for (size_t i = 0; i < n_q + n_k; i += d) norm_backward(i < n_q ? q_norm : k_norm, i, d);
     }
+    if (config_.qk_norm_rotated) rotate(layer, token, heads, true);
     std::memcpy(raw, heads, config_.qkv_dim() * sizeof(float));
 }
 

@@ -210,6 +210,8 @@ private:
     void attention_half(size_t layer);
     void attention_backward_half(size_t layer, const float* grad_out, float* grad,
                                  std::span<const FactorGradients> grads);
+    void rotate(size_t layer, size_t token, float* heads, bool inverse) const;
+    void scale_queries(size_t token, float* heads) const;
     void finish_heads(size_t layer, size_t token);
     void heads_backward(size_t layer, size_t token, const uint8_t* grad_q, const uint8_t* grad_k, const uint8_t* grad_v,
                         float* sums);

@@ -1,6 +1,7 @@
 // The MLP of a layer, in both directions, in tiles of rows.
 #include <cstring>
 
+#include "engine/activation.h"
 #include "engine/scratch.h"
 #include "kernels/dispatch.h"
 #include "learner/learner.h"
@@ -23,9 +24,7 @@ void Learner::mlp_up(size_t layer, const RowTile& tile) {
 ProductRows Learner::mlp_activate(const RowTile& tile) {
     const Kernels& k = kernels();
     const size_t ffn = config_.ffn_dim, width = config_.up_dim();
-    const auto act = config_.activation == Activation::kSilu   ? k.silu_f32
-                     : config_.activation == Activation::kGelu ? k.gelu_f32
-                                                               : k.gelu_tanh_f32;
+    const auto act = activation_kernel(config_.activation);
     for_rows(tile.n(), 4 * width, [&](size_t i) {
         const float *gate = up_of(tile) + i * width, *up = gate + ffn;
         float* out = activated_.get() + i * ffn;
@@ -48,7 +47,6 @@ void Learner::mlp(size_t layer, const RowTile& tile) {
 // Adds to `grad`, the gradient of the MLP's input, what comes through the MLP, from the gradient of its result.
 void Learner::mlp_backward(size_t layer, const RowTile& tile, const float* grad_out, float* grad,
                            std::span<const FactorGradients> grads) {
-    const Kernels& k = kernels();
     const size_t d = config_.hidden_dim, ffn = config_.ffn_dim, width = config_.up_dim();
     const size_t at = tile.begin * d, rows = tile.n();
     if (keeps(layer)) {
@@ -64,9 +62,10 @@ void Learner::mlp_backward(size_t layer, const RowTile& tile, const float* grad_
         norm_backward(norm_at(layer, &LayerNorms::post_norm2), delta_.get(), delta, tile.groups);
     }
     project_backward(layer, Target::kDown, activated, tile, delta, d, grad_activated(), ffn, grads);
-    const auto backward = config_.activation == Activation::kSilu   ? k.silu_backward_f32
-                          : config_.activation == Activation::kGelu ? k.gelu_backward_f32
-                                                                    : k.gelu_tanh_backward_f32;
+    constexpr decltype(&Kernels::silu_backward_f32) kBackward[] = {
+        &Kernels::silu_backward_f32, &Kernels::gelu_backward_f32, &Kernels::gelu_tanh_backward_f32,
+        &Kernels::relu2_backward_f32};
+    const auto backward = kernels().*kBackward[static_cast<size_t>(config_.activation)];
     for_rows(rows, 4 * width, [&](size_t i) {
         float *gate = up_of(tile) + i * width, *up = config_.gated ? gate + ffn : nullptr;
         backward(gate, up, grad_activated() + i * ffn, ffn, gate, up);

@@ -244,6 +244,9 @@ void test_rows(size_t n, size_t skew) {
     k.gelu_f32(x.data, n, false, out.data);
     expect_row("gelu_f32", [&](size_t i) { return x[i] / 2 * std::erfc(-x[i] / std::sqrt(2.0L)); });
 
+    k.relu2_f32(x.data, n, false, out.data);
+    expect_row("relu2_f32", [&](size_t i) { return std::pow(std::max(x[i] + 0.0L, 0.0L), 2); });
+
     k.rms_norm_bf16(half.get(), half_residual.get(), nullptr, n, 1e-6, true, half_out.get());
     k.layer_norm_bf16(half.get(), half_residual.get(), half.get(), half.get(), n, 1e-6, false, half_out.get());
     k.layer_norm_bf16_f32(half.get(), nullptr, weight.data, bias.data, n, 1e-6, false, half_out.get());
@@ -251,6 +254,7 @@ void test_rows(size_t n, size_t skew) {
     k.log_softmax_bf16(half.get(), n, 1.0f, half_out.get());
     k.swiglu_bf16(half.get(), half.get(), n, false, half_out.get());
     k.gelu_tanh_bf16(half.get(), n, false, half_out.get());
+    k.relu2_bf16(half.get(), n, false, half_out.get());
 }
 
 // Rows and factors of exactly n columns; bfloat16 rows are the truncated float32 rows.

@@ -66,6 +66,10 @@ struct Model {
                 vector(layer + norm + ".weight", c.hidden_dim, 1.0f);
                 if (has_biases) vector(layer + norm + ".bias", c.hidden_dim, 0.1f);
             }
+            if (c.qk_norm) {
+                vector(layer + "q_norm.weight", (c.qk_norm_whole ? c.n_heads : 1) * c.head_dim, 1.1f);
+                vector(layer + "k_norm.weight", (c.qk_norm_whole ? c.n_kv_heads : 1) * c.head_dim, 0.9f);
+            }
             matrix(layer + "qkv", format, c.qkv_dim(), c.hidden_dim);
             matrix(layer + "o", format, c.hidden_dim, c.n_heads * c.head_dim);
             matrix(layer + (c.gated ? "gate_up" : "up"), format, c.up_dim(), c.hidden_dim);

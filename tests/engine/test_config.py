@@ -22,6 +22,8 @@ KNOBS: dict[str, dict[str, Any]] = {
     "layer norms behind": {"post_norm": True, "norm": "layer"},
     "norms of heads": {"qk_norm": True},
     "one norm of all heads": {"qk_norm": True, "qk_norm_whole": True},
+    "norms of rotated heads": {"qk_norm": True, "qk_norm_rotated": True},
+    "scaled queries": {"query_log_scale": 0.5, "query_scale_length": 3},
     "layers that do not rotate": {"rope_layers": (False, True)},
     "layers with other frequencies": {"local_layers": (True, False), "local_inv_freq": (1.0, 0.3, 0.1, 0.03)},
     "a factor of cosines": {"attention_factor": 1.2, "local_layers": (True, False), "local_inv_freq": (1.0,) * 4},
@@ -31,6 +33,7 @@ KNOBS: dict[str, dict[str, Any]] = {
     "attention_softcap": {"attention_softcap": 1.5},
     "logits_softcap": {"logits_softcap": 4.0},
     "a gate of gelu": {"activation": "gelu_tanh"},
+    "relu2 without a gate": {"activation": "relu2", "gated": False},
 }
 
 

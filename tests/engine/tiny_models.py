@@ -54,8 +54,8 @@ _MINISTRAL_3 = {
     "rope_parameters": {
         "rope_type": "yarn",
         "rope_theta": 500.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
+        "factor": 32.0,
+        "original_max_position_embeddings": 8,
         "max_position_embeddings": 256,
         "mscale": 1.0,
         "mscale_all_dim": 1.0,
@@ -163,6 +163,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **rope("yarn", factor=4.0, original_max_position_embeddings=16),
         },
     ),
+    "hunyuan": ("hunyuan_v1_dense", {"head_dim": 8}),
+    "hunyuan-alpha": (
+        "hunyuan_v1_dense",
+        {
+            "head_dim": 10,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            **rope("dynamic", alpha=50.0, factor=1.0),
+        },
+    ),
+    "arcee": ("arcee", {"head_dim": 8}),
+    "arcee-biases": ("arcee", {"head_dim": 12, "mlp_bias": True, "attention_bias": True}),
     "olmo2-one-head": (
         "olmo2",
         {"num_key_value_heads": 1, "num_attention_heads": 1, "tie_word_embeddings": True, "attention_bias": True},

@@ -55,6 +55,8 @@ NOT_IN_GGUF = {
     "smollm3-windows": "windows",
     "exaone4-windows": "windows",
     "ernie4_5-biases-yarn": "attention biases in ernie4_5",
+    "arcee-biases": "attention biases in arcee",
+    "hunyuan-alpha": "attention biases in hunyuan-dense",
 }
 """Cases with options that GGUF cannot express."""
 

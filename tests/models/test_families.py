@@ -93,9 +93,10 @@ def test_documentation_lists_every_family():
         return {re.sub(r"\W|_", "", name.lower()) for name in re.split(r",\s| and ", listed)}
 
     known = {name.replace("_", "") for name in FAMILIES}
-    assert names(readme, "It runs", ", from a module") == known - {"phi", "granitemoehybrid"} | {
+    assert names(readme, "It runs", ", from a module") == known - {"phi", "granitemoehybrid", "hunyuanv1dense"} | {
         "phi2",
         "granite4dense",
+        "hunyuandense",
     }
     exported = {name.replace("_", "") for name, family in FAMILIES.items() if family.gguf is not None}
     assert names(export, "that GGUF supports:", r"\.") == exported - {"gemma3text"} | {"gemma3"}
@@ -123,7 +124,8 @@ def test_logits_in_float64(case):
     source = open_module(model)
     model = in_float64(model, source.config)
     logits = naive_logits(source, ids, np.float64)
-    tolerance = 2e-6 if case.startswith("ernie4_5") else 1e-10  # transformers rotates ERNIE's heads in float32
+    # transformers computes ERNIE's rotations and Ministral's factors of queries in float32.
+    tolerance = 2e-6 if case.startswith(("ernie4_5", "ministral3")) else 1e-10
     with exact_softmax(model):
         np.testing.assert_allclose(logits, logits_of(model, ids), rtol=0, atol=tolerance)
 
@@ -347,15 +349,31 @@ def test_granite_4_without_its_options_is_a_hybrid_with_experts():
     assert_raises(WhetValueError, "num_local_experts is 8", model_config, config)
 
 
-def test_ministral_3_runs_up_to_the_position_from_which_queries_are_scaled():
+def test_ministral_3_scales_queries_by_their_position():
     config = tiny_config("ministral3").to_dict()
-    assert model_config(config).max_position == 64 and model_config(config).attention_factor == 1.0
-    facts = ("max_position is 65", "from position 64 on", "at most")
-    assert_raises(WhetValueError, facts, model_config, config, max_position=65)
-    plain = {**config, "rope_parameters": {**config["rope_parameters"], "llama_4_scaling_beta": 0.0}}
-    assert model_config(plain).max_position == 256
+    found = model_config(config)
+    assert (found.query_log_scale, found.query_scale_length, found.attention_factor) == (0.1, 8, 1.0)
+    given = config["rope_parameters"]
+    plain = model_config({**config, "rope_parameters": {**given, "llama_4_scaling_beta": 0.0}})
+    assert (plain.query_log_scale, plain.query_scale_length) == (0.0, 1)
     defaults = model_config({"model_type": "ministral3"})
-    assert (defaults.n_layers, defaults.head_dim, defaults.max_position) == (34, 128, 16384)
+    assert (defaults.n_layers, defaults.head_dim, defaults.max_position) == (34, 128, 262144)
+    assert (defaults.query_log_scale, defaults.query_scale_length) == (0.1, 16384)
+    wrong = {**config, "rope_parameters": {**given, "llama_4_scaling_beta": -1.0}}
+    assert_raises(WhetValueError, ("rope_parameters", "llama_4_scaling_beta"), model_config, wrong)
+    del given["original_max_position_embeddings"]
+    assert_raises(WhetValueError, ("rope_parameters", "original_max_position_embeddings"), model_config, config)
+
+
+def test_frequencies_of_hunyuan_do_not_depend_on_the_length():
+    config = tiny_config("hunyuan-alpha").to_dict()
+    short, long = (model_config(config, max_position=length).inv_freq for length in (16, 1 << 16))
+    assert short == long
+    theta = config["rope_parameters"]["rope_theta"] * 50.0 ** (10 / 8)
+    assert short == pytest.approx([theta ** (-i / 5) for i in range(5)], rel=1e-12)
+    for alpha in (-1.0, "fast"):
+        wrong = {**config, "rope_parameters": {**config["rope_parameters"], "alpha": alpha}}
+        assert_raises(WhetValueError, ("rope_parameters", "alpha"), model_config, wrong)
 
 
 @pytest.mark.parametrize(
@@ -375,6 +393,9 @@ def test_ministral_3_runs_up_to_the_position_from_which_queries_are_scaled():
         ({"shared_norm": True}, ("shared_norm is True", "False")),
         ({"parallel_residual": True, "post_norm": True}, ("post_norm is True", "False where parallel_residual")),
         ({"qk_norm_whole": True}, ("qk_norm_whole is True", "False where qk_norm is")),
+        ({"qk_norm_rotated": True}, ("qk_norm_rotated is True", "False where qk_norm is")),
+        ({"query_log_scale": -0.1}, ("query_log_scale is -0.1", "at least 0")),
+        ({"query_scale_length": 0}, ("query_scale_length is 0", "an integer from 1")),
         ({"local_layers": (True,)}, ("local_layers is", "n_layers=2 of true and false")),
         ({"local_layers": (True, False)}, ("local_inv_freq is 0 numbers", "4")),
         ({"learned_positions": 10}, ("max_position is 64", "at most learned_positions=10")),

@@ -1,4 +1,4 @@
-"""softmax, log_softmax, silu, gelu, swiglu and softcap: worked values, float64 references, extremes, errors."""
+"""softmax, log_softmax, silu, gelu, relu2, swiglu and softcap: worked values, float64 references, extremes, errors."""
 
 import math
 
@@ -89,6 +89,13 @@ def test_activations_worked_values():
         0.5 * (1 + math.tanh(math.sqrt(2 / math.pi) * 1.044715)), rel=2e-7
     )
     assert whet.swiglu(one, 3 * one)[0] == pytest.approx(3 / (1 + math.exp(-1)), rel=2e-7)
+
+
+def test_relu2_is_correctly_rounded():
+    expected = np.maximum(LINE, 0).astype(np.float64) ** 2
+    np.testing.assert_array_equal(whet.relu2(LINE), expected.astype(np.float32))
+    extremes = whet.relu2(np.array([-np.inf, np.inf, np.nan, -3e38, 3e38, -0.0], np.float32))
+    np.testing.assert_array_equal(extremes, np.array([0, np.inf, np.nan, 0, np.inf, 0], np.float32))
 
 
 def test_silu_within_4_ulp():

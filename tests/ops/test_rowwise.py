@@ -20,6 +20,7 @@ FUNCTIONS = {
     "silu": whet.silu,
     "gelu": whet.gelu,
     "gelu tanh": lambda x, **more: whet.gelu(x, "tanh", **more),
+    "relu2": whet.relu2,
     "softcap": lambda x, **more: whet.softcap(x, 2.0, **more),
     "swiglu": lambda x, **more: whet.swiglu(x, x, **more),
 }

@@ -50,6 +50,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 3},
     "ernie4_5": {"head_dim": HEAD_DIM},
     "ministral3": {"head_dim": HEAD_DIM},
+    "hunyuan_v1_dense": {"head_dim": HEAD_DIM},
+    "arcee": {"head_dim": HEAD_DIM},
 }  # fmt: skip
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 _PAIRS = np.arange(HEAD_DIM // 2)
@@ -94,6 +96,8 @@ REFUSED = {
         "olmo3": "yarn-betas yarn-not-truncated llama3 longrope yarn-attention yarn-mscale",
         "exaone4": "longrope",
         "ernie4_5": "yarn-betas yarn-not-truncated llama3 longrope",
+        "hunyuan_v1_dense": "yarn-betas yarn-not-truncated llama3 longrope",
+        "arcee": "longrope",
     }.items()
     for rope in ropes.split()
 } | {(family, f"{size} heads") for family in _SQUARE for size in ("wide", "narrow")}

@@ -117,7 +117,8 @@ void bind_norm(nb::module_& m) {
     nb::enum_<Activation>(m, "Activation")
         .value("silu", Activation::kSilu)
         .value("gelu", Activation::kGelu)
-        .value("gelu_tanh", Activation::kGeluTanh);
+        .value("gelu_tanh", Activation::kGeluTanh)
+        .value("relu2", Activation::kRelu2);
     m.def("rms_norm", &rms_norm_call, PlainCase(), arg(), arg().none(), arg(), arg().none(), arg().none());
     m.def("layer_norm", &layer_norm_call, PlainCase(), arg(), arg().none(), arg().none(), arg(), arg().none(),
           arg().none());

@@ -22,7 +22,7 @@ import numpy as np
 from whet.errors import WhetValueError
 
 NORMS = ("rms", "layer")
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 SOFTCAPS = ("attention_softcap", "logits_softcap")
 
 # Far above any model, and low enough that a malicious file cannot cause an unbounded loop or allocation.
@@ -67,7 +67,10 @@ class ModelConfig:
         post_norm: the outputs of attention and MLP are normalised before they are added to x.
         qk_norm: RMS norm over head_dim of every query and key head, before rotation.
         qk_norm_whole: this norm spans all query heads at once, and all key heads.
-        activation: "silu", "gelu" or "gelu_tanh".
+        qk_norm_rotated: this norm follows the rotation.
+        query_log_scale: b; a query at position p is multiplied by 1 + b log(1 + floor(p / query_scale_length)).
+        query_scale_length: positions with the same factor.
+        activation: "silu", "gelu", "gelu_tanh" or "relu2".
         gated: the MLP is down(act(gate x) * up x), else down(act(up x)).
         windows: per layer; 0: full causal attention, w: a query attends to itself and the w - 1 keys before it.
         attention_scale: multiplies query . key.
@@ -120,6 +123,9 @@ class ModelConfig:
     post_norm: bool = False
     qk_norm: bool = False
     qk_norm_whole: bool = False
+    qk_norm_rotated: bool = False
+    query_log_scale: float = 0.0
+    query_scale_length: int = 1
     activation: str = "silu"
     gated: bool = True
     tied_head: bool = False
@@ -152,8 +158,13 @@ class ModelConfig:
             raise _invalid("shared_norm", True, "False where parallel_residual is")
         if self.parallel_residual and (self.post_norm or not self.pre_norm):
             raise _invalid("post_norm", True, "False where parallel_residual is")
-        if self.qk_norm_whole and not self.qk_norm:
-            raise _invalid("qk_norm_whole", True, "False where qk_norm is")
+        for name in ("qk_norm_whole", "qk_norm_rotated"):
+            if getattr(self, name) and not self.qk_norm:
+                raise _invalid(name, True, "False where qk_norm is")
+        if self.qk_norm_whole and self.qk_norm_rotated:
+            raise _invalid("qk_norm_rotated", True, "False where qk_norm_whole is True")
+        _check_number("query_log_scale", self.query_log_scale, at_least=0.0)
+        _check_integer("query_scale_length", self.query_scale_length, 1, LARGEST_SIZE)
         self._check_rotary()
 
     def _check_rotary(self) -> None:

@@ -110,8 +110,10 @@ class Family:
         root_of_embedding: whether embeddings are multiplied by the root of hidden_dim.
         rope_option: option that has to be "rope", or heads are not rotated.
         rope_others: rotary settings that do not change the frequencies of a text.
+        rope_alpha: whether "dynamic" frequencies with an alpha have the base rope_theta alpha^(d / (d - 2)), for heads
+            of d elements and texts of any length.
         query_scale: whether queries are multiplied by 1 + llama_4_scaling_beta log(1 + floor(p / L)) at position p,
-            with L = original_max_position_embeddings. The engine runs such a model up to position L, where it is 1.
+            with L = original_max_position_embeddings.
         rope_windowed: whether, in a model with sliding_window, only layers with a window rotate.
         rope_off: whether layers with no_rope_layers 0, default every no_rope_layer_interval-th, do not rotate.
     """
@@ -128,6 +130,7 @@ class Family:
     rope_option: str = ""
     rope_windowed: bool = False
     rope_others: tuple[str, ...] = ()
+    rope_alpha: bool = False
     query_scale: bool = False
     rope_off: bool = False
     rope_local: bool = False
@@ -137,6 +140,12 @@ class Family:
     def prefix(self) -> str:
         """Common prefix of the modules' names, except the head's."""
         return self.modules[0].names[0].partition(".")[0] + "."
+
+    @property
+    def head_norms(self) -> list[str]:
+        """Names of the norms of query and key within an attention module; a model without them has no such modules."""
+        names = {module.slot.rpartition(".")[2]: module.names[0] for module in self.modules}
+        return [names[slot].rpartition(".")[2] for slot in ("q_norm", "k_norm") if slot in names]
 
     @property
     def decoder(self) -> str:
@@ -288,13 +297,6 @@ def rotated_layers(config: Mapping[str, Any], where: str) -> tuple[bool, ...]:
     return options.rope_layers(options.size("n_layers"))
 
 
-def query_log_scale(config: Mapping[str, Any], where: str) -> float:
-    """Return the factor by which a Hugging Face config's queries grow with the logarithm of their position; 0: none."""
-    options = _Options(config, family_of(config, where), where)
-    given = options.get("rope_parameters") or {}
-    return float(given.get(_QUERY_SCALE) or 0.0) if options.family.query_scale else 0.0
-
-
 def is_scaled(config: Mapping[str, Any], where: str) -> bool:
     """Whether a Hugging Face config's heads are rotated by frequencies that may be scaled."""
     return _Options(config, family_of(config, where), where).is_scaled()
@@ -328,9 +330,8 @@ def model_config(
 
     Args:
         config: a transformers config, or the dict of a config.json.
-        max_position: tokens of the longest sequence. Default: the config's, or those before queries are scaled. Rotary
-            scaling that depends on the length (dynamic, longrope) is resolved for it, as in transformers for a text of
-            this length.
+        max_position: tokens of the longest sequence. Default: the config's. Rotary scaling that depends on the length
+            (dynamic, longrope) is resolved for it, as in transformers for a text of this length.
         vocab_size: rows of a resized embedding. Default: the config's.
         tied_head: whether the head is the embedding. Default: the config's.
         where: prefix of error messages.
@@ -350,7 +351,7 @@ def model_config(
     if "head_dim" not in family.keys or options.get("head_dim") is None:
         options.check_heads(hidden_dim, n_heads)
     trained = options.size("max_position")
-    length = min(trained, options.unscaled_position()) if max_position is None else max_position
+    length = trained if max_position is None else max_position
     attention_scale = 1.0 if options.get("scale_attn_weights") is False else 1 / math.sqrt(head_dim)
     if "query_pre_attn_scalar" in family.defaults:
         attention_scale = options.number("query_pre_attn_scalar") ** -0.5
@@ -359,11 +360,6 @@ def model_config(
         for name, value in family.settings.items()
     }
     length = check_integer(where, "max_position", length, 1)
-    if length > options.unscaled_position():
-        raise WhetValueError(
-            f"{where}: max_position is {length}, and a {options.given['model_type']} scales queries from position "
-            f"{options.unscaled_position()} on, which the engine does not. Pass at most that."
-        )
     try:
         return ModelConfig(
             n_layers=n_layers,
@@ -383,6 +379,7 @@ def model_config(
             residual_scale=options.scale("residual_scale"),
             logits_scale=1 / options.scale("logits_divisor"),
             **{name: options.softcap(name) for name in SOFTCAPS},
+            **options.query_scale(),
             rope_layers=options.rope_layers(n_layers),
             **_local_rope(options, n_layers, head_dim, length),
             learned_positions=trained if "positions" in (module.slot for module in family.modules) else 0,
@@ -461,15 +458,17 @@ class _Options:
             raise self.wrong(name, "rope, nope or null")
         return self.family.rope != "none" and (not name or self.get(name) == "rope")
 
-    def unscaled_position(self) -> int:
-        """Return the length up to which queries are not scaled by their position."""
+    def query_scale(self) -> dict[str, Any]:
+        """Return the fields of queries that are scaled by their position."""
         given = self.get("rope_parameters")
         if not self.family.query_scale or not isinstance(given, Mapping) or not given.get(_QUERY_SCALE):
-            return LARGEST_SIZE
-        original = given.get("original_max_position_embeddings")
-        if isinstance(original, bool) or not isinstance(original, int) or original < 1:
+            return {}
+        scale, length = given[_QUERY_SCALE], given.get("original_max_position_embeddings")
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 <= scale < 1e6:
+            raise self.wrong("rope_parameters", f"{_QUERY_SCALE} of at least 0")
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
             raise self.wrong("rope_parameters", "original_max_position_embeddings, from which queries are scaled")
-        return original
+        return {"query_log_scale": float(scale), "query_scale_length": length}
 
     def is_scaled(self) -> bool:
         """Whether rotary settings apply: heads are rotated, by frequencies that may be scaled."""
@@ -628,7 +627,9 @@ def _scaling(options: _Options, trained: int) -> dict[str, Any]:
                 f"{options.where}: partial_rotary_factor is {partial!r:.40} with rope_type {kind!r:.40}, and a "
                 f"{options.given['model_type']} rotates whole heads. Remove it."
             )
-    original = "original_max_position_embeddings"
+    original, alpha = "original_max_position_embeddings", scaling.get("alpha")
+    if options.family.rope_alpha and kind == "dynamic" and alpha:
+        return {"rope_type": "default", "rope_theta": _stretched(options, scaling.get("rope_theta", 10_000.0), alpha)}
     if kind in ("llama3", "yarn", "longrope"):
         if options.get(original) is not None:
             scaling[original] = options.get(original)
@@ -640,3 +641,12 @@ def _scaling(options: _Options, trained: int) -> dict[str, Any]:
     else:
         scaling.pop(original, None)
     return scaling
+
+
+def _stretched(options: _Options, theta: Any, alpha: Any) -> float:
+    """Return theta alpha^(d / (d - 2)) for heads of d elements."""
+    d = options.size("head_dim", default=options.size("hidden_dim") // options.size("n_heads"))
+    for value in (theta, alpha):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e12 or d < 3:
+            raise options.wrong("rope_parameters", "rope_theta and alpha above 0, and heads of at least 4 elements")
+    return float(theta * alpha ** (d / (d - 2)))

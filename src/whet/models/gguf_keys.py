@@ -21,7 +21,6 @@ from whet.models.families import (
     GGUF_NAMES,
     SCALES,
     family_of,
-    query_log_scale,
     rope_scaling,
     trained_position,
 )
@@ -102,8 +101,8 @@ def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> 
             f"{where}: GGUF cannot express this model's windows: llama.cpp computes them in {architecture} models of "
             f"{depth} layers, and only there, and this model has {described.n_layers} layers."
         )
-    if scale := query_log_scale(config, where):
-        given["query_log_scale"] = scale
+    if described.query_log_scale:
+        given["query_log_scale"] = described.query_log_scale
     if table.get("window_layers") and any(described.windows):
         given["window_layers"] = np.array(described.windows) > 0
     if family.rope_option and not described.rotary_dim:

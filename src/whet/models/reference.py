@@ -13,7 +13,7 @@ import numpy as np
 from whet import _core
 from whet.models.architecture import ModelConfig, RowSlice
 from whet.models.formats import TABLE
-from whet.ops.activations import naive_gelu, naive_silu, naive_softcap, naive_softmax
+from whet.ops.activations import naive_gelu, naive_relu2, naive_silu, naive_softcap, naive_softmax
 from whet.ops.norm import naive_layer_norm, naive_rms_norm
 from whet.ops.quant import bf16_values
 from whet.ops.rope import naive_cos_sin_cache, naive_rope
@@ -123,15 +123,19 @@ def _attention(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarr
             naive_rms_norm(part.reshape(n, -1), layer[name], config.norm_eps).reshape(part.shape)
             for name, part in (("q_norm.weight", q), ("k_norm.weight", k))
         )
-    elif config.qk_norm:
-        q = naive_rms_norm(q, layer["q_norm.weight"], config.norm_eps)
-        k = naive_rms_norm(k, layer["k_norm.weight"], config.norm_eps)
+    elif config.qk_norm and not config.qk_norm_rotated:
+        q, k = _head_norms(config, layer, q, k)
     positions = np.arange(n)
     if config.rotary_dim and (not config.rope_layers or config.rope_layers[i]):
         is_local = bool(config.local_layers) and config.local_layers[i]
         frequencies = (config.local_inv_freq, 1.0) if is_local else (config.inv_freq, config.attention_factor)
         table = naive_cos_sin_cache(np.array(frequencies[0]), n, frequencies[1])
         q, k = (naive_rope(positions, part, dim, table, config.is_neox) for part in (q, k))
+    if config.qk_norm_rotated:
+        q, k = _head_norms(config, layer, q, k)
+    if config.query_log_scale:
+        factor = 1 + config.query_log_scale * np.log1p(positions // config.query_scale_length)
+        q = q * factor[:, None, None].astype(q.dtype)
     distance = positions[:, None] - positions
     mask = (distance >= 0) & ((distance < window) | (window == 0))
     out = np.empty_like(q)
@@ -143,6 +147,11 @@ def _attention(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarr
     return _linear(layer, "o", out.reshape(n, -1))
 
 
+def _head_norms(config: ModelConfig, layer: Mapping[str, np.ndarray], *heads: np.ndarray) -> list[np.ndarray]:
+    names = "q_norm.weight", "k_norm.weight"
+    return [naive_rms_norm(x, layer[name], config.norm_eps) for x, name in zip(heads, names, strict=True)]
+
+
 def _mlp(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray) -> np.ndarray:
     gate, up = np.split(_linear(layer, "gate_up", x), 2, axis=-1) if config.gated else (_linear(layer, "up", x), None)
     inner = naive_activation(config.activation, gate)
@@ -151,4 +160,6 @@ def _mlp(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray) ->
 
 def naive_activation(name: str, x: np.ndarray) -> np.ndarray:
     """Apply the activation of this name in ``ModelConfig``."""
-    return naive_silu(x) if name == "silu" else naive_gelu(x, "tanh" if name == "gelu_tanh" else "none")
+    if name == "gelu_tanh":
+        return naive_gelu(x, "tanh")
+    return {"silu": naive_silu, "gelu": naive_gelu, "relu2": naive_relu2}[name](x)

@@ -178,12 +178,16 @@ def _attention(
         return original(hidden_states, position_embeddings, attention_mask, *args, **options)
     _reject_dropout(module.attention_dropout if module.training else 0.0)
     q, k, v = _project(acceleration, module, hidden_states)
-    if hasattr(module, "q_norm"):
-        q, k = _norm_heads(module.q_norm, q), _norm_heads(module.k_norm, k)
-    layer = module.layer_idx
+    family, layer = acceleration.family, module.layer_idx
+    norms = [getattr(module, name) for name in family.head_norms if hasattr(module, name)]
+    norms_rotated = bool(family.settings.get("qk_norm_rotated"))
+    if norms and not norms_rotated:
+        q, k = map(_norm_heads, norms, (q, k))
     if position_embeddings is not None and (not acceleration.rotated_layers or acceleration.rotated_layers[layer]):
-        table, is_neox = _rope_table(*position_embeddings), acceleration.family.rope == "neox"
+        table, is_neox = _rope_table(*position_embeddings), family.rope == "neox"
         q, k = functions.rope(q, table, is_neox=is_neox), functions.rope(k, table, is_neox=is_neox)
+    if norms and norms_rotated:
+        q, k = map(_norm_heads, norms, (q, k))
     window = acceleration.windows[layer] or None
     out = functions.attention(q, k, v, batch, module.scaling, window, acceleration.attention_softcap)
     return module.o_proj(out.view(1, len(q), -1)), None

@@ -1,6 +1,6 @@
 """Python functions over the native kernels, each with a NumPy reference implementation. Needs only NumPy."""
 
-from whet.ops.activations import gelu, log_softmax, silu, softcap, softmax, swiglu
+from whet.ops.activations import gelu, log_softmax, relu2, silu, softcap, softmax, swiglu
 from whet.ops.advantages import compute_batch_group_advantages, compute_gae, compute_group_advantages
 from whet.ops.attention import attention, decode_attention
 from whet.ops.divergence import (
@@ -60,6 +60,7 @@ __all__ = [
     "pack_sequences",
     "pack_weight",
     "quantize",
+    "relu2",
     "rms_norm",
     "silu",
     "softcap",

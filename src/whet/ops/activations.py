@@ -1,4 +1,4 @@
-"""softmax and log_softmax along the last axis, the activations silu, gelu and swiglu, and softcap.
+"""softmax and log_softmax along the last axis, the activations silu, gelu, relu2 and swiglu, and softcap.
 
 Arithmetic is float32, with float64 sums; a bfloat16 result is rounded once. Results do not depend on the instruction
 set, the number of threads, or the other rows. Not differentiable. ``out`` may be an input, for in-place operation.
@@ -44,6 +44,11 @@ def naive_gelu(x: np.ndarray, approximate: str = "none") -> np.ndarray:
     if approximate == "tanh":
         return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
     return 0.5 * x * np.vectorize(math.erfc, otypes=[x.dtype])(-x / math.sqrt(2))
+
+
+def naive_relu2(x: np.ndarray) -> np.ndarray:
+    """Reference implementation of ``relu2``, in the array's own precision."""
+    return np.maximum(x, 0) ** 2
 
 
 def naive_swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
@@ -118,6 +123,17 @@ def gelu(x: Any, approximate: str = "none", *, out: Any = None) -> Any:
     if kind is None:
         raise WhetValueError(f'gelu: approximate is {approximate!r}, expected "none" or "tanh".')
     return _activation("gelu", x, kind, out)
+
+
+def relu2(x: Any, *, out: Any = None) -> Any:
+    """Return max(x, 0)^2 element-wise, correctly rounded: the activation of Arcee's and Nemotron's models.
+
+    Source: So et al., "Primer", 2021. Arguments and errors as ``silu``.
+
+    Returns:
+        The shape, kind and dtype of x. -inf gives 0 and inf gives inf; NaN gives NaN.
+    """
+    return _activation("relu2", x, _core.Activation.relu2, out)
 
 
 def swiglu(gate: Any, up: Any = None, *, out: Any = None) -> Any:

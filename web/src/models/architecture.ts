@@ -24,7 +24,11 @@ export interface ModelConfig {
   postNorm: boolean;
   qkNorm: boolean;
   qkNormWhole: boolean;
-  activation: "silu" | "gelu" | "gelu_tanh";
+  qkNormRotated: boolean;
+  /** Queries are multiplied by 1 + queryLogScale log(1 + floor(position / queryScaleLength)). */
+  queryLogScale: number;
+  queryScaleLength: number;
+  activation: "silu" | "gelu" | "gelu_tanh" | "relu2";
   gated: boolean;
   windows: number[];
   attentionScale: number;
@@ -65,6 +69,7 @@ export interface Family {
   rope_option: string;
   rope_windowed: boolean;
   rope_others: readonly string[];
+  rope_alpha: boolean;
   query_scale: boolean;
 }
 
@@ -74,11 +79,12 @@ const toCamel = (name: string) => name.replace(/_(\w)/g, (_, letter: string) => 
 
 /** Switches of a family without settings. */
 export const PLAIN_SWITCHES = {
-  norm: "rms", preNorm: true, postNorm: false, qkNorm: false, qkNormWhole: false, parallelResidual: false, sharedNorm: false, gated: true,
+  norm: "rms", preNorm: true, postNorm: false, qkNorm: false, qkNormWhole: false, qkNormRotated: false, parallelResidual: false, sharedNorm: false, gated: true,
   qkvBias: false, oBias: false, mlpBias: false, headBias: false,
 } as const;
 /** Flags of n layers: false for every interval-th. */
 export const allButEvery = (interval: number, n: number) => Array.from({ length: n }, (_, i) => (i + 1) % interval !== 0);
+export const NO_QUERY_SCALE = { queryLogScale: 0, queryScaleLength: 1 };
 export const NO_ROTARY = { rotaryDim: 0, isNeox: true, invFreq: [], attentionFactor: 1 };
 
 /** Return a family's settings for a config; `flag` returns the options that "@name" refers to. */

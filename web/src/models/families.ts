@@ -5,7 +5,7 @@
 import type { Core } from "../core/core.js";
 import { show, WhetError } from "../core/errors.js";
 import { activations, hfModules, largest, largestSize, notRun, plain as PLAIN, textParts } from "../facts.js";
-import { allButEvery, FAMILIES, type Family, type ModelConfig, NO_ROTARY, PLAIN_SWITCHES, settingsOf } from "./architecture.js";
+import { allButEvery, FAMILIES, type Family, type ModelConfig, NO_QUERY_SCALE, NO_ROTARY, PLAIN_SWITCHES, settingsOf } from "./architecture.js";
 import { ropeFrequencies } from "./rope.js";
 import type { ModuleSpec } from "./slices.js";
 
@@ -50,7 +50,7 @@ export function familyOf(given: HfConfig, where: string): Family {
 /** Return the context length that the model was trained for, in tokens. */
 export const trainedContext = (given: HfConfig, where: string) => {
   const options = new Options(given, familyOf(given, where), where);
-  return Math.min(options.size("max_position"), options.unscaledPosition());
+  return options.size("max_position");
 };
 
 const isObject = (value: unknown): value is Record<string, unknown> => typeof value === "object" && value !== null && !Array.isArray(value);
@@ -140,13 +140,14 @@ class Options {
     return rope !== "none" && value === "rope";
   }
 
-  /** Return the length up to which queries are not scaled by their position. */
-  unscaledPosition(): number {
+  /** Return how queries are scaled by their position. */
+  queryScale(): Pick<ModelConfig, "queryLogScale" | "queryScaleLength"> {
     const given = this.get("rope_parameters");
-    if (!this.family.query_scale || !isObject(given) || !given.llama_4_scaling_beta) return largestSize;
-    const original = given.original_max_position_embeddings;
-    if (!isCount(original, 1)) throw this.invalid("rope_parameters", "original_max_position_embeddings");
-    return original;
+    if (!this.family.query_scale || !isObject(given) || !given.llama_4_scaling_beta) return NO_QUERY_SCALE;
+    const { llama_4_scaling_beta: scale, original_max_position_embeddings: length } = given;
+    if (typeof scale !== "number" || !(scale >= 0 && scale < 1e6)) throw this.invalid("rope_parameters", "llama_4_scaling_beta of at least 0");
+    if (!isCount(length, 1)) throw this.invalid("rope_parameters", "original_max_position_embeddings");
+    return { queryLogScale: scale, queryScaleLength: length };
   }
 
   ropeLayers(nLayers: number): boolean[] {
@@ -200,7 +201,7 @@ class Options {
   }
 
   /** Return the RoPE settings: rope_parameters, or the several keys of older configs. */
-  rope(trained: number): Record<string, unknown> {
+  rope(core: Core, trained: number): Record<string, unknown> {
     const { family } = this;
     let given = this.get("rope_parameters") || this.get("rope_scaling") || {};
     if (family.rope_local && isObject(given)) given = given.full_attention ?? ("sliding_attention" in given ? {} : given);
@@ -220,6 +221,8 @@ class Options {
         throw new WhetError(`${this.where}: partial_rotary_factor is ${show(partial)} with rope_type ${show(kind)}, but ${this.given.model_type} rotates whole heads. Remove it.`);
       }
     }
+    const { alpha } = scaling;
+    if (family.rope_alpha && kind === "dynamic" && alpha) return { rope_theta: this.stretched(core, scaling.rope_theta ?? 10000, alpha) };
     const original = "original_max_position_embeddings";
     if (kind === "llama3" || kind === "yarn" || kind === "longrope") {
       scaling[original] = this.get(original) ?? scaling[original] ?? trained;
@@ -227,6 +230,14 @@ class Options {
     } else if (kind === "dynamic") scaling[original] = trained;
     else delete scaling[original];
     return scaling;
+  }
+
+  /** Return theta alpha^(d / (d - 2)) for heads of d elements. */
+  private stretched(core: Core, theta: unknown, alpha: unknown): number {
+    const d = this.size("head_dim", Math.trunc(this.size("hidden_dim") / this.size("n_heads")));
+    const isFactor = (value: unknown): value is number => typeof value === "number" && value > 0 && value < 1e12;
+    if (!isFactor(theta) || !isFactor(alpha) || d < 3) throw this.invalid("rope_parameters", "rope_theta and alpha above 0, and heads of at least 4 elements");
+    return theta * core.call("power", alpha, d / (d - 2));
   }
 }
 
@@ -249,10 +260,7 @@ export function modelConfig(core: Core, given: HfConfig, where: string, length?:
   if (!isGiven && hiddenDim % nHeads !== 0) throw options.invalid("hidden_dim", `a multiple of ${family.keys.n_heads}=${nHeads}`);
   if (nHeads % nKvHeads !== 0) throw options.invalid("n_heads", `a multiple of ${family.keys.n_kv_heads}=${nKvHeads}`);
   const trained = options.size("max_position");
-  const maxPosition = length ?? Math.min(trained, options.unscaledPosition());
-  if (maxPosition > options.unscaledPosition()) {
-    throw new WhetError(`${where}: contextLength is ${maxPosition}, expected at most ${options.unscaledPosition()}: beyond, a ${options.given.model_type} scales queries, which this core does not.`);
-  }
+  const maxPosition = length ?? trained;
   if (family.rope === "none" && maxPosition > trained) throw new WhetError(`${where}: contextLength is ${maxPosition}, expected at most ${trained}, the model's learned positions.`);
   let attentionScale = options.get("scale_attn_weights") === false ? 1 : 1 / Math.sqrt(headDim);
   if ("query_pre_attn_scalar" in family.defaults) attentionScale = core.call("power", options.number("query_pre_attn_scalar"), -0.5);
@@ -272,6 +280,7 @@ export function modelConfig(core: Core, given: HfConfig, where: string, length?:
     activation: options.activation(),
     tiedHead: tiedHead ?? options.flag("tie_word_embeddings"),
     ropeLayers: options.ropeLayers(nLayers),
+    ...options.queryScale(),
     ...readRotary(core, options, headDim, maxPosition, trained),
     ...readLocalRotary(core, options, nLayers, headDim, maxPosition),
     ...PLAIN_SWITCHES,
@@ -283,7 +292,7 @@ function readRotary(core: Core, options: Options, headDim: number, length: numbe
   const { rope } = options.family;
   if (!options.rotates()) return NO_ROTARY;
   const isScaled = rope !== "gptj";
-  const found = ropeFrequencies(core, headDim, isScaled ? undefined : options.count("rotary_dim", 2), length, isScaled ? options.rope(trained) : {}, options.where);
+  const found = ropeFrequencies(core, headDim, isScaled ? undefined : options.count("rotary_dim", 2), length, isScaled ? options.rope(core, trained) : {}, options.where);
   return { rotaryDim: 2 * found.invFreq.length, isNeox: rope === "neox", ...found };
 }
 
@@ -292,7 +301,7 @@ function readLocalRotary(core: Core, options: Options, nLayers: number, headDim:
   const none = { localLayers: [], localInvFreq: [] };
   if (!options.family.rope_local) return none;
   const given = options.get("rope_parameters");
-  const theta = options.get("rope_local_base_freq") ?? options.rope(options.size("max_position")).rope_theta;
+  const theta = options.get("rope_local_base_freq") ?? options.rope(core, options.size("max_position")).rope_theta;
   const local = (isObject(given) && given.sliding_attention) || { rope_theta: theta };
   if (!isObject(local) || (local.rope_type ?? "default") !== "default") throw options.invalid("rope_parameters", "sliding_attention with the default rope_type");
   const localLayers = options.localLayers(nLayers);

@@ -7,7 +7,7 @@ import { activations, gguf as NAMES } from "../facts.js";
 import type { GgufFile, Value } from "../files/gguf.js";
 import type { Tensor } from "../files/headers.js";
 import type { Reader } from "../files/reader.js";
-import { allButEvery, FAMILIES, type Family, type ModelConfig, NO_ROTARY, PLAIN_SWITCHES, settingsOf } from "./architecture.js";
+import { allButEvery, FAMILIES, type Family, type ModelConfig, NO_QUERY_SCALE, NO_ROTARY, PLAIN_SWITCHES, settingsOf } from "./architecture.js";
 import { ropeFrequencies } from "./rope.js";
 import { listSlices, type RowSlice, type StoredTensor, type WeightLocation } from "./slices.js";
 
@@ -125,11 +125,9 @@ export async function describeGguf(
     ...toBiasOptions(family, biases),
     use_parallel_residual: meta.get("use_parallel_residual") ?? true,
   };
-  if (!family.query_scale && (meta.get("query_log_scale") ?? 0) !== 0) throw meta.invalid("query_log_scale", "0 or none");
   const isScaled = (meta.get("query_log_scale") ?? 0) !== 0;
-  const unscaled = isScaled ? Math.min(trained, meta.size("original_max_position_embeddings", trained)) : trained;
-  const length = lengthOf(unscaled);
-  if (isScaled && length > unscaled) throw new WhetError(`${where}: contextLength is ${length}, expected at most ${unscaled}: beyond, the model scales queries, which this core does not.`);
+  if (!family.query_scale && isScaled) throw meta.invalid("query_log_scale", "0 or none");
+  const length = lengthOf(trained);
   if (!(Number.isInteger(length) && length >= 1)) throw new WhetError(`${where}: contextLength is ${show(length)}, expected an integer of at least 1.`);
   const rotary = await readRotary(core, meta, family, file, reader, headDim, trained, length, where);
   if (family.rope === "none" && length > trained) throw new WhetError(`${where}: contextLength is ${length}, expected at most ${trained}, the model's learned positions.`);
@@ -150,6 +148,7 @@ export async function describeGguf(
     ropeLayers: family.rope_windowed && window > 0 ? Array.from({ length: nLayers }, (_, i) => isLocal(i)) : family.rope_off ? allButEvery(family.defaults.no_rope_layer_interval as number, nLayers) : [],
     tiedHead: !file.tensors.has(`${moduleName("head")}.weight`),
     ...rotary,
+    ...(isScaled ? { queryLogScale: meta.number("query_log_scale"), queryScaleLength: meta.size("original_max_position_embeddings", trained) } : NO_QUERY_SCALE),
     ...PLAIN_SWITCHES,
     ...settingsOf(family, (option) => Boolean(options[option])),
   };

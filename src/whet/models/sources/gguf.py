@@ -214,6 +214,7 @@ class _Metadata:
         rope = self.rope(sizes, rotary_dim)
         if family.query_scale:
             rope["llama_4_scaling_beta"] = self.given.get("query_log_scale", 0.0)
+            rope.setdefault("original_max_position_embeddings", sizes["max_position"])
         elif self.given.get("query_log_scale", 0.0) != 0.0:
             raise self.wrong("query_log_scale", "0 or none")
         biased = {slot for slot, name in names.items() if f"{name}.bias" in self.tensors}
