@@ -174,6 +174,10 @@ def _serve_weights(session: Session, work: Sampling, policy: Any, options: dict[
             session.end(Taken(is_right, seconds), {"check and put": sent_s, "load": seconds - sent_s})
 
 
+_KILLS = 5
+"""Attempts to kill a worker during a batch."""
+
+
 def serve_killed(session: Session, work: Sampling) -> None:
     """Sample the batch undisturbed, a group on every worker, and the batch with a worker killed at half time.
 
@@ -188,22 +192,29 @@ def serve_killed(session: Session, work: Sampling) -> None:
             groups = pool.generate(prompts, shape.group_size, work.params)
             return tokens_and_logprobs(groups), time.perf_counter() - started_s
 
+        def timed_with_a_kill(after_s: float) -> tuple[list[Any], float, bool]:
+            """Also return whether the worker died before the end of the batch, and was replaced."""
+            victim = _process_id(pool.actors[0])
+            killer = threading.Timer(after_s, os.kill, [victim, signal.SIGKILL])
+            killer.start()
+            found, killed_s = timed(prompts)
+            was_killed = not killer.is_alive()
+            killer.join()
+            is_replaced = _process_id(pool.actors[0]) != victim
+            pool.load()  # load the replacement's weights for the next batch
+            return found, killed_s, was_killed and is_replaced
+
         while True:
             timed(prompts)  # warm-up: a worker's first batch is slower, and would misplace the kill
             session.begin()
-            _, whole_s = timed(prompts)
-            _, group_s = timed(prompts[:WORKERS])
-            victim = _process_id(pool.actors[0])
-            killer = threading.Timer(whole_s / 2, os.kill, [victim, signal.SIGKILL])
-            killer.start()
-            found, killed_s = timed(prompts)
-            # The worker must have died before the end of the batch, and must have been replaced.
-            was_killed = not killer.is_alive()
-            killer.join()
-            is_right = found == expected and was_killed and _process_id(pool.actors[0]) != victim
-            pool.load()  # load the replacement's weights for the next step
+            was_killed, n_attempts = False, 0
+            found, whole_s, group_s, killed_s = [], 0.0, 0.0, 0.0
+            while not was_killed and n_attempts < _KILLS:  # other load of the machine can end the batch before the kill
+                n_attempts += 1
+                whole_s, group_s = timed(prompts)[1], timed(prompts[:WORKERS])[1]
+                found, killed_s, was_killed = timed_with_a_kill(whole_s / 2)
             parts = {"lost": killed_s - whole_s, "the batch undisturbed": whole_s, "one group": group_s}
-            session.end(Taken(is_right, killed_s - whole_s), parts)
+            session.end(Taken(found == expected and was_killed, killed_s - whole_s), parts)
 
 
 def _process_id(actor: Any) -> int:
