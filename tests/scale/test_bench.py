@@ -51,7 +51,8 @@ def test_the_cost_of_a_killed_worker_is_measured(cluster):  # noqa: F811
     [table] = [t for t in suite.tables(suite.ScaleOptions(quick=True, steps=2)) if t.title.startswith("Time lost")]
     work = table.cases[0].inputs(None)
     steps = serve_here(scale.serve_killed, 2, work)
-    assert wrong_steps(steps, work) == 0 and all(step.seconds > 0 for step in steps)
+    assert wrong_steps(steps, work) == 0
+    assert max(step.seconds for step in steps) > 0  # a difference: other load can make one of them negative
 
 
 def test_simulated_workers_give_a_row():
