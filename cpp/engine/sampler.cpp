@@ -334,11 +334,19 @@ void list_top_logprobs(const LogitRow& row, const float* values, const int32_t* 
                        size_t n) {
     constexpr float kInfinity = std::numeric_limits<float>::infinity();
     std::fill_n(best, n, Drawn{-1, -kInfinity});
-    for (size_t i = 0; i < size; ++i) {
-        if (!(values[i] > best[n - 1].logprob)) continue;
+    const auto insert = [&](size_t i) {
+        if (!(values[i] > best[n - 1].logprob)) return;
         size_t at = n - 1;
         for (; at > 0 && best[at - 1].logprob < values[i]; --at) best[at] = best[at - 1];
         best[at] = {ids == nullptr ? static_cast<int32_t>(i) : ids[i], values[i]};
+    };
+    constexpr size_t kBlock = 64;  // compared at once: hardly any has one of the best
+    for (size_t begin = 0; begin < size; begin += kBlock) {
+        const size_t end = std::min(begin + kBlock, size);
+        const float least = best[n - 1].logprob;
+        int above = 0;
+        for (size_t i = begin; i < end; ++i) above |= values[i] > least ? 1 : 0;
+        for (size_t i = begin; above != 0 && i < end; ++i) insert(i);
     }
     for (size_t i = 0; i < n; ++i) {
         if (best[i].token < 0) break;
