@@ -1,6 +1,6 @@
 """Multiple processes compared with one: training ranks, and a pool of sampling workers.
 
-A row is a run, whose processes all start and end with it; its first step is not a sample.
+Each row starts its own processes and ends them after the last step; the first step is not a sample.
 """
 
 from __future__ import annotations
