@@ -62,6 +62,7 @@ WHET_INLINE void add_products(f32x16 (&sums)[rows][columns], const float* a, ptr
             for (int c = 0; c < columns; ++c) {
                 sums[r][c] = Format::multiply_add(a + r * a_row, right[c], sums[r][c]);
             }
+            end_row(sums[r]);
         }
     }
 }

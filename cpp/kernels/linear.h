@@ -93,6 +93,7 @@ __attribute__((noinline)) void linear_tile(InputRows<T> in, size_t row, const T*
             for (int p = 0; p < n_panels; ++p) {
                 sum[r][p] = add_products(sum[r][p], x + r * in.ld + s * per_step, weights[p]);
             }
+            end_row(sum[r]);
         }
     }
     store_tile(sum, out, row, panel);

@@ -118,6 +118,15 @@ using f64x8 = Vec<double>;
 using i32x16 = Vec<int32_t>;
 using i64x8 = Vec<int64_t>;
 
+// Orders the products of a row of a tile before the loads of the next row. Clang would load the inputs of all rows
+// first, which leaves too few registers for the tile's sums.
+template <int n>
+WHET_INLINE void end_row([[maybe_unused]] f32x16 (&sums)[n]) {
+#if defined(__clang__) && defined(__AVX512F__)
+    for (f32x16& sum : sums) __asm__ volatile("" : "+v"(sum.part[0])::"memory");
+#endif
+}
+
 // mask ? a : b, per lane.
 template <class T>
 WHET_INLINE Vec<T> select(typename Vec<T>::Mask mask, Vec<T> a, Vec<T> b) {
