@@ -243,14 +243,15 @@ def test_load_of_other_processes_is_measured():
     code = "import time\nend = time.monotonic() + 30\nwhile time.monotonic() < end: pass"
     with watch_others() as idle:
         time.sleep(0.5)
-    busy = subprocess.Popen([sys.executable, "-c", code])
+    # A child of a shell that has ended: a descendant of this process would be its own load.
+    shell = ["sh", "-c", '"$0" -c "$1" > /dev/null & echo $!', sys.executable, code]
+    busy = int(subprocess.run(shell, stdout=subprocess.PIPE, check=True).stdout)
     try:
         time.sleep(0.2)
         with watch_others() as others:
             spin(0.5)()
     finally:
-        busy.kill()
-        busy.wait()
+        os.kill(busy, signal.SIGKILL)
     assert others["cpus"] > 0.3
     assert idle["cpus"] >= 0
 
