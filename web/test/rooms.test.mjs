@@ -10,9 +10,10 @@ const ROOMS = {
   files: ["core"], // bytes and tensors of files
   models: ["core", "files"], // configs, slots and formats
   text: ["core"], // tokenizers and chat templates
-  engine: ["core", "files", "models", "text", "learner"],
-  learner: ["core", "files", "models", "text", "engine"], // adapters in training; of engine only options and types
-  ".": ["core", "files", "engine", "learner", "text"], // the entries index.ts and ops.ts
+  settings: ["core", "text"], // settings and results of requests, for engine and learner
+  learner: ["core", "files", "models", "text", "settings"], // adapters in training
+  engine: ["core", "files", "models", "text", "settings", "learner"],
+  ".": ["core", "files", "engine", "learner", "settings", "text"], // the entries index.ts and ops.ts
 };
 const roomOf = (path) => (path.includes("/") ? path.split("/")[0] : ".");
 const files = readdirSync("src", { recursive: true }).filter((path) => path.endsWith(".ts"));

@@ -2,9 +2,10 @@
  *
  * As in `whet chat`, every reply is sampled with its own seed, and the oldest turns are dropped when the context is full. */
 import { show, WhetError } from "../core/errors.js";
+import type { GenerateOptions, Prompt, Token } from "../settings/requests.js";
+import { addToSeed, DEFAULTS } from "../settings/sampling.js";
 import type { Message, PromptOptions } from "../text/tokenizer.js";
-import type { GenerateOptions, Measure, Prompt, Token } from "./protocol.js";
-import { addToSeed, DEFAULTS } from "./sampling.js";
+import type { Measure } from "./protocol.js";
 
 const REPLY_DIVISOR = 4; // a quarter of the context is reserved for the reply, or maxNewTokens if that is less
 // A dropped turn invalidates the KV cache behind it, so several are dropped at once: until the prompt takes this share.

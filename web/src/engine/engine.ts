@@ -7,10 +7,11 @@ import { checkDigests, listFiles, type Sources } from "../files/sources.js";
 import { Learner } from "../learner/learner.js";
 import { checkLearnerOptions, type LearnerOptions } from "../learner/options.js";
 import type { Action, Actions, LearnRequest } from "../learner/protocol.js";
+import type { GenerateOptions, Prompt, Signal, Token } from "../settings/requests.js";
+import { checkSampling, isTemperature } from "../settings/sampling.js";
 import type { Message, PromptOptions } from "../text/tokenizer.js";
 import { Chat } from "./chat.js";
-import type { Call, Estimate, GenerateOptions, Info, LoadOptions, Measure, Prompt, Reply, Request, Signal, Token } from "./protocol.js";
-import { checkSampling, isTemperature } from "./sampling.js";
+import type { Call, Estimate, Info, LoadOptions, Measure, Reply, Request } from "./protocol.js";
 
 interface PendingCall {
   event(event: unknown): void;

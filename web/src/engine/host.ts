@@ -11,12 +11,13 @@ import type { Row } from "../learner/batch.js";
 import type { LearnerHost } from "../learner/host.js";
 import type { AdapterSettings, Example, LearnerInfo, LearnRequest } from "../learner/protocol.js";
 import type { LoraFactors } from "../models/adapters.js";
+import type { Token } from "../settings/requests.js";
 import type { TextStream, TokenTexts } from "../text/token_texts.js";
 import type { Message, PromptOptions, TextTokenizer } from "../text/tokenizer.js";
 import { loadHf, loadLearner } from "./chunks.js";
 import { packWeights } from "./packing.js";
 import { checkMemory, describePlan, hasBf16Cache, makePlan, open, PAGE_TOKENS, type Plan } from "./plan.js";
-import type { Call, Info, LoadOptions, Measure, Request, Token } from "./protocol.js";
+import type { Call, Info, LoadOptions, Measure, Request } from "./protocol.js";
 
 const PREFILL_CHUNK = 64; // prompt tokens per step
 

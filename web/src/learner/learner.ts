@@ -3,8 +3,8 @@
  * The engine's worker computes (host.ts); losses and rewards are computed here, in the page. Names, defaults and results equal
  * those that whet.Learner, whet.algorithms.SFT and GRPO have in float32. */
 import { show, WhetError } from "../core/errors.js";
-import type { GenerateOptions, Prompt, Token } from "../engine/protocol.js";
-import { isTemperature } from "../engine/sampling.js";
+import type { GenerateOptions, Prompt, Token } from "../settings/requests.js";
+import { isTemperature } from "../settings/sampling.js";
 import { countTokens, type Row, splitMicroBatches } from "./batch.js";
 import { groupAdvantages, grpoLoss, importanceWeights, type Loss, sftLoss } from "./losses.js";
 import {

@@ -1,8 +1,8 @@
 /** Options of a Learner, with the names, defaults and ranges of whet.Learner, SFTConfig and GRPOConfig. */
 import { show, WhetError } from "../core/errors.js";
-import { checkSampling, checkSettings, type Sampling, type Settings } from "../engine/sampling.js";
 import { learning, sampling } from "../facts.js";
 import { listFiles, type Sources } from "../files/sources.js";
+import { checkSampling, checkSettings, type Sampling, type Settings } from "../settings/sampling.js";
 import type { Message } from "../text/tokenizer.js";
 import type { AdapterSettings, StepSettings } from "./protocol.js";
 

@@ -1,7 +1,7 @@
 // Tokenizers, chat templates and sampling settings against Python's.
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { checkSampling } from "../../src/engine/sampling.ts";
+import { checkSampling } from "../../src/settings/sampling.ts";
 import { TextTokenizer } from "../../src/text/tokenizer.ts";
 import { TokenTexts } from "../../src/text/token_texts.ts";
 import { readFixture } from "../fixtures.mjs";
