@@ -16,9 +16,10 @@ _PLACES_OF_SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,), "IQ4_XS":
 _ARCHITECTURES = {"mistral": "llama", "gpt_neox": "gptneox", "phi": "phi2", "gemma3_text": "gemma3",
                   "olmo3": "olmo2", "granitemoehybrid": "granite", "ministral3": "mistral3",
                   "hunyuan_v1_dense": "hunyuan-dense"}  # fmt: skip
-_INTERLEAVED = ("llama", "mistral", "smollm3", "granite", "granitemoehybrid", "ministral3", "arcee")
-_WITH_WINDOWS = ("mistral", "phi3", "starcoder2", "gemma2", "gemma3_text", "olmo3", "exaone4")
+_INTERLEAVED = ("llama", "mistral", "smollm3", "granite", "granitemoehybrid", "ministral3", "arcee", "granite_swa")
+_WITH_WINDOWS = ("mistral", "phi3", "starcoder2", "gemma2", "gemma3_text", "olmo3", "exaone4", "granite_swa")
 _BY_NAME = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
+_BY_NAME["granite_swa"] = gguf.MODEL_ARCH.GRANITE  # not in this package yet
 
 
 def architecture_of(config: Any) -> str:
@@ -27,6 +28,8 @@ def architecture_of(config: Any) -> str:
 
 def gguf_name(config: Any, name: str) -> str:
     """Return llama.cpp's name of a transformers tensor."""
+    if name.endswith(".sinks"):
+        return f"blk.{name.split('.')[2]}.attn_sinks.weight"
     names = gguf.get_tensor_name_map(_BY_NAME[architecture_of(config)], config.num_hidden_layers)
     found = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
@@ -97,7 +100,7 @@ def write_gguf(
         if settings["rope_type"] == "linear":
             writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
             writer.add_rope_scaling_factor(settings["factor"])
-    if settings:
+    if settings and config.model_type != "granite_swa":
         stretch = settings.get("alpha", 1.0) ** (head_dim / (head_dim - 2))
         writer.add_rope_freq_base(settings["rope_theta"] * stretch)
         writer.add_rope_dimension_count(int(head_dim * settings.get("partial_rotary_factor", 1.0)))
@@ -111,12 +114,18 @@ def write_gguf(
         writer.add_attn_temperature_scale(settings["llama_4_scaling_beta"])
     if config.model_type == "olmo3" or (config.model_type == "exaone4" and config.sliding_window):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if config.model_type == "granite_swa":
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+        theta = max(config.layer_rope_theta)
+        assert {*config.layer_rope_theta} <= {theta, 0}
+        writer.add_rope_freq_base(theta)
+        writer.add_array("granite_swa.attention.rope_pattern", [bool(theta) for theta in config.layer_rope_theta])
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if config.model_type == "granitemoehybrid":
         writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
-    if config.model_type in ("granite", "granitemoehybrid"):
+    if config.model_type in ("granite", "granitemoehybrid", "granite_swa"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)

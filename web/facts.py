@@ -80,7 +80,15 @@ def model_families() -> dict[str, Any]:
     """Return each family's config keys and GGUF tensor names by model_type, with inherited ones resolved."""
     fields = ("keys", "settings", "defaults", "window", "rope")
     fields += ("partial_rotary", "rope_off", "rope_local", "root_of_embedding")
-    fields += ("rope_option", "rope_windowed", "rope_others", "rope_alpha", "query_scale")
+    fields += (
+        "rope_option",
+        "rope_windowed",
+        "rope_others",
+        "rope_alpha",
+        "query_scale",
+        "rope_by_layer",
+        "full_first",
+    )
     gguf_fields = ("architecture", "interleaved", "scale_by_hidden", "sliding_window")
     return {
         name: {"name": name}
@@ -101,7 +109,8 @@ def hf_module(module: dict[str, Any]) -> dict[str, Any]:
     layouts = {"by_head": {"order": "splitHeads"}, "transposed": {"isTransposed": True}}
     spec = {"names": [module[key] for key in ("hf", "hf_also") if key in module]}
     offset = {"offset": module["hf_offset"]} if "hf_offset" in module else {}
-    return spec | layouts.get(module.get("hf_layout", ""), {}) | offset
+    parameter = {"parameter": module["hf_parameter"]} if "hf_parameter" in module else {}
+    return spec | layouts.get(module.get("hf_layout", ""), {}) | offset | parameter
 
 
 def modules_of(name: str) -> Iterable[tuple[str, dict[str, Any]]]:

@@ -72,6 +72,7 @@ AttentionTask make_attention_task(const AttentionShape& shape, const AttentionSe
     task.window = shape.window, task.causal = shape.causal;
     task.block_size = shape.block_size != 0 ? shape.block_size : shape.head_dim <= 128 ? 256 : 128;
     task.scale = shape.scale, task.softcap = shape.cap;
+    task.sinks = shape.sinks == nullptr ? nullptr : shape.sinks + head;
     task.key_rows = sequence.key_rows;
     task.lse = sequence.lse == nullptr ? nullptr : sequence.lse + begin * shape.n_heads + head;
     task.lse_token = shape.n_heads;

@@ -24,9 +24,10 @@ struct AttentionShape {
     ptrdiff_t q_token = 0, q_head = 0, k_token = 0, k_head = 0, v_token = 0, v_head = 0, out_token = 0, out_head = 0;
     int64_t window = kNoWindow;  // keys in the window, including the query's
     bool causal = true;
-    int block_size = 0;  // keys per block; 0: chosen by head_dim
-    float scale = 0.0f;  // of base-2 scores
-    float cap = 0.0f;    // softcap of base-2 scores; 0: none
+    int block_size = 0;            // keys per block; 0: chosen by head_dim
+    float scale = 0.0f;            // of base-2 scores
+    float cap = 0.0f;              // softcap of base-2 scores; 0: none
+    const float* sinks = nullptr;  // (n_heads,): logits without a value; null: none
 
     size_t item_size() const { return bf16 ? sizeof(uint16_t) : sizeof(float); }
     int64_t kv_group() const { return n_heads / n_kv_heads; }

@@ -37,6 +37,7 @@ struct ModelConfig {
     bool qk_norm_rotated = false;  // of rotated heads
     double query_log_scale = 0.0;  // queries are multiplied by 1 + query_log_scale log(1 + floor(position / length))
     size_t query_scale_length = 1;
+    bool sinks = false;  // a logit per head, without a value, is in the softmax of its scores
     Activation activation = Activation::kSilu;
     bool gated = true;            // activation(gate) * up
     std::vector<size_t> windows;  // per layer; 0: all keys

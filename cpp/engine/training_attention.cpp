@@ -22,6 +22,7 @@ AttentionShape shape_of(const TrainingAttention& a) {
     shape.out_token = a.n_heads * a.head_dim, shape.out_head = a.head_dim;
     shape.window = a.window, shape.scale = base_2_scale(a.scale);
     shape.cap = base_2_scale(a.softcap);
+    shape.sinks = a.sinks;
     return shape;
 }
 

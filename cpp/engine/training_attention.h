@@ -22,7 +22,8 @@ struct TrainingAttention {
     const int64_t* key_rows = nullptr;                         // (k_offsets[n_sequences],)
     int64_t window = 0;                                        // keys in the window, including the query's
     double scale = 0.0;
-    double softcap = 0.0;  // of scores: softcap tanh(score / softcap); 0: none
+    double softcap = 0.0;          // of scores: softcap tanh(score / softcap); 0: none
+    const float* sinks = nullptr;  // (n_heads,): a logit per head without a value; null: none
     TokenHeads q, k, v;
     void* out = nullptr;   // (n_tokens, n_heads, head_dim), contiguous
     float* lse = nullptr;  // (n_tokens, n_heads)

@@ -320,7 +320,9 @@ void Transformer::attend(const InputToken* rows, const PrefixGroup& group, size_
         if (own.begin < own.end) cache_.attend(own);
         float* out = attended_ + ((group.first + r) * config_.n_heads + kv_head * per_row) * d;
         for (size_t i = from; i < to; ++i) {
-            cache_.output(own.state + (i - from) * state_size(), task.head_dim, out + (i - r * per_row) * d);
+            const size_t head = i - r * per_row;
+            const float sink = config_.sinks ? weights_->layers[layer].sinks[kv_head * per_row + head] : -INFINITY;
+            cache_.output(own.state + (i - from) * state_size(), sink, task.head_dim, out + head * d);
         }
     }
 }

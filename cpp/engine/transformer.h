@@ -60,7 +60,7 @@ private:
         void (*attend)(const CachedTask& task);
         void (*write_query)(const float* query, int64_t head_dim, void* out);
         void (*write_kv)(const float* key, const float* value, int64_t head_dim, int64_t slot, void* page);
-        void (*output)(const float* state, int64_t head_dim, float* out);
+        void (*output)(const float* state, float sink, int64_t head_dim, float* out);
 
         Cache(KvType type, size_t head_dim);
     };

@@ -112,6 +112,9 @@ size_t Norms::size_bytes() const {
 
 std::vector<float>* Weights::vector_named(const std::string& slot) {
     const auto [owner, part] = split_part(slot);
+    size_t i = 0;
+    std::string rest;
+    if (split_layer(slot, layers.size(), i, rest) && rest == "sinks") return &layers[i].sinks;
     if (part != "bias" && part != "weight") return nullptr;
     const bool is_bias = part == "bias";
     if (Matrix* matrix = matrix_named(owner)) return is_bias ? &matrix->bias : nullptr;

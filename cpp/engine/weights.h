@@ -50,7 +50,8 @@ struct Norms {
 };
 
 struct LayerWeights {
-    Matrix qkv, o, up, down;  // up: gate rows, if gated, then up rows
+    Matrix qkv, o, up, down;   // up: gate rows, if gated, then up rows
+    std::vector<float> sinks;  // of the query heads; empty: none
 };
 
 // Splits "layers.12.norm1.bias" into "layers.12.norm1" and "bias".

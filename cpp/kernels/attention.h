@@ -12,7 +12,9 @@
 // for subnormal numbers); weights are rounded to bfloat16 before the product with V, their sum is not. A row without
 // keys, or with only scores of -inf, gives zeros; otherwise NaN and inf propagate as in the formula. Words are defined
 // in attention_formats.h. A soft-cap, cap tanh(score / cap), is a separate pass over the scores of a tile and a block:
-// without it, its cost is one branch per tile and block.
+// without it, its cost is one branch per tile and block. A sink (Agarwal et al., gpt-oss, 2025), a logit without a
+// value, adds its weight to the sum of a row, and to lse: the gradient of the scores has the same form with and without
+// it.
 #pragma once
 #include "kernels/attention_formats.h"
 #include "kernels/attention_task.h"
@@ -342,13 +344,22 @@ WHET_INLINE void add_block(const AttentionTask& t, const ForwardLayout& at, ptrd
     if (column < at.columns) add_values<Format, 1>(at, tile, factors, begin, end, column);
 }
 
+// Weight of a sink relative to a row's maximum. A maximum far below it gives 2^126, with which other weights vanish.
+WHET_INLINE float sink_weight(float sink, float maximum) {
+    const float score = sink * ExpConstants<float>::kLog2E - maximum;
+    alignas(64) float weight[16];
+    store(weight, exp2_fast(min(f32x16(126.0f), max(f32x16(kZeroWeight), f32x16(score)))));
+    return weight[0];
+}
+
 template <class Format>
 WHET_INLINE void store_outputs(const AttentionTask& t, const ForwardLayout& at) {
     for (ptrdiff_t row = 0; row < t.n_queries * t.kv_group; ++row) {
-        const float sum = sum_lanes(load(at.sums + row * 16));
+        const float maximum = at.maxima[row / kTileRows * 16 + row % kTileRows];
+        float sum = sum_lanes(load(at.sums + row * 16));
+        if (t.sinks != nullptr && sum != 0.0f) sum += sink_weight(t.sinks[row % t.kv_group], maximum);
         const f32x16 inverse(sum == 0.0f ? 0.0f : 1.0f / sum);
         if (t.lse != nullptr) {
-            const float maximum = at.maxima[row / kTileRows * 16 + row % kTileRows];
             // With lse = inf, a row without keys has weights 0 in the backward pass.
             t.lse[row / t.kv_group * t.lse_token + row % t.kv_group] =
                 sum == 0.0f ? __builtin_inff() : maximum + static_cast<float>(__builtin_log2(sum));

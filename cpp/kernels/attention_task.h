@@ -27,7 +27,8 @@ struct AttentionTask {
     const int64_t* key_rows;  // key j and its value are at token key_rows[j] of k and v; null: j
     float* lse;               // log-sum-exp, base 2, of query i and head h at [i * lse_token + h]; null: not computed
     ptrdiff_t lse_token;
-    void* scratch;  // attention_scratch(task) bytes, aligned to 64
+    const float* sinks;  // logits of the query heads without a value; null: none
+    void* scratch;       // attention_scratch(task) bytes, aligned to 64
 
     ptrdiff_t key_row(int64_t j) const { return key_rows == nullptr ? j : key_rows[j]; }
 };

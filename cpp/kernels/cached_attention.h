@@ -204,10 +204,11 @@ void cached_init_state(float* state, int64_t rows, int64_t head_dim) {
         state[columns] = kInitialMax;
     }
 }
-// Writes a row's output (head_dim) after its last page.
-void cached_output(const float* state, int64_t head_dim, float* out) {
+// Writes a row's output (head_dim) after its last page; sink: the logit of its head, -inf: none.
+void cached_output(const float* state, float sink, int64_t head_dim, float* out) {
     const int64_t columns = cached::padded_columns(head_dim);
-    const f32x16 inverse(1.0f / state[columns + 1]);
+    const float sum = state[columns + 1] + attention::sink_weight(sink, state[columns]);
+    const f32x16 inverse(1.0f / sum);
     rows::each(0, static_cast<size_t>(head_dim), [&](size_t at, int count) WHET_INLINE_LAMBDA {
         rows::put(out + at, load(state + at) * inverse, count);
     });

@@ -313,9 +313,9 @@ void cached_write_kv_int8(const float* key, const float* value, int64_t head_dim
 }
 
 // cached_output, rotated back.
-void cached_output_int8(const float* state, int64_t head_dim, float* out) {
+void cached_output_int8(const float* state, float sink, int64_t head_dim, float* out) {
     alignas(64) float row[kAttentionMaxHeadDim + 32];
-    cached_output(state, head_dim, row);
+    cached_output(state, sink, head_dim, row);
     cached::rotate_by_hadamard(row, head_dim);
     __builtin_memcpy(out, row, static_cast<size_t>(head_dim) * sizeof *out);
 }

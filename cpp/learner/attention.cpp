@@ -27,6 +27,7 @@ TrainingAttention Learner::attention_of(size_t layer) {
             .window = window == 0 ? kNoWindow : static_cast<int64_t>(window),
             .scale = config_.attention_scale,
             .softcap = config_.attention_softcap,
+            .sinks = config_.sinks ? weights_->layers[layer].sinks.data() : nullptr,
             .q = head(0),
             .k = head(config_.n_heads),
             .v = head(config_.n_heads + config_.n_kv_heads),

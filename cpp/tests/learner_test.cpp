@@ -164,6 +164,7 @@ ModelConfig random_config(std::mt19937& bits) {
     c.qk_norm = bits() % 2 == 0, c.qk_norm_whole = c.qk_norm && bits() % 3 == 0;
     c.qk_norm_rotated = c.qk_norm && !c.qk_norm_whole && bits() % 2 == 0;
     if (bits() % 2 == 0) c.query_log_scale = 0.3, c.query_scale_length = 3;
+    c.sinks = bits() % 2 == 0;
     c.windows = {0, bits() % 2 * 9};
     c.residual_scale = bits() % 2 == 0 ? 1.0f : 0.7f;
     c.logits_softcap = bits() % 2 == 0 ? 0.0f : 20.0f;

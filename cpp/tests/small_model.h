@@ -70,6 +70,7 @@ struct Model {
                 vector(layer + "q_norm.weight", (c.qk_norm_whole ? c.n_heads : 1) * c.head_dim, 1.1f);
                 vector(layer + "k_norm.weight", (c.qk_norm_whole ? c.n_kv_heads : 1) * c.head_dim, 0.9f);
             }
+            if (c.sinks) vector(layer + "sinks", c.n_heads, 0.7f);
             matrix(layer + "qkv", format, c.qkv_dim(), c.hidden_dim);
             matrix(layer + "o", format, c.hidden_dim, c.n_heads * c.head_dim);
             matrix(layer + (c.gated ? "gate_up" : "up"), format, c.up_dim(), c.hidden_dim);

@@ -179,6 +179,7 @@ struct AttentionShape {
     size_t n_queries, n_keys, head_dim, group;
     int64_t window;
     float cap = 0.0f;
+    float sink = -INFINITY;  // of head 0; the next ones have twice, three times ... as much
 };
 
 // One sequence whose keys are every other token, in reverse: forward with log-sum-exp, and backward.
@@ -209,6 +210,9 @@ void test_attention(const char* what, const AttentionShape& s, Forward forward, 
     task.n_keys = signed_of(s.n_keys), task.position = task.n_keys - task.n_queries;
     task.window = s.window, task.causal = true, task.block_size = 64, task.scale = 0.3f;
     task.softcap = s.cap;
+    std::vector<float> sinks(s.group);
+    for (size_t i = 0; i < s.group; ++i) sinks[i] = s.sink * static_cast<float>(i + 1);
+    task.sinks = s.sink == -INFINITY ? nullptr : sinks.data();
     task.key_rows = key_rows.data(), task.lse = lse.data(), task.lse_token = task.kv_group;
     std::vector<float> scratch(kernels().attention_scratch(task) / sizeof(float));
     task.scratch = scratch.data();
@@ -226,7 +230,7 @@ void test_attention(const char* what, const AttentionShape& s, Forward forward, 
         const auto end = static_cast<int64_t>(s.n_keys - s.n_queries + row / s.group) + 1;
         const int64_t begin = end > s.window ? end - s.window : 0;
         std::vector<double> p(s.n_keys, 0.0), slopes(s.n_keys, 1.0);
-        double total = 0.0, delta = 0.0;
+        double total = std::exp(double{sinks[row % s.group]}), delta = 0.0;
         for (int64_t j = begin; j < end; ++j) {
             double score = 0.0;
             for (size_t c = 0; c < d; ++c) score += double(q[row * d + c]) * k[size_t(key_rows[j]) * d + c];
@@ -407,10 +411,21 @@ int main() {
             for (const size_t token : {size_t{0}, n - 1, n}) test_token_logprobs(n, token);
         }
         constexpr int64_t kAll = INT64_MAX;
-        const AttentionShape shapes[] = {{1, 1, 8, 1, kAll},       {7, 7, 8, 3, kAll},         {5, 40, 16, 2, kAll},
-                                         {33, 33, 40, 3, 6},       {70, 70, 64, 1, kAll},      {3, 129, 64, 3, kAll},
-                                         {66, 131, 64, 3, 50},     {20, 90, 128, 2, kAll},     {9, 65, 256, 1, kAll},
-                                         {33, 33, 40, 3, 6, 1.0f}, {70, 70, 64, 1, kAll, 2.5f}};
+        const AttentionShape shapes[] = {{1, 1, 8, 1, kAll},
+                                         {7, 7, 8, 3, kAll},
+                                         {5, 40, 16, 2, kAll},
+                                         {33, 33, 40, 3, 6},
+                                         {70, 70, 64, 1, kAll},
+                                         {3, 129, 64, 3, kAll},
+                                         {66, 131, 64, 3, 50},
+                                         {20, 90, 128, 2, kAll},
+                                         {9, 65, 256, 1, kAll},
+                                         {33, 33, 40, 3, 6, 1.0f},
+                                         {70, 70, 64, 1, kAll, 2.5f},
+                                         {33, 33, 40, 3, 6, 0, 2},
+                                         {70, 70, 64, 3, kAll, 2.5f, -1},
+                                         {5, 40, 16, 2, kAll, 0, -60},
+                                         {5, 40, 16, 2, kAll, 0, 9}};
         for (const AttentionShape& shape : shapes) {
             test_attention<float>(
                 "attention_f32", shape, kernels().attention_f32, kernels().attention_backward_f32, 1e-5,

@@ -306,6 +306,7 @@ class TrainingAttention:
         window: int | None,
         scale: float,
         softcap: float,
+        sinks: Any,
     ) -> None: ...
     def forward(self) -> None: ...
     def backward(

@@ -24,6 +24,7 @@ KNOBS: dict[str, dict[str, Any]] = {
     "one norm of all heads": {"qk_norm": True, "qk_norm_whole": True},
     "norms of rotated heads": {"qk_norm": True, "qk_norm_rotated": True},
     "scaled queries": {"query_log_scale": 0.5, "query_scale_length": 3},
+    "sinks": {"sinks": True},
     "layers that do not rotate": {"rope_layers": (False, True)},
     "layers with other frequencies": {"local_layers": (True, False), "local_inv_freq": (1.0, 0.3, 0.1, 0.03)},
     "a factor of cosines": {"attention_factor": 1.2, "local_layers": (True, False), "local_inv_freq": (1.0,) * 4},

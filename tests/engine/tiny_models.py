@@ -38,14 +38,17 @@ def rope(kind: str, **settings: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **settings}}
 
 
-_GRANITE_4 = {
-    "shared_intermediate_size": 24,
-    "num_local_experts": 0,
-    "layer_types": ["full_attention"] * 2,
+_GRANITE_SCALES = {
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.7,
     "attention_multiplier": 0.4,
     "logits_scaling": 1.7,
+}
+_GRANITE_4 = {
+    "shared_intermediate_size": 24,
+    "num_local_experts": 0,
+    "layer_types": ["full_attention"] * 2,
+    **_GRANITE_SCALES,
     "mamba_n_heads": 4,
 }
 
@@ -122,10 +125,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": (
         "granite",
         {
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.7,
-            "attention_multiplier": 0.4,
-            "logits_scaling": 1.7,
+            **_GRANITE_SCALES,
             "tie_word_embeddings": True,
             "attention_bias": True,
             "mlp_bias": True,
@@ -133,6 +133,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granite4": ("granitemoehybrid", {**_GRANITE_4, "position_embedding_type": "rope", "attention_bias": True}),
     "granite4-not-rotated": ("granitemoehybrid", {**_GRANITE_4, "tie_word_embeddings": True}),
+    "granite_swa": (
+        "granite_swa",
+        {
+            **_GRANITE_SCALES,
+            "attention_multiplier": 0.2,
+            "num_hidden_layers": 5,
+            "sliding_window": 5,
+            "layer_rope_theta": [500.0, 0.0, 500.0, 500.0, 0.0],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 9.0},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "granite_swa-bases": (
+        "granite_swa",
+        {
+            "head_dim": 12,
+            "attention_multiplier": 0.2,
+            "num_hidden_layers": 3,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "layer_rope_theta": [10.0, 500.0, 0.0],
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
     "olmo2": ("olmo2", {"rms_norm_eps": 0.01}),
     "olmo3": (
         "olmo3",
@@ -303,21 +328,25 @@ def tiny_model(case: str, **options: Any) -> Any:
 
 @contextmanager
 def exact_softmax(model: Any) -> Iterator[None]:
-    """Compute softmax in the model's precision in Gemma 2's attention, where transformers uses float32."""
+    """Compute softmax in the model's precision in attention where transformers uses float32."""
     before = model.config._attn_implementation
-    if model.config.model_type == "gemma2":
+    if model.config.model_type in ("gemma2", "granite_swa"):
         model.config._attn_implementation = "exact softmax"
     yield
     model.config._attn_implementation = before
 
 
 def _exact_attention(
-    module: Any, query: Any, key: Any, value: Any, mask: Any, *, scaling: float, softcap: Any = None, **options: Any
-) -> Any:
+    module: Any, query: Any, key: Any, value: Any, mask: Any, *, scaling: float, softcap: Any = None, s_aux: Any = None,
+    **options: Any,
+) -> Any:  # fmt: skip
     key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
     scores = query @ key.transpose(2, 3) * scaling
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    return ((scores + mask).softmax(-1) @ value).transpose(1, 2).contiguous(), None
+    scores = scores + mask
+    if s_aux is not None:
+        scores = torch.cat((scores, s_aux.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
+    return (scores.softmax(-1)[..., : key.shape[2]] @ value).transpose(1, 2).contiguous(), None
 
 
 ALL_ATTENTION_FUNCTIONS.register("exact softmax", _exact_attention)

@@ -47,6 +47,7 @@ NOT_IN_GGUF = {
     "llama-proportional": "rope_type 'proportional' with frequencies of 0",
     "gpt2-untied-unscaled": "attention_scale",
     "gpt2-reordered": "activation",
+    "granite_swa-bases": "local_layers",
     "gemma2-kinds": "attention biases in gemma2",
     "gemma2-attention": "logits_softcap",
     "gemma3-kinds": "attention biases in gemma3",

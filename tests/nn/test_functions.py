@@ -86,9 +86,12 @@ LENGTHS = {
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize(("n_heads", "n_kv_heads", "head_dim"), [(4, 2, 8), (3, 3, 40), (9, 3, 64), (2, 1, 128)])
-@pytest.mark.parametrize(("window", "softcap"), [(None, 0.0), (5, 0.0), (None, 1.5), (5, 0.7)])
+@pytest.mark.parametrize(
+    ("window", "softcap", "has_sinks"),
+    [(None, 0.0, False), (5, 0.0, False), (None, 1.5, False), (None, 0.0, True), (5, 0.7, True)],
+)
 @pytest.mark.parametrize("dtype", BOUNDS)
-def test_attention(lengths, n_heads, n_kv_heads, head_dim, window, softcap, dtype):
+def test_attention(lengths, n_heads, n_kv_heads, head_dim, window, softcap, has_sinks, dtype):
     prompts, completions = [], []
     for i, (n_prompt, n_completions) in enumerate(LENGTHS[lengths]):
         for n in n_completions:
@@ -97,16 +100,22 @@ def test_attention(lengths, n_heads, n_kv_heads, head_dim, window, softcap, dtyp
     batch = PackedBatch(*map(torch.from_numpy, pack_batch(prompts, completions)))
     n, mask, kv_group = len(batch.input_ids), attention_mask(batch, window), n_heads // n_kv_heads
 
-    def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def definition(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
         k, v = (x.repeat_interleave(kv_group, 1) for x in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q, k) * 0.3
-        weights = capped(scores, softcap).masked_fill(~mask, float("-inf")).softmax(-1)
+        scores = capped(scores, softcap).masked_fill(~mask, float("-inf"))
+        columns = [sink[:, None, None].expand(-1, n, 1) for sink in sinks]
+        weights = torch.cat((scores, *columns), -1).softmax(-1)[..., :n]
         return torch.einsum("hij,jhd->ihd", weights, v)
 
     shapes = [(n, n_heads, head_dim), (n, n_kv_heads, head_dim), (n, n_kv_heads, head_dim)]
-    inputs = [normal(*shape, dtype=dtype) for shape in shapes]
+    inputs = [normal(*shape, dtype=dtype) for shape in shapes] + [normal(n_heads)] * has_sinks
     bound = {torch.float32: 2e-5, torch.bfloat16: 2e-2}[dtype]
-    compare(lambda q, k, v: functions.attention(q, k, v, batch, 0.3, window, softcap), definition, inputs, bound)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+        return functions.attention(q, k, v, batch, 0.3, window, softcap, *sinks)
+
+    compare(attend, definition, inputs, bound)
 
 
 def trained_product(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> functions.Product:
@@ -250,7 +259,7 @@ def test_the_core_rejects_tensors_that_need_a_conversion():
         q = torch.zeros(len(batch.input_ids), 1, 32)
         task = _core.TrainingAttention(
             q=q, k=q, v=q, out=q, lse=q[..., 0].contiguous(), q_offsets=batch.q_offsets, k_offsets=batch.k_offsets,
-            key_rows=batch.key_rows, window=None, scale=1.0, softcap=0.0,
+            key_rows=batch.key_rows, window=None, scale=1.0, softcap=0.0, sinks=None,
         )  # fmt: skip
         readers = {"reader_offsets": batch.q_offsets, "readers": batch.readers}
         task.backward(grad_out=q, grad_q=q, grad_k=q, grad_v=q, **readers)

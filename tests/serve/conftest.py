@@ -19,7 +19,7 @@ from whet.serve.connection import Connection
 
 @pytest.fixture(autouse=True)
 def one_seed(monkeypatch):
-    """Give requests without a seed always the same one: a test of a sampled answer cannot fail once in a hundred runs."""
+    """Give requests without a seed always the same one, so that sampled answers repeat."""
     monkeypatch.setattr(secrets, "randbits", lambda bits: 2)
 
 

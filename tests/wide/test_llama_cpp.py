@@ -46,6 +46,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "gemma3_text": _GEMMA,
     "granitemoehybrid": {"shared_intermediate_size": 96, "num_local_experts": 0, "mamba_n_heads": 4,
                          "layer_types": ["full_attention"] * 3, "position_embedding_type": "rope"},
+    "granite_swa": {"num_hidden_layers": 5, "sliding_window": WINDOW, "attention_multiplier": 0.4,
+                    "logits_scaling": 1.7, "layer_rope_theta": [500.0, 0.0, 500.0, 500.0, 0.0]},
     "olmo3": {"num_hidden_layers": 5, "sliding_window": WINDOW},
     "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 3},
     "ernie4_5": {"head_dim": HEAD_DIM},

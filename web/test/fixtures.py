@@ -160,8 +160,8 @@ REORDERED = {
     "gpt_neox": {"target_modules": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]},
 }
 """Adapters of models whose files store transposed matrices, or q, k and v head by head."""
-NO_GGUF = {"llama-proportional", "gemma2-kinds", "gemma2-attention"}
-"""Cases that GGUF cannot express: proportional RoPE, an untied head of Gemma 2, no soft-cap."""
+NO_GGUF = {"llama-proportional", "gemma2-kinds", "gemma2-attention", "granite_swa-bases"}
+"""Cases that GGUF cannot express: proportional RoPE, an untied head of Gemma 2, no soft-cap, two bases of RoPE."""
 
 
 def families(folder: Path) -> None:

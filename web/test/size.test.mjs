@@ -20,9 +20,9 @@ test("the scripts are at most 84 KB compressed, without libraries 41 KB", async 
   assert.ok(ours <= 41 * KB, `${ours} bytes`);
 });
 
-test("the lazily loaded chunk of folders and adapters is at most 13 KB", async () => {
+test("the lazily loaded chunk of folders and adapters is at most 14 KB", async () => {
   const bytes = await readFile(new URL("../dist/hf.js", import.meta.url));
-  assert.ok(sizeOf([bytes]) <= 13 * KB, `${sizeOf([bytes])} bytes`);
+  assert.ok(sizeOf([bytes]) <= 14 * KB, `${sizeOf([bytes])} bytes`);
 });
 
 test("the lazily loaded chunk of the learner is at most 7 KB", async () => {
@@ -35,7 +35,7 @@ test("the separate entry of primitives and kernels is at most 8 KB", async () =>
   assert.ok(sizeOf([bytes]) <= 8 * KB, `${sizeOf([bytes])} bytes`);
 });
 
-const BUILDS = { threads: [402, 154], "threads-plain": [400, 152], plain: [400, 152], learner: [620, 210] };
+const BUILDS = { threads: [412, 158], "threads-plain": [408, 156], plain: [408, 156], learner: [630, 214] };
 for (const [name, [whole, compressed]] of Object.entries(BUILDS)) {
   test(`${name}.wasm is at most ${whole} KB, compressed ${compressed} KB`, async () => {
     const bytes = await readFile(new URL(`../dist/${name}.wasm`, import.meta.url));

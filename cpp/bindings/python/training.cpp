@@ -192,8 +192,17 @@ class AttentionObject {
 public:
     AttentionObject(HeadsIn q, HeadsIn k, HeadsIn v, ContiguousOut out, Matrix<float> lse,
                     Vector<const int64_t> q_offsets, Vector<const int64_t> k_offsets, Vector<const int64_t> key_rows,
-                    std::optional<int64_t> window, double scale, double softcap)
-        : q_(q), k_(k), v_(v), out_(out), lse_(lse), q_offsets_(q_offsets), k_offsets_(k_offsets), key_rows_(key_rows) {
+                    std::optional<int64_t> window, double scale, double softcap,
+                    std::optional<Vector<const float>> sinks)
+        : q_(q),
+          k_(k),
+          v_(v),
+          out_(out),
+          lse_(lse),
+          q_offsets_(q_offsets),
+          k_offsets_(k_offsets),
+          key_rows_(key_rows),
+          sinks_(std::move(sinks)) {
         const size_t n_tokens = q.shape(0), n_offsets = q_offsets.shape(0);
         require(q.dtype() == nb::dtype<float>() || q.dtype() == nb::dtype<BFloat16>(),
                 "TrainingAttention: q is neither float32 nor bfloat16");
@@ -205,6 +214,7 @@ public:
                 "TrainingAttention: shapes of q, k, v, out and lse disagree");
         require(q.stride(2) == 1 && k.stride(2) == 1 && v.stride(2) == 1,
                 "TrainingAttention: the last axis is not contiguous");
+        require(!sinks_ || sinks_->shape(0) == q.shape(1), "TrainingAttention: expected a sink for each head");
         require(n_offsets > 0 && k_offsets.shape(0) == n_offsets &&
                     q_offsets.data()[n_offsets - 1] <= static_cast<int64_t>(n_tokens) &&
                     k_offsets.data()[n_offsets - 1] == static_cast<int64_t>(key_rows.shape(0)),
@@ -215,6 +225,7 @@ public:
         a_.n_sequences = static_cast<int64_t>(n_offsets) - 1;
         a_.q_offsets = q_offsets.data(), a_.k_offsets = k_offsets.data(), a_.key_rows = key_rows.data();
         a_.window = window.value_or(kNoWindow), a_.scale = scale, a_.softcap = softcap;
+        a_.sinks = sinks_ ? sinks_->data() : nullptr;
         a_.q = {q.data(), q.stride(0), q.stride(1)};
         a_.k = {k.data(), k.stride(0), k.stride(1)};
         a_.v = {v.data(), v.stride(0), v.stride(1)};
@@ -245,6 +256,7 @@ private:
     ContiguousOut out_;
     Matrix<float> lse_;
     Vector<const int64_t> q_offsets_, k_offsets_, key_rows_;
+    std::optional<Vector<const float>> sinks_;
     TrainingAttention a_;
 };
 
@@ -302,9 +314,11 @@ void bind_training(nb::module_& m) {
           arg("beta1"), arg("beta2"), arg("eps"), arg("weight_decay"), arg("t"), arg("grad_scale"), Release());
     nb::class_<AttentionObject>(m, "TrainingAttention")
         .def(nb::init<HeadsIn, HeadsIn, HeadsIn, ContiguousOut, Matrix<float>, Vector<const int64_t>,
-                      Vector<const int64_t>, Vector<const int64_t>, std::optional<int64_t>, double, double>(),
+                      Vector<const int64_t>, Vector<const int64_t>, std::optional<int64_t>, double, double,
+                      std::optional<Vector<const float>>>(),
              nb::kw_only(), array("q"), array("k"), array("v"), array("out"), array("lse"), array("q_offsets"),
-             array("k_offsets"), array("key_rows"), arg("window").none(), arg("scale"), arg("softcap"))
+             array("k_offsets"), array("key_rows"), arg("window").none(), arg("scale"), arg("softcap"),
+             array("sinks").none())
         .def("forward", &AttentionObject::forward, Release())
         .def("backward", &AttentionObject::backward, nb::kw_only(), array("grad_out"), array("grad_q"), array("grad_k"),
              array("grad_v"), array("reader_offsets"), array("readers"), Release());

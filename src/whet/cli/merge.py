@@ -169,3 +169,6 @@ def copy_base(base: PackedBase, module: Any) -> None:
         by_columns = type(child).__name__ == "Conv1D"
         rows = base.rows(name, torch.empty(child.weight.t().shape if by_columns else child.weight.shape))
         child.weight.copy_(rows.t() if by_columns else rows)
+    for name, location in base.targets.items():
+        if location.module.parameter != "weight":
+            module.get_parameter(name).copy_(base.rows(name, torch.empty(location.shape)))

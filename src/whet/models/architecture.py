@@ -70,6 +70,7 @@ class ModelConfig:
         qk_norm_rotated: this norm follows the rotation.
         query_log_scale: b; a query at position p is multiplied by 1 + b log(1 + floor(p / query_scale_length)).
         query_scale_length: positions with the same factor.
+        sinks: each head has a logit without a value: weights are e^s_j / (e^sink + sum over i of e^s_i) for scores s.
         activation: "silu", "gelu", "gelu_tanh" or "relu2".
         gated: the MLP is down(act(gate x) * up x), else down(act(up x)).
         windows: per layer; 0: full causal attention, w: a query attends to itself and the w - 1 keys before it.
@@ -126,6 +127,7 @@ class ModelConfig:
     qk_norm_rotated: bool = False
     query_log_scale: float = 0.0
     query_scale_length: int = 1
+    sinks: bool = False
     activation: str = "silu"
     gated: bool = True
     tied_head: bool = False
@@ -210,6 +212,8 @@ class ModelConfig:
             if self.qk_norm:
                 for which, heads in zip("qk", n_normed, strict=True):
                     found[f"{layer}{which}_norm.weight"] = (heads * self.head_dim,)
+            if self.sinks:
+                found[f"{layer}sinks"] = (self.n_heads,)
             for name, rows, columns, biased in matrices:
                 found[layer + name] = (rows, columns)
                 if biased:

@@ -38,7 +38,8 @@ families.json contains the data, which builds without Python embed:
                  removes a key or module.
                  ``modules``: "slot" or "slot:part" -> ``hf``, the module's name (``hf_also``: an alternative name),
                  ``hf_layout``, the order of its rows ("by_head", "transposed"; default: the slot's), ``hf_offset``, a
-                 constant that the model adds to the weight, and ``gguf``, the tensor's name. "{i}" is the layer. Rows
+                 constant that the model adds to the weight, ``hf_parameter``, the weight's name in the module (default:
+                 "weight"), and ``gguf``, the tensor's name. "{i}" is the layer. Rows
                  with only one of ``hf`` and ``gguf`` are for matrices that the other has in parts, or as one.
 
 Sliding windows and rotary scaling follow from the options by the code below.
@@ -94,12 +95,13 @@ class Family:
         gguf: None if GGUF has no such architecture. Else its name (``architecture``) and llama.cpp's deviations, as
             tested with b11549 of October 2026 by tests/wide/test_llama_cpp.py:
             ``interleaved``: rows of q and k are interleaved; ``biases``: attention biases are read; ``head``: an untied
-            head is read; ``needs``: tensors required even if the model has none ("head", a copy of a tied one;
-            "biases" of all matrices); ``sliding_window``: default; ``scale_by_hidden``: a number of layers with which
-            scores are divided by the root of hidden_dim / n_heads instead of head_dim; ``rope``: scaling read in
-            addition to linear and YaRN ("divisors" of frequencies, "longrope"); ``square``: n_heads head_dim has to
-            equal hidden_dim; ``windows``: sliding windows are computed; ``window_layers``: the layers that have one are
-            read; ``windowed_depth``: a number of layers with which, and only then, layers have windows.
+            head is read; ``needs``: what a file must have even if the model has none ("head", a copy of a tied one;
+            "biases" of all matrices; "windows", the layers that have one); ``sliding_window``: default;
+            ``scale_by_hidden``: a number of layers with which scores are divided by the root of hidden_dim / n_heads
+            instead of head_dim; ``rope``: scaling read in addition to linear and YaRN ("divisors" of frequencies,
+            "longrope"); ``square``: n_heads head_dim has to equal hidden_dim; ``windows``: sliding windows are
+            computed; ``window_layers``: the layers that have one are read; ``windowed_depth``: a number of layers with
+            which, and only then, layers have windows.
         gguf_modules: the slots of a GGUF file's tensors.
         window: layers with sliding_window: "none", "all", "some" (by layer_types), or "pattern" (by layer_types;
             default: all except every sliding_window_pattern-th).
@@ -116,6 +118,8 @@ class Family:
             with L = original_max_position_embeddings.
         rope_windowed: whether, in a model with sliding_window, only layers with a window rotate.
         rope_off: whether layers with no_rope_layers 0, default every no_rope_layer_interval-th, do not rotate.
+        rope_by_layer: whether layer_rope_theta, if it is not null, is the base of each layer; 0: it does not rotate.
+        full_first: whether the first layer of each sliding_window_pattern has no window, instead of the last.
     """
 
     keys: Mapping[str, str]
@@ -133,6 +137,8 @@ class Family:
     rope_alpha: bool = False
     query_scale: bool = False
     rope_off: bool = False
+    rope_by_layer: bool = False
+    full_first: bool = False
     rope_local: bool = False
     root_of_embedding: bool = False
 
@@ -179,7 +185,8 @@ def _make_family(entry: dict[str, Any]) -> Family:
         layout = row.get("hf_layout")
         offset = row.get("hf_offset", 0.0)
         if names:
-            modules.append(ModuleSpec(names, slot, part, _ROW_ORDERS[layout], layout == "transposed", offset))
+            order, parameter = _ROW_ORDERS[layout], row.get("hf_parameter", "weight")
+            modules.append(ModuleSpec(names, slot, part, order, layout == "transposed", offset, parameter))
         if gguf is not None and "gguf" in row:
             interleaved = gguf.get("interleaved", False) and part in ("q", "k")
             gguf_modules.append(ModuleSpec((row["gguf"],), slot, part, deinterleave if interleaved else keep_order))
@@ -314,8 +321,12 @@ def rope_scaling(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def module_targets(family: Family, config: ModelConfig) -> dict[str, WeightLocation]:
-    """Return name -> location of every module of the Hugging Face model."""
-    return {name: location for location in iter_locations(config, family.modules) for name in location.names}
+    """Return name -> location of every matrix and norm of the Hugging Face model, and of its other parameters."""
+    return {
+        name if (parameter := location.module.parameter) == "weight" else f"{name}.{parameter}": location
+        for location in iter_locations(config, family.modules)
+        for name in location.names
+    }
 
 
 def model_config(
@@ -478,6 +489,8 @@ class _Options:
         if self.family.rope_windowed and self.get("sliding_window") is not None:
             layers = tuple(self.local_layers(n_layers))
             return () if all(layers) else layers
+        if thetas := self.layer_thetas(n_layers):
+            return () if all(thetas) else tuple(theta != 0 for theta in thetas)
         if not self.family.rope_off:
             return ()
         given = self.get("no_rope_layers")
@@ -489,6 +502,17 @@ class _Options:
         if not isinstance(given, (list, tuple)) or len(given) < n_layers or not set(given) <= {0, 1}:
             raise self.wrong("no_rope_layers", f"a 0 or 1 for each of {n_layers} layers")
         return tuple(map(bool, given[:n_layers]))
+
+    def layer_thetas(self, n_layers: int) -> list[float]:
+        """Return the rotary base of each layer, 0: it does not rotate; []: all have rope_theta."""
+        given = self.get("layer_rope_theta") if self.family.rope_by_layer else None
+        if given is None:
+            return []
+        if not isinstance(given, (list, tuple)) or len(given) != n_layers or not all(map(_is_theta, given)):
+            raise self.wrong("layer_rope_theta", f"a number of at least 0 for each of {n_layers} layers")
+        if len({*given} - {0}) > 2:
+            raise self.wrong("layer_rope_theta", "at most two numbers other than 0")
+        return list(map(float, given))
 
     def flag(self, name: str) -> bool:
         value = self.get(name)
@@ -555,7 +579,7 @@ class _Options:
         pattern = self.get("sliding_window_pattern")
         if isinstance(pattern, bool) or not isinstance(pattern, int) or pattern < 1:
             raise self.wrong("sliding_window_pattern", "an integer of at least 1")
-        return [(i + 1) % pattern != 0 for i in range(n_layers)]
+        return [(i + (not self.family.full_first)) % pattern != 0 for i in range(n_layers)]
 
 
 def _rotary(options: _Options, head_dim: int, length: int, trained: int) -> dict[str, Any]:
@@ -583,6 +607,8 @@ def _rotary(options: _Options, head_dim: int, length: int, trained: int) -> dict
 
 def _local_rope(options: _Options, n_layers: int, head_dim: int, length: int) -> dict[str, Any]:
     """Return the fields of layers that rotate by separate frequencies."""
+    if thetas := options.layer_thetas(n_layers):
+        return _second_theta(options, thetas, head_dim, length)
     if not options.family.rope_local:
         return {}
     given = options.get("rope_parameters") or {}
@@ -599,6 +625,23 @@ def _local_rope(options: _Options, n_layers: int, head_dim: int, length: int) ->
     return {"local_layers": layers, "local_inv_freq": tuple(inv_freq.tolist())}
 
 
+def _second_theta(options: _Options, thetas: list[float], head_dim: int, length: int) -> dict[str, Any]:
+    """Return the fields of layers with another rotary base than the first layer that rotates."""
+    _, *others = dict.fromkeys(theta for theta in thetas if theta) or (0.0,)
+    if not others:
+        return {}
+    scaling = {**_scaling(options, options.size("max_position")), "rope_theta": others[0]}
+    if scaling["rope_type"] != "default":
+        raise options.wrong("layer_rope_theta", f"one number other than 0, with rope_type {scaling['rope_type']!r}")
+    inv_freq, _ = rope_frequencies(head_dim, None, length, scaling=scaling)
+    layers = tuple(theta == others[0] for theta in thetas)
+    return {"local_layers": layers, "local_inv_freq": tuple(inv_freq.tolist())}
+
+
+def _is_theta(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e300
+
+
 def _scaling(options: _Options, trained: int) -> dict[str, Any]:
     """Collect the settings of ``rope_frequencies`` from rope_parameters, or from the options of older configs."""
     given = options.get("rope_parameters") or options.get("rope_scaling") or {}
@@ -610,6 +653,8 @@ def _scaling(options: _Options, trained: int) -> dict[str, Any]:
         )
     others = options.family.rope_others
     scaling = {key: value for key, value in given.items() if value is not None and key not in others}
+    if theta := next(filter(None, options.layer_thetas(options.size("n_layers"))), None):
+        scaling["rope_theta"] = theta
     kind = scaling.setdefault("rope_type", scaling.get("type", "default"))
     if kind == "su" or (kind == "yarn" and options.given.get("model_type") == "phi3"):
         kind = scaling["rope_type"] = "longrope"

@@ -103,8 +103,11 @@ def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> 
         )
     if described.query_log_scale:
         given["query_log_scale"] = described.query_log_scale
-    if table.get("window_layers") and any(described.windows):
+    if table.get("window_layers") and (any(described.windows) or "windows" in table.get("needs", ())):
         given["window_layers"] = np.array(described.windows) > 0
+        given.setdefault("sliding_window", given["max_position"])
+    if family.rope_by_layer and described.rope_layers:
+        given["rope_layers"] = np.array(described.rope_layers)
     if family.rope_option and not described.rotary_dim:
         given["is_rotated"] = False
     if "parallel_residual" in family.settings:

@@ -146,7 +146,8 @@ def core_matrix(slot: str) -> tuple[int, _core.Target] | None:
 
 
 def _list_locations(source: ModelSource) -> list[WeightLocation]:
-    return list(dict.fromkeys(source.targets.values()))
+    """Return the locations of matrices and norms."""
+    return list(dict.fromkeys(each for each in source.targets.values() if each.module.parameter == "weight"))
 
 
 def _is_in_layers(location: WeightLocation) -> bool:

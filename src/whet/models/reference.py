@@ -143,7 +143,10 @@ def _attention(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarr
         scores = config.attention_scale * (q[:, head] @ k[:, head // group].T)
         if config.attention_softcap:
             scores = naive_softcap(scores, config.attention_softcap)
-        out[:, head] = naive_softmax(np.where(mask, scores, -np.inf).astype(x.dtype)) @ v[:, head // group]
+        scores = np.where(mask, scores, -np.inf).astype(x.dtype)
+        if config.sinks:
+            scores = np.pad(scores, ((0, 0), (0, 1)), constant_values=layer["sinks"][head])
+        out[:, head] = naive_softmax(scores)[:, :n] @ v[:, head // group]
     return _linear(layer, "o", out.reshape(n, -1))
 
 

@@ -63,7 +63,9 @@ RowOrder = Callable[[ModelConfig, Any], Iterator[tuple[int, Any]]]
 
 @dataclass(frozen=True)
 class ModuleSpec:
-    """A module of the source with .weight and perhaps .bias; ``{i}`` in the names is the layer's number.
+    """A module of the source, with .weight and perhaps .bias, or with another parameter that is all of its entry.
+
+    ``{i}`` in the names is the layer's number.
 
     Attributes:
         names: its names; the first that exists is used.
@@ -72,6 +74,7 @@ class ModuleSpec:
         row_order: maps its rows to rows of the slot.
         transposed: the source stores (inputs, outputs).
         offset: constant that the model adds to the weight.
+        parameter: name of the weight in the module.
     """
 
     names: tuple[str, ...]
@@ -80,6 +83,7 @@ class ModuleSpec:
     row_order: RowOrder = keep_order
     transposed: bool = False
     offset: float = 0.0
+    parameter: str = "weight"
 
 
 class WeightLocation(NamedTuple):
@@ -121,7 +125,8 @@ class ModelSource(NamedTuple):
     Attributes:
         config: the architecture.
         slices: yields the rows of every slot, each once; for a live module, their values at the time of the call.
-        targets: the location of each module of the Hugging Face model, by its name there.
+        targets: the location of each module of the Hugging Face model by its name there, or by a parameter's if that
+            is not the module's weight.
         adapters: LoRA adapters and trained norms, not part of the slices.
         short_position: see ``families.short_position``; the config's frequencies are resolved for its max_position.
         base: the packed weights that the model's modules share; the source has no slices then.
@@ -180,8 +185,8 @@ def iter_slices(
     """Yield the slices of a model.
 
     Args:
-        get_tensor: (names, "weight" or "bias") -> the tensor of the first of these modules that exists; raises
-            WhetValueError if there is none.
+        get_tensor: (names, "weight", "bias" or another parameter) -> the tensor of the first of these modules that
+            exists; raises WhetValueError if there is none.
         where: prefix of error messages.
 
     Raises:
@@ -190,10 +195,10 @@ def iter_slices(
     slots = config.slots()
     for location in iter_locations(config, modules):
         first_row, module = location.first_row, location.module
-        for suffix, slot in (("weight", location.weight), ("bias", location.bias)):
+        for suffix, slot in ((module.parameter, location.weight), ("bias", location.bias)):
             if slot is None or slot not in slots:
                 continue
-            shape = location.shape if suffix == "weight" else location.shape[:1]
+            shape = location.shape if slot == location.weight else location.shape[:1]
             stored = get_tensor(location.names, suffix)
             transposed = module.transposed and len(shape) == 2
             expected = shape[::-1] if transposed else shape
@@ -205,7 +210,7 @@ def iter_slices(
                 )
             if len(shape) == 1 and stored.format not in FLOAT_FORMATS:
                 raise WhetValueError(
-                    f"{label} is {stored.format}, expected floats: norms and biases are not quantised."
+                    f"{label} is {stored.format}, expected floats: norms, biases and sinks are not quantised."
                 )
             if module.offset and suffix == "weight":
                 numbers = slice_values(RowSlice(slot, first_row, stored.tensor, stored.format))
@@ -274,7 +279,7 @@ def locate_norm(
 
 def is_norm(location: WeightLocation) -> bool:
     """Whether a module is a norm."""
-    return len(location.shape) == 1
+    return len(location.shape) == 1 and location.module.parameter == "weight"
 
 
 def _part_rows(config: ModelConfig, part: str) -> tuple[int, int]:

@@ -189,7 +189,8 @@ def _attention(
     if norms and norms_rotated:
         q, k = map(_norm_heads, norms, (q, k))
     window = acceleration.windows[layer] or None
-    out = functions.attention(q, k, v, batch, module.scaling, window, acceleration.attention_softcap)
+    sinks = getattr(module, "sinks", None)
+    out = functions.attention(q, k, v, batch, module.scaling, window, acceleration.attention_softcap, sinks)
     return module.o_proj(out.view(1, len(q), -1)), None
 
 
@@ -240,7 +241,8 @@ def _project(acceleration: Acceleration, module: Any, hidden_states: Tensor) -> 
 
 def _attention_interface(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, scaling: Any = None,
-    sliding_window: int | None = None, dropout: float = 0.0, softcap: float | None = None, **options: Any,
+    sliding_window: int | None = None, dropout: float = 0.0, softcap: float | None = None,
+    s_aux: Tensor | None = None, **options: Any,
 ) -> Any:  # fmt: skip
     """Attention function with the signature of transformers, for (1, heads, tokens, head_dim)."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -248,8 +250,8 @@ def _attention_interface(
     batch = _unwrap_batch(attention_mask)
     if batch is None:
         query, key = query.to(value.dtype), key.to(value.dtype)
-        if softcap is not None:
-            return _softcap_attention(query, key, value, attention_mask, dropout, scaling, softcap), None
+        if softcap is not None or s_aux is not None:
+            return _eager_attention(query, key, value, attention_mask, dropout, scaling, softcap, s_aux), None
         return sdpa_attention_forward(
             module,
             query,
@@ -264,23 +266,28 @@ def _attention_interface(
     _reject_dropout(dropout)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-    return functions.attention(q, k, v, batch, scale, sliding_window, softcap or 0.0)[None], None
+    return functions.attention(q, k, v, batch, scale, sliding_window, softcap or 0.0, s_aux)[None], None
 
 
-def _softcap_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scaling: float | None, cap: float
-) -> Tensor:
-    """Attention with soft-capped scores, which torch's function does not support: (1, tokens, heads, head_dim)."""
+def _eager_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scaling: float | None,
+    cap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Attention with soft-capped scores or sinks, which torch's function lacks: (1, tokens, heads, head_dim)."""
     n_queries, n_keys, group = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    scores = cap * torch.tanh(query @ key.transpose(2, 3) * (scale / cap))
+    scores = query @ key.transpose(2, 3) * scale
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
     if mask is None:  # sdpa_mask returns None for a whole sequence, and for one token that attends to all keys
         mask = torch.ones(n_queries, n_keys, dtype=torch.bool).tril_() if n_queries > 1 else None
     if mask is not None:  # bool or additive, depending on the model's own config
         mask = mask[..., :n_keys]
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).nan_to_num(0.0).to(value.dtype)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).nan_to_num(0.0).to(value.dtype)[..., :n_keys]
     return (torch.dropout(weights, dropout, train=dropout > 0) @ value).transpose(1, 2).contiguous()
 
 

@@ -256,6 +256,10 @@ def frozen_model(model: str | os.PathLike[str] | GGUFFile | nn.Module, base: str
         _check_shapes(name, module, packed)
     for name, module in modules.items():
         _freeze(inner, name, module, packed)
+    for name, location in packed.targets.items():
+        if (parameter := location.module.parameter) != "weight":
+            values = nn.Parameter(packed.rows(name, torch.empty(location.shape)), requires_grad=False)
+            setattr(inner.get_submodule(location.names[0]), parameter, values)
     missing = [name for name, tensor in (*inner.named_parameters(), *inner.named_buffers()) if tensor.is_meta]
     if missing:
         raise WhetValueError(f"frozen_model: the base has no {missing[0]}: {_WRONG_BASE}")

@@ -12,6 +12,7 @@ Callers check the arguments: see ``whet.nn.accelerate``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -379,8 +380,9 @@ def _rotate(x: Tensor, table: Tensor, is_neox: bool, inverse: bool) -> Tensor:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, scale: float, window: int | None, softcap: float = 0.0
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, scale: float, window: int | None, softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Compute causal attention within the sequences of a packed batch.
 
     Args:
@@ -391,45 +393,52 @@ def attention(
         scale: of the scores.
         window: keys that a token attends to at most, including its own; None: all.
         softcap: scores s become softcap tanh(s / softcap); 0 disables it.
+        sinks: (H,), a logit of each head in its softmax that has no value; None: none.
 
     Returns:
         (N, H, D), contiguous.
     """
-    return _Attention.apply(*_promote(q, k, v), batch, scale, window, softcap)  # pyright: ignore[reportReturnType]
+    q, k, v = _promote(q, k, v)
+    return _Attention.apply(q, k, v, sinks, batch, scale, window, softcap)  # pyright: ignore[reportReturnType]
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, scale: float, window: int | None, softcap: float
-    ) -> Tensor:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, batch: PackedBatch, scale: float,
+        window: int | None, softcap: float,
+    ) -> Tensor:  # fmt: skip
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
         out = empty(q.shape, q.dtype)
         lse = torch.empty(q.shape[:2])
-        _make_attention_task(q, k, v, out, lse, batch, scale, window, softcap).forward()
-        ctx.save_for_backward(q, k, v, out, lse)
+        _make_attention_task(q, k, v, out, lse, sinks, batch, scale, window, softcap).forward()
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.settings = batch, scale, window, softcap
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         batch: PackedBatch = ctx.settings[0]
         grad_q, grad_k, grad_v = (empty(x.shape, x.dtype) for x in (q, k, v))
-        _make_attention_task(q, k, v, out, lse, *ctx.settings).backward(
+        _make_attention_task(q, k, v, out, lse, sinks, *ctx.settings).backward(
             grad_out=grads[0].contiguous(), grad_q=grad_q, grad_k=grad_k, grad_v=grad_v,
             reader_offsets=batch.reader_offsets, readers=batch.readers,
         )  # fmt: skip
-        return grad_q, grad_k, grad_v, None, None, None, None
+        grad_sinks = None
+        if sinks is not None and ctx.needs_input_grad[3]:  # -w rowsum(dO O) for a weight w of the sink
+            weights = torch.exp2(sinks * math.log2(math.e) - lse)
+            grad_sinks = -(weights * (grads[0].float() * out).sum(-1)).sum(0).to(sinks.dtype)
+        return grad_q, grad_k, grad_v, grad_sinks, None, None, None, None
 
 
 def _make_attention_task(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, batch: PackedBatch, scale: float, window: int | None,
-    softcap: float,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, batch: PackedBatch, scale: float,
+    window: int | None, softcap: float,
 ) -> Any:  # fmt: skip
     return _core.TrainingAttention(
         q=q.detach(), k=k.detach(), v=v.detach(), out=out.detach(), lse=lse, q_offsets=batch.q_offsets,
         k_offsets=batch.k_offsets, key_rows=batch.key_rows, window=window or None, scale=scale,
-        softcap=softcap,
+        softcap=softcap, sinks=None if sinks is None else sinks.detach().float().contiguous(),
     )  # fmt: skip

@@ -26,7 +26,8 @@ from whet.models.sources.folder import open_folder, parse_safetensors, read_safe
 from whet.models.sources.live import open_module
 from whet.models.sources.mapped import _unique as unique
 
-FAMILIES = ("llama-biases-tied", "mistral", "qwen2-windows", "qwen3", "gpt_neox", "gpt2", "gptj", "phi3-longrope")
+FAMILIES = ("llama-biases-tied", "mistral", "qwen2-windows", "qwen3", "gpt_neox", "gpt2", "gptj", "phi3-longrope",
+            "granite_swa-bases")  # fmt: skip
 
 
 @pytest.fixture(scope="module")

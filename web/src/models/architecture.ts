@@ -28,6 +28,8 @@ export interface ModelConfig {
   /** Queries are multiplied by 1 + queryLogScale log(1 + floor(position / queryScaleLength)). */
   queryLogScale: number;
   queryScaleLength: number;
+  /** Whether each head has a logit without a value in its softmax. */
+  sinks: boolean;
   activation: "silu" | "gelu" | "gelu_tanh" | "relu2";
   gated: boolean;
   windows: number[];
@@ -71,6 +73,8 @@ export interface Family {
   rope_others: readonly string[];
   rope_alpha: boolean;
   query_scale: boolean;
+  rope_by_layer: boolean;
+  full_first: boolean;
 }
 
 export const FAMILIES: Record<string, Family> = families;
@@ -79,11 +83,11 @@ const toCamel = (name: string) => name.replace(/_(\w)/g, (_, letter: string) => 
 
 /** Switches of a family without settings. */
 export const PLAIN_SWITCHES = {
-  norm: "rms", preNorm: true, postNorm: false, qkNorm: false, qkNormWhole: false, qkNormRotated: false, parallelResidual: false, sharedNorm: false, gated: true,
+  norm: "rms", preNorm: true, postNorm: false, qkNorm: false, qkNormWhole: false, qkNormRotated: false, sinks: false, parallelResidual: false, sharedNorm: false, gated: true,
   qkvBias: false, oBias: false, mlpBias: false, headBias: false,
 } as const;
-/** Flags of n layers: false for every interval-th. */
-export const allButEvery = (interval: number, n: number) => Array.from({ length: n }, (_, i) => (i + 1) % interval !== 0);
+/** Flags of n layers: false for one of each `interval`, the last or the first. */
+export const allButEvery = (interval: number, n: number, isFirst = false) => Array.from({ length: n }, (_, i) => (i + (isFirst ? 0 : 1)) % interval !== 0);
 export const NO_QUERY_SCALE = { queryLogScale: 0, queryScaleLength: 1 };
 export const NO_ROTARY = { rotaryDim: 0, isNeox: true, invFreq: [], attentionFactor: 1 };
 
@@ -110,6 +114,7 @@ export function slots(c: ModelConfig): Map<string, number[]> {
     }
     const normed = c.qkNormWhole ? [c.nHeads, c.nKvHeads] : [1, 1];
     if (c.qkNorm) for (const [j, which] of ["q", "k"].entries()) found.set(`layers.${i}.${which}_norm.weight`, [normed[j] * c.headDim]);
+    if (c.sinks) found.set(`layers.${i}.sinks`, [c.nHeads]);
     for (const [name, n, k, biased] of matrices) {
       found.set(`layers.${i}.${name}`, [n, k]);
       if (biased) found.set(`layers.${i}.${name}.bias`, [n]);

@@ -155,11 +155,23 @@ class Options {
       const layers = this.localLayers(nLayers);
       return layers.includes(false) ? layers : [];
     }
+    const thetas = this.layerThetas(nLayers);
+    if (thetas.includes(0)) return thetas.map((theta) => theta !== 0);
     if (!this.family.rope_off) return [];
     const given = this.get("no_rope_layers") ?? undefined;
     if (given === undefined) return allButEvery(this.count("no_rope_layer_interval", 1), nLayers);
     if (!Array.isArray(given) || given.length < nLayers || !given.every((each) => each === 0 || each === 1)) throw this.invalid("no_rope_layers", `a 0 or 1 for each of ${nLayers} layers`);
     return given.slice(0, nLayers).map(Boolean);
+  }
+
+  /** Return the RoPE base of each layer, 0: no RoPE; []: rope_theta in all layers. */
+  layerThetas(nLayers: number): number[] {
+    const given = this.family.rope_by_layer ? (this.get("layer_rope_theta") ?? undefined) : undefined;
+    if (given === undefined) return [];
+    const isTheta = (value: unknown) => typeof value === "number" && value >= 0 && value < 1e300;
+    if (!Array.isArray(given) || given.length !== nLayers || !given.every(isTheta)) throw this.invalid("layer_rope_theta", `a number of at least 0 for each of ${nLayers} layers`);
+    if (new Set(given.filter(Boolean)).size > 2) throw this.invalid("layer_rope_theta", "at most two numbers other than 0");
+    return given;
   }
 
   windows(nLayers: number, length: number): number[] {
@@ -197,7 +209,7 @@ class Options {
 
   /** Whether each layer attends in a window; without layer_types, every sliding_window_pattern-th layer is global. */
   localLayers(nLayers: number): boolean[] {
-    return this.layerTypes(nLayers) ?? allButEvery(this.count("sliding_window_pattern", 1), nLayers);
+    return this.layerTypes(nLayers) ?? allButEvery(this.count("sliding_window_pattern", 1), nLayers, this.family.full_first);
   }
 
   /** Return the RoPE settings: rope_parameters, or the several keys of older configs. */
@@ -207,6 +219,8 @@ class Options {
     if (family.rope_local && isObject(given)) given = given.full_attention ?? ("sliding_attention" in given ? {} : given);
     if (!isObject(given) || Object.values(given).some(isObject)) throw new WhetError(`${this.where}: rope_parameters is ${show(given)}, expected one object for all layers.`);
     const scaling: Record<string, unknown> = Object.fromEntries(Object.entries(given).filter(([key, value]) => value !== null && !family.rope_others.includes(key)));
+    const theta = this.layerThetas(this.size("n_layers")).find(Boolean);
+    if (theta !== undefined) scaling.rope_theta = theta;
     let kind = (scaling.rope_type ??= scaling.type ?? "default");
     if (kind === "su" || (kind === "yarn" && this.given.model_type === "phi3")) kind = scaling.rope_type = "longrope";
     const aliases = { rope_theta: ["rope_theta", "rotary_emb_base"], partial_rotary_factor: family.partial_rotary ? ["partial_rotary_factor", "rotary_pct"] : [] };
@@ -299,6 +313,13 @@ function readRotary(core: Core, options: Options, headDim: number, length: numbe
 /** Return the frequencies of layers with their own RoPE base. */
 function readLocalRotary(core: Core, options: Options, nLayers: number, headDim: number, length: number): Pick<ModelConfig, "localLayers" | "localInvFreq"> {
   const none = { localLayers: [], localInvFreq: [] };
+  const thetas = options.layerThetas(nLayers);
+  const other = [...new Set(thetas.filter(Boolean))][1];
+  if (other !== undefined) {
+    const scaling: Record<string, unknown> = { ...options.rope(core, options.size("max_position")), rope_theta: other };
+    if (scaling.rope_type !== "default") throw options.invalid("layer_rope_theta", `one number other than 0, with rope_type ${show(scaling.rope_type)}`);
+    return { localLayers: thetas.map((theta) => theta === other), localInvFreq: ropeFrequencies(core, headDim, undefined, length, scaling, options.where).invFreq };
+  }
   if (!options.family.rope_local) return none;
   const given = options.get("rope_parameters");
   const theta = options.get("rope_local_base_freq") ?? options.rope(core, options.size("max_position")).rope_theta;

@@ -134,7 +134,7 @@ export async function describeGguf(
   const fallback = family.gguf?.sliding_window ?? 0;
   const window = family.window === "none" ? 0 : meta.get("sliding_window") ? meta.size("sliding_window") : fallback;
   const flags = readWindowLayers(meta, family, nLayers);
-  const isLocal = (i: number) => flags?.[i] ?? (family.window !== "pattern" || (i + 1) % (family.defaults.sliding_window_pattern as number) !== 0);
+  const isLocal = (i: number) => flags?.[i] ?? (family.window !== "pattern" || allButEvery(family.defaults.sliding_window_pattern as number, nLayers, family.full_first)[i]);
   const config: ModelConfig = {
     nLayers, nHeads, nKvHeads, headDim, hiddenDim, ffnDim,
     vocabSize: table.shape[0],
@@ -145,7 +145,7 @@ export async function describeGguf(
     windows: Array.from({ length: nLayers }, (_, i) => (window < length && isLocal(i) ? window : 0)),
     ...readScales(core, meta, family, { nLayers, nHeads, headDim, hiddenDim }),
     ...readLocalRotary(core, meta, family, nLayers, headDim, length, isLocal, where),
-    ropeLayers: family.rope_windowed && window > 0 ? Array.from({ length: nLayers }, (_, i) => isLocal(i)) : family.rope_off ? allButEvery(family.defaults.no_rope_layer_interval as number, nLayers) : [],
+    ropeLayers: readRopeLayers(meta, family, nLayers, window > 0 ? isLocal : undefined),
     tiedHead: !file.tensors.has(`${moduleName("head")}.weight`),
     ...rotary,
     ...(isScaled ? { queryLogScale: meta.number("query_log_scale"), queryScaleLength: meta.size("original_max_position_embeddings", trained) } : NO_QUERY_SCALE),
@@ -193,6 +193,19 @@ function readWindowLayers(meta: GgufOptions, family: Family, nLayers: number): b
   if (!Array.isArray(value)) return allButEvery(meta.size("window_layers"), nLayers);
   if (value.length !== nLayers) throw meta.invalid("window_layers", `${nLayers} of true and false`);
   return value.map(Boolean);
+}
+
+/** Return whether RoPE applies to each layer; empty: to all. `isLocal`: whether a layer has a window; undefined: none has. */
+function readRopeLayers(meta: GgufOptions, family: Family, nLayers: number, isLocal: ((i: number) => boolean) | undefined): boolean[] {
+  const value = meta.get("rope_layers");
+  if (value !== undefined) {
+    if (!family.rope_by_layer) throw meta.invalid("rope_layers", "none");
+    if (!Array.isArray(value) || value.length !== nLayers) throw meta.invalid("rope_layers", `${nLayers} of true and false`);
+    const layers = value.map(Boolean);
+    return layers.includes(false) ? layers : [];
+  }
+  if (family.rope_windowed && isLocal !== undefined) return Array.from({ length: nLayers }, (_, i) => isLocal(i));
+  return family.rope_off ? allButEvery(family.defaults.no_rope_layer_interval as number, nLayers) : [];
 }
 
 /** Return the frequencies of layers with their own RoPE base; files may omit it. */

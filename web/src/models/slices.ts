@@ -25,6 +25,8 @@ export interface ModuleSpec {
   isTransposed?: boolean;
   /** Constant that the model adds to a norm's weights. */
   offset?: number;
+  /** Name of the weight in the module. Default: "weight". */
+  parameter?: string;
 }
 
 /** A tensor, or the rows of one module in a fused tensor. */
@@ -80,7 +82,7 @@ export function listSlices(config: ModelConfig, modules: Readonly<Record<string,
   const shapes = slots(config);
   const slices: RowSlice[] = [];
   for (const { module, slot: own, part, layer, names } of eachModule(config, modules)) {
-    for (const [suffix, slot] of [["weight", shapes.has(own) ? own : `${own}.weight`], ["bias", `${own}.bias`]]) {
+    for (const [suffix, slot] of [[module.parameter ?? "weight", shapes.has(own) ? own : `${own}.weight`], ["bias", `${own}.bias`]]) {
       const shape = shapes.get(slot);
       if (shape === undefined) continue;
       const [firstRow, count] = moduleRows(config, part, shape[0]);

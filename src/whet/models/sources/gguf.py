@@ -128,13 +128,13 @@ def tensor_name(model_type: str, name: str) -> str:
     """
     family = FAMILIES[model_type]
     theirs = {(module.slot, module.part): module.names[0] for module in family.gguf_modules}
-    ours = ((module.names[0], (module.slot, module.part)) for module in family.modules)
-    names = {name: theirs[place] for name, place in ours if place in theirs}
-    module, _, suffix = name.rpartition(".")
-    layer = re.search(r"\.(\d+)\.", module)
-    if layer is not None:
-        module = module.replace(layer[0], ".{i}.", 1)
-    return f"{names[module]}.{suffix}".replace("{i}", layer[1] if layer is not None else "")
+    ours = ((f"{m.names[0]}.{m.parameter}", (m.slot, m.part)) for m in family.modules)
+    names = {name: f"{theirs[place]}.weight" for name, place in ours if place in theirs}
+    names |= {f"{name.removesuffix('.weight')}.bias": f"{n.removesuffix('weight')}bias" for name, n in names.items()}
+    layer = re.search(r"\.(\d+)\.", name)
+    if layer is None:
+        return names[name]
+    return names[name.replace(layer[0], ".{i}.", 1)].replace("{i}", layer[1])
 
 
 class _Metadata:
@@ -232,6 +232,7 @@ class _Metadata:
             "rope_parameters": self.by_layers(rope, family),
             **self.window_layers(family, sizes["n_layers"]),
             **self.not_rotated(family, sizes["n_layers"]),
+            **self.layer_thetas(family, sizes["n_layers"], rope["rope_theta"]),
             "query_pre_attn_scalar": sizes["hidden_dim"] // n_heads if by_hidden else sizes["head_dim"],
             # transformers prefers this one over the one in rope_parameters.
             "original_max_position_embeddings": rope.get("original_max_position_embeddings"),
@@ -268,6 +269,17 @@ class _Metadata:
         if not family.rope_option:
             return {}
         return {family.rope_option: None, "num_local_experts": 0, "layer_types": ["full_attention"] * n_layers}
+
+    def layer_thetas(self, family: Family, n_layers: int, theta: float) -> dict[str, Any]:
+        """Return the rotary base of each layer, if the file names the layers that rotate."""
+        flags = self.given.get("rope_layers")
+        if flags is None:
+            return {}
+        if not family.rope_by_layer:
+            raise self.wrong("rope_layers", "none")
+        if not isinstance(flags, (list, np.ndarray)) or len(flags) != n_layers or not {*flags} <= {False, True}:
+            raise self.wrong("rope_layers", f"{n_layers} of true and false")
+        return {"layer_rope_theta": [theta if flag else 0.0 for flag in flags]}
 
     def biases(self, family: Family, biased: set[str]) -> dict[str, bool]:
         """Return the family's options of biases, from the tensors that exist."""

@@ -141,7 +141,7 @@ def live_parameters(model: Any, source: ModelSource) -> Iterator[tuple[str, str,
     module, config = _Live(_unwrap(model)), source.config
     modules = list(dict.fromkeys(location.module for location in source.targets.values()))
     for location in iter_locations(config, modules):
-        for suffix, slot in (("weight", location.weight), ("bias", location.bias)):
+        for suffix, slot in ((location.module.parameter, location.weight), ("bias", location.bias)):
             if slot in config.slots():
                 yield f"{location.names[0]}.{suffix}", slot, module.tensor(location.names, suffix).tensor
 
@@ -255,18 +255,19 @@ class _Live:
             as_built: the config's frequencies for a short sequence, which a new module has; after a long text it also
                 stores others.
         """
-        for name, module in self.modules.items():
-            buffers: list[Any] = [getattr(module, buffer, None) for buffer in ("inv_freq", "original_inv_freq")]
-            stored = [tuple(b.double().tolist()) for b in buffers if hasattr(b, "tolist") and b.device.type != "meta"]
-            if not name.endswith("rotary_emb") or not stored:
-                continue
-            for found in stored:
-                if _close(found, exact):
-                    return exact if _same_float32(found, exact) else found
-            if not any(_close(found, as_built) for found in stored):
-                raise WhetValueError(
-                    f"{where}: {name}.inv_freq is {stored[0]!r:.60}, and {as_built!r:.60} by the config. {_ROPE_FIX}"
-                )
+        several = [name for name in self.modules if name.rpartition(".")[0].endswith("rotary_embs")]  # one per base
+        stored: dict[str, tuple[float, ...]] = {}
+        for name in several or [name for name in self.modules if name.endswith("rotary_emb")][:1]:
+            for buffer in ("inv_freq", "original_inv_freq"):
+                found: Any = getattr(self.modules[name], buffer, None)
+                if hasattr(found, "tolist") and found.device.type != "meta":
+                    stored[f"{name}.{buffer}"] = tuple(found.double().tolist())
+        for found in stored.values():
+            if _close(found, exact):
+                return exact if _same_float32(found, exact) else found
+        if stored and not any(_close(found, as_built) for found in stored.values()):
+            name, found = next(iter(stored.items()))
+            raise WhetValueError(f"{where}: {name} is {found!r:.60}, and {as_built!r:.60} by the config. {_ROPE_FIX}")
         return exact
 
     def check(self, config: ModelConfig, family: Family) -> None:
