@@ -83,14 +83,21 @@ def write_gguf(
     writer.add_embedding_length(config.hidden_size)
     names = ("shared_intermediate_size", "intermediate_size", "n_inner")
     ffn_dim = next(filter(None, (getattr(config, name, None) for name in names)), 4 * config.hidden_size)
+    if config.model_type == "lfm2":
+        ffn_dim = model.model.layers[0].feed_forward.w1.out_features
+        writer.add_shortconv_l_cache(config.conv_L_cache)
     writer.add_feed_forward_length(ffn_dim)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    n_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    is_hybrid = config.model_type == "lfm2"
+    writer.add_head_count_kv(
+        [n_kv_heads * (kind != "conv") for kind in config.layer_types] if is_hybrid else n_kv_heads
+    )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if hasattr(config, "rms_norm_eps"):
+    if hasattr(config, "rms_norm_eps") or is_hybrid:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_layer_norm_rms_eps(config.norm_eps if is_hybrid else config.rms_norm_eps)
     else:
         names = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
         writer.add_layer_norm_eps(next(getattr(config, name) for name in names if hasattr(config, name)))
@@ -148,6 +155,9 @@ def write_gguf(
             for part, half in zip(("gate", "up"), parts, strict=False):
                 add(writer, gguf_name(config, stem.format(part)), np.ascontiguousarray(half), kind)
             continue
+        if array.ndim == 3:  # of a convolution
+            array = array.squeeze(1)
+        is_matrix = array.ndim == 2 and ".conv.conv." not in name
         name = gguf_name(config, name)
         block, _, layer = name.rpartition(".attn_")
         if fused and layer.split(".")[0] in ("q", "k", "v"):
@@ -156,7 +166,7 @@ def write_gguf(
             if len(qkv[name]) < 3:
                 continue
             array = np.concatenate(qkv[name])
-        add(writer, name, array, kind if array.ndim == 2 else F32)
+        add(writer, name, array, kind if is_matrix else F32)
     for name, array in (extra or {}).items():
         writer.add_tensor(name, array)
     writer.write_header_to_file()

@@ -88,6 +88,7 @@ def model_families() -> dict[str, Any]:
         "query_scale",
         "rope_by_layer",
         "full_first",
+        "ffn_adjusted",
     )
     gguf_fields = ("architecture", "interleaved", "scale_by_hidden", "sliding_window")
     return {
@@ -95,6 +96,7 @@ def model_families() -> dict[str, Any]:
         | {field: getattr(family, field) for field in fields}
         | {"gguf": family.gguf and {field: family.gguf[field] for field in gguf_fields if field in family.gguf}}
         | {"modules": {target: m["gguf"] for target, m in modules_of(name) if family.gguf and "gguf" in m}}
+        | {"transposed": [target for target, m in modules_of(name) if m.get("gguf_layout") == "transposed"]}
         for name, family in families.FAMILIES.items()
     }
 

@@ -240,20 +240,23 @@ void Scheduler::copy_scores_of(int32_t page, size_t begin, size_t n, Job& job) c
     }
 }
 
-// If a prompt diverges from a retained sequence within a page, copies that page for the prompt.
+// If a prompt diverges from a retained sequence within a page, copies that page for the prompt; with states, which the
+// page has after its last token only, if the prompt continues the sequence.
 void Scheduler::copy_retained(Job& job) {
     const std::vector<int32_t>& tokens = job.request.tokens;
     const int32_t before = job.pages.empty() ? PageIndex::kNone : job.pages.back();
     const size_t left = std::min(tokens.size() - 1 - job.computed, kPage);
-    const auto [page, n] = pages_.find_retained(before, job.request.adapter, tokens.data() + job.computed, left);
+    const auto [page, n] = pages_.find_retained(before, job.request.adapter, tokens.data() + job.computed, left,
+                                                PageIndex::Scores::kAny, !config_.conv_layers.empty());
     if (n == 0) return;
     job.pages.push_back(allocate_page(page));
     job.computed += n;
 }
 
 // The same for a prompt that is scored: copies the scores too. The last common token is computed again, since its
-// hidden state scores the next one.
+// hidden state scores the next one; the page has no state before that token.
 void Scheduler::copy_retained_scores(Job& job) {
+    if (!config_.conv_layers.empty()) return;
     const int32_t before = job.pages.empty() ? PageIndex::kNone : job.pages.back();
     const size_t begin = job.computed;
     const auto [page, n] = find_scored_part(job.request, before, begin);

@@ -1,5 +1,6 @@
 // Configuration of a decoder-only transformer (engine/transformer.cpp), validated by the caller.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <vector>
@@ -17,6 +18,8 @@ constexpr bool kIsComplete = true;
 enum class Norm { kRms, kLayer };
 enum class KvType { kFloat32, kBFloat16, kInt8 };  // of keys and values in the cache
 enum class Activation { kSilu, kGelu, kGeluTanh, kRelu2 };
+
+constexpr size_t kMaxConvLength = 16;
 
 struct ModelConfig {
     size_t n_layers = 0, n_heads = 0, n_kv_heads = 0, head_dim = 0, hidden_dim = 0, ffn_dim = 0, vocab_size = 0;
@@ -46,6 +49,8 @@ struct ModelConfig {
     std::vector<bool> rope_layers;       // layers with RoPE; empty: all
     std::vector<bool> local_layers;      // layers that use local_inv_freq; empty: none
     std::vector<double> local_inv_freq;  // rotary_dim / 2
+    std::vector<bool> conv_layers;       // layers with a short convolution in place of attention; empty: none
+    size_t conv_length = 0;              // taps of these convolutions, at most kMaxConvLength
     float embedding_scale = 1.0f;        // multiplies embeddings
     float residual_scale = 1.0f;         // multiplies the outputs of attention and MLP
     float logits_scale = 1.0f;
@@ -58,8 +63,16 @@ struct ModelConfig {
     }
     bool rotates(size_t layer) const { return rotary_dim > 0 && (rope_layers.empty() || rope_layers[layer]); }
     bool is_local(size_t layer) const { return !local_layers.empty() && local_layers[layer]; }
+    bool is_conv(size_t layer) const { return !conv_layers.empty() && conv_layers[layer]; }
     size_t kv_group() const { return n_heads / n_kv_heads; }
     size_t qkv_dim() const { return (n_heads + 2 * n_kv_heads) * head_dim; }
+    // Outputs of the first matrix of a layer's attention or convolution, and inputs of the last one.
+    size_t mixer_in(size_t layer) const { return is_conv(layer) ? 3 * hidden_dim : qkv_dim(); }
+    size_t mixer_out(size_t layer) const { return is_conv(layer) ? hidden_dim : n_heads * head_dim; }
+    size_t widest_mixer_in() const { return conv_layers.empty() ? qkv_dim() : std::max(qkv_dim(), 3 * hidden_dim); }
+    size_t widest_mixer_out() const {
+        return conv_layers.empty() ? n_heads * head_dim : std::max(n_heads * head_dim, hidden_dim);
+    }
     size_t up_dim() const { return gated ? 2 * ffn_dim : ffn_dim; }
 };
 

@@ -24,16 +24,39 @@ size_t head_bytes(const ModelConfig& config, KvType type) {
     __builtin_unreachable();
 }
 
-}  // namespace
+constexpr size_t kLine = 64;
 
-size_t KvMemory::page_bytes(const ModelConfig& config, KvType type) {
-    return config.n_layers * config.n_kv_heads * head_bytes(config, type);
+size_t round_to_lines(size_t bytes) { return ceil_div(bytes, kLine) * kLine; }
+
+// A layer's part of a state, if it is a short convolution.
+size_t state_bytes(const ModelConfig& config) {
+    return config.conv_length < 2 ? 0 : round_to_lines((config.conv_length - 1) * config.hidden_dim * sizeof(float));
 }
 
+// Offsets of the layers in a page, then of the lengths of its states, then the size of the page.
+std::vector<size_t> lay_out(const ModelConfig& config, KvType type) {
+    std::vector<size_t> offsets;
+    size_t used = 0;
+    for (size_t layer = 0; layer < config.n_layers; ++layer) {
+        offsets.push_back(used);
+        used += config.is_conv(layer) ? 2 * state_bytes(config) : config.n_kv_heads * head_bytes(config, type);
+        if (!config.conv_layers.empty()) used = round_to_lines(used);
+    }
+    offsets.push_back(used);
+    offsets.push_back(used + (config.conv_layers.empty() ? 0 : kLine));
+    return offsets;
+}
+
+}  // namespace
+
+size_t KvMemory::page_bytes(const ModelConfig& config, KvType type) { return lay_out(config, type).back(); }
+
 KvMemory::KvMemory(const ModelConfig& config, KvType type, size_t budget_bytes)
-    : n_kv_heads_(config.n_kv_heads),
-      head_bytes_(head_bytes(config, type)),
+    : head_bytes_(head_bytes(config, type)),
+      state_bytes_(state_bytes(config)),
+      states_(lay_out(config, type).rbegin()[1]),
       page_bytes_(page_bytes(config, type)),
+      offsets_(lay_out(config, type)),
       memory_(budget_bytes / page_bytes_ * page_bytes_),
       is_committed_(budget_bytes / page_bytes_) {}
 

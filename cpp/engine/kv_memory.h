@@ -1,5 +1,10 @@
 // The memory of a paged KV cache: keys and values of all layers, in pages of 64 tokens, lazily committed. Which pages
 // are in use is in page_index.h.
+//
+// A page of a model with short convolutions also has two states: for each of these layers the inputs of the last
+// conv_length - 1 tokens up to some token of the page. Two, because a step reads one and writes the other: it can be
+// repeated. So a sequence has a state at the end of each of its pages and after its last token, and the state is
+// shared, copied, retained and evicted with the page.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -28,7 +33,13 @@ public:
     uint8_t* data() const { return memory_.data(); }
     uint8_t* page(int32_t i) const { return memory_.data() + static_cast<size_t>(i) * page_bytes_; }
     // Offset of the keys of a layer's KV head in a page.
-    size_t offset(size_t layer, size_t head) const { return (layer * n_kv_heads_ + head) * head_bytes_; }
+    size_t offset(size_t layer, size_t head) const { return offsets_[layer] + head * head_bytes_; }
+    // For each of a page's two states, the number of tokens of the sequence that it follows; 0: none.
+    int32_t* state_lengths(int32_t i) const { return reinterpret_cast<int32_t*>(page(i) + states_); }
+    // A layer's part of a state: (conv_length - 1, hidden_dim) inputs, the oldest first.
+    float* state(int32_t i, size_t layer, size_t which) const {
+        return reinterpret_cast<float*>(page(i) + offsets_[layer] + which * state_bytes_);
+    }
 
     void apply(std::span<const PageWrite> writes);  // in order
     size_t n_committed() const;
@@ -37,7 +48,8 @@ public:
     size_t release(const PageIndex& index);
 
 private:
-    size_t n_kv_heads_, head_bytes_, page_bytes_;
+    size_t head_bytes_, state_bytes_, states_, page_bytes_;
+    std::vector<size_t> offsets_;  // of the layers in a page
     Zeroed memory_;
     std::vector<bool> is_committed_;
 };

@@ -95,14 +95,14 @@ int32_t PageIndex::retain(int32_t page, int32_t before, uint64_t key, const int3
 }
 
 std::pair<int32_t, size_t> PageIndex::find_retained(int32_t before, uint64_t key, const int32_t* tokens, size_t n,
-                                                    Scores scores) const {
+                                                    Scores scores, bool whole) const {
     std::pair<int32_t, size_t> best{kNone, 0};
     for (const auto& [hash, entry] : entries_) {
         if (entry.before != serial_of(before) || entry.key != key) continue;
         if (!at(entry.page).retained || (kIsComplete && !at(entry.page).has(scores))) continue;
         const auto end = std::mismatch(tokens, tokens + n, entry.tokens.begin(), entry.tokens.end()).first;
         const auto common = static_cast<size_t>(end - tokens);
-        if (common > best.second) best = {entry.page, common};
+        if (common > best.second && (!whole || common == entry.tokens.size())) best = {entry.page, common};
     }
     return best;
 }

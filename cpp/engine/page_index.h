@@ -54,9 +54,9 @@ public:
     // this page, or an earlier one.
     int32_t retain(int32_t page, int32_t before, uint64_t key, const int32_t* tokens, size_t n);
     // Finds the retained page after `before` with the longest common prefix with these n tokens, and its length, or
-    // returns {kNone, 0}; only among pages with `scores`.
+    // returns {kNone, 0}; only among pages with `scores`. `whole`: among pages all of whose tokens are common.
     std::pair<int32_t, size_t> find_retained(int32_t before, uint64_t key, const int32_t* tokens, size_t n,
-                                             Scores scores = Scores::kAny) const;
+                                             Scores scores = Scores::kAny, bool whole = false) const;
     bool is_retained(int32_t page) const { return at(page).retained; }
     // Scores of a page, until its memory is needed; null: none.
     const PageScores* scores(int32_t page) const { return at(page).scores.get(); }

@@ -72,12 +72,13 @@ Transformer::Transformer(std::shared_ptr<const Weights> weights, size_t max_rows
       activation_width_(std::gcd(config_.ffn_dim, kActivationWidth)),
       max_rows_(max_rows),
       kv_type_(kv_type),
-      cache_(kv_type, config_.head_dim) {
+      cache_(kv_type, config_.head_dim),
+      conv_(config_, max_rows) {
     const auto parts = [this] {
         x_ = arena_.take<float>(max_rows_ * config_.hidden_dim);
         h_ = arena_.take<float>(max_rows_ * config_.hidden_dim);
         delta_ = arena_.take<float>(max_rows_ * config_.hidden_dim);
-        qkv_ = arena_.take<float>(max_rows_ * config_.qkv_dim());
+        qkv_ = arena_.take<float>(max_rows_ * config_.widest_mixer_in());
         attended_ = arena_.take<float>(max_rows_ * std::max(config_.hidden_dim, config_.n_heads * config_.head_dim));
         up_ = arena_.take<float>(max_rows_ * config_.up_dim());
         cos_sin_ = arena_.take<float>(max_rows_ * config_.rotary_dim);
@@ -100,11 +101,12 @@ void Transformer::reserve_adapters(size_t rank) {
 
 const float* Transformer::forward(const InputToken* rows, size_t n, KvMemory& memory) {
     group_by_prefix(rows, n);
+    conv_.begin_step(rows, n, memory);
     embed(rows, n);
     float* delta = nullptr;  // sublayer output not yet added to the residual stream
     for (size_t i = 0; i < config_.n_layers; ++i) {
         add_and_norm(rows, {i, &LayerNorms::norm1}, delta, n);
-        attention(rows, n, i, memory);
+        config_.is_conv(i) ? convolution(rows, n, i, memory) : attention(rows, n, i, memory);
         post_norm(rows, {i, &LayerNorms::post_norm1}, delta_, n);
         delta = delta_;
         if (!config_.parallel_residual) {
@@ -236,6 +238,17 @@ void Transformer::attention(const InputToken* rows, size_t n, size_t layer, KvMe
     parallel_for(units / at_once * parts, task);
     product(w.o, attended_, n, delta_);
     adapt(rows, n, layer, Target::kO, attended_, config_.n_heads * config_.head_dim, delta_, config_.hidden_dim);
+}
+
+// delta = W_out (C conv(B x)), [B, C, x] = W_in h.
+void Transformer::convolution(const InputToken* rows, size_t n, size_t layer, const KvMemory& memory) {
+    const LayerWeights& w = weights_->layers[layer];
+    const size_t d = config_.hidden_dim;
+    product(w.qkv, h_, n, qkv_);
+    adapt(rows, n, layer, Target::kQkv, h_, d, qkv_, 3 * d);
+    conv_.run(w.conv, layer, qkv_, n, memory, attended_);
+    product(w.o, attended_, n, delta_);
+    adapt(rows, n, layer, Target::kO, attended_, d, delta_, d);
 }
 
 // Norms and rotates a query head of token i, unit < n_heads, and writes it for attend(); or norms and rotates a key,

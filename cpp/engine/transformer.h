@@ -14,6 +14,7 @@
 #include "engine/kv_memory.h"
 #include "engine/linear.h"
 #include "engine/lora.h"
+#include "engine/short_conv.h"
 #include "engine/weights.h"
 #include "runtime/arena.h"
 
@@ -35,7 +36,9 @@ public:
     size_t max_rows() const { return max_rows_; }
     KvType kv_type() const { return kv_type_; }
     void release_workspace() { arena_.release(); }  // its memory is committed again by the next forward()
-    size_t workspace_bytes() const { return arena_.size_bytes() + adapter_hidden_.size() * sizeof(float); }
+    size_t workspace_bytes() const {
+        return arena_.size_bytes() + adapter_hidden_.size() * sizeof(float) + conv_.workspace_bytes();
+    }
 
     // Reserves memory for adapters up to this rank, summed over the adapters of a matrix.
     void reserve_adapters(size_t rank);
@@ -74,6 +77,7 @@ private:
     size_t max_rows_;
     KvType kv_type_;
     Cache cache_;
+    ShortConv conv_;
     Arena arena_;
     float *x_, *h_, *qkv_, *attended_, *delta_, *up_, *cos_sin_, *local_cos_sin_, *state_;
     uint8_t* queries_;
@@ -91,6 +95,7 @@ private:
     void finish_head(const InputToken& row, size_t i, size_t unit, size_t layer, KvMemory& memory);
     void attend(const InputToken* rows, const PrefixGroup& group, size_t kv_head, Part part, size_t layer,
                 const KvMemory& memory);
+    void convolution(const InputToken* rows, size_t n, size_t layer, const KvMemory& memory);
     void mlp(const InputToken* rows, size_t n, size_t layer, float* out);
     void activate(float* gate, size_t n) const;
     void product(const Matrix& w, const float* x, size_t n, float* y) const;

@@ -45,6 +45,8 @@ size_t number_bytes(bool bf16) { return bf16 ? sizeof(uint16_t) : sizeof(float);
 void check(const ModelConfig& c) {
     if (c.n_kv_heads == 0 || c.n_heads % c.n_kv_heads != 0 || c.head_dim == 0 || c.head_dim > kAttentionMaxHeadDim ||
         c.windows.size() != c.n_layers || (!c.rope_layers.empty() && c.rope_layers.size() != c.n_layers) ||
+        (!c.conv_layers.empty() &&
+         (c.conv_layers.size() != c.n_layers || c.conv_length == 0 || c.conv_length > kMaxConvLength)) ||
         (!c.local_layers.empty() &&
          (c.local_layers.size() != c.n_layers || c.local_inv_freq.size() != c.inv_freq.size())) ||
         c.inv_freq.size() * 2 != c.rotary_dim || c.rotary_dim > c.head_dim || c.query_scale_length == 0 ||
@@ -74,8 +76,9 @@ Matrix* Weights::matrix_named(const std::string& slot) {
     std::string rest;
     if (!split_layer(slot, layers.size(), i, rest)) return nullptr;
     LayerWeights& layer = layers[i];
-    if (rest == "qkv") return &layer.qkv;
-    if (rest == "o") return &layer.o;
+    if (rest == "qkv" || rest == "conv_in") return &layer.qkv;
+    if (rest == "o" || rest == "conv_out") return &layer.o;
+    if (rest == "conv") return &layer.conv;
     if (rest == "up" || rest == "gate_up") return &layer.up;
     if (rest == "down") return &layer.down;
     return nullptr;

@@ -51,6 +51,7 @@ struct Norms {
 
 struct LayerWeights {
     Matrix qkv, o, up, down;   // up: gate rows, if gated, then up rows
+    Matrix conv;               // (taps, hidden_dim) float32, the oldest first; then qkv is B, C and x, and o the output
     std::vector<float> sinks;  // of the query heads; empty: none
 };
 

@@ -26,6 +26,7 @@
 #include "kernels/rounded_linear.h"
 #include "kernels/rows.h"
 #include "kernels/sampling.h"
+#include "kernels/short_conv.h"
 #include "kernels/softcap.h"
 #include "kernels/softmax.h"
 #include "kernels/token_kl.h"

@@ -1,4 +1,4 @@
-// The half of a layer up to its attention, in both directions.
+// The half of a layer up to its attention, or its convolution (learner/short_conv.cpp), in both directions.
 #include <cstring>
 #include <memory>
 
@@ -37,18 +37,19 @@ TrainingAttention Learner::attention_of(size_t layer) {
 
 // From x: the activations up to `middle`.
 void Learner::attention_half(size_t layer) {
-    const size_t d = config_.hidden_dim, width = config_.qkv_dim();
+    const size_t d = config_.hidden_dim, width = config_.mixer_in(layer);
+    const bool is_conv = config_.is_conv(layer);
     for (const RowTile& tile : tiles_) {
         norm(norm_at(layer, &LayerNorms::norm1), x_.get() + tile.begin * d, tile.n(), h_.get());
         float* raw = now_.raw + tile.begin * width;
         project(layer, Target::kQkv, convert(h_.get(), d, tile.n(), d), tile, raw, width);
-        for_rows(tile.n(), 2 * width, [&](size_t i) { finish_heads(layer, tile.begin + i); });
+        if (!is_conv) for_rows(tile.n(), 2 * width, [&](size_t i) { finish_heads(layer, tile.begin + i); });
     }
-    attention_forward(attention_of(layer));
+    is_conv ? convolve(layer) : attention_forward(attention_of(layer));
     for (const RowTile& tile : tiles_) {
         const size_t at = tile.begin * d, rows = tile.n();
         float* out = config_.post_norm ? now_.attended_out + at : delta_.get();
-        project(layer, Target::kO, attended_rows(tile), tile, out, d);
+        project(layer, Target::kO, attended_rows(layer, tile), tile, out, d);
         if (config_.post_norm) norm(norm_at(layer, &LayerNorms::post_norm1), out, rows, delta_.get());
         add(x_.get() + at, delta_.get(), config_.residual_scale, rows, now_.middle + at);
     }
@@ -144,33 +145,42 @@ void Learner::heads_backward(size_t layer, size_t token, const uint8_t* grad_q, 
 void Learner::attention_backward_half(size_t layer, const float* grad_out, float* grad,
                                       std::span<const FactorGradients> grads) {
     const NormWeight &q_norm = norm_at(layer, &LayerNorms::q_norm), &k_norm = norm_at(layer, &LayerNorms::k_norm);
-    const size_t d = config_.hidden_dim, width = attended_dim(), n_k = config_.n_kv_heads * config_.head_dim;
+    const size_t d = config_.hidden_dim, width = config_.mixer_out(layer), n_k = config_.n_kv_heads * config_.head_dim;
+    const bool is_conv = config_.is_conv(layer);
     const auto typed = [&](size_t count) {
-        return std::make_unique_for_overwrite<uint8_t[]>(n() * count * head_bytes_);
+        return std::make_unique_for_overwrite<uint8_t[]>(is_conv ? 0 : n() * count * head_bytes_);
     };
     const Bytes grad_attended = typed(width), grad_q = typed(width), grad_k = typed(n_k), grad_v = typed(n_k);
+    const auto grad_mixed = std::make_unique_for_overwrite<float[]>(is_conv ? n() * d : 0);
     for (const RowTile& tile : tiles_) {
         const size_t at = tile.begin * d, rows = tile.n();
         float* delta = h_.get();
         scale(grad_out + at, config_.residual_scale, rows, delta);
         if (config_.post_norm)
             norm_backward(norm_at(layer, &LayerNorms::post_norm1), now_.attended_out + at, delta, tile.groups);
-        project_backward(layer, Target::kO, attended_rows(tile), tile, delta, d, delta_.get(), width, grads);
-        store(delta_.get(), rows, width, grad_attended.get() + tile.begin * width * head_bytes_);
+        float* grad_in = is_conv ? grad_mixed.get() + at : delta_.get();
+        project_backward(layer, Target::kO, attended_rows(layer, tile), tile, delta, d, grad_in, width, grads);
+        if (!is_conv) store(delta_.get(), rows, width, grad_attended.get() + tile.begin * width * head_bytes_);
     }
-    attention_backward(attention_of(layer), {.out = grad_attended.get(),
-                                             .q = grad_q.get(),
-                                             .k = grad_k.get(),
-                                             .v = grad_v.get(),
-                                             .reader_offsets = batch_.reader_offsets.data(),
-                                             .readers = batch_.readers.data()});
+    if (is_conv) {
+        convolve_backward(layer, grad_mixed.get());
+    } else {
+        attention_backward(attention_of(layer), {.out = grad_attended.get(),
+                                                 .q = grad_q.get(),
+                                                 .k = grad_k.get(),
+                                                 .v = grad_v.get(),
+                                                 .reader_offsets = batch_.reader_offsets.data(),
+                                                 .readers = batch_.readers.data()});
+    }
     for (const RowTile& tile : tiles_) {
-        const size_t at = tile.begin * d, rows = tile.n(), qkv = config_.qkv_dim();
+        const size_t at = tile.begin * d, rows = tile.n(), qkv = config_.mixer_in(layer);
         const auto heads = [&](size_t i, float* sums) {
             heads_backward(layer, tile.begin + i, grad_q.get(), grad_k.get(), grad_v.get(), sums);
         };
         float *grad_q_norm = gradient_of(q_norm.weight), *grad_k_norm = gradient_of(k_norm.weight);
-        if (grad_q_norm == nullptr && grad_k_norm == nullptr) {
+        if (is_conv) {
+            // convolve_backward() has replaced the rows.
+        } else if (grad_q_norm == nullptr && grad_k_norm == nullptr) {
             for_rows(rows, 2 * qkv, [&](size_t i) { heads(i, nullptr); });
         } else {
             const size_t of_q = q_norm.weight.size(), of_k = k_norm.weight.size();

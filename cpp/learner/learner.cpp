@@ -26,7 +26,7 @@ float* resize(std::unique_ptr<float[]>& array, size_t n) {
 }
 
 size_t tile_rows_of(const ModelConfig& c) {
-    const size_t rows = kTileBytes / sizeof(float) / std::max(c.up_dim(), c.qkv_dim());
+    const size_t rows = kTileBytes / sizeof(float) / std::max(c.up_dim(), c.widest_mixer_in());
     return std::clamp<size_t>(rows / kSumRows * kSumRows, 256, 2048);
 }
 
@@ -128,6 +128,7 @@ const float* Learner::forward(TrainingBatch batch, bool with_adapters, bool keep
     require(dropout.probability >= 0.0 && dropout.probability < 1.0, "the probability of dropout is not in [0, 1)");
     batch_ = std::move(batch), with_adapters_ = with_adapters, dropout_ = dropout;
     if (drops()) hash_paths();
+    if (!config_.conv_layers.empty()) find_neighbours();
     cut_tiles();
     allocate();
     allocate_kept(keep ? activation_bytes : 0);
@@ -210,13 +211,14 @@ void Learner::cut_tiles() {
 void Learner::allocate() {
     const size_t d = config_.hidden_dim, rows = std::min(n(), tile_rows_);
     const size_t rank = std::max<size_t>(1, adapter_.max_rank);
-    resize(x_, n() * d), resize(raw_, n() * config_.qkv_dim());
+    resize(x_, n() * d), resize(raw_, n() * config_.widest_mixer_in());
     shared_ = std::make_unique_for_overwrite<uint8_t[]>(divide(nullptr, false));
-    resize(h_, rows * d), resize(delta_, rows * std::max(d, attended_dim())), resize(up_, rows * config_.up_dim());
+    resize(h_, rows * d), resize(delta_, rows * std::max(d, config_.widest_mixer_out())),
+        resize(up_, rows * config_.up_dim());
     resize(activated_, rows * config_.ffn_dim);
     resize(grad_activated_, type_ == ProductType::kFloat32 ? rows * config_.ffn_dim : 0);
     resize(t_, rows * rank), resize(u_, rows * rank);
-    const size_t dropped = drops() ? rows * (std::max({d, attended_dim(), config_.ffn_dim}) + 1) : 0;
+    const size_t dropped = drops() ? rows * (std::max({d, config_.widest_mixer_out(), config_.ffn_dim}) + 1) : 0;
     resize(grad_dropped_, dropped);
     dropped_ = std::make_unique_for_overwrite<uint8_t[]>(dropped * sizeof(float));
     mask_ = std::make_unique_for_overwrite<uint8_t[]>(dropped);
@@ -245,11 +247,11 @@ size_t Learner::divide(uint8_t* memory, bool keeps) {
     };
     const size_t d = config_.hidden_dim;
     take(now_.qkv, n() * config_.qkv_dim() * head_bytes_);
-    take(now_.attended, n() * attended_dim() * head_bytes_);
+    take(now_.attended, n() * config_.widest_mixer_out() * head_bytes_);
     take(now_.lse, n() * config_.n_heads);
     take(now_.attended_out, config_.post_norm ? n() * d : 0);
     take(now_.middle, n() * d);
-    take(now_.raw, keeps && config_.qk_norm ? n() * config_.qkv_dim() : 0);
+    take(now_.raw, keeps && (config_.qk_norm || !config_.conv_layers.empty()) ? n() * config_.widest_mixer_in() : 0);
     take(now_.up, keeps ? n() * config_.up_dim() : 0);
     if (now_.raw == nullptr) now_.raw = raw_.get();
     return used;
@@ -358,11 +360,12 @@ ProductRows Learner::convert(const float* x, size_t ldx, size_t rows, size_t k) 
     return convert_rows(type_, x, ldx, rows, k, Scratch::kInputs);
 }
 
-// The results of attention of a tile, in the type of products.
-ProductRows Learner::attended_rows(const RowTile& tile) const {
-    const uint8_t* rows = now_.attended + tile.begin * attended_dim() * head_bytes_;
-    if (head_type_ == type_) return {rows, attended_dim()};
-    return convert(reinterpret_cast<const float*>(rows), attended_dim(), tile.n(), attended_dim());
+// The results of attention or convolution of a tile, in the type of products.
+ProductRows Learner::attended_rows(size_t layer, const RowTile& tile) const {
+    const size_t width = config_.mixer_out(layer);
+    const uint8_t* rows = now_.attended + tile.begin * width * head_bytes_;
+    if (head_type_ == type_) return {rows, width};
+    return convert(reinterpret_cast<const float*>(rows), width, tile.n(), width);
 }
 
 }  // namespace whet

@@ -120,9 +120,9 @@ private:
     using Bytes = std::unique_ptr<uint8_t[]>;
     // Values of a layer that its backward pass reads, for all tokens.
     struct Activations {
-        uint8_t *qkv, *attended;  // heads after norms and rotation, and the results of attention
+        uint8_t *qkv, *attended;  // heads after norms and rotation, and the results of attention or convolution
         float* lse;
-        float* raw;           // heads before norms and rotation
+        float* raw;           // heads before norms and rotation; B, C and x of a convolution
         float* attended_out;  // W_o attended, before its norm
         float* middle;        // x + residual_scale norm(W_o attended)
         float* up;            // W_up norm(input of the MLP); null: computed tile by tile
@@ -140,6 +140,9 @@ private:
     TrainingBatch batch_;
     bool with_adapters_ = false, is_kept_ = false;
     Dropout dropout_;
+    std::vector<int64_t> before_;       // for convolutions: (n, conv_length), the token i places before; -1: none
+    std::vector<size_t> next_offsets_;  // (n + 1,): the tokens that a convolution takes a token to, in next_
+    std::vector<std::pair<size_t, size_t>> next_;  // their index, and the places in between
     std::vector<uint64_t> paths_;  // for dropout: of each token, a hash of the tokens up to it in its sequence
     std::vector<RowTile> tiles_;
     Floats cos_sin_, local_cos_sin_, last_, hidden_;  // last_: before the final norm
@@ -160,7 +163,6 @@ private:
 
     size_t n() const { return batch_.n_tokens(); }
     size_t index_of(const RowTile& tile) const { return static_cast<size_t>(&tile - tiles_.data()); }
-    size_t attended_dim() const { return config_.n_heads * config_.head_dim; }
     bool keeps(size_t layer) const { return layer >= first_kept_; }
     size_t input_bytes() const { return n() * config_.hidden_dim * (type_ == ProductType::kFloat32 ? 4 : 3); }
     void release_kept();
@@ -178,7 +180,7 @@ private:
     void scale(const float* x, float factor, size_t rows, float* out) const;
     void add(const float* x, const float* y, float factor, size_t rows, float* sum) const;
     ProductRows convert(const float* x, size_t ldx, size_t rows, size_t k) const;
-    ProductRows attended_rows(const RowTile& tile) const;
+    ProductRows attended_rows(size_t layer, const RowTile& tile) const;
 
     const NormWeight& norm_at(size_t layer, NormWeight LayerNorms::* norm) const {
         return norm_of(*weights_, with_adapters_ ? &adapter_ : nullptr, {layer, norm});
@@ -210,6 +212,11 @@ private:
     void attention_half(size_t layer);
     void attention_backward_half(size_t layer, const float* grad_out, float* grad,
                                  std::span<const FactorGradients> grads);
+    void find_neighbours();
+    std::unique_ptr<float[]> conv_inputs(size_t layer, std::vector<float>& taps) const;
+    void find_rows(const float* inputs, size_t token, const float** rows) const;
+    void convolve(size_t layer);
+    void convolve_backward(size_t layer, const float* grad);
     void rotate(size_t layer, size_t token, float* heads, bool inverse) const;
     void scale_queries(size_t token, float* heads) const;
     void finish_heads(size_t layer, size_t token);

@@ -105,6 +105,7 @@ struct Setup {
     // sum g logprobs + e entropies, with the factors moved by `step` times a direction.
     double loss(const Batch& batch, const std::vector<float>& g, const std::vector<float>& e, float step, bool keep) {
         std::mt19937 bits(99);
+        normal.reset();  // it draws two numbers at once
         for (size_t i = 0; i < factors.size(); ++i) {
             std::vector<float> a = factors[i].a, b = factors[i].b;
             for (float& x : a) x += step * normal(bits);
@@ -140,6 +141,7 @@ struct Setup {
         for (auto& grad : grad_norms) norm_grads.push_back(grad.data());
         learner.backward(grad_hidden.data(), grads, norm_grads);
         std::mt19937 bits(99);
+        normal.reset();
         double sum = 0.0;
         const auto add = [&](const std::vector<float>& grad) {
             for (const float x : grad) sum += double{x} * normal(bits);
@@ -165,7 +167,9 @@ ModelConfig random_config(std::mt19937& bits) {
     c.qk_norm_rotated = c.qk_norm && !c.qk_norm_whole && bits() % 2 == 0;
     if (bits() % 2 == 0) c.query_log_scale = 0.3, c.query_scale_length = 3;
     c.sinks = bits() % 2 == 0;
-    c.windows = {0, bits() % 2 * 9};
+    c.windows.assign(c.n_layers, 0);
+    c.windows[1] = bits() % 2 * 9;
+    if (!c.conv_layers.empty()) c.conv_length = 1 + bits() % 5;
     c.residual_scale = bits() % 2 == 0 ? 1.0f : 0.7f;
     c.logits_softcap = bits() % 2 == 0 ? 0.0f : 20.0f;
     c.attention_softcap = bits() % 2 == 0 ? 0.0 : 15.0;

@@ -13,7 +13,8 @@
 
 namespace whet {
 
-// Llama-like, or with `other` a mix of GPT-J and Mistral: layer norm, interleaved RoPE, parallel residual, windows.
+// Llama-like, or with `other` a mix of GPT-J, Mistral and LFM2: layer norm, interleaved RoPE, parallel residual,
+// windows and a convolution.
 inline ModelConfig config_of(bool other) {
     ModelConfig c;
     c.n_layers = 2, c.n_heads = 6, c.n_kv_heads = 2, c.head_dim = 20, c.hidden_dim = 64, c.ffn_dim = 72;
@@ -24,7 +25,8 @@ inline ModelConfig config_of(bool other) {
     c.attention_scale = 1 / std::sqrt(20.0);
     if (other) {
         c.norm = Norm::kLayer, c.is_neox = false, c.parallel_residual = true, c.gated = false;
-        c.activation = Activation::kGeluTanh, c.windows = {0, 50};
+        c.activation = Activation::kGeluTanh, c.windows = {0, 50, 0}, c.n_layers = 3;
+        c.conv_layers = {false, false, true}, c.conv_length = 4;
     }
     return c;
 }
@@ -66,13 +68,15 @@ struct Model {
                 vector(layer + norm + ".weight", c.hidden_dim, 1.0f);
                 if (has_biases) vector(layer + norm + ".bias", c.hidden_dim, 0.1f);
             }
-            if (c.qk_norm) {
+            const bool is_conv = c.is_conv(i);
+            if (c.qk_norm && !is_conv) {
                 vector(layer + "q_norm.weight", (c.qk_norm_whole ? c.n_heads : 1) * c.head_dim, 1.1f);
                 vector(layer + "k_norm.weight", (c.qk_norm_whole ? c.n_kv_heads : 1) * c.head_dim, 0.9f);
             }
-            if (c.sinks) vector(layer + "sinks", c.n_heads, 0.7f);
-            matrix(layer + "qkv", format, c.qkv_dim(), c.hidden_dim);
-            matrix(layer + "o", format, c.hidden_dim, c.n_heads * c.head_dim);
+            if (c.sinks && !is_conv) vector(layer + "sinks", c.n_heads, 0.7f);
+            if (is_conv) matrix(layer + "conv", WeightFormat::kFloat32, c.conv_length, c.hidden_dim);
+            matrix(layer + (is_conv ? "conv_in" : "qkv"), format, c.mixer_in(i), c.hidden_dim);
+            matrix(layer + (is_conv ? "conv_out" : "o"), format, c.hidden_dim, c.mixer_out(i));
             matrix(layer + (c.gated ? "gate_up" : "up"), format, c.up_dim(), c.hidden_dim);
             matrix(layer + "down", format, c.hidden_dim, c.ffn_dim);
             if (has_biases) vector(layer + "down.bias", c.hidden_dim, 0.2f);

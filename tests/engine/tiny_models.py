@@ -262,6 +262,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma2-attention": ("gemma2", {"head_dim": 12, "query_pre_attn_scalar": 12, "final_logit_softcapping": None}),
+    "lfm2": (
+        "lfm2",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "block_multiple_of": 6,
+        },
+    ),
+    "lfm2-taps": (
+        "lfm2",
+        {
+            "conv_L_cache": 5,
+            "num_hidden_layers": 3,
+            "full_attn_idxs": [2],
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        },
+    ),
     "starcoder2": ("starcoder2", {"sliding_window": 5}),
     "starcoder2-untied": ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
     "stablelm": ("stablelm", {"use_qkv_bias": True, **rope("default", partial_rotary_factor=0.5)}),

@@ -27,6 +27,7 @@ def config_of(n, k):
         "attention_factor": 1.0, "learned_positions": 0, "parallel_residual": False, "shared_norm": False,
         "pre_norm": True, "post_norm": False, "qk_norm_whole": False, "qk_norm_rotated": False,
         "query_log_scale": 0.0, "query_scale_length": 1, "sinks": False, "local_layers": (), "local_inv_freq": (),
+        "conv_layers": (), "conv_length": 0,
         "qk_norm": False, "activation": "silu", "gated": True, "windows": (0,), "attention_scale": 1.0,
         "rope_layers": (), "embedding_scale": 1.0, "residual_scale": 1.0, "logits_scale": 1.0,
         "attention_softcap": 0.0, "logits_softcap": 0.0,

@@ -30,7 +30,7 @@ from whet.nn.linear_logprobs import linear_logprobs
 
 GENERATOR = torch.Generator().manual_seed(7)
 FAMILIES = ["llama", "llama-biases-tied", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt2", "gptj", "phi3", "gemma2",
-            "granite_swa"]  # fmt: skip
+            "granite_swa", "lfm2"]  # fmt: skip
 LARGE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
 """Sizes with row lengths that are multiples of 256, for the K-quants."""
 

@@ -54,6 +54,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "ministral3": {"head_dim": HEAD_DIM},
     "hunyuan_v1_dense": {"head_dim": HEAD_DIM},
     "arcee": {"head_dim": HEAD_DIM},
+    "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"],
+             "block_multiple_of": 32},
 }  # fmt: skip
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 _PAIRS = np.arange(HEAD_DIM // 2)
@@ -81,7 +83,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True},
     "window": {"sliding_window": WINDOW},
 }
-_SQUARE = ("qwen2", "olmo2", "olmo3", "exaone4", "starcoder2", "phi3")
+_SQUARE = ("qwen2", "olmo2", "olmo3", "exaone4", "starcoder2", "phi3", "lfm2")
 REFUSED = {
     (family, rope)
     for family, ropes in {
@@ -100,6 +102,7 @@ REFUSED = {
         "ernie4_5": "yarn-betas yarn-not-truncated llama3 longrope",
         "hunyuan_v1_dense": "yarn-betas yarn-not-truncated llama3 longrope",
         "arcee": "longrope",
+        "lfm2": "yarn-betas yarn-not-truncated llama3 longrope",
     }.items()
     for rope in ropes.split()
 } | {(family, f"{size} heads") for family in _SQUARE for size in ("wide", "narrow")}

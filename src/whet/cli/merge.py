@@ -26,6 +26,7 @@ from whet.models.packed_base import PackedBase
 from whet.models.slots import ModelSource
 from whet.models.sources.pretrained import open_pretrained
 from whet.models.written_folder import complete_folder
+from whet.nn.frozen import parameter_values
 from whet.runs.card import render_folder_card
 from whet.runs.models import import_peft, load_model, merge_adapters
 from whet.runs.save import system_errors
@@ -171,4 +172,5 @@ def copy_base(base: PackedBase, module: Any) -> None:
         child.weight.copy_(rows.t() if by_columns else rows)
     for name, location in base.targets.items():
         if location.module.parameter != "weight":
-            module.get_parameter(name).copy_(base.rows(name, torch.empty(location.shape)))
+            parameter = module.get_parameter(name)
+            parameter.copy_(parameter_values(base, name, parameter.shape))

@@ -2,6 +2,7 @@
 
     x = embedding[tokens] (+ positions)
     per layer   x = x + attention(norm1(x));  x = x + mlp(norm2(x))
+      conv      x = x + W_out (C conv(B u)), [B, C, u] = W_in norm1(x), in place of attention in some layers
       post_norm   x = x + post_norm1(attention(norm1(x))), and so on; without pre_norm there is no norm1, norm2
       parallel  x = x + attention(norm1(x)) + mlp(norm2(x))           shared_norm: mlp reads norm1(x)
     logits = head(final_norm(x))
@@ -28,6 +29,7 @@ SOFTCAPS = ("attention_softcap", "logits_softcap")
 # Far above any model, and low enough that a malicious file cannot cause an unbounded loop or allocation.
 LARGEST = {"n_layers": 1 << 12, "n_heads": 1 << 16, "n_kv_heads": 1 << 16, "head_dim": 1 << 14}
 LARGEST_SIZE = (1 << 31) - 1
+LONGEST_CONV = 16
 _NUMBERS = ("inv_freq", "local_inv_freq", "attention_factor", "norm_eps")
 _SIZES = ("n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "ffn_dim", "vocab_size", "max_position")
 
@@ -80,6 +82,9 @@ class ModelConfig:
         rope_layers: per layer, whether queries and keys are rotated; (): in all layers.
         local_layers: per layer, whether it rotates by ``local_inv_freq`` (as many radians as inv_freq, without
             attention_factor); (): none.
+        conv_layers: per layer, whether a short convolution is in place of attention; (): in none. It is causal and
+            depthwise: y_t = sum over j of w_j x_(t - conv_length + 1 + j), with zeros before the sequence.
+        conv_length: taps of the convolutions, 0 without any.
         embedding_scale: multiplies the embeddings.
         residual_scale: multiplies the outputs of attention and MLP.
         logits_scale: multiplies the logits.
@@ -112,6 +117,8 @@ class ModelConfig:
     rope_layers: tuple[bool, ...] = ()
     local_layers: tuple[bool, ...] = ()
     local_inv_freq: tuple[float, ...] = ()
+    conv_layers: tuple[bool, ...] = ()
+    conv_length: int = 0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
@@ -168,6 +175,13 @@ class ModelConfig:
         _check_number("query_log_scale", self.query_log_scale, at_least=0.0)
         _check_integer("query_scale_length", self.query_scale_length, 1, LARGEST_SIZE)
         self._check_rotary()
+        self._check_convolutions()
+
+    def _check_convolutions(self) -> None:
+        layers = self.conv_layers
+        if layers and (len(layers) != self.n_layers or not set(layers) <= {True, False}):
+            raise _invalid("conv_layers", layers, f"n_layers={self.n_layers} of true and false, or none")
+        _check_integer("conv_length", self.conv_length, 1 if layers else 0, LONGEST_CONV if layers else 0)
 
     def _check_rotary(self) -> None:
         _check_integer("rotary_dim", self.rotary_dim, 0, self.head_dim)
@@ -200,21 +214,21 @@ class ModelConfig:
         n_normed = (self.n_heads, self.n_kv_heads) if self.qk_norm_whole else (1, 1)
         parts = ("weight", "bias") if self.norm == "layer" else ("weight",)
         up, n_up = ("gate_up", 2 * self.ffn_dim) if self.gated else ("up", self.ffn_dim)
-        matrices = (
-            ("qkv", n_qkv, hidden, self.qkv_bias),
-            ("o", hidden, q, self.o_bias),
-            (up, n_up, hidden, self.mlp_bias),
-            ("down", hidden, self.ffn_dim, self.mlp_bias),
-        )
+        attention = ("qkv", n_qkv, hidden, self.qkv_bias), ("o", hidden, q, self.o_bias)
+        convolution = ("conv_in", 3 * hidden, hidden, False), ("conv_out", hidden, hidden, False)
+        mlp = (up, n_up, hidden, self.mlp_bias), ("down", hidden, self.ffn_dim, self.mlp_bias)
         for i in range(self.n_layers):
             layer = f"layers.{i}."
             found |= {f"{layer}{norm}.{part}": (hidden,) for norm in norms for part in parts}
-            if self.qk_norm:
+            is_conv = bool(self.conv_layers) and self.conv_layers[i]
+            if is_conv:
+                found[f"{layer}conv"] = (self.conv_length, hidden)
+            elif self.qk_norm:
                 for which, heads in zip("qk", n_normed, strict=True):
                     found[f"{layer}{which}_norm.weight"] = (heads * self.head_dim,)
-            if self.sinks:
+            if self.sinks and not is_conv:
                 found[f"{layer}sinks"] = (self.n_heads,)
-            for name, rows, columns, biased in matrices:
+            for name, rows, columns, biased in (*(convolution if is_conv else attention), *mlp):
                 found[layer + name] = (rows, columns)
                 if biased:
                     found[f"{layer}{name}.bias"] = (rows,)

@@ -187,6 +187,7 @@ def _iter_tensors(
             if slot not in slots or slot is None:
                 continue
             shape = location.shape if suffix == "weight" else location.shape[:1]
+            shape = shape[::-1] if location.module.transposed else shape
             format = file_format(mixture, stored, location) if suffix == "weight" else "float32"
 
             def chunks(
@@ -195,6 +196,8 @@ def _iter_tensors(
                 format: str = format,
                 shape: tuple[int, ...] = shape,
             ) -> Iterable[np.ndarray]:
+                if slot in existing and location.module.transposed:
+                    return [np.concatenate(list(rows.iter_chunks(location, slot, format))).T]
                 if slot in existing:
                     return rows.iter_chunks(location, slot, format)
                 if slot == "head":

@@ -39,7 +39,7 @@ families.json contains the data, which builds without Python embed:
                  ``modules``: "slot" or "slot:part" -> ``hf``, the module's name (``hf_also``: an alternative name),
                  ``hf_layout``, the order of its rows ("by_head", "transposed"; default: the slot's), ``hf_offset``, a
                  constant that the model adds to the weight, ``hf_parameter``, the weight's name in the module (default:
-                 "weight"), and ``gguf``, the tensor's name. "{i}" is the layer. Rows
+                 "weight"), ``gguf``, the tensor's name, and ``gguf_layout``. "{i}" is the layer. Rows
                  with only one of ``hf`` and ``gguf`` are for matrices that the other has in parts, or as one.
 
 Sliding windows and rotary scaling follow from the options by the code below.
@@ -119,6 +119,8 @@ class Family:
         rope_windowed: whether, in a model with sliding_window, only layers with a window rotate.
         rope_off: whether layers with no_rope_layers 0, default every no_rope_layer_interval-th, do not rotate.
         rope_by_layer: whether layer_rope_theta, if it is not null, is the base of each layer; 0: it does not rotate.
+        ffn_adjusted: whether, with block_auto_adjust_ff_dim, the width of the MLP is 2 / 3 of the option, times
+            block_ffn_dim_multiplier, rounded up to a multiple of block_multiple_of.
         full_first: whether the first layer of each sliding_window_pattern has no window, instead of the last.
     """
 
@@ -139,6 +141,7 @@ class Family:
     rope_off: bool = False
     rope_by_layer: bool = False
     full_first: bool = False
+    ffn_adjusted: bool = False
     rope_local: bool = False
     root_of_embedding: bool = False
 
@@ -189,7 +192,8 @@ def _make_family(entry: dict[str, Any]) -> Family:
             modules.append(ModuleSpec(names, slot, part, order, layout == "transposed", offset, parameter))
         if gguf is not None and "gguf" in row:
             interleaved = gguf.get("interleaved", False) and part in ("q", "k")
-            gguf_modules.append(ModuleSpec((row["gguf"],), slot, part, deinterleave if interleaved else keep_order))
+            order, transposed = deinterleave if interleaved else keep_order, row.get("gguf_layout") == "transposed"
+            gguf_modules.append(ModuleSpec((row["gguf"],), slot, part, order, transposed))
     return Family(**entry, modules=tuple(modules), gguf_modules=tuple(gguf_modules))
 
 
@@ -378,7 +382,7 @@ def model_config(
             n_kv_heads=n_kv_heads,
             head_dim=head_dim,
             hidden_dim=hidden_dim,
-            ffn_dim=options.size("ffn_dim", default=4 * hidden_dim if family.keys["ffn_dim"] == "n_inner" else None),
+            ffn_dim=options.ffn_dim(hidden_dim),
             vocab_size=options.size("vocab_size") if vocab_size is None else vocab_size,
             max_position=length,
             norm_eps=options.number("norm_eps"),
@@ -393,10 +397,11 @@ def model_config(
             **options.query_scale(),
             rope_layers=options.rope_layers(n_layers),
             **_local_rope(options, n_layers, head_dim, length),
+            **options.convolutions(n_layers),
             learned_positions=trained if "positions" in (module.slot for module in family.modules) else 0,
             activation=options.activation(),
             gated=settings.pop("gated", True),
-            tied_head=options.flag("tie_word_embeddings") if tied_head is None else tied_head,
+            tied_head=options.tied_head() if tied_head is None else tied_head,
             **_rotary(options, head_dim, length, trained),
             **settings,
         )
@@ -443,6 +448,42 @@ class _Options:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
             raise self.wrong(name, "a finite number")
         return float(value)
+
+    def ffn_dim(self, hidden_dim: int) -> int:
+        width = self.size("ffn_dim", default=4 * hidden_dim if self.family.keys["ffn_dim"] == "n_inner" else None)
+        if not self.family.ffn_adjusted:
+            return width
+        if (given := self.given.get("block_ff_dim")) is not None:  # older configs
+            width = check_integer(self.where, "block_ff_dim", given, 1)
+        if not self.flag("block_auto_adjust_ff_dim"):
+            return width
+        width, multiple = 2 * width // 3, self.get("block_multiple_of")
+        if self.get("block_ffn_dim_multiplier") is not None:
+            width = int(self.number("block_ffn_dim_multiplier") * width)
+        if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+            raise self.wrong("block_multiple_of", "an integer of at least 1")
+        return -(-width // multiple) * multiple
+
+    def tied_head(self) -> bool:
+        older = self.given.get("tie_embedding") if self.family.ffn_adjusted else None
+        return self.flag("tie_word_embeddings") if older is None else bool(older)
+
+    def convolutions(self, n_layers: int) -> dict[str, Any]:
+        """Return the fields of short convolutions."""
+        if "conv_length" not in self.family.keys:
+            return {}
+        kinds, attending = self.get("layer_types"), self.get("full_attn_idxs")
+        if kinds is None:
+            if attending is not None and not (
+                isinstance(attending, (list, tuple)) and {*attending} <= {*range(n_layers)}
+            ):
+                raise self.wrong("full_attn_idxs", f"indices of {n_layers} layers")
+            kinds = ["full_attention" if attending is None or i in attending else "conv" for i in range(n_layers)]
+        self.check_kinds()
+        if not isinstance(kinds, (list, tuple)) or len(kinds) != n_layers:
+            raise self.wrong("layer_types", f"{n_layers} of conv and full_attention")
+        layers = tuple(kind == "conv" for kind in kinds)
+        return {"conv_layers": layers, "conv_length": self.size("conv_length")} if any(layers) else {}
 
     def scale(self, name: str, neutral: float = 1.0) -> float:
         """Return a factor; ``neutral`` in families without it."""
@@ -558,8 +599,10 @@ class _Options:
         """Reject layers that do not attend, in a family whose layers are alike."""
         kinds = self.get("layer_types") or ()
         known = {"attention", "full_attention", "sliding_attention"}
+        known |= {"conv"} if "conv_length" in self.family.keys else set()
         if not isinstance(kinds, (list, tuple)) or not set(map(str, kinds)) <= known:
-            raise self.wrong("layer_types", "attention in all layers; the engine has no other kinds")
+            others = " or a convolution" if "conv" in known else ""
+            raise self.wrong("layer_types", f"attention{others} in all layers; the engine has no other kinds")
 
     def parse_kinds(self, kinds: Any, n_layers: int) -> list[bool]:
         """Return whether each layer attends in a window, from its layer_types."""

@@ -70,7 +70,7 @@ class Format(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """A file type of llama.cpp: the formats of a model's matrices. Norms, biases and positions are float32.
+    """A file type of llama.cpp: the formats of a model's matrices. Others are float32: ``is_wide``.
 
     Attributes:
         file_type: llama.cpp's number, ``general.file_type``.
@@ -173,7 +173,6 @@ def choose_formats(
     chosen = {
         "embedding": core_format(embedding, "embedding", where) if embedding is not None else None,
         "head": core_format(head, "head", where) if head is not None else None,
-        "positions": "float32",
     }
     if config.tied_head:
         chosen["embedding"] = chosen["head"] or chosen["embedding"]
@@ -181,7 +180,7 @@ def choose_formats(
     for slot, shape in config.slots().items():
         if len(shape) != 2:
             continue
-        if format := chosen.get(slot):
+        if format := "float32" if is_wide(slot) else chosen.get(slot):
             spans = [FormatSpan(shape[0], format)]
         elif mixture:
             spans = _mixed_spans(mixture, source, slot, shape[0])
@@ -222,7 +221,8 @@ def is_quantised(source: ModelSource) -> bool:
 
 def kv_format(formats: Mapping[str, tuple[FormatSpan, ...]]) -> str:
     """Return the format of keys and values: float32 with float32 weights, else bfloat16."""
-    return "float32" if {span.format for span in formats["layers.0.o"]} == {"float32"} else "bfloat16"
+    spans = next(spans for slot, spans in formats.items() if slot.endswith((".o", ".conv_out")))
+    return "float32" if {span.format for span in spans} == {"float32"} else "bfloat16"
 
 
 KvDtype = Literal["float32", "bfloat16", "q8"]
@@ -275,16 +275,28 @@ def display_name(weights: str, where: str) -> str:
 
 def file_format(mixture: Mixture, config: ModelConfig, location: WeightLocation) -> str:
     """Return the format of a tensor of a GGUF file; float16, as in llama-quantize, if no blocks divide its rows."""
-    if len(location.shape) == 1 or location.weight == "positions":
+    if len(location.shape) == 1 or is_wide(location.weight):
         return "float32"
     _, number, name = location.weight.split(".") if "." in location.weight else ("", "", location.weight)
     if not number:
         format = mixture.end_format(name, config.tied_head)
     else:
         matrix = "values" if name == "qkv" and location.module.part in ("", "v") else name
-        format = mixture.layer_format(matrix, int(number), config.n_layers)
+        format = mixture.layer_format(matrix, *_place(config, matrix, int(number)))
     format = _fit(format, location.shape[-1])
     return format if TABLE[format].gguf_type is not None else "float16"
+
+
+def is_wide(slot: str) -> bool:
+    """Whether a matrix is float32 in every format: learned positions, and the taps of convolutions."""
+    return slot == "positions" or slot.endswith(".conv")
+
+
+def _place(config: ModelConfig, matrix: str, layer: int) -> tuple[int, int]:
+    """Return the index of a matrix's layer among the layers that have this matrix, and their number."""
+    if matrix != "values" or not config.conv_layers:
+        return layer, config.n_layers
+    return layer - sum(config.conv_layers[:layer]), config.n_layers - sum(config.conv_layers)
 
 
 def _fit(format: str, k: int) -> str:
@@ -321,7 +333,8 @@ def _mixed_spans(mixture: Mixture, source: ModelSource, slot: str, n_rows: int) 
     if slot in ("embedding", "head"):
         return [FormatSpan(n_rows, mixture.end_format(slot, config.tied_head))]
     _, number, name = slot.split(".")
-    format = mixture.layer_format("values" if name == "qkv" else name, int(number), config.n_layers)
+    matrix = "values" if name == "qkv" else name
+    format = mixture.layer_format(matrix, *_place(config, matrix, int(number)))
     if name != "qkv":
         return [FormatSpan(n_rows, format)]
     if any(location.weight == slot and not location.module.part for location in source.targets.values()):

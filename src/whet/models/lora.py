@@ -25,6 +25,8 @@ ALL_LINEAR = "all-linear"
 _CORE_MATRICES = {
     "qkv": _core.Target.QKV,
     "o": _core.Target.O,
+    "conv_in": _core.Target.QKV,
+    "conv_out": _core.Target.O,
     "gate_up": _core.Target.UP,
     "up": _core.Target.UP,
     "down": _core.Target.DOWN,

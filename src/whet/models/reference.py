@@ -35,7 +35,9 @@ def naive_forward(config: ModelConfig, weights: Mapping[str, np.ndarray], token_
     for i in range(config.n_layers):
         layer = {name.removeprefix(f"layers.{i}."): w for name, w in weights.items() if name.startswith(f"layers.{i}.")}
         normed = _norm(config, layer, "norm1", x)
-        attended = scale * _post_norm(config, layer, "post_norm1", _attention(config, layer, normed, i))
+        is_conv = bool(config.conv_layers) and config.conv_layers[i]
+        mixed = _convolution(config, layer, normed) if is_conv else _attention(config, layer, normed, i)
+        attended = scale * _post_norm(config, layer, "post_norm1", mixed)
         if config.parallel_residual:
             read = normed if config.shared_norm else _norm(config, layer, "norm2", x)
             x = x + attended + scale * _mlp(config, layer, read)
@@ -110,6 +112,14 @@ def _norm(config: ModelConfig, weights: Mapping[str, np.ndarray], name: str, x: 
 
 def _linear(weights: Mapping[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:
     return x @ weights[name].T + weights.get(f"{name}.bias", x.dtype.type(0))
+
+
+def _convolution(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray) -> np.ndarray:
+    """Compute W_out (C conv(B x)) of a causal depthwise convolution."""
+    b, c, u = np.split(_linear(layer, "conv_in", x), 3, axis=-1)
+    inputs = np.pad(b * u, ((config.conv_length - 1, 0), (0, 0)))
+    mixed = sum(tap * inputs[j : j + len(x)] for j, tap in enumerate(layer["conv"]))
+    return _linear(layer, "conv_out", c * mixed)
 
 
 def _attention(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray, i: int) -> np.ndarray:

@@ -199,7 +199,7 @@ def iter_slices(
             if slot is None or slot not in slots:
                 continue
             shape = location.shape if slot == location.weight else location.shape[:1]
-            stored = get_tensor(location.names, suffix)
+            stored = _without_channel_axis(get_tensor(location.names, suffix))
             transposed = module.transposed and len(shape) == 2
             expected = shape[::-1] if transposed else shape
             label = f"{where}: {location.names[0]}.{suffix}"
@@ -219,6 +219,13 @@ def iter_slices(
             rows = stored.tensor.T if transposed else stored.tensor
             for first, view in module.row_order(config, rows):
                 yield RowSlice(slot, first_row + first, view, stored.format)
+
+
+def _without_channel_axis(stored: StoredTensor) -> StoredTensor:
+    """Return a depthwise convolution's weight (channels, 1, taps) as (channels, taps), and others unchanged."""
+    if len(stored.shape) != 3 or stored.shape[1] != 1:
+        return stored
+    return StoredTensor(stored.tensor.squeeze(1), stored.format, (stored.shape[0], stored.shape[2]))
 
 
 def find_location(targets: Mapping[str, WeightLocation], name: str, where: str) -> WeightLocation:

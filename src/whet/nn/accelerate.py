@@ -171,6 +171,7 @@ class Acceleration:
         windows: sliding window of each layer; 0: none.
         rotated_layers: whether each layer rotates queries and keys; (): all do.
         norm_offset: constant that the family adds to the weights of norms.
+        batch: the packed batch during its forward pass; None: another one.
         in_place: whether backward passes add gradients of weights to ``.grad`` directly, bypassing autograd: faster,
             and correct for ``backward()``, but not for ``torch.autograd.grad``.
     """
@@ -198,7 +199,7 @@ class Acceleration:
         self.family = family_of(config, "accelerate")
         self.norm_offset = self.family.norm_offset
         self._head: Head | None = None
-        self._packed = False
+        self.batch: PackedBatch | None = None
         self._originals: list[tuple[nn.Module, str, Any]] = []
         register()
         _core.keep_freed_memory()
@@ -260,7 +261,7 @@ class Acceleration:
 
     def hidden_states(self, batch: PackedBatch) -> Tensor:
         """Return the hidden states (N, K) of a packed batch, as the LM head reads them."""
-        self._packed = True
+        self.batch = batch
         try:
             output = self._decoder(
                 input_ids=batch.input_ids[None],
@@ -269,7 +270,7 @@ class Acceleration:
                 use_cache=False,
             )
         finally:
-            self._packed = False
+            self.batch = None
         return output[0][0] * self._logits_scale if self._logits_scale != 1 else output[0][0]
 
     def head(self) -> Head:
@@ -300,7 +301,7 @@ class Acceleration:
         return (
             x.numel() <= _MAX_ROWS_ROUNDED_ON_LOAD * x.shape[-1]
             and self.dtype == torch.bfloat16
-            and not (self._packed or torch.is_grad_enabled())
+            and not (self.batch is not None or torch.is_grad_enabled())
             and not isinstance(weight, FrozenWeight)
             and weight.dtype == torch.float32
             and weight.is_contiguous()

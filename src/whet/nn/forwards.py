@@ -32,7 +32,10 @@ def choose_forward(acceleration: Acceleration, module: nn.Module) -> Callable[..
     if kind.endswith("RMSNorm"):
         return partial(_rms_norm, acceleration, module)
     if is_gated(module) and _is_silu(get_activation(module)):
-        return partial(_swiglu if hasattr(module, "gate_proj") else _swiglu_fused, acceleration, module)
+        is_split = any(hasattr(module, names[0]) for names in _SPLIT)
+        return partial(_swiglu if is_split else _swiglu_fused, acceleration, module)
+    if kind.endswith("ShortConv"):
+        return partial(_short_conv, acceleration, module, module.forward)
     if is_legacy_gptj(module):
         return partial(_gptj_attention, acceleration, module, module.forward)
     if kind.endswith("Attention") and hasattr(module, "q_proj"):
@@ -66,17 +69,21 @@ def is_legacy_gptj(module: nn.Module) -> bool:
     return type(module).__name__ == "GPTJAttention" and hasattr(module, "embed_positions")
 
 
+_SPLIT = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+"""Names of the matrices of gate, up and down."""
 _FUSED = {"gate_up_proj": "down_proj", "input_linear": "output_linear"}
 """Name of the matrix of gate and up -> name of the other matrix, in MLPs that have one matrix for both."""
 
 
 def is_gated(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("MLP") and any(hasattr(module, name) for name in ("gate_proj", *_FUSED))
+    names = [names[0] for names in _SPLIT] + [*_FUSED]
+    return type(module).__name__.endswith("MLP") and any(hasattr(module, name) for name in names)
 
 
 def get_activation(module: Any) -> Any:
-    """Return the activation of an MLP; None if it has another name."""
-    return next((getattr(module, name) for name in ACTIVATION_NAMES if hasattr(module, name)), None)
+    """Return the activation of an MLP; None if it has another name. LFM2's MLP, with w1, calls silu as a function."""
+    found = next((getattr(module, name) for name in ACTIVATION_NAMES if hasattr(module, name)), None)
+    return nn.SiLU() if found is None and hasattr(module, "w1") else found
 
 
 def _is_silu(activation: Any) -> bool:
@@ -134,7 +141,9 @@ def _rms_norm(acceleration: Acceleration, module: Any, hidden_states: Tensor) ->
 
 
 def _swiglu(acceleration: Acceleration, module: Any, x: Tensor) -> Tensor:
-    return module.down_proj(functions.swiglu(*acceleration.linears(x, module.gate_proj, module.up_proj)))
+    [names] = [names for names in _SPLIT if hasattr(module, names[0])]
+    gate, up, down = (getattr(module, name) for name in names)
+    return down(functions.swiglu(*acceleration.linears(x, gate, up)))
 
 
 def _swiglu_fused(acceleration: Acceleration, module: Any, hidden_states: Tensor) -> Tensor:
@@ -191,7 +200,28 @@ def _attention(
     window = acceleration.windows[layer] or None
     sinks = getattr(module, "sinks", None)
     out = functions.attention(q, k, v, batch, module.scaling, window, acceleration.attention_softcap, sinks)
-    return module.o_proj(out.view(1, len(q), -1)), None
+    output = module.o_proj if hasattr(module, "o_proj") else module.out_proj
+    return output(out.view(1, len(q), -1)), None
+
+
+def _short_conv(
+    acceleration: Acceleration,
+    module: Any,
+    original: Callable[..., Any],
+    hidden_states: Tensor,
+    past_key_values: Any = None,
+    attention_mask: Any = None,
+    *args: Any,
+    **options: Any,
+) -> Tensor:
+    """Causal convolution over the sequences of a packed batch: W_out (C conv(B x)), [B, C, x] = W_in h (LFM2)."""
+    batch = acceleration.batch
+    if batch is None:
+        return original(hidden_states, past_key_values, attention_mask, *args, **options)
+    projected = module.in_proj(hidden_states)[0]
+    b, c, x = projected.float().chunk(3, dim=-1)
+    mixed = functions.short_conv(b * x, module.conv.weight.squeeze(1), batch)
+    return module.out_proj((c * mixed).to(projected.dtype)[None])
 
 
 def _norm_heads(norm: Any, heads: Tensor) -> Tensor:

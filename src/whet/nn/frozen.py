@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -257,14 +257,23 @@ def frozen_model(model: str | os.PathLike[str] | GGUFFile | nn.Module, base: str
     for name, module in modules.items():
         _freeze(inner, name, module, packed)
     for name, location in packed.targets.items():
-        if (parameter := location.module.parameter) != "weight":
-            values = nn.Parameter(packed.rows(name, torch.empty(location.shape)), requires_grad=False)
-            setattr(inner.get_submodule(location.names[0]), parameter, values)
+        if location.module.parameter != "weight":
+            holder, _, parameter = name.rpartition(".")
+            module: Any = inner.get_submodule(holder)
+            values = parameter_values(packed, name, getattr(module, parameter).shape)
+            setattr(module, parameter, nn.Parameter(values, requires_grad=False))
     missing = [name for name, tensor in (*inner.named_parameters(), *inner.named_buffers()) if tensor.is_meta]
     if missing:
         raise WhetValueError(f"frozen_model: the base has no {missing[0]}: {_WRONG_BASE}")
     inner.save_pretrained, inner.tie_weights = _refuse_saving, _ignore_tie_weights
     return hf.eval()
+
+
+def parameter_values(base: PackedBase, name: str, shape: Sequence[int]) -> Tensor:
+    """Return the dequantised values of a parameter that is not a module's weight, by its name in ``base.targets``."""
+    location = base.targets[name]
+    values = base.rows(name, torch.empty(location.shape))
+    return (values.t() if location.module.transposed else values).reshape(shape).contiguous()
 
 
 def base_of(model: nn.Module) -> PackedBase | None:

@@ -433,6 +433,43 @@ class _Attention(torch.autograd.Function):
         return grad_q, grad_k, grad_v, grad_sinks, None, None, None, None
 
 
+def short_conv(x: Tensor, weight: Tensor, batch: PackedBatch) -> Tensor:
+    """Compute a causal depthwise convolution within the sequences of a packed batch, with zeros before each.
+
+    Args:
+        x: (N, C).
+        weight: (C, taps), the oldest first.
+        batch: the sequences, and the tokens of each.
+
+    Returns:
+        (N, C): the sum over j of weight[:, j] times x, taps - 1 - j tokens before.
+    """
+    taps = weight.shape[1]
+    padded = torch.cat((x, x.new_zeros(1, x.shape[1])))  # row N: before a sequence
+    rows = tokens_before(batch, taps - 1)
+    terms = (padded[rows[:, taps - 1 - j]] * weight[:, j] for j in range(taps - 1))
+    return sum(terms, x * weight[:, -1])
+
+
+def tokens_before(batch: PackedBatch, n: int) -> Tensor:
+    """Return the tokens 1, ..., n places before each token in its sequence, (N, n + 1); N: before the sequence.
+
+    Column 0 is the token itself.
+    """
+    n_tokens = len(batch.input_ids)
+    found = torch.full((n_tokens, n + 1), n_tokens)
+    offsets = zip(*(o.tolist() for o in (batch.q_offsets, batch.k_offsets)), strict=True)
+    first_q, first_k = next(offsets)
+    for end_q, end_k in offsets:
+        keys = batch.key_rows[first_k:end_k]
+        count = end_q - first_q
+        for before in range(n + 1):
+            own = keys[max(0, len(keys) - count - before) : max(0, len(keys) - before)]
+            found[end_q - len(own) : end_q, before] = own
+        first_q, first_k = end_q, end_k
+    return found
+
+
 def _make_attention_task(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, batch: PackedBatch, scale: float,
     window: int | None, softcap: float,

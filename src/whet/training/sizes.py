@@ -195,15 +195,17 @@ def _learner_bytes(source: ModelSource, largest: _Pass, size: int) -> int:
     model, n = source.config, largest.tokens
     q, kv = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
     hidden, up, qkv = model.hidden_dim, model.ffn_dim * (2 if model.gated else 1), q + 2 * kv
+    wide, mixed = (max(qkv, 3 * hidden), max(q, hidden)) if model.conv_layers else (qkv, q)
     least, most = _TILE_ROWS
-    tile = min(n, max(least, min(most, _TILE_BYTES // 4 // max(up, qkv) // 32 * 32)))
+    tile = min(n, max(least, min(most, _TILE_BYTES // 4 // max(up, wide) // 32 * 32)))
     inputs = model.n_layers * n * hidden * (3 if size == 2 else 4)
     layer = n * (
-        4 * ((3 if model.post_norm else 2) * hidden + qkv + model.n_heads) + _head_size(model, size) * (qkv + q)
+        4 * ((3 if model.post_norm else 2) * hidden + wide + model.n_heads) + _head_size(model, size) * (qkv + mixed)
     )
-    gradients = n * (4 * 2 * hidden + _head_size(model, size) * (2 * q + 2 * kv + q))
+    of_mixer = max(_head_size(model, size) * (2 * q + 2 * kv + q), 4 * 3 * hidden if model.conv_layers else 0)
+    gradients = n * (4 * 2 * hidden + of_mixer)
     converted = 2 * (max(model.ffn_dim, hidden) + up) if size == 2 else 0
-    rows = tile * (4 * (3 * hidden + max(hidden, q) + up + model.ffn_dim * (1 if size == 2 else 2)) + converted)
+    rows = tile * (4 * (3 * hidden + max(hidden, mixed) + up + model.ffn_dim * (1 if size == 2 else 2)) + converted)
     columns = max(16, _RANGE_NUMBERS // hidden // 16 * 16)
     head = largest.targets * (4 * (4 * hidden + 2 * columns) + size * columns)
     unpacked = size * _RANGE_NUMBERS
@@ -214,8 +216,14 @@ def _kept_bytes(model: ModelConfig, n: int, size: int) -> int:
     """Return the bytes of a layer's activations, of n tokens, that cpp/learner keeps for the backward pass."""
     q, kv = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
     floats = (2 if model.post_norm else 1) * model.hidden_dim + model.ffn_dim * (2 if model.gated else 1)
-    floats += model.n_heads + (q + 2 * kv if model.qk_norm else 0)
-    return n * (4 * floats + _head_size(model, size) * (2 * q + 2 * kv))
+    floats += model.n_heads
+    mixed = q
+    if model.conv_layers:
+        floats += max(q + 2 * kv, 3 * model.hidden_dim)
+        mixed = max(q, model.hidden_dim)
+    elif model.qk_norm:
+        floats += q + 2 * kv
+    return n * (4 * floats + _head_size(model, size) * (q + 2 * kv + mixed))
 
 
 def _head_size(model: ModelConfig, size: int) -> int:
@@ -293,6 +301,8 @@ def _activation_bytes(source: ModelSource, config: TrainerConfig, lengths: Lengt
         per_layer += size * (q + kv)  # the values are a view of the fused q, k and v
     else:
         per_layer += 4 * model.rotary_dim
-    per_token = model.n_layers * per_layer + 4 * hidden
+    # torch keeps B, C, x, their product, the terms of the taps and their sum of a convolution.
+    convolutions = 4 * sum(model.conv_layers) * (model.conv_length + 5) * hidden
+    per_token = model.n_layers * per_layer + convolutions + 4 * hidden
     logits, states = VOCAB_TILE * (4 + rounded), (4 + 2 * rounded) * hidden
     return tokens * per_token + targets * (size * hidden + logits + states)

@@ -27,7 +27,7 @@ from whet.models.sources.live import open_module
 from whet.models.sources.mapped import _unique as unique
 
 FAMILIES = ("llama-biases-tied", "mistral", "qwen2-windows", "qwen3", "gpt_neox", "gpt2", "gptj", "phi3-longrope",
-            "granite_swa-bases")  # fmt: skip
+            "granite_swa-bases", "lfm2")  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ CASES = ("llama", "llama-biases-tied", "mistral", "qwen2", "qwen3", "gpt_neox", 
          "gpt2-untied-unscaled", "phi3", "granite", "smollm3-interval", "olmo2", "gemma2", "gemma3", "starcoder2",
          "starcoder2-untied", "stablelm", "stablelm-parallel", "phi", "phi-rotary",
          "granite4", "granite4-not-rotated", "olmo3-kinds", "exaone4", "exaone4-windows", "ernie4_5",
-         "ministral3", "arcee", "hunyuan", "hunyuan-alpha", "granite_swa")  # fmt: skip
+         "ministral3", "arcee", "hunyuan", "hunyuan-alpha", "granite_swa", "lfm2", "lfm2-taps")  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)

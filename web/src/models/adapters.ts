@@ -48,7 +48,7 @@ export function locateModules(config: ModelConfig, family: Family): Map<string, 
     const shape = shapes.get(slot);
     if (shape === undefined || shape.length !== 2) continue;
     const [firstRow, n] = moduleRows(config, part, shape[0]);
-    const target = /^layers\.\d+\.(\w+)$/.exec(slot)?.[1].replace("gate_up", "up") as LoraFactors["target"] | undefined;
+    const target = /^layers\.\d+\.(\w+)$/.exec(slot)?.[1].replace("gate_up", "up").replace("conv_in", "qkv").replace("conv_out", "o") as LoraFactors["target"] | undefined;
     found.set(names[0], { names, slot, layer, target, firstRow, shape: [n, shape[1]], order: module.order ?? "keepOrder" });
   }
   return found;

@@ -40,6 +40,10 @@ export interface ModelConfig {
   /** Per layer: whether RoPE uses localInvFreq; empty: in none. */
   localLayers: boolean[];
   localInvFreq: number[];
+  /** Per layer: whether a short convolution is in place of attention; empty: in none. */
+  convLayers: boolean[];
+  /** Taps of these convolutions. */
+  convLength: number;
   embeddingScale: number;
   residualScale: number;
   logitsScale: number;
@@ -61,6 +65,8 @@ export interface Family {
   defaults: Record<string, unknown>;
   /** GGUF tensor names by slot. */
   modules: Readonly<Record<string, string>>;
+  /** Slots whose GGUF tensors are (inputs, outputs). */
+  transposed: readonly string[];
   gguf: { architecture: string; interleaved?: boolean; scale_by_hidden?: number; sliding_window?: number } | null;
   window: "none" | "all" | "some" | "pattern";
   rope: "neox" | "pairs" | "gptj" | "none";
@@ -75,6 +81,7 @@ export interface Family {
   query_scale: boolean;
   rope_by_layer: boolean;
   full_first: boolean;
+  ffn_adjusted: boolean;
 }
 
 export const FAMILIES: Record<string, Family> = families;
@@ -88,6 +95,7 @@ export const PLAIN_SWITCHES = {
 } as const;
 /** Flags of n layers: false for one of each `interval`, the last or the first. */
 export const allButEvery = (interval: number, n: number, isFirst = false) => Array.from({ length: n }, (_, i) => (i + (isFirst ? 0 : 1)) % interval !== 0);
+export const NO_CONVOLUTIONS = { convLayers: [], convLength: 0 };
 export const NO_QUERY_SCALE = { queryLogScale: 0, queryScaleLength: 1 };
 export const NO_ROTARY = { rotaryDim: 0, isNeox: true, invFreq: [], attentionFactor: 1 };
 
@@ -101,9 +109,10 @@ export function slots(c: ModelConfig): Map<string, number[]> {
   const found = new Map<string, number[]>([["embedding", [c.vocabSize, c.hiddenDim]]]);
   if (c.learnedPositions > 0) found.set("positions", [c.learnedPositions, c.hiddenDim]);
   const parts = c.norm === "layer" ? ["weight", "bias"] : ["weight"];
-  const matrices: [string, number, number, boolean][] = [
-    ["qkv", q + 2 * c.nKvHeads * c.headDim, c.hiddenDim, c.qkvBias],
-    ["o", c.hiddenDim, q, c.oBias],
+  type Shape = [string, number, number, boolean];
+  const attention: Shape[] = [["qkv", q + 2 * c.nKvHeads * c.headDim, c.hiddenDim, c.qkvBias], ["o", c.hiddenDim, q, c.oBias]];
+  const convolution: Shape[] = [["conv_in", 3 * c.hiddenDim, c.hiddenDim, false], ["conv_out", c.hiddenDim, c.hiddenDim, false]];
+  const mlp: Shape[] = [
     [c.gated ? "gate_up" : "up", (c.gated ? 2 : 1) * c.ffnDim, c.hiddenDim, c.mlpBias],
     ["down", c.hiddenDim, c.ffnDim, c.mlpBias],
   ];
@@ -113,9 +122,11 @@ export function slots(c: ModelConfig): Map<string, number[]> {
       for (const part of parts) found.set(`layers.${i}.${norm}.${part}`, [c.hiddenDim]);
     }
     const normed = c.qkNormWhole ? [c.nHeads, c.nKvHeads] : [1, 1];
-    if (c.qkNorm) for (const [j, which] of ["q", "k"].entries()) found.set(`layers.${i}.${which}_norm.weight`, [normed[j] * c.headDim]);
-    if (c.sinks) found.set(`layers.${i}.sinks`, [c.nHeads]);
-    for (const [name, n, k, biased] of matrices) {
+    const isConv = c.convLayers[i] === true;
+    if (isConv) found.set(`layers.${i}.conv`, [c.convLength, c.hiddenDim]);
+    if (c.qkNorm && !isConv) for (const [j, which] of ["q", "k"].entries()) found.set(`layers.${i}.${which}_norm.weight`, [normed[j] * c.headDim]);
+    if (c.sinks && !isConv) found.set(`layers.${i}.sinks`, [c.nHeads]);
+    for (const [name, n, k, biased] of [...(isConv ? convolution : attention), ...mlp]) {
       found.set(`layers.${i}.${name}`, [n, k]);
       if (biased) found.set(`layers.${i}.${name}.bias`, [n]);
     }

@@ -5,7 +5,7 @@
 import type { Core } from "../core/core.js";
 import { show, WhetError } from "../core/errors.js";
 import { activations, hfModules, largest, largestSize, notRun, plain as PLAIN, textParts } from "../facts.js";
-import { allButEvery, FAMILIES, type Family, type ModelConfig, NO_QUERY_SCALE, NO_ROTARY, PLAIN_SWITCHES, settingsOf } from "./architecture.js";
+import { allButEvery, FAMILIES, type Family, type ModelConfig, NO_CONVOLUTIONS, NO_QUERY_SCALE, NO_ROTARY, PLAIN_SWITCHES, settingsOf } from "./architecture.js";
 import { ropeFrequencies } from "./rope.js";
 import type { ModuleSpec } from "./slices.js";
 
@@ -104,6 +104,32 @@ class Options {
     return value;
   }
 
+  ffnDim(hiddenDim: number): number {
+    const given = this.size("ffn_dim", this.family.keys.ffn_dim === "n_inner" ? 4 * hiddenDim : undefined);
+    if (!this.family.ffn_adjusted) return given;
+    const whole = this.given.block_ff_dim === undefined ? given : this.count("block_ff_dim", 1); // of older configs
+    if (!this.flag("block_auto_adjust_ff_dim")) return whole;
+    const factor = (this.get("block_ffn_dim_multiplier") ?? null) === null ? 1 : this.number("block_ffn_dim_multiplier");
+    const multiple = this.count("block_multiple_of", 1);
+    return Math.ceil(Math.trunc(factor * Math.trunc((2 * whole) / 3)) / multiple) * multiple;
+  }
+
+  tiedHead(): boolean {
+    const older = this.family.ffn_adjusted ? (this.given.tie_embedding ?? null) : null;
+    return older === null ? this.flag("tie_word_embeddings") : Boolean(older);
+  }
+
+  /** Return which layers are short convolutions. */
+  convolutions(nLayers: number): Pick<ModelConfig, "convLayers" | "convLength"> {
+    if (!("conv_length" in this.family.keys)) return NO_CONVOLUTIONS;
+    const attending = this.get("full_attn_idxs") ?? undefined;
+    if (attending !== undefined && !(Array.isArray(attending) && attending.every((i) => isCount(i, 0) && i < nLayers))) throw this.invalid("full_attn_idxs", `indices of ${nLayers} layers`);
+    const kinds = this.get("layer_types") ?? Array.from({ length: nLayers }, (_, i) => (attending === undefined || (attending as number[]).includes(i) ? "full_attention" : "conv"));
+    if (!Array.isArray(kinds) || kinds.length !== nLayers) throw this.invalid("layer_types", `${nLayers} of conv and full_attention`);
+    const convLayers = kinds.map((kind) => kind === "conv");
+    return convLayers.includes(true) ? { convLayers, convLength: this.count("conv_length", 1) } : NO_CONVOLUTIONS;
+  }
+
   /** Return a factor that only some families have. */
   scale(name: string, fallback = 1): number {
     if (!(name in this.family.keys)) return fallback;
@@ -194,8 +220,9 @@ class Options {
 
   private rejectOtherLayers(): void {
     const kinds = this.get("layer_types") ?? [];
-    const known = ["attention", "full_attention", "sliding_attention"];
-    if (!Array.isArray(kinds) || !kinds.every((kind) => known.includes(kind))) throw this.invalid("layer_types", "attention in all layers");
+    const hasConvolutions = "conv_length" in this.family.keys;
+    const known = ["attention", "full_attention", "sliding_attention", ...(hasConvolutions ? ["conv"] : [])];
+    if (!Array.isArray(kinds) || !kinds.every((kind) => known.includes(kind))) throw this.invalid("layer_types", `attention${hasConvolutions ? " or a convolution" : ""} in all layers`);
   }
 
   /** Whether each layer attends in a window, by layer_types; undefined without them. */
@@ -280,7 +307,7 @@ export function modelConfig(core: Core, given: HfConfig, where: string, length?:
   if ("query_pre_attn_scalar" in family.defaults) attentionScale = core.call("power", options.number("query_pre_attn_scalar"), -0.5);
   return {
     nLayers, nHeads, nKvHeads, headDim, hiddenDim, maxPosition,
-    ffnDim: options.size("ffn_dim", family.keys.ffn_dim === "n_inner" ? 4 * hiddenDim : undefined),
+    ffnDim: options.ffnDim(hiddenDim),
     vocabSize: options.size("vocab_size"),
     normEps: options.number("norm_eps"),
     windows: options.windows(nLayers, maxPosition),
@@ -292,9 +319,10 @@ export function modelConfig(core: Core, given: HfConfig, where: string, length?:
     logitsSoftcap: options.softcap("logits_softcap"),
     learnedPositions: "positions" in HF_MODULES[family.name] ? trained : 0,
     activation: options.activation(),
-    tiedHead: tiedHead ?? options.flag("tie_word_embeddings"),
+    tiedHead: tiedHead ?? options.tiedHead(),
     ropeLayers: options.ropeLayers(nLayers),
     ...options.queryScale(),
+    ...options.convolutions(nLayers),
     ...readRotary(core, options, headDim, maxPosition, trained),
     ...readLocalRotary(core, options, nLayers, headDim, maxPosition),
     ...PLAIN_SWITCHES,

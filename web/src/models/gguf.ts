@@ -7,7 +7,7 @@ import { activations, gguf as NAMES } from "../facts.js";
 import type { GgufFile, Value } from "../files/gguf.js";
 import type { Tensor } from "../files/headers.js";
 import type { Reader } from "../files/reader.js";
-import { allButEvery, FAMILIES, type Family, type ModelConfig, NO_QUERY_SCALE, NO_ROTARY, PLAIN_SWITCHES, settingsOf } from "./architecture.js";
+import { allButEvery, FAMILIES, type Family, type ModelConfig, NO_CONVOLUTIONS, NO_QUERY_SCALE, NO_ROTARY, PLAIN_SWITCHES, settingsOf } from "./architecture.js";
 import { ropeFrequencies } from "./rope.js";
 import { listSlices, type RowSlice, type StoredTensor, type WeightLocation } from "./slices.js";
 
@@ -102,7 +102,8 @@ export async function describeGguf(
   const moduleName = (slot: string) => family.modules[slot].replace("{i}", "0");
   const [nLayers, trained, hiddenDim, ffnDim, nHeads] = ["n_layers", "max_position", "hidden_dim", "ffn_dim", "n_heads"].map((name) => meta.size(name));
   if (hiddenDim % nHeads !== 0 && meta.get("head_dim") === undefined) throw meta.invalid("hidden_dim", `a multiple of ${KEYS.n_heads}=${nHeads}`);
-  const nKvHeads = meta.size("n_kv_heads", nHeads);
+  const convolutions = readConvolutions(meta, family, nLayers);
+  const nKvHeads = convolutions.nKvHeads ?? meta.size("n_kv_heads", nHeads);
   const headDim = meta.size("head_dim", Math.trunc(hiddenDim / nHeads));
   if (meta.size("value_dim", headDim) !== headDim) throw meta.invalid("value_dim", `${KEYS.head_dim}=${headDim}`);
   for (const [name, value, implied] of [["n_kv_heads", nKvHeads, nHeads], ["head_dim", headDim, Math.trunc(hiddenDim / nHeads)]] as const) {
@@ -147,6 +148,8 @@ export async function describeGguf(
     ...readLocalRotary(core, meta, family, nLayers, headDim, length, isLocal, where),
     ropeLayers: readRopeLayers(meta, family, nLayers, window > 0 ? isLocal : undefined),
     tiedHead: !file.tensors.has(`${moduleName("head")}.weight`),
+    convLayers: convolutions.convLayers,
+    convLength: convolutions.convLength,
     ...rotary,
     ...(isScaled ? { queryLogScale: meta.number("query_log_scale"), queryScaleLength: meta.size("original_max_position_embeddings", trained) } : NO_QUERY_SCALE),
     ...PLAIN_SWITCHES,
@@ -193,6 +196,20 @@ function readWindowLayers(meta: GgufOptions, family: Family, nLayers: number): b
   if (!Array.isArray(value)) return allButEvery(meta.size("window_layers"), nLayers);
   if (value.length !== nLayers) throw meta.invalid("window_layers", `${nLayers} of true and false`);
   return value.map(Boolean);
+}
+
+/** Return which layers are short convolutions: the layers without KV heads; and the KV heads of the others, if the file lists them. */
+function readConvolutions(meta: GgufOptions, family: Family, nLayers: number): Pick<ModelConfig, "convLayers" | "convLength"> & { nKvHeads?: number } {
+  if (!("conv_length" in family.keys)) {
+    if (meta.get("conv_length") !== undefined) throw meta.invalid("conv_length", "none");
+    return NO_CONVOLUTIONS;
+  }
+  const heads = meta.get("n_kv_heads");
+  if (!Array.isArray(heads)) return NO_CONVOLUTIONS;
+  const [nKvHeads = 1, ...others] = heads.filter((n) => n !== 0) as number[];
+  if (heads.length !== nLayers || !others.every((n) => n === nKvHeads)) throw meta.invalid("n_kv_heads", `${nLayers} numbers, the same in all layers that attend`);
+  const convLayers = heads.map((n) => n === 0);
+  return convLayers.includes(true) ? { nKvHeads, convLayers, convLength: meta.size("conv_length") } : NO_CONVOLUTIONS;
 }
 
 /** Return whether RoPE applies to each layer; empty: to all. `isLocal`: whether a layer has a window; undefined: none has. */
@@ -279,7 +296,7 @@ function placeTensors(config: ModelConfig, family: Family, file: GgufFile, where
     return { tensor, row: location.firstRow, shape: [location.count, ...tensor.shape.slice(1)] };
   };
   const orderOf = (target: string) => (family.gguf?.interleaved && /:[qk]$/.test(target) ? "deinterleave" : "keepOrder");
-  const modules = Object.fromEntries(Object.entries(family.modules).map(([target, name]) => [target, { names: [name], order: orderOf(target) } as const]));
+  const modules = Object.fromEntries(Object.entries(family.modules).map(([target, name]) => [target, { names: [name], order: orderOf(target), isTransposed: family.transposed.includes(target) } as const]));
   const slices = listSlices(config, modules, find, where);
   const unknown = [...file.tensors.keys()].filter((name) => !used.has(name)).sort()[0];
   if (unknown !== undefined) throw new WhetError(`${where}: unexpected tensor ${unknown} for this architecture.`);

@@ -86,7 +86,8 @@ export function listSlices(config: ModelConfig, modules: Readonly<Record<string,
       const shape = shapes.get(slot);
       if (shape === undefined) continue;
       const [firstRow, count] = moduleRows(config, part, shape[0]);
-      const { tensor, row, shape: stored } = find(names, suffix, { layer, part, firstRow, count, rows: shape[0] });
+      const { tensor, row, shape: axes } = find(names, suffix, { layer, part, firstRow, count, rows: shape[0] });
+      const stored = axes.length === 3 && axes[1] === 1 ? [axes[0], axes[2]] : axes; // a depthwise convolution's
       const isTransposed = module.isTransposed === true && shape.length === 2;
       const expected = isTransposed ? [shape[1], count] : [count, ...shape.slice(1)];
       if (stored.join() !== expected.join()) {

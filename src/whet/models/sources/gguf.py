@@ -189,12 +189,13 @@ class _Metadata:
         n_heads = sizes["n_heads"]
         if sizes["hidden_dim"] % n_heads and "head_dim" not in self.given:
             raise self.wrong("hidden_dim", f"a multiple of {_KEYS['n_heads']}={n_heads}")
+        model_type = self.model_type()
+        family = FAMILIES[model_type]
+        convolutions = self.convolutions(family, sizes["n_layers"])
         sizes["n_kv_heads"] = self.size("n_kv_heads", n_heads)
         sizes["head_dim"] = self.size("head_dim", sizes["hidden_dim"] // n_heads)
         if self.size("value_dim", sizes["head_dim"]) != sizes["head_dim"]:
             raise self.wrong("value_dim", f"{_KEYS['head_dim']}={sizes['head_dim']}")
-        model_type = self.model_type()
-        family = FAMILIES[model_type]
         gguf = family.gguf or {}
         by_hidden = sizes["n_layers"] == gguf.get("scale_by_hidden")
         for name, implied in (("n_kv_heads", n_heads), ("head_dim", sizes["hidden_dim"] // n_heads)):
@@ -232,6 +233,7 @@ class _Metadata:
             "rope_parameters": self.by_layers(rope, family),
             **self.window_layers(family, sizes["n_layers"]),
             **self.not_rotated(family, sizes["n_layers"]),
+            **convolutions,
             **self.layer_thetas(family, sizes["n_layers"], rope["rope_theta"]),
             "query_pre_attn_scalar": sizes["hidden_dim"] // n_heads if by_hidden else sizes["head_dim"],
             # transformers prefers this one over the one in rope_parameters.
@@ -269,6 +271,23 @@ class _Metadata:
         if not family.rope_option:
             return {}
         return {family.rope_option: None, "num_local_experts": 0, "layer_types": ["full_attention"] * n_layers}
+
+    def convolutions(self, family: Family, n_layers: int) -> dict[str, Any]:
+        """Return the options of short convolutions: of layers without kv heads."""
+        if "conv_length" not in family.keys:
+            if "conv_length" in self.given:
+                raise self.wrong("conv_length", "none")
+            return {}
+        heads = self.given.get("n_kv_heads")
+        heads = heads.tolist() if isinstance(heads, np.ndarray) else heads
+        kinds = ["full_attention"] * n_layers
+        if isinstance(heads, list) and len(heads) == n_layers:
+            kinds = ["conv" if n == 0 else "full_attention" for n in heads]
+            self.given["n_kv_heads"] = [n for n in heads if n != 0] or [1]
+        elif isinstance(heads, list):
+            raise self.wrong("n_kv_heads", f"a number for each of {n_layers} layers")
+        length = {family.keys["conv_length"]: self.size("conv_length")} if "conv" in kinds else {}
+        return {"layer_types": kinds, "block_auto_adjust_ff_dim": False, **length}
 
     def layer_thetas(self, family: Family, n_layers: int, theta: float) -> dict[str, Any]:
         """Return the rotary base of each layer, if the file names the layers that rotate."""

@@ -211,7 +211,9 @@ class _Live:
 
     def tensor(self, names: Sequence[str], suffix: str, merged: bool = False) -> StoredTensor:
         layer, lora = self.layer(names)
-        weight = getattr(layer, suffix, None)
+        weight = layer
+        for part in suffix.split("."):
+            weight = getattr(weight, part, None)
         label = f"{_WHERE}: {names[0]}.{suffix}"
         if weight is None or not hasattr(weight, "detach"):
             raise WhetValueError(f"{label} is missing in this {type(layer).__name__}; is the module quantised?")
