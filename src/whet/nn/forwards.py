@@ -185,7 +185,7 @@ def _attention(
     batch = _unwrap_batch(attention_mask)
     if batch is None:
         return original(hidden_states, position_embeddings, attention_mask, *args, **options)
-    _reject_dropout(module.attention_dropout if module.training else 0.0)
+    _reject_dropout(getattr(module, "attention_dropout", 0.0) if module.training else 0.0)
     q, k, v = _project(acceleration, module, hidden_states)
     family, layer = acceleration.family, module.layer_idx
     norms = [getattr(module, name) for name in family.head_norms if hasattr(module, name)]
