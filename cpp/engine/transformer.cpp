@@ -83,6 +83,7 @@ Transformer::Transformer(std::shared_ptr<const Weights> weights, size_t max_rows
         up_ = arena_.take<float>(max_rows_ * config_.up_dim());
         cos_sin_ = arena_.take<float>(max_rows_ * config_.rotary_dim);
         local_cos_sin_ = arena_.take<float>(max_rows_ * 2 * config_.local_inv_freq.size());
+        query_scales_ = arena_.take<float>(config_.query_log_scale == 0.0 ? 0 : max_rows_);
         state_ = arena_.take<float>(max_rows_ * config_.n_heads * state_size());
         queries_ = arena_.take<uint8_t>(max_rows_ * config_.n_heads * cache_.query_bytes);
         positions_ = arena_.take<int32_t>(max_rows_ * config_.kv_group());
@@ -154,6 +155,9 @@ void Transformer::embed(const InputToken* rows, size_t n) {
         if (!config_.local_layers.empty()) {
             kernels().rope_cos_sin(rows[i].position, config_.local_inv_freq.data(), config_.local_inv_freq.size(), 1.0,
                                    local_cos_sin_ + i * config_.rotary_dim);
+        }
+        if (config_.query_log_scale != 0.0) {
+            query_scales_[i] = config_.query_scale(static_cast<size_t>(rows[i].position));
         }
         for (size_t g = 0; g < config_.kv_group(); ++g) positions_[i * config_.kv_group() + g] = rows[i].position;
     });
@@ -284,7 +288,7 @@ void Transformer::finish_head(const InputToken& row, size_t i, size_t unit, size
             memory.page(row.pages[row.position / kPageTokens]) + memory.offset(layer, unit - config_.n_heads));
         return;
     }
-    if (config_.query_log_scale != 0.0) scale(config_.query_scale(static_cast<size_t>(row.position)), x, d);
+    if (config_.query_log_scale != 0.0) scale(query_scales_[i], x, d);
     cache_.write_query(x, static_cast<int64_t>(d),
                        queries_ + ((unit / group * max_rows_ + i) * group + unit % group) * cache_.query_bytes);
 }

@@ -79,7 +79,7 @@ private:
     Cache cache_;
     ShortConv conv_;
     Arena arena_;
-    float *x_, *h_, *qkv_, *attended_, *delta_, *up_, *cos_sin_, *local_cos_sin_, *state_;
+    float *x_, *h_, *qkv_, *attended_, *delta_, *up_, *cos_sin_, *local_cos_sin_, *query_scales_, *state_;
     uint8_t* queries_;
     int32_t* positions_;
     std::atomic<uint32_t>* missing_;  // counters of an epilogue

@@ -341,6 +341,7 @@ def test_unsupported_config_is_rejected_by_name(change, message):
         ("lfm2", {"layer_types": ["conv"] * 3}, ("layer_types is", "4 of conv and full_attention")),
         ("lfm2", {"layer_types": ["conv", "linear_attention"] * 2}, ("layer_types is", "attention or a convolution")),
         ("lfm2", {"layer_types": None, "full_attn_idxs": [4]}, ("full_attn_idxs is [4]", "indices of 4 layers")),
+        ("lfm2", {"layer_types": None, "full_attn_idxs": [[1]]}, ("full_attn_idxs is", "indices")),
         ("lfm2", {"conv_L_cache": 17}, ("conv_length is 17", "from 1 to 16")),
         ("lfm2", {"conv_bias": True}, "conv_bias is True"),
         ("lfm2", {"block_multiple_of": 0}, "block_multiple_of is 0"),

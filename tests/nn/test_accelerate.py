@@ -91,7 +91,7 @@ def test_bfloat16_gradients_keep_their_direction(case):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("case", ["llama", "gptj", "gpt_neox"])
+@pytest.mark.parametrize("case", ["llama", "gptj", "gpt_neox", "lfm2"])
 def test_gradient_checkpointing_recomputes_layers(case, reentrant):
     model = trained(case).train()
     with accelerate(model, "float32"):

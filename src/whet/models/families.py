@@ -474,9 +474,8 @@ class _Options:
             return {}
         kinds, attending = self.get("layer_types"), self.get("full_attn_idxs")
         if kinds is None:
-            if attending is not None and not (
-                isinstance(attending, (list, tuple)) and {*attending} <= {*range(n_layers)}
-            ):
+            is_list = isinstance(attending, (list, tuple))
+            if attending is not None and not (is_list and all(i in range(n_layers) for i in attending)):
                 raise self.wrong("full_attn_idxs", f"indices of {n_layers} layers")
             kinds = ["full_attention" if attending is None or i in attending else "conv" for i in range(n_layers)]
         self.check_kinds()

@@ -16,6 +16,7 @@ How a packed batch gets through a Hugging Face forward:
       | embedding, norms, MLPs: one row per token, no sequences         nn/forwards.py
       | attention: finds the batch in the mask                          _unwrap_batch
       |   _attention, _gptj_attention: q, k, v, RoPE and the kernel in place of the module's forward
+      |   _short_conv: the same for the convolutions of LFM2
       |   _attention_interface: other modules, which look up attention functions by name
       |     -> functions.attention: a token attends to its prompt and its own completion
       v
@@ -171,7 +172,6 @@ class Acceleration:
         windows: sliding window of each layer; 0: none.
         rotated_layers: whether each layer rotates queries and keys; (): all do.
         norm_offset: constant that the family adds to the weights of norms.
-        batch: the packed batch during its forward pass; None: another one.
         in_place: whether backward passes add gradients of weights to ``.grad`` directly, bypassing autograd: faster,
             and correct for ``backward()``, but not for ``torch.autograd.grad``.
     """
@@ -199,7 +199,7 @@ class Acceleration:
         self.family = family_of(config, "accelerate")
         self.norm_offset = self.family.norm_offset
         self._head: Head | None = None
-        self.batch: PackedBatch | None = None
+        self._packed = False
         self._originals: list[tuple[nn.Module, str, Any]] = []
         register()
         _core.keep_freed_memory()
@@ -261,16 +261,19 @@ class Acceleration:
 
     def hidden_states(self, batch: PackedBatch) -> Tensor:
         """Return the hidden states (N, K) of a packed batch, as the LM head reads them."""
-        self.batch = batch
+        self._packed = True
+        mask: Any = wrap_batch(batch)
+        if "conv_length" in self.family.keys:  # the model would pass no mask on to convolutions
+            mask = dict.fromkeys(("full_attention", "conv"), mask)
         try:
             output = self._decoder(
                 input_ids=batch.input_ids[None],
                 position_ids=batch.position_ids[None],
-                attention_mask=wrap_batch(batch),
+                attention_mask=mask,
                 use_cache=False,
             )
         finally:
-            self.batch = None
+            self._packed = False
         return output[0][0] * self._logits_scale if self._logits_scale != 1 else output[0][0]
 
     def head(self) -> Head:
@@ -301,7 +304,7 @@ class Acceleration:
         return (
             x.numel() <= _MAX_ROWS_ROUNDED_ON_LOAD * x.shape[-1]
             and self.dtype == torch.bfloat16
-            and not (self.batch is not None or torch.is_grad_enabled())
+            and not (self._packed or torch.is_grad_enabled())
             and not isinstance(weight, FrozenWeight)
             and weight.dtype == torch.float32
             and weight.is_contiguous()

@@ -35,7 +35,7 @@ def choose_forward(acceleration: Acceleration, module: nn.Module) -> Callable[..
         is_split = any(hasattr(module, names[0]) for names in _SPLIT)
         return partial(_swiglu if is_split else _swiglu_fused, acceleration, module)
     if kind.endswith("ShortConv"):
-        return partial(_short_conv, acceleration, module, module.forward)
+        return partial(_short_conv, module, module.forward)
     if is_legacy_gptj(module):
         return partial(_gptj_attention, acceleration, module, module.forward)
     if kind.endswith("Attention") and hasattr(module, "q_proj"):
@@ -205,7 +205,6 @@ def _attention(
 
 
 def _short_conv(
-    acceleration: Acceleration,
     module: Any,
     original: Callable[..., Any],
     hidden_states: Tensor,
@@ -215,7 +214,7 @@ def _short_conv(
     **options: Any,
 ) -> Tensor:
     """Causal convolution over the sequences of a packed batch: W_out (C conv(B x)), [B, C, x] = W_in h (LFM2)."""
-    batch = acceleration.batch
+    batch = _unwrap_batch(attention_mask)
     if batch is None:
         return original(hidden_states, past_key_values, attention_mask, *args, **options)
     projected = module.in_proj(hidden_states)[0]

@@ -91,7 +91,7 @@ class TemplateParser:
         functions = [tool.get("function", tool) for tool in tools]
         self._schemas = {str(each.get("name")): each.get("parameters") or {} for each in functions}
         self._fields = [*template.fields.values()]
-        self._implicit = next((field for field in self._fields if field.opening is None), None)
+        self._implicit = template.fields.get(template.implicit or "")
         self._buffer, self._place = "", 0
         self._texts = {field.name: _Text(field) for field in self._fields if field.name != CALLS}
         self._open: Field | None = None  # the field that is open; None: the one without an opening, or none
