@@ -12,6 +12,7 @@ import time
 
 import gguf
 import pytest
+from tests.engine import tiny_models
 from tests.gguf_files import F32, write_gguf
 from tests.processes import WHET, run_python
 from tests.raising import assert_mentions
@@ -286,6 +287,11 @@ def test_info_prints_architecture_and_memory(run, tiny_model):
     for weights, n_bytes in found["weights_bytes"].items():
         with Engine.from_pretrained(tiny_model, weights=weights) as engine:
             assert engine.memory["weights_bytes"] == n_bytes
+
+
+def test_info_counts_convolutions(run, tmp_path):
+    out = run("info", write_gguf(tiny_models.tiny_model("lfm2"), tmp_path / "model.gguf")).out
+    assert "lfm2" in out and "4 layers (3 of them convolutions), hidden 32" in out
 
 
 def test_info_prints_why_a_model_is_unsupported(run, tmp_path, error_of):

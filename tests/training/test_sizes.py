@@ -33,6 +33,7 @@ CONFIGS = {
     "gemma2": {**LLAMA, "model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 16},
     "gemma3": {**LLAMA, "model_type": "gemma3_text", "head_dim": 16, "query_pre_attn_scalar": 16},
     "phi3": {**LLAMA, "model_type": "phi3", "pad_token_id": 0, "eos_token_id": 2},
+    "lfm2": {**LLAMA, "model_type": "lfm2", "full_attn_idxs": [1], "block_multiple_of": 8},
 }
 NARROW = "bf16" in _core.isa()
 
@@ -132,7 +133,7 @@ def test_a_learner_allocates_the_estimated_bytes(compute):
     assert 0.6 * predicted < forward < predicted  # which includes the gradients of the backward pass
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "lfm2"])
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_a_learner_keeps_as_many_layers_as_estimated(name, compute):
     base = pack_base(open_module(make_model(name)), weights="bf16")

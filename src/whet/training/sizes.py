@@ -133,7 +133,7 @@ def run_memory(
         kept_layers = min(model.n_layers, choose_activation_bytes(activation_bytes, unused) // layer)
         update = {"activations": _learner_bytes(source, largest, size) + kept_layers * layer}
         return RunMemory(parts, update, 0, sampling, kept_layers)
-    activations = _activation_bytes(source, config, lengths, 2 if narrow else 4)
+    activations = _activation_bytes(source, config, lengths, 2 if narrow else 4, is_frozen=adapters is not None)
     if adapters is not None:
         activations += largest.tokens * sum(rank for _, rank in adapters.factors) * (2 if narrow else 4)
     # The first gradient of a backward pass is the head's.
@@ -279,13 +279,17 @@ def _step_tokens(config: TrainerConfig, lengths: Lengths) -> _Pass:
     return _Pass(tokens, targets, is_part)
 
 
-def _activation_bytes(source: ModelSource, config: TrainerConfig, lengths: Lengths, size: int) -> int:
+def _activation_bytes(source: ModelSource, config: TrainerConfig, lengths: Lengths, size: int, is_frozen: bool) -> int:
     """Return the bytes of tensors saved by the forward pass of a micro-batch, plus the head's at the start of backward.
 
     Per token and layer: the residual stream before each norm (float32), q, k and v, attention output and log-sum-exps,
     rotary cosines and sines, and the inputs of the MLP's activation. Matmuls recompute their inputs from the saved
     inputs of the preceding norm or activation, except after layer norms and single-input activations, whose outputs are
-    saved. ``size``: bytes of a matmul operand.
+    saved. torch saves B, C, x and two sums of a convolution in float32, its output, and to train the taps their inputs.
+
+    Args:
+        size: bytes of a matmul operand.
+        is_frozen: whether only adapters train.
     """
     model, rounded = source.config, 2 if size == 2 else 0
     tokens, targets, _ = _step_tokens(config, lengths)
@@ -294,15 +298,16 @@ def _activation_bytes(source: ModelSource, config: TrainerConfig, lengths: Lengt
     read = 4 if model.pre_norm else size  # input of attention and MLP, or of their norm
     per_layer = n_norms * (read + (size if model.norm == "layer" else 0) + (size if model.post_norm else 0)) * hidden
     n_ffn = 4 if model.gated and model.activation != "silu" else 2  # torch keeps each operand of a gate
-    per_layer += size * (2 * q + 2 * kv + n_ffn * model.ffn_dim) + 4 * model.n_heads
+    per_layer += size * n_ffn * model.ffn_dim
+    attention = size * (2 * q + 2 * kv) + 4 * model.n_heads
     if model.qk_norm:
-        per_layer += size * (q + kv)
+        attention += size * (q + kv)
     if any(location.weight == "layers.0.qkv" and not location.module.part for location in source.targets.values()):
-        per_layer += size * (q + kv)  # the values are a view of the fused q, k and v
+        attention += size * (q + kv)  # the values are a view of the fused q, k and v
     else:
-        per_layer += 4 * model.rotary_dim
-    # torch keeps B, C, x, their product, the terms of the taps and their sum of a convolution.
-    convolutions = 4 * sum(model.conv_layers) * (model.conv_length + 5) * hidden
-    per_token = model.n_layers * per_layer + convolutions + 4 * hidden
+        attention += 4 * model.rotary_dim
+    convolution = (4 * (4 if is_frozen else 4 + model.conv_length) + size) * hidden
+    n_conv = sum(model.conv_layers)
+    per_token = model.n_layers * per_layer + (model.n_layers - n_conv) * attention + n_conv * convolution + 4 * hidden
     logits, states = VOCAB_TILE * (4 + rounded), (4 + 2 * rounded) * hidden
     return tokens * per_token + targets * (size * hidden + logits + states)
