@@ -159,14 +159,14 @@ bool Scheduler::admit(Job& job) {
         copy_retained(job);
     }
     job.reused = job.computed;
-    int32_t before = shared == 0 ? PageIndex::kNone : job.pages[shared - 1];  // the indexed page
-    for (size_t i = shared; i < n_pages; ++i) {
-        if (i == job.pages.size()) job.pages.push_back(allocate_page(PageIndex::kNone));
-        if ((i + 1) * kPage > n_tokens) break;
+    while (job.pages.size() < n_pages) job.pages.push_back(allocate_page(PageIndex::kNone));
+    // From the first page on of which another is indexed, the job's pages are not: prompts that share pages share all
+    // pages before them, on which reassign_shared_pages() relies.
+    for (size_t i = shared; (i + 1) * kPage <= n_tokens; ++i) {
+        const int32_t before = i == 0 ? PageIndex::kNone : job.pages[i - 1];
         const int32_t* tokens = request.tokens.data() + i * kPage;
-        const int32_t found = pages_.find(before, request.adapter, tokens);
-        if (found == PageIndex::kNone) pages_.insert(job.pages[i], before, request.adapter, tokens);
-        before = found == PageIndex::kNone ? job.pages[i] : found;
+        if (pages_.find(before, request.adapter, tokens) != PageIndex::kNone) break;
+        pages_.insert(job.pages[i], before, request.adapter, tokens);
     }
     reserved_ += tail;
     job.first_reserved = true;

@@ -370,6 +370,25 @@ void test_uncomputed_pages() {
     expect(s.job(id).reused == 0 && outputs_of(s, id) == outputs_of(fresh, right), "as without the other prompt");
 }
 
+// A prompt that is scored computes its own copies of pages that others share. If it is cancelled, no other prompt
+// depends on the pages that it has not computed.
+void test_cancelling_a_score() {
+    for (const bool other : {false, true}) {
+        Model model(other, WeightFormat::kFloat32, 16 + 32);
+        const Limits limits{60 * model.page_bytes(), 16, 32};
+        Engine s(model.transformer, limits), fresh(model.transformer, limits);
+        Request first = prompt(100, 0, 0, 0), second = prompt(260, 0, 0, 1);
+        first.score_from = second.score_from = 1;
+        const Request third = prompt(251, 1, 5, 2);
+        s.add(first);
+        const uint64_t cancelled = s.add(second), id = s.add(third), right = fresh.add(third);
+        s.step();
+        s.remove(cancelled);
+        run(s), run(fresh);
+        expect(outputs_of(s, id) == outputs_of(fresh, right), "cancelling a score leaves no page uncomputed");
+    }
+}
+
 // Conversations that continue, diverge at any token, are cancelled at any step, and evict each other's pages.
 void test_conversations() {
     Model model(true, WeightFormat::kFloat32, 8 + 32);
@@ -541,6 +560,7 @@ int main() {
         test_hidden_states();
         test_invalid_requests();
         test_cancelling();
+        test_cancelling_a_score();
         test_sessions();
         for (KvType type : kKvTypes) test_turns(type != KvType::kFloat32, type);
         test_eviction();

@@ -118,6 +118,14 @@ def test_attention(lengths, n_heads, n_kv_heads, head_dim, window, softcap, has_
     compare(attend, definition, inputs, bound)
 
 
+def test_sinks_far_above_the_scores_have_no_gradient():
+    batch = PackedBatch(*map(torch.from_numpy, pack_batch([[1, 2, 3]], [[4, 5]])))
+    q, k, v = (normal(len(batch.input_ids), 2, 8) for _ in range(3))
+    sinks = torch.tensor([200.0, 400.0], requires_grad=True)
+    functions.attention(q, k, v, batch, 0.3, None, 0.0, sinks).sum().backward()
+    torch.testing.assert_close(sinks.grad, torch.zeros(2), rtol=0, atol=1e-30)
+
+
 def trained_product(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> functions.Product:
     """Return the product with a weight that trains."""
     return functions.Product(lambda: cast_weight(weight, dtype), bias, master=weight)

@@ -466,7 +466,9 @@ class _Options:
 
     def tied_head(self) -> bool:
         older = self.given.get("tie_embedding") if self.family.ffn_adjusted else None
-        return self.flag("tie_word_embeddings") if older is None else bool(older)
+        if older is not None and not isinstance(older, bool):
+            raise WhetValueError(f"{self.where}: tie_embedding is {older!r:.60}, expected true or false.")
+        return self.flag("tie_word_embeddings") if older is None else older
 
     def convolutions(self, n_layers: int) -> dict[str, Any]:
         """Return the fields of short convolutions."""
@@ -598,10 +600,10 @@ class _Options:
         """Reject layers that do not attend, in a family whose layers are alike."""
         kinds = self.get("layer_types") or ()
         known = {"attention", "full_attention", "sliding_attention"}
-        known |= {"conv"} if "conv_length" in self.family.keys else set()
+        known = {"conv", "full_attention"} if "conv_length" in self.family.keys else known
         if not isinstance(kinds, (list, tuple)) or not set(map(str, kinds)) <= known:
-            others = " or a convolution" if "conv" in known else ""
-            raise self.wrong("layer_types", f"attention{others} in all layers; the engine has no other kinds")
+            kinds = "conv or full_attention" if "conv" in known else "attention"
+            raise self.wrong("layer_types", f"{kinds} in all layers; the engine has no other kinds")
 
     def parse_kinds(self, kinds: Any, n_layers: int) -> list[bool]:
         """Return whether each layer attends in a window, from its layer_types."""

@@ -428,7 +428,7 @@ class _Attention(torch.autograd.Function):
         )  # fmt: skip
         grad_sinks = None
         if sinks is not None and ctx.needs_input_grad[3]:  # -w rowsum(dO O) for a weight w of the sink
-            weights = torch.exp2(sinks * math.log2(math.e) - lse)
+            weights = torch.exp2((sinks * math.log2(math.e) - lse).clamp(max=0))
             grad_sinks = -(weights * (grads[0].float() * out).sum(-1)).sum(0).to(sinks.dtype)
         return grad_q, grad_k, grad_v, grad_sinks, None, None, None, None
 

@@ -116,7 +116,8 @@ class Options {
 
   tiedHead(): boolean {
     const older = this.family.ffn_adjusted ? (this.given.tie_embedding ?? null) : null;
-    return older === null ? this.flag("tie_word_embeddings") : Boolean(older);
+    if (older !== null && typeof older !== "boolean") throw new WhetError(`${this.where}: tie_embedding is ${show(older)}, expected true or false.`);
+    return older === null ? this.flag("tie_word_embeddings") : (older as boolean);
   }
 
   /** Return which layers are short convolutions. */
@@ -221,8 +222,8 @@ class Options {
   private rejectOtherLayers(): void {
     const kinds = this.get("layer_types") ?? [];
     const hasConvolutions = "conv_length" in this.family.keys;
-    const known = ["attention", "full_attention", "sliding_attention", ...(hasConvolutions ? ["conv"] : [])];
-    if (!Array.isArray(kinds) || !kinds.every((kind) => known.includes(kind))) throw this.invalid("layer_types", `attention${hasConvolutions ? " or a convolution" : ""} in all layers`);
+    const known = hasConvolutions ? ["conv", "full_attention"] : ["attention", "full_attention", "sliding_attention"];
+    if (!Array.isArray(kinds) || !kinds.every((kind) => known.includes(kind))) throw this.invalid("layer_types", `${hasConvolutions ? "conv or full_attention" : "attention"} in all layers`);
   }
 
   /** Whether each layer attends in a window, by layer_types; undefined without them. */
