@@ -208,13 +208,13 @@ void test_cached_scores() {
     expect(s.job(cooler).reused == 0 && s.job(several).reused == 0, "scores of other distributions are computed");
 }
 
-// Scores and samples with common prefixes, cancelled at any step, in a cache that evicts.
-void test_random_scores() {
+// Scores and samples with common prefixes, cancelled at any step, in a cache that evicts, or that has room for all.
+void test_random_scores(size_t n_pages) {
     Model model(true, WeightFormat::kFloat32, 8 + 32);
     std::mt19937 bits(11);
-    Engine s(model.transformer, {14 * model.page_bytes(), 8, 32}),
-        right(model.transformer, {14 * model.page_bytes(), 8, 32});
-    for (int round = 0; round < 60; ++round) {
+    Engine s(model.transformer, {n_pages * model.page_bytes(), 8, 32}),
+        right(model.transformer, {n_pages * model.page_bytes(), 8, 32});
+    for (int round = 0; round < 100; ++round) {
         std::vector<std::pair<uint64_t, Request>> open;
         for (size_t i = 0, n = 1 + bits() % 5; i < n; ++i) {
             const auto row = concat(tokens(30 + bits() % 170, 1), tokens(1 + bits() % 60, bits() % 3));
@@ -566,7 +566,7 @@ int main() {
         test_eviction();
         test_uncomputed_pages();
         test_cached_scores();
-        test_random_scores();
+        for (const size_t n_pages : {14, 60}) test_random_scores(n_pages);
         test_conversations();
         test_released_memory();
         test_adapters();
