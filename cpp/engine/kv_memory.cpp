@@ -52,11 +52,11 @@ std::vector<size_t> lay_out(const ModelConfig& config, KvType type) {
 size_t KvMemory::page_bytes(const ModelConfig& config, KvType type) { return lay_out(config, type).back(); }
 
 KvMemory::KvMemory(const ModelConfig& config, KvType type, size_t budget_bytes)
-    : head_bytes_(head_bytes(config, type)),
+    : offsets_(lay_out(config, type)),
+      head_bytes_(head_bytes(config, type)),
       state_bytes_(state_bytes(config)),
-      states_(lay_out(config, type).rbegin()[1]),
-      page_bytes_(page_bytes(config, type)),
-      offsets_(lay_out(config, type)),
+      states_(offsets_[config.n_layers]),
+      page_bytes_(offsets_.back()),
       memory_(budget_bytes / page_bytes_ * page_bytes_),
       is_committed_(budget_bytes / page_bytes_) {}
 

@@ -48,8 +48,8 @@ public:
     size_t release(const PageIndex& index);
 
 private:
+    std::vector<size_t> offsets_;  // of the layers in a page, of the lengths of its states, and of its end
     size_t head_bytes_, state_bytes_, states_, page_bytes_;
-    std::vector<size_t> offsets_;  // of the layers in a page
     Zeroed memory_;
     std::vector<bool> is_committed_;
 };

@@ -202,6 +202,10 @@ class ModelConfig:
         for frequency in self.local_inv_freq:
             _check_number("local_inv_freq", frequency)
 
+    def is_conv(self, layer: int) -> bool:
+        """Whether a short convolution is in place of a layer's attention."""
+        return bool(self.conv_layers) and self.conv_layers[layer]
+
     def slots(self) -> dict[str, tuple[int, ...]]:
         """Return name -> shape of every weight: matrices (outputs, inputs), norms and biases (n,)."""
         hidden, q = self.hidden_dim, self.n_heads * self.head_dim
@@ -220,7 +224,7 @@ class ModelConfig:
         for i in range(self.n_layers):
             layer = f"layers.{i}."
             found |= {f"{layer}{norm}.{part}": (hidden,) for norm in norms for part in parts}
-            is_conv = bool(self.conv_layers) and self.conv_layers[i]
+            is_conv = self.is_conv(i)
             if is_conv:
                 found[f"{layer}conv"] = (self.conv_length, hidden)
             elif self.qk_norm:

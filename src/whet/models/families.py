@@ -599,11 +599,11 @@ class _Options:
     def check_kinds(self) -> None:
         """Reject layers that do not attend, in a family whose layers are alike."""
         kinds = self.get("layer_types") or ()
-        known = {"attention", "full_attention", "sliding_attention"}
-        known = {"conv", "full_attention"} if "conv_length" in self.family.keys else known
+        known, expected = {"attention", "full_attention", "sliding_attention"}, "attention"
+        if "conv_length" in self.family.keys:
+            known, expected = {"conv", "full_attention"}, "conv or full_attention"
         if not isinstance(kinds, (list, tuple)) or not set(map(str, kinds)) <= known:
-            kinds = "conv or full_attention" if "conv" in known else "attention"
-            raise self.wrong("layer_types", f"{kinds} in all layers; the engine has no other kinds")
+            raise self.wrong("layer_types", f"{expected} in all layers; the engine has no other kinds")
 
     def parse_kinds(self, kinds: Any, n_layers: int) -> list[bool]:
         """Return whether each layer attends in a window, from its layer_types."""
