@@ -247,7 +247,7 @@ void Scheduler::copy_retained(Job& job) {
     const int32_t before = job.pages.empty() ? PageIndex::kNone : job.pages.back();
     const size_t left = std::min(tokens.size() - 1 - job.computed, kPage);
     const auto [page, n] = pages_.find_retained(before, job.request.adapter, tokens.data() + job.computed, left,
-                                                PageIndex::Scores::kAny, !config_.conv_layers.empty());
+                                                PageIndex::Scores::kAny, config_.is_recurrent());
     if (n == 0) return;
     job.pages.push_back(allocate_page(page));
     job.computed += n;
@@ -256,7 +256,7 @@ void Scheduler::copy_retained(Job& job) {
 // The same for a prompt that is scored: copies the scores too. The last common token is computed again, since its
 // hidden state scores the next one; the page has no state before that token.
 void Scheduler::copy_retained_scores(Job& job) {
-    if (!config_.conv_layers.empty()) return;
+    if (config_.is_recurrent()) return;
     const int32_t before = job.pages.empty() ? PageIndex::kNone : job.pages.back();
     const size_t begin = job.computed;
     const auto [page, n] = find_scored_part(job.request, before, begin);

@@ -18,6 +18,7 @@ constexpr bool kIsComplete = true;
 enum class Norm { kRms, kLayer };
 enum class KvType { kFloat32, kBFloat16, kInt8 };  // of keys and values in the cache
 enum class Activation { kSilu, kGelu, kGeluTanh, kRelu2 };
+enum class Mixer { kAttention, kConv, kDelta };  // of the tokens, in a layer
 
 constexpr size_t kMaxConvLength = 16;
 
@@ -49,10 +50,15 @@ struct ModelConfig {
     std::vector<bool> rope_layers;       // layers with RoPE; empty: all
     std::vector<bool> local_layers;      // layers that use local_inv_freq; empty: none
     std::vector<double> local_inv_freq;  // rotary_dim / 2
-    std::vector<bool> conv_layers;       // layers with a short convolution in place of attention; empty: none
-    size_t conv_length = 0;              // taps of these convolutions, at most kMaxConvLength
-    float embedding_scale = 1.0f;        // multiplies embeddings
-    float residual_scale = 1.0f;         // multiplies the outputs of attention and MLP
+    bool output_gate = false;            // a query head is followed by a gate: outputs are multiplied by its sigmoid
+    std::vector<Mixer> mixers;           // per layer; empty: attention in all
+    size_t conv_length = 0;              // taps of short convolutions (kConv, kDelta), at most kMaxConvLength
+    // Gated delta rule: value heads of delta_dim, key heads of delta_key_dim. Value head h reads key head
+    // h / (n_delta_heads / n_delta_key_heads), or h % n_delta_key_heads if they are tiled.
+    size_t n_delta_heads = 0, n_delta_key_heads = 0, delta_dim = 0, delta_key_dim = 0;
+    bool delta_tiled = false;
+    float embedding_scale = 1.0f;  // multiplies embeddings
+    float residual_scale = 1.0f;   // multiplies the outputs of attention (or another mixer) and MLP
     float logits_scale = 1.0f;
     float logits_softcap = 0.0f;  // softcap tanh(logit / softcap); 0: none
 
@@ -63,17 +69,51 @@ struct ModelConfig {
     }
     bool rotates(size_t layer) const { return rotary_dim > 0 && (rope_layers.empty() || rope_layers[layer]); }
     bool is_local(size_t layer) const { return !local_layers.empty() && local_layers[layer]; }
-    bool is_conv(size_t layer) const { return !conv_layers.empty() && conv_layers[layer]; }
-    size_t kv_group() const { return n_heads / n_kv_heads; }
-    size_t qkv_dim() const { return (n_heads + 2 * n_kv_heads) * head_dim; }
-    // Outputs of the first matrix of a layer's attention or convolution, and inputs of the last one.
-    size_t mixer_in(size_t layer) const { return is_conv(layer) ? 3 * hidden_dim : qkv_dim(); }
-    size_t mixer_out(size_t layer) const { return is_conv(layer) ? hidden_dim : n_heads * head_dim; }
-    size_t widest_mixer_in() const { return conv_layers.empty() ? qkv_dim() : std::max(qkv_dim(), 3 * hidden_dim); }
-    size_t widest_mixer_out() const {
-        return conv_layers.empty() ? n_heads * head_dim : std::max(n_heads * head_dim, hidden_dim);
+    Mixer mixer(size_t layer) const { return mixers.empty() ? Mixer::kAttention : mixers[layer]; }
+    bool is_recurrent() const {  // some mixer has a state per sequence
+        return std::any_of(mixers.begin(), mixers.end(), [](Mixer mixer) { return mixer != Mixer::kAttention; });
     }
+    size_t kv_group() const { return n_heads / n_kv_heads; }
+    size_t query_stride() const { return output_gate ? 2 * head_dim : head_dim; }
+    size_t qkv_dim() const { return n_heads * query_stride() + 2 * n_kv_heads * head_dim; }
+    // Channels of the short convolution of a layer.
+    size_t conv_dim(size_t layer) const {
+        return mixer(layer) == Mixer::kDelta ? 2 * n_delta_key_heads * delta_key_dim + n_delta_heads * delta_dim
+                                             : hidden_dim;
+    }
+    // Outputs of the first matrix of a layer's mixer, and inputs of the last one.
+    size_t mixer_in(size_t layer) const {
+        switch (mixer(layer)) {
+            case Mixer::kAttention:
+                return qkv_dim();
+            case Mixer::kConv:
+                return 3 * hidden_dim;
+            case Mixer::kDelta:
+                return conv_dim(layer) + n_delta_heads * (delta_dim + 2);  // and z, b and a
+        }
+        __builtin_unreachable();
+    }
+    size_t mixer_out(size_t layer) const {
+        switch (mixer(layer)) {
+            case Mixer::kAttention:
+                return n_heads * head_dim;
+            case Mixer::kConv:
+                return hidden_dim;
+            case Mixer::kDelta:
+                return n_delta_heads * delta_dim;
+        }
+        __builtin_unreachable();
+    }
+    size_t widest_mixer_in() const { return widest(&ModelConfig::mixer_in); }
+    size_t widest_mixer_out() const { return widest(&ModelConfig::mixer_out); }
     size_t up_dim() const { return gated ? 2 * ffn_dim : ffn_dim; }
+
+private:
+    size_t widest(size_t (ModelConfig::*size)(size_t) const) const {
+        size_t most = 0;
+        for (size_t layer = 0; layer < n_layers; ++layer) most = std::max(most, (this->*size)(layer));
+        return most;
+    }
 };
 
 }  // namespace whet

@@ -39,11 +39,12 @@ std::vector<size_t> lay_out(const ModelConfig& config, KvType type) {
     size_t used = 0;
     for (size_t layer = 0; layer < config.n_layers; ++layer) {
         offsets.push_back(used);
-        used += config.is_conv(layer) ? 2 * state_bytes(config) : config.n_kv_heads * head_bytes(config, type);
-        if (!config.conv_layers.empty()) used = round_to_lines(used);
+        used += config.mixer(layer) != Mixer::kAttention ? 2 * state_bytes(config)
+                                                         : config.n_kv_heads * head_bytes(config, type);
+        if (config.is_recurrent()) used = round_to_lines(used);
     }
     offsets.push_back(used);
-    offsets.push_back(used + (config.conv_layers.empty() ? 0 : kLine));
+    offsets.push_back(used + (config.is_recurrent() ? kLine : 0));
     return offsets;
 }
 

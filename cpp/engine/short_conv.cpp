@@ -18,7 +18,7 @@ constexpr size_t kChannels = 256;  // of a task
 }  // namespace
 
 ShortConv::ShortConv(const ModelConfig& config, size_t max_rows) : config_(config) {
-    if (config.conv_layers.empty()) return;
+    if (!config_.is_recurrent()) return;
     rows_.reserve(max_rows);
     taps_.resize(config.conv_length * config.hidden_dim);
 }
@@ -34,7 +34,7 @@ ShortConv::State ShortConv::find_state(const InputToken& row, int32_t length, co
 }
 
 void ShortConv::begin_step(const InputToken* rows, size_t n, const KvMemory& memory) {
-    if (config_.conv_layers.empty()) return;
+    if (!config_.is_recurrent()) return;
     const size_t most = config_.conv_length - 1;
     rows_.clear();
     State start{kNoState, 0};  // of the current sequence

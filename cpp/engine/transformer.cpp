@@ -107,7 +107,7 @@ const float* Transformer::forward(const InputToken* rows, size_t n, KvMemory& me
     float* delta = nullptr;  // sublayer output not yet added to the residual stream
     for (size_t i = 0; i < config_.n_layers; ++i) {
         add_and_norm(rows, {i, &LayerNorms::norm1}, delta, n);
-        config_.is_conv(i) ? convolution(rows, n, i, memory) : attention(rows, n, i, memory);
+        config_.mixer(i) == Mixer::kConv ? convolution(rows, n, i, memory) : attention(rows, n, i, memory);
         post_norm(rows, {i, &LayerNorms::post_norm1}, delta_, n);
         delta = delta_;
         if (!config_.parallel_residual) {

@@ -42,11 +42,17 @@ size_t number_bytes(bool bf16) { return bf16 ? sizeof(uint16_t) : sizeof(float);
 
 }  // namespace
 
+bool has_delta_sizes(const ModelConfig& c) {
+    if (std::find(c.mixers.begin(), c.mixers.end(), Mixer::kDelta) == c.mixers.end()) return true;
+    return c.n_delta_key_heads > 0 && c.n_delta_heads > 0 && c.n_delta_heads % c.n_delta_key_heads == 0 &&
+           c.delta_dim > 0 && c.delta_key_dim > 0;
+}
+
 void check(const ModelConfig& c) {
     if (c.n_kv_heads == 0 || c.n_heads % c.n_kv_heads != 0 || c.head_dim == 0 || c.head_dim > kAttentionMaxHeadDim ||
         c.windows.size() != c.n_layers || (!c.rope_layers.empty() && c.rope_layers.size() != c.n_layers) ||
-        (!c.conv_layers.empty() &&
-         (c.conv_layers.size() != c.n_layers || c.conv_length == 0 || c.conv_length > kMaxConvLength)) ||
+        (!c.mixers.empty() && c.mixers.size() != c.n_layers) ||
+        (c.is_recurrent() && (c.conv_length == 0 || c.conv_length > kMaxConvLength)) || !has_delta_sizes(c) ||
         (!c.local_layers.empty() &&
          (c.local_layers.size() != c.n_layers || c.local_inv_freq.size() != c.inv_freq.size())) ||
         c.inv_freq.size() * 2 != c.rotary_dim || c.rotary_dim > c.head_dim || c.query_scale_length == 0 ||
@@ -76,8 +82,8 @@ Matrix* Weights::matrix_named(const std::string& slot) {
     std::string rest;
     if (!split_layer(slot, layers.size(), i, rest)) return nullptr;
     LayerWeights& layer = layers[i];
-    if (rest == "qkv" || rest == "conv_in") return &layer.qkv;
-    if (rest == "o" || rest == "conv_out") return &layer.o;
+    if (rest == "qkv" || rest == "conv_in" || rest == "delta_in") return &layer.qkv;
+    if (rest == "o" || rest == "conv_out" || rest == "delta_out") return &layer.o;
     if (rest == "conv") return &layer.conv;
     if (rest == "up" || rest == "gate_up") return &layer.up;
     if (rest == "down") return &layer.down;
@@ -101,6 +107,7 @@ const NormWeight* Norms::find(const std::string& name) const {
     if (rest == "post_norm2") return &layers[i].post_norm2;
     if (rest == "q_norm") return &layers[i].q_norm;
     if (rest == "k_norm") return &layers[i].k_norm;
+    if (rest == "delta_norm") return &layers[i].delta_norm;
     return nullptr;
 }
 
@@ -108,7 +115,7 @@ size_t Norms::size_bytes() const {
     size_t bytes = final_norm.size_bytes();
     for (const LayerNorms& w : layers) {
         bytes += w.norm1.size_bytes() + w.norm2.size_bytes() + w.post_norm1.size_bytes() + w.post_norm2.size_bytes() +
-                 w.q_norm.size_bytes() + w.k_norm.size_bytes();
+                 w.q_norm.size_bytes() + w.k_norm.size_bytes() + w.delta_norm.size_bytes();
     }
     return bytes;
 }
@@ -117,7 +124,11 @@ std::vector<float>* Weights::vector_named(const std::string& slot) {
     const auto [owner, part] = split_part(slot);
     size_t i = 0;
     std::string rest;
-    if (split_layer(slot, layers.size(), i, rest) && rest == "sinks") return &layers[i].sinks;
+    if (split_layer(slot, layers.size(), i, rest)) {
+        if (rest == "sinks") return &layers[i].sinks;
+        if (rest == "decay") return &layers[i].decay;
+        if (rest == "dt_bias") return &layers[i].dt_bias;
+    }
     if (part != "bias" && part != "weight") return nullptr;
     const bool is_bias = part == "bias";
     if (Matrix* matrix = matrix_named(owner)) return is_bias ? &matrix->bias : nullptr;

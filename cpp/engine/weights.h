@@ -34,7 +34,7 @@ struct NormWeight {
 };
 
 struct LayerNorms {
-    NormWeight norm1, norm2, post_norm1, post_norm2, q_norm, k_norm;
+    NormWeight norm1, norm2, post_norm1, post_norm2, q_norm, k_norm, delta_norm;
 };
 
 struct Norms {
@@ -50,9 +50,12 @@ struct Norms {
 };
 
 struct LayerWeights {
-    Matrix qkv, o, up, down;   // up: gate rows, if gated, then up rows
-    Matrix conv;               // (taps, hidden_dim) float32, the oldest first; then qkv is B, C and x, and o the output
-    std::vector<float> sinks;  // of the query heads; empty: none
+    Matrix qkv, o, up, down;  // up: gate rows, if gated, then up rows
+    // (taps, channels) float32, the oldest first. Of a short convolution: qkv is B, C and x, and o the output. Of the
+    // gated delta rule: qkv is q, k, v (the channels), z, b and a.
+    Matrix conv;
+    std::vector<float> sinks;           // of the query heads; empty: none
+    std::vector<float> decay, dt_bias;  // of the value heads: log decay = decay softplus(a + dt_bias), decay < 0
 };
 
 // Splits "layers.12.norm1.bias" into "layers.12.norm1" and "bias".

@@ -38,7 +38,7 @@ TrainingAttention Learner::attention_of(size_t layer) {
 // From x: the activations up to `middle`.
 void Learner::attention_half(size_t layer) {
     const size_t d = config_.hidden_dim, width = config_.mixer_in(layer);
-    const bool is_conv = config_.is_conv(layer);
+    const bool is_conv = config_.mixer(layer) == Mixer::kConv;
     for (const RowTile& tile : tiles_) {
         norm(norm_at(layer, &LayerNorms::norm1), x_.get() + tile.begin * d, tile.n(), h_.get());
         float* raw = now_.raw + tile.begin * width;
@@ -146,7 +146,7 @@ void Learner::attention_backward_half(size_t layer, const float* grad_out, float
                                       std::span<const FactorGradients> grads) {
     const NormWeight &q_norm = norm_at(layer, &LayerNorms::q_norm), &k_norm = norm_at(layer, &LayerNorms::k_norm);
     const size_t d = config_.hidden_dim, width = config_.mixer_out(layer), n_k = config_.n_kv_heads * config_.head_dim;
-    const bool is_conv = config_.is_conv(layer);
+    const bool is_conv = config_.mixer(layer) == Mixer::kConv;
     const auto typed = [&](size_t count) {
         return std::make_unique_for_overwrite<uint8_t[]>(is_conv ? 0 : n() * count * head_bytes_);
     };

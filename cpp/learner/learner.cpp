@@ -128,7 +128,7 @@ const float* Learner::forward(TrainingBatch batch, bool with_adapters, bool keep
     require(dropout.probability >= 0.0 && dropout.probability < 1.0, "the probability of dropout is not in [0, 1)");
     batch_ = std::move(batch), with_adapters_ = with_adapters, dropout_ = dropout;
     if (drops()) hash_paths();
-    if (!config_.conv_layers.empty()) find_neighbours();
+    if (config_.is_recurrent()) find_neighbours();
     cut_tiles();
     allocate();
     allocate_kept(keep ? activation_bytes : 0);
@@ -251,7 +251,7 @@ size_t Learner::divide(uint8_t* memory, bool keeps) {
     take(now_.lse, n() * config_.n_heads);
     take(now_.attended_out, config_.post_norm ? n() * d : 0);
     take(now_.middle, n() * d);
-    take(now_.raw, keeps && (config_.qk_norm || !config_.conv_layers.empty()) ? n() * config_.widest_mixer_in() : 0);
+    take(now_.raw, keeps && (config_.qk_norm || config_.is_recurrent()) ? n() * config_.widest_mixer_in() : 0);
     take(now_.up, keeps ? n() * config_.up_dim() : 0);
     if (now_.raw == nullptr) now_.raw = raw_.get();
     return used;

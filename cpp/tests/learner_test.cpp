@@ -169,7 +169,7 @@ ModelConfig random_config(std::mt19937& bits) {
     c.sinks = bits() % 2 == 0;
     c.windows.assign(c.n_layers, 0);
     c.windows[1] = bits() % 2 * 9;
-    if (!c.conv_layers.empty()) c.conv_length = 1 + bits() % 5;
+    if (c.is_recurrent()) c.conv_length = 1 + bits() % 5;
     c.residual_scale = bits() % 2 == 0 ? 1.0f : 0.7f;
     c.logits_softcap = bits() % 2 == 0 ? 0.0f : 20.0f;
     c.attention_softcap = bits() % 2 == 0 ? 0.0 : 15.0;

@@ -26,7 +26,7 @@ inline ModelConfig config_of(bool other) {
     if (other) {
         c.norm = Norm::kLayer, c.is_neox = false, c.parallel_residual = true, c.gated = false;
         c.activation = Activation::kGeluTanh, c.windows = {0, 50, 0}, c.n_layers = 3;
-        c.conv_layers = {false, false, true}, c.conv_length = 4;
+        c.mixers = {Mixer::kAttention, Mixer::kAttention, Mixer::kConv}, c.conv_length = 4;
     }
     return c;
 }
@@ -68,7 +68,7 @@ struct Model {
                 vector(layer + norm + ".weight", c.hidden_dim, 1.0f);
                 if (has_biases) vector(layer + norm + ".bias", c.hidden_dim, 0.1f);
             }
-            const bool is_conv = c.is_conv(i);
+            const bool is_conv = c.mixer(i) == Mixer::kConv;
             if (c.qk_norm && !is_conv) {
                 vector(layer + "q_norm.weight", (c.qk_norm_whole ? c.n_heads : 1) * c.head_dim, 1.1f);
                 vector(layer + "k_norm.weight", (c.qk_norm_whole ? c.n_kv_heads : 1) * c.head_dim, 0.9f);

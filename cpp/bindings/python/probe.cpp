@@ -201,7 +201,7 @@ void evict(size_t n_bytes) {
 class KvPages {
 public:
     KvPages(size_t n_layers, size_t n_kv_heads, size_t head_dim, KvType type)
-        : KvPages({.n_layers = n_layers, .n_kv_heads = n_kv_heads, .head_dim = head_dim}, type) {}
+        : KvPages(make_config(n_layers, n_kv_heads, head_dim), type) {}
 
     // Allocates a zeroed page and frees it, like a sequence of one page.
     size_t take_and_release() {
@@ -213,6 +213,12 @@ public:
     }
 
 private:
+    static ModelConfig make_config(size_t n_layers, size_t n_kv_heads, size_t head_dim) {
+        ModelConfig config;
+        config.n_layers = n_layers, config.n_kv_heads = n_kv_heads, config.head_dim = head_dim;
+        return config;
+    }
+
     static constexpr size_t kPages = 8;
 
     KvPages(const ModelConfig& config, KvType type)

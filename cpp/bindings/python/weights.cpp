@@ -32,7 +32,11 @@ void read(nb::handle from, T& value) {
 }
 template <class T>
 void read(nb::handle from, std::vector<T>& values) {
-    for (nb::handle each : nb::cast<nb::sequence>(from)) values.push_back(nb::cast<T>(each));
+    for (nb::handle each : nb::cast<nb::sequence>(from)) {
+        T value{};
+        read(each, value);
+        values.push_back(value);
+    }
 }
 
 ModelConfig config_of(const nb::dict& from) {
@@ -138,6 +142,10 @@ void bind_weights(nb::module_& m) {
     m.def("is_finite", &is_finite, nb::call_guard<ReleasedGil>());
     m.def("packing_loss", &packing_loss_call);
     nb::enum_<Norm>(m, "Norm").value("rms", Norm::kRms).value("layer", Norm::kLayer);
+    nb::enum_<Mixer>(m, "Mixer")
+        .value("attention", Mixer::kAttention)
+        .value("conv", Mixer::kConv)
+        .value("delta", Mixer::kDelta);
     nb::class_<Shared<Weights>>(m, "Weights")
         .def(
             "__init__",

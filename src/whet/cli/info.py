@@ -137,7 +137,7 @@ def _format_shape(n_parameters: int, config: dict[str, Any]) -> str:
     mlp = f"{config['activation']}{', gated' if config['gated'] else ''}"
     tied = " (tied)" if config["tied_head"] else ""
     windows = sorted({window for window in config["windows"] if window})
-    convolutions = sum(config["conv_layers"])
+    convolutions = config["mixers"].count("conv")
     mixed = f" ({convolutions} of them convolutions)" if convolutions else ""
     return (
         f"{n_parameters:,} parameters: {config['n_layers']} layers{mixed}, hidden {config['hidden_dim']}, {heads}, "

@@ -2,7 +2,7 @@
 
     x = embedding[tokens] (+ positions)
     per layer   x = x + attention(norm1(x));  x = x + mlp(norm2(x))
-      conv      x = x + W_out (C conv(B u)), [B, C, u] = W_in norm1(x), in place of attention in some layers
+      mixers    conv and delta in place of attention in some layers (ModelConfig)
       post_norm   x = x + post_norm1(attention(norm1(x))), and so on; without pre_norm there is no norm1, norm2
       parallel  x = x + attention(norm1(x)) + mlp(norm2(x))           shared_norm: mlp reads norm1(x)
     logits = head(final_norm(x))
@@ -24,6 +24,7 @@ from whet.errors import WhetValueError
 
 NORMS = ("rms", "layer")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
+MIXERS = ("attention", "conv", "delta")
 SOFTCAPS = ("attention_softcap", "logits_softcap")
 
 # Far above any model, and low enough that a malicious file cannot cause an unbounded loop or allocation.
@@ -82,9 +83,20 @@ class ModelConfig:
         rope_layers: per layer, whether queries and keys are rotated; (): in all layers.
         local_layers: per layer, whether it rotates by ``local_inv_freq`` (as many radians as inv_freq, without
             attention_factor); (): none.
-        conv_layers: per layer, whether a short convolution is in place of attention; (): in none. It is causal and
-            depthwise: y_t = sum over j of w_j x_(t - conv_length + 1 + j), with zeros before the sequence.
+        output_gate: every query head is followed by a gate, of head_dim rows; outputs are multiplied by its sigmoid.
+        mixers: per layer, what mixes the tokens; (): attention in all.
+            "conv": W_out (C conv(B u)), [B, C, u] = W_in norm1(x) (LFM2);
+            "delta": the gated delta rule (Qwen3.5), W_out (norm(o) silu(z)), [qkv, z, b, a] = W_in norm1(x). Per
+            value head o = S^T q / sqrt(delta_key_dim), S = e^g S' + k (beta (v - e^g S'^T k))^T for the state S' after
+            the token before, of q, k, v = silu(conv(qkv)), q and k divided by their length, beta = sigmoid(b),
+            g = decay softplus(a + dt_bias).
+            Convolutions are causal and depthwise: y_t = sum over j of w_j x_(t - conv_length + 1 + j), with zeros
+            before the sequence.
         conv_length: taps of the convolutions, 0 without any.
+        n_delta_heads: value heads of "delta", of delta_dim numbers; 0 without such layers.
+        n_delta_key_heads: key heads, of delta_key_dim numbers. Value head h reads key head
+            h // (n_delta_heads / n_delta_key_heads).
+        delta_tiled: value head h reads key head h % n_delta_key_heads instead (GGUF).
         embedding_scale: multiplies the embeddings.
         residual_scale: multiplies the outputs of attention and MLP.
         logits_scale: multiplies the logits.
@@ -117,8 +129,14 @@ class ModelConfig:
     rope_layers: tuple[bool, ...] = ()
     local_layers: tuple[bool, ...] = ()
     local_inv_freq: tuple[float, ...] = ()
-    conv_layers: tuple[bool, ...] = ()
+    output_gate: bool = False
+    mixers: tuple[str, ...] = ()
     conv_length: int = 0
+    n_delta_heads: int = 0
+    n_delta_key_heads: int = 0
+    delta_dim: int = 0
+    delta_key_dim: int = 0
+    delta_tiled: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
@@ -175,13 +193,19 @@ class ModelConfig:
         _check_number("query_log_scale", self.query_log_scale, at_least=0.0)
         _check_integer("query_scale_length", self.query_scale_length, 1, LARGEST_SIZE)
         self._check_rotary()
-        self._check_convolutions()
+        self._check_mixers()
 
-    def _check_convolutions(self) -> None:
-        layers = self.conv_layers
-        if layers and (len(layers) != self.n_layers or not set(layers) <= {True, False}):
-            raise _invalid("conv_layers", layers, f"n_layers={self.n_layers} of true and false, or none")
-        _check_integer("conv_length", self.conv_length, 1 if layers else 0, LONGEST_CONV if layers else 0)
+    def _check_mixers(self) -> None:
+        if self.mixers and (len(self.mixers) != self.n_layers or not set(self.mixers) <= set(MIXERS)):
+            raise _invalid("mixers", self.mixers, f"n_layers={self.n_layers} of {', '.join(MIXERS)}, or none")
+        has_conv, has_delta = not {*self.mixers} <= {"attention"}, "delta" in self.mixers
+        _check_integer("conv_length", self.conv_length, int(has_conv), LONGEST_CONV if has_conv else 0)
+        for name in ("n_delta_heads", "n_delta_key_heads", "delta_dim", "delta_key_dim"):
+            _check_integer(name, getattr(self, name), int(has_delta), LARGEST["n_heads"] if has_delta else 0)
+        if has_delta and self.n_delta_heads % self.n_delta_key_heads:
+            raise _invalid(
+                "n_delta_heads", self.n_delta_heads, f"a multiple of n_delta_key_heads={self.n_delta_key_heads}"
+            )
 
     def _check_rotary(self) -> None:
         _check_integer("rotary_dim", self.rotary_dim, 0, self.head_dim)
@@ -202,14 +226,16 @@ class ModelConfig:
         for frequency in self.local_inv_freq:
             _check_number("local_inv_freq", frequency)
 
-    def is_conv(self, layer: int) -> bool:
-        """Whether a short convolution is in place of a layer's attention."""
-        return bool(self.conv_layers) and self.conv_layers[layer]
+    def mixer(self, layer: int) -> str:
+        """Return what mixes the tokens in a layer."""
+        return self.mixers[layer] if self.mixers else "attention"
 
     def slots(self) -> dict[str, tuple[int, ...]]:
         """Return name -> shape of every weight: matrices (outputs, inputs), norms and biases (n,)."""
         hidden, q = self.hidden_dim, self.n_heads * self.head_dim
-        n_qkv = q + 2 * self.n_kv_heads * self.head_dim
+        n_qkv = (2 if self.output_gate else 1) * q + 2 * self.n_kv_heads * self.head_dim
+        values = self.n_delta_heads * self.delta_dim
+        channels = 2 * self.n_delta_key_heads * self.delta_key_dim + values
         found: dict[str, tuple[int, ...]] = {"embedding": (self.vocab_size, hidden)}
         if self.learned_positions:
             found["positions"] = (self.learned_positions, hidden)
@@ -218,21 +244,30 @@ class ModelConfig:
         n_normed = (self.n_heads, self.n_kv_heads) if self.qk_norm_whole else (1, 1)
         parts = ("weight", "bias") if self.norm == "layer" else ("weight",)
         up, n_up = ("gate_up", 2 * self.ffn_dim) if self.gated else ("up", self.ffn_dim)
-        attention = ("qkv", n_qkv, hidden, self.qkv_bias), ("o", hidden, q, self.o_bias)
-        convolution = ("conv_in", 3 * hidden, hidden, False), ("conv_out", hidden, hidden, False)
+        matrices = {
+            "attention": (("qkv", n_qkv, hidden, self.qkv_bias), ("o", hidden, q, self.o_bias)),
+            "conv": (("conv_in", 3 * hidden, hidden, False), ("conv_out", hidden, hidden, False)),
+            "delta": (
+                ("delta_in", channels + values + 2 * self.n_delta_heads, hidden, False),
+                ("delta_out", hidden, values, False),
+            ),
+        }
         mlp = (up, n_up, hidden, self.mlp_bias), ("down", hidden, self.ffn_dim, self.mlp_bias)
         for i in range(self.n_layers):
             layer = f"layers.{i}."
             found |= {f"{layer}{norm}.{part}": (hidden,) for norm in norms for part in parts}
-            is_conv = self.is_conv(i)
-            if is_conv:
-                found[f"{layer}conv"] = (self.conv_length, hidden)
+            mixer = self.mixer(i)
+            if mixer != "attention":
+                found[f"{layer}conv"] = (self.conv_length, hidden if mixer == "conv" else channels)
             elif self.qk_norm:
                 for which, heads in zip("qk", n_normed, strict=True):
                     found[f"{layer}{which}_norm.weight"] = (heads * self.head_dim,)
-            if self.sinks and not is_conv:
+            if mixer == "delta":
+                found |= {f"{layer}{name}": (self.n_delta_heads,) for name in ("decay", "dt_bias")}
+                found[f"{layer}delta_norm.weight"] = (self.delta_dim,)
+            if self.sinks and mixer == "attention":
                 found[f"{layer}sinks"] = (self.n_heads,)
-            for name, rows, columns, biased in (*(convolution if is_conv else attention), *mlp):
+            for name, rows, columns, biased in (*matrices[mixer], *mlp):
                 found[layer + name] = (rows, columns)
                 if biased:
                     found[f"{layer}{name}.bias"] = (rows,)

@@ -483,8 +483,8 @@ class _Options:
         self.check_kinds()
         if not isinstance(kinds, (list, tuple)) or len(kinds) != n_layers:
             raise self.wrong("layer_types", f"{n_layers} of conv and full_attention")
-        layers = tuple(kind == "conv" for kind in kinds)
-        return {"conv_layers": layers, "conv_length": self.size("conv_length")} if any(layers) else {}
+        mixers = tuple("conv" if kind == "conv" else "attention" for kind in kinds)
+        return {"mixers": mixers, "conv_length": self.size("conv_length")} if "conv" in mixers else {}
 
     def scale(self, name: str, neutral: float = 1.0) -> float:
         """Return a factor; ``neutral`` in families without it."""

@@ -294,9 +294,9 @@ def is_wide(slot: str) -> bool:
 
 def _place(config: ModelConfig, matrix: str, layer: int) -> tuple[int, int]:
     """Return the index of a matrix's layer among the layers that have this matrix, and their number."""
-    if matrix != "values" or not config.conv_layers:
+    if matrix != "values" or not config.mixers:
         return layer, config.n_layers
-    return layer - sum(config.conv_layers[:layer]), config.n_layers - sum(config.conv_layers)
+    return config.mixers[:layer].count("attention"), config.mixers.count("attention")
 
 
 def _fit(format: str, k: int) -> str:

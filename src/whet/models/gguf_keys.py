@@ -107,8 +107,8 @@ def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> 
         given["window_layers"] = np.array(described.windows) > 0
         given.setdefault("sliding_window", given["max_position"])
     if "conv_length" in family.keys:
-        layers = described.conv_layers or (False,) * described.n_layers
-        given["n_kv_heads"] = np.array([0 if is_conv else described.n_kv_heads for is_conv in layers], np.int32)
+        heads = {"attention": described.n_kv_heads, "conv": 0}
+        given["n_kv_heads"] = np.array([heads[described.mixer(i)] for i in range(described.n_layers)], np.int32)
         given["conv_length"] = described.conv_length or 1
     if family.rope_by_layer and described.rope_layers:
         given["rope_layers"] = np.array(described.rope_layers)

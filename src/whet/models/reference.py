@@ -35,7 +35,7 @@ def naive_forward(config: ModelConfig, weights: Mapping[str, np.ndarray], token_
     for i in range(config.n_layers):
         layer = {name.removeprefix(f"layers.{i}."): w for name, w in weights.items() if name.startswith(f"layers.{i}.")}
         normed = _norm(config, layer, "norm1", x)
-        is_conv = config.is_conv(i)
+        is_conv = config.mixer(i) == "conv"
         mixed = _convolution(config, layer, normed) if is_conv else _attention(config, layer, normed, i)
         attended = scale * _post_norm(config, layer, "post_norm1", mixed)
         if config.parallel_residual:

@@ -195,14 +195,14 @@ def _learner_bytes(source: ModelSource, largest: _Pass, size: int) -> int:
     model, n = source.config, largest.tokens
     q, kv = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
     hidden, up, qkv = model.hidden_dim, model.ffn_dim * (2 if model.gated else 1), q + 2 * kv
-    wide, mixed = (max(qkv, 3 * hidden), max(q, hidden)) if model.conv_layers else (qkv, q)
+    wide, mixed = (max(qkv, 3 * hidden), max(q, hidden)) if model.mixers else (qkv, q)
     least, most = _TILE_ROWS
     tile = min(n, max(least, min(most, _TILE_BYTES // 4 // max(up, wide) // 32 * 32)))
     inputs = model.n_layers * n * hidden * (3 if size == 2 else 4)
     layer = n * (
         4 * ((3 if model.post_norm else 2) * hidden + wide + model.n_heads) + _head_size(model, size) * (qkv + mixed)
     )
-    of_mixer = max(_head_size(model, size) * (2 * q + 2 * kv + q), 4 * 3 * hidden if model.conv_layers else 0)
+    of_mixer = max(_head_size(model, size) * (2 * q + 2 * kv + q), 4 * 3 * hidden if model.mixers else 0)
     gradients = n * (4 * 2 * hidden + of_mixer)
     converted = 2 * (max(model.ffn_dim, hidden) + up) if size == 2 else 0
     rows = tile * (4 * (3 * hidden + max(hidden, mixed) + up + model.ffn_dim * (1 if size == 2 else 2)) + converted)
@@ -218,7 +218,7 @@ def _kept_bytes(model: ModelConfig, n: int, size: int) -> int:
     floats = (2 if model.post_norm else 1) * model.hidden_dim + model.ffn_dim * (2 if model.gated else 1)
     floats += model.n_heads
     mixed = q
-    if model.conv_layers:
+    if model.mixers:
         floats += max(q + 2 * kv, 3 * model.hidden_dim)
         mixed = max(q, model.hidden_dim)
     elif model.qk_norm:
@@ -307,7 +307,7 @@ def _activation_bytes(source: ModelSource, config: TrainerConfig, lengths: Lengt
     else:
         attention += 4 * model.rotary_dim
     convolution = (4 * (4 if is_frozen else 4 + model.conv_length) + size) * hidden
-    n_conv = sum(model.conv_layers)
+    n_conv = model.mixers.count("conv")
     per_token = model.n_layers * per_layer + (model.n_layers - n_conv) * attention + n_conv * convolution + 4 * hidden
     logits, states = VOCAB_TILE * (4 + rounded), (4 + 2 * rounded) * hidden
     return tokens * per_token + targets * (size * hidden + logits + states)

@@ -40,10 +40,19 @@ export interface ModelConfig {
   /** Per layer: whether RoPE uses localInvFreq; empty: in none. */
   localLayers: boolean[];
   localInvFreq: number[];
-  /** Per layer: whether a short convolution is in place of attention; empty: in none. */
-  convLayers: boolean[];
-  /** Taps of these convolutions. */
+  /** Whether every query head is followed by a gate of the head's output. */
+  outputGate: boolean;
+  /** Per layer: what mixes the tokens; empty: attention in all. */
+  mixers: ("attention" | "conv" | "delta")[];
+  /** Taps of short convolutions. */
   convLength: number;
+  /** Of the gated delta rule: heads of values and of keys, and their sizes. */
+  nDeltaHeads: number;
+  nDeltaKeyHeads: number;
+  deltaDim: number;
+  deltaKeyDim: number;
+  /** Whether value head h reads key head h % nDeltaKeyHeads. */
+  deltaTiled: boolean;
   embeddingScale: number;
   residualScale: number;
   logitsScale: number;
@@ -90,12 +99,14 @@ const toCamel = (name: string) => name.replace(/_(\w)/g, (_, letter: string) => 
 
 /** Switches of a family without settings. */
 export const PLAIN_SWITCHES = {
-  norm: "rms", preNorm: true, postNorm: false, qkNorm: false, qkNormWhole: false, qkNormRotated: false, sinks: false, parallelResidual: false, sharedNorm: false, gated: true,
+  norm: "rms", preNorm: true, postNorm: false, qkNorm: false, qkNormWhole: false, qkNormRotated: false, sinks: false, outputGate: false,
+  parallelResidual: false, sharedNorm: false, gated: true,
   qkvBias: false, oBias: false, mlpBias: false, headBias: false,
 } as const;
 /** Flags of n layers: false for one of each `interval`, the last or the first. */
 export const allButEvery = (interval: number, n: number, isFirst = false) => Array.from({ length: n }, (_, i) => (i + (isFirst ? 0 : 1)) % interval !== 0);
-export const NO_CONVOLUTIONS = { convLayers: [], convLength: 0 };
+export const ALL_ATTENTION = { mixers: [], convLength: 0, nDeltaHeads: 0, nDeltaKeyHeads: 0, deltaDim: 0, deltaKeyDim: 0, deltaTiled: false };
+export type Mixers = Pick<ModelConfig, keyof typeof ALL_ATTENTION>;
 export const NO_QUERY_SCALE = { queryLogScale: 0, queryScaleLength: 1 };
 export const NO_ROTARY = { rotaryDim: 0, isNeox: true, invFreq: [], attentionFactor: 1 };
 
@@ -122,7 +133,7 @@ export function slots(c: ModelConfig): Map<string, number[]> {
       for (const part of parts) found.set(`layers.${i}.${norm}.${part}`, [c.hiddenDim]);
     }
     const normed = c.qkNormWhole ? [c.nHeads, c.nKvHeads] : [1, 1];
-    const isConv = c.convLayers[i] === true;
+    const isConv = c.mixers[i] === "conv";
     if (isConv) found.set(`layers.${i}.conv`, [c.convLength, c.hiddenDim]);
     if (c.qkNorm && !isConv) for (const [j, which] of ["q", "k"].entries()) found.set(`layers.${i}.${which}_norm.weight`, [normed[j] * c.headDim]);
     if (c.sinks && !isConv) found.set(`layers.${i}.sinks`, [c.nHeads]);

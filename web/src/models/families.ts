@@ -5,7 +5,7 @@
 import type { Core } from "../core/core.js";
 import { show, WhetError } from "../core/errors.js";
 import { activations, hfModules, largest, largestSize, notRun, plain as PLAIN, textParts } from "../facts.js";
-import { allButEvery, FAMILIES, type Family, type ModelConfig, NO_CONVOLUTIONS, NO_QUERY_SCALE, NO_ROTARY, PLAIN_SWITCHES, settingsOf } from "./architecture.js";
+import { allButEvery, FAMILIES, type Family, type ModelConfig, ALL_ATTENTION, NO_QUERY_SCALE, NO_ROTARY, PLAIN_SWITCHES, settingsOf, type Mixers } from "./architecture.js";
 import { ropeFrequencies } from "./rope.js";
 import type { ModuleSpec } from "./slices.js";
 
@@ -120,15 +120,15 @@ class Options {
     return older === null ? this.flag("tie_word_embeddings") : (older as boolean);
   }
 
-  /** Return which layers are short convolutions. */
-  convolutions(nLayers: number): Pick<ModelConfig, "convLayers" | "convLength"> {
-    if (!("conv_length" in this.family.keys)) return NO_CONVOLUTIONS;
+  /** Return what mixes the tokens of each layer. */
+  mixers(nLayers: number): Mixers {
+    if (!("conv_length" in this.family.keys)) return ALL_ATTENTION;
     const attending = this.get("full_attn_idxs") ?? undefined;
     if (attending !== undefined && !(Array.isArray(attending) && attending.every((i) => isCount(i, 0) && i < nLayers))) throw this.invalid("full_attn_idxs", `indices of ${nLayers} layers`);
     const kinds = this.get("layer_types") ?? Array.from({ length: nLayers }, (_, i) => (attending === undefined || (attending as number[]).includes(i) ? "full_attention" : "conv"));
     if (!Array.isArray(kinds) || kinds.length !== nLayers) throw this.invalid("layer_types", `${nLayers} of conv and full_attention`);
-    const convLayers = kinds.map((kind) => kind === "conv");
-    return convLayers.includes(true) ? { convLayers, convLength: this.count("conv_length", 1) } : NO_CONVOLUTIONS;
+    const mixers = kinds.map((kind) => (kind === "conv" ? "conv" : "attention"));
+    return mixers.includes("conv") ? { ...ALL_ATTENTION, mixers, convLength: this.count("conv_length", 1) } : ALL_ATTENTION;
   }
 
   /** Return a factor that only some families have. */
@@ -323,7 +323,7 @@ export function modelConfig(core: Core, given: HfConfig, where: string, length?:
     tiedHead: tiedHead ?? options.tiedHead(),
     ropeLayers: options.ropeLayers(nLayers),
     ...options.queryScale(),
-    ...options.convolutions(nLayers),
+    ...options.mixers(nLayers),
     ...readRotary(core, options, headDim, maxPosition, trained),
     ...readLocalRotary(core, options, nLayers, headDim, maxPosition),
     ...PLAIN_SWITCHES,

@@ -7,7 +7,7 @@ import { activations, gguf as NAMES } from "../facts.js";
 import type { GgufFile, Value } from "../files/gguf.js";
 import type { Tensor } from "../files/headers.js";
 import type { Reader } from "../files/reader.js";
-import { allButEvery, FAMILIES, type Family, type ModelConfig, NO_CONVOLUTIONS, NO_QUERY_SCALE, NO_ROTARY, PLAIN_SWITCHES, settingsOf } from "./architecture.js";
+import { allButEvery, FAMILIES, type Family, type ModelConfig, ALL_ATTENTION, NO_QUERY_SCALE, NO_ROTARY, PLAIN_SWITCHES, settingsOf, type Mixers } from "./architecture.js";
 import { ropeFrequencies } from "./rope.js";
 import { listSlices, type RowSlice, type StoredTensor, type WeightLocation } from "./slices.js";
 
@@ -102,8 +102,7 @@ export async function describeGguf(
   const moduleName = (slot: string) => family.modules[slot].replace("{i}", "0");
   const [nLayers, trained, hiddenDim, ffnDim, nHeads] = ["n_layers", "max_position", "hidden_dim", "ffn_dim", "n_heads"].map((name) => meta.size(name));
   if (hiddenDim % nHeads !== 0 && meta.get("head_dim") === undefined) throw meta.invalid("hidden_dim", `a multiple of ${KEYS.n_heads}=${nHeads}`);
-  const convolutions = readConvolutions(meta, family, nLayers);
-  const nKvHeads = convolutions.nKvHeads ?? meta.size("n_kv_heads", nHeads);
+  const { nKvHeads = meta.size("n_kv_heads", nHeads), ...mixers } = readMixers(meta, family, nLayers);
   const headDim = meta.size("head_dim", Math.trunc(hiddenDim / nHeads));
   if (meta.size("value_dim", headDim) !== headDim) throw meta.invalid("value_dim", `${KEYS.head_dim}=${headDim}`);
   for (const [name, value, implied] of [["n_kv_heads", nKvHeads, nHeads], ["head_dim", headDim, Math.trunc(hiddenDim / nHeads)]] as const) {
@@ -148,8 +147,7 @@ export async function describeGguf(
     ...readLocalRotary(core, meta, family, nLayers, headDim, length, isLocal, where),
     ropeLayers: readRopeLayers(meta, family, nLayers, window > 0 ? isLocal : undefined),
     tiedHead: !file.tensors.has(`${moduleName("head")}.weight`),
-    convLayers: convolutions.convLayers,
-    convLength: convolutions.convLength,
+    ...mixers,
     ...rotary,
     ...(isScaled ? { queryLogScale: meta.number("query_log_scale"), queryScaleLength: meta.size("original_max_position_embeddings", trained) } : NO_QUERY_SCALE),
     ...PLAIN_SWITCHES,
@@ -198,18 +196,18 @@ function readWindowLayers(meta: GgufOptions, family: Family, nLayers: number): b
   return value.map(Boolean);
 }
 
-/** Return which layers are short convolutions: the layers without KV heads; and the KV heads of the others, if the file lists them. */
-function readConvolutions(meta: GgufOptions, family: Family, nLayers: number): Pick<ModelConfig, "convLayers" | "convLength"> & { nKvHeads?: number } {
+/** Return what mixes the tokens of each layer: short convolutions in layers without KV heads; and the KV heads of the others, if the file lists them. */
+function readMixers(meta: GgufOptions, family: Family, nLayers: number): Mixers & { nKvHeads?: number } {
   if (!("conv_length" in family.keys)) {
     if (meta.get("conv_length") !== undefined) throw meta.invalid("conv_length", "none");
-    return NO_CONVOLUTIONS;
+    return ALL_ATTENTION;
   }
   const heads = meta.get("n_kv_heads");
-  if (!Array.isArray(heads)) return NO_CONVOLUTIONS;
+  if (!Array.isArray(heads)) return ALL_ATTENTION;
   const [nKvHeads = 1, ...others] = heads.filter((n) => n !== 0) as number[];
   if (heads.length !== nLayers || !others.every((n) => n === nKvHeads)) throw meta.invalid("n_kv_heads", `${nLayers} numbers, the same in all layers that attend`);
-  const convLayers = heads.map((n) => n === 0);
-  return convLayers.includes(true) ? { nKvHeads, convLayers, convLength: meta.size("conv_length") } : NO_CONVOLUTIONS;
+  const mixers = heads.map((n) => (n === 0 ? "conv" : "attention"));
+  return mixers.includes("conv") ? { nKvHeads, ...ALL_ATTENTION, mixers, convLength: meta.size("conv_length") } : ALL_ATTENTION;
 }
 
 /** Return whether RoPE applies to each layer; empty: to all. `isLocal`: whether a layer has a window; undefined: none has. */
