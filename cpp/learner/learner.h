@@ -120,9 +120,10 @@ private:
     using Bytes = std::unique_ptr<uint8_t[]>;
     // Values of a layer that its backward pass reads, for all tokens.
     struct Activations {
-        uint8_t *qkv, *attended;  // heads after norms and rotation, and the results of attention or convolution
+        uint8_t *qkv, *attended;  // heads after norms and rotation, and the results of attention or convolution, not
+                                  // gated
         float* lse;
-        float* raw;           // heads before norms and rotation; B, C and x of a convolution
+        float* raw;           // heads before norms and rotation, with gates; B, C and x of a convolution
         float* attended_out;  // W_o attended, before its norm
         float* middle;        // x + residual_scale norm(W_o attended)
         float* up;            // W_up norm(input of the MLP); null: computed tile by tile
@@ -173,6 +174,7 @@ private:
     void select(size_t layer);
     void embed(float* x);
     void store(const float* x, size_t rows, size_t width, uint8_t* numbers) const;
+    void load(const uint8_t* numbers, size_t n, float* x) const;
     void begin_layer(size_t layer, bool keep);
     void begin_layer_backward(size_t layer);
     const float* cos_sin(size_t layer, size_t token) const;
@@ -180,7 +182,6 @@ private:
     void scale(const float* x, float factor, size_t rows, float* out) const;
     void add(const float* x, const float* y, float factor, size_t rows, float* sum) const;
     ProductRows convert(const float* x, size_t ldx, size_t rows, size_t k) const;
-    ProductRows attended_rows(size_t layer, const RowTile& tile) const;
 
     const NormWeight& norm_at(size_t layer, NormWeight LayerNorms::* norm) const {
         return norm_of(*weights_, with_adapters_ ? &adapter_ : nullptr, {layer, norm});
@@ -219,6 +220,11 @@ private:
     void convolve_backward(size_t layer, const float* grad);
     void rotate(size_t layer, size_t token, float* heads, bool inverse) const;
     void scale_queries(size_t token, float* heads) const;
+    bool is_gated(size_t layer) const { return config_.output_gate && config_.mixer(layer) == Mixer::kAttention; }
+    size_t heads_dim() const { return (config_.n_heads + 2 * config_.n_kv_heads) * config_.head_dim; }
+    ProductRows gated_rows(size_t layer, const RowTile& tile);
+    void gate_backward(size_t layer, const RowTile& tile, float* grad);
+    void read_heads(const float* raw, float* heads) const;
     void finish_heads(size_t layer, size_t token);
     void heads_backward(size_t layer, size_t token, const uint8_t* grad_q, const uint8_t* grad_k, const uint8_t* grad_v,
                         float* sums);

@@ -79,7 +79,7 @@ struct Setup {
     Setup(const ModelConfig& config, WeightFormat format, ProductType type, std::mt19937& bits)
         : model(config, format, 8, KvType::kFloat32), learner(model.weights, type), head(*model.weights, type) {
         const ModelConfig& c = model.transformer.config();
-        const size_t rank = 1 + bits() % 11, q = c.n_heads * c.head_dim, kv = c.n_kv_heads * c.head_dim;
+        const size_t rank = 1 + bits() % 11;
         const auto add = [&](size_t layer, Target target, size_t first, size_t n) {
             const size_t* shape = learner.shape(learner.add_adapter(layer, target, first, n, rank));
             Factor factor{std::vector<float>(rank * shape[1]), std::vector<float>(rank * n), {}, {}};
@@ -88,7 +88,8 @@ struct Setup {
             factors.push_back(std::move(factor));
         };
         for (size_t layer = 0; layer < c.n_layers; ++layer) {
-            add(layer, Target::kQkv, 0, q), add(layer, Target::kQkv, q + kv, kv);
+            const size_t in = c.mixer_in(layer);
+            add(layer, Target::kQkv, 0, in / 2), add(layer, Target::kQkv, in - in / 3, in / 3);
             add(layer, Target::kO, 0, c.hidden_dim), add(layer, Target::kUp, 3, c.ffn_dim - 8);
             add(layer, Target::kDown, 0, c.hidden_dim);
         }
@@ -167,6 +168,7 @@ ModelConfig random_config(std::mt19937& bits) {
     c.qk_norm_rotated = c.qk_norm && !c.qk_norm_whole && bits() % 2 == 0;
     if (bits() % 2 == 0) c.query_log_scale = 0.3, c.query_scale_length = 3;
     c.sinks = bits() % 2 == 0;
+    c.output_gate = bits() % 2 == 0;
     c.windows.assign(c.n_layers, 0);
     c.windows[1] = bits() % 2 * 9;
     if (c.is_recurrent()) c.conv_length = 1 + bits() % 5;
