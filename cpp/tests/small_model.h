@@ -68,15 +68,22 @@ struct Model {
                 vector(layer + norm + ".weight", c.hidden_dim, 1.0f);
                 if (has_biases) vector(layer + norm + ".bias", c.hidden_dim, 0.1f);
             }
-            const bool is_conv = c.mixer(i) == Mixer::kConv;
-            if (c.qk_norm && !is_conv) {
+            const Mixer mixer = c.mixer(i);
+            const bool attends = mixer == Mixer::kAttention;
+            constexpr const char* kNames[][2] = {{"qkv", "o"}, {"conv_in", "conv_out"}, {"delta_in", "delta_out"}};
+            const auto& [in, out] = kNames[static_cast<size_t>(mixer)];
+            if (c.qk_norm && attends) {
                 vector(layer + "q_norm.weight", (c.qk_norm_whole ? c.n_heads : 1) * c.head_dim, 1.1f);
                 vector(layer + "k_norm.weight", (c.qk_norm_whole ? c.n_kv_heads : 1) * c.head_dim, 0.9f);
             }
-            if (c.sinks && !is_conv) vector(layer + "sinks", c.n_heads, 0.7f);
-            if (is_conv) matrix(layer + "conv", WeightFormat::kFloat32, c.conv_length, c.hidden_dim);
-            matrix(layer + (is_conv ? "conv_in" : "qkv"), format, c.mixer_in(i), c.hidden_dim);
-            matrix(layer + (is_conv ? "conv_out" : "o"), format, c.hidden_dim, c.mixer_out(i));
+            if (c.sinks && attends) vector(layer + "sinks", c.n_heads, 0.7f);
+            if (!attends) matrix(layer + "conv", WeightFormat::kFloat32, c.conv_length, c.conv_dim(i));
+            if (mixer == Mixer::kDelta) {
+                vector(layer + "decay", c.n_delta_heads, -0.3f), vector(layer + "dt_bias", c.n_delta_heads, 0.2f);
+                vector(layer + "delta_norm.weight", c.delta_dim, 1.1f);
+            }
+            matrix(layer + in, format, c.mixer_in(i), c.hidden_dim);
+            matrix(layer + out, format, c.hidden_dim, c.mixer_out(i));
             matrix(layer + (c.gated ? "gate_up" : "up"), format, c.up_dim(), c.hidden_dim);
             matrix(layer + "down", format, c.hidden_dim, c.ffn_dim);
             if (has_biases) vector(layer + "down.bias", c.hidden_dim, 0.2f);
