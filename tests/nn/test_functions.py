@@ -161,11 +161,9 @@ def test_a_sequence_of_the_delta_rule_continues_the_prompt_before_it():
     batch = packed("a shared prompt")
     rows = batch.key_rows.clone()
     rows[batch.k_offsets[1] : batch.k_offsets[1] + 9] -= 1  # the first completion would continue another token
-    n = len(batch.input_ids)
-    x, gates = normal(n, 1, 4), normal(n, 1)
-    assert_raises(
-        ValueError, "continue", functions.gated_delta_rule, x, x, x, gates, gates, batch._replace(key_rows=rows.clamp(0))
-    )
+    x, gates = normal(len(batch.input_ids), 1, 4), normal(len(batch.input_ids), 1)
+    other = batch._replace(key_rows=rows.clamp(0))
+    assert_raises(ValueError, "continue", functions.gated_delta_rule, x, x, x, gates, gates, other)
 
 
 def trained_product(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> functions.Product:
