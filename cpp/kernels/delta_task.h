@@ -20,4 +20,19 @@ struct DeltaTask {
     size_t out_stride;
 };
 
+constexpr size_t kDeltaBlock = 64;  // most tokens of a task of the gradient
+
+// The gradient of a task, without its `to` and `out`; gradients of q and k are added to, as heads may share these.
+struct DeltaBackwardTask {
+    DeltaTask forward;
+    const float* grad_out;
+    size_t grad_out_stride;
+    float* grad_state;       // of the state after the last token; becomes that of `from`
+    float *grad_q, *grad_k;  // (n, key_dim), contiguous
+    float* grad_v;           // may be v
+    size_t grad_v_stride;
+    float *grad_decay, *grad_beta;  // of log(decay) and beta, gate_stride apart
+    float* scratch;
+};
+
 }  // namespace whet

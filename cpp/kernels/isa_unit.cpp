@@ -11,6 +11,7 @@
 #include "kernels/convert.h"
 #include "kernels/decode_attention.h"
 #include "kernels/delta_rule.h"
+#include "kernels/delta_rule_backward.h"
 #include "kernels/dispatch.h"
 #include "kernels/divergence.h"
 #include "kernels/gae.h"

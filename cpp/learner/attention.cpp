@@ -1,4 +1,5 @@
-// The half of a layer up to its attention, or its convolution (learner/short_conv.cpp), in both directions.
+// The half of a layer up to its attention, or another mixer (learner/short_conv.cpp, delta_rule.cpp), in both
+// directions.
 #include <cstring>
 #include <memory>
 
@@ -38,14 +39,25 @@ TrainingAttention Learner::attention_of(size_t layer) {
 // From x: the activations up to `middle`.
 void Learner::attention_half(size_t layer) {
     const size_t d = config_.hidden_dim, width = config_.mixer_in(layer);
-    const bool is_conv = config_.mixer(layer) == Mixer::kConv;
+    const Mixer mixer = config_.mixer(layer);
     for (const RowTile& tile : tiles_) {
         norm(norm_at(layer, &LayerNorms::norm1), x_.get() + tile.begin * d, tile.n(), h_.get());
         float* raw = now_.raw + tile.begin * width;
         project(layer, Target::kQkv, convert(h_.get(), d, tile.n(), d), tile, raw, width);
-        if (!is_conv) for_rows(tile.n(), 2 * width, [&](size_t i) { finish_heads(layer, tile.begin + i); });
+        if (mixer != Mixer::kAttention) continue;
+        for_rows(tile.n(), 2 * width, [&](size_t i) { finish_heads(layer, tile.begin + i); });
     }
-    is_conv ? convolve(layer) : attention_forward(attention_of(layer));
+    switch (mixer) {
+        case Mixer::kAttention:
+            attention_forward(attention_of(layer));
+            break;
+        case Mixer::kConv:
+            convolve(layer);
+            break;
+        case Mixer::kDelta:
+            delta_rule(layer);
+            break;
+    }
     for (const RowTile& tile : tiles_) {
         const size_t at = tile.begin * d, rows = tile.n();
         float* out = config_.post_norm ? now_.attended_out + at : delta_.get();
@@ -164,6 +176,7 @@ ProductRows Learner::gated_rows(size_t layer, const RowTile& tile) {
     for_rows(rows, 4 * width, [&](size_t i) {
         float *row = up_.get() + i * width, *raw = now_.raw + (tile.begin + i) * config_.mixer_in(layer);
         load(attended + i * width * head_bytes_, width, row);
+        if (config_.mixer(layer) == Mixer::kDelta) return gate_delta(layer, tile.begin + i, row);
         for (size_t head = 0; head < config_.n_heads; ++head) {
             const float* gate = raw + head * config_.query_stride() + d;
             kernels().sigmoid_gate_f32(row + head * d, gate, d, row + head * d);
@@ -177,6 +190,7 @@ ProductRows Learner::gated_rows(size_t layer, const RowTile& tile) {
 void Learner::gate_backward(size_t layer, const RowTile& tile, float* grad) {
     const size_t width = config_.mixer_out(layer), d = config_.head_dim;
     if (!is_gated(layer)) return;
+    if (config_.mixer(layer) == Mixer::kDelta) return gate_delta_backward(layer, tile, grad);
     for_rows(tile.n(), 4 * width, [&](size_t i) {
         float *row = scratch<float>(width, Scratch::kRow), *to = grad + i * width;
         float* raw = now_.raw + (tile.begin + i) * config_.mixer_in(layer);
@@ -193,25 +207,27 @@ void Learner::attention_backward_half(size_t layer, const float* grad_out, float
                                       std::span<const FactorGradients> grads) {
     const NormWeight &q_norm = norm_at(layer, &LayerNorms::q_norm), &k_norm = norm_at(layer, &LayerNorms::k_norm);
     const size_t d = config_.hidden_dim, width = config_.mixer_out(layer), n_k = config_.n_kv_heads * config_.head_dim;
-    const bool is_conv = config_.mixer(layer) == Mixer::kConv;
+    const bool attends = config_.mixer(layer) == Mixer::kAttention;
     const auto typed = [&](size_t count) {
-        return std::make_unique_for_overwrite<uint8_t[]>(is_conv ? 0 : n() * count * head_bytes_);
+        return std::make_unique_for_overwrite<uint8_t[]>(attends ? n() * count * head_bytes_ : 0);
     };
     const Bytes grad_attended = typed(width), grad_q = typed(width), grad_k = typed(n_k), grad_v = typed(n_k);
-    const auto grad_mixed = std::make_unique_for_overwrite<float[]>(is_conv ? n() * d : 0);
+    const auto grad_mixed = std::make_unique_for_overwrite<float[]>(attends ? 0 : n() * width);
     for (const RowTile& tile : tiles_) {
         const size_t at = tile.begin * d, rows = tile.n();
         float* delta = h_.get();
         scale(grad_out + at, config_.residual_scale, rows, delta);
         if (config_.post_norm)
             norm_backward(norm_at(layer, &LayerNorms::post_norm1), now_.attended_out + at, delta, tile.groups);
-        float* grad_in = is_conv ? grad_mixed.get() + at : delta_.get();
+        float* grad_in = attends ? delta_.get() : grad_mixed.get() + tile.begin * width;
         project_backward(layer, Target::kO, gated_rows(layer, tile), tile, delta, d, grad_in, width, grads);
         gate_backward(layer, tile, grad_in);
-        if (!is_conv) store(delta_.get(), rows, width, grad_attended.get() + tile.begin * width * head_bytes_);
+        if (attends) store(delta_.get(), rows, width, grad_attended.get() + tile.begin * width * head_bytes_);
     }
-    if (is_conv) {
+    if (config_.mixer(layer) == Mixer::kConv) {
         convolve_backward(layer, grad_mixed.get());
+    } else if (config_.mixer(layer) == Mixer::kDelta) {
+        delta_rule_backward(layer, grad_mixed.get());
     } else {
         attention_backward(attention_of(layer), {.out = grad_attended.get(),
                                                  .q = grad_q.get(),
@@ -226,8 +242,8 @@ void Learner::attention_backward_half(size_t layer, const float* grad_out, float
             heads_backward(layer, tile.begin + i, grad_q.get(), grad_k.get(), grad_v.get(), sums);
         };
         float *grad_q_norm = gradient_of(q_norm.weight), *grad_k_norm = gradient_of(k_norm.weight);
-        if (is_conv) {
-            // convolve_backward() has replaced the rows.
+        if (!attends) {
+            // The rows are replaced.
         } else if (grad_q_norm == nullptr && grad_k_norm == nullptr) {
             for_rows(rows, 2 * qkv, [&](size_t i) { heads(i, nullptr); });
         } else {
