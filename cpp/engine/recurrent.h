@@ -39,12 +39,12 @@ public:
     // Computes out (n, mixer_out) from in (n, mixer_in), which it changes.
     void mix(const RecurrentStep& step, float* in, float* out);
 
-    size_t workspace_bytes() const { return (taps_.size() + unit_q_.size() + unit_k_.size()) * sizeof(float); }
+    size_t workspace_bytes() const { return (taps_.size() + length_weights_.size()) * sizeof(float); }
 
 private:
     const ModelConfig& config_;
-    std::vector<float> taps_;             // of the layer
-    std::vector<float> unit_q_, unit_k_;  // weights of RMS norms that give queries and keys their length
+    std::vector<float> taps_;  // of the layer
+    std::vector<float> length_weights_;
 
     void short_conv(const RecurrentStep& step, float* in, float* out) const;
     void delta_rule(const RecurrentStep& step, float* in, float* out) const;
