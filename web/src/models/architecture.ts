@@ -46,7 +46,7 @@ export interface ModelConfig {
   mixers: ("attention" | "conv" | "delta")[];
   /** Taps of short convolutions. */
   convLength: number;
-  /** Of the gated delta rule: heads of values and of keys, and their sizes. */
+  /** Value and key heads of the gated delta rule, and their sizes. */
   nDeltaHeads: number;
   nDeltaKeyHeads: number;
   deltaDim: number;
