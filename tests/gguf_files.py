@@ -59,7 +59,7 @@ def as_llama_cpp(config: Any, name: str, array: np.ndarray) -> np.ndarray:
 
 def as_tiled(config: Any, name: str, array: np.ndarray) -> np.ndarray:
     """Return a tensor of Qwen3.5's linear attention with value heads [copy][key head], from [key head][copy]."""
-    array = -np.exp(array) if name.endswith("A_log") else array
+    array = -np.exp(array, dtype=np.float64).astype(np.float32) if name.endswith("A_log") else array
     n_heads, n_keys = config.linear_num_value_heads, config.linear_num_key_heads
     if ".norm." in name:
         return array

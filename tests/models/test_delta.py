@@ -246,7 +246,6 @@ def test_layers_by_interval(tmp_path):
         (CASE, "full_attention_interval", 0, ("full_attention_interval is 0", "at least 1")),
         ("llama", "ssm.state_size", 8, ("llama.ssm.state_size is 8", "expected none")),
         ("llama", "attention.recurrent_layers", [True], ("recurrent_layers is [True]", "expected none")),
-        ("llama", "rope.dimension_sections", [1, 1, 1, 0], ("dimension_sections is [1, 1, 1, 0]", "expected none")),
     ],
 )
 def test_contradictory_keys_are_rejected(name, key, value, message, tmp_path):

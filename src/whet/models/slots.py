@@ -122,8 +122,8 @@ class ModuleSpec:
         return not self.offset and not self.negative_exp
 
     def to_slot(self, values: np.ndarray) -> np.ndarray:
-        """Return the slot's values for values of the weight."""
-        return -np.exp(values) if self.negative_exp else values + self.offset
+        """Return the slot's values for values of the weight; powers are computed in float64."""
+        return -np.exp(values, dtype=np.float64).astype(values.dtype) if self.negative_exp else values + self.offset
 
     def from_slot(self, values: Any) -> Any:
         """Return the inverse of ``to_slot`` for NumPy's or torch's values; logarithms are computed in float64."""

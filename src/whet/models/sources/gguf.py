@@ -232,10 +232,9 @@ class _Metadata:
             rope.setdefault("original_max_position_embeddings", sizes["max_position"])
         elif self.given.get("query_log_scale", 0.0) != 0.0:
             raise self.wrong("query_log_scale", "0 or none")
-        if (sections := self.given.get("mrope_section")) is not None:
-            if "mrope_section" not in family.rope_others or not isinstance(sections, (list, np.ndarray)):
-                raise self.wrong("mrope_section", "none" if "mrope_section" not in family.rope_others else "numbers")
-            rope["mrope_section"] = [*map(int, sections[:3])]  # text has the same position in all of them
+        # A text has the same position in all sections, so that they do not change its rotations.
+        if isinstance(sections := self.given.get("mrope_section"), list) and "mrope_section" in family.rope_others:
+            rope["mrope_section"] = sections[:3]
         biased = {slot for slot, name in names.items() if f"{name}.bias" in self.tensors}
         return {
             "model_type": model_type,
