@@ -33,7 +33,7 @@ from whet.models.sources.gguf_container import GGUFFile
 _KEYS: dict[str, str] = GGUF_NAMES["keys"]
 _ROPE_TENSORS: dict[str, str] = GGUF_NAMES["rope_tensors"]
 _MROPE_SECTION = (11, 11, 10)
-"""transformers' default."""
+"""transformers' default, which is not in the config."""
 
 
 class Keys(NamedTuple):
@@ -148,7 +148,10 @@ def _delta_keys(described: ModelConfig, config: Mapping[str, Any], where: str) -
             f"numbers and its values {described.delta_dim}, and llama.cpp has one size."
         )
     flags = np.array([described.mixer(i) == "delta" for i in range(described.n_layers)])
-    rope = text_options(config).get("rope_parameters") or {}
+    rope, n_pairs = text_options(config).get("rope_parameters") or {}, described.rotary_dim // 2
+    sections = list(rope.get("mrope_section", _MROPE_SECTION))
+    if sum(sections) > n_pairs:  # llama.cpp would abort; a text has the same position in all sections
+        sections = [(n_pairs + i) // 3 for i in range(3)]
     return {
         "delta_conv_length": described.conv_length or 1,
         "delta_key_dim": described.delta_key_dim or 1,
@@ -157,7 +160,7 @@ def _delta_keys(described: ModelConfig, config: Mapping[str, Any], where: str) -
         "delta_values": described.delta_values or 1,
         "recurrent_layers": flags,
         "full_attention_interval": int(np.argmin(flags)) + 1,
-        "mrope_section": np.array([*rope.get("mrope_section", _MROPE_SECTION), 0], np.int32),
+        "mrope_section": np.array([*sections, 0], np.int32),
     }
 
 
