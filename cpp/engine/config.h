@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <vector>
 
+#include "kernels/delta_task.h"
+
 namespace whet {
 
 // Whether scores are cached, hidden states returned, and keys and values stored as integers: not in WebAssembly builds,
@@ -103,6 +105,10 @@ struct ModelConfig {
                 return n_delta_heads * delta_dim;
         }
         __builtin_unreachable();
+    }
+    // Numbers of the state of a value head (kernels/delta_task.h).
+    size_t delta_state_size() const {
+        return (delta_dim + kDeltaSlice - 1) / kDeltaSlice * kDeltaSlice * delta_key_dim;
     }
     size_t widest_mixer_in() const { return widest(&ModelConfig::mixer_in); }
     size_t widest_mixer_out() const { return widest(&ModelConfig::mixer_out); }

@@ -5,6 +5,7 @@
 //   gelu_tanh   x / (1 + exp(-2 u)),  u = sqrt(2 / pi) (x + 0.044715 x^3),  which is x (1 + tanh u) / 2
 //   relu2       max(x, 0)^2                                               (So et al. 2021)
 //   swiglu      silu(gate) up                                             (Shazeer 2020)
+//   sigmoid_gate  x / (1 + exp(-gate))
 //
 // and their gradients, of f(gate) up, or of f(gate) if up is null: with d the gradient of the result,
 // d gate = d up f'(gate) and d up = d f(gate), where with s = 1 / (1 + exp(-x)) and phi the density of the normal
@@ -100,6 +101,25 @@ WHET_INLINE void activation_backward(const float* gate, const float* up, const f
         const f32x16 u = rows::read(up + at, count);
         rows::put(grad_up + at, d * f(g), count);
         rows::put(grad_gate + at, by_gate * u, count);
+    });
+}
+
+// out may be x.
+void sigmoid_gate_f32(const float* x, const float* gate, size_t n, float* out) {
+    rows::each(0, n, [&](size_t at, int count) WHET_INLINE_LAMBDA {
+        const f32x16 sigmoid = times_sigmoid(f32x16(1.0f), rows::read(gate + at, count));
+        rows::put(out + at, rows::read(x + at, count) * sigmoid, count);
+    });
+}
+
+// grad_x may be grad, and grad_gate may be gate.
+void sigmoid_gate_backward_f32(const float* x, const float* gate, const float* grad, size_t n, float* grad_x,
+                               float* grad_gate) {
+    rows::each(0, n, [&](size_t at, int count) WHET_INLINE_LAMBDA {
+        const f32x16 one(1.0f), sigmoid = times_sigmoid(one, rows::read(gate + at, count));
+        const f32x16 by_x = rows::read(grad + at, count) * sigmoid;
+        rows::put(grad_gate + at, by_x * rows::read(x + at, count) * (one - sigmoid), count);
+        rows::put(grad_x + at, by_x, count);
     });
 }
 

@@ -5,6 +5,7 @@
 
 #include "kernels/adamw_step.h"
 #include "kernels/attention_task.h"
+#include "kernels/delta_task.h"
 #include "kernels/divergence_row.h"
 #include "kernels/panel_task.h"
 #include "kernels/token_sums.h"

@@ -10,6 +10,8 @@
 #include "kernels/cached_attention_int8.h"
 #include "kernels/convert.h"
 #include "kernels/decode_attention.h"
+#include "kernels/delta_rule.h"
+#include "kernels/delta_rule_backward.h"
 #include "kernels/dispatch.h"
 #include "kernels/divergence.h"
 #include "kernels/gae.h"

@@ -1,4 +1,5 @@
-// The half of a layer up to its attention, or its convolution (learner/short_conv.cpp), in both directions.
+// The half of a layer up to its attention, or another mixer (learner/short_conv.cpp, delta_rule.cpp), in both
+// directions.
 #include <cstring>
 #include <memory>
 
@@ -12,7 +13,7 @@
 namespace whet {
 
 TrainingAttention Learner::attention_of(size_t layer) {
-    const auto d = static_cast<ptrdiff_t>(config_.head_dim), token = static_cast<ptrdiff_t>(config_.qkv_dim());
+    const auto d = static_cast<ptrdiff_t>(config_.head_dim), token = static_cast<ptrdiff_t>(heads_dim());
     const auto head = [&](size_t i) { return TokenHeads{now_.qkv + i * config_.head_dim * head_bytes_, token, d}; };
     const size_t window = config_.windows[layer];
     return {.bf16 = head_type_ == ProductType::kBFloat16,
@@ -38,18 +39,29 @@ TrainingAttention Learner::attention_of(size_t layer) {
 // From x: the activations up to `middle`.
 void Learner::attention_half(size_t layer) {
     const size_t d = config_.hidden_dim, width = config_.mixer_in(layer);
-    const bool is_conv = config_.mixer(layer) == Mixer::kConv;
+    const Mixer mixer = config_.mixer(layer);
     for (const RowTile& tile : tiles_) {
         norm(norm_at(layer, &LayerNorms::norm1), x_.get() + tile.begin * d, tile.n(), h_.get());
         float* raw = now_.raw + tile.begin * width;
         project(layer, Target::kQkv, convert(h_.get(), d, tile.n(), d), tile, raw, width);
-        if (!is_conv) for_rows(tile.n(), 2 * width, [&](size_t i) { finish_heads(layer, tile.begin + i); });
+        if (mixer != Mixer::kAttention) continue;
+        for_rows(tile.n(), 2 * width, [&](size_t i) { finish_heads(layer, tile.begin + i); });
     }
-    is_conv ? convolve(layer) : attention_forward(attention_of(layer));
+    switch (mixer) {
+        case Mixer::kAttention:
+            attention_forward(attention_of(layer));
+            break;
+        case Mixer::kConv:
+            convolve(layer);
+            break;
+        case Mixer::kDelta:
+            delta_rule(layer);
+            break;
+    }
     for (const RowTile& tile : tiles_) {
         const size_t at = tile.begin * d, rows = tile.n();
         float* out = config_.post_norm ? now_.attended_out + at : delta_.get();
-        project(layer, Target::kO, attended_rows(layer, tile), tile, out, d);
+        project(layer, Target::kO, gated_rows(layer, tile), tile, out, d);
         if (config_.post_norm) norm(norm_at(layer, &LayerNorms::post_norm1), out, rows, delta_.get());
         add(x_.get() + at, delta_.get(), config_.residual_scale, rows, now_.middle + at);
     }
@@ -71,14 +83,24 @@ void Learner::scale_queries(size_t token, float* heads) const {
     for (size_t i = 0; i < config_.n_heads * config_.head_dim; ++i) heads[i] *= factor;
 }
 
+// Copies queries, keys and values of a token, without gates.
+void Learner::read_heads(const float* raw, float* heads) const {
+    const size_t d = config_.head_dim, stride = config_.query_stride();
+    for (size_t head = 0; head < config_.n_heads; ++head) {
+        std::memcpy(heads + head * d, raw + head * stride, d * sizeof(float));
+    }
+    std::memcpy(heads + config_.n_heads * d, raw + config_.n_heads * stride,
+                2 * config_.n_kv_heads * d * sizeof(float));
+}
+
 // Norms and rotates queries and keys of a token, and converts them and the values for attention.
 void Learner::finish_heads(size_t layer, size_t token) {
     const NormWeight &q_norm = norm_at(layer, &LayerNorms::q_norm), &k_norm = norm_at(layer, &LayerNorms::k_norm);
     const Kernels& k = kernels();
-    const size_t d = config_.head_dim, width = config_.qkv_dim();
+    const size_t d = config_.head_dim, width = heads_dim();
     const size_t n_q = config_.n_heads * d, n_k = config_.n_kv_heads * d;
     float* heads = scratch<float>(width, Scratch::kRow);
-    std::memcpy(heads, now_.raw + token * width, width * sizeof(float));
+    read_heads(now_.raw + token * config_.qkv_dim(), heads);
     const auto norm_heads = [&] {
         for (size_t i = 0; i < n_q + n_k; i += d) {
             const NormWeight& norm = i < n_q ? q_norm : k_norm;
@@ -102,35 +124,33 @@ void Learner::finish_heads(size_t layer, size_t token) {
     }
 }
 
-// Replaces `raw` of a token by its gradient, from the gradients of queries, keys and values. Adds the terms of the
-// gradients of the query norm and of the key norm to `sums`, unless null.
+// Replaces `raw` of a token, except gates, by its gradient, from those of queries, keys and values. Adds the terms of
+// the gradients of the query norm and of the key norm to `sums`, unless null.
 void Learner::heads_backward(size_t layer, size_t token, const uint8_t* grad_q, const uint8_t* grad_k,
                              const uint8_t* grad_v, float* sums) {
     const NormWeight &q_norm = norm_at(layer, &LayerNorms::q_norm), &k_norm = norm_at(layer, &LayerNorms::k_norm);
     const Kernels& k = kernels();
     const size_t d = config_.head_dim, n_q = config_.n_heads * d, n_k = config_.n_kv_heads * d;
-    float *heads = scratch<float>(config_.qkv_dim(), Scratch::kRow), *raw = now_.raw + token * config_.qkv_dim();
+    float *heads = scratch<float>(2 * heads_dim(), Scratch::kRow), *before = heads + heads_dim();
+    float* raw = now_.raw + token * config_.qkv_dim();
+    read_heads(raw, before);
     const auto read = [&](const uint8_t* grad, size_t count, float* to) {
-        grad += token * count * head_bytes_;
-        if (head_type_ == ProductType::kBFloat16) {
-            k.f32_from_bf16(reinterpret_cast<const uint16_t*>(grad), count, to);
-        } else {
-            std::memcpy(to, grad, count * sizeof(float));
-        }
+        load(grad + token * count * head_bytes_, count, to);
     };
     read(grad_q, n_q, heads), read(grad_k, n_k, heads + n_q), read(grad_v, n_k, heads + n_q + n_k);
     scale_queries(token, heads);
     if (config_.qk_norm_rotated) {
-        rotate(layer, token, raw, false);  // the input of the norm
+        rotate(layer, token, before, false);  // the input of the norm
     } else {
         rotate(layer, token, heads, true);
     }
     const auto norm_backward = [&](const NormWeight& norm, size_t at, size_t count) {
         if (sums != nullptr) {
             float* to = &norm == &q_norm ? sums : sums + q_norm.weight.size();
-            add_norm_terms(Norm::kRms, raw + at, heads + at, count, false, to);
+            add_norm_terms(Norm::kRms, before + at, heads + at, count, false, to);
         }
-        k.rms_norm_backward_f32(raw + at, norm.weight.data(), heads + at, count, config_.norm_eps, heads + at, nullptr);
+        k.rms_norm_backward_f32(before + at, norm.weight.data(), heads + at, count, config_.norm_eps, heads + at,
+                                nullptr);
     };
     if (config_.qk_norm_whole) {
         norm_backward(q_norm, 0, n_q), norm_backward(k_norm, n_q, n_k);
@@ -138,7 +158,48 @@ void Learner::heads_backward(size_t layer, size_t token, const uint8_t* grad_q, 
         for (size_t i = 0; i < n_q + n_k; i += d) norm_backward(i < n_q ? q_norm : k_norm, i, d);
     }
     if (config_.qk_norm_rotated) rotate(layer, token, heads, true);
-    std::memcpy(raw, heads, config_.qkv_dim() * sizeof(float));
+    const size_t stride = config_.query_stride();
+    for (size_t head = 0; head < config_.n_heads; ++head) {
+        std::memcpy(raw + head * stride, heads + head * d, d * sizeof(float));
+    }
+    std::memcpy(raw + config_.n_heads * stride, heads + n_q, 2 * n_k * sizeof(float));
+}
+
+// The results of a tile after their gates, in the type of products.
+ProductRows Learner::gated_rows(size_t layer, const RowTile& tile) {
+    const size_t width = config_.mixer_out(layer), d = config_.head_dim, rows = tile.n();
+    const uint8_t* attended = now_.attended + tile.begin * width * head_bytes_;
+    if (!is_gated(layer)) {
+        if (head_type_ == type_) return {attended, width};
+        return convert(reinterpret_cast<const float*>(attended), width, rows, width);
+    }
+    for_rows(rows, 4 * width, [&](size_t i) {
+        float *row = up_.get() + i * width, *raw = now_.raw + (tile.begin + i) * config_.mixer_in(layer);
+        load(attended + i * width * head_bytes_, width, row);
+        if (config_.mixer(layer) == Mixer::kDelta) return gate_delta(layer, tile.begin + i, row);
+        for (size_t head = 0; head < config_.n_heads; ++head) {
+            const float* gate = raw + head * config_.query_stride() + d;
+            kernels().sigmoid_gate_f32(row + head * d, gate, d, row + head * d);
+        }
+    });
+    return convert(up_.get(), width, rows, width);
+}
+
+// Converts the gradients of a tile's gated results, in place, to those of the results, and replaces the gates in `raw`
+// by their gradients.
+void Learner::gate_backward(size_t layer, const RowTile& tile, float* grad) {
+    const size_t width = config_.mixer_out(layer), d = config_.head_dim;
+    if (!is_gated(layer)) return;
+    if (config_.mixer(layer) == Mixer::kDelta) return gate_delta_backward(layer, tile, grad);
+    for_rows(tile.n(), 4 * width, [&](size_t i) {
+        float *row = scratch<float>(width, Scratch::kRow), *to = grad + i * width;
+        float* raw = now_.raw + (tile.begin + i) * config_.mixer_in(layer);
+        load(now_.attended + (tile.begin + i) * width * head_bytes_, width, row);
+        for (size_t head = 0; head < config_.n_heads; ++head) {
+            float *gate = raw + head * config_.query_stride() + d, *of_head = to + head * d;
+            kernels().sigmoid_gate_backward_f32(row + head * d, gate, of_head, d, of_head, gate);
+        }
+    });
 }
 
 // Adds to `grad`, the gradient of x, what comes through attention, from grad_out, the gradient of the half's result.
@@ -146,24 +207,27 @@ void Learner::attention_backward_half(size_t layer, const float* grad_out, float
                                       std::span<const FactorGradients> grads) {
     const NormWeight &q_norm = norm_at(layer, &LayerNorms::q_norm), &k_norm = norm_at(layer, &LayerNorms::k_norm);
     const size_t d = config_.hidden_dim, width = config_.mixer_out(layer), n_k = config_.n_kv_heads * config_.head_dim;
-    const bool is_conv = config_.mixer(layer) == Mixer::kConv;
+    const bool attends = config_.mixer(layer) == Mixer::kAttention;
     const auto typed = [&](size_t count) {
-        return std::make_unique_for_overwrite<uint8_t[]>(is_conv ? 0 : n() * count * head_bytes_);
+        return std::make_unique_for_overwrite<uint8_t[]>(attends ? n() * count * head_bytes_ : 0);
     };
     const Bytes grad_attended = typed(width), grad_q = typed(width), grad_k = typed(n_k), grad_v = typed(n_k);
-    const auto grad_mixed = std::make_unique_for_overwrite<float[]>(is_conv ? n() * d : 0);
+    const auto grad_mixed = std::make_unique_for_overwrite<float[]>(attends ? 0 : n() * width);
     for (const RowTile& tile : tiles_) {
         const size_t at = tile.begin * d, rows = tile.n();
         float* delta = h_.get();
         scale(grad_out + at, config_.residual_scale, rows, delta);
         if (config_.post_norm)
             norm_backward(norm_at(layer, &LayerNorms::post_norm1), now_.attended_out + at, delta, tile.groups);
-        float* grad_in = is_conv ? grad_mixed.get() + at : delta_.get();
-        project_backward(layer, Target::kO, attended_rows(layer, tile), tile, delta, d, grad_in, width, grads);
-        if (!is_conv) store(delta_.get(), rows, width, grad_attended.get() + tile.begin * width * head_bytes_);
+        float* grad_in = attends ? delta_.get() : grad_mixed.get() + tile.begin * width;
+        project_backward(layer, Target::kO, gated_rows(layer, tile), tile, delta, d, grad_in, width, grads);
+        gate_backward(layer, tile, grad_in);
+        if (attends) store(delta_.get(), rows, width, grad_attended.get() + tile.begin * width * head_bytes_);
     }
-    if (is_conv) {
+    if (config_.mixer(layer) == Mixer::kConv) {
         convolve_backward(layer, grad_mixed.get());
+    } else if (config_.mixer(layer) == Mixer::kDelta) {
+        delta_rule_backward(layer, grad_mixed.get());
     } else {
         attention_backward(attention_of(layer), {.out = grad_attended.get(),
                                                  .q = grad_q.get(),
@@ -178,8 +242,8 @@ void Learner::attention_backward_half(size_t layer, const float* grad_out, float
             heads_backward(layer, tile.begin + i, grad_q.get(), grad_k.get(), grad_v.get(), sums);
         };
         float *grad_q_norm = gradient_of(q_norm.weight), *grad_k_norm = gradient_of(k_norm.weight);
-        if (is_conv) {
-            // convolve_backward() has replaced the rows.
+        if (!attends) {
+            // The rows are replaced.
         } else if (grad_q_norm == nullptr && grad_k_norm == nullptr) {
             for_rows(rows, 2 * qkv, [&](size_t i) { heads(i, nullptr); });
         } else {

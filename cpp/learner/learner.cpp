@@ -214,7 +214,7 @@ void Learner::allocate() {
     resize(x_, n() * d), resize(raw_, n() * config_.widest_mixer_in());
     shared_ = std::make_unique_for_overwrite<uint8_t[]>(divide(nullptr, false));
     resize(h_, rows * d), resize(delta_, rows * std::max(d, config_.widest_mixer_out())),
-        resize(up_, rows * config_.up_dim());
+        resize(up_, rows * std::max(config_.up_dim(), config_.widest_mixer_out()));
     resize(activated_, rows * config_.ffn_dim);
     resize(grad_activated_, type_ == ProductType::kFloat32 ? rows * config_.ffn_dim : 0);
     resize(t_, rows * rank), resize(u_, rows * rank);
@@ -246,12 +246,13 @@ size_t Learner::divide(uint8_t* memory, bool keeps) {
         used += ceil_div(count * sizeof(T), size_t{64}) * 64;
     };
     const size_t d = config_.hidden_dim;
-    take(now_.qkv, n() * config_.qkv_dim() * head_bytes_);
+    take(now_.qkv, n() * heads_dim() * head_bytes_);
     take(now_.attended, n() * config_.widest_mixer_out() * head_bytes_);
     take(now_.lse, n() * config_.n_heads);
     take(now_.attended_out, config_.post_norm ? n() * d : 0);
     take(now_.middle, n() * d);
-    take(now_.raw, keeps && (config_.qk_norm || config_.is_recurrent()) ? n() * config_.widest_mixer_in() : 0);
+    const bool reads_raw = config_.qk_norm || config_.output_gate || config_.is_recurrent();
+    take(now_.raw, keeps && reads_raw ? n() * config_.widest_mixer_in() : 0);
     take(now_.up, keeps ? n() * config_.up_dim() : 0);
     if (now_.raw == nullptr) now_.raw = raw_.get();
     return used;
@@ -297,6 +298,15 @@ void Learner::store(const float* x, size_t rows, size_t width, uint8_t* numbers)
         for_rows(rows, width, [&](size_t i) {
             kernels().bf16_from_f32(x + i * width, width, reinterpret_cast<uint16_t*>(numbers) + i * width);
         });
+    }
+}
+
+// Converts numbers of the type of heads.
+void Learner::load(const uint8_t* numbers, size_t n, float* x) const {
+    if (head_type_ == ProductType::kFloat32) {
+        std::memcpy(x, numbers, n * sizeof(float));
+    } else {
+        kernels().f32_from_bf16(reinterpret_cast<const uint16_t*>(numbers), n, x);
     }
 }
 
@@ -358,14 +368,6 @@ void Learner::add(const float* x, const float* y, float factor, size_t rows, flo
 
 ProductRows Learner::convert(const float* x, size_t ldx, size_t rows, size_t k) const {
     return convert_rows(type_, x, ldx, rows, k, Scratch::kInputs);
-}
-
-// The results of attention or convolution of a tile, in the type of products.
-ProductRows Learner::attended_rows(size_t layer, const RowTile& tile) const {
-    const size_t width = config_.mixer_out(layer);
-    const uint8_t* rows = now_.attended + tile.begin * width * head_bytes_;
-    if (head_type_ == type_) return {rows, width};
-    return convert(reinterpret_cast<const float*>(rows), width, tile.n(), width);
 }
 
 }  // namespace whet

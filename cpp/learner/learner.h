@@ -26,6 +26,7 @@
 
 #include "engine/lora.h"
 #include "engine/training_attention.h"
+#include "engine/training_delta.h"
 #include "engine/weights.h"
 #include "learner/products.h"
 #include "runtime/zeroed.h"
@@ -118,11 +119,14 @@ private:
     };
     using Floats = std::unique_ptr<float[]>;
     using Bytes = std::unique_ptr<uint8_t[]>;
+    struct DeltaInputs {  // of the gated delta rule (engine/training_delta.h)
+        Floats qkv, decay, beta;
+    };
     // Values of a layer that its backward pass reads, for all tokens.
     struct Activations {
-        uint8_t *qkv, *attended;  // heads after norms and rotation, and the results of attention or convolution
+        uint8_t *qkv, *attended;  // heads after norms and rotation, and the results of the mixer before their gates
         float* lse;
-        float* raw;           // heads before norms and rotation; B, C and x of a convolution
+        float* raw;           // results of the mixer's first matrix; what follows may overwrite them with gradients
         float* attended_out;  // W_o attended, before its norm
         float* middle;        // x + residual_scale norm(W_o attended)
         float* up;            // W_up norm(input of the MLP); null: computed tile by tile
@@ -173,6 +177,7 @@ private:
     void select(size_t layer);
     void embed(float* x);
     void store(const float* x, size_t rows, size_t width, uint8_t* numbers) const;
+    void load(const uint8_t* numbers, size_t n, float* x) const;
     void begin_layer(size_t layer, bool keep);
     void begin_layer_backward(size_t layer);
     const float* cos_sin(size_t layer, size_t token) const;
@@ -180,7 +185,6 @@ private:
     void scale(const float* x, float factor, size_t rows, float* out) const;
     void add(const float* x, const float* y, float factor, size_t rows, float* sum) const;
     ProductRows convert(const float* x, size_t ldx, size_t rows, size_t k) const;
-    ProductRows attended_rows(size_t layer, const RowTile& tile) const;
 
     const NormWeight& norm_at(size_t layer, NormWeight LayerNorms::* norm) const {
         return norm_of(*weights_, with_adapters_ ? &adapter_ : nullptr, {layer, norm});
@@ -213,12 +217,28 @@ private:
     void attention_backward_half(size_t layer, const float* grad_out, float* grad,
                                  std::span<const FactorGradients> grads);
     void find_neighbours();
-    std::unique_ptr<float[]> conv_inputs(size_t layer, std::vector<float>& taps) const;
-    void find_rows(const float* inputs, size_t token, const float** rows) const;
+    std::vector<float> taps_of(size_t layer) const;
+    Floats conv_inputs() const;
+    void find_rows(const float* inputs, size_t stride, size_t token, const float** rows) const;
+    void add_readers(const float* grad, const std::vector<float>& taps, size_t token, float* sum) const;
     void convolve(size_t layer);
     void convolve_backward(size_t layer, const float* grad);
+    DeltaInputs delta_inputs(size_t layer) const;
+    TrainingDelta delta_of(const DeltaInputs& inputs) const;
+    void delta_rule(size_t layer);
+    void delta_rule_backward(size_t layer, const float* grad);
+    void gate_delta(size_t layer, size_t token, float* row) const;
+    void gate_delta_backward(size_t layer, const RowTile& tile, float* grad) const;
     void rotate(size_t layer, size_t token, float* heads, bool inverse) const;
     void scale_queries(size_t token, float* heads) const;
+    bool is_gated(size_t layer) const {
+        const Mixer mixer = config_.mixer(layer);
+        return mixer == Mixer::kDelta || (mixer == Mixer::kAttention && config_.output_gate);
+    }
+    size_t heads_dim() const { return (config_.n_heads + 2 * config_.n_kv_heads) * config_.head_dim; }
+    ProductRows gated_rows(size_t layer, const RowTile& tile);
+    void gate_backward(size_t layer, const RowTile& tile, float* grad);
+    void read_heads(const float* raw, float* heads) const;
     void finish_heads(size_t layer, size_t token);
     void heads_backward(size_t layer, size_t token, const uint8_t* grad_q, const uint8_t* grad_k, const uint8_t* grad_v,
                         float* sums);

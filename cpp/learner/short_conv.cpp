@@ -40,11 +40,9 @@ void Learner::find_neighbours() {
     }
 }
 
-// B x of all tokens; reads the taps.
-std::unique_ptr<float[]> Learner::conv_inputs(size_t layer, std::vector<float>& taps) const {
+// B x of all tokens.
+std::unique_ptr<float[]> Learner::conv_inputs() const {
     const size_t d = config_.hidden_dim;
-    taps.resize(config_.conv_length * d);
-    weights_->layers[layer].conv.rows(0, config_.conv_length, taps.data(), false);
     auto inputs = std::make_unique_for_overwrite<float[]>(n() * d);
     for_rows(n(), d, [&](size_t i) {
         const float *b = now_.raw + i * 3 * d, *x = b + 2 * d;
@@ -53,42 +51,53 @@ std::unique_ptr<float[]> Learner::conv_inputs(size_t layer, std::vector<float>& 
     return inputs;
 }
 
-// The inputs that each tap reads for a token, the oldest first.
-void Learner::find_rows(const float* inputs, size_t token, const float** rows) const {
+// The inputs that each tap reads for a token, the oldest first; tokens are `stride` numbers apart.
+void Learner::find_rows(const float* inputs, size_t stride, size_t token, const float** rows) const {
     const size_t length = config_.conv_length;
     for (size_t j = 0; j < length; ++j) {
         const int64_t other = before_[token * length + length - 1 - j];
-        rows[j] = other < 0 ? nullptr : inputs + static_cast<size_t>(other) * config_.hidden_dim;
+        rows[j] = other < 0 ? nullptr : inputs + static_cast<size_t>(other) * stride;
     }
+}
+
+// Computes the gradient of the inputs of a token, from the gradients of all results.
+void Learner::add_readers(const float* grad, const std::vector<float>& taps, size_t token, float* sum) const {
+    const size_t length = config_.conv_length, width = taps.size() / length;
+    std::memset(sum, 0, width * sizeof(float));
+    for (size_t at = next_offsets_[token]; at < next_offsets_[token + 1]; ++at) {
+        const auto [reader, places] = next_[at];
+        kernels().multiply_add_f32(taps.data() + (length - 1 - places) * width, grad + reader * width, width, sum);
+    }
+}
+
+std::vector<float> Learner::taps_of(size_t layer) const {
+    std::vector<float> taps(config_.conv_length * config_.conv_dim(layer));
+    weights_->layers[layer].conv.rows(0, config_.conv_length, taps.data(), false);
+    return taps;
 }
 
 void Learner::convolve(size_t layer) {
     const size_t d = config_.hidden_dim, length = config_.conv_length;
-    std::vector<float> taps;
-    const auto inputs = conv_inputs(layer, taps);
+    const std::vector<float> taps = taps_of(layer);
+    const auto inputs = conv_inputs();
     for_rows(n(), length * d, [&](size_t i) {
         const float* rows[kMaxConvLength];
-        find_rows(inputs.get(), i, rows);
+        find_rows(inputs.get(), d, i, rows);
         float* row = scratch<float>(d, Scratch::kRow);
         kernels().short_conv_f32(rows, length, taps.data(), d, now_.raw + i * 3 * d + d, d, row);
-        uint8_t* to = now_.attended + i * d * head_bytes_;
-        if (head_type_ == ProductType::kBFloat16) {
-            kernels().bf16_from_f32(row, d, reinterpret_cast<uint16_t*>(to));
-        } else {
-            std::memcpy(to, row, d * sizeof(float));
-        }
+        store(row, 1, d, now_.attended + i * d * head_bytes_);
     });
 }
 
 // Replaces B, C and x of all tokens by their gradients, from the gradient of the result.
 void Learner::convolve_backward(size_t layer, const float* grad) {
     const size_t d = config_.hidden_dim, length = config_.conv_length;
-    std::vector<float> taps;
-    const auto inputs = conv_inputs(layer, taps);
+    const std::vector<float> taps = taps_of(layer);
+    const auto inputs = conv_inputs();
     const auto grad_y = std::make_unique_for_overwrite<float[]>(n() * d);
     for_rows(n(), length * d, [&](size_t i) {
         const float* rows[kMaxConvLength];
-        find_rows(inputs.get(), i, rows);
+        find_rows(inputs.get(), d, i, rows);
         float *c = now_.raw + i * 3 * d + d, *y = scratch<float>(d, Scratch::kRow);
         kernels().short_conv_f32(rows, length, taps.data(), d, nullptr, d, y);
         for (size_t j = 0; j < d; ++j) {
@@ -98,11 +107,7 @@ void Learner::convolve_backward(size_t layer, const float* grad) {
     });
     for_rows(n(), length * d, [&](size_t i) {
         float *b = now_.raw + i * 3 * d, *x = b + 2 * d, *sum = scratch<float>(d, Scratch::kRow);
-        std::memset(sum, 0, d * sizeof(float));
-        for (size_t at = next_offsets_[i]; at < next_offsets_[i + 1]; ++at) {
-            const auto [token, places] = next_[at];
-            kernels().multiply_add_f32(taps.data() + (length - 1 - places) * d, grad_y.get() + token * d, d, sum);
-        }
+        add_readers(grad_y.get(), taps, i, sum);
         for (size_t j = 0; j < d; ++j) {
             const float grad_b = sum[j] * x[j];
             x[j] = sum[j] * b[j];

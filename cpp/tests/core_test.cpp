@@ -25,6 +25,8 @@
 #include "runtime/thread_pool.h"
 #include "tests/checks.h"
 
+using whet::DeltaTask;
+using whet::kDeltaSlice;
 using whet::kernels;
 
 namespace {
@@ -303,6 +305,83 @@ void test_lora(size_t rank, size_t rows, size_t n) {
 }
 
 // Heads of exactly rotary_dim elements, the last of which ends its buffer.
+void test_delta_rule(size_t key_dim, size_t value_dim) {
+    constexpr size_t n = 7, split = 3;
+    const size_t padded = (value_dim + kDeltaSlice - 1) / kDeltaSlice * kDeltaSlice, size = padded * key_dim;
+    std::vector<float> q = normal(n * key_dim, 1), k = normal(n * key_dim, 2), v = normal(n * value_dim, 3);
+    for (float& x : k) x /= std::sqrt(static_cast<float>(key_dim));  // about unit length: the state does not grow
+    std::vector<float> decay(n), beta(n), out(n * value_dim), state(size, NAN);
+    for (size_t t = 0; t < n; ++t) {
+        decay[t] = 0.5f + 0.07f * static_cast<float>(t), beta[t] = 0.9f - 0.1f * static_cast<float>(t);
+    }
+    // q and v have rows of their own length, which a task's stride is not: one token at a time.
+    const auto token = [&](size_t t, const float* from, float* to, float* into) {
+        return DeltaTask{.n = 1,
+                         .key_dim = key_dim,
+                         .value_dim = value_dim,
+                         .q = &q[t * key_dim],
+                         .k = &k[t * key_dim],
+                         .v = &v[t * value_dim],
+                         .stride = 0,
+                         .decay = &decay[t],
+                         .beta = &beta[t],
+                         .gate_stride = 0,
+                         .from = from,
+                         .to = to,
+                         .out = into,
+                         .out_stride = 0};
+    };
+    std::vector<long double> s(key_dim * value_dim);
+    std::vector<float> before(size), again(value_dim);
+    for (size_t t = 0; t < n; ++t) {
+        float* const row = &out[t * value_dim];
+        const bool in_place = t > split;
+        if (t == split) before = state;
+        kernels().delta_rule_f32(token(t,
+                                       t == 0       ? nullptr
+                                       : t == split ? before.data()
+                                                    : state.data(),
+                                       state.data(), row));
+        kernels().delta_output_f32(token(t, state.data(), nullptr, again.data()));
+        expect(std::equal(again.begin(), again.end(), row), "output of a state, %zu x %zu, token %zu, %d", key_dim,
+               value_dim, t, in_place);
+        for (size_t j = 0; j < value_dim; ++j) {
+            long double u = v[t * value_dim + j], o = 0;
+            for (size_t i = 0; i < key_dim; ++i) u -= decay[t] * s[i * value_dim + j] * k[t * key_dim + i];
+            for (size_t i = 0; i < key_dim; ++i) {
+                long double& at = s[i * value_dim + j];
+                at = decay[t] * at + beta[t] * u * k[t * key_dim + i];
+                o += at * q[t * key_dim + i];
+            }
+            expect_near("delta rule", t * value_dim + j, row[j], o, 1e-5L * std::sqrt(static_cast<double>(key_dim)));
+        }
+    }
+    add_to_hash(out);
+    // All tokens of rows [q, k, v] in one task: the same bits.
+    const size_t stride = 2 * key_dim + value_dim;
+    std::vector<float> rows(n * stride), whole(size), found(n * value_dim);
+    for (size_t t = 0; t < n; ++t) {
+        std::copy_n(&q[t * key_dim], key_dim, &rows[t * stride]);
+        std::copy_n(&k[t * key_dim], key_dim, &rows[t * stride + key_dim]);
+        std::copy_n(&v[t * value_dim], value_dim, &rows[t * stride + 2 * key_dim]);
+    }
+    kernels().delta_rule_f32({.n = n,
+                              .key_dim = key_dim,
+                              .value_dim = value_dim,
+                              .q = rows.data(),
+                              .k = rows.data() + key_dim,
+                              .v = rows.data() + 2 * key_dim,
+                              .stride = stride,
+                              .decay = decay.data(),
+                              .beta = beta.data(),
+                              .gate_stride = 1,
+                              .from = nullptr,
+                              .to = whole.data(),
+                              .out = found.data(),
+                              .out_stride = value_dim});
+    expect(found == out && whole == state, "delta rule of %zu tokens at once, %zu x %zu", n, key_dim, value_dim);
+}
+
 template <class T, class Kernel>
 void test_rope(const char* name, Kernel kernel, size_t half, bool neox, size_t skew) {
     const size_t dim = 2 * half, heads = 3;
@@ -649,6 +728,9 @@ int main() {
             for (const size_t head_dim : {32, 40, 64, 72, 128}) {
                 for (const size_t group : {1, 2, 3, 5}) test_attention(n, head_dim, group);
             }
+        }
+        for (const size_t key_dim : {1, 2, 7, 16, 33, 128}) {
+            for (const size_t value_dim : {1, 15, 16, 17, 64, 80, 128}) test_delta_rule(key_dim, value_dim);
         }
         test_packing();
         test_cpu_quota();

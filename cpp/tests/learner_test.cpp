@@ -79,7 +79,7 @@ struct Setup {
     Setup(const ModelConfig& config, WeightFormat format, ProductType type, std::mt19937& bits)
         : model(config, format, 8, KvType::kFloat32), learner(model.weights, type), head(*model.weights, type) {
         const ModelConfig& c = model.transformer.config();
-        const size_t rank = 1 + bits() % 11, q = c.n_heads * c.head_dim, kv = c.n_kv_heads * c.head_dim;
+        const size_t rank = 1 + bits() % 11;
         const auto add = [&](size_t layer, Target target, size_t first, size_t n) {
             const size_t* shape = learner.shape(learner.add_adapter(layer, target, first, n, rank));
             Factor factor{std::vector<float>(rank * shape[1]), std::vector<float>(rank * n), {}, {}};
@@ -88,18 +88,24 @@ struct Setup {
             factors.push_back(std::move(factor));
         };
         for (size_t layer = 0; layer < c.n_layers; ++layer) {
-            add(layer, Target::kQkv, 0, q), add(layer, Target::kQkv, q + kv, kv);
+            const size_t in = c.mixer_in(layer);
+            add(layer, Target::kQkv, 0, in / 2), add(layer, Target::kQkv, in - in / 3, in / 3);
             add(layer, Target::kO, 0, c.hidden_dim), add(layer, Target::kUp, 3, c.ffn_dim - 8);
             add(layer, Target::kDown, 0, c.hidden_dim);
         }
-        const auto add_norm = [&](const std::string& slot) {
-            std::vector<float> values(c.hidden_dim);
+        const auto add_norm = [&](const std::string& slot, size_t n) {
+            std::vector<float> values(n);
             for (float& x : values) x = 1.0f + 0.2f * normal(bits);
             learner.add_norm(slot, values);
             norms.push_back(std::move(values));
         };
-        add_norm("final_norm.weight"), add_norm("layers.1.norm1.weight"), add_norm("layers.0.norm2.weight");
-        if (c.norm == Norm::kLayer) add_norm("layers.0.norm1.bias"), add_norm("layers.1.norm2.bias");
+        for (const char* slot : {"final_norm.weight", "layers.1.norm1.weight", "layers.0.norm2.weight"}) {
+            add_norm(slot, c.hidden_dim);
+        }
+        if (c.norm == Norm::kLayer) {
+            for (const char* slot : {"layers.0.norm1.bias", "layers.1.norm2.bias"}) add_norm(slot, c.hidden_dim);
+        }
+        if (c.mixer(1) == Mixer::kDelta) add_norm("layers.1.delta_norm.weight", c.delta_dim);
     }
 
     // sum g logprobs + e entropies, with the factors moved by `step` times a direction.
@@ -167,8 +173,16 @@ ModelConfig random_config(std::mt19937& bits) {
     c.qk_norm_rotated = c.qk_norm && !c.qk_norm_whole && bits() % 2 == 0;
     if (bits() % 2 == 0) c.query_log_scale = 0.3, c.query_scale_length = 3;
     c.sinks = bits() % 2 == 0;
+    c.output_gate = bits() % 2 == 0;
     c.windows.assign(c.n_layers, 0);
     c.windows[1] = bits() % 2 * 9;
+    if (bits() % 2 == 0) {
+        c.mixers.resize(c.n_layers);
+        for (Mixer& mixer : c.mixers) mixer = static_cast<Mixer>(bits() % 3);
+        constexpr size_t kDims[] = {16, 5, 19};
+        c.n_delta_key_heads = 1 + bits() % 2, c.n_delta_heads = c.n_delta_key_heads * (1 + bits() % 2);
+        c.delta_dim = kDims[bits() % 3], c.delta_key_dim = kDims[bits() % 3], c.delta_tiled = bits() % 2 == 0;
+    }
     if (c.is_recurrent()) c.conv_length = 1 + bits() % 5;
     c.residual_scale = bits() % 2 == 0 ? 1.0f : 0.7f;
     c.logits_softcap = bits() % 2 == 0 ? 0.0f : 20.0f;
@@ -178,7 +192,7 @@ ModelConfig random_config(std::mt19937& bits) {
 }
 
 void test_gradients() {
-    for (unsigned seed = 0; seed < 12; ++seed) {
+    for (unsigned seed = 0; seed < 24; ++seed) {
         std::mt19937 bits(seed);
         constexpr WeightFormat kFormats[] = {WeightFormat::kFloat32, WeightFormat::kBFloat16, WeightFormat::kQ8_0};
         Setup s(random_config(bits), kFormats[seed % 3], ProductType::kFloat32, bits);
@@ -188,7 +202,7 @@ void test_gradients() {
         std::vector<float> g(batch.targets.size()), e(g.size());
         for (float& x : g) x = s.normal(bits);
         for (float& x : e) x = s.normal(bits);
-        constexpr float kStep = 2e-3f;
+        constexpr float kStep = 5e-4f;
         const double got = s.derivative(batch, g, e);
         const double right = (s.loss(batch, g, e, kStep, false) - s.loss(batch, g, e, -kStep, false)) / (2 * kStep);
         double norm = 0.0;
@@ -320,24 +334,27 @@ void test_heads() {
     }
 }
 
-// bfloat16 products of a batch, on one to five threads, with the activations of no, some and all layers kept.
+// bfloat16 products of a batch, on one to five threads, with the activations of no, some and all layers kept, without
+// and with layers of the gated delta rule.
 void test_bits() {
-    std::vector<double> derivatives;
-    for (const int n : {1, 2, 5}) {
-        for (const size_t token_bytes : {0, 1500, 100000}) {
-            set_num_threads(n, kOversubscribe);
-            std::mt19937 bits(3);
-            Setup s(random_config(bits), WeightFormat::kBFloat16, ProductType::kBFloat16, bits);
-            const Batch batch(bits);
-            s.activation_bytes = batch.batch.n_tokens() * token_bytes;
-            s.dropout = {0.2, 5};
-            const std::vector<float> g(batch.targets.size(), 0.5f);
-            derivatives.push_back(s.derivative(batch, g, g));
+    for (const unsigned seed : {3, 4}) {
+        std::vector<double> derivatives;
+        for (const int n : {1, 2, 5}) {
+            for (const size_t token_bytes : {0, 1500, 100000}) {
+                set_num_threads(n, kOversubscribe);
+                std::mt19937 bits(seed);
+                Setup s(random_config(bits), WeightFormat::kBFloat16, ProductType::kBFloat16, bits);
+                const Batch batch(bits);
+                s.activation_bytes = batch.batch.n_tokens() * token_bytes;
+                s.dropout = {0.2, 5};
+                const std::vector<float> g(batch.targets.size(), 0.5f);
+                derivatives.push_back(s.derivative(batch, g, g));
+            }
         }
-    }
-    for (const double derivative : derivatives) {
-        expect(derivative == derivatives[0], "bits depend on threads or kept layers: %g, %g", derivative,
-               derivatives[0]);
+        for (const double derivative : derivatives) {
+            expect(derivative == derivatives[0], "bits depend on threads or kept layers: %g, %g", derivative,
+                   derivatives[0]);
+        }
     }
     set_num_threads(3, kOversubscribe);
 }

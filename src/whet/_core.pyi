@@ -291,6 +291,22 @@ def adamw(
     grad_scale: float,
 ) -> None: ...
 
+class TrainingDelta:
+    def __init__(
+        self,
+        *,
+        qkv: Any,
+        decay: Any,
+        beta: Any,
+        n_key_heads: int,
+        key_dim: int,
+        q_offsets: Any,
+        k_offsets: Any,
+        key_rows: Any,
+    ) -> None: ...
+    def forward(self, out: Any) -> None: ...
+    def backward(self, *, grad_out: Any, grad_qkv: Any, grad_decay: Any, grad_beta: Any) -> None: ...
+
 class TrainingAttention:
     def __init__(
         self,

@@ -80,8 +80,17 @@ def attention_mask(batch: PackedBatch, window: int | None) -> Tensor:
 LENGTHS = {
     "one token": [(1, [1])],
     "a shared prompt": [(9, [4, 1, 7])],
-    "more than a block": [(70, [40, 3]), (1, [90]), (33, [2])],
+    "more than a block": [(70, [40, 3]), (1, [90]), (33, [2]), (130, [67, 66])],
 }
+
+
+def packed(lengths: str) -> PackedBatch:
+    prompts, completions = [], []
+    for i, (n_prompt, n_completions) in enumerate(LENGTHS[lengths]):
+        for n in n_completions:
+            prompts.append([i] * n_prompt)
+            completions.append([0] * n)
+    return PackedBatch(*map(torch.from_numpy, pack_batch(prompts, completions)))
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -92,12 +101,7 @@ LENGTHS = {
 )
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_attention(lengths, n_heads, n_kv_heads, head_dim, window, softcap, has_sinks, dtype):
-    prompts, completions = [], []
-    for i, (n_prompt, n_completions) in enumerate(LENGTHS[lengths]):
-        for n in n_completions:
-            prompts.append([i] * n_prompt)
-            completions.append([0] * n)
-    batch = PackedBatch(*map(torch.from_numpy, pack_batch(prompts, completions)))
+    batch = packed(lengths)
     n, mask, kv_group = len(batch.input_ids), attention_mask(batch, window), n_heads // n_kv_heads
 
     def definition(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
@@ -124,6 +128,42 @@ def test_sinks_far_above_the_scores_have_no_gradient():
     sinks = torch.tensor([200.0, 400.0], requires_grad=True)
     functions.attention(q, k, v, batch, 0.3, None, 0.0, sinks).sum().backward()
     torch.testing.assert_close(sinks.grad, torch.zeros(2), rtol=0, atol=1e-30)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize(("n_heads", "n_key_heads"), [(1, 1), (4, 2), (3, 3)])
+@pytest.mark.parametrize(("dim", "key_dim"), [(16, 16), (5, 7), (40, 33), (128, 128)])
+def test_gated_delta_rule(lengths, n_heads, n_key_heads, dim, key_dim):
+    batch = packed(lengths)
+    n = len(batch.input_ids)
+
+    def definition(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
+        q, k = (x.repeat_interleave(n_heads // n_key_heads, 1) for x in (q, k))
+        states = [torch.zeros(n_heads, key_dim, dim, dtype=torch.float64)] * (n + 1)
+        outs = []
+        for t, before in enumerate(functions.tokens_before(batch, 1)[:, 1].tolist()):
+            state = states[before] * log_decay[t].exp()[:, None, None]  # states[n] is before a sequence
+            u = beta[t][:, None] * (v[t] - torch.einsum("hij,hi->hj", state, k[t]))
+            states[t] = state + k[t][:, :, None] * u[:, None]
+            outs.append(torch.einsum("hij,hi->hj", states[t], q[t]))
+        return torch.stack(outs)
+
+    q, k = (torch.nn.functional.normalize(normal(n, n_key_heads, key_dim), dim=-1) for _ in range(2))
+    gates = -normal(n, n_heads).exp(), normal(n, n_heads).sigmoid()
+
+    def rule(*inputs: Tensor) -> Tensor:
+        return functions.gated_delta_rule(*inputs, batch)
+
+    compare(rule, definition, [q, k, normal(n, n_heads, dim), *gates], 5e-6)
+
+
+def test_a_sequence_of_the_delta_rule_continues_the_prompt_before_it():
+    batch = packed("a shared prompt")
+    rows = batch.key_rows.clone()
+    rows[batch.k_offsets[1] : batch.k_offsets[1] + 9] -= 1  # the first completion would continue another token
+    x, gates = normal(len(batch.input_ids), 1, 4), normal(len(batch.input_ids), 1)
+    other = batch._replace(key_rows=rows.clamp(0))
+    assert_raises(ValueError, "continue", functions.gated_delta_rule, x, x, x, gates, gates, other)
 
 
 def trained_product(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> functions.Product:

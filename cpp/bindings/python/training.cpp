@@ -19,6 +19,7 @@
 #include "engine/attention.h"
 #include "engine/kept_tokens.h"
 #include "engine/training_attention.h"
+#include "engine/training_delta.h"
 #include "runtime/system.h"
 #include "runtime/thread_pool.h"
 
@@ -260,6 +261,62 @@ private:
     TrainingAttention a_;
 };
 
+// ---------------------------------------------------------------- gated delta rule
+
+// The rule of a training step, with references to the tensors that its gradient needs.
+class DeltaObject {
+public:
+    DeltaObject(Matrix<const float> qkv, Matrix<const float> decay, Matrix<const float> beta, size_t n_key_heads,
+                size_t key_dim, Vector<const int64_t> q_offsets, Vector<const int64_t> k_offsets,
+                Vector<const int64_t> key_rows)
+        : qkv_(qkv), decay_(decay), beta_(beta), q_offsets_(q_offsets), k_offsets_(k_offsets), key_rows_(key_rows) {
+        const size_t n_tokens = qkv.shape(0), heads = decay.shape(1), keys = 2 * n_key_heads * key_dim;
+        const size_t n_offsets = q_offsets.shape(0);
+        require(same_shape(decay, beta) && decay.shape(0) == n_tokens && n_key_heads > 0 && heads > 0 &&
+                    heads % n_key_heads == 0 && qkv.shape(1) > keys && (qkv.shape(1) - keys) % heads == 0,
+                "TrainingDelta: shapes of qkv, decay and beta disagree");
+        require(n_offsets > 0 && k_offsets.shape(0) == n_offsets &&
+                    q_offsets.data()[n_offsets - 1] == static_cast<int64_t>(n_tokens) &&
+                    k_offsets.data()[n_offsets - 1] == static_cast<int64_t>(key_rows.shape(0)),
+                "TrainingDelta: the offsets do not fit the tokens");
+        d_ = {.n_heads = heads,
+              .n_key_heads = n_key_heads,
+              .dim = (qkv.shape(1) - keys) / heads,
+              .key_dim = key_dim,
+              .is_tiled = false,
+              .n_sequences = n_offsets - 1,
+              .q_offsets = q_offsets.data(),
+              .k_offsets = k_offsets.data(),
+              .key_rows = key_rows.data(),
+              .qkv = data(qkv),
+              .decay = data(decay),
+              .beta = data(beta)};
+    }
+
+    void forward(const Matrix<float>& out) const {
+        check(out, "TrainingDelta.forward: expected out (tokens, n_heads dim)");
+        delta_forward(d_, data(out), out.shape(1));
+    }
+
+    void backward(const Matrix<const float>& grad_out, const Matrix<float>& grad_qkv, const Matrix<float>& grad_decay,
+                  const Matrix<float>& grad_beta) const {
+        check(grad_out, "TrainingDelta.backward: expected grad_out (tokens, n_heads dim)");
+        require(same_shape(grad_qkv, qkv_) && same_shape(grad_decay, decay_) && same_shape(grad_beta, beta_),
+                "TrainingDelta.backward: a gradient does not match the shape of its tensor");
+        delta_backward(d_, {data(grad_out), data(grad_qkv), data(grad_decay), data(grad_beta)});
+    }
+
+private:
+    template <class T>
+    void check(const Matrix<T>& out, const char* error) const {
+        require(out.shape(0) == qkv_.shape(0) && out.shape(1) == d_.n_heads * d_.dim, error);
+    }
+
+    Matrix<const float> qkv_, decay_, beta_;  // these own the memory that d_ points to
+    Vector<const int64_t> q_offsets_, k_offsets_, key_rows_;
+    TrainingDelta d_;
+};
+
 auto array(const char* name) { return nb::arg(name).noconvert(); }
 
 }  // namespace
@@ -322,6 +379,14 @@ void bind_training(nb::module_& m) {
         .def("forward", &AttentionObject::forward, Release())
         .def("backward", &AttentionObject::backward, nb::kw_only(), array("grad_out"), array("grad_q"), array("grad_k"),
              array("grad_v"), array("reader_offsets"), array("readers"), Release());
+    nb::class_<DeltaObject>(m, "TrainingDelta")
+        .def(nb::init<Matrix<const float>, Matrix<const float>, Matrix<const float>, size_t, size_t,
+                      Vector<const int64_t>, Vector<const int64_t>, Vector<const int64_t>>(),
+             nb::kw_only(), array("qkv"), array("decay"), array("beta"), arg("n_key_heads"), arg("key_dim"),
+             array("q_offsets"), array("k_offsets"), array("key_rows"))
+        .def("forward", &DeltaObject::forward, array("out"), Release())
+        .def("backward", &DeltaObject::backward, nb::kw_only(), array("grad_out"), array("grad_qkv"),
+             array("grad_decay"), array("grad_beta"), Release());
 }
 
 }  // namespace whet

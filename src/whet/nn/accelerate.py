@@ -14,9 +14,9 @@ How a packed batch gets through a Hugging Face forward:
       v
     the model's own decoder.forward, which passes a 4-D mask on unchanged
       | embedding, norms, MLPs: one row per token, no sequences         nn/forwards.py
-      | attention: finds the batch in the mask                          _unwrap_batch
+      | attention: finds the batch in the mask                          _mix
       |   _attention, _gptj_attention: q, k, v, RoPE and the kernel in place of the module's forward
-      |   _short_conv: the same for the convolutions of LFM2
+      |   _short_conv, _gated_delta_net: the same for the convolutions of LFM2, and the delta rule of Qwen3.5
       |   _attention_interface: other modules, which look up attention functions by name
       |     -> functions.attention: a token attends to its prompt and its own completion
       v
@@ -264,7 +264,7 @@ class Acceleration:
         self._packed = True
         mask: Any = wrap_batch(batch)
         if "conv_length" in self.family.keys:  # the model would pass no mask on to convolutions
-            mask = dict.fromkeys(("full_attention", "conv"), mask)
+            mask = dict.fromkeys(("full_attention", "conv", "linear_attention"), mask)
         try:
             output = self._decoder(
                 input_ids=batch.input_ids[None],

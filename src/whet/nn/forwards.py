@@ -34,16 +34,32 @@ def choose_forward(acceleration: Acceleration, module: nn.Module) -> Callable[..
     if is_gated(module) and _is_silu(get_activation(module)):
         is_split = any(hasattr(module, names[0]) for names in _SPLIT)
         return partial(_swiglu if is_split else _swiglu_fused, acceleration, module)
+    packed = _choose_mixer(acceleration, module)
+    return None if packed is None else partial(_mix, partial(packed, acceleration, module), module.forward)
+
+
+def _choose_mixer(acceleration: Acceleration, module: nn.Module) -> Callable[..., Any] | None:
+    """Return the function that mixes the tokens of a packed batch in place of a module's forward."""
+    kind = type(module).__name__
     if kind.endswith("ShortConv"):
-        return partial(_short_conv, module, module.forward)
+        return _short_conv
+    if kind.endswith("GatedDeltaNet"):
+        return _gated_delta_net
     if is_legacy_gptj(module):
-        return partial(_gptj_attention, acceleration, module, module.forward)
+        return _gptj_attention
     if kind.endswith("Attention") and hasattr(module, "q_proj"):
         family = acceleration.family
-        is_plain = family.rope in ("neox", "pairs") and not family.partial_rotary and not family.query_scale
+        rotates_whole = not family.partial_rotary or _is_output_gated(module)
+        is_plain = family.rope in ("neox", "pairs") and rotates_whole and not family.query_scale
         if is_plain and not getattr(module, "residual_dropout", 0):
-            return partial(_attention, acceleration, module, module.forward)
+            return _attention
     return None
+
+
+def _mix(packed: Callable[..., Any], original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call ``packed`` with the batch that an argument carries, or the module's own forward without such a batch."""
+    batch = next((x.whet_batch for x in (*args, *options.values()) if hasattr(x, "whet_batch")), None)
+    return original(*args, **options) if batch is None else packed(batch, *args, **options)
 
 
 def check_master(weight: Tensor) -> None:
@@ -167,26 +183,21 @@ def wrap_batch(batch: PackedBatch) -> Tensor:
     return mask
 
 
-def _unwrap_batch(attention_mask: Tensor | None) -> PackedBatch | None:
-    return getattr(attention_mask, "whet_batch", None)
-
-
 def _attention(
     acceleration: Acceleration,
     module: Any,
-    original: Callable[..., Any],
+    batch: PackedBatch,
     hidden_states: Tensor,
     position_embeddings: Any = None,
-    attention_mask: Any = None,
     *args: Any,
     **options: Any,
 ) -> Any:
-    """Attention of a packed batch with separate projections and RoPE of whole heads (Llama, Mistral, Qwen)."""
-    batch = _unwrap_batch(attention_mask)
-    if batch is None:
-        return original(hidden_states, position_embeddings, attention_mask, *args, **options)
+    """Attention of a packed batch with separate projections (Llama, Mistral, Qwen)."""
     _reject_dropout(getattr(module, "attention_dropout", 0.0) if module.training else 0.0)
     q, k, v = _project(acceleration, module, hidden_states)
+    gate = None
+    if _is_output_gated(module):  # after each query head
+        q, gate = q.unflatten(1, (-1, 2)).unbind(2)
     family, layer = acceleration.family, module.layer_idx
     norms = [getattr(module, name) for name in family.head_norms if hasattr(module, name)]
     norms_rotated = bool(family.settings.get("qk_norm_rotated"))
@@ -200,23 +211,47 @@ def _attention(
     window = acceleration.windows[layer] or None
     sinks = getattr(module, "sinks", None)
     out = functions.attention(q, k, v, batch, module.scaling, window, acceleration.attention_softcap, sinks)
+    if gate is not None:
+        out = out * gate.sigmoid()
     output = module.o_proj if hasattr(module, "o_proj") else module.out_proj
     return output(out.view(1, len(q), -1)), None
 
 
+def _is_output_gated(module: Any) -> bool:
+    """Whether ``q_proj`` has a gate for each result of attention, whose sigmoid multiplies it (Qwen3.5)."""
+    return hasattr(module, "o_proj") and module.q_proj.out_features == 2 * module.o_proj.in_features
+
+
+def _gated_delta_net(
+    acceleration: Acceleration, module: Any, batch: PackedBatch, hidden_states: Tensor, *args: Any, **options: Any
+) -> Tensor:
+    """Gated delta rule over the sequences of a packed batch (Qwen3.5)."""
+    projections = module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a
+    qkv, z, b, a = (x[0] for x in acceleration.linears(hidden_states, *projections))
+    mixed = nn.functional.silu(functions.short_conv(qkv.float(), module.conv1d.weight.squeeze(1), batch))
+    q, k, v = mixed.split((module.key_dim, module.key_dim, module.value_dim), 1)
+    q, k = (x.unflatten(1, (-1, module.head_k_dim)) for x in (q, k))
+    v = v.unflatten(1, (-1, module.head_v_dim))
+    d = module.head_k_dim  # x / |x| is an RMS norm with the weight 1 / sqrt(d)
+    q, k = (
+        functions.rms_norm(x, torch.full((d,), d**power), _LENGTH_EPS / d, torch.float32)
+        for x, power in ((q, -1.0), (k, -0.5))
+    )
+    log_decay = -module.A_log.exp() * nn.functional.softplus(a.float() + module.dt_bias)
+    out = functions.gated_delta_rule(q, k, v, log_decay, b.float().sigmoid(), batch)
+    normed = functions.rms_norm(out, module.norm.weight, module.norm.variance_epsilon, torch.float32)
+    gated = functions.swiglu(z.view(out.shape), normed)
+    return module.out_proj(gated.flatten(1)[None].to(z.dtype))
+
+
+_LENGTH_EPS = 1e-6
+"""Added to the square of a length by the gated delta rule."""
+
+
 def _short_conv(
-    module: Any,
-    original: Callable[..., Any],
-    hidden_states: Tensor,
-    past_key_values: Any = None,
-    attention_mask: Any = None,
-    *args: Any,
-    **options: Any,
+    acceleration: Acceleration, module: Any, batch: PackedBatch, hidden_states: Tensor, *args: Any, **options: Any
 ) -> Tensor:
     """Causal convolution over the sequences of a packed batch: W_out (C conv(B x)), [B, C, x] = W_in h (LFM2)."""
-    batch = _unwrap_batch(attention_mask)
-    if batch is None:
-        return original(hidden_states, past_key_values, attention_mask, *args, **options)
     projected = module.in_proj(hidden_states)[0]
     b, c, x = projected.float().chunk(3, dim=-1)
     mixed = functions.short_conv(b * x, module.conv.weight.squeeze(1), batch)
@@ -241,7 +276,7 @@ def _rope_table(cos: Any, sin: Tensor) -> Tensor:
 def _gptj_attention(
     acceleration: Acceleration,
     module: Any,
-    original: Callable[..., Any],
+    batch: PackedBatch,
     hidden_states: Tensor,
     layer_past: Any = None,
     attention_mask: Any = None,
@@ -250,9 +285,6 @@ def _gptj_attention(
     **options: Any,
 ) -> Any:
     """Attention of a packed batch with RoPE over neighbouring pairs (GPT-J)."""
-    batch = _unwrap_batch(attention_mask)
-    if batch is None:
-        return original(hidden_states, layer_past, attention_mask, position_ids, *args, **options)
     _reject_dropout(module.attn_dropout.p if module.training else 0.0)
     q, k, v = _project(acceleration, module, hidden_states)
     sin, cos = module.embed_positions[position_ids[0]].chunk(2, dim=1)
@@ -276,7 +308,7 @@ def _attention_interface(
     """Attention function with the signature of transformers, for (1, heads, tokens, head_dim)."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    batch = _unwrap_batch(attention_mask)
+    batch = getattr(attention_mask, "whet_batch", None)
     if batch is None:
         query, key = query.to(value.dtype), key.to(value.dtype)
         if softcap is not None or s_aux is not None:

@@ -451,6 +451,61 @@ def short_conv(x: Tensor, weight: Tensor, batch: PackedBatch) -> Tensor:
     return sum(terms, x * weight[:, -1])
 
 
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, batch: PackedBatch
+) -> Tensor:  # fmt: skip
+    """Compute the gated delta rule within the sequences of a packed batch (Yang, Kautz, Hatamizadeh 2024).
+
+    Per head, with the state S' of the token before, zeros before a sequence:
+    S = e^g S' + k (beta (v - e^g S'^T k))^T, out = S^T q. Completions start from their prompt's last state.
+
+    Args:
+        q: (N, H_k, D_k), scaled.
+        k: (N, H_k, D_k), of unit length.
+        v: (N, H, D); head h reads the key head h // (H / H_k).
+        log_decay: (N, H), g.
+        beta: (N, H).
+        batch: the sequences, and the tokens of each.
+
+    Returns:
+        (N, H, D) float32.
+    """
+    qkv = torch.cat([x.float().flatten(1) for x in (q, k, v)], 1)
+    shape = *k.shape[1:], v.shape[2]
+    return _GatedDeltaRule.apply(qkv, log_decay.float(), beta.float(), batch, shape)  # pyright: ignore[reportReturnType]
+
+
+class _GatedDeltaRule(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, log_decay: Tensor, beta: Tensor, batch: PackedBatch, shape: tuple[int, int, int]
+    ) -> Tensor:
+        decay, beta = log_decay.exp(), beta.contiguous()
+        ctx.save_for_backward(qkv, decay, beta)
+        ctx.settings = batch, shape
+        out = torch.empty(*decay.shape, shape[2])
+        _make_delta_task(qkv, decay, beta, batch, shape).forward(out.flatten(1))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        found = tuple(map(torch.empty_like, ctx.saved_tensors))
+        _make_delta_task(*ctx.saved_tensors, *ctx.settings).backward(
+            grad_out=grads[0].contiguous().flatten(1), grad_qkv=found[0], grad_decay=found[1], grad_beta=found[2]
+        )
+        return *found, None, None
+
+
+def _make_delta_task(
+    qkv: Tensor, decay: Tensor, beta: Tensor, batch: PackedBatch, shape: tuple[int, int, int]
+) -> Any:  # fmt: skip
+    return _core.TrainingDelta(
+        qkv=qkv.detach(), decay=decay.detach(), beta=beta.detach(), n_key_heads=shape[0], key_dim=shape[1],
+        q_offsets=batch.q_offsets, k_offsets=batch.k_offsets, key_rows=batch.key_rows,
+    )  # fmt: skip
+
+
 def tokens_before(batch: PackedBatch, n: int) -> Tensor:
     """Return the tokens 1, ..., n places before each token in its sequence, (N, n + 1); N: before the sequence.
 
