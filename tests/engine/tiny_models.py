@@ -66,6 +66,22 @@ _MINISTRAL_3 = {
     },
 }
 
+_QWEN3_5 = {
+    "head_dim": 12,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 3,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 10,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [1, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-biases-tied": (
@@ -304,6 +320,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+MODEL_CASES = {
+    **CASES,
+    "qwen3_5_text": ("qwen3_5_text", {**_QWEN3_5, "linear_num_value_heads": 6, "tie_word_embeddings": True}),
+    "qwen3_5_text-sizes": (
+        "qwen3_5_text",
+        {
+            **_QWEN3_5,
+            "num_hidden_layers": 5,
+            "layer_types": None,
+            "linear_num_value_heads": 3,
+            "linear_value_head_dim": 7,
+            "linear_conv_kernel_dim": 3,
+            "attention_bias": True,
+        },
+    ),
+    "qwen3_5-vision": (
+        "qwen3_5",
+        {"model_type": "qwen3_5_text", **_QWEN3_5, "linear_num_value_heads": 3, "tie_word_embeddings": False},
+    ),
+}
+"""The families, and those that the engine does not run yet."""
 
 _VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
@@ -313,7 +350,7 @@ _VISION = {
 
 
 def tiny_config(case: str, **options: Any) -> Any:
-    model_type, given = CASES[case]
+    model_type, given = MODEL_CASES[case]
     if case.endswith("-vision"):
         text = {**_LLAMA, "initializer_range": 0.3, "tie_word_embeddings": True, **given, **options}
         whole = transformers.AutoConfig.for_model(model_type).to_dict()

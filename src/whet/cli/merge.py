@@ -25,7 +25,7 @@ from whet.models.formats import TABLE
 from whet.models.packed_base import PackedBase
 from whet.models.slots import ModelSource
 from whet.models.sources.pretrained import open_pretrained
-from whet.models.written_folder import complete_folder
+from whet.models.written_folder import complete_folder, copy_predicting
 from whet.nn.frozen import parameter_values
 from whet.runs.card import render_folder_card
 from whet.runs.models import import_peft, load_model, merge_adapters
@@ -112,6 +112,8 @@ def write_folder(model: str, adapter: str, output: str, dtype: FolderDtype, over
             module.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
             complete_folder(temporary)
+            if isinstance(opened, (str, Path)):
+                copy_predicting(Path(opened), temporary)
             facts = {
                 "Model": Path(model).name,
                 "Adapters, merged into it": adapter and Path(adapter).name,
