@@ -2,7 +2,7 @@
 //
 // A run of tokens reads the state before it and writes the state after it (kv_memory.h). Runs are independent, and the
 // result of a token depends only on its sequence, to the bit. A step that threw can be repeated: the state before a run
-// is still there, or, if a run of one token replaces it, it says which tokens it includes.
+// is still there, or, if a run of one token replaces it, it has the number of tokens up to it.
 #pragma once
 #include <cstddef>
 #include <cstdint>
