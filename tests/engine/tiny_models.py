@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -296,6 +298,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "qwen3_5_text": ("qwen3_5_text", {**_QWEN3_5, "linear_num_value_heads": 6, "tie_word_embeddings": True}),
+    "qwen3_5_text-sizes": (
+        "qwen3_5_text",
+        {
+            **_QWEN3_5,
+            "num_hidden_layers": 5,
+            "layer_types": None,
+            "linear_num_value_heads": 3,
+            "linear_value_head_dim": 7,
+            "linear_conv_kernel_dim": 3,
+            "attention_bias": True,
+            "initializer_range": 0.25,
+        },
+    ),
+    "qwen3_5-vision": (
+        "qwen3_5",
+        {"model_type": "qwen3_5_text", **_QWEN3_5, "linear_num_value_heads": 3, "tie_word_embeddings": False},
+    ),
     "starcoder2": ("starcoder2", {"sliding_window": 5}),
     "starcoder2-untied": ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
     "stablelm": ("stablelm", {"use_qkv_bias": True, **rope("default", partial_rotary_factor=0.5)}),
@@ -319,29 +339,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-
-MODEL_CASES = {
-    **CASES,
-    "qwen3_5_text": ("qwen3_5_text", {**_QWEN3_5, "linear_num_value_heads": 6, "tie_word_embeddings": True}),
-    "qwen3_5_text-sizes": (
-        "qwen3_5_text",
-        {
-            **_QWEN3_5,
-            "num_hidden_layers": 5,
-            "layer_types": None,
-            "linear_num_value_heads": 3,
-            "linear_value_head_dim": 7,
-            "linear_conv_kernel_dim": 3,
-            "attention_bias": True,
-        },
-    ),
-    "qwen3_5-vision": (
-        "qwen3_5",
-        {"model_type": "qwen3_5_text", **_QWEN3_5, "linear_num_value_heads": 3, "tie_word_embeddings": False},
-    ),
-}
-"""The families, and those that the engine does not run yet."""
-
 _VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14, "depth": 1, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 4, "head_dim": 8,
@@ -350,7 +347,7 @@ _VISION = {
 
 
 def tiny_config(case: str, **options: Any) -> Any:
-    model_type, given = MODEL_CASES[case]
+    model_type, given = CASES[case]
     if case.endswith("-vision"):
         text = {**_LLAMA, "initializer_range": 0.3, "tie_word_embeddings": True, **given, **options}
         whole = transformers.AutoConfig.for_model(model_type).to_dict()
@@ -382,12 +379,17 @@ def tiny_model(case: str, **options: Any) -> Any:
 
 
 @contextmanager
-def exact_softmax(model: Any) -> Iterator[None]:
-    """Compute softmax in the model's precision in attention where transformers uses float32."""
+def own_precision(model: Any) -> Iterator[None]:
+    """Compute in the model's precision where transformers uses float32: softmax, and the gated delta rule."""
     before = model.config._attn_implementation
     if model.config.model_type in ("gemma2", "granite_swa"):
         model.config._attn_implementation = "exact softmax"
-    yield
+    is_double = model.config.model_type.startswith("qwen3_5") and model.dtype == torch.float64
+    with contextlib.ExitStack() as patches:
+        if is_double:
+            patches.enter_context(patch.object(torch, "float32", torch.float64))
+            patches.enter_context(patch.object(torch.Tensor, "float", torch.Tensor.double))
+        yield
     model.config._attn_implementation = before
 
 

@@ -7,24 +7,21 @@ import copy
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType
-from unittest.mock import patch
 
 import numpy as np
 import peft
 import pytest
 import torch
 from tests.engine.tiny_models import (
-    MODEL_CASES,
+    CASES,
     VOCAB,
-    exact_softmax,
     family_name,
     foreign_model,
     logits_of,
     naive_logits,
+    own_precision,
     rope,
     tiny_config,
     tiny_model,
@@ -75,16 +72,6 @@ def in_float64(model, config: ModelConfig):
     return model
 
 
-@contextmanager
-def in_double(is_needed: bool) -> Iterator[None]:
-    """Compute in float64 where transformers converts to float32, as it does in the gated delta rule."""
-    if not is_needed:
-        yield
-        return
-    with patch.object(torch, "float32", torch.float64), patch.object(torch.Tensor, "float", torch.Tensor.double):
-        yield
-
-
 def test_worked_example_in_the_documentation():
     rows = re.findall(r"^    (?=\S|  )(.{30}) .* (\w+)=(\S+)$", families.__doc__ or "", re.MULTILINE)
     config = json.loads("{" + ", ".join(['"model_type": "qwen2"', *(left for left, *_ in rows if left.strip())]) + "}")
@@ -115,7 +102,7 @@ def test_documentation_lists_every_family():
     assert names(export, "that GGUF supports:", r"\.") == exported - {"gemma3text"} | {"gemma3"}
 
 
-@pytest.mark.parametrize("case", MODEL_CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_logits_match_transformers(case):
     model, ids = tiny_model(case), token_ids()
     source = open_module(model)
@@ -130,7 +117,7 @@ def test_logits_match_transformers(case):
 _IN_FLOAT32 = ("gptj", "ernie4_5", "gpt2-reordered", "granite_swa-bases")
 
 
-@pytest.mark.parametrize("case", [case for case in MODEL_CASES if not case.startswith(_IN_FLOAT32)])
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith(_IN_FLOAT32)])
 def test_logits_in_float64(case):
     # The others compute attention, or its rotations, in float32 whatever the weights.
     model, ids = tiny_model(case).double(), token_ids()
@@ -139,11 +126,11 @@ def test_logits_in_float64(case):
     logits = naive_logits(source, ids, np.float64)
     # transformers computes ERNIE's rotations and Ministral's factors of queries in float32.
     tolerance = 2e-6 if case.startswith(("ernie4_5", "ministral3")) else 1e-10
-    with exact_softmax(model), in_double(case.startswith("qwen3_5")):
+    with own_precision(model):
         np.testing.assert_allclose(logits, logits_of(model, ids), rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("case", MODEL_CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_slices_fill_every_slot_once(case):
     source = open_module(tiny_model(case))
     rows = {slot: np.zeros(shape[0], int) for slot, shape in source.config.slots().items()}
@@ -176,7 +163,7 @@ def test_length_at_which_longrope_factors_change():
     assert short_position(tiny_config("phi3", **{**LONGROPE, "max_position_embeddings": 16})) is None
     alike = {**LONGROPE["rope_parameters"], "short_factor": [2.0, 4.0, 8.0, 16.0]}
     assert short_position(tiny_config("phi3", **{**LONGROPE, "rope_parameters": alike})) is None
-    others = [case for case in MODEL_CASES if not case.endswith("longrope")]
+    others = [case for case in CASES if not case.endswith("longrope")]
     assert [short_position(tiny_config(case)) for case in others] == [None] * len(others)
     assert short_position(None) is short_position({"model_type": "opt"}) is None
 
@@ -608,4 +595,4 @@ def test_modified_models_are_rejected_by_name():
 
 
 def test_cases_cover_every_family():
-    assert set(map(family_name, MODEL_CASES)) == set(FAMILIES)
+    assert set(map(family_name, CASES)) == set(FAMILIES)
