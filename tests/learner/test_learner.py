@@ -13,7 +13,7 @@ from tests.raising import assert_raises
 from tests.threads import same_on_any_threads
 
 pytest.importorskip("transformers")
-from tests.engine.tiny_models import CASES, exact_softmax, tiny_model
+from tests.engine.tiny_models import CASES, own_precision, tiny_model
 
 from whet import Engine, SamplingParams, WhetTypeError, WhetValueError
 from whet.config.kept_tokens import KeptTokens
@@ -104,7 +104,7 @@ def by_autograd(
         weights |= {f"{norm.name}.{part}": x for part, x in zip(norm.parts, trained[norm.name], strict=True)}
     grads, loss = [torch.tensor(g).to(dtype) for g in output_gradients()], torch.zeros((), dtype=dtype)
     logprobs, entropies = np.zeros(SHAPE), np.zeros(SHAPE)
-    with exact_softmax(model):
+    with own_precision(model):
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             ids[:] = prompt + completion
             out = torch.func.functional_call(model, weights, (torch.tensor([ids]),))
