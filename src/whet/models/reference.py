@@ -230,7 +230,12 @@ def _mixture(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray
 def naive_route(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the experts of each token, (T, n_used_experts) in descending order, and their weights.
 
-    Of equal scores, the first expert is chosen. ``layer``: the weights of a layer by the last part of their slots.
+    The first of several experts with the same score is chosen.
+
+    Args:
+        config: the architecture.
+        layer: the weights of a layer by the last part of their slots.
+        x: (T, hidden_dim), the input of the router.
     """
     logits = _linear(layer, "router", x)
     probabilities = naive_softmax(logits) if config.router == "softmax" else _sigmoid(logits)
