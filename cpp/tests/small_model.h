@@ -141,7 +141,7 @@ inline std::unique_ptr<Adapter> adapter_of(const Weights& weights) {
         adapter->add(weights, layer, target, first, values.data(), values.data(), 3, k, n);
     };
     add(0, Target::kQkv, 20, 40, c.hidden_dim);
-    add(1, Target::kDown, 0, c.hidden_dim, c.ffn_dim);
+    add(1, Target::kDown, 0, c.hidden_dim, c.mlp_dim(1));
     return adapter;
 }
 
