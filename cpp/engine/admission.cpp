@@ -55,6 +55,7 @@ std::unique_ptr<Job> Scheduler::make_job(Request request, uint64_t session) cons
     job->session = session;
     if (request.adapter != 0) job->adapter = adapters_.at(request.adapter);
     job->pages.reserve(ceil_div(n_tokens, kPage));
+    if (is_recurrent() && request.keep) job->state_points.push_back(n_tokens / kPage * kPage);
     if (request.n > 0) {
         job->samples.resize(request.n);
         job->hidden.resize(config_.hidden_dim);
@@ -78,7 +79,8 @@ std::unique_ptr<Job> Scheduler::make_job(Request request, uint64_t session) cons
 uint64_t Scheduler::add(Request request, uint64_t session) {
     check(request);
     request.max_new_tokens = std::min(request.max_new_tokens, config_.max_position - request.tokens.size());
-    const size_t needed = ceil_div(request.tokens.size(), kPage) + tail_pages(request);
+    const size_t needed =
+        ceil_div(request.tokens.size(), kPage) + tail_pages(request) + kStates * pages_.n_state_pages();
     if (needed > pages_.n_pages()) {
         throw std::invalid_argument(std::to_string(request.tokens.size()) + " + " +
                                     std::to_string(request.max_new_tokens) + " tokens need " +
@@ -97,7 +99,7 @@ void Scheduler::admit_waiting() {
     for (auto next = waiting_.begin();
          next != waiting_.end() && prefilling_.size() + pending_.size() < limits_.max_batch;) {
         Job* const job = *next;
-        if (waits_for_scores(*job)) {
+        if (waits_for_scores(*job) || waits_for_state(*job)) {
             ++next;
             continue;
         }
@@ -109,28 +111,33 @@ void Scheduler::admit_waiting() {
 
 // Whether a sequence being computed will leave scores of at least kWorthWaiting more of the job's tokens in the cache
 // than there are. It is complete in a few steps.
-bool Scheduler::waits_for_scores(const Job& job) const {
+bool Scheduler::waits_for_scores(const Job& job) {
     constexpr size_t kWorthWaiting = 16;
     const Request& request = job.request;
     if (!request.keep || !request.can_use_scores()) return false;
     size_t common = 0;
-    for (const Job* other : prefilling_) {
+    Job* nearest = nullptr;
+    for (Job* other : prefilling_) {
         const Request& first = other->request;
         if (!first.keep || !first.scores_model() || first.adapter != request.adapter || first.score_from > 1) continue;
         if (first.scoring.top_logprobs < request.scoring.top_logprobs) continue;
         const size_t n = std::min(first.tokens.size(), request.tokens.size() - 1);
         const auto end = std::mismatch(request.tokens.begin(), request.tokens.begin() + static_cast<ptrdiff_t>(n),
                                        first.tokens.begin());
-        common = std::max(common, static_cast<size_t>(end.first - request.tokens.begin()));
+        const auto found = static_cast<size_t>(end.first - request.tokens.begin());
+        if (found > common) common = found, nearest = other;
     }
+    if (is_recurrent()) common = common / kPage * kPage;  // where that sequence can leave a state
     size_t available = 0;
     int32_t page = PageIndex::kNone;
     for (; available + kWorthWaiting <= common; available += kPage) {
         const bool may_be_whole = available + kPage < request.tokens.size();
         const int32_t next = may_be_whole ? find_scored_page(request, page, available / kPage) : PageIndex::kNone;
         if (next == PageIndex::kNone) {
-            const size_t n = find_scored_part(request, page, available).second;
-            return available + n + kWorthWaiting <= common;
+            const size_t n = is_recurrent() ? 0 : find_scored_part(request, page, available).second;
+            if (available + n + kWorthWaiting > common) return false;
+            if (is_recurrent()) keep_state_at(*nearest, common);
+            return true;
         }
         page = next;
     }
@@ -142,7 +149,8 @@ bool Scheduler::admit(Job& job) {
     const Request& request = job.request;
     const size_t n_tokens = request.tokens.size(), n_pages = ceil_div(n_tokens, kPage), tail = tail_pages(request);
     find_prefix(job);
-    const size_t shared = job.pages.size(), needed = reserved_ + n_pages - shared + tail;
+    const size_t shared = job.pages.size(),
+                 needed = reserved_pages() + n_pages - shared + tail + kStates * pages_.n_state_pages();
     const auto is_free = [&](int32_t page) { return pages_.ref_count(page) == 0; };  // retained, not yet referenced
     const auto retained = std::count_if(job.pages.begin(), job.pages.end(), is_free);
     if (pages_.n_free() < needed + static_cast<size_t>(retained)) {
@@ -152,25 +160,33 @@ bool Scheduler::admit(Job& job) {
     reserve_page_writes(n_pages - shared);
     for (int32_t page : job.pages) pages_.ref(page);
     job.computed = shared * kPage;
+    if (is_recurrent()) start_states(job);
     copy_scores(job);
     if (request.keep && request.can_use_scores()) {
         copy_retained_scores(job);
-    } else if (request.keep && request.n > 0 && request.score_from == 0) {
+    } else {
         copy_retained(job);
     }
     job.reused = job.computed;
     while (job.pages.size() < n_pages) job.pages.push_back(allocate_page(PageIndex::kNone));
     // From the first page on of which another is indexed, the job's pages are not: prompts that share pages share all
-    // pages before them, on which reassign_shared_pages() relies.
+    // pages before them, on which reassign_shared_pages() relies. With recurrent mixers they share computed pages only.
+    int32_t before = shared == 0 ? PageIndex::kNone : job.pages[shared - 1];
     for (size_t i = shared; (i + 1) * kPage <= n_tokens; ++i) {
-        const int32_t before = i == 0 ? PageIndex::kNone : job.pages[i - 1];
         const int32_t* tokens = request.tokens.data() + i * kPage;
-        if (pages_.find(before, request.adapter, tokens) != PageIndex::kNone) break;
-        pages_.insert(job.pages[i], before, request.adapter, tokens);
+        const int32_t other = pages_.find(before, request.adapter, tokens);
+        if (other != PageIndex::kNone && !is_recurrent()) break;
+        if (other == PageIndex::kNone) pages_.insert(job.pages[i], before, request.adapter, tokens);
+        before = other == PageIndex::kNone ? job.pages[i] : other;
     }
     reserved_ += tail;
     job.first_reserved = true;
     return true;
+}
+
+// Pages that admitted prompts and samples may still allocate.
+size_t Scheduler::reserved_pages() const {
+    return reserved_ + (state_rights_ - pages_.n_referenced_states()) * pages_.n_state_pages();
 }
 
 // Makes room for n page writes, so that allocate_page() does not throw.
@@ -189,10 +205,13 @@ void Scheduler::find_prefix(Job& job) const {
     job.n_cached_scores = 0;
     while (job.pages.size() < n_reusable) {
         page = pages_.find(page, request.adapter, request.tokens.data() + job.pages.size() * kPage);
-        if (page == PageIndex::kNone) return;
+        if (page == PageIndex::kNone) break;
         job.pages.push_back(page);
     }
-    find_scores(job);
+    if (job.pages.size() == n_reusable) find_scores(job);
+    if (!is_recurrent()) return;
+    drop_pages_without_state(job);
+    if (job.n_cached_scores > 0) job.n_cached_scores = job.pages.size() > n_reusable ? job.pages.size() * kPage : 0;
 }
 
 // Finds page i of a request, after page `before`, if its scores are cached, or returns kNone.
@@ -240,15 +259,26 @@ void Scheduler::copy_scores_of(int32_t page, size_t begin, size_t n, Job& job) c
     }
 }
 
-// If a prompt diverges from a retained sequence within a page, copies that page for the prompt; with states, which the
-// page has after its last token only, if the prompt continues the sequence.
-void Scheduler::copy_retained(Job& job) {
-    const std::vector<int32_t>& tokens = job.request.tokens;
+// Finds the retained page after job.pages with the longest common prefix with the prompt, and its length, or returns
+// {kNone, 0}; with states, which a page has after its last token, a page that the prompt continues.
+std::pair<int32_t, size_t> Scheduler::find_retained(const Job& job) const {
+    const Request& request = job.request;
     const int32_t before = job.pages.empty() ? PageIndex::kNone : job.pages.back();
-    const size_t left = std::min(tokens.size() - 1 - job.computed, kPage);
-    const auto [page, n] = pages_.find_retained(before, job.request.adapter, tokens.data() + job.computed, left,
-                                                PageIndex::Scores::kAny, config_.is_recurrent());
+    const size_t begin = job.pages.size() * kPage, left = std::min(request.tokens.size() - 1 - begin, kPage);
+    if (!request.keep || request.n == 0 || request.score_from > 0) return {PageIndex::kNone, 0};
+    return pages_.find_retained(before, request.adapter, request.tokens.data() + begin, left, PageIndex::Scores::kAny,
+                                is_recurrent());
+}
+
+// If a prompt diverges from a retained sequence within a page, copies that page for the prompt.
+void Scheduler::copy_retained(Job& job) {
+    const auto [page, n] = find_retained(job);
     if (n == 0) return;
+    if (is_recurrent()) {
+        release_state(job.state);
+        job.state = pages_.state_of(page);
+        pages_.ref_state(job.state);
+    }
     job.pages.push_back(allocate_page(page));
     job.computed += n;
 }
@@ -256,7 +286,7 @@ void Scheduler::copy_retained(Job& job) {
 // The same for a prompt that is scored: copies the scores too. The last common token is computed again, since its
 // hidden state scores the next one; the page has no state before that token.
 void Scheduler::copy_retained_scores(Job& job) {
-    if (config_.is_recurrent()) return;
+    if (is_recurrent()) return;
     const int32_t before = job.pages.empty() ? PageIndex::kNone : job.pages.back();
     const size_t begin = job.computed;
     const auto [page, n] = find_scored_part(job.request, before, begin);
@@ -282,7 +312,7 @@ void Scheduler::start_samples() {
 bool Scheduler::start_sample(Job& job) {
     const Request& request = job.request;
     const size_t tail = tail_pages(request), n_full = request.tokens.size() / kPage;
-    if (!job.first_reserved && pages_.n_free() < reserved_ + tail) return false;
+    if (!job.first_reserved && pages_.n_free() < reserved_pages() + tail + pages_.n_state_pages()) return false;
     Running running{&job, job.started, {}, {}, tail, true};
     running.pages.reserve(ceil_div(request.tokens.size() + request.max_new_tokens, kPage));
     if (request.sampling.repetition_penalty != 1.0f) {
@@ -302,6 +332,7 @@ bool Scheduler::start_sample(Job& job) {
     }
     running.pages.assign(job.pages.begin(), job.pages.begin() + static_cast<ptrdiff_t>(n_full));
     for (int32_t page : running.pages) pages_.ref(page);
+    if (is_recurrent()) job.first_reserved ? --job.state_rights : ++state_rights_;
     if (!job.first_reserved) reserved_ += tail;
     job.first_reserved = false;
     ++job.started;

@@ -15,7 +15,7 @@ public:
     Engine(Transformer& transformer, const Limits& limits)
         : transformer_(transformer),
           memory_(transformer.config(), transformer.kv_type(), limits.kv_bytes),
-          scheduler_(transformer.config(), transformer.max_rows(), memory_.n_pages(), memory_.page_bytes(), limits),
+          scheduler_(transformer.config(), transformer.max_rows(), memory_, limits),
           runner_(transformer, limits.max_batch) {}
 
     // Returns false if there was nothing to do. After std::bad_alloc the next step continues.

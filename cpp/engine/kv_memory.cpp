@@ -28,38 +28,48 @@ constexpr size_t kLine = 64;
 
 size_t round_to_lines(size_t bytes) { return ceil_div(bytes, kLine) * kLine; }
 
-// A layer's part of a state, if it is a short convolution.
-size_t state_bytes(const ModelConfig& config) {
-    return config.conv_length < 2 ? 0 : round_to_lines((config.conv_length - 1) * config.hidden_dim * sizeof(float));
+// Sizes of the parts of a layer's state.
+void for_state_parts(const ModelConfig& config, size_t layer, const auto& visit) {
+    if (config.mixer(layer) == Mixer::kAttention) return;
+    visit(round_to_lines(config.conv_length * config.conv_dim(layer) * sizeof(float)));
+    if (config.mixer(layer) != Mixer::kDelta) return;
+    for (size_t head = 0; head < config.n_delta_heads; ++head) {
+        visit(round_to_lines(config.delta_state_size() * sizeof(float) + sizeof(StateLength)));
+    }
 }
 
-// Offsets of the layers in a page, then of the lengths of its states, then the size of the page.
-std::vector<size_t> lay_out(const ModelConfig& config, KvType type) {
-    std::vector<size_t> offsets;
-    size_t used = 0;
-    for (size_t layer = 0; layer < config.n_layers; ++layer) {
-        offsets.push_back(used);
-        used += config.mixer(layer) != Mixer::kAttention ? 2 * state_bytes(config)
-                                                         : config.n_kv_heads * head_bytes(config, type);
-        if (config.is_recurrent()) used = round_to_lines(used);
-    }
-    offsets.push_back(used);
-    offsets.push_back(used + (config.is_recurrent() ? kLine : 0));
-    return offsets;
+size_t kv_bytes(const ModelConfig& config, KvType type, size_t layer) {
+    return config.mixer(layer) == Mixer::kAttention ? config.n_kv_heads * head_bytes(config, type) : 0;
 }
 
 }  // namespace
 
-size_t KvMemory::page_bytes(const ModelConfig& config, KvType type) { return lay_out(config, type).back(); }
+size_t KvMemory::page_bytes(const ModelConfig& config, KvType type) {
+    size_t bytes = 0, largest_part = 0;
+    for (size_t layer = 0; layer < config.n_layers; ++layer) {
+        bytes += kv_bytes(config, type, layer);
+        for_state_parts(config, layer, [&](size_t part) { largest_part = std::max(largest_part, part); });
+    }
+    return largest_part == 0 ? bytes : std::max(round_to_lines(bytes), largest_part);
+}
 
 KvMemory::KvMemory(const ModelConfig& config, KvType type, size_t budget_bytes)
-    : offsets_(lay_out(config, type)),
-      head_bytes_(head_bytes(config, type)),
-      state_bytes_(state_bytes(config)),
-      states_(offsets_[config.n_layers]),
-      page_bytes_(offsets_.back()),
+    : head_bytes_(head_bytes(config, type)),
+      page_bytes_(page_bytes(config, type)),
       memory_(budget_bytes / page_bytes_ * page_bytes_),
-      is_committed_(budget_bytes / page_bytes_) {}
+      is_committed_(budget_bytes / page_bytes_) {
+    size_t used = 0, used_by_state = page_bytes_;  // of a page, of the last page of a state
+    for (size_t layer = 0; layer < config.n_layers; ++layer) {
+        offsets_.push_back(used);
+        used += kv_bytes(config, type, layer);
+        first_parts_.push_back(state_parts_.size());
+        for_state_parts(config, layer, [&](size_t bytes) {
+            if (used_by_state + bytes > page_bytes_) ++n_state_pages_, used_by_state = 0;
+            state_parts_.push_back({static_cast<uint32_t>(n_state_pages_ - 1), static_cast<uint32_t>(used_by_state)});
+            used_by_state += bytes;
+        });
+    }
+}
 
 void KvMemory::apply(std::span<const PageWrite> writes) {
     constexpr size_t kTaskBytes = size_t{64} << 10;

@@ -1,10 +1,8 @@
 // The memory of a paged KV cache: keys and values of all layers, in pages of 64 tokens, lazily committed. Which pages
 // are in use is in page_index.h.
 //
-// A page of a model with short convolutions also has two states: for each of these layers the inputs of the last
-// conv_length - 1 tokens up to some token of the page. Two, because a step reads one and writes the other: it can be
-// repeated. So a sequence has a state at the end of each of its pages and after its last token, and the state is
-// shared, copied, retained and evicted with the page.
+// The state of recurrent mixers after some token of a sequence is in pages too. Its parts, the inputs of a layer's
+// short convolution and the matrix of a value head, are each within one page.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -23,6 +21,8 @@ struct PageWrite {
     int32_t page, from;
 };
 
+using StateLength = int32_t;  // tokens of a sequence up to its state
+
 class KvMemory {
 public:
     KvMemory(const ModelConfig& config, KvType type, size_t budget_bytes);
@@ -34,11 +34,12 @@ public:
     uint8_t* page(int32_t i) const { return memory_.data() + static_cast<size_t>(i) * page_bytes_; }
     // Offset of the keys of a layer's KV head in a page.
     size_t offset(size_t layer, size_t head) const { return offsets_[layer] + head * head_bytes_; }
-    // For each of a page's two states, the number of tokens of the sequence that it follows; 0: none.
-    int32_t* state_lengths(int32_t i) const { return reinterpret_cast<int32_t*>(page(i) + states_); }
-    // A layer's part of a state: (conv_length - 1, hidden_dim) inputs, the oldest first.
-    float* state(int32_t i, size_t layer, size_t which) const {
-        return reinterpret_cast<float*>(page(i) + offsets_[layer] + which * state_bytes_);
+    size_t n_state_pages() const { return n_state_pages_; }  // 0: no mixer is recurrent
+    // Part of the state in these pages: 0, the inputs of a layer's convolution, (conv_length, channels), that of the
+    // token at position p in row p % conv_length; 1 + h, the matrix of value head h, followed by a StateLength.
+    float* state(const int32_t* pages, size_t layer, size_t part) const {
+        const StatePart& at = state_parts_[first_parts_[layer] + part];
+        return reinterpret_cast<float*>(page(pages[at.page]) + at.offset);
     }
 
     void apply(std::span<const PageWrite> writes);  // in order
@@ -48,8 +49,14 @@ public:
     size_t release(const PageIndex& index);
 
 private:
-    std::vector<size_t> offsets_;  // of the layers in a page, of the lengths of its states, and of its end
-    size_t head_bytes_, state_bytes_, states_, page_bytes_;
+    struct StatePart {
+        uint32_t page, offset;  // the page's index in the state
+    };
+    std::vector<size_t> offsets_;  // of the layers in a page
+    size_t head_bytes_, page_bytes_;
+    std::vector<StatePart> state_parts_;
+    std::vector<size_t> first_parts_;  // of the layers
+    size_t n_state_pages_ = 0;
     Zeroed memory_;
     std::vector<bool> is_committed_;
 };

@@ -27,7 +27,7 @@ std::span<const Drawn> ModelRunner::run(StepPlan& plan, KvMemory& memory) {
     has_workspace_ = true;
     write_pages(plan.page_writes, memory);
     const size_t d = transformer_.config().hidden_dim, n = plan.tokens.size();
-    const float* hidden = n == 0 ? nullptr : transformer_.forward(plan.tokens.data(), n, memory);
+    const float* hidden = n == 0 ? nullptr : transformer_.forward(plan.tokens.data(), n, plan.runs, memory);
     for (const HiddenTask& task : plan.hiddens) std::copy_n(hidden + task.token * d, d, task.hidden);
     run_heads(plan, hidden);
     return {drawn_.data(), plan.draws.size()};

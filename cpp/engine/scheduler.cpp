@@ -10,16 +10,20 @@
 
 namespace whet {
 
-Scheduler::Scheduler(const ModelConfig& config, size_t max_tokens, size_t n_pages, size_t page_bytes,
-                     const Limits& limits)
-    : config_(config), max_tokens_(max_tokens), page_bytes_(page_bytes), limits_(limits), pages_(n_pages) {
+Scheduler::Scheduler(const ModelConfig& config, size_t max_tokens, const KvMemory& memory, const Limits& limits)
+    : config_(config),
+      max_tokens_(max_tokens),
+      page_bytes_(memory.page_bytes()),
+      limits_(limits),
+      pages_(memory.n_pages(), memory.n_state_pages()) {
     running_.reserve(limits.max_batch);
     prefilling_.reserve(limits.max_batch);
     pending_.reserve(limits.max_batch);
     counts_.reserve(limits.max_batch);
     failed_.reserve(limits.max_batch);
-    plan_.page_writes.reserve(n_pages);
+    plan_.page_writes.reserve(memory.n_pages());
     plan_.tokens.reserve(max_tokens);
+    if (is_recurrent()) plan_.runs.reserve(max_tokens);
     plan_.hiddens.reserve(max_tokens);
     plan_.draws.reserve(limits.max_batch);
     plan_.scores.reserve(max_tokens + limits.max_batch);
@@ -29,16 +33,19 @@ StepPlan& Scheduler::plan() {
     start_samples();
     admit_waiting();
     plan_.tokens.clear();
+    plan_.runs.clear();
     plan_.hiddens.clear();
     plan_.draws.clear();
     plan_.scores.clear();
     plan_samples();
     plan_prompts();
+    is_step_open_ = !plan_.is_empty();
     return plan_;
 }
 
 void Scheduler::complete(std::span<const Drawn> drawn) {
     if constexpr (kIsComplete) reserve_kept();
+    is_step_open_ = false;
     advance_prompts();
     for (size_t i = 0; i < drawing_.size(); ++i) append(running_[drawing_[i]], drawn[i]);
     erase_ended();
@@ -71,6 +78,7 @@ void Scheduler::plan_samples() {
         }
         plan_.tokens.push_back(
             {sample.tokens.back(), static_cast<int32_t>(position), running.pages.data(), job.adapter.get()});
+        if (is_recurrent()) plan_run(1, running.has_state ? running.state : job.state, running.state);
     }
 }
 
@@ -98,7 +106,7 @@ void Scheduler::plan_prompts() {
     size_t room = std::min(limits_.chunk, max_tokens_ - plan_.tokens.size());
     for (Job* job : prefilling_) {
         const Request& request = job->request;
-        const size_t n_tokens = request.tokens.size(), count = std::min(room, n_tokens - job->computed);
+        const size_t n_tokens = request.tokens.size(), count = std::min(room, next_state_point(*job) - job->computed);
         // The first token without a cached score follows the stored hidden state.
         if (kIsComplete && job->n_cached_scores > 0 && job->computed == job->n_cached_scores) {
             plan_score(*job, job->computed, 0, job->cached_hidden.data());
@@ -116,6 +124,7 @@ void Scheduler::plan_prompts() {
             }
             plan_.tokens.push_back({request.tokens[i], static_cast<int32_t>(i), job->pages.data(), job->adapter.get()});
         }
+        if (is_recurrent() && count > 0) plan_run(count, job->state, job->next_state);
         if (request.n > 0 && job->computed + count == n_tokens) {
             plan_.hiddens.push_back({plan_.tokens.size() - 1, job->hidden.data()});
         }
@@ -148,7 +157,10 @@ int32_t Scheduler::allocate_page(int32_t from) {
 
 // Advances prompts by their tokens in the step. A computed prompt is done (scoring), or its samples may start.
 void Scheduler::advance_prompts() {
-    for (size_t j = 0; j < counts_.size(); ++j) prefilling_[j]->computed += counts_[j];
+    for (size_t j = 0; j < counts_.size(); ++j) {
+        prefilling_[j]->computed += counts_[j];
+        if (is_recurrent() && counts_[j] > 0) advance_state(*prefilling_[j], counts_[j]);
+    }
     for (Job* job : prefilling_) {
         if (!job->is_computed()) continue;
         if (kIsComplete && job->request.keep && job->request.scores_model()) retain_scores(*job);
@@ -173,6 +185,7 @@ void Scheduler::reserve_kept() {
 void Scheduler::append(Running& running, const Drawn& drawn) {
     Job& job = *running.job;
     Sample& sample = job.samples[running.sample];
+    if (is_recurrent() && !running.fresh) take_state(running);
     running.fresh = false;
     if (std::isnan(drawn.logprob)) {
         job.error = "the model's logits for prompt " + std::to_string(job.request.prompt_index) + ", sample " +
@@ -228,6 +241,7 @@ void Scheduler::end(Running& running, Finish finish) {
     Job& job = *running.job;
     job.samples[running.sample].finish = finish;
     if (job.request.keep && job.error.empty()) retain(running);
+    if (is_recurrent()) end_state(running);
     unref_all(running.pages);
     reserved_ -= running.reserved;
     running.job = nullptr;
@@ -240,6 +254,7 @@ void Scheduler::retain(const Running& running) {
     const std::vector<int32_t>&prompt = job.request.tokens, &drawn = job.samples[running.sample].tokens;
     const size_t n = prompt.size() + std::max<size_t>(drawn.size(), 1) - 1;
     int32_t before = PageIndex::kNone;
+    bool are_computed = true;
     for (size_t begin = 0; begin < n; begin += kPage) {
         const size_t count = std::min(kPage, n - begin), i = begin / kPage;
         std::array<int32_t, kPage> tokens{};
@@ -249,7 +264,10 @@ void Scheduler::retain(const Running& running) {
         }
         const int32_t page = i < running.pages.size() ? running.pages[i] : job.pages[i];
         before = pages_.retain(page, before, job.request.adapter, tokens.data(), count);
+        are_computed = are_computed && pages_.is_computed(before);
     }
+    if (!is_recurrent() || !are_computed || (running.has_state && is_step_open_)) return;
+    pages_.attach_state(running.has_state ? running.state : job.state, before);
 }
 
 // Last page first: retained pages are evicted in this order, and a page can only be found through its predecessors.
@@ -294,6 +312,7 @@ void Scheduler::retain_scores(const Job& job) {
 
 // Frees the pages of a prompt and marks the job as done.
 void Scheduler::release_prompt(Job& job) {
+    release_states(job);
     unref_all(job.pages);
     job.pages.clear();
     if (job.first_reserved) reserved_ -= tail_pages(job.request);

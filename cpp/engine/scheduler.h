@@ -83,6 +83,11 @@ struct Job {
     size_t reused = 0;                 // prompt tokens found in the cache on admission
     size_t started = 0, ended = 0;
     bool first_reserved = false;  // reserved_ includes the tail pages of its first sample
+    // With recurrent mixers: the state after the computed tokens (kNone: none), and after those of the step.
+    int32_t state = PageIndex::kNone, next_state = PageIndex::kNone;
+    size_t n_state_readers = 0;        // samples that still start from the prompt's state
+    size_t state_rights = 0;           // its part of Scheduler::state_rights_
+    std::vector<size_t> state_points;  // numbers of tokens after which its state stays in the cache
 
     bool is_computed() const { return computed == request.tokens.size(); }
 };
@@ -93,7 +98,7 @@ struct Limits {
 
 class Scheduler {
 public:
-    Scheduler(const ModelConfig& config, size_t max_tokens, size_t n_pages, size_t page_bytes, const Limits& limits);
+    Scheduler(const ModelConfig& config, size_t max_tokens, const KvMemory& memory, const Limits& limits);
 
     // Queues a request, with at most as many new tokens as the model has positions for. Throws std::invalid_argument
     // for an invalid request, and if it needs more pages than there are.
@@ -126,6 +131,8 @@ public:
 
 private:
     static constexpr size_t kPage = kPageTokens;
+    // States of a prompt: before and after a step; then its own and that of the first sample.
+    static constexpr size_t kStates = 2;
 
     struct Running {
         Job* job;
@@ -134,6 +141,8 @@ private:
         std::vector<uint64_t> seen;        // bitmap of the sequence's tokens; empty without a repetition penalty
         size_t reserved;                   // pages that it may still allocate
         bool fresh;                        // its first token is drawn from the prompt's last hidden state
+        int32_t state = PageIndex::kNone;  // with recurrent mixers
+        bool has_state = false;            // `state` is computed; else it starts from the prompt's
         std::vector<TokenCount> counts{};  // by token id; empty without presence and frequency penalties
         StopStrings::State stop_state{};
         TokenSetBuffer kept{};  // of the step; empty unless recorded
@@ -153,6 +162,8 @@ private:
     std::vector<Job*> prefilling_, pending_;  // pending_: prompts in the cache with samples still to start
     std::vector<Running> running_;
     size_t reserved_ = 0;
+    size_t state_rights_ = 0;    // states that admitted prompts and samples may hold, counted once per holder
+    bool is_step_open_ = false;  // a step is planned and not completed: states that it replaces are undefined
     StepPlan plan_;
     std::vector<size_t> drawing_;  // of running_, in the order of the draws of this step
     std::vector<size_t> counts_;   // tokens of each prompt of prefilling_ in this step
@@ -166,6 +177,8 @@ private:
     bool admit(Job& job);
     void reserve_page_writes(size_t n);
     void find_prefix(Job& job) const;
+    size_t reserved_pages() const;
+    std::pair<int32_t, size_t> find_retained(const Job& job) const;
     void copy_retained(Job& job);
     void copy_retained_scores(Job& job);
     int32_t find_scored_page(const Request& request, int32_t before, size_t i) const;
@@ -173,7 +186,7 @@ private:
     void find_scores(Job& job) const;
     void copy_scores(Job& job) const;
     void copy_scores_of(int32_t page, size_t begin, size_t n, Job& job) const;
-    bool waits_for_scores(const Job& job) const;
+    bool waits_for_scores(const Job& job);
     void start_samples();
     bool start_sample(Job& job);
 
@@ -193,6 +206,21 @@ private:
     void unref_all(const std::vector<int32_t>& pages);
     void erase_ended();
     void release_prompt(Job& job);
+
+    // states.cpp: of recurrent mixers
+    bool is_recurrent() const { return pages_.n_state_pages() > 0; }
+    void start_states(Job& job);
+    void plan_run(size_t n, int32_t from, int32_t& to);
+    size_t next_state_point(const Job& job) const;
+    void advance_state(Job& job, size_t n);
+    void keep_state_at(Job& job, size_t n_tokens);
+    void attach_state(const Job& job);
+    void release_state(int32_t& state);
+    void release_states(Job& job);
+    void take_state(Running& running);
+    void end_state(Running& running);
+    void drop_pages_without_state(Job& job) const;
+    bool waits_for_state(const Job& job);
 
     // cancellation.cpp
     void cancel(Job& job);

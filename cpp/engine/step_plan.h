@@ -41,6 +41,7 @@ struct HiddenTask {
 struct StepPlan {
     std::vector<PageWrite> page_writes;  // in order, before all else; the runner removes those that it has applied
     std::vector<InputToken> tokens;
+    std::vector<StateRun> runs;  // of all tokens, with recurrent mixers
     std::vector<HiddenTask> hiddens;
     std::vector<DrawTask> draws;
     std::vector<ScoreTask> scores;

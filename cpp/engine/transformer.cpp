@@ -73,13 +73,13 @@ Transformer::Transformer(std::shared_ptr<const Weights> weights, size_t max_rows
       max_rows_(max_rows),
       kv_type_(kv_type),
       cache_(kv_type, config_.head_dim),
-      conv_(config_, max_rows) {
+      recurrent_(config_) {
     const auto parts = [this] {
         x_ = arena_.take<float>(max_rows_ * config_.hidden_dim);
         h_ = arena_.take<float>(max_rows_ * config_.hidden_dim);
         delta_ = arena_.take<float>(max_rows_ * config_.hidden_dim);
         qkv_ = arena_.take<float>(max_rows_ * config_.widest_mixer_in());
-        attended_ = arena_.take<float>(max_rows_ * std::max(config_.hidden_dim, config_.n_heads * config_.head_dim));
+        attended_ = arena_.take<float>(max_rows_ * std::max(config_.hidden_dim, config_.widest_mixer_out()));
         up_ = arena_.take<float>(max_rows_ * config_.up_dim());
         cos_sin_ = arena_.take<float>(max_rows_ * config_.rotary_dim);
         local_cos_sin_ = arena_.take<float>(max_rows_ * 2 * config_.local_inv_freq.size());
@@ -100,14 +100,13 @@ void Transformer::reserve_adapters(size_t rank) {
     adapter_hidden_.resize(std::max(adapter_hidden_.size(), max_rows_ * rank));
 }
 
-const float* Transformer::forward(const InputToken* rows, size_t n, KvMemory& memory) {
+const float* Transformer::forward(const InputToken* rows, size_t n, std::span<const StateRun> runs, KvMemory& memory) {
     group_by_prefix(rows, n);
-    conv_.begin_step(rows, n, memory);
     embed(rows, n);
     float* delta = nullptr;  // sublayer output not yet added to the residual stream
     for (size_t i = 0; i < config_.n_layers; ++i) {
         add_and_norm(rows, {i, &LayerNorms::norm1}, delta, n);
-        config_.mixer(i) == Mixer::kConv ? convolution(rows, n, i, memory) : attention(rows, n, i, memory);
+        config_.mixer(i) == Mixer::kAttention ? attention(rows, n, i, memory) : recurrence(rows, n, i, runs, memory);
         post_norm(rows, {i, &LayerNorms::post_norm1}, delta_, n);
         delta = delta_;
         if (!config_.parallel_residual) {
@@ -226,7 +225,8 @@ void Transformer::add_and_norm(const InputToken* rows, NormId id, float* delta, 
 void Transformer::attention(const InputToken* rows, size_t n, size_t layer, KvMemory& memory) {
     const LayerWeights& w = weights_->layers[layer];
     project(rows, n, layer, Target::kQkv, qkv_, {config_.head_dim, config_.n_heads + config_.n_kv_heads},
-            !config_.qk_norm_whole, [&](size_t i, size_t unit) { finish_head(rows[i], i, unit, layer, memory); });
+            !config_.qk_norm_whole && !config_.output_gate,
+            [&](size_t i, size_t unit) { finish_head(rows[i], i, unit, layer, memory); });
     // With enough groups for all threads, a task is all heads of a group, read in the memory order of a page; with too
     // few, a part of the queries of a KV head.
     const size_t heads = config_.n_kv_heads, threads = static_cast<size_t>(num_threads());
@@ -244,24 +244,25 @@ void Transformer::attention(const InputToken* rows, size_t n, size_t layer, KvMe
     adapt(rows, n, layer, Target::kO, attended_, config_.n_heads * config_.head_dim, delta_, config_.hidden_dim);
 }
 
-// delta = W_out (C conv(B x)), [B, C, x] = W_in h.
-void Transformer::convolution(const InputToken* rows, size_t n, size_t layer, const KvMemory& memory) {
+// delta = W_out mix(W_in h) of a recurrent mixer.
+void Transformer::recurrence(const InputToken* rows, size_t n, size_t layer, std::span<const StateRun> runs,
+                             const KvMemory& memory) {
     const LayerWeights& w = weights_->layers[layer];
-    const size_t d = config_.hidden_dim;
     product(w.qkv, h_, n, qkv_);
-    adapt(rows, n, layer, Target::kQkv, h_, d, qkv_, 3 * d);
-    conv_.run(w.conv, layer, qkv_, n, memory, attended_);
+    adapt(rows, n, layer, Target::kQkv, h_, config_.hidden_dim, qkv_, w.qkv.n());
+    recurrent_.mix({rows, runs, *weights_, layer, memory}, qkv_, attended_);
     product(w.o, attended_, n, delta_);
-    adapt(rows, n, layer, Target::kO, attended_, d, delta_, d);
+    adapt(rows, n, layer, Target::kO, attended_, w.o.k(), delta_, config_.hidden_dim);
 }
 
 // Norms and rotates a query head of token i, unit < n_heads, and writes it for attend(); or norms and rotates a key,
 // and writes it and its value to the cache.
 void Transformer::finish_head(const InputToken& row, size_t i, size_t unit, size_t layer, KvMemory& memory) {
     const Kernels& k = kernels();
-    const size_t d = config_.head_dim, group = config_.kv_group(), n_q = config_.n_heads * d;
-    float *q = qkv_ + i * config_.qkv_dim(), *x = q + unit * d;
+    const size_t d = config_.head_dim, group = config_.kv_group(), n_q = config_.n_heads * config_.query_stride();
     const bool is_query = unit < config_.n_heads;
+    float* const q = qkv_ + i * config_.qkv_dim();
+    float* const x = q + (is_query ? unit * config_.query_stride() : n_q + (unit - config_.n_heads) * d);
     const auto weight = [&](NormWeight LayerNorms::* norm) {
         return norm_of(*weights_, row.adapter, {layer, norm}).weight.data();
     };
@@ -340,6 +341,9 @@ void Transformer::attend(const InputToken* rows, const PrefixGroup& group, size_
             const size_t head = i - r * per_row;
             const float sink = config_.sinks ? weights_->layers[layer].sinks[kv_head * per_row + head] : -INFINITY;
             cache_.output(own.state + (i - from) * state_size(), sink, task.head_dim, out + head * d);
+            if (!config_.output_gate) continue;
+            const float* query = qkv_ + (group.first + r) * config_.qkv_dim() + (kv_head * per_row + head) * 2 * d;
+            k.sigmoid_gate_f32(out + head * d, query + d, d, out + head * d);
         }
     }
 }

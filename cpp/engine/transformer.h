@@ -8,13 +8,14 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "engine/config.h"
 #include "engine/kv_memory.h"
 #include "engine/linear.h"
 #include "engine/lora.h"
-#include "engine/short_conv.h"
+#include "engine/recurrent.h"
 #include "engine/weights.h"
 #include "runtime/arena.h"
 
@@ -37,7 +38,7 @@ public:
     KvType kv_type() const { return kv_type_; }
     void release_workspace() { arena_.release(); }  // its memory is committed again by the next forward()
     size_t workspace_bytes() const {
-        return arena_.size_bytes() + adapter_hidden_.size() * sizeof(float) + conv_.workspace_bytes();
+        return arena_.size_bytes() + adapter_hidden_.size() * sizeof(float) + recurrent_.workspace_bytes();
     }
 
     // Reserves memory for adapters up to this rank, summed over the adapters of a matrix.
@@ -45,7 +46,8 @@ public:
 
     // Computes the final hidden states (n, hidden_dim) of n <= max_rows tokens, normed for the head; valid until the
     // next call.
-    const float* forward(const InputToken* rows, size_t n, KvMemory& memory);
+    // `runs`: with recurrent mixers, the runs of all tokens.
+    const float* forward(const InputToken* rows, size_t n, std::span<const StateRun> runs, KvMemory& memory);
 
     // Computes the logits (n, vocab_size) of hidden states.
     void logits(const float* hidden, size_t n, float* out) const;
@@ -77,7 +79,7 @@ private:
     size_t max_rows_;
     KvType kv_type_;
     Cache cache_;
-    ShortConv conv_;
+    Recurrent recurrent_;
     Arena arena_;
     float *x_, *h_, *qkv_, *attended_, *delta_, *up_, *cos_sin_, *local_cos_sin_, *query_scales_, *state_;
     uint8_t* queries_;
@@ -95,7 +97,8 @@ private:
     void finish_head(const InputToken& row, size_t i, size_t unit, size_t layer, KvMemory& memory);
     void attend(const InputToken* rows, const PrefixGroup& group, size_t kv_head, Part part, size_t layer,
                 const KvMemory& memory);
-    void convolution(const InputToken* rows, size_t n, size_t layer, const KvMemory& memory);
+    void recurrence(const InputToken* rows, size_t n, size_t layer, std::span<const StateRun> runs,
+                    const KvMemory& memory);
     void mlp(const InputToken* rows, size_t n, size_t layer, float* out);
     void activate(float* gate, size_t n) const;
     void product(const Matrix& w, const float* x, size_t n, float* y) const;

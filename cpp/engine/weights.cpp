@@ -51,7 +51,7 @@ bool has_delta_sizes(const ModelConfig& c) {
 void check(const ModelConfig& c) {
     if (c.n_kv_heads == 0 || c.n_heads % c.n_kv_heads != 0 || c.head_dim == 0 || c.head_dim > kAttentionMaxHeadDim ||
         c.windows.size() != c.n_layers || (!c.rope_layers.empty() && c.rope_layers.size() != c.n_layers) ||
-        (!c.mixers.empty() && c.mixers.size() != c.n_layers) ||
+        (!c.mixers.empty() && c.mixers.size() != c.n_layers) || (c.output_gate && c.qk_norm_whole) ||
         (c.is_recurrent() && (c.conv_length == 0 || c.conv_length > kMaxConvLength)) || !has_delta_sizes(c) ||
         (!c.local_layers.empty() &&
          (c.local_layers.size() != c.n_layers || c.local_inv_freq.size() != c.inv_freq.size())) ||

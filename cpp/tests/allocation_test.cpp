@@ -224,7 +224,12 @@ Request hidden_states(size_t length) {
     return r;
 }
 
-size_t some_pages(const Model& model) { return 40 * model.page_bytes(); }
+// Each format has another model.
+int kind_of(WeightFormat format) {
+    return format == WeightFormat::kBFloat16 ? kOther : format == WeightFormat::kInt8 ? kDelta : kLlama;
+}
+
+size_t some_pages(const Model& model) { return model.kv_bytes(60); }
 
 void test_making_an_engine() {
     Model known(false, WeightFormat::kInt8, 8 + 32);
@@ -246,7 +251,7 @@ void test_making_an_engine() {
 
 // A call on an engine during the completion of another call.
 void test_calls(const std::string& name, WeightFormat format, const std::vector<Request>& requests) {
-    Model model(format == WeightFormat::kBFloat16, format, 8 + 32);
+    Model model(kind_of(format), format, 8 + 32);
     const Limits limits{some_pages(model), 8, 32};
     Engine right(model.transformer, limits);
     const auto results = [&](Engine& s, const std::vector<uint64_t>& ids) {
@@ -406,7 +411,7 @@ void warm_threads(Model& model, size_t rows) {
 
 void test_decoding(const std::string& name, WeightFormat format, const Sampling& sampling, bool with_adapter) {
     set_num_threads(kThreads, kOversubscribe);
-    Model model(format == WeightFormat::kBFloat16, format, 8 + 32);
+    Model model(kind_of(format), format, 8 + 32);
     Engine s(model.transformer, {some_pages(model), 8, 32});
     Request r = prompt(20, 5, 300, 0);
     r.sampling = sampling;

@@ -18,11 +18,10 @@ namespace {
 constexpr KvType kKvTypes[] = {KvType::kFloat32, KvType::kBFloat16, KvType::kInt8};
 const size_t kLengths[] = {1, 63, 64, 65, 150, 129};
 
-void test_batch_invariance(bool other, WeightFormat format, KvType kv_type) {
-    Model model(config_of(other), format, 64 + 128, kv_type);
-    const size_t page = model.page_bytes();
+void test_batch_invariance(int kind, WeightFormat format, KvType kv_type) {
+    Model model(config_of(kind), format, 64 + 128, kv_type);
     std::vector<Outputs> expected;
-    const Limits limits[] = {{200 * page, 64, 128}, {9 * page, 3, 5}, {40 * page, 7, 64}};
+    const Limits limits[] = {{model.kv_bytes(200), 64, 128}, {model.kv_bytes(9), 3, 5}, {model.kv_bytes(40), 7, 64}};
     for (const Limits& limit : limits) {
         Engine s(model.transformer, limit);
         std::vector<uint64_t> ids;
@@ -39,7 +38,7 @@ void test_batch_invariance(bool other, WeightFormat format, KvType kv_type) {
         expect(s.pages().n_free() == s.pages().n_pages(), "all pages are free");
     }
     // Log-probs of the samples, scored with a different chunking.
-    Engine s(model.transformer, {40 * page, 7, 33});
+    Engine s(model.transformer, {model.kv_bytes(40), 7, 33});
     Request score;
     score.tokens = tokens(150, 1);
     score.tokens.insert(score.tokens.end(), expected[4][1].first.begin(), expected[4][1].first.end());
@@ -55,11 +54,10 @@ void test_batch_invariance(bool other, WeightFormat format, KvType kv_type) {
 void test_hidden_states() {
     Model model(false, WeightFormat::kFloat32, 7 + 64);
     const ModelConfig& c = model.transformer.config();
-    const size_t page = model.page_bytes();
     std::vector<float> expected;
     for (const size_t chunk : {64, 13}) {
         for (const size_t score_from : {1, 150}) {
-            Engine s(model.transformer, {40 * page, 7, chunk});
+            Engine s(model.transformer, {model.kv_bytes(40), 7, chunk});
             Request request;
             request.tokens = tokens(150, 1), request.score_from = score_from, request.hidden = true;
             const uint64_t other = s.add(prompt(100, 2, 10, 0)), id = s.add(request);
@@ -83,7 +81,7 @@ void test_hidden_states() {
 void test_invalid_requests() {
     Model model(false, WeightFormat::kQ8_0, 16 + 32);
     const ModelConfig& c = model.transformer.config();
-    Engine s(model.transformer, {4 * model.page_bytes(), 16, 32});
+    Engine s(model.transformer, {model.kv_bytes(4), 16, 32});
     const auto expect_rejected = [&](const char* what, auto&& change) {
         Request request = prompt(100, 1, 10, 0);
         change(request);
@@ -116,11 +114,10 @@ void test_invalid_requests() {
     expect(s.job(id).done && s.job(id).logprobs.empty(), "a score from the end of the tokens is empty");
 }
 
-void test_cancelling() {
-    Model model(false, WeightFormat::kQ8_0, 16 + 32);
-    const size_t page = model.page_bytes();
+void test_cancelling(int kind) {
+    Model model(kind, WeightFormat::kQ8_0, 16 + 32);
     std::mt19937 bits(5);
-    Engine s(model.transformer, {30 * page, 16, 32});
+    Engine s(model.transformer, {model.kv_bytes(30), 16, 32});
     std::vector<uint64_t> ids;
     for (int round = 0; round < 400; ++round) {
         if (bits() % 3 == 0) ids.push_back(s.add(prompt(1 + bits() % 200, 1 + bits() % 4, 1 + bits() % 100, bits())));
@@ -168,8 +165,7 @@ std::vector<int32_t> concat(std::vector<int32_t> a, const std::vector<int32_t>& 
 // Continuations of a scored context take its scores from the cache, also those that are queued together with it.
 void test_cached_scores() {
     Model model(false, WeightFormat::kBFloat16, 16 + 64);
-    Engine s(model.transformer, {60 * model.page_bytes(), 16, 64}),
-        fresh(model.transformer, {60 * model.page_bytes(), 16, 64});
+    Engine s(model.transformer, {model.kv_bytes(60), 16, 64}), fresh(model.transformer, {model.kv_bytes(60), 16, 64});
     const auto context = tokens(200, 5);
     std::vector<uint64_t> ids;
     std::vector<std::vector<int32_t>> rows;
@@ -208,12 +204,34 @@ void test_cached_scores() {
     expect(s.job(cooler).reused == 0 && s.job(several).reused == 0, "scores of other distributions are computed");
 }
 
+// Prompts queued together share the computation of their common beginning: with states, up to its last whole page,
+// where the first of them leaves its state.
+void test_waiting_prompts(int kind) {
+    Model model(kind, WeightFormat::kFloat32, 16 + 48);
+    Engine s(model.transformer, {model.kv_bytes(80), 16, 48}), fresh(model.transformer, {model.kv_bytes(80), 16, 48});
+    std::vector<Request> requests;
+    for (unsigned i = 0; i < 5; ++i) requests.push_back(sample_of(concat(tokens(200, 1), tokens(i, 9)), 2, 3, i));
+    requests.push_back(sample_of(concat(tokens(150, 1), tokens(20, 7)), 1, 3, 5));
+    std::vector<uint64_t> ids;
+    for (const Request& request : requests) ids.push_back(s.add(request));
+    run(s);
+    const size_t reused[] = {0, 192, 192, 192, 192, 128};
+    for (size_t i = 0; i < requests.size(); ++i) {
+        expect(s.job(ids[i]).reused == reused[i], "prompt %zu of model %d reuses %zu tokens", i, kind,
+               s.job(ids[i]).reused);
+        const uint64_t right = fresh.add(requests[i]);
+        run(fresh);
+        expect(outputs_of(s, ids[i]) == outputs_of(fresh, right), "the tokens of a separate prompt");
+    }
+    expect(s.pages().n_free() == s.pages().n_pages(), "all pages are free");
+}
+
 // Scores and samples with common prefixes, cancelled at any step, in a cache that evicts, or that has room for all.
-void test_random_scores(size_t n_pages) {
-    Model model(true, WeightFormat::kFloat32, 8 + 32);
+void test_random_scores(int kind, size_t n_pages) {
+    Model model(kind, WeightFormat::kFloat32, 8 + 32);
     std::mt19937 bits(11);
-    Engine s(model.transformer, {n_pages * model.page_bytes(), 8, 32}),
-        right(model.transformer, {n_pages * model.page_bytes(), 8, 32});
+    Engine s(model.transformer, {model.kv_bytes(n_pages), 8, 32}),
+        right(model.transformer, {model.kv_bytes(n_pages), 8, 32});
     for (int round = 0; round < 100; ++round) {
         std::vector<std::pair<uint64_t, Request>> open;
         for (size_t i = 0, n = 1 + bits() % 5; i < n; ++i) {
@@ -247,10 +265,9 @@ void test_random_scores(size_t n_pages) {
 }
 
 // Sessions end during the prefill of prompts whose pages others share: the others give the results of a separate run.
-void test_sessions() {
-    Model model(true, WeightFormat::kBFloat16, 16 + 32);
-    const size_t page = model.page_bytes();
-    const Limits limits{60 * page, 16, 32};
+void test_sessions(int kind) {
+    Model model(kind, WeightFormat::kBFloat16, 16 + 32);
+    const Limits limits{model.kv_bytes(60), 16, 32};
     const size_t lengths[] = {200, 150, 230, 70, 200, 131};
     std::vector<Outputs> expected;
     for (size_t i = 0; i < std::size(lengths); ++i) {
@@ -296,9 +313,9 @@ std::vector<int32_t> sequence_of(const Engine& s, uint64_t id) {
 
 // A turn computes only its new tokens and the last token of the previous turn, which was drawn and not computed, and
 // gives the results of a run without retained pages.
-void test_turns(bool other, KvType kv_type) {
-    Model model(config_of(other), WeightFormat::kFloat32, 16 + 32, kv_type);
-    const Limits limits{60 * model.page_bytes(), 16, 32};
+void test_turns(int kind, KvType kv_type) {
+    Model model(config_of(kind), WeightFormat::kFloat32, 16 + 32, kv_type);
+    const Limits limits{model.kv_bytes(60), 16, 32};
     for (const size_t first : {64, 100}) {
         for (const size_t reply : {1, 65}) {
             Engine s(model.transformer, limits);
@@ -332,25 +349,24 @@ void test_turns(bool other, KvType kv_type) {
 // The order of eviction, and a page that is evicted for its own copy.
 void test_eviction() {
     Model model(false, WeightFormat::kFloat32, 16 + 32);
-    const size_t page = model.page_bytes();
     const auto expect_reused = [&](Engine& s, const Request& turn, size_t n) {
-        Engine fresh(model.transformer, {20 * page, 16, 32});
+        Engine fresh(model.transformer, {model.kv_bytes(20), 16, 32});
         const uint64_t id = s.add(turn), right = fresh.add(turn);
         run(s), run(fresh);
         expect(s.job(id).reused == n, "%zu tokens are reused, and %zu are expected", s.job(id).reused, n);
         expect(outputs_of(s, id) == outputs_of(fresh, right), "the same tokens");
     };
     const Request first = turn_of(tokens(128, 1), 64, 1, 2), second = turn_of(tokens(128, 3), 64, 1, 4);
-    Engine s(model.transformer, {7 * page, 16, 32});
+    Engine s(model.transformer, {model.kv_bytes(7), 16, 32});
     expect_reused(s, first, 0), expect_reused(s, second, 0);  // three pages each
     Request other = turn_of(tokens(128, 5), 0, 1, 6);
     other.keep = false;
     expect_reused(s, other, 0);  // two pages: the free page, and the last page of the first
     expect_reused(s, second, 191), expect_reused(s, first, 128);
-    Engine tight(model.transformer, {page, 16, 32});
+    Engine tight(model.transformer, {model.kv_bytes(1), 16, 32});
     expect_reused(tight, turn_of(tokens(40, 1), 24, 1, 2), 0);
     expect_reused(tight, turn_of(tokens(40, 1), 24, 1, 3), 40);
-    Engine again(model.transformer, {20 * page, 16, 32});
+    Engine again(model.transformer, {model.kv_bytes(20), 16, 32});
     const Request prompt = turn_of(tokens(100, 1), 28, 30, 2);
     expect_reused(again, prompt, 0), expect_reused(again, prompt, 127);
     const uint64_t id = again.add(prompt);
@@ -361,7 +377,7 @@ void test_eviction() {
 // A page that another prompt has not computed yet is not copied.
 void test_uncomputed_pages() {
     Model model(false, WeightFormat::kFloat32, 16 + 32);
-    const Limits limits{60 * model.page_bytes(), 16, 32};
+    const Limits limits{model.kv_bytes(60), 16, 32};
     const Request turn = turn_of(tokens(40, 1), 30, 5, 8);
     Engine s(model.transformer, limits), fresh(model.transformer, limits);
     s.add(prompt(200, 1, 5, 0));
@@ -373,9 +389,9 @@ void test_uncomputed_pages() {
 // A prompt that is scored computes its own copies of pages that others share. If it is cancelled, no other prompt
 // depends on the pages that it has not computed.
 void test_cancelling_a_score() {
-    for (const bool other : {false, true}) {
-        Model model(other, WeightFormat::kFloat32, 16 + 32);
-        const Limits limits{60 * model.page_bytes(), 16, 32};
+    for (const int kind : {kLlama, kOther, kDelta}) {
+        Model model(kind, WeightFormat::kFloat32, 16 + 32);
+        const Limits limits{model.kv_bytes(60), 16, 32};
         Engine s(model.transformer, limits), fresh(model.transformer, limits);
         Request first = prompt(100, 0, 0, 0), second = prompt(260, 0, 0, 1);
         first.score_from = second.score_from = 1;
@@ -390,14 +406,12 @@ void test_cancelling_a_score() {
 }
 
 // Conversations that continue, diverge at any token, are cancelled at any step, and evict each other's pages.
-void test_conversations() {
-    Model model(true, WeightFormat::kFloat32, 8 + 32);
-    const ModelConfig& c = model.transformer.config();
-    const size_t page = model.page_bytes();
-    for (const size_t n_pages : {7, 60}) {
+void test_conversations(int kind) {
+    Model model(kind, WeightFormat::kFloat32, 8 + 32);
+    for (const size_t n_pages : {kind == kDelta ? 30 : 7, 60}) {
         std::mt19937 bits(static_cast<unsigned>(n_pages));
-        Engine s(model.transformer, {n_pages * page, 8, 32});
-        Engine right(model.transformer, {60 * page, 8, 32});
+        Engine s(model.transformer, {model.kv_bytes(n_pages), 8, 32});
+        Engine right(model.transformer, {model.kv_bytes(60), 8, 32});
         for (Engine* each : {&s, &right}) each->add_adapter(5, adapter_of(*model.weights));
         std::vector<std::vector<int32_t>> histories{{}};
         std::vector<std::pair<uint64_t, Request>> open;
@@ -433,14 +447,13 @@ void test_conversations() {
                 if (bits() % 8 == 0) s.evict_retained();
             }
         }
-        expect(n_reused > 100, "pages are reused: %zu tokens", n_reused);
+        expect(n_reused > 100, "pages are reused: %zu tokens, model %d, %zu pages", n_reused, kind, n_pages);
     }
 }
 
 void test_released_memory() {
     Model model(false, WeightFormat::kBFloat16, 16 + 32);
-    const size_t page = model.page_bytes();
-    Engine s(model.transformer, {60 * page, 16, 32});
+    Engine s(model.transformer, {model.kv_bytes(60), 16, 32});
     expect(s.release_memory() == 0, "memory is committed lazily");
     Request retained = prompt(130, 1, 20, 0);
     retained.keep = true;
@@ -468,9 +481,7 @@ void test_released_memory() {
 
 void test_adapters() {
     Model model(false, WeightFormat::kBFloat16, 16 + 32);
-    const ModelConfig& c = model.transformer.config();
-    const size_t page = model.page_bytes();
-    Engine s(model.transformer, {60 * page, 16, 32});
+    Engine s(model.transformer, {model.kv_bytes(60), 16, 32});
     const uint64_t number = 5;
     s.add_adapter(number, adapter_of(*model.weights));
     Request with = prompt(130, 2, 20, 0);
@@ -527,7 +538,7 @@ double loss_by_slow_thread(const std::vector<TracedJob>& jobs) {
 
 void test_division_of_work() {
     Model model(wide_config(), WeightFormat::kBFloat16, 8 + 256, KvType::kFloat32);
-    Engine s(model.transformer, {20 * model.page_bytes(), 8, 256});
+    Engine s(model.transformer, {model.kv_bytes(20), 8, 256});
     double prefill = 10.0, token = 10.0;  // the minimum of several: other load disturbs single tasks
     size_t barriers = 0;                  // of a token
     for (uint64_t round = 0; round < 5; ++round) {
@@ -556,18 +567,23 @@ int main() {
         for (WeightFormat format : {WeightFormat::kFloat32, WeightFormat::kBFloat16, WeightFormat::kInt8}) {
             const bool other = format != WeightFormat::kFloat32;
             for (KvType type : kKvTypes) test_batch_invariance(other, format, type);
+            test_batch_invariance(kDelta, format, KvType::kBFloat16);
         }
         test_hidden_states();
         test_invalid_requests();
-        test_cancelling();
+        for (const int kind : {kLlama, kOther, kDelta}) test_cancelling(kind);
         test_cancelling_a_score();
-        test_sessions();
+        for (const int kind : {kOther, kDelta}) test_sessions(kind);
         for (KvType type : kKvTypes) test_turns(type != KvType::kFloat32, type);
+        test_turns(kDelta, KvType::kFloat32);
         test_eviction();
         test_uncomputed_pages();
         test_cached_scores();
-        for (const size_t n_pages : {14, 60}) test_random_scores(n_pages);
-        test_conversations();
+        for (const int kind : {kLlama, kOther, kDelta}) {
+            test_waiting_prompts(kind);
+            for (const size_t n_pages : {14, 60}) test_random_scores(kind, n_pages);
+            test_conversations(kind);
+        }
         test_released_memory();
         test_adapters();
         test_division_of_work();

@@ -13,9 +13,11 @@
 
 namespace whet {
 
-// Llama-like, or with `other` a mix of GPT-J, Mistral and LFM2: layer norm, interleaved RoPE, parallel residual,
-// windows and a convolution.
-inline ModelConfig config_of(bool other) {
+// Llama-like; a mix of GPT-J, Mistral and LFM2: layer norm, interleaved RoPE, parallel residual, windows and a
+// convolution; or Qwen3.5-like, with states of several pages.
+enum Kind : int { kLlama, kOther, kDelta };
+
+inline ModelConfig config_of(int kind) {
     ModelConfig c;
     c.n_layers = 2, c.n_heads = 6, c.n_kv_heads = 2, c.head_dim = 20, c.hidden_dim = 64, c.ffn_dim = 72;
     c.vocab_size = 97, c.max_position = 1024, c.norm_eps = 1e-5;
@@ -23,10 +25,14 @@ inline ModelConfig config_of(bool other) {
     for (size_t i = 0; i < 6; ++i) c.inv_freq.push_back(std::pow(1000.0, -static_cast<double>(i) / 6));
     c.windows = {0, 0};
     c.attention_scale = 1 / std::sqrt(20.0);
-    if (other) {
+    if (kind == kOther) {
         c.norm = Norm::kLayer, c.is_neox = false, c.parallel_residual = true, c.gated = false;
         c.activation = Activation::kGeluTanh, c.windows = {0, 50, 0}, c.n_layers = 3;
         c.mixers = {Mixer::kAttention, Mixer::kAttention, Mixer::kConv}, c.conv_length = 4;
+    } else if (kind == kDelta) {
+        c.qk_norm = c.output_gate = true, c.windows = {0, 0, 0}, c.n_layers = 3;
+        c.mixers = {Mixer::kDelta, Mixer::kAttention, Mixer::kDelta}, c.conv_length = 4;
+        c.n_delta_key_heads = 2, c.n_delta_heads = 4, c.delta_dim = 36, c.delta_key_dim = 40;
     }
     return c;
 }
@@ -35,10 +41,15 @@ struct Model {
     const std::shared_ptr<Weights> weights;
     Transformer transformer;
 
-    Model(bool other, WeightFormat format, size_t max_rows)
-        : Model(config_of(other), format, max_rows, other ? KvType::kBFloat16 : KvType::kFloat32) {}
+    Model(int kind, WeightFormat format, size_t max_rows)
+        : Model(config_of(kind), format, max_rows, kind == kOther ? KvType::kBFloat16 : KvType::kFloat32) {}
 
     size_t page_bytes() const { return KvMemory::page_bytes(transformer.config(), transformer.kv_type()); }
+    // Size of a cache of n_pages, and two states.
+    size_t kv_bytes(size_t n_pages) const {
+        const KvMemory page(transformer.config(), transformer.kv_type(), page_bytes());
+        return (n_pages + 2 * page.n_state_pages()) * page_bytes();
+    }
 
     Model(const ModelConfig& config, WeightFormat format, size_t max_rows, KvType kv_type)
         : weights(std::make_shared<Weights>(config)), transformer(weights, max_rows, kv_type) {

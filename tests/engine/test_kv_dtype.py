@@ -12,7 +12,7 @@ import whet
 from whet import _core
 from whet.engine import Engine
 from whet.models.formats import KV_DTYPES
-from whet.models.sizes import page_bytes
+from whet.models.sizes import cache_bytes
 
 # Heads of 8 (one power of two), 12 (blocks of 4), 10 (of 2), windows, soft-caps, and heads of 64 and 256.
 CASES = [
@@ -82,7 +82,7 @@ def test_memory_is_about_half_of_bfloat16(head_dim, share):
     for kv_dtype in KV_DTYPES:
         with Engine.from_model(model, kv_dtype=kv_dtype) as engine:
             sizes[kv_dtype] = engine.memory["kv_page_bytes"]
-            assert sizes[kv_dtype] == page_bytes(engine.config, kv_dtype)
+            assert sizes[kv_dtype] == cache_bytes(engine.config, kv_dtype, 1, 0)
     assert sizes["q8"] <= share * sizes["bfloat16"] and sizes["float32"] == 2 * sizes["bfloat16"]
 
 

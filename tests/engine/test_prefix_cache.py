@@ -25,7 +25,7 @@ def model() -> Any:
 
 @pytest.fixture(params=["llama", "lfm2"])
 def any_model(request) -> Any:
-    """Attention only, and with the state of convolutions, which a page has after its last token only."""
+    """Attention only, and with the state of convolutions, which is not kept at every token."""
     return tiny_model(request.param, max_position_embeddings=512)
 
 
@@ -108,8 +108,7 @@ def test_cancelled_stream_retains_its_pages(any_model):
         assert stream(engine, prompt) == (fresh_tokens(model, prompt), 0)
 
 
-def test_retained_pages_are_reported_and_evicted(any_model):
-    model = any_model
+def test_retained_pages_are_reported_and_evicted(model):
     with engine_of(model) as engine:
         page = engine.memory["kv_page_bytes"]
     with engine_of(model, kv_bytes=4 * page) as engine:

@@ -72,11 +72,45 @@ def test_scores_of_prompts_with_common_pages(case):
         assert [found.tolist() for found in engine.logprobs(rows[::-1])] == right[::-1]
 
 
-def test_pages_of_layers_with_attention_have_keys_and_the_others_states():
-    """Two states of the inputs before the last tap, float32, and a line of lengths."""
-    sizes = {}
+def test_pages_have_keys_and_values_and_states_have_pages_of_their_own():
+    memory = {}
     for case in ("lfm2", "llama"):
         with Engine.from_model(tiny_model(case), weights="float32", kv_dtype="float32") as engine:
-            sizes[case] = engine.memory["kv_page_bytes"]
+            memory[case] = engine.memory
     keys = 64 * 2 * (8 + 16) * 4  # 2 heads of 8; a page pads values to 16 columns
-    assert sizes == {"llama": 2 * keys, "lfm2": keys + 3 * 2 * (2 * 32 * 4) + 64}
+    assert memory["llama"]["kv_page_bytes"] == 2 * keys and memory["llama"]["kv_state_bytes"] == 0
+    assert memory["lfm2"]["kv_page_bytes"] == keys  # one of four layers attends
+    assert memory["lfm2"]["kv_state_bytes"] == keys  # 3 layers of 3 inputs of 32 numbers fit a page
+
+
+def reused(engine: Engine, prompt: list[int], seed: int = 0) -> int:
+    """Stream a reply that stays in the cache; return how many tokens of the prompt were found there."""
+    with engine.stream(prompt, SamplingParams(max_new_tokens=9, seed=seed), keep=True) as stream:
+        list(stream)
+        return stream.n_reused
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_where_a_prompt_continues(case):
+    """Every 512 tokens of a prompt, at its last whole page, and at the end of a turn."""
+    model = tiny_model(case, max_position_embeddings=2048)
+    start = tokens(1100, 0)
+    with Engine.from_model(model, weights="float32", prefill_chunk=100) as engine:
+        assert reused(engine, start) == 0
+        for n, found in ((1099, 1088), (1080, 1024), (700, 512), (511, 0)):
+            assert reused(engine, [*start[:n], *tokens(30, n)]) == found
+
+
+def test_states_are_evicted_before_later_pages():
+    with Engine.from_model(make("lfm2"), weights="float32") as engine:
+        page, state = engine.memory["kv_page_bytes"], engine.memory["kv_state_bytes"]
+    assert page == state
+    with Engine.from_model(make("lfm2"), weights="float32", kv_bytes=7 * page) as engine:
+        first, second = tokens(100, 1), tokens(100, 2)
+        assert reused(engine, first) == 0
+        assert engine.memory["kv_kept_bytes"] == 4 * page  # two pages, states after the first and after the last token
+        assert reused(engine, second) == 0  # of 7 pages it needs two and two states: one of the first is evicted
+        assert reused(engine, second, 1) == 64
+        assert engine.memory["kv_used_bytes"] == 0 and engine.memory["kv_kept_bytes"] <= 7 * page
+        engine.clear_prefix_cache()
+        assert engine.memory["kv_kept_bytes"] == 0 and reused(engine, second) == 0

@@ -10,7 +10,7 @@ from tests.raising import assert_raises
 import whet
 from whet import Engine, SamplingParams
 from whet.models.formats import FORMATS, MIXTURES, PAGE_TOKENS, choose_formats, describe_spans
-from whet.models.sizes import PRESETS, estimate, load_source, page_bytes, slot_bytes, source_of_config, training
+from whet.models.sizes import PRESETS, cache_bytes, estimate, load_source, slot_bytes, source_of_config, training
 from whet.models.slots import ModelSource, RowSlice
 
 # Ragged: row counts and lengths that are not multiples of panels and blocks.
@@ -147,7 +147,7 @@ def test_a_small_model_by_hand():
     assert e.total == e.weights + e.kv_cache + e.workspace and e.bits_per_weight == 8 * e.weights / e.n_parameters
     # float32 weights have float32 keys and values; a page has 64 tokens whatever the window.
     assert estimate(source, "float32", context=130, batch=3).kv_cache == 2 * e.kv_cache
-    assert page_bytes(source.config, "bfloat16") == PAGE_TOKENS * 256
+    assert cache_bytes(source.config, "bfloat16", 1, 0) == PAGE_TOKENS * 256
 
 
 def test_sliding_windows_do_not_save_pages():

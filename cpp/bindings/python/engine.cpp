@@ -247,6 +247,7 @@ public:
         out["weights_bytes"] = model_.weights().size_bytes();
         out["kv_bytes"] = pages.n_pages() * page_bytes;
         out["kv_page_bytes"] = page_bytes;
+        out["kv_state_bytes"] = pages.n_state_pages() * page_bytes;
         out["kv_used_bytes"] = (pages.n_pages() - pages.n_free()) * page_bytes;
         out["kv_kept_bytes"] = pages.n_evictable() * page_bytes;
         out["kv_committed_bytes"] = engine_.kv_memory().n_committed() * page_bytes;

@@ -188,8 +188,9 @@ class ModelConfig:
         for name in ("qk_norm_whole", "qk_norm_rotated"):
             if getattr(self, name) and not self.qk_norm:
                 raise _invalid(name, True, "False where qk_norm is")
-        if self.qk_norm_whole and self.qk_norm_rotated:
-            raise _invalid("qk_norm_rotated", True, "False where qk_norm_whole is True")
+        for name in ("qk_norm_rotated", "output_gate"):
+            if self.qk_norm_whole and getattr(self, name):
+                raise _invalid(name, True, "False where qk_norm_whole is True")
         _check_number("query_log_scale", self.query_log_scale, at_least=0.0)
         _check_integer("query_scale_length", self.query_scale_length, 1, LARGEST_SIZE)
         self._check_rotary()

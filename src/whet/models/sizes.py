@@ -181,7 +181,7 @@ def model_memory(
         context=default_context(config) if context is None else context,
         formats=dict(zip(FORMATS, estimates, strict=False)),
         as_stored=estimates[-1],
-        kv_bytes_per_token={name: page_bytes(config, name) // PAGE_TOKENS for name in KV_DTYPES},
+        kv_bytes_per_token={name: cache_bytes(config, name, 1, 0) // PAGE_TOKENS for name in KV_DTYPES},
         training=training(config),
         machine=machine_bytes(),
     )
@@ -268,7 +268,7 @@ def estimate(
         linear=sum(size for slot, size in matrices.items() if slot not in outside_layers),
         embeddings=sum(size for slot, size in matrices.items() if slot in outside_layers),
         norms=sum(sizes.values()) - sum(matrices.values()),
-        kv_cache=batch * n_pages * page_bytes(config, kv),
+        kv_cache=cache_bytes(config, kv, batch * n_pages, batch * STATES),
         workspace=_workspace_bytes(config, batch, kv) + _sampler_bytes(config.vocab_size),
         embedding_format=describe_spans(formats["embedding"]),
         kv_format=kv,
@@ -288,9 +288,14 @@ def slot_bytes(shape: tuple[int, ...], format: str | None) -> int:
     return math.ceil(shape[0] / _PANEL_ROWS) * _panel_bytes(format, shape[1])
 
 
-def page_bytes(config: ModelConfig, format: str) -> int:
-    """Return the bytes of a page of keys and values of all layers, in a format of ``KV_DTYPES``."""
-    return _core_memory(config, MAX_BATCH, format)["kv_page_bytes"]
+STATES = 2
+"""States of a sequence's recurrent mixers that it may hold at once: before and after a step of its prompt."""
+
+
+def cache_bytes(config: ModelConfig, format: str, n_pages: int, n_states: int) -> int:
+    """Return the bytes of a cache of keys and values, in a format of ``KV_DTYPES``, and of states."""
+    memory = _core_memory(config, MAX_BATCH, format)
+    return n_pages * memory["kv_page_bytes"] + n_states * memory["kv_state_bytes"]
 
 
 @lru_cache

@@ -14,6 +14,7 @@ from whet.learner import Learner
 from whet.models.families import short_position
 from whet.models.formats import PAGE_TOKENS
 from whet.models.packed_base import PackedBase
+from whet.models.sizes import STATES
 from whet.rewards.functions import RewardFn, RewardFunctions
 from whet.rollout.protocol import RolloutEngine
 
@@ -154,8 +155,9 @@ def ensure_capacity(
         return engine
     longest = min(max(map(len, prompt_ids), default=0) + max_new_tokens, engine.config.max_position)
     # The prompt's last page is shared copy-on-write: each completion copies it.
-    needed = (longest // PAGE_TOKENS + 2) * engine.memory["kv_page_bytes"]
-    if needed <= engine.memory["kv_bytes"]:
+    memory = engine.memory
+    needed = (longest // PAGE_TOKENS + 2) * memory["kv_page_bytes"] + STATES * memory["kv_state_bytes"]
+    if needed <= memory["kv_bytes"]:
         return engine
     larger = make(needed)
     larger.policy_version = engine.policy_version

@@ -16,7 +16,7 @@ from whet.errors import WhetValueError
 from whet.models import tokenizers
 from whet.models.base_record import check_formats, pack_recorded, read_binding
 from whet.models.formats import PAGE_TOKENS, check_kv_dtype, choose_formats, kv_format
-from whet.models.sizes import page_bytes
+from whet.models.sizes import STATES, cache_bytes
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
 from whet.models.sources.pretrained import open_pretrained
 from whet.models.stop_tokens import read_stop_ids
@@ -73,14 +73,15 @@ def load_engine(
     if n_tokens is not None:
         n_pages = min(n_tokens, source.config.max_position) // PAGE_TOKENS + 1 + SPARE_PAGES
         kv = source.base.kv_format if source.base else kv_format(choose_formats(source, weights, None, None, where))
-        kv_bytes = max(kv_bytes, n_pages * page_bytes(source.config, check_kv_dtype(where, kv_dtype, kv)))
+        kv_bytes = max(kv_bytes, cache_bytes(source.config, check_kv_dtype(where, kv_dtype, kv), n_pages, STATES))
     return Engine(source, weights=weights, kv_bytes=kv_bytes, kv_dtype=kv_dtype, where=where)
 
 
 def longest_sequence(engine: Engine) -> int:
     """Return the most tokens of a sequence that positions and KV cache permit."""
     memory = engine.memory
-    n_pages = memory["kv_bytes"] // memory["kv_page_bytes"] - SPARE_PAGES
+    kv_bytes = memory["kv_bytes"] - STATES * memory["kv_state_bytes"]
+    n_pages = kv_bytes // memory["kv_page_bytes"] - SPARE_PAGES
     return min(engine.config.max_position, n_pages * PAGE_TOKENS)
 
 

@@ -17,7 +17,7 @@ from whet.learner import choose_activation_bytes
 from whet.models.architecture import ModelConfig
 from whet.models.formats import PAGE_TOKENS
 from whet.models.lora import Adapted
-from whet.models.sizes import KV_BYTES, MAX_BATCH, VOCAB_TILE, estimate, page_bytes, slot_bytes, training
+from whet.models.sizes import KV_BYTES, MAX_BATCH, VOCAB_TILE, cache_bytes, estimate, slot_bytes, training
 from whet.models.slots import ModelSource
 from whet.system.memory import available_bytes
 
@@ -161,7 +161,7 @@ def _sampling(
     if not isinstance(config, OnlineConfig) or config.engine == "torch":
         return {}
     engine = estimate(source, weights, batch=MAX_BATCH)
-    kv_cache = _n_pages(config, lengths) * page_bytes(source.config, engine.kv_format)
+    kv_cache = cache_bytes(source.config, engine.kv_format, *_n_pages_and_states(config, lengths))
     sampling = {"kv_cache": min(kv_cache, config.kv_bytes or KV_BYTES), "workspace": engine.workspace}
     if adapters is not None and adapters.is_separable:
         own = _adapter_bytes(adapters, "float32" if weights == "float32" else "bfloat16") + 4 * adapters.n_whole
@@ -265,11 +265,12 @@ def _converted_bytes(source: ModelSource, narrow: bool, is_packed: bool, n_model
     return size * max(map(math.prod, [*shapes, (tile, hidden)])) + n_models * panels
 
 
-def _n_pages(config: Any, lengths: Lengths) -> int:
-    """Return the KV pages of concurrently sampled sequences; completions share the pages of their prompt."""
+def _n_pages_and_states(config: Any, lengths: Lengths) -> tuple[int, int]:
+    """Return the KV pages and states of concurrently sampled sequences; completions share the pages of their prompt."""
     n_sequences = min(config.batch_size * config.completions_per_prompt(), MAX_BATCH)
     own = math.ceil((lengths.prompt + config.max_new_tokens - 1) / PAGE_TOKENS) - lengths.prompt // PAGE_TOKENS
-    return config.batch_size * math.ceil(lengths.prompt / PAGE_TOKENS) + n_sequences * own
+    n_pages = config.batch_size * math.ceil(lengths.prompt / PAGE_TOKENS) + n_sequences * own
+    return n_pages, config.batch_size + n_sequences
 
 
 class _Pass(NamedTuple):
