@@ -9,13 +9,15 @@ import gguf
 import numpy as np
 
 import whet
+from whet.models.reference import naive_weights
+from whet.models.row_reader import RowReader
 from whet.ops.quant import FORMATS
 
 F32, F16, BF16, Q8_0 = (gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q8_0"))
 _PLACES_OF_SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
 _ARCHITECTURES = {"mistral": "llama", "gpt_neox": "gptneox", "phi": "phi2", "gemma3_text": "gemma3",
                   "olmo3": "olmo2", "granitemoehybrid": "granite", "ministral3": "mistral3",
-                  "hunyuan_v1_dense": "hunyuan-dense"}  # fmt: skip
+                  "hunyuan_v1_dense": "hunyuan-dense", "qwen3_5_text": "qwen35"}  # fmt: skip
 _INTERLEAVED = ("llama", "mistral", "smollm3", "granite", "granitemoehybrid", "ministral3", "arcee", "granite_swa")
 _WITH_WINDOWS = ("mistral", "phi3", "starcoder2", "gemma2", "gemma3_text", "olmo3", "exaone4", "granite_swa")
 _BY_NAME = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -30,6 +32,7 @@ def gguf_name(config: Any, name: str) -> str:
     """Return llama.cpp's name of a transformers tensor."""
     if name.endswith(".sinks"):
         return f"blk.{name.split('.')[2]}.attn_sinks.weight"
+    name = name.replace(".dt_bias", ".dt_proj.bias")
     names = gguf.get_tensor_name_map(_BY_NAME[architecture_of(config)], config.num_hidden_layers)
     found = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
@@ -48,9 +51,38 @@ def as_llama_cpp(config: Any, name: str, array: np.ndarray) -> np.ndarray:
         return array.reshape(n_heads, 3, -1, *rest).swapaxes(0, 1).reshape(array.shape)
     if config.model_type == "gpt2" and name.rsplit(".", 2)[-2] in ("c_attn", "c_proj", "c_fc") and array.ndim == 2:
         return array.T
-    if config.model_type in ("gemma2", "gemma3_text") and "norm" in name:
+    with_offset = config.model_type in ("gemma2", "gemma3_text", "qwen3_5_text")
+    if with_offset and "norm" in name and ".linear_attn." not in name:
         return array + np.float32(1)
-    return array
+    return as_tiled(config, name, array) if ".linear_attn." in name else array
+
+
+def as_tiled(config: Any, name: str, array: np.ndarray) -> np.ndarray:
+    """Return a tensor of Qwen3.5's linear attention with value heads [copy][key head], from [key head][copy]."""
+    array = -np.exp(array, dtype=np.float64).astype(np.float32) if name.endswith("A_log") else array
+    n_heads, n_keys = config.linear_num_value_heads, config.linear_num_key_heads
+    if ".norm." in name:
+        return array
+    if ".out_proj." in name:
+        return as_tiled(config, "", array.T).T
+    n_values = n_heads * (config.linear_value_head_dim if len(array) > n_heads else 1)
+    begin, values = np.split(array, [len(array) - n_values])
+    tiled = values.reshape(n_keys, n_heads // n_keys, -1, *array.shape[1:]).swapaxes(0, 1).reshape(values.shape)
+    return np.concatenate([begin, tiled])
+
+
+def values_by_slot(source: Any) -> dict[str, np.ndarray]:
+    return naive_weights(source.config, source.slices(), np.float32)
+
+
+def values_by_module(source: Any) -> dict[str, np.ndarray]:
+    """Return the slots' values in the order of Hugging Face's modules, by the names of their parameters."""
+    rows, slots, found = RowReader(source, "test"), source.config.slots(), {}
+    for name, location in source.targets.items():
+        for suffix, slot in ((".weight", location.weight), (".bias", location.bias)):
+            if slot in slots:
+                found[name + suffix] = np.concatenate(list(rows.iter_chunks(location, slot, "float32")))
+    return found
 
 
 TOKENIZER = {
@@ -139,6 +171,16 @@ def write_gguf(
         writer.add_logit_scale(config.logits_scaling)
     if config.model_type in ("gpt_neox", "stablelm"):
         writer.add_parallel_residual(config.use_parallel_residual)
+    if config.model_type == "qwen3_5_text":
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
+        writer.add_array(
+            "qwen35.attention.recurrent_layers", [kind == "linear_attention" for kind in config.layer_types]
+        )
+        writer.add_rope_dimension_sections([*settings["mrope_section"], 0])
     add_keys(writer, keys or TOKENIZER)
     if change:
         change(writer)
@@ -157,7 +199,7 @@ def write_gguf(
             continue
         if array.ndim == 3:  # of a convolution
             array = array.squeeze(1)
-        is_matrix = array.ndim == 2 and ".conv.conv." not in name
+        is_matrix = array.ndim == 2 and ".conv.conv." not in name and ".conv1d." not in name
         name = gguf_name(config, name)
         block, _, layer = name.rpartition(".attn_")
         if fused and layer.split(".")[0] in ("q", "k", "v"):

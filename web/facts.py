@@ -11,7 +11,7 @@ import json
 import re
 import sys
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from whet.config.fields import NonNegative, Range
 from whet.config.sampling import GRAMMAR_SETTINGS, SamplingParams
 from whet.config.settings import GRPOConfig, SFTConfig
 from whet.learner import Learner
-from whet.models import adapter_files, architecture, families, formats
+from whet.models import adapter_files, architecture, families, formats, slots
 from whet.models.sources import folder
 from whet.models.tokenizers import algorithms, vocabulary
 from whet.models.tokenizers.pre_tokenizers import PRE_TOKENIZERS
@@ -76,8 +76,20 @@ def pre_tokenizers() -> list[list[Any]]:
     return [[names, {camel(key): value for key, value in entry._asdict().items()}] for entry, names in entries.items()]
 
 
+def difference(found: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """Return what ``{...base, ...difference}`` makes ``found`` again, also of objects within; null: no such entry."""
+    changed: dict[str, Any] = dict.fromkeys(base.keys() - found.keys())
+    for name, value in found.items():
+        of_base = base.get(name)
+        if name in ("keys", "settings", "defaults", "modules"):
+            value, of_base = difference(value, of_base or {}), {}
+        if value != of_base:
+            changed[name] = value
+    return changed
+
+
 def model_families() -> dict[str, Any]:
-    """Return each family's config keys and GGUF tensor names by model_type, with inherited ones resolved."""
+    """Return each family's config keys by model_type, with inherited ones resolved."""
     fields = ("keys", "settings", "defaults", "window", "rope")
     fields += ("partial_rotary", "rope_off", "rope_local", "root_of_embedding")
     fields += (
@@ -89,21 +101,44 @@ def model_families() -> dict[str, Any]:
         "rope_by_layer",
         "full_first",
         "ffn_adjusted",
+        "mixer",
     )
-    gguf_fields = ("architecture", "interleaved", "scale_by_hidden", "sliding_window")
     return {
-        name: {"name": name}
-        | {field: getattr(family, field) for field in fields}
-        | {"gguf": family.gguf and {field: family.gguf[field] for field in gguf_fields if field in family.gguf}}
-        | {"modules": {target: m["gguf"] for target, m in modules_of(name) if family.gguf and "gguf" in m}}
-        | {"transposed": [target for target, m in modules_of(name) if m.get("gguf_layout") == "transposed"]}
+        name: {"name": name} | {field: getattr(family, field) for field in fields}
         for name, family in families.FAMILIES.items()
     }
+
+
+def differences(whole: dict[str, Any]) -> dict[str, Any]:
+    """Return the objects of families as differences from Llama's."""
+    return {name: m if name == "llama" else difference(m, whole["llama"]) for name, m in whole.items()}
 
 
 def hf_modules() -> dict[str, Any]:
     """Return the Hugging Face modules of each family by model_type and slot."""
     return {name: {target: hf_module(m) for target, m in modules_of(name) if "hf" in m} for name in families.FAMILIES}
+
+
+def gguf_families() -> dict[str, Any]:
+    """Return the architecture in GGUF of each family by model_type, and its tensors by slot."""
+    fields = ("architecture", "scale_by_hidden", "sliding_window")
+    return {
+        name: {field: gguf[field] for field in fields if field in gguf}
+        | {"modules": {target: gguf_module(gguf, target, m) for target, m in modules_of(name) if "gguf" in m}}
+        for name, family in families.FAMILIES.items()
+        if (gguf := family.gguf)
+    }
+
+
+def gguf_module(gguf: Mapping[str, Any], target: str, module: dict[str, Any]) -> dict[str, Any]:
+    """Return a ModuleSpec of web/src/models/slices.ts."""
+    is_interleaved = gguf.get("interleaved") and target.endswith((":q", ":k"))
+    return (
+        {"names": [module["gguf"]]}
+        | ({"order": "deinterleave"} if is_interleaved else {})
+        | ({"isTransposed": True} if "gguf_layout" in module else {})
+        | ({"parameter": module["gguf_parameter"]} if "gguf_parameter" in module else {})
+    )
 
 
 def hf_module(module: dict[str, Any]) -> dict[str, Any]:
@@ -112,7 +147,10 @@ def hf_module(module: dict[str, Any]) -> dict[str, Any]:
     spec = {"names": [module[key] for key in ("hf", "hf_also") if key in module]}
     offset = {"offset": module["hf_offset"]} if "hf_offset" in module else {}
     parameter = {"parameter": module["hf_parameter"]} if "hf_parameter" in module else {}
-    return spec | layouts.get(module.get("hf_layout", ""), {}) | offset | parameter
+    converted = {"isNegativeExp": True} if module.get("hf_negative_exp") else {}
+    orders = {"rows": {"order": "groupHeads"}, "columns": {"columnOrder": "groupHeads"}}
+    order = orders.get(module.get("value_heads", ""), {})
+    return spec | layouts.get(module.get("hf_layout", ""), {}) | offset | parameter | converted | order
 
 
 def modules_of(name: str) -> Iterable[tuple[str, dict[str, Any]]]:
@@ -154,14 +192,19 @@ def facts() -> dict[str, Any]:
         kind = vocabulary._KINDS[model]
         kinds[model] = {camel(key): value for key, value in kind._asdict().items() if key != "name"}
     return binding_names() | {
-        "families": model_families(),
-        "hfModules": hf_modules(),
+        "families": differences(model_families()),
+        "hfModules": differences(hf_modules()),
+        "ggufFamilies": differences(gguf_families()),
         "gguf": families.GGUF_NAMES,
         "activations": families._ACTIVATIONS,
         "plain": families._PLAIN,
         "notRun": families._NOT_RUN,
         "textParts": families._TEXT_PARTS,
         "skippedTensors": families.SKIPPED,
+        "predicting": families.PREDICTING,
+        "kinds": families._KINDS,
+        "mixerSizes": families._MIXER_SIZES,
+        "parts": slots.PARTS,
         "largest": architecture.LARGEST,
         "largestSize": architecture.LARGEST_SIZE,
         "formats": {

@@ -35,8 +35,8 @@ public:
     // Offset of the keys of a layer's KV head in a page.
     size_t offset(size_t layer, size_t head) const { return offsets_[layer] + head * head_bytes_; }
     size_t n_state_pages() const { return n_state_pages_; }  // 0: no mixer is recurrent
-    // Part of the state in these pages: 0, the inputs of a layer's convolution, (conv_length, channels), that of the
-    // token at position p in row p % conv_length; 1 + h, the matrix of value head h, followed by a StateLength.
+    // Part of the state in these pages: 0, the inputs of a layer's convolution, (conv_length, channels), with the
+    // input at position p in row p % conv_length; 1 + h, the matrix of value head h, followed by a StateLength.
     float* state(const int32_t* pages, size_t layer, size_t part) const {
         const StatePart& at = state_parts_[first_parts_[layer] + part];
         return reinterpret_cast<float*>(page(pages[at.page]) + at.offset);

@@ -129,7 +129,7 @@ void PageIndex::attach_state(int32_t state, int32_t page) {
     at(page).state = state;
 }
 
-// Of a page that is freed.
+// The page is freed.
 void PageIndex::detach_state(Page& p) {
     State& s = state_at(p.state);
     if (s.ref_count == 0) return free_state(p.state);

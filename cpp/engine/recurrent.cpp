@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "engine/delta_gates.h"
+#include "engine/delta_inputs.h"
 #include "engine/transformer.h"
 #include "kernels/dispatch.h"
 #include "runtime/ceil_div.h"
@@ -13,8 +13,7 @@
 namespace whet {
 namespace {
 
-constexpr size_t kChannels = 256;      // of a task of a short convolution
-constexpr double kUnitEpsilon = 1e-6;  // added to the squared length of queries and keys
+constexpr size_t kChannels = 256;  // of a task of a short convolution
 
 }  // namespace
 
@@ -24,9 +23,7 @@ Recurrent::Recurrent(const ModelConfig& config) : config_(config) {
         if (config.mixer(layer) != Mixer::kAttention) channels = std::max(channels, config.conv_dim(layer));
     }
     taps_.resize(config.conv_length * channels);
-    const double dim = static_cast<double>(config.delta_key_dim);
-    unit_k_.assign(config.delta_key_dim, static_cast<float>(1 / std::sqrt(dim)));
-    unit_q_.assign(config.delta_key_dim, static_cast<float>(1 / dim));  // and scaled by 1 / sqrt(dim)
+    length_weights_ = length_weights(config);
 }
 
 void Recurrent::mix(const RecurrentStep& step, float* in, float* out) {
@@ -110,11 +107,11 @@ void Recurrent::delta_rule(const RecurrentStep& step, float* in, float* out) con
             const size_t q = key_head * dk, k = (n_keys + key_head) * dk;
             convolve(q, dk), convolve(k, dk);
             for (size_t i = 0; i < run.n; ++i) {
-                const auto to_unit = [&](float* x, const std::vector<float>& weight) {
-                    kernels().rms_norm_f32(x, nullptr, weight.data(), dk, kUnitEpsilon / static_cast<double>(dk), false,
-                                           x);
-                };
-                to_unit(rows + i * width + q, unit_q_), to_unit(rows + i * width + k, unit_k_);
+                for (const size_t at : {q, k}) {
+                    float* const x = rows + i * width + at;
+                    kernels().rms_norm_f32(x, nullptr, &length_weights_[at == q ? 0 : dk], dk,
+                                           kLengthEps / static_cast<double>(dk), false, x);
+                }
             }
             for (size_t j = 0; j < per_key; ++j) {
                 const size_t head = config_.delta_tiled ? key_head + j * n_keys : key_head * per_key + j;
@@ -135,8 +132,8 @@ void Recurrent::delta_head(const RecurrentStep& step, const StateRun& run, size_
     float *const z = rows + channels + head * dv, *const b = rows + channels + n_values * dv + head,
                  *const a = b + n_values;
     for (size_t i = 0; i < run.n; ++i) {  // b becomes beta, and a the decay
-        const DeltaGates gates = delta_gates(b[i * width], a[i * width], w.decay[head], w.dt_bias[head]);
-        b[i * width] = gates.beta, a[i * width] = gates.decay();
+        b[i * width] = beta_of(b[i * width]);
+        a[i * width] = decay_of(a[i * width], w.decay[head], w.dt_bias[head]);
     }
     float* const to = step.memory.state(run.to, step.layer, 1 + head);
     const float* const from = run.from == nullptr ? nullptr : step.memory.state(run.from, step.layer, 1 + head);

@@ -2,7 +2,7 @@
 //
 // A run of tokens reads the state before it and writes the state after it (kv_memory.h). Runs are independent, and the
 // result of a token depends only on its sequence, to the bit. A step that threw can be repeated: the state before a run
-// is still there, or, if a run of one token replaces it, it says which tokens it includes.
+// is still there, or, if a run of one token replaces it, it has the number of tokens up to it.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -39,12 +39,12 @@ public:
     // Computes out (n, mixer_out) from in (n, mixer_in), which it changes.
     void mix(const RecurrentStep& step, float* in, float* out);
 
-    size_t workspace_bytes() const { return (taps_.size() + unit_q_.size() + unit_k_.size()) * sizeof(float); }
+    size_t workspace_bytes() const { return (taps_.size() + length_weights_.size()) * sizeof(float); }
 
 private:
     const ModelConfig& config_;
-    std::vector<float> taps_;             // of the layer
-    std::vector<float> unit_q_, unit_k_;  // weights of RMS norms that give queries and keys their length
+    std::vector<float> taps_;  // of the layer
+    std::vector<float> length_weights_;
 
     void short_conv(const RecurrentStep& step, float* in, float* out) const;
     void delta_rule(const RecurrentStep& step, float* in, float* out) const;

@@ -83,7 +83,7 @@ struct Job {
     size_t reused = 0;                 // prompt tokens found in the cache on admission
     size_t started = 0, ended = 0;
     bool first_reserved = false;  // reserved_ includes the tail pages of its first sample
-    // With recurrent mixers: the state after the computed tokens (kNone: none), and after those of the step.
+    // With recurrent mixers: the state after the computed tokens (kNone: none), and after the step's.
     int32_t state = PageIndex::kNone, next_state = PageIndex::kNone;
     size_t n_state_readers = 0;        // samples that still start from the prompt's state
     size_t state_rights = 0;           // its part of Scheduler::state_rights_
@@ -131,7 +131,7 @@ public:
 
 private:
     static constexpr size_t kPage = kPageTokens;
-    // States of a prompt: before and after a step; then its own and that of the first sample.
+    // States of a prompt: before and after a step; then its own and the first sample's.
     static constexpr size_t kStates = 2;
 
     struct Running {

@@ -15,7 +15,7 @@ constexpr size_t kStateTokens = 512;
 
 }  // namespace
 
-// The states of a prompt that is admitted: it may hold kStates, and starts from that of its last page.
+// The states of a prompt that is admitted: it may hold kStates, and starts from its last page's.
 void Scheduler::start_states(Job& job) {
     const Request& request = job.request;
     job.state_rights = kStates;

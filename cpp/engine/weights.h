@@ -51,8 +51,8 @@ struct Norms {
 
 struct LayerWeights {
     Matrix qkv, o, up, down;  // up: gate rows, if gated, then up rows
-    // (taps, channels) float32, the oldest first. Of a short convolution: qkv is B, C and x, and o the output. Of the
-    // gated delta rule: qkv is q, k, v (the channels), z, b and a.
+    // (taps, channels) float32, the oldest first. In a short convolution qkv is B, C and x, and o the output; in the
+    // gated delta rule qkv is q, k, v (the channels), z, b and a.
     Matrix conv;
     std::vector<float> sinks;           // of the query heads; empty: none
     std::vector<float> decay, dt_bias;  // of the value heads: log decay = decay softplus(a + dt_bias), decay < 0

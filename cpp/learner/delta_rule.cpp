@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "engine/delta_inputs.h"
 #include "engine/scratch.h"
 #include "kernels/dispatch.h"
 #include "learner/learner.h"
@@ -16,25 +17,12 @@
 namespace whet {
 namespace {
 
-constexpr double kLengthEps = 1e-6;  // added to the square of a length
-
-double sigmoid(double x) { return 1.0 / (1.0 + std::exp(-x)); }
-double softplus(double x) { return x > 30.0 ? x : std::log1p(std::exp(x)); }
-
 // Positions in a row of `raw`.
 struct Places {
     size_t z, b, a;
     explicit Places(const ModelConfig& c, size_t layer)
         : z(c.conv_dim(layer)), b(z + c.n_delta_heads * c.delta_dim), a(b + c.n_delta_heads) {}
 };
-
-// x / |x| is an RMS norm with these weights: of queries, then of keys.
-std::vector<float> length_weights(const ModelConfig& c) {
-    const double d = static_cast<double>(c.delta_key_dim);
-    std::vector<float> weights(2 * c.delta_key_dim, static_cast<float>(1.0 / d));
-    std::fill(weights.begin() + c.delta_key_dim, weights.end(), static_cast<float>(1.0 / std::sqrt(d)));
-    return weights;
-}
 
 }  // namespace
 
@@ -59,9 +47,8 @@ Learner::DeltaInputs Learner::delta_inputs(size_t layer) const {
                            false, x);
         }
         for (size_t head = 0; head < heads; ++head) {
-            const double step = softplus(double{raw[at.a + head]} + w.dt_bias[head]);
-            inputs.decay[i * heads + head] = static_cast<float>(std::exp(w.decay[head] * step));
-            inputs.beta[i * heads + head] = static_cast<float>(sigmoid(raw[at.b + head]));
+            inputs.decay[i * heads + head] = decay_of(raw[at.a + head], w.decay[head], w.dt_bias[head]);
+            inputs.beta[i * heads + head] = beta_of(raw[at.b + head]);
         }
     });
     return inputs;

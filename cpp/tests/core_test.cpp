@@ -314,7 +314,7 @@ void test_delta_rule(size_t key_dim, size_t value_dim) {
     for (size_t t = 0; t < n; ++t) {
         decay[t] = 0.5f + 0.07f * static_cast<float>(t), beta[t] = 0.9f - 0.1f * static_cast<float>(t);
     }
-    // q and v have rows of their own length, which a task's stride is not: one token at a time.
+    // Rows of q and v differ in length, and a task has one stride: one token at a time.
     const auto token = [&](size_t t, const float* from, float* to, float* into) {
         return DeltaTask{.n = 1,
                          .key_dim = key_dim,

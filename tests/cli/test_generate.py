@@ -289,9 +289,11 @@ def test_info_prints_architecture_and_memory(run, tiny_model):
             assert engine.memory["weights_bytes"] == n_bytes
 
 
-def test_info_counts_convolutions(run, tmp_path):
+def test_info_counts_layers_without_attention(run, tmp_path):
     out = run("info", write_gguf(tiny_models.tiny_model("lfm2"), tmp_path / "model.gguf")).out
     assert "lfm2" in out and "4 layers (3 of them convolutions), hidden 32" in out
+    out = run("info", write_gguf(tiny_models.tiny_model("qwen3_5_text"), tmp_path / "model.gguf")).out
+    assert "qwen35" in out and "3 layers (2 of them gated delta rules), hidden 32, 4 gated heads of 12" in out
 
 
 def test_info_prints_why_a_model_is_unsupported(run, tmp_path, error_of):

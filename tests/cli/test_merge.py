@@ -10,7 +10,9 @@ import numpy as np
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.engine.tiny_models import tiny_model
+from tests.models.test_delta import with_predicting
 from tests.models.test_export import N_ROWS, N_TOKENS, PRE_TOKENIZERS, make_texts, save
 from tests.models.tokenizers import vocab_files
 from tests.raising import assert_mentions
@@ -20,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from whet.cli import main
 from whet.models.base_record import write_record
 from whet.models.packed_base import pack_base
+from whet.models.sources.folder import read_entries
 from whet.models.sources.gguf_container import read_gguf
 from whet.models.sources.pretrained import open_pretrained
 from whet.models.tokenizers import read_tokenizer
@@ -172,3 +175,25 @@ def test_errors_are_one_line_and_leave_no_files(arguments, facts, folder, tmp_pa
     assert error.count("\n") == 1
     assert_mentions(error, *(fact.format(folder=folder, out=tmp_path) for fact in facts))
     assert {path.name for path in tmp_path.iterdir()} == names
+
+
+@pytest.mark.parametrize("case", ["qwen3_5_text", "qwen3_5-vision"])
+def test_folders_keep_wide_parameters_and_blocks_for_further_tokens(case, tmp_path):
+    """A_log is float32 in folders of bfloat16, and transformers does not load the blocks."""
+    tokenizer = vocab_files.train_byte_level(list(PRE_TOKENIZERS["qwen2"].patterns), N_TOKENS)
+    model = tiny_model(case, vocab_size=N_ROWS, initializer_range=0.1).bfloat16()
+    logs = {name: p.float() + 2**-20 for name, p in model.named_parameters() if name.endswith("A_log")}
+    for name, values in logs.items():
+        model.get_parameter(name).data = values
+    folder = save(model, tokenizer, tmp_path / "model")
+    more = with_predicting(folder)
+    with_lora(model, b_std=0.02, target_modules=["in_proj_z", "out_proj", "o_proj"]).save_pretrained(tmp_path / "lora")
+    with pytest.warns(UserWarning, match="are not read"):
+        assert main(["merge", str(folder), str(tmp_path / "out"), "--adapter", str(tmp_path / "lora")]) == 0
+    found = read_entries(tmp_path / "out", "here")
+    assert found.keys() == read_entries(folder, "here").keys()
+    written = {
+        name: value for file in (tmp_path / "out").glob("*.safetensors") for name, value in load_file(file).items()
+    }
+    for name, values in {**logs, **more}.items():
+        assert torch.equal(written[name], values) and written[name].dtype == values.dtype

@@ -59,8 +59,10 @@ def test_every_logit_matches_transformers(case):
     own_error = np.abs(expected - logits_of(copy.deepcopy(model).double(), ids)).max()
     with Engine.from_model(model, weights="float32") as engine:
         assert np.abs(engine.logits(ids[0].tolist()) - expected).max() < max(2e-6 * scale, 4 * own_error)
+    narrow = copy.deepcopy(model).bfloat16()(ids).logits[0].detach().float().numpy()
     with Engine.from_model(model, weights="bf16") as engine:
-        assert np.abs(engine.logits(ids[0].tolist()) - expected).max() < 0.06 * scale
+        limit = max(0.06 * scale, 1.5 * np.abs(narrow - expected).max())
+        assert np.abs(engine.logits(ids[0].tolist()) - expected).max() < limit
 
 
 @pytest.mark.parametrize("make", [Engine.from_model, TorchEngine])

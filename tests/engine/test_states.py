@@ -1,4 +1,4 @@
-"""The states of convolutions in the pages of the cache: the same bits in any chunk, batch and order of requests."""
+"""States of convolutions and of the gated delta rule: the same bits in any chunk, batch and order of requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.engine.tiny_models import VOCAB, tiny_model
 from whet.config.sampling import SamplingParams, StreamKey
 from whet.engine import Engine
 
-CASES = ("lfm2", "lfm2-taps")
+CASES = ("lfm2", "lfm2-taps", "qwen3_5_text", "qwen3_5_text-sizes")
 LENGTHS = (1, 2, 3, 63, 64, 65, 66, 127, 128, 129, 200)
 
 
@@ -58,7 +58,7 @@ def test_decoding_continues_prefill(case):
                 with torch.no_grad():
                     expected = model(torch.tensor([[*row, *ids]])).logits[0].log_softmax(-1)
                 at = torch.arange(len(row) - 1, len(row) + len(ids) - 1)
-                np.testing.assert_allclose(logprobs, expected[at, ids].numpy(), atol=5e-5)
+                np.testing.assert_allclose(logprobs, expected[at, ids].numpy(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -72,7 +72,7 @@ def test_scores_of_prompts_with_common_pages(case):
         assert [found.tolist() for found in engine.logprobs(rows[::-1])] == right[::-1]
 
 
-def test_pages_have_keys_and_values_and_states_have_pages_of_their_own():
+def test_states_have_separate_pages():
     memory = {}
     for case in ("lfm2", "llama"):
         with Engine.from_model(tiny_model(case), weights="float32", kv_dtype="float32") as engine:

@@ -66,6 +66,22 @@ _MINISTRAL_3 = {
     },
 }
 
+_QWEN3_5 = {
+    "head_dim": 12,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 3,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 10,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [1, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-biases-tied": (
@@ -280,6 +296,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "qwen3_5_text": ("qwen3_5_text", {**_QWEN3_5, "linear_num_value_heads": 6, "tie_word_embeddings": True}),
+    "qwen3_5_text-sizes": (
+        "qwen3_5_text",
+        {
+            **_QWEN3_5,
+            "num_hidden_layers": 5,
+            "layer_types": None,
+            "linear_num_value_heads": 3,
+            "linear_value_head_dim": 7,
+            "linear_conv_kernel_dim": 3,
+            "attention_bias": True,
+        },
+    ),
+    "qwen3_5-vision": (
+        "qwen3_5",
+        {"model_type": "qwen3_5_text", **_QWEN3_5, "linear_num_value_heads": 3, "tie_word_embeddings": False},
+    ),
     "starcoder2": ("starcoder2", {"sliding_window": 5}),
     "starcoder2-untied": ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
     "stablelm": ("stablelm", {"use_qkv_bias": True, **rope("default", partial_rotary_factor=0.5)}),
@@ -303,8 +336,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-
-
 _VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14, "depth": 1, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 4, "head_dim": 8,

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from tests.engine.tiny_models import CASES, family_name, logits_of, rope, tiny_model, token_ids
+from tests.gguf_files import values_by_module, values_by_slot
 from tests.models.tokenizers import vocab_files
 from tests.models.tokenizers.texts import make_texts
 from tests.raising import assert_raises
@@ -29,7 +30,6 @@ from whet.models.families import FAMILIES, model_config
 from whet.models.formats import FILE_TYPES, TABLE
 from whet.models.gguf_keys import as_stored
 from whet.models.packed_base import pack_base
-from whet.models.reference import naive_weights
 from whet.models.slots import locate_lora
 from whet.models.sources.folder import open_folder
 from whet.models.sources.gguf import open_gguf
@@ -58,6 +58,7 @@ NOT_IN_GGUF = {
     "ernie4_5-biases-yarn": "attention biases in ernie4_5",
     "arcee-biases": "attention biases in arcee",
     "hunyuan-alpha": "attention biases in hunyuan-dense",
+    "qwen3_5_text-sizes": "attention biases in qwen35",
 }
 """Cases with options that GGUF cannot express."""
 
@@ -76,14 +77,11 @@ def save(model: Any, tokenizer: Any, folder: Path, **settings: Any) -> Path:
     return folder
 
 
-def weights_of(source: Any) -> dict[str, np.ndarray]:
-    return naive_weights(source.config, source.slices(), np.float32)
-
-
 def assert_same_model(ours: Any, theirs: Any, model_type: str) -> None:
     """Compare a file with its folder; the file also has the tensors that llama.cpp requires."""
     assert find_difference(ours.config, as_stored(theirs.config, model_type)) is None
-    found, expected = weights_of(ours), weights_of(theirs)
+    values = values_by_module if ours.config.delta_tiled else values_by_slot
+    found, expected = values(ours), values(theirs)
     assert expected.keys() <= found.keys()
     for slot in found:
         needed = expected["embedding"] if slot == "head" else np.zeros_like(found[slot])
@@ -111,7 +109,7 @@ def test_every_tensor_type(name, tokenizer, tmp_path):
     folder = save(model, tokenizer, tmp_path / "model")
     written = export_gguf(folder, tmp_path / "model.gguf", name)
     assert written.size_bytes == (tmp_path / "model.gguf").stat().st_size
-    exact = weights_of(open_folder(folder))
+    exact = values_by_slot(open_folder(folder))
     file, source = read_gguf(tmp_path / "model.gguf", "here"), open_gguf(tmp_path / "model.gguf")
     assert file.metadata["general.file_type"] == FILE_TYPES[name].file_type
     for row_slice in source.slices():
@@ -141,7 +139,7 @@ def test_tensors_that_llama_cpp_requires_are_added(tokenizer, tmp_path):
     export_gguf(folder, tmp_path / "f32.gguf", "f32")
     export_gguf(folder, tmp_path / "a.gguf", "q4_k_m")
     export_gguf(tmp_path / "f32.gguf", tmp_path / "b.gguf", "q4_k_m")
-    exact = weights_of(open_folder(folder))["embedding"]
+    exact = values_by_slot(open_folder(folder))["embedding"]
     for name in "ab":
         tensors = read_gguf(tmp_path / f"{name}.gguf", "here").tensors
         for tensor, format in (("token_embd", "q4_k"), ("output", "q6_k")):
@@ -196,10 +194,13 @@ def test_adapters_are_merged(case, tokenizer, tmp_path):
     adapters = read_adapters(tmp_path / "adapter", open_folder(folder), "here")
     export_gguf(folder, tmp_path / "model.gguf", "f32", adapters=adapters)
     adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
-    found, expected = weights_of(open_gguf(tmp_path / "model.gguf")), weights_of(open_folder(tmp_path / "merged"))
+    found, expected = (
+        values_by_slot(open_gguf(tmp_path / "model.gguf")),
+        values_by_slot(open_folder(tmp_path / "merged")),
+    )
     for slot in expected:
         np.testing.assert_allclose(found[slot], expected[slot], rtol=0, atol=1e-6, err_msg=slot)
-    plain = weights_of(open_folder(folder))
+    plain = values_by_slot(open_folder(folder))
     assert any((found[slot] != plain[slot]).any() for slot in plain)
 
 
@@ -211,7 +212,7 @@ def test_adapter_of_a_tied_head_does_not_change_the_embedding(packed, tokenizer,
     a, b = np.ones((1, 32), np.float32), np.ones((N_ROWS, 1), np.float32)
     adapters = [locate_lora(source.config, source.targets["lm_head"], a, b, 0.5, "here")]
     export_gguf(folder, tmp_path / "m.gguf", "f32", source=source, adapters=adapters)
-    found, plain = weights_of(open_gguf(tmp_path / "m.gguf")), weights_of(open_folder(folder))
+    found, plain = values_by_slot(open_gguf(tmp_path / "m.gguf")), values_by_slot(open_folder(folder))
     np.testing.assert_array_equal(found["embedding"], plain["embedding"])
     np.testing.assert_allclose(found["head"], plain["embedding"] + 0.5, rtol=1e-6)
 

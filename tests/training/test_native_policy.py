@@ -64,8 +64,8 @@ def learner(model: Any) -> Learner:
     made = Learner(base, lora_rank=2, lora_alpha=6, compute="float32", modules_to_save=norms)
     for adapter in made.adapters:
         layer = model.base_model.model.get_submodule(adapter.name)
-        adapter.a[:] = layer.lora_A["default"].weight.detach()
-        adapter.b[:] = adapter.from_module(layer.lora_B["default"].weight.detach().numpy())
+        factors = (getattr(layer, name)["default"].weight.detach().numpy() for name in ("lora_A", "lora_B"))
+        adapter.a[:], adapter.b[:] = adapter.from_module(*factors)
     for norm in made.norms:
         layer = model.base_model.model.get_submodule(norm.name)
         norm.parameters[0][:] = layer.modules_to_save["default"].weight.detach()

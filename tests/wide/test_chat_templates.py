@@ -12,7 +12,10 @@ from tests.data.test_turns import TALK, tokenizer_of
 
 from whet.data.chat import Chat
 from whet.data.rows import tokenize_turns
+from whet.data.thinking import DEFAULT_TAGS
 from whet.errors import WhetValueError
+from whet.text.replies import MarkedParser
+from whet.text.tool_calls import ToolCall, tool_format
 
 trl = pytest.importorskip("trl", reason="templates: pip install 'whet[peers]'")
 
@@ -55,3 +58,26 @@ def test_training_templates_separate_turns(name: str) -> None:
     _, completion_ids, mask = tokenize_turns({"messages": TALK}, template)
     learnt = template.decode([token for token, counts in zip(completion_ids, mask, strict=True) if counts])
     assert learnt.count("four") == learnt.count("five") == 1 and "and one" not in learnt
+
+
+QWEN = ("qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8")
+
+
+@pytest.mark.parametrize(("name", "is_own"), itertools.product(QWEN, [True, False]))
+def test_replies_of_qwen_are_parsed_as_their_templates_write_them(name: str, is_own: bool) -> None:
+    """The prompt opens the thinking, or closes an empty one, and the reply calls a tool in XML."""
+    template = tokenizer(name, is_own)
+    row = call({"city": "Paris é"}, reasoning_content="so it is")
+    tools = [{"type": "function", "function": {"name": "w", "parameters": {"type": "object", "properties": {}}}}]
+    options = {"tools": tools, "tokenize": False, "chat_template": None}
+    prompt = template.apply_chat_template(row["messages"][:1], add_generation_prompt=True, **options)
+    whole = template.apply_chat_template(row["messages"][:2], **options)
+    is_open = prompt.endswith("<think>\n")
+    assert is_open != prompt.endswith("<think>\n\n</think>\n\n") and is_open != (name == "qwen3_5_nothink")
+    begin = prompt if is_open else prompt.removesuffix("<think>\n\n</think>\n\n")
+    assert whole.startswith(begin)
+    parser = MarkedParser(is_open, DEFAULT_TAGS, tool_format((FOLDER / f"{name}.jinja").read_text("utf-8")), tools)
+    *chunks, found = parser.add(whole.removeprefix(begin).partition("<|im_end|>")[0], is_last=True)
+    assert found == ToolCall("w", {"city": "Paris é"})
+    assert "".join(chunk.text for chunk in chunks if chunk.is_thinking).strip() == "so it is"
+    assert not "".join(chunk.text for chunk in chunks if not chunk.is_thinking).strip()

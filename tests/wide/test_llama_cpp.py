@@ -56,6 +56,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "arcee": {"head_dim": HEAD_DIM},
     "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"],
              "block_multiple_of": 32},
+    "qwen3_5_text": {"num_hidden_layers": 5, "layer_types": None, "head_dim": HEAD_DIM, "linear_num_key_heads": 3,
+                     "linear_num_value_heads": 6, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
 }  # fmt: skip
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 _PAIRS = np.arange(HEAD_DIM // 2)
@@ -103,6 +105,7 @@ REFUSED = {
         "hunyuan_v1_dense": "yarn-betas yarn-not-truncated llama3 longrope",
         "arcee": "longrope",
         "lfm2": "yarn-betas yarn-not-truncated llama3 longrope",
+        "qwen3_5_text": "yarn-betas yarn-not-truncated llama3 longrope",
     }.items()
     for rope in ropes.split()
 } | {(family, f"{size} heads") for family in _SQUARE for size in ("wide", "narrow")}

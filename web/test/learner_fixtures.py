@@ -71,7 +71,7 @@ def case(folder: Path, name: str, settings: dict[str, Any]) -> dict[str, Any]:
     learner.save_pretrained(folder / f"learner/{name.replace('/', '-')}-moved", name)
     found = learner.logprobs(PROMPTS, COMPLETIONS, temperature=0.9)
     learner.backward(np.sin(np.arange(found.logprobs.size, dtype=np.float32)).reshape(found.logprobs.shape))
-    gradients = {each.name: [each.grad_a.ravel().tolist(), each.to_module(each.grad_b).ravel().tolist()]
+    gradients = {each.name: [x.ravel().tolist() for x in each.to_module(each.grad_a, each.grad_b)]
                  for each in learner.adapters}  # fmt: skip
     norm = learner.step(lr=0.01)
     after = learner.logprobs(PROMPTS, COMPLETIONS, temperature=0.9)

@@ -131,14 +131,14 @@ def _tokenizer(file: GGUFFile) -> dict[str, Any]:
 
 
 def _format_shape(n_parameters: int, config: dict[str, Any]) -> str:
-    heads = f"{config['n_heads']} heads of {config['head_dim']}"
+    heads = f"{config['n_heads']} {'gated ' if config['output_gate'] else ''}heads of {config['head_dim']}"
     if config["n_kv_heads"] < config["n_heads"]:
         heads += f" ({config['n_kv_heads']} KV heads)"
     mlp = f"{config['activation']}{', gated' if config['gated'] else ''}"
     tied = " (tied)" if config["tied_head"] else ""
     windows = sorted({window for window in config["windows"] if window})
-    convolutions = config["mixers"].count("conv")
-    mixed = f" ({convolutions} of them convolutions)" if convolutions else ""
+    others = {"convolutions": config["mixers"].count("conv"), "gated delta rules": config["mixers"].count("delta")}
+    mixed = "".join(f" ({n} of them {name})" for name, n in others.items() if n)
     return (
         f"{n_parameters:,} parameters: {config['n_layers']} layers{mixed}, hidden {config['hidden_dim']}, {heads}, "
         f"MLP {config['ffn_dim']} ({mlp}), vocabulary {config['vocab_size']:,}{tied}, "

@@ -24,8 +24,10 @@ from whet.models.base_record import pack_recorded, read_binding
 from whet.models.formats import TABLE
 from whet.models.packed_base import PackedBase
 from whet.models.slots import ModelSource
+from whet.models.sources.folder import read_entries
+from whet.models.sources.gguf_container import GGUFFile
 from whet.models.sources.pretrained import open_pretrained
-from whet.models.written_folder import complete_folder
+from whet.models.written_folder import complete_folder, copy_predicting
 from whet.nn.frozen import parameter_values
 from whet.runs.card import render_folder_card
 from whet.runs.models import import_peft, load_model, merge_adapters
@@ -101,7 +103,10 @@ def write_folder(model: str, adapter: str, output: str, dtype: FolderDtype, over
             raise WhetValueError(f"{where}: {adapter!r} does not fit {model!r}: {error}") from error
     else:
         measure(module)
+    wide = _float32_parameters(opened, module) if dtype == "auto" else {}
     module = module.to(getattr(torch, kind))
+    for name, values in wide.items():
+        module.get_parameter(name).data = values
     size_bytes = sum(parameter.nbytes for parameter in module.parameters())
     with (
         unwritable_errors(out, where),
@@ -112,6 +117,8 @@ def write_folder(model: str, adapter: str, output: str, dtype: FolderDtype, over
             module.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
             complete_folder(temporary)
+            if not isinstance(opened, GGUFFile):
+                copy_predicting(Path(opened), temporary)
             facts = {
                 "Model": Path(model).name,
                 "Adapters, merged into it": adapter and Path(adapter).name,
@@ -124,6 +131,14 @@ def write_folder(model: str, adapter: str, output: str, dtype: FolderDtype, over
     print(f"{out}: {format_bytes(size_bytes)} of {kind}")
     if comparison.skipped:
         print(f"{where}: {comparison.skipped}.", file=sys.stderr)
+
+
+def _float32_parameters(opened: str | GGUFFile, module: Any) -> dict[str, torch.Tensor]:
+    """Return the values of parameters that a folder stores in float32, also next to others in bfloat16."""
+    if isinstance(opened, GGUFFile):
+        return {}
+    names = {name for name, entry in read_entries(Path(opened), "whet merge").items() if entry.dtype == "F32"}
+    return {name: p.detach().float().clone() for name, p in module.named_parameters() if name in names}
 
 
 @torch.no_grad()

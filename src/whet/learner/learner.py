@@ -33,7 +33,16 @@ from whet.models.hub import repository_of
 from whet.models.lora import Adapted, choose_adapted, core_matrix, read_adapted
 from whet.models.packed_base import PackedBase, pack_base
 from whet.models.sizes import slot_bytes
-from whet.models.slots import LoRA, ModelSource, NormValues, WeightLocation, is_norm, locate_norm
+from whet.models.slots import (
+    LoRA,
+    ModelSource,
+    NormValues,
+    WeightLocation,
+    is_norm,
+    locate_norm,
+    slot_columns,
+    slot_rows,
+)
 from whet.models.sources.gguf_container import GGUFFile
 from whet.models.sources.pretrained import open_pretrained
 from whet.system.memory import unused_bytes
@@ -47,7 +56,7 @@ class TrainedAdapter:
 
     Attributes:
         name: of the module in the Hugging Face model.
-        a: (r, k) float32.
+        a: (r, k) float32, its columns in the order of the slot.
         b: (r, n) float32, its columns in the order of the module's outputs in the slot.
         alpha: the adapter is multiplied by alpha / r.
         grad_a: (r, k) float32, accumulated by ``Learner.backward``.
@@ -63,9 +72,10 @@ class TrainedAdapter:
         self.a = rng.uniform(-bound, bound, (rank, k)).astype(np.float32)
         self.b = np.zeros((rank, n), np.float32)
         self.grad_a, self.grad_b = np.zeros_like(self.a), np.zeros_like(self.b)
-        self._outputs = np.arange(n)  # the module's output at each column of b
-        for first, outputs in location.module.row_order(config, np.arange(n)):
-            self._outputs[first : first + len(outputs)] = outputs
+        self._outputs = np.argsort(slot_rows(config, location))  # the module's output at each column of b
+        columns = slot_columns(config, location)
+        self._columns = slice(None) if columns is None else columns  # the column of a of each of the module's inputs
+        self._inputs = slice(None) if columns is None else np.argsort(columns)
 
     @property
     def scaling(self) -> float:
@@ -81,15 +91,15 @@ class TrainedAdapter:
     def parameters(self, arrays: tuple[np.ndarray, ...]) -> None:
         self.a, self.b = arrays
 
-    def to_module(self, b: np.ndarray) -> np.ndarray:
-        """Return B, or a moment of it, (r, n), as the module's: (n, r), rows in the order of its outputs."""
+    def to_module(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return A and B, or moments of them, (r, k) and (r, n), as the module's: (r, k) and (n, r), in its order."""
         rows = np.empty(b.shape[::-1], b.dtype)
         rows[self._outputs] = b.T
-        return rows
+        return a[:, self._columns], rows
 
-    def from_module(self, rows: np.ndarray) -> np.ndarray:
+    def from_module(self, columns: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the inverse of ``to_module``."""
-        return np.ascontiguousarray(rows[self._outputs].T)
+        return np.ascontiguousarray(columns[:, self._inputs]), np.ascontiguousarray(rows[self._outputs].T)
 
     @property
     def gradients(self) -> tuple[np.ndarray, ...]:
@@ -98,13 +108,13 @@ class TrainedAdapter:
 
     def to_peft(self, arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Return the parameters, or arrays of their shapes, by the names of PEFT's parameters."""
-        name, (a, b) = f"{PEFT_PREFIX}{self.name}", arrays
-        return {f"{name}.lora_A.{ADAPTER}.weight": a, f"{name}.lora_B.{ADAPTER}.weight": self.to_module(b)}
+        name, (a, b) = f"{PEFT_PREFIX}{self.name}", self.to_module(*arrays)
+        return {f"{name}.lora_A.{ADAPTER}.weight": a, f"{name}.lora_B.{ADAPTER}.weight": b}
 
     def from_peft(self, named: Mapping[str, Any]) -> list[np.ndarray]:
         """Return the inverse of ``to_peft``, as float32 copies."""
         a, b = (np.array(named[name], np.float32) for name in self.to_peft(self.parameters))
-        return [a, self.from_module(b)]
+        return list(self.from_module(a, b))
 
 
 class TrainedNorm:
@@ -302,7 +312,7 @@ class Learner:
         for adapter in self.adapters:
             a, b, scaling = next(saved[name] for name in adapter.location.names if name in saved)
             adapter.alpha = scaling * len(a)
-            adapter.a[:], adapter.b[:] = a, adapter.from_module(b)
+            adapter.a[:], adapter.b[:] = adapter.from_module(a, b)
         for norm in self.norms:
             vectors = next(saved[name] for name in norm.location.names if name in saved)
             locate_norm(self.base.config, norm.location, vectors, f"Learner: {folder}")  # checks their shapes
@@ -696,8 +706,8 @@ class Learner:
         self.update()
 
     def factors(self) -> dict[str, tuple[np.ndarray, np.ndarray, float]]:
-        """Return A (r, k), B (n, r) and alpha by module, as in PEFT; A is the learner's own."""
-        return {each.name: (each.a, each.to_module(each.b), each.alpha) for each in self.adapters}
+        """Return A (r, k), B (n, r) and alpha by module, as in PEFT; A may be the learner's own."""
+        return {each.name: (*each.to_module(each.a, each.b), each.alpha) for each in self.adapters}
 
     def peft_config(self, base_model_name: str = "") -> dict[str, Any]:
         """Return the contents of PEFT's adapter_config.json.

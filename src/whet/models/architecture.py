@@ -231,12 +231,21 @@ class ModelConfig:
         """Return what mixes the tokens in a layer."""
         return self.mixers[layer] if self.mixers else "attention"
 
+    @property
+    def delta_values(self) -> int:
+        """Numbers of all value heads of "delta"."""
+        return self.n_delta_heads * self.delta_dim
+
+    @property
+    def delta_channels(self) -> int:
+        """Channels of the convolution of "delta": queries, keys and values."""
+        return 2 * self.n_delta_key_heads * self.delta_key_dim + self.delta_values
+
     def slots(self) -> dict[str, tuple[int, ...]]:
         """Return name -> shape of every weight: matrices (outputs, inputs), norms and biases (n,)."""
         hidden, q = self.hidden_dim, self.n_heads * self.head_dim
         n_qkv = (2 if self.output_gate else 1) * q + 2 * self.n_kv_heads * self.head_dim
-        values = self.n_delta_heads * self.delta_dim
-        channels = 2 * self.n_delta_key_heads * self.delta_key_dim + values
+        values, channels = self.delta_values, self.delta_channels
         found: dict[str, tuple[int, ...]] = {"embedding": (self.vocab_size, hidden)}
         if self.learned_positions:
             found["positions"] = (self.learned_positions, hidden)

@@ -22,6 +22,7 @@ from whet.models.slots import (
     ModelSource,
     ModuleSpec,
     NormValues,
+    StoredTensor,
     WeightLocation,
     find_location,
     iter_locations,
@@ -30,7 +31,7 @@ from whet.models.slots import (
     untie_adapted,
 )
 from whet.models.sources.folder import read_config
-from whet.models.sources.gguf import read_options, rope_vectors
+from whet.models.sources.gguf import predicting_tensors, read_options, rope_vectors
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
 from whet.models.sources.mapped import map_file
 from whet.models.sources.pretrained import open_pretrained
@@ -102,6 +103,8 @@ def export_gguf(
     rows = RowReader(opened, where)
     stored = as_stored(opened.config, model_type)
     tensors = list(_iter_tensors(rows, stored, FAMILIES[model_type].gguf_modules, mixture))
+    if isinstance(model, GGUFFile):
+        tensors += [_stored_tensor(*each) for each in predicting_tensors(model, opened.config).items()]
     if keys is not None:
         check_keys(keys, tensors, stored, where)
         metadata |= keys.metadata
@@ -183,12 +186,12 @@ def _iter_tensors(
     found = [location for location in iter_locations(stored, modules) if location.weight in slots or location.bias]
     embedding = next(location for location in found if location.weight == "embedding")
     for location in sorted(found, key=lambda location: _depth(location, stored.n_layers)):
-        for suffix, slot in (("weight", location.weight), ("bias", location.bias)):
+        for suffix, slot in ((location.module.parameter, location.weight), ("bias", location.bias)):
             if slot not in slots or slot is None:
                 continue
-            shape = location.shape if suffix == "weight" else location.shape[:1]
+            shape = location.shape if slot == location.weight else location.shape[:1]
             shape = shape[::-1] if location.module.transposed else shape
-            format = file_format(mixture, stored, location) if suffix == "weight" else "float32"
+            format = file_format(mixture, stored, location) if slot == location.weight else "float32"
 
             def chunks(
                 location: WeightLocation = location,
@@ -213,6 +216,10 @@ def _depth(location: WeightLocation, n_layers: int) -> int:
     if begin == "layers":
         return int(rest.partition(".")[0])
     return -1 if begin in ("embedding", "positions") else n_layers
+
+
+def _stored_tensor(name: str, stored: StoredTensor) -> Tensor:
+    return Tensor(name, stored.format, stored.shape, lambda: [stored.tensor])
 
 
 def _vector_tensor(name: str, vector: np.ndarray) -> Tensor:

@@ -20,8 +20,17 @@ from whet.models.families import FAMILIES, text_options
 from whet.models.formats import TABLE
 from whet.models.gguf_keys import architecture_of
 from whet.models.gguf_writer import Progress, Tensor, check_destination, write_gguf
-from whet.models.row_reader import adapters_of, encode, slot_rows
-from whet.models.slots import LoRA, ModelSource, ModuleSpec, NormValues, factor_values, iter_locations
+from whet.models.row_reader import adapters_of, encode
+from whet.models.slots import (
+    LoRA,
+    ModelSource,
+    ModuleSpec,
+    NormValues,
+    factor_values,
+    iter_locations,
+    slot_columns,
+    slot_rows,
+)
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
 from whet.models.sources.pretrained import open_pretrained, read_model_config
 
@@ -89,7 +98,7 @@ def export_adapters(
 def _factors(
     source: ModelSource, modules: Sequence[ModuleSpec], adapters: Sequence[LoRA], alpha: float, where: str
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """Yield name, A (r, k) and B (n, r) of each tensor with adapters; B in its row order, scaled for alpha / r."""
+    """Yield name, A (r, k) and B (n, r) of each tensor with adapters, in its order; B is scaled for alpha / r."""
     slots = source.config.slots()
     for adapter in adapters:
         if adapter.slot not in slots:
@@ -112,7 +121,9 @@ def _factors(
             factor = np.float32(part.scaling * rank / alpha)
             b[rows, column : column + len(part.a)] = factor * factor_values(part.b)[order[rows] - part.first_row]
             column += len(part.a)
-        yield f"{location.names[0]}.weight", np.concatenate([factor_values(part.a) for _, part in parts]), b
+        a = np.concatenate([factor_values(part.a) for _, part in parts])
+        columns = slot_columns(source.config, location)
+        yield f"{location.names[0]}.weight", a if columns is None else a[:, columns], b
 
 
 def _tensor(name: str, values: np.ndarray, format: str) -> Tensor:

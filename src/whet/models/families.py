@@ -39,8 +39,10 @@ families.json contains the data, which builds without Python embed:
                  ``modules``: "slot" or "slot:part" -> ``hf``, the module's name (``hf_also``: an alternative name),
                  ``hf_layout``, the order of its rows ("by_head", "transposed"; default: the slot's), ``hf_offset``, a
                  constant that the model adds to the weight, ``hf_parameter``, the weight's name in the module (default:
-                 "weight"), ``gguf``, the tensor's name, and ``gguf_layout``. "{i}" is the layer. Rows
-                 with only one of ``hf`` and ``gguf`` are for matrices that the other has in parts, or as one.
+                 "weight"), ``hf_negative_exp``, whether the model uses -exp of the weight, ``gguf``, the tensor's name,
+                 ``gguf_layout``, ``gguf_parameter``, and ``value_heads``, the axis of the slot that consists of value
+                 heads ("rows", "columns"), grouped in Hugging Face and tiled in GGUF. "{i}" is the layer. Rows with
+                 only one of ``hf`` and ``gguf`` are for matrices that the other has in parts, or as one.
 
 Sliding windows and rotary scaling follow from the options by the code below.
 """
@@ -50,7 +52,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -63,9 +65,11 @@ from whet.models.slots import (
     RowOrder,
     WeightLocation,
     deinterleave,
+    group_heads,
     iter_locations,
     keep_order,
     split_heads,
+    tile_heads,
 )
 from whet.ops.rope_scaling import rope_frequencies
 
@@ -74,12 +78,18 @@ _ACTIVATIONS: dict[str, str] = _DATA["activations"]
 _PLAIN: dict[str, list[Any]] = _DATA["plain"]
 _NOT_RUN: dict[str, str] = {name: what for what, names in _DATA["not_run"].items() for name in names}
 _TEXT_PARTS: dict[str, Any] = _DATA["text_parts"]
+PREDICTING = "mtp."
+"""Prefix of names of tensors that predict further tokens, in any model."""
 SKIPPED = rf"(model\.)?({'|'.join(_TEXT_PARTS['skipped'])})(\..+)?"
 """Expression of names of tensors and modules of a vision-language model that are not part of its language model."""
 _FIXES = {"quantization_config": " Load the model in float32, bfloat16 or float16; the engine quantises by weights=."}
 GGUF_NAMES: dict[str, Any] = _DATA["gguf"]
 """Metadata keys and tensors common to all architectures; see above."""
 _QUERY_SCALE = "llama_4_scaling_beta"
+_KINDS = {"conv": "conv", "delta": "linear_attention"}
+"""Mixer -> its name in layer_types."""
+_MIXER_SIZES = ("conv_length", "n_delta_heads", "n_delta_key_heads", "delta_dim", "delta_key_dim")
+_OF_WEIGHTS = ("offset", "negative_exp", "parameter")
 _ROW_ORDERS: dict[str | None, RowOrder] = {None: keep_order, "transposed": keep_order, "by_head": split_heads}
 
 
@@ -122,6 +132,7 @@ class Family:
         ffn_adjusted: whether, with block_auto_adjust_ff_dim, the width of the MLP is 2 / 3 of the option, times
             block_ffn_dim_multiplier, rounded up to a multiple of block_multiple_of.
         full_first: whether the first layer of each sliding_window_pattern has no window, instead of the last.
+        mixer: what mixes the tokens in layers without attention, see ``ModelConfig``; "": all layers attend.
     """
 
     keys: Mapping[str, str]
@@ -141,6 +152,7 @@ class Family:
     rope_off: bool = False
     rope_by_layer: bool = False
     full_first: bool = False
+    mixer: str = ""
     ffn_adjusted: bool = False
     rope_local: bool = False
     root_of_embedding: bool = False
@@ -186,14 +198,19 @@ def _make_family(entry: dict[str, Any]) -> Family:
         slot, _, part = target.partition(":")
         names = tuple(row[key] for key in ("hf", "hf_also") if key in row)
         layout = row.get("hf_layout")
-        offset = row.get("hf_offset", 0.0)
+        order_of_heads = {"rows": "row_order", "columns": "column_order"}.get(row.get("value_heads"))
         if names:
-            order, parameter = _ROW_ORDERS[layout], row.get("hf_parameter", "weight")
-            modules.append(ModuleSpec(names, slot, part, order, layout == "transposed", offset, parameter))
+            settings: dict[str, Any] = {"row_order": _ROW_ORDERS[layout], "transposed": layout == "transposed"}
+            settings |= {name: row[f"hf_{name}"] for name in _OF_WEIGHTS if f"hf_{name}" in row}
+            settings |= {order_of_heads: group_heads} if order_of_heads else {}
+            modules.append(ModuleSpec(names, slot, part, **settings))
         if gguf is not None and "gguf" in row:
             interleaved = gguf.get("interleaved", False) and part in ("q", "k")
-            order, transposed = deinterleave if interleaved else keep_order, row.get("gguf_layout") == "transposed"
-            gguf_modules.append(ModuleSpec((row["gguf"],), slot, part, order, transposed))
+            settings = {"row_order": deinterleave if interleaved else keep_order}
+            settings |= {"transposed": row.get("gguf_layout") == "transposed"}
+            settings |= {"parameter": row.get("gguf_parameter", "weight")}
+            settings |= {order_of_heads: tile_heads} if order_of_heads else {}
+            gguf_modules.append(ModuleSpec((row["gguf"],), slot, part, **settings))
     return Family(**entry, modules=tuple(modules), gguf_modules=tuple(gguf_modules))
 
 
@@ -220,9 +237,9 @@ def text_options(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**defaults, **text, **outer}
 
 
-def is_skipped(name: str) -> bool:
-    """Whether a tensor or module of a vision-language model is not part of its language model."""
-    return re.fullmatch(SKIPPED, name) is not None
+def is_skipped(name: str, has_towers: bool = True) -> bool:
+    """Whether a tensor or module is not part of the language model: of towers, or to predict further tokens (MTP)."""
+    return re.fullmatch(SKIPPED, name) is not None and (has_towers or name.startswith(PREDICTING))
 
 
 @cache
@@ -397,7 +414,7 @@ def model_config(
             **options.query_scale(),
             rope_layers=options.rope_layers(n_layers),
             **_local_rope(options, n_layers, head_dim, length),
-            **options.convolutions(n_layers),
+            **options.mixers(n_layers),
             learned_positions=trained if "positions" in (module.slot for module in family.modules) else 0,
             activation=options.activation(),
             gated=settings.pop("gated", True),
@@ -470,21 +487,33 @@ class _Options:
             raise WhetValueError(f"{self.where}: tie_embedding is {older!r:.60}, expected true or false.")
         return self.flag("tie_word_embeddings") if older is None else older
 
-    def convolutions(self, n_layers: int) -> dict[str, Any]:
-        """Return the fields of short convolutions."""
-        if "conv_length" not in self.family.keys:
+    def mixers(self, n_layers: int) -> dict[str, Any]:
+        """Return the fields of layers without attention."""
+        mixer = self.family.mixer
+        if not mixer:
             return {}
-        kinds, attending = self.get("layer_types"), self.get("full_attn_idxs")
+        name, kinds = _KINDS[mixer], self.get("layer_types")
         if kinds is None:
-            is_list = isinstance(attending, (list, tuple))
-            if attending is not None and not (is_list and all(i in range(n_layers) for i in attending)):
-                raise self.wrong("full_attn_idxs", f"indices of {n_layers} layers")
-            kinds = ["full_attention" if attending is None or i in attending else "conv" for i in range(n_layers)]
+            attending = self.attending(n_layers)
+            kinds = ["full_attention" if i in attending else name for i in range(n_layers)]
         self.check_kinds()
         if not isinstance(kinds, (list, tuple)) or len(kinds) != n_layers:
-            raise self.wrong("layer_types", f"{n_layers} of conv and full_attention")
-        mixers = tuple("conv" if kind == "conv" else "attention" for kind in kinds)
-        return {"mixers": mixers, "conv_length": self.size("conv_length")} if "conv" in mixers else {}
+            raise self.wrong("layer_types", f"{n_layers} of {name} and full_attention")
+        mixers = tuple(mixer if kind == name else "attention" for kind in kinds)
+        sizes = [field for field in _MIXER_SIZES if field in self.family.keys]
+        return {"mixers": mixers} | {field: self.size(field) for field in sizes} if mixer in mixers else {}
+
+    def attending(self, n_layers: int) -> Container[int]:
+        """Return the layers with attention of a config without layer_types."""
+        interval, attending = self.get("full_attention_interval"), self.get("full_attn_idxs")
+        if interval is not None:
+            if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+                raise self.wrong("full_attention_interval", "an integer of at least 1")
+            return range(interval - 1, n_layers, interval)
+        is_list = isinstance(attending, (list, tuple))
+        if attending is not None and not (is_list and all(i in range(n_layers) for i in attending)):
+            raise self.wrong("full_attn_idxs", f"indices of {n_layers} layers")
+        return range(n_layers) if attending is None else attending
 
     def scale(self, name: str, neutral: float = 1.0) -> float:
         """Return a factor; ``neutral`` in families without it."""
@@ -600,8 +629,9 @@ class _Options:
         """Reject layers that do not attend, in a family whose layers are alike."""
         kinds = self.get("layer_types") or ()
         known, expected = {"attention", "full_attention", "sliding_attention"}, "attention"
-        if "conv_length" in self.family.keys:
-            known, expected = {"conv", "full_attention"}, "conv or full_attention"
+        if self.family.mixer:
+            name = _KINDS[self.family.mixer]
+            known, expected = {name, "full_attention"}, f"{name} or full_attention"
         if not isinstance(kinds, (list, tuple)) or not set(map(str, kinds)) <= known:
             raise self.wrong("layer_types", f"{expected} in all layers; the engine has no other kinds")
 

@@ -221,7 +221,7 @@ def is_quantised(source: ModelSource) -> bool:
 
 def kv_format(formats: Mapping[str, tuple[FormatSpan, ...]]) -> str:
     """Return the format of keys and values: float32 with float32 weights, else bfloat16."""
-    spans = next(spans for slot, spans in formats.items() if slot.endswith((".o", ".conv_out")))
+    spans = next(spans for slot, spans in formats.items() if slot.endswith((".o", ".conv_out", ".delta_out")))
     return "float32" if {span.format for span in spans} == {"float32"} else "bfloat16"
 
 
@@ -281,7 +281,9 @@ def file_format(mixture: Mixture, config: ModelConfig, location: WeightLocation)
     if not number:
         format = mixture.end_format(name, config.tied_head)
     else:
-        matrix = "values" if name == "qkv" and location.module.part in ("", "v") else name
+        part = location.module.part
+        is_value = (name == "qkv" and part in ("", "v")) or (name == "delta_in" and part == "qkv")
+        matrix = "values" if is_value else name
         format = mixture.layer_format(matrix, *_place(config, matrix, int(number)))
     format = _fit(format, location.shape[-1])
     return format if TABLE[format].gguf_type is not None else "float16"
@@ -296,7 +298,8 @@ def _place(config: ModelConfig, matrix: str, layer: int) -> tuple[int, int]:
     """Return the index of a matrix's layer among the layers that have this matrix, and their number."""
     if matrix != "values" or not config.mixers:
         return layer, config.n_layers
-    return config.mixers[:layer].count("attention"), config.mixers.count("attention")
+    has_values = [mixer != "conv" for mixer in config.mixers]
+    return sum(has_values[:layer]), sum(has_values)
 
 
 def _fit(format: str, k: int) -> str:
@@ -333,8 +336,10 @@ def _mixed_spans(mixture: Mixture, source: ModelSource, slot: str, n_rows: int) 
     if slot in ("embedding", "head"):
         return [FormatSpan(n_rows, mixture.end_format(slot, config.tied_head))]
     _, number, name = slot.split(".")
-    matrix = "values" if name == "qkv" else name
+    matrix = "values" if name in ("qkv", "delta_in") else name
     format = mixture.layer_format(matrix, *_place(config, matrix, int(number)))
+    if name == "delta_in":
+        return [FormatSpan(config.delta_channels, format), FormatSpan(n_rows - config.delta_channels, mixture.base)]
     if name != "qkv":
         return [FormatSpan(n_rows, format)]
     if any(location.weight == slot and not location.module.part for location in source.targets.values()):

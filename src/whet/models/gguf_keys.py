@@ -22,6 +22,7 @@ from whet.models.families import (
     SCALES,
     family_of,
     rope_scaling,
+    text_options,
     trained_position,
 )
 from whet.models.gguf_writer import Tensor
@@ -31,6 +32,8 @@ from whet.models.sources.gguf_container import GGUFFile
 
 _KEYS: dict[str, str] = GGUF_NAMES["keys"]
 _ROPE_TENSORS: dict[str, str] = GGUF_NAMES["rope_tensors"]
+_MROPE_SECTION = (11, 11, 10)
+"""transformers' default, which is not in the config."""
 
 
 class Keys(NamedTuple):
@@ -106,7 +109,9 @@ def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> 
     if table.get("window_layers") and (any(described.windows) or "windows" in table.get("needs", ())):
         given["window_layers"] = np.array(described.windows) > 0
         given.setdefault("sliding_window", given["max_position"])
-    if "conv_length" in family.keys:
+    if family.mixer == "delta":
+        given |= _delta_keys(described, config, where)
+    elif family.mixer == "conv":
         heads = {"attention": described.n_kv_heads, "conv": 0}
         given["n_kv_heads"] = np.array([heads[described.mixer(i)] for i in range(described.n_layers)], np.int32)
         given["conv_length"] = described.conv_length or 1
@@ -135,6 +140,30 @@ def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> 
     return Keys(metadata, vectors)
 
 
+def _delta_keys(described: ModelConfig, config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the options of the gated delta rule, and the sections of rotations, which llama.cpp requires."""
+    if described.delta_dim != described.delta_key_dim:
+        raise WhetValueError(
+            f"{where}: GGUF cannot express this model's linear attention: its keys have {described.delta_key_dim} "
+            f"numbers and its values {described.delta_dim}, and llama.cpp has one size."
+        )
+    flags = np.array([described.mixer(i) == "delta" for i in range(described.n_layers)])
+    rope, n_pairs = text_options(config).get("rope_parameters") or {}, described.rotary_dim // 2
+    sections = list(rope.get("mrope_section", _MROPE_SECTION))
+    if sum(sections) > n_pairs:  # llama.cpp would abort; a text has the same position in all sections
+        sections = [(n_pairs + i) // 3 for i in range(3)]
+    return {
+        "delta_conv_length": described.conv_length or 1,
+        "delta_key_dim": described.delta_key_dim or 1,
+        "n_delta_key_heads": described.n_delta_key_heads or 1,
+        "n_delta_heads": described.n_delta_heads or 1,
+        "delta_values": described.delta_values or 1,
+        "recurrent_layers": flags,
+        "full_attention_interval": int(np.argmin(flags)) + 1,
+        "mrope_section": np.array([*sections, 0], np.int32),
+    }
+
+
 def window_note(described: ModelConfig, model_type: str) -> str:
     """Describe how llama.cpp's result deviates from the model; empty: it does not."""
     table, window = FAMILIES[model_type].gguf or {}, max(described.windows)
@@ -147,8 +176,12 @@ def window_note(described: ModelConfig, model_type: str) -> str:
 
 
 def as_stored(described: ModelConfig, model_type: str) -> ModelConfig:
-    """Return the config with the tensors that llama.cpp requires: an untied head, and biases of 0."""
+    """Return the config with the tensors and the order of value heads that llama.cpp requires.
+
+    The tensors are an untied head, and biases of 0.
+    """
     needs = (FAMILIES[model_type].gguf or {}).get("needs", ())
+    described = replace(described, delta_tiled=described.n_delta_heads != described.n_delta_key_heads)
     if "head" in needs:
         described = replace(described, tied_head=False)
     return replace(described, qkv_bias=True, o_bias=True, mlp_bias=True) if "biases" in needs else described

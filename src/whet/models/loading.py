@@ -13,7 +13,7 @@ from whet.errors import WhetValueError
 from whet.models.architecture import ModelConfig, RowSlice
 from whet.models.formats import TABLE
 from whet.models.reference import memory_of, stored_rows
-from whet.models.slots import ModelSource
+from whet.models.slots import PARTS, ModelSource, part_rows
 from whet.models.sources.mapped import release_pages
 from whet.ops.quant import CORE_FORMATS
 
@@ -162,7 +162,6 @@ def _range_fix(format: str) -> str:
 
 
 def _tensor_in_slot(config: ModelConfig, row_slice: RowSlice) -> int:
-    """Number the tensors that a slot consists of: q, k and v, or gate and up."""
-    q, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    ends = {"qkv": (q, q + kv), "gate_up": (config.ffn_dim,)}.get(row_slice.slot.split(".")[-1], ())
-    return sum(row_slice.first_row >= end for end in ends)
+    """Number the tensors that a slot consists of, such as q, k and v."""
+    _, *others = PARTS.get(row_slice.slot.split(".")[-1], ("",))
+    return sum(row_slice.first_row >= part_rows(config, part)[0] for part in others)

@@ -27,6 +27,8 @@ _CORE_MATRICES = {
     "o": _core.Target.O,
     "conv_in": _core.Target.QKV,
     "conv_out": _core.Target.O,
+    "delta_in": _core.Target.QKV,
+    "delta_out": _core.Target.O,
     "gate_up": _core.Target.UP,
     "up": _core.Target.UP,
     "down": _core.Target.DOWN,

@@ -14,7 +14,7 @@ from whet import _core
 from whet.errors import WhetTypeError, WhetValueError
 from whet.models.formats import TABLE, FormatSpan, choose_formats, describe_spans, kv_format, summarise
 from whet.models.loading import check_range, list_slices, pack_slices
-from whet.models.slots import ModelSource, WeightLocation, find_location, keep_order
+from whet.models.slots import ModelSource, WeightLocation, find_location, keep_order, slot_columns
 from whet.ops.quant import CORE_FORMATS
 
 
@@ -112,8 +112,10 @@ class PackedBase:
         """
         location = self._find_location(name, "PackedBase.rows")
         out = self._read("PackedBase.rows", name, location, self._weight_slot(location), out, first)
-        if location.module.offset:
-            out -= location.module.offset
+        if (columns := slot_columns(self.config, location)) is not None:
+            out[...] = out[:, columns]
+        if not location.module.is_stored:
+            out[...] = location.module.from_slot(out)
         return out
 
     def bias(self, name: str, out: Any) -> Any:

@@ -35,8 +35,7 @@ def naive_forward(config: ModelConfig, weights: Mapping[str, np.ndarray], token_
     for i in range(config.n_layers):
         layer = {name.removeprefix(f"layers.{i}."): w for name, w in weights.items() if name.startswith(f"layers.{i}.")}
         normed = _norm(config, layer, "norm1", x)
-        is_conv = config.mixer(i) == "conv"
-        mixed = _convolution(config, layer, normed) if is_conv else _attention(config, layer, normed, i)
+        mixed = _MIXERS[config.mixer(i)](config, layer, normed, i)
         attended = scale * _post_norm(config, layer, "post_norm1", mixed)
         if config.parallel_residual:
             read = normed if config.shared_norm else _norm(config, layer, "norm2", x)
@@ -114,20 +113,53 @@ def _linear(weights: Mapping[str, np.ndarray], name: str, x: np.ndarray) -> np.n
     return x @ weights[name].T + weights.get(f"{name}.bias", x.dtype.type(0))
 
 
-def _convolution(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray) -> np.ndarray:
+def _convolution(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray, i: int) -> np.ndarray:
     """Compute W_out (C conv(B x)) of a causal depthwise convolution."""
     b, c, u = np.split(_linear(layer, "conv_in", x), 3, axis=-1)
-    inputs = np.pad(b * u, ((config.conv_length - 1, 0), (0, 0)))
-    mixed = sum(tap * inputs[j : j + len(x)] for j, tap in enumerate(layer["conv"]))
-    return _linear(layer, "conv_out", c * mixed)
+    return _linear(layer, "conv_out", c * _convolve(layer["conv"], b * u))
+
+
+def _convolve(taps: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Convolve each channel of (T, C), with zeros before the first token; taps are (taps, C)."""
+    inputs = np.pad(x, ((len(taps) - 1, 0), (0, 0)))
+    return sum((tap * inputs[j : j + len(x)] for j, tap in enumerate(taps)), np.zeros_like(x))
+
+
+def _delta(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray, i: int) -> np.ndarray:
+    """Compute the gated delta rule, token by token, for each value head; see ``ModelConfig.mixers``."""
+    n, n_heads, n_keys, dim = len(x), config.n_delta_heads, config.n_delta_key_heads, config.delta_key_dim
+    ends = np.cumsum([config.delta_channels, config.delta_values, n_heads])
+    qkv, z, b, a = np.split(_linear(layer, "delta_in", x), ends, axis=-1)
+    qkv = naive_silu(_convolve(layer["conv"], qkv))
+    q, k, v = np.split(qkv, [n_keys * dim, 2 * n_keys * dim], axis=-1)
+    q, k = (_unit(part.reshape(n, n_keys, dim)) for part in (q, k))
+    v, beta = v.reshape(n, n_heads, -1), 1 / (1 + np.exp(-b))
+    g = layer["decay"] * np.logaddexp(0, a + layer["dt_bias"])
+    out = np.empty_like(v)
+    for head in range(n_heads):
+        key = head % n_keys if config.delta_tiled else head // (n_heads // n_keys)
+        state = np.zeros((dim, config.delta_dim), x.dtype)
+        for t in range(n):
+            state = np.exp(g[t, head]) * state
+            error = v[t, head] - k[t, key] @ state
+            state = state + np.outer(k[t, key], beta[t, head] * error)
+            out[t, head] = q[t, key] @ state / np.sqrt(x.dtype.type(dim))
+    normed = naive_rms_norm(out, layer["delta_norm.weight"], config.norm_eps).reshape(n, -1)
+    return _linear(layer, "delta_out", normed * naive_silu(z))
+
+
+def _unit(x: np.ndarray) -> np.ndarray:
+    """Divide vectors by their length; the square of the length is increased by 1e-6."""
+    return x / np.sqrt((x * x).sum(-1, keepdims=True) + x.dtype.type(1e-6))
 
 
 def _attention(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray, i: int) -> np.ndarray:
     """Compute softmax(scale q k^T) v per head, causal, within the window of layer i."""
     window = config.windows[i]
     n, dim, group = len(x), config.head_dim, config.n_heads // config.n_kv_heads
-    ends = np.cumsum([config.n_heads, config.n_kv_heads])
+    ends = np.cumsum([2 * config.n_heads if config.output_gate else config.n_heads, config.n_kv_heads])
     q, k, v = np.split(_linear(layer, "qkv", x).reshape(n, -1, dim), ends, axis=1)
+    q, gate = (q[:, ::2], q[:, 1::2]) if config.output_gate else (q, None)
     if config.qk_norm_whole:
         q, k = (
             naive_rms_norm(part.reshape(n, -1), layer[name], config.norm_eps).reshape(part.shape)
@@ -157,7 +189,12 @@ def _attention(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarr
         if config.sinks:
             scores = np.pad(scores, ((0, 0), (0, 1)), constant_values=layer["sinks"][head])
         out[:, head] = naive_softmax(scores)[:, :n] @ v[:, head // group]
+    if gate is not None:
+        out = out / (1 + np.exp(-gate))
     return _linear(layer, "o", out.reshape(n, -1))
+
+
+_MIXERS = {"attention": _attention, "conv": _convolution, "delta": _delta}
 
 
 def _head_norms(config: ModelConfig, layer: Mapping[str, np.ndarray], *heads: np.ndarray) -> list[np.ndarray]:

@@ -12,11 +12,19 @@ from typing import Any
 import numpy as np
 
 from whet.errors import WhetValueError
-from whet.models.architecture import ModelConfig, RowSlice
+from whet.models.architecture import RowSlice
 from whet.models.formats import TABLE
 from whet.models.loading import Loss, RangeCheck, check_finite, encoding_loss, list_slices
 from whet.models.reference import slice_values
-from whet.models.slots import LoRA, ModelSource, NormValues, WeightLocation, factor_values
+from whet.models.slots import (
+    LoRA,
+    ModelSource,
+    NormValues,
+    WeightLocation,
+    factor_values,
+    slot_columns,
+    slot_rows,
+)
 from whet.models.sources.mapped import release_pages
 from whet.ops.linear import pack_weight
 from whet.ops.quant import bf16_bits
@@ -24,14 +32,6 @@ from whet.ops.quant import bf16_bits
 _CHUNK_BYTES = 32 << 20
 """float32 bytes of a chunk: enough rows to occupy all threads."""
 _PANEL_ROWS = 16
-
-
-def slot_rows(config: ModelConfig, location: WeightLocation) -> np.ndarray:
-    """Return (n,), the row of the slot of each row of a module's tensor."""
-    order = np.empty(location.shape[0], np.int64)
-    for first, rows in location.module.row_order(config, np.arange(location.shape[0])):
-        order[rows] = location.first_row + first + np.arange(len(rows))
-    return order
 
 
 class RowReader:
@@ -55,7 +55,7 @@ class RowReader:
         self._norms = {each.slot: each.values for each in source.adapters if isinstance(each, NormValues)}
 
     def iter_chunks(self, location: WeightLocation, slot: str, format: str) -> Iterator[np.ndarray]:
-        """Yield a module's tensor in chunks of rows, in the module's order and a given format.
+        """Yield a module's tensor in chunks of rows, in the module's order of rows and columns and a given format.
 
         Args:
             slot: the slot of the weight or of the bias.
@@ -64,23 +64,29 @@ class RowReader:
         Raises:
             WhetValueError: NaN or infinity, or weights that the format cannot represent; see ``RangeCheck``.
         """
-        order = slot_rows(self.config, location)
+        order, columns = slot_rows(self.config, location), slot_columns(self.config, location)
         k = self.config.slots()[slot][-1] if len(self.config.slots()[slot]) == 2 else 1
         step = max(1, _CHUNK_BYTES // (4 * k * _PANEL_ROWS)) * _PANEL_ROWS
         check = RangeCheck(self.where)
         for begin in range(0, len(order), step):
-            yield self.encode(slot, order[begin : begin + step], format, check)
+            yield self.encode(slot, order[begin : begin + step], format, check, columns)
         check.finish()
         release_pages(
             [row_slice.tensor for row_slice in self._slices.get(slot, ()) if isinstance(row_slice.tensor, np.ndarray)]
         )
 
-    def encode(self, slot: str, order: np.ndarray, format: str, check: RangeCheck) -> np.ndarray:
-        """Return rows of a slot, in the given order, encoded: numbers, the bits of bfloat16, bytes of blocks."""
-        if self.stored_format(slot, order) == format:
+    def encode(
+        self, slot: str, order: np.ndarray, format: str, check: RangeCheck, columns: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Return rows of a slot, in the given order, encoded: numbers, the bits of bfloat16, bytes of blocks.
+
+        ``columns``: the order of the numbers of each row; None: the slot's.
+        """
+        if columns is None and self.stored_format(slot, order) == format:
             parts = [(at, row_slice.tensor) for at, row_slice in self._parts(slot, order)]
             return _put_together(parts, len(order))
         values = self.values(slot, order)
+        values = values if columns is None else np.ascontiguousarray(values[:, columns])
         check.add(slot, slot, int(order.min()), len(order), _loss(values, format))
         return encode(values, format, f"{self.where}: {slot}")
 

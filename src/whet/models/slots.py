@@ -6,8 +6,8 @@
     StoredTensor    the tensor under one of these names, in the format of the source
     RowSlice        a view of rows of it in the slot's order, which the core packs
 
-Shapes and formats are checked against the config. Nothing is copied or converted, except norms to whose weights the
-model adds an offset.
+Shapes and formats are checked against the config. Nothing is copied or converted, except vectors that the model uses
+plus an offset, or as -exp.
 """
 
 from __future__ import annotations
@@ -57,6 +57,32 @@ def deinterleave(config: ModelConfig, rows: Any) -> Iterator[tuple[int, Any]]:
             yield first + parity * (dim // 2), rows[first + parity : first + dim : 2]
 
 
+def group_heads(config: ModelConfig, rows: Any) -> Iterator[tuple[int, Any]]:
+    """Reorder the value heads of "delta" as the config has them; stored head h reads key head h // (heads / keys)."""
+    return _order_heads(config, rows, is_tiled=False)
+
+
+def tile_heads(config: ModelConfig, rows: Any) -> Iterator[tuple[int, Any]]:
+    """Reorder the value heads of "delta" as the config has them; stored head h reads key head h % keys."""
+    return _order_heads(config, rows, is_tiled=True)
+
+
+def _order_heads(config: ModelConfig, rows: Any, is_tiled: bool) -> Iterator[tuple[int, Any]]:
+    """Yield queries and keys, if there are any, and each value head: of delta_dim rows, or of one."""
+    n, n_heads, n_keys = rows.shape[0], config.n_delta_heads, config.n_delta_key_heads
+    if is_tiled == config.delta_tiled or n_heads == n_keys:
+        yield 0, rows
+        return
+    size = config.delta_dim if n >= config.delta_values else 1
+    begin, inner, outer = n - n_heads * size, n_heads // n_keys, n_keys
+    if is_tiled:
+        inner, outer = outer, inner
+    yield 0, rows[:begin]
+    for head in range(n_heads):
+        place = head % inner * outer + head // inner
+        yield begin + place * size, rows[begin + head * size : begin + (head + 1) * size]
+
+
 RowOrder = Callable[[ModelConfig, Any], Iterator[tuple[int, Any]]]
 """Yields (first row in the slot, view of a tensor's rows)."""
 
@@ -70,10 +96,13 @@ class ModuleSpec:
     Attributes:
         names: its names; the first that exists is used.
         slot: the slot of its weight.
-        part: the rows of the slot that it fills: "q", "k" or "v" of qkv, "gate" or "up" of gate_up; "": all.
+        part: the rows of the slot that it fills: "q", "k" or "v" of qkv, "gate" or "up" of gate_up, "qkv", "z", "b" or
+            "a" of delta_in; "": all.
         row_order: maps its rows to rows of the slot.
+        column_order: maps its columns to columns of the slot. A source's own tensors are in the slot's order.
         transposed: the source stores (inputs, outputs).
         offset: constant that the model adds to the weight.
+        negative_exp: the slot is -exp(weight).
         parameter: name of the weight in the module.
     """
 
@@ -84,6 +113,25 @@ class ModuleSpec:
     transposed: bool = False
     offset: float = 0.0
     parameter: str = "weight"
+    column_order: RowOrder = keep_order
+    negative_exp: bool = False
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the slot has the values of the weight."""
+        return not self.offset and not self.negative_exp
+
+    def to_slot(self, values: np.ndarray) -> np.ndarray:
+        """Return the slot's values for values of the weight; powers are computed in float64."""
+        return -np.exp(values, dtype=np.float64).astype(values.dtype) if self.negative_exp else values + self.offset
+
+    def from_slot(self, values: Any) -> Any:
+        """Return the inverse of ``to_slot`` for NumPy's or torch's values; logarithms are computed in float64."""
+        if not self.negative_exp:
+            return values - self.offset
+        if hasattr(values, "double"):
+            return (-values.double()).log().to(values.dtype)
+        return np.log(-values.astype(np.float64)).astype(values.dtype)
 
 
 class WeightLocation(NamedTuple):
@@ -172,7 +220,7 @@ def iter_locations(config: ModelConfig, modules: Sequence[ModuleSpec]) -> Iterat
             bias = f"{slot}.bias" if f"{slot}.bias" in slots else None
             names = tuple(name.replace("{i}", str(i)) for name in module.names)
             rows, *rest = slots.get(weight, slots["embedding"])
-            first, count = _part_rows(config, module.part) if module.part else (0, rows)
+            first, count = part_rows(config, module.part) if module.part else (0, rows)
             yield WeightLocation(names, weight, bias, first, (count, *rest), module)
 
 
@@ -212,10 +260,9 @@ def iter_slices(
                 raise WhetValueError(
                     f"{label} is {stored.format}, expected floats: norms, biases and sinks are not quantised."
                 )
-            if module.offset and suffix == "weight":
-                numbers = slice_values(RowSlice(slot, first_row, stored.tensor, stored.format))
-                yield RowSlice(slot, first_row, numbers + np.float32(module.offset), numbers.dtype.name)
-                continue
+            if slot == location.weight and not module.is_stored:
+                numbers = module.to_slot(slice_values(RowSlice(slot, first_row, stored.tensor, stored.format)))
+                stored = StoredTensor(numbers, numbers.dtype.name, shape)
             rows = stored.tensor.T if transposed else stored.tensor
             for first, view in module.row_order(config, rows):
                 yield RowSlice(slot, first_row + first, view, stored.format)
@@ -226,6 +273,26 @@ def _without_channel_axis(stored: StoredTensor) -> StoredTensor:
     if len(stored.shape) != 3 or stored.shape[1] != 1:
         return stored
     return StoredTensor(stored.tensor.squeeze(1), stored.format, (stored.shape[0], stored.shape[2]))
+
+
+def slot_rows(config: ModelConfig, location: WeightLocation) -> np.ndarray:
+    """Return (n,), the row of the slot of each row of a module's tensor."""
+    return location.first_row + _places(config, location.module.row_order, location.shape[0])
+
+
+def slot_columns(config: ModelConfig, location: WeightLocation) -> np.ndarray | None:
+    """Return (k,), the column of the slot of each column of a module's matrix; None: the same columns."""
+    if location.module.column_order is keep_order:
+        return None
+    columns = _places(config, location.module.column_order, location.shape[1])
+    return None if (np.diff(columns) == 1).all() else columns
+
+
+def _places(config: ModelConfig, order: RowOrder, n: int) -> np.ndarray:
+    places = np.empty(n, np.int64)
+    for first, view in order(config, np.arange(n)):
+        places[view] = first + np.arange(len(view))
+    return places
 
 
 def find_location(targets: Mapping[str, WeightLocation], name: str, where: str) -> WeightLocation:
@@ -240,7 +307,7 @@ def find_location(targets: Mapping[str, WeightLocation], name: str, where: str) 
 
 
 def locate_lora(config: ModelConfig, location: WeightLocation, a: Any, b: Any, scaling: float, where: str) -> LoRA:
-    """Map a module's adapter W += scaling b a to its slot; b's rows are reordered like the weight's.
+    """Map a module's adapter W += scaling b a to its slot; b's rows and a's columns are reordered like the weight's.
 
     Raises:
         WhetValueError: the shapes do not match the module, or its weight is not a matrix.
@@ -257,6 +324,8 @@ def locate_lora(config: ModelConfig, location: WeightLocation, a: Any, b: Any, s
         for first, view in location.module.row_order(config, b):
             rows[first : first + len(view)] = view
         b = rows
+    if (columns := slot_columns(config, location)) is not None:
+        a = a[:, np.argsort(columns)]
     return LoRA(location.weight, location.first_row, a, b, scaling)
 
 
@@ -280,7 +349,7 @@ def locate_norm(
         rows, values = factor_values(vectors[name]), np.empty(location.shape, np.float32)
         for first, view in location.module.row_order(config, rows):
             values[first : first + len(view)] = view
-        found.append(NormValues(slot, values + np.float32(location.module.offset if name == "weight" else 0)))
+        found.append(NormValues(slot, location.module.to_slot(values) if name == "weight" else values))
     return found
 
 
@@ -289,7 +358,14 @@ def is_norm(location: WeightLocation) -> bool:
     return len(location.shape) == 1 and location.module.parameter == "weight"
 
 
-def _part_rows(config: ModelConfig, part: str) -> tuple[int, int]:
+PARTS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up"), "delta_in": ("qkv", "z", "b", "a")}
+"""The parts of matrices that consist of several, in the order of their rows."""
+
+
+def part_rows(config: ModelConfig, part: str) -> tuple[int, int]:
     """Return the first row of a part in its slot, and the number of rows."""
-    q, kv, ffn = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim, config.ffn_dim
-    return {"q": (0, q), "k": (q, kv), "v": (q + kv, kv), "gate": (0, ffn), "up": (ffn, ffn)}[part]
+    q, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    sizes = {"q": 2 * q if config.output_gate else q, "k": kv, "v": kv, "gate": config.ffn_dim, "up": config.ffn_dim}
+    sizes |= {"qkv": config.delta_channels, "z": config.delta_values, **dict.fromkeys("ba", config.n_delta_heads)}
+    parts = next(parts for parts in PARTS.values() if part in parts)
+    return sum(sizes[each] for each in parts[: parts.index(part)]), sizes[part]

@@ -1,19 +1,24 @@
-"""Make folders from ``save_pretrained`` of transformers or PEFT compatible with transformers 4.
+"""Make folders from ``save_pretrained`` of transformers or PEFT compatible with transformers 4, and complete.
 
 transformers 4 rejects a tokenizer class that transformers 5 writes, and silently ignores rotary settings that are only
-in ``rope_parameters``. safetensors 0.8 writes files readable only by their owner. Neither package is imported.
+in ``rope_parameters``. safetensors 0.8 writes files readable only by their owner. transformers does not load, and so
+does not save, tensors that predict further tokens. Neither package is imported.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from whet.files import replace_text
+from whet.models.families import PREDICTING
+from whet.models.sources.folder import FLOATS, INDEX, SINGLE, read_entries, read_safetensors
 
+_SHARD, _PREDICTING = "model-00001-of-00001.safetensors", "model-mtp.safetensors"
 _ROPE_OPTIONS = ("rope_theta", "partial_rotary_factor")
 """Options next to ``rope_scaling`` in transformers 4, and in ``rope_parameters`` in transformers 5."""
 _ORIGINAL = "original_max_position_embeddings"
@@ -33,6 +38,33 @@ def complete_folder(folder: str | os.PathLike[str]) -> None:
     for file in folder.glob("*.safetensors"):
         if file.stat().st_mode & 0o077 == 0:
             file.chmod(_new_file_mode(folder))
+
+
+def copy_predicting(source: Path, folder: Path) -> None:
+    """Copy tensors that predict further tokens, which transformers does not load, to a folder written from another.
+
+    They are in one more file, listed in the index.
+    """
+    entries = {n: entry for n, entry in read_entries(source, "copy_predicting").items() if n.startswith(PREDICTING)}
+    if not entries:
+        return
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    parts, begin = [], 0
+    for name, entry in entries.items():
+        size = math.prod(entry.shape) * FLOATS[entry.dtype].block_bytes
+        parts.append(entry.data[entry.offset : entry.offset + size].tobytes())
+        header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": (begin, begin + size)}
+        begin += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    (folder / _PREDICTING).write_bytes(b"".join([len(text).to_bytes(8, "little"), text, *parts]))
+    if (single := folder / SINGLE).is_file():
+        files = dict.fromkeys(read_safetensors(single, "copy_predicting"), single.rename(folder / _SHARD).name)
+    else:
+        files = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]
+    size_bytes = sum((folder / file).stat().st_size for file in {*files.values(), _PREDICTING})
+    index = {"metadata": {"total_size": size_bytes}, "weight_map": files | dict.fromkeys(entries, _PREDICTING)}
+    replace_text(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def _rewrite(file: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:

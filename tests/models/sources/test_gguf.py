@@ -13,7 +13,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.engine.tiny_models import logits_of, naive_logits, rope, tiny_model, token_ids
-from tests.gguf_files import BF16, F16, F32, Q8_0, as_llama_cpp, gguf_name, write_gguf
+from tests.gguf_files import (
+    BF16,
+    F16,
+    F32,
+    Q8_0,
+    as_llama_cpp,
+    gguf_name,
+    values_by_module,
+    values_by_slot,
+    write_gguf,
+)
 from tests.raising import assert_raises, mentions
 
 from whet.engine import Engine
@@ -31,7 +41,8 @@ CASES = ("llama", "llama-biases-tied", "mistral", "qwen2", "qwen3", "gpt_neox", 
          "gpt2-untied-unscaled", "phi3", "granite", "smollm3-interval", "olmo2", "gemma2", "gemma3", "starcoder2",
          "starcoder2-untied", "stablelm", "stablelm-parallel", "phi", "phi-rotary",
          "granite4", "granite4-not-rotated", "olmo3-kinds", "exaone4", "exaone4-windows", "ernie4_5",
-         "ministral3", "arcee", "hunyuan", "hunyuan-alpha", "granite_swa", "lfm2", "lfm2-taps")  # fmt: skip
+         "ministral3", "arcee", "hunyuan", "hunyuan-alpha", "granite_swa", "lfm2", "lfm2-taps",
+         "qwen3_5_text")  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -40,8 +51,9 @@ def test_logits_match_transformers(case, tmp_path):
     source = open_gguf(write_gguf(model, tmp_path / "model.gguf"))
     np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
     live = open_module(model)
-    ours, theirs = naive_weights(source.config, source.slices()), naive_weights(live.config, live.slices())
-    assert ours.keys() == theirs.keys() and all(np.array_equal(ours[slot], theirs[slot]) for slot in ours)
+    values = values_by_slot if not source.config.delta_tiled else values_by_module
+    ours, theirs = values(source), values(live)
+    assert ours.keys() == theirs.keys() and all(np.array_equal(ours[name], theirs[name]) for name in ours)
     if case != "granite4":  # the file does not record that gate and up are one matrix in the folder
         assert source.targets.keys() == live.targets.keys()
     assert source.config.windows == live.config.windows
@@ -405,7 +417,10 @@ def holding(*tensors: bytes) -> bytes:
         (holding(tensor(b"t", kind=4)), ("t is of type 4", "llama.cpp does not write", "this")),
         (holding(tensor(b"t", shape=(33,), kind=8)), ("t has rows of 33", "32")),
         (header() + bytes(32), ("general.architecture is None", "this engine reads llama, mistral3, qwen2")),
-        (keyed(b"general.architecture", 8, text(b"qwen3next")), ("'qwen3next'", "has linear attention", "this engine")),
+        (
+            keyed(b"general.architecture", 8, text(b"qwen3next")),
+            ("'qwen3next'", "has fused projections", "this engine"),
+        ),
         (keyed(b"general.architecture", 8, text(b"mamba")), ("general.architecture is 'mamba'",)),
         (keyed(b"general.architecture", 4, bytes(4)), ("general.architecture is 0",)),
         (

@@ -33,7 +33,7 @@ KEYS = {
 CASES = ("llama", "llama-biases-tied", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt_neox-serial", "gpt2", "phi3",
          "granite", "smollm3-interval", "olmo2", "gemma2", "gemma3", "starcoder2", "stablelm", "stablelm-parallel",
          "phi", "olmo3-kinds", "exaone4", "exaone4-windows", "ernie4_5", "ministral3",
-         "arcee", "hunyuan", "granite_swa", "lfm2")  # fmt: skip
+         "arcee", "hunyuan", "granite_swa", "lfm2", "qwen3_5_text")  # fmt: skip
 
 
 def make(tmp_path: Path, case: str, kind: Any = F32, *, keys: Any = KEYS, change: Any = None, extra: Any = None,
@@ -61,8 +61,9 @@ def test_every_family(case, tmp_path):
     original = tiny_model(case)
     assert type(model) is type(original) and all(parameter.requires_grad for parameter in model.parameters())
     for name, parameter in original.named_parameters():
-        # Files store Gemma's norms plus the 1 that the model adds.
-        bound = 2**-23 if case in ("gemma2", "gemma3") and "norm" in name else 0
+        # Files store norms plus the 1 that Gemma and Qwen3.5 add, and -exp(A_log).
+        has_offset = case in ("gemma2", "gemma3", "qwen3_5_text") and "norm" in name
+        bound = 2**-23 if has_offset or name.endswith("A_log") else 0
         np.testing.assert_allclose(model.get_parameter(name).detach(), parameter, rtol=0, atol=bound, err_msg=name)
     assert model.config.sliding_window == original.config.sliding_window if case in ("mistral", "phi3") else True
 

@@ -68,7 +68,7 @@ function allocateWeights(core: Core, config: ModelConfig, formats: Map<string, F
 /** Copy a slice's rows into the core's memory and pack them; return what packing loses. */
 function pack(core: Core, slice: RowSlice, bytes: Uint8Array, types: Map<string, StoredType>, where: string): PackingLoss {
   const { tensor, row, count, stride, isTransposed } = slice;
-  const type = types.get(slice.offset === 0 ? tensor.type : "F32")!;
+  const type = types.get(slice.convert === undefined ? tensor.type : "F32")!;
   const isVector = tensor.shape.length === 1;
   if (isVector && !isFloat(type)) throw new WhetError(`Engine.load: ${where}: ${tensor.name} is ${tensor.type}, expected floats for a norm or bias.`);
   const k = tensor.shape[tensor.shape.length - 1];
@@ -89,8 +89,8 @@ export async function packWeights(core: Core, { config, formats, slices, types }
   const range = new RangeCheck(weightFormats(core), reader.name);
   for await (const [slice, stored] of readSlices(slices, reader)) {
     if (from.signal.aborted) throw from.signal.reason;
-    const { offset, tensor } = slice;
-    const bytes = offset === 0 ? stored : new Uint8Array((await loadHf()).toFloats(stored, tensor, reader.name).map((x) => x + offset).buffer);
+    const { convert, tensor } = slice;
+    const bytes = convert === undefined ? stored : new Uint8Array((await loadHf()).toFloats(stored, tensor, reader.name).map(convert).buffer);
     range.add(slice, pack(core, slice, bytes, types, reader.name));
     from.onProgress({ loadedBytes: tensor.offset + tensor.sizeBytes, totalBytes: reader.size, phase: "pack" });
   }

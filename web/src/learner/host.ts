@@ -9,7 +9,7 @@ import { batchFields, enums, learnerCalls, opCalls } from "../facts.js";
 import type { LoraFactors, ModuleLocation } from "../models/adapters.js";
 import { type ModelConfig, slots } from "../models/architecture.js";
 import { type FormatSpan, isFloatFormat, nameInSettings } from "../models/formats.js";
-import { rowOrders } from "../models/slices.js";
+import { hfOrders, moveColumns } from "../models/orders.js";
 import { packBatch, type Row } from "./batch.js";
 import type { AdapterSettings, BaseRecord, Factors, LearnerInfo, LearnRequest, StepSettings } from "./protocol.js";
 import { uniforms } from "./random.js";
@@ -216,10 +216,11 @@ export class LearnerHost {
       this.adapters.map(({ module, location, n, k, at }) => {
         const b = new Float32Array(n * rank);
         const stored = values.subarray(at + rank * k, at + rank * (k + n)); // (rank, n), columns in the order of the slot
-        for (const [to, from, count] of rowOrders[location.order](this.base.config, n)) {
+        for (const [to, from, count] of hfOrders[location.order](this.base.config, n)) {
           for (let i = 0; i < count; ++i) for (let r = 0; r < rank; ++r) b[(from + i) * rank + r] = stored[r * n + to + i];
         }
-        return [module, { rank, a: values.slice(at, at + rank * k), b }];
+        const a = moveColumns(values.subarray(at, at + rank * k), k, hfOrders[location.columnOrder](this.base.config, k), true);
+        return [module, { rank, a, b }];
       }),
     );
   }

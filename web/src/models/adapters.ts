@@ -8,7 +8,8 @@ import type { Files } from "../files/sources.js";
 import { type Family, type ModelConfig, moduleRows, slots } from "./architecture.js";
 import { HF_MODULES } from "./families.js";
 import { parseObject } from "./folder.js";
-import { eachModule, rowOrders } from "./slices.js";
+import { hfOrders, moveColumns } from "./orders.js";
+import { eachModule, type OrderName } from "./slices.js";
 
 /** Factors of one weight: W[firstRow ...] += scaling b a, with a (rank, k) and b (n, rank). */
 export interface LoraFactors {
@@ -36,8 +37,9 @@ export interface ModuleLocation {
   target: LoraFactors["target"] | undefined;
   firstRow: number;
   shape: [n: number, k: number];
-  /** Order of the module's rows. */
-  order: keyof typeof rowOrders;
+  /** Orders of the module's rows and columns. */
+  order: OrderName;
+  columnOrder: OrderName;
 }
 
 /** Map each linear module of the Hugging Face model to its rows of a slot, in the order of Python's learner. */
@@ -46,10 +48,10 @@ export function locateModules(config: ModelConfig, family: Family): Map<string, 
   const shapes = slots(config);
   for (const { module, slot, part, layer, names } of eachModule(config, HF_MODULES[family.name])) {
     const shape = shapes.get(slot);
-    if (shape === undefined || shape.length !== 2) continue;
+    if (shape === undefined || shape.length !== 2 || module.parameter !== undefined) continue;
     const [firstRow, n] = moduleRows(config, part, shape[0]);
-    const target = /^layers\.\d+\.(\w+)$/.exec(slot)?.[1].replace("gate_up", "up").replace("conv_in", "qkv").replace("conv_out", "o") as LoraFactors["target"] | undefined;
-    found.set(names[0], { names, slot, layer, target, firstRow, shape: [n, shape[1]], order: module.order ?? "keepOrder" });
+    const target = /^layers\.\d+\.(\w+)$/.exec(slot)?.[1].replace("gate_up", "up").replace(/^\w+_in$/, "qkv").replace(/^\w+_out$/, "o") as LoraFactors["target"] | undefined;
+    found.set(names[0], { names, slot, layer, target, firstRow, shape: [n, shape[1]], order: module.order ?? "keepOrder", columnOrder: module.columnOrder ?? "keepOrder" });
   }
   return found;
 }
@@ -89,8 +91,8 @@ export async function readAdapter(core: Core, readers: Reader[], config: ModelCo
     const [down, up] = [await readFloats(weights, a, where), await readFloats(weights, b, where)];
     if (!down.every(Number.isFinite) || !up.every((x) => Number.isFinite(Math.fround(Math.fround(scaling) * x)))) throw new WhetError(`${where}: the adapter of ${module} contains NaN or infinity. Check the training run.`);
     const rows = new Float32Array(up.length);
-    for (const [to, from, count] of rowOrders[location.order](config, n)) rows.set(up.subarray(from * rank, (from + count) * rank), to * rank);
-    factors.push({ module, layer: location.layer, target: location.target, firstRow: location.firstRow, rank, a: down, b: rows, scaling });
+    for (const [to, from, count] of hfOrders[location.order](config, n)) rows.set(up.subarray(from * rank, (from + count) * rank), to * rank);
+    factors.push({ module, layer: location.layer, target: location.target, firstRow: location.firstRow, rank, a: moveColumns(down, k, hfOrders[location.columnOrder](config, k)), b: rows, scaling });
   }
   return factors;
 }

@@ -1,6 +1,6 @@
 /** Model architecture: sizes and switches, and the shapes of its weights. */
 import { encode } from "../core/fields.js";
-import { families, modelFields } from "../facts.js";
+import { families, modelFields, parts as PARTS } from "../facts.js";
 
 export interface ModelConfig {
   nLayers: number;
@@ -46,7 +46,7 @@ export interface ModelConfig {
   mixers: ("attention" | "conv" | "delta")[];
   /** Taps of short convolutions. */
   convLength: number;
-  /** Of the gated delta rule: heads of values and of keys, and their sizes. */
+  /** Value and key heads of the gated delta rule, and their sizes. */
   nDeltaHeads: number;
   nDeltaKeyHeads: number;
   deltaDim: number;
@@ -72,11 +72,6 @@ export interface Family {
   keys: Record<string, string>;
   settings: Record<string, unknown>;
   defaults: Record<string, unknown>;
-  /** GGUF tensor names by slot. */
-  modules: Readonly<Record<string, string>>;
-  /** Slots whose GGUF tensors are (inputs, outputs). */
-  transposed: readonly string[];
-  gguf: { architecture: string; interleaved?: boolean; scale_by_hidden?: number; sliding_window?: number } | null;
   window: "none" | "all" | "some" | "pattern";
   rope: "neox" | "pairs" | "gptj" | "none";
   partial_rotary: boolean;
@@ -91,11 +86,28 @@ export interface Family {
   rope_by_layer: boolean;
   full_first: boolean;
   ffn_adjusted: boolean;
+  mixer: "" | "conv" | "delta";
 }
 
-export const FAMILIES: Record<string, Family> = families;
+/** Return the objects of facts.ts, which are differences from the first, as whole ones; null removes an entry. */
+export function merge<T extends object>(differences: Record<string, object>): Record<string, T> {
+  const [base] = Object.values(differences) as Entries[];
+  return Object.fromEntries(Object.entries(differences).map(([name, own]) => [name, merged(base, own as Entries) as T]));
+}
 
-const toCamel = (name: string) => name.replace(/_(\w)/g, (_, letter: string) => letter.toUpperCase());
+type Entries = Record<string, any>;
+
+function merged(base: Entries, own: Entries): Entries {
+  const found: Entries = {};
+  for (const [name, value] of Object.entries({ ...base, ...own })) {
+    if (value !== null) found[name] = /^(keys|settings|defaults|modules)$/.test(name) ? merged(base[name], value) : value;
+  }
+  return found;
+}
+
+export const FAMILIES: Record<string, Family> = /* @__PURE__ */ merge(families);
+
+export const toCamel = (name: string) => name.replace(/_(\w)/g, (_, letter: string) => letter.toUpperCase());
 
 /** Switches of a family without settings. */
 export const PLAIN_SWITCHES = {
@@ -114,15 +126,27 @@ export const NO_ROTARY = { rotaryDim: 0, isNeox: true, invFreq: [], attentionFac
 export const settingsOf = (family: Family, flag: (option: string) => boolean): Record<string, unknown> =>
   Object.fromEntries(Object.entries(family.settings).map(([name, value]) => [toCamel(name), typeof value === "string" && value.startsWith("@") ? flag(value.slice(1)) : value]));
 
+/** Return the numbers of a token in a layer with the gated delta rule: its channels (q, k, v), and its values. */
+export function deltaSizes(c: ModelConfig): [channels: number, values: number] {
+  const values = c.nDeltaHeads * c.deltaDim;
+  return [2 * c.nDeltaKeyHeads * c.deltaKeyDim + values, values];
+}
+
+const queryRows = (c: ModelConfig) => (c.outputGate ? 2 : 1) * c.nHeads * c.headDim;
+
 /** Return the shape of every weight by name, as in whet.models.architecture. */
 export function slots(c: ModelConfig): Map<string, number[]> {
   const q = c.nHeads * c.headDim;
+  const [channels, values] = deltaSizes(c);
   const found = new Map<string, number[]>([["embedding", [c.vocabSize, c.hiddenDim]]]);
   if (c.learnedPositions > 0) found.set("positions", [c.learnedPositions, c.hiddenDim]);
   const parts = c.norm === "layer" ? ["weight", "bias"] : ["weight"];
   type Shape = [string, number, number, boolean];
-  const attention: Shape[] = [["qkv", q + 2 * c.nKvHeads * c.headDim, c.hiddenDim, c.qkvBias], ["o", c.hiddenDim, q, c.oBias]];
-  const convolution: Shape[] = [["conv_in", 3 * c.hiddenDim, c.hiddenDim, false], ["conv_out", c.hiddenDim, c.hiddenDim, false]];
+  const matrices: Record<ModelConfig["mixers"][number], Shape[]> = {
+    attention: [["qkv", queryRows(c) + 2 * c.nKvHeads * c.headDim, c.hiddenDim, c.qkvBias], ["o", c.hiddenDim, q, c.oBias]],
+    conv: [["conv_in", 3 * c.hiddenDim, c.hiddenDim, false], ["conv_out", c.hiddenDim, c.hiddenDim, false]],
+    delta: [["delta_in", channels + values + 2 * c.nDeltaHeads, c.hiddenDim, false], ["delta_out", c.hiddenDim, values, false]],
+  };
   const mlp: Shape[] = [
     [c.gated ? "gate_up" : "up", (c.gated ? 2 : 1) * c.ffnDim, c.hiddenDim, c.mlpBias],
     ["down", c.hiddenDim, c.ffnDim, c.mlpBias],
@@ -133,11 +157,12 @@ export function slots(c: ModelConfig): Map<string, number[]> {
       for (const part of parts) found.set(`layers.${i}.${norm}.${part}`, [c.hiddenDim]);
     }
     const normed = c.qkNormWhole ? [c.nHeads, c.nKvHeads] : [1, 1];
-    const isConv = c.mixers[i] === "conv";
-    if (isConv) found.set(`layers.${i}.conv`, [c.convLength, c.hiddenDim]);
-    if (c.qkNorm && !isConv) for (const [j, which] of ["q", "k"].entries()) found.set(`layers.${i}.${which}_norm.weight`, [normed[j] * c.headDim]);
-    if (c.sinks && !isConv) found.set(`layers.${i}.sinks`, [c.nHeads]);
-    for (const [name, n, k, biased] of [...(isConv ? convolution : attention), ...mlp]) {
+    const mixer = c.mixers[i] ?? "attention";
+    if (mixer !== "attention") found.set(`layers.${i}.conv`, [c.convLength, mixer === "conv" ? c.hiddenDim : channels]);
+    else if (c.qkNorm) for (const [j, which] of ["q", "k"].entries()) found.set(`layers.${i}.${which}_norm.weight`, [normed[j] * c.headDim]);
+    if (mixer === "delta") for (const [name, n] of [["decay", c.nDeltaHeads], ["dt_bias", c.nDeltaHeads], ["delta_norm.weight", c.deltaDim]] as const) found.set(`layers.${i}.${name}`, [n]);
+    if (c.sinks && mixer === "attention") found.set(`layers.${i}.sinks`, [c.nHeads]);
+    for (const [name, n, k, biased] of [...matrices[mixer], ...mlp]) {
       found.set(`layers.${i}.${name}`, [n, k]);
       if (biased) found.set(`layers.${i}.${name}.bias`, [n]);
     }
@@ -148,19 +173,14 @@ export function slots(c: ModelConfig): Map<string, number[]> {
   return found;
 }
 
-/** Return a module's rows in a slot: "q", "k" or "v" of qkv, "gate" or "up" of gate_up; "": all rows. */
+/** Return a module's rows in a slot: a part of PARTS; "": all rows. */
 export function moduleRows(c: ModelConfig, part: string, rows: number): [first: number, count: number] {
-  const q = c.nHeads * c.headDim;
+  if (part === "") return [0, rows];
   const kv = c.nKvHeads * c.headDim;
-  const parts: Record<string, [number, number]> = {
-    "": [0, rows],
-    q: [0, q],
-    k: [q, kv],
-    v: [q + kv, kv],
-    gate: [0, c.ffnDim],
-    up: [c.ffnDim, c.ffnDim],
-  };
-  return parts[part];
+  const [qkv, z] = deltaSizes(c);
+  const sizes: Record<string, number> = { q: queryRows(c), k: kv, v: kv, gate: c.ffnDim, up: c.ffnDim, qkv, z, b: c.nDeltaHeads, a: c.nDeltaHeads };
+  const parts: readonly string[] = Object.values(PARTS).find((names) => (names as readonly string[]).includes(part))!;
+  return [parts.slice(0, parts.indexOf(part)).reduce((sum, name) => sum + sizes[name], 0), sizes[part]];
 }
 
 /** Encode a config for the core. A field of ModelConfig that fields.def lacks makes every call a type error. */

@@ -4,13 +4,13 @@
  * download this file.) */
 import type { Core } from "../core/core.js";
 import { show, WhetError } from "../core/errors.js";
-import { activations, hfModules, largest, largestSize, notRun, plain as PLAIN, textParts } from "../facts.js";
-import { allButEvery, FAMILIES, type Family, type ModelConfig, ALL_ATTENTION, NO_QUERY_SCALE, NO_ROTARY, PLAIN_SWITCHES, settingsOf, type Mixers } from "./architecture.js";
+import { activations, hfModules, kinds as KINDS, largest, largestSize, mixerSizes, notRun, plain as PLAIN, textParts } from "../facts.js";
+import { allButEvery, FAMILIES, type Family, type ModelConfig, ALL_ATTENTION, merge, NO_QUERY_SCALE, NO_ROTARY, PLAIN_SWITCHES, settingsOf, toCamel, type Mixers } from "./architecture.js";
 import { ropeFrequencies } from "./rope.js";
 import type { ModuleSpec } from "./slices.js";
 
 /** Modules of Hugging Face models, by family and slot. */
-export const HF_MODULES: Record<string, Record<string, ModuleSpec>> = hfModules;
+export const HF_MODULES: Record<string, Record<string, ModuleSpec>> = /* @__PURE__ */ merge(hfModules);
 
 /** Contents of a config.json. */
 export type HfConfig = Readonly<Record<string, unknown>>;
@@ -122,13 +122,27 @@ class Options {
 
   /** Return what mixes the tokens of each layer. */
   mixers(nLayers: number): Mixers {
-    if (!("conv_length" in this.family.keys)) return ALL_ATTENTION;
+    const { mixer, keys } = this.family;
+    if (mixer === "") return ALL_ATTENTION;
+    const attends = this.attending(nLayers);
+    const kinds = this.get("layer_types") ?? Array.from({ length: nLayers }, (_, i) => (attends(i) ? "full_attention" : KINDS[mixer]));
+    if (!Array.isArray(kinds) || kinds.length !== nLayers) throw this.invalid("layer_types", `${nLayers} of ${KINDS[mixer]} and full_attention`);
+    const mixers = kinds.map((kind) => (kind === KINDS[mixer] ? mixer : "attention"));
+    if (!mixers.includes(mixer)) return ALL_ATTENTION;
+    const sizes = mixerSizes.filter((name) => name in keys).map((name) => [toCamel(name), this.size(name)]);
+    return { ...ALL_ATTENTION, mixers, ...Object.fromEntries(sizes) };
+  }
+
+  /** Return which layers attend without layer_types. */
+  private attending(nLayers: number): (i: number) => boolean {
+    if ((this.get("full_attention_interval") ?? null) !== null) {
+      const others = allButEvery(this.count("full_attention_interval", 1), nLayers);
+      return (i) => !others[i];
+    }
     const attending = this.get("full_attn_idxs") ?? undefined;
-    if (attending !== undefined && !(Array.isArray(attending) && attending.every((i) => isCount(i, 0) && i < nLayers))) throw this.invalid("full_attn_idxs", `indices of ${nLayers} layers`);
-    const kinds = this.get("layer_types") ?? Array.from({ length: nLayers }, (_, i) => (attending === undefined || (attending as number[]).includes(i) ? "full_attention" : "conv"));
-    if (!Array.isArray(kinds) || kinds.length !== nLayers) throw this.invalid("layer_types", `${nLayers} of conv and full_attention`);
-    const mixers = kinds.map((kind) => (kind === "conv" ? "conv" : "attention"));
-    return mixers.includes("conv") ? { ...ALL_ATTENTION, mixers, convLength: this.count("conv_length", 1) } : ALL_ATTENTION;
+    if (attending === undefined) return () => true;
+    if (!(Array.isArray(attending) && attending.every((i) => isCount(i, 0) && i < nLayers))) throw this.invalid("full_attn_idxs", `indices of ${nLayers} layers`);
+    return (i) => attending.includes(i);
   }
 
   /** Return a factor that only some families have. */
@@ -221,9 +235,9 @@ class Options {
 
   private rejectOtherLayers(): void {
     const kinds = this.get("layer_types") ?? [];
-    const hasConvolutions = "conv_length" in this.family.keys;
-    const known = hasConvolutions ? ["conv", "full_attention"] : ["attention", "full_attention", "sliding_attention"];
-    if (!Array.isArray(kinds) || !kinds.every((kind) => known.includes(kind))) throw this.invalid("layer_types", `${hasConvolutions ? "conv or full_attention" : "attention"} in all layers`);
+    const { mixer } = this.family;
+    const known: string[] = mixer ? [KINDS[mixer], "full_attention"] : ["attention", "full_attention", "sliding_attention"];
+    if (!Array.isArray(kinds) || !kinds.every((kind) => known.includes(kind))) throw this.invalid("layer_types", `${mixer ? known.join(" or ") : "attention"} in all layers`);
   }
 
   /** Whether each layer attends in a window, by layer_types; undefined without them. */

@@ -3,7 +3,7 @@
  * As in whet.models.sources.folder, an unexpected tensor is an error, and so is a missing one. */
 import type { Core } from "../core/core.js";
 import { show, WhetError } from "../core/errors.js";
-import { folder as RULES, skippedTensors } from "../facts.js";
+import { folder as RULES, predicting, skippedTensors } from "../facts.js";
 import type { Tensor } from "../files/headers.js";
 import type { ModelReader } from "../files/parts.js";
 import type { DownloadOptions, Reader } from "../files/reader.js";
@@ -11,6 +11,7 @@ import { readSafetensors } from "../files/safetensors.js";
 import type { Files, Source } from "../files/sources.js";
 import type { Family, ModelConfig } from "./architecture.js";
 import { familyOf, type HfConfig, modelConfig, modulesOf, textOptions, trainedContext } from "./families.js";
+import { hfOrders } from "./orders.js";
 import { listSlices, type RowSlice, type StoredTensor } from "./slices.js";
 
 const CONFIG = "config.json";
@@ -153,10 +154,11 @@ export async function describeFolder(core: Core, reader: FolderReader, lengthOf:
     if (isTied) used.add(own.name);
   }
   const config = modelConfig(core, given, where, lengthOf(trainedContext(given, where)), isTied);
-  const slices = listSlices(config, modules, find, where);
+  const slices = listSlices(config, modules, find, where, hfOrders);
   const buffer = new RegExp(RULES.buffers); // masks and frequencies in old checkpoints
   const skipped = new RegExp(`^${skippedTensors}$`); // towers of a vision-language model
-  const isSkipped = (name: string) => buffer.test(name) || (textOptions(given) !== given && skipped.test(name));
+  const hasTowers = textOptions(given) !== given;
+  const isSkipped = (name: string) => buffer.test(name) || (skipped.test(name) && (hasTowers || name.startsWith(predicting)));
   const unknown = [...tensors.keys()].filter((name) => !used.has(name) && !isSkipped(name)).sort()[0];
   if (unknown !== undefined) throw new WhetError(`${where}: unexpected tensor ${unknown} for this ${given.model_type}. config.json belongs to another model, or the variant is not supported.`);
   return { config, family, slices };

@@ -3,15 +3,17 @@
  * As in whet.models.sources.gguf, an unknown option or tensor is an error, since it may change the computation. */
 import type { Core } from "../core/core.js";
 import { show, WhetError } from "../core/errors.js";
-import { activations, gguf as NAMES } from "../facts.js";
+import { activations, gguf as NAMES, ggufFamilies } from "../facts.js";
 import type { GgufFile, Value } from "../files/gguf.js";
 import type { Tensor } from "../files/headers.js";
 import type { Reader } from "../files/reader.js";
-import { allButEvery, FAMILIES, type Family, type ModelConfig, ALL_ATTENTION, NO_QUERY_SCALE, NO_ROTARY, PLAIN_SWITCHES, settingsOf, type Mixers } from "./architecture.js";
+import { allButEvery, FAMILIES, type Family, type ModelConfig, ALL_ATTENTION, merge, NO_QUERY_SCALE, NO_ROTARY, PLAIN_SWITCHES, settingsOf, type Mixers } from "./architecture.js";
 import { ropeFrequencies } from "./rope.js";
-import { listSlices, type RowSlice, type StoredTensor, type WeightLocation } from "./slices.js";
+import { listSlices, type ModuleSpec, type RowSlice, type StoredTensor, type WeightLocation } from "./slices.js";
 
 const KEYS: Record<string, string> = NAMES.keys;
+/** Architectures and tensors of GGUF models, by family. */
+const GGUF: Record<string, { architecture: string; scale_by_hidden?: number; sliding_window?: number; modules: Record<string, ModuleSpec> }> = merge(ggufFamilies);
 
 /** Checked access to the options of a model's architecture. */
 class GgufOptions {
@@ -23,7 +25,7 @@ class GgufOptions {
     private readonly where: string,
   ) {
     const architecture = file.metadata.get("general.architecture");
-    const known = new Set(Object.values(FAMILIES).flatMap((family) => family.gguf?.architecture ?? []));
+    const known = new Set(Object.values(GGUF).map((family) => family.architecture));
     if (typeof architecture !== "string" || !known.has(architecture)) {
       throw new WhetError(`${where}: general.architecture is ${show(architecture)}; supported: ${[...known].join(", ")}.`);
     }
@@ -69,7 +71,7 @@ class GgufOptions {
 
   /** Return the architecture's family; of several, the one with a window if the file has a window. */
   family(): Family {
-    const all = Object.values(FAMILIES).filter((family) => family.gguf?.architecture === this.architecture);
+    const all = Object.values(FAMILIES).filter(({ name }) => GGUF[name]?.architecture === this.architecture);
     const switched = all.find((family) => family.rope_option !== "");
     if (this.given.is_rotated === false && switched !== undefined) return switched;
     if (!this.given.sliding_window) return all[0];
@@ -99,8 +101,11 @@ export async function describeGguf(
   const where = `${caller}: ${reader.name}`;
   const meta = new GgufOptions(file, where);
   const family = meta.family();
-  const moduleName = (slot: string) => family.modules[slot].replace("{i}", "0");
-  const [nLayers, trained, hiddenDim, ffnDim, nHeads] = ["n_layers", "max_position", "hidden_dim", "ffn_dim", "n_heads"].map((name) => meta.size(name));
+  const { modules, scale_by_hidden, sliding_window } = GGUF[family.name];
+  const moduleName = (slot: string) => modules[slot].names[0].replace("{i}", "0");
+  const [nBlocks, trained, hiddenDim, ffnDim, nHeads] = ["n_layers", "max_position", "hidden_dim", "ffn_dim", "n_heads"].map((name) => meta.size(name));
+  const nLayers = nBlocks - Number(meta.get("n_predicting") ?? 0); // without the blocks that predict more tokens
+  if (!Number.isInteger(nLayers) || nLayers < 1 || nLayers > nBlocks) throw meta.invalid("n_predicting", `an integer below ${KEYS.n_layers}=${nBlocks}`);
   if (hiddenDim % nHeads !== 0 && meta.get("head_dim") === undefined) throw meta.invalid("hidden_dim", `a multiple of ${KEYS.n_heads}=${nHeads}`);
   const { nKvHeads = meta.size("n_kv_heads", nHeads), ...mixers } = readMixers(meta, family, nLayers);
   const headDim = meta.size("head_dim", Math.trunc(hiddenDim / nHeads));
@@ -113,7 +118,7 @@ export async function describeGguf(
   if (epsilon === undefined) throw meta.invalid("rms_norm_eps", "a number above 0");
   const table = file.tensors.get(`${moduleName("embedding")}.weight`);
   if (table?.shape.length !== 2) throw new WhetError(`${where}: tensor ${moduleName("embedding")}.weight with two axes, the embedding, is missing.`);
-  const hasBias = (slot: string) => slot in family.modules && file.tensors.has(`${moduleName(slot)}.bias`);
+  const hasBias = (slot: string) => slot in modules && file.tensors.has(`${moduleName(slot)}.bias`);
   const fused = (NAMES.fused_qkv as string).replace("{i}", "0");
   const biases: Record<string, boolean> = {
     qkv_bias: hasBias("layers.{i}.qkv") || hasBias("layers.{i}.qkv:q") || file.tensors.has(`${fused}.bias`),
@@ -131,7 +136,7 @@ export async function describeGguf(
   if (!(Number.isInteger(length) && length >= 1)) throw new WhetError(`${where}: contextLength is ${show(length)}, expected an integer of at least 1.`);
   const rotary = await readRotary(core, meta, family, file, reader, headDim, trained, length, where);
   if (family.rope === "none" && length > trained) throw new WhetError(`${where}: contextLength is ${length}, expected at most ${trained}, the model's learned positions.`);
-  const fallback = family.gguf?.sliding_window ?? 0;
+  const fallback = sliding_window ?? 0;
   const window = family.window === "none" ? 0 : meta.get("sliding_window") ? meta.size("sliding_window") : fallback;
   const flags = readWindowLayers(meta, family, nLayers);
   const isLocal = (i: number) => flags?.[i] ?? (family.window !== "pattern" || allButEvery(family.defaults.sliding_window_pattern as number, nLayers, family.full_first)[i]);
@@ -140,10 +145,10 @@ export async function describeGguf(
     vocabSize: table.shape[0],
     maxPosition: length,
     normEps: meta.number(epsilon),
-    learnedPositions: "positions" in family.modules ? trained : 0,
+    learnedPositions: "positions" in modules ? trained : 0,
     activation: (activations as Record<string, string>)[family.defaults.activation as string] as ModelConfig["activation"],
     windows: Array.from({ length: nLayers }, (_, i) => (window < length && isLocal(i) ? window : 0)),
-    ...readScales(core, meta, family, { nLayers, nHeads, headDim, hiddenDim }),
+    ...readScales(core, meta, family, nLayers === scale_by_hidden ? Math.trunc(hiddenDim / nHeads) : headDim, { headDim, hiddenDim }),
     ...readLocalRotary(core, meta, family, nLayers, headDim, length, isLocal, where),
     ropeLayers: readRopeLayers(meta, family, nLayers, window > 0 ? isLocal : undefined),
     tiedHead: !file.tensors.has(`${moduleName("head")}.weight`),
@@ -153,7 +158,7 @@ export async function describeGguf(
     ...PLAIN_SWITCHES,
     ...settingsOf(family, (option) => Boolean(options[option])),
   };
-  return { config, family, slices: placeTensors(config, family, file, where) };
+  return { config, family, slices: placeTensors(config, modules, file, nBlocks, where) };
 }
 
 /** Rename the bias flags, found by the file's tensors, to the family's options. */
@@ -166,15 +171,13 @@ function toBiasOptions(family: Family, biases: Record<string, boolean>): Record<
   return found;
 }
 
-/** Return the factors that only some families have. */
-function readScales(core: Core, meta: GgufOptions, family: Family, c: Pick<ModelConfig, "nLayers" | "nHeads" | "headDim" | "hiddenDim">) {
+/** Return the factors that only some families have. `scaled`: query_pre_attn_scalar, which is not in the file. */
+function readScales(core: Core, meta: GgufOptions, family: Family, scaled: number, c: Pick<ModelConfig, "headDim" | "hiddenDim">) {
   const given = (name: string, fallback: number): number => {
     if (name in family.keys) return meta.number(name, fallback);
     if (Math.abs(Number(meta.get(name) ?? fallback) - fallback) > 1e-6 * fallback) throw meta.invalid(name, `${fallback} or none`);
     return fallback;
   };
-  // The largest Gemma scales by query_pre_attn_scalar, which is not its head_dim and not in the file.
-  const scaled = c.nLayers === family.gguf?.scale_by_hidden ? Math.trunc(c.hiddenDim / c.nHeads) : c.headDim;
   const implied = "query_pre_attn_scalar" in family.defaults ? core.call("power", scaled, -0.5) : 1 / Math.sqrt(c.headDim);
   return {
     attentionScale: given("attention_scale", implied),
@@ -196,18 +199,32 @@ function readWindowLayers(meta: GgufOptions, family: Family, nLayers: number): b
   return value.map(Boolean);
 }
 
-/** Return what mixes the tokens of each layer: short convolutions in layers without KV heads; and the KV heads of the others, if the file lists them. */
+const DELTA_KEYS = ["delta_conv_length", "delta_key_dim", "n_delta_key_heads", "n_delta_heads", "delta_values", "recurrent_layers", "full_attention_interval"];
+
+/** Return what mixes the tokens of each layer; and, if the file lists them, the KV heads of layers that attend. */
 function readMixers(meta: GgufOptions, family: Family, nLayers: number): Mixers & { nKvHeads?: number } {
-  if (!("conv_length" in family.keys)) {
-    if (meta.get("conv_length") !== undefined) throw meta.invalid("conv_length", "none");
-    return ALL_ATTENTION;
+  for (const name of ["conv_length", ...DELTA_KEYS]) {
+    if (meta.get(name) !== undefined && family.mixer !== (name === "conv_length" ? "conv" : "delta")) throw meta.invalid(name, "none");
   }
+  if (family.mixer === "") return ALL_ATTENTION;
+  if (family.mixer === "delta") return readDeltaRules(meta, nLayers);
   const heads = meta.get("n_kv_heads");
   if (!Array.isArray(heads)) return ALL_ATTENTION;
   const [nKvHeads = 1, ...others] = heads.filter((n) => n !== 0) as number[];
   if (heads.length !== nLayers || !others.every((n) => n === nKvHeads)) throw meta.invalid("n_kv_heads", `${nLayers} numbers, the same in all layers that attend`);
   const mixers = heads.map((n) => (n === 0 ? "conv" : "attention"));
   return mixers.includes("conv") ? { nKvHeads, ...ALL_ATTENTION, mixers, convLength: meta.size("conv_length") } : ALL_ATTENTION;
+}
+
+/** Return the layers with the gated delta rule, which the file names, or all except every fourth, and its sizes. */
+function readDeltaRules(meta: GgufOptions, nLayers: number): Mixers {
+  const flags = meta.get("recurrent_layers") ?? allButEvery(meta.size("full_attention_interval", 4), nLayers);
+  if (!Array.isArray(flags) || flags.length < nLayers) throw meta.invalid("recurrent_layers", `${nLayers} of true and false`);
+  const [convLength, deltaKeyDim, nDeltaKeyHeads, nDeltaHeads, values] = DELTA_KEYS.slice(0, 5).map((name) => meta.size(name));
+  if (values % nDeltaHeads !== 0) throw meta.invalid("delta_values", `a multiple of ${KEYS.n_delta_heads}=${nDeltaHeads}`);
+  const mixers = flags.slice(0, nLayers).map((flag) => (flag ? "delta" : "attention"));
+  if (!mixers.includes("delta")) return ALL_ATTENTION;
+  return { mixers, convLength, deltaKeyDim, nDeltaKeyHeads, nDeltaHeads, deltaDim: values / nDeltaHeads, deltaTiled: nDeltaHeads !== nDeltaKeyHeads };
 }
 
 /** Return whether RoPE applies to each layer; empty: to all. `isLocal`: whether a layer has a window; undefined: none has. */
@@ -280,11 +297,11 @@ async function readRotary(
 }
 
 /** Map the tensors to slots. Every tensor of the file must be used. */
-function placeTensors(config: ModelConfig, family: Family, file: GgufFile, where: string): RowSlice[] {
+function placeTensors(config: ModelConfig, modules: Record<string, ModuleSpec>, file: GgufFile, nBlocks: number, where: string): RowSlice[] {
   const used = new Set<string>(Object.values(NAMES.rope_tensors as Record<string, string>));
   const find = ([module]: string[], suffix: string, location: WeightLocation): StoredTensor => {
     const own = file.tensors.get(`${module}.${suffix}`);
-    const fused = "qkv".includes(location.part) && location.part !== "" ? file.tensors.get(`${NAMES.fused_qkv.replace("{i}", String(location.layer))}.${suffix}`) : undefined;
+    const fused = ["q", "k", "v"].includes(location.part) ? file.tensors.get(`${NAMES.fused_qkv.replace("{i}", String(location.layer))}.${suffix}`) : undefined;
     if (own !== undefined && fused !== undefined) throw new WhetError(`${where}: the file has both ${fused.name} and ${own.name}. Convert the model again.`);
     const tensor = own ?? fused;
     if (tensor === undefined) throw new WhetError(`${where}: tensor ${module}.${suffix} is missing. The file is incomplete.`);
@@ -293,10 +310,12 @@ function placeTensors(config: ModelConfig, family: Family, file: GgufFile, where
     if (tensor.shape[0] !== location.rows) throw new WhetError(`${where}: ${tensor.name} has ${tensor.shape[0]} rows, expected ${location.rows} of q, k and v.`);
     return { tensor, row: location.firstRow, shape: [location.count, ...tensor.shape.slice(1)] };
   };
-  const orderOf = (target: string) => (family.gguf?.interleaved && /:[qk]$/.test(target) ? "deinterleave" : "keepOrder");
-  const modules = Object.fromEntries(Object.entries(family.modules).map(([target, name]) => [target, { names: [name], order: orderOf(target), isTransposed: family.transposed.includes(target) } as const]));
   const slices = listSlices(config, modules, find, where);
-  const unknown = [...file.tensors.keys()].filter((name) => !used.has(name)).sort()[0];
+  const isPredicting = (name: string) => {
+    const block = Number(name.split(".")[1]);
+    return block >= config.nLayers && block < nBlocks;
+  };
+  const unknown = [...file.tensors.keys()].filter((name) => !used.has(name) && !isPredicting(name)).sort()[0];
   if (unknown !== undefined) throw new WhetError(`${where}: unexpected tensor ${unknown} for this architecture.`);
   return slices;
 }

@@ -14,17 +14,22 @@ export interface RowSlice {
   stride: number;
   /** Whether the tensor is (inputs, outputs): its columns are the rows. */
   isTransposed: boolean;
-  /** Constant that the model adds to a norm's weights. */
-  offset: number;
+  /** The slot's number for one of the tensor. Default: the same. */
+  convert?: (weight: number) => number;
 }
+
+export type OrderName = "keepOrder" | "deinterleave" | "splitHeads" | "groupHeads";
 
 /** Module of a file: its possible names and its layout, if it differs from the slot's. */
 export interface ModuleSpec {
   names: readonly string[];
-  order?: keyof typeof rowOrders;
+  order?: OrderName;
+  columnOrder?: OrderName;
   isTransposed?: boolean;
   /** Constant that the model adds to a norm's weights. */
   offset?: number;
+  /** Whether the model uses -exp of the weight. */
+  isNegativeExp?: boolean;
   /** Name of the weight in the module. Default: "weight". */
   parameter?: string;
 }
@@ -45,14 +50,14 @@ export interface WeightLocation {
   rows: number;
 }
 
-type RowCopy = [to: number, from: number, count: number, stride: number];
+export type RowCopy = [to: number, from: number, count: number, stride: number];
 
-/** Row copies from a module's stored order to the slot's order. */
-export const rowOrders: Record<"keepOrder" | "splitHeads" | "deinterleave", (config: ModelConfig, rows: number) => RowCopy[]> = {
+/** Return the row copies from a module's stored order to the slot's order. */
+export type RowOrder = (config: ModelConfig, rows: number) => RowCopy[];
+
+/** Orders of rows in GGUF files. */
+export const rowOrders: Partial<Record<OrderName, RowOrder>> = {
   keepOrder: (_, rows) => [[0, 0, rows, 1]],
-  // GPT-NeoX's query_key_value, [head][q, k, v], to [q, k, v][head]
-  splitHeads: ({ headDim, nHeads }) =>
-    Array.from({ length: 3 * nHeads }, (_, i) => [((i % 3) * nHeads + Math.floor(i / 3)) * headDim, i * headDim, headDim, 1]),
   // llama.cpp interleaves Llama's q and k: its row 2i + p of a head is row i + p headDim / 2
   deinterleave: ({ headDim }, rows) =>
     Array.from({ length: (2 * rows) / headDim }, (_, i) => {
@@ -77,12 +82,14 @@ export function* eachModule(config: ModelConfig, modules: Readonly<Record<string
  *
  * @param modules the files' modules by slot.
  * @param find returns the tensor of the first of these modules that exists; throws if none does.
+ * @param orders orders of rows by name.
  */
-export function listSlices(config: ModelConfig, modules: Readonly<Record<string, ModuleSpec>>, find: (names: string[], suffix: string, location: WeightLocation) => StoredTensor, where: string): RowSlice[] {
+export function listSlices(config: ModelConfig, modules: Readonly<Record<string, ModuleSpec>>, find: (names: string[], suffix: string, location: WeightLocation) => StoredTensor, where: string, orders = rowOrders): RowSlice[] {
   const shapes = slots(config);
   const slices: RowSlice[] = [];
   for (const { module, slot: own, part, layer, names } of eachModule(config, modules)) {
-    for (const [suffix, slot] of [[module.parameter ?? "weight", shapes.has(own) ? own : `${own}.weight`], ["bias", `${own}.bias`]]) {
+    const weight = shapes.has(own) ? own : `${own}.weight`;
+    for (const [suffix, slot] of [[module.parameter ?? "weight", weight], ["bias", `${own}.bias`]]) {
       const shape = shapes.get(slot);
       if (shape === undefined) continue;
       const [firstRow, count] = moduleRows(config, part, shape[0]);
@@ -93,9 +100,10 @@ export function listSlices(config: ModelConfig, modules: Readonly<Record<string,
       if (stored.join() !== expected.join()) {
         throw new WhetError(`${where}: ${tensor.name} has shape (${stored.join(", ")}), expected (${expected.join(", ")}). The config belongs to another model, or the file is damaged.`);
       }
-      const offset = suffix === "weight" ? (module.offset ?? 0) : 0;
-      for (const [to, from, n, stride] of rowOrders[module.order ?? "keepOrder"](config, count)) {
-        slices.push({ slot, firstRow: firstRow + to, tensor, row: row + from, count: n, stride, isTransposed, offset });
+      const { offset, isNegativeExp } = slot === weight ? module : ({} as ModuleSpec);
+      const convert = isNegativeExp ? (x: number) => -Math.exp(x) : offset ? (x: number) => x + offset : undefined;
+      for (const [to, from, n, stride] of orders[module.order ?? "keepOrder"]!(config, count)) {
+        slices.push({ slot, firstRow: firstRow + to, tensor, row: row + from, count: n, stride, isTransposed, convert });
       }
     }
   }

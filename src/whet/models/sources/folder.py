@@ -32,8 +32,8 @@ from whet.models.formats import TABLE
 from whet.models.slots import ModelSource, StoredTensor, iter_slices
 from whet.models.sources.mapped import map_file, parse_container, parse_json, view
 
-_FORMATS = {TABLE[name].gguf_name: TABLE[name] for name in ("float32", "float16", "bfloat16", "float64")}
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATS = {TABLE[name].gguf_name: TABLE[name] for name in ("float32", "float16", "bfloat16", "float64")}
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Masks and frequencies in old checkpoints; their values follow from the config.
 _BUFFERS = re.compile(r"(^|\.)((attn|attention)\.(masked_)?bias|rotary_emb\.inv_freq)$")
 
@@ -68,7 +68,7 @@ def open_folder(path: str | os.PathLike[str], *, max_position: int | None = None
         raise WhetValueError(f"{where}: the folder does not exist. Models are not downloaded; pass a path.")
     config = read_config(folder, where)
     family = family_of(config, where)
-    tensors = _Tensors(_read_entries(folder, where), family, where)
+    tensors = _Tensors(read_entries(folder, where), family, where)
     described = model_config(config, max_position=max_position, where=where, tied_head=tensors.tied_head(config))
 
     def slices() -> Iterator[RowSlice]:
@@ -116,11 +116,15 @@ def parse_safetensors(data: np.ndarray, label: str) -> dict[str, Entry]:
     }
 
 
-def _read_entries(folder: Path, where: str) -> dict[str, Entry]:
-    """Read name -> tensor of all files of the folder."""
-    if (folder / _SINGLE).is_file():
-        return read_safetensors(folder / _SINGLE, where)
-    if (folder / _INDEX).is_file():
+def read_entries(folder: Path, where: str) -> dict[str, Entry]:
+    """Read name -> tensor of all files of the folder.
+
+    Raises:
+        WhetValueError: a missing, damaged or contradictory file.
+    """
+    if (folder / SINGLE).is_file():
+        return read_safetensors(folder / SINGLE, where)
+    if (folder / INDEX).is_file():
         return _read_shards(folder, where)
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
     if pickles:
@@ -128,12 +132,12 @@ def _read_entries(folder: Path, where: str) -> dict[str, Entry]:
             f"{where}: {pickles[0]} is a pickle, which can execute any code; it was not opened. If you trust it, load "
             f"it in transformers and call save_pretrained(..., safe_serialization=True)."
         )
-    raise WhetValueError(f"{where}: the folder has neither {_SINGLE} nor {_INDEX}.")
+    raise WhetValueError(f"{where}: the folder has neither {SINGLE} nor {INDEX}.")
 
 
 def _read_shards(folder: Path, where: str) -> dict[str, Entry]:
-    label = f"{where}: {_INDEX}"
-    files = parse_json(map_file(folder / _INDEX, where).tobytes(), label).get("weight_map")
+    label = f"{where}: {INDEX}"
+    files = parse_json(map_file(folder / INDEX, where).tobytes(), label).get("weight_map")
     if not isinstance(files, dict) or not files:
         raise WhetValueError(f"{label} has weight_map {files!r:.80}, expected tensor names and their files.")
     for name, file in files.items():
@@ -144,11 +148,11 @@ def _read_shards(folder: Path, where: str) -> dict[str, Entry]:
         for name, entry in read_safetensors(folder / file, where).items():
             if files.get(name) != file:
                 listed = f"lists in {files[name]}" if name in files else "does not list"
-                raise WhetValueError(f"{where}: {file} has {name}, which {_INDEX} {listed}.")
+                raise WhetValueError(f"{where}: {file} has {name}, which {INDEX} {listed}.")
             entries[name] = entry
     absent = sorted(files.keys() - entries.keys())
     if absent:
-        raise WhetValueError(f"{where}: {files[absent[0]]} lacks {absent[0]}, which {_INDEX} lists in it.")
+        raise WhetValueError(f"{where}: {files[absent[0]]} lacks {absent[0]}, which {INDEX} lists in it.")
     return entries
 
 
@@ -176,9 +180,9 @@ class _Tensors:
             )
         self.used.add(name)
         entry = self.entries[name]
-        if entry.dtype not in _FORMATS:
-            raise WhetValueError(f"{entry.file}: {name} is {entry.dtype}; this engine reads {', '.join(_FORMATS)}.")
-        format = _FORMATS[entry.dtype]
+        if entry.dtype not in FLOATS:
+            raise WhetValueError(f"{entry.file}: {name} is {entry.dtype}; this engine reads {', '.join(FLOATS)}.")
+        format = FLOATS[entry.dtype]
         return StoredTensor(view(entry.data, entry.offset, format.dtype, entry.shape), format.name, entry.shape)
 
     def tied_head(self, config: Mapping[str, Any]) -> bool | None:
@@ -193,7 +197,8 @@ class _Tensors:
 
     def check_all_used(self, config: Mapping[str, Any]) -> None:
         unused, model_type = sorted(self.entries.keys() - self.used), config["model_type"]
-        if text_options(config) is not config and (skipped := list(filter(is_skipped, unused))):
+        has_towers = text_options(config) is not config
+        if skipped := [name for name in unused if is_skipped(name, has_towers)]:
             unused = sorted({*unused}.difference(skipped))
             warnings.warn(
                 f"{self.where}: {len(skipped)} tensors, such as {skipped[0]}, are not read: Whet runs the language "

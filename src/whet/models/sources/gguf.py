@@ -38,6 +38,10 @@ from whet.models.sources.gguf_container import GGUFFile, read_gguf
 
 _KEYS: dict[str, str] = GGUF_NAMES["keys"]
 _ROPE_TENSORS: dict[str, str] = GGUF_NAMES["rope_tensors"]
+_DELTA_KEYS = (
+    "delta_conv_length", "delta_key_dim", "n_delta_key_heads", "n_delta_heads", "delta_values", "recurrent_layers",
+    "full_attention_interval",
+)  # fmt: skip
 _BIASED = {"qkv_bias": ("qkv:", "qkv:q"), "o_bias": ("o:",), "mlp_bias": ("gate_up:gate", "up:")}
 """Field of ``ModelConfig`` -> slots whose biases make it true."""
 _FUSED_QKV: str = GGUF_NAMES["fused_qkv"]
@@ -82,7 +86,7 @@ def open_gguf(path: str | os.PathLike[str] | GGUFFile, *, max_position: int | No
         return tensors[name]
 
     slices = list(iter_slices(described, modules, tensor, where))
-    unknown = sorted(tensors.keys() - used)
+    unknown = sorted(tensors.keys() - used - predicting_tensors(file, described).keys())
     if unknown:
         raise WhetValueError(f"{where}: tensor {unknown[0]} is not supported in a {architecture} with this metadata.")
     targets = module_targets(family, described)
@@ -97,7 +101,8 @@ def describe_gguf(file: GGUFFile, max_position: int | None, where: str) -> tuple
     """
     options = read_options(file, where)
     described = model_config(options, max_position=max_position, where=where)
-    return options, _with_rope_freqs(described, file.tensors, where)
+    is_tiled = described.n_delta_heads != described.n_delta_key_heads
+    return options, _with_rope_freqs(dataclasses.replace(described, delta_tiled=is_tiled), file.tensors, where)
 
 
 def read_options(file: GGUFFile, where: str) -> dict[str, Any]:
@@ -120,6 +125,14 @@ def rope_vectors(file: GGUFFile) -> dict[str, np.ndarray]:
     return {name: file.tensors[name].tensor for name in _ROPE_TENSORS.values() if name in file.tensors}
 
 
+def predicting_tensors(file: GGUFFile, described: ModelConfig) -> dict[str, StoredTensor]:
+    """Return the tensors of blocks after the model's layers, which predict more tokens and are not run."""
+    architecture, first = file.metadata["general.architecture"], described.n_layers
+    n = file.metadata.get(f"{architecture}.{_KEYS['n_predicting']}", 0)
+    begins = tuple(f"blk.{i}." for i in range(first, first + n))
+    return {name: stored for name, stored in file.tensors.items() if name.startswith(begins)}
+
+
 def tensor_name(model_type: str, name: str) -> str:
     """Return GGUF's name of a parameter: "blk.3.ffn_up.weight" for "model.layers.3.mlp.up_proj.weight".
 
@@ -127,9 +140,9 @@ def tensor_name(model_type: str, name: str) -> str:
         KeyError: the family has no such module, or GGUF no such family.
     """
     family = FAMILIES[model_type]
-    theirs = {(module.slot, module.part): module.names[0] for module in family.gguf_modules}
+    theirs = {(module.slot, module.part): f"{module.names[0]}.{module.parameter}" for module in family.gguf_modules}
     ours = ((f"{m.names[0]}.{m.parameter}", (m.slot, m.part)) for m in family.modules)
-    names = {name: f"{theirs[place]}.weight" for name, place in ours if place in theirs}
+    names = {name: theirs[place] for name, place in ours if place in theirs}
     names |= {f"{name.removesuffix('.weight')}.bias": f"{n.removesuffix('weight')}bias" for name, n in names.items()}
     layer = re.search(r"\.(\d+)\.", name)
     if layer is None:
@@ -186,12 +199,13 @@ class _Metadata:
 
     def options(self) -> dict[str, Any]:
         sizes = {name: self.size(name) for name in ("n_layers", "max_position", "hidden_dim", "ffn_dim", "n_heads")}
+        sizes["n_layers"] -= self.n_predicting(sizes["n_layers"])
         n_heads = sizes["n_heads"]
         if sizes["hidden_dim"] % n_heads and "head_dim" not in self.given:
             raise self.wrong("hidden_dim", f"a multiple of {_KEYS['n_heads']}={n_heads}")
         model_type = self.model_type()
         family = FAMILIES[model_type]
-        convolutions = self.convolutions(family, sizes["n_layers"])
+        mixers = self.mixers(family, sizes["n_layers"])
         sizes["n_kv_heads"] = self.size("n_kv_heads", n_heads)
         sizes["head_dim"] = self.size("head_dim", sizes["hidden_dim"] // n_heads)
         if self.size("value_dim", sizes["head_dim"]) != sizes["head_dim"]:
@@ -218,6 +232,9 @@ class _Metadata:
             rope.setdefault("original_max_position_embeddings", sizes["max_position"])
         elif self.given.get("query_log_scale", 0.0) != 0.0:
             raise self.wrong("query_log_scale", "0 or none")
+        # A text has the same position in all sections, so that they do not change its rotations.
+        if isinstance(sections := self.given.get("mrope_section"), list) and "mrope_section" in family.rope_others:
+            rope["mrope_section"] = sections[:3]
         biased = {slot for slot, name in names.items() if f"{name}.bias" in self.tensors}
         return {
             "model_type": model_type,
@@ -233,7 +250,7 @@ class _Metadata:
             "rope_parameters": self.by_layers(rope, family),
             **self.window_layers(family, sizes["n_layers"]),
             **self.not_rotated(family, sizes["n_layers"]),
-            **convolutions,
+            **mixers,
             **self.layer_thetas(family, sizes["n_layers"], rope["rope_theta"]),
             "query_pre_attn_scalar": sizes["hidden_dim"] // n_heads if by_hidden else sizes["head_dim"],
             # transformers prefers this one over the one in rope_parameters.
@@ -272,12 +289,39 @@ class _Metadata:
             return {}
         return {family.rope_option: None, "num_local_experts": 0, "layer_types": ["full_attention"] * n_layers}
 
+    def n_predicting(self, n_blocks: int) -> int:
+        """Return the number of blocks after the layers, which predict more tokens."""
+        n = self.given.get("n_predicting", 0)
+        if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < n_blocks:
+            raise self.wrong("n_predicting", f"an integer below {_KEYS['n_layers']}={n_blocks}")
+        return n
+
+    def mixers(self, family: Family, n_layers: int) -> dict[str, Any]:
+        """Return the options of what mixes the tokens in each layer."""
+        for name, mixer in (("conv_length", "conv"), *((name, "delta") for name in _DELTA_KEYS)):
+            if name in self.given and mixer != family.mixer:
+                raise self.wrong(name, "none")
+        if not family.mixer:
+            return {}
+        return (self.convolutions if family.mixer == "conv" else self.delta_rules)(family, n_layers)
+
+    def delta_rules(self, family: Family, n_layers: int) -> dict[str, Any]:
+        """Return the options of the gated delta rule: of the layers that the file names, or all except every 4th."""
+        flags, interval = self.given.get("recurrent_layers"), self.size("full_attention_interval", 4)
+        if flags is None:
+            flags = [(i + 1) % interval != 0 for i in range(n_layers)]
+        if not isinstance(flags, (list, np.ndarray)) or len(flags) < n_layers or not {*flags} <= {False, True}:
+            raise self.wrong("recurrent_layers", f"{n_layers} of true and false")
+        sizes = {name: self.size(name) for name in ("n_delta_heads", "n_delta_key_heads", "delta_key_dim")}
+        sizes |= {"conv_length": self.size("delta_conv_length"), "delta_dim": self.size("delta_values")}
+        if sizes["delta_dim"] % sizes["n_delta_heads"]:
+            raise self.wrong("delta_values", f"a multiple of {_KEYS['n_delta_heads']}={sizes['n_delta_heads']}")
+        sizes["delta_dim"] //= sizes["n_delta_heads"]
+        kinds = ["linear_attention" if flag else "full_attention" for flag in flags[:n_layers]]
+        return {"layer_types": kinds} | {family.keys[name]: size for name, size in sizes.items()}
+
     def convolutions(self, family: Family, n_layers: int) -> dict[str, Any]:
         """Return the options of short convolutions: of layers without kv heads."""
-        if "conv_length" not in family.keys:
-            if "conv_length" in self.given:
-                raise self.wrong("conv_length", "none")
-            return {}
         heads = self.given.get("n_kv_heads")
         heads = heads.tolist() if isinstance(heads, np.ndarray) else heads
         kinds = ["full_attention"] * n_layers

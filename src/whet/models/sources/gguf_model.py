@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from whet.errors import WhetValueError, check_installed
-from whet.models.architecture import ModelConfig, RowSlice, find_difference
+from whet.models.architecture import ModelConfig, find_difference
 from whet.models.families import GGUF_NAMES, model_config
-from whet.models.reference import slice_values
+from whet.models.row_reader import RowReader
 from whet.models.slots import ModelSource
 from whet.models.sources.gguf import open_gguf, read_options
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
-from whet.models.sources.live import open_module
-from whet.models.sources.mapped import release_pages
 from whet.models.tokenizers import GGUFTokenizer, read_tokenizer
 from whet.ops.rope_scaling import rope_frequencies
 
@@ -53,7 +51,7 @@ def load_gguf_model(path: str | os.PathLike[str] | GGUFFile, dtype: str = "float
     file = path if isinstance(path, GGUFFile) else read_gguf(Path(path), f'load_gguf_model("{path}")')
     config, tokenizer = read_gguf_config(file)
     model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    _copy_weights(open_gguf(file), open_module(model), model)
+    _copy_weights(open_gguf(file), model)
     model.generation_config.eos_token_id = tokenizer.stop_token_ids or None
     return model.eval(), tokenizer.to_transformers()
 
@@ -122,6 +120,7 @@ def _divided_rope(config: ModelConfig, theta: float) -> dict[str, Any]:
 
 def _check_same(ours: ModelConfig, theirs: ModelConfig, where: str) -> None:
     """Reject a model that transformers' config cannot express."""
+    ours = replace(ours, delta_tiled=False)  # an order of the file
     if (name := find_difference(ours, theirs)) is not None:
         raise WhetValueError(
             f"{where}: {name} is {getattr(ours, name)!r:.80}, and in transformers it would be "
@@ -129,32 +128,21 @@ def _check_same(ours: ModelConfig, theirs: ModelConfig, where: str) -> None:
         )
 
 
-def _copy_weights(source: ModelSource, live: ModelSource, model: Any) -> None:
-    """Write the file's weights into the module's parameters, of which ``live`` has views, slot by slot."""
+def _copy_weights(source: ModelSource, model: Any) -> None:
+    """Write the file's weights into the module's parameters."""
     import torch
 
-    shapes, parameters = source.config.slots(), _group_by_slot(live.slices())
-    offsets = {
-        location.weight: (name, location.module.offset)
-        for name, location in live.targets.items()
-        if location.module.offset
-    }
-    for slot, slices in _group_by_slot(source.slices()).items():
-        values = np.empty(shapes[slot], np.float32)
-        for row_slice in slices:
-            values[row_slice.first_row : row_slice.first_row + len(row_slice.tensor)] = slice_values(row_slice)
-            release_pages([row_slice.tensor])
-        if slot in offsets:
-            name, offset = offsets[slot]
-            model.get_parameter(f"{name}.weight").data.copy_(torch.from_numpy(values - np.float32(offset)))
-            continue
-        for row_slice in parameters[slot]:
-            rows = values[row_slice.first_row : row_slice.first_row + len(row_slice.tensor)]
-            row_slice.tensor.copy_(torch.from_numpy(rows))
-
-
-def _group_by_slot(slices: Iterable[RowSlice]) -> dict[str, list[RowSlice]]:
-    found: dict[str, list[RowSlice]] = {}
-    for row_slice in slices:
-        found.setdefault(row_slice.slot, []).append(row_slice)
-    return found
+    rows, places = RowReader(source, "load_gguf_model"), {}
+    for name, location in source.targets.items():
+        whole = f"{name}.weight" if location.module.parameter == "weight" else name
+        places |= {whole: (location, location.weight), f"{name}.bias": (location, location.bias)}
+    for name, parameter in model.named_parameters():
+        location, slot = places[name]
+        values, filled = np.empty(rows.config.slots()[slot], np.float32)[: location.shape[0]], 0
+        for chunk in rows.iter_chunks(location, slot, "float32"):
+            values[filled : filled + len(chunk)] = chunk
+            filled += len(chunk)
+        if slot == location.weight:
+            values = location.module.from_slot(values)
+            values = values.T if location.module.transposed else values
+        parameter.data.copy_(torch.from_numpy(np.ascontiguousarray(values)).reshape(parameter.shape))
