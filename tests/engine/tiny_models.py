@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -376,12 +377,17 @@ def tiny_model(case: str, **options: Any) -> Any:
 
 
 @contextmanager
-def exact_softmax(model: Any) -> Iterator[None]:
-    """Compute softmax in the model's precision in attention where transformers uses float32."""
+def in_own_precision(model: Any) -> Iterator[None]:
+    """Compute softmax and the gated delta rule in the model's precision where transformers uses float32."""
     before = model.config._attn_implementation
     if model.config.model_type in ("gemma2", "granite_swa"):
         model.config._attn_implementation = "exact softmax"
-    yield
+    converts = model.config.model_type.startswith("qwen3_5") and next(model.parameters()).dtype == torch.float64
+    with ExitStack() as patches:
+        if converts:
+            patches.enter_context(patch.object(torch, "float32", torch.float64))
+            patches.enter_context(patch.object(torch.Tensor, "float", torch.Tensor.double))
+        yield
     model.config._attn_implementation = before
 
 

@@ -7,11 +7,8 @@ import copy
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType
-from unittest.mock import patch
 
 import numpy as np
 import peft
@@ -20,9 +17,9 @@ import torch
 from tests.engine.tiny_models import (
     CASES,
     VOCAB,
-    exact_softmax,
     family_name,
     foreign_model,
+    in_own_precision,
     logits_of,
     naive_logits,
     rope,
@@ -73,16 +70,6 @@ def in_float64(model, config: ModelConfig):
         if hasattr(module, "embed_scale"):
             module.embed_scale = torch.tensor(config.embedding_scale, dtype=torch.float64)
     return model
-
-
-@contextmanager
-def in_double(is_needed: bool) -> Iterator[None]:
-    """Compute in float64 where transformers converts to float32, as it does in the gated delta rule."""
-    if not is_needed:
-        yield
-        return
-    with patch.object(torch, "float32", torch.float64), patch.object(torch.Tensor, "float", torch.Tensor.double):
-        yield
 
 
 def test_worked_example_in_the_documentation():
@@ -139,7 +126,7 @@ def test_logits_in_float64(case):
     logits = naive_logits(source, ids, np.float64)
     # transformers computes ERNIE's rotations and Ministral's factors of queries in float32.
     tolerance = 2e-6 if case.startswith(("ernie4_5", "ministral3")) else 1e-10
-    with exact_softmax(model), in_double(case.startswith("qwen3_5")):
+    with in_own_precision(model):
         np.testing.assert_allclose(logits, logits_of(model, ids), rtol=0, atol=tolerance)
 
 

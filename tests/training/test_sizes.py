@@ -34,6 +34,16 @@ CONFIGS = {
     "gemma3": {**LLAMA, "model_type": "gemma3_text", "head_dim": 16, "query_pre_attn_scalar": 16},
     "phi3": {**LLAMA, "model_type": "phi3", "pad_token_id": 0, "eos_token_id": 2},
     "lfm2": {**LLAMA, "model_type": "lfm2", "full_attn_idxs": [1], "block_multiple_of": 8},
+    "qwen3_5": {
+        **LLAMA,
+        "model_type": "qwen3_5_text",
+        "head_dim": 16,
+        "full_attention_interval": 2,
+        "linear_num_value_heads": 18,
+        "linear_num_key_heads": 6,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 10,
+    },
 }
 NARROW = "bf16" in _core.isa()
 
@@ -133,7 +143,7 @@ def test_a_learner_allocates_the_estimated_bytes(compute):
     assert 0.6 * predicted < forward < predicted  # which includes the gradients of the backward pass
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "lfm2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "lfm2", "qwen3_5"])
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_a_learner_keeps_as_many_layers_as_estimated(name, compute):
     base = pack_base(open_module(make_model(name)), weights="bf16")

@@ -213,9 +213,10 @@ def _learner_bytes(source: ModelSource, largest: _Pass, size: int) -> int:
         4 * (3 * hidden + max(hidden, mixed) + max(up, mixed) + model.ffn_dim * (1 if size == 2 else 2)) + converted
     )
     columns = max(16, _RANGE_NUMBERS // hidden // 16 * 16)
-    head = largest.targets * (4 * (4 * hidden + 2 * columns) + size * columns)
+    states = largest.targets * 4 * 4 * hidden  # before and after the final norm, and their gradients
+    head = largest.targets * (4 * 2 * columns + size * columns)
     unpacked = size * _RANGE_NUMBERS
-    return inputs + layer + max(gradients + rows, head) + unpacked + n * 4 * model.rotary_dim
+    return inputs + layer + states + max(gradients + rows, head) + unpacked + n * 4 * model.rotary_dim
 
 
 def _kept_bytes(model: ModelConfig, n: int, size: int) -> int:
