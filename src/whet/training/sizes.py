@@ -306,7 +306,7 @@ def _activation_bytes(source: ModelSource, config: TrainerConfig, lengths: Lengt
     rotary cosines and sines, and the inputs of the MLP's activation. Matmuls recompute their inputs from the saved
     inputs of the preceding norm or activation, except after layer norms and single-input activations, whose outputs are
     saved. torch saves B, C, x and two sums of a convolution in float32, its output, and to train the taps their inputs.
-    Of the gated delta rule, its projections are saved, its results before and after the norm, and z.
+    The gated delta rule saves its projections, and in float32 its results before and after the norm, and z.
 
     Args:
         size: bytes of a matmul operand.
