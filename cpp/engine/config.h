@@ -20,6 +20,7 @@ constexpr bool kIsComplete = true;
 enum class Norm { kRms, kLayer };
 enum class KvType { kFloat32, kBFloat16, kInt8 };  // of keys and values in the cache
 enum class Activation { kSilu, kGelu, kGeluTanh, kRelu2 };
+enum class Router { kSoftmax, kSigmoid };        // probabilities of experts from their logits
 enum class Mixer { kAttention, kConv, kDelta };  // of the tokens, in a layer
 
 constexpr size_t kMaxConvLength = 16;
@@ -59,6 +60,14 @@ struct ModelConfig {
     // h / (n_delta_heads / n_delta_key_heads), or h % n_delta_key_heads if they are tiled.
     size_t n_delta_heads = 0, n_delta_key_heads = 0, delta_dim = 0, delta_key_dim = 0;
     bool delta_tiled = false;
+    // Mixture of experts in place of an MLP: n_used_experts MLPs of expert_dim a token, and one of shared_dim for all
+    // tokens (0: none), with shared_gate times a sigmoid. Chosen by probability, plus a correction if there is one.
+    size_t n_experts = 0, n_used_experts = 0, expert_dim = 0, shared_dim = 0;
+    std::vector<bool> moe_layers;  // empty: all, if there are experts
+    bool shared_gate = false;
+    Router router = Router::kSoftmax;
+    bool router_normalised = false;  // probabilities of the chosen experts are divided by their sum + router_eps
+    double router_eps = 0.0, router_scale = 1.0;
     float embedding_scale = 1.0f;  // multiplies embeddings
     float residual_scale = 1.0f;   // multiplies the outputs of attention (or another mixer) and MLP
     float logits_scale = 1.0f;
@@ -112,7 +121,13 @@ struct ModelConfig {
     }
     size_t widest_mixer_in() const { return widest(&ModelConfig::mixer_in); }
     size_t widest_mixer_out() const { return widest(&ModelConfig::mixer_out); }
-    size_t up_dim() const { return gated ? 2 * ffn_dim : ffn_dim; }
+    bool is_moe(size_t layer) const { return n_experts > 0 && (moe_layers.empty() || moe_layers[layer]); }
+    // Width of a layer's MLP, or of its shared expert; 0: none.
+    size_t mlp_dim(size_t layer) const { return is_moe(layer) ? shared_dim : ffn_dim; }
+    size_t up_dim(size_t layer) const { return (gated ? 2 : 1) * mlp_dim(layer); }
+    size_t widest_mlp() const { return widest(&ModelConfig::mlp_dim); }
+    size_t widest_up() const { return widest(&ModelConfig::up_dim); }
+    size_t expert_up_dim() const { return (gated ? 2 : 1) * expert_dim; }
 
 private:
     size_t widest(size_t (ModelConfig::*size)(size_t) const) const {

@@ -69,7 +69,6 @@ Transformer::Cache::Cache(KvType type, size_t head_dim) {
 Transformer::Transformer(std::shared_ptr<const Weights> weights, size_t max_rows, KvType kv_type)
     : weights_(std::move(weights)),
       config_(weights_->config()),
-      activation_width_(std::gcd(config_.ffn_dim, kActivationWidth)),
       max_rows_(max_rows),
       kv_type_(kv_type),
       cache_(kv_type, config_.head_dim),
@@ -80,20 +79,29 @@ Transformer::Transformer(std::shared_ptr<const Weights> weights, size_t max_rows
         delta_ = arena_.take<float>(max_rows_ * config_.hidden_dim);
         qkv_ = arena_.take<float>(max_rows_ * config_.widest_mixer_in());
         attended_ = arena_.take<float>(max_rows_ * std::max(config_.hidden_dim, config_.widest_mixer_out()));
-        up_ = arena_.take<float>(max_rows_ * config_.up_dim());
+        up_ = arena_.take<float>(max_rows_ * config_.widest_up());
         cos_sin_ = arena_.take<float>(max_rows_ * config_.rotary_dim);
         local_cos_sin_ = arena_.take<float>(max_rows_ * 2 * config_.local_inv_freq.size());
         query_scales_ = arena_.take<float>(config_.query_log_scale == 0.0 ? 0 : max_rows_);
         state_ = arena_.take<float>(max_rows_ * config_.n_heads * state_size());
         queries_ = arena_.take<uint8_t>(max_rows_ * config_.n_heads * cache_.query_bytes);
         positions_ = arena_.take<int32_t>(max_rows_ * config_.kv_group());
-        const size_t units = std::max(config_.n_heads + config_.n_kv_heads, config_.ffn_dim / activation_width_);
+        size_t units = config_.n_heads + config_.n_kv_heads;
+        for (size_t layer = 0; layer < config_.n_layers; ++layer) {
+            units = std::max(units, activation_units(config_.mlp_dim(layer)).count);
+        }
         missing_ = arena_.take<std::atomic<uint32_t>>(Epilogue::n_counters(units, max_rows_));
     };
     parts();
     arena_.allocate();
     parts();
     groups_.reserve(max_rows_);
+}
+
+// Outputs of an MLP of width dim that are activated at once.
+Transformer::Units Transformer::activation_units(size_t dim) {
+    const size_t width = std::gcd(dim, kActivationWidth);
+    return {width, dim == 0 ? 0 : dim / width};
 }
 
 void Transformer::reserve_adapters(size_t rank) {
@@ -351,17 +359,18 @@ void Transformer::attend(const InputToken* rows, const PrefixGroup& group, size_
 // out = W_down (act(gate) * up), or W_down act(up), of h.
 void Transformer::mlp(const InputToken* rows, size_t n, size_t layer, float* out) {
     const LayerWeights& w = weights_->layers[layer];
-    const size_t width = config_.up_dim();
-    project(rows, n, layer, Target::kUp, up_, {activation_width_, config_.ffn_dim / activation_width_}, true,
-            [&](size_t i, size_t unit) { activate(up_ + i * width + unit * activation_width_, activation_width_); });
+    const size_t dim = config_.mlp_dim(layer), width = config_.up_dim(layer);
+    const Units units = activation_units(dim);
+    project(rows, n, layer, Target::kUp, up_, units, true,
+            [&](size_t i, size_t unit) { activate(up_ + i * width + unit * units.width, units.width, dim); });
     linear(w.down.parts, up_, false, width, n, w.down.bias_or_null(), out, config_.hidden_dim);
     adapt(rows, n, layer, Target::kDown, up_, width, out, config_.hidden_dim);
 }
 
-// gate = act(gate) * up for n numbers, in place; without gates: up = act(up).
-void Transformer::activate(float* gate, size_t n) const {
+// gate = act(gate) * up for n numbers of an MLP of width dim, in place; without gates: up = act(up).
+void Transformer::activate(float* gate, size_t n, size_t dim) const {
     const Kernels& k = kernels();
-    const float* up = gate + config_.ffn_dim;
+    const float* up = gate + dim;
     if (config_.gated && config_.activation == Activation::kSilu) return k.swiglu_f32(gate, up, n, false, gate);
     activation_kernel(config_.activation)(gate, n, false, gate);
     for (size_t j = 0; config_.gated && j < n; ++j) gate[j] *= up[j];

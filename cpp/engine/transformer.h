@@ -72,10 +72,10 @@ private:
     struct Units {  // of the outputs of a product; see Epilogue
         size_t width, count;
     };
+    static Units activation_units(size_t dim);
 
     const std::shared_ptr<const Weights> weights_;
     const ModelConfig& config_;
-    size_t activation_width_;
     size_t max_rows_;
     KvType kv_type_;
     Cache cache_;
@@ -100,7 +100,7 @@ private:
     void recurrence(const InputToken* rows, size_t n, size_t layer, std::span<const StateRun> runs,
                     const KvMemory& memory);
     void mlp(const InputToken* rows, size_t n, size_t layer, float* out);
-    void activate(float* gate, size_t n) const;
+    void activate(float* gate, size_t n, size_t dim) const;
     void product(const Matrix& w, const float* x, size_t n, float* y) const;
     template <class Finish>
     void project(const InputToken* rows, size_t n, size_t layer, Target target, float* y, Units units, bool by_unit,

@@ -52,6 +52,8 @@ void check(const ModelConfig& c) {
     if (c.n_kv_heads == 0 || c.n_heads % c.n_kv_heads != 0 || c.head_dim == 0 || c.head_dim > kAttentionMaxHeadDim ||
         c.windows.size() != c.n_layers || (!c.rope_layers.empty() && c.rope_layers.size() != c.n_layers) ||
         (!c.mixers.empty() && c.mixers.size() != c.n_layers) || (c.output_gate && c.qk_norm_whole) ||
+        (!c.moe_layers.empty() && c.moe_layers.size() != c.n_layers) ||
+        (c.n_experts > 0 && (c.n_used_experts == 0 || c.n_used_experts > c.n_experts || c.expert_dim == 0)) ||
         (c.is_recurrent() && (c.conv_length == 0 || c.conv_length > kMaxConvLength)) || !has_delta_sizes(c) ||
         (!c.local_layers.empty() &&
          (c.local_layers.size() != c.n_layers || c.local_inv_freq.size() != c.inv_freq.size())) ||
@@ -85,6 +87,10 @@ Matrix* Weights::matrix_named(const std::string& slot) {
     if (rest == "qkv" || rest == "conv_in" || rest == "delta_in") return &layer.qkv;
     if (rest == "o" || rest == "conv_out" || rest == "delta_out") return &layer.o;
     if (rest == "conv") return &layer.conv;
+    if (rest == "router") return &layer.router;
+    if (rest == "experts_up" || rest == "experts_gate_up") return &layer.experts_up;
+    if (rest == "experts_down") return &layer.experts_down;
+    if (rest == "shared_router") return &layer.shared_router;
     if (rest == "up" || rest == "gate_up") return &layer.up;
     if (rest == "down") return &layer.down;
     return nullptr;
@@ -128,6 +134,8 @@ std::vector<float>* Weights::vector_named(const std::string& slot) {
         if (rest == "sinks") return &layers[i].sinks;
         if (rest == "decay") return &layers[i].decay;
         if (rest == "dt_bias") return &layers[i].dt_bias;
+        if (rest == "router.bias") return &layers[i].router_bias;
+        if (rest == "router_correction") return &layers[i].router_correction;
     }
     if (part != "bias" && part != "weight") return nullptr;
     const bool is_bias = part == "bias";
@@ -136,10 +144,21 @@ std::vector<float>* Weights::vector_named(const std::string& slot) {
     return norm == nullptr ? nullptr : is_bias ? &norm->bias : &norm->weight;
 }
 
+// Rows from `first` on that may be in one part: the rest of an expert.
+size_t Weights::rows_to_boundary(const std::string& slot, size_t first) const {
+    const auto ends_with = [&](const char* end) { return slot.ends_with(end); };
+    if (ends_with(".experts_down")) return config_.hidden_dim - first % config_.hidden_dim;
+    if (!ends_with(".experts_up") && !ends_with(".experts_gate_up")) return SIZE_MAX;
+    return config_.expert_up_dim() - first % config_.expert_up_dim();
+}
+
 void Weights::add_matrix(const std::string& slot, WeightFormat format, size_t n, size_t k) {
     Matrix* matrix = matrix_named(slot);
     if (matrix == nullptr) throw std::invalid_argument("no matrix is called \"" + slot + "\"");
-    matrix->parts.emplace_back(format, n, k, nullptr);
+    for (size_t rest = n, rows = 0; rest > 0; rest -= rows) {
+        rows = std::min(rest, rows_to_boundary(slot, matrix->n()));
+        matrix->parts.emplace_back(format, rows, k, nullptr);
+    }
     matrices_[slot] = matrix;
 }
 

@@ -54,7 +54,11 @@ struct LayerWeights {
     // (taps, channels) float32, the oldest first. In a short convolution qkv is B, C and x, and o the output; in the
     // gated delta rule qkv is q, k, v (the channels), z, b and a.
     Matrix conv;
-    std::vector<float> sinks;           // of the query heads; empty: none
+    std::vector<float> sinks;  // of the query heads; empty: none
+    // Mixture of experts: up and down are the shared expert's. The matrices of the experts have the rows of one expert
+    // after the other, each expert in separate parts, as many for each.
+    Matrix router, experts_up, experts_down, shared_router;
+    std::vector<float> router_bias, router_correction;  // of the experts; empty: none
     std::vector<float> decay, dt_bias;  // of the value heads: log decay = decay softplus(a + dt_bias), decay < 0
 };
 
@@ -116,6 +120,7 @@ private:
     std::map<std::string, Matrix*> matrices_;
     std::map<std::string, std::vector<float>*> vectors_;
 
+    size_t rows_to_boundary(const std::string& slot, size_t first) const;
     // The added vector of this name, or null.
     const std::vector<float>* vector_at(const std::string& slot) const;
     // Throws std::invalid_argument for an unknown slot.

@@ -26,7 +26,7 @@ float* resize(std::unique_ptr<float[]>& array, size_t n) {
 }
 
 size_t tile_rows_of(const ModelConfig& c) {
-    const size_t rows = kTileBytes / sizeof(float) / std::max(c.up_dim(), c.widest_mixer_in());
+    const size_t rows = kTileBytes / sizeof(float) / std::max(c.widest_up(), c.widest_mixer_in());
     return std::clamp<size_t>(rows / kSumRows * kSumRows, 256, 2048);
 }
 
@@ -214,11 +214,11 @@ void Learner::allocate() {
     resize(x_, n() * d), resize(raw_, n() * config_.widest_mixer_in());
     shared_ = std::make_unique_for_overwrite<uint8_t[]>(divide(nullptr, false));
     resize(h_, rows * d), resize(delta_, rows * std::max(d, config_.widest_mixer_out())),
-        resize(up_, rows * std::max(config_.up_dim(), config_.widest_mixer_out()));
-    resize(activated_, rows * config_.ffn_dim);
-    resize(grad_activated_, type_ == ProductType::kFloat32 ? rows * config_.ffn_dim : 0);
+        resize(up_, rows * std::max(config_.widest_up(), config_.widest_mixer_out()));
+    resize(activated_, rows * config_.widest_mlp());
+    resize(grad_activated_, type_ == ProductType::kFloat32 ? rows * config_.widest_mlp() : 0);
     resize(t_, rows * rank), resize(u_, rows * rank);
-    const size_t dropped = drops() ? rows * (std::max({d, config_.widest_mixer_out(), config_.ffn_dim}) + 1) : 0;
+    const size_t dropped = drops() ? rows * (std::max({d, config_.widest_mixer_out(), config_.widest_mlp()}) + 1) : 0;
     resize(grad_dropped_, dropped);
     dropped_ = std::make_unique_for_overwrite<uint8_t[]>(dropped * sizeof(float));
     mask_ = std::make_unique_for_overwrite<uint8_t[]>(dropped);
@@ -253,7 +253,7 @@ size_t Learner::divide(uint8_t* memory, bool keeps) {
     take(now_.middle, n() * d);
     const bool reads_raw = config_.qk_norm || config_.output_gate || config_.is_recurrent();
     take(now_.raw, keeps && reads_raw ? n() * config_.widest_mixer_in() : 0);
-    take(now_.up, keeps ? n() * config_.up_dim() : 0);
+    take(now_.up, keeps ? n() * config_.widest_up() : 0);
     if (now_.raw == nullptr) now_.raw = raw_.get();
     return used;
 }

@@ -245,12 +245,12 @@ private:
     const NormWeight& mlp_norm(size_t layer) const;
     const float* mlp_input() const { return config_.parallel_residual ? x_.get() : now_.middle; }
     float* up_of(const RowTile& tile) {
-        return now_.up == nullptr ? up_.get() : now_.up + tile.begin * config_.up_dim();
+        return now_.up == nullptr ? up_.get() : now_.up + tile.begin * config_.widest_up();
     }
     // Rows in bfloat16 are a copy, so that those they were converted from may be overwritten.
     float* grad_activated() { return (type_ == ProductType::kFloat32 ? grad_activated_ : activated_).get(); }
     void mlp_up(size_t layer, const RowTile& tile);
-    ProductRows mlp_activate(const RowTile& tile);
+    ProductRows mlp_activate(size_t layer, const RowTile& tile);
     void mlp(size_t layer, const RowTile& tile);
     void mlp_backward(size_t layer, const RowTile& tile, const float* grad_out, float* grad,
                       std::span<const FactorGradients> grads);

@@ -17,13 +17,13 @@ const NormWeight& Learner::mlp_norm(size_t layer) const {
 void Learner::mlp_up(size_t layer, const RowTile& tile) {
     const size_t d = config_.hidden_dim;
     norm(mlp_norm(layer), mlp_input() + tile.begin * d, tile.n(), h_.get());
-    project(layer, Target::kUp, convert(h_.get(), d, tile.n(), d), tile, up_of(tile), config_.up_dim());
+    project(layer, Target::kUp, convert(h_.get(), d, tile.n(), d), tile, up_of(tile), config_.up_dim(layer));
 }
 
 // The activation of up_of(tile), converted.
-ProductRows Learner::mlp_activate(const RowTile& tile) {
+ProductRows Learner::mlp_activate(size_t layer, const RowTile& tile) {
     const Kernels& k = kernels();
-    const size_t ffn = config_.ffn_dim, width = config_.up_dim();
+    const size_t ffn = config_.mlp_dim(layer), width = config_.up_dim(layer);
     const auto act = activation_kernel(config_.activation);
     for_rows(tile.n(), 4 * width, [&](size_t i) {
         const float *gate = up_of(tile) + i * width, *up = gate + ffn;
@@ -39,7 +39,7 @@ ProductRows Learner::mlp_activate(const RowTile& tile) {
 void Learner::mlp(size_t layer, const RowTile& tile) {
     const size_t d = config_.hidden_dim, at = tile.begin * d, rows = tile.n();
     mlp_up(layer, tile);
-    project(layer, Target::kDown, mlp_activate(tile), tile, delta_.get(), d);
+    project(layer, Target::kDown, mlp_activate(layer, tile), tile, delta_.get(), d);
     if (config_.post_norm) norm(norm_at(layer, &LayerNorms::post_norm2), delta_.get(), rows, delta_.get());
     add(now_.middle + at, delta_.get(), config_.residual_scale, rows, x_.get() + at);
 }
@@ -47,14 +47,14 @@ void Learner::mlp(size_t layer, const RowTile& tile) {
 // Adds to `grad`, the gradient of the MLP's input, what comes through the MLP, from the gradient of its result.
 void Learner::mlp_backward(size_t layer, const RowTile& tile, const float* grad_out, float* grad,
                            std::span<const FactorGradients> grads) {
-    const size_t d = config_.hidden_dim, ffn = config_.ffn_dim, width = config_.up_dim();
+    const size_t d = config_.hidden_dim, ffn = config_.mlp_dim(layer), width = config_.up_dim(layer);
     const size_t at = tile.begin * d, rows = tile.n();
     if (keeps(layer)) {
         norm(mlp_norm(layer), mlp_input() + at, rows, h_.get());
     } else {
         mlp_up(layer, tile);
     }
-    const ProductRows activated = mlp_activate(tile);
+    const ProductRows activated = mlp_activate(layer, tile);
     float* delta = scratch<float>(rows * d, Scratch::kRuns);  // gradient of W_down's result
     scale(grad_out + at, config_.residual_scale, rows, delta);
     if (config_.post_norm) {

@@ -95,7 +95,7 @@ struct Model {
             }
             matrix(layer + in, format, c.mixer_in(i), c.hidden_dim);
             matrix(layer + out, format, c.hidden_dim, c.mixer_out(i));
-            matrix(layer + (c.gated ? "gate_up" : "up"), format, c.up_dim(), c.hidden_dim);
+            matrix(layer + (c.gated ? "gate_up" : "up"), format, c.up_dim(i), c.hidden_dim);
             matrix(layer + "down", format, c.hidden_dim, c.ffn_dim);
             if (has_biases) vector(layer + "down.bias", c.hidden_dim, 0.2f);
         }

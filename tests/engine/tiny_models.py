@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -308,6 +309,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_value_head_dim": 7,
             "linear_conv_kernel_dim": 3,
             "attention_bias": True,
+            "initializer_range": 0.25,
         },
     ),
     "qwen3_5-vision": (
@@ -377,14 +379,14 @@ def tiny_model(case: str, **options: Any) -> Any:
 
 
 @contextmanager
-def in_own_precision(model: Any) -> Iterator[None]:
-    """Compute softmax and the gated delta rule in the model's precision where transformers uses float32."""
+def own_precision(model: Any) -> Iterator[None]:
+    """Compute in the model's precision where transformers uses float32: softmax, and the gated delta rule."""
     before = model.config._attn_implementation
     if model.config.model_type in ("gemma2", "granite_swa"):
         model.config._attn_implementation = "exact softmax"
-    converts = model.config.model_type.startswith("qwen3_5") and next(model.parameters()).dtype == torch.float64
-    with ExitStack() as patches:
-        if converts:
+    is_double = model.config.model_type.startswith("qwen3_5") and model.dtype == torch.float64
+    with contextlib.ExitStack() as patches:
+        if is_double:
             patches.enter_context(patch.object(torch, "float32", torch.float64))
             patches.enter_context(patch.object(torch.Tensor, "float", torch.Tensor.double))
         yield

@@ -14,7 +14,7 @@ from tests.raising import assert_raises
 from tests.threads import same_on_any_threads
 
 pytest.importorskip("transformers")
-from tests.engine.tiny_models import CASES, in_own_precision, tiny_model
+from tests.engine.tiny_models import CASES, own_precision, tiny_model
 from tests.gguf_files import write_gguf
 
 from whet import Engine, SamplingParams, WhetTypeError, WhetValueError
@@ -107,7 +107,7 @@ def by_autograd(
         weights |= {f"{norm.name}.{part}": x for part, x in zip(norm.parts, trained[norm.name], strict=True)}
     grads, loss = [torch.tensor(g).to(dtype) for g in output_gradients()], torch.zeros((), dtype=dtype)
     logprobs, entropies = np.zeros(SHAPE), np.zeros(SHAPE)
-    with in_own_precision(model):
+    with own_precision(model):
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             ids[:] = prompt + completion
             out = torch.func.functional_call(model, weights, (torch.tensor([ids]),))
@@ -332,7 +332,7 @@ def test_long_groups_are_cut_without_changing_their_gradient(
         [weight] = factors[norm.name] = (torch.tensor(norm.parameters[0], dtype=torch.float64, requires_grad=True),)
         weights[f"{norm.name}.weight"] = weight
     loss = torch.zeros(())
-    with in_own_precision(model):
+    with own_precision(model):
         for i, completion in enumerate(completions):
             logits = torch.func.functional_call(model, weights, (torch.tensor([prompt + completion]),)).logits[0]
             chosen = logits.log_softmax(-1)[len(prompt) - 1 : -1][range(len(completion)), completion]

@@ -19,9 +19,9 @@ from tests.engine.tiny_models import (
     VOCAB,
     family_name,
     foreign_model,
-    in_own_precision,
     logits_of,
     naive_logits,
+    own_precision,
     rope,
     tiny_config,
     tiny_model,
@@ -126,7 +126,7 @@ def test_logits_in_float64(case):
     logits = naive_logits(source, ids, np.float64)
     # transformers computes ERNIE's rotations and Ministral's factors of queries in float32.
     tolerance = 2e-6 if case.startswith(("ernie4_5", "ministral3")) else 1e-10
-    with in_own_precision(model):
+    with own_precision(model):
         np.testing.assert_allclose(logits, logits_of(model, ids), rtol=0, atol=tolerance)
 
 

@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 import peft
 import transformers
 from accelerate.hooks import ModelHook, add_hook_to_module
-from tests.engine.tiny_models import CASES, VOCAB, foreign_model, in_own_precision, tiny_model
+from tests.engine.tiny_models import CASES, VOCAB, foreign_model, own_precision, tiny_model
 from tests.processes import printed_by, run_python
 from tests.threads import threads
 from tests.tiny import with_lora
@@ -63,7 +63,7 @@ def test_packed_batch_equals_padded_batch(case):
     model = trained(case)
     if not case.startswith(("gpt2", "gptj", "phi", "starcoder2")):  # which have dropout by default
         model.train()
-    with in_own_precision(model):
+    with own_precision(model):
         exact, exact_gradients = logprobs_and_gradients(model.double())
     plain, plain_gradients = logprobs_and_gradients(model.float())
     with accelerate(model, "float32"):

@@ -13,7 +13,7 @@ from tests.raising import assert_raises, mentions
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 import peft
-from tests.engine.tiny_models import VOCAB, in_own_precision, tiny_model
+from tests.engine.tiny_models import VOCAB, own_precision, tiny_model
 from tests.gguf_files import Q8_0, write_gguf
 from tests.models.sources.test_gguf_model import KEYS
 from tests.tiny import with_lora
@@ -71,7 +71,7 @@ def check_gradients(case: str, base: str, **options: Any) -> None:
     """Assert that log-probs and adapter gradients equal the float64 results of the model in floats."""
     frozen = frozen_model(tiny_model(case, **options), base)
     wide = lora(in_floats(case, frozen, **options)).double()
-    with in_own_precision(wide):
+    with own_precision(wide):
         exact_log, exact = logprobs_and_gradients(wide)
     _, own = logprobs_and_gradients(lora(in_floats(case, frozen, **options)))
     model = lora(frozen)

@@ -142,6 +142,7 @@ void bind_weights(nb::module_& m) {
     m.def("is_finite", &is_finite, nb::call_guard<ReleasedGil>());
     m.def("packing_loss", &packing_loss_call);
     nb::enum_<Norm>(m, "Norm").value("rms", Norm::kRms).value("layer", Norm::kLayer);
+    nb::enum_<Router>(m, "Router").value("softmax", Router::kSoftmax).value("sigmoid", Router::kSigmoid);
     nb::enum_<Mixer>(m, "Mixer")
         .value("attention", Mixer::kAttention)
         .value("conv", Mixer::kConv)

@@ -25,10 +25,11 @@ from whet.errors import WhetValueError
 NORMS = ("rms", "layer")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 MIXERS = ("attention", "conv", "delta")
+ROUTERS = ("softmax", "sigmoid")
 SOFTCAPS = ("attention_softcap", "logits_softcap")
 
 # Far above any model, and low enough that a malicious file cannot cause an unbounded loop or allocation.
-LARGEST = {"n_layers": 1 << 12, "n_heads": 1 << 16, "n_kv_heads": 1 << 16, "head_dim": 1 << 14}
+LARGEST = {"n_layers": 1 << 12, "n_heads": 1 << 16, "n_kv_heads": 1 << 16, "head_dim": 1 << 14, "n_experts": 1 << 12}
 LARGEST_SIZE = (1 << 31) - 1
 LONGEST_CONV = 16
 _NUMBERS = ("inv_freq", "local_inv_freq", "attention_factor", "norm_eps")
@@ -97,6 +98,19 @@ class ModelConfig:
         n_delta_key_heads: key heads, of delta_key_dim numbers. Value head h reads key head
             h // (n_delta_heads / n_delta_key_heads).
         delta_tiled: value head h reads key head h % n_delta_key_heads instead (GGUF).
+        n_experts: experts of a mixture, which some layers have in place of the MLP; 0: none has.
+        n_used_experts: experts of a token: those with the largest probability, plus the correction where a model has
+            one; of equal ones, the first.
+        expert_dim: width of an expert.
+        shared_dim: width of the expert that all tokens have, ``gate_up`` and ``down``; 0: none.
+        moe_layers: per layer, whether it is a mixture; (): all, if there are experts.
+        shared_gate: the shared expert is multiplied by sigmoid(w . x).
+        router: "softmax" or "sigmoid": probabilities of experts from their logits.
+        router_normalised: the probabilities of a token's experts are divided by their sum + ``router_eps``.
+        router_eps: see router_normalised.
+        router_scale: multiplies the probabilities of a token's experts.
+        router_bias: the router has a bias.
+        router_correction: each expert has a number that is added to its probability for the choice only.
         embedding_scale: multiplies the embeddings.
         residual_scale: multiplies the outputs of attention and MLP.
         logits_scale: multiplies the logits.
@@ -137,6 +151,18 @@ class ModelConfig:
     delta_dim: int = 0
     delta_key_dim: int = 0
     delta_tiled: bool = False
+    n_experts: int = 0
+    n_used_experts: int = 0
+    expert_dim: int = 0
+    shared_dim: int = 0
+    moe_layers: tuple[bool, ...] = ()
+    shared_gate: bool = False
+    router: str = "softmax"
+    router_normalised: bool = False
+    router_eps: float = 0.0
+    router_scale: float = 1.0
+    router_bias: bool = False
+    router_correction: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
@@ -167,7 +193,7 @@ class ModelConfig:
         _check_integer("learned_positions", self.learned_positions, 0, LARGEST_SIZE)
         if self.n_heads % self.n_kv_heads:
             raise _invalid("n_heads", self.n_heads, f"a multiple of n_kv_heads={self.n_kv_heads}")
-        for name, known in (("norm", NORMS), ("activation", ACTIVATIONS)):
+        for name, known in (("norm", NORMS), ("activation", ACTIVATIONS), ("router", ROUTERS)):
             if getattr(self, name) not in known:
                 raise _invalid(name, getattr(self, name), f"one of {', '.join(known)}")
         _check_number("norm_eps", self.norm_eps, at_least=0.0)
@@ -195,6 +221,7 @@ class ModelConfig:
         _check_integer("query_scale_length", self.query_scale_length, 1, LARGEST_SIZE)
         self._check_rotary()
         self._check_mixers()
+        self._check_experts()
 
     def _check_mixers(self) -> None:
         if self.mixers and (len(self.mixers) != self.n_layers or not set(self.mixers) <= set(MIXERS)):
@@ -207,6 +234,21 @@ class ModelConfig:
             raise _invalid(
                 "n_delta_heads", self.n_delta_heads, f"a multiple of n_delta_key_heads={self.n_delta_key_heads}"
             )
+
+    def _check_experts(self) -> None:
+        has_experts = self.n_experts > 0
+        _check_integer("n_experts", self.n_experts, 0, LARGEST["n_experts"])
+        _check_integer("n_used_experts", self.n_used_experts, int(has_experts), self.n_experts)
+        _check_integer("expert_dim", self.expert_dim, int(has_experts), LARGEST_SIZE if has_experts else 0)
+        _check_integer("shared_dim", self.shared_dim, 0, LARGEST_SIZE if has_experts else 0)
+        if self.moe_layers and (len(self.moe_layers) != self.n_layers or not set(self.moe_layers) <= {True, False}):
+            raise _invalid("moe_layers", self.moe_layers, f"n_layers={self.n_layers} of true and false, or none")
+        if self.moe_layers and not has_experts:
+            raise _invalid("moe_layers", self.moe_layers, "none without n_experts")
+        if self.shared_gate and not self.shared_dim:
+            raise _invalid("shared_gate", True, "False where shared_dim is 0")
+        for name in ("router_eps", "router_scale"):
+            _check_number(name, getattr(self, name), at_least=0.0)
 
     def _check_rotary(self) -> None:
         _check_integer("rotary_dim", self.rotary_dim, 0, self.head_dim)
@@ -226,6 +268,10 @@ class ModelConfig:
             raise _invalid("local_inv_freq", f"{len(self.local_inv_freq)} numbers", f"{n_local}, as many as inv_freq")
         for frequency in self.local_inv_freq:
             _check_number("local_inv_freq", frequency)
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether a layer is a mixture of experts."""
+        return self.n_experts > 0 and (not self.moe_layers or self.moe_layers[layer])
 
     def mixer(self, layer: int) -> str:
         """Return what mixes the tokens in a layer."""
@@ -253,7 +299,7 @@ class ModelConfig:
         norms += ["post_norm1", "post_norm2"] if self.post_norm else []
         n_normed = (self.n_heads, self.n_kv_heads) if self.qk_norm_whole else (1, 1)
         parts = ("weight", "bias") if self.norm == "layer" else ("weight",)
-        up, n_up = ("gate_up", 2 * self.ffn_dim) if self.gated else ("up", self.ffn_dim)
+        up, per_dim = ("gate_up", 2) if self.gated else ("up", 1)
         matrices = {
             "attention": (("qkv", n_qkv, hidden, self.qkv_bias), ("o", hidden, q, self.o_bias)),
             "conv": (("conv_in", 3 * hidden, hidden, False), ("conv_out", hidden, hidden, False)),
@@ -262,7 +308,12 @@ class ModelConfig:
                 ("delta_out", hidden, values, False),
             ),
         }
-        mlp = (up, n_up, hidden, self.mlp_bias), ("down", hidden, self.ffn_dim, self.mlp_bias)
+        experts = (
+            ("router", self.n_experts, hidden, self.router_bias),
+            (f"experts_{up}", self.n_experts * per_dim * self.expert_dim, hidden, False),
+            ("experts_down", self.n_experts * hidden, self.expert_dim, False),
+            *((("shared_router", 1, hidden, False),) if self.shared_gate else ()),
+        )
         for i in range(self.n_layers):
             layer = f"layers.{i}."
             found |= {f"{layer}{norm}.{part}": (hidden,) for norm in norms for part in parts}
@@ -277,7 +328,16 @@ class ModelConfig:
                 found[f"{layer}delta_norm.weight"] = (self.delta_dim,)
             if self.sinks and mixer == "attention":
                 found[f"{layer}sinks"] = (self.n_heads,)
-            for name, rows, columns, biased in (*matrices[mixer], *mlp):
+            is_moe = self.is_moe(i)
+            if is_moe and self.router_correction:
+                found[f"{layer}router_correction"] = (self.n_experts,)
+            width = self.shared_dim if is_moe else self.ffn_dim
+            mlp = (up, per_dim * width, hidden, self.mlp_bias), ("down", hidden, width, self.mlp_bias)
+            for name, rows, columns, biased in (
+                *matrices[mixer],
+                *(experts if is_moe else ()),
+                *(mlp if width else ()),
+            ):
                 found[layer + name] = (rows, columns)
                 if biased:
                     found[f"{layer}{name}.bias"] = (rows,)

@@ -53,6 +53,17 @@ export interface ModelConfig {
   deltaKeyDim: number;
   /** Whether value head h reads key head h % nDeltaKeyHeads. */
   deltaTiled: boolean;
+  /** Mixture of experts in place of the MLP of some layers (moeLayers; empty: of all, if there are experts). */
+  nExperts: number;
+  nUsedExperts: number;
+  expertDim: number;
+  sharedDim: number;
+  moeLayers: readonly boolean[];
+  sharedGate: boolean;
+  router: "softmax" | "sigmoid";
+  routerNormalised: boolean;
+  routerEps: number;
+  routerScale: number;
   embeddingScale: number;
   residualScale: number;
   logitsScale: number;
@@ -118,6 +129,9 @@ export const PLAIN_SWITCHES = {
 /** Flags of n layers: false for one of each `interval`, the last or the first. */
 export const allButEvery = (interval: number, n: number, isFirst = false) => Array.from({ length: n }, (_, i) => (i + (isFirst ? 0 : 1)) % interval !== 0);
 export const ALL_ATTENTION = { mixers: [], convLength: 0, nDeltaHeads: 0, nDeltaKeyHeads: 0, deltaDim: 0, deltaKeyDim: 0, deltaTiled: false };
+export const NO_EXPERTS = {
+  nExperts: 0, nUsedExperts: 0, expertDim: 0, sharedDim: 0, moeLayers: [], sharedGate: false, router: "softmax", routerNormalised: false, routerEps: 0, routerScale: 1,
+} as const;
 export type Mixers = Pick<ModelConfig, keyof typeof ALL_ATTENTION>;
 export const NO_QUERY_SCALE = { queryLogScale: 0, queryScaleLength: 1 };
 export const NO_ROTARY = { rotaryDim: 0, isNeox: true, invFreq: [], attentionFactor: 1 };

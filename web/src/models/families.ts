@@ -5,7 +5,7 @@
 import type { Core } from "../core/core.js";
 import { show, WhetError } from "../core/errors.js";
 import { activations, hfModules, kinds as KINDS, largest, largestSize, mixerSizes, notRun, plain as PLAIN, textParts } from "../facts.js";
-import { allButEvery, FAMILIES, type Family, type ModelConfig, ALL_ATTENTION, merge, NO_QUERY_SCALE, NO_ROTARY, PLAIN_SWITCHES, settingsOf, toCamel, type Mixers } from "./architecture.js";
+import { allButEvery, FAMILIES, type Family, type ModelConfig, ALL_ATTENTION, merge, NO_EXPERTS, NO_QUERY_SCALE, NO_ROTARY, PLAIN_SWITCHES, settingsOf, toCamel, type Mixers } from "./architecture.js";
 import { ropeFrequencies } from "./rope.js";
 import type { ModuleSpec } from "./slices.js";
 
@@ -340,6 +340,7 @@ export function modelConfig(core: Core, given: HfConfig, where: string, length?:
     ...options.mixers(nLayers),
     ...readRotary(core, options, headDim, maxPosition, trained),
     ...readLocalRotary(core, options, nLayers, headDim, maxPosition),
+    ...NO_EXPERTS,
     ...PLAIN_SWITCHES,
     ...settingsOf(family, (option) => options.flag(option)),
   };

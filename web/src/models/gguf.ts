@@ -7,7 +7,7 @@ import { activations, gguf as NAMES, ggufFamilies } from "../facts.js";
 import type { GgufFile, Value } from "../files/gguf.js";
 import type { Tensor } from "../files/headers.js";
 import type { Reader } from "../files/reader.js";
-import { allButEvery, FAMILIES, type Family, type ModelConfig, ALL_ATTENTION, merge, NO_QUERY_SCALE, NO_ROTARY, PLAIN_SWITCHES, settingsOf, type Mixers } from "./architecture.js";
+import { allButEvery, FAMILIES, type Family, type ModelConfig, ALL_ATTENTION, merge, NO_EXPERTS, NO_QUERY_SCALE, NO_ROTARY, PLAIN_SWITCHES, settingsOf, type Mixers } from "./architecture.js";
 import { ropeFrequencies } from "./rope.js";
 import { listSlices, type ModuleSpec, type RowSlice, type StoredTensor, type WeightLocation } from "./slices.js";
 
@@ -155,6 +155,7 @@ export async function describeGguf(
     ...mixers,
     ...rotary,
     ...(isScaled ? { queryLogScale: meta.number("query_log_scale"), queryScaleLength: meta.size("original_max_position_embeddings", trained) } : NO_QUERY_SCALE),
+    ...NO_EXPERTS,
     ...PLAIN_SWITCHES,
     ...settingsOf(family, (option) => Boolean(options[option])),
   };
