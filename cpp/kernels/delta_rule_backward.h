@@ -103,7 +103,7 @@ WHET_INLINE void each_vector(size_t width, F&& f) {
 }
 
 // out = factor x.
-WHET_INLINE void scale_row(const float* x, float factor, size_t width, float* out) {
+WHET_SHARED void scale_row(const float* x, float factor, size_t width, float* out) {
     each_vector(width, [&](size_t at) WHET_INLINE_LAMBDA { store(out + at, f32x16(factor) * load(x + at)); });
 }
 
