@@ -131,7 +131,8 @@ def run_memory(
         unused = max(0, available_bytes() - sum(parts.values()))
         layer = _kept_bytes(model, largest.tokens, size)
         kept_layers = min(model.n_layers, choose_activation_bytes(activation_bytes, unused) // layer)
-        update = {"activations": _learner_bytes(source, largest, size) + kept_layers * layer}
+        scratch = _delta_scratch_bytes(model, config, lengths, largest.tokens)
+        update = {"activations": _learner_bytes(source, largest, size) + scratch + kept_layers * layer}
         return RunMemory(parts, update, 0, sampling, kept_layers)
     activations = _activation_bytes(source, config, lengths, 2 if narrow else 4, is_frozen=adapters is not None)
     if adapters is not None:
@@ -217,6 +218,25 @@ def _learner_bytes(source: ModelSource, largest: _Pass, size: int) -> int:
     head = largest.targets * (4 * 2 * columns + size * columns)
     unpacked = size * _RANGE_NUMBERS
     return inputs + layer + states + max(gradients + rows, head) + unpacked + n * 4 * model.rotary_dim
+
+
+_DELTA_BLOCK = 64
+"""Tokens of a block of the gradient of the gated delta rule, as in cpp/kernels."""
+
+
+def _delta_scratch_bytes(model: ModelConfig, config: TrainerConfig, lengths: Lengths, n: int) -> int:
+    """Return the scratch memory of all threads for the gradient of the gated delta rule.
+
+    A thread has the gradients of queries and keys of a head of a prompt and its completions, a state before each block
+    of tokens of a sequence, and matrices of one block.
+    """
+    if "delta" not in model.mixers:
+        return 0
+    group = min(n, lengths.prompt + config.completions_per_prompt() * lengths.completion)
+    keys, values = (math.ceil(dim / 16) * 16 for dim in (model.delta_key_dim, model.delta_dim))
+    n_states = 3 + math.ceil(max(lengths.prompt, lengths.completion) / _DELTA_BLOCK)
+    block = _DELTA_BLOCK * (6 * keys + 7 * values + 5 * _DELTA_BLOCK) + 2 * keys * values
+    return 4 * _core.num_threads() * (2 * group * keys + n_states * keys * values + block)
 
 
 def _kept_bytes(model: ModelConfig, n: int, size: int) -> int:
