@@ -130,7 +130,7 @@ def encoding_loss(rows: np.ndarray, format: str) -> Loss:
 
 
 def split_deferrable(slices: Sequence[RowSlice], formats: Mapping[str, str]) -> tuple[list[RowSlice], list[RowSlice]]:
-    """Return the slices to pack at once, and those of experts that can be packed when they are used.
+    """Return the slices to pack at once, and the slices of experts that can be packed when they are used.
 
     Those are in a mapped file, in the format that they are packed in; all slices of a slot are.
 
