@@ -162,7 +162,7 @@ REORDERED = {
 }
 """Adapters of models whose files store transposed matrices, q, k and v head by head, or value heads in other orders."""
 NO_GGUF = {"llama-proportional", "gemma2-kinds", "gemma2-attention", "granite_swa-bases", "qwen3_5_text-sizes"}
-"""Cases that GGUF cannot express: proportional RoPE, an untied head of Gemma 2, no soft-cap, two bases of RoPE, biases."""
+"""Cases that GGUF cannot express: proportional RoPE, an untied head, no soft-cap, two bases of RoPE, biases."""
 
 
 def families(folder: Path) -> None:
