@@ -12,8 +12,8 @@
 //   dK_read = Y K - G dV S^T,  dK_write = E U dS'^T + X^T Q + Y^T K
 //   dS = G_n dS' + Q^T (G dO) - K^T (G dV)
 //
-// q and k_read are multiplied by the decay up to their token, and k_write is divided by it: its logarithm, a sum of
-// those of the tokens up to there, has the gradient rowsum(Q dQ + K dK_read - K dK_write), and <S', dS'> at the end.
+// q and k_read are multiplied by G, and k_write is divided by it: log(G_i), the sum of log(decay) up to token i, has
+// the gradient rowsum(Q dQ + K dK_read - K dK_write), and log(G_n) also <S', dS'>.
 #pragma once
 #include "kernels/delta_task.h"
 #include "kernels/rows.h"
@@ -103,7 +103,7 @@ WHET_INLINE void each_vector(size_t width, F&& f) {
 }
 
 // out = factor x.
-WHET_INLINE void scale_row(const float* x, float factor, size_t width, float* out) {
+WHET_SHARED void scale_row(const float* x, float factor, size_t width, float* out) {
     each_vector(width, [&](size_t at) WHET_INLINE_LAMBDA { store(out + at, f32x16(factor) * load(x + at)); });
 }
 

@@ -27,7 +27,7 @@ struct DeltaBackwardTask {
     DeltaTask forward;
     const float* grad_out;
     size_t grad_out_stride;
-    float* grad_state;       // of the state after the last token; becomes that of `from`
+    float* grad_state;       // of the state after the last token; becomes the gradient of `from`
     float *grad_q, *grad_k;  // (n, key_dim), contiguous
     float* grad_v;           // may be v
     size_t grad_v_stride;

@@ -124,8 +124,8 @@ void Learner::finish_heads(size_t layer, size_t token) {
     }
 }
 
-// Replaces `raw` of a token, except gates, by its gradient, from those of queries, keys and values. Adds the terms of
-// the gradients of the query norm and of the key norm to `sums`, unless null.
+// Replaces queries, keys and values in `raw` of a token by their gradients, from the gradients of the finished heads.
+// Adds the terms of the gradients of the query norm and of the key norm to `sums`, unless null.
 void Learner::heads_backward(size_t layer, size_t token, const uint8_t* grad_q, const uint8_t* grad_k,
                              const uint8_t* grad_v, float* sums) {
     const NormWeight &q_norm = norm_at(layer, &LayerNorms::q_norm), &k_norm = norm_at(layer, &LayerNorms::k_norm);
@@ -185,7 +185,7 @@ ProductRows Learner::gated_rows(size_t layer, const RowTile& tile) {
     return convert(up_.get(), width, rows, width);
 }
 
-// Converts the gradients of a tile's gated results, in place, to those of the results, and replaces the gates in `raw`
+// Converts gradients of a tile's gated results, in place, to gradients of the results, and replaces the gates in `raw`
 // by their gradients.
 void Learner::gate_backward(size_t layer, const RowTile& tile, float* grad) {
     const size_t width = config_.mixer_out(layer), d = config_.head_dim;

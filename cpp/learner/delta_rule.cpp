@@ -79,7 +79,7 @@ void Learner::delta_rule(size_t layer) {
              [&](size_t i) { store(values + i * d.channels(), 1, width, now_.attended + i * width * head_bytes_); });
 }
 
-// Replaces `raw` of all tokens, except z, by its gradient, from that of the rule's results.
+// Replaces `raw` of all tokens, except z, by its gradient, from the gradient of the rule's results.
 void Learner::delta_rule_backward(size_t layer, const float* grad) {
     const Kernels& k = kernels();
     const size_t width = config_.mixer_in(layer), channels = config_.conv_dim(layer), heads = config_.n_delta_heads;

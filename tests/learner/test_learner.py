@@ -16,6 +16,7 @@ from tests.threads import same_on_any_threads
 
 pytest.importorskip("transformers")
 from tests.engine.tiny_models import CASES, own_precision, tiny_model
+from tests.gguf_files import write_gguf
 
 from whet import Engine, SamplingParams, WhetTypeError, WhetValueError
 from whet.config.kept_tokens import KeptTokens
@@ -25,6 +26,7 @@ from whet.models.packed_base import PackedBase, pack_base
 from whet.models.slots import is_norm, keep_order
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.live import open_module
+from whet.models.sources.pretrained import open_pretrained
 from whet.ops.quant import CORE_FORMATS
 
 PROMPTS = [[5, 6, 7, 8], [9, 3], [5, 6, 7, 8], [5, 6, 7, 8]]  # three completions share a prompt
@@ -269,7 +271,7 @@ def check_against_bfloat16(learner: Learner, case: str, options: Mapping[str, An
 
 DIGEST = """
 h = hashlib.sha256()
-for case, weights in (("llama", "bf16"), ("gemma2", "q8_0"), ("gptj", "float32")):
+for case, weights in (("llama", "bf16"), ("gemma2", "q8_0"), ("gptj", "float32"), ("qwen3_5_text", "bf16")):
     base = pack_base(open_module(tiny_model(case)), weights=weights)
     for compute in ("float32", "bfloat16"):
         learner = new_learner(base, compute=compute, lora_dropout=0.2)
@@ -296,7 +298,7 @@ def test_bits_do_not_depend_on_threads(compute: str) -> None:
     same_on_any_threads(work)
 
 
-@pytest.mark.parametrize("case", ["llama", "phi", "qwen3"])
+@pytest.mark.parametrize("case", ["llama", "phi", "qwen3", "qwen3_5_text"])
 def test_gradients_do_not_depend_on_the_order_of_rows_or_on_the_batches(case: str) -> None:
     base = pack_base(open_module(tiny_model(case)), weights="bf16")
     grad, _ = output_gradients()
@@ -314,17 +316,21 @@ def test_gradients_do_not_depend_on_the_order_of_rows_or_on_the_batches(case: st
             np.testing.assert_array_equal(got, expected)
 
 
-def test_a_long_group_is_cut_into_tiles_without_changing_its_gradient() -> None:
-    options = {
-        "max_position_embeddings": 4096,
-        "intermediate_size": 4096,
-        "initializer_range": 0.1,
-    }  # tiles of 512 rows
-    model, rng = tiny_model("llama", **options), np.random.default_rng(0)
-    prompt, completion = ([int(x) for x in rng.integers(0, 48, n)] for n in (700, 600))
+@pytest.mark.parametrize(
+    ("case", "options", "n_prompt", "lengths"),
+    [
+        ("llama", {"intermediate_size": 4096, "initializer_range": 0.1}, 700, [600]),  # tiles of 512 rows
+        ("qwen3_5_text", {}, 150, [130, 1, 70]),  # blocks of 64 tokens
+    ],
+)
+def test_long_groups_are_cut_without_changing_their_gradient(
+    case: str, options: dict[str, Any], n_prompt: int, lengths: list[int]
+) -> None:
+    model, rng = tiny_model(case, max_position_embeddings=4096, **options), np.random.default_rng(0)
+    prompt, *completions = ([int(x) for x in rng.integers(0, 48, n)] for n in (n_prompt, *lengths))
     learner = new_learner(pack_base(open_module(model), weights="float32"), compute="float32")
-    grad = rng.normal(size=(1, 600)).astype(np.float32)
-    result = learner.logprobs([prompt], [completion])
+    grad = rng.normal(size=(len(lengths), max(lengths))).astype(np.float32)
+    result = learner.logprobs([prompt] * len(lengths), completions)
     learner.backward(grad)
     model = model.double()
     weights, factors = {}, {}
@@ -335,12 +341,37 @@ def test_a_long_group_is_cut_into_tiles_without_changing_its_gradient() -> None:
     for norm in learner.norms:
         [weight] = factors[norm.name] = (torch.tensor(norm.parameters[0], dtype=torch.float64, requires_grad=True),)
         weights[f"{norm.name}.weight"] = weight
-    logits = torch.func.functional_call(model, weights, (torch.tensor([prompt + completion]),)).logits[0]
-    chosen = logits.log_softmax(-1)[len(prompt) - 1 : -1][range(600), completion]
-    (chosen @ torch.tensor(grad[0]).double()).backward()
-    np.testing.assert_allclose(result.logprobs[0], chosen.detach(), atol=2e-5)
+    loss = torch.zeros(())
+    with own_precision(model):
+        for i, completion in enumerate(completions):
+            logits = torch.func.functional_call(model, weights, (torch.tensor([prompt + completion]),)).logits[0]
+            chosen = logits.log_softmax(-1)[len(prompt) - 1 : -1][range(len(completion)), completion]
+            np.testing.assert_allclose(result.logprobs[i, : len(completion)], chosen.detach(), atol=2e-5)
+            loss = loss + chosen @ torch.tensor(grad[i, : len(completion)]).double()
+        loss.backward()
     right = {name: tuple(x.grad.double().numpy() for x in arrays) for name, arrays in factors.items()}
-    assert max(gradient_errors(learner, right)) < 1e-5
+    assert max(gradient_errors(learner, right)) < (1e-4 if case.startswith("qwen3_5") else 1e-5)
+
+
+def test_tiled_value_heads_have_the_gradients_of_grouped_ones(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_5_text")
+    file = open_pretrained(write_gguf(model, tmp_path / "model.gguf"))
+    grouped, tiled = (
+        new_learner(pack_base(source, weights="float32"), compute="float32") for source in (open_module(model), file)
+    )
+    assert tiled.base.config.delta_tiled and not grouped.base.config.delta_tiled
+    adapters, norms = ({each.name: each for each in found} for found in (grouped.adapters, grouped.norms))
+    for adapter in tiled.adapters:
+        other = adapters[adapter.name]
+        adapter.a[:], adapter.b[:] = adapter.from_module(*other.to_module(other.a, other.b))
+    for norm in tiled.norms:
+        norm.parameters[0][:] = norms[norm.name].parameters[0]
+    tiled.update()
+    np.testing.assert_allclose(run(tiled).logprobs, run(grouped).logprobs, atol=1e-5)
+    for adapter in tiled.adapters:
+        other = adapters[adapter.name]
+        pairs = zip(*(each.to_module(each.grad_a, each.grad_b) for each in (adapter, other)), strict=True)
+        assert all(relative_error(got, right) < 1e-4 for got, right in pairs)
 
 
 def test_without_adapters_it_is_the_base() -> None:

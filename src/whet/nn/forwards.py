@@ -226,22 +226,24 @@ def _gated_delta_net(
     acceleration: Acceleration, module: Any, batch: PackedBatch, hidden_states: Tensor, *args: Any, **options: Any
 ) -> Tensor:
     """Gated delta rule over the sequences of a packed batch (Qwen3.5)."""
+    d = module.head_k_dim
+
+    def mix(qkv: Tensor, b: Tensor, a: Tensor, taps: Tensor, log_rate: Tensor, dt_bias: Tensor) -> Tensor:
+        mixed = nn.functional.silu(functions.short_conv(qkv[0].float(), taps.squeeze(1), batch))
+        q, k, v = mixed.split((module.key_dim, module.key_dim, module.value_dim), 1)
+        q, k = (  # x / |x| is an RMS norm with the weight 1 / sqrt(d)
+            functions.rms_norm(x.unflatten(1, (-1, d)), torch.full((d,), d**power), _LENGTH_EPS / d, torch.float32)
+            for x, power in ((q, -1.0), (k, -0.5))
+        )
+        log_decay = -log_rate.exp() * nn.functional.softplus(a[0].float() + dt_bias)
+        v = v.unflatten(1, (-1, module.head_v_dim))
+        return functions.gated_delta_rule(q, k, v, log_decay, b[0].float().sigmoid(), batch)
+
     projections = module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a
-    qkv, z, b, a = (x[0] for x in acceleration.linears(hidden_states, *projections))
-    mixed = nn.functional.silu(functions.short_conv(qkv.float(), module.conv1d.weight.squeeze(1), batch))
-    q, k, v = mixed.split((module.key_dim, module.key_dim, module.value_dim), 1)
-    q, k = (x.unflatten(1, (-1, module.head_k_dim)) for x in (q, k))
-    v = v.unflatten(1, (-1, module.head_v_dim))
-    d = module.head_k_dim  # x / |x| is an RMS norm with the weight 1 / sqrt(d)
-    q, k = (
-        functions.rms_norm(x, torch.full((d,), d**power), _LENGTH_EPS / d, torch.float32)
-        for x, power in ((q, -1.0), (k, -0.5))
-    )
-    log_decay = -module.A_log.exp() * nn.functional.softplus(a.float() + module.dt_bias)
-    out = functions.gated_delta_rule(q, k, v, log_decay, b.float().sigmoid(), batch)
+    qkv, z, b, a = acceleration.linears(hidden_states, *projections)
+    out = functions.recompute(mix, qkv, b, a, module.conv1d.weight, module.A_log, module.dt_bias)
     normed = functions.rms_norm(out, module.norm.weight, module.norm.variance_epsilon, torch.float32)
-    gated = functions.swiglu(z.view(out.shape), normed)
-    return module.out_proj(gated.flatten(1)[None].to(z.dtype))
+    return module.out_proj(functions.swiglu(z, normed.view(z.shape)))
 
 
 _LENGTH_EPS = 1e-6

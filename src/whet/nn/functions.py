@@ -135,6 +135,29 @@ def _find_recompute(x: Tensor) -> Recompute | None:
     return recompute if x._version == version else None
 
 
+def recompute(compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Return ``compute(*inputs)``; the backward pass computes it again, so that only the inputs are saved."""
+    return _Recompute.apply(compute, *inputs)  # pyright: ignore[reportReturnType]
+
+
+class _Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        ctx.compute = compute
+        ctx.save_for_backward(*inputs)
+        return compute(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        inputs = [x.detach().requires_grad_(needs) for x, needs in zip(ctx.saved_tensors, needed, strict=True)]
+        with torch.enable_grad():
+            out = ctx.compute(*inputs)
+        found = iter(torch.autograd.grad(out, [x for x in inputs if x.requires_grad], grads[0]))
+        return None, *(next(found) if needs else None for needs in needed)
+
+
 class Adapter(NamedTuple):
     """A LoRA adapter (Hu et al. 2021), added to a product: scale drop(x) a^T b^T.
 

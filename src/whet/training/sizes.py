@@ -131,7 +131,8 @@ def run_memory(
         unused = max(0, available_bytes() - sum(parts.values()))
         layer = _kept_bytes(model, largest.tokens, size)
         kept_layers = min(model.n_layers, choose_activation_bytes(activation_bytes, unused) // layer)
-        update = {"activations": _learner_bytes(source, largest, size) + kept_layers * layer}
+        scratch = _delta_scratch_bytes(model, config, lengths, largest.tokens)
+        update = {"activations": _learner_bytes(source, largest, size) + scratch + kept_layers * layer}
         return RunMemory(parts, update, 0, sampling, kept_layers)
     activations = _activation_bytes(source, config, lengths, 2 if narrow else 4, is_frozen=adapters is not None)
     if adapters is not None:
@@ -195,21 +196,47 @@ def _learner_bytes(source: ModelSource, largest: _Pass, size: int) -> int:
     model, n = source.config, largest.tokens
     q, kv = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
     hidden, up, qkv = model.hidden_dim, model.ffn_dim * (2 if model.gated else 1), q + 2 * kv
-    wide, mixed = (max(qkv, 3 * hidden), max(q, hidden)) if model.mixers else (qkv, q)
+    wide, mixed = _mixer_widths(model)
     least, most = _TILE_ROWS
     tile = min(n, max(least, min(most, _TILE_BYTES // 4 // max(up, wide) // 32 * 32)))
     inputs = model.n_layers * n * hidden * (3 if size == 2 else 4)
     layer = n * (
         4 * ((3 if model.post_norm else 2) * hidden + wide + model.n_heads) + _head_size(model, size) * (qkv + mixed)
     )
-    of_mixer = max(_head_size(model, size) * (2 * q + 2 * kv + q), 4 * 3 * hidden if model.mixers else 0)
-    gradients = n * (4 * 2 * hidden + of_mixer)
+    of_mixer = {
+        "attention": _head_size(model, size) * (2 * q + 2 * kv + q),
+        "conv": 4 * 3 * hidden,
+        "delta": 4 * (_delta_channels(model) + model.n_delta_heads * (model.delta_dim + 4)),
+    }
+    gradients = n * (4 * 2 * hidden + max(of_mixer[model.mixer(i)] for i in range(model.n_layers)))
     converted = 2 * (max(model.ffn_dim, hidden) + up) if size == 2 else 0
-    rows = tile * (4 * (3 * hidden + max(hidden, mixed) + up + model.ffn_dim * (1 if size == 2 else 2)) + converted)
+    rows = tile * (
+        4 * (3 * hidden + max(hidden, mixed) + max(up, mixed) + model.ffn_dim * (1 if size == 2 else 2)) + converted
+    )
     columns = max(16, _RANGE_NUMBERS // hidden // 16 * 16)
-    head = largest.targets * (4 * (4 * hidden + 2 * columns) + size * columns)
+    states = largest.targets * 4 * 4 * hidden  # before and after the final norm, and their gradients
+    head = largest.targets * (4 * 2 * columns + size * columns)
     unpacked = size * _RANGE_NUMBERS
-    return inputs + layer + max(gradients + rows, head) + unpacked + n * 4 * model.rotary_dim
+    return inputs + layer + states + max(gradients + rows, head) + unpacked + n * 4 * model.rotary_dim
+
+
+_DELTA_BLOCK = 64
+"""Tokens of a block of the gradient of the gated delta rule, as in cpp/kernels."""
+
+
+def _delta_scratch_bytes(model: ModelConfig, config: TrainerConfig, lengths: Lengths, n: int) -> int:
+    """Return the scratch memory of all threads for the gradient of the gated delta rule.
+
+    A thread has the gradients of queries and keys of a head of a prompt and its completions, a state before each block
+    of tokens of a sequence, and matrices of one block.
+    """
+    if "delta" not in model.mixers:
+        return 0
+    group = min(n, lengths.prompt + config.completions_per_prompt() * lengths.completion)
+    keys, values = (math.ceil(dim / 16) * 16 for dim in (model.delta_key_dim, model.delta_dim))
+    n_states = 3 + math.ceil(max(lengths.prompt, lengths.completion) / _DELTA_BLOCK)
+    block = _DELTA_BLOCK * (6 * keys + 7 * values + 5 * _DELTA_BLOCK) + 2 * keys * values
+    return 4 * _core.num_threads() * (2 * group * keys + n_states * keys * values + block)
 
 
 def _kept_bytes(model: ModelConfig, n: int, size: int) -> int:
@@ -217,13 +244,25 @@ def _kept_bytes(model: ModelConfig, n: int, size: int) -> int:
     q, kv = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
     floats = (2 if model.post_norm else 1) * model.hidden_dim + model.ffn_dim * (2 if model.gated else 1)
     floats += model.n_heads
-    mixed = q
-    if model.mixers:
-        floats += max(q + 2 * kv, 3 * model.hidden_dim)
-        mixed = max(q, model.hidden_dim)
-    elif model.qk_norm:
-        floats += q + 2 * kv
+    wide, mixed = _mixer_widths(model)
+    if model.mixers or model.qk_norm or model.output_gate:
+        floats += wide
     return n * (4 * floats + _head_size(model, size) * (q + 2 * kv + mixed))
+
+
+def _mixer_widths(model: ModelConfig) -> tuple[int, int]:
+    """Return the most outputs of the first matrix of a layer's mixer, and the most inputs of its last one."""
+    names = {"attention": ("qkv", "o"), "conv": ("conv_in", "conv_out"), "delta": ("delta_in", "delta_out")}
+    slots, layers = model.slots(), [(f"layers.{i}.", *names[model.mixer(i)]) for i in range(model.n_layers)]
+    return (
+        max(slots[layer + first][0] for layer, first, _ in layers),
+        max(slots[layer + last][1] for layer, _, last in layers),
+    )
+
+
+def _delta_channels(model: ModelConfig) -> int:
+    """Return the channels of the convolution before the gated delta rule."""
+    return 2 * model.n_delta_key_heads * model.delta_key_dim + model.n_delta_heads * model.delta_dim
 
 
 def _head_size(model: ModelConfig, size: int) -> int:
@@ -287,6 +326,7 @@ def _activation_bytes(source: ModelSource, config: TrainerConfig, lengths: Lengt
     rotary cosines and sines, and the inputs of the MLP's activation. Matmuls recompute their inputs from the saved
     inputs of the preceding norm or activation, except after layer norms and single-input activations, whose outputs are
     saved. torch saves B, C, x and two sums of a convolution in float32, its output, and to train the taps their inputs.
+    The gated delta rule saves its projections, and in float32 its results before and after the norm, and z.
 
     Args:
         size: bytes of a matmul operand.
@@ -303,12 +343,17 @@ def _activation_bytes(source: ModelSource, config: TrainerConfig, lengths: Lengt
     attention = size * (2 * q + 2 * kv) + 4 * model.n_heads
     if model.qk_norm:
         attention += size * (q + kv)
+    if model.output_gate:  # its sigmoid and the product
+        attention += size * 2 * q
     if any(location.weight == "layers.0.qkv" and not location.module.part for location in source.targets.values()):
         attention += size * (q + kv)  # the values are a view of the fused q, k and v
     else:
         attention += 4 * model.rotary_dim
     convolution = (4 * (4 if is_frozen else 4 + model.conv_length) + size) * hidden
-    n_conv = model.mixers.count("conv")
-    per_token = model.n_layers * per_layer + (model.n_layers - n_conv) * attention + n_conv * convolution + 4 * hidden
+    values = model.n_delta_heads * model.delta_dim
+    delta = size * (_delta_channels(model) + 2 * model.n_delta_heads) + 4 * 3 * values
+    of_mixer = {"attention": attention, "conv": convolution, "delta": delta}
+    mixers = sum(of_mixer[model.mixer(i)] for i in range(model.n_layers))
+    per_token = model.n_layers * per_layer + mixers + 4 * hidden
     logits, states = VOCAB_TILE * (4 + rounded), (4 + 2 * rounded) * hidden
     return tokens * per_token + targets * (size * hidden + logits + states)
