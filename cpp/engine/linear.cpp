@@ -9,6 +9,7 @@
 #include "engine/tiles.h"
 #include "kernels/panel_layout.h"
 #include "runtime/ceil_div.h"
+#include "runtime/split.h"
 #include "runtime/thread_pool.h"
 
 namespace whet {
@@ -47,6 +48,31 @@ private:
     uint8_t* shared_ = nullptr;
 };
 
+// Calls body(group, tile) for tiles that cover all panels and rows of each group, as one job.
+template <class Body>
+void for_group_tiles(std::span<const RowGroup> groups, size_t n_panels, size_t k, Body&& body) {
+    constexpr size_t kTilePanels = 3, kTaskRows = 256, kTaskWork = 150000;
+    size_t rows = 0, n_tasks = 0;
+    for (const RowGroup& group : groups) rows += group.rows;
+    const double work = kMultiplyAddNs * static_cast<double>(n_panels * kPanel * k * rows);
+    const size_t mean_rows = std::min(ceil_div(rows, groups.size()), kTaskRows);
+    const size_t panels = ceil_div(kTaskWork, kTilePanels * kPanel * k * mean_rows) * kTilePanels;
+    const auto blocks = [&](const RowGroup& group) { return ceil_div(group.rows, kTaskRows); };
+    const size_t panel_tasks = ceil_div(n_panels, panels);
+    for (const RowGroup& group : groups) n_tasks += blocks(group) * panel_tasks;
+    parallel_split(n_tasks, 1, work, [&](size_t begin, size_t end) {
+        size_t first = 0;  // of the group
+        for (const RowGroup& group : groups) {
+            const size_t n_blocks = blocks(group), next = first + n_blocks * panel_tasks;
+            for (size_t task = std::max(begin, first); task < std::min(end, next); ++task) {
+                const size_t panel = (task - first) / n_blocks * panels, row = (task - first) % n_blocks * kTaskRows;
+                body(group, {panel, std::min(panels, n_panels - panel), row, std::min(kTaskRows, group.rows - row)});
+            }
+            first = next;
+        }
+    });
+}
+
 // Arguments of linear(), for consecutive parts whose kernels take the same inputs.
 struct Layer {
     std::span<const PackedWeight> parts;
@@ -58,10 +84,15 @@ struct Layer {
     size_t ldy;
     bool add;
     const Epilogue* epilogue;
+    std::span<const RowGroup> groups{};  // of the rows; empty: all rows have these parts
+    const int32_t* x_rows = nullptr;     // row of x for each row, negative: none; null: the same
 
     size_t k() const { return parts.front().k(); }
     size_t steps() const { return parts.front().steps(); }
-    const float* x_f32(size_t row) const { return static_cast<const float*>(x) + row * ldx; }
+    bool has_row(size_t row) const { return x_rows == nullptr || x_rows[row] >= 0; }
+    const float* x_f32(size_t row) const {
+        return static_cast<const float*>(x) + (x_rows == nullptr ? row : static_cast<size_t>(x_rows[row])) * ldx;
+    }
     const uint16_t* x_bits(size_t row) const { return static_cast<const uint16_t*>(x) + row * ldx; }
 
     // inputs(row) returns a task with x, ldx and, for quantised inputs, their scales and offsets, starting at this row.
@@ -69,7 +100,15 @@ struct Layer {
     void multiply(F&& inputs) const {
         size_t n_panels = 0;
         for (const PackedWeight& part : parts) n_panels += ceil_div(part.n(), kPanel);
-        for_tiles(n_panels, rows, k(), [&](const Tile& tile) { multiply_tile(tile, inputs(tile.row)); });
+        if (groups.empty()) {
+            for_tiles(n_panels, rows, k(), [&](const Tile& tile) { multiply_tile(tile, inputs(tile.row)); });
+            return;
+        }
+        for_group_tiles(groups, n_panels, k(), [&](const RowGroup& group, const Tile& tile) {
+            Layer of_group = *this;
+            of_group.parts = group.w, of_group.y = y + group.first * ldy;
+            of_group.multiply_tile(tile, inputs(group.first + tile.row));
+        });
     }
 
 private:
@@ -105,11 +144,16 @@ private:
 };
 
 void multiply_float32(const Layer& layer) {
-    if (!layer.x_bf16)
+    if (!layer.x_bf16 && layer.x_rows == nullptr)
         return layer.multiply([&](size_t row) { return LinearTask{.x = layer.x_f32(row), .ldx = layer.ldx}; });
     const size_t k = layer.k();
     const Inputs wide(layer.rows, k, layer.rows * k * sizeof(float), [&](uint8_t* memory, size_t i) {
-        kernels().f32_from_bf16(layer.x_bits(i), k, reinterpret_cast<float*>(memory) + i * k);
+        float* row = reinterpret_cast<float*>(memory) + i * k;
+        if (layer.x_bf16) {
+            kernels().f32_from_bf16(layer.x_bits(i), k, row);
+        } else if (layer.has_row(i)) {
+            std::memcpy(row, layer.x_f32(i), k * sizeof *row);
+        }
     });
     layer.multiply(
         [&](size_t row) { return LinearTask{.x = reinterpret_cast<const float*>(wide.memory()) + row * k, .ldx = k}; });
@@ -122,6 +166,7 @@ void multiply_bfloat16(const Layer& layer) {
     }
     const Inputs narrow(layer.rows, k, layer.rows * even * sizeof(uint16_t), [&](uint8_t* memory, size_t i) {
         uint16_t* row = reinterpret_cast<uint16_t*>(memory) + i * even;
+        if (!layer.has_row(i)) return;
         if (layer.x_bf16) {
             std::memcpy(row, layer.x_bits(i), k * sizeof *row);
         } else {
@@ -144,11 +189,18 @@ void multiply_quantised(const Layer& layer) {
         return QuantisedInputs{q, scales, scales + rows * blocks, offsets, offsets + rows * blocks};
     };
     const Inputs quantised(rows, k, integers + 16 * rows * blocks, [&](uint8_t* memory, size_t i) {
+        if (!layer.has_row(i)) return;
         float* wide = layer.x_bf16 ? scratch<float>(k, Scratch::kRow) : nullptr;
         if (layer.x_bf16) kernels().f32_from_bf16(layer.x_bits(i), k, wide);
         kernels().quantize_row_f32(layer.x_bf16 ? wide : layer.x_f32(i), k, row_at(memory, i));
     });
     layer.multiply([&](size_t row) { return LinearTask{.quantised = row_at(quantised.memory(), row)}; });
+}
+
+auto product_of(RowType source) {
+    return source == RowType::kFloat32    ? multiply_float32
+           : source == RowType::kBFloat16 ? multiply_bfloat16
+                                          : multiply_quantised;
 }
 
 void multiply(std::span<const PackedWeight> w, const void* x, bool x_bf16, size_t ldx, size_t rows, const float* bias,
@@ -157,11 +209,8 @@ void multiply(std::span<const PackedWeight> w, const void* x, bool x_bf16, size_
         const RowType source = w.front().format().source;
         size_t n = 0;
         while (end < w.size() && w[end].format().source == source) n += w[end++].n();
-        const auto product = source == RowType::kFloat32    ? multiply_float32
-                             : source == RowType::kBFloat16 ? multiply_bfloat16
-                                                            : multiply_quantised;
-        product({w.first(end), x, x_bf16, ldx, rows, bias == nullptr ? nullptr : bias + first, y + first, ldy, add,
-                 epilogue});
+        product_of(source)({w.first(end), x, x_bf16, ldx, rows, bias == nullptr ? nullptr : bias + first, y + first,
+                            ldy, add, epilogue});
         first += n;
     }
 }
@@ -205,6 +254,14 @@ void linear(std::span<const PackedWeight> w, const void* x, bool x_bf16, size_t 
     for (const PackedWeight& part : w) n += part.n();
     if (epilogue != nullptr) epilogue->begin(n, rows);
     multiply(w, x, x_bf16, ldx, rows, bias, y, ldy, false, epilogue);
+}
+
+void linear_groups(std::span<const RowGroup> groups, const int32_t* x_rows, const float* x, size_t ldx, float* y,
+                   size_t ldy) {
+    if (groups.empty()) return;
+    const size_t rows = groups.back().first + groups.back().rows;
+    const std::span<const PackedWeight> w = groups.front().w;
+    product_of(w.front().format().source)({w, x, false, ldx, rows, nullptr, y, ldy, false, nullptr, groups, x_rows});
 }
 
 void add_linear(const PackedWeight& w, const float* x, size_t ldx, size_t rows, float* y, size_t ldy) {

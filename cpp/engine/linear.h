@@ -6,6 +6,7 @@
 #include <span>
 
 #include "engine/packed_weight.h"
+#include "engine/tiles.h"
 
 namespace whet {
 
@@ -38,6 +39,17 @@ inline void linear(const PackedWeight& w, const void* x, bool x_bf16, size_t ldx
                    float* y, size_t ldy) {
     linear({&w, 1}, x, x_bf16, ldx, rows, bias, y, ldy);
 }
+
+// Consecutive rows of a product that have separate weights.
+struct RowGroup {
+    std::span<const PackedWeight> w;
+    size_t first, rows;  // first: a multiple of kRowBlock
+};
+
+// y[r] = x[x_rows[r]] w^T for the rows r of groups in ascending order, all float32, in one job. The groups' weights
+// have one shape, and formats with one type of inputs. x_rows is negative between groups.
+void linear_groups(std::span<const RowGroup> groups, const int32_t* x_rows, const float* x, size_t ldx, float* y,
+                   size_t ldy);
 
 // y (rows, n) += x (rows, k) w^T, all float32. ldx and ldy in elements.
 void add_linear(const PackedWeight& w, const float* x, size_t ldx, size_t rows, float* y, size_t ldy);

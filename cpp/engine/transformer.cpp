@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "engine/activation.h"
+#include "engine/delta_inputs.h"
 #include "kernels/dispatch.h"
 #include "runtime/ceil_div.h"
 #include "runtime/thread_pool.h"
@@ -72,7 +73,8 @@ Transformer::Transformer(std::shared_ptr<const Weights> weights, size_t max_rows
       max_rows_(max_rows),
       kv_type_(kv_type),
       cache_(kv_type, config_.head_dim),
-      recurrent_(config_) {
+      recurrent_(config_),
+      experts_(config_, max_rows) {
     const auto parts = [this] {
         x_ = arena_.take<float>(max_rows_ * config_.hidden_dim);
         h_ = arena_.take<float>(max_rows_ * config_.hidden_dim);
@@ -119,11 +121,11 @@ const float* Transformer::forward(const InputToken* rows, size_t n, std::span<co
         delta = delta_;
         if (!config_.parallel_residual) {
             add_and_norm(rows, {i, &LayerNorms::norm2}, delta, n);
-            mlp(rows, n, i, delta_);
+            feed_forward(rows, n, i, delta_);
             post_norm(rows, {i, &LayerNorms::post_norm2}, delta_, n);
         } else {
             if (!config_.shared_norm) add_and_norm(rows, {i, &LayerNorms::norm2}, nullptr, n);
-            mlp(rows, n, i, attended_);  // attended_ is free at this point
+            feed_forward(rows, n, i, attended_);  // attended_ is free at this point
             for_rows(n, config_.hidden_dim, [&](size_t r) {
                 const size_t at = r * config_.hidden_dim;
                 kernels().blend_f32(attended_ + at, config_.hidden_dim, 1.0f, 1.0f, delta_ + at);
@@ -353,6 +355,28 @@ void Transformer::attend(const InputToken* rows, const PrefixGroup& group, size_
             const float* query = qkv_ + (group.first + r) * config_.qkv_dim() + (kv_head * per_row + head) * 2 * d;
             k.sigmoid_gate_f32(out + head * d, query + d, d, out + head * d);
         }
+    }
+}
+
+// out = the MLP of h, or the shared expert and those that the router chooses.
+void Transformer::feed_forward(const InputToken* rows, size_t n, size_t layer, float* out) {
+    const LayerWeights& w = weights_->layers[layer];
+    const size_t d = config_.hidden_dim;
+    if (!config_.is_moe(layer)) return mlp(rows, n, layer, out);
+    if (config_.shared_dim > 0) {
+        mlp(rows, n, layer, out);
+    } else {
+        std::fill_n(out, n * d, 0.0f);
+    }
+    if (config_.shared_gate) {
+        float* const gates = state_;  // free at this point
+        linear(w.shared_router.parts, h_, false, d, n, nullptr, gates, 1);
+        for_rows(n, d, [&](size_t i) { scale(static_cast<float>(sigmoid(gates[i])), out + i * d, d); });
+    }
+    experts_.add(w, h_, n, out);
+    const size_t at = config_.n_mixtures(layer) * config_.n_used_experts;
+    for (size_t i = 0; kIsComplete && i < n; ++i) {
+        if (rows[i].experts != nullptr) std::copy_n(experts_.chosen(i), config_.n_used_experts, rows[i].experts + at);
     }
 }
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "engine/config.h"
+#include "engine/experts.h"
 #include "engine/kv_memory.h"
 #include "engine/linear.h"
 #include "engine/lora.h"
@@ -24,8 +25,9 @@ namespace whet {
 // A token of the batch.
 struct InputToken {
     int32_t token, position;
-    const int32_t* pages;    // of its sequence, up to the position
-    const Adapter* adapter;  // null: none
+    const int32_t* pages;         // of its sequence, up to the position
+    const Adapter* adapter;       // null: none
+    uint16_t* experts = nullptr;  // output: its experts, (mixture layers, n_used_experts); null: not recorded
 };
 
 class Transformer {
@@ -36,9 +38,12 @@ public:
     const Weights& weights() const { return *weights_; }
     size_t max_rows() const { return max_rows_; }
     KvType kv_type() const { return kv_type_; }
-    void release_workspace() { arena_.release(); }  // its memory is committed again by the next forward()
+    void release_workspace() {  // its memory is committed again by the next forward()
+        arena_.release(), experts_.release_workspace();
+    }
     size_t workspace_bytes() const {
-        return arena_.size_bytes() + adapter_hidden_.size() * sizeof(float) + recurrent_.workspace_bytes();
+        return arena_.size_bytes() + adapter_hidden_.size() * sizeof(float) + recurrent_.workspace_bytes() +
+               experts_.workspace_bytes();
     }
 
     // Reserves memory for adapters up to this rank, summed over the adapters of a matrix.
@@ -80,6 +85,7 @@ private:
     KvType kv_type_;
     Cache cache_;
     Recurrent recurrent_;
+    Experts experts_;
     Arena arena_;
     float *x_, *h_, *qkv_, *attended_, *delta_, *up_, *cos_sin_, *local_cos_sin_, *query_scales_, *state_;
     uint8_t* queries_;
@@ -100,6 +106,7 @@ private:
     void recurrence(const InputToken* rows, size_t n, size_t layer, std::span<const StateRun> runs,
                     const KvMemory& memory);
     void mlp(const InputToken* rows, size_t n, size_t layer, float* out);
+    void feed_forward(const InputToken* rows, size_t n, size_t layer, float* out);
     void activate(float* gate, size_t n, size_t dim) const;
     void product(const Matrix& w, const float* x, size_t n, float* y) const;
     template <class Finish>

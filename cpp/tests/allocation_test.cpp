@@ -226,7 +226,10 @@ Request hidden_states(size_t length) {
 
 // Each format has another model.
 int kind_of(WeightFormat format) {
-    return format == WeightFormat::kBFloat16 ? kOther : format == WeightFormat::kInt8 ? kDelta : kLlama;
+    return format == WeightFormat::kBFloat16 ? kOther
+           : format == WeightFormat::kInt8   ? kDelta
+           : format == WeightFormat::kQ8_0   ? kMixture
+                                             : kLlama;
 }
 
 size_t some_pages(const Model& model) { return model.kv_bytes(60); }

@@ -2,7 +2,10 @@
 // any cancellation. Numbers are checked against transformers in tests/engine.
 #include <algorithm>
 #include <cmath>
+#include <functional>
+#include <numeric>
 #include <random>
+#include <set>
 #include <vector>
 
 #include "runtime/ceil_div.h"
@@ -47,6 +50,98 @@ void test_batch_invariance(int kind, WeightFormat format, KvType kv_type) {
     run(s);
     for (size_t i = 0; i < 70; ++i) {
         expect(std::abs(s.job(id).logprobs[i] - expected[4][1].second[i]) < 1e-5, "scored as sampled");
+    }
+}
+
+// The mixture of a layer against float64: the most probable experts, of equal ones the first; rows of other tokens do
+// not matter, to the bit.
+void test_experts(Router router) {
+    ModelConfig c = config_of(kMixture);
+    c.router = router;
+    Model model(c, WeightFormat::kFloat32, 8, KvType::kFloat32);
+    LayerWeights& w = model.weights->layers[1];
+    const size_t d = c.hidden_dim, f = c.expert_dim, n_experts = c.n_experts;
+    if (router == Router::kSigmoid) {
+        for (size_t e = 0; e < n_experts; ++e) w.router_correction.push_back(0.3f * static_cast<float>(e % 3));
+    }
+    const auto values = [](const Matrix& matrix) {
+        std::vector<float> out(matrix.n() * matrix.k());
+        matrix.rows(0, matrix.n(), out.data(), false);
+        return out;
+    };
+    const std::vector<float> gates = values(w.router), up = values(w.experts_up), down = values(w.experts_down);
+    constexpr size_t n = 50;
+    std::vector<float> x = normal(n * d, 3), out(n * d, 0.5f);
+    std::fill_n(x.begin(), d, 0.0f);  // equal probabilities
+    Experts experts(c, n);
+    experts.add(w, x.data(), n, out.data());
+    const auto dot = [&](const float* a, const float* b, size_t size) {
+        return std::inner_product(a, a + size, b, 0.0, std::plus<>(), [](double p, double q) { return p * q; });
+    };
+    for (size_t i = 0; i < n; ++i) {
+        const float* row = &x[i * d];
+        std::vector<double> p(n_experts), expected(d, 0.5);
+        double total = 0.0, sum = 0.0;
+        for (size_t e = 0; e < n_experts; ++e) {
+            const double logit = dot(row, &gates[e * d], d);
+            p[e] = router == Router::kSoftmax ? std::exp(logit) : 1 / (1 + std::exp(-logit));
+            total += router == Router::kSoftmax ? p[e] : 0.0;
+        }
+        std::vector<size_t> order(n_experts);
+        std::iota(order.begin(), order.end(), size_t{0});
+        if (router == Router::kSoftmax)
+            for (double& each : p) each /= total;
+        const auto key = [&](size_t e) { return p[e] + (w.router_correction.empty() ? 0.0f : w.router_correction[e]); };
+        std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return key(a) > key(b); });
+        order.resize(c.n_used_experts);
+        for (const size_t e : order) sum += p[e];
+        for (const size_t e : order) {
+            std::vector<float> inner(f);
+            for (size_t j = 0; j < f; ++j) {
+                const double g = dot(row, &up[(e * 2 * f + j) * d], d), u = dot(row, &up[(e * 2 * f + f + j) * d], d);
+                inner[j] = static_cast<float>(g / (1 + std::exp(-g)) * u);
+            }
+            for (size_t j = 0; j < d; ++j) {
+                expected[j] += c.router_scale * p[e] / sum * dot(inner.data(), &down[(e * d + j) * f], f);
+            }
+        }
+        for (size_t j = 0; j < d; ++j) {
+            expect(std::abs(out[i * d + j] - expected[j]) < 1e-5, "token %zu of a mixture: %g, expected %g", i,
+                   static_cast<double>(out[i * d + j]), expected[j]);
+        }
+        std::vector<float> alone(d, 0.5f);
+        experts.add(w, row, 1, alone.data());
+        expect(std::equal(alone.begin(), alone.end(), &out[i * d]), "token %zu of a mixture, alone", i);
+    }
+}
+
+// The experts of prompts and samples, which depend on neither chunks nor other requests, and do not change results.
+void test_recorded_experts() {
+    Model model(kMixture, WeightFormat::kFloat32, 16 + 64);
+    const ModelConfig& c = model.transformer.config();
+    std::vector<std::vector<uint16_t>> expected;
+    Outputs outputs;
+    for (const size_t chunk : {64, 13, 1}) {
+        Engine s(model.transformer, {model.kv_bytes(40), 16, chunk});
+        Request recorded = prompt(130, 2, 20, 7), plain = recorded;
+        recorded.records_experts = true;
+        s.add(prompt(140, 1, 9, 1));  // has the first pages, whose experts are not recorded
+        s.step();
+        const uint64_t id = s.add(recorded), right = s.add(plain);
+        run(s);
+        expect(s.job(id).reused == 0, "a prompt whose experts are recorded computes all of its tokens");
+        expect(outputs_of(s, id) == outputs_of(s, right), "recording does not change results");
+        std::vector<std::vector<uint16_t>> found{s.job(id).experts};
+        for (const Sample& sample : s.job(id).samples) found.push_back(sample.experts);
+        if (expected.empty()) expected = found, outputs = outputs_of(s, id);
+        expect(found == expected && outputs == outputs_of(s, id), "experts do not depend on chunks");
+        expect(found[0].size() == 130 * 2 * 3 && found[1].size() == 19 * 2 * 3, "experts of all computed tokens");
+    }
+    for (const auto& experts : expected) {
+        for (size_t i = 0; i < experts.size(); i += c.n_used_experts) {
+            const std::set<uint16_t> different(&experts[i], &experts[i] + c.n_used_experts);
+            expect(different.size() == c.n_used_experts && *different.rbegin() < c.n_experts, "different experts");
+        }
     }
 }
 
@@ -567,8 +662,10 @@ int main() {
         for (WeightFormat format : {WeightFormat::kFloat32, WeightFormat::kBFloat16, WeightFormat::kInt8}) {
             const bool other = format != WeightFormat::kFloat32;
             for (KvType type : kKvTypes) test_batch_invariance(other, format, type);
-            test_batch_invariance(kDelta, format, KvType::kBFloat16);
+            for (const int kind : {kDelta, kMixture}) test_batch_invariance(kind, format, KvType::kBFloat16);
         }
+        for (const Router router : {Router::kSoftmax, Router::kSigmoid}) test_experts(router);
+        test_recorded_experts();
         test_hidden_states();
         test_invalid_requests();
         for (const int kind : {kLlama, kOther, kDelta}) test_cancelling(kind);

@@ -14,8 +14,8 @@
 namespace whet {
 
 // Llama-like; a mix of GPT-J, Mistral and LFM2: layer norm, interleaved RoPE, parallel residual, windows and a
-// convolution; or Qwen3.5-like, with states of several pages.
-enum Kind : int { kLlama, kOther, kDelta };
+// convolution; Qwen3.5-like, with states of several pages; or with mixtures of experts.
+enum Kind : int { kLlama, kOther, kDelta, kMixture };
 
 inline ModelConfig config_of(int kind) {
     ModelConfig c;
@@ -33,6 +33,10 @@ inline ModelConfig config_of(int kind) {
         c.qk_norm = c.output_gate = true, c.windows = {0, 0, 0}, c.n_layers = 3;
         c.mixers = {Mixer::kDelta, Mixer::kAttention, Mixer::kDelta}, c.conv_length = 4;
         c.n_delta_key_heads = 2, c.n_delta_heads = 4, c.delta_dim = 36, c.delta_key_dim = 40;
+    } else if (kind == kMixture) {
+        c.windows = {0, 0, 0}, c.n_layers = 3, c.moe_layers = {false, true, true};
+        c.n_experts = 7, c.n_used_experts = 3, c.expert_dim = 40, c.shared_dim = 24, c.shared_gate = true;
+        c.router_normalised = true, c.router_scale = 1.5;
     }
     return c;
 }
@@ -95,8 +99,17 @@ struct Model {
             }
             matrix(layer + in, format, c.mixer_in(i), c.hidden_dim);
             matrix(layer + out, format, c.hidden_dim, c.mixer_out(i));
-            matrix(layer + (c.gated ? "gate_up" : "up"), format, c.up_dim(i), c.hidden_dim);
-            matrix(layer + "down", format, c.hidden_dim, c.ffn_dim);
+            const char* up = c.gated ? "gate_up" : "up";
+            if (c.is_moe(i)) {
+                matrix(layer + "router", WeightFormat::kFloat32, c.n_experts, c.hidden_dim);
+                matrix(layer + "experts_" + up, format, c.n_experts * c.expert_up_dim(), c.hidden_dim);
+                matrix(layer + "experts_down", format, c.n_experts * c.hidden_dim, c.expert_dim);
+                if (c.shared_gate) matrix(layer + "shared_router", WeightFormat::kFloat32, 1, c.hidden_dim);
+            }
+            if (c.mlp_dim(i) > 0) {
+                matrix(layer + up, format, c.up_dim(i), c.hidden_dim);
+                matrix(layer + "down", format, c.hidden_dim, c.mlp_dim(i));
+            }
             if (has_biases) vector(layer + "down.bias", c.hidden_dim, 0.2f);
         }
         vector("final_norm.weight", c.hidden_dim, 1.0f);
@@ -128,7 +141,7 @@ inline std::unique_ptr<Adapter> adapter_of(const Weights& weights) {
         adapter->add(weights, layer, target, first, values.data(), values.data(), 3, k, n);
     };
     add(0, Target::kQkv, 20, 40, c.hidden_dim);
-    add(1, Target::kDown, 0, c.hidden_dim, c.ffn_dim);
+    add(1, Target::kDown, 0, c.hidden_dim, c.mlp_dim(1));
     return adapter;
 }
 

@@ -313,7 +313,8 @@ class Engine:
         texts = self._texts_for(sampling, where)
         request = self._make_request(n, sampling, is_model_mode(logprobs_mode, where), texts, where)
         constrain = self._constrain_by(sampling, where)
-        vocab_size = self.config.vocab_size if sampling.kept_tokens else None
+        if sampling.experts and not self.config.n_experts:
+            raise WhetValueError(f"{where}: experts is set, and the model has none. Omit it.")
         with (session := Session(self._calls, where)), session:
             session.begin()
             adapters = self._adapter_ids(adapter, len(prompts), where)
@@ -322,7 +323,9 @@ class Engine:
                 for i, (prompt, key, number) in enumerate(zip(prompts, chosen, adapters, strict=True))
             ]
             for call in session.run_calls(calls):
-                yield [session.completion(call.job, j, self.policy_version, texts, vocab_size) for j in range(n)]
+                yield [
+                    session.completion(call.job, j, self.policy_version, texts, sampling, self.config) for j in range(n)
+                ]
 
     def stream(
         self,
@@ -377,8 +380,9 @@ class Engine:
             _check_alternatives(where, "prompt_logprobs", prompt_logprobs)
         ids = check_token_row(prompt, self.config, where, "prompt")
         sampling = as_sampling(sampling, where)
-        if sampling.kept_tokens:
-            raise WhetValueError(f"{where}: kept_tokens is set, which only Engine.generate reports. Omit it.")
+        for name in ("kept_tokens", "experts"):
+            if getattr(sampling, name):
+                raise WhetValueError(f"{where}: {name} is set, which only Engine.generate reports. Omit it.")
         texts = self._texts_for(sampling, where)
         request = self._make_request(n, sampling, is_model_mode(logprobs_mode, where), texts, where)
         constrain = constrain or self._constrain_by(sampling, where)
@@ -797,6 +801,7 @@ class Engine:
             "seed": s.seed % 2**64,
             "sampling": {**settings, "model_logprobs": model_logprobs},
             "records_kept": s.kept_tokens,
+            "records_experts": s.experts,
         }
 
     def _open_call(
