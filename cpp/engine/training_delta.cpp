@@ -43,7 +43,7 @@ std::vector<Tree> find_trees(const TrainingDelta& d) {
 
 size_t state_size(const TrainingDelta& d) { return ceil_div(d.dim, kDeltaSlice) * kDeltaSlice * d.key_dim; }
 
-// Nanoseconds of all tokens and heads, given those of a number of a state; rough.
+// Nanoseconds of all tokens and heads, for `number_ns` per number of a state; rough.
 double work(const TrainingDelta& d, double number_ns) {
     const auto tokens = static_cast<double>(d.q_offsets[d.n_sequences]);
     return number_ns * tokens * static_cast<double>(d.n_heads * state_size(d));
