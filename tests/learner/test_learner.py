@@ -15,7 +15,6 @@ from tests.threads import same_on_any_threads
 
 pytest.importorskip("transformers")
 from tests.engine.tiny_models import CASES, own_precision, tiny_model
-from tests.gguf_files import write_gguf
 
 from whet import Engine, SamplingParams, WhetTypeError, WhetValueError
 from whet.config.kept_tokens import KeptTokens

@@ -160,9 +160,9 @@ REORDERED = {
     "gpt_neox": {"target_modules": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]},
     "qwen3_5_text": {"target_modules": ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj"]},
 }
-"""Adapters of models whose files store transposed matrices, q, k and v head by head, or value heads in other orders."""
+"""Adapters of models whose files store transposed matrices, q, k and v head by head, or reordered value heads."""
 NO_GGUF = {"llama-proportional", "gemma2-kinds", "gemma2-attention", "granite_swa-bases", "qwen3_5_text-sizes"}
-"""Cases that GGUF cannot express: proportional RoPE, an untied head of Gemma 2, no soft-cap, two bases of RoPE, biases."""
+"""Cases that GGUF cannot express: proportional RoPE, an untied head of Gemma 2, no soft-cap, two RoPE bases, biases."""
 
 
 def families(folder: Path) -> None:

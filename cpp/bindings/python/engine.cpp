@@ -66,8 +66,10 @@ private:
 
 class EngineObject {
 public:
-    EngineObject(const Shared<Weights>& weights, size_t kv_bytes, size_t max_batch, size_t chunk, KvType kv_type)
+    EngineObject(const Shared<Weights>& weights, size_t kv_bytes, size_t max_batch, size_t chunk, KvType kv_type,
+                 size_t expert_bytes)
         : weights_(weights),
+          expert_bytes_(expert_bytes),
           model_(weights.value, max_batch + chunk, kv_type),
           engine_(model_, {kv_bytes, max_batch, chunk}) {}
 
@@ -147,8 +149,11 @@ public:
         const EngineGuard guard(lock_);
         if (engine_.job(id).done) return true;
         const ReleasedGil released;
-        const auto lock = model_.weights().reading();
-        engine_.step();
+        {
+            const auto lock = model_.weights().reading();
+            engine_.step();
+        }
+        if (expert_bytes_ > 0) weights_.value->drop_deferred(expert_bytes_);
         return false;
     }
 
@@ -257,6 +262,7 @@ public:
         const PageIndex& pages = engine_.pages();
         const size_t page_bytes = engine_.kv_memory().page_bytes();
         out["weights_bytes"] = model_.weights().size_bytes();
+        out["experts_resident_bytes"] = model_.weights().deferred_bytes();
         out["kv_bytes"] = pages.n_pages() * page_bytes;
         out["kv_page_bytes"] = page_bytes;
         out["kv_state_bytes"] = pages.n_state_pages() * page_bytes;
@@ -272,6 +278,7 @@ public:
 private:
     mutable FairMutex lock_;
     const Shared<Weights> weights_;
+    const size_t expert_bytes_;  // limit of deferred weights after a step; 0: none
     Transformer model_;
     Engine engine_;
     std::vector<uint64_t> sessions_;  // open sessions
@@ -307,8 +314,8 @@ void bind_engine(nb::module_& m) {
         .value("bfloat16", KvType::kBFloat16)
         .value("q8", KvType::kInt8);
     nb::class_<EngineObject>(m, "Engine")
-        .def(nb::init<const Shared<Weights>&, size_t, size_t, size_t, KvType>(), arg("weights"), nb::kw_only(),
-             arg("kv_bytes"), arg("max_batch"), arg("chunk"), arg("kv_type"))
+        .def(nb::init<const Shared<Weights>&, size_t, size_t, size_t, KvType, size_t>(), arg("weights"), nb::kw_only(),
+             arg("kv_bytes"), arg("max_batch"), arg("chunk"), arg("kv_type"), arg("expert_bytes") = 0)
         .def_prop_ro("weights", &EngineObject::weights)
         .def("add_prompt", &EngineObject::add_prompt, arg("session"), nb::kw_only(), arg("tokens"), arg("n"),
              arg("min_new_tokens"), arg("max_new_tokens"), arg("stop_tokens"), arg("stop_strings").none(), arg("seed"),

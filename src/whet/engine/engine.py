@@ -52,7 +52,7 @@ from whet.learner.learner import Learner
 from whet.memory import register_holder
 from whet.models.architecture import ModelConfig, RowSlice
 from whet.models.formats import check_kv_dtype, choose_formats
-from whet.models.loading import check_range, checksums, list_slices, pack_slices
+from whet.models.loading import check_range, checksums, defer_slices, list_slices, pack_slices, split_deferrable
 from whet.models.packed_base import PackedBase
 from whet.models.sizes import KV_BYTES, MAX_BATCH, PREFILL_CHUNK
 from whet.models.slots import ModelSource
@@ -93,6 +93,8 @@ class Engine:
             half of the memory of "bfloat16": keys of 9 bits and values of 8, with scales per token and KV head.
         max_batch: completions per batch.
         prefill_chunk: prompt tokens per step, in addition to the decoded completions.
+        expert_bytes: of a mixture's experts that are packed from a file when a token is first given to them, the most
+            that stay packed after a step, the most recently used; 0: all.
         tokenizer: decodes tokens for ``SamplingParams.stop``: a fast tokenizer of transformers, a tokenizer from
             ``whet.models.tokenizers.read_tokenizer``, or the path of a folder or GGUF file with one, which is read when
             stop is first used. Default in ``from_pretrained`` and ``from_gguf``: the model's.
@@ -120,6 +122,7 @@ class Engine:
         kv_dtype: str | None = None,
         max_batch: int = MAX_BATCH,
         prefill_chunk: int = PREFILL_CHUNK,
+        expert_bytes: int = 0,
         tokenizer: Any = None,
         where: str = "Engine",
     ) -> None:
@@ -130,6 +133,7 @@ class Engine:
             )
         for name, value in (("kv_bytes", kv_bytes), ("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
             check_integer(where, name, value, 1)
+        check_integer(where, "expert_bytes", expert_bytes, 0)
         self.config: ModelConfig = source.config
         self.policy_version = 0
         self._reading = threading.Lock()
@@ -140,7 +144,7 @@ class Engine:
         slices = list_slices(source, where)
         core = _core.Engine(
             packed.core, kv_bytes=kv_bytes, max_batch=max_batch, chunk=prefill_chunk,
-            kv_type=_core.KvType[check_kv_dtype(where, kv_dtype, packed.kv_format)],
+            kv_type=_core.KvType[check_kv_dtype(where, kv_dtype, packed.kv_format)], expert_bytes=expert_bytes,
         )  # fmt: skip
         self._calls = CoreHandle(core)
         self._stored: Any = None
@@ -724,9 +728,11 @@ class Engine:
             def replace() -> None:
                 if not is_packed:
                     calls.unusable, self._stored = _PARTIAL_SYNC, None
+                    eager, deferred = split_deferrable(slices, self.formats)
                     pack_slices(
-                        core.weights, slices if version else check_range(slices, where, core.weights, self.config)
+                        core.weights, eager if version else check_range(eager, where, core.weights, self.config)
                     )
+                    defer_slices(core.weights, deferred)
                 calls.own_adapter, self.policy_version, self._stored, calls.unusable = own_adapter, version, stored, ""
                 core.remove_adapter(before)
 

@@ -172,7 +172,7 @@ class Session:
 
         Args:
             texts: texts of all tokens, to include the completion's; None: without.
-            sampling: the settings, which say what to include.
+            sampling: the settings; some include more.
             config: of the model.
         """
         drawn = self.sample(job, sample, 0)

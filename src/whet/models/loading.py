@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from whet.models.architecture import ModelConfig, RowSlice
 from whet.models.formats import TABLE
 from whet.models.reference import memory_of, stored_rows
 from whet.models.slots import PARTS, ModelSource, part_rows
-from whet.models.sources.mapped import release_pages
+from whet.models.sources.mapped import is_mapped, release_pages
 from whet.ops.quant import CORE_FORMATS
 
 Loss = tuple[str, float, float, float, float]
@@ -127,6 +127,35 @@ def check_range(
 def encoding_loss(rows: np.ndarray, format: str) -> Loss:
     """Return the loss of float32 rows in a format that the core packs, for ``RangeCheck``."""
     return _core.packing_loss(CORE_FORMATS[format], stored_rows(RowSlice("", 0, rows, "float32")))
+
+
+def split_deferrable(slices: Sequence[RowSlice], formats: Mapping[str, str]) -> tuple[list[RowSlice], list[RowSlice]]:
+    """Return the slices to pack at once, and the slices of experts that can be packed when they are used.
+
+    Those are in a mapped file, in the format that they are packed in; all slices of a slot are.
+
+    Args:
+        slices: of a model.
+        formats: slot -> format, or formats, that the slot is packed in.
+    """
+    eager: list[RowSlice] = []
+    deferred: list[RowSlice] = []
+    for slot, group in itertools.groupby(slices, lambda row_slice: row_slice.slot):
+        rows = list(group)
+        is_deferrable = ".experts_" in slot and all(
+            each.format in formats[slot].split(", ")
+            and is_mapped(each.tensor)
+            and each.tensor.strides[-1] == each.tensor.itemsize
+            for each in rows
+        )
+        (deferred if is_deferrable else eager).extend(rows)
+    return eager, deferred
+
+
+def defer_slices(weights: _core.Weights, slices: Iterable[RowSlice]) -> None:
+    """Leave slices of a mapped file where they are: each is packed when it is first used."""
+    for row_slice in slices:
+        weights.defer(row_slice.slot, row_slice.first_row, stored_rows(row_slice), row_slice.tensor)
 
 
 def pack_slices(weights: _core.Weights, slices: Iterable[RowSlice]) -> None:
