@@ -122,6 +122,12 @@ struct ModelConfig {
     size_t widest_mixer_in() const { return widest(&ModelConfig::mixer_in); }
     size_t widest_mixer_out() const { return widest(&ModelConfig::mixer_out); }
     bool is_moe(size_t layer) const { return n_experts > 0 && (moe_layers.empty() || moe_layers[layer]); }
+    // Layers before this one that are mixtures.
+    size_t n_moe_layers(size_t layer) const {
+        size_t n = 0;
+        for (size_t i = 0; i < layer; ++i) n += is_moe(i) ? 1 : 0;
+        return n;
+    }
     // Width of a layer's MLP, or of its shared expert; 0: none.
     size_t mlp_dim(size_t layer) const { return is_moe(layer) ? shared_dim : ffn_dim; }
     size_t up_dim(size_t layer) const { return (gated ? 2 : 1) * mlp_dim(layer); }
