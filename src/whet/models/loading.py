@@ -191,6 +191,9 @@ def _range_fix(format: str) -> str:
 
 
 def _tensor_in_slot(config: ModelConfig, row_slice: RowSlice) -> int:
-    """Number the tensors that a slot consists of, such as q, k and v."""
-    _, *others = PARTS.get(row_slice.slot.split(".")[-1], ("",))
-    return sum(row_slice.first_row >= part_rows(config, part)[0] for part in others)
+    """Number the tensors that a slot consists of, such as q, k and v, or the matrices of experts."""
+    kind = row_slice.slot.split(".")[-1]
+    if kind.startswith("experts_"):
+        return row_slice.first_row
+    _, *others = PARTS.get(kind, ("",))
+    return sum(row_slice.first_row >= part_rows(config, row_slice.slot, part)[0] for part in others)
