@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.gguf_files import write_gguf
 from tests.isas import assert_isas_agree
 from tests.raising import assert_raises
 from tests.threads import same_on_any_threads
