@@ -122,9 +122,10 @@ struct ModelConfig {
     size_t widest_mixer_in() const { return widest(&ModelConfig::mixer_in); }
     size_t widest_mixer_out() const { return widest(&ModelConfig::mixer_out); }
     bool is_moe(size_t layer) const { return n_experts > 0 && (moe_layers.empty() || moe_layers[layer]); }
-    size_t n_mixtures(size_t end) const {  // mixtures among the layers before `end`
+    // Layers before this one that are mixtures.
+    size_t n_moe_layers(size_t layer) const {
         size_t n = 0;
-        for (size_t layer = 0; layer < end; ++layer) n += is_moe(layer) ? 1 : 0;
+        for (size_t i = 0; i < layer; ++i) n += is_moe(i) ? 1 : 0;
         return n;
     }
     // Width of a layer's MLP, or of its shared expert; 0: none.

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "engine/activation.h"
+#include "engine/delta_inputs.h"
 #include "kernels/dispatch.h"
 #include "runtime/ceil_div.h"
 #include "runtime/thread_pool.h"
@@ -13,25 +14,92 @@ namespace {
 
 size_t up_to_block(size_t rows) { return ceil_div(rows, kRowBlock) * kRowBlock; }
 
-// The parts of an expert.
-std::span<const PackedWeight> parts_of(const Matrix& w, size_t expert, size_t n_experts) {
-    const size_t n = w.parts.size() / n_experts;
-    return {w.parts.data() + expert * n, n};
-}
-
 }  // namespace
 
-Experts::Experts(const ModelConfig& config, size_t max_rows) : config_(config) {
+size_t Choice::most_rows(const ModelConfig& config, size_t n_tokens) {
+    const size_t rows = n_tokens * config.n_used_experts;
+    return up_to_block(rows + std::min(rows, config.n_experts) * (kRowBlock - 1));
+}
+
+void Choice::take(Arena& arena, size_t max_tokens) {
+    const size_t n = max_tokens * config_.n_used_experts, n_rows = most_rows(config_, max_tokens);
+    probabilities = arena.take<float>(max_tokens * config_.n_experts);
+    weights = arena.take<float>(n);
+    chosen = arena.take<int32_t>(n), rows = arena.take<int32_t>(n);
+    pairs = arena.take<int32_t>(n_rows), tokens = arena.take<int32_t>(n_rows);
+    next_ = arena.take<int32_t>(config_.n_experts);
+    groups.reserve(config_.n_experts);
+}
+
+void Choice::choose(const LayerWeights& w, const float* x, size_t n, const uint16_t* given, size_t ld) {
+    const size_t n_experts = config_.n_experts;
+    linear(w.router.parts, x, false, config_.hidden_dim, n, w.router_bias.empty() ? nullptr : w.router_bias.data(),
+           probabilities, n_experts);
+    for_rows(n, 16 * n_experts, [&](size_t i) {
+        choose_of_token(w, i, given == nullptr || given[i * ld] == kOwnChoice ? nullptr : given + i * ld);
+    });
+    group(n);
+}
+
+// The experts of a token, and their weights. Replaces the logits by probabilities.
+void Choice::choose_of_token(const LayerWeights& w, size_t token, const uint16_t* given) {
+    const size_t n = config_.n_experts, k = config_.n_used_experts;
+    float* p = probabilities + token * n;
+    int32_t* own = chosen + token * k;
+    if (config_.router == Router::kSoftmax) {
+        kernels().softmax_f32(p, n, 1.0f, p);
+    } else {
+        for (size_t e = 0; e < n; ++e) p[e] = static_cast<float>(sigmoid(p[e]));
+    }
+    const auto key = [&](size_t e) { return w.router_correction.empty() ? p[e] : p[e] + w.router_correction[e]; };
+    size_t found = 0;
+    for (size_t e = 0; e < n; ++e) {  // insertion into the k best: of equal experts, the first
+        if (found == k && !(key(e) > key(static_cast<size_t>(own[k - 1])))) continue;
+        size_t at = found < k ? found++ : k - 1;
+        for (; at > 0 && key(e) > key(static_cast<size_t>(own[at - 1])); --at) own[at] = own[at - 1];
+        own[at] = static_cast<int32_t>(e);
+    }
+    if (given != nullptr) {
+        const auto is_given = [&](int32_t e) { return std::find(given, given + k, e) != given + k; };
+        if (!std::all_of(own, own + k, is_given)) n_replaced.fetch_add(1, std::memory_order_relaxed);
+        std::copy_n(given, k, own);
+    }
+    double sum = config_.router_eps;
+    for (size_t j = 0; j < k; ++j) sum += p[own[j]];
+    const double factor = config_.router_scale / (config_.router_normalised ? sum : 1.0);
+    for (size_t j = 0; j < k; ++j) weights[token * k + j] = static_cast<float>(p[own[j]] * factor);
+}
+
+void Choice::group(size_t n) {
+    const size_t n_chosen = n * config_.n_used_experts;
+    std::fill_n(next_, config_.n_experts, 0);
+    for (size_t i = 0; i < n_chosen; ++i) ++next_[chosen[i]];
+    groups.clear();
+    size_t first = 0;
+    for (size_t e = 0; e < config_.n_experts; ++e) {
+        const auto count = static_cast<size_t>(next_[e]);
+        if (count > 0) groups.push_back({e, first, count});
+        next_[e] = static_cast<int32_t>(first);
+        const size_t end = first + count;
+        first = up_to_block(end);
+        std::fill(pairs + end, pairs + first, -1);
+        std::fill(tokens + end, tokens + first, -1);
+    }
+    for (size_t i = 0; i < n_chosen; ++i) {
+        const int32_t row = rows[i] = next_[chosen[i]]++;
+        pairs[row] = static_cast<int32_t>(i);
+        tokens[row] = static_cast<int32_t>(i / config_.n_used_experts);
+    }
+}
+
+Experts::Experts(const ModelConfig& config, size_t max_rows) : config_(config), choice_(config) {
     if (config.n_experts == 0) return;
-    const size_t chosen = max_rows * config.n_used_experts, rows = most_rows(max_rows);
+    const size_t rows = Choice::most_rows(config, max_rows);
     const auto parts = [&] {
-        logits_ = arena_.take<float>(max_rows * config.n_experts);
-        weights_ = arena_.take<float>(chosen);
+        choice_.take(arena_, max_rows);
         up_ = arena_.take<float>(rows * config.expert_up_dim());
         down_ = arena_.take<float>(rows * config.hidden_dim);
-        chosen_ = arena_.take<int32_t>(chosen), rows_ = arena_.take<int32_t>(chosen);
-        x_rows_ = arena_.take<int32_t>(rows), own_rows_ = arena_.take<int32_t>(rows);
-        counts_ = arena_.take<int32_t>(config.n_experts);
+        own_rows_ = arena_.take<int32_t>(rows);
     };
     parts();
     arena_.allocate();
@@ -39,87 +107,28 @@ Experts::Experts(const ModelConfig& config, size_t max_rows) : config_(config) {
     groups_.reserve(config.n_experts);
 }
 
-// Rows of n tokens' experts, each expert from the start of a block on.
-size_t Experts::most_rows(size_t n) const {
-    const size_t rows = n * config_.n_used_experts;
-    return up_to_block(rows + std::min(rows, config_.n_experts) * (kRowBlock - 1));
-}
-
-// The experts of a token, the most probable first, and their weights. Replaces the logits by probabilities.
-void Experts::choose(const LayerWeights& w, float* logits, int32_t* chosen, float* weights) const {
-    const size_t n = config_.n_experts, k = config_.n_used_experts;
-    if (config_.router == Router::kSoftmax) {
-        kernels().softmax_f32(logits, n, 1.0f, logits);
-    } else {
-        for (size_t e = 0; e < n; ++e) {
-            logits[e] = static_cast<float>(1 / (1 + std::exp(-static_cast<double>(logits[e]))));
-        }
-    }
-    const auto key = [&](size_t e) {
-        return w.router_correction.empty() ? logits[e] : logits[e] + w.router_correction[e];
-    };
-    size_t found = 0;
-    for (size_t e = 0; e < n; ++e) {  // insertion into the k best: of equal experts, the first
-        if (found == k && !(key(e) > key(static_cast<size_t>(chosen[k - 1])))) continue;
-        size_t at = found < k ? found++ : k - 1;
-        for (; at > 0 && key(e) > key(static_cast<size_t>(chosen[at - 1])); --at) chosen[at] = chosen[at - 1];
-        chosen[at] = static_cast<int32_t>(e);
-    }
-    double sum = config_.router_eps;
-    for (size_t j = 0; j < k; ++j) sum += logits[chosen[j]];
-    const double factor = config_.router_scale / (config_.router_normalised ? sum : 1.0);
-    for (size_t j = 0; j < k; ++j) weights[j] = static_cast<float>(logits[chosen[j]] * factor);
-}
-
-// Gives each token's experts rows, by expert and then by token.
-void Experts::group(const LayerWeights& w, size_t n) {
-    const size_t n_chosen = n * config_.n_used_experts;
-    std::fill_n(counts_, config_.n_experts, 0);
-    for (size_t i = 0; i < n_chosen; ++i) ++counts_[chosen_[i]];
+void Experts::group(const Matrix& w) {
     groups_.clear();
-    size_t first = 0;
-    for (size_t e = 0; e < config_.n_experts; ++e) {
-        const auto rows = static_cast<size_t>(counts_[e]);
-        if (rows > 0) groups_.push_back({parts_of(w.experts_up, e, config_.n_experts), first, rows});
-        counts_[e] = static_cast<int32_t>(first);  // the next row of the expert
-        const size_t end = first + rows;
-        first = up_to_block(end);
-        std::fill(x_rows_ + end, x_rows_ + first, -1);
-        std::fill(own_rows_ + end, own_rows_ + first, -1);
-    }
-    for (size_t i = 0; i < n_chosen; ++i) {
-        const int32_t row = rows_[i] = counts_[chosen_[i]]++;
-        x_rows_[row] = static_cast<int32_t>(i / config_.n_used_experts);
-        own_rows_[row] = row;
+    for (const auto& [expert, first, rows] : choice_.groups) {
+        groups_.push_back({parts_of(w, expert, config_.n_experts), first, rows});
     }
 }
 
 void Experts::add(const LayerWeights& w, const float* x, size_t n, float* out) {
-    const size_t d = config_.hidden_dim, f = config_.expert_dim, width = config_.expert_up_dim(),
-                 n_experts = config_.n_experts, k = config_.n_used_experts;
-    linear(w.router.parts, x, false, d, n, w.router_bias.empty() ? nullptr : w.router_bias.data(), logits_, n_experts);
-    for_rows(n, 16 * n_experts,
-             [&](size_t i) { choose(w, logits_ + i * n_experts, chosen_ + i * k, weights_ + i * k); });
-    group(w, n);
-    linear_groups(groups_, x_rows_, x, d, up_, width);
+    const size_t d = config_.hidden_dim, width = config_.expert_up_dim(), k = config_.n_used_experts;
+    choice_.choose(w, x, n);
+    group(w.experts_up);
+    linear_groups(groups_, choice_.tokens, x, d, up_, width);
     const size_t rows = groups_.back().first + groups_.back().rows;
     for_rows(rows, 2 * width, [&](size_t r) {
-        if (x_rows_[r] < 0) return;
-        float *gate = up_ + r * width, *up = gate + f;
-        if (config_.gated && config_.activation == Activation::kSilu) {
-            return kernels().swiglu_f32(gate, up, f, false, gate);
-        }
-        activation_kernel(config_.activation)(gate, f, false, gate);
-        for (size_t j = 0; config_.gated && j < f; ++j) gate[j] *= up[j];
+        own_rows_[r] = choice_.tokens[r] < 0 ? -1 : static_cast<int32_t>(r);
+        if (choice_.tokens[r] >= 0) activate(config_, up_ + r * width, config_.expert_dim, up_ + r * width);
     });
-    for (RowGroup& group : groups_) {
-        const auto expert = static_cast<size_t>(group.w.data() - w.experts_up.parts.data()) / group.w.size();
-        group.w = parts_of(w.experts_down, expert, n_experts);
-    }
+    group(w.experts_down);
     linear_groups(groups_, own_rows_, up_, width, down_, d);
     for_rows(n, k * d, [&](size_t i) {
-        for (size_t j = 0; j < k; ++j) {
-            kernels().blend_f32(down_ + static_cast<size_t>(rows_[i * k + j]) * d, d, weights_[i * k + j], 1.0f,
+        for (size_t j = i * k; j < (i + 1) * k; ++j) {
+            kernels().blend_f32(down_ + static_cast<size_t>(choice_.rows[j]) * d, d, choice_.weights[j], 1.0f,
                                 out + i * d);
         }
     });

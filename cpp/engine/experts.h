@@ -3,8 +3,10 @@
 // The rows of an expert are multiplied together, in the order of the tokens, and a token's results are added up in the
 // order of its experts, the most probable first: the result of a token does not depend on the others.
 #pragma once
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "engine/config.h"
@@ -14,6 +16,45 @@
 
 namespace whet {
 
+constexpr uint16_t kOwnChoice = 0xffff;  // in place of a token's first expert: the experts are not given
+
+// The parts of an expert.
+inline std::span<const PackedWeight> parts_of(const Matrix& w, size_t expert, size_t n_experts) {
+    const size_t n = w.parts.size() / n_experts;
+    return {w.parts.data() + expert * n, n};
+}
+
+// The experts of tokens, and the rows of experts: those of one follow each other, in the order of the tokens, from the
+// start of a block of rows on.
+class Choice {
+public:
+    struct Group {
+        size_t expert, first, rows;
+    };
+
+    explicit Choice(const ModelConfig& config) : config_(config) {}
+    // Takes the arrays for up to max_tokens tokens; called twice, see Arena::take().
+    void take(Arena& arena, size_t max_tokens);
+    static size_t most_rows(const ModelConfig& config, size_t n_tokens);
+
+    // Chooses the experts of x (n, hidden_dim), the most probable first. `given`, unless null, has experts of each
+    // token, ld apart, which replace those: their weights are from the same probabilities.
+    void choose(const LayerWeights& w, const float* x, size_t n, const uint16_t* given = nullptr, size_t ld = 0);
+
+    float *probabilities, *weights;  // (n, n_experts); (n, n_used_experts)
+    int32_t *chosen, *rows;          // (n, n_used_experts): the expert, and its row for the token
+    int32_t *pairs, *tokens;         // of a row, the index in `rows`, and the token; negative between groups
+    std::vector<Group> groups;
+    std::atomic<size_t> n_replaced = 0;  // tokens whose given experts are others than the chosen
+
+private:
+    const ModelConfig& config_;
+    int32_t* next_;  // by expert
+
+    void choose_of_token(const LayerWeights& w, size_t token, const uint16_t* given);
+    void group(size_t n);
+};
+
 class Experts {
 public:
     Experts(const ModelConfig& config, size_t max_rows);
@@ -22,7 +63,7 @@ public:
     void add(const LayerWeights& w, const float* x, size_t n, float* out);
 
     // The experts of token i of the last add(), the most probable first.
-    const int32_t* chosen(size_t i) const { return chosen_ + i * config_.n_used_experts; }
+    const int32_t* chosen(size_t i) const { return choice_.chosen + i * config_.n_used_experts; }
 
     size_t workspace_bytes() const { return arena_.size_bytes(); }
     void release_workspace() { arena_.release(); }
@@ -30,14 +71,12 @@ public:
 private:
     const ModelConfig& config_;
     Arena arena_;
-    float *logits_, *weights_, *up_, *down_;  // of experts; of a token's experts; of the rows of experts
-    int32_t *chosen_, *x_rows_, *rows_;       // a token's experts; see linear_groups(); the row of a token's expert
-    int32_t *counts_, *own_rows_;             // by expert; x_rows of down
+    Choice choice_;
+    float *up_, *down_;  // of the rows of experts
+    int32_t* own_rows_;  // rows of up_; negative between groups
     std::vector<RowGroup> groups_;
 
-    void choose(const LayerWeights& w, float* logits, int32_t* chosen, float* weights) const;
-    void group(const LayerWeights& w, size_t n);
-    size_t most_rows(size_t n) const;
+    void group(const Matrix& w);
 };
 
 }  // namespace whet

@@ -40,7 +40,7 @@ struct Adapter {
              size_t rank, size_t k, size_t n) {
         if (layer >= layers.size()) throw std::invalid_argument("no such layer");
         const Matrix& matrix = matrix_of(weights.layers[layer], target);
-        if (k != matrix.k()) throw std::invalid_argument("the adapter does not fit the shape of its matrix");
+        if (k == 0 || k != matrix.k()) throw std::invalid_argument("the adapter does not fit the shape of its matrix");
         const bool is_wide = matrix.parts.front().format().source == RowType::kFloat32;
         const WeightFormat format = is_wide ? WeightFormat::kFloat32 : WeightFormat::kBFloat16;
         LowRank& low = add_zero(weights, layer, target, first_row, rank, n, format);
@@ -53,7 +53,7 @@ struct Adapter {
                       WeightFormat format) {
         if (layer >= layers.size()) throw std::invalid_argument("no such layer");
         const Matrix& matrix = matrix_of(weights.layers[layer], target);
-        if (n > matrix.n() || first_row > matrix.n() - n) {
+        if (matrix.parts.empty() || n > matrix.n() || first_row > matrix.n() - n) {
             throw std::invalid_argument("the adapter does not fit the shape of its matrix");
         }
         PackedWeight down(format, rank, matrix.k()), up(format, n, rank);

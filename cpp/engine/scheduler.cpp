@@ -14,7 +14,7 @@ Scheduler::Scheduler(const ModelConfig& config, size_t max_tokens, const KvMemor
     : config_(config),
       max_tokens_(max_tokens),
       page_bytes_(memory.page_bytes()),
-      token_experts_(config.n_mixtures(config.n_layers) * config.n_used_experts),
+      token_experts_(config.n_moe_layers(config.n_layers) * config.n_used_experts),
       limits_(limits),
       pages_(memory.n_pages(), memory.n_state_pages()) {
     running_.reserve(limits.max_batch);

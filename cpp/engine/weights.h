@@ -24,7 +24,7 @@ struct Matrix {
     std::vector<float> bias;          // empty: none
 
     size_t n() const;
-    size_t k() const { return parts.front().k(); }
+    size_t k() const { return parts.empty() ? 0 : parts.front().k(); }
     // Dequantises rows [first, first + count); see PackedWeight::rows. Throws std::out_of_range.
     void rows(size_t first, size_t count, void* out, bool bf16) const;
     const float* bias_or_null() const { return bias.empty() ? nullptr : bias.data(); }

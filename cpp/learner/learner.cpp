@@ -26,7 +26,8 @@ float* resize(std::unique_ptr<float[]>& array, size_t n) {
 }
 
 size_t tile_rows_of(const ModelConfig& c) {
-    const size_t rows = kTileBytes / sizeof(float) / std::max(c.widest_up(), c.widest_mixer_in());
+    const size_t rows =
+        kTileBytes / sizeof(float) / std::max({c.widest_up(), c.widest_mixer_in(), c.expert_up_dim(), c.hidden_dim});
     return std::clamp<size_t>(rows / kSumRows * kSumRows, 256, 2048);
 }
 
@@ -63,6 +64,15 @@ void check(const TrainingBatch& batch, const ModelConfig& config) {
                 batch.readers.size() == n_keys && are_below(batch.readers, n_keys),
             "TrainingBatch: the readers do not fit the keys");
     require(are_below(batch.predictors, n), "TrainingBatch: a predictor is not a token of the batch");
+    const size_t n_chosen = n * config.n_moe_layers(config.n_layers), k = config.n_used_experts;
+    require(batch.experts.empty() || (n_chosen > 0 && batch.experts.size() == n_chosen * k),
+            "TrainingBatch: expected the experts of each token in each mixture");
+    for (const uint16_t* each = batch.experts.data(); each != batch.experts.data() + batch.experts.size(); each += k) {
+        for (size_t i = 0; *each != kOwnChoice && i < k; ++i) {
+            require(each[i] < config.n_experts && std::find(each, each + i, each[i]) == each + i,
+                    "TrainingBatch: the experts of a token are not different ones of the model's");
+        }
+    }
 }
 
 // The bits of x rounded to the upper 24, to nearest even.
@@ -83,7 +93,8 @@ Learner::Learner(std::shared_ptr<const Weights> weights, ProductType type)
       head_bytes_(head_type_ == ProductType::kFloat32 ? sizeof(float) : sizeof(uint16_t)),
       tile_rows_(tile_rows_of(config_)),
       adapter_(config_.n_layers),
-      first_kept_(config_.n_layers) {}
+      first_kept_(config_.n_layers),
+      choice_(config_) {}
 
 size_t Learner::add_adapter(size_t layer, Target target, size_t first_row, size_t n, size_t rank) {
     const WeightFormat format = type_ == ProductType::kFloat32 ? WeightFormat::kFloat32 : WeightFormat::kBFloat16;
@@ -135,6 +146,7 @@ const float* Learner::forward(TrainingBatch batch, bool with_adapters, bool keep
     const size_t d = config_.hidden_dim;
     inputs_ = std::make_unique_for_overwrite<uint8_t[]>(keep ? config_.n_layers * input_bytes() : 0);
     embed(x_.get());
+    choice_.n_replaced = 0;
     for (size_t layer = 0; layer < config_.n_layers; ++layer) {
         begin_layer(layer, keep);
         attention_half(layer);
@@ -147,6 +159,7 @@ const float* Learner::forward(TrainingBatch batch, bool with_adapters, bool keep
     }
     norm(final_norm(), last, rows, hidden);
     if (config_.logits_scale != 1.0f) kernels().blend_f32(hidden, rows * d, config_.logits_scale, 0.0f, hidden);
+    n_replaced_ = choice_.n_replaced;
     is_kept_ = keep;
     return hidden;
 }
@@ -215,8 +228,17 @@ void Learner::allocate() {
     shared_ = std::make_unique_for_overwrite<uint8_t[]>(divide(nullptr, false));
     resize(h_, rows * d), resize(delta_, rows * std::max(d, config_.widest_mixer_out())),
         resize(up_, rows * std::max(config_.widest_up(), config_.widest_mixer_out()));
-    resize(activated_, rows * config_.widest_mlp());
-    resize(grad_activated_, type_ == ProductType::kFloat32 ? rows * config_.widest_mlp() : 0);
+    const size_t mlp = std::max(config_.widest_mlp(), config_.expert_dim);
+    resize(activated_, rows * mlp);
+    resize(grad_activated_, type_ == ProductType::kFloat32 ? rows * mlp : 0);
+    resize(expert_up_, rows * config_.expert_up_dim()), resize(expert_rows_, config_.n_experts > 0 ? rows * d : 0);
+    resize(gates_, config_.shared_gate ? rows : 0);
+    choice_memory_ = {};
+    if (config_.n_experts > 0) {
+        choice_.take(choice_memory_, rows);
+        choice_memory_.allocate();
+        choice_.take(choice_memory_, rows);
+    }
     resize(t_, rows * rank), resize(u_, rows * rank);
     const size_t dropped = drops() ? rows * (std::max({d, config_.widest_mixer_out(), config_.widest_mlp()}) + 1) : 0;
     resize(grad_dropped_, dropped);

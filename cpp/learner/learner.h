@@ -24,6 +24,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/experts.h"
 #include "engine/lora.h"
 #include "engine/training_attention.h"
 #include "engine/training_delta.h"
@@ -42,6 +43,9 @@ struct TrainingBatch {
     std::vector<int64_t> key_rows;                 // (k_offsets.back(),)
     std::vector<int64_t> reader_offsets, readers;  // (n + 1,), (k_offsets.back(),)
     std::vector<int64_t> predictors;               // tokens whose final hidden states are computed; may repeat
+    // (n, mixtures, n_used_experts): experts that replace a token's own choice, unless the first is kOwnChoice. Empty:
+    // the own choice of all tokens.
+    std::vector<uint16_t> experts{};
 
     size_t n_tokens() const { return tokens.size(); }
 };
@@ -87,6 +91,8 @@ public:
     // or itself, and std::bad_alloc.
     const float* forward(TrainingBatch batch, bool with_adapters, bool keep, size_t activation_bytes,
                          Dropout dropout = {});
+    // Tokens times mixtures whose given experts the last forward() would not have chosen.
+    size_t n_replaced() const { return n_replaced_; }
     // Number of layers whose activations the last forward() kept.
     size_t n_kept_layers() const { return config_.n_layers - first_kept_; }
     // Memory that kept activations occupy.
@@ -154,6 +160,7 @@ private:
     size_t first_kept_;                               // the first layer whose activations are kept
     size_t layer_bytes_ = 0, kept_bytes_ = 0;         // of the activations of a layer; of all that are kept
     Zeroed kept_;
+    size_t n_replaced_ = 0;
 
     // One layer, all tokens.
     Floats x_, raw_;
@@ -163,7 +170,10 @@ private:
     Floats h_, up_, activated_, grad_activated_, delta_, t_, u_;  // grad_activated_: of float32 products only
     Floats grad_dropped_;                                         // for dropout: A^T u
     Bytes dropped_, mask_;                                        // for dropout: inputs, and their mask
-    std::vector<std::vector<float>> shared_sums_;                 // of a norm that attention and MLP share, by tile
+    Arena choice_memory_;
+    Choice choice_;
+    Floats expert_rows_, expert_up_, gates_;       // of the tokens of an expert; of the shared expert
+    std::vector<std::vector<float>> shared_sums_;  // of a norm that attention and MLP share, by tile
 
     size_t n() const { return batch_.n_tokens(); }
     size_t index_of(const RowTile& tile) const { return static_cast<size_t>(&tile - tiles_.data()); }
@@ -208,7 +218,8 @@ private:
     ProductRows input_of(size_t adapter, ProductRows x, const RowTile& tile);
     void project_down(size_t adapter, ProductRows x, size_t rows);
     void project_backward(size_t layer, Target target, ProductRows x, const RowTile& tile, const float* grad_y,
-                          size_t ldy, float* grad_x, size_t ldx, std::span<const FactorGradients> grads);
+                          size_t ldy, float* grad_x, size_t ldx, std::span<const FactorGradients> grads,
+                          bool add = false);
     void accumulate(const float* hidden, size_t rank, const void* x, bool bf16, size_t ldx, const RowTile& tile,
                     size_t n, float scale, float* grad) const;
 
@@ -251,6 +262,17 @@ private:
     float* grad_activated() { return (type_ == ProductType::kFloat32 ? grad_activated_ : activated_).get(); }
     void mlp_up(size_t layer, const RowTile& tile);
     ProductRows mlp_activate(size_t layer, const RowTile& tile);
+    void mlp_down(size_t layer, const RowTile& tile);
+    void activation_backward(float* row, const float* grad, size_t n) const;
+    void shared_gates(size_t layer, size_t rows, float* gates) const;
+    void shared_gate_backward(size_t layer, size_t rows, const float* result, float* grad_result, float* grad);
+    void choose_experts(size_t layer, const RowTile& tile);
+    void gather_expert_rows(const Choice::Group& group, const float* x);
+    void add_expert_rows(const Choice::Group& group, bool weighted, float* y);
+    void expert_up(size_t layer, const Choice::Group& group);
+    void add_experts(size_t layer, const RowTile& tile, float* y);
+    void experts_backward(size_t layer, const RowTile& tile, const float* grad_y, float* grad);
+    void router_backward(size_t token, const double* grad_weights);
     void mlp(size_t layer, const RowTile& tile);
     void mlp_backward(size_t layer, const RowTile& tile, const float* grad_out, float* grad,
                       std::span<const FactorGradients> grads);

@@ -50,13 +50,14 @@ void Learner::project_down(size_t adapter, ProductRows x, size_t rows) {
     if (drops()) kernels().blend_f32(t_.get(), rows * rank, kept_scale(), 0.0f, t_.get());
 }
 
-// grad_x (rows, k) from grad_y (rows, n); adds to the gradients of the adapters.
+// grad_x (rows, k), or what is added to it, from grad_y (rows, n); adds to the gradients of the adapters.
 void Learner::project_backward(size_t layer, Target target, ProductRows x, const RowTile& tile, const float* grad_y,
-                               size_t ldy, float* grad_x, size_t ldx, std::span<const FactorGradients> grads) {
+                               size_t ldy, float* grad_x, size_t ldx, std::span<const FactorGradients> grads,
+                               bool add) {
     const Matrix& w = matrix_of(weights_->layers[layer], target);
     const size_t rows = tile.n();
     const bool bf16 = type_ == ProductType::kBFloat16;
-    multiply_transposed(type_, w.parts, grad_y, ldy, rows, grad_x, ldx, false);
+    multiply_transposed(type_, w.parts, grad_y, ldy, rows, grad_x, ldx, add);
     if (!with_adapters_) return;
     const LowRank& low = adapter_.layers[layer][static_cast<size_t>(target)];
     for (size_t adapter = 0; adapter < factors_.size(); ++adapter) {

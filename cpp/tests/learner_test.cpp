@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdint>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <string>
 #include <utility>
@@ -65,6 +66,18 @@ struct Batch {
             t.reader_offsets.push_back(static_cast<int64_t>(t.readers.size()));
         }
     }
+
+    // Gives random experts to all tokens in mixtures: a choice that depends on the parameters has jumps.
+    void give_experts(const ModelConfig& c, std::mt19937& bits) {
+        std::vector<uint16_t> ids(c.n_experts);
+        std::iota(ids.begin(), ids.end(), uint16_t{0});
+        for (size_t i = 0; i < batch.n_tokens() * c.n_moe_layers(c.n_layers); ++i) {
+            for (size_t j = 0; j < c.n_used_experts; ++j) {
+                std::swap(ids[j], ids[j + bits() % (ids.size() - j)]);
+                batch.experts.push_back(ids[j]);
+            }
+        }
+    }
 };
 
 struct Setup {
@@ -90,8 +103,9 @@ struct Setup {
         for (size_t layer = 0; layer < c.n_layers; ++layer) {
             const size_t in = c.mixer_in(layer);
             add(layer, Target::kQkv, 0, in / 2), add(layer, Target::kQkv, in - in / 3, in / 3);
-            add(layer, Target::kO, 0, c.hidden_dim), add(layer, Target::kUp, 3, c.ffn_dim - 8);
-            add(layer, Target::kDown, 0, c.hidden_dim);
+            add(layer, Target::kO, 0, c.hidden_dim);
+            if (c.mlp_dim(layer) == 0) continue;
+            add(layer, Target::kUp, 3, c.mlp_dim(layer) - 8), add(layer, Target::kDown, 0, c.hidden_dim);
         }
         const auto add_norm = [&](const std::string& slot, size_t n) {
             std::vector<float> values(n);
@@ -188,6 +202,14 @@ ModelConfig random_config(std::mt19937& bits) {
     c.logits_softcap = bits() % 2 == 0 ? 0.0f : 20.0f;
     c.attention_softcap = bits() % 2 == 0 ? 0.0 : 15.0;
     c.logits_scale = bits() % 2 == 0 ? 1.0f : 0.5f;
+    std::mt19937 more = bits;
+    if (more() % 2 == 0) {
+        c.n_experts = 3 + more() % 6, c.n_used_experts = 1 + more() % 3, c.expert_dim = 10 + more() % 30;
+        c.shared_dim = more() % 2 * 33, c.shared_gate = c.shared_dim > 0 && more() % 2 == 0;
+        c.moe_layers.assign(c.n_layers, true), c.moe_layers[0] = more() % 2 == 0;
+        c.router = static_cast<Router>(more() % 2), c.router_normalised = more() % 2 == 0;
+        c.router_eps = more() % 2 * 0.1, c.router_scale = 1.5;
+    }
     return c;
 }
 
@@ -196,7 +218,8 @@ void test_gradients() {
         std::mt19937 bits(seed);
         constexpr WeightFormat kFormats[] = {WeightFormat::kFloat32, WeightFormat::kBFloat16, WeightFormat::kQ8_0};
         Setup s(random_config(bits), kFormats[seed % 3], ProductType::kFloat32, bits);
-        const Batch batch(bits);
+        Batch batch(bits);
+        batch.give_experts(s.model.transformer.config(), bits);
         s.activation_bytes = batch.batch.n_tokens() * (bits() % 5000);  // of no layer, of some or of all
         s.dropout = {bits() % 2 == 0 ? 0.0 : 0.3, seed};
         std::vector<float> g(batch.targets.size()), e(g.size());
@@ -204,7 +227,10 @@ void test_gradients() {
         for (float& x : e) x = s.normal(bits);
         constexpr float kStep = 5e-4f;
         const double got = s.derivative(batch, g, e);
-        const double right = (s.loss(batch, g, e, kStep, false) - s.loss(batch, g, e, -kStep, false)) / (2 * kStep);
+        const auto difference = [&](float step) {
+            return (s.loss(batch, g, e, step, false) - s.loss(batch, g, e, -step, false)) / (2 * step);
+        };
+        const double right = (4 * difference(kStep / 2) - difference(kStep)) / 3;  // without the error's first term
         double norm = 0.0;
         for (const Factor& factor : s.factors) {
             add_to_hash(factor.grad_a), add_to_hash(factor.grad_b);
@@ -335,15 +361,17 @@ void test_heads() {
 }
 
 // bfloat16 products of a batch, on one to five threads, with the activations of no, some and all layers kept, without
-// and with layers of the gated delta rule.
+// and with layers of the gated delta rule, and with mixtures of experts.
 void test_bits() {
-    for (const unsigned seed : {3, 4}) {
+    for (const unsigned seed : {3, 4, 5}) {
         std::vector<double> derivatives;
         for (const int n : {1, 2, 5}) {
             for (const size_t token_bytes : {0, 1500, 100000}) {
                 set_num_threads(n, kOversubscribe);
                 std::mt19937 bits(seed);
-                Setup s(random_config(bits), WeightFormat::kBFloat16, ProductType::kBFloat16, bits);
+                const ModelConfig config = random_config(bits);
+                Setup s(seed == 5 ? config_of(kMixture) : config, WeightFormat::kBFloat16, ProductType::kBFloat16,
+                        bits);
                 const Batch batch(bits);
                 s.activation_bytes = batch.batch.n_tokens() * token_bytes;
                 s.dropout = {0.2, 5};
@@ -371,8 +399,9 @@ bool is_refused(F&& f) {
 
 void test_bad_batches() {
     std::mt19937 bits(1);
-    Setup s(random_config(bits), WeightFormat::kFloat32, ProductType::kFloat32, bits);
-    const Batch good(bits);
+    Setup s(config_of(kMixture), WeightFormat::kFloat32, ProductType::kFloat32, bits);
+    Batch good(bits);
+    good.give_experts(s.model.transformer.config(), bits);
     const auto refuses = [&](auto&& change) {
         TrainingBatch batch = good.batch;
         change(batch);
@@ -386,6 +415,10 @@ void test_bad_batches() {
     expect(refuses([](TrainingBatch& t) { t.key_rows[0] = 1 << 20; }), "a key that is not a token");
     expect(refuses([](TrainingBatch& t) { t.readers[0] = -1; }), "a negative reader");
     expect(refuses([](TrainingBatch& t) { t.predictors[0] = 1 << 20; }), "a predictor that is not a token");
+    expect(refuses([](TrainingBatch& t) { t.experts.pop_back(); }), "a missing expert");
+    expect(refuses([](TrainingBatch& t) { t.experts[0] = 7; }), "an expert beyond the model's");
+    expect(refuses([](TrainingBatch& t) { t.experts[1] = t.experts[0]; }), "an expert twice");
+    expect(!refuses([](TrainingBatch& t) { t.experts[0] = kOwnChoice; }), "a token without given experts");
     expect(refuses([](TrainingBatch& t) { t = {}; }), "no tokens");
     expect(!refuses([](TrainingBatch&) {}), "a batch that fits");
 }
