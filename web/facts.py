@@ -145,7 +145,7 @@ def hf_module(module: dict[str, Any]) -> dict[str, Any]:
     spec = {"names": [module[key] for key in ("hf", "hf_also") if key in module]}
     offset = {"offset": module["hf_offset"]} if "hf_offset" in module else {}
     parameter = {"parameter": module["hf_parameter"]} if "hf_parameter" in module else {}
-    converted = {"isNegativeExp": True} if module.get("hf_negative_exp") else {}
+    converted: dict[str, Any] = {"isNegativeExp": True} if module.get("hf_negative_exp") else {}
     converted |= {"file": module["hf_file"]} if "hf_file" in module else {}
     orders = {"rows": {"order": "groupHeads"}, "columns": {"columnOrder": "groupHeads"}}
     order = orders.get(module.get("value_heads", ""), {})
