@@ -296,6 +296,15 @@ def test_info_counts_layers_without_attention(run, tmp_path):
     assert "qwen35" in out and "3 layers (2 of them gated delta rules), hidden 32, 4 gated heads of 12" in out
 
 
+def test_info_counts_experts(run, tmp_path):
+    model = tiny_models.tiny_model("lfm2_moe")
+    model.save_pretrained(tmp_path / "model")
+    out = run("info", tmp_path / "model").out
+    total = sum(p.numel() for p in model.parameters()) + 3 * 6
+    assert f"{total:,} parameters, {total - 3 * 2 * 3 * 32 * 14:,} of them active: 4 layers" in out
+    assert "4 of 6 experts of 14 (silu, gated), in 1 of the layers MLP 40, vocabulary 48" in out
+
+
 def test_info_prints_why_a_model_is_unsupported(run, tmp_path, error_of):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     out = run("info", tmp_path).out

@@ -11,24 +11,30 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tests.engine.tiny_models import MIXTURES, logits_of, naive_logits, own_precision, tiny_model, token_ids
 from tests.gguf_files import F32, Q8_0, values_by_module, values_by_slot, write_gguf
 from tests.models.test_export import N_ROWS, save, tokenizer
 from tests.models.test_families import in_float64
 from tests.raising import assert_raises
+from tests.tiny import with_lora
 
-from whet.errors import WhetValueError
+from whet.errors import CheckpointError, WhetValueError
 from whet.models.architecture import ModelConfig, find_difference
 from whet.models.export import export_gguf
 from whet.models.families import is_skipped, model_config
 from whet.models.loading import list_slices
+from whet.models.lora import choose_adapted, core_matrix, read_adapted
 from whet.models.reference import naive_forward, naive_route
+from whet.models.sizes import source_of_config
 from whet.models.sources.folder import open_folder
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.gguf_container import read_gguf
 from whet.models.sources.gguf_model import load_gguf_model
 from whet.models.sources.live import open_module
+from whet.runs.models import add_adapters
+from whet.runs.settings import RunConfig
 
 __all__ = ["tokenizer"]
 SIZES: dict[str, Any] = {
@@ -353,3 +359,54 @@ def test_contradictory_keys_are_rejected(case, key, value, message, tmp_path):
 
     path = write_gguf(tiny_model(case), tmp_path / "model.gguf", change=change)
     assert_raises(WhetValueError, ("open_gguf", *message), open_gguf, path)
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe", "lfm2_moe", "granite4-experts", "qwen3_5_moe_text"])
+def test_adapters_are_of_attention_and_shared_experts(case):
+    """PEFT's "all-linear" would add routers and, for the parameters of Qwen3 MoE and OLMoE, experts."""
+    model = tiny_model(case)
+    source = source_of_config(model.config.to_dict())
+    chosen = choose_adapted(source, 2).factors
+    assert all(core_matrix(location.weight) is not None for location, _ in chosen)
+    adapted = add_adapters(model, RunConfig(lora_rank=2))
+    theirs = {name.partition(".lora_A.")[0] for name, _ in adapted.named_parameters() if ".lora_A." in name}
+    assert {location.names[0] for location, _ in chosen} == {name.removeprefix("base_model.model.") for name in theirs}
+    assert not any("experts." in name or name.endswith(("gate", "router")) for name in theirs)
+
+
+def test_adapters_of_experts_are_refused_by_name(tmp_path):
+    model = tiny_model("qwen3_moe")
+    source = source_of_config(model.config.to_dict())
+    for name in ("experts", "mlp.experts.gate_up_proj", "experts.3.down_proj", "gate_proj"):
+        message = (f"lora_layers names '{name}'", "name layers of attention and of shared experts")
+        assert_raises(WhetValueError, message, choose_adapted, source, 2, [name])
+    assert_raises(WhetValueError, "Did you mean q_proj", choose_adapted, source, 2, ["qproj"])
+    parameters = ["mlp.experts.gate_up_proj"]
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], target_parameters=parameters))
+    adapted.save_pretrained(tmp_path)
+    message = ("target_parameters is ['mlp.experts.gate_up_proj']", "Experts have no adapters")
+    assert_raises(CheckpointError, message, read_adapted, tmp_path, source, "here")
+    message = ("model.layers.0.mlp.experts has PEFT's target_parameters", "Pass target_modules")
+    assert_raises(WhetValueError, message, open_module, adapted)
+
+
+def test_adapters_of_a_shared_expert_are_merged(tmp_path):
+    model, ids = tiny_model("qwen3_5_moe_text"), token_ids()
+    adapted = with_lora(model, b_std=0.1, target_modules=["q_proj", "gate_proj", "down_proj"])
+    expected = logits_of(adapted, ids)
+    np.testing.assert_allclose(naive_logits(open_module(adapted, merged=True), ids), expected, rtol=0, atol=1e-4)
+    assert {each.slot.split(".")[2] for each in open_module(adapted).adapters} == {"qkv", "gate_up", "down"}
+
+
+def test_active_parameters_of_the_published_models():
+    """OLMoE 1B-7B: 6.9 billion parameters, 1.3 of them for a token."""
+    config = model_config(
+        {
+            "model_type": "olmoe", "hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16,
+            "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 50304, "num_experts": 64,
+            "num_experts_per_tok": 8, "tie_word_embeddings": False,
+        }
+    )  # fmt: skip
+    assert 6.9e9 < config.n_parameters < 6.93e9 and 1.27e9 < config.n_active_parameters < 1.29e9
+    dense = ModelConfig(**{**SIZES, "n_experts": 0, "n_used_experts": 0, "expert_dim": 0})
+    assert dense.n_active_parameters == dense.n_parameters

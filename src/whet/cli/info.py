@@ -80,6 +80,7 @@ def describe(model: str) -> dict[str, Any]:
         **found,
         "supported": True,
         "n_parameters": source.config.n_parameters,
+        "n_active_parameters": source.config.n_active_parameters,
         "config": {name: value for name, value in vars(source.config).items() if name != "inv_freq"},
         "weights_bytes": weights,
         "kv_bytes_per_token": {"float32": kv_bytes["float32"], "bf16": kv_bytes["bfloat16"], "q8": kv_bytes["q8"]},
@@ -130,20 +131,32 @@ def _tokenizer(file: GGUFFile) -> dict[str, Any]:
     }
 
 
-def _format_shape(n_parameters: int, config: dict[str, Any]) -> str:
+def _format_shape(n_parameters: int, n_active: int, config: dict[str, Any]) -> str:
     heads = f"{config['n_heads']} {'gated ' if config['output_gate'] else ''}heads of {config['head_dim']}"
     if config["n_kv_heads"] < config["n_heads"]:
         heads += f" ({config['n_kv_heads']} KV heads)"
-    mlp = f"{config['activation']}{', gated' if config['gated'] else ''}"
+    count = f"{n_parameters:,} parameters{f', {n_active:,} of them active' if n_active < n_parameters else ''}"
     tied = " (tied)" if config["tied_head"] else ""
     windows = sorted({window for window in config["windows"] if window})
     others = {"convolutions": config["mixers"].count("conv"), "gated delta rules": config["mixers"].count("delta")}
     mixed = "".join(f" ({n} of them {name})" for name, n in others.items() if n)
     return (
-        f"{n_parameters:,} parameters: {config['n_layers']} layers{mixed}, hidden {config['hidden_dim']}, {heads}, "
-        f"MLP {config['ffn_dim']} ({mlp}), vocabulary {config['vocab_size']:,}{tied}, "
+        f"{count}: {config['n_layers']} layers{mixed}, hidden {config['hidden_dim']}, {heads}, "
+        f"{_format_mlp(config)}, vocabulary {config['vocab_size']:,}{tied}, "
         f"{config['max_position']:,} positions{f', windows of {windows[0]:,}' if windows else ''}."
     )
+
+
+def _format_mlp(config: dict[str, Any]) -> str:
+    kind = f"({config['activation']}{', gated' if config['gated'] else ''})"
+    if not config["n_experts"]:
+        return f"MLP {config['ffn_dim']} {kind}"
+    text = f"{config['n_used_experts']} of {config['n_experts']} experts of {config['expert_dim']} {kind}"
+    if config["shared_dim"]:
+        text += f" and a shared one of {config['shared_dim']}"
+    if n_dense := config["moe_layers"].count(False):
+        text += f", in {n_dense} of the layers MLP {config['ffn_dim']}"
+    return text
 
 
 def _print(console: Console, found: dict[str, Any]) -> None:
@@ -153,7 +166,7 @@ def _print(console: Console, found: dict[str, Any]) -> None:
         console.print(f"not supported. {found['reason']}")
         return
     console.print("supported.")
-    console.print(_format_shape(found["n_parameters"], found["config"]))
+    console.print(_format_shape(found["n_parameters"], found["n_active_parameters"], found["config"]))
     if "tensors" in found:
         _print_file(console, found)
     table = Table(title="Weights in memory", title_justify="left")

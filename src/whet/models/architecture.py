@@ -357,6 +357,14 @@ class ModelConfig:
         """Number of parameters; a shared weight counts once."""
         return sum(math.prod(shape) for shape in self.slots().values())
 
+    @property
+    def n_active_parameters(self) -> int:
+        """Number of parameters that a token uses: of the experts, only its own."""
+        experts = sum(math.prod(shape) for slot, shape in self.slots().items() if ".experts_" in slot)
+        return self.n_parameters - (
+            experts // self.n_experts * (self.n_experts - self.n_used_experts) if experts else 0
+        )
+
 
 def find_difference(a: ModelConfig, b: ModelConfig) -> str | None:
     """Return the first field in which two models differ; frequencies may differ by rounding to float32."""

@@ -21,7 +21,8 @@ from whet.models.slots import ModelSource, WeightLocation, is_norm
 from whet.models.sources.folder import read_safetensors
 
 ALL_LINEAR = "all-linear"
-"""PEFT's name for every linear layer except the head."""
+"""PEFT's name for every linear layer except the head; routers get no adapters by it."""
+EXPERTS_FIX = "Experts have no adapters: name layers of attention and of shared experts."
 _CORE_MATRICES = {
     "qkv": _core.Target.QKV,
     "o": _core.Target.O,
@@ -84,7 +85,7 @@ def choose_adapted(
     Args:
         source: the model; its weights are not read.
         rank: the rank of every adapter.
-        layers: PEFT's ``target_modules``: names or ends of names. Default: "all-linear".
+        layers: PEFT's ``target_modules``: names or ends of names. Default: "all-linear", without routers.
         modules_to_save: ends of names of modules that are trained whole.
         where: prefix of error messages.
 
@@ -94,7 +95,8 @@ def choose_adapted(
             rows as heads: the smaller side would exclude ranks that others need.)
     """
     if list(layers) in ([], [ALL_LINEAR]):
-        chosen = [location for location in _list_locations(source) if _is_in_layers(location) and not is_norm(location)]
+        matrices = [each for each in _list_locations(source) if _is_in_layers(each) and not is_norm(each)]
+        chosen = [location for location in matrices if not location.weight.endswith("router")]
     else:
         chosen = [location for name in layers for location in _find(source, name, f".{name}", "lora_layers", where)]
     whole = [location for name in modules_to_save for location in _find(source, name, name, "modules_to_save", where)]
@@ -125,6 +127,8 @@ def read_adapted(folder: str | os.PathLike[str], source: ModelSource, where: str
     """
     label = f'{where}: "{folder}"'
     config = read_peft_config(label, Path(folder) / "adapter_config.json")
+    if parameters := config.get("target_parameters"):
+        raise CheckpointError(f"{label}: target_parameters is {parameters!r:.80}. {EXPERTS_FIX}")
     path = Path(folder) / "adapter_model.safetensors"
     if not path.is_file():
         raise CheckpointError(f"{label}: there is no {path.name}. Save the adapters with save_pretrained.")
@@ -173,6 +177,8 @@ def _find(source: ModelSource, name: str, end: str, setting: str, where: str) ->
 
 def _suggest(source: ModelSource, name: str) -> str:
     """Suggest the names of modules similar to an unknown one."""
+    if source.config.n_experts and re.search(r"(^|\.)(experts|w[123]|\w+_(proj|linear))(\.|$)", name):
+        return EXPERTS_FIX
     full = [location.names[0] for location in _list_locations(source)]
     short = list(dict.fromkeys(known.rpartition(".")[2] for known in full))
     close = difflib.get_close_matches(name, short, n=2) or difflib.get_close_matches(name, full, n=2)

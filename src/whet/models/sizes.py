@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from whet.models.formats import (
     FORMATS,
     KV_DTYPES,
     PAGE_TOKENS,
+    FormatSpan,
     choose_formats,
     core_format,
     describe_spans,
@@ -255,7 +256,7 @@ def estimate(
     formats = choose_formats(source, weights, embeddings, embeddings, "estimate")
     outside_layers = {"embedding", "positions", "head"}
     sizes = {
-        slot: sum(slot_bytes((n, *shape[1:]), format) for n, format in formats.get(slot, [(shape[0], None)]))
+        slot: sum(slot_bytes((n, *shape[1:]), format) for n, format in _parts(config, slot, shape[0], formats))
         for slot, shape in config.slots().items()
     }
     matrices = {slot: size for slot, size in sizes.items() if slot in formats}
@@ -273,6 +274,22 @@ def estimate(
         embedding_format=describe_spans(formats["embedding"]),
         kv_format=kv,
     )
+
+
+def _parts(
+    config: ModelConfig, slot: str, rows: int, formats: Mapping[str, tuple[FormatSpan, ...]]
+) -> Iterator[tuple[int, str | None]]:
+    """Yield rows and format of each part of a weight that has its own panels: of one format, and of one expert."""
+    if slot not in formats or ".experts_" not in slot:
+        yield from formats.get(slot, [(rows, None)])
+        return
+    per_expert, at = rows // config.n_experts, 0
+    for n, format in formats[slot]:
+        end = at + n
+        while at < end:
+            step = min(end, (at // per_expert + 1) * per_expert) - at
+            yield step, format
+            at += step
 
 
 def training(config: ModelConfig) -> TrainingEstimate:

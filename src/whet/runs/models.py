@@ -16,10 +16,11 @@ from whet.errors import CheckpointError, MissingExtraError, WhetValueError, chec
 from whet.memory import format_bytes, without_gc
 from whet.models.adapter_files import base_name, is_adapter_folder
 from whet.models.base_record import check_record, pack_recorded, read_record
-from whet.models.families import SKIPPED
+from whet.models.families import FAMILIES, SKIPPED, family_of, text_options
 from whet.models.formats import TABLE
 from whet.models.hub import find_on_hub
-from whet.models.lora import ALL_LINEAR
+from whet.models.lora import ALL_LINEAR, choose_adapted
+from whet.models.sizes import source_of_config
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.gguf_container import read_gguf
 from whet.models.sources.gguf_model import load_gguf_model
@@ -156,7 +157,7 @@ def add_adapters(model: nn.Module, run: RunConfig, record: Mapping[str, Any] | N
         lora_alpha=run.lora_alpha,
         lora_dropout=run.lora_dropout,
         use_rslora=run.use_rslora,
-        target_modules=ALL_LINEAR if run.lora_layers in ([], [ALL_LINEAR]) else run.lora_layers,
+        target_modules=_all_linear(model) if run.lora_layers in ([], [ALL_LINEAR]) else run.lora_layers,
         exclude_modules=SKIPPED if towers(model) else None,
         modules_to_save=run.modules_to_save or None,
         task_type="CAUSAL_LM",
@@ -165,6 +166,17 @@ def add_adapters(model: nn.Module, run: RunConfig, record: Mapping[str, Any] | N
         return peft.get_peft_model(model, settings)
     except ValueError as error:
         raise WhetValueError(f"{where}: lora_layers is {run.lora_layers!r}: {error}") from error
+
+
+def _all_linear(model: nn.Module) -> str | list[str]:
+    """Return every linear layer except the head, and of a mixture, for which PEFT would add the experts, routers."""
+    config: Any = model.config
+    options, names = config.to_dict(), {name for name, _ in model.named_modules()}
+    is_known = text_options(options).get("model_type") in FAMILIES
+    if not is_known or "n_experts" not in family_of(options, "whet train").keys:
+        return ALL_LINEAR
+    source = source_of_config(options)
+    return [name for location, _ in choose_adapted(source, 1).factors for name in location.names if name in names]
 
 
 def merge_adapters(model: Any, folder: str, inspect: Callable[[Any], None] | None = None) -> Any:

@@ -192,7 +192,12 @@ class _Live:
             return (found.original_module if active is None or active not in saved else saved[active]), []
         if not hasattr(found, "base_layer"):
             return found, []
-        if not hasattr(found, "lora_A") or hasattr(found, "parameter_name"):
+        if hasattr(found, "parameter_name"):
+            raise WhetValueError(
+                f"{_WHERE}: {names[0]} has PEFT's target_parameters. Pass target_modules: layers of attention and of "
+                f"shared experts."
+            )
+        if not hasattr(found, "lora_A"):
             raise WhetValueError(
                 f"{_WHERE}: {names[0]} is a {type(found).__name__}; the engine supports only LoRA of PEFT."
             )
