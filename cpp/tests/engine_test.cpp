@@ -108,9 +108,9 @@ void test_experts(Router router) {
             expect(std::abs(out[i * d + j] - expected[j]) < 1e-5, "token %zu of a mixture: %g, expected %g", i,
                    static_cast<double>(out[i * d + j]), expected[j]);
         }
-        std::vector<float> alone(d, 0.5f);
-        experts.add(w, row, 1, alone.data());
-        expect(std::equal(alone.begin(), alone.end(), &out[i * d]), "token %zu of a mixture, alone", i);
+        std::vector<float> separate(d, 0.5f);
+        experts.add(w, row, 1, separate.data());
+        expect(std::equal(separate.begin(), separate.end(), &out[i * d]), "token %zu of a mixture, without others", i);
     }
 }
 

@@ -273,9 +273,18 @@ class ModelConfig:
         """Whether a layer is a mixture of experts."""
         return self.n_experts > 0 and (not self.moe_layers or self.moe_layers[layer])
 
+    def mlp_dim(self, layer: int) -> int:
+        """Return the width of a layer's MLP, or of its shared expert; 0: none."""
+        return self.shared_dim if self.is_moe(layer) else self.ffn_dim
+
     def mixer(self, layer: int) -> str:
         """Return what mixes the tokens in a layer."""
         return self.mixers[layer] if self.mixers else "attention"
+
+    @property
+    def n_moe_layers(self) -> int:
+        """Number of layers that are mixtures of experts."""
+        return sum(map(self.is_moe, range(self.n_layers)))
 
     @property
     def delta_values(self) -> int:
@@ -331,7 +340,7 @@ class ModelConfig:
             is_moe = self.is_moe(i)
             if is_moe and self.router_correction:
                 found[f"{layer}router_correction"] = (self.n_experts,)
-            width = self.shared_dim if is_moe else self.ffn_dim
+            width = self.mlp_dim(i)
             mlp = (up, per_dim * width, hidden, self.mlp_bias), ("down", hidden, width, self.mlp_bias)
             for name, rows, columns, biased in (
                 *matrices[mixer],

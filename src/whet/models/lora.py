@@ -93,7 +93,7 @@ def choose_adapted(
             above the smaller side of a matrix, with the largest rank that fits all.
     """
     if list(layers) in ([], [ALL_LINEAR]):
-        chosen = [location for location in _list_locations(source) if _is_in_layers(location) and not is_norm(location)]
+        chosen = [location for location in _list_locations(source) if core_matrix(location.weight) is not None]
     else:
         chosen = [location for name in layers for location in _find(source, name, f".{name}", "lora_layers", where)]
     whole = [location for name in modules_to_save for location in _find(source, name, name, "modules_to_save", where)]
