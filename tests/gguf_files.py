@@ -17,14 +17,19 @@ F32, F16, BF16, Q8_0 = (gguf.GGMLQuantizationType[name] for name in ("F32", "F16
 _PLACES_OF_SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
 _ARCHITECTURES = {"mistral": "llama", "gpt_neox": "gptneox", "phi": "phi2", "gemma3_text": "gemma3",
                   "olmo3": "olmo2", "granitemoehybrid": "granite", "ministral3": "mistral3",
-                  "hunyuan_v1_dense": "hunyuan-dense", "qwen3_5_text": "qwen35"}  # fmt: skip
-_INTERLEAVED = ("llama", "mistral", "smollm3", "granite", "granitemoehybrid", "ministral3", "arcee", "granite_swa")
+                  "hunyuan_v1_dense": "hunyuan-dense", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe",
+                  "lfm2_moe": "lfm2moe", "granitemoeshared": "granitemoe", "qwen3_5_moe_text": "qwen35moe"}  # fmt: skip
+_INTERLEAVED = ("llama", "mistral", "smollm3", "granite", "granitemoehybrid", "ministral3", "arcee", "granite_swa",
+                "granitemoe", "granitemoeshared")  # fmt: skip
 _WITH_WINDOWS = ("mistral", "phi3", "starcoder2", "gemma2", "gemma3_text", "olmo3", "exaone4", "granite_swa")
+_FLOATS = (".conv.conv.", ".conv1d.", ".gate.weight", ".shared_expert_gate.", ".router.")
 _BY_NAME = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
 _BY_NAME["granite_swa"] = gguf.MODEL_ARCH.GRANITE  # not in this package yet
 
 
 def architecture_of(config: Any) -> str:
+    if config.model_type == "granitemoehybrid" and config.num_local_experts:
+        return "granitemoe"
     return _ARCHITECTURES.get(config.model_type, config.model_type)
 
 
@@ -32,7 +37,8 @@ def gguf_name(config: Any, name: str) -> str:
     """Return llama.cpp's name of a transformers tensor."""
     if name.endswith(".sinks"):
         return f"blk.{name.split('.')[2]}.attn_sinks.weight"
-    name = name.replace(".dt_bias", ".dt_proj.bias")
+    name = name.replace("moe.router.weight", "moe.router.layer.weight")
+    name = name.replace(".dt_bias", ".dt_proj.bias").replace(".expert_bias", ".expert_bias.bias")
     names = gguf.get_tensor_name_map(_BY_NAME[architecture_of(config)], config.num_hidden_layers)
     found = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
@@ -51,7 +57,7 @@ def as_llama_cpp(config: Any, name: str, array: np.ndarray) -> np.ndarray:
         return array.reshape(n_heads, 3, -1, *rest).swapaxes(0, 1).reshape(array.shape)
     if config.model_type == "gpt2" and name.rsplit(".", 2)[-2] in ("c_attn", "c_proj", "c_fc") and array.ndim == 2:
         return array.T
-    with_offset = config.model_type in ("gemma2", "gemma3_text", "qwen3_5_text")
+    with_offset = config.model_type in ("gemma2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text")
     if with_offset and "norm" in name and ".linear_attn." not in name:
         return array + np.float32(1)
     return as_tiled(config, name, array) if ".linear_attn." in name else array
@@ -101,27 +107,34 @@ def write_gguf(
     extra: Any = None,
     keys: Any = None,
     fused: bool = False,
+    fused_experts: bool = False,
     **split: Any,
 ) -> Path:
     """Write a model as a GGUF file, or split, and return the (first) path.
 
     ``kinds``: a type, or name -> type; ``change``: of the writer; ``extra``: tensors; ``keys``: of the tokenizer;
-    ``fused``: q, k and v in one; ``split``: the writer's options of parts.
+    ``fused``: q, k and v in one; ``fused_experts``: gates and up projections in one; ``split``: the writer's options of
+    parts.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, architecture_of(config), **split)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    names = ("shared_intermediate_size", "intermediate_size", "n_inner")
+    n_experts = getattr(config, "num_experts", getattr(config, "num_local_experts", 0))
+    names = ("shared_intermediate_size" if not n_experts else "", "intermediate_size", "n_inner")
     ffn_dim = next(filter(None, (getattr(config, name, None) for name in names)), 4 * config.hidden_size)
     if config.model_type == "lfm2":
         ffn_dim = model.model.layers[0].feed_forward.w1.out_features
+    if config.model_type in ("lfm2", "lfm2_moe"):
         writer.add_shortconv_l_cache(config.conv_L_cache)
-    writer.add_feed_forward_length(ffn_dim)
+    if config.model_type != "qwen3_5_moe_text":
+        writer.add_feed_forward_length(ffn_dim)
+    if n_experts:
+        write_expert_keys(writer, config, n_experts)
     writer.add_head_count(config.num_attention_heads)
     n_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    is_hybrid = config.model_type == "lfm2"
+    is_hybrid = config.model_type in ("lfm2", "lfm2_moe")
     writer.add_head_count_kv(
         [n_kv_heads * (kind != "conv") for kind in config.layer_types] if is_hybrid else n_kv_heads
     )
@@ -164,21 +177,21 @@ def write_gguf(
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if config.model_type == "granitemoehybrid":
         writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
-    if config.model_type in ("granite", "granitemoehybrid", "granite_swa"):
+    if config.model_type.startswith("granite"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
     if config.model_type in ("gpt_neox", "stablelm"):
         writer.add_parallel_residual(config.use_parallel_residual)
-    if config.model_type == "qwen3_5_text":
+    if config.model_type in ("qwen3_5_text", "qwen3_5_moe_text"):
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
         writer.add_ssm_state_size(config.linear_key_head_dim)
         writer.add_ssm_group_count(config.linear_num_key_heads)
         writer.add_ssm_time_step_rank(config.linear_num_value_heads)
         writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
         writer.add_array(
-            "qwen35.attention.recurrent_layers", [kind == "linear_attention" for kind in config.layer_types]
+            f"{writer.arch}.attention.recurrent_layers", [kind == "linear_attention" for kind in config.layer_types]
         )
         writer.add_rope_dimension_sections([*settings["mrope_section"], 0])
     add_keys(writer, keys or TOKENIZER)
@@ -190,16 +203,16 @@ def write_gguf(
             continue
         kind = kinds(name) if callable(kinds) else kinds
         array = np.ascontiguousarray(as_llama_cpp(config, name, tensor.float().numpy()))
-        if ".shared_mlp." in name:  # gate and up in one
-            stem = name.replace("shared_mlp.input_linear", "mlp.{}_proj")
-            stem = stem.replace("shared_mlp.output_linear", "mlp.down_proj")
-            parts = np.split(array, 2) if "{}" in stem else [array]
-            for part, half in zip(("gate", "up"), parts, strict=False):
-                add(writer, gguf_name(config, stem.format(part)), np.ascontiguousarray(half), kind)
+        if ".shared_mlp." in name or ".experts." in name:  # gate and up in one
+            if fused_experts and "gate_up_proj" in name:
+                add(writer, f"blk.{name.split('.')[2]}.ffn_gate_up_exps.weight", array, kind)
+                continue
+            for part, half in split_gate(name, array, bool(n_experts)):
+                add(writer, part, np.ascontiguousarray(half), kind)
             continue
         if array.ndim == 3:  # of a convolution
             array = array.squeeze(1)
-        is_matrix = array.ndim == 2 and ".conv.conv." not in name and ".conv1d." not in name
+        is_matrix = array.ndim == 2 and not any(part in name for part in _FLOATS)
         name = gguf_name(config, name)
         block, _, layer = name.rpartition(".attn_")
         if fused and layer.split(".")[0] in ("q", "k", "v"):
@@ -216,6 +229,28 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return writer.format_shard_names(path)[0] if len(writer.tensors) > 1 else path
+
+
+def write_expert_keys(writer: Any, config: Any, n_experts: int) -> None:
+    writer.add_expert_count(n_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if (width := getattr(config, "moe_intermediate_size", None)) is not None:
+        writer.add_expert_feed_forward_length(width)
+    names = ("shared_intermediate_size", "shared_expert_intermediate_size")
+    if width := next(filter(None, (getattr(config, name, None) for name in names)), None):
+        writer.add_expert_shared_feed_forward_length(width)
+    if config.model_type == "lfm2_moe":
+        writer.add_leading_dense_block_count(config.num_dense_layers)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def split_gate(name: str, array: np.ndarray, has_experts: bool) -> list[tuple[str, np.ndarray]]:
+    """Return the file's tensors of a fused tensor of Granite's shared expert, or of the experts."""
+    end = "exps" if ".experts." in name else "shexp" if has_experts else ""
+    begin = f"blk.{name.split('.')[2]}.ffn_"
+    parts = ["down"] if "down_proj" in name or "output_linear" in name else ["gate", "up"]
+    halves = np.split(array, len(parts), axis=-2)
+    return [(f"{begin}{part}{'_' * bool(end)}{end}.weight", half) for part, half in zip(parts, halves, strict=True)]
 
 
 def add_keys(writer: gguf.GGUFWriter, metadata: dict[str, Any]) -> None:
@@ -236,7 +271,8 @@ def add(writer: gguf.GGUFWriter, name: str, array: np.ndarray, kind: gguf.GGMLQu
     elif kind == F16:
         writer.add_tensor(name, array.astype(np.float16))
     else:
-        writer.add_tensor(name, blocks_of(array, kind), raw_dtype=kind)
+        blocks = blocks_of(array.reshape(-1, array.shape[-1]), kind)
+        writer.add_tensor(name, blocks.reshape(*array.shape[:-1], -1), raw_dtype=kind)
 
 
 def blocks_of(array: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:

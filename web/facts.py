@@ -78,7 +78,7 @@ def pre_tokenizers() -> list[list[Any]]:
 
 def difference(found: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
     """Return what ``{...base, ...difference}`` makes ``found`` again, also of objects within; null: no such entry."""
-    changed: dict[str, Any] = dict.fromkeys(base.keys() - found.keys())
+    changed: dict[str, Any] = {name: None for name in base if name not in found}
     for name, value in found.items():
         of_base = base.get(name)
         if name in ("keys", "settings", "defaults", "modules"):
@@ -90,28 +90,23 @@ def difference(found: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
 
 def model_families() -> dict[str, Any]:
     """Return each family's config keys by model_type, with inherited ones resolved."""
-    fields = ("keys", "settings", "defaults", "window", "rope")
-    fields += ("partial_rotary", "rope_off", "rope_local", "root_of_embedding")
-    fields += (
-        "rope_option",
-        "rope_windowed",
-        "rope_others",
-        "rope_alpha",
-        "query_scale",
-        "rope_by_layer",
-        "full_first",
-        "ffn_adjusted",
-        "mixer",
-    )
-    return {
-        name: {"name": name} | {field: getattr(family, field) for field in fields}
-        for name, family in families.FAMILIES.items()
-    }
+    fields = (
+        "keys", "settings", "defaults", "window", "rope", "partial_rotary", "rope_off", "rope_local",
+        "root_of_embedding", "rope_option", "rope_windowed", "rope_others", "rope_alpha", "query_scale",
+        "rope_by_layer", "full_first", "ffn_adjusted", "mixer",
+    )  # fmt: skip
+    return {name: {f: getattr(family, f) for f in fields} for name, family in families.FAMILIES.items()}
 
 
-def differences(whole: dict[str, Any]) -> dict[str, Any]:
-    """Return the objects of families as differences from Llama's."""
-    return {name: m if name == "llama" else difference(m, whole["llama"]) for name, m in whole.items()}
+def differences(whole: dict[str, Any], is_ordered: bool = False) -> dict[str, Any]:
+    """Return the objects of families as differences from Llama's; whole, in a list, if the order would be another."""
+    base = whole["llama"]
+
+    def shorten(found: dict[str, Any]) -> Any:
+        order = [name for name in {**base, **found} if name in found]
+        return [found] if is_ordered and order != list(found) else difference(found, base)
+
+    return {name: found if name == "llama" else shorten(found) for name, found in whole.items()}
 
 
 def hf_modules() -> dict[str, Any]:
@@ -193,7 +188,7 @@ def facts() -> dict[str, Any]:
         kinds[model] = {camel(key): value for key, value in kind._asdict().items() if key != "name"}
     return binding_names() | {
         "families": differences(model_families()),
-        "hfModules": differences(hf_modules()),
+        "hfModules": differences(hf_modules(), is_ordered=True),
         "ggufFamilies": differences(gguf_families()),
         "gguf": families.GGUF_NAMES,
         "activations": families._ACTIVATIONS,

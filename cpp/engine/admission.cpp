@@ -34,6 +34,7 @@ void Scheduler::check(const Request& request) const {
     if (request.n > 0) {
         require(request.max_new_tokens > 0 && n_tokens < config_.max_position, "no token to sample");
         require(!request.logits, "samples and logits");
+        require(!request.records_experts || (config_.n_experts > 0 && !request.keep), "no experts to record");
     }
     if ((request.n == 0 && score_from == 0) || score_from > n_tokens) {
         throw std::invalid_argument("score_from is " + std::to_string(score_from) + ", expected 1 to " +
@@ -59,6 +60,7 @@ std::unique_ptr<Job> Scheduler::make_job(Request request, uint64_t session) cons
     if (request.n > 0) {
         job->samples.resize(request.n);
         job->hidden.resize(config_.hidden_dim);
+        if (kIsComplete && request.records_experts) job->experts.resize(n_tokens * token_experts_);
     }
     if (kIsComplete && request.hidden) {
         job->hiddens.resize((n_scored + 1) * config_.hidden_dim);
@@ -203,6 +205,7 @@ void Scheduler::find_prefix(Job& job) const {
     int32_t page = PageIndex::kNone;
     job.pages.clear();
     job.n_cached_scores = 0;
+    if (kIsComplete && request.records_experts) return;
     while (job.pages.size() < n_reusable) {
         page = pages_.find(page, request.adapter, request.tokens.data() + job.pages.size() * kPage);
         if (page == PageIndex::kNone) break;
@@ -322,6 +325,7 @@ bool Scheduler::start_sample(Job& job) {
     Sample& sample = job.samples[job.started];
     sample.tokens.reserve(request.max_new_tokens);
     sample.logprobs.reserve(request.max_new_tokens);
+    if (kIsComplete && request.records_experts) sample.experts.reserve(request.max_new_tokens * token_experts_);
     sample.alternatives.reserve(request.max_new_tokens * request.sampling.top_logprobs);
     if (request.stop_strings != nullptr) sample.n_withheld.reserve(request.max_new_tokens);
     if (request.sampling.counts_tokens()) running.counts.reserve(request.max_new_tokens);

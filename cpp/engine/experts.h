@@ -62,6 +62,9 @@ public:
     // Adds to out (n, hidden_dim) the results of the experts of x (n, hidden_dim).
     void add(const LayerWeights& w, const float* x, size_t n, float* out);
 
+    // The experts of token i of the last add(), the most probable first.
+    const int32_t* chosen(size_t i) const { return choice_.chosen + i * config_.n_used_experts; }
+
     size_t workspace_bytes() const { return arena_.size_bytes(); }
     void release_workspace() { arena_.release(); }
 

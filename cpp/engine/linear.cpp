@@ -205,6 +205,7 @@ auto product_of(RowType source) {
 
 void multiply(std::span<const PackedWeight> w, const void* x, bool x_bf16, size_t ldx, size_t rows, const float* bias,
               float* y, size_t ldy, bool add, const Epilogue* epilogue) {
+    for (const PackedWeight& part : w) part.prepare();
     for (size_t end = 0, first = 0; !w.empty(); w = w.subspan(end), end = 0) {
         const RowType source = w.front().format().source;
         size_t n = 0;
@@ -259,6 +260,9 @@ void linear(std::span<const PackedWeight> w, const void* x, bool x_bf16, size_t 
 void linear_groups(std::span<const RowGroup> groups, const int32_t* x_rows, const float* x, size_t ldx, float* y,
                    size_t ldy) {
     if (groups.empty()) return;
+    for (const RowGroup& group : groups) {
+        for (const PackedWeight& part : group.w) part.prepare();
+    }
     const size_t rows = groups.back().first + groups.back().rows;
     const std::span<const PackedWeight> w = groups.front().w;
     product_of(w.front().format().source)({w, x, false, ldx, rows, nullptr, y, ldy, false, nullptr, groups, x_rows});

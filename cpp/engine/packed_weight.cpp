@@ -88,6 +88,7 @@ void PackedWeight::quantize_rows(size_t first, size_t count, const void* rows, R
 }
 
 void PackedWeight::rows(size_t first, size_t count, void* out, bool bf16) const {
+    prepare();
     const auto unpack = kernels().*format_->unpack_panel;
     if (unpack == nullptr) return rows_one_by_one(first, count, static_cast<float*>(out));
     const size_t row_bytes = k_ * (bf16 ? sizeof(uint16_t) : sizeof(float));
@@ -106,6 +107,7 @@ void PackedWeight::rows_one_by_one(size_t first, size_t count, float* out) const
 }
 
 void PackedWeight::unpack(void* rows, size_t row_stride) const {
+    prepare();
     parallel_for(n_, kUnpackNs * static_cast<double>(n_ * k_), [&](size_t i) {
         format_->unpack_row(data_ + i / kPanel * panel_bytes_, i % kPanel, k_,
                             static_cast<uint8_t*>(rows) + i * row_stride);

@@ -4,9 +4,12 @@
 #include <cstdint>
 
 #include "engine/formats.h"
+#include "runtime/system.h"
 #include "runtime/zeroed.h"
 
 namespace whet {
+
+class DeferredRows;
 
 // (n, k) weights in panels of 16 outputs (kernels/panel_layout.h), 64-byte aligned.
 class PackedWeight {
@@ -16,6 +19,15 @@ public:
     // Has no memory before place(), which takes size_bytes() zeroed, 64-byte aligned bytes.
     PackedWeight(WeightFormat format, size_t n, size_t k, std::nullptr_t);
     void place(uint8_t* memory) { data_ = memory; }
+    void release_memory() { release_pages(data_, size_bytes()); }  // its contents are undefined
+    // Before the panels are used: packs rows that have been deferred, see deferred_rows.h.
+    void prepare() const {
+#if !defined(__wasm__)
+        if (deferred_ != nullptr) prepare_deferred();
+#endif
+    }
+    void defer(DeferredRows* rows) { deferred_ = rows; }
+    DeferredRows* deferred() const { return deferred_; }
 
     const FormatTraits& format() const { return *format_; }
     WeightFormat format_id() const { return static_cast<WeightFormat>(format_ - format_table().data()); }
@@ -41,8 +53,11 @@ public:
 private:
     const FormatTraits* format_;
     size_t n_, k_, steps_, n_panels_, panel_bytes_;
-    Zeroed memory_;            // empty after place()
-    uint8_t* data_ = nullptr;  // first touched by the threads that pack
+    Zeroed memory_;                     // empty after place()
+    uint8_t* data_ = nullptr;           // first touched by the threads that pack
+    DeferredRows* deferred_ = nullptr;  // null: none
+
+    void prepare_deferred() const;
 
     void rows_one_by_one(size_t first, size_t count, float* out) const;
     void quantize_rows(size_t first, size_t count, const void* rows, RowType source, ptrdiff_t row_stride,

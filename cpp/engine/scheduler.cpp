@@ -14,6 +14,7 @@ Scheduler::Scheduler(const ModelConfig& config, size_t max_tokens, const KvMemor
     : config_(config),
       max_tokens_(max_tokens),
       page_bytes_(memory.page_bytes()),
+      token_experts_(config.n_moe_layers(config.n_layers) * config.n_used_experts),
       limits_(limits),
       pages_(memory.n_pages(), memory.n_state_pages()) {
     running_.reserve(limits.max_batch);
@@ -76,8 +77,14 @@ void Scheduler::plan_samples() {
             running.pages.push_back(allocate_page(extends_prompt ? job.pages.back() : PageIndex::kNone));
             --running.reserved, --reserved_;
         }
+        uint16_t* experts = nullptr;
+        if (kIsComplete && job.request.records_experts) {
+            const size_t end = sample.tokens.size() * token_experts_;
+            running.job->samples[running.sample].experts.resize(end);  // reserved by start_sample()
+            experts = running.job->samples[running.sample].experts.data() + end - token_experts_;
+        }
         plan_.tokens.push_back(
-            {sample.tokens.back(), static_cast<int32_t>(position), running.pages.data(), job.adapter.get()});
+            {sample.tokens.back(), static_cast<int32_t>(position), running.pages.data(), job.adapter.get(), experts});
         if (is_recurrent()) plan_run(1, running.has_state ? running.state : job.state, running.state);
     }
 }
@@ -122,7 +129,9 @@ void Scheduler::plan_prompts() {
                 plan_.hiddens.push_back(
                     {plan_.tokens.size(), job->page_hiddens.data() + (next / kPage - 1) * config_.hidden_dim});
             }
-            plan_.tokens.push_back({request.tokens[i], static_cast<int32_t>(i), job->pages.data(), job->adapter.get()});
+            uint16_t* const experts = job->experts.empty() ? nullptr : job->experts.data() + i * token_experts_;
+            plan_.tokens.push_back(
+                {request.tokens[i], static_cast<int32_t>(i), job->pages.data(), job->adapter.get(), experts});
         }
         if (is_recurrent() && count > 0) plan_run(count, job->state, job->next_state);
         if (request.n > 0 && job->computed + count == n_tokens) {

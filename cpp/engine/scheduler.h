@@ -32,15 +32,17 @@ struct Sample {
     std::vector<uint32_t> allowed;      // of a constrained request: bitmap of the next token; empty: not known yet
     std::vector<int64_t> kept_offsets;  // of a request that keeps sets: TokenSets of the tokens
     std::vector<int32_t> kept_words;
+    std::vector<uint16_t> experts;  // of a request that records them, of each computed token: InputToken::experts
     Finish finish = Finish::kRunning;
 };
 
 struct Request {
-    std::vector<int32_t> tokens;  // the prompt, or a sequence to score
-    uint64_t adapter = 0;         // 0: none
-    bool keep = false;            // retain prompt and sampled tokens, or scored tokens and scores, in the cache
-    bool constrained = false;     // a token is drawn only after allow()
-    bool records_kept = false;    // record the tokens that each token was drawn from
+    std::vector<int32_t> tokens;   // the prompt, or a sequence to score
+    uint64_t adapter = 0;          // 0: none
+    bool keep = false;             // retain prompt and sampled tokens, or scored tokens and scores, in the cache
+    bool constrained = false;      // a token is drawn only after allow()
+    bool records_kept = false;     // record the tokens that each token was drawn from
+    bool records_experts = false;  // record the experts of tokens; a prompt then computes all of its tokens
     // Sampling:
     size_t n = 0, min_new_tokens = 0, max_new_tokens = 0;
     Sampling sampling;
@@ -68,6 +70,7 @@ struct Job {
     uint64_t session = 0;
     std::vector<Sample> samples;
     std::vector<float> logprobs, entropies, logits, hiddens;
+    std::vector<uint16_t> experts;    // of the prompt's tokens
     std::vector<Drawn> alternatives;  // top_logprobs per scored token
     bool done = false;
     std::string error;  // set if the request ended because of NaN or infinite logits
@@ -152,7 +155,7 @@ private:
     };
 
     const ModelConfig& config_;
-    const size_t max_tokens_, page_bytes_;
+    const size_t max_tokens_, page_bytes_, token_experts_;  // token_experts_: numbers of a token's experts
     const Limits limits_;
     PageIndex pages_;
     std::map<uint64_t, std::unique_ptr<Job>> jobs_;

@@ -43,11 +43,10 @@ std::vector<Tree> find_trees(const TrainingDelta& d) {
 
 size_t state_size(const TrainingDelta& d) { return ceil_div(d.dim, kDeltaSlice) * kDeltaSlice * d.key_dim; }
 
-// Nanoseconds of the rule for the tokens of all sequences, `passes` of which read or write a state each.
-double work(const TrainingDelta& d, double passes) {
-    constexpr double kNumberNs = 0.05;
-    return kNumberNs * passes * static_cast<double>(static_cast<size_t>(d.q_offsets[d.n_sequences]) * d.n_heads) *
-           static_cast<double>(state_size(d));
+// Nanoseconds of all tokens and heads, for `number_ns` per number of a state; rough.
+double work(const TrainingDelta& d, double number_ns) {
+    const auto tokens = static_cast<double>(d.q_offsets[d.n_sequences]);
+    return number_ns * tokens * static_cast<double>(d.n_heads * state_size(d));
 }
 
 // The task of the tokens of a head, without states and results.
@@ -139,7 +138,7 @@ void backward_head(const TrainingDelta& d, const TrainingDeltaGradients& grads, 
 
 void delta_forward(const TrainingDelta& d, float* out, size_t stride) {
     const std::vector<Tree> trees = find_trees(d);
-    parallel_for(trees.size() * d.n_heads, work(d, 4), [&](size_t task) {
+    parallel_for(trees.size() * d.n_heads, work(d, 0.04), [&](size_t task) {
         const Tree& tree = trees[task / d.n_heads];
         const size_t head = task % d.n_heads, size = state_size(d);
         float *end = scratch<float>(2 * size, Scratch::kTask), *to = end;
@@ -153,7 +152,7 @@ void delta_forward(const TrainingDelta& d, float* out, size_t stride) {
 
 void delta_backward(const TrainingDelta& d, const TrainingDeltaGradients& grads) {
     const std::vector<Tree> trees = find_trees(d);
-    parallel_for(trees.size() * d.n_key_heads, work(d, 20), [&](size_t task) {
+    parallel_for(trees.size() * d.n_key_heads, work(d, 0.16), [&](size_t task) {
         const Tree& tree = trees[task / d.n_key_heads];
         const size_t key_head = task % d.n_key_heads, group = d.n_heads / d.n_key_heads;
         const size_t begin = tree[0].begin, n = tree.back().end - begin, size = round_to_lines(n * d.key_dim);

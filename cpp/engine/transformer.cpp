@@ -374,6 +374,10 @@ void Transformer::feed_forward(const InputToken* rows, size_t n, size_t layer, f
         for_rows(n, d, [&](size_t i) { scale(static_cast<float>(sigmoid(gates[i])), out + i * d, d); });
     }
     experts_.add(w, h_, n, out);
+    const size_t at = config_.n_moe_layers(layer) * config_.n_used_experts;
+    for (size_t i = 0; kIsComplete && i < n; ++i) {
+        if (rows[i].experts != nullptr) std::copy_n(experts_.chosen(i), config_.n_used_experts, rows[i].experts + at);
+    }
 }
 
 // out = W_down (act(gate) * up), or W_down act(up), of h.

@@ -25,8 +25,9 @@ namespace whet {
 // A token of the batch.
 struct InputToken {
     int32_t token, position;
-    const int32_t* pages;    // of its sequence, up to the position
-    const Adapter* adapter;  // null: none
+    const int32_t* pages;         // of its sequence, up to the position
+    const Adapter* adapter;       // null: none
+    uint16_t* experts = nullptr;  // output: its experts, (mixture layers, n_used_experts); null: not recorded
 };
 
 class Transformer {

@@ -193,8 +193,36 @@ void Weights::pack(const std::string& slot, size_t first, const StoredRows& rows
     if (vectors_.contains(slot)) return pack_vector(slot, first, rows);
     for_parts(matrix_for(slot, first, rows).parts, first, rows.n,
               [&](PackedWeight& part, size_t begin, size_t n, size_t before) {
+                  if (kIsComplete && part.deferred() != nullptr) part.deferred()->settle();
                   pack_rows(rows.range(before, n), part, begin);
               });
+}
+
+void Weights::defer(const std::string& slot, size_t first, const StoredRows& rows, const std::shared_ptr<void>& owner) {
+    const auto packing = lock_.writing();
+    for_parts(matrix_for(slot, first, rows).parts, first, rows.n,
+              [&](PackedWeight& part, size_t begin, size_t n, size_t before) {
+                  if (part.deferred() == nullptr) part.defer(&deferred_.emplace_back(part));
+                  part.deferred()->add(begin, rows.range(before, n), owner);
+              });
+}
+
+size_t Weights::deferred_bytes() const {
+    size_t bytes = 0;
+    for (const DeferredRows& rows : deferred_) bytes += rows.resident_bytes();
+    return bytes;
+}
+
+void Weights::drop_deferred(size_t limit) {
+    size_t bytes = deferred_bytes();
+    if (bytes <= limit) return;
+    const auto dropping = lock_.writing();
+    std::vector<DeferredRows*> packed;
+    for (DeferredRows& rows : deferred_) {
+        if (rows.resident_bytes() > 0) packed.push_back(&rows);
+    }
+    std::sort(packed.begin(), packed.end(), [](const auto* a, const auto* b) { return a->last_use() < b->last_use(); });
+    for (auto next = packed.begin(); bytes > limit && next != packed.end(); ++next) bytes -= (*next)->drop();
 }
 
 PackingLoss Weights::measure_loss(const std::string& slot, size_t first, const StoredRows& rows) const {
@@ -262,6 +290,7 @@ uint64_t Weights::checksum(const std::string& slot) const {
     if (const auto* vector = vector_at(slot)) return whet::checksum(vector->data(), vector->size() * sizeof(float));
     uint64_t sum = 0;
     for (const PackedWeight& part : matrix_at(slot).parts) {
+        part.prepare();
         const size_t bytes = part.panel_bytes();
         sum = mix(sum, checksum_rows(static_cast<const char*>(part.panel(0)), part.n_panels(), bytes,
                                      static_cast<ptrdiff_t>(bytes)));
@@ -280,6 +309,7 @@ size_t Weights::size_bytes() const {
 
 size_t Weights::release() {
     const auto packing = lock_.writing();
+    for (DeferredRows& rows : deferred_) rows.drop();
     release_pages(memory_.data(), memory_bytes_);
     return memory_bytes_;
 }

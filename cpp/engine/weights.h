@@ -3,12 +3,15 @@
 // Shared by engines and trainers. Methods are thread-safe: many readers or one packer. Hold reading() to read members
 // directly.
 #pragma once
+#include <deque>
 #include <map>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "engine/config.h"
+#include "engine/deferred_rows.h"
 #include "engine/linear.h"
 #include "engine/packing_loss.h"
 #include "engine/stored_rows.h"
@@ -93,6 +96,11 @@ public:
     // Packs rows [first, first + rows.n) of a matrix, or writes one row to elements [first, first + rows.k) of a
     // vector. Throws std::invalid_argument for an unknown slot or a wrong shape.
     void pack(const std::string& slot, size_t first, const StoredRows& rows);
+    // Packs these rows of a matrix when they are first used: see DeferredRows.
+    void defer(const std::string& slot, size_t first, const StoredRows& rows, const std::shared_ptr<void>& owner);
+    size_t deferred_bytes() const;  // of deferred rows that are packed
+    // Drops deferred rows, the least recently used first, until at most `limit` bytes of them are packed.
+    void drop_deferred(size_t limit);
     // Measures the loss of pack() with the same arguments. For rows of several parts: the sum, and the first format
     // whose limit they exceed.
     PackingLoss measure_loss(const std::string& slot, size_t first, const StoredRows& rows) const;
@@ -117,6 +125,7 @@ private:
     mutable ReadWriteLock lock_;
     Zeroed memory_;  // all matrices
     size_t memory_bytes_ = 0;
+    std::deque<DeferredRows> deferred_;
     std::map<std::string, Matrix*> matrices_;
     std::map<std::string, std::vector<float>*> vectors_;
 

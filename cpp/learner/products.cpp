@@ -139,6 +139,7 @@ std::vector<OutputRange> split_outputs(std::span<const PackedWeight> w, size_t m
 
 void multiply(ProductType type, const OutputRange& w, ProductRows x, size_t rows, const float* bias, float* y,
               size_t ldy, bool add) {
+    w.part->prepare();
     with_type(type, [&]<class T>() {
         multiply_panels<T>(panels_of<T>(w), w.n, w.part->k(), static_cast<const T*>(x.data), x.ld, rows, bias, y, ldy,
                            add);
@@ -154,6 +155,7 @@ void multiply(ProductType type, std::span<const PackedWeight> w, ProductRows x, 
 
 void multiply_transposed(ProductType type, const OutputRange& w, const float* y, size_t ldy, size_t rows, float* x,
                          size_t ldx, bool add) {
+    w.part->prepare();
     const ProductRows from = convert_rows(type, y, ldy, rows, w.n, Scratch::kCopy);
     with_type(type, [&]<class T>() {
         multiply_panels<T>(transposed_panels_of<T>(w), w.part->k(), w.n, static_cast<const T*>(from.data), from.ld,

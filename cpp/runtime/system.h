@@ -24,6 +24,9 @@ void free_zeroed(void* memory, size_t bytes);
 // Releases the whole pages in this range to the system. Their addresses stay valid, their contents are undefined.
 void release_pages(void* memory, size_t bytes);
 
+// Releases the whole pages of a mapped file in this range, which are read again on access.
+void release_file_pages(const void* memory, size_t bytes);
+
 // Puts the whole pages in this range on huge pages if the system has them.
 void prefer_huge_pages(void* memory, size_t bytes);
 

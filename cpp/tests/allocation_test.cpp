@@ -398,16 +398,22 @@ void warm_threads(Model& model, size_t rows) {
     std::latch all(kThreads);
     auto task = [&](size_t) {
         all.arrive_and_wait();
-        const auto product = [&](const Matrix& matrix) {
-            const std::vector<float> x(rows * matrix.k());
-            std::vector<float> y(rows * matrix.n());
-            linear(matrix.parts, x.data(), false, matrix.k(), rows, nullptr, y.data(), matrix.n());
+        const auto product = [&](const Matrix& matrix, size_t n_rows) {
+            if (matrix.parts.empty()) return;
+            const std::vector<float> x(n_rows * matrix.k());
+            std::vector<float> y(n_rows * matrix.n());
+            linear(matrix.parts, x.data(), false, matrix.k(), n_rows, nullptr, y.data(), matrix.n());
             matrix.parts[0].row(0, std::vector<float>(matrix.k()).data());
         };
         for (const LayerWeights& layer : w.layers) {
-            for (const Matrix* matrix : {&layer.qkv, &layer.o, &layer.up, &layer.down}) product(*matrix);
+            for (const Matrix* matrix : {&layer.qkv, &layer.o, &layer.up, &layer.down, &layer.router}) {
+                product(*matrix, rows);
+            }
+            for (const Matrix* matrix : {&layer.experts_up, &layer.experts_down}) {
+                product(*matrix, Choice::most_rows(w.config(), rows));
+            }
         }
-        product(w.embedding);
+        product(w.embedding, rows);
     };
     parallel_for(kThreads, task);
 }

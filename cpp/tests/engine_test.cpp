@@ -5,6 +5,7 @@
 #include <functional>
 #include <numeric>
 #include <random>
+#include <set>
 #include <vector>
 
 #include "runtime/ceil_div.h"
@@ -110,7 +111,37 @@ void test_experts(Router router) {
         }
         std::vector<float> separate(d, 0.5f);
         experts.add(w, row, 1, separate.data());
-        expect(std::equal(separate.begin(), separate.end(), &out[i * d]), "token %zu of a mixture, without others", i);
+        expect(std::equal(separate.begin(), separate.end(), &out[i * d]), "token %zu of a mixture, separately", i);
+    }
+}
+
+// The experts of prompts and samples, which depend on neither chunks nor other requests, and do not change results.
+void test_recorded_experts() {
+    Model model(kMixture, WeightFormat::kFloat32, 16 + 64);
+    const ModelConfig& c = model.transformer.config();
+    std::vector<std::vector<uint16_t>> expected;
+    Outputs outputs;
+    for (const size_t chunk : {64, 13, 1}) {
+        Engine s(model.transformer, {model.kv_bytes(40), 16, chunk});
+        Request recorded = prompt(130, 2, 20, 7), plain = recorded;
+        recorded.records_experts = true;
+        s.add(prompt(140, 1, 9, 1));  // has the first pages, whose experts are not recorded
+        s.step();
+        const uint64_t id = s.add(recorded), right = s.add(plain);
+        run(s);
+        expect(s.job(id).reused == 0, "a prompt whose experts are recorded computes all of its tokens");
+        expect(outputs_of(s, id) == outputs_of(s, right), "recording does not change results");
+        std::vector<std::vector<uint16_t>> found{s.job(id).experts};
+        for (const Sample& sample : s.job(id).samples) found.push_back(sample.experts);
+        if (expected.empty()) expected = found, outputs = outputs_of(s, id);
+        expect(found == expected && outputs == outputs_of(s, id), "experts do not depend on chunks");
+        expect(found[0].size() == 130 * 2 * 3 && found[1].size() == 19 * 2 * 3, "experts of all computed tokens");
+    }
+    for (const auto& experts : expected) {
+        for (size_t i = 0; i < experts.size(); i += c.n_used_experts) {
+            const std::set<uint16_t> different(&experts[i], &experts[i] + c.n_used_experts);
+            expect(different.size() == c.n_used_experts && *different.rbegin() < c.n_experts, "different experts");
+        }
     }
 }
 
@@ -634,6 +665,7 @@ int main() {
             for (const int kind : {kDelta, kMixture}) test_batch_invariance(kind, format, KvType::kBFloat16);
         }
         for (const Router router : {Router::kSoftmax, Router::kSigmoid}) test_experts(router);
+        test_recorded_experts();
         test_hidden_states();
         test_invalid_requests();
         for (const int kind : {kLlama, kOther, kDelta}) test_cancelling(kind);

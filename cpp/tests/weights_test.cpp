@@ -147,6 +147,63 @@ void test_checksums() {
     }
 }
 
+// Rows that are packed at their first use, dropped, the least recently used first, and packed again; on several
+// threads.
+void test_deferred_rows() {
+    constexpr size_t n_experts = 6, dim = 8, k = 16;
+    ModelConfig c;
+    c.n_layers = 1, c.n_experts = n_experts, c.n_used_experts = 1, c.expert_dim = dim / 2, c.hidden_dim = k;
+    Weights packed(c), deferred(c);
+    const std::string slot = "layers.0.experts_gate_up";
+    for (Weights* w : {&packed, &deferred})
+        w->add_matrix(slot, WeightFormat::kFloat32, n_experts * dim, k), w->allocate();
+    const std::vector<float> numbers = normal(n_experts * dim * k, 5);  // of less than a page: none is released
+    const auto rows = [&](size_t first, size_t n) {
+        return StoredRows{StoredType::kFloat32, &numbers[first * k], n, k, static_cast<ptrdiff_t>(k), 1};
+    };
+    const auto owner = std::make_shared<int>(1);
+    packed.pack(slot, 0, rows(0, n_experts * dim));
+    for (size_t first = 0; first < n_experts * dim; first += 3 * dim)
+        deferred.defer(slot, first, rows(first, 3 * dim), owner);
+    expect(deferred.deferred_bytes() == 0 && owner.use_count() == 1 + n_experts, "deferred rows are not packed");
+    const auto read = [&](const Weights& w, size_t expert) {
+        std::vector<float> out(dim * k);
+        w.rows(slot, expert * dim, dim, out.data(), false);
+        return out;
+    };
+    const auto expect_same = [&](size_t expert) {
+        expect(read(deferred, expert) == read(packed, expert), "expert %zu", expert);
+    };
+    const size_t bytes = packed.size_bytes() / n_experts;
+    for (const size_t expert : {4, 2, 4, 0}) expect_same(expert);
+    expect(deferred.deferred_bytes() == 3 * bytes, "%zu bytes are packed", deferred.deferred_bytes());
+    deferred.drop_deferred(2 * bytes);
+    expect(deferred.deferred_bytes() == 2 * bytes, "%zu bytes stay packed", deferred.deferred_bytes());
+    expect_same(4), expect_same(0);
+    expect(deferred.deferred_bytes() == 2 * bytes, "the least recently used expert was dropped");
+    std::vector<std::thread> readers;
+    for (size_t t = 0; t < 4; ++t) {
+        readers.emplace_back([&, t] {
+            for (size_t i = 0; i < 40; ++i) expect_same((i * 5 + t) % n_experts);
+        });
+    }
+    for (int i = 0; i < 20; ++i) deferred.drop_deferred(bytes);
+    for (std::thread& reader : readers) reader.join();
+    expect(deferred.checksum(slot) == packed.checksum(slot), "all rows are packed");
+    deferred.release();
+    expect(deferred.deferred_bytes() == 0 && deferred.checksum(slot) == packed.checksum(slot),
+           "released and packed again");
+    const std::vector<float> other(dim * k, 2.0f);
+    deferred.pack(slot, dim, {StoredType::kFloat32, other.data(), dim, k, static_cast<ptrdiff_t>(k), 1});
+    deferred.drop_deferred(0);
+    expect(read(deferred, 1) == other && deferred.deferred_bytes() == 0, "packed rows are not dropped");
+    std::vector<float> bad(dim * k, INFINITY);
+    Weights broken(c);
+    broken.add_matrix(slot, WeightFormat::kFloat32, n_experts * dim, k), broken.allocate();
+    broken.defer(slot, 0, {StoredType::kFloat32, bad.data(), dim, k, static_cast<ptrdiff_t>(k), 1}, owner);
+    expect_rejected<std::runtime_error>("an infinite weight", [&] { read(broken, 0); });
+}
+
 // A reader sees all old rows or all new rows.
 void test_packing_while_others_read() {
     Packed packed({WeightFormat::kBFloat16}, 64, 64);
@@ -185,6 +242,7 @@ int main() {
         test_vectors();
         test_errors();
         test_checksums();
+        test_deferred_rows();
         test_packing_while_others_read();
     });
 }

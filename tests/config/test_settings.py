@@ -186,7 +186,7 @@ def test_numpy_numbers_and_integers_for_floats_are_converted():
 def test_sampling_fields_match_sampling_params():
     ours = {f.name for f in dataclasses.fields(RolloutConfig)}
     others = {f.name for f in dataclasses.fields(SamplingParams)} - ours
-    assert others == {"top_logprobs", "kept_tokens", "grammar_after"}  # no user of an algorithm reads them
+    assert others == {"top_logprobs", "experts", "kept_tokens", "grammar_after"}  # no user of an algorithm reads them
     settings: dict[str, Any] = {
         "top_k": 3, "top_p": 0.5, "min_p": 0.1, "temperature": 0.7, "repetition_penalty": 1.1, "max_new_tokens": 9,
         "presence_penalty": 0.5, "frequency_penalty": -1, "logit_bias": {"4": 2}, "min_new_tokens": 2,

@@ -339,6 +339,101 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+_MOE = {"num_experts_per_tok": 3, "num_hidden_layers": 3}
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmoe": ("olmoe", {**_MOE, "num_experts": 5, "intermediate_size": 10, "num_key_value_heads": 4}),
+    "olmoe-normalised": (
+        "olmoe",
+        {**_MOE, "num_experts": 8, "intermediate_size": 6, "norm_topk_prob": True, "tie_word_embeddings": True},
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {**_MOE, "num_experts": 7, "moe_intermediate_size": 14, "head_dim": 10, "norm_topk_prob": True},
+    ),
+    "qwen3_moe-dense": (
+        "qwen3_moe",
+        {
+            **_MOE,
+            "num_hidden_layers": 5,
+            "num_experts": 4,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 6,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+        },
+    ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "num_experts": 6,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 14,
+            "num_dense_layers": 1,
+        },
+    ),
+    "lfm2_moe-plain": (
+        "lfm2_moe",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "conv", "conv"],
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 6,
+            "num_dense_layers": 0,
+            "use_expert_bias": False,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.7,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "granitemoe": (
+        "granitemoe",
+        {
+            **_GRANITE_SCALES,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 10,
+            "attention_bias": True,
+        },
+    ),
+    "granitemoeshared": (
+        "granitemoeshared",
+        {**_GRANITE_SCALES, "num_local_experts": 8, "intermediate_size": 6, "shared_intermediate_size": 14},
+    ),
+    "granite4-experts": (
+        "granitemoehybrid",
+        {**_GRANITE_4, "num_local_experts": 6, "num_experts_per_tok": 4, "intermediate_size": 10},
+    ),
+    "qwen3_5_moe_text": (
+        "qwen3_5_moe_text",
+        {
+            **_QWEN3_5,
+            "linear_num_value_heads": 6,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 10,
+            "shared_expert_intermediate_size": 14,
+        },
+    ),
+    "qwen3_5_moe-vision": (
+        "qwen3_5_moe",
+        {
+            "model_type": "qwen3_5_moe_text",
+            **_QWEN3_5,
+            "linear_num_value_heads": 3,
+            "num_experts": 4,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 6,
+            "shared_expert_intermediate_size": 6,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
 _VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14, "depth": 1, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 4, "head_dim": 8,
@@ -347,7 +442,7 @@ _VISION = {
 
 
 def tiny_config(case: str, **options: Any) -> Any:
-    model_type, given = CASES[case]
+    model_type, given = {**CASES, **MIXTURES}[case]
     if case.endswith("-vision"):
         text = {**_LLAMA, "initializer_range": 0.3, "tie_word_embeddings": True, **given, **options}
         whole = transformers.AutoConfig.for_model(model_type).to_dict()
@@ -371,10 +466,15 @@ def tiny_model(case: str, **options: Any) -> Any:
     torch.manual_seed(0)
     config = tiny_config(case, **options)
     model = auto_class(config).from_config(config).eval()
+    if case in MIXTURES:
+        model.set_experts_implementation("eager")  # the default needs rows of a multiple of 16 bytes
     offset = family_of(config.to_dict(), case).norm_offset
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1 and not is_skipped(name):
             parameter.data.uniform_(0.5 - offset, 1.5 - offset)
+    for name, buffer in model.named_buffers():
+        if name.endswith("expert_bias"):
+            buffer.uniform_(-0.3, 0.3)
     return model.requires_grad_(False)
 
 
@@ -384,10 +484,11 @@ def own_precision(model: Any) -> Iterator[None]:
     before = model.config._attn_implementation
     if model.config.model_type in ("gemma2", "granite_swa"):
         model.config._attn_implementation = "exact softmax"
-    is_double = model.config.model_type.startswith("qwen3_5") and model.dtype == torch.float64
+    is_narrow = model.config.model_type.startswith("qwen3_5") or "moe" in model.config.model_type
     with contextlib.ExitStack() as patches:
-        if is_double:
-            patches.enter_context(patch.object(torch, "float32", torch.float64))
+        if is_narrow and model.dtype == torch.float64:
+            for name in ("float32", "float"):
+                patches.enter_context(patch.object(torch, name, torch.float64))
             patches.enter_context(patch.object(torch.Tensor, "float", torch.Tensor.double))
         yield
     model.config._attn_implementation = before

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.gguf_files import write_gguf
 from tests.isas import assert_isas_agree
 from tests.raising import assert_raises
 from tests.threads import same_on_any_threads
 
 pytest.importorskip("transformers")
 from tests.engine.tiny_models import CASES, own_precision, tiny_model
-from tests.gguf_files import write_gguf
 
 from whet import Engine, SamplingParams, WhetTypeError, WhetValueError
 from whet.config.kept_tokens import KeptTokens
@@ -23,6 +23,7 @@ from whet.learner.learner import Learner, Logprobs
 from whet.models.adapter_files import read_peft
 from whet.models.packed_base import PackedBase, pack_base
 from whet.models.slots import is_norm, keep_order
+from whet.models.sources.gguf import open_gguf
 from whet.models.sources.live import open_module
 from whet.models.sources.pretrained import open_pretrained
 from whet.ops.quant import CORE_FORMATS
@@ -98,8 +99,8 @@ def by_autograd(
         return add
 
     for i, adapter in enumerate(learner.adapters):
-        b = in_module_order(learner, adapter, adapter.b)
-        a, b = (torch.tensor(x, dtype=dtype, requires_grad=True) for x in (adapter.a, b))
+        a, rows = adapter.to_module(adapter.a, adapter.b)
+        a, b = (torch.tensor(x, dtype=dtype, requires_grad=True) for x in (a, rows.T))
         hooks.append(model.get_submodule(adapter.name).register_forward_hook(add_adapter(i, adapter.scaling, a, b)))
         trained[adapter.name] = a, b
     for norm in learner.norms:
@@ -138,9 +139,10 @@ def relative_error(got: np.ndarray, right: np.ndarray) -> float:
 
 
 def gradient_errors(learner: Learner, right: Mapping[str, tuple[np.ndarray, ...]]) -> list[float]:
-    found = [
-        (adapter, (adapter.grad_a, in_module_order(learner, adapter, adapter.grad_b))) for adapter in learner.adapters
-    ]
+    found = []
+    for adapter in learner.adapters:
+        a, rows = adapter.to_module(adapter.grad_a, adapter.grad_b)
+        found.append((adapter, (a, rows.T)))
     pairs = [(norm, norm.gradients) for norm in learner.norms]
     return [
         relative_error(got, expected)
@@ -169,6 +171,20 @@ def test_every_family_matches_autograd(case: str) -> None:
     learner = new_learner(pack_base(source, weights="float32"), compute="float32")
     assert learner.norms
     check_against_autograd(learner, tiny_model(case))
+
+
+def test_value_heads_in_the_order_of_a_file_match_autograd(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_5_text")
+    base = pack_base(open_gguf(write_gguf(model, tmp_path / "model.gguf")), weights="float32")
+    assert base.config.delta_tiled
+    check_against_autograd(new_learner(base, compute="float32"), model)
+
+
+def test_ranks_above_the_number_of_heads_match_autograd() -> None:
+    """The gates of linear attention have a row for each of 6 heads."""
+    model = tiny_model("qwen3_5_text")
+    base = pack_base(open_module(model), weights="float32")
+    check_against_autograd(new_learner(base, compute="float32", lora_rank=9), model)
 
 
 @pytest.mark.parametrize("case", ["llama", "gptj", "gpt2", "gemma2", "qwen3"])

@@ -79,7 +79,7 @@ def save(model: Any, tokenizer: Any, folder: Path, **settings: Any) -> Path:
 
 def assert_same_model(ours: Any, theirs: Any, model_type: str) -> None:
     """Compare a file with its folder; the file also has the tensors that llama.cpp requires."""
-    assert find_difference(ours.config, as_stored(theirs.config, model_type)) is None
+    assert find_difference(ours.config, as_stored(theirs.config, FAMILIES[model_type])) is None
     values = values_by_module if ours.config.delta_tiled else values_by_slot
     found, expected = values(ours), values(theirs)
     assert expected.keys() <= found.keys()

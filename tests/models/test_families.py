@@ -16,6 +16,7 @@ import pytest
 import torch
 from tests.engine.tiny_models import (
     CASES,
+    MIXTURES,
     VOCAB,
     family_name,
     foreign_model,
@@ -93,9 +94,11 @@ def test_documentation_lists_every_family():
         return {re.sub(r"\W|_", "", name.lower()) for name in re.split(r",\s| and ", listed)}
 
     known = {name.replace("_", "") for name in FAMILIES}
-    assert names(readme, "It runs", ", from a module") == known - {"phi", "granitemoehybrid", "hunyuanv1dense"} | {
+    renamed = {"phi", "granitemoehybrid", "granitemoeshared", "hunyuanv1dense"}
+    assert names(readme, "It runs", ", from a module") == known - renamed | {
         "phi2",
-        "granite4dense",
+        "granite4attentiononly",
+        "granitemoewithasharedexpert",
         "hunyuandense",
     }
     exported = {name.replace("_", "") for name, family in FAMILIES.items() if family.gguf is not None}
@@ -284,7 +287,7 @@ def test_old_configs():
     [
         ({"model_type": "mixtral"}, ("'mixtral'", "mixtures of experts", "gemma2, gemma3_text, gpt2")),
         ({"model_type": "gemma3"}, ("model_type is 'gemma3'", "gemma3_text")),
-        ({"model_type": "lfm2_moe"}, ("model_type is 'lfm2_moe'", "has mixtures of experts")),
+        ({"model_type": "qwen2_moe"}, ("model_type is 'qwen2_moe'", "has mixtures of experts")),
         ({"model_type": ["llama"]}, ("model_type is ['llama']",)),
         ({"hidden_act": "relu"}, ("hidden_act is 'relu'", "silu")),
         ({"num_attention_heads": 0}, ("num_attention_heads is 0", "an integer from 1")),
@@ -334,7 +337,7 @@ def test_unsupported_config_is_rejected_by_name(change, message):
             {"layer_types": ["full_attention", "linear_attention"]},
             ("layer_types", "attention in all layers"),
         ),
-        ("granite4", {"num_local_experts": 2}, "num_local_experts is 2"),
+        ("granite4", {"num_local_experts": -2}, "num_local_experts is -2"),
         ("granite_swa", {"layer_rope_theta": [1.0, 2.0]}, ("layer_rope_theta is", "for each of 5 layers")),
         ("granite_swa", {"layer_rope_theta": [1.0, 2.0, 3.0, 0.0, 1.0]}, ("layer_rope_theta is", "at most two")),
         ("granite_swa", {"layer_rope_theta": [-1.0] * 5}, ("layer_rope_theta is", "at least 0")),
@@ -362,8 +365,9 @@ def test_unsupported_option_of_a_family_is_rejected_by_name(case, change, messag
 def test_granite_4_without_its_options_is_a_hybrid_with_experts():
     config = {key: value for key, value in tiny_config("granite4").to_dict().items() if key != "layer_types"}
     assert_raises(WhetValueError, ("layer_types", "linear_attention"), model_config, config)
-    del config["num_local_experts"]
-    assert_raises(WhetValueError, "num_local_experts is 8", model_config, config)
+    del config["num_local_experts"], config["num_experts_per_tok"]
+    found = model_config({**config, "layer_types": ["attention"] * 2})
+    assert (found.n_experts, found.n_used_experts, found.expert_dim, found.shared_dim) == (8, 2, 40, 24)
 
 
 def test_ministral_3_scales_queries_by_their_position():
@@ -595,4 +599,4 @@ def test_modified_models_are_rejected_by_name():
 
 
 def test_cases_cover_every_family():
-    assert set(map(family_name, CASES)) == set(FAMILIES)
+    assert set(map(family_name, {**CASES, **MIXTURES})) == set(FAMILIES)

@@ -158,10 +158,11 @@ def run_native(engine: Engine, tokenizer: GGUFTokenizer, adapter: Path) -> dict[
 REORDERED = {
     "gpt2": {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
     "gpt_neox": {"target_modules": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]},
+    "qwen3_5_text": {"target_modules": ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj"]},
 }
-"""Adapters of models whose files store transposed matrices, or q, k and v head by head."""
-NO_GGUF = {"llama-proportional", "gemma2-kinds", "gemma2-attention", "granite_swa-bases"}
-"""Cases that GGUF cannot express: proportional RoPE, an untied head of Gemma 2, no soft-cap, two bases of RoPE."""
+"""Adapters of models whose files store transposed matrices, q, k and v head by head, or reordered value heads."""
+NO_GGUF = {"llama-proportional", "gemma2-kinds", "gemma2-attention", "granite_swa-bases", "qwen3_5_text-sizes"}
+"""Cases that GGUF cannot express: proportional RoPE, an untied head of Gemma 2, no soft-cap, two RoPE bases, biases."""
 
 
 def families(folder: Path) -> None:
@@ -176,7 +177,8 @@ def families(folder: Path) -> None:
             found.append(run_source(write_gguf(model, folder / f"{case}.gguf")))
     for case, settings in REORDERED.items():
         with_lora(tiny_model(case), b_std=0.2, **settings).save_pretrained(folder / f"{case}-adapter")
-        found.append(run_source(folder / case, folder / f"{case}-adapter"))
+        for path in (folder / case, folder / f"{case}.gguf"):
+            found.append(run_source(path, folder / f"{case}-adapter"))
     tiny_model("llama").half().save_pretrained(folder / "half")
     tiny_model("llama").bfloat16().save_pretrained(folder / "sharded", max_shard_size="8KB")
     found += [run_source(folder / "half"), run_source(folder / "sharded")]

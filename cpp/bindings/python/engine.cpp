@@ -66,8 +66,10 @@ private:
 
 class EngineObject {
 public:
-    EngineObject(const Shared<Weights>& weights, size_t kv_bytes, size_t max_batch, size_t chunk, KvType kv_type)
+    EngineObject(const Shared<Weights>& weights, size_t kv_bytes, size_t max_batch, size_t chunk, KvType kv_type,
+                 size_t expert_bytes)
         : weights_(weights),
+          expert_bytes_(expert_bytes),
           model_(weights.value, max_batch + chunk, kv_type),
           engine_(model_, {kv_bytes, max_batch, chunk}) {}
 
@@ -96,7 +98,7 @@ public:
     uint64_t add_prompt(uint64_t session, nb::handle tokens, size_t n, size_t min_new_tokens, size_t max_new_tokens,
                         nb::handle stop_tokens, const Shared<const StopStrings>* stop_strings, uint64_t seed,
                         uint64_t prompt_index, uint64_t first_sample, uint64_t adapter, const nb::dict& sampling,
-                        bool keep, bool constrained, bool records_kept, int scored_alternatives) {
+                        bool keep, bool constrained, bool records_kept, bool records_experts, int scored_alternatives) {
         const EngineGuard guard(lock_);
         Request request = request_of(session, tokens, adapter);
         if (n == 0) throw std::invalid_argument("no token to sample");
@@ -105,6 +107,7 @@ public:
         request.keep = keep;
         request.constrained = constrained;
         request.records_kept = records_kept;
+        request.records_experts = records_experts;
         if (scored_alternatives >= 0) {
             request.score_from = 1;
             request.scoring.top_logprobs = static_cast<size_t>(scored_alternatives);
@@ -146,8 +149,11 @@ public:
         const EngineGuard guard(lock_);
         if (engine_.job(id).done) return true;
         const ReleasedGil released;
-        const auto lock = model_.weights().reading();
-        engine_.step();
+        {
+            const auto lock = model_.weights().reading();
+            engine_.step();
+        }
+        if (expert_bytes_ > 0) weights_.value->drop_deferred(expert_bytes_);
         return false;
     }
 
@@ -172,6 +178,17 @@ public:
         const EngineGuard guard(lock_);
         const Sample& s = engine_.job(id).samples.at(i);
         return nb::make_tuple(array_of(s.kept_offsets), array_of(s.kept_words));
+    }
+
+    // Returns the experts of the prompt's and of the sample's computed tokens: (tokens, mixture layers, experts of a
+    // token), flat.
+    nb::object experts(uint64_t id, size_t i) const {
+        const EngineGuard guard(lock_);
+        const Job& job = engine_.job(id);
+        const std::vector<uint16_t>& drawn = job.samples.at(i).experts;
+        std::vector<int32_t> all(job.experts.begin(), job.experts.end());
+        all.insert(all.end(), drawn.begin(), drawn.end());
+        return array_of(all);
     }
 
     bool is_done(uint64_t id) const {
@@ -245,6 +262,7 @@ public:
         const PageIndex& pages = engine_.pages();
         const size_t page_bytes = engine_.kv_memory().page_bytes();
         out["weights_bytes"] = model_.weights().size_bytes();
+        out["experts_resident_bytes"] = model_.weights().deferred_bytes();
         out["kv_bytes"] = pages.n_pages() * page_bytes;
         out["kv_page_bytes"] = page_bytes;
         out["kv_state_bytes"] = pages.n_state_pages() * page_bytes;
@@ -260,6 +278,7 @@ public:
 private:
     mutable FairMutex lock_;
     const Shared<Weights> weights_;
+    const size_t expert_bytes_;  // limit of deferred weights after a step; 0: none
     Transformer model_;
     Engine engine_;
     std::vector<uint64_t> sessions_;  // open sessions
@@ -295,13 +314,13 @@ void bind_engine(nb::module_& m) {
         .value("bfloat16", KvType::kBFloat16)
         .value("q8", KvType::kInt8);
     nb::class_<EngineObject>(m, "Engine")
-        .def(nb::init<const Shared<Weights>&, size_t, size_t, size_t, KvType>(), arg("weights"), nb::kw_only(),
-             arg("kv_bytes"), arg("max_batch"), arg("chunk"), arg("kv_type"))
+        .def(nb::init<const Shared<Weights>&, size_t, size_t, size_t, KvType, size_t>(), arg("weights"), nb::kw_only(),
+             arg("kv_bytes"), arg("max_batch"), arg("chunk"), arg("kv_type"), arg("expert_bytes") = 0)
         .def_prop_ro("weights", &EngineObject::weights)
         .def("add_prompt", &EngineObject::add_prompt, arg("session"), nb::kw_only(), arg("tokens"), arg("n"),
              arg("min_new_tokens"), arg("max_new_tokens"), arg("stop_tokens"), arg("stop_strings").none(), arg("seed"),
              arg("prompt_index"), arg("first_sample"), arg("adapter"), arg("sampling"), arg("keep"), arg("constrained"),
-             arg("records_kept"), arg("scored_alternatives"))
+             arg("records_kept"), arg("records_experts"), arg("scored_alternatives"))
         .def("allow", &EngineObject::allow, arg("job"), arg("sample"), arg("tokens"))
         .def("add_score", &EngineObject::add_score, arg("session"), nb::kw_only(), arg("tokens"), arg("score_from"),
              arg("temperature"), arg("entropy"), arg("logits"), arg("hidden"), arg("top_logprobs"), arg("adapter"),
@@ -312,6 +331,7 @@ void bind_engine(nb::module_& m) {
         .def("is_done", &EngineObject::is_done)
         .def("sample", &EngineObject::sample)
         .def("kept_tokens", &EngineObject::kept_tokens)
+        .def("experts", &EngineObject::experts)
         .def("reused", &EngineObject::reused)
         .def("scores", &EngineObject::scores)
         .def("begin_session", &EngineObject::begin_session)

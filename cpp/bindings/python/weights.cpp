@@ -96,6 +96,18 @@ void pack_call(const Shared<Weights>& weights, const char* slot, size_t first, c
     weights.value->pack(slot, first, rows);
 }
 
+// `owner` keeps the memory of the rows valid.
+void defer_call(const Shared<Weights>& weights, const char* slot, size_t first, const StoredRows& rows,
+                nb::object owner) {
+    const std::shared_ptr<void> kept(owner.release().ptr(), [](void* object) {
+        if (!nb::is_alive()) return;
+        const nb::gil_scoped_acquire gil;
+        Py_DECREF(static_cast<PyObject*>(object));
+    });
+    const ReleasedGil released;
+    weights.value->defer(slot, first, rows, kept);
+}
+
 nb::tuple measure_loss_call(const Shared<Weights>& weights, const char* slot, size_t first, const StoredRows& rows) {
     return measure_without_gil([&] { return weights.value->measure_loss(slot, first, rows); });
 }
@@ -157,6 +169,8 @@ void bind_weights(nb::module_& m) {
             arg("config"), arg("slots"))
         .def("pack", &pack_call)
         .def("measure_loss", &measure_loss_call)
+        .def("defer", &defer_call)
+        .def_prop_ro("deferred_bytes", [](const Shared<Weights>& weights) { return weights.value->deferred_bytes(); })
         .def("rows", &rows_call, arg("slot"), arg("first"), arg("n"), arg("out"))
         .def("gather", &gather_call, arg("slot"), arg("ids"), arg("out"))
         .def("checksum",

@@ -39,6 +39,7 @@ size_t physical_bytes() { return static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * 
 }  // namespace
 
 void release_pages(void* memory, size_t bytes) { advise(memory, bytes, MADV_DONTNEED); }
+void release_file_pages(const void* memory, size_t bytes) { advise(const_cast<void*>(memory), bytes, MADV_DONTNEED); }
 void prefer_huge_pages(void* memory, size_t bytes) { advise(memory, bytes, MADV_HUGEPAGE); }
 
 #if defined(__GLIBC__)

@@ -26,6 +26,11 @@ void release_pages(void* memory, size_t bytes) {
     if (pages.bytes > 0) static_cast<void>(madvise(pages.begin, pages.bytes, MADV_FREE));
 }
 
+void release_file_pages(const void* memory, size_t bytes) {
+    const PageRange pages(const_cast<void*>(memory), bytes);
+    if (pages.bytes > 0) static_cast<void>(madvise(pages.begin, pages.bytes, MADV_DONTNEED));
+}
+
 void prefer_huge_pages(void*, size_t) {}
 void keep_freed_memory() {}
 void release_freed_memory(size_t) {}

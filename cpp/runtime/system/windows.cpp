@@ -47,6 +47,11 @@ void free_zeroed(void* memory, size_t bytes) {
     VirtualFree(memory, 0, MEM_RELEASE);
 }
 
+void release_file_pages(const void* memory, size_t bytes) {
+    const PageRange pages(const_cast<void*>(memory), bytes);
+    if (pages.bytes > 0) VirtualUnlock(pages.begin, pages.bytes);  // removes unlocked pages from the working set
+}
+
 void release_pages(void* memory, size_t bytes) {
     const PageRange pages(memory, bytes);
     if (pages.bytes == 0) return;

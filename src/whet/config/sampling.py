@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Annotated, Any, Literal, NamedTuple
 
+import numpy as np
+
 from whet.config.fields import (
     AboveZero,
     BelowOne,
@@ -40,6 +42,9 @@ DISTRIBUTION_SETTINGS = (
     "logit_bias", "min_new_tokens",
 )  # fmt: skip
 """Settings that modify the distribution that tokens are drawn from; their defaults are no-ops."""
+
+NO_EXPERTS = 65535
+"""In ``Completion.experts``: the token has not been computed."""
 
 GRAMMAR_SETTINGS = ("schema", "regex", "lark")
 """Settings that constrain the text of a completion; at most one is set."""
@@ -87,6 +92,7 @@ class SamplingParams:
             the thinking; empty: it begins at once.
         top_logprobs: number of most probable tokens to report with each token, from 0 to 20.
         kept_tokens: report the tokens that bans, grammar and filters left to draw each token from.
+        experts: report the experts of each token of a mixture, prompts included. Only the native engine does.
         seed: completions depend only on (seed, prompt index, sample index, position); from 0 to 2^64 - 1.
 
     Raises:
@@ -112,6 +118,7 @@ class SamplingParams:
     grammar_after: str = ""
     top_logprobs: _Alternatives = 0
     kept_tokens: bool = False
+    experts: bool = False
     seed: Seed = 0
 
     @classmethod
@@ -222,6 +229,9 @@ class Completion:
             that setting is 0.
         kept_tokens: per token, the tokens that it was drawn from; None unless ``SamplingParams.kept_tokens`` is set, or
             if the source does not provide them.
+        experts: with ``SamplingParams.experts``, the experts of prompt and sampled tokens, (tokens, mixture layers,
+            experts of a token) uint16, the most probable first; ``NO_EXPERTS`` for the last token, which is not
+            computed. Else None.
     """
 
     token_ids: list[int]
@@ -231,3 +241,4 @@ class Completion:
     text: str | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
     kept_tokens: KeptTokens | None = None
+    experts: np.ndarray | None = field(default=None, compare=False)

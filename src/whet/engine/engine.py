@@ -52,7 +52,7 @@ from whet.learner.learner import Learner
 from whet.memory import register_holder
 from whet.models.architecture import ModelConfig, RowSlice
 from whet.models.formats import check_kv_dtype, choose_formats
-from whet.models.loading import check_range, checksums, list_slices, pack_slices
+from whet.models.loading import check_range, checksums, defer_slices, list_slices, pack_slices, split_deferrable
 from whet.models.packed_base import PackedBase
 from whet.models.sizes import KV_BYTES, MAX_BATCH, PREFILL_CHUNK
 from whet.models.slots import ModelSource
@@ -93,6 +93,8 @@ class Engine:
             half of the memory of "bfloat16": keys of 9 bits and values of 8, with scales per token and KV head.
         max_batch: completions per batch.
         prefill_chunk: prompt tokens per step, in addition to the decoded completions.
+        expert_bytes: of a mixture's experts that are packed from a file when a token is first given to them, the most
+            that stay packed after a step, the most recently used; 0: all.
         tokenizer: decodes tokens for ``SamplingParams.stop``: a fast tokenizer of transformers, a tokenizer from
             ``whet.models.tokenizers.read_tokenizer``, or the path of a folder or GGUF file with one, which is read when
             stop is first used. Default in ``from_pretrained`` and ``from_gguf``: the model's.
@@ -120,6 +122,7 @@ class Engine:
         kv_dtype: str | None = None,
         max_batch: int = MAX_BATCH,
         prefill_chunk: int = PREFILL_CHUNK,
+        expert_bytes: int = 0,
         tokenizer: Any = None,
         where: str = "Engine",
     ) -> None:
@@ -130,6 +133,7 @@ class Engine:
             )
         for name, value in (("kv_bytes", kv_bytes), ("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
             check_integer(where, name, value, 1)
+        check_integer(where, "expert_bytes", expert_bytes, 0)
         self.config: ModelConfig = source.config
         self.policy_version = 0
         self._reading = threading.Lock()
@@ -140,7 +144,7 @@ class Engine:
         slices = list_slices(source, where)
         core = _core.Engine(
             packed.core, kv_bytes=kv_bytes, max_batch=max_batch, chunk=prefill_chunk,
-            kv_type=_core.KvType[check_kv_dtype(where, kv_dtype, packed.kv_format)],
+            kv_type=_core.KvType[check_kv_dtype(where, kv_dtype, packed.kv_format)], expert_bytes=expert_bytes,
         )  # fmt: skip
         self._calls = CoreHandle(core)
         self._stored: Any = None
@@ -313,7 +317,8 @@ class Engine:
         texts = self._texts_for(sampling, where)
         request = self._make_request(n, sampling, is_model_mode(logprobs_mode, where), texts, where)
         constrain = self._constrain_by(sampling, where)
-        vocab_size = self.config.vocab_size if sampling.kept_tokens else None
+        if sampling.experts and not self.config.n_experts:
+            raise WhetValueError(f"{where}: experts is set, and the model has none. Omit it.")
         with (session := Session(self._calls, where)), session:
             session.begin()
             adapters = self._adapter_ids(adapter, len(prompts), where)
@@ -322,7 +327,9 @@ class Engine:
                 for i, (prompt, key, number) in enumerate(zip(prompts, chosen, adapters, strict=True))
             ]
             for call in session.run_calls(calls):
-                yield [session.completion(call.job, j, self.policy_version, texts, vocab_size) for j in range(n)]
+                yield [
+                    session.completion(call.job, j, self.policy_version, texts, sampling, self.config) for j in range(n)
+                ]
 
     def stream(
         self,
@@ -377,8 +384,9 @@ class Engine:
             _check_alternatives(where, "prompt_logprobs", prompt_logprobs)
         ids = check_token_row(prompt, self.config, where, "prompt")
         sampling = as_sampling(sampling, where)
-        if sampling.kept_tokens:
-            raise WhetValueError(f"{where}: kept_tokens is set, which only Engine.generate reports. Omit it.")
+        for name in ("kept_tokens", "experts"):
+            if getattr(sampling, name):
+                raise WhetValueError(f"{where}: {name} is set, which only Engine.generate reports. Omit it.")
         texts = self._texts_for(sampling, where)
         request = self._make_request(n, sampling, is_model_mode(logprobs_mode, where), texts, where)
         constrain = constrain or self._constrain_by(sampling, where)
@@ -720,9 +728,11 @@ class Engine:
             def replace() -> None:
                 if not is_packed:
                     calls.unusable, self._stored = _PARTIAL_SYNC, None
+                    eager, deferred = split_deferrable(slices, self.formats)
                     pack_slices(
-                        core.weights, slices if version else check_range(slices, where, core.weights, self.config)
+                        core.weights, eager if version else check_range(eager, where, core.weights, self.config)
                     )
+                    defer_slices(core.weights, deferred)
                 calls.own_adapter, self.policy_version, self._stored, calls.unusable = own_adapter, version, stored, ""
                 core.remove_adapter(before)
 
@@ -797,6 +807,7 @@ class Engine:
             "seed": s.seed % 2**64,
             "sampling": {**settings, "model_logprobs": model_logprobs},
             "records_kept": s.kept_tokens,
+            "records_experts": s.experts,
         }
 
     def _open_call(

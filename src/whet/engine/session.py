@@ -20,9 +20,10 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from whet.config.kept_tokens import KeptTokens
-from whet.config.sampling import Completion
+from whet.config.sampling import NO_EXPERTS, Completion, SamplingParams
 from whet.engine.grammar import Constraint
 from whet.errors import WhetError, WhetTypeError, WhetValueError
+from whet.models.architecture import ModelConfig
 from whet.models.tokenizers.token_texts import TextStream, TokenTexts
 
 _POLL_S = 1e-3
@@ -159,23 +160,42 @@ class Session:
             yield call
 
     def completion(
-        self, job: int, sample: int, policy_version: int, texts: TokenTexts | None, vocab_size: int | None
+        self,
+        job: int,
+        sample: int,
+        policy_version: int,
+        texts: TokenTexts | None,
+        sampling: SamplingParams,
+        config: ModelConfig,
     ) -> Completion:
         """Return a sample as a ``Completion``.
 
         Args:
             texts: texts of all tokens, to include the completion's; None: without.
-            vocab_size: of the model, to include the kept tokens; None: without.
+            sampling: the settings; some include more.
+            config: of the model.
         """
         drawn = self.sample(job, sample, 0)
         token_ids = drawn.token_ids.tolist()
         text = None if texts is None else texts.text_of(token_ids, drawn.n_withheld[-1])
-        kept = None
-        if vocab_size is not None:
+        kept = experts = None
+        if sampling.kept_tokens:
             offsets, words = self._core().kept_tokens(job, sample)
-            kept = KeptTokens(offsets, words, vocab_size)
+            kept = KeptTokens(offsets, words, config.vocab_size)
+        if sampling.experts:
+            n_mixtures = sum(map(config.is_moe, range(config.n_layers)))
+            found = self._core().experts(job, sample).astype(np.uint16)
+            found = found.reshape(-1, n_mixtures, config.n_used_experts)
+            experts = np.concatenate([found, np.full_like(found[:1], NO_EXPERTS)])
         return Completion(
-            token_ids, drawn.logprobs.tolist(), drawn.finish, policy_version, text, drawn.alternatives() or None, kept
+            token_ids,
+            drawn.logprobs.tolist(),
+            drawn.finish,
+            policy_version,
+            text,
+            drawn.alternatives() or None,
+            kept,
+            experts,
         )
 
     def scores(self, job: int) -> Scores:

@@ -12,7 +12,7 @@ import numpy as np
 from whet.errors import WhetValueError
 from whet.models.adapter_files import read_peft_modules
 from whet.models.architecture import ModelConfig
-from whet.models.families import FAMILIES, model_config, text_options
+from whet.models.families import Family, family_of, model_config, text_options
 from whet.models.formats import FILE_TYPES, Mixture, file_format
 from whet.models.gguf_keys import Keys, architecture_of, as_stored, check_keys, make_keys, window_note
 from whet.models.gguf_writer import Progress, Tensor, check_destination, read_encoded_metadata, write_gguf
@@ -28,6 +28,7 @@ from whet.models.slots import (
     iter_locations,
     locate_lora,
     locate_norm,
+    stored_shape,
     untie_adapted,
 )
 from whet.models.sources.folder import read_config
@@ -96,13 +97,13 @@ def export_gguf(
     opened = untie_adapted(opened._replace(adapters=(*opened.adapters, *adapters)))
     keys: Keys | None = None
     if isinstance(model, GGUFFile):
-        metadata, model_type, vectors = _read_gguf_metadata(model, where)
+        metadata, family, vectors = _read_gguf_metadata(model, where)
     else:
-        metadata, model_type, keys = _read_folder_metadata(Path(model), opened, where)
+        metadata, family, keys = _read_folder_metadata(Path(model), opened, where)
         vectors = keys.vectors
     rows = RowReader(opened, where)
-    stored = as_stored(opened.config, model_type)
-    tensors = list(_iter_tensors(rows, stored, FAMILIES[model_type].gguf_modules, mixture))
+    stored = as_stored(opened.config, family)
+    tensors = list(_iter_tensors(rows, stored, family.gguf_modules, mixture))
     if isinstance(model, GGUFFile):
         tensors += [_stored_tensor(*each) for each in predicting_tensors(model, opened.config).items()]
     if keys is not None:
@@ -122,7 +123,7 @@ def export_gguf(
     metadata |= {"general.file_type": mixture.file_type, "general.quantization_version": _QUANTIZATION_VERSION}
     tensors = [*(_vector_tensor(name, vector) for name, vector in vectors.items()), *tensors]
     size_bytes = write_gguf(path, metadata, tensors, overwrite=overwrite, where=where, progress=progress, check=check)
-    return Exported(size_bytes, count_formats(tensors), window_note(opened.config, model_type))
+    return Exported(size_bytes, count_formats(tensors), window_note(opened.config, family))
 
 
 def read_adapters(folder: str | os.PathLike[str], source: ModelSource, where: str) -> list[LoRA | NormValues]:
@@ -160,22 +161,22 @@ def find_mixture(name: str, where: str) -> Mixture:
     return FILE_TYPES[name]
 
 
-def _read_gguf_metadata(file: GGUFFile, where: str) -> tuple[dict[str, Any], str, dict[str, np.ndarray]]:
-    """Return a file's metadata, to be copied, its model_type, and its tensors that are not weights."""
+def _read_gguf_metadata(file: GGUFFile, where: str) -> tuple[dict[str, Any], Family, dict[str, np.ndarray]]:
+    """Return a file's metadata, to be copied, its family, and its tensors that are not weights."""
     values = read_encoded_metadata(map_file(file.paths[0], where))
     metadata: dict[str, Any] = {key: value for key, value in values.items() if not key.startswith("split.")}
-    return metadata, read_options(file, where)["model_type"], rope_vectors(file)
+    return metadata, family_of(read_options(file, where), where), rope_vectors(file)
 
 
-def _read_folder_metadata(folder: Path, source: ModelSource, where: str) -> tuple[dict[str, Any], str, Keys]:
-    """Return the metadata from a folder's name, its model_type, and the options of its config."""
+def _read_folder_metadata(folder: Path, source: ModelSource, where: str) -> tuple[dict[str, Any], Family, Keys]:
+    """Return the metadata from a folder's name, its family, and the options of its config."""
     config = read_config(folder, where)
     config = {**text_options(config), "tie_word_embeddings": source.config.tied_head}
     architecture_of(config, where)
     described = model_config(config, vocab_size=source.config.vocab_size, where=where)
     keys = make_keys(config, described, where)
     name = folder.resolve().name
-    return {"general.type": "model", "general.name": name}, config["model_type"], keys
+    return {"general.type": "model", "general.name": name}, family_of(config, where), keys
 
 
 def _iter_tensors(
@@ -189,8 +190,7 @@ def _iter_tensors(
         for suffix, slot in ((location.module.parameter, location.weight), ("bias", location.bias)):
             if slot not in slots or slot is None:
                 continue
-            shape = location.shape if slot == location.weight else location.shape[:1]
-            shape = shape[::-1] if location.module.transposed else shape
+            shape = stored_shape(stored, location) if slot == location.weight else location.shape[:1]
             format = file_format(mixture, stored, location) if slot == location.weight else "float32"
 
             def chunks(

@@ -16,7 +16,7 @@ import numpy as np
 
 from whet.errors import WhetValueError
 from whet.models.export import Exported, count_formats, find_mixture
-from whet.models.families import FAMILIES, text_options
+from whet.models.families import family_of, text_options
 from whet.models.formats import TABLE
 from whet.models.gguf_keys import architecture_of
 from whet.models.gguf_writer import Progress, Tensor, check_destination, write_gguf
@@ -78,7 +78,7 @@ def export_adapters(
             f"{where}: {norm.slot} is trained too, and llama.cpp's adapters are of matrices. Merge it: omit "
             f"--adapter-only."
         )
-    source, modules = open_pretrained(model), FAMILIES[options["model_type"]].gguf_modules
+    source, modules = open_pretrained(model), family_of(options, where).gguf_modules
     alpha = low_rank[0].scaling * len(low_rank[0].a) or 1.0
     tensors = []
     for name_there, a, b in _factors(source, modules, low_rank, alpha, where):

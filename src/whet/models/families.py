@@ -32,17 +32,20 @@ families.json contains the data, which builds without Python embed:
                  ``skipped``, other modules, whose tensors are not read
     gguf         ``keys``: our names -> metadata keys after "ARCHITECTURE."; ``ignored_keys``: without effect here;
                  ``plain``: keys -> their neutral values, the only ones supported; ``rope_tensors``: numbers that
-                 llama.cpp stores as tensors; ``fused_qkv``: one tensor instead of q, k and v, in any architecture
+                 llama.cpp stores as tensors; ``fused_qkv`` and ``fused_experts``: one tensor instead of q, k and v, or
+                 of the experts' gates and up projections, in any architecture; ``correction``: the end of a name
     families     model_type -> the attributes of a ``Family``. ``like``: a family whose ``keys``, ``settings``,
                  ``defaults`` and ``modules`` are merged with these, and whose other attributes are defaults; null
                  removes a key or module.
-                 ``modules``: "slot" or "slot:part" -> ``hf``, the module's name (``hf_also``: an alternative name),
+                 ``modules``: "slot" or "slot:part" -> the family whose row it is, or the row: ``hf``, the module's name
+                 (``hf_also``: an alternative name; ``hf_file``: the module that folders may have instead),
                  ``hf_layout``, the order of its rows ("by_head", "transposed"; default: the slot's), ``hf_offset``, a
                  constant that the model adds to the weight, ``hf_parameter``, the weight's name in the module (default:
                  "weight"), ``hf_negative_exp``, whether the model uses -exp of the weight, ``gguf``, the tensor's name,
                  ``gguf_layout``, ``gguf_parameter``, and ``value_heads``, the axis of the slot that consists of value
-                 heads ("rows", "columns"), grouped in Hugging Face and tiled in GGUF. "{i}" is the layer. Rows with
-                 only one of ``hf`` and ``gguf`` are for matrices that the other has in parts, or as one.
+                 heads ("rows", "columns"), grouped in Hugging Face and tiled in GGUF. "{i}" is the layer, "{e}"
+                 the expert. Rows with only one of ``hf`` and ``gguf`` are for matrices that the other has in parts, or
+                 as one.
 
 Sliding windows and rotary scaling follow from the options by the code below.
 """
@@ -68,7 +71,9 @@ from whet.models.slots import (
     group_heads,
     iter_locations,
     keep_order,
+    split_experts,
     split_heads,
+    split_part_of_experts,
     tile_heads,
 )
 from whet.ops.rope_scaling import rope_frequencies
@@ -89,6 +94,8 @@ _QUERY_SCALE = "llama_4_scaling_beta"
 _KINDS = {"conv": "conv", "delta": "linear_attention"}
 """Mixer -> its name in layer_types."""
 _MIXER_SIZES = ("conv_length", "n_delta_heads", "n_delta_key_heads", "delta_dim", "delta_key_dim")
+_EXPERTS, _EXPERT_COUNTS = ("router", "shared_gate"), ("num_experts", "num_local_experts")
+"""Begins of the settings that only mixtures of experts have, and the names of their number."""
 _OF_WEIGHTS = ("offset", "negative_exp", "parameter")
 _ROW_ORDERS: dict[str | None, RowOrder] = {None: keep_order, "transposed": keep_order, "by_head": split_heads}
 
@@ -106,13 +113,17 @@ class Family:
             tested with b11549 of October 2026 by tests/wide/test_llama_cpp.py:
             ``interleaved``: rows of q and k are interleaved; ``biases``: attention biases are read; ``head``: an untied
             head is read; ``needs``: what a file must have even if the model has none ("head", a copy of a tied one;
-            "biases" of all matrices; "windows", the layers that have one); ``sliding_window``: default;
+            "biases" of all matrices; "correction" of routers; "windows", the layers that have one); ``sliding_window``:
+            default; ``normalised``: whether the probabilities of a token's experts are normalised; ``all_heads``:
+            n_kv_heads has to equal n_heads; ``ignored``: keys of files converted from hybrids, without effect;
             ``scale_by_hidden``: a number of layers with which scores are divided by the root of hidden_dim / n_heads
             instead of head_dim; ``rope``: scaling read in addition to linear and YaRN ("divisors" of frequencies,
             "longrope"); ``square``: n_heads head_dim has to equal hidden_dim; ``windows``: sliding windows are
             computed; ``window_layers``: the layers that have one are read; ``windowed_depth``: a number of layers with
             which, and only then, layers have windows.
         gguf_modules: the slots of a GGUF file's tensors.
+        file_modules: the slots of modules that a folder may have instead of ``modules`` with the same slots.
+        with_experts: the family of a config with experts, except for defaults and ``rope_option``.
         window: layers with sliding_window: "none", "all", "some" (by layer_types), or "pattern" (by layer_types;
             default: all except every sliding_window_pattern-th).
         rope: how elements pair: "neox", halves of a head; "pairs", neighbours; "gptj", neighbours among the first
@@ -141,6 +152,8 @@ class Family:
     modules: tuple[ModuleSpec, ...]
     gguf: Mapping[str, Any] | None = None
     gguf_modules: tuple[ModuleSpec, ...] = ()
+    file_modules: tuple[ModuleSpec, ...] = ()
+    with_experts: str = ""
     window: str = "none"
     rope: str = "neox"
     partial_rotary: bool = False
@@ -185,6 +198,10 @@ def _resolve(name: str) -> dict[str, Any]:
     if "like" not in entry:
         return entry
     base = _resolve(entry.pop("like"))
+    rows = entry.get("modules", {})
+    entry["modules"] = {
+        name: _resolve(row)["modules"][name] if isinstance(row, str) else row for name, row in rows.items()
+    }
     merged = {field: {**base[field], **entry.get(field, {})} for field in ("keys", "settings", "defaults", "modules")}
     for field in ("keys", "modules"):
         merged[field] = {name: value for name, value in merged[field].items() if value is not None}
@@ -193,25 +210,30 @@ def _resolve(name: str) -> dict[str, Any]:
 
 def _make_family(entry: dict[str, Any]) -> Family:
     rows, gguf = entry.pop("modules"), entry["gguf"]
-    modules, gguf_modules = [], []
+    modules, gguf_modules, file_modules = [], [], []
     for target, row in rows.items():
         slot, _, part = target.partition(":")
         names = tuple(row[key] for key in ("hf", "hf_also") if key in row)
         layout = row.get("hf_layout")
         order_of_heads = {"rows": "row_order", "columns": "column_order"}.get(row.get("value_heads"))
+        of_experts = (split_part_of_experts if part else split_experts) if ".experts_" in slot else keep_order
         if names:
-            settings: dict[str, Any] = {"row_order": _ROW_ORDERS[layout], "transposed": layout == "transposed"}
+            order = _ROW_ORDERS[layout] if layout else of_experts
+            settings: dict[str, Any] = {"row_order": order, "transposed": layout == "transposed"}
             settings |= {name: row[f"hf_{name}"] for name in _OF_WEIGHTS if f"hf_{name}" in row}
             settings |= {order_of_heads: group_heads} if order_of_heads else {}
             modules.append(ModuleSpec(names, slot, part, **settings))
+        if "hf_file" in row:
+            order = keep_order if "{e}" in row["hf_file"] else of_experts
+            file_modules.append(ModuleSpec((row["hf_file"],), slot, part, row_order=order))
         if gguf is not None and "gguf" in row:
             interleaved = gguf.get("interleaved", False) and part in ("q", "k")
-            settings = {"row_order": deinterleave if interleaved else keep_order}
+            settings = {"row_order": deinterleave if interleaved else of_experts}
             settings |= {"transposed": row.get("gguf_layout") == "transposed"}
             settings |= {"parameter": row.get("gguf_parameter", "weight")}
             settings |= {order_of_heads: tile_heads} if order_of_heads else {}
             gguf_modules.append(ModuleSpec((row["gguf"],), slot, part, **settings))
-    return Family(**entry, modules=tuple(modules), gguf_modules=tuple(gguf_modules))
+    return Family(**entry, modules=tuple(modules), gguf_modules=tuple(gguf_modules), file_modules=tuple(file_modules))
 
 
 SCALES = ("attention_scale", "embedding_scale", "residual_scale", "logits_divisor")
@@ -253,7 +275,17 @@ def _text_part(model_type: str) -> Family:
         rest = module.names[0].removeprefix(family.prefix)
         return replace(module, names=tuple(prefix + rest for prefix in _TEXT_PARTS["prefixes"]))
 
-    return replace(family, modules=tuple(map(rename, family.modules)))
+    return replace(
+        family, modules=tuple(map(rename, family.modules)), file_modules=tuple(map(rename, family.file_modules))
+    )
+
+
+@cache
+def _with_experts(model_type: str) -> Family:
+    """Return the family of a config with experts."""
+    family = FAMILIES[model_type]
+    other = FAMILIES[family.with_experts]
+    return replace(other, defaults=family.defaults, rope_option=family.rope_option)
 
 
 def family_of(config: Mapping[str, Any], where: str) -> Family:
@@ -270,7 +302,10 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
             f"{', '.join(sorted(FAMILIES))}. "
             f'Use engine="torch" for this model.'
         )
-    return FAMILIES[model_type] if options is config else _text_part(model_type)
+    family = FAMILIES[model_type]
+    if family.with_experts and options.get(_EXPERT_COUNTS[1], family.defaults["n_experts"]) != 0:
+        return _with_experts(model_type)
+    return family if options is config else _text_part(model_type)
 
 
 def layer_windows(config: Mapping[str, Any], where: str) -> tuple[int, ...]:
@@ -387,9 +422,11 @@ def model_config(
     attention_scale = 1.0 if options.get("scale_attn_weights") is False else 1 / math.sqrt(head_dim)
     if "query_pre_attn_scalar" in family.defaults:
         attention_scale = options.number("query_pre_attn_scalar") ** -0.5
+    experts = options.experts(n_layers)
     settings: dict[str, Any] = {
         name: options.flag(value[1:]) if isinstance(value, str) and value.startswith("@") else value
         for name, value in family.settings.items()
+        if experts or not name.startswith(_EXPERTS)
     }
     length = check_integer(where, "max_position", length, 1)
     try:
@@ -415,6 +452,7 @@ def model_config(
             rope_layers=options.rope_layers(n_layers),
             **_local_rope(options, n_layers, head_dim, length),
             **options.mixers(n_layers),
+            **experts,
             learned_positions=trained if "positions" in (module.slot for module in family.modules) else 0,
             activation=options.activation(),
             gated=settings.pop("gated", True),
@@ -431,6 +469,11 @@ class _Options:
 
     def __init__(self, given: Mapping[str, Any], family: Family, where: str) -> None:
         self.given, self.family, self.where = text_options(given), family, where
+        key = family.keys.get("n_experts")
+        for name in _EXPERT_COUNTS:  # transformers 5 renames the option of some families
+            if key is not None and name in self.given and name != key:
+                others = {option: value for option, value in self.given.items() if option != name}
+                self.given = {key: self.given[name], **others}
 
     def get(self, name: str) -> Any:
         key = self.family.keys.get(name, name)
@@ -482,7 +525,7 @@ class _Options:
         return -(-width // multiple) * multiple
 
     def tied_head(self) -> bool:
-        older = self.given.get("tie_embedding") if self.family.ffn_adjusted else None
+        older = self.given.get("tie_embedding") if self.family.mixer == "conv" else None
         if older is not None and not isinstance(older, bool):
             raise WhetValueError(f"{self.where}: tie_embedding is {older!r:.60}, expected true or false.")
         return self.flag("tie_word_embeddings") if older is None else older
@@ -502,6 +545,37 @@ class _Options:
         mixers = tuple(mixer if kind == name else "attention" for kind in kinds)
         sizes = [field for field in _MIXER_SIZES if field in self.family.keys]
         return {"mixers": mixers} | {field: self.size(field) for field in sizes} if mixer in mixers else {}
+
+    def experts(self, n_layers: int) -> dict[str, Any]:
+        """Return the fields of a mixture of experts; {}: no layer is one."""
+        layers = self.moe_layers(n_layers) if "n_experts" in self.family.keys and self.count("n_experts") else []
+        if not any(layers):
+            return {}
+        fields: dict[str, Any] = {name: self.size(name) for name in ("n_experts", "n_used_experts", "expert_dim")}
+        if fields["n_used_experts"] > fields["n_experts"]:
+            raise self.wrong("n_used_experts", f"at most {self.family.keys['n_experts']}={fields['n_experts']}")
+        if "shared_dim" in self.family.keys:
+            fields["shared_dim"] = self.count("shared_dim")
+        if "router_scale" in self.family.keys:
+            fields["router_scale"] = self.number("router_scale")
+        return fields if all(layers) else {**fields, "moe_layers": tuple(layers)}
+
+    def moe_layers(self, n_layers: int) -> list[bool]:
+        """Return whether each layer is a mixture of experts."""
+        if "n_dense_layers" in self.family.keys:
+            return [i >= self.count("n_dense_layers") for i in range(n_layers)]
+        if "decoder_sparse_step" not in self.family.defaults:
+            return [True] * n_layers
+        step, dense = self.get("decoder_sparse_step"), self.get("mlp_only_layers") or ()
+        if isinstance(step, bool) or not isinstance(step, int) or step < 1:
+            raise self.wrong("decoder_sparse_step", "an integer of at least 1")
+        if not isinstance(dense, (list, tuple)):
+            raise self.wrong("mlp_only_layers", "a list of layers, or null")
+        return [i not in dense and (i + 1) % step == 0 for i in range(n_layers)]
+
+    def count(self, name: str) -> int:
+        """Return a size that may be 0."""
+        return self.size(name) if self.get(name) != 0 or isinstance(self.get(name), bool) else 0
 
     def attending(self, n_layers: int) -> Container[int]:
         """Return the layers with attention of a config without layer_types."""
@@ -603,8 +677,9 @@ class _Options:
 
     def windows(self, n_layers: int, length: int) -> tuple[int, ...]:
         window, kinds = self.get("sliding_window"), None
-        if self.family.window == "some":
+        if self.family.window == "some" or "use_sliding_window" in self.family.defaults:
             window = window if self.flag("use_sliding_window") else None
+        if self.family.window == "some":
             kinds = self.get("layer_types")
         if self.family.window == "none" or window is None:
             kinds, window = None, 0

@@ -99,8 +99,13 @@ class Mixture(NamedTuple):
         """Return the format of the embedding or the head."""
         return self.head if slot == "head" or tied_head else self.base
 
-    def layer_format(self, matrix: str, i: int, n_layers: int) -> str:
-        """Return the format of a matrix of layer i: "values" (or q, k and v fused), "down", or another."""
+    def layer_format(self, matrix: str, i: int, n_layers: int, n_experts: int = 0) -> str:
+        """Return the format of a matrix of layer i: "values" (or q, k and v fused), "keys", "o", "down", or another."""
+        if n_experts == 8 and not TABLE[self.base].is_float:  # llama-quantize's rule for Mixtral 8x7B
+            if matrix in ("keys", "values"):
+                return "q8_0"
+            if matrix == "o" and self.base == "q4_k":
+                return "q5_k"
         if matrix not in ("values", "down"):
             return self.base
         if self.use_more_bits:
@@ -283,15 +288,20 @@ def file_format(mixture: Mixture, config: ModelConfig, location: WeightLocation)
     else:
         part = location.module.part
         is_value = (name == "qkv" and part in ("", "v")) or (name == "delta_in" and part == "qkv")
-        matrix = "values" if is_value else name
-        format = mixture.layer_format(matrix, *_place(config, matrix, int(number)))
+        matrix = "values" if is_value else "keys" if name == "qkv" and part == "k" else name
+        format = _layer_format(mixture, config, matrix, int(number))
     format = _fit(format, location.shape[-1])
     return format if TABLE[format].gguf_type is not None else "float16"
 
 
 def is_wide(slot: str) -> bool:
-    """Whether a matrix is float32 in every format: learned positions, and the taps of convolutions."""
-    return slot == "positions" or slot.endswith(".conv")
+    """Whether a matrix is float32 in every format: learned positions, the taps of convolutions, and routers."""
+    return slot == "positions" or slot.endswith((".conv", "router"))
+
+
+def _layer_format(mixture: Mixture, config: ModelConfig, matrix: str, layer: int) -> str:
+    matrix = matrix.removeprefix("experts_")
+    return mixture.layer_format(matrix, *_place(config, matrix, layer), config.n_experts)
 
 
 def _place(config: ModelConfig, matrix: str, layer: int) -> tuple[int, int]:
@@ -337,7 +347,7 @@ def _mixed_spans(mixture: Mixture, source: ModelSource, slot: str, n_rows: int) 
         return [FormatSpan(n_rows, mixture.end_format(slot, config.tied_head))]
     _, number, name = slot.split(".")
     matrix = "values" if name in ("qkv", "delta_in") else name
-    format = mixture.layer_format(matrix, *_place(config, matrix, int(number)))
+    format = _layer_format(mixture, config, matrix, int(number))
     if name == "delta_in":
         return [FormatSpan(config.delta_channels, format), FormatSpan(n_rows - config.delta_channels, mixture.base)]
     if name != "qkv":
@@ -345,4 +355,5 @@ def _mixed_spans(mixture: Mixture, source: ModelSource, slot: str, n_rows: int) 
     if any(location.weight == slot and not location.module.part for location in source.targets.values()):
         return [FormatSpan(n_rows, format)]  # the model stores q, k and v as one matrix
     n_values = config.n_kv_heads * config.head_dim
-    return [FormatSpan(n_rows - n_values, mixture.base), FormatSpan(n_values, format)]
+    keys = FormatSpan(n_values, _layer_format(mixture, config, "keys", int(number)))
+    return [FormatSpan(n_rows - 2 * n_values, mixture.base), keys, FormatSpan(n_values, format)]

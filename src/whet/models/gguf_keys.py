@@ -20,6 +20,7 @@ from whet.models.families import (
     FAMILIES,
     GGUF_NAMES,
     SCALES,
+    Family,
     family_of,
     rope_scaling,
     text_options,
@@ -27,7 +28,7 @@ from whet.models.families import (
 )
 from whet.models.gguf_writer import Tensor
 from whet.models.slots import StoredTensor
-from whet.models.sources.gguf import describe_gguf
+from whet.models.sources.gguf import ROUTER_NUMBERS, describe_gguf
 from whet.models.sources.gguf_container import GGUFFile
 
 _KEYS: dict[str, str] = GGUF_NAMES["keys"]
@@ -85,6 +86,11 @@ def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> 
             f"{where}: GGUF cannot express this model's {described.n_heads} heads of {described.head_dim}: in "
             f"{architecture} their product has to be hidden_dim, {described.hidden_dim}."
         )
+    if table.get("all_heads") and described.n_kv_heads != described.n_heads:
+        raise WhetValueError(
+            f"{where}: GGUF cannot express this model's n_kv_heads: it is {described.n_kv_heads}, and in "
+            f"{architecture} it has to be n_heads, {described.n_heads}."
+        )
     given: dict[str, Any] = {
         "n_layers": described.n_layers,
         "max_position": trained_position(config, where),
@@ -115,6 +121,8 @@ def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> 
         heads = {"attention": described.n_kv_heads, "conv": 0}
         given["n_kv_heads"] = np.array([heads[described.mixer(i)] for i in range(described.n_layers)], np.int32)
         given["conv_length"] = described.conv_length or 1
+    if described.n_experts:
+        given |= _expert_keys(described, family)
     if family.rope_by_layer and described.rope_layers:
         given["rope_layers"] = np.array(described.rope_layers)
     if family.rope_option and not described.rotary_dim:
@@ -138,6 +146,20 @@ def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> 
     metadata |= {f"{architecture}.{_KEYS[name]}": value for name, value in given.items()}
     metadata[f"{architecture}.vocab_size"] = described.vocab_size
     return Keys(metadata, vectors)
+
+
+def _expert_keys(described: ModelConfig, family: Family) -> dict[str, Any]:
+    """Return the options of a mixture of experts. A family without another width of MLPs has one key of widths."""
+    given: dict[str, Any] = {"n_experts": described.n_experts, "n_used_experts": described.n_used_experts}
+    has_one_width = family.keys["expert_dim"] == "intermediate_size"
+    given["ffn_dim" if has_one_width else "expert_dim"] = described.expert_dim
+    if described.shared_dim:
+        given["shared_dim"] = described.shared_dim
+    if described.router != "softmax":
+        given["router"] = ROUTER_NUMBERS[described.router]
+    if "n_dense_layers" in family.keys:
+        given["n_dense_layers"] = described.moe_layers.count(False)
+    return given
 
 
 def _delta_keys(described: ModelConfig, config: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -164,9 +186,9 @@ def _delta_keys(described: ModelConfig, config: Mapping[str, Any], where: str) -
     }
 
 
-def window_note(described: ModelConfig, model_type: str) -> str:
+def window_note(described: ModelConfig, family: Family) -> str:
     """Describe how llama.cpp's result deviates from the model; empty: it does not."""
-    table, window = FAMILIES[model_type].gguf or {}, max(described.windows)
+    table, window = family.gguf or {}, max(described.windows)
     if table.get("windows") or not window:
         return ""
     return (
@@ -175,15 +197,17 @@ def window_note(described: ModelConfig, model_type: str) -> str:
     )
 
 
-def as_stored(described: ModelConfig, model_type: str) -> ModelConfig:
+def as_stored(described: ModelConfig, family: Family) -> ModelConfig:
     """Return the config with the tensors and the order of value heads that llama.cpp requires.
 
-    The tensors are an untied head, and biases of 0.
+    The tensors are an untied head, and biases and corrections of 0.
     """
-    needs = (FAMILIES[model_type].gguf or {}).get("needs", ())
+    needs = (family.gguf or {}).get("needs", ())
     described = replace(described, delta_tiled=described.n_delta_heads != described.n_delta_key_heads)
     if "head" in needs:
         described = replace(described, tied_head=False)
+    if "correction" in needs and described.n_experts:
+        described = replace(described, router_correction=True)
     return replace(described, qkv_bias=True, o_bias=True, mlp_bias=True) if "biases" in needs else described
 
 

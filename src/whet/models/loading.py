@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from whet.models.architecture import ModelConfig, RowSlice
 from whet.models.formats import TABLE
 from whet.models.reference import memory_of, stored_rows
 from whet.models.slots import PARTS, ModelSource, part_rows
-from whet.models.sources.mapped import release_pages
+from whet.models.sources.mapped import is_mapped, release_pages
 from whet.ops.quant import CORE_FORMATS
 
 Loss = tuple[str, float, float, float, float]
@@ -129,6 +129,35 @@ def encoding_loss(rows: np.ndarray, format: str) -> Loss:
     return _core.packing_loss(CORE_FORMATS[format], stored_rows(RowSlice("", 0, rows, "float32")))
 
 
+def split_deferrable(slices: Sequence[RowSlice], formats: Mapping[str, str]) -> tuple[list[RowSlice], list[RowSlice]]:
+    """Return the slices to pack at once, and the slices of experts that can be packed when they are used.
+
+    Those are in a mapped file, in the format that they are packed in; all slices of a slot are.
+
+    Args:
+        slices: of a model.
+        formats: slot -> format, or formats, that the slot is packed in.
+    """
+    eager: list[RowSlice] = []
+    deferred: list[RowSlice] = []
+    for slot, group in itertools.groupby(slices, lambda row_slice: row_slice.slot):
+        rows = list(group)
+        is_deferrable = ".experts_" in slot and all(
+            each.format in formats[slot].split(", ")
+            and is_mapped(each.tensor)
+            and each.tensor.strides[-1] == each.tensor.itemsize
+            for each in rows
+        )
+        (deferred if is_deferrable else eager).extend(rows)
+    return eager, deferred
+
+
+def defer_slices(weights: _core.Weights, slices: Iterable[RowSlice]) -> None:
+    """Leave slices of a mapped file where they are: each is packed when it is first used."""
+    for row_slice in slices:
+        weights.defer(row_slice.slot, row_slice.first_row, stored_rows(row_slice), row_slice.tensor)
+
+
 def pack_slices(weights: _core.Weights, slices: Iterable[RowSlice]) -> None:
     """Pack finite slices; vectors become float32.
 
@@ -162,6 +191,9 @@ def _range_fix(format: str) -> str:
 
 
 def _tensor_in_slot(config: ModelConfig, row_slice: RowSlice) -> int:
-    """Number the tensors that a slot consists of, such as q, k and v."""
-    _, *others = PARTS.get(row_slice.slot.split(".")[-1], ("",))
-    return sum(row_slice.first_row >= part_rows(config, part)[0] for part in others)
+    """Number the tensors that a slot consists of, such as q, k and v, or the matrices of experts."""
+    kind = row_slice.slot.split(".")[-1]
+    if kind.startswith("experts_"):
+        return row_slice.first_row
+    _, *others = PARTS.get(kind, ("",))
+    return sum(row_slice.first_row >= part_rows(config, row_slice.slot, part)[0] for part in others)

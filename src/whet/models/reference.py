@@ -39,12 +39,11 @@ def naive_forward(config: ModelConfig, weights: Mapping[str, np.ndarray], token_
         attended = scale * _post_norm(config, layer, "post_norm1", mixed)
         if config.parallel_residual:
             read = normed if config.shared_norm else _norm(config, layer, "norm2", x)
-            x = x + attended + scale * _mlp(config, layer, read)
+            x = x + attended + scale * _feed_forward(config, layer, read, i)
         else:
             x = x + attended
-            x = x + scale * _post_norm(
-                config, layer, "post_norm2", _mlp(config, layer, _norm(config, layer, "norm2", x))
-            )
+            fed = _feed_forward(config, layer, _norm(config, layer, "norm2", x), i)
+            x = x + scale * _post_norm(config, layer, "post_norm2", fed)
     head = weights["embedding"] if config.tied_head else weights["head"]
     hidden = config.logits_scale * _norm(config, weights, "final_norm", x)
     logits = hidden @ head.T + weights.get("head.bias", x.dtype.type(0))
@@ -133,7 +132,7 @@ def _delta(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray, 
     qkv = naive_silu(_convolve(layer["conv"], qkv))
     q, k, v = np.split(qkv, [n_keys * dim, 2 * n_keys * dim], axis=-1)
     q, k = (_unit(part.reshape(n, n_keys, dim)) for part in (q, k))
-    v, beta = v.reshape(n, n_heads, -1), 1 / (1 + np.exp(-b))
+    v, beta = v.reshape(n, n_heads, -1), _sigmoid(b)
     g = layer["decay"] * np.logaddexp(0, a + layer["dt_bias"])
     out = np.empty_like(v)
     for head in range(n_heads):
@@ -190,7 +189,7 @@ def _attention(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarr
             scores = np.pad(scores, ((0, 0), (0, 1)), constant_values=layer["sinks"][head])
         out[:, head] = naive_softmax(scores)[:, :n] @ v[:, head // group]
     if gate is not None:
-        out = out / (1 + np.exp(-gate))
+        out = out * _sigmoid(gate)
     return _linear(layer, "o", out.reshape(n, -1))
 
 
@@ -200,6 +199,56 @@ _MIXERS = {"attention": _attention, "conv": _convolution, "delta": _delta}
 def _head_norms(config: ModelConfig, layer: Mapping[str, np.ndarray], *heads: np.ndarray) -> list[np.ndarray]:
     names = "q_norm.weight", "k_norm.weight"
     return [naive_rms_norm(x, layer[name], config.norm_eps) for x, name in zip(heads, names, strict=True)]
+
+
+def _feed_forward(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray, i: int) -> np.ndarray:
+    """Compute the MLP of layer i, or its mixture of experts and the shared expert."""
+    if not config.is_moe(i):
+        return _mlp(config, layer, x)
+    out = _mixture(config, layer, x)
+    if not config.shared_dim:
+        return out
+    shared = _mlp(config, layer, x)
+    return out + (_sigmoid(_linear(layer, "shared_router", x)) * shared if config.shared_gate else shared)
+
+
+def _mixture(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray) -> np.ndarray:
+    """Compute the weighted sum of each token's experts."""
+    chosen, weights = naive_route(config, layer, x)
+    matrices = {
+        name.removeprefix("experts_"): w.reshape(config.n_experts, -1, w.shape[1])
+        for name, w in layer.items()
+        if name.startswith("experts_")
+    }
+    out = np.zeros_like(x)
+    for t in range(len(x)):
+        for expert, weight in zip(chosen[t], weights[t], strict=True):
+            out[t] += weight * _mlp(config, {name: w[expert] for name, w in matrices.items()}, x[t])
+    return out
+
+
+def naive_route(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the experts of each token, (T, n_used_experts) in descending order, and their weights.
+
+    The first of several experts with the same score is chosen.
+
+    Args:
+        config: the architecture.
+        layer: the weights of a layer by the last part of their slots.
+        x: (T, hidden_dim), the input of the router.
+    """
+    logits = _linear(layer, "router", x)
+    probabilities = naive_softmax(logits) if config.router == "softmax" else _sigmoid(logits)
+    scores = probabilities + layer.get("router_correction", x.dtype.type(0))
+    chosen = np.argsort(-scores, axis=-1, kind="stable")[:, : config.n_used_experts]
+    weights = np.take_along_axis(probabilities, chosen, axis=-1)
+    if config.router_normalised:
+        weights = weights / (weights.sum(-1, keepdims=True) + config.router_eps)
+    return chosen, weights * config.router_scale
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
 
 
 def _mlp(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray) -> np.ndarray:

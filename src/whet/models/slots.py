@@ -57,6 +57,19 @@ def deinterleave(config: ModelConfig, rows: Any) -> Iterator[tuple[int, Any]]:
             yield first + parity * (dim // 2), rows[first + parity : first + dim : 2]
 
 
+def split_experts(config: ModelConfig, rows: Any) -> Iterator[tuple[int, Any]]:
+    """Yield the rows of each expert, unchanged."""
+    n = rows.shape[0] // config.n_experts
+    for first in range(0, rows.shape[0], n):
+        yield first, rows[first : first + n]
+
+
+def split_part_of_experts(config: ModelConfig, rows: Any) -> Iterator[tuple[int, Any]]:
+    """Reorder the gates, or the up projections, of all experts to gate and up of each expert in turn."""
+    for first, view in split_experts(config, rows):
+        yield 2 * first, view
+
+
 def group_heads(config: ModelConfig, rows: Any) -> Iterator[tuple[int, Any]]:
     """Reorder the value heads of "delta" as the config has them; stored head h reads key head h // (heads / keys)."""
     return _order_heads(config, rows, is_tiled=False)
@@ -91,13 +104,13 @@ RowOrder = Callable[[ModelConfig, Any], Iterator[tuple[int, Any]]]
 class ModuleSpec:
     """A module of the source, with .weight and perhaps .bias, or with another parameter that is all of its entry.
 
-    ``{i}`` in the names is the layer's number.
+    ``{i}`` in the names is the layer's number, ``{e}`` the expert's.
 
     Attributes:
         names: its names; the first that exists is used.
         slot: the slot of its weight.
-        part: the rows of the slot that it fills: "q", "k" or "v" of qkv, "gate" or "up" of gate_up, "qkv", "z", "b" or
-            "a" of delta_in; "": all.
+        part: the rows of the slot that it fills: "q", "k" or "v" of qkv, "gate" or "up" of gate_up or experts_gate_up,
+            "qkv", "z", "b" or "a" of delta_in; "": all.
         row_order: maps its rows to rows of the slot.
         column_order: maps its columns to columns of the slot. A source's own tensors are in the slot's order.
         transposed: the source stores (inputs, outputs).
@@ -220,8 +233,30 @@ def iter_locations(config: ModelConfig, modules: Sequence[ModuleSpec]) -> Iterat
             bias = f"{slot}.bias" if f"{slot}.bias" in slots else None
             names = tuple(name.replace("{i}", str(i)) for name in module.names)
             rows, *rest = slots.get(weight, slots["embedding"])
-            first, count = part_rows(config, module.part) if module.part else (0, rows)
-            yield WeightLocation(names, weight, bias, first, (count, *rest), module)
+            first, count = part_rows(config, weight, module.part) if module.part else (0, rows)
+            if "{e}" not in names[0]:
+                yield WeightLocation(names, weight, bias, first, (count, *rest), module)
+                continue
+            per_expert, shape = rows // config.n_experts, (count // config.n_experts, *rest)
+            for e in range(config.n_experts):
+                own = tuple(name.replace("{e}", str(e)) for name in names)
+                yield WeightLocation(own, weight, bias, first + e * per_expert, shape, module)
+
+
+def find_stored(
+    config: ModelConfig, modules: Sequence[ModuleSpec], others: Sequence[ModuleSpec], exists: Callable[[str], bool]
+) -> list[ModuleSpec]:
+    """Return the modules; of slots that the source stores in modules of ``others``, these.
+
+    Args:
+        exists: whether the source has a tensor of this name.
+    """
+    stored = {
+        location.module.slot
+        for location in iter_locations(config, others)
+        if any(exists(f"{name}.{location.module.parameter}") for name in location.names)
+    }
+    return [m for m in modules if m.slot not in stored] + [m for m in others if m.slot in stored]
 
 
 def iter_slices(
@@ -247,13 +282,14 @@ def iter_slices(
             if slot is None or slot not in slots:
                 continue
             shape = location.shape if slot == location.weight else location.shape[:1]
-            stored = _without_channel_axis(get_tensor(location.names, suffix))
             transposed = module.transposed and len(shape) == 2
             expected = shape[::-1] if transposed else shape
+            stored = _as_matrix(config, get_tensor(location.names, suffix), expected)
             label = f"{where}: {location.names[0]}.{suffix}"
             if tuple(stored.shape) != expected:
+                wanted = stored_shape(config, location) if slot == location.weight else expected
                 raise WhetValueError(
-                    f"{label} has shape {tuple(stored.shape)}, expected {expected}. The config belongs to another "
+                    f"{label} has shape {tuple(stored.shape)}, expected {wanted}. The config belongs to another "
                     f"model, or the file is damaged."
                 )
             if len(shape) == 1 and stored.format not in FLOAT_FORMATS:
@@ -268,11 +304,25 @@ def iter_slices(
                 yield RowSlice(slot, first_row + first, view, stored.format)
 
 
-def _without_channel_axis(stored: StoredTensor) -> StoredTensor:
-    """Return a depthwise convolution's weight (channels, 1, taps) as (channels, taps), and others unchanged."""
-    if len(stored.shape) != 3 or stored.shape[1] != 1:
+def _as_matrix(config: ModelConfig, stored: StoredTensor, expected: tuple[int, ...]) -> StoredTensor:
+    """Return a view with the rows of all experts after another, a convolution's taps without the axis of channels, or
+    a matrix of one row; other tensors unchanged.
+    """
+    n, k = stored.shape[0], stored.shape[-1]
+    is_experts = len(stored.shape) == 3 and n == config.n_experts and (n * stored.shape[1], k) == expected
+    is_taps = len(stored.shape) == 3 and stored.shape[1] == 1
+    if not is_experts and not is_taps and (1, *stored.shape) != expected:
         return stored
-    return StoredTensor(stored.tensor.squeeze(1), stored.format, (stored.shape[0], stored.shape[2]))
+    tensor = stored.tensor.reshape(-1, stored.tensor.shape[-1])
+    return StoredTensor(tensor, stored.format, (len(tensor), k))
+
+
+def stored_shape(config: ModelConfig, location: WeightLocation) -> tuple[int, ...]:
+    """Return the shape of a location's tensor in a file: of all experts, three axes."""
+    shape = location.shape[::-1] if location.module.transposed else location.shape
+    if location.module.row_order not in (split_experts, split_part_of_experts):
+        return shape
+    return (config.n_experts, shape[0] // config.n_experts, shape[1])
 
 
 def slot_rows(config: ModelConfig, location: WeightLocation) -> np.ndarray:
@@ -358,14 +408,23 @@ def is_norm(location: WeightLocation) -> bool:
     return len(location.shape) == 1 and location.module.parameter == "weight"
 
 
-PARTS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up"), "delta_in": ("qkv", "z", "b", "a")}
+PARTS = {
+    "qkv": ("q", "k", "v"),
+    "gate_up": ("gate", "up"),
+    "experts_gate_up": ("gate", "up"),
+    "delta_in": ("qkv", "z", "b", "a"),
+}
 """The parts of matrices that consist of several, in the order of their rows."""
 
 
-def part_rows(config: ModelConfig, part: str) -> tuple[int, int]:
-    """Return the first row of a part in its slot, and the number of rows."""
+def part_rows(config: ModelConfig, slot: str, part: str) -> tuple[int, int]:
+    """Return the first row of a part in its slot, and the number of rows: of experts, in all of them."""
+    *_, layer, kind = ("0", *slot.split("."))
+    if kind == "experts_gate_up":
+        return (config.expert_dim if part == "up" else 0), config.n_experts * config.expert_dim
     q, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    sizes = {"q": 2 * q if config.output_gate else q, "k": kv, "v": kv, "gate": config.ffn_dim, "up": config.ffn_dim}
+    sizes = {"q": 2 * q if config.output_gate else q, "k": kv, "v": kv}
+    sizes |= dict.fromkeys(("gate", "up"), config.mlp_dim(int(layer)))
     sizes |= {"qkv": config.delta_channels, "z": config.delta_values, **dict.fromkeys("ba", config.n_delta_heads)}
-    parts = next(parts for parts in PARTS.values() if part in parts)
+    parts = PARTS[kind]
     return sum(sizes[each] for each in parts[: parts.index(part)]), sizes[part]

@@ -243,7 +243,8 @@ class TorchEngine:
         n = check_integer(where, "n", n, 1)
         prompts = token_lists(prompt_ids, where, "prompt_ids", allow_empty=False)
         budgets = [self._budget(i, len(prompt), sampling) for i, prompt in enumerate(prompts)]
-        if names := sampling.grammar_settings():
+        names = [*sampling.grammar_settings(), *(["experts"] if sampling.experts else [])]
+        if names:
             raise WhetValueError(f"{where}: {names[0]} is set, which only the native engine supports. Use whet.Engine.")
         texts = self._texts_for(sampling)
         if texts is not None:

@@ -100,10 +100,10 @@ export interface Family {
   mixer: "" | "conv" | "delta";
 }
 
-/** Return the objects of facts.ts, which are differences from the first, as whole ones; null removes an entry. */
-export function merge<T extends object>(differences: Record<string, object>): Record<string, T> {
+/** Return the objects of facts.ts, which are differences from the first, or whole in a list; null removes an entry. `hasName`: adds the name of each. */
+export function merge<T extends object>(differences: Record<string, object>, hasName = false): Record<string, T> {
   const [base] = Object.values(differences) as Entries[];
-  return Object.fromEntries(Object.entries(differences).map(([name, own]) => [name, merged(base, own as Entries) as T]));
+  return Object.fromEntries(Object.entries(differences).map(([name, own]) => [name, { ...(Array.isArray(own) ? own[0] : merged(base, own)), ...(hasName && { name }) } as T]));
 }
 
 type Entries = Record<string, any>;
@@ -116,25 +116,24 @@ function merged(base: Entries, own: Entries): Entries {
   return found;
 }
 
-export const FAMILIES: Record<string, Family> = /* @__PURE__ */ merge(families);
+export const FAMILIES: Record<string, Family> = /* @__PURE__ */ merge(families, true);
 
 export const toCamel = (name: string) => name.replace(/_(\w)/g, (_, letter: string) => letter.toUpperCase());
 
-/** Switches of a family without settings. */
-export const PLAIN_SWITCHES = {
+type Sizes = "nLayers" | "nHeads" | "nKvHeads" | "headDim" | "hiddenDim" | "ffnDim" | "vocabSize" | "maxPosition" | "normEps" | "learnedPositions" | "activation" | "windows" | "ropeLayers" | "tiedHead";
+type Factors = "attentionScale" | "attentionSoftcap" | "embeddingScale" | "residualScale" | "logitsScale" | "logitsSoftcap";
+
+/** Fields of a family without settings: attention without rotation in all layers. */
+export const PLAIN: Omit<ModelConfig, Sizes | Factors> = {
   norm: "rms", preNorm: true, postNorm: false, qkNorm: false, qkNormWhole: false, qkNormRotated: false, sinks: false, outputGate: false,
-  parallelResidual: false, sharedNorm: false, gated: true,
-  qkvBias: false, oBias: false, mlpBias: false, headBias: false,
-} as const;
+  parallelResidual: false, sharedNorm: false, gated: true, qkvBias: false, oBias: false, mlpBias: false, headBias: false,
+  rotaryDim: 0, isNeox: true, invFreq: [], attentionFactor: 1, localLayers: [], localInvFreq: [], queryLogScale: 0, queryScaleLength: 1,
+  mixers: [], convLength: 0, nDeltaHeads: 0, nDeltaKeyHeads: 0, deltaDim: 0, deltaKeyDim: 0, deltaTiled: false,
+  nExperts: 0, nUsedExperts: 0, expertDim: 0, sharedDim: 0, moeLayers: [], sharedGate: false, router: "softmax", routerNormalised: false, routerEps: 0, routerScale: 1,
+};
+
 /** Flags of n layers: false for one of each `interval`, the last or the first. */
 export const allButEvery = (interval: number, n: number, isFirst = false) => Array.from({ length: n }, (_, i) => (i + (isFirst ? 0 : 1)) % interval !== 0);
-export const ALL_ATTENTION = { mixers: [], convLength: 0, nDeltaHeads: 0, nDeltaKeyHeads: 0, deltaDim: 0, deltaKeyDim: 0, deltaTiled: false };
-export const NO_EXPERTS = {
-  nExperts: 0, nUsedExperts: 0, expertDim: 0, sharedDim: 0, moeLayers: [], sharedGate: false, router: "softmax", routerNormalised: false, routerEps: 0, routerScale: 1,
-} as const;
-export type Mixers = Pick<ModelConfig, keyof typeof ALL_ATTENTION>;
-export const NO_QUERY_SCALE = { queryLogScale: 0, queryScaleLength: 1 };
-export const NO_ROTARY = { rotaryDim: 0, isNeox: true, invFreq: [], attentionFactor: 1 };
 
 /** Return a family's settings for a config; `flag` returns the options that "@name" refers to. */
 export const settingsOf = (family: Family, flag: (option: string) => boolean): Record<string, unknown> =>

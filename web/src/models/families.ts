@@ -4,8 +4,8 @@
  * download this file.) */
 import type { Core } from "../core/core.js";
 import { show, WhetError } from "../core/errors.js";
-import { activations, hfModules, kinds as KINDS, largest, largestSize, mixerSizes, notRun, plain as PLAIN, textParts } from "../facts.js";
-import { allButEvery, FAMILIES, type Family, type ModelConfig, ALL_ATTENTION, merge, NO_EXPERTS, NO_QUERY_SCALE, NO_ROTARY, PLAIN_SWITCHES, settingsOf, toCamel, type Mixers } from "./architecture.js";
+import { activations, hfModules, kinds as KINDS, largest, largestSize, mixerSizes, notRun, plain as NEUTRAL, textParts } from "../facts.js";
+import { allButEvery, FAMILIES, type Family, type ModelConfig, merge, PLAIN, settingsOf, toCamel } from "./architecture.js";
 import { ropeFrequencies } from "./rope.js";
 import type { ModuleSpec } from "./slices.js";
 
@@ -76,7 +76,7 @@ class Options {
   }
 
   rejectUnsupported(): void {
-    for (const [name, values] of Object.entries(PLAIN as unknown as Record<string, unknown[]>)) {
+    for (const [name, values] of Object.entries(NEUTRAL as unknown as Record<string, unknown[]>)) {
       const value = name in this.given ? this.given[name] : this.family.defaults[name];
       const isFamilyKey = Object.values(this.family.keys).includes(name);
       if (value !== undefined && !isFamilyKey && !values.some((plain) => JSON.stringify(plain) === JSON.stringify(value))) {
@@ -121,16 +121,16 @@ class Options {
   }
 
   /** Return what mixes the tokens of each layer. */
-  mixers(nLayers: number): Mixers {
+  mixers(nLayers: number): Partial<ModelConfig> {
     const { mixer, keys } = this.family;
-    if (mixer === "") return ALL_ATTENTION;
+    if (mixer === "") return {};
     const attends = this.attending(nLayers);
     const kinds = this.get("layer_types") ?? Array.from({ length: nLayers }, (_, i) => (attends(i) ? "full_attention" : KINDS[mixer]));
     if (!Array.isArray(kinds) || kinds.length !== nLayers) throw this.invalid("layer_types", `${nLayers} of ${KINDS[mixer]} and full_attention`);
     const mixers = kinds.map((kind) => (kind === KINDS[mixer] ? mixer : "attention"));
-    if (!mixers.includes(mixer)) return ALL_ATTENTION;
+    if (!mixers.includes(mixer)) return {};
     const sizes = mixerSizes.filter((name) => name in keys).map((name) => [toCamel(name), this.size(name)]);
-    return { ...ALL_ATTENTION, mixers, ...Object.fromEntries(sizes) };
+    return { mixers, ...Object.fromEntries(sizes) };
   }
 
   /** Return which layers attend without layer_types. */
@@ -182,9 +182,9 @@ class Options {
   }
 
   /** Return how queries are scaled by their position. */
-  queryScale(): Pick<ModelConfig, "queryLogScale" | "queryScaleLength"> {
+  queryScale(): Partial<ModelConfig> {
     const given = this.get("rope_parameters");
-    if (!this.family.query_scale || !isObject(given) || !given.llama_4_scaling_beta) return NO_QUERY_SCALE;
+    if (!this.family.query_scale || !isObject(given) || !given.llama_4_scaling_beta) return {};
     const { llama_4_scaling_beta: scale, original_max_position_embeddings: length } = given;
     if (typeof scale !== "number" || !(scale >= 0 && scale < 1e6)) throw this.invalid("rope_parameters", "llama_4_scaling_beta of at least 0");
     if (!isCount(length, 1)) throw this.invalid("rope_parameters", "original_max_position_embeddings");
@@ -321,6 +321,7 @@ export function modelConfig(core: Core, given: HfConfig, where: string, length?:
   let attentionScale = options.get("scale_attn_weights") === false ? 1 : 1 / Math.sqrt(headDim);
   if ("query_pre_attn_scalar" in family.defaults) attentionScale = core.call("power", options.number("query_pre_attn_scalar"), -0.5);
   return {
+    ...PLAIN,
     nLayers, nHeads, nKvHeads, headDim, hiddenDim, maxPosition,
     ffnDim: options.ffnDim(hiddenDim),
     vocabSize: options.size("vocab_size"),
@@ -340,23 +341,20 @@ export function modelConfig(core: Core, given: HfConfig, where: string, length?:
     ...options.mixers(nLayers),
     ...readRotary(core, options, headDim, maxPosition, trained),
     ...readLocalRotary(core, options, nLayers, headDim, maxPosition),
-    ...NO_EXPERTS,
-    ...PLAIN_SWITCHES,
     ...settingsOf(family, (option) => options.flag(option)),
   };
 }
 
-function readRotary(core: Core, options: Options, headDim: number, length: number, trained: number): Pick<ModelConfig, "rotaryDim" | "isNeox" | "invFreq" | "attentionFactor"> {
+function readRotary(core: Core, options: Options, headDim: number, length: number, trained: number): Partial<ModelConfig> {
   const { rope } = options.family;
-  if (!options.rotates()) return NO_ROTARY;
+  if (!options.rotates()) return {};
   const isScaled = rope !== "gptj";
   const found = ropeFrequencies(core, headDim, isScaled ? undefined : options.count("rotary_dim", 2), length, isScaled ? options.rope(core, trained) : {}, options.where);
   return { rotaryDim: 2 * found.invFreq.length, isNeox: rope === "neox", ...found };
 }
 
 /** Return the frequencies of layers with their own RoPE base. */
-function readLocalRotary(core: Core, options: Options, nLayers: number, headDim: number, length: number): Pick<ModelConfig, "localLayers" | "localInvFreq"> {
-  const none = { localLayers: [], localInvFreq: [] };
+function readLocalRotary(core: Core, options: Options, nLayers: number, headDim: number, length: number): Partial<ModelConfig> {
   const thetas = options.layerThetas(nLayers);
   const other = [...new Set(thetas.filter(Boolean))][1];
   if (other !== undefined) {
@@ -364,12 +362,12 @@ function readLocalRotary(core: Core, options: Options, nLayers: number, headDim:
     if (scaling.rope_type !== "default") throw options.invalid("layer_rope_theta", `one number other than 0, with rope_type ${show(scaling.rope_type)}`);
     return { localLayers: thetas.map((theta) => theta === other), localInvFreq: ropeFrequencies(core, headDim, undefined, length, scaling, options.where).invFreq };
   }
-  if (!options.family.rope_local) return none;
+  if (!options.family.rope_local) return {};
   const given = options.get("rope_parameters");
   const theta = options.get("rope_local_base_freq") ?? options.rope(core, options.size("max_position")).rope_theta;
   const local = (isObject(given) && given.sliding_attention) || { rope_theta: theta };
   if (!isObject(local) || (local.rope_type ?? "default") !== "default") throw options.invalid("rope_parameters", "sliding_attention with the default rope_type");
   const localLayers = options.localLayers(nLayers);
-  if (!localLayers.includes(true)) return none;
+  if (!localLayers.includes(true)) return {};
   return { localLayers, localInvFreq: ropeFrequencies(core, headDim, undefined, length, { rope_theta: local.rope_theta }, options.where).invFreq };
 }

@@ -7,7 +7,7 @@ import { activations, gguf as NAMES, ggufFamilies } from "../facts.js";
 import type { GgufFile, Value } from "../files/gguf.js";
 import type { Tensor } from "../files/headers.js";
 import type { Reader } from "../files/reader.js";
-import { allButEvery, FAMILIES, type Family, type ModelConfig, ALL_ATTENTION, merge, NO_EXPERTS, NO_QUERY_SCALE, NO_ROTARY, PLAIN_SWITCHES, settingsOf, type Mixers } from "./architecture.js";
+import { allButEvery, FAMILIES, type Family, type ModelConfig, merge, PLAIN, settingsOf } from "./architecture.js";
 import { ropeFrequencies } from "./rope.js";
 import { listSlices, type ModuleSpec, type RowSlice, type StoredTensor, type WeightLocation } from "./slices.js";
 
@@ -69,6 +69,13 @@ class GgufOptions {
     return value;
   }
 
+  /** Return one flag for each of n layers, and perhaps for blocks after them. */
+  flags(name: string, n: number, nBlocks = n): boolean[] {
+    const value = this.given[name];
+    if (!Array.isArray(value) || (value.length !== n && value.length !== nBlocks)) throw this.invalid(name, `${n} of true and false`);
+    return value.slice(0, n).map(Boolean);
+  }
+
   /** Return the architecture's family; of several, the one with a window if the file has a window. */
   family(): Family {
     const all = Object.values(FAMILIES).filter(({ name }) => GGUF[name]?.architecture === this.architecture);
@@ -104,10 +111,10 @@ export async function describeGguf(
   const { modules, scale_by_hidden, sliding_window } = GGUF[family.name];
   const moduleName = (slot: string) => modules[slot].names[0].replace("{i}", "0");
   const [nBlocks, trained, hiddenDim, ffnDim, nHeads] = ["n_layers", "max_position", "hidden_dim", "ffn_dim", "n_heads"].map((name) => meta.size(name));
-  const nLayers = nBlocks - Number(meta.get("n_predicting") ?? 0); // without the blocks that predict more tokens
-  if (!Number.isInteger(nLayers) || nLayers < 1 || nLayers > nBlocks) throw meta.invalid("n_predicting", `an integer below ${KEYS.n_layers}=${nBlocks}`);
+  const nLayers = nBlocks - (meta.get("n_predicting") ? meta.size("n_predicting") : 0); // without the blocks that predict more tokens
+  if (nLayers < 1) throw meta.invalid("n_predicting", `an integer below ${nBlocks}`);
   if (hiddenDim % nHeads !== 0 && meta.get("head_dim") === undefined) throw meta.invalid("hidden_dim", `a multiple of ${KEYS.n_heads}=${nHeads}`);
-  const { nKvHeads = meta.size("n_kv_heads", nHeads), ...mixers } = readMixers(meta, family, nLayers);
+  const { nKvHeads = meta.size("n_kv_heads", nHeads), ...mixers } = readMixers(meta, family, nLayers, nBlocks);
   const headDim = meta.size("head_dim", Math.trunc(hiddenDim / nHeads));
   if (meta.size("value_dim", headDim) !== headDim) throw meta.invalid("value_dim", `${KEYS.head_dim}=${headDim}`);
   for (const [name, value, implied] of [["n_kv_heads", nKvHeads, nHeads], ["head_dim", headDim, Math.trunc(hiddenDim / nHeads)]] as const) {
@@ -141,6 +148,7 @@ export async function describeGguf(
   const flags = readWindowLayers(meta, family, nLayers);
   const isLocal = (i: number) => flags?.[i] ?? (family.window !== "pattern" || allButEvery(family.defaults.sliding_window_pattern as number, nLayers, family.full_first)[i]);
   const config: ModelConfig = {
+    ...PLAIN,
     nLayers, nHeads, nKvHeads, headDim, hiddenDim, ffnDim,
     vocabSize: table.shape[0],
     maxPosition: length,
@@ -154,9 +162,7 @@ export async function describeGguf(
     tiedHead: !file.tensors.has(`${moduleName("head")}.weight`),
     ...mixers,
     ...rotary,
-    ...(isScaled ? { queryLogScale: meta.number("query_log_scale"), queryScaleLength: meta.size("original_max_position_embeddings", trained) } : NO_QUERY_SCALE),
-    ...NO_EXPERTS,
-    ...PLAIN_SWITCHES,
+    ...(isScaled ? { queryLogScale: meta.number("query_log_scale"), queryScaleLength: meta.size("original_max_position_embeddings", trained) } : {}),
     ...settingsOf(family, (option) => Boolean(options[option])),
   };
   return { config, family, slices: placeTensors(config, modules, file, nBlocks, where) };
@@ -196,35 +202,34 @@ function readWindowLayers(meta: GgufOptions, family: Family, nLayers: number): b
   if (value === undefined || (family.window !== "pattern" && !meta.get("sliding_window"))) return undefined;
   if (family.window !== "pattern") throw meta.invalid("window_layers", "none");
   if (!Array.isArray(value)) return allButEvery(meta.size("window_layers"), nLayers);
-  if (value.length !== nLayers) throw meta.invalid("window_layers", `${nLayers} of true and false`);
-  return value.map(Boolean);
+  return meta.flags("window_layers", nLayers);
 }
 
 const DELTA_KEYS = ["delta_conv_length", "delta_key_dim", "n_delta_key_heads", "n_delta_heads", "delta_values", "recurrent_layers", "full_attention_interval"];
 
 /** Return what mixes the tokens of each layer; and, if the file lists them, the KV heads of layers that attend. */
-function readMixers(meta: GgufOptions, family: Family, nLayers: number): Mixers & { nKvHeads?: number } {
+function readMixers(meta: GgufOptions, family: Family, nLayers: number, nBlocks: number): Partial<ModelConfig> {
   for (const name of ["conv_length", ...DELTA_KEYS]) {
     if (meta.get(name) !== undefined && family.mixer !== (name === "conv_length" ? "conv" : "delta")) throw meta.invalid(name, "none");
   }
-  if (family.mixer === "") return ALL_ATTENTION;
-  if (family.mixer === "delta") return readDeltaRules(meta, nLayers);
+  if (family.mixer === "") return {};
+  if (family.mixer === "delta") return readDeltaRules(meta, nLayers, nBlocks);
   const heads = meta.get("n_kv_heads");
-  if (!Array.isArray(heads)) return ALL_ATTENTION;
+  if (!Array.isArray(heads)) return {};
   const [nKvHeads = 1, ...others] = heads.filter((n) => n !== 0) as number[];
   if (heads.length !== nLayers || !others.every((n) => n === nKvHeads)) throw meta.invalid("n_kv_heads", `${nLayers} numbers, the same in all layers that attend`);
   const mixers = heads.map((n) => (n === 0 ? "conv" : "attention"));
-  return mixers.includes("conv") ? { nKvHeads, ...ALL_ATTENTION, mixers, convLength: meta.size("conv_length") } : ALL_ATTENTION;
+  return mixers.includes("conv") ? { nKvHeads, mixers, convLength: meta.size("conv_length") } : {};
 }
 
 /** Return the layers with the gated delta rule, which the file names, or all except every fourth, and its sizes. */
-function readDeltaRules(meta: GgufOptions, nLayers: number): Mixers {
-  const flags = meta.get("recurrent_layers") ?? allButEvery(meta.size("full_attention_interval", 4), nLayers);
-  if (!Array.isArray(flags) || flags.length < nLayers) throw meta.invalid("recurrent_layers", `${nLayers} of true and false`);
+function readDeltaRules(meta: GgufOptions, nLayers: number, nBlocks: number): Partial<ModelConfig> {
+  const isListed = meta.get("recurrent_layers") !== undefined;
+  const flags = isListed ? meta.flags("recurrent_layers", nLayers, nBlocks) : allButEvery(meta.size("full_attention_interval", 4), nLayers);
   const [convLength, deltaKeyDim, nDeltaKeyHeads, nDeltaHeads, values] = DELTA_KEYS.slice(0, 5).map((name) => meta.size(name));
   if (values % nDeltaHeads !== 0) throw meta.invalid("delta_values", `a multiple of ${KEYS.n_delta_heads}=${nDeltaHeads}`);
-  const mixers = flags.slice(0, nLayers).map((flag) => (flag ? "delta" : "attention"));
-  if (!mixers.includes("delta")) return ALL_ATTENTION;
+  const mixers = flags.map((flag) => (flag ? "delta" : "attention"));
+  if (!mixers.includes("delta")) return {};
   return { mixers, convLength, deltaKeyDim, nDeltaKeyHeads, nDeltaHeads, deltaDim: values / nDeltaHeads, deltaTiled: nDeltaHeads !== nDeltaKeyHeads };
 }
 
@@ -233,8 +238,7 @@ function readRopeLayers(meta: GgufOptions, family: Family, nLayers: number, isLo
   const value = meta.get("rope_layers");
   if (value !== undefined) {
     if (!family.rope_by_layer) throw meta.invalid("rope_layers", "none");
-    if (!Array.isArray(value) || value.length !== nLayers) throw meta.invalid("rope_layers", `${nLayers} of true and false`);
-    const layers = value.map(Boolean);
+    const layers = meta.flags("rope_layers", nLayers);
     return layers.includes(false) ? layers : [];
   }
   if (family.rope_windowed && isLocal !== undefined) return Array.from({ length: nLayers }, (_, i) => isLocal(i));
@@ -242,11 +246,11 @@ function readRopeLayers(meta: GgufOptions, family: Family, nLayers: number, isLo
 }
 
 /** Return the frequencies of layers with their own RoPE base; files may omit it. */
-function readLocalRotary(core: Core, meta: GgufOptions, family: Family, nLayers: number, headDim: number, length: number, isLocal: (i: number) => boolean, where: string) {
+function readLocalRotary(core: Core, meta: GgufOptions, family: Family, nLayers: number, headDim: number, length: number, isLocal: (i: number) => boolean, where: string): Partial<ModelConfig> {
   const name = "rope_local_base_freq";
   const localLayers = Array.from({ length: nLayers }, (_, i) => isLocal(i));
   if (!family.rope_local && meta.get(name) !== undefined) throw meta.invalid(name, "none");
-  if (!family.rope_local || !localLayers.includes(true)) return { localLayers: [], localInvFreq: [] };
+  if (!family.rope_local || !localLayers.includes(true)) return {};
   const theta = meta.number(name, (family.defaults[name] as number) ?? meta.number("rope_theta", 10000));
   const { invFreq } = ropeFrequencies(core, headDim, undefined, length, { rope_theta: theta }, where);
   return { localLayers, localInvFreq: invFreq };
@@ -255,8 +259,8 @@ function readLocalRotary(core: Core, meta: GgufOptions, family: Family, nLayers:
 /** Return the RoPE frequencies of the file's settings and tensors. */
 async function readRotary(
   core: Core, meta: GgufOptions, family: Family, file: GgufFile, reader: Reader, headDim: number, trained: number, length: number, where: string,
-): Promise<Pick<ModelConfig, "rotaryDim" | "isNeox" | "invFreq" | "attentionFactor">> {
-  if (family.rope === "none" || (family.rope_option !== "" && meta.get("is_rotated") === false)) return NO_ROTARY;
+): Promise<Partial<ModelConfig>> {
+  if (family.rope === "none" || (family.rope_option !== "" && meta.get("is_rotated") === false)) return {};
   const rotaryDim = meta.size("rotary_dim", headDim);
   if (rotaryDim !== headDim && !family.partial_rotary) throw meta.invalid("rotary_dim", `the whole head, ${headDim}`);
   const names = NAMES.rope_tensors;

@@ -29,7 +29,7 @@ from whet.models.families import (
     text_options,
 )
 from whet.models.formats import TABLE
-from whet.models.slots import ModelSource, StoredTensor, iter_slices
+from whet.models.slots import ModelSource, StoredTensor, find_stored, iter_slices
 from whet.models.sources.mapped import map_file, parse_container, parse_json, view
 
 FLOATS = {TABLE[name].gguf_name: TABLE[name] for name in ("float32", "float16", "bfloat16", "float64")}
@@ -71,8 +71,10 @@ def open_folder(path: str | os.PathLike[str], *, max_position: int | None = None
     tensors = _Tensors(read_entries(folder, where), family, where)
     described = model_config(config, max_position=max_position, where=where, tied_head=tensors.tied_head(config))
 
+    modules = find_stored(described, family.modules, family.file_modules, tensors.has)
+
     def slices() -> Iterator[RowSlice]:
-        return iter_slices(described, family.modules, tensors.get, where)
+        return iter_slices(described, modules, tensors.get, where)
 
     for _ in slices():
         pass
@@ -163,6 +165,9 @@ class _Tensors:
         self.entries, self.family, self.where, self.used = entries, family, where, set()
         # A checkpoint of the model without its head has names without the prefix.
         self.prefix = "" if any(name.startswith(family.prefix) for name in entries) else family.prefix
+
+    def has(self, name: str) -> bool:
+        return name.removeprefix(self.prefix) in self.entries
 
     def find(self, names: Sequence[str], suffix: str) -> str | None:
         for name in names:

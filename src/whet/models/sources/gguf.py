@@ -33,7 +33,15 @@ from whet.models.families import (
     short_position,
     unsupported_reason,
 )
-from whet.models.slots import ModelSource, ModuleSpec, StoredTensor, iter_locations, iter_slices
+from whet.models.slots import (
+    ModelSource,
+    ModuleSpec,
+    StoredTensor,
+    find_stored,
+    iter_locations,
+    iter_slices,
+    split_experts,
+)
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
 
 _KEYS: dict[str, str] = GGUF_NAMES["keys"]
@@ -45,6 +53,12 @@ _DELTA_KEYS = (
 _BIASED = {"qkv_bias": ("qkv:", "qkv:q"), "o_bias": ("o:",), "mlp_bias": ("gate_up:gate", "up:")}
 """Field of ``ModelConfig`` -> slots whose biases make it true."""
 _FUSED_QKV: str = GGUF_NAMES["fused_qkv"]
+_FUSED_EXPERTS: str = GGUF_NAMES["fused_experts"]
+_EXPERT_KEYS = (
+    "n_experts", "n_used_experts", "expert_dim", "shared_dim", "router", "router_normalised", "n_dense_layers",
+)  # fmt: skip
+ROUTER_NUMBERS = {"softmax": 1, "sigmoid": 2}
+"""llama.cpp's numbers of gating functions."""
 _OF_MODEL_TYPE = {name: family.gguf["architecture"] for name, family in FAMILIES.items() if family.gguf is not None}
 _ARCHITECTURES = {
     architecture: [name for name, same in _OF_MODEL_TYPE.items() if same == architecture]
@@ -73,7 +87,8 @@ def open_gguf(path: str | os.PathLike[str] | GGUFFile, *, max_position: int | No
     where = f'open_gguf("{file.paths[0]}")'
     options, described = describe_gguf(file, max_position, where)
     family = FAMILIES[options["model_type"]]
-    modules = family.gguf_modules
+    fused = [ModuleSpec((_FUSED_EXPERTS,), "layers.{i}.experts_gate_up", row_order=split_experts)]
+    modules = find_stored(described, family.gguf_modules, fused, file.tensors.__contains__)
     architecture = file.metadata["general.architecture"]
     tensors = _split_qkv(file.tensors, modules, described, where)
     used = set(_ROPE_TENSORS.values())
@@ -187,6 +202,8 @@ class _Metadata:
     def model_type(self) -> str:
         """Return the architecture's family; of several, the family with a window if the file has one."""
         model_types = _ARCHITECTURES[self.architecture]
+        if self.given.get("shared_dim"):
+            model_types = [name for name in model_types if "shared_dim" in FAMILIES[name].keys] or model_types
         switched = [name for name in model_types if FAMILIES[name].rope_option]
         if self.given.get("is_rotated") is False and switched:  # in other architectures, the key describes the training
             return switched[0]
@@ -198,6 +215,7 @@ class _Metadata:
         return found
 
     def options(self) -> dict[str, Any]:
+        self.given.setdefault("ffn_dim", self.given.get("expert_dim"))
         sizes = {name: self.size(name) for name in ("n_layers", "max_position", "hidden_dim", "ffn_dim", "n_heads")}
         sizes["n_layers"] -= self.n_predicting(sizes["n_layers"])
         n_heads = sizes["n_heads"]
@@ -205,6 +223,8 @@ class _Metadata:
             raise self.wrong("hidden_dim", f"a multiple of {_KEYS['n_heads']}={n_heads}")
         model_type = self.model_type()
         family = FAMILIES[model_type]
+        for name in (family.gguf or {}).get("ignored", ()):
+            self.given.pop(name, None)
         mixers = self.mixers(family, sizes["n_layers"])
         sizes["n_kv_heads"] = self.size("n_kv_heads", n_heads)
         sizes["head_dim"] = self.size("head_dim", sizes["hidden_dim"] // n_heads)
@@ -247,10 +267,12 @@ class _Metadata:
             **self.softcaps(family),
             "use_parallel_residual": self.given.get("use_parallel_residual", True),
             "sliding_window": self.given.get("sliding_window") or gguf.get("sliding_window"),
+            "use_sliding_window": bool(self.given.get("sliding_window")),
             "rope_parameters": self.by_layers(rope, family),
             **self.window_layers(family, sizes["n_layers"]),
             **self.not_rotated(family, sizes["n_layers"]),
             **mixers,
+            **self.experts(family, sizes["ffn_dim"]),
             **self.layer_thetas(family, sizes["n_layers"], rope["rope_theta"]),
             "query_pre_attn_scalar": sizes["hidden_dim"] // n_heads if by_hidden else sizes["head_dim"],
             # transformers prefers this one over the one in rope_parameters.
@@ -332,6 +354,28 @@ class _Metadata:
             raise self.wrong("n_kv_heads", f"a number for each of {n_layers} layers")
         length = {family.keys["conv_length"]: self.size("conv_length")} if "conv" in kinds else {}
         return {"layer_types": kinds, "block_auto_adjust_ff_dim": False, **length}
+
+    def experts(self, family: Family, ffn_dim: int) -> dict[str, Any]:
+        """Return the options of a mixture of experts."""
+        if "n_experts" not in family.keys:
+            for name in _EXPERT_KEYS:
+                if self.given.get(name, 0) != 0:
+                    raise self.wrong(name, "0 or none")
+            return {}
+        normalised, router = (family.gguf or {})["normalised"], family.settings.get("router", "softmax")
+        if self.given.get("router_normalised", normalised) != normalised:
+            raise self.wrong("router_normalised", f"{normalised} or none".lower())
+        if self.given.get("router", ROUTER_NUMBERS[router]) != ROUTER_NUMBERS[router]:
+            raise self.wrong("router", f"{ROUTER_NUMBERS[router]}, {router}, or none")
+        sizes = {name: self.size(name) for name in ("n_experts", "n_used_experts")}
+        sizes["expert_dim"] = self.size("expert_dim", ffn_dim)
+        counts = [name for name in ("shared_dim", "n_dense_layers") if name in family.keys]
+        sizes |= {name: self.size(name) if self.given.get(name) else 0 for name in counts}
+        has_correction = any(name.endswith(GGUF_NAMES["correction"]) for name in self.tensors)
+        return {family.keys[name]: size for name, size in sizes.items()} | {
+            "norm_topk_prob": normalised,
+            "use_expert_bias": has_correction,
+        }
 
     def layer_thetas(self, family: Family, n_layers: int, theta: float) -> dict[str, Any]:
         """Return the rotary base of each layer, if the file names the layers that rotate."""

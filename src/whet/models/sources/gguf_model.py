@@ -87,7 +87,9 @@ def _make_config(file: GGUFFile, described: ModelConfig, tokenizer: GGUFTokenize
         options |= dict.fromkeys(("partial_rotary_factor", "rotary_pct"), rope.get("partial_rotary_factor", 1.0))
         scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
         options["rope_scaling"] = None if rope["rope_type"] == "default" else scaling
-    known = {name: value for name, value in options.items() if hasattr(family, name) and name != "model_type"}
+    # Qwen3 MoE reads head_dim, which is not a field of its class.
+    fields = [name for name in options if hasattr(family, name) or name == "head_dim"]
+    known = {name: options[name] for name in fields if name != "model_type"}
     return transformers.AutoConfig.for_model(
         options["model_type"],
         **known,
@@ -136,7 +138,8 @@ def _copy_weights(source: ModelSource, model: Any) -> None:
     for name, location in source.targets.items():
         whole = f"{name}.weight" if location.module.parameter == "weight" else name
         places |= {whole: (location, location.weight), f"{name}.bias": (location, location.bias)}
-    for name, parameter in model.named_parameters():
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in places)
+    for name, parameter in (*model.named_parameters(), *buffers):
         location, slot = places[name]
         values, filled = np.empty(rows.config.slots()[slot], np.float32)[: location.shape[0]], 0
         for chunk in rows.iter_chunks(location, slot, "float32"):

@@ -53,10 +53,7 @@ def release_pages(arrays: Sequence[Any]) -> None:
     """
     mappings: dict[int, tuple[mmap.mmap, int, list[Any]]] = {}
     for array in arrays:
-        whole = owner = array
-        while isinstance(owner, np.ndarray):
-            whole, owner = owner, owner.base
-        owner = owner.obj if isinstance(owner, memoryview) else owner
+        whole, owner = _owner(array)
         if isinstance(owner, mmap.mmap):
             mappings.setdefault(id(owner), (owner, whole.ctypes.data, []))[2].append(array)
     for mapping, address, views in mappings.values():
@@ -64,6 +61,19 @@ def release_pages(arrays: Sequence[Any]) -> None:
         end = max(view.ctypes.data + _extent(view) for view in views) - address
         begin -= begin % mmap.PAGESIZE
         drop_pages(mapping, begin, end - begin)
+
+
+def is_mapped(array: Any) -> bool:
+    """Whether an array is a view of a mapped file."""
+    return isinstance(_owner(array)[1], mmap.mmap)
+
+
+def _owner(array: Any) -> tuple[Any, Any]:
+    """Return the array that an array views, and the owner of its memory."""
+    whole = owner = array
+    while isinstance(owner, np.ndarray):
+        whole, owner = owner, owner.base
+    return whole, owner.obj if isinstance(owner, memoryview) else owner
 
 
 def _extent(array: np.ndarray) -> int:

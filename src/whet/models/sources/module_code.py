@@ -33,6 +33,9 @@ _NUMBERS = {
     "attn_logit_softcapping": "attention_softcap",
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
+    "top_k": "n_used_experts",
+    "norm_topk_prob": "router_normalised",
+    "routed_scaling_factor": "router_scale",
 }
 """Attribute of transformers' modules -> the corresponding field of ``ModelConfig``."""
 ACTIVATION_NAMES = ("act_fn", "activation_fn", "activation", "act")
