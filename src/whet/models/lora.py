@@ -95,8 +95,7 @@ def choose_adapted(
             rows as heads: the smaller side would exclude ranks that others need.)
     """
     if list(layers) in ([], [ALL_LINEAR]):
-        matrices = [each for each in _list_locations(source) if _is_in_layers(each) and not is_norm(each)]
-        chosen = [location for location in matrices if not location.weight.endswith("router")]
+        chosen = [location for location in _list_locations(source) if core_matrix(location.weight) is not None]
     else:
         chosen = [location for name in layers for location in _find(source, name, f".{name}", "lora_layers", where)]
     whole = [location for name in modules_to_save for location in _find(source, name, name, "modules_to_save", where)]

@@ -56,6 +56,11 @@ class NativePolicy:
                 f"{where}: compute is {config.compute!r}, and the learner computes in {model.compute}. Make it with "
                 f"whet.Learner(compute={config.compute!r})."
             )
+        if config.router_aux_loss_coef:
+            raise WhetValueError(
+                f"{where}: router_aux_loss_coef is {config.router_aux_loss_coef}, and a Learner has no balance loss: "
+                f"its routers are frozen. Omit it, or train modules of torch."
+            )
         self.reference = AdapterReference(model, kept=config.uses_reference_model())
         self._has_gradients = False
         self._dropout_seed: int | None = None
@@ -127,14 +132,15 @@ class NativePolicy:
             temperature=temperature, return_entropy=return_entropy, dropout_seed=self._dropout_seed,
         )  # fmt: skip
 
-    def backward(self, grad_logprobs: np.ndarray) -> None:
+    def backward(self, grad_logprobs: np.ndarray, share: float = 1.0) -> dict[str, float]:
         """Add the gradients of the adapters: NaN if the gradient of the log-probs is not finite, as autograd would."""
         self._has_gradients = True
         if np.isfinite(grad_logprobs).all():
             self.model.backward(grad_logprobs)
-            return
+            return {}
         for grad in self.model.gradients:
             grad.fill(np.nan)
+        return {}
 
     @contextmanager
     def scoring(self, *, reference: bool = False) -> Iterator[Score]:

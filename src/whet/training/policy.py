@@ -118,8 +118,12 @@ class Policy(Protocol):
         """Return log-probs of completion tokens, see ``Learner.logprobs``; ``backward`` follows."""
         ...
 
-    def backward(self, grad_logprobs: np.ndarray) -> None:
-        """Add the gradients of the parameters, from the gradient of the last log-probs, (B, C)."""
+    def backward(self, grad_logprobs: np.ndarray, share: float = 1.0) -> dict[str, float]:
+        """Add the gradients of the parameters, from the gradient of the last log-probs, (B, C).
+
+        A policy with a balance loss adds its gradient, times ``share``, the share of the micro-batch in the update, and
+        returns the terms of the metrics "loss" and "balance_loss".
+        """
         ...
 
     def scoring(self, *, reference: bool = False) -> AbstractContextManager[Score]:
