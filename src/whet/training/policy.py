@@ -105,6 +105,11 @@ class Policy(Protocol):
         """Seed dropout."""
         ...
 
+    @property
+    def replays_experts(self) -> bool:
+        """Whether ``logprobs`` takes the experts of tokens."""
+        ...
+
     def logprobs(
         self,
         prompt_ids: Sequence[Sequence[int]],
@@ -112,6 +117,7 @@ class Policy(Protocol):
         *,
         completion_mask: Sequence[Sequence[bool]] | None = None,
         kept_tokens: Sequence[KeptTokens | None] | None = None,
+        experts: Sequence[np.ndarray | None] | None = None,
         temperature: float = 1.0,
         return_entropy: bool = False,
     ) -> Logprobs:

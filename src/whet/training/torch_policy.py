@@ -141,6 +141,8 @@ class TorchPolicy:
         """Seed torch's generator, from which dropout draws."""
         torch.manual_seed(seed)
 
+    replays_experts = False
+
     def logprobs(
         self,
         prompt_ids: Sequence[Sequence[int]],
@@ -148,6 +150,7 @@ class TorchPolicy:
         *,
         completion_mask: Sequence[Sequence[bool]] | None = None,
         kept_tokens: Sequence[KeptTokens | None] | None = None,
+        experts: None = None,
         temperature: float = 1.0,
         return_entropy: bool = False,
     ) -> Logprobs:
