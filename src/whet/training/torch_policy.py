@@ -141,7 +141,10 @@ class TorchPolicy:
         """Seed torch's generator, from which dropout draws."""
         torch.manual_seed(seed)
 
-    replays_experts = False
+    @property
+    def replays_experts(self) -> bool:
+        """Whether ``logprobs`` takes the experts of tokens: it does not."""
+        return False
 
     def logprobs(
         self,
@@ -150,11 +153,13 @@ class TorchPolicy:
         *,
         completion_mask: Sequence[Sequence[bool]] | None = None,
         kept_tokens: Sequence[KeptTokens | None] | None = None,
-        experts: None = None,
+        experts: Sequence[np.ndarray | None] | None = None,
         temperature: float = 1.0,
         return_entropy: bool = False,
     ) -> Logprobs:
         """Return log-probs as ``completion_logprobs`` does; ``backward`` follows."""
+        if experts is not None:
+            raise WhetValueError("logprobs: experts are given, and modules of torch choose their own. Omit them.")
         self._kept, entropy, mask, self._balance = completion_logprobs(
             self.model, prompt_ids, completion_ids, completion_mask=completion_mask, kept_tokens=kept_tokens,
             temperature=temperature, return_entropy=return_entropy, return_balance=self._balance_coefficient != 0,
