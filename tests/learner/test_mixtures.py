@@ -26,7 +26,6 @@ from tests.raising import assert_raises
 from tests.threads import same_on_any_threads
 
 from whet import WhetValueError
-from whet.config.sampling import NO_EXPERTS
 from whet.learner.learner import Learner
 from whet.models.packed_base import pack_base
 from whet.models.sources.live import open_module
@@ -66,13 +65,13 @@ def routers(model: Any) -> list[Any]:
 
 
 def own_experts(model: Any, prompts: Sequence[list[int]], completions: Sequence[list[int]]) -> list[np.ndarray]:
-    """Return the choice of a model for the tokens of each row, (T, mixtures, k)."""
+    """Return the choice of a model for the inputs of each row, (T, mixtures, k)."""
     chosen: list[Any] = []
     hooks = [each.register_forward_hook(lambda module, x, out: chosen.append(out[2])) for each in routers(model)]
     found = []
     for prompt, completion in zip(prompts, completions, strict=True):
         chosen.clear()
-        model(torch.tensor([prompt + completion]))
+        model(torch.tensor([prompt + completion[:-1]]))
         found.append(torch.stack(chosen, 1).numpy().astype(np.uint16))
     for hook in hooks:
         hook.remove()
@@ -86,6 +85,7 @@ def replay(model: Any, experts: Sequence[np.ndarray]) -> Iterator[None]:
 
     def hook(layer: int, module: Any, inputs: Any, out: Any) -> Any:
         ids = torch.from_numpy(experts[calls[layer]][:, layer].astype(np.int64))
+        ids = torch.cat((ids, ids[-1:]))  # the last token is not an input of the learner
         calls[layer] += 1
         p = out[0].softmax(-1).gather(-1, ids)
         return out[0], p / p.sum(-1, keepdim=True) if module.norm_topk_prob else p, ids
@@ -97,11 +97,11 @@ def replay(model: Any, experts: Sequence[np.ndarray]) -> Iterator[None]:
 
 
 def random_experts(config: Any, seed: int = 4) -> list[np.ndarray]:
-    """Return experts of all tokens; rows with one prompt have the same for its tokens."""
+    """Return experts of all inputs; rows with one prompt have the same for its tokens."""
     rng, prompts = np.random.default_rng(seed), {}
     found = []
     for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True):
-        shape = len(prompt) + len(completion), config.n_moe_layers, config.n_experts
+        shape = len(prompt) + len(completion) - 1, config.n_moe_layers, config.n_experts
         ids = rng.random(shape).argsort(-1)[..., : config.n_used_experts].astype(np.uint16)
         first = prompts.setdefault(tuple(prompt), ids)
         ids[: len(prompt)] = first[: len(prompt)]
@@ -142,8 +142,7 @@ def test_the_share_of_replaced_choices() -> None:
     config = learner.base.config
     base = Learner(learner.base, compute="float32")
     experts: list[Any] = own_experts(model, PROMPTS, COMPLETIONS)
-    experts = [experts[0][-5:], None, None, None]
-    experts[0][0] = experts[0][-1] = NO_EXPERTS  # the last token is not an input
+    experts = [experts[0][-3:], None, None, None]
     ids = experts[0][1, 0]
     ids[:] = ids[::-1]  # the order does not matter
     assert base.logprobs(PROMPTS, COMPLETIONS, experts=experts).replaced_experts == 0

@@ -14,7 +14,6 @@ import numpy as np
 
 from whet import _core
 from whet.config.kept_tokens import KeptTokens
-from whet.config.sampling import NO_EXPERTS
 from whet.errors import WhetValueError
 from whet.models.architecture import ModelConfig
 from whet.ops.packing import pack_sequences
@@ -204,15 +203,18 @@ def pack_batch(prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Seq
     return PackedBatch(*(np.ascontiguousarray(a, np.int64) for a in arrays))
 
 
+OWN_CHOICE = 0xFFFF
+"""In place of the experts of a token: the model's own choice."""
+
+
 def place_experts(
     experts: Sequence[Any], prompts: Sequence[Sequence[int]], batch: PackedBatch, config: ModelConfig, where: str
 ) -> np.ndarray:
-    """Return the experts of the N tokens of a batch, (N, mixtures, k) uint16, ``NO_EXPERTS`` where none are given.
+    """Return the experts of the N tokens of a batch, (N, mixtures, k) uint16, ``OWN_CHOICE`` where none are given.
 
     Args:
-        experts: for each row, (T, mixtures, k) ids of experts of its last T tokens, ``NO_EXPERTS`` for some, or None.
-            The last token is not an input. Tokens of a prompt that rows share have the experts of the first row that
-            has some.
+        experts: for each row, (T, mixtures, k) ids of experts of its last T inputs, or None. The inputs are all tokens
+            except the last. Inputs of a prompt that rows share have the experts of the first row that has some.
         where: prefix of error messages.
 
     Raises:
@@ -221,29 +223,27 @@ def place_experts(
     shape = config.n_moe_layers, config.n_used_experts
     if not config.n_experts:
         raise WhetValueError(f"{where}: experts are given, and the model is not a mixture of experts. Omit them.")
-    placed = np.full((len(batch.input_ids), *shape), NO_EXPERTS, np.uint16)
+    placed = np.full((len(batch.input_ids), *shape), OWN_CHOICE, np.uint16)
     for i in reversed(range(len(experts))):
         predictors = batch.hidden_rows[batch.rows == i]
         if experts[i] is None or not len(predictors):
             continue
         ids = np.asarray(experts[i])
         inputs = np.concatenate((predictors[:1] - np.arange(len(prompts[i]) - 1, 0, -1), predictors))
-        if ids.dtype.kind not in "iu" or ids.shape[1:] != shape or not 0 < len(ids) <= len(inputs) + 1:
+        if ids.dtype.kind not in "iu" or ids.shape[1:] != shape or len(ids) > len(inputs):
             raise WhetValueError(
                 f"{where}: experts of a row are {ids.dtype} of shape {ids.shape}, expected integers (T, {shape[0]}, "
-                f"{shape[1]}) for at most its {len(inputs) + 1} tokens. Pass the experts of this completion."
+                f"{shape[1]}) for at most its {len(inputs)} inputs. Pass the experts of this completion."
             )
-        inputs, ids = inputs[len(inputs) + 1 - len(ids) :], ids[:-1].astype(np.int64)
-        is_given = ids[:, 0, 0] != NO_EXPERTS
-        ordered = np.sort(ids[is_given], axis=-1)
-        if ordered.size and not (
-            ordered.min() >= 0 and ordered.max() < config.n_experts and (np.diff(ordered) > 0).all()
+        ordered = np.sort(ids, axis=-1)
+        if ids.size and not (
+            ordered.min() >= 0 and ordered.max() < config.n_experts and (np.diff(ordered.astype(np.int64)) > 0).all()
         ):
             raise WhetValueError(
                 f"{where}: experts of a token are not {shape[1]} different ids from 0 to {config.n_experts - 1}. Pass "
                 f"the experts of a sampler of the same model."
             )
-        placed[inputs[is_given]] = ids[is_given]
+        placed[inputs[len(inputs) - len(ids) :]] = ids
     return placed
 
 

@@ -23,10 +23,10 @@ import numpy as np
 
 from whet import _core
 from whet.config.kept_tokens import KeptTokens
-from whet.config.sampling import NO_EXPERTS
 from whet.config.settings import ComputeDtype
 from whet.errors import WhetTypeError, WhetValueError, check_choice, check_temperature
 from whet.learner.batch import (
+    OWN_CHOICE,
     Divergences,
     Logprobs,
     check_rows,
@@ -386,10 +386,10 @@ class Learner:
             dropout_seed: seed of ``lora_dropout``, such as the number of the step, modulo 2^64. The elements that are
                 dropped depend on it, on the module, and on the tokens up to the current one: a prompt that rows share
                 is computed once, and the order of rows does not matter. None: no dropout.
-            experts: for each row, the experts that a sampler chose for its last T tokens (``Completion.experts``), or
-                None: (T, mixtures, k) ids, ``NO_EXPERTS`` for some tokens. They replace the choice of the model, whose
-                router still gives their weights (R3, Ma et al. 2025, arXiv:2510.11370). A prompt that rows share has
-                the experts of one of the rows. None: the model's choice.
+            experts: for each row, the ids of the experts that a sampler chose, (T, mixtures, k) for the last T of the
+                row's inputs, which are all tokens except the last, or None (``Completion.experts``). They replace the
+                choice of the model, whose router still gives their weights (R3, Ma et al. 2025, arXiv:2510.11370).
+                Inputs of a prompt that rows share have the experts of one of the rows. None: the model's choice.
 
         Raises:
             WhetValueError: rows, tokens or a mask that do not fit the model or each other.
@@ -424,7 +424,7 @@ class Learner:
         entropy, mean = (None if x is None else batch.scatter(x) for x in (entropy, mean))
         replaced = None
         if experts is not None:
-            n_given = np.count_nonzero(batch.arrays["experts"][..., 0] != NO_EXPERTS)
+            n_given = np.count_nonzero(batch.arrays["experts"][..., 0] != OWN_CHOICE)
             replaced = self._core.n_replaced / n_given if n_given and len(batch.rows) else 0.0
         return Logprobs(scattered, entropy, batch.mask, mean, replaced)
 
