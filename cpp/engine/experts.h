@@ -24,8 +24,8 @@ inline std::span<const PackedWeight> parts_of(const Matrix& w, size_t expert, si
     return {w.parts.data() + expert * n, n};
 }
 
-// The experts of tokens, and the rows of experts: those of one follow each other, in the order of the tokens, from the
-// start of a block of rows on.
+// The experts of tokens, and the rows of experts: the rows of one follow each other, in the order of the tokens, from
+// the start of a block of rows on.
 class Choice {
 public:
     struct Group {

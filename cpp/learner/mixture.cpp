@@ -1,7 +1,7 @@
 // The experts of a mixture, in both directions, in tiles of rows and expert by expert.
 //
-// With the probabilities p of the experts and K those of a token, S = sum over K of p + router_eps if normalised, else
-// 1, and dy the gradient of the result:
+// With the probabilities p of the experts, the experts K of a token, S = sum over K of p + router_eps if normalised,
+// else 1, and the gradient dy of the result:
 //
 //   y = sum over K of w_j f_j(x),   w_j = scale p_j / S,   dw_j = f_j(x) . dy
 //   dp_j = scale / S (dw_j - sum over i in K of dw_i p_i / S), or scale dw_j; 0 for the other experts
@@ -112,7 +112,7 @@ void Learner::experts_backward(size_t layer, const RowTile& tile, const float* g
                         d, true);
 }
 
-// Replaces a token's probabilities by the gradients of the router's logits, from those of the weights of its experts.
+// Replaces a token's probabilities by the gradients of the router's logits, from the gradients of the weights.
 void Learner::router_backward(size_t token, const double* grad_weights) {
     const size_t k = config_.n_used_experts;
     float* p = choice_.probabilities + token * config_.n_experts;

@@ -165,6 +165,7 @@ class StoredRows:
     ) -> None: ...
 
 class Learner:
+    n_replaced: int
     n_kept_layers: int
     kept_bytes: int
     def __init__(self, weights: Weights, bf16: bool) -> None: ...
@@ -176,7 +177,7 @@ class Learner:
         self, *, tokens: Any, positions: Any, group_offsets: Any, q_offsets: Any, k_offsets: Any, key_rows: Any,
         reader_offsets: Any, readers: Any, predictors: Any, targets: Any, kept_offsets: Any, kept_words: Any,
         temperature: float, with_adapters: bool, keep: bool, activation_bytes: int, dropout: float, seed: int,
-        logprobs: Any, entropy: Any, mean: Any,
+        experts: Any, logprobs: Any, entropy: Any, mean: Any,
     ) -> None: ...  # fmt: skip
     def hidden(self, out: Any) -> None: ...
     def divergence(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests import byte_tokenizer as bytewise
+from tests.engine.tiny_models import tiny_model
 from tests.raising import assert_raises, mentions
 from tests.tiny import EOS, OwnGenerate, Recorded, assert_same_weights, fours, letters_tokenizer, tiny_llama, with_lora
 
@@ -233,6 +234,22 @@ def test_a_modified_distribution_is_measured_and_corrected(settings):
     assert step["sampler/logprob_difference"] > 1e-3 and step["sampler/importance_weight"] != 1
     trainer = OnlineDPO(tiny_llama(), reward_fn=fours, max_new_tokens=8, **settings)
     assert "sampler/logprob_difference" not in trainer.train_step(PROMPTS)
+
+
+def test_the_samplers_experts_are_replayed():
+    """The sampler multiplies 8-bit integers, the learner floats: at near ties their routers choose other experts."""
+
+    def step(replay: bool, weights: str = "int8") -> dict[str, float]:
+        base = pack_base(open_module(tiny_model("qwen3_moe", num_experts=16, num_experts_per_tok=4)), weights=weights)
+        trainer = grpo(
+            Learner(base, lora_rank=2), max_new_tokens=40, group_size=8, router_replay=replay, stop_token_ids=[0]
+        )
+        return trainer.train_step(PROMPTS)
+
+    replayed, chosen, exact = step(True), step(False), step(True, "float32")
+    assert 0.01 < replayed["sampler/replaced_experts"] < 0.5 and "sampler/replaced_experts" not in chosen
+    assert replayed["sampler/logprob_difference"] < chosen["sampler/logprob_difference"]
+    assert exact["sampler/replaced_experts"] < 0.01 and exact["sampler/logprob_difference_max"] < 1e-3
 
 
 FILTERS = [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"min_new_tokens": 4}, {"top_k": 9, "top_p": 0.8, "beta": 0.1}]

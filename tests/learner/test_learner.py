@@ -180,6 +180,13 @@ def test_value_heads_in_the_order_of_a_file_match_autograd(tmp_path: Path) -> No
     check_against_autograd(new_learner(base, compute="float32"), model)
 
 
+def test_ranks_above_the_number_of_heads_match_autograd() -> None:
+    """The gates of linear attention have a row for each of 6 heads."""
+    model = tiny_model("qwen3_5_text")
+    base = pack_base(open_module(model), weights="float32")
+    check_against_autograd(new_learner(base, compute="float32", lora_rank=9), model)
+
+
 @pytest.mark.parametrize("case", ["llama", "gptj", "gpt2", "gemma2", "qwen3"])
 def test_dropout_matches_autograd_with_the_same_masks(case: str) -> None:
     learner = new_learner(pack_base(open_module(tiny_model(case)), weights="float32"), compute="float32",

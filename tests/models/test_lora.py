@@ -75,7 +75,7 @@ def test_unknown_layers_and_large_ranks_are_rejected():
         ((4, ["zzz"]), ("'zzz'", "It has embed_tokens, ")),
         ((4, ["norm"]), ("model.norm", "modules_to_save")),
         ((4, ["q_proj"], ["q_proj"]), ("q_proj is in modules_to_save", "adapter")),
-        ((9,), ("lora_rank is 9", "model.layers.0.self_attn.k_proj is 8 x 16", "Pass 8")),
+        ((17,), ("lora_rank is 17", "model.layers.0.self_attn.q_proj is 16 x 16", "Pass 16")),
     ):
         assert_raises(WhetValueError, message, choose_adapted, source(), *arguments)
     choose_adapted(source(), 16, ["q_proj"])

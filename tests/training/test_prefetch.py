@@ -172,7 +172,7 @@ def test_a_step_that_fails_after_an_update_leaves_no_checkpoint(tmp_path):
 
         def train_step(self, *batch):
             with self.update() as update:
-                logprobs, _, mask, _ = self.policy.logprobs([[5]], [[6]])
+                logprobs, _, mask, *_ = self.policy.logprobs([[5]], [[6]])
                 update.add(float(logprobs.sum()), mask * 1.0, {})
             raise WhetValueError("between two updates")
 

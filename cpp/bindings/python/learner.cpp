@@ -82,8 +82,8 @@ public:
                  const Contiguous<const int64_t, 2>& targets, const std::optional<Indices>& kept_offsets,
                  const std::optional<Contiguous<const int32_t, 1>>& kept_words, double temperature, bool with_adapters,
                  bool keep, size_t activation_bytes, double dropout, uint64_t seed,
-                 const Contiguous<float, 2>& logprobs, const std::optional<Contiguous<float, 1>>& entropy,
-                 const std::optional<Contiguous<float, 1>>& mean) {
+                 const std::optional<Contiguous<const uint16_t, 3>>& experts, const Contiguous<float, 2>& logprobs,
+                 const std::optional<Contiguous<float, 1>>& entropy, const std::optional<Contiguous<float, 1>>& mean) {
         const ReleasedGil released;
         const std::lock_guard guard(mutex_);
         const size_t rows = targets.shape(0), k = targets.shape(1);
@@ -100,10 +100,10 @@ public:
             kept = {span_of(*kept_offsets), span_of(*kept_words)};
             check_token_sets(kept, {targets.data(), rows}, learner_.vocab_size());
         }
-        hidden_ =
-            learner_.forward({copy(tokens), copy(positions), copy(group_offsets), copy(q_offsets), copy(k_offsets),
-                              copy(key_rows), copy(reader_offsets), copy(readers), copy(predictors)},
-                             with_adapters, keep, activation_bytes, {dropout, seed});
+        TrainingBatch batch{copy(tokens),   copy(positions),      copy(group_offsets), copy(q_offsets), copy(k_offsets),
+                            copy(key_rows), copy(reader_offsets), copy(readers),       copy(predictors)};
+        if (experts) batch.experts.assign(experts->data(), experts->data() + experts->size());
+        hidden_ = learner_.forward(std::move(batch), with_adapters, keep, activation_bytes, {dropout, seed});
         rows_ = rows;
         divergence_.reset();
         if (k == 0) return;
@@ -170,6 +170,11 @@ public:
                     "Learner.backward_hidden: expected a gradient for each hidden state");
             std::copy_n(grad.data(), grad.size(), grad_hidden);
         });
+    }
+
+    size_t n_replaced() {
+        const std::lock_guard guard(mutex_);
+        return learner_.n_replaced();
     }
 
     size_t n_kept_layers() {
@@ -239,6 +244,7 @@ void bind_learner(nb::module_& m) {
     using nb::arg;
     nb::class_<LearnerObject>(m, "Learner")
         .def(nb::init<const Shared<Weights>&, bool>(), arg("weights"), arg("bf16"))
+        .def_prop_ro("n_replaced", &LearnerObject::n_replaced)
         .def_prop_ro("n_kept_layers", &LearnerObject::n_kept_layers)
         .def_prop_ro("kept_bytes", &LearnerObject::kept_bytes)
         .def("add_adapter", &LearnerObject::add_adapter, nb::kw_only(), arg("layer"), arg("target"), arg("first_row"),
@@ -250,7 +256,8 @@ void bind_learner(nb::module_& m) {
              array("group_offsets"), array("q_offsets"), array("k_offsets"), array("key_rows"), array("reader_offsets"),
              array("readers"), array("predictors"), array("targets"), array("kept_offsets").none(),
              array("kept_words").none(), arg("temperature"), arg("with_adapters"), arg("keep"), arg("activation_bytes"),
-             arg("dropout"), arg("seed"), array("logprobs"), array("entropy").none(), array("mean").none())
+             arg("dropout"), arg("seed"), array("experts").none(), array("logprobs"), array("entropy").none(),
+             array("mean").none())
         .def("hidden", &LearnerObject::hidden, array("out"))
         .def("divergence", &LearnerObject::divergence, nb::kw_only(), arg("teacher"), array("teacher_hidden"),
              arg("temperature"), arg("beta"), array("out"))

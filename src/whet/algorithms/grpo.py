@@ -137,6 +137,10 @@ class GRPO(OnlineTrainer):
         kept = [each for batch in batches for each in batch.kept_tokens or () if each is not None]
         yield "kept_tokens", id(self), sum(each.offsets.nbytes + each.words.nbytes for each in kept)
 
+    def replays_experts(self) -> bool:
+        """Whether an update gives tokens to the experts that the sampler chose."""
+        return self.config.router_replay and self.policy.replays_experts
+
     def _resume(self, prompt_batch: Any) -> _Step | None:
         """Return the step on these prompts that was interrupted between two of its updates, if any."""
         step = self._in_progress
@@ -147,7 +151,7 @@ class GRPO(OnlineTrainer):
     def _begin(self, prompt_batch: Any) -> _Step:
         """Sample completions and score them."""
         config, size = self.config, self.config.group_size
-        rollout = self.sample(prompt_batch, size, with_kept_tokens=True)
+        rollout = self.sample(prompt_batch, size, for_update=True)
         with phase("reward"):
             scored = self.ranks.broadcast_from_first(lambda: rollout.score(self.rewards))
         with phase("advantages"):
@@ -187,9 +191,10 @@ class GRPO(OnlineTrainer):
         prompts = [rollout.prompt_ids[i] for i in rows]
         completions = [rollout.completions[i].token_ids for i in rows]
         reference = old = None
-        kept = rollout.kept_tokens(rows)
+        kept, experts = rollout.kept_tokens(rows), rollout.experts(rows)
+        recorded: dict[str, Any] = {"kept_tokens": kept, "experts": experts}
         if self.config.uses_reference_model():
-            reference = self.logprobs(prompts, completions, config.temperature, kept_tokens=kept, reference=True)
+            reference = self.logprobs(prompts, completions, config.temperature, **recorded, reference=True)
         sampler, correction = rollout.sampler_logprobs(rows), self._correction(rollout)
         if correction and sampler is None and config.sampler_correction != "auto":
             raise WhetValueError(
@@ -197,7 +202,7 @@ class GRPO(OnlineTrainer):
             )
         # A mask changes the number of tokens that the loss is divided by; dropout would add noise to the weights.
         if correction and sampler is not None and (correction.endswith("mask") or config.training_mode):
-            old = self.logprobs(prompts, completions, config.temperature, kept_tokens=kept)
+            old = self.logprobs(prompts, completions, config.temperature, **recorded)
         batches = []
         for part in self.micro_batches(list(zip(prompts, completions, strict=True))):
             lengths = np.array([len(completions[i]) for i in part])
@@ -209,6 +214,7 @@ class GRPO(OnlineTrainer):
                 prompt_ids=[prompts[i] for i in part],
                 completion_ids=[completions[i] for i in part],
                 kept_tokens=None if kept is None else [kept[i] for i in part],
+                experts=None if experts is None else [experts[i] for i in part],
                 advantages=advantages[[rows[i] for i in part]],
                 mask=mask,
                 n_rows=len(part),
@@ -225,10 +231,12 @@ class GRPO(OnlineTrainer):
         """Return the loss of a micro-batch, as its share of the batch."""
         config = self.config
         with phase("forward"):
-            logprobs, entropy, *_ = self.policy.logprobs(
+            replayed: dict[str, Any] = {} if batch.experts is None else {"experts": batch.experts}
+            result = self.policy.logprobs(
                 batch.prompt_ids, batch.completion_ids, kept_tokens=batch.kept_tokens, temperature=config.temperature,
-                return_entropy=True,
+                return_entropy=True, **replayed,
             )  # fmt: skip
+        logprobs, entropy = result.logprobs, result.entropy
         with phase("loss"):
             if batch.old_logprobs is None:  # the policy of the first update is the policy that sampled
                 batch.set_old_logprobs(logprobs, config.sampler_cap)
@@ -237,6 +245,9 @@ class GRPO(OnlineTrainer):
                 logprobs, old, batch.advantages, batch.mask, batch.weights, batch.ref_logprobs, config, step.counts
             )
         loss.metrics["entropy"] = float(cast(np.ndarray, entropy).sum(dtype=np.float64)) / step.n_sampled
+        if result.replaced_experts is not None:
+            share = sum(map(len, batch.completion_ids)) / step.n_sampled
+            loss.metrics["sampler/replaced_experts"] = float(result.replaced_experts * share)
         if batch.sampler_logprobs is not None:
             loss.metrics["sampler/logprob_difference"] = batch.logprob_difference[0] / step.n_sampled
         return loss
@@ -282,6 +293,7 @@ class _MicroBatch:
         prompt_ids: b rows of token ids.
         completion_ids: b rows of token ids.
         kept_tokens: of each completion; None: every token was drawn from the whole vocabulary.
+        experts: of the tokens of each row, that the sampler chose; None: the policy's choice.
         advantages: (b,) float64.
         mask: (b, t) bool, True for tokens that count: not rejected by the correction.
         n_rows: number of completions that count.
@@ -296,6 +308,7 @@ class _MicroBatch:
     prompt_ids: list[list[int]]
     completion_ids: list[list[int]]
     kept_tokens: list[KeptTokens | None] | None
+    experts: list[np.ndarray | None] | None
     advantages: np.ndarray
     mask: np.ndarray
     n_rows: int

@@ -112,16 +112,17 @@ class OnlineTrainer(Trainer):
                 scored.append(self.ranks.broadcast_from_first(partial(rollout.score, functions)))
         return mean_rewards(scored)
 
-    def sample(self, prompt_batch: Any, n: int, *, with_kept_tokens: bool = False) -> Rollout:
+    def sample(self, prompt_batch: Any, n: int, *, for_update: bool = False) -> Rollout:
         """Sample ``n`` completions per prompt from the current policy, reproducibly for (seed, step).
 
         Args:
             prompt_batch: see ``train``.
             n: completions per prompt.
-            with_kept_tokens: record the tokens that each token is drawn from, if the settings exclude any.
+            for_update: record what an update repeats: the tokens that each token is drawn from, if the settings exclude
+                any, and the experts of tokens, if the policy replays them.
         """
         with self._synced_engine():
-            rollout = self._sample(prompt_batch, n, self.step, with_kept_tokens=with_kept_tokens)
+            rollout = self._sample(prompt_batch, n, self.step, for_update=for_update)
         if self.ranks.is_first and not self._warned_of_truncation:
             longest, where = self.config.max_new_tokens, type(self).__name__
             self._warned_of_truncation = warn_if_truncated(rollout, longest, where)
@@ -168,6 +169,10 @@ class OnlineTrainer(Trainer):
             with phase("generation"):
                 self._sampler_bytes += self.engine.release_weights()
 
+    def replays_experts(self) -> bool:
+        """Whether an update gives tokens to the experts that the sampler chose."""
+        return False
+
     def prepare(self, batch: Any) -> Prompts:
         """Return the prompts of a batch as token ids; reject prompts that leave no room for a completion."""
         where = type(self).__name__
@@ -181,7 +186,7 @@ class OnlineTrainer(Trainer):
         return tokenize_prompt(row, tokenizer)
 
     def _sample(
-        self, batch: Any, n: int, key: int, temperature: float | None = None, with_kept_tokens: bool = False
+        self, batch: Any, n: int, key: int, temperature: float | None = None, for_update: bool = False
     ) -> Rollout:
         """Sample ``n`` completions per prompt, reproducibly for (seed, key) and the engine's weights."""
         prompts = self.get_prepared(batch)
@@ -190,8 +195,9 @@ class OnlineTrainer(Trainer):
         sampling = self.config.sampling(self.stop_token_ids(), seed)
         if temperature is not None:
             sampling = dataclasses.replace(sampling, temperature=temperature)
-        if with_kept_tokens and sampling.drops_tokens():
-            sampling = dataclasses.replace(sampling, kept_tokens=True)
+        if for_update:
+            recorded = {"kept_tokens": sampling.drops_tokens(), "experts": self.replays_experts()}
+            sampling = dataclasses.replace(sampling, **recorded)
         engine = self.engine if self.ranks.size == 1 else ShardedEngine(self.ranks, self.engine)
         with phase("generation"):
             return sample(engine, prompts, n, sampling, self.tokenizer)

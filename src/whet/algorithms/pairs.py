@@ -124,7 +124,7 @@ def update_on_pairs(trainer: Trainer, pairs: Pairs) -> dict[str, float]:
         for part in map(pairs.select, trainer.shard(update, rows, trainer.micro_batches(rows))):
             maxima: dict[str, float] = {}
             with phase("forward"):
-                logprobs, entropy, mask, _ = trainer.policy.logprobs(
+                logprobs, entropy, mask, *_ = trainer.policy.logprobs(
                     part.prompt_ids * 2, part.chosen_ids + part.rejected_ids, return_entropy=True
                 )
             with phase("loss"):

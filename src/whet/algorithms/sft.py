@@ -73,7 +73,7 @@ class SFT(Trainer):
             rows = list(zip(prompt_ids, completion_ids, strict=True))
             for part in self.shard(update, rows, self.micro_batches(rows)):
                 with phase("forward"):
-                    logprobs, _, mask, _ = self.policy.logprobs(
+                    logprobs, _, mask, *_ = self.policy.logprobs(
                         [prompt_ids[i] for i in part],
                         [completion_ids[i] for i in part],
                         completion_mask=[masks[i] for i in part],

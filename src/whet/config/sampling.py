@@ -43,9 +43,6 @@ DISTRIBUTION_SETTINGS = (
 )  # fmt: skip
 """Settings that modify the distribution that tokens are drawn from; their defaults are no-ops."""
 
-NO_EXPERTS = 65535
-"""In ``Completion.experts``: the token has not been computed."""
-
 GRAMMAR_SETTINGS = ("schema", "regex", "lark")
 """Settings that constrain the text of a completion; at most one is set."""
 
@@ -229,9 +226,9 @@ class Completion:
             that setting is 0.
         kept_tokens: per token, the tokens that it was drawn from; None unless ``SamplingParams.kept_tokens`` is set, or
             if the source does not provide them.
-        experts: with ``SamplingParams.experts``, the experts of prompt and sampled tokens, (tokens, mixture layers,
-            experts of a token) uint16, the most probable first; ``NO_EXPERTS`` for the last token, which is not
-            computed. Else None.
+        experts: with ``SamplingParams.experts``, the experts of the tokens of prompt and completion except the last,
+            which is not computed: (tokens, mixture layers, experts of a token) uint16, the most probable first. Else
+            None.
     """
 
     token_ids: list[int]

@@ -109,6 +109,9 @@ class TrainerConfig:
     """Added to the root of AdamW's second moment."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay, per unit of learning rate, of matrices; norms and biases do not decay."""
+    router_aux_loss_coef: _Beta = None
+    """Factor of the balance loss of a mixture's routers (whet.nn.balance), the mean over the passes of a step, whose
+    metric is balance_loss; None: the model's, 0: none. Not for a Learner, whose routers are frozen."""
     max_grad_norm: NonNegative = 1.0
     """Gradient norm above which gradients are clipped; 0: no clipping."""
     max_skipped_steps: Positive = 10
@@ -354,6 +357,9 @@ class GRPOConfig(OnlineConfig):
     rollout_weights is bf16 or narrower, the base is quantised, or an older policy sampled; else off."""
     sampler_cap: _Cap = 3.0
     """Maximum importance weight."""
+    router_replay: bool = True
+    """In a mixture of experts, give tokens to the experts that the sampler chose (Ma et al. 2025), if the policy is a
+    Learner. The metric sampler/replaced_experts is the share of other choices."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Scope of the standard deviation that divides the advantages."""
     advantage_ddof: _Ddof = 0

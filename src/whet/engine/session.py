@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from whet.config.kept_tokens import KeptTokens
-from whet.config.sampling import NO_EXPERTS, Completion, SamplingParams
+from whet.config.sampling import Completion, SamplingParams
 from whet.engine.grammar import Constraint
 from whet.errors import WhetError, WhetTypeError, WhetValueError
 from whet.models.architecture import ModelConfig
@@ -185,8 +185,7 @@ class Session:
         if sampling.experts:
             n_mixtures = sum(map(config.is_moe, range(config.n_layers)))
             found = self._core().experts(job, sample).astype(np.uint16)
-            found = found.reshape(-1, n_mixtures, config.n_used_experts)
-            experts = np.concatenate([found, np.full_like(found[:1], NO_EXPERTS)])
+            experts = found.reshape(-1, n_mixtures, config.n_used_experts)
         return Completion(
             token_ids,
             drawn.logprobs.tolist(),

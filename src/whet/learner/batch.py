@@ -15,6 +15,7 @@ import numpy as np
 from whet import _core
 from whet.config.kept_tokens import KeptTokens
 from whet.errors import WhetValueError
+from whet.models.architecture import ModelConfig
 from whet.ops.packing import pack_sequences
 
 
@@ -76,12 +77,15 @@ class Logprobs(NamedTuple):
         mask: (B, C) bool: the tokens of each completion that count.
         mean: (B, C) float32, the mean of the log-probs of the vocabulary, 0 where ``mask`` is False; None unless
             requested.
+        replaced_experts: share of the given experts of a token in a layer that are others than the model's own choice;
+            None unless experts are given.
     """
 
     logprobs: np.ndarray
     entropy: np.ndarray | None
     mask: np.ndarray
     mean: np.ndarray | None = None
+    replaced_experts: float | None = None
 
 
 class Divergences(NamedTuple):
@@ -197,6 +201,50 @@ def pack_batch(prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Seq
         np.concatenate(([0], np.cumsum(counts))), readers, *map(_concatenate, (hidden, targets, rows, steps)),
     )  # fmt: skip
     return PackedBatch(*(np.ascontiguousarray(a, np.int64) for a in arrays))
+
+
+OWN_CHOICE = 0xFFFF
+"""In place of the experts of a token: the model's own choice."""
+
+
+def place_experts(
+    experts: Sequence[Any], prompts: Sequence[Sequence[int]], batch: PackedBatch, config: ModelConfig, where: str
+) -> np.ndarray:
+    """Return the experts of the N tokens of a batch, (N, mixtures, k) uint16, ``OWN_CHOICE`` where none are given.
+
+    Args:
+        experts: for each row, (T, mixtures, k) ids of experts of its last T inputs, or None. The inputs are all tokens
+            except the last. Inputs of a prompt that rows share have the experts of the first row that has some.
+        where: prefix of error messages.
+
+    Raises:
+        WhetValueError: experts that do not fit the model or the rows.
+    """
+    shape = config.n_moe_layers, config.n_used_experts
+    if not config.n_experts:
+        raise WhetValueError(f"{where}: experts are given, and the model is not a mixture of experts. Omit them.")
+    placed = np.full((len(batch.input_ids), *shape), OWN_CHOICE, np.uint16)
+    for i in reversed(range(len(experts))):
+        predictors = batch.hidden_rows[batch.rows == i]
+        if experts[i] is None or not len(predictors):
+            continue
+        ids = np.asarray(experts[i])
+        inputs = np.concatenate((predictors[:1] - np.arange(len(prompts[i]) - 1, 0, -1), predictors))
+        if ids.dtype.kind not in "iu" or ids.shape[1:] != shape or len(ids) > len(inputs):
+            raise WhetValueError(
+                f"{where}: experts of a row are {ids.dtype} of shape {ids.shape}, expected integers (T, {shape[0]}, "
+                f"{shape[1]}) for at most its {len(inputs)} inputs. Pass the experts of this completion."
+            )
+        ordered = np.sort(ids, axis=-1)
+        if ids.size and not (
+            ordered.min() >= 0 and ordered.max() < config.n_experts and (np.diff(ordered.astype(np.int64)) > 0).all()
+        ):
+            raise WhetValueError(
+                f"{where}: experts of a token are not {shape[1]} different ids from 0 to {config.n_experts - 1}. Pass "
+                f"the experts of a sampler of the same model."
+            )
+        placed[inputs[len(inputs) - len(ids) :]] = ids
+    return placed
 
 
 def split_micro_batches(rows: Sequence[Sequence[Sequence[int]]], max_tokens: int) -> list[list[int]]:

@@ -25,7 +25,15 @@ from whet import _core
 from whet.config.kept_tokens import KeptTokens
 from whet.config.settings import ComputeDtype
 from whet.errors import WhetTypeError, WhetValueError, check_choice, check_temperature
-from whet.learner.batch import Divergences, Logprobs, check_rows, pack_batch, select_kept
+from whet.learner.batch import (
+    OWN_CHOICE,
+    Divergences,
+    Logprobs,
+    check_rows,
+    pack_batch,
+    place_experts,
+    select_kept,
+)
 from whet.models.adapter_files import PEFT_PREFIX, peft_config, read_peft_config, read_peft_modules, write_peft
 from whet.models.architecture import ModelConfig
 from whet.models.base_record import check_record, read_binding, write_record
@@ -172,7 +180,7 @@ class _Rows(NamedTuple):
         mask: (B, C).
     """
 
-    arrays: dict[str, np.ndarray]
+    arrays: dict[str, Any]
     targets: np.ndarray
     rows: np.ndarray
     steps: np.ndarray
@@ -355,6 +363,7 @@ class Learner:
         adapters: bool = True,
         keep: bool = True,
         dropout_seed: int | None = None,
+        experts: Sequence[Any] | None = None,
     ) -> Logprobs:
         """Return the log-probability of each completion token, given its prompt and the tokens before it.
 
@@ -377,6 +386,10 @@ class Learner:
             dropout_seed: seed of ``lora_dropout``, such as the number of the step, modulo 2^64. The elements that are
                 dropped depend on it, on the module, and on the tokens up to the current one: a prompt that rows share
                 is computed once, and the order of rows does not matter. None: no dropout.
+            experts: for each row, the ids of the experts that a sampler chose, (T, mixtures, k) for the last T of the
+                row's inputs, which are all tokens except the last, or None (``Completion.experts``). They replace the
+                choice of the model, whose router still gives their weights (R3, Ma et al. 2025, arXiv:2510.11370).
+                Inputs of a prompt that rows share have the experts of one of the rows. None: the model's choice.
 
         Raises:
             WhetValueError: rows, tokens or a mask that do not fit the model or each other.
@@ -388,7 +401,7 @@ class Learner:
             raise WhetValueError(
                 f"{where}: dropout_seed is {dropout_seed} and has no effect, because {reason}. Omit it."
             )
-        batch = self._pack(prompt_ids, completion_ids, completion_mask, kept_tokens, where)
+        batch = self._pack(prompt_ids, completion_ids, completion_mask, kept_tokens, where, experts)
         vocab_size = self.base.config.vocab_size
         kept = select_kept(kept_tokens, batch.rows, batch.steps, batch.targets, vocab_size, where)
         if kept_tokens is not None and (candidates is not None or return_mean):
@@ -409,7 +422,11 @@ class Learner:
         )  # fmt: skip
         scattered = batch.scatter(values if candidates is not None else values[:, 0])
         entropy, mean = (None if x is None else batch.scatter(x) for x in (entropy, mean))
-        return Logprobs(scattered, entropy, batch.mask, mean)
+        replaced = None
+        if experts is not None:
+            n_given = np.count_nonzero(batch.arrays["experts"][..., 0] != OWN_CHOICE)
+            replaced = self._core.n_replaced / n_given if n_given and len(batch.rows) else 0.0
+        return Logprobs(scattered, entropy, batch.mask, mean, replaced)
 
     def divergence(
         self,
@@ -582,6 +599,7 @@ class Learner:
         completion_mask: Sequence[Sequence[bool]] | None,
         kept_tokens: Sequence[KeptTokens | None] | None,
         where: str,
+        experts: Sequence[Any] | None = None,
     ) -> _Rows:
         """Check and pack a batch, in an order that depends only on its content, so that gradients are summed in it."""
         prompts, completions = ([list(map(int, row)) for row in rows] for rows in (prompt_ids, completion_ids))
@@ -590,11 +608,18 @@ class Learner:
         batch = pack_batch([prompts[i] for i in order], [completions[i] for i in order])
         rows, steps = np.asarray(order, np.int64)[batch.rows], batch.steps
         counted = mask[rows, steps]
-        arrays = {
+        placed = None
+        if experts is not None:
+            if len(experts) != len(prompts):
+                raise WhetValueError(f"{where}: experts has {len(experts)} entries for {len(prompts)} rows.")
+            placed = place_experts(
+                [experts[i] for i in order], [prompts[i] for i in order], batch, self.base.config, where
+            )
+        arrays: dict[str, Any] = {
             "tokens": batch.input_ids, "positions": batch.position_ids, "group_offsets": batch.group_offsets,
             "q_offsets": batch.q_offsets, "k_offsets": batch.k_offsets, "key_rows": batch.key_rows,
             "reader_offsets": batch.reader_offsets, "readers": batch.readers,
-            "predictors": batch.hidden_rows[counted],
+            "predictors": batch.hidden_rows[counted], "experts": placed,
         }  # fmt: skip
         return _Rows(arrays, batch.targets[counted], rows[counted], steps[counted], mask)
 

@@ -282,6 +282,11 @@ class ModelConfig:
         return self.mixers[layer] if self.mixers else "attention"
 
     @property
+    def n_moe_layers(self) -> int:
+        """Number of layers that are mixtures of experts."""
+        return sum(map(self.is_moe, range(self.n_layers)))
+
+    @property
     def delta_values(self) -> int:
         """Numbers of all value heads of "delta"."""
         return self.n_delta_heads * self.delta_dim

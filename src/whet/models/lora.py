@@ -91,11 +91,11 @@ def choose_adapted(
 
     Raises:
         WhetValueError: an unknown module, with similar names; a module without a matrix, or named twice; or a rank
-            above the smaller side of a matrix, with the largest rank that fits all.
+            above the larger side of a matrix, with the largest rank for all. (Gates of linear attention have as many
+            rows as heads: the smaller side would exclude ranks that others need.)
     """
     if list(layers) in ([], [ALL_LINEAR]):
-        matrices = [each for each in _list_locations(source) if _is_in_layers(each) and not is_norm(each)]
-        chosen = [location for location in matrices if not location.weight.endswith("router")]
+        chosen = [location for location in _list_locations(source) if core_matrix(location.weight) is not None]
     else:
         chosen = [location for name in layers for location in _find(source, name, f".{name}", "lora_layers", where)]
     whole = [location for name in modules_to_save for location in _find(source, name, name, "modules_to_save", where)]
@@ -108,12 +108,12 @@ def choose_adapted(
             raise WhetValueError(
                 f"{where}: {location.names[0]} is in modules_to_save, and also has an adapter. Name it in only one."
             )
-    smallest = min(chosen, key=lambda location: min(location.shape))
-    if rank > min(smallest.shape):
+    smallest = min(chosen, key=lambda location: max(location.shape))
+    if rank > max(smallest.shape):
         n, k = smallest.shape
         raise WhetValueError(
             f"{where}: lora_rank is {rank}, and {smallest.names[0]} is {n} x {k}: the rank of its adapter is at most "
-            f"{min(n, k)}. Pass {min(n, k)}, or remove that layer from lora_layers."
+            f"{max(n, k)}. Pass {max(n, k)}, or remove that layer from lora_layers."
         )
     return Adapted(tuple((location, rank) for location in dict.fromkeys(chosen)), tuple(dict.fromkeys(whole)))
 

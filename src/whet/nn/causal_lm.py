@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from whet.config.kept_tokens import KeptTokens
 from whet.errors import WhetTypeError, WhetValueError, check_temperature
 from whet.learner.batch import PackedBatch, check_rows, pack_batch, select_kept
 from whet.nn.accelerate import Acceleration, acceleration_of
+from whet.nn.balance import balance_loss, count_rows, record_router_logits
 from whet.nn.linear_logprobs import Kept, linear_logprobs
 from whet.nn.modules import inner_module, module_device, position_limit
 
@@ -36,11 +38,13 @@ class CompletionLogprobs(NamedTuple):
         logprobs: (B, C) float32 (float64 for float64 logits), differentiable in the model; 0 where ``mask`` is False.
         entropy: (B, C), ``H = -sum_v p_v log p_v`` in nats, detached, 0 where ``mask`` is False; None unless requested.
         mask: (B, C) bool, True on the tokens of each completion that count.
+        balance: the balance loss of the model's routers, differentiable; None unless requested.
     """
 
     logprobs: Tensor
     entropy: Tensor | None
     mask: Tensor
+    balance: Tensor | None = None
 
 
 def _check_positions(
@@ -64,6 +68,7 @@ def completion_logprobs(
     kept_tokens: Sequence[KeptTokens | None] | None = None,
     temperature: float = 1.0,
     return_entropy: bool = False,
+    return_balance: bool = False,
 ) -> CompletionLogprobs:
     """Return the log-probability of each completion token, given its prompt and the tokens before it.
 
@@ -82,10 +87,12 @@ def completion_logprobs(
             over v are sums over them. None: the whole vocabulary.
         temperature: T, divides the logits; pass the sampling temperature of the completions.
         return_entropy: also compute H.
+        return_balance: also compute the balance loss of a mixture of experts, over all inputs: the tokens of the rows
+            except their last.
 
     Returns:
-        ``CompletionLogprobs(logprobs (B, C), entropy (B, C) or None, mask (B, C))``. A row does not depend on other
-        rows or on padding.
+        ``CompletionLogprobs(logprobs (B, C), entropy (B, C) or None, mask (B, C), balance () or None)``. A row of
+        log-probs does not depend on other rows or on padding.
 
     Raises:
         WhetTypeError: token ids that are not integers, or an output that is not a tensor of logits.
@@ -103,15 +110,18 @@ def completion_logprobs(
     acceleration = acceleration_of(model)
     if acceleration is not None:
         return _packed_logprobs(
-            acceleration, prompts, completions, completion_mask, kept_tokens, temperature, return_entropy
-        )
+            model, acceleration, prompts, completions, completion_mask, kept_tokens, temperature, return_entropy,
+            return_balance,
+        )  # fmt: skip
 
     # The last token of a completion predicts nothing that counts, so it is not an input.
     inputs = [prompt + completion[:-1] for prompt, completion in zip(prompts, completions, strict=True)]
     device = module_device(model)
     input_ids, attention_mask = padded_batch(inputs, device=device)
     n_last = input_ids.shape[1] - min(map(len, prompts)) + 1
-    logits = causal_logits(model, input_ids, attention_mask, n_last, where=where)
+    with record_router_logits(model) if return_balance else nullcontext() as routers:
+        logits = causal_logits(model, input_ids, attention_mask, n_last, where=where)
+    balance = None if routers is None else balance_loss(model, routers, attention_mask.flatten())
 
     targets, mask = padded_batch(completions, device=device)
     if completion_mask is not None:
@@ -128,10 +138,11 @@ def completion_logprobs(
     logprobs, entropy = _TokenLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
         logits, rows, first[rows] + steps, token_ids, float(temperature), return_entropy, kept
     )
-    return _scatter_by_row(logprobs, entropy, mask, rows, steps)
+    return _scatter_by_row(logprobs, entropy, mask, rows, steps)._replace(balance=balance)
 
 
 def _packed_logprobs(
+    model: nn.Module,
     acceleration: Acceleration,
     prompts: list[list[int]],
     completions: list[list[int]],
@@ -139,15 +150,18 @@ def _packed_logprobs(
     kept_tokens: Sequence[KeptTokens | None] | None,
     temperature: float,
     return_entropy: bool,
+    return_balance: bool,
 ) -> CompletionLogprobs:
     """Compute packed: without padding, shared prompts once, and logits never materialised."""
     where = "completion_logprobs"
     batch, head = PackedBatch(*map(torch.from_numpy, pack_batch(prompts, completions))), acceleration.head()
     _check_vocabulary(where, batch.targets, head.bounds[-1][1])
     try:
-        hidden = acceleration.hidden_states(batch)
+        with record_router_logits(model) if return_balance else nullcontext() as routers:
+            hidden = acceleration.hidden_states(batch)
     except IndexError as error:
         raise _missing_row_error(where, batch.input_ids, int(batch.position_ids.max()) + 1) from error
+    balance = None if routers is None else balance_loss(model, routers, count_rows(batch))
     lengths = torch.tensor([len(row) for row in completions])
     mask, counts = torch.arange(int(lengths.max())) < lengths[:, None], slice(None)
     if completion_mask is not None:
@@ -161,7 +175,7 @@ def _packed_logprobs(
     logprobs, entropy = linear_logprobs(
         hidden[batch.hidden_rows[counts]], head, targets, float(temperature), return_entropy, kept
     )
-    return _scatter_by_row(logprobs, entropy, mask, rows, steps)
+    return _scatter_by_row(logprobs, entropy, mask, rows, steps)._replace(balance=balance)
 
 
 def _scatter_by_row(

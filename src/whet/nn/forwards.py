@@ -14,6 +14,7 @@ from whet.learner.batch import PackedBatch
 from whet.models.sources.module_code import ACTIVATION_NAMES, forward_code
 from whet.nn import functions
 from whet.nn.frozen import FrozenLinear, special_adapters
+from whet.nn.scratch import cast_weight
 
 if TYPE_CHECKING:
     from whet.nn.accelerate import Acceleration
@@ -34,6 +35,10 @@ def choose_forward(acceleration: Acceleration, module: nn.Module) -> Callable[..
     if is_gated(module) and _is_silu(get_activation(module)):
         is_split = any(hasattr(module, names[0]) for names in _SPLIT)
         return partial(_swiglu if is_split else _swiglu_fused, acceleration, module)
+    if kind.endswith("TopKRouter"):
+        return partial(_router, module.forward)
+    if kind.endswith("Experts") and hasattr(module, "gate_up_proj"):
+        return partial(_experts, acceleration, module, module.forward)
     packed = _choose_mixer(acceleration, module)
     return None if packed is None else partial(_mix, partial(packed, acceleration, module), module.forward)
 
@@ -166,6 +171,32 @@ def _swiglu_fused(acceleration: Acceleration, module: Any, hidden_states: Tensor
     [names] = [names for names in _FUSED.items() if hasattr(module, names[0])]
     gate_up, down = (getattr(module, name) for name in names)
     return down(functions.swiglu(*gate_up(hidden_states).chunk(2, dim=-1)))
+
+
+def _router(original: Callable[..., Any], hidden_states: Tensor, *args: Any) -> Any:
+    """The module's own router, in float32: small differences would change the experts."""
+    return original(hidden_states.float(), *args)
+
+
+def _experts(
+    acceleration: Acceleration,
+    module: Any,
+    original: Callable[..., Tensor],
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
+    """Experts of a mixture without their activations, if they are frozen; else the module's own, in float32."""
+    matrices = module.gate_up_proj, module.down_proj
+    if any(matrix.requires_grad for matrix in matrices) or not _is_silu(module.act_fn):
+        return original(hidden_states.float(), top_k_index, top_k_weights)
+    weights = functions.ExpertWeights(*(partial(_expert_weight, matrix, acceleration.dtype) for matrix in matrices))
+    return functions.experts(hidden_states, top_k_index, top_k_weights, weights, acceleration.dtype)
+
+
+def _expert_weight(matrices: Tensor, dtype: torch.dtype, expert: int) -> Tensor:
+    check_master(matrices)
+    return cast_weight(matrices[expert], dtype)
 
 
 def _reject_dropout(dropout: float) -> None:

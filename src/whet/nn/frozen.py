@@ -227,6 +227,34 @@ class FrozenEmbedding(_PackedModule, nn.Embedding):
         return f"{super().extra_repr()}, weight={self.formats}"
 
 
+class FrozenExperts(nn.Module):
+    """The experts of a mixture, whose matrices are packed and do not train.
+
+    Args:
+        base: holds the matrices.
+        name: of the module, whose ``gate_up_proj`` and ``down_proj`` are in ``base.targets``.
+    """
+
+    def __init__(self, base: PackedBase, name: str) -> None:
+        super().__init__()
+        self.whet_base, self.name = base, name
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the sum of the experts of each token, times their weights; see ``functions.experts``."""
+        dtype = torch.bfloat16 if hidden_states.dtype == torch.bfloat16 else torch.float32
+        matrices = (partial(self._rows, f"{self.name}.{end}", dtype) for end in ("gate_up_proj", "down_proj"))
+        weights = functions.ExpertWeights(*matrices)
+        out = functions.experts(hidden_states, top_k_index, top_k_weights.float(), weights, dtype)
+        return out.to(hidden_states.dtype)
+
+    def _rows(self, name: str, dtype: torch.dtype, expert: int) -> Tensor:
+        location = self.whet_base.targets[name]
+        n = location.shape[0] // self.whet_base.config.n_experts
+        out = scratch_matrix(n, location.shape[1], dtype)
+        self.whet_base.core.rows(location.weight, expert * n, n, out)
+        return out
+
+
 def frozen_model(model: str | os.PathLike[str] | GGUFFile | nn.Module, base: str | PackedBase | None = None) -> Any:
     """Return a Hugging Face model with packed, frozen matrices, the base of adapters: pass it to ``get_peft_model``.
 
@@ -256,12 +284,22 @@ def frozen_model(model: str | os.PathLike[str] | GGUFFile | nn.Module, base: str
         _check_shapes(name, module, packed)
     for name, module in modules.items():
         _freeze(inner, name, module, packed)
+    is_swiglu = packed.config.gated and packed.config.activation == "silu"
+    experts = {
+        name.rpartition(".")[0]
+        for name, location in packed.targets.items()
+        if ".experts_" in location.weight and is_swiglu
+    }
+    for name in experts:
+        holder, _, attribute = name.rpartition(".")
+        setattr(inner.get_submodule(holder), attribute, FrozenExperts(packed, name))
     for name, location in packed.targets.items():
-        if location.module.parameter != "weight":
-            holder, _, parameter = name.rpartition(".")
+        holder, _, parameter = name.rpartition(".")
+        if location.module.parameter != "weight" and holder not in experts:
             module: Any = inner.get_submodule(holder)
             values = parameter_values(packed, name, getattr(module, parameter).shape)
-            setattr(module, parameter, nn.Parameter(values, requires_grad=False))
+            is_buffer = parameter in module._buffers
+            setattr(module, parameter, values if is_buffer else nn.Parameter(values, requires_grad=False))
     missing = [name for name, tensor in (*inner.named_parameters(), *inner.named_buffers()) if tensor.is_meta]
     if missing:
         raise WhetValueError(f"frozen_model: the base has no {missing[0]}: {_WRONG_BASE}")
@@ -353,10 +391,10 @@ def _check_shapes(name: str, module: Any, base: PackedBase) -> None:
 
 
 def _freeze(model: nn.Module, name: str, module: Any, base: PackedBase) -> None:
-    """Replace a module with a matrix by a frozen module; load the values of a module with a vector."""
+    """Replace a module with a matrix by a frozen module; load the values of a router, or a module with a vector."""
     location = base.targets[name]
     bias = None if location.bias is None else base.bias(name, torch.empty(location.shape[0]))
-    if len(location.shape) == 1:
+    if len(location.shape) == 1 or location.weight.endswith(".router"):
         module.weight = nn.Parameter(base.rows(name, torch.empty(location.shape)), requires_grad=False)
         if bias is not None:
             module.bias = nn.Parameter(bias, requires_grad=False)

@@ -375,6 +375,88 @@ class _SwiGLU(torch.autograd.Function):
         return grad_gate, grad_up
 
 
+class ExpertWeights(NamedTuple):
+    """The frozen matrices of the experts of a mixture.
+
+    Attributes:
+        gate_up: returns (2 F, K) of an expert, gate rows first, in the dtype of products, possibly in scratch memory
+            that the next call overwrites.
+        down: returns (K, F) of an expert, likewise.
+    """
+
+    gate_up: Callable[[int], Tensor]
+    down: Callable[[int], Tensor]
+
+
+def experts(x: Tensor, chosen: Tensor, factors: Tensor, weights: ExpertWeights, dtype: torch.dtype) -> Tensor:
+    """Return sum over j of factors[n, j] f_e(x[n]) for the experts e = chosen[n, j], (N, K) float32.
+
+    f_e(x) = W_down h, h = silu(gate) up, [gate, up] = W_up x. The tokens of an expert are multiplied together. Saves no
+    activations; backward, with u = W_down^T dy: d factors[n, j] = h . u, dh = factors[n, j] u.
+
+    Args:
+        x: (N, K) of any float dtype.
+        chosen: (N, J) indices of different experts.
+        factors: (N, J) float32.
+        weights: of the experts; experts without tokens are not read.
+        dtype: of products.
+    """
+    return _Experts.apply(x, chosen, factors, weights, dtype)  # pyright: ignore[reportReturnType]
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, chosen: Tensor, factors: Tensor, weights: ExpertWeights, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.save_for_backward(x, chosen, factors)
+        ctx.weights, ctx.dtype = weights, dtype
+        order, counts = _sort_by_expert(chosen)
+        rows = x.to(dtype)[order // chosen.shape[1]]
+        h = _compute_swiglu(*_halves(_multiply_by_expert(rows, counts, lambda e: weights.gate_up(e).t())))
+        out = _multiply_by_expert(h, counts, lambda e: weights.down(e).t())
+        return _sum_places(factors.flatten()[order, None] * out, order, chosen)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        x, chosen, factors = ctx.saved_tensors
+        weights = ctx.weights
+        order, counts = _sort_by_expert(chosen)
+        tokens = order // chosen.shape[1]
+        gate, up = _halves(_multiply_by_expert(x.to(ctx.dtype)[tokens], counts, lambda e: weights.gate_up(e).t()))
+        u = _multiply_by_expert(grads[0].to(ctx.dtype)[tokens], counts, weights.down)
+        grad_factors = torch.empty(factors.numel())
+        grad_factors[order] = (_compute_swiglu(gate, up).float() * u.float()).sum(-1)
+        grad_h = (factors.flatten()[order, None] * u).to(ctx.dtype)
+        grad_gate, grad_up = empty(gate.shape, gate.dtype), empty(up.shape, up.dtype)
+        _core.swiglu_backward(gate=gate, up=up, grad=grad_h, grad_gate=grad_gate, grad_up=grad_up)
+        grad_rows = _multiply_by_expert(torch.cat((grad_gate, grad_up), 1), counts, weights.gate_up)
+        return _sum_places(grad_rows, order, chosen).to(x.dtype), None, grad_factors.view_as(factors), None, None
+
+
+def _sort_by_expert(chosen: Tensor) -> tuple[Tensor, list[int]]:
+    """Return the indices of ``chosen``, flat, by expert and then by token, and the number of each expert's."""
+    flat = chosen.flatten()
+    return flat.argsort(stable=True), flat.bincount().tolist()
+
+
+def _multiply_by_expert(rows: Tensor, counts: Sequence[int], weight: Callable[[int], Tensor]) -> Tensor:
+    """Return the product of each expert's rows, which follow each other, and its weight."""
+    return torch.cat([matmul(part, weight(e)) for e, part in enumerate(rows.split(counts)) if len(part)])
+
+
+def _halves(rows: Tensor) -> list[Tensor]:
+    return [half.contiguous() for half in rows.chunk(2, dim=-1)]
+
+
+def _sum_places(rows: Tensor, order: Tensor, chosen: Tensor) -> Tensor:
+    """Return the sum of the rows of each token, (N, K) float32, in the order of its experts in ``chosen``."""
+    pairs = torch.empty(rows.shape)
+    pairs[order] = rows.float()
+    return pairs.view(*chosen.shape, -1).sum(1)
+
+
 def rope(x: Tensor, table: Tensor, is_neox: bool = True) -> Tensor:
     """Rotate x (N, H, D) by the rows of ``table`` (N, R): R / 2 cosines, then R / 2 sines.
 

@@ -138,6 +138,11 @@ class Rollout:
         recorded = [self.completions[i].kept_tokens for i in rows]
         return None if all(each is None for each in recorded) else recorded
 
+    def experts(self, rows: Sequence[int]) -> list[np.ndarray | None] | None:
+        """Return the experts of the tokens of the completions ``rows``; None: not recorded."""
+        recorded = [self.completions[i].experts for i in rows]
+        return None if all(each is None for each in recorded) else recorded
+
     @property
     def truncated(self) -> np.ndarray:
         """(N,) bool, True for completions ended by ``max_new_tokens``."""

@@ -56,6 +56,11 @@ class NativePolicy:
                 f"{where}: compute is {config.compute!r}, and the learner computes in {model.compute}. Make it with "
                 f"whet.Learner(compute={config.compute!r})."
             )
+        if config.router_aux_loss_coef:
+            raise WhetValueError(
+                f"{where}: router_aux_loss_coef is {config.router_aux_loss_coef}, and a Learner has no balance loss: "
+                f"its routers are frozen. Omit it, or train modules of torch."
+            )
         self.reference = AdapterReference(model, kept=config.uses_reference_model())
         self._has_gradients = False
         self._dropout_seed: int | None = None
@@ -92,6 +97,11 @@ class NativePolicy:
         """Number of positions that the base was packed for."""
         return self.model.base.config.max_position
 
+    @property
+    def replays_experts(self) -> bool:
+        """Whether ``logprobs`` takes the experts of tokens: of a mixture of experts."""
+        return self.model.base.config.n_experts > 0
+
     def stop_token_ids(self, tokenizer: Any, chosen: Sequence[int]) -> list[int]:
         """Return the tokens that end a completion, see ``base_stop_ids``."""
         return base_stop_ids(self.model.base, tokenizer, chosen)
@@ -118,23 +128,25 @@ class NativePolicy:
         *,
         completion_mask: Sequence[Sequence[bool]] | None = None,
         kept_tokens: Sequence[KeptTokens | None] | None = None,
+        experts: Sequence[np.ndarray | None] | None = None,
         temperature: float = 1.0,
         return_entropy: bool = False,
     ) -> Logprobs:
         """Return ``Learner.logprobs``."""
         return self.model.logprobs(
             prompt_ids, completion_ids, completion_mask=completion_mask, kept_tokens=kept_tokens,
-            temperature=temperature, return_entropy=return_entropy, dropout_seed=self._dropout_seed,
+            experts=experts, temperature=temperature, return_entropy=return_entropy, dropout_seed=self._dropout_seed,
         )  # fmt: skip
 
-    def backward(self, grad_logprobs: np.ndarray) -> None:
+    def backward(self, grad_logprobs: np.ndarray, share: float = 1.0) -> dict[str, float]:
         """Add the gradients of the adapters: NaN if the gradient of the log-probs is not finite, as autograd would."""
         self._has_gradients = True
         if np.isfinite(grad_logprobs).all():
             self.model.backward(grad_logprobs)
-            return
+            return {}
         for grad in self.model.gradients:
             grad.fill(np.nan)
+        return {}
 
     @contextmanager
     def scoring(self, *, reference: bool = False) -> Iterator[Score]:

@@ -105,6 +105,11 @@ class Policy(Protocol):
         """Seed dropout."""
         ...
 
+    @property
+    def replays_experts(self) -> bool:
+        """Whether ``logprobs`` takes the experts of tokens."""
+        ...
+
     def logprobs(
         self,
         prompt_ids: Sequence[Sequence[int]],
@@ -112,14 +117,19 @@ class Policy(Protocol):
         *,
         completion_mask: Sequence[Sequence[bool]] | None = None,
         kept_tokens: Sequence[KeptTokens | None] | None = None,
+        experts: Sequence[np.ndarray | None] | None = None,
         temperature: float = 1.0,
         return_entropy: bool = False,
     ) -> Logprobs:
         """Return log-probs of completion tokens, see ``Learner.logprobs``; ``backward`` follows."""
         ...
 
-    def backward(self, grad_logprobs: np.ndarray) -> None:
-        """Add the gradients of the parameters, from the gradient of the last log-probs, (B, C)."""
+    def backward(self, grad_logprobs: np.ndarray, share: float = 1.0) -> dict[str, float]:
+        """Add the gradients of the parameters, from the gradient of the last log-probs, (B, C).
+
+        A policy with a balance loss adds its gradient, times ``share``, the share of the micro-batch in the update, and
+        returns the terms of the metrics "loss" and "balance_loss".
+        """
         ...
 
     def scoring(self, *, reference: bool = False) -> AbstractContextManager[Score]:

@@ -195,10 +195,12 @@ def _learner_bytes(source: ModelSource, largest: _Pass, size: int) -> int:
     """
     model, n = source.config, largest.tokens
     q, kv = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
-    hidden, up, qkv = model.hidden_dim, model.ffn_dim * (2 if model.gated else 1), q + 2 * kv
+    hidden, per_dim, qkv = model.hidden_dim, 2 if model.gated else 1, q + 2 * kv
+    mlp, expert = _widest_mlp(model), model.expert_dim
+    up, expert_up, inner = mlp * per_dim, expert * per_dim, max(mlp, expert)
     wide, mixed = _mixer_widths(model)
     least, most = _TILE_ROWS
-    tile = min(n, max(least, min(most, _TILE_BYTES // 4 // max(up, wide) // 32 * 32)))
+    tile = min(n, max(least, min(most, _TILE_BYTES // 4 // max(up, wide, expert_up, hidden) // 32 * 32)))
     inputs = model.n_layers * n * hidden * (3 if size == 2 else 4)
     layer = n * (
         4 * ((3 if model.post_norm else 2) * hidden + wide + model.n_heads) + _head_size(model, size) * (qkv + mixed)
@@ -209,10 +211,10 @@ def _learner_bytes(source: ModelSource, largest: _Pass, size: int) -> int:
         "delta": 4 * (_delta_channels(model) + model.n_delta_heads * (model.delta_dim + 4)),
     }
     gradients = n * (4 * 2 * hidden + max(of_mixer[model.mixer(i)] for i in range(model.n_layers)))
-    converted = 2 * (max(model.ffn_dim, hidden) + up) if size == 2 else 0
-    rows = tile * (
-        4 * (3 * hidden + max(hidden, mixed) + max(up, mixed) + model.ffn_dim * (1 if size == 2 else 2)) + converted
-    )
+    converted = 2 * (max(inner, hidden) + max(up, expert_up)) if size == 2 else 0
+    rows = tile * (4 * (3 * hidden + max(hidden, mixed) + max(up, mixed) + inner * (1 if size == 2 else 2)) + converted)
+    if expert:  # the rows of one expert, and the probabilities, weights and rows of all
+        rows += tile * 4 * (expert_up + hidden + model.n_experts + 7 * model.n_used_experts)
     columns = max(16, _RANGE_NUMBERS // hidden // 16 * 16)
     states = largest.targets * 4 * 4 * hidden  # before and after the final norm, and their gradients
     head = largest.targets * (4 * 2 * columns + size * columns)
@@ -242,12 +244,17 @@ def _delta_scratch_bytes(model: ModelConfig, config: TrainerConfig, lengths: Len
 def _kept_bytes(model: ModelConfig, n: int, size: int) -> int:
     """Return the bytes of a layer's activations, of n tokens, that cpp/learner keeps for the backward pass."""
     q, kv = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
-    floats = (2 if model.post_norm else 1) * model.hidden_dim + model.ffn_dim * (2 if model.gated else 1)
+    floats = (2 if model.post_norm else 1) * model.hidden_dim + _widest_mlp(model) * (2 if model.gated else 1)
     floats += model.n_heads
     wide, mixed = _mixer_widths(model)
     if model.mixers or model.qk_norm or model.output_gate:
         floats += wide
     return n * (4 * floats + _head_size(model, size) * (q + 2 * kv + mixed))
+
+
+def _widest_mlp(model: ModelConfig) -> int:
+    """Return the most columns of an MLP, or of a shared expert."""
+    return max(map(model.mlp_dim, range(model.n_layers)))
 
 
 def _mixer_widths(model: ModelConfig) -> tuple[int, int]:

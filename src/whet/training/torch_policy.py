@@ -24,6 +24,7 @@ from whet.memory import tensor_memory
 from whet.models.base_record import check_record, write_record
 from whet.models.sources.live import check_frequencies
 from whet.nn.accelerate import acceleration_of, choose_accelerations
+from whet.nn.balance import balance_coefficient
 from whet.nn.causal_lm import completion_logprobs
 from whet.nn.frozen import base_of
 from whet.nn.modules import module_device, module_mode, position_limit, stop_token_ids
@@ -77,6 +78,8 @@ class TorchPolicy:
         )
         self._rate = config.learning_rate
         self._kept: Tensor | None = None
+        self._balance: Tensor | None = None
+        self._balance_coefficient = balance_coefficient(model, config.router_aux_loss_coef, where)
 
     @staticmethod
     def check(model: nn.Module, ref_model: nn.Module | None, where: str) -> None:
@@ -138,6 +141,11 @@ class TorchPolicy:
         """Seed torch's generator, from which dropout draws."""
         torch.manual_seed(seed)
 
+    @property
+    def replays_experts(self) -> bool:
+        """Whether ``logprobs`` takes the experts of tokens: it does not."""
+        return False
+
     def logprobs(
         self,
         prompt_ids: Sequence[Sequence[int]],
@@ -145,23 +153,33 @@ class TorchPolicy:
         *,
         completion_mask: Sequence[Sequence[bool]] | None = None,
         kept_tokens: Sequence[KeptTokens | None] | None = None,
+        experts: Sequence[np.ndarray | None] | None = None,
         temperature: float = 1.0,
         return_entropy: bool = False,
     ) -> Logprobs:
         """Return log-probs as ``completion_logprobs`` does; ``backward`` follows."""
-        self._kept, entropy, mask = completion_logprobs(
+        if experts is not None:
+            raise WhetValueError("logprobs: experts are given, and modules of torch choose their own. Omit them.")
+        self._kept, entropy, mask, self._balance = completion_logprobs(
             self.model, prompt_ids, completion_ids, completion_mask=completion_mask, kept_tokens=kept_tokens,
-            temperature=temperature, return_entropy=return_entropy,
+            temperature=temperature, return_entropy=return_entropy, return_balance=self._balance_coefficient != 0,
         )  # fmt: skip
         arrays = [None if x is None else x.detach().cpu().numpy() for x in (self._kept, entropy, mask)]
         return Logprobs(*arrays)  # pyright: ignore[reportArgumentType]
 
-    def backward(self, grad_logprobs: np.ndarray) -> None:
-        """Add the gradients of the parameters, from the gradient of the last log-probs, (B, C)."""
+    def backward(self, grad_logprobs: np.ndarray, share: float = 1.0) -> dict[str, float]:
+        """Add the gradients of the parameters, from that of the last log-probs, (B, C), and the balance loss."""
         kept, self._kept = self._kept, None
         if kept is None:
             raise WhetTypeError("backward: it follows logprobs, once. Call logprobs first.")
-        kept.backward(torch.from_numpy(grad_logprobs).to(kept))
+        grad = torch.from_numpy(grad_logprobs).to(kept)
+        if self._balance is None:
+            kept.backward(grad)
+            return {}
+        balance, self._balance = share * self._balance, None
+        loss = self._balance_coefficient * balance
+        torch.autograd.backward([kept, loss], [grad, torch.ones_like(loss)])
+        return {"loss": loss.item(), "balance_loss": balance.item()}
 
     @contextmanager
     def scoring(self, *, reference: bool = False) -> Iterator[Score]:

@@ -306,12 +306,14 @@ class Trainer(ABC):
         completion_mask: Sequence[Sequence[bool]] | None = None,
         *,
         kept_tokens: Sequence[KeptTokens | None] | None = None,
+        experts: Sequence[np.ndarray | None] | None = None,
         reference: bool = False,
     ) -> np.ndarray:
         """Return (B, C) log-probs of completion tokens under the policy, or its reference, in eval mode.
 
         Positions after the end of a completion, and tokens masked by ``completion_mask``, are 0. With ``kept_tokens``
-        (``Completion.kept_tokens``), of the distribution over them.
+        (``Completion.kept_tokens``), of the distribution over them; with ``experts`` (``Completion.experts``), by these
+        experts.
         """
         rows = list(zip(prompt_ids, completion_ids, strict=True))
         out = np.zeros((len(rows), max(map(len, completion_ids), default=0)), np.float32)
@@ -322,7 +324,10 @@ class Trainer(ABC):
                 mask = None if completion_mask is None else [completion_mask[i] for i in part]
                 kept = None if kept_tokens is None else [kept_tokens[i] for i in part]
                 prompts, completions = [prompt_ids[i] for i in part], [completion_ids[i] for i in part]
-                return score(prompts, completions, completion_mask=mask, kept_tokens=kept, temperature=temperature)
+                options: dict[str, Any] = {} if experts is None else {"experts": [experts[i] for i in part]}
+                return score(
+                    prompts, completions, completion_mask=mask, kept_tokens=kept, temperature=temperature, **options
+                )
 
             costs = [count_tokens([rows[i] for i in part]) for part in parts]
             own = shard_by_cost(costs, self.ranks.size)[self.ranks.rank]

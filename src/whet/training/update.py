@@ -53,7 +53,7 @@ class Update:
         self._ranks, self._seed, self._exact = ranks, seed, exact
         self._costs: list[int] = []
         self._digest = 0
-        self._at = 0
+        self._at, self._share = 0, 1.0
         self._added: list[tuple[int, dict[str, float], dict[str, float]]] = []
         memory.begin()
 
@@ -64,7 +64,7 @@ class Update:
             batches: all micro-batches, equal on every rank.
             rows: the token ids of each micro-batch: their counts balance the load, and ranks compare their digest.
         """
-        self._costs = [count_tokens(part) for part in rows]
+        self._costs, self._share = [count_tokens(part) for part in rows], 1 / max(1, len(batches))
         self._digest = zlib.crc32(repr(rows).encode()) if self._ranks.size > 1 else 0
         for i in shard_by_cost(self._costs, self._ranks.size)[self._ranks.rank]:
             self._at = i
@@ -96,9 +96,9 @@ class Update:
             )
         self._sample_memory()
         with phase("backward"):
-            self._policy.backward(grad_logprobs)
+            added = self._policy.backward(grad_logprobs, self._share)
         self._sample_memory()
-        self._added.append((self._at, {"loss": loss, **metrics}, dict(maxima or {})))
+        self._added.append((self._at, {"loss": loss + added.pop("loss", 0.0), **metrics, **added}, dict(maxima or {})))
         if self._exact is not None:
             self._exact.add(self._policy.gradients())
             self._policy.zero_grad()

@@ -76,8 +76,8 @@ export class LearnerHost {
     let at = 0;
     for (const [module, location] of chosen) {
       const [n, k] = location.shape;
-      if (rank > Math.min(n, k)) {
-        throw new WhetError(`${where}: rank is ${rank}, and ${module} is ${n} x ${k}: the rank of its adapter is at most ${Math.min(n, k)}. Pass ${Math.min(n, k)}, or targets without it.`);
+      if (rank > Math.max(n, k)) {
+        throw new WhetError(`${where}: rank is ${rank}, and ${module} is ${n} x ${k}: the rank of its adapter is at most ${Math.max(n, k)}. Pass ${Math.max(n, k)}, or targets without it.`);
       }
       this.adapters.push({ module, location, n, k, at });
       at += rank * (n + k);

@@ -1,0 +1,101 @@
+"""Mixtures of experts on Whet's kernels: frozen and trained experts, and the balance loss, against transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.engine.tiny_models import MIXTURES, tiny_model
+
+from whet.nn.accelerate import accelerate
+from whet.nn.causal_lm import completion_logprobs
+from whet.nn.frozen import FrozenExperts, base_of, frozen_model, parameter_values
+
+PROMPTS = [[5, 6, 7, 8], [9, 3], [5, 6, 7, 8], [5, 6, 7, 8]]  # three completions share a prompt
+COMPLETIONS = [[1, 2, 3, 4, 10, 11], [7, 7, 7], [1], [40, 30, 20, 12, 13]]
+TRAINED = ("self_attn", "conv.", "linear_attn")
+CASES = [case for case in MIXTURES if not case.endswith("-vision")]
+
+
+def gradients_of(model: Any, train_all: bool, **options: Any) -> tuple[np.ndarray, float | None, dict[str, np.ndarray]]:
+    """Return log-probs, the balance loss and the gradients of the trained parameters."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(train_all or any(part in name for part in TRAINED)).grad = None
+    found = completion_logprobs(model, PROMPTS, COMPLETIONS, **options)
+    grad = np.random.default_rng(5).normal(size=found.logprobs.shape)
+    loss = (found.logprobs * torch.tensor(grad).to(found.logprobs)).sum()
+    if found.balance is not None:
+        loss = loss + 3 * found.balance
+    loss.backward()
+    grads = {name: p.grad.double().numpy() for name, p in model.named_parameters() if p.grad is not None}
+    balance = None if found.balance is None else found.balance.item()
+    return found.logprobs.detach().double().numpy(), balance, grads
+
+
+def relative_errors(got: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> dict[str, float]:
+    assert got.keys() == right.keys() and got
+    return {name: float(np.linalg.norm(got[name] - x) / max(np.linalg.norm(x), 1e-8)) for name, x in right.items()}
+
+
+@pytest.mark.parametrize("train_all", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_match_transformers(case: str, train_all: bool) -> None:
+    expected, _, right = gradients_of(tiny_model(case).double(), train_all)
+    with accelerate(model := tiny_model(case), "float32"):
+        logprobs, _, grads = gradients_of(model, train_all)
+    np.testing.assert_allclose(logprobs, expected, atol=2e-5)
+    assert max(relative_errors(grads, right).values()) < 1e-4
+
+
+@pytest.mark.parametrize("train_all", [False, True], ids=["frozen", "trained"])
+def test_bfloat16_products_are_close(train_all: bool) -> None:
+    expected, _, right = gradients_of(tiny_model("qwen3_moe").double(), train_all)
+    with accelerate(model := tiny_model("qwen3_moe"), "bfloat16"):
+        logprobs, _, grads = gradients_of(model, train_all)
+    np.testing.assert_allclose(logprobs, expected, atol=0.2)
+    got, exact = (np.concatenate([x.ravel() for _, x in sorted(each.items())]) for each in (grads, right))
+    assert got @ exact / np.linalg.norm(got) / np.linalg.norm(exact) > 0.99
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe", "olmoe"])
+def test_balance_loss_is_transformers(case: str) -> None:
+    """Rows of several lengths, with prompts that the kernels compute once: each row counts."""
+    model = tiny_model(case).double()
+    _, balance, right = gradients_of(model, True, return_balance=True)
+    rows = [prompt + completion[:-1] for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True)]
+    ids = torch.zeros((len(rows), max(map(len, rows))), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)], mask[i, : len(row)] = torch.tensor(row), 1
+    expected = model(ids, attention_mask=mask, output_router_logits=True).aux_loss
+    assert balance == pytest.approx(expected.item(), rel=1e-6)
+    with accelerate(model := tiny_model(case), "float32"):
+        _, balance, grads = gradients_of(model, True, return_balance=True)
+    assert balance == pytest.approx(expected.item(), rel=1e-5)
+    assert max(relative_errors(grads, right).values()) < 1e-4
+
+
+@pytest.mark.parametrize("format", ["bf16", "q8_0"])
+@pytest.mark.parametrize("case", CASES)
+def test_packed_experts_match_floats(case: str, format: str) -> None:
+    """A frozen model, and the same model with the base's dequantised values, without the kernels and with them."""
+    frozen = frozen_model(tiny_model(case), format)
+    model, base = tiny_model(case), base_of(frozen)
+    assert base is not None and any(isinstance(module, FrozenExperts) for module in frozen.modules())
+    for name in base.targets:
+        holder, _, parameter = name.rpartition(".")
+        module = dict(model.named_modules()).get(name)
+        if module is not None:
+            module.weight.data = parameter_values(base, name, module.weight.shape)
+        else:
+            vector = getattr(model.get_submodule(holder), parameter)
+            vector.data = parameter_values(base, name, vector.shape)
+    with torch.no_grad():
+        expected = completion_logprobs(model.double(), PROMPTS, COMPLETIONS).logprobs.numpy()
+        found = completion_logprobs(frozen, PROMPTS, COMPLETIONS).logprobs.numpy()
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+        with accelerate(frozen, "float32"):
+            found = completion_logprobs(frozen, PROMPTS, COMPLETIONS).logprobs.numpy()
+        np.testing.assert_allclose(found, expected, atol=2e-5)
