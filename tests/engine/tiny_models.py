@@ -418,6 +418,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 10,
             "shared_expert_intermediate_size": 14,
+            "initializer_range": 0.2,
         },
     ),
     "qwen3_5_moe-vision": (
@@ -430,10 +431,12 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 6,
             "shared_expert_intermediate_size": 6,
+            "initializer_range": 0.2,
             "tie_word_embeddings": False,
         },
     ),
 }
+CASES |= MIXTURES
 _VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14, "depth": 1, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 4, "head_dim": 8,
@@ -442,7 +445,7 @@ _VISION = {
 
 
 def tiny_config(case: str, **options: Any) -> Any:
-    model_type, given = {**CASES, **MIXTURES}[case]
+    model_type, given = CASES[case]
     if case.endswith("-vision"):
         text = {**_LLAMA, "initializer_range": 0.3, "tie_word_embeddings": True, **given, **options}
         whole = transformers.AutoConfig.for_model(model_type).to_dict()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,16 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from tests.engine.tiny_models import MIXTURES, logits_of, naive_logits, own_precision, tiny_model, token_ids
+from tests.engine.tiny_models import MIXTURES, logits_of, naive_logits, tiny_model, token_ids
 from tests.gguf_files import F32, Q8_0, values_by_module, values_by_slot, write_gguf
 from tests.models.test_export import N_ROWS, save, tokenizer
-from tests.models.test_families import in_float64
 from tests.raising import assert_raises
 from tests.tiny import with_lora
 
 from whet.errors import CheckpointError, WhetValueError
 from whet.models.architecture import ModelConfig, find_difference
 from whet.models.export import export_gguf
-from whet.models.families import is_skipped, model_config
+from whet.models.families import model_config
 from whet.models.loading import list_slices
 from whet.models.lora import choose_adapted, core_matrix, read_adapted
 from whet.models.reference import naive_forward, naive_route
@@ -106,24 +104,6 @@ def test_dense_layers_of_a_mixture_have_the_width_of_the_mlp():
     assert slots["layers.1.experts_gate_up"] == (8, 2) and slots["layers.1.experts_down"] == (8, 1)
     assert not config.is_moe(0) and config.is_moe(1)
     assert dataclasses.replace(config, moe_layers=()).is_moe(0)
-
-
-@pytest.mark.parametrize("case", MIXTURES)
-def test_logits_match_transformers(case):
-    model, ids = tiny_model(case), token_ids()
-    source = open_module(model)
-    expected = logits_of(model, ids)
-    assert np.abs(expected).max() > 1
-    np.testing.assert_allclose(naive_logits(source, ids), expected, rtol=0, atol=1e-4)
-    parameters = {name: p for name, p in model.named_parameters() if not is_skipped(name)}
-    parameters |= {name: b for name, b in model.named_buffers() if name.endswith("expert_bias")}
-    assert source.config.n_parameters == sum(p.numel() for p in parameters.values())
-    assert model_config(model.config) == source.config == model_config(json.loads(model.config.to_json_string()))
-    wide = tiny_model(case).double()
-    source = open_module(wide)
-    wide = in_float64(wide, source.config)
-    with own_precision(wide):
-        np.testing.assert_allclose(naive_logits(source, ids, np.float64), logits_of(wide, ids), rtol=0, atol=1e-10)
 
 
 @pytest.mark.filterwarnings("ignore:.*not read")

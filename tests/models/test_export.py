@@ -59,6 +59,10 @@ NOT_IN_GGUF = {
     "arcee-biases": "attention biases in arcee",
     "hunyuan-alpha": "attention biases in hunyuan-dense",
     "qwen3_5_text-sizes": "attention biases in qwen35",
+    "olmoe-normalised": "n_kv_heads",
+    "qwen3_moe-dense": "attention biases in qwen3moe",
+    "lfm2_moe-plain": "router_normalised",
+    "granite4-experts": "rotary_dim",
 }
 """Cases with options that GGUF cannot express."""
 

@@ -58,7 +58,16 @@ _OWN: dict[str, dict[str, Any]] = {
              "block_multiple_of": 32},
     "qwen3_5_text": {"num_hidden_layers": 5, "layer_types": None, "head_dim": HEAD_DIM, "linear_num_key_heads": 3,
                      "linear_num_value_heads": 6, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32, "num_key_value_heads": 4},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": HEAD_DIM,
+                  "norm_topk_prob": True, "sliding_window": None},
+    "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "num_experts": 6,
+                 "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_dense_layers": 1},
+    "granitemoe": {"num_local_experts": 6, "intermediate_size": 32},
+    "granitemoeshared": {"num_local_experts": 6, "intermediate_size": 32, "shared_intermediate_size": 64},
 }  # fmt: skip
+_OWN["qwen3_5_moe_text"] = {**_OWN["qwen3_5_text"], "num_experts": 6, "num_experts_per_tok": 2,
+                            "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}  # fmt: skip
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 _PAIRS = np.arange(HEAD_DIM // 2)
 ROPES: dict[str, dict[str, Any]] = {
@@ -83,9 +92,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "wide heads": {"head_dim": 24, "query_pre_attn_scalar": 24},
     "narrow heads": {"head_dim": 8, "query_pre_attn_scalar": 8},
     "tied": {"tie_word_embeddings": True},
-    "window": {"sliding_window": WINDOW},
+    "window": {"sliding_window": WINDOW, "use_sliding_window": True},
 }
-_SQUARE = ("qwen2", "olmo2", "olmo3", "exaone4", "starcoder2", "phi3", "lfm2")
+_SQUARE = ("qwen2", "olmo2", "olmo3", "exaone4", "starcoder2", "phi3", "lfm2", "lfm2_moe", "olmoe")
 REFUSED = {
     (family, rope)
     for family, ropes in {
@@ -106,6 +115,10 @@ REFUSED = {
         "arcee": "longrope",
         "lfm2": "yarn-betas yarn-not-truncated llama3 longrope",
         "qwen3_5_text": "yarn-betas yarn-not-truncated llama3 longrope",
+        "olmoe": "yarn-betas yarn-not-truncated llama3 longrope",
+        "qwen3_moe": "yarn-betas yarn-not-truncated llama3 longrope",
+        "lfm2_moe": "yarn-betas yarn-not-truncated llama3 longrope",
+        "qwen3_5_moe_text": "yarn-betas yarn-not-truncated llama3 longrope",
     }.items()
     for rope in ropes.split()
 } | {(family, f"{size} heads") for family in _SQUARE for size in ("wide", "narrow")}
@@ -145,6 +158,8 @@ def make_model(family: str, case: str) -> Any:
     torch.manual_seed(1)
     config = transformers.AutoConfig.for_model(family, **options)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    if "n_experts" in FAMILIES[family].keys:
+        model.set_experts_implementation("eager")  # the default needs rows of a multiple of 16 bytes
     for parameter in model.parameters():
         if parameter.ndim == 1:
             offset = FAMILIES[family].norm_offset

@@ -14,7 +14,7 @@ from typing import Any
 import gguf
 import numpy as np
 from safetensors.torch import save_file
-from tests.engine.tiny_models import CASES, MIXTURES, family_name, tiny_model, token_ids
+from tests.engine.tiny_models import CASES, family_name, tiny_model, token_ids
 from tests.gguf_files import Q8_0, write_gguf
 from tests.models.tokenizers import vocab_files
 from tests.models.tokenizers.texts import make_texts
@@ -174,7 +174,7 @@ def families(folder: Path) -> None:
     """Write models of every family as files, with the native engine's results."""
     folder.mkdir(exist_ok=True)
     found = []
-    for case in (*CASES, *MIXTURES):
+    for case in CASES:
         model = tiny_model(case)
         model.save_pretrained(folder / case)
         found.append(run_source(folder / case))
