@@ -390,3 +390,16 @@ def test_active_parameters_of_the_published_models():
     assert 6.9e9 < config.n_parameters < 6.93e9 and 1.27e9 < config.n_active_parameters < 1.29e9
     dense = ModelConfig(**{**SIZES, "n_experts": 0, "n_used_experts": 0, "expert_dim": 0})
     assert dense.n_active_parameters == dense.n_parameters
+
+
+def test_keys_of_hybrids_in_files_of_dense_models_are_read_past(tmp_path):
+    """llama.cpp's converter writes them for every Granite 4."""
+
+    def change(writer: Any) -> None:
+        writer.add_expert_shared_feed_forward_length(24)
+        for name in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank"):
+            getattr(writer, f"add_ssm_{name}")(4)
+
+    model, ids = tiny_model("granite4"), token_ids()
+    source = open_gguf(write_gguf(model, tmp_path / "model.gguf", change=change))
+    np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
