@@ -93,7 +93,7 @@ def model_families() -> dict[str, Any]:
     fields = (
         "keys", "settings", "defaults", "window", "rope", "partial_rotary", "rope_off", "rope_local",
         "root_of_embedding", "rope_option", "rope_windowed", "rope_others", "rope_alpha", "query_scale",
-        "rope_by_layer", "full_first", "ffn_adjusted", "mixer",
+        "rope_by_layer", "full_first", "ffn_adjusted", "mixer", "with_experts",
     )  # fmt: skip
     return {name: {f: getattr(family, f) for f in fields} for name, family in families.FAMILIES.items()}
 
@@ -111,12 +111,15 @@ def differences(whole: dict[str, Any], is_ordered: bool = False) -> dict[str, An
 
 def hf_modules() -> dict[str, Any]:
     """Return the Hugging Face modules of each family by model_type and slot."""
-    return {name: {target: hf_module(m) for target, m in modules_of(name) if "hf" in m} for name in families.FAMILIES}
+    return {
+        name: {target: hf_module(m) for target, m in modules_of(name) if "hf" in m or "hf_file" in m}
+        for name in families.FAMILIES
+    }
 
 
 def gguf_families() -> dict[str, Any]:
     """Return the architecture in GGUF of each family by model_type, and its tensors by slot."""
-    fields = ("architecture", "scale_by_hidden", "sliding_window")
+    fields = ("architecture", "scale_by_hidden", "sliding_window", "normalised", "ignored")
     return {
         name: {field: gguf[field] for field in fields if field in gguf}
         | {"modules": {target: gguf_module(gguf, target, m) for target, m in modules_of(name) if "gguf" in m}}
@@ -142,7 +145,8 @@ def hf_module(module: dict[str, Any]) -> dict[str, Any]:
     spec = {"names": [module[key] for key in ("hf", "hf_also") if key in module]}
     offset = {"offset": module["hf_offset"]} if "hf_offset" in module else {}
     parameter = {"parameter": module["hf_parameter"]} if "hf_parameter" in module else {}
-    converted = {"isNegativeExp": True} if module.get("hf_negative_exp") else {}
+    converted: dict[str, Any] = {"isNegativeExp": True} if module.get("hf_negative_exp") else {}
+    converted |= {"file": module["hf_file"]} if "hf_file" in module else {}
     orders = {"rows": {"order": "groupHeads"}, "columns": {"columnOrder": "groupHeads"}}
     order = orders.get(module.get("value_heads", ""), {})
     return spec | layouts.get(module.get("hf_layout", ""), {}) | offset | parameter | converted | order

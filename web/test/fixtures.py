@@ -13,8 +13,9 @@ from typing import Any
 
 import gguf
 import numpy as np
-from tests.engine.tiny_models import CASES, family_name, tiny_model, token_ids
-from tests.gguf_files import write_gguf
+from safetensors.torch import save_file
+from tests.engine.tiny_models import CASES, MIXTURES, family_name, tiny_model, token_ids
+from tests.gguf_files import Q8_0, write_gguf
 from tests.models.tokenizers import vocab_files
 from tests.models.tokenizers.texts import make_texts
 from tests.tiny import tiny_llama, with_lora
@@ -161,15 +162,19 @@ REORDERED = {
     "qwen3_5_text": {"target_modules": ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj"]},
 }
 """Adapters of models whose files store transposed matrices, q, k and v head by head, or reordered value heads."""
-NO_GGUF = {"llama-proportional", "gemma2-kinds", "gemma2-attention", "granite_swa-bases", "qwen3_5_text-sizes"}
-"""Cases that GGUF cannot express: proportional RoPE, an untied head of Gemma 2, no soft-cap, two RoPE bases, biases."""
+NO_GGUF = {
+    "llama-proportional", "gemma2-kinds", "gemma2-attention", "granite_swa-bases", "qwen3_5_text-sizes",
+    "olmoe-normalised", "qwen3_moe-dense", "lfm2_moe-plain", "granite4-experts",
+}  # fmt: skip
+"""Cases that GGUF cannot express: proportional RoPE, an untied head of Gemma 2, no soft-cap, two RoPE bases, biases,
+other routers or layers, a mixture without rotations."""
 
 
 def families(folder: Path) -> None:
     """Write models of every family as files, with the native engine's results."""
     folder.mkdir(exist_ok=True)
     found = []
-    for case in CASES:
+    for case in (*CASES, *MIXTURES):
         model = tiny_model(case)
         model.save_pretrained(folder / case)
         found.append(run_source(folder / case))
@@ -182,6 +187,14 @@ def families(folder: Path) -> None:
     tiny_model("llama").half().save_pretrained(folder / "half")
     tiny_model("llama").bfloat16().save_pretrained(folder / "sharded", max_shard_size="8KB")
     found += [run_source(folder / "half"), run_source(folder / "sharded")]
+    experts = tiny_model("qwen3_moe", moe_intermediate_size=32, head_dim=16)
+    found += [
+        run_source(write_gguf(experts, folder / f"experts-{fused}.gguf", Q8_0, fused_experts=fused))
+        for fused in (False, True)
+    ]
+    experts.config.save_pretrained(folder / "fused")  # transformers' own names, which it does not write
+    save_file({name: t.clone() for name, t in experts.state_dict().items()}, folder / "fused/model.safetensors")
+    found.append(run_source(folder / "fused"))
     for weights in ("float32", "bf16", "int8", "q8_0"):
         for path in (folder.parent / "folder", folder.parent / "q4_0.gguf", folder / "qwen2"):
             found.append(run_source(path, weights=weights))

@@ -10,19 +10,19 @@ const KB = 1024;
 const sizeOf = (files) => files.reduce((sum, bytes) => sum + gzipSync(bytes, { level: 9 }).length, 0);
 
 // 30 KB load and sample; the rest trims chats to the context, resumes downloads, bounds the cache, and trains.
-test("the scripts are at most 86 KB compressed, without libraries 42 KB", async () => {
+test("the scripts are at most 88 KB compressed, without libraries 44 KB", async () => {
   const names = ["index", "worker", "thread", "hf"].map((name) => new URL(`../dist/${name}.js`, import.meta.url));
   const all = sizeOf(await Promise.all(names.map((name) => readFile(name))));
-  assert.ok(all <= 86 * KB, `${all} bytes`);
+  assert.ok(all <= 88 * KB, `${all} bytes`);
   const { index, worker, thread } = options.entryPoints;
   const { outputFiles } = await build({ ...options, entryPoints: { index, worker, thread }, external: libraries, write: false });
   const ours = sizeOf(outputFiles.map(({ contents }) => contents));
-  assert.ok(ours <= 42 * KB, `${ours} bytes`);
+  assert.ok(ours <= 44 * KB, `${ours} bytes`);
 });
 
-test("the lazily loaded chunk of folders and adapters is at most 14 KB", async () => {
+test("the lazily loaded chunk of folders and adapters is at most 16 KB", async () => {
   const bytes = await readFile(new URL("../dist/hf.js", import.meta.url));
-  assert.ok(sizeOf([bytes]) <= 14 * KB, `${sizeOf([bytes])} bytes`);
+  assert.ok(sizeOf([bytes]) <= 16 * KB, `${sizeOf([bytes])} bytes`);
 });
 
 test("the lazily loaded chunk of the learner is at most 7 KB", async () => {

@@ -9,7 +9,7 @@ import { type Family, type ModelConfig, moduleRows, slots } from "./architecture
 import { HF_MODULES } from "./families.js";
 import { parseObject } from "./folder.js";
 import { hfOrders, moveColumns } from "./orders.js";
-import { eachModule, type OrderName } from "./slices.js";
+import { eachModule, type OrderName, storedModules } from "./slices.js";
 
 /** Factors of one weight: W[firstRow ...] += scaling b a, with a (rank, k) and b (n, rank). */
 export interface LoraFactors {
@@ -46,9 +46,9 @@ export interface ModuleLocation {
 export function locateModules(config: ModelConfig, family: Family): Map<string, ModuleLocation> {
   const found = new Map<string, ModuleLocation>();
   const shapes = slots(config);
-  for (const { module, slot, part, layer, names } of eachModule(config, HF_MODULES[family.name])) {
+  for (const { module, slot, part, layer, names } of eachModule(config, storedModules(HF_MODULES[family.name], []))) {
     const shape = shapes.get(slot);
-    if (shape === undefined || shape.length !== 2 || module.parameter !== undefined) continue;
+    if (shape === undefined || shape.length !== 2 || module.parameter !== undefined || slot.endsWith("router")) continue;
     const [firstRow, n] = moduleRows(config, part, shape[0]);
     const target = /^layers\.\d+\.(\w+)$/.exec(slot)?.[1].replace("gate_up", "up").replace(/^\w+_in$/, "qkv").replace(/^\w+_out$/, "o") as LoraFactors["target"] | undefined;
     found.set(names[0], { names, slot, layer, target, firstRow, shape: [n, shape[1]], order: module.order ?? "keepOrder", columnOrder: module.columnOrder ?? "keepOrder" });

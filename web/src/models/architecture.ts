@@ -64,6 +64,7 @@ export interface ModelConfig {
   routerNormalised: boolean;
   routerEps: number;
   routerScale: number;
+  routerCorrection: boolean;
   embeddingScale: number;
   residualScale: number;
   logitsScale: number;
@@ -76,7 +77,7 @@ export interface ModelConfig {
 }
 
 /** Flags that only select slots. */
-type SlotFlag = "tiedHead" | "qkvBias" | "oBias" | "mlpBias" | "headBias";
+type SlotFlag = "routerCorrection" | "tiedHead" | "qkvBias" | "oBias" | "mlpBias" | "headBias";
 
 export interface Family {
   name: string;
@@ -98,6 +99,7 @@ export interface Family {
   full_first: boolean;
   ffn_adjusted: boolean;
   mixer: "" | "conv" | "delta";
+  with_experts: string;
 }
 
 /** Return the objects of facts.ts, which are differences from the first, or whole in a list; null removes an entry. `hasName`: adds the name of each. */
@@ -129,15 +131,15 @@ export const PLAIN: Omit<ModelConfig, Sizes | Factors> = {
   parallelResidual: false, sharedNorm: false, gated: true, qkvBias: false, oBias: false, mlpBias: false, headBias: false,
   rotaryDim: 0, isNeox: true, invFreq: [], attentionFactor: 1, localLayers: [], localInvFreq: [], queryLogScale: 0, queryScaleLength: 1,
   mixers: [], convLength: 0, nDeltaHeads: 0, nDeltaKeyHeads: 0, deltaDim: 0, deltaKeyDim: 0, deltaTiled: false,
-  nExperts: 0, nUsedExperts: 0, expertDim: 0, sharedDim: 0, moeLayers: [], sharedGate: false, router: "softmax", routerNormalised: false, routerEps: 0, routerScale: 1,
+  nExperts: 0, nUsedExperts: 0, expertDim: 0, sharedDim: 0, moeLayers: [], sharedGate: false, router: "softmax", routerNormalised: false, routerEps: 0, routerScale: 1, routerCorrection: false,
 };
 
 /** Flags of n layers: false for one of each `interval`, the last or the first. */
 export const allButEvery = (interval: number, n: number, isFirst = false) => Array.from({ length: n }, (_, i) => (i + (isFirst ? 0 : 1)) % interval !== 0);
 
-/** Return a family's settings for a config; `flag` returns the options that "@name" refers to. */
-export const settingsOf = (family: Family, flag: (option: string) => boolean): Record<string, unknown> =>
-  Object.fromEntries(Object.entries(family.settings).map(([name, value]) => [toCamel(name), typeof value === "string" && value.startsWith("@") ? flag(value.slice(1)) : value]));
+/** Return a family's settings for a config; `flag` returns the options that "@name" refers to. Routers' need experts. */
+export const settingsOf = (family: Family, flag: (option: string) => boolean, nExperts = 0): Record<string, unknown> =>
+  Object.fromEntries(Object.entries(family.settings).filter(([name]) => nExperts > 0 || !/^(router|shared_gate)/.test(name)).map(([name, value]) => [toCamel(name), typeof value === "string" && value.startsWith("@") ? flag(value.slice(1)) : value]));
 
 /** Return the numbers of a token in a layer with the gated delta rule: its channels (q, k, v), and its values. */
 export function deltaSizes(c: ModelConfig): [channels: number, values: number] {
@@ -160,9 +162,14 @@ export function slots(c: ModelConfig): Map<string, number[]> {
     conv: [["conv_in", 3 * c.hiddenDim, c.hiddenDim, false], ["conv_out", c.hiddenDim, c.hiddenDim, false]],
     delta: [["delta_in", channels + values + 2 * c.nDeltaHeads, c.hiddenDim, false], ["delta_out", c.hiddenDim, values, false]],
   };
-  const mlp: Shape[] = [
-    [c.gated ? "gate_up" : "up", (c.gated ? 2 : 1) * c.ffnDim, c.hiddenDim, c.mlpBias],
-    ["down", c.hiddenDim, c.ffnDim, c.mlpBias],
+  const [up, perDim] = c.gated ? ["gate_up", 2] : ["up", 1];
+  const mlp = (width: number): Shape[] => (width === 0 ? [] : [[up, perDim * width, c.hiddenDim, c.mlpBias], ["down", c.hiddenDim, width, c.mlpBias]]);
+  const experts: Shape[] = [
+    ["router", c.nExperts, c.hiddenDim, false],
+    [`experts_${up}`, c.nExperts * perDim * c.expertDim, c.hiddenDim, false],
+    ["experts_down", c.nExperts * c.hiddenDim, c.expertDim, false],
+    ...(c.sharedGate ? [["shared_router", 1, c.hiddenDim, false] as Shape] : []),
+    ...mlp(c.sharedDim),
   ];
   for (let i = 0; i < c.nLayers; ++i) {
     const norms = [...(c.sharedNorm ? ["norm1"] : c.preNorm ? ["norm1", "norm2"] : []), ...(c.postNorm ? ["post_norm1", "post_norm2"] : [])];
@@ -175,7 +182,9 @@ export function slots(c: ModelConfig): Map<string, number[]> {
     else if (c.qkNorm) for (const [j, which] of ["q", "k"].entries()) found.set(`layers.${i}.${which}_norm.weight`, [normed[j] * c.headDim]);
     if (mixer === "delta") for (const [name, n] of [["decay", c.nDeltaHeads], ["dt_bias", c.nDeltaHeads], ["delta_norm.weight", c.deltaDim]] as const) found.set(`layers.${i}.${name}`, [n]);
     if (c.sinks && mixer === "attention") found.set(`layers.${i}.sinks`, [c.nHeads]);
-    for (const [name, n, k, biased] of [...matrices[mixer], ...mlp]) {
+    const isMoe = c.nExperts > 0 && (c.moeLayers[i] ?? true);
+    if (isMoe && c.routerCorrection) found.set(`layers.${i}.router_correction`, [c.nExperts]);
+    for (const [name, n, k, biased] of [...matrices[mixer], ...(isMoe ? experts : mlp(c.ffnDim))]) {
       found.set(`layers.${i}.${name}`, [n, k]);
       if (biased) found.set(`layers.${i}.${name}.bias`, [n]);
     }
@@ -186,12 +195,13 @@ export function slots(c: ModelConfig): Map<string, number[]> {
   return found;
 }
 
-/** Return a module's rows in a slot: a part of PARTS; "": all rows. */
-export function moduleRows(c: ModelConfig, part: string, rows: number): [first: number, count: number] {
+/** Return a module's rows in a slot: a part of PARTS; "": all rows. Of experts: the first, and the rows of all of them. */
+export function moduleRows(c: ModelConfig, part: string, rows: number, isOfExperts = false): [first: number, count: number] {
   if (part === "") return [0, rows];
+  if (isOfExperts) return [part === "up" ? c.expertDim : 0, rows / 2];
   const kv = c.nKvHeads * c.headDim;
   const [qkv, z] = deltaSizes(c);
-  const sizes: Record<string, number> = { q: queryRows(c), k: kv, v: kv, gate: c.ffnDim, up: c.ffnDim, qkv, z, b: c.nDeltaHeads, a: c.nDeltaHeads };
+  const sizes: Record<string, number> = { q: queryRows(c), k: kv, v: kv, gate: rows / 2, up: rows / 2, qkv, z, b: c.nDeltaHeads, a: c.nDeltaHeads };
   const parts: readonly string[] = Object.values(PARTS).find((names) => (names as readonly string[]).includes(part))!;
   return [parts.slice(0, parts.indexOf(part)).reduce((sum, name) => sum + sizes[name], 0), sizes[part]];
 }

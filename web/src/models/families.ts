@@ -7,7 +7,7 @@ import { show, WhetError } from "../core/errors.js";
 import { activations, hfModules, kinds as KINDS, largest, largestSize, mixerSizes, notRun, plain as NEUTRAL, textParts } from "../facts.js";
 import { allButEvery, FAMILIES, type Family, type ModelConfig, merge, PLAIN, settingsOf, toCamel } from "./architecture.js";
 import { ropeFrequencies } from "./rope.js";
-import type { ModuleSpec } from "./slices.js";
+import { type ModuleSpec, storedModules } from "./slices.js";
 
 /** Modules of Hugging Face models, by family and slot. */
 export const HF_MODULES: Record<string, Record<string, ModuleSpec>> = /* @__PURE__ */ merge(hfModules);
@@ -30,9 +30,9 @@ export function textOptions(given: HfConfig): HfConfig {
   return { ...defaults, ...text, ...Object.fromEntries(outer.map((key) => [key, given[key]])) };
 }
 
-/** Return the modules of a config's family, with their names in a vision-language model if it is one. */
-export function modulesOf(given: HfConfig, family: Family): Record<string, ModuleSpec> {
-  const modules = HF_MODULES[family.name];
+/** Return the modules of a folder's tensors, with their names in a vision-language model if it is one. */
+export function modulesOf(given: HfConfig, family: Family, tensors: Iterable<string>): Record<string, ModuleSpec> {
+  const modules = storedModules(HF_MODULES[family.name], tensors);
   if (textOptions(given) === given) return modules;
   const prefix = `${modules.embedding.names[0].split(".")[0]}.`;
   const rename = (slot: string, name: string) => (slot === "head" ? textParts.heads : textParts.prefixes.map((begin) => begin + name.slice(prefix.length)));
@@ -44,7 +44,9 @@ export function familyOf(given: HfConfig, where: string): Family {
   if (typeof name !== "string" || !Object.hasOwn(FAMILIES, name)) {
     throw new WhetError(`${where}: model_type is ${show(name)}${unsupportedReason(name)}; supported: ${Object.keys(FAMILIES).sort().join(", ")}.`);
   }
-  return FAMILIES[name];
+  const family = FAMILIES[name];
+  const { with_experts: other, defaults, rope_option } = family;
+  return other !== "" && (given.num_local_experts ?? defaults.n_experts) !== 0 ? { ...FAMILIES[other], defaults, rope_option } : family;
 }
 
 /** Return the context length that the model was trained for, in tokens. */
@@ -63,7 +65,10 @@ class Options {
     readonly family: Family,
     readonly where: string,
   ) {
-    this.given = textOptions(whole);
+    const given = textOptions(whole);
+    const key = family.keys.n_experts;
+    const other = ["num_experts", "num_local_experts"].find((name) => key !== undefined && name !== key && name in given); // of transformers 5
+    this.given = other === undefined ? given : { [key]: given[other], ...Object.fromEntries(Object.entries(given).filter(([name]) => name !== other)) };
   }
 
   get(name: string): unknown {
@@ -115,7 +120,7 @@ class Options {
   }
 
   tiedHead(): boolean {
-    const older = this.family.ffn_adjusted ? (this.given.tie_embedding ?? null) : null;
+    const older = this.family.mixer === "conv" ? (this.given.tie_embedding ?? null) : null;
     if (older !== null && typeof older !== "boolean") throw new WhetError(`${this.where}: tie_embedding is ${show(older)}, expected true or false.`);
     return older === null ? this.flag("tie_word_embeddings") : (older as boolean);
   }
@@ -131,6 +136,30 @@ class Options {
     if (!mixers.includes(mixer)) return {};
     const sizes = mixerSizes.filter((name) => name in keys).map((name) => [toCamel(name), this.size(name)]);
     return { mixers, ...Object.fromEntries(sizes) };
+  }
+
+  /** Return the fields of a mixture of experts, if a layer is one. */
+  experts(nLayers: number): Partial<ModelConfig> {
+    const { keys } = this.family;
+    const layers = keys.n_experts !== undefined && this.get("n_experts") !== 0 ? this.moeLayers(nLayers) : [];
+    if (!layers.includes(true)) return {};
+    const [nExperts, nUsedExperts, expertDim] = ["n_experts", "n_used_experts", "expert_dim"].map((name) => this.size(name));
+    if (nUsedExperts > nExperts) throw this.invalid("n_used_experts", `at most ${keys.n_experts}=${nExperts}`);
+    return {
+      nExperts, nUsedExperts, expertDim,
+      sharedDim: "shared_dim" in keys ? this.count("shared_dim", 0) : 0,
+      routerScale: "router_scale" in keys ? this.number("router_scale") : 1,
+      moeLayers: layers.includes(false) ? layers : [],
+    };
+  }
+
+  private moeLayers(nLayers: number): boolean[] {
+    const layers = Array.from({ length: nLayers }, (_, i) => i);
+    if ("n_dense_layers" in this.family.keys) return layers.map((i) => i >= this.count("n_dense_layers", 0));
+    if (!("decoder_sparse_step" in this.family.defaults)) return layers.map(() => true);
+    const dense = this.get("mlp_only_layers") ?? [];
+    if (!Array.isArray(dense)) throw this.invalid("mlp_only_layers", "a list of layers, or null");
+    return layers.map((i) => !dense.includes(i) && (i + 1) % this.count("decoder_sparse_step", 1) === 0);
   }
 
   /** Return which layers attend without layer_types. */
@@ -217,7 +246,7 @@ class Options {
 
   windows(nLayers: number, length: number): number[] {
     const { window: kind } = this.family;
-    const isGiven = kind !== "none" && (kind !== "some" || this.flag("use_sliding_window")) && (this.get("sliding_window") ?? null) !== null;
+    const isGiven = kind !== "none" && ((kind !== "some" && !("use_sliding_window" in this.family.defaults)) || this.flag("use_sliding_window")) && (this.get("sliding_window") ?? null) !== null;
     let window = isGiven ? this.count("sliding_window", 1) : 0;
     if (window >= length) window = 0; // no window gives the same result and is cheaper
     let isLocal: (i: number) => boolean = () => true;
@@ -317,6 +346,7 @@ export function modelConfig(core: Core, given: HfConfig, where: string, length?:
   if (nHeads % nKvHeads !== 0) throw options.invalid("n_heads", `a multiple of ${family.keys.n_kv_heads}=${nKvHeads}`);
   const trained = options.size("max_position");
   const maxPosition = length ?? trained;
+  const experts = options.experts(nLayers);
   if (family.rope === "none" && maxPosition > trained) throw new WhetError(`${where}: contextLength is ${maxPosition}, expected at most ${trained}, the model's learned positions.`);
   let attentionScale = options.get("scale_attn_weights") === false ? 1 : 1 / Math.sqrt(headDim);
   if ("query_pre_attn_scalar" in family.defaults) attentionScale = core.call("power", options.number("query_pre_attn_scalar"), -0.5);
@@ -341,7 +371,8 @@ export function modelConfig(core: Core, given: HfConfig, where: string, length?:
     ...options.mixers(nLayers),
     ...readRotary(core, options, headDim, maxPosition, trained),
     ...readLocalRotary(core, options, nLayers, headDim, maxPosition),
-    ...settingsOf(family, (option) => options.flag(option)),
+    ...settingsOf(family, (option) => options.flag(option), experts.nExperts),
+    ...experts,
   };
 }
 

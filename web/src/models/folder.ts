@@ -131,7 +131,7 @@ export async function describeFolder(core: Core, reader: FolderReader, lengthOf:
   const given = reader.folder.config;
   const family = familyOf(given, where);
   const tensors = await readTensors(core, reader, where);
-  const modules = modulesOf(given, family);
+  const modules = modulesOf(given, family, tensors.keys());
   const { embedding, head } = modules;
   const prefix = `${embedding.names[0].split(".")[0]}.`;
   const isBare = ![...tensors.keys()].some((name) => name.startsWith(prefix)); // checkpoint of the base model without its head

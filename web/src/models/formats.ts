@@ -82,7 +82,7 @@ export function chooseFormats(core: Core, config: ModelConfig, slices: RowSlice[
   for (const [slot, shape] of slots(config)) {
     if (shape.length !== 2) continue;
     const embeddingFormat = slot === "embedding" || slot === "head" ? settings[base]?.embeddingFormat : undefined;
-    const spans = slot === "positions" || slot.endsWith(".conv") ? [{ rows: shape[0], format: "float32" }] : (stored.get(slot) ?? [{ rows: shape[0], format: embeddingFormat ?? base }]);
+    const spans = /^positions$|\.conv$|router$/.test(slot) ? [{ rows: shape[0], format: "float32" }] : (stored.get(slot) ?? [{ rows: shape[0], format: embeddingFormat ?? base }]);
     const merged: FormatSpan[] = [];
     for (let { rows, format } of spans) {
       while (shape[1] % known.get(format)!.block !== 0) format = settings[format]?.next ?? "int8";

@@ -13,7 +13,7 @@ import { listSlices, type ModuleSpec, type RowSlice, type StoredTensor, type Wei
 
 const KEYS: Record<string, string> = NAMES.keys;
 /** Architectures and tensors of GGUF models, by family. */
-const GGUF: Record<string, { architecture: string; scale_by_hidden?: number; sliding_window?: number; modules: Record<string, ModuleSpec> }> = merge(ggufFamilies);
+const GGUF: Record<string, { architecture: string; scale_by_hidden?: number; sliding_window?: number; normalised?: boolean; ignored?: readonly string[]; modules: Record<string, ModuleSpec> }> = merge(ggufFamilies);
 
 /** Checked access to the options of a model's architecture. */
 class GgufOptions {
@@ -50,6 +50,10 @@ class GgufOptions {
     return this.given[name];
   }
 
+  drop(name: string): void {
+    delete this.given[name];
+  }
+
   invalid(name: string, expected: string): WhetError {
     return new WhetError(`${this.where}: ${this.architecture}.${KEYS[name]} is ${show(this.given[name])}, expected ${expected}.`);
   }
@@ -78,7 +82,9 @@ class GgufOptions {
 
   /** Return the architecture's family; of several, the one with a window if the file has a window. */
   family(): Family {
-    const all = Object.values(FAMILIES).filter(({ name }) => GGUF[name]?.architecture === this.architecture);
+    const known = Object.values(FAMILIES).filter(({ name }) => GGUF[name]?.architecture === this.architecture);
+    const shared = known.filter(({ keys }) => "shared_dim" in keys);
+    const all = this.given.shared_dim && shared.length > 0 ? shared : known;
     const switched = all.find((family) => family.rope_option !== "");
     if (this.given.is_rotated === false && switched !== undefined) return switched;
     if (!this.given.sliding_window) return all[0];
@@ -108,9 +114,11 @@ export async function describeGguf(
   const where = `${caller}: ${reader.name}`;
   const meta = new GgufOptions(file, where);
   const family = meta.family();
-  const { modules, scale_by_hidden, sliding_window } = GGUF[family.name];
+  const { modules: own, scale_by_hidden, sliding_window, ignored = [] } = GGUF[family.name];
+  for (const name of ignored) meta.drop(name);
+  const modules = [...file.tensors.keys()].some((name) => FUSED_EXPERTS.test(name)) ? withFusedExperts(own) : own;
   const moduleName = (slot: string) => modules[slot].names[0].replace("{i}", "0");
-  const [nBlocks, trained, hiddenDim, ffnDim, nHeads] = ["n_layers", "max_position", "hidden_dim", "ffn_dim", "n_heads"].map((name) => meta.size(name));
+  const [nBlocks, trained, hiddenDim, ffnDim, nHeads] = ["n_layers", "max_position", "hidden_dim", "ffn_dim", "n_heads"].map((name) => meta.size(name, name === "ffn_dim" ? (meta.get("expert_dim") as number) : undefined));
   const nLayers = nBlocks - (meta.get("n_predicting") ? meta.size("n_predicting") : 0); // without the blocks that predict more tokens
   if (nLayers < 1) throw meta.invalid("n_predicting", `an integer below ${nBlocks}`);
   if (hiddenDim % nHeads !== 0 && meta.get("head_dim") === undefined) throw meta.invalid("hidden_dim", `a multiple of ${KEYS.n_heads}=${nHeads}`);
@@ -135,10 +143,13 @@ export async function describeGguf(
   const options: Record<string, unknown> = {
     ...family.defaults,
     ...toBiasOptions(family, biases),
+    norm_topk_prob: GGUF[family.name].normalised,
+    use_expert_bias: [...file.tensors.keys()].some((name) => name.endsWith(NAMES.correction)),
     use_parallel_residual: meta.get("use_parallel_residual") ?? true,
   };
   const isScaled = (meta.get("query_log_scale") ?? 0) !== 0;
   if (!family.query_scale && isScaled) throw meta.invalid("query_log_scale", "0 or none");
+  const experts = readExperts(meta, family, ffnDim, nLayers);
   const length = lengthOf(trained);
   if (!(Number.isInteger(length) && length >= 1)) throw new WhetError(`${where}: contextLength is ${show(length)}, expected an integer of at least 1.`);
   const rotary = await readRotary(core, meta, family, file, reader, headDim, trained, length, where);
@@ -163,9 +174,39 @@ export async function describeGguf(
     ...mixers,
     ...rotary,
     ...(isScaled ? { queryLogScale: meta.number("query_log_scale"), queryScaleLength: meta.size("original_max_position_embeddings", trained) } : {}),
-    ...settingsOf(family, (option) => Boolean(options[option])),
+    ...settingsOf(family, (option) => Boolean(options[option]), experts.nExperts),
+    ...experts,
   };
   return { config, family, slices: placeTensors(config, modules, file, nBlocks, where) };
+}
+
+const FUSED_EXPERTS = new RegExp(`^${NAMES.fused_experts.replace("{i}", "\\d+")}\\.weight$`);
+
+/** Return the modules of a file with the experts' gates and up projections in one tensor. */
+const withFusedExperts = (modules: Record<string, ModuleSpec>): Record<string, ModuleSpec> => ({
+  ...Object.fromEntries(Object.entries(modules).filter(([target]) => !target.includes("experts_gate_up:"))),
+  "layers.{i}.experts_gate_up": { names: [NAMES.fused_experts] },
+});
+
+const EXPERT_KEYS = ["n_experts", "n_used_experts", "expert_dim", "shared_dim", "router", "router_normalised", "n_dense_layers"];
+
+/** Return the fields of a mixture of experts, if the family is one. */
+function readExperts(meta: GgufOptions, family: Family, ffnDim: number, nLayers: number): Partial<ModelConfig> {
+  if (!("n_experts" in family.keys)) {
+    const given = EXPERT_KEYS.find((name) => (meta.get(name) ?? 0) !== 0);
+    if (given !== undefined) throw meta.invalid(given, "0 or none");
+    return {};
+  }
+  const normalised = GGUF[family.name].normalised!;
+  const router = family.settings.router === "sigmoid" ? 2 : 1;
+  if ((meta.get("router_normalised") ?? normalised) !== normalised) throw meta.invalid("router_normalised", `${normalised} or none`);
+  if ((meta.get("router") ?? router) !== router) throw meta.invalid("router", `${router} or none`);
+  const count = (name: string) => (name in family.keys && meta.get(name) ? meta.size(name) : 0);
+  const [nExperts, nUsedExperts, nDense] = [meta.size("n_experts"), meta.size("n_used_experts"), count("n_dense_layers")];
+  if (nUsedExperts > nExperts) throw meta.invalid("n_used_experts", `at most ${KEYS.n_experts}=${nExperts}`);
+  if (nDense >= nLayers) return {};
+  const moeLayers = nDense > 0 ? Array.from({ length: nLayers }, (_, i) => i >= nDense) : [];
+  return { nExperts, nUsedExperts, expertDim: meta.size("expert_dim", ffnDim), sharedDim: count("shared_dim"), moeLayers };
 }
 
 /** Rename the bias flags, found by the file's tensors, to the family's options. */

@@ -20,9 +20,11 @@ export interface RowSlice {
 
 export type OrderName = "keepOrder" | "deinterleave" | "splitHeads" | "groupHeads";
 
-/** Module of a file: its possible names and its layout, if it differs from the slot's. */
+/** Module of a file: its possible names ("{i}": the layer, "{e}": the expert) and its layout, if it differs from the slot's. */
 export interface ModuleSpec {
   names: readonly string[];
+  /** Name of the module that folders may have instead. */
+  file?: string;
   order?: OrderName;
   columnOrder?: OrderName;
   isTransposed?: boolean;
@@ -66,13 +68,27 @@ export const rowOrders: Partial<Record<OrderName, RowOrder>> = {
     }),
 };
 
-/** Yield each module of each layer, with its slot and the names that it has in that layer. */
-export function* eachModule(config: ModelConfig, modules: Readonly<Record<string, ModuleSpec>>): Generator<{ module: ModuleSpec; slot: string; part: string; layer: number; names: string[] }> {
+/** Return the modules; of slots that a folder stores in `file`, these. */
+export function storedModules(modules: Readonly<Record<string, ModuleSpec>>, names: Iterable<string>): Record<string, ModuleSpec> {
+  const all = [...names];
+  const isStored = (file: string) => {
+    const pattern = new RegExp(`(^|\\.)${file.slice(file.indexOf(".") + 1).replaceAll(".", "\\.").replace(/\{[ie]\}/g, "\\d+")}\\.weight$`);
+    return all.some((name) => pattern.test(name));
+  };
+  const slotOf = (target: string) => target.split(":")[0];
+  const inFiles = new Set(Object.keys(modules).filter((target) => modules[target].file !== undefined && isStored(modules[target].file)).map(slotOf));
+  const found = Object.entries(modules).map(([target, module]): [string, ModuleSpec] => [target, inFiles.has(slotOf(target)) ? { names: module.file === undefined ? [] : [module.file] } : module]);
+  return Object.fromEntries(found.filter(([, { names }]) => names.length > 0));
+}
+
+/** Yield each module of each layer, of each expert if its names have one, with its slot and the names that it has there. */
+export function* eachModule(config: ModelConfig, modules: Readonly<Record<string, ModuleSpec>>): Generator<{ module: ModuleSpec; slot: string; part: string; layer: number; names: string[]; expert?: number }> {
   for (const [target, module] of Object.entries(modules)) {
     const [pattern, part = ""] = target.split(":");
     for (let layer = 0; layer < (pattern.includes("{i}") ? config.nLayers : 1); ++layer) {
       const [slot, ...names] = [pattern, ...module.names].map((text) => text.replace("{i}", String(layer)));
-      yield { module, slot, part, layer, names };
+      if (!names[0]?.includes("{e}")) yield { module, slot, part, layer, names };
+      else for (let expert = 0; expert < config.nExperts; ++expert) yield { module, slot, part, layer, names: names.map((name) => name.replace("{e}", String(expert))), expert };
     }
   }
 }
@@ -87,14 +103,17 @@ export function* eachModule(config: ModelConfig, modules: Readonly<Record<string
 export function listSlices(config: ModelConfig, modules: Readonly<Record<string, ModuleSpec>>, find: (names: string[], suffix: string, location: WeightLocation) => StoredTensor, where: string, orders = rowOrders): RowSlice[] {
   const shapes = slots(config);
   const slices: RowSlice[] = [];
-  for (const { module, slot: own, part, layer, names } of eachModule(config, modules)) {
+  for (const { module, slot: own, part, layer, names, expert } of eachModule(config, modules)) {
     const weight = shapes.has(own) ? own : `${own}.weight`;
     for (const [suffix, slot] of [[module.parameter ?? "weight", weight], ["bias", `${own}.bias`]]) {
       const shape = shapes.get(slot);
       if (shape === undefined) continue;
-      const [firstRow, count] = moduleRows(config, part, shape[0]);
-      const { tensor, row, shape: axes } = find(names, suffix, { layer, part, firstRow, count, rows: shape[0] });
-      const stored = axes.length === 3 && axes[1] === 1 ? [axes[0], axes[2]] : axes; // a depthwise convolution's
+      const isOfExperts = slot.includes(".experts_");
+      const [first, whole] = moduleRows(config, part, shape[0], isOfExperts);
+      const [firstRow, count] = expert === undefined ? [first, whole] : [first + (expert * shape[0]) / config.nExperts, whole / config.nExperts];
+      const { tensor: found, row, shape: axes } = find(names, suffix, { layer, part, firstRow, count, rows: shape[0] });
+      const stored = asMatrix(axes, count, isOfExperts || slot.endsWith("router"));
+      const tensor = isOfExperts ? { ...found, shape: stored } : found;
       const isTransposed = module.isTransposed === true && shape.length === 2;
       const expected = isTransposed ? [shape[1], count] : [count, ...shape.slice(1)];
       if (stored.join() !== expected.join()) {
@@ -102,10 +121,21 @@ export function listSlices(config: ModelConfig, modules: Readonly<Record<string,
       }
       const { offset, isNegativeExp } = slot === weight ? module : ({} as ModuleSpec);
       const convert = isNegativeExp ? (x: number) => -Math.exp(x) : offset ? (x: number) => x + offset : undefined;
-      for (const [to, from, n, stride] of orders[module.order ?? "keepOrder"]!(config, count)) {
+      const isSpread = isOfExperts && part !== "" && expert === undefined; // gate and up of each expert are in turn in the slot
+      const copies = isSpread ? spread(config.nExperts, count / config.nExperts) : orders[module.order ?? "keepOrder"]!(config, count);
+      for (const [to, from, n, stride] of copies) {
         slices.push({ slot, firstRow: firstRow + to, tensor, row: row + from, count: n, stride, isTransposed, convert });
       }
     }
   }
   return slices;
+}
+
+const spread = (n: number, rows: number): RowCopy[] => Array.from({ length: n }, (_, i) => [2 * i * rows, i * rows, rows, 1]);
+
+/** Return the axes of a matrix of n rows: of experts one after another, one row, or the taps of a depthwise convolution. */
+function asMatrix(axes: number[], n: number, isFlat: boolean): number[] {
+  const k = axes[axes.length - 1];
+  if (isFlat && axes.reduce((a, b) => a * b, 1) === n * k) return [n, k];
+  return axes.length === 3 && axes[1] === 1 ? [axes[0], k] : axes;
 }
