@@ -168,7 +168,7 @@ class TorchPolicy:
         return Logprobs(*arrays)  # pyright: ignore[reportArgumentType]
 
     def backward(self, grad_logprobs: np.ndarray, share: float = 1.0) -> dict[str, float]:
-        """Add the gradients of the parameters, from that of the last log-probs, (B, C), and the balance loss."""
+        """Add the gradients of the parameters, from the gradient of the last log-probs, (B, C), and of the balance."""
         kept, self._kept = self._kept, None
         if kept is None:
             raise WhetTypeError("backward: it follows logprobs, once. Call logprobs first.")

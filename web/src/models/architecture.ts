@@ -195,7 +195,7 @@ export function slots(c: ModelConfig): Map<string, number[]> {
   return found;
 }
 
-/** Return a module's rows in a slot: a part of PARTS; "": all rows. Of experts: the first, and the rows of all of them. */
+/** Return a module's rows in a slot: a part of PARTS; "": all rows. Experts: the first row, and the rows of all. */
 export function moduleRows(c: ModelConfig, part: string, rows: number, isOfExperts = false): [first: number, count: number] {
   if (part === "") return [0, rows];
   if (isOfExperts) return [part === "up" ? c.expertDim : 0, rows / 2];
