@@ -626,11 +626,11 @@ class Engine:
     def memory(self) -> dict[str, int]:
         """Sizes in bytes, by name.
 
-        weights_bytes; experts_resident_bytes: experts of a file that are packed; adapters_bytes; kv_bytes: the budget in
-        whole pages; kv_used_bytes: pages of calls in progress; kv_kept_bytes: retained pages of ended streams, evicted when a call needs memory; kv_page_bytes;
-        kv_state_bytes: pages of the state of a sequence's convolutions and linear attention; workspace_bytes;
-        kv_committed_bytes and workspace_committed_bytes: memory committed by the operating system for pages used since
-        the last release.
+        weights_bytes; experts_resident_bytes: experts of a file that are packed; adapters_bytes; kv_bytes: the budget
+        in whole pages; kv_used_bytes: pages of calls in progress; kv_kept_bytes: retained pages of ended streams,
+        evicted when a call needs memory; kv_page_bytes; kv_state_bytes: pages of the state of a sequence's convolutions
+        and linear attention; workspace_bytes; kv_committed_bytes and workspace_committed_bytes: memory committed by the
+        operating system for pages used since the last release.
         """
         return self._calls.use("Engine.memory").memory()
 
