@@ -48,11 +48,29 @@ CONFIGS = {
         "linear_value_head_dim": 10,
     },
 }
+MIXTURES = {
+    "qwen3_moe": {
+        **LLAMA,
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "mlp_only_layers": [0],
+    },
+    "granitemoeshared": {
+        **LLAMA,
+        "model_type": "granitemoeshared",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 48,
+    },
+}
 NARROW = "bf16" in _core.isa()
 
 
 def make_model(name: str, **sizes: Any) -> Any:
-    settings = {**CONFIGS[name], **sizes}
+    settings = {**CONFIGS, **MIXTURES}[name] | sizes
     config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(config)
@@ -132,6 +150,8 @@ LEARNER_SIZES = {
     "llama": {},
     "lfm2": {},
     "qwen3_5": {"head_dim": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    "qwen3_moe": {"head_dim": 64, "moe_intermediate_size": 768, "mlp_only_layers": []},
+    "granitemoeshared": {"shared_intermediate_size": 512},
 }
 
 
@@ -173,7 +193,7 @@ def test_a_learner_uses_the_estimated_memory(name, compute):
     assert found == pytest.approx(predicted, rel=0.05)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "lfm2", "qwen3_5"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "lfm2", "qwen3_5", "qwen3_moe", "granitemoeshared"])
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_a_learner_keeps_as_many_layers_as_estimated(name, compute):
     base = pack_base(open_module(make_model(name)), weights="bf16")

@@ -215,7 +215,7 @@ def _learner_bytes(source: ModelSource, largest: _Pass, size: int) -> int:
     rows = tile * (4 * (3 * hidden + max(hidden, mixed) + max(up, mixed) + inner * (1 if size == 2 else 2)) + converted)
     if expert:  # the rows of one expert, and the probabilities, weights and rows of all
         rows += tile * 4 * (expert_up + hidden + model.n_experts + 7 * model.n_used_experts)
-    columns = max(16, _RANGE_NUMBERS // hidden // 16 * 16)
+    columns = min(model.vocab_size, max(16, _RANGE_NUMBERS // hidden // 16 * 16))
     states = largest.targets * 4 * 4 * hidden  # before and after the final norm, and their gradients
     head = largest.targets * (4 * 2 * columns + size * columns)
     unpacked = size * _RANGE_NUMBERS
