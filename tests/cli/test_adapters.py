@@ -132,7 +132,7 @@ def test_adapter_settings_reach_peft(files):
         ({"adapter": "x"}, ("lora_rank is 2", "no effect", "adapter")),
         ({"adapter": "x", "lora_rank": 0, "lora_alpha": 4}, ("lora_alpha is 4", "no effect", "adapter")),
         ({"adapter": "x", "lora_rank": 0}, ('"x": ',)),
-        ({"lora_rank": 17}, ("model.layers.0.self_attn.k_proj is 16 x 32", "rank", 16)),
+        ({"lora_rank": 33}, ("model.layers.0.self_attn.q_proj is 32 x 32", "rank", 32)),
         ({"lora_layers": "qproj"}, ("lora_layers", "'qproj'", "Did you mean q_proj")),
         ({"lora_layers": "norm"}, ("lora_layers", "model.norm", "matrix")),
         ({"lora_layers": "c_attn"}, ("lora_layers", "'c_attn'", "q_proj")),

@@ -516,7 +516,7 @@ def test_wrong_input_is_refused_and_changes_nothing() -> None:
     dropping = Learner(base, lora_dropout=0.1)
     assert_raises(WhetValueError, ("dropout_seed is 3", "adapters is False"), dropping.logprobs, *rows, dropout_seed=3,
                   adapters=False)  # fmt: skip
-    assert_raises(WhetValueError, ("lora_rank", 64, 16), Learner, base, lora_rank=64)
+    assert_raises(WhetValueError, ("lora_rank", 64, 32), Learner, base, lora_rank=64)
     assert_raises(WhetValueError, ("compute", "int8"), Learner, base, compute="int8")
     learner.zero_grad()
     learner.adapters[0].grad_a[:] = np.inf
