@@ -39,6 +39,7 @@ def check(learner: Learner, model: Any, **options: Any) -> Any:
     """Check log-probs and gradients against autograd in float64."""
     result = run(learner, **options)
     logprobs, entropies, grads = by_autograd(learner, model.double())
+    assert result.entropy is not None
     np.testing.assert_allclose(result.logprobs, logprobs, atol=1.5e-5)
     np.testing.assert_allclose(result.entropy, entropies, atol=1.5e-5)
     assert max(gradient_errors(learner, grads)) < 1e-4
