@@ -220,7 +220,7 @@ test("invalid arguments are rejected with their name, value and range", async ()
   plain.close();
   await assert.rejects(load("f32.gguf", { learning: 1 }), mentions("Engine.load", "learning", 1, "true or false"));
   await assert.rejects(engine.learner({ rank: 0 }), mentions("Engine.learner", "rank is 0", ">= 1"));
-  await assert.rejects(engine.learner({ rank: 129 }), mentions("Engine.learner", "rank is 129", "k_proj", "128 x 256", "at most 128"));
+  await assert.rejects(engine.learner({ rank: 257 }), mentions("Engine.learner", "rank is 257", "x 256", "at most 256"));
   await assert.rejects(engine.learner({ alpha: -1 }), mentions("alpha", -1, "> 0"));
   await assert.rejects(engine.learner({ targets: ["q_prj"] }), mentions("targets", "q_prj", "q_proj"));
   await assert.rejects(engine.learner({ targets: ["lm_head"] }), mentions("targets", "lm_head", "down_proj"));
