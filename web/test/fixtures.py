@@ -239,9 +239,12 @@ def samplings(engine: Engine, tokenizer: GGUFTokenizer) -> list[dict[str, Any]]:
         [samples] = engine.generate([ids], 2, SamplingParams(**case))
         options = {camel(name): value for name, value in case.items()} | {"seed": str(case.get("seed", 0))}
         drawn = []
-        for tokens, logprobs, finish, _, text, top, _ in map(dataclasses.astuple, samples):
-            text = tokenizer.decode(tokens, skip_special_tokens=True) if text is None else text
-            drawn.append({"tokens": tokens, "logprobs": logprobs, "finish": finish, "text": text, "top": top})
+        for sample in samples:
+            text = sample.text
+            if text is None:
+                text = tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+            result = {"tokens": sample.token_ids, "logprobs": sample.logprobs, "finish": sample.finish_reason}
+            drawn.append({**result, "text": text, "top": sample.top_logprobs})
         found.append({"options": options, "samples": drawn})
     return found
 
