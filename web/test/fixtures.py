@@ -85,7 +85,7 @@ def settings() -> list[dict[str, Any]]:
     numbers: list[Any] = [-3, -2, -1, -0.5, 0, 0.25, 1, 1.5, 2, 2.5, 21, 129, "1", True, None, [1], [], [-1], [0.5]]
     texts: list[Any] = ["a", "", "\ud800", ["a", "é"], ["a", ""], ["a"] * 65]
     tables: list[Any] = [{}, {"1": 2.5}, {"a": 1}, {"-1": 1}, {"1": 101}, {"1": "2"}, {"1": None}, {"1.5": 1}]
-    native = (*GRAMMAR_SETTINGS, "grammar_after", "kept_tokens")  # not in the package
+    native = (*GRAMMAR_SETTINGS, "grammar_after", "kept_tokens", "experts")  # not in the package
     found = []
     for name in (f.name for f in dataclasses.fields(SamplingParams) if f.name not in native):
         for value in [*numbers, *texts, *(tables if name == "logit_bias" else [])]:
