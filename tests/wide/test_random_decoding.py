@@ -65,5 +65,5 @@ def test_random_completions_have_the_log_probs_of_transformers(family):
             assert resumed == [(token.token_id, token.logprob) for token in engine.stream(turn, sampling)], (
                 f"seed {seed}"
             )
-    # Of a mixture: rounding decides near ties of experts, each of which changes a token.
+    # Rounding decides near ties of experts, each of which changes a token of a mixture.
     assert (np.concatenate(differences) > 3e-3).mean() < 1e-3
