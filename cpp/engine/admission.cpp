@@ -123,10 +123,7 @@ bool Scheduler::waits_for_scores(const Job& job) {
         const Request& first = other->request;
         if (!first.keep || !first.scores_model() || first.adapter != request.adapter || first.score_from > 1) continue;
         if (first.scoring.top_logprobs < request.scoring.top_logprobs) continue;
-        const size_t n = std::min(first.tokens.size(), request.tokens.size() - 1);
-        const auto end = std::mismatch(request.tokens.begin(), request.tokens.begin() + static_cast<ptrdiff_t>(n),
-                                       first.tokens.begin());
-        const auto found = static_cast<size_t>(end.first - request.tokens.begin());
+        const size_t found = request.common_tokens(first, request.tokens.size() - 1);
         if (found > common) common = found, nearest = other;
     }
     if (is_recurrent()) common = common / kPage * kPage;  // where that sequence can leave a state

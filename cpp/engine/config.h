@@ -116,8 +116,9 @@ struct ModelConfig {
         __builtin_unreachable();
     }
     // Numbers of the state of a value head (kernels/delta_task.h).
-    size_t delta_state_size() const {
-        return (delta_dim + kDeltaSlice - 1) / kDeltaSlice * kDeltaSlice * delta_key_dim;
+    size_t delta_state_size() const { return state_size(delta_dim, delta_key_dim); }
+    static size_t state_size(size_t dim, size_t key_dim) {
+        return (dim + kDeltaSlice - 1) / kDeltaSlice * kDeltaSlice * key_dim;
     }
     size_t widest_mixer_in() const { return widest(&ModelConfig::mixer_in); }
     size_t widest_mixer_out() const { return widest(&ModelConfig::mixer_out); }

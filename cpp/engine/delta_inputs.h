@@ -4,6 +4,7 @@
 #include <cmath>
 #include <vector>
 
+#include "engine/activation.h"
 #include "engine/config.h"
 
 namespace whet {
@@ -18,10 +19,6 @@ inline std::vector<float> length_weights(const ModelConfig& c) {
               static_cast<float>(1.0 / std::sqrt(d)));
     return weights;
 }
-
-// In float64, so that all processors round alike.
-inline double sigmoid(double x) { return 1.0 / (1.0 + std::exp(-x)); }
-inline double softplus(double x) { return x > 40.0 ? x : std::log1p(std::exp(x)); }
 
 // The decay of a state at a token, from LayerWeights::decay and dt_bias.
 inline float decay_of(double a, double decay, double dt_bias) {

@@ -4,7 +4,6 @@
 #include <cmath>
 
 #include "engine/activation.h"
-#include "engine/delta_inputs.h"
 #include "kernels/dispatch.h"
 #include "runtime/ceil_div.h"
 #include "runtime/thread_pool.h"
@@ -122,7 +121,8 @@ void Experts::add(const LayerWeights& w, const float* x, size_t n, float* out) {
     const size_t rows = groups_.back().first + groups_.back().rows;
     for_rows(rows, 2 * width, [&](size_t r) {
         own_rows_[r] = choice_.tokens[r] < 0 ? -1 : static_cast<int32_t>(r);
-        if (choice_.tokens[r] >= 0) activate(config_, up_ + r * width, config_.expert_dim, up_ + r * width);
+        float* const gate = up_ + r * width;
+        if (choice_.tokens[r] >= 0) activate(config_, gate, gate + config_.expert_dim, config_.expert_dim, gate);
     });
     group(w.experts_down);
     linear_groups(groups_, own_rows_, up_, width, down_, d);

@@ -15,6 +15,12 @@ namespace {
 
 constexpr size_t kChannels = 256;  // of a task of a short convolution
 
+size_t n_tokens(const RecurrentStep& step) {
+    size_t n = 0;
+    for (const StateRun& run : step.runs) n += run.n;
+    return n;
+}
+
 }  // namespace
 
 Recurrent::Recurrent(const ModelConfig& config) : config_(config) {
@@ -62,9 +68,7 @@ void Recurrent::for_windows(const RecurrentStep& step, const StateRun& run, size
 // out = C conv(B x), with [B, C, x] of each token.
 void Recurrent::short_conv(const RecurrentStep& step, float* in, float* out) const {
     const size_t d = config_.hidden_dim, length = config_.conv_length;
-    size_t n = 0;
-    for (const StateRun& run : step.runs) n += run.n;
-    const double work = 0.3 * static_cast<double>(n * d * length);
+    const double work = 0.3 * static_cast<double>(n_tokens(step) * d * length);
     parallel_split(ceil_div(d, kChannels), 1, work, [&](size_t begin_task, size_t end_task) {
         const size_t first = begin_task * kChannels, count = std::min(d, end_task * kChannels) - first;
         for (const StateRun& run : step.runs) {
@@ -87,9 +91,7 @@ void Recurrent::delta_rule(const RecurrentStep& step, float* in, float* out) con
     const size_t n_keys = config_.n_delta_key_heads, n_values = config_.n_delta_heads, dk = config_.delta_key_dim,
                  dv = config_.delta_dim, width = config_.mixer_in(step.layer), channels = config_.conv_dim(step.layer);
     const size_t per_key = n_values / n_keys;
-    size_t n = 0;
-    for (const StateRun& run : step.runs) n += run.n;
-    const double work = 0.2 * static_cast<double>(n * n_values * dk * dv);
+    const double work = 0.2 * static_cast<double>(n_tokens(step) * n_values * dk * dv);
     parallel_split(step.runs.size() * n_keys, 1, work, [&](size_t begin, size_t end) {
         for (size_t task = begin; task < end; ++task) {
             const StateRun& run = step.runs[task / n_keys];

@@ -8,6 +8,7 @@
 // conversation, until the memory is needed. Tokens are drawn with uniforms of (seed, prompt, sample, position): a
 // sample does not depend on other requests or their order.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -58,6 +59,12 @@ struct Request {
 
     // Whether it scores tokens under the model's distribution, as PageScores do.
     bool scores_model() const { return score_from > 0 && !hidden && scoring.temperature == 1.0; }
+    // Tokens at the beginning that are another request's too, at most `most`.
+    size_t common_tokens(const Request& other, size_t most) const {
+        const auto n = static_cast<ptrdiff_t>(std::min(most, other.tokens.size()));
+        const auto end = std::mismatch(tokens.begin(), tokens.begin() + n, other.tokens.begin()).first;
+        return static_cast<size_t>(end - tokens.begin());
+    }
     // Whether its results are in PageScores, except the best token.
     bool can_use_scores() const {
         return kIsComplete && scores_model() && !entropy && !logits && scoring.top_logprobs <= 1;

@@ -126,10 +126,7 @@ bool Scheduler::waits_for_state(const Job& job) {
     for (Job* other : prefilling_) {
         const Request& first = other->request;
         if (first.adapter != request.adapter) continue;
-        const size_t n = std::min(first.tokens.size(), most);
-        const auto end = std::mismatch(request.tokens.begin(), request.tokens.begin() + static_cast<ptrdiff_t>(n),
-                                       first.tokens.begin());
-        const size_t found = static_cast<size_t>(end.first - request.tokens.begin()) / kPage * kPage;
+        const size_t found = request.common_tokens(first, most) / kPage * kPage;
         if (found > common && found >= other->computed) common = found, nearest = other;
     }
     if (nearest == nullptr) return false;

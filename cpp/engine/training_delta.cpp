@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "engine/config.h"
 #include "engine/scratch.h"
 #include "kernels/dispatch.h"
 #include "runtime/ceil_div.h"
@@ -41,7 +42,7 @@ std::vector<Tree> find_trees(const TrainingDelta& d) {
     return trees;
 }
 
-size_t state_size(const TrainingDelta& d) { return ceil_div(d.dim, kDeltaSlice) * kDeltaSlice * d.key_dim; }
+size_t state_size(const TrainingDelta& d) { return ModelConfig::state_size(d.dim, d.key_dim); }
 
 // Nanoseconds of all tokens and heads, for `number_ns` per number of a state; rough.
 double work(const TrainingDelta& d, double number_ns) {

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "engine/activation.h"
-#include "engine/delta_inputs.h"
 #include "kernels/dispatch.h"
 #include "runtime/ceil_div.h"
 #include "runtime/thread_pool.h"
@@ -385,19 +384,12 @@ void Transformer::mlp(const InputToken* rows, size_t n, size_t layer, float* out
     const LayerWeights& w = weights_->layers[layer];
     const size_t dim = config_.mlp_dim(layer), width = config_.up_dim(layer);
     const Units units = activation_units(dim);
-    project(rows, n, layer, Target::kUp, up_, units, true,
-            [&](size_t i, size_t unit) { activate(up_ + i * width + unit * units.width, units.width, dim); });
+    project(rows, n, layer, Target::kUp, up_, units, true, [&](size_t i, size_t unit) {
+        float* const gate = up_ + i * width + unit * units.width;
+        activate(config_, gate, gate + dim, units.width, gate);
+    });
     linear(w.down.parts, up_, false, width, n, w.down.bias_or_null(), out, config_.hidden_dim);
     adapt(rows, n, layer, Target::kDown, up_, width, out, config_.hidden_dim);
-}
-
-// gate = act(gate) * up for n numbers of an MLP of width dim, in place; without gates: up = act(up).
-void Transformer::activate(float* gate, size_t n, size_t dim) const {
-    const Kernels& k = kernels();
-    const float* up = gate + dim;
-    if (config_.gated && config_.activation == Activation::kSilu) return k.swiglu_f32(gate, up, n, false, gate);
-    activation_kernel(config_.activation)(gate, n, false, gate);
-    for (size_t j = 0; config_.gated && j < n; ++j) gate[j] *= up[j];
 }
 
 // y = W h, then finish(i, unit) for every row i and unit of `units` in ascending order: in the job of the product if

@@ -107,7 +107,6 @@ private:
                     const KvMemory& memory);
     void mlp(const InputToken* rows, size_t n, size_t layer, float* out);
     void feed_forward(const InputToken* rows, size_t n, size_t layer, float* out);
-    void activate(float* gate, size_t n, size_t dim) const;
     void product(const Matrix& w, const float* x, size_t n, float* y) const;
     template <class Finish>
     void project(const InputToken* rows, size_t n, size_t layer, Target target, float* y, Units units, bool by_unit,

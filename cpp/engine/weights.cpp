@@ -157,7 +157,7 @@ void Weights::add_matrix(const std::string& slot, WeightFormat format, size_t n,
     if (matrix == nullptr) throw std::invalid_argument("no matrix is called \"" + slot + "\"");
     for (size_t rest = n, rows = 0; rest > 0; rest -= rows) {
         rows = std::min(rest, rows_to_boundary(slot, matrix->n()));
-        if (rows < SIZE_MAX && !matrix->parts.empty() && slot.find(".experts_") != std::string::npos &&
+        if (!matrix->parts.empty() && slot.find(".experts_") != std::string::npos &&
             matrix->parts.front().format().source != traits(format).source) {
             throw std::invalid_argument("the experts of \"" + slot + "\" have formats of different kinds");
         }

@@ -11,7 +11,6 @@
 #include <algorithm>
 
 #include "engine/activation.h"
-#include "engine/delta_inputs.h"
 #include "engine/scratch.h"
 #include "kernels/dispatch.h"
 #include "learner/learner.h"
@@ -74,7 +73,7 @@ void Learner::add_experts(size_t layer, const RowTile& tile, float* y) {
         expert_up(layer, group);
         for_rows(group.rows, 4 * width, [&](size_t i) {
             float* row = expert_up_.get() + i * width;
-            activate(config_, row, f, row);
+            activate(config_, row, row + f, f, row);
         });
         multiply(type_, parts_of(weights_->layers[layer].experts_down, group.expert, config_.n_experts),
                  convert(expert_up_.get(), width, group.rows, f), group.rows, nullptr, expert_rows_.get(),
@@ -98,7 +97,7 @@ void Learner::experts_backward(size_t layer, const RowTile& tile, const float* g
             const int32_t pair = choice_.pairs[group.first + i];
             float *row = expert_up_.get() + i * width, *grad_row = grad_activated() + i * f;
             float* activated = scratch<float>(f, Scratch::kSums);
-            activate(config_, row, f, activated);
+            activate(config_, row, row + f, f, activated);
             grad_weights[static_cast<size_t>(pair)] = dot(activated, grad_row, f);  // f_j(x) . dy, by W_down^T dy
             kernels().blend_f32(grad_row, f, choice_.weights[pair], 0.0f, grad_row);
             activation_backward(row, grad_row, f);

@@ -23,8 +23,10 @@ void Learner::mlp_up(size_t layer, const RowTile& tile) {
 // The activation of up_of(tile), converted.
 ProductRows Learner::mlp_activate(size_t layer, const RowTile& tile) {
     const size_t ffn = config_.mlp_dim(layer), width = config_.up_dim(layer);
-    for_rows(tile.n(), 4 * width,
-             [&](size_t i) { activate(config_, up_of(tile) + i * width, ffn, activated_.get() + i * ffn); });
+    for_rows(tile.n(), 4 * width, [&](size_t i) {
+        const float* gate = up_of(tile) + i * width;
+        activate(config_, gate, gate + ffn, ffn, activated_.get() + i * ffn);
+    });
     return convert(activated_.get(), ffn, tile.n(), ffn);
 }
 

@@ -231,10 +231,9 @@ class GRPO(OnlineTrainer):
         """Return the loss of a micro-batch, as its share of the batch."""
         config = self.config
         with phase("forward"):
-            replayed: dict[str, Any] = {} if batch.experts is None else {"experts": batch.experts}
             result = self.policy.logprobs(
                 batch.prompt_ids, batch.completion_ids, kept_tokens=batch.kept_tokens, temperature=config.temperature,
-                return_entropy=True, **replayed,
+                return_entropy=True, experts=batch.experts,
             )  # fmt: skip
         logprobs, entropy = result.logprobs, result.entropy
         with phase("loss"):
