@@ -51,7 +51,7 @@ def in_float64(model, config: ModelConfig):
 
     def rms_norm(self, x):
         eps = getattr(self, "variance_epsilon", None) or self.eps
-        return (self.weight + offset) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+        return (getattr(self, "weight", 1.0) + offset) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
     def rotary(self, x, position_ids, kind=None):
         is_local = kind == "sliding_attention"
@@ -68,7 +68,8 @@ def in_float64(model, config: ModelConfig):
         if type(module).__name__.endswith("RotaryEmbedding"):
             module.forward = MethodType(rotary, module)
         if hasattr(module, "embed_scale"):
-            module.embed_scale = torch.tensor(config.embedding_scale, dtype=torch.float64)
+            scale = getattr(module, "scalar_embed_scale", config.embedding_scale)
+            module.embed_scale = torch.tensor(scale, dtype=torch.float64)
     return model
 
 
@@ -112,7 +113,7 @@ def test_logits_match_transformers(case):
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(naive_logits(source, ids), expected, rtol=0, atol=1e-4)
     parameters = {name: p for name, p in model.named_parameters() if not families.is_skipped(name)}
-    parameters |= {name: b for name, b in model.named_buffers() if name.endswith("expert_bias")}
+    parameters |= {name: b for name, b in model.named_buffers() if name.endswith(("expert_bias", "layer_scalar"))}
     assert source.config.n_parameters == sum(p.numel() for p in parameters.values())
     assert model_config(model.config) == source.config == model_config(json.loads(model.config.to_json_string()))
 

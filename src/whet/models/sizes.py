@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from whet import _core
 from whet.errors import WhetValueError, check_integer
-from whet.models.architecture import ModelConfig
+from whet.models.architecture import TABLE_SLOT, ModelConfig
 from whet.models.families import family_of, model_config, module_targets
 from whet.models.formats import (
     FORMATS,
@@ -258,6 +258,7 @@ def estimate(
     sizes = {
         slot: sum(slot_bytes((n, *shape[1:]), format) for n, format in _parts(config, slot, shape[0], formats))
         for slot, shape in config.slots().items()
+        if slot != TABLE_SLOT
     }
     matrices = {slot: size for slot, size in sizes.items() if slot in formats}
     kv = kv_format(formats)
