@@ -117,7 +117,7 @@ void Transformer::reserve_adapters(size_t rank) {
 const float* Transformer::forward(const InputToken* rows, size_t n, std::span<const StateRun> runs, KvMemory& memory) {
     group_by_prefix(rows, n);
     embed(rows, n);
-    if (kIsComplete && config_.layer_input_dim > 0) read_layer_inputs(rows, n);
+    if (config_.has_layer_inputs()) read_layer_inputs(rows, n);
     float* delta = nullptr;  // sublayer output not yet added to the residual stream
     for (size_t i = 0; i < config_.n_layers; ++i) {
         add_and_norm(rows, {i, &LayerNorms::norm1}, delta, n);
@@ -136,7 +136,7 @@ const float* Transformer::forward(const InputToken* rows, size_t n, std::span<co
                 kernels().blend_f32(attended_ + at, config_.hidden_dim, 1.0f, 1.0f, delta_ + at);
             });
         }
-        if (config_.layer_input_dim > 0 || config_.layer_scale) {
+        if (config_.has_layer_inputs() || config_.layer_scale) {
             end_layer(rows, n, i, delta_);
             delta = nullptr;
         }
@@ -206,7 +206,7 @@ void Transformer::end_layer(const InputToken* rows, size_t n, size_t layer, floa
         kernels().blend_f32(delta + i * d, d, config_.residual_scale, 1.0f, x_ + i * d);
         if (p == 0) scale(factor, x_ + i * d, d);
     });
-    if (!kIsComplete || p == 0) return;
+    if (!config_.has_layer_inputs()) return;
     product(w.input_gate, x_, n, up_);
     for_rows(n, 4 * p, [&](size_t i) {
         float* gate = up_ + i * p;

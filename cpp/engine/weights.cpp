@@ -188,7 +188,7 @@ void Weights::add_matrix(const std::string& slot, WeightFormat format, size_t n,
 }
 
 void Weights::add_vector(const std::string& slot, size_t n) {
-    if (slot == kTable) return layer_embedding.resize(n, config_.layer_inputs());
+    if (kIsComplete && slot == kTable) return layer_embedding.resize(n, config_.layer_inputs());
     std::vector<float>* vector = vector_named(slot);
     if (vector == nullptr) throw std::invalid_argument("no vector is called \"" + slot + "\"");
     vector->assign(n, 0.0f);
@@ -212,7 +212,7 @@ void Weights::allocate() {
 
 void Weights::pack(const std::string& slot, size_t first, const StoredRows& rows) {
     const auto packing = lock_.writing();
-    if (slot == kTable) return layer_embedding.set(first, rows, nullptr);
+    if (kIsComplete && slot == kTable) return layer_embedding.set(first, rows, nullptr);
     if (vectors_.contains(slot)) return pack_vector(slot, first, rows);
     for_parts(matrix_for(slot, first, rows).parts, first, rows.n,
               [&](PackedWeight& part, size_t begin, size_t n, size_t before) {
@@ -223,7 +223,7 @@ void Weights::pack(const std::string& slot, size_t first, const StoredRows& rows
 
 void Weights::defer(const std::string& slot, size_t first, const StoredRows& rows, const std::shared_ptr<void>& owner) {
     const auto packing = lock_.writing();
-    if (slot == kTable) return layer_embedding.set(first, rows, owner);
+    if (kIsComplete && slot == kTable) return layer_embedding.set(first, rows, owner);
     for_parts(matrix_for(slot, first, rows).parts, first, rows.n,
               [&](PackedWeight& part, size_t begin, size_t n, size_t before) {
                   if (part.deferred() == nullptr) part.defer(&deferred_.emplace_back(part));
@@ -250,7 +250,8 @@ void Weights::drop_deferred(size_t limit) {
 }
 
 PackingLoss Weights::measure_loss(const std::string& slot, size_t first, const StoredRows& rows) const {
-    if (vectors_.contains(slot) || slot == kTable) return measure_packing_loss(rows, WeightFormat::kFloat32);
+    if (vectors_.contains(slot) || (kIsComplete && slot == kTable))
+        return measure_packing_loss(rows, WeightFormat::kFloat32);
     const Matrix& matrix = matrix_for(slot, first, rows);
     PackingLoss sum{.format = WeightFormat::kFloat32, .limit = INFINITY};
     for_parts(matrix.parts, first, rows.n, [&](const PackedWeight& part, size_t, size_t n, size_t before) {
@@ -289,7 +290,7 @@ Matrix& Weights::matrix_for(const std::string& slot, size_t first, const StoredR
 }
 
 size_t Weights::k(const std::string& slot) const {
-    if (slot == kTable) return layer_embedding.k();
+    if (kIsComplete && slot == kTable) return layer_embedding.k();
     return vector_at(slot) ? 1 : matrix_at(slot).k();
 }
 
@@ -308,7 +309,7 @@ void Weights::table_rows(size_t first, size_t count, void* out, bool bf16) const
 
 void Weights::rows(const std::string& slot, size_t first, size_t count, void* out, bool bf16) const {
     const auto lock = reading();
-    if (slot == kTable) return table_rows(first, count, out, bf16);
+    if (kIsComplete && slot == kTable) return table_rows(first, count, out, bf16);
     const auto* vector = vector_at(slot);
     if (vector == nullptr) return matrix_at(slot).rows(first, count, out, bf16);
     if (first > vector->size() || count > vector->size() - first) throw std::out_of_range("rows outside the vector");
@@ -319,7 +320,7 @@ void Weights::rows(const std::string& slot, size_t first, size_t count, void* ou
 void Weights::gather(const std::string& slot, const int64_t* rows, size_t count, void* out, bool bf16) const {
     constexpr double number_ns = 0.5;  // reading one row touches its panel of 16 rows
     const auto lock = reading();
-    if (slot == kTable) {
+    if (kIsComplete && slot == kTable) {
         const size_t row_bytes = layer_embedding.k() * number_bytes(bf16);
         for (size_t i = 0; i < count; ++i) {
             table_rows(static_cast<size_t>(rows[i]), 1, static_cast<uint8_t*>(out) + i * row_bytes, bf16);
@@ -335,7 +336,7 @@ void Weights::gather(const std::string& slot, const int64_t* rows, size_t count,
 
 uint64_t Weights::checksum(const std::string& slot) const {
     const auto lock = reading();
-    if (slot == kTable) {
+    if (kIsComplete && slot == kTable) {
         uint64_t sum = 0;
         std::vector<float> row(layer_embedding.k());
         for (size_t i = 0; i < layer_embedding.n(); ++i) {

@@ -147,7 +147,7 @@ const float* Learner::forward(TrainingBatch batch, bool with_adapters, bool keep
     const size_t d = config_.hidden_dim;
     inputs_ = std::make_unique_for_overwrite<uint8_t[]>(keep ? config_.n_layers * input_bytes() : 0);
     embed(x_.get());
-    if (config_.layer_input_dim > 0) read_layer_inputs();
+    if (config_.has_layer_inputs()) read_layer_inputs();
     choice_.n_replaced = 0;
     for (size_t layer = 0; layer < config_.n_layers; ++layer) {
         begin_layer(layer, keep);

@@ -283,7 +283,7 @@ private:
     void add_experts(size_t layer, const RowTile& tile, float* y);
     void experts_backward(size_t layer, const RowTile& tile, const float* grad_y, float* grad);
     void router_backward(size_t token, const double* grad_weights);
-    bool has_ends() const { return config_.layer_input_dim > 0 || config_.layer_scale; }
+    bool has_ends() const { return config_.has_layer_inputs() || config_.layer_scale; }
     void read_layer_inputs();
     const NormWeight& layer_inputs_norm() const {
         return norm_of(*weights_, with_adapters_ ? &adapter_ : nullptr, {.is_of_inputs = true});

@@ -81,7 +81,7 @@ void Learner::input_half(size_t layer, const RowTile& tile, const float* x, floa
     const LayerWeights& w = weights_->layers[layer];
     const size_t d = config_.hidden_dim, p = config_.layer_input_dim, rows = tile.n();
     const float factor = config_.layer_scale ? w.scale[0] : 1.0f;
-    if (p == 0) return scale(x, factor, rows, out);
+    if (!config_.has_layer_inputs()) return scale(x, factor, rows, out);
     float *gates = input_gate_.get(), *activated = gates + rows * 2 * p;
     multiply(type_, w.input_gate.parts, convert(x, d, rows, d), rows, nullptr, gates, 2 * p);
     for_rows(rows, 4 * p, [&](size_t i) {
@@ -103,7 +103,7 @@ void Learner::input_backward_half(size_t layer, const RowTile& tile, float* grad
     const LayerWeights& w = weights_->layers[layer];
     const size_t d = config_.hidden_dim, p = config_.layer_input_dim, rows = tile.n();
     if (config_.layer_scale) scale(grad, w.scale[0], rows, grad);
-    if (p == 0) return;
+    if (!config_.has_layer_inputs()) return;
     float* normed = scratch<float>(rows * d, Scratch::kRuns);
     if (config_.post_norm) {
         norm(norm_at(layer, &LayerNorms::post_norm2), delta_.get(), rows, normed);
@@ -165,7 +165,7 @@ void Learner::mlp_backward(size_t layer, const RowTile& tile, const float* grad_
     } else {
         mlp_up(layer, tile);
     }
-    if (config_.post_norm || config_.layer_input_dim > 0) mlp_down(layer, tile);
+    if (config_.post_norm || config_.has_layer_inputs()) mlp_down(layer, tile);
     if (has_ends()) input_backward_half(layer, tile, grad + at);
     float* delta = scratch<float>(rows * d, Scratch::kRuns);  // gradient of W_down's result
     scale(grad_out + at, config_.residual_scale, rows, delta);

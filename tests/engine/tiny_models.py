@@ -494,6 +494,8 @@ _VISION = {
 
 def tiny_config(case: str, **options: Any) -> Any:
     model_type, given = CASES[case]
+    if "vocab_size" in options and "vocab_size_per_layer_input" in given:
+        options["vocab_size_per_layer_input"] = options["vocab_size"]
     if case.endswith("-vision"):
         text = {**_LLAMA, "initializer_range": 0.3, "tie_word_embeddings": True, **given, **options}
         whole = transformers.AutoConfig.for_model(model_type).to_dict()["vision_config"]

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from types import MethodType
 
+import gguf
 import numpy as np
 import peft
 import pytest
@@ -103,6 +104,19 @@ def test_documentation_lists_every_family():
     }
     exported = {name.replace("_", "") for name, family in FAMILIES.items() if family.gguf is not None}
     assert names(export, "that GGUF supports:", r"\.") == exported - {"gemma3text"} | {"gemma3"}
+
+
+def test_every_causal_language_model_of_transformers_is_run_or_refused_with_its_missing_part():
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    others = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - FAMILIES.keys() - families._TEXT_PARTS["models"].keys()
+    assert len(others) > 100
+    for name in others:
+        assert_raises(WhetValueError, f"model_type is '{name}', which has ", model_config, {"model_type": name})
+    run = {family.gguf["architecture"] for family in FAMILIES.values() if family.gguf}
+    for name in {*gguf.MODEL_ARCH_NAMES.values()} - run:
+        assert families.unsupported_reason(name), name
+    assert not families._NOT_RUN.keys() & (FAMILIES.keys() - {"gptj"} | run)
 
 
 @pytest.mark.parametrize("case", CASES)

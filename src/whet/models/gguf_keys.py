@@ -254,6 +254,9 @@ def _rope(
     kind, theta = scaling["rope_type"], float(scaling.get("rope_theta", 10000.0))
     given: dict[str, Any] = {"rope_theta": theta}
     original = scaling.get("original_max_position_embeddings")
+    needs_divisors = "divisors" in table.get("needs", ())
+    if needs_divisors and kind != "longrope":
+        kind = "divisors"  # llama.cpp would scale the layers with a window too
     if kind == "linear":
         return given | {"rope_type": kind, "factor": float(scaling["factor"])}, {}
     if kind == "yarn" and _is_llama_cpp_ramp(scaling):
@@ -271,7 +274,7 @@ def _rope(
     divisors = np.divide(unscaled, inv_freq, out=np.full(len(unscaled), NEVER_ROTATED), where=inv_freq != 0)
     if described.attention_factor != 1.0:
         given["attention_factor"] = described.attention_factor
-    elif np.allclose(divisors, 1.0, rtol=1e-6, atol=0) and "divisors" not in table.get("needs", ()):
+    elif np.allclose(divisors, 1.0, rtol=1e-6, atol=0) and not needs_divisors:
         return given, {}
     if kind == "longrope" or "divisors" not in known:
         custom = " with custom beta_fast, beta_slow or truncate" if kind == "yarn" else ""
