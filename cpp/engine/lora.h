@@ -87,7 +87,7 @@ struct Adapter {
     size_t max_rank = 0;         // maximum over matrices of the sum of their ranks
 };
 
-// A norm of a layer, the final norm, or that of the layers' inputs.
+// A norm of a layer, the final norm, or the norm of the layers' inputs.
 struct NormId {
     size_t layer = 0;
     NormWeight LayerNorms::* norm = nullptr;  // null: not of a layer

@@ -101,7 +101,7 @@ public:
     // Packs rows [first, first + rows.n) of a matrix, or writes one row to elements [first, first + rows.k) of a
     // vector. Throws std::invalid_argument for an unknown slot or a wrong shape.
     void pack(const std::string& slot, size_t first, const StoredRows& rows);
-    // Packs these rows of a matrix when they are first used: see DeferredRows. Those of layer_embedding are not packed.
+    // Packs these rows of a matrix when they are first used: see DeferredRows. Rows of layer_embedding are not packed.
     void defer(const std::string& slot, size_t first, const StoredRows& rows, const std::shared_ptr<void>& owner);
     size_t deferred_bytes() const;  // of deferred rows that are packed
     // Drops deferred rows, the least recently used first, until at most `limit` bytes of them are packed.

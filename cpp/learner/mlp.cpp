@@ -97,8 +97,8 @@ void Learner::input_half(size_t layer, const RowTile& tile, const float* x, floa
     scale(out, factor, rows, out);
 }
 
-// Replaces the gradient of the layer's output by that of result_, which the layer would have without its input, from
-// the MLP's output before its norm, in delta_.
+// Replaces the gradient of the layer's output by the gradient of result_, which the layer would have without its input,
+// from the MLP's output before its norm, in delta_.
 void Learner::input_backward_half(size_t layer, const RowTile& tile, float* grad) {
     const LayerWeights& w = weights_->layers[layer];
     const size_t d = config_.hidden_dim, p = config_.layer_input_dim, rows = tile.n();

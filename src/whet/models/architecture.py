@@ -90,8 +90,8 @@ class ModelConfig:
         local_layers: per layer, whether it rotates by ``local_inv_freq`` (without attention_factor; as many radians
             as inv_freq, or half of ``local_head_dim``) and has heads of ``local_head_dim``; (): none.
         local_head_dim: elements of a head of these layers; 0: head_dim.
-        n_shared_kv_layers: number of the last layers, which have no keys and values: they read those of the last layer
-            before them that is local if they are, and not if they are not.
+        n_shared_kv_layers: number of the last layers, which have no keys and values: they read another
+            layer's, of the last one before them that is local if they are, and not if they are not.
         ffn_dims: per layer, the width of its MLP; (): ffn_dim in all.
         layer_input_dim: numbers of a token's input p to each layer, 0: none. p = (norm(W x / sqrt(hidden_dim)) +
             sqrt(layer_input_dim) e) / sqrt(2), of x, the scaled embedding, and e, the token's row of a second table

@@ -284,7 +284,7 @@ def file_format(mixture: Mixture, config: ModelConfig, location: WeightLocation)
     if len(location.shape) == 1 or is_wide(location.weight):
         return "float32"
     _, number, name = location.weight.split(".") if "." in location.weight else ("", "", location.weight)
-    if name == "layer_inputs":  # llama-quantize keeps it as it is
+    if name == "layer_inputs":  # llama-quantize does not quantise it
         format = mixture.base if TABLE[mixture.base].is_float else "bfloat16"
     elif not number:
         format = mixture.end_format(name, config.tied_head)

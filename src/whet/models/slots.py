@@ -246,7 +246,7 @@ def iter_locations(config: ModelConfig, modules: Sequence[ModuleSpec]) -> Iterat
 
 
 def unread_names(config: ModelConfig, modules: Sequence[ModuleSpec]) -> set[str]:
-    """Return the names of keys' and values' modules in layers that read those of another layer: files may have them."""
+    """Return the names of keys' and values' modules in layers that read another's: files may have them."""
     readers = [i for i in range(config.n_layers) if config.kv_layer(i) != i]
     of_keys = [module for module in modules if module.part in ("k", "v") or module.slot.endswith(".k_norm")]
     return {name.replace("{i}", str(i)) for module in of_keys for name in module.names for i in readers}
