@@ -37,7 +37,7 @@ FAMILY_LAYERS: Mapping[str, Sequence[str]] = {
     "qwen3_5_text": (*LAYERS, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
     "olmoe": LAYERS[:4],  # experts are frozen
 }
-"""The same of other families, by model_type."""
+"""All linear layers except the head in other families, by model_type."""
 LEARNING_RATES = {"adapters": 2e-4, "all weights": 5e-6}
 SUMS = "reasoning_gym:chain_sum,min_terms=2,max_terms=2,min_digits=1,max_digits=2"
 _N_SUMS = 5000
