@@ -413,9 +413,9 @@ WHET_INLINE void add_block(f32x16 (&sum)[n_rows][n_panels], const typename Panel
 template <class Panel>
 constexpr size_t kOnePanelRows = Panel::kBits < 8 ? 2 : 0;
 
-// Prefetches `bytes` from `from` on in the n_panels after a tile. Integers of fewer than 8 bits take so many instructions
-// per cache line that few loads are outstanding: products of a few rows with matrices in memory are 1.5 to 3 times as
-// fast with prefetching. Bytes are read fast enough without it.
+// Prefetches `bytes` from `from` on in the n_panels after a tile. Integers of fewer than 8 bits take so many
+// instructions per cache line that few loads are outstanding: products of a few rows with matrices in memory are 1.5 to
+// 3 times as fast with prefetching. Bytes are read fast enough without it.
 template <class Panel, int n_panels>
 WHET_INLINE void prefetch_next(const uint8_t* from, size_t bytes, size_t panel_bytes) {
     if constexpr (Panel::kBits == 8) return;

@@ -75,14 +75,14 @@ class Seams:
         if place < 0:
             raise WhetValueError(
                 f"{self._where}: the chat template ends the assistant's turn with {before[-20:]!r}, which is not a "
-                f"stop token ({', '.join(map(repr, self._stops)) or 'there is none'}), so that the next turn has no place "
-                f"to begin. Set stop_token_ids to the token that ends a turn."
+                f"stop token ({', '.join(map(repr, self._stops)) or 'there is none'}), so that the end of a turn is "
+                f"unknown. Set stop_token_ids to the token that ends it."
             )
         head = before[:place] + end
         if not after.startswith(head):
             raise RewrittenHistoryError(
                 f"{self._where}: with the message {new[0].get('role')!r} after it, the chat template renders an "
-                f"earlier turn differently: {_first_difference(head, after)}. Tokens that were sampled would differ from the "
+                f"earlier turn differently: {_first_difference(head, after)}. Sampled tokens would differ from the "
                 f"prompt of the next turn. Use a template that keeps earlier turns (--chat-template)."
             )
         return Seam(end, after[len(head) :])
