@@ -365,8 +365,8 @@ def _activation_bytes(source: ModelSource, config: TrainerConfig, lengths: Lengt
     read = 4 if model.pre_norm else size  # input of attention and MLP, or of their norm
     per_layer = n_norms * (read + (size if model.norm == "layer" else 0) + (size if model.post_norm else 0)) * hidden
     n_ffn = 4 if model.gated and model.activation != "silu" else 2  # torch keeps each operand of a gate
-    if model.layer_input_dim:  # the gate, its operands and their product, and the input of the norm
-        per_layer += size * 4 * model.layer_input_dim + (read + size) * hidden
+    if model.layer_input_dim:  # the gate and the input of the norm; to train, also operands and inputs of products
+        per_layer += size * ((1 if is_frozen else 3) * model.layer_input_dim + (1 if is_frozen else 2) * hidden)
     fused = any(location.weight == "layers.0.qkv" and not location.module.part for location in source.targets.values())
 
     def attention(i: int) -> int:
@@ -385,6 +385,7 @@ def _activation_bytes(source: ModelSource, config: TrainerConfig, lengths: Lengt
     of_mixer = {"conv": convolution, "delta": delta}
     mixers = sum(of_mixer.get(model.mixer(i)) or attention(i) for i in range(model.n_layers))
     mlps = size * n_ffn * (sum(model.ffn_dims) or model.n_layers * model.ffn_dim)
-    per_token = model.n_layers * per_layer + mlps + mixers + 4 * (hidden + 3 * model.n_layers * model.layer_input_dim)
+    per_token = model.n_layers * per_layer + mlps + mixers + 4 * hidden
+    per_token += (4 + (0 if is_frozen else size)) * model.n_layers * model.layer_input_dim
     logits, states = VOCAB_TILE * (4 + rounded), (4 + 2 * rounded) * hidden
     return tokens * per_token + targets * (size * hidden + logits + states)
