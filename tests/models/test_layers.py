@@ -12,17 +12,21 @@ from safetensors.numpy import load_file, save_file
 from tests.engine.tiny_models import logits_of, naive_logits, tiny_config, tiny_model, token_ids
 from tests.gguf_files import F32, Q8_0, write_gguf
 from tests.raising import assert_raises
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from whet import Engine
 from whet.errors import WhetError, WhetValueError
 from whet.models.architecture import TABLE_SLOT
+from whet.models.export import export_gguf
 from whet.models.families import model_config
 from whet.models.packed_base import pack_base
 from whet.models.reference import slice_values
 from whet.models.sizes import cache_bytes
 from whet.models.sources.folder import open_folder
 from whet.models.sources.gguf import open_gguf
+from whet.models.sources.gguf_container import read_gguf
 from whet.models.sources.live import open_module
+from whet.models.tokenizers import read_tokenizer
 
 
 def save(model: Any, folder: Path, **tensors: np.ndarray) -> Path:
@@ -162,3 +166,26 @@ def test_invalid_sizes_in_files_are_refused(key, value, message, tmp_path):
 def test_sizes_of_layers_in_other_architectures_are_refused(key, tmp_path):
     path = write_gguf(tiny_model("llama"), tmp_path / "model.gguf", change=lambda w: w.add_uint32(f"llama.{key}", 3))
     assert_raises(WhetValueError, (key, "is 3", "or none"), open_gguf, path)
+
+
+def test_tokenizers_keep_their_merges_in_files(tmp_path):
+    """BPE over characters with the pre-tokenizer of Gemma, which llama.cpp reads with merges as "gemma4"."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<turn|>", *(f"<0x{i:02X}>" for i in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(["the cat and the hat\tare there", "def of(x): return x"] * 3, trainer)
+    made = json.loads(tokenizer.to_str())
+    made["added_tokens"] = made["added_tokens"][:5]
+    steps = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback()])
+    made["decoder"] = json.loads(steps.__getstate__())
+    folder = save(tiny_model("gemma4", vocab_size=400), tmp_path / "model")
+    (folder / "tokenizer.json").write_text(json.dumps(made))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<bos>", "eos_token": "<eos>"}))
+    export_gguf(folder, tmp_path / "model.gguf", "f32")
+    metadata = read_gguf(tmp_path / "model.gguf", "test").metadata
+    assert metadata["tokenizer.ggml.model"] == "gemma4"
+    assert len(metadata["tokenizer.ggml.merges"]) == len(made["model"]["merges"]) > 20
+    found, text = read_tokenizer(tmp_path / "model.gguf"), "the  cat's\n\nhat \u00e9<turn|>\n x"
+    assert found.encode(text, add_special_tokens=False) == Tokenizer.from_str(json.dumps(made)).encode(text).ids

@@ -439,10 +439,13 @@ class ModelConfig:
 
     @property
     def n_active_parameters(self) -> int:
-        """Number of parameters that a token uses: of the experts, only its own."""
+        """Number of parameters that a token uses: of the experts, and of the inputs of layers, only its own."""
+        rest = (self.vocab_size - 1) * self.n_layers * self.layer_input_dim
         experts = sum(math.prod(shape) for slot, shape in self.slots().items() if ".experts_" in slot)
-        return self.n_parameters - (
-            experts // self.n_experts * (self.n_experts - self.n_used_experts) if experts else 0
+        return (
+            self.n_parameters
+            - rest
+            - (experts // self.n_experts * (self.n_experts - self.n_used_experts) if experts else 0)
         )
 
 

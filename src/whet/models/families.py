@@ -117,6 +117,7 @@ class Family:
             have one); ``sliding_window``:
             default; ``normalised``: whether the probabilities of a token's experts are normalised; ``all_heads``:
             n_kv_heads has to equal n_heads; ``ignored``: keys of files converted from hybrids, without effect;
+            ``tokenizer``: the kind of a tokenizer of BPE over characters, default "llama";
             ``scale_by_hidden``: a number of layers with which scores are divided by the root of hidden_dim / n_heads
             instead of head_dim; ``rope``: scaling read in addition to linear and YaRN ("divisors" of frequencies,
             "longrope"); ``square``: n_heads head_dim has to equal hidden_dim; ``windows``: sliding windows are
