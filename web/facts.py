@@ -199,7 +199,7 @@ def facts() -> dict[str, Any]:
         "gguf": families.GGUF_NAMES,
         "activations": families._ACTIVATIONS,
         "plain": families._PLAIN,
-        "notRun": families._NOT_RUN | dict.fromkeys(families.FAMILIES.keys() - FAMILIES.keys(), TOO_LARGE),
+        "notRun": families._DATA["not_run"] | {TOO_LARGE: sorted(families.FAMILIES.keys() - FAMILIES.keys())},
         "textParts": families._TEXT_PARTS,
         "skippedTensors": families.SKIPPED,
         "predicting": families.PREDICTING,
