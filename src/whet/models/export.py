@@ -29,6 +29,7 @@ from whet.models.slots import (
     locate_lora,
     locate_norm,
     stored_shape,
+    to_stored,
     untie_adapted,
 )
 from whet.models.sources.folder import read_config
@@ -187,10 +188,10 @@ def _iter_tensors(
     found = [location for location in iter_locations(stored, modules) if location.weight in slots or location.bias]
     embedding = next(location for location in found if location.weight == "embedding")
     for location in sorted(found, key=lambda location: _depth(location, stored.n_layers)):
-        for suffix, slot in ((location.module.parameter, location.weight), ("bias", location.bias)):
+        for suffix, slot in ((location.module.parameter, location.weight), (location.module.bias, location.bias)):
             if slot not in slots or slot is None:
                 continue
-            shape = stored_shape(stored, location) if slot == location.weight else location.shape[:1]
+            shape = stored_shape(stored, location, slot != location.weight)
             format = file_format(mixture, stored, location) if slot == location.weight else "float32"
 
             def chunks(
@@ -200,7 +201,7 @@ def _iter_tensors(
                 shape: tuple[int, ...] = shape,
             ) -> Iterable[np.ndarray]:
                 if slot in existing and location.module.transposed:
-                    return [np.concatenate(list(rows.iter_chunks(location, slot, format))).T]
+                    return [to_stored(stored, location, np.concatenate(list(rows.iter_chunks(location, slot, format))))]
                 if slot in existing:
                     return rows.iter_chunks(location, slot, format)
                 if slot == "head":

@@ -143,7 +143,7 @@ def split_deferrable(slices: Sequence[RowSlice], formats: Mapping[str, str]) -> 
     for slot, group in itertools.groupby(slices, lambda row_slice: row_slice.slot):
         rows = list(group)
         is_deferrable = ".experts_" in slot and all(
-            each.format in formats[slot].split(", ")
+            each.format in formats.get(slot, "").split(", ")
             and is_mapped(each.tensor)
             and each.tensor.strides[-1] == each.tensor.itemsize
             for each in rows

@@ -216,7 +216,7 @@ def _mixture(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray
     """Compute the weighted sum of each token's experts."""
     chosen, weights = naive_route(config, layer, x)
     matrices = {
-        name.removeprefix("experts_"): w.reshape(config.n_experts, -1, w.shape[1])
+        name.removeprefix("experts_"): w.reshape(config.n_experts, -1, *w.shape[1:])
         for name, w in layer.items()
         if name.startswith("experts_")
     }
@@ -253,6 +253,9 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 def _mlp(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray) -> np.ndarray:
     gate, up = np.split(_linear(layer, "gate_up", x), 2, axis=-1) if config.gated else (_linear(layer, "up", x), None)
+    if config.activation == "clamped_swiglu":
+        gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+        return _linear(layer, "down", gate * _sigmoid(1.702 * gate) * (up + 1))
     inner = naive_activation(config.activation, gate)
     return _linear(layer, "down", inner if up is None else inner * up)
 
