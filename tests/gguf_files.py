@@ -18,7 +18,8 @@ _PLACES_OF_SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,), "IQ4_XS":
 _ARCHITECTURES = {"mistral": "llama", "gpt_neox": "gptneox", "phi": "phi2", "gemma3_text": "gemma3",
                   "olmo3": "olmo2", "granitemoehybrid": "granite", "ministral3": "mistral3",
                   "hunyuan_v1_dense": "hunyuan-dense", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe",
-                  "gpt_oss": "gpt-oss", "lfm2_moe": "lfm2moe", "granitemoeshared": "granitemoe", "qwen3_5_moe_text": "qwen35moe"}  # fmt: skip
+                  "lfm2_moe": "lfm2moe", "granitemoeshared": "granitemoe", "qwen3_5_moe_text": "qwen35moe",
+                  "gpt_oss": "gpt-oss"}  # fmt: skip
 _INTERLEAVED = ("llama", "mistral", "smollm3", "granite", "granitemoehybrid", "ministral3", "arcee", "granite_swa",
                 "granitemoe", "granitemoeshared")  # fmt: skip
 _WITH_WINDOWS = ("mistral", "phi3", "starcoder2", "gemma2", "gemma3_text", "olmo3", "exaone4", "granite_swa",

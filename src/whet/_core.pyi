@@ -161,6 +161,7 @@ def parse_safetensors(data: Any, /) -> list[tuple[str, str, tuple[int, ...], int
 _PackingLoss: TypeAlias = tuple[str, float, float, float, float]
 
 class StoredRows:
+    owner: Any
     def __init__(
         self, *, address: int, type: StoredType, n: int, width: int, row_stride: int, column_stride: int
     ) -> None: ...

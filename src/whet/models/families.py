@@ -115,13 +115,13 @@ class Family:
             ``interleaved``: rows of q and k are interleaved; ``biases``: attention biases are read; ``head``: an untied
             head is read; ``needs``: what a file must have even if the model has none ("head", a copy of a tied one;
             "biases" of all matrices; "correction" of routers; "windows", the layers that have one; "expert_dim", the
-            width of experts, also if it is the only one); ``sliding_window``: default; ``normalised``: whether the probabilities of a token's experts are normalised; ``all_heads``:
-            n_kv_heads has to equal n_heads; ``ignored``: keys of files converted from hybrids, without effect;
-            ``scale_by_hidden``: a number of layers with which scores are divided by the root of hidden_dim / n_heads
-            instead of head_dim; ``rope``: scaling read in addition to linear and YaRN ("divisors" of frequencies,
-            "longrope"); ``square``: n_heads head_dim has to equal hidden_dim; ``windows``: sliding windows are
-            computed; ``window_layers``: the layers that have one are read; ``windowed_depth``: a number of layers with
-            which, and only then, layers have windows.
+            width of experts, also if it is the only one); ``sliding_window``: default; ``normalised``: whether the
+            probabilities of a token's experts are normalised; ``all_heads``: n_kv_heads has to equal n_heads;
+            ``ignored``: keys of files converted from hybrids, without effect; ``scale_by_hidden``: a number of layers
+            with which scores are divided by the root of hidden_dim / n_heads instead of head_dim; ``rope``: scaling
+            read in addition to linear and YaRN ("divisors" of frequencies, "longrope"); ``square``: n_heads head_dim
+            has to equal hidden_dim; ``windows``: sliding windows are computed; ``window_layers``: the layers that have
+            one are read; ``windowed_depth``: a number of layers with which, and only then, layers have windows.
         gguf_modules: the slots of a GGUF file's tensors.
         file_modules: the slots of modules that a folder may have instead of ``modules`` with the same slots.
         with_experts: the family of a config with experts, except for defaults and ``rope_option``.
@@ -493,6 +493,9 @@ class _Options:
     def check_neutral(self) -> None:
         """Reject values that would change the computation and are not supported."""
         options = {**self.family.defaults, **self.given}
+        quantised = options.get("quantization_config")
+        if isinstance(quantised, Mapping) and quantised.get("quant_method") == "mxfp4":  # a format of the engine
+            options["quantization_config"] = None
         for name, neutral in _PLAIN.items():
             if options.get(name) not in neutral and name not in self.family.keys.values():
                 model_type = self.given["model_type"]

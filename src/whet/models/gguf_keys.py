@@ -188,9 +188,14 @@ def _delta_keys(described: ModelConfig, config: Mapping[str, Any], where: str) -
     }
 
 
-def window_note(described: ModelConfig, family: Family) -> str:
+def deviation_note(described: ModelConfig, family: Family) -> str:
     """Describe how llama.cpp's result deviates from the model; empty: it does not."""
     table, window = family.gguf or {}, max(described.windows)
+    if not family.truncates and described.attention_factor != 1.0:
+        return (
+            f"llama.cpp rounds the pairs between which YaRN scales the frequencies of {table['architecture']}, which "
+            f"changes rotations slightly: this model has fractions of pairs"
+        )
     if table.get("windows") or not window:
         return ""
     return (

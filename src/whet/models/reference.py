@@ -83,10 +83,11 @@ def memory_of(tensor: Any) -> tuple[int, tuple[int, ...]]:
 
 
 def stored_rows(row_slice: RowSlice) -> _core.StoredRows:
-    """Return the core's view of a slice: a matrix or one row. The slice must outlive it."""
-    address, strides = memory_of(row_slice.tensor)
-    *n, width = row_slice.tensor.shape
-    return _core.StoredRows(
+    """Return the core's view of a slice: a matrix or one row. The slice must outlive it, unless its rows are joined."""
+    tensor = row_slice.tensor.join() if hasattr(row_slice.tensor, "join") else row_slice.tensor
+    address, strides = memory_of(tensor)
+    *n, width = tensor.shape
+    rows = _core.StoredRows(
         address=address,
         type=_core.StoredType[row_slice.format],
         n=n[0] if n else 1,
@@ -94,6 +95,8 @@ def stored_rows(row_slice: RowSlice) -> _core.StoredRows:
         row_stride=strides[0] if n else 0,
         column_stride=strides[-1],
     )
+    rows.owner = tensor
+    return rows
 
 
 def _post_norm(config: ModelConfig, layer: Mapping[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:

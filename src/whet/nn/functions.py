@@ -414,8 +414,9 @@ def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def experts(x: Tensor, chosen: Tensor, factors: Tensor, weights: ExpertWeights, dtype: torch.dtype) -> Tensor:
     """Return sum over j of factors[n, j] f_e(x[n]) for the experts e = chosen[n, j], (N, K) float32.
 
-    f_e(x) = W_down h + b_down, h = silu(gate) up (or clamped), [gate, up] = W_up x + b_up. The tokens of an expert are multiplied together. Saves no
-    activations; backward, with u = W_down^T dy: d factors[n, j] = h . u + b_down . dy, dh = factors[n, j] u.
+    f_e(x) = W_down h + b_down, h = silu(gate) up (or clamped), [gate, up] = W_up x + b_up. The tokens of an expert are
+    multiplied together. Saves no activations; backward, with u = W_down^T dy: d factors[n, j] = h . u + b_down . dy,
+    dh = factors[n, j] u.
 
     Args:
         x: (N, K) of any float dtype.
