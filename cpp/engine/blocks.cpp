@@ -139,7 +139,7 @@ void unpack_block(const BlockIQ4_XS& block, UnpackedBlock& unpacked) {
 }
 
 void unpack_block(const BlockMXFP4& block, UnpackedBlock& unpacked) {
-    unpacked.scale[0] = block.e == 0 ? 0.0f : std::ldexp(1.0f, block.e - 128);
+    unpacked.scale[0] = std::ldexp(1.0f, block.e - 128);
     get_values(block.q, kTwiceE2M1, unpacked.q);
 }
 

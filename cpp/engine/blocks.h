@@ -58,7 +58,7 @@ struct BlockQ5_1 : BlockOf<kQuantBlock, kQuantBlock, 5, 0> {
     uint16_t d, m;
     uint8_t high[4], q[kLength / 2];
 };
-// 2^(e - 128) q, or 0 if e is 0, with q twice an E2M1 number, whose nibble is u; weights i and i + 16 share a byte
+// 2^(e - 128) q, with q twice an E2M1 number, whose nibble is u; weights i and i + 16 share a byte
 struct BlockMXFP4 : BlockOf<kQuantBlock, kQuantBlock, 4, 0> {
     uint8_t e, q[kLength / 2];
 };

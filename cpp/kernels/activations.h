@@ -6,7 +6,7 @@
 //   relu2       max(x, 0)^2                                               (So et al. 2021)
 //   swiglu      silu(gate) up                                             (Shazeer 2020)
 //   sigmoid_gate  x / (1 + exp(-gate))
-//   clamped_swiglu  g / (1 + exp(-1.702 g)) (u + 1), g = min(gate, 7), u = up in [-7, 7]; its gradient is that of g, u
+//   clamped_swiglu  g / (1 + exp(-1.702 g)) (u + 1), g = min(gate, 7), u = up in [-7, 7] (OpenAI 2025)
 //
 // and their gradients, of f(gate) up, or of f(gate) if up is null: with d the gradient of the result,
 // d gate = d up f'(gate) and d up = d f(gate), where with s = 1 / (1 + exp(-x)) and phi the density of the normal

@@ -72,18 +72,23 @@ struct Float16Scales {  // per output and block: float16 d, and m = -min if coun
     }
 };
 
-struct E8M0Scales {  // per output and block, a byte e: 2^(e - 128), or 0 for 0
+// 2^(e - 128), of which the bits are e from bit 23 on, twice as large and normal except for 0
+WHET_INLINE f32x16::Native e8m0_scale(NativeU32 bits) {
+    return (f32x16::Native)(bits | ((NativeU32)(bits == 0) & 0x400000)) * 0.5f;
+}
+
+struct E8M0Scales {  // per output and block, a byte e
     const uint8_t* scales;
     WHET_INLINE void unpack(const uint8_t* all, size_t block) { scales = all + 16 * block; }
     WHET_INLINE f32x16 scale(size_t i) const {
         f32x16 e = load_bytes(scales + 16 * i) + f32x16(kRounder<float>), out;
-        WHET_EACH_PART(p) out.part[p] = (f32x16::Native)((NativeU32)e.part[p] << 23) * 0.5f;
+        WHET_EACH_PART(p) out.part[p] = e8m0_scale((NativeU32)e.part[p] << 23);
         return out;
     }
     template <class Part, int n_parts>
     WHET_INLINE void read_scales(size_t i, size_t output, Part (&parts)[n_parts]) const {
         read_bytes(scales + 16 * i + output, parts);  // 32768 + e, in which e is in bits 8 to 15
-        for (int p = 0; p < n_parts; ++p) parts[p] = (Part)((NativeU32)parts[p] << 15) * 0.5f;
+        for (int p = 0; p < n_parts; ++p) parts[p] = e8m0_scale((NativeU32)parts[p] << 15);
     }
 };
 

@@ -137,7 +137,7 @@ WHET_INLINE f32x16 power_of_2(f32x16 exponent) {
     return out;
 }
 
-// Of the two scales with which the largest number is within E2M1's binade, or below it, the one with the smaller error.
+// Chooses the scale with the smaller error: the largest number is in the highest binade of E2M1, or in the next one.
 WHET_INLINE void put_mxfp4_block(const PanelTask& task, size_t at, float* words, uint8_t* scales) {
     alignas(64) float tile[16 * kTile];
     read_tile(task, at, kTile, tile);

@@ -64,7 +64,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "num_experts": 6,
                  "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_dense_layers": 1},
     "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32, "head_dim": HEAD_DIM,
-                "sliding_window": WINDOW, "num_hidden_layers": 4},
+                "sliding_window": WINDOW, "num_hidden_layers": 4,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "granitemoe": {"num_local_experts": 6, "intermediate_size": 32},
     "granitemoeshared": {"num_local_experts": 6, "intermediate_size": 32, "shared_intermediate_size": 64},
 }  # fmt: skip
