@@ -117,6 +117,7 @@ class ModuleSpec:
         offset: constant that the model adds to the weight.
         negative_exp: the slot is -exp(weight).
         parameter: name of the weight in the module.
+        axes: how the source stores a vector: "column", (n, 1); "by_group", a row for each key head.
     """
 
     names: tuple[str, ...]
@@ -128,6 +129,7 @@ class ModuleSpec:
     parameter: str = "weight"
     column_order: RowOrder = keep_order
     negative_exp: bool = False
+    axes: str = ""
 
     @property
     def is_stored(self) -> bool:
@@ -305,10 +307,12 @@ def iter_slices(
 
 
 def _as_matrix(config: ModelConfig, stored: StoredTensor, expected: tuple[int, ...]) -> StoredTensor:
-    """Return a view with the rows of all experts after another, a convolution's taps without the axis of channels, or
-    a matrix of one row; other tensors unchanged.
+    """Return a view with the rows of all experts after another, a convolution's taps without the axis of channels, a
+    matrix of one row, or a vector of more axes; other tensors unchanged.
     """
     n, k = stored.shape[0], stored.shape[-1]
+    if len(expected) == 1 and len(stored.shape) == 2 and n * k == expected[0]:
+        return StoredTensor(stored.tensor.reshape(-1), stored.format, expected)
     is_experts = len(stored.shape) == 3 and n == config.n_experts and (n * stored.shape[1], k) == expected
     is_taps = len(stored.shape) == 3 and stored.shape[1] == 1
     if not is_experts and not is_taps and (1, *stored.shape) != expected:
@@ -320,6 +324,9 @@ def _as_matrix(config: ModelConfig, stored: StoredTensor, expected: tuple[int, .
 def stored_shape(config: ModelConfig, location: WeightLocation) -> tuple[int, ...]:
     """Return the shape of a location's tensor in a file: of all experts, three axes."""
     shape = location.shape[::-1] if location.module.transposed else location.shape
+    if location.module.axes in ("column", "by_group"):
+        n_rows = shape[0] if location.module.axes == "column" else config.n_delta_key_heads
+        return n_rows, shape[0] // n_rows
     if location.module.row_order not in (split_experts, split_part_of_experts):
         return shape
     return (config.n_experts, shape[0] // config.n_experts, shape[1])
