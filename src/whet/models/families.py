@@ -116,7 +116,7 @@ class Family:
         modules: the slots of Hugging Face's modules.
         gguf: None if GGUF has no such architecture. Else its name (``architecture``) and llama.cpp's deviations, as
             tested with b11549 of October 2026 by tests/wide/test_llama_cpp.py:
-            ``hybrid``: its name with layers that do not attend; ``interleaved``: rows of q and k are interleaved;
+            ``hybrid``: its name if the family has a mixer and some layers do not attend; ``interleaved``: rows of q and k are interleaved;
             ``biases``: attention biases are read; ``head``: an untied head is read; ``needs``: what a file must have
             even if the model has none ("head", a copy of a tied one;
             "biases" of all matrices; "correction" of routers; "windows", the layers that have one); ``sliding_window``:
@@ -291,17 +291,7 @@ def _with_experts(model_type: str) -> Family:
     """Return the family of a config with experts."""
     family = FAMILIES[model_type]
     other = FAMILIES[family.with_experts]
-    known = {module.slot for module in other.gguf_modules}
-    return replace(
-        other,
-        keys={**family.keys, **other.keys},
-        defaults=family.defaults,
-        modules=(*other.modules, *(module for module in family.modules if module.slot not in known)),
-        gguf={**(other.gguf or {}), "hybrid": (family.gguf or {})["hybrid"]},
-        gguf_modules=(*other.gguf_modules, *(module for module in family.gguf_modules if module.slot not in known)),
-        rope_option=family.rope_option,
-        mixer=family.mixer,
-    )
+    return replace(other, defaults=family.defaults, rope_option=family.rope_option, mixer=family.mixer)
 
 
 def family_of(config: Mapping[str, Any], where: str) -> Family:

@@ -118,7 +118,7 @@ def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> 
         given.setdefault("sliding_window", given["max_position"])
     if family.mixer == "delta":
         given |= _delta_keys(described, config, where)
-    elif family.mixer == "conv" or described.mixers:
+    elif family.mixer == "conv" or described.mixers:  # the others are plain models
         heads = [described.n_kv_heads * (described.mixer(i) == "attention") for i in range(described.n_layers)]
         given["n_kv_heads"] = np.array(heads, np.int32)
         given |= _state_sizes(described) if family.mixer == "mamba" else {"conv_length": described.conv_length or 1}

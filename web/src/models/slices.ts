@@ -112,7 +112,7 @@ export function listSlices(config: ModelConfig, modules: Readonly<Record<string,
       const [first, whole] = moduleRows(config, part, shape[0], isOfExperts);
       const [firstRow, count] = expert === undefined ? [first, whole] : [first + (expert * shape[0]) / config.nExperts, whole / config.nExperts];
       const { tensor: found, row, shape: axes } = find(names, suffix, { layer, part, firstRow, count, rows: shape[0] });
-      const stored = asMatrix(axes, count, isOfExperts || slot.endsWith("router"));
+      const stored = shape.length === 1 && axes.reduce((a, b) => a * b, 1) === count ? [count] : asMatrix(axes, count, isOfExperts || slot.endsWith("router"));
       const tensor = isOfExperts ? { ...found, shape: stored } : found;
       const isTransposed = module.isTransposed === true && shape.length === 2;
       const expected = isTransposed ? [shape[1], count] : [count, ...shape.slice(1)];

@@ -64,7 +64,7 @@ _OF_MODEL_TYPE = [
     (name, family.gguf[key])
     for key in ("architecture", "hybrid")
     for name, family in FAMILIES.items()
-    if family.gguf is not None and key in family.gguf
+    if family.gguf is not None and key in family.gguf and (key == "architecture" or family.mixer)
 ]
 _ARCHITECTURES = {
     architecture: [name for name, same in _OF_MODEL_TYPE if same == architecture] for _, architecture in _OF_MODEL_TYPE
