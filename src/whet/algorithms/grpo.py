@@ -171,7 +171,7 @@ class GRPO(OnlineTrainer):
             number=self.step,
             prompt_ids=rollout.prompt_ids[::size],
             batches=batches,
-            n_sampled=sum(len(ids) for batch in batches for ids in batch.completion_ids),
+            n_sampled=sum(batch.n_sampled for batch in batches),
             counts=Counts(
                 n_tokens=sum(int(batch.mask.sum()) for batch in batches),
                 n_rows=sum(batch.n_rows for batch in batches),
@@ -191,8 +191,8 @@ class GRPO(OnlineTrainer):
         prompts = [rollout.prompt_ids[i] for i in rows]
         completions = [rollout.completions[i].token_ids for i in rows]
         reference = old = None
-        kept, experts = rollout.kept_tokens(rows), rollout.experts(rows)
-        recorded: dict[str, Any] = {"kept_tokens": kept, "experts": experts}
+        kept, experts, sampled = rollout.kept_tokens(rows), rollout.experts(rows), rollout.sampled(rows)
+        recorded: dict[str, Any] = {"kept_tokens": kept, "experts": experts, "completion_mask": sampled}
         if self.config.uses_reference_model():
             reference = self.logprobs(prompts, completions, config.temperature, **recorded, reference=True)
         sampler, correction = rollout.sampler_logprobs(rows), self._correction(rollout)
@@ -207,6 +207,8 @@ class GRPO(OnlineTrainer):
         for part in self.micro_batches(list(zip(prompts, completions, strict=True))):
             lengths = np.array([len(completions[i]) for i in part])
             mask = np.arange(lengths.max()) < lengths[:, None]
+            if sampled is not None:
+                mask[mask] = np.concatenate([sampled[i] for i in part])
             ref_logprobs, sampler_logprobs, old_logprobs = (
                 None if table is None else table[part, : mask.shape[1]] for table in (reference, sampler, old)
             )
@@ -215,8 +217,10 @@ class GRPO(OnlineTrainer):
                 completion_ids=[completions[i] for i in part],
                 kept_tokens=None if kept is None else [kept[i] for i in part],
                 experts=None if experts is None else [experts[i] for i in part],
+                completion_mask=None if sampled is None else [sampled[i] for i in part],
                 advantages=advantages[[rows[i] for i in part]],
                 mask=mask,
+                n_sampled=int(mask.sum()),
                 n_rows=len(part),
                 ref_logprobs=ref_logprobs,
                 sampler_logprobs=sampler_logprobs,
@@ -232,8 +236,9 @@ class GRPO(OnlineTrainer):
         config = self.config
         with phase("forward"):
             result = self.policy.logprobs(
-                batch.prompt_ids, batch.completion_ids, kept_tokens=batch.kept_tokens, temperature=config.temperature,
-                return_entropy=True, experts=batch.experts,
+                batch.prompt_ids, batch.completion_ids, completion_mask=batch.completion_mask,
+                kept_tokens=batch.kept_tokens, temperature=config.temperature, return_entropy=True,
+                experts=batch.experts,
             )  # fmt: skip
         logprobs, entropy = result.logprobs, result.entropy
         with phase("loss"):
@@ -245,8 +250,7 @@ class GRPO(OnlineTrainer):
             )
         loss.metrics["entropy"] = float(cast(np.ndarray, entropy).sum(dtype=np.float64)) / step.n_sampled
         if result.replaced_experts is not None:
-            share = sum(map(len, batch.completion_ids)) / step.n_sampled
-            loss.metrics["sampler/replaced_experts"] = float(result.replaced_experts * share)
+            loss.metrics["sampler/replaced_experts"] = float(result.replaced_experts * batch.n_sampled / step.n_sampled)
         if batch.sampler_logprobs is not None:
             loss.metrics["sampler/logprob_difference"] = batch.logprob_difference[0] / step.n_sampled
         return loss
@@ -293,8 +297,10 @@ class _MicroBatch:
         completion_ids: b rows of token ids.
         kept_tokens: of each completion; None: every token was drawn from the whole vocabulary.
         experts: of the tokens of each row, that the sampler chose; None: the policy's choice.
+        completion_mask: per token of each completion, whether it was sampled; None: all were.
         advantages: (b,) float64.
-        mask: (b, t) bool, True for tokens that count: not rejected by the correction.
+        mask: (b, t) bool, True for tokens that count: sampled, and not rejected by the correction.
+        n_sampled: number of sampled tokens.
         n_rows: number of completions that count.
         ref_logprobs: (b, t); None: no KL term.
         sampler_logprobs: (b, t), recorded by the engine; None: not recorded.
@@ -308,8 +314,10 @@ class _MicroBatch:
     completion_ids: list[list[int]]
     kept_tokens: list[KeptTokens | None] | None
     experts: list[np.ndarray | None] | None
+    completion_mask: list[list[bool]] | None
     advantages: np.ndarray
     mask: np.ndarray
+    n_sampled: int
     n_rows: int
     ref_logprobs: np.ndarray | None
     sampler_logprobs: np.ndarray | None

@@ -143,6 +143,13 @@ class Rollout:
         recorded = [self.completions[i].experts for i in rows]
         return None if all(each is None for each in recorded) else recorded
 
+    def sampled(self, rows: Sequence[int]) -> list[list[bool]] | None:
+        """Return whether each token of the completions ``rows`` was sampled; None: all were."""
+        chosen = [self.completions[i] for i in rows]
+        if all(completion.sampled is None for completion in chosen):
+            return None
+        return [completion.sampled or [True] * len(completion.token_ids) for completion in chosen]
+
     @property
     def truncated(self) -> np.ndarray:
         """(N,) bool, True for completions ended by ``max_new_tokens``."""
@@ -155,14 +162,14 @@ class Rollout:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return lengths in tokens, the share of truncated completions, and the tokens of prompts and completions."""
-        lengths = [len(completion.token_ids) for completion in self.completions]
+        """Return lengths in sampled tokens, the share of truncated completions, and the tokens of all rows."""
+        lengths = [completion.n_sampled for completion in self.completions]
         return {
             "completions/mean_length": float(np.mean(lengths)),
             "completions/min_length": min(lengths),
             "completions/max_length": max(lengths),
             "completions/clipped_ratio": float(np.mean(self.truncated)),
-            "num_tokens": sum(lengths) + sum(map(len, self.prompt_ids)),
+            "num_tokens": sum(map(len, self.completion_ids)) + sum(map(len, self.prompt_ids)),
         }
 
 
