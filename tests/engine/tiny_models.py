@@ -53,6 +53,14 @@ _GRANITE_4 = {
     **_GRANITE_SCALES,
     "mamba_n_heads": 4,
 }
+_GRANITE_4_H = {
+    **_GRANITE_4,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 4,
+    "mamba_d_state": 10,
+    "mamba_chunk_size": 8,
+}
 
 _MINISTRAL_3 = {
     "max_position_embeddings": 256,
@@ -160,6 +168,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "granite4": ("granitemoehybrid", {**_GRANITE_4, "position_embedding_type": "rope", "attention_bias": True}),
+    "granite4-hybrid": ("granitemoehybrid", {**_GRANITE_4_H, "tie_word_embeddings": True}),
+    "granite4-hybrid-groups": (
+        "granitemoehybrid",
+        {
+            **_GRANITE_4_H,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "mamba_n_heads": 6,
+            "mamba_n_groups": 3,
+            "mamba_expand": 3,
+            "mamba_d_head": 16,
+            "mamba_d_state": 7,
+            "mamba_d_conv": 3,
+        },
+    ),
     "granite4-not-rotated": ("granitemoehybrid", {**_GRANITE_4, "tie_word_embeddings": True}),
     "granite_swa": (
         "granite_swa",
@@ -326,6 +348,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 4,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
             "num_kv_shared_layers": 2,
+            "initializer_range": 0.2,
         },
     ),
     "lfm2": (
@@ -388,6 +411,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 _MOE = {"num_experts_per_tok": 3, "num_hidden_layers": 3}
+_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False}
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", {**_MOE, "num_experts": 5, "intermediate_size": 10, "num_key_value_heads": 4}),
     "olmoe-normalised": (
@@ -457,6 +481,17 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid",
         {**_GRANITE_4, "num_local_experts": 6, "num_experts_per_tok": 4, "intermediate_size": 10},
     ),
+    "granite4-hybrid-experts": (
+        "granitemoehybrid",
+        {
+            **_GRANITE_4_H,
+            "layer_types": ["mamba", "mamba", "attention"],
+            "position_embedding_type": "rope",
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 6,
+        },
+    ),
     "qwen3_5_moe_text": (
         "qwen3_5_moe_text",
         {
@@ -483,6 +518,32 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            **_MOE,
+            "num_local_experts": 5,
+            "intermediate_size": 10,
+            "head_dim": 12,
+            "sliding_window": 5,
+            "rope_parameters": {**_GPT_OSS_ROPE, "rope_theta": 50.0},
+        },
+    ),
+    "gpt_oss-kinds": (
+        "gpt_oss",
+        {
+            **_MOE,
+            "num_experts_per_tok": 1,
+            "num_local_experts": 4,
+            "intermediate_size": 14,
+            "head_dim": 8,
+            "attention_bias": False,
+            "sliding_window": 4,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 CASES |= MIXTURES
 _VISION = {
@@ -503,7 +564,8 @@ def tiny_config(case: str, **options: Any) -> Any:
         vision = {key: value for key, value in _VISION.items() if key in whole}
         parts = {"text_config": text, "vision_config": {"model_type": whole["model_type"], **vision}}
         tied = text["tie_word_embeddings"]
-        return transformers.AutoConfig.for_model(model_type, **parts, image_token_id=3, tie_word_embeddings=tied)
+        image = VOCAB if model_type == "gemma4" else 3  # Gemma 4 has another second embedding for it
+        return transformers.AutoConfig.for_model(model_type, **parts, image_token_id=image, tie_word_embeddings=tied)
     sizes = dict(_SIZES.get(model_type, _LLAMA))
     if model_type == "gpt_neox":
         del sizes["num_key_value_heads"]
@@ -526,6 +588,8 @@ def tiny_model(case: str, **options: Any) -> Any:
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1 and not is_skipped(name):
             parameter.data.uniform_(0.5 - offset, 1.5 - offset)
+        if name.endswith("_proj_bias"):
+            parameter.data.uniform_(-8, 8)  # beyond the clamps of gpt-oss
     for name, buffer in model.named_buffers():
         if name.endswith("expert_bias"):
             buffer.uniform_(-0.3, 0.3)

@@ -32,7 +32,7 @@ class Game:
 
     def reset(self, row: Any, seed: int) -> Any:
         self.row, self.turns = row, 0
-        return f"{row['name']}: say something"
+        return f"{row['name']}: your turn"
 
     def step(self, message: Any) -> Step:
         self.turns += 1

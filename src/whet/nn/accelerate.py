@@ -267,7 +267,7 @@ class Acceleration:
         options: dict[str, Any] = {}
         if "n_shared_kv_layers" in self.family.keys:  # with the number of logits, Gemma 4 cuts the mask
             options["logits_to_keep"] = batch.position_ids
-        if "conv_length" in self.family.keys:  # the model would pass no mask on to convolutions
+        if self.family.mixer:  # the model would pass no mask on to convolutions
             mask = dict.fromkeys(("full_attention", "conv", "linear_attention"), mask)
         try:
             output = self._decoder(

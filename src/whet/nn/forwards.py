@@ -50,6 +50,8 @@ def _choose_mixer(acceleration: Acceleration, module: nn.Module) -> Callable[...
         return _short_conv
     if kind.endswith("GatedDeltaNet"):
         return _gated_delta_net
+    if kind.endswith(("MambaLayer", "Mamba2Mixer")):
+        return _mamba
     if is_legacy_gptj(module):
         return _gptj_attention
     if kind.endswith("Attention") and hasattr(module, "q_proj"):
@@ -189,16 +191,27 @@ def _experts(
     top_k_weights: Tensor,
 ) -> Tensor:
     """Experts of a mixture without their activations, if they are frozen; else the module's own, in float32."""
-    matrices = module.gate_up_proj, module.down_proj
-    if any(matrix.requires_grad for matrix in matrices) or not _is_silu(module.act_fn):
+    gate_up, down, is_clamped = module.gate_up_proj, module.down_proj, hasattr(module, "gate_up_proj_bias")
+    if any(weight.requires_grad for weight in module.parameters()) or not (is_clamped or _is_silu(module.act_fn)):
         return original(hidden_states.float(), top_k_index, top_k_weights)
-    weights = functions.ExpertWeights(*(partial(_expert_weight, matrix, acceleration.dtype) for matrix in matrices))
+    if is_clamped:  # gpt-oss, whose matrices are (inputs, outputs), and in which gate and up alternate
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    read_up, read_down = (partial(_expert_weight, matrix, acceleration.dtype) for matrix in (gate_up, down))
+    weights = functions.ExpertWeights(read_up, read_down)
+    if is_clamped:
+        biases = _split_pairs(module.gate_up_proj_bias[..., None])[..., 0], module.down_proj_bias
+        weights = functions.ExpertWeights(lambda e: _split_pairs(read_up(e)), read_down, *biases, is_clamped=True)
     return functions.experts(hidden_states, top_k_index, top_k_weights, weights, acceleration.dtype)
 
 
 def _expert_weight(matrices: Tensor, dtype: torch.dtype, expert: int) -> Tensor:
     check_master(matrices)
     return cast_weight(matrices[expert], dtype)
+
+
+def _split_pairs(rows: Tensor) -> Tensor:
+    """Return the rows (..., 2 F, K) with all gates first, of which gate and up alternate."""
+    return torch.cat((rows[..., ::2, :], rows[..., 1::2, :]), -2)
 
 
 def _reject_dropout(dropout: float) -> None:
@@ -242,7 +255,8 @@ def _attention(
     if norms and not norms_rotated:
         heads = list(map(_norm_heads, norms, heads))
     if position_embeddings is not None and (not acceleration.rotated_layers or acceleration.rotated_layers[layer]):
-        table, is_neox = _rope_table(*position_embeddings), family.rope == "neox"
+        width = position_embeddings[0].shape[-1] if family.partial_rotary else q.shape[-1]
+        table, is_neox = _rope_table(*position_embeddings, width // 2), family.rope == "neox"
         heads = [functions.rope(each, table, is_neox=is_neox) for each in heads]
     if norms and norms_rotated:
         heads = list(map(_norm_heads, norms, heads))
@@ -289,6 +303,33 @@ def _gated_delta_net(
     return module.out_proj(functions.swiglu(z, normed.view(z.shape)))
 
 
+def _mamba(
+    acceleration: Acceleration, module: Any, batch: PackedBatch, hidden_states: Tensor, *args: Any, **options: Any
+) -> Tensor:
+    """Mamba-2 over the sequences of a packed batch (Granite 4 H)."""
+    heads, groups, state = module.num_heads, module.n_groups, module.ssm_state_size
+    values = module.intermediate_size
+
+    def mix(
+        channels: Tensor, a: Tensor, taps: Tensor, bias: Tensor, log_rate: Tensor, dt_bias: Tensor, skip: Tensor
+    ) -> Tensor:
+        mixed = functions.short_conv(channels[0].float(), taps.squeeze(1), batch) + bias
+        v, k, q = nn.functional.silu(mixed).split((values, groups * state, groups * state), 1)
+        v, k, q = v.unflatten(1, (heads, -1)), k.unflatten(1, (groups, -1)), q.unflatten(1, (groups, -1))
+        step = nn.functional.softplus(a[0].float() + dt_bias)
+        out = functions.gated_delta_rule(q, k, v, -log_rate.exp() * step, step, batch, corrects=False)
+        return out + skip[:, None] * v
+
+    projected = module.in_proj(hidden_states)
+    z, channels, a = projected.split((values, projected.shape[-1] - values - heads, heads), -1)
+    conv, rates = module.conv1d, (module.A_log, module.dt_bias, module.D)
+    out = functions.recompute(mix, channels, a, conv.weight, conv.bias, *rates)
+    gated = functions.swiglu(z, out.view(z.shape)).unflatten(-1, (groups, -1))
+    ones = torch.ones(values // groups)
+    normed = functions.rms_norm(gated, ones, module.norm.variance_epsilon, torch.float32)
+    return module.out_proj((normed.flatten(-2) * module.norm.weight).to(projected.dtype))
+
+
 _LENGTH_EPS = 1e-6
 """Added to the square of a length by the gated delta rule."""
 
@@ -310,10 +351,9 @@ def _norm_heads(norm: Any, heads: Tensor) -> Tensor:
     return norm(heads.reshape(len(heads), -1)).view(heads.shape)
 
 
-def _rope_table(cos: Any, sin: Tensor) -> Tensor:
+def _rope_table(cos: Any, sin: Tensor, half: int) -> Tensor:
     """Return the cosines and sines of a packed batch, (N, R): one tensor, which all layers save for their backward."""
     if not hasattr(cos, "whet_table"):
-        half = cos.shape[-1] // 2
         cos.whet_table = torch.cat((cos[0, :, :half], sin[0, :, :half]), 1).float()
     return cos.whet_table
 

@@ -8,10 +8,10 @@ that results depend on neither speed nor batch; the first turn is drawn as a com
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 
@@ -21,13 +21,14 @@ from whet.engine import Engine
 from whet.engine.session import Call
 from whet.rewards.processes import Guard, summary, wait_for_any
 from whet.rollout.protocol import RolloutEngine
+from whet.rollout.rollout import Rollout
 from whet.tasks.environment import Environment, EpisodeProcess, Message, Opening, Step
 from whet.text.replies import ReplyFormat
 from whet.text.seams import Seams
 
 End = Literal["done", "turns", "length", "context", "error"]
-"""How an episode ended: by the environment, after ``max_turns``, after ``max_new_tokens`` sampled tokens, without room
-for the next messages, or by a failure of the environment."""
+"""Causes of the end of an episode: the environment, ``max_turns``, ``max_new_tokens`` sampled tokens, too little room
+for the next messages, or a failure of the environment."""
 
 
 @dataclass(frozen=True)
@@ -54,19 +55,28 @@ class Episode:
 
     Attributes:
         key: of the random numbers of its tokens.
+        row: of the data set.
         prompt_ids: the opening.
         messages: the conversation so far.
+        n_opening: number of messages of the opening.
         tools: tools in OpenAI's form.
-        token_ids, sampled, logprobs: of the tokens after the opening.
+        token_ids: tokens after the opening.
+        sampled: whether the model sampled each of them.
+        logprobs: of each; 0 if it was not sampled.
+        kept: the tokens that they were drawn from, by turn.
+        experts: of the tokens, see ``Completion``.
         rewards: of each turn.
         end: how it ended; None while it is played.
         error: of the environment.
+        policy_version: of the weights that sampled the last turn.
+        is_turn_ended: whether the last turn ended with a stop token.
     """
 
     key: StreamKey
-    process: EpisodeProcess
+    row: Mapping[str, Any]
     prompt_ids: list[int] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
+    n_opening: int = 0
     tools: list[dict[str, Any]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
@@ -77,7 +87,7 @@ class Episode:
     end: End | None = None
     error: str = ""
     policy_version: int = 0
-    is_turn_ended: bool = True  # by a sampled stop token
+    is_turn_ended: bool = True
 
     @property
     def n_sampled(self) -> int:
@@ -219,11 +229,19 @@ class Player:
         self._stops, self._max_position, self._limits = list(stop_token_ids), max_position, limits
 
     def play(
-        self, engine: RolloutEngine, rows: Sequence[Mapping[str, Any]], n: int, sampling: SamplingParams
+        self,
+        engine: RolloutEngine,
+        rows: Sequence[Mapping[str, Any]],
+        n: int,
+        sampling: SamplingParams,
+        indices: Sequence[int] | None = None,
     ) -> list[Episode]:
         """Play ``n`` episodes for each row, and return them in the order of the rows.
 
         The samples of a row get the same environment seed: their episodes begin alike.
+
+        Args:
+            indices: of the rows in the batch, which determine their random numbers. Default: 0, 1, 2, ...
 
         Raises:
             WhetValueError: the chat template rewrites earlier turns.
@@ -231,53 +249,50 @@ class Player:
         with ExitStack() as stack:
             guard = stack.enter_context(Guard())
             turns: _Turns = _EngineTurns(engine, stack) if isinstance(engine, Engine) else _BatchTurns(engine)
-            episodes = []
-            for i, row in enumerate(rows):
+            playing = []
+            for i, row in zip(range(len(rows)) if indices is None else indices, rows, strict=True):
                 seed = int(np.random.SeedSequence([sampling.seed, i]).generate_state(1)[0])
                 for j in range(n):
                     process = EpisodeProcess(self._make, row, seed, self._limits.timeout_s, guard)
                     stack.callback(process.close)
                     process.reset()
-                    episodes.append(Episode(StreamKey(i, j), process))
-            self._run(episodes, turns, sampling)
-        return episodes
+                    playing.append(_Playing(Episode(StreamKey(i, j), row), process))
+            self._run(playing, turns, sampling)
+        return [each.episode for each in playing]
 
-    def _run(self, episodes: list[Episode], turns: _Turns, sampling: SamplingParams) -> None:
-        waiting, n_sampling = list(episodes), 0
+    def _run(self, playing: Sequence[_Playing], turns: _Turns, sampling: SamplingParams) -> None:
+        processes = {id(each.episode): each.process for each in playing}
+        waiting, n_sampling = [each.episode for each in playing], 0
         while waiting or n_sampling:
-            is_idle = not n_sampling or not turns.is_incremental
-            for episode in self._answered(waiting, wait=is_idle):
+            if waiting and not (n_sampling and turns.is_incremental):
+                wait_for_any([processes[id(episode)].child for episode in waiting])
+            for episode in [episode for episode in waiting if processes[id(episode)].child.is_ready()]:
                 waiting.remove(episode)
-                if self._continue(episode, turns, sampling):
+                if self._continue(episode, processes[id(episode)].outcome(), turns, sampling):
                     n_sampling += 1
                 else:
-                    episode.process.close()
+                    processes[id(episode)].close()
             if n_sampling and (turns.is_incremental or not waiting):
                 for episode, completion in turns.advance():
                     n_sampling -= 1
-                    if self._act(episode, completion, sampling):
+                    if (message := self._end_turn(episode, completion, sampling)) is not None:
+                        processes[id(episode)].step(message)
                         waiting.append(episode)
                     else:
-                        episode.process.close()
-
-    @staticmethod
-    def _answered(waiting: list[Episode], *, wait: bool) -> Iterator[Episode]:
-        """Yield the episodes whose environment has answered; wait for one if there are none."""
-        if waiting and wait:
-            wait_for_any([episode.process.child for episode in waiting])
-        yield from [episode for episode in waiting if episode.process.child.is_ready()]
+                        processes[id(episode)].close()
 
     def _seams(self, episode: Episode) -> Seams:
         return Seams(self._tokenizer, self._stops, {"tools": episode.tools} if episode.tools else {}, "Player.play")
 
-    def _continue(self, episode: Episode, turns: _Turns, sampling: SamplingParams) -> bool:
+    def _continue(
+        self, episode: Episode, found: Opening | Step | BaseException, turns: _Turns, sampling: SamplingParams
+    ) -> bool:
         """Read the environment's answer and begin the next turn; return whether there is one."""
-        found = episode.process.outcome()
         if isinstance(found, BaseException):
             episode.end, episode.error = "error", summary(found)
             return False
         if isinstance(found, Opening):
-            episode.messages, episode.tools = list(found.messages), found.tools
+            episode.messages, episode.n_opening, episode.tools = list(found.messages), len(found.messages), found.tools
             episode.prompt_ids = self._seams(episode).opening(found.messages)
         else:
             episode.rewards.append(found.reward)
@@ -314,14 +329,53 @@ class Player:
         episode.add_read(ids)
         return True
 
-    def _act(self, episode: Episode, completion: Completion, sampling: SamplingParams) -> bool:
-        """Add a turn and give it to the environment; return whether the environment answers."""
+    def _end_turn(self, episode: Episode, completion: Completion, sampling: SamplingParams) -> dict[str, Any] | None:
+        """Add a turn; return its message, which the environment answers, or None: the episode has ended."""
         before = [*episode.prompt_ids, *episode.token_ids]
         episode.add_turn(completion)
-        if not episode.is_turn_ended and episode.n_sampled >= sampling.max_new_tokens:
-            episode.end = "length"
-            return False
         message = self._replies.message(completion.token_ids, before, episode.tools)
         episode.messages.append(message)
-        episode.process.step(message)
-        return True
+        if not episode.is_turn_ended and episode.n_sampled >= sampling.max_new_tokens:
+            episode.end = "length"
+            return None
+        return message
+
+
+class _Playing(NamedTuple):
+    episode: Episode
+    process: EpisodeProcess
+
+
+ENVIRONMENT_REWARD = "environment_reward"
+"""Column of rollouts that holds the reward of an episode."""
+
+
+def environment_reward(environment_reward: Sequence[float | None], completions: Sequence[Any]) -> list[float | None]:
+    """Return the sum of the rewards of each episode's turns; None if its environment failed."""
+    return list(environment_reward)
+
+
+def rollout_of(episodes: Sequence[Episode]) -> Rollout:
+    """Return episodes as a rollout. Reward functions get lists of messages as prompts and completions."""
+    names = dict.fromkeys(name for episode in episodes for name in episode.row if name != "prompt")
+    columns = {name: [episode.row.get(name) for episode in episodes] for name in names}
+    columns[ENVIRONMENT_REWARD] = [episode.reward for episode in episodes]
+    return Rollout(
+        prompt_ids=[episode.prompt_ids for episode in episodes],
+        prompts=[episode.messages[: episode.n_opening] for episode in episodes],
+        completions=[episode.completion() for episode in episodes],
+        decoded=[episode.messages[episode.n_opening :] for episode in episodes],
+        columns=columns,
+        extra_metrics=episode_metrics(episodes),
+    )
+
+
+def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Return means of turns and read tokens, and the share of each end."""
+    n = len(episodes)
+    ends = {f"episodes/ended_by_{end}": sum(e.end == end for e in episodes) / n for end in get_args(End)}
+    return {
+        "episodes/mean_turns": sum(len(episode.rewards) for episode in episodes) / n,
+        "episodes/mean_read_tokens": sum(episode.n_read for episode in episodes) / n,
+        **ends,
+    }
