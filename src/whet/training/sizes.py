@@ -195,6 +195,7 @@ def _learner_bytes(source: ModelSource, largest: _Pass, size: int) -> int:
     """
     model, n = source.config, largest.tokens
     heads, inputs_dim = _widest_heads(model), model.n_layers * model.layer_input_dim
+    widest_head = max(model.head_dim, model.local_head_dim)
     hidden, per_dim = model.hidden_dim, 2 if model.gated else 1
     mlp, expert = _widest_mlp(model), model.expert_dim
     up, expert_up, inner = mlp * per_dim, expert * per_dim, max(mlp, expert)
@@ -206,7 +207,7 @@ def _learner_bytes(source: ModelSource, largest: _Pass, size: int) -> int:
         4 * ((3 if model.post_norm else 2) * hidden + wide + model.n_heads) + _head_size(model, size) * (heads + mixed)
     )
     of_mixer = {
-        "attention": _head_size(model, size) * (heads + 2 * mixed),
+        "attention": _head_size(model, size) * (3 * model.n_heads + 2 * model.n_kv_heads) * widest_head,
         "conv": 4 * 3 * hidden,
         "delta": 4 * (model.delta_channels + model.n_delta_heads * (model.delta_dim + 4)),
     }
