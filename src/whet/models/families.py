@@ -116,9 +116,9 @@ class Family:
         modules: the slots of Hugging Face's modules.
         gguf: None if GGUF has no such architecture. Else its name (``architecture``) and llama.cpp's deviations, as
             tested with b11549 of October 2026 by tests/wide/test_llama_cpp.py:
-            ``hybrid``: its name if the family has a mixer and some layers do not attend; ``interleaved``: rows of q and k are interleaved;
-            ``biases``: attention biases are read; ``head``: an untied head is read; ``needs``: what a file must have
-            even if the model has none ("head", a copy of a tied one;
+            ``hybrid``: its name if the family has a mixer and some layers do not attend; ``interleaved``: rows of q and
+            k are interleaved; ``biases``: attention biases are read; ``head``: an untied head is read; ``needs``: what
+            a file must have even if the model has none ("head", a copy of a tied one;
             "biases" of all matrices; "correction" of routers; "windows", the layers that have one); ``sliding_window``:
             default; ``normalised``: whether the probabilities of a token's experts are normalised; ``all_heads``:
             n_kv_heads has to equal n_heads; ``ignored``: keys of files converted from hybrids, without effect;
