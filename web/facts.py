@@ -141,7 +141,11 @@ def gguf_module(gguf: Mapping[str, Any], target: str, module: dict[str, Any]) ->
 
 def hf_module(module: dict[str, Any]) -> dict[str, Any]:
     """Return a ModuleSpec of web/src/models/slices.ts."""
-    layouts = {"by_head": {"order": "splitHeads"}, "transposed": {"isTransposed": True}}
+    layouts = {
+        "by_head": {"order": "splitHeads"},
+        "transposed": {"isTransposed": True},
+        "pairs": {"isTransposed": True, "order": "splitPairs"},
+    }
     spec = {"names": [module[key] for key in ("hf", "hf_also") if key in module]}
     offset = {"offset": module["hf_offset"]} if "hf_offset" in module else {}
     parameter = {"parameter": module["hf_parameter"]} if "hf_parameter" in module else {}

@@ -18,8 +18,8 @@ constexpr bool kIsComplete = true;
 #endif
 
 enum class Norm { kRms, kLayer };
-enum class KvType { kFloat32, kBFloat16, kInt8 };  // of keys and values in the cache
-enum class Activation { kSilu, kGelu, kGeluTanh, kRelu2 };
+enum class KvType { kFloat32, kBFloat16, kInt8 };                           // of keys and values in the cache
+enum class Activation { kSilu, kGelu, kGeluTanh, kRelu2, kClampedSwiglu };  // the last only with gates
 enum class Router { kSoftmax, kSigmoid };                // probabilities of experts from their logits
 enum class Mixer { kAttention, kConv, kDelta, kMamba };  // of the tokens, in a layer
 

@@ -54,6 +54,7 @@ void check(const ModelConfig& c) {
     if (c.n_kv_heads == 0 || c.n_heads % c.n_kv_heads != 0 || c.head_dim == 0 || c.head_dim > kAttentionMaxHeadDim ||
         c.windows.size() != c.n_layers || (!c.rope_layers.empty() && c.rope_layers.size() != c.n_layers) ||
         (!c.mixers.empty() && c.mixers.size() != c.n_layers) || (c.output_gate && c.qk_norm_whole) ||
+        (c.activation == Activation::kClampedSwiglu && !c.gated) ||
         (!c.moe_layers.empty() && c.moe_layers.size() != c.n_layers) ||
         (c.n_experts > 0 && (c.n_used_experts == 0 || c.n_used_experts > c.n_experts || c.expert_dim == 0)) ||
         (c.is_recurrent() && (c.conv_length == 0 || c.conv_length > kMaxConvLength)) || !has_delta_sizes(c) ||

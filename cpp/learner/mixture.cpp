@@ -61,7 +61,8 @@ void Learner::expert_up(size_t layer, const Choice::Group& group) {
     const size_t d = config_.hidden_dim;
     gather_expert_rows(group, h_.get());
     multiply(type_, parts_of(weights_->layers[layer].experts_up, group.expert, config_.n_experts),
-             convert(expert_rows_.get(), d, group.rows, d), group.rows, nullptr, expert_up_.get(),
+             convert(expert_rows_.get(), d, group.rows, d), group.rows,
+             bias_of(weights_->layers[layer].experts_up, group.expert, config_.n_experts), expert_up_.get(),
              config_.expert_up_dim());
 }
 
@@ -76,7 +77,8 @@ void Learner::add_experts(size_t layer, const RowTile& tile, float* y) {
             activate(config_, row, row + f, f, row);
         });
         multiply(type_, parts_of(weights_->layers[layer].experts_down, group.expert, config_.n_experts),
-                 convert(expert_up_.get(), width, group.rows, f), group.rows, nullptr, expert_rows_.get(),
+                 convert(expert_up_.get(), width, group.rows, f), group.rows,
+                 bias_of(weights_->layers[layer].experts_down, group.expert, config_.n_experts), expert_rows_.get(),
                  config_.hidden_dim);
         add_expert_rows(group, true, y);
     }
@@ -91,6 +93,7 @@ void Learner::experts_backward(size_t layer, const RowTile& tile, const float* g
     for (const Choice::Group& group : choice_.groups) {
         expert_up(layer, group);
         gather_expert_rows(group, grad_y);
+        const float* bias = bias_of(w.experts_down, group.expert, config_.n_experts);
         multiply_transposed(type_, parts_of(w.experts_down, group.expert, config_.n_experts), expert_rows_.get(), d,
                             group.rows, grad_activated(), f, false);
         for_rows(group.rows, 6 * width, [&](size_t i) {
@@ -98,7 +101,9 @@ void Learner::experts_backward(size_t layer, const RowTile& tile, const float* g
             float *row = expert_up_.get() + i * width, *grad_row = grad_activated() + i * f;
             float* activated = scratch<float>(f, Scratch::kSums);
             activate(config_, row, row + f, f, activated);
-            grad_weights[static_cast<size_t>(pair)] = dot(activated, grad_row, f);  // f_j(x) . dy, by W_down^T dy
+            double& grad_weight = grad_weights[static_cast<size_t>(pair)];
+            grad_weight = dot(activated, grad_row, f);  // f_j(x) . dy, by W_down^T dy
+            if (bias != nullptr) grad_weight += dot(bias, expert_rows_.get() + i * d, d);
             kernels().blend_f32(grad_row, f, choice_.weights[pair], 0.0f, grad_row);
             activation_backward(row, grad_row, f);
         });

@@ -246,6 +246,13 @@ void test_rows(size_t n, size_t skew) {
     k.gelu_f32(x.data, n, false, out.data);
     expect_row("gelu_f32", [&](size_t i) { return x[i] / 2 * std::erfc(-x[i] / std::sqrt(2.0L)); });
 
+    Buffer<float> gate(n, 0.0, 8.0, skew), up(n, 1.0, 8.0, skew);
+    k.clamped_swiglu_f32(gate.data, up.data, n, out.data);
+    for (size_t i = 0; i < n; ++i) {
+        const long double g = std::min(7.0L, gate[i] + 0.0L), u = std::clamp(up[i] + 0.0L, -7.0L, 7.0L);
+        expect_near("clamped_swiglu_f32", n, out[i] / 32, g / (1 + std::exp(-1.702L * g)) * (u + 1) / 32, 4e-6L);
+    }
+
     k.relu2_f32(x.data, n, false, out.data);
     expect_row("relu2_f32", [&](size_t i) { return std::pow(std::max(x[i] + 0.0L, 0.0L), 2); });
 

@@ -184,7 +184,7 @@ ModelConfig random_config(std::mt19937& bits) {
     c.n_heads = 6, c.n_kv_heads = bits() % 2 == 0 ? 2 : 3;
     c.ffn_dim = 40 + bits() % 60;
     c.gated = bits() % 2 == 0;
-    c.activation = static_cast<Activation>(bits() % 4);
+    c.activation = static_cast<Activation>(bits() % (c.gated ? 5 : 4));
     c.qk_norm = bits() % 2 == 0, c.qk_norm_whole = c.qk_norm && bits() % 3 == 0;
     c.qk_norm_rotated = c.qk_norm && !c.qk_norm_whole && bits() % 2 == 0;
     if (bits() % 2 == 0) c.query_log_scale = 0.3, c.query_scale_length = 3;

@@ -36,7 +36,7 @@ inline ModelConfig config_of(int kind) {
     } else if (kind == kMixture) {
         c.windows = {0, 0, 0}, c.n_layers = 3, c.moe_layers = {false, true, true};
         c.n_experts = 7, c.n_used_experts = 3, c.expert_dim = 40, c.shared_dim = 24, c.shared_gate = true;
-        c.router_normalised = true, c.router_scale = 1.5;
+        c.router_normalised = true, c.router_scale = 1.5, c.activation = Activation::kClampedSwiglu;
     }
     return c;
 }
@@ -71,10 +71,17 @@ struct Model {
                 w.pack(slot, 0, {StoredType::kFloat32, x.data(), n, k, static_cast<ptrdiff_t>(k), 1});
             });
         };
+        const auto put_vector = [&](const std::string& slot, const std::vector<float>& values) {
+            w.add_vector(slot, values.size());
+            w.pack(slot, 0, {StoredType::kFloat32, values.data(), 1, values.size(), 0, 1});
+        };
         const auto vector = [&](const std::string& slot, size_t n, float value) {
-            w.add_vector(slot, n);
-            const std::vector<float> values(n, value);
-            w.pack(slot, 0, {StoredType::kFloat32, values.data(), 1, n, 0, 1});
+            put_vector(slot, std::vector<float>(n, value));
+        };
+        const auto random_vector = [&](const std::string& slot, size_t n) {
+            std::vector<float> values(n);
+            for (float& value : values) value = 3.0f * normal(bits);
+            put_vector(slot, values);
         };
         matrix("embedding", WeightFormat::kBFloat16, c.vocab_size, c.hidden_dim);
         for (size_t i = 0; i < c.n_layers; ++i) {
@@ -107,6 +114,10 @@ struct Model {
                 matrix(layer + "router", WeightFormat::kFloat32, c.n_experts, c.hidden_dim);
                 matrix(layer + "experts_" + up, format, c.n_experts * c.expert_up_dim(), c.hidden_dim);
                 matrix(layer + "experts_down", format, c.n_experts * c.hidden_dim, c.expert_dim);
+                if (c.activation == Activation::kClampedSwiglu) {  // gpt-oss
+                    random_vector(layer + "experts_" + up + ".bias", c.n_experts * c.expert_up_dim());
+                    random_vector(layer + "experts_down.bias", c.n_experts * c.hidden_dim);
+                }
                 if (c.shared_gate) matrix(layer + "shared_router", WeightFormat::kFloat32, 1, c.hidden_dim);
             }
             if (c.mlp_dim(i) > 0) {

@@ -362,6 +362,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 _MOE = {"num_experts_per_tok": 3, "num_hidden_layers": 3}
+_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False}
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", {**_MOE, "num_experts": 5, "intermediate_size": 10, "num_key_value_heads": 4}),
     "olmoe-normalised": (
@@ -468,6 +469,32 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            **_MOE,
+            "num_local_experts": 5,
+            "intermediate_size": 10,
+            "head_dim": 12,
+            "sliding_window": 5,
+            "rope_parameters": {**_GPT_OSS_ROPE, "rope_theta": 50.0},
+        },
+    ),
+    "gpt_oss-kinds": (
+        "gpt_oss",
+        {
+            **_MOE,
+            "num_experts_per_tok": 1,
+            "num_local_experts": 4,
+            "intermediate_size": 14,
+            "head_dim": 8,
+            "attention_bias": False,
+            "sliding_window": 4,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 CASES |= MIXTURES
 _VISION = {
@@ -508,6 +535,8 @@ def tiny_model(case: str, **options: Any) -> Any:
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1 and not is_skipped(name):
             parameter.data.uniform_(0.5 - offset, 1.5 - offset)
+        if name.endswith("_proj_bias"):
+            parameter.data.uniform_(-8, 8)  # beyond the clamps of gpt-oss
     for name, buffer in model.named_buffers():
         if name.endswith("expert_bias"):
             buffer.uniform_(-0.3, 0.3)

@@ -58,7 +58,8 @@ def in_float64(model, config: ModelConfig):
         position_ids = position_ids[0] if position_ids.ndim == 3 else position_ids  # of time, row and column
         frequencies = torch.tensor(config.local_inv_freq if is_local else config.inv_freq, dtype=torch.float64)
         angles = position_ids[..., None].double() * frequencies
-        angles = torch.cat((angles, angles), dim=-1)
+        if model.config.model_type != "gpt_oss":  # which repeats them when it rotates
+            angles = torch.cat((angles, angles), dim=-1)
         factor = 1.0 if is_local else config.attention_factor
         return factor * angles.cos(), factor * angles.sin()
 

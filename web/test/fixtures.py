@@ -193,6 +193,12 @@ def families(folder: Path) -> None:
         run_source(write_gguf(experts, folder / f"experts-{fused}.gguf", Q8_0, fused_experts=fused))
         for fused in (False, True)
     ]
+    gpt_oss = tiny_model("gpt_oss", hidden_size=64, intermediate_size=32)
+
+    def experts_kind(name: str) -> gguf.GGMLQuantizationType:
+        return gguf.GGMLQuantizationType.MXFP4 if ".experts." in name else Q8_0
+
+    found.append(run_source(write_gguf(gpt_oss, folder / "mxfp4.gguf", experts_kind)))
     experts.config.save_pretrained(folder / "fused")  # transformers' own names, which it does not write
     save_file({name: t.clone() for name, t in experts.state_dict().items()}, folder / "fused/model.safetensors")
     found.append(run_source(folder / "fused"))

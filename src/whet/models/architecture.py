@@ -23,7 +23,7 @@ import numpy as np
 from whet.errors import WhetValueError
 
 NORMS = ("rms", "layer")
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu")
 MIXERS = ("attention", "conv", "delta", "mamba")
 ROUTERS = ("softmax", "sigmoid")
 SOFTCAPS = ("attention_softcap", "logits_softcap")
@@ -75,7 +75,8 @@ class ModelConfig:
         query_log_scale: b; a query at position p is multiplied by 1 + b log(1 + floor(p / query_scale_length)).
         query_scale_length: positions with the same factor.
         sinks: each head has a logit without a value: weights are e^s_j / (e^sink + sum over i of e^s_i) for scores s.
-        activation: "silu", "gelu", "gelu_tanh" or "relu2".
+        activation: "silu", "gelu", "gelu_tanh" or "relu2"; or "clamped_swiglu" (gpt-oss), of gated MLPs only, which is
+            g sigmoid(1.702 g) (u + 1) for g = min(gate x, 7) and u = up x, at most 7 and at least -7.
         gated: the MLP is down(act(gate x) * up x), else down(act(up x)).
         windows: per layer; 0: full causal attention, w: a query attends to itself and the w - 1 keys before it.
         attention_scale: multiplies query . key.
@@ -114,6 +115,7 @@ class ModelConfig:
         router_scale: multiplies the probabilities of a token's experts.
         router_bias: the router has a bias.
         router_correction: each expert has a number that is added to its probability for the choice only.
+        experts_bias: the matrices of the experts have biases.
         embedding_scale: multiplies the embeddings.
         residual_scale: multiplies the outputs of attention and MLP.
         logits_scale: multiplies the logits.
@@ -166,6 +168,7 @@ class ModelConfig:
     router_scale: float = 1.0
     router_bias: bool = False
     router_correction: bool = False
+    experts_bias: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
@@ -199,6 +202,8 @@ class ModelConfig:
         for name, known in (("norm", NORMS), ("activation", ACTIVATIONS), ("router", ROUTERS)):
             if getattr(self, name) not in known:
                 raise _invalid(name, getattr(self, name), f"one of {', '.join(known)}")
+        if self.activation == "clamped_swiglu" and not self.gated:
+            raise _invalid("gated", False, "True with clamped_swiglu")
         _check_number("norm_eps", self.norm_eps, at_least=0.0)
         for name in ("attention_scale", "embedding_scale", "residual_scale", "logits_scale"):
             _check_number(name, getattr(self, name))
@@ -326,8 +331,8 @@ class ModelConfig:
         }
         experts = (
             ("router", self.n_experts, hidden, self.router_bias),
-            (f"experts_{up}", self.n_experts * per_dim * self.expert_dim, hidden, False),
-            ("experts_down", self.n_experts * hidden, self.expert_dim, False),
+            (f"experts_{up}", self.n_experts * per_dim * self.expert_dim, hidden, self.experts_bias),
+            ("experts_down", self.n_experts * hidden, self.expert_dim, self.experts_bias),
             *((("shared_router", 1, hidden, False),) if self.shared_gate else ()),
         )
         for i in range(self.n_layers):

@@ -136,7 +136,7 @@ def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> 
     vectors: dict[str, np.ndarray] = {}
     if described.rotary_dim:
         given["rotary_dim"] = described.rotary_dim
-        rope, vectors = _rope(described, rope_scaling(config, where), architecture, table.get("rope", ()), where)
+        rope, vectors = _rope(described, rope_scaling(config, where), family, where)
         if family.rope_local and rope.get("attention_factor", 1.0) != 1.0:
             raise WhetValueError(
                 f"{where}: GGUF cannot express this model's attention_factor: in {architecture} llama.cpp applies it "
@@ -154,6 +154,8 @@ def _expert_keys(described: ModelConfig, family: Family) -> dict[str, Any]:
     given: dict[str, Any] = {"n_experts": described.n_experts, "n_used_experts": described.n_used_experts}
     has_one_width = family.keys["expert_dim"] == "intermediate_size"
     given["ffn_dim" if has_one_width else "expert_dim"] = described.expert_dim
+    if "expert_dim" in (family.gguf or {}).get("needs", ()):
+        given["expert_dim"] = described.expert_dim
     if described.shared_dim:
         given["shared_dim"] = described.shared_dim
     if described.router != "softmax":
@@ -193,9 +195,14 @@ def _state_sizes(described: ModelConfig) -> dict[str, Any]:
     }
 
 
-def window_note(described: ModelConfig, family: Family) -> str:
+def deviation_note(described: ModelConfig, family: Family) -> str:
     """Describe how llama.cpp's result deviates from the model; empty: it does not."""
     table, window = family.gguf or {}, max(described.windows)
+    if not family.truncates and described.attention_factor != 1.0:
+        return (
+            f"llama.cpp rounds the pairs between which YaRN scales the frequencies of {table['architecture']}, which "
+            f"changes rotations slightly: this model has fractions of pairs"
+        )
     if table.get("windows") or not window:
         return ""
     return (
@@ -236,19 +243,17 @@ def check_keys(keys: Keys, tensors: Sequence[Tensor], described: ModelConfig, wh
 
 
 def _rope(
-    described: ModelConfig, scaling: Mapping[str, Any], architecture: str, known: Sequence[str], where: str
+    described: ModelConfig, scaling: Mapping[str, Any], family: Family, where: str
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return the metadata and the tensors of rotary embedding.
-
-    Args:
-        known: what llama.cpp reads in the architecture: "divisors", "longrope".
-    """
+    """Return the metadata and the tensors of rotary embedding."""
+    table = family.gguf or {}
+    architecture, known = table["architecture"], table.get("rope", ())
     kind, theta = scaling["rope_type"], float(scaling.get("rope_theta", 10000.0))
     given: dict[str, Any] = {"rope_theta": theta}
     original = scaling.get("original_max_position_embeddings")
     if kind == "linear":
         return given | {"rope_type": kind, "factor": float(scaling["factor"])}, {}
-    if kind == "yarn" and _is_llama_cpp_ramp(scaling):
+    if kind == "yarn" and _is_llama_cpp_ramp(scaling, family.truncates):
         factor = float(scaling["factor"])
         relative = described.attention_factor / (0.1 * math.log(max(factor, 1.0)) + 1.0)
         given |= {"rope_type": kind, "factor": factor, "attention_factor": relative}
@@ -272,7 +277,7 @@ def _rope(
     return given, {_ROPE_TENSORS["divisors"]: divisors.astype(np.float32)}
 
 
-def _is_llama_cpp_ramp(scaling: Mapping[str, Any]) -> bool:
-    """Whether YaRN's ramp is llama.cpp's fixed one: beta 32 and 1, at whole pairs."""
+def _is_llama_cpp_ramp(scaling: Mapping[str, Any], truncates: bool) -> bool:
+    """Whether YaRN's ramp is llama.cpp's fixed one: beta 32 and 1, at whole pairs if the family has it so."""
     given = {"beta_fast": 32, "beta_slow": 1, "truncate": True} | dict(scaling)
-    return given["beta_fast"] == 32 and given["beta_slow"] == 1 and given["truncate"] is True
+    return given["beta_fast"] == 32 and given["beta_slow"] == 1 and given["truncate"] is truncates

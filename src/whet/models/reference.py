@@ -83,10 +83,11 @@ def memory_of(tensor: Any) -> tuple[int, tuple[int, ...]]:
 
 
 def stored_rows(row_slice: RowSlice) -> _core.StoredRows:
-    """Return the core's view of a slice: a matrix or one row. The slice must outlive it."""
-    address, strides = memory_of(row_slice.tensor)
-    *n, width = row_slice.tensor.shape
-    return _core.StoredRows(
+    """Return the core's view of a slice: a matrix or one row. The slice must outlive it, unless its rows are joined."""
+    tensor = row_slice.tensor.join() if hasattr(row_slice.tensor, "join") else row_slice.tensor
+    address, strides = memory_of(tensor)
+    *n, width = tensor.shape
+    rows = _core.StoredRows(
         address=address,
         type=_core.StoredType[row_slice.format],
         n=n[0] if n else 1,
@@ -94,6 +95,8 @@ def stored_rows(row_slice: RowSlice) -> _core.StoredRows:
         row_stride=strides[0] if n else 0,
         column_stride=strides[-1],
     )
+    rows.owner = tensor
+    return rows
 
 
 def _post_norm(config: ModelConfig, layer: Mapping[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:
@@ -238,7 +241,7 @@ def _mixture(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray
     """Compute the weighted sum of each token's experts."""
     chosen, weights = naive_route(config, layer, x)
     matrices = {
-        name.removeprefix("experts_"): w.reshape(config.n_experts, -1, w.shape[1])
+        name.removeprefix("experts_"): w.reshape(config.n_experts, -1, *w.shape[1:])
         for name, w in layer.items()
         if name.startswith("experts_")
     }
@@ -275,6 +278,9 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 def _mlp(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray) -> np.ndarray:
     gate, up = np.split(_linear(layer, "gate_up", x), 2, axis=-1) if config.gated else (_linear(layer, "up", x), None)
+    if config.activation == "clamped_swiglu":
+        gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+        return _linear(layer, "down", gate * _sigmoid(1.702 * gate) * (up + 1))
     inner = naive_activation(config.activation, gate)
     return _linear(layer, "down", inner if up is None else inner * up)
 

@@ -189,16 +189,27 @@ def _experts(
     top_k_weights: Tensor,
 ) -> Tensor:
     """Experts of a mixture without their activations, if they are frozen; else the module's own, in float32."""
-    matrices = module.gate_up_proj, module.down_proj
-    if any(matrix.requires_grad for matrix in matrices) or not _is_silu(module.act_fn):
+    gate_up, down, is_clamped = module.gate_up_proj, module.down_proj, hasattr(module, "gate_up_proj_bias")
+    if any(weight.requires_grad for weight in module.parameters()) or not (is_clamped or _is_silu(module.act_fn)):
         return original(hidden_states.float(), top_k_index, top_k_weights)
-    weights = functions.ExpertWeights(*(partial(_expert_weight, matrix, acceleration.dtype) for matrix in matrices))
+    if is_clamped:  # gpt-oss, whose matrices are (inputs, outputs), and in which gate and up alternate
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    read_up, read_down = (partial(_expert_weight, matrix, acceleration.dtype) for matrix in (gate_up, down))
+    weights = functions.ExpertWeights(read_up, read_down)
+    if is_clamped:
+        biases = _split_pairs(module.gate_up_proj_bias[..., None])[..., 0], module.down_proj_bias
+        weights = functions.ExpertWeights(lambda e: _split_pairs(read_up(e)), read_down, *biases, is_clamped=True)
     return functions.experts(hidden_states, top_k_index, top_k_weights, weights, acceleration.dtype)
 
 
 def _expert_weight(matrices: Tensor, dtype: torch.dtype, expert: int) -> Tensor:
     check_master(matrices)
     return cast_weight(matrices[expert], dtype)
+
+
+def _split_pairs(rows: Tensor) -> Tensor:
+    """Return the rows (..., 2 F, K) with all gates first, of which gate and up alternate."""
+    return torch.cat((rows[..., ::2, :], rows[..., 1::2, :]), -2)
 
 
 def _reject_dropout(dropout: float) -> None:
@@ -237,7 +248,7 @@ def _attention(
     if norms and not norms_rotated:
         q, k = map(_norm_heads, norms, (q, k))
     if position_embeddings is not None and (not acceleration.rotated_layers or acceleration.rotated_layers[layer]):
-        table, is_neox = _rope_table(*position_embeddings), family.rope == "neox"
+        table, is_neox = _rope_table(*position_embeddings, q.shape[-1] // 2), family.rope == "neox"
         q, k = functions.rope(q, table, is_neox=is_neox), functions.rope(k, table, is_neox=is_neox)
     if norms and norms_rotated:
         q, k = map(_norm_heads, norms, (q, k))
@@ -327,10 +338,9 @@ def _norm_heads(norm: Any, heads: Tensor) -> Tensor:
     return norm(heads.reshape(len(heads), -1)).view(heads.shape)
 
 
-def _rope_table(cos: Any, sin: Tensor) -> Tensor:
+def _rope_table(cos: Any, sin: Tensor, half: int) -> Tensor:
     """Return the cosines and sines of a packed batch, (N, R): one tensor, which all layers save for their backward."""
     if not hasattr(cos, "whet_table"):
-        half = cos.shape[-1] // 2
         cos.whet_table = torch.cat((cos[0, :, :half], sin[0, :, :half]), 1).float()
     return cos.whet_table
 

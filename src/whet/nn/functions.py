@@ -376,23 +376,47 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class ExpertWeights(NamedTuple):
-    """The frozen matrices of the experts of a mixture.
+    """The frozen weights of the experts of a mixture.
 
     Attributes:
         gate_up: returns (2 F, K) of an expert, gate rows first, in the dtype of products, possibly in scratch memory
             that the next call overwrites.
         down: returns (K, F) of an expert, likewise.
+        gate_up_bias: (E, 2 F) float32, gates first; None: experts have no biases.
+        down_bias: (E, K) float32.
+        is_clamped: whether the activation is "clamped_swiglu" of ``ModelConfig``.
     """
 
     gate_up: Callable[[int], Tensor]
     down: Callable[[int], Tensor]
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    is_clamped: bool = False
+
+    def activate(self, gate: Tensor, up: Tensor) -> Tensor:
+        return _clamped_swiglu(gate, up) if self.is_clamped else _compute_swiglu(gate, up)
+
+    def activation_backward(self, gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        if self.is_clamped:
+            with torch.enable_grad():
+                gate, up = (x.detach().requires_grad_() for x in (gate, up))
+                return torch.autograd.grad(_clamped_swiglu(gate, up), (gate, up), grad)  # pyright: ignore[reportReturnType]
+        grad_gate, grad_up = empty(gate.shape, gate.dtype), empty(up.shape, up.dtype)
+        _core.swiglu_backward(gate=gate, up=up, grad=grad, grad_gate=grad_gate, grad_up=grad_up)
+        return grad_gate, grad_up
+
+
+def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    g, u = gate.float().clamp(max=7), up.float().clamp(-7, 7)
+    return (g * torch.sigmoid(1.702 * g) * (u + 1)).to(gate.dtype)
 
 
 def experts(x: Tensor, chosen: Tensor, factors: Tensor, weights: ExpertWeights, dtype: torch.dtype) -> Tensor:
     """Return sum over j of factors[n, j] f_e(x[n]) for the experts e = chosen[n, j], (N, K) float32.
 
-    f_e(x) = W_down h, h = silu(gate) up, [gate, up] = W_up x. The tokens of an expert are multiplied together. Saves no
-    activations; backward, with u = W_down^T dy: d factors[n, j] = h . u, dh = factors[n, j] u.
+    f_e(x) = W_down h + b_down, h = silu(gate) up (or clamped), [gate, up] = W_up x + b_up. The tokens of an expert are
+    multiplied together. Saves no activations; backward, with u = W_down^T dy: d factors[n, j] = h . u + b_down . dy,
+    dh = factors[n, j] u.
 
     Args:
         x: (N, K) of any float dtype.
@@ -413,8 +437,9 @@ class _Experts(torch.autograd.Function):
         ctx.weights, ctx.dtype = weights, dtype
         order, counts = _sort_by_expert(chosen)
         rows = x.to(dtype)[order // chosen.shape[1]]
-        h = _compute_swiglu(*_halves(_multiply_by_expert(rows, counts, lambda e: weights.gate_up(e).t())))
-        out = _multiply_by_expert(h, counts, lambda e: weights.down(e).t())
+        up = _multiply_by_expert(rows, counts, lambda e: weights.gate_up(e).t(), weights.gate_up_bias)
+        h = weights.activate(*_halves(up))
+        out = _multiply_by_expert(h, counts, lambda e: weights.down(e).t(), weights.down_bias)
         return _sum_places(factors.flatten()[order, None] * out, order, chosen)
 
     @staticmethod
@@ -424,14 +449,16 @@ class _Experts(torch.autograd.Function):
         weights = ctx.weights
         order, counts = _sort_by_expert(chosen)
         tokens = order // chosen.shape[1]
-        gate, up = _halves(_multiply_by_expert(x.to(ctx.dtype)[tokens], counts, lambda e: weights.gate_up(e).t()))
+        rows = x.to(ctx.dtype)[tokens]
+        gate, up = _halves(_multiply_by_expert(rows, counts, lambda e: weights.gate_up(e).t(), weights.gate_up_bias))
         u = _multiply_by_expert(grads[0].to(ctx.dtype)[tokens], counts, weights.down)
         grad_factors = torch.empty(factors.numel())
-        grad_factors[order] = (_compute_swiglu(gate, up).float() * u.float()).sum(-1)
+        grad_factors[order] = (weights.activate(gate, up).float() * u.float()).sum(-1)
+        if weights.down_bias is not None:
+            grad_factors[order] += (weights.down_bias[chosen.flatten()[order]] * grads[0].float()[tokens]).sum(-1)
         grad_h = (factors.flatten()[order, None] * u).to(ctx.dtype)
-        grad_gate, grad_up = empty(gate.shape, gate.dtype), empty(up.shape, up.dtype)
-        _core.swiglu_backward(gate=gate, up=up, grad=grad_h, grad_gate=grad_gate, grad_up=grad_up)
-        grad_rows = _multiply_by_expert(torch.cat((grad_gate, grad_up), 1), counts, weights.gate_up)
+        grad_up = torch.cat(weights.activation_backward(gate, up, grad_h), 1)
+        grad_rows = _multiply_by_expert(grad_up, counts, weights.gate_up)
         return _sum_places(grad_rows, order, chosen).to(x.dtype), None, grad_factors.view_as(factors), None, None
 
 
@@ -441,9 +468,17 @@ def _sort_by_expert(chosen: Tensor) -> tuple[Tensor, list[int]]:
     return flat.argsort(stable=True), flat.bincount().tolist()
 
 
-def _multiply_by_expert(rows: Tensor, counts: Sequence[int], weight: Callable[[int], Tensor]) -> Tensor:
-    """Return the product of each expert's rows, which follow each other, and its weight."""
-    return torch.cat([matmul(part, weight(e)) for e, part in enumerate(rows.split(counts)) if len(part)])
+def _multiply_by_expert(
+    rows: Tensor, counts: Sequence[int], weight: Callable[[int], Tensor], bias: Tensor | None = None
+) -> Tensor:
+    """Return the product of each expert's rows, which follow each other, and its weight, plus its bias."""
+    return torch.cat(
+        [
+            matmul(part, weight(e), None if bias is None else bias[e])
+            for e, part in enumerate(rows.split(counts))
+            if len(part)
+        ]
+    )
 
 
 def _halves(rows: Tensor) -> list[Tensor]:

@@ -203,7 +203,7 @@ class ChildObject(_Process):
     def start(self, method: str, *arguments: Any) -> None:
         """Start the call of a method with arguments that are JSON values."""
         self.deadline = time.monotonic() + self._timeout_s
-        with contextlib.suppress(ConnectionError):  # the child died: the outcome says so
+        with contextlib.suppress(ConnectionError):  # the child died, which the outcome reports
             self.pipe.send_bytes(json.dumps([method, arguments]).encode())
 
     def is_ready(self) -> bool:

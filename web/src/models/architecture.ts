@@ -30,7 +30,7 @@ export interface ModelConfig {
   queryScaleLength: number;
   /** Whether each head has a logit without a value in its softmax. */
   sinks: boolean;
-  activation: "silu" | "gelu" | "gelu_tanh" | "relu2";
+  activation: "silu" | "gelu" | "gelu_tanh" | "relu2" | "clamped_swiglu";
   gated: boolean;
   windows: number[];
   attentionScale: number;
@@ -65,6 +65,8 @@ export interface ModelConfig {
   routerEps: number;
   routerScale: number;
   routerCorrection: boolean;
+  routerBias: boolean;
+  expertsBias: boolean;
   embeddingScale: number;
   residualScale: number;
   logitsScale: number;
@@ -77,7 +79,7 @@ export interface ModelConfig {
 }
 
 /** Flags that only select slots. */
-type SlotFlag = "routerCorrection" | "tiedHead" | "qkvBias" | "oBias" | "mlpBias" | "headBias";
+type SlotFlag = "routerCorrection" | "routerBias" | "expertsBias" | "tiedHead" | "qkvBias" | "oBias" | "mlpBias" | "headBias";
 
 export interface Family {
   name: string;
@@ -137,7 +139,7 @@ export const PLAIN: Omit<ModelConfig, Sizes | Factors> = {
   parallelResidual: false, sharedNorm: false, gated: true, qkvBias: false, oBias: false, mlpBias: false, headBias: false,
   rotaryDim: 0, isNeox: true, invFreq: [], attentionFactor: 1, localLayers: [], localInvFreq: [], queryLogScale: 0, queryScaleLength: 1,
   mixers: [], convLength: 0, nDeltaHeads: 0, nDeltaKeyHeads: 0, deltaDim: 0, deltaKeyDim: 0, deltaTiled: false,
-  nExperts: 0, nUsedExperts: 0, expertDim: 0, sharedDim: 0, moeLayers: [], sharedGate: false, router: "softmax", routerNormalised: false, routerEps: 0, routerScale: 1, routerCorrection: false,
+  nExperts: 0, nUsedExperts: 0, expertDim: 0, sharedDim: 0, moeLayers: [], sharedGate: false, router: "softmax", routerNormalised: false, routerEps: 0, routerScale: 1, routerCorrection: false, routerBias: false, expertsBias: false,
 };
 
 /** Flags of n layers: false for one of each `interval`, the last or the first. */
@@ -145,7 +147,7 @@ export const allButEvery = (interval: number, n: number, isFirst = false) => Arr
 
 /** Return a family's settings for a config; `flag` returns the options that "@name" refers to. Routers' need experts. */
 export const settingsOf = (family: Family, flag: (option: string) => boolean, nExperts = 0): Record<string, unknown> =>
-  Object.fromEntries(Object.entries(family.settings).filter(([name]) => nExperts > 0 || !/^(router|shared_gate)/.test(name)).map(([name, value]) => [toCamel(name), typeof value === "string" && value.startsWith("@") ? flag(value.slice(1)) : value]));
+  Object.fromEntries(Object.entries(family.settings).filter(([name]) => nExperts > 0 || !/^(router|shared_gate|experts_)/.test(name)).map(([name, value]) => [toCamel(name), typeof value === "string" && value.startsWith("@") ? flag(value.slice(1)) : value]));
 
 /** Return the numbers of a token in a layer with the gated delta rule, or with Mamba-2: its channels (q, k, v), and its values. */
 export function deltaSizes(c: ModelConfig): [channels: number, values: number] {
@@ -172,9 +174,9 @@ export function slots(c: ModelConfig): Map<string, number[]> {
   const [up, perDim] = c.gated ? ["gate_up", 2] : ["up", 1];
   const mlp = (width: number): Shape[] => (width === 0 ? [] : [[up, perDim * width, c.hiddenDim, c.mlpBias], ["down", c.hiddenDim, width, c.mlpBias]]);
   const experts: Shape[] = [
-    ["router", c.nExperts, c.hiddenDim, false],
-    [`experts_${up}`, c.nExperts * perDim * c.expertDim, c.hiddenDim, false],
-    ["experts_down", c.nExperts * c.hiddenDim, c.expertDim, false],
+    ["router", c.nExperts, c.hiddenDim, c.routerBias],
+    [`experts_${up}`, c.nExperts * perDim * c.expertDim, c.hiddenDim, c.expertsBias],
+    ["experts_down", c.nExperts * c.hiddenDim, c.expertDim, c.expertsBias],
     ...(c.sharedGate ? [["shared_router", 1, c.hiddenDim, false] as Shape] : []),
     ...mlp(c.sharedDim),
   ];

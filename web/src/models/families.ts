@@ -296,7 +296,7 @@ class Options {
   /** Return the RoPE settings: rope_parameters, or the several keys of older configs. */
   rope(core: Core, trained: number): Record<string, unknown> {
     const { family } = this;
-    let given = this.get("rope_parameters") || this.get("rope_scaling") || {};
+    let given = this.given.rope_parameters || this.given.rope_scaling || family.defaults.rope_parameters || {};
     if (family.rope_local && isObject(given)) given = given.full_attention ?? ("sliding_attention" in given ? {} : given);
     if (!isObject(given) || Object.values(given).some(isObject)) throw new WhetError(`${this.where}: rope_parameters is ${show(given)}, expected one object for all layers.`);
     const scaling: Record<string, unknown> = Object.fromEntries(Object.entries(given).filter(([key, value]) => value !== null && !family.rope_others.includes(key)));

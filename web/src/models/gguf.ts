@@ -336,6 +336,7 @@ async function readRotary(
       rope_type: "yarn", factor, ...extended,
       attention_factor: meta.get("attention_factor") !== undefined ? yarn : meta.number("yarn_attention_factor", yarn),
       beta_fast: meta.number("beta_fast", 32), beta_slow: meta.number("beta_slow", 1),
+      truncate: (family.defaults.rope_parameters as { truncate?: boolean } | undefined)?.truncate ?? true,
     }),
     longrope: () => ({ rope_type: "longrope", factor: trained / original, ...extended, attention_factor: given, short_factor: shortFactor, long_factor: longFactor }),
   };

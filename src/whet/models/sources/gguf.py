@@ -258,6 +258,8 @@ class _Metadata:
         if rotary_dim != sizes["head_dim"] and not family.partial_rotary:
             raise self.wrong("rotary_dim", f"the whole head, {sizes['head_dim']}")
         rope = self.rope(sizes, rotary_dim)
+        if rope["rope_type"] == "yarn":  # a file does not record it
+            rope["truncate"] = family.truncates
         if family.query_scale:
             rope["llama_4_scaling_beta"] = self.given.get("query_log_scale", 0.0)
             rope.setdefault("original_max_position_embeddings", sizes["max_position"])
