@@ -159,7 +159,13 @@ LEARNER_SIZES = {
     "llama": {},
     "lfm2": {},
     "qwen3_5": {"head_dim": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
-    "granite4_h": {"mamba_n_heads": 16, "mamba_d_state": 32, "layer_types": ["full_attention", "linear_attention"] * 2},
+    "granite4_h": {
+        "mamba_n_heads": 16,
+        "mamba_d_state": 32,
+        "num_hidden_layers": 8,
+        "layer_types": ["full_attention", "linear_attention"] * 4,
+        "shared_intermediate_size": 640,
+    },
     "qwen3_moe": {"head_dim": 64, "moe_intermediate_size": 768, "mlp_only_layers": []},
     "granitemoeshared": {"shared_intermediate_size": 512},
 }
@@ -203,7 +209,9 @@ def test_a_learner_uses_the_estimated_memory(name, compute):
     assert found == pytest.approx(predicted, rel=0.05)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "lfm2", "qwen3_5", "granite4_h", "qwen3_moe", "granitemoeshared"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3", "gemma2", "lfm2", "qwen3_5", "granite4_h", "qwen3_moe", "granitemoeshared"]
+)
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_a_learner_keeps_as_many_layers_as_estimated(name, compute):
     base = pack_base(open_module(make_model(name)), weights="bf16")
