@@ -65,6 +65,13 @@ MIXTURES = {
         "num_experts_per_tok": 2,
         "shared_intermediate_size": 48,
     },
+    "gpt_oss": {
+        **LLAMA,
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
 }
 NARROW = "bf16" in _core.isa()
 
@@ -152,6 +159,7 @@ LEARNER_SIZES = {
     "qwen3_5": {"head_dim": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
     "qwen3_moe": {"head_dim": 64, "moe_intermediate_size": 768, "mlp_only_layers": []},
     "granitemoeshared": {"shared_intermediate_size": 512},
+    "gpt_oss": {"head_dim": 64},
 }
 
 
@@ -193,7 +201,9 @@ def test_a_learner_uses_the_estimated_memory(name, compute):
     assert found == pytest.approx(predicted, rel=0.05)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "lfm2", "qwen3_5", "qwen3_moe", "granitemoeshared"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3", "gemma2", "lfm2", "qwen3_5", "qwen3_moe", "granitemoeshared", "gpt_oss"]
+)
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_a_learner_keeps_as_many_layers_as_estimated(name, compute):
     base = pack_base(open_module(make_model(name)), weights="bf16")
