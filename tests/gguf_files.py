@@ -30,9 +30,15 @@ _BY_NAME["granite_swa"] = gguf.MODEL_ARCH.GRANITE  # not in this package yet
 
 
 def architecture_of(config: Any) -> str:
+    if is_mamba(config):
+        return "granitehybrid"
     if config.model_type == "granitemoehybrid" and config.num_local_experts:
         return "granitemoe"
     return _ARCHITECTURES.get(config.model_type, config.model_type)
+
+
+def is_mamba(config: Any) -> bool:
+    return config.model_type == "granitemoehybrid" and "linear_attention" in config.layer_types
 
 
 def gguf_name(config: Any, name: str) -> str:
@@ -50,6 +56,8 @@ def gguf_name(config: Any, name: str) -> str:
 def as_llama_cpp(config: Any, name: str, array: np.ndarray) -> np.ndarray:
     """Return a tensor with rows in the order of llama.cpp's converter."""
     n_heads = config.num_attention_heads
+    if ".mamba." in name:
+        return as_mamba(config, name, array)
     if config.model_type in _INTERLEAVED and (".q_proj." in name or ".k_proj." in name):
         heads = n_heads if ".q_proj." in name else config.num_key_value_heads
         rest = array.shape[1:]
@@ -66,6 +74,15 @@ def as_llama_cpp(config: Any, name: str, array: np.ndarray) -> np.ndarray:
     if with_offset and "norm" in name and ".linear_attn." not in name:
         return array + np.float32(1)
     return as_tiled(config, name, array) if ".linear_attn." in name else array
+
+
+def as_mamba(config: Any, name: str, array: np.ndarray) -> np.ndarray:
+    """Return a tensor of Mamba-2 with the axes that llama.cpp requires."""
+    if name.endswith("A_log"):
+        return -np.exp(array, dtype=np.float64).astype(np.float32)[:, None]
+    if name.endswith(".norm.weight"):
+        return array.reshape(config.mamba_n_groups, -1)
+    return array[:, None] if name.endswith(".D") else array
 
 
 def as_tiled(config: Any, name: str, array: np.ndarray) -> np.ndarray:
@@ -141,7 +158,9 @@ def write_gguf(
     n_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     is_hybrid = config.model_type in ("lfm2", "lfm2_moe")
     writer.add_head_count_kv(
-        [n_kv_heads * (kind != "conv") for kind in config.layer_types] if is_hybrid else n_kv_heads
+        [n_kv_heads * (kind == "full_attention") for kind in config.layer_types]
+        if is_hybrid or is_mamba(config)
+        else n_kv_heads
     )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if hasattr(config, "rms_norm_eps") or is_hybrid:
@@ -194,6 +213,12 @@ def write_gguf(
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
+    if is_mamba(config):
+        writer.add_ssm_conv_kernel(config.mamba_d_conv)
+        writer.add_ssm_state_size(config.mamba_d_state)
+        writer.add_ssm_group_count(config.mamba_n_groups)
+        writer.add_ssm_time_step_rank(config.mamba_n_heads)
+        writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
     if config.model_type in ("gpt_neox", "stablelm"):
         writer.add_parallel_residual(config.use_parallel_residual)
     if config.model_type in ("qwen3_5_text", "qwen3_5_moe_text"):
@@ -224,7 +249,7 @@ def write_gguf(
             continue
         if array.ndim == 3:  # of a convolution
             array = array.squeeze(1)
-        is_matrix = array.ndim == 2 and not any(part in name for part in _FLOATS)
+        is_matrix = array.ndim == 2 and len(tensor.shape) == 2 and not any(part in name for part in _FLOATS)
         name = gguf_name(config, name)
         block, _, layer = name.rpartition(".attn_")
         if fused and layer.split(".")[0] in ("q", "k", "v"):

@@ -308,6 +308,7 @@ class TrainingDelta:
         beta: Any,
         n_key_heads: int,
         key_dim: int,
+        corrects: bool,
         q_offsets: Any,
         k_offsets: Any,
         key_rows: Any,

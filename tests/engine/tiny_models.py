@@ -53,6 +53,14 @@ _GRANITE_4 = {
     **_GRANITE_SCALES,
     "mamba_n_heads": 4,
 }
+_GRANITE_4_H = {
+    **_GRANITE_4,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 4,
+    "mamba_d_state": 10,
+    "mamba_chunk_size": 8,
+}
 
 _MINISTRAL_3 = {
     "max_position_embeddings": 256,
@@ -150,6 +158,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "granite4": ("granitemoehybrid", {**_GRANITE_4, "position_embedding_type": "rope", "attention_bias": True}),
+    "granite4-hybrid": ("granitemoehybrid", {**_GRANITE_4_H, "tie_word_embeddings": True}),
+    "granite4-hybrid-groups": (
+        "granitemoehybrid",
+        {
+            **_GRANITE_4_H,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "mamba_n_heads": 6,
+            "mamba_n_groups": 3,
+            "mamba_expand": 3,
+            "mamba_d_head": 16,
+            "mamba_d_state": 7,
+            "mamba_d_conv": 3,
+        },
+    ),
     "granite4-not-rotated": ("granitemoehybrid", {**_GRANITE_4, "tie_word_embeddings": True}),
     "granite_swa": (
         "granite_swa",
@@ -409,6 +431,17 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite4-experts": (
         "granitemoehybrid",
         {**_GRANITE_4, "num_local_experts": 6, "num_experts_per_tok": 4, "intermediate_size": 10},
+    ),
+    "granite4-hybrid-experts": (
+        "granitemoehybrid",
+        {
+            **_GRANITE_4_H,
+            "layer_types": ["mamba", "mamba", "attention"],
+            "position_embedding_type": "rope",
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 6,
+        },
     ),
     "qwen3_5_moe_text": (
         "qwen3_5_moe_text",

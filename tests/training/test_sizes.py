@@ -47,6 +47,15 @@ CONFIGS = {
         "linear_key_head_dim": 12,
         "linear_value_head_dim": 10,
     },
+    "granite4_h": {
+        **LLAMA,
+        "model_type": "granitemoehybrid",
+        "num_local_experts": 0,
+        "shared_intermediate_size": LLAMA["intermediate_size"],
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mamba_n_heads": 6,
+        "mamba_d_state": 12,
+    },
 }
 MIXTURES = {
     "qwen3_moe": {
@@ -157,6 +166,7 @@ LEARNER_SIZES = {
     "llama": {},
     "lfm2": {},
     "qwen3_5": {"head_dim": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    "granite4_h": {"mamba_n_heads": 16, "mamba_d_state": 32, "layer_types": ["full_attention", "linear_attention"] * 2},
     "qwen3_moe": {"head_dim": 64, "moe_intermediate_size": 768, "mlp_only_layers": []},
     "granitemoeshared": {"shared_intermediate_size": 512},
     "gpt_oss": {"head_dim": 64},
@@ -202,7 +212,7 @@ def test_a_learner_uses_the_estimated_memory(name, compute):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen3", "gemma2", "lfm2", "qwen3_5", "qwen3_moe", "granitemoeshared", "gpt_oss"]
+    "name", ["llama", "qwen3", "gemma2", "lfm2", "qwen3_5", "granite4_h", "qwen3_moe", "granitemoeshared", "gpt_oss"]
 )
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_a_learner_keeps_as_many_layers_as_estimated(name, compute):

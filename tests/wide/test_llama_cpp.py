@@ -91,7 +91,12 @@ ROPES: dict[str, dict[str, Any]] = {
         "short_factor": (1 + _PAIRS / 10).tolist(), "long_factor": (1 + _PAIRS / 2).tolist(),
     },
 }  # fmt: skip
+_HYBRID = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "mamba_d_state": 32,
+           "position_embedding_type": None}  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
+    "hybrid": {**_HYBRID, "mamba_n_groups": 2},
+    "hybrid with rotations": {**_HYBRID, "position_embedding_type": "rope"},
+    "hybrid with experts": {**_HYBRID, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32},
     "wide heads": {"head_dim": 24, "query_pre_attn_scalar": 24},
     "narrow heads": {"head_dim": 8, "query_pre_attn_scalar": 8},
     "tied": {"tie_word_embeddings": True},
@@ -136,6 +141,7 @@ CASES = [
     *((family, shape) for family in _EXPORTED for shape in ("wide heads", "narrow heads")
       if "head_dim" in FAMILIES[family].keys),
     *((family, "tied") for family in _EXPORTED),
+    *(("granitemoehybrid", shape) for shape in SHAPES if shape.startswith("hybrid")),
     *((family, "window") for family in _EXPORTED if FAMILIES[family].window == "all"),
 ]  # fmt: skip
 

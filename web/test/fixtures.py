@@ -159,6 +159,7 @@ def run_native(engine: Engine, tokenizer: GGUFTokenizer, adapter: Path) -> dict[
 REORDERED = {
     "gpt2": {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
     "gpt_neox": {"target_modules": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]},
+    "granite4-hybrid": {"target_modules": ["in_proj", "out_proj", "q_proj"]},
     "qwen3_5_text": {"target_modules": ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj"]},
 }
 """Adapters of models whose files store transposed matrices, q, k and v head by head, or reordered value heads."""

@@ -158,7 +158,8 @@ void bind_weights(nb::module_& m) {
     nb::enum_<Mixer>(m, "Mixer")
         .value("attention", Mixer::kAttention)
         .value("conv", Mixer::kConv)
-        .value("delta", Mixer::kDelta);
+        .value("delta", Mixer::kDelta)
+        .value("mamba", Mixer::kMamba);
     nb::class_<Shared<Weights>>(m, "Weights")
         .def(
             "__init__",

@@ -31,6 +31,7 @@ from whet.ops import compute_batch_group_advantages
 from whet.rewards.functions import RewardFn, RewardFunctions
 from whet.rewards.metrics import group_std, reward_metrics
 from whet.rollout.choose import reward_functions
+from whet.rollout.episodes import environment_reward
 from whet.rollout.rollout import Rollout, completion_table
 from whet.training.distributed import join_ranks
 from whet.training.phases import phase
@@ -46,12 +47,14 @@ class GRPO(OnlineTrainer):
     Args:
         model: the policy.
         ref_model: the reference. If it is passed, beta defaults to 0.1, which is printed; TRL's default is 0.
-        reward_fn: one reward function, several, or ``whet.rewards.RewardFunctions``.
+        reward_fn: one reward function, several, or ``whet.rewards.RewardFunctions``. With an environment, which rewards
+            its turns, others are optional, and get lists of messages.
         kl_coef: alias of ``beta``.
         **arguments: further arguments of ``Trainer`` and ``OnlineTrainer``.
     """
 
     config_class = GRPOConfig
+    plays_episodes = True
     rewards: RewardFunctions
 
     def __init__(
@@ -71,6 +74,11 @@ class GRPO(OnlineTrainer):
         why = "sampler_correction is 'auto', and without a quantised base the sampler matches the policy"
         may_correct = self._correction() is not None or not self._is_own_engine  # a custom engine may lag behind
         reject_ineffective(self.config, ["sampler_cap"], may_correct, why)
+        if self.player is not None and not isinstance(reward_fn, RewardFunctions):
+            others = [reward_fn] if callable(reward_fn) else list(reward_fn or ())
+            reward_fn = [environment_reward, *others]
+        unused = ["max_turns", "max_turn_tokens", "max_read_tokens", "env_timeout_s"]
+        reject_ineffective(self.config, unused, self.player is not None, "there is no environment")
         self.rewards = reward_functions(self.config, reward_fn)
         self._in_progress: _Step | None = None
 
@@ -146,7 +154,8 @@ class GRPO(OnlineTrainer):
         step = self._in_progress
         if step is None or not step.updates or step.number != self.step:
             return None
-        return step if self.prepare(prompt_batch).ids == step.prompt_ids else None
+        prompts = self.prepare(prompt_batch)
+        return step if (prompts.ids or prompts.decoded) == step.prompts else None
 
     def _begin(self, prompt_batch: Any) -> _Step:
         """Sample completions and score them."""
@@ -163,13 +172,15 @@ class GRPO(OnlineTrainer):
             excluded |= np.repeat(spread < 1e-8, size)
         if config.mask_truncated_completions:
             excluded |= rollout.truncated
+        if self.player is not None:
+            excluded |= rollout.failed | np.isnan(scored.rewards)
         extra = {"advantage": advantages.tolist()}
         self.last_completions = completion_table(self.step + 1, rollout, scored, extra)
         rows = np.flatnonzero(~excluded).tolist()
         batches = self._micro_batches(rollout, advantages, rows) if rows else []
         return _Step(
             number=self.step,
-            prompt_ids=rollout.prompt_ids[::size],
+            prompts=rollout.prompt_ids[::size] if self.player is None else self.prepare(prompt_batch).decoded,
             batches=batches,
             n_sampled=sum(batch.n_sampled for batch in batches),
             counts=Counts(
@@ -262,7 +273,7 @@ class _Step:
 
     Attributes:
         number: number of steps before this one.
-        prompt_ids: prompts of the batch.
+        prompts: token ids of the batch's prompts; with an environment, its rows.
         batches: the completions that count, in micro-batches.
         n_sampled: tokens of these completions.
         counts: divisors of the loss.
@@ -272,7 +283,7 @@ class _Step:
     """
 
     number: int
-    prompt_ids: list[list[int]]
+    prompts: list[Any]
     batches: list[_MicroBatch]
     n_sampled: int
     counts: Counts

@@ -2,7 +2,7 @@
 
     x = embedding[tokens] (+ positions)
     per layer   x = x + attention(norm1(x));  x = x + mlp(norm2(x))
-      mixers    conv and delta in place of attention in some layers (ModelConfig)
+      mixers    conv, delta and mamba in place of attention in some layers (ModelConfig)
       post_norm   x = x + post_norm1(attention(norm1(x))), and so on; without pre_norm there is no norm1, norm2
       parallel  x = x + attention(norm1(x)) + mlp(norm2(x))           shared_norm: mlp reads norm1(x)
     logits = head(final_norm(x))
@@ -24,7 +24,7 @@ from whet.errors import WhetValueError
 
 NORMS = ("rms", "layer")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu")
-MIXERS = ("attention", "conv", "delta")
+MIXERS = ("attention", "conv", "delta", "mamba")
 ROUTERS = ("softmax", "sigmoid")
 SOFTCAPS = ("attention_softcap", "logits_softcap")
 
@@ -91,11 +91,14 @@ class ModelConfig:
             "delta": the gated delta rule (Qwen3.5), W_out (norm(o) silu(z)), [qkv, z, b, a] = W_in norm1(x). Per
             value head o = S^T q / sqrt(delta_key_dim), S = e^g S' + k (beta (v - e^g S'^T k))^T for the state S' after
             the token before, of q, k, v = silu(conv(qkv)), q and k divided by their length, beta = sigmoid(b),
-            g = decay softplus(a + dt_bias).
+            g = decay softplus(a + dt_bias);
+            "mamba": Mamba-2 (Granite 4 H), W_out norm((o + skip v) silu(z)), [z, vkq, a] = W_in norm1(x), with a norm
+            over the value heads of each key head. o = S^T q, S = e^g S' + k (t v)^T, of v, k, q =
+            silu(conv(vkq) + conv_bias), t = softplus(a + dt_bias), g = decay t.
             Convolutions are causal and depthwise: y_t = sum over j of w_j x_(t - conv_length + 1 + j), with zeros
             before the sequence.
         conv_length: taps of the convolutions, 0 without any.
-        n_delta_heads: value heads of "delta", of delta_dim numbers; 0 without such layers.
+        n_delta_heads: value heads of "delta" and "mamba", of delta_dim numbers; 0 without such layers.
         n_delta_key_heads: key heads, of delta_key_dim numbers. Value head h reads key head
             h // (n_delta_heads / n_delta_key_heads).
         delta_tiled: value head h reads key head h % n_delta_key_heads instead (GGUF).
@@ -231,7 +234,7 @@ class ModelConfig:
     def _check_mixers(self) -> None:
         if self.mixers and (len(self.mixers) != self.n_layers or not set(self.mixers) <= set(MIXERS)):
             raise _invalid("mixers", self.mixers, f"n_layers={self.n_layers} of {', '.join(MIXERS)}, or none")
-        has_conv, has_delta = not {*self.mixers} <= {"attention"}, "delta" in self.mixers
+        has_conv, has_delta = not {*self.mixers} <= {"attention"}, not {*self.mixers} <= {"attention", "conv"}
         _check_integer("conv_length", self.conv_length, int(has_conv), LONGEST_CONV if has_conv else 0)
         for name in ("n_delta_heads", "n_delta_key_heads", "delta_dim", "delta_key_dim"):
             _check_integer(name, getattr(self, name), int(has_delta), LARGEST["n_heads"] if has_delta else 0)
@@ -293,12 +296,12 @@ class ModelConfig:
 
     @property
     def delta_values(self) -> int:
-        """Numbers of all value heads of "delta"."""
+        """Numbers of all value heads of "delta" and "mamba"."""
         return self.n_delta_heads * self.delta_dim
 
     @property
     def delta_channels(self) -> int:
-        """Channels of the convolution of "delta": queries, keys and values."""
+        """Channels of the convolution of "delta" and "mamba": queries, keys and values."""
         return 2 * self.n_delta_key_heads * self.delta_key_dim + self.delta_values
 
     def slots(self) -> dict[str, tuple[int, ...]]:
@@ -321,6 +324,10 @@ class ModelConfig:
                 ("delta_in", channels + values + 2 * self.n_delta_heads, hidden, False),
                 ("delta_out", hidden, values, False),
             ),
+            "mamba": (
+                ("delta_in", channels + values + self.n_delta_heads, hidden, False),
+                ("delta_out", hidden, values, False),
+            ),
         }
         experts = (
             ("router", self.n_experts, hidden, self.router_bias),
@@ -337,9 +344,11 @@ class ModelConfig:
             elif self.qk_norm:
                 for which, heads in zip("qk", n_normed, strict=True):
                     found[f"{layer}{which}_norm.weight"] = (heads * self.head_dim,)
-            if mixer == "delta":
+            if mixer in ("delta", "mamba"):
                 found |= {f"{layer}{name}": (self.n_delta_heads,) for name in ("decay", "dt_bias")}
-                found[f"{layer}delta_norm.weight"] = (self.delta_dim,)
+                found[f"{layer}delta_norm.weight"] = (self.delta_dim if mixer == "delta" else values,)
+            if mixer == "mamba":
+                found |= {f"{layer}conv_bias": (channels,), f"{layer}skip": (self.n_delta_heads,)}
             if self.sinks and mixer == "attention":
                 found[f"{layer}sinks"] = (self.n_heads,)
             is_moe = self.is_moe(i)

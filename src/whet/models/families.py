@@ -42,10 +42,11 @@ families.json contains the data, which builds without Python embed:
                  ``hf_layout``, the order of its rows ("by_head"; "transposed"; "pairs": transposed, gate and up
                  alternate; default: the slot's), ``hf_offset``, a constant that the model adds to the weight,
                  ``hf_parameter``, the weight's name in the module (default: "weight"), ``hf_negative_exp``, whether the
-                 model uses -exp of the weight, ``gguf``, the tensor's name, ``gguf_layout``, ``gguf_parameter``, and
-                 ``value_heads``, the axis of the slot that consists of value heads ("rows", "columns"), grouped in
-                 Hugging Face and tiled in GGUF. "{i}" is the layer, "{e}" the expert. Rows with only one of ``hf`` and
-                 ``gguf`` are for matrices that the other has in parts, or as one.
+                 model uses -exp of the weight, ``gguf``, the tensor's name, ``gguf_layout`` (also "column", of single
+                 numbers, and "by_group", a row for each key head), ``gguf_parameter``, and ``value_heads``, the axis of
+                 the slot that consists of value heads ("rows", "columns"), grouped in Hugging Face and tiled in GGUF.
+                 "{i}" is the layer, "{e}" the expert. Rows with only one of ``hf`` and ``gguf`` are for matrices that
+                 the other has in parts, or as one.
 
 Sliding windows and rotary scaling follow from the options by the code below.
 """
@@ -92,8 +93,12 @@ _FIXES = {"quantization_config": " Load the model in float32, bfloat16 or float1
 GGUF_NAMES: dict[str, Any] = _DATA["gguf"]
 """Metadata keys and tensors common to all architectures; see above."""
 _QUERY_SCALE = "llama_4_scaling_beta"
-_KINDS = {"conv": "conv", "delta": "linear_attention"}
+_KINDS = {"conv": "conv", "delta": "linear_attention", "mamba": "linear_attention"}
 """Mixer -> its name in layer_types."""
+_OLDER_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
+"""Names in layer_types of older configs."""
+_UNLIMITED = (None, [0.0, math.inf], (0.0, math.inf), [0.0, {"__float__": "Infinity"}])
+"""Values of time_step_limit without effect."""
 _MIXER_SIZES = ("conv_length", "n_delta_heads", "n_delta_key_heads", "delta_dim", "delta_key_dim")
 _EXPERTS, _EXPERT_COUNTS = ("router", "shared_gate", "experts_"), ("num_experts", "num_local_experts")
 """Begins of the settings that only mixtures of experts have, and the names of their number."""
@@ -112,19 +117,20 @@ class Family:
         modules: the slots of Hugging Face's modules.
         gguf: None if GGUF has no such architecture. Else its name (``architecture``) and llama.cpp's deviations, as
             tested with b11549 of October 2026 by tests/wide/test_llama_cpp.py:
-            ``interleaved``: rows of q and k are interleaved; ``biases``: attention biases are read; ``head``: an untied
-            head is read; ``needs``: what a file must have even if the model has none ("head", a copy of a tied one;
-            "biases" of all matrices; "correction" of routers; "windows", the layers that have one; "expert_dim", the
-            width of experts, also if it is the only one); ``sliding_window``: default; ``normalised``: whether the
-            probabilities of a token's experts are normalised; ``all_heads``: n_kv_heads has to equal n_heads;
-            ``ignored``: keys of files converted from hybrids, without effect; ``scale_by_hidden``: a number of layers
-            with which scores are divided by the root of hidden_dim / n_heads instead of head_dim; ``rope``: scaling
-            read in addition to linear and YaRN ("divisors" of frequencies, "longrope"); ``square``: n_heads head_dim
-            has to equal hidden_dim; ``windows``: sliding windows are computed; ``window_layers``: the layers that have
-            one are read; ``windowed_depth``: a number of layers with which, and only then, layers have windows.
+            ``hybrid``: its name if the family has a mixer and some layers do not attend; ``interleaved``: rows of q and
+            k are interleaved; ``biases``: attention biases are read; ``head``: an untied head is read; ``needs``: what
+            a file must have even if the model has none ("head", a copy of a tied one; "biases" of all matrices;
+            "correction" of routers; "windows", the layers that have one; "expert_dim", the width of experts, also if it
+            is the only one); ``sliding_window``: default; ``normalised``: whether the probabilities of a token's
+            experts are normalised; ``all_heads``: n_kv_heads has to equal n_heads; ``ignored``: keys of files converted
+            from hybrids, without effect; ``scale_by_hidden``: a number of layers with which scores are divided by the
+            root of hidden_dim / n_heads instead of head_dim; ``rope``: scaling read in addition to linear and YaRN
+            ("divisors" of frequencies, "longrope"); ``square``: n_heads head_dim has to equal hidden_dim; ``windows``:
+            sliding windows are computed; ``window_layers``: the layers that have one are read; ``windowed_depth``: a
+            number of layers with which, and only then, layers have windows.
         gguf_modules: the slots of a GGUF file's tensors.
         file_modules: the slots of modules that a folder may have instead of ``modules`` with the same slots.
-        with_experts: the family of a config with experts, except for defaults and ``rope_option``.
+        with_experts: the family of a config with experts, except for defaults, ``rope_option`` and ``mixer``.
         window: layers with sliding_window: "none", "all", "some" (by layer_types), or "pattern" (by layer_types;
             default: all except every sliding_window_pattern-th).
         rope: how elements pair: "neox", halves of a head; "pairs", neighbours; "gptj", neighbours among the first
@@ -236,7 +242,7 @@ def _make_family(entry: dict[str, Any]) -> Family:
             interleaved = gguf.get("interleaved", False) and part in ("q", "k")
             settings = {"row_order": deinterleave if interleaved else of_experts}
             settings |= {"transposed": row.get("gguf_layout") == "transposed"}
-            settings |= {"parameter": row.get("gguf_parameter", "weight")}
+            settings |= {"parameter": row.get("gguf_parameter", "weight"), "axes": row.get("gguf_layout", "")}
             settings |= {order_of_heads: tile_heads} if order_of_heads else {}
             gguf_modules.append(ModuleSpec((row["gguf"],), slot, part, **settings))
     return Family(**entry, modules=tuple(modules), gguf_modules=tuple(gguf_modules), file_modules=tuple(file_modules))
@@ -291,7 +297,7 @@ def _with_experts(model_type: str) -> Family:
     """Return the family of a config with experts."""
     family = FAMILIES[model_type]
     other = FAMILIES[family.with_experts]
-    return replace(other, defaults=family.defaults, rope_option=family.rope_option)
+    return replace(other, defaults=family.defaults, rope_option=family.rope_option, mixer=family.mixer)
 
 
 def family_of(config: Mapping[str, Any], where: str) -> Family:
@@ -358,6 +364,12 @@ def short_position(config: Any, where: str = "short_position") -> int | None:
     original = scaling.get("original_max_position_embeddings", trained)
     longer = scaling["rope_type"] == "longrope" and isinstance(original, int) and 0 < original < trained
     return original if longer and scaling.get("short_factor") != scaling.get("long_factor") else None
+
+
+def is_hybrid(config: Mapping[str, Any], where: str) -> bool:
+    """Whether some layers of a Hugging Face config do not attend."""
+    options = _Options(config, family_of(config, where), where)
+    return bool(options.mixers(options.size("n_layers")))
 
 
 def rotated_layers(config: Mapping[str, Any], where: str) -> tuple[bool, ...]:
@@ -544,7 +556,7 @@ class _Options:
         mixer = self.family.mixer
         if not mixer:
             return {}
-        name, kinds = _KINDS[mixer], self.get("layer_types")
+        name, kinds = _KINDS[mixer], self.kinds()
         if kinds is None:
             attending = self.attending(n_layers)
             kinds = ["full_attention" if i in attending else name for i in range(n_layers)]
@@ -552,8 +564,21 @@ class _Options:
         if not isinstance(kinds, (list, tuple)) or len(kinds) != n_layers:
             raise self.wrong("layer_types", f"{n_layers} of {name} and full_attention")
         mixers = tuple(mixer if kind == name else "attention" for kind in kinds)
+        if mixer not in mixers:
+            return {}
+        if mixer == "mamba" and self.get("time_step_limit") not in _UNLIMITED:
+            raise self.wrong("time_step_limit", "0 and infinity, or null")
+        defaults = {}
+        if mixer == "mamba" and self.get("delta_dim") in (None, "auto"):
+            self.given = {**self.given, self.family.keys["delta_dim"]: None}
+            defaults["delta_dim"] = self.size("hidden_dim") * self.size("expansion") // self.size("n_delta_heads")
         sizes = [field for field in _MIXER_SIZES if field in self.family.keys]
-        return {"mixers": mixers} | {field: self.size(field) for field in sizes} if mixer in mixers else {}
+        return {"mixers": mixers} | {field: self.size(field, defaults.get(field)) for field in sizes}
+
+    def kinds(self) -> Any:
+        """Return layer_types, with the names of current configs."""
+        kinds = self.get("layer_types")
+        return [_OLDER_KINDS.get(kind, kind) for kind in kinds] if isinstance(kinds, (list, tuple)) else kinds
 
     def experts(self, n_layers: int) -> dict[str, Any]:
         """Return the fields of a mixture of experts; {}: no layer is one."""
@@ -589,6 +614,8 @@ class _Options:
     def attending(self, n_layers: int) -> Container[int]:
         """Return the layers with attention of a config without layer_types."""
         interval, attending = self.get("full_attention_interval"), self.get("full_attn_idxs")
+        if self.family.mixer == "mamba":
+            return ()
         if interval is not None:
             if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
                 raise self.wrong("full_attention_interval", "an integer of at least 1")
@@ -711,8 +738,8 @@ class _Options:
 
     def check_kinds(self) -> None:
         """Reject layers that do not attend, in a family whose layers are alike."""
-        kinds = self.get("layer_types") or ()
-        known, expected = {"attention", "full_attention", "sliding_attention"}, "attention"
+        kinds = self.kinds() or ()
+        known, expected = {"full_attention", "sliding_attention"}, "attention"
         if self.family.mixer:
             name = _KINDS[self.family.mixer]
             known, expected = {name, "full_attention"}, f"{name} or full_attention"

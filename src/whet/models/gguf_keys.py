@@ -22,13 +22,14 @@ from whet.models.families import (
     SCALES,
     Family,
     family_of,
+    is_hybrid,
     rope_scaling,
     text_options,
     trained_position,
 )
 from whet.models.gguf_writer import Tensor
 from whet.models.slots import StoredTensor
-from whet.models.sources.gguf import ROUTER_NUMBERS, describe_gguf
+from whet.models.sources.gguf import ROUTER_NUMBERS, describe_gguf, is_tiled
 from whet.models.sources.gguf_container import GGUFFile
 
 _KEYS: dict[str, str] = GGUF_NAMES["keys"]
@@ -61,7 +62,7 @@ def architecture_of(config: Mapping[str, Any], where: str) -> str:
         raise WhetValueError(
             f"{where}: model_type is {config['model_type']!r}, and GGUF has architectures for {known} only."
         )
-    return family.gguf["architecture"]
+    return family.gguf["hybrid" if "hybrid" in family.gguf and is_hybrid(config, where) else "architecture"]
 
 
 def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> Keys:
@@ -117,10 +118,10 @@ def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> 
         given.setdefault("sliding_window", given["max_position"])
     if family.mixer == "delta":
         given |= _delta_keys(described, config, where)
-    elif family.mixer == "conv":
-        heads = {"attention": described.n_kv_heads, "conv": 0}
-        given["n_kv_heads"] = np.array([heads[described.mixer(i)] for i in range(described.n_layers)], np.int32)
-        given["conv_length"] = described.conv_length or 1
+    elif family.mixer == "conv" or described.mixers:  # the others are plain models
+        heads = [described.n_kv_heads * (described.mixer(i) == "attention") for i in range(described.n_layers)]
+        given["n_kv_heads"] = np.array(heads, np.int32)
+        given |= _state_sizes(described) if family.mixer == "mamba" else {"conv_length": described.conv_length or 1}
     if described.n_experts:
         given |= _expert_keys(described, family)
     if family.rope_by_layer and described.rope_layers:
@@ -176,15 +177,21 @@ def _delta_keys(described: ModelConfig, config: Mapping[str, Any], where: str) -
     sections = list(rope.get("mrope_section", _MROPE_SECTION))
     if sum(sections) > n_pairs:  # llama.cpp would abort; a text has the same position in all sections
         sections = [(n_pairs + i) // 3 for i in range(3)]
+    return _state_sizes(described) | {
+        "recurrent_layers": flags,
+        "full_attention_interval": int(np.argmin(flags)) + 1,
+        "mrope_section": np.array([*sections, 0], np.int32),
+    }
+
+
+def _state_sizes(described: ModelConfig) -> dict[str, Any]:
+    """Return the sizes of layers whose heads have a matrix as state."""
     return {
         "delta_conv_length": described.conv_length or 1,
         "delta_key_dim": described.delta_key_dim or 1,
         "n_delta_key_heads": described.n_delta_key_heads or 1,
         "n_delta_heads": described.n_delta_heads or 1,
         "delta_values": described.delta_values or 1,
-        "recurrent_layers": flags,
-        "full_attention_interval": int(np.argmin(flags)) + 1,
-        "mrope_section": np.array([*sections, 0], np.int32),
     }
 
 
@@ -210,7 +217,7 @@ def as_stored(described: ModelConfig, family: Family) -> ModelConfig:
     The tensors are an untied head, and biases and corrections of 0.
     """
     needs = (family.gguf or {}).get("needs", ())
-    described = replace(described, delta_tiled=described.n_delta_heads != described.n_delta_key_heads)
+    described = replace(described, delta_tiled=is_tiled(described))
     if "head" in needs:
         described = replace(described, tied_head=False)
     if "correction" in needs and described.n_experts:

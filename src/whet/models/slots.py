@@ -12,6 +12,7 @@ plus an offset, or as -exp.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -127,6 +128,7 @@ class ModuleSpec:
         offset: constant that the model adds to the weight.
         negative_exp: the slot is -exp(weight).
         parameter: name of the weight in the module.
+        axes: how the source stores a vector: "column", (n, 1); "by_group", a row for each key head.
     """
 
     names: tuple[str, ...]
@@ -138,6 +140,7 @@ class ModuleSpec:
     parameter: str = "weight"
     column_order: RowOrder = keep_order
     negative_exp: bool = False
+    axes: str = ""
 
     @property
     def is_stored(self) -> bool:
@@ -321,7 +324,11 @@ def iter_slices(
 
 
 def _as_matrix(stored: StoredTensor, expected: tuple[int, ...]) -> StoredTensor:
-    """Return a convolution's taps without the axis of channels, or a matrix of one row; other tensors unchanged."""
+    """Return a convolution's taps without the axis of channels, a matrix of one row, or a vector of more axes; other
+    tensors unchanged.
+    """
+    if len(expected) == 1 and len(stored.shape) == 2 and math.prod(stored.shape) == expected[0]:
+        return StoredTensor(stored.tensor.reshape(-1), stored.format, expected)
     is_taps = len(stored.shape) == 3 and stored.shape[1] == 1 and len(expected) == 2
     if not is_taps and (1, *stored.shape) != expected:
         return stored
@@ -333,6 +340,9 @@ def stored_shape(config: ModelConfig, location: WeightLocation, is_bias: bool = 
     """Return the shape of a location's weight or bias in a file: of all experts, with a first axis for them."""
     if is_bias:
         return _by_experts(config, location, location.shape[:1])
+    if location.module.axes in ("column", "by_group"):
+        n_rows = location.shape[0] if location.module.axes == "column" else config.n_delta_key_heads
+        return n_rows, location.shape[0] // n_rows
     return _by_experts(config, location, location.shape, location.module.transposed)
 
 

@@ -50,6 +50,8 @@ def _choose_mixer(acceleration: Acceleration, module: nn.Module) -> Callable[...
         return _short_conv
     if kind.endswith("GatedDeltaNet"):
         return _gated_delta_net
+    if kind.endswith(("MambaLayer", "Mamba2Mixer")):
+        return _mamba
     if is_legacy_gptj(module):
         return _gptj_attention
     if kind.endswith("Attention") and hasattr(module, "q_proj"):
@@ -286,6 +288,33 @@ def _gated_delta_net(
     out = functions.recompute(mix, qkv, b, a, module.conv1d.weight, module.A_log, module.dt_bias)
     normed = functions.rms_norm(out, module.norm.weight, module.norm.variance_epsilon, torch.float32)
     return module.out_proj(functions.swiglu(z, normed.view(z.shape)))
+
+
+def _mamba(
+    acceleration: Acceleration, module: Any, batch: PackedBatch, hidden_states: Tensor, *args: Any, **options: Any
+) -> Tensor:
+    """Mamba-2 over the sequences of a packed batch (Granite 4 H)."""
+    heads, groups, state = module.num_heads, module.n_groups, module.ssm_state_size
+    values = module.intermediate_size
+
+    def mix(
+        channels: Tensor, a: Tensor, taps: Tensor, bias: Tensor, log_rate: Tensor, dt_bias: Tensor, skip: Tensor
+    ) -> Tensor:
+        mixed = functions.short_conv(channels[0].float(), taps.squeeze(1), batch) + bias
+        v, k, q = nn.functional.silu(mixed).split((values, groups * state, groups * state), 1)
+        v, k, q = v.unflatten(1, (heads, -1)), k.unflatten(1, (groups, -1)), q.unflatten(1, (groups, -1))
+        step = nn.functional.softplus(a[0].float() + dt_bias)
+        out = functions.gated_delta_rule(q, k, v, -log_rate.exp() * step, step, batch, corrects=False)
+        return out + skip[:, None] * v
+
+    projected = module.in_proj(hidden_states)
+    z, channels, a = projected.split((values, projected.shape[-1] - values - heads, heads), -1)
+    conv, rates = module.conv1d, (module.A_log, module.dt_bias, module.D)
+    out = functions.recompute(mix, channels, a, conv.weight, conv.bias, *rates)
+    gated = functions.swiglu(z, out.view(z.shape)).unflatten(-1, (groups, -1))
+    ones = torch.ones(values // groups)
+    normed = functions.rms_norm(gated, ones, module.norm.variance_epsilon, torch.float32)
+    return module.out_proj((normed.flatten(-2) * module.norm.weight).to(projected.dtype))
 
 
 _LENGTH_EPS = 1e-6

@@ -592,7 +592,7 @@ def short_conv(x: Tensor, weight: Tensor, batch: PackedBatch) -> Tensor:
 
 
 def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, batch: PackedBatch
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, batch: PackedBatch, corrects: bool = True
 ) -> Tensor:  # fmt: skip
     """Compute the gated delta rule within the sequences of a packed batch (Yang, Kautz, Hatamizadeh 2024).
 
@@ -606,19 +606,20 @@ def gated_delta_rule(
         log_decay: (N, H), g.
         beta: (N, H).
         batch: the sequences, and the tokens of each.
+        corrects: whether v is corrected, else S = e^g S' + k (beta v)^T (Mamba-2).
 
     Returns:
         (N, H, D) float32.
     """
     qkv = torch.cat([x.float().flatten(1) for x in (q, k, v)], 1)
-    shape = *k.shape[1:], v.shape[2]
+    shape = *k.shape[1:], v.shape[2], corrects
     return _GatedDeltaRule.apply(qkv, log_decay.float(), beta.float(), batch, shape)  # pyright: ignore[reportReturnType]
 
 
 class _GatedDeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, log_decay: Tensor, beta: Tensor, batch: PackedBatch, shape: tuple[int, int, int]
+        ctx: Any, qkv: Tensor, log_decay: Tensor, beta: Tensor, batch: PackedBatch, shape: tuple[int, int, int, bool]
     ) -> Tensor:
         decay, beta = log_decay.exp(), beta.contiguous()
         ctx.save_for_backward(qkv, decay, beta)
@@ -638,11 +639,11 @@ class _GatedDeltaRule(torch.autograd.Function):
 
 
 def _make_delta_task(
-    qkv: Tensor, decay: Tensor, beta: Tensor, batch: PackedBatch, shape: tuple[int, int, int]
+    qkv: Tensor, decay: Tensor, beta: Tensor, batch: PackedBatch, shape: tuple[int, int, int, bool]
 ) -> Any:  # fmt: skip
     return _core.TrainingDelta(
         qkv=qkv.detach(), decay=decay.detach(), beta=beta.detach(), n_key_heads=shape[0], key_dim=shape[1],
-        q_offsets=batch.q_offsets, k_offsets=batch.k_offsets, key_rows=batch.key_rows,
+        corrects=shape[3], q_offsets=batch.q_offsets, k_offsets=batch.k_offsets, key_rows=batch.key_rows,
     )  # fmt: skip
 
 

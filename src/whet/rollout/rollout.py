@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, NamedTuple, Protocol
 
@@ -109,6 +109,7 @@ class Rollout:
         decoded: the completions, decoded for reward functions.
         columns: the dataset's other columns, N values each, and ``OPENING_TAG``: a tag such as "<think>" if the prompt
             opens the thinking, else "".
+        extra_metrics: of episodes.
     """
 
     prompt_ids: list[list[int]]
@@ -116,6 +117,7 @@ class Rollout:
     completions: list[Completion]
     decoded: list[Any]
     columns: dict[str, list[Any]]
+    extra_metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def completion_ids(self) -> list[list[int]]:
@@ -155,6 +157,11 @@ class Rollout:
         """(N,) bool, True for completions ended by ``max_new_tokens``."""
         return np.array([completion.finish_reason == "length" for completion in self.completions])
 
+    @property
+    def failed(self) -> np.ndarray:
+        """(N,) bool, True for episodes without a sampled token, whose environment failed at once."""
+        return np.array([completion.n_sampled == 0 for completion in self.completions])
+
     def score(self, functions: RewardFunctions) -> RewardBatch:
         """Return the rewards of the N completions."""
         return functions(
@@ -170,6 +177,7 @@ class Rollout:
             "completions/max_length": max(lengths),
             "completions/clipped_ratio": float(np.mean(self.truncated)),
             "num_tokens": sum(map(len, self.completion_ids)) + sum(map(len, self.prompt_ids)),
+            **self.extra_metrics,
         }
 
 

@@ -43,10 +43,10 @@ export interface ModelConfig {
   /** Whether every query head is followed by a gate of the head's output. */
   outputGate: boolean;
   /** Per layer: what mixes the tokens; empty: attention in all. */
-  mixers: ("attention" | "conv" | "delta")[];
+  mixers: ("attention" | "conv" | "delta" | "mamba")[];
   /** Taps of short convolutions. */
   convLength: number;
-  /** Value and key heads of the gated delta rule, and their sizes. */
+  /** Value and key heads of the gated delta rule, or of Mamba-2, and their sizes. */
   nDeltaHeads: number;
   nDeltaKeyHeads: number;
   deltaDim: number;
@@ -100,7 +100,7 @@ export interface Family {
   rope_by_layer: boolean;
   full_first: boolean;
   ffn_adjusted: boolean;
-  mixer: "" | "conv" | "delta";
+  mixer: "" | "conv" | "delta" | "mamba";
   with_experts: string;
 }
 
@@ -121,6 +121,12 @@ function merged(base: Entries, own: Entries): Entries {
 }
 
 export const FAMILIES: Record<string, Family> = /* @__PURE__ */ merge(families, true);
+
+/** Return the family of a model with experts, or without. */
+export function withExperts(family: Family, hasExperts: boolean): Family {
+  const { with_experts: other, defaults, rope_option, mixer } = family;
+  return other !== "" && hasExperts ? { ...FAMILIES[other], defaults, rope_option, mixer } : family;
+}
 
 export const toCamel = (name: string) => name.replace(/_(\w)/g, (_, letter: string) => letter.toUpperCase());
 
@@ -143,7 +149,7 @@ export const allButEvery = (interval: number, n: number, isFirst = false) => Arr
 export const settingsOf = (family: Family, flag: (option: string) => boolean, nExperts = 0): Record<string, unknown> =>
   Object.fromEntries(Object.entries(family.settings).filter(([name]) => nExperts > 0 || !/^(router|shared_gate|experts_)/.test(name)).map(([name, value]) => [toCamel(name), typeof value === "string" && value.startsWith("@") ? flag(value.slice(1)) : value]));
 
-/** Return the numbers of a token in a layer with the gated delta rule: its channels (q, k, v), and its values. */
+/** Return the numbers of a token in a layer with the gated delta rule, or with Mamba-2: its channels (q, k, v), and its values. */
 export function deltaSizes(c: ModelConfig): [channels: number, values: number] {
   const values = c.nDeltaHeads * c.deltaDim;
   return [2 * c.nDeltaKeyHeads * c.deltaKeyDim + values, values];
@@ -163,6 +169,7 @@ export function slots(c: ModelConfig): Map<string, number[]> {
     attention: [["qkv", queryRows(c) + 2 * c.nKvHeads * c.headDim, c.hiddenDim, c.qkvBias], ["o", c.hiddenDim, q, c.oBias]],
     conv: [["conv_in", 3 * c.hiddenDim, c.hiddenDim, false], ["conv_out", c.hiddenDim, c.hiddenDim, false]],
     delta: [["delta_in", channels + values + 2 * c.nDeltaHeads, c.hiddenDim, false], ["delta_out", c.hiddenDim, values, false]],
+    mamba: [["delta_in", channels + values + c.nDeltaHeads, c.hiddenDim, false], ["delta_out", c.hiddenDim, values, false]],
   };
   const [up, perDim] = c.gated ? ["gate_up", 2] : ["up", 1];
   const mlp = (width: number): Shape[] => (width === 0 ? [] : [[up, perDim * width, c.hiddenDim, c.mlpBias], ["down", c.hiddenDim, width, c.mlpBias]]);
@@ -182,7 +189,11 @@ export function slots(c: ModelConfig): Map<string, number[]> {
     const mixer = c.mixers[i] ?? "attention";
     if (mixer !== "attention") found.set(`layers.${i}.conv`, [c.convLength, mixer === "conv" ? c.hiddenDim : channels]);
     else if (c.qkNorm) for (const [j, which] of ["q", "k"].entries()) found.set(`layers.${i}.${which}_norm.weight`, [normed[j] * c.headDim]);
-    if (mixer === "delta") for (const [name, n] of [["decay", c.nDeltaHeads], ["dt_bias", c.nDeltaHeads], ["delta_norm.weight", c.deltaDim]] as const) found.set(`layers.${i}.${name}`, [n]);
+    const vectors: Record<string, Record<string, number>> = {
+      delta: { decay: c.nDeltaHeads, dt_bias: c.nDeltaHeads, "delta_norm.weight": c.deltaDim },
+      mamba: { decay: c.nDeltaHeads, dt_bias: c.nDeltaHeads, "delta_norm.weight": values, conv_bias: channels, skip: c.nDeltaHeads },
+    };
+    for (const [name, n] of Object.entries(vectors[mixer] ?? {})) found.set(`layers.${i}.${name}`, [n]);
     if (c.sinks && mixer === "attention") found.set(`layers.${i}.sinks`, [c.nHeads]);
     const isMoe = c.nExperts > 0 && (c.moeLayers[i] ?? true);
     if (isMoe && c.routerCorrection) found.set(`layers.${i}.router_correction`, [c.nExperts]);

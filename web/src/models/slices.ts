@@ -142,7 +142,7 @@ const spread = (n: number, rows: number): RowCopy[] => Array.from({ length: n },
 /** Return the axes of a matrix of n rows: of experts one after another, one row, or the taps of a depthwise convolution. */
 function asMatrix(axes: number[], n: number, isFlat: boolean, nAxes: number): number[] {
   const k = axes[axes.length - 1];
-  if (isFlat && nAxes === 1 && axes.reduce((a, b) => a * b, 1) === n) return [n]; // biases of experts
+  if (nAxes === 1 && axes.reduce((a, b) => a * b, 1) === n) return [n]; // biases of experts, vectors of more axes
   if (isFlat && axes.reduce((a, b) => a * b, 1) === n * k) return [n, k];
   return axes.length === 3 && axes[1] === 1 ? [axes[0], k] : axes;
 }
