@@ -74,6 +74,13 @@ MIXTURES = {
         "num_experts_per_tok": 2,
         "shared_intermediate_size": 48,
     },
+    "gpt_oss": {
+        **LLAMA,
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
 }
 NARROW = "bf16" in _core.isa()
 
@@ -168,6 +175,7 @@ LEARNER_SIZES = {
     },
     "qwen3_moe": {"head_dim": 64, "moe_intermediate_size": 768, "mlp_only_layers": []},
     "granitemoeshared": {"shared_intermediate_size": 512},
+    "gpt_oss": {"head_dim": 64},
 }
 
 
@@ -210,7 +218,7 @@ def test_a_learner_uses_the_estimated_memory(name, compute):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen3", "gemma2", "lfm2", "qwen3_5", "granite4_h", "qwen3_moe", "granitemoeshared"]
+    "name", ["llama", "qwen3", "gemma2", "lfm2", "qwen3_5", "granite4_h", "qwen3_moe", "granitemoeshared", "gpt_oss"]
 )
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_a_learner_keeps_as_many_layers_as_estimated(name, compute):

@@ -248,7 +248,7 @@ def _attention(
     if norms and not norms_rotated:
         q, k = map(_norm_heads, norms, (q, k))
     if position_embeddings is not None and (not acceleration.rotated_layers or acceleration.rotated_layers[layer]):
-        table, is_neox = _rope_table(*position_embeddings, q.shape[-1] // 2), family.rope == "neox"
+        table, is_neox = _rope_table(q.shape[-1] // 2, *position_embeddings), family.rope == "neox"
         q, k = functions.rope(q, table, is_neox=is_neox), functions.rope(k, table, is_neox=is_neox)
     if norms and norms_rotated:
         q, k = map(_norm_heads, norms, (q, k))
@@ -338,7 +338,7 @@ def _norm_heads(norm: Any, heads: Tensor) -> Tensor:
     return norm(heads.reshape(len(heads), -1)).view(heads.shape)
 
 
-def _rope_table(cos: Any, sin: Tensor, half: int) -> Tensor:
+def _rope_table(half: int, cos: Any, sin: Tensor) -> Tensor:
     """Return the cosines and sines of a packed batch, (N, R): one tensor, which all layers save for their backward."""
     if not hasattr(cos, "whet_table"):
         cos.whet_table = torch.cat((cos[0, :, :half], sin[0, :, :half]), 1).float()
