@@ -86,6 +86,13 @@ MIXTURES = {
         "num_experts_per_tok": 2,
         "shared_intermediate_size": 48,
     },
+    "gpt_oss": {
+        **LLAMA,
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
 }
 NARROW = "bf16" in _core.isa()
 
@@ -178,9 +185,16 @@ LEARNER_SIZES = {
     "lfm2": {},
     "qwen3_5": {"head_dim": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
     "gemma4": {"head_dim": 32, "global_head_dim": 64, "hidden_size_per_layer_input": 64},
-    "granite4_h": {"mamba_n_heads": 16, "mamba_d_state": 32, "layer_types": ["full_attention", "linear_attention"] * 2},
+    "granite4_h": {
+        "mamba_n_heads": 16,
+        "mamba_d_state": 32,
+        "num_hidden_layers": 8,
+        "layer_types": ["full_attention", "linear_attention"] * 4,
+        "shared_intermediate_size": 640,
+    },
     "qwen3_moe": {"head_dim": 64, "moe_intermediate_size": 768, "mlp_only_layers": []},
     "granitemoeshared": {"shared_intermediate_size": 512},
+    "gpt_oss": {"head_dim": 64},
 }
 
 
@@ -224,7 +238,7 @@ def test_a_learner_uses_the_estimated_memory(name, compute):
 
 @pytest.mark.parametrize(
     "name",
-    ["llama", "qwen3", "gemma2", "gemma4", "lfm2", "qwen3_5", "granite4_h", "qwen3_moe", "granitemoeshared"],
+    ["llama", "qwen3", "gemma2", "gemma4", "lfm2", "qwen3_5", "granite4_h", "qwen3_moe", "granitemoeshared", "gpt_oss"],
 )
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_a_learner_keeps_as_many_layers_as_estimated(name, compute):

@@ -313,7 +313,7 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 def _mlp(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray) -> np.ndarray:
     gate, up = np.split(_linear(layer, "gate_up", x), 2, axis=-1) if config.gated else (_linear(layer, "up", x), None)
-    if config.activation == "clamped_swiglu":
+    if up is not None and config.activation == "clamped_swiglu":
         gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
         return _linear(layer, "down", gate * _sigmoid(1.702 * gate) * (up + 1))
     inner = naive_activation(config.activation, gate)

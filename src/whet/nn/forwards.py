@@ -256,7 +256,7 @@ def _attention(
         heads = list(map(_norm_heads, norms, heads))
     if position_embeddings is not None and (not acceleration.rotated_layers or acceleration.rotated_layers[layer]):
         width = position_embeddings[0].shape[-1] if family.partial_rotary else q.shape[-1]
-        table, is_neox = _rope_table(*position_embeddings, width // 2), family.rope == "neox"
+        table, is_neox = _rope_table(width // 2, *position_embeddings), family.rope == "neox"
         heads = [functions.rope(each, table, is_neox=is_neox) for each in heads]
     if norms and norms_rotated:
         heads = list(map(_norm_heads, norms, heads))
@@ -351,7 +351,7 @@ def _norm_heads(norm: Any, heads: Tensor) -> Tensor:
     return norm(heads.reshape(len(heads), -1)).view(heads.shape)
 
 
-def _rope_table(cos: Any, sin: Tensor, half: int) -> Tensor:
+def _rope_table(half: int, cos: Any, sin: Tensor) -> Tensor:
     """Return the cosines and sines of a packed batch, (N, R): one tensor, which all layers save for their backward."""
     if not hasattr(cos, "whet_table"):
         cos.whet_table = torch.cat((cos[0, :, :half], sin[0, :, :half]), 1).float()
