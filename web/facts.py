@@ -191,6 +191,14 @@ def calls(file: str) -> str:
     return "\n  ".join(["{", *found]) + "\n}"
 
 
+def not_run() -> dict[str, list[str]]:
+    """Return why some models are not run: reasons of few bytes, as folders are a chunk of at most 16 KB."""
+    named = ("streams", "fused", "mixtures")
+    found = {why: names for why, names in families._DATA["not_run"].items() if any(word in why for word in named)}
+    found["mixtures of experts"] = found["mixtures of experts"][:8]
+    return found | {TOO_LARGE: sorted(families.FAMILIES.keys() - FAMILIES.keys())}
+
+
 def facts() -> dict[str, Any]:
     kinds = {}
     for model in algorithms._BUILDERS:
@@ -203,7 +211,7 @@ def facts() -> dict[str, Any]:
         "gguf": families.GGUF_NAMES,
         "activations": families._ACTIVATIONS,
         "plain": families._PLAIN,
-        "notRun": families._DATA["not_run"] | {TOO_LARGE: sorted(families.FAMILIES.keys() - FAMILIES.keys())},
+        "notRun": not_run(),
         "textParts": families._TEXT_PARTS,
         "skippedTensors": families.SKIPPED,
         "predicting": families.PREDICTING,
