@@ -30,6 +30,7 @@ from whet.models.slots import (
     locate_norm,
     stored_shape,
     untie_adapted,
+    with_expert_modules,
 )
 from whet.models.sources.folder import read_config
 from whet.models.sources.gguf import predicting_tensors, read_options, rope_vectors
@@ -135,12 +136,13 @@ def read_adapters(folder: str | os.PathLike[str], source: ModelSource, where: st
         MissingExtraError: safetensors is not installed.
     """
     found: list[LoRA | NormValues] = []
+    targets = with_expert_modules(source.targets)
     for module, saved in read_peft_modules(folder).items():
-        location = find_location(source.targets, module, where)
+        location = find_location(targets, module, where)
         if isinstance(saved, dict):
             found += locate_norm(source.config, location, saved, where)
         else:
-            found.append(locate_lora(source.config, location, *saved, where))
+            found += locate_lora(source.config, location, *saved, where)
     return found
 
 
@@ -190,7 +192,7 @@ def _iter_tensors(
         for suffix, slot in ((location.module.parameter, location.weight), ("bias", location.bias)):
             if slot not in slots or slot is None:
                 continue
-            shape = stored_shape(stored, location) if slot == location.weight else location.shape[:1]
+            shape = stored_shape(location) if slot == location.weight else location.shape[:1]
             format = file_format(mixture, stored, location) if slot == location.weight else "float32"
 
             def chunks(
