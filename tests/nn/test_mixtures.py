@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from tests.engine.tiny_models import MIXTURES, tiny_model
+from tests.models.test_expert_adapters import adapt
 
+from whet import Engine
 from whet.nn.accelerate import accelerate
 from whet.nn.causal_lm import completion_logprobs
 from whet.nn.frozen import FrozenExperts, base_of, frozen_model, parameter_values
@@ -22,7 +24,8 @@ CASES = [case for case in MIXTURES if not case.endswith("-vision")]
 def gradients_of(model: Any, train_all: bool, **options: Any) -> tuple[np.ndarray, float | None, dict[str, np.ndarray]]:
     """Return log-probs, the balance loss and the gradients of the trained parameters."""
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(train_all or any(part in name for part in TRAINED)).grad = None
+        trained = ("lora_",) if hasattr(model, "peft_config") else TRAINED
+        parameter.requires_grad_(train_all or any(part in name for part in trained)).grad = None
     found = completion_logprobs(model, PROMPTS, COMPLETIONS, **options)
     grad = np.random.default_rng(5).normal(size=found.logprobs.shape)
     loss = (found.logprobs * torch.tensor(grad).to(found.logprobs)).sum()
@@ -47,6 +50,35 @@ def test_gradients_match_transformers(case: str, train_all: bool) -> None:
         logprobs, _, grads = gradients_of(model, train_all)
     np.testing.assert_allclose(logprobs, expected, atol=2e-5)
     assert max(relative_errors(grads, right).values()) < 1e-4
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_of_adapters_of_experts_match_peft(case: str) -> None:
+    expected, _, right = gradients_of(adapt(tiny_model(case)).double(), False)
+    assert any("experts.lora_A" in name for name in right)
+    assert any("experts.base_layer.lora_A" in name for name in right)
+    with accelerate(model := adapt(tiny_model(case)), "float32"):
+        logprobs, _, grads = gradients_of(model, False)
+        with model.disable_adapter(), torch.no_grad():
+            plain = completion_logprobs(model, PROMPTS, COMPLETIONS).logprobs.numpy()
+    np.testing.assert_allclose(logprobs, expected, atol=2e-5)
+    np.testing.assert_allclose(plain, gradients_of(tiny_model(case).double(), False)[0], atol=2e-5)
+    assert max(relative_errors(grads, right).values()) < 1e-4
+
+
+def test_packed_experts_have_adapters() -> None:
+    """The packed base in float32 has the bits of the weights."""
+    _, _, right = gradients_of(adapt(tiny_model("qwen3_moe")).double(), False)
+    packed = adapt(frozen_model(tiny_model("qwen3_moe"), "float32"))
+    assert not any("proj" in name and "experts" in name for name in packed.state_dict() if "lora_" not in name)
+    with accelerate(packed, "float32"):
+        _, _, grads = gradients_of(packed, False)
+    assert max(relative_errors(grads, right).values()) < 1e-4
+    ids = list(range(5, 15))
+    with torch.no_grad(), accelerate(packed, "float32"):
+        expected = packed(torch.tensor([ids])).logits[0].numpy()
+    found = Engine.from_model(packed).logits(ids)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("train_all", [False, True], ids=["frozen", "trained"])

@@ -30,7 +30,7 @@ PEFT_PREFIX = "base_model.model."
 Factors = tuple[np.ndarray, np.ndarray, float]
 """A (r, in), B (out, r), and their scaling or alpha. Of E experts: A (E r, in), expert after expert, and B (out, r E),
 in which the columns of an expert are E apart."""
-_EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
+EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 """Parameters of the experts of a mixture in transformers, in their order. PEFT's ``target_parameters`` gives each a
 wrapper of the experts, the last outside."""
 
@@ -146,21 +146,21 @@ def wrapper_of(name: str, names: Iterable[str]) -> str:
     holder, _, parameter = name.rpartition(".")
     if not is_expert_parameter(name):
         return name
-    is_inside = parameter == _EXPERT_PARAMETERS[0] and f"{holder}.{_EXPERT_PARAMETERS[1]}" in names
+    is_inside = parameter == EXPERT_PARAMETERS[0] and f"{holder}.{EXPERT_PARAMETERS[1]}" in names
     return f"{holder}.base_layer" if is_inside else holder
 
 
 def is_expert_parameter(name: str) -> bool:
     """Whether a name is of the matrices of all experts of a layer."""
     *_, holder, end = ("", *name.split("."))
-    return holder == "experts" and end in _EXPERT_PARAMETERS
+    return holder == "experts" and end in EXPERT_PARAMETERS
 
 
 def adapted_name(wrapper: str, config: Mapping[str, Any]) -> str:
     """Return the inverse of ``wrapper_of`` for the adapters of a config."""
     holder = wrapper.removesuffix(".base_layer")
     given = [f".{name}" for name in config.get("target_parameters") or ()]
-    wrapped = [name for end in _EXPERT_PARAMETERS if f".{(name := f'{holder}.{end}')}".endswith(tuple(given))]
+    wrapped = [name for end in EXPERT_PARAMETERS if f".{(name := f'{holder}.{end}')}".endswith(tuple(given))]
     if not wrapped or not is_expert_parameter(wrapped[0]):
         return wrapper
     return wrapped[0 if holder != wrapper else -1]

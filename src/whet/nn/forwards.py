@@ -13,7 +13,7 @@ from whet.errors import WhetValueError
 from whet.learner.batch import PackedBatch
 from whet.models.sources.module_code import ACTIVATION_NAMES, forward_code
 from whet.nn import functions
-from whet.nn.frozen import FrozenLinear, special_adapters
+from whet.nn.frozen import FrozenExperts, FrozenLinear, special_adapters
 from whet.nn.scratch import cast_weight
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def choose_forward(acceleration: Acceleration, module: nn.Module) -> Callable[..
         return partial(_swiglu if is_split else _swiglu_fused, acceleration, module)
     if kind.endswith("TopKRouter"):
         return partial(_router, module.forward)
-    if kind.endswith("Experts") and hasattr(module, "gate_up_proj"):
+    if is_experts(module):
         return partial(_experts, acceleration, module, module.forward)
     packed = _choose_mixer(acceleration, module)
     return None if packed is None else partial(_mix, partial(packed, acceleration, module), module.forward)
@@ -178,6 +178,13 @@ def _router(original: Callable[..., Any], hidden_states: Tensor, *args: Any) -> 
     return original(hidden_states.float(), *args)
 
 
+def is_experts(module: Any) -> bool:
+    """Whether these are the experts of a mixture, in float parameters or packed, perhaps inside PEFT's wrappers."""
+    while hasattr(module, "parameter_name"):
+        module = module.base_layer
+    return type(module).__name__.endswith("Experts") and hasattr(module, "gate_up_proj")
+
+
 def _experts(
     acceleration: Acceleration,
     module: Any,
@@ -187,11 +194,32 @@ def _experts(
     top_k_weights: Tensor,
 ) -> Tensor:
     """Experts of a mixture without their activations, if they are frozen; else the module's own, in float32."""
-    matrices = module.gate_up_proj, module.down_proj
-    if any(matrix.requires_grad for matrix in matrices) or not _is_silu(module.act_fn):
+    adapters: dict[str, tuple[Tensor, Tensor] | None] = {}
+    while hasattr(module, "parameter_name"):
+        adapters[module.parameter_name] = _expert_factors(module)
+        module = module.base_layer
+    dtype, matrices = acceleration.dtype, (module.gate_up_proj, module.down_proj)
+    if isinstance(module, FrozenExperts):
+        weights = module.weights(dtype)
+    elif any(matrix.requires_grad for matrix in matrices) or not _is_silu(module.act_fn):
         return original(hidden_states.float(), top_k_index, top_k_weights)
-    weights = functions.ExpertWeights(*(partial(_expert_weight, matrix, acceleration.dtype) for matrix in matrices))
-    return functions.experts(hidden_states, top_k_index, top_k_weights, weights, acceleration.dtype)
+    else:
+        weights = functions.ExpertWeights(*(partial(_expert_weight, matrix, dtype) for matrix in matrices))
+    factors = functions.ExpertAdapters(adapters.get("gate_up_proj"), adapters.get("down_proj"))
+    return functions.experts(hidden_states, top_k_index, top_k_weights.float(), weights, dtype, factors)
+
+
+def _expert_factors(wrapper: Any) -> tuple[Tensor, Tensor] | None:
+    """Return the active adapters of PEFT's wrapper as one: A (E, r, inputs), B (E, outputs, r); None: none."""
+    if wrapper.disable_adapters and wrapper.merged:
+        wrapper.unmerge()  # as PEFT's own forward does
+    names = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+    if wrapper.disable_adapters or wrapper.merged or not names:
+        return None
+    n = wrapper.num_experts
+    a = [wrapper.lora_A[name].weight.unflatten(0, (n, -1)) for name in names]
+    b = [wrapper.scaling[name] * wrapper.lora_B[name].weight.unflatten(1, (-1, n)).permute(2, 0, 1) for name in names]
+    return torch.cat(a, 1), torch.cat(b, 2)
 
 
 def _expert_weight(matrices: Tensor, dtype: torch.dtype, expert: int) -> Tensor:

@@ -315,7 +315,8 @@ class _Live:
                 f"Omit it, or pack the base from a source with that max_position."
             )
         for name, location in base.targets.items():
-            if len(location.shape) != 2 or name not in self.modules:
+            is_router = location.weight.endswith(".router")  # a copy in floats, which does not train
+            if len(location.shape) != 2 or name not in self.modules or is_router:
                 continue
             layer, _ = self.layer([name])
             if getattr(layer, "whet_base", None) is not base:
