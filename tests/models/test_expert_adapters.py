@@ -19,6 +19,11 @@ from tests.threads import same_on_any_threads
 from tests.tiny import with_lora
 
 from whet import Engine, SamplingParams
+from whet.cli.chat import ChatConfig
+from whet.cli.eval import EvalConfig
+from whet.cli.generate import GenerateConfig
+from whet.cli.serve import ServeConfig
+from whet.cli.text_options import EngineSettings
 from whet.errors import CheckpointError, WhetValueError
 from whet.learner.learner import Learner
 from whet.models.export import export_gguf, read_adapters
@@ -31,6 +36,7 @@ from whet.models.slots import LoRA, iter_locations
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.live import open_module
 from whet.models.sources.pretrained import open_pretrained
+from whet.text.model import load_engine
 
 __all__ = ["tokenizer"]
 PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -229,3 +235,21 @@ def test_adapters_of_other_experts_are_rejected(tmp_path):
     message = ("experts.gate_up_proj has", "expected A (6 r, k) and B (n, 6 r)")
     assert_raises(CheckpointError, message, read_adapted, tmp_path, source, "here")
     assert_raises(WhetValueError, ("has ranks 14 and 14", "multiple of 6"), read_adapters, tmp_path, source, "here")
+
+
+def test_a_limit_of_packed_experts_needs_experts_of_a_file(tmp_path):
+    """The command line passes the setting on; experts that are converted, or of a module, are packed at once."""
+    tiny_model("qwen3_moe").to(torch.bfloat16).save_pretrained(tmp_path / "moe")
+    tiny_model("llama").save_pretrained(tmp_path / "dense")
+    ids, found = list(range(5, 30)), []
+    for options in ({}, {"expert_bytes": 1}):
+        with load_engine(str(tmp_path / "moe"), "bf16", None, "here", **options) as engine:
+            logits = engine.logits(ids)
+            assert (engine.memory["experts_resident_bytes"] == 0) == bool(options)
+            found.append(logits)
+    np.testing.assert_array_equal(*found)
+    message = ("expert_bytes is 7", "the model has none")
+    assert_raises(WhetValueError, message, load_engine, str(tmp_path / "dense"), None, None, "here", expert_bytes=7)
+    message = ("expert_bytes is 7", "converts them")
+    assert_raises(WhetValueError, message, load_engine, str(tmp_path / "moe"), "q8_0", None, "here", expert_bytes=7)
+    assert all(issubclass(each, EngineSettings) for each in (GenerateConfig, ChatConfig, EvalConfig, ServeConfig))

@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 import torch
 from tests.engine.tiny_models import MIXTURES, tiny_model
+from tests.learner.test_mixtures import random_experts, replay
 from tests.models.test_expert_adapters import adapt
 
-from whet import Engine
+from whet import Engine, WhetValueError
+from whet.learner.learner import Learner
+from whet.models.packed_base import pack_base
+from whet.models.sources.live import open_module
 from whet.nn.accelerate import accelerate
 from whet.nn.causal_lm import completion_logprobs
 from whet.nn.frozen import FrozenExperts, base_of, frozen_model, parameter_values
@@ -106,6 +110,42 @@ def test_balance_loss_is_transformers(case: str) -> None:
     with accelerate(model := tiny_model(case), "float32"):
         _, balance, grads = gradients_of(model, True, return_balance=True)
     assert balance == pytest.approx(expected.item(), rel=1e-5)
+    assert max(relative_errors(grads, right).values()) < 1e-4
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_replayed_experts_are_the_learners(case: str) -> None:
+    """Log-probs for random experts of some rows, and the own choice of others."""
+    base = pack_base(open_module(tiny_model(case)), weights="float32")
+    learner = Learner(base, lora_rank=2, compute="float32", lora_layers=["k_proj"])
+    experts: list[Any] = random_experts(base.config)
+    experts = [experts[0], None, experts[2][-2:], experts[3]]
+    expected = learner.logprobs(PROMPTS, COMPLETIONS, experts=experts)
+    plain = learner.logprobs(PROMPTS, COMPLETIONS, keep=False).logprobs
+    assert np.abs(expected.logprobs - plain).max() > 1e-2
+    with accelerate(tiny_model(case), "float32") as acceleration, torch.no_grad():
+        found = completion_logprobs(acceleration._model, PROMPTS, COMPLETIONS, experts=experts)
+    np.testing.assert_allclose(found.logprobs.numpy(), expected.logprobs, atol=2e-5)
+    assert found.replaced_experts == pytest.approx(expected.replaced_experts)
+    with pytest.raises(WhetValueError, match="torch computes the model"):
+        completion_logprobs(tiny_model(case), PROMPTS, COMPLETIONS, experts=experts)
+
+
+def test_gradients_of_replayed_experts() -> None:
+    """Through the routers' own probabilities of the given experts."""
+    model = tiny_model("qwen3_moe").double()
+    experts = random_experts(open_module(model).config)
+    with replay(model, experts):
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+        grad, total = np.random.default_rng(5).normal(size=(4, 6)), torch.zeros((), dtype=torch.float64)
+        for i, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
+            logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            total = total + logits[range(len(completion)), completion] @ torch.tensor(grad[i, : len(completion)])
+        total.backward()
+    right = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+    with accelerate(model := tiny_model("qwen3_moe"), "float32"):
+        _, _, grads = gradients_of(model, True, experts=experts)
     assert max(relative_errors(grads, right).values()) < 1e-4
 
 

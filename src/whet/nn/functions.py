@@ -401,7 +401,7 @@ def experts(
     factors: Tensor,
     weights: ExpertWeights,
     dtype: torch.dtype,
-    adapters: ExpertAdapters = ExpertAdapters(),
+    adapters: ExpertAdapters | None = None,
 ) -> Tensor:
     """Return sum over j of factors[n, j] f_e(x[n]) for the experts e = chosen[n, j], (N, K) float32.
 
@@ -416,7 +416,7 @@ def experts(
         dtype: of products.
         adapters: of the experts; those without tokens get a gradient of 0.
     """
-    flat = [factor for pair in adapters for factor in pair or (None, None)]
+    flat = [factor for pair in adapters or ExpertAdapters() for factor in pair or (None, None)]
     return _Experts.apply(x, chosen, factors, weights, dtype, *flat)  # pyright: ignore[reportReturnType]
 
 
