@@ -26,6 +26,8 @@ from whet.models.sizes import estimate, load_source, source_of_config
 from whet.models.sources.live import open_module
 from whet.nn import accelerate, scratch
 from whet.nn.causal_lm import completion_logprobs
+from whet.runs.models import add_adapters
+from whet.runs.settings import RunConfig
 from whet.training.sizes import Lengths, run_memory
 
 CONFIGS = {
@@ -130,27 +132,29 @@ def kept_by_autograd(model: Any, prompts: list[list[int]], completions: list[lis
     return sum(n_bytes for address, n_bytes in storages.items() if address not in own)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *MIXTURES])
 @pytest.mark.parametrize("lora", [False, True])
 def test_autograd_saves_the_estimated_bytes(name, lora):
     model = make_model(name)
     source, adapters = open_module(model), {}
     if lora:
-        model, adapters = with_lora(model, r=4, target_modules="all-linear"), {"adapters": choose_adapted(source, 4)}
+        layers = ["all-linear", "experts"] if name in MIXTURES else []
+        model = add_adapters(model, RunConfig(lora_rank=4, lora_layers=layers))
+        adapters = {"adapters": choose_adapted(source, 4, layers)}
     prompts = [[5 + i, 6, 7, 8] * 25 for i in range(4)]
     kept = kept_by_autograd(model, prompts, [[9, 10]] * 4)
     config = SFTConfig(batch_size=4, max_tokens_per_step=0, training_mode=False)
     predicted = run_memory(source, config, Lengths(100, 2), interpreter=0, **adapters).update["activations"]
     # The head computes logits, and the gradients of hidden states, in its backward pass.
     head = 8 * (2048 * (6 if NARROW else 4) + (8 if NARROW else 4) * LLAMA["hidden_size"])
-    assert kept == pytest.approx(predicted - head, rel=0.03)
+    assert kept == pytest.approx(predicted - head, rel=0.05 if name in MIXTURES else 0.03)
 
 
 LEARNER_SIZES = {
     "llama": {},
     "lfm2": {},
     "qwen3_5": {"head_dim": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
-    "qwen3_moe": {"head_dim": 64, "moe_intermediate_size": 768, "mlp_only_layers": []},
+    "qwen3_moe": {"head_dim": 128, "moe_intermediate_size": 768, "mlp_only_layers": []},
     "granitemoeshared": {"shared_intermediate_size": 512},
 }
 

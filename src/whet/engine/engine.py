@@ -145,8 +145,8 @@ class Engine:
         if expert_bytes and not split_deferrable(slices, self.formats)[1]:
             reason = "converts them when it loads them" if self.config.n_experts else "has none"
             raise WhetValueError(
-                f"{where}: expert_bytes is {expert_bytes}, of experts that are packed on demand, and the model {reason}. "
-                f"Omit it, or pass a mixture of experts in its file's own format."
+                f"{where}: expert_bytes is {expert_bytes}, of experts that are packed on demand, and the model "
+                f"{reason}. Omit it, or pass a mixture of experts in its file's own format."
             )
         core = _core.Engine(
             packed.core, kv_bytes=kv_bytes, max_batch=max_batch, chunk=prefill_chunk,
