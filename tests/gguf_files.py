@@ -18,19 +18,27 @@ _PLACES_OF_SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,), "IQ4_XS":
 _ARCHITECTURES = {"mistral": "llama", "gpt_neox": "gptneox", "phi": "phi2", "gemma3_text": "gemma3",
                   "olmo3": "olmo2", "granitemoehybrid": "granite", "ministral3": "mistral3",
                   "hunyuan_v1_dense": "hunyuan-dense", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe",
-                  "lfm2_moe": "lfm2moe", "granitemoeshared": "granitemoe", "qwen3_5_moe_text": "qwen35moe"}  # fmt: skip
+                  "lfm2_moe": "lfm2moe", "granitemoeshared": "granitemoe", "qwen3_5_moe_text": "qwen35moe",
+                  "gpt_oss": "gpt-oss"}  # fmt: skip
 _INTERLEAVED = ("llama", "mistral", "smollm3", "granite", "granitemoehybrid", "ministral3", "arcee", "granite_swa",
                 "granitemoe", "granitemoeshared")  # fmt: skip
-_WITH_WINDOWS = ("mistral", "phi3", "starcoder2", "gemma2", "gemma3_text", "olmo3", "exaone4", "granite_swa")
+_WITH_WINDOWS = ("mistral", "phi3", "starcoder2", "gemma2", "gemma3_text", "olmo3", "exaone4", "granite_swa",
+                 "gpt_oss")  # fmt: skip
 _FLOATS = (".conv.conv.", ".conv1d.", ".gate.weight", ".shared_expert_gate.", ".router.")
 _BY_NAME = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
 _BY_NAME["granite_swa"] = gguf.MODEL_ARCH.GRANITE  # not in this package yet
 
 
 def architecture_of(config: Any) -> str:
+    if is_mamba(config):
+        return "granitehybrid"
     if config.model_type == "granitemoehybrid" and config.num_local_experts:
         return "granitemoe"
     return _ARCHITECTURES.get(config.model_type, config.model_type)
+
+
+def is_mamba(config: Any) -> bool:
+    return config.model_type == "granitemoehybrid" and "linear_attention" in config.layer_types
 
 
 def gguf_name(config: Any, name: str) -> str:
@@ -48,6 +56,8 @@ def gguf_name(config: Any, name: str) -> str:
 def as_llama_cpp(config: Any, name: str, array: np.ndarray) -> np.ndarray:
     """Return a tensor with rows in the order of llama.cpp's converter."""
     n_heads = config.num_attention_heads
+    if ".mamba." in name:
+        return as_mamba(config, name, array)
     if config.model_type in _INTERLEAVED and (".q_proj." in name or ".k_proj." in name):
         heads = n_heads if ".q_proj." in name else config.num_key_value_heads
         rest = array.shape[1:]
@@ -57,10 +67,22 @@ def as_llama_cpp(config: Any, name: str, array: np.ndarray) -> np.ndarray:
         return array.reshape(n_heads, 3, -1, *rest).swapaxes(0, 1).reshape(array.shape)
     if config.model_type == "gpt2" and name.rsplit(".", 2)[-2] in ("c_attn", "c_proj", "c_fc") and array.ndim == 2:
         return array.T
+    if config.model_type == "gpt_oss" and ".experts." in name:
+        array = array if name.endswith("_bias") else array.swapaxes(1, 2)
+        return np.concatenate([array[:, ::2], array[:, 1::2]], 1) if "gate_up_proj" in name else array
     with_offset = config.model_type in ("gemma2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text")
     if with_offset and "norm" in name and ".linear_attn." not in name:
         return array + np.float32(1)
     return as_tiled(config, name, array) if ".linear_attn." in name else array
+
+
+def as_mamba(config: Any, name: str, array: np.ndarray) -> np.ndarray:
+    """Return a tensor of Mamba-2 with the axes that llama.cpp requires."""
+    if name.endswith("A_log"):
+        return -np.exp(array, dtype=np.float64).astype(np.float32)[:, None]
+    if name.endswith(".norm.weight"):
+        return array.reshape(config.mamba_n_groups, -1)
+    return array[:, None] if name.endswith(".D") else array
 
 
 def as_tiled(config: Any, name: str, array: np.ndarray) -> np.ndarray:
@@ -136,7 +158,9 @@ def write_gguf(
     n_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     is_hybrid = config.model_type in ("lfm2", "lfm2_moe")
     writer.add_head_count_kv(
-        [n_kv_heads * (kind != "conv") for kind in config.layer_types] if is_hybrid else n_kv_heads
+        [n_kv_heads * (kind == "full_attention") for kind in config.layer_types]
+        if is_hybrid or is_mamba(config)
+        else n_kv_heads
     )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if hasattr(config, "rms_norm_eps") or is_hybrid:
@@ -164,6 +188,13 @@ def write_gguf(
         writer.add_rope_scaling_orig_ctx_len(settings["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_log_mul(settings["mscale_all_dim"])
         writer.add_attn_temperature_scale(settings["llama_4_scaling_beta"])
+    if config.model_type == "gpt_oss":
+        if settings["rope_type"] == "yarn":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(settings["factor"])
+            writer.add_rope_scaling_orig_ctx_len(settings["original_max_position_embeddings"])
+        if config.layer_types[0] != "sliding_attention":
+            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if config.model_type == "olmo3" or (config.model_type == "exaone4" and config.sliding_window):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if config.model_type == "granite_swa":
@@ -182,6 +213,12 @@ def write_gguf(
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
+    if is_mamba(config):
+        writer.add_ssm_conv_kernel(config.mamba_d_conv)
+        writer.add_ssm_state_size(config.mamba_d_state)
+        writer.add_ssm_group_count(config.mamba_n_groups)
+        writer.add_ssm_time_step_rank(config.mamba_n_heads)
+        writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
     if config.model_type in ("gpt_neox", "stablelm"):
         writer.add_parallel_residual(config.use_parallel_residual)
     if config.model_type in ("qwen3_5_text", "qwen3_5_moe_text"):
@@ -208,11 +245,11 @@ def write_gguf(
                 add(writer, f"blk.{name.split('.')[2]}.ffn_gate_up_exps.weight", array, kind)
                 continue
             for part, half in split_gate(name, array, bool(n_experts)):
-                add(writer, part, np.ascontiguousarray(half), kind)
+                add(writer, part, np.ascontiguousarray(half), F32 if part.endswith("bias") else kind)
             continue
         if array.ndim == 3:  # of a convolution
             array = array.squeeze(1)
-        is_matrix = array.ndim == 2 and not any(part in name for part in _FLOATS)
+        is_matrix = array.ndim == 2 and len(tensor.shape) == 2 and not any(part in name for part in _FLOATS)
         name = gguf_name(config, name)
         block, _, layer = name.rpartition(".attn_")
         if fused and layer.split(".")[0] in ("q", "k", "v"):
@@ -234,7 +271,8 @@ def write_gguf(
 def write_expert_keys(writer: Any, config: Any, n_experts: int) -> None:
     writer.add_expert_count(n_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
-    if (width := getattr(config, "moe_intermediate_size", None)) is not None:
+    width = config.intermediate_size if config.model_type == "gpt_oss" else None
+    if (width := getattr(config, "moe_intermediate_size", width)) is not None:
         writer.add_expert_feed_forward_length(width)
     names = ("shared_intermediate_size", "shared_expert_intermediate_size")
     if width := next(filter(None, (getattr(config, name, None) for name in names)), None):
@@ -249,8 +287,9 @@ def split_gate(name: str, array: np.ndarray, has_experts: bool) -> list[tuple[st
     end = "exps" if ".experts." in name else "shexp" if has_experts else ""
     begin = f"blk.{name.split('.')[2]}.ffn_"
     parts = ["down"] if "down_proj" in name or "output_linear" in name else ["gate", "up"]
-    halves = np.split(array, len(parts), axis=-2)
-    return [(f"{begin}{part}{'_' * bool(end)}{end}.weight", half) for part, half in zip(parts, halves, strict=True)]
+    halves = np.split(array, len(parts), axis=int(end == "exps"))
+    suffix = "bias" if name.endswith("_bias") else "weight"
+    return [(f"{begin}{part}{'_' * bool(end)}{end}.{suffix}", half) for part, half in zip(parts, halves, strict=True)]
 
 
 def add_keys(writer: gguf.GGUFWriter, metadata: dict[str, Any]) -> None:

@@ -98,9 +98,15 @@ def letters_tokenizer() -> Any:
 class ScriptedEngine:
     """A RolloutEngine that returns given completions and records its calls."""
 
-    def __init__(self, groups: list[list[list[int]]], logprobs: list[list[list[float]]] | None = None) -> None:
+    def __init__(
+        self,
+        groups: list[list[list[int]]],
+        logprobs: list[list[list[float]]] | None = None,
+        sampled: list[list[list[bool]]] | None = None,
+    ) -> None:
         self.groups = groups
         self.logprobs = logprobs
+        self.sampled = sampled
         self.policy_version = 0
         self.asked: list[tuple[list[list[int]], int, SamplingParams]] = []
 
@@ -116,6 +122,7 @@ class ScriptedEngine:
                     self.logprobs[i][j] if self.logprobs else None,
                     "stop" if ids[-1] == EOS else "length",
                     self.policy_version,
+                    sampled=self.sampled[i][j] if self.sampled else None,
                 )
                 for j, ids in enumerate(group)
             ]

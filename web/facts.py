@@ -119,7 +119,7 @@ def hf_modules() -> dict[str, Any]:
 
 def gguf_families() -> dict[str, Any]:
     """Return the architecture in GGUF of each family by model_type, and its tensors by slot."""
-    fields = ("architecture", "scale_by_hidden", "sliding_window", "normalised", "ignored")
+    fields = ("architecture", "hybrid", "scale_by_hidden", "sliding_window", "normalised", "ignored")
     return {
         name: {field: gguf[field] for field in fields if field in gguf}
         | {"modules": {target: gguf_module(gguf, target, m) for target, m in modules_of(name) if "gguf" in m}}
@@ -134,14 +134,18 @@ def gguf_module(gguf: Mapping[str, Any], target: str, module: dict[str, Any]) ->
     return (
         {"names": [module["gguf"]]}
         | ({"order": "deinterleave"} if is_interleaved else {})
-        | ({"isTransposed": True} if "gguf_layout" in module else {})
+        | ({"isTransposed": True} if module.get("gguf_layout") == "transposed" else {})
         | ({"parameter": module["gguf_parameter"]} if "gguf_parameter" in module else {})
     )
 
 
 def hf_module(module: dict[str, Any]) -> dict[str, Any]:
     """Return a ModuleSpec of web/src/models/slices.ts."""
-    layouts = {"by_head": {"order": "splitHeads"}, "transposed": {"isTransposed": True}}
+    layouts = {
+        "by_head": {"order": "splitHeads"},
+        "transposed": {"isTransposed": True},
+        "pairs": {"isTransposed": True, "order": "splitPairs"},
+    }
     spec = {"names": [module[key] for key in ("hf", "hf_also") if key in module]}
     offset = {"offset": module["hf_offset"]} if "hf_offset" in module else {}
     parameter = {"parameter": module["hf_parameter"]} if "hf_parameter" in module else {}
@@ -202,6 +206,8 @@ def facts() -> dict[str, Any]:
         "skippedTensors": families.SKIPPED,
         "predicting": families.PREDICTING,
         "kinds": families._KINDS,
+        "olderKinds": families._OLDER_KINDS,
+        "unlimited": [limit for limit in families._UNLIMITED if isinstance(limit, list) and isinstance(limit[1], dict)],
         "mixerSizes": families._MIXER_SIZES,
         "parts": slots.PARTS,
         "largest": architecture.LARGEST,

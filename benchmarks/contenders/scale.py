@@ -150,7 +150,7 @@ def serve_weights(session: Session, work: Sampling) -> None:
             if work.base != "none":
                 policy.save_pretrained(folder)
                 policy, options = frozen_model(folder, work.base), {}
-            policy = peft.get_peft_model(policy, lora_config())
+            policy = peft.get_peft_model(policy, lora_config(work.shape.model))
         _serve_weights(session, work, policy, options)
 
 

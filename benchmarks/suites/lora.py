@@ -12,7 +12,14 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contenders.engine.models import QWEN2_500M, SMOLLM2_135M, ModelShape
+from benchmarks.contenders.engine.models import (
+    LFM2_350M,
+    OLMOE_4_LAYERS,
+    QWEN2_500M,
+    QWEN3_5_800M,
+    SMOLLM2_135M,
+    ModelShape,
+)
 from benchmarks.contenders.training import native, trl
 from benchmarks.contenders.training.lora import (
     RANK,
@@ -216,6 +223,15 @@ def pair_tables(model: ModelShape, n_pairs: int, options: LoraOptions) -> list[T
     ]
 
 
+def family_table(model: ModelShape, options: LoraOptions) -> Table:
+    """Create the table of a GRPO step of another family. Its experts, if any, are frozen."""
+    shape = GRPOShape(model)
+    case = shape_case("4 x 8, 128 + 128", "grpo", shape, options)
+    return work_table(
+        f"GRPO, LoRA, {model.name}", [case], [whet("whet", "bf16"), whet("whet q8_0", "q8_0"), *peers(4)], _LONG, 4
+    )
+
+
 def check(options: Any, suite: str, min_steps: int) -> None:
     """Raise a WhetValueError for settings of a LoRA suite that cannot be measured."""
     if options.steps < min_steps:
@@ -252,6 +268,7 @@ def tables(options: LoraOptions) -> list[Table]:
             2,
         ),
         *pair_tables(QWEN2_500M, 4, options),
+        *(family_table(model, options) for model in (LFM2_350M, QWEN3_5_800M, OLMOE_4_LAYERS)),
         work_table("GRPO, LoRA, 1.5 B Qwen2", [large_case], budgets("q4_k_m"), _LONG, 2),
     ]
 

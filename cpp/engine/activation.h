@@ -17,6 +17,7 @@ inline auto activation_kernel(Activation activation) {
 // out (n) = act(gate) * up, or act(gate) without gates, where the gate is the up projection; out may be the gate.
 inline void activate(const ModelConfig& config, const float* gate, const float* up, size_t n, float* out) {
     if (config.gated && config.activation == Activation::kSilu) return kernels().swiglu_f32(gate, up, n, false, out);
+    if (config.activation == Activation::kClampedSwiglu) return kernels().clamped_swiglu_f32(gate, up, n, out);
     activation_kernel(config.activation)(gate, n, false, out);
     for (size_t j = 0; config.gated && j < n; ++j) out[j] *= up[j];
 }

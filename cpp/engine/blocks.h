@@ -58,6 +58,10 @@ struct BlockQ5_1 : BlockOf<kQuantBlock, kQuantBlock, 5, 0> {
     uint16_t d, m;
     uint8_t high[4], q[kLength / 2];
 };
+// 2^(e - 128) q, with q twice an E2M1 number, whose nibble is u; weights i and i + 16 share a byte
+struct BlockMXFP4 : BlockOf<kQuantBlock, kQuantBlock, 4, 0> {
+    uint8_t e, q[kLength / 2];
+};
 // (d s) u - (dmin m), with 6-bit s and m for each 32; weights i and i + 32 of 64 share a byte
 struct BlockQ4_K : BlockOf<kSuperBlock, kQuantBlock, 4, 0> {
     uint16_t d, dmin;
@@ -182,10 +186,6 @@ struct BlockIQ4_NL : BlockOf<kQuantBlock, kQuantBlock> {
 struct BlockIQ4_XS : BlockOf<kSuperBlock, kQuantBlock> {
     uint16_t d, factors_high;
     uint8_t factors[kLength / 64], q[kLength / 2];
-};
-// 2^(e - 128) q, with q twice an E2M1 number
-struct BlockMXFP4 : BlockOf<kQuantBlock, kQuantBlock> {
-    uint8_t e, q[kLength / 2];
 };
 // d q, q in {-1, 0, 1}, five per byte
 struct BlockTQ1_0 : BlockOf<kSuperBlock, kQuantBlock> {

@@ -18,10 +18,10 @@ constexpr bool kIsComplete = true;
 #endif
 
 enum class Norm { kRms, kLayer };
-enum class KvType { kFloat32, kBFloat16, kInt8 };  // of keys and values in the cache
-enum class Activation { kSilu, kGelu, kGeluTanh, kRelu2 };
-enum class Router { kSoftmax, kSigmoid };        // probabilities of experts from their logits
-enum class Mixer { kAttention, kConv, kDelta };  // of the tokens, in a layer
+enum class KvType { kFloat32, kBFloat16, kInt8 };                           // of keys and values in the cache
+enum class Activation { kSilu, kGelu, kGeluTanh, kRelu2, kClampedSwiglu };  // the last only with gates
+enum class Router { kSoftmax, kSigmoid };                // probabilities of experts from their logits
+enum class Mixer { kAttention, kConv, kDelta, kMamba };  // of the tokens, in a layer
 
 constexpr size_t kMaxConvLength = 16;
 
@@ -55,8 +55,8 @@ struct ModelConfig {
     std::vector<double> local_inv_freq;  // rotary_dim / 2
     bool output_gate = false;            // a query head is followed by a gate: outputs are multiplied by its sigmoid
     std::vector<Mixer> mixers;           // per layer; empty: attention in all
-    size_t conv_length = 0;              // taps of short convolutions (kConv, kDelta), at most kMaxConvLength
-    // Gated delta rule: value heads of delta_dim, key heads of delta_key_dim. Value head h reads key head
+    size_t conv_length = 0;              // taps of short convolutions (of all other mixers), at most kMaxConvLength
+    // Gated delta rule and Mamba-2: value heads of delta_dim, key heads of delta_key_dim. Value head h reads key head
     // h / (n_delta_heads / n_delta_key_heads), or h % n_delta_key_heads if they are tiled.
     size_t n_delta_heads = 0, n_delta_key_heads = 0, delta_dim = 0, delta_key_dim = 0;
     bool delta_tiled = false;
@@ -84,13 +84,15 @@ struct ModelConfig {
     bool is_recurrent() const {  // some mixer has a state per sequence
         return std::any_of(mixers.begin(), mixers.end(), [](Mixer mixer) { return mixer != Mixer::kAttention; });
     }
+    // Whether the state of a layer's head is a matrix.
+    bool is_delta(size_t layer) const { return mixer(layer) == Mixer::kDelta || mixer(layer) == Mixer::kMamba; }
+    size_t delta_values() const { return n_delta_heads * delta_dim; }
     size_t kv_group() const { return n_heads / n_kv_heads; }
     size_t query_stride() const { return output_gate ? 2 * head_dim : head_dim; }
     size_t qkv_dim() const { return n_heads * query_stride() + 2 * n_kv_heads * head_dim; }
     // Channels of the short convolution of a layer.
     size_t conv_dim(size_t layer) const {
-        return mixer(layer) == Mixer::kDelta ? 2 * n_delta_key_heads * delta_key_dim + n_delta_heads * delta_dim
-                                             : hidden_dim;
+        return is_delta(layer) ? 2 * n_delta_key_heads * delta_key_dim + delta_values() : hidden_dim;
     }
     // Outputs of the first matrix of a layer's mixer, and inputs of the last one.
     size_t mixer_in(size_t layer) const {
@@ -100,7 +102,9 @@ struct ModelConfig {
             case Mixer::kConv:
                 return 3 * hidden_dim;
             case Mixer::kDelta:
-                return conv_dim(layer) + n_delta_heads * (delta_dim + 2);  // and z, b and a
+                return conv_dim(layer) + delta_values() + 2 * n_delta_heads;  // and z, b and a
+            case Mixer::kMamba:
+                return conv_dim(layer) + delta_values() + n_delta_heads;  // and z and a
         }
         __builtin_unreachable();
     }
@@ -111,7 +115,8 @@ struct ModelConfig {
             case Mixer::kConv:
                 return hidden_dim;
             case Mixer::kDelta:
-                return n_delta_heads * delta_dim;
+            case Mixer::kMamba:
+                return delta_values();
         }
         __builtin_unreachable();
     }

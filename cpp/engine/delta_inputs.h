@@ -1,4 +1,4 @@
-// The inputs of the gated delta rule, as engine and learner compute them.
+// The inputs of the gated delta rule and of Mamba-2, as engine and learner compute them.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -6,6 +6,7 @@
 
 #include "engine/activation.h"
 #include "engine/config.h"
+#include "engine/weights.h"
 
 namespace whet {
 
@@ -20,10 +21,30 @@ inline std::vector<float> length_weights(const ModelConfig& c) {
     return weights;
 }
 
-// The decay of a state at a token, from LayerWeights::decay and dt_bias.
-inline float decay_of(double a, double decay, double dt_bias) {
-    return static_cast<float>(std::exp(decay * softplus(a + dt_bias)));
-}
-inline float beta_of(double b) { return static_cast<float>(sigmoid(b)); }
+// Positions in the outputs of a layer's first matrix: q, k, v, z, b, a, or, without b, z, v, k, q, a.
+struct DeltaPlaces {
+    size_t channels, q, k, v, z, b, a;  // channels: those of the convolution, q, k and v
+
+    DeltaPlaces(const ModelConfig& c, size_t layer) {
+        const size_t keys = c.n_delta_key_heads * c.delta_key_dim;
+        if (c.mixer(layer) == Mixer::kMamba) {
+            z = 0, channels = v = c.delta_values(), k = v + c.delta_values(), q = k + keys, a = b = q + keys;
+        } else {
+            channels = q = 0, k = keys, v = 2 * keys, z = c.conv_dim(layer), b = z + c.delta_values();
+            a = b + c.n_delta_heads;
+        }
+    }
+};
+
+// The decay of a state at a token, and the factor of its value, from the token's a and b.
+struct DeltaGates {
+    float decay, beta;
+
+    DeltaGates(const LayerWeights& w, size_t head, double a, double b, bool is_mamba) {
+        const double step = softplus(a + double{w.dt_bias[head]});
+        decay = static_cast<float>(std::exp(double{w.decay[head]} * step));
+        beta = static_cast<float>(is_mamba ? step : sigmoid(b));
+    }
+};
 
 }  // namespace whet

@@ -145,14 +145,20 @@ void Experts::add(const LayerWeights& w, const InputToken* tokens, size_t layer,
     const bool has_adapters =
         kIsComplete && std::any_of(tokens, tokens + n, [](const InputToken& each) { return each.adapter != nullptr; });
     choice_.choose(w, x, n);
+    const auto add_bias = [&](const Matrix& matrix, size_t expert, float factor, float* y) {
+        const float* bias = bias_of(matrix, expert, config_.n_experts);
+        if (bias != nullptr) kernels().blend_f32(bias, matrix.bias.size() / config_.n_experts, factor, 1.0f, y);
+    };
     group(w.experts_up);
     linear_groups(groups_, choice_.tokens, x, d, up_, width);
     if (has_adapters) adapt(tokens, layer, Target::kExpertsUp, choice_.tokens, x, d, up_, width);
     const size_t rows = groups_.back().first + groups_.back().rows;
     for_rows(rows, 2 * width, [&](size_t r) {
         own_rows_[r] = choice_.tokens[r] < 0 ? -1 : static_cast<int32_t>(r);
+        if (choice_.tokens[r] < 0) return;
         float* const gate = up_ + r * width;
-        if (choice_.tokens[r] >= 0) activate(config_, gate, gate + config_.expert_dim, config_.expert_dim, gate);
+        add_bias(w.experts_up, choice_.expert_of(r), 1.0f, gate);
+        activate(config_, gate, gate + config_.expert_dim, config_.expert_dim, gate);
     });
     group(w.experts_down);
     linear_groups(groups_, own_rows_, up_, width, down_, d);
@@ -161,6 +167,7 @@ void Experts::add(const LayerWeights& w, const InputToken* tokens, size_t layer,
         for (size_t j = i * k; j < (i + 1) * k; ++j) {
             kernels().blend_f32(down_ + static_cast<size_t>(choice_.rows[j]) * d, d, choice_.weights[j], 1.0f,
                                 out + i * d);
+            add_bias(w.experts_down, static_cast<size_t>(choice_.chosen[j]), choice_.weights[j], out + i * d);
         }
     });
 }

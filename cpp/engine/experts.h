@@ -27,6 +27,11 @@ inline std::span<const PackedWeight> parts_of(const Matrix& w, size_t expert, si
     return {w.parts.data() + expert * n, n};
 }
 
+// The bias of an expert's rows of a matrix, or null.
+inline const float* bias_of(const Matrix& w, size_t expert, size_t n_experts) {
+    return w.bias.empty() ? nullptr : w.bias.data() + expert * (w.bias.size() / n_experts);
+}
+
 // The experts of tokens, and the rows of experts: the rows of one follow each other, in the order of the tokens, from
 // the start of a block of rows on.
 class Choice {
@@ -48,6 +53,7 @@ public:
     int32_t *chosen, *rows;          // (n, n_used_experts): the expert, and its row for the token
     int32_t *pairs, *tokens;         // of a row, the index in `rows`, and the token; negative between groups
     std::vector<Group> groups;
+    size_t expert_of(size_t row) const { return static_cast<size_t>(chosen[pairs[row]]); }
     std::atomic<size_t> n_replaced = 0;  // tokens whose given experts are others than the chosen
 
 private:

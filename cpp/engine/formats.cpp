@@ -110,7 +110,10 @@ void move_scales(Block& block, uint8_t* scales, size_t j, Move&& move) {
     if constexpr (requires { block.factors; }) {
         for (auto& factor : block.factors) move(factor, scales + j), scales += kPanel;
     }
-    move(block.d, scales + 2 * j);
+    if constexpr (requires { block.e; })
+        return move(block.e, scales + j);
+    else
+        move(block.d, scales + 2 * j);
     if constexpr (requires { block.m; }) move(block.m, scales + 2 * (kPanel + j));
     if constexpr (requires { block.dmin; }) move(block.dmin, scales + 2 * (kPanel + j));
 }
@@ -154,6 +157,7 @@ template <class Block>
 constexpr Range range_of_block() {
     constexpr double most = Block::kBits == 8 ? 127 : Block::kBias ? Block::kBias - 1 : (1 << Block::kBits) - 1;
     constexpr double half = 65504.0, unit = 0x1p-23;
+    if constexpr (requires(Block block) { block.e; }) return {std::numeric_limits<float>::max(), 0x1p-120};
     if constexpr (requires(Block block) { block.dmin; }) return {63 * half, 63 * most * unit};
     if constexpr (requires(Block block) { block.m; }) return {half, most * unit};
     if constexpr (requires(Block block) { block.factors; }) return {127 * most * half, 127 * most * unit};
@@ -237,6 +241,8 @@ const std::array<FormatTraits, static_cast<size_t>(WeightFormat::kCount)>& forma
                                              &Kernels::linear_q5_k),
         block_traits<BlockQ6_K, kQ6_KLayout>("q6_k", &Kernels::pack_panel_q6_k, &Kernels::unpack_panel_q6_k,
                                              &Kernels::linear_q6_k),
+        block_traits<BlockMXFP4, kMXFP4Layout>("mxfp4", &Kernels::pack_panel_mxfp4, &Kernels::unpack_panel_mxfp4,
+                                               &Kernels::linear_mxfp4),
     }};
     return table;
 }

@@ -12,7 +12,21 @@
 
 namespace whet {
 
-enum class WeightFormat { kFloat32, kBFloat16, kInt8, kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ4_K, kQ5_K, kQ6_K, kCount };
+enum class WeightFormat {
+    kFloat32,
+    kBFloat16,
+    kInt8,
+    kQ8_0,
+    kQ4_0,
+    kQ4_1,
+    kQ5_0,
+    kQ5_1,
+    kQ4_K,
+    kQ5_K,
+    kQ6_K,
+    kMXFP4,
+    kCount
+};
 
 struct FormatTraits {
     const char* name;

@@ -32,7 +32,7 @@ size_t round_to_lines(size_t bytes) { return ceil_div(bytes, kLine) * kLine; }
 void for_state_parts(const ModelConfig& config, size_t layer, const auto& visit) {
     if (config.mixer(layer) == Mixer::kAttention) return;
     visit(round_to_lines(config.conv_length * config.conv_dim(layer) * sizeof(float)));
-    if (config.mixer(layer) != Mixer::kDelta) return;
+    if (!config.is_delta(layer)) return;
     for (size_t head = 0; head < config.n_delta_heads; ++head) {
         visit(round_to_lines(config.delta_state_size() * sizeof(float) + sizeof(StateLength)));
     }

@@ -23,7 +23,8 @@ size_t n_tokens(const RecurrentStep& step) {
 
 }  // namespace
 
-Recurrent::Recurrent(const ModelConfig& config) : config_(config) {
+Recurrent::Recurrent(const ModelConfig& config, size_t max_rows)
+    : config_(config), gates_(2 * max_rows * config.n_delta_heads) {
     size_t channels = 0;
     for (size_t layer = 0; layer < config.n_layers; ++layer) {
         if (config.mixer(layer) != Mixer::kAttention) channels = std::max(channels, config.conv_dim(layer));
@@ -85,87 +86,99 @@ void Recurrent::short_conv(const RecurrentStep& step, float* in, float* out) con
     });
 }
 
-// out of each value head = norm(o) silu(z), with q, k, v (before their convolution), z, b and a of each token. A task
-// is the value heads of a key head.
-void Recurrent::delta_rule(const RecurrentStep& step, float* in, float* out) const {
-    const size_t n_keys = config_.n_delta_key_heads, n_values = config_.n_delta_heads, dk = config_.delta_key_dim,
-                 dv = config_.delta_dim, width = config_.mixer_in(step.layer), channels = config_.conv_dim(step.layer);
-    const size_t per_key = n_values / n_keys;
-    const double work = 0.2 * static_cast<double>(n_tokens(step) * n_values * dk * dv);
-    parallel_split(step.runs.size() * n_keys, 1, work, [&](size_t begin, size_t end) {
-        for (size_t task = begin; task < end; ++task) {
-            const StateRun& run = step.runs[task / n_keys];
-            const size_t key_head = task % n_keys;
-            float* const rows = in + run.first * width;
-            const auto convolve = [&](size_t channel, size_t count) {
-                for_windows(step, run, channel, count, rows + channel, width,
-                            [&](size_t i, const float* const* inputs) {
-                                float* row = rows + i * width + channel;
-                                kernels().short_conv_f32(inputs, config_.conv_length, taps_.data() + channel, channels,
-                                                         nullptr, count, row);
-                                kernels().silu_f32(row, count, false, row);
-                            });
-            };
-            const size_t q = key_head * dk, k = (n_keys + key_head) * dk;
-            convolve(q, dk), convolve(k, dk);
-            for (size_t i = 0; i < run.n; ++i) {
-                for (const size_t at : {q, k}) {
-                    float* const x = rows + i * width + at;
-                    kernels().rms_norm_f32(x, nullptr, &length_weights_[at == q ? 0 : dk], dk,
-                                           kLengthEps / static_cast<double>(dk), false, x);
-                }
-            }
-            for (size_t j = 0; j < per_key; ++j) {
-                const size_t head = config_.delta_tiled ? key_head + j * n_keys : key_head * per_key + j;
-                convolve(2 * n_keys * dk + head * dv, dv);
-                delta_head(step, run, key_head, head, in, out);
-            }
-        }
+// out of each value head = norm(o) silu(z), or norm(o silu(z)) of those of a key head, with q, k, v (before their
+// convolution), z, b and a of each token.
+void Recurrent::delta_rule(const RecurrentStep& step, float* in, float* out) {
+    const size_t n = n_tokens(step), heads = config_.n_delta_heads, width = config_.mixer_in(step.layer);
+    const double per_channel = 1.5 * static_cast<double>(n * config_.conv_dim(step.layer));
+    const size_t units = 2 * config_.n_delta_key_heads + ceil_div(config_.delta_values(), kChannels);
+    parallel_split(step.runs.size() * units, 1, per_channel, [&](size_t begin, size_t end) {
+        for (size_t i = begin; i < end; ++i) convolve_heads(step, step.runs[i / units], i % units, in);
+    });
+    const double work = 0.2 * static_cast<double>(n * config_.delta_values() * config_.delta_key_dim);
+    parallel_split(step.runs.size() * heads, 1, work, [&](size_t begin, size_t end) {
+        for (size_t i = begin; i < end; ++i) delta_head(step, step.runs[i / heads], i % heads, in, out);
+    });
+    const DeltaPlaces at(config_, step.layer);
+    for_rows(n, 4 * config_.delta_values(),
+             [&](size_t row) { gate_row(step, row, in + row * width + at.z, out + row * config_.delta_values()); });
+}
+
+// A query or key head, or some values, of a run.
+void Recurrent::convolve_heads(const RecurrentStep& step, const StateRun& run, size_t unit, float* in) const {
+    const size_t keys = config_.n_delta_key_heads, dk = config_.delta_key_dim, width = config_.mixer_in(step.layer);
+    const size_t channels = config_.conv_dim(step.layer);
+    const std::vector<float>& bias = step.weights.layers[step.layer].conv_bias;
+    const DeltaPlaces at(config_, step.layer);
+    const bool is_query = unit < keys, is_value = unit >= 2 * keys;
+    const size_t first = (unit - 2 * keys) * kChannels;  // of the values
+    const size_t place = is_value ? at.v + first : is_query ? at.q + unit * dk : at.k + (unit - keys) * dk;
+    const size_t count = is_value ? std::min(kChannels, config_.delta_values() - first) : dk;
+    const size_t channel = place - at.channels;
+    float* const rows = in + run.first * width + place;
+    for_windows(step, run, channel, count, rows, width, [&](size_t i, const float* const* inputs) {
+        float* const row = rows + i * width;
+        kernels().short_conv_f32(inputs, config_.conv_length, taps_.data() + channel, channels, nullptr, count, row);
+        if (!bias.empty()) kernels().blend_f32(bias.data() + channel, count, 1.0f, 1.0f, row);
+        kernels().silu_f32(row, count, false, row);
+        if (is_value || config_.mixer(step.layer) == Mixer::kMamba) return;
+        kernels().rms_norm_f32(row, nullptr, &length_weights_[is_query ? 0 : dk], dk,
+                               kLengthEps / static_cast<double>(dk), false, row);
     });
 }
 
 // A value head, from its q, k and v.
-void Recurrent::delta_head(const RecurrentStep& step, const StateRun& run, size_t key_head, size_t head, float* in,
-                           float* out) const {
+void Recurrent::delta_head(const RecurrentStep& step, const StateRun& run, size_t head, const float* in, float* out) {
     const size_t n_keys = config_.n_delta_key_heads, n_values = config_.n_delta_heads, dk = config_.delta_key_dim,
-                 dv = config_.delta_dim, width = config_.mixer_in(step.layer), channels = config_.conv_dim(step.layer);
+                 dv = config_.delta_dim, width = config_.mixer_in(step.layer), max_rows = gates_.size() / n_values / 2;
+    const size_t key_head = config_.delta_tiled ? head % n_keys : head / (n_values / n_keys);
     const LayerWeights& w = step.weights.layers[step.layer];
-    float* const rows = in + run.first * width;
-    float *const z = rows + channels + head * dv, *const b = rows + channels + n_values * dv + head,
-                 *const a = b + n_values;
-    for (size_t i = 0; i < run.n; ++i) {  // b becomes beta, and a the decay
-        b[i * width] = beta_of(b[i * width]);
-        a[i * width] = decay_of(a[i * width], w.decay[head], w.dt_bias[head]);
+    const bool is_mamba = config_.mixer(step.layer) == Mixer::kMamba;
+    const DeltaPlaces at(config_, step.layer);
+    const float* const rows = in + run.first * width;
+    float *const decay = gates_.data() + 2 * head * max_rows + run.first, *const beta = decay + max_rows;
+    for (size_t i = 0; i < run.n; ++i) {
+        const float* row = rows + i * width + head;
+        const DeltaGates gates(w, head, row[at.a], row[at.b], is_mamba);
+        decay[i] = gates.decay, beta[i] = gates.beta;
     }
     float* const to = step.memory.state(run.to, step.layer, 1 + head);
     const float* const from = run.from == nullptr ? nullptr : step.memory.state(run.from, step.layer, 1 + head);
     auto* const length = reinterpret_cast<StateLength*>(to + config_.delta_state_size());
     const StateLength end = step.rows[run.first + run.n - 1].position + 1;
-    float* const o = out + run.first * n_values * dv + head * dv;
     const DeltaTask task{.n = run.n,
                          .key_dim = dk,
                          .value_dim = dv,
-                         .q = rows + key_head * dk,
-                         .k = rows + (n_keys + key_head) * dk,
-                         .v = rows + 2 * n_keys * dk + head * dv,
+                         .q = rows + at.q + key_head * dk,
+                         .k = rows + at.k + key_head * dk,
+                         .v = rows + at.v + head * dv,
                          .stride = width,
-                         .decay = a,
-                         .beta = b,
-                         .gate_stride = width,
+                         .decay = decay,
+                         .beta = beta,
+                         .gate_stride = 1,
                          .from = from,
                          .to = to,
-                         .out = o,
-                         .out_stride = n_values * dv};
+                         .out = out + run.first * n_values * dv + head * dv,
+                         .out_stride = n_values * dv,
+                         .corrects = !is_mamba,
+                         .skip = is_mamba ? w.skip[head] : 0.0f};
     const bool is_repeated = from == to && *length == end;
     is_repeated ? kernels().delta_output_f32(task) : kernels().delta_rule_f32(task);
     *length = end;
-    for (size_t i = 0; i < run.n; ++i) {
-        float* const row = o + i * n_values * dv;
-        const NormWeight& norm =
-            norm_of(step.weights, step.rows[run.first + i].adapter, {step.layer, &LayerNorms::delta_norm});
-        kernels().rms_norm_f32(row, nullptr, norm.weight.data(), dv, config_.norm_eps, false, row);
-        kernels().swiglu_f32(z + i * width, row, dv, false, row);
+}
+
+// Norms and gates the results of a token.
+void Recurrent::gate_row(const RecurrentStep& step, size_t row, const float* z, float* out) const {
+    const size_t values = config_.delta_values();
+    const bool is_mamba = config_.mixer(step.layer) == Mixer::kMamba;
+    const size_t group = is_mamba ? values / config_.n_delta_key_heads : config_.delta_dim;
+    const NormWeight& norm = norm_of(step.weights, step.rows[row].adapter, {step.layer, &LayerNorms::delta_norm});
+    if (is_mamba) kernels().swiglu_f32(z, out, values, false, out);
+    for (size_t at = 0; at < values; at += group) {
+        const float* weight = norm.weight.data() + (is_mamba ? at : 0);
+        kernels().rms_norm_f32(out + at, nullptr, weight, group, config_.norm_eps, false, out + at);
     }
+    if (!is_mamba) kernels().swiglu_f32(z, out, values, false, out);
 }
 
 }  // namespace whet

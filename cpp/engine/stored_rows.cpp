@@ -29,7 +29,7 @@ bool are_finite(const uint8_t* row, size_t n_blocks, ptrdiff_t) {
         Block block;
         std::memcpy(&block, row, sizeof block);
         if constexpr (std::is_same_v<Block, BlockMXFP4>) {
-            if (block.e > 128 + 18) return false;
+            if (block.e > 252) return false;  // 255 is NaN, and 12 times the scale would be infinite
         } else if (!is_below(std::is_same_v<Block, BlockIQ4_XS> ? 10 : 16, block.d)) {
             return false;
         }
@@ -130,7 +130,7 @@ constexpr std::array<StoredTraits, kTypes> make_table() {
         packed<BlockQ3_K>("q3_k", 11, "Q3_K", WeightFormat::kQ6_K),
         converted<BlockIQ4_NL>("iq4_nl", 20, "IQ4_NL"),
         converted<BlockIQ4_XS>("iq4_xs", 23, "IQ4_XS"),
-        converted<BlockMXFP4>("mxfp4", 39, "MXFP4"),
+        packed<BlockMXFP4>("mxfp4", 39, "MXFP4", WeightFormat::kMXFP4),
         converted<BlockTQ1_0>("tq1_0", 34, "TQ1_0"),
         converted<BlockTQ2_0>("tq2_0", 35, "TQ2_0"),
     }};

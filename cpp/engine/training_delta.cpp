@@ -53,14 +53,14 @@ double work(const TrainingDelta& d, double number_ns) {
 // The task of the tokens of a head, without states and results.
 DeltaTask make_task(const TrainingDelta& d, size_t head, Span tokens) {
     const size_t key_head = d.is_tiled ? head % d.n_key_heads : head / (d.n_heads / d.n_key_heads);
-    const float* q = d.qkv + tokens.begin * d.channels() + key_head * d.key_dim;
+    const float* row = d.qkv + tokens.begin * d.channels();
     const size_t gate = tokens.begin * d.n_heads + head;
     return {.n = tokens.n(),
             .key_dim = d.key_dim,
             .value_dim = d.dim,
-            .q = q,
-            .k = q + d.n_key_heads * d.key_dim,
-            .v = d.qkv + tokens.begin * d.channels() + d.first_value() + head * d.dim,
+            .q = row + d.first_query() + key_head * d.key_dim,
+            .k = row + d.first_key() + key_head * d.key_dim,
+            .v = row + d.first_value() + head * d.dim,
             .stride = d.channels(),
             .decay = d.decay + gate,
             .beta = d.beta + gate,
@@ -68,7 +68,9 @@ DeltaTask make_task(const TrainingDelta& d, size_t head, Span tokens) {
             .from = nullptr,
             .to = nullptr,
             .out = nullptr,
-            .out_stride = 0};
+            .out_stride = 0,
+            .corrects = d.corrects,
+            .skip = d.skip == nullptr ? 0.0f : d.skip[head]};
 }
 
 void run(const TrainingDelta& d, size_t head, Span tokens, const float* from, float* to, float* out, size_t stride) {
@@ -166,8 +168,8 @@ void delta_backward(const TrainingDelta& d, const TrainingDeltaGradients& grads)
         }
         for (size_t i = 0; i < n; ++i) {
             float* to = grads.qkv + (begin + i) * d.channels() + key_head * d.key_dim;
-            std::copy_n(grad_q + i * d.key_dim, d.key_dim, to);
-            std::copy_n(grad_k + i * d.key_dim, d.key_dim, to + d.n_key_heads * d.key_dim);
+            std::copy_n(grad_q + i * d.key_dim, d.key_dim, to + d.first_query());
+            std::copy_n(grad_k + i * d.key_dim, d.key_dim, to + d.first_key());
         }
     });
 }

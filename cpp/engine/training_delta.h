@@ -1,4 +1,5 @@
-// The gated delta rule (kernels/delta_rule.h) over a packed training batch, and its gradient, over the pool.
+// The gated delta rule, or Mamba-2 (kernels/delta_rule.h), over a packed training batch, and its gradient, over the
+// pool.
 //
 // Sequences are as in engine/training_attention.h: one without keys before its own tokens starts from zeros; one with
 // such keys continues the last sequence without, from whose last token it takes the state. The gradients of these
@@ -14,11 +15,17 @@ struct TrainingDelta {
     bool is_tiled;                              // value head h reads key head h % n_key_heads, as in ModelConfig
     size_t n_sequences;
     const int64_t *q_offsets, *k_offsets, *key_rows;
-    const float* qkv;           // (tokens, channels): n_key_heads of q, as many of k, n_heads of v
-    const float *decay, *beta;  // (tokens, n_heads)
+    const float* qkv;             // (tokens, channels): n_key_heads of q, as many of k, n_heads of v
+    const float *decay, *beta;    // (tokens, n_heads)
+    bool corrects = true;         // as in DeltaTask
+    bool values_first = false;    // v, k, q instead
+    const float* skip = nullptr;  // of the heads, as in DeltaTask; null: 0
 
-    size_t first_value() const { return 2 * n_key_heads * key_dim; }
-    size_t channels() const { return first_value() + n_heads * dim; }
+    size_t keys() const { return n_key_heads * key_dim; }
+    size_t first_value() const { return values_first ? 0 : 2 * keys(); }
+    size_t first_key() const { return values_first ? n_heads * dim : keys(); }
+    size_t first_query() const { return values_first ? n_heads * dim + keys() : 0; }
+    size_t channels() const { return 2 * keys() + n_heads * dim; }
 };
 
 struct TrainingDeltaGradients {

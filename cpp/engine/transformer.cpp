@@ -69,7 +69,7 @@ Transformer::Transformer(std::shared_ptr<const Weights> weights, size_t max_rows
       max_rows_(max_rows),
       kv_type_(kv_type),
       cache_(kv_type, config_.head_dim),
-      recurrent_(config_),
+      recurrent_(config_, max_rows),
       experts_(config_, max_rows) {
     const auto parts = [this] {
         x_ = arena_.take<float>(max_rows_ * config_.hidden_dim);

@@ -43,7 +43,9 @@ size_t number_bytes(bool bf16) { return bf16 ? sizeof(uint16_t) : sizeof(float);
 }  // namespace
 
 bool has_delta_sizes(const ModelConfig& c) {
-    if (std::find(c.mixers.begin(), c.mixers.end(), Mixer::kDelta) == c.mixers.end()) return true;
+    bool has_delta = false;
+    for (size_t layer = 0; layer < c.mixers.size(); ++layer) has_delta |= c.is_delta(layer);
+    if (!has_delta) return true;
     return c.n_delta_key_heads > 0 && c.n_delta_heads > 0 && c.n_delta_heads % c.n_delta_key_heads == 0 &&
            c.delta_dim > 0 && c.delta_key_dim > 0;
 }
@@ -52,6 +54,7 @@ void check(const ModelConfig& c) {
     if (c.n_kv_heads == 0 || c.n_heads % c.n_kv_heads != 0 || c.head_dim == 0 || c.head_dim > kAttentionMaxHeadDim ||
         c.windows.size() != c.n_layers || (!c.rope_layers.empty() && c.rope_layers.size() != c.n_layers) ||
         (!c.mixers.empty() && c.mixers.size() != c.n_layers) || (c.output_gate && c.qk_norm_whole) ||
+        (c.activation == Activation::kClampedSwiglu && !c.gated) ||
         (!c.moe_layers.empty() && c.moe_layers.size() != c.n_layers) ||
         (c.n_experts > 0 && (c.n_used_experts == 0 || c.n_used_experts > c.n_experts || c.expert_dim == 0)) ||
         (c.is_recurrent() && (c.conv_length == 0 || c.conv_length > kMaxConvLength)) || !has_delta_sizes(c) ||
@@ -134,6 +137,8 @@ std::vector<float>* Weights::vector_named(const std::string& slot) {
         if (rest == "sinks") return &layers[i].sinks;
         if (rest == "decay") return &layers[i].decay;
         if (rest == "dt_bias") return &layers[i].dt_bias;
+        if (rest == "conv_bias") return &layers[i].conv_bias;
+        if (rest == "skip") return &layers[i].skip;
         if (rest == "router.bias") return &layers[i].router_bias;
         if (rest == "router_correction") return &layers[i].router_correction;
     }

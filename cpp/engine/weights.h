@@ -55,14 +55,15 @@ struct Norms {
 struct LayerWeights {
     Matrix qkv, o, up, down;  // up: gate rows, if gated, then up rows
     // (taps, channels) float32, the oldest first. In a short convolution qkv is B, C and x, and o the output; in the
-    // gated delta rule qkv is q, k, v (the channels), z, b and a.
+    // gated delta rule qkv is q, k, v (the channels), z, b and a, and in Mamba-2 z, v, k, q (the channels) and a.
     Matrix conv;
     std::vector<float> sinks;  // of the query heads; empty: none
     // Mixture of experts: up and down are the shared expert's. The matrices of the experts have the rows of one expert
     // after the other, each expert in separate parts, as many for each.
     Matrix router, experts_up, experts_down, shared_router;
     std::vector<float> router_bias, router_correction;  // of the experts; empty: none
-    std::vector<float> decay, dt_bias;  // of the value heads: log decay = decay softplus(a + dt_bias), decay < 0
+    std::vector<float> decay, dt_bias;   // of the value heads: log decay = decay softplus(a + dt_bias), decay < 0
+    std::vector<float> conv_bias, skip;  // of the channels, and of the value heads; empty: none
 };
 
 // Splits "layers.12.norm1.bias" into "layers.12.norm1" and "bias".

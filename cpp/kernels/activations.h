@@ -6,6 +6,7 @@
 //   relu2       max(x, 0)^2                                               (So et al. 2021)
 //   swiglu      silu(gate) up                                             (Shazeer 2020)
 //   sigmoid_gate  x / (1 + exp(-gate))
+//   clamped_swiglu  g / (1 + exp(-1.702 g)) (u + 1), g = min(gate, 7), u = up in [-7, 7] (OpenAI 2025)
 //
 // and their gradients, of f(gate) up, or of f(gate) if up is null: with d the gradient of the result,
 // d gate = d up f'(gate) and d up = d f(gate), where with s = 1 / (1 + exp(-x)) and phi the density of the normal
@@ -120,6 +121,32 @@ void sigmoid_gate_backward_f32(const float* x, const float* gate, const float* g
         const f32x16 by_x = rows::read(grad + at, count) * sigmoid;
         rows::put(grad_gate + at, by_x * rows::read(x + at, count) * (one - sigmoid), count);
         rows::put(grad_x + at, by_x, count);
+    });
+}
+
+constexpr float kClamp = 7.0f, kClampedSlope = 1.702f;
+
+WHET_INLINE f32x16 clamp_gate(f32x16 gate) { return min(f32x16(kClamp), gate); }  // keeps NaN
+WHET_INLINE f32x16 clamp_up(f32x16 up) { return max(f32x16(-kClamp), min(f32x16(kClamp), up)); }
+
+// out may be gate.
+void clamped_swiglu_f32(const float* gate, const float* up, size_t n, float* out) {
+    rows::each(0, n, [&](size_t at, int count) WHET_INLINE_LAMBDA {
+        const f32x16 g = clamp_gate(rows::read(gate + at, count)), u = clamp_up(rows::read(up + at, count));
+        rows::put(out + at, times_sigmoid(g, f32x16(kClampedSlope) * g) * (u + f32x16(1.0f)), count);
+    });
+}
+
+// grad_gate and grad_up may be gate and up.
+void clamped_swiglu_backward_f32(const float* gate, const float* up, const float* grad, size_t n, float* grad_gate,
+                                 float* grad_up) {
+    rows::each(0, n, [&](size_t at, int count) WHET_INLINE_LAMBDA {
+        const f32x16 zero(0.0f), one(1.0f), limit(kClamp);
+        const f32x16 all = rows::read(gate + at, count), u = rows::read(up + at, count);
+        const f32x16 g = clamp_gate(all), z = f32x16(kClampedSlope) * g, sigmoid = times_sigmoid(one, z);
+        const f32x16 d = rows::read(grad + at, count), slope = sigmoid * fma(z, one - sigmoid, one);
+        rows::put(grad_up + at, select((u > limit) | (u < -limit), zero, d * g * sigmoid), count);
+        rows::put(grad_gate + at, select(all > limit, zero, d * (clamp_up(u) + one) * slope), count);
     });
 }
 

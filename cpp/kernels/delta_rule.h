@@ -2,6 +2,8 @@
 //
 //   P = decay S;  u = beta (v - P^T k);  S = P + k u^T;  out = S^T q
 //
+// Mamba-2 (Dao, Gu 2024) has no correction, and a skip of the value: u = beta v, out = S^T q + skip v.
+//
 // The columns of S are independent: a slice of 16 stays in L1 over all tokens of a task. The result of a token depends
 // only on its sequence, to the bit: not on how its tokens are split into tasks.
 #pragma once
@@ -16,7 +18,7 @@ namespace delta {
 
 constexpr int kSlices = 4 / kParts;  // at once, as registers allow
 
-template <int kN>
+template <int kN, bool kCorrects>
 WHET_INLINE void run_slices(const DeltaTask& task, size_t first) {
     const size_t dk = task.key_dim, size = dk * kDeltaSlice;
     const auto lanes_of = [&](size_t slice) WHET_INLINE_LAMBDA {
@@ -37,14 +39,16 @@ WHET_INLINE void run_slices(const DeltaTask& task, size_t first) {
                 sums[s] = fma(key, load(from + static_cast<size_t>(s) * size + i * kDeltaSlice), sums[s]);
             }
         };
-        if (from != nullptr) {
+        if (kCorrects && from != nullptr) {
             size_t i = 0;
             for (; i + 2 <= dk; i += 2) add(i, sum[0]), add(i + 1, sum[1]);
             if (i < dk) add(i, sum[0]);
         }
         for (int s = 0; s < kN; ++s) {
             const size_t slice = static_cast<size_t>(s);
-            u[s] = beta * (rows::read(v + slice * kDeltaSlice, lanes_of(slice)) - decay * (sum[0][s] + sum[1][s]));
+            u[s] = rows::read(v + slice * kDeltaSlice, lanes_of(slice));
+            if constexpr (kCorrects) u[s] = u[s] - decay * (sum[0][s] + sum[1][s]);
+            u[s] = beta * u[s];
         }
         for (size_t i = 0; i < dk; ++i) {
             const f32x16 key(k[i]), query(q[i]);
@@ -57,23 +61,29 @@ WHET_INLINE void run_slices(const DeltaTask& task, size_t first) {
         }
         for (int s = 0; s < kN; ++s) {
             const size_t slice = static_cast<size_t>(s);
+            if constexpr (!kCorrects) {
+                const f32x16 value = rows::read(v + slice * kDeltaSlice, lanes_of(slice));
+                out[s] = fma(f32x16(task.skip), value, out[s]);
+            }
             rows::put(task.out + t * task.out_stride + (first + slice) * kDeltaSlice, out[s], lanes_of(slice));
         }
     }
 }
 
+template <bool kCorrects, int kN = kSlices>
+void run_rule(const DeltaTask& task, size_t slice = 0) {
+    const size_t n = (task.value_dim + kDeltaSlice - 1) / kDeltaSlice;
+    for (; slice + kN <= n; slice += kN) run_slices<kN, kCorrects>(task, slice);
+    if constexpr (kN > 1) run_rule<kCorrects, kN / 2>(task, slice);
+}
+
 }  // namespace delta
 
 void delta_rule_f32(const DeltaTask& task) {
-    const size_t n = (task.value_dim + kDeltaSlice - 1) / kDeltaSlice;
-    size_t slice = 0;
-    if constexpr (delta::kSlices > 1) {
-        for (; slice + delta::kSlices <= n; slice += delta::kSlices) delta::run_slices<delta::kSlices>(task, slice);
-    }
-    for (; slice < n; ++slice) delta::run_slices<1>(task, slice);
+    task.corrects ? delta::run_rule<true>(task) : delta::run_rule<false>(task);
 }
 
-// out = S^T q of one token whose state S is task.from: what delta_rule_f32 has computed for it, to the bit.
+// out of one token whose state S is task.from: what delta_rule_f32 has computed for it, to the bit.
 void delta_output_f32(const DeltaTask& task) {
     const size_t n = (task.value_dim + kDeltaSlice - 1) / kDeltaSlice, dk = task.key_dim;
     for (size_t slice = 0; slice < n; ++slice) {
@@ -82,7 +92,9 @@ void delta_output_f32(const DeltaTask& task) {
             out = fma(f32x16(task.q[i]), load(task.from + (slice * dk + i) * kDeltaSlice), out);
         }
         const size_t left = task.value_dim - slice * kDeltaSlice;
-        rows::put(task.out + slice * kDeltaSlice, out, static_cast<int>(left < kDeltaSlice ? left : kDeltaSlice));
+        const int lanes = static_cast<int>(left < kDeltaSlice ? left : kDeltaSlice);
+        if (!task.corrects) out = fma(f32x16(task.skip), rows::read(task.v + slice * kDeltaSlice, lanes), out);
+        rows::put(task.out + slice * kDeltaSlice, out, lanes);
     }
 }
 

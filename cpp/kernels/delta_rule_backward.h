@@ -12,6 +12,8 @@
 //   dK_read = Y K - G dV S^T,  dK_write = E U dS'^T + X^T Q + Y^T K
 //   dS = G_n dS' + Q^T (G dO) - K^T (G dV)
 //
+// Without correction L, Y, W's and dW's terms with L, and all terms with dV except dV itself are 0, and dV += skip dO.
+//
 // q and k_read are multiplied by G, and k_write is divided by it: log(G_i), the sum of log(decay) up to token i, has
 // the gradient rowsum(Q dQ + K dK_read - K dK_write), and log(G_n) also <S', dS'>.
 #pragma once
@@ -166,17 +168,19 @@ void delta_rule_backward_f32(const DeltaBackwardTask& task) {
     };
     float *k_columns = take(keys * tokens), *l = take(n * tokens), *a = take(n * tokens);
     transpose_rows({k, keys}, n, keys / 16, {k_columns, tokens});
-    multiply_decayed(k, keys, k_columns, dk, 1.0f, true, l);
+    if (f.corrects) multiply_decayed(k, keys, k_columns, dk, 1.0f, true, l);
     multiply_decayed(q, keys, k_columns, dk, 1.0f, false, a);
 
     float *u = take(n * values), *read = take(n * values);  // read: K S
-    multiply({k, keys, 1}, state, n, values / 16, dk, 1.0f, false, {read, values});
+    if (f.corrects) multiply({k, keys, 1}, state, n, values / 16, dk, 1.0f, false, {read, values});
     for (size_t i = 0; i < n; ++i) {
         float* row = w + i * values;
-        each_vector(values, [&](size_t at) WHET_INLINE_LAMBDA {
-            store(row + at, fma(f32x16(-from_start[i]), load(read + i * values + at), load(row + at)));
-        });
-        multiply({l + i * tokens, 0, 1}, {u, values}, 1, values / 16, i, -1.0f, true, {row, values});
+        if (f.corrects) {
+            each_vector(values, [&](size_t at) WHET_INLINE_LAMBDA {
+                store(row + at, fma(f32x16(-from_start[i]), load(read + i * values + at), load(row + at)));
+            });
+            multiply({l + i * tokens, 0, 1}, {u, values}, 1, values / 16, i, -1.0f, true, {row, values});
+        }
         scale_row(row, beta(i), values, u + i * values);
     }
 
@@ -186,19 +190,22 @@ void delta_rule_backward_f32(const DeltaBackwardTask& task) {
     multiply({a, 1, tokens}, {grad, values}, n, values / 16, n, 1.0f, true, {grad_w, values});
     for (size_t i = n; i-- > 0;) {
         float *row = grad_w + i * values, *of_v = grad_v + i * values;
-        multiply({l + (i + 1) * tokens + i, 0, tokens}, {of_v + values, values}, 1, values / 16, n - 1 - i, -1.0f, true,
-                 {row, values});
+        if (f.corrects) {
+            multiply({l + (i + 1) * tokens + i, 0, tokens}, {of_v + values, values}, 1, values / 16, n - 1 - i, -1.0f,
+                     true, {row, values});
+        }
         scale_row(row, beta(i), values, of_v);
         task.grad_beta[i * f.gate_stride] = dot(row, w + i * values, values);
         rows::each(0, dv, [&](size_t at, int count) WHET_INLINE_LAMBDA {
-            rows::put(task.grad_v + i * task.grad_v_stride + at, load(of_v + at), count);
+            const f32x16 skipped = f.corrects ? f32x16(0.0f) : f32x16(f.skip) * load(grad + i * values + at);
+            rows::put(task.grad_v + i * task.grad_v_stride + at, load(of_v + at) + skipped, count);
         });
     }
 
     float *u_columns = take(values * tokens), *x = take(n * tokens), *y = take(n * tokens);
     transpose_rows({u, values}, n, values / 16, {u_columns, tokens});
     multiply_decayed(grad, values, u_columns, dv, 1.0f, false, x);
-    multiply_decayed(grad_v, values, u_columns, dv, -1.0f, true, y);
+    if (f.corrects) multiply_decayed(grad_v, values, u_columns, dv, -1.0f, true, y);
 
     for (size_t i = 0; i < n; ++i) {  // from here on G dO, G dV and E U
         scale_row(grad + i * values, from_start[i], values, grad + i * values);
@@ -214,13 +221,17 @@ void delta_rule_backward_f32(const DeltaBackwardTask& task) {
     };
     to_keys({grad, values, 1}, state_columns, dv, 1.0f, false, grad_q);
     to_keys({x, tokens, 1}, k, n, 1.0f, true, grad_q);
-    to_keys({grad_v, values, 1}, state_columns, dv, -1.0f, false, grad_read);
-    to_keys({y, tokens, 1}, k, n, 1.0f, true, grad_read);
+    if (f.corrects) {
+        to_keys({grad_v, values, 1}, state_columns, dv, -1.0f, false, grad_read);
+        to_keys({y, tokens, 1}, k, n, 1.0f, true, grad_read);
+    } else {
+        each_vector(n * keys, [&](size_t at) WHET_INLINE_LAMBDA { store(grad_read + at, f32x16(0.0f)); });
+    }
     to_keys({u, values, 1}, grad_columns, dv, 1.0f, false, grad_write);
     double by_decay = dot(k, grad_write, n * keys);  // <S', dS'>
     by_decay += double{from_start[n - 1]} * dot(f.from, task.grad_state, dk * values);
     to_keys({x, 1, tokens}, q, n, 1.0f, true, grad_write);
-    to_keys({y, 1, tokens}, k, n, 1.0f, true, grad_write);
+    if (f.corrects) to_keys({y, 1, tokens}, k, n, 1.0f, true, grad_write);
     for (size_t i = n; i-- > 0;) {
         const size_t row = i * keys;
         by_decay += double{dot(q + row, grad_q + row, keys)} + double{dot(k + row, grad_read + row, keys)} -
@@ -235,7 +246,7 @@ void delta_rule_backward_f32(const DeltaBackwardTask& task) {
 
     scale_row(task.grad_state, from_start[n - 1], dk * values, task.grad_state);
     multiply({q, 1, keys}, {grad, values}, dk, values / 16, n, 1.0f, true, grad_state);
-    multiply({k, 1, keys}, {grad_v, values}, dk, values / 16, n, -1.0f, true, grad_state);
+    if (f.corrects) multiply({k, 1, keys}, {grad_v, values}, dk, values / 16, n, -1.0f, true, grad_state);
 }
 
 }  // namespace

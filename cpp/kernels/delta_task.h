@@ -1,4 +1,4 @@
-// A task of the gated delta rule (kernels/delta_rule.h).
+// A task of the gated delta rule, or of Mamba-2 (kernels/delta_rule.h).
 #pragma once
 #include <stddef.h>
 
@@ -18,6 +18,8 @@ struct DeltaTask {
     float* to;          // state after the last token; may be `from`
     float* out;         // of the first token
     size_t out_stride;
+    bool corrects = true;  // u = beta (v - P^T k); else u = beta v, and out += skip v
+    float skip = 0.0f;
 };
 
 constexpr size_t kDeltaBlock = 64;  // most tokens of a task of the gradient

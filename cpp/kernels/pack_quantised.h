@@ -114,6 +114,59 @@ WHET_INLINE void put_step(Q&& q, const PanelTask& task, float* words) {
     }
 }
 
+// ---------------------------------------------------------------- mxfp4
+
+// The nibble of a number in units of the scale, of equally near ones the smaller, and the square of its error.
+WHET_INLINE f32x16 e2m1_nibble(f32x16 x, f32x16& square) {
+    const f32x16 zero(0.0f), one(1.0f), size = magnitude(x);
+    f32x16 code(0.0f);
+    constexpr float kBounds[] = {0.5f, 1.5f, 2.5f, 3.5f, 5.0f, 7.0f, 10.0f};
+    for (const float bound : kBounds) {
+        code += select(size > f32x16(bound), one, zero);
+    }
+    const f32x16 number = code + max(code - f32x16(4.0f), zero) + max(code - f32x16(6.0f), zero) * f32x16(2.0f);
+    square = (size - number) * (size - number);
+    return code + select((x < zero) & (code > zero), f32x16(8.0f), zero);
+}
+
+// 2^exponent; the exponent is integral, in [-126, 127].
+WHET_INLINE f32x16 power_of_2(f32x16 exponent) {
+    const f32x16 shifted = exponent + f32x16(127.0f) + f32x16(kRounder<float>);
+    f32x16 out;
+    WHET_EACH_PART(p) out.part[p] = (f32x16::Native)((NativeU32)shifted.part[p] << 23);
+    return out;
+}
+
+// Chooses the scale with the smaller error: the largest number is in the highest binade of E2M1, or in the next one.
+WHET_INLINE void put_mxfp4_block(const PanelTask& task, size_t at, float* words, uint8_t* scales) {
+    alignas(64) float tile[16 * kTile];
+    read_tile(task, at, kTile, tile);
+    const f32x16 largest = abs_max(tile, f32x16(0.0f));
+    i32x16 biased;
+    WHET_EACH_PART(p) biased.part[p] = (i32x16::Native)((NativeU32)largest.part[p] >> 23);
+    f32x16 exponents[2], errors[2];
+    for (int c = 0; c < 2; ++c) {
+        exponents[c] = min(max(to_f32(biased) + f32x16(static_cast<float>(c - 2)), f32x16(2.0f)), f32x16(252.0f));
+        const f32x16 inverse = power_of_2(f32x16(128.0f) - exponents[c]);
+        errors[c] = f32x16(0.0f);
+        for (size_t i = 0; i < kTile; ++i) {
+            f32x16 square;
+            e2m1_nibble(load(tile + 16 * i) * inverse, square);
+            errors[c] += square;
+        }
+    }
+    const f32x16 e = select(errors[1] * f32x16(4.0f) < errors[0], exponents[1], exponents[0]);
+    const f32x16 inverse = power_of_2(f32x16(128.0f) - e);
+    const auto nibble = [&](size_t i) WHET_INLINE_LAMBDA {
+        f32x16 square;
+        return e2m1_nibble(load(tile + 16 * i) * inverse, square);
+    };
+    put_step<4>(nibble, task, words);
+    uint8_t bytes[16];
+    store_low_bytes(reinterpret_cast<int8_t*>(bytes), bit_cast<i32x16>(e + f32x16(kRounder<float>)));
+    put(scales, bytes, task);
+}
+
 // ---------------------------------------------------------------- scale q, q in [-half, half - 1]
 
 constexpr float kNegligible = 1e-20f;
@@ -373,6 +426,7 @@ void pack_panel_int8(const PanelTask& task) {
 constexpr auto pack_panel_q8_0 = pack::put_blocks<kQ8_0Layout, pack::put_q8_0_block>;
 constexpr auto pack_panel_q4_0 = pack::put_blocks<kQ4_0Layout, pack::put_symmetric_block<4>>;
 constexpr auto pack_panel_q5_0 = pack::put_blocks<kQ5_0Layout, pack::put_symmetric_block<5>>;
+constexpr auto pack_panel_mxfp4 = pack::put_blocks<kMXFP4Layout, pack::put_mxfp4_block>;
 constexpr auto pack_panel_q4_1 = pack::put_blocks<kQ4_1Layout, pack::put_affine_block<4>>;
 constexpr auto pack_panel_q5_1 = pack::put_blocks<kQ5_1Layout, pack::put_affine_block<5>>;
 constexpr auto pack_panel_q4_k = pack::put_blocks<kQ4_KLayout, pack::put_super_block<4, kQ4_KLayout>>;

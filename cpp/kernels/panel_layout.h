@@ -37,6 +37,7 @@ constexpr PanelLayout kQ8_0Layout = {kQuantBlock, kQuantBlock * kPanel, 1, 2 * k
 // For integers of 4 to 6 bits, byte b of word w < 4 of a step holds the low 4 bits of input 4 w + b in its low nibble
 // and of input 16 + 4 w + b in its high nibble; then follow the high bits, of 8 or 4 words of inputs per word.
 constexpr PanelLayout kQ4_0Layout = {kQuantBlock, 16 * kPanel, 1, 2 * kPanel};
+constexpr PanelLayout kMXFP4Layout = {kQuantBlock, 16 * kPanel, 1, kPanel};
 constexpr PanelLayout kQ4_1Layout = {kQuantBlock, 16 * kPanel, 1, (2 + 2) * kPanel};
 constexpr PanelLayout kQ5_0Layout = {kQuantBlock, (16 + 4) * kPanel, 1, 2 * kPanel};
 constexpr PanelLayout kQ5_1Layout = {kQuantBlock, (16 + 4) * kPanel, 1, (2 + 2) * kPanel};

@@ -150,6 +150,7 @@ constexpr auto unpack_panel_bf16 = unpack::put_rows<unpack::BFloat16Tile>;
 constexpr auto unpack_panel_int8 = unpack::put_rows<unpack::QuantisedTile<Int8Panel>>;
 constexpr auto unpack_panel_q8_0 = unpack::put_rows<unpack::QuantisedTile<Q8_0Panel>>;
 constexpr auto unpack_panel_q4_0 = unpack::put_rows<unpack::QuantisedTile<Q4_0Panel>>;
+constexpr auto unpack_panel_mxfp4 = unpack::put_rows<unpack::QuantisedTile<MXFP4Panel>>;
 constexpr auto unpack_panel_q4_1 = unpack::put_rows<unpack::QuantisedTile<Q4_1Panel>>;
 constexpr auto unpack_panel_q5_0 = unpack::put_rows<unpack::QuantisedTile<Q5_0Panel>>;
 constexpr auto unpack_panel_q5_1 = unpack::put_rows<unpack::QuantisedTile<Q5_1Panel>>;

@@ -55,6 +55,7 @@ void Learner::attention_half(size_t layer) {
             convolve(layer);
             break;
         case Mixer::kDelta:
+        case Mixer::kMamba:
             delta_rule(layer);
             break;
     }
@@ -176,7 +177,7 @@ ProductRows Learner::gated_rows(size_t layer, const RowTile& tile) {
     for_rows(rows, 4 * width, [&](size_t i) {
         float *row = up_.get() + i * width, *raw = now_.raw + (tile.begin + i) * config_.mixer_in(layer);
         load(attended + i * width * head_bytes_, width, row);
-        if (config_.mixer(layer) == Mixer::kDelta) return gate_delta(layer, tile.begin + i, row);
+        if (config_.is_delta(layer)) return gate_delta(layer, tile.begin + i, row);
         for (size_t head = 0; head < config_.n_heads; ++head) {
             const float* gate = raw + head * config_.query_stride() + d;
             kernels().sigmoid_gate_f32(row + head * d, gate, d, row + head * d);
@@ -190,7 +191,7 @@ ProductRows Learner::gated_rows(size_t layer, const RowTile& tile) {
 void Learner::gate_backward(size_t layer, const RowTile& tile, float* grad) {
     const size_t width = config_.mixer_out(layer), d = config_.head_dim;
     if (!is_gated(layer)) return;
-    if (config_.mixer(layer) == Mixer::kDelta) return gate_delta_backward(layer, tile, grad);
+    if (config_.is_delta(layer)) return gate_delta_backward(layer, tile, grad);
     for_rows(tile.n(), 4 * width, [&](size_t i) {
         float *row = scratch<float>(width, Scratch::kRow), *to = grad + i * width;
         float* raw = now_.raw + (tile.begin + i) * config_.mixer_in(layer);
@@ -226,7 +227,7 @@ void Learner::attention_backward_half(size_t layer, const float* grad_out, float
     }
     if (config_.mixer(layer) == Mixer::kConv) {
         convolve_backward(layer, grad_mixed.get());
-    } else if (config_.mixer(layer) == Mixer::kDelta) {
+    } else if (config_.is_delta(layer)) {
         delta_rule_backward(layer, grad_mixed.get());
     } else {
         attention_backward(attention_of(layer), {.out = grad_attended.get(),

@@ -249,7 +249,10 @@ private:
     void convolve(size_t layer);
     void convolve_backward(size_t layer, const float* grad);
     DeltaInputs delta_inputs(size_t layer) const;
-    TrainingDelta delta_of(const DeltaInputs& inputs) const;
+    TrainingDelta delta_of(size_t layer, const DeltaInputs& inputs) const;
+    void convolve_channels(size_t layer, size_t token, const std::vector<float>& taps, float* out) const;
+    template <class Visit>
+    void for_groups(size_t layer, Visit&& visit) const;
     void delta_rule(size_t layer);
     void delta_rule_backward(size_t layer, const float* grad);
     void gate_delta(size_t layer, size_t token, float* row) const;
@@ -258,7 +261,7 @@ private:
     void scale_queries(size_t token, float* heads) const;
     bool is_gated(size_t layer) const {
         const Mixer mixer = config_.mixer(layer);
-        return mixer == Mixer::kDelta || (mixer == Mixer::kAttention && config_.output_gate);
+        return config_.is_delta(layer) || (mixer == Mixer::kAttention && config_.output_gate);
     }
     size_t heads_dim() const { return (config_.n_heads + 2 * config_.n_kv_heads) * config_.head_dim; }
     ProductRows gated_rows(size_t layer, const RowTile& tile);

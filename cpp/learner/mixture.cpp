@@ -72,10 +72,11 @@ void Learner::add_expert_rows(const Choice::Group& group, bool weighted, float* 
 // expert_up_ = W_up h of the tokens of an expert.
 void Learner::expert_up(size_t layer, const Choice::Group& group, const RowTile& rows) {
     const size_t d = config_.hidden_dim, width = config_.expert_up_dim();
+    const Matrix& w = weights_->layers[layer].experts_up;
     gather_expert_rows(group, h_.get(), expert_rows_.get());
     const ProductRows x = convert(expert_rows_.get(), d, group.rows, d);
-    multiply(type_, parts_of(weights_->layers[layer].experts_up, group.expert, config_.n_experts), x, group.rows,
-             nullptr, expert_up_.get(), width);
+    multiply(type_, parts_of(w, group.expert, config_.n_experts), x, group.rows,
+             bias_of(w, group.expert, config_.n_experts), expert_up_.get(), width);
     add_adapters(adapters_at(layer, Target::kExpertsUp, group.expert), x, rows, expert_up_.get(), width);
 }
 
@@ -90,9 +91,10 @@ void Learner::add_experts(size_t layer, const RowTile& tile, float* y) {
             float* row = expert_up_.get() + i * width;
             activate(config_, row, row + f, f, row);
         });
+        const Matrix& w = weights_->layers[layer].experts_down;
         const ProductRows x = convert(expert_up_.get(), width, group.rows, f);
-        multiply(type_, parts_of(weights_->layers[layer].experts_down, group.expert, config_.n_experts), x, group.rows,
-                 nullptr, expert_rows_.get(), d);
+        multiply(type_, parts_of(w, group.expert, config_.n_experts), x, group.rows,
+                 bias_of(w, group.expert, config_.n_experts), expert_rows_.get(), d);
         add_adapters(adapters_at(layer, Target::kExpertsDown, group.expert), x, rows, expert_rows_.get(), d);
         add_expert_rows(group, true, y);
     }
@@ -111,6 +113,7 @@ void Learner::experts_backward(size_t layer, const RowTile& tile, const float* g
         const RowTile rows = tile_of(group, tile);
         const LowRank* const low_up = adapters_at(layer, Target::kExpertsUp, group.expert);
         const LowRank* const low_down = adapters_at(layer, Target::kExpertsDown, group.expert);
+        const float* bias = bias_of(w.experts_down, group.expert, config_.n_experts);
         expert_up(layer, group, rows);
         gather_expert_rows(group, grad_y, expert_rows_.get());
         ProductRows activated{};
@@ -130,7 +133,9 @@ void Learner::experts_backward(size_t layer, const RowTile& tile, const float* g
             float *row = expert_up_.get() + i * width, *grad_row = grad_activated() + i * f;
             float* activated_row = scratch<float>(f, Scratch::kSums);
             activate(config_, row, row + f, f, activated_row);
-            grad_weights[static_cast<size_t>(pair)] = dot(activated_row, grad_row, f);  // f_j(x) . dy, by W_down^T dy
+            double& grad_weight = grad_weights[static_cast<size_t>(pair)];
+            grad_weight = dot(activated_row, grad_row, f);  // f_j(x) . dy, by W_down^T dy
+            if (bias != nullptr) grad_weight += dot(bias, expert_rows_.get() + i * d, d);
             kernels().blend_f32(grad_row, f, choice_.weights[pair], 0.0f, grad_row);
             activation_backward(row, grad_row, f);
         });

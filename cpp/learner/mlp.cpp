@@ -61,7 +61,7 @@ void Learner::mlp(size_t layer, const RowTile& tile) {
 void Learner::activation_backward(float* row, const float* grad, size_t n) const {
     constexpr decltype(&Kernels::silu_backward_f32) kBackward[] = {
         &Kernels::silu_backward_f32, &Kernels::gelu_backward_f32, &Kernels::gelu_tanh_backward_f32,
-        &Kernels::relu2_backward_f32};
+        &Kernels::relu2_backward_f32, &Kernels::clamped_swiglu_backward_f32};
     float* up = config_.gated ? row + n : nullptr;
     (kernels().*kBackward[static_cast<size_t>(config_.activation)])(row, up, grad, n, row, up);
 }

@@ -17,6 +17,31 @@ typedef int16_t NativeI16 __attribute__((vector_size(kNativeBytes)));
 typedef uint16_t NativeU16 __attribute__((vector_size(kNativeBytes)));
 typedef uint32_t NativeU32 __attribute__((vector_size(kNativeBytes)));
 
+// 16 plus twice the E2M1 number of each nibble: its lowest 3 bits are 0, 1, 2, 3, 4, 6, 8 or 12, and the highest its
+// sign.
+WHET_INLINE u8x64 look_up_e2m1(u8x64 nibbles) {
+#if defined(__AVX512BW__) || defined(__AVX2__) || defined(__aarch64__)
+    alignas(16) static constexpr uint8_t kTable[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
+#endif
+#if defined(__AVX512BW__)
+    const __m512i table = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(kTable)));
+    nibbles.part[0] = (u8x64::Native)_mm512_shuffle_epi8(table, (__m512i)nibbles.part[0]);
+#elif defined(__AVX2__)
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(kTable)));
+    WHET_EACH_PART(p) nibbles.part[p] = (u8x64::Native)_mm256_shuffle_epi8(table, (__m256i)nibbles.part[p]);
+#elif defined(__aarch64__)
+    WHET_EACH_PART(p) nibbles.part[p] = vqtbl1q_u8(vld1q_u8(kTable), nibbles.part[p]);
+#else
+    WHET_EACH_PART(p) {
+        const auto code = nibbles.part[p], size = code & 7;
+        const auto sign = (u8x64::Native)(code > 7);
+        const auto twice = size + ((u8x64::Native)(size > 4) & (size - 4)) + ((u8x64::Native)(size > 6) & 2);
+        nibbles.part[p] = (twice ^ sign) - sign + 16;
+    }
+#endif
+    return nibbles;
+}
+
 // ---------------------------------------------------------------- bfloat16
 
 // The bfloat16 numbers of lanes 2i, or 2i + 1, as floats.

@@ -246,6 +246,13 @@ void test_rows(size_t n, size_t skew) {
     k.gelu_f32(x.data, n, false, out.data);
     expect_row("gelu_f32", [&](size_t i) { return x[i] / 2 * std::erfc(-x[i] / std::sqrt(2.0L)); });
 
+    Buffer<float> gate(n, 0.0, 8.0, skew), up(n, 1.0, 8.0, skew);
+    k.clamped_swiglu_f32(gate.data, up.data, n, out.data);
+    for (size_t i = 0; i < n; ++i) {
+        const long double g = std::min(7.0L, gate[i] + 0.0L), u = std::clamp(up[i] + 0.0L, -7.0L, 7.0L);
+        expect_near("clamped_swiglu_f32", n, out[i] / 32, g / (1 + std::exp(-1.702L * g)) * (u + 1) / 32, 4e-6L);
+    }
+
     k.relu2_f32(x.data, n, false, out.data);
     expect_row("relu2_f32", [&](size_t i) { return std::pow(std::max(x[i] + 0.0L, 0.0L), 2); });
 
@@ -305,7 +312,7 @@ void test_lora(size_t rank, size_t rows, size_t n) {
 }
 
 // Heads of exactly rotary_dim elements, the last of which ends its buffer.
-void test_delta_rule(size_t key_dim, size_t value_dim) {
+void test_delta_rule(size_t key_dim, size_t value_dim, bool corrects) {
     constexpr size_t n = 7, split = 3;
     const size_t padded = (value_dim + kDeltaSlice - 1) / kDeltaSlice * kDeltaSlice, size = padded * key_dim;
     std::vector<float> q = normal(n * key_dim, 1), k = normal(n * key_dim, 2), v = normal(n * value_dim, 3);
@@ -329,7 +336,9 @@ void test_delta_rule(size_t key_dim, size_t value_dim) {
                          .from = from,
                          .to = to,
                          .out = into,
-                         .out_stride = 0};
+                         .out_stride = 0,
+                         .corrects = corrects,
+                         .skip = 0.7f};
     };
     std::vector<long double> s(key_dim * value_dim);
     std::vector<float> before(size), again(value_dim);
@@ -346,8 +355,8 @@ void test_delta_rule(size_t key_dim, size_t value_dim) {
         expect(std::equal(again.begin(), again.end(), row), "output of a state, %zu x %zu, token %zu, %d", key_dim,
                value_dim, t, in_place);
         for (size_t j = 0; j < value_dim; ++j) {
-            long double u = v[t * value_dim + j], o = 0;
-            for (size_t i = 0; i < key_dim; ++i) u -= decay[t] * s[i * value_dim + j] * k[t * key_dim + i];
+            long double u = v[t * value_dim + j], o = corrects ? 0 : 0.7f * u;
+            for (size_t i = 0; corrects && i < key_dim; ++i) u -= decay[t] * s[i * value_dim + j] * k[t * key_dim + i];
             for (size_t i = 0; i < key_dim; ++i) {
                 long double& at = s[i * value_dim + j];
                 at = decay[t] * at + beta[t] * u * k[t * key_dim + i];
@@ -378,7 +387,9 @@ void test_delta_rule(size_t key_dim, size_t value_dim) {
                               .from = nullptr,
                               .to = whole.data(),
                               .out = found.data(),
-                              .out_stride = value_dim});
+                              .out_stride = value_dim,
+                              .corrects = corrects,
+                              .skip = 0.7f});
     expect(found == out && whole == state, "delta rule of %zu tokens at once, %zu x %zu", n, key_dim, value_dim);
 }
 
@@ -730,7 +741,9 @@ int main() {
             }
         }
         for (const size_t key_dim : {1, 2, 7, 16, 33, 128}) {
-            for (const size_t value_dim : {1, 15, 16, 17, 64, 80, 128}) test_delta_rule(key_dim, value_dim);
+            for (const size_t value_dim : {1, 15, 16, 17, 33, 64, 80, 128}) {
+                for (const bool corrects : {true, false}) test_delta_rule(key_dim, value_dim, corrects);
+            }
         }
         test_packing();
         test_cpu_quota();

@@ -55,9 +55,9 @@ void test_batch_invariance(int kind, WeightFormat format, KvType kv_type) {
 
 // The mixture of a layer against float64: the most probable experts, of equal ones the first; rows of other tokens do
 // not matter, to the bit.
-void test_experts(Router router) {
+void test_experts(Router router, Activation activation) {
     ModelConfig c = config_of(kMixture);
-    c.router = router;
+    c.router = router, c.activation = activation;
     Model model(c, WeightFormat::kFloat32, 8, KvType::kFloat32);
     LayerWeights& w = model.weights->layers[1];
     const size_t d = c.hidden_dim, f = c.expert_dim, n_experts = c.n_experts;
@@ -70,6 +70,8 @@ void test_experts(Router router) {
         return out;
     };
     const std::vector<float> gates = values(w.router), up = values(w.experts_up), down = values(w.experts_down);
+    const std::vector<float>&up_bias = w.experts_up.bias, &down_bias = w.experts_down.bias;
+    expect(up_bias.empty() == (activation != Activation::kClampedSwiglu), "biases of experts");
     constexpr size_t n = 50;
     std::vector<float> x = normal(n * d, 3), out(n * d, 0.5f);
     std::fill_n(x.begin(), d, 0.0f);  // equal probabilities
@@ -99,16 +101,23 @@ void test_experts(Router router) {
         for (const size_t e : order) {
             std::vector<float> inner(f);
             for (size_t j = 0; j < f; ++j) {
-                const double g = dot(row, &up[(e * 2 * f + j) * d], d), u = dot(row, &up[(e * 2 * f + f + j) * d], d);
-                inner[j] = static_cast<float>(g / (1 + std::exp(-g)) * u);
+                double g = dot(row, &up[(e * 2 * f + j) * d], d), u = dot(row, &up[(e * 2 * f + f + j) * d], d);
+                if (activation == Activation::kClampedSwiglu) {
+                    g = std::min(7.0, g + double{up_bias[e * 2 * f + j]});
+                    u = std::clamp(u + double{up_bias[e * 2 * f + f + j]}, -7.0, 7.0) + 1;
+                    inner[j] = static_cast<float>(g / (1 + std::exp(-1.702 * g)) * u);
+                } else {
+                    inner[j] = static_cast<float>(g / (1 + std::exp(-g)) * u);
+                }
             }
             for (size_t j = 0; j < d; ++j) {
-                expected[j] += c.router_scale * p[e] / sum * dot(inner.data(), &down[(e * d + j) * f], f);
+                const double bias = down_bias.empty() ? 0.0 : double{down_bias[e * d + j]};
+                expected[j] += c.router_scale * p[e] / sum * (dot(inner.data(), &down[(e * d + j) * f], f) + bias);
             }
         }
         for (size_t j = 0; j < d; ++j) {
-            expect(std::abs(out[i * d + j] - expected[j]) < 1e-5, "token %zu of a mixture: %g, expected %g", i,
-                   static_cast<double>(out[i * d + j]), expected[j]);
+            expect(std::abs(out[i * d + j] - expected[j]) < 1e-5 * (1 + std::abs(expected[j])),
+                   "token %zu of a mixture: %g, expected %g", i, static_cast<double>(out[i * d + j]), expected[j]);
         }
         std::vector<float> separate(d, 0.5f);
         experts.add(w, tokens.data(), 1, row, 1, separate.data());
@@ -665,7 +674,9 @@ int main() {
             for (KvType type : kKvTypes) test_batch_invariance(other, format, type);
             for (const int kind : {kDelta, kMixture}) test_batch_invariance(kind, format, KvType::kBFloat16);
         }
-        for (const Router router : {Router::kSoftmax, Router::kSigmoid}) test_experts(router);
+        for (const Router router : {Router::kSoftmax, Router::kSigmoid}) {
+            for (const Activation each : {Activation::kSilu, Activation::kClampedSwiglu}) test_experts(router, each);
+        }
         test_recorded_experts();
         test_hidden_states();
         test_invalid_requests();

@@ -119,7 +119,9 @@ struct Setup {
         if (c.norm == Norm::kLayer) {
             for (const char* slot : {"layers.0.norm1.bias", "layers.1.norm2.bias"}) add_norm(slot, c.hidden_dim);
         }
-        if (c.mixer(1) == Mixer::kDelta) add_norm("layers.1.delta_norm.weight", c.delta_dim);
+        if (c.is_delta(1)) {
+            add_norm("layers.1.delta_norm.weight", c.mixer(1) == Mixer::kDelta ? c.delta_dim : c.delta_values());
+        }
     }
 
     // sum g logprobs + e entropies, with the factors moved by `step` times a direction.
@@ -182,7 +184,7 @@ ModelConfig random_config(std::mt19937& bits) {
     c.n_heads = 6, c.n_kv_heads = bits() % 2 == 0 ? 2 : 3;
     c.ffn_dim = 40 + bits() % 60;
     c.gated = bits() % 2 == 0;
-    c.activation = static_cast<Activation>(bits() % 4);
+    c.activation = static_cast<Activation>(bits() % (c.gated ? 5 : 4));
     c.qk_norm = bits() % 2 == 0, c.qk_norm_whole = c.qk_norm && bits() % 3 == 0;
     c.qk_norm_rotated = c.qk_norm && !c.qk_norm_whole && bits() % 2 == 0;
     if (bits() % 2 == 0) c.query_log_scale = 0.3, c.query_scale_length = 3;
@@ -192,7 +194,7 @@ ModelConfig random_config(std::mt19937& bits) {
     c.windows[1] = bits() % 2 * 9;
     if (bits() % 2 == 0) {
         c.mixers.resize(c.n_layers);
-        for (Mixer& mixer : c.mixers) mixer = static_cast<Mixer>(bits() % 3);
+        for (Mixer& mixer : c.mixers) mixer = static_cast<Mixer>(bits() % 4);
         constexpr size_t kDims[] = {16, 5, 19};
         c.n_delta_key_heads = 1 + bits() % 2, c.n_delta_heads = c.n_delta_key_heads * (1 + bits() % 2);
         c.delta_dim = kDims[bits() % 3], c.delta_key_dim = kDims[bits() % 3], c.delta_tiled = bits() % 2 == 0;

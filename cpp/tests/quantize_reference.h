@@ -189,6 +189,30 @@ void quantize_lines(const float* x, Block& block) {
     put_integers(u, block);
 }
 
+// The scale of the binade of the largest number, or half of it, with the smaller error: numbers in units of the scale
+// are rounded to the nearest of E2M1's, of equally near ones to the smaller.
+void quantize(const float* x, BlockMXFP4& block) {
+    constexpr float kTwice[8] = {0, 1, 2, 3, 4, 6, 8, 12}, kBounds[7] = {0.5f, 1.5f, 2.5f, 3.5f, 5.0f, 7.0f, 10.0f};
+    float largest = 0.0f, errors[2];
+    for (size_t i = 0; i < kQuantBlock; ++i) largest = std::max(largest, std::fabs(x[i]));
+    uint8_t u[2][kQuantBlock];
+    const int top = largest == 0.0f ? -200 : std::ilogb(largest);
+    int e[2];
+    for (int c = 0; c < 2; ++c) {
+        e[c] = std::clamp(top + 125 + c, 2, 252), errors[c] = 0.0f;
+        for (size_t i = 0; i < kQuantBlock; ++i) {
+            const float size = std::fabs(x[i]) * std::ldexp(1.0f, 128 - e[c]);
+            size_t code = 0;
+            while (code < 7 && size > kBounds[code]) ++code;
+            errors[c] += (size - kTwice[code]) * (size - kTwice[code]);
+            u[c][i] = static_cast<uint8_t>(code | (x[i] < 0.0f && code > 0 ? 8 : 0));
+        }
+    }
+    const int best = errors[1] * 4.0f < errors[0] ? 1 : 0;
+    block.e = static_cast<uint8_t>(e[best]);
+    put_integers(u[best], block);
+}
+
 void quantize(const float* x, BlockQ4_0& block) { quantize_symmetric(x, block); }
 void quantize(const float* x, BlockQ5_0& block) { quantize_symmetric(x, block); }
 void quantize(const float* x, BlockQ4_1& block) { quantize_line(x, block); }
@@ -241,6 +265,8 @@ void quantize_row(const FormatTraits& format, const float* x, size_t k, uint8_t*
             return quantize_blocks<BlockQ5_K>(x, k, row);
         case WeightFormat::kQ6_K:
             return quantize_blocks<BlockQ6_K>(x, k, row);
+        case WeightFormat::kMXFP4:
+            return quantize_blocks<BlockMXFP4>(x, k, row);
         default:
             format.quantize_row(x, k, row);
     }

@@ -14,7 +14,7 @@
 namespace whet {
 
 // Llama-like; a mix of GPT-J, Mistral and LFM2: layer norm, interleaved RoPE, parallel residual, windows and a
-// convolution; Qwen3.5-like, with states of several pages; or with mixtures of experts.
+// convolution; a mix of Qwen3.5 and Granite 4 H, with states of several pages; or with mixtures of experts.
 enum Kind : int { kLlama, kOther, kDelta, kMixture };
 
 inline ModelConfig config_of(int kind) {
@@ -31,12 +31,12 @@ inline ModelConfig config_of(int kind) {
         c.mixers = {Mixer::kAttention, Mixer::kAttention, Mixer::kConv}, c.conv_length = 4;
     } else if (kind == kDelta) {
         c.qk_norm = c.output_gate = true, c.windows = {0, 0, 0}, c.n_layers = 3;
-        c.mixers = {Mixer::kDelta, Mixer::kAttention, Mixer::kDelta}, c.conv_length = 4;
+        c.mixers = {Mixer::kDelta, Mixer::kAttention, Mixer::kMamba}, c.conv_length = 4;
         c.n_delta_key_heads = 2, c.n_delta_heads = 4, c.delta_dim = 36, c.delta_key_dim = 40;
     } else if (kind == kMixture) {
         c.windows = {0, 0, 0}, c.n_layers = 3, c.moe_layers = {false, true, true};
         c.n_experts = 7, c.n_used_experts = 3, c.expert_dim = 40, c.shared_dim = 24, c.shared_gate = true;
-        c.router_normalised = true, c.router_scale = 1.5;
+        c.router_normalised = true, c.router_scale = 1.5, c.activation = Activation::kClampedSwiglu;
     }
     return c;
 }
@@ -71,10 +71,17 @@ struct Model {
                 w.pack(slot, 0, {StoredType::kFloat32, x.data(), n, k, static_cast<ptrdiff_t>(k), 1});
             });
         };
+        const auto put_vector = [&](const std::string& slot, const std::vector<float>& values) {
+            w.add_vector(slot, values.size());
+            w.pack(slot, 0, {StoredType::kFloat32, values.data(), 1, values.size(), 0, 1});
+        };
         const auto vector = [&](const std::string& slot, size_t n, float value) {
-            w.add_vector(slot, n);
-            const std::vector<float> values(n, value);
-            w.pack(slot, 0, {StoredType::kFloat32, values.data(), 1, n, 0, 1});
+            put_vector(slot, std::vector<float>(n, value));
+        };
+        const auto random_vector = [&](const std::string& slot, size_t n) {
+            std::vector<float> values(n);
+            for (float& value : values) value = 3.0f * normal(bits);
+            put_vector(slot, values);
         };
         matrix("embedding", WeightFormat::kBFloat16, c.vocab_size, c.hidden_dim);
         for (size_t i = 0; i < c.n_layers; ++i) {
@@ -86,16 +93,19 @@ struct Model {
             const Mixer mixer = c.mixer(i);
             const bool attends = mixer == Mixer::kAttention;
             constexpr const char* kNames[][2] = {{"qkv", "o"}, {"conv_in", "conv_out"}, {"delta_in", "delta_out"}};
-            const auto& [in, out] = kNames[static_cast<size_t>(mixer)];
+            const auto& [in, out] = kNames[c.is_delta(i) ? 2 : static_cast<size_t>(mixer)];
             if (c.qk_norm && attends) {
                 vector(layer + "q_norm.weight", (c.qk_norm_whole ? c.n_heads : 1) * c.head_dim, 1.1f);
                 vector(layer + "k_norm.weight", (c.qk_norm_whole ? c.n_kv_heads : 1) * c.head_dim, 0.9f);
             }
             if (c.sinks && attends) vector(layer + "sinks", c.n_heads, 0.7f);
             if (!attends) matrix(layer + "conv", WeightFormat::kFloat32, c.conv_length, c.conv_dim(i));
-            if (mixer == Mixer::kDelta) {
+            if (c.is_delta(i)) {
                 vector(layer + "decay", c.n_delta_heads, -0.3f), vector(layer + "dt_bias", c.n_delta_heads, 0.2f);
-                vector(layer + "delta_norm.weight", c.delta_dim, 1.1f);
+                vector(layer + "delta_norm.weight", mixer == Mixer::kDelta ? c.delta_dim : c.delta_values(), 1.1f);
+            }
+            if (mixer == Mixer::kMamba) {
+                vector(layer + "conv_bias", c.conv_dim(i), 0.1f), vector(layer + "skip", c.n_delta_heads, 0.6f);
             }
             matrix(layer + in, format, c.mixer_in(i), c.hidden_dim);
             matrix(layer + out, format, c.hidden_dim, c.mixer_out(i));
@@ -104,6 +114,10 @@ struct Model {
                 matrix(layer + "router", WeightFormat::kFloat32, c.n_experts, c.hidden_dim);
                 matrix(layer + "experts_" + up, format, c.n_experts * c.expert_up_dim(), c.hidden_dim);
                 matrix(layer + "experts_down", format, c.n_experts * c.hidden_dim, c.expert_dim);
+                if (c.activation == Activation::kClampedSwiglu) {  // gpt-oss
+                    random_vector(layer + "experts_" + up + ".bias", c.n_experts * c.expert_up_dim());
+                    random_vector(layer + "experts_down.bias", c.n_experts * c.hidden_dim);
+                }
                 if (c.shared_gate) matrix(layer + "shared_router", WeightFormat::kFloat32, 1, c.hidden_dim);
             }
             if (c.mlp_dim(i) > 0) {

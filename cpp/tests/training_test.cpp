@@ -116,6 +116,22 @@ void test_rms_norm(size_t n) {
     expect_close("rms_norm_backward_bf16, weight", n, to_weight, grad_weight, 1e-6);
 }
 
+void test_clamped_swiglu(size_t n) {
+    std::vector<float> gate = narrow_normal(n, 1), up = narrow_normal(n, 2);
+    const std::vector<float> grad = narrow_normal(n, 3);
+    std::vector<double> grad_gate(n), grad_up(n);
+    for (size_t i = 0; i < n; ++i) {
+        gate[i] = i == 0 ? 7.0f : 6.0f * gate[i], up[i] = i == 1 ? -7.0f : 6.0f * up[i];
+        const double g = std::min(7.0, double{gate[i]}), u = std::clamp(double{up[i]}, -7.0, 7.0);
+        const double s = 1.0 / (1.0 + std::exp(-1.702 * g));
+        grad_gate[i] = gate[i] > 7.0f ? 0.0 : grad[i] * (u + 1.0) * s * (1.0 + 1.702 * g * (1.0 - s));
+        grad_up[i] = std::abs(up[i]) > 7.0f ? 0.0 : grad[i] * g * s;
+    }
+    kernels().clamped_swiglu_backward_f32(gate.data(), up.data(), grad.data(), n, gate.data(), up.data());
+    expect_close("clamped_swiglu_backward_f32, gate", n, gate, grad_gate, 1e-6);
+    expect_close("clamped_swiglu_backward_f32, up", n, up, grad_up, 1e-6);
+}
+
 void test_swiglu(size_t n) {
     const std::vector<float> gate = narrow_normal(n, 1), up = narrow_normal(n, 2), grad = narrow_normal(n, 3);
     std::vector<double> grad_gate(n), grad_up(n);
@@ -407,6 +423,7 @@ int main() {
             for (const size_t m : {1, 3, 4, 9}) test_rounded_linear(m, n, n + 5);
             test_rms_norm(n);
             test_swiglu(n);
+            test_clamped_swiglu(n);
             test_adamw(n);
             for (const size_t token : {size_t{0}, n - 1, n}) test_token_logprobs(n, token);
         }

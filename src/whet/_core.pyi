@@ -16,6 +16,7 @@ class Activation(enum.Enum):
     gelu = ...
     gelu_tanh = ...
     relu2 = ...
+    clamped_swiglu = ...
 
 class Norm(enum.Enum):
     rms = ...
@@ -162,6 +163,7 @@ def parse_safetensors(data: Any, /) -> list[tuple[str, str, tuple[int, ...], int
 _PackingLoss: TypeAlias = tuple[str, float, float, float, float]
 
 class StoredRows:
+    owner: Any
     def __init__(
         self, *, address: int, type: StoredType, n: int, width: int, row_stride: int, column_stride: int
     ) -> None: ...
@@ -308,6 +310,7 @@ class TrainingDelta:
         beta: Any,
         n_key_heads: int,
         key_dim: int,
+        corrects: bool,
         q_offsets: Any,
         k_offsets: Any,
         key_rows: Any,

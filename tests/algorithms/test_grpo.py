@@ -39,6 +39,7 @@ from whet.rollout.torch_engine import TorchEngine
 PROMPTS = [[5, 6], [7]]
 GROUPS = [[[4, 4, EOS], [8, EOS], [9, 4, 9, 9]], [[4, EOS], [EOS], [10, 11, 4]]]
 ROWS = [(prompt, completion) for prompt, group in zip(PROMPTS, GROUPS, strict=True) for completion in group]
+SAMPLED = [[[token != 4 for token in completion] for completion in group] for group in GROUPS]
 
 
 def make(model=None, **settings) -> GRPO:
@@ -48,7 +49,7 @@ def make(model=None, **settings) -> GRPO:
     return GRPO(model if model is not None else TinyModel(), **settings)
 
 
-def by_hand(model, ref_model, n_updates, *, beta, temperature, loss_type="dapo"):
+def by_hand(model, ref_model, n_updates, *, beta, temperature, loss_type="dapo", is_context=lambda token: False):
     """Make the same updates in plain torch, one row at a time."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0)
     rewards = np.array([c.count(4) for _, c in ROWS], dtype=float).reshape(2, 3)
@@ -58,13 +59,14 @@ def by_hand(model, ref_model, n_updates, *, beta, temperature, loss_type="dapo")
     losses = []
     for _ in range(n_updates):
         total = torch.zeros((), dtype=torch.float64)
-        n_tokens = sum(len(c) for _, c in ROWS)
+        counts = [torch.tensor([not is_context(token) for token in c]) for _, c in ROWS]
+        n_tokens = sum(int(counted.sum()) for counted in counts)
         for i, (p, c) in enumerate(ROWS):
             logprobs = token_logprobs(model, p, c, temperature)
             ratio = (logprobs - old[i]).exp()
             row = -torch.minimum(ratio * advantages[i], ratio.clamp(0.8, 1.2) * advantages[i])
             gap = ref[i] - logprobs
-            row = row + beta * (gap.exp() - gap - 1) * ratio
+            row = (row + beta * (gap.exp() - gap - 1) * ratio)[counts[i]]
             total = total + (row.sum() / n_tokens if loss_type == "dapo" else row.mean() / len(ROWS))
         optimizer.zero_grad()
         total.backward()
@@ -88,6 +90,27 @@ def test_steps_match_plain_torch(num_iterations, micro_batch_size, loss_type):
     assert_close_weights(model, own, rtol=1e-7, atol=1e-9)
     if num_iterations == 3:
         assert metrics["clip_ratio/region"] > 0  # later updates clip
+
+
+@pytest.mark.parametrize("micro_batch_size", [0, 2])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_only_sampled_tokens_count(loss_type, micro_batch_size):
+    model, ref_model, own = TinyModel(), TinyModel(seed=1), TinyModel()
+    engine = ScriptedEngine(GROUPS, sampled=SAMPLED)
+    settings = {"beta": 0.3, "temperature": 0.7, "loss_type": loss_type, "micro_batch_size": micro_batch_size}
+    metrics = make(model, ref_model=ref_model, engine=engine, num_iterations=2, **settings).train_step(PROMPTS)
+    settings.pop("micro_batch_size")
+    expected = by_hand(own, ref_model, 2, **settings, is_context=lambda token: token == 4)
+    assert metrics["loss"] == pytest.approx(expected, rel=1e-9)
+    assert_close_weights(model, own, rtol=1e-7, atol=1e-9)
+    assert metrics["completions/mean_length"] == (1 + 2 + 3 + 1 + 1 + 2) / 6
+    assert metrics["num_tokens"] == 15 + 3 * 2 + 3 * 1
+    distributions = [
+        TinyModel()(torch.tensor([p + c]))[0, len(p) - 1 : -1][[token != 4 for token in c]].div(0.7).softmax(-1)
+        for p, c in ROWS
+    ]
+    first = make(engine=ScriptedEngine(GROUPS, sampled=SAMPLED), temperature=0.7).train_step(PROMPTS)
+    assert first["entropy"] == pytest.approx(sum(-(p * p.log()).sum().item() for p in distributions) / 10)
 
 
 def test_metrics_by_hand():

@@ -53,6 +53,14 @@ _GRANITE_4 = {
     **_GRANITE_SCALES,
     "mamba_n_heads": 4,
 }
+_GRANITE_4_H = {
+    **_GRANITE_4,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 4,
+    "mamba_d_state": 10,
+    "mamba_chunk_size": 8,
+}
 
 _MINISTRAL_3 = {
     "max_position_embeddings": 256,
@@ -150,6 +158,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "granite4": ("granitemoehybrid", {**_GRANITE_4, "position_embedding_type": "rope", "attention_bias": True}),
+    "granite4-hybrid": ("granitemoehybrid", {**_GRANITE_4_H, "tie_word_embeddings": True}),
+    "granite4-hybrid-groups": (
+        "granitemoehybrid",
+        {
+            **_GRANITE_4_H,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "mamba_n_heads": 6,
+            "mamba_n_groups": 3,
+            "mamba_expand": 3,
+            "mamba_d_head": 16,
+            "mamba_d_state": 7,
+            "mamba_d_conv": 3,
+        },
+    ),
     "granite4-not-rotated": ("granitemoehybrid", {**_GRANITE_4, "tie_word_embeddings": True}),
     "granite_swa": (
         "granite_swa",
@@ -340,6 +362,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 _MOE = {"num_experts_per_tok": 3, "num_hidden_layers": 3}
+_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False}
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", {**_MOE, "num_experts": 5, "intermediate_size": 10, "num_key_value_heads": 4}),
     "olmoe-normalised": (
@@ -409,6 +432,17 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid",
         {**_GRANITE_4, "num_local_experts": 6, "num_experts_per_tok": 4, "intermediate_size": 10},
     ),
+    "granite4-hybrid-experts": (
+        "granitemoehybrid",
+        {
+            **_GRANITE_4_H,
+            "layer_types": ["mamba", "mamba", "attention"],
+            "position_embedding_type": "rope",
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 6,
+        },
+    ),
     "qwen3_5_moe_text": (
         "qwen3_5_moe_text",
         {
@@ -433,6 +467,32 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 6,
             "initializer_range": 0.2,
             "tie_word_embeddings": False,
+        },
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            **_MOE,
+            "num_local_experts": 5,
+            "intermediate_size": 10,
+            "head_dim": 12,
+            "sliding_window": 5,
+            "rope_parameters": {**_GPT_OSS_ROPE, "rope_theta": 50.0},
+        },
+    ),
+    "gpt_oss-kinds": (
+        "gpt_oss",
+        {
+            **_MOE,
+            "num_experts_per_tok": 1,
+            "num_local_experts": 4,
+            "intermediate_size": 14,
+            "head_dim": 8,
+            "attention_bias": False,
+            "sliding_window": 4,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+            "tie_word_embeddings": True,
         },
     ),
 }
@@ -475,6 +535,8 @@ def tiny_model(case: str, **options: Any) -> Any:
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1 and not is_skipped(name):
             parameter.data.uniform_(0.5 - offset, 1.5 - offset)
+        if name.endswith("_proj_bias"):
+            parameter.data.uniform_(-8, 8)  # beyond the clamps of gpt-oss
     for name, buffer in model.named_buffers():
         if name.endswith("expert_bias"):
             buffer.uniform_(-0.3, 0.3)

@@ -54,7 +54,7 @@ def test_every_mixture_matches_autograd(case: str) -> None:
     check(learner_of(case, compute="float32"), tiny_model(case))
 
 
-@pytest.mark.parametrize("case", MIXTURES)
+@pytest.mark.parametrize("case", [case for case in MIXTURES if not case.startswith("gpt_oss")])
 def test_adapters_of_experts_match_autograd(case: str) -> None:
     learner = learner_of(case, compute="float32", lora_layers=EXPERTS)
     of_experts = [adapter for adapter in learner.adapters if adapter.n_experts > 1]

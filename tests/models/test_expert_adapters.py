@@ -41,6 +41,7 @@ from whet.text.model import load_engine
 __all__ = ["tokenizer"]
 PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
 ATOL = 1e-4
+CASES = [case for case in MIXTURES if not case.startswith("gpt_oss")]
 
 
 def adapt(model: Any, folder: Path | None = None, seed: int = 0, **settings: Any) -> Any:
@@ -54,7 +55,7 @@ def adapt(model: Any, folder: Path | None = None, seed: int = 0, **settings: Any
     return adapted
 
 
-@pytest.mark.parametrize("case", MIXTURES)
+@pytest.mark.parametrize("case", CASES)
 def test_engines_and_learners_compute_the_adapters_of_peft(case, tmp_path):
     adapted, ids = adapt(tiny_model(case), tmp_path), token_ids()
     expected, plain = logits_of(adapted, ids), logits_of(tiny_model(case), ids)
@@ -253,3 +254,10 @@ def test_a_limit_of_packed_experts_needs_experts_of_a_file(tmp_path):
     message = ("expert_bytes is 7", "converts them")
     assert_raises(WhetValueError, message, load_engine, str(tmp_path / "moe"), "q8_0", None, "here", expert_bytes=7)
     assert all(issubclass(each, EngineSettings) for each in (GenerateConfig, ChatConfig, EvalConfig, ServeConfig))
+
+
+@pytest.mark.parametrize("case", [case for case in MIXTURES if case.startswith("gpt_oss")])
+def test_experts_with_transposed_matrices_are_refused(case):
+    source = source_of_config(tiny_model(case).config.to_dict())
+    assert_raises(WhetValueError, "(inputs, outputs)", choose_adapted, source, 2, ["experts"])
+    assert len(choose_adapted(source, 2).factors) > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.gguf_files import F32, Q8_0, values_by_module, values_by_slot, write_
 from tests.models.test_export import N_ROWS, save, tokenizer
 from tests.raising import assert_raises
 from tests.tiny import with_lora
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from whet.errors import WhetValueError
 from whet.models.architecture import ModelConfig, find_difference
@@ -23,6 +25,7 @@ from whet.models.export import export_gguf
 from whet.models.families import model_config
 from whet.models.loading import list_slices
 from whet.models.lora import choose_adapted, core_matrix
+from whet.models.packed_base import pack_base
 from whet.models.reference import naive_forward, naive_route
 from whet.models.sizes import source_of_config
 from whet.models.sources.folder import open_folder
@@ -114,7 +117,7 @@ def test_folders_have_experts_apart_or_together(case, tmp_path):
     model.config.save_pretrained(tmp_path / "together")
     save_file({name: t.clone() for name, t in model.state_dict().items()}, tmp_path / "together/model.safetensors")
     names = load_file(tmp_path / "apart/model.safetensors").keys()
-    assert any("experts.3." in name or "input_linear" in name for name in names)
+    assert any("experts.3." in name or "input_linear" in name for name in names) != case.startswith("gpt_oss")
     live = open_module(model)
     for folder in ("apart", "together"):
         source = open_folder(tmp_path / folder)
@@ -169,7 +172,7 @@ def test_incomplete_experts_are_rejected(change, message, tmp_path):
         ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
         ("lfm2_moe", {"num_dense_layers": -1}, "num_dense_layers is -1"),
         ("lfm2_moe", {"routed_scaling_factor": "2"}, "routed_scaling_factor is '2', expected a finite number"),
-        ("granite4-experts", {"layer_types": ["mamba", "attention"]}, "layer_types"),
+        ("granite4-experts", {"layer_types": ["conv", "attention"]}, "layer_types"),
     ],
 )
 def test_options_are_checked(case, options, message):
@@ -201,8 +204,8 @@ def test_sizes_of_the_published_models():
     assert 30.4e9 < config.n_parameters < 30.6e9
 
 
-IN_FILES = [case for case in MIXTURES if case not in ("olmoe-normalised", "qwen3_moe-dense", "lfm2_moe-plain")
-            and not case.endswith("-vision")]  # fmt: skip
+IN_FILES = [case for case in MIXTURES if case not in ("olmoe-normalised", "qwen3_moe-dense", "lfm2_moe-plain",
+                                                         "gpt_oss-kinds") and not case.endswith("-vision")]  # fmt: skip
 WHERE_ROTATED = {"granite4-experts": {"position_embedding_type": "rope"}}
 WIDE = {
     "hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32, "shared_intermediate_size": 64,
@@ -221,7 +224,7 @@ def model_of(case: str, **options: Any) -> Any:
 @pytest.mark.parametrize("case", IN_FILES)
 def test_files_of_the_converter_are_read(case, fused, tmp_path):
     model, ids = model_of(case), token_ids()
-    path = write_gguf(model, tmp_path / "model.gguf", fused=fused, fused_experts=fused)
+    path = write_gguf(model, tmp_path / "model.gguf", fused=fused, fused_experts=fused and case != "gpt_oss")
     source, live = open_gguf(path), open_module(model)
     assert find_difference(dataclasses.replace(source.config, delta_tiled=False), live.config) is None
     np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
@@ -265,7 +268,7 @@ def test_folder_and_file_and_folder(case, tokenizer, tmp_path):
     found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("again", "model"))
     assert found.keys() == expected.keys()
     for name, values in expected.items():
-        is_sum = "qwen3_5" in case and ("norm" in name or name.endswith("A_log"))
+        is_sum = ("qwen3_5" in case and "norm" in name) or name.endswith("A_log")
         torch.testing.assert_close(found[name], values, rtol=0, atol=2**-22 if is_sum else 0)
 
 
@@ -293,6 +296,64 @@ def test_missing_corrections_are_zeros_in_files(tokenizer, tmp_path):
     source = open_gguf(tmp_path / "model.gguf")
     assert source.config.router_correction and not values_by_slot(source)["layers.2.router_correction"].any()
     np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
+
+
+def save_mxfp4(tokenizer: Any, path: Path) -> tuple[Any, Path]:
+    """Return gpt-oss with random MXFP4 experts, and its folder, which has their blocks and scales as OpenAI's has."""
+    model, rng = tiny_model("gpt_oss", vocab_size=N_ROWS, **WIDE), np.random.default_rng(3)
+    folder, blocks = save(model, tokenizer, path), {}
+    for name, values in model.state_dict().items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            n_experts, k, n = values.shape
+            numbers = torch.from_numpy(rng.integers(0, 256, (n_experts, n, k // 32, 16), np.uint8))
+            scales = torch.from_numpy(rng.integers(122, 127, (n_experts, n, k // 32), np.uint8))
+            values.copy_(convert_moe_packed_tensors(numbers, scales, dtype=torch.float32))
+            blocks |= {name: None, f"{name}_blocks": numbers, f"{name}_scales": scales}
+
+    def change(tensors: dict[str, Any]) -> None:
+        tensors.update(blocks)
+        for name in [name for name, tensor in tensors.items() if tensor is None]:
+            del tensors[name]
+
+    rewrite(folder, change)
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    return model, folder
+
+
+def test_mxfp4_experts_of_a_folder_keep_their_numbers(tokenizer, tmp_path):
+    model, folder = save_mxfp4(tokenizer, tmp_path / "model")
+    source, expected = open_folder(folder), values_by_slot(open_module(model))
+    assert {each.format for each in source.slices() if ".experts_" in each.slot and "bias" not in each.slot} == {
+        "mxfp4"
+    }
+    for slot, values in values_by_slot(source).items():
+        np.testing.assert_array_equal(values, expected[slot], err_msg=slot)
+    np.testing.assert_allclose(naive_logits(source, token_ids()), logits_of(model, token_ids()), rtol=0, atol=1e-4)
+    base = pack_base(source)
+    assert {base.formats[slot] for slot in base.formats if ".experts_" in slot} == {"mxfp4"}
+    for slot in (slot for slot in expected if ".experts_" in slot):
+        packed = np.empty_like(expected[slot])
+        base.core.rows(slot, 0, len(packed), packed)
+        np.testing.assert_array_equal(packed, expected[slot], err_msg=slot)
+    export_gguf(folder, tmp_path / "model.gguf", "mxfp4_moe")
+    kinds = {name: kind for name, (kind, _) in tensors_of(tmp_path / "model.gguf").items()}
+    assert kinds["blk.1.ffn_up_exps.weight"].name == "MXFP4" and kinds["blk.1.attn_q.weight"] == Q8_0
+    written = open_gguf(tmp_path / "model.gguf")
+    for slot, values in values_by_slot(written).items():
+        if ".experts_" in slot:
+            np.testing.assert_array_equal(values, expected[slot], err_msg=slot)
+
+
+def test_mxfp4_blocks_without_scales_are_refused(tokenizer, tmp_path):
+    _, folder = save_mxfp4(tokenizer, tmp_path / "model")
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    rewrite(folder, lambda tensors: tensors.pop(name))
+    assert_raises(WhetValueError, ("down_proj_blocks is (5, 64, 1, 16)", f"{name} ()"), open_folder, folder)
+    dense = save(tiny_model("llama", vocab_size=N_ROWS), tokenizer, tmp_path / "dense")
+    out, message = tmp_path / "x.gguf", "'mxfp4_moe', and the model is not a mixture"
+    assert_raises(WhetValueError, message, export_gguf, dense, out, "mxfp4_moe")
 
 
 @pytest.mark.parametrize("n_experts", [6, 8])

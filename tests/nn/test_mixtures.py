@@ -56,7 +56,7 @@ def test_gradients_match_transformers(case: str, train_all: bool) -> None:
     assert max(relative_errors(grads, right).values()) < 1e-4
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("gpt_oss")])
 def test_gradients_of_adapters_of_experts_match_peft(case: str) -> None:
     expected, _, right = gradients_of(adapt(tiny_model(case)).double(), False)
     assert any("experts.lora_A" in name for name in right)

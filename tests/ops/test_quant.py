@@ -20,6 +20,7 @@ BITS = {
     "q4_k": 4.5,
     "q5_k": 5.5,
     "q6_k": 6.5625,
+    "mxfp4": 4.25,
 }
 GGUF = {name: gguf.GGMLQuantizationType[name.upper()] for name in BITS if name != "int8"}
 SCALES = {"q4_1": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}
@@ -37,6 +38,9 @@ def test_dequantisation_equals_gguf(format):
     # Random scales could be NaN or infinite: overwrite them with finite float16 numbers.
     for at in range(0, data.shape[1], CORE_TABLE[format].block_bytes):
         for offset in SCALES.get(format, (0,)):
+            if format == "mxfp4":  # whose scale is an exponent
+                data[:, at] = rng.integers(1, 253, 5)
+                continue
             data[:, at + offset : at + offset + 2] = rng.normal(0, 0.1, (5, 1)).astype(np.float16).view(np.uint8)
     ours = whet.Quantized(format, (5, 512), data).dequantize()
     np.testing.assert_array_equal(ours, gguf.quants.dequantize(data, GGUF[format]))
@@ -64,6 +68,7 @@ def test_bits_and_error_per_weight(format):
         "q4_k": 5.01e-3,
         "q5_k": 1.25e-3,
         "q6_k": 3.1e-4,
+        "mxfp4": 1.27e-2,
     }
     assert (error**2).sum() < limits[format] * (w**2).sum()
 
@@ -75,7 +80,7 @@ def test_mins_are_refitted_to_rounded_scales(format, limit):
     assert ((whet.quantize(w, format).dequantize() - w) ** 2).sum() < limit * (w**2).sum()
 
 
-@pytest.mark.parametrize("format", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0"])
+@pytest.mark.parametrize("format", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "mxfp4"])
 def test_error_is_not_above_the_gguf_quantiser(format):
     w = normal(2, 30, 512)
     ours = whet.quantize(w, format).dequantize()
@@ -85,6 +90,9 @@ def test_error_is_not_above_the_gguf_quantiser(format):
 
 def test_exactly_representable_weights_are_exact():
     grid = np.tile(np.arange(16, dtype=np.float32), 32).reshape(1, 512)
+    e2m1 = np.array([0, 0.5, -1, 1.5, 2, -3, 4, 6], np.float32).repeat(4).reshape(1, 32)
+    for scale in (2.0**-120, 1.0, 2.0**124):
+        np.testing.assert_array_equal(whet.quantize(scale * e2m1, "mxfp4").dequantize(), scale * e2m1)
     np.testing.assert_array_equal(whet.quantize(grid - 8, "q4_0").dequantize(), grid - 8)
     np.testing.assert_allclose(whet.quantize(grid - 7, "q4_k").dequantize(), grid - 7, atol=0.02)
     np.testing.assert_allclose(whet.quantize(np.full((1, 256), 0.5, np.float32), "q4_k").dequantize(), 0.5, rtol=1e-3)

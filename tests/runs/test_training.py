@@ -111,3 +111,37 @@ def test_trainer_of_the_reference_is_freed_before_the_run(tiny_model):
     finally:
         gc.enable()
     assert none == [] and found[0]["ref_chosen_logprobs"] < 0
+
+
+GAME = """
+from whet.tasks.environment import Step
+
+class Game:
+    def reset(self, row, seed):
+        return row["prompt"] + "?"
+
+    def step(self, message):
+        return Step("no", reward=len(message["content"]) % 3)
+"""
+
+
+def test_episodes_of_an_environment(files, tiny_model):
+    (files.folder / "game.py").write_text(GAME)
+    (files.folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": letter}) + "\n" for letter in "abcdefgh"))
+    data = [str(files.folder / "prompts.jsonl")]
+
+    def run(name, steps, **settings):
+        common = {"model": str(tiny_model), "data": data, "env": f"{files.folder / 'game.py'}:Game", "group_size": 2}
+        limits = {"max_new_tokens": 12, "max_turn_tokens": 4, "max_turns": 3, "batch_size": 2, "env_timeout_s": 60.0}
+        folder = str(files.folder / name)
+        return train(GRPORun(**common | limits | {"output_dir": folder, "steps": steps} | settings))
+
+    whole = run("whole", 2, eval_data=data, eval_every=2)
+    assert len(whole.evaluations) == 2 and "mean_reward" in whole.summary
+    table = [json.loads(line) for line in (whole.folder / "completions.jsonl").read_text().splitlines()]
+    assert [message["role"] for message in table[0]["completion"]] == ["assistant", "user"] * 2 + ["assistant"]
+    for steps in (1, 2):
+        parts = run("parts", steps)
+    weights = [result.model_folder / "model.safetensors" for result in (whole, parts)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert_raises(WhetValueError, ("env", "task"), run, "both", 1, data=[], task=["reasoning_gym:chain_sum"])

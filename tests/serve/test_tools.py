@@ -304,7 +304,7 @@ def test_a_response_template_that_is_not_supported_is_replaced_by_the_marks(tmp_
     fields = {**RESPONSE_TEMPLATE["fields"], "citations": {"open": "[1]"}}
     with pytest.warns(UserWarning, match="'citations'") as warned:
         model = write_model_with_template(tmp_path / "m", {**RESPONSE_TEMPLATE, "fields": fields})
-    assert len(warned) == 1 and model.can_call
+    assert len(warned) == 1 and model.replies.can_call
     with serving(make_app(model)) as url:
         body = {"messages": MESSAGES, "tools": TOOLS, "structured_outputs": {"choice": [CALL]}, "max_tokens": 200}
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()

@@ -1,9 +1,11 @@
 """Replies are parsed by the response templates of tokenizers, however they are cut into parts."""
 
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import trl
 
 from whet.errors import WhetValueError
 from whet.text.response_template import ResponseTemplate, find_response_template
@@ -222,3 +224,47 @@ def test_what_is_not_supported_is_refused_by_name(spec, words):
 def test_tokenizers_without_a_response_template_have_none():
     assert find_response_template(SimpleNamespace()) is None
     assert find_response_template(SimpleNamespace(response_template=QWEN)) is not None
+
+
+GPT_OSS = (Path(trl.__file__).parent / "chat_templates/gptoss.jinja").read_text("utf-8")
+SUM = ToolCall("add", {"a": 1, "text": "x"})
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ("<|channel|>final<|message|>Hi.<|return|>", [TextChunk("Hi.", False)]),
+        (
+            "<|channel|>analysis<|message|>Two\nlines.<|end|><|start|>assistant<|channel|>final<|message|>Hi.",
+            [TextChunk("Two\nlines.", True), TextChunk("Hi.", False)],
+        ),
+        (
+            "<|channel|>analysis<|message|>Sum.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
+            '<|constrain|>json<|message|>{"a": 1, "text": "x"}<|call|>',
+            [TextChunk("Sum.", True), SUM],
+        ),
+        (' to=functions.add<|channel|>commentary json<|message|>{"a": "1", "text": "x"}', [SUM]),
+        (
+            "<|channel|>commentary<|message|>First.<|end|><|start|>assistant<|channel|>commentary to=functions.now"
+            "<|message|>{}<|call|>",
+            [TextChunk("First.", False), ToolCall("now", {})],
+        ),
+    ],
+)
+def test_harmony(reply, expected):
+    """Channels of gpt-oss, whose tokenizer has no response template; whole, and character by character."""
+    template = find_response_template(SimpleNamespace(chat_template=GPT_OSS))
+    assert template is not None and template.has_calls
+    for parts in ([reply], list(reply)):
+        parser, found = template.parser(TOOLS, "<|start|>user<|message|>Add.<|end|><|start|>assistant"), []
+        for part in parts:
+            found += parser.add(part)
+        found += parser.add("", is_last=True)
+        joined = []
+        for each in found:
+            before = joined[-1] if joined else None
+            if isinstance(each, TextChunk) and isinstance(before, TextChunk) and before[1] == each[1]:
+                joined[-1] = TextChunk(before.text + each.text, each.is_thinking)
+            else:
+                joined.append(each)
+        assert joined == expected

@@ -49,6 +49,15 @@ CONFIGS = {
         "linear_key_head_dim": 12,
         "linear_value_head_dim": 10,
     },
+    "granite4_h": {
+        **LLAMA,
+        "model_type": "granitemoehybrid",
+        "num_local_experts": 0,
+        "shared_intermediate_size": LLAMA["intermediate_size"],
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mamba_n_heads": 6,
+        "mamba_d_state": 12,
+    },
 }
 MIXTURES = {
     "qwen3_moe": {
@@ -154,6 +163,7 @@ LEARNER_SIZES = {
     "llama": {},
     "lfm2": {},
     "qwen3_5": {"head_dim": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    "granite4_h": {"mamba_n_heads": 16, "mamba_d_state": 32, "layer_types": ["full_attention", "linear_attention"] * 2},
     "qwen3_moe": {"head_dim": 128, "moe_intermediate_size": 768, "mlp_only_layers": []},
     "granitemoeshared": {"shared_intermediate_size": 512},
 }
@@ -197,7 +207,9 @@ def test_a_learner_uses_the_estimated_memory(name, compute):
     assert found == pytest.approx(predicted, rel=0.05)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "lfm2", "qwen3_5", "qwen3_moe", "granitemoeshared"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3", "gemma2", "lfm2", "qwen3_5", "granite4_h", "qwen3_moe", "granitemoeshared"]
+)
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_a_learner_keeps_as_many_layers_as_estimated(name, compute):
     base = pack_base(open_module(make_model(name)), weights="bf16")

@@ -159,6 +159,7 @@ def run_native(engine: Engine, tokenizer: GGUFTokenizer, adapter: Path) -> dict[
 REORDERED = {
     "gpt2": {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
     "gpt_neox": {"target_modules": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]},
+    "granite4-hybrid": {"target_modules": ["in_proj", "out_proj", "q_proj"]},
     "qwen3_5_text": {"target_modules": ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj"]},
 }
 """Adapters of models whose files store transposed matrices, q, k and v head by head, or reordered value heads."""
@@ -192,6 +193,12 @@ def families(folder: Path) -> None:
         run_source(write_gguf(experts, folder / f"experts-{fused}.gguf", Q8_0, fused_experts=fused))
         for fused in (False, True)
     ]
+    gpt_oss = tiny_model("gpt_oss", hidden_size=64, intermediate_size=32)
+
+    def experts_kind(name: str) -> gguf.GGMLQuantizationType:
+        return gguf.GGMLQuantizationType.MXFP4 if ".experts." in name else Q8_0
+
+    found.append(run_source(write_gguf(gpt_oss, folder / "mxfp4.gguf", experts_kind)))
     experts.config.save_pretrained(folder / "fused")  # transformers' own names, which it does not write
     save_file({name: t.clone() for name, t in experts.state_dict().items()}, folder / "fused/model.safetensors")
     found.append(run_source(folder / "fused"))

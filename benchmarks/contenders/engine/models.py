@@ -149,6 +149,56 @@ QWEN3_600M = ModelShape(
         "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
     },
 )
+LFM2_350M = ModelShape(
+    "0.35 B LFM2",
+    {
+        "model_type": "lfm2",
+        "vocab_size": 65_536,
+        "hidden_size": 1024,
+        "intermediate_size": 6656,
+        "num_hidden_layers": 16,
+        "layer_types": ["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)],
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    },
+)
+QWEN3_5_800M = ModelShape(
+    "0.8 B Qwen3.5",
+    {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248_320,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+)
+OLMOE_4_LAYERS = ModelShape(
+    "4 layers of OLMoE",
+    {
+        "model_type": "olmoe",
+        "vocab_size": 50_304,
+        "hidden_size": 2048,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "max_position_embeddings": 4096,
+    },
+)
 SMOLLM2_135M = LLAMA_135M.resized("SmolLM2-135M", rope_parameters={"rope_type": "default", "rope_theta": 100_000.0})
 
 
@@ -211,6 +261,18 @@ def random_model(shape: ModelShape) -> Any:
     return model
 
 
+def empty_model(shape: ModelShape) -> Any:
+    """Create a Hugging Face model without memory for its weights.
+
+    Raises:
+        ImportError: torch or transformers is missing.
+    """
+    import torch
+
+    with torch.device("meta"):
+        return _new_model(shape)
+
+
 def write_random_folder(shape: ModelShape, folder: Path) -> None:
     """Write a Hugging Face folder of random weights in bfloat16, one file per layer, with only one layer in memory.
 
@@ -220,8 +282,7 @@ def write_random_folder(shape: ModelShape, folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    with torch.device("meta"):
-        model = _new_model(shape)
+    model = empty_model(shape)
     model.config.dtype = torch.bfloat16
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)

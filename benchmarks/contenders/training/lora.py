@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from benchmarks.contenders.engine.models import ModelShape, write_random_folder
+from benchmarks.contenders.engine.models import ModelShape, empty_model, write_random_folder
 from benchmarks.contenders.training import workload
 from benchmarks.contenders.training.contender import Contender, whole_run
 from benchmarks.contenders.training.workload import DPOShape, GRPOShape
@@ -31,7 +31,13 @@ from whet.models.tokenizers import BackendTokenizer, load_tokenizer
 RANK = 16
 ALPHA = 32
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""All linear layers except the head."""
+"""All linear layers except the head, in a Llama."""
+FAMILY_LAYERS: Mapping[str, Sequence[str]] = {
+    "lfm2": ("q_proj", "k_proj", "v_proj", "in_proj", "out_proj", "w1", "w2", "w3"),
+    "qwen3_5_text": (*LAYERS, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+    "olmoe": LAYERS[:4],  # experts are frozen
+}
+"""All linear layers except the head in other families, by model_type."""
 LEARNING_RATES = {"adapters": 2e-4, "all weights": 5e-6}
 SUMS = "reasoning_gym:chain_sum,min_terms=2,max_terms=2,min_digits=1,max_digits=2"
 _N_SUMS = 5000
@@ -255,16 +261,25 @@ def digest(rows: Iterable[Sequence[int]]) -> str:
     return hashlib.sha256(json.dumps(sorted([int(i) for i in row] for row in rows)).encode()).hexdigest()[:16]
 
 
-def lora_config() -> Any:
+def layers_of(shape: ModelShape) -> Sequence[str]:
+    """Return the layers that have adapters."""
+    return FAMILY_LAYERS.get(shape.hf_config["model_type"], LAYERS)
+
+
+def lora_config(shape: ModelShape) -> Any:
     """Return the configuration of every contender's adapters."""
     from peft import LoraConfig
 
-    return LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(LAYERS), task_type="CAUSAL_LM")
+    return LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(layers_of(shape)), task_type="CAUSAL_LM")
 
 
 def n_adapter_parameters(shape: ModelShape) -> int:
     """Return the number of parameters of a model's adapters."""
-    return RANK * sum(n + k for n, k in _layer_shapes(shape))
+    if shape.hf_config["model_type"] not in FAMILY_LAYERS:
+        return RANK * sum(n + k for n, k in _layer_shapes(shape))
+    layers = layers_of(shape)
+    matrices = (parameter for name, parameter in empty_model(shape).named_parameters() if name.split(".")[-2] in layers)
+    return RANK * sum(sum(matrix.shape) for matrix in matrices if matrix.ndim == 2)
 
 
 def _layer_shapes(shape: ModelShape) -> list[tuple[int, int]]:

@@ -117,7 +117,7 @@ def _learner_of(work: Work, base: str, activation_bytes: int | None) -> Any:
     """Load the learner of a run."""
     import whet
 
-    settings = {"lora_rank": lora.RANK, "lora_alpha": lora.ALPHA, "lora_layers": lora.LAYERS}
+    settings = {"lora_rank": lora.RANK, "lora_alpha": lora.ALPHA, "lora_layers": lora.layers_of(work.model)}
     return whet.Learner(work.path, weights=base, seed=work.seed, activation_bytes=activation_bytes, **settings)
 
 
@@ -131,7 +131,7 @@ def _model_of(work: Work, base: str) -> Any:
 
         from whet.nn import frozen_model
 
-        return peft.get_peft_model(frozen_model(work.path, base), lora.lora_config())
+        return peft.get_peft_model(frozen_model(work.path, base), lora.lora_config(work.model))
     if Path(work.path).is_file():
         from whet.models.sources.gguf_model import load_gguf_model
 

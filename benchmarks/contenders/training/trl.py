@@ -143,7 +143,7 @@ def serve_lora(session: Session, work: Work, settings: dict[str, Any]) -> None:
             args=config_class(output_dir=folder, **options),
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
-            peft_config=lora.lora_config() if base else None,
+            peft_config=lora.lora_config(work.model) if base else None,
             **own,
         )
         seen: list[list[int]] = []

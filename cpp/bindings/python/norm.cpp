@@ -118,7 +118,8 @@ void bind_norm(nb::module_& m) {
         .value("silu", Activation::kSilu)
         .value("gelu", Activation::kGelu)
         .value("gelu_tanh", Activation::kGeluTanh)
-        .value("relu2", Activation::kRelu2);
+        .value("relu2", Activation::kRelu2)
+        .value("clamped_swiglu", Activation::kClampedSwiglu);
     m.def("rms_norm", &rms_norm_call, PlainCase(), arg(), arg().none(), arg(), arg().none(), arg().none());
     m.def("layer_norm", &layer_norm_call, PlainCase(), arg(), arg().none(), arg().none(), arg(), arg().none(),
           arg().none());

@@ -267,7 +267,7 @@ private:
 class DeltaObject {
 public:
     DeltaObject(Matrix<const float> qkv, Matrix<const float> decay, Matrix<const float> beta, size_t n_key_heads,
-                size_t key_dim, Vector<const int64_t> q_offsets, Vector<const int64_t> k_offsets,
+                size_t key_dim, bool corrects, Vector<const int64_t> q_offsets, Vector<const int64_t> k_offsets,
                 Vector<const int64_t> key_rows)
         : qkv_(qkv), decay_(decay), beta_(beta), q_offsets_(q_offsets), k_offsets_(k_offsets), key_rows_(key_rows) {
         const size_t n_tokens = qkv.shape(0), heads = decay.shape(1), keys = 2 * n_key_heads * key_dim;
@@ -290,7 +290,8 @@ public:
               .key_rows = key_rows.data(),
               .qkv = data(qkv),
               .decay = data(decay),
-              .beta = data(beta)};
+              .beta = data(beta),
+              .corrects = corrects};
     }
 
     void forward(const Matrix<float>& out) const {
@@ -380,10 +381,10 @@ void bind_training(nb::module_& m) {
         .def("backward", &AttentionObject::backward, nb::kw_only(), array("grad_out"), array("grad_q"), array("grad_k"),
              array("grad_v"), array("reader_offsets"), array("readers"), Release());
     nb::class_<DeltaObject>(m, "TrainingDelta")
-        .def(nb::init<Matrix<const float>, Matrix<const float>, Matrix<const float>, size_t, size_t,
+        .def(nb::init<Matrix<const float>, Matrix<const float>, Matrix<const float>, size_t, size_t, bool,
                       Vector<const int64_t>, Vector<const int64_t>, Vector<const int64_t>>(),
              nb::kw_only(), array("qkv"), array("decay"), array("beta"), arg("n_key_heads"), arg("key_dim"),
-             array("q_offsets"), array("k_offsets"), array("key_rows"))
+             arg("corrects"), array("q_offsets"), array("k_offsets"), array("key_rows"))
         .def("forward", &DeltaObject::forward, array("out"), Release())
         .def("backward", &DeltaObject::backward, nb::kw_only(), array("grad_out"), array("grad_qkv"),
              array("grad_decay"), array("grad_beta"), Release());

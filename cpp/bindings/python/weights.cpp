@@ -148,7 +148,7 @@ nb::object gather_call(const Shared<Weights>& weights, const char* slot, nb::han
 void bind_weights(nb::module_& m) {
     using nb::arg;
     m.def("checksum", &checksum_call);
-    nb::class_<StoredRows>(m, "StoredRows")
+    nb::class_<StoredRows>(m, "StoredRows", nb::dynamic_attr())  // for the owner of the rows
         .def("__init__", &make_rows, nb::kw_only(), arg("address"), arg("type"), arg("n"), arg("width"),
              arg("row_stride"), arg("column_stride"));
     m.def("is_finite", &is_finite, nb::call_guard<ReleasedGil>());
@@ -158,7 +158,8 @@ void bind_weights(nb::module_& m) {
     nb::enum_<Mixer>(m, "Mixer")
         .value("attention", Mixer::kAttention)
         .value("conv", Mixer::kConv)
-        .value("delta", Mixer::kDelta);
+        .value("delta", Mixer::kDelta)
+        .value("mamba", Mixer::kMamba);
     nb::class_<Shared<Weights>>(m, "Weights")
         .def(
             "__init__",

@@ -31,6 +31,7 @@ from whet.ops import compute_batch_group_advantages
 from whet.rewards.functions import RewardFn, RewardFunctions
 from whet.rewards.metrics import group_std, reward_metrics
 from whet.rollout.choose import reward_functions
+from whet.rollout.episodes import environment_reward
 from whet.rollout.rollout import Rollout, completion_table
 from whet.training.distributed import join_ranks
 from whet.training.phases import phase
@@ -46,12 +47,14 @@ class GRPO(OnlineTrainer):
     Args:
         model: the policy.
         ref_model: the reference. If it is passed, beta defaults to 0.1, which is printed; TRL's default is 0.
-        reward_fn: one reward function, several, or ``whet.rewards.RewardFunctions``.
+        reward_fn: one reward function, several, or ``whet.rewards.RewardFunctions``. With an environment, which rewards
+            its turns, others are optional, and get lists of messages.
         kl_coef: alias of ``beta``.
         **arguments: further arguments of ``Trainer`` and ``OnlineTrainer``.
     """
 
     config_class = GRPOConfig
+    plays_episodes = True
     rewards: RewardFunctions
 
     def __init__(
@@ -71,6 +74,11 @@ class GRPO(OnlineTrainer):
         why = "sampler_correction is 'auto', and without a quantised base the sampler matches the policy"
         may_correct = self._correction() is not None or not self._is_own_engine  # a custom engine may lag behind
         reject_ineffective(self.config, ["sampler_cap"], may_correct, why)
+        if self.player is not None and not isinstance(reward_fn, RewardFunctions):
+            others = [reward_fn] if callable(reward_fn) else list(reward_fn or ())
+            reward_fn = [environment_reward, *others]
+        unused = ["max_turns", "max_turn_tokens", "max_read_tokens", "env_timeout_s"]
+        reject_ineffective(self.config, unused, self.player is not None, "there is no environment")
         self.rewards = reward_functions(self.config, reward_fn)
         self._in_progress: _Step | None = None
 
@@ -147,7 +155,8 @@ class GRPO(OnlineTrainer):
         step = self._in_progress
         if step is None or not step.updates or step.number != self.step:
             return None
-        return step if self.prepare(prompt_batch).ids == step.prompt_ids else None
+        prompts = self.prepare(prompt_batch)
+        return step if (prompts.ids or prompts.decoded) == step.prompts else None
 
     def _begin(self, prompt_batch: Any) -> _Step:
         """Sample completions and score them."""
@@ -164,15 +173,17 @@ class GRPO(OnlineTrainer):
             excluded |= np.repeat(spread < 1e-8, size)
         if config.mask_truncated_completions:
             excluded |= rollout.truncated
+        if self.player is not None:
+            excluded |= rollout.failed | np.isnan(scored.rewards)
         extra = {"advantage": advantages.tolist()}
         self.last_completions = completion_table(self.step + 1, rollout, scored, extra)
         rows = np.flatnonzero(~excluded).tolist()
         batches = self._micro_batches(rollout, advantages, rows) if rows else []
         return _Step(
             number=self.step,
-            prompt_ids=rollout.prompt_ids[::size],
+            prompts=rollout.prompt_ids[::size] if self.player is None else self.prepare(prompt_batch).decoded,
             batches=batches,
-            n_sampled=sum(len(ids) for batch in batches for ids in batch.completion_ids),
+            n_sampled=sum(batch.n_sampled for batch in batches),
             counts=Counts(
                 n_tokens=sum(int(batch.mask.sum()) for batch in batches),
                 n_rows=sum(batch.n_rows for batch in batches),
@@ -192,8 +203,8 @@ class GRPO(OnlineTrainer):
         prompts = [rollout.prompt_ids[i] for i in rows]
         completions = [rollout.completions[i].token_ids for i in rows]
         reference = old = None
-        kept, experts = rollout.kept_tokens(rows), rollout.experts(rows)
-        recorded: dict[str, Any] = {"kept_tokens": kept, "experts": experts}
+        kept, experts, sampled = rollout.kept_tokens(rows), rollout.experts(rows), rollout.sampled(rows)
+        recorded: dict[str, Any] = {"kept_tokens": kept, "experts": experts, "completion_mask": sampled}
         if self.config.uses_reference_model():
             reference = self.logprobs(prompts, completions, config.temperature, **recorded, reference=True)
         sampler, correction = rollout.sampler_logprobs(rows), self._correction(rollout)
@@ -208,6 +219,8 @@ class GRPO(OnlineTrainer):
         for part in self.micro_batches(list(zip(prompts, completions, strict=True))):
             lengths = np.array([len(completions[i]) for i in part])
             mask = np.arange(lengths.max()) < lengths[:, None]
+            if sampled is not None:
+                mask[mask] = np.concatenate([sampled[i] for i in part])
             ref_logprobs, sampler_logprobs, old_logprobs = (
                 None if table is None else table[part, : mask.shape[1]] for table in (reference, sampler, old)
             )
@@ -216,8 +229,10 @@ class GRPO(OnlineTrainer):
                 completion_ids=[completions[i] for i in part],
                 kept_tokens=None if kept is None else [kept[i] for i in part],
                 experts=None if experts is None else [experts[i] for i in part],
+                completion_mask=None if sampled is None else [sampled[i] for i in part],
                 advantages=advantages[[rows[i] for i in part]],
                 mask=mask,
+                n_sampled=int(mask.sum()),
                 n_rows=len(part),
                 ref_logprobs=ref_logprobs,
                 sampler_logprobs=sampler_logprobs,
@@ -233,8 +248,9 @@ class GRPO(OnlineTrainer):
         config = self.config
         with phase("forward"):
             result = self.policy.logprobs(
-                batch.prompt_ids, batch.completion_ids, kept_tokens=batch.kept_tokens, temperature=config.temperature,
-                return_entropy=True, experts=batch.experts,
+                batch.prompt_ids, batch.completion_ids, completion_mask=batch.completion_mask,
+                kept_tokens=batch.kept_tokens, temperature=config.temperature, return_entropy=True,
+                experts=batch.experts,
             )  # fmt: skip
         logprobs, entropy = result.logprobs, result.entropy
         with phase("loss"):
@@ -246,8 +262,7 @@ class GRPO(OnlineTrainer):
             )
         loss.metrics["entropy"] = float(cast(np.ndarray, entropy).sum(dtype=np.float64)) / step.n_sampled
         if result.replaced_experts is not None:
-            share = sum(map(len, batch.completion_ids)) / step.n_sampled
-            loss.metrics["sampler/replaced_experts"] = float(result.replaced_experts * share)
+            loss.metrics["sampler/replaced_experts"] = float(result.replaced_experts * batch.n_sampled / step.n_sampled)
         if batch.sampler_logprobs is not None:
             loss.metrics["sampler/logprob_difference"] = batch.logprob_difference[0] / step.n_sampled
         return loss
@@ -259,7 +274,7 @@ class _Step:
 
     Attributes:
         number: number of steps before this one.
-        prompt_ids: prompts of the batch.
+        prompts: token ids of the batch's prompts; with an environment, its rows.
         batches: the completions that count, in micro-batches.
         n_sampled: tokens of these completions.
         counts: divisors of the loss.
@@ -269,7 +284,7 @@ class _Step:
     """
 
     number: int
-    prompt_ids: list[list[int]]
+    prompts: list[Any]
     batches: list[_MicroBatch]
     n_sampled: int
     counts: Counts
@@ -294,8 +309,10 @@ class _MicroBatch:
         completion_ids: b rows of token ids.
         kept_tokens: of each completion; None: every token was drawn from the whole vocabulary.
         experts: of the tokens of each row, that the sampler chose; None: the policy's choice.
+        completion_mask: per token of each completion, whether it was sampled; None: all were.
         advantages: (b,) float64.
-        mask: (b, t) bool, True for tokens that count: not rejected by the correction.
+        mask: (b, t) bool, True for tokens that count: sampled, and not rejected by the correction.
+        n_sampled: number of sampled tokens.
         n_rows: number of completions that count.
         ref_logprobs: (b, t); None: no KL term.
         sampler_logprobs: (b, t), recorded by the engine; None: not recorded.
@@ -309,8 +326,10 @@ class _MicroBatch:
     completion_ids: list[list[int]]
     kept_tokens: list[KeptTokens | None] | None
     experts: list[np.ndarray | None] | None
+    completion_mask: list[list[bool]] | None
     advantages: np.ndarray
     mask: np.ndarray
+    n_sampled: int
     n_rows: int
     ref_logprobs: np.ndarray | None
     sampler_logprobs: np.ndarray | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,16 +12,23 @@ from typing import Any
 import numpy as np
 
 from whet import _core
+from whet.config.sampling import SamplingParams
 from whet.config.settings import EngineName
+from whet.data.batches import as_rows
 from whet.data.rows import tokenize_prompt
 from whet.engine import Engine
 from whet.errors import WhetTypeError
+from whet.models.architecture import LARGEST_SIZE
+from whet.models.tokenizers.token_texts import read_token_texts
 from whet.rewards.functions import RewardFn, RewardFunctions
 from whet.rewards.metrics import mean_rewards
 from whet.rollout.choose import check_lengths, ensure_capacity, make_engine, packed_base, reward_functions
+from whet.rollout.episodes import EpisodeLimits, Player, rollout_of
 from whet.rollout.protocol import RolloutEngine
 from whet.rollout.rollout import Prompts, Rollout, as_prompt_row, read_prompts, sample, warn_if_truncated
 from whet.rollout.sharded_engine import ShardedEngine
+from whet.tasks.environment import Environment, check_environment
+from whet.text.replies import ReplyFormat
 from whet.training.phases import phase
 from whet.training.trainer import Trainer
 
@@ -37,6 +44,7 @@ class OnlineTrainer(Trainer):
 
     Args:
         engine: the engine that samples; "auto", "native" or "torch" set ``config.engine``; None: ``config.engine``.
+        environment: makes the environment of an episode (``whet.tasks.environment``); None: completions are sampled.
         **arguments: arguments of ``Trainer``.
 
     Attributes:
@@ -44,6 +52,8 @@ class OnlineTrainer(Trainer):
     """
 
     row_fields = ("prompt",)
+    plays_episodes = False
+    """Whether the algorithm trains on episodes of an environment."""
     rewards: RewardFunctions | None
 
     def __init__(
@@ -52,6 +62,7 @@ class OnlineTrainer(Trainer):
         ref_model: Any = None,
         *,
         engine: RolloutEngine | EngineName | None = None,
+        environment: Callable[[], Environment] | None = None,
         **arguments: Any,
     ) -> None:
         if isinstance(engine, str):
@@ -68,8 +79,27 @@ class OnlineTrainer(Trainer):
         self._is_own_engine = isinstance(chosen, str)
         self._make_engine = make if self._is_own_engine and not config.kv_bytes else None
         self.last_completions: list[dict[str, Any]] = []
+        self.player = None if environment is None else self._make_player(environment)
         self._sampler_bytes = 0
         self._warned_of_truncation = self._warned_of_mismatch = False
+
+    def _make_player(self, environment: Callable[[], Environment]) -> Player:
+        """Return the player of the episodes.
+
+        Raises:
+            WhetTypeError: the environment is not a class or function, the algorithm trains on completions only, or
+                there is no tokenizer with a chat template.
+        """
+        where, tokenizer, config = type(self).__name__, self.tokenizer, self.config
+        if not self.plays_episodes:
+            raise WhetTypeError(f"{where}: there is an environment, and only GRPO trains on episodes. Omit it.")
+        check_environment(environment, f"{where}: environment")
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise WhetTypeError(f"{where}: an environment needs a tokenizer with a chat template. Pass tokenizer.")
+        limits = EpisodeLimits(config.max_turns, config.max_turn_tokens, config.max_read_tokens, config.env_timeout_s)
+        replies = ReplyFormat(tokenizer, read_token_texts(tokenizer, where))
+        longest = self.policy.position_limit or LARGEST_SIZE
+        return Player(environment, tokenizer, replies, self.stop_token_ids(), longest, limits)
 
     def as_row(self, item: Any) -> Mapping[str, Any]:
         """Return an item of a dataset as a dict; a bare prompt is also a row."""
@@ -174,16 +204,24 @@ class OnlineTrainer(Trainer):
         return False
 
     def prepare(self, batch: Any) -> Prompts:
-        """Return the prompts of a batch as token ids; reject prompts that leave no room for a completion."""
+        """Return the prompts of a batch as token ids; reject prompts that leave no room for a completion.
+
+        An environment renders its own prompts: ``decoded`` are the rows.
+        """
         where = type(self).__name__
+        if self.player is not None:
+            rows = as_rows(batch, as_prompt_row, where)
+            if rows is None:
+                raise WhetTypeError(f"{where}: the batch is {type(batch).__name__}, and an environment takes rows.")
+            return Prompts([], [dict(row) for row in rows], {})
         prompts = read_prompts(batch, self.tokenizer, where)
         self.length_limit.check_prompts(prompts.ids)
         check_lengths(self.model, prompts.ids, self.config.max_new_tokens, where)
         return prompts
 
     def tokenize_row(self, row: Mapping[str, Any], tokenizer: Any) -> list[int]:
-        """Return the prompt; see ``tokenize_prompt``."""
-        return tokenize_prompt(row, tokenizer)
+        """Return the prompt, see ``tokenize_prompt``; an environment renders its own."""
+        return [] if self.player is not None else tokenize_prompt(row, tokenizer)
 
     def _sample(
         self, batch: Any, n: int, key: int, temperature: float | None = None, for_update: bool = False
@@ -198,6 +236,17 @@ class OnlineTrainer(Trainer):
         if for_update:
             recorded = {"kept_tokens": sampling.drops_tokens(), "experts": self.replays_experts()}
             sampling = dataclasses.replace(sampling, **recorded)
+        if self.player is not None:
+            return self._play(self.player, prompts.decoded, n, sampling)
         engine = self.engine if self.ranks.size == 1 else ShardedEngine(self.ranks, self.engine)
         with phase("generation"):
             return sample(engine, prompts, n, sampling, self.tokenizer)
+
+    def _play(self, player: Player, rows: list[dict[str, Any]], n: int, sampling: SamplingParams) -> Rollout:
+        """Play ``n`` episodes per row; every rank plays its share of the rows."""
+        n_ranks = self.ranks.size
+        own = range(self.ranks.rank, len(rows), n_ranks)
+        play = partial(player.play, self.engine, [rows[i] for i in own], n, sampling, own)
+        with phase("generation"):
+            shares = self.ranks.gather_results(play)
+        return rollout_of([shares[i % n_ranks][i // n_ranks * n + j] for i in range(len(rows)) for j in range(n)])

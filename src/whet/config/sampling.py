@@ -210,12 +210,13 @@ def _check_key(key: StreamKey, name: str, where: str) -> StreamKey:
 
 @dataclass
 class Completion:
-    """One sampled completion, without its prompt and without padding.
+    """One sampled completion, without its prompt and without padding; or an episode, the turns of a model and what it
+    read between them.
 
     Attributes:
         token_ids: the sampled tokens, including a final stop token and the tokens of a stop string.
-        logprobs: per token, the log-probability under the distribution it was drawn from; None if the source does not
-            provide them (a module's own ``generate``).
+        logprobs: per token, the log-probability under the distribution it was drawn from, 0 if it was not sampled; None
+            if the source does not provide them (a module's own ``generate``).
         finish_reason: "stop" after a stop token or a stop string, "length" after max_new_tokens.
         policy_version: number of weight syncs of the engine before it was sampled.
         text: with ``SamplingParams.stop``, the decoded text up to the stop string, or all of it, without special
@@ -229,6 +230,8 @@ class Completion:
         experts: with ``SamplingParams.experts``, the experts of the tokens of prompt and completion except the last,
             which is not computed: (tokens, mixture layers, experts of a token) uint16, the most probable first. Else
             None.
+        sampled: per token, whether the model sampled it; None: it sampled all. Others, of an environment and of the
+            chat template between turns, are context: they are not trained.
     """
 
     token_ids: list[int]
@@ -239,3 +242,9 @@ class Completion:
     top_logprobs: list[list[tuple[int, float]]] | None = None
     kept_tokens: KeptTokens | None = None
     experts: np.ndarray | None = field(default=None, compare=False)
+    sampled: list[bool] | None = None
+
+    @property
+    def n_sampled(self) -> int:
+        """Number of sampled tokens."""
+        return len(self.token_ids) if self.sampled is None else sum(self.sampled)

@@ -333,9 +333,7 @@ class Engine:
                 for i, (prompt, key, number) in enumerate(zip(prompts, chosen, adapters, strict=True))
             ]
             for call in session.run_calls(calls):
-                yield [
-                    session.completion(call.job, j, self.policy_version, texts, sampling, self.config) for j in range(n)
-                ]
+                yield self.completions(call, n, sampling)
 
     def stream(
         self,
@@ -359,8 +357,12 @@ class Engine:
                 recently used first, when a call needs memory, and by ``sync``, ``remove_adapter`` and ``close``; until
                 then they count as ``kv_kept_bytes`` in ``memory``.
         """
+        where = "Engine.stream"
+        for name in ("kept_tokens", "experts"):
+            if getattr(as_sampling(sampling, where), name):
+                raise WhetValueError(f"{where}: {name} is set, which only completions report. Omit it.")
         call = self.open_prompt(
-            prompt, 1, sampling, adapter=adapter, logprobs_mode=logprobs_mode, keep=keep, where="Engine.stream"
+            prompt, 1, sampling, adapter=adapter, logprobs_mode=logprobs_mode, keep=keep, where=where
         )
         return TokenStream(call)
 
@@ -373,6 +375,7 @@ class Engine:
         adapter: int | None = None,
         logprobs_mode: LogprobsMode = "sampling",
         keep: bool = False,
+        key: StreamKey | None = None,
         constrain: Callable[[], Constraint] | None = None,
         prompt_logprobs: int | None = None,
         where: str = "Engine.open_prompt",
@@ -382,6 +385,7 @@ class Engine:
         The weights are locked until the call is closed.
 
         Args:
+            key: of the random numbers of the completions. Default: the first prompt's.
             constrain: makes the constraint of a sample. Default: of the grammar in ``sampling``.
             prompt_logprobs: also score the prompt, with this many alternatives per token, from 0 to 20: ``Call.scores``
                 returns the values of ``open_score`` once a token has been drawn. None: do not.
@@ -390,9 +394,7 @@ class Engine:
             _check_alternatives(where, "prompt_logprobs", prompt_logprobs)
         ids = check_token_row(prompt, self.config, where, "prompt")
         sampling = as_sampling(sampling, where)
-        for name in ("kept_tokens", "experts"):
-            if getattr(sampling, name):
-                raise WhetValueError(f"{where}: {name} is set, which only Engine.generate reports. Omit it.")
+        [key] = stream_keys(None if key is None else [key], 1, where)
         texts = self._texts_for(sampling, where)
         request = self._make_request(n, sampling, is_model_mode(logprobs_mode, where), texts, where)
         constrain = constrain or self._constrain_by(sampling, where)
@@ -401,11 +403,19 @@ class Engine:
             session.begin()
             [number] = self._adapter_ids(adapter, 1, where)
             return self._open_call(
-                session, where, "prompt", ids, request, StreamKey(0), number, texts, constrain, keep, prompt_logprobs
+                session, where, "prompt", ids, request, key, number, texts, constrain, keep, prompt_logprobs
             )  # fmt: skip
         except BaseException:
             session.end()
             raise
+
+    def completions(self, call: Call, n: int = 1, sampling: SamplingParams | None = None) -> list[Completion]:
+        """Return the ``n`` completions of an ``open_prompt`` call with these settings, once it is complete."""
+        sampling = as_sampling(sampling, "Engine.completions")
+        return [
+            call.session.completion(call.job, j, self.policy_version, call.texts, sampling, self.config)
+            for j in range(n)
+        ]
 
     def open_score(
         self,

@@ -2,7 +2,7 @@
 
     x = embedding[tokens] (+ positions)
     per layer   x = x + attention(norm1(x));  x = x + mlp(norm2(x))
-      mixers    conv and delta in place of attention in some layers (ModelConfig)
+      mixers    conv, delta and mamba in place of attention in some layers (ModelConfig)
       post_norm   x = x + post_norm1(attention(norm1(x))), and so on; without pre_norm there is no norm1, norm2
       parallel  x = x + attention(norm1(x)) + mlp(norm2(x))           shared_norm: mlp reads norm1(x)
     logits = head(final_norm(x))
@@ -23,8 +23,8 @@ import numpy as np
 from whet.errors import WhetValueError
 
 NORMS = ("rms", "layer")
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
-MIXERS = ("attention", "conv", "delta")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu")
+MIXERS = ("attention", "conv", "delta", "mamba")
 ROUTERS = ("softmax", "sigmoid")
 SOFTCAPS = ("attention_softcap", "logits_softcap")
 
@@ -75,7 +75,8 @@ class ModelConfig:
         query_log_scale: b; a query at position p is multiplied by 1 + b log(1 + floor(p / query_scale_length)).
         query_scale_length: positions with the same factor.
         sinks: each head has a logit without a value: weights are e^s_j / (e^sink + sum over i of e^s_i) for scores s.
-        activation: "silu", "gelu", "gelu_tanh" or "relu2".
+        activation: "silu", "gelu", "gelu_tanh" or "relu2"; or "clamped_swiglu" (gpt-oss), of gated MLPs only, which is
+            g sigmoid(1.702 g) (u + 1) for g = min(gate x, 7) and u = up x, at most 7 and at least -7.
         gated: the MLP is down(act(gate x) * up x), else down(act(up x)).
         windows: per layer; 0: full causal attention, w: a query attends to itself and the w - 1 keys before it.
         attention_scale: multiplies query . key.
@@ -90,11 +91,14 @@ class ModelConfig:
             "delta": the gated delta rule (Qwen3.5), W_out (norm(o) silu(z)), [qkv, z, b, a] = W_in norm1(x). Per
             value head o = S^T q / sqrt(delta_key_dim), S = e^g S' + k (beta (v - e^g S'^T k))^T for the state S' after
             the token before, of q, k, v = silu(conv(qkv)), q and k divided by their length, beta = sigmoid(b),
-            g = decay softplus(a + dt_bias).
+            g = decay softplus(a + dt_bias);
+            "mamba": Mamba-2 (Granite 4 H), W_out norm((o + skip v) silu(z)), [z, vkq, a] = W_in norm1(x), with a norm
+            over the value heads of each key head. o = S^T q, S = e^g S' + k (t v)^T, of v, k, q =
+            silu(conv(vkq) + conv_bias), t = softplus(a + dt_bias), g = decay t.
             Convolutions are causal and depthwise: y_t = sum over j of w_j x_(t - conv_length + 1 + j), with zeros
             before the sequence.
         conv_length: taps of the convolutions, 0 without any.
-        n_delta_heads: value heads of "delta", of delta_dim numbers; 0 without such layers.
+        n_delta_heads: value heads of "delta" and "mamba", of delta_dim numbers; 0 without such layers.
         n_delta_key_heads: key heads, of delta_key_dim numbers. Value head h reads key head
             h // (n_delta_heads / n_delta_key_heads).
         delta_tiled: value head h reads key head h % n_delta_key_heads instead (GGUF).
@@ -111,6 +115,7 @@ class ModelConfig:
         router_scale: multiplies the probabilities of a token's experts.
         router_bias: the router has a bias.
         router_correction: each expert has a number that is added to its probability for the choice only.
+        experts_bias: the matrices of the experts have biases.
         embedding_scale: multiplies the embeddings.
         residual_scale: multiplies the outputs of attention and MLP.
         logits_scale: multiplies the logits.
@@ -163,6 +168,7 @@ class ModelConfig:
     router_scale: float = 1.0
     router_bias: bool = False
     router_correction: bool = False
+    experts_bias: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
@@ -196,6 +202,8 @@ class ModelConfig:
         for name, known in (("norm", NORMS), ("activation", ACTIVATIONS), ("router", ROUTERS)):
             if getattr(self, name) not in known:
                 raise _invalid(name, getattr(self, name), f"one of {', '.join(known)}")
+        if self.activation == "clamped_swiglu" and not self.gated:
+            raise _invalid("gated", False, "True with clamped_swiglu")
         _check_number("norm_eps", self.norm_eps, at_least=0.0)
         for name in ("attention_scale", "embedding_scale", "residual_scale", "logits_scale"):
             _check_number(name, getattr(self, name))
@@ -226,7 +234,7 @@ class ModelConfig:
     def _check_mixers(self) -> None:
         if self.mixers and (len(self.mixers) != self.n_layers or not set(self.mixers) <= set(MIXERS)):
             raise _invalid("mixers", self.mixers, f"n_layers={self.n_layers} of {', '.join(MIXERS)}, or none")
-        has_conv, has_delta = not {*self.mixers} <= {"attention"}, "delta" in self.mixers
+        has_conv, has_delta = not {*self.mixers} <= {"attention"}, not {*self.mixers} <= {"attention", "conv"}
         _check_integer("conv_length", self.conv_length, int(has_conv), LONGEST_CONV if has_conv else 0)
         for name in ("n_delta_heads", "n_delta_key_heads", "delta_dim", "delta_key_dim"):
             _check_integer(name, getattr(self, name), int(has_delta), LARGEST["n_heads"] if has_delta else 0)
@@ -288,12 +296,12 @@ class ModelConfig:
 
     @property
     def delta_values(self) -> int:
-        """Numbers of all value heads of "delta"."""
+        """Numbers of all value heads of "delta" and "mamba"."""
         return self.n_delta_heads * self.delta_dim
 
     @property
     def delta_channels(self) -> int:
-        """Channels of the convolution of "delta": queries, keys and values."""
+        """Channels of the convolution of "delta" and "mamba": queries, keys and values."""
         return 2 * self.n_delta_key_heads * self.delta_key_dim + self.delta_values
 
     def slots(self) -> dict[str, tuple[int, ...]]:
@@ -316,11 +324,15 @@ class ModelConfig:
                 ("delta_in", channels + values + 2 * self.n_delta_heads, hidden, False),
                 ("delta_out", hidden, values, False),
             ),
+            "mamba": (
+                ("delta_in", channels + values + self.n_delta_heads, hidden, False),
+                ("delta_out", hidden, values, False),
+            ),
         }
         experts = (
             ("router", self.n_experts, hidden, self.router_bias),
-            (f"experts_{up}", self.n_experts * per_dim * self.expert_dim, hidden, False),
-            ("experts_down", self.n_experts * hidden, self.expert_dim, False),
+            (f"experts_{up}", self.n_experts * per_dim * self.expert_dim, hidden, self.experts_bias),
+            ("experts_down", self.n_experts * hidden, self.expert_dim, self.experts_bias),
             *((("shared_router", 1, hidden, False),) if self.shared_gate else ()),
         )
         for i in range(self.n_layers):
@@ -332,9 +344,11 @@ class ModelConfig:
             elif self.qk_norm:
                 for which, heads in zip("qk", n_normed, strict=True):
                     found[f"{layer}{which}_norm.weight"] = (heads * self.head_dim,)
-            if mixer == "delta":
+            if mixer in ("delta", "mamba"):
                 found |= {f"{layer}{name}": (self.n_delta_heads,) for name in ("decay", "dt_bias")}
-                found[f"{layer}delta_norm.weight"] = (self.delta_dim,)
+                found[f"{layer}delta_norm.weight"] = (self.delta_dim if mixer == "delta" else values,)
+            if mixer == "mamba":
+                found |= {f"{layer}conv_bias": (channels,), f"{layer}skip": (self.n_delta_heads,)}
             if self.sinks and mixer == "attention":
                 found[f"{layer}sinks"] = (self.n_heads,)
             is_moe = self.is_moe(i)

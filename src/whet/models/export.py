@@ -14,7 +14,7 @@ from whet.models.adapter_files import read_peft_modules
 from whet.models.architecture import ModelConfig
 from whet.models.families import Family, family_of, model_config, text_options
 from whet.models.formats import FILE_TYPES, Mixture, file_format
-from whet.models.gguf_keys import Keys, architecture_of, as_stored, check_keys, make_keys, window_note
+from whet.models.gguf_keys import Keys, architecture_of, as_stored, check_keys, deviation_note, make_keys
 from whet.models.gguf_writer import Progress, Tensor, check_destination, read_encoded_metadata, write_gguf
 from whet.models.row_reader import RowReader
 from whet.models.slots import (
@@ -29,6 +29,7 @@ from whet.models.slots import (
     locate_lora,
     locate_norm,
     stored_shape,
+    to_stored,
     untie_adapted,
     with_expert_modules,
 )
@@ -43,7 +44,7 @@ _QUANTIZATION_VERSION = 2  # of the block layouts, a field of GGUF
 
 
 class Exported(NamedTuple):
-    """A written file: its size, the number of tensors per format, and ``window_note``."""
+    """A written file: its size, the number of tensors per format, and ``deviation_note``."""
 
     size_bytes: int
     formats: dict[str, int]
@@ -96,6 +97,10 @@ def export_gguf(
         model = read_gguf(Path(model), f'open_gguf("{model}")')
     opened = open_pretrained(model) if source is None else source
     opened = untie_adapted(opened._replace(adapters=(*opened.adapters, *adapters)))
+    if mixture.experts and not opened.config.n_experts:
+        raise WhetValueError(
+            f"{where}: quantize is {quantize!r}, and the model is not a mixture of experts. Pass q8_0."
+        )
     keys: Keys | None = None
     if isinstance(model, GGUFFile):
         metadata, family, vectors = _read_gguf_metadata(model, where)
@@ -124,7 +129,7 @@ def export_gguf(
     metadata |= {"general.file_type": mixture.file_type, "general.quantization_version": _QUANTIZATION_VERSION}
     tensors = [*(_vector_tensor(name, vector) for name, vector in vectors.items()), *tensors]
     size_bytes = write_gguf(path, metadata, tensors, overwrite=overwrite, where=where, progress=progress, check=check)
-    return Exported(size_bytes, count_formats(tensors), window_note(opened.config, family))
+    return Exported(size_bytes, count_formats(tensors), deviation_note(opened.config, family))
 
 
 def read_adapters(folder: str | os.PathLike[str], source: ModelSource, where: str) -> list[LoRA | NormValues]:
@@ -189,10 +194,10 @@ def _iter_tensors(
     found = [location for location in iter_locations(stored, modules) if location.weight in slots or location.bias]
     embedding = next(location for location in found if location.weight == "embedding")
     for location in sorted(found, key=lambda location: _depth(location, stored.n_layers)):
-        for suffix, slot in ((location.module.parameter, location.weight), ("bias", location.bias)):
+        for suffix, slot in ((location.module.parameter, location.weight), (location.module.bias, location.bias)):
             if slot not in slots or slot is None:
                 continue
-            shape = stored_shape(location) if slot == location.weight else location.shape[:1]
+            shape = stored_shape(stored, location, slot != location.weight)
             format = file_format(mixture, stored, location) if slot == location.weight else "float32"
 
             def chunks(
@@ -202,7 +207,7 @@ def _iter_tensors(
                 shape: tuple[int, ...] = shape,
             ) -> Iterable[np.ndarray]:
                 if slot in existing and location.module.transposed:
-                    return [np.concatenate(list(rows.iter_chunks(location, slot, format))).T]
+                    return [to_stored(stored, location, np.concatenate(list(rows.iter_chunks(location, slot, format))))]
                 if slot in existing:
                     return rows.iter_chunks(location, slot, format)
                 if slot == "head":

@@ -39,13 +39,14 @@ families.json contains the data, which builds without Python embed:
                  removes a key or module.
                  ``modules``: "slot" or "slot:part" -> the family whose row it is, or the row: ``hf``, the module's name
                  (``hf_also``: an alternative name; ``hf_file``: the module that folders may have instead),
-                 ``hf_layout``, the order of its rows ("by_head", "transposed"; default: the slot's), ``hf_offset``, a
-                 constant that the model adds to the weight, ``hf_parameter``, the weight's name in the module (default:
-                 "weight"), ``hf_negative_exp``, whether the model uses -exp of the weight, ``gguf``, the tensor's name,
-                 ``gguf_layout``, ``gguf_parameter``, and ``value_heads``, the axis of the slot that consists of value
-                 heads ("rows", "columns"), grouped in Hugging Face and tiled in GGUF. "{i}" is the layer, "{e}"
-                 the expert. Rows with only one of ``hf`` and ``gguf`` are for matrices that the other has in parts, or
-                 as one.
+                 ``hf_layout``, the order of its rows ("by_head"; "transposed"; "pairs": transposed, gate and up
+                 alternate; default: the slot's), ``hf_offset``, a constant that the model adds to the weight,
+                 ``hf_parameter``, the weight's name in the module (default: "weight"), ``hf_negative_exp``, whether the
+                 model uses -exp of the weight, ``gguf``, the tensor's name, ``gguf_layout`` (also "column", of single
+                 numbers, and "by_group", a row for each key head), ``gguf_parameter``, and ``value_heads``, the axis of
+                 the slot that consists of value heads ("rows", "columns"), grouped in Hugging Face and tiled in GGUF.
+                 "{i}" is the layer, "{e}" the expert. Rows with only one of ``hf`` and ``gguf`` are for matrices that
+                 the other has in parts, or as one.
 
 Sliding windows and rotary scaling follow from the options by the code below.
 """
@@ -73,6 +74,7 @@ from whet.models.slots import (
     keep_order,
     split_experts,
     split_heads,
+    split_pairs_of_experts,
     split_part_of_experts,
     tile_heads,
 )
@@ -91,13 +93,17 @@ _FIXES = {"quantization_config": " Load the model in float32, bfloat16 or float1
 GGUF_NAMES: dict[str, Any] = _DATA["gguf"]
 """Metadata keys and tensors common to all architectures; see above."""
 _QUERY_SCALE = "llama_4_scaling_beta"
-_KINDS = {"conv": "conv", "delta": "linear_attention"}
+_KINDS = {"conv": "conv", "delta": "linear_attention", "mamba": "linear_attention"}
 """Mixer -> its name in layer_types."""
+_OLDER_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
+"""Names in layer_types of older configs."""
+_UNLIMITED = (None, [0.0, math.inf], (0.0, math.inf), [0.0, {"__float__": "Infinity"}])
+"""Values of time_step_limit without effect."""
 _MIXER_SIZES = ("conv_length", "n_delta_heads", "n_delta_key_heads", "delta_dim", "delta_key_dim")
-_EXPERTS, _EXPERT_COUNTS = ("router", "shared_gate"), ("num_experts", "num_local_experts")
+_EXPERTS, _EXPERT_COUNTS = ("router", "shared_gate", "experts_"), ("num_experts", "num_local_experts")
 """Begins of the settings that only mixtures of experts have, and the names of their number."""
 _OF_WEIGHTS = ("offset", "negative_exp", "parameter")
-_ROW_ORDERS: dict[str | None, RowOrder] = {None: keep_order, "transposed": keep_order, "by_head": split_heads}
+_ROW_ORDERS: dict[str, RowOrder] = {"by_head": split_heads, "pairs": split_pairs_of_experts}
 
 
 @dataclass(frozen=True)
@@ -111,19 +117,20 @@ class Family:
         modules: the slots of Hugging Face's modules.
         gguf: None if GGUF has no such architecture. Else its name (``architecture``) and llama.cpp's deviations, as
             tested with b11549 of October 2026 by tests/wide/test_llama_cpp.py:
-            ``interleaved``: rows of q and k are interleaved; ``biases``: attention biases are read; ``head``: an untied
-            head is read; ``needs``: what a file must have even if the model has none ("head", a copy of a tied one;
-            "biases" of all matrices; "correction" of routers; "windows", the layers that have one); ``sliding_window``:
-            default; ``normalised``: whether the probabilities of a token's experts are normalised; ``all_heads``:
-            n_kv_heads has to equal n_heads; ``ignored``: keys of files converted from hybrids, without effect;
-            ``scale_by_hidden``: a number of layers with which scores are divided by the root of hidden_dim / n_heads
-            instead of head_dim; ``rope``: scaling read in addition to linear and YaRN ("divisors" of frequencies,
-            "longrope"); ``square``: n_heads head_dim has to equal hidden_dim; ``windows``: sliding windows are
-            computed; ``window_layers``: the layers that have one are read; ``windowed_depth``: a number of layers with
-            which, and only then, layers have windows.
+            ``hybrid``: its name if the family has a mixer and some layers do not attend; ``interleaved``: rows of q and
+            k are interleaved; ``biases``: attention biases are read; ``head``: an untied head is read; ``needs``: what
+            a file must have even if the model has none ("head", a copy of a tied one; "biases" of all matrices;
+            "correction" of routers; "windows", the layers that have one; "expert_dim", the width of experts, also if it
+            is the only one); ``sliding_window``: default; ``normalised``: whether the probabilities of a token's
+            experts are normalised; ``all_heads``: n_kv_heads has to equal n_heads; ``ignored``: keys of files converted
+            from hybrids, without effect; ``scale_by_hidden``: a number of layers with which scores are divided by the
+            root of hidden_dim / n_heads instead of head_dim; ``rope``: scaling read in addition to linear and YaRN
+            ("divisors" of frequencies, "longrope"); ``square``: n_heads head_dim has to equal hidden_dim; ``windows``:
+            sliding windows are computed; ``window_layers``: the layers that have one are read; ``windowed_depth``: a
+            number of layers with which, and only then, layers have windows.
         gguf_modules: the slots of a GGUF file's tensors.
         file_modules: the slots of modules that a folder may have instead of ``modules`` with the same slots.
-        with_experts: the family of a config with experts, except for defaults and ``rope_option``.
+        with_experts: the family of a config with experts, except for defaults, ``rope_option`` and ``mixer``.
         window: layers with sliding_window: "none", "all", "some" (by layer_types), or "pattern" (by layer_types;
             default: all except every sliding_window_pattern-th).
         rope: how elements pair: "neox", halves of a head; "pairs", neighbours; "gptj", neighbours among the first
@@ -187,6 +194,11 @@ class Family:
         return self.modules[0].names[0].rpartition(".")[0]
 
     @property
+    def truncates(self) -> bool:
+        """Whether YaRN's ramp begins and ends at whole pairs in a GGUF file, where llama.cpp always computes it so."""
+        return self.defaults.get("rope_parameters", {}).get("truncate", True)
+
+    @property
     def norm_offset(self) -> float:
         """Offset that the model adds to the weights of its norms."""
         return next(module.offset for module in self.modules if module.slot == "final_norm")
@@ -218,8 +230,8 @@ def _make_family(entry: dict[str, Any]) -> Family:
         order_of_heads = {"rows": "row_order", "columns": "column_order"}.get(row.get("value_heads"))
         of_experts = (split_part_of_experts if part else split_experts) if ".experts_" in slot else keep_order
         if names:
-            order = _ROW_ORDERS[layout] if layout else of_experts
-            settings: dict[str, Any] = {"row_order": order, "transposed": layout == "transposed"}
+            order = _ROW_ORDERS.get(layout, of_experts)
+            settings: dict[str, Any] = {"row_order": order, "transposed": layout in ("transposed", "pairs")}
             settings |= {name: row[f"hf_{name}"] for name in _OF_WEIGHTS if f"hf_{name}" in row}
             settings |= {order_of_heads: group_heads} if order_of_heads else {}
             files = [other.get("hf_file", "") for name, other in rows.items() if name.partition(":")[0] == slot]
@@ -232,7 +244,7 @@ def _make_family(entry: dict[str, Any]) -> Family:
             interleaved = gguf.get("interleaved", False) and part in ("q", "k")
             settings = {"row_order": deinterleave if interleaved else of_experts}
             settings |= {"transposed": row.get("gguf_layout") == "transposed"}
-            settings |= {"parameter": row.get("gguf_parameter", "weight")}
+            settings |= {"parameter": row.get("gguf_parameter", "weight"), "axes": row.get("gguf_layout", "")}
             settings |= {order_of_heads: tile_heads} if order_of_heads else {}
             gguf_modules.append(ModuleSpec((row["gguf"],), slot, part, **settings))
     return Family(**entry, modules=tuple(modules), gguf_modules=tuple(gguf_modules), file_modules=tuple(file_modules))
@@ -287,7 +299,7 @@ def _with_experts(model_type: str) -> Family:
     """Return the family of a config with experts."""
     family = FAMILIES[model_type]
     other = FAMILIES[family.with_experts]
-    return replace(other, defaults=family.defaults, rope_option=family.rope_option)
+    return replace(other, defaults=family.defaults, rope_option=family.rope_option, mixer=family.mixer)
 
 
 def family_of(config: Mapping[str, Any], where: str) -> Family:
@@ -354,6 +366,12 @@ def short_position(config: Any, where: str = "short_position") -> int | None:
     original = scaling.get("original_max_position_embeddings", trained)
     longer = scaling["rope_type"] == "longrope" and isinstance(original, int) and 0 < original < trained
     return original if longer and scaling.get("short_factor") != scaling.get("long_factor") else None
+
+
+def is_hybrid(config: Mapping[str, Any], where: str) -> bool:
+    """Whether some layers of a Hugging Face config do not attend."""
+    options = _Options(config, family_of(config, where), where)
+    return bool(options.mixers(options.size("n_layers")))
 
 
 def rotated_layers(config: Mapping[str, Any], where: str) -> tuple[bool, ...]:
@@ -456,7 +474,7 @@ def model_config(
             **options.mixers(n_layers),
             **experts,
             learned_positions=trained if "positions" in (module.slot for module in family.modules) else 0,
-            activation=options.activation(),
+            activation=settings.pop("activation", options.activation()),
             gated=settings.pop("gated", True),
             tied_head=options.tied_head() if tied_head is None else tied_head,
             **_rotary(options, head_dim, length, trained),
@@ -489,6 +507,9 @@ class _Options:
     def check_neutral(self) -> None:
         """Reject values that would change the computation and are not supported."""
         options = {**self.family.defaults, **self.given}
+        quantised = options.get("quantization_config")
+        if isinstance(quantised, Mapping) and quantised.get("quant_method") == "mxfp4":  # a format of the engine
+            options["quantization_config"] = None
         for name, neutral in _PLAIN.items():
             if options.get(name) not in neutral and name not in self.family.keys.values():
                 model_type = self.given["model_type"]
@@ -537,7 +558,7 @@ class _Options:
         mixer = self.family.mixer
         if not mixer:
             return {}
-        name, kinds = _KINDS[mixer], self.get("layer_types")
+        name, kinds = _KINDS[mixer], self.kinds()
         if kinds is None:
             attending = self.attending(n_layers)
             kinds = ["full_attention" if i in attending else name for i in range(n_layers)]
@@ -545,8 +566,21 @@ class _Options:
         if not isinstance(kinds, (list, tuple)) or len(kinds) != n_layers:
             raise self.wrong("layer_types", f"{n_layers} of {name} and full_attention")
         mixers = tuple(mixer if kind == name else "attention" for kind in kinds)
+        if mixer not in mixers:
+            return {}
+        if mixer == "mamba" and self.get("time_step_limit") not in _UNLIMITED:
+            raise self.wrong("time_step_limit", "0 and infinity, or null")
+        defaults = {}
+        if mixer == "mamba" and self.get("delta_dim") in (None, "auto"):
+            self.given = {**self.given, self.family.keys["delta_dim"]: None}
+            defaults["delta_dim"] = self.size("hidden_dim") * self.size("expansion") // self.size("n_delta_heads")
         sizes = [field for field in _MIXER_SIZES if field in self.family.keys]
-        return {"mixers": mixers} | {field: self.size(field) for field in sizes} if mixer in mixers else {}
+        return {"mixers": mixers} | {field: self.size(field, defaults.get(field)) for field in sizes}
+
+    def kinds(self) -> Any:
+        """Return layer_types, with the names of current configs."""
+        kinds = self.get("layer_types")
+        return [_OLDER_KINDS.get(kind, kind) for kind in kinds] if isinstance(kinds, (list, tuple)) else kinds
 
     def experts(self, n_layers: int) -> dict[str, Any]:
         """Return the fields of a mixture of experts; {}: no layer is one."""
@@ -582,6 +616,8 @@ class _Options:
     def attending(self, n_layers: int) -> Container[int]:
         """Return the layers with attention of a config without layer_types."""
         interval, attending = self.get("full_attention_interval"), self.get("full_attn_idxs")
+        if self.family.mixer == "mamba":
+            return ()
         if interval is not None:
             if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
                 raise self.wrong("full_attention_interval", "an integer of at least 1")
@@ -704,8 +740,8 @@ class _Options:
 
     def check_kinds(self) -> None:
         """Reject layers that do not attend, in a family whose layers are alike."""
-        kinds = self.get("layer_types") or ()
-        known, expected = {"attention", "full_attention", "sliding_attention"}, "attention"
+        kinds = self.kinds() or ()
+        known, expected = {"full_attention", "sliding_attention"}, "attention"
         if self.family.mixer:
             name = _KINDS[self.family.mixer]
             known, expected = {name, "full_attention"}, f"{name} or full_attention"
@@ -795,7 +831,8 @@ def _is_theta(value: Any) -> bool:
 
 def _scaling(options: _Options, trained: int) -> dict[str, Any]:
     """Collect the settings of ``rope_frequencies`` from rope_parameters, or from the options of older configs."""
-    given = options.get("rope_parameters") or options.get("rope_scaling") or {}
+    given = options.given.get("rope_parameters") or options.given.get("rope_scaling")
+    given = given or options.family.defaults.get("rope_parameters") or {}
     if options.family.rope_local and isinstance(given, Mapping):
         given = given.get("full_attention", {} if "sliding_attention" in given else given)
     if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):

@@ -18,10 +18,25 @@ if TYPE_CHECKING:
     from whet.models.slots import ModelSource, WeightLocation
 
 Weights = Literal[
-    "float32", "bf16", "int8", "int4", "q8_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "q4_k_m", "q5_k_m"
+    "float32",
+    "bf16",
+    "int8",
+    "int4",
+    "q8_0",
+    "q4_1",
+    "q5_0",
+    "q5_1",
+    "q4_k",
+    "q5_k",
+    "q6_k",
+    "mxfp4",
+    "q4_k_m",
+    "q5_k_m",
 ]
 """``FORMATS``, for type checkers and the command line."""
-FileType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k"]
+FileType = Literal[
+    "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k", "mxfp4_moe"
+]
 """``FILE_TYPES``, for type checkers and the command line."""
 PAGE_TOKENS = 64
 """Tokens of a page of the KV cache, the core's kPageTokens."""
@@ -78,6 +93,7 @@ class Mixture(NamedTuple):
         high_bits: format of the value and down projections in layers that get more bits.
         head: format of the head, or of a tied embedding.
         use_more_bits: more bits in the layers chosen by llama.cpp's ``use_more_bits``; else in the first layers.
+        experts: format of the experts' matrices; "": as other matrices.
 
     Source: llama.cpp, src/llama-quant.cpp.
     """
@@ -87,6 +103,7 @@ class Mixture(NamedTuple):
     high_bits: str
     head: str
     use_more_bits: bool = True
+    experts: str = ""
 
     @classmethod
     def make(
@@ -132,6 +149,7 @@ _SETTINGS: dict[str, dict[str, str]] = {
     "q4_k": {"embedding_format": "q8_0", "next": "q5_0"},
     "q5_k": {"embedding_format": "q8_0", "next": "q5_1"},
     "q6_k": {"next": "q8_0"},
+    "mxfp4": {"embedding_format": "q8_0", "next": "q8_0"},
     "q2_k": {"bound": "within 1/254 of the largest of 32 weights and 2^-11 of each"},
     "iq4_xs": {"bound": "within 2^-11 of each weight"},
 }
@@ -152,6 +170,7 @@ FILE_TYPES = {
     "q5_k_s": Mixture.make(16, "q5_k", head="q6_k"),
     "q5_k_m": Mixture.make(17, "q5_k", "q6_k", "q6_k"),
     "q6_k": Mixture.make(18, "q6_k"),
+    "mxfp4_moe": Mixture.make(38, "q8_0")._replace(experts="mxfp4"),
 }
 """Mixtures of the GGUF files that Whet writes, by their names in llama-quantize."""
 MIXTURES = {name: FILE_TYPES[name] for name in ("q4_k_m", "q5_k_m")}
@@ -300,6 +319,8 @@ def is_wide(slot: str) -> bool:
 
 
 def _layer_format(mixture: Mixture, config: ModelConfig, matrix: str, layer: int) -> str:
+    if matrix.startswith("experts_") and mixture.experts:
+        return mixture.experts
     matrix = matrix.removeprefix("experts_")
     return mixture.layer_format(matrix, *_place(config, matrix, layer), config.n_experts)
 

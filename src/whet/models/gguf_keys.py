@@ -22,13 +22,14 @@ from whet.models.families import (
     SCALES,
     Family,
     family_of,
+    is_hybrid,
     rope_scaling,
     text_options,
     trained_position,
 )
 from whet.models.gguf_writer import Tensor
 from whet.models.slots import StoredTensor
-from whet.models.sources.gguf import ROUTER_NUMBERS, describe_gguf
+from whet.models.sources.gguf import ROUTER_NUMBERS, describe_gguf, is_tiled
 from whet.models.sources.gguf_container import GGUFFile
 
 _KEYS: dict[str, str] = GGUF_NAMES["keys"]
@@ -61,7 +62,7 @@ def architecture_of(config: Mapping[str, Any], where: str) -> str:
         raise WhetValueError(
             f"{where}: model_type is {config['model_type']!r}, and GGUF has architectures for {known} only."
         )
-    return family.gguf["architecture"]
+    return family.gguf["hybrid" if "hybrid" in family.gguf and is_hybrid(config, where) else "architecture"]
 
 
 def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> Keys:
@@ -117,10 +118,10 @@ def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> 
         given.setdefault("sliding_window", given["max_position"])
     if family.mixer == "delta":
         given |= _delta_keys(described, config, where)
-    elif family.mixer == "conv":
-        heads = {"attention": described.n_kv_heads, "conv": 0}
-        given["n_kv_heads"] = np.array([heads[described.mixer(i)] for i in range(described.n_layers)], np.int32)
-        given["conv_length"] = described.conv_length or 1
+    elif family.mixer == "conv" or described.mixers:  # the others are plain models
+        heads = [described.n_kv_heads * (described.mixer(i) == "attention") for i in range(described.n_layers)]
+        given["n_kv_heads"] = np.array(heads, np.int32)
+        given |= _state_sizes(described) if family.mixer == "mamba" else {"conv_length": described.conv_length or 1}
     if described.n_experts:
         given |= _expert_keys(described, family)
     if family.rope_by_layer and described.rope_layers:
@@ -135,7 +136,7 @@ def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> 
     vectors: dict[str, np.ndarray] = {}
     if described.rotary_dim:
         given["rotary_dim"] = described.rotary_dim
-        rope, vectors = _rope(described, rope_scaling(config, where), architecture, table.get("rope", ()), where)
+        rope, vectors = _rope(described, rope_scaling(config, where), family, where)
         if family.rope_local and rope.get("attention_factor", 1.0) != 1.0:
             raise WhetValueError(
                 f"{where}: GGUF cannot express this model's attention_factor: in {architecture} llama.cpp applies it "
@@ -153,6 +154,8 @@ def _expert_keys(described: ModelConfig, family: Family) -> dict[str, Any]:
     given: dict[str, Any] = {"n_experts": described.n_experts, "n_used_experts": described.n_used_experts}
     has_one_width = family.keys["expert_dim"] == "intermediate_size"
     given["ffn_dim" if has_one_width else "expert_dim"] = described.expert_dim
+    if "expert_dim" in (family.gguf or {}).get("needs", ()):
+        given["expert_dim"] = described.expert_dim
     if described.shared_dim:
         given["shared_dim"] = described.shared_dim
     if described.router != "softmax":
@@ -174,21 +177,32 @@ def _delta_keys(described: ModelConfig, config: Mapping[str, Any], where: str) -
     sections = list(rope.get("mrope_section", _MROPE_SECTION))
     if sum(sections) > n_pairs:  # llama.cpp would abort; a text has the same position in all sections
         sections = [(n_pairs + i) // 3 for i in range(3)]
-    return {
-        "delta_conv_length": described.conv_length or 1,
-        "delta_key_dim": described.delta_key_dim or 1,
-        "n_delta_key_heads": described.n_delta_key_heads or 1,
-        "n_delta_heads": described.n_delta_heads or 1,
-        "delta_values": described.delta_values or 1,
+    return _state_sizes(described) | {
         "recurrent_layers": flags,
         "full_attention_interval": int(np.argmin(flags)) + 1,
         "mrope_section": np.array([*sections, 0], np.int32),
     }
 
 
-def window_note(described: ModelConfig, family: Family) -> str:
+def _state_sizes(described: ModelConfig) -> dict[str, Any]:
+    """Return the sizes of layers whose heads have a matrix as state."""
+    return {
+        "delta_conv_length": described.conv_length or 1,
+        "delta_key_dim": described.delta_key_dim or 1,
+        "n_delta_key_heads": described.n_delta_key_heads or 1,
+        "n_delta_heads": described.n_delta_heads or 1,
+        "delta_values": described.delta_values or 1,
+    }
+
+
+def deviation_note(described: ModelConfig, family: Family) -> str:
     """Describe how llama.cpp's result deviates from the model; empty: it does not."""
     table, window = family.gguf or {}, max(described.windows)
+    if not family.truncates and described.attention_factor != 1.0:
+        return (
+            f"llama.cpp rounds the pairs between which YaRN scales the frequencies of {table['architecture']}, which "
+            f"changes rotations slightly: this model has fractions of pairs"
+        )
     if table.get("windows") or not window:
         return ""
     return (
@@ -203,7 +217,7 @@ def as_stored(described: ModelConfig, family: Family) -> ModelConfig:
     The tensors are an untied head, and biases and corrections of 0.
     """
     needs = (family.gguf or {}).get("needs", ())
-    described = replace(described, delta_tiled=described.n_delta_heads != described.n_delta_key_heads)
+    described = replace(described, delta_tiled=is_tiled(described))
     if "head" in needs:
         described = replace(described, tied_head=False)
     if "correction" in needs and described.n_experts:
@@ -229,19 +243,17 @@ def check_keys(keys: Keys, tensors: Sequence[Tensor], described: ModelConfig, wh
 
 
 def _rope(
-    described: ModelConfig, scaling: Mapping[str, Any], architecture: str, known: Sequence[str], where: str
+    described: ModelConfig, scaling: Mapping[str, Any], family: Family, where: str
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return the metadata and the tensors of rotary embedding.
-
-    Args:
-        known: what llama.cpp reads in the architecture: "divisors", "longrope".
-    """
+    """Return the metadata and the tensors of rotary embedding."""
+    table = family.gguf or {}
+    architecture, known = table["architecture"], table.get("rope", ())
     kind, theta = scaling["rope_type"], float(scaling.get("rope_theta", 10000.0))
     given: dict[str, Any] = {"rope_theta": theta}
     original = scaling.get("original_max_position_embeddings")
     if kind == "linear":
         return given | {"rope_type": kind, "factor": float(scaling["factor"])}, {}
-    if kind == "yarn" and _is_llama_cpp_ramp(scaling):
+    if kind == "yarn" and _is_llama_cpp_ramp(scaling, family.truncates):
         factor = float(scaling["factor"])
         relative = described.attention_factor / (0.1 * math.log(max(factor, 1.0)) + 1.0)
         given |= {"rope_type": kind, "factor": factor, "attention_factor": relative}
@@ -265,7 +277,7 @@ def _rope(
     return given, {_ROPE_TENSORS["divisors"]: divisors.astype(np.float32)}
 
 
-def _is_llama_cpp_ramp(scaling: Mapping[str, Any]) -> bool:
-    """Whether YaRN's ramp is llama.cpp's fixed one: beta 32 and 1, at whole pairs."""
+def _is_llama_cpp_ramp(scaling: Mapping[str, Any], truncates: bool) -> bool:
+    """Whether YaRN's ramp is llama.cpp's fixed one: beta 32 and 1, at whole pairs if the family has it so."""
     given = {"beta_fast": 32, "beta_slow": 1, "truncate": True} | dict(scaling)
-    return given["beta_fast"] == 32 and given["beta_slow"] == 1 and given["truncate"] is True
+    return given["beta_fast"] == 32 and given["beta_slow"] == 1 and given["truncate"] is truncates

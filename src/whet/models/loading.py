@@ -143,7 +143,7 @@ def split_deferrable(slices: Sequence[RowSlice], formats: Mapping[str, str]) -> 
     for slot, group in itertools.groupby(slices, lambda row_slice: row_slice.slot):
         rows = list(group)
         is_deferrable = ".experts_" in slot and all(
-            each.format in formats[slot].split(", ")
+            each.format in formats.get(slot, "").split(", ")
             and is_mapped(each.tensor)
             and each.tensor.strides[-1] == each.tensor.itemsize
             for each in rows
@@ -175,6 +175,7 @@ def checksums(slices: Iterable[RowSlice]) -> list[tuple[Any, ...]]:
     """Return slot, row, shape, format and 64-bit checksum of each slice, to detect changed weights."""
     prints = []
     for slot, first_row, tensor, format in slices:
+        tensor = tensor.join() if hasattr(tensor, "join") else tensor
         matrix = tensor if tensor.ndim == 2 else tensor[None]
         if memory_of(matrix)[1][1] != 1:
             matrix = matrix.T if memory_of(matrix)[1][0] == 1 else np.ascontiguousarray(matrix)

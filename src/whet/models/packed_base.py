@@ -14,7 +14,14 @@ from whet import _core
 from whet.errors import WhetTypeError, WhetValueError
 from whet.models.formats import TABLE, FormatSpan, choose_formats, describe_spans, kv_format, summarise
 from whet.models.loading import check_range, list_slices, pack_slices
-from whet.models.slots import ModelSource, WeightLocation, find_location, keep_order, slot_columns
+from whet.models.slots import (
+    ModelSource,
+    WeightLocation,
+    find_location,
+    keep_order,
+    slot_columns,
+    split_pairs_of_experts,
+)
 from whet.ops.quant import CORE_FORMATS
 
 
@@ -182,12 +189,16 @@ class PackedBase:
         if location.module.row_order is not keep_order and n != n_rows:
             raise WhetValueError(f"{where}: out has {n} rows, and {name} is read whole. Pass all {n_rows} rows.")
         for begin, view in location.module.row_order(self.config, out):
-            if self.core.rows(slot, location.first_row + first + begin, len(view), view) is NotImplemented:
+            is_strided = location.module.row_order is split_pairs_of_experts
+            rows = view + 0 if is_strided else view
+            if self.core.rows(slot, location.first_row + first + begin, len(view), rows) is NotImplemented:
                 shape = (n_rows, *self._shapes[slot][1:])
                 raise WhetTypeError(
                     f"{where}: out is {_describe(out)}, expected contiguous float32 or bfloat16 {shape}, or fewer "
                     f"rows, on the CPU and without gradient."
                 )
+            if is_strided:
+                view[...] = rows
         return out
 
 

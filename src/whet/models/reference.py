@@ -83,10 +83,11 @@ def memory_of(tensor: Any) -> tuple[int, tuple[int, ...]]:
 
 
 def stored_rows(row_slice: RowSlice) -> _core.StoredRows:
-    """Return the core's view of a slice: a matrix or one row. The slice must outlive it."""
-    address, strides = memory_of(row_slice.tensor)
-    *n, width = row_slice.tensor.shape
-    return _core.StoredRows(
+    """Return the core's view of a slice: a matrix or one row. The slice must outlive it, unless its rows are joined."""
+    tensor = row_slice.tensor.join() if hasattr(row_slice.tensor, "join") else row_slice.tensor
+    address, strides = memory_of(tensor)
+    *n, width = tensor.shape
+    rows = _core.StoredRows(
         address=address,
         type=_core.StoredType[row_slice.format],
         n=n[0] if n else 1,
@@ -94,6 +95,8 @@ def stored_rows(row_slice: RowSlice) -> _core.StoredRows:
         row_stride=strides[0] if n else 0,
         column_stride=strides[-1],
     )
+    rows.owner = tensor
+    return rows
 
 
 def _post_norm(config: ModelConfig, layer: Mapping[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:
@@ -147,6 +150,28 @@ def _delta(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray, 
     return _linear(layer, "delta_out", normed * naive_silu(z))
 
 
+def _mamba(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray, i: int) -> np.ndarray:
+    """Compute Mamba-2, token by token, for each value head; see ``ModelConfig.mixers``."""
+    n, n_heads, n_keys, dim = len(x), config.n_delta_heads, config.n_delta_key_heads, config.delta_key_dim
+    z, vkq, a = np.split(_linear(layer, "delta_in", x), [config.delta_values, -n_heads], axis=-1)
+    vkq = naive_silu(_convolve(layer["conv"], vkq) + layer["conv_bias"])
+    v, k, q = np.split(vkq, [config.delta_values, -n_keys * dim], axis=-1)
+    q, k, v = q.reshape(n, n_keys, dim), k.reshape(n, n_keys, dim), v.reshape(n, n_heads, -1)
+    step = np.logaddexp(0, a + layer["dt_bias"])
+    out = np.empty_like(v)
+    for head in range(n_heads):
+        key = head // (n_heads // n_keys)
+        state = np.zeros((dim, config.delta_dim), x.dtype)
+        for t in range(n):
+            state = np.exp(layer["decay"][head] * step[t, head]) * state
+            state = state + np.outer(k[t, key], step[t, head] * v[t, head])
+            out[t, head] = q[t, key] @ state + layer["skip"][head] * v[t, head]
+    gated = (out.reshape(n, -1) * naive_silu(z)).reshape(n, n_keys, -1)
+    weight = layer["delta_norm.weight"].reshape(n_keys, -1)
+    normed = np.stack([naive_rms_norm(gated[:, j], weight[j], config.norm_eps) for j in range(n_keys)], axis=1)
+    return _linear(layer, "delta_out", normed.reshape(n, -1))
+
+
 def _unit(x: np.ndarray) -> np.ndarray:
     """Divide vectors by their length; the square of the length is increased by 1e-6."""
     return x / np.sqrt((x * x).sum(-1, keepdims=True) + x.dtype.type(1e-6))
@@ -193,7 +218,7 @@ def _attention(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarr
     return _linear(layer, "o", out.reshape(n, -1))
 
 
-_MIXERS = {"attention": _attention, "conv": _convolution, "delta": _delta}
+_MIXERS = {"attention": _attention, "conv": _convolution, "delta": _delta, "mamba": _mamba}
 
 
 def _head_norms(config: ModelConfig, layer: Mapping[str, np.ndarray], *heads: np.ndarray) -> list[np.ndarray]:
@@ -216,7 +241,7 @@ def _mixture(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray
     """Compute the weighted sum of each token's experts."""
     chosen, weights = naive_route(config, layer, x)
     matrices = {
-        name.removeprefix("experts_"): w.reshape(config.n_experts, -1, w.shape[1])
+        name.removeprefix("experts_"): w.reshape(config.n_experts, -1, *w.shape[1:])
         for name, w in layer.items()
         if name.startswith("experts_")
     }
@@ -253,6 +278,9 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 def _mlp(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray) -> np.ndarray:
     gate, up = np.split(_linear(layer, "gate_up", x), 2, axis=-1) if config.gated else (_linear(layer, "up", x), None)
+    if config.activation == "clamped_swiglu":
+        gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+        return _linear(layer, "down", gate * _sigmoid(1.702 * gate) * (up + 1))
     inner = naive_activation(config.activation, gate)
     return _linear(layer, "down", inner if up is None else inner * up)
 

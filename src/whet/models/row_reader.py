@@ -83,7 +83,7 @@ class RowReader:
         ``columns``: the order of the numbers of each row; None: the slot's.
         """
         if columns is None and self.stored_format(slot, order) == format:
-            parts = [(at, row_slice.tensor) for at, row_slice in self._parts(slot, order)]
+            parts = [(at, np.asarray(row_slice.tensor)) for at, row_slice in self._parts(slot, order)]
             return _put_together(parts, len(order))
         values = self.values(slot, order)
         values = values if columns is None else np.ascontiguousarray(values[:, columns])

@@ -12,6 +12,7 @@ plus an offset, or as -exp.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -58,7 +59,10 @@ def deinterleave(config: ModelConfig, rows: Any) -> Iterator[tuple[int, Any]]:
 
 
 def split_experts(config: ModelConfig, rows: Any) -> Iterator[tuple[int, Any]]:
-    """Yield the rows of each expert, unchanged."""
+    """Yield the rows of each expert, unchanged; ``rows`` has them in a third axis, or after another."""
+    if len(rows.shape) == 3:
+        yield from ((e * rows.shape[1], rows[e]) for e in range(config.n_experts))
+        return
     n = rows.shape[0] // config.n_experts
     for first in range(0, rows.shape[0], n):
         yield first, rows[first : first + n]
@@ -68,6 +72,13 @@ def split_part_of_experts(config: ModelConfig, rows: Any) -> Iterator[tuple[int,
     """Reorder the gates, or the up projections, of all experts to gate and up of each expert in turn."""
     for first, view in split_experts(config, rows):
         yield 2 * first, view
+
+
+def split_pairs_of_experts(config: ModelConfig, rows: Any) -> Iterator[tuple[int, Any]]:
+    """Reorder the rows of each expert, of which gate and up alternate, to all gates and all up projections."""
+    for first, view in split_experts(config, rows):
+        yield first, view[::2]
+        yield first + view.shape[0] // 2, view[1::2]
 
 
 def group_heads(config: ModelConfig, rows: Any) -> Iterator[tuple[int, Any]]:
@@ -119,6 +130,7 @@ class ModuleSpec:
         parameter: name of the weight in the module.
         expert_parts: names of an expert's modules, below its number, in models that have a module for each expert;
             their rows follow each other in the rows of the expert.
+        axes: how the source stores a vector: "column", (n, 1); "by_group", a row for each key head.
     """
 
     names: tuple[str, ...]
@@ -131,11 +143,17 @@ class ModuleSpec:
     column_order: RowOrder = keep_order
     negative_exp: bool = False
     expert_parts: tuple[str, ...] = ()
+    axes: str = ""
 
     @property
     def is_stored(self) -> bool:
         """Whether the slot has the values of the weight."""
         return not self.offset and not self.negative_exp
+
+    @property
+    def bias(self) -> str:
+        """Name of the bias in the module."""
+        return "bias" if self.parameter == "weight" else f"{self.parameter}_bias"
 
     def to_slot(self, values: np.ndarray) -> np.ndarray:
         """Return the slot's values for values of the weight; powers are computed in float64."""
@@ -297,16 +315,16 @@ def iter_slices(
     slots = config.slots()
     for location in iter_locations(config, modules):
         first_row, module = location.first_row, location.module
-        for suffix, slot in ((module.parameter, location.weight), ("bias", location.bias)):
+        for suffix, slot in ((module.parameter, location.weight), (module.bias, location.bias)):
             if slot is None or slot not in slots:
                 continue
             shape = location.shape if slot == location.weight else location.shape[:1]
-            transposed = module.transposed and len(shape) == 2
-            expected = shape[::-1] if transposed else shape
-            stored = _as_matrix(config, get_tensor(location.names, suffix), expected)
+            stored = get_tensor(location.names, suffix)
+            transposed = module.transposed and len(shape) == 2 and stored.format in FLOAT_FORMATS
+            wanted = _by_experts(config, location, shape, transposed)
+            stored = _as_matrix(stored, wanted)
             label = f"{where}: {location.names[0]}.{suffix}"
-            if tuple(stored.shape) != expected:
-                wanted = stored_shape(location) if slot == location.weight else expected
+            if tuple(stored.shape) != wanted:
                 raise WhetValueError(
                     f"{label} has shape {tuple(stored.shape)}, expected {wanted}. The config belongs to another "
                     f"model, or the file is damaged."
@@ -318,29 +336,47 @@ def iter_slices(
             if slot == location.weight and not module.is_stored:
                 numbers = module.to_slot(slice_values(RowSlice(slot, first_row, stored.tensor, stored.format)))
                 stored = StoredTensor(numbers, numbers.dtype.name, shape)
-            rows = stored.tensor.T if transposed else stored.tensor
+            rows = stored.tensor.swapaxes(-1, -2) if transposed else stored.tensor
+            rows = rows.reshape(-1) if len(shape) == 1 else rows
             for first, view in module.row_order(config, rows):
                 yield RowSlice(slot, first_row + first, view, stored.format)
 
 
-def _as_matrix(config: ModelConfig, stored: StoredTensor, expected: tuple[int, ...]) -> StoredTensor:
-    """Return a view with the rows of all experts after another, a convolution's taps without the axis of channels, or
-    a matrix of one row; other tensors unchanged.
+def _as_matrix(stored: StoredTensor, expected: tuple[int, ...]) -> StoredTensor:
+    """Return a convolution's taps without the axis of channels, a matrix of one row, or a vector of more axes; other
+    tensors unchanged.
     """
-    n, k = stored.shape[0], stored.shape[-1]
-    is_experts = len(stored.shape) == 3 and n == config.n_experts and (n * stored.shape[1], k) == expected
-    is_taps = len(stored.shape) == 3 and stored.shape[1] == 1
-    if not is_experts and not is_taps and (1, *stored.shape) != expected:
+    if len(expected) == 1 and len(stored.shape) == 2 and math.prod(stored.shape) == expected[0]:
+        return StoredTensor(stored.tensor.reshape(-1), stored.format, expected)
+    is_taps = len(stored.shape) == 3 and stored.shape[1] == 1 and len(expected) == 2
+    if not is_taps and (1, *stored.shape) != expected:
         return stored
     tensor = stored.tensor.reshape(-1, stored.tensor.shape[-1])
-    return StoredTensor(tensor, stored.format, (len(tensor), k))
+    return StoredTensor(tensor, stored.format, (len(tensor), stored.shape[-1]))
 
 
-def stored_shape(location: WeightLocation) -> tuple[int, ...]:
-    """Return the shape of a location's tensor in a file: of all experts, three axes."""
-    if location.module.row_order in (split_experts, split_part_of_experts):
-        return (location.n_experts, *location.matrix_shape)
-    return location.shape[::-1] if location.module.transposed else location.shape
+def stored_shape(config: ModelConfig, location: WeightLocation, is_bias: bool = False) -> tuple[int, ...]:
+    """Return the shape of a location's weight or bias in a file: of all experts, with a first axis for them."""
+    if is_bias:
+        return _by_experts(config, location, location.shape[:1])
+    if location.module.axes in ("column", "by_group"):
+        n_rows = location.shape[0] if location.module.axes == "column" else config.n_delta_key_heads
+        return n_rows, location.shape[0] // n_rows
+    return _by_experts(config, location, location.shape, location.module.transposed)
+
+
+def _by_experts(
+    config: ModelConfig, location: WeightLocation, shape: tuple[int, ...], transposed: bool = False
+) -> tuple[int, ...]:
+    if location.module.row_order in (split_experts, split_part_of_experts, split_pairs_of_experts):
+        shape = (config.n_experts, shape[0] // config.n_experts, *shape[1:])
+    return (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
+
+
+def to_stored(config: ModelConfig, location: WeightLocation, values: Any) -> Any:
+    """Return a weight's values, NumPy's or torch's, a row per output, as the module stores them."""
+    values = values.reshape(_by_experts(config, location, location.shape))
+    return values.swapaxes(-1, -2) if location.module.transposed else values
 
 
 def slot_rows(config: ModelConfig, location: WeightLocation) -> np.ndarray:
@@ -374,6 +410,12 @@ def find_location(targets: Mapping[str, WeightLocation], name: str, where: str) 
     return targets[name]
 
 
+TRANSPOSED_EXPERTS = (
+    "stores (inputs, outputs), gate and up in turn: adapters of such experts are not supported. Adapt the layers of "
+    "attention."
+)
+
+
 def with_expert_modules(targets: Mapping[str, WeightLocation]) -> dict[str, WeightLocation]:
     """Return ``targets`` and the matrices of each expert, by their names in models with a module for each expert."""
     found = dict(targets)
@@ -399,6 +441,8 @@ def locate_lora(
         WhetValueError: the shapes do not match the module, or its weight is not a matrix.
     """
     n_experts, shape = location.n_experts, location.matrix_shape
+    if n_experts > 1 and location.module.transposed:
+        raise WhetValueError(f"{where}: {location.name} {TRANSPOSED_EXPERTS}")
     if len(shape) != 2 or a.ndim != 2 or b.ndim != 2 or (b.shape[0], a.shape[1]) != shape:
         raise WhetValueError(
             f"{where}: the adapter of {location.name} has shapes {tuple(a.shape)} and {tuple(b.shape)}, expected "

@@ -264,7 +264,7 @@ class Acceleration:
         """Return the hidden states (N, K) of a packed batch, as the LM head reads them."""
         self._packed = True
         mask: Any = wrap_batch(batch)
-        if "conv_length" in self.family.keys:  # the model would pass no mask on to convolutions
+        if self.family.mixer:  # the model would pass no mask on to convolutions
             mask = dict.fromkeys(("full_attention", "conv", "linear_attention"), mask)
         try:
             output = self._decoder(

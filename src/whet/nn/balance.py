@@ -29,7 +29,8 @@ def balance_coefficient(model: nn.Module, setting: float | None, where: str) -> 
     """
     config: Any = getattr(inner_module(model), "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    own = getattr(config, "router_aux_loss_coef", None)
+    has_routers = getattr(config, "num_local_experts", None) != 0
+    own = getattr(config, "router_aux_loss_coef", None) if has_routers else None
     if own is None and setting:
         raise WhetValueError(
             f"{where}: router_aux_loss_coef is {setting} and has no effect, because the model has no routers with a "

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from whet.errors import WhetValueError
 from whet.learner.batch import PackedBatch
+from whet.models.adapter_files import EXPERT_PARAMETERS
+from whet.models.slots import TRANSPOSED_EXPERTS
 from whet.models.sources.module_code import ACTIVATION_NAMES, forward_code
 from whet.nn import functions
 from whet.nn.frozen import FrozenExperts, FrozenLinear, special_adapters
@@ -50,6 +52,8 @@ def _choose_mixer(acceleration: Acceleration, module: nn.Module) -> Callable[...
         return _short_conv
     if kind.endswith("GatedDeltaNet"):
         return _gated_delta_net
+    if kind.endswith(("MambaLayer", "Mamba2Mixer")):
+        return _mamba
     if is_legacy_gptj(module):
         return _gptj_attention
     if kind.endswith("Attention") and hasattr(module, "q_proj"):
@@ -198,15 +202,24 @@ def _experts(
     while hasattr(module, "parameter_name"):
         adapters[module.parameter_name] = _expert_factors(module)
         module = module.base_layer
-    dtype, matrices = acceleration.dtype, (module.gate_up_proj, module.down_proj)
+    dtype, factors = acceleration.dtype, functions.ExpertAdapters(*map(adapters.get, EXPERT_PARAMETERS))
+    is_clamped = hasattr(module, "gate_up_proj_bias") or getattr(module, "is_clamped", False)
+    if adapters and is_clamped:
+        raise WhetValueError(f"accelerate: {type(module).__name__} {TRANSPOSED_EXPERTS}")
     if isinstance(module, FrozenExperts):
         weights = module.weights(dtype)
-    elif any(matrix.requires_grad for matrix in matrices) or not _is_silu(module.act_fn):
+        return functions.experts(hidden_states, top_k_index, top_k_weights.float(), weights, dtype, factors)
+    gate_up, down = module.gate_up_proj, module.down_proj
+    if any(weight.requires_grad for weight in module.parameters()) or not (is_clamped or _is_silu(module.act_fn)):
         return original(hidden_states.float(), top_k_index, top_k_weights)
-    else:
-        weights = functions.ExpertWeights(*(partial(_expert_weight, matrix, dtype) for matrix in matrices))
-    factors = functions.ExpertAdapters(adapters.get("gate_up_proj"), adapters.get("down_proj"))
-    return functions.experts(hidden_states, top_k_index, top_k_weights.float(), weights, dtype, factors)
+    if is_clamped:  # gpt-oss, whose matrices are (inputs, outputs), and in which gate and up alternate
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    read_up, read_down = (partial(_expert_weight, matrix, dtype) for matrix in (gate_up, down))
+    weights = functions.ExpertWeights(read_up, read_down)
+    if is_clamped:
+        biases = _split_pairs(module.gate_up_proj_bias[..., None])[..., 0], module.down_proj_bias
+        weights = functions.ExpertWeights(lambda e: _split_pairs(read_up(e)), read_down, *biases, is_clamped=True)
+    return functions.experts(hidden_states, top_k_index, top_k_weights, weights, dtype, factors)
 
 
 def _expert_factors(wrapper: Any) -> tuple[Tensor, Tensor] | None:
@@ -225,6 +238,11 @@ def _expert_factors(wrapper: Any) -> tuple[Tensor, Tensor] | None:
 def _expert_weight(matrices: Tensor, dtype: torch.dtype, expert: int) -> Tensor:
     check_master(matrices)
     return cast_weight(matrices[expert], dtype)
+
+
+def _split_pairs(rows: Tensor) -> Tensor:
+    """Return the rows (..., 2 F, K) with all gates first, of which gate and up alternate."""
+    return torch.cat((rows[..., ::2, :], rows[..., 1::2, :]), -2)
 
 
 def _reject_dropout(dropout: float) -> None:
@@ -263,7 +281,7 @@ def _attention(
     if norms and not norms_rotated:
         q, k = map(_norm_heads, norms, (q, k))
     if position_embeddings is not None and (not acceleration.rotated_layers or acceleration.rotated_layers[layer]):
-        table, is_neox = _rope_table(*position_embeddings), family.rope == "neox"
+        table, is_neox = _rope_table(*position_embeddings, q.shape[-1] // 2), family.rope == "neox"
         q, k = functions.rope(q, table, is_neox=is_neox), functions.rope(k, table, is_neox=is_neox)
     if norms and norms_rotated:
         q, k = map(_norm_heads, norms, (q, k))
@@ -305,6 +323,33 @@ def _gated_delta_net(
     return module.out_proj(functions.swiglu(z, normed.view(z.shape)))
 
 
+def _mamba(
+    acceleration: Acceleration, module: Any, batch: PackedBatch, hidden_states: Tensor, *args: Any, **options: Any
+) -> Tensor:
+    """Mamba-2 over the sequences of a packed batch (Granite 4 H)."""
+    heads, groups, state = module.num_heads, module.n_groups, module.ssm_state_size
+    values = module.intermediate_size
+
+    def mix(
+        channels: Tensor, a: Tensor, taps: Tensor, bias: Tensor, log_rate: Tensor, dt_bias: Tensor, skip: Tensor
+    ) -> Tensor:
+        mixed = functions.short_conv(channels[0].float(), taps.squeeze(1), batch) + bias
+        v, k, q = nn.functional.silu(mixed).split((values, groups * state, groups * state), 1)
+        v, k, q = v.unflatten(1, (heads, -1)), k.unflatten(1, (groups, -1)), q.unflatten(1, (groups, -1))
+        step = nn.functional.softplus(a[0].float() + dt_bias)
+        out = functions.gated_delta_rule(q, k, v, -log_rate.exp() * step, step, batch, corrects=False)
+        return out + skip[:, None] * v
+
+    projected = module.in_proj(hidden_states)
+    z, channels, a = projected.split((values, projected.shape[-1] - values - heads, heads), -1)
+    conv, rates = module.conv1d, (module.A_log, module.dt_bias, module.D)
+    out = functions.recompute(mix, channels, a, conv.weight, conv.bias, *rates)
+    gated = functions.swiglu(z, out.view(z.shape)).unflatten(-1, (groups, -1))
+    ones = torch.ones(values // groups)
+    normed = functions.rms_norm(gated, ones, module.norm.variance_epsilon, torch.float32)
+    return module.out_proj((normed.flatten(-2) * module.norm.weight).to(projected.dtype))
+
+
 _LENGTH_EPS = 1e-6
 """Added to the square of a length by the gated delta rule."""
 
@@ -326,10 +371,9 @@ def _norm_heads(norm: Any, heads: Tensor) -> Tensor:
     return norm(heads.reshape(len(heads), -1)).view(heads.shape)
 
 
-def _rope_table(cos: Any, sin: Tensor) -> Tensor:
+def _rope_table(cos: Any, sin: Tensor, half: int) -> Tensor:
     """Return the cosines and sines of a packed batch, (N, R): one tensor, which all layers save for their backward."""
     if not hasattr(cos, "whet_table"):
-        half = cos.shape[-1] // 2
         cos.whet_table = torch.cat((cos[0, :, :half], sin[0, :, :half]), 1).float()
     return cos.whet_table
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from whet.errors import WhetTypeError, WhetValueError
 from whet.models.adapter_files import EXPERT_PARAMETERS
 from whet.models.packed_base import PackedBase, pack_base
-from whet.models.slots import ModelSource
+from whet.models.slots import ModelSource, to_stored
 from whet.models.sources.gguf_container import GGUFFile
 from whet.models.sources.gguf_model import read_gguf_config
 from whet.models.sources.live import open_module
@@ -238,7 +238,7 @@ class FrozenExperts(nn.Module):
 
     def __init__(self, base: PackedBase, name: str) -> None:
         super().__init__()
-        self.whet_base, self.name = base, name
+        self.whet_base, self.name, self.is_clamped = base, name, base.config.experts_bias
         # In place of the matrices, for PEFT's adapters, which have their shapes. They are not in the state_dict.
         for end in EXPERT_PARAMETERS:
             location = base.targets[f"{name}.{end}"]
@@ -250,13 +250,23 @@ class FrozenExperts(nn.Module):
 
     def weights(self, dtype: torch.dtype) -> functions.ExpertWeights:
         """Return the matrices, dequantised to ``dtype`` when they are used."""
-        return functions.ExpertWeights(*(partial(self._rows, f"{self.name}.{end}", dtype) for end in EXPERT_PARAMETERS))
+        names = [f"{self.name}.{end}" for end in EXPERT_PARAMETERS]
+        gate_up, down = (partial(self._rows, name, dtype) for name in names)
+        if not self.is_clamped:
+            return functions.ExpertWeights(gate_up, down)
+        return functions.ExpertWeights(gate_up, down, *map(self._biases, names), is_clamped=True)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the sum of the experts of each token, times their weights; see ``functions.experts``."""
         dtype = torch.bfloat16 if hidden_states.dtype == torch.bfloat16 else torch.float32
         out = functions.experts(hidden_states, top_k_index, top_k_weights.float(), self.weights(dtype), dtype)
         return out.to(hidden_states.dtype)
+
+    def _biases(self, name: str) -> Tensor:
+        location, config = self.whet_base.targets[name], self.whet_base.config
+        out = torch.empty(location.shape[0])
+        self.whet_base.core.rows(f"{location.weight}.bias", 0, len(out), out)
+        return out.view(config.n_experts, -1)
 
     def _rows(self, name: str, dtype: torch.dtype, expert: int) -> Tensor:
         location = self.whet_base.targets[name]
@@ -295,7 +305,7 @@ def frozen_model(model: str | os.PathLike[str] | GGUFFile | nn.Module, base: str
         _check_shapes(name, module, packed)
     for name, module in modules.items():
         _freeze(inner, name, module, packed)
-    is_swiglu = packed.config.gated and packed.config.activation == "silu"
+    is_swiglu = packed.config.gated and packed.config.activation in ("silu", "clamped_swiglu")
     experts = {
         name.rpartition(".")[0]
         for name, location in packed.targets.items()
@@ -322,7 +332,7 @@ def parameter_values(base: PackedBase, name: str, shape: Sequence[int]) -> Tenso
     """Return the dequantised values of a parameter that is not a module's weight, by its name in ``base.targets``."""
     location = base.targets[name]
     values = base.rows(name, torch.empty(location.shape))
-    return (values.t() if location.module.transposed else values).reshape(shape).contiguous()
+    return to_stored(base.config, location, values).reshape(shape).contiguous()
 
 
 def base_of(model: nn.Module) -> PackedBase | None:

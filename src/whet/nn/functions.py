@@ -376,16 +376,39 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class ExpertWeights(NamedTuple):
-    """The frozen matrices of the experts of a mixture.
+    """The frozen weights of the experts of a mixture.
 
     Attributes:
         gate_up: returns (2 F, K) of an expert, gate rows first, in the dtype of products, possibly in scratch memory
             that the next call overwrites.
         down: returns (K, F) of an expert, likewise.
+        gate_up_bias: (E, 2 F) float32, gates first; None: experts have no biases.
+        down_bias: (E, K) float32.
+        is_clamped: whether the activation is "clamped_swiglu" of ``ModelConfig``.
     """
 
     gate_up: Callable[[int], Tensor]
     down: Callable[[int], Tensor]
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    is_clamped: bool = False
+
+    def activate(self, gate: Tensor, up: Tensor) -> Tensor:
+        return _clamped_swiglu(gate, up) if self.is_clamped else _compute_swiglu(gate, up)
+
+    def activation_backward(self, gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        if self.is_clamped:
+            with torch.enable_grad():
+                gate, up = (x.detach().requires_grad_() for x in (gate, up))
+                return torch.autograd.grad(_clamped_swiglu(gate, up), (gate, up), grad)  # pyright: ignore[reportReturnType]
+        grad_gate, grad_up = empty(gate.shape, gate.dtype), empty(up.shape, up.dtype)
+        _core.swiglu_backward(gate=gate, up=up, grad=grad, grad_gate=grad_gate, grad_up=grad_up)
+        return grad_gate, grad_up
+
+
+def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    g, u = gate.float().clamp(max=7), up.float().clamp(-7, 7)
+    return (g * torch.sigmoid(1.702 * g) * (u + 1)).to(gate.dtype)
 
 
 class ExpertAdapters(NamedTuple):
@@ -405,8 +428,9 @@ def experts(
 ) -> Tensor:
     """Return sum over j of factors[n, j] f_e(x[n]) for the experts e = chosen[n, j], (N, K) float32.
 
-    f_e(x) = W_down h, h = silu(gate) up, [gate, up] = W_up x. The tokens of an expert are multiplied together. Saves no
-    activations; backward, with u = W_down^T dy: d factors[n, j] = h . u, dh = factors[n, j] u.
+    f_e(x) = W_down h + b_down, h = silu(gate) up (or clamped), [gate, up] = W_up x + b_up. The tokens of an expert are
+    multiplied together. Saves no activations; backward, with u = W_down^T dy: d factors[n, j] = h . u + b_down . dy,
+    dh = factors[n, j] u.
 
     Args:
         x: (N, K) of any float dtype.
@@ -435,9 +459,9 @@ class _Experts(torch.autograd.Function):
         ctx.weights, ctx.dtype = weights, dtype
         order, counts = _sort_by_expert(chosen)
         rows = x.to(dtype)[order // chosen.shape[1]]
-        gate_up = _multiply_by_expert(rows, counts, lambda e: weights.gate_up(e).t())
-        h = _compute_swiglu(*_halves(_add_adapters(gate_up, rows, counts, *adapters[:2])))
-        out = _multiply_by_expert(h, counts, lambda e: weights.down(e).t())
+        gate_up = _multiply_by_expert(rows, counts, lambda e: weights.gate_up(e).t(), weights.gate_up_bias)
+        h = weights.activate(*_halves(_add_adapters(gate_up, rows, counts, *adapters[:2])))
+        out = _multiply_by_expert(h, counts, lambda e: weights.down(e).t(), weights.down_bias)
         out = _add_adapters(out, h, counts, *adapters[2:])
         return _sum_places(factors.flatten()[order, None] * out, order, chosen)
 
@@ -449,17 +473,16 @@ class _Experts(torch.autograd.Function):
         order, counts = _sort_by_expert(chosen)
         tokens = order // chosen.shape[1]
         rows, grad_out = x.to(ctx.dtype)[tokens], grads[0].to(ctx.dtype)[tokens]
-        gate_up = _multiply_by_expert(rows, counts, lambda e: weights.gate_up(e).t())
+        gate_up = _multiply_by_expert(rows, counts, lambda e: weights.gate_up(e).t(), weights.gate_up_bias)
         gate, up = _halves(_add_adapters(gate_up, rows, counts, *adapters[:2]))
-        h, factor = _compute_swiglu(gate, up), factors.flatten()[order, None]
+        h, factor = weights.activate(gate, up), factors.flatten()[order, None]
         u = _multiply_by_expert(grad_out, counts, weights.down)
         u, grads_down = _adapters_backward(u, h, grad_out, counts, *adapters[2:], factor)
         grad_factors = torch.empty(factors.numel())
         grad_factors[order] = (h.float() * u.float()).sum(-1)
-        grad_h = (factor * u).to(ctx.dtype)
-        grad_gate, grad_up = empty(gate.shape, gate.dtype), empty(up.shape, up.dtype)
-        _core.swiglu_backward(gate=gate, up=up, grad=grad_h, grad_gate=grad_gate, grad_up=grad_up)
-        grad_gate_up = torch.cat((grad_gate, grad_up), 1)
+        if weights.down_bias is not None:
+            grad_factors[order] += (weights.down_bias[chosen.flatten()[order]] * grads[0].float()[tokens]).sum(-1)
+        grad_gate_up = torch.cat(weights.activation_backward(gate, up, (factor * u).to(ctx.dtype)), 1)
         grad_rows = _multiply_by_expert(grad_gate_up, counts, weights.gate_up)
         grad_rows, grads_up = _adapters_backward(grad_rows, rows, grad_gate_up, counts, *adapters[:2])
         grad_x = _sum_places(grad_rows, order, chosen).to(x.dtype)
@@ -472,9 +495,17 @@ def _sort_by_expert(chosen: Tensor) -> tuple[Tensor, list[int]]:
     return flat.argsort(stable=True), flat.bincount().tolist()
 
 
-def _multiply_by_expert(rows: Tensor, counts: Sequence[int], weight: Callable[[int], Tensor]) -> Tensor:
-    """Return the product of each expert's rows, which follow each other, and its weight."""
-    return torch.cat([matmul(part, weight(e)) for e, part in enumerate(rows.split(counts)) if len(part)])
+def _multiply_by_expert(
+    rows: Tensor, counts: Sequence[int], weight: Callable[[int], Tensor], bias: Tensor | None = None
+) -> Tensor:
+    """Return the product of each expert's rows, which follow each other, and its weight, plus its bias."""
+    return torch.cat(
+        [
+            matmul(part, weight(e), None if bias is None else bias[e])
+            for e, part in enumerate(rows.split(counts))
+            if len(part)
+        ]
+    )
 
 
 def _add_adapters(out: Tensor, rows: Tensor, counts: Sequence[int], a: Tensor | None, b: Tensor | None) -> Tensor:
@@ -618,7 +649,7 @@ def short_conv(x: Tensor, weight: Tensor, batch: PackedBatch) -> Tensor:
 
 
 def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, batch: PackedBatch
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, batch: PackedBatch, corrects: bool = True
 ) -> Tensor:  # fmt: skip
     """Compute the gated delta rule within the sequences of a packed batch (Yang, Kautz, Hatamizadeh 2024).
 
@@ -632,19 +663,20 @@ def gated_delta_rule(
         log_decay: (N, H), g.
         beta: (N, H).
         batch: the sequences, and the tokens of each.
+        corrects: whether v is corrected, else S = e^g S' + k (beta v)^T (Mamba-2).
 
     Returns:
         (N, H, D) float32.
     """
     qkv = torch.cat([x.float().flatten(1) for x in (q, k, v)], 1)
-    shape = *k.shape[1:], v.shape[2]
+    shape = *k.shape[1:], v.shape[2], corrects
     return _GatedDeltaRule.apply(qkv, log_decay.float(), beta.float(), batch, shape)  # pyright: ignore[reportReturnType]
 
 
 class _GatedDeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, log_decay: Tensor, beta: Tensor, batch: PackedBatch, shape: tuple[int, int, int]
+        ctx: Any, qkv: Tensor, log_decay: Tensor, beta: Tensor, batch: PackedBatch, shape: tuple[int, int, int, bool]
     ) -> Tensor:
         decay, beta = log_decay.exp(), beta.contiguous()
         ctx.save_for_backward(qkv, decay, beta)
@@ -664,11 +696,11 @@ class _GatedDeltaRule(torch.autograd.Function):
 
 
 def _make_delta_task(
-    qkv: Tensor, decay: Tensor, beta: Tensor, batch: PackedBatch, shape: tuple[int, int, int]
+    qkv: Tensor, decay: Tensor, beta: Tensor, batch: PackedBatch, shape: tuple[int, int, int, bool]
 ) -> Any:  # fmt: skip
     return _core.TrainingDelta(
         qkv=qkv.detach(), decay=decay.detach(), beta=beta.detach(), n_key_heads=shape[0], key_dim=shape[1],
-        q_offsets=batch.q_offsets, k_offsets=batch.k_offsets, key_rows=batch.key_rows,
+        corrects=shape[3], q_offsets=batch.q_offsets, k_offsets=batch.k_offsets, key_rows=batch.key_rows,
     )  # fmt: skip
 
 

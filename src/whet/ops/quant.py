@@ -11,6 +11,8 @@
                                                 per 256                               4.5
     q5_k       d s q - e m   q in [0, 31]       as q4_k                               5.5
     q6_k       d s (q - 32)  q in [0, 63]       8-bit s per 16, float16 d per 256     6.5625
+    mxfp4      2^(e - 128) q q twice an E2M1    8-bit e per 32                        4.25
+                             number
 
 All formats except int8 are GGUF block types, byte for byte: ``Quantized.data`` can be read from and written to GGUF
 files. The products are in ``whet.ops.linear``.

@@ -1,7 +1,7 @@
 """Calls user functions in this process or in killable child processes, and collects their results or exceptions.
 
 The functions are opaque here. A child process sends only JSON to its parent. No child outlives its parent, even if the
-parent is killed: see ``_Guard``.
+parent is killed: see ``Guard``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import subprocess
 import sys
@@ -19,7 +20,8 @@ import time
 import traceback
 import warnings
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 from whet.errors import WhetValueError, is_number
 from whet.system.processes import (
@@ -122,52 +124,104 @@ def call_in_children(calls: Sequence[Callable[[], Any]], to_json: Callable[[Any]
         The decoded JSON, a ``RaisedInChild`` or a ``CallTimeout`` per call.
     """
     with contextlib.ExitStack() as stack:
-        guard = stack.enter_context(_Guard())
+        guard = stack.enter_context(Guard())
         children = [stack.enter_context(_Child(call, to_json, timeout_s, guard)) for call in calls]
         return [child.outcome() for child in children]
 
 
-class _Child:
-    """A call in a separate process and process group, both killed on exit of the context."""
+class _Process:
+    """A forked process and its process group, both killed on exit of the context.
 
-    def __init__(self, call: Callable[[], Any], to_json: Callable[[Any], Any], timeout_s: float, guard: _Guard) -> None:
+    Args:
+        main: gets the child's end of a pipe; runs in the child.
+    """
+
+    def __init__(self, main: Callable[[Any], None], guard: Guard) -> None:
         context: Any = multiprocessing.get_context("fork")  # typed only on systems that fork
-        self.receiver, sender = context.Pipe(duplex=False)
+        self.pipe, childs_pipe = context.Pipe()
         guard_pipe = guard.write_end()
-        self.process = context.Process(target=_child_main, args=(call, to_json, sender, guard_pipe, os.getpid()))
-        self.timeout_s = timeout_s
-        self.deadline = time.monotonic() + timeout_s
+        self._process = context.Process(
+            target=_child_main, args=(main, childs_pipe, self.pipe, guard_pipe, os.getpid())
+        )
         with warnings.catch_warnings():
             # Python warns of forking with threads, whose locks stay locked in the child: the timeout ends a deadlock.
             warnings.simplefilter("ignore", DeprecationWarning)
-            self.process.start()
-        sender.close()
+            self._process.start()
+        childs_pipe.close()
         os.close(guard_pipe)
 
-    def __enter__(self) -> _Child:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        assert self.process.pid is not None
-        self.process.kill()
-        kill_group(self.process.pid)
-        self.process.join()
-        self.receiver.close()
+        assert self._process.pid is not None
+        self._process.kill()
+        kill_group(self._process.pid)
+        self._process.join()
+        self.pipe.close()
 
-    def outcome(self) -> Any:
-        if not self.receiver.poll(max(0.0, self.deadline - time.monotonic())):
-            return CallTimeout(f"it did not return within timeout_s={self.timeout_s}")
+    def receive(self, deadline: float, timeout_s: float) -> Any:
+        """Return the result that the child sends next, a ``RaisedInChild``, or a ``CallTimeout`` after the deadline."""
+        if not self.pipe.poll(max(0.0, deadline - time.monotonic())):
+            return CallTimeout(f"it did not return within timeout_s={timeout_s}")
         try:
-            message = json.loads(self.receiver.recv_bytes())
-        except EOFError:
-            self.process.join()
-            return RaisedInChild(f"its process died with exit code {self.process.exitcode}", "no traceback")
+            message = json.loads(self.pipe.recv_bytes())
+        except (EOFError, ConnectionError):
+            self._process.join()
+            return RaisedInChild(f"its process died with exit code {self._process.exitcode}", "no traceback")
         if "result" in message:
             return message["result"]
         return RaisedInChild(message["summary"], "\n" + message["traceback"])
 
 
-class _Guard:
+class _Child(_Process):
+    """A call in a separate process."""
+
+    def __init__(self, call: Callable[[], Any], to_json: Callable[[Any], Any], timeout_s: float, guard: Guard) -> None:
+        super().__init__(lambda pipe: _send_result(pipe, call, to_json), guard)
+        self.timeout_s = timeout_s
+        self.deadline = time.monotonic() + timeout_s
+
+    def outcome(self) -> Any:
+        return self.receive(self.deadline, self.timeout_s)
+
+
+class ChildObject(_Process):
+    """An object in a separate process. Its methods are called one at a time, each with a time limit.
+
+    Args:
+        make: makes the object, in the child.
+        to_json: applied to a result in the child; its result is sent as JSON.
+        timeout_s: seconds from the start of a call.
+        guard: kills the child if this process dies.
+    """
+
+    def __init__(self, make: Callable[[], Any], to_json: Callable[[Any], Any], timeout_s: float, guard: Guard) -> None:
+        super().__init__(lambda pipe: _serve_object(pipe, make, to_json), guard)
+        self._timeout_s, self.deadline = timeout_s, 0.0
+
+    def start(self, method: str, *arguments: Any) -> None:
+        """Start the call of a method with arguments that are JSON values."""
+        self.deadline = time.monotonic() + self._timeout_s
+        with contextlib.suppress(ConnectionError):  # the child died, which the outcome reports
+            self.pipe.send_bytes(json.dumps([method, arguments]).encode())
+
+    def is_ready(self) -> bool:
+        """Whether the outcome of the call is known."""
+        return self.pipe.poll() or time.monotonic() >= self.deadline
+
+    def outcome(self) -> Any:
+        """Wait for the call; return the decoded JSON, a ``RaisedInChild`` or a ``CallTimeout``."""
+        return self.receive(self.deadline, self._timeout_s)
+
+
+def wait_for_any(objects: Sequence[ChildObject]) -> None:
+    """Wait until the outcome of one of the started calls is known."""
+    left = min(each.deadline for each in objects) - time.monotonic()
+    multiprocessing.connection.wait([each.pipe for each in objects], max(0.0, left))
+
+
+class Guard:
     """A shell that waits for EOF of a pipe, to kill process groups when this process dies for any reason.
 
     Linux can kill a child with its parent (``set_parent_death_signal``), but not the child's descendants. Therefore a
@@ -189,7 +243,7 @@ class _Guard:
         """Duplicate the pipe's descriptor for a child, which writes its group's id; child and caller close it."""
         return os.dup(self._pipe.fileno())
 
-    def __enter__(self) -> _Guard:
+    def __enter__(self) -> Guard:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -199,9 +253,8 @@ class _Guard:
         self._pipe.close()
 
 
-def _child_main(
-    call: Callable[[], Any], to_json: Callable[[Any], Any], sender: Any, guard_pipe: int, parent: int
-) -> None:
+def _child_main(main: Callable[[Any], None], pipe: Any, parents_pipe: Any, guard_pipe: int, parent: int) -> None:
+    parents_pipe.close()  # so that the pipe ends with the parent
     start_group()
     set_parent_death_signal(parent)
     os.write(guard_pipe, f"{os.getpid()}\n".encode())
@@ -209,12 +262,38 @@ def _child_main(
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)  # the parent's worker threads do not exist here
+    main(pipe)
+
+
+def _send_result(pipe: Any, call: Callable[[], Any], to_json: Callable[[Any], Any]) -> None:
+    """Run a call and send its result, or its exception."""
     [result] = call_here([call])
+    if not isinstance(result, BaseException):
+        [result] = call_here([partial(_encode, to_json, result)])
     if isinstance(result, BaseException):
         text = "".join(traceback.format_exception(type(result), result, result.__traceback__))
-        message = {"summary": summary(result), "traceback": text}
-    else:
-        message = {"result": to_json(result)}
+        result = json.dumps({"summary": summary(result), "traceback": text}).encode()
     sys.stdout.flush()
     sys.stderr.flush()
-    sender.send_bytes(json.dumps(message).encode())
+    pipe.send_bytes(result)
+
+
+def _encode(to_json: Callable[[Any], Any], result: Any) -> bytes:
+    return json.dumps({"result": to_json(result)}).encode()
+
+
+def _serve_object(pipe: Any, make: Callable[[], Any], to_json: Callable[[Any], Any]) -> None:
+    """Make an object, and run calls of its methods until the pipe ends."""
+    made = None
+
+    def call(method: str, arguments: list[Any]) -> Any:
+        nonlocal made
+        made = made or make()
+        return getattr(made, method)(*arguments)
+
+    while True:
+        try:
+            method, arguments = json.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        _send_result(pipe, partial(call, method, arguments), to_json)

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, NamedTuple, Protocol
 
@@ -109,6 +109,7 @@ class Rollout:
         decoded: the completions, decoded for reward functions.
         columns: the dataset's other columns, N values each, and ``OPENING_TAG``: a tag such as "<think>" if the prompt
             opens the thinking, else "".
+        extra_metrics: of episodes.
     """
 
     prompt_ids: list[list[int]]
@@ -116,6 +117,7 @@ class Rollout:
     completions: list[Completion]
     decoded: list[Any]
     columns: dict[str, list[Any]]
+    extra_metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def completion_ids(self) -> list[list[int]]:
@@ -143,10 +145,22 @@ class Rollout:
         recorded = [self.completions[i].experts for i in rows]
         return None if all(each is None for each in recorded) else recorded
 
+    def sampled(self, rows: Sequence[int]) -> list[list[bool]] | None:
+        """Return whether each token of the completions ``rows`` was sampled; None: all were."""
+        chosen = [self.completions[i] for i in rows]
+        if all(completion.sampled is None for completion in chosen):
+            return None
+        return [completion.sampled or [True] * len(completion.token_ids) for completion in chosen]
+
     @property
     def truncated(self) -> np.ndarray:
         """(N,) bool, True for completions ended by ``max_new_tokens``."""
         return np.array([completion.finish_reason == "length" for completion in self.completions])
+
+    @property
+    def failed(self) -> np.ndarray:
+        """(N,) bool, True for episodes without a sampled token, whose environment failed at once."""
+        return np.array([completion.n_sampled == 0 for completion in self.completions])
 
     def score(self, functions: RewardFunctions) -> RewardBatch:
         """Return the rewards of the N completions."""
@@ -155,14 +169,15 @@ class Rollout:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return lengths in tokens, the share of truncated completions, and the tokens of prompts and completions."""
-        lengths = [len(completion.token_ids) for completion in self.completions]
+        """Return lengths in sampled tokens, the share of truncated completions, and the tokens of all rows."""
+        lengths = [completion.n_sampled for completion in self.completions]
         return {
             "completions/mean_length": float(np.mean(lengths)),
             "completions/min_length": min(lengths),
             "completions/max_length": max(lengths),
             "completions/clipped_ratio": float(np.mean(self.truncated)),
-            "num_tokens": sum(lengths) + sum(map(len, self.prompt_ids)),
+            "num_tokens": sum(map(len, self.completion_ids)) + sum(map(len, self.prompt_ids)),
+            **self.extra_metrics,
         }
 
 

@@ -9,6 +9,7 @@ from whet.data.rows import tokenize_prompt
 from whet.data.sources import read_rows
 from whet.errors import WhetValueError
 from whet.rewards.functions import load_function
+from whet.rollout.episodes import environment_reward
 from whet.tasks.mixture import Mixture, open_tasks
 
 _N_CHECKED = 64
@@ -16,8 +17,10 @@ _N_CHECKED = 64
 
 
 def open_rows(run: Any) -> tuple[Sequence[Any], Sequence[Any], list[Callable[..., Any]]]:
-    """Return training rows, held-out rows, and reward functions of a run, with task rewards first."""
+    """Return training rows, held-out rows, and reward functions of a run, with rewards of task or environment first."""
     functions = [load_function(spec) for spec in getattr(run, "reward", [])]
+    if getattr(run, "env", ""):
+        functions.insert(0, environment_reward)
     if not getattr(run, "task", []):
         eval_rows = read_rows(run.eval_data, run.columns) if run.eval_data else []
         return read_rows(run.data, run.columns), eval_rows, functions

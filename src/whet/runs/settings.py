@@ -195,7 +195,7 @@ class OnlineRunConfig(RunConfig):
         reject_ineffective(self, ["eval_items"], bool(self.task), "there is no task; eval_data names held-out rows")
         eval_rows = self.sources()[1]
         reject_ineffective(self, ["eval_temperature"], bool(getattr(self, eval_rows)), f"there is no {eval_rows}")
-        if self.is_scored() and not self.task:
+        if self.needs_reward():
             check_given(where, self, "reward")
         is_float = self.base in ("auto", "none")
         reject_ineffective(self, ["rollout_weights"], is_float, "base is the format for sampling too")
@@ -203,6 +203,10 @@ class OnlineRunConfig(RunConfig):
     def is_scored(self) -> bool:
         """Whether reward functions score completions, in training or evaluation."""
         return True
+
+    def needs_reward(self) -> bool:
+        """Whether reward functions have to be given."""
+        return self.is_scored() and not self.task
 
     def sources(self) -> tuple[str, str]:
         return ("task", "eval_items") if self.task else super().sources()
@@ -228,9 +232,21 @@ class DPORun(DPOConfig, RunConfig):
 class GRPORun(_TasksAsTexts, GRPOConfig, OnlineRunConfig):
     """Settings of ``whet train grpo``."""
 
+    env: PathText = ""
+    """An environment that answers the model's turns and rewards them: file.py:Class or package.module:Class. It gets
+    the rows of data; reward functions are optional, and get messages."""
+
     def __post_init__(self) -> None:
         self.beta = 0.0 if self.beta is None else self.beta  # a run has no ref_model
         super().__post_init__()
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        if self.env and self.task:
+            raise WhetValueError(f"{where}: env and task are set, and an environment takes rows of data. Set data.")
+
+    def needs_reward(self) -> bool:
+        return not self.env and super().needs_reward()
 
 
 @dataclass(kw_only=True)

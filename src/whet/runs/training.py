@@ -51,6 +51,7 @@ from whet.runs.save import write_memory, write_results
 from whet.runs.settings import RunConfig, lock_folder
 from whet.runs.stopping import StoppableCheckpoints
 from whet.system.machine import may_have_gpu
+from whet.tasks.environment import load_environment
 from whet.training.callbacks import CompletionsCallback, EvaluationCallback
 from whet.training.distributed import join_ranks, launched_rank, launched_size
 from whet.training.loggers import CSVLogger, JSONLLogger, Logger, TensorBoardLogger, WandbLogger
@@ -273,7 +274,8 @@ def _scoring_arguments(run: Any, rewards: RewardFunctions | None) -> dict[str, A
     """Return the constructor arguments that score completions, for algorithms that sample."""
     if getattr(run, "preference", ""):
         return {"preference_fn": load_function(run.preference)}
-    return {} if rewards is None else {"reward_fn": rewards}
+    environment = {"environment": load_environment(run.env)} if getattr(run, "env", "") else {}
+    return environment if rewards is None else {"reward_fn": rewards, **environment}
 
 
 def add_reference_logprobs(algorithm: Any, model: Any, arguments: Mapping[str, Any], *parts: Any) -> list[list[Any]]:

@@ -251,15 +251,15 @@ class Chat(Streamed[ChatRequest]):
         n_alternatives = check_alternatives("top_logprobs", request.top_logprobs)
         self.sampling = [service.sampling_of(request, n_new or self._served.context - len(ids), n_alternatives)]
         replies = self._served.replies
-        self.shown = service.model.shown_tokens(bool(tools.offered))
+        self.shown = replies.shown_tokens(bool(tools.offered))
         if forced := tools.grammar():
             if self.grammar:
                 raise ApiError(
                     400, "tool_choice and response_format both determine the reply. Omit one.", "tool_choice"
                 )
             self.grammar = forced
-        self.grammar_after = replies.closing_tag(ids)
-        self._parsers = [service.model.reply_parser(ids, tools.offered) for _ in range(request.n)]
+        self.grammar_after = replies.thinking.closing_tag(ids)
+        self._parsers = [replies.parser(ids, tools.offered) for _ in range(request.n)]
         self._n_calls = [0] * request.n
         self._begun: set[int] = set()
 

@@ -210,7 +210,7 @@ class Tools:
             if choice not in ("auto", "none"):
                 raise ApiError(400, f"tool_choice is {choice!r:.60}, and there are no tools.", "tool_choice")
             return
-        if not model.can_call:
+        if not model.replies.can_call:
             raise ApiError(
                 400, "The model's chat template has no format of tool calls that is known. Omit tools.", "tools"
             )
@@ -221,7 +221,7 @@ class Tools:
         Raises:
             ApiError: 400: an unknown choice or tool, a schema that is not supported, or a format without a grammar.
         """
-        choice, form = self._choice, self._model.call_format
+        choice, form = self._choice, self._model.replies.calls
         if not self.offered or choice == "auto":
             return ""
         wanted = self.offered
@@ -236,7 +236,7 @@ class Tools:
                 400, "tool_choice needs a grammar, and none is known for the model's format of calls. Use auto.",
                 "tool_choice",
             )  # fmt: skip
-        shown = self._model.shown_tokens(has_tools=True)
+        shown = self._model.replies.shown_tokens(has_tools=True)
 
         def mark(text: str) -> str:
             ids = [token_id for token_id, name in shown.items() if name == text]

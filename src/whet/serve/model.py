@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from whet.config.sampling import SamplingParams
-from whet.data.thinking import DEFAULT_TAGS, Replies
 from whet.engine import Engine
 from whet.engine.grammar import Grammars
 from whet.errors import WhetValueError
@@ -20,9 +19,7 @@ from whet.models.tokenizers.token_texts import TokenTexts, read_token_texts
 from whet.serve.errors import ApiError
 from whet.system.memory import unused_bytes
 from whet.text.model import find_model, find_stop_ids, load_chat_tokenizer, load_engine, longest_sequence
-from whet.text.replies import MarkedParser, ReplyParser
-from whet.text.response_template import find_response_template
-from whet.text.tool_calls import ToolFormat, tool_format
+from whet.text.replies import ReplyFormat
 
 _WHERE = "whet serve"
 _KV_BYTES = (1 << 30, 4 << 30)
@@ -60,7 +57,7 @@ class ServedModel:
         adapters: name -> number of the adapter on the engine; None: the model itself.
         loaded: names of the adapters that were added by ``load_adapter``.
         created: Unix time in seconds.
-        response_template: the tokenizer's description of replies; None: marks in the chat template describe them.
+        replies: the form of the model's replies.
         fingerprint: digest of the weights and of the model's own adapter.
     """
 
@@ -98,7 +95,7 @@ class ServedModel:
             self.adapters[each] = engine.add_adapter(folder)
         self.loaded: tuple[str, ...] = ()
         self.created = int(time.time())
-        self.response_template = find_response_template(tokenizer)
+        self.replies = ReplyFormat(tokenizer, self.texts)
         self._path, self._adapter, self.pooling = path, adapter, pooling
         self.fingerprint = self._make_fingerprint()
 
@@ -183,43 +180,6 @@ class ServedModel:
     def grammars(self) -> Grammars:
         """Compiles grammars for the tokenizer."""
         return Grammars(self.tokenizer, self.engine.config.vocab_size, self.stop_ids)
-
-    @cached_property
-    def replies(self) -> Replies:
-        """The marks around a reply's thinking."""
-        return Replies(self.tokenizer)
-
-    @cached_property
-    def call_format(self) -> ToolFormat | None:
-        """The format of calls that the chat template's marks name; None: none that is known."""
-        return tool_format(str(getattr(self.tokenizer, "chat_template", None) or ""))
-
-    @property
-    def can_call(self) -> bool:
-        """Whether replies can call tools."""
-        return self.response_template.has_calls if self.response_template else self.call_format is not None
-
-    def shown_tokens(self, has_tools: bool) -> dict[int, str]:
-        """Return the special tokens that are parts of replies, by id."""
-        special = self.texts.special_ids
-        if self.response_template:
-            texts = "\n".join(self.response_template.delimiters).replace("\\", "")  # of patterns too
-            return {token_id: text for text, token_id in special.items() if text in texts}
-        marks = self.call_format.marks if has_tools and self.call_format else ()
-        return self.replies.special_tags | {special[mark]: mark for mark in marks if mark in special}
-
-    def reply_parser(self, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> ReplyParser:
-        """Return the parser of a reply.
-
-        Args:
-            prompt_ids: the prompt, which may end with the reply's beginning.
-            tools: in OpenAI's form; empty: calls remain text.
-        """
-        if self.response_template:
-            prompt = self.tokenizer.decode(list(prompt_ids), skip_special_tokens=False)
-            return self.response_template.parser(tools, prompt)
-        is_open = bool(self.replies.opening_tag(prompt_ids))
-        return MarkedParser(is_open, self.replies.tags or DEFAULT_TAGS, self.call_format if tools else None, tools)
 
     # Lists, since a response may hold thousands of tokens.
 

@@ -113,7 +113,7 @@ def show_model(model: ServedModel) -> Body:
     config = model.engine.config
     info = {"general.parameter_count": config.n_parameters, "whet.context_length": model.context}
     template = str(getattr(model.tokenizer, "chat_template", None) or "")
-    capabilities = ["completion", *(["tools"] if model.can_call else [])]
+    capabilities = ["completion", *(["tools"] if model.replies.can_call else [])]
     return {**_describe(model), "template": template, "model_info": info, "capabilities": capabilities}
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
-from whet.data.thinking import Tags
+from whet.data.thinking import DEFAULT_TAGS, Replies, Tags
+from whet.models.tokenizers.token_texts import TokenTexts
+from whet.text.response_template import find_response_template
 from whet.text.thinking import TextChunk, ThinkingSplitter
-from whet.text.tool_calls import ToolCall, ToolFormat, ToolParser
+from whet.text.tool_calls import ToolCall, ToolFormat, ToolParser, tool_format
 
 
 class ReplyParser(Protocol):
@@ -42,3 +46,84 @@ class MarkedParser:
 
 def _parts(found: Sequence[str | ToolCall]) -> list[TextChunk | ToolCall]:
     return [TextChunk(each, is_thinking=False) if isinstance(each, str) else each for each in found]
+
+
+class ReplyFormat:
+    """The form of a model's replies: thinking, text and calls of tools.
+
+    Args:
+        tokenizer: with a chat template.
+        texts: of its tokens.
+
+    Attributes:
+        template: the tokenizer's description of replies; None: marks in the chat template describe them.
+    """
+
+    def __init__(self, tokenizer: Any, texts: TokenTexts) -> None:
+        self._tokenizer, self._special = tokenizer, texts.special_ids
+        self.template = find_response_template(tokenizer)
+
+    @cached_property
+    def thinking(self) -> Replies:
+        """The marks around a reply's thinking."""
+        return Replies(self._tokenizer)
+
+    @cached_property
+    def calls(self) -> ToolFormat | None:
+        """The format of calls that the chat template's marks name; None: none that is known."""
+        return tool_format(str(getattr(self._tokenizer, "chat_template", None) or ""))
+
+    @property
+    def can_call(self) -> bool:
+        """Whether replies can call tools."""
+        return self.template.has_calls if self.template else self.calls is not None
+
+    def shown_tokens(self, has_tools: bool) -> dict[int, str]:
+        """Return the special tokens that are parts of replies, by id."""
+        special = self._special
+        if self.template:
+            texts = "\n".join(self.template.delimiters).replace("\\", "")  # of patterns too
+            return {token_id: text for text, token_id in special.items() if text in texts}
+        marks = self.calls.marks if has_tools and self.calls else ()
+        return self.thinking.special_tags | {special[mark]: mark for mark in marks if mark in special}
+
+    def parser(self, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> ReplyParser:
+        """Return the parser of a reply.
+
+        Args:
+            prompt_ids: the prompt, which may end with the reply's beginning.
+            tools: in OpenAI's form; empty: calls remain text.
+        """
+        if self.template:
+            return self.template.parser(tools, self._tokenizer.decode(list(prompt_ids), skip_special_tokens=False))
+        is_open = bool(self.thinking.opening_tag(prompt_ids))
+        return MarkedParser(is_open, self.thinking.tags or DEFAULT_TAGS, self.calls if tools else None, tools)
+
+    def message(
+        self, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> dict[str, Any]:
+        """Return a reply as a message: ``content``, and if it has them ``reasoning_content`` and ``tool_calls``.
+
+        Args:
+            token_ids: of the reply; a stop token has no text.
+            prompt_ids: see ``parser``.
+            tools: see ``parser``.
+        """
+        shown = self.shown_tokens(bool(tools))
+        runs = itertools.groupby(token_ids, lambda token_id: token_id in shown)
+        text = "".join(
+            "".join(map(shown.__getitem__, run))
+            if is_shown
+            else self._tokenizer.decode(list(run), skip_special_tokens=True)
+            for is_shown, run in runs
+        )
+        found: dict[str, Any] = {"role": "assistant", "content": ""}
+        calls: list[dict[str, Any]] = []
+        for part in self.parser(prompt_ids, tools).add(text, is_last=True):
+            if isinstance(part, TextChunk):
+                name = "reasoning_content" if part.is_thinking else "content"
+                found[name] = found.get(name, "") + part.text
+            else:
+                function = {"name": part.name, "arguments": part.arguments}
+                calls.append({"type": "function", "id": f"call_{len(calls)}", "function": function})
+        return {**found, "tool_calls": calls} if calls else found

@@ -19,12 +19,39 @@ from whet.text.response_fields import CALLS, FIELDS, THINKING, Delimiter, Field,
 from whet.text.thinking import TextChunk
 from whet.text.tool_calls import ToolCall, read_argument, types_of
 
+_FORM = r"\s*(?:<\|constrain\|>)?\s*\w*<\|message\|>"
+_TO = r"to=functions\.(?P<name>[\w.-]+)"
+_CHANNEL = r"<\|channel\|>(?:commentary|analysis)"
+KNOWN: dict[str, dict[str, Any]] = {
+    "<|channel|>analysis": {  # Harmony, of gpt-oss
+        "start_anchor": "<|start|>assistant",
+        "fields": {
+            "thinking": {
+                "open": "<|channel|>analysis<|message|>", "close": "<|end|>", "repeats": True, "join": "\n",
+            },
+            "content": {
+                "open_pattern": rf"<\|channel\|>(?:final|commentary){_FORM}", "close": ["<|end|>", "<|return|>"],
+                "repeats": True, "join": "\n",
+            },
+            "tool_calls": {
+                "open_pattern": rf"{_TO}{_CHANNEL}{_FORM}|{_CHANNEL}\s+{_TO}{_FORM}", "close": "<|call|>",
+                "repeats": True, "content": "json",
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            },
+        },
+    },
+}  # fmt: skip
+"""Response templates of tokenizers without one, by texts in their chat templates."""
 _KEYS = {"version", "defaults", "fields", "start_anchor", "start_anchor_pattern"}
 
 
 def find_response_template(tokenizer: Any) -> ResponseTemplate | None:
-    """Return the response template of a tokenizer; None if it has none, or, after a warning, an unsupported one."""
-    spec = getattr(tokenizer, "response_template", None)
+    """Return the response template of a tokenizer, or one that fits its chat template.
+
+    None: it has none, or, after a warning, an unsupported one.
+    """
+    spec, chat = getattr(tokenizer, "response_template", None), str(getattr(tokenizer, "chat_template", None))
+    spec = next((known for text, known in KNOWN.items() if text in chat), None) if spec is None else spec
     if spec is None:
         return None
     try:

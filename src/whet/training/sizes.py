@@ -214,8 +214,9 @@ def _learner_bytes(source: ModelSource, largest: _Pass, n_keys: int, size: int, 
         # Sums of the gradients of keys and values are float32, for each sequence that reads them.
         "attention": n * _head_size(model, size) * (2 * q + 2 * kv) + 4 * 2 * kv * n_keys,
         "conv": n * 4 * 3 * hidden,
-        "delta": n * 4 * (_delta_channels(model) + model.n_delta_heads * (model.delta_dim + 4)),
+        "delta": n * 4 * (model.delta_channels + model.n_delta_heads * (model.delta_dim + 4)),
     }
+    of_mixer["mamba"] = of_mixer["delta"]
     gradients = n * 4 * 2 * hidden + max(of_mixer[model.mixer(i)] for i in range(model.n_layers))
     converted = 2 * (max(inner, hidden, mixed) + max(up, expert_up, wide)) if size == 2 else 0
     rows = tile * (4 * (2 * hidden + max(hidden, mixed) + max(up, mixed) + inner * (1 if size == 2 else 2)) + converted)
@@ -234,12 +235,12 @@ _DELTA_BLOCK = 64
 
 
 def _delta_scratch_bytes(model: ModelConfig, config: TrainerConfig, lengths: Lengths, n: int) -> int:
-    """Return the scratch memory of all threads for the gradient of the gated delta rule.
+    """Return the scratch memory of all threads for the gradient of the gated delta rule, or of Mamba-2.
 
     A thread has the gradients of queries and keys of a head of a prompt and its completions, a state before each block
     of tokens of a sequence, and matrices of one block.
     """
-    if "delta" not in model.mixers:
+    if not model.n_delta_heads:
         return 0
     group = min(n, lengths.prompt + config.completions_per_prompt() * lengths.completion)
     keys, values = (math.ceil(dim / 16) * 16 for dim in (model.delta_key_dim, model.delta_dim))
@@ -266,17 +267,13 @@ def _widest_mlp(model: ModelConfig) -> int:
 
 def _mixer_widths(model: ModelConfig) -> tuple[int, int]:
     """Return the most outputs of the first matrix of a layer's mixer, and the most inputs of its last one."""
-    names = {"attention": ("qkv", "o"), "conv": ("conv_in", "conv_out"), "delta": ("delta_in", "delta_out")}
-    slots, layers = model.slots(), [(f"layers.{i}.", *names[model.mixer(i)]) for i in range(model.n_layers)]
+    names = {"attention": ("qkv", "o"), "conv": ("conv_in", "conv_out")}
+    kinds = [names.get(model.mixer(i), ("delta_in", "delta_out")) for i in range(model.n_layers)]
+    slots, layers = model.slots(), [(f"layers.{i}.", *kind) for i, kind in enumerate(kinds)]
     return (
         max(slots[layer + first][0] for layer, first, _ in layers),
         max(slots[layer + last][1] for layer, _, last in layers),
     )
-
-
-def _delta_channels(model: ModelConfig) -> int:
-    """Return the channels of the convolution before the gated delta rule."""
-    return 2 * model.n_delta_key_heads * model.delta_key_dim + model.n_delta_heads * model.delta_dim
 
 
 def _head_size(model: ModelConfig, size: int) -> int:
@@ -340,9 +337,10 @@ def _activation_bytes(source: ModelSource, config: TrainerConfig, lengths: Lengt
     rotary cosines and sines, and the inputs of the MLP's activation. Matmuls recompute their inputs from the saved
     inputs of the preceding norm or activation, except after layer norms and single-input activations, whose outputs are
     saved. torch saves B, C, x and two sums of a convolution in float32, its output, and to train the taps their inputs.
-    The gated delta rule saves its projections, and in float32 its results before and after the norm, and z. Frozen
-    experts save their input; torch's own, which train, in float32 for each expert of a token its input, gate and up,
-    their activation and product, and its result. Routers save probabilities, and ids and weights of the chosen.
+    The gated delta rule saves its projections, and in float32 its results before and after the norm, and z. Mamba-2
+    also saves the gated results, and to train the norm the normed ones. Frozen experts save their input; torch's own,
+    which train, in float32 for each expert of a token its input, gate and up, their activation and product, and its
+    result. Routers save probabilities, and ids and weights of the chosen.
 
     Args:
         size: bytes of a matmul operand.
@@ -369,9 +367,10 @@ def _activation_bytes(source: ModelSource, config: TrainerConfig, lengths: Lengt
     else:
         attention += 4 * model.rotary_dim
     convolution = (4 * (4 if is_frozen else 4 + model.conv_length) + size) * hidden
-    values = model.n_delta_heads * model.delta_dim
-    delta = size * (_delta_channels(model) + 2 * model.n_delta_heads) + 4 * 3 * values
-    of_mixer = {"attention": attention, "conv": convolution, "delta": delta}
+    values = model.delta_values
+    delta = size * (model.delta_channels + 2 * model.n_delta_heads) + 4 * 3 * values
+    mamba = size * (model.delta_channels + model.n_delta_heads) + (4 * (3 if is_frozen else 4) + 2 * size) * values
+    of_mixer = {"attention": attention, "conv": convolution, "delta": delta, "mamba": mamba}
     mixers = sum(of_mixer[model.mixer(i)] for i in range(model.n_layers))
     per_token = model.n_layers * per_layer + mlps + mixers + 4 * hidden
     logits, states = VOCAB_TILE * (4 + rounded), (4 + 2 * rounded) * hidden

@@ -30,7 +30,7 @@ export interface ModelConfig {
   queryScaleLength: number;
   /** Whether each head has a logit without a value in its softmax. */
   sinks: boolean;
-  activation: "silu" | "gelu" | "gelu_tanh" | "relu2";
+  activation: "silu" | "gelu" | "gelu_tanh" | "relu2" | "clamped_swiglu";
   gated: boolean;
   windows: number[];
   attentionScale: number;
@@ -43,10 +43,10 @@ export interface ModelConfig {
   /** Whether every query head is followed by a gate of the head's output. */
   outputGate: boolean;
   /** Per layer: what mixes the tokens; empty: attention in all. */
-  mixers: ("attention" | "conv" | "delta")[];
+  mixers: ("attention" | "conv" | "delta" | "mamba")[];
   /** Taps of short convolutions. */
   convLength: number;
-  /** Value and key heads of the gated delta rule, and their sizes. */
+  /** Value and key heads of the gated delta rule, or of Mamba-2, and their sizes. */
   nDeltaHeads: number;
   nDeltaKeyHeads: number;
   deltaDim: number;
@@ -65,6 +65,8 @@ export interface ModelConfig {
   routerEps: number;
   routerScale: number;
   routerCorrection: boolean;
+  routerBias: boolean;
+  expertsBias: boolean;
   embeddingScale: number;
   residualScale: number;
   logitsScale: number;
@@ -77,7 +79,7 @@ export interface ModelConfig {
 }
 
 /** Flags that only select slots. */
-type SlotFlag = "routerCorrection" | "tiedHead" | "qkvBias" | "oBias" | "mlpBias" | "headBias";
+type SlotFlag = "routerCorrection" | "routerBias" | "expertsBias" | "tiedHead" | "qkvBias" | "oBias" | "mlpBias" | "headBias";
 
 export interface Family {
   name: string;
@@ -98,7 +100,7 @@ export interface Family {
   rope_by_layer: boolean;
   full_first: boolean;
   ffn_adjusted: boolean;
-  mixer: "" | "conv" | "delta";
+  mixer: "" | "conv" | "delta" | "mamba";
   with_experts: string;
 }
 
@@ -120,6 +122,12 @@ function merged(base: Entries, own: Entries): Entries {
 
 export const FAMILIES: Record<string, Family> = /* @__PURE__ */ merge(families, true);
 
+/** Return the family of a model with experts, or without. */
+export function withExperts(family: Family, hasExperts: boolean): Family {
+  const { with_experts: other, defaults, rope_option, mixer } = family;
+  return other !== "" && hasExperts ? { ...FAMILIES[other], defaults, rope_option, mixer } : family;
+}
+
 export const toCamel = (name: string) => name.replace(/_(\w)/g, (_, letter: string) => letter.toUpperCase());
 
 type Sizes = "nLayers" | "nHeads" | "nKvHeads" | "headDim" | "hiddenDim" | "ffnDim" | "vocabSize" | "maxPosition" | "normEps" | "learnedPositions" | "activation" | "windows" | "ropeLayers" | "tiedHead";
@@ -131,7 +139,7 @@ export const PLAIN: Omit<ModelConfig, Sizes | Factors> = {
   parallelResidual: false, sharedNorm: false, gated: true, qkvBias: false, oBias: false, mlpBias: false, headBias: false,
   rotaryDim: 0, isNeox: true, invFreq: [], attentionFactor: 1, localLayers: [], localInvFreq: [], queryLogScale: 0, queryScaleLength: 1,
   mixers: [], convLength: 0, nDeltaHeads: 0, nDeltaKeyHeads: 0, deltaDim: 0, deltaKeyDim: 0, deltaTiled: false,
-  nExperts: 0, nUsedExperts: 0, expertDim: 0, sharedDim: 0, moeLayers: [], sharedGate: false, router: "softmax", routerNormalised: false, routerEps: 0, routerScale: 1, routerCorrection: false,
+  nExperts: 0, nUsedExperts: 0, expertDim: 0, sharedDim: 0, moeLayers: [], sharedGate: false, router: "softmax", routerNormalised: false, routerEps: 0, routerScale: 1, routerCorrection: false, routerBias: false, expertsBias: false,
 };
 
 /** Flags of n layers: false for one of each `interval`, the last or the first. */
@@ -139,9 +147,9 @@ export const allButEvery = (interval: number, n: number, isFirst = false) => Arr
 
 /** Return a family's settings for a config; `flag` returns the options that "@name" refers to. Routers' need experts. */
 export const settingsOf = (family: Family, flag: (option: string) => boolean, nExperts = 0): Record<string, unknown> =>
-  Object.fromEntries(Object.entries(family.settings).filter(([name]) => nExperts > 0 || !/^(router|shared_gate)/.test(name)).map(([name, value]) => [toCamel(name), typeof value === "string" && value.startsWith("@") ? flag(value.slice(1)) : value]));
+  Object.fromEntries(Object.entries(family.settings).filter(([name]) => nExperts > 0 || !/^(router|shared_gate|experts_)/.test(name)).map(([name, value]) => [toCamel(name), typeof value === "string" && value.startsWith("@") ? flag(value.slice(1)) : value]));
 
-/** Return the numbers of a token in a layer with the gated delta rule: its channels (q, k, v), and its values. */
+/** Return the numbers of a token in a layer with the gated delta rule, or with Mamba-2: its channels (q, k, v), and its values. */
 export function deltaSizes(c: ModelConfig): [channels: number, values: number] {
   const values = c.nDeltaHeads * c.deltaDim;
   return [2 * c.nDeltaKeyHeads * c.deltaKeyDim + values, values];
@@ -161,13 +169,14 @@ export function slots(c: ModelConfig): Map<string, number[]> {
     attention: [["qkv", queryRows(c) + 2 * c.nKvHeads * c.headDim, c.hiddenDim, c.qkvBias], ["o", c.hiddenDim, q, c.oBias]],
     conv: [["conv_in", 3 * c.hiddenDim, c.hiddenDim, false], ["conv_out", c.hiddenDim, c.hiddenDim, false]],
     delta: [["delta_in", channels + values + 2 * c.nDeltaHeads, c.hiddenDim, false], ["delta_out", c.hiddenDim, values, false]],
+    mamba: [["delta_in", channels + values + c.nDeltaHeads, c.hiddenDim, false], ["delta_out", c.hiddenDim, values, false]],
   };
   const [up, perDim] = c.gated ? ["gate_up", 2] : ["up", 1];
   const mlp = (width: number): Shape[] => (width === 0 ? [] : [[up, perDim * width, c.hiddenDim, c.mlpBias], ["down", c.hiddenDim, width, c.mlpBias]]);
   const experts: Shape[] = [
-    ["router", c.nExperts, c.hiddenDim, false],
-    [`experts_${up}`, c.nExperts * perDim * c.expertDim, c.hiddenDim, false],
-    ["experts_down", c.nExperts * c.hiddenDim, c.expertDim, false],
+    ["router", c.nExperts, c.hiddenDim, c.routerBias],
+    [`experts_${up}`, c.nExperts * perDim * c.expertDim, c.hiddenDim, c.expertsBias],
+    ["experts_down", c.nExperts * c.hiddenDim, c.expertDim, c.expertsBias],
     ...(c.sharedGate ? [["shared_router", 1, c.hiddenDim, false] as Shape] : []),
     ...mlp(c.sharedDim),
   ];
@@ -180,7 +189,11 @@ export function slots(c: ModelConfig): Map<string, number[]> {
     const mixer = c.mixers[i] ?? "attention";
     if (mixer !== "attention") found.set(`layers.${i}.conv`, [c.convLength, mixer === "conv" ? c.hiddenDim : channels]);
     else if (c.qkNorm) for (const [j, which] of ["q", "k"].entries()) found.set(`layers.${i}.${which}_norm.weight`, [normed[j] * c.headDim]);
-    if (mixer === "delta") for (const [name, n] of [["decay", c.nDeltaHeads], ["dt_bias", c.nDeltaHeads], ["delta_norm.weight", c.deltaDim]] as const) found.set(`layers.${i}.${name}`, [n]);
+    const vectors: Record<string, Record<string, number>> = {
+      delta: { decay: c.nDeltaHeads, dt_bias: c.nDeltaHeads, "delta_norm.weight": c.deltaDim },
+      mamba: { decay: c.nDeltaHeads, dt_bias: c.nDeltaHeads, "delta_norm.weight": values, conv_bias: channels, skip: c.nDeltaHeads },
+    };
+    for (const [name, n] of Object.entries(vectors[mixer] ?? {})) found.set(`layers.${i}.${name}`, [n]);
     if (c.sinks && mixer === "attention") found.set(`layers.${i}.sinks`, [c.nHeads]);
     const isMoe = c.nExperts > 0 && (c.moeLayers[i] ?? true);
     if (isMoe && c.routerCorrection) found.set(`layers.${i}.router_correction`, [c.nExperts]);

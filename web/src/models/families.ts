@@ -4,8 +4,8 @@
  * download this file.) */
 import type { Core } from "../core/core.js";
 import { show, WhetError } from "../core/errors.js";
-import { activations, hfModules, kinds as KINDS, largest, largestSize, mixerSizes, notRun, plain as NEUTRAL, textParts } from "../facts.js";
-import { allButEvery, FAMILIES, type Family, type ModelConfig, merge, PLAIN, settingsOf, toCamel } from "./architecture.js";
+import { activations, hfModules, kinds as KINDS, largest, largestSize, mixerSizes, notRun, olderKinds, plain as NEUTRAL, textParts, unlimited } from "../facts.js";
+import { allButEvery, FAMILIES, type Family, type ModelConfig, merge, PLAIN, settingsOf, toCamel, withExperts } from "./architecture.js";
 import { ropeFrequencies } from "./rope.js";
 import { type ModuleSpec, storedModules } from "./slices.js";
 
@@ -45,8 +45,7 @@ export function familyOf(given: HfConfig, where: string): Family {
     throw new WhetError(`${where}: model_type is ${show(name)}${unsupportedReason(name)}; supported: ${Object.keys(FAMILIES).sort().join(", ")}.`);
   }
   const family = FAMILIES[name];
-  const { with_experts: other, defaults, rope_option } = family;
-  return other !== "" && (given.num_local_experts ?? defaults.n_experts) !== 0 ? { ...FAMILIES[other], defaults, rope_option } : family;
+  return withExperts(family, (given.num_local_experts ?? family.defaults.n_experts) !== 0);
 }
 
 /** Return the context length that the model was trained for, in tokens. */
@@ -130,12 +129,22 @@ class Options {
     const { mixer, keys } = this.family;
     if (mixer === "") return {};
     const attends = this.attending(nLayers);
-    const kinds = this.get("layer_types") ?? Array.from({ length: nLayers }, (_, i) => (attends(i) ? "full_attention" : KINDS[mixer]));
+    const kinds = this.kinds() ?? Array.from({ length: nLayers }, (_, i) => (attends(i) ? "full_attention" : KINDS[mixer]));
     if (!Array.isArray(kinds) || kinds.length !== nLayers) throw this.invalid("layer_types", `${nLayers} of ${KINDS[mixer]} and full_attention`);
     const mixers = kinds.map((kind) => (kind === KINDS[mixer] ? mixer : "attention"));
     if (!mixers.includes(mixer)) return {};
-    const sizes = mixerSizes.filter((name) => name in keys).map((name) => [toCamel(name), this.size(name)]);
+    const limit = this.get("time_step_limit") ?? null;
+    if (mixer === "mamba" && limit !== null && JSON.stringify(limit) !== JSON.stringify(unlimited[0])) throw this.invalid("time_step_limit", "0 and infinity, or null");
+    const isImplied = mixer === "mamba" && [null, "auto"].includes((this.get("delta_dim") ?? null) as string | null);
+    const implied = () => Math.trunc((this.size("hidden_dim") * this.size("expansion")) / this.size("n_delta_heads"));
+    const sizes = mixerSizes.filter((name) => name in keys).map((name) => [toCamel(name), isImplied && name === "delta_dim" ? implied() : this.size(name)]);
     return { mixers, ...Object.fromEntries(sizes) };
+  }
+
+  /** Return layer_types, with the names of current configs. */
+  private kinds(): unknown {
+    const kinds = this.get("layer_types") ?? undefined;
+    return Array.isArray(kinds) ? kinds.map((kind) => (olderKinds as Record<string, string>)[kind] ?? kind) : kinds;
   }
 
   /** Return the fields of a mixture of experts, if a layer is one. */
@@ -164,6 +173,7 @@ class Options {
 
   /** Return which layers attend without layer_types. */
   private attending(nLayers: number): (i: number) => boolean {
+    if (this.family.mixer === "mamba") return () => false;
     if ((this.get("full_attention_interval") ?? null) !== null) {
       const others = allButEvery(this.count("full_attention_interval", 1), nLayers);
       return (i) => !others[i];
@@ -263,9 +273,9 @@ class Options {
   }
 
   private rejectOtherLayers(): void {
-    const kinds = this.get("layer_types") ?? [];
+    const kinds = this.kinds() ?? [];
     const { mixer } = this.family;
-    const known: string[] = mixer ? [KINDS[mixer], "full_attention"] : ["attention", "full_attention", "sliding_attention"];
+    const known: string[] = mixer ? [KINDS[mixer], "full_attention"] : ["full_attention", "sliding_attention"];
     if (!Array.isArray(kinds) || !kinds.every((kind) => known.includes(kind))) throw this.invalid("layer_types", `${mixer ? known.join(" or ") : "attention"} in all layers`);
   }
 
@@ -286,7 +296,7 @@ class Options {
   /** Return the RoPE settings: rope_parameters, or the several keys of older configs. */
   rope(core: Core, trained: number): Record<string, unknown> {
     const { family } = this;
-    let given = this.get("rope_parameters") || this.get("rope_scaling") || {};
+    let given = this.given.rope_parameters || this.given.rope_scaling || family.defaults.rope_parameters || {};
     if (family.rope_local && isObject(given)) given = given.full_attention ?? ("sliding_attention" in given ? {} : given);
     if (!isObject(given) || Object.values(given).some(isObject)) throw new WhetError(`${this.where}: rope_parameters is ${show(given)}, expected one object for all layers.`);
     const scaling: Record<string, unknown> = Object.fromEntries(Object.entries(given).filter(([key, value]) => value !== null && !family.rope_others.includes(key)));

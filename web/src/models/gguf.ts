@@ -7,13 +7,13 @@ import { activations, gguf as NAMES, ggufFamilies } from "../facts.js";
 import type { GgufFile, Value } from "../files/gguf.js";
 import type { Tensor } from "../files/headers.js";
 import type { Reader } from "../files/reader.js";
-import { allButEvery, FAMILIES, type Family, type ModelConfig, merge, PLAIN, settingsOf } from "./architecture.js";
+import { allButEvery, FAMILIES, type Family, type ModelConfig, merge, PLAIN, settingsOf, withExperts } from "./architecture.js";
 import { ropeFrequencies } from "./rope.js";
 import { listSlices, type ModuleSpec, type RowSlice, type StoredTensor, type WeightLocation } from "./slices.js";
 
 const KEYS: Record<string, string> = NAMES.keys;
 /** Architectures and tensors of GGUF models, by family. */
-const GGUF: Record<string, { architecture: string; scale_by_hidden?: number; sliding_window?: number; normalised?: boolean; ignored?: readonly string[]; modules: Record<string, ModuleSpec> }> = merge(ggufFamilies);
+const GGUF: Record<string, { architecture: string; hybrid?: string; scale_by_hidden?: number; sliding_window?: number; normalised?: boolean; ignored?: readonly string[]; modules: Record<string, ModuleSpec> }> = merge(ggufFamilies);
 
 /** Checked access to the options of a model's architecture. */
 class GgufOptions {
@@ -80,9 +80,12 @@ class GgufOptions {
     return value.slice(0, n).map(Boolean);
   }
 
+  /** Whether the architecture has layers that do not attend, of a family that also has others. */
+  isHybrid = ({ name, mixer }: Family) => mixer === "mamba" && GGUF[name]?.hybrid === this.architecture;
+
   /** Return the architecture's family; of several, the one with a window if the file has a window. */
   family(): Family {
-    const known = Object.values(FAMILIES).filter(({ name }) => GGUF[name]?.architecture === this.architecture);
+    const known = Object.values(FAMILIES).filter((family) => GGUF[family.name]?.architecture === this.architecture || this.isHybrid(family));
     const shared = known.filter(({ keys }) => "shared_dim" in keys);
     const all = this.given.shared_dim && shared.length > 0 ? shared : known;
     const switched = all.find((family) => family.rope_option !== "");
@@ -113,9 +116,9 @@ export async function describeGguf(
 ): Promise<{ config: ModelConfig; family: Family; slices: RowSlice[] }> {
   const where = `${caller}: ${reader.name}`;
   const meta = new GgufOptions(file, where);
-  const family = meta.family();
+  const family = withExperts(meta.family(), meta.get("n_experts") !== undefined && meta.get("n_experts") !== 0);
   const { modules: own, scale_by_hidden, sliding_window, ignored = [] } = GGUF[family.name];
-  for (const name of ignored) meta.drop(name);
+  for (const name of meta.isHybrid(family) ? [] : ignored) meta.drop(name);
   const modules = [...file.tensors.keys()].some((name) => FUSED_EXPERTS.test(name)) ? withFusedExperts(own) : own;
   const moduleName = (slot: string) => modules[slot].names[0].replace("{i}", "0");
   const [nBlocks, trained, hiddenDim, ffnDim, nHeads] = ["n_layers", "max_position", "hidden_dim", "ffn_dim", "n_heads"].map((name) => meta.size(name, name === "ffn_dim" ? (meta.get("expert_dim") as number) : undefined));
@@ -250,28 +253,35 @@ const DELTA_KEYS = ["delta_conv_length", "delta_key_dim", "n_delta_key_heads", "
 
 /** Return what mixes the tokens of each layer; and, if the file lists them, the KV heads of layers that attend. */
 function readMixers(meta: GgufOptions, family: Family, nLayers: number, nBlocks: number): Partial<ModelConfig> {
+  const mixer = family.mixer !== "mamba" || meta.isHybrid(family) ? family.mixer : "";
+  const known: string[] = { "": [], conv: ["conv_length"], delta: DELTA_KEYS, mamba: DELTA_KEYS.slice(0, 5) }[mixer];
   for (const name of ["conv_length", ...DELTA_KEYS]) {
-    if (meta.get(name) !== undefined && family.mixer !== (name === "conv_length" ? "conv" : "delta")) throw meta.invalid(name, "none");
+    if (meta.get(name) !== undefined && !known.includes(name)) throw meta.invalid(name, "none");
   }
-  if (family.mixer === "") return {};
-  if (family.mixer === "delta") return readDeltaRules(meta, nLayers, nBlocks);
+  if (mixer === "") return {};
+  if (mixer === "delta") return readDeltaRules(meta, nLayers, nBlocks);
   const heads = meta.get("n_kv_heads");
   if (!Array.isArray(heads)) return {};
   const [nKvHeads = 1, ...others] = heads.filter((n) => n !== 0) as number[];
   if (heads.length !== nLayers || !others.every((n) => n === nKvHeads)) throw meta.invalid("n_kv_heads", `${nLayers} numbers, the same in all layers that attend`);
-  const mixers = heads.map((n) => (n === 0 ? "conv" : "attention"));
-  return mixers.includes("conv") ? { nKvHeads, mixers, convLength: meta.size("conv_length") } : {};
+  const mixers = heads.map((n) => (n === 0 ? mixer : "attention"));
+  return mixers.includes(mixer) ? { nKvHeads, mixers, ...(mixer === "conv" ? { convLength: meta.size("conv_length") } : readStateSizes(meta)) } : { nKvHeads };
 }
 
 /** Return the layers with the gated delta rule, which the file names, or all except every fourth, and its sizes. */
 function readDeltaRules(meta: GgufOptions, nLayers: number, nBlocks: number): Partial<ModelConfig> {
   const isListed = meta.get("recurrent_layers") !== undefined;
   const flags = isListed ? meta.flags("recurrent_layers", nLayers, nBlocks) : allButEvery(meta.size("full_attention_interval", 4), nLayers);
+  const sizes = readStateSizes(meta);
+  const mixers = flags.map((flag) => (flag ? "delta" : "attention"));
+  return mixers.includes("delta") ? { mixers, ...sizes, deltaTiled: sizes.nDeltaHeads !== sizes.nDeltaKeyHeads } : {};
+}
+
+/** Return the sizes of layers whose heads have a matrix as state. */
+function readStateSizes(meta: GgufOptions) {
   const [convLength, deltaKeyDim, nDeltaKeyHeads, nDeltaHeads, values] = DELTA_KEYS.slice(0, 5).map((name) => meta.size(name));
   if (values % nDeltaHeads !== 0) throw meta.invalid("delta_values", `a multiple of ${KEYS.n_delta_heads}=${nDeltaHeads}`);
-  const mixers = flags.map((flag) => (flag ? "delta" : "attention"));
-  if (!mixers.includes("delta")) return {};
-  return { mixers, convLength, deltaKeyDim, nDeltaKeyHeads, nDeltaHeads, deltaDim: values / nDeltaHeads, deltaTiled: nDeltaHeads !== nDeltaKeyHeads };
+  return { convLength, deltaKeyDim, nDeltaKeyHeads, nDeltaHeads, deltaDim: values / nDeltaHeads };
 }
 
 /** Return whether RoPE applies to each layer; empty: to all. `isLocal`: whether a layer has a window; undefined: none has. */
@@ -326,6 +336,7 @@ async function readRotary(
       rope_type: "yarn", factor, ...extended,
       attention_factor: meta.get("attention_factor") !== undefined ? yarn : meta.number("yarn_attention_factor", yarn),
       beta_fast: meta.number("beta_fast", 32), beta_slow: meta.number("beta_slow", 1),
+      truncate: (family.defaults.rope_parameters as { truncate?: boolean } | undefined)?.truncate ?? true,
     }),
     longrope: () => ({ rope_type: "longrope", factor: trained / original, ...extended, attention_factor: given, short_factor: shortFactor, long_factor: longFactor }),
   };

@@ -3,6 +3,8 @@ import { type OrderName, type RowCopy, type RowOrder, rowOrders } from "./slices
 
 export const hfOrders = {
   ...rowOrders,
+  // gates and up projections of an expert, which alternate
+  splitPairs: (_, rows) => [[0, 0, rows / 2, 2], [rows / 2, 1, rows / 2, 2]],
   // GPT-NeoX's query_key_value, [head][q, k, v], to [q, k, v][head]
   splitHeads: ({ headDim, nHeads }) =>
     Array.from({ length: 3 * nHeads }, (_, i) => [((i % 3) * nHeads + Math.floor(i / 3)) * headDim, i * headDim, headDim, 1]),

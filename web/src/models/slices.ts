@@ -18,7 +18,7 @@ export interface RowSlice {
   convert?: (weight: number) => number;
 }
 
-export type OrderName = "keepOrder" | "deinterleave" | "splitHeads" | "groupHeads";
+export type OrderName = "keepOrder" | "deinterleave" | "splitHeads" | "groupHeads" | "splitPairs";
 
 /** Module of a file: its possible names ("{i}": the layer, "{e}": the expert) and its layout, if it differs from the slot's. */
 export interface ModuleSpec {
@@ -105,26 +105,32 @@ export function listSlices(config: ModelConfig, modules: Readonly<Record<string,
   const slices: RowSlice[] = [];
   for (const { module, slot: own, part, layer, names, expert } of eachModule(config, modules)) {
     const weight = shapes.has(own) ? own : `${own}.weight`;
-    for (const [suffix, slot] of [[module.parameter ?? "weight", weight], ["bias", `${own}.bias`]]) {
+    const { parameter } = module;
+    for (const [suffix, slot] of [[parameter ?? "weight", weight], [parameter === undefined ? "bias" : `${parameter}_bias`, `${own}.bias`]]) {
       const shape = shapes.get(slot);
       if (shape === undefined) continue;
       const isOfExperts = slot.includes(".experts_");
       const [first, whole] = moduleRows(config, part, shape[0], isOfExperts);
       const [firstRow, count] = expert === undefined ? [first, whole] : [first + (expert * shape[0]) / config.nExperts, whole / config.nExperts];
       const { tensor: found, row, shape: axes } = find(names, suffix, { layer, part, firstRow, count, rows: shape[0] });
-      const stored = asMatrix(axes, count, isOfExperts || slot.endsWith("router"));
-      const tensor = isOfExperts ? { ...found, shape: stored } : found;
       const isTransposed = module.isTransposed === true && shape.length === 2;
-      const expected = isTransposed ? [shape[1], count] : [count, ...shape.slice(1)];
+      const nParts = isOfExperts && module.isTransposed ? config.nExperts : 1; // of experts that are read one by one
+      const stored = nParts > 1 ? axes : asMatrix(axes, count, isOfExperts || slot.endsWith("router"), shape.length);
+      const tensor = isOfExperts ? { ...found, shape: nParts > 1 ? stored.slice(1) : stored, sizeBytes: found.sizeBytes / nParts } : found;
+      const ofOne = isTransposed ? [shape[1], count / nParts] : [count / nParts, ...shape.slice(1)];
+      const expected = nParts > 1 ? [nParts, ...ofOne] : ofOne;
       if (stored.join() !== expected.join()) {
         throw new WhetError(`${where}: ${tensor.name} has shape (${stored.join(", ")}), expected (${expected.join(", ")}). The config belongs to another model, or the file is damaged.`);
       }
       const { offset, isNegativeExp } = slot === weight ? module : ({} as ModuleSpec);
       const convert = isNegativeExp ? (x: number) => -Math.exp(x) : offset ? (x: number) => x + offset : undefined;
       const isSpread = isOfExperts && part !== "" && expert === undefined; // gate and up of each expert are in turn in the slot
-      const copies = isSpread ? spread(config.nExperts, count / config.nExperts) : orders[module.order ?? "keepOrder"]!(config, count);
-      for (const [to, from, n, stride] of copies) {
-        slices.push({ slot, firstRow: firstRow + to, tensor, row: row + from, count: n, stride, isTransposed, convert });
+      const copies = isSpread ? spread(config.nExperts, count / config.nExperts) : orders[module.order ?? "keepOrder"]!(config, count / nParts);
+      for (let i = 0; i < nParts; ++i) {
+        const of = nParts > 1 ? { ...tensor, offset: tensor.offset + i * tensor.sizeBytes } : tensor;
+        for (const [to, from, n, stride] of copies) {
+          slices.push({ slot, firstRow: firstRow + (i * count) / nParts + to, tensor: of, row: row + from, count: n, stride, isTransposed, convert });
+        }
       }
     }
   }
@@ -134,8 +140,9 @@ export function listSlices(config: ModelConfig, modules: Readonly<Record<string,
 const spread = (n: number, rows: number): RowCopy[] => Array.from({ length: n }, (_, i) => [2 * i * rows, i * rows, rows, 1]);
 
 /** Return the axes of a matrix of n rows: of experts one after another, one row, or the taps of a depthwise convolution. */
-function asMatrix(axes: number[], n: number, isFlat: boolean): number[] {
+function asMatrix(axes: number[], n: number, isFlat: boolean, nAxes: number): number[] {
   const k = axes[axes.length - 1];
+  if (nAxes === 1 && axes.reduce((a, b) => a * b, 1) === n) return [n]; // biases of experts, vectors of more axes
   if (isFlat && axes.reduce((a, b) => a * b, 1) === n * k) return [n, k];
   return axes.length === 3 && axes[1] === 1 ? [axes[0], k] : axes;
 }

@@ -158,6 +158,39 @@ def _read_shards(folder: Path, where: str) -> dict[str, Entry]:
     return entries
 
 
+class SplitBlocks:
+    """Rows of MXFP4 blocks whose numbers and scales are apart, which are joined to GGUF's blocks when they are read.
+
+    Args:
+        blocks: (..., n, 16) uint8: byte i has the numbers 2 i, in its low nibble, and 2 i + 1 of a block of 32; in
+            GGUF the numbers i and i + 16.
+        scales: (..., n) uint8.
+    """
+
+    def __init__(self, blocks: np.ndarray, scales: np.ndarray) -> None:
+        self.blocks, self.scales = blocks, scales
+        self.shape = (*scales.shape[:-1], 17 * scales.shape[-1])
+        self.ndim = len(self.shape)
+
+    def __len__(self) -> int:
+        return len(self.scales)
+
+    def __getitem__(self, rows: Any) -> SplitBlocks:
+        return SplitBlocks(self.blocks[rows], self.scales[rows])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self.join()
+
+    def join(self) -> np.ndarray:
+        """Return GGUF's blocks, (..., 17 n) uint8."""
+        joined = np.empty((*self.scales.shape, 17), np.uint8)
+        joined[..., 0] = self.scales
+        first, second = self.blocks[..., :8], self.blocks[..., 8:]
+        joined[..., 1::2] = (first & 15) | (second << 4)
+        joined[..., 2::2] = (first >> 4) | (second & 240)
+        return joined.reshape(self.shape)
+
+
 class _Tensors:
     """The folder's tensors by the module names of the family."""
 
@@ -178,6 +211,8 @@ class _Tensors:
 
     def get(self, names: Sequence[str], suffix: str) -> StoredTensor:
         name = self.find(names, suffix)
+        if name is None and (blocks := self.find(names, f"{suffix}_blocks")) is not None:
+            return self.get_blocks(blocks, f"{blocks.removesuffix('blocks')}scales")
         if name is None:
             raise WhetValueError(
                 f"{self.where}: tensor {names[0]}.{suffix} is missing, which the config requires. The folder is "
@@ -189,6 +224,19 @@ class _Tensors:
             raise WhetValueError(f"{entry.file}: {name} is {entry.dtype}; this engine reads {', '.join(FLOATS)}.")
         format = FLOATS[entry.dtype]
         return StoredTensor(view(entry.data, entry.offset, format.dtype, entry.shape), format.name, entry.shape)
+
+    def get_blocks(self, blocks: str, scales: str) -> StoredTensor:
+        """Return MXFP4 weights, of which a folder has the numbers and the scales in two tensors."""
+        entries = [self.entries.get(name) for name in (blocks, scales)]
+        shapes = [() if entry is None or entry.dtype != "U8" else entry.shape for entry in entries]
+        if not shapes[1] or shapes[0] != (*shapes[1], 16):
+            raise WhetValueError(
+                f"{self.where}: {blocks} is {shapes[0]} and {scales} {shapes[1]}, expected U8 tensors (..., n, 16) and "
+                f"(..., n). The folder is incomplete or damaged."
+            )
+        self.used |= {blocks, scales}
+        parts = [view(entry.data, entry.offset, "|u1", entry.shape) for entry in entries if entry is not None]
+        return StoredTensor(SplitBlocks(*parts), "mxfp4", (*shapes[1][:-1], 32 * shapes[1][-1]))
 
     def tied_head(self, config: Mapping[str, Any]) -> bool | None:
         """Return False if the files have a different head although the config ties it; None: as in the config."""

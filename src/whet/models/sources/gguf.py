@@ -28,6 +28,7 @@ from whet.models.families import (
     GGUF_NAMES,
     SCALES,
     Family,
+    family_of,
     model_config,
     module_targets,
     short_position,
@@ -59,10 +60,14 @@ _EXPERT_KEYS = (
 )  # fmt: skip
 ROUTER_NUMBERS = {"softmax": 1, "sigmoid": 2}
 """llama.cpp's numbers of gating functions."""
-_OF_MODEL_TYPE = {name: family.gguf["architecture"] for name, family in FAMILIES.items() if family.gguf is not None}
+_OF_MODEL_TYPE = [
+    (name, family.gguf[key])
+    for key in ("architecture", "hybrid")
+    for name, family in FAMILIES.items()
+    if family.gguf is not None and key in family.gguf and (key == "architecture" or family.mixer)
+]
 _ARCHITECTURES = {
-    architecture: [name for name, same in _OF_MODEL_TYPE.items() if same == architecture]
-    for architecture in _OF_MODEL_TYPE.values()
+    architecture: [name for name, same in _OF_MODEL_TYPE if same == architecture] for _, architecture in _OF_MODEL_TYPE
 }
 """Architecture -> its model_types."""
 
@@ -86,7 +91,7 @@ def open_gguf(path: str | os.PathLike[str] | GGUFFile, *, max_position: int | No
     file = path if isinstance(path, GGUFFile) else read_gguf(Path(path), f'open_gguf("{path}")')
     where = f'open_gguf("{file.paths[0]}")'
     options, described = describe_gguf(file, max_position, where)
-    family = FAMILIES[options["model_type"]]
+    family = family_of(options, where)
     fused = [ModuleSpec((_FUSED_EXPERTS,), "layers.{i}.experts_gate_up", row_order=split_experts)]
     modules = find_stored(described, family.gguf_modules, fused, file.tensors.__contains__)
     architecture = file.metadata["general.architecture"]
@@ -116,8 +121,13 @@ def describe_gguf(file: GGUFFile, max_position: int | None, where: str) -> tuple
     """
     options = read_options(file, where)
     described = model_config(options, max_position=max_position, where=where)
-    is_tiled = described.n_delta_heads != described.n_delta_key_heads
-    return options, _with_rope_freqs(dataclasses.replace(described, delta_tiled=is_tiled), file.tensors, where)
+    described = dataclasses.replace(described, delta_tiled=is_tiled(described))
+    return options, _with_rope_freqs(described, file.tensors, where)
+
+
+def is_tiled(described: ModelConfig) -> bool:
+    """Whether a file has the value heads of the gated delta rule tiled."""
+    return "delta" in described.mixers and described.n_delta_heads != described.n_delta_key_heads
 
 
 def read_options(file: GGUFFile, where: str) -> dict[str, Any]:
@@ -222,8 +232,9 @@ class _Metadata:
         if sizes["hidden_dim"] % n_heads and "head_dim" not in self.given:
             raise self.wrong("hidden_dim", f"a multiple of {_KEYS['n_heads']}={n_heads}")
         model_type = self.model_type()
-        family = FAMILIES[model_type]
-        for name in (family.gguf or {}).get("ignored", ()):
+        family = family_of({"model_type": model_type, "num_local_experts": self.given.get("n_experts", 0)}, self.where)
+        is_hybrid = self.architecture == (family.gguf or {}).get("hybrid")
+        for name in () if is_hybrid else (family.gguf or {}).get("ignored", ()):
             self.given.pop(name, None)
         mixers = self.mixers(family, sizes["n_layers"])
         sizes["n_kv_heads"] = self.size("n_kv_heads", n_heads)
@@ -247,6 +258,8 @@ class _Metadata:
         if rotary_dim != sizes["head_dim"] and not family.partial_rotary:
             raise self.wrong("rotary_dim", f"the whole head, {sizes['head_dim']}")
         rope = self.rope(sizes, rotary_dim)
+        if rope["rope_type"] == "yarn":  # a file does not record it
+            rope["truncate"] = family.truncates
         if family.query_scale:
             rope["llama_4_scaling_beta"] = self.given.get("query_log_scale", 0.0)
             rope.setdefault("original_max_position_embeddings", sizes["max_position"])
@@ -306,10 +319,11 @@ class _Metadata:
         return {"layer_types": ["sliding_attention" if flag else "full_attention" for flag in value]}
 
     def not_rotated(self, family: Family, n_layers: int) -> dict[str, Any]:
-        """Return the options of a model whose heads are not rotated, and whose family has hybrids and mixtures too."""
+        """Return the options of a model whose family has models without rotations, hybrids and mixtures too."""
         if not family.rope_option:
             return {}
-        return {family.rope_option: None, "num_local_experts": 0, "layer_types": ["full_attention"] * n_layers}
+        kind = None if self.given.get("is_rotated") is False else "rope"
+        return {family.rope_option: kind, "num_local_experts": 0, "layer_types": ["full_attention"] * n_layers}
 
     def n_predicting(self, n_blocks: int) -> int:
         """Return the number of blocks after the layers, which predict more tokens."""
@@ -320,12 +334,14 @@ class _Metadata:
 
     def mixers(self, family: Family, n_layers: int) -> dict[str, Any]:
         """Return the options of what mixes the tokens in each layer."""
-        for name, mixer in (("conv_length", "conv"), *((name, "delta") for name in _DELTA_KEYS)):
-            if name in self.given and mixer != family.mixer:
+        is_mamba = family.mixer == "mamba" and self.architecture == (family.gguf or {})["hybrid"]
+        mixer = family.mixer if is_mamba or family.mixer != "mamba" else ""
+        known = {"conv": ("conv_length",), "delta": _DELTA_KEYS, "mamba": _DELTA_KEYS[:5]}
+        for name in ("conv_length", *_DELTA_KEYS):
+            if name in self.given and name not in known.get(mixer, ()):
                 raise self.wrong(name, "none")
-        if not family.mixer:
-            return {}
-        return (self.convolutions if family.mixer == "conv" else self.delta_rules)(family, n_layers)
+        read = {"conv": self.convolutions, "delta": self.delta_rules, "mamba": self.mamba_layers}.get(mixer)
+        return {} if read is None else read(family, n_layers)
 
     def delta_rules(self, family: Family, n_layers: int) -> dict[str, Any]:
         """Return the options of the gated delta rule: of the layers that the file names, or all except every 4th."""
@@ -334,24 +350,37 @@ class _Metadata:
             flags = [(i + 1) % interval != 0 for i in range(n_layers)]
         if not isinstance(flags, (list, np.ndarray)) or len(flags) < n_layers or not {*flags} <= {False, True}:
             raise self.wrong("recurrent_layers", f"{n_layers} of true and false")
+        kinds = ["linear_attention" if flag else "full_attention" for flag in flags[:n_layers]]
+        return {"layer_types": kinds} | self.state_sizes(family)
+
+    def mamba_layers(self, family: Family, n_layers: int) -> dict[str, Any]:
+        """Return the options of Mamba-2: of layers without kv heads."""
+        kinds = self.kinds_by_heads("linear_attention", n_layers)
+        return {"layer_types": kinds} | (self.state_sizes(family) if "linear_attention" in kinds else {})
+
+    def state_sizes(self, family: Family) -> dict[str, Any]:
+        """Return the sizes of layers whose heads have a matrix as state."""
         sizes = {name: self.size(name) for name in ("n_delta_heads", "n_delta_key_heads", "delta_key_dim")}
         sizes |= {"conv_length": self.size("delta_conv_length"), "delta_dim": self.size("delta_values")}
         if sizes["delta_dim"] % sizes["n_delta_heads"]:
             raise self.wrong("delta_values", f"a multiple of {_KEYS['n_delta_heads']}={sizes['n_delta_heads']}")
         sizes["delta_dim"] //= sizes["n_delta_heads"]
-        kinds = ["linear_attention" if flag else "full_attention" for flag in flags[:n_layers]]
-        return {"layer_types": kinds} | {family.keys[name]: size for name, size in sizes.items()}
+        return {family.keys[name]: size for name, size in sizes.items()}
+
+    def kinds_by_heads(self, kind: str, n_layers: int) -> list[str]:
+        """Return the layer_types of a model whose layers without kv heads are of a kind."""
+        heads = self.given.get("n_kv_heads")
+        heads = heads.tolist() if isinstance(heads, np.ndarray) else heads
+        if not isinstance(heads, list):
+            return ["full_attention"] * n_layers
+        if len(heads) != n_layers:
+            raise self.wrong("n_kv_heads", f"a number for each of {n_layers} layers")
+        self.given["n_kv_heads"] = [n for n in heads if n != 0] or [1]
+        return [kind if n == 0 else "full_attention" for n in heads]
 
     def convolutions(self, family: Family, n_layers: int) -> dict[str, Any]:
         """Return the options of short convolutions: of layers without kv heads."""
-        heads = self.given.get("n_kv_heads")
-        heads = heads.tolist() if isinstance(heads, np.ndarray) else heads
-        kinds = ["full_attention"] * n_layers
-        if isinstance(heads, list) and len(heads) == n_layers:
-            kinds = ["conv" if n == 0 else "full_attention" for n in heads]
-            self.given["n_kv_heads"] = [n for n in heads if n != 0] or [1]
-        elif isinstance(heads, list):
-            raise self.wrong("n_kv_heads", f"a number for each of {n_layers} layers")
+        kinds = self.kinds_by_heads("conv", n_layers)
         length = {family.keys["conv_length"]: self.size("conv_length")} if "conv" in kinds else {}
         return {"layer_types": kinds, "block_auto_adjust_ff_dim": False, **length}
 

@@ -13,7 +13,7 @@ from whet.errors import WhetValueError, check_installed
 from whet.models.architecture import ModelConfig, find_difference
 from whet.models.families import GGUF_NAMES, model_config
 from whet.models.row_reader import RowReader
-from whet.models.slots import ModelSource
+from whet.models.slots import ModelSource, to_stored
 from whet.models.sources.gguf import open_gguf, read_options
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
 from whet.models.tokenizers import GGUFTokenizer, read_tokenizer
@@ -137,7 +137,8 @@ def _copy_weights(source: ModelSource, model: Any) -> None:
     rows, places = RowReader(source, "load_gguf_model"), {}
     for name, location in source.targets.items():
         whole = f"{name}.weight" if location.module.parameter == "weight" else name
-        places |= {whole: (location, location.weight), f"{name}.bias": (location, location.bias)}
+        bias = f"{name}.bias" if whole != name else f"{name}_bias"
+        places |= {whole: (location, location.weight), bias: (location, location.bias)}
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in places)
     for name, parameter in (*model.named_parameters(), *buffers):
         location, slot = places[name]
@@ -147,5 +148,5 @@ def _copy_weights(source: ModelSource, model: Any) -> None:
             filled += len(chunk)
         if slot == location.weight:
             values = location.module.from_slot(values)
-            values = values.T if location.module.transposed else values
+            values = to_stored(source.config, location, values)
         parameter.data.copy_(torch.from_numpy(np.ascontiguousarray(values)).reshape(parameter.shape))

@@ -141,7 +141,7 @@ def live_parameters(model: Any, source: ModelSource) -> Iterator[tuple[str, str,
     module, config = _Live(_unwrap(model)), source.config
     modules = list(dict.fromkeys(location.module for location in source.targets.values()))
     for location in iter_locations(config, modules):
-        for suffix, slot in ((location.module.parameter, location.weight), ("bias", location.bias)):
+        for suffix, slot in ((location.module.parameter, location.weight), (location.module.bias, location.bias)):
             if slot in config.slots():
                 yield f"{location.names[0]}.{suffix}", slot, module.tensor(location.names, suffix).tensor
 

@@ -1,0 +1,381 @@
+"""Episodes of an environment, sampled turn by turn: while one waits for its environment, others decode.
+
+An episode becomes a ``Completion``: the tokens after the opening, of which the model sampled some. Token ids are only
+appended (``whet.text.seams``). Turn t of a sample is drawn with the seed of (seed, t) and the sample's stream key, so
+that results depend on neither speed nor batch; the first turn is drawn as a completion without an environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol, get_args
+
+import numpy as np
+
+from whet.config.kept_tokens import KeptTokens
+from whet.config.sampling import Completion, SamplingParams, StreamKey
+from whet.engine import Engine
+from whet.engine.session import Call
+from whet.rewards.processes import Guard, summary, wait_for_any
+from whet.rollout.protocol import RolloutEngine
+from whet.rollout.rollout import Rollout
+from whet.tasks.environment import Environment, EpisodeProcess, Message, Opening, Step
+from whet.text.replies import ReplyFormat
+from whet.text.seams import Seams
+
+End = Literal["done", "turns", "length", "context", "error"]
+"""Causes of the end of an episode: the environment, ``max_turns``, ``max_new_tokens`` sampled tokens, too little room
+for the next messages, or a failure of the environment."""
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """Limits of an episode.
+
+    Attributes:
+        max_turns: turns of the model.
+        max_turn_tokens: sampled tokens of a turn; a longer one is ended for the model. 0: ``max_new_tokens`` of the
+            sampling settings, the sampled tokens of an episode.
+        max_read_tokens: tokens of messages between turns; 0: as many as the model has positions for.
+        timeout_s: seconds of a call of the environment.
+    """
+
+    max_turns: int = 8
+    max_turn_tokens: int = 0
+    max_read_tokens: int = 0
+    timeout_s: float = 10.0
+
+
+@dataclass
+class Episode:
+    """An episode while it is played, and afterwards.
+
+    Attributes:
+        key: of the random numbers of its tokens.
+        row: of the data set.
+        prompt_ids: the opening.
+        messages: the conversation so far.
+        n_opening: number of messages of the opening.
+        tools: tools in OpenAI's form.
+        token_ids: tokens after the opening.
+        sampled: whether the model sampled each of them.
+        logprobs: of each; 0 if it was not sampled.
+        kept: the tokens that they were drawn from, by turn.
+        experts: of the tokens, see ``Completion``.
+        rewards: of each turn.
+        end: how it ended; None while it is played.
+        error: of the environment.
+        policy_version: of the weights that sampled the last turn.
+        is_turn_ended: whether the last turn ended with a stop token.
+    """
+
+    key: StreamKey
+    row: Mapping[str, Any]
+    prompt_ids: list[int] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    n_opening: int = 0
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    kept: list[KeptTokens] = field(default_factory=list)
+    experts: np.ndarray | None = None
+    rewards: list[float] = field(default_factory=list)
+    end: End | None = None
+    error: str = ""
+    policy_version: int = 0
+    is_turn_ended: bool = True
+
+    @property
+    def n_sampled(self) -> int:
+        """Number of sampled tokens."""
+        return sum(self.sampled)
+
+    @property
+    def n_read(self) -> int:
+        """Number of tokens between turns."""
+        return len(self.sampled) - self.n_sampled
+
+    @property
+    def reward(self) -> float | None:
+        """The sum of the turns' rewards; None if the environment failed."""
+        return None if self.end == "error" else sum(self.rewards)
+
+    def add_turn(self, completion: Completion) -> None:
+        """Append a sampled turn."""
+        n = len(completion.token_ids)
+        self.token_ids += completion.token_ids
+        self.sampled += [True] * n
+        self.logprobs += completion.logprobs or [0.0] * n
+        if completion.kept_tokens is not None:
+            self.kept.append(completion.kept_tokens)
+        if completion.experts is not None:
+            self.experts = completion.experts
+        self.policy_version = completion.policy_version
+        self.is_turn_ended = completion.finish_reason == "stop"
+
+    def add_read(self, ids: Sequence[int]) -> None:
+        """Append tokens that the model reads."""
+        self.token_ids += ids
+        self.sampled += [False] * len(ids)
+        self.logprobs += [0.0] * len(ids)
+        if self.kept:
+            self.kept.append(KeptTokens.from_ids([None] * len(ids), self.kept[0].vocab_size))
+
+    def completion(self) -> Completion:
+        """Return the episode as a completion. The last messages, which no turn follows, are not part of it."""
+        return Completion(
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            finish_reason="length" if self.end == "length" else "stop",
+            policy_version=self.policy_version,
+            kept_tokens=KeptTokens.concatenate(self.kept) if self.kept else None,
+            experts=self.experts,
+            sampled=self.sampled,
+        )
+
+
+class _Turns(Protocol):
+    """Samples turns of several episodes."""
+
+    is_incremental: bool
+    """Whether ``advance`` returns before all turns are sampled."""
+
+    def start(self, episode: Episode, ids: list[int], sampling: SamplingParams) -> None:
+        """Begin a turn."""
+        ...
+
+    def advance(self) -> list[tuple[Episode, Completion]]:
+        """Sample, and return the turns that are complete."""
+        ...
+
+
+class _EngineTurns:
+    """Turns on a native engine, in one batch that turns join and leave; it retains their keys and values."""
+
+    is_incremental = True
+
+    def __init__(self, engine: Engine, stack: ExitStack) -> None:
+        self._engine, self._running = engine, list[tuple[Episode, Call, SamplingParams]]()
+        stack.callback(self._close)
+
+    def start(self, episode: Episode, ids: list[int], sampling: SamplingParams) -> None:
+        call = self._engine.open_prompt(ids, 1, sampling, key=episode.key, keep=True, where="play")
+        self._running.append((episode, call, sampling))
+
+    def advance(self) -> list[tuple[Episode, Completion]]:
+        self._running[0][1].step()
+        complete = [each for each in self._running if each[1].is_done()]
+        self._running = [each for each in self._running if not each[1].is_done()]
+        found = []
+        for episode, call, sampling in complete:
+            [completion] = self._engine.completions(call, 1, sampling)
+            call.close()
+            found.append((episode, completion))
+        return found
+
+    def _close(self) -> None:
+        for _, call, _ in self._running:
+            call.close()
+
+
+class _BatchTurns:
+    """Turns on any engine: all that have begun, in one batch for each seed."""
+
+    is_incremental = False
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine, self._begun = engine, list[tuple[Episode, list[int], SamplingParams]]()
+
+    def start(self, episode: Episode, ids: list[int], sampling: SamplingParams) -> None:
+        self._begun.append((episode, ids, sampling))
+
+    def advance(self) -> list[tuple[Episode, Completion]]:
+        begun, self._begun = self._begun, []
+        found = []
+        for sampling in dict.fromkeys(sampling for *_, sampling in begun):
+            turns = [(episode, ids) for episode, ids, own in begun if own == sampling]
+            keys: Any = {"keys": [episode.key for episode, _ in turns]}
+            groups = self._engine.generate([ids for _, ids in turns], 1, sampling, **keys)
+            found += [(episode, group[0]) for (episode, _), group in zip(turns, groups, strict=True)]
+        return found
+
+
+class Player:
+    """Plays episodes of an environment.
+
+    Args:
+        make: makes an environment; called in a child process of each episode.
+        tokenizer: with a chat template.
+        replies: the form of the model's replies.
+        stop_token_ids: tokens that end a turn.
+        max_position: the model's number of positions.
+        limits: of an episode.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Environment],
+        tokenizer: Any,
+        replies: ReplyFormat,
+        stop_token_ids: Iterable[int],
+        max_position: int,
+        limits: EpisodeLimits = EpisodeLimits(),
+    ) -> None:
+        self._make, self._tokenizer, self._replies = make, tokenizer, replies
+        self._stops, self._max_position, self._limits = list(stop_token_ids), max_position, limits
+
+    def play(
+        self,
+        engine: RolloutEngine,
+        rows: Sequence[Mapping[str, Any]],
+        n: int,
+        sampling: SamplingParams,
+        indices: Sequence[int] | None = None,
+    ) -> list[Episode]:
+        """Play ``n`` episodes for each row, and return them in the order of the rows.
+
+        The samples of a row get the same environment seed: their episodes begin alike.
+
+        Args:
+            indices: of the rows in the batch, which determine their random numbers. Default: 0, 1, 2, ...
+
+        Raises:
+            WhetValueError: the chat template rewrites earlier turns.
+        """
+        with ExitStack() as stack:
+            guard = stack.enter_context(Guard())
+            turns: _Turns = _EngineTurns(engine, stack) if isinstance(engine, Engine) else _BatchTurns(engine)
+            playing = []
+            for i, row in zip(range(len(rows)) if indices is None else indices, rows, strict=True):
+                seed = int(np.random.SeedSequence([sampling.seed, i]).generate_state(1)[0])
+                for j in range(n):
+                    process = EpisodeProcess(self._make, row, seed, self._limits.timeout_s, guard)
+                    stack.callback(process.close)
+                    process.reset()
+                    playing.append(_Playing(Episode(StreamKey(i, j), row), process))
+            self._run(playing, turns, sampling)
+        return [each.episode for each in playing]
+
+    def _run(self, playing: Sequence[_Playing], turns: _Turns, sampling: SamplingParams) -> None:
+        processes = {id(each.episode): each.process for each in playing}
+        waiting, n_sampling = [each.episode for each in playing], 0
+        while waiting or n_sampling:
+            if waiting and not (n_sampling and turns.is_incremental):
+                wait_for_any([processes[id(episode)].child for episode in waiting])
+            for episode in [episode for episode in waiting if processes[id(episode)].child.is_ready()]:
+                waiting.remove(episode)
+                if self._continue(episode, processes[id(episode)].outcome(), turns, sampling):
+                    n_sampling += 1
+                else:
+                    processes[id(episode)].close()
+            if n_sampling and (turns.is_incremental or not waiting):
+                for episode, completion in turns.advance():
+                    n_sampling -= 1
+                    if (message := self._end_turn(episode, completion, sampling)) is not None:
+                        processes[id(episode)].step(message)
+                        waiting.append(episode)
+                    else:
+                        processes[id(episode)].close()
+
+    def _seams(self, episode: Episode) -> Seams:
+        return Seams(self._tokenizer, self._stops, {"tools": episode.tools} if episode.tools else {}, "Player.play")
+
+    def _continue(
+        self, episode: Episode, found: Opening | Step | BaseException, turns: _Turns, sampling: SamplingParams
+    ) -> bool:
+        """Read the environment's answer and begin the next turn; return whether there is one."""
+        if isinstance(found, BaseException):
+            episode.end, episode.error = "error", summary(found)
+            return False
+        if isinstance(found, Opening):
+            episode.messages, episode.n_opening, episode.tools = list(found.messages), len(found.messages), found.tools
+            episode.prompt_ids = self._seams(episode).opening(found.messages)
+        else:
+            episode.rewards.append(found.reward)
+            if found.done or len(episode.rewards) == self._limits.max_turns:
+                episode.end = "done" if found.done else "turns"
+                return False
+            if episode.n_sampled >= sampling.max_new_tokens:
+                episode.end = "length"
+                return False
+            if not self._read(episode, found):
+                episode.end = "context"
+                return False
+        limit = sampling.max_new_tokens - episode.n_sampled
+        turn = len(episode.rewards)
+        seed = sampling.seed if turn == 0 else int(np.random.SeedSequence([sampling.seed, turn]).generate_state(1)[0])
+        most = min(limit, self._limits.max_turn_tokens or limit)
+        turns.start(
+            episode,
+            [*episode.prompt_ids, *episode.token_ids],
+            dataclasses.replace(sampling, max_new_tokens=most, seed=seed),
+        )
+        return True
+
+    def _read(self, episode: Episode, step: Step) -> bool:
+        """Append the messages of a step; return whether they fit, with a token of the next turn."""
+        seams, messages = self._seams(episode), [*episode.messages]
+        assert not isinstance(step.messages, str), "a step from a child has messages"
+        ids = seams.ids(seams.seam(messages, step.messages), is_ended=episode.is_turn_ended)
+        most_read = self._limits.max_read_tokens or self._max_position
+        n_tokens = len(episode.prompt_ids) + len(episode.token_ids) + len(ids)
+        if episode.n_read + len(ids) > most_read or n_tokens >= self._max_position:
+            return False
+        episode.messages += step.messages
+        episode.add_read(ids)
+        return True
+
+    def _end_turn(self, episode: Episode, completion: Completion, sampling: SamplingParams) -> dict[str, Any] | None:
+        """Add a turn; return its message, which the environment answers, or None: the episode has ended."""
+        before = [*episode.prompt_ids, *episode.token_ids]
+        episode.add_turn(completion)
+        message = self._replies.message(completion.token_ids, before, episode.tools)
+        episode.messages.append(message)
+        if not episode.is_turn_ended and episode.n_sampled >= sampling.max_new_tokens:
+            episode.end = "length"
+            return None
+        return message
+
+
+class _Playing(NamedTuple):
+    episode: Episode
+    process: EpisodeProcess
+
+
+ENVIRONMENT_REWARD = "environment_reward"
+"""Column of rollouts that holds the reward of an episode."""
+
+
+def environment_reward(environment_reward: Sequence[float | None], completions: Sequence[Any]) -> list[float | None]:
+    """Return the sum of the rewards of each episode's turns; None if its environment failed."""
+    return list(environment_reward)
+
+
+def rollout_of(episodes: Sequence[Episode]) -> Rollout:
+    """Return episodes as a rollout. Reward functions get lists of messages as prompts and completions."""
+    names = dict.fromkeys(name for episode in episodes for name in episode.row if name != "prompt")
+    columns = {name: [episode.row.get(name) for episode in episodes] for name in names}
+    columns[ENVIRONMENT_REWARD] = [episode.reward for episode in episodes]
+    return Rollout(
+        prompt_ids=[episode.prompt_ids for episode in episodes],
+        prompts=[episode.messages[: episode.n_opening] for episode in episodes],
+        completions=[episode.completion() for episode in episodes],
+        decoded=[episode.messages[episode.n_opening :] for episode in episodes],
+        columns=columns,
+        extra_metrics=episode_metrics(episodes),
+    )
+
+
+def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Return means of turns and read tokens, and the share of each end."""
+    n = len(episodes)
+    ends = {f"episodes/ended_by_{end}": sum(e.end == end for e in episodes) / n for end in get_args(End)}
+    return {
+        "episodes/mean_turns": sum(len(episode.rewards) for episode in episodes) / n,
+        "episodes/mean_read_tokens": sum(episode.n_read for episode in episodes) / n,
+        **ends,
+    }
