@@ -4,6 +4,8 @@
 #include <cmath>
 
 #include "engine/activation.h"
+#include "engine/scratch.h"
+#include "engine/transformer.h"
 #include "kernels/dispatch.h"
 #include "runtime/ceil_div.h"
 #include "runtime/thread_pool.h"
@@ -113,8 +115,35 @@ void Experts::group(const Matrix& w) {
     }
 }
 
-void Experts::add(const LayerWeights& w, const float* x, size_t n, float* out) {
+// y[r] += B (A x[x_rows[r]]) for the rows r of experts with adapters. A thread computes all rows of an expert: the
+// products are small.
+void Experts::adapt(const InputToken* tokens, size_t layer, Target target, const int32_t* x_rows, const float* x,
+                    size_t ldx, float* y, size_t ldy) const {
+    auto task = [&](size_t i) {
+        const auto& [expert, first, rows] = choice_.groups[i];
+        const auto adapter_of = [&](size_t row) { return tokens[choice_.tokens[row]].adapter; };
+        for (size_t begin = first, end; begin < first + rows; begin = end) {
+            const Adapter* adapter = adapter_of(begin);
+            const size_t most = std::min(first + rows, begin + kAdapterRows);
+            for (end = begin + 1; end < most && adapter_of(end) == adapter; ++end) {
+            }
+            const LowRank* low = adapter == nullptr ? nullptr : adapter->find(layer, target, expert);
+            if (low == nullptr) continue;
+            const size_t k = low->a.front().k();
+            float* gathered = scratch<float>(kAdapterRows * (k + low->ranks()), Scratch::kRuns);
+            for (size_t row = begin; row < end; ++row) {
+                std::copy_n(x + static_cast<size_t>(x_rows[row]) * ldx, k, gathered + (row - begin) * k);
+            }
+            low->add(gathered, k, end - begin, gathered + kAdapterRows * k, y + begin * ldy, ldy);
+        }
+    };
+    parallel_for(choice_.groups.size(), task);
+}
+
+void Experts::add(const LayerWeights& w, const InputToken* tokens, size_t layer, const float* x, size_t n, float* out) {
     const size_t d = config_.hidden_dim, width = config_.expert_up_dim(), k = config_.n_used_experts;
+    const bool has_adapters =
+        kIsComplete && std::any_of(tokens, tokens + n, [](const InputToken& each) { return each.adapter != nullptr; });
     choice_.choose(w, x, n);
     const auto add_bias = [&](const Matrix& matrix, size_t expert, float factor, float* y) {
         const float* bias = bias_of(matrix, expert, config_.n_experts);
@@ -122,6 +151,7 @@ void Experts::add(const LayerWeights& w, const float* x, size_t n, float* out) {
     };
     group(w.experts_up);
     linear_groups(groups_, choice_.tokens, x, d, up_, width);
+    if (has_adapters) adapt(tokens, layer, Target::kExpertsUp, choice_.tokens, x, d, up_, width);
     const size_t rows = groups_.back().first + groups_.back().rows;
     for_rows(rows, 2 * width, [&](size_t r) {
         own_rows_[r] = choice_.tokens[r] < 0 ? -1 : static_cast<int32_t>(r);
@@ -132,6 +162,7 @@ void Experts::add(const LayerWeights& w, const float* x, size_t n, float* out) {
     });
     group(w.experts_down);
     linear_groups(groups_, own_rows_, up_, width, down_, d);
+    if (has_adapters) adapt(tokens, layer, Target::kExpertsDown, own_rows_, up_, width, down_, d);
     for_rows(n, k * d, [&](size_t i) {
         for (size_t j = i * k; j < (i + 1) * k; ++j) {
             kernels().blend_f32(down_ + static_cast<size_t>(choice_.rows[j]) * d, d, choice_.weights[j], 1.0f,

@@ -11,10 +11,13 @@
 
 #include "engine/config.h"
 #include "engine/linear.h"
+#include "engine/lora.h"
 #include "engine/weights.h"
 #include "runtime/arena.h"
 
 namespace whet {
+
+struct InputToken;
 
 constexpr uint16_t kOwnChoice = 0xffff;  // in place of a token's first expert: the experts are not given
 
@@ -65,8 +68,8 @@ class Experts {
 public:
     Experts(const ModelConfig& config, size_t max_rows);
 
-    // Adds to out (n, hidden_dim) the results of the experts of x (n, hidden_dim).
-    void add(const LayerWeights& w, const float* x, size_t n, float* out);
+    // Adds to out (n, hidden_dim) the results of the experts of x (n, hidden_dim), with the adapters of the tokens.
+    void add(const LayerWeights& w, const InputToken* tokens, size_t layer, const float* x, size_t n, float* out);
 
     // The experts of token i of the last add(), the most probable first.
     const int32_t* chosen(size_t i) const { return choice_.chosen + i * config_.n_used_experts; }
@@ -83,6 +86,8 @@ private:
     std::vector<RowGroup> groups_;
 
     void group(const Matrix& w);
+    void adapt(const InputToken* tokens, size_t layer, Target target, const int32_t* x_rows, const float* x, size_t ldx,
+               float* y, size_t ldy) const;
 };
 
 }  // namespace whet

@@ -15,27 +15,42 @@
 
 namespace whet {
 
-enum class Target { kQkv, kO, kUp, kDown };  // matrices of LayerWeights
-constexpr size_t kTargets = 4;
+enum class Target { kQkv, kO, kUp, kDown, kExpertsUp, kExpertsDown };  // matrices of LayerWeights
+constexpr size_t kTargets = 6;
+constexpr size_t kAdapterRows = 16;  // rows of a task: two tiles of the products
 
 inline const Matrix& matrix_of(const LayerWeights& layer, Target target) {
-    return target == Target::kQkv  ? layer.qkv
-           : target == Target::kO  ? layer.o
-           : target == Target::kUp ? layer.up
-                                   : layer.down;
+    constexpr Matrix LayerWeights::* kMatrices[] = {&LayerWeights::qkv,        &LayerWeights::o,
+                                                    &LayerWeights::up,         &LayerWeights::down,
+                                                    &LayerWeights::experts_up, &LayerWeights::experts_down};
+    return layer.*kMatrices[static_cast<size_t>(target)];
 }
 
-// Adapters of one matrix: B[i] A[i] x is added to outputs [first_rows[i], first_rows[i] + n).
+// Adapters of one matrix, or of one expert's: B[i] A[i] x is added to outputs [first_rows[i], first_rows[i] + n).
 struct LowRank {
     std::vector<PackedWeight> a, b;  // (rank, k) and (n, rank)
     std::vector<size_t> first_rows;
+
+    size_t ranks() const {
+        size_t sum = 0;
+        for (const PackedWeight& part : a) sum += part.n();
+        return sum;
+    }
+    // y (rows, n) += B (A x); hidden: (rows, ranks()) floats of memory.
+    void add(const float* x, size_t ldx, size_t rows, float* hidden, float* y, size_t ldy) const {
+        const size_t ld = ranks();
+        linear(a, x, false, ldx, rows, nullptr, hidden, ld);
+        for (size_t i = 0, first = 0; i < b.size(); first += a[i++].n()) {
+            add_linear(b[i], hidden + first, ld, rows, y + first_rows[i], ldy);
+        }
+    }
 };
 
 struct Adapter {
     explicit Adapter(size_t n_layers) : layers(n_layers) {}
 
-    // Packs contiguous float32 factors A (rank, k) and B (n, rank) of a matrix of `weights`, as float32 if the matrix
-    // is float32, else as bfloat16. Throws std::invalid_argument if they do not fit it.
+    // Packs contiguous float32 factors A (rank, k) and B (n, rank) of a matrix of `weights`, or of one expert's, as
+    // float32 if the matrix is float32, else as bfloat16. Throws std::invalid_argument if they do not fit it.
     void add(const Weights& weights, size_t layer, Target target, size_t first_row, const float* a, const float* b,
              size_t rank, size_t k, size_t n) {
         if (layer >= layers.size()) throw std::invalid_argument("no such layer");
@@ -53,18 +68,26 @@ struct Adapter {
                       WeightFormat format) {
         if (layer >= layers.size()) throw std::invalid_argument("no such layer");
         const Matrix& matrix = matrix_of(weights.layers[layer], target);
-        if (matrix.parts.empty() || n > matrix.n() || first_row > matrix.n() - n) {
+        const size_t n_matrices = target < Target::kExpertsUp ? 1 : std::max<size_t>(1, weights.config().n_experts);
+        const size_t rows = matrix.n() / n_matrices;  // of the matrix, or of an expert's
+        if (rows == 0 || n > rows || first_row >= matrix.n() || first_row % rows > rows - n) {
             throw std::invalid_argument("the adapter does not fit the shape of its matrix");
         }
         PackedWeight down(format, rank, matrix.k()), up(format, n, rank);
-        LowRank& low = layers[layer][static_cast<size_t>(target)];
+        std::vector<LowRank>& all = layers[layer][static_cast<size_t>(target)];
+        all.resize(n_matrices);
+        LowRank& low = all[first_row / rows];
         low.a.push_back(std::move(down));
         low.b.push_back(std::move(up));
-        low.first_rows.push_back(first_row);
-        size_t sum = 0;
-        for (const PackedWeight& part : low.a) sum += part.n();
-        max_rank = std::max(max_rank, sum);
+        low.first_rows.push_back(first_row % rows);
+        max_rank = std::max(max_rank, low.ranks());
         return low;
+    }
+
+    // The factors of a matrix, or of an expert's; null: none.
+    const LowRank* find(size_t layer, Target target, size_t expert = 0) const {
+        const std::vector<LowRank>& all = layers[layer][static_cast<size_t>(target)];
+        return all.empty() || all[expert].a.empty() ? nullptr : &all[expert];
     }
 
     // Replaces the weight or bias of a norm, by its slot, and returns it. Throws std::invalid_argument for another slot
@@ -82,9 +105,9 @@ struct Adapter {
         return vector;
     }
 
-    std::vector<std::array<LowRank, kTargets>> layers;
-    std::optional<Norms> norms;  // those that are replaced; the others are empty
-    size_t max_rank = 0;         // maximum over matrices of the sum of their ranks
+    std::vector<std::array<std::vector<LowRank>, kTargets>> layers;  // of a matrix, or of each expert's; empty: none
+    std::optional<Norms> norms;                                      // those that are replaced; the others are empty
+    size_t max_rank = 0;                                             // maximum over matrices of the sum of their ranks
 };
 
 // A norm of a layer, the final norm, or the norm of the layers' inputs.

@@ -335,9 +335,11 @@ size_t Scheduler::adapters_bytes() const {
     for (const auto& [id, adapter] : adapters_) {
         if (kIsComplete && adapter->norms) bytes += adapter->norms->size_bytes();
         for (const auto& layer : adapter->layers) {
-            for (const LowRank& low : layer) {
-                for (const PackedWeight& a : low.a) bytes += a.size_bytes();
-                for (const PackedWeight& b : low.b) bytes += b.size_bytes();
+            for (const std::vector<LowRank>& matrices : layer) {
+                for (const LowRank& low : matrices) {
+                    for (const PackedWeight& a : low.a) bytes += a.size_bytes();
+                    for (const PackedWeight& b : low.b) bytes += b.size_bytes();
+                }
             }
         }
     }

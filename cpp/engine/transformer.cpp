@@ -19,7 +19,6 @@ namespace {
 constexpr double kLog2E = 1.4426950408889634;
 constexpr size_t kActivationWidth = 64;  // outputs of gate and up that are activated at once
 constexpr size_t kAttentionPart = 32;    // queries for which reading a page takes little of the time
-constexpr size_t kAdapterRows = 16;      // rows of a task in adapt(): two tiles of the products
 
 int64_t n_pages(const InputToken& row) { return row.position / kPageTokens + 1; }
 
@@ -33,9 +32,7 @@ int64_t common_pages(const InputToken& a, const InputToken& b) {
 
 // The factors that a token's adapter adds to a matrix, or null.
 const LowRank* low_rank(const InputToken& row, size_t layer, Target target) {
-    if (row.adapter == nullptr) return nullptr;
-    const LowRank& low = row.adapter->layers[layer][static_cast<size_t>(target)];
-    return low.a.empty() ? nullptr : &low;
+    return row.adapter == nullptr ? nullptr : row.adapter->find(layer, target);
 }
 
 void scale(float factor, float* x, size_t n) {
@@ -427,7 +424,7 @@ void Transformer::feed_forward(const InputToken* rows, size_t n, size_t layer, f
         linear(w.shared_router.parts, h_, false, d, n, nullptr, gates, 1);
         for_rows(n, d, [&](size_t i) { scale(static_cast<float>(sigmoid(gates[i])), out + i * d, d); });
     }
-    experts_.add(w, h_, n, out);
+    experts_.add(w, rows, layer, h_, n, out);
     const size_t at = config_.n_moe_layers(layer) * config_.n_used_experts;
     for (size_t i = 0; kIsComplete && i < n; ++i) {
         if (rows[i].experts != nullptr) std::copy_n(experts_.chosen(i), config_.n_used_experts, rows[i].experts + at);
@@ -492,14 +489,8 @@ void Transformer::adapt(const InputToken* rows, size_t n, size_t layer, Target t
         }
         const LowRank* low = low_rank(rows[begin], layer, target);
         if (low == nullptr) continue;
-        size_t ranks = 0;
-        for (const PackedWeight& a : low->a) ranks += a.n();
         const auto add = [&](size_t row, size_t count) {
-            float* hidden = adapter_hidden_.data() + row * ranks;
-            linear(low->a, x + row * ldx, false, ldx, count, nullptr, hidden, ranks);
-            for (size_t i = 0, first = 0; i < low->b.size(); first += low->a[i++].n()) {
-                add_linear(low->b[i], hidden + first, ranks, count, y + row * ldy + low->first_rows[i], ldy);
-            }
+            low->add(x + row * ldx, ldx, count, adapter_hidden_.data() + row * low->ranks(), y + row * ldy, ldy);
         };
         // Many rows are split across threads, each of which applies all factors: the products are small, and running
         // each of them on all threads would synchronise up to four times.

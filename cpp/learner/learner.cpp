@@ -99,15 +99,17 @@ Learner::Learner(std::shared_ptr<const Weights> weights, ProductType type)
 
 size_t Learner::add_adapter(size_t layer, Target target, size_t first_row, size_t n, size_t rank) {
     const WeightFormat format = type_ == ProductType::kFloat32 ? WeightFormat::kFloat32 : WeightFormat::kBFloat16;
-    const LowRank& low = adapter_.add_zero(*weights_, layer, target, first_row, rank, n, format);
-    factors_.push_back({layer, low.a.size() - 1, target, first_row, {rank, low.a.back().k(), n}, 0.0f});
+    LowRank& low = adapter_.add_zero(*weights_, layer, target, first_row, rank, n, format);
+    adapters_of_[&low].push_back(factors_.size());
+    adapts_experts_ = adapts_experts_ || target >= Target::kExpertsUp;
+    factors_.push_back({&low, low.a.size() - 1, {rank, low.a.back().k(), n}, 0.0f});
     return factors_.size() - 1;
 }
 
 void Learner::set_factors(size_t adapter, const float* a, const float* b, float scale) {
     Factors& f = factors_.at(adapter);
     const auto [rank, k, n] = f.shape;
-    LowRank& low = adapter_.layers[f.layer][static_cast<size_t>(f.target)];
+    LowRank& low = *f.low;
     low.a[f.index].pack_rows(0, rank, a, RowType::kFloat32, static_cast<ptrdiff_t>(k), 1);
     std::vector<float> scaled(b, b + rank * n);
     for (float& value : scaled) value *= scale;
@@ -138,6 +140,7 @@ const float* Learner::forward(TrainingBatch batch, bool with_adapters, bool keep
     is_kept_ = false;
     check(batch, config_);
     require(dropout.probability >= 0.0 && dropout.probability < 1.0, "the probability of dropout is not in [0, 1)");
+    require(dropout.probability == 0.0 || !adapts_experts_, "adapters of experts have no dropout");
     batch_ = std::move(batch), with_adapters_ = with_adapters, dropout_ = dropout;
     if (drops()) hash_paths();
     if (config_.is_recurrent()) find_neighbours();
@@ -239,6 +242,7 @@ void Learner::allocate() {
     resize(activated_, rows * mlp);
     resize(grad_activated_, type_ == ProductType::kFloat32 ? rows * mlp : 0);
     resize(expert_up_, rows * config_.expert_up_dim()), resize(expert_rows_, config_.n_experts > 0 ? rows * d : 0);
+    resize(expert_inputs_, adapts_experts_ ? rows * d : 0);
     resize(gates_, config_.shared_gate ? rows : 0);
     choice_memory_ = {};
     if (config_.n_experts > 0) {

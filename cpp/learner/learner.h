@@ -19,6 +19,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -73,8 +74,8 @@ public:
     size_t n_adapters() const { return factors_.size(); }
     const size_t* shape(size_t adapter) const { return factors_.at(adapter).shape; }
 
-    // Adds an adapter of outputs [first_row, first_row + n) of a matrix and returns its index; it is zero until
-    // set_factors(). Throws std::invalid_argument.
+    // Adds an adapter of outputs [first_row, first_row + n) of a matrix, or of an expert's, and returns its index; it
+    // is zero until set_factors(). Throws std::invalid_argument.
     size_t add_adapter(size_t layer, Target target, size_t first_row, size_t n, size_t rank);
     // Packs A (rank, k) and scale B (rank, n).
     void set_factors(size_t adapter, const float* a, const float* b, float scale);
@@ -106,11 +107,14 @@ public:
 
 private:
     struct Factors {
-        size_t layer, index;  // index among the adapters of its matrix
-        Target target;
-        size_t first_row;
+        LowRank* low;
+        size_t index;     // in `low`
         size_t shape[3];  // rank, k, n
         float scale;
+
+        size_t first_row() const { return low->first_rows[index]; }
+        std::span<const PackedWeight> a() const { return {&low->a[index], 1}; }
+        std::span<const PackedWeight> b() const { return {&low->b[index], 1}; }
     };
     struct TrainedVector {  // of a norm
         std::vector<float>* vector;
@@ -146,6 +150,8 @@ private:
     const std::vector<float> ones_;  // weights of the norm of values
     Adapter adapter_;
     std::vector<Factors> factors_;
+    std::map<const LowRank*, std::vector<size_t>> adapters_of_;  // indices in factors_
+    bool adapts_experts_ = false;
     std::vector<TrainedVector> norms_;
 
     // The batch.
@@ -180,6 +186,7 @@ private:
     Arena choice_memory_;
     Choice choice_;
     Floats expert_rows_, expert_up_, gates_;       // of the tokens of an expert; of the shared expert
+    Floats expert_inputs_;                         // likewise, if experts have adapters
     std::vector<std::vector<float>> shared_sums_;  // of a norm that attention and MLP share, by tile
 
     size_t n() const { return batch_.n_tokens(); }
@@ -223,7 +230,14 @@ private:
 
     void project(size_t layer, Target target, ProductRows x, const RowTile& tile, float* y, size_t ldy);
     ProductRows input_of(size_t adapter, ProductRows x, const RowTile& tile);
-    void project_down(size_t adapter, ProductRows x, size_t rows);
+    void project_down(const Factors& f, ProductRows x, size_t rows);
+    void add_adapters(const LowRank* low, ProductRows x, const RowTile& tile, float* y, size_t ldy);
+    void adapters_backward(const LowRank* low, ProductRows x, const RowTile& tile, const float* grad_y, size_t ldy,
+                           float* grad_x, size_t ldx, std::span<const FactorGradients> grads,
+                           const float* row_weights = nullptr);
+    const LowRank* adapters_at(size_t layer, Target target, size_t expert = 0) const {
+        return with_adapters_ ? adapter_.find(layer, target, expert) : nullptr;
+    }
     void project_backward(size_t layer, Target target, ProductRows x, const RowTile& tile, const float* grad_y,
                           size_t ldy, float* grad_x, size_t ldx, std::span<const FactorGradients> grads,
                           bool add = false);
@@ -280,11 +294,13 @@ private:
     void shared_gates(size_t layer, size_t rows, float* gates) const;
     void shared_gate_backward(size_t layer, size_t rows, const float* result, float* grad_result, float* grad);
     void choose_experts(size_t layer, const RowTile& tile);
-    void gather_expert_rows(const Choice::Group& group, const float* x);
+    void gather_expert_rows(const Choice::Group& group, const float* x, float* rows) const;
+    RowTile tile_of(const Choice::Group& group, const RowTile& tile) const;
     void add_expert_rows(const Choice::Group& group, bool weighted, float* y);
-    void expert_up(size_t layer, const Choice::Group& group);
+    void expert_up(size_t layer, const Choice::Group& group, const RowTile& rows);
     void add_experts(size_t layer, const RowTile& tile, float* y);
-    void experts_backward(size_t layer, const RowTile& tile, const float* grad_y, float* grad);
+    void experts_backward(size_t layer, const RowTile& tile, const float* grad_y, float* grad,
+                          std::span<const FactorGradients> grads);
     void router_backward(size_t token, const double* grad_weights);
     bool has_ends() const { return config_.has_layer_inputs() || config_.layer_scale; }
     void read_layer_inputs();

@@ -19,17 +19,20 @@ constexpr size_t kOuterColumns = 128;  // columns of a task of it
 // y (rows, n) = W x + bias, and its adapters.
 void Learner::project(size_t layer, Target target, ProductRows x, const RowTile& tile, float* y, size_t ldy) {
     const Matrix& w = matrix_of(weights_->layers[layer], target);
+    multiply(type_, w.parts, x, tile.n(), w.bias_or_null(), y, ldy);
+    add_adapters(adapters_at(layer, target), x, tile, y, ldy);
+}
+
+// Adds the results of the adapters of a matrix, or of an expert's, if there are any.
+void Learner::add_adapters(const LowRank* low, ProductRows x, const RowTile& tile, float* y, size_t ldy) {
+    if (low == nullptr) return;
     const size_t rows = tile.n();
-    multiply(type_, w.parts, x, rows, w.bias_or_null(), y, ldy);
-    if (!with_adapters_) return;
-    const LowRank& low = adapter_.layers[layer][static_cast<size_t>(target)];
-    for (size_t adapter = 0; adapter < factors_.size(); ++adapter) {
+    for (size_t adapter : adapters_of_.at(low)) {
         const Factors& f = factors_[adapter];
-        if (f.layer != layer || f.target != target) continue;
         const size_t rank = f.shape[0];
-        project_down(adapter, input_of(adapter, x, tile), rows);
+        project_down(f, input_of(adapter, x, tile), rows);
         const ProductRows t = convert_rows(type_, t_.get(), rank, rows, rank, Scratch::kCopy);
-        multiply(type_, std::span(&low.b[f.index], 1), t, rows, nullptr, y + f.first_row, ldy, true);
+        multiply(type_, f.b(), t, rows, nullptr, y + f.first_row(), ldy, true);
     }
 }
 
@@ -42,11 +45,9 @@ ProductRows Learner::input_of(size_t adapter, ProductRows x, const RowTile& tile
 }
 
 // t (rows, rank) = A x / (1 - p).
-void Learner::project_down(size_t adapter, ProductRows x, size_t rows) {
-    const Factors& f = factors_[adapter];
-    const LowRank& low = adapter_.layers[f.layer][static_cast<size_t>(f.target)];
+void Learner::project_down(const Factors& f, ProductRows x, size_t rows) {
     const size_t rank = f.shape[0];
-    multiply(type_, std::span(&low.a[f.index], 1), x, rows, nullptr, t_.get(), rank);
+    multiply(type_, f.a(), x, rows, nullptr, t_.get(), rank);
     if (drops()) kernels().blend_f32(t_.get(), rows * rank, kept_scale(), 0.0f, t_.get());
 }
 
@@ -55,29 +56,39 @@ void Learner::project_backward(size_t layer, Target target, ProductRows x, const
                                size_t ldy, float* grad_x, size_t ldx, std::span<const FactorGradients> grads,
                                bool add) {
     const Matrix& w = matrix_of(weights_->layers[layer], target);
+    multiply_transposed(type_, w.parts, grad_y, ldy, tile.n(), grad_x, ldx, add);
+    adapters_backward(adapters_at(layer, target), x, tile, grad_y, ldy, grad_x, ldx, grads);
+}
+
+// Adds to grad_x and to the gradients of the adapters of a matrix, or of an expert's, if there are any. The latter are
+// of grad_y times row_weights, unless these are null.
+void Learner::adapters_backward(const LowRank* low, ProductRows x, const RowTile& tile, const float* grad_y, size_t ldy,
+                                float* grad_x, size_t ldx, std::span<const FactorGradients> grads,
+                                const float* row_weights) {
+    if (low == nullptr) return;
     const size_t rows = tile.n();
     const bool bf16 = type_ == ProductType::kBFloat16;
-    multiply_transposed(type_, w.parts, grad_y, ldy, rows, grad_x, ldx, add);
-    if (!with_adapters_) return;
-    const LowRank& low = adapter_.layers[layer][static_cast<size_t>(target)];
-    for (size_t adapter = 0; adapter < factors_.size(); ++adapter) {
+    for (size_t adapter : adapters_of_.at(low)) {
         const Factors& f = factors_[adapter];
-        if (f.layer != layer || f.target != target) continue;
         const auto [rank, k, n] = f.shape;
-        const std::span<const PackedWeight> a{&low.a[f.index], 1}, b{&low.b[f.index], 1};
-        const float* grad = grad_y + f.first_row;
+        const float* grad = grad_y + f.first_row();
         const ProductRows input = input_of(adapter, x, tile);
-        project_down(adapter, input, rows);
-        multiply_transposed(type_, b, grad, ldy, rows, u_.get(), rank, false);
-        if (drops()) kernels().blend_f32(u_.get(), rows * rank, kept_scale(), 0.0f, u_.get());
-        accumulate(u_.get(), rank, input.data, bf16, input.ld, tile, k, 1.0f, grads[adapter].a);
-        accumulate(t_.get(), rank, grad, false, ldy, tile, n, f.scale, grads[adapter].b);
+        project_down(f, input, rows);
+        multiply_transposed(type_, f.b(), grad, ldy, rows, u_.get(), rank, false);
         if (drops()) {
-            multiply_transposed(type_, a, u_.get(), rank, rows, grad_dropped_.get(), k, false);
+            kernels().blend_f32(u_.get(), rows * rank, kept_scale(), 0.0f, u_.get());
+            multiply_transposed(type_, f.a(), u_.get(), rank, rows, grad_dropped_.get(), k, false);
             add_kept(rows, k, grad_x, ldx);
         } else {
-            multiply_transposed(type_, a, u_.get(), rank, rows, grad_x, ldx, true);
+            multiply_transposed(type_, f.a(), u_.get(), rank, rows, grad_x, ldx, true);
         }
+        for (size_t i = 0; row_weights != nullptr && i < rows; ++i) {
+            for (float* values : {t_.get(), u_.get()}) {
+                kernels().blend_f32(values + i * rank, rank, row_weights[i], 0.0f, values + i * rank);
+            }
+        }
+        accumulate(u_.get(), rank, input.data, bf16, input.ld, tile, k, 1.0f, grads[adapter].a);
+        accumulate(t_.get(), rank, grad, false, ldy, tile, n, f.scale, grads[adapter].b);
     }
 }
 

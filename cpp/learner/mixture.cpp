@@ -7,7 +7,8 @@
 //   dp_j = scale / S (dw_j - sum over i in K of dw_i p_i / S), or scale dw_j; 0 for the other experts
 //   dz_e = p_e (dp_e - sum over K of p_j dp_j) of softmax;   dz_e = p_e (1 - p_e) dp_e of sigmoid
 //
-// The choice of K has no gradient, and the experts and the router are frozen.
+// The choice of K has no gradient, and the router and the matrices of the experts are frozen. Experts may have
+// adapters: those of an expert without rows get no gradient.
 #include <algorithm>
 
 #include "engine/activation.h"
@@ -37,12 +38,24 @@ void Learner::choose_experts(size_t layer, const RowTile& tile) {
     choice_.choose(weights_->layers[layer], h_.get(), tile.n(), given, ld);
 }
 
-// expert_rows_ = the rows of x of the tokens of an expert.
-void Learner::gather_expert_rows(const Choice::Group& group, const float* x) {
+// Copies the rows of x of the tokens of an expert.
+void Learner::gather_expert_rows(const Choice::Group& group, const float* x, float* rows) const {
     const size_t d = config_.hidden_dim;
     for_rows(group.rows, d, [&](size_t i) {
-        std::copy_n(x + static_cast<size_t>(choice_.tokens[group.first + i]) * d, d, expert_rows_.get() + i * d);
+        std::copy_n(x + static_cast<size_t>(choice_.tokens[group.first + i]) * d, d, rows + i * d);
     });
+}
+
+// The rows of an expert as a tile: those of the tokens of each group of a tile follow each other.
+Learner::RowTile Learner::tile_of(const Choice::Group& group, const RowTile& tile) const {
+    RowTile rows{0, group.rows, {}};
+    size_t first = 0, end = 0;
+    for (const auto& of_tokens : tile.groups) {
+        while (end < group.rows && static_cast<size_t>(choice_.tokens[group.first + end]) < of_tokens.second) ++end;
+        if (end > first) rows.groups.emplace_back(first, end);
+        first = end;
+    }
+    return rows;
 }
 
 // Adds expert_rows_, times the experts' weights if `weighted`, to the rows of y of the tokens of an expert.
@@ -57,58 +70,82 @@ void Learner::add_expert_rows(const Choice::Group& group, bool weighted, float* 
 }
 
 // expert_up_ = W_up h of the tokens of an expert.
-void Learner::expert_up(size_t layer, const Choice::Group& group) {
-    const size_t d = config_.hidden_dim;
-    gather_expert_rows(group, h_.get());
-    multiply(type_, parts_of(weights_->layers[layer].experts_up, group.expert, config_.n_experts),
-             convert(expert_rows_.get(), d, group.rows, d), group.rows,
-             bias_of(weights_->layers[layer].experts_up, group.expert, config_.n_experts), expert_up_.get(),
-             config_.expert_up_dim());
+void Learner::expert_up(size_t layer, const Choice::Group& group, const RowTile& rows) {
+    const size_t d = config_.hidden_dim, width = config_.expert_up_dim();
+    const Matrix& w = weights_->layers[layer].experts_up;
+    gather_expert_rows(group, h_.get(), expert_rows_.get());
+    const ProductRows x = convert(expert_rows_.get(), d, group.rows, d);
+    multiply(type_, parts_of(w, group.expert, config_.n_experts), x, group.rows,
+             bias_of(w, group.expert, config_.n_experts), expert_up_.get(), width);
+    add_adapters(adapters_at(layer, Target::kExpertsUp, group.expert), x, rows, expert_up_.get(), width);
 }
 
 // Adds the results of the experts of h_ to y.
 void Learner::add_experts(size_t layer, const RowTile& tile, float* y) {
-    const size_t f = config_.expert_dim, width = config_.expert_up_dim();
+    const size_t d = config_.hidden_dim, f = config_.expert_dim, width = config_.expert_up_dim();
     choose_experts(layer, tile);
     for (const Choice::Group& group : choice_.groups) {
-        expert_up(layer, group);
+        const RowTile rows = tile_of(group, tile);
+        expert_up(layer, group, rows);
         for_rows(group.rows, 4 * width, [&](size_t i) {
             float* row = expert_up_.get() + i * width;
             activate(config_, row, row + f, f, row);
         });
-        multiply(type_, parts_of(weights_->layers[layer].experts_down, group.expert, config_.n_experts),
-                 convert(expert_up_.get(), width, group.rows, f), group.rows,
-                 bias_of(weights_->layers[layer].experts_down, group.expert, config_.n_experts), expert_rows_.get(),
-                 config_.hidden_dim);
+        const Matrix& w = weights_->layers[layer].experts_down;
+        const ProductRows x = convert(expert_up_.get(), width, group.rows, f);
+        multiply(type_, parts_of(w, group.expert, config_.n_experts), x, group.rows,
+                 bias_of(w, group.expert, config_.n_experts), expert_rows_.get(), d);
+        add_adapters(adapters_at(layer, Target::kExpertsDown, group.expert), x, rows, expert_rows_.get(), d);
         add_expert_rows(group, true, y);
     }
 }
 
-// Adds to `grad`, the gradient of h_, what comes through the experts and the router, from the gradient of y.
-void Learner::experts_backward(size_t layer, const RowTile& tile, const float* grad_y, float* grad) {
+// Adds to `grad`, the gradient of h_, what comes through the experts and the router, from the gradient of y; adds to
+// the gradients of the experts' adapters.
+void Learner::experts_backward(size_t layer, const RowTile& tile, const float* grad_y, float* grad,
+                               std::span<const FactorGradients> grads) {
     const size_t d = config_.hidden_dim, f = config_.expert_dim, width = config_.expert_up_dim();
     const LayerWeights& w = weights_->layers[layer];
     choose_experts(layer, tile);
     const auto grad_weights = std::make_unique_for_overwrite<double[]>(tile.n() * config_.n_used_experts);
+    const auto weights = std::make_unique_for_overwrite<float[]>(tile.n());  // of the rows of an expert
     for (const Choice::Group& group : choice_.groups) {
-        expert_up(layer, group);
-        gather_expert_rows(group, grad_y);
+        const RowTile rows = tile_of(group, tile);
+        const LowRank* const low_up = adapters_at(layer, Target::kExpertsUp, group.expert);
+        const LowRank* const low_down = adapters_at(layer, Target::kExpertsDown, group.expert);
         const float* bias = bias_of(w.experts_down, group.expert, config_.n_experts);
+        expert_up(layer, group, rows);
+        gather_expert_rows(group, grad_y, expert_rows_.get());
+        ProductRows activated{};
+        if (low_down != nullptr) {
+            for_rows(group.rows, 4 * width, [&](size_t i) {
+                const float* row = expert_up_.get() + i * width;
+                activate(config_, row, row + f, f, activated_.get() + i * f);
+                weights[i] = choice_.weights[choice_.pairs[group.first + i]];
+            });
+            activated = convert(activated_.get(), f, group.rows, f);
+        }
         multiply_transposed(type_, parts_of(w.experts_down, group.expert, config_.n_experts), expert_rows_.get(), d,
                             group.rows, grad_activated(), f, false);
+        adapters_backward(low_down, activated, rows, expert_rows_.get(), d, grad_activated(), f, grads, weights.get());
         for_rows(group.rows, 6 * width, [&](size_t i) {
             const int32_t pair = choice_.pairs[group.first + i];
             float *row = expert_up_.get() + i * width, *grad_row = grad_activated() + i * f;
-            float* activated = scratch<float>(f, Scratch::kSums);
-            activate(config_, row, row + f, f, activated);
+            float* activated_row = scratch<float>(f, Scratch::kSums);
+            activate(config_, row, row + f, f, activated_row);
             double& grad_weight = grad_weights[static_cast<size_t>(pair)];
-            grad_weight = dot(activated, grad_row, f);  // f_j(x) . dy, by W_down^T dy
+            grad_weight = dot(activated_row, grad_row, f);  // f_j(x) . dy, by W_down^T dy
             if (bias != nullptr) grad_weight += dot(bias, expert_rows_.get() + i * d, d);
             kernels().blend_f32(grad_row, f, choice_.weights[pair], 0.0f, grad_row);
             activation_backward(row, grad_row, f);
         });
         multiply_transposed(type_, parts_of(w.experts_up, group.expert, config_.n_experts), expert_up_.get(), width,
                             group.rows, expert_rows_.get(), d, false);
+        if (low_up != nullptr) {
+            gather_expert_rows(group, h_.get(), expert_inputs_.get());
+            const ProductRows x = convert(expert_inputs_.get(), d, group.rows, d);
+            adapters_backward(low_up, x, rows, expert_up_.get(), width, expert_rows_.get(), d, grads);
+        }
         add_expert_rows(group, false, grad);
     }
     for_rows(tile.n(), 8 * config_.n_experts, [&](size_t i) { router_backward(i, grad_weights.get()); });

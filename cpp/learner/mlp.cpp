@@ -175,7 +175,7 @@ void Learner::mlp_backward(size_t layer, const RowTile& tile, const float* grad_
     const bool is_moe = config_.is_moe(layer);
     if (is_moe) {
         std::fill_n(delta_.get(), rows * d, 0.0f);
-        experts_backward(layer, tile, delta, delta_.get());
+        experts_backward(layer, tile, delta, delta_.get(), grads);
     }
     if (ffn > 0) {
         const ProductRows activated = mlp_activate(layer, tile);

@@ -76,7 +76,8 @@ void test_experts(Router router, Activation activation) {
     std::vector<float> x = normal(n * d, 3), out(n * d, 0.5f);
     std::fill_n(x.begin(), d, 0.0f);  // equal probabilities
     Experts experts(c, n);
-    experts.add(w, x.data(), n, out.data());
+    const std::vector<InputToken> tokens(n, InputToken{0, 0, nullptr, nullptr});
+    experts.add(w, tokens.data(), 1, x.data(), n, out.data());
     const auto dot = [&](const float* a, const float* b, size_t size) {
         return std::inner_product(a, a + size, b, 0.0, std::plus<>(), [](double p, double q) { return p * q; });
     };
@@ -119,7 +120,7 @@ void test_experts(Router router, Activation activation) {
                    "token %zu of a mixture: %g, expected %g", i, static_cast<double>(out[i * d + j]), expected[j]);
         }
         std::vector<float> separate(d, 0.5f);
-        experts.add(w, row, 1, separate.data());
+        experts.add(w, tokens.data(), 1, row, 1, separate.data());
         expect(std::equal(separate.begin(), separate.end(), &out[i * d]), "token %zu of a mixture, separately", i);
     }
 }

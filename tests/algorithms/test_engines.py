@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -250,6 +251,18 @@ def test_the_samplers_experts_are_replayed():
     assert 0.01 < replayed["sampler/replaced_experts"] < 0.5 and "sampler/replaced_experts" not in chosen
     assert replayed["sampler/logprob_difference"] < chosen["sampler/logprob_difference"]
     assert exact["sampler/replaced_experts"] < 0.01 and exact["sampler/logprob_difference_max"] < 1e-3
+
+
+def test_the_samplers_experts_are_replayed_on_torch_modules():
+    def step(**settings: Any) -> dict[str, float]:
+        model = tiny_model("qwen3_moe", num_experts=16, num_experts_per_tok=4).requires_grad_(True)
+        trainer = grpo(model, max_new_tokens=40, group_size=8, stop_token_ids=[0], **settings)
+        return trainer.train_step(PROMPTS)
+
+    metrics = step(rollout_weights="int8")
+    assert 0.01 < metrics["sampler/replaced_experts"] < 0.5
+    for settings in ({"router_replay": False}, {"compute": "torch"}, {"engine": "torch"}):
+        assert "sampler/replaced_experts" not in step(**settings)
 
 
 FILTERS = [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"min_new_tokens": 4}, {"top_k": 9, "top_p": 0.8, "beta": 0.1}]

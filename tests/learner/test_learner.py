@@ -101,8 +101,12 @@ def by_autograd(
     for i, adapter in enumerate(learner.adapters):
         a, rows = adapter.to_module(adapter.a, adapter.b)
         a, b = (torch.tensor(x, dtype=dtype, requires_grad=True) for x in (a, rows.T))
-        hooks.append(model.get_submodule(adapter.name).register_forward_hook(add_adapter(i, adapter.scaling, a, b)))
         trained[adapter.name] = a, b
+        if (n := adapter.n_experts) > 1:  # as PEFT's ParamWrapper
+            delta = torch.einsum("reo,eri->eoi", b.view(-1, n, len(rows)), a.view(n, adapter.rank, -1))
+            weights[adapter.name] = model.get_parameter(adapter.name).detach() + adapter.scaling * delta
+            continue
+        hooks.append(model.get_submodule(adapter.name).register_forward_hook(add_adapter(i, adapter.scaling, a, b)))
     for norm in learner.norms:
         trained[norm.name] = tuple(torch.tensor(x, dtype=dtype, requires_grad=True) for x in norm.parameters)
         weights |= {f"{norm.name}.{part}": x for part, x in zip(norm.parts, trained[norm.name], strict=True)}

@@ -30,6 +30,8 @@ from whet.learner.learner import Learner
 from whet.models.packed_base import pack_base
 from whet.models.sources.live import open_module
 
+EXPERTS = ["all-linear", "experts"]
+
 
 def learner_of(case: str, weights: str = "float32", **settings: Any) -> Learner:
     return new_learner(pack_base(open_module(tiny_model(case)), weights=weights), **settings)
@@ -52,6 +54,14 @@ def test_every_mixture_matches_autograd(case: str) -> None:
     check(learner_of(case, compute="float32"), tiny_model(case))
 
 
+@pytest.mark.parametrize("case", [case for case in MIXTURES if not case.startswith("gpt_oss")])
+def test_adapters_of_experts_match_autograd(case: str) -> None:
+    learner = learner_of(case, compute="float32", lora_layers=EXPERTS)
+    of_experts = [adapter for adapter in learner.adapters if adapter.n_experts > 1]
+    assert len(of_experts) == 2 * learner.base.config.n_moe_layers
+    check(learner, tiny_model(case))
+
+
 @pytest.mark.parametrize("case", ["qwen3_moe", "qwen3_5_moe_text"])
 def test_dropout_matches_autograd_with_the_same_masks(case: str) -> None:
     check(learner_of(case, compute="float32", lora_dropout=0.3), tiny_model(case))
@@ -59,6 +69,36 @@ def test_dropout_matches_autograd_with_the_same_masks(case: str) -> None:
 
 def test_bfloat16_products_are_at_most_as_far_from_float64_as_torch() -> None:
     check_against_bfloat16(learner_of("qwen3_moe", "bf16", compute="bfloat16"), "qwen3_moe", {})
+
+
+def test_bfloat16_adapters_of_experts_are_near_float64() -> None:
+    learner = learner_of("qwen3_moe", "float32", compute="bfloat16", lora_layers=EXPERTS)
+    result = run(learner)
+    logprobs, _, grads = by_autograd(learner, tiny_model("qwen3_moe").double())
+    np.testing.assert_allclose(result.logprobs, logprobs, atol=0.2)
+    assert np.median(gradient_errors(learner, grads)) < 0.03
+
+
+def test_experts_without_rows_are_not_updated() -> None:
+    """As parameters of torch without a gradient: neither moments nor weight decay change them."""
+    learner = learner_of("qwen3_moe", compute="float32", lora_layers=["experts"], modules_to_save=[])
+    config = learner.base.config
+    ids = np.arange(config.n_used_experts, dtype=np.uint16)
+    for used in (ids + 2, ids):  # the moments of the first experts are not zero in the second step
+        before = [array.copy() for array in learner.parameters]
+        n_inputs = [len(prompt) + len(completion) - 1 for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True)]
+        experts = [np.tile(used, (n, config.n_moe_layers, 1)) for n in n_inputs]
+        run(learner, experts=experts)
+        learner.step(0.1, weight_decay=0.5)
+        for adapter, a, b in zip(learner.adapters, before[::2], before[1::2], strict=True):
+            pairs = zip(adapter.parts(adapter.a, adapter.b), adapter.parts(a, b), strict=True)
+            changed = [e for e, (new, old) in enumerate(pairs) if not np.array_equal(new[0], old[0])]
+            assert changed == used.tolist(), adapter.name
+
+
+def test_adapters_of_experts_have_no_dropout() -> None:
+    message = ("lora_dropout is 0.1", "as in PEFT", "remove experts from lora_layers")
+    assert_raises(WhetValueError, message, learner_of, "qwen3_moe", lora_layers=["experts"], lora_dropout=0.1)
 
 
 def routers(model: Any) -> list[Any]:
@@ -174,7 +214,8 @@ h = hashlib.sha256()
 formats = {"qwen3_moe": "bf16", "lfm2_moe": "q8_0", "qwen3_5_moe_text": "float32", "gpt_oss": "mxfp4"}
 for case, weights in formats.items():
     for compute in ("float32", "bfloat16"):
-        learner = learner_of(case, weights, compute=compute, lora_dropout=0.2)
+        settings = {"lora_layers": EXPERTS} if case == "qwen3_moe" else {"lora_dropout": 0.2}
+        learner = learner_of(case, weights, compute=compute, **settings)
         result = run(learner)
         for x in (result.logprobs, result.entropy, *learner.gradients):
             h.update(x.tobytes())
@@ -188,7 +229,7 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
 
 def test_bits_do_not_depend_on_threads() -> None:
     def work() -> list[np.ndarray]:
-        learner = learner_of("qwen3_5_moe_text", "bf16", compute="bfloat16", lora_dropout=0.2)
+        learner = learner_of("qwen3_5_moe_text", "bf16", compute="bfloat16", lora_layers=EXPERTS)
         result = run(learner)
         return [result.logprobs, *learner.gradients]
 
@@ -197,7 +238,7 @@ def test_bits_do_not_depend_on_threads() -> None:
 
 @pytest.mark.parametrize("case", ["lfm2_moe", "qwen3_moe", "gpt_oss"])
 def test_results_do_not_depend_on_the_other_rows(case: str) -> None:
-    learner = learner_of(case, "bf16")
+    learner = learner_of(case, "bf16", lora_layers=EXPERTS)
     experts = random_experts(learner.base.config)
     whole = learner.logprobs(PROMPTS, COMPLETIONS, temperature=TEMPERATURE, experts=experts, keep=False).logprobs
     for i in range(len(PROMPTS)):
@@ -212,7 +253,7 @@ def test_gradients_do_not_depend_on_the_batches() -> None:
     grad, _ = output_gradients()
 
     def gradients(*batches: list[int]) -> list[np.ndarray]:
-        learner = new_learner(base)
+        learner = new_learner(base, lora_layers=EXPERTS)
         for rows in batches:
             result = learner.logprobs([PROMPTS[i] for i in rows], [COMPLETIONS[i] for i in rows])
             learner.backward(grad[rows][:, : result.logprobs.shape[1]])

@@ -11,7 +11,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tests.engine.tiny_models import MIXTURES, logits_of, naive_logits, tiny_model, token_ids
 from tests.gguf_files import F32, Q8_0, values_by_module, values_by_slot, write_gguf
@@ -20,12 +19,12 @@ from tests.raising import assert_raises
 from tests.tiny import with_lora
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from whet.errors import CheckpointError, WhetValueError
+from whet.errors import WhetValueError
 from whet.models.architecture import ModelConfig, find_difference
 from whet.models.export import export_gguf
 from whet.models.families import model_config
 from whet.models.loading import list_slices
-from whet.models.lora import choose_adapted, core_matrix, read_adapted
+from whet.models.lora import choose_adapted, core_matrix
 from whet.models.packed_base import pack_base
 from whet.models.reference import naive_forward, naive_route
 from whet.models.sizes import source_of_config
@@ -413,22 +412,6 @@ def test_adapters_are_of_attention_and_shared_experts(case):
     theirs = {name.partition(".lora_A.")[0] for name, _ in adapted.named_parameters() if ".lora_A." in name}
     assert {location.names[0] for location, _ in chosen} == {name.removeprefix("base_model.model.") for name in theirs}
     assert not any("experts." in name or name.endswith(("gate", "router")) for name in theirs)
-
-
-def test_adapters_of_experts_are_refused_by_name(tmp_path):
-    model = tiny_model("qwen3_moe")
-    source = source_of_config(model.config.to_dict())
-    for name in ("experts", "mlp.experts.gate_up_proj", "experts.3.down_proj", "gate_proj"):
-        message = (f"lora_layers names '{name}'", "name layers of attention and of shared experts")
-        assert_raises(WhetValueError, message, choose_adapted, source, 2, [name])
-    assert_raises(WhetValueError, "Did you mean q_proj", choose_adapted, source, 2, ["qproj"])
-    parameters = ["mlp.experts.gate_up_proj"]
-    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], target_parameters=parameters))
-    adapted.save_pretrained(tmp_path)
-    message = ("target_parameters is ['mlp.experts.gate_up_proj']", "Experts have no adapters")
-    assert_raises(CheckpointError, message, read_adapted, tmp_path, source, "here")
-    message = ("model.layers.0.mlp.experts has PEFT's target_parameters", "Pass target_modules")
-    assert_raises(WhetValueError, message, open_module, adapted)
 
 
 def test_adapters_of_a_shared_expert_are_merged(tmp_path):

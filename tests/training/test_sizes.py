@@ -26,6 +26,8 @@ from whet.models.sizes import estimate, load_source, source_of_config
 from whet.models.sources.live import open_module
 from whet.nn import accelerate, scratch
 from whet.nn.causal_lm import completion_logprobs
+from whet.runs.models import add_adapters
+from whet.runs.settings import RunConfig
 from whet.training.sizes import Lengths, run_memory
 
 CONFIGS = {
@@ -163,21 +165,22 @@ def kept_by_autograd(model: Any, prompts: list[list[int]], completions: list[lis
     return sum(n_bytes for address, n_bytes in storages.items() if address not in own)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *MIXTURES])
 @pytest.mark.parametrize("lora", [False, True])
 def test_autograd_saves_the_estimated_bytes(name, lora):
     model = make_model(name)
     source, adapters = open_module(model), {}
     if lora:
-        adapters = {"adapters": choose_adapted(source, 4)}
-        model = with_lora(model, r=4, target_modules=names_of(adapters["adapters"]))
+        layers = ["all-linear", "experts"] if name in MIXTURES else []
+        model = add_adapters(model, RunConfig(lora_rank=4, lora_layers=layers))
+        adapters = {"adapters": choose_adapted(source, 4, layers)}
     prompts = [[5 + i, 6, 7, 8] * 25 for i in range(4)]
     kept = kept_by_autograd(model, prompts, [[9, 10]] * 4)
     config = SFTConfig(batch_size=4, max_tokens_per_step=0, training_mode=False)
     predicted = run_memory(source, config, Lengths(100, 2), interpreter=0, **adapters).update["activations"]
     # The head computes logits, and the gradients of hidden states, in its backward pass.
     head = 8 * (2048 * (6 if NARROW else 4) + (8 if NARROW else 4) * LLAMA["hidden_size"])
-    assert kept == pytest.approx(predicted - head, rel=0.03)
+    assert kept == pytest.approx(predicted - head, rel=0.05 if name in MIXTURES else 0.03)
 
 
 LEARNER_SIZES = {
@@ -192,7 +195,7 @@ LEARNER_SIZES = {
         "layer_types": ["full_attention", "linear_attention"] * 4,
         "shared_intermediate_size": 640,
     },
-    "qwen3_moe": {"head_dim": 64, "moe_intermediate_size": 768, "mlp_only_layers": []},
+    "qwen3_moe": {"head_dim": 128, "moe_intermediate_size": 768, "mlp_only_layers": []},
     "granitemoeshared": {"shared_intermediate_size": 512},
     "gpt_oss": {"head_dim": 64},
 }

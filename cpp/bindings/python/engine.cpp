@@ -308,7 +308,9 @@ void bind_engine(nb::module_& m) {
         .value("QKV", Target::kQkv)
         .value("O", Target::kO)
         .value("UP", Target::kUp)
-        .value("DOWN", Target::kDown);
+        .value("DOWN", Target::kDown)
+        .value("EXPERTS_UP", Target::kExpertsUp)
+        .value("EXPERTS_DOWN", Target::kExpertsDown);
     nb::enum_<KvType>(m, "KvType")
         .value("float32", KvType::kFloat32)
         .value("bfloat16", KvType::kBFloat16)

@@ -75,7 +75,10 @@ def main(argv: Sequence[str]) -> int:
     model = find_model(path, _WHERE)
     tokenizer = load_chat_tokenizer(options.tokenizer or model, _WHERE, options.chat_template)
     context = options.context or None
-    with load_engine(model, options.weights, context, _WHERE, adapter_path, kv_dtype=options.kv_dtype) as engine:
+    with load_engine(
+        model, options.weights, context, _WHERE, adapter_path, kv_dtype=options.kv_dtype,
+        expert_bytes=options.expert_bytes,
+    ) as engine:  # fmt: skip
         engine.tokenizer = tokenizer  # for stop strings
         conversation = Conversation(
             engine,

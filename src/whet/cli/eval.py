@@ -24,7 +24,7 @@ from tyro.conf import UseAppendAction
 
 import whet
 from whet.cli.settings import parse_flags
-from whet.cli.text_options import TextConfig
+from whet.cli.text_options import EngineSettings, TextConfig
 from whet.config.fields import Count, Paths, PathText, Positive, check_range, reject_ineffective
 from whet.config.sampling import SamplingParams
 from whet.engine import Engine
@@ -50,7 +50,7 @@ _SIZE = 500
 
 
 @dataclasses.dataclass(kw_only=True)
-class EvalConfig(TextConfig):
+class EvalConfig(TextConfig, EngineSettings):
     """Measure the accuracy of a model on a task's held-out items, or compare two models.
 
     The flags --weights and --adapter may be given once for all models, or once per model."""
@@ -121,6 +121,7 @@ class Side:
     model: str
     weights: Weights | None
     adapter: str
+    expert_bytes: int
 
     def label(self, model: str) -> str:
         """Return the label for tables; ``model`` is the model's short name."""
@@ -168,7 +169,7 @@ def _check_options(options: EvalConfig) -> list[Side]:
         _check_out(Path(options.out))
     weights, adapters = _values_per_model(options, "weights"), _values_per_model(options, "adapter")
     sides = [
-        Side(model, weights[i], "" if adapters[i] in (None, _NO_ADAPTER) else adapters[i])
+        Side(model, weights[i], "" if adapters[i] in (None, _NO_ADAPTER) else adapters[i], options.expert_bytes)
         for i, model in enumerate(options.models)
     ]
     if len(sides) == 2 and sides[0] == sides[1]:
@@ -181,7 +182,7 @@ def _check_options(options: EvalConfig) -> list[Side]:
 def _resolve(side: Side) -> Side:
     """Return the model and the adapters to load, also for a folder of adapters given as a model."""
     model, adapter = resolve_adapter(side.model, side.adapter, _WHERE)
-    return Side(model, side.weights, adapter)
+    return replace(side, model=model, adapter=adapter)
 
 
 def _check_out(path: Path) -> None:
@@ -261,7 +262,7 @@ def _open_engine(options: EvalConfig, side: Side, model: str | GGUFFile, tokeniz
 
 
 def _load(model: str | GGUFFile, side: Side, n_tokens: int, tokenizer: Any) -> Engine:
-    engine = load_engine(model, side.weights, n_tokens, _WHERE, side.adapter)
+    engine = load_engine(model, side.weights, n_tokens, _WHERE, side.adapter, expert_bytes=side.expert_bytes)
     engine.tokenizer = tokenizer  # for stop strings
     if side.adapter:
         engine.sync(read_peft_modules(side.adapter))

@@ -69,7 +69,10 @@ def main(argv: Sequence[str]) -> int:
         prompt = [{"role": "user", "content": options.prompt}]
     prompt_ids = tokenize_prompt({"prompt": prompt}, tokenizer)
     n_tokens = len(prompt_ids) + options.max_new_tokens
-    engine = load_engine(model, options.weights, n_tokens, _WHERE, adapter_path, kv_dtype=options.kv_dtype)
+    engine = load_engine(
+        model, options.weights, n_tokens, _WHERE, adapter_path, kv_dtype=options.kv_dtype,
+        expert_bytes=options.expert_bytes,
+    )  # fmt: skip
     engine.tokenizer = tokenizer
     sampling = options.sampling(find_stop_ids(path, tokenizer, engine.config.vocab_size, _WHERE))
     if sampling.grammar_settings():

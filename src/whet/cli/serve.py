@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from whet.cli.settings import parse_flags
+from whet.cli.text_options import EngineSettings
 from whet.config.fields import (
     Count,
     OptionalAboveZero,
@@ -37,7 +38,7 @@ fails."""
 
 
 @dataclasses.dataclass(kw_only=True)
-class ServeConfig:
+class ServeConfig(EngineSettings):
     """Serve a model with the interfaces of OpenAI, vLLM, Anthropic and Ollama, and a page for chats at /."""
 
     model: Annotated[tyro.conf.Positional[PathText], tyro.conf.arg(metavar="MODEL")]
@@ -149,7 +150,8 @@ def main(argv: Sequence[str]) -> int:
         def load() -> Starlette:
             model = ServedModel.load(
                 path, adapter=adapter, name=options.name or Path(options.model).stem, weights=options.weights,
-                context=options.context, kv_bytes=options.kv_bytes, kv_dtype=options.kv_dtype, adapters=adapters,
+                context=options.context, kv_bytes=options.kv_bytes, kv_dtype=options.kv_dtype,
+                expert_bytes=options.expert_bytes, adapters=adapters,
                 tokenizer=options.tokenizer, chat_template=options.chat_template,
             )  # fmt: skip
             address = f"[{options.host}]" if ":" in options.host else options.host

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from whet.config.fields import PathText, check_types, reject_ineffective
+from whet.config.fields import Count, PathText, check_types, reject_ineffective
 from whet.config.sampling import TEXT_MAX_NEW_TOKENS, SamplingParams, SamplingSettings
 from whet.models.formats import KvDtype, Weights
 
@@ -48,7 +48,16 @@ class TextConfig(SamplingSettings):
 
 
 @dataclasses.dataclass(kw_only=True)
-class OneModelConfig(TextConfig):
+class EngineSettings:
+    """Settings of the engine that every command has which opens one for a folder or file."""
+
+    expert_bytes: Count = 0
+    """Of a mixture's experts that are packed from the file when they are first used, the most bytes that stay packed
+    after a step, the most recently used; 0: all."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class OneModelConfig(TextConfig, EngineSettings):
     """Settings of model and sampling."""
 
     model: Annotated[tyro.conf.Positional[PathText], tyro.conf.arg(metavar="MODEL")]

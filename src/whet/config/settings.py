@@ -358,8 +358,8 @@ class GRPOConfig(OnlineConfig):
     sampler_cap: _Cap = 3.0
     """Maximum importance weight."""
     router_replay: bool = True
-    """In a mixture of experts, give tokens to the experts that the sampler chose (Ma et al. 2025), if the policy is a
-    Learner. The metric sampler/replaced_experts is the share of other choices."""
+    """In a mixture of experts, give tokens to the experts that the sampler chose (Ma et al. 2025), unless torch samples
+    or computes the policy. The metric sampler/replaced_experts is the share of other choices."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Scope of the standard deviation that divides the advantages."""
     advantage_ddof: _Ddof = 0

@@ -25,6 +25,7 @@ from whet.models.slots import (
     find_location,
     locate_lora,
     locate_norm,
+    with_expert_modules,
 )
 from whet.models.sources.live import open_module
 from whet.ops.micro_lora import MicroLoRA
@@ -72,7 +73,8 @@ def _list_parts(
             f"{where}: adapter is a {type(adapter).__name__}, expected a PEFT model, a Learner, a PEFT folder, or "
             f"module names with a MicroLoRA or (A, B, scaling) each."
         )
-    return [part for name, value in adapter.items() for part in _locate(targets, config, name, value, where)]
+    named = with_expert_modules(targets)
+    return [part for name, value in adapter.items() for part in _locate(named, config, name, value, where)]
 
 
 def _check_plain(model: Any, where: str, on_base: bool) -> None:
@@ -103,7 +105,7 @@ def _locate(
                 f"{where}: adapter[{name!r}] is {value!r:.60}, expected a MicroLoRA or (A, B, scaling) with two arrays "
                 f"and a number ({error})."
             ) from None
-    return [locate_lora(config, location, a, b, scaling, where)]
+    return locate_lora(config, location, a, b, scaling, where)
 
 
 def _check_norm(norm: NormValues, where: str) -> np.ndarray:

@@ -142,6 +142,12 @@ class Engine:
         packed = source.base or PackedBase(source, choose_formats(source, weights, embedding, head, where))
         self.formats = packed.formats
         slices = list_slices(source, where)
+        if expert_bytes and not split_deferrable(slices, self.formats)[1]:
+            reason = "converts them when it loads them" if self.config.n_experts else "has none"
+            raise WhetValueError(
+                f"{where}: expert_bytes is {expert_bytes}, of experts that are packed on demand, and the model "
+                f"{reason}. Omit it, or pass a mixture of experts in its file's own format."
+            )
         core = _core.Engine(
             packed.core, kv_bytes=kv_bytes, max_batch=max_batch, chunk=prefill_chunk,
             kv_type=_core.KvType[check_kv_dtype(where, kv_dtype, packed.kv_format)], expert_bytes=expert_bytes,

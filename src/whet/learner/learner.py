@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -34,7 +34,14 @@ from whet.learner.batch import (
     place_experts,
     select_kept,
 )
-from whet.models.adapter_files import PEFT_PREFIX, peft_config, read_peft_config, read_peft_modules, write_peft
+from whet.models.adapter_files import (
+    PEFT_PREFIX,
+    peft_config,
+    read_peft_config,
+    read_peft_modules,
+    wrapper_of,
+    write_peft,
+)
 from whet.models.architecture import ModelConfig
 from whet.models.base_record import check_record, read_binding, write_record
 from whet.models.hub import repository_of
@@ -50,6 +57,7 @@ from whet.models.slots import (
     locate_norm,
     slot_columns,
     slot_rows,
+    with_expert_modules,
 )
 from whet.models.sources.gguf_container import GGUFFile
 from whet.models.sources.pretrained import open_pretrained
@@ -60,13 +68,15 @@ ADAPTER = "default"
 
 
 class TrainedAdapter:
-    """The adapter of one module: ``W + (alpha / r) B^T A``.
+    """The adapter of one module, or those of the experts of a layer, one after the other: ``W + (alpha / r) B^T A``.
 
     Attributes:
-        name: of the module in the Hugging Face model.
+        name: of the module in the Hugging Face model, or of the parameter with the matrices of all experts.
+        n_experts: number of the experts; 1 for a module. Below, r is this number times the rank.
         a: (r, k) float32, its columns in the order of the slot.
         b: (r, n) float32, its columns in the order of the module's outputs in the slot.
-        alpha: the adapter is multiplied by alpha / r.
+        alpha: the adapter is multiplied by alpha / rank.
+        wrapper: name of PEFT's module with the adapter.
         grad_a: (r, k) float32, accumulated by ``Learner.backward``.
         grad_b: (r, n) float32, as grad_a.
     """
@@ -74,21 +84,40 @@ class TrainedAdapter:
     def __init__(
         self, location: WeightLocation, rank: int, alpha: float, rng: np.random.Generator, config: ModelConfig
     ) -> None:
-        n, k = location.shape
-        self.name, self.location, self.alpha = location.names[0], location, float(alpha)
+        n, k = location.matrix_shape
+        self.name, self.location, self.alpha = location.name, location, float(alpha)
+        self.n_experts = location.n_experts
         bound = 1 / math.sqrt(k)  # as PEFT: Kaiming uniform with a = sqrt(5)
-        self.a = rng.uniform(-bound, bound, (rank, k)).astype(np.float32)
-        self.b = np.zeros((rank, n), np.float32)
+        self.a = rng.uniform(-bound, bound, (self.n_experts * rank, k)).astype(np.float32)
+        self.b = np.zeros((self.n_experts * rank, n), np.float32)
         self.grad_a, self.grad_b = np.zeros_like(self.a), np.zeros_like(self.b)
-        self._outputs = np.argsort(slot_rows(config, location))  # the module's output at each column of b
+        self.wrapper = self.name
+        # The module's output at each column of b.
+        self._outputs = np.argsort(slot_rows(config, location)) if self.n_experts == 1 else np.arange(n)
         columns = slot_columns(config, location)
         self._columns = slice(None) if columns is None else columns  # the column of a of each of the module's inputs
         self._inputs = slice(None) if columns is None else np.argsort(columns)
 
     @property
+    def rank(self) -> int:
+        """Rank of the adapter, or of an expert's."""
+        return len(self.a) // self.n_experts
+
+    @property
     def scaling(self) -> float:
-        """alpha / r."""
-        return self.alpha / len(self.a)
+        """alpha / rank."""
+        return self.alpha / self.rank
+
+    def parts(self, *arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
+        """Yield the rows of each expert's adapter in arrays with the rows of A."""
+        return zip(*(np.split(array, self.n_experts) for array in arrays), strict=True)
+
+    def trained_rows(self) -> list[slice]:
+        """Return the rows of A and B with gradients: of experts only those with a number that is not 0."""
+        if self.n_experts == 1:
+            return [slice(None)]
+        found = [grad_a.any() or grad_b.any() for grad_a, grad_b in self.parts(*self.gradients)]
+        return [slice(e * self.rank, (e + 1) * self.rank) for e in np.flatnonzero(found)]
 
     @property
     def parameters(self) -> tuple[np.ndarray, ...]:
@@ -102,12 +131,14 @@ class TrainedAdapter:
     def to_module(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return A and B, or moments of them, (r, k) and (r, n), as the module's: (r, k) and (n, r), in its order."""
         rows = np.empty(b.shape[::-1], b.dtype)
-        rows[self._outputs] = b.T
+        # PEFT has the ranks of all experts, each with the columns of the experts.
+        rows[self._outputs] = b.reshape(self.n_experts, self.rank, -1).transpose(2, 1, 0).reshape(rows.shape)
         return a[:, self._columns], rows
 
     def from_module(self, columns: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the inverse of ``to_module``."""
-        return np.ascontiguousarray(columns[:, self._inputs]), np.ascontiguousarray(rows[self._outputs].T)
+        b = rows[self._outputs].reshape(len(rows), self.rank, self.n_experts).transpose(2, 1, 0)
+        return np.ascontiguousarray(columns[:, self._inputs]), np.ascontiguousarray(b.reshape(self.b.shape))
 
     @property
     def gradients(self) -> tuple[np.ndarray, ...]:
@@ -116,7 +147,7 @@ class TrainedAdapter:
 
     def to_peft(self, arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Return the parameters, or arrays of their shapes, by the names of PEFT's parameters."""
-        name, (a, b) = f"{PEFT_PREFIX}{self.name}", self.to_module(*arrays)
+        name, (a, b) = f"{PEFT_PREFIX}{self.wrapper}", self.to_module(*arrays)
         return {f"{name}.lora_A.{ADAPTER}.weight": a, f"{name}.lora_B.{ADAPTER}.weight": b}
 
     def from_peft(self, named: Mapping[str, Any]) -> list[np.ndarray]:
@@ -282,7 +313,13 @@ class Learner:
             self.lora_dropout = _check_dropout(settings.get("lora_dropout") or 0.0, f"{where}: {adapter}")
         if obstacle := find_unlearnable(adapted):
             raise WhetValueError(f"{where}: {obstacle}. Train it with torch.")
-        places = {location: i for i, location in enumerate(dict.fromkeys(source.targets.values()))}
+        if self.lora_dropout and any(".experts_" in location.weight for location, _ in adapted.factors):
+            raise WhetValueError(
+                f"{where}: lora_dropout is {self.lora_dropout}, and adapters of experts have none, as in PEFT. Pass 0, "
+                f"or remove experts from lora_layers."
+            )
+        locations = dict.fromkeys(with_expert_modules(source.targets).values())
+        places = {location: i for i, location in enumerate(locations)}
         factors = sorted(adapted.factors, key=lambda factor: places[factor[0]])
         self.base = model if isinstance(model, PackedBase) else pack_base(source, weights=weights, where=where)
         if adapter is not None and (record := read_binding(adapter, source, weights is not None, where)) is not None:
@@ -303,9 +340,12 @@ class Learner:
         if adapter is not None:
             self._load(adapter)
         for each in self.adapters:
+            each.wrapper = wrapper_of(each.name, {other.name for other in self.adapters})
             layer, target = cast(tuple[int, Any], core_matrix(each.location.weight))
-            rank, n = each.b.shape
-            self._core.add_adapter(layer=layer, target=target, first_row=each.location.first_row, n=n, rank=rank)
+            n = each.b.shape[1]
+            for e in range(each.n_experts):
+                first_row = each.location.first_row + e * n
+                self._core.add_adapter(layer=layer, target=target, first_row=first_row, n=n, rank=each.rank)
         for values in chain.from_iterable(norm.locate() for norm in self.norms):
             self._core.add_norm(*values)
         self._activation_bytes = activation_bytes
@@ -318,8 +358,9 @@ class Learner:
         """Load the values of saved adapters and norms."""
         saved: dict[str, Any] = read_peft_modules(folder)
         for adapter in self.adapters:
-            a, b, scaling = next(saved[name] for name in adapter.location.names if name in saved)
-            adapter.alpha = scaling * len(a)
+            names = (adapter.name, *adapter.location.names)
+            a, b, scaling = next(saved[name] for name in names if name in saved)
+            adapter.alpha = scaling * adapter.rank
             adapter.a[:], adapter.b[:] = adapter.from_module(a, b)
         for norm in self.norms:
             vectors = next(saved[name] for name in norm.location.names if name in saved)
@@ -343,8 +384,9 @@ class Learner:
 
     def update(self) -> None:
         """Pack the parameters for the next ``logprobs``."""
-        for i, adapter in enumerate(self.adapters):
-            self._core.set_factors(i, adapter.a, adapter.b, adapter.scaling)
+        factors = ((*part, each.scaling) for each in self.adapters for part in each.parts(each.a, each.b))
+        for i, values in enumerate(factors):
+            self._core.set_factors(i, *values)
         for i, values in enumerate(chain.from_iterable(norm.locate() for norm in self.norms)):
             self._core.set_norm(i, values.values)
         self.activation_bytes = choose_activation_bytes(self._activation_bytes, unused_bytes())
@@ -563,7 +605,7 @@ class Learner:
         if not len(batch.rows):
             return
         gradients = {
-            "grads": [adapter.gradients for adapter in self.adapters],
+            "grads": [part for adapter in self.adapters for part in adapter.parts(*adapter.gradients)],
             "norm_grads": [gradient for norm in self.norms for gradient in norm.gradients],
         }
         if head == _LOGPROBS:
@@ -649,8 +691,9 @@ class Learner:
     def source(self) -> ModelSource:
         """Return base, adapters and norms as a model, for ``Engine.from_model``, ``sync`` and ``add_adapter``."""
         adapters: list[LoRA | NormValues] = [
-            LoRA(adapter.location.weight, adapter.location.first_row, adapter.a, adapter.b.T, adapter.scaling)
-            for adapter in self.adapters
+            LoRA(each.location.weight, each.location.first_row + i * b.shape[1], a, b.T, each.scaling)
+            for each in self.adapters
+            for i, (a, b) in enumerate(each.parts(each.a, each.b))
         ]
         adapters += chain.from_iterable(norm.locate() for norm in self.norms)
         return self.base.source()._replace(adapters=tuple(adapters))
@@ -673,7 +716,8 @@ class Learner:
     def packed_bytes(self) -> int:
         """Size of the factors as packed for products, in bytes."""
         format = "bfloat16" if self.compute == "bfloat16" else "float32"
-        shapes = [(each.a.shape, each.b.shape[::-1]) for each in self.adapters]
+        parts = chain.from_iterable(each.parts(each.a, each.b) for each in self.adapters)
+        shapes = [(a.shape, b.shape[::-1]) for a, b in parts]
         return sum(slot_bytes(a, format) + slot_bytes(b, format) for a, b in shapes)
 
     def zero_grad(self) -> None:
@@ -720,14 +764,22 @@ class Learner:
     def apply_gradients(
         self, lr: float, *, betas: tuple[float, float], eps: float, weight_decay: float, grad_scale: float
     ) -> None:
-        """Update the parameters by AdamW from their gradients times ``grad_scale``, which are not changed."""
+        """Update the parameters by AdamW from their gradients times ``grad_scale``, which are not changed.
+
+        The adapters of an expert without gradients, as no row of the batch was given to it, are not updated and do not
+        decay, nor do their moments.
+        """
         self.allocate_moments()
         self.n_updates += 1
-        for p, grad, (m, v) in zip(self.parameters, self.gradients, self.moments, strict=True):
-            _core.adamw(
-                p=p, grad=grad, m=m, v=v, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps,
-                weight_decay=weight_decay if p.ndim > 1 else 0.0, t=self.n_updates, grad_scale=grad_scale,
-            )  # fmt: skip
+        moments = iter(self.moments)
+        for each in self.trained:
+            rows = each.trained_rows() if isinstance(each, TrainedAdapter) else [slice(None)]
+            for p, grad, (m, v) in zip(each.parameters, each.gradients, moments, strict=False):
+                for own in rows:
+                    _core.adamw(
+                        p=p[own], grad=grad[own], m=m[own], v=v[own], lr=lr, beta1=betas[0], beta2=betas[1], eps=eps,
+                        weight_decay=weight_decay if p.ndim > 1 else 0.0, t=self.n_updates, grad_scale=grad_scale,
+                    )  # fmt: skip
         self.update()
 
     def factors(self) -> dict[str, tuple[np.ndarray, np.ndarray, float]]:
@@ -740,11 +792,12 @@ class Learner:
         Args:
             base_model_name: name or path of the base model. Default: the path that it was read from.
         """
-        path = self.base.path
+        path, modules = self.base.path, [each for each in self.adapters if each.n_experts == 1]
         return peft_config(
             self.factors(), base_model_name or repository_of(path) or path, "CAUSAL_LM",
-            self._find_ends(self.adapters, lambda name, end: name.rpartition(".")[2] == end),
+            self._find_ends(modules, lambda name, end: name.rpartition(".")[2] == end),
             self._find_ends(self.norms, str.endswith) or [norm.name for norm in self.norms], self.lora_dropout,
+            self.base.config.n_experts,
         )  # fmt: skip
 
     def _find_ends(
@@ -823,7 +876,7 @@ def find_unlearnable(adapted: Adapted) -> str:
         return f"the adapters have {adapted.special}, and only LoRA and norms are learnt"
     for location, _ in adapted.factors:
         if core_matrix(location.weight) is None:
-            return f"lora_layers names {location.names[0]}, and only the linear layers of attention and MLP are learnt"
+            return f"lora_layers names {location.name}, and only the linear layers of attention and MLP are learnt"
     for location in adapted.whole:
         if not is_norm(location):
             return f"modules_to_save names {location.names[0]}, and of these only norms are learnt"

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,11 @@ _FORMAT = "whet-micro-lora-1"
 PEFT_PREFIX = "base_model.model."
 """Prefix of module names in PEFT's files."""
 Factors = tuple[np.ndarray, np.ndarray, float]
-"""A (r, in), B (out, r), and their scaling or alpha."""
+"""A (r, in), B (out, r), and their scaling or alpha. Of E experts: A (E r, in), expert after expert, and B (out, r E),
+in which the columns of an expert are E apart."""
+EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
+"""Parameters of the experts of a mixture in transformers, in their order. PEFT's ``target_parameters`` gives each a
+wrapper of the experts, the last outside."""
 
 
 def save_adapters(path: str | os.PathLike[str], adapters: Mapping[str, MicroLoRA]) -> None:
@@ -137,6 +141,31 @@ def read_peft_modules(folder: str | os.PathLike[str]) -> dict[str, Factors | dic
     return {**_pair_factors(config, tensors, where), **norms}
 
 
+def wrapper_of(name: str, names: Iterable[str]) -> str:
+    """Return PEFT's module with the adapter of a module, or of a parameter of experts; ``names``: all with one."""
+    holder, _, parameter = name.rpartition(".")
+    if not is_expert_parameter(name):
+        return name
+    is_inside = parameter == EXPERT_PARAMETERS[0] and f"{holder}.{EXPERT_PARAMETERS[1]}" in names
+    return f"{holder}.base_layer" if is_inside else holder
+
+
+def is_expert_parameter(name: str) -> bool:
+    """Whether a name is of the matrices of all experts of a layer."""
+    *_, holder, end = ("", *name.split("."))
+    return holder == "experts" and end in EXPERT_PARAMETERS
+
+
+def adapted_name(wrapper: str, config: Mapping[str, Any]) -> str:
+    """Return the inverse of ``wrapper_of`` for the adapters of a config."""
+    holder = wrapper.removesuffix(".base_layer")
+    given = [f".{name}" for name in config.get("target_parameters") or ()]
+    wrapped = [name for end in EXPERT_PARAMETERS if f".{(name := f'{holder}.{end}')}".endswith(tuple(given))]
+    if not wrapped or not is_expert_parameter(wrapped[0]):
+        return wrapper
+    return wrapped[0 if holder != wrapper else -1]
+
+
 def _read_folder(folder: str | os.PathLike[str], where: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     config = read_peft_config(where, Path(folder) / "adapter_config.json")
     return config, _read_tensors(where, Path(folder) / "adapter_model.safetensors")[0]
@@ -150,7 +179,7 @@ def _pair_factors(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], 
             raise CheckpointError(
                 f"{where}: {name} {value.shape} is not a factor of a linear layer. Merge it: whet merge."
             )
-        pairs.setdefault(match[1], {})[match[2]] = value
+        pairs.setdefault(adapted_name(match[1], config), {})[match[2]] = value
     if not pairs:
         raise CheckpointError(f"{where}: it has no lora_A and lora_B.")
     adapters = {}
@@ -158,8 +187,9 @@ def _pair_factors(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], 
         if len(pair) != 2 or pair["A"].shape[0] != pair["B"].shape[1] or not len(pair["A"]):
             shapes = ", ".join(f"lora_{letter} {value.shape}" for letter, value in pair.items())
             raise CheckpointError(f"{where}: {module} has {shapes}, expected (r, in) and (out, r).")
-        rank = len(pair["A"])
-        alpha = _alpha(where, config, module)
+        is_of_experts = is_expert_parameter(module)
+        rank = _setting(where, config, module, "rank_pattern", "r") if is_of_experts else len(pair["A"])
+        alpha = _setting(where, config, module, "alpha_pattern", "lora_alpha")
         scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
         adapters[module] = (pair["A"], pair["B"], scaling)
     return adapters
@@ -187,6 +217,7 @@ def peft_config(
     target_modules: Sequence[str] = (),
     modules_to_save: Sequence[str] = (),
     lora_dropout: float = 0.0,
+    n_experts: int = 1,
 ) -> dict[str, Any]:
     """Return the contents of adapter_config.json.
 
@@ -194,8 +225,11 @@ def peft_config(
         adapters: A, B and alpha of each module.
         target_modules: ends of names. Default: the names of modules.
         modules_to_save: ends of the names of modules that are trained whole.
+        n_experts: experts of a layer, of which some adapters are.
     """
-    settings = {name: (len(a), _plain_number(alpha)) for name, (a, _, alpha) in adapters.items()}
+    parameters = list(filter(is_expert_parameter, adapters))
+    ranks = {name: len(a) // (n_experts if name in parameters else 1) for name, (a, _, _) in adapters.items()}
+    settings = {name: (ranks[name], _plain_number(alpha)) for name, (_, _, alpha) in adapters.items()}
     rank, alpha = next(iter(settings.values()))
     # PEFT reads the names of its patterns as regular expressions.
     different = {re.escape(name): own for name, own in settings.items() if own != (rank, alpha)}
@@ -211,7 +245,8 @@ def peft_config(
         "fan_in_fan_out": False,
         "use_rslora": False,
         "use_dora": False,
-        "target_modules": sorted(target_modules or adapters),
+        "target_modules": sorted(target_modules or (name for name in adapters if name not in parameters)),
+        "target_parameters": sorted(parameters) or None,
         "modules_to_save": list(modules_to_save) or None,
         "rank_pattern": {name: own[0] for name, own in different.items()},
         "alpha_pattern": {name: own[1] for name, own in different.items()},
@@ -226,7 +261,8 @@ def write_peft(
 ) -> None:
     """Write adapters of any rank, trained norms by the names of their parameters, and a ``peft_config``."""
     tensors = {f"{PEFT_PREFIX}{name}": value for name, value in (norms or {}).items()}
-    for module, (a, b, _) in adapters.items():
+    for name, (a, b, _) in adapters.items():
+        module = wrapper_of(name, adapters)
         tensors[f"{PEFT_PREFIX}{module}.lora_A.weight"] = np.ascontiguousarray(a)
         tensors[f"{PEFT_PREFIX}{module}.lora_B.weight"] = np.ascontiguousarray(b)
     folder = Path(path)
@@ -279,7 +315,8 @@ def _check_lora(where: str, config: Mapping[str, Any]) -> None:
 def _specials(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the settings beyond plain LoRA, with error messages."""
     for key, plain in _PLAIN.items():
-        if config.get(key) not in (plain, None, False, []):
+        is_of_experts = key == "target_parameters" and all(map(_may_be_of_experts, config.get(key) or ()))
+        if config.get(key) not in (plain, None, False, []) and not is_of_experts:
             yield (
                 key,
                 f"{key} is {config[key]!r}; only plain LoRA is read. {_MERGE}",
@@ -295,18 +332,25 @@ def _specials(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         )
 
 
-def _alpha(where: str, config: Mapping[str, Any], module: str) -> float:
-    """Return the first alpha_pattern that matches the module or its end (PEFT's rule), or lora_alpha."""
-    pattern, alpha = config.get("alpha_pattern") or {}, config.get("lora_alpha", 8)
+def _may_be_of_experts(name: Any) -> bool:
+    """Whether an end of a parameter's name may be one of experts."""
+    return isinstance(name, str) and is_expert_parameter(name if "." in name else f"experts.{name}")
+
+
+def _setting(where: str, config: Mapping[str, Any], module: str, patterns: str, default: str) -> float:
+    """Return the value of the first pattern that matches the module or its end (PEFT's rule), or the default's."""
+    pattern, value = config.get(patterns) or {}, config.get(default, 8)
     try:
-        alpha = next((value for name, value in pattern.items() if re.match(rf"(.*\.)?({name})$", module)), alpha)
+        value = next((own for name, own in pattern.items() if re.match(rf"(.*\.)?({name})$", module)), value)
     except (AttributeError, re.error) as error:
         raise CheckpointError(
-            f"{where}: alpha_pattern is {pattern!r:.60}, expected regular expressions with a number each: {error}."
+            f"{where}: {patterns} is {pattern!r:.60}, expected regular expressions with a number each: {error}."
         ) from None
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
-        raise CheckpointError(f"{where}: the alpha of {module} is {alpha!r:.60}, expected a finite number.")
-    return float(alpha)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise CheckpointError(
+            f"{where}: the {default.removeprefix('lora_')} of {module} is {value!r:.60}, expected a finite number."
+        )
+    return float(value)
 
 
 def _read_peft_model(model: Any, adapter_name: str | None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

@@ -31,6 +31,7 @@ from whet.models.slots import (
     stored_shape,
     to_stored,
     untie_adapted,
+    with_expert_modules,
 )
 from whet.models.sources.folder import read_config
 from whet.models.sources.gguf import predicting_tensors, read_options, rope_vectors
@@ -140,12 +141,13 @@ def read_adapters(folder: str | os.PathLike[str], source: ModelSource, where: st
         MissingExtraError: safetensors is not installed.
     """
     found: list[LoRA | NormValues] = []
+    targets = with_expert_modules(source.targets)
     for module, saved in read_peft_modules(folder).items():
-        location = find_location(source.targets, module, where)
+        location = find_location(targets, module, where)
         if isinstance(saved, dict):
             found += locate_norm(source.config, location, saved, where)
         else:
-            found.append(locate_lora(source.config, location, *saved, where))
+            found += locate_lora(source.config, location, *saved, where)
     return found
 
 

@@ -98,7 +98,10 @@ def export_adapters(
 def _factors(
     source: ModelSource, modules: Sequence[ModuleSpec], adapters: Sequence[LoRA], alpha: float, where: str
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """Yield name, A (r, k) and B (n, r) of each tensor with adapters, in its order; B is scaled for alpha / r."""
+    """Yield name, A (r, k) and B (n, r) of each tensor with adapters, in its order; B is scaled for alpha / r.
+
+    Of experts, (experts, r, k) and (experts, n, r).
+    """
     slots = source.config.slots()
     for adapter in adapters:
         if adapter.slot not in slots:
@@ -111,19 +114,23 @@ def _factors(
                 f"{where}: the adapter of {adapter.slot} holds NaN or infinity. Check the training run."
             )
     for location in iter_locations(source.config, modules):
-        order = slot_rows(source.config, location)
-        parts = list(adapters_of(location.weight, order, adapters))
-        if not parts:
+        orders = np.split(slot_rows(source.config, location), location.n_experts)
+        each = [list(adapters_of(location.weight, order, adapters)) for order in orders]
+        rank = max(sum(len(part.a) for _, part in parts) for parts in each)
+        if rank == 0:
             continue
-        rank, column = sum(len(part.a) for _, part in parts), 0
-        b = np.zeros((len(order), rank), np.float32)
-        for rows, part in parts:
-            factor = np.float32(part.scaling * rank / alpha)
-            b[rows, column : column + len(part.a)] = factor * factor_values(part.b)[order[rows] - part.first_row]
-            column += len(part.a)
-        a = np.concatenate([factor_values(part.a) for _, part in parts])
+        a = np.zeros((len(orders), rank, location.shape[1]), np.float32)
+        b = np.zeros((len(orders), len(orders[0]), rank), np.float32)
+        for e, (order, parts) in enumerate(zip(orders, each, strict=True)):
+            column = 0
+            for rows, part in parts:
+                end, factor = column + len(part.a), np.float32(part.scaling * rank / alpha)
+                a[e, column:end] = factor_values(part.a)
+                b[e, rows, column:end] = factor * factor_values(part.b)[order[rows] - part.first_row]
+                column = end
         columns = slot_columns(source.config, location)
-        yield f"{location.names[0]}.weight", a if columns is None else a[:, columns], b
+        a = a if columns is None else a[:, :, columns]
+        yield f"{location.names[0]}.weight", *((a, b) if location.n_experts > 1 else (a[0], b[0]))
 
 
 def _tensor(name: str, values: np.ndarray, format: str) -> Tensor:

@@ -235,6 +235,8 @@ def _make_family(entry: dict[str, Any]) -> Family:
             settings: dict[str, Any] = {"row_order": order, "transposed": layout in ("transposed", "pairs")}
             settings |= {name: row[f"hf_{name}"] for name in _OF_WEIGHTS if f"hf_{name}" in row}
             settings |= {order_of_heads: group_heads} if order_of_heads else {}
+            files = [other.get("hf_file", "") for name, other in rows.items() if name.partition(":")[0] == slot]
+            settings |= {"expert_parts": tuple(name.rpartition("{e}.")[2] for name in files if "{e}" in name)}
             modules.append(ModuleSpec(names, slot, part, **settings))
         if "hf_file" in row:
             order = keep_order if "{e}" in row["hf_file"] else of_experts

@@ -16,13 +16,14 @@ from typing import NamedTuple
 
 from whet import _core
 from whet.errors import CheckpointError, WhetValueError
-from whet.models.adapter_files import PEFT_PREFIX, describe_special, read_peft_config
-from whet.models.slots import ModelSource, WeightLocation, is_norm
+from whet.models.adapter_files import PEFT_PREFIX, adapted_name, describe_special, read_peft_config
+from whet.models.slots import TRANSPOSED_EXPERTS, ModelSource, WeightLocation, is_norm, with_expert_modules
 from whet.models.sources.folder import read_safetensors
 
 ALL_LINEAR = "all-linear"
 """PEFT's name for every linear layer except the head; routers get no adapters by it."""
-EXPERTS_FIX = "Experts have no adapters: name layers of attention and of shared experts."
+EXPERTS = "experts"
+"""The part of a name of ``lora_layers`` that the experts of a mixture have, which no other name reaches."""
 _CORE_MATRICES = {
     "qkv": _core.Target.QKV,
     "o": _core.Target.O,
@@ -33,6 +34,9 @@ _CORE_MATRICES = {
     "gate_up": _core.Target.UP,
     "up": _core.Target.UP,
     "down": _core.Target.DOWN,
+    "experts_gate_up": _core.Target.EXPERTS_UP,
+    "experts_up": _core.Target.EXPERTS_UP,
+    "experts_down": _core.Target.EXPERTS_DOWN,
 }
 """The core's matrices by the last part of a slot's name."""
 _FACTOR = re.compile(r"(.+)\.lora_(?:([AB])\.weight|embedding_([AB]))")
@@ -43,7 +47,7 @@ class Adapted(NamedTuple):
     """The matrices and modules of a model that adapters change.
 
     Attributes:
-        factors: location and rank of every matrix with an adapter W + scaling B A.
+        factors: location and rank of every matrix, or matrices of experts, with an adapter W + scaling B A each.
         whole: locations of modules of which a copy is trained, PEFT's ``modules_to_save``.
         special: a feature beyond plain LoRA, such as DoRA; empty: none.
         is_new: whether B is zero; False for saved adapters.
@@ -62,7 +66,8 @@ class Adapted(NamedTuple):
     @property
     def n_parameters(self) -> int:
         """Number of trained parameters."""
-        return sum(rank * sum(location.shape) for location, rank in self.factors) + self.n_whole
+        factors = (each.n_experts * rank * sum(each.matrix_shape) for each, rank in self.factors)
+        return sum(factors) + self.n_whole
 
     @property
     def needs_floats(self) -> str:
@@ -85,7 +90,8 @@ def choose_adapted(
     Args:
         source: the model; its weights are not read.
         rank: the rank of every adapter.
-        layers: PEFT's ``target_modules``: names or ends of names. Default: "all-linear", without routers.
+        layers: PEFT's ``target_modules``: names or ends of names. Default: "all-linear", without routers and the
+            experts of mixtures: those are "experts".
         modules_to_save: ends of names of modules that are trained whole.
         where: prefix of error messages.
 
@@ -94,10 +100,12 @@ def choose_adapted(
             above the larger side of a matrix, with the largest rank for all. (Gates of linear attention have as many
             rows as heads: the smaller side would exclude ranks that others need.)
     """
-    if list(layers) in ([], [ALL_LINEAR]):
-        chosen = [location for location in _list_locations(source) if core_matrix(location.weight) is not None]
-    else:
-        chosen = [location for name in layers for location in _find(source, name, f".{name}", "lora_layers", where)]
+    chosen: list[WeightLocation] = []
+    for name in layers or [ALL_LINEAR]:
+        if name == ALL_LINEAR:
+            chosen += [location for location in _list_locations(source) if core_matrix(location.weight) is not None]
+        else:
+            chosen += _find(source, name, f".{name}", "lora_layers", where)
     whole = [location for name in modules_to_save for location in _find(source, name, name, "modules_to_save", where)]
     for location in chosen:
         if is_norm(location):
@@ -108,11 +116,11 @@ def choose_adapted(
             raise WhetValueError(
                 f"{where}: {location.names[0]} is in modules_to_save, and also has an adapter. Name it in only one."
             )
-    smallest = min(chosen, key=lambda location: max(location.shape))
-    if rank > max(smallest.shape):
-        n, k = smallest.shape
+    smallest = min(chosen, key=lambda location: max(location.matrix_shape))
+    if rank > max(smallest.matrix_shape):
+        n, k = smallest.matrix_shape
         raise WhetValueError(
-            f"{where}: lora_rank is {rank}, and {smallest.names[0]} is {n} x {k}: the rank of its adapter is at most "
+            f"{where}: lora_rank is {rank}, and {smallest.name} is {n} x {k}: the rank of its adapter is at most "
             f"{max(n, k)}. Pass {max(n, k)}, or remove that layer from lora_layers."
         )
     return Adapted(tuple((location, rank) for location in dict.fromkeys(chosen)), tuple(dict.fromkeys(whole)))
@@ -126,21 +134,20 @@ def read_adapted(folder: str | os.PathLike[str], source: ModelSource, where: str
     """
     label = f'{where}: "{folder}"'
     config = read_peft_config(label, Path(folder) / "adapter_config.json")
-    if parameters := config.get("target_parameters"):
-        raise CheckpointError(f"{label}: target_parameters is {parameters!r:.80}. {EXPERTS_FIX}")
     path = Path(folder) / "adapter_model.safetensors"
     if not path.is_file():
         raise CheckpointError(f"{label}: there is no {path.name}. Save the adapters with save_pretrained.")
     shapes = {name: entry.shape for name, entry in read_safetensors(path, where).items()}
     pairs: dict[tuple[WeightLocation, bool], dict[str, tuple[int, ...]]] = {}
+    targets = with_expert_modules(source.targets)
     whole: dict[WeightLocation, None] = {}
     for name, shape in shapes.items():
         name = name.removeprefix(PEFT_PREFIX)
         if match := _FACTOR.fullmatch(name):
-            location = _find_location(source, match[1], label)
+            location = _find_location(source, targets, adapted_name(match[1], config), label)
             pairs.setdefault((location, match[3] is not None), {})[match[2] or match[3]] = shape
         elif (match := _WHOLE.fullmatch(name)) and ".base_layer." not in name and ".lora_" not in name:
-            whole[_find_location(source, match[1], label)] = None
+            whole[_find_location(source, targets, match[1], label)] = None
     if not pairs:
         raise CheckpointError(f"{label}: it has no lora_A and lora_B.")
     factors = tuple((location, _rank(location, is_table, pair, label)) for (location, is_table), pair in pairs.items())
@@ -163,44 +170,51 @@ def _is_of_core(location: WeightLocation) -> bool:
 
 
 def _find(source: ModelSource, name: str, end: str, setting: str, where: str) -> list[WeightLocation]:
-    """Find modules by the end of their names, at a dot."""
-    found = [
-        location for location in _list_locations(source) if any(f".{known}".endswith(end) for known in location.names)
-    ]
+    """Find modules by the end of their names, at a dot; experts only by names with ``EXPERTS``."""
+    known = _list_locations(source)
+    if EXPERTS in name.split("."):
+        known = [each for each in dict.fromkeys(source.targets.values()) if core_matrix(each.weight) is not None]
+    found = [each for each in known if any(f".{own}".endswith(end) for own in (*each.names, each.name))]
     if not name or not found:
         raise WhetValueError(
             f"{where}: {setting} names {name!r}, and the model has no such module. {_suggest(source, name)}"
         )
+    for each in found:
+        if each.n_experts > 1 and each.module.transposed:
+            raise WhetValueError(f"{where}: {each.name} {TRANSPOSED_EXPERTS}")
     return found
 
 
 def _suggest(source: ModelSource, name: str) -> str:
     """Suggest the names of modules similar to an unknown one."""
     if source.config.n_experts and re.search(r"(^|\.)(experts|w[123]|\w+_(proj|linear))(\.|$)", name):
-        return EXPERTS_FIX
+        return f'Name "{EXPERTS}" for adapters of all experts.'
     full = [location.names[0] for location in _list_locations(source)]
     short = list(dict.fromkeys(known.rpartition(".")[2] for known in full))
     close = difflib.get_close_matches(name, short, n=2) or difflib.get_close_matches(name, full, n=2)
     return f"Did you mean {' or '.join(close)}?" if close else f"It has {', '.join(short)}."
 
 
-def _find_location(source: ModelSource, module: str, label: str) -> WeightLocation:
-    if module not in source.targets:
+def _find_location(
+    source: ModelSource, targets: Mapping[str, WeightLocation], module: str, label: str
+) -> WeightLocation:
+    if module not in targets:
         raise CheckpointError(
             f"{label}: it is an adapter of another model: the model has no {module}. {_suggest(source, module)}"
         )
-    return source.targets[module]
+    return targets[module]
 
 
 def _rank(location: WeightLocation, is_table: bool, pair: Mapping[str, tuple[int, ...]], label: str) -> int:
     """Return the rank of an adapter whose shapes fit its matrix, or its embedding."""
-    a, b = pair.get("A", ()), pair.get("B", ())
-    if len(a) != 2 or len(b) != 2 or a[0] != b[1] or not a[0]:
-        raise CheckpointError(f"{label}: {location.names[0]} has {dict(pair)}, expected A (r, k) and B (n, r).")
+    a, b, n_experts = pair.get("A", ()), pair.get("B", ()), location.n_experts
+    if len(a) != 2 or len(b) != 2 or a[0] != b[1] or not a[0] or a[0] % n_experts:
+        ranks = f"{n_experts} r" if n_experts > 1 else "r"
+        raise CheckpointError(f"{label}: {location.name} has {dict(pair)}, expected A ({ranks}, k) and B (n, {ranks}).")
     shape = (a[1], b[0]) if is_table else (b[0], a[1])
-    if shape != location.shape:
+    if shape != location.matrix_shape:
         raise CheckpointError(
-            f"{label}: it is an adapter of another model: its {location.names[0]} is for a matrix of {shape}, and the "
-            f"model's is {location.shape}."
+            f"{label}: it is an adapter of another model: its {location.name} is for a matrix of {shape}, and the "
+            f"model's is {location.matrix_shape}."
         )
-    return a[0]
+    return a[0] // n_experts

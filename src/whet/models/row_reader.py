@@ -186,8 +186,10 @@ def row_bytes(format: str, k: int) -> int:
 def adapters_of(slot: str, order: np.ndarray, adapters: Sequence[LoRA]) -> Iterator[tuple[np.ndarray, LoRA]]:
     """Yield the adapters that change rows of a slot, with the indices of these rows in ``order``."""
     for adapter in adapters:
+        if adapter.slot != slot:
+            continue
         rows = np.flatnonzero((order >= adapter.first_row) & (order < adapter.first_row + len(adapter.b)))
-        if adapter.slot == slot and len(rows):
+        if len(rows):
             yield rows, adapter
 
 

@@ -128,6 +128,8 @@ class ModuleSpec:
         offset: constant that the model adds to the weight.
         negative_exp: the slot is -exp(weight).
         parameter: name of the weight in the module.
+        expert_parts: names of an expert's modules, below its number, in models that have a module for each expert;
+            their rows follow each other in the rows of the expert.
         axes: how the source stores a vector: "column", (n, 1); "by_group", a row for each key head.
     """
 
@@ -140,6 +142,7 @@ class ModuleSpec:
     parameter: str = "weight"
     column_order: RowOrder = keep_order
     negative_exp: bool = False
+    expert_parts: tuple[str, ...] = ()
     axes: str = ""
 
     @property
@@ -166,7 +169,10 @@ class ModuleSpec:
 
 
 class WeightLocation(NamedTuple):
-    """The slots and rows of one module of one layer; ``shape`` is (outputs, inputs)."""
+    """The slots and rows of one module of one layer; ``shape`` is (outputs, inputs).
+
+    The rows of the matrices of ``n_experts`` experts follow each other; of other modules, it is 1.
+    """
 
     names: tuple[str, ...]
     weight: str
@@ -174,6 +180,18 @@ class WeightLocation(NamedTuple):
     first_row: int
     shape: tuple[int, ...]
     module: ModuleSpec
+    n_experts: int = 1
+
+    @property
+    def name(self) -> str:
+        """Name of the module, or of its parameter if that is not the weight."""
+        parameter = self.module.parameter
+        return self.names[0] if parameter == "weight" else f"{self.names[0]}.{parameter}"
+
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        """Shape of the matrix, or of an expert's."""
+        return self.shape[0] // self.n_experts, *self.shape[1:]
 
 
 class LoRA(NamedTuple):
@@ -255,7 +273,8 @@ def iter_locations(config: ModelConfig, modules: Sequence[ModuleSpec]) -> Iterat
             if not count:  # the layer reads another's keys and values
                 continue
             if "{e}" not in names[0]:
-                yield WeightLocation(names, weight, bias, first, (count, *rest), module)
+                n_experts = config.n_experts if ".experts_" in slot else 1
+                yield WeightLocation(names, weight, bias, first, (count, *rest), module, n_experts)
                 continue
             per_expert, shape = rows // config.n_experts, (count // config.n_experts, *rest)
             for e in range(config.n_experts):
@@ -400,19 +419,55 @@ def find_location(targets: Mapping[str, WeightLocation], name: str, where: str) 
     return targets[name]
 
 
-def locate_lora(config: ModelConfig, location: WeightLocation, a: Any, b: Any, scaling: float, where: str) -> LoRA:
+TRANSPOSED_EXPERTS = (
+    "stores (inputs, outputs), gate and up in turn: adapters of such experts are not supported. Adapt the layers of "
+    "attention."
+)
+
+
+def with_expert_modules(targets: Mapping[str, WeightLocation]) -> dict[str, WeightLocation]:
+    """Return ``targets`` and the matrices of each expert, by their names in models with a module for each expert."""
+    found = dict(targets)
+    for location in dict.fromkeys(targets.values()):
+        (rows, *rest), parts = location.matrix_shape, location.module.expert_parts
+        for i in range(location.n_experts * len(parts)):
+            expert, part = divmod(i, len(parts))
+            name, n = f"{location.names[0]}.{expert}.{parts[part]}", rows // len(parts)
+            module = replace(location.module, row_order=keep_order, parameter="weight")
+            found[name] = WeightLocation((name,), location.weight, None, location.first_row + i * n, (n, *rest), module)
+    return found
+
+
+def locate_lora(
+    config: ModelConfig, location: WeightLocation, a: Any, b: Any, scaling: float, where: str
+) -> list[LoRA]:
     """Map a module's adapter W += scaling b a to its slot; b's rows and a's columns are reordered like the weight's.
+
+    Of experts, as PEFT has them: a (n_experts r, k), b (n, r n_experts), in which the columns of an expert are
+    n_experts apart.
 
     Raises:
         WhetValueError: the shapes do not match the module, or its weight is not a matrix.
     """
-    if len(location.shape) != 2 or a.ndim != 2 or b.ndim != 2 or (b.shape[0], a.shape[1]) != location.shape:
+    n_experts, shape = location.n_experts, location.matrix_shape
+    if n_experts > 1 and location.module.transposed:
+        raise WhetValueError(f"{where}: {location.name} {TRANSPOSED_EXPERTS}")
+    if len(shape) != 2 or a.ndim != 2 or b.ndim != 2 or (b.shape[0], a.shape[1]) != shape:
         raise WhetValueError(
-            f"{where}: the adapter of {location.names[0]} has shapes {tuple(a.shape)} and {tuple(b.shape)}, expected "
-            f"(r, k) and (n, r) for a module of shape (n, k) = {location.shape}."
+            f"{where}: the adapter of {location.name} has shapes {tuple(a.shape)} and {tuple(b.shape)}, expected "
+            f"(r, k) and (n, r) for a module of shape (n, k) = {shape}."
         )
-    if a.shape[0] != b.shape[1]:
-        raise WhetValueError(f"{where}: the adapter of {location.names[0]} has ranks {a.shape[0]} and {b.shape[1]}.")
+    if a.shape[0] != b.shape[1] or a.shape[0] % n_experts:
+        raise WhetValueError(
+            f"{where}: the adapter of {location.name} has ranks {a.shape[0]} and {b.shape[1]}, expected the same"
+            f"{f', a multiple of {n_experts}' if n_experts > 1 else ''}."
+        )
+    if n_experts > 1:
+        rank, first = a.shape[0] // n_experts, location.first_row
+        return [
+            LoRA(location.weight, first + e * shape[0], a[e * rank : (e + 1) * rank], b[:, e::n_experts], scaling)
+            for e in range(n_experts)
+        ]
     if location.module.row_order is not keep_order:
         rows = b.clone() if hasattr(b, "clone") else b.copy()
         for first, view in location.module.row_order(config, b):
@@ -420,7 +475,7 @@ def locate_lora(config: ModelConfig, location: WeightLocation, a: Any, b: Any, s
         b = rows
     if (columns := slot_columns(config, location)) is not None:
         a = a[:, np.argsort(columns)]
-    return LoRA(location.weight, location.first_row, a, b, scaling)
+    return [LoRA(location.weight, location.first_row, a, b, scaling)]
 
 
 def locate_norm(

@@ -56,6 +56,7 @@ from whet.nn.forwards import (
     check_master,
     choose_forward,
     get_activation,
+    is_experts,
     is_gated,
     is_legacy_gptj,
     is_lora,
@@ -350,8 +351,10 @@ class Acceleration:
             kind = type(module).__name__
             if kind == "Linear" or kind.endswith("MLP"):
                 bypassed.update(_bypassed_submodules(module))
-            elif kind == "ParamWrapper":
-                raise WhetValueError(f"accelerate: {name} has PEFT's target_parameters. Pass target_modules.")
+            elif kind == "ParamWrapper" and not is_experts(module):
+                raise WhetValueError(
+                    f"accelerate: {name} has PEFT's target_parameters, which are of experts only. Pass target_modules."
+                )
             elif (
                 kind.endswith("Attention")
                 and module in computed

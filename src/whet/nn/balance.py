@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from whet.errors import WhetValueError
 from whet.learner.batch import PackedBatch
 from whet.nn.modules import inner_module
+from whet.nn.replay import routers_of
 
 
 def balance_coefficient(model: nn.Module, setting: float | None, where: str) -> float:
@@ -44,8 +45,7 @@ def record_router_logits(model: nn.Module) -> Iterator[list[Tensor]]:
     logits: list[Tensor] = []
     hooks = [
         module.register_forward_hook(lambda module, inputs, output: logits.append(output[0]))
-        for module in model.modules()
-        if type(module).__name__.endswith("TopKRouter")
+        for module in routers_of(model)
     ]
     try:
         yield logits

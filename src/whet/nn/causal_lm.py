@@ -16,16 +16,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from whet.config.kept_tokens import KeptTokens
 from whet.errors import WhetTypeError, WhetValueError, check_temperature
-from whet.learner.batch import PackedBatch, check_rows, pack_batch, select_kept
+from whet.learner.batch import OWN_CHOICE, PackedBatch, check_rows, pack_batch, place_experts, select_kept
+from whet.models.families import model_config
 from whet.nn.accelerate import Acceleration, acceleration_of
 from whet.nn.balance import balance_loss, count_rows, record_router_logits
 from whet.nn.linear_logprobs import Kept, linear_logprobs
 from whet.nn.modules import inner_module, module_device, position_limit
+from whet.nn.replay import replay_experts
 
 _CHUNK_ELEMENTS = 1 << 20
 """Logits converted to float32 at a time: 4 MiB, which fit in a core's cache."""
@@ -39,12 +42,14 @@ class CompletionLogprobs(NamedTuple):
         entropy: (B, C), ``H = -sum_v p_v log p_v`` in nats, detached, 0 where ``mask`` is False; None unless requested.
         mask: (B, C) bool, True on the tokens of each completion that count.
         balance: the balance loss of the model's routers, differentiable; None unless requested.
+        replaced_experts: see ``Logprobs``.
     """
 
     logprobs: Tensor
     entropy: Tensor | None
     mask: Tensor
     balance: Tensor | None = None
+    replaced_experts: float | None = None
 
 
 def _check_positions(
@@ -69,6 +74,7 @@ def completion_logprobs(
     temperature: float = 1.0,
     return_entropy: bool = False,
     return_balance: bool = False,
+    experts: Sequence[Any] | None = None,
 ) -> CompletionLogprobs:
     """Return the log-probability of each completion token, given its prompt and the tokens before it.
 
@@ -87,6 +93,8 @@ def completion_logprobs(
             over v are sums over them. None: the whole vocabulary.
         temperature: T, divides the logits; pass the sampling temperature of the completions.
         return_entropy: also compute H.
+        experts: for each row, ids of the experts of its last inputs, or None, as in ``Learner.logprobs``: the routers
+            choose these, with their own probabilities. Only on Whet's kernels.
         return_balance: also compute the balance loss of a mixture of experts, over all inputs: the tokens of the rows
             except their last.
 
@@ -111,8 +119,10 @@ def completion_logprobs(
     if acceleration is not None:
         return _packed_logprobs(
             model, acceleration, prompts, completions, completion_mask, kept_tokens, temperature, return_entropy,
-            return_balance,
+            return_balance, experts,
         )  # fmt: skip
+    if experts is not None:
+        raise WhetValueError(f"{where}: experts are given, and torch computes the model. Omit them, or accelerate it.")
 
     # The last token of a completion predicts nothing that counts, so it is not an input.
     inputs = [prompt + completion[:-1] for prompt, completion in zip(prompts, completions, strict=True)]
@@ -151,13 +161,20 @@ def _packed_logprobs(
     temperature: float,
     return_entropy: bool,
     return_balance: bool,
+    experts: Sequence[Any] | None,
 ) -> CompletionLogprobs:
     """Compute packed: without padding, shared prompts once, and logits never materialised."""
     where = "completion_logprobs"
-    batch, head = PackedBatch(*map(torch.from_numpy, pack_batch(prompts, completions))), acceleration.head()
+    packed, head = pack_batch(prompts, completions), acceleration.head()
+    batch = PackedBatch(*map(torch.from_numpy, packed))
     _check_vocabulary(where, batch.targets, head.bounds[-1][1])
+    replay, share = nullcontext([]), None
+    if experts is not None:
+        config = model_config(inner_module(model).config.to_dict(), where=where)
+        given = place_experts(experts, prompts, packed, config, where)
+        replay, share = replay_experts(model, config, given), 1 / max(1, np.count_nonzero(given[..., 0] != OWN_CHOICE))
     try:
-        with record_router_logits(model) if return_balance else nullcontext() as routers:
+        with replay as replaced, record_router_logits(model) if return_balance else nullcontext() as routers:
             hidden = acceleration.hidden_states(batch)
     except IndexError as error:
         raise _missing_row_error(where, batch.input_ids, int(batch.position_ids.max()) + 1) from error
@@ -175,7 +192,8 @@ def _packed_logprobs(
     logprobs, entropy = linear_logprobs(
         hidden[batch.hidden_rows[counts]], head, targets, float(temperature), return_entropy, kept
     )
-    return _scatter_by_row(logprobs, entropy, mask, rows, steps)._replace(balance=balance)
+    shared = None if share is None else share * sum(replaced)
+    return _scatter_by_row(logprobs, entropy, mask, rows, steps)._replace(balance=balance, replaced_experts=shared)
 
 
 def _scatter_by_row(

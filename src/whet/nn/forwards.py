@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from whet.errors import WhetValueError
 from whet.learner.batch import PackedBatch
+from whet.models.adapter_files import EXPERT_PARAMETERS
+from whet.models.slots import TRANSPOSED_EXPERTS
 from whet.models.sources.module_code import ACTIVATION_NAMES, forward_code
 from whet.nn import functions
-from whet.nn.frozen import FrozenLinear, special_adapters
+from whet.nn.frozen import FrozenExperts, FrozenLinear, special_adapters
 from whet.nn.scratch import cast_weight
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ def choose_forward(acceleration: Acceleration, module: nn.Module) -> Callable[..
         return partial(_swiglu if is_split else _swiglu_fused, acceleration, module)
     if kind.endswith("TopKRouter"):
         return partial(_router, module.forward)
-    if kind.endswith("Experts") and hasattr(module, "gate_up_proj"):
+    if is_experts(module):
         return partial(_experts, acceleration, module, module.forward)
     packed = _choose_mixer(acceleration, module)
     return None if packed is None else partial(_mix, partial(packed, acceleration, module), module.forward)
@@ -182,6 +184,13 @@ def _router(original: Callable[..., Any], hidden_states: Tensor, *args: Any) -> 
     return original(hidden_states.float(), *args)
 
 
+def is_experts(module: Any) -> bool:
+    """Whether these are the experts of a mixture, in float parameters or packed, perhaps inside PEFT's wrappers."""
+    while hasattr(module, "parameter_name"):
+        module = module.base_layer
+    return type(module).__name__.endswith("Experts") and hasattr(module, "gate_up_proj")
+
+
 def _experts(
     acceleration: Acceleration,
     module: Any,
@@ -191,17 +200,41 @@ def _experts(
     top_k_weights: Tensor,
 ) -> Tensor:
     """Experts of a mixture without their activations, if they are frozen; else the module's own, in float32."""
-    gate_up, down, is_clamped = module.gate_up_proj, module.down_proj, hasattr(module, "gate_up_proj_bias")
+    adapters: dict[str, tuple[Tensor, Tensor] | None] = {}
+    while hasattr(module, "parameter_name"):
+        adapters[module.parameter_name] = _expert_factors(module)
+        module = module.base_layer
+    dtype, factors = acceleration.dtype, functions.ExpertAdapters(*map(adapters.get, EXPERT_PARAMETERS))
+    is_clamped = hasattr(module, "gate_up_proj_bias") or getattr(module, "is_clamped", False)
+    if adapters and is_clamped:
+        raise WhetValueError(f"accelerate: {type(module).__name__} {TRANSPOSED_EXPERTS}")
+    if isinstance(module, FrozenExperts):
+        weights = module.weights(dtype)
+        return functions.experts(hidden_states, top_k_index, top_k_weights.float(), weights, dtype, factors)
+    gate_up, down = module.gate_up_proj, module.down_proj
     if any(weight.requires_grad for weight in module.parameters()) or not (is_clamped or _is_silu(module.act_fn)):
         return original(hidden_states.float(), top_k_index, top_k_weights)
     if is_clamped:  # gpt-oss, whose matrices are (inputs, outputs), and in which gate and up alternate
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-    read_up, read_down = (partial(_expert_weight, matrix, acceleration.dtype) for matrix in (gate_up, down))
+    read_up, read_down = (partial(_expert_weight, matrix, dtype) for matrix in (gate_up, down))
     weights = functions.ExpertWeights(read_up, read_down)
     if is_clamped:
         biases = _split_pairs(module.gate_up_proj_bias[..., None])[..., 0], module.down_proj_bias
         weights = functions.ExpertWeights(lambda e: _split_pairs(read_up(e)), read_down, *biases, is_clamped=True)
-    return functions.experts(hidden_states, top_k_index, top_k_weights, weights, acceleration.dtype)
+    return functions.experts(hidden_states, top_k_index, top_k_weights, weights, dtype, factors)
+
+
+def _expert_factors(wrapper: Any) -> tuple[Tensor, Tensor] | None:
+    """Return the active adapters of PEFT's wrapper as one: A (E, r, inputs), B (E, outputs, r); None: none."""
+    if wrapper.disable_adapters and wrapper.merged:
+        wrapper.unmerge()  # as PEFT's own forward does
+    names = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+    if wrapper.disable_adapters or wrapper.merged or not names:
+        return None
+    n = wrapper.num_experts
+    a = [wrapper.lora_A[name].weight.unflatten(0, (n, -1)) for name in names]
+    b = [wrapper.scaling[name] * wrapper.lora_B[name].weight.unflatten(1, (-1, n)).permute(2, 0, 1) for name in names]
+    return torch.cat(a, 1), torch.cat(b, 2)
 
 
 def _expert_weight(matrices: Tensor, dtype: torch.dtype, expert: int) -> Tensor:

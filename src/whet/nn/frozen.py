@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from whet.errors import WhetTypeError, WhetValueError
+from whet.models.adapter_files import EXPERT_PARAMETERS
 from whet.models.packed_base import PackedBase, pack_base
 from whet.models.slots import ModelSource, to_stored
 from whet.models.sources.gguf_container import GGUFFile
@@ -237,17 +238,28 @@ class FrozenExperts(nn.Module):
 
     def __init__(self, base: PackedBase, name: str) -> None:
         super().__init__()
-        self.whet_base, self.name = base, name
+        self.whet_base, self.name, self.is_clamped = base, name, base.config.experts_bias
+        # In place of the matrices, for PEFT's adapters, which have their shapes. They are not in the state_dict.
+        for end in EXPERT_PARAMETERS:
+            location = base.targets[f"{name}.{end}"]
+            setattr(self, end, torch.zeros(1).expand(location.n_experts, *location.matrix_shape))
+
+    def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, Any]]:
+        """Yield what stands for the matrices, which PEFT searches for its ``target_parameters``."""
+        yield from ((name, getattr(self, name)) for name in EXPERT_PARAMETERS)
+
+    def weights(self, dtype: torch.dtype) -> functions.ExpertWeights:
+        """Return the matrices, dequantised to ``dtype`` when they are used."""
+        names = [f"{self.name}.{end}" for end in EXPERT_PARAMETERS]
+        gate_up, down = (partial(self._rows, name, dtype) for name in names)
+        if not self.is_clamped:
+            return functions.ExpertWeights(gate_up, down)
+        return functions.ExpertWeights(gate_up, down, *map(self._biases, names), is_clamped=True)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the sum of the experts of each token, times their weights; see ``functions.experts``."""
         dtype = torch.bfloat16 if hidden_states.dtype == torch.bfloat16 else torch.float32
-        names = [f"{self.name}.{end}" for end in ("gate_up_proj", "down_proj")]
-        gate_up, down = (partial(self._rows, name, dtype) for name in names)
-        weights = functions.ExpertWeights(gate_up, down)
-        if self.whet_base.config.experts_bias:
-            weights = functions.ExpertWeights(gate_up, down, *map(self._biases, names), is_clamped=True)
-        out = functions.experts(hidden_states, top_k_index, top_k_weights.float(), weights, dtype)
+        out = functions.experts(hidden_states, top_k_index, top_k_weights.float(), self.weights(dtype), dtype)
         return out.to(hidden_states.dtype)
 
     def _biases(self, name: str) -> Tensor:
@@ -258,8 +270,8 @@ class FrozenExperts(nn.Module):
 
     def _rows(self, name: str, dtype: torch.dtype, expert: int) -> Tensor:
         location = self.whet_base.targets[name]
-        n = location.shape[0] // self.whet_base.config.n_experts
-        out = scratch_matrix(n, location.shape[1], dtype)
+        n, k = location.matrix_shape
+        out = scratch_matrix(n, k, dtype)
         self.whet_base.core.rows(location.weight, expert * n, n, out)
         return out
 

@@ -411,7 +411,21 @@ def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return (g * torch.sigmoid(1.702 * g) * (u + 1)).to(gate.dtype)
 
 
-def experts(x: Tensor, chosen: Tensor, factors: Tensor, weights: ExpertWeights, dtype: torch.dtype) -> Tensor:
+class ExpertAdapters(NamedTuple):
+    """LoRA adapters of the experts of a mixture, W + B A each: a (E, r, inputs), b (E, outputs, r); None: none."""
+
+    gate_up: tuple[Tensor, Tensor] | None = None
+    down: tuple[Tensor, Tensor] | None = None
+
+
+def experts(
+    x: Tensor,
+    chosen: Tensor,
+    factors: Tensor,
+    weights: ExpertWeights,
+    dtype: torch.dtype,
+    adapters: ExpertAdapters | None = None,
+) -> Tensor:
     """Return sum over j of factors[n, j] f_e(x[n]) for the experts e = chosen[n, j], (N, K) float32.
 
     f_e(x) = W_down h + b_down, h = silu(gate) up (or clamped), [gate, up] = W_up x + b_up. The tokens of an expert are
@@ -424,42 +438,55 @@ def experts(x: Tensor, chosen: Tensor, factors: Tensor, weights: ExpertWeights, 
         factors: (N, J) float32.
         weights: of the experts; experts without tokens are not read.
         dtype: of products.
+        adapters: of the experts; those without tokens get a gradient of 0.
     """
-    return _Experts.apply(x, chosen, factors, weights, dtype)  # pyright: ignore[reportReturnType]
+    flat = [factor for pair in adapters or ExpertAdapters() for factor in pair or (None, None)]
+    return _Experts.apply(x, chosen, factors, weights, dtype, *flat)  # pyright: ignore[reportReturnType]
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, chosen: Tensor, factors: Tensor, weights: ExpertWeights, dtype: torch.dtype
+        ctx: Any,
+        x: Tensor,
+        chosen: Tensor,
+        factors: Tensor,
+        weights: ExpertWeights,
+        dtype: torch.dtype,
+        *adapters: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(x, chosen, factors)
+        ctx.save_for_backward(x, chosen, factors, *adapters)
         ctx.weights, ctx.dtype = weights, dtype
         order, counts = _sort_by_expert(chosen)
         rows = x.to(dtype)[order // chosen.shape[1]]
-        up = _multiply_by_expert(rows, counts, lambda e: weights.gate_up(e).t(), weights.gate_up_bias)
-        h = weights.activate(*_halves(up))
+        gate_up = _multiply_by_expert(rows, counts, lambda e: weights.gate_up(e).t(), weights.gate_up_bias)
+        h = weights.activate(*_halves(_add_adapters(gate_up, rows, counts, *adapters[:2])))
         out = _multiply_by_expert(h, counts, lambda e: weights.down(e).t(), weights.down_bias)
+        out = _add_adapters(out, h, counts, *adapters[2:])
         return _sum_places(factors.flatten()[order, None] * out, order, chosen)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        x, chosen, factors = ctx.saved_tensors
+        x, chosen, factors, *adapters = ctx.saved_tensors
         weights = ctx.weights
         order, counts = _sort_by_expert(chosen)
         tokens = order // chosen.shape[1]
-        rows = x.to(ctx.dtype)[tokens]
-        gate, up = _halves(_multiply_by_expert(rows, counts, lambda e: weights.gate_up(e).t(), weights.gate_up_bias))
-        u = _multiply_by_expert(grads[0].to(ctx.dtype)[tokens], counts, weights.down)
+        rows, grad_out = x.to(ctx.dtype)[tokens], grads[0].to(ctx.dtype)[tokens]
+        gate_up = _multiply_by_expert(rows, counts, lambda e: weights.gate_up(e).t(), weights.gate_up_bias)
+        gate, up = _halves(_add_adapters(gate_up, rows, counts, *adapters[:2]))
+        h, factor = weights.activate(gate, up), factors.flatten()[order, None]
+        u = _multiply_by_expert(grad_out, counts, weights.down)
+        u, grads_down = _adapters_backward(u, h, grad_out, counts, *adapters[2:], factor)
         grad_factors = torch.empty(factors.numel())
-        grad_factors[order] = (weights.activate(gate, up).float() * u.float()).sum(-1)
+        grad_factors[order] = (h.float() * u.float()).sum(-1)
         if weights.down_bias is not None:
             grad_factors[order] += (weights.down_bias[chosen.flatten()[order]] * grads[0].float()[tokens]).sum(-1)
-        grad_h = (factors.flatten()[order, None] * u).to(ctx.dtype)
-        grad_up = torch.cat(weights.activation_backward(gate, up, grad_h), 1)
-        grad_rows = _multiply_by_expert(grad_up, counts, weights.gate_up)
-        return _sum_places(grad_rows, order, chosen).to(x.dtype), None, grad_factors.view_as(factors), None, None
+        grad_gate_up = torch.cat(weights.activation_backward(gate, up, (factor * u).to(ctx.dtype)), 1)
+        grad_rows = _multiply_by_expert(grad_gate_up, counts, weights.gate_up)
+        grad_rows, grads_up = _adapters_backward(grad_rows, rows, grad_gate_up, counts, *adapters[:2])
+        grad_x = _sum_places(grad_rows, order, chosen).to(x.dtype)
+        return grad_x, None, grad_factors.view_as(factors), None, None, *grads_up, *grads_down
 
 
 def _sort_by_expert(chosen: Tensor) -> tuple[Tensor, list[int]]:
@@ -479,6 +506,36 @@ def _multiply_by_expert(
             if len(part)
         ]
     )
+
+
+def _add_adapters(out: Tensor, rows: Tensor, counts: Sequence[int], a: Tensor | None, b: Tensor | None) -> Tensor:
+    """Return ``out`` plus B (A x) of each expert's rows, in the dtype of ``out``."""
+    if a is None or b is None:
+        return out
+    low = _multiply_by_expert(rows, counts, lambda e: a[e].t().to(rows.dtype))
+    return out + _multiply_by_expert(low, counts, lambda e: b[e].t().to(rows.dtype))
+
+
+def _adapters_backward(
+    grad_rows: Tensor,
+    rows: Tensor,
+    grad_out: Tensor,
+    counts: Sequence[int],
+    a: Tensor | None,
+    b: Tensor | None,
+    factor: Tensor | float = 1.0,
+) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
+    """Return ``grad_rows`` plus A^T B^T dy of each expert's rows, and the gradients of a and b of ``factor`` dy."""
+    if a is None or b is None:
+        return grad_rows, (None, None)
+    grad_low = _multiply_by_expert(grad_out, counts, lambda e: b[e].to(rows.dtype))
+    low = _multiply_by_expert(rows, counts, lambda e: a[e].t().to(rows.dtype))
+    grad_a, grad_b = torch.zeros_like(a), torch.zeros_like(b)
+    parts = (values.float().split(counts) for values in (factor * grad_low, rows, grad_out, factor * low))
+    for e, (u, x, dy, t) in enumerate(zip(*parts, strict=True)):
+        if len(u):
+            grad_a[e], grad_b[e] = matmul(u.t(), x), matmul(dy.t(), t)
+    return grad_rows + _multiply_by_expert(grad_low, counts, lambda e: a[e].to(rows.dtype)), (grad_a, grad_b)
 
 
 def _halves(rows: Tensor) -> list[Tensor]:

@@ -191,6 +191,9 @@ class TorchEngine:
         WhetValueError: max_batch is not an integer above 0, or pad_token_id is not a token id.
     """
 
+    records_experts = False
+    """Whether completions can have the experts of their tokens."""
+
     def __init__(
         self,
         model: nn.Module,

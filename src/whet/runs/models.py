@@ -14,12 +14,12 @@ from torch import nn
 
 from whet.errors import CheckpointError, MissingExtraError, WhetValueError, check_installed
 from whet.memory import format_bytes, without_gc
-from whet.models.adapter_files import base_name, is_adapter_folder
+from whet.models.adapter_files import EXPERT_PARAMETERS, base_name, is_adapter_folder
 from whet.models.base_record import check_record, pack_recorded, read_record
 from whet.models.families import FAMILIES, SKIPPED, family_of, text_options
 from whet.models.formats import TABLE
 from whet.models.hub import find_on_hub
-from whet.models.lora import ALL_LINEAR, choose_adapted
+from whet.models.lora import ALL_LINEAR, EXPERTS, choose_adapted
 from whet.models.sizes import source_of_config
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.gguf_container import read_gguf
@@ -152,12 +152,21 @@ def add_adapters(model: nn.Module, run: RunConfig, record: Mapping[str, Any] | N
         if record is not None:
             check_record(record, base_of(model), where, run.adapter)
         return peft.PeftModel.from_pretrained(model, run.adapter, is_trainable=True)
+    layers = run.lora_layers or [ALL_LINEAR]
+    of_experts = [name for name in layers if EXPERTS in name.split(".")]
+    modules = [name for name in layers if name not in of_experts]
     settings = peft.LoraConfig(
         r=run.lora_rank,
         lora_alpha=run.lora_alpha,
         lora_dropout=run.lora_dropout,
         use_rslora=run.use_rslora,
-        target_modules=_all_linear(model) if run.lora_layers in ([], [ALL_LINEAR]) else run.lora_layers,
+        target_modules=_all_linear(model) if modules == [ALL_LINEAR] else modules,
+        target_parameters=[
+            f"{name}.{parameter}" if name.endswith(EXPERTS) else name
+            for name in of_experts
+            for parameter in EXPERT_PARAMETERS
+        ]
+        or None,
         exclude_modules=SKIPPED if towers(model) else None,
         modules_to_save=run.modules_to_save or None,
         task_type="CAUSAL_LM",

@@ -109,6 +109,7 @@ class ServedModel:
         context: int | None = None,
         kv_bytes: int | None = None,
         kv_dtype: str | None = None,
+        expert_bytes: int = 0,
         adapters: Mapping[str, str] | None = None,
         adapter: str = "",
         tokenizer: str = "",
@@ -119,6 +120,7 @@ class ServedModel:
         Args:
             kv_bytes: size of the KV cache. Default: a quarter of the unused memory, from 1 to 4 GiB.
             kv_dtype: format of keys and values. Default: as in ``Engine``.
+            expert_bytes: as in ``Engine``.
 
         Raises:
             WhetValueError: model, tokenizer or adapters cannot be read, or do not fit each other.
@@ -127,7 +129,7 @@ class ServedModel:
         loaded = load_chat_tokenizer(tokenizer or model, _WHERE, chat_template)
         first = adapter or next(iter((adapters or {}).values()), "")  # may record the format of its base
         kv_bytes = kv_bytes or max(_KV_BYTES[0], min(_KV_BYTES[1], unused_bytes() // 4))
-        engine = load_engine(model, weights, context, _WHERE, first, kv_bytes, kv_dtype)
+        engine = load_engine(model, weights, context, _WHERE, first, kv_bytes, kv_dtype, expert_bytes)
         stop_ids = find_stop_ids(path, loaded, engine.config.vocab_size, _WHERE)
         name = name or Path(path).stem
         return cls(

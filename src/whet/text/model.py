@@ -46,6 +46,7 @@ def load_engine(
     adapter: str = "",
     kv_bytes: int = _KV_BYTES,
     kv_dtype: str | None = None,
+    expert_bytes: int = 0,
 ) -> Engine:
     """Create the engine of a model, for sequences of up to ``n_tokens``; None: limited by the KV cache.
 
@@ -57,6 +58,7 @@ def load_engine(
         adapter: a folder of LoRA adapters that will be added to the engine; empty: none.
         kv_bytes: size of the KV cache, unless a single sequence needs more.
         kv_dtype: as in ``Engine``.
+        expert_bytes: as in ``Engine``.
 
     Raises:
         WhetValueError: the engine does not support the model.
@@ -74,7 +76,7 @@ def load_engine(
         n_pages = min(n_tokens, source.config.max_position) // PAGE_TOKENS + 1 + SPARE_PAGES
         kv = source.base.kv_format if source.base else kv_format(choose_formats(source, weights, None, None, where))
         kv_bytes = max(kv_bytes, cache_bytes(source.config, check_kv_dtype(where, kv_dtype, kv), n_pages, STATES))
-    return Engine(source, weights=weights, kv_bytes=kv_bytes, kv_dtype=kv_dtype, where=where)
+    return Engine(source, weights=weights, kv_bytes=kv_bytes, kv_dtype=kv_dtype, expert_bytes=expert_bytes, where=where)
 
 
 def longest_sequence(engine: Engine) -> int:

@@ -132,11 +132,18 @@ def run_memory(
         layer = _kept_bytes(model, largest.tokens, size)
         kept_layers = min(model.n_layers, choose_activation_bytes(activation_bytes, unused) // layer)
         scratch = _delta_scratch_bytes(model, config, lengths, largest.tokens)
-        update = {"activations": _learner_bytes(source, largest, size) + scratch + kept_layers * layer}
+        adapts_experts = any(".experts_" in location.weight for location, _ in adapters.factors)
+        n_keys = largest.tokens + largest.targets // lengths.completion * lengths.prompt  # of all sequences
+        least = _learner_bytes(source, largest, n_keys, size, adapts_experts)
+        update = {"activations": least + scratch + kept_layers * layer}
         return RunMemory(parts, update, 0, sampling, kept_layers)
     activations = _activation_bytes(source, config, lengths, 2 if narrow else 4, is_frozen=adapters is not None)
     if adapters is not None:
-        activations += largest.tokens * sum(rank for _, rank in adapters.factors) * (2 if narrow else 4)
+        of_modules = [rank for location, rank in adapters.factors if location.n_experts == 1]
+        activations += largest.tokens * sum(of_modules) * (2 if narrow else 4)
+        activations += sum(  # copies of the factors of experts
+            4 * each.n_experts * rank * sum(each.matrix_shape) for each, rank in adapters.factors if each.n_experts > 1
+        )
     # The first gradient of a backward pass is the head's.
     first = math.prod(model.slots()["embedding"]) if adapters is None and not largest.is_part else n_trained
     update = {"activations": activations, "gradients": 4 * first, "allocator": int(_FRAGMENTATION * activations)}
@@ -174,10 +181,8 @@ def _sampling(
 
 def _adapter_bytes(adapters: Adapted, format: str) -> int:
     """Return the bytes of all factors packed in a format."""
-    return sum(
-        slot_bytes((rank, location.shape[1]), format) + slot_bytes((location.shape[0], rank), format)
-        for location, rank in adapters.factors
-    )
+    shapes = [(each.n_experts, *each.matrix_shape, rank) for each, rank in adapters.factors]
+    return sum(e * (slot_bytes((rank, k), format) + slot_bytes((n, rank), format)) for e, n, k, rank in shapes)
 
 
 _TILE_BYTES, _TILE_ROWS = 16 << 20, (256, 2048)
@@ -186,7 +191,7 @@ _RANGE_NUMBERS = 1 << 20
 """Weights that cpp/learner unpacks at once."""
 
 
-def _learner_bytes(source: ModelSource, largest: _Pass, size: int) -> int:
+def _learner_bytes(source: ModelSource, largest: _Pass, n_keys: int, size: int, adapts_experts: bool) -> int:
     """Return the bytes that a learner allocates between the forward and the end of the backward pass of a micro-batch,
     except the kept activations of layers.
 
@@ -195,7 +200,7 @@ def _learner_bytes(source: ModelSource, largest: _Pass, size: int) -> int:
     """
     model, n = source.config, largest.tokens
     heads, inputs_dim = _widest_heads(model), model.n_layers * model.layer_input_dim
-    widest_head = max(model.head_dim, model.local_head_dim)
+    q = model.n_heads * max(model.layer_head_dim(i) for i in range(model.n_layers))
     hidden, per_dim = model.hidden_dim, 2 if model.gated else 1
     mlp, expert = _widest_mlp(model), model.expert_dim
     up, expert_up, inner = mlp * per_dim, expert * per_dim, max(mlp, expert)
@@ -207,16 +212,18 @@ def _learner_bytes(source: ModelSource, largest: _Pass, size: int) -> int:
         4 * ((3 if model.post_norm else 2) * hidden + wide + model.n_heads) + _head_size(model, size) * (heads + mixed)
     )
     of_mixer = {
-        "attention": _head_size(model, size) * (3 * model.n_heads + 2 * model.n_kv_heads) * widest_head,
-        "conv": 4 * 3 * hidden,
-        "delta": 4 * (model.delta_channels + model.n_delta_heads * (model.delta_dim + 4)),
+        # Sums of the gradients of keys and values are float32, for each sequence that reads them.
+        "attention": n * _head_size(model, size) * (heads + q) + 4 * (heads - q) * n_keys,
+        "conv": n * 4 * 3 * hidden,
+        "delta": n * 4 * (model.delta_channels + model.n_delta_heads * (model.delta_dim + 4)),
     }
     of_mixer["mamba"] = of_mixer["delta"]
-    gradients = n * (4 * 2 * hidden + max(of_mixer[model.mixer(i)] for i in range(model.n_layers)))
-    converted = 2 * (max(inner, hidden) + max(up, expert_up)) if size == 2 else 0
-    rows = tile * (4 * (3 * hidden + max(hidden, mixed) + max(up, mixed) + inner * (1 if size == 2 else 2)) + converted)
+    gradients = n * 4 * 2 * hidden + max(of_mixer[model.mixer(i)] for i in range(model.n_layers))
+    converted = 2 * (max(inner, hidden, mixed) + max(up, expert_up, wide)) if size == 2 else 0
+    rows = tile * (4 * (2 * hidden + max(hidden, mixed) + max(up, mixed) + inner * (1 if size == 2 else 2)) + converted)
     if expert:  # the rows of one expert, and the probabilities, weights and rows of all
-        rows += tile * 4 * (expert_up + hidden + model.n_experts + 7 * model.n_used_experts)
+        n_inputs = 2 if adapts_experts else 1
+        rows += tile * 4 * (expert_up + n_inputs * hidden + model.n_experts + 7 * model.n_used_experts)
     if inputs_dim:  # a layer's result before its input, the input's, and both operands of its gate
         layer += n * 4 * inputs_dim
         rows += tile * 4 * (2 * hidden + 3 * model.layer_input_dim)
@@ -352,7 +359,9 @@ def _activation_bytes(source: ModelSource, config: TrainerConfig, lengths: Lengt
     inputs of the preceding norm or activation, except after layer norms and single-input activations, whose outputs are
     saved. torch saves B, C, x and two sums of a convolution in float32, its output, and to train the taps their inputs.
     The gated delta rule saves its projections, and in float32 its results before and after the norm, and z. Mamba-2
-    also saves the gated results, and to train the norm the normed ones.
+    also saves the gated results, and to train the norm the normed ones. Frozen experts save their input; torch's own,
+    which train, in float32 for each expert of a token its input, gate and up, their activation and product, and its
+    result. Routers save probabilities, and ids and weights of the chosen.
 
     Args:
         size: bytes of a matmul operand.
@@ -366,6 +375,10 @@ def _activation_bytes(source: ModelSource, config: TrainerConfig, lengths: Lengt
     n_ffn = 4 if model.gated and model.activation != "silu" else 2  # torch keeps each operand of a gate
     if model.layer_input_dim:  # the gate and the input of the norm; to train, also operands and inputs of products
         per_layer += size * ((1 if is_frozen else 3) * model.layer_input_dim + (1 if is_frozen else 2) * hidden)
+    k, expert = model.n_used_experts, model.expert_dim
+    of_experts = size * hidden if is_frozen else k * 4 * (2 * hidden + 4 * expert) + 4 * hidden
+    of_experts += 4 * (model.n_experts + 3 * k)
+    mlps = sum(size * n_ffn * model.mlp_dim(i) + model.is_moe(i) * of_experts for i in range(model.n_layers))
     fused = any(location.weight == "layers.0.qkv" and not location.module.part for location in source.targets.values())
 
     def attention(i: int) -> int:
@@ -384,7 +397,6 @@ def _activation_bytes(source: ModelSource, config: TrainerConfig, lengths: Lengt
     mamba = size * (model.delta_channels + model.n_delta_heads) + (4 * (3 if is_frozen else 4) + 2 * size) * values
     of_mixer = {"conv": convolution, "delta": delta, "mamba": mamba}
     mixers = sum(of_mixer.get(model.mixer(i)) or attention(i) for i in range(model.n_layers))
-    mlps = size * n_ffn * (sum(model.ffn_dims) or model.n_layers * model.ffn_dim)
     per_token = model.n_layers * per_layer + mlps + mixers + 4 * hidden
     per_token += (4 + (0 if is_frozen else size)) * model.n_layers * model.layer_input_dim
     logits, states = VOCAB_TILE * (4 + rounded), (4 + 2 * rounded) * hidden

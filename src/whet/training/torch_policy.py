@@ -29,6 +29,7 @@ from whet.nn.causal_lm import completion_logprobs
 from whet.nn.frozen import base_of
 from whet.nn.modules import module_device, module_mode, position_limit, stop_token_ids
 from whet.nn.optim import HALF_DTYPES, AdamW
+from whet.nn.replay import routers_of
 from whet.training.policy import Score, State, check_same_parameters, error_without_effect
 from whet.training.reduction import checksum
 from whet.training.reference import Reference
@@ -143,8 +144,8 @@ class TorchPolicy:
 
     @property
     def replays_experts(self) -> bool:
-        """Whether ``logprobs`` takes the experts of tokens: it does not."""
-        return False
+        """Whether ``logprobs`` takes the experts of tokens: of a mixture of experts on Whet's kernels."""
+        return self.acceleration is not None and bool(routers_of(self.model))
 
     def logprobs(
         self,
@@ -158,14 +159,13 @@ class TorchPolicy:
         return_entropy: bool = False,
     ) -> Logprobs:
         """Return log-probs as ``completion_logprobs`` does; ``backward`` follows."""
-        if experts is not None:
-            raise WhetValueError("logprobs: experts are given, and modules of torch choose their own. Omit them.")
-        self._kept, entropy, mask, self._balance = completion_logprobs(
+        self._kept, entropy, mask, self._balance, replaced = completion_logprobs(
             self.model, prompt_ids, completion_ids, completion_mask=completion_mask, kept_tokens=kept_tokens,
             temperature=temperature, return_entropy=return_entropy, return_balance=self._balance_coefficient != 0,
+            experts=experts,
         )  # fmt: skip
         arrays = [None if x is None else x.detach().cpu().numpy() for x in (self._kept, entropy, mask)]
-        return Logprobs(*arrays)  # pyright: ignore[reportArgumentType]
+        return Logprobs(*arrays, replaced_experts=replaced)  # pyright: ignore[reportArgumentType]
 
     def backward(self, grad_logprobs: np.ndarray, share: float = 1.0) -> dict[str, float]:
         """Add the gradients of the parameters, from the gradient of the last log-probs, (B, C), and of the balance."""

@@ -144,7 +144,7 @@ def _locate(
         )
     a, b, scaling = value
     location = find_location(targets, name, where)
-    return [locate_lora(config, location, factor_values(a), factor_values(b), scaling, where)]
+    return locate_lora(config, location, factor_values(a), factor_values(b), scaling, where)
 
 
 def _array(tensor: Any, narrow: bool) -> np.ndarray:

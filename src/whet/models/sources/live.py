@@ -192,11 +192,6 @@ class _Live:
             return (found.original_module if active is None or active not in saved else saved[active]), []
         if not hasattr(found, "base_layer"):
             return found, []
-        if hasattr(found, "parameter_name"):
-            raise WhetValueError(
-                f"{_WHERE}: {names[0]} has PEFT's target_parameters. Pass target_modules: layers of attention and of "
-                f"shared experts."
-            )
         if not hasattr(found, "lora_A"):
             raise WhetValueError(
                 f"{_WHERE}: {names[0]} is a {type(found).__name__}; the engine supports only LoRA of PEFT."
@@ -205,14 +200,18 @@ class _Live:
         if found.disable_adapters and found.merged:
             raise WhetValueError(f"{_WHERE}: {names[0]} has a merged adapter that is disabled. Unmerge it first.")
         if found.disable_adapters or found.merged:
-            return found.base_layer, []
+            return found.get_base_layer(), []
         for name in active:
             if getattr(found, "lora_variant", {}).get(name) or getattr(found, "lora_bias", {}).get(name):
                 raise WhetValueError(
                     f"{_WHERE}: adapter {name!r} of {names[0]} is more than W + scaling B A (DoRA, a bias ...). "
                     f"Merge it with PEFT's merge_and_unload()."
                 )
-        return found.base_layer, [(found, name) for name in active]
+        inside, adapters = found.base_layer, [(found, name) for name in active]
+        while hasattr(inside, "parameter_name"):  # PEFT's wrapper of another parameter
+            adapters += [(inside, name) for name in inside.active_adapters if name in inside.scaling]
+            inside = inside.base_layer
+        return inside, adapters
 
     def tensor(self, names: Sequence[str], suffix: str, merged: bool = False) -> StoredTensor:
         layer, lora = self.layer(names)
@@ -234,7 +233,8 @@ class _Live:
         inputs.check_memory(_WHERE, f"{names[0]}.{suffix}", weight)
         if weight.is_neg():
             raise WhetValueError(f"{label} is lazily negated. Replace it by its resolve_neg().")
-        if merged and suffix == "weight" and lora:
+        lora = [(wrapper, name) for wrapper, name in lora if _parameter(wrapper) == suffix]
+        if merged and lora:
             weight = weight if format == "float64" else weight.float()
             for wrapper, name in lora:
                 weight = weight + _delta(wrapper, name).to(weight.dtype)
@@ -315,7 +315,8 @@ class _Live:
                 f"Omit it, or pack the base from a source with that max_position."
             )
         for name, location in base.targets.items():
-            if len(location.shape) != 2 or name not in self.modules:
+            is_router = location.weight.endswith(".router")  # a copy in floats, which does not train
+            if len(location.shape) != 2 or name not in self.modules or is_router:
                 continue
             layer, _ = self.layer([name])
             if getattr(layer, "whet_base", None) is not base:
@@ -335,7 +336,7 @@ class _Live:
 
     def adapters(self, targets: Mapping[str, WeightLocation], config: ModelConfig) -> Iterator[LoRA]:
         for name, a, b, scaling in self.factors(targets):
-            yield locate_lora(config, targets[name], a, b, scaling, _WHERE)
+            yield from locate_lora(config, targets[name], a, b, scaling, _WHERE)
 
     def norms(self, targets: Mapping[str, WeightLocation]) -> Iterator[tuple[str, dict[str, Any]]]:
         for name, location in targets.items():
@@ -347,10 +348,13 @@ class _Live:
                 yield name, {part: vector.detach() for part, vector in layer.named_parameters()}
 
     def factors(self, targets: Mapping[str, WeightLocation]) -> Iterator[tuple[str, Any, Any, float]]:
-        for name in targets:
-            if name not in self.modules:
+        for name, location in targets.items():
+            holder = name if (parameter := location.module.parameter) == "weight" else name.rpartition(".")[0]
+            if holder not in self.modules:
                 continue
-            for wrapper, adapter in self.layer([name])[1]:
+            for wrapper, adapter in self.layer([holder])[1]:
+                if _parameter(wrapper) != parameter:
+                    continue
                 if adapter not in wrapper.lora_A:
                     raise WhetValueError(
                         f"{_WHERE}: adapter {adapter!r} of {name} changes the embedding. Pass merged=True, or merge it "
@@ -379,8 +383,15 @@ def _only_adapter(wrapper: Any, name: str) -> str | None:
     return active[0] if active else None
 
 
+def _parameter(wrapper: Any) -> str:
+    """Return the name of the parameter that an adapter of PEFT changes."""
+    return getattr(wrapper, "parameter_name", "weight")
+
+
 def _delta(wrapper: Any, name: str) -> Any:
     """Return scaling B A in the layout of the wrapped weight."""
+    if hasattr(wrapper, "parameter_name"):
+        return wrapper.get_delta_weight(name).detach()
     if name in wrapper.lora_A:
         a, b = wrapper.lora_A[name].weight.detach(), wrapper.lora_B[name].weight.detach()
     else:
