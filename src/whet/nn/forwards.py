@@ -281,7 +281,9 @@ def _attention(
     if norms and not norms_rotated:
         q, k = map(_norm_heads, norms, (q, k))
     if position_embeddings is not None and (not acceleration.rotated_layers or acceleration.rotated_layers[layer]):
-        table, is_neox = _rope_table(*position_embeddings, q.shape[-1] // 2), family.rope == "neox"
+        # gpt-oss has a cosine for each pair, other models for each element, in some of a part of a head.
+        half = (position_embeddings[0] if family.partial_rotary else q).shape[-1] // 2
+        table, is_neox = _rope_table(*position_embeddings, half), family.rope == "neox"
         q, k = functions.rope(q, table, is_neox=is_neox), functions.rope(k, table, is_neox=is_neox)
     if norms and norms_rotated:
         q, k = map(_norm_heads, norms, (q, k))
