@@ -100,7 +100,7 @@ def _factors(
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     """Yield name, A (r, k) and B (n, r) of each tensor with adapters, in its order; B is scaled for alpha / r.
 
-    Those of experts have a first axis for them.
+    Factors of experts have a first axis for them.
     """
     slots = source.config.slots()
     for adapter in adapters:
