@@ -8,7 +8,7 @@
 //   dz_e = p_e (dp_e - sum over K of p_j dp_j) of softmax;   dz_e = p_e (1 - p_e) dp_e of sigmoid
 //
 // The choice of K has no gradient, and the router and the matrices of the experts are frozen. Experts may have
-// adapters: those of an expert without rows get no gradient.
+// adapters, which get no gradient if the expert has no rows.
 #include <algorithm>
 
 #include "engine/activation.h"
@@ -46,7 +46,7 @@ void Learner::gather_expert_rows(const Choice::Group& group, const float* x, flo
     });
 }
 
-// The rows of an expert as a tile: those of the tokens of each group of a tile follow each other.
+// The rows of an expert as a tile, in which the rows of each group of tokens follow each other.
 Learner::RowTile Learner::tile_of(const Choice::Group& group, const RowTile& tile) const {
     RowTile rows{0, group.rows, {}};
     size_t first = 0, end = 0;

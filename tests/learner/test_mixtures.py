@@ -80,7 +80,7 @@ def test_bfloat16_adapters_of_experts_are_near_float64() -> None:
 
 
 def test_experts_without_rows_are_not_updated() -> None:
-    """As parameters of torch without a gradient: neither moments nor weight decay change them."""
+    """Neither moments nor weight decay change them, like parameters of torch without a gradient."""
     learner = learner_of("qwen3_moe", compute="float32", lora_layers=["experts"], modules_to_save=[])
     config = learner.base.config
     ids = np.arange(config.n_used_experts, dtype=np.uint16)

@@ -81,7 +81,7 @@ def test_engines_and_learners_compute_the_adapters_of_peft(case, tmp_path):
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")  # of PEFT, which applies them
 @pytest.mark.parametrize("parameter", PARAMETERS)
 def test_adapters_of_one_parameter(parameter, tmp_path):
-    """PEFT has one wrapper then, in place of two; here with a rank and a scaling of its own."""
+    """PEFT has one wrapper in place of two; the parameter has a separate rank and scaling."""
     patterns = {"rank_pattern": {parameter: 3}, "alpha_pattern": {parameter: 5}, "use_rslora": True}
     adapted = adapt(tiny_model("olmoe"), tmp_path / "peft", target_parameters=[parameter], **patterns)
     ids = token_ids()

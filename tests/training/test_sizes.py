@@ -141,11 +141,12 @@ def test_trainers_and_engines_use_the_estimated_memory(name, compute, lora, monk
     for part in ("weights", "reference", "copies", "moments"):
         # Models also have rotary frequencies, and AdamW its step count.
         assert found[part] == pytest.approx(predicted[part], abs=8192, rel=1e-3), part
-    memory = trainer.engine.memory
+    engine: Any = trainer.engine
+    memory = engine.memory
     [sampler] = [parts["sampler_weights"] for parts in (run.parts, run.sampling) if "sampler_weights" in parts]
     assert sampler == memory["weights_bytes"] + memory["adapters_bytes"]
     # Between steps an engine keeps its weights only if the next sync reuses them.
-    still = sum(n_bytes for part, _, n_bytes in trainer.engine.memory_blocks() if part == "sampler_weights")
+    still = sum(n_bytes for part, _, n_bytes in engine.memory_blocks() if part == "sampler_weights")
     assert still == predicted.get("sampler_weights", 0) == (sampler if lora else 0)
 
 
@@ -169,15 +170,15 @@ def kept_by_autograd(model: Any, prompts: list[list[int]], completions: list[lis
 @pytest.mark.parametrize("lora", [False, True])
 def test_autograd_saves_the_estimated_bytes(name, lora):
     model = make_model(name)
-    source, adapters = open_module(model), {}
+    source, adapters = open_module(model), None
     if lora:
         layers = ["all-linear", "experts"] if name in MIXTURES else []
         model = add_adapters(model, RunConfig(lora_rank=4, lora_layers=layers))
-        adapters = {"adapters": choose_adapted(source, 4, layers)}
+        adapters = choose_adapted(source, 4, layers)
     prompts = [[5 + i, 6, 7, 8] * 25 for i in range(4)]
     kept = kept_by_autograd(model, prompts, [[9, 10]] * 4)
     config = SFTConfig(batch_size=4, max_tokens_per_step=0, training_mode=False)
-    predicted = run_memory(source, config, Lengths(100, 2), interpreter=0, **adapters).update["activations"]
+    predicted = run_memory(source, config, Lengths(100, 2), interpreter=0, adapters=adapters).update["activations"]
     # The head computes logits, and the gradients of hidden states, in its backward pass.
     head = 8 * (2048 * (6 if NARROW else 4) + (8 if NARROW else 4) * LLAMA["hidden_size"])
     assert kept == pytest.approx(predicted - head, rel=0.05 if name in MIXTURES else 0.03)

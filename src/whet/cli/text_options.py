@@ -52,8 +52,8 @@ class EngineSettings:
     """Settings of the engine that every command has which opens one for a folder or file."""
 
     expert_bytes: Count = 0
-    """Of a mixture's experts that are packed from the file when they are first used, the most bytes that stay packed
-    after a step, the most recently used; 0: all."""
+    """Most bytes of a mixture's experts, packed from the file when they are first used, that stay packed after a step:
+    the most recently used; 0: all."""
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -68,7 +68,7 @@ ADAPTER = "default"
 
 
 class TrainedAdapter:
-    """The adapter of one module, or those of the experts of a layer, one after the other: ``W + (alpha / r) B^T A``.
+    """The adapter of one module, or all adapters of the experts of a layer: ``W + (alpha / r) B^T A``.
 
     Attributes:
         name: of the module in the Hugging Face model, or of the parameter with the matrices of all experts.

@@ -100,7 +100,7 @@ def _factors(
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     """Yield name, A (r, k) and B (n, r) of each tensor with adapters, in its order; B is scaled for alpha / r.
 
-    Of experts, (experts, r, k) and (experts, n, r).
+    Factors of experts have a first axis for them.
     """
     slots = source.config.slots()
     for adapter in adapters:
@@ -130,7 +130,9 @@ def _factors(
                 column = end
         columns = slot_columns(source.config, location)
         a = a if columns is None else a[:, :, columns]
-        yield f"{location.names[0]}.weight", *((a, b) if location.n_experts > 1 else (a[0], b[0]))
+        if location.n_experts == 1:
+            a, b = a[0], b[0]
+        yield f"{location.names[0]}.weight", a, b
 
 
 def _tensor(name: str, values: np.ndarray, format: str) -> Tensor:

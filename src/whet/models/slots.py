@@ -443,8 +443,8 @@ def locate_lora(
 ) -> list[LoRA]:
     """Map a module's adapter W += scaling b a to its slot; b's rows and a's columns are reordered like the weight's.
 
-    Of experts, as PEFT has them: a (n_experts r, k), b (n, r n_experts), in which the columns of an expert are
-    n_experts apart.
+    Adapters of experts are as PEFT has them: a (n_experts r, k), b (n, r n_experts), in which the columns of an
+    expert are n_experts apart.
 
     Raises:
         WhetValueError: the shapes do not match the module, or its weight is not a matrix.

@@ -170,7 +170,8 @@ def _packed_logprobs(
     _check_vocabulary(where, batch.targets, head.bounds[-1][1])
     replay, share = nullcontext([]), None
     if experts is not None:
-        config = model_config(inner_module(model).config.to_dict(), where=where)
+        inner: Any = inner_module(model)
+        config = model_config(inner.config.to_dict(), where=where)
         given = place_experts(experts, prompts, packed, config, where)
         replay, share = replay_experts(model, config, given), 1 / max(1, np.count_nonzero(given[..., 0] != OWN_CHOICE))
     try:

@@ -288,6 +288,7 @@ def _attention(
     if norms and not norms_rotated:
         heads = list(map(_norm_heads, norms, heads))
     if position_embeddings is not None and (not acceleration.rotated_layers or acceleration.rotated_layers[layer]):
+        # gpt-oss has a cosine for each pair, other models for each element, in some of a part of a head.
         width = position_embeddings[0].shape[-1] if family.partial_rotary else q.shape[-1]
         table, is_neox = _rope_table(width // 2, *position_embeddings), family.rope == "neox"
         heads = [functions.rope(each, table, is_neox=is_neox) for each in heads]
@@ -300,7 +301,8 @@ def _attention(
         options["shared_kv_states"][module.layer_type] = kv
     window = acceleration.windows[layer] or None
     sinks = getattr(module, "sinks", None)
-    out = functions.attention(q, *kv, batch, module.scaling, window, acceleration.attention_softcap, sinks)
+    key, value = kv
+    out = functions.attention(q, key, value, batch, module.scaling, window, acceleration.attention_softcap, sinks)
     if gate is not None:
         out = out * gate.sigmoid()
     output = module.o_proj if hasattr(module, "o_proj") else module.out_proj

@@ -477,7 +477,7 @@ class _Experts(torch.autograd.Function):
         gate, up = _halves(_add_adapters(gate_up, rows, counts, *adapters[:2]))
         h, factor = weights.activate(gate, up), factors.flatten()[order, None]
         u = _multiply_by_expert(grad_out, counts, weights.down)
-        u, grads_down = _adapters_backward(u, h, grad_out, counts, *adapters[2:], factor)
+        u, grads_down = _adapters_backward(u, h, grad_out, counts, *adapters[2:], factor=factor)
         grad_factors = torch.empty(factors.numel())
         grad_factors[order] = (h.float() * u.float()).sum(-1)
         if weights.down_bias is not None:

@@ -320,8 +320,9 @@ class _Metadata:
                 raise self.wrong(name, "an integer of at least 0")
         widths = self.given.get("ffn_dim")
         widths = widths.tolist() if isinstance(widths, np.ndarray) else widths
-        is_double = isinstance(widths, list) and len(set(widths)) > 1
-        if is_double:
+        is_double = False
+        if isinstance(widths, list) and len(set(widths)) > 1:
+            is_double = True
             n_own = len(widths) - counts["n_shared_kv_layers"]
             if widths != [widths[0]] * n_own + [2 * widths[0]] * counts["n_shared_kv_layers"]:
                 raise self.wrong("ffn_dim", "one width, and twice that in the layers without keys and values")
