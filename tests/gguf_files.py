@@ -19,11 +19,11 @@ _ARCHITECTURES = {"mistral": "llama", "gpt_neox": "gptneox", "phi": "phi2", "gem
                   "olmo3": "olmo2", "granitemoehybrid": "granite", "ministral3": "mistral3",
                   "hunyuan_v1_dense": "hunyuan-dense", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe",
                   "lfm2_moe": "lfm2moe", "granitemoeshared": "granitemoe", "qwen3_5_moe_text": "qwen35moe",
-                  "gpt_oss": "gpt-oss"}  # fmt: skip
+                  "gpt_oss": "gpt-oss", "gemma4_text": "gemma4"}  # fmt: skip
 _INTERLEAVED = ("llama", "mistral", "smollm3", "granite", "granitemoehybrid", "ministral3", "arcee", "granite_swa",
                 "granitemoe", "granitemoeshared")  # fmt: skip
 _WITH_WINDOWS = ("mistral", "phi3", "starcoder2", "gemma2", "gemma3_text", "olmo3", "exaone4", "granite_swa",
-                 "gpt_oss")  # fmt: skip
+                 "gpt_oss", "gemma4_text")  # fmt: skip
 _FLOATS = (".conv.conv.", ".conv1d.", ".gate.weight", ".shared_expert_gate.", ".router.")
 _BY_NAME = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
 _BY_NAME["granite_swa"] = gguf.MODEL_ARCH.GRANITE  # not in this package yet
@@ -43,6 +43,8 @@ def is_mamba(config: Any) -> bool:
 
 def gguf_name(config: Any, name: str) -> str:
     """Return llama.cpp's name of a transformers tensor."""
+    if name.endswith(".layer_scalar"):
+        name += ".weight"
     if name.endswith(".sinks"):
         return f"blk.{name.split('.')[2]}.attn_sinks.weight"
     name = name.replace("moe.router.weight", "moe.router.layer.weight")
@@ -150,7 +152,10 @@ def write_gguf(
         ffn_dim = model.model.layers[0].feed_forward.w1.out_features
     if config.model_type in ("lfm2", "lfm2_moe"):
         writer.add_shortconv_l_cache(config.conv_L_cache)
-    if config.model_type != "qwen3_5_moe_text":
+    if config.model_type == "gemma4_text" and config.use_double_wide_mlp:
+        n_shared = config.num_kv_shared_layers
+        writer.add_feed_forward_length([ffn_dim] * (config.num_hidden_layers - n_shared) + [2 * ffn_dim] * n_shared)
+    elif config.model_type != "qwen3_5_moe_text":
         writer.add_feed_forward_length(ffn_dim)
     if n_experts:
         write_expert_keys(writer, config, n_experts)
@@ -162,7 +167,10 @@ def write_gguf(
         if is_hybrid or is_mamba(config)
         else n_kv_heads
     )
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    is_gemma_4 = config.model_type == "gemma4_text"
+    head_dim = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
+    if is_gemma_4:
+        head_dim = write_gemma_4_keys(writer, config, head_dim)
     if hasattr(config, "rms_norm_eps") or is_hybrid:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
@@ -179,7 +187,8 @@ def write_gguf(
     if settings and config.model_type != "granite_swa":
         stretch = settings.get("alpha", 1.0) ** (head_dim / (head_dim - 2))
         writer.add_rope_freq_base(settings["rope_theta"] * stretch)
-        writer.add_rope_dimension_count(int(head_dim * settings.get("partial_rotary_factor", 1.0)))
+        share = 1.0 if is_gemma_4 else settings.get("partial_rotary_factor", 1.0)
+        writer.add_rope_dimension_count(int(head_dim * share))
     if config.model_type in _WITH_WINDOWS and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
     if config.model_type == "ministral3":
@@ -266,6 +275,23 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return writer.format_shard_names(path)[0] if len(writer.tensors) > 1 else path
+
+
+def write_gemma_4_keys(writer: Any, config: Any, local_head_dim: int) -> int:
+    """Write the options of layers with different sizes, and return head_dim of those with full attention."""
+    full = next(layer.head_dim for layer in config.per_layer_config if layer.head_dim != local_head_dim)
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input or 0)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    writer.add_key_length_swa(local_head_dim)
+    writer.add_value_length_swa(local_head_dim)
+    writer.add_rope_dimension_count_swa(local_head_dim)
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    if config.final_logit_softcapping:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    n_rotated = int(full * config.rope_parameters["full_attention"]["partial_rotary_factor"] / 2)
+    writer.add_tensor("rope_freqs.weight", np.array([1.0] * n_rotated + [1e30] * (full // 2 - n_rotated), np.float32))
+    return full
 
 
 def write_expert_keys(writer: Any, config: Any, n_experts: int) -> None:

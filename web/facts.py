@@ -27,6 +27,8 @@ from whet.models.tokenizers import algorithms, vocabulary
 from whet.models.tokenizers.pre_tokenizers import PRE_TOKENIZERS
 
 BINDING = Path(__file__).parent.parent / "cpp/bindings/wasm"
+FAMILIES = {name: family for name, family in families.FAMILIES.items() if "layer_input_dim" not in family.keys}
+TOO_LARGE = "a second embedding of every token, which is larger than the memory of a page"
 CALLS = {"engineCalls": "engine.cpp", "opCalls": "ops.cpp", "learnerCalls": "learner.cpp"}
 STEP = ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm")
 RUN = (*STEP, "batch_size", "max_tokens_per_step")
@@ -95,7 +97,7 @@ def model_families() -> dict[str, Any]:
         "root_of_embedding", "rope_option", "rope_windowed", "rope_others", "rope_alpha", "query_scale",
         "rope_by_layer", "full_first", "ffn_adjusted", "mixer", "with_experts",
     )  # fmt: skip
-    return {name: {f: getattr(family, f) for f in fields} for name, family in families.FAMILIES.items()}
+    return {name: {f: getattr(family, f) for f in fields} for name, family in FAMILIES.items()}
 
 
 def differences(whole: dict[str, Any], is_ordered: bool = False) -> dict[str, Any]:
@@ -113,7 +115,7 @@ def hf_modules() -> dict[str, Any]:
     """Return the Hugging Face modules of each family by model_type and slot."""
     return {
         name: {target: hf_module(m) for target, m in modules_of(name) if "hf" in m or "hf_file" in m}
-        for name in families.FAMILIES
+        for name in FAMILIES
     }
 
 
@@ -123,7 +125,7 @@ def gguf_families() -> dict[str, Any]:
     return {
         name: {field: gguf[field] for field in fields if field in gguf}
         | {"modules": {target: gguf_module(gguf, target, m) for target, m in modules_of(name) if "gguf" in m}}
-        for name, family in families.FAMILIES.items()
+        for name, family in FAMILIES.items()
         if (gguf := family.gguf)
     }
 
@@ -201,7 +203,7 @@ def facts() -> dict[str, Any]:
         "gguf": families.GGUF_NAMES,
         "activations": families._ACTIVATIONS,
         "plain": families._PLAIN,
-        "notRun": families._NOT_RUN,
+        "notRun": families._DATA["not_run"] | {TOO_LARGE: sorted(families.FAMILIES.keys() - FAMILIES.keys())},
         "textParts": families._TEXT_PARTS,
         "skippedTensors": families.SKIPPED,
         "predicting": families.PREDICTING,

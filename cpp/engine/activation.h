@@ -1,9 +1,10 @@
-// Activations of a model.
+// Activations of a model, and the inputs of its layers.
 #pragma once
 #include <cmath>
 #include <cstddef>
 
 #include "engine/config.h"
+#include "engine/weights.h"
 #include "kernels/dispatch.h"
 
 namespace whet {
@@ -20,6 +21,19 @@ inline void activate(const ModelConfig& config, const float* gate, const float* 
     if (config.activation == Activation::kClampedSwiglu) return kernels().clamped_swiglu_f32(gate, up, n, out);
     activation_kernel(config.activation)(gate, n, false, out);
     for (size_t j = 0; config.gated && j < n; ++j) out[j] *= up[j];
+}
+
+// inputs (layer_inputs(), the projection of the embedding) = (norm(inputs / sqrt(hidden_dim)) +
+// sqrt(layer_input_dim) embedded) / sqrt(2); the norm is of each layer's input.
+inline void combine_layer_inputs(const ModelConfig& config, const NormWeight& norm, const float* embedded,
+                                 float* inputs) {
+    const size_t n = config.layer_inputs(), p = config.layer_input_dim;
+    const auto root = [](double x) { return static_cast<float>(std::sqrt(x)); };
+    kernels().blend_f32(inputs, n, 1.0f / root(static_cast<double>(config.hidden_dim)), 0.0f, inputs);
+    for (size_t at = 0; at < n; at += p) {
+        kernels().rms_norm_f32(inputs + at, nullptr, norm.weight.data(), p, config.norm_eps, false, inputs + at);
+    }
+    kernels().blend_f32(embedded, n, root(static_cast<double>(p) / 2), root(0.5), inputs);
 }
 
 // In float64, so that all processors round alike.

@@ -42,6 +42,7 @@ struct ModelConfig {
     bool qk_norm = false;
     bool qk_norm_whole = false;    // one norm over all query heads, one over all key heads
     bool qk_norm_rotated = false;  // of rotated heads
+    bool v_norm = false;           // RMS norm of every value head, without a weight
     double query_log_scale = 0.0;  // queries are multiplied by 1 + query_log_scale log(1 + floor(position / length))
     size_t query_scale_length = 1;
     bool sinks = false;  // a logit per head, without a value, is in the softmax of its scores
@@ -52,7 +53,12 @@ struct ModelConfig {
     double attention_softcap = 0.0;      // of scores: softcap tanh(score / softcap); 0: none
     std::vector<bool> rope_layers;       // layers with RoPE; empty: all
     std::vector<bool> local_layers;      // layers that use local_inv_freq; empty: none
-    std::vector<double> local_inv_freq;  // rotary_dim / 2
+    std::vector<double> local_inv_freq;  // half of the elements that are rotated in a head of a local layer
+    size_t local_head_dim = 0;           // of local layers; 0: head_dim
+    size_t n_shared_kv_layers = 0;       // the last layers read keys and values of the last one before of their kind
+    std::vector<size_t> ffn_dims;        // per layer; empty: ffn_dim in all
+    size_t layer_input_dim = 0;          // of a token's inputs to the layers, from its embeddings; 0: none
+    bool layer_scale = false;            // the output of a layer is multiplied by a number
     bool output_gate = false;            // a query head is followed by a gate: outputs are multiplied by its sigmoid
     std::vector<Mixer> mixers;           // per layer; empty: attention in all
     size_t conv_length = 0;              // taps of short convolutions (of all other mixers), at most kMaxConvLength
@@ -80,6 +86,25 @@ struct ModelConfig {
     }
     bool rotates(size_t layer) const { return rotary_dim > 0 && (rope_layers.empty() || rope_layers[layer]); }
     bool is_local(size_t layer) const { return !local_layers.empty() && local_layers[layer]; }
+    size_t rotary_dim_of(size_t layer) const { return is_local(layer) ? 2 * local_inv_freq.size() : rotary_dim; }
+    size_t head_dim_of(size_t layer) const { return is_local(layer) && local_head_dim > 0 ? local_head_dim : head_dim; }
+    size_t widest_head() const { return std::max(head_dim, local_head_dim); }
+    // The layer whose keys and values a layer reads.
+    size_t kv_layer(size_t layer) const {
+        size_t own = n_layers - n_shared_kv_layers;
+        if (layer < own) return layer;
+        while (own-- > 0 && is_local(own) != is_local(layer)) {
+        }
+        return own;
+    }
+    bool shares_kv(size_t layer) const {  // whether other layers read its keys and values
+        for (size_t reader = n_layers - n_shared_kv_layers; reader < n_layers; ++reader) {
+            if (kv_layer(reader) == layer) return true;
+        }
+        return false;
+    }
+    // Key heads that a layer computes, and as many value heads.
+    size_t n_own_kv_heads(size_t layer) const { return kv_layer(layer) == layer ? n_kv_heads : 0; }
     Mixer mixer(size_t layer) const { return mixers.empty() ? Mixer::kAttention : mixers[layer]; }
     bool is_recurrent() const {  // some mixer has a state per sequence
         return std::any_of(mixers.begin(), mixers.end(), [](Mixer mixer) { return mixer != Mixer::kAttention; });
@@ -88,8 +113,10 @@ struct ModelConfig {
     bool is_delta(size_t layer) const { return mixer(layer) == Mixer::kDelta || mixer(layer) == Mixer::kMamba; }
     size_t delta_values() const { return n_delta_heads * delta_dim; }
     size_t kv_group() const { return n_heads / n_kv_heads; }
-    size_t query_stride() const { return output_gate ? 2 * head_dim : head_dim; }
-    size_t qkv_dim() const { return n_heads * query_stride() + 2 * n_kv_heads * head_dim; }
+    size_t query_stride(size_t layer) const { return (output_gate ? 2 : 1) * head_dim_of(layer); }
+    size_t qkv_dim(size_t layer) const {
+        return n_heads * query_stride(layer) + 2 * n_own_kv_heads(layer) * head_dim_of(layer);
+    }
     // Channels of the short convolution of a layer.
     size_t conv_dim(size_t layer) const {
         return is_delta(layer) ? 2 * n_delta_key_heads * delta_key_dim + delta_values() : hidden_dim;
@@ -98,7 +125,7 @@ struct ModelConfig {
     size_t mixer_in(size_t layer) const {
         switch (mixer(layer)) {
             case Mixer::kAttention:
-                return qkv_dim();
+                return qkv_dim(layer);
             case Mixer::kConv:
                 return 3 * hidden_dim;
             case Mixer::kDelta:
@@ -111,7 +138,7 @@ struct ModelConfig {
     size_t mixer_out(size_t layer) const {
         switch (mixer(layer)) {
             case Mixer::kAttention:
-                return n_heads * head_dim;
+                return n_heads * head_dim_of(layer);
             case Mixer::kConv:
                 return hidden_dim;
             case Mixer::kDelta:
@@ -125,6 +152,9 @@ struct ModelConfig {
     static size_t state_size(size_t dim, size_t key_dim) {
         return (dim + kDeltaSlice - 1) / kDeltaSlice * kDeltaSlice * key_dim;
     }
+    // Elements of the queries, keys and values that a layer computes.
+    size_t heads_dim(size_t layer) const { return (n_heads + 2 * n_own_kv_heads(layer)) * head_dim_of(layer); }
+    size_t widest_heads() const { return widest(&ModelConfig::heads_dim); }
     size_t widest_mixer_in() const { return widest(&ModelConfig::mixer_in); }
     size_t widest_mixer_out() const { return widest(&ModelConfig::mixer_out); }
     bool is_moe(size_t layer) const { return n_experts > 0 && (moe_layers.empty() || moe_layers[layer]); }
@@ -135,7 +165,11 @@ struct ModelConfig {
         return n;
     }
     // Width of a layer's MLP, or of its shared expert; 0: none.
-    size_t mlp_dim(size_t layer) const { return is_moe(layer) ? shared_dim : ffn_dim; }
+    size_t mlp_dim(size_t layer) const {
+        return is_moe(layer) ? shared_dim : ffn_dims.empty() ? ffn_dim : ffn_dims[layer];
+    }
+    bool has_layer_inputs() const { return kIsComplete && layer_input_dim > 0; }
+    size_t layer_inputs() const { return n_layers * layer_input_dim; }  // of a token
     size_t up_dim(size_t layer) const { return (gated ? 2 : 1) * mlp_dim(layer); }
     size_t widest_mlp() const { return widest(&ModelConfig::mlp_dim); }
     size_t widest_up() const { return widest(&ModelConfig::up_dim); }

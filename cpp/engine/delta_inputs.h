@@ -23,7 +23,7 @@ inline std::vector<float> length_weights(const ModelConfig& c) {
 
 // Positions in the outputs of a layer's first matrix: q, k, v, z, b, a, or, without b, z, v, k, q, a.
 struct DeltaPlaces {
-    size_t channels, q, k, v, z, b, a;  // channels: those of the convolution, q, k and v
+    size_t channels, q, k, v, z, b, a;  // channels: of the convolution, the first of q, k and v
 
     DeltaPlaces(const ModelConfig& c, size_t layer) {
         const size_t keys = c.n_delta_key_heads * c.delta_key_dim;

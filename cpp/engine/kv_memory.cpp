@@ -11,8 +11,8 @@ namespace whet {
 namespace {
 
 // Keys and values of one KV head in a page, in the layouts of kernels/cached_attention.h and cached_attention_int8.h.
-size_t head_bytes(const ModelConfig& config, KvType type) {
-    const size_t d = config.head_dim, columns = (d + 15) / 16 * 16;
+size_t head_bytes(const ModelConfig& config, KvType type, size_t layer) {
+    const size_t d = config.head_dim_of(layer), columns = (d + 15) / 16 * 16;
     switch (type) {
         case KvType::kFloat32:
             return kPageTokens * (4 * d + 4 * columns);
@@ -39,7 +39,8 @@ void for_state_parts(const ModelConfig& config, size_t layer, const auto& visit)
 }
 
 size_t kv_bytes(const ModelConfig& config, KvType type, size_t layer) {
-    return config.mixer(layer) == Mixer::kAttention ? config.n_kv_heads * head_bytes(config, type) : 0;
+    const bool attends = config.mixer(layer) == Mixer::kAttention;
+    return attends ? config.n_own_kv_heads(layer) * head_bytes(config, type, layer) : 0;
 }
 
 }  // namespace
@@ -54,13 +55,14 @@ size_t KvMemory::page_bytes(const ModelConfig& config, KvType type) {
 }
 
 KvMemory::KvMemory(const ModelConfig& config, KvType type, size_t budget_bytes)
-    : head_bytes_(head_bytes(config, type)),
-      page_bytes_(page_bytes(config, type)),
+    : page_bytes_(page_bytes(config, type)),
       memory_(budget_bytes / page_bytes_ * page_bytes_),
       is_committed_(budget_bytes / page_bytes_) {
     size_t used = 0, used_by_state = page_bytes_;  // of a page, of the last page of a state
     for (size_t layer = 0; layer < config.n_layers; ++layer) {
-        offsets_.push_back(used);
+        const size_t source = config.kv_layer(layer);
+        offsets_.push_back(source == layer ? used : offsets_[source]);
+        head_bytes_.push_back(head_bytes(config, type, layer));
         used += kv_bytes(config, type, layer);
         first_parts_.push_back(state_parts_.size());
         for_state_parts(config, layer, [&](size_t bytes) {

@@ -32,8 +32,8 @@ public:
     size_t page_bytes() const { return page_bytes_; }
     uint8_t* data() const { return memory_.data(); }
     uint8_t* page(int32_t i) const { return memory_.data() + static_cast<size_t>(i) * page_bytes_; }
-    // Offset of the keys of a layer's KV head in a page.
-    size_t offset(size_t layer, size_t head) const { return offsets_[layer] + head * head_bytes_; }
+    // Offset of the keys of a KV head that a layer reads in a page.
+    size_t offset(size_t layer, size_t head) const { return offsets_[layer] + head * head_bytes_[layer]; }
     size_t n_state_pages() const { return n_state_pages_; }  // 0: no mixer is recurrent
     // Part of the state in these pages: 0, the inputs of a layer's convolution, (conv_length, channels), with the
     // input at position p in row p % conv_length; 1 + h, the matrix of value head h, followed by a StateLength.
@@ -52,8 +52,8 @@ private:
     struct StatePart {
         uint32_t page, offset;  // the page's index in the state
     };
-    std::vector<size_t> offsets_;  // of the layers in a page
-    size_t head_bytes_, page_bytes_;
+    std::vector<size_t> offsets_, head_bytes_;  // of the layers in a page
+    size_t page_bytes_;
     std::vector<StatePart> state_parts_;
     std::vector<size_t> first_parts_;  // of the layers
     size_t n_state_pages_ = 0;

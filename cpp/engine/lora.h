@@ -110,13 +110,15 @@ struct Adapter {
     size_t max_rank = 0;                                             // maximum over matrices of the sum of their ranks
 };
 
-// A norm of a layer, or the final norm.
+// A norm of a layer, the final norm, or the norm of the layers' inputs.
 struct NormId {
     size_t layer = 0;
-    NormWeight LayerNorms::* norm = nullptr;  // null: the final norm
+    NormWeight LayerNorms::* norm = nullptr;  // null: not of a layer
+    bool is_of_inputs = false;
 
     const NormWeight& of(const Norms& norms) const {
-        return norm == nullptr ? norms.final_norm : norms.layers[layer].*norm;
+        if (norm != nullptr) return norms.layers[layer].*norm;
+        return is_of_inputs ? norms.layer_inputs_norm : norms.final_norm;
     }
 };
 

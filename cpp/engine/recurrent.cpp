@@ -86,8 +86,8 @@ void Recurrent::short_conv(const RecurrentStep& step, float* in, float* out) con
     });
 }
 
-// out of each value head = norm(o) silu(z), or norm(o silu(z)) of those of a key head, with q, k, v (before their
-// convolution), z, b and a of each token.
+// out of each value head = norm(o) silu(z), or in Mamba-2 norm(o silu(z)) over the value heads of a key head, with q,
+// k, v (before their convolution), z, b and a of each token.
 void Recurrent::delta_rule(const RecurrentStep& step, float* in, float* out) {
     const size_t n = n_tokens(step), heads = config_.n_delta_heads, width = config_.mixer_in(step.layer);
     const double per_channel = 1.5 * static_cast<double>(n * config_.conv_dim(step.layer));

@@ -10,6 +10,7 @@
 
 #include "engine/formats.h"
 #include "engine/quantize.h"
+#include "kernels/dispatch.h"
 #include "runtime/thread_pool.h"
 
 namespace whet {
@@ -159,14 +160,6 @@ void for_each_chunk(size_t n, size_t bytes, Make&& make, Consume&& consume) {
     }
 }
 
-void unpack_row(const StoredRows& rows, size_t i, float* to) {
-    const StoredTraits& stored = traits(rows.type);
-    if (stored.is_quantised) return stored.dequantize_row(row_at(rows, i), rows.k, to);
-    const auto* from = reinterpret_cast<const double*>(row_at(rows, i));
-    for (size_t j = 0; j < rows.k; ++j)
-        to[j] = static_cast<float>(from[static_cast<ptrdiff_t>(j) * rows.column_stride]);
-}
-
 }  // namespace
 
 size_t StoredTraits::row_length(size_t width) const {
@@ -209,6 +202,19 @@ bool is_finite(const StoredRows& given) {
     };
     parallel_for(rows.n, kCheckNs * static_cast<double>(rows.n * rows.k), check);
     return finite;
+}
+
+void unpack_row(const StoredRows& rows, size_t i, float* to) {
+    const StoredTraits& stored = traits(rows.type);
+    const uint8_t* row = row_at(rows, i);
+    if (stored.is_quantised) return stored.dequantize_row(row, rows.k, to);
+    if (rows.type == StoredType::kBFloat16 && rows.column_stride == 1) {
+        return kernels().f32_from_bf16(reinterpret_cast<const uint16_t*>(row), rows.k, to);
+    }
+    if (stored.source) return unpack_rows(rows.range(i, 1), to);
+    const auto* from = reinterpret_cast<const double*>(row);
+    for (size_t j = 0; j < rows.k; ++j)
+        to[j] = static_cast<float>(from[static_cast<ptrdiff_t>(j) * rows.column_stride]);
 }
 
 void unpack_rows(const StoredRows& rows, float* out) {

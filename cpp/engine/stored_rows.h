@@ -76,6 +76,9 @@ bool is_finite(const StoredRows& rows);
 // Converts to contiguous (n, k) float32: float64 rounds to nearest even, other types are exact.
 void unpack_rows(const StoredRows& rows, float* out);
 
+// Converts row i to float32.
+void unpack_row(const StoredRows& rows, size_t i, float* out);
+
 // Packs into rows [first, first + n) of `to`, which has the same k. Blocks of its format keep their bytes; types with
 // its format as packed_as are converted (blocks.h, quantize.h); float64 and other blocks are converted to float32
 // first, in chunks of rows.

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <numeric>
+#include <stdexcept>
 #include <type_traits>
 #include <utility>
 
@@ -40,22 +41,19 @@ void scale(float factor, float* x, size_t n) {
 
 }  // namespace
 
-Transformer::Cache::Cache(KvType type, size_t head_dim) {
+Transformer::Cache::Cache(KvType type) : type(type) {
     const Kernels& k = kernels();
     output = k.cached_output;
     switch (type) {
         case KvType::kFloat32:
-            query_bytes = head_dim * 4;
             attend = k.cached_attention_f32, write_query = k.cached_write_query_f32, write_kv = k.cached_write_kv_f32;
             return;
         case KvType::kBFloat16:
-            query_bytes = ceil_div(head_dim, 2) * 4;
             attend = k.cached_attention_bf16, write_query = k.cached_write_query_bf16,
             write_kv = k.cached_write_kv_bf16;
             return;
         case KvType::kInt8:
             if constexpr (!kIsComplete) break;
-            query_bytes = ceil_div(head_dim, 4) * 8 + 8;
             attend = k.cached_attention_int8, write_query = k.cached_write_query_int8,
             write_kv = k.cached_write_kv_int8;
             output = k.cached_output_int8;
@@ -63,12 +61,18 @@ Transformer::Cache::Cache(KvType type, size_t head_dim) {
     }
 }
 
+size_t Transformer::Cache::query_bytes(size_t head_dim) const {
+    return type == KvType::kFloat32    ? head_dim * 4
+           : type == KvType::kBFloat16 ? ceil_div(head_dim, 2) * 4
+                                       : ceil_div(head_dim, 4) * 8 + 8;
+}
+
 Transformer::Transformer(std::shared_ptr<const Weights> weights, size_t max_rows, KvType kv_type)
     : weights_(std::move(weights)),
       config_(weights_->config()),
       max_rows_(max_rows),
       kv_type_(kv_type),
-      cache_(kv_type, config_.head_dim),
+      cache_(kv_type),
       recurrent_(config_, max_rows),
       experts_(config_, max_rows) {
     const auto parts = [this] {
@@ -77,12 +81,13 @@ Transformer::Transformer(std::shared_ptr<const Weights> weights, size_t max_rows
         delta_ = arena_.take<float>(max_rows_ * config_.hidden_dim);
         qkv_ = arena_.take<float>(max_rows_ * config_.widest_mixer_in());
         attended_ = arena_.take<float>(max_rows_ * std::max(config_.hidden_dim, config_.widest_mixer_out()));
-        up_ = arena_.take<float>(max_rows_ * config_.widest_up());
+        up_ = arena_.take<float>(max_rows_ * std::max(config_.widest_up(), config_.layer_inputs()));
         cos_sin_ = arena_.take<float>(max_rows_ * config_.rotary_dim);
         local_cos_sin_ = arena_.take<float>(max_rows_ * 2 * config_.local_inv_freq.size());
         query_scales_ = arena_.take<float>(config_.query_log_scale == 0.0 ? 0 : max_rows_);
-        state_ = arena_.take<float>(max_rows_ * config_.n_heads * state_size());
-        queries_ = arena_.take<uint8_t>(max_rows_ * config_.n_heads * cache_.query_bytes);
+        state_ = arena_.take<float>(max_rows_ * config_.n_heads * state_size(config_.widest_head()));
+        queries_ = arena_.take<uint8_t>(max_rows_ * config_.n_heads * cache_.query_bytes(config_.widest_head()));
+        layer_inputs_ = arena_.take<float>(max_rows_ * config_.layer_inputs());
         positions_ = arena_.take<int32_t>(max_rows_ * config_.kv_group());
         size_t units = config_.n_heads + config_.n_kv_heads;
         for (size_t layer = 0; layer < config_.n_layers; ++layer) {
@@ -109,6 +114,7 @@ void Transformer::reserve_adapters(size_t rank) {
 const float* Transformer::forward(const InputToken* rows, size_t n, std::span<const StateRun> runs, KvMemory& memory) {
     group_by_prefix(rows, n);
     embed(rows, n);
+    if (config_.has_layer_inputs()) read_layer_inputs(rows, n);
     float* delta = nullptr;  // sublayer output not yet added to the residual stream
     for (size_t i = 0; i < config_.n_layers; ++i) {
         add_and_norm(rows, {i, &LayerNorms::norm1}, delta, n);
@@ -126,6 +132,10 @@ const float* Transformer::forward(const InputToken* rows, size_t n, std::span<co
                 const size_t at = r * config_.hidden_dim;
                 kernels().blend_f32(attended_ + at, config_.hidden_dim, 1.0f, 1.0f, delta_ + at);
             });
+        }
+        if (config_.has_layer_inputs() || config_.layer_scale) {
+            end_layer(rows, n, i, delta_);
+            delta = nullptr;
         }
     }
     add_and_norm(rows, {}, delta, n);
@@ -159,12 +169,52 @@ void Transformer::embed(const InputToken* rows, size_t n) {
         }
         if (!config_.local_layers.empty()) {
             kernels().rope_cos_sin(rows[i].position, config_.local_inv_freq.data(), config_.local_inv_freq.size(), 1.0,
-                                   local_cos_sin_ + i * config_.rotary_dim);
+                                   local_cos_sin_ + i * 2 * config_.local_inv_freq.size());
         }
         if (config_.query_log_scale != 0.0) {
             query_scales_[i] = config_.query_scale(static_cast<size_t>(rows[i].position));
         }
         for (size_t g = 0; g < config_.kv_group(); ++g) positions_[i * config_.kv_group() + g] = rows[i].position;
+    });
+}
+
+// Computes the inputs (n, n_layers, layer_input_dim) of the layers from x and rows of the table.
+void Transformer::read_layer_inputs(const InputToken* rows, size_t n) {
+    for (size_t i = 0; i < n; ++i) {
+        if (!weights_->layer_embedding.is_finite(static_cast<size_t>(rows[i].token))) {
+            throw std::runtime_error("the second embedding of a token holds NaN or infinity");
+        }
+    }
+    const size_t width = config_.layer_inputs();
+    product(weights_->layer_inputs, x_, n, layer_inputs_);
+    for_rows(n, 8 * width, [&](size_t i) {
+        float *inputs = layer_inputs_ + i * width, *embedded = up_ + i * width;
+        weights_->layer_embedding.read(static_cast<size_t>(rows[i].token), embedded);
+        combine_layer_inputs(config_, norm_of(*weights_, rows[i].adapter, {.is_of_inputs = true}), embedded, inputs);
+    });
+}
+
+// x = layer_scale (x + residual_scale delta), plus what the layer makes of its input before that product.
+void Transformer::end_layer(const InputToken* rows, size_t n, size_t layer, float* delta) {
+    const LayerWeights& w = weights_->layers[layer];
+    const size_t d = config_.hidden_dim, p = config_.layer_input_dim;
+    const float factor = config_.layer_scale ? w.scale[0] : 1.0f;
+    for_rows(n, d, [&](size_t i) {
+        kernels().blend_f32(delta + i * d, d, config_.residual_scale, 1.0f, x_ + i * d);
+        if (p == 0) scale(factor, x_ + i * d, d);
+    });
+    if (!config_.has_layer_inputs()) return;
+    product(w.input_gate, x_, n, up_);
+    for_rows(n, 4 * p, [&](size_t i) {
+        float* gate = up_ + i * p;
+        activate(config_, gate, layer_inputs_ + i * config_.layer_inputs() + layer * p, p, gate);
+    });
+    product(w.input_out, up_, n, delta);
+    for_rows(n, d, [&](size_t i) {
+        norm(norm_of(*weights_, rows[i].adapter, {layer, &LayerNorms::input_norm}), delta + i * d, nullptr,
+             delta + i * d);
+        kernels().blend_f32(delta + i * d, d, 1.0f, 1.0f, x_ + i * d);
+        scale(factor, x_ + i * d, d);
     });
 }
 
@@ -230,7 +280,8 @@ void Transformer::add_and_norm(const InputToken* rows, NormId id, float* delta, 
 // delta = W_o attention(W_qkv h).
 void Transformer::attention(const InputToken* rows, size_t n, size_t layer, KvMemory& memory) {
     const LayerWeights& w = weights_->layers[layer];
-    project(rows, n, layer, Target::kQkv, qkv_, {config_.head_dim, config_.n_heads + config_.n_kv_heads},
+    const size_t d = config_.head_dim_of(layer);
+    project(rows, n, layer, Target::kQkv, qkv_, {d, config_.n_heads + config_.n_own_kv_heads(layer)},
             !config_.qk_norm_whole && !config_.output_gate,
             [&](size_t i, size_t unit) { finish_head(rows[i], i, unit, layer, memory); });
     // With enough groups for all threads, a task is all heads of a group, read in the memory order of a page; with too
@@ -247,7 +298,7 @@ void Transformer::attention(const InputToken* rows, size_t n, size_t layer, KvMe
     };
     parallel_for(units / at_once * parts, task);
     product(w.o, attended_, n, delta_);
-    adapt(rows, n, layer, Target::kO, attended_, config_.n_heads * config_.head_dim, delta_, config_.hidden_dim);
+    adapt(rows, n, layer, Target::kO, attended_, config_.n_heads * d, delta_, config_.hidden_dim);
 }
 
 // delta = W_out mix(W_in h) of a recurrent mixer.
@@ -265,10 +316,11 @@ void Transformer::recurrence(const InputToken* rows, size_t n, size_t layer, std
 // and writes it and its value to the cache.
 void Transformer::finish_head(const InputToken& row, size_t i, size_t unit, size_t layer, KvMemory& memory) {
     const Kernels& k = kernels();
-    const size_t d = config_.head_dim, group = config_.kv_group(), n_q = config_.n_heads * config_.query_stride();
+    const size_t d = config_.head_dim_of(layer), group = config_.kv_group(), stride = config_.query_stride(layer);
+    const size_t n_q = config_.n_heads * stride;
     const bool is_query = unit < config_.n_heads;
-    float* const q = qkv_ + i * config_.qkv_dim();
-    float* const x = q + (is_query ? unit * config_.query_stride() : n_q + (unit - config_.n_heads) * d);
+    float* const q = qkv_ + i * config_.qkv_dim(layer);
+    float* const x = q + (is_query ? unit * stride : n_q + (unit - config_.n_heads) * d);
     const auto weight = [&](NormWeight LayerNorms::* norm) {
         return norm_of(*weights_, row.adapter, {layer, norm}).weight.data();
     };
@@ -285,35 +337,38 @@ void Transformer::finish_head(const InputToken& row, size_t i, size_t unit, size
     }
     if (config_.rotates(layer)) {
         const auto rotate = config_.is_neox ? k.rope_neox_f32 : k.rope_gptj_f32;
-        const float* table = (config_.is_local(layer) ? local_cos_sin_ : cos_sin_) + i * config_.rotary_dim;
-        rotate(x, 1, static_cast<ptrdiff_t>(d), table, config_.rotary_dim, false);
+        const size_t rotary_dim = config_.rotary_dim_of(layer);
+        const float* table = (config_.is_local(layer) ? local_cos_sin_ : cos_sin_) + i * rotary_dim;
+        rotate(x, 1, static_cast<ptrdiff_t>(d), table, rotary_dim, false);
     }
     if (config_.qk_norm_rotated) norm_head();
     if (!is_query) {
+        float* const value = x + config_.n_kv_heads * d;
+        if (config_.v_norm) k.rms_norm_f32(value, nullptr, nullptr, d, config_.norm_eps, false, value);
         cache_.write_kv(
-            x, x + config_.n_kv_heads * d, static_cast<int64_t>(d), row.position % kPageTokens,
+            x, value, static_cast<int64_t>(d), row.position % kPageTokens,
             memory.page(row.pages[row.position / kPageTokens]) + memory.offset(layer, unit - config_.n_heads));
         return;
     }
     if (config_.query_log_scale != 0.0) scale(query_scales_[i], x, d);
     cache_.write_query(x, static_cast<int64_t>(d),
-                       queries_ + ((unit / group * max_rows_ + i) * group + unit % group) * cache_.query_bytes);
+                       queries_ + ((unit / group * max_rows_ + i) * group + unit % group) * cache_.query_bytes(d));
 }
 
 // Attention of a part of the queries of a group and KV head.
 void Transformer::attend(const InputToken* rows, const PrefixGroup& group, size_t kv_head, Part part, size_t layer,
                          const KvMemory& memory) {
     const Kernels& k = kernels();
-    const size_t per_row = config_.kv_group(), d = config_.head_dim, n = group.n * per_row;
+    const size_t per_row = config_.kv_group(), d = config_.head_dim_of(layer), n = group.n * per_row;
     const size_t first = n * part.index / part.count, last = n * (part.index + 1) / part.count;
     if (first == last) return;
     const size_t begin = first / per_row, end = ceil_div(last, per_row);  // its tokens
-    const size_t window = config_.windows[layer];
+    const size_t window = config_.windows[layer], query_bytes = cache_.query_bytes(d);
     const auto queries = [&](CachedTask& task, size_t from, size_t to) {
         const size_t at = (kv_head * max_rows_ + group.first) * per_row + from;
-        task.queries = queries_ + at * cache_.query_bytes;
+        task.queries = queries_ + at * query_bytes;
         task.positions = positions_ + group.first * per_row + from;
-        task.state = state_ + at * state_size();
+        task.state = state_ + at * state_size(d);
         task.rows = static_cast<int64_t>(to - from);
     };
     CachedTask task{};
@@ -346,9 +401,9 @@ void Transformer::attend(const InputToken* rows, const PrefixGroup& group, size_
         for (size_t i = from; i < to; ++i) {
             const size_t head = i - r * per_row;
             const float sink = config_.sinks ? weights_->layers[layer].sinks[kv_head * per_row + head] : -INFINITY;
-            cache_.output(own.state + (i - from) * state_size(), sink, task.head_dim, out + head * d);
+            cache_.output(own.state + (i - from) * state_size(d), sink, task.head_dim, out + head * d);
             if (!config_.output_gate) continue;
-            const float* query = qkv_ + (group.first + r) * config_.qkv_dim() + (kv_head * per_row + head) * 2 * d;
+            const float* query = qkv_ + (group.first + r) * config_.qkv_dim(layer) + (kv_head * per_row + head) * 2 * d;
             k.sigmoid_gate_f32(out + head * d, query + d, d, out + head * d);
         }
     }

@@ -66,13 +66,14 @@ private:
         size_t index, count;
     };
     struct Cache {  // the kernels of its type
-        size_t query_bytes;
+        KvType type;
         void (*attend)(const CachedTask& task);
         void (*write_query)(const float* query, int64_t head_dim, void* out);
         void (*write_kv)(const float* key, const float* value, int64_t head_dim, int64_t slot, void* page);
         void (*output)(const float* state, float sink, int64_t head_dim, float* out);
 
-        Cache(KvType type, size_t head_dim);
+        explicit Cache(KvType type);
+        size_t query_bytes(size_t head_dim) const;
     };
     struct Units {  // of the outputs of a product; see Epilogue
         size_t width, count;
@@ -87,7 +88,8 @@ private:
     Recurrent recurrent_;
     Experts experts_;
     Arena arena_;
-    float *x_, *h_, *qkv_, *attended_, *delta_, *up_, *cos_sin_, *local_cos_sin_, *query_scales_, *state_;
+    float *x_, *h_, *qkv_, *attended_, *delta_, *up_, *cos_sin_, *local_cos_sin_, *query_scales_, *state_,
+        *layer_inputs_;
     uint8_t* queries_;
     int32_t* positions_;
     std::atomic<uint32_t>* missing_;  // counters of an epilogue
@@ -115,7 +117,9 @@ private:
                  bool by_unit);
     void adapt(const InputToken* rows, size_t n, size_t layer, Target target, const float* x, size_t ldx, float* y,
                size_t ldy);
-    size_t state_size() const { return (config_.head_dim + 15) / 16 * 16 + 16; }
+    void read_layer_inputs(const InputToken* rows, size_t n);
+    void end_layer(const InputToken* rows, size_t n, size_t layer, float* delta);
+    static size_t state_size(size_t head_dim) { return (head_dim + 15) / 16 * 16 + 16; }
 };
 
 }  // namespace whet

@@ -38,6 +38,8 @@ void for_parts(Parts& parts, size_t first, size_t count, Visit&& visit) {
     }
 }
 
+constexpr const char* kTable = "layer_embedding";
+
 size_t number_bytes(bool bf16) { return bf16 ? sizeof(uint16_t) : sizeof(float); }
 
 }  // namespace
@@ -50,18 +52,31 @@ bool has_delta_sizes(const ModelConfig& c) {
            c.delta_dim > 0 && c.delta_key_dim > 0;
 }
 
+bool has_layer_sizes(const ModelConfig& c) {
+    if (c.n_shared_kv_layers >= c.n_layers && c.n_shared_kv_layers > 0) return false;
+    for (size_t layer = 0; layer < c.n_layers; ++layer) {
+        if (c.kv_layer(layer) >= c.n_layers) return false;
+    }
+    const bool is_plain = c.n_shared_kv_layers == 0 || !(c.output_gate || c.qk_norm_whole || !c.mixers.empty());
+    return is_plain && (c.ffn_dims.empty() || c.ffn_dims.size() == c.n_layers) &&
+           (kIsComplete || c.layer_input_dim == 0) && (c.layer_input_dim == 0 || (c.gated && c.norm == Norm::kRms)) &&
+           (!c.parallel_residual || (c.layer_input_dim == 0 && !c.layer_scale));
+}
+
 void check(const ModelConfig& c) {
-    if (c.n_kv_heads == 0 || c.n_heads % c.n_kv_heads != 0 || c.head_dim == 0 || c.head_dim > kAttentionMaxHeadDim ||
-        c.windows.size() != c.n_layers || (!c.rope_layers.empty() && c.rope_layers.size() != c.n_layers) ||
+    if (c.n_kv_heads == 0 || c.n_heads % c.n_kv_heads != 0 || c.head_dim == 0 ||
+        c.widest_head() > kAttentionMaxHeadDim || c.windows.size() != c.n_layers ||
+        (!c.rope_layers.empty() && c.rope_layers.size() != c.n_layers) ||
         (!c.mixers.empty() && c.mixers.size() != c.n_layers) || (c.output_gate && c.qk_norm_whole) ||
         (c.activation == Activation::kClampedSwiglu && !c.gated) ||
         (!c.moe_layers.empty() && c.moe_layers.size() != c.n_layers) ||
         (c.n_experts > 0 && (c.n_used_experts == 0 || c.n_used_experts > c.n_experts || c.expert_dim == 0)) ||
         (c.is_recurrent() && (c.conv_length == 0 || c.conv_length > kMaxConvLength)) || !has_delta_sizes(c) ||
         (!c.local_layers.empty() &&
-         (c.local_layers.size() != c.n_layers || c.local_inv_freq.size() != c.inv_freq.size())) ||
+         (c.local_layers.size() != c.n_layers ||
+          c.local_inv_freq.size() != (c.local_head_dim > 0 ? c.local_head_dim / 2 : c.inv_freq.size()))) ||
         c.inv_freq.size() * 2 != c.rotary_dim || c.rotary_dim > c.head_dim || c.query_scale_length == 0 ||
-        (c.learned_positions > 0 && c.max_position > c.learned_positions)) {
+        !has_layer_sizes(c) || (c.learned_positions > 0 && c.max_position > c.learned_positions)) {
         throw std::invalid_argument("inconsistent sizes in the configuration");
     }
 }
@@ -83,6 +98,7 @@ Matrix* Weights::matrix_named(const std::string& slot) {
     if (slot == "embedding") return &embedding;
     if (slot == "head") return &head;
     if (slot == "positions") return &positions;
+    if (slot == "layer_inputs") return &layer_inputs;
     size_t i = 0;
     std::string rest;
     if (!split_layer(slot, layers.size(), i, rest)) return nullptr;
@@ -96,6 +112,8 @@ Matrix* Weights::matrix_named(const std::string& slot) {
     if (rest == "shared_router") return &layer.shared_router;
     if (rest == "up" || rest == "gate_up") return &layer.up;
     if (rest == "down") return &layer.down;
+    if (rest == "input_gate") return &layer.input_gate;
+    if (rest == "input_out") return &layer.input_out;
     return nullptr;
 }
 
@@ -107,6 +125,7 @@ std::pair<std::string, std::string> split_part(const std::string& slot) {
 
 const NormWeight* Norms::find(const std::string& name) const {
     if (name == "final_norm") return &final_norm;
+    if (name == "layer_inputs_norm") return &layer_inputs_norm;
     size_t i = 0;
     std::string rest;
     if (!split_layer(name, layers.size(), i, rest)) return nullptr;
@@ -117,14 +136,15 @@ const NormWeight* Norms::find(const std::string& name) const {
     if (rest == "q_norm") return &layers[i].q_norm;
     if (rest == "k_norm") return &layers[i].k_norm;
     if (rest == "delta_norm") return &layers[i].delta_norm;
+    if (rest == "input_norm") return &layers[i].input_norm;
     return nullptr;
 }
 
 size_t Norms::size_bytes() const {
-    size_t bytes = final_norm.size_bytes();
+    size_t bytes = final_norm.size_bytes() + layer_inputs_norm.size_bytes();
     for (const LayerNorms& w : layers) {
         bytes += w.norm1.size_bytes() + w.norm2.size_bytes() + w.post_norm1.size_bytes() + w.post_norm2.size_bytes() +
-                 w.q_norm.size_bytes() + w.k_norm.size_bytes() + w.delta_norm.size_bytes();
+                 w.q_norm.size_bytes() + w.k_norm.size_bytes() + w.delta_norm.size_bytes() + w.input_norm.size_bytes();
     }
     return bytes;
 }
@@ -135,6 +155,7 @@ std::vector<float>* Weights::vector_named(const std::string& slot) {
     std::string rest;
     if (split_layer(slot, layers.size(), i, rest)) {
         if (rest == "sinks") return &layers[i].sinks;
+        if (rest == "scale") return &layers[i].scale;
         if (rest == "decay") return &layers[i].decay;
         if (rest == "dt_bias") return &layers[i].dt_bias;
         if (rest == "conv_bias") return &layers[i].conv_bias;
@@ -172,6 +193,7 @@ void Weights::add_matrix(const std::string& slot, WeightFormat format, size_t n,
 }
 
 void Weights::add_vector(const std::string& slot, size_t n) {
+    if (kIsComplete && slot == kTable) return layer_embedding.resize(n, config_.layer_inputs());
     std::vector<float>* vector = vector_named(slot);
     if (vector == nullptr) throw std::invalid_argument("no vector is called \"" + slot + "\"");
     vector->assign(n, 0.0f);
@@ -195,6 +217,7 @@ void Weights::allocate() {
 
 void Weights::pack(const std::string& slot, size_t first, const StoredRows& rows) {
     const auto packing = lock_.writing();
+    if (kIsComplete && slot == kTable) return layer_embedding.set(first, rows, nullptr);
     if (vectors_.contains(slot)) return pack_vector(slot, first, rows);
     for_parts(matrix_for(slot, first, rows).parts, first, rows.n,
               [&](PackedWeight& part, size_t begin, size_t n, size_t before) {
@@ -205,6 +228,7 @@ void Weights::pack(const std::string& slot, size_t first, const StoredRows& rows
 
 void Weights::defer(const std::string& slot, size_t first, const StoredRows& rows, const std::shared_ptr<void>& owner) {
     const auto packing = lock_.writing();
+    if (kIsComplete && slot == kTable) return layer_embedding.set(first, rows, owner);
     for_parts(matrix_for(slot, first, rows).parts, first, rows.n,
               [&](PackedWeight& part, size_t begin, size_t n, size_t before) {
                   if (part.deferred() == nullptr) part.defer(&deferred_.emplace_back(part));
@@ -231,7 +255,8 @@ void Weights::drop_deferred(size_t limit) {
 }
 
 PackingLoss Weights::measure_loss(const std::string& slot, size_t first, const StoredRows& rows) const {
-    if (vectors_.contains(slot)) return measure_packing_loss(rows, WeightFormat::kFloat32);
+    if (vectors_.contains(slot) || (kIsComplete && slot == kTable))
+        return measure_packing_loss(rows, WeightFormat::kFloat32);
     const Matrix& matrix = matrix_for(slot, first, rows);
     PackingLoss sum{.format = WeightFormat::kFloat32, .limit = INFINITY};
     for_parts(matrix.parts, first, rows.n, [&](const PackedWeight& part, size_t, size_t n, size_t before) {
@@ -269,10 +294,27 @@ Matrix& Weights::matrix_for(const std::string& slot, size_t first, const StoredR
     throw std::invalid_argument("the rows do not fit the shape of \"" + slot + "\"");
 }
 
-size_t Weights::k(const std::string& slot) const { return vector_at(slot) ? 1 : matrix_at(slot).k(); }
+size_t Weights::k(const std::string& slot) const {
+    if (kIsComplete && slot == kTable) return layer_embedding.k();
+    return vector_at(slot) ? 1 : matrix_at(slot).k();
+}
+
+void Weights::table_rows(size_t first, size_t count, void* out, bool bf16) const {
+    const size_t k = layer_embedding.k();
+    std::vector<float> row(bf16 ? k : 0);
+    for (size_t i = 0; i < count; ++i) {
+        if (!bf16) {
+            layer_embedding.read(first + i, static_cast<float*>(out) + i * k);
+            continue;
+        }
+        layer_embedding.read(first + i, row.data());
+        kernels().bf16_from_f32(row.data(), k, static_cast<uint16_t*>(out) + i * k);
+    }
+}
 
 void Weights::rows(const std::string& slot, size_t first, size_t count, void* out, bool bf16) const {
     const auto lock = reading();
+    if (kIsComplete && slot == kTable) return table_rows(first, count, out, bf16);
     const auto* vector = vector_at(slot);
     if (vector == nullptr) return matrix_at(slot).rows(first, count, out, bf16);
     if (first > vector->size() || count > vector->size() - first) throw std::out_of_range("rows outside the vector");
@@ -283,6 +325,13 @@ void Weights::rows(const std::string& slot, size_t first, size_t count, void* ou
 void Weights::gather(const std::string& slot, const int64_t* rows, size_t count, void* out, bool bf16) const {
     constexpr double number_ns = 0.5;  // reading one row touches its panel of 16 rows
     const auto lock = reading();
+    if (kIsComplete && slot == kTable) {
+        const size_t row_bytes = layer_embedding.k() * number_bytes(bf16);
+        for (size_t i = 0; i < count; ++i) {
+            table_rows(static_cast<size_t>(rows[i]), 1, static_cast<uint8_t*>(out) + i * row_bytes, bf16);
+        }
+        return;
+    }
     const Matrix& matrix = matrix_at(slot);
     const size_t row_bytes = matrix.k() * number_bytes(bf16);
     parallel_for(count, number_ns * static_cast<double>(count * matrix.k()), [&](size_t i) {
@@ -292,6 +341,15 @@ void Weights::gather(const std::string& slot, const int64_t* rows, size_t count,
 
 uint64_t Weights::checksum(const std::string& slot) const {
     const auto lock = reading();
+    if (kIsComplete && slot == kTable) {
+        uint64_t sum = 0;
+        std::vector<float> row(layer_embedding.k());
+        for (size_t i = 0; i < layer_embedding.n(); ++i) {
+            layer_embedding.read(i, row.data());
+            sum = mix(sum, whet::checksum(row.data(), row.size() * sizeof(float)));
+        }
+        return sum;
+    }
     if (const auto* vector = vector_at(slot)) return whet::checksum(vector->data(), vector->size() * sizeof(float));
     uint64_t sum = 0;
     for (const PackedWeight& part : matrix_at(slot).parts) {
@@ -304,7 +362,7 @@ uint64_t Weights::checksum(const std::string& slot) const {
 }
 
 size_t Weights::size_bytes() const {
-    size_t bytes = 0;
+    size_t bytes = layer_embedding.size_bytes();
     for (const auto& [slot, matrix] : matrices_) {
         for (const PackedWeight& part : matrix->parts) bytes += part.size_bytes();
     }

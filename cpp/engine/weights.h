@@ -15,6 +15,7 @@
 #include "engine/linear.h"
 #include "engine/packing_loss.h"
 #include "engine/stored_rows.h"
+#include "engine/stored_table.h"
 #include "runtime/read_write_lock.h"
 
 namespace whet {
@@ -37,12 +38,12 @@ struct NormWeight {
 };
 
 struct LayerNorms {
-    NormWeight norm1, norm2, post_norm1, post_norm2, q_norm, k_norm, delta_norm;
+    NormWeight norm1, norm2, post_norm1, post_norm2, q_norm, k_norm, delta_norm, input_norm;
 };
 
 struct Norms {
     std::vector<LayerNorms> layers;
-    NormWeight final_norm;
+    NormWeight final_norm, layer_inputs_norm;
 
     explicit Norms(size_t n_layers) : layers(n_layers) {}
 
@@ -62,6 +63,8 @@ struct LayerWeights {
     // after the other, each expert in separate parts, as many for each.
     Matrix router, experts_up, experts_down, shared_router;
     std::vector<float> router_bias, router_correction;  // of the experts; empty: none
+    Matrix input_gate, input_out;                       // of the layer's input: (layer_input_dim, hidden_dim) and back
+    std::vector<float> scale;                           // of the layer's output; empty: 1
     std::vector<float> decay, dt_bias;   // of the value heads: log decay = decay softplus(a + dt_bias), decay < 0
     std::vector<float> conv_bias, skip;  // of the channels, and of the value heads; empty: none
 };
@@ -81,6 +84,8 @@ public:
 
     Matrix embedding, head;  // head without parts: tied to the embedding
     Matrix positions;        // float32
+    Matrix layer_inputs;     // (n_layers layer_input_dim, hidden_dim)
+    StoredTable layer_embedding;
     Norms norms;
     std::vector<LayerWeights> layers;
 
@@ -97,7 +102,7 @@ public:
     // Packs rows [first, first + rows.n) of a matrix, or writes one row to elements [first, first + rows.k) of a
     // vector. Throws std::invalid_argument for an unknown slot or a wrong shape.
     void pack(const std::string& slot, size_t first, const StoredRows& rows);
-    // Packs these rows of a matrix when they are first used: see DeferredRows.
+    // Packs these rows of a matrix when they are first used: see DeferredRows. Rows of layer_embedding are not packed.
     void defer(const std::string& slot, size_t first, const StoredRows& rows, const std::shared_ptr<void>& owner);
     size_t deferred_bytes() const;  // of deferred rows that are packed
     // Drops deferred rows, the least recently used first, until at most `limit` bytes of them are packed.
@@ -137,6 +142,7 @@ private:
     Matrix& matrix_at(const std::string& slot) const;
     // Throws std::invalid_argument also if the rows do not fit from row `first` on.
     Matrix& matrix_for(const std::string& slot, size_t first, const StoredRows& rows) const;
+    void table_rows(size_t first, size_t count, void* out, bool bf16) const;
     Matrix* matrix_named(const std::string& slot);
     std::vector<float>* vector_named(const std::string& slot);
     void pack_vector(const std::string& slot, size_t first, const StoredRows& row);

@@ -8,7 +8,7 @@ namespace whet {
 constexpr int kAttentionRows = 256;         // target number of query rows (queries x heads of a KV head) of a task
 constexpr int kAttentionMaxBlock = 256;     // largest block of keys; a multiple of 32
 constexpr int kDecodeChunk = 256;           // keys of a decode task: fixed, so that results do not depend on threads
-constexpr int kAttentionMaxHeadDim = 256;   // head_dim is a multiple of 8
+constexpr int kAttentionMaxHeadDim = 512;   // head_dim is a multiple of 8
 constexpr size_t kDecodePartialExtra = 16;  // floats after a row's sums: maximum, sum of weights, padding
 
 // A block of queries of one sequence, for all query heads that share one KV head.

@@ -13,8 +13,11 @@
 namespace whet {
 
 TrainingAttention Learner::attention_of(size_t layer) {
-    const auto d = static_cast<ptrdiff_t>(config_.head_dim), token = static_cast<ptrdiff_t>(heads_dim());
-    const auto head = [&](size_t i) { return TokenHeads{now_.qkv + i * config_.head_dim * head_bytes_, token, d}; };
+    const size_t head_dim = config_.head_dim_of(layer), n_own = config_.n_own_kv_heads(layer);
+    const auto d = static_cast<ptrdiff_t>(head_dim);
+    uint8_t* const kv = n_own > 0 ? now_.qkv + config_.n_heads * head_dim * head_bytes_ : shared_kv(layer);
+    const size_t kv_token = n_own > 0 ? config_.heads_dim(layer) : shared_kv_dim(layer);
+    const auto heads = [&](uint8_t* at, size_t token) { return TokenHeads{at, static_cast<ptrdiff_t>(token), d}; };
     const size_t window = config_.windows[layer];
     return {.bf16 = head_type_ == ProductType::kBFloat16,
             .n_tokens = static_cast<int64_t>(n()),
@@ -29,9 +32,9 @@ TrainingAttention Learner::attention_of(size_t layer) {
             .scale = config_.attention_scale,
             .softcap = config_.attention_softcap,
             .sinks = config_.sinks ? weights_->layers[layer].sinks.data() : nullptr,
-            .q = head(0),
-            .k = head(config_.n_heads),
-            .v = head(config_.n_heads + config_.n_kv_heads),
+            .q = heads(now_.qkv, config_.heads_dim(layer)),
+            .k = heads(kv, kv_token),
+            .v = heads(kv + config_.n_kv_heads * head_dim * head_bytes_, kv_token),
             .out = now_.attended,
             .lse = now_.lse};
 }
@@ -72,36 +75,36 @@ void Learner::attention_half(size_t layer) {
 void Learner::rotate(size_t layer, size_t token, float* heads, bool inverse) const {
     if (!config_.rotates(layer)) return;
     const Kernels& k = kernels();
-    (config_.is_neox ? k.rope_neox_f32 : k.rope_gptj_f32)(heads, config_.n_heads + config_.n_kv_heads,
-                                                          static_cast<ptrdiff_t>(config_.head_dim),
-                                                          cos_sin(layer, token), config_.rotary_dim, inverse);
+    (config_.is_neox ? k.rope_neox_f32 : k.rope_gptj_f32)(heads, config_.n_heads + config_.n_own_kv_heads(layer),
+                                                          static_cast<ptrdiff_t>(config_.head_dim_of(layer)),
+                                                          cos_sin(layer, token), config_.rotary_dim_of(layer), inverse);
 }
 
 // Multiplies the queries of a token by the factor of its position.
-void Learner::scale_queries(size_t token, float* heads) const {
+void Learner::scale_queries(size_t layer, size_t token, float* heads) const {
     if (config_.query_log_scale == 0.0) return;
     const float factor = config_.query_scale(static_cast<size_t>(batch_.positions[token]));
-    for (size_t i = 0; i < config_.n_heads * config_.head_dim; ++i) heads[i] *= factor;
+    for (size_t i = 0; i < config_.n_heads * config_.head_dim_of(layer); ++i) heads[i] *= factor;
 }
 
 // Copies queries, keys and values of a token, without gates.
-void Learner::read_heads(const float* raw, float* heads) const {
-    const size_t d = config_.head_dim, stride = config_.query_stride();
+void Learner::read_heads(size_t layer, const float* raw, float* heads) const {
+    const size_t d = config_.head_dim_of(layer), stride = config_.query_stride(layer);
     for (size_t head = 0; head < config_.n_heads; ++head) {
         std::memcpy(heads + head * d, raw + head * stride, d * sizeof(float));
     }
     std::memcpy(heads + config_.n_heads * d, raw + config_.n_heads * stride,
-                2 * config_.n_kv_heads * d * sizeof(float));
+                2 * config_.n_own_kv_heads(layer) * d * sizeof(float));
 }
 
 // Norms and rotates queries and keys of a token, and converts them and the values for attention.
 void Learner::finish_heads(size_t layer, size_t token) {
     const NormWeight &q_norm = norm_at(layer, &LayerNorms::q_norm), &k_norm = norm_at(layer, &LayerNorms::k_norm);
     const Kernels& k = kernels();
-    const size_t d = config_.head_dim, width = heads_dim();
-    const size_t n_q = config_.n_heads * d, n_k = config_.n_kv_heads * d;
+    const size_t d = config_.head_dim_of(layer), width = config_.heads_dim(layer);
+    const size_t n_q = config_.n_heads * d, n_k = config_.n_own_kv_heads(layer) * d;
     float* heads = scratch<float>(width, Scratch::kRow);
-    read_heads(now_.raw + token * config_.qkv_dim(), heads);
+    read_heads(layer, now_.raw + token * config_.qkv_dim(layer), heads);
     const auto norm_heads = [&] {
         for (size_t i = 0; i < n_q + n_k; i += d) {
             const NormWeight& norm = i < n_q ? q_norm : k_norm;
@@ -114,15 +117,32 @@ void Learner::finish_heads(size_t layer, size_t token) {
     } else if (config_.qk_norm && !config_.qk_norm_rotated) {
         norm_heads();
     }
+    for (size_t i = n_q + n_k; config_.v_norm && i < width; i += d) {
+        k.rms_norm_f32(heads + i, nullptr, nullptr, d, config_.norm_eps, false, heads + i);
+    }
     rotate(layer, token, heads, false);
     if (config_.qk_norm_rotated) norm_heads();
-    scale_queries(token, heads);
+    scale_queries(layer, token, heads);
     uint8_t* to = now_.qkv + token * width * head_bytes_;
     if (head_type_ == ProductType::kBFloat16) {
         k.bf16_from_f32(heads, width, reinterpret_cast<uint16_t*>(to));
     } else {
         std::memcpy(to, heads, width * sizeof(float));
     }
+    if (!config_.shares_kv(layer)) return;
+    const size_t bytes = shared_kv_dim(layer) * head_bytes_;
+    std::memcpy(shared_kv(layer) + token * bytes, to + n_q * head_bytes_, bytes);
+}
+
+// Adds the gradients of keys and values that a layer reads to their sums.
+void Learner::add_shared_kv_grads(size_t layer, const uint8_t* grad_k, const uint8_t* grad_v) {
+    const size_t n_k = config_.n_kv_heads * config_.head_dim_of(layer);
+    for_rows(n(), 4 * n_k, [&](size_t token) {
+        float *grad = scratch<float>(2 * n_k, Scratch::kRow), *sum = shared_kv_grads(layer) + token * 2 * n_k;
+        load(grad_k + token * n_k * head_bytes_, n_k, grad);
+        load(grad_v + token * n_k * head_bytes_, n_k, grad + n_k);
+        kernels().blend_f32(grad, 2 * n_k, 1.0f, 1.0f, sum);
+    });
 }
 
 // Replaces queries, keys and values in `raw` of a token by their gradients, from the gradients of the finished heads.
@@ -131,15 +151,22 @@ void Learner::heads_backward(size_t layer, size_t token, const uint8_t* grad_q, 
                              const uint8_t* grad_v, float* sums) {
     const NormWeight &q_norm = norm_at(layer, &LayerNorms::q_norm), &k_norm = norm_at(layer, &LayerNorms::k_norm);
     const Kernels& k = kernels();
-    const size_t d = config_.head_dim, n_q = config_.n_heads * d, n_k = config_.n_kv_heads * d;
-    float *heads = scratch<float>(2 * heads_dim(), Scratch::kRow), *before = heads + heads_dim();
-    float* raw = now_.raw + token * config_.qkv_dim();
-    read_heads(raw, before);
+    const size_t d = config_.head_dim_of(layer), width = config_.heads_dim(layer);
+    const size_t n_q = config_.n_heads * d, n_k = config_.n_own_kv_heads(layer) * d;
+    float *heads = scratch<float>(2 * width, Scratch::kRow), *before = heads + width;
+    float* raw = now_.raw + token * config_.qkv_dim(layer);
+    read_heads(layer, raw, before);
     const auto read = [&](const uint8_t* grad, size_t count, float* to) {
         load(grad + token * count * head_bytes_, count, to);
     };
     read(grad_q, n_q, heads), read(grad_k, n_k, heads + n_q), read(grad_v, n_k, heads + n_q + n_k);
-    scale_queries(token, heads);
+    if (config_.shares_kv(layer)) {
+        k.blend_f32(shared_kv_grads(layer) + token * 2 * n_k, 2 * n_k, 1.0f, 1.0f, heads + n_q);
+    }
+    for (size_t i = n_q + n_k; config_.v_norm && i < width; i += d) {
+        k.rms_norm_backward_f32(before + i, ones_.data(), heads + i, d, config_.norm_eps, heads + i, nullptr);
+    }
+    scale_queries(layer, token, heads);
     if (config_.qk_norm_rotated) {
         rotate(layer, token, before, false);  // the input of the norm
     } else {
@@ -159,7 +186,7 @@ void Learner::heads_backward(size_t layer, size_t token, const uint8_t* grad_q, 
         for (size_t i = 0; i < n_q + n_k; i += d) norm_backward(i < n_q ? q_norm : k_norm, i, d);
     }
     if (config_.qk_norm_rotated) rotate(layer, token, heads, true);
-    const size_t stride = config_.query_stride();
+    const size_t stride = config_.query_stride(layer);
     for (size_t head = 0; head < config_.n_heads; ++head) {
         std::memcpy(raw + head * stride, heads + head * d, d * sizeof(float));
     }
@@ -168,7 +195,7 @@ void Learner::heads_backward(size_t layer, size_t token, const uint8_t* grad_q, 
 
 // The results of a tile after their gates, in the type of products.
 ProductRows Learner::gated_rows(size_t layer, const RowTile& tile) {
-    const size_t width = config_.mixer_out(layer), d = config_.head_dim, rows = tile.n();
+    const size_t width = config_.mixer_out(layer), d = config_.head_dim_of(layer), rows = tile.n();
     const uint8_t* attended = now_.attended + tile.begin * width * head_bytes_;
     if (!is_gated(layer)) {
         if (head_type_ == type_) return {attended, width};
@@ -179,7 +206,7 @@ ProductRows Learner::gated_rows(size_t layer, const RowTile& tile) {
         load(attended + i * width * head_bytes_, width, row);
         if (config_.is_delta(layer)) return gate_delta(layer, tile.begin + i, row);
         for (size_t head = 0; head < config_.n_heads; ++head) {
-            const float* gate = raw + head * config_.query_stride() + d;
+            const float* gate = raw + head * config_.query_stride(layer) + d;
             kernels().sigmoid_gate_f32(row + head * d, gate, d, row + head * d);
         }
     });
@@ -189,7 +216,7 @@ ProductRows Learner::gated_rows(size_t layer, const RowTile& tile) {
 // Converts gradients of a tile's gated results, in place, to gradients of the results, and replaces the gates in `raw`
 // by their gradients.
 void Learner::gate_backward(size_t layer, const RowTile& tile, float* grad) {
-    const size_t width = config_.mixer_out(layer), d = config_.head_dim;
+    const size_t width = config_.mixer_out(layer), d = config_.head_dim_of(layer);
     if (!is_gated(layer)) return;
     if (config_.is_delta(layer)) return gate_delta_backward(layer, tile, grad);
     for_rows(tile.n(), 4 * width, [&](size_t i) {
@@ -197,7 +224,7 @@ void Learner::gate_backward(size_t layer, const RowTile& tile, float* grad) {
         float* raw = now_.raw + (tile.begin + i) * config_.mixer_in(layer);
         load(now_.attended + (tile.begin + i) * width * head_bytes_, width, row);
         for (size_t head = 0; head < config_.n_heads; ++head) {
-            float *gate = raw + head * config_.query_stride() + d, *of_head = to + head * d;
+            float *gate = raw + head * config_.query_stride(layer) + d, *of_head = to + head * d;
             kernels().sigmoid_gate_backward_f32(row + head * d, gate, of_head, d, of_head, gate);
         }
     });
@@ -207,7 +234,8 @@ void Learner::gate_backward(size_t layer, const RowTile& tile, float* grad) {
 void Learner::attention_backward_half(size_t layer, const float* grad_out, float* grad,
                                       std::span<const FactorGradients> grads) {
     const NormWeight &q_norm = norm_at(layer, &LayerNorms::q_norm), &k_norm = norm_at(layer, &LayerNorms::k_norm);
-    const size_t d = config_.hidden_dim, width = config_.mixer_out(layer), n_k = config_.n_kv_heads * config_.head_dim;
+    const size_t d = config_.hidden_dim, width = config_.mixer_out(layer);
+    const size_t n_k = config_.n_kv_heads * config_.head_dim_of(layer);
     const bool attends = config_.mixer(layer) == Mixer::kAttention;
     const auto typed = [&](size_t count) {
         return std::make_unique_for_overwrite<uint8_t[]>(attends ? n() * count * head_bytes_ : 0);
@@ -236,6 +264,7 @@ void Learner::attention_backward_half(size_t layer, const float* grad_out, float
                                                  .v = grad_v.get(),
                                                  .reader_offsets = batch_.reader_offsets.data(),
                                                  .readers = batch_.readers.data()});
+        if (config_.n_own_kv_heads(layer) == 0) add_shared_kv_grads(layer, grad_k.get(), grad_v.get());
     }
     for (const RowTile& tile : tiles_) {
         const size_t at = tile.begin * d, rows = tile.n(), qkv = config_.mixer_in(layer);

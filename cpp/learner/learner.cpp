@@ -89,9 +89,10 @@ Learner::Learner(std::shared_ptr<const Weights> weights, ProductType type)
       config_(weights_->config()),
       type_(type),
       // The kernels read bfloat16 in pairs.
-      head_type_(config_.head_dim % 2 == 0 ? type : ProductType::kFloat32),
+      head_type_((config_.head_dim | config_.local_head_dim) % 2 == 0 ? type : ProductType::kFloat32),
       head_bytes_(head_type_ == ProductType::kFloat32 ? sizeof(float) : sizeof(uint16_t)),
       tile_rows_(tile_rows_of(config_)),
+      ones_(config_.v_norm ? config_.widest_head() : 0, 1.0f),
       adapter_(config_.n_layers),
       first_kept_(config_.n_layers),
       choice_(config_) {}
@@ -149,6 +150,7 @@ const float* Learner::forward(TrainingBatch batch, bool with_adapters, bool keep
     const size_t d = config_.hidden_dim;
     inputs_ = std::make_unique_for_overwrite<uint8_t[]>(keep ? config_.n_layers * input_bytes() : 0);
     embed(x_.get());
+    if (config_.has_layer_inputs()) read_layer_inputs();
     choice_.n_replaced = 0;
     for (size_t layer = 0; layer < config_.n_layers; ++layer) {
         begin_layer(layer, keep);
@@ -182,6 +184,10 @@ void Learner::backward(const float* grad_hidden, std::span<const FactorGradients
         kernels().blend_f32(grad_last.get() + i * d, d, 1.0f, 1.0f,
                             grad.get() + static_cast<size_t>(batch_.predictors[i]) * d);
     }
+    for (size_t layer = 0; layer < config_.n_layers; ++layer) {
+        if (!config_.shares_kv(layer)) continue;
+        shared_kv_grads_[config_.is_local(layer)] = std::make_unique<float[]>(n() * shared_kv_dim(layer));
+    }
     for (size_t layer = config_.n_layers; layer-- > 0;) {
         begin_layer_backward(layer);
         if (!keeps(layer)) attention_half(layer);
@@ -196,6 +202,7 @@ void Learner::backward(const float* grad_hidden, std::span<const FactorGradients
         attention_backward_half(layer, out, grad.get(), grads);
     }
     inputs_.reset();
+    shared_kv_grads_ = {};
 }
 
 void Learner::check_kept() const {
@@ -248,6 +255,17 @@ void Learner::allocate() {
     resize(grad_dropped_, dropped);
     dropped_ = std::make_unique_for_overwrite<uint8_t[]>(dropped * sizeof(float));
     mask_ = std::make_unique_for_overwrite<uint8_t[]>(dropped);
+    const size_t p = config_.layer_input_dim, ends = p > 0 ? rows * d : 0;
+    const auto is_trained = [&](const TrainedVector& each) { return each.vector == &layer_inputs_norm().weight; };
+    resize(layer_inputs_, n() * config_.layer_inputs());
+    projected_inputs_.reset();
+    if (std::any_of(norms_.begin(), norms_.end(), is_trained)) resize(projected_inputs_, n() * config_.layer_inputs());
+    resize(result_, ends), resize(input_out_, ends), resize(input_gate_, rows * 3 * p);
+    for (size_t layer = 0; layer < config_.n_layers; ++layer) {
+        if (!config_.shares_kv(layer)) continue;
+        shared_kv_[config_.is_local(layer)] =
+            std::make_unique_for_overwrite<uint8_t[]>(n() * shared_kv_dim(layer) * head_bytes_);
+    }
     resize(cos_sin_, n() * config_.rotary_dim), resize(local_cos_sin_, n() * 2 * config_.local_inv_freq.size());
 }
 
@@ -272,7 +290,7 @@ size_t Learner::divide(uint8_t* memory, bool keeps) {
         used += ceil_div(count * sizeof(T), size_t{64}) * 64;
     };
     const size_t d = config_.hidden_dim;
-    take(now_.qkv, n() * heads_dim() * head_bytes_);
+    take(now_.qkv, n() * config_.widest_heads() * head_bytes_);
     take(now_.attended, n() * config_.widest_mixer_out() * head_bytes_);
     take(now_.lse, n() * config_.n_heads);
     take(now_.attended_out, config_.post_norm ? n() * d : 0);
@@ -311,7 +329,7 @@ void Learner::embed(float* x) {
         }
         if (!config_.local_layers.empty()) {
             kernels().rope_cos_sin(at, config_.local_inv_freq.data(), config_.local_inv_freq.size(), 1.0,
-                                   local_cos_sin_.get() + i * config_.rotary_dim);
+                                   local_cos_sin_.get() + i * 2 * config_.local_inv_freq.size());
         }
     });
 }
@@ -373,7 +391,7 @@ void Learner::begin_layer_backward(size_t layer) {
 }
 
 const float* Learner::cos_sin(size_t layer, size_t token) const {
-    return (config_.is_local(layer) ? local_cos_sin_ : cos_sin_).get() + token * config_.rotary_dim;
+    return (config_.is_local(layer) ? local_cos_sin_ : cos_sin_).get() + token * config_.rotary_dim_of(layer);
 }
 
 // ---------------------------------------------------------------- rows of hidden_dim

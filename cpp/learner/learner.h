@@ -16,6 +16,7 @@
 // Gradients are sums over the groups of a batch in their order, and within a group over its tokens in order: they
 // depend neither on the number of threads nor on how the groups are distributed to batches.
 #pragma once
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -146,6 +147,7 @@ private:
     const ModelConfig& config_;
     const ProductType type_, head_type_;  // head_type_: of queries, keys, values and the results of attention
     const size_t head_bytes_, tile_rows_;
+    const std::vector<float> ones_;  // weights of the norm of values
     Adapter adapter_;
     std::vector<Factors> factors_;
     std::map<const LowRank*, std::vector<size_t>> adapters_of_;  // indices in factors_
@@ -170,12 +172,17 @@ private:
 
     // One layer, all tokens.
     Floats x_, raw_;
-    Bytes shared_;     // activations of the layers that keep none
-    Activations now_;  // of the current layer
+    // (n, n_layers, layer_input_dim): the inputs of layers, and if their norm is trained, their projections before it.
+    Floats layer_inputs_, projected_inputs_;
+    std::array<Bytes, 2> shared_kv_;         // keys and values that other layers read, of full and of local ones
+    std::array<Floats, 2> shared_kv_grads_;  // during backward(): sums over these layers
+    Bytes shared_;                           // activations of the layers that keep none
+    Activations now_;                        // of the current layer
     // One tile of rows.
     Floats h_, up_, activated_, grad_activated_, delta_, t_, u_;  // grad_activated_: of float32 products only
-    Floats grad_dropped_;                                         // for dropout: A^T u
-    Bytes dropped_, mask_;                                        // for dropout: inputs, and their mask
+    Floats result_, input_out_, input_gate_;  // of a layer before its input, W_out of it, and both operands of its gate
+    Floats grad_dropped_;                     // for dropout: A^T u
+    Bytes dropped_, mask_;                    // for dropout: inputs, and their mask
     Arena choice_memory_;
     Choice choice_;
     Floats expert_rows_, expert_up_, gates_;       // of the tokens of an expert; of the shared expert
@@ -258,15 +265,18 @@ private:
     void gate_delta(size_t layer, size_t token, float* row) const;
     void gate_delta_backward(size_t layer, const RowTile& tile, float* grad) const;
     void rotate(size_t layer, size_t token, float* heads, bool inverse) const;
-    void scale_queries(size_t token, float* heads) const;
+    void scale_queries(size_t layer, size_t token, float* heads) const;
     bool is_gated(size_t layer) const {
         const Mixer mixer = config_.mixer(layer);
         return config_.is_delta(layer) || (mixer == Mixer::kAttention && config_.output_gate);
     }
-    size_t heads_dim() const { return (config_.n_heads + 2 * config_.n_kv_heads) * config_.head_dim; }
+    size_t shared_kv_dim(size_t layer) const { return 2 * config_.n_kv_heads * config_.head_dim_of(layer); }
+    uint8_t* shared_kv(size_t layer) const { return shared_kv_[config_.is_local(layer)].get(); }
+    float* shared_kv_grads(size_t layer) const { return shared_kv_grads_[config_.is_local(layer)].get(); }
+    void add_shared_kv_grads(size_t layer, const uint8_t* grad_k, const uint8_t* grad_v);
     ProductRows gated_rows(size_t layer, const RowTile& tile);
     void gate_backward(size_t layer, const RowTile& tile, float* grad);
-    void read_heads(const float* raw, float* heads) const;
+    void read_heads(size_t layer, const float* raw, float* heads) const;
     void finish_heads(size_t layer, size_t token);
     void heads_backward(size_t layer, size_t token, const uint8_t* grad_q, const uint8_t* grad_k, const uint8_t* grad_v,
                         float* sums);
@@ -292,6 +302,14 @@ private:
     void experts_backward(size_t layer, const RowTile& tile, const float* grad_y, float* grad,
                           std::span<const FactorGradients> grads);
     void router_backward(size_t token, const double* grad_weights);
+    bool has_ends() const { return config_.has_layer_inputs() || config_.layer_scale; }
+    void read_layer_inputs();
+    const NormWeight& layer_inputs_norm() const {
+        return norm_of(*weights_, with_adapters_ ? &adapter_ : nullptr, {.is_of_inputs = true});
+    }
+    void add_layer_inputs_grad(size_t layer, const RowTile& tile, float* gates);
+    void input_half(size_t layer, const RowTile& tile, const float* x, float* out);
+    void input_backward_half(size_t layer, const RowTile& tile, float* grad);
     void mlp(size_t layer, const RowTile& tile);
     void mlp_backward(size_t layer, const RowTile& tile, const float* grad_out, float* grad,
                       std::span<const FactorGradients> grads);

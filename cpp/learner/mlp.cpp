@@ -1,10 +1,13 @@
 // The MLP of a layer, or its mixture of experts, in both directions, in tiles of rows.
 #include <algorithm>
+#include <cmath>
+#include <stdexcept>
 
 #include "engine/activation.h"
 #include "engine/scratch.h"
 #include "kernels/dispatch.h"
 #include "learner/learner.h"
+#include "learner/sums.h"
 #include "runtime/thread_pool.h"
 
 namespace whet {
@@ -48,13 +51,99 @@ void Learner::mlp_down(size_t layer, const RowTile& tile) {
     add_experts(layer, tile, delta_.get());
 }
 
-// x = middle + residual_scale norm(W_down act(W_up norm(input))).
+// The inputs of the layers, of all tokens.
+void Learner::read_layer_inputs() {
+    const size_t d = config_.hidden_dim, width = config_.layer_inputs();
+    const StoredTable& table = weights_->layer_embedding;
+    for (const int64_t token : batch_.tokens) {
+        if (!table.is_finite(static_cast<size_t>(token))) {
+            throw std::runtime_error("the second embedding of a token holds NaN or infinity");
+        }
+    }
+    for (const RowTile& tile : tiles_) {
+        float* inputs = layer_inputs_.get() + tile.begin * width;
+        const ProductRows x = convert(x_.get() + tile.begin * d, d, tile.n(), d);
+        multiply(type_, weights_->layer_inputs.parts, x, tile.n(), nullptr, inputs, width);
+        for_rows(tile.n(), 8 * width, [&](size_t i) {
+            float *embedded = scratch<float>(width, Scratch::kSums), *row = inputs + i * width;
+            if (projected_inputs_ != nullptr) {
+                std::copy_n(row, width, projected_inputs_.get() + (tile.begin + i) * width);
+            }
+            table.read(static_cast<size_t>(batch_.tokens[tile.begin + i]), embedded);
+            combine_layer_inputs(config_, layer_inputs_norm(), embedded, row);
+        });
+    }
+}
+
+// out = layer_scale (x + input_norm(W_out (act(W_gate x) * input))), or layer_scale x without inputs; out may be x.
+// Keeps gate and input of each row in input_gate_, and the input of the norm in input_out_.
+void Learner::input_half(size_t layer, const RowTile& tile, const float* x, float* out) {
+    const LayerWeights& w = weights_->layers[layer];
+    const size_t d = config_.hidden_dim, p = config_.layer_input_dim, rows = tile.n();
+    const float factor = config_.layer_scale ? w.scale[0] : 1.0f;
+    if (!config_.has_layer_inputs()) return scale(x, factor, rows, out);
+    float *gates = input_gate_.get(), *activated = gates + rows * 2 * p;
+    multiply(type_, w.input_gate.parts, convert(x, d, rows, d), rows, nullptr, gates, 2 * p);
+    for_rows(rows, 4 * p, [&](size_t i) {
+        float* gate = gates + i * 2 * p;
+        const float* input = layer_inputs_.get() + (tile.begin + i) * config_.layer_inputs() + layer * p;
+        std::copy_n(input, p, gate + p);
+        activate(config_, gate, gate + p, p, activated + i * p);
+    });
+    multiply(type_, w.input_out.parts, convert(activated, p, rows, p), rows, nullptr, input_out_.get(), d);
+    float* normed = scratch<float>(rows * d, Scratch::kRuns);
+    norm(norm_at(layer, &LayerNorms::input_norm), input_out_.get(), rows, normed);
+    add(x, normed, 1.0f, rows, out);
+    scale(out, factor, rows, out);
+}
+
+// Replaces the gradient of the layer's output by the gradient of result_, which the layer would have without its input,
+// from the MLP's output before its norm, in delta_.
+void Learner::input_backward_half(size_t layer, const RowTile& tile, float* grad) {
+    const LayerWeights& w = weights_->layers[layer];
+    const size_t d = config_.hidden_dim, p = config_.layer_input_dim, rows = tile.n();
+    if (config_.layer_scale) scale(grad, w.scale[0], rows, grad);
+    if (!config_.has_layer_inputs()) return;
+    float* normed = scratch<float>(rows * d, Scratch::kRuns);
+    if (config_.post_norm) {
+        norm(norm_at(layer, &LayerNorms::post_norm2), delta_.get(), rows, normed);
+    } else {
+        std::copy_n(delta_.get(), rows * d, normed);
+    }
+    add(now_.middle + tile.begin * d, normed, config_.residual_scale, rows, result_.get());
+    input_half(layer, tile, result_.get(), result_.get());
+    float *gates = input_gate_.get(), *grad_activated = gates + rows * 2 * p;
+    float* grad_out = result_.get();
+    std::copy_n(grad, rows * d, grad_out);
+    norm_backward(norm_at(layer, &LayerNorms::input_norm), input_out_.get(), grad_out, tile.groups);
+    multiply_transposed(type_, w.input_out.parts, grad_out, d, rows, grad_activated, p, false);
+    for_rows(rows, 4 * p, [&](size_t i) { activation_backward(gates + i * 2 * p, grad_activated + i * p, p); });
+    if (projected_inputs_ != nullptr) add_layer_inputs_grad(layer, tile, gates);
+    multiply_transposed(type_, w.input_gate.parts, gates, 2 * p, rows, grad, d, true);
+}
+
+// Adds to the gradient of the norm of the layers' inputs, from the gradients of a layer's after its gates.
+void Learner::add_layer_inputs_grad(size_t layer, const RowTile& tile, float* gates) {
+    const size_t p = config_.layer_input_dim, width = config_.layer_inputs();
+    const auto factor = static_cast<float>(1.0 / std::sqrt(static_cast<double>(config_.hidden_dim)));
+    std::vector<float> sums;
+    sum_blocks(tile.groups, p, sums, [&](size_t i, float* to) {
+        float *grad = gates + i * 2 * p + p, *x = projected_inputs_.get() + (tile.begin + i) * width + layer * p;
+        kernels().blend_f32(grad, p, static_cast<float>(std::sqrt(0.5)), 0.0f, grad);
+        kernels().blend_f32(x, p, factor, 0.0f, x);
+        add_norm_terms(Norm::kRms, x, grad, p, false, to);
+    });
+    add_sums(sums, p, 0, p, gradient_of(layer_inputs_norm().weight));
+}
+
+// x = middle + residual_scale norm(W_down act(W_up norm(input))), and what follows with the layer's input.
 void Learner::mlp(size_t layer, const RowTile& tile) {
     const size_t d = config_.hidden_dim, at = tile.begin * d, rows = tile.n();
     mlp_up(layer, tile);
     mlp_down(layer, tile);
     if (config_.post_norm) norm(norm_at(layer, &LayerNorms::post_norm2), delta_.get(), rows, delta_.get());
     add(now_.middle + at, delta_.get(), config_.residual_scale, rows, x_.get() + at);
+    if (has_ends()) input_half(layer, tile, x_.get() + at, x_.get() + at);
 }
 
 // Replaces gate and up of a row, n each, by their gradients.
@@ -76,10 +165,11 @@ void Learner::mlp_backward(size_t layer, const RowTile& tile, const float* grad_
     } else {
         mlp_up(layer, tile);
     }
+    if (config_.post_norm || config_.has_layer_inputs()) mlp_down(layer, tile);
+    if (has_ends()) input_backward_half(layer, tile, grad + at);
     float* delta = scratch<float>(rows * d, Scratch::kRuns);  // gradient of W_down's result
     scale(grad_out + at, config_.residual_scale, rows, delta);
     if (config_.post_norm) {
-        mlp_down(layer, tile);
         norm_backward(norm_at(layer, &LayerNorms::post_norm2), delta_.get(), delta, tile.groups);
     }
     const bool is_moe = config_.is_moe(layer);

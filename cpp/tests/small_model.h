@@ -14,8 +14,9 @@
 namespace whet {
 
 // Llama-like; a mix of GPT-J, Mistral and LFM2: layer norm, interleaved RoPE, parallel residual, windows and a
-// convolution; a mix of Qwen3.5 and Granite 4 H, with states of several pages; or with mixtures of experts.
-enum Kind : int { kLlama, kOther, kDelta, kMixture };
+// convolution; a mix of Qwen3.5 and Granite 4 H, with states of several pages; with mixtures of experts; or
+// Gemma-4-like, with heads of two sizes, shared keys and values, and inputs of layers.
+enum Kind : int { kLlama, kOther, kDelta, kMixture, kSizes };
 
 inline ModelConfig config_of(int kind) {
     ModelConfig c;
@@ -37,6 +38,10 @@ inline ModelConfig config_of(int kind) {
         c.windows = {0, 0, 0}, c.n_layers = 3, c.moe_layers = {false, true, true};
         c.n_experts = 7, c.n_used_experts = 3, c.expert_dim = 40, c.shared_dim = 24, c.shared_gate = true;
         c.router_normalised = true, c.router_scale = 1.5, c.activation = Activation::kClampedSwiglu;
+    } else if (kind == kSizes) {
+        c.n_layers = 4, c.windows = {50, 0, 50, 0}, c.local_layers = {true, false, true, false};
+        c.local_head_dim = 12, c.local_inv_freq = c.inv_freq, c.n_shared_kv_layers = 2, c.ffn_dims = {72, 72, 88, 88};
+        c.qk_norm = c.v_norm = c.layer_scale = true, c.layer_input_dim = 10, c.activation = Activation::kGeluTanh;
     }
     return c;
 }
@@ -83,6 +88,16 @@ struct Model {
             for (float& value : values) value = 3.0f * normal(bits);
             put_vector(slot, values);
         };
+        if (c.layer_input_dim > 0) {
+            const size_t k = c.layer_inputs();
+            std::vector<float> table(c.vocab_size * k);
+            for (float& value : table) value = normal(bits);
+            w.add_vector("layer_embedding", c.vocab_size);
+            w.pack("layer_embedding", 0,
+                   {StoredType::kFloat32, table.data(), c.vocab_size, k, static_cast<ptrdiff_t>(k), 1});
+            matrix("layer_inputs", format, k, c.hidden_dim);
+            vector("layer_inputs_norm.weight", c.layer_input_dim, 1.2f);
+        }
         matrix("embedding", WeightFormat::kBFloat16, c.vocab_size, c.hidden_dim);
         for (size_t i = 0; i < c.n_layers; ++i) {
             const std::string layer = "layers." + std::to_string(i) + ".";
@@ -95,8 +110,15 @@ struct Model {
             constexpr const char* kNames[][2] = {{"qkv", "o"}, {"conv_in", "conv_out"}, {"delta_in", "delta_out"}};
             const auto& [in, out] = kNames[c.is_delta(i) ? 2 : static_cast<size_t>(mixer)];
             if (c.qk_norm && attends) {
-                vector(layer + "q_norm.weight", (c.qk_norm_whole ? c.n_heads : 1) * c.head_dim, 1.1f);
-                vector(layer + "k_norm.weight", (c.qk_norm_whole ? c.n_kv_heads : 1) * c.head_dim, 0.9f);
+                const size_t d = c.head_dim_of(i);
+                vector(layer + "q_norm.weight", (c.qk_norm_whole ? c.n_heads : 1) * d, 1.1f);
+                if (c.kv_layer(i) == i) vector(layer + "k_norm.weight", (c.qk_norm_whole ? c.n_kv_heads : 1) * d, 0.9f);
+            }
+            if (c.layer_scale) vector(layer + "scale", 1, 0.8f);
+            if (c.layer_input_dim > 0) {
+                matrix(layer + "input_gate", format, c.layer_input_dim, c.hidden_dim);
+                matrix(layer + "input_out", format, c.hidden_dim, c.layer_input_dim);
+                vector(layer + "input_norm.weight", c.hidden_dim, 0.9f);
             }
             if (c.sinks && attends) vector(layer + "sinks", c.n_heads, 0.7f);
             if (!attends) matrix(layer + "conv", WeightFormat::kFloat32, c.conv_length, c.conv_dim(i));

@@ -30,6 +30,12 @@ def test_thinking_tags_of_published_templates(name, tags):
     assert thinking_tags(template(name)) == tags
 
 
+def test_thinking_tags_of_channels():
+    tags = thinking_tags("{{ '<|channel>thought\\n' + thinking_text + '\\n<channel|>' }}")
+    assert tags == ("<|channel>", "<channel|>")
+    assert answer_in("<|channel>thought\n2 + 2\n<channel|>4", tags) == "4"
+
+
 @pytest.mark.parametrize(
     ("text", "tags"),
     [

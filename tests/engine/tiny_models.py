@@ -92,6 +92,16 @@ _QWEN3_5 = {
     },
 }
 
+_LOCAL = ("sliding_attention", "sliding_attention")
+_GEMMA_4 = {
+    "head_dim": 8,
+    "global_head_dim": 12,
+    "sliding_window": 5,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 6,
+    "use_double_wide_mlp": False,
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-biases-tied": (
@@ -302,6 +312,45 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma2-attention": ("gemma2", {"head_dim": 12, "query_pre_attn_scalar": 12, "final_logit_softcapping": None}),
+    "gemma4": (
+        "gemma4_text",
+        {
+            **_GEMMA_4,
+            "num_hidden_layers": 7,
+            "layer_types": [*_LOCAL, "full_attention", *_LOCAL, "sliding_attention", "full_attention"],
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 9.0,
+        },
+    ),
+    "gemma4-plain": (
+        "gemma4_text",
+        {
+            **_GEMMA_4,
+            "head_dim": 6,
+            "global_head_dim": 10,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma4-vision": (
+        "gemma4",
+        {
+            "model_type": "gemma4_text",
+            **_GEMMA_4,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "initializer_range": 0.2,
+        },
+    ),
     "lfm2": (
         "lfm2",
         {
@@ -506,13 +555,17 @@ _VISION = {
 
 def tiny_config(case: str, **options: Any) -> Any:
     model_type, given = CASES[case]
+    if "vocab_size" in options and "vocab_size_per_layer_input" in given:
+        options["vocab_size_per_layer_input"] = options["vocab_size"]
     if case.endswith("-vision"):
         text = {**_LLAMA, "initializer_range": 0.3, "tie_word_embeddings": True, **given, **options}
-        whole = transformers.AutoConfig.for_model(model_type).to_dict()
-        vision = {key: value for key, value in _VISION.items() if key in whole["vision_config"]}
-        parts = {"text_config": text, "vision_config": {"model_type": whole["vision_config"]["model_type"], **vision}}
+        whole = transformers.AutoConfig.for_model(model_type).to_dict()["vision_config"]
+        whole = whole or transformers.AutoConfig.for_model(f"{model_type}_vision").to_dict()
+        vision = {key: value for key, value in _VISION.items() if key in whole}
+        parts = {"text_config": text, "vision_config": {"model_type": whole["model_type"], **vision}}
         tied = text["tie_word_embeddings"]
-        return transformers.AutoConfig.for_model(model_type, **parts, image_token_id=3, tie_word_embeddings=tied)
+        image = VOCAB if model_type == "gemma4" else 3  # Gemma 4 has another second embedding for it
+        return transformers.AutoConfig.for_model(model_type, **parts, image_token_id=image, tie_word_embeddings=tied)
     sizes = dict(_SIZES.get(model_type, _LLAMA))
     if model_type == "gpt_neox":
         del sizes["num_key_value_heads"]
@@ -540,6 +593,8 @@ def tiny_model(case: str, **options: Any) -> Any:
     for name, buffer in model.named_buffers():
         if name.endswith("expert_bias"):
             buffer.uniform_(-0.3, 0.3)
+        if name.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 1.5)
     return model.requires_grad_(False)
 
 

@@ -211,7 +211,8 @@ def test_experts_that_do_not_fit_are_refused() -> None:
 
 DIGEST = """
 h = hashlib.sha256()
-for case, weights in (("qwen3_moe", "bf16"), ("lfm2_moe", "q8_0"), ("qwen3_5_moe_text", "float32")):
+formats = {"qwen3_moe": "bf16", "lfm2_moe": "q8_0", "qwen3_5_moe_text": "float32", "gpt_oss": "mxfp4"}
+for case, weights in formats.items():
     for compute in ("float32", "bfloat16"):
         settings = {"lora_layers": EXPERTS} if case == "qwen3_moe" else {"lora_dropout": 0.2}
         learner = learner_of(case, weights, compute=compute, **settings)
@@ -235,7 +236,7 @@ def test_bits_do_not_depend_on_threads() -> None:
     same_on_any_threads(work)
 
 
-@pytest.mark.parametrize("case", ["lfm2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("case", ["lfm2_moe", "qwen3_moe", "gpt_oss"])
 def test_results_do_not_depend_on_the_other_rows(case: str) -> None:
     learner = learner_of(case, "bf16", lora_layers=EXPERTS)
     experts = random_experts(learner.base.config)

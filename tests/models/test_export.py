@@ -44,7 +44,6 @@ NOT_IN_GGUF = {
     "qwen2-windows": "windows",
     "qwen3-biases-windows": "windows",
     "llama-gelu": "activation",
-    "llama-proportional": "rope_type 'proportional' with frequencies of 0",
     "gpt2-untied-unscaled": "attention_scale",
     "gpt2-reordered": "activation",
     "granite_swa-bases": "local_layers",
@@ -63,6 +62,7 @@ NOT_IN_GGUF = {
     "qwen3_moe-dense": "attention biases in qwen3moe",
     "lfm2_moe-plain": "router_normalised",
     "granite4-experts": "rotary_dim",
+    "gemma4-plain": "attention biases in gemma4",
 }
 """Cases with options that GGUF cannot express."""
 

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from types import MethodType
 
+import gguf
 import numpy as np
 import peft
 import pytest
@@ -51,7 +52,7 @@ def in_float64(model, config: ModelConfig):
 
     def rms_norm(self, x):
         eps = getattr(self, "variance_epsilon", None) or self.eps
-        return (self.weight + offset) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+        return (getattr(self, "weight", 1.0) + offset) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
     def rotary(self, x, position_ids, kind=None):
         is_local = kind == "sliding_attention"
@@ -69,7 +70,8 @@ def in_float64(model, config: ModelConfig):
         if type(module).__name__.endswith("RotaryEmbedding"):
             module.forward = MethodType(rotary, module)
         if hasattr(module, "embed_scale"):
-            module.embed_scale = torch.tensor(config.embedding_scale, dtype=torch.float64)
+            scale = getattr(module, "scalar_embed_scale", config.embedding_scale)
+            module.embed_scale = torch.tensor(scale, dtype=torch.float64)
     return model
 
 
@@ -105,6 +107,19 @@ def test_documentation_lists_every_family():
     assert names(export, "that GGUF supports:", r"\.") == exported - {"gemma3text"} | {"gemma3"}
 
 
+def test_every_causal_language_model_of_transformers_is_run_or_refused_with_its_missing_part():
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    others = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - FAMILIES.keys() - families._TEXT_PARTS["models"].keys()
+    assert len(others) > 100
+    for name in others:
+        assert_raises(WhetValueError, f"model_type is '{name}', which has ", model_config, {"model_type": name})
+    run = {family.gguf.get(key) for family in FAMILIES.values() if family.gguf for key in ("architecture", "hybrid")}
+    for name in {*gguf.MODEL_ARCH_NAMES.values()} - run:
+        assert families.unsupported_reason(name), name
+    assert not families._NOT_RUN.keys() & (FAMILIES.keys() - {"gptj"} | run)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_logits_match_transformers(case):
     model, ids = tiny_model(case), token_ids()
@@ -113,7 +128,7 @@ def test_logits_match_transformers(case):
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(naive_logits(source, ids), expected, rtol=0, atol=1e-4)
     parameters = {name: p for name, p in model.named_parameters() if not families.is_skipped(name)}
-    parameters |= {name: b for name, b in model.named_buffers() if name.endswith("expert_bias")}
+    parameters |= {name: b for name, b in model.named_buffers() if name.endswith(("expert_bias", "layer_scalar"))}
     assert source.config.n_parameters == sum(p.numel() for p in parameters.values())
     assert model_config(model.config) == source.config == model_config(json.loads(model.config.to_json_string()))
 

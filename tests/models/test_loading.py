@@ -27,6 +27,8 @@ def config_of(n, k):
         "attention_factor": 1.0, "learned_positions": 0, "parallel_residual": False, "shared_norm": False,
         "pre_norm": True, "post_norm": False, "qk_norm_whole": False, "qk_norm_rotated": False,
         "query_log_scale": 0.0, "query_scale_length": 1, "sinks": False, "local_layers": (), "local_inv_freq": (),
+        "local_head_dim": 0, "n_shared_kv_layers": 0, "ffn_dims": (), "layer_input_dim": 0, "layer_scale": False,
+        "v_norm": False,
         "output_gate": False, "mixers": (), "conv_length": 0, "n_delta_heads": 0, "n_delta_key_heads": 0,
         "delta_dim": 0, "delta_key_dim": 0, "delta_tiled": False, "n_experts": 0, "n_used_experts": 0, "expert_dim": 0,
         "shared_dim": 0, "moe_layers": (), "shared_gate": False, "router": "softmax", "router_normalised": False,

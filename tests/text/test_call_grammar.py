@@ -120,6 +120,7 @@ true
 </tool_call>""",
         "python": '<|tool_call_start|>[now(), find_flights(city="Rome", is_direct=True, days=3, where={"x": 2})]'
         "<|tool_call_end|>",
+        "braces": '<|tool_call>call:find_flights{city:<|"|>Rome<|"|>,is_direct:true,days:3,where:{"x": 2}}<tool_call|>',
     }
     if form.content not in replies:
         pytest.skip("JSON is tested by the server")

@@ -80,7 +80,7 @@ def test_families_have_published_templates():
         "arcee", "ernie4_5", "exaone4", "gemma2", "gemma3_text", "granite", "granite_swa", "granitemoe",
         "granitemoehybrid", "granitemoeshared", "hunyuan_v1_dense", "lfm2", "lfm2_moe", "ministral3", "olmo2", "olmo3",
         "olmoe", "phi", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_vl_text", "smollm3", "stablelm",
-        "starcoder2",
+        "starcoder2", "gpt_oss",
     }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ TOOLS = [
 ]  # fmt: skip
 HERMES, XML = tool_format("... <tool_call> ..."), tool_format("<tool_call> <function=NAME>")
 LFM2, PHI = tool_format("<|tool_call_start|>"), tool_format("<|tool_call|>")
+GEMMA = tool_format("'<|tool_call>call:' + name")
 MINISTRAL = tool_format("[TOOL_CALLS] [ARGS]")
 MISTRAL, LLAMA = tool_format("[TOOL_CALLS]"), tool_format('{"name": f, "parameters": {}}')
 OPEN = "<|tool_call_start|>[add(open('f'))]<|tool_call_end|>"
@@ -49,6 +50,17 @@ CASES = [
     (LFM2, "<|tool_call_start|>[add(a=1, text='x'), now()]<|tool_call_end|>Done.", [ADD, ToolCall("now", {}), "Done."]),
     (LFM2, OPEN, [OPEN]),
     (PHI, '<|tool_call|>[{"name": "add", "arguments": {"a": 1, "text": "x"}}]<|/tool_call|>', [ADD]),
+    (
+        GEMMA,
+        'Yes. <|tool_call>call:add{a:1,text:<|"|>x<|"|>}<tool_call|><|tool_call>call:now{}<tool_call|>',
+        ["Yes.", ADD, ToolCall("now", {})],
+    ),
+    (
+        GEMMA,
+        '<|tool_call>call:add{list:[1,{b:<|"|>{c:<|"|>,<|"|>d e<|"|>:null}],text:<|"|>"a, b:<|"|>}<tool_call|>',
+        [ToolCall("add", {"list": [1, {"b": "{c:", "d e": None}], "text": '"a, b:'})],
+    ),
+    (GEMMA, "<|tool_call>call:add{a:}<tool_call|>", ["<|tool_call>call:add{a:}<tool_call|>"]),
     (MISTRAL, '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "text": "x"}}]', [ADD]),
     (MINISTRAL, '[TOOL_CALLS]add[ARGS]{"a": 1, "text": "x"}', [ADD]),
     (

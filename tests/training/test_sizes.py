@@ -37,6 +37,18 @@ CONFIGS = {
     "olmo2": {**LLAMA, "model_type": "olmo2", "eos_token_id": 2},
     "gemma2": {**LLAMA, "model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 16},
     "gemma3": {**LLAMA, "model_type": "gemma3_text", "head_dim": 16, "query_pre_attn_scalar": 16},
+    "gemma4": {
+        **LLAMA,
+        "model_type": "gemma4_text",
+        "head_dim": 16,
+        "global_head_dim": 24,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 20,
+        "vocab_size_per_layer_input": LLAMA["vocab_size"],
+    },
     "phi3": {**LLAMA, "model_type": "phi3", "pad_token_id": 0, "eos_token_id": 2},
     "lfm2": {**LLAMA, "model_type": "lfm2", "full_attn_idxs": [1], "block_multiple_of": 8},
     "qwen3_5": {
@@ -76,6 +88,13 @@ MIXTURES = {
         "num_experts_per_tok": 2,
         "shared_intermediate_size": 48,
     },
+    "gpt_oss": {
+        **LLAMA,
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
 }
 NARROW = "bf16" in _core.isa()
 
@@ -85,6 +104,11 @@ def make_model(name: str, **sizes: Any) -> Any:
     config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def names_of(adapted: Any) -> list[str]:
+    """Return the names of modules with adapters: PEFT's "all-linear" would add Gemma 4's inputs of layers."""
+    return [location.names[0] for location, _ in adapted.factors]
 
 
 def held(trainer: Any) -> Counter[str]:
@@ -104,8 +128,8 @@ def test_trainers_and_engines_use_the_estimated_memory(name, compute, lora, monk
     source = open_module(model)
     adapters: dict[str, Any] = {}
     if lora:
-        model = with_lora(model, r=4, target_modules="all-linear")
         adapters = {"adapters": choose_adapted(source, 4)}
+        model = with_lora(model, r=4, target_modules=names_of(adapters["adapters"]))
     trainer = GRPO(
         model, reward_fn=lambda completions: [float(c[0]) for c in completions], compute=compute, beta=0.1, group_size=2
     )
@@ -163,9 +187,17 @@ LEARNER_SIZES = {
     "llama": {},
     "lfm2": {},
     "qwen3_5": {"head_dim": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
-    "granite4_h": {"mamba_n_heads": 16, "mamba_d_state": 32, "layer_types": ["full_attention", "linear_attention"] * 2},
+    "gemma4": {"head_dim": 32, "global_head_dim": 64, "hidden_size_per_layer_input": 64},
+    "granite4_h": {
+        "mamba_n_heads": 16,
+        "mamba_d_state": 32,
+        "num_hidden_layers": 8,
+        "layer_types": ["full_attention", "linear_attention"] * 4,
+        "shared_intermediate_size": 640,
+    },
     "qwen3_moe": {"head_dim": 128, "moe_intermediate_size": 768, "mlp_only_layers": []},
     "granitemoeshared": {"shared_intermediate_size": 512},
+    "gpt_oss": {"head_dim": 64},
 }
 
 
@@ -208,7 +240,8 @@ def test_a_learner_uses_the_estimated_memory(name, compute):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen3", "gemma2", "lfm2", "qwen3_5", "granite4_h", "qwen3_moe", "granitemoeshared"]
+    "name",
+    ["llama", "qwen3", "gemma2", "gemma4", "lfm2", "qwen3_5", "granite4_h", "qwen3_moe", "granitemoeshared", "gpt_oss"],
 )
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_a_learner_keeps_as_many_layers_as_estimated(name, compute):

@@ -35,7 +35,7 @@ test("the separate entry of primitives and kernels is at most 8 KB", async () =>
   assert.ok(sizeOf([bytes]) <= 8 * KB, `${sizeOf([bytes])} bytes`);
 });
 
-const BUILDS = { threads: [436, 167], "threads-plain": [416, 160], plain: [414, 160], learner: [690, 242] };
+const BUILDS = { threads: [444, 168], "threads-plain": [424, 162], plain: [422, 162], learner: [698, 245] };
 for (const [name, [whole, compressed]] of Object.entries(BUILDS)) {
   test(`${name}.wasm is at most ${whole} KB, compressed ${compressed} KB`, async () => {
     const bytes = await readFile(new URL(`../dist/${name}.wasm`, import.meta.url));

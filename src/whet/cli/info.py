@@ -133,12 +133,15 @@ def _tokenizer(file: GGUFFile) -> dict[str, Any]:
 
 def _format_shape(n_parameters: int, n_active: int, config: dict[str, Any]) -> str:
     heads = f"{config['n_heads']} {'gated ' if config['output_gate'] else ''}heads of {config['head_dim']}"
+    if config["local_head_dim"]:
+        heads += f", or {config['local_head_dim']} in local layers"
     if config["n_kv_heads"] < config["n_heads"]:
         heads += f" ({config['n_kv_heads']} KV heads)"
     count = f"{n_parameters:,} parameters{f', {n_active:,} of them active' if n_active < n_parameters else ''}"
     tied = " (tied)" if config["tied_head"] else ""
     windows = sorted({window for window in config["windows"] if window})
-    others = {"convolutions": config["mixers"].count("conv"), "gated delta rules": config["mixers"].count("delta")}
+    others = {"without keys and values": config["n_shared_kv_layers"]}
+    others |= {"convolutions": config["mixers"].count("conv"), "gated delta rules": config["mixers"].count("delta")}
     mixed = "".join(f" ({n} of them {name})" for name, n in others.items() if n)
     return (
         f"{count}: {config['n_layers']} layers{mixed}, hidden {config['hidden_dim']}, {heads}, "
@@ -150,7 +153,7 @@ def _format_shape(n_parameters: int, n_active: int, config: dict[str, Any]) -> s
 def _format_mlp(config: dict[str, Any]) -> str:
     kind = f"({config['activation']}{', gated' if config['gated'] else ''})"
     if not config["n_experts"]:
-        return f"MLP {config['ffn_dim']} {kind}"
+        return f"MLP {' or '.join(map(str, sorted({*config['ffn_dims']}))) or config['ffn_dim']} {kind}"
     text = f"{config['n_used_experts']} of {config['n_experts']} experts of {config['expert_dim']} {kind}"
     if config["shared_dim"]:
         text += f" and a shared one of {config['shared_dim']}"

@@ -24,6 +24,8 @@ class Tags(NamedTuple):
 OPENING_TAG = "opening_tag"
 """Column of rollouts that holds ``Replies.opening_tag`` of each prompt."""
 DEFAULT_TAGS = Tags("<think>", "</think>")
+_CHANNEL = Tags("<|channel>", "<channel|>")
+"""Tags of Gemma 4; the thinking begins with the channel's name, "thought"."""
 
 
 def thinking_tags(template: str) -> Tags:
@@ -32,6 +34,8 @@ def thinking_tags(template: str) -> Tags:
     The opening tag is the first bracketed name that ends in "think", "thinking", "thought" or "reasoning" and whose
     closing tag occurs too: with a slash, as ``[/THINK]``, or with END for START, as ``<|END_THINKING|>``.
     """
+    if all(tag in template for tag in _CHANNEL):
+        return _CHANNEL
     for opening in _MARK.findall(template):
         closing = _closing_of(opening)
         if closing != opening and closing in template:

@@ -5,6 +5,7 @@
       mixers    conv, delta and mamba in place of attention in some layers (ModelConfig)
       post_norm   x = x + post_norm1(attention(norm1(x))), and so on; without pre_norm there is no norm1, norm2
       parallel  x = x + attention(norm1(x)) + mlp(norm2(x))           shared_norm: mlp reads norm1(x)
+      layer inputs   x = x + input_norm(W_out (act(W_gate x) * p)), p of the token and the layer (ModelConfig)
     logits = head(final_norm(x))
 
 ``whet.models.reference`` is the definition in NumPy. This module contains no Hugging Face or GGUF names (``families``,
@@ -32,6 +33,8 @@ SOFTCAPS = ("attention_softcap", "logits_softcap")
 LARGEST = {"n_layers": 1 << 12, "n_heads": 1 << 16, "n_kv_heads": 1 << 16, "head_dim": 1 << 14, "n_experts": 1 << 12}
 LARGEST_SIZE = (1 << 31) - 1
 LONGEST_CONV = 16
+TABLE_SLOT = "layer_embedding"
+"""A matrix that is not packed: its rows are read where they are stored."""
 _NUMBERS = ("inv_freq", "local_inv_freq", "attention_factor", "norm_eps")
 _SIZES = ("n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "ffn_dim", "vocab_size", "max_position")
 
@@ -72,6 +75,8 @@ class ModelConfig:
         qk_norm: RMS norm over head_dim of every query and key head, before rotation.
         qk_norm_whole: this norm spans all query heads at once, and all key heads.
         qk_norm_rotated: this norm follows the rotation.
+        v_norm: RMS norm over head_dim of every value head, without a weight; with ``qk_norm``, and not
+            ``qk_norm_rotated`` or ``qk_norm_whole``.
         query_log_scale: b; a query at position p is multiplied by 1 + b log(1 + floor(p / query_scale_length)).
         query_scale_length: positions with the same factor.
         sinks: each head has a logit without a value: weights are e^s_j / (e^sink + sum over i of e^s_i) for scores s.
@@ -83,8 +88,16 @@ class ModelConfig:
         attention_softcap: c; scores s become c tanh(s / c). 0: no soft-cap.
         logits_softcap: c; logits s become c tanh(s / c). 0: no soft-cap.
         rope_layers: per layer, whether queries and keys are rotated; (): in all layers.
-        local_layers: per layer, whether it rotates by ``local_inv_freq`` (as many radians as inv_freq, without
-            attention_factor); (): none.
+        local_layers: per layer, whether it rotates by ``local_inv_freq`` (without attention_factor; as many radians
+            as inv_freq, or half of ``local_head_dim``) and has heads of ``local_head_dim``; (): none.
+        local_head_dim: elements of a head of these layers; 0: head_dim.
+        n_shared_kv_layers: number of the last layers, which have no keys and values: they read another
+            layer's, of the last one before them that is local if they are, and not if they are not.
+        ffn_dims: per layer, the width of its MLP; (): ffn_dim in all.
+        layer_input_dim: numbers of a token's input p to each layer, 0: none. p = (norm(W x / sqrt(hidden_dim)) +
+            sqrt(layer_input_dim) e) / sqrt(2), of x, the scaled embedding, and e, the token's row of a second table
+            that has layer_input_dim numbers for each layer.
+        layer_scale: the output of each layer is multiplied by a number.
         output_gate: every query head is followed by a gate, of head_dim rows; outputs are multiplied by its sigmoid.
         mixers: per layer, what mixes the tokens; (): attention in all.
             "conv": W_out (C conv(B u)), [B, C, u] = W_in norm1(x) (LFM2);
@@ -148,6 +161,11 @@ class ModelConfig:
     rope_layers: tuple[bool, ...] = ()
     local_layers: tuple[bool, ...] = ()
     local_inv_freq: tuple[float, ...] = ()
+    local_head_dim: int = 0
+    n_shared_kv_layers: int = 0
+    ffn_dims: tuple[int, ...] = ()
+    layer_input_dim: int = 0
+    layer_scale: bool = False
     output_gate: bool = False
     mixers: tuple[str, ...] = ()
     conv_length: int = 0
@@ -182,6 +200,7 @@ class ModelConfig:
     qk_norm: bool = False
     qk_norm_whole: bool = False
     qk_norm_rotated: bool = False
+    v_norm: bool = False
     query_log_scale: float = 0.0
     query_scale_length: int = 1
     sinks: bool = False
@@ -225,11 +244,33 @@ class ModelConfig:
         for name in ("qk_norm_rotated", "output_gate"):
             if self.qk_norm_whole and getattr(self, name):
                 raise _invalid(name, True, "False where qk_norm_whole is True")
+        if self.v_norm and (not self.qk_norm or self.qk_norm_whole or self.qk_norm_rotated):
+            raise _invalid("v_norm", True, "False unless qk_norm is of single heads before their rotation")
         _check_number("query_log_scale", self.query_log_scale, at_least=0.0)
         _check_integer("query_scale_length", self.query_scale_length, 1, LARGEST_SIZE)
+        self._check_layers()
         self._check_rotary()
         self._check_mixers()
         self._check_experts()
+
+    def _check_layers(self) -> None:
+        _check_integer("local_head_dim", self.local_head_dim, 0, LARGEST["head_dim"] if self.local_layers else 0)
+        if self.ffn_dims and len(self.ffn_dims) != self.n_layers:
+            raise _invalid("ffn_dims", self.ffn_dims, f"one for each of n_layers={self.n_layers}, or none")
+        for width in self.ffn_dims:
+            _check_integer("ffn_dims", width, 1, LARGEST_SIZE)
+        _check_integer("layer_input_dim", self.layer_input_dim, 0, LARGEST_SIZE // self.n_layers)
+        if self.layer_input_dim and (not self.gated or self.norm != "rms" or self.parallel_residual):
+            raise _invalid("layer_input_dim", self.layer_input_dim, "0 without gated MLPs, RMS norms and two residuals")
+        if self.layer_scale and self.parallel_residual:
+            raise _invalid("layer_scale", True, "False where parallel_residual is True")
+        _check_integer("n_shared_kv_layers", self.n_shared_kv_layers, 0, self.n_layers - 1)
+        if self.n_shared_kv_layers and (self.output_gate or self.qk_norm_whole or self.mixers):
+            raise _invalid("n_shared_kv_layers", self.n_shared_kv_layers, "0 in a model with other mixers or gates")
+        n_own = self.n_layers - self.n_shared_kv_layers
+        own = set(map(self.is_local, range(n_own)))
+        if not set(map(self.is_local, range(n_own, self.n_layers))) <= own:
+            raise _invalid("n_shared_kv_layers", self.n_shared_kv_layers, "fewer: no layer has their keys and values")
 
     def _check_mixers(self) -> None:
         if self.mixers and (len(self.mixers) != self.n_layers or not set(self.mixers) <= set(MIXERS)):
@@ -271,9 +312,9 @@ class ModelConfig:
             layers = getattr(self, name)
             if layers and (len(layers) != self.n_layers or not set(layers) <= {True, False}):
                 raise _invalid(name, layers, f"n_layers={self.n_layers} of true and false, or none")
-        n_local = len(self.inv_freq) if self.local_layers else 0
-        if len(self.local_inv_freq) != n_local:
-            raise _invalid("local_inv_freq", f"{len(self.local_inv_freq)} numbers", f"{n_local}, as many as inv_freq")
+        n_local = (self.local_head_dim // 2 or len(self.inv_freq)) if self.local_layers else 0
+        if len(self.local_inv_freq) != n_local or self.local_head_dim % 2:
+            raise _invalid("local_inv_freq", f"{len(self.local_inv_freq)} numbers", f"{n_local}, one for each pair")
         for frequency in self.local_inv_freq:
             _check_number("local_inv_freq", frequency)
 
@@ -283,7 +324,28 @@ class ModelConfig:
 
     def mlp_dim(self, layer: int) -> int:
         """Return the width of a layer's MLP, or of its shared expert; 0: none."""
-        return self.shared_dim if self.is_moe(layer) else self.ffn_dim
+        return self.shared_dim if self.is_moe(layer) else self.ffn_dims[layer] if self.ffn_dims else self.ffn_dim
+
+    def is_local(self, layer: int) -> bool:
+        """Whether a layer rotates by ``local_inv_freq``."""
+        return bool(self.local_layers) and self.local_layers[layer]
+
+    def layer_head_dim(self, layer: int) -> int:
+        """Return the elements of a head of a layer."""
+        return self.local_head_dim if self.local_head_dim and self.is_local(layer) else self.head_dim
+
+    def kv_layer(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer reads."""
+        n_own = self.n_layers - self.n_shared_kv_layers
+        if layer < n_own:
+            return layer
+        return max(i for i in range(n_own) if self.is_local(i) == self.is_local(layer))
+
+    def part_sizes(self, layer: int) -> dict[str, int]:
+        """Return the rows of a layer's queries (with gates), keys and values; 0: it reads another layer's."""
+        dim, has_own = self.layer_head_dim(layer), self.kv_layer(layer) == layer
+        kv = self.n_kv_heads * dim if has_own else 0
+        return {"q": (2 if self.output_gate else 1) * self.n_heads * dim, "k": kv, "v": kv}
 
     def mixer(self, layer: int) -> str:
         """Return what mixes the tokens in a layer."""
@@ -306,8 +368,7 @@ class ModelConfig:
 
     def slots(self) -> dict[str, tuple[int, ...]]:
         """Return name -> shape of every weight: matrices (outputs, inputs), norms and biases (n,)."""
-        hidden, q = self.hidden_dim, self.n_heads * self.head_dim
-        n_qkv = (2 if self.output_gate else 1) * q + 2 * self.n_kv_heads * self.head_dim
+        hidden = self.hidden_dim
         values, channels = self.delta_values, self.delta_channels
         found: dict[str, tuple[int, ...]] = {"embedding": (self.vocab_size, hidden)}
         if self.learned_positions:
@@ -318,7 +379,6 @@ class ModelConfig:
         parts = ("weight", "bias") if self.norm == "layer" else ("weight",)
         up, per_dim = ("gate_up", 2) if self.gated else ("up", 1)
         matrices = {
-            "attention": (("qkv", n_qkv, hidden, self.qkv_bias), ("o", hidden, q, self.o_bias)),
             "conv": (("conv_in", 3 * hidden, hidden, False), ("conv_out", hidden, hidden, False)),
             "delta": (
                 ("delta_in", channels + values + 2 * self.n_delta_heads, hidden, False),
@@ -335,20 +395,31 @@ class ModelConfig:
             ("experts_down", self.n_experts * hidden, self.expert_dim, self.experts_bias),
             *((("shared_router", 1, hidden, False),) if self.shared_gate else ()),
         )
+        if self.layer_input_dim:
+            n_inputs = self.n_layers * self.layer_input_dim
+            found |= {TABLE_SLOT: (self.vocab_size, n_inputs), "layer_inputs": (n_inputs, hidden)}
+            found["layer_inputs_norm.weight"] = (self.layer_input_dim,)
         for i in range(self.n_layers):
-            layer = f"layers.{i}."
+            layer, dim, parts_of_qkv = f"layers.{i}.", self.layer_head_dim(i), self.part_sizes(i)
             found |= {f"{layer}{norm}.{part}": (hidden,) for norm in norms for part in parts}
             mixer = self.mixer(i)
             if mixer != "attention":
                 found[f"{layer}conv"] = (self.conv_length, hidden if mixer == "conv" else channels)
             elif self.qk_norm:
                 for which, heads in zip("qk", n_normed, strict=True):
-                    found[f"{layer}{which}_norm.weight"] = (heads * self.head_dim,)
+                    if parts_of_qkv[which]:
+                        found[f"{layer}{which}_norm.weight"] = (heads * dim,)
             if mixer in ("delta", "mamba"):
                 found |= {f"{layer}{name}": (self.n_delta_heads,) for name in ("decay", "dt_bias")}
                 found[f"{layer}delta_norm.weight"] = (self.delta_dim if mixer == "delta" else values,)
             if mixer == "mamba":
                 found |= {f"{layer}conv_bias": (channels,), f"{layer}skip": (self.n_delta_heads,)}
+            if self.layer_scale:
+                found[f"{layer}scale"] = (1,)
+            if self.layer_input_dim:
+                found[f"{layer}input_gate"] = (self.layer_input_dim, hidden)
+                found[f"{layer}input_out"] = (hidden, self.layer_input_dim)
+                found[f"{layer}input_norm.weight"] = (hidden,)
             if self.sinks and mixer == "attention":
                 found[f"{layer}sinks"] = (self.n_heads,)
             is_moe = self.is_moe(i)
@@ -356,8 +427,12 @@ class ModelConfig:
                 found[f"{layer}router_correction"] = (self.n_experts,)
             width = self.mlp_dim(i)
             mlp = (up, per_dim * width, hidden, self.mlp_bias), ("down", hidden, width, self.mlp_bias)
+            attention = (
+                ("qkv", sum(parts_of_qkv.values()), hidden, self.qkv_bias),
+                ("o", hidden, self.n_heads * dim, self.o_bias),
+            )
             for name, rows, columns, biased in (
-                *matrices[mixer],
+                *(matrices[mixer] if mixer != "attention" else attention),
                 *(experts if is_moe else ()),
                 *(mlp if width else ()),
             ):
@@ -378,10 +453,13 @@ class ModelConfig:
 
     @property
     def n_active_parameters(self) -> int:
-        """Number of parameters that a token uses: of the experts, only its own."""
+        """Number of parameters that a token uses: of the experts, and of the inputs of layers, only its own."""
+        rest = (self.vocab_size - 1) * self.n_layers * self.layer_input_dim
         experts = sum(math.prod(shape) for slot, shape in self.slots().items() if ".experts_" in slot)
-        return self.n_parameters - (
-            experts // self.n_experts * (self.n_experts - self.n_used_experts) if experts else 0
+        return (
+            self.n_parameters
+            - rest
+            - (experts // self.n_experts * (self.n_experts - self.n_used_experts) if experts else 0)
         )
 
 

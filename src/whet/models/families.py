@@ -120,14 +120,15 @@ class Family:
             ``hybrid``: its name if the family has a mixer and some layers do not attend; ``interleaved``: rows of q and
             k are interleaved; ``biases``: attention biases are read; ``head``: an untied head is read; ``needs``: what
             a file must have even if the model has none ("head", a copy of a tied one; "biases" of all matrices;
-            "correction" of routers; "windows", the layers that have one; "expert_dim", the width of experts, also if it
-            is the only one); ``sliding_window``: default; ``normalised``: whether the probabilities of a token's
-            experts are normalised; ``all_heads``: n_kv_heads has to equal n_heads; ``ignored``: keys of files converted
-            from hybrids, without effect; ``scale_by_hidden``: a number of layers with which scores are divided by the
-            root of hidden_dim / n_heads instead of head_dim; ``rope``: scaling read in addition to linear and YaRN
-            ("divisors" of frequencies, "longrope"); ``square``: n_heads head_dim has to equal hidden_dim; ``windows``:
-            sliding windows are computed; ``window_layers``: the layers that have one are read; ``windowed_depth``: a
-            number of layers with which, and only then, layers have windows.
+            "correction" of routers; "windows", the layers that have one; "divisors" of frequencies; "expert_dim", the
+            width of experts, also if it is the only one); ``tokenizer``: the kind of a tokenizer of BPE over
+            characters, default "llama"; ``sliding_window``: default; ``normalised``: whether the probabilities of a
+            token's experts are normalised; ``all_heads``: n_kv_heads has to equal n_heads; ``ignored``: keys of files
+            converted from hybrids, without effect; ``scale_by_hidden``: a number of layers with which scores are
+            divided by the root of hidden_dim / n_heads instead of head_dim; ``rope``: scaling read in addition to
+            linear and YaRN ("divisors" of frequencies, "longrope"); ``square``: n_heads head_dim has to equal
+            hidden_dim; ``windows``: sliding windows are computed; ``window_layers``: the layers that have one are
+            read; ``windowed_depth``: a number of layers with which, and only then, layers have windows.
         gguf_modules: the slots of a GGUF file's tensors.
         file_modules: the slots of modules that a folder may have instead of ``modules`` with the same slots.
         with_experts: the family of a config with experts, except for defaults, ``rope_option`` and ``mixer``.
@@ -434,6 +435,7 @@ def model_config(
     options.check_neutral()
     n_layers, n_heads, hidden_dim = (options.size(name) for name in ("n_layers", "n_heads", "hidden_dim"))
     n_kv_heads = options.size("n_kv_heads", default=n_heads)
+    layers = options.layer_sizes(n_layers)
     head_dim = options.size("head_dim", default=hidden_dim // n_heads)
     if "head_dim" not in family.keys or options.get("head_dim") is None:
         options.check_heads(hidden_dim, n_heads)
@@ -461,7 +463,7 @@ def model_config(
             max_position=length,
             norm_eps=options.number("norm_eps"),
             windows=options.windows(n_layers, length),
-            attention_scale=options.scale("attention_scale", attention_scale),
+            attention_scale=settings.pop("attention_scale", options.scale("attention_scale", attention_scale)),
             embedding_scale=options.scale(
                 "embedding_scale", math.sqrt(hidden_dim) if family.root_of_embedding else 1.0
             ),
@@ -470,7 +472,8 @@ def model_config(
             **{name: options.softcap(name) for name in SOFTCAPS},
             **options.query_scale(),
             rope_layers=options.rope_layers(n_layers),
-            **_local_rope(options, n_layers, head_dim, length),
+            **_local_rope(options, n_layers, layers.get("local_head_dim", head_dim), length),
+            **layers,
             **options.mixers(n_layers),
             **experts,
             learned_positions=trained if "positions" in (module.slot for module in family.modules) else 0,
@@ -494,6 +497,9 @@ class _Options:
             if key is not None and name in self.given and name != key:
                 others = {option: value for option, value in self.given.items() if option != name}
                 self.given = {key: self.given[name], **others}
+        sizes = self.given.get("per_layer_config")
+        if "local_head_dim" in family.keys and isinstance(sizes, Mapping):
+            self.given = {**self.given, **self.full_sizes(sizes), "per_layer_config": None}
 
     def get(self, name: str) -> Any:
         key = self.family.keys.get(name, name)
@@ -552,6 +558,35 @@ class _Options:
         if older is not None and not isinstance(older, bool):
             raise WhetValueError(f"{self.where}: tie_embedding is {older!r:.60}, expected true or false.")
         return self.flag("tie_word_embeddings") if older is None else older
+
+    def full_sizes(self, sizes: Mapping[Any, Any]) -> dict[str, Any]:
+        """Return the option of the full layers' heads from the sizes of single layers (transformers 5)."""
+        name, kinds = self.family.keys["head_dim"], self.get("layer_types") or ()
+        full = [str(i) for i, kind in enumerate(kinds) if kind == "full_attention"]
+        first, *others = list(sizes.values()) or [None]
+        if sorted(map(str, sizes)) != sorted(full) or any(each != first for each in others) or [*first] != ["head_dim"]:
+            raise WhetValueError(
+                f"{self.where}: per_layer_config is {sizes!r:.80}, expected one head_dim of all layers with "
+                f"full_attention, and no other size."
+            )
+        return {name: first["head_dim"]}
+
+    def layer_sizes(self, n_layers: int) -> dict[str, Any]:
+        """Return the fields of layers with different sizes, shared keys and values, and inputs by token."""
+        if "local_head_dim" not in self.family.keys:
+            return {}
+        if (local := self.local_layers(n_layers))[-1]:
+            raise self.wrong("layer_types", "full_attention in the last layer")
+        n_shared, inputs = self.count("n_shared_kv_layers"), self.count("layer_input_dim")
+        if inputs and self.get("vocab_size_per_layer_input") != self.get("vocab_size"):
+            raise self.wrong("vocab_size_per_layer_input", f"vocab_size={self.get('vocab_size')}")
+        fields: dict[str, Any] = {"n_shared_kv_layers": n_shared, "layer_input_dim": inputs}
+        if any(local):
+            fields["local_head_dim"] = self.size("local_head_dim")
+        if n_shared and self.flag("use_double_wide_mlp"):
+            width, n_own = self.size("ffn_dim"), n_layers - n_shared
+            fields["ffn_dims"] = (width,) * n_own + (2 * width,) * n_shared
+        return fields
 
     def mixers(self, n_layers: int) -> dict[str, Any]:
         """Return the fields of layers without attention."""

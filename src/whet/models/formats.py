@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from whet import _core
 from whet.errors import WhetValueError, check_choice
+from whet.models.architecture import TABLE_SLOT
 from whet.ops.quant import CORE_TABLE
 
 if TYPE_CHECKING:
@@ -202,7 +203,7 @@ def choose_formats(
         chosen["embedding"] = chosen["head"] or chosen["embedding"]
     formats = {}
     for slot, shape in config.slots().items():
-        if len(shape) != 2:
+        if len(shape) != 2 or slot == TABLE_SLOT:
             continue
         if format := "float32" if is_wide(slot) else chosen.get(slot):
             spans = [FormatSpan(shape[0], format)]
@@ -302,7 +303,9 @@ def file_format(mixture: Mixture, config: ModelConfig, location: WeightLocation)
     if len(location.shape) == 1 or is_wide(location.weight):
         return "float32"
     _, number, name = location.weight.split(".") if "." in location.weight else ("", "", location.weight)
-    if not number:
+    if name == "layer_inputs":  # llama-quantize does not quantise it
+        format = mixture.base if TABLE[mixture.base].is_float else "bfloat16"
+    elif not number:
         format = mixture.end_format(name, config.tied_head)
     else:
         part = location.module.part
@@ -327,9 +330,9 @@ def _layer_format(mixture: Mixture, config: ModelConfig, matrix: str, layer: int
 
 def _place(config: ModelConfig, matrix: str, layer: int) -> tuple[int, int]:
     """Return the index of a matrix's layer among the layers that have this matrix, and their number."""
-    if matrix != "values" or not config.mixers:
+    if matrix != "values":
         return layer, config.n_layers
-    has_values = [mixer != "conv" for mixer in config.mixers]
+    has_values = [config.mixer(i) != "conv" and config.kv_layer(i) == i for i in range(config.n_layers)]
     return sum(has_values[:layer]), sum(has_values)
 
 
@@ -366,6 +369,8 @@ def _mixed_spans(mixture: Mixture, source: ModelSource, slot: str, n_rows: int) 
     config = source.config
     if slot in ("embedding", "head"):
         return [FormatSpan(n_rows, mixture.end_format(slot, config.tied_head))]
+    if slot == "layer_inputs":
+        return [FormatSpan(n_rows, "bfloat16")]
     _, number, name = slot.split(".")
     matrix = "values" if name in ("qkv", "delta_in") else name
     format = _layer_format(mixture, config, matrix, int(number))
@@ -375,6 +380,8 @@ def _mixed_spans(mixture: Mixture, source: ModelSource, slot: str, n_rows: int) 
         return [FormatSpan(n_rows, format)]
     if any(location.weight == slot and not location.module.part for location in source.targets.values()):
         return [FormatSpan(n_rows, format)]  # the model stores q, k and v as one matrix
-    n_values = config.n_kv_heads * config.head_dim
+    n_values = config.part_sizes(int(number))["v"]
+    if not n_values:
+        return [FormatSpan(n_rows, mixture.base)]
     keys = FormatSpan(n_values, _layer_format(mixture, config, "keys", int(number)))
     return [FormatSpan(n_rows - 2 * n_values, mixture.base), keys, FormatSpan(n_values, format)]

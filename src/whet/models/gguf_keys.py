@@ -29,7 +29,7 @@ from whet.models.families import (
 )
 from whet.models.gguf_writer import Tensor
 from whet.models.slots import StoredTensor
-from whet.models.sources.gguf import ROUTER_NUMBERS, describe_gguf, is_tiled
+from whet.models.sources.gguf import NEVER_ROTATED, ROUTER_NUMBERS, describe_gguf, is_tiled
 from whet.models.sources.gguf_container import GGUFFile
 
 _KEYS: dict[str, str] = GGUF_NAMES["keys"]
@@ -122,6 +122,8 @@ def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> 
         heads = [described.n_kv_heads * (described.mixer(i) == "attention") for i in range(described.n_layers)]
         given["n_kv_heads"] = np.array(heads, np.int32)
         given |= _state_sizes(described) if family.mixer == "mamba" else {"conv_length": described.conv_length or 1}
+    if "local_head_dim" in family.keys:
+        given |= _layer_keys(described)
     if described.n_experts:
         given |= _expert_keys(described, family)
     if family.rope_by_layer and described.rope_layers:
@@ -147,6 +149,18 @@ def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> 
     metadata |= {f"{architecture}.{_KEYS[name]}": value for name, value in given.items()}
     metadata[f"{architecture}.vocab_size"] = described.vocab_size
     return Keys(metadata, vectors)
+
+
+def _layer_keys(described: ModelConfig) -> dict[str, Any]:
+    """Return the options of layers with different sizes, shared keys and values, and inputs by token."""
+    local, frequencies = described.local_head_dim or described.head_dim, described.local_inv_freq
+    given: dict[str, Any] = dict.fromkeys(("local_head_dim", "local_value_dim", "local_rotary_dim"), local)
+    given |= {name: getattr(described, name) for name in ("n_shared_kv_layers", "layer_input_dim")}
+    if described.ffn_dims:
+        given["ffn_dim"] = np.array(described.ffn_dims, np.int32)
+    if len(frequencies) > 1:
+        given["rope_local_base_freq"] = frequencies[1] ** -len(frequencies)
+    return given
 
 
 def _expert_keys(described: ModelConfig, family: Family) -> dict[str, Any]:
@@ -251,6 +265,9 @@ def _rope(
     kind, theta = scaling["rope_type"], float(scaling.get("rope_theta", 10000.0))
     given: dict[str, Any] = {"rope_theta": theta}
     original = scaling.get("original_max_position_embeddings")
+    needs_divisors = "divisors" in table.get("needs", ())
+    if needs_divisors and kind != "longrope":
+        kind = "divisors"  # llama.cpp would scale the layers with a window too
     if kind == "linear":
         return given | {"rope_type": kind, "factor": float(scaling["factor"])}, {}
     if kind == "yarn" and _is_llama_cpp_ramp(scaling, family.truncates):
@@ -264,12 +281,11 @@ def _rope(
         names = ("long_factor", "short_factor")
         return given, {_ROPE_TENSORS[name]: np.array(scaling[name], np.float32) for name in names}
     unscaled = theta ** (-2 * np.arange(described.rotary_dim // 2) / described.rotary_dim)
-    if not all(described.inv_freq):
-        raise WhetValueError(f"{where}: GGUF cannot express rope_type {kind!r} with frequencies of 0.")
-    divisors = unscaled / np.array(described.inv_freq)
+    inv_freq = np.array(described.inv_freq)
+    divisors = np.divide(unscaled, inv_freq, out=np.full(len(unscaled), NEVER_ROTATED), where=inv_freq != 0)
     if described.attention_factor != 1.0:
         given["attention_factor"] = described.attention_factor
-    elif np.allclose(divisors, 1.0, rtol=1e-6, atol=0):
+    elif np.allclose(divisors, 1.0, rtol=1e-6, atol=0) and not needs_divisors:
         return given, {}
     if kind == "longrope" or "divisors" not in known:
         custom = " with custom beta_fast, beta_slow or truncate" if kind == "yarn" else ""

@@ -10,7 +10,7 @@ import numpy as np
 
 from whet import _core
 from whet.errors import WhetValueError
-from whet.models.architecture import ModelConfig, RowSlice
+from whet.models.architecture import TABLE_SLOT, ModelConfig, RowSlice
 from whet.models.formats import TABLE
 from whet.models.reference import memory_of, stored_rows
 from whet.models.slots import PARTS, ModelSource, part_rows
@@ -115,6 +115,9 @@ def check_range(
     """
     check, slot = RangeCheck(where), ""
     for row_slice in slices:
+        if row_slice.slot == TABLE_SLOT and is_mapped(row_slice.tensor):  # checked when a row is read
+            yield row_slice
+            continue
         if row_slice.slot != slot:
             check.finish()
         slot = row_slice.slot
@@ -153,7 +156,7 @@ def split_deferrable(slices: Sequence[RowSlice], formats: Mapping[str, str]) -> 
 
 
 def defer_slices(weights: _core.Weights, slices: Iterable[RowSlice]) -> None:
-    """Leave slices of a mapped file where they are: each is packed when it is first used."""
+    """Leave slices of a mapped file where they are: each is packed when it is first used, or read row by row."""
     for row_slice in slices:
         weights.defer(row_slice.slot, row_slice.first_row, stored_rows(row_slice), row_slice.tensor)
 
@@ -166,6 +169,9 @@ def pack_slices(weights: _core.Weights, slices: Iterable[RowSlice]) -> None:
     for slot, of_tensor in itertools.groupby(slices, lambda row_slice: row_slice.slot):
         tensors = []
         for row_slice in of_tensor:
+            if slot == TABLE_SLOT and is_mapped(row_slice.tensor):
+                defer_slices(weights, [row_slice])
+                continue
             weights.pack(slot, row_slice.first_row, stored_rows(row_slice))
             tensors.append(row_slice.tensor)
         release_pages(tensors)

@@ -78,7 +78,7 @@ class Adapted(NamedTuple):
     @property
     def is_separable(self) -> bool:
         """Whether an engine can compute all adapters and trained norms next to unchanged weights."""
-        is_low_rank = not self.special and all(_is_in_layers(location) for location, _ in self.factors)
+        is_low_rank = not self.special and all(_is_of_core(location) for location, _ in self.factors)
         return is_low_rank and all(map(is_norm, self.whole))
 
 
@@ -165,8 +165,8 @@ def _list_locations(source: ModelSource) -> list[WeightLocation]:
     return list(dict.fromkeys(each for each in source.targets.values() if each.module.parameter == "weight"))
 
 
-def _is_in_layers(location: WeightLocation) -> bool:
-    return location.weight.startswith("layers.")
+def _is_of_core(location: WeightLocation) -> bool:
+    return core_matrix(location.weight) is not None
 
 
 def _find(source: ModelSource, name: str, end: str, setting: str, where: str) -> list[WeightLocation]:

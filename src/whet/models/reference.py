@@ -31,11 +31,16 @@ def naive_forward(config: ModelConfig, weights: Mapping[str, np.ndarray], token_
     x = config.embedding_scale * weights["embedding"][tokens]
     if config.learned_positions:
         x = x + weights["positions"][: len(tokens)]
+    inputs = _layer_inputs(config, weights, x, tokens) if config.layer_input_dim else None
+    kv: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     scale = config.residual_scale
     for i in range(config.n_layers):
         layer = {name.removeprefix(f"layers.{i}."): w for name, w in weights.items() if name.startswith(f"layers.{i}.")}
         normed = _norm(config, layer, "norm1", x)
-        mixed = _MIXERS[config.mixer(i)](config, layer, normed, i)
+        if config.mixer(i) == "attention":
+            mixed = _attention(config, layer, normed, i, kv)
+        else:
+            mixed = _MIXERS[config.mixer(i)](config, layer, normed, i)
         attended = scale * _post_norm(config, layer, "post_norm1", mixed)
         if config.parallel_residual:
             read = normed if config.shared_norm else _norm(config, layer, "norm2", x)
@@ -44,6 +49,10 @@ def naive_forward(config: ModelConfig, weights: Mapping[str, np.ndarray], token_
             x = x + attended
             fed = _feed_forward(config, layer, _norm(config, layer, "norm2", x), i)
             x = x + scale * _post_norm(config, layer, "post_norm2", fed)
+        if inputs is not None:
+            gated = naive_activation(config.activation, _linear(layer, "input_gate", x)) * inputs[:, i]
+            x = x + _norm(config, layer, "input_norm", _linear(layer, "input_out", gated))
+        x = x * layer["scale"] if config.layer_scale else x
     head = weights["embedding"] if config.tied_head else weights["head"]
     hidden = config.logits_scale * _norm(config, weights, "final_norm", x)
     logits = hidden @ head.T + weights.get("head.bias", x.dtype.type(0))
@@ -97,6 +106,17 @@ def stored_rows(row_slice: RowSlice) -> _core.StoredRows:
     )
     rows.owner = tensor
     return rows
+
+
+def _layer_inputs(
+    config: ModelConfig, weights: Mapping[str, np.ndarray], x: np.ndarray, tokens: np.ndarray
+) -> np.ndarray:
+    """Return the inputs (T, n_layers, layer_input_dim) of the layers; see ``ModelConfig.layer_input_dim``."""
+    shape = len(tokens), config.n_layers, config.layer_input_dim
+    projected = (_linear(weights, "layer_inputs", x) / np.sqrt(x.dtype.type(config.hidden_dim))).reshape(shape)
+    normed = naive_rms_norm(projected, weights["layer_inputs_norm.weight"], config.norm_eps)
+    embedded = np.sqrt(x.dtype.type(config.layer_input_dim)) * weights["layer_embedding"][tokens].reshape(shape)
+    return (normed + embedded) / np.sqrt(x.dtype.type(2))
 
 
 def _post_norm(config: ModelConfig, layer: Mapping[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:
@@ -177,11 +197,20 @@ def _unit(x: np.ndarray) -> np.ndarray:
     return x / np.sqrt((x * x).sum(-1, keepdims=True) + x.dtype.type(1e-6))
 
 
-def _attention(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray, i: int) -> np.ndarray:
-    """Compute softmax(scale q k^T) v per head, causal, within the window of layer i."""
-    window = config.windows[i]
-    n, dim, group = len(x), config.head_dim, config.n_heads // config.n_kv_heads
-    ends = np.cumsum([2 * config.n_heads if config.output_gate else config.n_heads, config.n_kv_heads])
+def _attention(
+    config: ModelConfig,
+    layer: Mapping[str, np.ndarray],
+    x: np.ndarray,
+    i: int,
+    kv: dict[int, tuple[np.ndarray, np.ndarray]],
+) -> np.ndarray:
+    """Compute softmax(scale q k^T) v per head, causal, within the window of layer i.
+
+    ``kv``: layer -> its keys and values after norms and rotation, to which this layer's are added.
+    """
+    window, source = config.windows[i], config.kv_layer(i)
+    n, dim, group = len(x), config.layer_head_dim(i), config.n_heads // config.n_kv_heads
+    ends = np.cumsum([size // dim for size in config.part_sizes(i).values()][:2])
     q, k, v = np.split(_linear(layer, "qkv", x).reshape(n, -1, dim), ends, axis=1)
     q, gate = (q[:, ::2], q[:, 1::2]) if config.output_gate else (q, None)
     if config.qk_norm_whole:
@@ -191,10 +220,11 @@ def _attention(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarr
         )
     elif config.qk_norm and not config.qk_norm_rotated:
         q, k = _head_norms(config, layer, q, k)
+    if config.v_norm:
+        v = naive_rms_norm(v, np.ones(dim, x.dtype), config.norm_eps)
     positions = np.arange(n)
     if config.rotary_dim and (not config.rope_layers or config.rope_layers[i]):
-        is_local = bool(config.local_layers) and config.local_layers[i]
-        frequencies = (config.local_inv_freq, 1.0) if is_local else (config.inv_freq, config.attention_factor)
+        frequencies = (config.local_inv_freq, 1.0) if config.is_local(i) else (config.inv_freq, config.attention_factor)
         table = naive_cos_sin_cache(np.array(frequencies[0]), n, frequencies[1])
         q, k = (naive_rope(positions, part, dim, table, config.is_neox) for part in (q, k))
     if config.qk_norm_rotated:
@@ -202,6 +232,9 @@ def _attention(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarr
     if config.query_log_scale:
         factor = 1 + config.query_log_scale * np.log1p(positions // config.query_scale_length)
         q = q * factor[:, None, None].astype(q.dtype)
+    if source == i:
+        kv[i] = k, v
+    k, v = kv[source]
     distance = positions[:, None] - positions
     mask = (distance >= 0) & ((distance < window) | (window == 0))
     out = np.empty_like(q)
@@ -218,12 +251,14 @@ def _attention(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarr
     return _linear(layer, "o", out.reshape(n, -1))
 
 
-_MIXERS = {"attention": _attention, "conv": _convolution, "delta": _delta, "mamba": _mamba}
+_MIXERS = {"conv": _convolution, "delta": _delta, "mamba": _mamba}
 
 
 def _head_norms(config: ModelConfig, layer: Mapping[str, np.ndarray], *heads: np.ndarray) -> list[np.ndarray]:
     names = "q_norm.weight", "k_norm.weight"
-    return [naive_rms_norm(x, layer[name], config.norm_eps) for x, name in zip(heads, names, strict=True)]
+    return [
+        naive_rms_norm(x, layer[name], config.norm_eps) if x.size else x for x, name in zip(heads, names, strict=True)
+    ]
 
 
 def _feed_forward(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray, i: int) -> np.ndarray:
@@ -278,7 +313,7 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 def _mlp(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray) -> np.ndarray:
     gate, up = np.split(_linear(layer, "gate_up", x), 2, axis=-1) if config.gated else (_linear(layer, "up", x), None)
-    if config.activation == "clamped_swiglu":
+    if up is not None and config.activation == "clamped_swiglu":
         gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
         return _linear(layer, "down", gate * _sigmoid(1.702 * gate) * (up + 1))
     inner = naive_activation(config.activation, gate)

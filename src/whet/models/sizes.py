@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from whet import _core
 from whet.errors import WhetValueError, check_integer
-from whet.models.architecture import ModelConfig
+from whet.models.architecture import TABLE_SLOT, ModelConfig
 from whet.models.families import family_of, model_config, module_targets
 from whet.models.formats import (
     FORMATS,
@@ -32,7 +32,7 @@ from whet.models.formats import (
 from whet.models.slots import ModelSource
 from whet.models.sources.folder import read_config
 from whet.models.sources.gguf import open_gguf
-from whet.models.sources.mapped import map_file, parse_json
+from whet.models.sources.mapped import is_mapped, map_file, parse_json
 from whet.ops.quant import CORE_FORMATS
 from whet.system.memory import machine_bytes
 
@@ -258,7 +258,9 @@ def estimate(
     sizes = {
         slot: sum(slot_bytes((n, *shape[1:]), format) for n, format in _parts(config, slot, shape[0], formats))
         for slot, shape in config.slots().items()
+        if slot != TABLE_SLOT
     }
+    copied = (each.tensor.nbytes for each in source.slices() if each.slot == TABLE_SLOT and not is_mapped(each.tensor))
     matrices = {slot: size for slot, size in sizes.items() if slot in formats}
     kv = kv_format(formats)
     # The prompt's last page, if it is not full, is copied for the sequence that continues it. The last token is sampled
@@ -267,7 +269,8 @@ def estimate(
     return Estimate(
         n_parameters=config.n_parameters,
         linear=sum(size for slot, size in matrices.items() if slot not in outside_layers),
-        embeddings=sum(size for slot, size in matrices.items() if slot in outside_layers),
+        embeddings=sum(size for slot, size in matrices.items() if slot in outside_layers)
+        + (sum(copied) if config.layer_input_dim else 0),
         norms=sum(sizes.values()) - sum(matrices.values()),
         kv_cache=cache_bytes(config, kv, batch * n_pages, batch * STATES),
         workspace=_workspace_bytes(config, batch, kv) + _sampler_bytes(config.vocab_size),

@@ -270,6 +270,8 @@ def iter_locations(config: ModelConfig, modules: Sequence[ModuleSpec]) -> Iterat
             names = tuple(name.replace("{i}", str(i)) for name in module.names)
             rows, *rest = slots.get(weight, slots["embedding"])
             first, count = part_rows(config, weight, module.part) if module.part else (0, rows)
+            if not count:  # the layer reads another's keys and values
+                continue
             if "{e}" not in names[0]:
                 n_experts = config.n_experts if ".experts_" in slot else 1
                 yield WeightLocation(names, weight, bias, first, (count, *rest), module, n_experts)
@@ -278,6 +280,13 @@ def iter_locations(config: ModelConfig, modules: Sequence[ModuleSpec]) -> Iterat
             for e in range(config.n_experts):
                 own = tuple(name.replace("{e}", str(e)) for name in names)
                 yield WeightLocation(own, weight, bias, first + e * per_expert, shape, module)
+
+
+def unread_names(config: ModelConfig, modules: Sequence[ModuleSpec]) -> set[str]:
+    """Return the names of keys' and values' modules in layers that read another's: files may have them."""
+    readers = [i for i in range(config.n_layers) if config.kv_layer(i) != i]
+    of_keys = [module for module in modules if module.part in ("k", "v") or module.slot.endswith(".k_norm")]
+    return {name.replace("{i}", str(i)) for module in of_keys for name in module.names for i in readers}
 
 
 def find_stored(
@@ -512,8 +521,7 @@ def part_rows(config: ModelConfig, slot: str, part: str) -> tuple[int, int]:
     *_, layer, kind = ("0", *slot.split("."))
     if kind == "experts_gate_up":
         return (config.expert_dim if part == "up" else 0), config.n_experts * config.expert_dim
-    q, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    sizes = {"q": 2 * q if config.output_gate else q, "k": kv, "v": kv}
+    sizes = config.part_sizes(int(layer))
     sizes |= dict.fromkeys(("gate", "up"), config.mlp_dim(int(layer)))
     sizes |= {"qkv": config.delta_channels, "z": config.delta_values, **dict.fromkeys("ba", config.n_delta_heads)}
     parts = PARTS[kind]

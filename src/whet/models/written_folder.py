@@ -82,6 +82,8 @@ def _with_rope(config: dict[str, Any]) -> dict[str, Any]:
         return config
     settings = dict(given.get("full_attention", given))  # Gemma 3 has settings for each kind of layer
     kind = settings.get("rope_type", "default")
+    if kind == "proportional":  # not in transformers 4
+        return config
     options = {key: settings.pop(key) for key in _ROPE_OPTIONS if key in settings}
     config |= options
     if config.get("model_type") == "gpt_neox":

@@ -74,6 +74,7 @@ from whet.signals import deferred_signals
 
 _MAX_ROWS_ROUNDED_ON_LOAD = 32
 """Up to this many rows, rounding weights on load is faster than rounding the whole matrix first."""
+_MOST_HEAD_DIM = 512
 _accelerated: weakref.WeakKeyDictionary[nn.Module, Acceleration] = weakref.WeakKeyDictionary()
 
 
@@ -264,6 +265,9 @@ class Acceleration:
         """Return the hidden states (N, K) of a packed batch, as the LM head reads them."""
         self._packed = True
         mask: Any = wrap_batch(batch)
+        options: dict[str, Any] = {}
+        if "n_shared_kv_layers" in self.family.keys:  # with the number of logits, Gemma 4 cuts the mask
+            options["logits_to_keep"] = batch.position_ids
         if self.family.mixer:  # the model would pass no mask on to convolutions
             mask = dict.fromkeys(("full_attention", "conv", "linear_attention"), mask)
         try:
@@ -272,6 +276,7 @@ class Acceleration:
                 position_ids=batch.position_ids[None],
                 attention_mask=mask,
                 use_cache=False,
+                **options,
             )
         finally:
             self._packed = False
@@ -400,9 +405,10 @@ def _find_head(inner: Any) -> tuple[nn.Module, Any]:
             "model with dtype=torch.float32, or call model.float() or model.cpu()."
         )
     config = config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if head_dim % 2 or head_dim > 256:
-        raise WhetValueError(f"accelerate: head_dim is {head_dim}, expected an even number up to 256.")
+    sizes = {module.head_dim for module in decoder.modules() if hasattr(module, "head_dim")}
+    for head_dim in sizes or {config.hidden_size // config.num_attention_heads}:
+        if head_dim % 2 or head_dim > _MOST_HEAD_DIM:
+            raise WhetValueError(f"accelerate: head_dim is {head_dim}, expected an even number up to {_MOST_HEAD_DIM}.")
     return decoder, head
 
 

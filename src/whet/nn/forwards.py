@@ -159,8 +159,10 @@ def split_adapters(module: Any) -> tuple[Any, tuple[functions.Adapter, ...] | No
 
 
 def _rms_norm(acceleration: Acceleration, module: Any, hidden_states: Tensor) -> Tensor:
-    check_master(module.weight)
     eps = getattr(module, "variance_epsilon", None) or module.eps
+    if getattr(module, "weight", None) is None:  # Gemma 4's norm of values
+        return functions.rms_norm(hidden_states, torch.ones(hidden_states.shape[-1]), eps, acceleration.dtype)
+    check_master(module.weight)
     weight = module.weight + acceleration.norm_offset if acceleration.norm_offset else module.weight
     return functions.rms_norm(hidden_states, weight, eps, acceleration.dtype)
 
@@ -269,27 +271,36 @@ def _attention(
     *args: Any,
     **options: Any,
 ) -> Any:
-    """Attention of a packed batch with separate projections (Llama, Mistral, Qwen)."""
+    """Attention of a packed batch with separate projections (Llama, Mistral, Qwen).
+
+    ``shared_kv_states``: kind of layer -> its last own keys and values, which later layers read (Gemma 4).
+    """
     _reject_dropout(getattr(module, "attention_dropout", 0.0) if module.training else 0.0)
-    q, k, v = _project(acceleration, module, hidden_states)
+    q, *own = _project(acceleration, module, hidden_states)
+    k, v = own or (None, None)
     gate = None
     if _is_output_gated(module):  # after each query head
         q, gate = q.unflatten(1, (-1, 2)).unbind(2)
     family, layer = acceleration.family, module.layer_idx
     norms = [getattr(module, name) for name in family.head_norms if hasattr(module, name)]
     norms_rotated = bool(family.settings.get("qk_norm_rotated"))
+    heads = [q] if k is None else [q, k]
     if norms and not norms_rotated:
-        q, k = map(_norm_heads, norms, (q, k))
+        heads = list(map(_norm_heads, norms, heads))
     if position_embeddings is not None and (not acceleration.rotated_layers or acceleration.rotated_layers[layer]):
-        # gpt-oss has a cosine for each pair, other models for each element, in some of a part of a head.
-        half = (position_embeddings[0] if family.partial_rotary else q).shape[-1] // 2
-        table, is_neox = _rope_table(*position_embeddings, half), family.rope == "neox"
-        q, k = functions.rope(q, table, is_neox=is_neox), functions.rope(k, table, is_neox=is_neox)
+        width = position_embeddings[0].shape[-1] if family.partial_rotary else q.shape[-1]
+        table, is_neox = _rope_table(width // 2, *position_embeddings), family.rope == "neox"
+        heads = [functions.rope(each, table, is_neox=is_neox) for each in heads]
     if norms and norms_rotated:
-        q, k = map(_norm_heads, norms, (q, k))
+        heads = list(map(_norm_heads, norms, heads))
+    q, kv = heads[0], (heads[-1], module.v_norm(v) if hasattr(module, "v_norm") and v is not None else v)
+    if k is None:
+        kv = options["shared_kv_states"][module.layer_type]
+    elif getattr(module, "store_full_length_kv", False):
+        options["shared_kv_states"][module.layer_type] = kv
     window = acceleration.windows[layer] or None
     sinks = getattr(module, "sinks", None)
-    out = functions.attention(q, k, v, batch, module.scaling, window, acceleration.attention_softcap, sinks)
+    out = functions.attention(q, *kv, batch, module.scaling, window, acceleration.attention_softcap, sinks)
     if gate is not None:
         out = out * gate.sigmoid()
     output = module.o_proj if hasattr(module, "o_proj") else module.out_proj
@@ -373,7 +384,7 @@ def _norm_heads(norm: Any, heads: Tensor) -> Tensor:
     return norm(heads.reshape(len(heads), -1)).view(heads.shape)
 
 
-def _rope_table(cos: Any, sin: Tensor, half: int) -> Tensor:
+def _rope_table(half: int, cos: Any, sin: Tensor) -> Tensor:
     """Return the cosines and sines of a packed batch, (N, R): one tensor, which all layers save for their backward."""
     if not hasattr(cos, "whet_table"):
         cos.whet_table = torch.cat((cos[0, :, :half], sin[0, :, :half]), 1).float()
@@ -402,8 +413,12 @@ def _gptj_attention(
 
 
 def _project(acceleration: Acceleration, module: Any, hidden_states: Tensor) -> list[Tensor]:
-    """Return query, key and value of a packed batch: (N, heads, head_dim) each."""
-    parts = acceleration.linears(hidden_states, module.q_proj, module.k_proj, module.v_proj)
+    """Return query, key and value of a packed batch, or the query only of a layer without the others.
+
+    Each is (N, heads, head_dim).
+    """
+    names = [name for name in ("q_proj", "k_proj", "v_proj") if hasattr(module, name)]
+    parts = acceleration.linears(hidden_states, *(getattr(module, name) for name in names))
     return [part.view(part.shape[1], -1, module.head_dim) for part in parts]
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from whet.text.tool_calls import ARGUMENTS, ToolFormat, types_of
+from whet.text.tool_calls import ARGUMENTS, QUOTE, ToolFormat, types_of
 
 _GUIDANCE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """A grammar that allows any whitespace lets a small model write nothing else."""
@@ -30,6 +30,8 @@ def call_grammar(form: ToolFormat, tools: Sequence[Mapping[str, Any]], mark: Cal
         call = rules.add(" | ".join(_named_call(rules, each, mark) for each in functions))
     elif form.content == "xml":
         call, line = rules.add(" | ".join(_xml_call(rules, each) for each in functions)), r'"\n"'
+    elif form.content == "braces":
+        call = rules.add(" | ".join(_braced_call(rules, each, mark(QUOTE)) for each in functions))
     else:
         one = rules.add(" | ".join(_python_call(rules, each) for each in functions))
         call = rules.add(f'"[" {one} (", " {one})* "]"')
@@ -110,16 +112,41 @@ def _xml_value(rules: _Rules, schema: Mapping[str, Any]) -> str:
 
 def _python_call(rules: _Rules, function: Mapping[str, Any]) -> str:
     """Add the rules of ``NAME(argument=value, ...)``."""
+    return _call(rules, function, (function["name"] + "(", "=", ", ", ")"), lambda each: _python_value(rules, each))
+
+
+def _braced_call(rules: _Rules, function: Mapping[str, Any], quote: str) -> str:
+    """Add the rules of ``call:NAME{argument:value,...}``."""
+
+    def value(schema: Mapping[str, Any]) -> str:
+        if choices := _choices(schema):
+            texts = (
+                f"{quote} {json.dumps(c)} {quote}" if isinstance(c, str) else json.dumps(json.dumps(c)) for c in choices
+            )
+            return rules.add(" | ".join(texts))
+        kinds = types_of(schema, schema)
+        if "string" in kinds or not kinds:
+            return rules.add(f"{quote} /[^<]*/ {quote}")  # the quote begins with this character
+        return rules.add_json(schema)
+
+    return _call(rules, function, (f"call:{function['name']}{{", ":", ",", "}"), value)
+
+
+def _call(
+    rules: _Rules, function: Mapping[str, Any], texts: tuple[str, str, str, str], value: Callable[[Any], str]
+) -> str:
+    """Add the rules of a call; ``texts``: before the arguments, after a name, between arguments, and after them."""
+    begin, equals, comma, end = texts
     arguments = [
-        (rules.add(f"{json.dumps(name + '=')} {_python_value(rules, schema)}"), is_required)
+        (rules.add(f"{json.dumps(name + equals)} {value(schema)}"), is_required)
         for name, schema, is_required in _arguments(function)
     ]
     first, later = '""', '""'  # what may follow the opening parenthesis, and an argument
     for rule, is_required in reversed(arguments):
         choices_first = [f"{rule} {later}"] + ([] if is_required else [first])
-        choices_later = [f'", " {rule} {later}'] + ([] if is_required else [later])
+        choices_later = [f"{json.dumps(comma)} {rule} {later}"] + ([] if is_required else [later])
         first, later = rules.add(" | ".join(choices_first)), rules.add(" | ".join(choices_later))
-    return rules.add(f'{json.dumps(function["name"] + "(")} {first} ")"')
+    return rules.add(f"{json.dumps(begin)} {first} {json.dumps(end)}")
 
 
 def _python_value(rules: _Rules, schema: Mapping[str, Any]) -> str:

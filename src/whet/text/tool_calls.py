@@ -18,26 +18,28 @@ class ToolFormat(NamedTuple):
         closing: text after it; empty: the end of the reply.
         content: of the call: "json" is an object, "json-list" a list of objects, "xml" Qwen3-Coder's <function=NAME>,
             "python" a list of calls with keyword arguments, "named-json" Ministral 3's NAME[ARGS]OBJECT, with the
-            opening again before further calls.
+            opening again before further calls, "braces" Gemma 4's call:NAME{KEY:VALUE,...}, with texts in ``QUOTE``.
         arguments: key of the arguments in JSON.
     """
 
     marker: str
     opening: str
     closing: str
-    content: Literal["json", "json-list", "xml", "python", "named-json"]
+    content: Literal["json", "json-list", "xml", "python", "named-json", "braces"]
     arguments: str = "arguments"
 
     @property
     def marks(self) -> tuple[str, ...]:
         """Texts that the tokenizer may have as special tokens."""
-        return (self.opening, self.closing, *([ARGUMENTS] if self.content == "named-json" else []))
+        inside = {"named-json": [ARGUMENTS], "braces": [QUOTE]}
+        return (self.opening, self.closing, *inside.get(self.content, ()))
 
 
 FORMATS = (
     ToolFormat("<function=", "<tool_call>", "</tool_call>", "xml"),  # Qwen3-Coder, Qwen3.5, Nemotron 3
     ToolFormat("<tool_call>", "<tool_call>", "</tool_call>", "json"),  # Hermes, Qwen2.5, Qwen3, SmolLM3, Granite 4
     ToolFormat("<|tool_call_start|>", "<|tool_call_start|>", "<|tool_call_end|>", "python"),  # LFM2
+    ToolFormat("<|tool_call>", "<|tool_call>", "<tool_call|>", "braces"),  # Gemma 4
     ToolFormat("<|tool_call|>", "<|tool_call|>", "<|/tool_call|>", "json-list"),  # Phi-4-mini
     ToolFormat("[ARGS]", "[TOOL_CALLS]", "", "named-json"),  # Ministral 3
     ToolFormat("[TOOL_CALLS]", "[TOOL_CALLS]", "", "json-list"),  # Mistral
@@ -48,6 +50,8 @@ FORMATS = (
 
 ARGUMENTS = "[ARGS]"
 """Text between name and arguments in "named-json"."""
+QUOTE = '<|"|>'
+"""Text before and after a text in "braces"."""
 
 
 class ToolCall(NamedTuple):
@@ -122,6 +126,7 @@ class ToolParser:
     def _parse(self, body: str) -> list[ToolCall]:
         """Return the calls of a text; none if it is anything else."""
         readers = {"xml": self._read_xml, "python": read_python_calls, "named-json": self._read_named}
+        readers |= {"braces": read_braced_call}
         read = readers.get(self._form.content, self._read_json)
         try:
             calls = read(body.strip())
@@ -159,6 +164,21 @@ class ToolParser:
                 ToolCall(name, {key: read_argument(text, types_of(kinds.get(key), schema)) for key, text in pairs})
             )
         return calls
+
+
+def read_braced_call(body: str) -> list[ToolCall]:
+    """Read ``call:NAME{KEY:VALUE,...}``, JSON except for quotes and keys without them.
+
+    Raises:
+        ValueError: it is anything else.
+    """
+    name, brace, rest = body.partition("{")
+    parts = f"{brace}{rest}".split(QUOTE)  # every second is a text
+    parts[::2] = [re.sub(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:", r'\1"\2":', part) for part in parts[::2]]
+    parts[1::2] = map(json.dumps, parts[1::2])
+    if not name.startswith("call:"):
+        raise ValueError("not a call")
+    return [ToolCall(name.removeprefix("call:"), dict(json.loads("".join(parts))))]
 
 
 def read_python_calls(body: str) -> list[ToolCall]:

@@ -199,8 +199,9 @@ def _learner_bytes(source: ModelSource, largest: _Pass, n_keys: int, size: int, 
     at a time, its linear layers in tiles of rows. ``size``: bytes of an operand of a product.
     """
     model, n = source.config, largest.tokens
-    q, kv = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
-    hidden, per_dim, qkv = model.hidden_dim, 2 if model.gated else 1, q + 2 * kv
+    heads, inputs_dim = _widest_heads(model), model.n_layers * model.layer_input_dim
+    q = model.n_heads * max(model.layer_head_dim(i) for i in range(model.n_layers))
+    hidden, per_dim = model.hidden_dim, 2 if model.gated else 1
     mlp, expert = _widest_mlp(model), model.expert_dim
     up, expert_up, inner = mlp * per_dim, expert * per_dim, max(mlp, expert)
     wide, mixed = _mixer_widths(model)
@@ -208,11 +209,11 @@ def _learner_bytes(source: ModelSource, largest: _Pass, n_keys: int, size: int, 
     tile = min(n, max(least, min(most, _TILE_BYTES // 4 // max(up, wide, expert_up, hidden) // 32 * 32)))
     inputs = model.n_layers * n * hidden * (3 if size == 2 else 4)
     layer = n * (
-        4 * ((3 if model.post_norm else 2) * hidden + wide + model.n_heads) + _head_size(model, size) * (qkv + mixed)
+        4 * ((3 if model.post_norm else 2) * hidden + wide + model.n_heads) + _head_size(model, size) * (heads + mixed)
     )
     of_mixer = {
         # Sums of the gradients of keys and values are float32, for each sequence that reads them.
-        "attention": n * _head_size(model, size) * (2 * q + 2 * kv) + 4 * 2 * kv * n_keys,
+        "attention": n * _head_size(model, size) * (heads + q) + 4 * (heads - q) * n_keys,
         "conv": n * 4 * 3 * hidden,
         "delta": n * 4 * (model.delta_channels + model.n_delta_heads * (model.delta_dim + 4)),
     }
@@ -223,11 +224,32 @@ def _learner_bytes(source: ModelSource, largest: _Pass, n_keys: int, size: int, 
     if expert:  # the rows of one expert, and the probabilities, weights and rows of all
         n_inputs = 2 if adapts_experts else 1
         rows += tile * 4 * (expert_up + n_inputs * hidden + model.n_experts + 7 * model.n_used_experts)
+    if inputs_dim:  # a layer's result before its input, the input's, and both operands of its gate
+        layer += n * 4 * inputs_dim
+        rows += tile * 4 * (2 * hidden + 3 * model.layer_input_dim)
+    for i in _kv_sources(model):  # keys and values that other layers read, and their gradients
+        layer += n * 2 * model.n_kv_heads * model.layer_head_dim(i) * (_head_size(model, size) + 4)
     columns = min(model.vocab_size, max(16, _RANGE_NUMBERS // hidden // 16 * 16))
     states = largest.targets * 4 * 4 * hidden  # before and after the final norm, and their gradients
     head = largest.targets * (4 * 2 * columns + size * columns)
     unpacked = size * _RANGE_NUMBERS
-    return inputs + layer + states + max(gradients + rows, head) + unpacked + n * 4 * model.rotary_dim
+    return inputs + layer + states + max(gradients + rows, head) + unpacked + n * 4 * _rotary_dims(model)
+
+
+def _kv_sources(model: ModelConfig) -> set[int]:
+    """Return the layers whose keys and values other layers read."""
+    return {model.kv_layer(i) for i in range(model.n_layers) if model.kv_layer(i) != i}
+
+
+def _widest_heads(model: ModelConfig) -> int:
+    """Return the most elements of queries, keys and values of a layer, without gates."""
+    n_kv = {i: 2 * model.n_kv_heads * (model.kv_layer(i) == i) for i in range(model.n_layers)}
+    return max((model.n_heads + n) * model.layer_head_dim(i) for i, n in n_kv.items())
+
+
+def _rotary_dims(model: ModelConfig) -> int:
+    """Return the cosines and sines of a token."""
+    return model.rotary_dim + 2 * len(model.local_inv_freq)
 
 
 _DELTA_BLOCK = 64
@@ -251,13 +273,12 @@ def _delta_scratch_bytes(model: ModelConfig, config: TrainerConfig, lengths: Len
 
 def _kept_bytes(model: ModelConfig, n: int, size: int) -> int:
     """Return the bytes of a layer's activations, of n tokens, that cpp/learner keeps for the backward pass."""
-    q, kv = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
     floats = (2 if model.post_norm else 1) * model.hidden_dim + _widest_mlp(model) * (2 if model.gated else 1)
     floats += model.n_heads
     wide, mixed = _mixer_widths(model)
     if model.mixers or model.qk_norm or model.output_gate:
         floats += wide
-    return n * (4 * floats + _head_size(model, size) * (q + 2 * kv + mixed))
+    return n * (4 * floats + _head_size(model, size) * (_widest_heads(model) + mixed))
 
 
 def _widest_mlp(model: ModelConfig) -> int:
@@ -278,7 +299,7 @@ def _mixer_widths(model: ModelConfig) -> tuple[int, int]:
 
 def _head_size(model: ModelConfig, size: int) -> int:
     """Return the bytes of an element of a head: heads of an odd number of elements are float32."""
-    return size if model.head_dim % 2 == 0 else 4
+    return size if (model.head_dim | model.local_head_dim) % 2 == 0 else 4
 
 
 def multiplies_bfloat16(config: TrainerConfig) -> bool:
@@ -348,30 +369,35 @@ def _activation_bytes(source: ModelSource, config: TrainerConfig, lengths: Lengt
     """
     model, rounded = source.config, 2 if size == 2 else 0
     tokens, targets, _ = _step_tokens(config, lengths)
-    q, kv = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
     hidden, n_norms = model.hidden_dim, 1 if model.shared_norm else 2
     read = 4 if model.pre_norm else size  # input of attention and MLP, or of their norm
     per_layer = n_norms * (read + (size if model.norm == "layer" else 0) + (size if model.post_norm else 0)) * hidden
     n_ffn = 4 if model.gated and model.activation != "silu" else 2  # torch keeps each operand of a gate
+    if model.layer_input_dim:  # the gate and the input of the norm; to train, also operands and inputs of products
+        per_layer += size * ((1 if is_frozen else 3) * model.layer_input_dim + (1 if is_frozen else 2) * hidden)
     k, expert = model.n_used_experts, model.expert_dim
     of_experts = size * hidden if is_frozen else k * 4 * (2 * hidden + 4 * expert) + 4 * hidden
     of_experts += 4 * (model.n_experts + 3 * k)
     mlps = sum(size * n_ffn * model.mlp_dim(i) + model.is_moe(i) * of_experts for i in range(model.n_layers))
-    attention = size * (2 * q + 2 * kv) + 4 * model.n_heads
-    if model.qk_norm:
-        attention += size * (q + kv)
-    if model.output_gate:  # its sigmoid and the product
-        attention += size * 2 * q
-    if any(location.weight == "layers.0.qkv" and not location.module.part for location in source.targets.values()):
-        attention += size * (q + kv)  # the values are a view of the fused q, k and v
-    else:
-        attention += 4 * model.rotary_dim
+    fused = any(location.weight == "layers.0.qkv" and not location.module.part for location in source.targets.values())
+
+    def attention(i: int) -> int:
+        q, kv = model.n_heads * model.layer_head_dim(i), model.part_sizes(i)["k"]
+        saved = size * (2 * q + 2 * kv) + 4 * model.n_heads
+        if model.qk_norm:
+            saved += size * (q + kv * (2 if model.v_norm else 1))
+        if model.output_gate:  # its sigmoid and the product
+            saved += size * 2 * q
+        # The values are a view of the fused q, k and v.
+        return saved + (size * (q + kv) if fused else 4 * model.rotary_dim)
+
     convolution = (4 * (4 if is_frozen else 4 + model.conv_length) + size) * hidden
     values = model.delta_values
     delta = size * (model.delta_channels + 2 * model.n_delta_heads) + 4 * 3 * values
     mamba = size * (model.delta_channels + model.n_delta_heads) + (4 * (3 if is_frozen else 4) + 2 * size) * values
-    of_mixer = {"attention": attention, "conv": convolution, "delta": delta, "mamba": mamba}
-    mixers = sum(of_mixer[model.mixer(i)] for i in range(model.n_layers))
+    of_mixer = {"conv": convolution, "delta": delta, "mamba": mamba}
+    mixers = sum(of_mixer.get(model.mixer(i)) or attention(i) for i in range(model.n_layers))
     per_token = model.n_layers * per_layer + mlps + mixers + 4 * hidden
+    per_token += (4 + (0 if is_frozen else size)) * model.n_layers * model.layer_input_dim
     logits, states = VOCAB_TILE * (4 + rounded), (4 + 2 * rounded) * hidden
     return tokens * per_token + targets * (size * hidden + logits + states)

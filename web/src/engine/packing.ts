@@ -74,7 +74,7 @@ function pack(core: Core, slice: RowSlice, bytes: Uint8Array, types: Map<string,
   const k = tensor.shape[tensor.shape.length - 1];
   const storedBytes = isVector || isTransposed ? type.blockBytes : (k / type.block) * type.blockBytes;
   const width = isFloat(type) ? k : storedBytes;
-  const [n, length, rowStride, columnStride] = isTransposed ? [count, tensor.shape[0], 1, k] : isVector ? [1, count, 0, stride] : [count, width, width * stride, 1];
+  const [n, length, rowStride, columnStride] = isTransposed ? [count, tensor.shape[0], stride, k] : isVector ? [1, count, 0, stride] : [count, width, width * stride, 1];
   const rows = bytes.subarray(row * storedBytes, isTransposed ? undefined : (row + (count - 1) * stride + 1) * storedBytes);
   return core.withText(slice.slot, (slot, size) =>
     core.with([rows], (data) =>

@@ -40,6 +40,13 @@ export interface ModelConfig {
   /** Per layer: whether RoPE uses localInvFreq; empty: in none. */
   localLayers: boolean[];
   localInvFreq: number[];
+  /** As in whet.models.architecture; of families that are not in the package. */
+  localHeadDim: number;
+  nSharedKvLayers: number;
+  ffnDims: readonly number[];
+  layerInputDim: number;
+  layerScale: boolean;
+  vNorm: boolean;
   /** Whether every query head is followed by a gate of the head's output. */
   outputGate: boolean;
   /** Per layer: what mixes the tokens; empty: attention in all. */
@@ -138,6 +145,7 @@ export const PLAIN: Omit<ModelConfig, Sizes | Factors> = {
   norm: "rms", preNorm: true, postNorm: false, qkNorm: false, qkNormWhole: false, qkNormRotated: false, sinks: false, outputGate: false,
   parallelResidual: false, sharedNorm: false, gated: true, qkvBias: false, oBias: false, mlpBias: false, headBias: false,
   rotaryDim: 0, isNeox: true, invFreq: [], attentionFactor: 1, localLayers: [], localInvFreq: [], queryLogScale: 0, queryScaleLength: 1,
+  localHeadDim: 0, nSharedKvLayers: 0, ffnDims: [], layerInputDim: 0, layerScale: false, vNorm: false,
   mixers: [], convLength: 0, nDeltaHeads: 0, nDeltaKeyHeads: 0, deltaDim: 0, deltaKeyDim: 0, deltaTiled: false,
   nExperts: 0, nUsedExperts: 0, expertDim: 0, sharedDim: 0, moeLayers: [], sharedGate: false, router: "softmax", routerNormalised: false, routerEps: 0, routerScale: 1, routerCorrection: false, routerBias: false, expertsBias: false,
 };

@@ -17,7 +17,7 @@ export type HfConfig = Readonly<Record<string, unknown>>;
 
 /** Return why a model_type is not supported, as the end of a sentence; "" if unknown. */
 const unsupportedReason = (name: unknown) => {
-  const [, reason] = Object.entries(notRun).find(([key]) => key === name) ?? [];
+  const [reason] = Object.entries(notRun).find(([, names]) => (names as readonly unknown[]).includes(name)) ?? [];
   return reason === undefined ? "" : `, which has ${reason}`;
 };
 

@@ -25,7 +25,7 @@ class GgufOptions {
     private readonly where: string,
   ) {
     const architecture = file.metadata.get("general.architecture");
-    const known = new Set(Object.values(GGUF).map((family) => family.architecture));
+    const known = new Set(Object.values(GGUF).flatMap(({ architecture, hybrid }) => [architecture, ...(hybrid === undefined ? [] : [hybrid])]));
     if (typeof architecture !== "string" || !known.has(architecture)) {
       throw new WhetError(`${where}: general.architecture is ${show(architecture)}; supported: ${[...known].join(", ")}.`);
     }

@@ -116,7 +116,7 @@ export function listSlices(config: ModelConfig, modules: Readonly<Record<string,
       const isTransposed = module.isTransposed === true && shape.length === 2;
       const nParts = isOfExperts && module.isTransposed ? config.nExperts : 1; // of experts that are read one by one
       const stored = nParts > 1 ? axes : asMatrix(axes, count, isOfExperts || slot.endsWith("router"), shape.length);
-      const tensor = isOfExperts ? { ...found, shape: nParts > 1 ? stored.slice(1) : stored, sizeBytes: found.sizeBytes / nParts } : found;
+      const tensor = isOfExperts || shape.length === 1 ? { ...found, shape: nParts > 1 ? stored.slice(1) : stored, sizeBytes: found.sizeBytes / nParts } : found;
       const ofOne = isTransposed ? [shape[1], count / nParts] : [count / nParts, ...shape.slice(1)];
       const expected = nParts > 1 ? [nParts, ...ofOne] : ofOne;
       if (stored.join() !== expected.join()) {

@@ -29,7 +29,7 @@ from whet.models.families import (
     text_options,
 )
 from whet.models.formats import TABLE
-from whet.models.slots import ModelSource, StoredTensor, find_stored, iter_slices
+from whet.models.slots import ModelSource, StoredTensor, find_stored, iter_slices, unread_names
 from whet.models.sources.mapped import map_file, parse_container, parse_json, view
 
 FLOATS = {TABLE[name].gguf_name: TABLE[name] for name in ("float32", "float16", "bfloat16", "float64")}
@@ -78,7 +78,7 @@ def open_folder(path: str | os.PathLike[str], *, max_position: int | None = None
 
     for _ in slices():
         pass
-    tensors.check_all_used(config)
+    tensors.check_all_used(config, unread_names(described, family.modules))
     targets = module_targets(family, described)
     return ModelSource(described, slices, targets, short_position=short_position(config, where))
 
@@ -248,8 +248,9 @@ class _Tensors:
         table, output = self.get(embedding.names, "weight"), self.get(head.names, "weight")
         return table.shape == output.shape and np.array_equal(_bits(table.tensor), _bits(output.tensor))
 
-    def check_all_used(self, config: Mapping[str, Any]) -> None:
-        unused, model_type = sorted(self.entries.keys() - self.used), config["model_type"]
+    def check_all_used(self, config: Mapping[str, Any], unread: set[str]) -> None:
+        unused = sorted(name for name in self.entries.keys() - self.used if name.rpartition(".")[0] not in unread)
+        model_type = config["model_type"]
         has_towers = text_options(config) is not config
         if skipped := [name for name in unused if is_skipped(name, has_towers)]:
             unused = sorted({*unused}.difference(skipped))

@@ -42,6 +42,7 @@ from whet.models.slots import (
     iter_locations,
     iter_slices,
     split_experts,
+    unread_names,
 )
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
 
@@ -60,6 +61,8 @@ _EXPERT_KEYS = (
 )  # fmt: skip
 ROUTER_NUMBERS = {"softmax": 1, "sigmoid": 2}
 """llama.cpp's numbers of gating functions."""
+NEVER_ROTATED = 1e30
+"""Divisor of a frequency of 0."""
 _OF_MODEL_TYPE = [
     (name, family.gguf[key])
     for key in ("architecture", "hybrid")
@@ -106,7 +109,9 @@ def open_gguf(path: str | os.PathLike[str] | GGUFFile, *, max_position: int | No
         return tensors[name]
 
     slices = list(iter_slices(described, modules, tensor, where))
-    unknown = sorted(tensors.keys() - used - predicting_tensors(file, described).keys())
+    unread = unread_names(described, modules)
+    rest = tensors.keys() - used - predicting_tensors(file, described).keys()
+    unknown = sorted(name for name in rest if name.rpartition(".")[0] not in unread)
     if unknown:
         raise WhetValueError(f"{where}: tensor {unknown[0]} is not supported in a {architecture} with this metadata.")
     targets = module_targets(family, described)
@@ -226,6 +231,7 @@ class _Metadata:
 
     def options(self) -> dict[str, Any]:
         self.given.setdefault("ffn_dim", self.given.get("expert_dim"))
+        layers = self.layer_sizes(FAMILIES[self.model_type()])
         sizes = {name: self.size(name) for name in ("n_layers", "max_position", "hidden_dim", "ffn_dim", "n_heads")}
         sizes["n_layers"] -= self.n_predicting(sizes["n_layers"])
         n_heads = sizes["n_heads"]
@@ -276,6 +282,8 @@ class _Metadata:
             "vocab_size": table.shape[0],
             "tie_word_embeddings": f"{names['head:']}.weight" not in self.tensors,
             **self.biases(family, biased),
+            **layers,
+            "vocab_size_per_layer_input": table.shape[0],
             **self.scales(family, sizes["head_dim"]),
             **self.softcaps(family),
             "use_parallel_residual": self.given.get("use_parallel_residual", True),
@@ -291,6 +299,35 @@ class _Metadata:
             # transformers prefers this one over the one in rope_parameters.
             "original_max_position_embeddings": rope.get("original_max_position_embeddings"),
         }
+
+    def layer_sizes(self, family: Family) -> dict[str, Any]:
+        """Return the options of layers with different sizes, shared keys and values, and inputs by token."""
+        if "local_head_dim" not in family.keys:
+            for name in ("local_head_dim", "local_value_dim", "local_rotary_dim"):
+                if self.given.get(name, self.given.get("head_dim")) != self.given.get("head_dim"):
+                    raise self.wrong(name, f"{_KEYS['head_dim']} or none")
+            for name in ("n_shared_kv_layers", "layer_input_dim"):
+                if self.given.get(name, 0) != 0:
+                    raise self.wrong(name, "0 or none")
+            return {}
+        local = self.size("local_head_dim")
+        for name in ("local_value_dim", "local_rotary_dim"):
+            if self.size(name, local) != local:
+                raise self.wrong(name, f"{_KEYS['local_head_dim']}={local}")
+        counts = {name: self.given.get(name, 0) for name in ("n_shared_kv_layers", "layer_input_dim")}
+        for name, count in counts.items():
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                raise self.wrong(name, "an integer of at least 0")
+        widths = self.given.get("ffn_dim")
+        widths = widths.tolist() if isinstance(widths, np.ndarray) else widths
+        is_double = isinstance(widths, list) and len(set(widths)) > 1
+        if is_double:
+            n_own = len(widths) - counts["n_shared_kv_layers"]
+            if widths != [widths[0]] * n_own + [2 * widths[0]] * counts["n_shared_kv_layers"]:
+                raise self.wrong("ffn_dim", "one width, and twice that in the layers without keys and values")
+            self.given["ffn_dim"] = widths[0]
+        sizes = {"local_head_dim": local, **counts}
+        return {family.keys[name]: size for name, size in sizes.items()} | {"use_double_wide_mlp": is_double}
 
     def by_layers(self, rope: dict[str, Any], family: Family) -> dict[str, Any]:
         """Return the rotary settings, by kind of layer if layers with a window have separate ones."""
@@ -441,7 +478,9 @@ class _Metadata:
         for name in SOFTCAPS:
             if self.given.get(name, 0.0) != 0.0 and name not in family.keys:
                 raise self.wrong(name, "0 or none")
-        return {family.keys[n]: self.number(n, family.defaults[n]) for n in SOFTCAPS if n in family.keys}
+        names = [name for name in SOFTCAPS if name in family.keys]
+        given = [name for name in names if name in self.given or family.defaults.get(name) is not None]
+        return {family.keys[n]: self.number(n, family.defaults.get(n, 0.0)) for n in given}
 
     def rope(self, sizes: Mapping[str, int], rotary_dim: int) -> dict[str, Any]:
         """Return Hugging Face's rope_parameters. (rotary_dim + 0.5: transformers rounds the product down.)"""
@@ -519,5 +558,5 @@ def _with_rope_freqs(config: ModelConfig, tensors: Mapping[str, StoredTensor], w
             f"{where}: {name} is {divisors.tolist()!r:.80}, expected {config.rotary_dim // 2} finite "
             f"numbers above 0, one for each pair."
         )
-    inv_freq = np.array(config.inv_freq) / divisors
+    inv_freq = np.where(divisors < NEVER_ROTATED * (1 - 1e-6), np.array(config.inv_freq) / divisors, 0.0)
     return dataclasses.replace(config, inv_freq=tuple(inv_freq.tolist()))

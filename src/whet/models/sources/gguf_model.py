@@ -77,7 +77,10 @@ def _make_config(file: GGUFFile, described: ModelConfig, tokenizer: GGUFTokenize
 
     options = read_options(file, where)
     if GGUF_NAMES["rope_tensors"]["divisors"] in file.tensors:
-        options["rope_parameters"] = _divided_rope(described, options["rope_parameters"]["rope_theta"])
+        rope = options["rope_parameters"]
+        full = rope.get("full_attention", rope)
+        divided = _divided_rope(described, full["rope_theta"])
+        options["rope_parameters"] = {**rope, "full_attention": divided} if full is not rope else divided
     if options["original_max_position_embeddings"] is None:
         del options["original_max_position_embeddings"]
     family = transformers.AutoConfig.for_model(options["model_type"])
@@ -87,8 +90,8 @@ def _make_config(file: GGUFFile, described: ModelConfig, tokenizer: GGUFTokenize
         options |= dict.fromkeys(("partial_rotary_factor", "rotary_pct"), rope.get("partial_rotary_factor", 1.0))
         scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
         options["rope_scaling"] = None if rope["rope_type"] == "default" else scaling
-    # Qwen3 MoE reads head_dim, which is not a field of its class.
-    fields = [name for name in options if hasattr(family, name) or name == "head_dim"]
+    # Qwen3 MoE and Gemma 4 read sizes of heads that are not fields of their classes.
+    fields = [name for name in options if name in ("head_dim", "global_head_dim") or hasattr(family, name)]
     known = {name: options[name] for name in fields if name != "model_type"}
     return transformers.AutoConfig.for_model(
         options["model_type"],
@@ -103,6 +106,14 @@ def _make_config(file: GGUFFile, described: ModelConfig, tokenizer: GGUFTokenize
 def _divided_rope(config: ModelConfig, theta: float) -> dict[str, Any]:
     """Return rope_parameters of frequencies with divisors: Llama 3's scaling, or longrope with these factors."""
     unscaled = theta ** (-2 * np.arange(config.rotary_dim // 2) / config.rotary_dim)
+    n_rotated = np.count_nonzero(config.inv_freq)
+    if n_rotated < len(unscaled):  # the share of the pairs, which transformers rounds down
+        share = next(
+            s
+            for s in (n_rotated / len(unscaled), (n_rotated + 0.5) / len(unscaled))
+            if int(s * config.rotary_dim // 2) == n_rotated
+        )
+        return {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": share}
     divisors = unscaled / np.array(config.inv_freq)
     llama3 = {"rope_type": "llama3", "rope_theta": theta, "factor": float(np.round(divisors.max())), **_LLAMA3}
     if llama3["factor"] >= 1 and config.attention_factor == 1.0:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from whet.errors import WhetValueError, check_installed
-from whet.models.families import text_options
+from whet.models.families import FAMILIES, text_options
 from whet.models.sources.mapped import map_file, parse_json
 from whet.models.tokenizers.folder import read_json, read_settings, read_templates, special_text
 from whet.models.tokenizers.pre_tokenizers import PRE_TOKENIZERS, find_name
@@ -66,7 +66,9 @@ def tokenizer_metadata(
     made = parse_json(map_file(path, where).tobytes(), f"{where}: tokenizer.json")
     settings = read_settings(folder, where)
     try:
-        found = _tokens(made, n_rows, where, pre)
+        family = FAMILIES.get(text_options(read_json(folder / "config.json", where)).get("model_type", ""))
+        kind = ((family and family.gguf) or {}).get("tokenizer", "llama")
+        found = _tokens(made, n_rows, where, pre, kind)
         ids = _special_ids(made, settings, folder, where)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise WhetValueError(
@@ -103,8 +105,8 @@ def _special_probes(made: Mapping[str, Any]) -> list[str]:
     return [f"{text}\nHi  {text} there{text}\n\n{text}" for text in kinds.values()]
 
 
-def _tokens(made: Mapping[str, Any], n_rows: int, where: str, pre: str | None) -> dict[str, Any]:
-    """Return the keys of the model, its tokens, and its merges or scores."""
+def _tokens(made: Mapping[str, Any], n_rows: int, where: str, pre: str | None, kind: str) -> dict[str, Any]:
+    """Return the keys of the model, its tokens, and its merges or scores; ``kind``: of BPE over characters."""
     model, added = made["model"], {token["id"]: token for token in made["added_tokens"]}
     parts = _sequence(made["pre_tokenizer"], "pretokenizers")
     is_byte_level = any(part["type"] == "ByteLevel" for part in parts)
@@ -133,14 +135,15 @@ def _tokens(made: Mapping[str, Any], n_rows: int, where: str, pre: str | None) -
 
     merges = [tuple(merge.split(" ", 1)) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
     found: dict[str, Any] = {
-        "tokenizer.ggml.model": "gpt2" if is_byte_level else "llama",
+        "tokenizer.ggml.model": "gpt2" if is_byte_level else kind,
         "tokenizer.ggml.tokens": [texts.get(i, f"[PAD{i}]") for i in range(n_rows)],
         "tokenizer.ggml.token_type": np.array([type_of(i) for i in range(n_rows)], np.int32),
     }
     if is_byte_level:
         found["tokenizer.ggml.pre"] = _name(parts, bool(model.get("ignore_merges")), where, pre)
-        if merges:
-            found["tokenizer.ggml.merges"] = [f"{left} {right}" for left, right in merges]
+    if merges and (is_byte_level or kind == "gemma4"):
+        found["tokenizer.ggml.merges"] = [f"{left} {right}" for left, right in merges]
+    if is_byte_level:
         return found
     # Scores encode the order of merges, counting down from 0, as in SentencePiece's models.
     ranks = {left + right: rank for rank, (left, right) in reversed(list(enumerate(merges)))}

@@ -1,0 +1,84 @@
+// A table whose rows stay where they are stored, such as in a mapped file, and are converted when they are read: of a
+// table as large as the rest of a model, a token needs one row.
+#pragma once
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "engine/stored_rows.h"
+
+namespace whet {
+
+class StoredTable {
+public:
+    void resize(size_t n, size_t k) { n_ = n, k_ = k; }
+    size_t n() const { return n_; }
+    size_t k() const { return k_; }
+    size_t size_bytes() const {  // of copied rows
+        size_t bytes = 0;
+        for (const Source& source : sources_) bytes += source.copied_bytes;
+        return bytes;
+    }
+
+    // Reads rows from `first` on from memory that `owner` keeps valid, in place of those before; null: from a copy.
+    // Throws std::invalid_argument for rows that do not fit.
+    void set(size_t first, StoredRows rows, std::shared_ptr<void> owner) {
+        if (rows.k != k_ || first > n_ || rows.n > n_ - first) {
+            throw std::invalid_argument("the rows do not fit the shape of the table");
+        }
+        size_t bytes = 0;
+        if (owner == nullptr) {
+            const StoredTraits& stored = traits(rows.type);
+            const size_t item = stored.gguf.block_bytes, row_bytes = rows.k / stored.gguf.block * item;
+            const std::shared_ptr<uint8_t[]> copy(new uint8_t[bytes = rows.n * row_bytes]);
+            for (size_t i = 0; i < rows.n; ++i) {
+                const auto* from = static_cast<const uint8_t*>(rows.range(i, 1).data);
+                const ptrdiff_t step = static_cast<ptrdiff_t>(item) * (stored.is_quantised ? 1 : rows.column_stride);
+                uint8_t* to = copy.get() + i * row_bytes;
+                for (size_t j = 0; j < row_bytes; j += item, from += step) std::memcpy(to + j, from, item);
+            }
+            rows.data = copy.get(), rows.column_stride = 1;
+            rows.row_stride = static_cast<ptrdiff_t>(stored.is_quantised ? row_bytes : rows.k);
+            owner = copy;
+        }
+        const auto is_replaced = [&](const Source& old) { return old.first >= first && old.end() <= first + rows.n; };
+        std::erase_if(sources_, is_replaced);
+        sources_.push_back({first, rows, std::move(owner), bytes});
+    }
+
+    bool is_finite(size_t i) const {
+        const Source& source = source_of(i);
+        return whet::is_finite(source.rows.range(i - source.first, 1));
+    }
+    void read(size_t i, float* out) const {
+        const Source& source = source_of(i);
+        unpack_row(source.rows, i - source.first, out);
+    }
+
+private:
+    struct Source {
+        size_t first;
+        StoredRows rows;
+        std::shared_ptr<void> owner;
+        size_t copied_bytes;
+
+        size_t end() const { return first + rows.n; }
+    };
+    size_t n_ = 0, k_ = 0;
+    std::vector<Source> sources_;
+
+    // Throws std::out_of_range.
+    const Source& source_of(size_t i) const {
+        for (const Source& source : sources_) {
+            if (i >= source.first && i < source.end()) return source;
+        }
+        throw std::out_of_range("the table has no such row");
+    }
+};
+
+}  // namespace whet
