@@ -384,9 +384,9 @@ class Learner:
 
     def update(self) -> None:
         """Pack the parameters for the next ``logprobs``."""
-        factors = ((*part, each.scaling) for each in self.adapters for part in each.parts(each.a, each.b))
-        for i, values in enumerate(factors):
-            self._core.set_factors(i, *values)
+        factors = [(each, *part) for each in self.adapters for part in each.parts(each.a, each.b)]
+        for i, (each, a, b) in enumerate(factors):
+            self._core.set_factors(i, a, b, each.scaling)
         for i, values in enumerate(chain.from_iterable(norm.locate() for norm in self.norms)):
             self._core.set_norm(i, values.values)
         self.activation_bytes = choose_activation_bytes(self._activation_bytes, unused_bytes())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -301,7 +301,7 @@ def _attention(
         options["shared_kv_states"][module.layer_type] = kv
     window = acceleration.windows[layer] or None
     sinks = getattr(module, "sinks", None)
-    key, value = kv
+    key, value = cast(tuple[Tensor, Tensor], kv)
     out = functions.attention(q, key, value, batch, module.scaling, window, acceleration.attention_softcap, sinks)
     if gate is not None:
         out = out * gate.sigmoid()
