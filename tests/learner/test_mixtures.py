@@ -238,7 +238,7 @@ def test_bits_do_not_depend_on_threads() -> None:
 
 @pytest.mark.parametrize("case", ["lfm2_moe", "qwen3_moe", "gpt_oss"])
 def test_results_do_not_depend_on_the_other_rows(case: str) -> None:
-    learner = learner_of(case, "bf16", lora_layers=EXPERTS)
+    learner = learner_of(case, "bf16", lora_layers=() if case == "gpt_oss" else EXPERTS)
     experts = random_experts(learner.base.config)
     whole = learner.logprobs(PROMPTS, COMPLETIONS, temperature=TEMPERATURE, experts=experts, keep=False).logprobs
     for i in range(len(PROMPTS)):

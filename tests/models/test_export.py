@@ -217,7 +217,7 @@ def test_adapter_of_a_tied_head_does_not_change_the_embedding(packed, tokenizer,
     folder = save(tiny_model("qwen2", vocab_size=N_ROWS), tokenizer, tmp_path / "model")
     source = pack_base(open_folder(folder), weights="float32").source() if packed else open_folder(folder)
     a, b = np.ones((1, 32), np.float32), np.ones((N_ROWS, 1), np.float32)
-    adapters = [locate_lora(source.config, source.targets["lm_head"], a, b, 0.5, "here")]
+    adapters = locate_lora(source.config, source.targets["lm_head"], a, b, 0.5, "here")
     export_gguf(folder, tmp_path / "m.gguf", "f32", source=source, adapters=adapters)
     found, plain = values_by_slot(open_gguf(tmp_path / "m.gguf")), values_by_slot(open_folder(folder))
     np.testing.assert_array_equal(found["embedding"], plain["embedding"])
@@ -228,7 +228,7 @@ def test_adapter_of_a_tied_head_is_rejected_without_an_untied_head(tokenizer, tm
     folder = save(tiny_model("gemma2", vocab_size=N_ROWS), tokenizer, tmp_path / "model")
     source = open_folder(folder)
     a, b = np.ones((1, 32), np.float32), np.ones((N_ROWS, 1), np.float32)
-    adapters = [locate_lora(source.config, source.targets["lm_head"], a, b, 1.0, "here")]
+    adapters = locate_lora(source.config, source.targets["lm_head"], a, b, 1.0, "here")
     message = "head in gemma2"
     assert_raises(WhetValueError, message, export_gguf, folder, tmp_path / "m.gguf", adapters=adapters)
 

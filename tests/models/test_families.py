@@ -301,7 +301,7 @@ def test_old_configs():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mixtral"}, ("'mixtral'", "mixtures of experts", "gemma2, gemma3_text, gpt2")),
+        ({"model_type": "mixtral"}, ("'mixtral'", "mixtures of experts", "gemma2, gemma3_text, gemma4_text, gpt2")),
         ({"model_type": "gemma3"}, ("model_type is 'gemma3'", "gemma3_text")),
         ({"model_type": "qwen2_moe"}, ("model_type is 'qwen2_moe'", "has mixtures of experts")),
         ({"model_type": ["llama"]}, ("model_type is ['llama']",)),
@@ -584,7 +584,7 @@ def test_adapters_are_located_by_module_name():
     source = open_module(tiny_model("gpt_neox"))
     location = source.targets["gpt_neox.layers.1.attention.query_key_value"]
     a, b = np.ones((2, 32), np.float32), np.arange(96 * 2, dtype=np.float32).reshape(96, 2)
-    lora = locate_lora(source.config, location, a, b, 2.0, "here")
+    [lora] = locate_lora(source.config, location, a, b, 2.0, "here")
     assert (lora.slot, lora.first_row, lora.scaling) == ("layers.1.qkv", 0, 2.0)
     # Head 1's keys, rows 24 + 8 to 24 + 15 of the module, are rows 32 + 8 to 32 + 15 of the slot.
     np.testing.assert_array_equal(lora.b[40:48], b[32:40])

@@ -282,7 +282,7 @@ GOOD = (zeros(4, 4, 32), zeros(4, 2, 32), zeros(4, 2, 32))
         ((zeros(4, 4, 40), *GOOD[1:]), {}, ("q has head_dim 40", "k has 32")),
         ((zeros(4, 4, 36), zeros(4, 2, 36), zeros(4, 2, 36)), {}, ("head_dim is 36", "multiple of 8 from 32")),
         ((zeros(4, 4, 24), zeros(4, 2, 24), zeros(4, 2, 24)), {}, ("head_dim is 24",)),
-        ((zeros(4, 4, 264), zeros(4, 2, 264), zeros(4, 2, 264)), {}, ("head_dim is 264",)),
+        ((zeros(4, 4, 520), zeros(4, 2, 520), zeros(4, 2, 520)), {}, ("head_dim is 520",)),
         (
             (zeros(4, 4, 32, dtype=np.float64), *GOOD[1:]),
             {},

@@ -60,7 +60,7 @@ interface AttentionOptions {
 function checkAttention(name: string, q: Floats, k: Floats, v: Floats, { heads, kvHeads = heads, headDim, window, scale }: AttentionOptions) {
   for (const [what, value] of Object.entries({ heads, kvHeads, headDim })) size(name, what, value);
   if (heads % kvHeads !== 0) fail(name, "heads", heads, `a multiple of kvHeads=${kvHeads}`);
-  if (headDim < 32 || headDim > 256 || headDim % 8 !== 0) fail(name, "headDim", headDim, "a multiple of 8 from 32 to 256");
+  if (headDim < 32 || headDim > 512 || headDim % 8 !== 0) fail(name, "headDim", headDim, "a multiple of 8 from 32 to 512");
   if (window !== undefined) size(name, "window", window);
   const [queries, keys] = [floats(name, "q", q), floats(name, "k", k)];
   const values = floats(name, "v", v, keys.length);

@@ -268,8 +268,7 @@ class ModelConfig:
         if self.n_shared_kv_layers and (self.output_gate or self.qk_norm_whole or self.mixers):
             raise _invalid("n_shared_kv_layers", self.n_shared_kv_layers, "0 in a model with other mixers or gates")
         n_own = self.n_layers - self.n_shared_kv_layers
-        own = set(map(self.is_local, range(n_own)))
-        if not set(map(self.is_local, range(n_own, self.n_layers))) <= own:
+        if not set(self.local_layers[n_own:]) <= set(self.local_layers[:n_own]):
             raise _invalid("n_shared_kv_layers", self.n_shared_kv_layers, "fewer: no layer has their keys and values")
 
     def _check_mixers(self) -> None:

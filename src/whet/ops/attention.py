@@ -98,7 +98,7 @@ def attention(
     Queries are aligned with the end of the keys: with causal=True query i of T attends to keys up to T_k - T + i.
 
     Args:
-        q: (T, H, D) or (B, T, H, D), float32 or bfloat16, NumPy or torch (CPU). D is a multiple of 8 from 32 to 256.
+        q: (T, H, D) or (B, T, H, D), float32 or bfloat16, NumPy or torch (CPU). D is a multiple of 8 from 32 to 512.
             Any strides with a contiguous last axis (otherwise a copy is made).
         k: (T_k, H_kv, D) or (B, T_k, H_kv, D) of the dtype of q; H is a multiple of H_kv.
         v: as k.
@@ -178,7 +178,7 @@ def decode_attention(
     For contiguous caches; ``whet.Engine`` has pages that sequences share, and a separate kernel.
 
     Args:
-        q: (B, H, D), float32 or bfloat16, NumPy or torch (CPU). D is a multiple of 8 from 32 to 256.
+        q: (B, H, D), float32 or bfloat16, NumPy or torch (CPU). D is a multiple of 8 from 32 to 512.
         k_cache: (B, T_max, H_kv, D) of the dtype of q; H is a multiple of H_kv. Any strides, last axis contiguous.
         v_cache: as k_cache.
         lengths: (B,) integers in [0, T_max]. Positions from a length on are not read.
@@ -240,9 +240,9 @@ def _check_heads(function: str, k_name: str, q: Any, k: Any) -> None:
         raise WhetValueError(
             f"{function}: q has head_dim {head_dim}, but {k_name} has {k.shape[-1]}. They must be equal."
         )
-    if head_dim % 8 or not 32 <= head_dim <= 256:
+    if head_dim % 8 or not 32 <= head_dim <= 512:
         raise WhetValueError(
-            f"{function}: head_dim is {head_dim}, expected a multiple of 8 from 32 to 256. Pad q, k and v with zeros "
+            f"{function}: head_dim is {head_dim}, expected a multiple of 8 from 32 to 512. Pad q, k and v with zeros "
             "on the last axis, and pass scale=head_dim**-0.5 of the unpadded size."
         )
     if heads == 0 or kv_heads == 0 or heads % kv_heads:

@@ -360,8 +360,8 @@ def _activation_bytes(source: ModelSource, config: TrainerConfig, lengths: Lengt
     saved. torch saves B, C, x and two sums of a convolution in float32, its output, and to train the taps their inputs.
     The gated delta rule saves its projections, and in float32 its results before and after the norm, and z. Mamba-2
     also saves the gated results, and to train the norm the normed ones. Frozen experts save their input; torch's own,
-    which train, in float32 for each expert of a token its input, gate and up, their activation and product, and its
-    result. Routers save probabilities, and ids and weights of the chosen.
+    which train, in float32 for each expert of a token its input, gate and up, their activation and product (if clamped,
+    three steps more), and its result. Routers save probabilities, and ids and weights of the chosen.
 
     Args:
         size: bytes of a matmul operand.
@@ -376,7 +376,8 @@ def _activation_bytes(source: ModelSource, config: TrainerConfig, lengths: Lengt
     if model.layer_input_dim:  # the gate and the input of the norm; to train, also operands and inputs of products
         per_layer += size * ((1 if is_frozen else 3) * model.layer_input_dim + (1 if is_frozen else 2) * hidden)
     k, expert = model.n_used_experts, model.expert_dim
-    of_experts = size * hidden if is_frozen else k * 4 * (2 * hidden + 4 * expert) + 4 * hidden
+    n_kept = 7 if model.activation == "clamped_swiglu" else 4
+    of_experts = size * hidden if is_frozen else k * 4 * (2 * hidden + n_kept * expert) + 4 * hidden
     of_experts += 4 * (model.n_experts + 3 * k)
     mlps = sum(size * n_ffn * model.mlp_dim(i) + model.is_moe(i) * of_experts for i in range(model.n_layers))
     fused = any(location.weight == "layers.0.qkv" and not location.module.part for location in source.targets.values())
