@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
@@ -13,6 +14,8 @@ namespace whet {
 namespace {
 
 constexpr size_t kMapped = size_t{2} << 20;  // zeroed memory from this size on is mapped
+
+size_t whole_pages(size_t bytes) { return (bytes + page_bytes() - 1) / page_bytes() * page_bytes(); }
 
 }  // namespace
 
@@ -34,15 +37,21 @@ void* allocate_zeroed(size_t bytes) {
         void* const memory = allocate_aligned(64, bytes);
         return memory == nullptr ? nullptr : std::memset(memory, 0, bytes);
     }
-    void* const mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (bytes > SIZE_MAX / 2) return nullptr;
+    const size_t whole = whole_pages(bytes);
+    void* const mapped =
+        mmap(nullptr, whole + page_bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (mapped == MAP_FAILED) return nullptr;
+    // Separates it from the next mapping: Linux merges neighbours, and cannot fork a process with a mapping larger than
+    // the machine's memory, even if few of its pages are used.
+    mprotect(static_cast<uint8_t*>(mapped) + whole, page_bytes(), PROT_NONE);
     prefer_huge_pages(mapped, bytes);
     return mapped;
 }
 
 void free_zeroed(void* memory, size_t bytes) {
     if (bytes < kMapped) return free_aligned(memory);
-    munmap(memory, bytes);
+    munmap(memory, whole_pages(bytes) + page_bytes());
 }
 
 double thread_time_s() {
