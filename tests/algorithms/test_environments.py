@@ -100,6 +100,13 @@ def test_an_episode_that_fails_leaves_its_group(folder: Any) -> None:
     assert not advantages[failed].any() and advantages.any() and abs(advantages.reshape(2, 4).sum(1)).max() < 1e-6
 
 
+def test_other_reward_functions_do_not_bring_a_failed_episode_back(folder: Any) -> None:
+    grpo = make(folder, Fails, reward_fn=lambda completions: [1.0] * len(completions))
+    metrics = grpo.train_step(ROWS[:2])
+    rewards = np.array([row["reward"] for row in grpo.last_completions])
+    assert 0 < np.isnan(rewards).mean() == metrics["episodes/ended_by_error"] < 1
+
+
 def test_a_step_without_an_episode_changes_nothing(folder: Any) -> None:
     grpo, expected = make(folder, NeverBegins), model_of(folder)
     metrics = grpo.train_step(ROWS[:2])

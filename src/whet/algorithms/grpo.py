@@ -174,7 +174,7 @@ class GRPO(OnlineTrainer):
         if config.mask_truncated_completions:
             excluded |= rollout.truncated
         if self.player is not None:
-            excluded |= rollout.failed | np.isnan(scored.rewards)
+            excluded |= np.isnan(scored.rewards)
         extra = {"advantage": advantages.tolist()}
         self.last_completions = completion_table(self.step + 1, rollout, scored, extra)
         rows = np.flatnonzero(~excluded).tolist()

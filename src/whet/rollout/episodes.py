@@ -367,6 +367,7 @@ def rollout_of(episodes: Sequence[Episode]) -> Rollout:
         decoded=[episode.messages[episode.n_opening :] for episode in episodes],
         columns=columns,
         extra_metrics=episode_metrics(episodes),
+        failed=[i for i, episode in enumerate(episodes) if episode.end == "error"],
     )
 
 

@@ -110,6 +110,7 @@ class Rollout:
         columns: the dataset's other columns, N values each, and ``OPENING_TAG``: a tag such as "<think>" if the prompt
             opens the thinking, else "".
         extra_metrics: of episodes.
+        failed: indices of the episodes whose environment failed, which have no reward.
     """
 
     prompt_ids: list[list[int]]
@@ -118,6 +119,7 @@ class Rollout:
     decoded: list[Any]
     columns: dict[str, list[Any]]
     extra_metrics: dict[str, float] = field(default_factory=dict)
+    failed: Sequence[int] = ()
 
     @property
     def completion_ids(self) -> list[list[int]]:
@@ -157,16 +159,13 @@ class Rollout:
         """(N,) bool, True for completions ended by ``max_new_tokens``."""
         return np.array([completion.finish_reason == "length" for completion in self.completions])
 
-    @property
-    def failed(self) -> np.ndarray:
-        """(N,) bool, True for episodes without a sampled token, whose environment failed at once."""
-        return np.array([completion.n_sampled == 0 for completion in self.completions])
-
     def score(self, functions: RewardFunctions) -> RewardBatch:
         """Return the rewards of the N completions."""
-        return functions(
+        scored = functions(
             prompts=self.prompts, completions=self.decoded, completion_ids=self.completion_ids, columns=self.columns
         )
+        scored.rewards[list(self.failed)] = np.nan
+        return scored
 
     def metrics(self) -> dict[str, float]:
         """Return lengths in sampled tokens, the share of truncated completions, and the tokens of all rows."""
