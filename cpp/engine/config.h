@@ -164,6 +164,8 @@ struct ModelConfig {
         for (size_t i = 0; i < layer; ++i) n += is_moe(i) ? 1 : 0;
         return n;
     }
+    // Recorded numbers of a token's experts, in all layers.
+    size_t n_token_experts() const { return kIsComplete ? n_moe_layers(n_layers) * n_used_experts : 0; }
     // Width of a layer's MLP, or of its shared expert; 0: none.
     size_t mlp_dim(size_t layer) const {
         return is_moe(layer) ? shared_dim : ffn_dims.empty() ? ffn_dim : ffn_dims[layer];

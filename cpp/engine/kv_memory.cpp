@@ -46,7 +46,7 @@ size_t kv_bytes(const ModelConfig& config, KvType type, size_t layer) {
 }  // namespace
 
 size_t KvMemory::page_bytes(const ModelConfig& config, KvType type) {
-    size_t bytes = 0, largest_part = 0;
+    size_t bytes = kPageTokens * config.n_token_experts() * sizeof(uint16_t), largest_part = 0;
     for (size_t layer = 0; layer < config.n_layers; ++layer) {
         bytes += kv_bytes(config, type, layer);
         for_state_parts(config, layer, [&](size_t part) { largest_part = std::max(largest_part, part); });
@@ -55,7 +55,8 @@ size_t KvMemory::page_bytes(const ModelConfig& config, KvType type) {
 }
 
 KvMemory::KvMemory(const ModelConfig& config, KvType type, size_t budget_bytes)
-    : page_bytes_(page_bytes(config, type)),
+    : token_experts_(config.n_token_experts()),
+      page_bytes_(page_bytes(config, type)),
       memory_(budget_bytes / page_bytes_ * page_bytes_),
       is_committed_(budget_bytes / page_bytes_) {
     size_t used = 0, used_by_state = page_bytes_;  // of a page, of the last page of a state
@@ -71,6 +72,7 @@ KvMemory::KvMemory(const ModelConfig& config, KvType type, size_t budget_bytes)
             used_by_state += bytes;
         });
     }
+    experts_offset_ = used;
 }
 
 void KvMemory::apply(std::span<const PageWrite> writes) {

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.cli.conftest import write_tiny_model
+from tests.engine.tiny_models import tiny_model
 from tests.raising import assert_raises
 from tests.rollout.test_episodes import TEMPLATE
 from tests.tiny import assert_same_weights
@@ -14,6 +15,8 @@ from tests.tiny import assert_same_weights
 from whet.algorithms import GRPO, OnlineDPO
 from whet.errors import WhetTypeError, WhetValueError
 from whet.learner import Learner
+from whet.models.packed_base import pack_base
+from whet.models.sources.live import open_module
 from whet.models.tokenizers import load_tokenizer
 from whet.tasks.environment import Step
 
@@ -156,3 +159,19 @@ def test_settings_without_effect_and_missing_tokenizers_are_rejected(folder: Any
     )  # fmt: skip
     assert_raises(WhetValueError, ("max_turns", "environment"), GRPO, model, reward_fn=len, max_turns=3)
     assert_raises(WhetTypeError, ("list", "rows"), make(folder).train_step, [[1, 2], [3]])
+
+
+def test_the_experts_of_all_turns_are_replayed(folder: Any) -> None:
+    """With the sampler's weights in float32, the learner chooses nearly all of its experts itself."""
+    tiny = {"max_position_embeddings": 512, "num_experts": 16, "num_experts_per_tok": 4}
+    mixture = tiny_model("qwen3_moe", vocab_size=len(load_tokenizer(folder)), **tiny)
+    learner = Learner(pack_base(open_module(mixture), weights="float32"), lora_rank=2)
+    step = make(folder, model=learner).train_step(ROWS[:2])
+    assert step["episodes/mean_turns"] == 3 and step["sampler/logprob_difference"] < 1e-4
+    assert step["sampler/replaced_experts"] < 0.01
+
+
+@pytest.mark.parametrize("engine", ["native", "torch"])
+def test_the_tokens_that_turns_were_drawn_from_are_kept(folder: Any, engine: str) -> None:
+    step = make(folder, engine=engine, compute="float32", top_k=5, top_p=0.9).train_step(ROWS[:2])
+    assert step["episodes/mean_turns"] == 3 and 0 <= step["sampler/logprob_difference"] < 1e-4
