@@ -11,7 +11,7 @@ from tests.engine.tiny_models import VOCAB, tiny_model
 from tests.raising import assert_raises
 from tests.tiny import with_lora
 
-from whet.config.sampling import SamplingParams
+from whet.config.sampling import SamplingParams, StreamKey
 from whet.engine import Engine, EngineBusyError
 from whet.engine.session import Session
 
@@ -206,8 +206,8 @@ def test_the_experts_of_reused_tokens_are_reported(case):
         call.close()
     for i, (prompt, group) in enumerate(zip([*prompts, turn], together, strict=True)):
         with engine_of(model) as engine:
-            fresh = engine.generate([prompt], len(group), sampling, keys=[(0 if prompt is turn else i, 0)])[0]
+            fresh = engine.generate([prompt], len(group), sampling, keys=[StreamKey(0 if prompt is turn else i, 0)])[0]
         for found, expected in zip(group, fresh, strict=True):
             assert found == expected
-            assert len(found.experts) == len(prompt) + len(found.token_ids) - 1
+            assert found.experts is not None and len(found.experts) == len(prompt) + len(found.token_ids) - 1
             np.testing.assert_array_equal(found.experts, expected.experts)
