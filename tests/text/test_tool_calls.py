@@ -69,6 +69,7 @@ CASES = [
         ["Yes.", ADD, ToolCall("now", {})],
     ),
     (MINISTRAL, "[TOOL_CALLS]add[ARGS]{broken", ["[TOOL_CALLS]add[ARGS]{broken"]),
+    (MINISTRAL, '[TOOL_CALLS]add[CALL_ID]a1B2[ARGS]{"a": 1, "text": "x"}', [ADD]),
     (MINISTRAL, "[TOOL_CALLS]add", ["[TOOL_CALLS]add"]),
     (LLAMA, '{"name": "add", "parameters": {"a": 1, "text": "x"}}', [ADD]),
     (LLAMA, "It is {so}.", ["It is {so}."]),
@@ -104,6 +105,12 @@ def test_text_is_not_withheld():
 def test_a_template_has_at_most_one_format():
     assert tool_format("no tools") is None
     assert [tool_format(form.marker + form.opening) for form in FORMATS] == list(FORMATS)
+
+
+def test_special_tokens_name_the_format_of_a_template_that_lists_tools_without_a_marker():
+    special = ["<|im_end|>", "<|tool_call_start|>", "<|tool_call_end|>"]
+    assert tool_format("{% for tool in tools %}", special) == LFM2
+    assert tool_format("{{ messages }}", special) is tool_format("{% for tool in tools %}", special[:1]) is None
 
 
 def test_the_format_of_ministral_3_is_found_in_its_template():

@@ -70,8 +70,8 @@ class ReplyFormat:
 
     @cached_property
     def calls(self) -> ToolFormat | None:
-        """The format of calls that the chat template's marks name; None: none that is known."""
-        return tool_format(str(getattr(self._tokenizer, "chat_template", None) or ""))
+        """The format of calls that marks in the chat template, or special tokens, name; None: none that is known."""
+        return tool_format(str(getattr(self._tokenizer, "chat_template", None) or ""), self._special)
 
     @property
     def can_call(self) -> bool:

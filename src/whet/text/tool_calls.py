@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 
@@ -17,8 +17,8 @@ class ToolFormat(NamedTuple):
         opening: text before a call, or before a list of calls; empty: the reply begins with a call.
         closing: text after it; empty: the end of the reply.
         content: of the call: "json" is an object, "json-list" a list of objects, "xml" Qwen3-Coder's <function=NAME>,
-            "python" a list of calls with keyword arguments, "named-json" Ministral 3's NAME[ARGS]OBJECT, with the
-            opening again before further calls, "braces" Gemma 4's call:NAME{KEY:VALUE,...}, with texts in ``QUOTE``.
+            "python" a list of calls with keyword arguments, "named-json" Mistral's NAME[ARGS]OBJECT, perhaps with a
+            [CALL_ID] after the name, and with the opening again before further calls, "braces" Gemma 4's call:NAME{KEY:VALUE,...}, with texts in ``QUOTE``.
         arguments: key of the arguments in JSON.
     """
 
@@ -31,7 +31,7 @@ class ToolFormat(NamedTuple):
     @property
     def marks(self) -> tuple[str, ...]:
         """Texts that the tokenizer may have as special tokens."""
-        inside = {"named-json": [ARGUMENTS], "braces": [QUOTE]}
+        inside = {"named-json": [ARGUMENTS, CALL_ID], "braces": [QUOTE]}
         return (self.opening, self.closing, *inside.get(self.content, ()))
 
 
@@ -41,7 +41,7 @@ FORMATS = (
     ToolFormat("<|tool_call_start|>", "<|tool_call_start|>", "<|tool_call_end|>", "python"),  # LFM2
     ToolFormat("<|tool_call>", "<|tool_call>", "<tool_call|>", "braces"),  # Gemma 4
     ToolFormat("<|tool_call|>", "<|tool_call|>", "<|/tool_call|>", "json-list"),  # Phi-4-mini
-    ToolFormat("[ARGS]", "[TOOL_CALLS]", "", "named-json"),  # Ministral 3
+    ToolFormat("[ARGS]", "[TOOL_CALLS]", "", "named-json"),  # Mistral Small 3.2, Ministral 3
     ToolFormat("[TOOL_CALLS]", "[TOOL_CALLS]", "", "json-list"),  # Mistral
     ToolFormat('"parameters":', "", "", "json", "parameters"),  # Llama 3.1 to 3.3
 )
@@ -49,7 +49,9 @@ FORMATS = (
 
 
 ARGUMENTS = "[ARGS]"
-"""Text between name and arguments in "named-json"."""
+"""Text before the arguments in "named-json"."""
+CALL_ID = "[CALL_ID]"
+"""Text before the id of a call in "named-json"."""
 QUOTE = '<|"|>'
 """Text before and after a text in "braces"."""
 
@@ -61,9 +63,18 @@ class ToolCall(NamedTuple):
     arguments: dict[str, Any]
 
 
-def tool_format(template: str) -> ToolFormat | None:
-    """Return the format of a chat template's replies; None: it has none of ``FORMATS``."""
-    return next((form for form in FORMATS if form.marker in template), None)
+def tool_format(template: str, special: Collection[str] = ()) -> ToolFormat | None:
+    """Return the format of a chat template's replies; None: it has none of ``FORMATS``.
+
+    Args:
+        template: the chat template.
+        special: special tokens of the tokenizer. They name the format if the template lists tools without a marker, as
+            LFM2's does.
+    """
+    named = next((form for form in FORMATS if form.marker in template), None)
+    if named or "tools" not in template:
+        return named
+    return next((form for form in FORMATS if form.opening in special), None)
 
 
 class ToolParser:
@@ -150,7 +161,7 @@ class ToolParser:
             if not marker:
                 raise ValueError("no arguments")
             arguments, end = json.JSONDecoder().raw_decode(rest.lstrip())
-            calls.append(ToolCall(name.strip(), dict(arguments)))
+            calls.append(ToolCall(name.partition(CALL_ID)[0].strip(), dict(arguments)))
             rest = rest.lstrip()[end:].lstrip().removeprefix(self._form.opening)
         return calls
 
