@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from whet.rollout.protocol import RolloutEngine
 from whet.rollout.rollout import Prompts, Rollout, as_prompt_row, read_prompts, sample, warn_if_truncated
 from whet.rollout.sharded_engine import ShardedEngine
 from whet.tasks.environment import Environment, check_environment
+from whet.tasks.tools import Tools
 from whet.text.replies import ReplyFormat
 from whet.training.phases import phase
 from whet.training.trainer import Trainer
@@ -45,9 +46,11 @@ class OnlineTrainer(Trainer):
     Args:
         engine: the engine that samples; "auto", "native" or "torch" set ``config.engine``; None: ``config.engine``.
         environment: makes the environment of an episode (``whet.tasks.environment``); None: completions are sampled.
+        tools: functions that the model calls (``whet.tasks.tools``), instead of an environment.
         **arguments: arguments of ``Trainer``.
 
     Attributes:
+        rewards_turns: whether an environment rewards the turns of episodes.
         last_completions: one dict per completion of the last step: step, prompt, completion, each reward.
     """
 
@@ -63,6 +66,7 @@ class OnlineTrainer(Trainer):
         *,
         engine: RolloutEngine | EngineName | None = None,
         environment: Callable[[], Environment] | None = None,
+        tools: Sequence[Callable[..., Any]] = (),
         **arguments: Any,
     ) -> None:
         if isinstance(engine, str):
@@ -79,6 +83,15 @@ class OnlineTrainer(Trainer):
         self._is_own_engine = isinstance(chosen, str)
         self._make_engine = make if self._is_own_engine and not config.kv_bytes else None
         self.last_completions: list[dict[str, Any]] = []
+        if tools and environment is not None:
+            raise WhetTypeError(
+                f"{type(self).__name__}: there are tools and an environment, which lists its own (attribute tools). "
+                f"Pass one of them."
+            )
+        self.rewards_turns = environment is not None
+        if tools:
+            played = Tools(tools, config.max_tool_characters)
+            environment = lambda: played  # noqa: E731 (each child of an episode has a copy)
         self.player = None if environment is None else self._make_player(environment)
         self._sampler_bytes = 0
         self._warned_of_truncation = self._warned_of_mismatch = False

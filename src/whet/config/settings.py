@@ -371,14 +371,16 @@ class GRPOConfig(OnlineConfig):
     mask_truncated_completions: bool = False
     """Exclude completions truncated by max_new_tokens from the update."""
     max_turns: Positive = 8
-    """Maximum number of the model's turns in an episode of an environment; max_new_tokens limits the tokens that it
-    samples in all of them."""
+    """Maximum number of the model's turns in an episode of an environment or with tools; max_new_tokens limits the
+    tokens that it samples in all of them."""
     max_turn_tokens: Count = 0
     """Maximum number of sampled tokens of a turn, which is then ended for the model; 0: max_new_tokens."""
     max_read_tokens: Count = 0
     """Maximum number of tokens that environment and chat template add between turns; 0: the model's positions."""
+    max_tool_characters: Positive = 4000
+    """Maximum number of characters of a tool's result; the model reads the beginning of a longer one, and a mark."""
     env_timeout_s: AboveZero = 10.0
-    """Time limit of a call of an environment in seconds. An episode whose environment fails has no reward."""
+    """Time limit of a turn of environment or tools in seconds. An episode whose environment fails has no reward."""
 
     def has_reference(self) -> bool:
         """Whether the loss has a KL term."""

@@ -234,7 +234,10 @@ class GRPORun(_TasksAsTexts, GRPOConfig, OnlineRunConfig):
 
     env: PathText = ""
     """An environment that answers the model's turns and rewards them: file.py:Class or package.module:Class. It gets
-    the rows of data; reward functions are optional, and get messages."""
+    the rows of data or task; reward functions are optional, and get messages."""
+    tools: Paths = field(default_factory=list)
+    """Functions that the model calls: file.py:function,other or package.module:function. Reward functions get messages,
+    and the verifier of a task the last turn."""
 
     def __post_init__(self) -> None:
         self.beta = 0.0 if self.beta is None else self.beta  # a run has no ref_model
@@ -242,8 +245,10 @@ class GRPORun(_TasksAsTexts, GRPOConfig, OnlineRunConfig):
 
     def check(self, where: str) -> None:
         super().check(where)
-        if self.env and self.task:
-            raise WhetValueError(f"{where}: env and task are set, and an environment takes rows of data. Set data.")
+        if self.env and self.tools:
+            raise WhetValueError(
+                f"{where}: env and tools are set, and an environment lists its own tools (attribute tools). Set one."
+            )
 
     def needs_reward(self) -> bool:
         return not self.env and super().needs_reward()
