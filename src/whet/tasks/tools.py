@@ -84,19 +84,17 @@ class Tools:
             return error
 
     def _answer(self, call: Mapping[str, Any], result: Any) -> dict[str, Any]:
-        if not isinstance(result, BaseException):
+        text, error = "", result if isinstance(result, BaseException) else None
+        if error is None:
             try:
-                result = _as_text(result)
-            except Exception as error:  # of the user's __str__, or a number with too many digits
-                result = error
-        failed: dict[str, Any] = {}
-        text = result
-        if isinstance(result, BaseException):
-            failed = {"is_error": True}
-            text = f"error: {result if isinstance(result, ToolError) else summary(result)}"
+                text = _as_text(result)
+            except Exception as raised:  # by the user's __str__, or for a number with too many digits
+                error = raised
+        if error is not None:
+            text = f"error: {error if isinstance(error, ToolError) else summary(error)}"
         text = truncate(text.encode(errors="replace").decode(), self._max_characters)
         own = {"name": call["function"]["name"], "tool_call_id": call.get("id")}
-        return {"role": "tool", **own, "content": text, **failed}
+        return {"role": "tool", **own, "content": text, **({"is_error": True} if error is not None else {})}
 
 
 def _as_text(result: Any) -> str:
