@@ -213,3 +213,29 @@ def test_a_task_scores_the_last_turn_of_episodes_with_tools(files, tmp_path):
     assert weights[0].read_bytes() == weights[1].read_bytes()
     file.write_text(TOOLS + "\n")
     assert_raises(WhetValueError, (str(file), "has changed"), run, "parts", 3)
+
+
+@pytest.mark.parametrize("unsafe", [pytest.param(False, marks=pytest.mark.needs("bwrap")), True])
+def test_programs_are_a_reward_and_a_tool(unsafe, files, tmp_path):
+    model = write_tiny_model(tmp_path / "model", HERMES, max_position=2048)
+    rows = [{"prompt": f"x > {i}", "tests": f"assert x > {i}"} for i in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    call = r'<tool_call>\{"name": "python", "arguments": \{"code": "print\([0-9] \* 2\)"\}\}</tool_call>'
+    settings = {
+        "model": str(model), "data": [str(tmp_path / "rows.jsonl")], "reward": ["whet.tasks.code:passes_tests"],
+        "tools": ["whet.tasks.code:python"], "regex": f"x = [0-9]|{call}", "group_size": 4, "batch_size": 4,
+        "max_new_tokens": 200, "max_turns": 2, "env_timeout_s": 60.0, "steps": 1, "unsafe_local": unsafe,
+    }  # fmt: skip
+    result = train(GRPORun(**settings, output_dir=str(tmp_path / "run")))
+    table = [json.loads(line) for line in (result.folder / "completions.jsonl").read_text().splitlines()]
+    results = 0
+    for row in table:
+        last, low = row["completion"][-1]["content"], int(row["prompt"][0]["content"][-1])
+        assert row["reward"] == row["rewards/passes_tests"] == float(last.startswith("x = ") and int(last[-1]) > low)
+        for call, answer in zip(row["completion"], row["completion"][1:], strict=False):
+            if answer["role"] == "tool":
+                digit = call["tool_calls"][0]["function"]["arguments"]["code"][6]
+                results += answer["content"] == str(2 * int(digit))
+    assert results and {row["reward"] for row in table} == {0.0, 1.0}
+    settings |= {"unsafe_local": True, "reward": [f"{files.folder / 'letters.py'}:share"], "tools": []}
+    assert_raises(WhetValueError, ("unsafe_local", "runs programs"), train, GRPORun(**settings, output_dir="x"))

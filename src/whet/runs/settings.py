@@ -25,6 +25,7 @@ from whet.config.settings import BestOfNConfig, DPOConfig, GRPOConfig, OnlineDPO
 from whet.errors import WhetValueError, check_installed
 from whet.files import FolderLock
 from whet.models.formats import Weights
+from whet.tasks.code import runs_programs
 from whet.tasks.settings import format_spec
 
 StoredDtype = Literal["auto", "float32", "bfloat16"]
@@ -184,6 +185,9 @@ class OnlineRunConfig(RunConfig):
     """Number of held-out items per task for evaluation, which never occur in training; 0: none."""
     reward: Paths = field(default_factory=list)
     """Reward functions: file.py:function or package.module:function."""
+    unsafe_local: bool = False
+    """Let programs of the model run without a sandbox, as this user, if tools or reward functions run programs
+    (whet.tasks.code)."""
     eval_temperature: TemperatureOrZero = 0.0
     """Sampling temperature of evaluations; 0: greedy."""
 
@@ -195,6 +199,8 @@ class OnlineRunConfig(RunConfig):
         reject_ineffective(self, ["eval_items"], bool(self.task), "there is no task; eval_data names held-out rows")
         eval_rows = self.sources()[1]
         reject_ineffective(self, ["eval_temperature"], bool(getattr(self, eval_rows)), f"there is no {eval_rows}")
+        programs = runs_programs([*self.reward, *getattr(self, "tools", [])])
+        reject_ineffective(self, ["unsafe_local"], programs, "no tool and no reward function runs programs")
         if self.needs_reward():
             check_given(where, self, "reward")
         is_float = self.base in ("auto", "none")
