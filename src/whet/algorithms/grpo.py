@@ -20,6 +20,7 @@ from typing import Any, cast
 import numpy as np
 
 from whet.algorithms.online import OnlineTrainer
+from whet.config.episodes import check_episode_settings
 from whet.config.fields import reject_ineffective
 from whet.config.kept_tokens import KeptTokens
 from whet.config.settings import GRPOConfig, SamplerCorrection
@@ -77,10 +78,8 @@ class GRPO(OnlineTrainer):
         if self.rewards_turns and not isinstance(reward_fn, RewardFunctions):
             others = [reward_fn] if callable(reward_fn) else list(reward_fn or ())
             reward_fn = [environment_reward, *others]
-        unused = ["max_turns", "max_turn_tokens", "max_read_tokens", "env_timeout_s"]
-        reject_ineffective(self.config, unused, self.player is not None, "there are no environment and no tools")
         has_tools = bool(arguments.get("tools"))
-        reject_ineffective(self.config, ["max_tool_characters"], has_tools, "there are no tools")
+        check_episode_settings(self.config, has_environment=self.rewards_turns, has_tools=has_tools)
         self.rewards = reward_functions(self.config, reward_fn)
         self._in_progress: _Step | None = None
 

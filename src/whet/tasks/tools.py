@@ -19,7 +19,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from whet.config.settings import GRPOConfig
+from whet.config.episodes import EpisodeSettings
 from whet.data.messages import tool_calls
 from whet.errors import WhetTypeError, WhetValueError
 from whet.rewards.functions import load_function
@@ -43,7 +43,7 @@ class Tools:
     Args:
         functions: with type hints and docstrings, see ``tool_schema``.
         max_characters: of a result; a longer one is truncated, and ends with a mark that gives both lengths. None: the
-            default of ``GRPOConfig.max_tool_characters``.
+            default of ``EpisodeSettings``.
 
     Attributes:
         tools: the schemas.
@@ -61,7 +61,7 @@ class Tools:
             raise WhetValueError(f"Tools: two functions have the name {twice[0]!r}. Rename one of them.")
         self._functions = dict(zip(names, functions, strict=True))
         self._parameters = {name: tool["function"]["parameters"] for name, tool in zip(names, self.tools, strict=True)}
-        self._max_characters = max_characters or GRPOConfig.max_tool_characters
+        self._max_characters = max_characters or EpisodeSettings.max_tool_characters
 
     def reset(self, row: Mapping[str, Any], seed: int) -> None:
         """Begin with the prompt of the row."""
