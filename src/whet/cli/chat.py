@@ -16,9 +16,9 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from tyro.conf import UseAppendAction
 
@@ -27,7 +27,7 @@ from whet.cli.text_options import OneModelConfig
 from whet.config.episodes import EpisodeSettings
 from whet.config.fields import Count, Paths, reject_ineffective
 from whet.config.sampling import CHAT_MAX_NEW_TOKENS
-from whet.data.messages import tool_calls
+from whet.data.messages import call_text, tool_calls
 from whet.data.thinking import Tags
 from whet.errors import WhetError, WhetValueError
 from whet.files import replace_text
@@ -220,7 +220,7 @@ class _Chat:
             calls = tool_calls(turn.message) if self._stream(turn) else ()
             if not calls or self._tools is None:
                 return
-            _print_note("\n".join(map(_format_call, calls)))
+            _print_note("\n".join(map(call_text, calls)))
             if n_left:
                 results = self._tools.answer(turn.message)
                 _print_note("\n".join(truncate(result["content"], _MOST_SHOWN) for result in results))
@@ -287,12 +287,6 @@ def save(conversation: Conversation, path: Path, thinking: bool) -> None:
         ) from error
     if exists:
         raise WhetValueError(f"{_WHERE}: {str(path)!r} exists already. Choose another name, or remove it.")
-
-
-def _format_call(call: Mapping[str, Any]) -> str:
-    function = call["function"]
-    arguments = ", ".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in function["arguments"].items())
-    return f"{function['name']}({arguments})"
 
 
 def _format_stats(conversation: Conversation) -> str:

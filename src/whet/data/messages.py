@@ -150,6 +150,15 @@ def tool_result(call: Mapping[str, Any], text: str, *, is_error: bool = False) -
     return {"role": "tool", **own, **({"is_error": True} if is_error else {})}
 
 
+def call_text(call: Mapping[str, Any]) -> str:
+    """Return a call as a line of text: ``add(a=1, b="x")``."""
+    function = call.get("function", call)
+    arguments = function.get("arguments")
+    if isinstance(arguments, Mapping):
+        arguments = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in arguments.items())
+    return f"{function.get('name')}({arguments or ''})"
+
+
 def failed_calls(message: Mapping[str, Any], reason: str) -> list[dict[str, Any]]:
     """Return the messages that answer the calls of a turn if none was carried out."""
     return [tool_result(call, f"error: {reason}", is_error=True) for call in tool_calls(message)]

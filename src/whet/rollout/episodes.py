@@ -390,6 +390,11 @@ def rollout_of(episodes: Sequence[Episode]) -> Rollout:
         columns=columns,
         extra_metrics=episode_metrics(episodes),
         failed=[i for i, episode in enumerate(episodes) if episode.end == "error"],
+        details={
+            "end": [episode.end for episode in episodes],
+            "error": [episode.error for episode in episodes],
+            "turn_rewards": [episode.rewards for episode in episodes],
+        },
     )
 
 

@@ -111,6 +111,7 @@ class Rollout:
             opens the thinking, else "".
         extra_metrics: of episodes.
         failed: indices of the episodes whose environment failed, which have no reward.
+        details: further columns of the table of completions.
     """
 
     prompt_ids: list[list[int]]
@@ -120,6 +121,7 @@ class Rollout:
     columns: dict[str, list[Any]]
     extra_metrics: dict[str, float] = field(default_factory=dict)
     failed: Sequence[int] = ()
+    details: dict[str, list[Any]] = field(default_factory=dict)
 
     @property
     def completion_ids(self) -> list[list[int]]:
@@ -243,5 +245,5 @@ def completion_table(
     if rewards is not None:
         columns |= {f"rewards/{name}": scores.tolist() for name, scores in rewards.by_name.items()}
         columns["reward"] = rewards.rewards.tolist()
-    columns |= extra
+    columns |= {**extra, **rollout.details}
     return [{"step": step, **dict(zip(columns, row, strict=True))} for row in zip(*columns.values(), strict=True)]
