@@ -29,8 +29,9 @@ from whet.losses.closed_form import Loss
 from whet.losses.grpo import Counts, masked_loss
 from whet.losses.terms import count_rows, importance_weights, logprob_difference
 from whet.ops import compute_batch_group_advantages
-from whet.rewards.functions import RewardFn, RewardFunctions
+from whet.rewards.functions import RewardBatch, RewardFn, RewardFunctions
 from whet.rewards.metrics import group_std, reward_metrics
+from whet.rewards.turns import turn_advantages, turns_of
 from whet.rollout.choose import reward_functions
 from whet.rollout.episodes import environment_reward
 from whet.rollout.rollout import Rollout, completion_table
@@ -79,6 +80,7 @@ class GRPO(OnlineTrainer):
             others = [reward_fn] if callable(reward_fn) else list(reward_fn or ())
             reward_fn = [environment_reward, *others]
         has_tools = bool(arguments.get("tools"))
+        reject_ineffective(self.config, ["advantage_level"], self.rewards_turns, "no environment rewards turns")
         check_episode_settings(self.config, has_environment=self.rewards_turns, has_tools=has_tools)
         self.rewards = reward_functions(self.config, reward_fn)
         self._in_progress: _Step | None = None
@@ -168,18 +170,22 @@ class GRPO(OnlineTrainer):
         with phase("advantages"):
             options = {"scale": config.scale_rewards, "ddof": config.advantage_ddof, "eps": config.advantage_eps}
             advantages = compute_batch_group_advantages(scored.rewards, size, **options)
+            turns = self._turn_advantages(rollout, scored, options) if config.advantage_level == "turn" else None
         spread = group_std(scored.rewards.reshape(-1, size))
         excluded = np.zeros(len(advantages), dtype=bool)
         if config.filter_zero_variance:
-            excluded |= np.repeat(spread < 1e-8, size)
+            is_flat = spread < 1e-8
+            if turns is not None:
+                is_flat = ~np.array([each.any() for each in turns]).reshape(-1, size).any(axis=1)
+            excluded |= np.repeat(is_flat, size)
         if config.mask_truncated_completions:
             excluded |= rollout.truncated
         if self.player is not None:
             excluded |= np.isnan(scored.rewards)
-        extra = {"advantage": advantages.tolist()}
+        extra = {"advantage": advantages.tolist() if turns is None else [each.tolist() for each in turns]}
         self.last_completions = completion_table(self.step + 1, rollout, scored, extra)
         rows = np.flatnonzero(~excluded).tolist()
-        batches = self._micro_batches(rollout, advantages, rows) if rows else []
+        batches = self._micro_batches(rollout, advantages if turns is None else turns, rows) if rows else []
         return _Step(
             number=self.step,
             prompts=rollout.prompt_ids[::size] if self.player is None else self.prepare(prompt_batch).decoded,
@@ -198,8 +204,26 @@ class GRPO(OnlineTrainer):
             },
         )
 
-    def _micro_batches(self, rollout: Rollout, advantages: np.ndarray, rows: list[int]) -> list[_MicroBatch]:
-        """Return some completions of a rollout as micro-batches, with everything known before the first update."""
+    def _turn_advantages(self, rollout: Rollout, scored: RewardBatch, options: dict[str, Any]) -> list[np.ndarray]:
+        """Return the advantages of each episode's turns. The other rewards count as rewards of the last turn."""
+        weight = dict(zip(self.rewards.names, self.rewards.weights, strict=True)).get(environment_reward.__name__, 0.0)
+        rewards = []
+        for completion, of_turns in zip(rollout.completions, rollout.details["turn_rewards"], strict=True):
+            n_turns = int(turns_of(completion.sampled or [])[-1:].sum()) + 1 if completion.token_ids else 0
+            # A turn that max_new_tokens ended has no reward.
+            rewards.append([weight * reward for reward in [*of_turns, 0.0][:n_turns]])
+        return turn_advantages(rewards, scored.rewards, self.config.group_size, **options)
+
+    def _micro_batches(
+        self, rollout: Rollout, advantages: np.ndarray | list[np.ndarray], rows: list[int]
+    ) -> list[_MicroBatch]:
+        """Return some completions of a rollout as micro-batches, with everything known before the first update.
+
+        Args:
+            rollout: all completions.
+            advantages: of completions, or of the turns of each.
+            rows: the completions that count.
+        """
         config = self.config
         prompts = [rollout.prompt_ids[i] for i in rows]
         completions = [rollout.completions[i].token_ids for i in rows]
@@ -225,13 +249,18 @@ class GRPO(OnlineTrainer):
             ref_logprobs, sampler_logprobs, old_logprobs = (
                 None if table is None else table[part, : mask.shape[1]] for table in (reference, sampler, old)
             )
+            chosen = [advantages[rows[i]] for i in part]
+            if isinstance(advantages, list):  # a row of tokens
+                assert sampled is not None, "episodes have turns"
+                own = [each[turns_of(sampled[i])] for each, i in zip(chosen, part, strict=True)]
+                chosen = [np.pad(row, (0, mask.shape[1] - len(row))) for row in own]
             batch = _MicroBatch(
                 prompt_ids=[prompts[i] for i in part],
                 completion_ids=[completions[i] for i in part],
                 kept_tokens=None if kept is None else [kept[i] for i in part],
                 experts=None if experts is None else [experts[i] for i in part],
                 completion_mask=None if sampled is None else [sampled[i] for i in part],
-                advantages=advantages[[rows[i] for i in part]],
+                advantages=np.array(chosen),
                 mask=mask,
                 n_sampled=int(mask.sum()),
                 n_rows=len(part),
@@ -311,7 +340,7 @@ class _MicroBatch:
         kept_tokens: of each completion; None: every token was drawn from the whole vocabulary.
         experts: of the tokens of each row, that the sampler chose; None: the policy's choice.
         completion_mask: per token of each completion, whether it was sampled; None: all were.
-        advantages: (b,) float64.
+        advantages: (b,) float64; of turns (b, t).
         mask: (b, t) bool, True for tokens that count: sampled, and not rejected by the correction.
         n_sampled: number of sampled tokens.
         n_rows: number of completions that count.

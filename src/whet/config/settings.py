@@ -363,6 +363,8 @@ class GRPOConfig(EpisodeSettings, OnlineConfig):
     or computes the policy. The metric sampler/replaced_experts is the share of other choices."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Scope of the standard deviation that divides the advantages."""
+    advantage_level: Literal["episode", "turn"] = "episode"
+    """Advantages of episodes, or of their turns, from the rewards that follow each turn (``whet.rewards.turns``)."""
     advantage_ddof: _Ddof = 0
     """0: population standard deviation; 1: sample."""
     advantage_eps: _Eps = None
