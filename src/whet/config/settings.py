@@ -46,6 +46,8 @@ DPOLossType = Literal[
     "apo_zero", "apo_down", "sft",
 ]  # fmt: skip
 
+CPOLossType = Literal["sigmoid", "hinge", "ipo"]
+
 _GroupSize = Annotated[
     int,
     Range("an integer >= 2: the advantage of a single completion is 0", lambda n: n >= 2),
@@ -243,6 +245,54 @@ class DPOConfig(PreferenceConfig, OfflineConfig):
     def uses_reference_model(self) -> bool:
         """Whether the reference computes log-probs in every step, which precomputed log-probs make unnecessary."""
         return self.has_reference() and not self.precompute_reference
+
+
+@dataclass(kw_only=True)
+class CPOConfig(OfflineConfig):
+    """Settings of CPO. ``batch_size`` counts pairs."""
+
+    is_paired: ClassVar[bool] = True
+
+    beta: float = 0.1
+    """Factor of the difference of log-probs."""
+    loss_type: CPOLossType = "sigmoid"
+    """Loss of the difference, see ``dpo_loss``."""
+    label_smoothing: float = 0.0
+    """Probability that a label is wrong; only 'sigmoid' has it."""
+    nll_weight: NonNegative = 1.0
+    """Factor of the negative log-likelihood per token of the chosen completions; 0: none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_dpo_options(type(self).__name__, self.loss_type, self.beta, self.label_smoothing)
+
+
+@dataclass(kw_only=True)
+class SimPOConfig(OfflineConfig):
+    """Settings of SimPO. ``batch_size`` counts pairs."""
+
+    is_paired: ClassVar[bool] = True
+
+    beta: float = 2.0
+    """Factor of the difference of log-probs per token."""
+    margin: NonNegative = 0.5
+    """Target of the scaled difference, gamma in the paper."""
+    label_smoothing: float = 0.0
+    """Probability that a label is wrong."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_dpo_options(type(self).__name__, "sigmoid_norm", self.beta, self.label_smoothing)
+
+
+@dataclass(kw_only=True)
+class ORPOConfig(OfflineConfig):
+    """Settings of ORPO. ``batch_size`` counts pairs."""
+
+    is_paired: ClassVar[bool] = True
+
+    beta: NonNegative = 0.1
+    """Factor of the odds-ratio term, lambda in the paper."""
 
 
 @dataclass(kw_only=True)

@@ -21,7 +21,16 @@ from whet.config.fields import (
     check_range,
     reject_ineffective,
 )
-from whet.config.settings import BestOfNConfig, DPOConfig, GRPOConfig, OnlineDPOConfig, SFTConfig
+from whet.config.settings import (
+    BestOfNConfig,
+    CPOConfig,
+    DPOConfig,
+    GRPOConfig,
+    OnlineDPOConfig,
+    ORPOConfig,
+    SFTConfig,
+    SimPOConfig,
+)
 from whet.errors import WhetValueError, check_installed
 from whet.files import FolderLock
 from whet.models.formats import Weights
@@ -226,6 +235,21 @@ class SFTRun(SFTConfig, RunConfig):
 @dataclass(kw_only=True)
 class DPORun(DPOConfig, RunConfig):
     """Settings of ``whet train dpo``."""
+
+
+@dataclass(kw_only=True)
+class SimPORun(SimPOConfig, RunConfig):
+    """Settings of ``whet train simpo``."""
+
+
+@dataclass(kw_only=True)
+class CPORun(CPOConfig, RunConfig):
+    """Settings of ``whet train cpo``."""
+
+
+@dataclass(kw_only=True)
+class ORPORun(ORPOConfig, RunConfig):
+    """Settings of ``whet train orpo``."""
 
 
 @dataclass(kw_only=True)

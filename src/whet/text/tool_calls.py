@@ -18,7 +18,8 @@ class ToolFormat(NamedTuple):
         closing: text after it; empty: the end of the reply.
         content: of the call: "json" is an object, "json-list" a list of objects, "xml" Qwen3-Coder's <function=NAME>,
             "python" a list of calls with keyword arguments, "named-json" Mistral's NAME[ARGS]OBJECT, perhaps with a
-            [CALL_ID] after the name, and with the opening again before further calls, "braces" Gemma 4's call:NAME{KEY:VALUE,...}, with texts in ``QUOTE``.
+            [CALL_ID] after the name, and with the opening again before further calls, "braces" Gemma 4's
+            call:NAME{KEY:VALUE,...}, with texts in ``QUOTE``.
         arguments: key of the arguments in JSON.
     """
 
