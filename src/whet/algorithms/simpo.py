@@ -4,8 +4,8 @@ With c and r the policy's mean log-probs per token of the chosen and the rejecte
 
     l = -log sigmoid(beta (c - r) - margin)
 
-No reference, so that a step costs two thirds of DPO's. Assumes that length is no reason for a preference. Nothing keeps
-the policy near its start: use small learning rates.
+There is no reference: a step computes a forward and a backward pass, DPO's a forward pass more. Assumes that the lengths of
+answers carry no preference. Nothing keeps the policy near its start: use small learning rates.
 """
 
 from __future__ import annotations
