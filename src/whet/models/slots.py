@@ -131,6 +131,7 @@ class ModuleSpec:
         expert_parts: names of an expert's modules, below its number, in models that have a module for each expert;
             their rows follow each other in the rows of the expert.
         axes: how the source stores a vector: "column", (n, 1); "by_group", a row for each key head.
+        of_mixtures: whether it is of layers with a mixture of experts, or of the others only; None: of all.
     """
 
     names: tuple[str, ...]
@@ -144,6 +145,12 @@ class ModuleSpec:
     negative_exp: bool = False
     expert_parts: tuple[str, ...] = ()
     axes: str = ""
+    of_mixtures: bool | None = None
+
+    @property
+    def place(self) -> tuple[str, str, bool | None]:
+        """What it fills in the same layers: slot, part and ``of_mixtures``."""
+        return self.slot, self.part, self.of_mixtures
 
     @property
     def is_stored(self) -> bool:
@@ -261,6 +268,8 @@ def iter_locations(config: ModelConfig, modules: Sequence[ModuleSpec]) -> Iterat
     slots = config.slots()
     for module in modules:
         for i in range(config.n_layers if "{i}" in module.slot else 1):
+            if module.of_mixtures not in (None, config.is_moe(i)):
+                continue
             slot = module.slot.replace("{i}", str(i))
             # A tied head has no separate weight, but it may have a bias or an adapter.
             weight = slot if slot in slots or slot == "head" else f"{slot}.weight"
