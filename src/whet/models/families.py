@@ -42,23 +42,24 @@ families.json contains the data, which builds without Python embed:
                  ``hf_layout``, the order of its rows ("by_head"; "transposed"; "pairs": transposed, gate and up
                  alternate; default: the slot's), ``hf_offset``, a constant that the model adds to the weight,
                  ``hf_parameter``, the weight's name in the module (default: "weight"), ``hf_negative_exp``, whether the
-                 model uses -exp of the weight, ``gguf``, the tensor's name, ``gguf_layout`` (also "column", of single
-                 numbers, and "by_group", a row for each key head), ``gguf_parameter``, and ``value_heads``, the axis of
-                 the slot that consists of value heads ("rows", "columns"), grouped in Hugging Face and tiled in GGUF.
-                 "{i}" is the layer, "{e}" the expert. "slot|moe" is a slot of layers with a mixture of experts, "slot"
-                 then of the others. Rows with only one of ``hf`` and ``gguf`` are for matrices that
-                 the other has in parts, or as one.
+                 model uses -exp of the weight, ``hf_adapted``, false if PEFT refuses adapters of it, ``gguf``, the
+                 tensor's name, ``gguf_layout`` (also "column", of single numbers, and "by_group", a row for each key
+                 head), ``gguf_parameter``, and ``value_heads``, the axis of the slot that consists of value heads
+                 ("rows", "columns"), grouped in Hugging Face and tiled in GGUF. "{i}" is the layer, "{e}" the expert.
+                 "slot|moe" is a slot of layers with a mixture of experts, "slot" then of the others. Rows with only
+                 one of ``hf`` and ``gguf`` are for matrices that the other has in parts, or as one.
 
 Sliding windows and rotary scaling follow from the options by the code below.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,7 @@ _MIXER_SIZES = ("conv_length", "n_delta_heads", "n_delta_key_heads", "delta_dim"
 _EXPERTS, _EXPERT_COUNTS = ("router", "shared_gate", "experts_"), ("num_experts", "num_local_experts")
 """Begins of the settings that only mixtures of experts have, and the names of their number."""
 _OF_MIXTURES = "|moe"
-_OF_WEIGHTS = ("offset", "negative_exp", "parameter")
+_OF_WEIGHTS = ("offset", "negative_exp", "parameter", "adapted")
 _ROW_ORDERS: dict[str, RowOrder] = {"by_head": split_heads, "pairs": split_pairs_of_experts}
 
 
@@ -189,8 +190,8 @@ class Family:
     full_first: bool = False
     mixer: str = ""
     one_only: bool = False
-    plain: Mapping[str, Any] = field(default_factory=dict)
-    older: Mapping[str, str] = field(default_factory=dict)
+    plain: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    older: Mapping[str, str] = dataclasses.field(default_factory=dict)
     file_prefix: str = ""
     ffn_adjusted: bool = False
     rope_local: bool = False

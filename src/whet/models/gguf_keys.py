@@ -171,7 +171,7 @@ def _layer_keys(described: ModelConfig) -> dict[str, Any]:
 
 
 def _one_only_widths(described: ModelConfig, where: str) -> np.ndarray:
-    """Return the widths of layers that are one of a mixer, an MLP and a mixture: with experts, llama.cpp has no MLPs."""
+    """Return the widths of layers that are a mixer, an MLP or a mixture: with experts, llama.cpp has no MLPs."""
     n_layers = range(described.n_layers)
     if described.n_experts and any(described.ffn_dims):
         raise WhetValueError(f"{where}: GGUF cannot express this model's layers: MLPs and mixtures of experts.")

@@ -131,6 +131,7 @@ class ModuleSpec:
         expert_parts: names of an expert's modules, below its number, in models that have a module for each expert;
             their rows follow each other in the rows of the expert.
         axes: how the source stores a vector: "column", (n, 1); "by_group", a row for each key head.
+        adapted: whether "all-linear" has adapters of it.
         of_mixtures: whether it is of layers with a mixture of experts, or of the others only; None: of all.
     """
 
@@ -146,10 +147,11 @@ class ModuleSpec:
     expert_parts: tuple[str, ...] = ()
     axes: str = ""
     of_mixtures: bool | None = None
+    adapted: bool = True
 
     @property
     def place(self) -> tuple[str, str, bool | None]:
-        """What it fills in the same layers: slot, part and ``of_mixtures``."""
+        """Slot, part and ``of_mixtures``: equal for the modules of two sources that fill the same rows."""
         return self.slot, self.part, self.of_mixtures
 
     @property

@@ -441,8 +441,8 @@ def experts(
     """Return sum over j of factors[n, j] f_e(x[n]) for the experts e = chosen[n, j], (N, K) float32.
 
     f_e(x) = W_down h + b_down, h = silu(gate) up (or clamped), [gate, up] = W_up x + b_up; or h = relu(W_up x)^2
-    without gates. The tokens of an expert are multiplied together. Saves no activations; backward, with u = W_down^T dy: d factors[n, j] = h . u + b_down . dy,
-    dh = factors[n, j] u.
+    without gates. The tokens of an expert are multiplied together. Saves no activations; backward, with
+    u = W_down^T dy: d factors[n, j] = h . u + b_down . dy, dh = factors[n, j] u.
 
     Args:
         x: (N, K) of any float dtype.
