@@ -10,6 +10,7 @@ from tests.cli.conftest import write_tiny_model
 from tests.engine.tiny_models import tiny_model
 from tests.raising import assert_raises
 from tests.rollout.test_episodes import TEMPLATE
+from tests.rollout.test_tool_episodes import HERMES, TURN, add
 from tests.tiny import assert_same_weights
 
 from whet.algorithms import GRPO, OnlineDPO
@@ -147,6 +148,35 @@ def test_adapters_of_a_learner_are_trained(folder: Any) -> None:
 def test_evaluation_plays_episodes(folder: Any) -> None:
     grpo = make(folder)
     assert grpo.evaluate(ROWS) == grpo.evaluate(ROWS) >= 0
+
+
+def graded(completions: Any, bonus: Any) -> Any:
+    """Score of the results that the model read, and a bonus of the row."""
+    calls = [[m for m in completion if m["role"] == "tool"] for completion in completions]
+    return [sum(m["content"].isdigit() for m in each) + extra for each, extra in zip(calls, bonus, strict=True)]
+
+
+def test_tools_are_called_and_counted(tmp_path: Any) -> None:
+    folder = write_tiny_model(tmp_path / "model", HERMES, max_position=2048)
+    rows = [{"prompt": f"sum {i}", "bonus": i} for i in range(2)]
+    settings = SETTINGS | {"max_new_tokens": 400, "max_turn_tokens": 0, "regex": TURN}
+    make_tools = lambda **more: GRPO(  # noqa: E731
+        model_of(folder), tools=[add], tokenizer=load_tokenizer(folder), **settings | more
+    )
+    grpo = make_tools(reward_fn=graded)
+    metrics = grpo.train_step(rows)
+    assert metrics["episodes/mean_calls"] > metrics["episodes/mean_failed_calls"] > 0
+    assert metrics["episodes/mean_turns"] > 1 and metrics["episodes/ended_by_error"] == 0
+    assert "rewards/environment_reward/mean" not in metrics  # tools give none
+    table = grpo.last_completions
+    assert [row["reward"] for row in table] == [row["rewards/graded"] for row in table]
+    assert graded([row["completion"] for row in table], [0] * 4 + [1] * 4) == [row["reward"] for row in table]
+    assert {row["reward"] for row in table} > {0.0, 1.0}
+    assert_raises(WhetTypeError, "reward_fn is None", make_tools)
+    assert_raises(
+        WhetTypeError, ("tools", "environment"), make_tools, environment=Counts, reward_fn=graded
+    )  # fmt: skip
+    assert_raises(WhetValueError, ("max_tool_characters", "no tools"), make, folder, max_tool_characters=9)
 
 
 def test_settings_without_effect_and_missing_tokenizers_are_rejected(folder: Any) -> None:

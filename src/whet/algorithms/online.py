@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,16 +19,15 @@ from whet.data.rows import tokenize_prompt
 from whet.engine import Engine
 from whet.errors import WhetTypeError
 from whet.models.architecture import LARGEST_SIZE
-from whet.models.tokenizers.token_texts import read_token_texts
 from whet.rewards.functions import RewardFn, RewardFunctions
 from whet.rewards.metrics import mean_rewards
 from whet.rollout.choose import check_lengths, ensure_capacity, make_engine, packed_base, reward_functions
-from whet.rollout.episodes import EpisodeLimits, Player, rollout_of
+from whet.rollout.episodes import Player, rollout_of
+from whet.rollout.players import make_player
 from whet.rollout.protocol import RolloutEngine
 from whet.rollout.rollout import Prompts, Rollout, as_prompt_row, read_prompts, sample, warn_if_truncated
 from whet.rollout.sharded_engine import ShardedEngine
-from whet.tasks.environment import Environment, check_environment
-from whet.text.replies import ReplyFormat
+from whet.tasks.environment import Environment
 from whet.training.phases import phase
 from whet.training.trainer import Trainer
 
@@ -45,9 +44,11 @@ class OnlineTrainer(Trainer):
     Args:
         engine: the engine that samples; "auto", "native" or "torch" set ``config.engine``; None: ``config.engine``.
         environment: makes the environment of an episode (``whet.tasks.environment``); None: completions are sampled.
+        tools: functions that the model calls (``whet.tasks.tools``), instead of an environment.
         **arguments: arguments of ``Trainer``.
 
     Attributes:
+        rewards_turns: whether an environment rewards the turns of episodes.
         last_completions: one dict per completion of the last step: step, prompt, completion, each reward.
     """
 
@@ -63,6 +64,7 @@ class OnlineTrainer(Trainer):
         *,
         engine: RolloutEngine | EngineName | None = None,
         environment: Callable[[], Environment] | None = None,
+        tools: Sequence[Callable[..., Any]] = (),
         **arguments: Any,
     ) -> None:
         if isinstance(engine, str):
@@ -79,27 +81,26 @@ class OnlineTrainer(Trainer):
         self._is_own_engine = isinstance(chosen, str)
         self._make_engine = make if self._is_own_engine and not config.kv_bytes else None
         self.last_completions: list[dict[str, Any]] = []
-        self.player = None if environment is None else self._make_player(environment)
+        self.rewards_turns = environment is not None
+        self.player = self._make_player(environment, tools) if tools or environment is not None else None
         self._sampler_bytes = 0
         self._warned_of_truncation = self._warned_of_mismatch = False
 
-    def _make_player(self, environment: Callable[[], Environment]) -> Player:
-        """Return the player of the episodes.
+    def _make_player(
+        self, environment: Callable[[], Environment] | None, tools: Sequence[Callable[..., Any]]
+    ) -> Player:
+        """Return the player of the episodes, see ``make_player``.
 
         Raises:
-            WhetTypeError: the environment is not a class or function, the algorithm trains on completions only, or
-                there is no tokenizer with a chat template.
+            WhetTypeError: the algorithm trains on completions only.
         """
-        where, tokenizer, config = type(self).__name__, self.tokenizer, self.config
+        where = type(self).__name__
         if not self.plays_episodes:
             raise WhetTypeError(f"{where}: there is an environment, and only GRPO trains on episodes. Omit it.")
-        check_environment(environment, f"{where}: environment")
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise WhetTypeError(f"{where}: an environment needs a tokenizer with a chat template. Pass tokenizer.")
-        limits = EpisodeLimits(config.max_turns, config.max_turn_tokens, config.max_read_tokens, config.env_timeout_s)
-        replies = ReplyFormat(tokenizer, read_token_texts(tokenizer, where))
         longest = self.policy.position_limit or LARGEST_SIZE
-        return Player(environment, tokenizer, replies, self.stop_token_ids(), longest, limits)
+        return make_player(
+            environment, tools, self.tokenizer, self.stop_token_ids(), longest, self.config, where
+        )  # fmt: skip
 
     def as_row(self, item: Any) -> Mapping[str, Any]:
         """Return an item of a dataset as a dict; a bare prompt is also a row."""

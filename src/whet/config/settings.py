@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
+from whet.config.episodes import EpisodeSettings
 from whet.config.fields import (
     AboveZero,
     BelowOne,
@@ -375,7 +376,7 @@ class OnlineConfig(RolloutConfig, TrainerConfig):
 
 
 @dataclass(kw_only=True)
-class GRPOConfig(OnlineConfig):
+class GRPOConfig(EpisodeSettings, OnlineConfig):
     """Settings of GRPO. ``batch_size`` counts prompts, ``micro_batch_size`` completions."""
 
     group_size: _GroupSize = 8
@@ -420,15 +421,6 @@ class GRPOConfig(OnlineConfig):
     """Exclude groups with identical rewards from the update; they have no gradient, but count in its mean."""
     mask_truncated_completions: bool = False
     """Exclude completions truncated by max_new_tokens from the update."""
-    max_turns: Positive = 8
-    """Maximum number of the model's turns in an episode of an environment; max_new_tokens limits the tokens that it
-    samples in all of them."""
-    max_turn_tokens: Count = 0
-    """Maximum number of sampled tokens of a turn, which is then ended for the model; 0: max_new_tokens."""
-    max_read_tokens: Count = 0
-    """Maximum number of tokens that environment and chat template add between turns; 0: the model's positions."""
-    env_timeout_s: AboveZero = 10.0
-    """Time limit of a call of an environment in seconds. An episode whose environment fails has no reward."""
 
     def has_reference(self) -> bool:
         """Whether the loss has a KL term."""

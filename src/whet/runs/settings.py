@@ -34,6 +34,7 @@ from whet.config.settings import (
 from whet.errors import WhetValueError, check_installed
 from whet.files import FolderLock
 from whet.models.formats import Weights
+from whet.tasks.code import runs_programs
 from whet.tasks.settings import format_spec
 
 StoredDtype = Literal["auto", "float32", "bfloat16"]
@@ -193,6 +194,9 @@ class OnlineRunConfig(RunConfig):
     """Number of held-out items per task for evaluation, which never occur in training; 0: none."""
     reward: Paths = field(default_factory=list)
     """Reward functions: file.py:function or package.module:function."""
+    unsafe_local: bool = False
+    """Let programs of the model run without a sandbox, as this user, if tools or reward functions run programs
+    (whet.tasks.code)."""
     eval_temperature: TemperatureOrZero = 0.0
     """Sampling temperature of evaluations; 0: greedy."""
 
@@ -204,6 +208,8 @@ class OnlineRunConfig(RunConfig):
         reject_ineffective(self, ["eval_items"], bool(self.task), "there is no task; eval_data names held-out rows")
         eval_rows = self.sources()[1]
         reject_ineffective(self, ["eval_temperature"], bool(getattr(self, eval_rows)), f"there is no {eval_rows}")
+        programs = runs_programs([*self.reward, *getattr(self, "tools", [])])
+        reject_ineffective(self, ["unsafe_local"], programs, "no tool and no reward function runs programs")
         if self.needs_reward():
             check_given(where, self, "reward")
         is_float = self.base in ("auto", "none")
@@ -258,7 +264,10 @@ class GRPORun(_TasksAsTexts, GRPOConfig, OnlineRunConfig):
 
     env: PathText = ""
     """An environment that answers the model's turns and rewards them: file.py:Class or package.module:Class. It gets
-    the rows of data; reward functions are optional, and get messages."""
+    the rows of data or task; reward functions are optional, and get messages."""
+    tools: Paths = field(default_factory=list)
+    """Functions that the model calls: file.py:function,other or package.module:function. Reward functions get messages,
+    and the verifier of a task the last turn."""
 
     def __post_init__(self) -> None:
         self.beta = 0.0 if self.beta is None else self.beta  # a run has no ref_model
@@ -266,8 +275,10 @@ class GRPORun(_TasksAsTexts, GRPOConfig, OnlineRunConfig):
 
     def check(self, where: str) -> None:
         super().check(where)
-        if self.env and self.task:
-            raise WhetValueError(f"{where}: env and task are set, and an environment takes rows of data. Set data.")
+        if self.env and self.tools:
+            raise WhetValueError(
+                f"{where}: env and tools are set, and an environment lists its own tools (attribute tools). Set one."
+            )
 
     def needs_reward(self) -> bool:
         return not self.env and super().needs_reward()

@@ -51,7 +51,9 @@ from whet.runs.save import write_memory, write_results
 from whet.runs.settings import RunConfig, lock_folder
 from whet.runs.stopping import StoppableCheckpoints
 from whet.system.machine import may_have_gpu
+from whet.tasks.code import prepare
 from whet.tasks.environment import load_environment
+from whet.tasks.tools import load_tools
 from whet.training.callbacks import CompletionsCallback, EvaluationCallback
 from whet.training.distributed import join_ranks, launched_rank, launched_size
 from whet.training.loggers import CSVLogger, JSONLLogger, Logger, TensorBoardLogger, WandbLogger
@@ -274,7 +276,9 @@ def _scoring_arguments(run: Any, rewards: RewardFunctions | None) -> dict[str, A
     """Return the constructor arguments that score completions, for algorithms that sample."""
     if getattr(run, "preference", ""):
         return {"preference_fn": load_function(run.preference)}
-    environment = {"environment": load_environment(run.env)} if getattr(run, "env", "") else {}
+    environment: dict[str, Any] = {"environment": load_environment(run.env)} if getattr(run, "env", "") else {}
+    if tools := getattr(run, "tools", []):
+        environment = {"tools": prepare(load_tools(tools), unsafe_local=run.unsafe_local)}
     return environment if rewards is None else {"reward_fn": rewards, **environment}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 
@@ -58,10 +58,45 @@ QUOTE = '<|"|>'
 
 
 class ToolCall(NamedTuple):
-    """A call of a tool; arguments by name."""
+    """A call of a tool.
+
+    Attributes:
+        name: of the tool.
+        arguments: by name.
+        error: why it cannot be carried out: it names no tool, or cannot be read; then ``name`` is ``UNREADABLE`` and
+            the only argument is its ``text``. Empty: it can.
+    """
 
     name: str
     arguments: dict[str, Any]
+    error: str = ""
+
+
+UNREADABLE = "unreadable_call"
+"""Name of a call that cannot be read."""
+
+
+def read_calls(
+    read: Callable[[], list[ToolCall]], text: str, names: Collection[str], *, with_errors: bool
+) -> list[ToolCall]:
+    """Return the calls of a text; none if it is anything else.
+
+    Args:
+        read: reads them, or raises.
+        text: the text.
+        names: of the tools.
+        with_errors: whether to return calls that cannot be carried out, instead of none.
+    """
+    try:
+        calls = read()
+        if not calls:
+            raise ValueError("it has no name")
+    except (ValueError, SyntaxError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        reason = f"the call cannot be read ({type(error).__name__}: {error})"
+        return [ToolCall(UNREADABLE, {"text": text}, reason)] if with_errors else []
+    wrong = f"; the tools are {', '.join(names)}"
+    checked = [c if c.name in names else c._replace(error=f"there is no tool {c.name!r}{wrong}") for c in calls]
+    return checked if with_errors or not any(call.error for call in checked) else []
 
 
 def tool_format(template: str, special: Collection[str] = ()) -> ToolFormat | None:
@@ -84,10 +119,11 @@ class ToolParser:
     Args:
         form: format of the calls.
         tools: the tools, in OpenAI's form; their schemas determine the types of arguments that are written as text.
+        with_errors: whether a call that cannot be parsed, or names no tool, is a call with an error instead of text.
     """
 
-    def __init__(self, form: ToolFormat, tools: Sequence[Mapping[str, Any]]) -> None:
-        self._form = form
+    def __init__(self, form: ToolFormat, tools: Sequence[Mapping[str, Any]], with_errors: bool = False) -> None:
+        self._form, self._with_errors = form, with_errors
         functions = [tool.get("function", tool) for tool in tools]
         self._schemas = {str(each.get("name")): each.get("parameters") or {} for each in functions}
         self._pending, self._is_inside, self._has_text = "", False, False
@@ -140,11 +176,10 @@ class ToolParser:
         readers = {"xml": self._read_xml, "python": read_python_calls, "named-json": self._read_named}
         readers |= {"braces": read_braced_call}
         read = readers.get(self._form.content, self._read_json)
-        try:
-            calls = read(body.strip())
-        except (ValueError, SyntaxError, TypeError, KeyError, AttributeError, RecursionError):
-            return []
-        return calls if all(call.name in self._schemas for call in calls) else []
+        # Without an opening, JSON that has no arguments is an answer.
+        is_call = bool(self._form.opening) or f'"{self._form.arguments}"' in body
+        with_errors = self._with_errors and is_call
+        return read_calls(lambda: read(body.strip()), body.strip(), self._schemas, with_errors=with_errors)
 
     def _read_json(self, body: str) -> list[ToolCall]:
         found = json.loads(body)
