@@ -77,7 +77,7 @@ class GRPO(OnlineTrainer):
         if self.player is not None and not isinstance(reward_fn, RewardFunctions):
             others = [reward_fn] if callable(reward_fn) else list(reward_fn or ())
             reward_fn = [environment_reward, *others]
-        unused = ["max_turns", "max_turn_tokens", "max_read_tokens", "env_timeout_s"]
+        unused = ["max_turns", "max_turn_tokens", "max_read_tokens", "env_timeout_s", "rewritten_history"]
         reject_ineffective(self.config, unused, self.player is not None, "there is no environment")
         self.rewards = reward_functions(self.config, reward_fn)
         self._in_progress: _Step | None = None
@@ -198,10 +198,14 @@ class GRPO(OnlineTrainer):
         )
 
     def _micro_batches(self, rollout: Rollout, advantages: np.ndarray, rows: list[int]) -> list[_MicroBatch]:
-        """Return some completions of a rollout as micro-batches, with everything known before the first update."""
+        """Return some completions of a rollout as micro-batches, with everything known before the first update.
+
+        Each branch of an episode is a row, with the episode's advantage.
+        """
         config = self.config
-        prompts = [rollout.prompt_ids[i] for i in rows]
-        completions = [rollout.completions[i].token_ids for i in rows]
+        owners, rollout = rollout.split_branches(rows)
+        advantages, rows = advantages[owners], list(range(len(owners)))
+        prompts, completions = rollout.prompt_ids, rollout.completion_ids
         reference = old = None
         kept, experts, sampled = rollout.kept_tokens(rows), rollout.experts(rows), rollout.sampled(rows)
         recorded: dict[str, Any] = {"kept_tokens": kept, "experts": experts, "completion_mask": sampled}
@@ -230,7 +234,7 @@ class GRPO(OnlineTrainer):
                 kept_tokens=None if kept is None else [kept[i] for i in part],
                 experts=None if experts is None else [experts[i] for i in part],
                 completion_mask=None if sampled is None else [sampled[i] for i in part],
-                advantages=advantages[[rows[i] for i in part]],
+                advantages=advantages[part],
                 mask=mask,
                 n_sampled=int(mask.sum()),
                 n_rows=len(part),

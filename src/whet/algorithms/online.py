@@ -96,7 +96,10 @@ class OnlineTrainer(Trainer):
         check_environment(environment, f"{where}: environment")
         if getattr(tokenizer, "chat_template", None) is None:
             raise WhetTypeError(f"{where}: an environment needs a tokenizer with a chat template. Pass tokenizer.")
-        limits = EpisodeLimits(config.max_turns, config.max_turn_tokens, config.max_read_tokens, config.env_timeout_s)
+        limits = EpisodeLimits(
+            config.max_turns, config.max_turn_tokens, config.max_read_tokens, config.env_timeout_s,
+            may_branch=config.rewritten_history == "branch",
+        )  # fmt: skip
         replies = ReplyFormat(tokenizer, read_token_texts(tokenizer, where))
         longest = self.policy.position_limit or LARGEST_SIZE
         return Player(environment, tokenizer, replies, self.stop_token_ids(), longest, limits)

@@ -379,6 +379,9 @@ class GRPOConfig(OnlineConfig):
     """Maximum number of tokens that environment and chat template add between turns; 0: the model's positions."""
     env_timeout_s: AboveZero = 10.0
     """Time limit of a call of an environment in seconds. An episode whose environment fails has no reward."""
+    rewritten_history: Literal["refuse", "branch"] = "refuse"
+    """Answer to a chat template that renders earlier turns differently after later messages, as Qwen3's does: refuse,
+    or continue the episode on a branch. Each branch is a row of the loss."""
 
     def has_reference(self) -> bool:
         """Whether the loss has a KL term."""
