@@ -199,10 +199,14 @@ class GRPO(OnlineTrainer):
         )
 
     def _micro_batches(self, rollout: Rollout, advantages: np.ndarray, rows: list[int]) -> list[_MicroBatch]:
-        """Return some completions of a rollout as micro-batches, with everything known before the first update."""
+        """Return some completions of a rollout as micro-batches, with everything known before the first update.
+
+        Each branch of an episode is a row, with the episode's advantage.
+        """
         config = self.config
-        prompts = [rollout.prompt_ids[i] for i in rows]
-        completions = [rollout.completions[i].token_ids for i in rows]
+        owners, rollout = rollout.split_branches(rows)
+        advantages, rows = advantages[owners], list(range(len(owners)))
+        prompts, completions = rollout.prompt_ids, rollout.completion_ids
         reference = old = None
         kept, experts, sampled = rollout.kept_tokens(rows), rollout.experts(rows), rollout.sampled(rows)
         recorded: dict[str, Any] = {"kept_tokens": kept, "experts": experts, "completion_mask": sampled}
@@ -231,7 +235,7 @@ class GRPO(OnlineTrainer):
                 kept_tokens=None if kept is None else [kept[i] for i in part],
                 experts=None if experts is None else [experts[i] for i in part],
                 completion_mask=None if sampled is None else [sampled[i] for i in part],
-                advantages=advantages[[rows[i] for i in part]],
+                advantages=advantages[part],
                 mask=mask,
                 n_sampled=int(mask.sum()),
                 n_rows=len(part),

@@ -4,7 +4,7 @@ With c and r the policy's mean log-probs per token of the chosen and the rejecte
 
     l = -log sigmoid(beta (c - r) - margin)
 
-There is no reference: a step computes a forward and a backward pass, DPO's a forward pass more. Assumes that the lengths of
+There is no reference: a step computes a forward and a backward pass, DPO's a forward pass more. Assumes that lengths of
 answers carry no preference. Nothing keeps the policy near its start: use small learning rates.
 """
 

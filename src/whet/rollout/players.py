@@ -50,7 +50,8 @@ def make_player(
     if getattr(tokenizer, "chat_template", None) is None:
         raise WhetTypeError(f"{where}: an environment needs a tokenizer with a chat template. Pass tokenizer.")
     limits = EpisodeLimits(
-        settings.max_turns, settings.max_turn_tokens, settings.max_read_tokens, settings.env_timeout_s
-    )
+        settings.max_turns, settings.max_turn_tokens, settings.max_read_tokens, settings.env_timeout_s,
+        may_branch=settings.rewritten_history == "branch",
+    )  # fmt: skip
     replies = ReplyFormat(tokenizer, read_token_texts(tokenizer, where))
     return Player(make, tokenizer, replies, stop_token_ids, max_position, limits)

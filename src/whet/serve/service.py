@@ -138,7 +138,7 @@ class Service:
             else:
                 begin = partial(
                     self._open_prompt, prompt, self.model.engine.open_prompt, model, prompt.token_ids, n, settings,
-                    logprobs_mode="model", keep=True, constrain=constrain, prompt_logprobs=n_scored,
+                    logprobs_mode=self.model.logprobs_mode, keep=True, constrain=constrain, prompt_logprobs=n_scored,
                 )  # fmt: skip
                 sampled[Ticket(begin, n, streams, is_scored=n_scored is not None)] = prompt
                 prompt.choices = [Choice(self.model, i * n + j, settings.stop_token_ids, shown) for j in range(n)]
