@@ -345,3 +345,40 @@ def test_a_model_that_a_worker_cannot_load_is_reported(cluster, tmp_path):
             pool.sync(tiny_llama())
     with pytest.raises(WhetValueError, match=mentions("RayPool", "model", "load")):
         RayPool(workers=1)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_several_versions_are_sampled_at_once(cluster, adapters):
+    model = tiny_llama(num_hidden_layers=4, hidden_size=64, max_position_embeddings=1024)
+    model = with_lora(model, b_std=0.3, target_modules=["q_proj"]) if adapters else model
+    long = SamplingParams(max_new_tokens=600, seed=3)
+    pool, engine = pool_of(model, 2), Engine.from_model(model, weights="float32")
+    snapshots, expected, found = [], [], {}
+    try:
+        for _ in range(3):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.requires_grad:
+                        parameter.add_(0.05)
+            snapshots.append((pool.snapshot(model), engine.snapshot(model)))
+        for version, (_, own) in enumerate(snapshots):  # snapshots are copies: the model has changed since
+            engine.sync(own, version=version + 1)
+            expected.append(ids_of(engine.generate(PROMPTS, 4, long)))
+        assert len({str(groups) for groups in expected}) == 3
+        threads = [
+            threading.Thread(
+                target=lambda i=i: found.update({i: ids_of(pool.generate(PROMPTS, 4, long, weights=snapshots[i][0]))})
+            )
+            for i in (2, 0, 1)
+        ]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.1)
+        os.kill(workers_of(cluster)[0], signal.SIGKILL)
+        for thread in threads:
+            thread.join()
+        assert [found[i] for i in range(3)] == expected
+        with pytest.raises(WhetValueError, match=mentions("RayPool.generate", "no weights", "sync")):
+            pool.generate(PROMPTS, 1, SAMPLING)
+    finally:
+        pool.close()
