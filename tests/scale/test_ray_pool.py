@@ -26,6 +26,7 @@ from whet.errors import WhetError, WhetValueError
 from whet.nn.frozen import frozen_model
 from whet.rollout import ray_pool
 from whet.rollout.ray_pool import RayPool, split_groups
+from whet.training.callbacks import Callback
 
 pytestmark = pytest.mark.needs("ray")
 PROMPTS = [[3, 5, 7], [4, 4], [9], [6, 8, 3, 2], [5]]
@@ -382,3 +383,29 @@ def test_several_versions_are_sampled_at_once(cluster, adapters):
             pool.generate(PROMPTS, 1, SAMPLING)
     finally:
         pool.close()
+
+
+@pytest.mark.parametrize(("lag", "tokens"), [(2, 0), (3, 4)])
+@pytest.mark.parametrize("adapters", [False, True])
+def test_sampling_ahead_on_a_pool_equals_the_native_engine(cluster, lag, tokens, adapters):
+    rows = [[3 + i % 8, 4 + i % 5, 5][: 1 + i % 3] for i in range(40)]
+    runs = []
+
+    class Kills(Callback):
+        def on_step_end(self, trainer, metrics):
+            runs[-1].append(timeless(metrics))
+            if trainer.step == 3:
+                for pid in workers_of(cluster)[:1]:
+                    os.kill(pid, signal.SIGKILL)
+            trainer.evaluate(rows[:2])
+
+    for settings in ({"engine": "native"}, {"engine": "ray", "rollout_workers": 2}):
+        model = with_lora(tiny_llama(), b_std=0.3, target_modules=["q_proj"]) if adapters else tiny_llama()
+        runs.append([])
+        trainer = GRPO(
+            model, reward_fn=fours, group_size=4, max_new_tokens=12, learning_rate=0.01, batch_size=3,
+            callbacks=[Kills()], async_lag=lag, async_tokens=tokens, **settings,
+        )  # fmt: skip
+        trainer.train(rows, steps=8)
+        getattr(trainer.engine, "close", lambda: None)()
+    assert runs[0] == runs[1] and runs[0][-1]["sampler/lag_max"] == lag
