@@ -74,6 +74,7 @@ class GRPO(OnlineTrainer):
         super().__init__(model, ref_model, **arguments)
         why = "sampler_correction is 'auto', and without a quantised base the sampler matches the policy"
         may_correct = self._correction() is not None or not self._is_own_engine  # a custom engine may lag behind
+        may_correct |= self.config.async_lag > 0
         reject_ineffective(self.config, ["sampler_cap"], may_correct, why)
         if self.rewards_turns and not isinstance(reward_fn, RewardFunctions):
             others = [reward_fn] if callable(reward_fn) else list(reward_fn or ())
@@ -99,7 +100,8 @@ class GRPO(OnlineTrainer):
         inputs to 8 bits, and for completions sampled by an older policy.
         """
         sampled = [] if rollout is None else rollout.completions
-        is_older = any(completion.policy_version < self.engine.policy_version for completion in sampled)
+        version = self.step if self.config.async_lag else self.engine.policy_version
+        is_older = any(completion.policy_version < version for completion in sampled)
         if self.config.sampler_correction == "auto" and (is_older or self.policy.rounds_samples):
             return "token_truncate"
         return self.config.correction()
@@ -162,7 +164,7 @@ class GRPO(OnlineTrainer):
     def _begin(self, prompt_batch: Any) -> _Step:
         """Sample completions and score them."""
         config, size = self.config, self.config.group_size
-        rollout = self.sample(prompt_batch, size, for_update=True)
+        rollout = self.sample_step(prompt_batch, size, for_update=True)
         with phase("reward"):
             scored = self.ranks.broadcast_from_first(lambda: rollout.score(self.rewards))
         with phase("advantages"):

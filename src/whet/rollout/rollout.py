@@ -229,21 +229,34 @@ class Sampler(Protocol):
 
 
 def sample(engine: Sampler, prompts: Prompts, n: int, sampling: SamplingParams, tokenizer: Any) -> Rollout:
-    """Sample ``n`` completions for each prompt. A grammar begins behind the thinking that prompts open.
+    """Sample ``n`` completions for each prompt, see ``choose_sampling``."""
+    completions = engine.generate(prompts.ids, n, choose_sampling(prompts, sampling, tokenizer))
+    return make_rollout(prompts, completions, tokenizer)
+
+
+def choose_sampling(prompts: Prompts, sampling: SamplingParams, tokenizer: Any) -> SamplingParams:
+    """Return the settings for a batch: a grammar begins behind the thinking that prompts open.
 
     Raises:
         WhetValueError: there is a grammar, and some of the prompts open the thinking.
     """
+    if not sampling.grammar_settings() or tokenizer is None:
+        return sampling
+    replies = Replies(tokenizer)
+    tags = {replies.closing_tag(ids) for ids in prompts.ids}
+    if len(tags) > 1:
+        raise WhetValueError(
+            "sample: some prompts open the thinking and others do not, so that the grammar cannot begin behind it. "
+            "Render all prompts of a batch alike."
+        )
+    return dataclasses.replace(sampling, grammar_after=tags.pop())
+
+
+def make_rollout(prompts: Prompts, groups: Sequence[Sequence[Completion]], tokenizer: Any) -> Rollout:
+    """Return the completions of each prompt as a rollout."""
     replies = None if tokenizer is None else Replies(tokenizer)
-    if sampling.grammar_settings() and replies is not None:
-        tags = {replies.closing_tag(ids) for ids in prompts.ids}
-        if len(tags) > 1:
-            raise WhetValueError(
-                "sample: some prompts open the thinking and others do not, so that the grammar cannot begin behind it. "
-                "Render all prompts of a batch alike."
-            )
-        sampling = dataclasses.replace(sampling, grammar_after=tags.pop())
-    completions = [completion for group in engine.generate(prompts.ids, n, sampling) for completion in group]
+    completions = [completion for group in groups for completion in group]
+    n = len(completions) // max(1, len(prompts.ids))
 
     def repeat(values: list[Any]) -> list[Any]:
         return [value for value in values for _ in range(n)]
