@@ -31,7 +31,7 @@ from whet.ops import compute_batch_group_advantages
 from whet.rewards.functions import RewardFn, RewardFunctions
 from whet.rewards.metrics import group_std, reward_metrics
 from whet.rollout.choose import reward_functions
-from whet.rollout.episodes import environment_reward
+from whet.rollout.episodes import Player, environment_reward
 from whet.rollout.rollout import Rollout, completion_table
 from whet.training.distributed import join_ranks
 from whet.training.phases import phase
@@ -77,6 +77,9 @@ class GRPO(OnlineTrainer):
         if self.player is not None and not isinstance(reward_fn, RewardFunctions):
             others = [reward_fn] if callable(reward_fn) else list(reward_fn or ())
             reward_fn = [environment_reward, *others]
+        is_agent = self.player is not None and not isinstance(self.player, Player)
+        reject_ineffective(self.config, ["serve_port"], is_agent, "there is no agent")
+        reject_ineffective(self.config, ["max_read_tokens"], not is_agent, "an agent reads what it sends itself")
         unused = ["max_turns", "max_turn_tokens", "max_read_tokens", "env_timeout_s", "rewritten_history"]
         reject_ineffective(self.config, unused, self.player is not None, "there is no environment")
         self.rewards = reward_functions(self.config, reward_fn)

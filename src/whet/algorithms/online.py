@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from whet.config.settings import EngineName
 from whet.data.batches import as_rows
 from whet.data.rows import tokenize_prompt
 from whet.engine import Engine
-from whet.errors import WhetTypeError
+from whet.errors import WhetTypeError, check_installed
 from whet.models.architecture import LARGEST_SIZE
 from whet.models.tokenizers.token_texts import read_token_texts
 from whet.rewards.functions import RewardFn, RewardFunctions
@@ -32,6 +32,9 @@ from whet.text.replies import ReplyFormat
 from whet.training.phases import phase
 from whet.training.trainer import Trainer
 
+if TYPE_CHECKING:
+    from whet.serve.agents import Agent, AgentPlayer
+
 _MAX_DIFFERENCE = 0.1
 """Nats per token; an engine in the policy's weight format differs by less than 0.02."""
 
@@ -45,6 +48,8 @@ class OnlineTrainer(Trainer):
     Args:
         engine: the engine that samples; "auto", "native" or "torch" set ``config.engine``; None: ``config.engine``.
         environment: makes the environment of an episode (``whet.tasks.environment``); None: completions are sampled.
+        agent: plays an episode instead of an environment: ``play(row, server) -> reward`` samples at an OpenAI URL
+            (``whet.serve.agents``).
         **arguments: arguments of ``Trainer``.
 
     Attributes:
@@ -63,6 +68,7 @@ class OnlineTrainer(Trainer):
         *,
         engine: RolloutEngine | EngineName | None = None,
         environment: Callable[[], Environment] | None = None,
+        agent: Agent | None = None,
         **arguments: Any,
     ) -> None:
         if isinstance(engine, str):
@@ -79,27 +85,39 @@ class OnlineTrainer(Trainer):
         self._is_own_engine = isinstance(chosen, str)
         self._make_engine = make if self._is_own_engine and not config.kv_bytes else None
         self.last_completions: list[dict[str, Any]] = []
-        self.player = None if environment is None else self._make_player(environment)
+        self.player = None if environment is None and agent is None else self._make_player(environment, agent)
         self._sampler_bytes = 0
         self._warned_of_truncation = self._warned_of_mismatch = False
 
-    def _make_player(self, environment: Callable[[], Environment]) -> Player:
+    def _make_player(self, environment: Callable[[], Environment] | None, agent: Agent | None) -> Player | AgentPlayer:
         """Return the player of the episodes.
 
         Raises:
-            WhetTypeError: the environment is not a class or function, the algorithm trains on completions only, or
-                there is no tokenizer with a chat template.
+            WhetTypeError: environment or agent is not a class or function, there are both, the algorithm trains on
+                completions only, or there is no tokenizer with a chat template.
+            MissingExtraError: there is an agent, and the packages of a server are missing.
         """
         where, tokenizer, config = type(self).__name__, self.tokenizer, self.config
+        given = "an environment" if agent is None else "an agent"
         if not self.plays_episodes:
-            raise WhetTypeError(f"{where}: there is an environment, and only GRPO trains on episodes. Omit it.")
-        check_environment(environment, f"{where}: environment")
+            raise WhetTypeError(f"{where}: there is {given}, and only GRPO trains on episodes. Omit it.")
         if getattr(tokenizer, "chat_template", None) is None:
-            raise WhetTypeError(f"{where}: an environment needs a tokenizer with a chat template. Pass tokenizer.")
+            raise WhetTypeError(f"{where}: {given} needs a tokenizer with a chat template. Pass tokenizer.")
         limits = EpisodeLimits(
             config.max_turns, config.max_turn_tokens, config.max_read_tokens, config.env_timeout_s,
             may_branch=config.rewritten_history == "branch",
         )  # fmt: skip
+        if agent is not None:
+            if environment is not None or not callable(agent):
+                got = "there is an environment too" if callable(agent) else f"it is {agent!r:.60}"
+                raise WhetTypeError(f"{where}: agent is a function (row, server) -> reward without environment; {got}.")
+            check_installed(f"{where}: agent", "starlette", "uvicorn", "prometheus_client", extra="serve")
+            from whet.serve.agents import AgentPlayer
+
+            port = config.serve_port and config.serve_port + self.ranks.rank
+            return AgentPlayer(agent, tokenizer, self.stop_token_ids(), limits, port)
+        assert environment is not None, "one of them is given"
+        check_environment(environment, f"{where}: environment")
         replies = ReplyFormat(tokenizer, read_token_texts(tokenizer, where))
         longest = self.policy.position_limit or LARGEST_SIZE
         return Player(environment, tokenizer, replies, self.stop_token_ids(), longest, limits)
@@ -245,7 +263,9 @@ class OnlineTrainer(Trainer):
         with phase("generation"):
             return sample(engine, prompts, n, sampling, self.tokenizer)
 
-    def _play(self, player: Player, rows: list[dict[str, Any]], n: int, sampling: SamplingParams) -> Rollout:
+    def _play(
+        self, player: Player | AgentPlayer, rows: list[dict[str, Any]], n: int, sampling: SamplingParams
+    ) -> Rollout:
         """Play ``n`` episodes per row; every rank plays its share of the rows."""
         n_ranks = self.ranks.size
         own = range(self.ranks.rank, len(rows), n_ranks)

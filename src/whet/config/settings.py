@@ -55,6 +55,7 @@ _Ddof = Annotated[int, Range("0 or 1", lambda n: n in (0, 1))]
 _Eps = Annotated[float | None, Range("a finite number >= 0, or None", lambda x: x is None or 0 <= x < math.inf)]
 _Beta = Annotated[float | None, Range("a finite number >= 0, or None", lambda x: x is None or 0 <= x < math.inf)]
 _Timeout = Annotated[float | None, Range("seconds > 0, or None", lambda s: s is None or 0 < s < math.inf)]
+_Port = Annotated[int, Range("a number from 0 to 65535", lambda port: 0 <= port <= 65535)]
 _TokenId = Annotated[int | None, Range("a token id >= 0", lambda token: token is None or token >= 0)]
 _Weights = Annotated[list[float], Range("finite numbers", lambda weights: all(map(math.isfinite, weights)))]
 
@@ -379,6 +380,8 @@ class GRPOConfig(OnlineConfig):
     """Maximum number of tokens that environment and chat template add between turns; 0: the model's positions."""
     env_timeout_s: AboveZero = 10.0
     """Time limit of a call of an environment in seconds. An episode whose environment fails has no reward."""
+    serve_port: _Port = 0
+    """Port at which the engine serves an agent; with several ranks the first of as many. 0: any free one."""
     rewritten_history: Literal["refuse", "branch"] = "refuse"
     """Answer to a chat template that renders earlier turns differently after later messages, as Qwen3's does: refuse,
     or continue the episode on a branch. Each branch is a row of the loss."""

@@ -236,17 +236,24 @@ class GRPORun(_TasksAsTexts, GRPOConfig, OnlineRunConfig):
     """An environment that answers the model's turns and rewards them: file.py:Class or package.module:Class. It gets
     the rows of data; reward functions are optional, and get messages."""
 
+    agent: PathText = ""
+    """A function (row, server) -> reward that samples by requests to an OpenAI URL, instead of an environment:
+    file.py:play or package.module:play. Needs the extra serve."""
+
     def __post_init__(self) -> None:
         self.beta = 0.0 if self.beta is None else self.beta  # a run has no ref_model
         super().__post_init__()
 
     def check(self, where: str) -> None:
         super().check(where)
-        if self.env and self.task:
-            raise WhetValueError(f"{where}: env and task are set, and an environment takes rows of data. Set data.")
+        if self.env and self.agent:
+            raise WhetValueError(f"{where}: env and agent are set, expected one of them.")
+        if (self.env or self.agent) and self.task:
+            name = "env" if self.env else "agent"
+            raise WhetValueError(f"{where}: {name} and task are set, and an episode takes a row of data. Set data.")
 
     def needs_reward(self) -> bool:
-        return not self.env and super().needs_reward()
+        return not (self.env or self.agent) and super().needs_reward()
 
 
 @dataclass(kw_only=True)

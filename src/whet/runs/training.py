@@ -274,8 +274,9 @@ def _scoring_arguments(run: Any, rewards: RewardFunctions | None) -> dict[str, A
     """Return the constructor arguments that score completions, for algorithms that sample."""
     if getattr(run, "preference", ""):
         return {"preference_fn": load_function(run.preference)}
-    environment = {"environment": load_environment(run.env)} if getattr(run, "env", "") else {}
-    return environment if rewards is None else {"reward_fn": rewards, **environment}
+    episodes: dict[str, Any] = {"environment": load_environment(run.env)} if getattr(run, "env", "") else {}
+    episodes |= {"agent": load_function(run.agent)} if getattr(run, "agent", "") else {}
+    return episodes if rewards is None else {"reward_fn": rewards, **episodes}
 
 
 def add_reference_logprobs(algorithm: Any, model: Any, arguments: Mapping[str, Any], *parts: Any) -> list[list[Any]]:
