@@ -90,7 +90,7 @@ def test_evaluation_plays_agents(folder: Any) -> None:
 def test_mistakes_are_named(folder: Any) -> None:
     assert_raises(WhetTypeError, ("agent", "3"), make, folder, agent=3)
     assert_raises(WhetTypeError, ("agent", "environment"), make, folder, environment=Counts)
-    assert_raises(WhetTypeError, ("agent", "tokenizer"), make, folder, tokenizer=None)
+    assert_raises(WhetTypeError, ("chat template", "tokenizer"), make, folder, tokenizer=None)
     assert_raises(
         WhetValueError, ("serve_port", "no agent"), make, folder, agent=None, environment=Counts, serve_port=1
     )

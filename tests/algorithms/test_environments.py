@@ -7,13 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.cli.conftest import write_tiny_model
+from tests.engine.tiny_models import tiny_model
 from tests.raising import assert_raises
 from tests.rollout.test_episodes import TEMPLATE
+from tests.rollout.test_tool_episodes import HERMES, TURN, add
 from tests.tiny import assert_same_weights
 
 from whet.algorithms import GRPO, OnlineDPO
 from whet.errors import WhetTypeError, WhetValueError
 from whet.learner import Learner
+from whet.models.packed_base import pack_base
+from whet.models.sources.live import open_module
 from whet.models.tokenizers import load_tokenizer
 from whet.tasks.environment import Step
 
@@ -146,6 +150,35 @@ def test_evaluation_plays_episodes(folder: Any) -> None:
     assert grpo.evaluate(ROWS) == grpo.evaluate(ROWS) >= 0
 
 
+def graded(completions: Any, bonus: Any) -> Any:
+    """Score of the results that the model read, and a bonus of the row."""
+    calls = [[m for m in completion if m["role"] == "tool"] for completion in completions]
+    return [sum(m["content"].isdigit() for m in each) + extra for each, extra in zip(calls, bonus, strict=True)]
+
+
+def test_tools_are_called_and_counted(tmp_path: Any) -> None:
+    folder = write_tiny_model(tmp_path / "model", HERMES, max_position=2048)
+    rows = [{"prompt": f"sum {i}", "bonus": i} for i in range(2)]
+    settings = SETTINGS | {"max_new_tokens": 400, "max_turn_tokens": 0, "regex": TURN}
+    make_tools = lambda **more: GRPO(  # noqa: E731
+        model_of(folder), tools=[add], tokenizer=load_tokenizer(folder), **settings | more
+    )
+    grpo = make_tools(reward_fn=graded)
+    metrics = grpo.train_step(rows)
+    assert metrics["episodes/mean_calls"] > metrics["episodes/mean_failed_calls"] > 0
+    assert metrics["episodes/mean_turns"] > 1 and metrics["episodes/ended_by_error"] == 0
+    assert "rewards/environment_reward/mean" not in metrics  # tools give none
+    table = grpo.last_completions
+    assert [row["reward"] for row in table] == [row["rewards/graded"] for row in table]
+    assert graded([row["completion"] for row in table], [0] * 4 + [1] * 4) == [row["reward"] for row in table]
+    assert {row["reward"] for row in table} > {0.0, 1.0}
+    assert_raises(WhetTypeError, "reward_fn is None", make_tools)
+    assert_raises(
+        WhetTypeError, ("tools", "environment"), make_tools, environment=Counts, reward_fn=graded
+    )  # fmt: skip
+    assert_raises(WhetValueError, ("max_tool_characters", "no tools"), make, folder, max_tool_characters=9)
+
+
 def test_settings_without_effect_and_missing_tokenizers_are_rejected(folder: Any) -> None:
     model = model_of(folder)
     assert_raises(WhetTypeError, ("tokenizer", "chat template"), GRPO, model, environment=Counts)
@@ -156,3 +189,19 @@ def test_settings_without_effect_and_missing_tokenizers_are_rejected(folder: Any
     )  # fmt: skip
     assert_raises(WhetValueError, ("max_turns", "environment"), GRPO, model, reward_fn=len, max_turns=3)
     assert_raises(WhetTypeError, ("list", "rows"), make(folder).train_step, [[1, 2], [3]])
+
+
+def test_the_experts_of_all_turns_are_replayed(folder: Any) -> None:
+    """With the sampler's weights in float32, the learner chooses nearly all of its experts itself."""
+    tiny = {"max_position_embeddings": 512, "num_experts": 16, "num_experts_per_tok": 4}
+    mixture = tiny_model("qwen3_moe", vocab_size=len(load_tokenizer(folder)), **tiny)
+    learner = Learner(pack_base(open_module(mixture), weights="float32"), lora_rank=2)
+    step = make(folder, model=learner).train_step(ROWS[:2])
+    assert step["episodes/mean_turns"] == 3 and step["sampler/logprob_difference"] < 1e-4
+    assert step["sampler/replaced_experts"] < 0.01
+
+
+@pytest.mark.parametrize("engine", ["native", "torch"])
+def test_the_tokens_that_turns_were_drawn_from_are_kept(folder: Any, engine: str) -> None:
+    step = make(folder, engine=engine, compute="float32", top_k=5, top_p=0.9).train_step(ROWS[:2])
+    assert step["episodes/mean_turns"] == 3 and 0 <= step["sampler/logprob_difference"] < 1e-4

@@ -20,6 +20,7 @@ from typing import Any, cast
 import numpy as np
 
 from whet.algorithms.online import OnlineTrainer
+from whet.config.episodes import check_episode_settings
 from whet.config.fields import reject_ineffective
 from whet.config.kept_tokens import KeptTokens
 from whet.config.settings import GRPOConfig, SamplerCorrection
@@ -31,7 +32,7 @@ from whet.ops import compute_batch_group_advantages
 from whet.rewards.functions import RewardFn, RewardFunctions
 from whet.rewards.metrics import group_std, reward_metrics
 from whet.rollout.choose import reward_functions
-from whet.rollout.episodes import Player, environment_reward
+from whet.rollout.episodes import environment_reward
 from whet.rollout.rollout import Rollout, completion_table
 from whet.training.distributed import join_ranks
 from whet.training.phases import phase
@@ -48,7 +49,7 @@ class GRPO(OnlineTrainer):
         model: the policy.
         ref_model: the reference. If it is passed, beta defaults to 0.1, which is printed; TRL's default is 0.
         reward_fn: one reward function, several, or ``whet.rewards.RewardFunctions``. With an environment, which rewards
-            its turns, others are optional, and get lists of messages.
+            its turns, others are optional, and get lists of messages; with tools, they are required.
         kl_coef: alias of ``beta``.
         **arguments: further arguments of ``Trainer`` and ``OnlineTrainer``.
     """
@@ -74,14 +75,14 @@ class GRPO(OnlineTrainer):
         why = "sampler_correction is 'auto', and without a quantised base the sampler matches the policy"
         may_correct = self._correction() is not None or not self._is_own_engine  # a custom engine may lag behind
         reject_ineffective(self.config, ["sampler_cap"], may_correct, why)
-        if self.player is not None and not isinstance(reward_fn, RewardFunctions):
+        if self.rewards_turns and not isinstance(reward_fn, RewardFunctions):
             others = [reward_fn] if callable(reward_fn) else list(reward_fn or ())
             reward_fn = [environment_reward, *others]
-        is_agent = self.player is not None and not isinstance(self.player, Player)
+        is_agent = bool(arguments.get("agent"))
         reject_ineffective(self.config, ["serve_port"], is_agent, "there is no agent")
         reject_ineffective(self.config, ["max_read_tokens"], not is_agent, "an agent reads what it sends itself")
-        unused = ["max_turns", "max_turn_tokens", "max_read_tokens", "env_timeout_s", "rewritten_history"]
-        reject_ineffective(self.config, unused, self.player is not None, "there is no environment")
+        has_tools = bool(arguments.get("tools"))
+        check_episode_settings(self.config, has_environment=self.rewards_turns, has_tools=has_tools)
         self.rewards = reward_functions(self.config, reward_fn)
         self._in_progress: _Step | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,16 +19,15 @@ from whet.data.rows import tokenize_prompt
 from whet.engine import Engine
 from whet.errors import WhetTypeError, check_installed
 from whet.models.architecture import LARGEST_SIZE
-from whet.models.tokenizers.token_texts import read_token_texts
 from whet.rewards.functions import RewardFn, RewardFunctions
 from whet.rewards.metrics import mean_rewards
 from whet.rollout.choose import check_lengths, ensure_capacity, make_engine, packed_base, reward_functions
-from whet.rollout.episodes import EpisodeLimits, Player, rollout_of
+from whet.rollout.episodes import Player, rollout_of
+from whet.rollout.players import check_chat_template, limits_of, make_player
 from whet.rollout.protocol import RolloutEngine
 from whet.rollout.rollout import Prompts, Rollout, as_prompt_row, read_prompts, sample, warn_if_truncated
 from whet.rollout.sharded_engine import ShardedEngine
-from whet.tasks.environment import Environment, check_environment
-from whet.text.replies import ReplyFormat
+from whet.tasks.environment import Environment
 from whet.training.phases import phase
 from whet.training.trainer import Trainer
 
@@ -50,9 +49,11 @@ class OnlineTrainer(Trainer):
         environment: makes the environment of an episode (``whet.tasks.environment``); None: completions are sampled.
         agent: plays an episode instead of an environment: ``play(row, server) -> reward`` samples at an OpenAI URL
             (``whet.serve.agents``).
+        tools: functions that the model calls (``whet.tasks.tools``), instead of an environment.
         **arguments: arguments of ``Trainer``.
 
     Attributes:
+        rewards_turns: whether an environment rewards the turns of episodes.
         last_completions: one dict per completion of the last step: step, prompt, completion, each reward.
     """
 
@@ -69,6 +70,7 @@ class OnlineTrainer(Trainer):
         engine: RolloutEngine | EngineName | None = None,
         environment: Callable[[], Environment] | None = None,
         agent: Agent | None = None,
+        tools: Sequence[Callable[..., Any]] = (),
         **arguments: Any,
     ) -> None:
         if isinstance(engine, str):
@@ -85,42 +87,41 @@ class OnlineTrainer(Trainer):
         self._is_own_engine = isinstance(chosen, str)
         self._make_engine = make if self._is_own_engine and not config.kv_bytes else None
         self.last_completions: list[dict[str, Any]] = []
-        self.player = None if environment is None and agent is None else self._make_player(environment, agent)
+        self.rewards_turns = environment is not None or agent is not None
+        has_episodes = self.rewards_turns or bool(tools)
+        self.player = self._make_player(environment, tools, agent) if has_episodes else None
         self._sampler_bytes = 0
         self._warned_of_truncation = self._warned_of_mismatch = False
 
-    def _make_player(self, environment: Callable[[], Environment] | None, agent: Agent | None) -> Player | AgentPlayer:
-        """Return the player of the episodes.
+    def _make_player(
+        self, environment: Callable[[], Environment] | None, tools: Sequence[Callable[..., Any]], agent: Agent | None
+    ) -> Player | AgentPlayer:
+        """Return the player of the episodes, see ``make_player``.
 
         Raises:
-            WhetTypeError: environment or agent is not a class or function, there are both, the algorithm trains on
-                completions only, or there is no tokenizer with a chat template.
+            WhetTypeError: the algorithm trains on completions only, or there is an agent that is not a function, or
+                next to an environment or tools.
             MissingExtraError: there is an agent, and the packages of a server are missing.
         """
-        where, tokenizer, config = type(self).__name__, self.tokenizer, self.config
-        given = "an environment" if agent is None else "an agent"
+        where = type(self).__name__
         if not self.plays_episodes:
-            raise WhetTypeError(f"{where}: there is {given}, and only GRPO trains on episodes. Omit it.")
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise WhetTypeError(f"{where}: {given} needs a tokenizer with a chat template. Pass tokenizer.")
-        limits = EpisodeLimits(
-            config.max_turns, config.max_turn_tokens, config.max_read_tokens, config.env_timeout_s,
-            may_branch=config.rewritten_history == "branch",
-        )  # fmt: skip
-        if agent is not None:
-            if environment is not None or not callable(agent):
-                got = "there is an environment too" if callable(agent) else f"it is {agent!r:.60}"
-                raise WhetTypeError(f"{where}: agent is a function (row, server) -> reward without environment; {got}.")
-            check_installed(f"{where}: agent", "starlette", "uvicorn", "prometheus_client", extra="serve")
-            from whet.serve.agents import AgentPlayer
-
-            port = config.serve_port and config.serve_port + self.ranks.rank
-            return AgentPlayer(agent, tokenizer, self.stop_token_ids(), limits, port)
-        assert environment is not None, "one of them is given"
-        check_environment(environment, f"{where}: environment")
-        replies = ReplyFormat(tokenizer, read_token_texts(tokenizer, where))
+            raise WhetTypeError(
+                f"{where}: there is an environment or agent, and only GRPO trains on episodes. Omit it."
+            )
         longest = self.policy.position_limit or LARGEST_SIZE
-        return Player(environment, tokenizer, replies, self.stop_token_ids(), longest, limits)
+        if agent is None:
+            return make_player(
+                environment, tools, self.tokenizer, self.stop_token_ids(), longest, self.config, where
+            )  # fmt: skip
+        if not callable(agent) or tools or environment is not None:
+            got = "there are an environment or tools too" if callable(agent) else f"it is {agent!r:.60}"
+            raise WhetTypeError(f"{where}: agent is a function (row, server) -> reward, without others, but {got}.")
+        check_chat_template(self.tokenizer, where)
+        check_installed(f"{where}: agent", "starlette", "uvicorn", "prometheus_client", extra="serve")
+        from whet.serve.agents import AgentPlayer
+
+        port = self.config.serve_port and self.config.serve_port + self.ranks.rank
+        return AgentPlayer(agent, self.tokenizer, self.stop_token_ids(), limits_of(self.config), port)
 
     def as_row(self, item: Any) -> Mapping[str, Any]:
         """Return an item of a dataset as a dict; a bare prompt is also a row."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
+from whet.config.episodes import EpisodeSettings
 from whet.config.fields import (
     AboveZero,
     BelowOne,
@@ -45,6 +46,8 @@ DPOLossType = Literal[
     "sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
     "apo_zero", "apo_down", "sft",
 ]  # fmt: skip
+
+CPOLossType = Literal["sigmoid", "hinge", "ipo"]
 
 _GroupSize = Annotated[
     int,
@@ -247,6 +250,54 @@ class DPOConfig(PreferenceConfig, OfflineConfig):
 
 
 @dataclass(kw_only=True)
+class CPOConfig(OfflineConfig):
+    """Settings of CPO. ``batch_size`` counts pairs."""
+
+    is_paired: ClassVar[bool] = True
+
+    beta: float = 0.1
+    """Factor of the difference of log-probs."""
+    loss_type: CPOLossType = "sigmoid"
+    """Loss of the difference, see ``dpo_loss``."""
+    label_smoothing: float = 0.0
+    """Probability that a label is wrong; only 'sigmoid' has it."""
+    nll_weight: NonNegative = 1.0
+    """Factor of the negative log-likelihood per token of the chosen completions; 0: none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_dpo_options(type(self).__name__, self.loss_type, self.beta, self.label_smoothing)
+
+
+@dataclass(kw_only=True)
+class SimPOConfig(OfflineConfig):
+    """Settings of SimPO. ``batch_size`` counts pairs."""
+
+    is_paired: ClassVar[bool] = True
+
+    beta: float = 2.0
+    """Factor of the difference of log-probs per token."""
+    margin: NonNegative = 0.5
+    """Target of the scaled difference, gamma in the paper."""
+    label_smoothing: float = 0.0
+    """Probability that a label is wrong."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_dpo_options(type(self).__name__, "sigmoid_norm", self.beta, self.label_smoothing)
+
+
+@dataclass(kw_only=True)
+class ORPOConfig(OfflineConfig):
+    """Settings of ORPO. ``batch_size`` counts pairs."""
+
+    is_paired: ClassVar[bool] = True
+
+    beta: NonNegative = 0.1
+    """Factor of the odds-ratio term, lambda in the paper."""
+
+
+@dataclass(kw_only=True)
 class RolloutConfig(SamplingSettings):
     """Settings of sampling and of rewards; ``SamplingParams`` documents the sampling settings that it shares."""
 
@@ -326,7 +377,7 @@ class OnlineConfig(RolloutConfig, TrainerConfig):
 
 
 @dataclass(kw_only=True)
-class GRPOConfig(OnlineConfig):
+class GRPOConfig(EpisodeSettings, OnlineConfig):
     """Settings of GRPO. ``batch_size`` counts prompts, ``micro_batch_size`` completions."""
 
     group_size: _GroupSize = 8
@@ -371,20 +422,8 @@ class GRPOConfig(OnlineConfig):
     """Exclude groups with identical rewards from the update; they have no gradient, but count in its mean."""
     mask_truncated_completions: bool = False
     """Exclude completions truncated by max_new_tokens from the update."""
-    max_turns: Positive = 8
-    """Maximum number of the model's turns in an episode of an environment; max_new_tokens limits the tokens that it
-    samples in all of them."""
-    max_turn_tokens: Count = 0
-    """Maximum number of sampled tokens of a turn, which is then ended for the model; 0: max_new_tokens."""
-    max_read_tokens: Count = 0
-    """Maximum number of tokens that environment and chat template add between turns; 0: the model's positions."""
-    env_timeout_s: AboveZero = 10.0
-    """Time limit of a call of an environment in seconds. An episode whose environment fails has no reward."""
     serve_port: _Port = 0
     """Port at which the engine serves an agent; with several ranks the first of as many. 0: any free one."""
-    rewritten_history: Literal["refuse", "branch"] = "refuse"
-    """Answer to a chat template that renders earlier turns differently after later messages, as Qwen3's does: refuse,
-    or continue the episode on a branch. Each branch is a row of the loss."""
 
     def has_reference(self) -> bool:
         """Whether the loss has a KL term."""

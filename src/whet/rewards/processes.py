@@ -76,13 +76,15 @@ def call_here(calls: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 async def _gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    async def settled(awaitable: Awaitable[Any]) -> Any:
-        try:
-            return await awaitable
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
-            return error
+    return await asyncio.gather(*map(settle, awaitables))
 
-    return await asyncio.gather(*map(settled, awaitables))
+
+async def settle(result: Any) -> Any:
+    """Return a result, of an awaitable what it returns, or its exception."""
+    try:
+        return await result if inspect.isawaitable(result) else result
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        return error
 
 
 _loop_of_process: dict[int, asyncio.AbstractEventLoop] = {}

@@ -20,6 +20,7 @@ from whet.config.kept_tokens import KeptTokens
 from whet.config.sampling import Completion, SamplingParams, StreamKey
 from whet.engine import Engine
 from whet.engine.session import Call
+from whet.errors import WhetValueError
 from whet.rewards.processes import Guard, summary, wait_for_any
 from whet.rollout.protocol import RolloutEngine
 from whet.rollout.rollout import Branch, Rollout
@@ -69,6 +70,7 @@ class Episode:
         kept: the tokens that they were drawn from, by turn.
         experts: of the tokens, see ``Completion``.
         rewards: of each turn.
+        n_failed_calls: number of calls of tools that failed.
         end: how it ended; None while it is played.
         error: of the environment.
         policy_version: of the weights that sampled the last turn.
@@ -88,6 +90,7 @@ class Episode:
     kept: list[KeptTokens] = field(default_factory=list)
     experts: np.ndarray | None = None
     rewards: list[float] = field(default_factory=list)
+    n_failed_calls: int = 0
     end: End | None = None
     error: str = ""
     policy_version: int = 0
@@ -108,6 +111,11 @@ class Episode:
     def n_read(self) -> int:
         """Number of tokens of the last branch, after the opening, that were not sampled on it."""
         return len(self.sampled) - sum(self.sampled)
+
+    @property
+    def n_calls(self) -> int:
+        """Number of calls of tools."""
+        return sum(len(message.get("tool_calls", ())) for message in self.messages[self.n_opening :])
 
     @property
     def reward(self) -> float | None:
@@ -248,6 +256,7 @@ class Player:
     ) -> None:
         self._make, self._tokenizer, self._replies = make, tokenizer, replies
         self._stops, self._max_position, self._limits = list(stop_token_ids), max_position, limits
+        self._checked_tools: list[dict[str, Any]] = []
 
     def play(
         self,
@@ -266,6 +275,7 @@ class Player:
 
         Raises:
             RewrittenHistoryError: the chat template rewrites earlier turns, and ``may_branch`` is not set.
+            WhetValueError: there are tools, and the chat template cannot call them.
         """
         with ExitStack() as stack:
             guard = stack.enter_context(Guard())
@@ -302,8 +312,20 @@ class Player:
                     else:
                         processes[id(episode)].close()
 
-    def _seams(self, episode: Episode) -> Seams:
-        return Seams(self._tokenizer, self._stops, {"tools": episode.tools} if episode.tools else {}, "Player.play")
+    def _seams(self, tools: Sequence[Mapping[str, Any]]) -> Seams:
+        return Seams(self._tokenizer, self._stops, {"tools": tools} if tools else {}, "Player.play")
+
+    def _check_tools(self, tools: list[dict[str, Any]]) -> None:
+        """Reject a template that drops tools, their calls or results, or whose calls cannot be read."""
+        if not tools or tools == self._checked_tools:
+            return
+        if not self._replies.can_call:
+            raise WhetValueError(
+                "Player.play: there are tools, and the chat template has no form of calls that can be read. Use a "
+                "model that was trained to call tools, or pass a template of such a model (--chat-template)."
+            )
+        self._seams(tools).check_calls(str(tools[0].get("function", {}).get("name")))
+        self._checked_tools = tools
 
     def _continue(
         self, episode: Episode, found: Opening | Step | BaseException, turns: _Turns, sampling: SamplingParams
@@ -314,9 +336,11 @@ class Player:
             return False
         if isinstance(found, Opening):
             episode.messages, episode.n_opening, episode.tools = list(found.messages), len(found.messages), found.tools
-            episode.prompt_ids = self._seams(episode).opening(found.messages)
+            self._check_tools(found.tools)
+            episode.prompt_ids = self._seams(episode.tools).opening(found.messages)
         else:
             episode.rewards.append(found.reward)
+            episode.n_failed_calls += sum(bool(message.get("is_error")) for message in _messages_of(found))
             if found.done or len(episode.rewards) == self._limits.max_turns:
                 episode.end = "done" if found.done else "turns"
                 return False
@@ -339,19 +363,19 @@ class Player:
 
     def _read(self, episode: Episode, step: Step) -> bool:
         """Append the messages of a step; return whether they fit, with a token of the next turn."""
-        seams, most_read = self._seams(episode), self._limits.max_read_tokens or self._max_position
-        assert not isinstance(step.messages, str), "a step from a child has messages"
+        seams, most_read = self._seams(episode.tools), self._limits.max_read_tokens or self._max_position
+        new = _messages_of(step)
         try:
-            ids = seams.ids(seams.seam(episode.messages, step.messages), is_ended=episode.is_turn_ended)
+            ids = seams.ids(seams.seam(episode.messages, new), is_ended=episode.is_turn_ended)
             n_before, n_read, add = len(episode.prompt_ids) + len(episode.token_ids), episode.n_read, episode.add_read
         except RewrittenHistoryError:
             if not self._limits.may_branch:
                 raise
-            ids = seams.opening([*episode.messages, *step.messages])
+            ids = seams.opening([*episode.messages, *new])
             n_before, n_read, add = 0, -count_shared(episode.opening_ids, ids), episode.begin_branch
         if n_read + len(ids) > most_read or n_before + len(ids) >= self._max_position:
             return False
-        episode.messages += step.messages
+        episode.messages += new
         add(ids)
         return True
 
@@ -365,6 +389,11 @@ class Player:
             episode.end = "length"
             return None
         return message
+
+
+def _messages_of(step: Step) -> Sequence[Message]:
+    assert not isinstance(step.messages, str), "a step from a child has messages"
+    return step.messages
 
 
 def count_shared(one: Sequence[int], other: Sequence[int]) -> int:
@@ -404,12 +433,17 @@ def rollout_of(episodes: Sequence[Episode]) -> Rollout:
 
 
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Return means of turns, read tokens and branches, and the share of each end."""
+    """Return means of turns, read tokens and branches, with tools also of calls and failed calls, and the share of each
+    end.
+    """
     n = len(episodes)
+    calls = {"calls": sum(e.n_calls for e in episodes), "failed_calls": sum(e.n_failed_calls for e in episodes)}
+    has_tools = any(episode.tools for episode in episodes)
     ends = {f"episodes/ended_by_{end}": sum(e.end == end for e in episodes) / n for end in get_args(End)}
     return {
         "episodes/mean_turns": sum(len(episode.rewards) for episode in episodes) / n,
         "episodes/mean_read_tokens": sum(episode.n_read for episode in episodes) / n,
+        **{f"episodes/mean_{name}": count / n for name, count in calls.items() if has_tools},
         "episodes/mean_branches": sum(1 + len(episode.earlier) for episode in episodes) / n,
         **ends,
     }

@@ -10,6 +10,7 @@ from whet.data.sources import read_rows
 from whet.errors import WhetValueError
 from whet.rewards.functions import load_function
 from whet.rollout.episodes import environment_reward
+from whet.tasks.code import prepare
 from whet.tasks.mixture import Mixture, open_tasks
 
 _N_CHECKED = 64
@@ -18,7 +19,8 @@ _N_CHECKED = 64
 
 def open_rows(run: Any) -> tuple[Sequence[Any], Sequence[Any], list[Callable[..., Any]]]:
     """Return training rows, held-out rows, and reward functions of a run, with rewards of task or episode first."""
-    functions = [load_function(spec) for spec in getattr(run, "reward", [])]
+    unsafe_local = getattr(run, "unsafe_local", False)
+    functions = prepare(map(load_function, getattr(run, "reward", [])), unsafe_local=unsafe_local)
     if getattr(run, "env", "") or getattr(run, "agent", ""):
         functions.insert(0, environment_reward)
     if not getattr(run, "task", []):

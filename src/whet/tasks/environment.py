@@ -19,7 +19,7 @@ An object plays one episode at a time. User code runs in child processes with a 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -52,7 +52,9 @@ class Environment(Protocol):
     turn are in its message, as ``tool_calls``.
     """
 
-    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message] | str | None:
+    def reset(
+        self, row: Mapping[str, Any], seed: int
+    ) -> Sequence[Message] | str | Awaitable[Sequence[Message] | str | None] | None:
         """Begin an episode.
 
         Args:
@@ -64,7 +66,7 @@ class Environment(Protocol):
         """
         ...
 
-    def step(self, message: Message) -> Step:
+    def step(self, message: Message) -> Step | Awaitable[Step]:
         """Answer a turn of the model.
 
         Args:

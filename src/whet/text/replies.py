@@ -30,11 +30,19 @@ class MarkedParser:
         tags: marks of thinking.
         form: format of calls; None: there are none.
         tools: in OpenAI's form.
+        with_errors: as for ``ToolParser``.
     """
 
-    def __init__(self, is_open: bool, tags: Tags, form: ToolFormat | None, tools: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        is_open: bool,
+        tags: Tags,
+        form: ToolFormat | None,
+        tools: Sequence[Mapping[str, Any]],
+        with_errors: bool = False,
+    ) -> None:
         self._splitter = ThinkingSplitter(is_open, tags)
-        self._calls = ToolParser(form, tools) if form else None
+        self._calls = ToolParser(form, tools, with_errors) if form else None
 
     def add(self, text: str, is_last: bool = False) -> list[TextChunk | ToolCall]:
         """Add a part of the reply, and return the texts and calls that are complete."""
@@ -70,8 +78,8 @@ class ReplyFormat:
 
     @cached_property
     def calls(self) -> ToolFormat | None:
-        """The format of calls that the chat template's marks name; None: none that is known."""
-        return tool_format(str(getattr(self._tokenizer, "chat_template", None) or ""))
+        """The format of calls that marks in the chat template, or special tokens, name; None: none that is known."""
+        return tool_format(str(getattr(self._tokenizer, "chat_template", None) or ""), self._special)
 
     @property
     def can_call(self) -> bool:
@@ -87,22 +95,29 @@ class ReplyFormat:
         marks = self.calls.marks if has_tools and self.calls else ()
         return self.thinking.special_tags | {special[mark]: mark for mark in marks if mark in special}
 
-    def parser(self, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> ReplyParser:
+    def parser(
+        self, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]], with_errors: bool = False
+    ) -> ReplyParser:
         """Return the parser of a reply.
 
         Args:
             prompt_ids: the prompt, which may end with the reply's beginning.
             tools: in OpenAI's form; empty: calls remain text.
+            with_errors: as for ``ToolParser``.
         """
         if self.template:
-            return self.template.parser(tools, self._tokenizer.decode(list(prompt_ids), skip_special_tokens=False))
-        is_open = bool(self.thinking.opening_tag(prompt_ids))
-        return MarkedParser(is_open, self.thinking.tags or DEFAULT_TAGS, self.calls if tools else None, tools)
+            prompt = self._tokenizer.decode(list(prompt_ids), skip_special_tokens=False)
+            return self.template.parser(tools, prompt, with_errors)
+        is_open, tags = bool(self.thinking.opening_tag(prompt_ids)), self.thinking.tags or DEFAULT_TAGS
+        return MarkedParser(is_open, tags, self.calls if tools else None, tools, with_errors)
 
     def message(
         self, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()
     ) -> dict[str, Any]:
         """Return a reply as a message: ``content``, and if it has them ``reasoning_content`` and ``tool_calls``.
+
+        A call that cannot be parsed, or names no tool, is a call with an ``error``: templates accept an answer of a
+        tool only after calls.
 
         Args:
             token_ids: of the reply; a stop token has no text.
@@ -117,7 +132,7 @@ class ReplyFormat:
             else self._tokenizer.decode(list(run), skip_special_tokens=True)
             for is_shown, run in runs
         )
-        return as_message(self.parser(prompt_ids, tools).add(text, is_last=True))
+        return as_message(self.parser(prompt_ids, tools, with_errors=True).add(text, is_last=True))
 
 
 def as_message(parts: Iterable[TextChunk | ToolCall]) -> dict[str, Any]:
@@ -130,5 +145,7 @@ def as_message(parts: Iterable[TextChunk | ToolCall]) -> dict[str, Any]:
             found[name] = found.get(name, "") + part.text
         else:
             function = {"name": part.name, "arguments": part.arguments}
-            calls.append({"type": "function", "id": f"call_{len(calls)}", "function": function})
+            error = {"error": part.error} if part.error else {}
+            # Mistral's templates want ids of nine letters and digits.
+            calls.append({"type": "function", "id": f"call{len(calls):05d}", "function": function, **error})
     return {**found, "tool_calls": calls} if calls else found

@@ -119,6 +119,27 @@ class Seams:
             self.ids(self.seam([question, reply], [following]), is_ended=True)
             self.seam([question, reply, following, reply], [following])
 
+    def check_calls(self, name: str) -> None:
+        """Reject a template that drops calls of a tool or its results, or rewrites calls, before anything is sampled.
+
+        Raises:
+            RewrittenHistoryError: the template renders a call differently after its result.
+            WhetValueError: it drops the tools, the call or the result.
+        """
+        call = {"type": "function", "id": "call00000", "function": {"name": name, "arguments": {"key": "value"}}}
+        reply: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
+        result = {"role": "tool", "name": name, "tool_call_id": call["id"], "content": "result of the tool"}
+        try:
+            self.check([(reply, result)])
+        except RewrittenHistoryError:  # Qwen3 keeps thinking between calls, and adds its tags to a turn without it
+            reply["reasoning_content"] = "thought"
+            self.check([(reply, result)])
+        if result["content"] not in self.seam([{"role": "user", "content": "Question"}, reply], [result]).text:
+            raise WhetValueError(
+                f"{self._where}: the chat template drops the results of tools. Use one that renders messages of the "
+                f"role 'tool' (--chat-template)."
+            )
+
 
 def _first_difference(one: str, other: str) -> str:
     """Return the texts around the first difference."""
