@@ -79,6 +79,9 @@ class GRPO(OnlineTrainer):
         if self.rewards_turns and not isinstance(reward_fn, RewardFunctions):
             others = [reward_fn] if callable(reward_fn) else list(reward_fn or ())
             reward_fn = [environment_reward, *others]
+        is_agent = bool(arguments.get("agent"))
+        reject_ineffective(self.config, ["serve_port"], is_agent, "there is no agent")
+        reject_ineffective(self.config, ["max_read_tokens"], not is_agent, "an agent reads what it sends itself")
         has_tools = bool(arguments.get("tools"))
         check_episode_settings(self.config, has_environment=self.rewards_turns, has_tools=has_tools)
         self.rewards = reward_functions(self.config, reward_fn)

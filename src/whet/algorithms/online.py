@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,14 +18,14 @@ from whet.config.settings import EngineName
 from whet.data.batches import as_rows
 from whet.data.rows import tokenize_prompt
 from whet.engine import Engine
-from whet.errors import WhetTypeError, WhetValueError
+from whet.errors import WhetTypeError, WhetValueError, check_installed
 from whet.models.architecture import LARGEST_SIZE
 from whet.rewards.functions import RewardFn, RewardFunctions
 from whet.rewards.metrics import mean_rewards
 from whet.rollout.ahead import AheadSampler, Request, lags
 from whet.rollout.choose import check_lengths, ensure_capacity, make_engine, packed_base, reward_functions
 from whet.rollout.episodes import Player, rollout_of
-from whet.rollout.players import make_player
+from whet.rollout.players import check_chat_template, limits_of, make_player
 from whet.rollout.protocol import RolloutEngine
 from whet.rollout.rollout import (
     Prompts,
@@ -42,6 +42,9 @@ from whet.tasks.environment import Environment
 from whet.training.phases import phase
 from whet.training.trainer import Trainer
 
+if TYPE_CHECKING:
+    from whet.serve.agents import Agent, AgentPlayer
+
 _MAX_DIFFERENCE = 0.1
 """Nats per token; an engine in the policy's weight format differs by less than 0.02."""
 
@@ -55,6 +58,8 @@ class OnlineTrainer(Trainer):
     Args:
         engine: the engine that samples; "auto", "native" or "torch" set ``config.engine``; None: ``config.engine``.
         environment: makes the environment of an episode (``whet.tasks.environment``); None: completions are sampled.
+        agent: plays an episode instead of an environment: ``play(row, server) -> reward`` samples at an OpenAI URL
+            (``whet.serve.agents``).
         tools: functions that the model calls (``whet.tasks.tools``), instead of an environment.
         **arguments: arguments of ``Trainer``.
 
@@ -75,6 +80,7 @@ class OnlineTrainer(Trainer):
         *,
         engine: RolloutEngine | EngineName | None = None,
         environment: Callable[[], Environment] | None = None,
+        agent: Agent | None = None,
         tools: Sequence[Callable[..., Any]] = (),
         **arguments: Any,
     ) -> None:
@@ -92,8 +98,9 @@ class OnlineTrainer(Trainer):
         self._is_own_engine = isinstance(chosen, str)
         self._make_engine = make if self._is_own_engine and not config.kv_bytes else None
         self.last_completions: list[dict[str, Any]] = []
-        self.rewards_turns = environment is not None
-        self.player = self._make_player(environment, tools) if tools or environment is not None else None
+        self.rewards_turns = environment is not None or agent is not None
+        has_episodes = self.rewards_turns or bool(tools)
+        self.player = self._make_player(environment, tools, agent) if has_episodes else None
         self._ahead = self._make_ahead() if config.async_lag else None
         self._ahead_state: dict[str, np.ndarray] = {}
         self._sampler_bytes = 0
@@ -126,20 +133,34 @@ class OnlineTrainer(Trainer):
         return self.config.async_lag
 
     def _make_player(
-        self, environment: Callable[[], Environment] | None, tools: Sequence[Callable[..., Any]]
-    ) -> Player:
+        self, environment: Callable[[], Environment] | None, tools: Sequence[Callable[..., Any]], agent: Agent | None
+    ) -> Player | AgentPlayer:
         """Return the player of the episodes, see ``make_player``.
 
         Raises:
-            WhetTypeError: the algorithm trains on completions only.
+            WhetTypeError: the algorithm trains on completions only, or there is an agent that is not a function, or
+                next to an environment or tools.
+            MissingExtraError: there is an agent, and the packages of a server are missing.
         """
         where = type(self).__name__
         if not self.plays_episodes:
-            raise WhetTypeError(f"{where}: there is an environment, and only GRPO trains on episodes. Omit it.")
+            raise WhetTypeError(
+                f"{where}: there is an environment or agent, and only GRPO trains on episodes. Omit it."
+            )
         longest = self.policy.position_limit or LARGEST_SIZE
-        return make_player(
-            environment, tools, self.tokenizer, self.stop_token_ids(), longest, self.config, where
-        )  # fmt: skip
+        if agent is None:
+            return make_player(
+                environment, tools, self.tokenizer, self.stop_token_ids(), longest, self.config, where
+            )  # fmt: skip
+        if not callable(agent) or tools or environment is not None:
+            got = "there are an environment or tools too" if callable(agent) else f"it is {agent!r:.60}"
+            raise WhetTypeError(f"{where}: agent is a function (row, server) -> reward, without others, but {got}.")
+        check_chat_template(self.tokenizer, where)
+        check_installed(f"{where}: agent", "starlette", "uvicorn", "prometheus_client", extra="serve")
+        from whet.serve.agents import AgentPlayer
+
+        port = self.config.serve_port and self.config.serve_port + self.ranks.rank
+        return AgentPlayer(agent, self.tokenizer, self.stop_token_ids(), limits_of(self.config), port)
 
     def as_row(self, item: Any) -> Mapping[str, Any]:
         """Return an item of a dataset as a dict; a bare prompt is also a row."""
@@ -374,7 +395,9 @@ class OnlineTrainer(Trainer):
         recorded = {"kept_tokens": sampling.drops_tokens(), "experts": self.replays_experts()}
         return dataclasses.replace(sampling, **recorded)
 
-    def _play(self, player: Player, rows: list[dict[str, Any]], n: int, sampling: SamplingParams) -> Rollout:
+    def _play(
+        self, player: Player | AgentPlayer, rows: list[dict[str, Any]], n: int, sampling: SamplingParams
+    ) -> Rollout:
         """Play ``n`` episodes per row; every rank plays its share of the rows."""
         n_ranks = self.ranks.size
         own = range(self.ranks.rank, len(rows), n_ranks)

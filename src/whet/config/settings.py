@@ -64,6 +64,7 @@ _Ddof = Annotated[int, Range("0 or 1", lambda n: n in (0, 1))]
 _Eps = Annotated[float | None, Range("a finite number >= 0, or None", lambda x: x is None or 0 <= x < math.inf)]
 _Beta = Annotated[float | None, Range("a finite number >= 0, or None", lambda x: x is None or 0 <= x < math.inf)]
 _Timeout = Annotated[float | None, Range("seconds > 0, or None", lambda s: s is None or 0 < s < math.inf)]
+_Port = Annotated[int, Range("a number from 0 to 65535", lambda port: 0 <= port <= 65535)]
 _TokenId = Annotated[int | None, Range("a token id >= 0", lambda token: token is None or token >= 0)]
 _Weights = Annotated[list[float], Range("finite numbers", lambda weights: all(map(math.isfinite, weights)))]
 
@@ -448,6 +449,8 @@ class GRPOConfig(EpisodeSettings, OnlineConfig):
     """Exclude groups with identical rewards from the update; they have no gradient, but count in its mean."""
     mask_truncated_completions: bool = False
     """Exclude completions truncated by max_new_tokens from the update."""
+    serve_port: _Port = 0
+    """Port at which the engine serves an agent; with several ranks the first of as many. 0: any free one."""
 
     def has_reference(self) -> bool:
         """Whether the loss has a KL term."""

@@ -60,7 +60,7 @@ class Episode:
     Attributes:
         key: of the random numbers of its tokens.
         row: of the data set.
-        prompt_ids: the opening, or its part that the last branch begins with.
+        prompt_ids: the opening; of a later branch what it shares with the opening.
         messages: the conversation so far.
         n_opening: number of messages of the opening.
         tools: tools in OpenAI's form.
@@ -96,6 +96,11 @@ class Episode:
     policy_version: int = 0
     is_turn_ended: bool = True
     earlier: list[Branch] = field(default_factory=list)
+
+    @property
+    def opening_ids(self) -> list[int]:
+        """Tokens before the first turn."""
+        return self.earlier[0].prompt_ids if self.earlier else self.prompt_ids
 
     @property
     def n_sampled(self) -> int:
@@ -143,7 +148,7 @@ class Episode:
 
         The branch's prompt is what it shares with the opening, so that branches and samples share its computation.
         """
-        n_shared = max(1, count_shared(self.prompt_ids, ids))
+        n_shared = max(1, count_shared(self.opening_ids, ids))
         self.earlier.append(Branch(self.prompt_ids, self.completion()))
         self.prompt_ids, n_read = list(ids[:n_shared]), len(ids) - n_shared
         self.kept = [KeptTokens.from_ids([None] * n_read, self.kept[0].vocab_size)] if self.kept else []
@@ -367,7 +372,7 @@ class Player:
             if not self._limits.may_branch:
                 raise
             ids = seams.opening([*episode.messages, *new])
-            n_before, n_read, add = 0, -count_shared(episode.prompt_ids, ids), episode.begin_branch
+            n_before, n_read, add = 0, -count_shared(episode.opening_ids, ids), episode.begin_branch
         if n_read + len(ids) > most_read or n_before + len(ids) >= self._max_position:
             return False
         episode.messages += new

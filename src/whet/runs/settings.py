@@ -269,19 +269,24 @@ class GRPORun(_TasksAsTexts, GRPOConfig, OnlineRunConfig):
     """Functions that the model calls: file.py:function,other or package.module:function. Reward functions get messages,
     and the verifier of a task the last turn."""
 
+    agent: PathText = ""
+    """A function (row, server) -> reward that samples by requests to an OpenAI URL, instead of an environment:
+    file.py:play or package.module:play. Needs the extra serve."""
+
     def __post_init__(self) -> None:
         self.beta = 0.0 if self.beta is None else self.beta  # a run has no ref_model
         super().__post_init__()
 
     def check(self, where: str) -> None:
         super().check(where)
-        if self.env and self.tools:
+        if len(given := [name for name in ("env", "tools", "agent") if getattr(self, name)]) > 1:
             raise WhetValueError(
-                f"{where}: env and tools are set, and an environment lists its own tools (attribute tools). Set one."
+                f"{where}: {' and '.join(given)} are set, and an environment lists its own tools (attribute tools). "
+                f"Set one of them."
             )
 
     def needs_reward(self) -> bool:
-        return not self.env and super().needs_reward()
+        return not (self.env or self.agent) and super().needs_reward()
 
 
 @dataclass(kw_only=True)

@@ -269,18 +269,6 @@ class ServedModel:
             raise ApiError(400, f"{name} is empty, expected at least one token.", name)
         return self.check_tokens(ids, name)
 
-    def check_length(self, n_prompt: int, n_new: int) -> None:
-        """Raise a 400 unless a prompt of ``n_prompt`` tokens has room for ``n_new`` more."""
-        if n_prompt + n_new > self.context:
-            raise ApiError(
-                400,
-                f"This model's maximum context length is {self.context} tokens, but the request needs "
-                f"{n_prompt + n_new}: {n_prompt} of the prompt and {n_new} of the completion. Shorten the prompt, or "
-                f"lower max_tokens.",
-                "messages",
-                "context_length_exceeded",
-            )
-
     def sampling(self, settings: Mapping[str, Any]) -> SamplingParams:
         """Return sampling settings, of which the defaults are the model's."""
         return SamplingParams(**{**self.defaults, **settings})

@@ -16,7 +16,7 @@ from whet.errors import WhetError, WhetValueError
 from whet.serve.connection import Connection
 
 _END_S, _POLL_S = 10, 0.002
-"""Time that requests have to end with the server, and between looks whether it has started."""
+"""Time that requests have to end with the server, and between checks whether it has started."""
 
 
 @contextmanager
