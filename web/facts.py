@@ -95,7 +95,8 @@ def model_families() -> dict[str, Any]:
     fields = (
         "keys", "settings", "defaults", "window", "rope", "partial_rotary", "rope_off", "rope_local",
         "root_of_embedding", "rope_option", "rope_windowed", "rope_others", "rope_alpha", "query_scale",
-        "rope_by_layer", "full_first", "ffn_adjusted", "mixer", "with_experts", "one_only", "older", "plain", "file_prefix",
+        "rope_by_layer", "full_first", "ffn_adjusted", "mixer", "with_experts", "one_only", "older", "plain",
+        "file_prefix",
     )  # fmt: skip
     return {name: {f: getattr(family, f) for f in fields} for name, family in FAMILIES.items()}
 

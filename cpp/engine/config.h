@@ -21,8 +21,8 @@ enum class Norm { kRms, kLayer };
 enum class KvType { kFloat32, kBFloat16, kInt8 };                           // of keys and values in the cache
 enum class Activation { kSilu, kGelu, kGeluTanh, kRelu2, kClampedSwiglu };  // the last only with gates
 enum class Router { kSoftmax, kSigmoid };  // probabilities of experts from their logits
-// Of the tokens, in a layer; kNone: it has only an MLP. Those after it have a state per sequence, from kDelta on
-// matrices.
+// Mixers of the tokens; kNone: the layer has only an MLP. Those after it have a state per sequence, from kDelta on a
+// matrix per head.
 enum class Mixer { kAttention, kNone, kConv, kDelta, kMamba };
 
 constexpr size_t kMaxConvLength = 16;
