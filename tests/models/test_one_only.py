@@ -27,7 +27,8 @@ __all__ = ["tokenizer"]
 CASE = "nemotron_h-groups"
 NANO = {
     "model_type": "nemotron_h", "num_hidden_layers": 52, "hidden_size": 2688, "vocab_size": 131072,
-    "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 8,
+    "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "mamba_num_heads": 64,
+    "mamba_head_dim": 64, "n_groups": 8,
     "ssm_state_size": 128, "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856,
     "moe_shared_expert_intermediate_size": 3712, "intermediate_size": 1856, "routed_scaling_factor": 2.5,
     "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
