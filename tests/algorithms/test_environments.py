@@ -77,7 +77,8 @@ def test_a_step_trains_on_the_turns(folder: Any) -> None:
     assert row["prompt"] == [{"role": "user", "content": "a: write"}]
     assert [message["role"] for message in row["completion"]] == ["assistant", "user"] * 2 + ["assistant"]
     letters = sum(letter.isupper() for message in row["completion"][::2] for letter in message["content"])
-    assert row["reward"] == row["rewards/environment_reward"] == letters
+    assert row["reward"] == row["rewards/environment_reward"] == letters == sum(row["turn_rewards"])
+    assert row["end"] == "turns" and row["error"] == "" and len(row["turn_rewards"]) == 3
 
 
 def test_the_update_is_by_hand(folder: Any) -> None:

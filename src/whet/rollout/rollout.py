@@ -124,6 +124,7 @@ class Rollout:
         extra_metrics: of episodes.
         failed: indices of the episodes whose environment failed, which have no reward.
         earlier: index of an episode -> its branches before the last one, which is its completion.
+        details: further columns of the table of completions.
     """
 
     prompt_ids: list[list[int]]
@@ -134,6 +135,7 @@ class Rollout:
     extra_metrics: dict[str, float] = field(default_factory=dict)
     failed: Sequence[int] = ()
     earlier: Mapping[int, Sequence[Branch]] = field(default_factory=dict)
+    details: dict[str, list[Any]] = field(default_factory=dict)
 
     @property
     def completion_ids(self) -> list[list[int]]:
@@ -282,5 +284,5 @@ def completion_table(
     if rewards is not None:
         columns |= {f"rewards/{name}": scores.tolist() for name, scores in rewards.by_name.items()}
         columns["reward"] = rewards.rewards.tolist()
-    columns |= extra
+    columns |= {**extra, **rollout.details}
     return [{"step": step, **dict(zip(columns, row, strict=True))} for row in zip(*columns.values(), strict=True)]
