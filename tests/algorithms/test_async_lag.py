@@ -1,6 +1,8 @@
 """Completions sampled ahead of their step are from the versions that the plan names, however long steps take."""
 
 import copy
+import dataclasses
+import threading
 import time
 import warnings
 
@@ -17,9 +19,12 @@ from whet.config.sampling import Completion
 from whet.engine.session import EngineBusyError
 from whet.errors import WhetError, WhetTypeError, WhetValueError
 from whet.losses.terms import importance_weights
+from whet.models.lora import choose_adapted
+from whet.models.sources.live import open_module
 from whet.rollout.ahead import Request, lags
 from whet.rollout.stored_completions import load_completions, store_completions
 from whet.training.callbacks import Callback, CheckpointCallback
+from whet.training.sizes import Lengths, run_memory
 
 ROWS = [[3 + i % 8, 4 + i % 5, 5][: 1 + i % 3] for i in range(40)]
 SETTINGS = {"group_size": 4, "max_new_tokens": 12, "learning_rate": 0.02, "batch_size": 3, "compute": "float32"}
@@ -330,3 +335,41 @@ def test_completions_keep_their_bits_in_a_checkpoint():
     assert load_completions(store_completions({(1, 0): third}, {}))[0] == {(1, 0): third}
     assert lags(loaded[0, 1], 5).tolist() == [2] * 4 + [1] * (len(second.token_ids) - 4)
     assert Request([[1]], 2, params).digest() != Request([[1]], 3, params).digest()
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_kept_versions_use_the_estimated_memory(lora, monkeypatch):
+    model = adapted() if lora else tiny_llama()
+    seen, waited = [], threading.Event()
+
+    def reward(completions):
+        seen.append(sum(n for part, _, n in trainer.memory_blocks() if part == "kept_versions"))
+        if len(seen) == 3:
+            waited.set()
+        return fours(completions)
+
+    trainer = make(model, None, reward, async_lag=3)
+    generate, calls = trainer.engine.generate, []
+
+    def slow(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 4:  # of step 3, while the versions of steps 1 and 2 wait
+            waited.wait(60)
+        return generate(*arguments, **options)
+
+    monkeypatch.setattr(trainer.engine, "generate", slow)
+    trainer.train(ROWS, steps=7)
+    adapters = choose_adapted(open_module(tiny_llama()), 4, ["q_proj", "down_proj"]) if lora else None
+    options = {"adapters": adapters} if lora else {}
+    found, before = (
+        run_memory(open_module(tiny_llama()), config, Lengths(3, 12), interpreter=0, **options)
+        for config in (trainer.config, dataclasses.replace(trainer.config, async_lag=0))
+    )
+    assert seen[2] == max(seen) == found.parts["kept_versions"] > 0
+    assert {"kv_cache", "workspace", "sampler_weights"} <= found.parts.keys() and not found.sampling
+    assert found.total > before.total and "kept_versions" not in before.parts
+    pool = run_memory(
+        open_module(tiny_llama()), dataclasses.replace(trainer.config, engine="ray"), Lengths(3, 12), interpreter=0,
+        **options,
+    )  # fmt: skip
+    assert pool.parts["kept_versions"] == found.parts["kept_versions"] // 2 * 3

@@ -155,12 +155,12 @@ class AheadSampler:
     def _plan(self, step: int, request: Request, version: int) -> _Part | None:
         """Return the share of a version in a step's completions; None: it has none, or is sampled."""
         batch = self._batches[step]
-        longest = request.sampling.max_new_tokens
-        is_last = not self._tokens or version >= step - 1
-        if batch.last is not None and (not self._tokens or batch.last >= min(version, max(batch.first, step - 1))):
+        if batch.last is not None and version <= batch.last:
+            return None
+        limit = share_of(step, batch.first, version, self._tokens, request.sampling.max_new_tokens)
+        if limit is None:
             return None
         batch.last = version
-        limit = longest if is_last else min(longest, self._tokens * (version - batch.first + 1))
         part = _Part(batch, request, limit, Future())
         batch.parts.append(part.done)
         return part
@@ -176,12 +176,12 @@ class AheadSampler:
             except BaseException:
                 self._lock.release()
                 raise
-        item = _Item(version, engine, weights, groups)
-        self._waiting.append(item)
-        self._clock.begin()
         if is_concurrent and not self._tokens:
-            threading.Thread(target=self._run, args=(item,), name="whet-ahead", daemon=True).start()
+            for group in groups:
+                item = self._add(_Item(version, engine, weights, [group]))
+                threading.Thread(target=self._run, args=(item,), name="whet-ahead", daemon=True).start()
             return
+        item = self._add(_Item(version, engine, weights, groups))
         if self._thread is None:
             self._thread = threading.Thread(
                 target=_run_all, args=(weakref.WeakMethod(self._run), self._queue), name="whet-ahead", daemon=True
@@ -190,6 +190,11 @@ class AheadSampler:
             weakref.finalize(self, self._queue.put, None)
             atexit.register(_close_at_exit, weakref.ref(self))
         self._queue.put(item)
+
+    def _add(self, item: _Item) -> _Item:
+        self._waiting.append(item)
+        self._clock.begin()
+        return item
 
     def _run(self, item: _Item) -> None:
         parts = [part for group in item.groups for part in group]
@@ -323,6 +328,20 @@ class AheadSampler:
         for item in list(self._waiting):
             if isinstance(item.weights, ModelSource):
                 yield "kept_versions", id(item.weights), source_bytes(item.weights)
+
+
+def share_of(step: int, first: int, version: int, tokens: int, longest: int) -> int | None:
+    """Return the number of tokens up to which a version samples a step's completions; None: it samples none of them.
+
+    Args:
+        first: version that begins them.
+        tokens: M.
+        longest: maximum number of tokens of a completion.
+    """
+    last = max(first, step - 1) if tokens else first
+    if not first <= version <= last:
+        return None
+    return longest if version == last else min(longest, tokens * (version - first + 1))
 
 
 def lags(completion: Completion, step: int) -> np.ndarray:

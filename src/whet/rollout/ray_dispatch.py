@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -70,6 +70,52 @@ class Job:
         self.results.put(error)
 
 
+class Placement:
+    """Calls of jobs on workers, without the workers: which call begins where.
+
+    Args:
+        n_workers: number of workers.
+    """
+
+    def __init__(self, n_workers: int) -> None:
+        self._jobs: list[Job] = []
+        self._load, self._version = [0] * n_workers, [0] * n_workers
+
+    def add(self, job: Job) -> None:
+        """Add the waiting parts of a job."""
+        if job not in self._jobs:
+            self._jobs.append(job)
+
+    def assign(self) -> Iterator[tuple[Job, SampleRange, int]]:
+        """Yield waiting parts and the workers that take them, the oldest version first."""
+        self._jobs = sorted((job for job in self._jobs if job.waiting), key=lambda job: job.version)
+        for job in self._jobs:
+            # A free worker takes its share only, as the others will soon be free too.
+            share = -(-job.n_parts // len(self._load))
+            slots = max(1, min(share, MAX_BATCH // job.most_on_one))
+            while job.waiting and (worker := self._find_worker(job.version, slots)) is not None:
+                self._load[worker] += 1
+                self._version[worker] = job.version
+                yield job, job.waiting.popleft(), worker
+
+    def _find_worker(self, version: int, slots: int) -> int | None:
+        """Return the least loaded worker that may sample from a version."""
+        free = [
+            (load, i)
+            for i, (load, own) in enumerate(zip(self._load, self._version, strict=True))
+            if load == 0 or (own == version and load < slots)
+        ]
+        return min(free)[1] if free else None
+
+    def end(self, worker: int) -> None:
+        """Count the end of a call on a worker."""
+        self._load[worker] -= 1
+
+    def clear(self, worker: int) -> None:
+        """Count the end of all calls on a worker."""
+        self._load[worker] = 0
+
+
 class _Call(NamedTuple):
     """A call in progress on a worker.
 
@@ -96,8 +142,8 @@ class Dispatcher:
     def __init__(self, ray: Any, actors: list[Any], start: Callable[[], Any], timeout_s: float) -> None:
         self._ray, self._actors, self._timeout_s = ray, actors, timeout_s
         self._start = weakref.WeakMethod(start)
-        self._load, self._version = [0] * len(actors), [0] * len(actors)
-        self._jobs: list[Job] = []
+        self._placement = Placement(len(actors))
+        self._jobs: set[Job] = set()
         self._running: dict[Any, _Call] = {}  # in order of deadline
         self._events: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._error: BaseException | None = None
@@ -109,7 +155,7 @@ class Dispatcher:
         Raises:
             WhetError: an error of the engine, or a call that exceeded its time limit on several workers.
         """
-        self._events.put(lambda: self._jobs.append(job))
+        self._events.put(lambda: self._add(job))
         if self._error is not None:  # set before the last events are read
             raise self._error
         try:
@@ -134,44 +180,28 @@ class Dispatcher:
                         raise WhetError("RayPool.generate: the pool is closed. Construct a new one.")
                     event()
                 self._replace_late_workers()
-                self._start_calls()
+                for job, part, worker in self._placement.assign():
+                    self._begin(job, part, worker)
         except BaseException as error:  # also of Ray, which may have been shut down
             self._error = error
             with contextlib.suppress(Empty):
                 while True:
                     if (event := self._events.get_nowait()) is not None:
                         event()
-            for job in {*self._jobs, *(call.job for call in self._running.values())}:
+            for job in self._jobs:
                 job.fail(error)
+
+    def _add(self, job: Job) -> None:
+        self._jobs = {each for each in self._jobs if not each.is_over} | {job}
+        self._placement.add(job)
 
     def _time_left(self) -> float | None:
         first = next(iter(self._running.values()), None)
         return None if first is None else max(0.0, first.end - time.monotonic())
 
-    def _start_calls(self) -> None:
-        """Give waiting parts to workers that may take them, the oldest version first."""
-        self._jobs = sorted((job for job in self._jobs if job.waiting), key=lambda job: job.version)
-        for job in self._jobs:
-            # A free worker takes its share only, as the others will soon be free too.
-            share = -(-job.n_parts // len(self._actors))
-            slots = max(1, min(share, MAX_BATCH // job.most_on_one))
-            while job.waiting and (worker := self._find_worker(job.version, slots)) is not None:
-                self._begin(job, job.waiting.popleft(), worker)
-
-    def _find_worker(self, version: int, slots: int) -> int | None:
-        """Return the least loaded worker that may sample from a version."""
-        free = [
-            (load, i)
-            for i, (load, own) in enumerate(zip(self._load, self._version, strict=True))
-            if load == 0 or (own == version and load < slots)
-        ]
-        return min(free)[1] if free else None
-
     def _begin(self, job: Job, part: SampleRange, worker: int) -> None:
         call = job.call(self._actors[worker], part)
         self._running[call] = _Call(job, part, worker, time.monotonic() + self._timeout_s)
-        self._load[worker] += 1
-        self._version[worker] = job.version
 
         def end(result: Future[list[Completion]]) -> None:  # on a thread of Ray
             self._events.put(lambda: self._end(call, result))
@@ -182,7 +212,7 @@ class Dispatcher:
         if call not in self._running:  # from a replaced worker
             return
         job, part, worker, _ = self._running.pop(call)
-        self._load[worker] -= 1
+        self._placement.end(worker)
         errors = self._ray.exceptions
         try:
             job.results.put((part, result.result()))
@@ -207,7 +237,7 @@ class Dispatcher:
             for call in [call for call, (*_, other, _) in self._running.items() if other == worker]:
                 job, part, *_ = self._running.pop(call)
                 self._retry(job, part)
-            self._load[worker] = 0
+            self._placement.clear(worker)
 
     def _retry(self, job: Job, part: SampleRange) -> None:
         job.attempts[part] += 1
@@ -222,5 +252,4 @@ class Dispatcher:
             )
             return
         job.waiting.appendleft(part)
-        if job not in self._jobs:
-            self._jobs.append(job)
+        self._placement.add(job)
