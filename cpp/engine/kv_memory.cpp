@@ -30,7 +30,7 @@ size_t round_to_lines(size_t bytes) { return ceil_div(bytes, kLine) * kLine; }
 
 // Sizes of the parts of a layer's state.
 void for_state_parts(const ModelConfig& config, size_t layer, const auto& visit) {
-    if (config.mixer(layer) == Mixer::kAttention) return;
+    if (!config.is_recurrent(layer)) return;
     visit(round_to_lines(config.conv_length * config.conv_dim(layer) * sizeof(float)));
     if (!config.is_delta(layer)) return;
     for (size_t head = 0; head < config.n_delta_heads; ++head) {
@@ -39,8 +39,7 @@ void for_state_parts(const ModelConfig& config, size_t layer, const auto& visit)
 }
 
 size_t kv_bytes(const ModelConfig& config, KvType type, size_t layer) {
-    const bool attends = config.mixer(layer) == Mixer::kAttention;
-    return attends ? config.n_own_kv_heads(layer) * head_bytes(config, type, layer) : 0;
+    return config.attends(layer) ? config.n_own_kv_heads(layer) * head_bytes(config, type, layer) : 0;
 }
 
 }  // namespace

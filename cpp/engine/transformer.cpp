@@ -117,14 +117,18 @@ const float* Transformer::forward(const InputToken* rows, size_t n, std::span<co
     if (config_.has_layer_inputs()) read_layer_inputs(rows, n);
     float* delta = nullptr;  // sublayer output not yet added to the residual stream
     for (size_t i = 0; i < config_.n_layers; ++i) {
-        add_and_norm(rows, {i, &LayerNorms::norm1}, delta, n);
-        config_.mixer(i) == Mixer::kAttention ? attention(rows, n, i, memory) : recurrence(rows, n, i, runs, memory);
-        post_norm(rows, {i, &LayerNorms::post_norm1}, delta_, n);
-        delta = delta_;
+        if (config_.mixes(i)) {
+            add_and_norm(rows, {i, &LayerNorms::norm1}, delta, n);
+            config_.attends(i) ? attention(rows, n, i, memory) : recurrence(rows, n, i, runs, memory);
+            post_norm(rows, {i, &LayerNorms::post_norm1}, delta_, n);
+            delta = delta_;
+        }
+        if (!config_.has_mlp(i)) continue;
         if (!config_.parallel_residual) {
             add_and_norm(rows, {i, &LayerNorms::norm2}, delta, n);
             feed_forward(rows, n, i, memory, delta_);
             post_norm(rows, {i, &LayerNorms::post_norm2}, delta_, n);
+            delta = delta_;
         } else {
             if (!config_.shared_norm) add_and_norm(rows, {i, &LayerNorms::norm2}, nullptr, n);
             feed_forward(rows, n, i, memory, attended_);  // attended_ is free at this point

@@ -673,7 +673,8 @@ int main() {
         for (WeightFormat format : {WeightFormat::kFloat32, WeightFormat::kBFloat16, WeightFormat::kInt8}) {
             const bool other = format != WeightFormat::kFloat32;
             for (KvType type : kKvTypes) test_batch_invariance(other, format, type);
-            for (const int kind : {kDelta, kMixture, kSizes}) test_batch_invariance(kind, format, KvType::kBFloat16);
+            for (const int kind : {kDelta, kMixture, kSizes, kBlocks})
+                test_batch_invariance(kind, format, KvType::kBFloat16);
         }
         for (const Router router : {Router::kSoftmax, Router::kSigmoid}) {
             for (const Activation each : {Activation::kSilu, Activation::kClampedSwiglu}) test_experts(router, each);
@@ -684,7 +685,7 @@ int main() {
         test_invalid_requests();
         for (const int kind : {kLlama, kOther, kDelta}) test_cancelling(kind);
         test_cancelling_a_score();
-        for (const int kind : {kOther, kDelta, kSizes}) test_sessions(kind);
+        for (const int kind : {kOther, kDelta, kSizes, kBlocks}) test_sessions(kind);
         for (KvType type : kKvTypes) test_turns(type != KvType::kFloat32, type);
         test_turns(kDelta, KvType::kFloat32);
         test_eviction();

@@ -8,7 +8,7 @@ from tests.raising import assert_raises
 
 from whet.errors import WhetValueError
 from whet.ops import compute_batch_group_advantages
-from whet.rewards.turns import turn_advantages, turns_of
+from whet.rewards.turns import begins_of_turns, token_advantages, turn_advantages
 
 NAN = float("nan")
 
@@ -48,9 +48,13 @@ def test_groups_do_not_mix_and_episodes_without_a_reward_have_none() -> None:
     assert [each.tolist() for each in turn_advantages([[], []], np.array([NAN, NAN]), 2)] == [[], []]
 
 
-def test_tokens_have_turns() -> None:
-    assert turns_of([True, True, False, False, True, False, True, True]).tolist() == [0, 0, 1, 1, 1, 2, 2, 2]
-    assert turns_of([]).size == 0
+def test_tokens_have_the_advantages_of_their_turns() -> None:
+    first, second = [True, True, False, False, True], [False, True, False, True, True]
+    advantages = np.array([1.0, 2, 3, 4])
+    assert [row.tolist() for row in token_advantages(advantages, [first, second])] == [
+        [1, 1, 0, 0, 2], [0, 3, 0, 4, 4]]  # fmt: skip
+    assert token_advantages(advantages[:0], [[]])[0].size == 0
+    assert begins_of_turns(first).tolist() == [True, False, False, False, True]
 
 
 def test_other_lengths_are_rejected() -> None:

@@ -127,21 +127,36 @@ class Game:
 """
 
 
-def test_episodes_of_an_environment(files, tiny_model):
-    (files.folder / "game.py").write_text(GAME)
+AGENT = """
+import openai
+
+def play(row, server):
+    with openai.OpenAI() as client:
+        messages = [{"role": "user", "content": row["prompt"] + "?"}]
+        for _ in range(3):
+            found = client.chat.completions.create(model=server.model, messages=messages)
+            messages += [found.choices[0].message, {"role": "user", "content": "no"}]
+    return sum(len(message.content) % 3 for message in messages[1::2])
+"""
+
+
+@pytest.mark.parametrize(("kind", "name", "text"), [("env", "Game", GAME), ("agent", "play", AGENT)])
+def test_episodes(kind, name, text, files, tiny_model):
+    (files.folder / "game.py").write_text(text)
     (files.folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": letter}) + "\n" for letter in "abcdefgh"))
     data = [str(files.folder / "prompts.jsonl")]
 
-    def run(name, steps, **settings):
-        common = {"model": str(tiny_model), "data": data, "env": f"{files.folder / 'game.py'}:Game", "group_size": 2}
+    def run(output, steps, **settings):
+        common = {"model": str(tiny_model), "data": data, kind: f"{files.folder / 'game.py'}:{name}", "group_size": 2}
         limits = {"max_new_tokens": 12, "max_turn_tokens": 4, "max_turns": 3, "batch_size": 2, "env_timeout_s": 60.0}
-        folder = str(files.folder / name)
+        folder = str(files.folder / output)
         return train(GRPORun(**common | limits | {"output_dir": folder, "steps": steps} | settings))
 
     whole = run("whole", 2, eval_data=data, eval_every=2)
     assert len(whole.evaluations) == 2 and "mean_reward" in whole.summary
     table = [json.loads(line) for line in (whole.folder / "completions.jsonl").read_text().splitlines()]
     assert [message["role"] for message in table[0]["completion"]] == ["assistant", "user"] * 2 + ["assistant"]
+    assert table[0]["prompt"][-1]["role"] == "user"
     for steps in (1, 2):
         parts = run("parts", steps)
     weights = [result.model_folder / "model.safetensors" for result in (whole, parts)]
@@ -149,7 +164,8 @@ def test_episodes_of_an_environment(files, tiny_model):
     both = run("both", 1, data=[], task=["tests/tasks/own.py:Doubles"], eval_items=2)
     first = json.loads((both.folder / "completions.jsonl").read_text().splitlines()[0])
     assert first["reward"] == first["rewards/environment_reward"] + first["rewards/doubles"]
-    assert_raises(WhetValueError, ("env", "tools"), run, "twice", 1, tools=["file.py:f"])
+    assert_raises(WhetValueError, (kind, "tools"), run, "twice", 1, tools=["file.py:f"])
+    assert_raises(WhetValueError, ("env", "agent"), run, "twice", 1, env="a:A", agent="a:a")
 
 
 TOOLS = """

@@ -16,11 +16,15 @@ from typing import Any
 import torch
 from tests.tiny import TinyModel, fours, timeless, tiny_llama, with_lora
 
+from whet.algorithms.cpo import CPO
 from whet.algorithms.dpo import DPO
 from whet.algorithms.grpo import GRPO
 from whet.algorithms.online_dpo import OnlineDPO
+from whet.algorithms.orpo import ORPO
 from whet.algorithms.sft import SFT
+from whet.algorithms.simpo import SimPO
 from whet.errors import WhetError
+from whet.training.callbacks import Callback
 from whet.training.distributed import join_ranks
 
 SETTINGS: dict[str, Any] = {"learning_rate": 0.01, "micro_batch_size": 2, "compute": "float32"}
@@ -29,6 +33,16 @@ SFT_BATCH = [[5, 6], [7], [8, 9, 4], [4]], [[4, 5, 2], [6, 6, 7, 2], [2], [9, 9,
 SAME_LENGTHS = [[5, 6], [7, 8]], [[4, 5, 2], [6, 6, 2]]
 PAIRS = [[5, 6], [7], [8]], [[4, 5, 2], [6, 2], [7, 7, 7, 2]], [[5, 2], [6, 7, 2], [4, 2]]
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "luspo", "sapo")
+
+
+class Metrics(Callback):
+    """Metrics of each step."""
+
+    def __init__(self) -> None:
+        self.metrics: list[dict[str, float]] = []
+
+    def on_step_end(self, trainer: Any, metrics: Any) -> None:
+        self.metrics.append(timeless(metrics))
 
 
 def _grpo(model: Any = None, **settings: Any) -> GRPO:
@@ -59,6 +73,9 @@ def losses() -> dict[str, Any]:
     found = {
         "sft": _after(SFT(tiny_llama(), **SETTINGS), SFT_BATCH, SFT_BATCH),
         "dpo": _after(DPO(tiny_llama(), **SETTINGS), PAIRS, PAIRS),
+        "cpo": _after(CPO(tiny_llama(), **SETTINGS), PAIRS, PAIRS),
+        "simpo": _after(SimPO(tiny_llama(), **SETTINGS), PAIRS, PAIRS),
+        "orpo": _after(ORPO(tiny_llama(), **SETTINGS), PAIRS, PAIRS),
         "online-dpo": _after(
             OnlineDPO(tiny_llama(), reward_fn=fours, max_new_tokens=5, rollout_weights="float32", **SETTINGS),
             (PROMPTS,),
@@ -103,6 +120,31 @@ def uneven() -> dict[str, Any]:
         "one row": _after(SFT(tiny_llama(), **SETTINGS), one_row),
         "one prompt": _after(_grpo(), ([[5, 6]],)),
         "custom module": _after(_grpo(TinyModel(), compute="torch", rollout_weights="auto"), (PROMPTS,)),
+    }
+
+
+def ahead() -> dict[str, Any]:
+    """Runs that sample ahead: metrics of each step, and of the steps after a checkpoint."""
+    rows = [[3 + i % 8, 4 + i % 5, 5][: 1 + i % 3] for i in range(20)]
+
+    def run(name: str, model: Callable[[], Any], **settings: Any) -> dict[str, Any]:
+        log = Metrics()
+        given = {"batch_size": 2, "deterministic_reduction": True, "max_new_tokens": 9, "callbacks": [log], **settings}
+        trainer = _grpo(model(), **given)
+        trainer.train(rows, steps=5)
+        trainer.save(f"{sys.argv[1]}.files/{name}")
+        trainer.train(rows, steps=2)
+        again = Metrics()
+        join_ranks().all_gather(None)  # rank 0 has saved
+        resumed = GRPO.from_checkpoint(
+            f"{sys.argv[1]}.files/{name}", model(), reward_fn=fours, callbacks=[again]
+        )  # fmt: skip
+        resumed.train(rows, steps=2)
+        return {"metrics": log.metrics, "resumed": again.metrics}
+
+    return {
+        "all weights": run("all", tiny_llama, async_lag=1),
+        "adapters": run("adapters", lambda: with_lora(tiny_llama(), b_std=0.3), async_lag=3, async_tokens=3),
     }
 
 
@@ -178,7 +220,7 @@ def failures() -> dict[str, Any]:
     }
 
 
-CASES = (losses, adapters, cached, uneven, exact, bfloat16_reduction, evaluations, failures)
+CASES = (losses, adapters, cached, uneven, exact, bfloat16_reduction, evaluations, ahead, failures)
 
 if __name__ == "__main__":
     found = {case.__name__: case() for case in CASES if case.__name__ in sys.argv[2:] or len(sys.argv) == 2}

@@ -62,7 +62,9 @@ def assert_close_runs(one: dict[str, Any], several: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("name", ["sft", "dpo", "online-dpo", "kl, two updates", "correction", "packed", *LOSS_TYPES])
+@pytest.mark.parametrize(
+    "name", ["sft", "dpo", "cpo", "simpo", "orpo", "online-dpo", "kl, two updates", "correction", "packed", *LOSS_TYPES]
+)
 def test_gradients_and_metrics_of_every_loss_equal_one_process(results, name, n):
     assert_close_runs(results[1][0]["losses"][name], results[n][0]["losses"][name])
 
@@ -101,6 +103,13 @@ def test_all_ranks_have_bit_identical_weights(results):
 @pytest.mark.parametrize("name", ["grpo", "sft", "dropout"])
 def test_deterministic_reduction_is_bit_identical_to_one_process(results, name):
     assert results[1][0]["exact"][name] == results[2][0]["exact"][name] == results[4][0]["exact"][name]
+
+
+@pytest.mark.parametrize("name", ["all weights", "adapters"])
+def test_ranks_that_sample_ahead_are_bit_identical_to_one_process(results, name):
+    runs = [rank["ahead"][name] for n in (1, 2, 4) for rank in results[n]]
+    assert all(run == runs[0] for run in runs)
+    assert runs[0]["metrics"][5:] == runs[0]["resumed"] and runs[0]["metrics"][4]["sampler/lag_max"] > 0
 
 
 def test_deterministic_reduction_is_close_to_the_plain_sum(results):

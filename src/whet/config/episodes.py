@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from whet.config.fields import AboveZero, Count, Positive, reject_ineffective
 
@@ -25,6 +25,9 @@ class EpisodeSettings:
     env_timeout_s: AboveZero = 10.0
     """Time limit of a turn of environment or tools in seconds. An episode whose environment fails has no reward, and in
     evaluations the reward 0."""
+    rewritten_history: Literal["refuse", "branch"] = "refuse"
+    """Answer to a chat template that renders earlier turns differently after later messages, as Qwen3's does: refuse,
+    or continue the episode on a branch. Each branch is a row of the loss."""
 
 
 def check_episode_settings(config: Any, *, has_environment: bool, has_tools: bool) -> None:

@@ -59,12 +59,22 @@ def turn_advantages(
     return found
 
 
-def turns_of(sampled: Sequence[bool]) -> np.ndarray:
-    """Return the turn of each token of an episode, from 0; tokens between turns belong to the turn after them.
+def begins_of_turns(sampled: Sequence[bool]) -> np.ndarray:
+    """Return whether each token of an episode begins a turn, (T,) bool; tokens that were not sampled separate turns."""
+    mask = np.asarray(sampled, bool)
+    return mask & ~np.concatenate([[False], mask[:-1]])
+
+
+def token_advantages(advantages: np.ndarray, branches: Sequence[Sequence[bool]]) -> list[np.ndarray]:
+    """Return the advantages of an episode's tokens by branch; 0 for tokens that were not sampled.
 
     Args:
-        sampled: whether each token was sampled; tokens that were not separate turns.
+        advantages: of the turns, which the branches divide among them in order.
+        branches: of each branch, whether each token was sampled.
     """
-    mask = np.asarray(sampled, bool)
-    begins = mask & ~np.concatenate([[False], mask[:-1]])
-    return np.maximum(np.cumsum(begins) - 1 + ~mask, 0)
+    found, n_turns = [], 0
+    for sampled in branches:
+        turn = n_turns + np.cumsum(begins := begins_of_turns(sampled)) - 1
+        found.append(np.where(sampled, advantages[np.maximum(turn, 0)], 0.0) if len(sampled) else np.zeros(0))
+        n_turns += int(begins.sum())
+    return found

@@ -1,8 +1,9 @@
 """Episodes of an environment, sampled turn by turn: while one waits for its environment, others decode.
 
 An episode becomes a ``Completion``: the tokens after the opening, of which the model sampled some. Token ids are only
-appended (``whet.text.seams``). Turn t of a sample is drawn with the seed of (seed, t) and the sample's stream key, so
-that results depend on neither speed nor batch; the first turn is drawn as a completion without an environment.
+appended (``whet.text.seams``); where the template rewrites earlier turns, the episode continues on another branch. Turn
+t of a sample is drawn with the seed of (seed, t) and the sample's stream key, so that results depend on neither speed
+nor batch; the first turn is drawn as a completion without an environment.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from whet.engine import Engine
 from whet.engine.session import Call
 from whet.rewards.processes import Guard, summary, wait_for_any
 from whet.rollout.protocol import RolloutEngine
-from whet.rollout.rollout import Rollout
+from whet.rollout.rollout import Branch, Rollout
 from whet.tasks.environment import Environment, EpisodeProcess, Message, Opening, Step
 from whet.text.replies import ReplyFormat
-from whet.text.seams import Seams
+from whet.text.seams import RewrittenHistoryError, Seams
 
 End = Literal["done", "turns", "length", "context", "error"]
 """Causes of the end of an episode: the environment, ``max_turns``, ``max_new_tokens`` sampled tokens, too little room
@@ -41,12 +42,14 @@ class EpisodeLimits:
             sampling settings, the sampled tokens of an episode.
         max_read_tokens: tokens of messages between turns; 0: as many as the model has positions for.
         timeout_s: seconds of a call of the environment.
+        may_branch: whether a chat template may rewrite earlier turns: the next turn then begins a branch.
     """
 
     max_turns: int = 8
     max_turn_tokens: int = 0
     max_read_tokens: int = 0
     timeout_s: float = 10.0
+    may_branch: bool = False
 
 
 @dataclass
@@ -56,7 +59,7 @@ class Episode:
     Attributes:
         key: of the random numbers of its tokens.
         row: of the data set.
-        prompt_ids: the opening.
+        prompt_ids: the opening; of a later branch what it shares with the opening.
         messages: the conversation so far.
         n_opening: number of messages of the opening.
         tools: tools in OpenAI's form.
@@ -71,6 +74,7 @@ class Episode:
         error: of the environment.
         policy_version: of the weights that sampled the last turn.
         is_turn_ended: whether the last turn ended with a stop token.
+        earlier: the branches before the last one, which the other fields of tokens describe.
     """
 
     key: StreamKey
@@ -90,16 +94,22 @@ class Episode:
     error: str = ""
     policy_version: int = 0
     is_turn_ended: bool = True
+    earlier: list[Branch] = field(default_factory=list)
+
+    @property
+    def opening_ids(self) -> list[int]:
+        """Tokens before the first turn."""
+        return self.earlier[0].prompt_ids if self.earlier else self.prompt_ids
 
     @property
     def n_sampled(self) -> int:
         """Number of sampled tokens."""
-        return sum(self.sampled)
+        return sum(self.sampled) + sum(branch.completion.n_sampled for branch in self.earlier)
 
     @property
     def n_read(self) -> int:
-        """Number of tokens between turns."""
-        return len(self.sampled) - self.n_sampled
+        """Number of tokens of the last branch, after the opening, that were not sampled on it."""
+        return len(self.sampled) - sum(self.sampled)
 
     @property
     def n_calls(self) -> int:
@@ -132,8 +142,19 @@ class Episode:
         if self.kept:
             self.kept.append(KeptTokens.from_ids([None] * len(ids), self.kept[0].vocab_size))
 
+    def begin_branch(self, ids: Sequence[int]) -> None:
+        """Continue on the ids of the conversation as the template renders it now, of which no token is sampled.
+
+        The branch's prompt is what it shares with the opening, so that branches and samples share its computation.
+        """
+        n_shared = max(1, count_shared(self.opening_ids, ids))
+        self.earlier.append(Branch(self.prompt_ids, self.completion()))
+        self.prompt_ids, n_read = list(ids[:n_shared]), len(ids) - n_shared
+        self.kept = [KeptTokens.from_ids([None] * n_read, self.kept[0].vocab_size)] if self.kept else []
+        self.token_ids, self.sampled, self.logprobs = list(ids[n_shared:]), [False] * n_read, [0.0] * n_read
+
     def completion(self) -> Completion:
-        """Return the episode as a completion. The last messages, which no turn follows, are not part of it."""
+        """Return the last branch as a completion. The last messages, which no turn follows, are not part of it."""
         return Completion(
             token_ids=self.token_ids,
             logprobs=self.logprobs,
@@ -252,7 +273,8 @@ class Player:
             indices: of the rows in the batch, which determine their random numbers. Default: 0, 1, 2, ...
 
         Raises:
-            WhetValueError: the chat template rewrites earlier turns, or there are tools and it cannot call them.
+            RewrittenHistoryError: the chat template rewrites earlier turns, and ``may_branch`` is not set.
+            WhetValueError: there are tools, and the chat template cannot call them.
         """
         with ExitStack() as stack:
             guard = stack.enter_context(Guard())
@@ -336,14 +358,20 @@ class Player:
 
     def _read(self, episode: Episode, step: Step) -> bool:
         """Append the messages of a step; return whether they fit, with a token of the next turn."""
-        seams, messages = self._seams(episode.tools), [*episode.messages]
-        ids = seams.ids(seams.seam(messages, _messages_of(step)), is_ended=episode.is_turn_ended)
-        most_read = self._limits.max_read_tokens or self._max_position
-        n_tokens = len(episode.prompt_ids) + len(episode.token_ids) + len(ids)
-        if episode.n_read + len(ids) > most_read or n_tokens >= self._max_position:
+        seams, most_read = self._seams(episode.tools), self._limits.max_read_tokens or self._max_position
+        new = _messages_of(step)
+        try:
+            ids = seams.ids(seams.seam(episode.messages, new), is_ended=episode.is_turn_ended)
+            n_before, n_read, add = len(episode.prompt_ids) + len(episode.token_ids), episode.n_read, episode.add_read
+        except RewrittenHistoryError:
+            if not self._limits.may_branch:
+                raise
+            ids = seams.opening([*episode.messages, *new])
+            n_before, n_read, add = 0, -count_shared(episode.opening_ids, ids), episode.begin_branch
+        if n_read + len(ids) > most_read or n_before + len(ids) >= self._max_position:
             return False
-        episode.messages += _messages_of(step)
-        episode.add_read(ids)
+        episode.messages += new
+        add(ids)
         return True
 
     def _end_turn(self, episode: Episode, completion: Completion, sampling: SamplingParams) -> dict[str, Any] | None:
@@ -361,6 +389,11 @@ class Player:
 def _messages_of(step: Step) -> Sequence[Message]:
     assert not isinstance(step.messages, str), "a step from a child has messages"
     return step.messages
+
+
+def count_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the length of the longest common prefix."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 class _Playing(NamedTuple):
@@ -389,6 +422,7 @@ def rollout_of(episodes: Sequence[Episode]) -> Rollout:
         decoded=[episode.messages[episode.n_opening :] for episode in episodes],
         columns=columns,
         extra_metrics=episode_metrics(episodes),
+        earlier={i: episode.earlier for i, episode in enumerate(episodes) if episode.earlier},
         failed=[i for i, episode in enumerate(episodes) if episode.end == "error"],
         details={
             "end": [episode.end for episode in episodes],
@@ -399,7 +433,9 @@ def rollout_of(episodes: Sequence[Episode]) -> Rollout:
 
 
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Return means of turns and read tokens, with tools also of calls and failed calls, and the share of each end."""
+    """Return means of turns, read tokens and branches, with tools also of calls and failed calls, and the share of each
+    end.
+    """
     n = len(episodes)
     calls = {"calls": sum(e.n_calls for e in episodes), "failed_calls": sum(e.n_failed_calls for e in episodes)}
     has_tools = any(episode.tools for episode in episodes)
@@ -408,5 +444,6 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         "episodes/mean_turns": sum(len(episode.rewards) for episode in episodes) / n,
         "episodes/mean_read_tokens": sum(episode.n_read for episode in episodes) / n,
         **{f"episodes/mean_{name}": count / n for name, count in calls.items() if has_tools},
+        "episodes/mean_branches": sum(1 + len(episode.earlier) for episode in episodes) / n,
         **ends,
     }

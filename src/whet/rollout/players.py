@@ -47,10 +47,20 @@ def make_player(
         played = Tools(tools, settings.max_tool_characters)
         make = lambda: played  # noqa: E731 (the child of an episode has a copy)
     check_environment(make, f"{where}: environment")
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise WhetTypeError(f"{where}: an environment needs a tokenizer with a chat template. Pass tokenizer.")
-    limits = EpisodeLimits(
-        settings.max_turns, settings.max_turn_tokens, settings.max_read_tokens, settings.env_timeout_s
-    )
+    check_chat_template(tokenizer, where)
     replies = ReplyFormat(tokenizer, read_token_texts(tokenizer, where))
-    return Player(make, tokenizer, replies, stop_token_ids, max_position, limits)
+    return Player(make, tokenizer, replies, stop_token_ids, max_position, limits_of(settings))
+
+
+def check_chat_template(tokenizer: Any, where: str) -> None:
+    """Raise a WhetTypeError unless there is a tokenizer with a chat template."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise WhetTypeError(f"{where}: episodes need a tokenizer with a chat template. Pass tokenizer.")
+
+
+def limits_of(settings: EpisodeSettings) -> EpisodeLimits:
+    """Return the limits of an episode."""
+    return EpisodeLimits(
+        settings.max_turns, settings.max_turn_tokens, settings.max_read_tokens, settings.env_timeout_s,
+        may_branch=settings.rewritten_history == "branch",
+    )  # fmt: skip

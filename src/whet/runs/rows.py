@@ -18,10 +18,10 @@ _N_CHECKED = 64
 
 
 def open_rows(run: Any) -> tuple[Sequence[Any], Sequence[Any], list[Callable[..., Any]]]:
-    """Return training rows, held-out rows, and reward functions of a run, with rewards of task or environment first."""
+    """Return training rows, held-out rows, and reward functions of a run, with rewards of task or episode first."""
     unsafe_local = getattr(run, "unsafe_local", False)
     functions = prepare(map(load_function, getattr(run, "reward", [])), unsafe_local=unsafe_local)
-    if getattr(run, "env", ""):
+    if getattr(run, "env", "") or getattr(run, "agent", ""):
         functions.insert(0, environment_reward)
     if not getattr(run, "task", []):
         eval_rows = read_rows(run.eval_data, run.columns) if run.eval_data else []

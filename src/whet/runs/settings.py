@@ -21,7 +21,16 @@ from whet.config.fields import (
     check_range,
     reject_ineffective,
 )
-from whet.config.settings import BestOfNConfig, DPOConfig, GRPOConfig, OnlineDPOConfig, SFTConfig
+from whet.config.settings import (
+    BestOfNConfig,
+    CPOConfig,
+    DPOConfig,
+    GRPOConfig,
+    OnlineDPOConfig,
+    ORPOConfig,
+    SFTConfig,
+    SimPOConfig,
+)
 from whet.errors import WhetValueError, check_installed
 from whet.files import FolderLock
 from whet.models.formats import Weights
@@ -235,6 +244,21 @@ class DPORun(DPOConfig, RunConfig):
 
 
 @dataclass(kw_only=True)
+class SimPORun(SimPOConfig, RunConfig):
+    """Settings of ``whet train simpo``."""
+
+
+@dataclass(kw_only=True)
+class CPORun(CPOConfig, RunConfig):
+    """Settings of ``whet train cpo``."""
+
+
+@dataclass(kw_only=True)
+class ORPORun(ORPOConfig, RunConfig):
+    """Settings of ``whet train orpo``."""
+
+
+@dataclass(kw_only=True)
 class GRPORun(_TasksAsTexts, GRPOConfig, OnlineRunConfig):
     """Settings of ``whet train grpo``."""
 
@@ -245,19 +269,24 @@ class GRPORun(_TasksAsTexts, GRPOConfig, OnlineRunConfig):
     """Functions that the model calls: file.py:function,other or package.module:function. Reward functions get messages,
     and the verifier of a task the last turn."""
 
+    agent: PathText = ""
+    """A function (row, server) -> reward that samples by requests to an OpenAI URL, instead of an environment:
+    file.py:play or package.module:play. Needs the extra serve."""
+
     def __post_init__(self) -> None:
         self.beta = 0.0 if self.beta is None else self.beta  # a run has no ref_model
         super().__post_init__()
 
     def check(self, where: str) -> None:
         super().check(where)
-        if self.env and self.tools:
+        if len(given := [name for name in ("env", "tools", "agent") if getattr(self, name)]) > 1:
             raise WhetValueError(
-                f"{where}: env and tools are set, and an environment lists its own tools (attribute tools). Set one."
+                f"{where}: {' and '.join(given)} are set, and an environment lists its own tools (attribute tools). "
+                f"Set one of them."
             )
 
     def needs_reward(self) -> bool:
-        return not self.env and super().needs_reward()
+        return not (self.env or self.agent) and super().needs_reward()
 
 
 @dataclass(kw_only=True)

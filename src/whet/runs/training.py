@@ -276,10 +276,11 @@ def _scoring_arguments(run: Any, rewards: RewardFunctions | None) -> dict[str, A
     """Return the constructor arguments that score completions, for algorithms that sample."""
     if getattr(run, "preference", ""):
         return {"preference_fn": load_function(run.preference)}
-    environment: dict[str, Any] = {"environment": load_environment(run.env)} if getattr(run, "env", "") else {}
+    episodes: dict[str, Any] = {"environment": load_environment(run.env)} if getattr(run, "env", "") else {}
+    episodes |= {"agent": load_function(run.agent)} if getattr(run, "agent", "") else {}
     if tools := getattr(run, "tools", []):
-        environment = {"tools": prepare(load_tools(tools), unsafe_local=run.unsafe_local)}
-    return environment if rewards is None else {"reward_fn": rewards, **environment}
+        episodes = {"tools": prepare(load_tools(tools), unsafe_local=run.unsafe_local)}
+    return episodes if rewards is None else {"reward_fn": rewards, **episodes}
 
 
 def add_reference_logprobs(algorithm: Any, model: Any, arguments: Mapping[str, Any], *parts: Any) -> list[list[Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -141,15 +141,20 @@ class ReplyFormat:
             else self._tokenizer.decode(list(run), skip_special_tokens=True)
             for is_shown, run in runs
         )
-        found: dict[str, Any] = {"role": "assistant", "content": ""}
-        calls: list[dict[str, Any]] = []
-        for part in self.parser(prompt_ids, tools, with_errors=True).add(text, is_last=True):
-            if isinstance(part, TextChunk):
-                name = "reasoning_content" if part.is_thinking else "content"
-                found[name] = found.get(name, "") + part.text
-            else:
-                function = {"name": part.name, "arguments": part.arguments}
-                error = {"error": part.error} if part.error else {}
-                # Mistral's templates want ids of nine letters and digits.
-                calls.append({"type": "function", "id": f"call{len(calls):05d}", "function": function, **error})
-        return {**found, "tool_calls": calls} if calls else found
+        return as_message(self.parser(prompt_ids, tools, with_errors=True).add(text, is_last=True))
+
+
+def as_message(parts: Iterable[TextChunk | ToolCall]) -> dict[str, Any]:
+    """Return the texts and calls of a reply as a message."""
+    found: dict[str, Any] = {"role": "assistant", "content": ""}
+    calls: list[dict[str, Any]] = []
+    for part in parts:
+        if isinstance(part, TextChunk):
+            name = "reasoning_content" if part.is_thinking else "content"
+            found[name] = found.get(name, "") + part.text
+        else:
+            function = {"name": part.name, "arguments": part.arguments}
+            error = {"error": part.error} if part.error else {}
+            # Mistral's templates want ids of nine letters and digits.
+            calls.append({"type": "function", "id": f"call{len(calls):05d}", "function": function, **error})
+    return {**found, "tool_calls": calls} if calls else found

@@ -84,7 +84,8 @@ class Seams:
             raise RewrittenHistoryError(
                 f"{self._where}: with the message {new[0].get('role')!r} after it, the chat template renders an "
                 f"earlier turn differently: {_first_difference(head, after)}. Sampled tokens would differ from the "
-                f"prompt of the next turn. Use a template that keeps earlier turns (--chat-template)."
+                f"prompt of the next turn. Use a template that keeps earlier turns (--chat-template), or, in training, "
+                f"set rewritten_history to 'branch'."
             )
         return Seam(end, after[len(head) :])
 
