@@ -52,7 +52,7 @@ class Fleet:
 
 @dataclass(eq=False)
 class _Planned:
-    """What a version samples of a step."""
+    """Share of a step that a version samples."""
 
     step: int
     job: Job
