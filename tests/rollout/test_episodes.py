@@ -166,3 +166,25 @@ def test_a_turn_computes_its_new_tokens_only(engine: Engine, tokenizer: Any, mon
     # All but the seam, and the last sampled token, whose keys and values have not been computed.
     seam = len(tokenizer("<eos>\n<user>12 letters<eos>\n<assistant>", add_special_tokens=False)["input_ids"])
     assert all(n >= length - seam - 1 for n, length in list(zip(turns, lengths, strict=True))[1:])
+
+
+class Long(Game):
+    """Begins or answers with a text of the row's length."""
+
+    def reset(self, row: Any, seed: int) -> Any:
+        self.row = row
+        return "x" * row.get("opening", 1)
+
+    def step(self, message: Any) -> Step:
+        return Step("x" * self.row.get("answer", 1), reward=1.0)
+
+
+def test_messages_that_do_not_fit_end_the_episode_only(engine: Engine, tokenizer: Any) -> None:
+    rows = [{}, {"opening": 600}, {"opening": 10_000_000}, {"answer": 600}, {"answer": 10_000_000}]
+    begin = time.monotonic()
+    first, *failed = player(tokenizer, Long).play(engine, rows, 1, SAMPLING)
+    assert time.monotonic() - begin < 20  # megabytes are not tokenised
+    assert first.end == "turns" and [episode.end for episode in failed] == ["error", "error", "context", "context"]
+    assert_mentions(failed[0].error, "622 tokens", "512 positions")
+    assert_mentions(failed[1].error, "megabytes", "512 positions")
+    assert [episode.reward for episode in failed] == [None, None, 1.0, 1.0]

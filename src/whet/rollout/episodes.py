@@ -18,6 +18,7 @@ import numpy as np
 
 from whet.config.kept_tokens import KeptTokens
 from whet.config.sampling import Completion, SamplingParams, StreamKey
+from whet.data.messages import text_of
 from whet.engine import Engine
 from whet.engine.session import Call
 from whet.rewards.processes import Guard, summary, wait_for_any
@@ -332,7 +333,13 @@ class Player:
         if isinstance(found, Opening):
             episode.messages, episode.n_opening, episode.tools = list(found.messages), len(found.messages), found.tools
             self._check_tools(found.tools)
+            if not self._may_fit(found.messages, self._max_position):
+                episode.end, episode.error = "error", self._too_long("some megabytes of text")
+                return False
             episode.prompt_ids = self._seams(episode.tools).opening(found.messages)
+            if (n := len(episode.prompt_ids)) >= self._max_position:
+                episode.end, episode.error = "error", self._too_long(f"{n:,} tokens")
+                return False
         else:
             episode.rewards.append(found.reward)
             episode.n_failed_calls += sum(bool(message.get("is_error")) for message in _messages_of(found))
@@ -356,10 +363,20 @@ class Player:
         )
         return True
 
+    def _too_long(self, length: str) -> str:
+        return f"the opening has {length}, and the model {self._max_position:,} positions"
+
+    def _may_fit(self, messages: Iterable[Message], n_tokens: int) -> bool:
+        """Whether messages can have ``n_tokens`` or fewer, by their length: tokenising megabytes takes seconds."""
+        n_bytes = sum(len(text_of(message).encode(errors="replace")) for message in messages)
+        return n_bytes <= n_tokens * self._replies.longest_token
+
     def _read(self, episode: Episode, step: Step) -> bool:
         """Append the messages of a step; return whether they fit, with a token of the next turn."""
         seams, most_read = self._seams(episode.tools), self._limits.max_read_tokens or self._max_position
         new = _messages_of(step)
+        if not self._may_fit(new, min(most_read, self._max_position)):
+            return False
         try:
             ids = seams.ids(seams.seam(episode.messages, new), is_ended=episode.is_turn_ended)
             n_before, n_read, add = len(episode.prompt_ids) + len(episode.token_ids), episode.n_read, episode.add_read

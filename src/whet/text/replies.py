@@ -65,11 +65,13 @@ class ReplyFormat:
         texts: of its tokens.
 
     Attributes:
+        longest_token: most bytes of text of a token.
         template: the tokenizer's description of replies; None: marks in the chat template describe them.
     """
 
     def __init__(self, tokenizer: Any, texts: TokenTexts) -> None:
         self._tokenizer, self._special = tokenizer, texts.special_ids
+        self.longest_token = max(map(len, texts.tokens), default=0)
         self.template = find_response_template(tokenizer)
 
     @cached_property
