@@ -31,7 +31,7 @@ _FAIL = {
     "recurses_game": "RecursionError",
     "exits_game": "SystemExit: 3",
     "takes_all_memory_game": "MemoryError",
-    "begins_with_ten_megabytes": "the opening has some megabytes of text, and the model 1,024 positions",
+    "begins_with_ten_megabytes": "the opening does not fit into the model's 1,024 positions",
     "returns_text": "expected whet.tasks.Step",
     "returns_nan": "expected a finite number",
     "returns_itself": "not JSON serializable",

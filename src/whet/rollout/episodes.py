@@ -333,12 +333,11 @@ class Player:
         if isinstance(found, Opening):
             episode.messages, episode.n_opening, episode.tools = list(found.messages), len(found.messages), found.tools
             self._check_tools(found.tools)
-            if not self._may_fit(found.messages, self._max_position):
-                episode.end, episode.error = "error", self._too_long("some megabytes of text")
-                return False
-            episode.prompt_ids = self._seams(episode.tools).opening(found.messages)
-            if (n := len(episode.prompt_ids)) >= self._max_position:
-                episode.end, episode.error = "error", self._too_long(f"{n:,} tokens")
+            if self._may_fit(found.messages, self._max_position):
+                episode.prompt_ids = self._seams(episode.tools).opening(found.messages)
+            if not 0 < len(episode.prompt_ids) < self._max_position:
+                episode.end = "error"
+                episode.error = f"the opening does not fit into the model's {self._max_position:,} positions"
                 return False
         else:
             episode.rewards.append(found.reward)
@@ -362,9 +361,6 @@ class Player:
             dataclasses.replace(sampling, max_new_tokens=most, seed=seed),
         )
         return True
-
-    def _too_long(self, length: str) -> str:
-        return f"the opening has {length}, and the model {self._max_position:,} positions"
 
     def _may_fit(self, messages: Iterable[Message], n_tokens: int) -> bool:
         """Whether messages can have ``n_tokens`` or fewer, by their length: tokenising megabytes takes seconds."""
