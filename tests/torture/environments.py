@@ -41,7 +41,7 @@ _TOOLS_ANSWER = {
     "nothing": "null", "forks": "null", "starts_threads": "null", "prints_a_megabyte": "null",
     "changes_the_process": "null", "raises": "error: ZeroDivisionError: fault", "recurses": "error: RecursionError",
     "exits": "error: SystemExit: 3", "takes_all_memory": "error: MemoryError",
-    "returns_ten_megabytes": "[truncated: the first 4,000 of 10,000,000 characters]",
+    "returns_ten_megabytes": "[truncated: the first 100 of 10,000,000 characters]",
 }  # fmt: skip
 _TOOLS_END = ("hangs", "never_returns", "computes_for_hours", "ends_the_process", "crashes")
 
@@ -108,7 +108,7 @@ def _call(shop: Workshop, name: str, timeout_s: float) -> tuple[str, str, list[A
     reward = shop.folder / "length.py"
     reward.write_text("def length(completions):\n    return [float(len(each)) for each in completions]\n")
     regex = rf'A[0-9]|<tool_call>\{{"name": "{name}", "arguments": \{{\}}\}}</tool_call>'
-    limits = {"max_new_tokens": 300, "max_turns": 2, "env_timeout_s": timeout_s}
+    limits = {"max_new_tokens": 300, "max_turns": 2, "env_timeout_s": timeout_s, "max_tool_characters": 100}
     return _run(shop, tools=f"{games.__file__}:{name}", reward=f"{reward}:length", regex=regex, **limits)
 
 
