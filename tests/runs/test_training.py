@@ -120,7 +120,7 @@ from whet.tasks.environment import Step
 
 class Game:
     def reset(self, row, seed):
-        return row["prompt"] + "?"
+        return str(row.get("prompt", seed)) + "?"
 
     def step(self, message):
         return Step("no", reward=len(message["content"]) % 3)
@@ -132,7 +132,7 @@ import openai
 
 def play(row, server):
     with openai.OpenAI() as client:
-        messages = [{"role": "user", "content": row["prompt"] + "?"}]
+        messages = [{"role": "user", "content": str(row.get("prompt", server.seed)) + "?"}]
         for _ in range(3):
             found = client.chat.completions.create(model=server.model, messages=messages)
             messages += [found.choices[0].message, {"role": "user", "content": "no"}]
@@ -161,6 +161,8 @@ def test_episodes(kind, name, text, files, tiny_model):
         parts = run("parts", steps)
     weights = [result.model_folder / "model.safetensors" for result in (whole, parts)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+    empty = run("empty", 1, data=[])
+    assert "game.py" in (empty.model_folder / "README.md").read_text()
     both = run("both", 1, data=[], task=["tests/tasks/own.py:Doubles"], eval_items=2)
     first = json.loads((both.folder / "completions.jsonl").read_text().splitlines()[0])
     assert first["reward"] == first["rewards/environment_reward"] + first["rewards/doubles"]
