@@ -16,12 +16,15 @@ from tests.raising import assert_mentions, assert_raises, mentions
 from tests.rollout.test_tool_episodes import HERMES
 from transformers import AutoModelForCausalLM
 
+import whet.tasks.code
 from whet.algorithms import DPO
 from whet.cli import main
 from whet.config import DPOConfig
 from whet.errors import WhetValueError
 from whet.runs import GRPORun, SFTRun, train
 from whet.runs.training import add_reference_logprobs
+from whet.system.sandbox import Sandbox
+from whet.tasks.code import Interpreter
 
 
 def settings_of(files, tiny_model, name="run", **settings):
@@ -120,7 +123,7 @@ from whet.tasks.environment import Step
 
 class Game:
     def reset(self, row, seed):
-        return row["prompt"] + "?"
+        return str(row.get("prompt", seed)) + "?"
 
     def step(self, message):
         return Step("no", reward=len(message["content"]) % 3)
@@ -132,7 +135,7 @@ import openai
 
 def play(row, server):
     with openai.OpenAI() as client:
-        messages = [{"role": "user", "content": row["prompt"] + "?"}]
+        messages = [{"role": "user", "content": str(row.get("prompt", server.seed)) + "?"}]
         for _ in range(3):
             found = client.chat.completions.create(model=server.model, messages=messages)
             messages += [found.choices[0].message, {"role": "user", "content": "no"}]
@@ -161,6 +164,8 @@ def test_episodes(kind, name, text, files, tiny_model):
         parts = run("parts", steps)
     weights = [result.model_folder / "model.safetensors" for result in (whole, parts)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+    empty = run("empty", 1, data=[])
+    assert "game.py" in (empty.model_folder / "README.md").read_text()
     both = run("both", 1, data=[], task=["tests/tasks/own.py:Doubles"], eval_items=2)
     first = json.loads((both.folder / "completions.jsonl").read_text().splitlines()[0])
     assert first["reward"] == first["rewards/environment_reward"] + first["rewards/doubles"]
@@ -232,7 +237,10 @@ def test_a_task_scores_the_last_turn_of_episodes_with_tools(files, tmp_path):
 
 
 @pytest.mark.parametrize("unsafe", [pytest.param(False, marks=pytest.mark.needs("bwrap")), True])
-def test_programs_are_a_reward_and_a_tool(unsafe, files, tmp_path):
+def test_programs_are_a_reward_and_a_tool(unsafe, files, tmp_path, monkeypatch):
+    patient = Interpreter(Sandbox(timeout_s=60.0))  # a loaded machine takes seconds to start Python
+    for name in ("python", "passes_tests"):
+        monkeypatch.setattr(whet.tasks.code, name, getattr(patient, name))
     model = write_tiny_model(tmp_path / "model", HERMES, max_position=2048)
     rows = [{"prompt": f"x > {i}", "tests": f"assert x > {i}"} for i in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -9,7 +9,7 @@ from whet.config.episodes import EpisodeSettings
 from whet.errors import WhetTypeError
 from whet.models.tokenizers.token_texts import read_token_texts
 from whet.rollout.episodes import EpisodeLimits, Player
-from whet.tasks.environment import Environment, check_environment
+from whet.tasks.environment import Environment, as_environment
 from whet.tasks.tools import Tools
 from whet.text.replies import ReplyFormat
 
@@ -46,7 +46,7 @@ def make_player(
     if tools:
         played = Tools(tools, settings.max_tool_characters)
         make = lambda: played  # noqa: E731 (the child of an episode has a copy)
-    check_environment(make, f"{where}: environment")
+    make = as_environment(make, f"{where}: environment")
     check_chat_template(tokenizer, where)
     replies = ReplyFormat(tokenizer, read_token_texts(tokenizer, where))
     return Player(make, tokenizer, replies, stop_token_ids, max_position, limits_of(settings))

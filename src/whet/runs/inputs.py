@@ -59,7 +59,8 @@ def _code_locations(run: Any, setting: str) -> list[str]:
     """Return the files and modules of the tasks or functions that a setting names."""
     specs = getattr(run, setting, "")
     names = [spec.partition(",")[0] for spec in ([specs] if isinstance(specs, str) else specs)]
-    return [name.rpartition(":")[0] for name in names]
+    locations = [name.rpartition(":")[0] for name in names]
+    return [each if each.endswith(".py") else each.partition(":")[0] for each in locations]  # of gem:game:ID, gem
 
 
 def _find_file(location: str) -> str:

@@ -13,6 +13,8 @@ from whet.rollout.episodes import environment_reward
 from whet.tasks.code import prepare
 from whet.tasks.mixture import Mixture, open_tasks
 
+_N_EMPTY = 1000
+"""Episodes of an epoch without data: environments differ by their seeds."""
 _N_CHECKED = 64
 """Number of a task's rows that are checked before the run: some generators take 0.25 s per row."""
 
@@ -25,7 +27,8 @@ def open_rows(run: Any) -> tuple[Sequence[Any], Sequence[Any], list[Callable[...
         functions.insert(0, environment_reward)
     if not getattr(run, "task", []):
         eval_rows = read_rows(run.eval_data, run.columns) if run.eval_data else []
-        return read_rows(run.data, run.columns), eval_rows, functions
+        rows = read_rows(run.data, run.columns) if run.data or run.needs_rows() else [{}] * _N_EMPTY
+        return rows, eval_rows, functions
     tasks = open_tasks(run.task)
     return tasks, _open_held_out(run) if run.eval_items else [], [*tasks.reward_functions(), *functions]
 

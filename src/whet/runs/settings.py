@@ -115,7 +115,7 @@ class RunConfig:
             MissingExtraError: the package of a logger or of LoRA is not installed.
         """
         rows, eval_rows = self.sources()
-        check_given(where, self, "model", rows, "output_dir")
+        check_given(where, self, "model", *([rows] if self.needs_rows() else []), "output_dir")
         check_range(self, "loggers", len(set(self.loggers)) == len(self.loggers), "each logger once")
         self.check_adapters()
         reject_ineffective(self, ["eval_every"], bool(getattr(self, eval_rows)), f"there is no {eval_rows}")
@@ -155,6 +155,10 @@ class RunConfig:
     def has_adapters(self) -> bool:
         """Whether adapters are trained on a frozen model."""
         return self.lora_rank > 0 or self.adapter != ""
+
+    def needs_rows(self) -> bool:
+        """Whether rows have to be given."""
+        return True
 
     def sources(self) -> tuple[str, str]:
         """Return the names of the settings of training rows and of held-out rows."""
@@ -263,8 +267,9 @@ class GRPORun(_TasksAsTexts, GRPOConfig, OnlineRunConfig):
     """Settings of ``whet train grpo``."""
 
     env: PathText = ""
-    """An environment that answers the model's turns and rewards them: file.py:Class or package.module:Class. It gets
-    the rows of data or task; reward functions are optional, and get messages."""
+    """An environment that answers the model's turns and rewards them: file.py:Class or package.module:Class, also in
+    TRL's form, or a game, gem:ID or textarena:ID. Options may follow: file.py:Class,level=3. It gets the rows of data
+    or task, without them empty ones; reward functions are optional, and get messages."""
     tools: Paths = field(default_factory=list)
     """Functions that the model calls: file.py:function,other or package.module:function. Reward functions get messages,
     and the verifier of a task the last turn."""
@@ -287,6 +292,12 @@ class GRPORun(_TasksAsTexts, GRPOConfig, OnlineRunConfig):
 
     def needs_reward(self) -> bool:
         return not (self.env or self.agent) and super().needs_reward()
+
+    def needs_rows(self) -> bool:
+        return not (self.env or self.agent)
+
+    def trained_on(self) -> str:
+        return super().trained_on() or self.env or self.agent
 
 
 @dataclass(kw_only=True)
