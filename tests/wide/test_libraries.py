@@ -16,7 +16,7 @@ from tests.wide.test_clients import environment
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "games": ["gem-llm==0.1.0", "textarena==0.7.4", "skyrl-gym==0.4.0"],
-    "harnesses": ["verifiers==0.4.0", "uv"],
+    "harnesses": ["verifiers==0.4.0", "textarena==0.7.4", "uv"],
 }
 
 
