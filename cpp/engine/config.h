@@ -20,8 +20,10 @@ constexpr bool kIsComplete = true;
 enum class Norm { kRms, kLayer };
 enum class KvType { kFloat32, kBFloat16, kInt8 };                           // of keys and values in the cache
 enum class Activation { kSilu, kGelu, kGeluTanh, kRelu2, kClampedSwiglu };  // the last only with gates
-enum class Router { kSoftmax, kSigmoid };                       // probabilities of experts from their logits
-enum class Mixer { kAttention, kConv, kDelta, kMamba, kNone };  // of the tokens, in a layer; none: only an MLP
+enum class Router { kSoftmax, kSigmoid };  // probabilities of experts from their logits
+// Mixers of the tokens; kNone: the layer has only an MLP. Those after it have a state per sequence, from kDelta on a
+// matrix per head.
+enum class Mixer { kAttention, kNone, kConv, kDelta, kMamba };
 
 constexpr size_t kMaxConvLength = 16;
 
@@ -109,14 +111,11 @@ struct ModelConfig {
     Mixer mixer(size_t layer) const { return mixers.empty() ? Mixer::kAttention : mixers[layer]; }
     bool mixes(size_t layer) const { return mixer(layer) != Mixer::kNone; }
     bool attends(size_t layer) const { return mixer(layer) == Mixer::kAttention; }
-    bool is_recurrent(size_t layer) const { return mixes(layer) && !attends(layer); }  // has a state per sequence
+    bool is_recurrent(size_t layer) const { return mixer(layer) > Mixer::kNone; }
     bool is_recurrent() const {
-        bool found = false;
-        for (size_t layer = 0; layer < mixers.size(); ++layer) found |= is_recurrent(layer);
-        return found;
+        return std::any_of(mixers.begin(), mixers.end(), [](Mixer mixer) { return mixer > Mixer::kNone; });
     }
-    // Whether the state of a layer's head is a matrix.
-    bool is_delta(size_t layer) const { return mixer(layer) == Mixer::kDelta || mixer(layer) == Mixer::kMamba; }
+    bool is_delta(size_t layer) const { return mixer(layer) >= Mixer::kDelta; }
     size_t delta_values() const { return n_delta_heads * delta_dim; }
     size_t kv_group() const { return n_heads / n_kv_heads; }
     size_t query_stride(size_t layer) const { return (output_gate ? 2 : 1) * head_dim_of(layer); }

@@ -59,10 +59,9 @@ bool has_layer_sizes(const ModelConfig& c) {
         if (c.kv_layer(layer) >= c.n_layers) return false;
     }
     const bool is_plain = c.n_shared_kv_layers == 0 || !(c.output_gate || c.qk_norm_whole || !c.mixers.empty());
-    for (size_t layer = 0; layer < c.n_layers; ++layer) {  // layers without a mixer or an MLP
-        if (c.mixes(layer) && c.has_mlp(layer)) continue;
-        if (c.mixes(layer) == c.has_mlp(layer) || c.parallel_residual || c.layer_input_dim > 0 || c.layer_scale)
-            return false;
+    const bool needs_both = c.parallel_residual || c.layer_input_dim > 0 || c.layer_scale;
+    for (size_t layer = 0; layer < c.n_layers; ++layer) {  // of a mixer and an MLP
+        if (c.mixes(layer) + c.has_mlp(layer) < (needs_both ? 2 : 1)) return false;
     }
     return is_plain && (kIsComplete || c.layer_input_dim == 0) &&
            (c.layer_input_dim == 0 || (c.gated && c.norm == Norm::kRms)) &&

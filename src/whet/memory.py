@@ -24,6 +24,7 @@ PARTS = {
     "sampler_weights": "weights of the sampler",
     "kv_cache": "keys and values of the sampler",
     "workspace": "workspace of the sampler",
+    "kept_versions": "weights of earlier steps that wait for the sampler",
     "kept_tokens": "sets of tokens that the sampled tokens were drawn from, where filters or a grammar excluded others",
     "activations": "activations of a training step",
     "allocator": "freed memory that the allocator retains for the next step",

@@ -77,7 +77,8 @@ def test_a_step_trains_on_the_turns(folder: Any) -> None:
     assert row["prompt"] == [{"role": "user", "content": "a: write"}]
     assert [message["role"] for message in row["completion"]] == ["assistant", "user"] * 2 + ["assistant"]
     letters = sum(letter.isupper() for message in row["completion"][::2] for letter in message["content"])
-    assert row["reward"] == row["rewards/environment_reward"] == letters
+    assert row["reward"] == row["rewards/environment_reward"] == letters == sum(row["turn_rewards"])
+    assert row["end"] == "turns" and row["error"] == "" and len(row["turn_rewards"]) == 3
 
 
 def test_the_update_is_by_hand(folder: Any) -> None:
@@ -91,6 +92,54 @@ def test_the_update_is_by_hand(folder: Any) -> None:
     advantages = ((rewards - rewards.mean(1, keepdims=True)) / rewards.std(1, keepdims=True)).ravel()
     counts = np.array([episode.n_sampled for episode in played])
     assert metrics["loss"] == pytest.approx(-(advantages * counts).sum() / counts.sum(), abs=1e-6)
+
+
+@pytest.mark.parametrize("more", [{}, {"max_new_tokens": 12}])
+def test_the_update_by_turns_is_by_hand(folder: Any, more: Any) -> None:
+    """With a learning rate of 0 the loss is minus the mean over sampled tokens of the advantage of their turn."""
+    grpo = make(
+        folder, learning_rate=0.0, advantage_level="turn", regex="[A-Za-z]{1,9}",
+        reward_weights=[0.5, 2.0], micro_batch_size=3,
+        reward_fn=lambda completions: [float(len(completion[-1]["content"])) for completion in completions], **more,
+    )  # fmt: skip
+    played: list[Any] = []
+    play = grpo.player.play  # pyright: ignore[reportOptionalMemberAccess]
+    grpo.player.play = lambda *a: played.extend(play(*a)) or played  # pyright: ignore
+    metrics = grpo.train_step(ROWS[:2])
+    total, n_tokens = 0.0, 0
+    for group in (played[:4], played[4:]):
+        to_go, counts = [], []
+        for episode in group:
+            text = "".join("s" if sampled else " " for sampled in episode.sampled)
+            turns = [len(run) for run in text.split()]
+            rewards = [0.5 * reward for reward in episode.rewards] + [0.0] * (len(turns) - len(episode.rewards))
+            rewards[-1] += 2.0 * len(episode.messages[-1]["content"])
+            to_go += [sum(rewards[t:]) for t in range(len(turns))]
+            counts += turns
+        values = np.array(to_go)
+        total += ((values - values.mean()) / values.std() * counts).sum()
+        n_tokens += sum(counts)
+    assert metrics["loss"] == pytest.approx(-total / n_tokens, abs=1e-6) and metrics["loss"] != 0
+    assert any(episode.end == "length" for episode in played) == bool(more)
+    row = grpo.last_completions[0]
+    assert len(row["advantage"]) == sum(message["role"] == "assistant" for message in row["completion"])
+
+
+def test_turns_without_differences_are_filtered(folder: Any) -> None:
+    grpo = make(folder, Same, advantage_level="turn", filter_zero_variance=True)
+    assert grpo.train_step(ROWS[:2])["loss"] == 0  # each turn has the same reward to go in all episodes
+
+
+class Same(Counts):
+    """Rewards the last of two turns."""
+
+    def reset(self, row: Any, seed: int) -> Any:
+        self.turns = 0
+        return super().reset(row, seed)
+
+    def step(self, message: Any) -> Step:
+        self.turns += 1
+        return Step("more", reward=self.turns == 2, done=self.turns == 2)
 
 
 def test_an_episode_that_fails_leaves_its_group(folder: Any) -> None:
@@ -175,6 +224,9 @@ def test_tools_are_called_and_counted(tmp_path: Any) -> None:
     assert_raises(WhetTypeError, "reward_fn is None", make_tools)
     assert_raises(
         WhetTypeError, ("tools", "environment"), make_tools, environment=Counts, reward_fn=graded
+    )  # fmt: skip
+    assert_raises(
+        WhetValueError, ("advantage_level", "no environment"), make_tools, advantage_level="turn", reward_fn=graded
     )  # fmt: skip
     assert_raises(WhetValueError, ("max_tool_characters", "no tools"), make, folder, max_tool_characters=9)
 

@@ -160,3 +160,28 @@ def test_every_branch_is_trained_with_the_episodes_advantage(folder: Any, tokeni
     counts = np.array([episode.n_sampled for episode in played])
     assert metrics["loss"] == pytest.approx(-(advantages * counts).sum() / counts.sum(), abs=1e-6)
     assert metrics["completions/mean_length"] == counts.mean()
+
+
+def test_turns_of_branches_have_their_advantages(folder: Any, tokenizer: Any) -> None:
+    learner = Learner(folder, weights="float32", lora_rank=4)
+    settings: Any = {**THOUGHT, "group_size": 4, "batch_size": 2, "max_turns": 3, "env_timeout_s": 60.0}
+    del settings["stop_token_ids"]
+    own = {"learning_rate": 0.0, "rewritten_history": "branch", "advantage_level": "turn", "micro_batch_size": 3}
+    grpo = GRPO(learner, environment=Asks, tokenizer=tokenizer, **settings | own)
+    played: list[Any] = []
+    inner = grpo.player.play  # pyright: ignore[reportOptionalMemberAccess]
+    grpo.player.play = lambda *a: played.extend(inner(*a)) or played  # pyright: ignore
+    metrics = grpo.train_step([{"name": "a"}, {"name": "b"}])
+    assert metrics["episodes/mean_branches"] == 2
+    total, n_tokens = 0.0, 0
+    for group in (played[:4], played[4:]):
+        to_go = np.array([[sum(episode.rewards[t:]) for t in range(3)] for episode in group])
+        advantages = (to_go - to_go.mean()) / to_go.std()
+        for episode, of_turns in zip(group, advantages, strict=True):
+            branches = [*(branch.completion.sampled for branch in episode.earlier), episode.sampled]
+            text = " ".join("".join("s" if sampled else " " for sampled in branch) for branch in branches)
+            counts = [len(run) for run in text.split()]  # a turn is sampled on one branch
+            assert len(counts) == 3
+            total += (of_turns * counts).sum()
+            n_tokens += sum(counts)
+    assert metrics["loss"] == pytest.approx(-total / n_tokens, abs=1e-6) and abs(metrics["loss"]) > 1e-3

@@ -16,12 +16,15 @@ from tests.raising import assert_mentions, assert_raises, mentions
 from tests.rollout.test_tool_episodes import HERMES
 from transformers import AutoModelForCausalLM
 
+import whet.tasks.code
 from whet.algorithms import DPO
 from whet.cli import main
 from whet.config import DPOConfig
 from whet.errors import WhetValueError
 from whet.runs import GRPORun, SFTRun, train
 from whet.runs.training import add_reference_logprobs
+from whet.system.sandbox import Sandbox
+from whet.tasks.code import Interpreter
 
 
 def settings_of(files, tiny_model, name="run", **settings):
@@ -234,7 +237,10 @@ def test_a_task_scores_the_last_turn_of_episodes_with_tools(files, tmp_path):
 
 
 @pytest.mark.parametrize("unsafe", [pytest.param(False, marks=pytest.mark.needs("bwrap")), True])
-def test_programs_are_a_reward_and_a_tool(unsafe, files, tmp_path):
+def test_programs_are_a_reward_and_a_tool(unsafe, files, tmp_path, monkeypatch):
+    patient = Interpreter(Sandbox(timeout_s=60.0))  # a loaded machine takes seconds to start Python
+    for name in ("python", "passes_tests"):
+        monkeypatch.setattr(whet.tasks.code, name, getattr(patient, name))
     model = write_tiny_model(tmp_path / "model", HERMES, max_position=2048)
     rows = [{"prompt": f"x > {i}", "tests": f"assert x > {i}"} for i in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

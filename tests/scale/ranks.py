@@ -24,6 +24,7 @@ from whet.algorithms.orpo import ORPO
 from whet.algorithms.sft import SFT
 from whet.algorithms.simpo import SimPO
 from whet.errors import WhetError
+from whet.training.callbacks import Callback
 from whet.training.distributed import join_ranks
 
 SETTINGS: dict[str, Any] = {"learning_rate": 0.01, "micro_batch_size": 2, "compute": "float32"}
@@ -32,6 +33,16 @@ SFT_BATCH = [[5, 6], [7], [8, 9, 4], [4]], [[4, 5, 2], [6, 6, 7, 2], [2], [9, 9,
 SAME_LENGTHS = [[5, 6], [7, 8]], [[4, 5, 2], [6, 6, 2]]
 PAIRS = [[5, 6], [7], [8]], [[4, 5, 2], [6, 2], [7, 7, 7, 2]], [[5, 2], [6, 7, 2], [4, 2]]
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "luspo", "sapo")
+
+
+class Metrics(Callback):
+    """Metrics of each step."""
+
+    def __init__(self) -> None:
+        self.metrics: list[dict[str, float]] = []
+
+    def on_step_end(self, trainer: Any, metrics: Any) -> None:
+        self.metrics.append(timeless(metrics))
 
 
 def _grpo(model: Any = None, **settings: Any) -> GRPO:
@@ -112,6 +123,31 @@ def uneven() -> dict[str, Any]:
     }
 
 
+def ahead() -> dict[str, Any]:
+    """Runs that sample ahead: metrics of each step, and of the steps after a checkpoint."""
+    rows = [[3 + i % 8, 4 + i % 5, 5][: 1 + i % 3] for i in range(20)]
+
+    def run(name: str, model: Callable[[], Any], **settings: Any) -> dict[str, Any]:
+        log = Metrics()
+        given = {"batch_size": 2, "deterministic_reduction": True, "max_new_tokens": 9, "callbacks": [log], **settings}
+        trainer = _grpo(model(), **given)
+        trainer.train(rows, steps=5)
+        trainer.save(f"{sys.argv[1]}.files/{name}")
+        trainer.train(rows, steps=2)
+        again = Metrics()
+        join_ranks().all_gather(None)  # rank 0 has saved
+        resumed = GRPO.from_checkpoint(
+            f"{sys.argv[1]}.files/{name}", model(), reward_fn=fours, callbacks=[again]
+        )  # fmt: skip
+        resumed.train(rows, steps=2)
+        return {"metrics": log.metrics, "resumed": again.metrics}
+
+    return {
+        "all weights": run("all", tiny_llama, async_lag=1),
+        "adapters": run("adapters", lambda: with_lora(tiny_llama(), b_std=0.3), async_lag=3, async_tokens=3),
+    }
+
+
 def exact() -> dict[str, Any]:
     """Runs with deterministic_reduction, also with dropout."""
     settings = {"deterministic_reduction": True}
@@ -184,7 +220,7 @@ def failures() -> dict[str, Any]:
     }
 
 
-CASES = (losses, adapters, cached, uneven, exact, bfloat16_reduction, evaluations, failures)
+CASES = (losses, adapters, cached, uneven, exact, bfloat16_reduction, evaluations, ahead, failures)
 
 if __name__ == "__main__":
     found = {case.__name__: case() for case in CASES if case.__name__ in sys.argv[2:] or len(sys.argv) == 2}

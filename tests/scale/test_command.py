@@ -152,9 +152,11 @@ def test_ctrl_c_leaves_a_checkpoint_of_all_ranks(command, tmp_path):
 
 
 @pytest.mark.needs("ray")
-def test_a_pool_exits_with_its_driver_and_the_run_resumes_exactly(command, tmp_path):
+@pytest.mark.parametrize("ahead", [{}, {"async_lag": 2}])
+def test_a_pool_exits_with_its_driver_and_the_run_resumes_exactly(command, tmp_path, ahead):
     (tmp_path / "judge.py").write_text("def judge(completions):\n    return [len(set(text)) for text in completions]\n")
     given = {"reward": f"{tmp_path / 'judge.py'}:judge", "max_new_tokens": 8, "group_size": 4, "batch_size": 2}
+    given |= ahead
     assert main(command("native", "grpo", engine="native", **given)) == 0
     pooled = command("pool", "grpo", engine="ray", rollout_workers=2, **given)
     process = start(pooled)
@@ -173,6 +175,32 @@ def test_a_pool_exits_with_its_driver_and_the_run_resumes_exactly(command, tmp_p
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0 and "resuming from" in output, output[-3000:]
     assert losses(tmp_path / "pool") == losses(tmp_path / "native") and any(losses(tmp_path / "native").values())
+
+
+@pytest.mark.parametrize("ahead", [{"async_lag": 1}, {"async_lag": 3, "async_tokens": 3}])
+@pytest.mark.parametrize("lora", [{}, {"lora_rank": 2, "backend": "native"}])
+def test_a_killed_run_that_samples_ahead_resumes_exactly(command, tmp_path, ahead, lora):
+    (tmp_path / "judge.py").write_text("def judge(completions):\n    return [len(set(text)) for text in completions]\n")
+    given = {"reward": f"{tmp_path / 'judge.py'}:judge", "max_new_tokens": 8, "group_size": 4, "batch_size": 2}
+    given |= {"steps": 30, "checkpoint_every": 3, **ahead, **lora}
+    assert main(command("whole", "grpo", **given)) == 0
+    metrics, kills = tmp_path / "killed" / "metrics.jsonl", 0
+    while True:
+        process = start(command("killed", "grpo", **given))
+        aim = max(losses(tmp_path / "killed"), default=0) + 4 if metrics.exists() else 4
+        while process.poll() is None and not (metrics.exists() and max(losses(tmp_path / "killed"), default=0) >= aim):
+            time.sleep(0.002)
+        if kills == 2:
+            break
+        process.kill()
+        process.communicate()
+        kills += 1
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0 and "resuming from" in output, output[-3000:]
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    name = "adapter_model.safetensors" if lora else "model.safetensors"
+    weights = [(tmp_path / folder / "model" / name).read_bytes() for folder in ("whole", "killed")]
+    assert weights[0] == weights[1]
 
 
 def test_a_number_of_ranks_that_differs_from_the_launcher_is_rejected(command, capsys, monkeypatch):

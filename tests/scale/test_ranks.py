@@ -105,6 +105,13 @@ def test_deterministic_reduction_is_bit_identical_to_one_process(results, name):
     assert results[1][0]["exact"][name] == results[2][0]["exact"][name] == results[4][0]["exact"][name]
 
 
+@pytest.mark.parametrize("name", ["all weights", "adapters"])
+def test_ranks_that_sample_ahead_are_bit_identical_to_one_process(results, name):
+    runs = [rank["ahead"][name] for n in (1, 2, 4) for rank in results[n]]
+    assert all(run == runs[0] for run in runs)
+    assert runs[0]["metrics"][5:] == runs[0]["resumed"] and runs[0]["metrics"][4]["sampler/lag_max"] > 0
+
+
 def test_deterministic_reduction_is_close_to_the_plain_sum(results):
     exact, plain = results[2][0]["exact"]["sft"], results[1][0]["losses"]["sft"]
     assert_close_runs(plain, exact)

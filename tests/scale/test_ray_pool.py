@@ -26,6 +26,7 @@ from whet.errors import WhetError, WhetValueError
 from whet.nn.frozen import frozen_model
 from whet.rollout import ray_pool
 from whet.rollout.ray_pool import RayPool, split_groups
+from whet.training.callbacks import Callback
 
 pytestmark = pytest.mark.needs("ray")
 PROMPTS = [[3, 5, 7], [4, 4], [9], [6, 8, 3, 2], [5]]
@@ -345,3 +346,66 @@ def test_a_model_that_a_worker_cannot_load_is_reported(cluster, tmp_path):
             pool.sync(tiny_llama())
     with pytest.raises(WhetValueError, match=mentions("RayPool", "model", "load")):
         RayPool(workers=1)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_several_versions_are_sampled_at_once(cluster, adapters):
+    model = tiny_llama(num_hidden_layers=4, hidden_size=64, max_position_embeddings=1024)
+    model = with_lora(model, b_std=0.3, target_modules=["q_proj"]) if adapters else model
+    long = SamplingParams(max_new_tokens=600, seed=3)
+    pool, engine = pool_of(model, 2), Engine.from_model(model, weights="float32")
+    snapshots, expected, found = [], [], {}
+    try:
+        for _ in range(3):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.requires_grad:
+                        parameter.add_(0.05)
+            snapshots.append((pool.snapshot(model), engine.snapshot(model)))
+        for version, (_, own) in enumerate(snapshots):  # snapshots are copies: the model has changed since
+            engine.sync(own, version=version + 1)
+            expected.append(ids_of(engine.generate(PROMPTS, 4, long)))
+        assert len({str(groups) for groups in expected}) == 3
+        threads = [
+            threading.Thread(
+                target=lambda i=i: found.update({i: ids_of(pool.generate(PROMPTS, 4, long, weights=snapshots[i][0]))})
+            )
+            for i in (2, 0, 1)
+        ]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.1)
+        os.kill(workers_of(cluster)[0], signal.SIGKILL)
+        for thread in threads:
+            thread.join()
+        assert [found[i] for i in range(3)] == expected
+        with pytest.raises(WhetValueError, match=mentions("RayPool.generate", "no weights", "sync")):
+            pool.generate(PROMPTS, 1, SAMPLING)
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(("lag", "tokens"), [(2, 0), (3, 4)])
+@pytest.mark.parametrize("adapters", [False, True])
+def test_sampling_ahead_on_a_pool_equals_the_native_engine(cluster, lag, tokens, adapters):
+    rows = [[3 + i % 8, 4 + i % 5, 5][: 1 + i % 3] for i in range(40)]
+    runs = []
+
+    class Kills(Callback):
+        def on_step_end(self, trainer, metrics):
+            runs[-1].append(timeless(metrics))
+            if trainer.step == 3:
+                for pid in workers_of(cluster)[:1]:
+                    os.kill(pid, signal.SIGKILL)
+            trainer.evaluate(rows[:2])
+
+    for settings in ({"engine": "native"}, {"engine": "ray", "rollout_workers": 2}):
+        model = with_lora(tiny_llama(), b_std=0.3, target_modules=["q_proj"]) if adapters else tiny_llama()
+        runs.append([])
+        trainer = GRPO(
+            model, reward_fn=fours, group_size=4, max_new_tokens=12, learning_rate=0.01, batch_size=3,
+            callbacks=[Kills()], async_lag=lag, async_tokens=tokens, **settings,
+        )  # fmt: skip
+        trainer.train(rows, steps=8)
+        getattr(trainer.engine, "close", lambda: None)()
+    assert runs[0] == runs[1] and runs[0][-1]["sampler/lag_max"] == lag

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from tests.raising import assert_mentions, assert_raises
 
+from whet.config.episodes import EpisodeSettings
 from whet.errors import WhetTypeError, WhetValueError
 from whet.rewards.processes import CallTimeout, Guard, RaisedInChild
 from whet.tasks.environment import EpisodeProcess, Opening, Step
-from whet.tasks.tools import Tools, load_tools, truncate
+from whet.tasks.tools import ToolProcess, Tools, load_tools, truncate
 
 STARTED: list[float] = []
 
@@ -179,3 +180,18 @@ def test_specs_name_several_functions(tmp_path: Any) -> None:
     assert [each.__name__ for each in load_tools([f"{file}:f,g", f"{file}:g"])] == ["f", "g", "g"]
     assert_raises(WhetValueError, ("number", "f, g"), load_tools, [f"{file}:number"])
     assert_raises(WhetValueError, "file.py", load_tools, ["calculate"])
+
+
+def test_a_process_of_tools_survives_its_functions() -> None:
+    def turn(*calls: Any) -> Any:
+        return {"role": "assistant", "content": "", "tool_calls": list(calls)}
+
+    with ToolProcess(FUNCTIONS, EpisodeSettings(env_timeout_s=1.0, max_tool_characters=2)) as tools:
+        assert [tool["function"]["name"] for tool in tools.schemas] == ["add", "show", "fail", "wait"]
+        for _ in range(2):
+            found = tools.answer(turn(call("add", 1, a=100, b=2), call("add", 2, a=1, b=1)))
+            assert [message["content"] for message in found] == ["10\n[truncated: the first 2 of 3 characters]", "2"]
+            for how, fact in (("hang", "timeout_s=1.0"), ("die", "exit code 3")):
+                hung = tools.answer(turn(call("add", 1, a=1, b=2), call("fail", 2, how=how)))
+                assert [message["tool_call_id"] for message in hung] == ["call00001", "call00002"]
+                assert all(message["is_error"] and fact in message["content"] for message in hung)

@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from whet import _core
-from whet.config.sampling import SamplingParams
+from whet.config.sampling import Completion, SamplingParams
 from whet.config.settings import EngineName
 from whet.data.batches import as_rows
 from whet.data.rows import tokenize_prompt
 from whet.engine import Engine
-from whet.errors import WhetTypeError, check_installed
+from whet.errors import WhetTypeError, WhetValueError, check_installed
 from whet.models.architecture import LARGEST_SIZE
 from whet.rewards.functions import RewardFn, RewardFunctions
 from whet.rewards.metrics import mean_rewards
+from whet.rollout.ahead import AheadSampler, Request, lags
 from whet.rollout.choose import check_lengths, ensure_capacity, make_engine, packed_base, reward_functions
 from whet.rollout.episodes import Player, rollout_of
 from whet.rollout.players import check_chat_template, limits_of, make_player
 from whet.rollout.protocol import RolloutEngine
-from whet.rollout.rollout import Prompts, Rollout, as_prompt_row, read_prompts, sample, warn_if_truncated
+from whet.rollout.rollout import (
+    Prompts,
+    Rollout,
+    as_prompt_row,
+    choose_sampling,
+    make_rollout,
+    read_prompts,
+    sample,
+    warn_if_truncated,
+)
 from whet.rollout.sharded_engine import ShardedEngine
 from whet.tasks.environment import Environment
 from whet.training.phases import phase
@@ -90,8 +101,36 @@ class OnlineTrainer(Trainer):
         self.rewards_turns = environment is not None or agent is not None
         has_episodes = self.rewards_turns or bool(tools)
         self.player = self._make_player(environment, tools, agent) if has_episodes else None
+        self._ahead = self._make_ahead() if config.async_lag else None
+        self._ahead_state: dict[str, np.ndarray] = {}
         self._sampler_bytes = 0
         self._warned_of_truncation = self._warned_of_mismatch = False
+
+    def _make_ahead(self) -> AheadSampler:
+        """Return the sampler of later steps.
+
+        Raises:
+            WhetValueError: the engine cannot sample while its model trains.
+        """
+        where, config = type(self).__name__, self.config
+        if not hasattr(self.engine, "snapshot"):
+            raise WhetValueError(
+                f"{where}: async_lag is {config.async_lag}, and {type(self.engine).__name__} has no snapshot(model), a "
+                f"copy of the weights that it samples from while the model trains. Use engine='native' or 'ray', or "
+                f"omit async_lag."
+            )
+        if self.player is not None:
+            raise WhetValueError(
+                f"{where}: async_lag is {config.async_lag}, and there is an environment, whose episodes are played "
+                f"before their step trains. Omit one of them."
+            )
+        longest = self.policy.position_limit or LARGEST_SIZE
+        return AheadSampler(config.async_tokens, longest, self.ranks.rank, self.ranks.size)
+
+    @property
+    def lookahead(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Number of batches after its own that a step needs: of the steps that are sampled while it trains."""
+        return self.config.async_lag
 
     def _make_player(
         self, environment: Callable[[], Environment] | None, tools: Sequence[Callable[..., Any]], agent: Agent | None
@@ -175,6 +214,87 @@ class OnlineTrainer(Trainer):
         """
         with self._synced_engine():
             rollout = self._sample(prompt_batch, n, self.step, for_update=for_update)
+        return self._check_truncation(rollout)
+
+    def sample_step(self, prompt_batch: Any, n: int, *, for_update: bool = False) -> Rollout:
+        """Return the completions that this step trains on: of ``sample``, or with ``async_lag`` sampled ahead of it.
+
+        Raises:
+            WhetTypeError: with async_lag, outside ``train``, which knows the batches of later steps.
+        """
+        if self._ahead is None:
+            return self.sample(prompt_batch, n, for_update=for_update)
+        upcoming, where = self.reader.upcoming, type(self).__name__
+        if upcoming is None:
+            raise WhetTypeError(
+                f"{where}: async_lag is {self.config.async_lag}, and train_step knows no batches of later steps. Call "
+                f"train(dataset), or omit async_lag."
+            )
+        prompts = self.get_prepared(prompt_batch)
+        requests = [
+            Request(each.ids, n, choose_sampling(each, self._sampling(self.step + i, for_update), self.tokenizer))
+            for i, each in enumerate([prompts, *upcoming])
+        ]
+        rows = [ids for request in requests for ids in request.prompt_ids]
+        self.engine = ensure_capacity(self.engine, self._make_engine, rows, self.config.max_new_tokens)
+        groups = self._collect(self._ahead, requests)
+        rollout = make_rollout(prompts, groups, self.tokenizer)
+        own = np.concatenate([lags(completion, self.step) for completion in rollout.completions])
+        rollout.extra_metrics = {
+            "sampler/lag_mean": float(own.mean()),
+            "sampler/lag_max": int(own.max()),
+            "sampler/idle_time_s": self._ahead.idle_s(),
+        }
+        return self._check_truncation(rollout)
+
+    def _collect(self, ahead: AheadSampler, requests: list[Request]) -> list[list[Completion]]:
+        """Return the completions of this step, and begin those that its weights sample.
+
+        One engine first completes this step's, so that it can take the weights without a copy.
+        """
+
+        def extend() -> None:
+            with phase("sync"):
+                ahead.extend(self.engine, self.model, self.step, requests)
+
+        if getattr(self.engine, "samples_snapshots", False) or not ahead.has(self.step, requests[0]):
+            extend()
+        with phase("wait"):
+            groups = ahead.collect(self.step, requests[0], self.ranks)
+        extend()
+        return groups
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a checkpoint, see ``Trainer.save``; completions that are sampled ahead are completed and saved."""
+        self._ahead_state = {} if self._ahead is None else self._ahead.state(self.step, self.ranks)
+        try:
+            super().save(path)
+        finally:
+            self._ahead_state = {}
+
+    def can_save(self) -> bool:
+        """Whether a checkpoint would be complete: completions sampled ahead are gathered from ranks that work."""
+        if self._ahead is None:
+            return True
+        return self.ranks.size == 1 and not self._ahead.has_failed()
+
+    def extra_tensors(self) -> dict[str, np.ndarray]:
+        """Return the completions that were sampled ahead."""
+        return self._ahead_state
+
+    def load_extra_tensors(self, tensors: Mapping[str, Any]) -> None:
+        """Restore the completions that were sampled ahead; without async_lag they are sampled again."""
+        if self._ahead is not None:
+            self._ahead.load_state(tensors)
+
+    def memory_blocks(self) -> Iterator[tuple[str, Hashable, int]]:
+        """Yield the memory held by the trainer, and of weights that wait for the sampler."""
+        yield from super().memory_blocks()
+        if self._ahead is not None:
+            yield from self._ahead.memory_blocks()
+
+    def _check_truncation(self, rollout: Rollout) -> Rollout:
+        """Warn once if many completions are truncated."""
         if self.ranks.is_first and not self._warned_of_truncation:
             longest, where = self.config.max_new_tokens, type(self).__name__
             self._warned_of_truncation = warn_if_truncated(rollout, longest, where)
@@ -187,6 +307,8 @@ class OnlineTrainer(Trainer):
             difference: the metric ``sampler/logprob_difference``.
             fix: last sentence of the warning.
         """
+        if self._ahead is not None:  # the policy has changed since
+            return
         if difference > _MAX_DIFFERENCE and self.ranks.is_first and not self._warned_of_mismatch:
             self._warned_of_mismatch = True
             warnings.warn(
@@ -205,6 +327,10 @@ class OnlineTrainer(Trainer):
         many bytes of the allocator's are returned to the system as the engine used last time; after it, all of the
         engine's, including weights that the next sync packs again.
         """
+        with nullcontext() if self._ahead is None else self._ahead.pause():
+            yield from self._use_synced_engine()
+
+    def _use_synced_engine(self) -> Iterator[None]:
         if self.policy.packs_batches:
             with phase("generation"):
                 _core.release_freed_memory(self._sampler_bytes)
@@ -251,18 +377,23 @@ class OnlineTrainer(Trainer):
         """Sample ``n`` completions per prompt, reproducibly for (seed, key) and the engine's weights."""
         prompts = self.get_prepared(batch)
         self.engine = ensure_capacity(self.engine, self._make_engine, prompts.ids, self.config.max_new_tokens)
-        seed = int(np.random.SeedSequence([self.config.seed % 2**64, key]).generate_state(1)[0])
-        sampling = self.config.sampling(self.stop_token_ids(), seed)
+        sampling = self._sampling(key, for_update)
         if temperature is not None:
             sampling = dataclasses.replace(sampling, temperature=temperature)
-        if for_update:
-            recorded = {"kept_tokens": sampling.drops_tokens(), "experts": self.replays_experts()}
-            sampling = dataclasses.replace(sampling, **recorded)
         if self.player is not None:
             return self._play(self.player, prompts.decoded, n, sampling)
         engine = self.engine if self.ranks.size == 1 else ShardedEngine(self.ranks, self.engine)
         with phase("generation"):
             return sample(engine, prompts, n, sampling, self.tokenizer)
+
+    def _sampling(self, key: int, for_update: bool) -> SamplingParams:
+        """Return the settings of sampling for (seed, key); ``for_update``: see ``sample``."""
+        seed = int(np.random.SeedSequence([self.config.seed % 2**64, key]).generate_state(1)[0])
+        sampling = self.config.sampling(self.stop_token_ids(), seed)
+        if not for_update:
+            return sampling
+        recorded = {"kept_tokens": sampling.drops_tokens(), "experts": self.replays_experts()}
+        return dataclasses.replace(sampling, **recorded)
 
     def _play(
         self, player: Player | AgentPlayer, rows: list[dict[str, Any]], n: int, sampling: SamplingParams

@@ -73,7 +73,7 @@ class OnlineDPO(OnlineTrainer):
         Raises:
             RewardError: preference_fn or a reward function failed.
         """
-        rollout = self.sample(prompt_batch, 2)
+        rollout = self.sample_step(prompt_batch, 2)
         with phase("reward"):
             rewards = self.rewards
             scored = None if rewards is None else self.ranks.broadcast_from_first(lambda: rollout.score(rewards))

@@ -218,7 +218,8 @@ class Completion:
         logprobs: per token, the log-probability under the distribution it was drawn from, 0 if it was not sampled; None
             if the source does not provide them (a module's own ``generate``).
         finish_reason: "stop" after a stop token or a stop string, "length" after max_new_tokens.
-        policy_version: number of weight syncs of the engine before it was sampled.
+        policy_version: number of weight syncs of the engine before it was sampled; with ``async_lag``, number of steps
+            of the weights that sampled it, or its last tokens.
         text: with ``SamplingParams.stop``, the decoded text up to the stop string, or all of it, without special
             tokens; else None. (In runs of SentencePiece byte tokens only bytes that are not UTF-8 become U+FFFD; the
             tokenizer's ``decode`` replaces the whole run.)
@@ -232,6 +233,7 @@ class Completion:
             None.
         sampled: per token, whether the model sampled it; None: it sampled all. Others, of an environment and of the
             chat template between turns, are context: they are not trained.
+        policy_versions: per token, the version that sampled it, if there were several; None: ``policy_version``.
     """
 
     token_ids: list[int]
@@ -243,6 +245,7 @@ class Completion:
     kept_tokens: KeptTokens | None = None
     experts: np.ndarray | None = field(default=None, compare=False)
     sampled: list[bool] | None = None
+    policy_versions: list[int] | None = None
 
     @property
     def n_sampled(self) -> int:

@@ -30,7 +30,13 @@ from whet.config.fields import (
     reject_ineffective,
 )
 from whet.config.grammars import GrammarText, parse_schema
-from whet.config.sampling import DISTRIBUTION_SETTINGS, ROLLOUT_MAX_NEW_TOKENS, SamplingParams, SamplingSettings
+from whet.config.sampling import (
+    DISTRIBUTION_SETTINGS,
+    GRAMMAR_SETTINGS,
+    ROLLOUT_MAX_NEW_TOKENS,
+    SamplingParams,
+    SamplingSettings,
+)
 from whet.errors import WhetValueError, check_choice
 from whet.models.formats import Weights
 
@@ -61,6 +67,9 @@ _Timeout = Annotated[float | None, Range("seconds > 0, or None", lambda s: s is 
 _Port = Annotated[int, Range("a number from 0 to 65535", lambda port: 0 <= port <= 65535)]
 _TokenId = Annotated[int | None, Range("a token id >= 0", lambda token: token is None or token >= 0)]
 _Weights = Annotated[list[float], Range("finite numbers", lambda weights: all(map(math.isfinite, weights)))]
+
+_WHOLE_COMPLETION = (*GRAMMAR_SETTINGS, "stop", "presence_penalty", "frequency_penalty", "min_new_tokens")
+"""Sampling settings that depend on all tokens of a completion before the next."""
 
 _UNCLIPPED = ("cispo", "sapo")
 _SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair")
@@ -368,12 +377,30 @@ class OnlineConfig(RolloutConfig, TrainerConfig):
     samples: ClassVar[bool] = True
     fixed_at_construction: ClassVar[tuple[str, ...]] = (
         *TrainerConfig.fixed_at_construction, "engine", "rollout_workers", "ray_address", "rollout_weights", "kv_bytes",
-        "reward_weights", "reward_policy", "reward_timeout_s",
+        "reward_weights", "reward_policy", "reward_timeout_s", "async_lag", "async_tokens",
     )  # fmt: skip
+
+    async_lag: Count = 0
+    """Steps by which sampling is ahead of training: step t trains on completions that the weights after step
+    t - async_lag sampled, while the steps between them trained. 0: sampling and training alternate."""
+    async_tokens: Count = 0
+    """Tokens after which a completion is continued by the weights of the next step, up to one step before its own; 0:
+    one version of the weights samples the whole completion. Needs async_lag of 2 or more."""
 
     def __post_init__(self) -> None:
         TrainerConfig.__post_init__(self)
         RolloutConfig.__post_init__(self)
+        why = "engine is 'torch', which samples from the weights in training"
+        reject_ineffective(self, ["async_lag"], self.engine != "torch", why)
+        why = f"async_lag is {self.async_lag}: there is no newer version before the step"
+        reject_ineffective(self, ["async_tokens"], self.async_lag > 1, why)
+        for name in _WHOLE_COMPLETION if self.async_tokens else ():
+            if getattr(self, name):
+                raise WhetValueError(
+                    f"{type(self).__name__}: async_tokens is {self.async_tokens}, and {name} is "
+                    f"{getattr(self, name)!r}, which depends on all tokens of a completion, while another version "
+                    f"continues it. Leave one of them at its default."
+                )
 
 
 @dataclass(kw_only=True)
@@ -414,6 +441,8 @@ class GRPOConfig(EpisodeSettings, OnlineConfig):
     or computes the policy. The metric sampler/replaced_experts is the share of other choices."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Scope of the standard deviation that divides the advantages."""
+    advantage_level: Literal["episode", "turn"] = "episode"
+    """Advantages of episodes, or of their turns, from the rewards that follow each turn (``whet.rewards.turns``)."""
     advantage_ddof: _Ddof = 0
     """0: population standard deviation; 1: sample."""
     advantage_eps: _Eps = None
@@ -455,6 +484,7 @@ class GRPOConfig(EpisodeSettings, OnlineConfig):
         reject_ineffective(self, ["kl_estimator"], self.beta != 0, "beta is 0: no KL term")
         # With both at "auto" the model decides: GRPO corrects a quantised base.
         may_correct = self.correction() is not None or self.sampler_correction == self.rollout_weights == "auto"
+        may_correct |= self.sampler_correction == "auto" and self.async_lag > 0
         reject_ineffective(self, ["sampler_cap"], may_correct, "sampler_correction is off")
         spread = ["advantage_ddof", "advantage_eps"]
         reject_ineffective(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from numbers import Integral
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, cast
 
 import numpy as np
 
@@ -57,6 +57,7 @@ from whet.models.packed_base import PackedBase
 from whet.models.sizes import KV_BYTES, MAX_BATCH, PREFILL_CHUNK
 from whet.models.slots import ModelSource
 from whet.models.sources.arrays import open_arrays
+from whet.models.sources.frozen import freeze_source
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.gguf_container import GGUFFile
 from whet.models.sources.live import open_module
@@ -561,9 +562,9 @@ class Engine:
 
         Args:
             model: a live module; a ``Learner`` on the engine's base, whose adapters are copied; the path of a folder or
-                GGUF file, whose weights are converted to the engine's formats; or, for an engine in another process,
-                arrays from ``whet.models.sources.arrays.named_arrays``: all weights, the adapters, or both. Adapters
-                without weights apply to the current weights.
+                GGUF file, whose weights are converted to the engine's formats; a ``snapshot``; or, for an engine in
+                another process, arrays from ``whet.models.sources.arrays.named_arrays``: all weights, the adapters, or
+                both. Adapters without weights apply to the current weights.
             version: the new ``policy_version``, at least 1. Default: incremented by 1.
 
         Raises:
@@ -578,8 +579,9 @@ class Engine:
         with (session := Session(self._calls, where)), session:
             session.begin(exclusive=True)
             weights = self._calls.use(where).weights
-            if isinstance(model, Mapping):
-                source = open_arrays(model, self.config, self._targets, self.base, where)
+            if isinstance(model, (Mapping, ModelSource)):
+                is_source, arrays = isinstance(model, ModelSource), cast(Any, model)
+                source = arrays if is_source else open_arrays(arrays, self.config, self._targets, self.base, where)
                 slices = list(check_range(source.slices(), where, weights, self.config))
                 if not slices and self._calls.unusable:
                     raise WhetValueError(
@@ -594,6 +596,19 @@ class Engine:
                 check_same_base(self.base, source.base, where)
                 slices = list(check_range(list_slices(source, where), where, weights, self.config))
             self._replace(slices, source, where, self.policy_version + 1 if version is None else version)
+
+    def snapshot(self, model: Any) -> ModelSource:
+        """Copy the weights of a module or a ``Learner`` for a later ``sync`` of this engine; see ``sync``.
+
+        Copies the adapters only if nothing else has changed since the last ``sync``.
+        """
+        where = "Engine.snapshot"
+        source = _open_live(model, self._merged, self.config.max_position, where)
+        check_same_model(self.config, source.config, where)
+        check_same_base(self.base, source.base, where)
+        slices = list_slices(source, where)
+        is_known = self._stored is not None and source.adapters and checksums(slices) == self._stored
+        return freeze_source(source, [] if is_known else slices)
 
     def add_adapter(self, adapter: Any) -> int:
         """Add a LoRA adapter and return its number for ``generate(adapter=...)``; one batch may mix adapters.

@@ -530,7 +530,7 @@ class _Options:
         older = {name: self.given[old] for name, old in family.older.items() if old in self.given}
         self.given = {**self.given, **older}
         if family.one_only:
-            self.given = {**self.given, **self.one_only_layers()}
+            self.read_one_only_layers()
         sizes = self.given.get("per_layer_config")
         if "local_head_dim" in family.keys and isinstance(sizes, Mapping):
             self.given = {**self.given, **self.full_sizes(sizes), "per_layer_config": None}
@@ -624,8 +624,8 @@ class _Options:
             fields["ffn_dims"] = (width,) * n_own + (2 * width,) * n_shared
         return fields
 
-    def one_only_layers(self) -> dict[str, Any]:
-        """Return the options of layers that are one of a mixer, an MLP and a mixture: their kinds and number."""
+    def read_one_only_layers(self) -> None:
+        """Set the kinds and the number of layers that are one of a mixer, an MLP and a mixture."""
         name = self.family.keys["layer_types"]
         kinds = self.given.get(name, self.given.get("layer_types"))
         pattern = self.given.get(_PATTERN)
@@ -635,7 +635,7 @@ class _Options:
         self.given = {**self.given, name: kinds}
         if not isinstance(kinds, (list, tuple)) or not kinds or not all(isinstance(kind, str) for kind in kinds):
             raise self.wrong("layer_types", "a list of layers' kinds")
-        return {self.family.keys["n_layers"]: len(kinds)}
+        self.given = {**self.given, self.family.keys["n_layers"]: len(kinds)}
 
     def mixers(self, n_layers: int) -> dict[str, Any]:
         """Return the fields of layers without attention, or without an MLP."""

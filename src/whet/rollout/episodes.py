@@ -20,7 +20,6 @@ from whet.config.kept_tokens import KeptTokens
 from whet.config.sampling import Completion, SamplingParams, StreamKey
 from whet.engine import Engine
 from whet.engine.session import Call
-from whet.errors import WhetValueError
 from whet.rewards.processes import Guard, summary, wait_for_any
 from whet.rollout.protocol import RolloutEngine
 from whet.rollout.rollout import Branch, Rollout
@@ -319,11 +318,7 @@ class Player:
         """Reject a template that drops tools, their calls or results, or whose calls cannot be read."""
         if not tools or tools == self._checked_tools:
             return
-        if not self._replies.can_call:
-            raise WhetValueError(
-                "Player.play: there are tools, and the chat template has no form of calls that can be read. Use a "
-                "model that was trained to call tools, or pass a template of such a model (--chat-template)."
-            )
+        self._replies.check_can_call("Player.play")
         self._seams(tools).check_calls(str(tools[0].get("function", {}).get("name")))
         self._checked_tools = tools
 
@@ -429,6 +424,11 @@ def rollout_of(episodes: Sequence[Episode]) -> Rollout:
         extra_metrics=episode_metrics(episodes),
         earlier={i: episode.earlier for i, episode in enumerate(episodes) if episode.earlier},
         failed=[i for i, episode in enumerate(episodes) if episode.end == "error"],
+        details={
+            "end": [episode.end for episode in episodes],
+            "error": [episode.error for episode in episodes],
+            "turn_rewards": [episode.rewards for episode in episodes],
+        },
     )
 
 

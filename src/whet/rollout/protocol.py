@@ -20,7 +20,9 @@ class RolloutEngine(Protocol):
         Prompts are token ids without padding and may differ in length. Unsupported settings are errors. Optional
         features of an engine: ``keys=``, a ``StreamKey`` for each prompt, with which a batch can be split among calls;
         ``generate_each``, which takes the same arguments and yields ``result[prompt]`` in order, as soon as each is
-        complete; and ``release_memory()``, which returns the memory of sampling to the system, and its size in bytes.
+        complete; ``release_memory()``, which returns the memory of sampling to the system, and its size in bytes; and
+        ``snapshot(model)``, which returns a copy of the weights that ``sync`` takes, so that later training does not
+        change them, or, if ``samples_snapshots`` is true, that ``generate`` takes as ``weights=``, in several threads.
         """
         ...
 

@@ -11,12 +11,9 @@ import contextlib
 import itertools
 import os
 import socket
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from whet import _core
 from whet.config.sampling import Completion, SamplingParams, StreamKey, stream_keys
@@ -29,38 +26,10 @@ from whet.models.sizes import MAX_BATCH
 from whet.models.slots import ModelSource
 from whet.models.sources.arrays import adapter_arrays, weight_arrays
 from whet.models.sources.live import open_module
+from whet.rollout.ray_dispatch import Dispatcher, Job, SampleRange, split_groups
 from whet.rollout.ray_worker import PackedFile, Policy, Weights, Worker, versions
 
 _CONNECT_S = 5
-_ATTEMPTS = 3
-"""Maximum attempts of a call that is lost or exceeds its time limit."""
-
-
-class _SampleRange(NamedTuple):
-    """Samples [first, first + count) of a prompt."""
-
-    prompt: int
-    first: int
-    count: int
-
-
-class _Call(NamedTuple):
-    """A call in progress on a worker.
-
-    Attributes:
-        end: deadline on the monotonic clock.
-    """
-
-    part: _SampleRange
-    worker: int
-    end: float
-
-
-def split_groups(n_prompts: int, n: int, n_workers: int) -> list[_SampleRange]:
-    """Split groups into ranges of samples, at least one per worker if there are fewer groups than workers."""
-    slices = min(n, max(1, -(-n_workers // max(1, n_prompts))))
-    bounds = [n * i // slices for i in range(slices + 1)]
-    return [_SampleRange(prompt, a, b - a) for prompt in range(n_prompts) for a, b in itertools.pairwise(bounds)]
 
 
 class RayPool:
@@ -79,7 +48,7 @@ class RayPool:
         options: options of ``whet.Engine``.
 
     Attributes:
-        policy_version: number of ``sync`` calls.
+        policy_version: number of ``sync`` and ``snapshot`` calls.
         actors: Ray handles of the workers.
 
     Raises:
@@ -118,8 +87,8 @@ class RayPool:
         self._ray: Any = ray
         self._options, self.policy_version = options, 0
         self._policy: Policy | None = None
+        self._sent: Policy | None = None
         self._stored: Any = None
-        self._call_timeout_s = call_timeout_s
         if not ray.is_initialized() and _starts_own(address):
             _check_cpus(
                 workers, threads or 1, _core.n_processors(), "this machine"
@@ -131,6 +100,8 @@ class RayPool:
         try:
             _check_cpus(workers, self._threads, cpus, "the cluster")
             self.actors = [self._start() for _ in range(workers)]
+            self._dispatcher = Dispatcher(ray, self.actors, self._start, call_timeout_s)
+            weakref.finalize(self, self._dispatcher.close)
             self._check_workers(start_timeout_s)
             self._load = load
             if load is not None:
@@ -182,7 +153,21 @@ class RayPool:
         Raises:
             WhetValueError: as ``Engine.sync``.
         """
-        where = "RayPool.sync"
+        self._policy = self._send(model, "RayPool.sync", replaces=True)
+
+    samples_snapshots = True
+    """Whether ``generate`` takes weights, so that several versions are sampled at once."""
+
+    def snapshot(self, model: Any) -> Policy:
+        """Store weights for ``generate(weights=...)``, until the result is no longer referenced.
+
+        Raises:
+            WhetValueError: as ``Engine.sync``.
+        """
+        return self._send(model, "RayPool.snapshot", replaces=False)
+
+    def _send(self, model: Any, where: str, replaces: bool) -> Policy:
+        """Store weights in Ray's object store; of a base that was sent before, only the adapters."""
         if self._load is not None:
             raise WhetValueError(f"{where}: the workers load their own model. Construct a pool with model instead.")
         source = self._describe(model)
@@ -190,7 +175,7 @@ class RayPool:
         slices = list_slices(source, where)
         version = self.policy_version + 1
         stored = checksums(slices) if source.adapters or source.base is not None else None
-        policy = self._policy if stored is not None and stored == self._stored else None
+        policy = self._sent if stored is not None and stored == self._stored else None
         if policy is None:
             for _ in check_finite(slices, where):
                 pass
@@ -199,10 +184,13 @@ class RayPool:
         if policy is None:
             # Ray reuses the memory of a freed object of the same size, in a tenth of the time: free the old weights
             # first.
-            self._policy = None
+            self._sent = None
+            if replaces:
+                self._policy = None
             policy = Policy(version, [self._ray.put(self._weights(model, source))], version, [])
-        self._policy = policy._replace(version=version, adapters=adapters)
+        self._sent = policy._replace(version=version, adapters=adapters)
         self._stored, self.policy_version = stored, version
+        return self._sent
 
     def _weights(self, model: Any, source: ModelSource) -> Weights:
         base = source.base
@@ -227,13 +215,18 @@ class RayPool:
         sampling: SamplingParams,
         *,
         keys: Sequence[StreamKey] | None = None,
+        weights: Policy | None = None,
     ) -> list[list[Completion]]:
         """Sample completions, see ``Engine.generate``.
+
+        Args:
+            weights: from ``snapshot``. Default: of the last ``sync``. Calls in several threads may sample from several
+                versions: a worker begins with a newer one when its calls of the older have ended.
 
         Raises:
             WhetError: an error of the engine, or a call that exceeded its time limit on several workers.
         """
-        return list(self.generate_each(prompt_ids, n, sampling, keys=keys))
+        return list(self.generate_each(prompt_ids, n, sampling, keys=keys, weights=weights))
 
     def generate_each(
         self,
@@ -242,6 +235,7 @@ class RayPool:
         sampling: SamplingParams,
         *,
         keys: Sequence[StreamKey] | None = None,
+        weights: Policy | None = None,
     ) -> Iterator[list[Completion]]:
         """Yield the results of ``generate`` in order, each as soon as it and its predecessors are complete."""
         where = "RayPool.generate"
@@ -249,75 +243,28 @@ class RayPool:
         if not self.actors:
             raise WhetValueError(f"{where}: the pool is closed. Construct a new one.")
         chosen = stream_keys(keys, len(prompt_ids), where)
-        policy = self._require_policy(where)
+        policy = self._require_policy(where) if weights is None else weights
         parts = split_groups(len(prompt_ids), n, len(self.actors))
-        run = self._run(policy, parts, prompt_ids, sampling, chosen)
-        found: dict[_SampleRange, list[Completion]] = {}
-        for _, of_prompt in itertools.groupby(parts, key=lambda part: part.prompt):
-            own = list(of_prompt)
-            while not found.keys() >= set(own):
-                part, completions = next(run)
-                found[part] = completions
-            yield [completion for part in own for completion in found.pop(part)]
 
-    def _run(
-        self,
-        policy: Policy,
-        parts: Sequence[_SampleRange],
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        keys: list[StreamKey],
-    ) -> Iterator[tuple[_SampleRange, list[Completion]]]:
-        ray, waiting = self._ray, deque(parts)
-        slots = max(1, MAX_BATCH // max(part.count for part in parts)) if parts else 1
-        running: dict[Any, _Call] = {}  # in order of deadline
-        finished: SimpleQueue[tuple[Any, Future[list[Completion]]]] = SimpleQueue()
-        attempts = dict.fromkeys(parts, 0)
-        load = [0] * len(self.actors)
-        while waiting or running:
-            while waiting and min(load) < slots:
-                part, worker = waiting.popleft(), load.index(min(load))
-                prompt, first = keys[part.prompt]
-                key = StreamKey(prompt, first + part.first)
-                call = self.actors[worker].generate.remote(
-                    policy, list(map(int, prompts[part.prompt])), part.count, sampling, key
-                )
-                running[call] = _Call(part, worker, time.monotonic() + self._call_timeout_s)
-                load[worker] += 1
-                # Not ray.wait, which scans all running calls whenever one completes.
-                call.future().add_done_callback(lambda result, call=call: finished.put((call, result)))
-            done = None
-            with contextlib.suppress(Empty):
-                done = finished.get(timeout=max(0.0, next(iter(running.values())).end - time.monotonic()))
-            if done is not None and done[0] in running:  # not from a replaced worker
-                call, result = done
-                part, worker, _ = running.pop(call)
-                load[worker] -= 1
-                try:
-                    yield part, result.result()
-                except ray.exceptions.RayTaskError as error:
-                    raise (error.cause if isinstance(error.cause, Exception) else error) from None
-                except ray.exceptions.RayActorError:
-                    self._retry(part, attempts, waiting)
-            for worker in _late(running.values()):
-                with contextlib.suppress(ray.exceptions.RayError):
-                    ray.kill(self.actors[worker], no_restart=True)
-                self.actors[worker] = self._start()
-                for call in [call for call, (_, other, _) in running.items() if other == worker]:
-                    self._retry(running.pop(call).part, attempts, waiting)
-                load[worker] = 0
+        def call(actor: Any, part: SampleRange) -> Any:
+            prompt, first = chosen[part.prompt]
+            key = StreamKey(prompt, first + part.first)
+            return actor.generate.remote(policy, list(map(int, prompt_ids[part.prompt])), part.count, sampling, key)
 
-    def _retry(self, part: _SampleRange, attempts: dict[_SampleRange, int], waiting: deque[_SampleRange]) -> None:
-        attempts[part] += 1
-        if attempts[part] == _ATTEMPTS:
-            raise WhetError(
-                f"RayPool.generate: prompt {part.prompt} failed on {_ATTEMPTS} workers, which died or exceeded "
-                f"{self._call_timeout_s:g} s. Check the nodes' memory, or raise call_timeout_s."
-            )
-        waiting.appendleft(part)
+        run = self._dispatcher.run(Job(policy.version, parts, call))
+        with contextlib.closing(run):
+            found: dict[SampleRange, list[Completion]] = {}
+            for _, of_prompt in itertools.groupby(parts, key=lambda part: part.prompt):
+                own = list(of_prompt)
+                while not found.keys() >= set(own):
+                    part, completions = next(run)
+                    found[part] = completions
+                yield [completion for part in own for completion in found.pop(part)]
 
     def close(self) -> None:
         """End the workers, and Ray if the pool started it."""
+        if self.actors:
+            self._dispatcher.close()
         for worker in self.actors:
             with contextlib.suppress(Exception):
                 self._ray.kill(worker, no_restart=True)
@@ -343,12 +290,6 @@ def _bfloat16_slots(source: ModelSource, options: Mapping[str, Any]) -> set[str]
     names = {name: options.get(name) for name in ("embedding", "head")}
     formats = choose_formats(source, options.get("weights", "bf16"), where="RayPool", **names)
     return {slot for slot, parts in formats.items() if all(part.format == "bfloat16" for part in parts)}
-
-
-def _late(running: Iterable[_Call]) -> set[int]:
-    """Return the workers of calls past their deadline; ``running`` is in order of deadline."""
-    now = time.monotonic()
-    return {call.worker for call in itertools.takewhile(lambda call: call.end <= now, running)}
 
 
 def _check_cpus(workers: int, threads: int, cpus: float, where: str) -> None:

@@ -117,7 +117,8 @@ class Worker:
                 return self._engine
             config, targets, options, arrays, packed = weights
             for reference in policy.adapters:
-                arrays = arrays | ray.get(reference)
+                adapters: Any = ray.get(reference)
+                arrays = arrays | adapters
             if engine is None:
                 base = None if packed is None else _pack(packed, config)
                 if base is not None and not arrays:

@@ -124,6 +124,7 @@ class Rollout:
         extra_metrics: of episodes.
         failed: indices of the episodes whose environment failed, which have no reward.
         earlier: index of an episode -> its branches before the last one, which is its completion.
+        details: further columns of the table of completions.
     """
 
     prompt_ids: list[list[int]]
@@ -134,6 +135,7 @@ class Rollout:
     extra_metrics: dict[str, float] = field(default_factory=dict)
     failed: Sequence[int] = ()
     earlier: Mapping[int, Sequence[Branch]] = field(default_factory=dict)
+    details: dict[str, list[Any]] = field(default_factory=dict)
 
     @property
     def completion_ids(self) -> list[list[int]]:
@@ -150,6 +152,11 @@ class Rollout:
         branches = [branch for _, branch in pairs]
         split = Rollout([each.prompt_ids for each in branches], [], [each.completion for each in branches], [], {})
         return [i for i, _ in pairs], split
+
+    def sampled_by_branch(self, i: int) -> list[list[bool]]:
+        """Return whether each token of completion ``i`` was sampled, for each branch."""
+        branches = [*(branch.completion for branch in self.earlier.get(i, ())), self.completions[i]]
+        return [branch.sampled or [True] * len(branch.token_ids) for branch in branches]
 
     def sampler_logprobs(self, rows: Sequence[int]) -> np.ndarray | None:
         """Return (R, T) log-probs of the completions ``rows`` recorded by the engine; None if not recorded."""
@@ -229,21 +236,34 @@ class Sampler(Protocol):
 
 
 def sample(engine: Sampler, prompts: Prompts, n: int, sampling: SamplingParams, tokenizer: Any) -> Rollout:
-    """Sample ``n`` completions for each prompt. A grammar begins behind the thinking that prompts open.
+    """Sample ``n`` completions for each prompt, see ``choose_sampling``."""
+    completions = engine.generate(prompts.ids, n, choose_sampling(prompts, sampling, tokenizer))
+    return make_rollout(prompts, completions, tokenizer)
+
+
+def choose_sampling(prompts: Prompts, sampling: SamplingParams, tokenizer: Any) -> SamplingParams:
+    """Return the settings for a batch: a grammar begins behind the thinking that prompts open.
 
     Raises:
         WhetValueError: there is a grammar, and some of the prompts open the thinking.
     """
+    if not sampling.grammar_settings() or tokenizer is None:
+        return sampling
+    replies = Replies(tokenizer)
+    tags = {replies.closing_tag(ids) for ids in prompts.ids}
+    if len(tags) > 1:
+        raise WhetValueError(
+            "sample: some prompts open the thinking and others do not, so that the grammar cannot begin behind it. "
+            "Render all prompts of a batch alike."
+        )
+    return dataclasses.replace(sampling, grammar_after=tags.pop())
+
+
+def make_rollout(prompts: Prompts, groups: Sequence[Sequence[Completion]], tokenizer: Any) -> Rollout:
+    """Return the completions of each prompt as a rollout."""
     replies = None if tokenizer is None else Replies(tokenizer)
-    if sampling.grammar_settings() and replies is not None:
-        tags = {replies.closing_tag(ids) for ids in prompts.ids}
-        if len(tags) > 1:
-            raise WhetValueError(
-                "sample: some prompts open the thinking and others do not, so that the grammar cannot begin behind it. "
-                "Render all prompts of a batch alike."
-            )
-        sampling = dataclasses.replace(sampling, grammar_after=tags.pop())
-    completions = [completion for group in engine.generate(prompts.ids, n, sampling) for completion in group]
+    completions = [completion for group in groups for completion in group]
+    n = len(completions) // max(1, len(prompts.ids))
 
     def repeat(values: list[Any]) -> list[Any]:
         return [value for value in values for _ in range(n)]
@@ -269,5 +289,5 @@ def completion_table(
     if rewards is not None:
         columns |= {f"rewards/{name}": scores.tolist() for name, scores in rewards.by_name.items()}
         columns["reward"] = rewards.rewards.tolist()
-    columns |= extra
+    columns |= {**extra, **rollout.details}
     return [{"step": step, **dict(zip(columns, row, strict=True))} for row in zip(*columns.values(), strict=True)]

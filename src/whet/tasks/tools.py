@@ -17,14 +17,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from whet.config.episodes import EpisodeSettings
-from whet.data.messages import tool_calls
+from whet.data.messages import failed_calls, tool_calls, tool_result
 from whet.errors import WhetTypeError, WhetValueError
 from whet.rewards.functions import load_function
-from whet.rewards.processes import settle, summary
-from whet.tasks.environment import Message, Step
+from whet.rewards.processes import Guard, check_timeout, settle, summary
+from whet.tasks.environment import EpisodeProcess, Message, Step
 from whet.tasks.schemas import find_fault, tool_schema
 
 
@@ -93,8 +93,7 @@ class Tools:
         if error is not None:
             text = f"error: {error if isinstance(error, ToolError) else summary(error)}"
         text = truncate(text.encode(errors="replace").decode(), self._max_characters)
-        own = {"name": call["function"]["name"], "tool_call_id": call.get("id")}
-        return {"role": "tool", **own, "content": text, **({"is_error": True} if error is not None else {})}
+        return tool_result(call, text, is_error=error is not None)
 
 
 def _as_text(result: Any) -> str:
@@ -109,6 +108,54 @@ def truncate(text: str, max_characters: int) -> str:
     if len(text) <= max_characters:
         return text
     return f"{text[:max_characters]}\n[truncated: the first {max_characters:,} of {len(text):,} characters]"
+
+
+class ToolProcess:
+    """Tools in a child process, for calls one turn at a time.
+
+    A process that hangs or dies is replaced, and the model reads that its calls failed.
+
+    Args:
+        functions: as for ``Tools``.
+        settings: time and length of results.
+
+    Raises:
+        WhetTypeError, WhetValueError: as for ``Tools``, or this system cannot end a call after its time.
+    """
+
+    def __init__(self, functions: Sequence[Callable[..., Any]], settings: EpisodeSettings) -> None:
+        check_timeout("ToolProcess", "env_timeout_s", settings.env_timeout_s)
+        self._tools, self._timeout_s = Tools(functions, settings.max_tool_characters), settings.env_timeout_s
+        self.schemas, self._process = self._tools.tools, None
+        self._guard = Guard()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._end()
+        self._guard.__exit__()
+
+    def answer(self, message: Message) -> list[Message]:
+        """Return the messages that answer the calls of a turn, in their order."""
+        if self._process is None:
+            self._process = EpisodeProcess(lambda: self._tools, {}, 0, self._timeout_s, self._guard)
+        found: Any = None
+        try:
+            self._process.step(message)
+            found = self._process.outcome()
+        finally:
+            if not isinstance(found, Step):  # it failed, or Ctrl-C interrupts it
+                self._end()
+        if not isinstance(found, Step):
+            return [*failed_calls(message, summary(found))]
+        assert not isinstance(found.messages, str), "a step from a child has messages"
+        return [*found.messages]
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.close()
+        self._process = None
 
 
 def load_tools(specs: Sequence[str]) -> list[Callable[..., Any]]:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from whet.data.thinking import DEFAULT_TAGS, Replies, Tags
+from whet.errors import WhetValueError
 from whet.models.tokenizers.token_texts import TokenTexts
 from whet.text.response_template import find_response_template
 from whet.text.thinking import TextChunk, ThinkingSplitter
@@ -85,6 +86,14 @@ class ReplyFormat:
     def can_call(self) -> bool:
         """Whether replies can call tools."""
         return self.template.has_calls if self.template else self.calls is not None
+
+    def check_can_call(self, where: str) -> None:
+        """Raise a WhetValueError unless replies can call tools."""
+        if not self.can_call:
+            raise WhetValueError(
+                f"{where}: there are tools, and the chat template has no form of calls that can be read. Use a model "
+                f"that was trained to call tools, or pass the template of such a model (--chat-template)."
+            )
 
     def shown_tokens(self, has_tools: bool) -> dict[int, str]:
         """Return the special tokens that are parts of replies, by id."""

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from whet.data.chat import Chat
+from whet.data.messages import example_call, tool_result
 from whet.data.rows import tokenize_prompt
 from whet.errors import WhetValueError
 
@@ -126,9 +127,8 @@ class Seams:
             RewrittenHistoryError: the template renders a call differently after its result.
             WhetValueError: it drops the tools, the call or the result.
         """
-        call = {"type": "function", "id": "call00000", "function": {"name": name, "arguments": {"key": "value"}}}
-        reply: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
-        result = {"role": "tool", "name": name, "tool_call_id": call["id"], "content": "result of the tool"}
+        reply = example_call(name)
+        result = tool_result(reply["tool_calls"][0], "result of the tool")
         try:
             self.check([(reply, result)])
         except RewrittenHistoryError:  # Qwen3 keeps thinking between calls, and adds its tags to a turn without it

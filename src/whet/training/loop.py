@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from whet.data.batches import Place, Rewindable, batch_stream, batches_in_order, is_batch, is_sequence
 from whet.errors import WhetTypeError, WhetValueError, check_integer
-from whet.training.prefetch import Prefetcher, check_forms, is_in_memory, locate_error
+from whet.training.prefetch import PREFETCH, Prefetcher, check_forms, is_in_memory, locate_error
 from whet.training.state import Snapshot
 
 if TYPE_CHECKING:
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 class DatasetReader:
     """State of a trainer's datasets between steps and calls.
+
+    Attributes:
+        upcoming: within ``train``, the prepared batches of the trainer's ``lookahead`` steps after the next, fewer at
+            the end; else None.
 
     Methods take the trainer as an argument, so that no reference cycle delays the release of its memory.
     """
@@ -29,6 +33,7 @@ class DatasetReader:
         self._iterator = Rewindable(iter(()))
         """The last iterator dataset, with the items not yet counted as a step."""
         self._prepared: tuple[tuple[Any, ...], Any] | None = None
+        self.upcoming: list[Any] | None = None
         self._checked: tuple[Any, int] = None, 0
         """Dataset whose rows were checked, and their number."""
 
@@ -43,15 +48,17 @@ class DatasetReader:
             dataset, config.batch_size, config.seed, place, trainer.row_fields, trainer.as_row
         )
         self.check_forms(trainer, dataset)
-        return Prefetcher(batches, lambda drawn: _prepare(trainer, dataset, drawn[0])), n_left, per_epoch
+        depth = max(PREFETCH, 1 + trainer.lookahead)
+        return Prefetcher(batches, lambda drawn: _prepare(trainer, dataset, drawn[0]), depth), n_left, per_epoch
 
-    def take(self, batches: Prefetcher[Any], n_left: int) -> tuple[Any, ...] | None:
+    def take(self, trainer: Trainer, batches: Prefetcher[Any], n_left: int) -> tuple[Any, ...] | None:
         """Return the arguments of the next step; None at the end."""
         taken = batches.take(n_left)
         if taken is None:
             return None
         (arguments, self._after_batch), prepared = taken
         self._prepared = arguments, prepared
+        self.upcoming = batches.upcoming(trainer.lookahead)
         return arguments
 
     def count(self, trainer: Trainer) -> None:
@@ -63,7 +70,7 @@ class DatasetReader:
 
     def close(self) -> None:
         """Return the batches not counted as a step to their iterator."""
-        self._after_batch = self._prepared = None
+        self._after_batch = self._prepared = self.upcoming = None
         self._iterator.rewind()
 
     def get_prepared(self, trainer: Trainer, batch: tuple[Any, ...]) -> Any:
@@ -133,7 +140,7 @@ def run_steps(trainer: Trainer, dataset: Any, steps: int | None, n_epochs: int |
             callback.on_train_begin(trainer, last_step)
         while trainer.step < last_step and not trainer.should_stop:
             before = Snapshot(trainer) if trainer.callbacks else None
-            arguments = reader.take(batches, last_step - trainer.step)
+            arguments = reader.take(trainer, batches, last_step - trainer.step)
             if arguments is None:
                 break
             metrics = trainer.train_step(*arguments)
@@ -141,7 +148,7 @@ def run_steps(trainer: Trainer, dataset: Any, steps: int | None, n_epochs: int |
         for callback in trainer.callbacks:
             callback.on_train_end(trainer)
     except Exception as error:
-        if before is not None and before.restore(trainer):
+        if before is not None and before.restore(trainer) and trainer.can_save():
             with suppress(OSError):  # from a checkpoint: ``error`` ended the run
                 for callback in trainer.callbacks:
                     callback.on_train_failure(trainer, error)

@@ -33,17 +33,22 @@ class Prefetcher(Generic[Drawn]):
     Args:
         stream: items in order.
         prepare: called once with each item.
+        depth: maximum number of items prepared ahead, including the next one.
     """
 
-    def __init__(self, stream: Iterable[Drawn], prepare: Callable[[Drawn], Any]) -> None:
-        self._stream, self._prepare = iter(stream), prepare
+    def __init__(self, stream: Iterable[Drawn], prepare: Callable[[Drawn], Any], depth: int = PREFETCH) -> None:
+        self._stream, self._prepare, self._depth = iter(stream), prepare, depth
         self._waiting: deque[tuple[Drawn, Any]] = deque()
 
     def take(self, n_left: int) -> tuple[Drawn, Any] | None:
         """Return the next item and the result of ``prepare``; None at the end. Draw at most ``n_left`` items."""
-        for drawn in itertools.islice(self._stream, max(0, min(n_left, PREFETCH) - len(self._waiting))):
+        for drawn in itertools.islice(self._stream, max(0, min(n_left, self._depth) - len(self._waiting))):
             self._waiting.append((drawn, self._prepare(drawn)))
         return self._waiting.popleft() if self._waiting else None
+
+    def upcoming(self, n: int) -> list[Any]:
+        """Return the results of ``prepare`` for at most ``n`` of the items after the last one, which were drawn."""
+        return [prepared for _, prepared in itertools.islice(self._waiting, n)]
 
 
 class _TokenizerReached(BaseException):

@@ -42,7 +42,7 @@ class RunMemory(NamedTuple):
             fragmentation.
         gradients: gradients at the end of that pass, without activations.
         sampling: parts of sampling: KV cache, workspace, and weights that each sync packs again. They reuse the memory
-            of updates.
+            of updates, unless updates and sampling overlap (``async_lag``): then ``parts`` has them.
         kept_layers: layers whose activations a learner keeps for the backward pass; it computes the others again.
     """
 
@@ -176,7 +176,15 @@ def _sampling(
         parts["sampler_weights"] = (0 if is_packed else engine.weights) + own
     elif not is_packed:  # released before the update
         sampling["sampler_weights"] = engine.weights
-    return sampling
+    if not config.async_lag:
+        return sampling
+    # One version is in the engine; of others that wait for it, a copy of what is trained, or in Ray's store of all.
+    n_kept = config.async_lag if config.engine == "ray" else config.async_lag - 1
+    trained = training(source.config).weights if adapters is None else 4 * adapters.n_parameters
+    if config.engine == "ray" and adapters is None and weights == "bf16":
+        trained //= 2
+    parts |= {**sampling, "kept_versions": n_kept * trained}
+    return {}
 
 
 def _adapter_bytes(adapters: Adapted, format: str) -> int:

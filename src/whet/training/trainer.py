@@ -62,9 +62,10 @@ def training_step(compute: Step) -> Step:
         steps), ``step_time_s``, ``tokens_per_s``, and the phases of ``step_time_s`` that occurred:
         ``time/generation_s``, ``time/reward_s``, ``time/advantages_s``, ``time/logprobs_s`` (without gradient: old and
         reference), ``time/forward_s`` (with gradient), ``time/loss_s`` without ``time/kl_s``, ``time/backward_s``,
-        ``time/reduction_s`` (the gradient all-reduce, including the wait for other ranks), ``time/optimizer_s``
-        (zeroing, clipping, update), ``time/sync_s`` (weights to the engine), and ``time/other_s``. ``train`` tokenises
-        rows before their step, outside all phases. For GPUs see ``whet.training.phases``.
+        ``time/wait_s`` (for completions sampled ahead), ``time/reduction_s`` (the gradient all-reduce, including the
+        wait for other ranks), ``time/optimizer_s`` (zeroing, clipping, update), ``time/sync_s`` (weights to the
+        engine), and ``time/other_s``. ``train`` tokenises rows before their step, outside all phases. For GPUs see
+        ``whet.training.phases``.
     """
 
     @functools.wraps(compute)
@@ -124,6 +125,8 @@ class Trainer(ABC):
     config_class: ClassVar[type[TrainerConfig]] = TrainerConfig
     row_fields: ClassVar[tuple[str, ...]] = ()
     """Fields of a dataset row, in the order of ``train_step``'s arguments."""
+    lookahead = 0
+    """Number of batches after its own that a step needs."""
 
     def __init__(
         self,
@@ -450,6 +453,10 @@ class Trainer(ABC):
         """
         if self.ranks.is_first:
             save_trainer(self, path)
+
+    def can_save(self) -> bool:
+        """Whether a checkpoint would be complete after an error in a step that has changed no weights."""
+        return True
 
     @classmethod
     def from_checkpoint(
