@@ -15,9 +15,11 @@ import inspect
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
+from http.client import HTTPConnection
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -130,10 +132,18 @@ class AgentPlayer:
             for each in [each for each in waiting if each.child.is_ready()]:
                 waiting.remove(each)
                 found = each.child.outcome()
+                _pass_by(url)
                 failed = isinstance(found, BaseException)
                 rewards[each.key] = None if failed else found
                 each.session.close(summary(found) if failed else "")
         return rewards
+
+
+def _pass_by(url: str) -> None:
+    """Wait until the server has accepted the requests that were sent before: connections are accepted in order."""
+    with closing(HTTPConnection(urlsplit(url).netloc)) as connection:
+        connection.request("GET", "/health")
+        connection.getresponse().read()
 
 
 class _Playing(NamedTuple):

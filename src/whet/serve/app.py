@@ -24,7 +24,7 @@ from whet.serve import ollama
 from whet.serve.admin import Admin, check_admin
 from whet.serve.anthropic import Messages
 from whet.serve.endpoints import Chat, Completion, Endpoint, Generate, Streamed
-from whet.serve.errors import ApiError
+from whet.serve.errors import GONE, ApiError
 from whet.serve.events import EventStream
 from whet.serve.inputs import read_prompt
 from whet.serve.limits import Limits, key_of_request
@@ -132,7 +132,7 @@ class _App:
                 if len(found) > self._max_body_bytes:
                     raise ApiError(413, f"The body is larger than {self._max_body_bytes:,} bytes.")
         except ClientDisconnect:
-            raise ApiError(400, "The client went away.") from None
+            raise ApiError(GONE, "The client went away.") from None
         try:
             return json.loads(found)
         except (ValueError, RecursionError) as error:
@@ -157,7 +157,8 @@ class _App:
 
         async def handle(request: Request) -> Response:
             try:
-                return await respond(request)
+                with self.service.handling():
+                    return await respond(request)
             except ApiError as error:
                 return _explain(error, kind.failure(error))
 
@@ -310,7 +311,7 @@ async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ApiError(499, "The client went away.")
+            raise ApiError(GONE, "The client went away.")
         return task.result()
     finally:
         for each in (task, gone):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from whet.engine.grammar import Constraint
 from whet.engine.session import Call
 from whet.errors import WhetError
 from whet.serve.choices import Choice
-from whet.serve.errors import ApiError
+from whet.serve.errors import GONE, ApiError
 from whet.serve.inputs import plain_messages
 from whet.serve.limits import Limits, key_of_request
 from whet.serve.loop import EngineLoop
@@ -25,6 +25,8 @@ from whet.serve.service import Part, Prompt, Service
 from whet.serve.sessions import Rendered, Session, Turn
 from whet.text.replies import as_message
 from whet.text.seams import Seams
+
+_LEFT = "the client went away during a request"
 
 
 class RecordingService(Service):
@@ -46,6 +48,19 @@ class RecordingService(Service):
 
     def _session(self) -> Session:
         return self._sessions[key_of_request.get()]
+
+    @contextmanager
+    def handling(self) -> Iterator[None]:
+        session = self._session()
+        session.n_handled += 1
+        try:
+            yield
+        except (ApiError, asyncio.CancelledError) as error:
+            if not isinstance(error, ApiError) or error.status == GONE:
+                session.error = session.error or _LEFT
+            raise
+        finally:
+            session.n_handled -= 1
 
     def render(self, messages: list, request: Any, tools: list) -> list[int]:
         ids = super().render(messages, request, tools)
@@ -100,7 +115,7 @@ class RecordingService(Service):
                 async for part in parts:
                     yield part
         except (GeneratorExit, asyncio.CancelledError):
-            session.drop(turn, "the client went away during a request")
+            session.drop(turn, _LEFT)
             raise
         except BaseException:
             session.drop(turn)

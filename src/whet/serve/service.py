@@ -83,6 +83,11 @@ class Service:
     def __init__(self, model: ServedModel, loop: EngineLoop, metrics: Metrics, limits: Limits) -> None:
         self.model, self._loop, self._metrics, self._limits = model, loop, metrics, limits
 
+    @contextmanager
+    def handling(self) -> Iterator[None]:
+        """Handle a request of an endpoint, from its arrival to its response or to the begin of a streamed one."""
+        yield
+
     def render(self, messages: list, request: Any, tools: list) -> list[int]:
         """Return the prompt of a chat, see ``render_messages``."""
         return render_messages(self.model, messages, request, tools)

@@ -85,12 +85,13 @@ class Session:
         failure: an error that concerns all rollouts.
         refusal: the limit that refused a request last.
         is_closed: whether its client has ended.
+        n_handled: number of requests without a response; the server's event loop counts.
     """
 
     def __init__(self, key: StreamKey, sampling: SamplingParams, limits: EpisodeLimits) -> None:
         self._key, self._sampling, self._limits = key, sampling, limits
         self.turns: list[Turn] = []
-        self.error, self.is_closed = "", False
+        self.error, self.is_closed, self.n_handled = "", False, 0
         self.failure: WhetError | None = None
         self.refusal: End | None = None
         self._open: list[Turn] = []
@@ -200,7 +201,7 @@ class Session:
         """End the session, with the error of its client, if there is one."""
         with self._lock:
             self.is_closed = True
-            unfinished = "the agent returned during a request" if self._open else ""
+            unfinished = "the agent returned during a request" if self._open or self.n_handled else ""
             unused = "the agent sent no request" if not self.turns else ""
             self.error = error or self.error or unfinished or unused
 
