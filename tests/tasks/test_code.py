@@ -61,12 +61,14 @@ def test_a_program_has_no_network() -> None:
         [sys.executable, "-u", "-c", "import socket\ns = socket.create_server(('127.0.0.1', 0))\n"
          "print(s.getsockname()[1])\nwhile True: s.accept()[0].sendall(b'secret')"], stdout=subprocess.PIPE,
     ) as server:  # fmt: skip
-        assert server.stdout is not None
-        port = int(server.stdout.readline())
-        connect = f"import socket\nprint(socket.create_connection(('127.0.0.1', {port}), 3).recv(9))"
-        assert LOCAL.run(connect).output == "b'secret'\n"  # there is something to reach
-        found = Sandbox().run(connect)
-        server.kill()
+        try:
+            assert server.stdout is not None
+            port = int(server.stdout.readline())
+            connect = f"import socket\nprint(socket.create_connection(('127.0.0.1', {port}), 3).recv(9))"
+            assert LOCAL.run(connect).output == "b'secret'\n"  # there is something to reach
+            found = Sandbox().run(connect)
+        finally:
+            server.kill()
     assert found.status == 1 and "b'secret'" not in found.output and "ConnectionRefusedError" in found.output
     names = Sandbox().run("import socket\nprint([name for _, name in socket.if_nameindex()])").output
     assert "eth" not in names and "lo" in names

@@ -231,6 +231,8 @@ class _Metadata:
         return found
 
     def options(self) -> dict[str, Any]:
+        if self.size("n_layers") > len(self.tensors):  # before anything is repeated for each of them
+            raise self.wrong("n_layers", f"at most the number of tensors, {len(self.tensors)}")
         self.given.setdefault("ffn_dim", self.given.get("expert_dim"))
         kinds = self.one_only_kinds(FAMILIES[self.model_type()])
         layers = self.layer_sizes(FAMILIES[self.model_type()])
