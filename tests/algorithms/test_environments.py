@@ -156,3 +156,7 @@ def test_settings_without_effect_and_missing_tokenizers_are_rejected(folder: Any
     )  # fmt: skip
     assert_raises(WhetValueError, ("max_turns", "environment"), GRPO, model, reward_fn=len, max_turns=3)
     assert_raises(WhetTypeError, ("list", "rows"), make(folder).train_step, [[1, 2], [3]])
+
+
+def test_sampling_ahead_is_refused(folder: Any) -> None:
+    assert_raises(WhetValueError, ("async_lag", 1, "environment"), make, folder, async_lag=1)
