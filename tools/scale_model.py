@@ -53,7 +53,7 @@ class Fleet:
 
 @dataclass(eq=False)
 class _Planned:
-    """What a version samples of a step."""
+    """The share of a step that a version samples."""
 
     step: int
     job: Job
