@@ -36,6 +36,7 @@ class Fleet:
     Attributes:
         token_s: seconds in which a worker decodes a token of each sequence, and more per sequence.
         prefill_s: seconds in which a worker computes a token of a prompt.
+        call_s: seconds that a call costs its worker.
         load_s: seconds until a worker has another version.
         train_s: seconds of a training step.
         failure_s: mean time between failures of a worker; 0: never.
@@ -45,6 +46,7 @@ class Fleet:
     n_workers: int
     token_s: tuple[float, float]
     prefill_s: float
+    call_s: float
     load_s: float
     train_s: float
     failure_s: float = 0.0
@@ -234,7 +236,7 @@ class Simulation:
         self._advance(worker)
         for call in calls:
             call.n_left = len(call.lengths)
-            worker.debt_s += self._fleet.prefill_s * call.n_prompt
+            worker.debt_s += self._fleet.call_s + self._fleet.prefill_s * call.n_prompt
             for length in call.lengths:
                 heapq.heappush(worker.running, (worker.token + max(1, length), next(self._numbers), call))
         self._wake(i)
@@ -298,7 +300,7 @@ def draw_lengths(n_steps: int, n_prompts: int, n: int, longest: int, seed: int =
 def fleet_of(n_workers: int, failure_s: float = 0.0) -> Fleet:
     """The fleet of the documentation: a model of 135 M parameters on workers of two cores, and adapters of 10 MB that
     all workers fetch through a network card of 10 Gbit/s."""
-    return Fleet(n_workers, (0.013, 0.0002), 0.00015, 0.05 + n_workers * 10e6 * 8 / 10e9, 10.0, failure_s)
+    return Fleet(n_workers, (0.013, 0.0002), 0.00015, 0.002, 0.05 + n_workers * 10e6 * 8 / 10e9, 10.0, failure_s)
 
 
 def model_table(n_steps: int) -> dict[tuple[str, int, float], list[Simulation]]:
@@ -348,7 +350,7 @@ def plot(found: dict[tuple[str, int, float], list[Simulation]], path: str) -> No
 # --- two real workers -----------------------------------------------------------------------------------------------
 
 
-def check(n_steps: int = 12, n_rounds: int = 5) -> None:
+def check(n_steps: int = 12, n_rounds: int = 3) -> None:
     """Print the measured and the modelled time of a step on two workers of one thread, and the ratios' medians."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -377,6 +379,7 @@ def check(n_steps: int = 12, n_rounds: int = 5) -> None:
                 fleet,
                 token_s=(slower * fixed, slower * each),
                 prefill_s=slower * fleet.prefill_s,
+                call_s=slower * fleet.call_s,
                 load_s=slower * fleet.load_s,
             )
             for lag, tokens in ((1, 0), (2, 0), (3, 60)):
@@ -410,7 +413,8 @@ def _calibrate(pool: Any, model: Any) -> Fleet:
     loading = median(lambda: pool.generate([[5], [6]], 1, params, weights=next(left))) - 64 * one
     prompt = [[5] * 256, [6] * 256]
     prefill = median(lambda: pool.generate(prompt, 1, SamplingParams(max_new_tokens=1))) / 256
-    return Fleet(2, (one - each, each), prefill, max(0.0, loading), 0.0)
+    calls = median(lambda: pool.generate([[5]] * 64, 1, SamplingParams(max_new_tokens=1))) / 32
+    return Fleet(2, (one - each, each), prefill, calls, max(0.0, loading), 0.0)
 
 
 def _run_real(pool: Any, model: Any, lag: int, tokens: int, n_steps: int, train_s: float) -> tuple[float, np.ndarray]:
