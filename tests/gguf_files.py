@@ -30,6 +30,8 @@ _BY_NAME["granite_swa"] = gguf.MODEL_ARCH.GRANITE  # not in this package yet
 
 
 def architecture_of(config: Any) -> str:
+    if is_nemotron(config):
+        return "nemotron_h_moe" if "moe" in config.layer_types else "nemotron_h"
     if is_mamba(config):
         return "granitehybrid"
     if config.model_type == "granitemoehybrid" and config.num_local_experts:
@@ -41,8 +43,16 @@ def is_mamba(config: Any) -> bool:
     return config.model_type == "granitemoehybrid" and "linear_attention" in config.layer_types
 
 
+def is_nemotron(config: Any) -> bool:
+    return config.model_type == "nemotron_h"
+
+
 def gguf_name(config: Any, name: str) -> str:
     """Return llama.cpp's name of a transformers tensor."""
+    if is_nemotron(config):
+        name = name.replace("model.", "backbone.").replace("correction_bias", "correction.bias")
+        if ".experts." in name:
+            name = f"{name.replace('backbone.', 'model.').replace('mixer', 'mlp')}.weight"
     if name.endswith(".layer_scalar"):
         name += ".weight"
     if name.endswith(".sinks"):
@@ -58,7 +68,7 @@ def gguf_name(config: Any, name: str) -> str:
 def as_llama_cpp(config: Any, name: str, array: np.ndarray) -> np.ndarray:
     """Return a tensor with rows in the order of llama.cpp's converter."""
     n_heads = config.num_attention_heads
-    if ".mamba." in name:
+    if ".mamba." in name or ".mixer." in name:
         return as_mamba(config, name, array)
     if config.model_type in _INTERLEAVED and (".q_proj." in name or ".k_proj." in name):
         heads = n_heads if ".q_proj." in name else config.num_key_value_heads
@@ -83,7 +93,7 @@ def as_mamba(config: Any, name: str, array: np.ndarray) -> np.ndarray:
     if name.endswith("A_log"):
         return -np.exp(array, dtype=np.float64).astype(np.float32)[:, None]
     if name.endswith(".norm.weight"):
-        return array.reshape(config.mamba_n_groups, -1)
+        return array.reshape(config.n_groups if is_nemotron(config) else config.mamba_n_groups, -1)
     return array[:, None] if name.endswith(".D") else array
 
 
@@ -146,6 +156,8 @@ def write_gguf(
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     n_experts = getattr(config, "num_experts", getattr(config, "num_local_experts", 0))
+    if is_nemotron(config) and "moe" not in config.layer_types:
+        n_experts = 0
     names = ("shared_intermediate_size" if not n_experts else "", "intermediate_size", "n_inner")
     ffn_dim = next(filter(None, (getattr(config, name, None) for name in names)), 4 * config.hidden_size)
     if config.model_type == "lfm2":
@@ -155,6 +167,9 @@ def write_gguf(
     if config.model_type == "gemma4_text" and config.use_double_wide_mlp:
         n_shared = config.num_kv_shared_layers
         writer.add_feed_forward_length([ffn_dim] * (config.num_hidden_layers - n_shared) + [2 * ffn_dim] * n_shared)
+    elif is_nemotron(config):
+        width = config.moe_intermediate_size if n_experts else ffn_dim
+        writer.add_feed_forward_length([width * (kind in ("mlp", "moe")) for kind in config.layer_types])
     elif config.model_type != "qwen3_5_moe_text":
         writer.add_feed_forward_length(ffn_dim)
     if n_experts:
@@ -164,13 +179,15 @@ def write_gguf(
     is_hybrid = config.model_type in ("lfm2", "lfm2_moe")
     writer.add_head_count_kv(
         [n_kv_heads * (kind == "full_attention") for kind in config.layer_types]
-        if is_hybrid or is_mamba(config)
+        if is_hybrid or is_mamba(config) or is_nemotron(config)
         else n_kv_heads
     )
     is_gemma_4 = config.model_type == "gemma4_text"
     head_dim = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
     if is_gemma_4:
         head_dim = write_gemma_4_keys(writer, config, head_dim)
+    if is_nemotron(config):
+        write_nemotron_keys(writer, config)
     if hasattr(config, "rms_norm_eps") or is_hybrid:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
@@ -249,16 +266,16 @@ def write_gguf(
             continue
         kind = kinds(name) if callable(kinds) else kinds
         array = np.ascontiguousarray(as_llama_cpp(config, name, tensor.float().numpy()))
-        if ".shared_mlp." in name or ".experts." in name:  # gate and up in one
+        if (".shared_mlp." in name or ".experts." in name) and not is_nemotron(config):  # gate and up in one
             if fused_experts and "gate_up_proj" in name:
                 add(writer, f"blk.{name.split('.')[2]}.ffn_gate_up_exps.weight", array, kind)
                 continue
             for part, half in split_gate(name, array, bool(n_experts)):
                 add(writer, part, np.ascontiguousarray(half), F32 if part.endswith("bias") else kind)
             continue
-        if array.ndim == 3:  # of a convolution
+        if array.ndim == 3 and ".experts." not in name:  # of a convolution
             array = array.squeeze(1)
-        is_matrix = array.ndim == 2 and len(tensor.shape) == 2 and not any(part in name for part in _FLOATS)
+        is_matrix = array.ndim == len(tensor.shape) > 1 and not any(part in name for part in _FLOATS)
         name = gguf_name(config, name)
         block, _, layer = name.rpartition(".attn_")
         if fused and layer.split(".")[0] in ("q", "k", "v"):
@@ -275,6 +292,18 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return writer.format_shard_names(path)[0] if len(writer.tensors) > 1 else path
+
+
+def write_nemotron_keys(writer: Any, config: Any) -> None:
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+    writer.add_ssm_conv_kernel(config.conv_kernel)
+    writer.add_ssm_state_size(config.ssm_state_size)
+    writer.add_ssm_group_count(config.n_groups)
+    writer.add_ssm_time_step_rank(config.mamba_num_heads)
+    writer.add_ssm_inner_size(config.mamba_num_heads * config.mamba_head_dim)
+    writer.add_rope_scaling_finetuned(False)
 
 
 def write_gemma_4_keys(writer: Any, config: Any, local_head_dim: int) -> int:
@@ -300,7 +329,13 @@ def write_expert_keys(writer: Any, config: Any, n_experts: int) -> None:
     width = config.intermediate_size if config.model_type == "gpt_oss" else None
     if (width := getattr(config, "moe_intermediate_size", width)) is not None:
         writer.add_expert_feed_forward_length(width)
-    names = ("shared_intermediate_size", "shared_expert_intermediate_size")
+    if is_nemotron(config):
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_group_count(config.n_group)
+    shared = "moe_shared_expert_intermediate_size"
+    names = ("shared_intermediate_size", "shared_expert_intermediate_size", shared)
     if width := next(filter(None, (getattr(config, name, None) for name in names)), None):
         writer.add_expert_shared_feed_forward_length(width)
     if config.model_type == "lfm2_moe":

@@ -29,6 +29,17 @@ def _has_page() -> bool:
     return not missing_part()
 
 
+def _has_sandbox() -> bool:
+    from whet.errors import WhetError
+    from whet.system.sandbox import Sandbox
+
+    try:
+        Sandbox().check()
+    except WhetError:
+        return False
+    return True
+
+
 NEEDS = {
     "reasoning_gym": _module("reasoning_gym", "gym"),
     "llama_cpp": _module("llama_cpp", "real"),
@@ -37,6 +48,7 @@ NEEDS = {
     "wandb": _module("wandb", "wandb"),
     "onnxruntime": _module("onnxruntime", "wide"),
     "triton": _module("triton", "wide"),
+    "bwrap": Need(_has_sandbox, "bubblewrap and user namespaces: apt-get install bubblewrap"),
     "aarch64": Need(
         lambda: bool(shutil.which("aarch64-linux-gnu-g++") and shutil.which("qemu-aarch64-static")),
         "a compiler and an emulator: apt-get install g++-aarch64-linux-gnu qemu-user-static",

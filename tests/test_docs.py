@@ -16,7 +16,15 @@ from whet.config import settings
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = {"sft": ("SFTConfig",), "dpo": ("DPOConfig",), "grpo": ("GRPOConfig",), "index": ("DPOConfig", "GRPOConfig")}
+PAGES = {
+    "sft": ("SFTConfig",),
+    "simpo": ("SimPOConfig",),
+    "cpo": ("CPOConfig",),
+    "orpo": ("ORPOConfig",),
+    "dpo": ("DPOConfig",),
+    "grpo": ("GRPOConfig",),
+    "index": ("DPOConfig", "GRPOConfig"),
+}
 
 
 def test_every_page_is_in_the_navigation():
@@ -51,6 +59,15 @@ def default_of(config: type, name: str) -> str:
     return str(field.default)
 
 
+def trls(trl, name: str) -> type:
+    """TRL's counterpart of a config."""
+    from trl.experimental.cpo import CPOConfig
+    from trl.experimental.orpo import ORPOConfig
+
+    experimental = {"SimPOConfig": CPOConfig, "CPOConfig": CPOConfig, "ORPOConfig": ORPOConfig}
+    return experimental.get(name) or getattr(trl, name)
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_tables_of_defaults_have_the_defaults_of_whet_and_trl(page):
     rows = list(default_rows(page))
@@ -61,7 +78,7 @@ def test_tables_of_defaults_have_the_defaults_of_whet_and_trl(page):
         trl = pytest.importorskip("trl")
         for _, _, other in filter(lambda row: row[2], rows):
             name, _, default = other.partition("` = `")
-            assert default_of(getattr(trl, config), name) == default, name
+            assert default_of(trls(trl, config), name) == default, name
 
 
 def test_quoted_error_messages_exist():

@@ -55,7 +55,7 @@ class Fleet:
 
 @dataclass(eq=False)
 class _Planned:
-    """The share of a step that a version samples."""
+    """Share of a step that a version samples."""
 
     step: int
     job: Job

@@ -95,7 +95,8 @@ def model_families() -> dict[str, Any]:
     fields = (
         "keys", "settings", "defaults", "window", "rope", "partial_rotary", "rope_off", "rope_local",
         "root_of_embedding", "rope_option", "rope_windowed", "rope_others", "rope_alpha", "query_scale",
-        "rope_by_layer", "full_first", "ffn_adjusted", "mixer", "with_experts",
+        "rope_by_layer", "full_first", "ffn_adjusted", "mixer", "with_experts", "one_only", "older", "plain",
+        "file_prefix",
     )  # fmt: skip
     return {name: {f: getattr(family, f) for f in fields} for name, family in FAMILIES.items()}
 
@@ -121,7 +122,16 @@ def hf_modules() -> dict[str, Any]:
 
 def gguf_families() -> dict[str, Any]:
     """Return the architecture in GGUF of each family by model_type, and its tensors by slot."""
-    fields = ("architecture", "hybrid", "scale_by_hidden", "sliding_window", "normalised", "ignored")
+    fields = (
+        "architecture",
+        "hybrid",
+        "mixture",
+        "scaled",
+        "scale_by_hidden",
+        "sliding_window",
+        "normalised",
+        "ignored",
+    )
     return {
         name: {field: gguf[field] for field in fields if field in gguf}
         | {"modules": {target: gguf_module(gguf, target, m) for target, m in modules_of(name) if "gguf" in m}}

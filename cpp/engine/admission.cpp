@@ -34,7 +34,7 @@ void Scheduler::check(const Request& request) const {
     if (request.n > 0) {
         require(request.max_new_tokens > 0 && n_tokens < config_.max_position, "no token to sample");
         require(!request.logits, "samples and logits");
-        require(!request.records_experts || (config_.n_experts > 0 && !request.keep), "no experts to record");
+        require(!request.records_experts || config_.n_experts > 0, "no experts to record");
     }
     if ((request.n == 0 && score_from == 0) || score_from > n_tokens) {
         throw std::invalid_argument("score_from is " + std::to_string(score_from) + ", expected 1 to " +
@@ -60,7 +60,6 @@ std::unique_ptr<Job> Scheduler::make_job(Request request, uint64_t session) cons
     if (request.n > 0) {
         job->samples.resize(request.n);
         job->hidden.resize(config_.hidden_dim);
-        if (kIsComplete && request.records_experts) job->experts.resize(n_tokens * token_experts_);
     }
     if (kIsComplete && request.hidden) {
         job->hiddens.resize((n_scored + 1) * config_.hidden_dim);
@@ -86,7 +85,7 @@ uint64_t Scheduler::add(Request request, uint64_t session) {
     if (needed > pages_.n_pages()) {
         throw std::invalid_argument(std::to_string(request.tokens.size()) + " + " +
                                     std::to_string(request.max_new_tokens) + " tokens need " +
-                                    std::to_string(uint64_t{needed} * page_bytes_) +
+                                    std::to_string(uint64_t{needed} * memory_.page_bytes()) +
                                     " bytes of KV cache, and kv_bytes is " + std::to_string(limits_.kv_bytes));
     }
     const uint64_t id = next_id_++;
@@ -202,7 +201,6 @@ void Scheduler::find_prefix(Job& job) const {
     int32_t page = PageIndex::kNone;
     job.pages.clear();
     job.n_cached_scores = 0;
-    if (kIsComplete && request.records_experts) return;
     while (job.pages.size() < n_reusable) {
         page = pages_.find(page, request.adapter, request.tokens.data() + job.pages.size() * kPage);
         if (page == PageIndex::kNone) break;
@@ -322,7 +320,9 @@ bool Scheduler::start_sample(Job& job) {
     Sample& sample = job.samples[job.started];
     sample.tokens.reserve(request.max_new_tokens);
     sample.logprobs.reserve(request.max_new_tokens);
-    if (kIsComplete && request.records_experts) sample.experts.reserve(request.max_new_tokens * token_experts_);
+    if (kIsComplete && request.records_experts) {
+        sample.experts.reserve((request.tokens.size() + request.max_new_tokens) * memory_.token_experts());
+    }
     sample.alternatives.reserve(request.max_new_tokens * request.sampling.top_logprobs);
     if (request.stop_strings != nullptr) sample.n_withheld.reserve(request.max_new_tokens);
     if (request.sampling.counts_tokens()) running.counts.reserve(request.max_new_tokens);

@@ -20,8 +20,10 @@ constexpr bool kIsComplete = true;
 enum class Norm { kRms, kLayer };
 enum class KvType { kFloat32, kBFloat16, kInt8 };                           // of keys and values in the cache
 enum class Activation { kSilu, kGelu, kGeluTanh, kRelu2, kClampedSwiglu };  // the last only with gates
-enum class Router { kSoftmax, kSigmoid };                // probabilities of experts from their logits
-enum class Mixer { kAttention, kConv, kDelta, kMamba };  // of the tokens, in a layer
+enum class Router { kSoftmax, kSigmoid };  // probabilities of experts from their logits
+// Mixers of the tokens; kNone: the layer has only an MLP. Those after it have a state per sequence, from kDelta on a
+// matrix per head.
+enum class Mixer { kAttention, kNone, kConv, kDelta, kMamba };
 
 constexpr size_t kMaxConvLength = 16;
 
@@ -56,7 +58,7 @@ struct ModelConfig {
     std::vector<double> local_inv_freq;  // half of the elements that are rotated in a head of a local layer
     size_t local_head_dim = 0;           // of local layers; 0: head_dim
     size_t n_shared_kv_layers = 0;       // the last layers read keys and values of the last one before of their kind
-    std::vector<size_t> ffn_dims;        // per layer; empty: ffn_dim in all
+    std::vector<size_t> ffn_dims;        // per layer, 0: no MLP; empty: ffn_dim in all
     size_t layer_input_dim = 0;          // of a token's inputs to the layers, from its embeddings; 0: none
     bool layer_scale = false;            // the output of a layer is multiplied by a number
     bool output_gate = false;            // a query head is followed by a gate: outputs are multiplied by its sigmoid
@@ -66,6 +68,7 @@ struct ModelConfig {
     // h / (n_delta_heads / n_delta_key_heads), or h % n_delta_key_heads if they are tiled.
     size_t n_delta_heads = 0, n_delta_key_heads = 0, delta_dim = 0, delta_key_dim = 0;
     bool delta_tiled = false;
+    double delta_step_min = 0.0;  // of Mamba-2's steps softplus(a + dt_bias)
     // Mixture of experts in place of an MLP: n_used_experts MLPs of expert_dim a token, and one of shared_dim for all
     // tokens (0: none), with shared_gate times a sigmoid. Chosen by probability, plus a correction if there is one.
     size_t n_experts = 0, n_used_experts = 0, expert_dim = 0, shared_dim = 0;
@@ -106,11 +109,13 @@ struct ModelConfig {
     // Key heads that a layer computes, and as many value heads.
     size_t n_own_kv_heads(size_t layer) const { return kv_layer(layer) == layer ? n_kv_heads : 0; }
     Mixer mixer(size_t layer) const { return mixers.empty() ? Mixer::kAttention : mixers[layer]; }
-    bool is_recurrent() const {  // some mixer has a state per sequence
-        return std::any_of(mixers.begin(), mixers.end(), [](Mixer mixer) { return mixer != Mixer::kAttention; });
+    bool mixes(size_t layer) const { return mixer(layer) != Mixer::kNone; }
+    bool attends(size_t layer) const { return mixer(layer) == Mixer::kAttention; }
+    bool is_recurrent(size_t layer) const { return mixer(layer) > Mixer::kNone; }
+    bool is_recurrent() const {
+        return std::any_of(mixers.begin(), mixers.end(), [](Mixer mixer) { return mixer > Mixer::kNone; });
     }
-    // Whether the state of a layer's head is a matrix.
-    bool is_delta(size_t layer) const { return mixer(layer) == Mixer::kDelta || mixer(layer) == Mixer::kMamba; }
+    bool is_delta(size_t layer) const { return mixer(layer) >= Mixer::kDelta; }
     size_t delta_values() const { return n_delta_heads * delta_dim; }
     size_t kv_group() const { return n_heads / n_kv_heads; }
     size_t query_stride(size_t layer) const { return (output_gate ? 2 : 1) * head_dim_of(layer); }
@@ -132,6 +137,8 @@ struct ModelConfig {
                 return conv_dim(layer) + delta_values() + 2 * n_delta_heads;  // and z, b and a
             case Mixer::kMamba:
                 return conv_dim(layer) + delta_values() + n_delta_heads;  // and z and a
+            case Mixer::kNone:
+                return 0;
         }
         __builtin_unreachable();
     }
@@ -144,6 +151,8 @@ struct ModelConfig {
             case Mixer::kDelta:
             case Mixer::kMamba:
                 return delta_values();
+            case Mixer::kNone:
+                return 0;
         }
         __builtin_unreachable();
     }
@@ -164,10 +173,13 @@ struct ModelConfig {
         for (size_t i = 0; i < layer; ++i) n += is_moe(i) ? 1 : 0;
         return n;
     }
+    // Recorded numbers of a token's experts, in all layers.
+    size_t n_token_experts() const { return kIsComplete ? n_moe_layers(n_layers) * n_used_experts : 0; }
     // Width of a layer's MLP, or of its shared expert; 0: none.
     size_t mlp_dim(size_t layer) const {
         return is_moe(layer) ? shared_dim : ffn_dims.empty() ? ffn_dim : ffn_dims[layer];
     }
+    bool has_mlp(size_t layer) const { return is_moe(layer) || mlp_dim(layer) > 0; }
     bool has_layer_inputs() const { return kIsComplete && layer_input_dim > 0; }
     size_t layer_inputs() const { return n_layers * layer_input_dim; }  // of a token
     size_t up_dim(size_t layer) const { return (gated ? 2 : 1) * mlp_dim(layer); }

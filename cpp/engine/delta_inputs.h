@@ -40,8 +40,8 @@ struct DeltaPlaces {
 struct DeltaGates {
     float decay, beta;
 
-    DeltaGates(const LayerWeights& w, size_t head, double a, double b, bool is_mamba) {
-        const double step = softplus(a + double{w.dt_bias[head]});
+    DeltaGates(const ModelConfig& c, const LayerWeights& w, size_t head, double a, double b, bool is_mamba) {
+        const double step = std::max(softplus(a + double{w.dt_bias[head]}), c.delta_step_min);
         decay = static_cast<float>(std::exp(double{w.decay[head]} * step));
         beta = static_cast<float>(is_mamba ? step : sigmoid(b));
     }

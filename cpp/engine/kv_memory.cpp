@@ -30,7 +30,7 @@ size_t round_to_lines(size_t bytes) { return ceil_div(bytes, kLine) * kLine; }
 
 // Sizes of the parts of a layer's state.
 void for_state_parts(const ModelConfig& config, size_t layer, const auto& visit) {
-    if (config.mixer(layer) == Mixer::kAttention) return;
+    if (!config.is_recurrent(layer)) return;
     visit(round_to_lines(config.conv_length * config.conv_dim(layer) * sizeof(float)));
     if (!config.is_delta(layer)) return;
     for (size_t head = 0; head < config.n_delta_heads; ++head) {
@@ -39,14 +39,13 @@ void for_state_parts(const ModelConfig& config, size_t layer, const auto& visit)
 }
 
 size_t kv_bytes(const ModelConfig& config, KvType type, size_t layer) {
-    const bool attends = config.mixer(layer) == Mixer::kAttention;
-    return attends ? config.n_own_kv_heads(layer) * head_bytes(config, type, layer) : 0;
+    return config.attends(layer) ? config.n_own_kv_heads(layer) * head_bytes(config, type, layer) : 0;
 }
 
 }  // namespace
 
 size_t KvMemory::page_bytes(const ModelConfig& config, KvType type) {
-    size_t bytes = 0, largest_part = 0;
+    size_t bytes = kPageTokens * config.n_token_experts() * sizeof(uint16_t), largest_part = 0;
     for (size_t layer = 0; layer < config.n_layers; ++layer) {
         bytes += kv_bytes(config, type, layer);
         for_state_parts(config, layer, [&](size_t part) { largest_part = std::max(largest_part, part); });
@@ -55,7 +54,8 @@ size_t KvMemory::page_bytes(const ModelConfig& config, KvType type) {
 }
 
 KvMemory::KvMemory(const ModelConfig& config, KvType type, size_t budget_bytes)
-    : page_bytes_(page_bytes(config, type)),
+    : token_experts_(config.n_token_experts()),
+      page_bytes_(page_bytes(config, type)),
       memory_(budget_bytes / page_bytes_ * page_bytes_),
       is_committed_(budget_bytes / page_bytes_) {
     size_t used = 0, used_by_state = page_bytes_;  // of a page, of the last page of a state
@@ -71,6 +71,7 @@ KvMemory::KvMemory(const ModelConfig& config, KvType type, size_t budget_bytes)
             used_by_state += bytes;
         });
     }
+    experts_offset_ = used;
 }
 
 void KvMemory::apply(std::span<const PageWrite> writes) {

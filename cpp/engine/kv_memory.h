@@ -1,5 +1,5 @@
-// The memory of a paged KV cache: keys and values of all layers, in pages of 64 tokens, lazily committed. Which pages
-// are in use is in page_index.h.
+// The memory of a paged KV cache: keys and values of all layers, and a mixture's choices of experts, in pages of 64
+// tokens, lazily committed. Which pages are in use is in page_index.h.
 //
 // The state of recurrent mixers after some token of a sequence is in pages too. Its parts, the inputs of a layer's
 // short convolution and the matrix of a value head, are each within one page.
@@ -34,6 +34,11 @@ public:
     uint8_t* page(int32_t i) const { return memory_.data() + static_cast<size_t>(i) * page_bytes_; }
     // Offset of the keys of a KV head that a layer reads in a page.
     size_t offset(size_t layer, size_t head) const { return offsets_[layer] + head * head_bytes_[layer]; }
+    // The experts of a token of a page, (mixture layers, n_used_experts).
+    uint16_t* experts(int32_t page_number, size_t token) const {
+        return reinterpret_cast<uint16_t*>(page(page_number) + experts_offset_) + token * token_experts_;
+    }
+    size_t token_experts() const { return token_experts_; }  // numbers; 0: no mixture
     size_t n_state_pages() const { return n_state_pages_; }  // 0: no mixer is recurrent
     // Part of the state in these pages: 0, the inputs of a layer's convolution, (conv_length, channels), with the
     // input at position p in row p % conv_length; 1 + h, the matrix of value head h, followed by a StateLength.
@@ -53,7 +58,7 @@ private:
         uint32_t page, offset;  // the page's index in the state
     };
     std::vector<size_t> offsets_, head_bytes_;  // of the layers in a page
-    size_t page_bytes_;
+    size_t token_experts_, experts_offset_ = 0, page_bytes_;
     std::vector<StatePart> state_parts_;
     std::vector<size_t> first_parts_;  // of the layers
     size_t n_state_pages_ = 0;

@@ -27,7 +27,7 @@ Recurrent::Recurrent(const ModelConfig& config, size_t max_rows)
     : config_(config), gates_(2 * max_rows * config.n_delta_heads) {
     size_t channels = 0;
     for (size_t layer = 0; layer < config.n_layers; ++layer) {
-        if (config.mixer(layer) != Mixer::kAttention) channels = std::max(channels, config.conv_dim(layer));
+        if (config.is_recurrent(layer)) channels = std::max(channels, config.conv_dim(layer));
     }
     taps_.resize(config.conv_length * channels);
     length_weights_ = length_weights(config);
@@ -139,7 +139,7 @@ void Recurrent::delta_head(const RecurrentStep& step, const StateRun& run, size_
     float *const decay = gates_.data() + 2 * head * max_rows + run.first, *const beta = decay + max_rows;
     for (size_t i = 0; i < run.n; ++i) {
         const float* row = rows + i * width + head;
-        const DeltaGates gates(w, head, row[at.a], row[at.b], is_mamba);
+        const DeltaGates gates(config_, w, head, row[at.a], row[at.b], is_mamba);
         decay[i] = gates.decay, beta[i] = gates.beta;
     }
     float* const to = step.memory.state(run.to, step.layer, 1 + head);

@@ -12,9 +12,8 @@ namespace whet {
 
 Scheduler::Scheduler(const ModelConfig& config, size_t max_tokens, const KvMemory& memory, const Limits& limits)
     : config_(config),
+      memory_(memory),
       max_tokens_(max_tokens),
-      page_bytes_(memory.page_bytes()),
-      token_experts_(config.n_moe_layers(config.n_layers) * config.n_used_experts),
       limits_(limits),
       pages_(memory.n_pages(), memory.n_state_pages()) {
     running_.reserve(limits.max_batch);
@@ -77,14 +76,8 @@ void Scheduler::plan_samples() {
             running.pages.push_back(allocate_page(extends_prompt ? job.pages.back() : PageIndex::kNone));
             --running.reserved, --reserved_;
         }
-        uint16_t* experts = nullptr;
-        if (kIsComplete && job.request.records_experts) {
-            const size_t end = sample.tokens.size() * token_experts_;
-            running.job->samples[running.sample].experts.resize(end);  // reserved by start_sample()
-            experts = running.job->samples[running.sample].experts.data() + end - token_experts_;
-        }
         plan_.tokens.push_back(
-            {sample.tokens.back(), static_cast<int32_t>(position), running.pages.data(), job.adapter.get(), experts});
+            {sample.tokens.back(), static_cast<int32_t>(position), running.pages.data(), job.adapter.get()});
         if (is_recurrent()) plan_run(1, running.has_state ? running.state : job.state, running.state);
     }
 }
@@ -129,9 +122,7 @@ void Scheduler::plan_prompts() {
                 plan_.hiddens.push_back(
                     {plan_.tokens.size(), job->page_hiddens.data() + (next / kPage - 1) * config_.hidden_dim});
             }
-            uint16_t* const experts = job->experts.empty() ? nullptr : job->experts.data() + i * token_experts_;
-            plan_.tokens.push_back(
-                {request.tokens[i], static_cast<int32_t>(i), job->pages.data(), job->adapter.get(), experts});
+            plan_.tokens.push_back({request.tokens[i], static_cast<int32_t>(i), job->pages.data(), job->adapter.get()});
         }
         if (is_recurrent() && count > 0) plan_run(count, job->state, job->next_state);
         if (request.n > 0 && job->computed + count == n_tokens) {
@@ -249,6 +240,7 @@ Finish Scheduler::finish_after(Running& running) const {
 void Scheduler::end(Running& running, Finish finish) {
     Job& job = *running.job;
     job.samples[running.sample].finish = finish;
+    if (kIsComplete && job.request.records_experts) read_experts(running);
     if (job.request.keep && job.error.empty()) retain(running);
     if (is_recurrent()) end_state(running);
     unref_all(running.pages);
@@ -257,11 +249,31 @@ void Scheduler::end(Running& running, Finish finish) {
     if (++job.ended == job.request.n) release_prompt(job);
 }
 
-// Retains the pages of a sequence, excluding its last token, whose keys and values have not been computed.
+// Tokens of a sequence with keys and values: all except the last sampled one.
+size_t Scheduler::n_computed(const Running& running) {
+    const size_t n_drawn = running.job->samples[running.sample].tokens.size();
+    return running.job->request.tokens.size() + std::max<size_t>(n_drawn, 1) - 1;
+}
+
+int32_t Scheduler::page_of(const Running& running, size_t i) {
+    return i < running.pages.size() ? running.pages[i] : running.job->pages[i];
+}
+
+void Scheduler::read_experts(const Running& running) {
+    const size_t n = n_computed(running), n_numbers = memory_.token_experts();
+    std::vector<uint16_t>& experts = running.job->samples[running.sample].experts;
+    experts.resize(n * n_numbers);  // reserved by start_sample()
+    for (size_t i = 0; i < n; ++i) {
+        const uint16_t* const of_token = memory_.experts(page_of(running, i / kPage), i % kPage);
+        std::copy_n(of_token, n_numbers, experts.data() + i * n_numbers);
+    }
+}
+
+// Retains the pages of a sequence, except its last token.
 void Scheduler::retain(const Running& running) {
     const Job& job = *running.job;
     const std::vector<int32_t>&prompt = job.request.tokens, &drawn = job.samples[running.sample].tokens;
-    const size_t n = prompt.size() + std::max<size_t>(drawn.size(), 1) - 1;
+    const size_t n = n_computed(running);
     int32_t before = PageIndex::kNone;
     bool are_computed = true;
     for (size_t begin = 0; begin < n; begin += kPage) {
@@ -271,8 +283,7 @@ void Scheduler::retain(const Running& running) {
             const size_t at = begin + t;
             tokens[t] = at < prompt.size() ? prompt[at] : drawn[at - prompt.size()];
         }
-        const int32_t page = i < running.pages.size() ? running.pages[i] : job.pages[i];
-        before = pages_.retain(page, before, job.request.adapter, tokens.data(), count);
+        before = pages_.retain(page_of(running, i), before, job.request.adapter, tokens.data(), count);
         are_computed = are_computed && pages_.is_computed(before);
     }
     if (!is_recurrent() || !are_computed || (running.has_state && is_step_open_)) return;

@@ -33,7 +33,7 @@ struct Sample {
     std::vector<uint32_t> allowed;      // of a constrained request: bitmap of the next token; empty: not known yet
     std::vector<int64_t> kept_offsets;  // of a request that keeps sets: TokenSets of the tokens
     std::vector<int32_t> kept_words;
-    std::vector<uint16_t> experts;  // of a request that records them, of each computed token: InputToken::experts
+    std::vector<uint16_t> experts;  // of a request that reports them: KvMemory::experts of each computed token
     Finish finish = Finish::kRunning;
 };
 
@@ -43,7 +43,7 @@ struct Request {
     bool keep = false;             // retain prompt and sampled tokens, or scored tokens and scores, in the cache
     bool constrained = false;      // a token is drawn only after allow()
     bool records_kept = false;     // record the tokens that each token was drawn from
-    bool records_experts = false;  // record the experts of tokens; a prompt then computes all of its tokens
+    bool records_experts = false;  // report the experts of the prompt's and of the sampled tokens
     // Sampling:
     size_t n = 0, min_new_tokens = 0, max_new_tokens = 0;
     Sampling sampling;
@@ -77,7 +77,6 @@ struct Job {
     uint64_t session = 0;
     std::vector<Sample> samples;
     std::vector<float> logprobs, entropies, logits, hiddens;
-    std::vector<uint16_t> experts;    // of the prompt's tokens
     std::vector<Drawn> alternatives;  // top_logprobs per scored token
     bool done = false;
     std::string error;  // set if the request ended because of NaN or infinite logits
@@ -162,7 +161,8 @@ private:
     };
 
     const ModelConfig& config_;
-    const size_t max_tokens_, page_bytes_, token_experts_;  // token_experts_: numbers of a token's experts
+    const KvMemory& memory_;
+    const size_t max_tokens_;
     const Limits limits_;
     PageIndex pages_;
     std::map<uint64_t, std::unique_ptr<Job>> jobs_;
@@ -211,6 +211,9 @@ private:
     void append(Running& running, const Drawn& drawn);
     Finish finish_after(Running& running) const;
     void end(Running& running, Finish finish);
+    static size_t n_computed(const Running& running);
+    static int32_t page_of(const Running& running, size_t i);
+    void read_experts(const Running& running);
     void retain(const Running& running);
     void retain_scores(const Job& job);
     void unref_all(const std::vector<int32_t>& pages);

@@ -117,17 +117,21 @@ const float* Transformer::forward(const InputToken* rows, size_t n, std::span<co
     if (config_.has_layer_inputs()) read_layer_inputs(rows, n);
     float* delta = nullptr;  // sublayer output not yet added to the residual stream
     for (size_t i = 0; i < config_.n_layers; ++i) {
-        add_and_norm(rows, {i, &LayerNorms::norm1}, delta, n);
-        config_.mixer(i) == Mixer::kAttention ? attention(rows, n, i, memory) : recurrence(rows, n, i, runs, memory);
-        post_norm(rows, {i, &LayerNorms::post_norm1}, delta_, n);
-        delta = delta_;
+        if (config_.mixes(i)) {
+            add_and_norm(rows, {i, &LayerNorms::norm1}, delta, n);
+            config_.attends(i) ? attention(rows, n, i, memory) : recurrence(rows, n, i, runs, memory);
+            post_norm(rows, {i, &LayerNorms::post_norm1}, delta_, n);
+            delta = delta_;
+        }
+        if (!config_.has_mlp(i)) continue;
         if (!config_.parallel_residual) {
             add_and_norm(rows, {i, &LayerNorms::norm2}, delta, n);
-            feed_forward(rows, n, i, delta_);
+            feed_forward(rows, n, i, memory, delta_);
             post_norm(rows, {i, &LayerNorms::post_norm2}, delta_, n);
+            delta = delta_;
         } else {
             if (!config_.shared_norm) add_and_norm(rows, {i, &LayerNorms::norm2}, nullptr, n);
-            feed_forward(rows, n, i, attended_);  // attended_ is free at this point
+            feed_forward(rows, n, i, memory, attended_);  // attended_ is free at this point
             for_rows(n, config_.hidden_dim, [&](size_t r) {
                 const size_t at = r * config_.hidden_dim;
                 kernels().blend_f32(attended_ + at, config_.hidden_dim, 1.0f, 1.0f, delta_ + at);
@@ -409,8 +413,8 @@ void Transformer::attend(const InputToken* rows, const PrefixGroup& group, size_
     }
 }
 
-// out = the MLP of h, or the shared expert and those that the router chooses.
-void Transformer::feed_forward(const InputToken* rows, size_t n, size_t layer, float* out) {
+// out = the MLP of h, or the shared expert and those that the router chooses, which are recorded in the page.
+void Transformer::feed_forward(const InputToken* rows, size_t n, size_t layer, KvMemory& memory, float* out) {
     const LayerWeights& w = weights_->layers[layer];
     const size_t d = config_.hidden_dim;
     if (!config_.is_moe(layer)) return mlp(rows, n, layer, out);
@@ -427,7 +431,9 @@ void Transformer::feed_forward(const InputToken* rows, size_t n, size_t layer, f
     experts_.add(w, rows, layer, h_, n, out);
     const size_t at = config_.n_moe_layers(layer) * config_.n_used_experts;
     for (size_t i = 0; kIsComplete && i < n; ++i) {
-        if (rows[i].experts != nullptr) std::copy_n(experts_.chosen(i), config_.n_used_experts, rows[i].experts + at);
+        const auto position = static_cast<size_t>(rows[i].position);
+        uint16_t* const recorded = memory.experts(rows[i].pages[position / kPageTokens], position % kPageTokens);
+        std::copy_n(experts_.chosen(i), config_.n_used_experts, recorded + at);
     }
 }
 

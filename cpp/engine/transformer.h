@@ -25,9 +25,8 @@ namespace whet {
 // A token of the batch.
 struct InputToken {
     int32_t token, position;
-    const int32_t* pages;         // of its sequence, up to the position
-    const Adapter* adapter;       // null: none
-    uint16_t* experts = nullptr;  // output: its experts, (mixture layers, n_used_experts); null: not recorded
+    const int32_t* pages;    // of its sequence, up to the position
+    const Adapter* adapter;  // null: none
 };
 
 class Transformer {
@@ -108,7 +107,7 @@ private:
     void recurrence(const InputToken* rows, size_t n, size_t layer, std::span<const StateRun> runs,
                     const KvMemory& memory);
     void mlp(const InputToken* rows, size_t n, size_t layer, float* out);
-    void feed_forward(const InputToken* rows, size_t n, size_t layer, float* out);
+    void feed_forward(const InputToken* rows, size_t n, size_t layer, KvMemory& memory, float* out);
     void product(const Matrix& w, const float* x, size_t n, float* y) const;
     template <class Finish>
     void project(const InputToken* rows, size_t n, size_t layer, Target target, float* y, Units units, bool by_unit,

@@ -54,12 +54,17 @@ bool has_delta_sizes(const ModelConfig& c) {
 
 bool has_layer_sizes(const ModelConfig& c) {
     if (c.n_shared_kv_layers >= c.n_layers && c.n_shared_kv_layers > 0) return false;
+    if (!c.ffn_dims.empty() && c.ffn_dims.size() != c.n_layers) return false;
     for (size_t layer = 0; layer < c.n_layers; ++layer) {
         if (c.kv_layer(layer) >= c.n_layers) return false;
     }
     const bool is_plain = c.n_shared_kv_layers == 0 || !(c.output_gate || c.qk_norm_whole || !c.mixers.empty());
-    return is_plain && (c.ffn_dims.empty() || c.ffn_dims.size() == c.n_layers) &&
-           (kIsComplete || c.layer_input_dim == 0) && (c.layer_input_dim == 0 || (c.gated && c.norm == Norm::kRms)) &&
+    const bool needs_both = c.parallel_residual || c.layer_input_dim > 0 || c.layer_scale;
+    for (size_t layer = 0; layer < c.n_layers; ++layer) {  // of a mixer and an MLP
+        if (c.mixes(layer) + c.has_mlp(layer) < (needs_both ? 2 : 1)) return false;
+    }
+    return is_plain && (kIsComplete || c.layer_input_dim == 0) &&
+           (c.layer_input_dim == 0 || (c.gated && c.norm == Norm::kRms)) &&
            (!c.parallel_residual || (c.layer_input_dim == 0 && !c.layer_scale));
 }
 

@@ -43,11 +43,15 @@ TrainingAttention Learner::attention_of(size_t layer) {
 void Learner::attention_half(size_t layer) {
     const size_t d = config_.hidden_dim, width = config_.mixer_in(layer);
     const Mixer mixer = config_.mixer(layer);
+    if (mixer == Mixer::kNone) {
+        std::memcpy(now_.middle, x_.get(), n() * d * sizeof(float));
+        return;
+    }
     for (const RowTile& tile : tiles_) {
         norm(norm_at(layer, &LayerNorms::norm1), x_.get() + tile.begin * d, tile.n(), h_.get());
         float* raw = now_.raw + tile.begin * width;
         project(layer, Target::kQkv, convert(h_.get(), d, tile.n(), d), tile, raw, width);
-        if (mixer != Mixer::kAttention) continue;
+        if (!config_.attends(layer)) continue;
         for_rows(tile.n(), 2 * width, [&](size_t i) { finish_heads(layer, tile.begin + i); });
     }
     switch (mixer) {
@@ -60,6 +64,8 @@ void Learner::attention_half(size_t layer) {
         case Mixer::kDelta:
         case Mixer::kMamba:
             delta_rule(layer);
+            break;
+        case Mixer::kNone:
             break;
     }
     for (const RowTile& tile : tiles_) {
@@ -236,7 +242,8 @@ void Learner::attention_backward_half(size_t layer, const float* grad_out, float
     const NormWeight &q_norm = norm_at(layer, &LayerNorms::q_norm), &k_norm = norm_at(layer, &LayerNorms::k_norm);
     const size_t d = config_.hidden_dim, width = config_.mixer_out(layer);
     const size_t n_k = config_.n_kv_heads * config_.head_dim_of(layer);
-    const bool attends = config_.mixer(layer) == Mixer::kAttention;
+    const bool attends = config_.attends(layer);
+    if (!config_.mixes(layer)) return;
     const auto typed = [&](size_t count) {
         return std::make_unique_for_overwrite<uint8_t[]>(attends ? n() * count * head_bytes_ : 0);
     };

@@ -52,7 +52,7 @@ Learner::DeltaInputs Learner::delta_inputs(size_t layer) const {
                            false, x);
         }
         for (size_t head = 0; head < heads; ++head) {
-            const DeltaGates gates(w, head, raw[at.a + head], raw[at.b + head], is_mamba);
+            const DeltaGates gates(config_, w, head, raw[at.a + head], raw[at.b + head], is_mamba);
             inputs.decay[i * heads + head] = gates.decay, inputs.beta[i * heads + head] = gates.beta;
         }
     });
@@ -113,7 +113,8 @@ void Learner::delta_rule_backward(size_t layer, const float* grad) {
         }
         k.silu_backward_f32(before, nullptr, to, channels, to, nullptr);
         for (size_t head = 0; head < heads; ++head) {
-            const double beta = sigmoid(raw[at.b + head]), slope = sigmoid(double{raw[at.a + head]} + w.dt_bias[head]);
+            const double beta = sigmoid(raw[at.b + head]), input = double{raw[at.a + head]} + w.dt_bias[head];
+            const double slope = softplus(input) < config_.delta_step_min ? 0.0 : sigmoid(input);
             const double of_step = double{grad_decay[i * heads + head]} * w.decay[head],
                          of_beta = grad_beta[i * heads + head];
             if (!is_mamba) raw[at.b + head] = static_cast<float>(of_beta * beta * (1.0 - beta));

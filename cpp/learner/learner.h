@@ -267,8 +267,7 @@ private:
     void rotate(size_t layer, size_t token, float* heads, bool inverse) const;
     void scale_queries(size_t layer, size_t token, float* heads) const;
     bool is_gated(size_t layer) const {
-        const Mixer mixer = config_.mixer(layer);
-        return config_.is_delta(layer) || (mixer == Mixer::kAttention && config_.output_gate);
+        return config_.is_delta(layer) || (config_.attends(layer) && config_.output_gate);
     }
     size_t shared_kv_dim(size_t layer) const { return 2 * config_.n_kv_heads * config_.head_dim_of(layer); }
     uint8_t* shared_kv(size_t layer) const { return shared_kv_[config_.is_local(layer)].get(); }

@@ -30,7 +30,7 @@ double dot(const float* x, const float* y, size_t n) {
 
 // The experts of h_.
 void Learner::choose_experts(size_t layer, const RowTile& tile) {
-    const size_t ld = config_.n_moe_layers(config_.n_layers) * config_.n_used_experts;
+    const size_t ld = config_.n_token_experts();
     const uint16_t* given = nullptr;
     if (!batch_.experts.empty()) {
         given = batch_.experts.data() + tile.begin * ld + config_.n_moe_layers(layer) * config_.n_used_experts;

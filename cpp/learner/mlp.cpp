@@ -139,6 +139,10 @@ void Learner::add_layer_inputs_grad(size_t layer, const RowTile& tile, float* ga
 // x = middle + residual_scale norm(W_down act(W_up norm(input))), and what follows with the layer's input.
 void Learner::mlp(size_t layer, const RowTile& tile) {
     const size_t d = config_.hidden_dim, at = tile.begin * d, rows = tile.n();
+    if (!config_.has_mlp(layer)) {
+        std::copy_n(now_.middle + at, rows * d, x_.get() + at);
+        return;
+    }
     mlp_up(layer, tile);
     mlp_down(layer, tile);
     if (config_.post_norm) norm(norm_at(layer, &LayerNorms::post_norm2), delta_.get(), rows, delta_.get());
@@ -160,6 +164,7 @@ void Learner::mlp_backward(size_t layer, const RowTile& tile, const float* grad_
                            std::span<const FactorGradients> grads) {
     const size_t d = config_.hidden_dim, ffn = config_.mlp_dim(layer), width = config_.up_dim(layer);
     const size_t at = tile.begin * d, rows = tile.n();
+    if (!config_.has_mlp(layer)) return;
     if (keeps(layer)) {
         norm(mlp_norm(layer), mlp_input() + at, rows, h_.get());
     } else {

@@ -102,8 +102,10 @@ struct Setup {
         };
         for (size_t layer = 0; layer < c.n_layers; ++layer) {
             const size_t in = c.mixer_in(layer);
-            add(layer, Target::kQkv, 0, in / 2), add(layer, Target::kQkv, in - in / 3, in / 3);
-            add(layer, Target::kO, 0, c.hidden_dim);
+            if (c.mixes(layer)) {
+                add(layer, Target::kQkv, 0, in / 2), add(layer, Target::kQkv, in - in / 3, in / 3);
+                add(layer, Target::kO, 0, c.hidden_dim);
+            }
             if (c.mlp_dim(layer) == 0) continue;
             add(layer, Target::kUp, 3, c.mlp_dim(layer) - 8), add(layer, Target::kDown, 0, c.hidden_dim);
         }
@@ -113,9 +115,9 @@ struct Setup {
             learner.add_norm(slot, values);
             norms.push_back(std::move(values));
         };
-        for (const char* slot : {"final_norm.weight", "layers.1.norm1.weight", "layers.0.norm2.weight"}) {
-            add_norm(slot, c.hidden_dim);
-        }
+        add_norm("final_norm.weight", c.hidden_dim);
+        add_norm(c.mixes(1) ? "layers.1.norm1.weight" : "layers.1.norm2.weight", c.hidden_dim);
+        add_norm(c.has_mlp(0) ? "layers.0.norm2.weight" : "layers.0.norm1.weight", c.hidden_dim);
         if (c.norm == Norm::kLayer) {
             for (const char* slot : {"layers.0.norm1.bias", "layers.1.norm2.bias"}) add_norm(slot, c.hidden_dim);
         }
@@ -219,7 +221,10 @@ void test_gradients() {
     for (unsigned seed = 0; seed < 24; ++seed) {
         std::mt19937 bits(seed);
         constexpr WeightFormat kFormats[] = {WeightFormat::kFloat32, WeightFormat::kBFloat16, WeightFormat::kQ8_0};
-        Setup s(seed == 23 ? config_of(kSizes) : random_config(bits), kFormats[seed % 3], ProductType::kFloat32, bits);
+        Setup s(seed == 23   ? config_of(kSizes)
+                : seed == 22 ? config_of(kBlocks)
+                             : random_config(bits),
+                kFormats[seed % 3], ProductType::kFloat32, bits);
         Batch batch(bits);
         batch.give_experts(s.model.transformer.config(), bits);
         s.activation_bytes = batch.batch.n_tokens() * (bits() % 5000);  // of no layer, of some or of all

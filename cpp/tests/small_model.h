@@ -14,9 +14,10 @@
 namespace whet {
 
 // Llama-like; a mix of GPT-J, Mistral and LFM2: layer norm, interleaved RoPE, parallel residual, windows and a
-// convolution; a mix of Qwen3.5 and Granite 4 H, with states of several pages; with mixtures of experts; or
-// Gemma-4-like, with heads of two sizes, shared keys and values, and inputs of layers.
-enum Kind : int { kLlama, kOther, kDelta, kMixture, kSizes };
+// convolution; a mix of Qwen3.5 and Granite 4 H, with states of several pages; with mixtures of experts; Gemma-4-like,
+// with heads of two sizes, shared keys and values, and inputs of layers; or Nemotron-like, with one mixer or MLP a
+// layer.
+enum Kind : int { kLlama, kOther, kDelta, kMixture, kSizes, kBlocks };
 
 inline ModelConfig config_of(int kind) {
     ModelConfig c;
@@ -42,6 +43,12 @@ inline ModelConfig config_of(int kind) {
         c.n_layers = 4, c.windows = {50, 0, 50, 0}, c.local_layers = {true, false, true, false};
         c.local_head_dim = 12, c.local_inv_freq = c.inv_freq, c.n_shared_kv_layers = 2, c.ffn_dims = {72, 72, 88, 88};
         c.qk_norm = c.v_norm = c.layer_scale = true, c.layer_input_dim = 10, c.activation = Activation::kGeluTanh;
+    } else if (kind == kBlocks) {
+        c.n_layers = 4, c.windows = {0, 0, 0, 0}, c.gated = false, c.activation = Activation::kRelu2;
+        c.mixers = {Mixer::kMamba, Mixer::kNone, Mixer::kAttention, Mixer::kNone}, c.ffn_dims = {0, 72, 0, 0};
+        c.conv_length = 4, c.n_delta_key_heads = 2, c.n_delta_heads = 4, c.delta_dim = 36, c.delta_key_dim = 40;
+        c.delta_step_min = 0.5, c.moe_layers = {false, false, false, true}, c.router = Router::kSigmoid;
+        c.n_experts = 7, c.n_used_experts = 3, c.expert_dim = 40, c.shared_dim = 24, c.router_normalised = true;
     }
     return c;
 }
@@ -102,13 +109,14 @@ struct Model {
         for (size_t i = 0; i < c.n_layers; ++i) {
             const std::string layer = "layers." + std::to_string(i) + ".";
             for (const char* norm : {"norm1", "norm2"}) {
+                if (!(norm[4] == '1' ? c.mixes(i) : c.has_mlp(i))) continue;
                 vector(layer + norm + ".weight", c.hidden_dim, 1.0f);
                 if (has_biases) vector(layer + norm + ".bias", c.hidden_dim, 0.1f);
             }
             const Mixer mixer = c.mixer(i);
-            const bool attends = mixer == Mixer::kAttention;
+            const bool attends = c.attends(i);
             constexpr const char* kNames[][2] = {{"qkv", "o"}, {"conv_in", "conv_out"}, {"delta_in", "delta_out"}};
-            const auto& [in, out] = kNames[c.is_delta(i) ? 2 : static_cast<size_t>(mixer)];
+            const auto& [in, out] = kNames[c.is_delta(i) ? 2 : attends ? 0 : 1];
             if (c.qk_norm && attends) {
                 const size_t d = c.head_dim_of(i);
                 vector(layer + "q_norm.weight", (c.qk_norm_whole ? c.n_heads : 1) * d, 1.1f);
@@ -121,7 +129,7 @@ struct Model {
                 vector(layer + "input_norm.weight", c.hidden_dim, 0.9f);
             }
             if (c.sinks && attends) vector(layer + "sinks", c.n_heads, 0.7f);
-            if (!attends) matrix(layer + "conv", WeightFormat::kFloat32, c.conv_length, c.conv_dim(i));
+            if (c.is_recurrent(i)) matrix(layer + "conv", WeightFormat::kFloat32, c.conv_length, c.conv_dim(i));
             if (c.is_delta(i)) {
                 vector(layer + "decay", c.n_delta_heads, -0.3f), vector(layer + "dt_bias", c.n_delta_heads, 0.2f);
                 vector(layer + "delta_norm.weight", mixer == Mixer::kDelta ? c.delta_dim : c.delta_values(), 1.1f);
@@ -129,8 +137,10 @@ struct Model {
             if (mixer == Mixer::kMamba) {
                 vector(layer + "conv_bias", c.conv_dim(i), 0.1f), vector(layer + "skip", c.n_delta_heads, 0.6f);
             }
-            matrix(layer + in, format, c.mixer_in(i), c.hidden_dim);
-            matrix(layer + out, format, c.hidden_dim, c.mixer_out(i));
+            if (c.mixes(i)) {
+                matrix(layer + in, format, c.mixer_in(i), c.hidden_dim);
+                matrix(layer + out, format, c.hidden_dim, c.mixer_out(i));
+            }
             const char* up = c.gated ? "gate_up" : "up";
             if (c.is_moe(i)) {
                 matrix(layer + "router", WeightFormat::kFloat32, c.n_experts, c.hidden_dim);

@@ -7,13 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.cli.conftest import write_tiny_model
+from tests.engine.tiny_models import tiny_model
 from tests.raising import assert_raises
 from tests.rollout.test_episodes import TEMPLATE
+from tests.rollout.test_tool_episodes import HERMES, TURN, add
 from tests.tiny import assert_same_weights
 
 from whet.algorithms import GRPO, OnlineDPO
 from whet.errors import WhetTypeError, WhetValueError
 from whet.learner import Learner
+from whet.models.packed_base import pack_base
+from whet.models.sources.live import open_module
 from whet.models.tokenizers import load_tokenizer
 from whet.tasks.environment import Step
 
@@ -73,7 +77,8 @@ def test_a_step_trains_on_the_turns(folder: Any) -> None:
     assert row["prompt"] == [{"role": "user", "content": "a: write"}]
     assert [message["role"] for message in row["completion"]] == ["assistant", "user"] * 2 + ["assistant"]
     letters = sum(letter.isupper() for message in row["completion"][::2] for letter in message["content"])
-    assert row["reward"] == row["rewards/environment_reward"] == letters
+    assert row["reward"] == row["rewards/environment_reward"] == letters == sum(row["turn_rewards"])
+    assert row["end"] == "turns" and row["error"] == "" and len(row["turn_rewards"]) == 3
 
 
 def test_the_update_is_by_hand(folder: Any) -> None:
@@ -87,6 +92,54 @@ def test_the_update_is_by_hand(folder: Any) -> None:
     advantages = ((rewards - rewards.mean(1, keepdims=True)) / rewards.std(1, keepdims=True)).ravel()
     counts = np.array([episode.n_sampled for episode in played])
     assert metrics["loss"] == pytest.approx(-(advantages * counts).sum() / counts.sum(), abs=1e-6)
+
+
+@pytest.mark.parametrize("more", [{}, {"max_new_tokens": 12}])
+def test_the_update_by_turns_is_by_hand(folder: Any, more: Any) -> None:
+    """With a learning rate of 0 the loss is minus the mean over sampled tokens of the advantage of their turn."""
+    grpo = make(
+        folder, learning_rate=0.0, advantage_level="turn", regex="[A-Za-z]{1,9}",
+        reward_weights=[0.5, 2.0], micro_batch_size=3,
+        reward_fn=lambda completions: [float(len(completion[-1]["content"])) for completion in completions], **more,
+    )  # fmt: skip
+    played: list[Any] = []
+    play = grpo.player.play  # pyright: ignore[reportOptionalMemberAccess]
+    grpo.player.play = lambda *a: played.extend(play(*a)) or played  # pyright: ignore
+    metrics = grpo.train_step(ROWS[:2])
+    total, n_tokens = 0.0, 0
+    for group in (played[:4], played[4:]):
+        to_go, counts = [], []
+        for episode in group:
+            text = "".join("s" if sampled else " " for sampled in episode.sampled)
+            turns = [len(run) for run in text.split()]
+            rewards = [0.5 * reward for reward in episode.rewards] + [0.0] * (len(turns) - len(episode.rewards))
+            rewards[-1] += 2.0 * len(episode.messages[-1]["content"])
+            to_go += [sum(rewards[t:]) for t in range(len(turns))]
+            counts += turns
+        values = np.array(to_go)
+        total += ((values - values.mean()) / values.std() * counts).sum()
+        n_tokens += sum(counts)
+    assert metrics["loss"] == pytest.approx(-total / n_tokens, abs=1e-6) and metrics["loss"] != 0
+    assert any(episode.end == "length" for episode in played) == bool(more)
+    row = grpo.last_completions[0]
+    assert len(row["advantage"]) == sum(message["role"] == "assistant" for message in row["completion"])
+
+
+def test_turns_without_differences_are_filtered(folder: Any) -> None:
+    grpo = make(folder, Same, advantage_level="turn", filter_zero_variance=True)
+    assert grpo.train_step(ROWS[:2])["loss"] == 0  # each turn has the same reward to go in all episodes
+
+
+class Same(Counts):
+    """Rewards the last of two turns."""
+
+    def reset(self, row: Any, seed: int) -> Any:
+        self.turns = 0
+        return super().reset(row, seed)
+
+    def step(self, message: Any) -> Step:
+        self.turns += 1
+        return Step("more", reward=self.turns == 2, done=self.turns == 2)
 
 
 def test_an_episode_that_fails_leaves_its_group(folder: Any) -> None:
@@ -146,6 +199,38 @@ def test_evaluation_plays_episodes(folder: Any) -> None:
     assert grpo.evaluate(ROWS) == grpo.evaluate(ROWS) >= 0
 
 
+def graded(completions: Any, bonus: Any) -> Any:
+    """Score of the results that the model read, and a bonus of the row."""
+    calls = [[m for m in completion if m["role"] == "tool"] for completion in completions]
+    return [sum(m["content"].isdigit() for m in each) + extra for each, extra in zip(calls, bonus, strict=True)]
+
+
+def test_tools_are_called_and_counted(tmp_path: Any) -> None:
+    folder = write_tiny_model(tmp_path / "model", HERMES, max_position=2048)
+    rows = [{"prompt": f"sum {i}", "bonus": i} for i in range(2)]
+    settings = SETTINGS | {"max_new_tokens": 400, "max_turn_tokens": 0, "regex": TURN}
+    make_tools = lambda **more: GRPO(  # noqa: E731
+        model_of(folder), tools=[add], tokenizer=load_tokenizer(folder), **settings | more
+    )
+    grpo = make_tools(reward_fn=graded)
+    metrics = grpo.train_step(rows)
+    assert metrics["episodes/mean_calls"] > metrics["episodes/mean_failed_calls"] > 0
+    assert metrics["episodes/mean_turns"] > 1 and metrics["episodes/ended_by_error"] == 0
+    assert "rewards/environment_reward/mean" not in metrics  # tools give none
+    table = grpo.last_completions
+    assert [row["reward"] for row in table] == [row["rewards/graded"] for row in table]
+    assert graded([row["completion"] for row in table], [0] * 4 + [1] * 4) == [row["reward"] for row in table]
+    assert {row["reward"] for row in table} > {0.0, 1.0}
+    assert_raises(WhetTypeError, "reward_fn is None", make_tools)
+    assert_raises(
+        WhetTypeError, ("tools", "environment"), make_tools, environment=Counts, reward_fn=graded
+    )  # fmt: skip
+    assert_raises(
+        WhetValueError, ("advantage_level", "no environment"), make_tools, advantage_level="turn", reward_fn=graded
+    )  # fmt: skip
+    assert_raises(WhetValueError, ("max_tool_characters", "no tools"), make, folder, max_tool_characters=9)
+
+
 def test_settings_without_effect_and_missing_tokenizers_are_rejected(folder: Any) -> None:
     model = model_of(folder)
     assert_raises(WhetTypeError, ("tokenizer", "chat template"), GRPO, model, environment=Counts)
@@ -160,3 +245,19 @@ def test_settings_without_effect_and_missing_tokenizers_are_rejected(folder: Any
 
 def test_sampling_ahead_is_refused(folder: Any) -> None:
     assert_raises(WhetValueError, ("async_lag", 1, "environment"), make, folder, async_lag=1)
+
+
+def test_the_experts_of_all_turns_are_replayed(folder: Any) -> None:
+    """With the sampler's weights in float32, the learner chooses nearly all of its experts itself."""
+    tiny = {"max_position_embeddings": 512, "num_experts": 16, "num_experts_per_tok": 4}
+    mixture = tiny_model("qwen3_moe", vocab_size=len(load_tokenizer(folder)), **tiny)
+    learner = Learner(pack_base(open_module(mixture), weights="float32"), lora_rank=2)
+    step = make(folder, model=learner).train_step(ROWS[:2])
+    assert step["episodes/mean_turns"] == 3 and step["sampler/logprob_difference"] < 1e-4
+    assert step["sampler/replaced_experts"] < 0.01
+
+
+@pytest.mark.parametrize("engine", ["native", "torch"])
+def test_the_tokens_that_turns_were_drawn_from_are_kept(folder: Any, engine: str) -> None:
+    step = make(folder, engine=engine, compute="float32", top_k=5, top_p=0.9).train_step(ROWS[:2])
+    assert step["episodes/mean_turns"] == 3 and 0 <= step["sampler/logprob_difference"] < 1e-4

@@ -19,16 +19,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.cli.conftest import write_tiny_model
 from tests.processes import WHET
 from tests.raising import assert_mentions
 from tests.real.model import real_model
+from tests.rollout.test_tool_episodes import HERMES
 
 from whet.cli import main
 from whet.cli.chat import _Chat
+from whet.config.episodes import EpisodeSettings
 from whet.config.sampling import SamplingParams
 from whet.data.rows import tokenize_completion
 from whet.data.sources import read_rows
-from whet.models.tokenizers import read_tokenizer
+from whet.models.tokenizers import load_tokenizer, read_tokenizer
+from whet.tasks.tools import ToolProcess, load_tools
 from whet.text.conversation import Conversation
 from whet.text.model import load_engine
 
@@ -252,6 +256,60 @@ def test_thinking_is_one_line_in_a_terminal(endless, tmp_path, tiny_gguf):
         assert "<think>" in shown and "</think>" in shown and "\x1b" not in shown
         terminal.type("\x04")
         assert terminal.status() == 0
+
+
+# ------------------------------------------------------------------ with tools
+
+TOOLS = """
+import os
+
+def add(a: int) -> int:
+    \"\"\"Add one.
+
+    Args:
+        a: a number
+    \"\"\"
+    return a + 1 if a < 9 else os._exit(3)
+"""
+
+
+def test_tools_are_called(tmp_path, monkeypatch, capsys):
+    (tmp_path / "tools.py").write_text(TOOLS)
+    model = write_tiny_model(tmp_path / "model", HERMES, max_position=4096)
+    tokenizer = load_tokenizer(str(model))
+    call = r'<tool_call>\{"name": "add", "arguments": \{"a": ([6-9]|"x")\}\}</tool_call>'
+    sampling = SamplingParams(regex=f"Done|{call}", stop_token_ids=(1,), max_new_tokens=300, seed=3)
+    lines = "".join(f"sum {i}\n" for i in range(12))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
+    functions = load_tools([f"{tmp_path / 'tools.py'}:add"])
+    with contextlib.ExitStack() as stack:
+        tools = stack.enter_context(ToolProcess(functions, EpisodeSettings(env_timeout_s=60.0)))
+        engine = stack.enter_context(load_engine(str(model), None, None, "here"))
+        engine.tokenizer = tokenizer
+        conversation = Conversation(engine, tokenizer, sampling, tools=tools.schemas)
+        assert _Chat(conversation, False, tools).run() == 0
+    out, err = capsys.readouterr()
+    assert out.count("Done") >= 8 and "<tool_call>" not in out
+    shown = re.findall(r"\(add\(a=(.*?)\)\)\n\((.*)\)\n", err)
+    for argument, result in shown:
+        expected = str(int(argument) + 1) if argument in "678" else "expected integer" if "x" in argument else "died"
+        assert expected in result
+    deaths = [i for i, (argument, _) in enumerate(shown) if argument == "9"]
+    assert deaths and any(argument in "678" for argument, _ in shown[deaths[0] :])  # the next call has a new process
+    assert len({argument for argument, _ in shown}) >= 4
+
+
+def test_flags_of_tools(error_of, piped, tiny_model, tmp_path):
+    (tmp_path / "tools.py").write_text(TOOLS)
+    template = tmp_path / "hermes.jinja"
+    template.write_text(HERMES)
+    tools = ["--tools", f"{tmp_path / 'tools.py'}:add"]
+    more = ["--chat-template", template, "--max-new-tokens", "4", "--context", "480"]
+    status, out, err = piped(tiny_model, "Hi", argv=[*tools, *more])
+    assert status == 0 and out and "truncated" in err
+    assert_mentions(error_of("chat", tiny_model, *tools), "tools", "--chat-template")
+    assert_mentions(error_of("chat", tiny_model, *tools, "--unsafe-local"), "unsafe_local", "no tool runs programs")
+    assert_mentions(error_of("chat", tiny_model, "--tools", "tools.py"), "tools.py", "file.py:name")
 
 
 # ------------------------------------------------------------------ in a pipe

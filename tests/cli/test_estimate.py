@@ -6,6 +6,7 @@ import pytest
 from tests.raising import assert_mentions
 
 from whet.cli import main
+from whet.config.algorithms import ALGORITHMS
 from whet.models.sizes import estimate, load_source, training
 from whet.runs.estimate import measure_interpreter
 from whet.system.memory import machine_bytes
@@ -89,8 +90,8 @@ def test_run_memory_as_table_and_json(tiny_model, tmp_path, capsys, monkeypatch)
 
 def test_invalid_settings_of_run_memory_are_named(capsys):
     for arguments, facts in (
-        (["smollm-135m", "--train", "rlhf"], ("--train is 'rlhf'", "sft, dpo, grpo, online-dpo")),
-        (["smollm-135m", "--train"], ("--train is ''", "sft, dpo, grpo, online-dpo")),
+        (["smollm-135m", "--train", "rlhf"], ("--train is 'rlhf'", ", ".join(ALGORITHMS))),
+        (["smollm-135m", "--train"], ("--train is ''", ", ".join(ALGORITHMS))),
         (["--train", "sft"], ("model is missing",)),
         (["smollm-135m", "--train", "sft", "--compute", "torch"], ("compute is 'torch'",)),
         (["smollm-135m", "--train", "sft", "--lora-rank", "8", "--lora-layers", "c_attn"], ("'c_attn'", "q_proj")),

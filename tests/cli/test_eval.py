@@ -12,6 +12,7 @@ import pytest
 from tests.cli.conftest import CHAT_TEMPLATE
 from tests.processes import WHET
 from tests.raising import assert_mentions
+from tests.rollout.test_tool_episodes import HERMES
 from tests.tiny import with_lora
 
 import whet
@@ -298,3 +299,63 @@ def test_second_model_is_checked_before_the_first_is_evaluated(error_of, tasks, 
 
     monkeypatch.setattr(command, "_evaluate", None)
     assert_mentions(error_of("eval", tiny_model, "nowhere", "--task", tasks("Letters")), "'nowhere'", ".gguf")
+
+
+GAME = """
+from whet.tasks.environment import Step
+
+class Game:
+    def reset(self, row, seed):
+        return row.get("prompt") or "begin"
+
+    def step(self, message):
+        return Step("on", reward=0.5)
+
+def add(a: int) -> int:
+    \"\"\"Add one.
+
+    Args:
+        a: a number
+    \"\"\"
+    return a + 1
+
+def length(completions):
+    return [float(len(completion)) for completion in completions]
+"""
+
+
+def test_episodes_of_an_environment(run, tasks, tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    (tmp_path / "game.py").write_text(GAME)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"n": i}) + "\n" for i in range(4)))
+    env = [f"--env={tmp_path / 'game.py'}:Game", "--env-timeout-s=60", "--max-turns=3", "--max-turn-tokens=2"]
+    file, limit = tmp_path / "found.json", ["--max-new-tokens=60"]
+    data = ["--data", tmp_path / "rows.jsonl", "--success=1.2"]
+    out, _ = run(tiny_model, *data, *env, *limit, "--out", file, "--records")
+    assert "rows: 4 items" in out and "accuracy" in out and "1.500 (1.500 to 1.500)" in out
+    assert "turns" in out and "3.0 (3.0 to 3.0)" in out and "ended by turns" in out and "ended by done" not in out
+    [model] = json.loads(file.read_text())["models"]
+    [found] = model["tasks"]
+    assert found["accuracy"]["value"] == 1 and found["score"]["value"] == 1.5 and found["success_reward"] == 1.2
+    assert found["ended_by"]["turns"] == 1 and len(found["records"]) == 4
+    with_reward = ["--reward", f"{tmp_path / 'game.py'}:length"]
+    out, _ = run(tiny_model, *data, *env, *limit, *with_reward)
+    assert "6.500 (6.500 to 6.500)" in out  # and the messages: three turns and two answers
+    out, _ = run(tiny_model, tiny_model, "--weights=bf16", "--weights=q8_0", "--task", tasks("Letters"), *env, *limit)
+    assert "letters: 12 items" in out and "difference" in out and "sign test" in out
+
+
+def test_tools_need_a_template_that_calls_them(error_of, tasks, tiny_model, tmp_path):
+    (tmp_path / "game.py").write_text(GAME)
+    tools = ["--tools", f"{tmp_path / 'game.py'}:add"]
+    command = ["eval", tiny_model, "--task", tasks("Letters"), *SHORT, *tools]
+    assert_mentions(error_of(*command), "tools", "--chat-template")
+    assert_mentions(error_of(*command, "--raw"), "raw", "chat template")
+    assert_mentions(error_of(*command, "--env", "a.py:B"), "env", "tools")
+    assert_mentions(error_of(*command, "--unsafe-local"), "unsafe_local", "runs programs")
+    plain = ["eval", tiny_model, "--task", tasks("Letters"), *SHORT]
+    assert_mentions(error_of(*plain, "--success=2"), "success", "no environment")
+    assert_mentions(error_of(*plain, "--max-turns=2"), "max_turns", "no tools")
+    template = tmp_path / "hermes.jinja"
+    template.write_text(HERMES)
+    assert main(["eval", *map(str, command[1:]), "--chat-template", str(template), "--max-turns=2"]) == 0

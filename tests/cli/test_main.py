@@ -11,9 +11,10 @@ from tests.processes import WHET, printed_by
 from tests.raising import assert_mentions
 
 from whet.cli import main
+from whet.config.algorithms import ALGORITHMS
 from whet.memory import without_gc
 
-METHODS = ("sft", "dpo", "grpo", "online-dpo")
+METHODS = tuple(ALGORITHMS)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_python_m_whet_is_whet(argv):
 def test_unknown_names(error_of):
     assert_mentions(error_of("trian"), "whet: ", "'trian'", "Did you mean train?")
     assert_mentions(error_of("train", "gpro"), "'gpro'", "Did you mean grpo?")
-    assert_mentions(error_of("train", "xyzzy"), "'xyzzy'", "sft, dpo, grpo, online-dpo")
+    assert_mentions(error_of("train", "xyzzy"), "'xyzzy'", ", ".join(METHODS))
 
 
 @pytest.mark.parametrize("package", ["tyro", "torch", "tokenizers"])

@@ -18,13 +18,14 @@ from tests.raising import assert_mentions
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from whet.cli import main
+from whet.config.algorithms import ALGORITHMS
 from whet.config.toml import read_toml
 from whet.data.rows import epoch_order
 from whet.rewards.functions import load_function
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-METHODS = {"sft": "sft", "dpo": "dpo", "grpo": "grpo", "online-dpo": "online_dpo"}
+METHODS = {name: name.replace("-", "_") for name in ALGORITHMS}
 
 
 def read_jsonl(path):
@@ -57,8 +58,8 @@ def test_example_runs(method, tmp_path, tiny_model, capsys):
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000002"]
     assert "<svg" in (folder / "report.html").read_text()
     card = (folder / "README.md").read_text()
-    assert f"data/{METHODS[method]}.jsonl, 12 rows" in card and "| torch | 2." in card
     settings, example = read_toml(folder / "config.toml"), read_toml(config)
+    assert f"{example['data']}, 12 rows" in card and "| torch | 2." in card
     assert settings["steps"] == 2 and settings["learning_rate"] == example["learning_rate"]
 
     model = AutoModelForCausalLM.from_pretrained(folder / "model")

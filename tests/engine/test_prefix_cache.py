@@ -11,7 +11,7 @@ from tests.engine.tiny_models import VOCAB, tiny_model
 from tests.raising import assert_raises
 from tests.tiny import with_lora
 
-from whet.config.sampling import SamplingParams
+from whet.config.sampling import SamplingParams, StreamKey
 from whet.engine import Engine, EngineBusyError
 from whet.engine.session import Session
 
@@ -185,3 +185,29 @@ def test_retained_pages_can_be_evicted(model):
         engine.clear_prefix_cache()
         assert engine.memory["kv_kept_bytes"] == 0
         assert stream(engine, prompt) == (right, 0)
+
+
+@pytest.mark.parametrize("case", ["olmoe", "lfm2_moe"])
+def test_the_experts_of_reused_tokens_are_reported(case):
+    """The first completions compute their prompts together, the next reuse pages, and a part of one."""
+    model = tiny_model(case, max_position_embeddings=512)
+    sampling = dataclasses.replace(SAMPLING, experts=True)
+    shared = tokens(150, 1)
+    prompts = [[*shared, 5, 6], [*shared[:70], 9, 9], [*shared, 7], [3, 4]]
+    with engine_of(model) as engine:
+        together = engine.generate(prompts, 3, sampling)
+        kept, _ = stream(engine, prompts[0])
+        turn = [*prompts[0], *(token.token_id for token in kept[:-1]), *tokens(5, 2)]
+        call = engine.open_prompt(turn, 2, sampling, keep=True)
+        while not call.is_done():
+            call.step()
+        assert call.n_reused >= (159 if case == "olmoe" else 128)
+        together.append(engine.completions(call, 2, sampling))
+        call.close()
+    for i, (prompt, group) in enumerate(zip([*prompts, turn], together, strict=True)):
+        with engine_of(model) as engine:
+            fresh = engine.generate([prompt], len(group), sampling, keys=[StreamKey(0 if prompt is turn else i, 0)])[0]
+        for found, expected in zip(group, fresh, strict=True):
+            assert found == expected
+            assert found.experts is not None and len(found.experts) == len(prompt) + len(found.token_ids) - 1
+            np.testing.assert_array_equal(found.experts, expected.experts)

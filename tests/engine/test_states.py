@@ -12,7 +12,16 @@ from tests.engine.tiny_models import VOCAB, tiny_model
 from whet.config.sampling import SamplingParams, StreamKey
 from whet.engine import Engine
 
-CASES = ("lfm2", "lfm2-taps", "qwen3_5_text", "qwen3_5_text-sizes", "granite4-hybrid", "granite4-hybrid-groups")
+CASES = (
+    "lfm2",
+    "lfm2-taps",
+    "qwen3_5_text",
+    "qwen3_5_text-sizes",
+    "granite4-hybrid",
+    "granite4-hybrid-groups",
+    "nemotron_h",
+    "nemotron_h-experts",
+)
 LENGTHS = (1, 2, 3, 63, 64, 65, 66, 127, 128, 129, 200)
 
 

@@ -62,6 +62,18 @@ _GRANITE_4_H = {
     "mamba_chunk_size": 8,
 }
 
+_NEMOTRON_H = {
+    "head_dim": 12,
+    "intermediate_size": 22,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 10,
+    "n_groups": 3,
+    "ssm_state_size": 7,
+    "conv_kernel": 3,
+    "chunk_size": 8,
+    "layer_norm_epsilon": 1e-4,
+}
+
 _MINISTRAL_3 = {
     "max_position_embeddings": 256,
     "rope_parameters": {
@@ -180,6 +192,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_d_head": 16,
             "mamba_d_state": 7,
             "mamba_d_conv": 3,
+        },
+    ),
+    "nemotron_h": ("nemotron_h", {**_NEMOTRON_H, "hybrid_override_pattern": "M-M*-", "time_step_min": 0.6}),
+    "nemotron_h-groups": (
+        "nemotron_h",
+        {
+            **_NEMOTRON_H,
+            "layers_block_type": ["full_attention", "mamba", "mlp", "linear_attention"],
+            "mamba_num_heads": 4,
+            "n_groups": 1,
+            "conv_kernel": 4,
+            "mlp_bias": True,
+            "num_key_value_heads": 4,
+            "time_step_min": 1e-30,
         },
     ),
     "granite4-not-rotated": ("granitemoehybrid", {**_GRANITE_4, "tie_word_embeddings": True}),
@@ -492,6 +518,32 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size": 6,
         },
     ),
+    "nemotron_h-experts": (
+        "nemotron_h",
+        {
+            **_NEMOTRON_H,
+            "hybrid_override_pattern": "MEM*E",
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 10,
+            "moe_shared_expert_intermediate_size": 14,
+            "routed_scaling_factor": 2.5,
+            "time_step_min": 1e-30,
+        },
+    ),
+    "nemotron_h-mixed": (
+        "nemotron_h",
+        {
+            **_NEMOTRON_H,
+            "hybrid_override_pattern": "E*-ME",
+            "n_routed_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 6,
+            "moe_shared_expert_intermediate_size": 10,
+            "norm_topk_prob": False,
+            "time_step_min": 0.7,
+        },
+    ),
     "qwen3_5_moe_text": (
         "qwen3_5_moe_text",
         {
@@ -591,7 +643,7 @@ def tiny_model(case: str, **options: Any) -> Any:
         if name.endswith("_proj_bias"):
             parameter.data.uniform_(-8, 8)  # beyond the clamps of gpt-oss
     for name, buffer in model.named_buffers():
-        if name.endswith("expert_bias"):
+        if name.endswith(("expert_bias", "e_score_correction_bias")):
             buffer.uniform_(-0.3, 0.3)
         if name.endswith("layer_scalar"):
             buffer.uniform_(0.5, 1.5)
@@ -604,7 +656,7 @@ def own_precision(model: Any) -> Iterator[None]:
     before = model.config._attn_implementation
     if model.config.model_type in ("gemma2", "granite_swa"):
         model.config._attn_implementation = "exact softmax"
-    is_narrow = model.config.model_type.startswith("qwen3_5") or "moe" in model.config.model_type
+    is_narrow = any(part in model.config.model_type for part in ("qwen3_5", "moe", "nemotron"))
     with contextlib.ExitStack() as patches:
         if is_narrow and model.dtype == torch.float64:
             for name in ("float32", "float"):

@@ -282,7 +282,7 @@ def check_against_bfloat16(learner: Learner, case: str, options: Mapping[str, An
 DIGEST = """
 h = hashlib.sha256()
 for case, weights in (("llama", "bf16"), ("gemma2", "q8_0"), ("gptj", "float32"), ("qwen3_5_text", "bf16"),
-                      ("granite4-hybrid", "q8_0")):  # fmt: skip
+                      ("granite4-hybrid", "q8_0"), ("nemotron_h", "bf16")):  # fmt: skip
     base = pack_base(open_module(tiny_model(case)), weights=weights)
     for compute in ("float32", "bfloat16"):
         learner = new_learner(base, compute=compute, lora_dropout=0.2)
@@ -309,7 +309,7 @@ def test_bits_do_not_depend_on_threads(compute: str) -> None:
     same_on_any_threads(work)
 
 
-@pytest.mark.parametrize("case", ["llama", "phi", "qwen3", "qwen3_5_text", "granite4-hybrid"])
+@pytest.mark.parametrize("case", ["llama", "phi", "qwen3", "qwen3_5_text", "granite4-hybrid", "nemotron_h"])
 def test_gradients_do_not_depend_on_the_order_of_rows_or_on_the_batches(case: str) -> None:
     base = pack_base(open_module(tiny_model(case)), weights="bf16")
     grad, _ = output_gradients()
@@ -334,6 +334,7 @@ def test_gradients_do_not_depend_on_the_order_of_rows_or_on_the_batches(case: st
         ("qwen3_5_text", {}, 150, [130, 1, 70]),  # blocks of 64 tokens
         ("granite4-hybrid", {}, 150, [130, 1, 70]),
         ("granite4-hybrid-groups", {}, 64, [129]),
+        ("nemotron_h", {}, 70, [130, 1]),
     ],
 )
 def test_long_groups_are_cut_without_changing_their_gradient(

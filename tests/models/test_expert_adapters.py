@@ -36,17 +36,20 @@ from whet.models.slots import LoRA, iter_locations
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.live import open_module
 from whet.models.sources.pretrained import open_pretrained
+from whet.nn.forwards import is_experts
 from whet.text.model import load_engine
 
 __all__ = ["tokenizer"]
 PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
+UNGATED = ["experts.up_proj", "experts.down_proj"]
 ATOL = 1e-4
 CASES = [case for case in MIXTURES if not case.startswith("gpt_oss")]
 
 
 def adapt(model: Any, folder: Path | None = None, seed: int = 0, **settings: Any) -> Any:
     """Add adapters of attention and experts, with random B, and save them."""
-    given = {"r": 2, "lora_alpha": 3, "target_modules": ["q_proj"], "target_parameters": PARAMETERS, **settings}
+    names = PARAMETERS if hasattr(next(filter(is_experts, model.modules())), "gate_up_proj") else UNGATED
+    given = {"r": 2, "lora_alpha": 3, "target_modules": ["q_proj"], "target_parameters": names, **settings}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         adapted = with_lora(model, b_std=0.2, **given)

@@ -62,6 +62,7 @@ NOT_IN_GGUF = {
     "qwen3_moe-dense": "attention biases in qwen3moe",
     "lfm2_moe-plain": "router_normalised",
     "granite4-experts": "rotary_dim",
+    "nemotron_h-mixed": "layers: MLPs and mixtures",
     "gemma4-plain": "attention biases in gemma4",
 }
 """Cases with options that GGUF cannot express."""

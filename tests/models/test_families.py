@@ -114,7 +114,12 @@ def test_every_causal_language_model_of_transformers_is_run_or_refused_with_its_
     assert len(others) > 100
     for name in others:
         assert_raises(WhetValueError, f"model_type is '{name}', which has ", model_config, {"model_type": name})
-    run = {family.gguf.get(key) for family in FAMILIES.values() if family.gguf for key in ("architecture", "hybrid")}
+    run = {
+        family.gguf.get(key)
+        for family in FAMILIES.values()
+        if family.gguf
+        for key in ("architecture", "hybrid", "mixture")
+    }
     for name in {*gguf.MODEL_ARCH_NAMES.values()} - run:
         assert families.unsupported_reason(name), name
     assert not families._NOT_RUN.keys() & (FAMILIES.keys() - {"gptj"} | run)
@@ -128,7 +133,11 @@ def test_logits_match_transformers(case):
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(naive_logits(source, ids), expected, rtol=0, atol=1e-4)
     parameters = {name: p for name, p in model.named_parameters() if not families.is_skipped(name)}
-    parameters |= {name: b for name, b in model.named_buffers() if name.endswith(("expert_bias", "layer_scalar"))}
+    parameters |= {
+        name: b
+        for name, b in model.named_buffers()
+        if name.endswith(("expert_bias", "correction_bias", "layer_scalar"))
+    }
     assert source.config.n_parameters == sum(p.numel() for p in parameters.values())
     assert model_config(model.config) == source.config == model_config(json.loads(model.config.to_json_string()))
 

@@ -79,7 +79,7 @@ def test_packed_batch_equals_padded_batch(case):
 
 @pytest.mark.parametrize("case", ["llama", "llama-biases-tied", "mistral", "qwen3", "gpt_neox", "gpt2", "gptj", "phi3",
                                   "smollm3", "granite", "olmo2", "gemma2", "gemma3", "starcoder2", "stablelm-parallel",
-                                  "phi", "qwen3_5_text", "granite4-hybrid"])  # fmt: skip
+                                  "phi", "qwen3_5_text", "granite4-hybrid", "nemotron_h"])  # fmt: skip
 def test_bfloat16_gradients_keep_their_direction(case):
     model = trained(case, initializer_range=0.1)
     _, exact = logprobs_and_gradients(model)
@@ -91,7 +91,7 @@ def test_bfloat16_gradients_keep_their_direction(case):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("case", ["llama", "gptj", "gpt_neox", "lfm2", "qwen3_5_text", "granite4-hybrid"])
+@pytest.mark.parametrize("case", ["llama", "gptj", "gpt_neox", "lfm2", "qwen3_5_text", "granite4-hybrid", "nemotron_h"])
 def test_gradient_checkpointing_recomputes_layers(case, reentrant):
     model = trained(case).train()
     with accelerate(model, "float32"):
@@ -103,7 +103,7 @@ def test_gradient_checkpointing_recomputes_layers(case, reentrant):
             nonlocal passes
             passes += 1
 
-        next(m for m in model.modules() if type(m).__name__.endswith("Attention")).register_forward_hook(count)
+        next(m for m in model.modules() if type(m).__name__.endswith("Attention")).register_forward_pre_hook(count)
         _, again = logprobs_and_gradients(model)
     assert passes == 2
     assert plain.keys() == again.keys()

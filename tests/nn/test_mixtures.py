@@ -21,7 +21,7 @@ from whet.nn.frozen import FrozenExperts, base_of, frozen_model, parameter_value
 
 PROMPTS = [[5, 6, 7, 8], [9, 3], [5, 6, 7, 8], [5, 6, 7, 8]]  # three completions share a prompt
 COMPLETIONS = [[1, 2, 3, 4, 10, 11], [7, 7, 7], [1], [40, 30, 20, 12, 13]]
-TRAINED = ("self_attn", "conv.", "linear_attn")
+TRAINED = ("self_attn", "conv.", "linear_attn", "mixer.q_proj", "mixer.in_proj")
 CASES = [case for case in MIXTURES if not case.endswith("-vision")]
 
 

@@ -192,3 +192,40 @@ def test_missing_and_damaged_files_are_named(run):
     (run / "metrics.jsonl").unlink()
     assert_raises(WhetValueError, ("metrics.jsonl is missing",), write_report, run, title="t")
     assert not (run / "report.html").exists()
+
+
+def test_episodes_have_transcripts(run):
+    call = {"function": {"name": "add", "arguments": {"a": 1, "b": EVIL}}}
+
+    def episode(step, reward, end, error=""):
+        turns = [
+            {"role": "assistant", "content": f"I add {step}.", "reasoning_content": "so", "tool_calls": [call]},
+            {"role": "tool", "name": "add", "content": EVIL},
+            {"role": "assistant", "content": f"It is {reward}."},
+        ]
+        prompt = [{"role": "user", "content": "one and two"}]
+        return {"step": step, "prompt": prompt, "completion": turns, "reward": reward, "end": end, "error": error,
+                "turn_rewards": [0.0, 0.5]}  # fmt: skip
+
+    (run / "completions.jsonl").unlink()
+    rows = JSONLLogger(run / "completions.jsonl")
+    for row in (
+        episode(1, 0.5, "done"), episode(1, 2.0, "turns"), episode(1, 1.0, "turns"), episode(2, 3.0, "done"),
+        episode(9, 4.0, "done"), episode(9, float("nan"), "error", f"ValueError: {EVIL}"),
+    ):  # fmt: skip
+        rows.write(row)
+    html = write_report(run, title="Game").read_text(encoding="utf-8")
+    shown = Page(html)
+    cells = [
+        re.findall(r'<td class="\w*">(.*?)</td>', row, re.DOTALL)
+        for row in re.findall(r"<tr>(.*?)</tr>", html, re.DOTALL)
+    ]
+    assert ["done", "1", "1", "3"] in cells and ["turns", "2", "0", "2"] in cells and ["error", "0", "1", "1"] in cells
+    for text in ("Episodes of step 1", "Episodes of step 9", "Reward 2, ended by turns", "Reward 0.5, ended by done",
+                 "No reward, ended by error: ValueError: " + EVIL, "It is 4.0."):  # fmt: skip
+        assert text in shown.text, text
+    assert "It is 1.0." not in shown.text and "It is 3.0." not in shown.text  # of four transcripts
+    assert ["user", "one and two", ""] in cells and ["assistant", "It is 2.0.", "0.5"] in cells
+    turn = next(row for row in cells if row[:1] == ["assistant"] and "I add 9." in row[1])
+    assert turn[2] == "0" and "(so)" in turn[1] and "→ add(a=1, b=" in turn[1]
+    assert "script" not in shown.tags and shown.text.count(EVIL) > 4

@@ -17,6 +17,7 @@ from whet.models.tokenizers.token_texts import read_token_texts
 from whet.rollout.episodes import Episode, EpisodeLimits, Player
 from whet.tasks.environment import Step
 from whet.text.replies import ReplyFormat
+from whet.text.seams import Seams
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}<eos>\n{% endfor %}"
@@ -166,3 +167,33 @@ def test_a_turn_computes_its_new_tokens_only(engine: Engine, tokenizer: Any, mon
     # All but the seam, and the last sampled token, whose keys and values have not been computed.
     seam = len(tokenizer("<eos>\n<user>12 letters<eos>\n<assistant>", add_special_tokens=False)["input_ids"])
     assert all(n >= length - seam - 1 for n, length in list(zip(turns, lengths, strict=True))[1:])
+
+
+class Long(Game):
+    """Begins or answers with a text of the row's length."""
+
+    def reset(self, row: Any, seed: int) -> Any:
+        self.row = row
+        return "x" * row.get("opening", 1)
+
+    def step(self, message: Any) -> Step:
+        return Step("x" * self.row.get("answer", 1), reward=1.0)
+
+
+def test_messages_that_do_not_fit_end_the_episode_only(engine: Engine, tokenizer: Any, monkeypatch: Any) -> None:
+    lengths: list[int] = []
+    for name in ("opening", "seam"):
+        method = getattr(Seams, name)
+
+        def recorded(self: Seams, *messages: Any, method: Any = method) -> Any:
+            lengths.append(max(len(message["content"]) for message in messages[-1]))
+            return method(self, *messages)
+
+        monkeypatch.setattr(Seams, name, recorded)
+    rows = [{}, {"opening": 505}, {"opening": 10_000_000}, {"answer": 400}, {"answer": 10_000_000}]
+    first, *failed = player(tokenizer, Long).play(engine, rows, 1, SAMPLING)
+    assert first.end == "turns" and [episode.end for episode in failed] == ["error", "error", "context", "context"]
+    for episode in failed[:2]:
+        assert_mentions(episode.error, "opening", "512 positions")
+    assert [episode.reward for episode in failed] == [None, None, 2.0, 1.0]
+    assert max(lengths) == 505  # megabytes are not tokenised

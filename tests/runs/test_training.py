@@ -10,16 +10,21 @@ import weakref
 
 import pytest
 import torch
+from tests.cli.conftest import write_tiny_model
 from tests.processes import printed_by
 from tests.raising import assert_mentions, assert_raises, mentions
+from tests.rollout.test_tool_episodes import HERMES
 from transformers import AutoModelForCausalLM
 
+import whet.tasks.code
 from whet.algorithms import DPO
 from whet.cli import main
 from whet.config import DPOConfig
 from whet.errors import WhetValueError
 from whet.runs import GRPORun, SFTRun, train
 from whet.runs.training import add_reference_logprobs
+from whet.system.sandbox import Sandbox
+from whet.tasks.code import Interpreter
 
 
 def settings_of(files, tiny_model, name="run", **settings):
@@ -118,30 +123,143 @@ from whet.tasks.environment import Step
 
 class Game:
     def reset(self, row, seed):
-        return row["prompt"] + "?"
+        return str(row.get("prompt", seed)) + "?"
 
     def step(self, message):
         return Step("no", reward=len(message["content"]) % 3)
 """
 
 
-def test_episodes_of_an_environment(files, tiny_model):
-    (files.folder / "game.py").write_text(GAME)
+AGENT = """
+import openai
+
+def play(row, server):
+    with openai.OpenAI() as client:
+        messages = [{"role": "user", "content": str(row.get("prompt", server.seed)) + "?"}]
+        for _ in range(3):
+            found = client.chat.completions.create(model=server.model, messages=messages)
+            messages += [found.choices[0].message, {"role": "user", "content": "no"}]
+    return sum(len(message.content) % 3 for message in messages[1::2])
+"""
+
+
+@pytest.mark.parametrize(("kind", "name", "text"), [("env", "Game", GAME), ("agent", "play", AGENT)])
+def test_episodes(kind, name, text, files, tiny_model):
+    (files.folder / "game.py").write_text(text)
     (files.folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": letter}) + "\n" for letter in "abcdefgh"))
     data = [str(files.folder / "prompts.jsonl")]
 
-    def run(name, steps, **settings):
-        common = {"model": str(tiny_model), "data": data, "env": f"{files.folder / 'game.py'}:Game", "group_size": 2}
+    def run(output, steps, **settings):
+        common = {"model": str(tiny_model), "data": data, kind: f"{files.folder / 'game.py'}:{name}", "group_size": 2}
         limits = {"max_new_tokens": 12, "max_turn_tokens": 4, "max_turns": 3, "batch_size": 2, "env_timeout_s": 60.0}
-        folder = str(files.folder / name)
+        folder = str(files.folder / output)
         return train(GRPORun(**common | limits | {"output_dir": folder, "steps": steps} | settings))
 
     whole = run("whole", 2, eval_data=data, eval_every=2)
     assert len(whole.evaluations) == 2 and "mean_reward" in whole.summary
     table = [json.loads(line) for line in (whole.folder / "completions.jsonl").read_text().splitlines()]
     assert [message["role"] for message in table[0]["completion"]] == ["assistant", "user"] * 2 + ["assistant"]
+    assert table[0]["prompt"][-1]["role"] == "user"
     for steps in (1, 2):
         parts = run("parts", steps)
     weights = [result.model_folder / "model.safetensors" for result in (whole, parts)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    assert_raises(WhetValueError, ("env", "task"), run, "both", 1, data=[], task=["reasoning_gym:chain_sum"])
+    empty = run("empty", 1, data=[])
+    assert "game.py" in (empty.model_folder / "README.md").read_text()
+    both = run("both", 1, data=[], task=["tests/tasks/own.py:Doubles"], eval_items=2)
+    first = json.loads((both.folder / "completions.jsonl").read_text().splitlines()[0])
+    assert first["reward"] == first["rewards/environment_reward"] + first["rewards/doubles"]
+    assert_raises(WhetValueError, (kind, "tools"), run, "twice", 1, tools=["file.py:f"])
+    assert_raises(WhetValueError, ("env", "agent"), run, "twice", 1, env="a:A", agent="a:a")
+
+
+TOOLS = """
+def add(a: int, b: int) -> int:
+    \"\"\"Add.
+
+    Args:
+        a: one
+        b: two
+    \"\"\"
+    return a + b
+
+def letter(code: int) -> str:
+    \"\"\"Return a letter.
+
+    Args:
+        code: of the letter
+    \"\"\"
+    return chr(code)
+
+class Digits:
+    name, system_prompt = "digits", "Answer A and the digit."
+
+    def __init__(self):
+        self.rows = [{"prompt": f"{i} and {j}", "answer": f"A{(i + j) % 3}"} for i in range(9) for j in range(9)]
+
+    def score(self, completion, row):
+        return float(completion == row["answer"])
+"""
+
+
+def test_a_task_scores_the_last_turn_of_episodes_with_tools(files, tmp_path):
+    model = write_tiny_model(tmp_path / "model", HERMES, max_position=2048)
+    file = files.folder / "tools.py"
+    file.write_text(TOOLS)
+    call = r'<tool_call>\{"name": "add", "arguments": \{"a": [1-3], "b": 2\}\}</tool_call>'
+    settings = {
+        "model": str(model), "task": [f"{file}:Digits"], "tools": [f"{file}:add,letter"], "regex": f"A[0-2]|{call}",
+        "group_size": 4, "batch_size": 2, "max_new_tokens": 300, "max_turns": 3, "env_timeout_s": 60.0, "eval_items": 3,
+        "eval_every": 2,
+    }  # fmt: skip
+
+    def run(name, steps, **more):
+        return train(GRPORun(**settings | more | {"output_dir": str(files.folder / name), "steps": steps}))
+
+    whole = run("whole", 2)
+    assert len(whole.evaluations) == 2
+    rows = [json.loads(line) for line in (whole.folder / "completions.jsonl").read_text().splitlines()]
+    answers = {row["prompt"][-1]["content"].split("\n\n")[-1]: [] for row in rows}
+    for row in rows:
+        question, last = row["prompt"][-1]["content"].split("\n\n")[-1], row["completion"][-1]
+        expected = f"A{sum(map(int, question.split(' and '))) % 3}"
+        assert row["reward"] == row["rewards/digits"] == float(last["content"] == expected)
+        answers[question].append(row["reward"])
+    assert any(row["completion"][0].get("tool_calls") for row in rows) and {0.0, 1.0} == {r["reward"] for r in rows}
+    metrics = whole.metrics[1]
+    assert metrics["episodes/mean_calls"] > 0 and metrics["episodes/mean_failed_calls"] == 0
+    for steps in (1, 2):
+        parts = run("parts", steps)
+    weights = [result.model_folder / "model.safetensors" for result in (whole, parts)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    file.write_text(TOOLS + "\n")
+    assert_raises(WhetValueError, (str(file), "has changed"), run, "parts", 3)
+
+
+@pytest.mark.parametrize("unsafe", [pytest.param(False, marks=pytest.mark.needs("bwrap")), True])
+def test_programs_are_a_reward_and_a_tool(unsafe, files, tmp_path, monkeypatch):
+    patient = Interpreter(Sandbox(timeout_s=60.0))  # a loaded machine takes seconds to start Python
+    for name in ("python", "passes_tests"):
+        monkeypatch.setattr(whet.tasks.code, name, getattr(patient, name))
+    model = write_tiny_model(tmp_path / "model", HERMES, max_position=2048)
+    rows = [{"prompt": f"x > {i}", "tests": f"assert x > {i}"} for i in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    call = r'<tool_call>\{"name": "python", "arguments": \{"code": "print\([0-9] \* 2\)"\}\}</tool_call>'
+    settings = {
+        "model": str(model), "data": [str(tmp_path / "rows.jsonl")], "reward": ["whet.tasks.code:passes_tests"],
+        "tools": ["whet.tasks.code:python"], "regex": f"x = [0-9]|{call}", "group_size": 4, "batch_size": 4,
+        "max_new_tokens": 200, "max_turns": 2, "env_timeout_s": 60.0, "steps": 1, "unsafe_local": unsafe,
+    }  # fmt: skip
+    result = train(GRPORun(**settings, output_dir=str(tmp_path / "run")))
+    table = [json.loads(line) for line in (result.folder / "completions.jsonl").read_text().splitlines()]
+    results = 0
+    for row in table:
+        last, low = row["completion"][-1]["content"], int(row["prompt"][0]["content"][-1])
+        assert row["reward"] == row["rewards/passes_tests"] == float(last.startswith("x = ") and int(last[-1]) > low)
+        for call, answer in zip(row["completion"], row["completion"][1:], strict=False):
+            if answer["role"] == "tool":
+                digit = call["tool_calls"][0]["function"]["arguments"]["code"][6]
+                results += answer["content"] == str(2 * int(digit))
+    assert results and {row["reward"] for row in table} == {0.0, 1.0}
+    settings |= {"unsafe_local": True, "reward": [f"{files.folder / 'letters.py'}:share"], "tools": []}
+    assert_raises(WhetValueError, ("unsafe_local", "runs programs"), train, GRPORun(**settings, output_dir="x"))

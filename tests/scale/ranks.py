@@ -16,10 +16,13 @@ from typing import Any
 import torch
 from tests.tiny import TinyModel, fours, timeless, tiny_llama, with_lora
 
+from whet.algorithms.cpo import CPO
 from whet.algorithms.dpo import DPO
 from whet.algorithms.grpo import GRPO
 from whet.algorithms.online_dpo import OnlineDPO
+from whet.algorithms.orpo import ORPO
 from whet.algorithms.sft import SFT
+from whet.algorithms.simpo import SimPO
 from whet.errors import WhetError
 from whet.training.callbacks import Callback
 from whet.training.distributed import join_ranks
@@ -70,6 +73,9 @@ def losses() -> dict[str, Any]:
     found = {
         "sft": _after(SFT(tiny_llama(), **SETTINGS), SFT_BATCH, SFT_BATCH),
         "dpo": _after(DPO(tiny_llama(), **SETTINGS), PAIRS, PAIRS),
+        "cpo": _after(CPO(tiny_llama(), **SETTINGS), PAIRS, PAIRS),
+        "simpo": _after(SimPO(tiny_llama(), **SETTINGS), PAIRS, PAIRS),
+        "orpo": _after(ORPO(tiny_llama(), **SETTINGS), PAIRS, PAIRS),
         "online-dpo": _after(
             OnlineDPO(tiny_llama(), reward_fn=fours, max_new_tokens=5, rollout_weights="float32", **SETTINGS),
             (PROMPTS,),

@@ -1,45 +1,21 @@
 """A server of a tiny model, with two adapters, on a free port of this machine."""
 
 import secrets
-import threading
-import time
-from contextlib import contextmanager
 
 import httpx
 import numpy as np
 import pytest
-import uvicorn
 from tests.cli.conftest import error_of, tiny_model  # noqa: F401
 
-from whet.cli.serve import listen
 from whet.models.adapter_files import peft_config, write_peft
 from whet.serve import ServedModel, make_app
-from whet.serve.connection import Connection
+from whet.serve.threads import serving
 
 
 @pytest.fixture(autouse=True)
 def one_seed(monkeypatch):
     """Give requests without a seed always the same one, so that sampled answers repeat."""
     monkeypatch.setattr(secrets, "randbits", lambda bits: 2)
-
-
-@contextmanager
-def serving(app, connection=Connection):
-    """Serve an application on a free port, and yield its address."""
-    server = uvicorn.Server(uvicorn.Config(app, http=connection, ws="none", log_level="error"))
-    socket = listen("127.0.0.1", 0)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]}, daemon=True)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive()
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{socket.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(10)
-        assert not thread.is_alive()
-        socket.close()
 
 
 def write_adapter(folder, seed, base="tiny"):

@@ -15,7 +15,7 @@ import pytest
 from tests.raising import assert_mentions
 from tests.serve.conftest import write_adapter
 
-from whet.cli.serve import listen
+from whet.serve.threads import listen
 
 
 def start(*argv):
@@ -76,11 +76,11 @@ def test_mistakes_are_named(tiny_model, error_of, tmp_path):
     assert_mentions(error_of("serve", str(tiny_model), "--api-key-file", str(tmp_path / "keys")), "empty")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert_mentions(error_of("serve", str(tiny_model), "--port", str(port)), str(port), "--port")
+        assert_mentions(error_of("serve", str(tiny_model), "--port", str(port)), str(port), "Pass another port")
 
 
 def test_responses_are_not_delayed():
-    with listen("127.0.0.1", 0) as listening:
+    with listen("127.0.0.1", 0, "test") as listening:
         assert listening.proto == socket.IPPROTO_TCP
 
 

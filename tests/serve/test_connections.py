@@ -28,7 +28,7 @@ def app(served, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def port(app):
-    with serving(app, Hasty) as address:
+    with serving(app, connection=Hasty) as address:
         yield int(address.rpartition(":")[2])
 
 

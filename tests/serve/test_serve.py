@@ -296,6 +296,33 @@ def test_tokens_in_and_tokens_out(post, served):
     assert body["prompt_token_ids"] == row
 
 
+def test_log_probs_of_the_sampled_distribution(served):
+    """On the three routes of trainers: verifiers', OpenEnv's and TRL's."""
+    model = ServedModel(served.engine, served.tokenizer, "tiny", served.stop_ids, logprobs_mode="sampling")
+    chosen = {"temperature": 0.6, "top_k": 20, "seed": 3}
+    sampling = SamplingParams(stop_token_ids=served.stop_ids, max_new_tokens=8, **chosen)
+    ids = chat_ids(served)
+    [[right]] = served.engine.generate([ids], 1, sampling, logprobs_mode="sampling")
+    assert right.logprobs != engine_answer(served, ids, max_new_tokens=8, **chosen)[0].logprobs
+    given = {"max_tokens": 8, **chosen}
+    asked = {
+        "/inference/v1/generate": {"token_ids": ids, "sampling_params": {**given, "logprobs": 1}},
+        "/v1/chat/completions": {
+            **given, "messages": MESSAGES, "logprobs": True, "top_logprobs": 0, "return_token_ids": True
+        },
+        "/v1/completions": {**given, "prompt": ids, "logprobs": 0, "return_token_ids": True},
+    }  # fmt: skip
+    with serving(make_app(model)) as url:
+        bodies = {path: httpx.post(url + path, json=body).json() for path, body in asked.items()}
+    for body in bodies.values():
+        [choice] = body["choices"]
+        assert body.get("prompt_token_ids", choice.get("prompt_token_ids")) == ids
+        assert choice["token_ids"] == right.token_ids
+        found = choice["logprobs"]
+        content = found.get("content") or [{"logprob": value} for value in found["token_logprobs"]]
+        assert [entry["logprob"] for entry in content] == right.logprobs
+
+
 # --- other dialects ---------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from tests.raising import assert_mentions, assert_raises
 
 from whet.errors import WhetTypeError
 from whet.rewards.processes import CallTimeout, Guard, RaisedInChild
-from whet.tasks.environment import EpisodeProcess, Opening, Step, check_environment, load_environment
+from whet.tasks.environment import EpisodeProcess, Opening, Step, as_environment, load_environment
 
 
 @pytest.fixture(scope="module")
@@ -130,4 +130,4 @@ def test_environments_are_loaded_by_name(tmp_path: Any) -> None:
     )
     assert hasattr(load_environment(f"{file}:Game")(), "reset")
     assert_raises(WhetTypeError, ("No", "reset and no step"), load_environment, f"{file}:No")
-    assert_raises(WhetTypeError, ("3", "reset(row, seed)"), check_environment, 3, "here")
+    assert_raises(WhetTypeError, ("3", "reset(row, seed)"), as_environment, 3, "here")

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.raising import mentions
+from tests.raising import assert_raises, mentions
+from tests.rollout.test_tool_episodes import HERMES
 from tests.tiny import tiny_llama
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from whet.config.sampling import SamplingParams
+from whet.data.messages import tool_result
 from whet.data.rows import tokenize_completion
 from whet.engine import Engine, Token
 from whet.errors import WhetError, WhetValueError
@@ -78,7 +80,8 @@ def test_families_have_published_templates():
     # smollm3's depends on the date; phi and starcoder2 publish none; the others are gated or not among the fixtures.
     assert set(FAMILIES) - set(FILES) == {
         "arcee", "ernie4_5", "exaone4", "gemma2", "gemma3_text", "gemma4_text", "granite", "granite_swa", "granitemoe",
-        "granitemoehybrid", "granitemoeshared", "hunyuan_v1_dense", "lfm2", "lfm2_moe", "ministral3", "olmo2", "olmo3",
+        "granitemoehybrid", "granitemoeshared", "hunyuan_v1_dense", "lfm2", "lfm2_moe", "ministral3",
+        "nemotron_h", "olmo2", "olmo3",
         "olmoe", "phi", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_vl_text", "smollm3", "stablelm",
         "starcoder2", "gpt_oss",
     }  # fmt: skip
@@ -365,3 +368,62 @@ def test_context_uses_all_memory_of_the_engine(model, engine, tokenizer):
         assert conversation.messages == other.messages and len(other.messages) < 14
         with pytest.raises(WhetValueError, match=mentions("context is 4000", "memory", "320 tokens")):
             start_conversation(small, tokenizer, context=4000)
+
+
+ADD = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": ADD}}]
+CALL = r'<tool_call>\{"name": "add", "arguments": \{"a": [0-9]\}\}</tool_call>'
+
+
+def tool_conversation(engine: Engine, tokenizer: Any, regex: str, **options: Any) -> Conversation:
+    tokenizer.chat_template = HERMES
+    engine.tokenizer = tokenizer
+    sampling = {"regex": regex, "max_new_tokens": 200}
+    return start_conversation(engine, tokenizer, sampling=sampling, tools=TOOLS, **options)
+
+
+def test_calls_of_tools_are_answered(engine, tokenizer):
+    conversation = tool_conversation(engine, tokenizer, f"I add: {CALL}")
+    turn = conversation.ask("Add one")
+    assert read_reply(turn) == "I add:" and read_prompt(conversation).count('"add"') == 1
+    assert turn.message["content"] == "I add:" and len(turn.message["tool_calls"]) == 1
+    [call] = turn.message["tool_calls"]
+    number = call["function"]["arguments"]["a"]
+    after = conversation.answer([tool_result(call, str(number + 1))])
+    assert read_reply(after) == "I add:"
+    prompt = read_prompt(conversation)
+    assert f"</tool_call><eos>\n<tool>{number + 1}<eos>\n<assistant>" in prompt
+    assert after.n_reused >= turn.n_prompt
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant", "tool", "assistant"]
+    # The user goes on without the result of the last call.
+    read_reply(conversation.ask("Thanks"))
+    assert "<tool>error: it was not carried out<eos>\n<user>Thanks<eos>" in read_prompt(conversation)
+    row = conversation.row()
+    assert row["tools"] == TOOLS and row["messages"][1]["tool_calls"] == [call]
+
+
+def read_prompt(conversation: Conversation) -> str:
+    assert conversation._last_prompt is not None
+    return conversation.tokenizer.decode(conversation._last_prompt.ids, skip_special_tokens=False)
+
+
+def test_a_full_context_drops_questions_with_their_results(engine, tokenizer):
+    conversation = tool_conversation(engine, tokenizer, CALL, context=900)
+    dropped = 0
+    for i in range(6):
+        turn = conversation.ask(f"question {i}")
+        read_reply(turn)
+        dropped += turn.n_dropped
+        turn = conversation.answer([tool_result(turn.message["tool_calls"][0], "1")])
+        read_reply(turn)
+        dropped += turn.n_dropped
+    kept = [message["content"] for message in conversation.messages if message["role"] == "user"]
+    assert dropped > 0 and kept == [f"question {i}" for i in range(dropped, 6)]
+    assert conversation.messages[0]["role"] == "user"
+
+
+def test_templates_that_cannot_call_tools_are_rejected(engine, tokenizer):
+    facts = ("no form of calls", "--chat-template")
+    assert_raises(WhetValueError, facts, start_conversation, engine, tokenizer, tools=TOOLS)
+    tokenizer.chat_template = HERMES.replace("if tools", "if false")
+    assert_raises(WhetValueError, ("drops", "tools"), start_conversation, engine, tokenizer, tools=TOOLS)

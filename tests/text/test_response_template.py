@@ -10,7 +10,7 @@ import trl
 from whet.errors import WhetValueError
 from whet.text.response_template import ResponseTemplate, find_response_template
 from whet.text.thinking import TextChunk
-from whet.text.tool_calls import ToolCall
+from whet.text.tool_calls import UNREADABLE, ToolCall
 
 TOOLS = [
     {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {
@@ -268,3 +268,16 @@ def test_harmony(reply, expected):
             else:
                 joined.append(each)
         assert joined == expected
+
+
+def test_calls_that_fail_are_returned_with_the_reason():
+    template = find_response_template(SimpleNamespace(chat_template=GPT_OSS))
+    assert template is not None
+    reply = (
+        "<|channel|>commentary to=functions.other<|message|>{}<|call|><|start|>assistant"
+        "<|channel|>commentary to=functions.now<|message|>{broken<|call|>"
+    )
+    unknown, broken = template.parser(TOOLS, "<|start|>assistant", with_errors=True).add(reply, is_last=True)
+    assert isinstance(unknown, ToolCall) and isinstance(broken, ToolCall)
+    assert unknown[:2] == ("other", {}) and "no tool 'other'" in unknown.error
+    assert broken[:2] == (UNREADABLE, {"text": "{broken"}) and "cannot be read" in broken.error

@@ -84,6 +84,17 @@ def test_a_template_that_drops_empty_thinking_is_rejected() -> None:
     assert_raises(RewrittenHistoryError, ("'tool'", "<think>"), seams.check, [(CALLS, RESULT)])
 
 
+@pytest.mark.parametrize("name", [QWEN25, QWEN3, NEMO])
+def test_templates_with_tools_pass_the_check(name: str) -> None:
+    seams_of(name, published(name), {"tools": TOOLS}).check_calls("find")
+
+
+@pytest.mark.parametrize("name", [SMOL, PHI])
+def test_templates_without_tools_are_rejected(name: str) -> None:
+    facts = ("drops", "tools", "--chat-template")
+    assert_raises(WhetValueError, facts, seams_of(name, published(name), {"tools": TOOLS}).check_calls, "find")
+
+
 def test_several_messages_follow_a_turn() -> None:
     tokenizer = published(QWEN25)
     seams = seams_of(QWEN25, tokenizer, {"tools": TOOLS})

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from whet.text.tool_calls import FORMATS, ToolCall, ToolParser, tool_format
+from whet.text.tool_calls import FORMATS, UNREADABLE, ToolCall, ToolParser, tool_format
 
 TOOLS = [
     {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {
@@ -69,6 +69,7 @@ CASES = [
         ["Yes.", ADD, ToolCall("now", {})],
     ),
     (MINISTRAL, "[TOOL_CALLS]add[ARGS]{broken", ["[TOOL_CALLS]add[ARGS]{broken"]),
+    (MINISTRAL, '[TOOL_CALLS]add[CALL_ID]a1B2[ARGS]{"a": 1, "text": "x"}', [ADD]),
     (MINISTRAL, "[TOOL_CALLS]add", ["[TOOL_CALLS]add"]),
     (LLAMA, '{"name": "add", "parameters": {"a": 1, "text": "x"}}', [ADD]),
     (LLAMA, "It is {so}.", ["It is {so}."]),
@@ -106,6 +107,36 @@ def test_a_template_has_at_most_one_format():
     assert [tool_format(form.marker + form.opening) for form in FORMATS] == list(FORMATS)
 
 
+def test_special_tokens_name_the_format_of_a_template_that_lists_tools_without_a_marker():
+    special = ["<|im_end|>", "<|tool_call_start|>", "<|tool_call_end|>"]
+    assert tool_format("{% for tool in tools %}", special) == LFM2
+    assert tool_format("{{ messages }}", special) is tool_format("{% for tool in tools %}", special[:1]) is None
+
+
 def test_the_format_of_ministral_3_is_found_in_its_template():
     template = Path(__file__).parents[1] / "fixtures/templates/mistralai-Ministral-3-14B-Reasoning-2512.jinja"
     assert tool_format(template.read_text("utf-8")) == MINISTRAL
+
+
+def failed(form, reply):
+    found = ToolParser(form, TOOLS, with_errors=True).add(reply, is_last=True)
+    return [(each.name, each.arguments, each.error) if isinstance(each, ToolCall) else each for each in found]
+
+
+def test_calls_that_fail_are_returned_with_the_reason():
+    unknown = "there is no tool 'other'; the tools are add, now"
+    assert failed(HERMES, 'a <tool_call>{"name": "other", "arguments": {"a": 1}}</tool_call>') == [
+        "a", ("other", {"a": 1}, unknown)]  # fmt: skip
+    assert failed(LFM2, "<|tool_call_start|>[now(), other(a=1)]<|tool_call_end|>") == [
+        ("now", {}, ""), ("other", {"a": 1}, unknown)]  # fmt: skip
+    for form, reply, text in (
+        (HERMES, "<tool_call>\n{broken</tool_call>", "{broken"),
+        (HERMES, '<tool_call>{"name": "now"', '{"name": "now"'),  # truncated
+        (XML, "<tool_call>add</tool_call>", "add"),
+        (LFM2, OPEN, "[add(open('f'))]"),
+        (MISTRAL, "[TOOL_CALLS] none", "none"),
+        (LLAMA, '{"parameters": {}}', '{"parameters": {}}'),
+    ):
+        [(name, arguments, error)] = failed(form, reply)
+        assert name == UNREADABLE and arguments == {"text": text} and "cannot be read" in error
+    assert failed(LLAMA, '{"answer": 4}') == ['{"answer": 4}']

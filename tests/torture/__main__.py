@@ -21,7 +21,8 @@ from pathlib import Path
 from tests.torture.common import ROOT, Tally
 
 KINDS = (
-    "serving", "hostile", "kills", "files", "disk", "rewards", "signals", "memory", "allocations", "engines", "exports"
+    "serving", "hostile", "kills", "files", "disk", "rewards", "environments", "signals", "agents", "memory",
+    "allocations", "engines", "exports",
 )  # fmt: skip
 """The longest first, since two run in parallel."""
 

@@ -70,8 +70,31 @@ CONFIGS = {
         "mamba_n_heads": 6,
         "mamba_d_state": 12,
     },
+    "nemotron_h": {
+        **LLAMA,
+        "model_type": "nemotron_h",
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
+        "head_dim": 16,
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 12,
+        "n_groups": 2,
+        "ssm_state_size": 12,
+    },
 }
 MIXTURES = {
+    "nemotron_h_moe": {
+        **LLAMA,
+        "model_type": "nemotron_h",
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "head_dim": 16,
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 12,
+        "n_groups": 2,
+        "ssm_state_size": 12,
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 48,
+    },
     "qwen3_moe": {
         **LLAMA,
         "model_type": "qwen3_moe",
@@ -199,6 +222,22 @@ LEARNER_SIZES = {
         "layer_types": ["full_attention", "linear_attention"] * 4,
         "shared_intermediate_size": 640,
     },
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"] * 2,
+        "head_dim": 64,
+        "mamba_num_heads": 16,
+        "mamba_head_dim": 32,
+        "ssm_state_size": 32,
+    },
+    "nemotron_h_moe": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"] * 2,
+        "head_dim": 64,
+        "mamba_num_heads": 16,
+        "mamba_head_dim": 32,
+        "ssm_state_size": 32,
+        "moe_intermediate_size": 384,
+        "moe_shared_expert_intermediate_size": 512,
+    },
     "qwen3_moe": {"head_dim": 128, "moe_intermediate_size": 768, "mlp_only_layers": []},
     "granitemoeshared": {"shared_intermediate_size": 512},
     "gpt_oss": {"head_dim": 64},
@@ -245,7 +284,19 @@ def test_a_learner_uses_the_estimated_memory(name, compute):
 
 @pytest.mark.parametrize(
     "name",
-    ["llama", "qwen3", "gemma2", "gemma4", "lfm2", "qwen3_5", "granite4_h", "qwen3_moe", "granitemoeshared", "gpt_oss"],
+    [
+        "llama",
+        "qwen3",
+        "gemma2",
+        "gemma4",
+        "lfm2",
+        "qwen3_5",
+        "granite4_h",
+        "nemotron_h",
+        "qwen3_moe",
+        "granitemoeshared",
+        "gpt_oss",
+    ],
 )
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_a_learner_keeps_as_many_layers_as_estimated(name, compute):

@@ -50,6 +50,9 @@ _OWN: dict[str, dict[str, Any]] = {
                     "vocab_size_per_layer_input": N_ROWS, "final_logit_softcapping": 9.0},
     "granitemoehybrid": {"shared_intermediate_size": 96, "num_local_experts": 0, "mamba_n_heads": 4,
                          "layer_types": ["full_attention"] * 3, "position_embedding_type": "rope"},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
+                   "head_dim": HEAD_DIM, "mamba_num_heads": 4, "mamba_head_dim": 32, "n_groups": 2,
+                   "ssm_state_size": 32, "time_step_min": 1e-30},
     "granite_swa": {"num_hidden_layers": 5, "sliding_window": WINDOW, "attention_multiplier": 0.4,
                     "logits_scaling": 1.7, "layer_rope_theta": [500.0, 0.0, 500.0, 500.0, 0.0]},
     "olmo3": {"num_hidden_layers": 5, "sliding_window": WINDOW},
@@ -101,6 +104,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "hybrid": {**_HYBRID, "mamba_n_groups": 2},
     "hybrid with rotations": {**_HYBRID, "position_embedding_type": "rope"},
     "hybrid with experts": {**_HYBRID, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32},
+    "mixtures": {
+        "layers_block_type": ["moe", "linear_attention", "full_attention", "moe"],
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 64,
+        "routed_scaling_factor": 2.5,
+    },
     "wide heads": {"head_dim": 24, "query_pre_attn_scalar": 24},
     "narrow heads": {"head_dim": 8, "query_pre_attn_scalar": 8},
     "tied": {"tie_word_embeddings": True},
@@ -142,11 +153,13 @@ NO_SUCH_CONFIG |= {("ministral3", rope) for rope in ROPES if rope not in ("yarn"
 _EXPORTED = [name for name, family in FAMILIES.items() if family.gguf is not None and name != "qwen3_vl_text"]
 """The last is a part of models, and its files are Qwen3's."""
 CASES = [
-    *((family, rope) for family, rope in itertools.product(_EXPORTED, ROPES) if family != "gpt2" or rope == "plain"),
+    *((family, rope) for family, rope in itertools.product(_EXPORTED, ROPES)
+      if FAMILIES[family].rope != "none" or rope == "plain"),
     *((family, shape) for family in _EXPORTED for shape in ("wide heads", "narrow heads")
       if "head_dim" in FAMILIES[family].keys),
     *((family, "tied") for family in _EXPORTED),
     *(("granitemoehybrid", shape) for shape in SHAPES if shape.startswith("hybrid")),
+    ("nemotron_h", "mixtures"),
     *((family, "window") for family in _EXPORTED if FAMILIES[family].window == "all"),
 ]  # fmt: skip
 
@@ -158,7 +171,7 @@ def tokenizer() -> Any:
 
 def make_model(family: str, case: str) -> Any:
     options = {**(_GPT2 if family == "gpt2" else _SIZES), "initializer_range": 0.2, **_OWN.get(family, {})}
-    if case in ROPES and family != "gpt2":
+    if case in ROPES and FAMILIES[family].rope != "none":
         rope = {"rope_theta": 10000.0, **ROPES[case]}
         if FAMILIES[family].partial_rotary and family != "phi3":
             rope["partial_rotary_factor"] = 1.0

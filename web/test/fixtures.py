@@ -160,12 +160,14 @@ REORDERED = {
     "gpt2": {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
     "gpt_neox": {"target_modules": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]},
     "granite4-hybrid": {"target_modules": ["in_proj", "out_proj", "q_proj"]},
+    "nemotron_h-groups": {"target_modules": ["in_proj", "q_proj", "up_proj", "down_proj"]},
     "qwen3_5_text": {"target_modules": ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj"]},
 }
 """Adapters of models whose files store transposed matrices, q, k and v head by head, or reordered value heads."""
 NO_GGUF = {
     "llama-proportional", "gemma2-kinds", "gemma2-attention", "granite_swa-bases", "qwen3_5_text-sizes",
     "olmoe-normalised", "qwen3_moe-dense", "lfm2_moe-plain", "granite4-experts",
+    "nemotron_h-mixed",
 }  # fmt: skip
 """Cases that GGUF cannot express: proportional RoPE, an untied head of Gemma 2, no soft-cap, two RoPE bases, biases,
 other routers or layers, a mixture without rotations."""

@@ -12,6 +12,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -106,12 +107,13 @@ class Context:
             llama_cpp.llama_memory_seq_cp(self.memory, 0, row, -1, -1)
         return np.resize(first, self.n_rows)
 
-    def rewind(self, position: int) -> None:
-        """Remove all tokens from ``position`` on."""
+    def rewind(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Remove all tokens after the prompts; recurrent layers, which cannot, compute the prompts again."""
         import llama_cpp
 
-        for row in range(self.n_rows):
-            llama_cpp.llama_memory_seq_rm(self.memory, row, position, -1)
+        position = len(prompts[0])
+        if not all(llama_cpp.llama_memory_seq_rm(self.memory, row, position, -1) for row in range(self.n_rows)):
+            self.prefill(prompts)
 
     def generate(self, first: np.ndarray, position: int, n_steps: int) -> list[np.ndarray]:
         """Take ``n_steps`` greedy steps of all rows, whose tokens ``first`` are at ``position``.
@@ -186,6 +188,25 @@ def choose_fastest(model: LlamaCppModel, n_rows: int, n_tokens: int, trial: Call
     return Context(model, n_rows, n_tokens, min(took, key=lambda settings: took[settings]))
 
 
+class Reference:
+    """llama.cpp on a GGUF file, called as a Hugging Face model: ``(ids, logits_to_keep=n).logits``."""
+
+    def __init__(self, path: Path) -> None:
+        self._model = LlamaCppModel(path)
+
+    def __call__(self, ids: Any, logits_to_keep: int) -> Any:
+        import torch
+
+        tokens = ids[0].numpy()
+        n = len(tokens)
+        context = Context(self._model, 1, n, Settings(True, True))
+        context.fill(tokens, np.arange(n), np.zeros(n, int), np.arange(n - logits_to_keep, n))
+        context.run(logits_to_keep)
+        logits = torch.from_numpy(context.logits.copy())[None]
+        context.close()
+        return SimpleNamespace(logits=logits)
+
+
 # --- the provider ---------------------------------------------------------------------------------------
 
 
@@ -218,7 +239,7 @@ class LlamaCpp(Library):
         start = [context.logits[0].copy()]
 
         def call() -> Timed:
-            context.rewind(x.prompt_length)
+            context.rewind(x.prompts)
             logits, decode_s = seconds_of(context.generate, first, x.prompt_length, x.n_steps)
             return Timed(greedy_sample(x.prompts[0], start + logits), {"decode": decode_s}, "decode", note)
 

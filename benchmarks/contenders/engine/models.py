@@ -199,6 +199,93 @@ OLMOE_4_LAYERS = ModelShape(
         "max_position_embeddings": 4096,
     },
 )
+QWEN3_MOE_8_LAYERS = ModelShape(
+    "8 layers of a Qwen3-MoE, 1 B active at 16",
+    {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+    },
+)
+GPT_OSS_4_LAYERS = ModelShape(
+    "4 layers of gpt-oss 20 B",
+    {
+        "model_type": "gpt_oss",
+        "vocab_size": 201_088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "max_position_embeddings": 8192,
+    },
+)
+GRANITE_4_H_350M = ModelShape(
+    "0.35 B Granite 4 H",
+    {
+        "model_type": "granitemoehybrid",
+        "vocab_size": 100_352,
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "shared_intermediate_size": 2048,
+        "num_hidden_layers": 32,
+        "layer_types": ["attention" if i in (10, 13, 17, 27) else "mamba" for i in range(32)],
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "position_embedding_type": "nope",
+        "mamba_n_heads": 48,
+        "mamba_d_head": 32,
+        "mamba_d_state": 128,
+        "mamba_n_groups": 1,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.015625,
+        "residual_multiplier": 0.246,
+        "logits_scaling": 3.0,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+)
+GEMMA_4_10_LAYERS = ModelShape(
+    "10 layers of Gemma 4 E2B",
+    {
+        "model_type": "gemma4_text",
+        "vocab_size": 262_144,
+        "vocab_size_per_layer_input": 262_144,
+        "hidden_size": 1536,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 10,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 2,
+        "num_kv_shared_layers": 5,
+        "use_double_wide_mlp": True,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "hidden_size_per_layer_input": 256,
+        "sliding_window": 512,
+        "final_logit_softcapping": 30.0,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+)
 SMOLLM2_135M = LLAMA_135M.resized("SmolLM2-135M", rope_parameters={"rope_type": "default", "rope_theta": 100_000.0})
 
 
@@ -287,19 +374,26 @@ def write_random_folder(shape: ModelShape, folder: Path) -> None:
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     files: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, parameter in model.named_parameters():  # lists a tied matrix once
+    stored = {**dict(model.named_parameters()), **dict(persistent_buffers(model))}  # lists a tied matrix once
+    for name, values in stored.items():
         layer = next((part for part in name.split(".") if part.isdigit()), "outer")
-        files.setdefault(f"model-{layer}.safetensors", {})[name] = tuple(parameter.shape)
+        files.setdefault(f"model-{layer}.safetensors", {})[name] = tuple(values.shape)
     generator = torch.Generator().manual_seed(SEED)
     for file, shapes in files.items():
         tensors = {}
         for name, size in shapes.items():
             values = torch.empty(size, dtype=torch.bfloat16).normal_(0, DEVIATION, generator=generator)
-            tensors[name] = values.add_(1) if name.endswith("norm.weight") else values
+            tensors[name] = values.add_(1) if name.endswith(("norm.weight", "scalar")) else values
         save_file(tensors, folder / file, {"format": "pt"})
     places = {name: file for file, shapes in files.items() for name in shapes}
     index = {"metadata": {}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def persistent_buffers(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield names and values of the buffers that a checkpoint has."""
+    stored = model.state_dict()
+    return ((name, values) for name, values in model.named_buffers() if name in stored)
 
 
 class ModelFiles:

@@ -184,11 +184,8 @@ public:
     // token), flat.
     nb::object experts(uint64_t id, size_t i) const {
         const EngineGuard guard(lock_);
-        const Job& job = engine_.job(id);
-        const std::vector<uint16_t>& drawn = job.samples.at(i).experts;
-        std::vector<int32_t> all(job.experts.begin(), job.experts.end());
-        all.insert(all.end(), drawn.begin(), drawn.end());
-        return array_of(all);
+        const std::vector<uint16_t>& experts = engine_.job(id).samples.at(i).experts;
+        return array_of(std::vector<int32_t>(experts.begin(), experts.end()));
     }
 
     bool is_done(uint64_t id) const {

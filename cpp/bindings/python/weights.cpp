@@ -159,7 +159,8 @@ void bind_weights(nb::module_& m) {
         .value("attention", Mixer::kAttention)
         .value("conv", Mixer::kConv)
         .value("delta", Mixer::kDelta)
-        .value("mamba", Mixer::kMamba);
+        .value("mamba", Mixer::kMamba)
+        .value("none", Mixer::kNone);
     nb::class_<Shared<Weights>>(m, "Weights")
         .def(
             "__init__",

@@ -1,4 +1,4 @@
-"""The five algorithms and their losses. Torch is imported only for models of torch.
+"""The algorithms and their losses. Torch is imported only for models of torch.
 
 Each algorithm is one file that begins with its equation and assumptions; each loss is a pure function of named tensors
 that works without a trainer.
@@ -7,25 +7,46 @@ that works without a trainer.
 from __future__ import annotations
 
 from whet.algorithms.best_of_n import BestOfN
+from whet.algorithms.cpo import CPO
 from whet.algorithms.dpo import DPO
 from whet.algorithms.grpo import GRPO
 from whet.algorithms.online_dpo import OnlineDPO
+from whet.algorithms.orpo import ORPO
 from whet.algorithms.sft import SFT
-from whet.config.settings import BestOfNConfig, DPOConfig, GRPOConfig, OnlineDPOConfig, SFTConfig
-from whet.losses import dpo_loss, grpo_loss, sft_loss
+from whet.algorithms.simpo import SimPO
+from whet.config.settings import (
+    BestOfNConfig,
+    CPOConfig,
+    DPOConfig,
+    GRPOConfig,
+    OnlineDPOConfig,
+    ORPOConfig,
+    SFTConfig,
+    SimPOConfig,
+)
+from whet.losses import cpo_loss, dpo_loss, grpo_loss, orpo_loss, sft_loss, simpo_loss
 
 __all__ = [
+    "CPO",
     "DPO",
     "GRPO",
+    "ORPO",
     "SFT",
     "BestOfN",
     "BestOfNConfig",
+    "CPOConfig",
     "DPOConfig",
     "GRPOConfig",
+    "ORPOConfig",
     "OnlineDPO",
     "OnlineDPOConfig",
     "SFTConfig",
+    "SimPO",
+    "SimPOConfig",
+    "cpo_loss",
     "dpo_loss",
     "grpo_loss",
+    "orpo_loss",
     "sft_loss",
+    "simpo_loss",
 ]

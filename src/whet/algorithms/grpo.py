@@ -20,6 +20,7 @@ from typing import Any, cast
 import numpy as np
 
 from whet.algorithms.online import OnlineTrainer
+from whet.config.episodes import check_episode_settings
 from whet.config.fields import reject_ineffective
 from whet.config.kept_tokens import KeptTokens
 from whet.config.settings import GRPOConfig, SamplerCorrection
@@ -28,8 +29,9 @@ from whet.losses.closed_form import Loss
 from whet.losses.grpo import Counts, masked_loss
 from whet.losses.terms import count_rows, importance_weights, logprob_difference
 from whet.ops import compute_batch_group_advantages
-from whet.rewards.functions import RewardFn, RewardFunctions
+from whet.rewards.functions import RewardBatch, RewardFn, RewardFunctions
 from whet.rewards.metrics import group_std, reward_metrics
+from whet.rewards.turns import begins_of_turns, token_advantages, turn_advantages
 from whet.rollout.choose import reward_functions
 from whet.rollout.episodes import environment_reward
 from whet.rollout.rollout import Rollout, completion_table
@@ -48,7 +50,7 @@ class GRPO(OnlineTrainer):
         model: the policy.
         ref_model: the reference. If it is passed, beta defaults to 0.1, which is printed; TRL's default is 0.
         reward_fn: one reward function, several, or ``whet.rewards.RewardFunctions``. With an environment, which rewards
-            its turns, others are optional, and get lists of messages.
+            its turns, others are optional, and get lists of messages; with tools, they are required.
         kl_coef: alias of ``beta``.
         **arguments: further arguments of ``Trainer`` and ``OnlineTrainer``.
     """
@@ -75,11 +77,16 @@ class GRPO(OnlineTrainer):
         may_correct = self._correction() is not None or not self._is_own_engine  # a custom engine may lag behind
         may_correct |= self.config.async_lag > 0
         reject_ineffective(self.config, ["sampler_cap"], may_correct, why)
-        if self.player is not None and not isinstance(reward_fn, RewardFunctions):
+        if self.rewards_turns and not isinstance(reward_fn, RewardFunctions):
             others = [reward_fn] if callable(reward_fn) else list(reward_fn or ())
             reward_fn = [environment_reward, *others]
-        unused = ["max_turns", "max_turn_tokens", "max_read_tokens", "env_timeout_s"]
-        reject_ineffective(self.config, unused, self.player is not None, "there is no environment")
+        is_agent = bool(arguments.get("agent"))
+        reject_ineffective(self.config, ["serve_port"], is_agent, "there is no agent")
+        reject_ineffective(self.config, ["max_read_tokens"], not is_agent, "an agent reads what it sends itself")
+        has_tools = bool(arguments.get("tools"))
+        has_turns = self.rewards_turns and not is_agent
+        reject_ineffective(self.config, ["advantage_level"], has_turns, "no environment rewards turns")
+        check_episode_settings(self.config, has_environment=self.rewards_turns, has_tools=has_tools)
         self.rewards = reward_functions(self.config, reward_fn)
         self._in_progress: _Step | None = None
 
@@ -169,18 +176,22 @@ class GRPO(OnlineTrainer):
         with phase("advantages"):
             options = {"scale": config.scale_rewards, "ddof": config.advantage_ddof, "eps": config.advantage_eps}
             advantages = compute_batch_group_advantages(scored.rewards, size, **options)
+            turns = self._turn_advantages(rollout, scored, options) if config.advantage_level == "turn" else None
         spread = group_std(scored.rewards.reshape(-1, size))
         excluded = np.zeros(len(advantages), dtype=bool)
         if config.filter_zero_variance:
-            excluded |= np.repeat(spread < 1e-8, size)
+            is_flat = spread < 1e-8
+            if turns is not None:
+                is_flat = ~np.array([each.any() for each in turns]).reshape(-1, size).any(axis=1)
+            excluded |= np.repeat(is_flat, size)
         if config.mask_truncated_completions:
             excluded |= rollout.truncated
         if self.player is not None:
             excluded |= np.isnan(scored.rewards)
-        extra = {"advantage": advantages.tolist()}
+        extra = {"advantage": advantages.tolist() if turns is None else [each.tolist() for each in turns]}
         self.last_completions = completion_table(self.step + 1, rollout, scored, extra)
         rows = np.flatnonzero(~excluded).tolist()
-        batches = self._micro_batches(rollout, advantages, rows) if rows else []
+        batches = self._micro_batches(rollout, advantages if turns is None else turns, rows) if rows else []
         return _Step(
             number=self.step,
             prompts=rollout.prompt_ids[::size] if self.player is None else self.prepare(prompt_batch).decoded,
@@ -199,11 +210,36 @@ class GRPO(OnlineTrainer):
             },
         )
 
-    def _micro_batches(self, rollout: Rollout, advantages: np.ndarray, rows: list[int]) -> list[_MicroBatch]:
-        """Return some completions of a rollout as micro-batches, with everything known before the first update."""
+    def _turn_advantages(self, rollout: Rollout, scored: RewardBatch, options: dict[str, Any]) -> list[np.ndarray]:
+        """Return the advantages of each episode's turns. The other rewards count as rewards of the last turn."""
+        weights = dict(zip(self.rewards.names, self.rewards.weights, strict=True))
+        weight, rewards = weights.get(environment_reward.__name__, 0.0), []
+        for i, of_turns in enumerate(rollout.details["turn_rewards"]):
+            n_turns = sum(int(begins_of_turns(sampled).sum()) for sampled in rollout.sampled_by_branch(i))
+            # A turn that max_new_tokens ended has no reward.
+            rewards.append([weight * reward for reward in [*of_turns, 0.0][:n_turns]])
+        return turn_advantages(rewards, scored.rewards, self.config.group_size, **options)
+
+    def _micro_batches(
+        self, rollout: Rollout, advantages: np.ndarray | list[np.ndarray], rows: list[int]
+    ) -> list[_MicroBatch]:
+        """Return some completions of a rollout as micro-batches, with everything known before the first update.
+
+        Each branch of an episode is a row, with the episode's advantage, or with the advantages of its turns.
+
+        Args:
+            rollout: all completions.
+            advantages: of completions, or of the turns of each.
+            rows: the completions that count.
+        """
         config = self.config
-        prompts = [rollout.prompt_ids[i] for i in rows]
-        completions = [rollout.completions[i].token_ids for i in rows]
+        of_tokens = None
+        if isinstance(advantages, list):
+            by_row = (token_advantages(advantages[i], rollout.sampled_by_branch(i)) for i in rows)
+            of_tokens = [row for branches in by_row for row in branches]
+        owners, rollout = rollout.split_branches(rows)
+        rows = list(range(len(owners)))
+        prompts, completions = rollout.prompt_ids, rollout.completion_ids
         reference = old = None
         kept, experts, sampled = rollout.kept_tokens(rows), rollout.experts(rows), rollout.sampled(rows)
         recorded: dict[str, Any] = {"kept_tokens": kept, "experts": experts, "completion_mask": sampled}
@@ -226,13 +262,17 @@ class GRPO(OnlineTrainer):
             ref_logprobs, sampler_logprobs, old_logprobs = (
                 None if table is None else table[part, : mask.shape[1]] for table in (reference, sampler, old)
             )
+            if of_tokens is None:
+                own = np.array([advantages[owners[i]] for i in part])
+            else:
+                own = np.stack([np.pad(of_tokens[i], (0, mask.shape[1] - len(of_tokens[i]))) for i in part])
             batch = _MicroBatch(
                 prompt_ids=[prompts[i] for i in part],
                 completion_ids=[completions[i] for i in part],
                 kept_tokens=None if kept is None else [kept[i] for i in part],
                 experts=None if experts is None else [experts[i] for i in part],
                 completion_mask=None if sampled is None else [sampled[i] for i in part],
-                advantages=advantages[[rows[i] for i in part]],
+                advantages=own,
                 mask=mask,
                 n_sampled=int(mask.sum()),
                 n_rows=len(part),
@@ -312,7 +352,7 @@ class _MicroBatch:
         kept_tokens: of each completion; None: every token was drawn from the whole vocabulary.
         experts: of the tokens of each row, that the sampler chose; None: the policy's choice.
         completion_mask: per token of each completion, whether it was sampled; None: all were.
-        advantages: (b,) float64.
+        advantages: (b,) float64; of turns (b, t).
         mask: (b, t) bool, True for tokens that count: sampled, and not rejected by the correction.
         n_sampled: number of sampled tokens.
         n_rows: number of completions that count.

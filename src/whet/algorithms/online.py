@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,15 +18,15 @@ from whet.config.settings import EngineName
 from whet.data.batches import as_rows
 from whet.data.rows import tokenize_prompt
 from whet.engine import Engine
-from whet.errors import WhetTypeError, WhetValueError
+from whet.errors import WhetTypeError, WhetValueError, check_installed
 from whet.models.architecture import LARGEST_SIZE
-from whet.models.tokenizers.token_texts import read_token_texts
 from whet.rewards.functions import RewardFn, RewardFunctions
 from whet.rewards.metrics import mean_rewards
 from whet.rollout.ahead import AheadSampler
 from whet.rollout.choose import check_lengths, ensure_capacity, make_engine, packed_base, reward_functions
-from whet.rollout.episodes import EpisodeLimits, Player, rollout_of
+from whet.rollout.episodes import Player, rollout_of
 from whet.rollout.plan import Request, lags
+from whet.rollout.players import check_chat_template, limits_of, make_player
 from whet.rollout.protocol import RolloutEngine
 from whet.rollout.rollout import (
     Prompts,
@@ -39,10 +39,12 @@ from whet.rollout.rollout import (
     warn_if_truncated,
 )
 from whet.rollout.sharded_engine import ShardedEngine
-from whet.tasks.environment import Environment, check_environment
-from whet.text.replies import ReplyFormat
+from whet.tasks.environment import Environment
 from whet.training.phases import phase
 from whet.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from whet.serve.agents import Agent, AgentPlayer
 
 _MAX_DIFFERENCE = 0.1
 """Nats per token; an engine in the policy's weight format differs by less than 0.02."""
@@ -57,9 +59,13 @@ class OnlineTrainer(Trainer):
     Args:
         engine: the engine that samples; "auto", "native" or "torch" set ``config.engine``; None: ``config.engine``.
         environment: makes the environment of an episode (``whet.tasks.environment``); None: completions are sampled.
+        agent: plays an episode instead of an environment: ``play(row, server) -> reward`` samples at an OpenAI URL
+            (``whet.serve.agents``).
+        tools: functions that the model calls (``whet.tasks.tools``), instead of an environment.
         **arguments: arguments of ``Trainer``.
 
     Attributes:
+        rewards_turns: whether an environment rewards the turns of episodes.
         last_completions: one dict per completion of the last step: step, prompt, completion, each reward.
     """
 
@@ -75,6 +81,8 @@ class OnlineTrainer(Trainer):
         *,
         engine: RolloutEngine | EngineName | None = None,
         environment: Callable[[], Environment] | None = None,
+        agent: Agent | None = None,
+        tools: Sequence[Callable[..., Any]] = (),
         **arguments: Any,
     ) -> None:
         if isinstance(engine, str):
@@ -91,7 +99,9 @@ class OnlineTrainer(Trainer):
         self._is_own_engine = isinstance(chosen, str)
         self._make_engine = make if self._is_own_engine and not config.kv_bytes else None
         self.last_completions: list[dict[str, Any]] = []
-        self.player = None if environment is None else self._make_player(environment)
+        self.rewards_turns = environment is not None or agent is not None
+        has_episodes = self.rewards_turns or bool(tools)
+        self.player = self._make_player(environment, tools, agent) if has_episodes else None
         self._ahead = self._make_ahead() if config.async_lag else None
         self._ahead_state: dict[str, np.ndarray] = {}
         self._sampler_bytes = 0
@@ -123,23 +133,35 @@ class OnlineTrainer(Trainer):
         """Number of batches after its own that a step needs: of the steps that are sampled while it trains."""
         return self.config.async_lag
 
-    def _make_player(self, environment: Callable[[], Environment]) -> Player:
-        """Return the player of the episodes.
+    def _make_player(
+        self, environment: Callable[[], Environment] | None, tools: Sequence[Callable[..., Any]], agent: Agent | None
+    ) -> Player | AgentPlayer:
+        """Return the player of the episodes, see ``make_player``.
 
         Raises:
-            WhetTypeError: the environment is not a class or function, the algorithm trains on completions only, or
-                there is no tokenizer with a chat template.
+            WhetTypeError: the algorithm trains on completions only, or there is an agent that is not a function, or
+                next to an environment or tools.
+            MissingExtraError: there is an agent, and the packages of a server are missing.
         """
-        where, tokenizer, config = type(self).__name__, self.tokenizer, self.config
+        where = type(self).__name__
         if not self.plays_episodes:
-            raise WhetTypeError(f"{where}: there is an environment, and only GRPO trains on episodes. Omit it.")
-        check_environment(environment, f"{where}: environment")
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise WhetTypeError(f"{where}: an environment needs a tokenizer with a chat template. Pass tokenizer.")
-        limits = EpisodeLimits(config.max_turns, config.max_turn_tokens, config.max_read_tokens, config.env_timeout_s)
-        replies = ReplyFormat(tokenizer, read_token_texts(tokenizer, where))
+            raise WhetTypeError(
+                f"{where}: there is an environment or agent, and only GRPO trains on episodes. Omit it."
+            )
         longest = self.policy.position_limit or LARGEST_SIZE
-        return Player(environment, tokenizer, replies, self.stop_token_ids(), longest, limits)
+        if agent is None:
+            return make_player(
+                environment, tools, self.tokenizer, self.stop_token_ids(), longest, self.config, where
+            )  # fmt: skip
+        if not callable(agent) or tools or environment is not None:
+            got = "there are an environment or tools too" if callable(agent) else f"it is {agent!r:.60}"
+            raise WhetTypeError(f"{where}: agent is a function (row, server) -> reward, without others, but {got}.")
+        check_chat_template(self.tokenizer, where)
+        check_installed(f"{where}: agent", "starlette", "uvicorn", "prometheus_client", extra="serve")
+        from whet.serve.agents import AgentPlayer
+
+        port = self.config.serve_port and self.config.serve_port + self.ranks.rank
+        return AgentPlayer(agent, self.tokenizer, self.stop_token_ids(), limits_of(self.config), port)
 
     def as_row(self, item: Any) -> Mapping[str, Any]:
         """Return an item of a dataset as a dict; a bare prompt is also a row."""
@@ -374,7 +396,9 @@ class OnlineTrainer(Trainer):
         recorded = {"kept_tokens": sampling.drops_tokens(), "experts": self.replays_experts()}
         return dataclasses.replace(sampling, **recorded)
 
-    def _play(self, player: Player, rows: list[dict[str, Any]], n: int, sampling: SamplingParams) -> Rollout:
+    def _play(
+        self, player: Player | AgentPlayer, rows: list[dict[str, Any]], n: int, sampling: SamplingParams
+    ) -> Rollout:
         """Play ``n`` episodes per row; every rank plays its share of the rows."""
         n_ranks = self.ranks.size
         own = range(self.ranks.rank, len(rows), n_ranks)

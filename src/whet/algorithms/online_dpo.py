@@ -9,12 +9,13 @@ prompt, or reward functions whose higher score wins. Ties carry no preference an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from whet.algorithms.online import OnlineTrainer
-from whet.algorithms.pairs import Pairs, update_on_pairs
+from whet.algorithms.pairs import Pairs, preference_loss, update_on_pairs
 from whet.config.fields import reject_ineffective
 from whet.config.settings import OnlineDPOConfig
 from whet.errors import WhetTypeError
@@ -90,7 +91,7 @@ class OnlineDPO(OnlineTrainer):
             rejected_ids=[ids[i + 1 - winner] for i, winner in decided],
             sampler_logprobs=self._sampler_logprobs(rollout, decided),
         )
-        metrics = update_on_pairs(self, pairs)
+        metrics = update_on_pairs(self, pairs, partial(preference_loss, self.config))
         self.warn_if_mismatched(
             metrics.get("sampler/logprob_difference", 0.0), "Train adapters that generate and forward compute alike."
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple, cast
 
@@ -62,7 +62,12 @@ class Pairs(NamedTuple):
         return np.array(list(map(len, self.chosen_ids))), np.array(list(map(len, self.rejected_ids)))
 
 
-def pair_loss(
+PairLoss = Callable[..., Loss]
+"""``loss(pairs, (chosen, rejected), n_pairs=, n_tokens=)`` of the policy's summed log-probs, (B,) each. ``n_pairs`` and
+``n_tokens`` count pairs and tokens of chosen completions of the batch, so that the losses of micro-batches add up."""
+
+
+def preference_loss(
     config: PreferenceConfig, pairs: Pairs, policy: tuple[np.ndarray, np.ndarray], *, n_pairs: int, n_tokens: int
 ) -> Loss:
     """Return ``dpo_loss`` of pairs from the policy's summed log-probs, with the settings of ``config``."""
@@ -86,10 +91,7 @@ def reference_sums(trainer: Trainer, pairs: Pairs) -> tuple[np.ndarray, np.ndarr
 
 
 def add_reference(trainer: Trainer, pairs: Pairs) -> Pairs:
-    """Add the reference's sums to the pairs, for a trainer whose config is a ``PreferenceConfig``.
-
-    Return the pairs unchanged if the loss does not use the reference.
-    """
+    """Add the reference's sums to the pairs; return the pairs unchanged if the loss does not use the reference."""
     if not trainer.config.has_reference() or pairs.reference is not None:
         return pairs
     if not trainer.config.uses_reference_model():
@@ -108,8 +110,8 @@ def sum_logprobs(trainer: Trainer, pairs: Pairs, *, reference: bool = False) -> 
     return both[: len(pairs.prompt_ids)], both[len(pairs.prompt_ids) :]
 
 
-def update_on_pairs(trainer: Trainer, pairs: Pairs) -> dict[str, float]:
-    """Update a trainer whose config is a ``PreferenceConfig``, and return metrics; no update without pairs.
+def update_on_pairs(trainer: Trainer, pairs: Pairs, pair_loss: PairLoss) -> dict[str, float]:
+    """Update a trainer on the loss of pairs, and return metrics; no update without pairs.
 
     Pairs with ``sampler_logprobs`` add ``sampler/logprob_difference``, the mean over tokens of the absolute difference
     from the policy's log-probs, and ``sampler/logprob_difference_max``.
@@ -129,7 +131,7 @@ def update_on_pairs(trainer: Trainer, pairs: Pairs) -> dict[str, float]:
                 )
             with phase("loss"):
                 chosen, rejected = np.split(logprobs.sum(1, dtype=np.float64), 2)
-                loss = pair_loss(trainer.config, part, (chosen, rejected), n_pairs=n_pairs, n_tokens=n_chosen)
+                loss = pair_loss(part, (chosen, rejected), n_pairs=n_pairs, n_tokens=n_chosen)
                 of_sums = [loss.gradients.get(name, np.zeros(len(chosen))) for name in _GRADIENTS]
                 gradient, metrics = np.concatenate(of_sums)[:, None] * mask, dict(loss.metrics)
             if part.sampler_logprobs is not None:

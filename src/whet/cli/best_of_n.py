@@ -27,13 +27,14 @@ from whet.rollout.rollout import as_prompt_row, decode_completion
 from whet.runs.models import describe_size, load_model
 from whet.runs.rows import check_prompts_fit
 from whet.runs.settings import BestOfNRun
+from whet.tasks.code import prepare
 from whet.tasks.mixture import open_tasks
 from whet.training.prefetch import check_forms
 
 
 def main(run: BestOfNRun) -> int:
     """Write ``prompt``, ``completion`` and ``score`` per prompt, in order; with ``all_candidates`` also those."""
-    functions = [load_function(spec) for spec in run.reward]
+    functions = prepare(map(load_function, run.reward))
     if run.task:
         rows = open_tasks(run.task)
         functions = [*rows.reward_functions(), *functions]

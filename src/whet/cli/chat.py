@@ -20,19 +20,27 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from tyro.conf import UseAppendAction
+
 from whet.cli.settings import parse_flags
 from whet.cli.text_options import OneModelConfig
-from whet.config.fields import Count
+from whet.config.episodes import EpisodeSettings
+from whet.config.fields import Count, Paths, reject_ineffective
 from whet.config.sampling import CHAT_MAX_NEW_TOKENS
+from whet.data.messages import call_text, tool_calls
 from whet.data.thinking import Tags
 from whet.errors import WhetError, WhetValueError
 from whet.files import replace_text
+from whet.tasks.code import prepare, runs_programs
+from whet.tasks.tools import ToolProcess, load_tools, truncate
 from whet.text.checkpoint_model import resolve_adapter
 from whet.text.conversation import Conversation, Turn
 from whet.text.model import find_model, find_stop_ids, load_chat_tokenizer, load_engine
 
 _WHERE = "whet chat"
 _WITH_TEXT = ("/system", "/save")
+_MOST_SHOWN = 500
+"""Characters of a tool's result that are printed; the model reads more."""
 _HELP = """\
 /help                  print this text
 /system [TEXT]         print the system prompt, or replace it and start over
@@ -65,20 +73,30 @@ class ChatConfig(OneModelConfig):
     """Maximum tokens of prompt and reply; the oldest turns are dropped. 0: the model's, limited by 1 GiB of cache."""
     show_thinking: bool = False
     """Print the thinking before the answer."""
+    tools: UseAppendAction[Paths] = dataclasses.field(default_factory=list)
+    """Functions that the model calls, in a child process: file.py:function,other or package.module:function."""
+    unsafe_local: bool = False
+    """Let programs of the model run without a sandbox, as this user, if a tool runs programs (whet.tasks.code)."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Answer until the input ends. Return 0, or 2 if a line was rejected and the input is not a terminal."""
     options = parse_flags(ChatConfig, argv, _WHERE)
     options.check()
+    reject_ineffective(options, ["unsafe_local"], runs_programs(options.tools), "no tool runs programs")
+    functions = prepare(load_tools(options.tools), unsafe_local=options.unsafe_local)
     path, adapter_path = resolve_adapter(options.model, options.adapter, _WHERE)
     model = find_model(path, _WHERE)
     tokenizer = load_chat_tokenizer(options.tokenizer or model, _WHERE, options.chat_template)
     context = options.context or None
-    with load_engine(
-        model, options.weights, context, _WHERE, adapter_path, kv_dtype=options.kv_dtype,
-        expert_bytes=options.expert_bytes,
-    ) as engine:  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        tools = stack.enter_context(ToolProcess(functions, EpisodeSettings())) if functions else None
+        engine = stack.enter_context(
+            load_engine(
+                model, options.weights, context, _WHERE, adapter_path, kv_dtype=options.kv_dtype,
+                expert_bytes=options.expert_bytes,
+            )
+        )  # fmt: skip
         engine.tokenizer = tokenizer  # for stop strings
         conversation = Conversation(
             engine,
@@ -87,9 +105,10 @@ def main(argv: Sequence[str]) -> int:
             system=options.system,
             adapter=engine.add_adapter(adapter_path) if adapter_path else None,
             context=options.context or None,
+            tools=tools.schemas if tools else (),
             where=_WHERE,
         )
-        chat = _Chat(conversation, options.show_thinking)
+        chat = _Chat(conversation, options.show_thinking, tools)
         if chat.is_terminal:
             _print_note(
                 f"{Path(options.model).name}, {conversation.context:,} tokens of context; /help lists the commands"
@@ -100,8 +119,8 @@ def main(argv: Sequence[str]) -> int:
 class _Chat:
     """The loop over input lines."""
 
-    def __init__(self, conversation: Conversation, show_thinking: bool) -> None:
-        self.conversation, self.show_thinking = conversation, show_thinking
+    def __init__(self, conversation: Conversation, show_thinking: bool, tools: ToolProcess | None = None) -> None:
+        self.conversation, self.show_thinking, self._tools = conversation, show_thinking, tools
         self.is_terminal = sys.stdin.isatty()
         self._status = self._n_interrupts = 0
         self._is_interruptible = False
@@ -196,7 +215,21 @@ class _Chat:
             )
 
     def _show(self, turn: Turn) -> None:
-        """Print a reply as it is generated. Ctrl-C stops it."""
+        """Print a reply; after calls of tools, print their results and the next reply."""
+        for n_left in reversed(range(EpisodeSettings.max_turns)):
+            calls = tool_calls(turn.message) if self._stream(turn) else ()
+            if not calls or self._tools is None:
+                return
+            _print_note("\n".join(map(call_text, calls)))
+            if n_left:
+                results = self._tools.answer(turn.message)
+                _print_note("\n".join(truncate(result["content"], _MOST_SHOWN) for result in results))
+                turn = self.conversation.answer(results)
+        _print_note(f"stopped after {EpisodeSettings.max_turns} turns with calls; the last one was not carried out")
+
+    def _stream(self, turn: Turn) -> bool:
+        """Print a reply as it is generated; return whether it is complete. Ctrl-C stops it."""
+        is_complete = True
         if turn.n_dropped:
             dropped = f"{turn.n_dropped} oldest turns" if turn.n_dropped > 1 else "oldest turn"
             _print_note(f"the context is full: dropped the {dropped}")
@@ -206,6 +239,7 @@ class _Chat:
                 for text, is_thinking in chunks:
                     display.show(text, is_thinking, turn.n_tokens)
             except KeyboardInterrupt:
+                is_complete = False
                 chunks.close()
             finally:
                 display.end()
@@ -213,6 +247,7 @@ class _Chat:
             _print_note("the reply is empty and was discarded; /regenerate samples another")
         elif turn.finish_reason == "length":
             _print_note(f"the reply was truncated after {turn.n_tokens} tokens")
+        return is_complete
 
     def _system(self, text: str) -> None:
         if text:

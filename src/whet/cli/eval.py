@@ -25,11 +25,22 @@ from tyro.conf import UseAppendAction
 import whet
 from whet.cli.settings import parse_flags
 from whet.cli.text_options import EngineSettings, TextConfig
+from whet.config.episodes import EpisodeSettings, check_episode_settings
 from whet.config.fields import Count, Paths, PathText, Positive, check_range, reject_ineffective
 from whet.config.sampling import SamplingParams
 from whet.engine import Engine
 from whet.errors import WhetValueError
-from whet.evaluation import Estimate, RewardedRows, TaskResult, compare, evaluate, read_items
+from whet.evaluation import (
+    EpisodesResult,
+    Estimate,
+    RewardedRows,
+    TaskResult,
+    compare,
+    evaluate,
+    evaluate_episodes,
+    read_items,
+)
+from whet.evaluation.evaluate import FULL_SCORE
 from whet.files import replace_text, temporary_next_to
 from whet.models.adapter_files import read_peft_modules
 from whet.models.formats import Weights
@@ -39,10 +50,14 @@ from whet.report.page import versions
 from whet.report.terminal import terminal_table
 from whet.rewards.functions import load_function
 from whet.rewards.processes import TIMEOUT_S, check_timeout
+from whet.rollout.players import make_player
 from whet.tasks import Task, open_task
+from whet.tasks.code import prepare, runs_programs
+from whet.tasks.environment import load_environment
 from whet.tasks.settings import read_spec
+from whet.tasks.tools import load_tools
 from whet.text.checkpoint_model import resolve_adapter
-from whet.text.model import find_model, find_stop_ids, load_chat_tokenizer, load_engine
+from whet.text.model import find_model, find_stop_ids, load_chat_tokenizer, load_engine, longest_sequence
 
 _WHERE = "whet eval"
 _NO_ADAPTER = "none"
@@ -50,7 +65,7 @@ _SIZE = 500
 
 
 @dataclasses.dataclass(kw_only=True)
-class EvalConfig(TextConfig, EngineSettings):
+class EvalConfig(TextConfig, EngineSettings, EpisodeSettings):
     """Measure the accuracy of a model on a task's held-out items, or compare two models.
 
     The flags --weights and --adapter may be given once for all models, or once per model."""
@@ -67,7 +82,17 @@ class EvalConfig(TextConfig, EngineSettings):
     columns: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Field names and their columns in the data: prompt=question,answer=solution."""
     reward: UseAppendAction[Paths] = dataclasses.field(default_factory=list)
-    """Functions that score completions of --data: file.py:function or package.module:function."""
+    """Functions that score completions of --data: file.py:function or package.module:function. They get an episode's
+    messages."""
+    env: PathText = ""
+    """An environment that answers the model's turns and rewards them: file.py:Class or package.module:Class."""
+    tools: UseAppendAction[Paths] = dataclasses.field(default_factory=list)
+    """Functions that the model calls: file.py:function,other or package.module:function."""
+    success: float = FULL_SCORE
+    """Minimum reward of an episode that solves its item."""
+    unsafe_local: bool = False
+    """Let programs of the model run without a sandbox, as this user, if tools or reward functions run programs
+    (whet.tasks.code)."""
     size: int | None = None
     """Number of items per task, or of rows; None: the task's size option or 500, and all rows of --data."""
     n: Annotated[Positive, tyro.conf.arg(aliases=["-n"])] = 1
@@ -109,6 +134,15 @@ class EvalConfig(TextConfig, EngineSettings):
         )
         reject_ineffective(self, ["columns"], bool(self.data), "there is no data")
         reject_ineffective(self, ["records"], bool(self.out), "there is no out file")
+        check_episode_settings(self, has_environment=bool(self.env), has_tools=bool(self.tools))
+        reject_ineffective(self, ["success"], self.plays_episodes(), "there are no environment and no tools")
+        reject_ineffective(self, ["raw"], not self.plays_episodes(), "episodes need the chat template")
+        programs = runs_programs([*self.reward, *self.tools])
+        reject_ineffective(self, ["unsafe_local"], programs, "no tool and no reward function runs programs")
+
+    def plays_episodes(self) -> bool:
+        """Whether there is an environment, or there are tools."""
+        return bool(self.env or self.tools)
 
     def unused_if_greedy(self) -> list[str]:
         return [*super().unused_if_greedy(), "n"]
@@ -163,8 +197,10 @@ def _check_options(options: EvalConfig) -> list[Side]:
         raise WhetValueError(f"{_WHERE}: expected one model, or two to compare, not {len(options.models)}.")
     if bool(options.task) == bool(options.data):
         raise WhetValueError(f"{_WHERE}: expected one of --task (such as reasoning_gym:chain_sum) and --data (a file).")
-    if bool(options.data) != bool(options.reward):
+    if bool(options.data) != bool(options.reward) and not (options.env and options.data):
         raise WhetValueError(f"{_WHERE}: --data and --reward go together: rows, and functions that score them.")
+    if options.env and options.tools:
+        raise WhetValueError(f"{_WHERE}: --env and --tools exclude each other: an environment lists its own tools.")
     if options.out:
         _check_out(Path(options.out))
     weights, adapters = _values_per_model(options, "weights"), _values_per_model(options, "adapter")
@@ -216,7 +252,8 @@ def _open_tasks(options: EvalConfig) -> list[tuple[Task, list[Any]]]:
     sizes = [options.size or settings.size or _SIZE for settings in specs]
     tasks: list[Task] = [open_task(spec, split="eval", size=n) for spec, n in zip(options.task, sizes, strict=True)]
     if options.data:
-        tasks = [RewardedRows(options.data, [load_function(spec) for spec in options.reward], options.columns)]
+        functions = prepare(map(load_function, options.reward), unsafe_local=options.unsafe_local)
+        tasks = [RewardedRows(options.data, functions, options.columns, is_played=bool(options.env))]
     return [(task, list(task.rows[: options.size])) for task in tasks]
 
 
@@ -232,6 +269,8 @@ def _evaluate(
 ) -> list[TaskResult]:
     """Load a model, here or in workers, and return its results on all tasks."""
     tokenizer = load_chat_tokenizer(options.tokenizer or model, _WHERE, options.chat_template)
+    if options.plays_episodes():
+        return _play(options, side, label, model, tokenizer, tasks)
     every = [read_items(task, tokenizer, rows=rows, raw=options.raw, where=_WHERE) for task, rows in tasks]
     longest = max(len(prompt) for items in every for prompt in items.prompt_ids)
     config = open_pretrained(model).config
@@ -248,7 +287,33 @@ def _evaluate(
     return results
 
 
-def _open_engine(options: EvalConfig, side: Side, model: str | GGUFFile, tokenizer: Any, n_tokens: int) -> Any:
+def _play(
+    options: EvalConfig,
+    side: Side,
+    label: str,
+    model: str | GGUFFile,
+    tokenizer: Any,
+    tasks: Sequence[tuple[Task, list[Any]]],
+) -> list[TaskResult]:
+    """Load a model, and return its results on the episodes of all tasks."""
+    config = open_pretrained(model).config
+    stops = find_stop_ids(side.model, tokenizer, config.vocab_size, _WHERE)
+    environment = load_environment(options.env) if options.env else None
+    tools = prepare(load_tools(options.tools), unsafe_local=options.unsafe_local)
+    with closing(_open_engine(options, side, model, tokenizer, None)) as engine:
+        longest = longest_sequence(engine) if isinstance(engine, Engine) else config.max_position
+        player = make_player(environment, tools, tokenizer, stops, longest, options, _WHERE)
+        results: list[TaskResult] = []
+        for task, rows in tasks:
+            with _progress(f"{label}: {task.name}", len(rows)) as on_item:
+                settings: dict[str, Any] = {"n": options.n, "sampling": options.sampling(stops)}
+                settings |= {"success": options.success, "timeout_s": options.score_timeout_s}
+                results.append(evaluate_episodes(engine, player, task, rows=rows, on_item=on_item, **settings))
+            _print_timing(label, results[-1])
+    return results
+
+
+def _open_engine(options: EvalConfig, side: Side, model: str | GGUFFile, tokenizer: Any, n_tokens: int | None) -> Any:
     """Open an engine in this process, or a pool of workers."""
     if not options.rollout_workers:
         return _load(model, side, n_tokens, tokenizer)
@@ -261,7 +326,7 @@ def _open_engine(options: EvalConfig, side: Side, model: str | GGUFFile, tokeniz
     return pool
 
 
-def _load(model: str | GGUFFile, side: Side, n_tokens: int, tokenizer: Any) -> Engine:
+def _load(model: str | GGUFFile, side: Side, n_tokens: int | None, tokenizer: Any) -> Engine:
     engine = load_engine(model, side.weights, n_tokens, _WHERE, side.adapter, expert_bytes=side.expert_bytes)
     engine.tokenizer = tokenizer  # for stop strings
     if side.adapter:
@@ -312,6 +377,11 @@ def _print_table(labels: Sequence[str], results: Sequence[TaskResult], compariso
     rows += [["score", *(_format_score(r.score) for r in results)]] * graded
     rows += [[f"pass@{k}", *(_format_percent(r.pass_at[k]) for r in results)] for k in first.pass_at if k > 1]
     rows += [["tokens", *(f"{r.summary()['completion_tokens']:.1f}" for r in results)]]
+    episodes = [result for result in results if isinstance(result, EpisodesResult)]
+    if episodes:
+        rows += [["turns", *(_format_score(r.turns, digits=1) for r in episodes)]]
+        ends = [end for end in episodes[0].ended_by if any(r.ended_by[end] for r in episodes)]
+        rows += [[f"ended by {end}", *(f"{r.ended_by[end]:.1%}" for r in episodes)] for end in ends]
     rows += [["truncated", *(f"{r.summary()['truncated']:.1%}" for r in results)]]
     rows += [["not scored", *(f"{len(r.failures):,}" for r in results)]] * failed
     headers, summary = ["", *labels], ""
@@ -335,8 +405,8 @@ def _format_percent(estimate: Estimate, sign: str = "") -> str:
     return f"{value}% ({low} to {high})"
 
 
-def _format_score(estimate: Estimate, sign: str = "") -> str:
-    value, low, high = (format(x, f"{sign}.3f") for x in estimate)
+def _format_score(estimate: Estimate, sign: str = "", digits: int = 3) -> str:
+    value, low, high = (format(x, f"{sign}.{digits}f") for x in estimate)
     return f"{value} ({low} to {high})"
 
 

@@ -94,7 +94,10 @@ def main(argv: Sequence[str]) -> int:
         _write_companions(options, model, adapter, source, exported)
         return 0
     template = read_template(options.chat_template, where) if options.chat_template else None
-    check = _LogprobCheck(opened, source._replace(adapters=tuple(adapters)), options.quantize or "q4_k_m", where)
+    compared = source._replace(adapters=tuple(adapters))
+    if source.base is None:  # without the bound that files lack, see Exported.note
+        compared = compared._replace(config=dataclasses.replace(source.config, delta_step_min=0.0))
+    check = _LogprobCheck(opened, compared, options.quantize or "q4_k_m", where)
     with show_progress(output.name) as progress:
         exported = export_gguf(
             opened,

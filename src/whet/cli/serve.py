@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import socket
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from whet.config.fields import (
     Positive,
     check_types,
 )
+from whet.engine.checks import LogprobsMode
 from whet.errors import WhetValueError
 from whet.models.formats import KvDtype, Weights
 from whet.text.checkpoint_model import resolve_adapter
@@ -56,6 +56,9 @@ class ServeConfig(EngineSettings):
     kv_bytes: OptionalCount = None
     """Memory of keys and values, of running requests and of the prefix cache. A request waits until its longest
     completion fits. Default: a quarter of the unused memory, from 1 to 4 GiB."""
+    logprobs_mode: LogprobsMode = "model"
+    """Distribution of the log-probs of sampled tokens: the model's at temperature 1, or (sampling) the one that they
+    were drawn from, as trainers need."""
     kv_dtype: KvDtype | None = None
     """Format of keys and values; q8: 8 bits, about half of the memory of bfloat16. Default: float32 with float32
     weights, else bfloat16."""
@@ -141,9 +144,10 @@ def main(argv: Sequence[str]) -> int:
 
     from whet.serve import LoadingApp, ServedModel, make_app
     from whet.serve.connection import Connection
+    from whet.serve.threads import listen
 
     path, adapter = resolve_adapter(options.model, "", _WHERE)
-    with listen(options.host, options.port) as listening:
+    with listen(options.host, options.port, _WHERE) as listening:
         failure: Exception | None = None
         lines: list[str] = []
 
@@ -152,7 +156,7 @@ def main(argv: Sequence[str]) -> int:
                 path, adapter=adapter, name=options.name or Path(options.model).stem, weights=options.weights,
                 context=options.context, kv_bytes=options.kv_bytes, kv_dtype=options.kv_dtype,
                 expert_bytes=options.expert_bytes, adapters=adapters,
-                tokenizer=options.tokenizer, chat_template=options.chat_template,
+                tokenizer=options.tokenizer, chat_template=options.chat_template, logprobs_mode=options.logprobs_mode,
             )  # fmt: skip
             address = f"[{options.host}]" if ":" in options.host else options.host
             lines.append(
@@ -182,25 +186,3 @@ def main(argv: Sequence[str]) -> int:
     if failure is not None:
         raise failure
     return 0
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens.
-
-    Raises:
-        WhetValueError: the address is in use, or not this machine's.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only where the protocol is explicit; without it, a response takes 40 ms longer.
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        if sys.platform != "win32":  # there, it would let two servers share the port
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, port))
-        listening.listen(2048)
-        return listening
-    except OSError as error:
-        listening.close()
-        raise WhetValueError(
-            f"{_WHERE}: cannot listen on {host}, port {port}: {error.strerror}. Pass another --port or --host."
-        ) from error

@@ -9,7 +9,16 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from whet.config.settings import DPOConfig, GRPOConfig, OnlineDPOConfig, SFTConfig, TrainerConfig
+from whet.config.settings import (
+    CPOConfig,
+    DPOConfig,
+    GRPOConfig,
+    OnlineDPOConfig,
+    ORPOConfig,
+    SFTConfig,
+    SimPOConfig,
+    TrainerConfig,
+)
 
 if TYPE_CHECKING:
     from whet.training.trainer import Trainer
@@ -65,6 +74,30 @@ ALGORITHMS = {
             title="Direct Preference Optimization (Rafailov et al. 2023)",
             summary="train on preference pairs",
             rows="direct preference optimization; rows have prompt, chosen and rejected",
+        ),
+        Algorithm(
+            "simpo",
+            SimPOConfig,
+            "whet.algorithms.simpo:SimPO",
+            title="Simple Preference Optimization (Meng et al. 2024)",
+            summary="pairs by log-probs per token",
+            rows="preference optimization by log-probs per token, without a reference; rows as for dpo",
+        ),
+        Algorithm(
+            "cpo",
+            CPOConfig,
+            "whet.algorithms.cpo:CPO",
+            title="Contrastive Preference Optimization (Xu et al. 2024)",
+            summary="pairs, and SFT on the chosen",
+            rows="contrastive preference optimization, without a reference; rows as for dpo",
+        ),
+        Algorithm(
+            "orpo",
+            ORPOConfig,
+            "whet.algorithms.orpo:ORPO",
+            title="Odds Ratio Preference Optimization (Hong et al. 2024)",
+            summary="SFT and preferences in one stage",
+            rows="odds ratio preference optimization, without a reference; rows as for dpo",
         ),
         Algorithm(
             "grpo",

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
+from whet.config.episodes import EpisodeSettings
 from whet.config.fields import (
     AboveZero,
     BelowOne,
@@ -52,6 +53,8 @@ DPOLossType = Literal[
     "apo_zero", "apo_down", "sft",
 ]  # fmt: skip
 
+CPOLossType = Literal["sigmoid", "hinge", "ipo"]
+
 _GroupSize = Annotated[
     int,
     Range("an integer >= 2: the advantage of a single completion is 0", lambda n: n >= 2),
@@ -61,6 +64,7 @@ _Ddof = Annotated[int, Range("0 or 1", lambda n: n in (0, 1))]
 _Eps = Annotated[float | None, Range("a finite number >= 0, or None", lambda x: x is None or 0 <= x < math.inf)]
 _Beta = Annotated[float | None, Range("a finite number >= 0, or None", lambda x: x is None or 0 <= x < math.inf)]
 _Timeout = Annotated[float | None, Range("seconds > 0, or None", lambda s: s is None or 0 < s < math.inf)]
+_Port = Annotated[int, Range("a number from 0 to 65535", lambda port: 0 <= port <= 65535)]
 _TokenId = Annotated[int | None, Range("a token id >= 0", lambda token: token is None or token >= 0)]
 _Weights = Annotated[list[float], Range("finite numbers", lambda weights: all(map(math.isfinite, weights)))]
 
@@ -255,6 +259,54 @@ class DPOConfig(PreferenceConfig, OfflineConfig):
 
 
 @dataclass(kw_only=True)
+class CPOConfig(OfflineConfig):
+    """Settings of CPO. ``batch_size`` counts pairs."""
+
+    is_paired: ClassVar[bool] = True
+
+    beta: float = 0.1
+    """Factor of the difference of log-probs."""
+    loss_type: CPOLossType = "sigmoid"
+    """Loss of the difference, see ``dpo_loss``."""
+    label_smoothing: float = 0.0
+    """Probability that a label is wrong; only 'sigmoid' has it."""
+    nll_weight: NonNegative = 1.0
+    """Factor of the negative log-likelihood per token of the chosen completions; 0: none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_dpo_options(type(self).__name__, self.loss_type, self.beta, self.label_smoothing)
+
+
+@dataclass(kw_only=True)
+class SimPOConfig(OfflineConfig):
+    """Settings of SimPO. ``batch_size`` counts pairs."""
+
+    is_paired: ClassVar[bool] = True
+
+    beta: float = 2.0
+    """Factor of the difference of log-probs per token."""
+    margin: NonNegative = 0.5
+    """Target of the scaled difference, gamma in the paper."""
+    label_smoothing: float = 0.0
+    """Probability that a label is wrong."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_dpo_options(type(self).__name__, "sigmoid_norm", self.beta, self.label_smoothing)
+
+
+@dataclass(kw_only=True)
+class ORPOConfig(OfflineConfig):
+    """Settings of ORPO. ``batch_size`` counts pairs."""
+
+    is_paired: ClassVar[bool] = True
+
+    beta: NonNegative = 0.1
+    """Factor of the odds-ratio term, lambda in the paper."""
+
+
+@dataclass(kw_only=True)
 class RolloutConfig(SamplingSettings):
     """Settings of sampling and of rewards; ``SamplingParams`` documents the sampling settings that it shares."""
 
@@ -352,7 +404,7 @@ class OnlineConfig(RolloutConfig, TrainerConfig):
 
 
 @dataclass(kw_only=True)
-class GRPOConfig(OnlineConfig):
+class GRPOConfig(EpisodeSettings, OnlineConfig):
     """Settings of GRPO. ``batch_size`` counts prompts, ``micro_batch_size`` completions."""
 
     group_size: _GroupSize = 8
@@ -389,6 +441,8 @@ class GRPOConfig(OnlineConfig):
     or computes the policy. The metric sampler/replaced_experts is the share of other choices."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Scope of the standard deviation that divides the advantages."""
+    advantage_level: Literal["episode", "turn"] = "episode"
+    """Advantages of episodes, or of their turns, from the rewards that follow each turn (``whet.rewards.turns``)."""
     advantage_ddof: _Ddof = 0
     """0: population standard deviation; 1: sample."""
     advantage_eps: _Eps = None
@@ -397,15 +451,8 @@ class GRPOConfig(OnlineConfig):
     """Exclude groups with identical rewards from the update; they have no gradient, but count in its mean."""
     mask_truncated_completions: bool = False
     """Exclude completions truncated by max_new_tokens from the update."""
-    max_turns: Positive = 8
-    """Maximum number of the model's turns in an episode of an environment; max_new_tokens limits the tokens that it
-    samples in all of them."""
-    max_turn_tokens: Count = 0
-    """Maximum number of sampled tokens of a turn, which is then ended for the model; 0: max_new_tokens."""
-    max_read_tokens: Count = 0
-    """Maximum number of tokens that environment and chat template add between turns; 0: the model's positions."""
-    env_timeout_s: AboveZero = 10.0
-    """Time limit of a call of an environment in seconds. An episode whose environment fails has no reward."""
+    serve_port: _Port = 0
+    """Port at which the engine serves an agent; with several ranks the first of as many. 0: any free one."""
 
     def has_reference(self) -> bool:
         """Whether the loss has a KL term."""

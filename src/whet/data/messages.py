@@ -144,6 +144,32 @@ def tool_calls(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return calls if is_list and all(isinstance(call, Mapping) for call in calls) else ()
 
 
+def tool_result(call: Mapping[str, Any], text: str, *, is_error: bool = False) -> dict[str, Any]:
+    """Return the message that answers a call."""
+    own = {"name": call["function"]["name"], "tool_call_id": call.get("id"), "content": text}
+    return {"role": "tool", **own, **({"is_error": True} if is_error else {})}
+
+
+def call_text(call: Mapping[str, Any]) -> str:
+    """Return a call as a line of text: ``add(a=1, b="x")``."""
+    function = call.get("function", call)
+    arguments = function.get("arguments")
+    if isinstance(arguments, Mapping):
+        arguments = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in arguments.items())
+    return f"{function.get('name')}({arguments or ''})"
+
+
+def failed_calls(message: Mapping[str, Any], reason: str) -> list[dict[str, Any]]:
+    """Return the messages that answer the calls of a turn if none was carried out."""
+    return [tool_result(call, f"error: {reason}", is_error=True) for call in tool_calls(message)]
+
+
+def example_call(name: str) -> dict[str, Any]:
+    """Return a turn that calls a tool, to try a chat template."""
+    call = {"type": "function", "id": "call00000", "function": {"name": name, "arguments": {"key": "value"}}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
 def without(messages: Sequence[Mapping[str, Any]], *names: str) -> list[dict[str, Any]]:
     """Return the messages without the named fields."""
     return [{name: value for name, value in message.items() if name not in names} for message in messages]

@@ -33,7 +33,7 @@ from whet.tasks import Task, make_prompt
 from whet.tasks.mixture import prepend_tag
 
 FULL_SCORE = 1.0
-"""Minimum score of a completion that solves its item."""
+"""Default of ``TaskResult.full_score``."""
 _CHUNK = 64
 """Completions per child process, unless one of them hangs."""
 
@@ -54,8 +54,8 @@ class Items:
 
     @property
     def prompts(self) -> list[Any]:
-        """Prompts of the rows, without the system prompt."""
-        return [row["prompt"] for row in self.rows]
+        """Prompts of the rows, without the system prompt; rows of an environment need none."""
+        return [row.get("prompt", row) for row in self.rows]
 
     def check_context(self, max_new_tokens: int, max_position: int, where: str) -> None:
         """Raise if a prompt with ``max_new_tokens`` exceeds a context of ``max_position``.
@@ -131,6 +131,7 @@ class TaskResult:
         scores: (N, n) float64.
         failures: (item, sample) -> reason of a scoring failure; the score is then 0.
         elapsed_s: seconds of sampling and scoring.
+        full_score: minimum score of a completion that solves its item.
     """
 
     items: Items
@@ -139,11 +140,12 @@ class TaskResult:
     scores: np.ndarray
     failures: Mapping[tuple[int, int], str]
     elapsed_s: float
+    full_score: float = FULL_SCORE
 
     @property
     def solved(self) -> np.ndarray:
         """(N, n) bool: whether a completion has a full score."""
-        return self.scores >= FULL_SCORE
+        return self.scores >= self.full_score
 
     @property
     def is_graded(self) -> bool:
@@ -179,7 +181,7 @@ class TaskResult:
             "score": as_json(self.score) if self.is_graded else as_json(self.accuracy),
             "pass_at": {str(k): as_json(estimate) for k, estimate in self.pass_at.items()},
             "prompt_tokens": float(np.mean([len(prompt) for prompt in self.items.prompt_ids])),
-            "completion_tokens": float(np.mean([len(completion.token_ids) for completion in completions])),
+            "completion_tokens": float(np.mean([completion.n_sampled for completion in completions])),
             "truncated": float(np.mean([completion.finish_reason == "length" for completion in completions])),
             "scoring_failures": len(self.failures),
             "elapsed_s": self.elapsed_s,
@@ -194,7 +196,7 @@ class TaskResult:
             return {
                 "text": self.texts[i][j],
                 "score": float(self.scores[i, j]),
-                "n_tokens": len(completion.token_ids),
+                "n_tokens": completion.n_sampled,
                 "finish_reason": completion.finish_reason,
                 **failure,
             }
@@ -287,7 +289,7 @@ def as_json(estimate: Estimate) -> dict[str, float | None]:
 
 
 def score_completions(
-    task: Task, rows: Sequence[Mapping[str, Any]], texts: Sequence[Sequence[str]], timeout_s: float | None
+    task: Task, rows: Sequence[Mapping[str, Any]], texts: Sequence[Sequence[Any]], timeout_s: float | None
 ) -> tuple[np.ndarray, dict[tuple[int, int], str]]:
     """Score the completions of N rows in child processes; return (N, n) scores, and reasons of failures, which score 0.
 
@@ -316,19 +318,19 @@ def score_completions(
     return scores, {index: outcomes[index][1] for index in indices if outcomes[index][1]}
 
 
-def _score_in_child(task: Task, pairs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[float, str]]:
+def _score_in_child(task: Task, pairs: Sequence[tuple[Any, Mapping[str, Any]]]) -> list[tuple[float, str]]:
     with contextlib.suppress(OSError):  # standard error is closed
         os.dup2(2, 1)  # covers libraries that print without Python
     return _score_here(task, pairs)
 
 
-def _score_here(task: Task, pairs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[float, str]]:
+def _score_here(task: Task, pairs: Sequence[tuple[Any, Mapping[str, Any]]]) -> list[tuple[float, str]]:
     """Return (score, "") or (0, reason of failure) per completion; keep prints of tasks out of the command's output."""
     with contextlib.redirect_stdout(sys.stderr):
         return [_score(task, completion, row) for completion, row in pairs]
 
 
-def _score(task: Task, completion: str, row: Mapping[str, Any]) -> tuple[float, str]:
+def _score(task: Task, completion: Any, row: Mapping[str, Any]) -> tuple[float, str]:
     try:
         value = task.score(completion, row)
     except Exception as error:

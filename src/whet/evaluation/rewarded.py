@@ -20,7 +20,8 @@ class RewardedRows:
     Args:
         source: as for ``read_rows``.
         columns: as for ``read_rows``.
-        functions: as for training, but without ``completion_ids``.
+        functions: as for training, but without ``completion_ids``. Empty: the score is 0.
+        is_played: whether an environment begins episodes and rewards turns; rows need no prompt then.
 
     Raises:
         WhetValueError: as for ``read_rows``; a row has no prompt, or a function declares ``completion_ids``.
@@ -31,22 +32,30 @@ class RewardedRows:
         source: Source | Sequence[Source],
         functions: Sequence[Callable[..., Any]],
         columns: Mapping[str, str] | None = None,
+        *,
+        is_played: bool = False,
     ) -> None:
         self.name = ", ".join(Path(each).stem for each in as_sources(source))
         self.system_prompt = ""
         self.rows = read_rows(source, columns)
-        self._functions = RewardFunctions(functions)
+        self._functions = RewardFunctions(functions) if functions else None
         for i, row in enumerate(self.rows):
-            if row.get("prompt") is None:
+            if row.get("prompt") is None and not is_played:
                 raise WhetValueError(f"RewardedRows: {self.rows.place(i)} has no prompt, which every row needs.")
-        for name, function in self._functions.functions.items():
+        for name, function in (self._functions.functions if self._functions else {}).items():
             if "completion_ids" in inspect.signature(function).parameters:
                 raise WhetValueError(
                     f"RewardedRows: {name} declares completion_ids, but evaluation scores texts. Declare completions."
                 )
 
-    def score(self, completion: str, row: Mapping[str, Any]) -> float:
-        """Return the sum of the functions' scores; NaN if all return None."""
+    def score(self, completion: Any, row: Mapping[str, Any]) -> float:
+        """Return the sum of the functions' scores; NaN if all return None.
+
+        Args:
+            completion: a text; of an episode its messages.
+        """
+        if self._functions is None:
+            return 0.0
         columns = {name: [value] for name, value in row.items() if name != "prompt"}
         scored = self._functions(
             prompts=[row["prompt"]], completions=[completion], completion_ids=[()], columns=columns

@@ -133,7 +133,7 @@ class _PairLoss(NamedTuple):
 
 
 def _pair_loss(loss_type: str, c: np.ndarray, r: np.ndarray, d: np.ndarray, beta: float, s: float) -> _PairLoss:
-    right, wrong = _log_sigmoid(beta * d), _log_sigmoid(-beta * d)
+    right, wrong = log_sigmoid(beta * d), log_sigmoid(-beta * d)
     p_right, p_wrong = np.exp(right), np.exp(wrong)
     if loss_type in ("sigmoid", "sigmoid_norm"):
         return _PairLoss(-(1 - s) * right - s * wrong, slope_d=beta * (s * p_right - (1 - s) * p_wrong))
@@ -153,29 +153,31 @@ def _pair_loss(loss_type: str, c: np.ndarray, r: np.ndarray, d: np.ndarray, beta
         )
     if loss_type == "nca_pair":
         return _PairLoss(
-            -_log_sigmoid(beta * c) - (_log_sigmoid(-beta * c) + _log_sigmoid(-beta * r)) / 2,
-            slope_c=beta * (_sigmoid(beta * c) / 2 - _sigmoid(-beta * c)),
-            slope_r=beta * _sigmoid(beta * r) / 2,
+            -log_sigmoid(beta * c) - (log_sigmoid(-beta * c) + log_sigmoid(-beta * r)) / 2,
+            slope_c=beta * (sigmoid(beta * c) / 2 - sigmoid(-beta * c)),
+            slope_r=beta * sigmoid(beta * r) / 2,
         )
     if loss_type == "bco_pair":
         return _PairLoss(
-            -_log_sigmoid(beta * c) - _log_sigmoid(-beta * r),
-            slope_c=-beta * _sigmoid(-beta * c),
-            slope_r=beta * _sigmoid(beta * r),
+            -log_sigmoid(beta * c) - log_sigmoid(-beta * r),
+            slope_c=-beta * sigmoid(-beta * c),
+            slope_r=beta * sigmoid(beta * r),
         )
     if loss_type == "sppo_hard":
         above, below = c - 1 / (2 * beta), r + 1 / (2 * beta)
         return _PairLoss(np.square(above) + np.square(below), slope_c=2 * above, slope_r=2 * below)
-    p_c, slope_c = _sigmoid(beta * c), beta * _sigmoid(beta * c) * _sigmoid(-beta * c)
+    p_c, slope_c = sigmoid(beta * c), beta * sigmoid(beta * c) * sigmoid(-beta * c)
     if loss_type == "apo_zero":
-        slope_r = beta * _sigmoid(beta * r) * _sigmoid(-beta * r)
-        return _PairLoss(1 - p_c + _sigmoid(beta * r), slope_c=-slope_c, slope_r=slope_r)
+        slope_r = beta * sigmoid(beta * r) * sigmoid(-beta * r)
+        return _PairLoss(1 - p_c + sigmoid(beta * r), slope_c=-slope_c, slope_r=slope_r)
     return _PairLoss(p_c + 1 - p_right, slope_c=slope_c, slope_d=-beta * p_right * p_wrong)  # apo_down
 
 
-def _log_sigmoid(x: np.ndarray) -> np.ndarray:
+def log_sigmoid(x: np.ndarray) -> np.ndarray:
+    """Return log(1 / (1 + exp(-x)))."""
     return -np.logaddexp(0, -x)
 
 
-def _sigmoid(x: np.ndarray) -> np.ndarray:
-    return np.exp(_log_sigmoid(x))
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    """Return 1 / (1 + exp(-x))."""
+    return np.exp(log_sigmoid(x))

@@ -30,9 +30,9 @@ PEFT_PREFIX = "base_model.model."
 Factors = tuple[np.ndarray, np.ndarray, float]
 """A (r, in), B (out, r), and their scaling or alpha. Of E experts: A (E r, in), expert after expert, and B (out, r E),
 in which the columns of an expert are E apart."""
-EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
-"""Parameters of the experts of a mixture in transformers, in their order. PEFT's ``target_parameters`` gives each a
-wrapper of the experts, the last outside."""
+EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
+"""Parameters of the experts of a mixture in transformers, in their order: with gates the first and the last, without
+them the others. PEFT's ``target_parameters`` gives each a wrapper of the experts, the last outside."""
 
 
 def save_adapters(path: str | os.PathLike[str], adapters: Mapping[str, MicroLoRA]) -> None:
@@ -146,7 +146,7 @@ def wrapper_of(name: str, names: Iterable[str]) -> str:
     holder, _, parameter = name.rpartition(".")
     if not is_expert_parameter(name):
         return name
-    is_inside = parameter == EXPERT_PARAMETERS[0] and f"{holder}.{EXPERT_PARAMETERS[1]}" in names
+    is_inside = parameter != EXPERT_PARAMETERS[-1] and f"{holder}.{EXPERT_PARAMETERS[-1]}" in names
     return f"{holder}.base_layer" if is_inside else holder
 
 

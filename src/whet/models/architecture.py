@@ -3,6 +3,7 @@
     x = embedding[tokens] (+ positions)
     per layer   x = x + attention(norm1(x));  x = x + mlp(norm2(x))
       mixers    conv, delta and mamba in place of attention in some layers (ModelConfig)
+      one only  x = x + attention(norm1(x)), or x = x + mlp(norm2(x)), in layers without an MLP or without a mixer
       post_norm   x = x + post_norm1(attention(norm1(x))), and so on; without pre_norm there is no norm1, norm2
       parallel  x = x + attention(norm1(x)) + mlp(norm2(x))           shared_norm: mlp reads norm1(x)
       layer inputs   x = x + input_norm(W_out (act(W_gate x) * p)), p of the token and the layer (ModelConfig)
@@ -25,7 +26,7 @@ from whet.errors import WhetValueError
 
 NORMS = ("rms", "layer")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu")
-MIXERS = ("attention", "conv", "delta", "mamba")
+MIXERS = ("attention", "conv", "delta", "mamba", "none")
 ROUTERS = ("softmax", "sigmoid")
 SOFTCAPS = ("attention_softcap", "logits_softcap")
 
@@ -93,7 +94,7 @@ class ModelConfig:
         local_head_dim: elements of a head of these layers; 0: head_dim.
         n_shared_kv_layers: number of the last layers, which have no keys and values: they read another
             layer's, of the last one before them that is local if they are, and not if they are not.
-        ffn_dims: per layer, the width of its MLP; (): ffn_dim in all.
+        ffn_dims: per layer, the width of its MLP, 0: it has none; (): ffn_dim in all.
         layer_input_dim: numbers of a token's input p to each layer, 0: none. p = (norm(W x / sqrt(hidden_dim)) +
             sqrt(layer_input_dim) e) / sqrt(2), of x, the scaled embedding, and e, the token's row of a second table
             that has layer_input_dim numbers for each layer.
@@ -105,22 +106,24 @@ class ModelConfig:
             value head o = S^T q / sqrt(delta_key_dim), S = e^g S' + k (beta (v - e^g S'^T k))^T for the state S' after
             the token before, of q, k, v = silu(conv(qkv)), q and k divided by their length, beta = sigmoid(b),
             g = decay softplus(a + dt_bias);
-            "mamba": Mamba-2 (Granite 4 H), W_out norm((o + skip v) silu(z)), [z, vkq, a] = W_in norm1(x), with a norm
-            over the value heads of each key head. o = S^T q, S = e^g S' + k (t v)^T, of v, k, q =
-            silu(conv(vkq) + conv_bias), t = softplus(a + dt_bias), g = decay t.
+            "mamba": Mamba-2 (Granite 4 H, Nemotron-H), W_out norm((o + skip v) silu(z)), [z, vkq, a] = W_in norm1(x),
+            with a norm over the value heads of each key head. o = S^T q, S = e^g S' + k (t v)^T, of v, k, q =
+            silu(conv(vkq) + conv_bias), t = max(softplus(a + dt_bias), delta_step_min), g = decay t;
+            "none": the layer has only an MLP, or a mixture of experts.
             Convolutions are causal and depthwise: y_t = sum over j of w_j x_(t - conv_length + 1 + j), with zeros
             before the sequence.
         conv_length: taps of the convolutions, 0 without any.
         n_delta_heads: value heads of "delta" and "mamba", of delta_dim numbers; 0 without such layers.
         n_delta_key_heads: key heads, of delta_key_dim numbers. Value head h reads key head
             h // (n_delta_heads / n_delta_key_heads).
+        delta_step_min: see "mamba".
         delta_tiled: value head h reads key head h % n_delta_key_heads instead (GGUF).
         n_experts: experts of a mixture, which some layers have in place of the MLP; 0: none has.
         n_used_experts: experts of a token: those with the largest probability, plus the correction where a model has
             one; of equal ones, the first.
         expert_dim: width of an expert.
         shared_dim: width of the expert that all tokens have, ``gate_up`` and ``down``; 0: none.
-        moe_layers: per layer, whether it is a mixture; (): all, if there are experts.
+        moe_layers: per layer, whether it has a mixture; (): all, if there are experts.
         shared_gate: the shared expert is multiplied by sigmoid(w . x).
         router: "softmax" or "sigmoid": probabilities of experts from their logits.
         router_normalised: the probabilities of a token's experts are divided by their sum + ``router_eps``.
@@ -173,6 +176,7 @@ class ModelConfig:
     n_delta_key_heads: int = 0
     delta_dim: int = 0
     delta_key_dim: int = 0
+    delta_step_min: float = 0.0
     delta_tiled: bool = False
     n_experts: int = 0
     n_used_experts: int = 0
@@ -258,7 +262,7 @@ class ModelConfig:
         if self.ffn_dims and len(self.ffn_dims) != self.n_layers:
             raise _invalid("ffn_dims", self.ffn_dims, f"one for each of n_layers={self.n_layers}, or none")
         for width in self.ffn_dims:
-            _check_integer("ffn_dims", width, 1, LARGEST_SIZE)
+            _check_integer("ffn_dims", width, 0, LARGEST_SIZE)
         _check_integer("layer_input_dim", self.layer_input_dim, 0, LARGEST_SIZE // self.n_layers)
         if self.layer_input_dim and (not self.gated or self.norm != "rms" or self.parallel_residual):
             raise _invalid("layer_input_dim", self.layer_input_dim, "0 without gated MLPs, RMS norms and two residuals")
@@ -274,7 +278,8 @@ class ModelConfig:
     def _check_mixers(self) -> None:
         if self.mixers and (len(self.mixers) != self.n_layers or not set(self.mixers) <= set(MIXERS)):
             raise _invalid("mixers", self.mixers, f"n_layers={self.n_layers} of {', '.join(MIXERS)}, or none")
-        has_conv, has_delta = not {*self.mixers} <= {"attention"}, not {*self.mixers} <= {"attention", "conv"}
+        kinds = {*self.mixers} - {"none"}
+        has_conv, has_delta = not kinds <= {"attention"}, not kinds <= {"attention", "conv"}
         _check_integer("conv_length", self.conv_length, int(has_conv), LONGEST_CONV if has_conv else 0)
         for name in ("n_delta_heads", "n_delta_key_heads", "delta_dim", "delta_key_dim"):
             _check_integer(name, getattr(self, name), int(has_delta), LARGEST["n_heads"] if has_delta else 0)
@@ -282,6 +287,9 @@ class ModelConfig:
             raise _invalid(
                 "n_delta_heads", self.n_delta_heads, f"a multiple of n_delta_key_heads={self.n_delta_key_heads}"
             )
+        _check_number("delta_step_min", self.delta_step_min, at_least=0.0)
+        if self.delta_step_min and "mamba" not in kinds:
+            raise _invalid("delta_step_min", self.delta_step_min, "0 without layers of mamba")
 
     def _check_experts(self) -> None:
         has_experts = self.n_experts > 0
@@ -297,6 +305,13 @@ class ModelConfig:
             raise _invalid("shared_gate", True, "False where shared_dim is 0")
         for name in ("router_eps", "router_scale"):
             _check_number(name, getattr(self, name), at_least=0.0)
+        for i in range(self.n_layers):
+            if self.mixer(i) != "none" and self.has_mlp(i):
+                continue
+            if self.mixer(i) == "none" and not self.has_mlp(i):
+                raise _invalid("mixers", self.mixers, f"a mixer or an MLP in layer {i}")
+            if self.parallel_residual or self.layer_input_dim or self.layer_scale:
+                raise _invalid("mixers", self.mixers, "a mixer and an MLP in each layer of this kind")
 
     def _check_rotary(self) -> None:
         _check_integer("rotary_dim", self.rotary_dim, 0, self.head_dim)
@@ -325,6 +340,10 @@ class ModelConfig:
         """Return the width of a layer's MLP, or of its shared expert; 0: none."""
         return self.shared_dim if self.is_moe(layer) else self.ffn_dims[layer] if self.ffn_dims else self.ffn_dim
 
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer has an MLP, or a mixture of experts."""
+        return self.is_moe(layer) or self.mlp_dim(layer) > 0
+
     def is_local(self, layer: int) -> bool:
         """Whether a layer rotates by ``local_inv_freq``."""
         return bool(self.local_layers) and self.local_layers[layer]
@@ -347,7 +366,7 @@ class ModelConfig:
         return {"q": (2 if self.output_gate else 1) * self.n_heads * dim, "k": kv, "v": kv}
 
     def mixer(self, layer: int) -> str:
-        """Return what mixes the tokens in a layer."""
+        """Return what mixes the tokens in a layer, one of ``MIXERS``."""
         return self.mixers[layer] if self.mixers else "attention"
 
     @property
@@ -378,6 +397,7 @@ class ModelConfig:
         parts = ("weight", "bias") if self.norm == "layer" else ("weight",)
         up, per_dim = ("gate_up", 2) if self.gated else ("up", 1)
         matrices = {
+            "none": (),
             "conv": (("conv_in", 3 * hidden, hidden, False), ("conv_out", hidden, hidden, False)),
             "delta": (
                 ("delta_in", channels + values + 2 * self.n_delta_heads, hidden, False),
@@ -400,11 +420,12 @@ class ModelConfig:
             found["layer_inputs_norm.weight"] = (self.layer_input_dim,)
         for i in range(self.n_layers):
             layer, dim, parts_of_qkv = f"layers.{i}.", self.layer_head_dim(i), self.part_sizes(i)
-            found |= {f"{layer}{norm}.{part}": (hidden,) for norm in norms for part in parts}
             mixer = self.mixer(i)
-            if mixer != "attention":
+            halves = {"1": mixer != "none", "2": self.has_mlp(i)}
+            found |= {f"{layer}{norm}.{part}": (hidden,) for norm in norms if halves[norm[-1]] for part in parts}
+            if mixer not in ("attention", "none"):
                 found[f"{layer}conv"] = (self.conv_length, hidden if mixer == "conv" else channels)
-            elif self.qk_norm:
+            elif mixer == "attention" and self.qk_norm:
                 for which, heads in zip("qk", n_normed, strict=True):
                     if parts_of_qkv[which]:
                         found[f"{layer}{which}_norm.weight"] = (heads * dim,)

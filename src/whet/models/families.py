@@ -42,17 +42,19 @@ families.json contains the data, which builds without Python embed:
                  ``hf_layout``, the order of its rows ("by_head"; "transposed"; "pairs": transposed, gate and up
                  alternate; default: the slot's), ``hf_offset``, a constant that the model adds to the weight,
                  ``hf_parameter``, the weight's name in the module (default: "weight"), ``hf_negative_exp``, whether the
-                 model uses -exp of the weight, ``gguf``, the tensor's name, ``gguf_layout`` (also "column", of single
-                 numbers, and "by_group", a row for each key head), ``gguf_parameter``, and ``value_heads``, the axis of
-                 the slot that consists of value heads ("rows", "columns"), grouped in Hugging Face and tiled in GGUF.
-                 "{i}" is the layer, "{e}" the expert. Rows with only one of ``hf`` and ``gguf`` are for matrices that
-                 the other has in parts, or as one.
+                 model uses -exp of the weight, ``hf_adapted``, false if PEFT refuses adapters of it, ``gguf``, the
+                 tensor's name, ``gguf_layout`` (also "column", of single numbers, and "by_group", a row for each key
+                 head), ``gguf_parameter``, and ``value_heads``, the axis of the slot that consists of value heads
+                 ("rows", "columns"), grouped in Hugging Face and tiled in GGUF. "{i}" is the layer, "{e}" the expert.
+                 "slot|moe" is a slot of layers with a mixture of experts, "slot" then of the others. Rows with only
+                 one of ``hf`` and ``gguf`` are for matrices that the other has in parts, or as one.
 
 Sliding windows and rotary scaling follow from the options by the code below.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -95,14 +97,21 @@ GGUF_NAMES: dict[str, Any] = _DATA["gguf"]
 _QUERY_SCALE = "llama_4_scaling_beta"
 _KINDS = {"conv": "conv", "delta": "linear_attention", "mamba": "linear_attention"}
 """Mixer -> its name in layer_types."""
-_OLDER_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
-"""Names in layer_types of older configs."""
+_OLDER_KINDS = {
+    "mamba": "linear_attention", "attention": "full_attention",
+    "M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe",
+}  # fmt: skip
+"""Names in layer_types of older configs, and the characters of hybrid_override_pattern."""
+_PATTERN = "hybrid_override_pattern"
 _UNLIMITED = (None, [0.0, math.inf], (0.0, math.inf), [0.0, {"__float__": "Infinity"}])
 """Values of time_step_limit without effect."""
+NO_LEAST_STEP = 1e-30
+"""A time_step_min without effect, of files, which have none: transformers takes its logarithm."""
 _MIXER_SIZES = ("conv_length", "n_delta_heads", "n_delta_key_heads", "delta_dim", "delta_key_dim")
 _EXPERTS, _EXPERT_COUNTS = ("router", "shared_gate", "experts_"), ("num_experts", "num_local_experts")
 """Begins of the settings that only mixtures of experts have, and the names of their number."""
-_OF_WEIGHTS = ("offset", "negative_exp", "parameter")
+_OF_MIXTURES = "|moe"
+_OF_WEIGHTS = ("offset", "negative_exp", "parameter", "adapted")
 _ROW_ORDERS: dict[str, RowOrder] = {"by_head": split_heads, "pairs": split_pairs_of_experts}
 
 
@@ -117,10 +126,12 @@ class Family:
         modules: the slots of Hugging Face's modules.
         gguf: None if GGUF has no such architecture. Else its name (``architecture``) and llama.cpp's deviations, as
             tested with b11549 of October 2026 by tests/wide/test_llama_cpp.py:
-            ``hybrid``: its name if the family has a mixer and some layers do not attend; ``interleaved``: rows of q and
+            ``hybrid``: its name if the family has a mixer and some layers do not attend; ``mixture``: its name with
+            experts; ``scaled``: a file has router_normalised and router_scale; ``interleaved``: rows of q and
             k are interleaved; ``biases``: attention biases are read; ``head``: an untied head is read; ``needs``: what
             a file must have even if the model has none ("head", a copy of a tied one; "biases" of all matrices;
-            "correction" of routers; "windows", the layers that have one; "divisors" of frequencies; "expert_dim", the
+            "correction" of routers; "windows", the layers that have one; "divisors" of frequencies; "layer_norm_eps",
+            the epsilon of norms of means too; "expert_dim", the
             width of experts, also if it is the only one); ``tokenizer``: the kind of a tokenizer of BPE over
             characters, default "llama"; ``sliding_window``: default; ``normalised``: whether the probabilities of a
             token's experts are normalised; ``all_heads``: n_kv_heads has to equal n_heads; ``ignored``: keys of files
@@ -152,6 +163,10 @@ class Family:
             block_ffn_dim_multiplier, rounded up to a multiple of block_multiple_of.
         full_first: whether the first layer of each sliding_window_pattern has no window, instead of the last.
         mixer: what mixes the tokens in layers without attention, see ``ModelConfig``; "": all layers attend.
+        one_only: whether a layer is one of a mixer, an MLP ("mlp" of layer_types) and a mixture of experts ("moe").
+        plain: as ``plain`` above, of this family.
+        older: name in the config -> its name in older configs, which is read first.
+        file_prefix: prefix of names in folders in place of ``prefix``; "": the same.
     """
 
     keys: Mapping[str, str]
@@ -174,6 +189,10 @@ class Family:
     rope_by_layer: bool = False
     full_first: bool = False
     mixer: str = ""
+    one_only: bool = False
+    plain: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    older: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    file_prefix: str = ""
     ffn_adjusted: bool = False
     rope_local: bool = False
     root_of_embedding: bool = False
@@ -225,14 +244,19 @@ def _make_family(entry: dict[str, Any]) -> Family:
     rows, gguf = entry.pop("modules"), entry["gguf"]
     modules, gguf_modules, file_modules = [], [], []
     for target, row in rows.items():
-        slot, _, part = target.partition(":")
+        slot, _, part = target.removesuffix(_OF_MIXTURES).partition(":")
+        of_mixtures = {"of_mixtures": target != slot} if f"{slot}{_OF_MIXTURES}" in rows else {}
         names = tuple(row[key] for key in ("hf", "hf_also") if key in row)
         layout = row.get("hf_layout")
         order_of_heads = {"rows": "row_order", "columns": "column_order"}.get(row.get("value_heads"))
         of_experts = (split_part_of_experts if part else split_experts) if ".experts_" in slot else keep_order
         if names:
             order = _ROW_ORDERS.get(layout, of_experts)
-            settings: dict[str, Any] = {"row_order": order, "transposed": layout in ("transposed", "pairs")}
+            settings: dict[str, Any] = {
+                **of_mixtures,
+                "row_order": order,
+                "transposed": layout in ("transposed", "pairs"),
+            }
             settings |= {name: row[f"hf_{name}"] for name in _OF_WEIGHTS if f"hf_{name}" in row}
             settings |= {order_of_heads: group_heads} if order_of_heads else {}
             files = [other.get("hf_file", "") for name, other in rows.items() if name.partition(":")[0] == slot]
@@ -240,10 +264,10 @@ def _make_family(entry: dict[str, Any]) -> Family:
             modules.append(ModuleSpec(names, slot, part, **settings))
         if "hf_file" in row:
             order = keep_order if "{e}" in row["hf_file"] else of_experts
-            file_modules.append(ModuleSpec((row["hf_file"],), slot, part, row_order=order))
+            file_modules.append(ModuleSpec((row["hf_file"],), slot, part, row_order=order, **of_mixtures))
         if gguf is not None and "gguf" in row:
             interleaved = gguf.get("interleaved", False) and part in ("q", "k")
-            settings = {"row_order": deinterleave if interleaved else of_experts}
+            settings = {**of_mixtures, "row_order": deinterleave if interleaved else of_experts}
             settings |= {"transposed": row.get("gguf_layout") == "transposed"}
             settings |= {"parameter": row.get("gguf_parameter", "weight"), "axes": row.get("gguf_layout", "")}
             settings |= {order_of_heads: tile_heads} if order_of_heads else {}
@@ -375,6 +399,12 @@ def is_hybrid(config: Mapping[str, Any], where: str) -> bool:
     return bool(options.mixers(options.size("n_layers")))
 
 
+def has_experts(config: Mapping[str, Any], where: str) -> bool:
+    """Whether some layers of a Hugging Face config have a mixture of experts."""
+    options = _Options(config, family_of(config, where), where)
+    return bool(options.experts(options.size("n_layers")))
+
+
 def rotated_layers(config: Mapping[str, Any], where: str) -> tuple[bool, ...]:
     """Return whether each layer of a Hugging Face config rotates queries and keys; (): all do."""
     options = _Options(config, family_of(config, where), where)
@@ -497,6 +527,10 @@ class _Options:
             if key is not None and name in self.given and name != key:
                 others = {option: value for option, value in self.given.items() if option != name}
                 self.given = {key: self.given[name], **others}
+        older = {name: self.given[old] for name, old in family.older.items() if old in self.given}
+        self.given = {**self.given, **older}
+        if family.one_only:
+            self.read_one_only_layers()
         sizes = self.given.get("per_layer_config")
         if "local_head_dim" in family.keys and isinstance(sizes, Mapping):
             self.given = {**self.given, **self.full_sizes(sizes), "per_layer_config": None}
@@ -516,7 +550,7 @@ class _Options:
         quantised = options.get("quantization_config")
         if isinstance(quantised, Mapping) and quantised.get("quant_method") == "mxfp4":  # a format of the engine
             options["quantization_config"] = None
-        for name, neutral in _PLAIN.items():
+        for name, neutral in {**_PLAIN, **self.family.plain}.items():
             if options.get(name) not in neutral and name not in self.family.keys.values():
                 model_type = self.given["model_type"]
                 raise WhetValueError(
@@ -539,6 +573,8 @@ class _Options:
         return float(value)
 
     def ffn_dim(self, hidden_dim: int) -> int:
+        if self.family.one_only and "mlp" not in self.kinds():  # the width of no layer
+            return self.size("expert_dim") if "moe" in self.kinds() else 1
         width = self.size("ffn_dim", default=4 * hidden_dim if self.family.keys["ffn_dim"] == "n_inner" else None)
         if not self.family.ffn_adjusted:
             return width
@@ -588,8 +624,21 @@ class _Options:
             fields["ffn_dims"] = (width,) * n_own + (2 * width,) * n_shared
         return fields
 
+    def read_one_only_layers(self) -> None:
+        """Set the kinds and the number of layers that are one of a mixer, an MLP and a mixture."""
+        name = self.family.keys["layer_types"]
+        kinds = self.given.get(name, self.given.get("layer_types"))
+        pattern = self.given.get(_PATTERN)
+        if kinds is None and isinstance(pattern, str):
+            kinds = list(pattern)
+        kinds = self.family.defaults["layer_types"] if kinds is None else kinds
+        self.given = {**self.given, name: kinds}
+        if not isinstance(kinds, (list, tuple)) or not kinds or not all(isinstance(kind, str) for kind in kinds):
+            raise self.wrong("layer_types", "a list of layers' kinds")
+        self.given = {**self.given, self.family.keys["n_layers"]: len(kinds)}
+
     def mixers(self, n_layers: int) -> dict[str, Any]:
-        """Return the fields of layers without attention."""
+        """Return the fields of layers without attention, or without an MLP."""
         mixer = self.family.mixer
         if not mixer:
             return {}
@@ -600,9 +649,15 @@ class _Options:
         self.check_kinds()
         if not isinstance(kinds, (list, tuple)) or len(kinds) != n_layers:
             raise self.wrong("layer_types", f"{n_layers} of {name} and full_attention")
-        mixers = tuple(mixer if kind == name else "attention" for kind in kinds)
+        names = {name: mixer, "mlp": "none", "moe": "none"}
+        mixers, fields = tuple(names.get(kind, "attention") for kind in kinds), {}
+        if self.family.one_only:
+            fields["ffn_dims"] = tuple(self.size("ffn_dim") if kind == "mlp" else 0 for kind in kinds)
         if mixer not in mixers:
-            return {}
+            return {"mixers": mixers, **fields} if fields else {}
+        if "delta_step_min" in self.family.keys:
+            least = self.number("delta_step_min")
+            fields["delta_step_min"] = 0.0 if 0 <= least <= NO_LEAST_STEP else least
         if mixer == "mamba" and self.get("time_step_limit") not in _UNLIMITED:
             raise self.wrong("time_step_limit", "0 and infinity, or null")
         defaults = {}
@@ -610,7 +665,7 @@ class _Options:
             self.given = {**self.given, self.family.keys["delta_dim"]: None}
             defaults["delta_dim"] = self.size("hidden_dim") * self.size("expansion") // self.size("n_delta_heads")
         sizes = [field for field in _MIXER_SIZES if field in self.family.keys]
-        return {"mixers": mixers} | {field: self.size(field, defaults.get(field)) for field in sizes}
+        return {"mixers": mixers, **fields} | {field: self.size(field, defaults.get(field)) for field in sizes}
 
     def kinds(self) -> Any:
         """Return layer_types, with the names of current configs."""
@@ -632,7 +687,9 @@ class _Options:
         return fields if all(layers) else {**fields, "moe_layers": tuple(layers)}
 
     def moe_layers(self, n_layers: int) -> list[bool]:
-        """Return whether each layer is a mixture of experts."""
+        """Return whether each layer has a mixture of experts."""
+        if self.family.one_only:
+            return [kind == "moe" for kind in self.kinds()]
         if "n_dense_layers" in self.family.keys:
             return [i >= self.count("n_dense_layers") for i in range(n_layers)]
         if "decoder_sparse_step" not in self.family.defaults:
@@ -780,6 +837,8 @@ class _Options:
         if self.family.mixer:
             name = _KINDS[self.family.mixer]
             known, expected = {name, "full_attention"}, f"{name} or full_attention"
+        if self.family.one_only:
+            known, expected = {*known, "mlp", "moe"}, f"{name}, full_attention, mlp or moe"
         if not isinstance(kinds, (list, tuple)) or not set(map(str, kinds)) <= known:
             raise self.wrong("layer_types", f"{expected} in all layers; the engine has no other kinds")
 

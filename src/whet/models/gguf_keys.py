@@ -22,6 +22,7 @@ from whet.models.families import (
     SCALES,
     Family,
     family_of,
+    has_experts,
     is_hybrid,
     rope_scaling,
     text_options,
@@ -62,6 +63,8 @@ def architecture_of(config: Mapping[str, Any], where: str) -> str:
         raise WhetValueError(
             f"{where}: model_type is {config['model_type']!r}, and GGUF has architectures for {known} only."
         )
+    if "mixture" in family.gguf and has_experts(config, where):
+        return family.gguf["mixture"]
     return family.gguf["hybrid" if "hybrid" in family.gguf and is_hybrid(config, where) else "architecture"]
 
 
@@ -103,6 +106,8 @@ def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> 
         "value_dim": described.head_dim,
         "rms_norm_eps" if described.norm == "rms" else "layer_norm_eps": described.norm_eps,
     }
+    if "layer_norm_eps" in table.get("needs", ()):
+        given["layer_norm_eps"] = described.norm_eps
     if family.window in ("all", "pattern") and any(described.windows):
         given["sliding_window"] = max(described.windows)
     depth = table.get("windowed_depth")
@@ -126,6 +131,8 @@ def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> 
         given |= _layer_keys(described)
     if described.n_experts:
         given |= _expert_keys(described, family)
+    if family.one_only:
+        given["ffn_dim"] = _one_only_widths(described, where)
     if family.rope_by_layer and described.rope_layers:
         given["rope_layers"] = np.array(described.rope_layers)
     if family.rope_option and not described.rotary_dim:
@@ -163,6 +170,14 @@ def _layer_keys(described: ModelConfig) -> dict[str, Any]:
     return given
 
 
+def _one_only_widths(described: ModelConfig, where: str) -> np.ndarray:
+    """Return the widths of layers that are a mixer, an MLP or a mixture: with experts, llama.cpp has no MLPs."""
+    n_layers = range(described.n_layers)
+    if described.n_experts and any(described.ffn_dims):
+        raise WhetValueError(f"{where}: GGUF cannot express this model's layers: MLPs and mixtures of experts.")
+    return np.array([described.expert_dim if described.is_moe(i) else described.mlp_dim(i) for i in n_layers], np.int32)
+
+
 def _expert_keys(described: ModelConfig, family: Family) -> dict[str, Any]:
     """Return the options of a mixture of experts. A family without another width of MLPs has one key of widths."""
     given: dict[str, Any] = {"n_experts": described.n_experts, "n_used_experts": described.n_used_experts}
@@ -174,6 +189,8 @@ def _expert_keys(described: ModelConfig, family: Family) -> dict[str, Any]:
         given["shared_dim"] = described.shared_dim
     if described.router != "softmax":
         given["router"] = ROUTER_NUMBERS[described.router]
+    if (family.gguf or {}).get("scaled"):
+        given |= {name: getattr(described, name) for name in ("router_normalised", "router_scale")}
     if "n_dense_layers" in family.keys:
         given["n_dense_layers"] = described.moe_layers.count(False)
     return given
@@ -217,6 +234,11 @@ def deviation_note(described: ModelConfig, family: Family) -> str:
             f"llama.cpp rounds the pairs between which YaRN scales the frequencies of {table['architecture']}, which "
             f"changes rotations slightly: this model has fractions of pairs"
         )
+    if described.delta_step_min:
+        return (
+            f"llama.cpp has no lower bound of Mamba-2's steps, which are at least {described.delta_step_min:g} in this "
+            f"model (time_step_min) as in transformers: where steps are smaller, states decay more slowly in llama.cpp"
+        )
     if table.get("windows") or not window:
         return ""
     return (
@@ -226,12 +248,12 @@ def deviation_note(described: ModelConfig, family: Family) -> str:
 
 
 def as_stored(described: ModelConfig, family: Family) -> ModelConfig:
-    """Return the config with the tensors and the order of value heads that llama.cpp requires.
+    """Return the config with the tensors and the order of value heads that llama.cpp requires, and no bound of steps.
 
-    The tensors are an untied head, and biases and corrections of 0.
+    The tensors are an untied head, and biases and corrections of 0. See ``deviation_note`` for the bound.
     """
     needs = (family.gguf or {}).get("needs", ())
-    described = replace(described, delta_tiled=is_tiled(described))
+    described = replace(described, delta_tiled=is_tiled(described), delta_step_min=0.0)
     if "head" in needs:
         described = replace(described, tied_head=False)
     if "correction" in needs and described.n_experts:

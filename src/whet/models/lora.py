@@ -21,7 +21,7 @@ from whet.models.slots import TRANSPOSED_EXPERTS, ModelSource, WeightLocation, i
 from whet.models.sources.folder import read_safetensors
 
 ALL_LINEAR = "all-linear"
-"""PEFT's name for every linear layer except the head; routers get no adapters by it."""
+"""PEFT's name for every linear layer except the head; routers, and layers that PEFT refuses, get no adapters by it."""
 EXPERTS = "experts"
 """The part of a name of ``lora_layers`` that the experts of a mixture have, which no other name reaches."""
 _CORE_MATRICES = {
@@ -103,7 +103,8 @@ def choose_adapted(
     chosen: list[WeightLocation] = []
     for name in layers or [ALL_LINEAR]:
         if name == ALL_LINEAR:
-            chosen += [location for location in _list_locations(source) if core_matrix(location.weight) is not None]
+            known = [each for each in _list_locations(source) if core_matrix(each.weight) is not None]
+            chosen += [location for location in known if location.module.adapted]
         else:
             chosen += _find(source, name, f".{name}", "lora_layers", where)
     whole = [location for name in modules_to_save for location in _find(source, name, name, "modules_to_save", where)]

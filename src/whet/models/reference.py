@@ -36,13 +36,15 @@ def naive_forward(config: ModelConfig, weights: Mapping[str, np.ndarray], token_
     scale = config.residual_scale
     for i in range(config.n_layers):
         layer = {name.removeprefix(f"layers.{i}."): w for name, w in weights.items() if name.startswith(f"layers.{i}.")}
-        normed = _norm(config, layer, "norm1", x)
-        if config.mixer(i) == "attention":
-            mixed = _attention(config, layer, normed, i, kv)
-        else:
-            mixed = _MIXERS[config.mixer(i)](config, layer, normed, i)
-        attended = scale * _post_norm(config, layer, "post_norm1", mixed)
-        if config.parallel_residual:
+        normed, attended = x, np.zeros_like(x)
+        if (mixer := config.mixer(i)) != "none":
+            normed = _norm(config, layer, "norm1", x)
+            is_other = mixer in _MIXERS
+            mixed = _MIXERS[mixer](config, layer, normed) if is_other else _attention(config, layer, normed, i, kv)
+            attended = scale * _post_norm(config, layer, "post_norm1", mixed)
+        if not config.has_mlp(i):
+            x = x + attended
+        elif config.parallel_residual:
             read = normed if config.shared_norm else _norm(config, layer, "norm2", x)
             x = x + attended + scale * _feed_forward(config, layer, read, i)
         else:
@@ -135,7 +137,7 @@ def _linear(weights: Mapping[str, np.ndarray], name: str, x: np.ndarray) -> np.n
     return x @ weights[name].T + weights.get(f"{name}.bias", x.dtype.type(0))
 
 
-def _convolution(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray, i: int) -> np.ndarray:
+def _convolution(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray) -> np.ndarray:
     """Compute W_out (C conv(B x)) of a causal depthwise convolution."""
     b, c, u = np.split(_linear(layer, "conv_in", x), 3, axis=-1)
     return _linear(layer, "conv_out", c * _convolve(layer["conv"], b * u))
@@ -147,7 +149,7 @@ def _convolve(taps: np.ndarray, x: np.ndarray) -> np.ndarray:
     return sum((tap * inputs[j : j + len(x)] for j, tap in enumerate(taps)), np.zeros_like(x))
 
 
-def _delta(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray, i: int) -> np.ndarray:
+def _delta(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray) -> np.ndarray:
     """Compute the gated delta rule, token by token, for each value head; see ``ModelConfig.mixers``."""
     n, n_heads, n_keys, dim = len(x), config.n_delta_heads, config.n_delta_key_heads, config.delta_key_dim
     ends = np.cumsum([config.delta_channels, config.delta_values, n_heads])
@@ -170,14 +172,14 @@ def _delta(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray, 
     return _linear(layer, "delta_out", normed * naive_silu(z))
 
 
-def _mamba(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray, i: int) -> np.ndarray:
+def _mamba(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray) -> np.ndarray:
     """Compute Mamba-2, token by token, for each value head; see ``ModelConfig.mixers``."""
     n, n_heads, n_keys, dim = len(x), config.n_delta_heads, config.n_delta_key_heads, config.delta_key_dim
     z, vkq, a = np.split(_linear(layer, "delta_in", x), [config.delta_values, -n_heads], axis=-1)
     vkq = naive_silu(_convolve(layer["conv"], vkq) + layer["conv_bias"])
     v, k, q = np.split(vkq, [config.delta_values, -n_keys * dim], axis=-1)
     q, k, v = q.reshape(n, n_keys, dim), k.reshape(n, n_keys, dim), v.reshape(n, n_heads, -1)
-    step = np.logaddexp(0, a + layer["dt_bias"])
+    step = np.maximum(np.logaddexp(0, a + layer["dt_bias"]), x.dtype.type(config.delta_step_min))
     out = np.empty_like(v)
     for head in range(n_heads):
         key = head // (n_heads // n_keys)

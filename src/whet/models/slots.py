@@ -131,6 +131,8 @@ class ModuleSpec:
         expert_parts: names of an expert's modules, below its number, in models that have a module for each expert;
             their rows follow each other in the rows of the expert.
         axes: how the source stores a vector: "column", (n, 1); "by_group", a row for each key head.
+        adapted: whether "all-linear" has adapters of it.
+        of_mixtures: whether it is of layers with a mixture of experts, or of the others only; None: of all.
     """
 
     names: tuple[str, ...]
@@ -144,6 +146,13 @@ class ModuleSpec:
     negative_exp: bool = False
     expert_parts: tuple[str, ...] = ()
     axes: str = ""
+    of_mixtures: bool | None = None
+    adapted: bool = True
+
+    @property
+    def place(self) -> tuple[str, str, bool | None]:
+        """Slot, part and ``of_mixtures``: equal for the modules of two sources that fill the same rows."""
+        return self.slot, self.part, self.of_mixtures
 
     @property
     def is_stored(self) -> bool:
@@ -261,6 +270,8 @@ def iter_locations(config: ModelConfig, modules: Sequence[ModuleSpec]) -> Iterat
     slots = config.slots()
     for module in modules:
         for i in range(config.n_layers if "{i}" in module.slot else 1):
+            if module.of_mixtures not in (None, config.is_moe(i)):
+                continue
             slot = module.slot.replace("{i}", str(i))
             # A tied head has no separate weight, but it may have a bias or an adapter.
             weight = slot if slot in slots or slot == "head" else f"{slot}.weight"

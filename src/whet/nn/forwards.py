@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from whet.errors import WhetValueError
 from whet.learner.batch import PackedBatch
-from whet.models.adapter_files import EXPERT_PARAMETERS
 from whet.models.slots import TRANSPOSED_EXPERTS
 from whet.models.sources.module_code import ACTIVATION_NAMES, forward_code
 from whet.nn import functions
-from whet.nn.frozen import FrozenExperts, FrozenLinear, special_adapters
+from whet.nn.frozen import FrozenExperts, FrozenLinear, expert_parameters, special_adapters
+from whet.nn.replay import is_router
 from whet.nn.scratch import cast_weight
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def choose_forward(acceleration: Acceleration, module: nn.Module) -> Callable[..
     if is_gated(module) and _is_silu(get_activation(module)):
         is_split = any(hasattr(module, names[0]) for names in _SPLIT)
         return partial(_swiglu if is_split else _swiglu_fused, acceleration, module)
-    if kind.endswith("TopKRouter"):
+    if is_router(module):
         return partial(_router, module.forward)
     if is_experts(module):
         return partial(_experts, acceleration, module, module.forward)
@@ -59,7 +59,7 @@ def _choose_mixer(acceleration: Acceleration, module: nn.Module) -> Callable[...
     if kind.endswith("Attention") and hasattr(module, "q_proj"):
         family = acceleration.family
         rotates_whole = not family.partial_rotary or _is_output_gated(module)
-        is_plain = family.rope in ("neox", "pairs") and rotates_whole and not family.query_scale
+        is_plain = family.rope in ("neox", "pairs", "none") and rotates_whole and not family.query_scale
         if is_plain and not getattr(module, "residual_dropout", 0):
             return _attention
     return None
@@ -188,7 +188,7 @@ def is_experts(module: Any) -> bool:
     """Whether these are the experts of a mixture, in float parameters or packed, perhaps inside PEFT's wrappers."""
     while hasattr(module, "parameter_name"):
         module = module.base_layer
-    return type(module).__name__.endswith("Experts") and hasattr(module, "gate_up_proj")
+    return type(module).__name__.endswith("Experts") and len(expert_parameters(module)) == 2
 
 
 def _experts(
@@ -204,24 +204,39 @@ def _experts(
     while hasattr(module, "parameter_name"):
         adapters[module.parameter_name] = _expert_factors(module)
         module = module.base_layer
-    dtype, factors = acceleration.dtype, functions.ExpertAdapters(*map(adapters.get, EXPERT_PARAMETERS))
-    is_clamped = hasattr(module, "gate_up_proj_bias") or getattr(module, "is_clamped", False)
-    if adapters and is_clamped:
+    names = expert_parameters(module)
+    dtype, factors = acceleration.dtype, functions.ExpertAdapters(*map(adapters.get, names))
+    activation = _expert_activation(module)
+    if adapters and activation == "clamped_swiglu":
         raise WhetValueError(f"accelerate: {type(module).__name__} {TRANSPOSED_EXPERTS}")
     if isinstance(module, FrozenExperts):
         weights = module.weights(dtype)
         return functions.experts(hidden_states, top_k_index, top_k_weights.float(), weights, dtype, factors)
-    gate_up, down = module.gate_up_proj, module.down_proj
-    if any(weight.requires_grad for weight in module.parameters()) or not (is_clamped or _is_silu(module.act_fn)):
+    gate_up, down = (getattr(module, name) for name in names)
+    if any(weight.requires_grad for weight in module.parameters()) or not activation:
         return original(hidden_states.float(), top_k_index, top_k_weights)
-    if is_clamped:  # gpt-oss, whose matrices are (inputs, outputs), and in which gate and up alternate
+    if (
+        activation == "clamped_swiglu"
+    ):  # gpt-oss, whose matrices are (inputs, outputs), and in which gate and up alternate
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     read_up, read_down = (partial(_expert_weight, matrix, dtype) for matrix in (gate_up, down))
-    weights = functions.ExpertWeights(read_up, read_down)
-    if is_clamped:
+    weights = functions.ExpertWeights(read_up, read_down, activation=activation)
+    if activation == "clamped_swiglu":
         biases = _split_pairs(module.gate_up_proj_bias[..., None])[..., 0], module.down_proj_bias
-        weights = functions.ExpertWeights(lambda e: _split_pairs(read_up(e)), read_down, *biases, is_clamped=True)
+        weights = functions.ExpertWeights(lambda e: _split_pairs(read_up(e)), read_down, *biases, activation)
     return functions.experts(hidden_states, top_k_index, top_k_weights, weights, dtype, factors)
+
+
+def _expert_activation(module: Any) -> str:
+    """Return one of ``EXPERT_ACTIVATIONS``; "": the experts have another activation."""
+    if isinstance(module, FrozenExperts):
+        return module.activation
+    if hasattr(module, "gate_up_proj_bias"):
+        return "clamped_swiglu"
+    is_gated = hasattr(module, "gate_up_proj")
+    if is_gated and _is_silu(module.act_fn):
+        return "silu"
+    return "relu2" if not is_gated and type(module.act_fn).__name__ == "ReLUSquaredActivation" else ""
 
 
 def _expert_factors(wrapper: Any) -> tuple[Tensor, Tensor] | None:
@@ -341,7 +356,7 @@ def _gated_delta_net(
 def _mamba(
     acceleration: Acceleration, module: Any, batch: PackedBatch, hidden_states: Tensor, *args: Any, **options: Any
 ) -> Tensor:
-    """Mamba-2 over the sequences of a packed batch (Granite 4 H)."""
+    """Mamba-2 over the sequences of a packed batch (Granite 4 H, Nemotron-H)."""
     heads, groups, state = module.num_heads, module.n_groups, module.ssm_state_size
     values = module.intermediate_size
 
@@ -351,7 +366,7 @@ def _mamba(
         mixed = functions.short_conv(channels[0].float(), taps.squeeze(1), batch) + bias
         v, k, q = nn.functional.silu(mixed).split((values, groups * state, groups * state), 1)
         v, k, q = v.unflatten(1, (heads, -1)), k.unflatten(1, (groups, -1)), q.unflatten(1, (groups, -1))
-        step = nn.functional.softplus(a[0].float() + dt_bias)
+        step = nn.functional.softplus(a[0].float() + dt_bias).clamp(min=module.time_step_limit[0])
         out = functions.gated_delta_rule(q, k, v, -log_rate.exp() * step, step, batch, corrects=False)
         return out + skip[:, None] * v
 

@@ -233,28 +233,28 @@ class FrozenExperts(nn.Module):
 
     Args:
         base: holds the matrices.
-        name: of the module, whose ``gate_up_proj`` and ``down_proj`` are in ``base.targets``.
+        name: of the module, whose parameters are in ``base.targets``.
     """
 
     def __init__(self, base: PackedBase, name: str) -> None:
         super().__init__()
-        self.whet_base, self.name, self.is_clamped = base, name, base.config.experts_bias
+        self.whet_base, self.name, self.activation = base, name, base.config.activation
         # In place of the matrices, for PEFT's adapters, which have their shapes. They are not in the state_dict.
         for end in EXPERT_PARAMETERS:
-            location = base.targets[f"{name}.{end}"]
-            setattr(self, end, torch.zeros(1).expand(location.n_experts, *location.matrix_shape))
+            if (location := base.targets.get(f"{name}.{end}")) is not None:
+                setattr(self, end, torch.zeros(1).expand(location.n_experts, *location.matrix_shape))
 
     def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, Any]]:
         """Yield what stands for the matrices, which PEFT searches for its ``target_parameters``."""
-        yield from ((name, getattr(self, name)) for name in EXPERT_PARAMETERS)
+        yield from ((name, getattr(self, name)) for name in expert_parameters(self))
 
     def weights(self, dtype: torch.dtype) -> functions.ExpertWeights:
         """Return the matrices, dequantised to ``dtype`` when they are used."""
-        names = [f"{self.name}.{end}" for end in EXPERT_PARAMETERS]
-        gate_up, down = (partial(self._rows, name, dtype) for name in names)
-        if not self.is_clamped:
-            return functions.ExpertWeights(gate_up, down)
-        return functions.ExpertWeights(gate_up, down, *map(self._biases, names), is_clamped=True)
+        names = [f"{self.name}.{end}" for end in expert_parameters(self)]
+        first, down = (partial(self._rows, name, dtype) for name in names)
+        has_biases = self.whet_base.config.experts_bias
+        biases = [self._biases(name) if has_biases else None for name in names]
+        return functions.ExpertWeights(first, down, *biases, activation=self.activation)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the sum of the experts of each token, times their weights; see ``functions.experts``."""
@@ -274,6 +274,11 @@ class FrozenExperts(nn.Module):
         out = scratch_matrix(n, k, dtype)
         self.whet_base.core.rows(location.weight, expert * n, n, out)
         return out
+
+
+def expert_parameters(module: nn.Module) -> list[str]:
+    """Return the names of the two matrices of the experts of a mixture, in the order of their products."""
+    return [name for name in EXPERT_PARAMETERS if hasattr(module, name)]
 
 
 def frozen_model(model: str | os.PathLike[str] | GGUFFile | nn.Module, base: str | PackedBase | None = None) -> Any:
@@ -305,11 +310,11 @@ def frozen_model(model: str | os.PathLike[str] | GGUFFile | nn.Module, base: str
         _check_shapes(name, module, packed)
     for name, module in modules.items():
         _freeze(inner, name, module, packed)
-    is_swiglu = packed.config.gated and packed.config.activation in ("silu", "clamped_swiglu")
+    is_known = functions.EXPERT_ACTIVATIONS.get(packed.config.activation) == packed.config.gated
     experts = {
         name.rpartition(".")[0]
         for name, location in packed.targets.items()
-        if ".experts_" in location.weight and is_swiglu
+        if ".experts_" in location.weight and is_known
     }
     for name in experts:
         holder, _, attribute = name.rpartition(".")

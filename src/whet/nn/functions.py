@@ -379,31 +379,43 @@ class ExpertWeights(NamedTuple):
     """The frozen weights of the experts of a mixture.
 
     Attributes:
-        gate_up: returns (2 F, K) of an expert, gate rows first, in the dtype of products, possibly in scratch memory
-            that the next call overwrites.
+        gate_up: returns (2 F, K) of an expert, gate rows first, or (F, K) without gates, in the dtype of products,
+            possibly in scratch memory that the next call overwrites.
         down: returns (K, F) of an expert, likewise.
         gate_up_bias: (E, 2 F) float32, gates first; None: experts have no biases.
         down_bias: (E, K) float32.
-        is_clamped: whether the activation is "clamped_swiglu" of ``ModelConfig``.
+        activation: one of ``EXPERT_ACTIVATIONS``: "silu" and "clamped_swiglu" with gates, "relu2" without.
     """
 
     gate_up: Callable[[int], Tensor]
     down: Callable[[int], Tensor]
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-    is_clamped: bool = False
+    activation: str = "silu"
 
-    def activate(self, gate: Tensor, up: Tensor) -> Tensor:
-        return _clamped_swiglu(gate, up) if self.is_clamped else _compute_swiglu(gate, up)
+    def activate(self, rows: Tensor) -> Tensor:
+        """Return the activation (N, F) of the results of the first matrix."""
+        if self.activation == "relu2":
+            return rows.float().relu().square().to(rows.dtype)
+        gate, up = _halves(rows)
+        return _clamped_swiglu(gate, up) if self.activation == "clamped_swiglu" else _compute_swiglu(gate, up)
 
-    def activation_backward(self, gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        if self.is_clamped:
+    def activation_backward(self, rows: Tensor, grad: Tensor) -> Tensor:
+        """Return the gradient of the results of the first matrix."""
+        if self.activation == "relu2":
+            return (2 * rows.float().relu() * grad.float()).to(rows.dtype)
+        gate, up = _halves(rows)
+        if self.activation == "clamped_swiglu":
             with torch.enable_grad():
                 gate, up = (x.detach().requires_grad_() for x in (gate, up))
-                return torch.autograd.grad(_clamped_swiglu(gate, up), (gate, up), grad)  # pyright: ignore[reportReturnType]
+                return torch.cat(torch.autograd.grad(_clamped_swiglu(gate, up), (gate, up), grad), 1)
         grad_gate, grad_up = empty(gate.shape, gate.dtype), empty(up.shape, up.dtype)
         _core.swiglu_backward(gate=gate, up=up, grad=grad, grad_gate=grad_gate, grad_up=grad_up)
-        return grad_gate, grad_up
+        return torch.cat((grad_gate, grad_up), 1)
+
+
+EXPERT_ACTIVATIONS = {"silu": True, "clamped_swiglu": True, "relu2": False}
+"""Activation in ``ModelConfig`` -> whether experts with it have gates."""
 
 
 def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -428,9 +440,9 @@ def experts(
 ) -> Tensor:
     """Return sum over j of factors[n, j] f_e(x[n]) for the experts e = chosen[n, j], (N, K) float32.
 
-    f_e(x) = W_down h + b_down, h = silu(gate) up (or clamped), [gate, up] = W_up x + b_up. The tokens of an expert are
-    multiplied together. Saves no activations; backward, with u = W_down^T dy: d factors[n, j] = h . u + b_down . dy,
-    dh = factors[n, j] u.
+    f_e(x) = W_down h + b_down, h = silu(gate) up (or clamped), [gate, up] = W_up x + b_up; or h = relu(W_up x)^2
+    without gates. The tokens of an expert are multiplied together. Saves no activations; backward, with
+    u = W_down^T dy: d factors[n, j] = h . u + b_down . dy, dh = factors[n, j] u.
 
     Args:
         x: (N, K) of any float dtype.
@@ -460,7 +472,7 @@ class _Experts(torch.autograd.Function):
         order, counts = _sort_by_expert(chosen)
         rows = x.to(dtype)[order // chosen.shape[1]]
         gate_up = _multiply_by_expert(rows, counts, lambda e: weights.gate_up(e).t(), weights.gate_up_bias)
-        h = weights.activate(*_halves(_add_adapters(gate_up, rows, counts, *adapters[:2])))
+        h = weights.activate(_add_adapters(gate_up, rows, counts, *adapters[:2]))
         out = _multiply_by_expert(h, counts, lambda e: weights.down(e).t(), weights.down_bias)
         out = _add_adapters(out, h, counts, *adapters[2:])
         return _sum_places(factors.flatten()[order, None] * out, order, chosen)
@@ -474,15 +486,15 @@ class _Experts(torch.autograd.Function):
         tokens = order // chosen.shape[1]
         rows, grad_out = x.to(ctx.dtype)[tokens], grads[0].to(ctx.dtype)[tokens]
         gate_up = _multiply_by_expert(rows, counts, lambda e: weights.gate_up(e).t(), weights.gate_up_bias)
-        gate, up = _halves(_add_adapters(gate_up, rows, counts, *adapters[:2]))
-        h, factor = weights.activate(gate, up), factors.flatten()[order, None]
+        gate_up = _add_adapters(gate_up, rows, counts, *adapters[:2])
+        h, factor = weights.activate(gate_up), factors.flatten()[order, None]
         u = _multiply_by_expert(grad_out, counts, weights.down)
         u, grads_down = _adapters_backward(u, h, grad_out, counts, *adapters[2:], factor=factor)
         grad_factors = torch.empty(factors.numel())
         grad_factors[order] = (h.float() * u.float()).sum(-1)
         if weights.down_bias is not None:
             grad_factors[order] += (weights.down_bias[chosen.flatten()[order]] * grads[0].float()[tokens]).sum(-1)
-        grad_gate_up = torch.cat(weights.activation_backward(gate, up, (factor * u).to(ctx.dtype)), 1)
+        grad_gate_up = weights.activation_backward(gate_up, (factor * u).to(ctx.dtype))
         grad_rows = _multiply_by_expert(grad_gate_up, counts, weights.gate_up)
         grad_rows, grads_up = _adapters_backward(grad_rows, rows, grad_gate_up, counts, *adapters[:2])
         grad_x = _sum_places(grad_rows, order, chosen).to(x.dtype)

@@ -19,9 +19,14 @@ from whet.learner.batch import OWN_CHOICE
 from whet.models.architecture import ModelConfig
 
 
+def is_router(module: nn.Module) -> bool:
+    """Whether a module of transformers is the router of a mixture."""
+    return type(module).__name__.lower().endswith("topkrouter")
+
+
 def routers_of(model: nn.Module) -> list[nn.Module]:
     """Return the routers of the mixtures of a model of transformers, in the order of the layers."""
-    return [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+    return [module for module in model.modules() if is_router(module)]
 
 
 @contextmanager

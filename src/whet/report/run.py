@@ -17,6 +17,7 @@ from whet.data.messages import is_messages
 from whet.errors import WhetValueError
 from whet.files import replace_text
 from whet.memory import PARTS
+from whet.report.episodes import episode_sections, message_text
 from whet.report.page import (
     Point,
     escape_html,
@@ -93,7 +94,9 @@ def write_report(
     if samples_before or samples_after:
         body += ["<h2>Samples before and after</h2>", _before_and_after(samples_before, samples_after)]
     if (folder / "completions.jsonl").exists():
-        body.append(_training_samples(_read_rows(folder / "completions.jsonl")))
+        rows = _read_rows(folder / "completions.jsonl")
+        has_episodes = any("end" in row for row in rows)
+        body.append(episode_sections(rows, _shorten) if has_episodes else _training_samples(rows))
     if (folder / "memory.json").exists():
         body += ["<h2>Peak memory</h2>", _memory(_read_json(folder / "memory.json"))]
     if config := _read_config(folder):
@@ -168,7 +171,7 @@ def _as_text(value: Any) -> str:
     """Format chat messages as paragraphs with their roles."""
     if not is_messages(value):
         return str(value)
-    return "\n\n".join(f"{message['role']}: {message.get('content') or ''}" for message in value)
+    return "\n\n".join(f"{message['role']}: {message_text(message)}" for message in value)
 
 
 def _shorten(value: Any) -> str:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import inspect
 import json
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -75,13 +76,15 @@ def call_here(calls: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 async def _gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    async def settled(awaitable: Awaitable[Any]) -> Any:
-        try:
-            return await awaitable
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
-            return error
+    return await asyncio.gather(*map(settle, awaitables))
 
-    return await asyncio.gather(*map(settled, awaitables))
+
+async def settle(result: Any) -> Any:
+    """Return a result, of an awaitable what it returns, or its exception."""
+    try:
+        return await result if inspect.isawaitable(result) else result
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        return error
 
 
 _loop_of_process: dict[int, asyncio.AbstractEventLoop] = {}
@@ -215,9 +218,9 @@ class ChildObject(_Process):
         return self.receive(self.deadline, self._timeout_s)
 
 
-def wait_for_any(objects: Sequence[ChildObject]) -> None:
-    """Wait until the outcome of one of the started calls is known."""
-    left = min(each.deadline for each in objects) - time.monotonic()
+def wait_for_any(objects: Sequence[ChildObject], at_most_s: float = math.inf) -> None:
+    """Wait until the outcome of one of the started calls is known, or for ``at_most_s`` seconds."""
+    left = min(at_most_s, min(each.deadline for each in objects) - time.monotonic())
     multiprocessing.connection.wait([each.pipe for each in objects], max(0.0, left))
 
 

@@ -1,8 +1,9 @@
 """Episodes of an environment, sampled turn by turn: while one waits for its environment, others decode.
 
 An episode becomes a ``Completion``: the tokens after the opening, of which the model sampled some. Token ids are only
-appended (``whet.text.seams``). Turn t of a sample is drawn with the seed of (seed, t) and the sample's stream key, so
-that results depend on neither speed nor batch; the first turn is drawn as a completion without an environment.
+appended (``whet.text.seams``); where the template rewrites earlier turns, the episode continues on another branch. Turn
+t of a sample is drawn with the seed of (seed, t) and the sample's stream key, so that results depend on neither speed
+nor batch; the first turn is drawn as a completion without an environment.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ import numpy as np
 
 from whet.config.kept_tokens import KeptTokens
 from whet.config.sampling import Completion, SamplingParams, StreamKey
+from whet.data.messages import text_of
 from whet.engine import Engine
 from whet.engine.session import Call
 from whet.rewards.processes import Guard, summary, wait_for_any
 from whet.rollout.protocol import RolloutEngine
-from whet.rollout.rollout import Rollout
+from whet.rollout.rollout import Branch, Rollout
 from whet.tasks.environment import Environment, EpisodeProcess, Message, Opening, Step
 from whet.text.replies import ReplyFormat
-from whet.text.seams import Seams
+from whet.text.seams import RewrittenHistoryError, Seams
 
 End = Literal["done", "turns", "length", "context", "error"]
 """Causes of the end of an episode: the environment, ``max_turns``, ``max_new_tokens`` sampled tokens, too little room
@@ -41,12 +43,14 @@ class EpisodeLimits:
             sampling settings, the sampled tokens of an episode.
         max_read_tokens: tokens of messages between turns; 0: as many as the model has positions for.
         timeout_s: seconds of a call of the environment.
+        may_branch: whether a chat template may rewrite earlier turns: the next turn then begins a branch.
     """
 
     max_turns: int = 8
     max_turn_tokens: int = 0
     max_read_tokens: int = 0
     timeout_s: float = 10.0
+    may_branch: bool = False
 
 
 @dataclass
@@ -56,7 +60,7 @@ class Episode:
     Attributes:
         key: of the random numbers of its tokens.
         row: of the data set.
-        prompt_ids: the opening.
+        prompt_ids: the opening; of a later branch what it shares with the opening.
         messages: the conversation so far.
         n_opening: number of messages of the opening.
         tools: tools in OpenAI's form.
@@ -66,10 +70,12 @@ class Episode:
         kept: the tokens that they were drawn from, by turn.
         experts: of the tokens, see ``Completion``.
         rewards: of each turn.
+        n_failed_calls: number of calls of tools that failed.
         end: how it ended; None while it is played.
         error: of the environment.
         policy_version: of the weights that sampled the last turn.
         is_turn_ended: whether the last turn ended with a stop token.
+        earlier: the branches before the last one, which the other fields of tokens describe.
     """
 
     key: StreamKey
@@ -84,20 +90,32 @@ class Episode:
     kept: list[KeptTokens] = field(default_factory=list)
     experts: np.ndarray | None = None
     rewards: list[float] = field(default_factory=list)
+    n_failed_calls: int = 0
     end: End | None = None
     error: str = ""
     policy_version: int = 0
     is_turn_ended: bool = True
+    earlier: list[Branch] = field(default_factory=list)
+
+    @property
+    def opening_ids(self) -> list[int]:
+        """Tokens before the first turn."""
+        return self.earlier[0].prompt_ids if self.earlier else self.prompt_ids
 
     @property
     def n_sampled(self) -> int:
         """Number of sampled tokens."""
-        return sum(self.sampled)
+        return sum(self.sampled) + sum(branch.completion.n_sampled for branch in self.earlier)
 
     @property
     def n_read(self) -> int:
-        """Number of tokens between turns."""
-        return len(self.sampled) - self.n_sampled
+        """Number of tokens of the last branch, after the opening, that were not sampled on it."""
+        return len(self.sampled) - sum(self.sampled)
+
+    @property
+    def n_calls(self) -> int:
+        """Number of calls of tools."""
+        return sum(len(message.get("tool_calls", ())) for message in self.messages[self.n_opening :])
 
     @property
     def reward(self) -> float | None:
@@ -125,8 +143,19 @@ class Episode:
         if self.kept:
             self.kept.append(KeptTokens.from_ids([None] * len(ids), self.kept[0].vocab_size))
 
+    def begin_branch(self, ids: Sequence[int]) -> None:
+        """Continue on the ids of the conversation as the template renders it now, of which no token is sampled.
+
+        The branch's prompt is what it shares with the opening, so that branches and samples share its computation.
+        """
+        n_shared = max(1, count_shared(self.opening_ids, ids))
+        self.earlier.append(Branch(self.prompt_ids, self.completion()))
+        self.prompt_ids, n_read = list(ids[:n_shared]), len(ids) - n_shared
+        self.kept = [KeptTokens.from_ids([None] * n_read, self.kept[0].vocab_size)] if self.kept else []
+        self.token_ids, self.sampled, self.logprobs = list(ids[n_shared:]), [False] * n_read, [0.0] * n_read
+
     def completion(self) -> Completion:
-        """Return the episode as a completion. The last messages, which no turn follows, are not part of it."""
+        """Return the last branch as a completion. The last messages, which no turn follows, are not part of it."""
         return Completion(
             token_ids=self.token_ids,
             logprobs=self.logprobs,
@@ -227,6 +256,7 @@ class Player:
     ) -> None:
         self._make, self._tokenizer, self._replies = make, tokenizer, replies
         self._stops, self._max_position, self._limits = list(stop_token_ids), max_position, limits
+        self._checked_tools: list[dict[str, Any]] = []
 
     def play(
         self,
@@ -244,7 +274,8 @@ class Player:
             indices: of the rows in the batch, which determine their random numbers. Default: 0, 1, 2, ...
 
         Raises:
-            WhetValueError: the chat template rewrites earlier turns.
+            RewrittenHistoryError: the chat template rewrites earlier turns, and ``may_branch`` is not set.
+            WhetValueError: there are tools, and the chat template cannot call them.
         """
         with ExitStack() as stack:
             guard = stack.enter_context(Guard())
@@ -281,8 +312,16 @@ class Player:
                     else:
                         processes[id(episode)].close()
 
-    def _seams(self, episode: Episode) -> Seams:
-        return Seams(self._tokenizer, self._stops, {"tools": episode.tools} if episode.tools else {}, "Player.play")
+    def _seams(self, tools: Sequence[Mapping[str, Any]]) -> Seams:
+        return Seams(self._tokenizer, self._stops, {"tools": tools} if tools else {}, "Player.play")
+
+    def _check_tools(self, tools: list[dict[str, Any]]) -> None:
+        """Reject a template that drops tools, their calls or results, or whose calls cannot be read."""
+        if not tools or tools == self._checked_tools:
+            return
+        self._replies.check_can_call("Player.play")
+        self._seams(tools).check_calls(str(tools[0].get("function", {}).get("name")))
+        self._checked_tools = tools
 
     def _continue(
         self, episode: Episode, found: Opening | Step | BaseException, turns: _Turns, sampling: SamplingParams
@@ -293,9 +332,16 @@ class Player:
             return False
         if isinstance(found, Opening):
             episode.messages, episode.n_opening, episode.tools = list(found.messages), len(found.messages), found.tools
-            episode.prompt_ids = self._seams(episode).opening(found.messages)
+            self._check_tools(found.tools)
+            if self._may_fit(found.messages, self._max_position):
+                episode.prompt_ids = self._seams(episode.tools).opening(found.messages)
+            if not 0 < len(episode.prompt_ids) < self._max_position:
+                episode.end = "error"
+                episode.error = f"the opening does not fit into the model's {self._max_position:,} positions"
+                return False
         else:
             episode.rewards.append(found.reward)
+            episode.n_failed_calls += sum(bool(message.get("is_error")) for message in _messages_of(found))
             if found.done or len(episode.rewards) == self._limits.max_turns:
                 episode.end = "done" if found.done else "turns"
                 return False
@@ -316,17 +362,29 @@ class Player:
         )
         return True
 
+    def _may_fit(self, messages: Iterable[Message], n_tokens: int) -> bool:
+        """Whether messages can have ``n_tokens`` or fewer, by their length: tokenising megabytes takes seconds."""
+        n_bytes = sum(len(text_of(message).encode(errors="replace")) for message in messages)
+        return n_bytes <= n_tokens * self._replies.longest_token
+
     def _read(self, episode: Episode, step: Step) -> bool:
         """Append the messages of a step; return whether they fit, with a token of the next turn."""
-        seams, messages = self._seams(episode), [*episode.messages]
-        assert not isinstance(step.messages, str), "a step from a child has messages"
-        ids = seams.ids(seams.seam(messages, step.messages), is_ended=episode.is_turn_ended)
-        most_read = self._limits.max_read_tokens or self._max_position
-        n_tokens = len(episode.prompt_ids) + len(episode.token_ids) + len(ids)
-        if episode.n_read + len(ids) > most_read or n_tokens >= self._max_position:
+        seams, most_read = self._seams(episode.tools), self._limits.max_read_tokens or self._max_position
+        new = _messages_of(step)
+        if not self._may_fit(new, min(most_read, self._max_position)):
             return False
-        episode.messages += step.messages
-        episode.add_read(ids)
+        try:
+            ids = seams.ids(seams.seam(episode.messages, new), is_ended=episode.is_turn_ended)
+            n_before, n_read, add = len(episode.prompt_ids) + len(episode.token_ids), episode.n_read, episode.add_read
+        except RewrittenHistoryError:
+            if not self._limits.may_branch:
+                raise
+            ids = seams.opening([*episode.messages, *new])
+            n_before, n_read, add = 0, -count_shared(episode.opening_ids, ids), episode.begin_branch
+        if n_read + len(ids) > most_read or n_before + len(ids) >= self._max_position:
+            return False
+        episode.messages += new
+        add(ids)
         return True
 
     def _end_turn(self, episode: Episode, completion: Completion, sampling: SamplingParams) -> dict[str, Any] | None:
@@ -339,6 +397,16 @@ class Player:
             episode.end = "length"
             return None
         return message
+
+
+def _messages_of(step: Step) -> Sequence[Message]:
+    assert not isinstance(step.messages, str), "a step from a child has messages"
+    return step.messages
+
+
+def count_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the length of the longest common prefix."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 class _Playing(NamedTuple):
@@ -367,16 +435,28 @@ def rollout_of(episodes: Sequence[Episode]) -> Rollout:
         decoded=[episode.messages[episode.n_opening :] for episode in episodes],
         columns=columns,
         extra_metrics=episode_metrics(episodes),
+        earlier={i: episode.earlier for i, episode in enumerate(episodes) if episode.earlier},
         failed=[i for i, episode in enumerate(episodes) if episode.end == "error"],
+        details={
+            "end": [episode.end for episode in episodes],
+            "error": [episode.error for episode in episodes],
+            "turn_rewards": [episode.rewards for episode in episodes],
+        },
     )
 
 
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Return means of turns and read tokens, and the share of each end."""
+    """Return means of turns, read tokens and branches, with tools also of calls and failed calls, and the share of each
+    end.
+    """
     n = len(episodes)
+    calls = {"calls": sum(e.n_calls for e in episodes), "failed_calls": sum(e.n_failed_calls for e in episodes)}
+    has_tools = any(episode.tools for episode in episodes)
     ends = {f"episodes/ended_by_{end}": sum(e.end == end for e in episodes) / n for end in get_args(End)}
     return {
         "episodes/mean_turns": sum(len(episode.rewards) for episode in episodes) / n,
         "episodes/mean_read_tokens": sum(episode.n_read for episode in episodes) / n,
+        **{f"episodes/mean_{name}": count / n for name, count in calls.items() if has_tools},
+        "episodes/mean_branches": sum(1 + len(episode.earlier) for episode in episodes) / n,
         **ends,
     }

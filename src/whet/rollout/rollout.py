@@ -98,6 +98,18 @@ def to_json_value(decoded: Any) -> Any:
     return decoded.tolist() if hasattr(decoded, "tolist") else decoded
 
 
+class Branch(NamedTuple):
+    """Token ids of an episode up to the place where its history was rewritten, so that they do not continue.
+
+    Attributes:
+        prompt_ids: the beginning, which was not sampled.
+        completion: the rest.
+    """
+
+    prompt_ids: list[int]
+    completion: Completion
+
+
 @dataclass
 class Rollout:
     """N = prompts x n completions, grouped by prompt.
@@ -111,6 +123,8 @@ class Rollout:
             opens the thinking, else "".
         extra_metrics: of episodes.
         failed: indices of the episodes whose environment failed, which have no reward.
+        earlier: index of an episode -> its branches before the last one, which is its completion.
+        details: further columns of the table of completions.
     """
 
     prompt_ids: list[list[int]]
@@ -120,11 +134,29 @@ class Rollout:
     columns: dict[str, list[Any]]
     extra_metrics: dict[str, float] = field(default_factory=dict)
     failed: Sequence[int] = ()
+    earlier: Mapping[int, Sequence[Branch]] = field(default_factory=dict)
+    details: dict[str, list[Any]] = field(default_factory=dict)
 
     @property
     def completion_ids(self) -> list[list[int]]:
         """N rows of token ids."""
         return [completion.token_ids for completion in self.completions]
+
+    def split_branches(self, rows: Sequence[int]) -> tuple[list[int], Rollout]:
+        """Return the branches of the completions ``rows`` as completions, and the row of each."""
+        pairs = [
+            (i, branch)
+            for i in rows
+            for branch in (*self.earlier.get(i, ()), Branch(self.prompt_ids[i], self.completions[i]))
+        ]
+        branches = [branch for _, branch in pairs]
+        split = Rollout([each.prompt_ids for each in branches], [], [each.completion for each in branches], [], {})
+        return [i for i, _ in pairs], split
+
+    def sampled_by_branch(self, i: int) -> list[list[bool]]:
+        """Return whether each token of completion ``i`` was sampled, for each branch."""
+        branches = [*(branch.completion for branch in self.earlier.get(i, ())), self.completions[i]]
+        return [branch.sampled or [True] * len(branch.token_ids) for branch in branches]
 
     def sampler_logprobs(self, rows: Sequence[int]) -> np.ndarray | None:
         """Return (R, T) log-probs of the completions ``rows`` recorded by the engine; None if not recorded."""
@@ -169,13 +201,14 @@ class Rollout:
 
     def metrics(self) -> dict[str, float]:
         """Return lengths in sampled tokens, the share of truncated completions, and the tokens of all rows."""
-        lengths = [completion.n_sampled for completion in self.completions]
+        owners, split = self.split_branches(range(len(self.completions)))
+        lengths = np.bincount(owners, [completion.n_sampled for completion in split.completions]).astype(int).tolist()
         return {
             "completions/mean_length": float(np.mean(lengths)),
             "completions/min_length": min(lengths),
             "completions/max_length": max(lengths),
             "completions/clipped_ratio": float(np.mean(self.truncated)),
-            "num_tokens": sum(map(len, self.completion_ids)) + sum(map(len, self.prompt_ids)),
+            "num_tokens": sum(map(len, split.completion_ids)) + sum(map(len, split.prompt_ids)),
             **self.extra_metrics,
         }
 
@@ -256,5 +289,5 @@ def completion_table(
     if rewards is not None:
         columns |= {f"rewards/{name}": scores.tolist() for name, scores in rewards.by_name.items()}
         columns["reward"] = rewards.rewards.tolist()
-    columns |= extra
+    columns |= {**extra, **rollout.details}
     return [{"step": step, **dict(zip(columns, row, strict=True))} for row in zip(*columns.values(), strict=True)]

@@ -24,7 +24,7 @@ from whet.errors import RowError, WhetValueError
 from whet.files import fingerprint, replace_text
 from whet.models.sources.gguf_container import read_gguf
 
-_CODE = ("task", "env", "reward", "preference")
+_CODE = ("task", "env", "agent", "tools", "reward", "preference")
 _CHANGEABLE = ("eval_data", "reward", "preference")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf")
 
@@ -59,7 +59,8 @@ def _code_locations(run: Any, setting: str) -> list[str]:
     """Return the files and modules of the tasks or functions that a setting names."""
     specs = getattr(run, setting, "")
     names = [spec.partition(",")[0] for spec in ([specs] if isinstance(specs, str) else specs)]
-    return [name.rpartition(":")[0] for name in names]
+    locations = [name.rpartition(":")[0] for name in names]
+    return [each if each.endswith(".py") else each.partition(":")[0] for each in locations]  # of gem:game:ID, gem
 
 
 def _find_file(location: str) -> str:

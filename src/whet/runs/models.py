@@ -27,7 +27,8 @@ from whet.models.sources.gguf_model import load_gguf_model
 from whet.models.sources.live import check_frequencies
 from whet.models.sources.pretrained import open_pretrained
 from whet.models.tokenizers import read_tokenizer
-from whet.nn.frozen import base_of, frozen_model
+from whet.nn.forwards import is_experts
+from whet.nn.frozen import base_of, expert_parameters, frozen_model
 from whet.nn.modules import auto_class, towers
 from whet.runs.resume import Notify
 from whet.runs.settings import RunConfig
@@ -164,7 +165,7 @@ def add_adapters(model: nn.Module, run: RunConfig, record: Mapping[str, Any] | N
         target_parameters=[
             f"{name}.{parameter}" if name.endswith(EXPERTS) else name
             for name in of_experts
-            for parameter in EXPERT_PARAMETERS
+            for parameter in _expert_parameters(model)
         ]
         or None,
         exclude_modules=SKIPPED if towers(model) else None,
@@ -175,6 +176,12 @@ def add_adapters(model: nn.Module, run: RunConfig, record: Mapping[str, Any] | N
         return peft.get_peft_model(model, settings)
     except ValueError as error:
         raise WhetValueError(f"{where}: lora_layers is {run.lora_layers!r}: {error}") from error
+
+
+def _expert_parameters(model: nn.Module) -> list[str]:
+    """Return the names of the matrices of a model's experts."""
+    found = {name for module in model.modules() if is_experts(module) for name in expert_parameters(module)}
+    return [name for name in EXPERT_PARAMETERS if name in found or not found]
 
 
 def _all_linear(model: nn.Module) -> str | list[str]:

@@ -10,20 +10,25 @@ from whet.data.sources import read_rows
 from whet.errors import WhetValueError
 from whet.rewards.functions import load_function
 from whet.rollout.episodes import environment_reward
+from whet.tasks.code import prepare
 from whet.tasks.mixture import Mixture, open_tasks
 
+_N_EMPTY = 1000
+"""Episodes of an epoch without data: environments differ by their seeds."""
 _N_CHECKED = 64
 """Number of a task's rows that are checked before the run: some generators take 0.25 s per row."""
 
 
 def open_rows(run: Any) -> tuple[Sequence[Any], Sequence[Any], list[Callable[..., Any]]]:
-    """Return training rows, held-out rows, and reward functions of a run, with rewards of task or environment first."""
-    functions = [load_function(spec) for spec in getattr(run, "reward", [])]
-    if getattr(run, "env", ""):
+    """Return training rows, held-out rows, and reward functions of a run, with rewards of task or episode first."""
+    unsafe_local = getattr(run, "unsafe_local", False)
+    functions = prepare(map(load_function, getattr(run, "reward", [])), unsafe_local=unsafe_local)
+    if getattr(run, "env", "") or getattr(run, "agent", ""):
         functions.insert(0, environment_reward)
     if not getattr(run, "task", []):
         eval_rows = read_rows(run.eval_data, run.columns) if run.eval_data else []
-        return read_rows(run.data, run.columns), eval_rows, functions
+        rows = read_rows(run.data, run.columns) if run.data or run.needs_rows() else [{}] * _N_EMPTY
+        return rows, eval_rows, functions
     tasks = open_tasks(run.task)
     return tasks, _open_held_out(run) if run.eval_items else [], [*tasks.reward_functions(), *functions]
 

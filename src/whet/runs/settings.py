@@ -21,10 +21,20 @@ from whet.config.fields import (
     check_range,
     reject_ineffective,
 )
-from whet.config.settings import BestOfNConfig, DPOConfig, GRPOConfig, OnlineDPOConfig, SFTConfig
+from whet.config.settings import (
+    BestOfNConfig,
+    CPOConfig,
+    DPOConfig,
+    GRPOConfig,
+    OnlineDPOConfig,
+    ORPOConfig,
+    SFTConfig,
+    SimPOConfig,
+)
 from whet.errors import WhetValueError, check_installed
 from whet.files import FolderLock
 from whet.models.formats import Weights
+from whet.tasks.code import runs_programs
 from whet.tasks.settings import format_spec
 
 StoredDtype = Literal["auto", "float32", "bfloat16"]
@@ -105,7 +115,7 @@ class RunConfig:
             MissingExtraError: the package of a logger or of LoRA is not installed.
         """
         rows, eval_rows = self.sources()
-        check_given(where, self, "model", rows, "output_dir")
+        check_given(where, self, "model", *([rows] if self.needs_rows() else []), "output_dir")
         check_range(self, "loggers", len(set(self.loggers)) == len(self.loggers), "each logger once")
         self.check_adapters()
         reject_ineffective(self, ["eval_every"], bool(getattr(self, eval_rows)), f"there is no {eval_rows}")
@@ -146,6 +156,10 @@ class RunConfig:
         """Whether adapters are trained on a frozen model."""
         return self.lora_rank > 0 or self.adapter != ""
 
+    def needs_rows(self) -> bool:
+        """Whether rows have to be given."""
+        return True
+
     def sources(self) -> tuple[str, str]:
         """Return the names of the settings of training rows and of held-out rows."""
         return "data", "eval_data"
@@ -184,6 +198,9 @@ class OnlineRunConfig(RunConfig):
     """Number of held-out items per task for evaluation, which never occur in training; 0: none."""
     reward: Paths = field(default_factory=list)
     """Reward functions: file.py:function or package.module:function."""
+    unsafe_local: bool = False
+    """Let programs of the model run without a sandbox, as this user, if tools or reward functions run programs
+    (whet.tasks.code)."""
     eval_temperature: TemperatureOrZero = 0.0
     """Sampling temperature of evaluations; 0: greedy."""
 
@@ -195,6 +212,8 @@ class OnlineRunConfig(RunConfig):
         reject_ineffective(self, ["eval_items"], bool(self.task), "there is no task; eval_data names held-out rows")
         eval_rows = self.sources()[1]
         reject_ineffective(self, ["eval_temperature"], bool(getattr(self, eval_rows)), f"there is no {eval_rows}")
+        programs = runs_programs([*self.reward, *getattr(self, "tools", [])])
+        reject_ineffective(self, ["unsafe_local"], programs, "no tool and no reward function runs programs")
         if self.needs_reward():
             check_given(where, self, "reward")
         is_float = self.base in ("auto", "none")
@@ -229,12 +248,35 @@ class DPORun(DPOConfig, RunConfig):
 
 
 @dataclass(kw_only=True)
+class SimPORun(SimPOConfig, RunConfig):
+    """Settings of ``whet train simpo``."""
+
+
+@dataclass(kw_only=True)
+class CPORun(CPOConfig, RunConfig):
+    """Settings of ``whet train cpo``."""
+
+
+@dataclass(kw_only=True)
+class ORPORun(ORPOConfig, RunConfig):
+    """Settings of ``whet train orpo``."""
+
+
+@dataclass(kw_only=True)
 class GRPORun(_TasksAsTexts, GRPOConfig, OnlineRunConfig):
     """Settings of ``whet train grpo``."""
 
     env: PathText = ""
-    """An environment that answers the model's turns and rewards them: file.py:Class or package.module:Class. It gets
-    the rows of data; reward functions are optional, and get messages."""
+    """An environment that answers the model's turns and rewards them: file.py:Class or package.module:Class, also in
+    TRL's form, or a game, gem:ID or textarena:ID. Options may follow: file.py:Class,level=3. It gets the rows of data
+    or task, without them empty ones; reward functions are optional, and get messages."""
+    tools: Paths = field(default_factory=list)
+    """Functions that the model calls: file.py:function,other or package.module:function. Reward functions get messages,
+    and the verifier of a task the last turn."""
+
+    agent: PathText = ""
+    """A function (row, server) -> reward that samples by requests to an OpenAI URL, instead of an environment:
+    file.py:play or package.module:play. Needs the extra serve."""
 
     def __post_init__(self) -> None:
         self.beta = 0.0 if self.beta is None else self.beta  # a run has no ref_model
@@ -242,11 +284,20 @@ class GRPORun(_TasksAsTexts, GRPOConfig, OnlineRunConfig):
 
     def check(self, where: str) -> None:
         super().check(where)
-        if self.env and self.task:
-            raise WhetValueError(f"{where}: env and task are set, and an environment takes rows of data. Set data.")
+        if len(given := [name for name in ("env", "tools", "agent") if getattr(self, name)]) > 1:
+            raise WhetValueError(
+                f"{where}: {' and '.join(given)} are set, and an environment lists its own tools (attribute tools). "
+                f"Set one of them."
+            )
 
     def needs_reward(self) -> bool:
-        return not self.env and super().needs_reward()
+        return not (self.env or self.agent) and super().needs_reward()
+
+    def needs_rows(self) -> bool:
+        return not (self.env or self.agent)
+
+    def trained_on(self) -> str:
+        return super().trained_on() or self.env or self.agent
 
 
 @dataclass(kw_only=True)

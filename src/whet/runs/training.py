@@ -51,7 +51,9 @@ from whet.runs.save import write_memory, write_results
 from whet.runs.settings import RunConfig, lock_folder
 from whet.runs.stopping import StoppableCheckpoints
 from whet.system.machine import may_have_gpu
+from whet.tasks.code import prepare
 from whet.tasks.environment import load_environment
+from whet.tasks.tools import load_tools
 from whet.training.callbacks import CompletionsCallback, EvaluationCallback
 from whet.training.distributed import join_ranks, launched_rank, launched_size
 from whet.training.loggers import CSVLogger, JSONLLogger, Logger, TensorBoardLogger, WandbLogger
@@ -274,8 +276,11 @@ def _scoring_arguments(run: Any, rewards: RewardFunctions | None) -> dict[str, A
     """Return the constructor arguments that score completions, for algorithms that sample."""
     if getattr(run, "preference", ""):
         return {"preference_fn": load_function(run.preference)}
-    environment = {"environment": load_environment(run.env)} if getattr(run, "env", "") else {}
-    return environment if rewards is None else {"reward_fn": rewards, **environment}
+    episodes: dict[str, Any] = {"environment": load_environment(run.env)} if getattr(run, "env", "") else {}
+    episodes |= {"agent": load_function(run.agent)} if getattr(run, "agent", "") else {}
+    if tools := getattr(run, "tools", []):
+        episodes = {"tools": prepare(load_tools(tools), unsafe_local=run.unsafe_local)}
+    return episodes if rewards is None else {"reward_fn": rewards, **episodes}
 
 
 def add_reference_logprobs(algorithm: Any, model: Any, arguments: Mapping[str, Any], *parts: Any) -> list[list[Any]]:

@@ -8,7 +8,7 @@ import hashlib
 import hmac
 import json
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from whet.serve import ollama
 from whet.serve.admin import Admin, check_admin
 from whet.serve.anthropic import Messages
 from whet.serve.endpoints import Chat, Completion, Endpoint, Generate, Streamed
-from whet.serve.errors import ApiError
+from whet.serve.errors import GONE, ApiError
 from whet.serve.events import EventStream
 from whet.serve.inputs import read_prompt
 from whet.serve.limits import Limits, key_of_request
@@ -32,10 +32,12 @@ from whet.serve.loop import EngineLoop
 from whet.serve.metrics import Metrics
 from whet.serve.model import ServedModel
 from whet.serve.ollama import OllamaChat
+from whet.serve.recording import RecordingService
 from whet.serve.responses import Responses
 from whet.serve.schema import DetokenizeRequest, TokenizeRequest, parse
 from whet.serve.scores import Decisions, Embeddings
 from whet.serve.service import Service
+from whet.serve.sessions import Session
 
 _STATUS_S = 0.2
 """Time that a streamed response waits for its first chunk; an error within it becomes the HTTP status."""
@@ -63,11 +65,13 @@ class _App:
         max_body_bytes: int,
         hosts: Sequence[str],
         adapter_folder: str,
+        sessions: Mapping[str, Session] | None,
     ) -> None:
         self.model = model
         self.loop = EngineLoop()
         self.metrics = Metrics(model, self.loop, limits)
-        self.service = Service(model, self.loop, self.metrics, limits)
+        parts = (model, self.loop, self.metrics, limits)
+        self.service = Service(*parts) if sessions is None else RecordingService(*parts, sessions)
         self._keys = [hashlib.sha256(key.encode()).digest() for key in api_keys]
         self._max_body_bytes, self._hosts = max_body_bytes, [host.lower() for host in hosts]
         self.admin = Admin(model, self.loop, adapter_folder, self._body)
@@ -128,7 +132,7 @@ class _App:
                 if len(found) > self._max_body_bytes:
                     raise ApiError(413, f"The body is larger than {self._max_body_bytes:,} bytes.")
         except ClientDisconnect:
-            raise ApiError(400, "The client went away.") from None
+            raise ApiError(GONE, "The client went away.") from None
         try:
             return json.loads(found)
         except (ValueError, RecursionError) as error:
@@ -153,7 +157,8 @@ class _App:
 
         async def handle(request: Request) -> Response:
             try:
-                return await respond(request)
+                with self.service.handling():
+                    return await respond(request)
             except ApiError as error:
                 return _explain(error, kind.failure(error))
 
@@ -236,6 +241,7 @@ def make_app(
     max_body_bytes: int = 16 << 20,
     hosts: Sequence[str] = (),
     adapter_folder: str = "",
+    sessions: Mapping[str, Session] | None = None,
 ) -> Starlette:
     """Create the ASGI application that serves a model.
 
@@ -249,10 +255,10 @@ def make_app(
         max_body_bytes: size of the largest request.
         hosts: names in the Host header that are answered; empty: all.
         adapter_folder: folder below which clients may load adapters; empty: none.
+        sessions: by API key; their requests are recorded, and nothing of the server can be changed. None: no session.
     """
-    app = _App(
-        model, api_keys, Limits(max_requests, max_requests_per_key, max_seconds), max_body_bytes, hosts, adapter_folder
-    )
+    limits = Limits(max_requests, max_requests_per_key, max_seconds)
+    app = _App(model, [*api_keys, *(sessions or ())], limits, max_body_bytes, hosts, adapter_folder, sessions)
     admin = app.admin
     routes = [
         app.route("/v1/chat/completions", app.running(Chat), "POST"),
@@ -274,6 +280,8 @@ def make_app(
         *(app.route(path, app.health) for path in ("/health", "/ready", "/ping")),
         app.route("/version", app.version),
         app.route("/metrics", app.show_metrics),
+    ]
+    changes = [
         app.route("/v1/load_lora_adapter", admin.load_adapter, "POST", is_admin=True),
         app.route("/v1/unload_lora_adapter", admin.unload_adapter, "POST", is_admin=True),
         app.route("/pause", admin.pause, "POST", is_admin=True),
@@ -282,6 +290,7 @@ def make_app(
         app.route("/reset_prefix_cache", admin.reset_prefix_cache, "POST", is_admin=True),
         app.route("/reload", admin.reload, "POST", is_admin=True),
     ]
+    routes += changes if sessions is None else []
     return Starlette(routes=routes, lifespan=app.lifespan, exception_handlers={HTTPException: _explain_http})
 
 
@@ -302,7 +311,7 @@ async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ApiError(499, "The client went away.")
+            raise ApiError(GONE, "The client went away.")
         return task.result()
     finally:
         for each in (task, gone):

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from whet.config.sampling import SamplingParams
 from whet.serve.choices import Choice, LegacyLogprobs, chat_logprobs, prompt_logprobs, usage_of
 from whet.serve.errors import ApiError
-from whet.serve.inputs import Tools, read_grammar, read_texts, render_messages
+from whet.serve.inputs import Tools, read_grammar, read_texts
 from whet.serve.schema import (
     ChatRequest,
     CompletionRequest,
@@ -191,7 +191,7 @@ class Completion(Streamed[CompletionRequest]):
         if request.echo and request.logprobs is not None:
             self.n_scored = max(self._n_alternatives, request.prompt_logprobs or 0)
         for ids, text in read_texts(self._served, request.prompt, "prompt", request.add_special_tokens):
-            self._served.check_length(len(ids), n_new)
+            service.check_length(len(ids), n_new)
             text = text or (self._served.texts.text_of(ids) if request.echo else "")
             self.prompts.append(Prompt(token_ids=ids, text=text))
         settings = service.sampling_of(request, n_new, self._n_alternatives) if n_new else None
@@ -242,11 +242,11 @@ class Chat(Streamed[ChatRequest]):
         if request.top_logprobs and not request.logprobs:
             raise ApiError(400, f"top_logprobs is {request.top_logprobs}, which needs logprobs: true.", "top_logprobs")
         tools = Tools(service.model, request.tools, request.tool_choice)
-        ids = render_messages(service.model, request.messages, request, tools.offered)
+        ids = service.render(request.messages, request, tools.offered)
         n_new = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
         if n_new == 0:
             raise ApiError(400, "max_tokens is 0, expected at least 1.", "max_tokens")
-        self._served.check_length(len(ids), n_new or 1)
+        service.check_length(len(ids), n_new or 1)
         self.prompts = [Prompt(token_ids=ids)]
         n_alternatives = check_alternatives("top_logprobs", request.top_logprobs)
         self.sampling = [service.sampling_of(request, n_new or self._served.context - len(ids), n_alternatives)]
@@ -335,7 +335,7 @@ class Generate(Sampled[GenerateSampling]):
         ids = self._served.check_prompt(outer.token_ids, "token_ids")
         if request.max_tokens == 0:
             raise ApiError(400, "max_tokens is 0, expected at least 1.", "max_tokens")
-        self._served.check_length(len(ids), request.max_tokens or 1)
+        service.check_length(len(ids), request.max_tokens or 1)
         self.prompts = [Prompt(token_ids=ids)]
         n_new = request.max_tokens or self._served.context - len(ids)
         self.sampling = [service.sampling_of(request, n_new, self._n_alternatives)]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+GONE = 499
+"""Status of a request whose client went away (nginx's)."""
+
 
 class ApiError(Exception):
     """An error response.

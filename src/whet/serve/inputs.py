@@ -114,7 +114,7 @@ def render_messages(model: ServedModel, messages: list, request: Any, tools: lis
     """
     if not messages:
         raise ApiError(400, "messages is empty, expected at least one message.", "messages")
-    plain = [_as_text(i, message) for i, message in enumerate(messages)]
+    plain = plain_messages(messages)
     model.check_text(*(message["content"] for message in plain))
     options = _check_options(model, request.chat_template_kwargs)
     continues = request.continue_final_message
@@ -135,6 +135,11 @@ def render_messages(model: ServedModel, messages: list, request: Any, tools: lis
     except WhetError as error:
         raise ApiError(400, str(error), "messages") from None
     return [int(i) for i in ids]
+
+
+def plain_messages(messages: list) -> list[dict[str, Any]]:
+    """Return messages for a chat template: contents are texts, arguments of calls are objects."""
+    return [_as_text(i, message) for i, message in enumerate(messages)]
 
 
 def _check_options(model: ServedModel, options: Mapping[str, Any]) -> dict[str, Any]:

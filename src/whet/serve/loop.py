@@ -31,6 +31,7 @@ class Ticket:
         n: number of samples; 0: the call only scores.
         streams: whether tokens are sent while they are sampled, or when the call is complete.
         is_scored: whether the call scores the prompt.
+        ended: called with the complete call, on the engine's thread, before its last update is sent.
         updates: receives the ticket's updates; several tickets may share it.
         submitted_s: when it was submitted, by ``time.perf_counter``.
         started_s: when its first token or its scores arrived; 0: not yet.
@@ -40,6 +41,7 @@ class Ticket:
     n: int
     streams: bool = False
     is_scored: bool = False
+    ended: Callable[[Call], None] | None = None
     submitted_s: float = field(default_factory=time.perf_counter)
     started_s: float = 0.0
     sent_s: float = 0.0  # when its last update was sent
@@ -225,7 +227,8 @@ class EngineLoop:
                 self._end(ticket)
 
     def _collect(self, ticket: Ticket, call: Call, now: float) -> Update | None:
-        is_done = call.is_done()
+        if (is_done := call.is_done()) and ticket.ended is not None:
+            ticket.ended(call)
         call.constrain()
         sends = is_done or (ticket.streams and now >= ticket.sent_s + _SEND_S)
         if ticket.started_s and not sends:  # most steps of most tickets

@@ -12,6 +12,7 @@ from typing import Any
 
 from whet.config.sampling import SamplingParams
 from whet.engine import Engine
+from whet.engine.checks import LogprobsMode
 from whet.engine.grammar import Grammars
 from whet.errors import WhetValueError
 from whet.models.sources.gguf_container import GGUFFile
@@ -51,6 +52,8 @@ class ServedModel:
         context: the most tokens of a prompt and its completion. Default: what positions and KV cache permit.
         path: folder or file of the weights, for ``reload``; empty: they cannot be read again.
         pooling: of embeddings, if a request does not choose it.
+        logprobs_mode: of the log-probs of sampled tokens, see ``Engine.generate``.
+        fingerprint: names the weights. Default: their digest.
 
     Attributes:
         texts: of every token.
@@ -58,7 +61,7 @@ class ServedModel:
         loaded: names of the adapters that were added by ``load_adapter``.
         created: Unix time in seconds.
         replies: the form of the model's replies.
-        fingerprint: digest of the weights and of the model's own adapter.
+        fingerprint: see above; the digest includes the model's own adapter.
     """
 
     def __init__(
@@ -73,6 +76,8 @@ class ServedModel:
         context: int | None = None,
         path: str = "",
         pooling: str = "last",
+        logprobs_mode: LogprobsMode = "model",
+        fingerprint: str = "",
     ) -> None:
         self.engine, self.tokenizer, self.name = engine, tokenizer, name
         self.stop_ids, self.defaults = stop_ids, dict(defaults or {})
@@ -96,8 +101,8 @@ class ServedModel:
         self.loaded: tuple[str, ...] = ()
         self.created = int(time.time())
         self.replies = ReplyFormat(tokenizer, self.texts)
-        self._path, self._adapter, self.pooling = path, adapter, pooling
-        self.fingerprint = self._make_fingerprint()
+        self._path, self._adapter, self.pooling, self.logprobs_mode = path, adapter, pooling, logprobs_mode
+        self.fingerprint = fingerprint or self._make_fingerprint()
 
     @classmethod
     def load(
@@ -114,6 +119,7 @@ class ServedModel:
         adapter: str = "",
         tokenizer: str = "",
         chat_template: str = "",
+        logprobs_mode: LogprobsMode = "model",
     ) -> ServedModel:
         """Load a folder or GGUF file.
 
@@ -133,7 +139,8 @@ class ServedModel:
         stop_ids = find_stop_ids(path, loaded, engine.config.vocab_size, _WHERE)
         name = name or Path(path).stem
         return cls(
-            engine, loaded, name, stop_ids, adapters, adapter, read_defaults(path), context, path, read_pooling(model)
+            engine, loaded, name, stop_ids, adapters, adapter, read_defaults(path), context, path, read_pooling(model),
+            logprobs_mode,
         )  # fmt: skip
 
     def _make_fingerprint(self) -> str:
@@ -261,18 +268,6 @@ class ServedModel:
         if not ids:
             raise ApiError(400, f"{name} is empty, expected at least one token.", name)
         return self.check_tokens(ids, name)
-
-    def check_length(self, n_prompt: int, n_new: int) -> None:
-        """Raise a 400 unless a prompt of ``n_prompt`` tokens has room for ``n_new`` more."""
-        if n_prompt + n_new > self.context:
-            raise ApiError(
-                400,
-                f"This model's maximum context length is {self.context} tokens, but the request needs "
-                f"{n_prompt + n_new}: {n_prompt} of the prompt and {n_new} of the completion. Shorten the prompt, or "
-                f"lower max_tokens.",
-                "messages",
-                "context_length_exceeded",
-            )
 
     def sampling(self, settings: Mapping[str, Any]) -> SamplingParams:
         """Return sampling settings, of which the defaults are the model's."""

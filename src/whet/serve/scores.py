@@ -35,7 +35,7 @@ class Embeddings(Endpoint):
             raise ApiError(400, f"dimensions is {request.dimensions}, expected from 1 to {dim}.", "dimensions")
         self._rows = [ids for ids, _ in read_texts(self._served, request.input, "input", request.add_special_tokens)]
         for ids in self._rows:
-            self._served.check_length(len(ids), 0)
+            service.check_length(len(ids), 0)
 
     async def respond(self) -> Body:
         engine, request = self._served.engine, self._request
@@ -77,7 +77,7 @@ class Decisions(Endpoint):
             raise ApiError(400, "prompt is empty, expected at least one token.", "prompt")
         self._labels = [ids for ids, _ in read_texts(self._served, request.labels, "labels", special=False)]
         for ids in self._labels:
-            self._served.check_length(len(self._prompt), len(ids))
+            service.check_length(len(self._prompt), len(ids))
 
     async def respond(self) -> Body:
         request, n_prompt = self._request, len(self._prompt)

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from whet.config.sampling import SamplingParams
+from whet.config.sampling import SamplingParams, StreamKey
 from whet.engine.grammar import Constraint
 from whet.engine.session import Call, Scores
 from whet.errors import WhetError
 from whet.serve.choices import Alternatives, Choice
 from whet.serve.errors import ApiError
+from whet.serve.inputs import render_messages
 from whet.serve.limits import Limits
 from whet.serve.loop import EngineLoop, Ticket, updates_of
 from whet.serve.metrics import Metrics
@@ -82,6 +83,27 @@ class Service:
     def __init__(self, model: ServedModel, loop: EngineLoop, metrics: Metrics, limits: Limits) -> None:
         self.model, self._loop, self._metrics, self._limits = model, loop, metrics, limits
 
+    @contextmanager
+    def handling(self) -> Iterator[None]:
+        """Handle a request of an endpoint, from its arrival to its response or to the begin of a streamed one."""
+        yield
+
+    def render(self, messages: list, request: Any, tools: list) -> list[int]:
+        """Return the prompt of a chat, see ``render_messages``."""
+        return render_messages(self.model, messages, request, tools)
+
+    def check_length(self, n_prompt: int, n_new: int) -> None:
+        """Raise a 400 unless a prompt of ``n_prompt`` tokens has room for ``n_new`` more."""
+        if n_prompt + n_new > self.model.context:
+            raise ApiError(
+                400,
+                f"This model's maximum context length is {self.model.context} tokens, but the request needs "
+                f"{n_prompt + n_new}: {n_prompt} of the prompt and {n_new} of the completion. Shorten the prompt, or "
+                f"lower max_tokens.",
+                "messages",
+                "context_length_exceeded",
+            )
+
     def sampling_of(self, request: Request, max_new_tokens: int, n_alternatives: int) -> SamplingParams:
         """Return the engine's settings of a request.
 
@@ -110,6 +132,8 @@ class Service:
         shown: Mapping[int, str] | None = None,
         constrain: Callable[[], Constraint] | None = None,
         streams: bool = False,
+        key: StreamKey | None = None,
+        ended: Callable[[Call], None] | None = None,
     ) -> AsyncGenerator[Part]:
         """Sample prompts, and yield what is added to their choices.
 
@@ -122,6 +146,8 @@ class Service:
             shown: texts of the special tokens that appear in choices, by id; other special tokens are dropped.
             constrain: creates the constraint of a choice; None: choices are unconstrained.
             streams: whether parts are yielded as they are sampled; otherwise each choice is one part.
+            key: of the random numbers, see ``Engine.open_prompt``.
+            ended: see ``Ticket``.
 
         Raises:
             ApiError: 429: the queue is full; 400: the engine refuses a prompt.
@@ -138,9 +164,10 @@ class Service:
             else:
                 begin = partial(
                     self._open_prompt, prompt, self.model.engine.open_prompt, model, prompt.token_ids, n, settings,
-                    logprobs_mode="model", keep=True, constrain=constrain, prompt_logprobs=n_scored,
+                    logprobs_mode=self.model.logprobs_mode, keep=True, constrain=constrain, prompt_logprobs=n_scored,
+                    key=key,
                 )  # fmt: skip
-                sampled[Ticket(begin, n, streams, is_scored=n_scored is not None)] = prompt
+                sampled[Ticket(begin, n, streams, is_scored=n_scored is not None, ended=ended)] = prompt
                 prompt.choices = [Choice(self.model, i * n + j, settings.stop_token_ids, shown) for j in range(n)]
         tickets, scores = list(sampled), list(scored)
         with self._queue(scores, tickets):

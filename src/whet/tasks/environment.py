@@ -19,14 +19,15 @@ An object plays one episode at a time. User code runs in child processes with a 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from whet.data.messages import is_messages
 from whet.errors import WhetTypeError, is_number
 from whet.rewards.functions import load_function
 from whet.rewards.processes import ChildObject, Guard
+from whet.tasks.settings import split_options
 
 Message = Mapping[str, Any]
 
@@ -52,7 +53,9 @@ class Environment(Protocol):
     turn are in its message, as ``tool_calls``.
     """
 
-    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message] | str | None:
+    def reset(
+        self, row: Mapping[str, Any], seed: int
+    ) -> Sequence[Message] | str | Awaitable[Sequence[Message] | str | None] | None:
         """Begin an episode.
 
         Args:
@@ -64,7 +67,7 @@ class Environment(Protocol):
         """
         ...
 
-    def step(self, message: Message) -> Step:
+    def step(self, message: Message) -> Step | Awaitable[Step]:
         """Answer a turn of the model.
 
         Args:
@@ -81,23 +84,45 @@ class Opening(NamedTuple):
 
 
 def load_environment(spec: str, **options: Any) -> Callable[[], Environment]:
-    """Return a function that makes the environment which ``"path/file.py:Game"`` or ``"package.module:Game"`` names.
+    """Return a function that makes the environment that a text names.
+
+    Args:
+        spec: "path/file.py:Game" or "package.module:Game", a class; or a game, see ``whet.tasks.games``. Options may
+            follow, as in "file.py:Game,level=3".
+        **options: further options.
 
     Raises:
-        WhetValueError: there is no such class.
-        WhetTypeError: it has no ``reset`` or ``step``.
+        WhetValueError: there is no such class or game.
+        WhetTypeError: the class has no ``reset`` or ``step``.
     """
-    make = load_function(spec)
-    check_environment(make, f"load_environment: {spec}")
-    return partial(make, **options) if options else make
+    name, given = split_options(spec, "load_environment")
+    options = {**given, **options}
+    if name.partition(":")[0] in ("gem", "textarena"):
+        from whet.tasks.games import load_game
+
+        return load_game(name, options)
+    make = load_function(name)
+    return as_environment(partial(make, **options) if options else make, f"load_environment: {name}")
 
 
-def check_environment(make: Callable[[], Any], where: str) -> None:
-    """Raise a WhetTypeError if a class, or a function that makes environments, cannot make one."""
+def as_environment(make: Any, where: str) -> Callable[[], Environment]:
+    """Return a class, or a function that makes environments; a class for TRL is wrapped (``whet.tasks.trl``).
+
+    Raises:
+        WhetTypeError: it cannot make an environment.
+    """
     if not callable(make):
         raise WhetTypeError(f"{where} is {make!r:.60}, expected a class with reset(row, seed) and step(message).")
-    if inspect.isclass(make) and (missing := [name for name in ("reset", "step") if not hasattr(make, name)]):
+    kind = make.func if isinstance(make, partial) else make
+    missing = [name for name in ("reset", "step") if not hasattr(kind, name)] if inspect.isclass(kind) else []
+    if missing == ["step"]:
+        from whet.tasks.trl import TRLEnvironment, list_tools
+
+        if list_tools(cast(type, kind)):
+            return partial(TRLEnvironment, cast(Any, make))
+    if missing:
         raise WhetTypeError(f"{where} has no {' and no '.join(missing)}, which an environment needs.")
+    return cast(Any, make)
 
 
 class EpisodeProcess:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from whet.data.messages import text_of, tool_calls
 from whet.tasks.choose import open_task
 from whet.tasks.protocol import Split, Task, make_prompt
 from whet.tasks.settings import read_spec
@@ -78,11 +79,20 @@ def _reward_function(own_name: str, own_task: Task) -> Callable[..., list[float 
         tags = [""] * len(completions) if opening_tag is None else opening_tag
         scored = zip(completions, tags, task, item, strict=True)
         return [
-            own_task.score(prepend_tag(text, tag), row) if name == own_name else None for text, tag, name, row in scored
+            own_task.score(prepend_tag(final_answer(completion), tag), row) if name == own_name else None
+            for completion, tag, name, row in scored
         ]
 
     score.__name__ = own_name
     return score
+
+
+def final_answer(completion: Any) -> Any:
+    """Return a completion, or of an episode's messages the text of the last turn; "" if that turn called tools."""
+    if not isinstance(completion, list):
+        return completion
+    last = next((message for message in reversed(completion) if message["role"] == "assistant"), {})
+    return "" if tool_calls(last) else text_of(last)
 
 
 def prepend_tag(completion: Any, opening_tag: str) -> Any:

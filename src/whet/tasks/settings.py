@@ -55,7 +55,8 @@ def read_spec(spec: str | Mapping[str, Any]) -> TaskSettings:
     """
     if not isinstance(spec, (str, Mapping)):
         raise WhetTypeError(f"open_task: spec is {spec!r:.60}, expected a name with options, or a table.")
-    given = _parse(spec) if isinstance(spec, str) else dict(spec)
+    name, options = split_options(spec, "open_task") if isinstance(spec, str) else ("", spec)
+    given = {"name": name, **options} if name else dict(options)
     if not given.get("name"):
         raise WhetValueError(f"open_task: {spec!r:.80} has no name, such as 'reasoning_gym:chain_sum'.")
     known = [f.name for f in dataclasses.fields(TaskSettings)]
@@ -89,19 +90,24 @@ def _as_json(key: str, value: Any) -> str:
         ) from error
 
 
-def _parse(text: str) -> dict[str, Any]:
+def split_options(text: str, where: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the options of a text such as ``"reasoning_gym:chain_sum,max_terms=2"``.
+
+    Raises:
+        WhetValueError: an option is not of the form key=value, or given twice; ``where`` is the prefix of the error.
+    """
     name, _, rest = text.partition(",")
-    given: dict[str, Any] = {"name": name.strip()}
+    given: dict[str, Any] = {}
     while rest:
         key, equals, rest = rest.partition("=")
         key = key.strip()
-        if not equals or not key.isidentifier() or key in given:
+        if not equals or not key.isidentifier() or key in given or key == "name":
             raise WhetValueError(
-                f"open_task: {text!r:.100}: {key!r:.40} is not a new option of the form key=value. Separate options by "
+                f"{where}: {text!r:.100}: {key!r:.40} is not a new option of the form key=value. Separate options by "
                 f"commas, as in 'reasoning_gym:chain_sum,max_terms=2'."
             )
         given[key], rest = _parse_value(rest.lstrip())
-    return given
+    return name.strip(), given
 
 
 def _parse_value(text: str) -> tuple[Any, str]:

@@ -15,14 +15,18 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from whet.config.sampling import SamplingParams
+from whet.data.chat import Chat
+from whet.data.messages import example_call, failed_calls, tool_calls, without
 from whet.data.rows import tokenize_prompt
-from whet.data.thinking import DEFAULT_TAGS, Replies, answer_in
+from whet.data.thinking import DEFAULT_TAGS, answer_in
 from whet.engine import Engine, Token
 from whet.errors import WhetValueError
+from whet.models.tokenizers.token_texts import read_token_texts
 from whet.text.model import detokenise_stream, longest_sequence
+from whet.text.replies import ReplyFormat
 from whet.text.thinking import TextChunk, split_thinking
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 _REPLY_DIVISOR = 4
 """A reply gets at least ``context // _REPLY_DIVISOR`` tokens, or max_new_tokens if that is less."""
 _PROMPT_FRACTION_WHEN_FULL = 0.75
@@ -56,11 +60,12 @@ class Conversation:
         system: the system prompt; empty: the template's default.
         adapter: the result of ``Engine.add_adapter``.
         context: maximum tokens of prompt and reply; None: limited by the model's positions and the engine's memory.
+        tools: in OpenAI's form; the calls of a reply are in ``Turn.message``.
         where: prefix of errors.
 
     Raises:
-        WhetValueError: there is no chat template, it fails, or it ignores the system prompt; the context exceeds the
-            model's positions or the engine's memory.
+        WhetValueError: there is no chat template, it fails, ignores the system prompt or cannot call tools; the context
+            exceeds the model's positions or the engine's memory.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class Conversation:
         system: str = "",
         adapter: int | None = None,
         context: int | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
         where: str = "Conversation",
     ) -> None:
         self.engine, self.tokenizer, self.sampling, self.adapter = engine, tokenizer, sampling, adapter
@@ -83,8 +89,13 @@ class Conversation:
                 f"folder or .gguf file that has one. (whet generate --raw continues plain text.)"
             )
         self.context = _check_context(engine, context, where)
-        self._replies = Replies(tokenizer)
+        self._format = ReplyFormat(tokenizer, read_token_texts(tokenizer, where))
+        self._replies = self._format.thinking
         self.tags = self._replies.tags or DEFAULT_TAGS
+        self._tools = list(tools)
+        self._shown = self._format.shown_tokens(has_tools=True) if tools else self._replies.special_tags
+        if tools:
+            self._check_tools()
         self._n_replies = 0
         self.restart(system)
 
@@ -130,7 +141,9 @@ class Conversation:
         if len(self.messages) < 2:
             raise WhetValueError(f"{self.where}: there is no turn to save.")
         messages = [dict(m) if thinking else {**m, "content": self._answer(m)} for m in self.messages]
-        return {"messages": messages}
+        if not thinking:
+            messages = without(messages, "reasoning_content")
+        return {"messages": messages, **({"tools": self._tools} if self._tools else {})}
 
     # ------------------------------------------------------------------ turns
 
@@ -140,11 +153,29 @@ class Conversation:
         Raises:
             WhetValueError: the message does not fit in the context, or the chat template rejects it.
         """
-        history = self._history
-        prompt = self._make_prompt([*history.messages, {"role": "user", "content": text}])
-        n_dropped = (len(history.messages) + 1 - len(prompt.messages)) // 2
+        return self._turn([*self._unanswered("it was not carried out"), {"role": "user", "content": text}])
+
+    def answer(self, results: Sequence[Message]) -> Turn:
+        """Return the turn that follows the results of tools.
+
+        Args:
+            results: a message of the role "tool" for each call of the last reply.
+
+        Raises:
+            WhetValueError: as for ``ask``.
+        """
+        return self._turn(results)
+
+    def _turn(self, new: Sequence[Message]) -> Turn:
+        messages = [*self._history.messages, *new]
+        prompt = self._make_prompt(list(messages))
         self._last_prompt = prompt
-        return Turn(self, prompt, self._next_sampling(prompt), n_dropped)
+        n_turns = [sum(message["role"] == "user" for message in each) for each in (messages, prompt.messages)]
+        return Turn(self, prompt, self._next_sampling(prompt), n_turns[0] - n_turns[1])
+
+    def _unanswered(self, reason: str) -> list[Message]:
+        """Return results for the calls of the last reply, without which templates reject a message after it."""
+        return [result for last in self.messages[-1:] for result in failed_calls(last, reason)]
 
     def ask_again(self) -> Turn:
         """Return a turn that replaces the last reply, sampled with another seed.
@@ -173,9 +204,10 @@ class Conversation:
         while True:
             rendered = self._render(messages)
             ids = self._insert_sampled_ids(rendered)
-            if len(ids) <= allowed or len(messages) == n_opening + 1:
+            questions = [i for i, message in enumerate(messages) if message["role"] == "user"]
+            if len(ids) <= allowed or len(questions) == 1:
                 break
-            del messages[n_opening : n_opening + 2]
+            del messages[n_opening : questions[1]]
             allowed = int(max_prompt * _PROMPT_FRACTION_WHEN_FULL)
         if len(ids) > max_prompt:
             raise WhetValueError(
@@ -206,28 +238,45 @@ class Conversation:
         return (answer_in(content, self.tags) or "").lstrip()
 
     def _render(self, messages: Sequence[Message]) -> list[int]:
-        return tokenize_prompt({"prompt": list(messages)}, self.tokenizer)
+        row = {"prompt": list(messages), **({"tools": self._tools} if self._tools else {})}
+        return tokenize_prompt(row, self.tokenizer)
+
+    def _check_tools(self) -> None:
+        """Reject a template that cannot call tools, or drops them."""
+        self._format.check_can_call(self.where)
+        call = example_call(self._tools[0]["function"]["name"])
+        messages = [{"role": "user", "content": "Hello"}, call, *failed_calls(call, "example")]
+        Chat(self.where, {"tools": self._tools}, self.tokenizer).check_complete(messages, first_learnt=1)
 
     def texts(self, tokens: Iterable[Token], sampling: SamplingParams) -> Iterator[str]:
         """Yield the text of tokens as they are sampled, with thinking tags even if they decode to no text."""
         if sampling.stop:  # the engine finds stop strings and yields the text before them
             for token in tokens:
-                yield from filter(None, (self._replies.special_tags.get(token.token_id), token.text))
+                yield from filter(None, (self._shown.get(token.token_id), token.text))
             return
         token_ids = (token.token_id for token in tokens if token.token_id not in sampling.stop_token_ids)
-        for is_tag, run in itertools.groupby(token_ids, lambda token_id: token_id in self._replies.special_tags):
+        for is_tag, run in itertools.groupby(token_ids, lambda token_id: token_id in self._shown):
             if is_tag:
-                yield from map(self._replies.special_tags.__getitem__, run)
+                yield from map(self._shown.__getitem__, run)
             else:
                 yield from detokenise_stream(self.tokenizer, run)
+
+    def _texts_next_to_calls(self, texts: Iterable[str], prompt_ids: list[int]) -> Iterator[TextChunk]:
+        """Yield the thinking and the text of a reply that may call tools."""
+        parser = self._format.parser(prompt_ids, self._tools, with_errors=True)
+        for part, is_last in itertools.chain(zip(texts, itertools.repeat(False)), [("", True)]):
+            yield from (found for found in parser.add(part, is_last) if isinstance(found, TextChunk))
 
     def _end(self, turn: Turn, prompt: _Prompt, reply_ids: list[int], text: str) -> None:
         """Add a reply to the history, unless it was stopped before its first text."""
         self.last = turn
-        reply = {"role": "assistant", "content": text}
-        if turn.finish_reason == "stop" or self._answer(reply).strip():
+        reply: Message = {"role": "assistant", "content": text}
+        if self._tools:
+            sampled = [token_id for token_id in reply_ids if token_id not in turn.sampling.stop_token_ids]
+            reply = self._format.message(sampled, prompt.ids, self._tools)
+        if turn.finish_reason == "stop" or self._answer(reply).strip() or tool_calls(reply):
             self._history = _History((*prompt.messages, reply), prompt, tuple(reply_ids))
-            turn.is_kept = True
+            turn.is_kept, turn.message = True, reply
 
 
 class Turn:
@@ -245,6 +294,7 @@ class Turn:
         first_s: seconds to the first token.
         rest_s: seconds from the first token to the last.
         is_kept: whether the reply has become part of the conversation.
+        message: the reply, if it has; with tools it may have ``tool_calls``.
     """
 
     def __init__(self, conversation: Conversation, prompt: _Prompt, sampling: SamplingParams, n_dropped: int) -> None:
@@ -254,6 +304,7 @@ class Turn:
         self.first_s = self.rest_s = 0.0
         self.finish_reason = "running"
         self.is_kept = False
+        self.message: Message = {}
 
     @property
     def tokens_per_s(self) -> float:
@@ -287,7 +338,10 @@ class Turn:
 
         try:
             with stream:
-                yield from split_thinking(decoded_texts(), is_open, conversation.tags)
+                if conversation._tools:
+                    yield from conversation._texts_next_to_calls(decoded_texts(), prompt_ids)
+                else:
+                    yield from split_thinking(decoded_texts(), is_open, conversation.tags)
         finally:
             self.finish_reason = stream.finish_reason
             conversation._end(self, self._prompt, ids[:n_decoded], "".join(texts))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
 from whet.data.thinking import DEFAULT_TAGS, Replies, Tags
+from whet.errors import WhetValueError
 from whet.models.tokenizers.token_texts import TokenTexts
 from whet.text.response_template import find_response_template
 from whet.text.thinking import TextChunk, ThinkingSplitter
@@ -30,11 +31,19 @@ class MarkedParser:
         tags: marks of thinking.
         form: format of calls; None: there are none.
         tools: in OpenAI's form.
+        with_errors: as for ``ToolParser``.
     """
 
-    def __init__(self, is_open: bool, tags: Tags, form: ToolFormat | None, tools: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        is_open: bool,
+        tags: Tags,
+        form: ToolFormat | None,
+        tools: Sequence[Mapping[str, Any]],
+        with_errors: bool = False,
+    ) -> None:
         self._splitter = ThinkingSplitter(is_open, tags)
-        self._calls = ToolParser(form, tools) if form else None
+        self._calls = ToolParser(form, tools, with_errors) if form else None
 
     def add(self, text: str, is_last: bool = False) -> list[TextChunk | ToolCall]:
         """Add a part of the reply, and return the texts and calls that are complete."""
@@ -56,11 +65,13 @@ class ReplyFormat:
         texts: of its tokens.
 
     Attributes:
+        longest_token: most bytes of text of a token.
         template: the tokenizer's description of replies; None: marks in the chat template describe them.
     """
 
     def __init__(self, tokenizer: Any, texts: TokenTexts) -> None:
         self._tokenizer, self._special = tokenizer, texts.special_ids
+        self.longest_token = max(map(len, texts.tokens), default=0)
         self.template = find_response_template(tokenizer)
 
     @cached_property
@@ -70,13 +81,21 @@ class ReplyFormat:
 
     @cached_property
     def calls(self) -> ToolFormat | None:
-        """The format of calls that the chat template's marks name; None: none that is known."""
-        return tool_format(str(getattr(self._tokenizer, "chat_template", None) or ""))
+        """The format of calls that marks in the chat template, or special tokens, name; None: none that is known."""
+        return tool_format(str(getattr(self._tokenizer, "chat_template", None) or ""), self._special)
 
     @property
     def can_call(self) -> bool:
         """Whether replies can call tools."""
         return self.template.has_calls if self.template else self.calls is not None
+
+    def check_can_call(self, where: str) -> None:
+        """Raise a WhetValueError unless replies can call tools."""
+        if not self.can_call:
+            raise WhetValueError(
+                f"{where}: there are tools, and the chat template has no form of calls that can be read. Use a model "
+                f"that was trained to call tools, or pass the template of such a model (--chat-template)."
+            )
 
     def shown_tokens(self, has_tools: bool) -> dict[int, str]:
         """Return the special tokens that are parts of replies, by id."""
@@ -87,22 +106,29 @@ class ReplyFormat:
         marks = self.calls.marks if has_tools and self.calls else ()
         return self.thinking.special_tags | {special[mark]: mark for mark in marks if mark in special}
 
-    def parser(self, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> ReplyParser:
+    def parser(
+        self, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]], with_errors: bool = False
+    ) -> ReplyParser:
         """Return the parser of a reply.
 
         Args:
             prompt_ids: the prompt, which may end with the reply's beginning.
             tools: in OpenAI's form; empty: calls remain text.
+            with_errors: as for ``ToolParser``.
         """
         if self.template:
-            return self.template.parser(tools, self._tokenizer.decode(list(prompt_ids), skip_special_tokens=False))
-        is_open = bool(self.thinking.opening_tag(prompt_ids))
-        return MarkedParser(is_open, self.thinking.tags or DEFAULT_TAGS, self.calls if tools else None, tools)
+            prompt = self._tokenizer.decode(list(prompt_ids), skip_special_tokens=False)
+            return self.template.parser(tools, prompt, with_errors)
+        is_open, tags = bool(self.thinking.opening_tag(prompt_ids)), self.thinking.tags or DEFAULT_TAGS
+        return MarkedParser(is_open, tags, self.calls if tools else None, tools, with_errors)
 
     def message(
         self, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()
     ) -> dict[str, Any]:
         """Return a reply as a message: ``content``, and if it has them ``reasoning_content`` and ``tool_calls``.
+
+        A call that cannot be parsed, or names no tool, is a call with an ``error``: templates accept an answer of a
+        tool only after calls.
 
         Args:
             token_ids: of the reply; a stop token has no text.
@@ -117,13 +143,20 @@ class ReplyFormat:
             else self._tokenizer.decode(list(run), skip_special_tokens=True)
             for is_shown, run in runs
         )
-        found: dict[str, Any] = {"role": "assistant", "content": ""}
-        calls: list[dict[str, Any]] = []
-        for part in self.parser(prompt_ids, tools).add(text, is_last=True):
-            if isinstance(part, TextChunk):
-                name = "reasoning_content" if part.is_thinking else "content"
-                found[name] = found.get(name, "") + part.text
-            else:
-                function = {"name": part.name, "arguments": part.arguments}
-                calls.append({"type": "function", "id": f"call_{len(calls)}", "function": function})
-        return {**found, "tool_calls": calls} if calls else found
+        return as_message(self.parser(prompt_ids, tools, with_errors=True).add(text, is_last=True))
+
+
+def as_message(parts: Iterable[TextChunk | ToolCall]) -> dict[str, Any]:
+    """Return the texts and calls of a reply as a message."""
+    found: dict[str, Any] = {"role": "assistant", "content": ""}
+    calls: list[dict[str, Any]] = []
+    for part in parts:
+        if isinstance(part, TextChunk):
+            name = "reasoning_content" if part.is_thinking else "content"
+            found[name] = found.get(name, "") + part.text
+        else:
+            function = {"name": part.name, "arguments": part.arguments}
+            error = {"error": part.error} if part.error else {}
+            # Mistral's templates want ids of nine letters and digits.
+            calls.append({"type": "function", "id": f"call{len(calls):05d}", "function": function, **error})
+    return {**found, "tool_calls": calls} if calls else found

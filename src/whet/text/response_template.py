@@ -17,7 +17,7 @@ from typing import Any
 from whet.errors import WhetError, WhetValueError, check_installed
 from whet.text.response_fields import CALLS, FIELDS, THINKING, Delimiter, Field, check_keys, match_groups
 from whet.text.thinking import TextChunk
-from whet.text.tool_calls import ToolCall, read_argument, types_of
+from whet.text.tool_calls import ToolCall, read_argument, read_calls, types_of
 
 _FORM = r"\s*(?:<\|constrain\|>)?\s*\w*<\|message\|>"
 _TO = r"to=functions\.(?P<name>[\w.-]+)"
@@ -101,20 +101,26 @@ class ResponseTemplate:
         ends = [found.end() for found in self._anchor.finditer(prompt)]
         return prompt[ends[-1] :] if ends else ""
 
-    def parser(self, tools: Sequence[Mapping[str, Any]] = (), prompt: str = "") -> TemplateParser:
+    def parser(
+        self, tools: Sequence[Mapping[str, Any]] = (), prompt: str = "", with_errors: bool = False
+    ) -> TemplateParser:
         """Return the parser of a reply.
 
         Args:
             tools: in OpenAI's form; empty: calls remain text.
             prompt: its end may be the reply's beginning.
+            with_errors: as for ``ToolParser``.
         """
-        return TemplateParser(self, tools, self.begin_of_reply(prompt))
+        return TemplateParser(self, tools, self.begin_of_reply(prompt), with_errors and bool(tools))
 
 
 class TemplateParser:
     """Parses a reply that arrives in parts."""
 
-    def __init__(self, template: ResponseTemplate, tools: Sequence[Mapping[str, Any]], begin: str) -> None:
+    def __init__(
+        self, template: ResponseTemplate, tools: Sequence[Mapping[str, Any]], begin: str, with_errors: bool
+    ) -> None:
+        self._with_errors = with_errors
         functions = [tool.get("function", tool) for tool in tools]
         self._schemas = {str(each.get("name")): each.get("parameters") or {} for each in functions}
         self._fields = [*template.fields.values()]
@@ -208,12 +214,12 @@ class TemplateParser:
 
     def _read_calls(self, field: Field) -> list[ToolCall]:
         """Return the calls of a field; none if it is anything else."""
-        try:
+
+        def read() -> list[ToolCall]:
             value = field.read_value(self._call, self._captures)
-            calls = [self._as_call(each) for each in (value if isinstance(value, list) else [value])]
-        except (ValueError, SyntaxError, TypeError, KeyError, AttributeError, RecursionError):
-            return []
-        return calls if all(call.name in self._schemas for call in calls) else []
+            return [self._as_call(each) for each in (value if isinstance(value, list) else [value])]
+
+        return read_calls(read, self._call.strip(), self._schemas, with_errors=self._with_errors)
 
     def _as_call(self, value: Mapping[str, Any]) -> ToolCall:
         function = value.get("function", value)

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from whet.data.chat import Chat
+from whet.data.messages import example_call, tool_result
 from whet.data.rows import tokenize_prompt
 from whet.errors import WhetValueError
 
@@ -83,7 +84,8 @@ class Seams:
             raise RewrittenHistoryError(
                 f"{self._where}: with the message {new[0].get('role')!r} after it, the chat template renders an "
                 f"earlier turn differently: {_first_difference(head, after)}. Sampled tokens would differ from the "
-                f"prompt of the next turn. Use a template that keeps earlier turns (--chat-template)."
+                f"prompt of the next turn. Use a template that keeps earlier turns (--chat-template), or, in training, "
+                f"set rewritten_history to 'branch'."
             )
         return Seam(end, after[len(head) :])
 
@@ -117,6 +119,26 @@ class Seams:
             self._chat.check_complete([question, reply], first_learnt=1)
             self.ids(self.seam([question, reply], [following]), is_ended=True)
             self.seam([question, reply, following, reply], [following])
+
+    def check_calls(self, name: str) -> None:
+        """Reject a template that drops calls of a tool or its results, or rewrites calls, before anything is sampled.
+
+        Raises:
+            RewrittenHistoryError: the template renders a call differently after its result.
+            WhetValueError: it drops the tools, the call or the result.
+        """
+        reply = example_call(name)
+        result = tool_result(reply["tool_calls"][0], "result of the tool")
+        try:
+            self.check([(reply, result)])
+        except RewrittenHistoryError:  # Qwen3 keeps thinking between calls, and adds its tags to a turn without it
+            reply["reasoning_content"] = "thought"
+            self.check([(reply, result)])
+        if result["content"] not in self.seam([{"role": "user", "content": "Question"}, reply], [result]).text:
+            raise WhetValueError(
+                f"{self._where}: the chat template drops the results of tools. Use one that renders messages of the "
+                f"role 'tool' (--chat-template)."
+            )
 
 
 def _first_difference(one: str, other: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 
@@ -17,8 +17,9 @@ class ToolFormat(NamedTuple):
         opening: text before a call, or before a list of calls; empty: the reply begins with a call.
         closing: text after it; empty: the end of the reply.
         content: of the call: "json" is an object, "json-list" a list of objects, "xml" Qwen3-Coder's <function=NAME>,
-            "python" a list of calls with keyword arguments, "named-json" Ministral 3's NAME[ARGS]OBJECT, with the
-            opening again before further calls, "braces" Gemma 4's call:NAME{KEY:VALUE,...}, with texts in ``QUOTE``.
+            "python" a list of calls with keyword arguments, "named-json" Mistral's NAME[ARGS]OBJECT, perhaps with a
+            [CALL_ID] after the name, and with the opening again before further calls, "braces" Gemma 4's
+            call:NAME{KEY:VALUE,...}, with texts in ``QUOTE``.
         arguments: key of the arguments in JSON.
     """
 
@@ -31,7 +32,7 @@ class ToolFormat(NamedTuple):
     @property
     def marks(self) -> tuple[str, ...]:
         """Texts that the tokenizer may have as special tokens."""
-        inside = {"named-json": [ARGUMENTS], "braces": [QUOTE]}
+        inside = {"named-json": [ARGUMENTS, CALL_ID], "braces": [QUOTE]}
         return (self.opening, self.closing, *inside.get(self.content, ()))
 
 
@@ -41,7 +42,7 @@ FORMATS = (
     ToolFormat("<|tool_call_start|>", "<|tool_call_start|>", "<|tool_call_end|>", "python"),  # LFM2
     ToolFormat("<|tool_call>", "<|tool_call>", "<tool_call|>", "braces"),  # Gemma 4
     ToolFormat("<|tool_call|>", "<|tool_call|>", "<|/tool_call|>", "json-list"),  # Phi-4-mini
-    ToolFormat("[ARGS]", "[TOOL_CALLS]", "", "named-json"),  # Ministral 3
+    ToolFormat("[ARGS]", "[TOOL_CALLS]", "", "named-json"),  # Mistral Small 3.2, Ministral 3
     ToolFormat("[TOOL_CALLS]", "[TOOL_CALLS]", "", "json-list"),  # Mistral
     ToolFormat('"parameters":', "", "", "json", "parameters"),  # Llama 3.1 to 3.3
 )
@@ -49,21 +50,67 @@ FORMATS = (
 
 
 ARGUMENTS = "[ARGS]"
-"""Text between name and arguments in "named-json"."""
+"""Text before the arguments in "named-json"."""
+CALL_ID = "[CALL_ID]"
+"""Text before the id of a call in "named-json"."""
 QUOTE = '<|"|>'
 """Text before and after a text in "braces"."""
 
 
 class ToolCall(NamedTuple):
-    """A call of a tool; arguments by name."""
+    """A call of a tool.
+
+    Attributes:
+        name: of the tool.
+        arguments: by name.
+        error: why it cannot be carried out: it names no tool, or cannot be read; then ``name`` is ``UNREADABLE`` and
+            the only argument is its ``text``. Empty: it can.
+    """
 
     name: str
     arguments: dict[str, Any]
+    error: str = ""
 
 
-def tool_format(template: str) -> ToolFormat | None:
-    """Return the format of a chat template's replies; None: it has none of ``FORMATS``."""
-    return next((form for form in FORMATS if form.marker in template), None)
+UNREADABLE = "unreadable_call"
+"""Name of a call that cannot be read."""
+
+
+def read_calls(
+    read: Callable[[], list[ToolCall]], text: str, names: Collection[str], *, with_errors: bool
+) -> list[ToolCall]:
+    """Return the calls of a text; none if it is anything else.
+
+    Args:
+        read: reads them, or raises.
+        text: the text.
+        names: of the tools.
+        with_errors: whether to return calls that cannot be carried out, instead of none.
+    """
+    try:
+        calls = read()
+        if not calls:
+            raise ValueError("it has no name")
+    except (ValueError, SyntaxError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        reason = f"the call cannot be read ({type(error).__name__}: {error})"
+        return [ToolCall(UNREADABLE, {"text": text}, reason)] if with_errors else []
+    wrong = f"; the tools are {', '.join(names)}"
+    checked = [c if c.name in names else c._replace(error=f"there is no tool {c.name!r}{wrong}") for c in calls]
+    return checked if with_errors or not any(call.error for call in checked) else []
+
+
+def tool_format(template: str, special: Collection[str] = ()) -> ToolFormat | None:
+    """Return the format of a chat template's replies; None: it has none of ``FORMATS``.
+
+    Args:
+        template: the chat template.
+        special: special tokens of the tokenizer. They name the format if the template lists tools without a marker, as
+            LFM2's does.
+    """
+    named = next((form for form in FORMATS if form.marker in template), None)
+    if named or "tools" not in template:
+        return named
+    return next((form for form in FORMATS if form.opening in special), None)
 
 
 class ToolParser:
@@ -72,10 +119,11 @@ class ToolParser:
     Args:
         form: format of the calls.
         tools: the tools, in OpenAI's form; their schemas determine the types of arguments that are written as text.
+        with_errors: whether a call that cannot be parsed, or names no tool, is a call with an error instead of text.
     """
 
-    def __init__(self, form: ToolFormat, tools: Sequence[Mapping[str, Any]]) -> None:
-        self._form = form
+    def __init__(self, form: ToolFormat, tools: Sequence[Mapping[str, Any]], with_errors: bool = False) -> None:
+        self._form, self._with_errors = form, with_errors
         functions = [tool.get("function", tool) for tool in tools]
         self._schemas = {str(each.get("name")): each.get("parameters") or {} for each in functions}
         self._pending, self._is_inside, self._has_text = "", False, False
@@ -128,11 +176,10 @@ class ToolParser:
         readers = {"xml": self._read_xml, "python": read_python_calls, "named-json": self._read_named}
         readers |= {"braces": read_braced_call}
         read = readers.get(self._form.content, self._read_json)
-        try:
-            calls = read(body.strip())
-        except (ValueError, SyntaxError, TypeError, KeyError, AttributeError, RecursionError):
-            return []
-        return calls if all(call.name in self._schemas for call in calls) else []
+        # Without an opening, JSON that has no arguments is an answer.
+        is_call = bool(self._form.opening) or f'"{self._form.arguments}"' in body
+        with_errors = self._with_errors and is_call
+        return read_calls(lambda: read(body.strip()), body.strip(), self._schemas, with_errors=with_errors)
 
     def _read_json(self, body: str) -> list[ToolCall]:
         found = json.loads(body)
@@ -150,7 +197,7 @@ class ToolParser:
             if not marker:
                 raise ValueError("no arguments")
             arguments, end = json.JSONDecoder().raw_decode(rest.lstrip())
-            calls.append(ToolCall(name.strip(), dict(arguments)))
+            calls.append(ToolCall(name.partition(CALL_ID)[0].strip(), dict(arguments)))
             rest = rest.lstrip()[end:].lstrip().removeprefix(self._form.opening)
         return calls
 

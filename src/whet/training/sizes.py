@@ -225,7 +225,7 @@ def _learner_bytes(source: ModelSource, largest: _Pass, n_keys: int, size: int, 
         "conv": n * 4 * 3 * hidden,
         "delta": n * 4 * (model.delta_channels + model.n_delta_heads * (model.delta_dim + 4)),
     }
-    of_mixer["mamba"] = of_mixer["delta"]
+    of_mixer |= {"mamba": of_mixer["delta"], "none": 0}
     gradients = n * 4 * 2 * hidden + max(of_mixer[model.mixer(i)] for i in range(model.n_layers))
     converted = 2 * (max(inner, hidden, mixed) + max(up, expert_up, wide)) if size == 2 else 0
     rows = tile * (4 * (2 * hidden + max(hidden, mixed) + max(up, mixed) + inner * (1 if size == 2 else 2)) + converted)
@@ -296,12 +296,12 @@ def _widest_mlp(model: ModelConfig) -> int:
 
 def _mixer_widths(model: ModelConfig) -> tuple[int, int]:
     """Return the most outputs of the first matrix of a layer's mixer, and the most inputs of its last one."""
-    names = {"attention": ("qkv", "o"), "conv": ("conv_in", "conv_out")}
-    kinds = [names.get(model.mixer(i), ("delta_in", "delta_out")) for i in range(model.n_layers)]
-    slots, layers = model.slots(), [(f"layers.{i}.", *kind) for i, kind in enumerate(kinds)]
+    matrices = ("qkv", "o"), ("conv_in", "conv_out"), ("delta_in", "delta_out")
+    slots = {slot: shape for slot, shape in model.slots().items() if slot.startswith("layers.")}
+    firsts, lasts = zip(*matrices, strict=True)
     return (
-        max(slots[layer + first][0] for layer, first, _ in layers),
-        max(slots[layer + last][1] for layer, _, last in layers),
+        max((shape[0] for slot, shape in slots.items() if slot.split(".", 2)[2] in firsts), default=0),
+        max((shape[1] for slot, shape in slots.items() if slot.split(".", 2)[2] in lasts), default=0),
     )
 
 
@@ -369,7 +369,8 @@ def _activation_bytes(source: ModelSource, config: TrainerConfig, lengths: Lengt
     The gated delta rule saves its projections, and in float32 its results before and after the norm, and z. Mamba-2
     also saves the gated results, and to train the norm the normed ones. Frozen experts save their input; torch's own,
     which train, in float32 for each expert of a token its input, gate and up, their activation and product (if clamped,
-    three steps more), and its result. Routers save probabilities, and ids and weights of the chosen.
+    three steps more; without gates, the root of the activation and it), and its result. Routers save probabilities, and
+    ids and weights of the chosen.
 
     Args:
         size: bytes of a matmul operand.
@@ -377,17 +378,20 @@ def _activation_bytes(source: ModelSource, config: TrainerConfig, lengths: Lengt
     """
     model, rounded = source.config, 2 if size == 2 else 0
     tokens, targets, _ = _step_tokens(config, lengths)
-    hidden, n_norms = model.hidden_dim, 1 if model.shared_norm else 2
+    layers = range(model.n_layers)
+    hidden, n_halves = model.hidden_dim, sum((model.mixer(i) != "none") + model.has_mlp(i) for i in layers)
+    n_norms = model.n_layers if model.shared_norm else n_halves
     read = 4 if model.pre_norm else size  # input of attention and MLP, or of their norm
-    per_layer = n_norms * (read + (size if model.norm == "layer" else 0) + (size if model.post_norm else 0)) * hidden
+    norms = n_norms * (read + (size if model.norm == "layer" else 0) + (size if model.post_norm else 0)) * hidden
+    per_layer = 0
     n_ffn = 4 if model.gated and model.activation != "silu" else 2  # torch keeps each operand of a gate
     if model.layer_input_dim:  # the gate and the input of the norm; to train, also operands and inputs of products
-        per_layer += size * ((1 if is_frozen else 3) * model.layer_input_dim + (1 if is_frozen else 2) * hidden)
+        per_layer = size * ((1 if is_frozen else 3) * model.layer_input_dim + (1 if is_frozen else 2) * hidden)
     k, expert = model.n_used_experts, model.expert_dim
-    n_kept = 7 if model.activation == "clamped_swiglu" else 4
+    n_kept = 7 if model.activation == "clamped_swiglu" else 4 if model.gated else 2
     of_experts = size * hidden if is_frozen else k * 4 * (2 * hidden + n_kept * expert) + 4 * hidden
     of_experts += 4 * (model.n_experts + 3 * k)
-    mlps = sum(size * n_ffn * model.mlp_dim(i) + model.is_moe(i) * of_experts for i in range(model.n_layers))
+    mlps = sum(size * n_ffn * model.mlp_dim(i) + model.is_moe(i) * of_experts for i in layers)
     fused = any(location.weight == "layers.0.qkv" and not location.module.part for location in source.targets.values())
 
     def attention(i: int) -> int:
@@ -404,9 +408,9 @@ def _activation_bytes(source: ModelSource, config: TrainerConfig, lengths: Lengt
     values = model.delta_values
     delta = size * (model.delta_channels + 2 * model.n_delta_heads) + 4 * 3 * values
     mamba = size * (model.delta_channels + model.n_delta_heads) + (4 * (3 if is_frozen else 4) + 2 * size) * values
-    of_mixer = {"conv": convolution, "delta": delta, "mamba": mamba}
-    mixers = sum(of_mixer.get(model.mixer(i)) or attention(i) for i in range(model.n_layers))
-    per_token = model.n_layers * per_layer + mlps + mixers + 4 * hidden
+    of_mixer = {"conv": convolution, "delta": delta, "mamba": mamba, "none": 0}
+    mixers = sum(attention(i) if model.mixer(i) == "attention" else of_mixer[model.mixer(i)] for i in layers)
+    per_token = norms + model.n_layers * per_layer + mlps + mixers + 4 * hidden
     per_token += (4 + (0 if is_frozen else size)) * model.n_layers * model.layer_input_dim
     logits, states = VOCAB_TILE * (4 + rounded), (4 + 2 * rounded) * hidden
     return tokens * per_token + targets * (size * hidden + logits + states)

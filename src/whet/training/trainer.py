@@ -147,8 +147,8 @@ class Trainer(ABC):
         self._exact = ExactSum() if self.config.deterministic_reduction else None
         if ref_model is not None and not self.config.has_reference():
             raise WhetValueError(
-                f"{where}: ref_model has no effect: with these settings the loss uses no reference. Omit it, or set "
-                f"beta."
+                f"{where}: ref_model has no effect: with these settings the loss uses no reference. Omit it, or choose "
+                f"a loss that uses one (GRPO: set beta)."
             )
         self.model = model
         self.tokenizer = tokenizer

@@ -42,7 +42,7 @@ CASES = ("llama", "llama-biases-tied", "mistral", "qwen2", "qwen3", "gpt_neox", 
          "starcoder2-untied", "stablelm", "stablelm-parallel", "phi", "phi-rotary",
          "granite4", "granite4-not-rotated", "olmo3-kinds", "exaone4", "exaone4-windows", "ernie4_5",
          "ministral3", "arcee", "hunyuan", "hunyuan-alpha", "granite_swa", "lfm2", "lfm2-taps",
-         "qwen3_5_text", "granite4-hybrid", "gemma4")  # fmt: skip
+         "qwen3_5_text", "granite4-hybrid", "nemotron_h-groups", "gemma4")  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -34,7 +34,7 @@ CASES = ("llama", "llama-biases-tied", "mistral", "qwen2", "qwen3", "gpt_neox", 
          "granite", "smollm3-interval", "olmo2", "gemma2", "gemma3", "starcoder2", "stablelm", "stablelm-parallel",
          "phi", "olmo3-kinds", "exaone4", "exaone4-windows", "ernie4_5", "ministral3",
          "arcee", "hunyuan", "granite_swa", "lfm2", "qwen3_5_text",
-         "granite4-hybrid", "gemma4")  # fmt: skip
+         "granite4-hybrid", "nemotron_h-groups", "gemma4")  # fmt: skip
 
 
 def make(tmp_path: Path, case: str, kind: Any = F32, *, keys: Any = KEYS, change: Any = None, extra: Any = None,

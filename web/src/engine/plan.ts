@@ -128,4 +128,4 @@ export function describePlan({ architecture, config, formats }: Pick<Plan, "arch
   };
 }
 
-export const hasBf16Cache = (formats: Map<string, FormatSpan[]>) => (formats.get("layers.0.o") ?? formats.get("layers.0.conv_out") ?? formats.get("layers.0.delta_out"))!.some((span) => span.format !== "float32");
+export const hasBf16Cache = (formats: Map<string, FormatSpan[]>) => [...formats].find(([slot]) => /\.(o|(conv|delta)_out)$/.test(slot))![1].some((span) => span.format !== "float32");

@@ -40,17 +40,18 @@ export interface ModelConfig {
   /** Per layer: whether RoPE uses localInvFreq; empty: in none. */
   localLayers: boolean[];
   localInvFreq: number[];
+  /** Per layer: width of the MLP, 0: none; empty: ffnDim in all. */
+  ffnDims: readonly number[];
   /** As in whet.models.architecture; of families that are not in the package. */
   localHeadDim: number;
   nSharedKvLayers: number;
-  ffnDims: readonly number[];
   layerInputDim: number;
   layerScale: boolean;
   vNorm: boolean;
   /** Whether every query head is followed by a gate of the head's output. */
   outputGate: boolean;
   /** Per layer: what mixes the tokens; empty: attention in all. */
-  mixers: ("attention" | "conv" | "delta" | "mamba")[];
+  mixers: ("attention" | "conv" | "delta" | "mamba" | "none")[];
   /** Taps of short convolutions. */
   convLength: number;
   /** Value and key heads of the gated delta rule, or of Mamba-2, and their sizes. */
@@ -60,6 +61,8 @@ export interface ModelConfig {
   deltaKeyDim: number;
   /** Whether value head h reads key head h % nDeltaKeyHeads. */
   deltaTiled: boolean;
+  /** Lower bound of the steps of Mamba-2. */
+  deltaStepMin: number;
   /** Mixture of experts in place of the MLP of some layers (moeLayers; empty: of all, if there are experts). */
   nExperts: number;
   nUsedExperts: number;
@@ -108,6 +111,10 @@ export interface Family {
   full_first: boolean;
   ffn_adjusted: boolean;
   mixer: "" | "conv" | "delta" | "mamba";
+  one_only: boolean;
+  older: Record<string, string>;
+  plain: Record<string, unknown[]>;
+  file_prefix: string;
   with_experts: string;
 }
 
@@ -146,7 +153,7 @@ export const PLAIN: Omit<ModelConfig, Sizes | Factors> = {
   parallelResidual: false, sharedNorm: false, gated: true, qkvBias: false, oBias: false, mlpBias: false, headBias: false,
   rotaryDim: 0, isNeox: true, invFreq: [], attentionFactor: 1, localLayers: [], localInvFreq: [], queryLogScale: 0, queryScaleLength: 1,
   localHeadDim: 0, nSharedKvLayers: 0, ffnDims: [], layerInputDim: 0, layerScale: false, vNorm: false,
-  mixers: [], convLength: 0, nDeltaHeads: 0, nDeltaKeyHeads: 0, deltaDim: 0, deltaKeyDim: 0, deltaTiled: false,
+  mixers: [], convLength: 0, nDeltaHeads: 0, nDeltaKeyHeads: 0, deltaDim: 0, deltaKeyDim: 0, deltaTiled: false, deltaStepMin: 0,
   nExperts: 0, nUsedExperts: 0, expertDim: 0, sharedDim: 0, moeLayers: [], sharedGate: false, router: "softmax", routerNormalised: false, routerEps: 0, routerScale: 1, routerCorrection: false, routerBias: false, expertsBias: false,
 };
 
@@ -163,6 +170,9 @@ export function deltaSizes(c: ModelConfig): [channels: number, values: number] {
   return [2 * c.nDeltaKeyHeads * c.deltaKeyDim + values, values];
 }
 
+/** Whether a layer has a mixture of experts. */
+export const isMixture = (c: ModelConfig, layer: number) => c.nExperts > 0 && (c.moeLayers[layer] ?? true);
+
 const queryRows = (c: ModelConfig) => (c.outputGate ? 2 : 1) * c.nHeads * c.headDim;
 
 /** Return the shape of every weight by name, as in whet.models.architecture. */
@@ -177,6 +187,7 @@ export function slots(c: ModelConfig): Map<string, number[]> {
     attention: [["qkv", queryRows(c) + 2 * c.nKvHeads * c.headDim, c.hiddenDim, c.qkvBias], ["o", c.hiddenDim, q, c.oBias]],
     conv: [["conv_in", 3 * c.hiddenDim, c.hiddenDim, false], ["conv_out", c.hiddenDim, c.hiddenDim, false]],
     delta: [["delta_in", channels + values + 2 * c.nDeltaHeads, c.hiddenDim, false], ["delta_out", c.hiddenDim, values, false]],
+    none: [],
     mamba: [["delta_in", channels + values + c.nDeltaHeads, c.hiddenDim, false], ["delta_out", c.hiddenDim, values, false]],
   };
   const [up, perDim] = c.gated ? ["gate_up", 2] : ["up", 1];
@@ -189,23 +200,25 @@ export function slots(c: ModelConfig): Map<string, number[]> {
     ...mlp(c.sharedDim),
   ];
   for (let i = 0; i < c.nLayers; ++i) {
+    const mixer = c.mixers[i] ?? "attention";
+    const isMoe = isMixture(c, i);
+    const width = c.ffnDims[i] ?? c.ffnDim;
     const norms = [...(c.sharedNorm ? ["norm1"] : c.preNorm ? ["norm1", "norm2"] : []), ...(c.postNorm ? ["post_norm1", "post_norm2"] : [])];
     for (const norm of norms) {
+      if (norm.endsWith("1") ? mixer === "none" : !isMoe && width === 0) continue;
       for (const part of parts) found.set(`layers.${i}.${norm}.${part}`, [c.hiddenDim]);
     }
     const normed = c.qkNormWhole ? [c.nHeads, c.nKvHeads] : [1, 1];
-    const mixer = c.mixers[i] ?? "attention";
-    if (mixer !== "attention") found.set(`layers.${i}.conv`, [c.convLength, mixer === "conv" ? c.hiddenDim : channels]);
-    else if (c.qkNorm) for (const [j, which] of ["q", "k"].entries()) found.set(`layers.${i}.${which}_norm.weight`, [normed[j] * c.headDim]);
+    if (mixer !== "attention" && mixer !== "none") found.set(`layers.${i}.conv`, [c.convLength, mixer === "conv" ? c.hiddenDim : channels]);
+    else if (c.qkNorm && mixer === "attention") for (const [j, which] of ["q", "k"].entries()) found.set(`layers.${i}.${which}_norm.weight`, [normed[j] * c.headDim]);
     const vectors: Record<string, Record<string, number>> = {
       delta: { decay: c.nDeltaHeads, dt_bias: c.nDeltaHeads, "delta_norm.weight": c.deltaDim },
       mamba: { decay: c.nDeltaHeads, dt_bias: c.nDeltaHeads, "delta_norm.weight": values, conv_bias: channels, skip: c.nDeltaHeads },
     };
     for (const [name, n] of Object.entries(vectors[mixer] ?? {})) found.set(`layers.${i}.${name}`, [n]);
     if (c.sinks && mixer === "attention") found.set(`layers.${i}.sinks`, [c.nHeads]);
-    const isMoe = c.nExperts > 0 && (c.moeLayers[i] ?? true);
     if (isMoe && c.routerCorrection) found.set(`layers.${i}.router_correction`, [c.nExperts]);
-    for (const [name, n, k, biased] of [...matrices[mixer], ...(isMoe ? experts : mlp(c.ffnDim))]) {
+    for (const [name, n, k, biased] of [...matrices[mixer], ...(isMoe ? experts : mlp(width))]) {
       found.set(`layers.${i}.${name}`, [n, k]);
       if (biased) found.set(`layers.${i}.${name}.bias`, [n]);
     }

@@ -68,6 +68,11 @@ class Options {
     const key = family.keys.n_experts;
     const other = ["num_experts", "num_local_experts"].find((name) => key !== undefined && name !== key && name in given); // of transformers 5
     this.given = other === undefined ? given : { [key]: given[other], ...Object.fromEntries(Object.entries(given).filter(([name]) => name !== other)) };
+    for (const [name, old] of Object.entries(family.older)) if (old in given) this.given = { ...this.given, [name]: given[old] };
+    if (!family.one_only) return;
+    const { hybrid_override_pattern: pattern, layer_types: alias } = given;
+    const kinds = this.given[family.keys.layer_types] ?? alias ?? (typeof pattern === "string" ? [...pattern] : family.defaults.layer_types);
+    this.given = { ...this.given, [family.keys.layer_types]: kinds, [family.keys.n_layers]: (kinds as unknown[]).length };
   }
 
   get(name: string): unknown {
@@ -80,7 +85,7 @@ class Options {
   }
 
   rejectUnsupported(): void {
-    for (const [name, values] of Object.entries(NEUTRAL as unknown as Record<string, unknown[]>)) {
+    for (const [name, values] of Object.entries({ ...(NEUTRAL as unknown as Record<string, unknown[]>), ...this.family.plain })) {
       const value = name in this.given ? this.given[name] : this.family.defaults[name];
       const isFamilyKey = Object.values(this.family.keys).includes(name);
       if (value !== undefined && !isFamilyKey && !values.some((plain) => JSON.stringify(plain) === JSON.stringify(value))) {
@@ -109,6 +114,7 @@ class Options {
   }
 
   ffnDim(hiddenDim: number): number {
+    if (this.family.one_only && !this.isKind("mlp").includes(true)) return this.isKind("moe").includes(true) ? this.size("expert_dim") : 1; // of no layer
     const given = this.size("ffn_dim", this.family.keys.ffn_dim === "n_inner" ? 4 * hiddenDim : undefined);
     if (!this.family.ffn_adjusted) return given;
     const whole = this.given.block_ff_dim === undefined ? given : this.count("block_ff_dim", 1); // of older configs
@@ -131,15 +137,21 @@ class Options {
     const attends = this.attending(nLayers);
     const kinds = this.kinds() ?? Array.from({ length: nLayers }, (_, i) => (attends(i) ? "full_attention" : KINDS[mixer]));
     if (!Array.isArray(kinds) || kinds.length !== nLayers) throw this.invalid("layer_types", `${nLayers} of ${KINDS[mixer]} and full_attention`);
-    const mixers = kinds.map((kind) => (kind === KINDS[mixer] ? mixer : "attention"));
-    if (!mixers.includes(mixer)) return {};
+    const isOther = (kind: unknown) => this.family.one_only && kind !== "full_attention";
+    const mixers = kinds.map((kind) => (kind === KINDS[mixer] ? mixer : isOther(kind) ? "none" : "attention"));
+    const ofBlocks: Partial<ModelConfig> = this.family.one_only ? { mixers, ffnDims: this.isKind("mlp").map((is) => (is ? this.size("ffn_dim") : 0)) } : {};
+    if (!mixers.includes(mixer)) return ofBlocks;
+    const least = "delta_step_min" in keys ? this.number("delta_step_min") : 0;
     const limit = this.get("time_step_limit") ?? null;
     if (mixer === "mamba" && limit !== null && JSON.stringify(limit) !== JSON.stringify(unlimited[0])) throw this.invalid("time_step_limit", "0 and infinity, or null");
     const isImplied = mixer === "mamba" && [null, "auto"].includes((this.get("delta_dim") ?? null) as string | null);
     const implied = () => Math.trunc((this.size("hidden_dim") * this.size("expansion")) / this.size("n_delta_heads"));
     const sizes = mixerSizes.filter((name) => name in keys).map((name) => [toCamel(name), isImplied && name === "delta_dim" ? implied() : this.size(name)]);
-    return { mixers, ...Object.fromEntries(sizes) };
+    return { mixers, ...ofBlocks, deltaStepMin: least > 1e-30 ? least : 0, ...Object.fromEntries(sizes) };
   }
+
+  /** Whether each layer is of a kind. */
+  private isKind = (name: string) => (this.kinds() as unknown[]).map((kind) => kind === name);
 
   /** Return layer_types, with the names of current configs. */
   private kinds(): unknown {
@@ -164,6 +176,7 @@ class Options {
 
   private moeLayers(nLayers: number): boolean[] {
     const layers = Array.from({ length: nLayers }, (_, i) => i);
+    if (this.family.one_only) return this.isKind("moe");
     if ("n_dense_layers" in this.family.keys) return layers.map((i) => i >= this.count("n_dense_layers", 0));
     if (!("decoder_sparse_step" in this.family.defaults)) return layers.map(() => true);
     const dense = this.get("mlp_only_layers") ?? [];
@@ -275,7 +288,7 @@ class Options {
   private rejectOtherLayers(): void {
     const kinds = this.kinds() ?? [];
     const { mixer } = this.family;
-    const known: string[] = mixer ? [KINDS[mixer], "full_attention"] : ["full_attention", "sliding_attention"];
+    const known: string[] = mixer ? [KINDS[mixer], "full_attention", ...(this.family.one_only ? ["mlp", "moe"] : [])] : ["full_attention", "sliding_attention"];
     if (!Array.isArray(kinds) || !kinds.every((kind) => known.includes(kind))) throw this.invalid("layer_types", `${mixer ? known.join(" or ") : "attention"} in all layers`);
   }
 
@@ -357,7 +370,7 @@ export function modelConfig(core: Core, given: HfConfig, where: string, length?:
   const trained = options.size("max_position");
   const maxPosition = length ?? trained;
   const experts = options.experts(nLayers);
-  if (family.rope === "none" && maxPosition > trained) throw new WhetError(`${where}: contextLength is ${maxPosition}, expected at most ${trained}, the model's learned positions.`);
+  if ("positions" in HF_MODULES[family.name] && maxPosition > trained) throw new WhetError(`${where}: contextLength is ${maxPosition}, expected at most ${trained}, the model's learned positions.`);
   let attentionScale = options.get("scale_attn_weights") === false ? 1 : 1 / Math.sqrt(headDim);
   if ("query_pre_attn_scalar" in family.defaults) attentionScale = core.call("power", options.number("query_pre_attn_scalar"), -0.5);
   return {

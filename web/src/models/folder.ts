@@ -130,7 +130,10 @@ export async function describeFolder(core: Core, reader: FolderReader, lengthOf:
   const where = `${caller}: ${reader.name}`;
   const given = reader.folder.config;
   const family = familyOf(given, where);
-  const tensors = await readTensors(core, reader, where);
+  const stored = await readTensors(core, reader, where);
+  const { file_prefix: old } = family;
+  const rename = (name: string) => (old !== "" && name.startsWith(old) ? `model.${name.slice(old.length)}` : name);
+  const tensors = new Map([...stored].map(([name, tensor]) => [rename(name), { ...tensor, name: rename(name) }]));
   const modules = modulesOf(given, family, tensors.keys());
   const { embedding, head } = modules;
   const prefix = `${embedding.names[0].split(".")[0]}.`;

@@ -13,7 +13,7 @@ import { listSlices, type ModuleSpec, type RowSlice, type StoredTensor, type Wei
 
 const KEYS: Record<string, string> = NAMES.keys;
 /** Architectures and tensors of GGUF models, by family. */
-const GGUF: Record<string, { architecture: string; hybrid?: string; scale_by_hidden?: number; sliding_window?: number; normalised?: boolean; ignored?: readonly string[]; modules: Record<string, ModuleSpec> }> = merge(ggufFamilies);
+const GGUF: Record<string, { architecture: string; hybrid?: string; mixture?: string; scaled?: boolean; scale_by_hidden?: number; sliding_window?: number; normalised?: boolean; ignored?: readonly string[]; modules: Record<string, ModuleSpec> }> = merge(ggufFamilies);
 
 /** Checked access to the options of a model's architecture. */
 class GgufOptions {
@@ -25,7 +25,7 @@ class GgufOptions {
     private readonly where: string,
   ) {
     const architecture = file.metadata.get("general.architecture");
-    const known = new Set(Object.values(GGUF).flatMap(({ architecture, hybrid }) => [architecture, ...(hybrid === undefined ? [] : [hybrid])]));
+    const known = new Set(Object.values(GGUF).flatMap(({ architecture, hybrid, mixture }) => [architecture, hybrid, mixture].filter((name) => name !== undefined)));
     if (typeof architecture !== "string" || !known.has(architecture)) {
       throw new WhetError(`${where}: general.architecture is ${show(architecture)}; supported: ${[...known].join(", ")}.`);
     }
@@ -80,8 +80,16 @@ class GgufOptions {
     return value.slice(0, n).map(Boolean);
   }
 
+  /** Return the widths of all blocks, 0 or one size, which ffn_dim becomes. */
+  widths(): number[] {
+    const { ffn_dim: value, n_layers: n } = this.given;
+    if (!Array.isArray(value) || value.length !== n || new Set([0, ...value]).size > 2) throw this.invalid("ffn_dim", `0 or one size for each of ${n} layers`);
+    this.given.ffn_dim = Math.max(1, ...(value as number[]));
+    return value as number[];
+  }
+
   /** Whether the architecture has layers that do not attend, of a family that also has others. */
-  isHybrid = ({ name, mixer }: Family) => mixer === "mamba" && GGUF[name]?.hybrid === this.architecture;
+  isHybrid = ({ name, mixer }: Family) => mixer === "mamba" && [GGUF[name]?.hybrid, GGUF[name]?.mixture].includes(this.architecture);
 
   /** Return the architecture's family; of several, the one with a window if the file has a window. */
   family(): Family {
@@ -121,11 +129,12 @@ export async function describeGguf(
   for (const name of meta.isHybrid(family) ? [] : ignored) meta.drop(name);
   const modules = [...file.tensors.keys()].some((name) => FUSED_EXPERTS.test(name)) ? withFusedExperts(own) : own;
   const moduleName = (slot: string) => modules[slot].names[0].replace("{i}", "0");
+  const widths = family.one_only ? meta.widths() : [];
   const [nBlocks, trained, hiddenDim, ffnDim, nHeads] = ["n_layers", "max_position", "hidden_dim", "ffn_dim", "n_heads"].map((name) => meta.size(name, name === "ffn_dim" ? (meta.get("expert_dim") as number) : undefined));
   const nLayers = nBlocks - (meta.get("n_predicting") ? meta.size("n_predicting") : 0); // without the blocks that predict more tokens
   if (nLayers < 1) throw meta.invalid("n_predicting", `an integer below ${nBlocks}`);
   if (hiddenDim % nHeads !== 0 && meta.get("head_dim") === undefined) throw meta.invalid("hidden_dim", `a multiple of ${KEYS.n_heads}=${nHeads}`);
-  const { nKvHeads = meta.size("n_kv_heads", nHeads), ...mixers } = readMixers(meta, family, nLayers, nBlocks);
+  const { nKvHeads = meta.size("n_kv_heads", nHeads), ...mixers } = readMixers(meta, family, nLayers, nBlocks, widths);
   const headDim = meta.size("head_dim", Math.trunc(hiddenDim / nHeads));
   if (meta.size("value_dim", headDim) !== headDim) throw meta.invalid("value_dim", `${KEYS.head_dim}=${headDim}`);
   for (const [name, value, implied] of [["n_kv_heads", nKvHeads, nHeads], ["head_dim", headDim, Math.trunc(hiddenDim / nHeads)]] as const) {
@@ -136,7 +145,7 @@ export async function describeGguf(
   if (epsilon === undefined) throw meta.invalid("rms_norm_eps", "a number above 0");
   const table = file.tensors.get(`${moduleName("embedding")}.weight`);
   if (table?.shape.length !== 2) throw new WhetError(`${where}: tensor ${moduleName("embedding")}.weight with two axes, the embedding, is missing.`);
-  const hasBias = (slot: string) => slot in modules && file.tensors.has(`${moduleName(slot)}.bias`);
+  const hasBias = (slot: string) => slot in modules && Array.from({ length: nLayers }, (_, i) => `${modules[slot].names[0].replace("{i}", String(i))}.bias`).some((name) => file.tensors.has(name));
   const fused = (NAMES.fused_qkv as string).replace("{i}", "0");
   const biases: Record<string, boolean> = {
     qkv_bias: hasBias("layers.{i}.qkv") || hasBias("layers.{i}.qkv:q") || file.tensors.has(`${fused}.bias`),
@@ -146,17 +155,17 @@ export async function describeGguf(
   const options: Record<string, unknown> = {
     ...family.defaults,
     ...toBiasOptions(family, biases),
-    norm_topk_prob: GGUF[family.name].normalised,
+    norm_topk_prob: GGUF[family.name].scaled ? meta.get("router_normalised") : GGUF[family.name].normalised,
     use_expert_bias: [...file.tensors.keys()].some((name) => name.endsWith(NAMES.correction)),
     use_parallel_residual: meta.get("use_parallel_residual") ?? true,
   };
   const isScaled = (meta.get("query_log_scale") ?? 0) !== 0;
   if (!family.query_scale && isScaled) throw meta.invalid("query_log_scale", "0 or none");
-  const experts = readExperts(meta, family, ffnDim, nLayers);
+  const experts = readExperts(meta, family, ffnDim, nLayers, widths);
   const length = lengthOf(trained);
   if (!(Number.isInteger(length) && length >= 1)) throw new WhetError(`${where}: contextLength is ${show(length)}, expected an integer of at least 1.`);
   const rotary = await readRotary(core, meta, family, file, reader, headDim, trained, length, where);
-  if (family.rope === "none" && length > trained) throw new WhetError(`${where}: contextLength is ${length}, expected at most ${trained}, the model's learned positions.`);
+  if ("positions" in modules && length > trained) throw new WhetError(`${where}: contextLength is ${length}, expected at most ${trained}, the model's learned positions.`);
   const fallback = sliding_window ?? 0;
   const window = family.window === "none" ? 0 : meta.get("sliding_window") ? meta.size("sliding_window") : fallback;
   const flags = readWindowLayers(meta, family, nLayers);
@@ -194,13 +203,16 @@ const withFusedExperts = (modules: Record<string, ModuleSpec>): Record<string, M
 const EXPERT_KEYS = ["n_experts", "n_used_experts", "expert_dim", "shared_dim", "router", "router_normalised", "n_dense_layers"];
 
 /** Return the fields of a mixture of experts, if the family is one. */
-function readExperts(meta: GgufOptions, family: Family, ffnDim: number, nLayers: number): Partial<ModelConfig> {
-  if (!("n_experts" in family.keys)) {
+function readExperts(meta: GgufOptions, family: Family, ffnDim: number, nLayers: number, widths: number[]): Partial<ModelConfig> {
+  const { normalised: fixed, scaled } = GGUF[family.name];
+  const scale = (meta.get("router_scale") as number) || 1;
+  if (!scaled && scale !== 1) throw meta.invalid("router_scale", "1 or none");
+  if (!("n_experts" in family.keys) || (family.one_only && !meta.get("n_experts"))) {
     const given = EXPERT_KEYS.find((name) => (meta.get(name) ?? 0) !== 0);
     if (given !== undefined) throw meta.invalid(given, "0 or none");
     return {};
   }
-  const normalised = GGUF[family.name].normalised!;
+  const normalised = scaled ? (meta.get("router_normalised") ?? false) : fixed;
   const router = family.settings.router === "sigmoid" ? 2 : 1;
   if ((meta.get("router_normalised") ?? normalised) !== normalised) throw meta.invalid("router_normalised", `${normalised} or none`);
   if ((meta.get("router") ?? router) !== router) throw meta.invalid("router", `${router} or none`);
@@ -208,8 +220,8 @@ function readExperts(meta: GgufOptions, family: Family, ffnDim: number, nLayers:
   const [nExperts, nUsedExperts, nDense] = [meta.size("n_experts"), meta.size("n_used_experts"), count("n_dense_layers")];
   if (nUsedExperts > nExperts) throw meta.invalid("n_used_experts", `at most ${KEYS.n_experts}=${nExperts}`);
   if (nDense >= nLayers) return {};
-  const moeLayers = nDense > 0 ? Array.from({ length: nLayers }, (_, i) => i >= nDense) : [];
-  return { nExperts, nUsedExperts, expertDim: meta.size("expert_dim", ffnDim), sharedDim: count("shared_dim"), moeLayers };
+  const moeLayers = family.one_only ? widths.slice(0, nLayers).map(Boolean) : nDense > 0 ? Array.from({ length: nLayers }, (_, i) => i >= nDense) : [];
+  return { nExperts, nUsedExperts, expertDim: meta.size("expert_dim", ffnDim), sharedDim: count("shared_dim"), moeLayers, routerScale: scale };
 }
 
 /** Rename the bias flags, found by the file's tensors, to the family's options. */
@@ -252,19 +264,21 @@ function readWindowLayers(meta: GgufOptions, family: Family, nLayers: number): b
 const DELTA_KEYS = ["delta_conv_length", "delta_key_dim", "n_delta_key_heads", "n_delta_heads", "delta_values", "recurrent_layers", "full_attention_interval"];
 
 /** Return what mixes the tokens of each layer; and, if the file lists them, the KV heads of layers that attend. */
-function readMixers(meta: GgufOptions, family: Family, nLayers: number, nBlocks: number): Partial<ModelConfig> {
-  const mixer = family.mixer !== "mamba" || meta.isHybrid(family) ? family.mixer : "";
+function readMixers(meta: GgufOptions, family: Family, nLayers: number, nBlocks: number, widths: number[]): Partial<ModelConfig> {
+  const mixer = family.mixer !== "mamba" || family.one_only || meta.isHybrid(family) ? family.mixer : "";
   const known: string[] = { "": [], conv: ["conv_length"], delta: DELTA_KEYS, mamba: DELTA_KEYS.slice(0, 5) }[mixer];
   for (const name of ["conv_length", ...DELTA_KEYS]) {
     if (meta.get(name) !== undefined && !known.includes(name)) throw meta.invalid(name, "none");
   }
   if (mixer === "") return {};
   if (mixer === "delta") return readDeltaRules(meta, nLayers, nBlocks);
-  const heads = meta.get("n_kv_heads");
-  if (!Array.isArray(heads)) return {};
+  const given = meta.get("n_kv_heads");
+  if (!Array.isArray(given)) return {};
+  const heads = family.one_only ? given.slice(0, nLayers).map((n, i) => (widths[i] ? 0 : n)) : given;
   const [nKvHeads = 1, ...others] = heads.filter((n) => n !== 0) as number[];
   if (heads.length !== nLayers || !others.every((n) => n === nKvHeads)) throw meta.invalid("n_kv_heads", `${nLayers} numbers, the same in all layers that attend`);
-  const mixers = heads.map((n) => (n === 0 ? mixer : "attention"));
+  const mixers = heads.map((n, i) => (widths[i] ? "none" : n === 0 ? mixer : "attention"));
+  if (family.one_only) return { nKvHeads, mixers, ffnDims: widths.slice(0, nLayers), ...readStateSizes(meta) };
   return mixers.includes(mixer) ? { nKvHeads, mixers, ...(mixer === "conv" ? { convLength: meta.size("conv_length") } : readStateSizes(meta)) } : { nKvHeads };
 }
 

@@ -1,7 +1,7 @@
 /** Mapping of the tensors in a model's files to rows of the engine's slots, as in whet.models.slots. */
 import { WhetError } from "../core/errors.js";
 import type { Tensor } from "../files/headers.js";
-import { type ModelConfig, moduleRows, slots } from "./architecture.js";
+import { isMixture, type ModelConfig, moduleRows, slots } from "./architecture.js";
 
 /** Rows of a tensor and their destination in a slot. */
 export interface RowSlice {
@@ -84,8 +84,11 @@ export function storedModules(modules: Readonly<Record<string, ModuleSpec>>, nam
 /** Yield each module of each layer, of each expert if its names have one, with its slot and the names that it has there. */
 export function* eachModule(config: ModelConfig, modules: Readonly<Record<string, ModuleSpec>>): Generator<{ module: ModuleSpec; slot: string; part: string; layer: number; names: string[]; expert?: number }> {
   for (const [target, module] of Object.entries(modules)) {
-    const [pattern, part = ""] = target.split(":");
+    const [whole, ofMixtures] = target.split("|");
+    const [pattern, part = ""] = whole.split(":");
+    const isSome = ofMixtures !== undefined || `${whole}|moe` in modules; // of layers with a mixture, or of the others
     for (let layer = 0; layer < (pattern.includes("{i}") ? config.nLayers : 1); ++layer) {
+      if (isSome && isMixture(config, layer) !== (ofMixtures !== undefined)) continue;
       const [slot, ...names] = [pattern, ...module.names].map((text) => text.replace("{i}", String(layer)));
       if (!names[0]?.includes("{e}")) yield { module, slot, part, layer, names };
       else for (let expert = 0; expert < config.nExperts; ++expert) yield { module, slot, part, layer, names: names.map((name) => name.replace("{e}", String(expert))), expert };

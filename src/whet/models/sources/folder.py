@@ -195,6 +195,8 @@ class _Tensors:
     """The folder's tensors by the module names of the family."""
 
     def __init__(self, entries: Mapping[str, Entry], family: Family, where: str) -> None:
+        if family.file_prefix:
+            entries = {_replace_prefix(name, family.file_prefix, family.prefix): e for name, e in entries.items()}
         self.entries, self.family, self.where, self.used = entries, family, where, set()
         # A checkpoint of the model without its head has names without the prefix.
         self.prefix = "" if any(name.startswith(family.prefix) for name in entries) else family.prefix
@@ -265,6 +267,10 @@ class _Tensors:
                     f"{self.entries[name].file}: a {model_type} with this config has no {name}. config.json belongs "
                     f"to another model, or this variant is not supported."
                 )
+
+
+def _replace_prefix(name: str, old: str, new: str) -> str:
+    return new + name.removeprefix(old) if name.startswith(old) else name
 
 
 def _bits(array: np.ndarray) -> np.ndarray:

@@ -26,6 +26,7 @@ from whet.models.architecture import SOFTCAPS, ModelConfig
 from whet.models.families import (
     FAMILIES,
     GGUF_NAMES,
+    NO_LEAST_STEP,
     SCALES,
     Family,
     family_of,
@@ -65,7 +66,7 @@ NEVER_ROTATED = 1e30
 """Divisor of a frequency of 0."""
 _OF_MODEL_TYPE = [
     (name, family.gguf[key])
-    for key in ("architecture", "hybrid")
+    for key in ("architecture", "hybrid", "mixture")
     for name, family in FAMILIES.items()
     if family.gguf is not None and key in family.gguf and (key == "architecture" or family.mixer)
 ]
@@ -170,8 +171,8 @@ def tensor_name(model_type: str, name: str) -> str:
         KeyError: the family has no such module, or GGUF no such family.
     """
     family = FAMILIES[model_type]
-    theirs = {(module.slot, module.part): f"{module.names[0]}.{module.parameter}" for module in family.gguf_modules}
-    ours = ((f"{m.names[0]}.{m.parameter}", (m.slot, m.part)) for m in family.modules)
+    theirs = {m.place: f"{m.names[0]}.{m.parameter}" for m in family.gguf_modules}
+    ours = ((f"{m.names[0]}.{m.parameter}", m.place) for m in family.modules)
     names = {name: theirs[place] for name, place in ours if place in theirs}
     names |= {f"{name.removesuffix('.weight')}.bias": f"{n.removesuffix('weight')}bias" for name, n in names.items()}
     layer = re.search(r"\.(\d+)\.", name)
@@ -231,6 +232,7 @@ class _Metadata:
 
     def options(self) -> dict[str, Any]:
         self.given.setdefault("ffn_dim", self.given.get("expert_dim"))
+        kinds = self.one_only_kinds(FAMILIES[self.model_type()])
         layers = self.layer_sizes(FAMILIES[self.model_type()])
         sizes = {name: self.size(name) for name in ("n_layers", "max_position", "hidden_dim", "ffn_dim", "n_heads")}
         sizes["n_layers"] -= self.n_predicting(sizes["n_layers"])
@@ -274,7 +276,12 @@ class _Metadata:
         # A text has the same position in all sections, so that they do not change its rotations.
         if isinstance(sections := self.given.get("mrope_section"), list) and "mrope_section" in family.rope_others:
             rope["mrope_section"] = sections[:3]
-        biased = {slot for slot, name in names.items() if f"{name}.bias" in self.tensors}
+        biased = {
+            f"{m.slot}:{m.part}"
+            for m in family.gguf_modules
+            if any(f"{m.names[0].replace('{i}', str(i))}.bias" in self.tensors for i in range(sizes["n_layers"]))
+        }
+        biased |= {"layers.{i}.qkv:"} if f"{names['layers.{i}.qkv:']}.bias" in self.tensors else set()
         return {
             "model_type": model_type,
             **{family.keys[name]: value for name, value in sizes.items() if name in family.keys},
@@ -293,6 +300,7 @@ class _Metadata:
             **self.window_layers(family, sizes["n_layers"]),
             **self.not_rotated(family, sizes["n_layers"]),
             **mixers,
+            **kinds,
             **self.experts(family, sizes["ffn_dim"]),
             **self.layer_thetas(family, sizes["n_layers"], rope["rope_theta"]),
             "query_pre_attn_scalar": sizes["hidden_dim"] // n_heads if by_hidden else sizes["head_dim"],
@@ -372,7 +380,8 @@ class _Metadata:
 
     def mixers(self, family: Family, n_layers: int) -> dict[str, Any]:
         """Return the options of what mixes the tokens in each layer."""
-        is_mamba = family.mixer == "mamba" and self.architecture == (family.gguf or {})["hybrid"]
+        table = family.gguf or {}
+        is_mamba = family.mixer == "mamba" and self.architecture == table.get("hybrid", self.architecture)
         mixer = family.mixer if is_mamba or family.mixer != "mamba" else ""
         known = {"conv": ("conv_length",), "delta": _DELTA_KEYS, "mamba": _DELTA_KEYS[:5]}
         for name in ("conv_length", *_DELTA_KEYS):
@@ -391,8 +400,33 @@ class _Metadata:
         kinds = ["linear_attention" if flag else "full_attention" for flag in flags[:n_layers]]
         return {"layer_types": kinds} | self.state_sizes(family)
 
+    def one_only_kinds(self, family: Family) -> dict[str, Any]:
+        """Return the kinds of layers that are one of a mixer, an MLP and a mixture, from their kv heads and widths."""
+        if not family.one_only:
+            return {}
+        n_blocks = self.size("n_layers")
+        n_layers, per_layer = n_blocks - self.n_predicting(n_blocks), []
+        for name in ("n_kv_heads", "ffn_dim"):
+            value = self.given.get(name)
+            value = value.tolist() if isinstance(value, np.ndarray) else value
+            if not isinstance(value, list) or len(value) != n_blocks:
+                raise self.wrong(name, f"a number for each of {n_blocks} layers")
+            per_layer.append(value[:n_layers])
+            self.given[name] = [n for n in value[:n_layers] if n != 0] or [1]
+        of_widths = "moe" if self.given.get("n_experts") else "mlp"
+        of_heads = ("linear_attention", "full_attention")
+        kinds = [of_widths if width else of_heads[bool(heads)] for heads, width in zip(*per_layer, strict=True)]
+        self.given["n_kv_heads"] = [n for n, kind in zip(per_layer[0], kinds, strict=True) if kind == of_heads[1]] or [
+            1
+        ]
+        if "linear_attention" not in kinds:
+            return {family.keys["layer_types"]: kinds}
+        return {family.keys["layer_types"]: kinds, family.keys["delta_step_min"]: NO_LEAST_STEP}
+
     def mamba_layers(self, family: Family, n_layers: int) -> dict[str, Any]:
         """Return the options of Mamba-2: of layers without kv heads."""
+        if family.one_only:
+            return self.state_sizes(family)
         kinds = self.kinds_by_heads("linear_attention", n_layers)
         return {"layer_types": kinds} | (self.state_sizes(family) if "linear_attention" in kinds else {})
 
@@ -424,20 +458,26 @@ class _Metadata:
 
     def experts(self, family: Family, ffn_dim: int) -> dict[str, Any]:
         """Return the options of a mixture of experts."""
-        if "n_experts" not in family.keys:
+        table, router = family.gguf or {}, family.settings.get("router", "softmax")
+        is_scaled = table.get("scaled", False)
+        if not is_scaled and self.given.get("router_scale", 0.0) not in (0.0, 1.0):
+            raise self.wrong("router_scale", "1 or none")
+        if "n_experts" not in family.keys or (family.one_only and not self.given.get("n_experts")):
             for name in _EXPERT_KEYS:
                 if self.given.get(name, 0) != 0:
                     raise self.wrong(name, "0 or none")
             return {}
-        normalised, router = (family.gguf or {})["normalised"], family.settings.get("router", "softmax")
+        normalised = bool(self.given.get("router_normalised")) if is_scaled else table["normalised"]
         if self.given.get("router_normalised", normalised) != normalised:
             raise self.wrong("router_normalised", f"{normalised} or none".lower())
         if self.given.get("router", ROUTER_NUMBERS[router]) != ROUTER_NUMBERS[router]:
             raise self.wrong("router", f"{ROUTER_NUMBERS[router]}, {router}, or none")
-        sizes = {name: self.size(name) for name in ("n_experts", "n_used_experts")}
+        sizes: dict[str, Any] = {name: self.size(name) for name in ("n_experts", "n_used_experts")}
         sizes["expert_dim"] = self.size("expert_dim", ffn_dim)
         counts = [name for name in ("shared_dim", "n_dense_layers") if name in family.keys]
         sizes |= {name: self.size(name) if self.given.get(name) else 0 for name in counts}
+        if is_scaled:
+            sizes["router_scale"] = self.number("router_scale", 1.0) if self.given.get("router_scale") else 1.0
         has_correction = any(name.endswith(GGUF_NAMES["correction"]) for name in self.tensors)
         return {family.keys[name]: size for name, size in sizes.items()} | {
             "norm_topk_prob": normalised,

@@ -87,9 +87,10 @@ def check_settings(modules: Mapping[str, Any], config: ModelConfig, where: str) 
         for key, number in expected.items():
             if not _is_number(own[key], number, config.max_position):
                 raise _changed(where, f"{name}.{key}", repr(own[key]), f"{number:g}")
+        activation = "silu" if "conv1d" in module._modules else config.activation  # of a mixer, of an MLP
         for key in ACTIVATION_NAMES:
-            if key in module._modules and not _is_activation(module._modules[key], config.activation):
-                raise _changed(where, f"{name}.{key}", f"a {type(module._modules[key]).__name__}", config.activation)
+            if key in module._modules and not _is_activation(module._modules[key], activation):
+                raise _changed(where, f"{name}.{key}", f"a {type(module._modules[key]).__name__}", activation)
 
 
 def _is_number(own: Any, expected: float, max_position: int) -> bool:
