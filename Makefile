@@ -16,7 +16,7 @@ BUILD  := build/release
 BIN    := $(VENV)/bin
 NATIVE := $(shell find cpp -type f) CMakeLists.txt pyproject.toml constraints.txt tools/set_up.py
 
-.PHONY: demo test test-scale test-wide test-real web web-test web-wide web-demo docs fuzz torture lint cpp-test cross cross-test \
+.PHONY: demo test test-scale test-wide test-real web web-test web-wide web-demo docs fuzz scale-model torture lint cpp-test cross cross-test \
   wheels wheels-test wheel-test setup-test check wide wide-packages format clean
 .PRECIOUS: $(VENV)/.installed-%  # make would remove stamps that only pattern rules name
 .NOTPARALLEL:  # two extras must not be installed into one environment at once; each recipe uses all cores
@@ -135,6 +135,10 @@ fuzz: $(VENV)/.installed-fuzz
 	for kind in containers safetensors config gguf blocks tokenizer; do \
 	  $(BIN)/python tests/fuzz/fuzz_files.py $$kind -max_total_time=60 || exit 1; \
 	done
+
+# The model of --async-lag in docs/scale.md, next to two real workers. Not in check.
+scale-model: $(VENV)/.installed-test $(VENV)/.installed-ray
+	$(BIN)/python -m tools.scale_model --check --plot docs/images/async-lag.svg
 
 # Not in check. `make torture ONLY="--scale 0.1 kills disk"` runs two of the kinds, and a tenth of their cases.
 torture: $(VENV)/.installed-test

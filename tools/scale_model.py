@@ -3,7 +3,7 @@
     python -m tools.scale_model [--check] [--plot docs/images/async-lag.svg]
 
 Discrete events: workers decode a token of all their sequences at once, trainer and workers wait for each other as the
-plan of ``whet.rollout.ahead`` has it, and calls are placed by the pool's own ``Placement``. ``--check`` samples on two
+plan of ``whet.rollout.plan`` has it, and calls are placed by the pool's own ``Placement``. ``--check`` samples on two
 real workers, next to a trainer that sleeps, and prints the measured time of a step next to the model's.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import itertools
+import os
 import sys
 import time
 from collections import deque
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from whet.rollout.ahead import share_of
+from whet.rollout.plan import share_of
 from whet.rollout.ray_dispatch import Job, Placement, SampleRange, split_groups
 
 WORKERS, LAGS = (1, 3, 10, 30, 100, 300, 1000), (0, 1, 2, 4, 8)
@@ -35,6 +36,7 @@ class Fleet:
     Attributes:
         token_s: seconds in which a worker decodes a token of each sequence, and more per sequence.
         prefill_s: seconds in which a worker computes a token of a prompt.
+        call_s: seconds that a call costs its worker.
         load_s: seconds until a worker has another version.
         train_s: seconds of a training step.
         failure_s: mean time between failures of a worker; 0: never.
@@ -44,6 +46,7 @@ class Fleet:
     n_workers: int
     token_s: tuple[float, float]
     prefill_s: float
+    call_s: float
     load_s: float
     train_s: float
     failure_s: float = 0.0
@@ -233,7 +236,7 @@ class Simulation:
         self._advance(worker)
         for call in calls:
             call.n_left = len(call.lengths)
-            worker.debt_s += self._fleet.prefill_s * call.n_prompt
+            worker.debt_s += self._fleet.call_s + self._fleet.prefill_s * call.n_prompt
             for length in call.lengths:
                 heapq.heappush(worker.running, (worker.token + max(1, length), next(self._numbers), call))
         self._wake(i)
@@ -297,7 +300,7 @@ def draw_lengths(n_steps: int, n_prompts: int, n: int, longest: int, seed: int =
 def fleet_of(n_workers: int, failure_s: float = 0.0) -> Fleet:
     """The fleet of the documentation: a model of 135 M parameters on workers of two cores, and adapters of 10 MB that
     all workers fetch through a network card of 10 Gbit/s."""
-    return Fleet(n_workers, (0.013, 0.0002), 0.00015, 0.05 + n_workers * 10e6 * 8 / 10e9, 10.0, failure_s)
+    return Fleet(n_workers, (0.013, 0.0002), 0.00015, 0.002, 0.05 + n_workers * 10e6 * 8 / 10e9, 10.0, failure_s)
 
 
 def model_table(n_steps: int) -> dict[tuple[str, int, float], list[Simulation]]:
@@ -347,40 +350,46 @@ def plot(found: dict[tuple[str, int, float], list[Simulation]], path: str) -> No
 # --- two real workers -----------------------------------------------------------------------------------------------
 
 
-def check(n_steps: int = 10) -> None:
-    """Print the measured and the modelled time of a step on two workers of one thread, and their ratio."""
+def check(n_steps: int = 12, n_rounds: int = 3) -> None:
+    """Print the measured and the modelled time of a step on two workers of one thread, and the ratios' medians."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from whet.rollout.ray_pool import RayPool
 
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "hidden_size": 512,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 8,
-    }
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=8192, max_position_embeddings=2048, **sizes))
+    os.environ.setdefault("RAY_worker_niceness", "0")  # as the trainer: other programs slow both down alike
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}
+    sizes |= {"num_attention_heads": 4, "vocab_size": 8192, "max_position_embeddings": 1024}
+    model = LlamaForCausalLM(LlamaConfig(**sizes))
     with closing(RayPool(model, workers=2, threads=1)) as pool:
         pool.sync(model)
         pool.load()
-        for lag, tokens in ((0, 0), (1, 0), (2, 0), (3, 100)):
-            before = _calibrate(pool, model)
-            train_s = 60 * sum(before.token_s)  # of the order of sampling a batch
-            step_s, lengths = _run_real(pool, model, lag, tokens, n_steps, train_s)
-            after = _calibrate(pool, model)  # other programs may have slowed down the machine
-            fleet = replace(
-                before,
-                train_s=train_s,
-                load_s=(before.load_s + after.load_s) / 2,
-                token_s=((before.token_s[0] + after.token_s[0]) / 2, (before.token_s[1] + after.token_s[1]) / 2),
+        fleet = _calibrate(pool, model)
+        fleet = replace(fleet, train_s=150 * sum(fleet.token_s))  # of the order of sampling a batch
+        ratios: dict[str, list[float]] = {}
+        for _ in range(n_rounds):
+            # Other programs slow down the workers: the run without a lag shows by how much.
+            step_s, lengths = _run_real(pool, model, 0, 0, n_steps, fleet.train_s)
+            modelled_s = Simulation(fleet, lengths, 0, prompt=1).run().step_s
+            slower = (step_s - fleet.train_s) / (modelled_s - fleet.train_s)
+            print(f"K = 0: a step takes {step_s:.2f} s, {fleet.train_s:.2f} s of it training", flush=True)
+            fixed, each = fleet.token_s
+            now = replace(
+                fleet,
+                token_s=(slower * fixed, slower * each),
+                prefill_s=slower * fleet.prefill_s,
+                call_s=slower * fleet.call_s,
+                load_s=slower * fleet.load_s,
             )
-            modelled = Simulation(fleet, lengths, lag, tokens, prompt=1).run().step_s
-            name = f"K = {lag}" + (f", M = {tokens}" if tokens else "")
-            print(
-                f"{name}: measured {step_s:.2f} s, modelled {modelled:.2f} s, ratio {step_s / modelled:.2f}", flush=True
-            )
+            for lag, tokens in ((1, 0), (2, 0), (3, 60)):
+                own_s, lengths = _run_real(pool, model, lag, tokens, n_steps, fleet.train_s)
+                modelled_s = Simulation(now, lengths, lag, tokens, prompt=1).run().step_s
+                name = f"K = {lag}" + (f", M = {tokens}" if tokens else "")
+                ratios.setdefault(name, []).append(own_s / modelled_s)
+                print(f"{name}: a step takes {own_s:.2f} s, modelled {modelled_s:.2f} s", flush=True)
+        for name, found in ratios.items():
+            print(f"{name}: measured / modelled, median of {n_rounds}: {np.median(found):.2f}")
 
 
 def _calibrate(pool: Any, model: Any) -> Fleet:
@@ -402,24 +411,26 @@ def _calibrate(pool: Any, model: Any) -> Fleet:
     weights = [pool.snapshot(model) for _ in range(3)]
     left = iter(weights)
     loading = median(lambda: pool.generate([[5], [6]], 1, params, weights=next(left))) - 64 * one
-    prompt = [[5] * 512, [6] * 512]
-    prefill = median(lambda: pool.generate(prompt, 1, SamplingParams(max_new_tokens=1))) / 512
-    return Fleet(2, (one - each, each), prefill, max(0.0, loading), 0.0)
+    prompt = [[5] * 256, [6] * 256]
+    prefill = median(lambda: pool.generate(prompt, 1, SamplingParams(max_new_tokens=1))) / 256
+    calls = median(lambda: pool.generate([[5]] * 64, 1, SamplingParams(max_new_tokens=1))) / 32
+    return Fleet(2, (one - each, each), prefill, calls, max(0.0, loading), 0.0)
 
 
 def _run_real(pool: Any, model: Any, lag: int, tokens: int, n_steps: int, train_s: float) -> tuple[float, np.ndarray]:
     """Return the mean seconds of a step, without the first quarter of the run, and the lengths of its completions."""
     from whet.config.sampling import SamplingParams
-    from whet.rollout.ahead import AheadSampler, Request
+    from whet.rollout.ahead import AheadSampler
+    from whet.rollout.plan import Request
     from whet.training.distributed import Ranks
 
-    # A stop token for each 120 of the vocabulary: geometric lengths, of a mean of about 120.
-    stops = list(range(0, 8192, 120))
+    # A stop token for each 80 of the vocabulary: geometric lengths, of a mean of about 80.
+    stops = list(range(0, 8192, 80))
     requests = [
-        Request([[100 + i] for i in range(8)], 4, SamplingParams(max_new_tokens=600, stop_token_ids=stops, seed=step))
+        Request([[100 + i] for i in range(8)], 4, SamplingParams(max_new_tokens=400, stop_token_ids=stops, seed=step))
         for step in range(n_steps)
     ]
-    ahead, ends, lengths = AheadSampler(tokens, 2048, 0, 1), [], []
+    ahead, ends, lengths = AheadSampler(tokens, 1024, 0, 1), [], []
     for step, request in enumerate(requests):
         ahead.extend(pool, model, step, requests[step : step + lag + 1])
         groups = ahead.collect(step, request, Ranks())

@@ -21,7 +21,7 @@ from whet.errors import WhetError, WhetTypeError, WhetValueError
 from whet.losses.terms import importance_weights
 from whet.models.lora import choose_adapted
 from whet.models.sources.live import open_module
-from whet.rollout.ahead import Request, lags
+from whet.rollout.plan import Request, lags
 from whet.rollout.stored_completions import load_completions, store_completions
 from whet.training.callbacks import Callback, CheckpointCallback
 from whet.training.sizes import Lengths, run_memory
@@ -217,6 +217,20 @@ def test_a_sampling_error_ends_the_run_without_a_checkpoint(tmp_path, monkeypatc
     with pytest.raises(MemoryError, match="no room"):
         trainer.train(ROWS, steps=8)
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000002"]
+
+
+def test_weights_that_cannot_be_sampled_end_the_run_with_a_checkpoint(tmp_path):
+    class Breaks(Callback):
+        def on_step_end(self, trainer, metrics):
+            if trainer.step == 2:
+                next(trainer.model.parameters()).data[0, 0] = float("nan")
+
+    trainer = make(tiny_llama(), async_lag=2, callbacks=[Breaks(), CheckpointCallback(tmp_path, every=100)])
+    with pytest.raises(WhetValueError, match="NaN"):
+        trainer.train(ROWS, steps=8)
+    assert (tmp_path / "step-000002").is_dir()
+    with pytest.raises(WhetValueError, match="NaN"):  # again, and does not wait for ever
+        trainer.train(ROWS, steps=8)
 
 
 def test_rows_that_changed_are_sampled_again():

@@ -243,6 +243,10 @@ def test_settings_without_effect_and_missing_tokenizers_are_rejected(folder: Any
     assert_raises(WhetTypeError, ("list", "rows"), make(folder).train_step, [[1, 2], [3]])
 
 
+def test_sampling_ahead_is_refused(folder: Any) -> None:
+    assert_raises(WhetValueError, ("async_lag", 1, "environment"), make, folder, async_lag=1)
+
+
 def test_the_experts_of_all_turns_are_replayed(folder: Any) -> None:
     """With the sampler's weights in float32, the learner chooses nearly all of its experts itself."""
     tiny = {"max_position_embeddings": 512, "num_experts": 16, "num_experts_per_tok": 4}

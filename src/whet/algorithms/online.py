@@ -22,9 +22,10 @@ from whet.errors import WhetTypeError, WhetValueError, check_installed
 from whet.models.architecture import LARGEST_SIZE
 from whet.rewards.functions import RewardFn, RewardFunctions
 from whet.rewards.metrics import mean_rewards
-from whet.rollout.ahead import AheadSampler, Request, lags
+from whet.rollout.ahead import AheadSampler
 from whet.rollout.choose import check_lengths, ensure_capacity, make_engine, packed_base, reward_functions
 from whet.rollout.episodes import Player, rollout_of
+from whet.rollout.plan import Request, lags
 from whet.rollout.players import check_chat_template, limits_of, make_player
 from whet.rollout.protocol import RolloutEngine
 from whet.rollout.rollout import (

@@ -1,20 +1,15 @@
-"""Sampling ahead of training: the completions of later steps are sampled while a step trains.
+"""Sampling ahead of training: the completions of later steps are sampled on threads while a step trains.
 
-With a lag of K, step t trains on completions that the weights after step t - K sampled, or the first weights if there
-are fewer: version v, the weights after v steps, samples the batch of step v + K while steps v to v + K - 1 train. With
-M tokens between versions, a completion is continued by the next version after each M tokens, up to version t - 1: its
-first M tokens have the lag K, the next K - 1, and the last ones at least 1. The rest of the sequence is computed again
-with the new weights, so that each log-prob is of one version. Segment j > 0 draws with the seed of (seed, j).
-
-The plan is a function of (step, lag, tokens), not of time: completions do not depend on the speed of sampler and
-trainer, the number of workers, or deaths. A run that is continued past its last step begins as at its start.
+``whet.rollout.plan`` assigns the versions of the weights, so that completions do not depend on the speed of sampler and
+trainer, the number of workers, or deaths. An engine that has one version at a time samples version by version; a pool
+samples several at once.
 """
 
 from __future__ import annotations
 
 import atexit
 import dataclasses
-import hashlib
+import itertools
 import threading
 import time
 import weakref
@@ -27,10 +22,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from whet.config.kept_tokens import KeptTokens
-from whet.config.sampling import Completion, SamplingParams, StreamKey
+from whet.config.sampling import Completion, StreamKey
 from whet.models.slots import ModelSource
 from whet.models.sources.frozen import source_bytes
+from whet.rollout.plan import Request, join_segments, share_of
 from whet.rollout.sharded_engine import split_samples
 from whet.rollout.stored_completions import load_completions, store_completions
 
@@ -39,18 +34,6 @@ if TYPE_CHECKING:
 
 Found = dict[tuple[int, int], Completion]
 """Completions by the indices of their prompt and sample."""
-
-
-class Request(NamedTuple):
-    """Completions that a step needs: ``n`` for each prompt."""
-
-    prompt_ids: list[list[int]]
-    n: int
-    sampling: SamplingParams
-
-    def digest(self) -> str:
-        """Return a digest of the prompts and ``n``, by which a resumed run recognises them."""
-        return hashlib.sha256(repr((self.prompt_ids, self.n)).encode()).hexdigest()
 
 
 @dataclass(eq=False)
@@ -167,15 +150,13 @@ class AheadSampler:
 
     def _begin(self, engine: Any, model: Any, version: int, groups: list[list[_Part]]) -> None:
         is_concurrent = getattr(engine, "samples_snapshots", False)
-        weights = None
-        if is_concurrent or self._waiting or not self._lock.acquire(blocking=False):
-            weights = engine.snapshot(model)
-        else:  # the sampler is idle: without a copy
-            try:
-                engine.sync(model)
-            except BaseException:
-                self._lock.release()
-                raise
+        try:
+            weights = self._take_weights(engine, model, is_concurrent)
+        except BaseException:  # such as weights with NaN
+            for part in itertools.chain(*groups):
+                part.batch.parts.remove(part.done)
+                part.batch.last = None if version == part.batch.first else version - 1
+            raise
         if is_concurrent and not self._tokens:
             for group in groups:
                 item = self._add(_Item(version, engine, weights, [group]))
@@ -191,13 +172,23 @@ class AheadSampler:
             atexit.register(_close_at_exit, weakref.ref(self))
         self._queue.put(item)
 
+    def _take_weights(self, engine: Any, model: Any, is_concurrent: bool) -> Any:
+        """Return a copy of the weights; None: the engine was idle, and has them and its lock."""
+        if is_concurrent or self._waiting or not self._lock.acquire(blocking=False):
+            return engine.snapshot(model)
+        try:
+            engine.sync(model)
+        except BaseException:
+            self._lock.release()
+            raise
+        return None
+
     def _add(self, item: _Item) -> _Item:
         self._waiting.append(item)
         self._clock.begin()
         return item
 
     def _run(self, item: _Item) -> None:
-        parts = [part for group in item.groups for part in group]
         try:
             if getattr(item.engine, "samples_snapshots", False):
                 self._run_groups(item, {"weights": item.weights})
@@ -212,7 +203,7 @@ class AheadSampler:
                 finally:
                     self._lock.release()
         except BaseException as error:
-            for part in parts:
+            for part in itertools.chain(*item.groups):
                 if not part.done.done():
                     part.done.set_exception(error)
         finally:
@@ -261,7 +252,7 @@ class AheadSampler:
         rows = [[*prompts[key.prompt_index], *found[key].token_ids] for key in going]
         for key, [more] in zip(going, item.engine.generate(rows, 1, params, keys=going, **options), strict=True):
             more.policy_version = item.version
-            found[key] = _join(found[key], more, len(prompts[key.prompt_index]))
+            found[key] = join_segments(found[key], more, len(prompts[key.prompt_index]))
 
     def _goes_on(self, completion: Completion, n_prompt: int, limit: int) -> bool:
         n = len(completion.token_ids)
@@ -328,44 +319,6 @@ class AheadSampler:
         for item in list(self._waiting):
             if isinstance(item.weights, ModelSource):
                 yield "kept_versions", id(item.weights), source_bytes(item.weights)
-
-
-def share_of(step: int, first: int, version: int, tokens: int, longest: int) -> int | None:
-    """Return the number of tokens up to which a version samples a step's completions; None: it samples none of them.
-
-    Args:
-        first: version that begins them.
-        tokens: M.
-        longest: maximum number of tokens of a completion.
-    """
-    last = max(first, step - 1) if tokens else first
-    if not first <= version <= last:
-        return None
-    return longest if version == last else min(longest, tokens * (version - first + 1))
-
-
-def lags(completion: Completion, step: int) -> np.ndarray:
-    """Return the lag of each token in steps, when ``step`` trains on it."""
-    versions = completion.policy_versions or [completion.policy_version] * len(completion.token_ids)
-    return step - np.array(versions, np.int64)
-
-
-def _join(begun: Completion, more: Completion, n_prompt: int) -> Completion:
-    """Return a completion and its continuation as one."""
-    n = len(begun.token_ids)
-    versions = begun.policy_versions or [begun.policy_version] * n
-    kept = [each.kept_tokens for each in (begun, more) if each.kept_tokens is not None]
-    experts = None
-    if begun.experts is not None and more.experts is not None:  # of each token, as its version chose them
-        experts = np.concatenate([begun.experts, more.experts[n_prompt + n - 1 :]])
-    return dataclasses.replace(
-        more,
-        token_ids=begun.token_ids + more.token_ids,
-        logprobs=None if begun.logprobs is None or more.logprobs is None else begun.logprobs + more.logprobs,
-        policy_versions=versions + [more.policy_version] * len(more.token_ids),
-        kept_tokens=KeptTokens.concatenate(kept) if kept else None,
-        experts=experts,
-    )
 
 
 class _IdleClock:
