@@ -32,9 +32,11 @@ $(VENV)/.installed-%: $(NATIVE)
 demo: $(VENV)/.installed-train
 	$(BIN)/whet demo
 
-# gym after test: pip builds some of its dependencies with the setuptools that torch installs.
+# gym after test: pip builds some of its dependencies with the setuptools that torch installs. A test that hangs fails,
+# with its stack, and the others go on.
 test: $(VENV)/.installed-test $(VENV)/.installed-gym
-	$(BIN)/python -m pytest -n auto -rfEs -m "not timing" --ignore tests/scale --ignore tests/wide
+	$(BIN)/python -m pytest -n auto -rfEs -m "not timing" --ignore tests/scale --ignore tests/wide \
+	  -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 	$(BIN)/python -m pytest -n 2 tests/scale/test_command.py
 
 # The tests that `make test` skips because a package or a program is missing (tests/needs.py), tests of time, and slow tests.

@@ -614,6 +614,8 @@ class _Options:
         if (local := self.local_layers(n_layers))[-1]:
             raise self.wrong("layer_types", "full_attention in the last layer")
         n_shared, inputs = self.count("n_shared_kv_layers"), self.count("layer_input_dim")
+        if n_shared >= n_layers:
+            raise self.wrong("n_shared_kv_layers", f"an integer below {self.family.keys['n_layers']}={n_layers}")
         if inputs and self.get("vocab_size_per_layer_input") != self.get("vocab_size"):
             raise self.wrong("vocab_size_per_layer_input", f"vocab_size={self.get('vocab_size')}")
         fields: dict[str, Any] = {"n_shared_kv_layers": n_shared, "layer_input_dim": inputs}
