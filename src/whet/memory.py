@@ -24,6 +24,7 @@ PARTS = {
     "sampler_weights": "weights of the sampler",
     "kv_cache": "keys and values of the sampler",
     "workspace": "workspace of the sampler",
+    "teacher": "weights of the teacher",
     "kept_versions": "weights of earlier steps that wait for the sampler",
     "kept_tokens": "sets of tokens that the sampled tokens were drawn from, where filters or a grammar excluded others",
     "activations": "activations of a training step",
@@ -65,6 +66,11 @@ _holders: weakref.WeakSet[Any] = weakref.WeakSet()
 def register_holder(holder: Holder) -> None:
     """Include this object in ``memory_report`` for as long as it lives."""
     _holders.add(holder)
+
+
+def unregister_holder(holder: Holder) -> None:
+    """Exclude an object whose memory another holder lists."""
+    _holders.discard(holder)
 
 
 def tensor_memory(part: str, tensors: Iterable[Any]) -> Iterator[tuple[str, Hashable, int]]:

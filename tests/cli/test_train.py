@@ -46,7 +46,8 @@ def same_weights(folder, other, name="model.safetensors"):
 @pytest.mark.parametrize("method", METHODS)
 def test_example_runs(method, tmp_path, tiny_model, capsys):
     flags = ["--model", tiny_model, "--output-dir", tmp_path / "run", "--steps", "2"]
-    online = ["--max-new-tokens", "4"] if method in ("grpo", "online-dpo") else []
+    online = ["--max-new-tokens", "4"] if ALGORITHMS[method].config.samples else []
+    online += ["--teacher", str(tiny_model)] if method == "distill" else []
     config = EXAMPLES / f"{METHODS[method]}.toml"
     assert main(["train", method, str(config), *map(str, flags), *online]) == 0
 

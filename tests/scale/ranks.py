@@ -17,12 +17,14 @@ import torch
 from tests.tiny import TinyModel, fours, timeless, tiny_llama, with_lora
 
 from whet.algorithms.cpo import CPO
+from whet.algorithms.distill import Distill
 from whet.algorithms.dpo import DPO
 from whet.algorithms.grpo import GRPO
 from whet.algorithms.online_dpo import OnlineDPO
 from whet.algorithms.orpo import ORPO
 from whet.algorithms.sft import SFT
 from whet.algorithms.simpo import SimPO
+from whet.engine import Engine
 from whet.errors import WhetError
 from whet.training.callbacks import Callback
 from whet.training.distributed import join_ranks
@@ -78,6 +80,16 @@ def losses() -> dict[str, Any]:
         "orpo": _after(ORPO(tiny_llama(), **SETTINGS), PAIRS, PAIRS),
         "online-dpo": _after(
             OnlineDPO(tiny_llama(), reward_fn=fours, max_new_tokens=5, rollout_weights="float32", **SETTINGS),
+            (PROMPTS,),
+        ),
+        "distill": _after(
+            Distill(
+                tiny_llama(),
+                teacher=Engine.from_model(tiny_llama(seed=3), weights="float32"),
+                max_new_tokens=5,
+                rollout_weights="float32",
+                **SETTINGS,
+            ),
             (PROMPTS,),
         ),
         "kl, two updates": _after(_grpo(beta=0.1, num_iterations=2), (PROMPTS,)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from whet.algorithms.best_of_n import BestOfN
 from whet.algorithms.cpo import CPO
+from whet.algorithms.distill import Distill
 from whet.algorithms.dpo import DPO
 from whet.algorithms.grpo import GRPO
 from whet.algorithms.online_dpo import OnlineDPO
@@ -17,6 +18,7 @@ from whet.algorithms.simpo import SimPO
 from whet.config.settings import (
     BestOfNConfig,
     CPOConfig,
+    DistillConfig,
     DPOConfig,
     GRPOConfig,
     OnlineDPOConfig,
@@ -24,7 +26,7 @@ from whet.config.settings import (
     SFTConfig,
     SimPOConfig,
 )
-from whet.losses import cpo_loss, dpo_loss, grpo_loss, orpo_loss, sft_loss, simpo_loss
+from whet.losses import cpo_loss, distillation_loss, dpo_loss, grpo_loss, orpo_loss, sft_loss, simpo_loss
 
 __all__ = [
     "CPO",
@@ -36,6 +38,8 @@ __all__ = [
     "BestOfNConfig",
     "CPOConfig",
     "DPOConfig",
+    "Distill",
+    "DistillConfig",
     "GRPOConfig",
     "ORPOConfig",
     "OnlineDPO",
@@ -44,6 +48,7 @@ __all__ = [
     "SimPO",
     "SimPOConfig",
     "cpo_loss",
+    "distillation_loss",
     "dpo_loss",
     "grpo_loss",
     "orpo_loss",

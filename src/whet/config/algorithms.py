@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 from whet.config.settings import (
     CPOConfig,
+    DistillConfig,
     DPOConfig,
     GRPOConfig,
     OnlineDPOConfig,
@@ -114,6 +115,14 @@ ALGORITHMS = {
             title="online Direct Preference Optimization (Guo et al. 2024)",
             summary="sample pairs, judge, train",
             rows="online DPO; rows have a prompt, reward functions or a preference function judge; or tasks, by name",
+        ),
+        Algorithm(
+            "distill",
+            DistillConfig,
+            "whet.algorithms.distill:Distill",
+            title="on-policy distillation (Agarwal et al. 2023)",
+            summary="learn from a teacher's log-probs",
+            rows="on-policy distillation from a teacher of the same vocabulary; rows have a prompt; or tasks, by name",
         ),
     )
 }

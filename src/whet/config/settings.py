@@ -493,6 +493,29 @@ class GRPOConfig(EpisodeSettings, OnlineConfig):
 
 
 @dataclass(kw_only=True)
+class DistillConfig(OnlineConfig):
+    """Settings of Distill. ``batch_size`` counts prompts, ``micro_batch_size`` completions."""
+
+    n: Positive = 1
+    """Completions per prompt."""
+    sampler_cap: _Cap = 3.0
+    """Maximum importance weight of a token that the engine sampled with another probability than the student's."""
+
+    def completions_per_prompt(self) -> int:
+        return self.n
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        neutral = SamplingParams()
+        for name in (*DISTRIBUTION_SETTINGS, *GRAMMAR_SETTINGS):
+            if name != "temperature" and (value := getattr(self, name)) != (getattr(neutral, name) or type(value)()):
+                raise WhetValueError(
+                    f"{type(self).__name__}: {name} is {value!r}, and the divergence is of whole distributions: tokens "
+                    f"are drawn from all of the vocabulary. Omit it."
+                )
+
+
+@dataclass(kw_only=True)
 class OnlineDPOConfig(PreferenceConfig, OnlineConfig):
     """Settings of OnlineDPO. ``batch_size`` counts prompts, ``micro_batch_size`` pairs."""
 

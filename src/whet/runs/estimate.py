@@ -11,7 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from whet.errors import WhetValueError
+from whet.models.hub import find_on_hub
+from whet.models.sizes import estimate
 from whet.models.slots import ModelSource
+from whet.models.sources.pretrained import open_pretrained
+from whet.rollout.teacher import is_url
 from whet.runs.adapters import plan_adapters
 from whet.runs.native import uses_learner
 from whet.system.memory import resident_bytes
@@ -25,8 +29,15 @@ def estimate_run_memory(run: Any, source: ModelSource, lengths: Lengths, *, inte
     learner = uses_learner(run, plan, "whet estimate")
     return run_memory(
         source, run, lengths, interpreter=interpreter, adapters=plan.adapters, base=base, learner=learner,
-        activation_bytes=run.activation_bytes,
+        activation_bytes=run.activation_bytes, teacher=_teacher_bytes(getattr(run, "teacher", "")),
     )  # fmt: skip
+
+
+def _teacher_bytes(teacher: str) -> int:
+    """Return the bytes of the weights of a teacher in this process."""
+    if not teacher or is_url(teacher):
+        return 0
+    return estimate(open_pretrained(find_on_hub(teacher, "whet estimate: teacher"))).weights
 
 
 def measure_interpreter(model: str, tasks: Sequence[Any], packages: Sequence[str]) -> int:

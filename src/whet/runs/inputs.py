@@ -48,6 +48,9 @@ def _list_files(run: Any) -> Iterator[tuple[str, list[Path]]]:
     yield "chat_template", _existing([run.chat_template])
     if run.adapter:
         yield "adapter", [path for path in sorted(Path(run.adapter).glob("adapter_*")) if path.is_file()]
+    if teacher := getattr(run, "teacher", ""):
+        folder = Path(teacher)
+        yield "teacher", [folder] if folder.is_file() else [path for path in sorted(folder.glob("*")) if path.is_file()]
     model = Path(run.model)
     if model.is_file():
         yield "model", list(read_gguf(model, "whet train").paths)  # checkpoints lack its tokenizer

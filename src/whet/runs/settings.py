@@ -24,6 +24,7 @@ from whet.config.fields import (
 from whet.config.settings import (
     BestOfNConfig,
     CPOConfig,
+    DistillConfig,
     DPOConfig,
     GRPOConfig,
     OnlineDPOConfig,
@@ -315,6 +316,30 @@ class OnlineDPORun(_TasksAsTexts, OnlineDPOConfig, OnlineRunConfig):
 
     def is_scored(self) -> bool:
         return not self.preference or bool(getattr(self, self.sources()[1]))
+
+
+@dataclass(kw_only=True)
+class DistillRun(_TasksAsTexts, DistillConfig, OnlineRunConfig):
+    """Settings of ``whet train distill``."""
+
+    teacher: PathText = ""
+    """Required: a model folder, a .gguf file, or the URL of a server that returns log-probs of prompts, such as
+    http://127.0.0.1:8000/v1 of whet serve."""
+    reward: Paths = field(default_factory=list)
+    """Reward functions for metrics and evaluation: file.py:function or package.module:function."""
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        check_given(where, self, "teacher")
+        rewards = ["reward_weights", "reward_policy", "reward_timeout_s"]
+        reject_ineffective(self, rewards, self.is_scored(), "there are neither reward functions nor tasks")
+        reject_ineffective(self, ["eval_temperature"], self.is_scored(), "nothing scores completions")
+
+    def is_scored(self) -> bool:
+        return bool(self.reward or self.task)
+
+    def needs_reward(self) -> bool:
+        return False
 
 
 RUNS: dict[str, type[RunConfig]] = {name: globals()[f"{each.class_name}Run"] for name, each in ALGORITHMS.items()}

@@ -280,6 +280,8 @@ def _scoring_arguments(run: Any, rewards: RewardFunctions | None) -> dict[str, A
     episodes |= {"agent": load_function(run.agent)} if getattr(run, "agent", "") else {}
     if tools := getattr(run, "tools", []):
         episodes = {"tools": prepare(load_tools(tools), unsafe_local=run.unsafe_local)}
+    if teacher := getattr(run, "teacher", ""):
+        episodes = {"teacher": find_on_hub(teacher, f"whet train {run.method()}: teacher")}
     return episodes if rewards is None else {"reward_fn": rewards, **episodes}
 
 

@@ -74,6 +74,7 @@ def run_memory(
     base: str = "none",
     learner: bool = False,
     activation_bytes: int | None = None,
+    teacher: int = 0,
 ) -> RunMemory:
     """Estimate the memory of training a float32 model on Whet's kernels, or adapters with a ``Learner``.
 
@@ -87,6 +88,7 @@ def run_memory(
             "none": float32 parameters.
         learner: whether a learner trains the adapters.
         activation_bytes: the learner's setting.
+        teacher: bytes of the weights of a teacher in this process.
 
     Raises:
         WhetValueError: compute is "torch", whose memory is unknown; a base without adapters; an unknown format; or a
@@ -113,6 +115,7 @@ def run_memory(
         "reference": whole.weights if own_reference else first_values,
         "copies": _converted_bytes(source, narrow, is_packed, n_models=2 if own_reference else 1),
         "moments": 8 * n_trained,
+        "teacher": teacher,
     }
     if isinstance(config, GRPOConfig) and config.sampling((), 0).drops_tokens():
         n_tokens = config.batch_size * config.group_size * lengths.completion

@@ -1,0 +1,182 @@
+"""Teachers of distillation: models whose log-probs of given tokens a student learns from.
+
+A teacher has the vocabulary of the student: a token id has the same text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
+from typing import Any, Protocol
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+import numpy as np
+
+from whet.errors import WhetError, WhetTypeError, WhetValueError
+from whet.models.tokenizers.token_texts import read_token_texts
+from whet.text.model import find_model, load_chat_tokenizer, load_engine
+
+_PROBES = ("Hello, world!  It's 12:30.\n\n\tx = [1, 2]", "naïve 日本語 👩‍🚀 été")
+"""Texts that the tokenizers of student and teacher have to split into the same ids."""
+_REQUESTS = 8
+"""Requests to a server at once."""
+_TIMEOUT_S = 600.0
+
+
+def is_url(teacher: str) -> bool:
+    """Whether a teacher is a server."""
+    return urlsplit(teacher).scheme in ("http", "https")
+
+
+class Teacher(Protocol):
+    """Model that scores tokens, such as an ``Engine``."""
+
+    def logprobs(
+        self, sequences: Sequence[Sequence[int]], *, start: Sequence[int], temperature: float
+    ) -> list[np.ndarray]:
+        """Return the log-probs of the tokens of each sequence from ``start`` on, as ``Engine.logprobs`` does."""
+        ...
+
+
+class ServerTeacher:
+    """Teacher behind an OpenAI URL whose server returns log-probs of prompts: ``whet serve``, or vLLM.
+
+    Args:
+        url: base URL, such as http://127.0.0.1:8000/v1. The environment variable OPENAI_API_KEY is the key, if any.
+
+    Raises:
+        WhetValueError: there is no server, or it serves several models and the URL names none as #NAME.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url, _, self.model = url.rstrip("/").partition("#")
+        names = [card["id"] for card in self._ask("/models")["data"] if not card.get("parent")]
+        self.model = self.model or (names[0] if len(names) == 1 else "")
+        if self.model not in names:
+            raise WhetValueError(
+                f"teacher: {url} serves {', '.join(names) or 'no model'}. Append the name of one: {self._url}#NAME."
+            )
+
+    def logprobs(
+        self, sequences: Sequence[Sequence[int]], *, start: Sequence[int], temperature: float
+    ) -> list[np.ndarray]:
+        """Return the log-probs of the tokens of each sequence from ``start`` on, float32.
+
+        Raises:
+            WhetValueError: temperature is not 1, of which servers return log-probs; or the server refuses.
+        """
+        if temperature != 1:
+            raise WhetValueError(
+                f"teacher: temperature is {temperature}, and servers return log-probs at temperature 1. Set 1, or pass "
+                f"the teacher's folder or .gguf file."
+            )
+        with ThreadPoolExecutor(_REQUESTS) as pool:
+            return list(pool.map(self._score, sequences, start))
+
+    def _score(self, ids: Sequence[int], start: int) -> np.ndarray:
+        ids = list(map(int, ids))
+        body = {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        found = self._ask("/completions", body)["choices"][0].get("prompt_logprobs")
+        if found is None or len(found) != len(ids):
+            raise WhetValueError(f"teacher: {self._url} returns no prompt_logprobs. Serve it by whet serve, or vLLM.")
+        return np.array([found[i][str(ids[i])]["logprob"] for i in range(start, len(ids))], np.float32)
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the ids of a text, from ``/tokenize`` next to the OpenAI API."""
+        root = self._url.removesuffix("/v1")
+        return self._ask("/tokenize", {"model": self.model, "prompt": text, "add_special_tokens": False}, root)[
+            "tokens"
+        ]
+
+    def _ask(self, path: str, body: dict[str, Any] | None = None, url: str = "") -> Any:
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("OPENAI_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = Request((url or self._url) + path, data, headers)
+        try:
+            with urlopen(request, timeout=_TIMEOUT_S) as response:
+                return json.load(response)
+        except HTTPError as error:
+            text = error.read(500).decode(errors="replace")
+            raise WhetValueError(f"teacher: {request.full_url} answered {error.code}: {text}") from error
+        except (OSError, HTTPException, ValueError) as error:
+            raise WhetValueError(f"teacher: {request.full_url} does not answer: {error}.") from error
+
+
+def open_teacher(teacher: Any, tokenizer: Any, where: str) -> Teacher:
+    """Return a teacher, and check that its vocabulary is the student's.
+
+    Args:
+        teacher: a folder, a .gguf file, a URL (``ServerTeacher``), an ``Engine``, or another ``Teacher``.
+        tokenizer: the student's; None: token ids are used unchecked.
+
+    Raises:
+        WhetTypeError: it is none of these.
+        WhetValueError: it cannot be loaded, or has another tokenizer.
+    """
+    if isinstance(teacher, (str, os.PathLike)):
+        text = os.fspath(teacher)
+        if is_url(text):
+            server = ServerTeacher(text)
+            if tokenizer is not None:
+                _check_tokens(tokenizer, server.tokenize, f"{where}: teacher {text}")
+            return server
+        model = find_model(text, f"{where}: teacher")
+        engine = load_engine(model, None, None, f"{where}: teacher")
+        engine.tokenizer = load_chat_tokenizer(model, f"{where}: teacher")
+        teacher = engine
+    if not callable(getattr(teacher, "logprobs", None)):
+        raise WhetTypeError(
+            f"{where}: teacher is {teacher!r:.60}, expected a folder, a .gguf file, a URL or a whet.Engine."
+        )
+    if tokenizer is not None and getattr(teacher, "tokenizer", None) is not None:
+        _check_texts(tokenizer, teacher.tokenizer, where)
+    return teacher
+
+
+def _check_texts(own: Any, others: Any, where: str) -> None:
+    """Raise unless token ids have the same texts; one vocabulary may have more tokens, such as unused ones."""
+    first, second = (read_token_texts(each, where).tokens for each in (own, others))
+    differing = [i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b]
+    if differing or len(first) > len(second):
+        i = differing[0] if differing else len(second)
+        texts = [bytes(each[i]).decode(errors="replace") if i < len(each) else "no token" for each in (first, second)]
+        raise WhetValueError(
+            f"{where}: the teacher has another tokenizer: token {i} is {texts[0]!r} for the student and {texts[1]!r} "
+            f"for the teacher. Choose a teacher of the student's family."
+        )
+
+
+def _check_tokens(own: Any, tokenize: Any, where: str) -> None:
+    """Raise unless both tokenizers split some texts into the same ids."""
+    for text in _PROBES:
+        ids, others = own.encode(text, add_special_tokens=False), tokenize(text)
+        if list(ids) != list(others):
+            raise WhetValueError(
+                f"{where} has another tokenizer: {text!r:.30} is {list(ids)[:6]} for the student and {others[:6]} for "
+                f"the teacher. Choose a teacher of the student's family."
+            )
+
+
+def score_tokens(
+    teacher: Teacher, prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], temperature: float
+) -> np.ndarray:
+    """Return the teacher's log-probs of completions, (B, T) float32, padded with zeros.
+
+    Raises:
+        WhetError: the teacher failed.
+    """
+    table = np.zeros((len(completion_ids), max(map(len, completion_ids), default=0)), np.float32)
+    rows = [[*prompt, *ids] for prompt, ids in zip(prompt_ids, completion_ids, strict=True)]
+    found = teacher.logprobs(rows, start=list(map(len, prompt_ids)), temperature=temperature)
+    for row, ids, logprobs in zip(table, completion_ids, found, strict=True):
+        if len(logprobs) != len(ids):
+            raise WhetError(f"teacher: it returned {len(logprobs)} log-probs for {len(ids)} tokens.")
+        row[: len(ids)] = logprobs
+    return table
