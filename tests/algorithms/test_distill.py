@@ -79,6 +79,34 @@ def test_a_learner_takes_the_step_of_modules(teacher: Engine) -> None:
     assert found["loss"] == pytest.approx(whole["loss"], abs=1e-5) and found["grad_norm"] > 0
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_a_learner_takes_the_step_of_whole_distributions(beta: float) -> None:
+    model, other = tiny_llama(), tiny_llama(seed=3)
+    learner, teacher = (
+        Learner(pack_base(open_module(each), weights="float32"), lora_rank=4, compute="float32")
+        for each in (model, other)
+    )
+    settings = {"divergence": "full", "beta": beta, "temperature": 0.7}
+    trainer = make(learner, teacher, **settings)
+    metrics = trainer.train_step(PROMPTS)
+    found = []
+    for prompt, group in zip(PROMPTS, GROUPS, strict=True):
+        for ids in group:
+            p, q = (
+                (each(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].double() / 0.7).log_softmax(-1)
+                for each in (model, other)
+            )
+            m = ((1 - beta) * p.exp() + beta * q.exp()).log()
+            sides = beta * q.exp() * (q - m) + (1 - beta) * p.exp() * (p - m)
+            found.append({0.0: q.exp() * (q - p), 1.0: p.exp() * (p - q)}.get(beta, sides).sum(-1))
+    assert metrics["loss"] == pytest.approx(torch.cat(found).mean().item(), rel=1e-5) and metrics["grad_norm"] > 0
+    history = [trainer.train_step(PROMPTS)["divergence"] for _ in range(30)]
+    assert history[-1] < 0.7 * metrics["divergence"]
+    assert trainer.evaluate(PROMPTS) < 0.9 * make(
+        Learner(pack_base(open_module(model), weights="float32"), lora_rank=4, compute="float32"), teacher, **settings
+    ).evaluate(PROMPTS)
+
+
 def test_rewards_are_metrics_only(teacher: Engine) -> None:
     scored, plain = (make(tiny_llama(), teacher, **options) for options in ({"reward_fn": fours}, {}))
     metrics, others = scored.train_step(PROMPTS), plain.train_step(PROMPTS)
@@ -128,4 +156,10 @@ def test_invalid_arguments_are_rejected(teacher: Engine, tmp_path: Any) -> None:
     assert_raises(WhetValueError, ("ref_model",), Distill, tiny_llama(), tiny_llama(), teacher)
     assert_raises(WhetValueError, ("top_k is 5", "whole distributions"), make, tiny_llama(), teacher, top_k=5)
     assert_raises(WhetValueError, ("regex is", "whole distributions"), make, tiny_llama(), teacher, regex="a+")
+    full = {"divergence": "full"}
+    assert_raises(WhetValueError, ("'full'", "Learner", "'sampled'"), make, tiny_llama(), teacher, **full)
+    learner = Learner(pack_base(open_module(tiny_llama())), lora_rank=2)
+    assert_raises(WhetTypeError, ("teacher is", "needs its weights"), make, learner, teacher, **full)
+    assert_raises(WhetValueError, ("beta is 0.5", "'sampled'"), make, tiny_llama(), teacher, beta=0.5)
+    assert_raises(WhetValueError, ("beta is 2", "0 to 1"), make, learner, learner, beta=2.0, **full)
     assert_raises(WhetValueError, ("reward_policy", "no reward"), make, tiny_llama(), teacher, reward_policy="zero")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -19,7 +19,9 @@ from whet.algorithms.online import OnlineTrainer
 from whet.config.fields import reject_ineffective
 from whet.config.settings import DistillConfig
 from whet.engine import Engine
-from whet.errors import WhetTypeError
+from whet.errors import WhetTypeError, WhetValueError
+from whet.learner import Learner
+from whet.learner.batch import Divergences
 from whet.losses.distillation import distillation_loss
 from whet.losses.terms import logprob_difference, masked
 from whet.memory import unregister_holder
@@ -27,9 +29,18 @@ from whet.rewards.functions import RewardFn
 from whet.rewards.metrics import reward_metrics
 from whet.rollout.choose import reward_functions
 from whet.rollout.rollout import Rollout, completion_table
-from whet.rollout.teacher import open_teacher, score_tokens
+from whet.rollout.teacher import Teacher, open_learner, open_teacher, score_tokens
 from whet.training.phases import phase
 from whet.training.trainer import training_step
+
+
+class _Part(NamedTuple):
+    """Arguments of ``Update.add`` for a micro-batch."""
+
+    loss: float
+    gradient: np.ndarray
+    metrics: dict[str, float]
+    maxima: dict[str, float]
 
 
 class Distill(OnlineTrainer):
@@ -61,10 +72,18 @@ class Distill(OnlineTrainer):
         settings = ("reward_weights", "reward_policy", "reward_timeout_s")
         reject_ineffective(self.config, settings, reward_fn is not None, "there is no reward function")
         self.rewards = None if reward_fn is None else reward_functions(self.config, reward_fn)
-        self.teacher = open_teacher(teacher, self.tokenizer, "Distill")
-        self._is_own_teacher = isinstance(self.teacher, Engine) and self.teacher is not teacher
-        if self._is_own_teacher:
-            unregister_holder(self.teacher)  # pyright: ignore[reportArgumentType]
+        if self.config.divergence == "sampled":
+            self.teacher = open_teacher(teacher, self.tokenizer, "Distill")
+        elif isinstance(model, Learner):
+            self.teacher = open_learner(teacher, self.tokenizer, model, "Distill")
+        else:
+            raise WhetValueError(
+                f"Distill: divergence is 'full', which a whet.Learner computes, and the model is a "
+                f"{type(model).__name__}. Train adapters of a Learner, or set divergence to 'sampled'."
+            )
+        self._is_own_teacher = self.teacher is not teacher
+        if isinstance(self.teacher, Engine) and self._is_own_teacher:
+            unregister_holder(self.teacher)
 
     def replays_experts(self) -> bool:
         """Whether an update gives tokens to the experts that the sampler chose."""
@@ -79,9 +98,9 @@ class Distill(OnlineTrainer):
 
         Returns:
             Metrics: ``loss`` and ``reverse_kl`` (estimates of KL(student || teacher) per token, with and without the
-            importance weights), ``teacher_logprob`` (mean per token), ``entropy``, ``completions/...``,
-            ``sampler/logprob_difference``, with reward functions ``mean_reward`` and ``rewards/NAME/{mean,std}``, and
-            the metrics of every step.
+            importance weights), ``teacher_logprob`` (mean per token), ``entropy``, ``sampler/logprob_difference``; of
+            whole distributions instead ``divergence``; ``completions/...``; with reward functions ``mean_reward`` and
+            ``rewards/NAME/{mean,std}``; and the metrics of every step.
         """
         config = self.config
         rollout = self.sample_step(prompt_batch, config.n, for_update=True)
@@ -89,38 +108,61 @@ class Distill(OnlineTrainer):
         if (rewards := self.rewards) is not None:
             with phase("reward"):
                 scored = self.ranks.broadcast_from_first(lambda: rollout.score(rewards))
-        teacher = self._score(rollout)
+        teacher = None if config.divergence == "full" else self._score(rollout)
         self.last_completions = completion_table(self.step + 1, rollout, scored, {})
-        rows, everyone = list(zip(rollout.prompt_ids, rollout.completion_ids, strict=True)), range(len(teacher))
-        experts, sampler = rollout.experts(everyone), rollout.sampler_logprobs(everyone)
+        rows = list(zip(rollout.prompt_ids, rollout.completion_ids, strict=True))
+        compute = self._full if teacher is None else partial(self._sampled, teacher)
         n_tokens = sum(map(len, rollout.completion_ids))
         with self.update() as update:
             for part in self.shard(update, rows, self.micro_batches(rows)):
-                with phase("forward"):
-                    result = self.policy.logprobs(
-                        [rollout.prompt_ids[i] for i in part], [rollout.completion_ids[i] for i in part],
-                        temperature=config.temperature, return_entropy=True,
-                        experts=None if experts is None else [experts[i] for i in part],
-                    )  # fmt: skip
-                logprobs, mask = result.logprobs, result.mask
-                width, recorded, maxima = mask.shape[1], None, None
-                if sampler is not None:
-                    recorded = sampler[part, :width]
-                with phase("loss"):
-                    loss = distillation_loss(
-                        logprobs, teacher[part, :width], mask, sampler_logprobs=recorded,
-                        sampler_cap=config.sampler_cap, n_tokens=n_tokens,
-                    )  # fmt: skip
-                metrics = dict(loss.metrics)
-                metrics["teacher_logprob"] = float(masked(teacher[part, :width], mask).sum()) / n_tokens
-                metrics["entropy"] = float(cast(np.ndarray, result.entropy).sum(dtype=np.float64)) / n_tokens
-                if recorded is not None:
-                    total, largest = logprob_difference(logprobs, recorded, mask)
-                    metrics["sampler/logprob_difference"] = total / n_tokens
-                    maxima = {"sampler/logprob_difference_max": largest}
-                update.add(loss.value, loss.gradients["logprobs"], metrics, maxima)
+                update.add(*compute(rollout, part, n_tokens))
         found = reward_metrics(scored) if scored is not None else {}
         return {**update.metrics, **update.maxima, **found, **rollout.metrics()}
+
+    def _sampled(self, teacher: np.ndarray, rollout: Rollout, part: list[int], n_tokens: int) -> _Part:
+        """Return the loss of some completions from the sampled tokens, and the gradient of their log-probs.
+
+        Args:
+            teacher: (N, T), log-probs of all completions.
+            rollout: N completions.
+            part: indices of completions.
+            n_tokens: of all completions.
+        """
+        experts, sampler = rollout.experts(part), rollout.sampler_logprobs(part)
+        with phase("forward"):
+            result = self.policy.logprobs(
+                [rollout.prompt_ids[i] for i in part], [rollout.completion_ids[i] for i in part],
+                temperature=self.config.temperature, return_entropy=True, experts=experts,
+            )  # fmt: skip
+        logprobs, mask = result.logprobs, result.mask
+        teacher = teacher[part, : mask.shape[1]]
+        with phase("loss"):
+            loss = distillation_loss(
+                logprobs, teacher, mask, sampler_logprobs=sampler, sampler_cap=self.config.sampler_cap,
+                n_tokens=n_tokens,
+            )  # fmt: skip
+        metrics, maxima = dict(loss.metrics), {}
+        metrics["teacher_logprob"] = float(masked(teacher, mask).sum()) / n_tokens
+        metrics["entropy"] = float(cast(np.ndarray, result.entropy).sum(dtype=np.float64)) / n_tokens
+        if sampler is not None:
+            total, maxima["sampler/logprob_difference_max"] = logprob_difference(logprobs, sampler, mask)
+            metrics["sampler/logprob_difference"] = total / n_tokens
+        return _Part(loss.value, loss.gradients["logprobs"], metrics, maxima)
+
+    def _full(self, rollout: Rollout, part: list[int], n_tokens: int) -> _Part:
+        """Return the loss of some completions from whole distributions, and the gradient of their divergences."""
+        with phase("forward"):
+            found = self._divergence(rollout, part, keep=True)
+        value = float(found.values.sum(dtype=np.float64)) / n_tokens
+        return _Part(value, found.mask / n_tokens, {"divergence": value}, {})
+
+    def _divergence(self, rollout: Rollout, part: list[int], *, keep: bool) -> Divergences:
+        """Return the divergences of the tokens of some completions from the teacher."""
+        adapters = not self._is_own_teacher and self.teacher is not self.model
+        return self.model.divergence(
+            [rollout.prompt_ids[i] for i in part], [rollout.completion_ids[i] for i in part], self.teacher,
+            beta=self.config.beta, temperature=self.config.temperature, teacher_adapters=adapters, keep=keep,
+        )  # fmt: skip
 
     def _check_truncation(self, rollout: Rollout) -> Rollout:
         """Return the rollout: tokens of a truncated completion teach as well as others."""
@@ -131,7 +173,7 @@ class Distill(OnlineTrainer):
         prompts, completions, ranks = rollout.prompt_ids, rollout.completion_ids, self.ranks
         own = range(ranks.rank, len(prompts), ranks.size)
         score = partial(
-            score_tokens, self.teacher, [prompts[i] for i in own], [completions[i] for i in own],
+            score_tokens, cast(Teacher, self.teacher), [prompts[i] for i in own], [completions[i] for i in own],
             self.config.temperature,
         )  # fmt: skip
         with phase("teacher"):
@@ -147,27 +189,34 @@ class Distill(OnlineTrainer):
     def memory_blocks(self) -> Iterator[tuple[str, Hashable, int]]:
         """Yield the memory held by the trainer, and of a teacher that it has loaded."""
         yield from super().memory_blocks()
-        if self._is_own_teacher and isinstance(self.teacher, Engine):
-            for _, key, n_bytes in self.teacher.memory_blocks():
+        if self._is_own_teacher and isinstance(self.teacher, (Engine, Learner)):
+            holder = self.teacher if isinstance(self.teacher, Engine) else self.teacher.base
+            for _, key, n_bytes in holder.memory_blocks():
                 yield "teacher", key, n_bytes
 
     def evaluation_metrics(
         self, dataset: Any, *, reward_fn: RewardFn | None = None, temperature: float | None = None
     ) -> dict[str, float]:
-        """Return ``mean_reward``, as in GRPO, if there are reward functions, and ``reverse_kl`` of one completion per
-        prompt, sampled at the trainer's temperature.
+        """Return ``mean_reward``, as in GRPO, if there are reward functions, and ``reverse_kl`` or ``divergence``, of
+        one completion per prompt that is sampled at the trainer's temperature.
         """
         found = {}
         if reward_fn is not None or self.rewards is not None:
             found = super().evaluation_metrics(dataset, reward_fn=reward_fn, temperature=temperature)
-        total = n_tokens = 0
+        total, n_tokens, name = 0.0, 0, "divergence" if self.config.divergence == "full" else "reverse_kl"
         for i, (batch,) in enumerate(self.iter_batches(dataset)):
             with self._synced_engine():
                 rollout = self._sample(batch, 1, i, for_update=True)
-            everyone = range(len(rollout.completions))
-            own = self.logprobs(
-                rollout.prompt_ids, rollout.completion_ids, self.config.temperature, experts=rollout.experts(everyone)
-            )
-            total += float(own.sum(dtype=np.float64)) - float(self._score(rollout).sum(dtype=np.float64))
+            total += self._total(rollout)
             n_tokens += sum(map(len, rollout.completion_ids))
-        return {**found, "reverse_kl": total / max(1, n_tokens)}
+        return {**found, name: total / max(1, n_tokens)}
+
+    def _total(self, rollout: Rollout) -> float:
+        """Return the sum of the divergences of all tokens."""
+        rows = list(zip(rollout.prompt_ids, rollout.completion_ids, strict=True))
+        if self.config.divergence == "full":
+            parts = self.micro_batches(rows)
+            return sum(float(self._divergence(rollout, part, keep=False).values.sum()) for part in parts)
+        experts = rollout.experts(range(len(rows)))
+        own = self.logprobs(rollout.prompt_ids, rollout.completion_ids, self.config.temperature, experts=experts)
+        return float(own.sum(dtype=np.float64)) - float(self._score(rollout).sum(dtype=np.float64))

@@ -496,8 +496,16 @@ class GRPOConfig(EpisodeSettings, OnlineConfig):
 class DistillConfig(OnlineConfig):
     """Settings of Distill. ``batch_size`` counts prompts, ``micro_batch_size`` completions."""
 
+    fixed_at_construction: ClassVar[tuple[str, ...]] = (*OnlineConfig.fixed_at_construction, "divergence")
+
     n: Positive = 1
     """Completions per prompt."""
+    divergence: Literal["sampled", "full"] = "sampled"
+    """sampled: the reverse KL divergence, estimated from the log-probs of the sampled tokens.
+    full: of whole distributions, in tiles of the vocabulary; needs a Learner, and the teacher's weights."""
+    beta: float = 1.0
+    """Divergence of 'full', with m = (1 - beta) student + beta teacher: beta KL(teacher || m) + (1 - beta)
+    KL(student || m); 1 is KL(student || teacher), 0 is KL(teacher || student)."""
     sampler_cap: _Cap = 3.0
     """Maximum importance weight of a token that the engine sampled with another probability than the student's."""
 
@@ -506,6 +514,10 @@ class DistillConfig(OnlineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        is_full = self.divergence == "full"
+        check_range(self, "beta", 0 <= self.beta <= 1, "a number from 0 to 1")
+        reject_ineffective(self, ["beta"], is_full, "divergence is 'sampled', which is the reverse KL divergence")
+        reject_ineffective(self, ["sampler_cap"], not is_full, "divergence is 'full', which has no importance weights")
         neutral = SamplingParams()
         for name in (*DISTRIBUTION_SETTINGS, *GRAMMAR_SETTINGS):
             if name != "temperature" and (value := getattr(self, name)) != (getattr(neutral, name) or type(value)()):

@@ -10,14 +10,16 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 import numpy as np
 
+from whet.config.settings import ComputeDtype
 from whet.errors import WhetError, WhetTypeError, WhetValueError
+from whet.learner import Learner
 from whet.models.tokenizers.token_texts import read_token_texts
 from whet.text.model import find_model, load_chat_tokenizer, load_engine
 
@@ -138,6 +140,26 @@ def open_teacher(teacher: Any, tokenizer: Any, where: str) -> Teacher:
     if tokenizer is not None and getattr(teacher, "tokenizer", None) is not None:
         _check_texts(tokenizer, teacher.tokenizer, where)
     return teacher
+
+
+def open_learner(teacher: Any, tokenizer: Any, student: Learner, where: str) -> Learner:
+    """Return a teacher whose whole distributions are computed: a folder, a .gguf file, or a ``Learner``.
+
+    Raises:
+        WhetTypeError: it is none of these.
+        WhetValueError: it cannot be loaded, or has another tokenizer.
+    """
+    if isinstance(teacher, Learner):
+        return teacher
+    if not isinstance(teacher, (str, os.PathLike)) or is_url(os.fspath(teacher)):
+        raise WhetTypeError(
+            f"{where}: teacher is {teacher!r:.60}, and divergence is 'full', which needs its weights: a folder, a "
+            f".gguf file or a whet.Learner. Set divergence to 'sampled', or pass one of these."
+        )
+    model = find_model(os.fspath(teacher), f"{where}: teacher")
+    if tokenizer is not None:
+        _check_texts(tokenizer, load_chat_tokenizer(model, f"{where}: teacher"), where)
+    return Learner(model, lora_rank=1, compute=cast(ComputeDtype, student.compute))
 
 
 def _check_texts(own: Any, others: Any, where: str) -> None:
