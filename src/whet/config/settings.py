@@ -85,7 +85,8 @@ class TrainerConfig:
     """
 
     fixed_at_construction: ClassVar[tuple[str, ...]] = (
-        "compute", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "deterministic_reduction",
+        "compute", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "loraplus_lr_ratio",
+        "deterministic_reduction",
     )  # fmt: skip
     """Fields that a trainer reads only in its constructor."""
     samples: ClassVar[bool] = False
@@ -122,6 +123,9 @@ class TrainerConfig:
     """Added to the root of AdamW's second moment."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay, per unit of learning rate, of matrices; norms and biases do not decay."""
+    loraplus_lr_ratio: AboveZero = 1.0
+    """Learning rate of the matrices B of adapters, as a multiple of the others' (LoRA+, Hayou et al. 2024, who use 16
+    with a lower learning_rate)."""
     router_aux_loss_coef: _Beta = None
     """Factor of the balance loss of a mixture's routers (whet.nn.balance), the mean over the passes of a step, whose
     metric is balance_loss; None: the model's, 0: none. Not for a Learner, whose routers are frozen."""

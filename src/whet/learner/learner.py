@@ -737,12 +737,14 @@ class Learner:
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         max_grad_norm: float | None = 1.0,
+        lr_ratio: float = 1.0,
     ) -> float:
         """Update the parameters by AdamW (Loshchilov & Hutter 2019), set the gradients to zero, and return their norm.
 
         Args:
             weight_decay: of adapters; norms do not decay.
             max_grad_norm: gradients with a larger norm are scaled to it; None: never.
+            lr_ratio: learning rate of the matrices B, as a multiple of ``lr`` (LoRA+, Hayou et al. 2024).
 
         Raises:
             WhetValueError: the gradients hold NaN or infinity; nothing is changed.
@@ -753,7 +755,9 @@ class Learner:
                 "Learner.step: the gradients hold NaN or infinity. Call zero_grad() and check the loss."
             )
         scale = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norm + 1e-6))
-        self.apply_gradients(lr, betas=betas, eps=eps, weight_decay=weight_decay, grad_scale=scale)
+        self.apply_gradients(
+            lr, betas=betas, eps=eps, weight_decay=weight_decay, grad_scale=scale, lr_ratio=lr_ratio
+        )  # fmt: skip
         self.zero_grad()
         return norm
 
@@ -762,7 +766,14 @@ class Learner:
         self.moments = self.moments or [(np.zeros_like(p), np.zeros_like(p)) for p in self.parameters]
 
     def apply_gradients(
-        self, lr: float, *, betas: tuple[float, float], eps: float, weight_decay: float, grad_scale: float
+        self,
+        lr: float,
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        grad_scale: float,
+        lr_ratio: float = 1.0,
     ) -> None:
         """Update the parameters by AdamW from their gradients times ``grad_scale``, which are not changed.
 
@@ -773,11 +784,13 @@ class Learner:
         self.n_updates += 1
         moments = iter(self.moments)
         for each in self.trained:
-            rows = each.trained_rows() if isinstance(each, TrainedAdapter) else [slice(None)]
+            is_adapter = isinstance(each, TrainedAdapter)
+            rows = each.trained_rows() if is_adapter else [slice(None)]
             for p, grad, (m, v) in zip(each.parameters, each.gradients, moments, strict=False):
+                rate = lr * lr_ratio if is_adapter and p is each.b else lr
                 for own in rows:
                     _core.adamw(
-                        p=p[own], grad=grad[own], m=m[own], v=v[own], lr=lr, beta1=betas[0], beta2=betas[1], eps=eps,
+                        p=p[own], grad=grad[own], m=m[own], v=v[own], lr=rate, beta1=betas[0], beta2=betas[1], eps=eps,
                         weight_decay=weight_decay if p.ndim > 1 else 0.0, t=self.n_updates, grad_scale=grad_scale,
                     )  # fmt: skip
         self.update()

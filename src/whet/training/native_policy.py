@@ -188,7 +188,7 @@ class NativePolicy:
         config = self._config
         self.model.apply_gradients(
             learning_rate, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_epsilon,
-            weight_decay=config.weight_decay, grad_scale=grad_scale,
+            weight_decay=config.weight_decay, grad_scale=grad_scale, lr_ratio=config.loraplus_lr_ratio,
         )  # fmt: skip
 
     def check_unchanged(self) -> None:

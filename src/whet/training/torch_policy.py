@@ -68,11 +68,8 @@ class TorchPolicy:
         self.acceleration = self.accelerations.get(model)
         if self.acceleration is not None:
             self.acceleration.in_place = True
-        # Only matrices decay: vectors are biases and norm weights, whose neutral value is not 0.
-        matrices = [p for p in self.trainable.values() if p.ndim > 1]
-        vectors = [p for p in self.trainable.values() if p.ndim <= 1]
         self.optimizer = AdamW(
-            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            self._groups(),
             lr=config.learning_rate,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_epsilon,
@@ -81,6 +78,30 @@ class TorchPolicy:
         self._kept: Tensor | None = None
         self._balance: Tensor | None = None
         self._balance_coefficient = balance_coefficient(model, config.router_aux_loss_coef, where)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Return the parameter groups of the optimizer, each with its rate as a multiple of the schedule's.
+
+        Only matrices decay: vectors are biases and norm weights, whose neutral value is not 0.
+        """
+        config, named = self._config, list(self.trainable.items())
+        of_b = {name for name, _ in named if ".lora_B." in name or ".lora_embedding_B." in name}
+        if config.loraplus_lr_ratio != 1 and not of_b:
+            raise WhetValueError(
+                f"{self._where}: loraplus_lr_ratio is {config.loraplus_lr_ratio} and has no effect, because model has "
+                f"no LoRA adapters. Omit it."
+            )
+        parts = (
+            ([p for name, p in named if p.ndim > 1 and name not in of_b], config.weight_decay, 1.0),
+            ([p for name, p in named if name in of_b], config.weight_decay, config.loraplus_lr_ratio),
+            ([p for _, p in named if p.ndim <= 1], 0.0, 1.0),
+        )
+        rate = config.learning_rate
+        return [
+            {"params": ps, "weight_decay": decay, "ratio": ratio, "lr": rate * ratio}
+            for ps, decay, ratio in parts
+            if ps
+        ]
 
     @staticmethod
     def check(model: nn.Module, ref_model: nn.Module | None, where: str) -> None:
@@ -225,7 +246,7 @@ class TorchPolicy:
         """Update the parameters once, from the gradients times ``grad_scale``."""
         self._rate = learning_rate
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group["ratio"]
         self.optimizer.step(grad_scale=grad_scale)
 
     def check_unchanged(self) -> None:
@@ -246,7 +267,7 @@ class TorchPolicy:
                 "requires_grad_(False) on it",
             )
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        if any(rate != self._rate for rate in rates):
+        if any(group["lr"] != self._rate * group["ratio"] for group in self.optimizer.param_groups):
             raise error_without_effect(
                 self._where,
                 f"the rates of the optimizer's groups are {rates} and have no effect: each update sets them from the "
