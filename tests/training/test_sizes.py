@@ -195,7 +195,7 @@ def test_autograd_saves_the_estimated_bytes(name, lora):
     model = make_model(name)
     source, adapters = open_module(model), None
     if lora:
-        layers = ["all-linear", "experts"] if name in MIXTURES and name != "gpt_oss" else []
+        layers = ["all-linear", "experts"] if name in MIXTURES else []
         adapters = choose_adapted(source, 4, layers)
         if layers:
             model = add_adapters(model, RunConfig(lora_rank=4, lora_layers=layers))
