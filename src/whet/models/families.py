@@ -89,6 +89,8 @@ _NOT_RUN: dict[str, str] = {name: what for what, names in _DATA["not_run"].items
 _TEXT_PARTS: dict[str, Any] = _DATA["text_parts"]
 PREDICTING = "mtp."
 """Prefix of names of tensors that predict further tokens, in any model."""
+PREDICTING_MODULES: dict[str, str] = _DATA["predicting"]
+"""Qwen3.5's modules that predict one more token, except its layer -> GGUF's names, below ``blk.N.nextn``."""
 SKIPPED = rf"(model\.)?({'|'.join(_TEXT_PARTS['skipped'])})(\..+)?"
 """Expression of names of tensors and modules of a vision-language model that are not part of its language model."""
 _FIXES = {"quantization_config": " Load the model in float32, bfloat16 or float16; the engine quantises by weights=."}
