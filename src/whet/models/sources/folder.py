@@ -68,7 +68,9 @@ def open_folder(path: str | os.PathLike[str], *, max_position: int | None = None
     folder, where = Path(path), f'open_folder("{path}")'
     if not folder.is_dir():
         raise WhetValueError(f"{where}: the folder does not exist. Models are not downloaded; pass a path.")
-    return _open(read_entries(folder, where), read_config(folder, where), max_position, where)
+    config = read_config(folder, where)
+    family = family_of(config, where)
+    return _open(config, family, read_entries(folder, where), max_position, where)
 
 
 def open_predicting(path: str | os.PathLike[str]) -> tuple[ModelSource, dict[str, StoredTensor]] | None:
@@ -96,11 +98,12 @@ def open_predicting(path: str | os.PathLike[str]) -> tuple[ModelSource, dict[str
     layers |= {name: entry for name, entry in entries.items() if not is_skipped(name)}
     found = _Tensors(entries, family, where)
     tensors = {ours: found.get([name], "weight") for name, ours in PREDICTING_MODULES.items()}
-    return _open(layers, {**config, **nested}, None, where), tensors
+    return _open({**config, **nested}, family, layers, None, where), tensors
 
 
-def _open(entries: Mapping[str, Entry], config: dict[str, Any], max_position: int | None, where: str) -> ModelSource:
-    family = family_of(config, where)
+def _open(
+    config: dict[str, Any], family: Family, entries: Mapping[str, Entry], max_position: int | None, where: str
+) -> ModelSource:
     tensors = _Tensors(entries, family, where)
     described = model_config(config, max_position=max_position, where=where, tied_head=tensors.tied_head(config))
 
