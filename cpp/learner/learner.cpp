@@ -235,7 +235,11 @@ void Learner::allocate() {
     const size_t d = config_.hidden_dim, rows = std::min(n(), tile_rows_);
     const size_t rank = std::max<size_t>(1, adapter_.max_rank);
     resize(x_, n() * d), resize(raw_, n() * config_.widest_mixer_in());
-    shared_ = std::make_unique_for_overwrite<uint8_t[]>(divide(nullptr, false));
+    size_t shared = 0;
+    for (size_t layer = 0; layer < config_.n_layers; ++layer) {
+        shared = std::max(shared, layer_bytes(layer, n(), false));
+    }
+    shared_ = std::make_unique_for_overwrite<uint8_t[]>(shared);
     resize(h_, rows * d), resize(delta_, rows * std::max(d, config_.widest_mixer_out())),
         resize(up_, rows * std::max(config_.widest_up(), config_.widest_mixer_out()));
     const size_t mlp = std::max(config_.widest_mlp(), config_.expert_dim);
@@ -271,43 +275,45 @@ void Learner::allocate() {
 
 // Keeps the activations of the last layers, as many as fit; without memory, of none.
 void Learner::allocate_kept(size_t most_bytes) {
-    layer_bytes_ = divide(nullptr, true);
-    const size_t n_kept = std::min(config_.n_layers, most_bytes / layer_bytes_), bytes = n_kept * layer_bytes_;
+    kept_at_.resize(config_.n_layers);
+    size_t first = config_.n_layers, bytes = 0;
+    for (; first > 0; --first) {
+        const size_t more = layer_bytes(first - 1, n(), true);
+        if (more > most_bytes - bytes) break;
+        kept_at_[first - 1] = bytes;
+        bytes += more;
+    }
     first_kept_ = config_.n_layers;
     if (bytes > kept_bytes_) {
         kept_ = {}, kept_bytes_ = 0;
         if (!try_allocating([&] { kept_ = Zeroed(bytes); })) return;
         kept_bytes_ = bytes;
     }
-    first_kept_ -= n_kept;
+    first_kept_ = first;
 }
 
-// Divides memory among the activations of a layer and makes them the current ones; returns the bytes that they need.
-size_t Learner::divide(uint8_t* memory, bool keeps) {
+// Divides memory among the activations of a layer and n tokens; returns the bytes that they need.
+size_t Learner::divide(size_t layer, size_t n, bool keeps, uint8_t* memory, Activations& arrays) const {
     size_t used = 0;
-    const auto take = [&]<class T>(T*& array, size_t count) {
-        array = count == 0 ? nullptr : reinterpret_cast<T*>(memory + used);
-        used += ceil_div(count * sizeof(T), size_t{64}) * 64;
+    const auto take = [&]<class T>(T*& array, size_t width) {
+        array = width == 0 ? nullptr : reinterpret_cast<T*>(memory + used);
+        used += ceil_div(n * width * sizeof(T), size_t{64}) * 64;
     };
     const size_t d = config_.hidden_dim;
-    take(now_.qkv, n() * config_.widest_heads() * head_bytes_);
-    take(now_.attended, n() * config_.widest_mixer_out() * head_bytes_);
-    take(now_.lse, n() * config_.n_heads);
-    take(now_.attended_out, config_.post_norm ? n() * d : 0);
-    take(now_.middle, n() * d);
-    const bool reads_raw = config_.qk_norm || config_.output_gate || config_.is_recurrent();
-    take(now_.raw, keeps && reads_raw ? n() * config_.widest_mixer_in() : 0);
-    take(now_.up, keeps ? n() * config_.widest_up() : 0);
-    if (now_.raw == nullptr) now_.raw = raw_.get();
+    const bool attends = config_.attends(layer), reads_raw = !attends || config_.qk_norm || config_.output_gate;
+    take(arrays.qkv, attends ? config_.heads_dim(layer) * head_bytes_ : 0);
+    take(arrays.attended, config_.mixer_out(layer) * head_bytes_);
+    take(arrays.lse, attends ? config_.n_heads : 0);
+    take(arrays.attended_out, config_.post_norm ? d : 0);
+    take(arrays.middle, d);
+    take(arrays.raw, keeps && reads_raw ? config_.mixer_in(layer) : 0);
+    take(arrays.up, keeps ? config_.up_dim(layer) : 0);
     return used;
 }
 
 void Learner::select(size_t layer) {
-    if (keeps(layer)) {
-        divide(kept_.data() + (layer - first_kept_) * layer_bytes_, true);
-    } else {
-        divide(shared_.get(), false);
-    }
+    divide(layer, n(), keeps(layer), keeps(layer) ? kept_.data() + kept_at_[layer] : shared_.get(), now_);
+    if (now_.raw == nullptr) now_.raw = raw_.get();
 }
 
 void Learner::embed(float* x) {

@@ -97,6 +97,11 @@ public:
     size_t n_replaced() const { return n_replaced_; }
     // Number of layers whose activations the last forward() kept.
     size_t n_kept_layers() const { return config_.n_layers - first_kept_; }
+    // Bytes of the activations of a layer and n tokens, which are kept, or computed again for the backward pass.
+    size_t layer_bytes(size_t layer, size_t n, bool keeps) const {
+        Activations unused;
+        return divide(layer, n, keeps, nullptr, unused);
+    }
     // Memory that kept activations occupy.
     size_t kept_bytes() const { return kept_bytes_; }
     // Throws std::logic_error unless the last call was a forward() with `keep`, which backward() must follow.
@@ -166,7 +171,8 @@ private:
     Floats cos_sin_, local_cos_sin_, last_, hidden_;  // last_: before the final norm
     Bytes inputs_;                                    // of the layers
     size_t first_kept_;                               // the first layer whose activations are kept
-    size_t layer_bytes_ = 0, kept_bytes_ = 0;         // of the activations of a layer; of all that are kept
+    std::vector<size_t> kept_at_;                     // where in kept_ the activations of a layer begin
+    size_t kept_bytes_ = 0;
     Zeroed kept_;
     size_t n_replaced_ = 0;
 
@@ -197,7 +203,7 @@ private:
     void cut_tiles();
     void allocate();
     void allocate_kept(size_t most_bytes);
-    size_t divide(uint8_t* memory, bool keeps);
+    size_t divide(size_t layer, size_t n, bool keeps, uint8_t* memory, Activations& arrays) const;
     void select(size_t layer);
     void embed(float* x);
     void store(const float* x, size_t rows, size_t width, uint8_t* numbers) const;
@@ -281,8 +287,8 @@ private:
                         float* sums);
     const NormWeight& mlp_norm(size_t layer) const;
     const float* mlp_input() const { return config_.parallel_residual ? x_.get() : now_.middle; }
-    float* up_of(const RowTile& tile) {
-        return now_.up == nullptr ? up_.get() : now_.up + tile.begin * config_.widest_up();
+    float* up_of(size_t layer, const RowTile& tile) {
+        return now_.up == nullptr ? up_.get() : now_.up + tile.begin * config_.up_dim(layer);
     }
     // Rows in bfloat16 are a copy, so that those they were converted from may be overwritten.
     float* grad_activated() { return (type_ == ProductType::kFloat32 ? grad_activated_ : activated_).get(); }

@@ -20,14 +20,14 @@ const NormWeight& Learner::mlp_norm(size_t layer) const {
 void Learner::mlp_up(size_t layer, const RowTile& tile) {
     const size_t d = config_.hidden_dim;
     norm(mlp_norm(layer), mlp_input() + tile.begin * d, tile.n(), h_.get());
-    project(layer, Target::kUp, convert(h_.get(), d, tile.n(), d), tile, up_of(tile), config_.up_dim(layer));
+    project(layer, Target::kUp, convert(h_.get(), d, tile.n(), d), tile, up_of(layer, tile), config_.up_dim(layer));
 }
 
-// The activation of up_of(tile), converted.
+// The activation of up_of(layer, tile), converted.
 ProductRows Learner::mlp_activate(size_t layer, const RowTile& tile) {
     const size_t ffn = config_.mlp_dim(layer), width = config_.up_dim(layer);
     for_rows(tile.n(), 4 * width, [&](size_t i) {
-        const float* gate = up_of(tile) + i * width;
+        const float* gate = up_of(layer, tile) + i * width;
         activate(config_, gate, gate + ffn, ffn, activated_.get() + i * ffn);
     });
     return convert(activated_.get(), ffn, tile.n(), ffn);
@@ -189,10 +189,11 @@ void Learner::mlp_backward(size_t layer, const RowTile& tile, const float* grad_
             shared_gate_backward(layer, rows, expert_rows_.get(), delta, delta_.get());
         }
         project_backward(layer, Target::kDown, activated, tile, delta, d, grad_activated(), ffn, grads);
-        for_rows(rows, 4 * width,
-                 [&](size_t i) { activation_backward(up_of(tile) + i * width, grad_activated() + i * ffn, ffn); });
-        project_backward(layer, Target::kUp, convert(h_.get(), d, rows, d), tile, up_of(tile), width, delta_.get(), d,
-                         grads, is_moe);
+        for_rows(rows, 4 * width, [&](size_t i) {
+            activation_backward(up_of(layer, tile) + i * width, grad_activated() + i * ffn, ffn);
+        });
+        project_backward(layer, Target::kUp, convert(h_.get(), d, rows, d), tile, up_of(layer, tile), width,
+                         delta_.get(), d, grads, is_moe);
     }
     std::vector<float>* sums = config_.shared_norm ? &shared_sums_[index_of(tile)] : nullptr;
     norm_backward(mlp_norm(layer), mlp_input() + at, delta_.get(), tile.groups, sums, !config_.shared_norm);

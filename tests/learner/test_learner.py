@@ -104,7 +104,9 @@ def by_autograd(
         trained[adapter.name] = a, b
         if (n := adapter.n_experts) > 1:  # as PEFT's ParamWrapper
             delta = torch.einsum("reo,eri->eoi", b.view(-1, n, len(rows)), a.view(n, adapter.rank, -1))
-            weights[adapter.name] = model.get_parameter(adapter.name).detach() + adapter.scaling * delta
+            base = model.get_parameter(adapter.name).detach()
+            is_transposed = model.get_submodule(adapter.name.rpartition(".")[0]).is_transposed
+            weights[adapter.name] = base + adapter.scaling * (delta.mT if is_transposed else delta)
             continue
         hooks.append(model.get_submodule(adapter.name).register_forward_hook(add_adapter(i, adapter.scaling, a, b)))
     for norm in learner.norms:

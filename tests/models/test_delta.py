@@ -224,6 +224,60 @@ def test_blocks_of_a_file_are_read_past_and_kept(tmp_path):
     assert open_gguf(tmp_path / "again.gguf").config == source.config
 
 
+def add_block(folder: Path, layer: str, model: Any) -> dict[str, torch.Tensor]:
+    """Add a block with the weights of a layer with attention to a folder, and return its other tensors."""
+    d, like = model.config.get_text_config().hidden_size, load_file(folder / "model.safetensors")
+    more = {"mtp.fc.weight": torch.randn(d, 2 * d)}
+    more |= {f"mtp.{name}.weight": torch.randn(d) for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    copies = {name.replace(layer, "mtp.layers.0."): x.clone() for name, x in like.items() if name.startswith(layer)}
+    save_file({**like, **more, **copies}, folder / "model.safetensors", {"format": "pt"})
+    return more
+
+
+@pytest.mark.parametrize(
+    ("case", "prefix", "kind"),
+    [
+        (CASE, "model", "q8_0"),
+        ("qwen3_5-vision", "model.language_model", "f32"),
+        ("qwen3_5_moe_text", "model", "f32"),
+    ],
+)
+def test_the_block_of_a_folder_is_a_files_last_block(case, prefix, kind, tokenizer, tmp_path):
+    """A block with the weights of layer i is written as block i."""
+    sizes = WIDE if kind == "q8_0" else {}
+    model, ids = tiny_model(case, vocab_size=N_ROWS, **sizes), token_ids()
+    i = model.config.get_text_config().layer_types.index("full_attention")
+    folder = save(model, tokenizer, tmp_path / "model")
+    more = add_block(folder, f"{prefix}.layers.{i}.", model)
+    with pytest.warns(UserWarning, match="not read"):
+        export_gguf(folder, tmp_path / "model.gguf", kind)
+    file = read_gguf(tmp_path / "model.gguf", "here")
+    arch, n = file.metadata["general.architecture"], model.config.get_text_config().num_hidden_layers
+    assert file.metadata[f"{arch}.nextn_predict_layers"] == 1 and file.metadata[f"{arch}.block_count"] == n + 1
+    assert list(file.metadata[f"{arch}.attention.recurrent_layers"])[i :: n - i] == [False, False]
+    block = {name: tensor for name, tensor in file.tensors.items() if name.startswith(f"blk.{n}.")}
+    kinds, known = gguf.MODEL_TENSOR, gguf.TENSOR_NAMES
+    for ours, theirs in (
+        ("fc", kinds.NEXTN_EH_PROJ),
+        ("pre_fc_norm_embedding", kinds.NEXTN_ENORM),
+        ("pre_fc_norm_hidden", kinds.NEXTN_HNORM),
+        ("norm", kinds.NEXTN_SHARED_HEAD_NORM),
+    ):
+        values = more[f"mtp.{ours}.weight"].numpy()
+        found = block.pop(f"{known[theirs].format(bid=n)}.weight")
+        assert found.format == ("float32" if values.ndim == 1 else {"f32": "float32"}.get(kind, kind))
+        if found.format == "float32":
+            np.testing.assert_array_equal(found.tensor, values + (values.ndim == 1))
+    like = {name: tensor for name, tensor in file.tensors.items() if name.startswith(f"blk.{i}.")}
+    assert [name.replace(f"blk.{n}.", f"blk.{i}.") for name in block] == list(like)
+    for tensor, expected in zip(block.values(), like.values(), strict=True):
+        assert tensor.format == expected.format
+        np.testing.assert_array_equal(tensor.tensor, expected.tensor)
+    if kind == "f32":
+        source = open_gguf(tmp_path / "model.gguf")
+        np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
+
+
 def test_layers_by_interval(tmp_path):
     """Files of older converters have no list of layers."""
     model = tiny_model(CASE, num_hidden_layers=5, layer_types=None)

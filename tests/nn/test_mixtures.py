@@ -56,7 +56,7 @@ def test_gradients_match_transformers(case: str, train_all: bool) -> None:
     assert max(relative_errors(grads, right).values()) < 1e-4
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("gpt_oss")])
+@pytest.mark.parametrize("case", CASES)
 def test_gradients_of_adapters_of_experts_match_peft(case: str) -> None:
     expected, _, right = gradients_of(adapt(tiny_model(case)).double(), False)
     assert any("experts.lora_A" in name for name in right)
@@ -70,10 +70,11 @@ def test_gradients_of_adapters_of_experts_match_peft(case: str) -> None:
     assert max(relative_errors(grads, right).values()) < 1e-4
 
 
-def test_packed_experts_have_adapters() -> None:
+@pytest.mark.parametrize("case", ["qwen3_moe", "gpt_oss"])
+def test_packed_experts_have_adapters(case: str) -> None:
     """The packed base in float32 has the bits of the weights."""
-    _, _, right = gradients_of(adapt(tiny_model("qwen3_moe")).double(), False)
-    packed = adapt(frozen_model(tiny_model("qwen3_moe"), "float32"))
+    _, _, right = gradients_of(adapt(tiny_model(case)).double(), False)
+    packed = adapt(frozen_model(tiny_model(case), "float32"))
     assert not any("proj" in name and "experts" in name for name in packed.state_dict() if "lora_" not in name)
     with accelerate(packed, "float32"):
         _, _, grads = gradients_of(packed, False)

@@ -10,7 +10,9 @@ import weakref
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.cli.conftest import write_tiny_model
+from tests.models.test_delta import with_predicting
 from tests.processes import printed_by
 from tests.raising import assert_mentions, assert_raises, mentions
 from tests.rollout.test_tool_episodes import HERMES
@@ -45,6 +47,14 @@ def test_result_of_a_run(files, tiny_model):
     assert len(notes) == 1 and "parameters" in notes[0]
     saved = AutoModelForCausalLM.from_pretrained(result.model_folder).state_dict()
     assert all(torch.equal(value, saved[name]) for name, value in result.trainer.model.state_dict().items())
+
+
+def test_blocks_for_further_tokens_are_kept(files, tiny_model):
+    more = with_predicting(tiny_model)
+    result = train(settings_of(files, tiny_model, steps=1))
+    saved = load_file(result.model_folder / "model-mtp.safetensors")
+    assert saved.keys() == more.keys() and all(torch.equal(saved[name], more[name]) for name in more)
+    assert AutoModelForCausalLM.from_pretrained(result.model_folder).config.model_type == "llama"
 
 
 def test_run_equals_the_command_and_resumes(files, tiny_model, capsys):

@@ -17,6 +17,7 @@ TOOLS = [
 HERMES, XML = tool_format("... <tool_call> ..."), tool_format("<tool_call> <function=NAME>")
 LFM2, PHI = tool_format("<|tool_call_start|>"), tool_format("<|tool_call|>")
 GEMMA = tool_format("'<|tool_call>call:' + name")
+NEMOTRON = tool_format("<TOOLCALL>[")
 MINISTRAL = tool_format("[TOOL_CALLS] [ARGS]")
 MISTRAL, LLAMA = tool_format("[TOOL_CALLS]"), tool_format('{"name": f, "parameters": {}}')
 OPEN = "<|tool_call_start|>[add(open('f'))]<|tool_call_end|>"
@@ -50,6 +51,12 @@ CASES = [
     (LFM2, "<|tool_call_start|>[add(a=1, text='x'), now()]<|tool_call_end|>Done.", [ADD, ToolCall("now", {}), "Done."]),
     (LFM2, OPEN, [OPEN]),
     (PHI, '<|tool_call|>[{"name": "add", "arguments": {"a": 1, "text": "x"}}]<|/tool_call|>', [ADD]),
+    (
+        NEMOTRON,
+        'Yes.\n<TOOLCALL>[{"name": "add", "arguments": {"a": 1, "text": "x"}}, '
+        '{"name": "now", "arguments": {}}]</TOOLCALL>',
+        ["Yes.", ADD, ToolCall("now", {})],
+    ),
     (
         GEMMA,
         'Yes. <|tool_call>call:add{a:1,text:<|"|>x<|"|>}<tool_call|><|tool_call>call:now{}<tool_call|>',

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tests.models.test_delta import add_block
 from tests.models.test_export import N_ROWS, N_TOKENS, PRE_TOKENIZERS, save
 from tests.models.tokenizers import vocab_files
 from tests.raising import assert_raises
@@ -249,6 +250,16 @@ def test_llama_cpp_agrees_with_exported_models(family, case, tokenizer, tmp_path
         # llama.cpp's keys and values are float16, which moves near ties of experts: a few positions differ.
         is_mixture = "n_experts" in FAMILIES[family].keys
         assert errors[0] < 0.05 and (np.median(errors) if is_mixture else max(errors)) < 0.05
+
+
+@pytest.mark.filterwarnings("ignore:.*not read")
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_llama_cpp_opens_files_with_a_block_that_predicts(family, tokenizer, tmp_path):
+    model = make_model(family, "plain")
+    folder, out = save(model, tokenizer, tmp_path / "model"), tmp_path / "model.gguf"
+    add_block(folder, f"model.layers.{model.config.layer_types.index('full_attention')}.", model)
+    assert export_gguf(folder, out, "f32").size_bytes > sum(parameter.nbytes for parameter in model.parameters())
+    assert np.median(relative_errors(model, out)) < 0.05
 
 
 def assert_not_opened_by_llama_cpp(family: str, folder: Path, out: Path, monkeypatch: Any) -> None:

@@ -182,6 +182,12 @@ public:
         return learner_.n_kept_layers();
     }
 
+    size_t layer_bytes(size_t layer, size_t n, bool keeps) {
+        const std::lock_guard guard(mutex_);
+        require(layer < weights_->config().n_layers, "Learner.layer_bytes: the model has no such layer");
+        return learner_.layer_bytes(layer, n, keeps);
+    }
+
     size_t kept_bytes() {
         const std::lock_guard guard(mutex_);
         return learner_.kept_bytes();
@@ -247,6 +253,7 @@ void bind_learner(nb::module_& m) {
         .def_prop_ro("n_replaced", &LearnerObject::n_replaced)
         .def_prop_ro("n_kept_layers", &LearnerObject::n_kept_layers)
         .def_prop_ro("kept_bytes", &LearnerObject::kept_bytes)
+        .def("layer_bytes", &LearnerObject::layer_bytes, arg("layer"), arg("n"), arg("keeps"))
         .def("add_adapter", &LearnerObject::add_adapter, nb::kw_only(), arg("layer"), arg("target"), arg("first_row"),
              arg("n"), arg("rank"))
         .def("set_factors", &LearnerObject::set_factors, arg("adapter"), array("a"), array("b"), arg("scale"))

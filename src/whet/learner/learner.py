@@ -56,7 +56,7 @@ from whet.models.slots import (
     is_norm,
     locate_norm,
     slot_columns,
-    slot_rows,
+    slot_outputs,
     with_expert_modules,
 )
 from whet.models.sources.gguf_container import GGUFFile
@@ -92,9 +92,8 @@ class TrainedAdapter:
         self.b = np.zeros((self.n_experts * rank, n), np.float32)
         self.grad_a, self.grad_b = np.zeros_like(self.a), np.zeros_like(self.b)
         self.wrapper = self.name
-        # The module's output at each column of b.
-        self._outputs = np.argsort(slot_rows(config, location)) if self.n_experts == 1 else np.arange(n)
-        columns = slot_columns(config, location)
+        outputs, columns = slot_outputs(config, location), slot_columns(config, location)
+        self._outputs = np.arange(n) if outputs is None else outputs  # the module's output at each column of b
         self._columns = slice(None) if columns is None else columns  # the column of a of each of the module's inputs
         self._inputs = slice(None) if columns is None else np.argsort(columns)
 

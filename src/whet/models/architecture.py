@@ -28,6 +28,8 @@ NORMS = ("rms", "layer")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu")
 MIXERS = ("attention", "conv", "delta", "mamba", "none")
 ROUTERS = ("softmax", "sigmoid")
+SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702
+"""Bound of gates and up projections in "clamped_swiglu", and factor of gates in the sigmoid, as in cpp/kernels."""
 SOFTCAPS = ("attention_softcap", "logits_softcap")
 
 # Far above any model, and low enough that a malicious file cannot cause an unbounded loop or allocation.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,12 +11,21 @@ import numpy as np
 
 from whet.errors import WhetValueError
 from whet.models.adapter_files import read_peft_modules
-from whet.models.architecture import ModelConfig
+from whet.models.architecture import ModelConfig, RowSlice
 from whet.models.families import Family, family_of, model_config, text_options
 from whet.models.formats import FILE_TYPES, Mixture, file_format
-from whet.models.gguf_keys import Keys, architecture_of, as_stored, check_keys, deviation_note, make_keys
+from whet.models.gguf_keys import (
+    Keys,
+    add_predicting,
+    architecture_of,
+    as_stored,
+    check_keys,
+    deviation_note,
+    make_keys,
+)
 from whet.models.gguf_writer import Progress, Tensor, check_destination, read_encoded_metadata, write_gguf
-from whet.models.row_reader import RowReader
+from whet.models.reference import slice_values
+from whet.models.row_reader import RowReader, encode
 from whet.models.slots import (
     LoRA,
     ModelSource,
@@ -33,7 +42,7 @@ from whet.models.slots import (
     untie_adapted,
     with_expert_modules,
 )
-from whet.models.sources.folder import read_config
+from whet.models.sources.folder import open_predicting, read_config
 from whet.models.sources.gguf import predicting_tensors, read_options, rope_vectors
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
 from whet.models.sources.mapped import map_file
@@ -112,6 +121,9 @@ def export_gguf(
     tensors = list(_iter_tensors(rows, stored, family.gguf_modules, mixture))
     if isinstance(model, GGUFFile):
         tensors += [_stored_tensor(*each) for each in predicting_tensors(model, opened.config).items()]
+    elif (predicting := open_predicting(model)) is not None and keys is not None:
+        tensors += _iter_predicting(*predicting, family, mixture, where)
+        keys = add_predicting(keys, opened.config)
     if keys is not None:
         check_keys(keys, tensors, stored, where)
         metadata |= keys.metadata
@@ -215,6 +227,29 @@ def _iter_tensors(
                 return [np.zeros(shape, np.float32)]
 
             yield Tensor(f"{location.names[0]}.{suffix}", format, shape, chunks)
+
+
+def _iter_predicting(
+    source: ModelSource, others: Mapping[str, StoredTensor], family: Family, mixture: Mixture, where: str
+) -> Iterator[Tensor]:
+    """Yield the tensors of a block that predicts one more token, the last layer of ``source``."""
+    stored = as_stored(source.config, family)
+    block = f"blk.{stored.n_layers - 1}."
+    for tensor in _iter_tensors(RowReader(source, where), stored, family.gguf_modules, mixture):
+        if tensor.name.startswith(block):
+            yield tensor
+    for module, (tensor, format, shape) in others.items():
+        name, slot = f"{block}nextn.{module}", f"layers.{stored.n_layers - 1}.{module}"
+        kind = file_format(mixture, stored, WeightLocation((name,), slot, None, 0, shape, ModuleSpec((name,), slot)))
+        offset = family.norm_offset if len(shape) == 1 else 0
+
+        def chunks(
+            tensor: Any = tensor, format: str = format, kind: str = kind, name: str = name, offset: float = offset
+        ) -> Iterable[np.ndarray]:
+            values = np.asarray(slice_values(RowSlice(name, 0, tensor, format)), np.float32) + np.float32(offset)
+            return [encode(values, kind, f"{where}: {name}")]
+
+        yield Tensor(f"{name}.weight", kind, shape, chunks)
 
 
 def _depth(location: WeightLocation, n_layers: int) -> int:

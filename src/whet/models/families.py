@@ -65,7 +65,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.errors import WhetTypeError, WhetValueError, check_integer
-from whet.models.architecture import LARGEST, LARGEST_SIZE, SOFTCAPS, ModelConfig
+from whet.models.architecture import LARGEST, LARGEST_SIZE, SOFTCAPS, SWIGLU_LIMIT, SWIGLU_SLOPE, ModelConfig
 from whet.models.slots import (
     ModuleSpec,
     RowOrder,
@@ -84,11 +84,16 @@ from whet.ops.rope_scaling import rope_frequencies
 
 _DATA: dict[str, Any] = json.loads(Path(__file__).with_name("families.json").read_text("utf-8"))
 _ACTIVATIONS: dict[str, str] = _DATA["activations"]
-_PLAIN: dict[str, list[Any]] = _DATA["plain"]
+_PLAIN: dict[str, list[Any]] = _DATA["plain"] | {
+    "swiglu_alpha": [None, SWIGLU_SLOPE],
+    "swiglu_limit": [None, SWIGLU_LIMIT],
+}
 _NOT_RUN: dict[str, str] = {name: what for what, names in _DATA["not_run"].items() for name in names}
 _TEXT_PARTS: dict[str, Any] = _DATA["text_parts"]
 PREDICTING = "mtp."
 """Prefix of names of tensors that predict further tokens, in any model."""
+PREDICTING_MODULES: dict[str, str] = _DATA["predicting"]
+"""Qwen3.5's modules that predict one more token, except its layer -> GGUF's names, below ``blk.N.nextn``."""
 SKIPPED = rf"(model\.)?({'|'.join(_TEXT_PARTS['skipped'])})(\..+)?"
 """Expression of names of tensors and modules of a vision-language model that are not part of its language model."""
 _FIXES = {"quantization_config": " Load the model in float32, bfloat16 or float16; the engine quantises by weights=."}

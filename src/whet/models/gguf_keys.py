@@ -226,6 +226,14 @@ def _state_sizes(described: ModelConfig) -> dict[str, Any]:
     }
 
 
+def add_predicting(keys: Keys, described: ModelConfig) -> Keys:
+    """Return the options of a file with a block after the layers of the model that predicts one more token."""
+    begin = f"{keys.metadata['general.architecture']}."
+    flags = np.append(keys.metadata[begin + _KEYS["recurrent_layers"]], False)
+    more = {"n_layers": described.n_layers + 1, "n_predicting": 1, "recurrent_layers": flags}
+    return keys._replace(metadata=keys.metadata | {begin + _KEYS[name]: value for name, value in more.items()})
+
+
 def deviation_note(described: ModelConfig, family: Family) -> str:
     """Describe how llama.cpp's result deviates from the model; empty: it does not."""
     table, window = family.gguf or {}, max(described.windows)

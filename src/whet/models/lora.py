@@ -17,7 +17,7 @@ from typing import NamedTuple
 from whet import _core
 from whet.errors import CheckpointError, WhetValueError
 from whet.models.adapter_files import PEFT_PREFIX, adapted_name, describe_special, read_peft_config
-from whet.models.slots import TRANSPOSED_EXPERTS, ModelSource, WeightLocation, is_norm, with_expert_modules
+from whet.models.slots import ModelSource, WeightLocation, is_norm, with_expert_modules
 from whet.models.sources.folder import read_safetensors
 
 ALL_LINEAR = "all-linear"
@@ -180,9 +180,6 @@ def _find(source: ModelSource, name: str, end: str, setting: str, where: str) ->
         raise WhetValueError(
             f"{where}: {setting} names {name!r}, and the model has no such module. {_suggest(source, name)}"
         )
-    for each in found:
-        if each.n_experts > 1 and each.module.transposed:
-            raise WhetValueError(f"{where}: {each.name} {TRANSPOSED_EXPERTS}")
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from whet import _core
-from whet.models.architecture import ModelConfig, RowSlice
+from whet.models.architecture import SWIGLU_LIMIT, SWIGLU_SLOPE, ModelConfig, RowSlice
 from whet.models.formats import TABLE
 from whet.ops.activations import naive_gelu, naive_relu2, naive_silu, naive_softcap, naive_softmax
 from whet.ops.norm import naive_layer_norm, naive_rms_norm
@@ -316,8 +316,8 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 def _mlp(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray) -> np.ndarray:
     gate, up = np.split(_linear(layer, "gate_up", x), 2, axis=-1) if config.gated else (_linear(layer, "up", x), None)
     if up is not None and config.activation == "clamped_swiglu":
-        gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
-        return _linear(layer, "down", gate * _sigmoid(1.702 * gate) * (up + 1))
+        gate, up = np.minimum(gate, SWIGLU_LIMIT), np.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return _linear(layer, "down", gate * _sigmoid(SWIGLU_SLOPE * gate) * (up + 1))
     inner = naive_activation(config.activation, gate)
     return _linear(layer, "down", inner if up is None else inner * up)
 

@@ -404,6 +404,13 @@ def slot_rows(config: ModelConfig, location: WeightLocation) -> np.ndarray:
     return location.first_row + _places(config, location.module.row_order, location.shape[0])
 
 
+def slot_outputs(config: ModelConfig, location: WeightLocation) -> np.ndarray | None:
+    """Return (n,), the row of a module's matrix, or of an expert's, at each of its rows in the slot; None: the same."""
+    if location.module.row_order in (keep_order, split_experts):
+        return None
+    return np.argsort(_places(config, location.module.row_order, location.shape[0])[: location.matrix_shape[0]])
+
+
 def slot_columns(config: ModelConfig, location: WeightLocation) -> np.ndarray | None:
     """Return (k,), the column of the slot of each column of a module's matrix; None: the same columns."""
     if location.module.column_order is keep_order:
@@ -428,12 +435,6 @@ def find_location(targets: Mapping[str, WeightLocation], name: str, where: str) 
     if name not in targets:
         raise WhetValueError(f"{where}: the model has no module {name!r}; it has {', '.join(sorted(targets)[:4])}, ...")
     return targets[name]
-
-
-TRANSPOSED_EXPERTS = (
-    "stores (inputs, outputs), gate and up in turn: adapters of such experts are not supported. Adapt the layers of "
-    "attention."
-)
 
 
 def with_expert_modules(targets: Mapping[str, WeightLocation]) -> dict[str, WeightLocation]:
@@ -461,8 +462,6 @@ def locate_lora(
         WhetValueError: the shapes do not match the module, or its weight is not a matrix.
     """
     n_experts, shape = location.n_experts, location.matrix_shape
-    if n_experts > 1 and location.module.transposed:
-        raise WhetValueError(f"{where}: {location.name} {TRANSPOSED_EXPERTS}")
     if len(shape) != 2 or a.ndim != 2 or b.ndim != 2 or (b.shape[0], a.shape[1]) != shape:
         raise WhetValueError(
             f"{where}: the adapter of {location.name} has shapes {tuple(a.shape)} and {tuple(b.shape)}, expected "
@@ -473,20 +472,15 @@ def locate_lora(
             f"{where}: the adapter of {location.name} has ranks {a.shape[0]} and {b.shape[1]}, expected the same"
             f"{f', a multiple of {n_experts}' if n_experts > 1 else ''}."
         )
-    if n_experts > 1:
-        rank, first = a.shape[0] // n_experts, location.first_row
-        return [
-            LoRA(location.weight, first + e * shape[0], a[e * rank : (e + 1) * rank], b[:, e::n_experts], scaling)
-            for e in range(n_experts)
-        ]
-    if location.module.row_order is not keep_order:
-        rows = b.clone() if hasattr(b, "clone") else b.copy()
-        for first, view in location.module.row_order(config, b):
-            rows[first : first + len(view)] = view
-        b = rows
+    if (outputs := slot_outputs(config, location)) is not None:
+        b = b[outputs]
     if (columns := slot_columns(config, location)) is not None:
         a = a[:, np.argsort(columns)]
-    return [LoRA(location.weight, location.first_row, a, b, scaling)]
+    rank, first = a.shape[0] // n_experts, location.first_row
+    return [
+        LoRA(location.weight, first + e * shape[0], a[e * rank : (e + 1) * rank], b[:, e::n_experts], scaling)
+        for e in range(n_experts)
+    ]
 
 
 def locate_norm(

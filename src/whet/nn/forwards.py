@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from whet.errors import WhetValueError
 from whet.learner.batch import PackedBatch
-from whet.models.slots import TRANSPOSED_EXPERTS
 from whet.models.sources.module_code import ACTIVATION_NAMES, forward_code
 from whet.nn import functions
 from whet.nn.frozen import FrozenExperts, FrozenLinear, expert_parameters, special_adapters
@@ -205,10 +204,11 @@ def _experts(
         adapters[module.parameter_name] = _expert_factors(module)
         module = module.base_layer
     names = expert_parameters(module)
-    dtype, factors = acceleration.dtype, functions.ExpertAdapters(*map(adapters.get, names))
-    activation = _expert_activation(module)
-    if adapters and activation == "clamped_swiglu":
-        raise WhetValueError(f"accelerate: {type(module).__name__} {TRANSPOSED_EXPERTS}")
+    dtype, activation = acceleration.dtype, _expert_activation(module)
+    factors = functions.ExpertAdapters(*map(adapters.get, names))
+    if activation == "clamped_swiglu" and factors.gate_up is not None:
+        a, b = factors.gate_up
+        factors = factors._replace(gate_up=(a, _split_pairs(b)))
     if isinstance(module, FrozenExperts):
         weights = module.weights(dtype)
         return functions.experts(hidden_states, top_k_index, top_k_weights.float(), weights, dtype, factors)

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from whet import _core
 from whet.learner.batch import PackedBatch
+from whet.models.architecture import SWIGLU_LIMIT, SWIGLU_SLOPE
 from whet.nn.scratch import empty
 from whet.ops.linear import gemm
 from whet.ops.rope import apply_rope
@@ -419,8 +420,8 @@ EXPERT_ACTIVATIONS = {"silu": True, "clamped_swiglu": True, "relu2": False}
 
 
 def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    g, u = gate.float().clamp(max=7), up.float().clamp(-7, 7)
-    return (g * torch.sigmoid(1.702 * g) * (u + 1)).to(gate.dtype)
+    g, u = gate.float().clamp(max=SWIGLU_LIMIT), up.float().clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (g * torch.sigmoid(SWIGLU_SLOPE * g) * (u + 1)).to(gate.dtype)
 
 
 class ExpertAdapters(NamedTuple):

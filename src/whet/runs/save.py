@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from whet.errors import MissingExtraError
 from whet.files import disk_full_errors, force_to_disk, replace_text, temporary_next_to
 from whet.memory import MemoryReport
+from whet.models.written_folder import copy_predicting
 from whet.report.run import write_report
 from whet.runs.card import render_run_card
 from whet.system.files import replace
@@ -38,14 +39,19 @@ def system_errors() -> Iterator[None]:
         raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
 
 
-def _save_model(trainer: Trainer, folder: Path) -> None:
-    """Write model and tokenizer via a temporary folder, so that a full disk leaves the existing files intact."""
+def _save_model(trainer: Trainer, folder: Path, base: Path) -> None:
+    """Write model and tokenizer via a temporary folder, so that a full disk leaves the existing files intact.
+
+    ``base``: the model before training, of which blocks that predict further tokens are kept.
+    """
     with (
         disk_full_errors(folder, trainer.policy.saved_bytes()),
         temporary_next_to(folder, "saving", folder=True) as temporary,
     ):
         with system_errors():
             trainer.save_pretrained(temporary)
+        if all((each / "config.json").is_file() for each in (base, temporary)):
+            copy_predicting(base, temporary)
         for file in (path for path in sorted(temporary.rglob("*")) if path.is_file()):
             target = folder / file.relative_to(temporary)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +70,7 @@ def write_results(trainer: Trainer, run: Any, folder: Path, n_rows: int, evaluat
     """Write model, card and report; return a summary."""
     name = type(trainer).__name__
     card = render_run_card(name, run, n_rows, trainer.num_tokens, evaluations)
-    _save_model(trainer, folder / "model")
+    _save_model(trainer, folder / "model", Path(run.model))
     for path in (folder / "README.md", folder / "model" / "README.md"):
         replace_text(path, card)
     summary = f"{name} of {run.model} on {run.trained_on()}, {run.steps:,} steps"

@@ -42,6 +42,7 @@ FORMATS = (
     ToolFormat("<|tool_call_start|>", "<|tool_call_start|>", "<|tool_call_end|>", "python"),  # LFM2
     ToolFormat("<|tool_call>", "<|tool_call>", "<tool_call|>", "braces"),  # Gemma 4
     ToolFormat("<|tool_call|>", "<|tool_call|>", "<|/tool_call|>", "json-list"),  # Phi-4-mini
+    ToolFormat("<TOOLCALL>", "<TOOLCALL>", "</TOOLCALL>", "json-list"),  # Nemotron Nano 2
     ToolFormat("[ARGS]", "[TOOL_CALLS]", "", "named-json"),  # Mistral Small 3.2, Ministral 3
     ToolFormat("[TOOL_CALLS]", "[TOOL_CALLS]", "", "json-list"),  # Mistral
     ToolFormat('"parameters":', "", "", "json", "parameters"),  # Llama 3.1 to 3.3

@@ -8,6 +8,8 @@ pass. Excludes the rows of the dataset and memory of reward functions.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from whet import _core
@@ -132,13 +134,13 @@ def run_memory(
         parts["gradients"] = 4 * n_adapter
         sampling = _sampling(parts, source, config, lengths, adapters, weights, is_packed)
         unused = max(0, available_bytes() - sum(parts.values()))
-        layer = _kept_bytes(model, largest.tokens, size)
-        kept_layers = min(model.n_layers, choose_activation_bytes(activation_bytes, unused) // layer)
+        kept = list(accumulate(reversed(_layer_bytes(model, largest.tokens, size, keeps=True)), initial=0))
+        kept_layers = bisect_right(kept, choose_activation_bytes(activation_bytes, unused)) - 1
         scratch = _delta_scratch_bytes(model, config, lengths, largest.tokens)
         adapts_experts = any(".experts_" in location.weight for location, _ in adapters.factors)
         n_keys = largest.tokens + largest.targets // lengths.completion * lengths.prompt  # of all sequences
         least = _learner_bytes(source, largest, n_keys, size, adapts_experts)
-        update = {"activations": least + scratch + kept_layers * layer}
+        update = {"activations": least + scratch + kept[kept_layers]}
         return RunMemory(parts, update, 0, sampling, kept_layers)
     activations = _activation_bytes(source, config, lengths, 2 if narrow else 4, is_frozen=adapters is not None)
     if adapters is not None:
@@ -219,9 +221,7 @@ def _learner_bytes(source: ModelSource, largest: _Pass, n_keys: int, size: int, 
     least, most = _TILE_ROWS
     tile = min(n, max(least, min(most, _TILE_BYTES // 4 // max(up, wide, expert_up, hidden) // 32 * 32)))
     inputs = model.n_layers * n * hidden * (3 if size == 2 else 4)
-    layer = n * (
-        4 * ((3 if model.post_norm else 2) * hidden + wide + model.n_heads) + _head_size(model, size) * (heads + mixed)
-    )
+    layer = n * 4 * (hidden + wide) + max(_layer_bytes(model, n, size, keeps=False))
     of_mixer = {
         # Sums of the gradients of keys and values are float32, for each sequence that reads them.
         "attention": n * _head_size(model, size) * (heads + q) + 4 * (heads - q) * n_keys,
@@ -282,14 +282,10 @@ def _delta_scratch_bytes(model: ModelConfig, config: TrainerConfig, lengths: Len
     return 4 * _core.num_threads() * (2 * group * keys + n_states * keys * values + block)
 
 
-def _kept_bytes(model: ModelConfig, n: int, size: int) -> int:
-    """Return the bytes of a layer's activations, of n tokens, that cpp/learner keeps for the backward pass."""
-    floats = (2 if model.post_norm else 1) * model.hidden_dim + _widest_mlp(model) * (2 if model.gated else 1)
-    floats += model.n_heads
-    wide, mixed = _mixer_widths(model)
-    if model.mixers or model.qk_norm or model.output_gate:
-        floats += wide
-    return n * (4 * floats + _head_size(model, size) * (_widest_heads(model) + mixed))
+def _layer_bytes(model: ModelConfig, n: int, size: int, keeps: bool) -> list[int]:
+    """Return the bytes of each layer's activations, of n tokens, that a learner keeps, or computes again."""
+    learner = _core.Learner(_core.Weights(vars(model), []), size == 2)
+    return [learner.layer_bytes(i, n, keeps) for i in range(model.n_layers)]
 
 
 def _widest_mlp(model: ModelConfig) -> int:

@@ -20,6 +20,8 @@ from whet.errors import WhetValueError
 from whet.models.adapter_files import is_adapter_folder
 from whet.models.architecture import RowSlice
 from whet.models.families import (
+    PREDICTING,
+    PREDICTING_MODULES,
     Family,
     family_of,
     is_skipped,
@@ -68,7 +70,41 @@ def open_folder(path: str | os.PathLike[str], *, max_position: int | None = None
         raise WhetValueError(f"{where}: the folder does not exist. Models are not downloaded; pass a path.")
     config = read_config(folder, where)
     family = family_of(config, where)
-    tensors = _Tensors(read_entries(folder, where), family, where)
+    return _open(config, family, read_entries(folder, where), max_position, where)
+
+
+def open_predicting(path: str | os.PathLike[str]) -> tuple[ModelSource, dict[str, StoredTensor]] | None:
+    """Open the block of a Qwen3.5 folder that predicts one more token (MTP).
+
+    Returns:
+        The model with the block's layer as its last one, and the block's other tensors by their modules in GGUF. None:
+        there is no block, or one of several layers or of other modules, which GGUF does not have.
+    """
+    folder, where = Path(path), f'open_folder("{path}")'
+    config, entries = read_config(folder, where), read_entries(folder, where)
+    family, described = family_of(config, where), model_config(config, where=where)
+    first = f"{PREDICTING}layers.0."
+    names = {name for name in entries if name.startswith(PREDICTING)}
+    of_layer = {name for name in names if name.startswith(first)}
+    if family.mixer != "delta" or not of_layer or names - of_layer != {f"{name}.weight" for name in PREDICTING_MODULES}:
+        return None
+    prefix = next(m.names[0] for m in family.modules if m.slot == "layers.{i}.norm1").partition("layers.{i}")[0]
+    if not any(name.startswith(family.prefix) for name in entries):  # a checkpoint without the head
+        prefix = prefix.removeprefix(family.prefix)
+    kinds = ["linear_attention" if mixer == "delta" else "full_attention" for mixer in described.mixers]
+    more = {"num_hidden_layers": described.n_layers + 1, "layer_types": [*kinds, "full_attention"]}
+    nested = {"text_config": {**config["text_config"], **more}} if text_options(config) is not config else more
+    layers = {f"{prefix}layers.{described.n_layers}.{name.removeprefix(first)}": entries[name] for name in of_layer}
+    layers |= {name: entry for name, entry in entries.items() if not is_skipped(name)}
+    found = _Tensors(entries, family, where)
+    tensors = {ours: found.get([name], "weight") for name, ours in PREDICTING_MODULES.items()}
+    return _open({**config, **nested}, family, layers, None, where), tensors
+
+
+def _open(
+    config: dict[str, Any], family: Family, entries: Mapping[str, Entry], max_position: int | None, where: str
+) -> ModelSource:
+    tensors = _Tensors(entries, family, where)
     described = model_config(config, max_position=max_position, where=where, tied_head=tensors.tied_head(config))
 
     modules = find_stored(described, family.modules, family.file_modules, tensors.has)
