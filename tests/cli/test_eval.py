@@ -324,7 +324,7 @@ def length(completions):
 """
 
 
-def test_episodes_of_an_environment(run, tasks, tiny_model, tmp_path, monkeypatch):
+def test_episodes_of_an_environment(run, tasks, tiny_model, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "160")
     (tmp_path / "game.py").write_text(GAME)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"n": i}) + "\n" for i in range(4)))
@@ -341,6 +341,9 @@ def test_episodes_of_an_environment(run, tasks, tiny_model, tmp_path, monkeypatc
     with_reward = ["--reward", f"{tmp_path / 'game.py'}:length"]
     out, _ = run(tiny_model, *data, *env, *limit, *with_reward)
     assert "6.500 (6.500 to 6.500)" in out  # and the messages: three turns and two answers
+    assert main(["eval", *map(str, [tiny_model, *env, *limit, "--size=3", "--success=1.5"])]) == 0
+    out = capsys.readouterr().out
+    assert "game.py:Game: 3 items" in out and "100.0%" in out and "1.500 (1.500 to 1.500)" in out
     out, _ = run(tiny_model, tiny_model, "--weights=bf16", "--weights=q8_0", "--task", tasks("Letters"), *env, *limit)
     assert "letters: 12 items" in out and "difference" in out and "sign test" in out
 
