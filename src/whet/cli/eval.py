@@ -148,7 +148,8 @@ class EvalConfig(TextConfig, EngineSettings, EpisodeSettings):
         return bool(self.env or self.tools)
 
     def unused_if_greedy(self) -> list[str]:
-        return [*super().unused_if_greedy(), "n"]
+        unused = [*super().unused_if_greedy(), "n"]
+        return [name for name in unused if name != "seed" or not self.env]  # an environment draws its episodes from it
 
 
 @dataclasses.dataclass(frozen=True)
