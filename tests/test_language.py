@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 GLOBS = (
-    *("src/whet/**/*.py", "src/whet/**/*.pyi", "benchmarks/**/*.py", "tests/**/*.py", "tools/**/*.py", "examples/*"),
+    *("src/whet/**/*.py", "src/whet/**/*.pyi", "benchmarks/**/*.py", "tests/**/*.py", "tools/**/*.py"),
+    *("examples/*", "examples/**/*.py"),
     *("cpp/**/*.h", "cpp/**/*.cpp", "cpp/**/*.def", "web/src/**/*.ts", "web/test/**/*.ts", "web/test/**/*.mjs"),
     *(
         "web/test/**/*.py",

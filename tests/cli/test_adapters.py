@@ -20,6 +20,7 @@ from whet.config.toml import read_toml
 from whet.models.base_record import read_record
 from whet.models.packed_base import pack_base
 from whet.models.sources.pretrained import open_pretrained
+from whet.models.tokenizers import load_tokenizer
 from whet.nn.frozen import base_of
 from whet.runs.models import load_model
 
@@ -296,6 +297,19 @@ def test_other_commands_load_adapters_with_their_base(files, tiny_model, q8_gguf
     config = run / "model" / "adapter_config.json"
     config.write_text(config.read_text().replace(str(q8_gguf), "/nowhere/model.gguf"))
     assert_mentions(error_of("generate", run, *prompt), "adapters of '/nowhere/model.gguf'", "--adapter")
+
+
+def test_chat_template_saved_with_adapters_is_used(files, q8_gguf, tmp_path):
+    file = tmp_path / "template.jinja"
+    file.write_text("{% for message in messages %}[{{ message.role }}]{{ message.content }}<eos>{% endfor %}")
+    settings = {"steps": 1, "model": q8_gguf}
+    assert main(["train", "sft", *files("run", chat_template=file, lora_rank=2, **settings)]) == 0
+    first = files.folder / "run" / "model"
+    assert main(["train", "sft", *files("next", adapter=first, **settings)]) == 0
+    second, exported = files.folder / "next" / "model", tmp_path / "exported.gguf"
+    assert load_tokenizer(str(second)).chat_template == file.read_text() != load_tokenizer(str(q8_gguf)).chat_template
+    assert main(["export", str(second), str(exported)]) == 0
+    assert load_tokenizer(str(exported)).chat_template == file.read_text()
 
 
 def test_adapters_of_a_float_base_run_on_any_format(files, tiny_model, q8_gguf, capsys):

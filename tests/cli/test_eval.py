@@ -306,10 +306,11 @@ from whet.tasks.environment import Step
 
 class Game:
     def reset(self, row, seed):
+        self.seed = seed
         return row.get("prompt") or "begin"
 
     def step(self, message):
-        return Step("on", reward=0.5)
+        return Step(f"on {self.seed}", reward=0.5)
 
 def add(a: int) -> int:
     \"\"\"Add one.
@@ -324,7 +325,7 @@ def length(completions):
 """
 
 
-def test_episodes_of_an_environment(run, tasks, tiny_model, tmp_path, monkeypatch):
+def test_episodes_of_an_environment(run, tasks, tiny_model, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "160")
     (tmp_path / "game.py").write_text(GAME)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"n": i}) + "\n" for i in range(4)))
@@ -341,6 +342,13 @@ def test_episodes_of_an_environment(run, tasks, tiny_model, tmp_path, monkeypatc
     with_reward = ["--reward", f"{tmp_path / 'game.py'}:length"]
     out, _ = run(tiny_model, *data, *env, *limit, *with_reward)
     assert "6.500 (6.500 to 6.500)" in out  # and the messages: three turns and two answers
+    games = [tiny_model, *env, *limit, "--size=3", "--success=1.5", "--temperature=0", "--records"]
+    assert main(["eval", *map(str, [*games, "--seed=1", "--out", tmp_path / "one.json"])]) == 0
+    assert main(["eval", *map(str, [*games, "--seed=2", "--out", tmp_path / "other.json"])]) == 0
+    one, other = (json.loads((tmp_path / name).read_text())["models"] for name in ("one.json", "other.json"))
+    assert one[0]["tasks"][0]["records"] != other[0]["tasks"][0]["records"]  # a seed determines the episodes
+    out = capsys.readouterr().out
+    assert "game.py:Game: 3 items" in out and "100.0%" in out and "1.500 (1.500 to 1.500)" in out
     out, _ = run(tiny_model, tiny_model, "--weights=bf16", "--weights=q8_0", "--task", tasks("Letters"), *env, *limit)
     assert "letters: 12 items" in out and "difference" in out and "sign test" in out
 

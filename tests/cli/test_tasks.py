@@ -2,11 +2,13 @@
 
 import importlib.metadata
 import json
+import runpy
 import signal
 import subprocess
 from pathlib import Path
 
 import pytest
+from tests.cli.conftest import write_tiny_model
 from tests.processes import WHET
 from tests.raising import assert_mentions
 
@@ -55,6 +57,28 @@ def test_example_runs(config, tmp_path, tiny_model, capsys):
         open_tasks([table]).names for table in tables
     ]
     assert [row["step"] for row in metrics_of(tmp_path / "run") if "eval/mean_reward" in row] == [0, 2]
+
+
+@gym
+def test_example_of_a_calculator(tmp_path, monkeypatch, capsys):
+    model, example = write_tiny_model(tmp_path / "model", max_position=2048), ROOT / "examples" / "calculator"
+    for file in (model / "tokenizer.json", model / "tokenizer_config.json"):
+        file.write_text(file.read_text().replace("<eos>", "<|im_end|>"))
+    monkeypatch.syspath_prepend(example)
+    runpy.run_path(str(example / "rows.py"), run_name="__main__")
+    (tmp_path / "calls.jsonl").write_text(capsys.readouterr().out)
+    rows = read_rows(tmp_path / "calls.jsonl")
+    assert len(rows) == 200 and all(row["messages"][-1] == {**row["messages"][-2], "role": "assistant"} for row in rows)
+    sft, grpo = tmp_path / "sft", tmp_path / "grpo"
+    tiny = ["--model", str(model), "--steps", "1", "--batch-size", "1"]
+    data = ["--data", str(tmp_path / "calls.jsonl"), "--output-dir", str(sft)]
+    assert main(["train", "sft", str(example / "sft.toml"), *tiny, *data]) == 0
+    run = ["--adapter", str(sft / "model"), "--output-dir", str(grpo)]
+    run += ["--max-new-tokens", "4", "--group-size", "2"]
+    assert main(["train", "grpo", str(example / "grpo.toml"), *tiny, *run]) == 0
+    assert metrics_of(grpo)[-1]["episodes/ended_by_error"] == 0
+    task = ["--task", "reasoning_gym:chain_sum", "--size", "2", "--max-new-tokens", "4"]
+    assert main(["eval", str(grpo / "model"), "--tools", f"{example / 'calculator.py'}:calculate", *task]) == 0
 
 
 def test_example_task():

@@ -142,6 +142,20 @@ def test_limits_end_episodes(engine: Engine, tokenizer: Any) -> None:
         assert episode.end in ("context", "turns") and len(episode.prompt_ids) + len(episode.token_ids) < 160
 
 
+def test_a_turn_that_a_stop_string_ends_gets_its_stop_token(engine: Engine, tokenizer: Any) -> None:
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    sampling = SamplingParams(max_new_tokens=60, stop_token_ids=(EOS,), stop=tuple(letters), seed=5)
+    episodes = player(tokenizer).play(engine, ROWS[:1], 4, sampling)
+    turns = [message["content"] for episode in episodes for message in episode.messages if message["role"] != "user"]
+    assert not any(letter in turn for turn in turns for letter in letters)
+    n_stopped = 0
+    for episode in episodes:
+        ends = [i for i in range(1, len(episode.sampled)) if episode.sampled[i - 1] and not episode.sampled[i]]
+        n_stopped += sum(tokenizer.decode(episode.token_ids[i - 1 : i]) in letters for i in ends)
+        assert len(ends) == 3 and all(episode.token_ids[i] == EOS for i in ends if episode.token_ids[i - 1] != EOS)
+    assert n_stopped > 5
+
+
 def test_a_failed_environment_has_no_reward(engine: Engine, tokenizer: Any) -> None:
     good, bad, other = player(tokenizer, Failing).play(engine, ROWS, 1, SAMPLING)
     assert bad.end == "error" and bad.reward is None and len(bad.rewards) == 1

@@ -87,7 +87,8 @@ def main(argv: Sequence[str]) -> int:
     functions = prepare(load_tools(options.tools), unsafe_local=options.unsafe_local)
     path, adapter_path = resolve_adapter(options.model, options.adapter, _WHERE)
     model = find_model(path, _WHERE)
-    tokenizer = load_chat_tokenizer(options.tokenizer or model, _WHERE, options.chat_template)
+    own = "" if options.tokenizer else adapter_path
+    tokenizer = load_chat_tokenizer(options.tokenizer or model, _WHERE, options.chat_template, own)
     context = options.context or None
     with contextlib.ExitStack() as stack:
         tools = stack.enter_context(ToolProcess(functions, EpisodeSettings())) if functions else None

@@ -31,6 +31,7 @@ from whet.config.sampling import SamplingParams
 from whet.engine import Engine
 from whet.errors import WhetValueError
 from whet.evaluation import (
+    EmptyRows,
     EpisodesResult,
     Estimate,
     RewardedRows,
@@ -85,7 +86,8 @@ class EvalConfig(TextConfig, EngineSettings, EpisodeSettings):
     """Functions that score completions of --data: file.py:function or package.module:function. They get an episode's
     messages."""
     env: PathText = ""
-    """An environment that answers the model's turns and rewards them: file.py:Class or package.module:Class."""
+    """An environment that answers the model's turns and rewards them: file.py:Class or package.module:Class, also in
+    TRL's form, or a game, gem:ID or textarena:ID. Without a task or data its rows are empty."""
     tools: UseAppendAction[Paths] = dataclasses.field(default_factory=list)
     """Functions that the model calls: file.py:function,other or package.module:function."""
     success: float = FULL_SCORE
@@ -94,7 +96,8 @@ class EvalConfig(TextConfig, EngineSettings, EpisodeSettings):
     """Let programs of the model run without a sandbox, as this user, if tools or reward functions run programs
     (whet.tasks.code)."""
     size: int | None = None
-    """Number of items per task, or of rows; None: the task's size option or 500, and all rows of --data."""
+    """Number of items per task, of rows, or of episodes without them; None: the task's size option or 500, and all rows
+    of --data."""
     n: Annotated[Positive, tyro.conf.arg(aliases=["-n"])] = 1
     """Number of completions per item."""
     temperature: float | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -145,7 +148,8 @@ class EvalConfig(TextConfig, EngineSettings, EpisodeSettings):
         return bool(self.env or self.tools)
 
     def unused_if_greedy(self) -> list[str]:
-        return [*super().unused_if_greedy(), "n"]
+        unused = [*super().unused_if_greedy(), "n"]
+        return [name for name in unused if name != "seed" or not self.env]  # an environment draws its episodes from it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,8 +199,10 @@ def _check_options(options: EvalConfig) -> list[Side]:
     """Return the models if the options are consistent. Loads nothing."""
     if len(options.models) not in (1, 2):
         raise WhetValueError(f"{_WHERE}: expected one model, or two to compare, not {len(options.models)}.")
-    if bool(options.task) == bool(options.data):
-        raise WhetValueError(f"{_WHERE}: expected one of --task (such as reasoning_gym:chain_sum) and --data (a file).")
+    if bool(options.task) == bool(options.data) and (options.task or not options.env):
+        raise WhetValueError(
+            f"{_WHERE}: expected one of --task (such as reasoning_gym:chain_sum) and --data (a file), or --env."
+        )
     if bool(options.data) != bool(options.reward) and not (options.env and options.data):
         raise WhetValueError(f"{_WHERE}: --data and --reward go together: rows, and functions that score them.")
     if options.env and options.tools:
@@ -254,6 +260,8 @@ def _open_tasks(options: EvalConfig) -> list[tuple[Task, list[Any]]]:
     if options.data:
         functions = prepare(map(load_function, options.reward), unsafe_local=options.unsafe_local)
         tasks = [RewardedRows(options.data, functions, options.columns, is_played=bool(options.env))]
+    if not options.data and not options.task:
+        tasks = [EmptyRows(options.env, options.size or _SIZE)]
     return [(task, list(task.rows[: options.size])) for task in tasks]
 
 
@@ -268,7 +276,8 @@ def _evaluate(
     tasks: Sequence[tuple[Task, list[Any]]],
 ) -> list[TaskResult]:
     """Load a model, here or in workers, and return its results on all tasks."""
-    tokenizer = load_chat_tokenizer(options.tokenizer or model, _WHERE, options.chat_template)
+    own = "" if options.tokenizer else side.adapter
+    tokenizer = load_chat_tokenizer(options.tokenizer or model, _WHERE, options.chat_template, own)
     if options.plays_episodes():
         return _play(options, side, label, model, tokenizer, tasks)
     every = [read_items(task, tokenizer, rows=rows, raw=options.raw, where=_WHERE) for task, rows in tasks]

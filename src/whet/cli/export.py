@@ -32,7 +32,7 @@ from whet.models.sources.pretrained import open_pretrained, read_model_config
 from whet.models.tokenizers import read_tokenizer
 from whet.runs.card import render_file_card
 from whet.text.checkpoint_model import resolve_adapter
-from whet.text.model import find_model, read_template
+from whet.text.model import choose_template, find_model
 
 _TOLERANCES = {"f32": 0.01, "f16": 0.3, "bf16": 0.3, "q8_0": 0.5}
 """Tolerated relative error of log-probs by file type; fewer bits: 1, above which the file is unrelated to the model."""
@@ -57,7 +57,7 @@ class ExportConfig:
     pre: str = ""
     """llama.cpp's name of the pre-tokenizer; empty: the one that matches tokenizer.json."""
     chat_template: PathText = ""
-    """A file with a Jinja chat template; empty: the tokenizer's."""
+    """A file with a Jinja chat template; empty: the one saved with the adapters, or else the tokenizer's."""
     card: bool = False
     """Write a model card, README.md, next to the file."""
     modelfile: bool = False
@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{output}: {describe(exported)}; adapters for {model}")
         _write_companions(options, model, adapter, source, exported)
         return 0
-    template = read_template(options.chat_template, where) if options.chat_template else None
+    template = choose_template(options.chat_template, "" if options.tokenizer else adapter, where)
     compared = source._replace(adapters=tuple(adapters))
     if source.base is None:  # without the bound that files lack, see Exported.note
         compared = compared._replace(config=dataclasses.replace(source.config, delta_step_min=0.0))

@@ -63,7 +63,8 @@ def main(argv: Sequence[str]) -> int:
     options.check()
     path, adapter_path = resolve_adapter(options.model, options.adapter, _WHERE)
     model = find_model(path, _WHERE)
-    tokenizer = load_chat_tokenizer(options.tokenizer or model, _WHERE, options.chat_template)
+    own = "" if options.tokenizer else adapter_path
+    tokenizer = load_chat_tokenizer(options.tokenizer or model, _WHERE, options.chat_template, own)
     prompt = options.prompt
     if tokenizer.chat_template and not options.raw:
         prompt = [{"role": "user", "content": options.prompt}]

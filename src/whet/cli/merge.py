@@ -86,7 +86,8 @@ def write_folder(model: str, adapter: str, output: str, dtype: FolderDtype, over
     if adapter:
         import_peft()
     module: Any
-    module, tokenizer = load_model(model, "float32", notify=functools.partial(print, file=sys.stderr))
+    notify = functools.partial(print, file=sys.stderr)
+    module, tokenizer = load_model(model, "float32", notify=notify, adapter=adapter)
     module = module.cpu()
     original = original_position(module.config.to_dict(), where)
     comparison = Comparison(source.config, tokenizer, original, where)

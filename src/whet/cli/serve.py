@@ -65,7 +65,7 @@ class ServeConfig(EngineSettings):
     tokenizer: PathText = ""
     """A folder or .gguf file with the tokenizer; empty: the model's."""
     chat_template: PathText = ""
-    """A file with a Jinja chat template; empty: the tokenizer's."""
+    """A file with a Jinja chat template; empty: the one saved with the adapters, or else the tokenizer's."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0: all."""
     port: int = 8000

@@ -23,7 +23,7 @@ class TextConfig(SamplingSettings):
     tokenizer: PathText = ""
     """A folder or .gguf file with the tokenizer; empty: the model's."""
     chat_template: PathText = ""
-    """A file with a Jinja chat template; empty: the tokenizer's."""
+    """A file with a Jinja chat template; empty: the one saved with the adapters, or else the tokenizer's."""
 
     def sampling(self, stop_token_ids: Sequence[int] = ()) -> SamplingParams:
         """Return the sampling settings for an engine, with the model's stop tokens.

@@ -67,7 +67,7 @@ class WhetLM(TemplateLM):
         super().__init__()
         path, adapter = resolve_adapter(pretrained, "", _WHERE)
         self.model = find_model(path, _WHERE)
-        self.tokenizer = load_chat_tokenizer(self.model, _WHERE)
+        self.tokenizer = load_chat_tokenizer(self.model, _WHERE, adapter=adapter)
         self.engine = load_engine(self.model, weights, max_length, _WHERE, adapter)
         self.engine.tokenizer = self.tokenizer
         self._adapter = self.engine.add_adapter(adapter) if adapter else None

@@ -1,4 +1,4 @@
-"""Rows of a file with reward functions, as a task."""
+"""Rows of a file with reward functions, or empty rows for an environment, as a task."""
 
 from __future__ import annotations
 
@@ -58,6 +58,24 @@ class RewardedRows:
             return 0.0
         columns = {name: [value] for name, value in row.items() if name != "prompt"}
         scored = self._functions(
-            prompts=[row["prompt"]], completions=[completion], completion_ids=[()], columns=columns
+            prompts=[row.get("prompt")], completions=[completion], completion_ids=[()], columns=columns
         )
         return float(scored.rewards[0])
+
+
+class EmptyRows:
+    """A task of empty rows, for an environment that begins episodes by their seeds and rewards their turns.
+
+    Args:
+        name: of the environment.
+        size: number of episodes.
+    """
+
+    system_prompt = ""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name, self.rows = name, [dict[str, Any]()] * size
+
+    def score(self, completion: Any, row: Mapping[str, Any]) -> float:
+        """Return 0, the score next to the turns' rewards."""
+        return 0.0

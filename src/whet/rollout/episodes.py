@@ -133,7 +133,6 @@ class Episode:
         if completion.experts is not None:
             self.experts = completion.experts
         self.policy_version = completion.policy_version
-        self.is_turn_ended = completion.finish_reason == "stop"
 
     def add_read(self, ids: Sequence[int]) -> None:
         """Append tokens that the model reads."""
@@ -391,9 +390,11 @@ class Player:
         """Add a turn; return its message, which the environment answers, or None: the episode has ended."""
         before = [*episode.prompt_ids, *episode.token_ids]
         episode.add_turn(completion)
-        message = self._replies.message(completion.token_ids, before, episode.tools)
+        # After a stop string the turn still lacks its stop token.
+        episode.is_turn_ended = any(i in sampling.stop_token_ids for i in completion.token_ids[-1:])
+        message = self._replies.message(completion.token_ids, before, episode.tools, sampling.stop)
         episode.messages.append(message)
-        if not episode.is_turn_ended and episode.n_sampled >= sampling.max_new_tokens:
+        if completion.finish_reason == "length" and episode.n_sampled >= sampling.max_new_tokens:
             episode.end = "length"
             return None
         return message

@@ -32,11 +32,16 @@ from whet.nn.frozen import base_of, expert_parameters, frozen_model
 from whet.nn.modules import auto_class, towers
 from whet.runs.resume import Notify
 from whet.runs.settings import RunConfig
-from whet.text.model import load_transformers_tokenizer, read_template
+from whet.text.model import choose_template, load_transformers_tokenizer
 
 
 def load_model(
-    name: str, dtype: str, base: str = "none", chat_template: str = "", notify: Notify = lambda text: None
+    name: str,
+    dtype: str,
+    base: str = "none",
+    chat_template: str = "",
+    notify: Notify = lambda text: None,
+    adapter: str = "",
 ) -> tuple[nn.Module, Any]:
     """Load the causal model of a folder, .gguf file or hub name, onto the GPU if there is one, and its tokenizer.
 
@@ -47,14 +52,15 @@ def load_model(
         name: a folder that ``save_pretrained`` wrote, a .gguf file, or a name on the hub.
         dtype: dtype of the weights; "auto": as stored, or float32 for a GGUF file.
         base: format of weights packed on the CPU, instead of dtype; "own": the file's format; "none": float weights.
-        chat_template: a file with a chat template; empty: the tokenizer's.
+        chat_template: see ``choose_template``.
         notify: called with a line of text on a name on the hub, and on the size of dequantised weights.
+        adapter: a folder of adapters that the caller adds, see ``choose_template``.
 
     Raises:
         WhetValueError: the model does not exist, or it, its tokenizer or the template cannot be read.
         MissingExtraError: the folder contains adapters, and peft is not installed.
     """
-    template = read_template(chat_template, "load_model") if chat_template else None
+    template = choose_template(chat_template, adapter, "load_model")
     if ":" in name:  # a .gguf file on the hub, which transformers does not find
         name = find_on_hub(name, "load_model", notify)
     transformers.logging.set_verbosity_error()

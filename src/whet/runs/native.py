@@ -47,7 +47,7 @@ def _find_obstacle(run: Any, plan: Plan) -> str:
 def load_learner(run: Any, plan: Plan, where: str) -> tuple[Learner, Any]:
     """Return the learner of a run, and its tokenizer."""
     model, source = find_model(run.model, where), cast(ModelSource, plan.source)
-    tokenizer = load_chat_tokenizer(model, where, run.chat_template)
+    tokenizer = load_chat_tokenizer(model, where, run.chat_template, run.adapter)
     options: dict[str, Any] = {"compute": run.compute, "seed": run.seed % 2**64}
     options["activation_bytes"] = run.activation_bytes
     if run.adapter:

@@ -79,7 +79,8 @@ class RunConfig:
     modules_to_save: list[str] = field(default_factory=list)
     """Names of modules that are fully trained, and saved with the adapters."""
     chat_template: PathText = ""
-    """A file with a Jinja chat template, which is saved with the model; empty: the tokenizer's."""
+    """A file with a Jinja chat template, which is saved with the model; empty: the one saved with adapter, or else the
+    tokenizer's."""
     adapter: PathText = ""
     """A folder of adapters that PEFT or whet train saved, to train further; determines rank, alpha and layers."""
     base: Base = "auto"

@@ -209,7 +209,7 @@ def _load_modules(
     from whet.runs.models import add_adapters, describe_size, load_model
 
     base = run.base if run.has_adapters() else "none"
-    model, tokenizer = load_model(run.model, run.dtype, base, run.chat_template, notify)
+    model, tokenizer = load_model(run.model, run.dtype, base, run.chat_template, notify, run.adapter)
     _check_tasks(run, position_limit(model), tokenizer, (rows, held_out), where)
     parameters, packed, predicted = list(model.parameters()), base_of(model), None
     if all(str(parameter.dtype) == "torch.float32" for parameter in parameters):

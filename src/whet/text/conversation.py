@@ -273,7 +273,7 @@ class Conversation:
         reply: Message = {"role": "assistant", "content": text}
         if self._tools:
             sampled = [token_id for token_id in reply_ids if token_id not in turn.sampling.stop_token_ids]
-            reply = self._format.message(sampled, prompt.ids, self._tools)
+            reply = self._format.message(sampled, prompt.ids, self._tools, turn.sampling.stop)
         if turn.finish_reason == "stop" or self._answer(reply).strip() or tool_calls(reply):
             self._history = _History((*prompt.messages, reply), prompt, tuple(reply_ids))
             turn.is_kept, turn.message = True, reply

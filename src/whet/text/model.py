@@ -20,6 +20,7 @@ from whet.models.sizes import STATES, cache_bytes
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
 from whet.models.sources.pretrained import open_pretrained
 from whet.models.stop_tokens import read_stop_ids
+from whet.models.tokenizers.folder import read_settings, read_templates
 
 _KV_BYTES = 1 << 30
 """KV cache of an engine, unless a single sequence needs more."""
@@ -87,21 +88,25 @@ def longest_sequence(engine: Engine) -> int:
     return min(engine.config.max_position, n_pages * PAGE_TOKENS)
 
 
-def load_chat_tokenizer(model: str | GGUFFile, where: str, chat_template: str = "") -> Any:
-    """Load the tokenizer of a folder or GGUF file; ``chat_template`` is a file whose template replaces the tokenizer's.
+def load_chat_tokenizer(model: str | GGUFFile, where: str, chat_template: str = "", adapter: str = "") -> Any:
+    """Load the tokenizer of a folder or GGUF file.
+
+    Args:
+        chat_template: see ``choose_template``.
+        adapter: see ``choose_template``.
 
     Raises:
         WhetValueError: tokenizer or template do not exist or cannot be read.
         MissingExtraError: the model is a folder, and transformers is not installed.
     """
-    template = read_template(chat_template, where) if chat_template else None
+    template = choose_template(chat_template, adapter, where)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         tokenizer = tokenizers.load_tokenizer(model, where)
     except WhetValueError as error:
         raise WhetValueError(f"{error} Or pass another --tokenizer.") from error
-    if template is not None:
+    if template is not None and template != tokenizer.chat_template:
         tokenizer.chat_template, tokenizer.response_template = template, None
     return tokenizer
 
@@ -113,6 +118,25 @@ def load_transformers_tokenizer(source: str) -> Any:
     if Path(source).is_file():
         return tokenizers.read_tokenizer(read_gguf(Path(source), "load_transformers_tokenizer")).to_transformers()
     return AutoTokenizer.from_pretrained(source)
+
+
+def choose_template(chat_template: str, adapter: str, where: str) -> str | None:
+    """Return the chat template that replaces the tokenizer's; None: the tokenizer's stays.
+
+    Args:
+        chat_template: a file with the template; empty: none.
+        adapter: a folder of adapters, whose template is chosen without a file if one was saved with them, since they
+            were trained with it; empty: none.
+
+    Raises:
+        WhetValueError: a file cannot be read.
+    """
+    if chat_template:
+        return read_template(chat_template, where)
+    if not adapter:
+        return None
+    named = read_templates(Path(adapter), read_settings(Path(adapter), where), where)
+    return named["default"] if [*named] == ["default"] else None
 
 
 def read_template(path: str, where: str) -> str:

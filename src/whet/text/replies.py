@@ -123,7 +123,11 @@ class ReplyFormat:
         return MarkedParser(is_open, tags, self.calls if tools else None, tools, with_errors)
 
     def message(
-        self, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        token_ids: Sequence[int],
+        prompt_ids: Sequence[int],
+        tools: Sequence[Mapping[str, Any]] = (),
+        stop: Sequence[str] = (),
     ) -> dict[str, Any]:
         """Return a reply as a message: ``content``, and if it has them ``reasoning_content`` and ``tool_calls``.
 
@@ -134,6 +138,7 @@ class ReplyFormat:
             token_ids: of the reply; a stop token has no text.
             prompt_ids: see ``parser``.
             tools: see ``parser``.
+            stop: strings that end a reply: the message has the text before the first.
         """
         shown = self.shown_tokens(bool(tools))
         runs = itertools.groupby(token_ids, lambda token_id: token_id in shown)
@@ -143,6 +148,8 @@ class ReplyFormat:
             else self._tokenizer.decode(list(run), skip_special_tokens=True)
             for is_shown, run in runs
         )
+        ends = [(at + len(string), at) for string in stop if (at := text.find(string)) >= 0]
+        text = text[: min(ends)[1]] if ends else text
         return as_message(self.parser(prompt_ids, tools, with_errors=True).add(text, is_last=True))
 
 

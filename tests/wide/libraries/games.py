@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from tests.raising import assert_raises
 from tests.rollout.test_episodes import TEMPLATE
 
 from whet.algorithms import GRPO
+from whet.cli import main
+from whet.data.sources import read_rows
 from whet.errors import WhetValueError
 from whet.models.tokenizers import load_tokenizer
 from whet.rewards.processes import Guard
@@ -105,6 +108,24 @@ def test_a_step_trains_on_a_game(spec: str, tmp_path: Path) -> None:
     metrics = GRPO(model_of(folder), **SETTINGS | own | {"regex": r"[0-9]{2} \[[0-9]\]"}).train_step([{}, {}])
     assert metrics["sampler/logprob_difference"] < 1e-4 and metrics["episodes/ended_by_error"] == 0
     assert metrics["episodes/mean_turns"] > 1 or spec.startswith("gem")
+
+
+def test_the_example_of_a_game(tmp_path: Path, capsys: Any) -> None:
+    example, model = ROOT / "examples" / "guess", write_tiny_model(tmp_path / "model", TEMPLATE, max_position=2048)
+    runpy.run_path(str(example / "moves.py"), run_name="__main__")
+    (tmp_path / "moves.jsonl").write_text(capsys.readouterr().out)
+    games = read_rows(tmp_path / "moves.jsonl")
+    assert len(games) == 200 and {len(game["messages"]) for game in games} == {2, 4, 6, 8}
+    tiny = [f"--model={model}", "--steps=1", "--batch-size=1"]
+    sft = [f"--data={tmp_path / 'moves.jsonl'}", f"--output-dir={tmp_path / 'sft'}"]
+    assert main(["train", "sft", str(example / "sft.toml"), *tiny, *sft]) == 0
+    grpo = [f"--adapter={tmp_path / 'sft' / 'model'}", f"--output-dir={tmp_path / 'grpo'}", "--group-size=2"]
+    assert main(["train", "grpo", str(example / "grpo.toml"), *tiny, *grpo]) == 0
+    players = runpy.run_path(str(example / "players.py"))
+    make, rules = load_environment("gem:game:GuessTheNumber-v0-easy"), ("at_random", "by_last_hint", "by_all_hints")
+    won = [sum(players["wins"](make, players[rule], seed) for seed in range(1000)) / 1000 for rule in rules]
+    assert won == pytest.approx([0.344, 0.580, 0.762], abs=0.06)  # exact by enumeration
+    assert main(["eval", str(tmp_path / "grpo" / "model"), "--env=gem:game:GuessTheNumber-v0-easy", "--size=2"]) == 0
 
 
 def test_a_run_records_the_version_of_the_library(tmp_path: Path) -> None:
