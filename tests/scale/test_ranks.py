@@ -63,7 +63,8 @@ def assert_close_runs(one: dict[str, Any], several: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize(
-    "name", ["sft", "dpo", "cpo", "simpo", "orpo", "online-dpo", "kl, two updates", "correction", "packed", *LOSS_TYPES]
+    "name",
+    ["sft", "dpo", "cpo", "simpo", "orpo", "kto", "online-dpo", "kl, two updates", "correction", "packed", *LOSS_TYPES],
 )
 def test_gradients_and_metrics_of_every_loss_equal_one_process(results, name, n):
     assert_close_runs(results[1][0]["losses"][name], results[n][0]["losses"][name])

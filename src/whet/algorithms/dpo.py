@@ -19,7 +19,7 @@ import numpy as np
 
 from whet.algorithms.offline_pairs import OfflinePairs
 from whet.algorithms.pairs import Pairs, preference_loss, reference_sums
-from whet.config.settings import DPOConfig
+from whet.config.preferences import DPOConfig
 from whet.data.batches import is_batch, is_sequence, row_reader
 from whet.errors import WhetTypeError, WhetValueError, is_number
 from whet.losses.closed_form import Loss

@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from whet.config.settings import PreferenceConfig
+from whet.config.preferences import PreferenceConfig
 from whet.errors import WhetValueError
 from whet.losses.closed_form import Loss
 from whet.losses.dpo import dpo_loss

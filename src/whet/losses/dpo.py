@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from whet.config.settings import DPOLossType, check_dpo_options
+from whet.config.preferences import DPOLossType, check_dpo_options
 from whet.errors import WhetValueError
 from whet.losses.closed_form import Loss, accepts_tensors
 from whet.losses.terms import check_float_array, check_shapes, denominator

@@ -21,16 +21,8 @@ from whet.config.fields import (
     check_range,
     reject_ineffective,
 )
-from whet.config.settings import (
-    BestOfNConfig,
-    CPOConfig,
-    DPOConfig,
-    GRPOConfig,
-    OnlineDPOConfig,
-    ORPOConfig,
-    SFTConfig,
-    SimPOConfig,
-)
+from whet.config.preferences import CPOConfig, DPOConfig, KTOConfig, OnlineDPOConfig, ORPOConfig, SimPOConfig
+from whet.config.settings import BestOfNConfig, GRPOConfig, SFTConfig
 from whet.errors import WhetValueError, check_installed
 from whet.files import FolderLock
 from whet.models.formats import Weights
@@ -260,6 +252,11 @@ class CPORun(CPOConfig, RunConfig):
 @dataclass(kw_only=True)
 class ORPORun(ORPOConfig, RunConfig):
     """Settings of ``whet train orpo``."""
+
+
+@dataclass(kw_only=True)
+class KTORun(KTOConfig, RunConfig):
+    """Settings of ``whet train kto``."""
 
 
 @dataclass(kw_only=True)
