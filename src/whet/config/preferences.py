@@ -6,22 +6,37 @@ Like ``whet.config.settings``, whose rules hold.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
 
-from whet.config.fields import NonNegative, PathText, check_range, check_types, reject_ineffective
+from whet.config.fields import NonNegative, PathText, Range, check_range, check_types, reject_ineffective
 from whet.config.settings import OfflineConfig, OnlineConfig, TrainerConfig
 from whet.errors import WhetValueError, check_choice
 
 DPOLossType = Literal[
     "sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
-    "apo_zero", "apo_down", "sft",
+    "apo_zero", "apo_down", "aot", "aot_unpaired", "sft",
 ]  # fmt: skip
+FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 
 CPOLossType = Literal["sigmoid", "hinge", "ipo"]
 KTOLossType = Literal["kto", "apo_zero_unpaired"]
 
-_SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair")
+_SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "aot", "aot_unpaired")
+_DIVERGENT = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "sft")
+"""Losses of the difference of two scores, which an f-divergence defines."""
+SORTED_LOSSES = ("aot", "aot_unpaired")
+"""Losses that compare completions of different pairs."""
+_UNWEIGHTED = (*SORTED_LOSSES, "sft")
+
+_Losses = Annotated[
+    Mapping[str, float],
+    Range(
+        "finite factors >= 0, one above 0", lambda of: not of or (min(of.values()) >= 0 < max(of.values()) < math.inf)
+    ),
+]
+_Share = Annotated[float | None, Range("a number from 0 to 1, or None", lambda x: x is None or 0 <= x <= 1)]
 
 
 @dataclass(kw_only=True)
@@ -38,15 +53,39 @@ class PreferenceConfig:
     """Probability that a label is wrong."""
     reference_free: bool = False
     """Ignore the reference, as if it assigned every completion the same probability."""
+    loss_weights: _Losses = field(default_factory=dict)
+    """Several losses and their factors, instead of loss_type: sigmoid=0.8,bco_pair=0.2,sft=1."""
+    f_divergence_type: FDivergence = "reverse_kl"
+    """Divergence from the reference that the loss regularises, see ``dpo_loss``."""
+    f_alpha_divergence_coef: float = 0.5
+    """alpha of 'alpha_divergence'."""
+    use_weighting: bool = False
+    """Multiply the loss of a pair by its probability under the policy, relative to a typical sample (WPO): answers that
+    the policy would not give count less. A step has one more pass without gradient."""
+    ld_alpha: _Share = None
+    """Factor of the log-probs of a completion's tokens after the length of the other (LD-DPO); None: 1."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_dpo_options(type(self).__name__, self.loss_type, self.beta, self.label_smoothing)
-        reject_ineffective(self, ["beta"], self.loss_type != "sft", "'sft' uses only the chosen completion")
+        where, losses, divergence = type(self).__name__, self.losses(), self.f_divergence_type
+        check_dpo_options(where, losses, self.beta, self.label_smoothing, divergence, self.f_alpha_divergence_coef)
+        reject_ineffective(self, ["loss_type"], not self.loss_weights, "loss_weights names the losses")
+        compares = set(losses) != {"sft"}
+        reject_ineffective(self, ["beta"], compares, "'sft' uses only the chosen completion")
+        reject_ineffective(self, ["f_divergence_type"], compares, "'sft' has no divergence")
+        is_alpha = divergence == "alpha_divergence"
+        reject_ineffective(self, ["f_alpha_divergence_coef"], is_alpha, f"f_divergence_type is {divergence!r}")
+        reject_ineffective(self, ["ld_alpha"], "sft" not in losses, "'sft' counts every token")
+        unweighted = next((name for name in losses if name in _UNWEIGHTED), "")
+        reject_ineffective(self, ["use_weighting"], not unweighted, f"the loss {unweighted!r} has no term of each pair")
+
+    def losses(self) -> Mapping[str, float]:
+        """Return the losses and their factors."""
+        return self.loss_weights or {self.loss_type: 1.0}
 
     def has_reference(self) -> bool:
         """Whether the loss uses the reference."""
-        return not self.reference_free and self.loss_type != "sft"
+        return not self.reference_free and set(self.losses()) != {"sft"}
 
 
 @dataclass(kw_only=True)
@@ -65,6 +104,8 @@ class DPOConfig(PreferenceConfig, OfflineConfig):
         reject_ineffective(
             self, ["reference_cache"], self.precompute_reference, "it caches what precompute_reference computes"
         )
+        is_whole = not self.precompute_reference
+        reject_ineffective(self, ["ld_alpha"], is_whole, "precompute_reference keeps sums over whole completions")
 
     def uses_reference_model(self) -> bool:
         """Whether the reference computes log-probs in every step, which precomputed log-probs make unnecessary."""
@@ -153,24 +194,46 @@ class OnlineDPOConfig(PreferenceConfig, OnlineConfig):
         PreferenceConfig.__post_init__(self)
 
 
-def check_dpo_options(where: str, loss_type: str, beta: float, label_smoothing: float) -> None:
+def check_dpo_options(
+    where: str,
+    losses: str | Mapping[str, float],
+    beta: float,
+    label_smoothing: float,
+    f_divergence_type: str = "reverse_kl",
+    f_alpha_divergence_coef: float = 0.5,
+) -> None:
     """Validate the options of ``dpo_loss``; errors begin with ``where``, the caller's name.
 
     Raises:
-        WhetValueError: an unknown loss_type, a number out of range, or label smoothing in a loss without it.
+        WhetValueError: an unknown loss or divergence, a number out of range, label smoothing without a loss that has
+            it, or a divergence that a loss does not have.
     """
-    check_choice(where, "loss_type", loss_type, DPOLossType)
+    names = [losses] if isinstance(losses, str) else list(losses)
+    for name in names:
+        check_choice(where, "loss_type", name, DPOLossType)
     if not (beta > 0 and math.isfinite(beta)):
         raise WhetValueError(f"{where}: beta is {beta!r}, expected a finite number > 0.")
     if not 0 <= label_smoothing < 0.5:
         raise WhetValueError(f"{where}: label_smoothing is {label_smoothing!r}, expected a number in [0, 0.5).")
-    if label_smoothing and loss_type not in _SMOOTHED:
+    if label_smoothing and not set(names) & set(_SMOOTHED):
         raise WhetValueError(
-            f"{where}: label_smoothing is {label_smoothing}, but {loss_type!r} has no smoothing. Pass 0, or "
-            f"a loss_type among {', '.join(_SMOOTHED)}."
+            f"{where}: label_smoothing is {label_smoothing}, but {', '.join(map(repr, names))} has no smoothing. Pass "
+            f"0, or a loss_type among {', '.join(_SMOOTHED)}."
         )
-    if loss_type == "exo_pair" and not label_smoothing:
+    if "exo_pair" in names and not label_smoothing:
         raise WhetValueError(f"{where}: 'exo_pair' needs label_smoothing > 0, for example 1e-3.")
+    check_choice(where, "f_divergence_type", f_divergence_type, FDivergence)
+    others = [name for name in names if name not in _DIVERGENT]
+    if f_divergence_type != "reverse_kl" and others:
+        raise WhetValueError(
+            f"{where}: f_divergence_type is {f_divergence_type!r}, which {others[0]!r} does not have. Leave it at "
+            f"'reverse_kl', or choose losses among {', '.join(_DIVERGENT)}."
+        )
+    if not (math.isfinite(f_alpha_divergence_coef) and f_alpha_divergence_coef != 1):
+        raise WhetValueError(
+            f"{where}: f_alpha_divergence_coef is {f_alpha_divergence_coef!r}, expected a finite number other than 1, "
+            f"which is 'reverse_kl'."
+        )
 
 
 def check_kto_options(where: str, loss_type: str, beta: float, *weights: float) -> None:
