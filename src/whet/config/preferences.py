@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
 from whet.config.fields import NonNegative, PathText, Range, check_range, check_types, reject_ineffective
-from whet.config.settings import OfflineConfig, OnlineConfig, TrainerConfig
+from whet.config.settings import MovingReference, OfflineConfig, OnlineConfig, TrainerConfig
 from whet.errors import WhetValueError, check_choice
 
 DPOLossType = Literal[
@@ -40,7 +40,7 @@ _Share = Annotated[float | None, Range("a number from 0 to 1, or None", lambda x
 
 
 @dataclass(kw_only=True)
-class PreferenceConfig:
+class PreferenceConfig(MovingReference):
     """Settings of a loss on preference pairs."""
 
     is_paired: ClassVar[bool] = True
@@ -75,6 +75,7 @@ class PreferenceConfig:
         reject_ineffective(self, ["f_divergence_type"], compares, "'sft' has no divergence")
         is_alpha = divergence == "alpha_divergence"
         reject_ineffective(self, ["f_alpha_divergence_coef"], is_alpha, f"f_divergence_type is {divergence!r}")
+        self.check_reference(self.has_reference())
         reject_ineffective(self, ["ld_alpha"], "sft" not in losses, "'sft' counts every token")
         unweighted = next((name for name in losses if name in _UNWEIGHTED), "")
         reject_ineffective(self, ["use_weighting"], not unweighted, f"the loss {unweighted!r} has no term of each pair")
@@ -105,6 +106,7 @@ class DPOConfig(PreferenceConfig, OfflineConfig):
             self, ["reference_cache"], self.precompute_reference, "it caches what precompute_reference computes"
         )
         is_whole = not self.precompute_reference
+        reject_ineffective(self, ["ref_sync_steps"], is_whole, "precompute_reference computes the reference once")
         reject_ineffective(self, ["ld_alpha"], is_whole, "precompute_reference keeps sums over whole completions")
 
     def uses_reference_model(self) -> bool:
@@ -161,7 +163,7 @@ class ORPOConfig(OfflineConfig):
 
 
 @dataclass(kw_only=True)
-class KTOConfig(OfflineConfig):
+class KTOConfig(MovingReference, OfflineConfig):
     """Settings of KTO. ``batch_size`` counts completions; the baseline of 'kto' needs at least 2."""
 
     beta: float = 0.1
@@ -177,6 +179,7 @@ class KTOConfig(OfflineConfig):
         super().__post_init__()
         weights = self.desirable_weight, self.undesirable_weight
         check_kto_options(type(self).__name__, self.loss_type, self.beta, *weights)
+        self.check_reference(True)
         others = "an integer >= 2: the baseline of 'kto' pairs prompts with the completions of other rows"
         check_range(self, "batch_size", self.batch_size > 1 or self.loss_type != "kto", others)
 

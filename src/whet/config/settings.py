@@ -158,6 +158,21 @@ class TrainerConfig:
         return 2 if self.is_paired else 1
 
 
+@dataclass(kw_only=True)
+class MovingReference:
+    """Settings of a reference that follows the policy."""
+
+    ref_sync_steps: Count = 0
+    """Steps after which the reference moves to the policy (TR-DPO; 1: a moving average); 0: it stays."""
+    ref_sync_alpha: Annotated[float, Range("a number in (0, 1]", lambda alpha: 0 < alpha <= 1)] = 0.6
+    """Weight of the policy in the new reference: alpha policy + (1 - alpha) reference. Adapters need 1."""
+
+    def check_reference(self, has_reference: bool) -> None:
+        """Raise a WhetValueError if the settings have no effect."""
+        reject_ineffective(self, ["ref_sync_steps"], has_reference, "the loss uses no reference")
+        reject_ineffective(self, ["ref_sync_alpha"], self.ref_sync_steps > 0, "ref_sync_steps is 0")
+
+
 def learning_rate_at(step: int, config: TrainerConfig, horizon: int) -> float:
     """Return the learning rate after ``step`` completed steps, in a schedule of ``horizon`` steps.
 
@@ -300,7 +315,7 @@ class OnlineConfig(RolloutConfig, TrainerConfig):
 
 
 @dataclass(kw_only=True)
-class GRPOConfig(EpisodeSettings, OnlineConfig):
+class GRPOConfig(MovingReference, EpisodeSettings, OnlineConfig):
     """Settings of GRPO. ``batch_size`` counts prompts, ``micro_batch_size`` completions."""
 
     group_size: _GroupSize = 8
@@ -378,6 +393,7 @@ class GRPOConfig(EpisodeSettings, OnlineConfig):
         taus = ["sapo_tau_positive", "sapo_tau_negative"]
         reject_ineffective(self, taus, loss_type == "sapo", f"{loss_type!r} has no temperature")
         reject_ineffective(self, ["kl_estimator"], self.beta != 0, "beta is 0: no KL term")
+        self.check_reference(self.beta != 0)
         # With both at "auto" the model decides: GRPO corrects a quantised base.
         may_correct = self.correction() is not None or self.sampler_correction == self.rollout_weights == "auto"
         may_correct |= self.sampler_correction == "auto" and self.async_lag > 0
