@@ -41,6 +41,7 @@ from whet.models.formats import Weights
 
 GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "luspo", "sapo"]
 RatioLevel = Literal["token", "sequence"]
+Advantage = Literal["group", "leave_one_out", "max_rl", "pass_k", "per_reward"]
 KLEstimator = Literal["k1", "k2", "k3"]
 SamplerCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 ComputeDtype = Literal["auto", "bfloat16", "float32"]
@@ -350,6 +351,9 @@ class GRPOConfig(MovingReference, EpisodeSettings, OnlineConfig):
     router_replay: bool = True
     """In a mixture of experts, give tokens to the experts that the sampler chose (Ma et al. 2025), unless torch samples
     or computes the policy. The metric sampler/replaced_experts is the share of other choices."""
+    advantage: Advantage = "group"
+    """Advantage of a completion in its group (whet.rewards.advantages): GRPO's, RLOO's leave_one_out, max_rl (relative
+    to the mean reward), pass_k (only of the best), or GDPO's per_reward, which normalises each reward function."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Scope of the standard deviation that divides the advantages."""
     advantage_level: Literal["episode", "turn"] = "episode"
@@ -402,6 +406,9 @@ class GRPOConfig(MovingReference, EpisodeSettings, OnlineConfig):
         reject_ineffective(
             self, spread, self.scale_rewards != "none", "scale_rewards is 'none': advantages are not divided"
         )
+        why = f"advantage is {self.advantage!r}"
+        reject_ineffective(self, spread, self.advantage in ("group", "per_reward"), f"{why}, without a deviation")
+        reject_ineffective(self, ["scale_rewards", "advantage_level"], self.advantage == "group", why)
 
 
 @dataclass(kw_only=True)
