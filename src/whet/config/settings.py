@@ -41,6 +41,7 @@ from whet.models.formats import Weights
 
 GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "luspo", "sapo"]
 RatioLevel = Literal["token", "sequence"]
+SFTLossType = Literal["nll", "dft"]
 Advantage = Literal["group", "leave_one_out", "max_rl", "pass_k", "per_reward"]
 KLEstimator = Literal["k1", "k2", "k3"]
 SamplerCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -210,6 +211,9 @@ class SFTConfig(OfflineConfig):
     """Learning rate after the warm-up."""
     training_mode: bool = True
     """Update in training mode, with dropout and gradient checkpointing."""
+    loss_type: SFTLossType = "nll"
+    """nll: negative log-likelihood. dft: it times the token's probability, a constant in the gradient, so that tokens
+    which the model finds improbable do not dominate (Dynamic Fine-Tuning). Evaluation is always nll."""
     loss_on: Literal["completion", "last_turn", "all"] = "completion"
     """Tokens that are trained on.
 
