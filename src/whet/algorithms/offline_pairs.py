@@ -90,8 +90,8 @@ class OfflinePairs(Trainer):
         pairs = Pairs.join(batches)
         if None not in references:
             pairs = pairs._replace(reference=_concatenate(cast(Any, references)))
-        if batches[0].weights is not None:
-            pairs = pairs._replace(weights=np.concatenate([batch.weights for batch in batches]))
+        if weights := [batch.weights for batch in batches if batch.weights is not None]:
+            pairs = pairs._replace(weights=np.concatenate(weights))
         n_tokens = sum(map(len, pairs.chosen_ids))
         loss = self.pair_loss(pairs, _concatenate(policy), n_pairs=len(pairs.prompt_ids), n_tokens=n_tokens)
         return {"loss": loss.value, **{name: loss.metrics[name] for name in ("rewards/accuracies", "rewards/margins")}}

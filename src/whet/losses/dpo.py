@@ -135,7 +135,7 @@ def dpo_loss(
             value -= weight * chosen.sum() / divisor
             slopes = {"chosen_logprobs": np.full_like(c, -weight / divisor)}
         else:
-            lengths = (chosen_lengths, rejected_lengths) if name in _LENGTH_NORMALISED else (1, 1)
+            lengths: Any = (chosen_lengths, rejected_lengths) if name in _LENGTH_NORMALISED else (1, 1)
             (f_c, df_c), (f_r, df_r) = (
                 (f / n, df / n) for (f, df), n in zip(scores, [np.maximum(x, 1) for x in lengths], strict=True)
             )

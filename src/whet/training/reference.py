@@ -96,7 +96,8 @@ class Reference:
             check_moving_adapters(config, where)
             return
         own, others = (
-            {name: tuple(p.shape) for name, p in model.named_parameters()} for model in (self._policy, self.model)
+            {name: tuple(p.shape) for name, p in cast(nn.Module, model).named_parameters()}
+            for model in (self._policy, self.model)
         )
         if own != others:
             name = next(name for name in {**own, **others} if own.get(name) != others.get(name))
