@@ -26,6 +26,9 @@ from transformers import default_data_collator
 
 from whet.algorithms.sft import SFT
 from whet.errors import RowError, WhetTypeError, WhetValueError
+from whet.learner import Learner
+from whet.models.packed_base import pack_base
+from whet.models.sources.live import open_module
 from whet.nn.causal_lm import completion_logprobs
 
 PROMPTS = [[5, 6], [7]]
@@ -246,3 +249,16 @@ def test_long_rows_are_dropped_or_cut_and_counted():
         metrics = trainer.train([row] * 8, steps=1)
     assert (metrics["loss"], metrics["frac_dropped"], trainer.step, trainer.n_updates) == (0, 1, 1, 0)
     assert all(torch.equal(value, before[name]) for name, value in weights(trainer.model).items())
+
+
+def test_dft_weighs_tokens_by_their_probability():
+    """A step on modules and on a learner; evaluation stays the negative log-likelihood."""
+    rows = [([5, 6], [4, 5, 2]), ([7], [6, 6, 2])]
+    model = tiny_llama()
+    logprobs = torch.cat([token_logprobs(model, *row) for row in rows])
+    expected = -(logprobs.exp() * logprobs).mean().item()
+    learner = Learner(pack_base(open_module(model), weights="float32"), lora_rank=2, compute="float32")
+    for each in (model, learner):
+        trainer = SFT(each, loss_type="dft", learning_rate=0.0, compute="float32")
+        assert trainer.train_step(rows)["loss"] == pytest.approx(expected, rel=1e-5)
+        assert trainer.evaluate(rows) == pytest.approx(-logprobs.mean().item(), rel=1e-5)

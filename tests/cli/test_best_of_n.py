@@ -4,8 +4,10 @@ import json
 
 import pytest
 from tests.raising import assert_mentions
+from transformers import AutoTokenizer
 
 from whet.cli import main
+from whet.data.rows import tokenize_turns
 from whet.data.sources import read_rows
 
 CONFIG = "examples/best_of_n.toml"
@@ -70,7 +72,20 @@ def test_output_file_and_chat_prompts(best_of_n, tmp_path):
     status, rows, err = best_of_n(f"--prompts={prompts}", f"--output={output}", "--n=2")
     assert (status, rows) == (0, []) and "1/1 prompts" in err
     [row] = read_rows(output)
-    assert row["prompt"] == chat
+    assert row["prompt"] == chat and row["completion"][0]["role"] == "assistant"
+
+
+def test_rows_above_a_score_are_rows_of_sft(best_of_n, tmp_path, tiny_model):
+    rows = best_of_n("--prompts=examples/data/best_of_n.jsonl", "--n=2")[1]
+    least, output = sorted(row["score"] for row in rows)[6], tmp_path / "kept.jsonl"
+    expected = [row for row in rows if row["score"] >= least]
+    argv = ["--prompts=examples/data/best_of_n.jsonl", "--n=2", f"--min-score={least}", f"--output={output}"]
+    status, _, err = best_of_n(*argv)
+    assert status == 0 and f"{len(expected)} of 12 prompts" in err
+    assert read_rows(output) == expected and 0 < len(expected) < 12
+    chat = {"prompt": [{"role": "user", "content": "é?"}], "completion": [{"role": "assistant", "content": "a"}]}
+    assert len(tokenize_turns(chat, AutoTokenizer.from_pretrained(tiny_model))[1]) > 0
+    assert len(tokenize_turns(expected[0], AutoTokenizer.from_pretrained(tiny_model))[1]) > 0
 
 
 @pytest.mark.parametrize(
@@ -80,6 +95,7 @@ def test_output_file_and_chat_prompts(best_of_n, tmp_path):
         (["--prompt=a", "--prompts=examples/data/best_of_n.jsonl"], ("--prompts", "--prompt", "--task")),
         (["--prompts=nosuch.jsonl"], ("'nosuch.jsonl'",)),
         (["--prompt=a", "--output=README.md/x"], ("output", "'README.md/x'")),
+        (["--prompt=a", "--unsafe-local"], ("unsafe_local", "no reward function runs programs")),
         (["--prompt=a", "--reward-weights", "1", "2"], ("weights is [1.0, 2.0]", "1 finite number")),
     ],
 )

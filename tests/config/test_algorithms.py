@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from tools.methods_table import PAGE, render_table
 
 from whet import algorithms
 from whet.config.algorithms import ALGORITHMS
@@ -18,6 +20,13 @@ def test_registry_has_every_trainer():
     trainers = [getattr(algorithms, name) for name in algorithms.__all__]
     trainers = [each for each in trainers if isinstance(each, type) and issubclass(each, Trainer)]
     assert {algorithm.load() for algorithm in ALGORITHMS.values()} == set(trainers)
+
+
+def test_documents_list_every_algorithm():
+    page = PAGE.read_text(encoding="utf-8")
+    assert render_table() in page, "run python tools/methods_table.py"
+    words = re.findall(r"\w+", (ROOT / "README.md").read_text(encoding="utf-8").partition("pip install")[0])
+    assert {algorithm.class_name for algorithm in ALGORITHMS.values()} <= set(words)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)

@@ -9,12 +9,13 @@ import pytest
 import torch
 from tests.raising import assert_raises, mentions
 
-from whet.config import DPOLossType
+from whet.config import SORTED_LOSSES, DPOLossType, FDivergence
 from whet.errors import WhetTypeError, WhetValueError
 from whet.losses import dpo_loss
 
 LOSS_TYPES = get_args(DPOLossType)
 SMOOTHED = {"sigmoid": (0.0, 0.1), "sigmoid_norm": (0.0, 0.1), "robust": (0.0, 0.2), "exo_pair": (1e-3, 0.1)}
+SMOOTHED |= {"aot": (0.0, 0.1), "aot_unpaired": (0.0, 0.1)}
 CASES = [(name, s) for name in LOSS_TYPES for s in SMOOTHED.get(name, (0.0,))]
 
 
@@ -22,10 +23,12 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
     return 1 / (1 + torch.exp(-x))
 
 
-def literal(name, c, r, chosen, n_c, n_r, beta, s):
+def literal(name, c, r, chosen, n_c, n_r, beta, s, rejected):
     """Reference implementation of the table, with logarithms of sigmoids."""
     d, per_token = c - r, c / n_c - r / n_r
     log = torch.log
+    policy, reference = chosen - rejected, (chosen - c) - (rejected - r)
+    by_rank = policy.sort().values - reference.detach().sort().values
 
     def cross_entropy(x):
         return -(1 - s) * log(sigmoid(beta * x)) - s * log(sigmoid(-beta * x))
@@ -44,8 +47,19 @@ def literal(name, c, r, chosen, n_c, n_r, beta, s):
         "sppo_hard": lambda: (c - 1 / (2 * beta)) ** 2 + (r + 1 / (2 * beta)) ** 2,
         "apo_zero": lambda: 1 - sigmoid(beta * c) + sigmoid(beta * r),
         "apo_down": lambda: sigmoid(beta * c) + 1 - sigmoid(beta * d),
+        "aot": lambda: cross_entropy(by_rank),
+        "aot_unpaired": lambda: cross_entropy(c.sort().values - r.sort().values),
         "sft": lambda: -chosen * len(chosen) / n_c.sum(),  # its mean over pairs is the sum over the number of tokens
     }[name]()
+
+
+def score(x, divergence, alpha):
+    return {
+        "reverse_kl": lambda: x,
+        "forward_kl": lambda: 1 - torch.exp(-x),
+        "js_divergence": lambda: torch.log(2 * torch.exp(x) / (1 + torch.exp(x))),
+        "alpha_divergence": lambda: (torch.exp((alpha - 1) * x) - 1) / (alpha - 1),
+    }[divergence]()
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -77,6 +91,13 @@ def test_values_by_hand():
     assert value("sppo_hard") == pytest.approx(1.0)  # (2 - 1)^2 + (-1 + 1)^2
     assert value("apo_zero") == pytest.approx(1 - 0.7310585786300049 + 0.3775406687981454)
     assert value("apo_down") == pytest.approx(0.7310585786300049 + 1 - 0.8175744761936437)
+    assert value("aot") == value("aot_unpaired") == value("sigmoid")  # of one pair
+    two = torch.tensor([[-1.0, -6.0], [-4.0, -5.0], [-3.0, -4.0], [-3.0, -2.0]], dtype=torch.float64)
+    # Differences 3 and -1, the reference's 0 and -2: sorted -1 - -2 = 1 and 3 - 0 = 3.
+    expected = [math.log(1 + math.exp(-x / 2)) for x in (1, 3)]
+    assert dpo_loss(*two, loss_type="aot", beta=0.5)[0].item() == pytest.approx(sum(expected) / 2)
+    # c = 2 and -2, r = -1 and -3: sorted -2 - -3 = 1 and 2 - -1 = 3.
+    assert dpo_loss(*two, loss_type="aot_unpaired", beta=0.5)[0].item() == pytest.approx(sum(expected) / 2)
     assert value("sft") == 0.5  # of two tokens
     q = 0.8175744761936437
     assert value("exo_pair", 0.1) == pytest.approx(q * math.log(q / 0.9) + (1 - q) * math.log((1 - q) / 0.1))
@@ -89,7 +110,8 @@ def test_value_and_gradient_match_the_formula(name, smoothing, beta):
     chosen, rejected = b["chosen_logprobs"].requires_grad_(), b["rejected_logprobs"].requires_grad_()
     loss, _ = dpo_loss(**b, loss_type=name, beta=beta, label_smoothing=smoothing)
     c, r = chosen - b["ref_chosen_logprobs"], rejected - b["ref_rejected_logprobs"]
-    expected = literal(name, c, r, chosen, b["chosen_lengths"], b["rejected_lengths"], beta, smoothing).mean()
+    expected = literal(name, c, r, chosen, b["chosen_lengths"], b["rejected_lengths"], beta, smoothing, rejected)
+    expected = expected.mean()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
     for at in (chosen, rejected):
         options = {"retain_graph": True, "allow_unused": True}
@@ -97,6 +119,31 @@ def test_value_and_gradient_match_the_formula(name, smoothing, beta):
         assert (got is None) == (wanted is None)
         if got is not None:
             torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("divergence", get_args(FDivergence))
+@pytest.mark.parametrize("name", ["sigmoid", "ipo", "hinge"])
+def test_divergences_match_the_formula(name, divergence):
+    b, alpha = batch(), 0.3
+    at = chosen, rejected = b["chosen_logprobs"].requires_grad_(), b["rejected_logprobs"].requires_grad_()
+    options = {"f_alpha_divergence_coef": alpha} if divergence == "alpha_divergence" else {}
+    loss, _ = dpo_loss(**b, loss_type=name, f_divergence_type=divergence, beta=0.2, **options)
+    pairs = zip(at, ("chosen", "rejected"), strict=True)
+    c, r = (score(x - b[f"ref_{side}_logprobs"], divergence, alpha) for x, side in pairs)
+    expected = literal(name, c, r, chosen, b["chosen_lengths"], b["rejected_lengths"], 0.2, 0.0, rejected).mean()
+    for got, wanted in zip(*(torch.autograd.grad(x, at) for x in (loss, expected)), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-14)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+def test_several_losses_add_up_with_their_factors():
+    b, factors = batch(), {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.5, "aot": 0.3}
+    at = b["chosen_logprobs"].requires_grad_(), b["rejected_logprobs"].requires_grad_()
+    whole = dpo_loss(**b, loss_type=factors)[0]
+    summed = sum(factor * dpo_loss(**b, loss_type=name)[0] for name, factor in factors.items())
+    assert whole.item() == pytest.approx(summed.item(), rel=1e-12)
+    for got, wanted in zip(*(torch.autograd.grad(x, at) for x in (whole, summed)), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize(("name", "smoothing"), CASES)
@@ -108,7 +155,7 @@ def test_gradcheck(name, smoothing):
     )
 
 
-@pytest.mark.parametrize(("name", "smoothing"), CASES)
+@pytest.mark.parametrize(("name", "smoothing"), [case for case in CASES if case[0] not in SORTED_LOSSES])
 def test_micro_batches_add_up_to_the_whole(name, smoothing):
     b, options = batch(), {"loss_type": name, "label_smoothing": smoothing}
     whole, whole_metrics = dpo_loss(**b, **options)
@@ -183,6 +230,12 @@ def test_large_margins_stay_finite():
         ({"beta": 0.0}, WhetValueError, ("beta", "0.0", "> 0")),
         ({"label_smoothing": 0.5}, WhetValueError, ("label_smoothing", "0.5", "[0, 0.5)")),
         ({"label_smoothing": 0.1, "loss_type": "hinge"}, WhetValueError, ("label_smoothing", "'hinge'", "Pass 0")),
+        ({"loss_type": "aot", "n_pairs": 9}, WhetValueError, ("7", "n_pairs=9", "whole batch")),
+        ({"loss_type": "sft", "weights": torch.ones(7)}, WhetValueError, ("sft", "weights")),
+        ({"loss_type": {"sigmoid": 1.0, "kto": 1.0}}, WhetValueError, ("loss_type", "'kto'")),
+        ({"loss_type": "bco_pair", "f_divergence_type": "forward_kl"}, WhetValueError, ("'bco_pair'", "'forward_kl'")),
+        ({"f_divergence_type": "kl"}, WhetValueError, ("f_divergence_type", "'kl'", "js_divergence")),
+        ({"f_alpha_divergence_coef": 1.0}, WhetValueError, ("f_alpha_divergence_coef", "1.0", "reverse_kl")),
         ({"loss_type": "exo_pair"}, WhetValueError, ("'exo_pair'", "label_smoothing > 0")),
         ({"loss_type": "ipo", "chosen_lengths": None}, WhetValueError, ("'ipo'", "chosen_lengths", "rejected_lengths")),
         ({"ref_rejected_logprobs": None}, WhetValueError, ("ref_*_logprobs", "None")),

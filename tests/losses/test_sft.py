@@ -31,6 +31,29 @@ def test_micro_batches_add_up_to_the_whole():
     assert sum(m["token_probability"] for _, m in parts) == pytest.approx(whole_metrics["token_probability"])
 
 
+def test_dft_multiplies_by_the_probability_outside_the_gradient():
+    logprobs = LOGPROBS.clone().double().requires_grad_()
+    loss, metrics = sft_loss(logprobs, MASK, loss_type="dft")
+    # (0.5 log 2 + 0.25 log 4 + 0.125 log 8) / 3, and -p / 3
+    assert loss.item() == pytest.approx(1.375 * math.log(2) / 3)
+    expected = [pytest.approx([-0.5 / 3, -0.25 / 3]), pytest.approx([-0.125 / 3, 0])]
+    assert torch.autograd.grad(loss, logprobs)[0].tolist() == expected
+    assert metrics["token_probability"] == pytest.approx(0.875 / 3)
+    assert_raises(WhetValueError, ("loss_type", "'gem'", "nll, dft"), sft_loss, LOGPROBS, MASK, loss_type="gem")
+
+
+def test_dft_is_the_formula_by_autograd():
+    """TRL's expression, whose factor is detached."""
+    x = -9 * torch.rand(3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x.requires_grad_()
+    mask = torch.rand(3, 5, generator=torch.Generator().manual_seed(1)) < 0.7
+    expected = (-x * x.exp().detach())[mask].sum() / mask.sum()
+    found = sft_loss(x, mask, loss_type="dft")[0]
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
+    gradients = [torch.autograd.grad(loss, x)[0] for loss in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-13, atol=0)
+
+
 def test_a_batch_without_counted_tokens_is_zero():
     assert sft_loss(LOGPROBS, torch.zeros_like(MASK))[0].item() == 0
 

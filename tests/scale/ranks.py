@@ -20,6 +20,7 @@ from whet.algorithms.cpo import CPO
 from whet.algorithms.distill import Distill
 from whet.algorithms.dpo import DPO
 from whet.algorithms.grpo import GRPO
+from whet.algorithms.kto import KTO
 from whet.algorithms.online_dpo import OnlineDPO
 from whet.algorithms.orpo import ORPO
 from whet.algorithms.sft import SFT
@@ -34,6 +35,7 @@ PROMPTS = [[5, 6], [7], [8, 9, 10]]
 SFT_BATCH = [[5, 6], [7], [8, 9, 4], [4]], [[4, 5, 2], [6, 6, 7, 2], [2], [9, 9, 9, 9, 2]]
 SAME_LENGTHS = [[5, 6], [7, 8]], [[4, 5, 2], [6, 6, 2]]
 PAIRS = [[5, 6], [7], [8]], [[4, 5, 2], [6, 2], [7, 7, 7, 2]], [[5, 2], [6, 7, 2], [4, 2]]
+RATED = [[5, 6], [7], [8], [9]], [[4, 5, 2], [6, 2], [7, 7, 7, 2], [4]], [True, False, True, True]
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "luspo", "sapo")
 
 
@@ -78,6 +80,7 @@ def losses() -> dict[str, Any]:
         "cpo": _after(CPO(tiny_llama(), **SETTINGS), PAIRS, PAIRS),
         "simpo": _after(SimPO(tiny_llama(), **SETTINGS), PAIRS, PAIRS),
         "orpo": _after(ORPO(tiny_llama(), **SETTINGS), PAIRS, PAIRS),
+        "kto": _after(KTO(tiny_llama(), **SETTINGS), RATED, RATED),
         "online-dpo": _after(
             OnlineDPO(tiny_llama(), reward_fn=fours, max_new_tokens=5, rollout_weights="float32", **SETTINGS),
             (PROMPTS,),

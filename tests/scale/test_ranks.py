@@ -70,6 +70,7 @@ def assert_close_runs(one: dict[str, Any], several: dict[str, Any]) -> None:
         "cpo",
         "simpo",
         "orpo",
+        "kto",
         "online-dpo",
         "distill",
         "kl, two updates",

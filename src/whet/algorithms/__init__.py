@@ -11,27 +11,20 @@ from whet.algorithms.cpo import CPO
 from whet.algorithms.distill import Distill
 from whet.algorithms.dpo import DPO
 from whet.algorithms.grpo import GRPO
+from whet.algorithms.kto import KTO
 from whet.algorithms.online_dpo import OnlineDPO
 from whet.algorithms.orpo import ORPO
 from whet.algorithms.sft import SFT
 from whet.algorithms.simpo import SimPO
-from whet.config.settings import (
-    BestOfNConfig,
-    CPOConfig,
-    DistillConfig,
-    DPOConfig,
-    GRPOConfig,
-    OnlineDPOConfig,
-    ORPOConfig,
-    SFTConfig,
-    SimPOConfig,
-)
-from whet.losses import cpo_loss, distillation_loss, dpo_loss, grpo_loss, orpo_loss, sft_loss, simpo_loss
+from whet.config.preferences import CPOConfig, DPOConfig, KTOConfig, OnlineDPOConfig, ORPOConfig, SimPOConfig
+from whet.config.settings import BestOfNConfig, DistillConfig, GRPOConfig, SFTConfig
+from whet.losses import cpo_loss, distillation_loss, dpo_loss, grpo_loss, kto_loss, orpo_loss, sft_loss, simpo_loss
 
 __all__ = [
     "CPO",
     "DPO",
     "GRPO",
+    "KTO",
     "ORPO",
     "SFT",
     "BestOfN",
@@ -41,6 +34,7 @@ __all__ = [
     "Distill",
     "DistillConfig",
     "GRPOConfig",
+    "KTOConfig",
     "ORPOConfig",
     "OnlineDPO",
     "OnlineDPOConfig",
@@ -51,6 +45,7 @@ __all__ = [
     "distillation_loss",
     "dpo_loss",
     "grpo_loss",
+    "kto_loss",
     "orpo_loss",
     "sft_loss",
     "simpo_loss",

@@ -13,7 +13,7 @@ import numpy as np
 
 from whet.algorithms.offline_pairs import OfflinePairs
 from whet.algorithms.pairs import Pairs
-from whet.config.settings import CPOConfig
+from whet.config.preferences import CPOConfig
 from whet.losses.closed_form import Loss
 from whet.losses.reference_free import cpo_loss
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from whet.algorithms.offline_pairs import OfflinePairs
 from whet.algorithms.pairs import Pairs, preference_loss, reference_sums
-from whet.config.settings import DPOConfig
+from whet.config.preferences import DPOConfig
 from whet.data.batches import is_batch, is_sequence, row_reader
 from whet.errors import WhetTypeError, WhetValueError, is_number
 from whet.losses.closed_form import Loss
@@ -48,7 +48,7 @@ class DPO(OfflinePairs):
 
     def excludes_ties(self) -> bool:
         """Whether the loss compares the two completions; ``sft`` only uses the chosen one."""
-        return self.config.loss_type != "sft"
+        return set(self.config.losses()) != {"sft"}
 
     def train(self, dataset: Any, steps: int | None = None, *, n_epochs: int | None = None) -> dict[str, float]:
         """Run ``Trainer.train``; with ``precompute_reference``, compute the reference's log-probs first.
@@ -121,6 +121,11 @@ class DPO(OfflinePairs):
         known = [_read_sums(row) or self._sums.get(ids) for row, ids in zip(rows, pairs.rows(), strict=True)]
         if None in known:
             return pairs
+        if self.config.ld_alpha is not None:
+            raise WhetValueError(
+                "DPO: rows have ref_chosen_logprobs, sums over whole completions, and ld_alpha weighs the tokens after "
+                "the length of the other completion. Leave the fields out, or ld_alpha at None."
+            )
         sums = np.array(known, np.float64)
         return pairs._replace(reference=(sums[:, 0], sums[:, 1]))
 

@@ -28,7 +28,7 @@ from whet.errors import WhetTypeError, WhetValueError
 from whet.losses.closed_form import Loss
 from whet.losses.grpo import Counts, masked_loss
 from whet.losses.terms import count_rows, importance_weights, logprob_difference
-from whet.ops import compute_batch_group_advantages
+from whet.rewards.advantages import relative_advantages
 from whet.rewards.functions import RewardBatch, RewardFn, RewardFunctions
 from whet.rewards.metrics import group_std, reward_metrics
 from whet.rewards.turns import begins_of_turns, token_advantages, turn_advantages
@@ -175,7 +175,7 @@ class GRPO(OnlineTrainer):
             scored = self.ranks.broadcast_from_first(lambda: rollout.score(self.rewards))
         with phase("advantages"):
             options = {"scale": config.scale_rewards, "ddof": config.advantage_ddof, "eps": config.advantage_eps}
-            advantages = compute_batch_group_advantages(scored.rewards, size, **options)
+            advantages = relative_advantages(scored, size, config.advantage, self.rewards.weights, options)
             turns = self._turn_advantages(rollout, scored, options) if config.advantage_level == "turn" else None
         spread = group_std(scored.rewards.reshape(-1, size))
         excluded = np.zeros(len(advantages), dtype=bool)

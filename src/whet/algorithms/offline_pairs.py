@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 
-from whet.algorithms.pairs import Pairs, add_reference, sum_logprobs, update_on_pairs
+from whet.algorithms.pairs import Pairs, add_reference, add_weights, sum_logprobs, update_on_pairs
 from whet.data.batches import as_rows, check_row_counts, columns_as_rows
 from whet.data.rows import tokenize_preference
 from whet.data.token_ids import token_rows
@@ -81,21 +81,20 @@ class OfflinePairs(Trainer):
             WhetValueError: all pairs are ties, or ``precompute_reference`` without reference log-probs.
         """
         batches = [self._without_ties(self.get_prepared(*batch)) for batch in self.iter_batches(dataset)]
-        n_pairs = sum(len(pairs.prompt_ids) for pairs in batches)
-        n_tokens = sum(len(ids) for pairs in batches for ids in pairs.chosen_ids)
-        if not n_pairs:
+        batches = [add_weights(self, add_reference(self, pairs)) for pairs in batches if pairs.prompt_ids]
+        if not batches:
             raise WhetValueError(
                 f"{type(self).__name__}: chosen and rejected are the same in every pair of the dataset."
             )
-        totals = {"loss": 0.0, "rewards/accuracies": 0.0, "rewards/margins": 0.0}
-        for pairs in batches:
-            if not pairs.prompt_ids:
-                continue
-            sums = sum_logprobs(self, pairs)
-            loss = self.pair_loss(add_reference(self, pairs), sums, n_pairs=n_pairs, n_tokens=n_tokens)
-            for name in totals:
-                totals[name] += loss.metrics.get(name, loss.value)
-        return totals
+        policy, references = [sum_logprobs(self, pairs) for pairs in batches], [pairs.reference for pairs in batches]
+        pairs = Pairs.join(batches)
+        if None not in references:
+            pairs = pairs._replace(reference=_concatenate(cast(Any, references)))
+        if weights := [batch.weights for batch in batches if batch.weights is not None]:
+            pairs = pairs._replace(weights=np.concatenate(weights))
+        n_tokens = sum(map(len, pairs.chosen_ids))
+        loss = self.pair_loss(pairs, _concatenate(policy), n_pairs=len(pairs.prompt_ids), n_tokens=n_tokens)
+        return {"loss": loss.value, **{name: loss.metrics[name] for name in ("rewards/accuracies", "rewards/margins")}}
 
     def prepare(self, prompt: Any, chosen: Any = None, rejected: Any = None) -> Pairs:
         """Return the pairs of a batch."""
@@ -131,3 +130,8 @@ class OfflinePairs(Trainer):
         both = zip(pairs.chosen_ids, pairs.rejected_ids, strict=True)
         different = [i for i, (chosen, rejected) in enumerate(both) if chosen != rejected]
         return pairs if len(different) == len(pairs.prompt_ids) else pairs.select(different)
+
+
+def _concatenate(sums: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    chosen, rejected = zip(*sums, strict=True)
+    return np.concatenate(chosen), np.concatenate(rejected)

@@ -17,7 +17,7 @@ import numpy as np
 from whet.algorithms.online import OnlineTrainer
 from whet.algorithms.pairs import Pairs, preference_loss, update_on_pairs
 from whet.config.fields import reject_ineffective
-from whet.config.settings import OnlineDPOConfig
+from whet.config.preferences import OnlineDPOConfig
 from whet.errors import WhetTypeError
 from whet.rewards.functions import RewardBatch, RewardFn, call_preference
 from whet.rewards.metrics import reward_metrics

@@ -14,7 +14,7 @@ import numpy as np
 
 from whet.algorithms.offline_pairs import OfflinePairs
 from whet.algorithms.pairs import Pairs
-from whet.config.settings import ORPOConfig
+from whet.config.preferences import ORPOConfig
 from whet.losses.closed_form import Loss
 from whet.losses.reference_free import orpo_loss
 

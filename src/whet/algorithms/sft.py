@@ -2,6 +2,8 @@
 
     l = -log pi(y_t | x, y_<t), averaged over the completion tokens of the batch that count
 
+With loss_type "dft", the factor pi(y_t | x, y_<t), a constant in the gradient, multiplies l (Wu et al. 2025).
+
 Prompt tokens do not count, unless a row has no prompt; in a conversation only the assistant's turns count.
 """
 
@@ -55,9 +57,9 @@ class SFT(Trainer):
             completion: B completions, in the same forms.
 
         Returns:
-            Metrics: ``loss`` (mean negative log-likelihood per token, in nats), ``token_probability``, the metrics of
-            every step, and with ``truncation`` also ``frac_truncated`` and ``frac_dropped``, shares of rows. A batch
-            with only dropped rows has loss and gradient norm 0, and makes no update.
+            Metrics: ``loss`` (``sft_loss``, in nats per token), ``token_probability``, the metrics of every step, and
+            with ``truncation`` also ``frac_truncated`` and ``frac_dropped``, shares of rows. A batch with only dropped
+            rows has loss and gradient norm 0, and makes no update.
 
         Raises:
             WhetTypeError: the batch has none of these forms.
@@ -79,7 +81,7 @@ class SFT(Trainer):
                         completion_mask=[masks[i] for i in part],
                     )
                 with phase("loss"):
-                    loss = sft_loss(logprobs, mask, n_tokens=n_tokens)
+                    loss = sft_loss(logprobs, mask, loss_type=self.config.loss_type, n_tokens=n_tokens)
                 update.add(loss.value, loss.gradients["logprobs"], loss.metrics)
         return {**update.metrics, **shares, "num_tokens": sum(map(len, [*prompt_ids, *completion_ids]))}
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from whet.algorithms.offline_pairs import OfflinePairs
 from whet.algorithms.pairs import Pairs
-from whet.config.settings import SimPOConfig
+from whet.config.preferences import SimPOConfig
 from whet.losses.closed_form import Loss
 from whet.losses.reference_free import simpo_loss
 

@@ -1,4 +1,7 @@
-"""``whet best-of-n``: samples and scores completions of each prompt, and writes the best as a line of JSON."""
+"""``whet best-of-n``: samples and scores completions of each prompt, and writes the best as a line of JSON.
+
+The lines are rows of ``whet train sft``: the completion of a prompt in messages is a message.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ import torch
 
 from whet.algorithms.best_of_n import BestOfN
 from whet.config.settings import BestOfNConfig
+from whet.data.messages import is_messages
 from whet.data.rows import tokenize_prompt
 from whet.data.sources import read_rows
 from whet.data.thinking import Replies
@@ -34,7 +38,7 @@ from whet.training.prefetch import check_forms
 
 def main(run: BestOfNRun) -> int:
     """Write ``prompt``, ``completion`` and ``score`` per prompt, in order; with ``all_candidates`` also those."""
-    functions = prepare(map(load_function, run.reward))
+    functions = prepare(map(load_function, run.reward), unsafe_local=run.unsafe_local)
     if run.task:
         rows = open_tasks(run.task)
         functions = [*rows.reward_functions(), *functions]
@@ -46,11 +50,16 @@ def main(run: BestOfNRun) -> int:
     if run.task:
         check_prompts_fit(position_limit(model), tokenizer, rows, "whet best-of-n")
     notify(f"best of {run.n} of {run.model}: {describe_size(model)}")
+    n_kept = 0
     with _open_output(run.output) as file:
         for done, row in enumerate(iter_best_completions(run, model, tokenizer, functions, rows), start=1):
-            print(json.dumps(row, ensure_ascii=False), file=file, flush=True)
+            if run.min_score is None or row["score"] >= run.min_score:
+                n_kept += 1
+                print(json.dumps(row, ensure_ascii=False), file=file, flush=True)
             if run.output and (done % run.batch_size == 0 or done == len(rows)):
                 notify(f"{done}/{len(rows)} prompts")
+    if run.min_score is not None:
+        notify(f"{n_kept} of {len(rows)} prompts have a completion that scores {run.min_score:g} or more")
     return 0
 
 
@@ -74,7 +83,8 @@ def iter_best_completions(
         for row, scores, candidates in zip(batch, result.scores.numpy(), result.candidates, strict=True):
             texts = [decode_completion(candidate, replies) for candidate in candidates]
             best = int(np.nanargmax(scores))
-            result_row = {"prompt": row["prompt"], "completion": texts[best], "score": scores[best]}
+            answer = [{"role": "assistant", "content": texts[best]}] if is_messages(row["prompt"]) else texts[best]
+            result_row = {"prompt": row["prompt"], "completion": answer, "score": scores[best]}
             if run.all_candidates:
                 result_row["candidates"] = [
                     {"completion": text, "score": None if np.isnan(score) else score}

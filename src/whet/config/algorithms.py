@@ -9,17 +9,8 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from whet.config.settings import (
-    CPOConfig,
-    DistillConfig,
-    DPOConfig,
-    GRPOConfig,
-    OnlineDPOConfig,
-    ORPOConfig,
-    SFTConfig,
-    SimPOConfig,
-    TrainerConfig,
-)
+from whet.config.preferences import CPOConfig, DPOConfig, KTOConfig, OnlineDPOConfig, ORPOConfig, SimPOConfig
+from whet.config.settings import DistillConfig, GRPOConfig, SFTConfig, TrainerConfig
 
 if TYPE_CHECKING:
     from whet.training.trainer import Trainer
@@ -99,6 +90,14 @@ ALGORITHMS = {
             title="Odds Ratio Preference Optimization (Hong et al. 2024)",
             summary="SFT and preferences in one stage",
             rows="odds ratio preference optimization, without a reference; rows as for dpo",
+        ),
+        Algorithm(
+            "kto",
+            KTOConfig,
+            "whet.algorithms.kto:KTO",
+            title="Kahneman-Tversky Optimization (Ethayarajh et al. 2024)",
+            summary="completions labelled good or bad",
+            rows="learn from single completions; rows have prompt, completion and label (true: desirable)",
         ),
         Algorithm(
             "grpo",

@@ -18,7 +18,6 @@ from whet.config.fields import (
     BelowOne,
     Count,
     NonNegative,
-    PathText,
     Positive,
     Range,
     Seed,
@@ -42,19 +41,14 @@ from whet.models.formats import Weights
 
 GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "luspo", "sapo"]
 RatioLevel = Literal["token", "sequence"]
+SFTLossType = Literal["nll", "dft"]
+Advantage = Literal["group", "leave_one_out", "max_rl", "pass_k", "per_reward"]
 KLEstimator = Literal["k1", "k2", "k3"]
 SamplerCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 ComputeDtype = Literal["auto", "bfloat16", "float32"]
 Compute = Literal[ComputeDtype, "torch"]
 EngineName = Literal["auto", "native", "torch", "ray"]
 RolloutWeights = Literal["auto", Weights]
-DPOLossType = Literal[
-    "sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
-    "apo_zero", "apo_down", "sft",
-]  # fmt: skip
-
-CPOLossType = Literal["sigmoid", "hinge", "ipo"]
-
 _GroupSize = Annotated[
     int,
     Range("an integer >= 2: the advantage of a single completion is 0", lambda n: n >= 2),
@@ -72,7 +66,6 @@ _WHOLE_COMPLETION = (*GRAMMAR_SETTINGS, "stop", "presence_penalty", "frequency_p
 """Sampling settings that depend on all tokens of a completion before the next."""
 
 _UNCLIPPED = ("cispo", "sapo")
-_SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair")
 
 
 @dataclass(kw_only=True)
@@ -171,6 +164,21 @@ class TrainerConfig:
         return 2 if self.is_paired else 1
 
 
+@dataclass(kw_only=True)
+class MovingReference:
+    """Settings of a reference that follows the policy."""
+
+    ref_sync_steps: Count = 0
+    """Steps after which the reference moves to the policy (TR-DPO; 1: a moving average); 0: it stays."""
+    ref_sync_alpha: Annotated[float, Range("a number in (0, 1]", lambda alpha: 0 < alpha <= 1)] = 0.6
+    """Weight of the policy in the new reference: alpha policy + (1 - alpha) reference. Adapters need 1."""
+
+    def check_reference(self, has_reference: bool) -> None:
+        """Raise a WhetValueError if the settings have no effect."""
+        reject_ineffective(self, ["ref_sync_steps"], has_reference, "the loss uses no reference")
+        reject_ineffective(self, ["ref_sync_alpha"], self.ref_sync_steps > 0, "ref_sync_steps is 0")
+
+
 def learning_rate_at(step: int, config: TrainerConfig, horizon: int) -> float:
     """Return the learning rate after ``step`` completed steps, in a schedule of ``horizon`` steps.
 
@@ -207,107 +215,15 @@ class SFTConfig(OfflineConfig):
     """Learning rate after the warm-up."""
     training_mode: bool = True
     """Update in training mode, with dropout and gradient checkpointing."""
+    loss_type: SFTLossType = "nll"
+    """nll: negative log-likelihood. dft: it times the token's probability, a constant in the gradient, so that tokens
+    which the model finds improbable do not dominate (Dynamic Fine-Tuning). Evaluation is always nll."""
     loss_on: Literal["completion", "last_turn", "all"] = "completion"
     """Tokens that are trained on.
 
     completion: the completion; in messages, every assistant turn.
     last_turn: in messages, only the last turn.
     all: every token except the first of the row."""
-
-
-@dataclass(kw_only=True)
-class PreferenceConfig:
-    """Settings of a loss on preference pairs."""
-
-    is_paired: ClassVar[bool] = True
-
-    beta: float = 0.1
-    """Strength of the KL regularisation towards the reference."""
-    loss_type: DPOLossType = "sigmoid"
-    """Loss function of the log-ratios, see ``dpo_loss``."""
-    label_smoothing: float = 0.0
-    """Probability that a label is wrong."""
-    reference_free: bool = False
-    """Ignore the reference, as if it assigned every completion the same probability."""
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        check_dpo_options(type(self).__name__, self.loss_type, self.beta, self.label_smoothing)
-        reject_ineffective(self, ["beta"], self.loss_type != "sft", "'sft' uses only the chosen completion")
-
-    def has_reference(self) -> bool:
-        """Whether the loss uses the reference."""
-        return not self.reference_free and self.loss_type != "sft"
-
-
-@dataclass(kw_only=True)
-class DPOConfig(PreferenceConfig, OfflineConfig):
-    """Settings of DPO. ``batch_size`` counts pairs."""
-
-    precompute_reference: bool = False
-    """Compute the reference's log-probs once, before ``train``, instead of keeping a copy of the model."""
-    reference_cache: PathText = ""
-    """Folder that caches precomputed log-probs for later runs, keyed by weights and rows; empty: no cache."""
-
-    def __post_init__(self) -> None:
-        TrainerConfig.__post_init__(self)
-        PreferenceConfig.__post_init__(self)
-        reject_ineffective(self, ["precompute_reference"], self.has_reference(), "the loss uses no reference")
-        reject_ineffective(
-            self, ["reference_cache"], self.precompute_reference, "it caches what precompute_reference computes"
-        )
-
-    def uses_reference_model(self) -> bool:
-        """Whether the reference computes log-probs in every step, which precomputed log-probs make unnecessary."""
-        return self.has_reference() and not self.precompute_reference
-
-
-@dataclass(kw_only=True)
-class CPOConfig(OfflineConfig):
-    """Settings of CPO. ``batch_size`` counts pairs."""
-
-    is_paired: ClassVar[bool] = True
-
-    beta: float = 0.1
-    """Factor of the difference of log-probs."""
-    loss_type: CPOLossType = "sigmoid"
-    """Loss of the difference, see ``dpo_loss``."""
-    label_smoothing: float = 0.0
-    """Probability that a label is wrong; only 'sigmoid' has it."""
-    nll_weight: NonNegative = 1.0
-    """Factor of the negative log-likelihood per token of the chosen completions; 0: none."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_dpo_options(type(self).__name__, self.loss_type, self.beta, self.label_smoothing)
-
-
-@dataclass(kw_only=True)
-class SimPOConfig(OfflineConfig):
-    """Settings of SimPO. ``batch_size`` counts pairs."""
-
-    is_paired: ClassVar[bool] = True
-
-    beta: float = 2.0
-    """Factor of the difference of log-probs per token."""
-    margin: NonNegative = 0.5
-    """Target of the scaled difference, gamma in the paper."""
-    label_smoothing: float = 0.0
-    """Probability that a label is wrong."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_dpo_options(type(self).__name__, "sigmoid_norm", self.beta, self.label_smoothing)
-
-
-@dataclass(kw_only=True)
-class ORPOConfig(OfflineConfig):
-    """Settings of ORPO. ``batch_size`` counts pairs."""
-
-    is_paired: ClassVar[bool] = True
-
-    beta: NonNegative = 0.1
-    """Factor of the odds-ratio term, lambda in the paper."""
 
 
 @dataclass(kw_only=True)
@@ -408,7 +324,7 @@ class OnlineConfig(RolloutConfig, TrainerConfig):
 
 
 @dataclass(kw_only=True)
-class GRPOConfig(EpisodeSettings, OnlineConfig):
+class GRPOConfig(MovingReference, EpisodeSettings, OnlineConfig):
     """Settings of GRPO. ``batch_size`` counts prompts, ``micro_batch_size`` completions."""
 
     group_size: _GroupSize = 8
@@ -443,6 +359,9 @@ class GRPOConfig(EpisodeSettings, OnlineConfig):
     router_replay: bool = True
     """In a mixture of experts, give tokens to the experts that the sampler chose (Ma et al. 2025), unless torch samples
     or computes the policy. The metric sampler/replaced_experts is the share of other choices."""
+    advantage: Advantage = "group"
+    """Advantage of a completion in its group (whet.rewards.advantages): GRPO's, RLOO's leave_one_out, max_rl (relative
+    to the mean reward), pass_k (only of the best), or GDPO's per_reward, which normalises each reward function."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Scope of the standard deviation that divides the advantages."""
     advantage_level: Literal["episode", "turn"] = "episode"
@@ -486,6 +405,7 @@ class GRPOConfig(EpisodeSettings, OnlineConfig):
         taus = ["sapo_tau_positive", "sapo_tau_negative"]
         reject_ineffective(self, taus, loss_type == "sapo", f"{loss_type!r} has no temperature")
         reject_ineffective(self, ["kl_estimator"], self.beta != 0, "beta is 0: no KL term")
+        self.check_reference(self.beta != 0)
         # With both at "auto" the model decides: GRPO corrects a quantised base.
         may_correct = self.correction() is not None or self.sampler_correction == self.rollout_weights == "auto"
         may_correct |= self.sampler_correction == "auto" and self.async_lag > 0
@@ -494,6 +414,9 @@ class GRPOConfig(EpisodeSettings, OnlineConfig):
         reject_ineffective(
             self, spread, self.scale_rewards != "none", "scale_rewards is 'none': advantages are not divided"
         )
+        why = f"advantage is {self.advantage!r}"
+        reject_ineffective(self, spread, self.advantage in ("group", "per_reward"), f"{why}, without a deviation")
+        reject_ineffective(self, ["scale_rewards", "advantage_level"], self.advantage == "group", why)
 
 
 @dataclass(kw_only=True)
@@ -532,15 +455,6 @@ class DistillConfig(OnlineConfig):
 
 
 @dataclass(kw_only=True)
-class OnlineDPOConfig(PreferenceConfig, OnlineConfig):
-    """Settings of OnlineDPO. ``batch_size`` counts prompts, ``micro_batch_size`` pairs."""
-
-    def __post_init__(self) -> None:
-        OnlineConfig.__post_init__(self)
-        PreferenceConfig.__post_init__(self)
-
-
-@dataclass(kw_only=True)
 class BestOfNConfig(RolloutConfig):
     """Settings of BestOfN."""
 
@@ -567,23 +481,3 @@ def check_grpo_options(where: str, options: Any) -> None:
             raise WhetValueError(
                 f"{where}: {name} is {value!r} and has no effect: {loss_type!r} has no such bound. Pass None."
             )
-
-
-def check_dpo_options(where: str, loss_type: str, beta: float, label_smoothing: float) -> None:
-    """Validate the options of ``dpo_loss``; errors begin with ``where``, the caller's name.
-
-    Raises:
-        WhetValueError: an unknown loss_type, a number out of range, or label smoothing in a loss without it.
-    """
-    check_choice(where, "loss_type", loss_type, DPOLossType)
-    if not (beta > 0 and math.isfinite(beta)):
-        raise WhetValueError(f"{where}: beta is {beta!r}, expected a finite number > 0.")
-    if not 0 <= label_smoothing < 0.5:
-        raise WhetValueError(f"{where}: label_smoothing is {label_smoothing!r}, expected a number in [0, 0.5).")
-    if label_smoothing and loss_type not in _SMOOTHED:
-        raise WhetValueError(
-            f"{where}: label_smoothing is {label_smoothing}, but {loss_type!r} has no smoothing. Pass 0, or "
-            f"a loss_type among {', '.join(_SMOOTHED)}."
-        )
-    if loss_type == "exo_pair" and not label_smoothing:
-        raise WhetValueError(f"{where}: 'exo_pair' needs label_smoothing > 0, for example 1e-3.")

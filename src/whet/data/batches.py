@@ -195,7 +195,7 @@ def is_batch(item: Any, fields: tuple[str, ...]) -> bool:
     if isinstance(item, Mapping):
         return _is_column(item.get("input_ids")) or _has_columns(item)
     if _is_fields(item, fields):
-        return all(map(_is_column, item))
+        return all(_is_column(member) for name, member in zip(fields, item, strict=True) if name in FIELDS)
     if _is_list(item):
         if len(item) == len(fields) > 1 and all(isinstance(member, str) for member in item):
             raise WhetTypeError(
@@ -338,12 +338,13 @@ def _length(value: Any) -> int | None:
 
 
 def _is_fields(item: Any, fields: tuple[str, ...]) -> bool:
-    """Whether ``item`` has one value per field: a tuple, or a list of (B, T) arrays, as a loader returns."""
+    """Whether ``item`` has one value per field: a tuple, or a list with arrays of token ids, as a loader returns."""
     if not _is_list(item) or len(item) != len(fields) or _is_ids(item):
         return False
     if isinstance(item, tuple):
         return not any(isinstance(member, Mapping) for member in item)
-    return all(getattr(member, "ndim", 0) == 2 for member in item)
+    ids = [member for name, member in zip(fields, item, strict=True) if name in FIELDS]
+    return all(getattr(member, "ndim", 0) == 2 for member in ids)
 
 
 # --- passes over a dataset -----------------------------------------------------------------------------

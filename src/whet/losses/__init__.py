@@ -6,6 +6,7 @@ from whet.losses.closed_form import Loss
 from whet.losses.distillation import distillation_loss
 from whet.losses.dpo import dpo_loss
 from whet.losses.grpo import grpo_loss
+from whet.losses.kto import kto_loss
 from whet.losses.reference_free import cpo_loss, orpo_loss, simpo_loss
 from whet.losses.sft import sft_loss
 
@@ -15,6 +16,7 @@ __all__ = [
     "distillation_loss",
     "dpo_loss",
     "grpo_loss",
+    "kto_loss",
     "orpo_loss",
     "sft_loss",
     "simpo_loss",

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from whet.config.settings import CPOLossType, check_dpo_options
+from whet.config.preferences import CPOLossType, check_dpo_options
 from whet.errors import WhetValueError, check_choice, is_number
 from whet.losses.closed_form import Loss, accepts_tensors
 from whet.losses.dpo import dpo_loss, log_sigmoid, sigmoid

@@ -93,8 +93,8 @@ def count_rows(completion_mask: np.ndarray, kept_mask: np.ndarray) -> int:
     return int((kept_mask.any(1) | ~completion_mask.any(1)).sum())
 
 
-def denominator(where: str, name: str, value: Any) -> float:
-    """Return the divisor of sums over a batch, at least 1; ``value`` may be an array with one element.
+def denominator(where: str, name: str, value: Any, least: float = 1.0) -> float:
+    """Return the divisor of sums over a batch, at least ``least``; ``value`` may be an array with one element.
 
     Raises:
         WhetValueError: value is not a finite number >= 0.
@@ -102,7 +102,7 @@ def denominator(where: str, name: str, value: Any) -> float:
     count = value.item() if isinstance(value, (np.ndarray, np.generic)) and value.size == 1 else value
     if not (is_number(count) and count >= 0):
         raise WhetValueError(f"{where}: {name} is {value!r:.60}, expected a finite number >= 0.")
-    return max(float(count), 1.0)
+    return max(float(count), least)
 
 
 def check_float_array(where: str, name: str, value: Any, n_axes: int) -> None:

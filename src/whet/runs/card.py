@@ -54,7 +54,7 @@ def render_run_card(
     """
     facts = {
         "Method": next(each.title for each in ALGORITHMS.values() if each.class_name == algorithm),
-        "Loss": getattr(run, "loss_type", None),
+        "Loss": _describe_losses(getattr(run, "loss_weights", {})) or getattr(run, "loss_type", None),
         "beta": getattr(run, "beta", None),
         "Reward functions": ", ".join(getattr(run, "reward", [])),
         "Preference function": getattr(run, "preference", None),
@@ -142,3 +142,7 @@ def _render_evaluation(data: str, evaluations: Sequence[Mapping[str, float]]) ->
 def _table(headers: Sequence[str], rows: Any) -> str:
     lines = [headers, ["---"] * len(headers), *rows]
     return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _describe_losses(weights: Mapping[str, float]) -> str:
+    return " + ".join(f"{weight:g} {name}" for name, weight in weights.items())

@@ -104,7 +104,7 @@ def measure_lengths(run: Any, tokenizer: Any, rows: Sequence[Mapping[str, Any]])
         prompts = [len(prompt) for prompt, _, _ in pairs]
         completions = [min(len(ids), max(0, longest - len(prompt))) for prompt, *both in pairs for ids in both]
     else:
-        whole = [tokenize_example(row, tokenizer, run.loss_on) for row in rows]
+        whole = [tokenize_example(row, tokenizer, getattr(run, "loss_on", "last_turn")) for row in rows]
         examples = [(prompt, ids, mask[: max(0, longest - len(prompt))]) for prompt, ids, mask in whole]
         completions = [sum(mask) for _, _, mask in examples]
         prompts = [len(prompt) + len(mask) - sum(mask) for prompt, _, mask in examples]

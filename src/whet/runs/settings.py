@@ -21,17 +21,8 @@ from whet.config.fields import (
     check_range,
     reject_ineffective,
 )
-from whet.config.settings import (
-    BestOfNConfig,
-    CPOConfig,
-    DistillConfig,
-    DPOConfig,
-    GRPOConfig,
-    OnlineDPOConfig,
-    ORPOConfig,
-    SFTConfig,
-    SimPOConfig,
-)
+from whet.config.preferences import CPOConfig, DPOConfig, KTOConfig, OnlineDPOConfig, ORPOConfig, SimPOConfig
+from whet.config.settings import BestOfNConfig, DistillConfig, GRPOConfig, SFTConfig
 from whet.errors import WhetValueError, check_installed
 from whet.files import FolderLock
 from whet.models.formats import Weights
@@ -265,6 +256,11 @@ class ORPORun(ORPOConfig, RunConfig):
 
 
 @dataclass(kw_only=True)
+class KTORun(KTOConfig, RunConfig):
+    """Settings of ``whet train kto``."""
+
+
+@dataclass(kw_only=True)
 class GRPORun(_TasksAsTexts, GRPOConfig, OnlineRunConfig):
     """Settings of ``whet train grpo``."""
 
@@ -370,6 +366,12 @@ class _BestOfNInputs:
     """The .jsonl file to write; empty: standard output."""
     all_candidates: bool = False
     """Write every candidate and its score, not only the best."""
+    min_score: float | None = None
+    """Write only prompts whose best completion has at least this score, as rows for whet train sft (rejection
+    sampling); None: every prompt."""
+    unsafe_local: bool = False
+    """Let programs of the model run without a sandbox, as this user, if reward functions run programs
+    (whet.tasks.code)."""
     batch_size: Positive = 8
     """Number of prompts per batch."""
     dtype: StoredDtype = "auto"
@@ -388,6 +390,7 @@ class BestOfNRun(_TasksAsTexts, BestOfNConfig, _BestOfNInputs):
         """
         check_given(where, self, "model", *([] if self.task else ["reward"]))
         reject_ineffective(self, ["columns"], bool(self.prompts), "there are no prompts")
+        reject_ineffective(self, ["unsafe_local"], runs_programs(self.reward), "no reward function runs programs")
         if [bool(self.prompts), bool(self.prompt), bool(self.task)].count(True) != 1:
             raise WhetValueError(f"{where}: expected one of --prompts (a file), --prompt (a text) and --task.")
 

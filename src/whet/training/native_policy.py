@@ -24,7 +24,7 @@ from whet.learner.learner import ADAPTER
 from whet.models.base_record import check_record
 from whet.models.stop_tokens import base_stop_ids
 from whet.signals import deferred_signals
-from whet.training.policy import Score, State, check_same_parameters, error_without_reference
+from whet.training.policy import Score, State, check_moving_adapters, check_same_parameters, error_without_reference
 from whet.training.reference_cache import ReferenceCache
 
 
@@ -61,6 +61,7 @@ class NativePolicy:
                 f"{where}: router_aux_loss_coef is {config.router_aux_loss_coef}, and a Learner has no balance loss: "
                 f"its routers are frozen. Omit it, or train modules of torch."
             )
+        check_moving_adapters(config, where)
         self.reference = AdapterReference(model, kept=config.uses_reference_model())
         self._has_gradients = False
         self._dropout_seed: int | None = None
@@ -352,6 +353,11 @@ class AdapterReference:
             yield
         finally:
             set_parameters(own)
+
+    def move(self, alpha: float) -> None:
+        """Make the current adapters the reference; ``alpha`` is 1, see ``check_moving_adapters``."""
+        self.first_values = [parameter.copy() for parameter in self._learner.parameters]
+        self.adapters_off = False
 
     def open_cache(self, folder: str, arithmetic: str) -> ReferenceCache:
         """Open the cached log-probs of the base, or of the initial adapters."""

@@ -45,6 +45,10 @@ class Reference(Protocol):
         """Open the cached log-probs of earlier runs in ``folder`` for these weights and this arithmetic."""
         ...
 
+    def move(self, alpha: float) -> None:
+        """Set the reference to alpha times the policy plus 1 - alpha times the reference."""
+        ...
+
 
 class Policy(Protocol):
     """A model that is trained, and its frozen reference.
@@ -228,6 +232,19 @@ def policy_class(model: Any, where: str) -> type[Policy]:
     from whet.training.torch_policy import TorchPolicy
 
     return TorchPolicy
+
+
+def check_moving_adapters(config: TrainerConfig, where: str) -> None:
+    """Raise unless the settings of a policy of adapters move its reference all the way to the policy, or never.
+
+    Raises:
+        WhetValueError: ``ref_sync_alpha`` is below 1.
+    """
+    if getattr(config, "ref_sync_steps", 0) and (alpha := getattr(config, "ref_sync_alpha", 1)) != 1:
+        raise WhetValueError(
+            f"{where}: ref_sync_alpha is {alpha}, but the mean of the factors of two adapters is not the mean of their "
+            f"weights. Set ref_sync_alpha to 1, or train all weights."
+        )
 
 
 def check_same_parameters(saved: Mapping[str, Any], own: Mapping[str, Any], where: str) -> None:

@@ -12,11 +12,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from whet.config.settings import TrainerConfig
 from whet.errors import WhetValueError
 from whet.nn.frozen import base_of
 from whet.nn.modules import inner_module
 from whet.signals import deferred_signals
-from whet.training.policy import error_without_reference
+from whet.training.policy import check_moving_adapters, error_without_reference
 from whet.training.reference_cache import ReferenceCache
 
 _IRRELEVANT = (
@@ -82,6 +83,39 @@ class Reference:
     def is_policy(self) -> bool:
         """Whether the reference is the policy before its first update, with nothing kept separately."""
         return self.model is None and not self.adapters_off and not self.first_values
+
+    def check_moves(self, config: TrainerConfig, where: str) -> None:
+        """Raise unless ``move`` can follow the settings: adapters move all the way, a module has the same parameters.
+
+        Raises:
+            WhetValueError: names the setting, or the first parameter that differs.
+        """
+        if not getattr(config, "ref_sync_steps", 0):
+            return
+        if self._is_peft:
+            check_moving_adapters(config, where)
+            return
+        own, others = (
+            {name: tuple(p.shape) for name, p in cast(nn.Module, model).named_parameters()}
+            for model in (self._policy, self.model)
+        )
+        if own != others:
+            name = next(name for name in {**own, **others} if own.get(name) != others.get(name))
+            raise WhetValueError(
+                f"{where}: ref_sync_steps moves ref_model to model, and they differ in the parameter {name}. Pass a "
+                f"ref_model of the same architecture, or omit it."
+            )
+
+    def move(self, alpha: float) -> None:
+        """Set the reference to alpha times the policy plus 1 - alpha times the reference; adapters need alpha 1."""
+        if self.model is None:
+            self.first_values = {name: p.detach().clone() for name, p in self._trained.items()}
+            self.adapters_off = False
+            return
+        own = dict(self._policy.named_parameters())
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                p.lerp_(own[name].to(p), alpha)
 
     def open_cache(self, folder: str, arithmetic: str) -> ReferenceCache:
         """Open the cached log-probs of earlier runs in ``folder`` for these weights and this arithmetic."""

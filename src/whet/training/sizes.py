@@ -110,7 +110,9 @@ def run_memory(
     whole = training(model)
     keeps_reference = config.uses_reference_model()
     own_reference = keeps_reference and adapters is None
-    first_values = 4 * n_adapter if keeps_reference and adapters is not None and not adapters.is_new else 0
+    moves = getattr(config, "ref_sync_steps", 0) > 0
+    keeps_values = keeps_reference and adapters is not None and (moves or not adapters.is_new)
+    first_values = 4 * n_adapter if keeps_values else 0
     parts = {
         "interpreter": interpreter,
         "weights": whole.weights + 4 * n_adapter,

@@ -63,6 +63,7 @@ class TorchPolicy:
         if not self.trainable:
             raise WhetValueError(f"{where}: no parameter of model requires grad. Unfreeze some.")
         self.reference = Reference(model, self.trainable, ref_model, kept=config.uses_reference_model(), where=where)
+        self.reference.check_moves(config, where)
         models = [model] if self.reference.model is None else [model, self.reference.model]
         self.accelerations = choose_accelerations(models, config.compute, config.training_mode, where)
         self.acceleration = self.accelerations.get(model)
