@@ -31,7 +31,7 @@ def relative_advantages(
     scored: RewardBatch,
     group_size: int,
     advantage: Advantage = "group",
-    weights: Sequence[float] = (),
+    weights: Sequence[float] | np.ndarray = (),
     options: Mapping[str, Any] | None = None,
 ) -> np.ndarray:
     """Return the advantages of completions, (N,) float64; 0 for completions that are not scored.
