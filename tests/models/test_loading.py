@@ -13,7 +13,7 @@ from tests.raising import mentions
 from tests.tiny import tiny_llama
 
 from whet import _core
-from whet.models.architecture import ACTIVATIONS, NORMS, RowSlice
+from whet.models.architecture import ACTIVATIONS, NORMS, ModelConfig, RowSlice
 from whet.models.loading import pack_slices
 from whet.ops.quant import CORE_FORMATS, quantize
 
@@ -21,22 +21,12 @@ N, K = 83, 256
 
 
 def config_of(n, k):
-    return {
-        "n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "head_dim": 2, "hidden_dim": k, "ffn_dim": 2, "vocab_size": n,
-        "max_position": 8, "norm": "rms", "norm_eps": 0.0, "rotary_dim": 0, "is_neox": True, "inv_freq": (),
-        "attention_factor": 1.0, "learned_positions": 0, "parallel_residual": False, "shared_norm": False,
-        "pre_norm": True, "post_norm": False, "qk_norm_whole": False, "qk_norm_rotated": False,
-        "query_log_scale": 0.0, "query_scale_length": 1, "sinks": False, "local_layers": (), "local_inv_freq": (),
-        "local_head_dim": 0, "n_shared_kv_layers": 0, "ffn_dims": (), "layer_input_dim": 0, "layer_scale": False,
-        "v_norm": False,
-        "output_gate": False, "mixers": (), "conv_length": 0, "n_delta_heads": 0, "n_delta_key_heads": 0,
-        "delta_dim": 0, "delta_key_dim": 0, "delta_tiled": False, "n_experts": 0, "n_used_experts": 0, "expert_dim": 0,
-        "shared_dim": 0, "moe_layers": (), "shared_gate": False, "router": "softmax", "router_normalised": False,
-        "router_eps": 0.0, "router_scale": 1.0,
-        "qk_norm": False, "activation": "silu", "gated": True, "windows": (0,), "attention_scale": 1.0,
-        "rope_layers": (), "embedding_scale": 1.0, "residual_scale": 1.0, "logits_scale": 1.0,
-        "attention_softcap": 0.0, "logits_softcap": 0.0,
-    }  # fmt: skip
+    return vars(
+        ModelConfig(
+            n_layers=1, n_heads=1, n_kv_heads=1, head_dim=2, hidden_dim=k, ffn_dim=2, vocab_size=n, max_position=8,
+            norm="rms", norm_eps=1e-12, windows=(0,), attention_scale=1.0,
+        )
+    )  # fmt: skip
 
 
 def engine_with(format, n=N, k=K):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 import signal
 import threading
 import weakref
@@ -50,8 +51,9 @@ def test_result_of_a_run(files, tiny_model):
 
 
 def test_blocks_for_further_tokens_are_kept(files, tiny_model):
-    more = with_predicting(tiny_model)
-    result = train(settings_of(files, tiny_model, steps=1))
+    folder = shutil.copytree(tiny_model, files.folder / "with-mtp")
+    more = with_predicting(folder)
+    result = train(settings_of(files, folder, steps=1))
     saved = load_file(result.model_folder / "model-mtp.safetensors")
     assert saved.keys() == more.keys() and all(torch.equal(saved[name], more[name]) for name in more)
     assert AutoModelForCausalLM.from_pretrained(result.model_folder).config.model_type == "llama"
