@@ -9,7 +9,16 @@ import pytest
 import torch
 from tests.cli.conftest import tiny_model  # noqa: F401
 from tests.raising import assert_raises
-from tests.tiny import EOS, ScriptedEngine, assert_same_weights, fours, letters_tokenizer, tiny_llama, token_logprobs
+from tests.tiny import (
+    EOS,
+    ScriptedEngine,
+    assert_resumes,
+    assert_same_weights,
+    fours,
+    letters_tokenizer,
+    tiny_llama,
+    token_logprobs,
+)
 
 from whet.algorithms import Distill
 from whet.engine import Engine
@@ -115,15 +124,17 @@ def test_rewards_are_metrics_only(teacher: Engine) -> None:
     assert scored.last_completions[3]["reward"] == 2
 
 
+@pytest.mark.parametrize("rows", [PROMPTS, [{"prompt": ids} for ids in PROMPTS]])
+def test_evaluation_reads_an_iterator_once(teacher: Engine, rows: Any) -> None:
+    trainer = make(tiny_llama(), teacher, engine="auto", reward_fn=fours, batch_size=2)
+    found = trainer.evaluation_metrics(rows)
+    assert list(found) == ["mean_reward", "reverse_kl"] and found["reverse_kl"] != 0
+    assert trainer.evaluation_metrics(iter(rows)) == found
+
+
 def test_a_run_resumes_to_the_bit(teacher: Engine, tmp_path: Any) -> None:
     settings = {"engine": "auto", "batch_size": 2}
-    whole, first = make(tiny_llama(), teacher, **settings), make(tiny_llama(), teacher, **settings)
-    whole.train(PROMPTS, 4)
-    first.train(PROMPTS, 2)
-    first.save(tmp_path / "checkpoint")
-    second = Distill.from_checkpoint(tmp_path / "checkpoint", model=tiny_llama(), teacher=teacher)
-    second.train(PROMPTS, 2)
-    assert_same_weights(whole.model, second.model)
+    assert_resumes(lambda: make(tiny_llama(), teacher, **settings), PROMPTS, tmp_path, teacher=teacher)
 
 
 def test_teachers_behind_a_url(tiny_model: Any) -> None:  # noqa: F811

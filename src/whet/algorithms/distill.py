@@ -17,7 +17,7 @@ import numpy as np
 
 from whet.algorithms.online import OnlineTrainer
 from whet.config.fields import reject_ineffective
-from whet.config.settings import DistillConfig
+from whet.config.settings import REWARD_SETTINGS, DistillConfig
 from whet.engine import Engine
 from whet.errors import WhetTypeError, WhetValueError
 from whet.learner import Learner
@@ -28,7 +28,7 @@ from whet.memory import unregister_holder
 from whet.rewards.functions import RewardFn
 from whet.rewards.metrics import reward_metrics
 from whet.rollout.choose import reward_functions
-from whet.rollout.rollout import Rollout, completion_table
+from whet.rollout.rollout import Rollout, completion_table, pad_rows
 from whet.rollout.teacher import Teacher, open_learner, open_teacher, score_tokens
 from whet.training.phases import phase
 from whet.training.trainer import training_step
@@ -69,8 +69,7 @@ class Distill(OnlineTrainer):
         if teacher is None:
             raise WhetTypeError("Distill: teacher is missing. Pass a folder, a .gguf file, a URL or a whet.Engine.")
         super().__init__(model, ref_model, **arguments)
-        settings = ("reward_weights", "reward_policy", "reward_timeout_s")
-        reject_ineffective(self.config, settings, reward_fn is not None, "there is no reward function")
+        reject_ineffective(self.config, REWARD_SETTINGS, reward_fn is not None, "there is no reward function")
         self.rewards = None if reward_fn is None else reward_functions(self.config, reward_fn)
         if self.config.divergence == "sampled":
             self.teacher = open_teacher(teacher, self.tokenizer, "Distill")
@@ -86,8 +85,8 @@ class Distill(OnlineTrainer):
             unregister_holder(self.teacher)
 
     def replays_experts(self) -> bool:
-        """Whether an update gives tokens to the experts that the sampler chose."""
-        return self.policy.replays_experts and getattr(self.engine, "records_experts", True)
+        """Whether an update gives tokens to the experts that the sampler chose; whole distributions are the model's."""
+        return self.config.divergence == "sampled" and self.can_replay_experts()
 
     @training_step
     def train_step(self, prompt_batch: Any) -> dict[str, float]:
@@ -172,19 +171,16 @@ class Distill(OnlineTrainer):
         """Return the teacher's log-probs of all completions, (N, T); every rank scores its share of the rows."""
         prompts, completions, ranks = rollout.prompt_ids, rollout.completion_ids, self.ranks
         own = range(ranks.rank, len(prompts), ranks.size)
-        score = partial(
-            score_tokens, cast(Teacher, self.teacher), [prompts[i] for i in own], [completions[i] for i in own],
-            self.config.temperature,
-        )  # fmt: skip
+
+        def score() -> list[np.ndarray]:
+            rows = [prompts[i] for i in own], [completions[i] for i in own]
+            return score_tokens(cast(Teacher, self.teacher), *rows, self.config.temperature)
+
         with phase("teacher"):
-            shares = [list(share) for share in ranks.gather_results(lambda: list(score()))]
+            shares = ranks.gather_results(score)
         if self._is_own_teacher and isinstance(self.teacher, Engine):
             self.teacher.release_memory()
-        table = np.zeros((len(completions), max(map(len, completions), default=0)), np.float32)
-        for i, row in enumerate(table):
-            found = shares[i % ranks.size][i // ranks.size]
-            row[: len(completions[i])] = found[: len(completions[i])]
-        return table
+        return pad_rows([shares[i % ranks.size][i // ranks.size] for i in range(len(prompts))])
 
     def memory_blocks(self) -> Iterator[tuple[str, Hashable, int]]:
         """Yield the memory held by the trainer, and of a teacher that it has loaded."""
@@ -200,11 +196,11 @@ class Distill(OnlineTrainer):
         """Return ``mean_reward``, as in GRPO, if there are reward functions, and ``reverse_kl`` or ``divergence``, of
         one completion per prompt that is sampled at the trainer's temperature.
         """
-        found = {}
+        found, batches = {}, [batch for (batch,) in self.iter_batches(dataset)]  # an iterator is read once
         if reward_fn is not None or self.rewards is not None:
-            found = super().evaluation_metrics(dataset, reward_fn=reward_fn, temperature=temperature)
+            found = super().evaluation_metrics(batches, reward_fn=reward_fn, temperature=temperature)
         total, n_tokens, name = 0.0, 0, "divergence" if self.config.divergence == "full" else "reverse_kl"
-        for i, (batch,) in enumerate(self.iter_batches(dataset)):
+        for i, batch in enumerate(batches):
             with self._synced_engine():
                 rollout = self._sample(batch, 1, i, for_update=True)
             total += self._total(rollout)

@@ -156,8 +156,7 @@ class GRPO(OnlineTrainer):
 
     def replays_experts(self) -> bool:
         """Whether an update gives tokens to the experts that the sampler chose."""
-        records = getattr(self.engine, "records_experts", True)
-        return self.config.router_replay and records and self.policy.replays_experts
+        return self.config.router_replay and self.can_replay_experts()
 
     def _resume(self, prompt_batch: Any) -> _Step | None:
         """Return the step on these prompts that was interrupted between two of its updates, if any."""

@@ -352,6 +352,10 @@ class OnlineTrainer(Trainer):
         """Whether an update gives tokens to the experts that the sampler chose."""
         return False
 
+    def can_replay_experts(self) -> bool:
+        """Whether the engine records experts and the policy takes them."""
+        return getattr(self.engine, "records_experts", True) and self.policy.replays_experts
+
     def prepare(self, batch: Any) -> Prompts:
         """Return the prompts of a batch as token ids; reject prompts that leave no room for a completion.
 

@@ -18,6 +18,7 @@ from whet.algorithms.online import OnlineTrainer
 from whet.algorithms.pairs import Pairs, preference_loss, update_on_pairs
 from whet.config.fields import reject_ineffective
 from whet.config.preferences import OnlineDPOConfig
+from whet.config.settings import REWARD_SETTINGS
 from whet.errors import WhetTypeError
 from whet.rewards.functions import RewardBatch, RewardFn, call_preference
 from whet.rewards.metrics import reward_metrics
@@ -52,8 +53,7 @@ class OnlineDPO(OnlineTrainer):
         if (preference_fn is None) == (reward_fn is None):
             raise WhetTypeError("OnlineDPO: pass either preference_fn or reward_fn.")
         super().__init__(model, ref_model, **arguments)
-        settings = ("reward_weights", "reward_policy", "reward_timeout_s")
-        reject_ineffective(self.config, settings, reward_fn is not None, "preference_fn judges without rewards")
+        reject_ineffective(self.config, REWARD_SETTINGS, reward_fn is not None, "preference_fn judges without rewards")
         self.preference_fn = preference_fn
         self.rewards = None if reward_fn is None else reward_functions(self.config, reward_fn)
 

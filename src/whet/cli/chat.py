@@ -87,8 +87,7 @@ def main(argv: Sequence[str]) -> int:
     functions = prepare(load_tools(options.tools), unsafe_local=options.unsafe_local)
     path, adapter_path = resolve_adapter(options.model, options.adapter, _WHERE)
     model = find_model(path, _WHERE)
-    own = "" if options.tokenizer else adapter_path
-    tokenizer = load_chat_tokenizer(options.tokenizer or model, _WHERE, options.chat_template, own)
+    tokenizer = load_chat_tokenizer(model, _WHERE, options.chat_template, adapter_path, options.tokenizer)
     context = options.context or None
     with contextlib.ExitStack() as stack:
         tools = stack.enter_context(ToolProcess(functions, EpisodeSettings())) if functions else None

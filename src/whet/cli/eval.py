@@ -276,8 +276,7 @@ def _evaluate(
     tasks: Sequence[tuple[Task, list[Any]]],
 ) -> list[TaskResult]:
     """Load a model, here or in workers, and return its results on all tasks."""
-    own = "" if options.tokenizer else side.adapter
-    tokenizer = load_chat_tokenizer(options.tokenizer or model, _WHERE, options.chat_template, own)
+    tokenizer = load_chat_tokenizer(model, _WHERE, options.chat_template, side.adapter, options.tokenizer)
     if options.plays_episodes():
         return _play(options, side, label, model, tokenizer, tasks)
     every = [read_items(task, tokenizer, rows=rows, raw=options.raw, where=_WHERE) for task, rows in tasks]

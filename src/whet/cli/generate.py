@@ -63,8 +63,7 @@ def main(argv: Sequence[str]) -> int:
     options.check()
     path, adapter_path = resolve_adapter(options.model, options.adapter, _WHERE)
     model = find_model(path, _WHERE)
-    own = "" if options.tokenizer else adapter_path
-    tokenizer = load_chat_tokenizer(options.tokenizer or model, _WHERE, options.chat_template, own)
+    tokenizer = load_chat_tokenizer(model, _WHERE, options.chat_template, adapter_path, options.tokenizer)
     prompt = options.prompt
     if tokenizer.chat_template and not options.raw:
         prompt = [{"role": "user", "content": options.prompt}]

@@ -214,8 +214,7 @@ def check_dpo_options(
     names = [losses] if isinstance(losses, str) else list(losses)
     for name in names:
         check_choice(where, "loss_type", name, DPOLossType)
-    if not (beta > 0 and math.isfinite(beta)):
-        raise WhetValueError(f"{where}: beta is {beta!r}, expected a finite number > 0.")
+    _check_beta(where, beta)
     if not 0 <= label_smoothing < 0.5:
         raise WhetValueError(f"{where}: label_smoothing is {label_smoothing!r}, expected a number in [0, 0.5).")
     if label_smoothing and not set(names) & set(_SMOOTHED):
@@ -246,10 +245,14 @@ def check_kto_options(where: str, loss_type: str, beta: float, *weights: float) 
         WhetValueError: an unknown loss_type, a number out of range, or two weights of 0.
     """
     check_choice(where, "loss_type", loss_type, KTOLossType)
-    if not (beta > 0 and math.isfinite(beta)):
-        raise WhetValueError(f"{where}: beta is {beta!r}, expected a finite number > 0.")
+    _check_beta(where, beta)
     for name, weight in zip(("desirable_weight", "undesirable_weight"), weights, strict=True):
         if not 0 <= weight < math.inf:
             raise WhetValueError(f"{where}: {name} is {weight!r}, expected a finite number >= 0.")
     if not any(weights):
         raise WhetValueError(f"{where}: desirable_weight and undesirable_weight are 0. Set one of them above 0.")
+
+
+def _check_beta(where: str, beta: float) -> None:
+    if not (beta > 0 and math.isfinite(beta)):
+        raise WhetValueError(f"{where}: beta is {beta!r}, expected a finite number > 0.")

@@ -66,6 +66,8 @@ _WHOLE_COMPLETION = (*GRAMMAR_SETTINGS, "stop", "presence_penalty", "frequency_p
 """Sampling settings that depend on all tokens of a completion before the next."""
 
 _UNCLIPPED = ("cispo", "sapo")
+REWARD_SETTINGS = ("reward_weights", "reward_policy", "reward_timeout_s")
+"""Settings of reward functions."""
 
 
 @dataclass(kw_only=True)
@@ -159,6 +161,10 @@ class TrainerConfig:
         """Whether the reference computes log-probs in every step."""
         return self.has_reference()
 
+    def moves_reference(self) -> bool:
+        """Whether the reference follows the policy, see ``MovingReference``."""
+        return False
+
     def completions_per_prompt(self) -> int:
         """Return the number of completions per prompt in a step."""
         return 2 if self.is_paired else 1
@@ -173,10 +179,14 @@ class MovingReference:
     ref_sync_alpha: Annotated[float, Range("a number in (0, 1]", lambda alpha: 0 < alpha <= 1)] = 0.6
     """Weight of the policy in the new reference: alpha policy + (1 - alpha) reference. Adapters need 1."""
 
+    def moves_reference(self) -> bool:
+        """Whether the reference follows the policy."""
+        return self.ref_sync_steps > 0
+
     def check_reference(self, has_reference: bool) -> None:
         """Raise a WhetValueError if the settings have no effect."""
         reject_ineffective(self, ["ref_sync_steps"], has_reference, "the loss uses no reference")
-        reject_ineffective(self, ["ref_sync_alpha"], self.ref_sync_steps > 0, "ref_sync_steps is 0")
+        reject_ineffective(self, ["ref_sync_alpha"], self.moves_reference(), "ref_sync_steps is 0")
 
 
 def learning_rate_at(step: int, config: TrainerConfig, horizon: int) -> float:
@@ -297,7 +307,7 @@ class OnlineConfig(RolloutConfig, TrainerConfig):
     samples: ClassVar[bool] = True
     fixed_at_construction: ClassVar[tuple[str, ...]] = (
         *TrainerConfig.fixed_at_construction, "engine", "rollout_workers", "ray_address", "rollout_weights", "kv_bytes",
-        "reward_weights", "reward_policy", "reward_timeout_s", "async_lag", "async_tokens",
+        *REWARD_SETTINGS, "async_lag", "async_tokens",
     )  # fmt: skip
 
     async_lag: Count = 0
@@ -445,12 +455,13 @@ class DistillConfig(OnlineConfig):
         check_range(self, "beta", 0 <= self.beta <= 1, "a number from 0 to 1")
         reject_ineffective(self, ["beta"], is_full, "divergence is 'sampled', which is the reverse KL divergence")
         reject_ineffective(self, ["sampler_cap"], not is_full, "divergence is 'full', which has no importance weights")
-        neutral = SamplingParams()
-        for name in (*DISTRIBUTION_SETTINGS, *GRAMMAR_SETTINGS):
-            if name != "temperature" and (value := getattr(self, name)) != (getattr(neutral, name) or type(value)()):
+        drawn, neutral = self.sampling((), self.seed), SamplingParams()
+        changed = [name for name in DISTRIBUTION_SETTINGS if getattr(drawn, name) != getattr(neutral, name)]
+        for name in (*changed, *drawn.grammar_settings()):
+            if name != "temperature":
                 raise WhetValueError(
-                    f"{type(self).__name__}: {name} is {value!r}, and the divergence is of whole distributions: tokens "
-                    f"are drawn from all of the vocabulary. Omit it."
+                    f"{type(self).__name__}: {name} is {getattr(self, name)!r}, and the divergence is of whole "
+                    f"distributions: tokens are drawn from all of the vocabulary. Omit it."
                 )
 
 

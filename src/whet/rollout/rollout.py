@@ -98,6 +98,14 @@ def to_json_value(decoded: Any) -> Any:
     return decoded.tolist() if hasattr(decoded, "tolist") else decoded
 
 
+def pad_rows(rows: Sequence[Sequence[float] | np.ndarray]) -> np.ndarray:
+    """Return log-probs of completions as a table (R, T) float32, padded with zeros."""
+    table = np.zeros((len(rows), max(map(len, rows), default=0)), np.float32)
+    for padded, row in zip(table, rows, strict=True):
+        padded[: len(row)] = row
+    return table
+
+
 class Branch(NamedTuple):
     """Token ids of an episode up to the place where its history was rewritten, so that they do not continue.
 
@@ -164,10 +172,7 @@ class Rollout:
         known = [row for row in recorded if row is not None]
         if len(known) < len(recorded):
             return None
-        table = np.zeros((len(known), max(map(len, known), default=0)), np.float32)
-        for row, logprobs in zip(table, known, strict=True):
-            row[: len(logprobs)] = logprobs
-        return table
+        return pad_rows(known)
 
     def kept_tokens(self, rows: Sequence[int]) -> list[KeptTokens | None] | None:
         """Return the tokens that the completions ``rows`` were drawn from; None: the whole vocabulary."""

@@ -20,11 +20,9 @@ import numpy as np
 from whet.config.settings import ComputeDtype
 from whet.errors import WhetError, WhetTypeError, WhetValueError
 from whet.learner import Learner
-from whet.models.tokenizers.token_texts import read_token_texts
+from whet.models.tokenizers.token_texts import PROBES, read_token_texts
 from whet.text.model import find_model, load_chat_tokenizer, load_engine
 
-_PROBES = ("Hello, world!  It's 12:30.\n\n\tx = [1, 2]", "naïve 日本語 👩‍🚀 été")
-"""Texts that the tokenizers of student and teacher have to split into the same ids."""
 _REQUESTS = 8
 """Requests to a server at once."""
 _TIMEOUT_S = 600.0
@@ -90,10 +88,8 @@ class ServerTeacher:
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of a text, from ``/tokenize`` next to the OpenAI API."""
-        root = self._url.removesuffix("/v1")
-        return self._ask("/tokenize", {"model": self.model, "prompt": text, "add_special_tokens": False}, root)[
-            "tokens"
-        ]
+        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        return self._ask("/tokenize", body, self._url.removesuffix("/v1"))["tokens"]
 
     def _ask(self, path: str, body: dict[str, Any] | None = None, url: str = "") -> Any:
         headers = {"Content-Type": "application/json"}
@@ -177,7 +173,7 @@ def _check_texts(own: Any, others: Any, where: str) -> None:
 
 def _check_tokens(own: Any, tokenize: Any, where: str) -> None:
     """Raise unless both tokenizers split some texts into the same ids."""
-    for text in _PROBES:
+    for text in PROBES:
         ids, others = own.encode(text, add_special_tokens=False), tokenize(text)
         if list(ids) != list(others):
             raise WhetValueError(
@@ -188,17 +184,15 @@ def _check_tokens(own: Any, tokenize: Any, where: str) -> None:
 
 def score_tokens(
     teacher: Teacher, prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], temperature: float
-) -> np.ndarray:
-    """Return the teacher's log-probs of completions, (B, T) float32, padded with zeros.
+) -> list[np.ndarray]:
+    """Return the teacher's log-probs of the tokens of each completion.
 
     Raises:
         WhetError: the teacher failed.
     """
-    table = np.zeros((len(completion_ids), max(map(len, completion_ids), default=0)), np.float32)
     rows = [[*prompt, *ids] for prompt, ids in zip(prompt_ids, completion_ids, strict=True)]
-    found = teacher.logprobs(rows, start=list(map(len, prompt_ids)), temperature=temperature)
-    for row, ids, logprobs in zip(table, completion_ids, found, strict=True):
+    found = list(teacher.logprobs(rows, start=list(map(len, prompt_ids)), temperature=temperature))
+    for ids, logprobs in zip(completion_ids, found, strict=True):
         if len(logprobs) != len(ids):
             raise WhetError(f"teacher: it returned {len(logprobs)} log-probs for {len(ids)} tokens.")
-        row[: len(ids)] = logprobs
-    return table
+    return found

@@ -22,7 +22,7 @@ from whet.config.fields import (
     reject_ineffective,
 )
 from whet.config.preferences import CPOConfig, DPOConfig, KTOConfig, OnlineDPOConfig, ORPOConfig, SimPOConfig
-from whet.config.settings import BestOfNConfig, DistillConfig, GRPOConfig, SFTConfig
+from whet.config.settings import REWARD_SETTINGS, BestOfNConfig, DistillConfig, GRPOConfig, SFTConfig
 from whet.errors import WhetValueError, check_installed
 from whet.files import FolderLock
 from whet.models.formats import Weights
@@ -307,7 +307,7 @@ class OnlineDPORun(_TasksAsTexts, OnlineDPOConfig, OnlineRunConfig):
 
     def check(self, where: str) -> None:
         super().check(where)
-        rewards = ["reward", "reward_weights", "reward_policy", "reward_timeout_s"]
+        rewards = ["reward", *REWARD_SETTINGS]
         why = f"preference judges, and there is no {self.sources()[1]} to score"
         reject_ineffective(self, rewards, self.is_scored(), why)
 
@@ -328,8 +328,7 @@ class DistillRun(_TasksAsTexts, DistillConfig, OnlineRunConfig):
     def check(self, where: str) -> None:
         super().check(where)
         check_given(where, self, "teacher")
-        rewards = ["reward_weights", "reward_policy", "reward_timeout_s"]
-        reject_ineffective(self, rewards, self.is_scored(), "there are neither reward functions nor tasks")
+        reject_ineffective(self, REWARD_SETTINGS, self.is_scored(), "there are neither reward functions nor tasks")
         reject_ineffective(self, ["eval_temperature"], self.is_scored(), "nothing scores completions")
 
     def is_scored(self) -> bool:

@@ -132,7 +132,7 @@ class ServedModel:
             WhetValueError: model, tokenizer or adapters cannot be read, or do not fit each other.
         """
         model = find_model(path, _WHERE)
-        loaded = load_chat_tokenizer(tokenizer or model, _WHERE, chat_template, "" if tokenizer else adapter)
+        loaded = load_chat_tokenizer(model, _WHERE, chat_template, adapter, tokenizer)
         first = adapter or next(iter((adapters or {}).values()), "")  # may record the format of its base
         kv_bytes = kv_bytes or max(_KV_BYTES[0], min(_KV_BYTES[1], unused_bytes() // 4))
         engine = load_engine(model, weights, context, _WHERE, first, kv_bytes, kv_dtype, expert_bytes)

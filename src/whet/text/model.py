@@ -88,27 +88,31 @@ def longest_sequence(engine: Engine) -> int:
     return min(engine.config.max_position, n_pages * PAGE_TOKENS)
 
 
-def load_chat_tokenizer(model: str | GGUFFile, where: str, chat_template: str = "", adapter: str = "") -> Any:
+def load_chat_tokenizer(
+    model: str | GGUFFile, where: str, chat_template: str = "", adapter: str = "", tokenizer: str = ""
+) -> Any:
     """Load the tokenizer of a folder or GGUF file.
 
     Args:
         chat_template: see ``choose_template``.
         adapter: see ``choose_template``.
+        tokenizer: another folder or .gguf file with the tokenizer, which also has the chat template instead of
+            ``adapter``; empty: the model's.
 
     Raises:
         WhetValueError: tokenizer or template do not exist or cannot be read.
         MissingExtraError: the model is a folder, and transformers is not installed.
     """
-    template = choose_template(chat_template, adapter, where)
+    template = choose_template(chat_template, "" if tokenizer else adapter, where)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        tokenizer = tokenizers.load_tokenizer(model, where)
+        loaded = tokenizers.load_tokenizer(tokenizer or model, where)
     except WhetValueError as error:
         raise WhetValueError(f"{error} Or pass another --tokenizer.") from error
-    if template is not None and template != tokenizer.chat_template:
-        tokenizer.chat_template, tokenizer.response_template = template, None
-    return tokenizer
+    if template is not None and template != loaded.chat_template:
+        loaded.chat_template, loaded.response_template = template, None
+    return loaded
 
 
 def load_transformers_tokenizer(source: str) -> Any:

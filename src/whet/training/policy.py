@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from whet.config.kept_tokens import KeptTokens
-from whet.config.settings import TrainerConfig
+from whet.config.settings import MovingReference, TrainerConfig
 from whet.errors import CheckpointError, WhetValueError, check_installed
 from whet.learner import Learner
 from whet.learner.batch import Logprobs
@@ -240,7 +240,7 @@ def check_moving_adapters(config: TrainerConfig, where: str) -> None:
     Raises:
         WhetValueError: ``ref_sync_alpha`` is below 1.
     """
-    if getattr(config, "ref_sync_steps", 0) and (alpha := getattr(config, "ref_sync_alpha", 1)) != 1:
+    if isinstance(config, MovingReference) and config.moves_reference() and (alpha := config.ref_sync_alpha) != 1:
         raise WhetValueError(
             f"{where}: ref_sync_alpha is {alpha}, but the mean of the factors of two adapters is not the mean of their "
             f"weights. Set ref_sync_alpha to 1, or train all weights."

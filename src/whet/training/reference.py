@@ -90,7 +90,7 @@ class Reference:
         Raises:
             WhetValueError: names the setting, or the first parameter that differs.
         """
-        if not getattr(config, "ref_sync_steps", 0):
+        if not config.moves_reference():
             return
         if self._is_peft:
             check_moving_adapters(config, where)

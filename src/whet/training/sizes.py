@@ -110,8 +110,7 @@ def run_memory(
     whole = training(model)
     keeps_reference = config.uses_reference_model()
     own_reference = keeps_reference and adapters is None
-    moves = getattr(config, "ref_sync_steps", 0) > 0
-    keeps_values = keeps_reference and adapters is not None and (moves or not adapters.is_new)
+    keeps_values = keeps_reference and adapters is not None and (config.moves_reference() or not adapters.is_new)
     first_values = 4 * n_adapter if keeps_values else 0
     parts = {
         "interpreter": interpreter,

@@ -202,8 +202,7 @@ class Trainer(ABC):
         self.num_tokens += n_tokens
         self.step += 1
         self.reader.count(self)
-        period = getattr(self.config, "ref_sync_steps", 0)
-        if period and self.step % period == 0:
+        if self.config.moves_reference() and self.step % self.config.ref_sync_steps == 0:
             self.policy.reference.move(self.config.ref_sync_alpha)
 
     def log(self, metrics: Mapping[str, float]) -> None:

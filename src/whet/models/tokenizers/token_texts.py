@@ -29,7 +29,7 @@ from whet.models.tokenizers.tokenizer import read_tokenizer
 
 _Step = Callable[[str | bytes], str | bytes]
 
-_PROBES = ("Hello, world!  It's 12:30.\n\n\tx = [1, 2]", "naïve 日本語 👩‍🚀 été", " a", "User: yes\nAssistant: no")
+PROBES = ("Hello, world!  It's 12:30.\n\n\tx = [1, 2]", "naïve 日本語 👩‍🚀 été", " a", "User: yes\nAssistant: no")
 """Texts whose tokens have to decode to the same text with the tokenizer and with their bytes."""
 
 
@@ -126,7 +126,7 @@ def read_token_texts(tokenizer: Any, where: str) -> TokenTexts:
         if text not in special:
             tokens[i] = _apply(steps, text)
     texts = TokenTexts(tokens, drops_first_space, special)
-    for probe in _PROBES:
+    for probe in PROBES:
         ids = backend.encode(probe, add_special_tokens=False).ids
         expected, found = backend.decode(ids, skip_special_tokens=True), texts.text_of(ids)
         if found != expected:
