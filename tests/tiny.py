@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -213,6 +214,31 @@ def make_trainer(algorithm: Callable[..., Any], model: nn.Module | None = None, 
     if hasattr(model, "config"):
         given["compute"] = "float32"
     return algorithm(TinyModel() if model is None else model, **{**given, **settings})
+
+
+def assert_resumes(
+    make: Callable[[], Any], rows: Any, folder: Path, split: tuple[int, int] = (2, 2), **given: Any
+) -> None:
+    """Check that a run that is saved and continued has the weights of one without a break.
+
+    Args:
+        make: makes a new trainer.
+        rows: its dataset.
+        folder: for the checkpoint.
+        split: steps before and after it.
+        **given: arguments of ``from_checkpoint`` besides the model.
+    """
+    whole, first, other = make(), make(), make()
+    whole.train(rows, sum(split))
+    first.train(rows, split[0])
+    first.save(folder / "checkpoint")
+    second = type(first).from_checkpoint(folder / "checkpoint", model=other.model, **given)
+    second.train(rows, split[1])
+    if isinstance(whole.model, nn.Module):
+        assert_same_weights(whole.model, second.model)
+        return
+    for a, b in zip(whole.model.parameters, second.model.parameters, strict=True):
+        assert a.tobytes() == b.tobytes()
 
 
 def padded(rows: list[list[int]], left: bool) -> dict[str, Tensor]:

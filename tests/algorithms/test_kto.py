@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.raising import assert_raises
-from tests.tiny import TinyModel, assert_same_weights, changed, tiny_llama
+from tests.tiny import TinyModel, assert_resumes, changed, tiny_llama
 from tests.trls import grad_norm, trainer_of
 
 from whet.algorithms import KTO
@@ -82,13 +82,7 @@ def test_a_learner_takes_the_step_of_modules() -> None:
 
 def test_a_run_resumes_to_the_bit(tmp_path: Any) -> None:
     settings = {"learning_rate": 0.01, "batch_size": 2, "beta": 1.0}
-    whole, first = KTO(tiny_llama(), **settings), KTO(tiny_llama(), **settings)
-    whole.train(ROWS, 4)
-    first.train(ROWS, 2)
-    first.save(tmp_path / "checkpoint")
-    second = KTO.from_checkpoint(tmp_path / "checkpoint", model=tiny_llama())
-    second.train(ROWS, 2)
-    assert_same_weights(whole.model, second.model)
+    assert_resumes(lambda: KTO(tiny_llama(), **settings), ROWS, tmp_path)
 
 
 def test_forms_of_a_batch_are_equal() -> None:

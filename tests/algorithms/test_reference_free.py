@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.raising import assert_raises
-from tests.tiny import assert_same_weights, tiny_llama
+from tests.tiny import assert_resumes, tiny_llama
 
 from whet.algorithms import CPO, ORPO, SimPO
 from whet.errors import WhetTypeError, WhetValueError
@@ -63,13 +63,7 @@ def test_a_learner_takes_the_step_of_modules(method: Any, loss: Any, options: An
 @pytest.mark.parametrize(("method", "loss", "options"), METHODS)
 def test_a_run_resumes_to_the_bit(method: Any, loss: Any, options: Any, tmp_path: Any) -> None:
     settings = {"learning_rate": 0.01, "batch_size": 2, **options}
-    whole, first = method(tiny_llama(), **settings), method(tiny_llama(), **settings)
-    whole.train(ROWS, 4)
-    first.train(ROWS, 2)
-    first.save(tmp_path / "checkpoint")
-    second = method.from_checkpoint(tmp_path / "checkpoint", model=tiny_llama())
-    second.train(ROWS, 2)
-    assert_same_weights(whole.model, second.model)
+    assert_resumes(lambda: method(tiny_llama(), **settings), ROWS, tmp_path)
 
 
 def test_ties_are_excluded_and_counted() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.raising import assert_raises
-from tests.tiny import assert_same_weights, tiny_llama, weights, with_lora
+from tests.tiny import assert_resumes, tiny_llama, weights, with_lora
 
 from whet.algorithms.sft import SFT
 from whet.errors import WhetValueError
@@ -47,13 +47,7 @@ def test_rates_of_a_and_b() -> None:
 
 def test_a_run_resumes_to_the_bit(tmp_path: Any) -> None:
     settings = {"learning_rate": 1e-3, "loraplus_lr_ratio": 4.0, "batch_size": 1}
-    whole, first = (SFT(with_lora(tiny_llama(), b_std=0.1), **settings) for _ in range(2))
-    whole.train(ROWS, 4)
-    first.train(ROWS, 2)
-    first.save(tmp_path / "checkpoint")
-    second = SFT.from_checkpoint(tmp_path / "checkpoint", model=with_lora(tiny_llama(), b_std=0.1))
-    second.train(ROWS, 2)
-    assert_same_weights(whole.model, second.model)
+    assert_resumes(lambda: SFT(with_lora(tiny_llama(), b_std=0.1), **settings), ROWS, tmp_path)
 
 
 def test_it_needs_adapters() -> None:

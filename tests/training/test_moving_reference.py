@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.raising import assert_raises
-from tests.tiny import TinyModel, assert_same_weights, tiny_llama, with_lora
+from tests.tiny import TinyModel, assert_resumes, tiny_llama, with_lora
 
 from whet.algorithms import DPO, GRPO, KTO
 from whet.errors import WhetValueError
@@ -45,17 +45,7 @@ def test_after_a_whole_move_the_policy_is_its_reference(make: Any) -> None:
 @pytest.mark.parametrize("make", [tiny_llama, learner], ids=["all", "learner"])
 def test_a_run_resumes_to_the_bit(make: Any, tmp_path: Any) -> None:
     settings = {"learning_rate": 0.01, "batch_size": 2, "ref_sync_steps": 2, "ref_sync_alpha": 1.0}
-    whole, first = DPO(make(), **settings), DPO(make(), **settings)
-    whole.train(ROWS, 5)
-    first.train(ROWS, 3)
-    first.save(tmp_path / "checkpoint")
-    second = DPO.from_checkpoint(tmp_path / "checkpoint", model=make())
-    second.train(ROWS, 2)
-    if make is learner:
-        for a, b in zip(whole.model.parameters, second.model.parameters, strict=True):
-            assert a.tobytes() == b.tobytes()
-    else:
-        assert_same_weights(whole.model, second.model)
+    assert_resumes(lambda: DPO(make(), **settings), ROWS, tmp_path, (3, 2))
 
 
 def test_settings_without_effect_are_rejected() -> None:
