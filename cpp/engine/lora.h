@@ -15,14 +15,15 @@
 
 namespace whet {
 
-enum class Target { kQkv, kO, kUp, kDown, kExpertsUp, kExpertsDown };  // matrices of LayerWeights
-constexpr size_t kTargets = 6;
+// Matrices of LayerWeights.
+enum class Target { kQkv, kO, kUp, kDown, kInputGate, kInputOut, kExpertsUp, kExpertsDown };
+constexpr size_t kTargets = 8;
 constexpr size_t kAdapterRows = 16;  // rows of a task: two tiles of the products
 
 inline const Matrix& matrix_of(const LayerWeights& layer, Target target) {
-    constexpr Matrix LayerWeights::* kMatrices[] = {&LayerWeights::qkv,        &LayerWeights::o,
-                                                    &LayerWeights::up,         &LayerWeights::down,
-                                                    &LayerWeights::experts_up, &LayerWeights::experts_down};
+    constexpr Matrix LayerWeights::* kMatrices[] = {
+        &LayerWeights::qkv,        &LayerWeights::o,         &LayerWeights::up,         &LayerWeights::down,
+        &LayerWeights::input_gate, &LayerWeights::input_out, &LayerWeights::experts_up, &LayerWeights::experts_down};
     return layer.*kMatrices[static_cast<size_t>(target)];
 }
 

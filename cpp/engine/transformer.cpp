@@ -209,11 +209,13 @@ void Transformer::end_layer(const InputToken* rows, size_t n, size_t layer, floa
     });
     if (!config_.has_layer_inputs()) return;
     product(w.input_gate, x_, n, up_);
+    adapt(rows, n, layer, Target::kInputGate, x_, d, up_, p);
     for_rows(n, 4 * p, [&](size_t i) {
         float* gate = up_ + i * p;
         activate(config_, gate, layer_inputs_ + i * config_.layer_inputs() + layer * p, p, gate);
     });
     product(w.input_out, up_, n, delta);
+    adapt(rows, n, layer, Target::kInputOut, up_, p, delta, d);
     for_rows(n, d, [&](size_t i) {
         norm(norm_of(*weights_, rows[i].adapter, {layer, &LayerNorms::input_norm}), delta + i * d, nullptr,
              delta + i * d);

@@ -255,7 +255,9 @@ void Learner::allocate() {
         choice_.take(choice_memory_, rows);
     }
     resize(t_, rows * rank), resize(u_, rows * rank);
-    const size_t dropped = drops() ? rows * (std::max({d, config_.widest_mixer_out(), config_.widest_mlp()}) + 1) : 0;
+    const size_t dropped =
+        drops() ? rows * (std::max({d, config_.widest_mixer_out(), config_.widest_mlp(), config_.layer_input_dim}) + 1)
+                : 0;
     resize(grad_dropped_, dropped);
     dropped_ = std::make_unique_for_overwrite<uint8_t[]>(dropped * sizeof(float));
     mask_ = std::make_unique_for_overwrite<uint8_t[]>(dropped);
@@ -264,7 +266,7 @@ void Learner::allocate() {
     resize(layer_inputs_, n() * config_.layer_inputs());
     projected_inputs_.reset();
     if (std::any_of(norms_.begin(), norms_.end(), is_trained)) resize(projected_inputs_, n() * config_.layer_inputs());
-    resize(result_, ends), resize(input_out_, ends), resize(input_gate_, rows * 3 * p);
+    resize(result_, ends), resize(input_out_, ends), resize(input_gate_, rows * 4 * p);
     for (size_t layer = 0; layer < config_.n_layers; ++layer) {
         if (!config_.shares_kv(layer)) continue;
         shared_kv_[config_.is_local(layer)] =

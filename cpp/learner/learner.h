@@ -186,7 +186,7 @@ private:
     Activations now_;                        // of the current layer
     // One tile of rows.
     Floats h_, up_, activated_, grad_activated_, delta_, t_, u_;  // grad_activated_: of float32 products only
-    Floats result_, input_out_, input_gate_;  // of a layer before its input, W_out of it, and both operands of its gate
+    Floats result_, input_out_, input_gate_;  // of a layer before its input, W_out of it, and see input_out
     Floats grad_dropped_;                     // for dropout: A^T u
     Bytes dropped_, mask_;                    // for dropout: inputs, and their mask
     Arena choice_memory_;
@@ -313,8 +313,9 @@ private:
         return norm_of(*weights_, with_adapters_ ? &adapter_ : nullptr, {.is_of_inputs = true});
     }
     void add_layer_inputs_grad(size_t layer, const RowTile& tile, float* gates);
+    void input_out(size_t layer, const RowTile& tile, const float* x);
     void input_half(size_t layer, const RowTile& tile, const float* x, float* out);
-    void input_backward_half(size_t layer, const RowTile& tile, float* grad);
+    void input_backward_half(size_t layer, const RowTile& tile, float* grad, std::span<const FactorGradients> grads);
     void mlp(size_t layer, const RowTile& tile);
     void mlp_backward(size_t layer, const RowTile& tile, const float* grad_out, float* grad,
                       std::span<const FactorGradients> grads);

@@ -75,22 +75,26 @@ void Learner::read_layer_inputs() {
     }
 }
 
-// out = layer_scale (x + input_norm(W_out (act(W_gate x) * input))), or layer_scale x without inputs; out may be x.
-// Keeps gate and input of each row in input_gate_, and the input of the norm in input_out_.
-void Learner::input_half(size_t layer, const RowTile& tile, const float* x, float* out) {
-    const LayerWeights& w = weights_->layers[layer];
+// input_out_ = W_out (act(W_gate x) * input); keeps gate, input and their product of each row in input_gate_.
+void Learner::input_out(size_t layer, const RowTile& tile, const float* x) {
     const size_t d = config_.hidden_dim, p = config_.layer_input_dim, rows = tile.n();
-    const float factor = config_.layer_scale ? w.scale[0] : 1.0f;
-    if (!config_.has_layer_inputs()) return scale(x, factor, rows, out);
     float *gates = input_gate_.get(), *activated = gates + rows * 2 * p;
-    multiply(type_, w.input_gate.parts, convert(x, d, rows, d), rows, nullptr, gates, 2 * p);
+    project(layer, Target::kInputGate, convert(x, d, rows, d), tile, gates, 2 * p);
     for_rows(rows, 4 * p, [&](size_t i) {
         float* gate = gates + i * 2 * p;
         const float* input = layer_inputs_.get() + (tile.begin + i) * config_.layer_inputs() + layer * p;
         std::copy_n(input, p, gate + p);
         activate(config_, gate, gate + p, p, activated + i * p);
     });
-    multiply(type_, w.input_out.parts, convert(activated, p, rows, p), rows, nullptr, input_out_.get(), d);
+    project(layer, Target::kInputOut, convert(activated, p, rows, p), tile, input_out_.get(), d);
+}
+
+// out = layer_scale (x + input_norm(input_out_)), or layer_scale x without inputs; out may be x.
+void Learner::input_half(size_t layer, const RowTile& tile, const float* x, float* out) {
+    const size_t d = config_.hidden_dim, rows = tile.n();
+    const float factor = config_.layer_scale ? weights_->layers[layer].scale[0] : 1.0f;
+    if (!config_.has_layer_inputs()) return scale(x, factor, rows, out);
+    input_out(layer, tile, x);
     float* normed = scratch<float>(rows * d, Scratch::kRuns);
     norm(norm_at(layer, &LayerNorms::input_norm), input_out_.get(), rows, normed);
     add(x, normed, 1.0f, rows, out);
@@ -99,10 +103,10 @@ void Learner::input_half(size_t layer, const RowTile& tile, const float* x, floa
 
 // Replaces the gradient of the layer's output by the gradient of result_, which the layer would have without its input,
 // from the MLP's output before its norm, in delta_.
-void Learner::input_backward_half(size_t layer, const RowTile& tile, float* grad) {
-    const LayerWeights& w = weights_->layers[layer];
+void Learner::input_backward_half(size_t layer, const RowTile& tile, float* grad,
+                                  std::span<const FactorGradients> grads) {
     const size_t d = config_.hidden_dim, p = config_.layer_input_dim, rows = tile.n();
-    if (config_.layer_scale) scale(grad, w.scale[0], rows, grad);
+    if (config_.layer_scale) scale(grad, weights_->layers[layer].scale[0], rows, grad);
     if (!config_.has_layer_inputs()) return;
     float* normed = scratch<float>(rows * d, Scratch::kRuns);
     if (config_.post_norm) {
@@ -111,15 +115,17 @@ void Learner::input_backward_half(size_t layer, const RowTile& tile, float* grad
         std::copy_n(delta_.get(), rows * d, normed);
     }
     add(now_.middle + tile.begin * d, normed, config_.residual_scale, rows, result_.get());
-    input_half(layer, tile, result_.get(), result_.get());
-    float *gates = input_gate_.get(), *grad_activated = gates + rows * 2 * p;
-    float* grad_out = result_.get();
+    float *gates = input_gate_.get(), *activated = gates + rows * 2 * p, *grad_activated = gates + rows * 3 * p;
+    float* grad_out = normed;
+    input_out(layer, tile, result_.get());
     std::copy_n(grad, rows * d, grad_out);
     norm_backward(norm_at(layer, &LayerNorms::input_norm), input_out_.get(), grad_out, tile.groups);
-    multiply_transposed(type_, w.input_out.parts, grad_out, d, rows, grad_activated, p, false);
+    project_backward(layer, Target::kInputOut, convert(activated, p, rows, p), tile, grad_out, d, grad_activated, p,
+                     grads);
     for_rows(rows, 4 * p, [&](size_t i) { activation_backward(gates + i * 2 * p, grad_activated + i * p, p); });
     if (projected_inputs_ != nullptr) add_layer_inputs_grad(layer, tile, gates);
-    multiply_transposed(type_, w.input_gate.parts, gates, 2 * p, rows, grad, d, true);
+    project_backward(layer, Target::kInputGate, convert(result_.get(), d, rows, d), tile, gates, 2 * p, grad, d, grads,
+                     true);
 }
 
 // Adds to the gradient of the norm of the layers' inputs, from the gradients of a layer's after its gates.
@@ -171,7 +177,7 @@ void Learner::mlp_backward(size_t layer, const RowTile& tile, const float* grad_
         mlp_up(layer, tile);
     }
     if (config_.post_norm || config_.has_layer_inputs()) mlp_down(layer, tile);
-    if (has_ends()) input_backward_half(layer, tile, grad + at);
+    if (has_ends()) input_backward_half(layer, tile, grad + at, grads);
     float* delta = scratch<float>(rows * d, Scratch::kRuns);  // gradient of W_down's result
     scale(grad_out + at, config_.residual_scale, rows, delta);
     if (config_.post_norm) {

@@ -193,7 +193,7 @@ def test_ranks_above_the_number_of_heads_match_autograd() -> None:
     check_against_autograd(new_learner(base, compute="float32", lora_rank=9), model)
 
 
-@pytest.mark.parametrize("case", ["llama", "gptj", "gpt2", "gemma2", "qwen3"])
+@pytest.mark.parametrize("case", ["llama", "gptj", "gpt2", "gemma2", "qwen3", "gemma4"])
 def test_dropout_matches_autograd_with_the_same_masks(case: str) -> None:
     learner = new_learner(pack_base(open_module(tiny_model(case)), weights="float32"), compute="float32",
                           lora_dropout=0.3)  # fmt: skip

@@ -306,6 +306,8 @@ void bind_engine(nb::module_& m) {
         .value("O", Target::kO)
         .value("UP", Target::kUp)
         .value("DOWN", Target::kDown)
+        .value("INPUT_GATE", Target::kInputGate)
+        .value("INPUT_OUT", Target::kInputOut)
         .value("EXPERTS_UP", Target::kExpertsUp)
         .value("EXPERTS_DOWN", Target::kExpertsDown);
     nb::enum_<KvType>(m, "KvType")

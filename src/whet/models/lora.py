@@ -34,6 +34,8 @@ _CORE_MATRICES = {
     "gate_up": _core.Target.UP,
     "up": _core.Target.UP,
     "down": _core.Target.DOWN,
+    "input_gate": _core.Target.INPUT_GATE,
+    "input_out": _core.Target.INPUT_OUT,
     "experts_gate_up": _core.Target.EXPERTS_UP,
     "experts_up": _core.Target.EXPERTS_UP,
     "experts_down": _core.Target.EXPERTS_DOWN,

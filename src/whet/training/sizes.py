@@ -116,7 +116,8 @@ def run_memory(
         "interpreter": interpreter,
         "weights": whole.weights + 4 * n_adapter,
         "reference": whole.weights if own_reference else first_values,
-        "copies": _converted_bytes(source, narrow, is_packed, n_models=2 if own_reference else 1),
+        "copies": _converted_bytes(source, narrow, is_packed, n_models=2 if own_reference else 1)
+        + (whole.weights if config.qat else 0),
         "moments": 8 * n_trained,
         "teacher": teacher,
     }
@@ -236,9 +237,9 @@ def _learner_bytes(source: ModelSource, largest: _Pass, n_keys: int, size: int, 
     if expert:  # the rows of one expert, and the probabilities, weights and rows of all
         n_inputs = 2 if adapts_experts else 1
         rows += tile * 4 * (expert_up + n_inputs * hidden + model.n_experts + 7 * model.n_used_experts)
-    if inputs_dim:  # a layer's result before its input, the input's, and both operands of its gate
+    if inputs_dim:  # a layer's result before its input, the input's, and three arrays of its gate
         layer += n * 4 * inputs_dim
-        rows += tile * 4 * (2 * hidden + 3 * model.layer_input_dim)
+        rows += tile * 4 * (2 * hidden + 4 * model.layer_input_dim)
     for i in _kv_sources(model):  # keys and values that other layers read, and their gradients
         layer += n * 2 * model.n_kv_heads * model.layer_head_dim(i) * (_head_size(model, size) + 4)
     columns = min(model.vocab_size, max(16, _RANGE_NUMBERS // hidden // 16 * 16))
@@ -385,8 +386,8 @@ def _activation_bytes(source: ModelSource, config: TrainerConfig, lengths: Lengt
     norms = n_norms * (read + (size if model.norm == "layer" else 0) + (size if model.post_norm else 0)) * hidden
     per_layer = 0
     n_ffn = 4 if model.gated and model.activation != "silu" else 2  # torch keeps each operand of a gate
-    if model.layer_input_dim:  # the gate and the input of the norm; to train, also operands and inputs of products
-        per_layer = size * ((1 if is_frozen else 3) * model.layer_input_dim + (1 if is_frozen else 2) * hidden)
+    if model.layer_input_dim:  # the inputs of both products and of the norm, and the gate; to train, also its operand
+        per_layer = size * ((2 if is_frozen else 3) * model.layer_input_dim + 2 * hidden)
     k, expert = model.n_used_experts, model.expert_dim
     n_kept = 7 if model.activation == "clamped_swiglu" else 4 if model.gated else 2
     of_experts = size * hidden if is_frozen else k * 4 * (2 * hidden + n_kept * expert) + 4 * hidden
