@@ -22,6 +22,8 @@ from benchmarks.contenders.engine.models import (
 )
 from benchmarks.contenders.training import native, trl
 from benchmarks.contenders.training.lora import (
+    CALCULATOR,
+    LONG_SUMS,
     RANK,
     Method,
     Weights,
@@ -51,7 +53,8 @@ class LoraOptions(BenchOptions):
     """Settings of the LoRA suites."""
 
     smollm2: str = ""
-    """SmolLM2-135M-Instruct as a GGUF file. Default: random weights of its shape and a byte tokenizer."""
+    """SmolLM2-135M-Instruct as a GGUF file. Default: random weights of its shape and a byte tokenizer, and no table of
+    GRPO with a tool."""
     steps: int = 5
     """Steps of a run, at least 2, since the first step does not count."""
 
@@ -179,6 +182,42 @@ def sums_case(shape: ModelShape, options: LoraOptions, **settings: Any) -> Case:
     return work_case(name, make, n_prompts * group_size)
 
 
+@lru_cache(maxsize=1)
+def weights_after_calls(gguf: str) -> Weights:
+    """Return the weights of SmolLM2 after SFT on calls of the calculator."""
+    return Weights.of_calls(gguf)
+
+
+def calculator_table(options: LoraOptions) -> Table:
+    """Create the table of GRPO with a tool, which needs real weights."""
+
+    def make(seed: int) -> Work:
+        return Work.on_sums(
+            weights_after_calls(options.smollm2),
+            SMOLLM2_135M,
+            n_steps=options.steps,
+            seed=seed,
+            n_prompts=4,
+            max_new_tokens=96,
+            task=LONG_SUMS,
+            tools=(f"{CALCULATOR}/calculator.py:calculate",),
+        )
+
+    note = (
+        "SmolLM2-135M-Instruct after the SFT of docs/tools-guide.md on calls of a calculator, merged. GRPO on "
+        "reasoning-gym's chain_sum, four terms of three digits, with the tool; items are episodes. TRL's limit of 96 "
+        "tokens includes the results of the tool."
+    )
+    case = work_case("4 x 8 episodes, at most 96 tokens", make, 32)
+    return work_table(
+        "GRPO with a tool, LoRA, SmolLM2-135M",
+        [case],
+        [whet("whet", "bf16"), whet("whet float32", "float32"), whet("whet q8_0", "q8_0"), *peers(16)],
+        note,
+        16,
+    )
+
+
 def sums_note(options: LoraOptions) -> str:
     """Describe the model of the sums."""
     source = (
@@ -258,6 +297,7 @@ def tables(options: LoraOptions) -> list[Table]:
     large_case = shape_case(long, "grpo", large, options, lora_step_flops(large, quantised=True))
     return [
         work_table("GRPO on sums, LoRA, SmolLM2-135M", sums, real_providers(), sums_note(options), 16),
+        *([calculator_table(options)] if options.smollm2 else []),
         work_table("TRL's settings, GRPO on sums", sums, settings_of_trl(), sums_note(options), 16),
         *pair_tables(SMOLLM2_135M, 8, options),
         work_table(

@@ -10,6 +10,8 @@ import hashlib
 import json
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,6 +42,10 @@ FAMILY_LAYERS: Mapping[str, Sequence[str]] = {
 """All linear layers except the head in other families, by model_type."""
 LEARNING_RATES = {"adapters": 2e-4, "all weights": 5e-6}
 SUMS = "reasoning_gym:chain_sum,min_terms=2,max_terms=2,min_digits=1,max_digits=2"
+LONG_SUMS = "reasoning_gym:chain_sum,min_terms=4,max_terms=4,min_digits=3,max_digits=3"
+CALCULATOR = Path("examples/calculator")
+MAX_CALLS = 2
+"""Turns of an episode that may call tools."""
 _N_SUMS = 5000
 _CHAT = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 
@@ -68,6 +74,27 @@ class Weights:
         for part in load_gguf_model(path):
             part.save_pretrained(weights.folder)
         return weights._remove_with_self()
+
+    @classmethod
+    def of_calls(cls, gguf: str) -> Weights:
+        """Train the model of a GGUF file to call the calculator, by the SFT of the example, and merge the adapters."""
+
+        def run(*arguments: object, output: Path | None = None) -> None:
+            text = subprocess.run(
+                [sys.executable, *map(str, arguments)], check=True, stdout=subprocess.PIPE, text=True
+            ).stdout
+            if output is not None:
+                output.write_text(text, encoding="utf-8")
+
+        folder = _temporary_folder()
+        weights = cls(folder / "model", folder / "model")
+        weakref.finalize(weights, shutil.rmtree, folder, ignore_errors=True)
+        rows, output = folder / "calls.jsonl", folder / "calls"
+        run(CALCULATOR / "rows.py", output=rows)
+        files = ("--model", Path(gguf).resolve(strict=True), "--data", rows, "--output-dir", output)
+        run("-m", "whet", "train", "sft", CALCULATOR / "sft.toml", *files)
+        run("-m", "whet", "merge", output / "model", "--output", weights.folder)
+        return weights
 
     @classmethod
     def random(cls, shape: ModelShape) -> Weights:
@@ -131,6 +158,8 @@ class Work:
         seed: seed of the order of the sums, of the adapters and of sampling.
         evaluate_every: steps between evaluations on held-out sums; 0: no evaluation.
         n_held_out: number of sums of an evaluation.
+        task: the sums.
+        tools: functions that the model may call, as ``FILE:NAME``.
     """
 
     method: Method
@@ -145,6 +174,8 @@ class Work:
     n_prompts: int = 8
     group_size: int = 8
     max_new_tokens: int = 24
+    task: str = SUMS
+    tools: tuple[str, ...] = ()
 
     @classmethod
     def on_sums(cls, weights: Weights, model: ModelShape, **settings: Any) -> Work:
@@ -193,7 +224,14 @@ class Work:
         """Tasks of training and evaluation."""
         from whet.tasks import open_task
 
-        return open_task(f"{SUMS},seed=1000000,size={_N_SUMS}"), open_task(SUMS, split="eval", size=self.n_held_out)
+        trained = open_task(f"{self.task},seed=1000000,size={_N_SUMS}")
+        return trained, open_task(self.task, split="eval", size=self.n_held_out)
+
+    def load_tools(self) -> list[Callable[..., Any]]:
+        """Return the functions that the model may call."""
+        from whet.tasks.tools import load_tools
+
+        return load_tools(self.tools)
 
     @cached_property
     def _order(self) -> list[int]:
@@ -225,12 +263,14 @@ class Work:
         """Score completions: sums by the task; random rows by the share of even token ids.
 
         Args:
-            completions: texts, or TRL's messages.
+            completions: texts, or messages.
             row: indices of sums in the task; held-out sums count down from -1.
         """
+        from whet.tasks.mixture import final_answer
+
         if self.shape is not None:
             return workload.even_tokens(completion_ids)
-        texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+        texts = list(map(final_answer, completions))
         tasks = [self._sums[int(i < 0)] for i in row]
         places = [i if i >= 0 else -1 - i for i in row]
         return [float(task.score(text, task.rows[i])) for text, task, i in zip(texts, tasks, places, strict=True)]
@@ -240,7 +280,10 @@ class Work:
     def token_rows(self, rows: Iterable[Mapping[str, Any]], tokenizer: Any) -> list[list[int]]:
         """Tokenise GRPO's prompts, or whole rows of other methods, as Whet does."""
         if self.method == "grpo":
-            return [tokenize_prompt(row, tokenizer) for row in rows]
+            from whet.tasks.schemas import tool_schema
+
+            tools = {"tools": list(map(tool_schema, self.load_tools()))} if self.tools else {}
+            return [tokenize_prompt({**row, **tools}, tokenizer) for row in rows]
         if self.method == "sft":
             return [prompt + ids for prompt, ids in (tokenize_completion(row, tokenizer) for row in rows)]
         pairs = [tokenize_preference(row, tokenizer) for row in rows]

@@ -89,6 +89,7 @@ def serve_lora(session: Session, work: Work, settings: dict[str, Any]) -> None:
             max_new_tokens=work.max_new_tokens,
             advantage_ddof=1,
             advantage_eps=workload.ADVANTAGE_EPS,
+            **({"tools": work.load_tools(), "max_turns": 1 + lora.MAX_CALLS} if work.tools else {}),
             **arguments,
         )
     else:

@@ -18,6 +18,21 @@ from benchmarks.contenders.training.workload import Answer, DPOShape, GRPOShape,
 from whet.training.phases import phase, record
 
 _MANY_STEPS = 1000
+_CALLS: dict[str, Any] = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
+    },
+}
+"""The form of calls in the calculator's template, as transformers reads it."""
 OURS: dict[str, Any] = {
     **workload.OPTIMIZER,
     "lr_scheduler_type": "constant",
@@ -131,6 +146,10 @@ def serve_lora(session: Session, work: Work, settings: dict[str, Any]) -> None:
                 "top_p": 1.0,
                 "top_k": 0,
             }
+            if work.tools:
+                tokenizer.response_template = _CALLS
+                own["tools"] = work.load_tools()
+                options["max_tool_calling_iterations"] = lora.MAX_CALLS
         else:
             options["max_length"] = None
             if work.method == "dpo":
@@ -202,11 +221,12 @@ def _record_completions(reward: Callable[..., Any], sampled: list[Any]) -> Calla
 
 
 def _record_prompts(trainer: Any, seen: list[list[int]], group_size: int) -> None:
-    """Record the distinct prompts of every generation in ``seen``."""
+    """Record the distinct prompts of every step in ``seen``; later turns of episodes are generated row by row."""
     inner = trainer._generate_single_turn
 
     def generate(prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.extend(list(ids) for ids in prompt_ids[::group_size])
+        if kwargs.get("num_generations") != 1:
+            seen.extend(list(ids) for ids in prompt_ids[::group_size])
         return inner(prompt_ids, *args, **kwargs)
 
     trainer._generate_single_turn = generate
