@@ -15,14 +15,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.algorithms.test_environments import ROWS, SETTINGS, Fails, model_of
+from tests.cli.conftest import write_tiny_model
 from tests.isas import usable_isas
 from tests.raising import mentions
+from tests.rollout.test_episodes import TEMPLATE
 from tests.tiny import changed, fours, timeless, tiny_llama, with_lora
 
 import whet
 from whet import Engine, SamplingParams, StreamKey
 from whet.algorithms.grpo import GRPO
 from whet.errors import WhetError, WhetValueError
+from whet.models.tokenizers import load_tokenizer
 from whet.nn.frozen import frozen_model
 from whet.rollout import ray_pool
 from whet.rollout.ray_pool import RayPool, split_groups
@@ -409,3 +413,30 @@ def test_sampling_ahead_on_a_pool_equals_the_native_engine(cluster, lag, tokens,
         trainer.train(rows, steps=8)
         getattr(trainer.engine, "close", lambda: None)()
     assert runs[0] == runs[1] and runs[0][-1]["sampler/lag_max"] == lag
+
+
+def test_episodes_with_filters_and_killed_workers_equal_the_native_engine(cluster, tmp_path):
+    """An environment that fails in some episodes, and groups with equal rewards, which are dropped."""
+    folder, runs = write_tiny_model(tmp_path, TEMPLATE), []
+    settings = {**SETTINGS, "group_size": 3, "filter_zero_variance": True, "max_turn_tokens": 4, "compute": "float32"}
+
+    class Kills(Callback):
+        def on_step_end(self, trainer, metrics):
+            rows = [(row["completion"], row["reward"], row["error"]) for row in trainer.last_completions]
+            runs[-1].append((timeless(metrics), rows))
+            pids = workers_of(cluster)
+            for pid in pids[: trainer.step % 3]:  # one, both, none
+                os.kill(pid, signal.SIGKILL)
+
+    for engine in ({"engine": "native"}, {"engine": "ray", "rollout_workers": 2}):
+        runs.append([])
+        trainer = GRPO(
+            model_of(folder), environment=Fails, tokenizer=load_tokenizer(folder),
+            callbacks=[Kills()], **settings, **engine,
+        )  # fmt: skip
+        trainer.train(ROWS, steps=4)
+        getattr(trainer.engine, "close", lambda: None)()
+    assert runs[0] == runs[1]
+    metrics = [metrics for metrics, _ in runs[0]]
+    assert any(each["episodes/ended_by_error"] > 0 for each in metrics)
+    assert any(each["frac_reward_zero_std"] > 0 for each in metrics)
