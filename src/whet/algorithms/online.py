@@ -335,10 +335,11 @@ class OnlineTrainer(Trainer):
         if self.policy.packs_batches:
             with phase("generation"):
                 _core.release_freed_memory(self._sampler_bytes)
-        with phase("sync"):
-            self.engine.sync(self.model)
         try:
-            yield
+            with self.policy.exported_weights():
+                with phase("sync"):
+                    self.engine.sync(self.model)
+                yield
         finally:
             release = getattr(self.engine, "release_memory", None)
             if release is not None:

@@ -37,7 +37,7 @@ from whet.config.sampling import (
     SamplingSettings,
 )
 from whet.errors import WhetValueError, check_choice
-from whet.models.formats import Weights
+from whet.models.formats import FILE_TYPES, TABLE, FileType, Weights
 
 GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "luspo", "sapo"]
 RatioLevel = Literal["token", "sequence"]
@@ -80,7 +80,7 @@ class TrainerConfig:
     """
 
     fixed_at_construction: ClassVar[tuple[str, ...]] = (
-        "compute", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "loraplus_lr_ratio",
+        "compute", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "loraplus_lr_ratio", "qat",
         "deterministic_reduction",
     )  # fmt: skip
     """Fields that a trainer reads only in its constructor."""
@@ -121,6 +121,9 @@ class TrainerConfig:
     loraplus_lr_ratio: AboveZero = 1.0
     """Learning rate of the matrices B of adapters, as a multiple of the others' (LoRA+, Hayou et al. 2024, who use 16
     with a lower learning_rate)."""
+    qat: FileType | None = None
+    """Quantisation-aware training: compute with matrices rounded to their formats in a GGUF file of this type
+    (whet.nn.rounding). Adapters are rounded with their matrix, as merged. Not for packed weights."""
     router_aux_loss_coef: _Beta = None
     """Factor of the balance loss of a mixture's routers (whet.nn.balance), the mean over the passes of a step, whose
     metric is balance_loss; None: the model's, 0: none. Not for a Learner, whose routers are frozen."""
@@ -149,6 +152,9 @@ class TrainerConfig:
         reject_ineffective(
             self, ["reduce_dtype"], not self.deterministic_reduction, "deterministic_reduction needs every bit"
         )
+        if self.qat is not None:
+            is_lossy = not TABLE[FILE_TYPES[self.qat].base].is_float
+            check_range(self, "qat", is_lossy, "a type with quantised matrices")
         packed = ["max_tokens_per_step"] if self.max_tokens_per_step else []
         reject_ineffective(self, packed, not self.micro_batch_size, "micro_batch_size sets the rows of a pass")
         reject_ineffective(self, packed, self.compute != "torch", "compute is 'torch', which uses micro_batch_size")
@@ -237,6 +243,16 @@ class SFTConfig(OfflineConfig):
 
 
 @dataclass(kw_only=True)
+class KDConfig(OfflineConfig):
+    """Settings of KD."""
+
+    learning_rate: NonNegative = 2e-5
+    """Learning rate after the warm-up."""
+    training_mode: bool = True
+    """Update in training mode, with dropout."""
+
+
+@dataclass(kw_only=True)
 class RolloutConfig(SamplingSettings):
     """Settings of sampling and of rewards; ``SamplingParams`` documents the sampling settings that it shares."""
 
@@ -322,6 +338,8 @@ class OnlineConfig(RolloutConfig, TrainerConfig):
         RolloutConfig.__post_init__(self)
         why = "engine is 'torch', which samples from the weights in training"
         reject_ineffective(self, ["async_lag"], self.engine != "torch", why)
+        why = f"qat is {self.qat!r}, and weights that are sampled ahead are not rounded"
+        reject_ineffective(self, ["async_lag"], self.qat is None, why)
         why = f"async_lag is {self.async_lag}: there is no newer version before the step"
         reject_ineffective(self, ["async_tokens"], self.async_lag > 1, why)
         for name in _WHOLE_COMPLETION if self.async_tokens else ():

@@ -66,7 +66,7 @@ def plan_adapters(run: Any, source: ModelSource | None, where: str, on_gpu: bool
         reason = _floats_reason(run, adapters, on_gpu)
         base = "none" if reason else _default_base(run, source)
     if base != "none":
-        _check_packed(base, adapters, source, where)
+        _check_packed(run, base, adapters, source, where)
     if record is not None:
         if base == "none":
             raise CheckpointError(
@@ -87,6 +87,8 @@ def _floats_reason(run: Any, adapters: Adapted, on_gpu: bool) -> str:
     """Return why a run with ``base="auto"`` needs float weights; empty if it does not."""
     if on_gpu:
         return "the model is trained on a GPU, and packed weights are CPU-only"
+    if run.qat:
+        return f"qat is {run.qat!r}"
     if run.dtype != "float32":
         return f"dtype is {run.dtype!r}"
     if adapters.needs_floats:
@@ -99,8 +101,10 @@ def _floats_reason(run: Any, adapters: Adapted, on_gpu: bool) -> str:
     return ""
 
 
-def _check_packed(base: str, adapters: Adapted, source: ModelSource, where: str) -> None:
+def _check_packed(run: Any, base: str, adapters: Adapted, source: ModelSource, where: str) -> None:
     """Raise if the base cannot be packed."""
+    if run.qat:
+        raise WhetValueError(f"{where}: base is {base!r}, but qat rounds weights in floats. Omit base, or pass none.")
     if adapters.needs_floats:
         raise WhetValueError(
             f"{where}: base is {base!r}, but {adapters.needs_floats} needs float weights. Pass --base none, or omit "

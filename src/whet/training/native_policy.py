@@ -10,7 +10,7 @@ import hashlib
 import os
 import zlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,11 @@ class NativePolicy:
             raise WhetValueError(
                 f"{where}: compute is {config.compute!r}, and the learner computes in {model.compute}. Make it with "
                 f"whet.Learner(compute={config.compute!r})."
+            )
+        if config.qat:
+            raise WhetValueError(
+                f"{where}: qat is {config.qat!r}, and the base of a Learner is packed. Train modules of torch in "
+                f"floats (whet train: --base none)."
             )
         if config.router_aux_loss_coef:
             raise WhetValueError(
@@ -119,6 +124,10 @@ class NativePolicy:
         finally:
             self._dropout_seed = None
 
+    def exported_weights(self) -> AbstractContextManager[None]:
+        """Context without effect: a packed base is exported unchanged."""
+        return nullcontext()
+
     def seed(self, seed: int) -> None:
         """No effect: the seed of the update is enough, as dropout depends on tokens, not on their micro-batch."""
 
@@ -129,6 +138,7 @@ class NativePolicy:
         *,
         completion_mask: Sequence[Sequence[bool]] | None = None,
         kept_tokens: Sequence[KeptTokens | None] | None = None,
+        candidates: Sequence[Any] | None = None,
         experts: Sequence[np.ndarray | None] | None = None,
         temperature: float = 1.0,
         return_entropy: bool = False,
@@ -136,7 +146,8 @@ class NativePolicy:
         """Return ``Learner.logprobs``."""
         return self.model.logprobs(
             prompt_ids, completion_ids, completion_mask=completion_mask, kept_tokens=kept_tokens,
-            experts=experts, temperature=temperature, return_entropy=return_entropy, dropout_seed=self._dropout_seed,
+            candidates=candidates, experts=experts, temperature=temperature, return_entropy=return_entropy,
+            dropout_seed=self._dropout_seed,
         )  # fmt: skip
 
     def backward(self, grad_logprobs: np.ndarray, share: float = 1.0) -> dict[str, float]:

@@ -105,6 +105,10 @@ class Policy(Protocol):
         """Context of ``logprobs`` and ``backward`` of an update, with its seed."""
         ...
 
+    def exported_weights(self) -> AbstractContextManager[None]:
+        """Context in which the model has the weights of its export, see ``TrainerConfig.qat``."""
+        ...
+
     def seed(self, seed: int) -> None:
         """Seed dropout."""
         ...

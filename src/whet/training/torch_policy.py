@@ -6,7 +6,7 @@ import copy
 import itertools
 import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from whet.nn.frozen import base_of
 from whet.nn.modules import module_device, module_mode, position_limit, stop_token_ids
 from whet.nn.optim import HALF_DTYPES, AdamW
 from whet.nn.replay import routers_of
+from whet.nn.rounding import RoundedWeights
 from whet.training.policy import Score, State, check_same_parameters, error_without_effect
 from whet.training.reduction import checksum
 from whet.training.reference import Reference
@@ -75,6 +76,7 @@ class TorchPolicy:
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_epsilon,
         )
+        self._rounded = RoundedWeights(model, config.qat, where) if config.qat else None
         self._rate = config.learning_rate
         self._kept: Tensor | None = None
         self._balance: Tensor | None = None
@@ -157,8 +159,16 @@ class TorchPolicy:
     @contextmanager
     def training(self, seed: int) -> Iterator[None]:
         """Context of ``logprobs`` and ``backward``: the model's mode, and its kernels. Torch's generator continues."""
-        with module_mode(self.model, self._config.training_mode), self.acceleration or nullcontext():
+        with (
+            module_mode(self.model, self._config.training_mode),
+            self.acceleration or nullcontext(),
+            self.exported_weights(),
+        ):
             yield
+
+    def exported_weights(self) -> AbstractContextManager[None]:
+        """Context in which the model has the weights of its export: rounded with ``qat``, else unchanged."""
+        return nullcontext() if self._rounded is None else self._rounded.applied()
 
     def seed(self, seed: int) -> None:
         """Seed torch's generator, from which dropout draws."""
@@ -211,6 +221,7 @@ class TorchPolicy:
             torch.no_grad(),
             module_mode(model, training=False),
             self.accelerations.get(model) or nullcontext(),
+            nullcontext() if reference else self.exported_weights(),
         ):
             yield lambda *rows, **options: completion_logprobs(model, *rows, **options).logprobs.cpu().numpy()
 

@@ -146,6 +146,23 @@ def live_parameters(model: Any, source: ModelSource) -> Iterator[tuple[str, str,
                 yield f"{location.names[0]}.{suffix}", slot, module.tensor(location.names, suffix).tensor
 
 
+def live_matrices(model: Any, source: ModelSource) -> Iterator[tuple[WeightLocation, Any, Any]]:
+    """Yield location, parameter, and the sum of its active adapters (None: none), of every matrix once."""
+    module, seen = _Live(_unwrap(model)), set[int]()
+    modules = list(dict.fromkeys(location.module for location in source.targets.values()))
+    for location in iter_locations(source.config, modules):
+        suffix = location.module.parameter
+        if location.weight not in source.config.slots() or len(module.tensor(location.names, suffix).shape) < 2:
+            continue
+        weight, lora = module.layer(location.names)
+        for part in suffix.split("."):
+            weight = getattr(weight, part)
+        deltas = [_delta(wrapper, name) for wrapper, name in lora if _parameter(wrapper) == suffix]
+        if weight.data_ptr() not in seen:  # tied weights are one matrix
+            seen.add(weight.data_ptr())
+            yield location, weight, sum(deltas[1:], deltas[0]) if deltas else None
+
+
 def live_adapters(model: Any, source: ModelSource) -> Iterator[tuple[str, Any, Any, float]]:
     """Yield module name, A, B and scaling of every active adapter of a module with this ``source``."""
     return _Live(_unwrap(model)).factors(source.targets)
