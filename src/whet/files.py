@@ -363,3 +363,18 @@ def _holder() -> str:
 _locked: dict[Path, list[Any]] = {}
 """Locked folders of this process: [lock, number of FolderLocks]."""
 call_in_forked_children(_locked.clear)
+
+
+def open_output(path: str, where: str) -> Any:
+    """Open the file that a command writes, and create its folder; "": standard output, which is not closed.
+
+    Raises:
+        WhetValueError: the file cannot be written.
+    """
+    if not path:
+        return contextlib.nullcontext(sys.stdout)
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        return open(path, "w", encoding="utf-8")
+    except OSError as error:
+        raise WhetValueError(f"{where}: output {path!r} cannot be written: {error}.") from error

@@ -11,19 +11,31 @@ from whet.algorithms.cpo import CPO
 from whet.algorithms.distill import Distill
 from whet.algorithms.dpo import DPO
 from whet.algorithms.grpo import GRPO
+from whet.algorithms.kd import KD
 from whet.algorithms.kto import KTO
 from whet.algorithms.online_dpo import OnlineDPO
 from whet.algorithms.orpo import ORPO
 from whet.algorithms.sft import SFT
 from whet.algorithms.simpo import SimPO
 from whet.config.preferences import CPOConfig, DPOConfig, KTOConfig, OnlineDPOConfig, ORPOConfig, SimPOConfig
-from whet.config.settings import BestOfNConfig, DistillConfig, GRPOConfig, SFTConfig
-from whet.losses import cpo_loss, distillation_loss, dpo_loss, grpo_loss, kto_loss, orpo_loss, sft_loss, simpo_loss
+from whet.config.settings import BestOfNConfig, DistillConfig, GRPOConfig, KDConfig, SFTConfig
+from whet.losses import (
+    cpo_loss,
+    distillation_loss,
+    dpo_loss,
+    grpo_loss,
+    kto_loss,
+    orpo_loss,
+    sft_loss,
+    simpo_loss,
+    top_k_loss,
+)
 
 __all__ = [
     "CPO",
     "DPO",
     "GRPO",
+    "KD",
     "KTO",
     "ORPO",
     "SFT",
@@ -34,6 +46,7 @@ __all__ = [
     "Distill",
     "DistillConfig",
     "GRPOConfig",
+    "KDConfig",
     "KTOConfig",
     "ORPOConfig",
     "OnlineDPO",
@@ -49,4 +62,5 @@ __all__ = [
     "orpo_loss",
     "sft_loss",
     "simpo_loss",
+    "top_k_loss",
 ]

@@ -39,6 +39,7 @@ usage: whet COMMAND ...
   whet chat MODEL                     chat with a model
   whet serve MODEL                    serve a model to clients of OpenAI's API
   whet eval MODEL --task TASK         accuracy of one or two models on a task
+  whet score MODEL --data ROWS        log-probs of rows, for whet train kd
   whet export MODEL OUT.gguf          write a GGUF file for llama.cpp
   whet merge MODEL OUT                merge adapters into a model folder
   whet convert MODEL.gguf OUT         convert a GGUF file to a model folder
@@ -234,6 +235,7 @@ _COMMANDS = {
     "chat": ("train",),
     "serve": ("serve", "starlette", "uvicorn", "prometheus_client"),
     "eval": ("train",),
+    "score": ("train",),
     "export": ("train",),
     "merge": ("train", "torch", "transformers"),
     "convert": ("train", "torch", "transformers"),

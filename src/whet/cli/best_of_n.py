@@ -5,13 +5,11 @@ The lines are rows of ``whet train sft``: the completion of a prompt in messages
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,7 @@ from whet.data.messages import is_messages
 from whet.data.rows import tokenize_prompt
 from whet.data.sources import read_rows
 from whet.data.thinking import Replies
-from whet.errors import WhetValueError
+from whet.files import open_output
 from whet.nn.modules import position_limit
 from whet.rewards.functions import load_function
 from whet.rollout.choose import make_engine, reward_functions
@@ -51,7 +49,7 @@ def main(run: BestOfNRun) -> int:
         check_prompts_fit(position_limit(model), tokenizer, rows, "whet best-of-n")
     notify(f"best of {run.n} of {run.model}: {describe_size(model)}")
     n_kept = 0
-    with _open_output(run.output) as file:
+    with open_output(run.output, "whet best-of-n") as file:
         for done, row in enumerate(iter_best_completions(run, model, tokenizer, functions, rows), start=1):
             if run.min_score is None or row["score"] >= run.min_score:
                 n_kept += 1
@@ -91,14 +89,3 @@ def iter_best_completions(
                     for text, score in zip(texts, scores, strict=True)
                 ]
             yield result_row
-
-
-def _open_output(path: str) -> Any:
-    """Open the file to write, or return standard output, which is not closed."""
-    if not path:
-        return contextlib.nullcontext(sys.stdout)
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        return open(path, "w", encoding="utf-8")
-    except OSError as error:
-        raise WhetValueError(f"output {path!r} cannot be written: {error}.") from error

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from whet.config.preferences import CPOConfig, DPOConfig, KTOConfig, OnlineDPOConfig, ORPOConfig, SimPOConfig
-from whet.config.settings import DistillConfig, GRPOConfig, SFTConfig, TrainerConfig
+from whet.config.settings import DistillConfig, GRPOConfig, KDConfig, SFTConfig, TrainerConfig
 
 if TYPE_CHECKING:
     from whet.training.trainer import Trainer
@@ -122,6 +122,14 @@ ALGORITHMS = {
             title="on-policy distillation (Agarwal et al. 2023)",
             summary="learn from a teacher's log-probs",
             rows="on-policy distillation from a teacher of the same vocabulary; rows have a prompt; or tasks, by name",
+        ),
+        Algorithm(
+            "kd",
+            KDConfig,
+            "whet.algorithms.kd:KD",
+            title="knowledge distillation (Hinton et al. 2015)",
+            summary="learn from a file of log-probs",
+            rows="off-policy distillation; rows have a teacher's top_logprobs, which whet score writes",
         ),
     )
 }

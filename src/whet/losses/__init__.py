@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from whet.losses.closed_form import Loss
-from whet.losses.distillation import distillation_loss
+from whet.losses.distillation import distillation_loss, top_k_loss
 from whet.losses.dpo import dpo_loss
 from whet.losses.grpo import grpo_loss
 from whet.losses.kto import kto_loss
@@ -20,4 +20,5 @@ __all__ = [
     "orpo_loss",
     "sft_loss",
     "simpo_loss",
+    "top_k_loss",
 ]

@@ -22,7 +22,7 @@ from whet.config.fields import (
     reject_ineffective,
 )
 from whet.config.preferences import CPOConfig, DPOConfig, KTOConfig, OnlineDPOConfig, ORPOConfig, SimPOConfig
-from whet.config.settings import REWARD_SETTINGS, BestOfNConfig, DistillConfig, GRPOConfig, SFTConfig
+from whet.config.settings import REWARD_SETTINGS, BestOfNConfig, DistillConfig, GRPOConfig, KDConfig, SFTConfig
 from whet.errors import WhetValueError, check_installed
 from whet.files import FolderLock
 from whet.models.formats import Weights
@@ -336,6 +336,11 @@ class DistillRun(_TasksAsTexts, DistillConfig, OnlineRunConfig):
 
     def needs_reward(self) -> bool:
         return False
+
+
+@dataclass(kw_only=True)
+class KDRun(KDConfig, RunConfig):
+    """Settings of ``whet train kd``."""
 
 
 RUNS: dict[str, type[RunConfig]] = {name: globals()[f"{each.class_name}Run"] for name, each in ALGORITHMS.items()}

@@ -11,6 +11,7 @@ only the invalid ones.
 from __future__ import annotations
 
 import codecs
+import hashlib
 import json
 import os
 import re
@@ -132,6 +133,14 @@ def read_token_texts(tokenizer: Any, where: str) -> TokenTexts:
         if found != expected:
             raise _refusal(where, f"its tokens decode to {found!r:.60} one by one, and to {expected!r:.60} together")
     return texts
+
+
+def vocabulary_digest(tokenizer: Any, where: str) -> str:
+    """Return a digest of the bytes of all tokens, which tokenizers with the same ids share."""
+    digest = hashlib.sha256()
+    for text in read_token_texts(tokenizer, where).tokens:
+        digest.update(len(text).to_bytes(4, "little") + text)
+    return digest.hexdigest()[:16]
 
 
 def _refusal(where: str, why: str) -> WhetValueError:
