@@ -93,7 +93,7 @@ class Weights:
         run(CALCULATOR / "rows.py", output=rows)
         files = ("--model", Path(gguf).resolve(strict=True), "--data", rows, "--output-dir", output)
         run("-m", "whet", "train", "sft", CALCULATOR / "sft.toml", *files)
-        run("-m", "whet", "merge", output / "model", "--output", weights.folder)
+        run("-m", "whet", "merge", output / "model", weights.folder)
         return weights
 
     @classmethod
