@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,10 +29,13 @@ class ForTRL(torch.nn.Module):
 
 
 def trainer_of(model: Any, ref_model: Any, **settings: Any) -> Any:
-    """The attributes that ``_compute_loss`` of TRL's preference trainers reads."""
+    """The attributes that ``_compute_loss`` of TRL's trainers reads."""
     return SimpleNamespace(
         model=ForTRL(model), ref_model=ForTRL(ref_model), aux_loss_enabled=False, precompute_ref_logps=False,
-        accelerator=SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x, gather=lambda x: x),
+        accelerator=SimpleNamespace(
+            device="cpu", gather_for_metrics=lambda x: x, gather=lambda x: x, reduce=lambda x, reduction: x,
+            process_index=0, is_main_process=False, autocast=contextlib.nullcontext,
+        ),
         args=SimpleNamespace(gradient_checkpointing_kwargs=None), _total_train_tokens=0, _tp_size=1,
         _metrics=collections.defaultdict(lambda: collections.defaultdict(list)), **settings,
     )  # fmt: skip

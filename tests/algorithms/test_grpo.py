@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from tests.tiny import (
 from torch.utils.data import DataLoader
 
 from whet.algorithms import GRPO, grpo_loss
-from whet.config import GRPOConfig
+from whet.config import GRPOConfig, GRPOLossType
 from whet.engine import Engine
 from whet.errors import NonFiniteError, RewardError, WhetTypeError, WhetValueError
 from whet.rewards.functions import RewardFunctions
@@ -159,7 +160,7 @@ def test_last_completions_are_a_table():
     assert table[5]["prompt"] == [7] and table[5]["completion"] == [10, 11, 4]
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "luspo", "sapo"])
+@pytest.mark.parametrize("loss_type", get_args(GRPOLossType))
 @pytest.mark.parametrize("correction", ["off", "token_truncate", "sequence_mask"])
 def test_accumulated_micro_batches_trace_the_same_curve(loss_type, correction):
     model, ref_model = TinyModel(), TinyModel(seed=1)

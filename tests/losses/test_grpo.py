@@ -10,12 +10,12 @@ import pytest
 import torch
 from tests.raising import mentions
 
-from whet.config import GRPOLossType, SamplerCorrection
+from whet.config import GRPOLossType, RatioLevel, SamplerCorrection
 from whet.errors import WhetTypeError, WhetValueError
 from whet.losses import grpo_loss
 from whet.losses.terms import count_rows, importance_weights
 
-LOSS_TYPES = get_args(GRPOLossType)
+LOSS_TYPES, LEVELS = get_args(GRPOLossType), get_args(RatioLevel)
 N_ROWS, N_TOKENS = 5, 6
 LENGTHS = [6, 3, 1, 4, 0]
 
@@ -47,7 +47,7 @@ def literal(b, loss_type, level="token", eps=0.2, eps_high=0.2, delta=None, beta
         advantage = b["advantages"][i].item()
         row = torch.zeros((), dtype=torch.float64)
         for t, gap in zip(tokens, gaps, strict=True):
-            rho = torch.exp(gap if level == "token" else sum(gaps) / len(gaps))
+            rho = torch.exp({"token": gap, "sequence": sum(gaps) / len(gaps), "sequence_product": sum(gaps)}[level])
             if loss_type == "cispo":
                 loss = -min(rho.item(), eps_high) * advantage * b["logprobs"][i, t]
             elif loss_type == "sapo":
@@ -125,7 +125,7 @@ def test_metrics_by_hand():
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
     "options",
     [{}, {"eps": 0.1, "eps_high": 0.28}, {"delta": 1.25}, {"beta": 0.3}, {"beta": 0.3, "bias": False},
@@ -151,7 +151,7 @@ def test_value_and_gradient_match_the_formula(loss_type, level, options):
 
 
 @pytest.mark.parametrize("loss_type", [t for t in LOSS_TYPES if t != "cispo"])  # its weight is detached
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_gradcheck(loss_type, level):
     b = batch(seed=3)
     b["logprobs"].requires_grad_()
@@ -163,7 +163,7 @@ def test_gradcheck(loss_type, level):
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_masked_positions_contribute_nothing(loss_type, level, poison):
     clean, poisoned = batch(), batch()

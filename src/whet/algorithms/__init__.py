@@ -14,10 +14,11 @@ from whet.algorithms.grpo import GRPO
 from whet.algorithms.kto import KTO
 from whet.algorithms.online_dpo import OnlineDPO
 from whet.algorithms.orpo import ORPO
+from whet.algorithms.rloo import RLOO
 from whet.algorithms.sft import SFT
 from whet.algorithms.simpo import SimPO
 from whet.config.preferences import CPOConfig, DPOConfig, KTOConfig, OnlineDPOConfig, ORPOConfig, SimPOConfig
-from whet.config.settings import BestOfNConfig, DistillConfig, GRPOConfig, SFTConfig
+from whet.config.settings import BestOfNConfig, DistillConfig, GRPOConfig, RLOOConfig, SFTConfig
 from whet.losses import cpo_loss, distillation_loss, dpo_loss, grpo_loss, kto_loss, orpo_loss, sft_loss, simpo_loss
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "GRPO",
     "KTO",
     "ORPO",
+    "RLOO",
     "SFT",
     "BestOfN",
     "BestOfNConfig",
@@ -38,6 +40,7 @@ __all__ = [
     "ORPOConfig",
     "OnlineDPO",
     "OnlineDPOConfig",
+    "RLOOConfig",
     "SFTConfig",
     "SimPO",
     "SimPOConfig",

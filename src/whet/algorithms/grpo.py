@@ -21,7 +21,7 @@ import numpy as np
 
 from whet.algorithms.online import OnlineTrainer
 from whet.config.episodes import check_episode_settings
-from whet.config.fields import reject_ineffective
+from whet.config.fields import check_range, reject_ineffective
 from whet.config.kept_tokens import KeptTokens
 from whet.config.settings import GRPOConfig, SamplerCorrection
 from whet.errors import WhetTypeError, WhetValueError
@@ -70,7 +70,8 @@ class GRPO(OnlineTrainer):
     ) -> None:
         if kl_coef is not None:
             if "beta" in arguments:
-                raise WhetTypeError("GRPO: kl_coef and beta are one setting. Pass one of them.")
+                where = type(self).__name__
+                raise WhetTypeError(f"{where}: kl_coef and beta are one setting. Pass one of them.")
             arguments["beta"] = kl_coef
         super().__init__(model, ref_model, **arguments)
         why = "sampler_correction is 'auto', and without a quantised base the sampler matches the policy"
@@ -85,7 +86,8 @@ class GRPO(OnlineTrainer):
         reject_ineffective(self.config, ["max_read_tokens"], not is_agent, "an agent reads what it sends itself")
         has_tools = bool(arguments.get("tools"))
         has_turns = self.rewards_turns and not is_agent
-        reject_ineffective(self.config, ["advantage_level"], has_turns, "no environment rewards turns")
+        episode = "'episode': no environment rewards turns"
+        check_range(self.config, "advantage_level", has_turns or self.config.advantage_level == "episode", episode)
         check_episode_settings(self.config, has_environment=self.rewards_turns, has_tools=has_tools)
         self.rewards = reward_functions(self.config, reward_fn)
         self._in_progress: _Step | None = None
@@ -172,11 +174,12 @@ class GRPO(OnlineTrainer):
         rollout = self.sample_step(prompt_batch, size, for_update=True)
         with phase("reward"):
             scored = self.ranks.broadcast_from_first(lambda: rollout.score(self.rewards))
+        shaped, kl = self._subtract_kl(rollout, scored) if config.kl_in_reward and config.beta else (scored, {})
         with phase("advantages"):
             options = {"scale": config.scale_rewards, "ddof": config.advantage_ddof, "eps": config.advantage_eps}
-            advantages = relative_advantages(scored, size, config.advantage, self.rewards.weights, options)
+            advantages = relative_advantages(shaped, size, config.advantage, self.rewards.weights, options)
             turns = self._turn_advantages(rollout, scored, options) if config.advantage_level == "turn" else None
-        spread = group_std(scored.rewards.reshape(-1, size))
+        spread = group_std(shaped.rewards.reshape(-1, size))
         excluded = np.zeros(len(advantages), dtype=bool)
         if config.filter_zero_variance:
             is_flat = spread < 1e-8
@@ -203,11 +206,28 @@ class GRPO(OnlineTrainer):
             ),
             metrics={
                 **reward_metrics(scored),
+                **kl,
                 "reward_std": float(spread.mean()),
                 "frac_reward_zero_std": float((spread < 1e-8).mean()),
                 **rollout.metrics(),
             },
         )
+
+    def _subtract_kl(self, rollout: Rollout, scored: RewardBatch) -> tuple[RewardBatch, dict[str, float]]:
+        """Return the rewards minus beta times log pi - log ref of the completions, and the metrics of this KL."""
+        rows = np.flatnonzero(~np.isnan(scored.rewards)).tolist()
+        if not rows:
+            return scored, {}
+        owners, branches = rollout.split_branches(rows)
+        texts, recorded = (branches.prompt_ids, branches.completion_ids), _recorded(branches)
+        policy, reference = (
+            self.logprobs(*texts, self.config.temperature, **recorded, reference=of_reference).sum(1, dtype=np.float64)
+            for of_reference in (False, True)
+        )
+        kl = np.bincount(owners, policy - reference, minlength=len(scored.rewards))
+        n_tokens = sum(completion.n_sampled for completion in branches.completions)
+        metrics = {"kl": float(kl.sum()) / max(1, n_tokens), "mean_kl": float(kl.sum()) / len(rows)}
+        return replace(scored, rewards=scored.rewards - self.config.beta * kl), metrics
 
     def _turn_advantages(self, rollout: Rollout, scored: RewardBatch, options: dict[str, Any]) -> list[np.ndarray]:
         """Return the advantages of each episode's turns. The other rewards count as rewards of the last turn."""
@@ -240,14 +260,15 @@ class GRPO(OnlineTrainer):
         rows = list(range(len(owners)))
         prompts, completions = rollout.prompt_ids, rollout.completion_ids
         reference = old = None
-        kept, experts, sampled = rollout.kept_tokens(rows), rollout.experts(rows), rollout.sampled(rows)
-        recorded: dict[str, Any] = {"kept_tokens": kept, "experts": experts, "completion_mask": sampled}
-        if self.config.uses_reference_model():
+        recorded = _recorded(rollout)
+        kept, experts, sampled = recorded["kept_tokens"], recorded["experts"], recorded["completion_mask"]
+        if config.uses_reference_model() and not config.kl_in_reward:
             reference = self.logprobs(prompts, completions, config.temperature, **recorded, reference=True)
         sampler, correction = rollout.sampler_logprobs(rows), self._correction(rollout)
         if correction and sampler is None and config.sampler_correction != "auto":
             raise WhetValueError(
-                "GRPO: sampler_correction needs log-probs, which the engine does not record. Set it to 'off'."
+                f"{type(self).__name__}: sampler_correction needs log-probs, which the engine does not record. Set it "
+                f"to 'off'."
             )
         # A mask changes the number of tokens that the loss is divided by; dropout would add noise to the weights.
         if correction and sampler is not None and (correction.endswith("mask") or config.training_mode):
@@ -307,6 +328,16 @@ class GRPO(OnlineTrainer):
         if batch.sampler_logprobs is not None:
             loss.metrics["sampler/logprob_difference"] = batch.logprob_difference[0] / step.n_sampled
         return loss
+
+
+def _recorded(rollout: Rollout) -> dict[str, Any]:
+    """Return what the engine recorded of all completions, as arguments of ``Trainer.logprobs``."""
+    rows = range(len(rollout.completions))
+    return {
+        "kept_tokens": rollout.kept_tokens(rows),
+        "experts": rollout.experts(rows),
+        "completion_mask": rollout.sampled(rows),
+    }
 
 
 @dataclass

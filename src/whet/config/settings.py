@@ -40,7 +40,7 @@ from whet.errors import WhetValueError, check_choice
 from whet.models.formats import Weights
 
 GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "luspo", "sapo"]
-RatioLevel = Literal["token", "sequence"]
+RatioLevel = Literal["token", "sequence", "sequence_product"]
 SFTLossType = Literal["nll", "dft"]
 Advantage = Literal["group", "leave_one_out", "max_rl", "pass_k", "per_reward"]
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -334,33 +334,20 @@ class OnlineConfig(RolloutConfig, TrainerConfig):
 
 
 @dataclass(kw_only=True)
-class GRPOConfig(MovingReference, EpisodeSettings, OnlineConfig):
-    """Settings of GRPO. ``batch_size`` counts prompts, ``micro_batch_size`` completions."""
+class GroupConfig(MovingReference, EpisodeSettings, OnlineConfig):
+    """Settings of GRPO and RLOO. ``batch_size`` counts prompts, ``micro_batch_size`` completions."""
+
+    kl_in_reward: ClassVar[bool] = False
+    """Whether the KL term is part of the reward, instead of the loss."""
 
     group_size: _GroupSize = 8
     """Completions per prompt, at least 2; advantages are relative to the group."""
     num_iterations: Positive = 1
     """Updates per batch of completions."""
-    loss_type: GRPOLossType = "dapo"
-    """Variant of the loss, see ``grpo_loss``."""
-    level: RatioLevel = "token"
-    """Level of the probability ratio: per token or per sequence (GSPO)."""
     epsilon: float = 0.2
     """Clip the ratio below at 1 - epsilon."""
     epsilon_high: float | None = None
     """Clip the ratio above at 1 + epsilon_high; None: epsilon. In cispo, where it is required, the cap of the ratio."""
-    delta: float | None = None
-    """Cap of the ratio for negative advantages; None: no cap."""
-    beta: _Beta = None
-    """Weight of the KL term; 0: no KL term and no reference. None: 0.1 with a ref_model, else 0. Alias: ``kl_coef``."""
-    kl_estimator: KLEstimator = "k3"
-    """KL estimator: k1, k2 or k3 (Schulman 2020)."""
-    kl_bias_correction: bool = True
-    """Multiply k3 by the ratio, so that its gradient is the gradient of the KL."""
-    sapo_tau_positive: AboveZero = 1.0
-    """Temperature of sapo for advantages above 0."""
-    sapo_tau_negative: AboveZero = 1.05
-    """Temperature of sapo for advantages <= 0."""
     sampler_correction: Literal["auto", "off"] | SamplerCorrection = "auto"
     """Importance correction for an engine whose log-probs differ from the policy's; auto: token_truncate if
     rollout_weights is bf16 or narrower, the base is quantised, or an older policy sampled; else off."""
@@ -369,27 +356,12 @@ class GRPOConfig(MovingReference, EpisodeSettings, OnlineConfig):
     router_replay: bool = True
     """In a mixture of experts, give tokens to the experts that the sampler chose (Ma et al. 2025), unless torch samples
     or computes the policy. The metric sampler/replaced_experts is the share of other choices."""
-    advantage: Advantage = "group"
-    """Advantage of a completion in its group (whet.rewards.advantages): GRPO's, RLOO's leave_one_out, max_rl (relative
-    to the mean reward), pass_k (only of the best), or GDPO's per_reward, which normalises each reward function."""
-    scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Scope of the standard deviation that divides the advantages."""
-    advantage_level: Literal["episode", "turn"] = "episode"
-    """Advantages of episodes, or of their turns, from the rewards that follow each turn (``whet.rewards.turns``)."""
-    advantage_ddof: _Ddof = 0
-    """0: population standard deviation; 1: sample."""
-    advantage_eps: _Eps = None
-    """Added to the standard deviation (TRL: 1e-4, with ddof 1); None: nothing, but advantages are 0 if it is < 1e-8."""
     filter_zero_variance: bool = False
     """Exclude groups with identical rewards from the update; they have no gradient, but count in its mean."""
     mask_truncated_completions: bool = False
     """Exclude completions truncated by max_new_tokens from the update."""
     serve_port: _Port = 0
     """Port at which the engine serves an agent; with several ranks the first of as many. 0: any free one."""
-
-    def has_reference(self) -> bool:
-        """Whether the loss has a KL term."""
-        return bool(self.beta)
 
     def completions_per_prompt(self) -> int:
         return self.group_size
@@ -403,6 +375,51 @@ class GRPOConfig(MovingReference, EpisodeSettings, OnlineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_grpo_options(type(self).__name__, self)
+        # With both at "auto" the model decides: GRPO corrects a quantised base.
+        may_correct = self.correction() is not None or self.sampler_correction == self.rollout_weights == "auto"
+        may_correct |= self.sampler_correction == "auto" and self.async_lag > 0
+        reject_ineffective(self, ["sampler_cap"], may_correct, "sampler_correction is off")
+
+
+@dataclass(kw_only=True)
+class GRPOConfig(GroupConfig):
+    """Settings of GRPO. ``batch_size`` counts prompts, ``micro_batch_size`` completions."""
+
+    loss_type: GRPOLossType = "dapo"
+    """Variant of the loss, see ``grpo_loss``."""
+    level: RatioLevel = "token"
+    """Level of the probability ratio: per token, its geometric mean over a sequence (sequence: GSPO), or its product
+    (sequence_product: RLOO)."""
+    delta: float | None = None
+    """Cap of the ratio for negative advantages; None: no cap."""
+    beta: _Beta = None
+    """Weight of the KL term; 0: no KL term and no reference. None: 0.1 with a ref_model, else 0. Alias: ``kl_coef``."""
+    kl_estimator: KLEstimator = "k3"
+    """KL estimator: k1, k2 or k3 (Schulman 2020)."""
+    kl_bias_correction: bool = True
+    """Multiply k3 by the ratio, so that its gradient is the gradient of the KL."""
+    sapo_tau_positive: AboveZero = 1.0
+    """Temperature of sapo for advantages above 0."""
+    sapo_tau_negative: AboveZero = 1.05
+    """Temperature of sapo for advantages <= 0."""
+    advantage: Advantage = "group"
+    """Advantage of a completion in its group (whet.rewards.advantages): GRPO's, RLOO's leave_one_out, max_rl (relative
+    to the mean reward), pass_k (only of the best), or GDPO's per_reward, which normalises each reward function."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Scope of the standard deviation that divides the advantages."""
+    advantage_level: Literal["episode", "turn"] = "episode"
+    """Advantages of episodes, or of their turns, from the rewards that follow each turn (``whet.rewards.turns``)."""
+    advantage_ddof: _Ddof = 0
+    """0: population standard deviation; 1: sample."""
+    advantage_eps: _Eps = None
+    """Added to the standard deviation (TRL: 1e-4, with ddof 1); None: nothing, but advantages are 0 if it is < 1e-8."""
+
+    def has_reference(self) -> bool:
+        """Whether the loss has a KL term."""
+        return bool(self.beta)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         loss_type = self.loss_type
         if loss_type == "cispo" and self.epsilon_high is None:
             raise WhetValueError(
@@ -416,10 +433,6 @@ class GRPOConfig(MovingReference, EpisodeSettings, OnlineConfig):
         reject_ineffective(self, taus, loss_type == "sapo", f"{loss_type!r} has no temperature")
         reject_ineffective(self, ["kl_estimator"], self.beta != 0, "beta is 0: no KL term")
         self.check_reference(self.beta != 0)
-        # With both at "auto" the model decides: GRPO corrects a quantised base.
-        may_correct = self.correction() is not None or self.sampler_correction == self.rollout_weights == "auto"
-        may_correct |= self.sampler_correction == "auto" and self.async_lag > 0
-        reject_ineffective(self, ["sampler_cap"], may_correct, "sampler_correction is off")
         spread = ["advantage_ddof", "advantage_eps"]
         reject_ineffective(
             self, spread, self.scale_rewards != "none", "scale_rewards is 'none': advantages are not divided"
@@ -427,6 +440,41 @@ class GRPOConfig(MovingReference, EpisodeSettings, OnlineConfig):
         why = f"advantage is {self.advantage!r}"
         reject_ineffective(self, spread, self.advantage in ("group", "per_reward"), f"{why}, without a deviation")
         reject_ineffective(self, ["scale_rewards", "advantage_level"], self.advantage == "group", why)
+
+
+@dataclass(kw_only=True)
+class RLOOConfig(GroupConfig):
+    """Settings of RLOO. ``batch_size`` counts prompts, ``micro_batch_size`` completions."""
+
+    kl_in_reward: ClassVar[bool] = True
+    loss_type: ClassVar[GRPOLossType] = "grpo"
+    level: ClassVar[RatioLevel] = "sequence_product"
+    delta: ClassVar[float | None] = None
+    kl_estimator: ClassVar[KLEstimator] = "k1"
+    advantage: ClassVar[Advantage] = "leave_one_out"
+    advantage_level: ClassVar[str] = "episode"
+    advantage_ddof: ClassVar[int] = 1
+    advantage_eps: ClassVar[float | None] = 1e-4
+
+    group_size: _GroupSize = 2
+    """Completions per prompt, at least 2; the baseline of each is the mean reward of the others."""
+    beta: NonNegative = 0.05
+    """Weight of the log-ratio to the reference that is subtracted from the reward; 0: no reference."""
+    normalize_advantages: bool = False
+    """Subtract the mean of the advantages of the batch, and divide them by their standard deviation."""
+
+    @property
+    def scale_rewards(self) -> str:
+        """Scope of the standard deviation that divides the advantages."""
+        return "batch" if self.normalize_advantages else "none"
+
+    def has_reference(self) -> bool:
+        """Whether the reward has a KL term."""
+        return self.beta > 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_reference(self.beta > 0)
 
 
 @dataclass(kw_only=True)

@@ -60,7 +60,7 @@ def grpo_loss(
     """Loss of the GRPO family over a batch of completions.
 
     With m the mask, A the advantages, w the importance weights (1 without correction), and rho =
-    exp(logprobs - old_logprobs) per token, or the exponential of its mean per sequence (GSPO):
+    exp(logprobs - old_logprobs) per token, per sequence (RLOO), or its geometric mean over a sequence (GSPO):
 
         cispo:       l = -w stopgrad(min(rho, epsilon_high)) A logprobs
         sapo:        l = -w A 4 sigmoid(tau (rho - 1)) / tau
@@ -90,7 +90,7 @@ def grpo_loss(
         sampler_logprobs: (B, T), recorded by an engine that may differ from the policy; None: no
             importance correction.
         loss_type: see above.
-        level: level of rho: token or sequence.
+        level: level of rho: token, sequence (the geometric mean over its tokens), or sequence_product.
         epsilon: clip the ratio below at 1 - epsilon.
         epsilon_high: clip the ratio above at 1 + epsilon_high; None: ``epsilon``. In cispo the cap of rho (usually 5).
         delta: cap of rho where A < 0 (two-sided clipping); None: no cap.
@@ -117,8 +117,8 @@ def grpo_loss(
             a reference.
 
     Source: as in TRL 1.16 (grpo: Shao et al. 2024, dr_grpo: Liu et al. 2025, dapo: Yu et al. 2025, GSPO:
-        Zheng et al. 2025, cispo: MiniMax 2025, luspo and sapo: TRL). Departure: rejected tokens are
-        also excluded from the denominators.
+        Zheng et al. 2025, RLOO: Ahmadian et al. 2024, cispo: MiniMax 2025, luspo and sapo: TRL). Departure: rejected
+        tokens are also excluded from the denominators.
     """
     settings = SimpleNamespace(
         loss_type=loss_type, level=level, epsilon=epsilon, epsilon_high=epsilon_high, delta=delta, beta=beta,
@@ -170,8 +170,9 @@ def masked_loss(
     logprobs, old = masked(logprobs, mask), masked(old, mask)
     advantages = advantages.astype(np.float64)[:, None] if advantages.ndim == 1 else masked(advantages, mask)
     log_ratio = logprobs - old
-    if settings.level == "sequence":
-        log_ratio = _mean(log_ratio, mask)
+    over_row = {"sequence": _mean, "sequence_product": _sum}.get(settings.level)
+    if over_row is not None:
+        log_ratio = over_row(log_ratio, mask)
     ratio = np.exp(log_ratio)
     token = _token_loss(settings, logprobs, ratio, advantages)
     if weights is not None:
@@ -198,8 +199,8 @@ def masked_loss(
                 token = _TokenLoss(*(a + settings.beta * b for a, b in zip(token, kl_loss, strict=True)))
     share = _shares(mask, settings.loss_type, counts)
     of_ratio = masked(share * token.slope_ratio, mask)
-    if settings.level == "sequence":  # every token of a row changes the row's ratio
-        of_ratio = _mean(of_ratio, mask)
+    if over_row is not None:  # every token of a row changes the row's ratio
+        of_ratio = over_row(of_ratio, mask)
     gradient = masked(share * token.slope_direct + of_ratio, mask)
     return Loss(float((share * masked(token.value, mask)).sum()), metrics, {"logprobs": gradient})
 
@@ -238,9 +239,14 @@ def _token_loss(settings: Any, logprobs: np.ndarray, ratio: np.ndarray, advantag
     return _TokenLoss(-np.minimum(capped, clipped) + zero, zero, -advantages * slope * ratio + zero)
 
 
+def _sum(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Return the sum over the tokens of each row, (B, 1); values outside of the mask are 0."""
+    return values.sum(1, keepdims=True)
+
+
 def _mean(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Return the mean over the tokens of each row, (B, 1); values outside of the mask are 0."""
-    return values.sum(1, keepdims=True) / np.maximum(mask.sum(1, keepdims=True), 1)
+    return _sum(values, mask) / np.maximum(mask.sum(1, keepdims=True), 1)
 
 
 def _shares(mask: np.ndarray, loss_type: GRPOLossType, counts: Counts) -> np.ndarray | float:

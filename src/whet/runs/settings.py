@@ -22,7 +22,7 @@ from whet.config.fields import (
     reject_ineffective,
 )
 from whet.config.preferences import CPOConfig, DPOConfig, KTOConfig, OnlineDPOConfig, ORPOConfig, SimPOConfig
-from whet.config.settings import REWARD_SETTINGS, BestOfNConfig, DistillConfig, GRPOConfig, SFTConfig
+from whet.config.settings import REWARD_SETTINGS, BestOfNConfig, DistillConfig, GRPOConfig, RLOOConfig, SFTConfig
 from whet.errors import WhetValueError, check_installed
 from whet.files import FolderLock
 from whet.models.formats import Weights
@@ -261,8 +261,8 @@ class KTORun(KTOConfig, RunConfig):
 
 
 @dataclass(kw_only=True)
-class GRPORun(_TasksAsTexts, GRPOConfig, OnlineRunConfig):
-    """Settings of ``whet train grpo``."""
+class EpisodeRunConfig(OnlineRunConfig):
+    """Settings common to all methods of ``whet train`` that train on episodes."""
 
     env: PathText = ""
     """An environment that answers the model's turns and rewards them: file.py:Class or package.module:Class, also in
@@ -275,10 +275,6 @@ class GRPORun(_TasksAsTexts, GRPOConfig, OnlineRunConfig):
     agent: PathText = ""
     """A function (row, server) -> reward that samples by requests to an OpenAI URL, instead of an environment:
     file.py:play or package.module:play. Needs the extra serve."""
-
-    def __post_init__(self) -> None:
-        self.beta = 0.0 if self.beta is None else self.beta  # a run has no ref_model
-        super().__post_init__()
 
     def check(self, where: str) -> None:
         super().check(where)
@@ -296,6 +292,20 @@ class GRPORun(_TasksAsTexts, GRPOConfig, OnlineRunConfig):
 
     def trained_on(self) -> str:
         return super().trained_on() or self.env or self.agent
+
+
+@dataclass(kw_only=True)
+class GRPORun(_TasksAsTexts, GRPOConfig, EpisodeRunConfig):
+    """Settings of ``whet train grpo``."""
+
+    def __post_init__(self) -> None:
+        self.beta = 0.0 if self.beta is None else self.beta  # a run has no ref_model
+        super().__post_init__()
+
+
+@dataclass(kw_only=True)
+class RLOORun(_TasksAsTexts, RLOOConfig, EpisodeRunConfig):
+    """Settings of ``whet train rloo``."""
 
 
 @dataclass(kw_only=True)
