@@ -41,7 +41,12 @@ def trls_step(
     from trl.trainer.rloo_trainer import RLOOTrainer
 
     scored = torch.tensor([[math.nan if score is None else score] for score in scores], dtype=torch.float64)
-    given = {"beta": 0.05, "normalize_advantages": False, "reward_clip_range": None, **settings}
+    given = {
+        "beta": 0.05,
+        "normalize_advantages": False,
+        "reward_clip_range": settings.pop("reward_clip", None),
+        **settings,
+    }
     trainer = trainer_of(
         model, ref_model, epsilon_low=0.2, epsilon_high=0.2, num_generations=3, mask_truncated_completions=False,
         reward_weights=torch.ones(1, dtype=torch.float64), reward_func_names=["f"], pad_to_multiple_of=None,
@@ -62,7 +67,10 @@ def trls_step(
 
 @pytest.mark.parametrize("micro_batch_size", [0, 2])
 @pytest.mark.parametrize("unscored", [[], [1], [0, 2]])
-@pytest.mark.parametrize("options", [{}, {"beta": 0.7, "normalize_advantages": True}, {"beta": 0.0}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"beta": 0.7, "normalize_advantages": True}, {"beta": 0.0}, {"reward_clip": [-1.0, 1.5], "beta": 0.2}],
+)
 def test_a_step_is_trls(options: dict[str, Any], unscored: list[int], micro_batch_size: int) -> None:
     pytest.importorskip("trl", reason="pip install 'whet[peers]'")
     reference = TinyModel()

@@ -174,7 +174,11 @@ class GRPO(OnlineTrainer):
         rollout = self.sample_step(prompt_batch, size, for_update=True)
         with phase("reward"):
             scored = self.ranks.broadcast_from_first(lambda: rollout.score(self.rewards))
-        shaped, kl = self._subtract_kl(rollout, scored) if config.kl_in_reward and config.beta else (scored, {})
+        shaped, kl = scored, {}
+        if config.reward_clip:
+            shaped = replace(shaped, rewards=shaped.rewards.clip(*config.reward_clip))
+        if config.kl_in_reward and config.beta:
+            shaped, kl = self._subtract_kl(rollout, shaped)
         with phase("advantages"):
             options = {"scale": config.scale_rewards, "ddof": config.advantage_ddof, "eps": config.advantage_eps}
             advantages = relative_advantages(shaped, size, config.advantage, self.rewards.weights, options)

@@ -60,6 +60,9 @@ _Beta = Annotated[float | None, Range("a finite number >= 0, or None", lambda x:
 _Timeout = Annotated[float | None, Range("seconds > 0, or None", lambda s: s is None or 0 < s < math.inf)]
 _Port = Annotated[int, Range("a number from 0 to 65535", lambda port: 0 <= port <= 65535)]
 _TokenId = Annotated[int | None, Range("a token id >= 0", lambda token: token is None or token >= 0)]
+_Clip = Annotated[
+    list[float], Range("a lower and a higher number", lambda clip: not clip or (len(clip) == 2 and clip[0] < clip[1]))
+]
 _Weights = Annotated[list[float], Range("finite numbers", lambda weights: all(map(math.isfinite, weights)))]
 
 _WHOLE_COMPLETION = (*GRAMMAR_SETTINGS, "stop", "presence_penalty", "frequency_penalty", "min_new_tokens")
@@ -356,6 +359,8 @@ class GroupConfig(MovingReference, EpisodeSettings, OnlineConfig):
     router_replay: bool = True
     """In a mixture of experts, give tokens to the experts that the sampler chose (Ma et al. 2025), unless torch samples
     or computes the policy. The metric sampler/replaced_experts is the share of other choices."""
+    reward_clip: _Clip = field(default_factory=list)
+    """Lower and upper bound of a completion's reward, the weighted sum, before the advantages; empty: none."""
     filter_zero_variance: bool = False
     """Exclude groups with identical rewards from the update; they have no gradient, but count in its mean."""
     mask_truncated_completions: bool = False
@@ -440,6 +445,8 @@ class GRPOConfig(GroupConfig):
         why = f"advantage is {self.advantage!r}"
         reject_ineffective(self, spread, self.advantage in ("group", "per_reward"), f"{why}, without a deviation")
         reject_ineffective(self, ["scale_rewards", "advantage_level"], self.advantage == "group", why)
+        reject_ineffective(self, ["reward_clip"], self.advantage != "per_reward", f"{why}, which sums no rewards")
+        reject_ineffective(self, ["reward_clip"], self.advantage_level != "turn", "advantage_level is 'turn'")
 
 
 @dataclass(kw_only=True)

@@ -190,7 +190,8 @@ class OnlineRunConfig(RunConfig):
     eval_items: Count = 0
     """Number of held-out items per task for evaluation, which never occur in training; 0: none."""
     reward: Paths = field(default_factory=list)
-    """Reward functions: file.py:function or package.module:function."""
+    """Reward functions: file.py:function or package.module:function. Options may follow the name of a class:
+    file.py:Class,level=3, or whet.rewards.penalties:SoftOverlong,max_length=512,buffer=128."""
     unsafe_local: bool = False
     """Let programs of the model run without a sandbox, as this user, if tools or reward functions run programs
     (whet.tasks.code)."""
@@ -333,7 +334,7 @@ class DistillRun(_TasksAsTexts, DistillConfig, OnlineRunConfig):
     """Required: a model folder, a .gguf file, or the URL of a server that returns log-probs of prompts, such as
     http://127.0.0.1:8000/v1 of whet serve."""
     reward: Paths = field(default_factory=list)
-    """Reward functions for metrics and evaluation: file.py:function or package.module:function."""
+    """Reward functions for metrics and evaluation: file.py:function or package.module:function, see whet train grpo."""
 
     def check(self, where: str) -> None:
         super().check(where)
@@ -370,7 +371,8 @@ class _BestOfNInputs:
     task: Paths = field(default_factory=list)
     """Tasks instead of prompts and reward, see whet train grpo --help; uses their training rows."""
     reward: Paths = field(default_factory=list)
-    """Reward functions: file.py:function or package.module:function."""
+    """Reward functions: file.py:function or package.module:function. Options may follow the name of a class:
+    file.py:Class,level=3, or whet.rewards.penalties:SoftOverlong,max_length=512,buffer=128."""
     output: PathText = ""
     """The .jsonl file to write; empty: standard output."""
     all_candidates: bool = False
