@@ -185,6 +185,29 @@ def test_accumulated_micro_batches_trace_the_same_curve(loss_type, correction):
             assert timeless(got) == pytest.approx(timeless(expected), rel=1e-6, abs=1e-9)
 
 
+@pytest.mark.parametrize(("threshold", "is_masked"), [(0.5, True), (0.7, False)])
+def test_the_off_policy_mask_measures_from_the_sampler(threshold, is_masked):
+    """The sampler's log-probs are 0.6 nats above the policy's: completions below the mean of their group are masked."""
+    model, bare = TinyModel(), TinyModel()
+    sampler = [
+        [(token_logprobs(model, p, c).detach() + 0.6).tolist() for c in group]
+        for p, group in zip(PROMPTS, GROUPS, strict=True)
+    ]
+    settings = {"off_policy_mask_threshold": threshold, "sampler_correction": "off"}
+    with pytest.warns(UserWarning, match="logprob_difference"):
+        masked = make(model, engine=ScriptedEngine(GROUPS, sampler), **settings)
+        metrics = masked.train_step(PROMPTS)
+    plain = make(bare)
+    plain.train_step(PROMPTS)
+    below = [row["advantage"] < 0 for row in masked.last_completions]
+    n_below = sum(len(c) for (_, c), is_below in zip(ROWS, below, strict=True) if is_below)
+    assert n_below == 3 and metrics["clip_ratio/off_policy"] == pytest.approx(n_below / 15 * is_masked)
+    if not is_masked:
+        assert_same_weights(model, bare)
+    else:
+        assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), bare.parameters(), strict=True))
+
+
 def test_an_uncorrected_sampler_mismatch_is_warned_about_once():
     far = [[[-9.0] * len(completion) for completion in group] for group in GROUPS]
     trainer = make(engine=ScriptedEngine(GROUPS, far))

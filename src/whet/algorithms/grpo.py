@@ -324,8 +324,9 @@ class GRPO(OnlineTrainer):
                 batch.set_old_logprobs(logprobs, config.sampler_cap)
             old = cast(np.ndarray, batch.old_logprobs)
             loss = masked_loss(
-                logprobs, old, batch.advantages, batch.mask, batch.weights, batch.ref_logprobs, config, step.counts
-            )
+                logprobs, old, batch.advantages, batch.mask, batch.weights, batch.ref_logprobs, config, step.counts,
+                batch.sampler_logprobs,
+            )  # fmt: skip
         loss.metrics["entropy"] = float(cast(np.ndarray, entropy).sum(dtype=np.float64)) / step.n_sampled
         if result.replaced_experts is not None:
             loss.metrics["sampler/replaced_experts"] = float(result.replaced_experts * batch.n_sampled / step.n_sampled)

@@ -18,6 +18,7 @@ from whet.config.fields import (
     BelowOne,
     Count,
     NonNegative,
+    OptionalAboveZero,
     Positive,
     Range,
     Seed,
@@ -39,7 +40,7 @@ from whet.config.sampling import (
 from whet.errors import WhetValueError, check_choice
 from whet.models.formats import Weights
 
-GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "luspo", "sapo"]
+GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "luspo", "sapo", "gmpo", "dppo_tv"]
 RatioLevel = Literal["token", "sequence", "sequence_product"]
 SFTLossType = Literal["nll", "dft"]
 Advantage = Literal["group", "leave_one_out", "max_rl", "pass_k", "per_reward"]
@@ -69,6 +70,8 @@ _WHOLE_COMPLETION = (*GRAMMAR_SETTINGS, "stop", "presence_penalty", "frequency_p
 """Sampling settings that depend on all tokens of a completion before the next."""
 
 _UNCLIPPED = ("cispo", "sapo")
+_OF_TOKENS = ("gmpo", "dppo_tv")
+"""Losses that bound each token."""
 REWARD_SETTINGS = ("reward_weights", "reward_policy", "reward_timeout_s")
 """Settings of reward functions."""
 
@@ -348,9 +351,14 @@ class GroupConfig(MovingReference, EpisodeSettings, OnlineConfig):
     num_iterations: Positive = 1
     """Updates per batch of completions."""
     epsilon: float = 0.2
-    """Clip the ratio below at 1 - epsilon."""
+    """Clip the ratio below at 1 - epsilon; in gmpo its logarithm at -epsilon (Zhao et al. 2025: 0.4). In dppo_tv the
+    largest decrease of a probability (Qi et al. 2026: 0.15)."""
     epsilon_high: float | None = None
-    """Clip the ratio above at 1 + epsilon_high; None: epsilon. In cispo, where it is required, the cap of the ratio."""
+    """Clip the ratio above at 1 + epsilon_high, in gmpo its logarithm, and in dppo_tv the increase of a probability, at
+    epsilon_high; None: epsilon. In cispo, where it is required, the cap of the ratio."""
+    off_policy_mask_threshold: OptionalAboveZero = None
+    """Exclude completions with a negative advantage from the policy loss if their tokens have become less probable
+    since they were sampled, by more than this many nats per token (DeepSeek-V3.2; for example 0.5); None: none."""
     sampler_correction: Literal["auto", "off"] | SamplerCorrection = "auto"
     """Importance correction for an engine whose log-probs differ from the policy's; auto: token_truncate if
     rollout_weights is bf16 or narrower, the base is quantised, or an older policy sampled; else off."""
@@ -539,7 +547,12 @@ def check_grpo_options(where: str, options: Any) -> None:
     for name, choices in (("loss_type", GRPOLossType), ("level", RatioLevel), ("kl_estimator", KLEstimator)):
         check_choice(where, name, getattr(options, name), choices)
     loss_type = options.loss_type
-    for name, least, unbounded in (("epsilon", 0, ()), ("epsilon_high", 0, ("sapo",)), ("delta", 1, _UNCLIPPED)):
+    for name, least, unbounded in (
+        ("epsilon", 0, ()),
+        ("epsilon_high", 0, ("sapo",)),
+        ("delta", 1, (*_UNCLIPPED, *_OF_TOKENS)),
+        ("off_policy_mask_threshold", 0, ()),
+    ):
         value = getattr(options, name)
         if value is not None and not value >= least:
             raise WhetValueError(f"{where}: {name} is {value!r}, expected a number >= {least}.")
@@ -547,3 +560,7 @@ def check_grpo_options(where: str, options: Any) -> None:
             raise WhetValueError(
                 f"{where}: {name} is {value!r} and has no effect: {loss_type!r} has no such bound. Pass None."
             )
+    if loss_type in _OF_TOKENS and options.level != "token":
+        raise WhetValueError(
+            f"{where}: level is {options.level!r}, and {loss_type!r} bounds each token. Leave it at 'token'."
+        )
