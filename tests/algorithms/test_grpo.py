@@ -208,6 +208,33 @@ def test_the_off_policy_mask_measures_from_the_sampler(threshold, is_masked):
         assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), bare.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("micro_batch_size", [0, 1, 4])
+@pytest.mark.parametrize("settings", [{"entropy_coef": 0.3}, {"top_entropy_quantile": 0.4},
+                                      {"entropy_coef": 0.3, "top_entropy_quantile": 0.4}], ids=str)  # fmt: skip
+def test_entropy_settings_match_plain_torch(settings, micro_batch_size):
+    """A step in plain torch: the bonus has the gradient of the entropy, the quantile is of the batch."""
+    model, own = TinyModel(), TinyModel()
+    grpo = make(model, temperature=0.7, micro_batch_size=micro_batch_size, **settings)
+    metrics = grpo.train_step(PROMPTS)
+    logprobs, entropies = [], []
+    for p, c in ROWS:
+        log_p = (own(torch.tensor([p + c]))[0, len(p) - 1 : -1] / 0.7).log_softmax(-1)
+        logprobs.append(log_p.gather(-1, torch.tensor(c)[:, None])[:, 0])
+        entropies.append(-(log_p.exp() * log_p).sum(-1))
+    values, every = torch.cat(entropies), torch.cat(logprobs)
+    advantages = torch.tensor([row["advantage"] for row in grpo.last_completions for _ in row["completion"]])
+    chosen = values >= values.quantile(1 - settings.get("top_entropy_quantile", 1.0))
+    assert int(chosen.sum()) == (6 if "top_entropy_quantile" in settings else 15)
+    loss = -(advantages * (every - every.detach()).exp())[chosen].sum() / 15
+    loss = loss - settings.get("entropy_coef", 0.0) * values[chosen].mean()
+    optimizer = torch.optim.AdamW(own.parameters(), lr=0.02, weight_decay=0.0)
+    loss.backward()
+    optimizer.step()
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert metrics["entropy"] == pytest.approx(values.mean().item())
+    assert_close_weights(model, own, rtol=1e-6, atol=1e-8)
+
+
 def test_an_uncorrected_sampler_mismatch_is_warned_about_once():
     far = [[[-9.0] * len(completion) for completion in group] for group in GROUPS]
     trainer = make(engine=ScriptedEngine(GROUPS, far))
@@ -589,6 +616,9 @@ def test_invalid_arguments_are_rejected():
     assert_raises(WhetValueError, ("loss_type", "'ppo'", "one of 'grpo'"), make, loss_type="ppo")
     assert_raises(WhetValueError, ("temperature", "0.0", "a finite number > 0"), GRPOConfig, temperature=0.0)
     assert_raises(WhetValueError, ("GRPO", "batch", "empty"), make().train_step, [])
+    for settings in ({"level": "sequence"}, {"level": "sequence_product"}, {"loss_type": "gmpo"}):
+        assert_raises(WhetValueError, ("top_entropy_quantile", "0.2"), make, top_entropy_quantile=0.2, **settings)
+    assert_raises(WhetValueError, ("entropy_coef", "-0.1"), make, entropy_coef=-0.1)
 
 
 def test_nan_weights_end_in_an_error():

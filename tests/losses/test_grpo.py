@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from tests.raising import mentions
 from whet.config import GRPOLossType, RatioLevel, SamplerCorrection
 from whet.errors import WhetTypeError, WhetValueError
 from whet.losses import grpo_loss
-from whet.losses.terms import count_rows, importance_weights
+from whet.losses.terms import count_rows, importance_weights, top_entropy_masks
 
 LOSS_TYPES, LEVELS = get_args(GRPOLossType), get_args(RatioLevel)
 PAIRS = [(t, level) for t in LOSS_TYPES for level in LEVELS if level == "token" or t not in ("gmpo", "dppo_tv")]
@@ -90,13 +90,16 @@ TRLS = [
     *({"loss_type": name, "beta": 0.3} for name in ("dapo", "gmpo")),
     *({"loss_type": name, "off_policy_mask_threshold": 0.05} for name in ("dapo", "grpo", "cispo")),
     {"level": "sequence", "off_policy_mask_threshold": 0.05, "beta": 0.3},
+    *({"loss_type": name, "top_entropy_quantile": 0.4, "beta": 0.3} for name in ("dapo", "grpo", "cispo", "sapo")),
+    *({"loss_type": name, "entropy_coef": 0.2} for name in ("dapo", "luspo")),
+    {"entropy_coef": 0.2, "top_entropy_quantile": 0.4},
 ]
 
 
 @pytest.mark.parametrize("options", TRLS, ids=str)
 def test_value_and_gradient_are_trls(options):
     pytest.importorskip("trl", reason="pip install 'whet[peers]'")
-    from trl.experimental.gmpo import GMPOTrainer
+    from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
 
     b = {name: value for name, value in batch(seed=4).items() if name != "sampler_logprobs"}
     b = {name: value[:4] for name, value in b.items()}  # TRL's metrics of an empty row are NaN
@@ -104,20 +107,64 @@ def test_value_and_gradient_are_trls(options):
     is_gmpo = options.get("loss_type") == "gmpo"
     bounds = {"epsilon": 0.15, "epsilon_high": 0.25}
     used = {**options, **(bounds if options.get("loss_type") != "sapo" else {})}
-    loss, metrics = grpo_loss(**b, **used, kl_bias_correction=not is_gmpo)
+    entropies = torch.rand(
+        4, N_TOKENS, generator=torch.Generator().manual_seed(5), dtype=torch.float64
+    ).requires_grad_()
+    of_entropies = {}
+    if "top_entropy_quantile" in used:
+        quantile, mask = used.pop("top_entropy_quantile"), b["completion_mask"].numpy()
+        [entropy_mask] = top_entropy_masks([entropies.detach().numpy()], [mask], quantile)
+        assert entropy_mask.sum() == 6  # of 14
+        of_entropies["entropy_mask"] = torch.from_numpy(entropy_mask)
+    if "entropy_coef" in used:
+        of_entropies["entropies"] = entropies
+    loss, metrics = grpo_loss(**b, **of_entropies, **used, kl_bias_correction=not is_gmpo)
     names = {"level": "importance_sampling_level"}
-    settings = {names.get(name, name): value for name, value in options.items()}
+    settings: dict[str, Any] = {names.get(name, name): value for name, value in options.items()}
     expected, trls_metrics = trls.grpo_loss(
-        b, torch.zeros_like(b["logprobs"]), GMPOTrainer if is_gmpo else None, epsilon_low=0.15, epsilon_high=0.25,
+        b, entropies, GMPOTrainer if is_gmpo else None, epsilon_low=0.15, epsilon_high=0.25,
         **settings,
     )  # fmt: skip
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
     torch.testing.assert_close(gradient(loss, b["logprobs"]), gradient(expected, b["logprobs"]), rtol=1e-10, atol=1e-15)
+    if "entropy_coef" in options:
+        found, wanted = gradient(loss, entropies), gradient(expected, entropies)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+        assert found.count_nonzero() == (6 if "entropy_mask" in of_entropies else 14)
     if "off_policy_mask_threshold" in options:
         assert 0 < metrics["clip_ratio/off_policy"] < 1
     elif "clip_ratio/low_mean" in trls_metrics:
         found = [metrics["clip_ratio/low"], metrics["clip_ratio/high"]]
         assert found == pytest.approx([trls_metrics["clip_ratio/low_mean"], trls_metrics["clip_ratio/high_mean"]])
+
+
+def test_entropy_by_hand():
+    """Rows of 2 and 1 tokens with the advantages 1 and -1, on-policy; entropies 0.5, 2.0 and 1.0."""
+    mask, logprobs = np.array([[True, True], [True, False]]), np.full((2, 2), -1.0)
+    entropies = np.array([[0.5, 2.0], [1.0, np.nan]])
+    advantages = np.array([1.0, -1.0])
+    loss = grpo_loss(logprobs, None, advantages, mask, entropies=entropies, entropy_coef=0.3)
+    assert loss.value == pytest.approx((-1 - 1 + 1) / 3 - 0.3 * (0.5 + 2 + 1) / 3)
+    np.testing.assert_allclose(loss.gradients["entropies"], [[-0.1, -0.1], [-0.1, 0]])
+    np.testing.assert_allclose(loss.gradients["logprobs"], [[-1 / 3, -1 / 3], [1 / 3, 0]])
+
+    # The top half: the median is 1.0. The loss is still divided by all 3 tokens, the bonus by 2.
+    [top] = top_entropy_masks([entropies], [mask], 0.5)
+    assert top.tolist() == [[False, True], [True, False]]
+    loss = grpo_loss(logprobs, None, advantages, mask, entropies=entropies, entropy_mask=top, entropy_coef=0.3)
+    assert loss.value == pytest.approx((-1 + 1) / 3 - 0.3 * (2 + 1) / 2)
+    np.testing.assert_allclose(loss.gradients["entropies"], [[0, -0.15], [-0.15, 0]])
+    np.testing.assert_allclose(loss.gradients["logprobs"], [[0, -1 / 3], [1 / 3, 0]])
+    # The KL term is of all tokens.
+    ref = {"ref_logprobs": logprobs - 0.5, "beta": 1.0, "kl_estimator": "k1"}
+    assert grpo_loss(logprobs, None, advantages, mask, entropy_mask=top, **ref).value == pytest.approx(0.5)
+
+    assert top_entropy_masks([entropies], [mask], 0.0)[0].tolist() == [[False, True], [False, False]]
+    assert (top_entropy_masks([entropies], [mask], 1.0)[0] == mask).all()
+    parts = top_entropy_masks([entropies[:1], entropies[1:]], [mask[:1], mask[1:]], 0.5)  # of the whole batch
+    assert np.concatenate(parts).tolist() == top.tolist() and top_entropy_masks([], [], 0.5) == []
+    with pytest.raises(WhetValueError, match=mentions("entropy_coef", "0.3", "entropies", "None")):
+        grpo_loss(logprobs, None, advantages, mask, entropy_coef=0.3)
 
 
 def test_masks_by_hand():

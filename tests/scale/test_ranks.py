@@ -75,6 +75,7 @@ def assert_close_runs(one: dict[str, Any], several: dict[str, Any]) -> None:
         "online-dpo",
         "distill",
         "kl, two updates",
+        "entropy",
         "correction",
         "packed",
         *LOSS_TYPES,

@@ -37,6 +37,17 @@ TRAINERS = {
     "dpo": (DPO, {"beta": 0.2}),
     "grpo": (GRPO, {"reward_fn": fours, "group_size": 4, "max_new_tokens": 6, "beta": 0.05}),
     "grpo-filtered": (GRPO, {"reward_fn": fours, "group_size": 4, "max_new_tokens": 6, "beta": 0.05, "top_k": 9}),
+    "grpo-entropy": (
+        GRPO,
+        {
+            "reward_fn": fours,
+            "group_size": 4,
+            "max_new_tokens": 6,
+            "entropy_coef": 0.1,
+            "top_entropy_quantile": 0.4,
+            "num_iterations": 2,
+        },
+    ),
     "rloo": (RLOO, {"reward_fn": fours, "group_size": 4, "max_new_tokens": 6}),
     "online-dpo": (OnlineDPO, {"reward_fn": first_is_four, "max_new_tokens": 6}),
 }

@@ -27,7 +27,7 @@ from whet.config.settings import GRPOConfig, SamplerCorrection
 from whet.errors import WhetTypeError, WhetValueError
 from whet.losses.closed_form import Loss
 from whet.losses.grpo import Counts, masked_loss
-from whet.losses.terms import count_rows, importance_weights, logprob_difference
+from whet.losses.terms import count_rows, importance_weights, logprob_difference, top_entropy_masks
 from whet.rewards.advantages import relative_advantages
 from whet.rewards.functions import RewardBatch, RewardFn, RewardFunctions
 from whet.rewards.metrics import group_std, reward_metrics
@@ -139,7 +139,8 @@ class GRPO(OnlineTrainer):
                     loss = self._loss(batch, step)
                     known = batch.sampler_logprobs is not None
                     maxima = {"sampler/logprob_difference_max": batch.logprob_difference[1]} if known else None
-                    update.add(loss.value, loss.gradients["logprobs"], loss.metrics, maxima)
+                    of_entropy = loss.gradients.get("entropies")
+                    update.add(loss.value, loss.gradients["logprobs"], loss.metrics, maxima, of_entropy)
             step.updates.append(update.metrics)
             step.maxima = update.maxima
         self._in_progress = None
@@ -207,6 +208,7 @@ class GRPO(OnlineTrainer):
                 n_tokens=sum(int(batch.mask.sum()) for batch in batches),
                 n_rows=sum(batch.n_rows for batch in batches),
                 max_completion_length=config.max_new_tokens,
+                n_entropy_tokens=sum(int(batch.entropy_tokens().sum()) for batch in batches),
             ),
             metrics={
                 **reward_metrics(scored),
@@ -263,7 +265,7 @@ class GRPO(OnlineTrainer):
         owners, rollout = rollout.split_branches(rows)
         rows = list(range(len(owners)))
         prompts, completions = rollout.prompt_ids, rollout.completion_ids
-        reference = old = None
+        reference = old = entropies = None
         recorded = _recorded(rollout)
         kept, experts, sampled = recorded["kept_tokens"], recorded["experts"], recorded["completion_mask"]
         if config.uses_reference_model() and not config.kl_in_reward:
@@ -275,9 +277,11 @@ class GRPO(OnlineTrainer):
                 f"to 'off'."
             )
         # A mask changes the number of tokens that the loss is divided by; dropout would add noise to the weights.
-        if correction and sampler is not None and (correction.endswith("mask") or config.training_mode):
-            old = self.logprobs(prompts, completions, config.temperature, **recorded)
-        batches = []
+        if config.top_entropy_quantile < 1:  # of the whole batch
+            old, entropies = self.logprobs(prompts, completions, config.temperature, **recorded, return_entropy=True)
+        elif correction and sampler is not None and (correction.endswith("mask") or config.training_mode):
+            old, entropies = self.logprobs(prompts, completions, config.temperature, **recorded), None
+        batches, of_batches = [], []
         for part in self.micro_batches(list(zip(prompts, completions, strict=True))):
             lengths = np.array([len(completions[i]) for i in part])
             mask = np.arange(lengths.max()) < lengths[:, None]
@@ -307,6 +311,12 @@ class GRPO(OnlineTrainer):
             if old_logprobs is not None:
                 batch.set_old_logprobs(old_logprobs, config.sampler_cap)
             batches.append(batch)
+            if entropies is not None:
+                of_batches.append(entropies[part, : mask.shape[1]])
+        if of_batches:
+            chosen = top_entropy_masks(of_batches, [batch.mask for batch in batches], config.top_entropy_quantile)
+            for batch, entropy_mask in zip(batches, chosen, strict=True):
+                batch.entropy_mask = entropy_mask
         return batches
 
     def _loss(self, batch: _MicroBatch, step: _Step) -> Loss:
@@ -316,7 +326,7 @@ class GRPO(OnlineTrainer):
             result = self.policy.logprobs(
                 batch.prompt_ids, batch.completion_ids, completion_mask=batch.completion_mask,
                 kept_tokens=batch.kept_tokens, temperature=config.temperature, return_entropy=True,
-                experts=batch.experts,
+                experts=batch.experts, differentiable_entropy=config.entropy_coef != 0,
             )  # fmt: skip
         logprobs, entropy = result.logprobs, result.entropy
         with phase("loss"):
@@ -325,7 +335,7 @@ class GRPO(OnlineTrainer):
             old = cast(np.ndarray, batch.old_logprobs)
             loss = masked_loss(
                 logprobs, old, batch.advantages, batch.mask, batch.weights, batch.ref_logprobs, config, step.counts,
-                batch.sampler_logprobs,
+                batch.sampler_logprobs, entropy, batch.entropy_mask,
             )  # fmt: skip
         loss.metrics["entropy"] = float(cast(np.ndarray, entropy).sum(dtype=np.float64)) / step.n_sampled
         if result.replaced_experts is not None:
@@ -397,6 +407,7 @@ class _MicroBatch:
         old_logprobs: (b, t), log-probs of the policy that sampled; None until the first update computes them.
         weights: (b, t), importance weights; None without a correction.
         logprob_difference: sum and maximum of |old_logprobs - sampler_logprobs|.
+        entropy_mask: (b, t) bool, the tokens of ``top_entropy_quantile``; None: all.
     """
 
     prompt_ids: list[list[int]]
@@ -414,10 +425,15 @@ class _MicroBatch:
     old_logprobs: np.ndarray | None = None
     weights: np.ndarray | None = None
     logprob_difference: tuple[float, float] = (0.0, 0.0)
+    entropy_mask: np.ndarray | None = None
 
     def rows(self) -> list[tuple[list[int], list[int]]]:
         """Return prompts and completions."""
         return list(zip(self.prompt_ids, self.completion_ids, strict=True))
+
+    def entropy_tokens(self) -> np.ndarray:
+        """Return the tokens of the entropy bonus, (b, t) bool."""
+        return self.mask if self.entropy_mask is None else self.entropy_mask
 
     def set_old_logprobs(self, logprobs: np.ndarray, cap: float) -> None:
         """Set the log-probs of the policy that sampled; derive the difference, importance weights and mask."""

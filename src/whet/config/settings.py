@@ -54,6 +54,7 @@ _GroupSize = Annotated[
     int,
     Range("an integer >= 2: the advantage of a single completion is 0", lambda n: n >= 2),
 ]
+_Share = Annotated[float, Range("a number from 0 to 1", lambda share: 0 <= share <= 1)]
 _Cap = Annotated[float, Range("a number > 0", lambda cap: cap > 0)]
 _Ddof = Annotated[int, Range("0 or 1", lambda n: n in (0, 1))]
 _Eps = Annotated[float | None, Range("a finite number >= 0, or None", lambda x: x is None or 0 <= x < math.inf)]
@@ -359,6 +360,9 @@ class GroupConfig(MovingReference, EpisodeSettings, OnlineConfig):
     off_policy_mask_threshold: OptionalAboveZero = None
     """Exclude completions with a negative advantage from the policy loss if their tokens have become less probable
     since they were sampled, by more than this many nats per token (DeepSeek-V3.2; for example 0.5); None: none."""
+    entropy_coef: NonNegative = 0.0
+    """Weight of the mean entropy per token that is subtracted from the loss, against the collapse of the distribution;
+    0: none."""
     sampler_correction: Literal["auto", "off"] | SamplerCorrection = "auto"
     """Importance correction for an engine whose log-probs differ from the policy's; auto: token_truncate if
     rollout_weights is bf16 or narrower, the base is quantised, or an older policy sampled; else off."""
@@ -405,6 +409,9 @@ class GRPOConfig(GroupConfig):
     (sequence_product: RLOO)."""
     delta: float | None = None
     """Cap of the ratio for negative advantages; None: no cap."""
+    top_entropy_quantile: _Share = 1.0
+    """Train only this share of the tokens, of the highest entropy (Wang et al. 2025: 0.2); the KL term is of all.
+    Costs a forward pass per batch."""
     beta: _Beta = None
     """Weight of the KL term; 0: no KL term and no reference. None: 0.1 with a ref_model, else 0. Alias: ``kl_coef``."""
     kl_estimator: KLEstimator = "k3"
@@ -444,6 +451,11 @@ class GRPOConfig(GroupConfig):
         )
         taus = ["sapo_tau_positive", "sapo_tau_negative"]
         reject_ineffective(self, taus, loss_type == "sapo", f"{loss_type!r} has no temperature")
+        if self.top_entropy_quantile < 1 and (self.level != "token" or loss_type == "gmpo"):
+            raise WhetValueError(
+                f"{type(self).__name__}: top_entropy_quantile is {self.top_entropy_quantile:g}, and the ratio of a "
+                f"sequence has the gradient of every token. Leave it at 1.0, or level at 'token' and another loss_type."
+            )
         reject_ineffective(self, ["kl_estimator"], self.beta != 0, "beta is 0: no KL term")
         self.check_reference(self.beta != 0)
         spread = ["advantage_ddof", "advantage_eps"]
@@ -465,6 +477,7 @@ class RLOOConfig(GroupConfig):
     loss_type: ClassVar[GRPOLossType] = "grpo"
     level: ClassVar[RatioLevel] = "sequence_product"
     delta: ClassVar[float | None] = None
+    top_entropy_quantile: ClassVar[float] = 1.0
     kl_estimator: ClassVar[KLEstimator] = "k1"
     advantage: ClassVar[Advantage] = "leave_one_out"
     advantage_level: ClassVar[str] = "episode"

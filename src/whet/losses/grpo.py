@@ -28,14 +28,17 @@ _MAX_DPPO_RATIO = 20.0
 
 
 class Counts(NamedTuple):
-    """Divisors for a batch: tokens and rows that count, except those rejected by the correction; dr_grpo's constant."""
+    """Divisors for a batch: tokens and rows that count, except those rejected by the correction; dr_grpo's constant;
+    the tokens of the mean entropy.
+    """
 
     n_tokens: float
     n_rows: float
     max_completion_length: int | None
+    n_entropy_tokens: float
 
 
-@accepts_tensors("logprobs")
+@accepts_tensors("logprobs", "entropies")
 def grpo_loss(
     logprobs: Any,
     old_logprobs: Any | None,
@@ -44,12 +47,15 @@ def grpo_loss(
     *,
     ref_logprobs: Any | None = None,
     sampler_logprobs: Any | None = None,
+    entropies: Any | None = None,
+    entropy_mask: Any | None = None,
     loss_type: GRPOLossType = "dapo",
     level: RatioLevel = "token",
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
     delta: float | None = None,
     off_policy_mask_threshold: float | None = None,
+    entropy_coef: float = 0.0,
     beta: float = 0.0,
     kl_estimator: KLEstimator = "k3",
     kl_bias_correction: bool = True,
@@ -60,6 +66,7 @@ def grpo_loss(
     n_tokens: float | None = None,
     n_rows: float | None = None,
     max_completion_length: int | None = None,
+    n_entropy_tokens: float | None = None,
 ) -> Loss:
     """Loss of the GRPO family over a batch of completions.
 
@@ -83,6 +90,9 @@ def grpo_loss(
     With ``off_policy_mask_threshold`` l, without its KL term, is 0 where A < 0 in rows whose mean of log q - log p
     exceeds it (DeepSeek-AI 2025, eq. 9).
 
+    With ``entropy_mask`` l, without its KL term, is 0 for the other tokens, and so is their entropy H in the bonus,
+    which does not depend on loss_type: loss -= entropy_coef sum H / n_entropy_tokens.
+
     KL estimates KL(policy || reference) from the policy's samples (Schulman 2020), with d = ref - policy:
     k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1. ``kl_bias_correction`` multiplies k3 by rho, so that its
     gradient is the gradient of the KL, as k2's is; the gradient of k1 is zero in expectation.
@@ -100,12 +110,15 @@ def grpo_loss(
         ref_logprobs: (B, T), log-probs of the reference; required if beta != 0, else only for metrics.
         sampler_logprobs: (B, T), log q recorded by an engine that may differ from the policy; None: no
             importance correction, and q is of old_logprobs.
+        entropies: (B, T), H of each token's distribution in nats, differentiable; required if entropy_coef != 0.
+        entropy_mask: (B, T) bool, the tokens of high entropy (``top_entropy_masks``); None: all.
         loss_type: see above.
         level: level of rho: token, sequence (the geometric mean over its tokens), or sequence_product.
         epsilon: clip the ratio below at 1 - epsilon; for gmpo and dppo_tv see above.
         epsilon_high: clip the ratio above at 1 + epsilon_high; None: ``epsilon``. In cispo the cap of rho (usually 5).
         delta: cap of rho where A < 0 (two-sided clipping); None: no cap.
         off_policy_mask_threshold: in nats per token; None: no mask.
+        entropy_coef: weight of the entropy bonus.
         beta: weight of the KL term.
         kl_estimator: estimator of the KL.
         kl_bias_correction: multiply k3 by rho.
@@ -116,6 +129,7 @@ def grpo_loss(
         n_tokens: tokens of the whole batch, without those that a "mask" correction rejects; None: of this batch.
         n_rows: rows of the whole batch, without those that it rejects entirely; None: of this batch.
         max_completion_length: dr_grpo's constant, in tokens; None: T, the width of this batch.
+        n_entropy_tokens: tokens of the whole batch in entropy_mask; None: of this batch.
 
     Returns:
         The loss, and metrics as floats: ``clip_ratio/{low,high,region}`` (share of tokens with a
@@ -126,8 +140,8 @@ def grpo_loss(
 
     Raises:
         WhetTypeError: an argument is neither array nor tensor, or has the wrong dtype or number of axes.
-        WhetValueError: shapes differ, a name is unknown, a setting is out of range, or beta != 0 without
-            a reference.
+        WhetValueError: shapes differ, a name is unknown, a setting is out of range, beta != 0 without a reference, or
+            entropy_coef != 0 without entropies.
 
     Source: as in TRL 1.16 (grpo: Shao et al. 2024, dr_grpo: Liu et al. 2025, dapo: Yu et al. 2025, GSPO:
         Zheng et al. 2025, RLOO: Ahmadian et al. 2024, cispo: MiniMax 2025, luspo and sapo: TRL,
@@ -136,31 +150,38 @@ def grpo_loss(
     """
     settings = SimpleNamespace(
         loss_type=loss_type, level=level, epsilon=epsilon, epsilon_high=epsilon_high, delta=delta, beta=beta,
-        off_policy_mask_threshold=off_policy_mask_threshold, kl_estimator=kl_estimator,
+        off_policy_mask_threshold=off_policy_mask_threshold, entropy_coef=entropy_coef, kl_estimator=kl_estimator,
         kl_bias_correction=kl_bias_correction,
         sapo_tau_positive=sapo_tau_positive, sapo_tau_negative=sapo_tau_negative,
     )  # fmt: skip
     check_grpo_options("grpo_loss", settings)
     check_float_array("grpo_loss", "logprobs", logprobs, n_axes=2)
     optional = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
-    optional["sampler_logprobs"] = sampler_logprobs
+    optional |= {"sampler_logprobs": sampler_logprobs, "entropies": entropies, "entropy_mask": entropy_mask}
     check_shapes("grpo_loss", "logprobs", logprobs, {"completion_mask": completion_mask}, optional)
     per_row = getattr(advantages, "ndim", 2) == 1
     rows_or_tokens = np.empty(len(logprobs)) if per_row else logprobs
     check_shapes("grpo_loss", "logprobs", rows_or_tokens, {"advantages": advantages})
     if beta != 0 and ref_logprobs is None:
         raise WhetValueError(f"grpo_loss: beta is {beta} but ref_logprobs is None. Pass it, or beta=0.")
+    if entropy_coef != 0 and entropies is None:
+        raise WhetValueError(f"grpo_loss: entropy_coef is {entropy_coef} but entropies is None. Pass it, or 0.")
 
     old = logprobs if old_logprobs is None else old_logprobs
     weights, mask = None, completion_mask
     if sampler_logprobs is not None:
         weights, mask = importance_weights(old, sampler_logprobs, mask, correction=sampler_correction, cap=sampler_cap)
+    n_high = _and(mask, entropy_mask).sum()
     counts = Counts(
         denominator("grpo_loss", "n_tokens", mask.sum() if n_tokens is None else n_tokens),
         denominator("grpo_loss", "n_rows", count_rows(completion_mask, mask) if n_rows is None else n_rows),
         max_completion_length,
+        denominator("grpo_loss", "n_entropy_tokens", n_high if n_entropy_tokens is None else n_entropy_tokens),
     )
-    loss = masked_loss(logprobs, old, advantages, mask, weights, ref_logprobs, settings, counts, sampler_logprobs)
+    loss = masked_loss(
+        logprobs, old, advantages, mask, weights, ref_logprobs, settings, counts, sampler_logprobs, entropies,
+        entropy_mask,
+    )  # fmt: skip
     if sampler_logprobs is not None:
         total, _ = logprob_difference(old, sampler_logprobs, mask)
         loss.metrics["sampler/logprob_difference"] = total / counts.n_tokens
@@ -178,6 +199,8 @@ def masked_loss(
     settings: Any,
     counts: Counts,
     sampler_logprobs: np.ndarray | None,
+    entropies: np.ndarray | None,
+    entropy_mask: np.ndarray | None,
 ) -> Loss:
     """Return ``grpo_loss`` of validated arguments, with tokens in ``mask`` and importance weights (None: 1).
 
@@ -207,6 +230,8 @@ def masked_loss(
         is_off = (advantages < 0) & (drift > settings.off_policy_mask_threshold)
         token = _TokenLoss(*(np.where(is_off, 0.0, part) for part in token))
         metrics["clip_ratio/off_policy"] = total(is_off) / counts.n_tokens
+    if entropy_mask is not None:
+        token = _TokenLoss(*(np.where(entropy_mask, part, 0.0) for part in token))
     if loss_type != "sapo":
         for name, clipped in {"low": low, "high": high, "region": low | high}.items():
             metrics[f"clip_ratio/{name}"] = total(clipped) / counts.n_tokens
@@ -226,7 +251,16 @@ def masked_loss(
     if over_row is not None:  # every token of a row changes the row's ratio
         of_ratio = np.where(bounded == log_ratio, over_row(of_ratio, mask), 0.0)
     gradient = masked(share * token.slope_direct + of_ratio, mask)
-    return Loss(float((share * masked(token.value, mask)).sum()), metrics, {"logprobs": gradient})
+    value, gradients = float((share * masked(token.value, mask)).sum()), {"logprobs": gradient}
+    if settings.entropy_coef and entropies is not None:
+        of_entropy = _and(mask, entropy_mask) * (-settings.entropy_coef / counts.n_entropy_tokens)
+        value += float((of_entropy * masked(entropies, mask)).sum())
+        gradients["entropies"] = of_entropy
+    return Loss(value, metrics, gradients)
+
+
+def _and(mask: np.ndarray, other: np.ndarray | None) -> np.ndarray:
+    return mask if other is None else mask & other
 
 
 class _TokenLoss(NamedTuple):
