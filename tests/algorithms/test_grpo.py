@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from tests.tiny import (
 from torch.utils.data import DataLoader
 
 from whet.algorithms import GRPO, grpo_loss
-from whet.config import GRPOConfig
+from whet.config import GRPOConfig, GRPOLossType
 from whet.engine import Engine
 from whet.errors import NonFiniteError, RewardError, WhetTypeError, WhetValueError
 from whet.rewards.functions import RewardFunctions
@@ -159,7 +160,7 @@ def test_last_completions_are_a_table():
     assert table[5]["prompt"] == [7] and table[5]["completion"] == [10, 11, 4]
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "luspo", "sapo"])
+@pytest.mark.parametrize("loss_type", get_args(GRPOLossType))
 @pytest.mark.parametrize("correction", ["off", "token_truncate", "sequence_mask"])
 def test_accumulated_micro_batches_trace_the_same_curve(loss_type, correction):
     model, ref_model = TinyModel(), TinyModel(seed=1)
@@ -182,6 +183,56 @@ def test_accumulated_micro_batches_trace_the_same_curve(loss_type, correction):
             torch.testing.assert_close(run[-1][name], value, rtol=1e-8, atol=1e-10)
         for got, expected in zip(run[:-1], runs[0][:-1], strict=True):
             assert timeless(got) == pytest.approx(timeless(expected), rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize(("threshold", "is_masked"), [(0.5, True), (0.7, False)])
+def test_the_off_policy_mask_measures_from_the_sampler(threshold, is_masked):
+    """The sampler's log-probs are 0.6 nats above the policy's: completions below the mean of their group are masked."""
+    model, bare = TinyModel(), TinyModel()
+    sampler = [
+        [(token_logprobs(model, p, c).detach() + 0.6).tolist() for c in group]
+        for p, group in zip(PROMPTS, GROUPS, strict=True)
+    ]
+    settings = {"off_policy_mask_threshold": threshold, "sampler_correction": "off"}
+    with pytest.warns(UserWarning, match="logprob_difference"):
+        masked = make(model, engine=ScriptedEngine(GROUPS, sampler), **settings)
+        metrics = masked.train_step(PROMPTS)
+    plain = make(bare)
+    plain.train_step(PROMPTS)
+    below = [row["advantage"] < 0 for row in masked.last_completions]
+    n_below = sum(len(c) for (_, c), is_below in zip(ROWS, below, strict=True) if is_below)
+    assert n_below == 3 and metrics["clip_ratio/off_policy"] == pytest.approx(n_below / 15 * is_masked)
+    if not is_masked:
+        assert_same_weights(model, bare)
+    else:
+        assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), bare.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("micro_batch_size", [0, 1, 4])
+@pytest.mark.parametrize("settings", [{"entropy_coef": 0.3}, {"top_entropy_quantile": 0.4},
+                                      {"entropy_coef": 0.3, "top_entropy_quantile": 0.4}], ids=str)  # fmt: skip
+def test_entropy_settings_match_plain_torch(settings, micro_batch_size):
+    """A step in plain torch: the bonus has the gradient of the entropy, the quantile is of the batch."""
+    model, own = TinyModel(), TinyModel()
+    grpo = make(model, temperature=0.7, micro_batch_size=micro_batch_size, **settings)
+    metrics = grpo.train_step(PROMPTS)
+    logprobs, entropies = [], []
+    for p, c in ROWS:
+        log_p = (own(torch.tensor([p + c]))[0, len(p) - 1 : -1] / 0.7).log_softmax(-1)
+        logprobs.append(log_p.gather(-1, torch.tensor(c)[:, None])[:, 0])
+        entropies.append(-(log_p.exp() * log_p).sum(-1))
+    values, every = torch.cat(entropies), torch.cat(logprobs)
+    advantages = torch.tensor([row["advantage"] for row in grpo.last_completions for _ in row["completion"]])
+    chosen = values >= values.quantile(1 - settings.get("top_entropy_quantile", 1.0))
+    assert int(chosen.sum()) == (6 if "top_entropy_quantile" in settings else 15)
+    loss = -(advantages * (every - every.detach()).exp())[chosen].sum() / 15
+    loss = loss - settings.get("entropy_coef", 0.0) * values[chosen].mean()
+    optimizer = torch.optim.AdamW(own.parameters(), lr=0.02, weight_decay=0.0)
+    loss.backward()
+    optimizer.step()
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert metrics["entropy"] == pytest.approx(values.mean().item())
+    assert_close_weights(model, own, rtol=1e-6, atol=1e-8)
 
 
 def test_an_uncorrected_sampler_mismatch_is_warned_about_once():
@@ -565,6 +616,9 @@ def test_invalid_arguments_are_rejected():
     assert_raises(WhetValueError, ("loss_type", "'ppo'", "one of 'grpo'"), make, loss_type="ppo")
     assert_raises(WhetValueError, ("temperature", "0.0", "a finite number > 0"), GRPOConfig, temperature=0.0)
     assert_raises(WhetValueError, ("GRPO", "batch", "empty"), make().train_step, [])
+    for settings in ({"level": "sequence"}, {"level": "sequence_product"}, {"loss_type": "gmpo"}):
+        assert_raises(WhetValueError, ("top_entropy_quantile", "0.2"), make, top_entropy_quantile=0.2, **settings)
+    assert_raises(WhetValueError, ("entropy_coef", "-0.1"), make, entropy_coef=-0.1)
 
 
 def test_nan_weights_end_in_an_error():

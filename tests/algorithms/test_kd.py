@@ -104,7 +104,18 @@ def test_the_command_writes_rows_and_trains_on_them(tmp_path: Any, capsys: Any) 
         start = len(row["input_ids"]) - n
         with Engine.from_pretrained(str(folder)) as engine:
             np.testing.assert_allclose(engine.logprobs([row["input_ids"]], start=start)[0], row["logprobs"], atol=2e-5)
-    run = ["--model", str(folder), "--lora-rank", "2", "--steps", "2", "--batch-size", "2", "--output-dir", str(tmp_path / "run")]
+    run = [
+        "--model",
+        str(folder),
+        "--lora-rank",
+        "2",
+        "--steps",
+        "2",
+        "--batch-size",
+        "2",
+        "--output-dir",
+        str(tmp_path / "run"),
+    ]
     assert main(["train", "kd", "--data", str(out), *run]) == 0
     out.write_text("\n".join(json.dumps({**row, "vocabulary": "0"}) for row in written))
     assert main(["train", "kd", "--data", str(out), *run[:-1], str(tmp_path / "other")]) == 2

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
+from tests import trls
 from tests.raising import mentions
 
-from whet.config import GRPOLossType, SamplerCorrection
+from whet.config import GRPOLossType, RatioLevel, SamplerCorrection
 from whet.errors import WhetTypeError, WhetValueError
 from whet.losses import grpo_loss
-from whet.losses.terms import count_rows, importance_weights
+from whet.losses.terms import count_rows, importance_weights, top_entropy_masks
 
-LOSS_TYPES = get_args(GRPOLossType)
+LOSS_TYPES, LEVELS = get_args(GRPOLossType), get_args(RatioLevel)
+PAIRS = [(t, level) for t in LOSS_TYPES for level in LEVELS if level == "token" or t not in ("gmpo", "dppo_tv")]
 N_ROWS, N_TOKENS = 5, 6
 LENGTHS = [6, 3, 1, 4, 0]
 
@@ -47,12 +49,20 @@ def literal(b, loss_type, level="token", eps=0.2, eps_high=0.2, delta=None, beta
         advantage = b["advantages"][i].item()
         row = torch.zeros((), dtype=torch.float64)
         for t, gap in zip(tokens, gaps, strict=True):
-            rho = torch.exp(gap if level == "token" else sum(gaps) / len(gaps))
+            rho = torch.exp({"token": gap, "sequence": sum(gaps) / len(gaps), "sequence_product": sum(gaps)}[level])
             if loss_type == "cispo":
                 loss = -min(rho.item(), eps_high) * advantage * b["logprobs"][i, t]
             elif loss_type == "sapo":
                 sharpness = tau[0] if advantage > 0 else tau[1]
                 loss = -advantage * 4 / (1 + torch.exp(-sharpness * (rho - 1))) / sharpness
+            elif loss_type == "gmpo":
+                logs = [gap.clamp(max=eps_high) if advantage > 0 else gap.clamp(min=-eps) for gap in gaps]
+                rho = torch.exp(sum(logs) / len(logs))
+                loss = -rho * advantage
+            elif loss_type == "dppo_tv":
+                change = b["logprobs"][i, t].exp().item() - b["old_logprobs"][i, t].exp().item()
+                is_beyond = change > eps_high if advantage > 0 else change < -eps
+                loss = -min(rho.item(), 20.0) * advantage * b["logprobs"][i, t] * (not is_beyond)
             else:
                 capped = rho if delta is None or rho < delta else torch.tensor(delta, dtype=torch.float64)
                 clipped = rho if 1 - eps < rho < 1 + eps_high else torch.tensor(
@@ -66,13 +76,133 @@ def literal(b, loss_type, level="token", eps=0.2, eps_high=0.2, delta=None, beta
             row = row + loss
         row_sums.append(row)
         row_counts.append(len(tokens))
-    if loss_type in ("grpo", "sapo"):
+    if loss_type in ("grpo", "sapo", "gmpo"):
         return sum(s / max(n, 1) for s, n in zip(row_sums, row_counts, strict=True)) / N_ROWS
     if loss_type == "luspo":
         return sum(row_sums) / N_ROWS
     if loss_type == "dr_grpo":
         return sum(row_sums) / (N_ROWS * length)
     return sum(row_sums) / sum(row_counts)
+
+
+TRLS = [
+    *({"loss_type": name} for name in LOSS_TYPES if name not in ("dppo_tv", "dr_grpo")),
+    *({"loss_type": name, "beta": 0.3} for name in ("dapo", "gmpo")),
+    *({"loss_type": name, "off_policy_mask_threshold": 0.05} for name in ("dapo", "grpo", "cispo")),
+    {"level": "sequence", "off_policy_mask_threshold": 0.05, "beta": 0.3},
+    *({"loss_type": name, "top_entropy_quantile": 0.4, "beta": 0.3} for name in ("dapo", "grpo", "cispo", "sapo")),
+    *({"loss_type": name, "entropy_coef": 0.2} for name in ("dapo", "luspo")),
+    {"entropy_coef": 0.2, "top_entropy_quantile": 0.4},
+]
+
+
+@pytest.mark.parametrize("options", TRLS, ids=str)
+def test_value_and_gradient_are_trls(options):
+    pytest.importorskip("trl", reason="pip install 'whet[peers]'")
+    from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
+
+    b = {name: value for name, value in batch(seed=4).items() if name != "sampler_logprobs"}
+    b = {name: value[:4] for name, value in b.items()}  # TRL's metrics of an empty row are NaN
+    b["logprobs"].requires_grad_()
+    is_gmpo = options.get("loss_type") == "gmpo"
+    bounds = {"epsilon": 0.15, "epsilon_high": 0.25}
+    used = {**options, **(bounds if options.get("loss_type") != "sapo" else {})}
+    entropies = torch.rand(
+        4, N_TOKENS, generator=torch.Generator().manual_seed(5), dtype=torch.float64
+    ).requires_grad_()
+    of_entropies = {}
+    if "top_entropy_quantile" in used:
+        quantile, mask = used.pop("top_entropy_quantile"), b["completion_mask"].numpy()
+        [entropy_mask] = top_entropy_masks([entropies.detach().numpy()], [mask], quantile)
+        assert entropy_mask.sum() == 6  # of 14
+        of_entropies["entropy_mask"] = torch.from_numpy(entropy_mask)
+    if "entropy_coef" in used:
+        of_entropies["entropies"] = entropies
+    loss, metrics = grpo_loss(**b, **of_entropies, **used, kl_bias_correction=not is_gmpo)
+    names = {"level": "importance_sampling_level"}
+    settings: dict[str, Any] = {names.get(name, name): value for name, value in options.items()}
+    expected, trls_metrics = trls.grpo_loss(
+        b, entropies, GMPOTrainer if is_gmpo else None, epsilon_low=0.15, epsilon_high=0.25,
+        **settings,
+    )  # fmt: skip
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    torch.testing.assert_close(gradient(loss, b["logprobs"]), gradient(expected, b["logprobs"]), rtol=1e-10, atol=1e-15)
+    if "entropy_coef" in options:
+        found, wanted = gradient(loss, entropies), gradient(expected, entropies)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+        assert found.count_nonzero() == (6 if "entropy_mask" in of_entropies else 14)
+    if "off_policy_mask_threshold" in options:
+        assert 0 < metrics["clip_ratio/off_policy"] < 1
+    elif "clip_ratio/low_mean" in trls_metrics:
+        found = [metrics["clip_ratio/low"], metrics["clip_ratio/high"]]
+        assert found == pytest.approx([trls_metrics["clip_ratio/low_mean"], trls_metrics["clip_ratio/high_mean"]])
+
+
+def test_entropy_by_hand():
+    """Rows of 2 and 1 tokens with the advantages 1 and -1, on-policy; entropies 0.5, 2.0 and 1.0."""
+    mask, logprobs = np.array([[True, True], [True, False]]), np.full((2, 2), -1.0)
+    entropies = np.array([[0.5, 2.0], [1.0, np.nan]])
+    advantages = np.array([1.0, -1.0])
+    loss = grpo_loss(logprobs, None, advantages, mask, entropies=entropies, entropy_coef=0.3)
+    assert loss.value == pytest.approx((-1 - 1 + 1) / 3 - 0.3 * (0.5 + 2 + 1) / 3)
+    np.testing.assert_allclose(loss.gradients["entropies"], [[-0.1, -0.1], [-0.1, 0]])
+    np.testing.assert_allclose(loss.gradients["logprobs"], [[-1 / 3, -1 / 3], [1 / 3, 0]])
+
+    # The top half: the median is 1.0. The loss is still divided by all 3 tokens, the bonus by 2.
+    [top] = top_entropy_masks([entropies], [mask], 0.5)
+    assert top.tolist() == [[False, True], [True, False]]
+    loss = grpo_loss(logprobs, None, advantages, mask, entropies=entropies, entropy_mask=top, entropy_coef=0.3)
+    assert loss.value == pytest.approx((-1 + 1) / 3 - 0.3 * (2 + 1) / 2)
+    np.testing.assert_allclose(loss.gradients["entropies"], [[0, -0.15], [-0.15, 0]])
+    np.testing.assert_allclose(loss.gradients["logprobs"], [[0, -1 / 3], [1 / 3, 0]])
+    # The KL term is of all tokens.
+    ref = {"ref_logprobs": logprobs - 0.5, "beta": 1.0, "kl_estimator": "k1"}
+    assert grpo_loss(logprobs, None, advantages, mask, entropy_mask=top, **ref).value == pytest.approx(0.5)
+
+    assert top_entropy_masks([entropies], [mask], 0.0)[0].tolist() == [[False, True], [False, False]]
+    assert (top_entropy_masks([entropies], [mask], 1.0)[0] == mask).all()
+    parts = top_entropy_masks([entropies[:1], entropies[1:]], [mask[:1], mask[1:]], 0.5)  # of the whole batch
+    assert np.concatenate(parts).tolist() == top.tolist() and top_entropy_masks([], [], 0.5) == []
+    with pytest.raises(WhetValueError, match=mentions("entropy_coef", "0.3", "entropies", "None")):
+        grpo_loss(logprobs, None, advantages, mask, entropy_coef=0.3)
+
+
+def test_masks_by_hand():
+    """Rows of 2, 1 and 1 tokens."""
+    mask = np.array([[True, True], [True, False], [True, False]])
+    old = np.log([[0.5, 0.1], [0.4, 1.0], [0.5, 1.0]])
+    now = np.log([[0.8, 0.2], [0.1, 1.0], [0.45, 1.0]])
+    advantages = np.array([1.0, -1.0, -1.0])
+
+    # off-policy: row 1 lost ln 4 > 0.5 nats, row 2 only ln (1 / 0.9). Left: clipped at 1.2 twice, 0, and 0.9.
+    loss = grpo_loss(now, old, advantages, mask, off_policy_mask_threshold=0.5)
+    assert loss.value == pytest.approx((-1.2 - 1.2 + 0 + 0.9) / 4)
+    np.testing.assert_allclose(loss.gradients["logprobs"], [[0, 0], [0, 0], [0.9 / 4, 0]])
+    assert loss.metrics["clip_ratio/off_policy"] == 1 / 4
+    kept = grpo_loss(now, old, -advantages, mask, off_policy_mask_threshold=0.5)
+    assert kept.metrics["clip_ratio/off_policy"] == 0
+
+    # dppo_tv: 0.8 - 0.5 > 0.15 and 0.1 - 0.4 < -0.15 are beyond the bounds; a ratio of 2 is not, as 0.2 - 0.1 is small.
+    loss = grpo_loss(now, old, advantages, mask, loss_type="dppo_tv", epsilon=0.15)
+    assert loss.value == pytest.approx((-2 * math.log(0.2) + 0.9 * math.log(0.45)) / 4)
+    np.testing.assert_allclose(loss.gradients["logprobs"], [[0, -2 / 4], [0, 0], [0.9 / 4, 0]])
+    assert loss.metrics["clip_ratio/high"] == loss.metrics["clip_ratio/low"] == 1 / 4
+    # The bounds are around the sampler's probabilities: these are as they are now.
+    same = {"sampler_logprobs": now, "sampler_correction": "token_truncate"}
+    loss = grpo_loss(now, old, advantages, mask, loss_type="dppo_tv", epsilon=0.15, **same)
+    assert loss.metrics["clip_ratio/region"] == 0
+
+    # gmpo: of row 0 the logarithms ln 1.6 > 0.4 and ln 2 > 0.4 are clipped: rho = e^0.4; of row 1 ln 0.25 < -0.4:
+    # e^-0.4; of row 2 rho = 0.9.
+    loss = grpo_loss(now, old, advantages, mask, loss_type="gmpo", epsilon=0.4)
+    assert loss.value == pytest.approx((-math.exp(0.4) + math.exp(-0.4) + 0.9) / 3)
+    np.testing.assert_allclose(loss.gradients["logprobs"], [[0, 0], [0, 0], [0.9 / 3, 0]])
+    # With 0.5 only ln 2 is clipped, and the other token has half of the gradient.
+    loss = grpo_loss(now[:1], old[:1], advantages[:1], mask[:1], loss_type="gmpo", epsilon=0.5)
+    rho = math.exp((math.log(1.6) + 0.5) / 2)
+    assert loss.value == pytest.approx(-rho)
+    np.testing.assert_allclose(loss.gradients["logprobs"], [[-rho / 2, 0]])
+    assert loss.metrics["clip_ratio/high"] == 1 / 2
 
 
 def gradient(loss: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
@@ -125,7 +255,7 @@ def test_metrics_by_hand():
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
     "options",
     [{}, {"eps": 0.1, "eps_high": 0.28}, {"delta": 1.25}, {"beta": 0.3}, {"beta": 0.3, "bias": False},
@@ -137,12 +267,17 @@ def test_value_and_gradient_match_the_formula(loss_type, level, options):
     names = {"eps": "epsilon", "eps_high": "epsilon_high", "delta": "delta", "beta": "beta"}
     names |= {"estimator": "kl_estimator", "bias": "kl_bias_correction"}
     settings = {names[name]: value for name, value in options.items()}
-    bounds = {"sapo": ("epsilon_high", "delta"), "cispo": ("delta",)}.get(loss_type, ())
+    no_delta = dict.fromkeys(("cispo", "gmpo", "dppo_tv"), ("delta",))
+    bounds = {"sapo": ("epsilon_high", "delta"), **no_delta}.get(loss_type, ())
     if unused := [name for name in bounds if name in settings]:
         with pytest.raises(WhetValueError, match=mentions(unused[0], "no effect", loss_type)):
             grpo_loss(**b, loss_type=loss_type, level=level, **settings)
         settings = {name: value for name, value in settings.items() if name not in bounds}
     tensors = {name: value for name, value in b.items() if name != "sampler_logprobs"}
+    if loss_type in ("gmpo", "dppo_tv") and level != "token":
+        with pytest.raises(WhetValueError, match=mentions("level", level, loss_type)):
+            grpo_loss(**tensors, loss_type=loss_type, level=level, **settings)
+        return
     loss, _ = grpo_loss(**tensors, loss_type=loss_type, level=level, **settings)
     expected = literal(b, loss_type, level, **options)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
@@ -150,8 +285,7 @@ def test_value_and_gradient_match_the_formula(loss_type, level, options):
     torch.testing.assert_close(got, wanted, rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("loss_type", [t for t in LOSS_TYPES if t != "cispo"])  # its weight is detached
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize(("loss_type", "level"), [pair for pair in PAIRS if pair[0] not in ("cispo", "dppo_tv")])
 def test_gradcheck(loss_type, level):
     b = batch(seed=3)
     b["logprobs"].requires_grad_()
@@ -162,8 +296,7 @@ def test_gradcheck(loss_type, level):
     assert torch.autograd.gradcheck(loss, (b["logprobs"],))
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize(("loss_type", "level"), PAIRS)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_masked_positions_contribute_nothing(loss_type, level, poison):
     clean, poisoned = batch(), batch()

@@ -14,6 +14,7 @@ from tests.tiny import tiny_llama
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
+from whet.config.kept_tokens import KeptTokens
 from whet.errors import WhetTypeError, WhetValueError
 from whet.nn import causal_lm
 from whet.nn.accelerate import accelerate
@@ -110,6 +111,31 @@ def test_equals_the_definition_row_by_row(temperature: float, dtype: torch.dtype
         entropy = -(logp.exp() * logp).sum(-1)
         torch.testing.assert_close(out.entropy[i, :n].double(), entropy, atol=tolerance * 10, rtol=0)
         assert not out.logprobs[i, n:].any() and not out.entropy[i, n:].any()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_gradients_of_log_probs_and_entropy_equal_the_definition(kept: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    model, temperature = Bigram(torch.randn(32, 32, generator=generator, dtype=torch.float64)), 0.7
+    sets = [KeptTokens.from_ids([[0, 1, token] for token in completion], 32) for completion in COMPLETIONS]
+    options: dict[str, Any] = {"kept_tokens": sets} if kept else {}
+    wanted: dict[str, Any] = {"return_entropy": True, "differentiable_entropy": True, "temperature": temperature}
+    out = completion_logprobs(model, PROMPTS, COMPLETIONS, **wanted, **options)
+    assert out.entropy is not None
+    factors = torch.randn(2, *out.logprobs.shape, generator=generator, dtype=torch.float64)
+    parameters = list(model.parameters())
+    found = torch.autograd.grad((factors * torch.stack([out.logprobs, out.entropy])).sum(), parameters)
+    total = torch.zeros((), dtype=torch.float64)
+    for i, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
+        for t, token in enumerate(completion):
+            z = model(torch.tensor([prompt + completion[:t]]))[0, -1] / temperature
+            log_p = (z[sorted({0, 1, token})] if kept else z).log_softmax(-1)
+            chosen = sorted({0, 1, token}).index(token) if kept else token
+            total = total + factors[0, i, t] * log_p[chosen] - factors[1, i, t] * (log_p.exp() * log_p).sum()
+    for a, b in zip(found, torch.autograd.grad(total, parameters), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-13)
+    detached = completion_logprobs(model, PROMPTS, COMPLETIONS, return_entropy=True)
+    assert detached.entropy is not None and not detached.entropy.requires_grad
 
 
 def test_a_row_does_not_depend_on_other_rows_or_padding() -> None:

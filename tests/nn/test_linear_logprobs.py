@@ -119,3 +119,50 @@ def test_log_probs_over_kept_tokens(trains, dtype, softcap):
         compare(function_of, definition_of, inputs[:1], {torch.float32: 2e-5, torch.bfloat16: 2e-2}[dtype])
         return
     compare(function, definition, inputs, {torch.float32: 2e-5, torch.bfloat16: 2e-2}[dtype])
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["head trains", "head is frozen"])
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize(("softcap", "n_kept"), [(0.0, 0), (1.5, 0), (0.0, 7), (1.5, 7)])
+def test_gradient_of_the_entropy(trains, dtype, softcap, n_kept):
+    """With the log-probs' gradient, over several tiles of tokens and vocabulary, and over sets of tokens."""
+    n_rows, vocab_size = 530, 2100
+    targets = torch.randint(0, vocab_size, (n_rows,), generator=GENERATOR)
+    dropped, kept = torch.zeros(n_rows, vocab_size, dtype=torch.bool), None
+    if n_kept:
+        ids = [
+            np.unique([target, *range(i % 50, i % 50 + 40 * n_kept, 40)]) for i, target in enumerate(targets.tolist())
+        ]
+        sets = KeptTokens.from_ids(ids, vocab_size)
+        kept = Kept(torch.from_numpy(sets.offsets), torch.from_numpy(sets.words), vocab_size)
+        dropped[:] = True
+        for row, chosen in zip(dropped, ids, strict=True):
+            row[chosen] = False
+
+    def definition(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        logits = capped(hidden @ weight.t() + bias, softcap) / 0.7
+        log_p = logits.masked_fill(dropped, -1e9).log_softmax(-1)
+        return torch.cat([log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)])
+
+    def function(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        rows, fixed = weight.detach(), bias if trains else bias.detach()
+        head = Head(
+            lambda first, n: cast_weight(rows[first : first + n], dtype), (vocab_size, 40), fixed, dtype,
+            weight if trains else None,
+        )  # fmt: skip
+        head.softcap = softcap
+        logprobs, entropy = linear_logprobs(hidden, head, targets, 0.7, True, kept, differentiable_entropy=True)
+        return torch.cat([logprobs, cast(Tensor, entropy)])
+
+    inputs = [normal(n_rows, 40), normal(vocab_size, 40) / 8, normal(vocab_size)]
+    tolerance = {torch.float32: 2e-5, torch.bfloat16: 2e-2}[dtype]
+    if trains:
+        compare(function, definition, inputs, tolerance)
+        return
+    weight, bias = (x.to(dtype).float() for x in inputs[1:])
+    compare(
+        lambda hidden: function(hidden, weight, bias),
+        lambda hidden: definition(hidden, weight.to(hidden), bias.to(hidden)),
+        inputs[:1],
+        tolerance,
+    )

@@ -122,7 +122,9 @@ def tiny_copy(model: Any) -> Any:
 def test_samples_are_of_the_rounded_weights(adapters: bool) -> None:
     model = tiny_model("llama", vocab_size=N_ROWS, **LARGE).requires_grad_(True)
     model = with_lora(model, b_std=0.1, target_modules=["q_proj", "down_proj"]) if adapters else model
-    grpo: Any = GRPO(model, reward_fn=fours, qat="q4_0", compute="float32", group_size=4, max_new_tokens=8, batch_size=2)
+    grpo: Any = GRPO(
+        model, reward_fn=fours, qat="q4_0", compute="float32", group_size=4, max_new_tokens=8, batch_size=2
+    )
     metrics = grpo.train_step([[5, 6], [7]])
     assert metrics["sampler/logprob_difference"] < 1e-4
     grpo.engine.sync(model)  # without rounding

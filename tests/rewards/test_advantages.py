@@ -50,6 +50,16 @@ def test_leave_one_out_is_a_loop() -> None:
     np.testing.assert_allclose(found, np.ravel(loop), rtol=1e-13)
 
 
+def test_leave_one_out_over_the_deviation_of_the_batch_by_hand() -> None:
+    # Of (3, 0, 1, 0), (2, 2, NaN, 5) and a single score, which has no baseline: the advantages of the others, as above,
+    # have the mean 0 and the sum of squares 96 / 9 + 13.5.
+    rewards = [3, 0, 1, 0, 2, 2, NAN, 5, NAN, 7, NAN, NAN]
+    found = relative_advantages(scored(rewards), 4, "leave_one_out", (), {"scale": "batch", "ddof": 1, "eps": 1e-4})
+    std = ((96 / 9 + 13.5) / 6) ** 0.5 + 1e-4
+    expected = [8 / 3, -4 / 3, 0, -4 / 3, -1.5, -1.5, 0, 3, 0, 0, 0, 0]
+    assert found.tolist() == pytest.approx([each / std for each in expected])
+
+
 def test_per_reward_is_the_formula() -> None:
     """TRL's normalize_then_sum, with its settings: the functions have unlike scales, and one score is missing."""
     rng = np.random.default_rng(1)

@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from tests.tiny import TinyModel, fours, timeless, tiny_llama, with_lora
@@ -23,8 +23,10 @@ from whet.algorithms.grpo import GRPO
 from whet.algorithms.kto import KTO
 from whet.algorithms.online_dpo import OnlineDPO
 from whet.algorithms.orpo import ORPO
+from whet.algorithms.rloo import RLOO
 from whet.algorithms.sft import SFT
 from whet.algorithms.simpo import SimPO
+from whet.config import GRPOLossType
 from whet.engine import Engine
 from whet.errors import WhetError
 from whet.training.callbacks import Callback
@@ -36,7 +38,7 @@ SFT_BATCH = [[5, 6], [7], [8, 9, 4], [4]], [[4, 5, 2], [6, 6, 7, 2], [2], [9, 9,
 SAME_LENGTHS = [[5, 6], [7, 8]], [[4, 5, 2], [6, 6, 2]]
 PAIRS = [[5, 6], [7], [8]], [[4, 5, 2], [6, 2], [7, 7, 7, 2]], [[5, 2], [6, 7, 2], [4, 2]]
 RATED = [[5, 6], [7], [8], [9]], [[4, 5, 2], [6, 2], [7, 7, 7, 2], [4]], [True, False, True, True]
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "luspo", "sapo")
+LOSS_TYPES = get_args(GRPOLossType)
 
 
 class Metrics(Callback):
@@ -95,7 +97,13 @@ def losses() -> dict[str, Any]:
             ),
             (PROMPTS,),
         ),
+        "rloo": _after(
+            RLOO(tiny_llama(), reward_fn=fours, max_new_tokens=5, rollout_weights="float32", **SETTINGS),
+            (PROMPTS,),
+            (PROMPTS,),
+        ),
         "kl, two updates": _after(_grpo(beta=0.1, num_iterations=2), (PROMPTS,)),
+        "entropy": _after(_grpo(entropy_coef=0.1, top_entropy_quantile=0.4, num_iterations=2), (PROMPTS,)),
         "correction": _after(_grpo(sampler_correction="sequence_mask"), (PROMPTS,)),
         "packed": _after(_grpo(micro_batch_size=0, max_tokens_per_step=20), (PROMPTS,)),
     }

@@ -18,7 +18,7 @@ from tests.raising import assert_raises
 from tests.tiny import first_is_four, fours, timeless, tiny_llama, with_lora
 
 from whet import Learner, WhetTypeError, WhetValueError
-from whet.algorithms import DPO, GRPO, SFT, BestOfN, OnlineDPO
+from whet.algorithms import DPO, GRPO, RLOO, SFT, BestOfN, OnlineDPO
 from whet.checkpoint.folder import load_checkpoint
 from whet.errors import CheckpointError, NonFiniteError
 from whet.nn.frozen import base_of, frozen_model
@@ -37,6 +37,18 @@ TRAINERS = {
     "dpo": (DPO, {"beta": 0.2}),
     "grpo": (GRPO, {"reward_fn": fours, "group_size": 4, "max_new_tokens": 6, "beta": 0.05}),
     "grpo-filtered": (GRPO, {"reward_fn": fours, "group_size": 4, "max_new_tokens": 6, "beta": 0.05, "top_k": 9}),
+    "grpo-entropy": (
+        GRPO,
+        {
+            "reward_fn": fours,
+            "group_size": 4,
+            "max_new_tokens": 6,
+            "entropy_coef": 0.1,
+            "top_entropy_quantile": 0.4,
+            "num_iterations": 2,
+        },
+    ),
+    "rloo": (RLOO, {"reward_fn": fours, "group_size": 4, "max_new_tokens": 6}),
     "online-dpo": (OnlineDPO, {"reward_fn": first_is_four, "max_new_tokens": 6}),
 }
 

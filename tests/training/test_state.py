@@ -29,7 +29,7 @@ from tests.training.trainers import (
     sft,
 )
 
-from whet.algorithms import DPO, GRPO, SFT, OnlineDPO
+from whet.algorithms import DPO, GRPO, RLOO, SFT, OnlineDPO
 from whet.checkpoint.folder import latest_checkpoint, load_checkpoint, save_checkpoint
 from whet.errors import CheckpointError, WhetTypeError
 from whet.models.base_record import pack_recorded, read_record
@@ -44,6 +44,7 @@ RESUMED = {
     "dpo-free": (DPO, PAIRS, {"reference_free": True}),
     "grpo": (GRPO, PROMPTS, {"reward_fn": ones, "beta": 0.1, "num_iterations": 2, "group_size": 3}),
     "grpo-free": (GRPO, PROMPTS, {"reward_fn": ones, "group_size": 3}),
+    "rloo": (RLOO, PROMPTS, {"reward_fn": ones, "num_iterations": 2, "normalize_advantages": True}),
     "online-dpo": (OnlineDPO, PROMPTS, {"reward_fn": ones}),
 }
 
@@ -55,7 +56,7 @@ def test_a_resumed_run_is_bit_identical(name, make, tmp_path):
     algorithm, dataset, own = RESUMED[name]
     settings = {"learning_rate": 0.01, "batch_size": 3, "warmup_steps": 2, "lr_schedule": "cosine"}
     settings |= {"schedule_steps": 8, "micro_batch_size": 2, "training_mode": algorithm is SFT} | own
-    if algorithm in (GRPO, OnlineDPO):
+    if algorithm.config_class.samples:
         settings["max_new_tokens"] = 4
 
     def seed_all():

@@ -15,10 +15,11 @@ from whet.algorithms.kd import KD
 from whet.algorithms.kto import KTO
 from whet.algorithms.online_dpo import OnlineDPO
 from whet.algorithms.orpo import ORPO
+from whet.algorithms.rloo import RLOO
 from whet.algorithms.sft import SFT
 from whet.algorithms.simpo import SimPO
 from whet.config.preferences import CPOConfig, DPOConfig, KTOConfig, OnlineDPOConfig, ORPOConfig, SimPOConfig
-from whet.config.settings import BestOfNConfig, DistillConfig, GRPOConfig, KDConfig, SFTConfig
+from whet.config.settings import BestOfNConfig, DistillConfig, GRPOConfig, KDConfig, RLOOConfig, SFTConfig
 from whet.losses import (
     cpo_loss,
     distillation_loss,
@@ -38,6 +39,7 @@ __all__ = [
     "KD",
     "KTO",
     "ORPO",
+    "RLOO",
     "SFT",
     "BestOfN",
     "BestOfNConfig",
@@ -51,6 +53,7 @@ __all__ = [
     "ORPOConfig",
     "OnlineDPO",
     "OnlineDPOConfig",
+    "RLOOConfig",
     "SFTConfig",
     "SimPO",
     "SimPOConfig",

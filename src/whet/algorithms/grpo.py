@@ -21,13 +21,13 @@ import numpy as np
 
 from whet.algorithms.online import OnlineTrainer
 from whet.config.episodes import check_episode_settings
-from whet.config.fields import reject_ineffective
+from whet.config.fields import check_range, reject_ineffective
 from whet.config.kept_tokens import KeptTokens
 from whet.config.settings import GRPOConfig, SamplerCorrection
 from whet.errors import WhetTypeError, WhetValueError
 from whet.losses.closed_form import Loss
 from whet.losses.grpo import Counts, masked_loss
-from whet.losses.terms import count_rows, importance_weights, logprob_difference
+from whet.losses.terms import count_rows, importance_weights, logprob_difference, top_entropy_masks
 from whet.rewards.advantages import relative_advantages
 from whet.rewards.functions import RewardBatch, RewardFn, RewardFunctions
 from whet.rewards.metrics import group_std, reward_metrics
@@ -70,7 +70,8 @@ class GRPO(OnlineTrainer):
     ) -> None:
         if kl_coef is not None:
             if "beta" in arguments:
-                raise WhetTypeError("GRPO: kl_coef and beta are one setting. Pass one of them.")
+                where = type(self).__name__
+                raise WhetTypeError(f"{where}: kl_coef and beta are one setting. Pass one of them.")
             arguments["beta"] = kl_coef
         super().__init__(model, ref_model, **arguments)
         why = "sampler_correction is 'auto', and without a quantised base the sampler matches the policy"
@@ -85,7 +86,8 @@ class GRPO(OnlineTrainer):
         reject_ineffective(self.config, ["max_read_tokens"], not is_agent, "an agent reads what it sends itself")
         has_tools = bool(arguments.get("tools"))
         has_turns = self.rewards_turns and not is_agent
-        reject_ineffective(self.config, ["advantage_level"], has_turns, "no environment rewards turns")
+        episode = "'episode': no environment rewards turns"
+        check_range(self.config, "advantage_level", has_turns or self.config.advantage_level == "episode", episode)
         check_episode_settings(self.config, has_environment=self.rewards_turns, has_tools=has_tools)
         self.rewards = reward_functions(self.config, reward_fn)
         self._in_progress: _Step | None = None
@@ -137,7 +139,8 @@ class GRPO(OnlineTrainer):
                     loss = self._loss(batch, step)
                     known = batch.sampler_logprobs is not None
                     maxima = {"sampler/logprob_difference_max": batch.logprob_difference[1]} if known else None
-                    update.add(loss.value, loss.gradients["logprobs"], loss.metrics, maxima)
+                    of_entropy = loss.gradients.get("entropies")
+                    update.add(loss.value, loss.gradients["logprobs"], loss.metrics, maxima, of_entropy)
             step.updates.append(update.metrics)
             step.maxima = update.maxima
         self._in_progress = None
@@ -172,11 +175,16 @@ class GRPO(OnlineTrainer):
         rollout = self.sample_step(prompt_batch, size, for_update=True)
         with phase("reward"):
             scored = self.ranks.broadcast_from_first(lambda: rollout.score(self.rewards))
+        shaped, kl = scored, {}
+        if config.reward_clip:
+            shaped = replace(shaped, rewards=shaped.rewards.clip(*config.reward_clip))
+        if config.kl_in_reward and config.beta:
+            shaped, kl = self._subtract_kl(rollout, shaped)
         with phase("advantages"):
             options = {"scale": config.scale_rewards, "ddof": config.advantage_ddof, "eps": config.advantage_eps}
-            advantages = relative_advantages(scored, size, config.advantage, self.rewards.weights, options)
+            advantages = relative_advantages(shaped, size, config.advantage, self.rewards.weights, options)
             turns = self._turn_advantages(rollout, scored, options) if config.advantage_level == "turn" else None
-        spread = group_std(scored.rewards.reshape(-1, size))
+        spread = group_std(shaped.rewards.reshape(-1, size))
         excluded = np.zeros(len(advantages), dtype=bool)
         if config.filter_zero_variance:
             is_flat = spread < 1e-8
@@ -200,14 +208,32 @@ class GRPO(OnlineTrainer):
                 n_tokens=sum(int(batch.mask.sum()) for batch in batches),
                 n_rows=sum(batch.n_rows for batch in batches),
                 max_completion_length=config.max_new_tokens,
+                n_entropy_tokens=sum(int(batch.entropy_tokens().sum()) for batch in batches),
             ),
             metrics={
                 **reward_metrics(scored),
+                **kl,
                 "reward_std": float(spread.mean()),
                 "frac_reward_zero_std": float((spread < 1e-8).mean()),
                 **rollout.metrics(),
             },
         )
+
+    def _subtract_kl(self, rollout: Rollout, scored: RewardBatch) -> tuple[RewardBatch, dict[str, float]]:
+        """Return the rewards minus beta times log pi - log ref of the completions, and the metrics of this KL."""
+        rows = np.flatnonzero(~np.isnan(scored.rewards)).tolist()
+        if not rows:
+            return scored, {}
+        owners, branches = rollout.split_branches(rows)
+        texts, recorded = (branches.prompt_ids, branches.completion_ids), _recorded(branches)
+        policy, reference = (
+            self.logprobs(*texts, self.config.temperature, **recorded, reference=of_reference).sum(1, dtype=np.float64)
+            for of_reference in (False, True)
+        )
+        kl = np.bincount(owners, policy - reference, minlength=len(scored.rewards))
+        n_tokens = sum(completion.n_sampled for completion in branches.completions)
+        metrics = {"kl": float(kl.sum()) / max(1, n_tokens), "mean_kl": float(kl.sum()) / len(rows)}
+        return replace(scored, rewards=scored.rewards - self.config.beta * kl), metrics
 
     def _turn_advantages(self, rollout: Rollout, scored: RewardBatch, options: dict[str, Any]) -> list[np.ndarray]:
         """Return the advantages of each episode's turns. The other rewards count as rewards of the last turn."""
@@ -239,20 +265,23 @@ class GRPO(OnlineTrainer):
         owners, rollout = rollout.split_branches(rows)
         rows = list(range(len(owners)))
         prompts, completions = rollout.prompt_ids, rollout.completion_ids
-        reference = old = None
-        kept, experts, sampled = rollout.kept_tokens(rows), rollout.experts(rows), rollout.sampled(rows)
-        recorded: dict[str, Any] = {"kept_tokens": kept, "experts": experts, "completion_mask": sampled}
-        if self.config.uses_reference_model():
+        reference = old = entropies = None
+        recorded = _recorded(rollout)
+        kept, experts, sampled = recorded["kept_tokens"], recorded["experts"], recorded["completion_mask"]
+        if config.uses_reference_model() and not config.kl_in_reward:
             reference = self.logprobs(prompts, completions, config.temperature, **recorded, reference=True)
         sampler, correction = rollout.sampler_logprobs(rows), self._correction(rollout)
         if correction and sampler is None and config.sampler_correction != "auto":
             raise WhetValueError(
-                "GRPO: sampler_correction needs log-probs, which the engine does not record. Set it to 'off'."
+                f"{type(self).__name__}: sampler_correction needs log-probs, which the engine does not record. Set it "
+                f"to 'off'."
             )
         # A mask changes the number of tokens that the loss is divided by; dropout would add noise to the weights.
-        if correction and sampler is not None and (correction.endswith("mask") or config.training_mode):
-            old = self.logprobs(prompts, completions, config.temperature, **recorded)
-        batches = []
+        if config.top_entropy_quantile < 1:  # of the whole batch
+            old, entropies = self.logprobs(prompts, completions, config.temperature, **recorded, return_entropy=True)
+        elif correction and sampler is not None and (correction.endswith("mask") or config.training_mode):
+            old, entropies = self.logprobs(prompts, completions, config.temperature, **recorded), None
+        batches, of_batches = [], []
         for part in self.micro_batches(list(zip(prompts, completions, strict=True))):
             lengths = np.array([len(completions[i]) for i in part])
             mask = np.arange(lengths.max()) < lengths[:, None]
@@ -282,6 +311,12 @@ class GRPO(OnlineTrainer):
             if old_logprobs is not None:
                 batch.set_old_logprobs(old_logprobs, config.sampler_cap)
             batches.append(batch)
+            if entropies is not None:
+                of_batches.append(entropies[part, : mask.shape[1]])
+        if of_batches:
+            chosen = top_entropy_masks(of_batches, [batch.mask for batch in batches], config.top_entropy_quantile)
+            for batch, entropy_mask in zip(batches, chosen, strict=True):
+                batch.entropy_mask = entropy_mask
         return batches
 
     def _loss(self, batch: _MicroBatch, step: _Step) -> Loss:
@@ -291,7 +326,7 @@ class GRPO(OnlineTrainer):
             result = self.policy.logprobs(
                 batch.prompt_ids, batch.completion_ids, completion_mask=batch.completion_mask,
                 kept_tokens=batch.kept_tokens, temperature=config.temperature, return_entropy=True,
-                experts=batch.experts,
+                experts=batch.experts, differentiable_entropy=config.entropy_coef != 0,
             )  # fmt: skip
         logprobs, entropy = result.logprobs, result.entropy
         with phase("loss"):
@@ -299,14 +334,25 @@ class GRPO(OnlineTrainer):
                 batch.set_old_logprobs(logprobs, config.sampler_cap)
             old = cast(np.ndarray, batch.old_logprobs)
             loss = masked_loss(
-                logprobs, old, batch.advantages, batch.mask, batch.weights, batch.ref_logprobs, config, step.counts
-            )
+                logprobs, old, batch.advantages, batch.mask, batch.weights, batch.ref_logprobs, config, step.counts,
+                batch.sampler_logprobs, entropy, batch.entropy_mask,
+            )  # fmt: skip
         loss.metrics["entropy"] = float(cast(np.ndarray, entropy).sum(dtype=np.float64)) / step.n_sampled
         if result.replaced_experts is not None:
             loss.metrics["sampler/replaced_experts"] = float(result.replaced_experts * batch.n_sampled / step.n_sampled)
         if batch.sampler_logprobs is not None:
             loss.metrics["sampler/logprob_difference"] = batch.logprob_difference[0] / step.n_sampled
         return loss
+
+
+def _recorded(rollout: Rollout) -> dict[str, Any]:
+    """Return what the engine recorded of all completions, as arguments of ``Trainer.logprobs``."""
+    rows = range(len(rollout.completions))
+    return {
+        "kept_tokens": rollout.kept_tokens(rows),
+        "experts": rollout.experts(rows),
+        "completion_mask": rollout.sampled(rows),
+    }
 
 
 @dataclass
@@ -361,6 +407,7 @@ class _MicroBatch:
         old_logprobs: (b, t), log-probs of the policy that sampled; None until the first update computes them.
         weights: (b, t), importance weights; None without a correction.
         logprob_difference: sum and maximum of |old_logprobs - sampler_logprobs|.
+        entropy_mask: (b, t) bool, the tokens of ``top_entropy_quantile``; None: all.
     """
 
     prompt_ids: list[list[int]]
@@ -378,10 +425,15 @@ class _MicroBatch:
     old_logprobs: np.ndarray | None = None
     weights: np.ndarray | None = None
     logprob_difference: tuple[float, float] = (0.0, 0.0)
+    entropy_mask: np.ndarray | None = None
 
     def rows(self) -> list[tuple[list[int], list[int]]]:
         """Return prompts and completions."""
         return list(zip(self.prompt_ids, self.completion_ids, strict=True))
+
+    def entropy_tokens(self) -> np.ndarray:
+        """Return the tokens of the entropy bonus, (b, t) bool."""
+        return self.mask if self.entropy_mask is None else self.entropy_mask
 
     def set_old_logprobs(self, logprobs: np.ndarray, cap: float) -> None:
         """Set the log-probs of the policy that sampled; derive the difference, importance weights and mask."""

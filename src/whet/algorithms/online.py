@@ -146,7 +146,7 @@ class OnlineTrainer(Trainer):
         where = type(self).__name__
         if not self.plays_episodes:
             raise WhetTypeError(
-                f"{where}: there is an environment or agent, and only GRPO trains on episodes. Omit it."
+                f"{where}: there is an environment or agent, and only GRPO and RLOO train on episodes. Omit it."
             )
         longest = self.policy.position_limit or LARGEST_SIZE
         if agent is None:

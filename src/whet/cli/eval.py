@@ -49,12 +49,12 @@ from whet.models.sources.gguf_container import GGUFFile
 from whet.models.sources.pretrained import open_pretrained
 from whet.report.page import versions
 from whet.report.terminal import terminal_table
-from whet.rewards.functions import load_function
 from whet.rewards.processes import TIMEOUT_S, check_timeout
 from whet.rollout.players import make_player
 from whet.tasks import Task, open_task
 from whet.tasks.code import prepare, runs_programs
 from whet.tasks.environment import load_environment
+from whet.tasks.rewards import load_rewards
 from whet.tasks.settings import read_spec
 from whet.tasks.tools import load_tools
 from whet.text.checkpoint_model import resolve_adapter
@@ -258,7 +258,7 @@ def _open_tasks(options: EvalConfig) -> list[tuple[Task, list[Any]]]:
     sizes = [options.size or settings.size or _SIZE for settings in specs]
     tasks: list[Task] = [open_task(spec, split="eval", size=n) for spec, n in zip(options.task, sizes, strict=True)]
     if options.data:
-        functions = prepare(map(load_function, options.reward), unsafe_local=options.unsafe_local)
+        functions = load_rewards(options.reward, unsafe_local=options.unsafe_local)
         tasks = [RewardedRows(options.data, functions, options.columns, is_played=bool(options.env))]
     if not options.data and not options.task:
         tasks = [EmptyRows(options.env, options.size or _SIZE)]

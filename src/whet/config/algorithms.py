@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from whet.config.preferences import CPOConfig, DPOConfig, KTOConfig, OnlineDPOConfig, ORPOConfig, SimPOConfig
-from whet.config.settings import DistillConfig, GRPOConfig, KDConfig, SFTConfig, TrainerConfig
+from whet.config.settings import DistillConfig, GRPOConfig, KDConfig, RLOOConfig, SFTConfig, TrainerConfig
 
 if TYPE_CHECKING:
     from whet.training.trainer import Trainer
@@ -106,6 +106,14 @@ ALGORITHMS = {
             title="Group Relative Policy Optimization (Shao et al. 2024)",
             summary="reinforcement learning on rewards",
             rows="group relative policy optimization; rows have a prompt, reward functions score; or tasks, by name",
+        ),
+        Algorithm(
+            "rloo",
+            RLOOConfig,
+            "whet.algorithms.rloo:RLOO",
+            title="REINFORCE Leave-One-Out (Ahmadian et al. 2024)",
+            summary="rewards, against the other completions",
+            rows="REINFORCE with a leave-one-out baseline; rows and rewards as for grpo",
         ),
         Algorithm(
             "online-dpo",

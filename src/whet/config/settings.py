@@ -18,6 +18,7 @@ from whet.config.fields import (
     BelowOne,
     Count,
     NonNegative,
+    OptionalAboveZero,
     Positive,
     Range,
     Seed,
@@ -39,8 +40,8 @@ from whet.config.sampling import (
 from whet.errors import WhetValueError, check_choice
 from whet.models.formats import FILE_TYPES, TABLE, FileType, Weights
 
-GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "luspo", "sapo"]
-RatioLevel = Literal["token", "sequence"]
+GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "luspo", "sapo", "gmpo", "dppo_tv"]
+RatioLevel = Literal["token", "sequence", "sequence_product"]
 SFTLossType = Literal["nll", "dft"]
 Advantage = Literal["group", "leave_one_out", "max_rl", "pass_k", "per_reward"]
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -53,6 +54,7 @@ _GroupSize = Annotated[
     int,
     Range("an integer >= 2: the advantage of a single completion is 0", lambda n: n >= 2),
 ]
+_Share = Annotated[float, Range("a number from 0 to 1", lambda share: 0 <= share <= 1)]
 _Cap = Annotated[float, Range("a number > 0", lambda cap: cap > 0)]
 _Ddof = Annotated[int, Range("0 or 1", lambda n: n in (0, 1))]
 _Eps = Annotated[float | None, Range("a finite number >= 0, or None", lambda x: x is None or 0 <= x < math.inf)]
@@ -60,12 +62,17 @@ _Beta = Annotated[float | None, Range("a finite number >= 0, or None", lambda x:
 _Timeout = Annotated[float | None, Range("seconds > 0, or None", lambda s: s is None or 0 < s < math.inf)]
 _Port = Annotated[int, Range("a number from 0 to 65535", lambda port: 0 <= port <= 65535)]
 _TokenId = Annotated[int | None, Range("a token id >= 0", lambda token: token is None or token >= 0)]
+_Clip = Annotated[
+    list[float], Range("a lower and a higher number", lambda clip: not clip or (len(clip) == 2 and clip[0] < clip[1]))
+]
 _Weights = Annotated[list[float], Range("finite numbers", lambda weights: all(map(math.isfinite, weights)))]
 
 _WHOLE_COMPLETION = (*GRAMMAR_SETTINGS, "stop", "presence_penalty", "frequency_penalty", "min_new_tokens")
 """Sampling settings that depend on all tokens of a completion before the next."""
 
 _UNCLIPPED = ("cispo", "sapo")
+_OF_TOKENS = ("gmpo", "dppo_tv")
+"""Losses that bound each token."""
 REWARD_SETTINGS = ("reward_weights", "reward_policy", "reward_timeout_s")
 """Settings of reward functions."""
 
@@ -352,33 +359,28 @@ class OnlineConfig(RolloutConfig, TrainerConfig):
 
 
 @dataclass(kw_only=True)
-class GRPOConfig(MovingReference, EpisodeSettings, OnlineConfig):
-    """Settings of GRPO. ``batch_size`` counts prompts, ``micro_batch_size`` completions."""
+class GroupConfig(MovingReference, EpisodeSettings, OnlineConfig):
+    """Settings of GRPO and RLOO. ``batch_size`` counts prompts, ``micro_batch_size`` completions."""
+
+    kl_in_reward: ClassVar[bool] = False
+    """Whether the KL term is part of the reward, instead of the loss."""
 
     group_size: _GroupSize = 8
     """Completions per prompt, at least 2; advantages are relative to the group."""
     num_iterations: Positive = 1
     """Updates per batch of completions."""
-    loss_type: GRPOLossType = "dapo"
-    """Variant of the loss, see ``grpo_loss``."""
-    level: RatioLevel = "token"
-    """Level of the probability ratio: per token or per sequence (GSPO)."""
     epsilon: float = 0.2
-    """Clip the ratio below at 1 - epsilon."""
+    """Clip the ratio below at 1 - epsilon; in gmpo its logarithm at -epsilon (Zhao et al. 2025: 0.4). In dppo_tv the
+    largest decrease of a probability (Qi et al. 2026: 0.15)."""
     epsilon_high: float | None = None
-    """Clip the ratio above at 1 + epsilon_high; None: epsilon. In cispo, where it is required, the cap of the ratio."""
-    delta: float | None = None
-    """Cap of the ratio for negative advantages; None: no cap."""
-    beta: _Beta = None
-    """Weight of the KL term; 0: no KL term and no reference. None: 0.1 with a ref_model, else 0. Alias: ``kl_coef``."""
-    kl_estimator: KLEstimator = "k3"
-    """KL estimator: k1, k2 or k3 (Schulman 2020)."""
-    kl_bias_correction: bool = True
-    """Multiply k3 by the ratio, so that its gradient is the gradient of the KL."""
-    sapo_tau_positive: AboveZero = 1.0
-    """Temperature of sapo for advantages above 0."""
-    sapo_tau_negative: AboveZero = 1.05
-    """Temperature of sapo for advantages <= 0."""
+    """Clip the ratio above at 1 + epsilon_high, in gmpo its logarithm, and in dppo_tv the increase of a probability, at
+    epsilon_high; None: epsilon. In cispo, where it is required, the cap of the ratio."""
+    off_policy_mask_threshold: OptionalAboveZero = None
+    """Exclude completions with a negative advantage from the policy loss if their tokens have become less probable
+    since they were sampled, by more than this many nats per token (DeepSeek-V3.2; for example 0.5); None: none."""
+    entropy_coef: NonNegative = 0.0
+    """Weight of the mean entropy per token that is subtracted from the loss, against the collapse of the distribution;
+    0: none."""
     sampler_correction: Literal["auto", "off"] | SamplerCorrection = "auto"
     """Importance correction for an engine whose log-probs differ from the policy's; auto: token_truncate if
     rollout_weights is bf16 or narrower, the base is quantised, or an older policy sampled; else off."""
@@ -387,27 +389,14 @@ class GRPOConfig(MovingReference, EpisodeSettings, OnlineConfig):
     router_replay: bool = True
     """In a mixture of experts, give tokens to the experts that the sampler chose (Ma et al. 2025), unless torch samples
     or computes the policy. The metric sampler/replaced_experts is the share of other choices."""
-    advantage: Advantage = "group"
-    """Advantage of a completion in its group (whet.rewards.advantages): GRPO's, RLOO's leave_one_out, max_rl (relative
-    to the mean reward), pass_k (only of the best), or GDPO's per_reward, which normalises each reward function."""
-    scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Scope of the standard deviation that divides the advantages."""
-    advantage_level: Literal["episode", "turn"] = "episode"
-    """Advantages of episodes, or of their turns, from the rewards that follow each turn (``whet.rewards.turns``)."""
-    advantage_ddof: _Ddof = 0
-    """0: population standard deviation; 1: sample."""
-    advantage_eps: _Eps = None
-    """Added to the standard deviation (TRL: 1e-4, with ddof 1); None: nothing, but advantages are 0 if it is < 1e-8."""
+    reward_clip: _Clip = field(default_factory=list)
+    """Lower and upper bound of a completion's reward, the weighted sum, before the advantages; empty: none."""
     filter_zero_variance: bool = False
     """Exclude groups with identical rewards from the update; they have no gradient, but count in its mean."""
     mask_truncated_completions: bool = False
     """Exclude completions truncated by max_new_tokens from the update."""
     serve_port: _Port = 0
     """Port at which the engine serves an agent; with several ranks the first of as many. 0: any free one."""
-
-    def has_reference(self) -> bool:
-        """Whether the loss has a KL term."""
-        return bool(self.beta)
 
     def completions_per_prompt(self) -> int:
         return self.group_size
@@ -421,6 +410,54 @@ class GRPOConfig(MovingReference, EpisodeSettings, OnlineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_grpo_options(type(self).__name__, self)
+        # With both at "auto" the model decides: GRPO corrects a quantised base.
+        may_correct = self.correction() is not None or self.sampler_correction == self.rollout_weights == "auto"
+        may_correct |= self.sampler_correction == "auto" and self.async_lag > 0
+        reject_ineffective(self, ["sampler_cap"], may_correct, "sampler_correction is off")
+
+
+@dataclass(kw_only=True)
+class GRPOConfig(GroupConfig):
+    """Settings of GRPO. ``batch_size`` counts prompts, ``micro_batch_size`` completions."""
+
+    loss_type: GRPOLossType = "dapo"
+    """Variant of the loss, see ``grpo_loss``."""
+    level: RatioLevel = "token"
+    """Level of the probability ratio: per token, its geometric mean over a sequence (sequence: GSPO), or its product
+    (sequence_product: RLOO)."""
+    delta: float | None = None
+    """Cap of the ratio for negative advantages; None: no cap."""
+    top_entropy_quantile: _Share = 1.0
+    """Train only this share of the tokens, of the highest entropy (Wang et al. 2025: 0.2); the KL term is of all.
+    Costs a forward pass per batch."""
+    beta: _Beta = None
+    """Weight of the KL term; 0: no KL term and no reference. None: 0.1 with a ref_model, else 0. Alias: ``kl_coef``."""
+    kl_estimator: KLEstimator = "k3"
+    """KL estimator: k1, k2 or k3 (Schulman 2020)."""
+    kl_bias_correction: bool = True
+    """Multiply k3 by the ratio, so that its gradient is the gradient of the KL."""
+    sapo_tau_positive: AboveZero = 1.0
+    """Temperature of sapo for advantages above 0."""
+    sapo_tau_negative: AboveZero = 1.05
+    """Temperature of sapo for advantages <= 0."""
+    advantage: Advantage = "group"
+    """Advantage of a completion in its group (whet.rewards.advantages): GRPO's, RLOO's leave_one_out, max_rl (relative
+    to the mean reward), pass_k (only of the best), or GDPO's per_reward, which normalises each reward function."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Scope of the standard deviation that divides the advantages."""
+    advantage_level: Literal["episode", "turn"] = "episode"
+    """Advantages of episodes, or of their turns, from the rewards that follow each turn (``whet.rewards.turns``)."""
+    advantage_ddof: _Ddof = 0
+    """0: population standard deviation; 1: sample."""
+    advantage_eps: _Eps = None
+    """Added to the standard deviation (TRL: 1e-4, with ddof 1); None: nothing, but advantages are 0 if it is < 1e-8."""
+
+    def has_reference(self) -> bool:
+        """Whether the loss has a KL term."""
+        return bool(self.beta)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         loss_type = self.loss_type
         if loss_type == "cispo" and self.epsilon_high is None:
             raise WhetValueError(
@@ -432,12 +469,13 @@ class GRPOConfig(MovingReference, EpisodeSettings, OnlineConfig):
         )
         taus = ["sapo_tau_positive", "sapo_tau_negative"]
         reject_ineffective(self, taus, loss_type == "sapo", f"{loss_type!r} has no temperature")
+        if self.top_entropy_quantile < 1 and (self.level != "token" or loss_type == "gmpo"):
+            raise WhetValueError(
+                f"{type(self).__name__}: top_entropy_quantile is {self.top_entropy_quantile:g}, and the ratio of a "
+                f"sequence has the gradient of every token. Leave it at 1.0, or level at 'token' and another loss_type."
+            )
         reject_ineffective(self, ["kl_estimator"], self.beta != 0, "beta is 0: no KL term")
         self.check_reference(self.beta != 0)
-        # With both at "auto" the model decides: GRPO corrects a quantised base.
-        may_correct = self.correction() is not None or self.sampler_correction == self.rollout_weights == "auto"
-        may_correct |= self.sampler_correction == "auto" and self.async_lag > 0
-        reject_ineffective(self, ["sampler_cap"], may_correct, "sampler_correction is off")
         spread = ["advantage_ddof", "advantage_eps"]
         reject_ineffective(
             self, spread, self.scale_rewards != "none", "scale_rewards is 'none': advantages are not divided"
@@ -445,6 +483,44 @@ class GRPOConfig(MovingReference, EpisodeSettings, OnlineConfig):
         why = f"advantage is {self.advantage!r}"
         reject_ineffective(self, spread, self.advantage in ("group", "per_reward"), f"{why}, without a deviation")
         reject_ineffective(self, ["scale_rewards", "advantage_level"], self.advantage == "group", why)
+        reject_ineffective(self, ["reward_clip"], self.advantage != "per_reward", f"{why}, which sums no rewards")
+        reject_ineffective(self, ["reward_clip"], self.advantage_level != "turn", "advantage_level is 'turn'")
+
+
+@dataclass(kw_only=True)
+class RLOOConfig(GroupConfig):
+    """Settings of RLOO. ``batch_size`` counts prompts, ``micro_batch_size`` completions."""
+
+    kl_in_reward: ClassVar[bool] = True
+    loss_type: ClassVar[GRPOLossType] = "grpo"
+    level: ClassVar[RatioLevel] = "sequence_product"
+    delta: ClassVar[float | None] = None
+    top_entropy_quantile: ClassVar[float] = 1.0
+    kl_estimator: ClassVar[KLEstimator] = "k1"
+    advantage: ClassVar[Advantage] = "leave_one_out"
+    advantage_level: ClassVar[str] = "episode"
+    advantage_ddof: ClassVar[int] = 1
+    advantage_eps: ClassVar[float | None] = 1e-4
+
+    group_size: _GroupSize = 2
+    """Completions per prompt, at least 2; the baseline of each is the mean reward of the others."""
+    beta: NonNegative = 0.05
+    """Weight of the log-ratio to the reference that is subtracted from the reward; 0: no reference."""
+    normalize_advantages: bool = False
+    """Subtract the mean of the advantages of the batch, and divide them by their standard deviation."""
+
+    @property
+    def scale_rewards(self) -> str:
+        """Scope of the standard deviation that divides the advantages."""
+        return "batch" if self.normalize_advantages else "none"
+
+    def has_reference(self) -> bool:
+        """Whether the reward has a KL term."""
+        return self.beta > 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_reference(self.beta > 0)
 
 
 @dataclass(kw_only=True)
@@ -502,7 +578,12 @@ def check_grpo_options(where: str, options: Any) -> None:
     for name, choices in (("loss_type", GRPOLossType), ("level", RatioLevel), ("kl_estimator", KLEstimator)):
         check_choice(where, name, getattr(options, name), choices)
     loss_type = options.loss_type
-    for name, least, unbounded in (("epsilon", 0, ()), ("epsilon_high", 0, ("sapo",)), ("delta", 1, _UNCLIPPED)):
+    for name, least, unbounded in (
+        ("epsilon", 0, ()),
+        ("epsilon_high", 0, ("sapo",)),
+        ("delta", 1, (*_UNCLIPPED, *_OF_TOKENS)),
+        ("off_policy_mask_threshold", 0, ()),
+    ):
         value = getattr(options, name)
         if value is not None and not value >= least:
             raise WhetValueError(f"{where}: {name} is {value!r}, expected a number >= {least}.")
@@ -510,3 +591,7 @@ def check_grpo_options(where: str, options: Any) -> None:
             raise WhetValueError(
                 f"{where}: {name} is {value!r} and has no effect: {loss_type!r} has no such bound. Pass None."
             )
+    if loss_type in _OF_TOKENS and options.level != "token":
+        raise WhetValueError(
+            f"{where}: level is {options.level!r}, and {loss_type!r} bounds each token. Leave it at 'token'."
+        )

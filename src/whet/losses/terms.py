@@ -5,7 +5,7 @@ Pure functions of NumPy arrays, in float64. No model, no trainer, no loss.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,23 @@ def logprob_difference(
     """Return sum and maximum of |logprobs - sampler_logprobs| over the mask."""
     difference = np.abs(masked(logprobs, completion_mask) - masked(sampler_logprobs, completion_mask))
     return float(difference.sum()), float(difference.max(initial=0.0))
+
+
+def top_entropy_masks(
+    entropies: Sequence[np.ndarray], masks: Sequence[np.ndarray], quantile: float
+) -> list[np.ndarray]:
+    """Return the tokens of a batch whose entropy is at least its (1 - quantile)-quantile, in micro-batches.
+
+    Args:
+        entropies: (B, T) in nats, of each micro-batch.
+        masks: (B, T) bool, True on the tokens that count.
+        quantile: share of the tokens, from 0 (only the maximum) to 1.
+
+    Source: Wang et al. 2025 (2506.01939), as TRL's ``top_entropy_quantile``: linear interpolation, ties count.
+    """
+    values = np.concatenate([entropy[mask] for entropy, mask in zip(entropies, masks, strict=True)] or [np.zeros(0)])
+    least = np.quantile(values.astype(np.float64), 1 - quantile) if len(values) else 0.0
+    return [mask & (entropy >= least) for entropy, mask in zip(entropies, masks, strict=True)]
 
 
 def token_kl(logprobs: np.ndarray, ref_logprobs: np.ndarray, estimator: KLEstimator) -> tuple[np.ndarray, np.ndarray]:

@@ -39,7 +39,8 @@ class CompletionLogprobs(NamedTuple):
 
     Attributes:
         logprobs: (B, C) float32 (float64 for float64 logits), differentiable in the model; 0 where ``mask`` is False.
-        entropy: (B, C), ``H = -sum_v p_v log p_v`` in nats, detached, 0 where ``mask`` is False; None unless requested.
+        entropy: (B, C), ``H = -sum_v p_v log p_v`` in nats, differentiable on request, 0 where ``mask`` is False; None
+            unless requested.
         mask: (B, C) bool, True on the tokens of each completion that count.
         balance: the balance loss of the model's routers, differentiable; None unless requested.
         replaced_experts: see ``Logprobs``.
@@ -75,6 +76,7 @@ def completion_logprobs(
     return_entropy: bool = False,
     return_balance: bool = False,
     experts: Sequence[Any] | None = None,
+    differentiable_entropy: bool = False,
 ) -> CompletionLogprobs:
     """Return the log-probability of each completion token, given its prompt and the tokens before it.
 
@@ -97,6 +99,8 @@ def completion_logprobs(
             choose these, with their own probabilities. Only on Whet's kernels.
         return_balance: also compute the balance loss of a mixture of experts, over all inputs: the tokens of the rows
             except their last.
+        differentiable_entropy: whether H has a gradient; on Whet's kernels the backward of a frozen head then computes
+            the logits again.
 
     Returns:
         ``CompletionLogprobs(logprobs (B, C), entropy (B, C) or None, mask (B, C), balance () or None)``. A row of
@@ -119,7 +123,7 @@ def completion_logprobs(
     if acceleration is not None:
         return _packed_logprobs(
             model, acceleration, prompts, completions, completion_mask, kept_tokens, temperature, return_entropy,
-            return_balance, experts,
+            return_balance, experts, differentiable_entropy,
         )  # fmt: skip
     if experts is not None:
         raise WhetValueError(f"{where}: experts are given, and torch computes the model. Omit them, or accelerate it.")
@@ -148,6 +152,8 @@ def completion_logprobs(
     logprobs, entropy = _TokenLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
         logits, rows, first[rows] + steps, token_ids, float(temperature), return_entropy, kept
     )
+    if entropy is not None and not differentiable_entropy:
+        entropy = entropy.detach()
     return _scatter_by_row(logprobs, entropy, mask, rows, steps)._replace(balance=balance)
 
 
@@ -162,6 +168,7 @@ def _packed_logprobs(
     return_entropy: bool,
     return_balance: bool,
     experts: Sequence[Any] | None,
+    differentiable_entropy: bool,
 ) -> CompletionLogprobs:
     """Compute packed: without padding, shared prompts once, and logits never materialised."""
     where = "completion_logprobs"
@@ -191,8 +198,9 @@ def _packed_logprobs(
     if found is not None:
         kept = Kept(torch.from_numpy(found.offsets), torch.from_numpy(found.words), found.vocab_size)
     logprobs, entropy = linear_logprobs(
-        hidden[batch.hidden_rows[counts]], head, targets, float(temperature), return_entropy, kept
-    )
+        hidden[batch.hidden_rows[counts]], head, targets, float(temperature), return_entropy, kept,
+        differentiable_entropy,
+    )  # fmt: skip
     shared = None if share is None else share * sum(replaced)
     return _scatter_by_row(logprobs, entropy, mask, rows, steps)._replace(balance=balance, replaced_experts=shared)
 
@@ -322,8 +330,8 @@ def _chunks(n_tokens: int, vocab_size: int) -> Iterator[slice]:
 class _TokenLogprobs(torch.autograd.Function):
     """Log-probs and entropies, (N,), of ``token_ids`` under ``softmax(logits[rows, columns] / T)``.
 
-    The backward is ``d log pi(a) / d z_v = ([v = a] - p_v) / T``, from the saved logits and logZ. Each (row, column)
-    must appear once.
+    The backward is ``d log pi(a) / d z_v = ([v = a] - p_v) / T`` and ``d H / d z_v = -p_v (log p_v + H) / T``, from the
+    saved logits, logZ and H. Each (row, column) must appear once.
     """
 
     @staticmethod
@@ -349,21 +357,25 @@ class _TokenLogprobs(torch.autograd.Function):
                 log_p = z.sub_(log_z[part, None])
                 # The floor makes p log p of an impossible token 0 * -1e4 instead of 0 * -inf.
                 entropy[part] = -(log_p.exp() * log_p.clamp(min=-1e4)).sum(dim=-1)
-        ctx.save_for_backward(logits, rows, columns, token_ids, log_z)
+        ctx.save_for_backward(logits, rows, columns, token_ids, log_z, entropy)
         ctx.temperature, ctx.kept = temperature, kept
-        if entropy is not None:
-            ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None, None, None, None, None]:
-        logits, rows, columns, token_ids, log_z = ctx.saved_tensors
-        scale = grad_outputs[0] / ctx.temperature
+        logits, rows, columns, token_ids, log_z, entropy = ctx.saved_tensors
+        grad_logprobs, grad_entropy = grad_outputs
+        scale = (torch.zeros_like(log_z) if grad_logprobs is None else grad_logprobs) / ctx.temperature
         grad = torch.zeros_like(logits)
         for part in _chunks(len(rows), logits.shape[2]):
             z = _kept_logits(logits[rows[part], columns[part]].to(log_z.dtype).div_(ctx.temperature), ctx.kept, part)
-            grad_z = z.sub_(log_z[part, None]).exp_().mul_(-scale[part, None])
+            log_p, factor = z.sub_(log_z[part, None]), scale[part, None]
+            if grad_entropy is not None:
+                of_entropy = (grad_entropy / ctx.temperature)[part, None]
+                factor = factor + of_entropy * (log_p.clamp(min=-1e4) + entropy[part, None])
+            grad_z = log_p.exp_().mul_(-factor)
             grad_z.scatter_add_(-1, token_ids[part, None], scale[part, None])
             grad[rows[part], columns[part]] = grad_z.to(grad.dtype)
         return grad, None, None, None, None, None, None

@@ -143,27 +143,35 @@ class Kept(NamedTuple):
 
 
 def linear_logprobs(
-    hidden: Tensor, head: Head, targets: Tensor, temperature: float, with_entropy: bool, kept: Kept | None = None
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    temperature: float,
+    with_entropy: bool,
+    kept: Kept | None = None,
+    differentiable_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probs of tokens, and entropies, from hidden states: LM head and log-softmax fused.
 
     ``log pi(y) = z_y / T - log sum_v exp(z_v / T)`` with ``z = hidden weight^T + bias``, soft-capped if the head is.
     Logits are float32, computed in tiles of ``VOCAB_TILE`` vocabulary entries; sums accumulate over the tiles (online
-    log-sum-exp; Milakov & Gimelshein 2018). If something of the head trains, the backward recomputes the tiles.
-    Otherwise the forward also computes the gradient of hidden, up to one factor per row, while a tile is in the cache.
+    log-sum-exp; Milakov & Gimelshein 2018). If something of the head trains, or the entropy has a gradient, the
+    backward recomputes the tiles. Otherwise the forward also computes the gradient of hidden, up to one factor per row,
+    while a tile is in the cache.
 
     Args:
         hidden: (M, K).
         head: the LM head.
         targets: (M,) int64.
         temperature: T.
-        with_entropy: also compute the entropy, which is not differentiable.
+        with_entropy: also compute the entropy.
         kept: the tokens v of each sum; None: the whole vocabulary.
+        differentiable_entropy: whether the entropy has a gradient.
 
     Returns:
         (M,) float32 each; the entropy is None unless ``with_entropy``.
     """
-    if hidden.requires_grad and torch.is_grad_enabled() and not head.trains:
+    if hidden.requires_grad and torch.is_grad_enabled() and not (head.trains or differentiable_entropy):
         logprobs, entropy = _FrozenHeadLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
             hidden, head, targets, temperature, with_entropy, kept
         )
@@ -179,7 +187,7 @@ def linear_logprobs(
             with_entropy,
             kept,
         )
-    return logprobs, entropy if with_entropy else None
+    return logprobs, None if not with_entropy else entropy if differentiable_entropy else entropy.detach()
 
 
 def _lora_factors(hidden: Tensor, adapters: Sequence[Adapter]) -> tuple[Tensor | None, Tensor | None]:
@@ -211,23 +219,26 @@ class _LinearLogprobs(torch.autograd.Function):
                     kept.drop_(z, start, first)
                 sums.add(z, start, first)
         sums.end(logprobs, lse, entropy)
-        ctx.save_for_backward(hidden, targets, logprobs, lse, lora_t, lora_b)
+        ctx.save_for_backward(hidden, targets, logprobs, lse, entropy, lora_t, lora_b)
         ctx.head, ctx.temperature, ctx.kept = head, temperature, kept
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         saved: list[Any] = [x if x is None else x.detach() for x in ctx.saved_tensors]
-        hidden, targets, logprobs, lse, lora_t, lora_b = saved
+        hidden, targets, logprobs, lse, entropy, lora_t, lora_b = saved
         head: Head = ctx.head
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dtype = head.dtype
         hidden_f32 = hidden.float().contiguous()
         hidden_cast = hidden.to(dtype).contiguous() if needs_weight else hidden_f32
-        grad_logprobs = grads[0].float().contiguous()
         n = len(hidden_f32)
+        grad_logprobs = torch.zeros(n) if grads[0] is None else grads[0].float().contiguous()
+        grad_entropy = None if grads[1] is None else grads[1].float() / ctx.temperature
+        step = n if grad_entropy is None else _TOKEN_TILE
+        parts = [slice(start, min(start + step, n)) for start in range(0, n, max(1, step))]
         grad_hidden = torch.zeros_like(hidden_f32)
         buffer = grad_weight = None
         if needs_weight and head.weight is not None:
@@ -244,10 +255,17 @@ class _LinearLogprobs(torch.autograd.Function):
             tile.logits(hidden_f32, lora_t, z)
             if ctx.kept is not None:
                 ctx.kept.drop_(z, 0, first)
-            _core.token_logprobs_backward(
-                logits=z, tokens=targets, first_token=first, temperature=ctx.temperature, lse=lse,
-                logprobs=logprobs, grads=grad_logprobs, out=grad_z,
-            )  # fmt: skip
+            for part in parts:
+                of_entropy = None
+                if grad_entropy is not None:  # d H / d z = -p (log p + H) / T
+                    log_p = (z[part] / ctx.temperature).sub_(lse[part, None]).clamp_(min=-1e4)
+                    of_entropy = log_p.exp().mul_(log_p.add_(entropy[part, None])).mul_(grad_entropy[part, None])
+                _core.token_logprobs_backward(
+                    logits=z[part], tokens=targets[part], first_token=first, temperature=ctx.temperature,
+                    lse=lse[part], logprobs=logprobs[part], grads=grad_logprobs[part], out=grad_z[part],
+                )  # fmt: skip
+                if of_entropy is not None:
+                    grad_z[part].sub_(of_entropy)
             tile.softcap_backward_(z, grad_z)
             if needs_hidden:
                 add_matmul(grad_hidden, grad_z, tile.rows)

@@ -3,7 +3,8 @@
 With the scores s_i of the G completions of a prompt, of which only scored ones count:
 
     group            (s_i - mean) / std                        GRPO, see ``compute_batch_group_advantages``
-    leave_one_out    s_i - mean of the others                  RLOO (Ahmadian et al. 2024, eq. 6)
+    leave_one_out    s_i - mean of the others                  RLOO (Ahmadian et al. 2024, eq. 6); with scale "batch"
+                     then divided by their deviation, after subtracting their mean, over the batch
     max_rl           (s_i - mean) / mean                       MaxRL (2602.02710), for scores >= 0
     pass_k           s_max - s_second for the best, else 0     (2503.19595, k = G)
     per_reward       each reward function's scores as in "group", weighted and summed, then the sums divided by their
@@ -42,7 +43,7 @@ def relative_advantages(
         advantage: see above.
         weights: of the functions of ``scored.by_name``, for "per_reward".
         options: ``scale``, ``ddof`` and ``eps`` of ``compute_batch_group_advantages``, for "group"; "per_reward" uses
-            ``ddof`` and ``eps``.
+            ``ddof`` and ``eps``, and "leave_one_out" too with the scale "batch".
 
     Raises:
         WhetValueError: an unknown name, N is not a multiple of group_size, or a negative reward in "max_rl".
@@ -62,6 +63,9 @@ def relative_advantages(
     if advantage == "leave_one_out":
         count = (~np.isnan(rewards)).sum(1, keepdims=True)
         found = centred * (count / np.maximum(count - 1, 1))
+        if given.get("scale") == "batch":
+            found[np.isnan(rewards) | (count < 2)] = np.nan  # without a baseline
+            return compute_batch_group_advantages(found.reshape(-1), found.size, **given)
     elif advantage == "max_rl":
         if (lowest := np.nanmin(rewards, initial=0.0)) < 0:
             raise WhetValueError(

@@ -8,10 +8,9 @@ from typing import Any
 from whet.data.rows import tokenize_prompt
 from whet.data.sources import read_rows
 from whet.errors import WhetValueError
-from whet.rewards.functions import load_function
 from whet.rollout.episodes import environment_reward
-from whet.tasks.code import prepare
 from whet.tasks.mixture import Mixture, open_tasks
+from whet.tasks.rewards import load_rewards
 
 _N_EMPTY = 1000
 """Episodes of an epoch without data: environments differ by their seeds."""
@@ -21,8 +20,7 @@ _N_CHECKED = 64
 
 def open_rows(run: Any) -> tuple[Sequence[Any], Sequence[Any], list[Callable[..., Any]]]:
     """Return training rows, held-out rows, and reward functions of a run, with rewards of task or episode first."""
-    unsafe_local = getattr(run, "unsafe_local", False)
-    functions = prepare(map(load_function, getattr(run, "reward", [])), unsafe_local=unsafe_local)
+    functions = load_rewards(getattr(run, "reward", []), unsafe_local=getattr(run, "unsafe_local", False))
     if getattr(run, "env", "") or getattr(run, "agent", ""):
         functions.insert(0, environment_reward)
     if not getattr(run, "task", []):

@@ -22,7 +22,15 @@ from whet.config.fields import (
     reject_ineffective,
 )
 from whet.config.preferences import CPOConfig, DPOConfig, KTOConfig, OnlineDPOConfig, ORPOConfig, SimPOConfig
-from whet.config.settings import REWARD_SETTINGS, BestOfNConfig, DistillConfig, GRPOConfig, KDConfig, SFTConfig
+from whet.config.settings import (
+    REWARD_SETTINGS,
+    BestOfNConfig,
+    DistillConfig,
+    GRPOConfig,
+    KDConfig,
+    RLOOConfig,
+    SFTConfig,
+)
 from whet.errors import WhetValueError, check_installed
 from whet.files import FolderLock
 from whet.models.formats import Weights
@@ -190,7 +198,8 @@ class OnlineRunConfig(RunConfig):
     eval_items: Count = 0
     """Number of held-out items per task for evaluation, which never occur in training; 0: none."""
     reward: Paths = field(default_factory=list)
-    """Reward functions: file.py:function or package.module:function."""
+    """Reward functions: file.py:function or package.module:function. Options may follow the name of a class:
+    file.py:Class,level=3, or whet.rewards.penalties:SoftOverlong,max_length=512,buffer=128."""
     unsafe_local: bool = False
     """Let programs of the model run without a sandbox, as this user, if tools or reward functions run programs
     (whet.tasks.code)."""
@@ -261,8 +270,8 @@ class KTORun(KTOConfig, RunConfig):
 
 
 @dataclass(kw_only=True)
-class GRPORun(_TasksAsTexts, GRPOConfig, OnlineRunConfig):
-    """Settings of ``whet train grpo``."""
+class EpisodeRunConfig(OnlineRunConfig):
+    """Settings common to all methods of ``whet train`` that train on episodes."""
 
     env: PathText = ""
     """An environment that answers the model's turns and rewards them: file.py:Class or package.module:Class, also in
@@ -275,10 +284,6 @@ class GRPORun(_TasksAsTexts, GRPOConfig, OnlineRunConfig):
     agent: PathText = ""
     """A function (row, server) -> reward that samples by requests to an OpenAI URL, instead of an environment:
     file.py:play or package.module:play. Needs the extra serve."""
-
-    def __post_init__(self) -> None:
-        self.beta = 0.0 if self.beta is None else self.beta  # a run has no ref_model
-        super().__post_init__()
 
     def check(self, where: str) -> None:
         super().check(where)
@@ -296,6 +301,20 @@ class GRPORun(_TasksAsTexts, GRPOConfig, OnlineRunConfig):
 
     def trained_on(self) -> str:
         return super().trained_on() or self.env or self.agent
+
+
+@dataclass(kw_only=True)
+class GRPORun(_TasksAsTexts, GRPOConfig, EpisodeRunConfig):
+    """Settings of ``whet train grpo``."""
+
+    def __post_init__(self) -> None:
+        self.beta = 0.0 if self.beta is None else self.beta  # a run has no ref_model
+        super().__post_init__()
+
+
+@dataclass(kw_only=True)
+class RLOORun(_TasksAsTexts, RLOOConfig, EpisodeRunConfig):
+    """Settings of ``whet train rloo``."""
 
 
 @dataclass(kw_only=True)
@@ -323,7 +342,7 @@ class DistillRun(_TasksAsTexts, DistillConfig, OnlineRunConfig):
     """Required: a model folder, a .gguf file, or the URL of a server that returns log-probs of prompts, such as
     http://127.0.0.1:8000/v1 of whet serve."""
     reward: Paths = field(default_factory=list)
-    """Reward functions for metrics and evaluation: file.py:function or package.module:function."""
+    """Reward functions for metrics and evaluation: file.py:function or package.module:function, see whet train grpo."""
 
     def check(self, where: str) -> None:
         super().check(where)
@@ -365,7 +384,8 @@ class _BestOfNInputs:
     task: Paths = field(default_factory=list)
     """Tasks instead of prompts and reward, see whet train grpo --help; uses their training rows."""
     reward: Paths = field(default_factory=list)
-    """Reward functions: file.py:function or package.module:function."""
+    """Reward functions: file.py:function or package.module:function. Options may follow the name of a class:
+    file.py:Class,level=3, or whet.rewards.penalties:SoftOverlong,max_length=512,buffer=128."""
     output: PathText = ""
     """The .jsonl file to write; empty: standard output."""
     all_candidates: bool = False

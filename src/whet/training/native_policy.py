@@ -142,6 +142,7 @@ class NativePolicy:
         experts: Sequence[np.ndarray | None] | None = None,
         temperature: float = 1.0,
         return_entropy: bool = False,
+        differentiable_entropy: bool = False,  # it always is
     ) -> Logprobs:
         """Return ``Learner.logprobs``."""
         return self.model.logprobs(
@@ -150,11 +151,13 @@ class NativePolicy:
             dropout_seed=self._dropout_seed,
         )  # fmt: skip
 
-    def backward(self, grad_logprobs: np.ndarray, share: float = 1.0) -> dict[str, float]:
+    def backward(
+        self, grad_logprobs: np.ndarray, share: float = 1.0, grad_entropy: np.ndarray | None = None
+    ) -> dict[str, float]:
         """Add the gradients of the adapters: NaN if the gradient of the log-probs is not finite, as autograd would."""
         self._has_gradients = True
         if np.isfinite(grad_logprobs).all():
-            self.model.backward(grad_logprobs)
+            self.model.backward(grad_logprobs, grad_entropy)
             return {}
         for grad in self.model.gradients:
             grad.fill(np.nan)
@@ -165,7 +168,12 @@ class NativePolicy:
         """Context that provides the log-probs of the policy, or of its reference."""
         with self.reference.as_learner() if reference else contextlib.nullcontext():
             adapters = not (reference and self.reference.adapters_off)
-            yield lambda *rows, **options: self.model.logprobs(*rows, **options, adapters=adapters, keep=False).logprobs
+
+            def score(*rows: Any, **options: Any) -> np.ndarray:
+                logprobs, entropy, *_ = self.model.logprobs(*rows, **options, adapters=adapters, keep=False)
+                return logprobs if entropy is None else np.stack([logprobs, entropy])
+
+            yield score
 
     # --- updates ----------------------------------------------------------------------------------------
 

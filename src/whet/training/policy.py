@@ -22,7 +22,7 @@ from whet.learner.batch import Logprobs
 from whet.training.reference_cache import ReferenceCache
 
 Score = Callable[..., np.ndarray]
-"""``Policy.logprobs`` without gradients: (B, C) log-probs."""
+"""``Policy.logprobs`` without gradients: (B, C) log-probs; with ``return_entropy`` (2, B, C), and their entropy."""
 
 State = tuple[dict[str, dict[str, Any]], dict[str, Any]]
 """Tensors in groups, and other values, of a checkpoint."""
@@ -128,12 +128,18 @@ class Policy(Protocol):
         experts: Sequence[np.ndarray | None] | None = None,
         temperature: float = 1.0,
         return_entropy: bool = False,
+        differentiable_entropy: bool = False,
     ) -> Logprobs:
-        """Return log-probs of completion tokens, see ``Learner.logprobs``; ``backward`` follows."""
+        """Return log-probs of completion tokens, see ``Learner.logprobs``; ``backward`` follows.
+
+        ``differentiable_entropy``: whether ``backward`` gets the gradient of the entropy.
+        """
         ...
 
-    def backward(self, grad_logprobs: np.ndarray, share: float = 1.0) -> dict[str, float]:
-        """Add the gradients of the parameters, from the gradient of the last log-probs, (B, C).
+    def backward(
+        self, grad_logprobs: np.ndarray, share: float = 1.0, grad_entropy: np.ndarray | None = None
+    ) -> dict[str, float]:
+        """Add the gradients of the parameters, from the gradients of the last log-probs, (B, C), and of their entropy.
 
         A policy with a balance loss adds its gradient, times ``share``, the share of the micro-batch in the update, and
         returns the terms of the metrics "loss" and "balance_loss".

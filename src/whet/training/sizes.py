@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from whet import _core
-from whet.config.settings import GRPOConfig, OnlineConfig, TrainerConfig
+from whet.config.settings import GroupConfig, OnlineConfig, TrainerConfig
 from whet.errors import WhetValueError
 from whet.learner import choose_activation_bytes
 from whet.models.architecture import ModelConfig
@@ -121,7 +121,7 @@ def run_memory(
         "moments": 8 * n_trained,
         "teacher": teacher,
     }
-    if isinstance(config, GRPOConfig) and config.sampling((), 0).drops_tokens():
+    if isinstance(config, GroupConfig) and config.sampling((), 0).drops_tokens():
         n_tokens = config.batch_size * config.group_size * lengths.completion
         parts["kept_tokens"] = n_tokens * math.ceil(model.vocab_size / 32) * 4
     if is_packed:

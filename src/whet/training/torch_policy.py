@@ -79,6 +79,7 @@ class TorchPolicy:
         self._rounded = RoundedWeights(model, config.qat, where) if config.qat else None
         self._rate = config.learning_rate
         self._kept: Tensor | None = None
+        self._entropy: Tensor | None = None
         self._balance: Tensor | None = None
         self._balance_coefficient = balance_coefficient(model, config.router_aux_loss_coef, where)
 
@@ -189,28 +190,38 @@ class TorchPolicy:
         experts: Sequence[np.ndarray | None] | None = None,
         temperature: float = 1.0,
         return_entropy: bool = False,
+        differentiable_entropy: bool = False,
     ) -> Logprobs:
         """Return log-probs as ``completion_logprobs`` does; ``backward`` follows."""
         self._kept, entropy, mask, self._balance, replaced = completion_logprobs(
             self.model, prompt_ids, completion_ids, completion_mask=completion_mask, kept_tokens=kept_tokens,
             temperature=temperature, return_entropy=return_entropy, return_balance=self._balance_coefficient != 0,
-            experts=experts,
+            experts=experts, differentiable_entropy=differentiable_entropy,
         )  # fmt: skip
+        self._entropy = entropy if differentiable_entropy else None
         arrays = [None if x is None else x.detach().cpu().numpy() for x in (self._kept, entropy, mask)]
         return Logprobs(*arrays, replaced_experts=replaced)  # pyright: ignore[reportArgumentType]
 
-    def backward(self, grad_logprobs: np.ndarray, share: float = 1.0) -> dict[str, float]:
-        """Add the gradients of the parameters, from the gradient of the last log-probs, (B, C), and of the balance."""
+    def backward(
+        self, grad_logprobs: np.ndarray, share: float = 1.0, grad_entropy: np.ndarray | None = None
+    ) -> dict[str, float]:
+        """Add the gradients of the parameters, from the gradients of the last log-probs, (B, C), of their entropy, and
+        of the balance.
+        """
         kept, self._kept = self._kept, None
         if kept is None:
             raise WhetTypeError("backward: it follows logprobs, once. Call logprobs first.")
-        grad = torch.from_numpy(grad_logprobs).to(kept)
+        outputs, gradients = [kept], [torch.from_numpy(grad_logprobs).to(kept)]
+        if grad_entropy is not None and self._entropy is not None:
+            outputs.append(self._entropy)
+            gradients.append(torch.from_numpy(grad_entropy).to(kept))
+        self._entropy = None
         if self._balance is None:
-            kept.backward(grad)
+            torch.autograd.backward(outputs, gradients)
             return {}
         balance, self._balance = share * self._balance, None
         loss = self._balance_coefficient * balance
-        torch.autograd.backward([kept, loss], [grad, torch.ones_like(loss)])
+        torch.autograd.backward([*outputs, loss], [*gradients, torch.ones_like(loss)])
         return {"loss": loss.item(), "balance_loss": balance.item()}
 
     @contextmanager
@@ -223,7 +234,12 @@ class TorchPolicy:
             self.accelerations.get(model) or nullcontext(),
             nullcontext() if reference else self.exported_weights(),
         ):
-            yield lambda *rows, **options: completion_logprobs(model, *rows, **options).logprobs.cpu().numpy()
+
+            def score(*rows: Any, **options: Any) -> np.ndarray:
+                logprobs, entropy, *_ = completion_logprobs(model, *rows, **options)
+                return (logprobs if entropy is None else torch.stack([logprobs, entropy])).cpu().numpy()
+
+            yield score
 
     # --- updates ----------------------------------------------------------------------------------------
 

@@ -313,15 +313,17 @@ class Trainer(ABC):
         kept_tokens: Sequence[KeptTokens | None] | None = None,
         experts: Sequence[np.ndarray | None] | None = None,
         reference: bool = False,
+        return_entropy: bool = False,
     ) -> np.ndarray:
         """Return (B, C) log-probs of completion tokens under the policy, or its reference, in eval mode.
 
         Positions after the end of a completion, and tokens masked by ``completion_mask``, are 0. With ``kept_tokens``
         (``Completion.kept_tokens``), of the distribution over them; with ``experts`` (``Completion.experts``), by these
-        experts.
+        experts. With ``return_entropy`` (2, B, C), log-probs and the entropy of each token's distribution in nats.
         """
         rows = list(zip(prompt_ids, completion_ids, strict=True))
-        out = np.zeros((len(rows), max(map(len, completion_ids), default=0)), np.float32)
+        leading = (2,) if return_entropy else ()
+        out = np.zeros((*leading, len(rows), max(map(len, completion_ids), default=0)), np.float32)
         with phase("logprobs"), self.policy.scoring(reference=reference) as score:
             parts = self.micro_batches(rows)
 
@@ -331,15 +333,16 @@ class Trainer(ABC):
                 prompts, completions = [prompt_ids[i] for i in part], [completion_ids[i] for i in part]
                 options: dict[str, Any] = {} if experts is None else {"experts": [experts[i] for i in part]}
                 return score(
-                    prompts, completions, completion_mask=mask, kept_tokens=kept, temperature=temperature, **options
-                )
+                    prompts, completions, completion_mask=mask, kept_tokens=kept, temperature=temperature,
+                    return_entropy=return_entropy, **options,
+                )  # fmt: skip
 
             costs = [count_tokens([rows[i] for i in part]) for part in parts]
             own = shard_by_cost(costs, self.ranks.size)[self.ranks.rank]
             for shared in self.ranks.gather_results(lambda: [(parts[i], compute(parts[i])) for i in own]):
-                for part, logprobs in shared:
-                    out = out.astype(logprobs.dtype, copy=False)
-                    out[part, : logprobs.shape[1]] = logprobs
+                for part, found in shared:
+                    out = out.astype(found.dtype, copy=False)
+                    out[..., part, : found.shape[-1]] = found
         return out
 
     def completion_rows(self, completions: Any) -> list[list[int]]:
