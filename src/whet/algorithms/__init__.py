@@ -14,11 +14,30 @@ from whet.algorithms.grpo import GRPO
 from whet.algorithms.kto import KTO
 from whet.algorithms.online_dpo import OnlineDPO
 from whet.algorithms.orpo import ORPO
+from whet.algorithms.reward import Reward
 from whet.algorithms.sft import SFT
 from whet.algorithms.simpo import SimPO
-from whet.config.preferences import CPOConfig, DPOConfig, KTOConfig, OnlineDPOConfig, ORPOConfig, SimPOConfig
+from whet.config.preferences import (
+    CPOConfig,
+    DPOConfig,
+    KTOConfig,
+    OnlineDPOConfig,
+    ORPOConfig,
+    RewardConfig,
+    SimPOConfig,
+)
 from whet.config.settings import BestOfNConfig, DistillConfig, GRPOConfig, SFTConfig
-from whet.losses import cpo_loss, distillation_loss, dpo_loss, grpo_loss, kto_loss, orpo_loss, sft_loss, simpo_loss
+from whet.losses import (
+    cpo_loss,
+    distillation_loss,
+    dpo_loss,
+    grpo_loss,
+    kto_loss,
+    orpo_loss,
+    reward_loss,
+    sft_loss,
+    simpo_loss,
+)
 
 __all__ = [
     "CPO",
@@ -38,6 +57,8 @@ __all__ = [
     "ORPOConfig",
     "OnlineDPO",
     "OnlineDPOConfig",
+    "Reward",
+    "RewardConfig",
     "SFTConfig",
     "SimPO",
     "SimPOConfig",
@@ -47,6 +68,7 @@ __all__ = [
     "grpo_loss",
     "kto_loss",
     "orpo_loss",
+    "reward_loss",
     "sft_loss",
     "simpo_loss",
 ]

@@ -25,20 +25,18 @@ from whet.data.sources import read_rows
 from whet.data.thinking import Replies
 from whet.errors import WhetValueError
 from whet.nn.modules import position_limit
-from whet.rewards.functions import load_function
 from whet.rollout.choose import make_engine, reward_functions
 from whet.rollout.rollout import as_prompt_row, decode_completion
 from whet.runs.models import describe_size, load_model
-from whet.runs.rows import check_prompts_fit
+from whet.runs.rows import check_prompts_fit, load_rewards
 from whet.runs.settings import BestOfNRun
-from whet.tasks.code import prepare
 from whet.tasks.mixture import open_tasks
 from whet.training.prefetch import check_forms
 
 
 def main(run: BestOfNRun) -> int:
     """Write ``prompt``, ``completion`` and ``score`` per prompt, in order; with ``all_candidates`` also those."""
-    functions = prepare(map(load_function, run.reward), unsafe_local=run.unsafe_local)
+    functions = load_rewards(run.reward, unsafe_local=run.unsafe_local)
     if run.task:
         rows = open_tasks(run.task)
         functions = [*rows.reward_functions(), *functions]

@@ -49,9 +49,9 @@ from whet.models.sources.gguf_container import GGUFFile
 from whet.models.sources.pretrained import open_pretrained
 from whet.report.page import versions
 from whet.report.terminal import terminal_table
-from whet.rewards.functions import load_function
 from whet.rewards.processes import TIMEOUT_S, check_timeout
 from whet.rollout.players import make_player
+from whet.runs.rows import load_rewards
 from whet.tasks import Task, open_task
 from whet.tasks.code import prepare, runs_programs
 from whet.tasks.environment import load_environment
@@ -83,8 +83,8 @@ class EvalConfig(TextConfig, EngineSettings, EpisodeSettings):
     columns: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Field names and their columns in the data: prompt=question,answer=solution."""
     reward: UseAppendAction[Paths] = dataclasses.field(default_factory=list)
-    """Functions that score completions of --data: file.py:function or package.module:function. They get an episode's
-    messages."""
+    """Functions that score completions of --data: file.py:function or package.module:function, or folders of reward
+    models. They get an episode's messages."""
     env: PathText = ""
     """An environment that answers the model's turns and rewards them: file.py:Class or package.module:Class, also in
     TRL's form, or a game, gem:ID or textarena:ID. Without a task or data its rows are empty."""
@@ -258,7 +258,7 @@ def _open_tasks(options: EvalConfig) -> list[tuple[Task, list[Any]]]:
     sizes = [options.size or settings.size or _SIZE for settings in specs]
     tasks: list[Task] = [open_task(spec, split="eval", size=n) for spec, n in zip(options.task, sizes, strict=True)]
     if options.data:
-        functions = prepare(map(load_function, options.reward), unsafe_local=options.unsafe_local)
+        functions = load_rewards(options.reward, unsafe_local=options.unsafe_local)
         tasks = [RewardedRows(options.data, functions, options.columns, is_played=bool(options.env))]
     if not options.data and not options.task:
         tasks = [EmptyRows(options.env, options.size or _SIZE)]

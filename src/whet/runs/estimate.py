@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from whet.rollout.teacher import is_url
 from whet.runs.adapters import plan_adapters
 from whet.runs.native import uses_learner
 from whet.system.memory import resident_bytes
+from whet.text.reward_model import open_reward_source
 from whet.training.sizes import Lengths, RunMemory, run_memory
 
 
@@ -27,10 +29,21 @@ def estimate_run_memory(run: Any, source: ModelSource, lengths: Lengths, *, inte
     plan = plan_adapters(run, source, "whet estimate")
     base = "none" if plan.adapters is None else plan.base
     learner = uses_learner(run, plan, "whet estimate")
+    if run.trains_reward and base == "none":  # without an LM head
+        source = source._replace(config=dataclasses.replace(source.config, tied_head=True))
     return run_memory(
         source, run, lengths, interpreter=interpreter, adapters=plan.adapters, base=base, learner=learner,
-        activation_bytes=run.activation_bytes, teacher=_teacher_bytes(getattr(run, "teacher", "")),
+        activation_bytes=run.activation_bytes, others=_other_bytes(run),
     )  # fmt: skip
+
+
+def _other_bytes(run: Any) -> dict[str, int]:
+    """Return the bytes of the weights of other models in this process, by part."""
+    folders = [spec for spec in getattr(run, "reward", []) if Path(spec).is_dir()]
+    return {
+        "teacher": _teacher_bytes(getattr(run, "teacher", "")),
+        "reward_models": sum(estimate(*open_reward_source(folder)).weights for folder in folders),
+    }
 
 
 def _teacher_bytes(teacher: str) -> int:

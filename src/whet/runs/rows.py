@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from whet.data.rows import tokenize_prompt
@@ -12,6 +13,7 @@ from whet.rewards.functions import load_function
 from whet.rollout.episodes import environment_reward
 from whet.tasks.code import prepare
 from whet.tasks.mixture import Mixture, open_tasks
+from whet.text.reward_model import RewardModel
 
 _N_EMPTY = 1000
 """Episodes of an epoch without data: environments differ by their seeds."""
@@ -19,10 +21,23 @@ _N_CHECKED = 64
 """Number of a task's rows that are checked before the run: some generators take 0.25 s per row."""
 
 
+def load_rewards(specs: Iterable[str], *, unsafe_local: bool = False) -> list[Callable[..., Any]]:
+    """Return the reward functions of a command: functions by ``load_function``, folders as a ``RewardModel``.
+
+    Raises:
+        WhetValueError: one of them cannot be loaded.
+    """
+    return prepare(map(_load_reward, specs), unsafe_local=unsafe_local)
+
+
+def _load_reward(spec: str) -> Callable[..., Any]:
+    return RewardModel(spec) if Path(spec).is_dir() else load_function(spec)
+
+
 def open_rows(run: Any) -> tuple[Sequence[Any], Sequence[Any], list[Callable[..., Any]]]:
     """Return training rows, held-out rows, and reward functions of a run, with rewards of task or episode first."""
     unsafe_local = getattr(run, "unsafe_local", False)
-    functions = prepare(map(load_function, getattr(run, "reward", [])), unsafe_local=unsafe_local)
+    functions = load_rewards(getattr(run, "reward", []), unsafe_local=unsafe_local)
     if getattr(run, "env", "") or getattr(run, "agent", ""):
         functions.insert(0, environment_reward)
     if not getattr(run, "task", []):

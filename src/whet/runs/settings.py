@@ -21,7 +21,15 @@ from whet.config.fields import (
     check_range,
     reject_ineffective,
 )
-from whet.config.preferences import CPOConfig, DPOConfig, KTOConfig, OnlineDPOConfig, ORPOConfig, SimPOConfig
+from whet.config.preferences import (
+    CPOConfig,
+    DPOConfig,
+    KTOConfig,
+    OnlineDPOConfig,
+    ORPOConfig,
+    RewardConfig,
+    SimPOConfig,
+)
 from whet.config.settings import REWARD_SETTINGS, BestOfNConfig, DistillConfig, GRPOConfig, SFTConfig
 from whet.errors import WhetValueError, check_installed
 from whet.files import FolderLock
@@ -190,7 +198,7 @@ class OnlineRunConfig(RunConfig):
     eval_items: Count = 0
     """Number of held-out items per task for evaluation, which never occur in training; 0: none."""
     reward: Paths = field(default_factory=list)
-    """Reward functions: file.py:function or package.module:function."""
+    """Reward functions: file.py:function or package.module:function, or folders of reward models."""
     unsafe_local: bool = False
     """Let programs of the model run without a sandbox, as this user, if tools or reward functions run programs
     (whet.tasks.code)."""
@@ -261,6 +269,11 @@ class KTORun(KTOConfig, RunConfig):
 
 
 @dataclass(kw_only=True)
+class RewardRun(RewardConfig, RunConfig):
+    """Settings of ``whet train reward``."""
+
+
+@dataclass(kw_only=True)
 class GRPORun(_TasksAsTexts, GRPOConfig, OnlineRunConfig):
     """Settings of ``whet train grpo``."""
 
@@ -323,7 +336,7 @@ class DistillRun(_TasksAsTexts, DistillConfig, OnlineRunConfig):
     """Required: a model folder, a .gguf file, or the URL of a server that returns log-probs of prompts, such as
     http://127.0.0.1:8000/v1 of whet serve."""
     reward: Paths = field(default_factory=list)
-    """Reward functions for metrics and evaluation: file.py:function or package.module:function."""
+    """Reward functions for metrics and evaluation; see --reward of whet train grpo --help."""
 
     def check(self, where: str) -> None:
         super().check(where)
@@ -360,7 +373,7 @@ class _BestOfNInputs:
     task: Paths = field(default_factory=list)
     """Tasks instead of prompts and reward, see whet train grpo --help; uses their training rows."""
     reward: Paths = field(default_factory=list)
-    """Reward functions: file.py:function or package.module:function."""
+    """Reward functions: file.py:function or package.module:function, or folders of reward models."""
     output: PathText = ""
     """The .jsonl file to write; empty: standard output."""
     all_candidates: bool = False

@@ -206,7 +206,7 @@ def _load_modules(
     from whet.models.sources.live import open_module
     from whet.nn.frozen import base_of
     from whet.nn.modules import position_limit
-    from whet.runs.models import add_adapters, describe_size, load_model
+    from whet.runs.models import add_adapters, as_reward_model, describe_size, load_model
 
     base = run.base if run.has_adapters() else "none"
     model, tokenizer = load_model(run.model, run.dtype, base, run.chat_template, notify, run.adapter)
@@ -217,6 +217,8 @@ def _load_modules(
         with contextlib.suppress(WhetError):  # a model that the engine does not support
             predicted = predict_memory(run, open_module(model), weights, tokenizer, rows)
     _set_seed(run.seed % 2**32)
+    if run.trains_reward:
+        model = as_reward_model(model, tokenizer, where)
     if run.has_adapters():
         model = add_adapters(model, run, plan.record)
     return model, tokenizer, predicted, describe_size(model)

@@ -30,6 +30,7 @@ from whet.nn.frozen import base_of
 from whet.nn.modules import module_device, module_mode, position_limit, stop_token_ids
 from whet.nn.optim import HALF_DTYPES, AdamW
 from whet.nn.replay import routers_of
+from whet.nn.rewards import check_reward_model, completion_rewards
 from whet.training.policy import Score, State, check_same_parameters, error_without_effect
 from whet.training.reduction import checksum
 from whet.training.reference import Reference
@@ -62,6 +63,8 @@ class TorchPolicy:
         self.trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.trainable:
             raise WhetValueError(f"{where}: no parameter of model requires grad. Unfreeze some.")
+        if config.trains_reward:
+            check_reward_model(model, where)
         self.reference = Reference(model, self.trainable, ref_model, kept=config.uses_reference_model(), where=where)
         self.reference.check_moves(config, where)
         models = [model] if self.reference.model is None else [model, self.reference.model]
@@ -189,18 +192,29 @@ class TorchPolicy:
         arrays = [None if x is None else x.detach().cpu().numpy() for x in (self._kept, entropy, mask)]
         return Logprobs(*arrays, replaced_experts=replaced)  # pyright: ignore[reportArgumentType]
 
-    def backward(self, grad_logprobs: np.ndarray, share: float = 1.0) -> dict[str, float]:
-        """Add the gradients of the parameters, from the gradient of the last log-probs, (B, C), and of the balance."""
+    def rewards(
+        self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], *, keep: bool = True
+    ) -> np.ndarray:
+        """Return ``completion_rewards``; ``backward`` follows, unless they are of the eval mode."""
+        if keep:
+            self._kept = completion_rewards(self.model, prompt_ids, completion_ids)
+            return self._kept.detach().cpu().numpy()
+        with torch.no_grad(), module_mode(self.model, training=False), self.acceleration or nullcontext():
+            return completion_rewards(self.model, prompt_ids, completion_ids).cpu().numpy()
+
+    def backward(self, grad: np.ndarray, share: float = 1.0) -> dict[str, float]:
+        """Add the gradients of the parameters, from the gradient of the last log-probs, (B, C), or rewards, (B,), and
+        of the balance."""
         kept, self._kept = self._kept, None
         if kept is None:
-            raise WhetTypeError("backward: it follows logprobs, once. Call logprobs first.")
-        grad = torch.from_numpy(grad_logprobs).to(kept)
+            raise WhetTypeError("backward: it follows logprobs or rewards, once. Call one of them first.")
+        of_kept = torch.from_numpy(grad).to(kept)
         if self._balance is None:
-            kept.backward(grad)
+            kept.backward(of_kept)
             return {}
         balance, self._balance = share * self._balance, None
         loss = self._balance_coefficient * balance
-        torch.autograd.backward([kept, loss], [grad, torch.ones_like(loss)])
+        torch.autograd.backward([kept, loss], [of_kept, torch.ones_like(loss)])
         return {"loss": loss.item(), "balance_loss": balance.item()}
 
     @contextmanager

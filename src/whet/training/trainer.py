@@ -323,7 +323,6 @@ class Trainer(ABC):
         rows = list(zip(prompt_ids, completion_ids, strict=True))
         out = np.zeros((len(rows), max(map(len, completion_ids), default=0)), np.float32)
         with phase("logprobs"), self.policy.scoring(reference=reference) as score:
-            parts = self.micro_batches(rows)
 
             def compute(part: list[int]) -> np.ndarray:
                 mask = None if completion_mask is None else [completion_mask[i] for i in part]
@@ -334,13 +333,20 @@ class Trainer(ABC):
                     prompts, completions, completion_mask=mask, kept_tokens=kept, temperature=temperature, **options
                 )
 
-            costs = [count_tokens([rows[i] for i in part]) for part in parts]
-            own = shard_by_cost(costs, self.ranks.size)[self.ranks.rank]
-            for shared in self.ranks.gather_results(lambda: [(parts[i], compute(parts[i])) for i in own]):
-                for part, logprobs in shared:
-                    out = out.astype(logprobs.dtype, copy=False)
-                    out[part, : logprobs.shape[1]] = logprobs
+            for part, logprobs in self.compute_on_ranks(rows, compute):
+                out = out.astype(logprobs.dtype, copy=False)
+                out[part, : logprobs.shape[1]] = logprobs
         return out
+
+    def compute_on_ranks(
+        self, rows: TokenRows, compute: Callable[[list[int]], np.ndarray]
+    ) -> Iterator[tuple[list[int], np.ndarray]]:
+        """Yield each micro-batch of the rows and what ``compute`` returns of it; the ranks share the computation."""
+        parts = self.micro_batches(rows)
+        costs = [count_tokens([rows[i] for i in part]) for part in parts]
+        own = shard_by_cost(costs, self.ranks.size)[self.ranks.rank]
+        for shared in self.ranks.gather_results(lambda: [(parts[i], compute(parts[i])) for i in own]):
+            yield from shared
 
     def completion_rows(self, completions: Any) -> list[list[int]]:
         """Return completions as rows of token ids, without padding.
