@@ -405,8 +405,8 @@ def _find_head(inner: Any) -> tuple[nn.Module, Any]:
         )
     names = dict(inner.named_modules())
     head: Any = inner.get_output_embeddings()
-    if head is None and isinstance(getattr(inner, "score", None), nn.Module):
-        head = nn.Identity()
+    if isinstance(getattr(inner, "score", None), nn.Module):
+        head = head or nn.Identity()
     decoder = names.get(family_of(options, "accelerate").decoder)
     layer = head.base_layer if is_lora(head) and not special_adapters(head) else head
     if type(layer) not in (nn.Linear, FrozenLinear, nn.Identity) or decoder is None or decoder is inner:

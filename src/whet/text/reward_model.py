@@ -59,6 +59,11 @@ def add_reward_adapter(engine: Engine, folder: str | os.PathLike[str], where: st
     return engine.add_adapter(modules), head
 
 
+def apply_head(hidden: np.ndarray, head: np.ndarray) -> np.ndarray:
+    """Return the scores (n,) float64 of hidden states (n, k) float32 for a head (1, k)."""
+    return (hidden * head).sum(1, dtype=np.float64)
+
+
 def tokenize_answer(prompt: Any, completion: Any, tokenizer: Any) -> list[int]:
     """Return the tokens of a prompt and an answer to score, tokenised as a row of ``whet train reward``.
 
@@ -87,7 +92,7 @@ class RewardModel:
     Attributes:
         engine: computes hidden states.
         tokenizer: of the reward model.
-        head: (hidden_dim,) float32.
+        head: (1, hidden_dim) float32.
 
     Raises:
         WhetValueError: the folder is not a reward model, or the engine does not support it.
@@ -110,10 +115,10 @@ class RewardModel:
             self._adapter, head = add_reward_adapter(self.engine, path, where)
             self.tokenizer = load_chat_tokenizer(model, where, adapter=path)
         else:
-            source, head = open_classifier(path)
-            self.engine = Engine(source, weights=weights, where=where)
+            self.engine = load_engine(path, weights, None, where, scores=True)
+            head = open_classifier(path)[1]
             self.tokenizer = load_chat_tokenizer(path, where)
-        self.head = head[0]
+        self.head = head
         unregister_holder(self.engine)
         register_holder(self)
 
@@ -130,7 +135,7 @@ class RewardModel:
         Raises:
             WhetValueError: as ``Engine.embed``.
         """
-        return (self.engine.embed(rows, adapter=self._adapter) * self.head).sum(1, dtype=np.float64)
+        return apply_head(self.engine.embed(rows, adapter=self._adapter), self.head)
 
     def memory_blocks(self) -> Iterator[tuple[str, Hashable, int]]:
         """Yield the memory of the engine, for ``whet.memory_report``."""
