@@ -145,7 +145,8 @@ def test_training_separates_two_kinds_of_rows(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["whole", "learner"])
 def test_a_run_resumes_to_the_bit(kind: str, tmp_path: Path) -> None:
     def make() -> Reward:
-        model = classifier() if kind == "whole" else learner_of(tiny_llama(), lora_dropout=0.2)
+        options = {"lora_dropout": 0.2, "modules_to_save": ["norm", "score"]}
+        model = classifier() if kind == "whole" else learner_of(tiny_llama(), **options)
         return Reward(model, learning_rate=0.01, batch_size=2, training_mode=True, compute="float32")
 
     assert_resumes(make, ROWS, tmp_path)

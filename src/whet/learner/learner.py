@@ -189,12 +189,11 @@ class TrainedNorm(TrainedModule):
 
     def __init__(self, location: WeightLocation, base: PackedBase) -> None:
         self.location, self._base = location, base
-        self.parts = ("weight",) if location.bias is None else ("weight", "bias")
         super().__init__(location.names[0], *self._read_base())
 
     def _read_base(self) -> tuple[np.ndarray, ...]:
-        readers = {"weight": self._base.rows, "bias": self._base.bias}
-        return tuple(readers[part](self.name, np.empty(self.location.shape, np.float32)) for part in self.parts)
+        readers = [self._base.rows, *([] if self.location.bias is None else [self._base.bias])]
+        return tuple(read(self.location.names[0], np.empty(self.location.shape, np.float32)) for read in readers)
 
     def is_original(self) -> bool:
         """Whether the parameters are the base's."""
