@@ -83,8 +83,8 @@ class EvalConfig(TextConfig, EngineSettings, EpisodeSettings):
     columns: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Field names and their columns in the data: prompt=question,answer=solution."""
     reward: UseAppendAction[Paths] = dataclasses.field(default_factory=list)
-    """Functions that score completions of --data: file.py:function or package.module:function, or folders of reward
-    models. They get an episode's messages."""
+    """Functions that score completions of --data: file.py:function or package.module:function, folders of reward
+    models, or .toml files of judges. They get an episode's messages."""
     env: PathText = ""
     """An environment that answers the model's turns and rewards them: file.py:Class or package.module:Class, also in
     TRL's form, or a game, gem:ID or textarena:ID. Without a task or data its rows are empty."""

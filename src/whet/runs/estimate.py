@@ -11,12 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from whet.config.toml import read_toml
 from whet.errors import WhetValueError
 from whet.models.hub import find_on_hub
 from whet.models.sizes import estimate
 from whet.models.slots import ModelSource
 from whet.models.sources.pretrained import open_pretrained
-from whet.rollout.teacher import is_url
+from whet.rollout.server import is_url
 from whet.runs.adapters import plan_adapters
 from whet.runs.native import uses_learner
 from whet.system.memory import resident_bytes
@@ -39,18 +40,20 @@ def estimate_run_memory(run: Any, source: ModelSource, lengths: Lengths, *, inte
 
 def _other_bytes(run: Any) -> dict[str, int]:
     """Return the bytes of the weights of other models in this process, by part."""
-    folders = [spec for spec in getattr(run, "reward", []) if Path(spec).is_dir()]
+    specs = [*getattr(run, "reward", []), getattr(run, "preference", "")]
+    rewards = sum(estimate(*open_reward_source(spec)).weights for spec in specs if spec and Path(spec).is_dir())
+    judges = [read_toml(spec).get("model", "") for spec in specs if spec.endswith(".toml")]
     return {
-        "teacher": _teacher_bytes(getattr(run, "teacher", "")),
-        "reward_models": sum(estimate(*open_reward_source(folder)).weights for folder in folders),
+        "teacher": _model_bytes(getattr(run, "teacher", ""), "teacher"),
+        "reward_models": rewards + sum(_model_bytes(model, "judge") for model in judges),
     }
 
 
-def _teacher_bytes(teacher: str) -> int:
-    """Return the bytes of the weights of a teacher in this process."""
-    if not teacher or is_url(teacher):
+def _model_bytes(model: str, kind: str) -> int:
+    """Return the bytes of the weights of a model in this process; 0: there is none, or it is behind a URL."""
+    if not model or is_url(model):
         return 0
-    return estimate(open_pretrained(find_on_hub(teacher, "whet estimate: teacher"))).weights
+    return estimate(open_pretrained(find_on_hub(model, f"whet estimate: {kind}"))).weights
 
 
 def measure_interpreter(model: str, tasks: Sequence[Any], packages: Sequence[str]) -> int:

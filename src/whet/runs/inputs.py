@@ -44,9 +44,10 @@ def _list_files(run: Any) -> Iterator[tuple[str, list[Path]]]:
     for setting in ("data", "eval_data"):
         yield setting, [file for source in getattr(run, setting) for file in source_files(source)]
     for setting in _CODE:
-        folders = [Path(spec) for spec in _list_specs(run, setting) if Path(spec).is_dir()]  # reward models
-        models = [path for folder in folders for path in sorted(folder.glob("*")) if path.is_file()]
-        yield setting, [*_existing(list(map(_find_file, _code_locations(run, setting)))), *models]
+        given = [Path(spec) for spec in _list_specs(run, setting)]  # folders of reward models, files of judges
+        models = [path for spec in given for path in (sorted(spec.glob("*")) if spec.is_dir() else [spec])]
+        code = _existing(list(map(_find_file, _code_locations(run, setting))))
+        yield setting, [*code, *(path for path in models if path.is_file())]
     yield "chat_template", _existing([run.chat_template])
     if run.adapter:
         yield "adapter", [path for path in sorted(Path(run.adapter).glob("adapter_*")) if path.is_file()]

@@ -11,6 +11,7 @@ from whet.data.sources import read_rows
 from whet.errors import WhetValueError
 from whet.rewards.functions import load_function
 from whet.rollout.episodes import environment_reward
+from whet.rollout.judge import Judge
 from whet.tasks.code import prepare
 from whet.tasks.mixture import Mixture, open_tasks
 from whet.text.reward_model import RewardModel
@@ -22,7 +23,8 @@ _N_CHECKED = 64
 
 
 def load_rewards(specs: Iterable[str], *, unsafe_local: bool = False) -> list[Callable[..., Any]]:
-    """Return the reward functions of a command: functions by ``load_function``, folders as a ``RewardModel``.
+    """Return the reward functions of a command: by ``load_function``, or of folders a ``RewardModel``, of .toml files a
+    ``Judge``.
 
     Raises:
         WhetValueError: one of them cannot be loaded.
@@ -31,7 +33,18 @@ def load_rewards(specs: Iterable[str], *, unsafe_local: bool = False) -> list[Ca
 
 
 def _load_reward(spec: str) -> Callable[..., Any]:
+    if spec.endswith(".toml"):
+        return Judge.read(spec)
     return RewardModel(spec) if Path(spec).is_dir() else load_function(spec)
+
+
+def load_preference(spec: str) -> Callable[..., Any]:
+    """Return a preference function of a command: by ``load_function``, or of a .toml file ``Judge.prefer``.
+
+    Raises:
+        WhetValueError: it cannot be loaded.
+    """
+    return Judge.read(spec).prefer if spec.endswith(".toml") else load_function(spec)
 
 
 def open_rows(run: Any) -> tuple[Sequence[Any], Sequence[Any], list[Callable[..., Any]]]:

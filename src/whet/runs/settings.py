@@ -198,7 +198,8 @@ class OnlineRunConfig(RunConfig):
     eval_items: Count = 0
     """Number of held-out items per task for evaluation, which never occur in training; 0: none."""
     reward: Paths = field(default_factory=list)
-    """Reward functions: file.py:function or package.module:function, or folders of reward models."""
+    """Reward functions: file.py:function or package.module:function, folders of reward models, or .toml files of
+    judges."""
     unsafe_local: bool = False
     """Let programs of the model run without a sandbox, as this user, if tools or reward functions run programs
     (whet.tasks.code)."""
@@ -316,7 +317,8 @@ class OnlineDPORun(_TasksAsTexts, OnlineDPOConfig, OnlineRunConfig):
     """Settings of ``whet train online-dpo``."""
 
     preference: PathText = ""
-    """A function that judges pairs instead of rewards: file.py:function or package.module:function."""
+    """A function that judges pairs instead of rewards: file.py:function or package.module:function; or the .toml file
+    of a judge."""
 
     def check(self, where: str) -> None:
         super().check(where)
@@ -373,7 +375,8 @@ class _BestOfNInputs:
     task: Paths = field(default_factory=list)
     """Tasks instead of prompts and reward, see whet train grpo --help; uses their training rows."""
     reward: Paths = field(default_factory=list)
-    """Reward functions: file.py:function or package.module:function, or folders of reward models."""
+    """Reward functions: file.py:function or package.module:function, folders of reward models, or .toml files of
+    judges."""
     output: PathText = ""
     """The .jsonl file to write; empty: standard output."""
     all_candidates: bool = False

@@ -46,7 +46,7 @@ from whet.runs.inputs import check_inputs, describe_failure, read_inputs, write_
 from whet.runs.memory import predict_memory
 from whet.runs.native import describe_learner, load_learner, uses_learner
 from whet.runs.resume import Notify, check_steps, find_checkpoint, last_step_of_pass
-from whet.runs.rows import check_prompts_fit, open_rows
+from whet.runs.rows import check_prompts_fit, load_preference, open_rows
 from whet.runs.save import write_memory, write_results
 from whet.runs.settings import RunConfig, lock_folder
 from whet.runs.stopping import StoppableCheckpoints
@@ -277,7 +277,7 @@ def _make_config(method: str, run: Any) -> Any:
 def _scoring_arguments(run: Any, rewards: RewardFunctions | None) -> dict[str, Any]:
     """Return the constructor arguments that score completions, for algorithms that sample."""
     if getattr(run, "preference", ""):
-        return {"preference_fn": load_function(run.preference)}
+        return {"preference_fn": load_preference(run.preference)}
     episodes: dict[str, Any] = {"environment": load_environment(run.env)} if getattr(run, "env", "") else {}
     episodes |= {"agent": load_function(run.agent)} if getattr(run, "agent", "") else {}
     if tools := getattr(run, "tools", []):
