@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from tests.raising import assert_raises
-from tests.tiny import LLAMA, assert_resumes, tiny_llama, with_lora
+from tests.tiny import EOS, LLAMA, assert_resumes, tiny_llama, with_lora
 from tests.trls import grad_norm
 
 from whet.algorithms import DPO, SFT, Reward
@@ -63,7 +63,7 @@ def trls(model: Any, coefficient: float | None) -> tuple[torch.Tensor, dict[str,
         }
         for row in ROWS
     ]
-    inputs = DataCollatorForPreference(pad_token_id=0)(rows)
+    inputs = DataCollatorForPreference(pad_token_id=model.config.pad_token_id)(rows)
     inputs["margin"] = inputs["margin"].double()
     loss: Any = RewardTrainer.compute_loss(trainer, model.train(), inputs)  # pyright: ignore[reportArgumentType]
     return loss, {name: values[0] for name, values in trainer._metrics["train"].items()}
@@ -71,9 +71,11 @@ def trls(model: Any, coefficient: float | None) -> tuple[torch.Tensor, dict[str,
 
 @pytest.mark.parametrize("coefficient", [0.0, 0.3])
 @pytest.mark.parametrize("micro_batch_size", [0, 2])
-def test_a_step_is_trls(coefficient: float, micro_batch_size: int) -> None:
+@pytest.mark.parametrize("pad_token_id", [0, EOS])
+def test_a_step_is_trls(coefficient: float, micro_batch_size: int, pad_token_id: int) -> None:
+    """The last token that is not padding is scored: the one before EOS, if that is the padding token."""
     pytest.importorskip("trl", reason="pip install 'whet[peers]'")
-    model = classifier(seed=3).double()
+    model = classifier(seed=3, pad_token_id=pad_token_id).double()
     expected_model = copy.deepcopy(model)
     settings = {"micro_batch_size": micro_batch_size, "center_rewards_coefficient": coefficient}
     trainer = Reward(model, learning_rate=0.0, **settings)
@@ -92,9 +94,10 @@ def test_a_step_is_trls(coefficient: float, micro_batch_size: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["whole", "lora"])
-def test_kernels_compute_the_step_of_torch(kind: str) -> None:
+@pytest.mark.parametrize("pad_token_id", [0, EOS])
+def test_kernels_compute_the_step_of_torch(kind: str, pad_token_id: int) -> None:
     """The LM head of a classifier is absent; the packed batch shares prompts."""
-    model = classifier()
+    model = classifier(pad_token_id=pad_token_id)
     if kind == "lora":
         model = with_lora(model, b_std=0.1, target_modules=["v_proj", "down_proj"], task_type="SEQ_CLS")
     names, norms = [], []

@@ -84,6 +84,13 @@ def test_all_weights_give_a_classifier(files: Any) -> None:
     with torch.no_grad():
         expected = opened(torch.tensor(rows)).logits[:, 0].tolist()
     assert model.score(rows).tolist() == pytest.approx(expected, abs=1e-5) and expected[0] > expected[1]
+    opened.config.pad_token_id = 1  # as TRL sets it for a tokenizer without padding token
+    opened.save_pretrained(folder)
+    with torch.no_grad():
+        expected = opened(torch.tensor(rows)).logits[:, 0].tolist()
+    model = RewardModel(folder, weights="float32")
+    assert model.score(rows).tolist() == pytest.approx(expected, abs=1e-5)
+    assert model.score([row[:-1] for row in rows]).tolist() == model.score(rows).tolist()
     again = {**given, "model": folder, "steps": 1, "learning_rate": 0}
     assert main(["train", "reward", *files("again", **again)]) == 0  # keeps the head
     [row] = [row for row in metrics(files.folder / "again") if "loss" in row]

@@ -1,7 +1,7 @@
 """Rewards of completions under a sequence classifier with one label, differentiable in the model.
 
-The reward is ``w . h``, with the head w, the module ``score``, and the final hidden state h of the last token.
-transformers takes the last token other than padding, which is the same unless a row ends with the padding token.
+The reward is ``w . h``, with the head w, the module ``score``, and the final hidden state h of the last token other
+than the ``pad_token_id`` of the config: as in transformers, EOS does not count if it is the padding token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from whet.errors import WhetTypeError
-from whet.learner.batch import PackedBatch, pack_batch
+from whet.learner.batch import PackedBatch, count_unpadded, pack_batch
 from whet.nn.accelerate import acceleration_of
 from whet.nn.causal_lm import padded_batch, token_lists
 from whet.nn.modules import inner_module, module_device
@@ -42,6 +42,8 @@ def completion_rewards(
     decoder, score = _reward_parts(model, where)
     prompts = token_lists(prompt_ids, where, "prompt_ids", allow_empty=False)
     completions = token_lists(completion_ids, where, "completion_ids", allow_empty=True)
+    pad_id = inner_module(model).config.get_text_config().pad_token_id  # pyright: ignore
+    completions = [ids[: count_unpadded(ids, pad_id)] for ids in completions]
     if (acceleration := acceleration_of(model)) is not None:
         packed = pack_batch(prompts, [[*ids, 0] for ids in completions])  # a token's state predicts the next one
         ends = packed.steps == np.array(list(map(len, completions)))[packed.rows]

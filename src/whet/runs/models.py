@@ -31,6 +31,7 @@ from whet.nn.forwards import is_experts
 from whet.nn.frozen import base_of, expert_parameters, frozen_model
 from whet.nn.modules import auto_class, towers
 from whet.runs.resume import Notify
+from whet.runs.settings import RunConfig
 from whet.text.model import choose_template, load_transformers_tokenizer
 
 
@@ -177,7 +178,7 @@ def _load_gguf(path: str, dtype: str, notify: Notify) -> tuple[Any, Any]:
     return load_gguf_model(file, dtype)
 
 
-def add_adapters(model: nn.Module, run: Any, record: Mapping[str, Any] | None = None) -> nn.Module:
+def add_adapters(model: nn.Module, run: RunConfig, record: Mapping[str, Any] | None = None) -> nn.Module:
     """Freeze a model and add the LoRA adapters (Hu et al. 2021) of a run: new ones, or its ``adapter`` folder.
 
     Args:
@@ -210,7 +211,7 @@ def add_adapters(model: nn.Module, run: Any, record: Mapping[str, Any] | None = 
         or None,
         exclude_modules=SKIPPED if towers(model) else None,
         modules_to_save=run.modules_to_save or None,
-        task_type="SEQ_CLS" if run.trains_reward else "CAUSAL_LM",  # of which PEFT also trains the head
+        task_type="SEQ_CLS" if hasattr(model, SCORE) else "CAUSAL_LM",  # of which PEFT also trains the head
     )
     try:
         return peft.get_peft_model(model, settings)

@@ -10,22 +10,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from whet.config.sampling import SamplingParams
 from whet.engine import Engine
 from whet.engine.checks import LogprobsMode
 from whet.engine.grammar import Grammars
 from whet.errors import WhetValueError
 from whet.models.adapter_files import has_reward_head
-from whet.models.sources.folder import is_classifier_folder, open_classifier
+from whet.models.sources.folder import is_classifier_folder
 from whet.models.sources.gguf_container import GGUFFile
 from whet.models.tokenizers.token_texts import TokenTexts, read_token_texts
 from whet.serve.errors import ApiError
 from whet.system.memory import unused_bytes
 from whet.text.model import find_model, find_stop_ids, load_chat_tokenizer, load_engine, longest_sequence
 from whet.text.replies import ReplyFormat
-from whet.text.reward_model import add_reward_adapter
+from whet.text.reward_model import RewardHead, add_reward_adapter, read_reward_head
 
 _WHERE = "whet serve"
 _KV_BYTES = (1 << 30, 4 << 30)
@@ -59,7 +57,7 @@ class ServedModel:
         pooling: of embeddings, if a request does not choose it.
         logprobs_mode: of the log-probs of sampled tokens, see ``Engine.generate``.
         fingerprint: names the weights. Default: their digest.
-        head: of a model that is a reward model, (1, hidden_dim).
+        head: of a model that is a reward model.
 
     Attributes:
         texts: of every token.
@@ -85,7 +83,7 @@ class ServedModel:
         pooling: str = "last",
         logprobs_mode: LogprobsMode = "model",
         fingerprint: str = "",
-        head: np.ndarray | None = None,
+        head: RewardHead | None = None,
     ) -> None:
         self.engine, self.tokenizer, self.name = engine, tokenizer, name
         self.stop_ids, self.defaults = stop_ids, dict(defaults or {})
@@ -144,7 +142,7 @@ class ServedModel:
         loaded = load_chat_tokenizer(model, _WHERE, chat_template, adapter, tokenizer)
         first = adapter or next(iter((adapters or {}).values()), "")  # may record the format of its base
         kv_bytes = kv_bytes or max(_KV_BYTES[0], min(_KV_BYTES[1], unused_bytes() // 4))
-        head = open_classifier(path)[1] if is_classifier_folder(path) else None
+        head = read_reward_head(path) if is_classifier_folder(path) else None
         scores = head is not None
         engine = load_engine(model, weights, context, _WHERE, first, kv_bytes, kv_dtype, expert_bytes, scores)
         stop_ids = find_stop_ids(path, loaded, engine.config.vocab_size, _WHERE)

@@ -25,7 +25,7 @@ from whet.serve.schema import (
     parse,
 )
 from whet.serve.service import Service
-from whet.text.reward_model import apply_head, tokenize_answer
+from whet.text.reward_model import tokenize_answer
 
 
 class Embeddings(Endpoint):
@@ -103,14 +103,14 @@ class Rewards(Endpoint):
             )
         self._served.check_text(*texts, answer)
         try:
-            return tokenize_answer(prompt, answer, self._served.tokenizer)
+            return list(self._head.inputs(tokenize_answer(prompt, answer, self._served.tokenizer)))
         except WhetError as error:
             raise ApiError(400, str(error).partition(": ")[2]) from None
 
     async def respond(self) -> Body:
         engine, request = self._served.engine, self._request
         found = await self._service.score(engine.open_embed, request.model, self._rows, pooling="last")
-        scores = apply_head(np.stack([engine.pool(each.hidden) for each in found]), self._head)
+        scores = self._head.scores(np.stack([engine.pool(each.hidden) for each in found]))
         if request.use_activation:
             scores = np.exp(-np.logaddexp(0, -scores))
         n_tokens = sum(map(len, self._rows))

@@ -72,7 +72,7 @@ def load_engine(
 
     def read(max_position: int | None = None) -> ModelSource:
         if scores:
-            return open_classifier(cast(str, model), max_position=max_position)[0]
+            return open_classifier(cast(str, model), max_position=max_position).source
         return open_pretrained(model, max_position=max_position)
 
     source = read()

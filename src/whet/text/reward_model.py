@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from whet.data.messages import is_messages
 from whet.data.rows import tokenize_completion
 from whet.engine import Engine
 from whet.errors import WhetValueError
+from whet.learner.batch import count_unpadded
 from whet.memory import register_holder, unregister_holder
 from whet.models.adapter_files import (
     SCORE,
@@ -39,29 +40,50 @@ def is_reward_model(path: str | os.PathLike[str]) -> bool:
     return is_classifier_folder(path) or (is_adapter_folder(path) and has_reward_head(path))
 
 
+class RewardHead(NamedTuple):
+    """The head of a reward model.
+
+    Attributes:
+        weight: (1, hidden_dim) float32.
+        pad_token_id: token that does not count at the end of a row; None: all count.
+    """
+
+    weight: np.ndarray
+    pad_token_id: int | None = None
+
+    def inputs(self, ids: Sequence[int]) -> Sequence[int]:
+        """Return the tokens of a row up to the one whose hidden state is scored."""
+        return ids[: max(1, count_unpadded(ids, self.pad_token_id))]
+
+    def scores(self, hidden: np.ndarray) -> np.ndarray:
+        """Return the scores (n,) float64 of hidden states (n, hidden_dim) float32."""
+        return (hidden * self.weight).sum(1, dtype=np.float64)
+
+
 def open_reward_source(path: str) -> tuple[ModelSource, str | None]:
     """Return the model of a reward model, whose weights are not read, and the format of its packed weights."""
     if not is_adapter_folder(path):
-        return open_classifier(path)[0], None
+        return open_classifier(path).source, None
     source = open_pretrained(find_on_hub(base_name(path, "RewardModel"), "RewardModel"))
     record = read_binding(path, source, False, "RewardModel")
     return source, record["weights"] if record else None
 
 
-def add_reward_adapter(engine: Engine, folder: str | os.PathLike[str], where: str) -> tuple[int, np.ndarray]:
-    """Add the adapters of a reward model to an engine of their base, and return their number and the head, (1, k).
+def read_reward_head(folder: str | os.PathLike[str]) -> RewardHead:
+    """Return the head of a sequence classifier's folder."""
+    found = open_classifier(folder)
+    return RewardHead(found.head, found.pad_token_id)
+
+
+def add_reward_adapter(engine: Engine, folder: str | os.PathLike[str], where: str) -> tuple[int, RewardHead]:
+    """Add the adapters of a reward model to an engine of their base, and return their number and the head.
 
     Raises:
         CheckpointError: the adapters do not fit the model, or are damaged.
     """
     modules: dict[str, Any] = read_peft_modules(folder, head=True)
     head = check_reward_head(modules.pop(SCORE), engine.config.hidden_dim, where, folder)
-    return engine.add_adapter(modules), head
-
-
-def apply_head(hidden: np.ndarray, head: np.ndarray) -> np.ndarray:
-    """Return the scores (n,) float64 of hidden states (n, k) float32 for a head (1, k)."""
-    return (hidden * head).sum(1, dtype=np.float64)
+    return engine.add_adapter(modules), RewardHead(head)
 
 
 def tokenize_answer(prompt: Any, completion: Any, tokenizer: Any) -> list[int]:
@@ -92,7 +114,7 @@ class RewardModel:
     Attributes:
         engine: computes hidden states.
         tokenizer: of the reward model.
-        head: (1, hidden_dim) float32.
+        head: its head.
 
     Raises:
         WhetValueError: the folder is not a reward model, or the engine does not support it.
@@ -112,13 +134,12 @@ class RewardModel:
         if is_adapter_folder(path):
             model = find_model(find_on_hub(base_name(path, where), where), where)
             self.engine = load_engine(model, weights, None, where, adapter=path)
-            self._adapter, head = add_reward_adapter(self.engine, path, where)
+            self._adapter, self.head = add_reward_adapter(self.engine, path, where)
             self.tokenizer = load_chat_tokenizer(model, where, adapter=path)
         else:
             self.engine = load_engine(path, weights, None, where, scores=True)
-            head = open_classifier(path)[1]
+            self.head = read_reward_head(path)
             self.tokenizer = load_chat_tokenizer(path, where)
-        self.head = head
         unregister_holder(self.engine)
         register_holder(self)
 
@@ -135,7 +156,7 @@ class RewardModel:
         Raises:
             WhetValueError: as ``Engine.embed``.
         """
-        return apply_head(self.engine.embed(rows, adapter=self._adapter), self.head)
+        return self.head.scores(self.engine.embed(list(map(self.head.inputs, rows)), adapter=self._adapter))
 
     def memory_blocks(self) -> Iterator[tuple[str, Hashable, int]]:
         """Yield the memory of the engine, for ``whet.memory_report``."""

@@ -83,10 +83,22 @@ def is_classifier_folder(path: str | os.PathLike[str]) -> bool:
     return isinstance(names, list) and any("ForSequenceClassification" in str(name) for name in names)
 
 
-def open_classifier(path: str | os.PathLike[str], *, max_position: int | None = None) -> tuple[ModelSource, np.ndarray]:
-    """Open a sequence classifier with one label: its decoder, and its head (1, hidden_dim) float32.
+class Classifier(NamedTuple):
+    """A sequence classifier with one label.
 
-    The source has the embedding in place of an LM head.
+    Attributes:
+        source: the decoder, with the embedding in place of an LM head.
+        head: (1, hidden_dim) float32.
+        pad_token_id: token that does not count at the end of a row; None: all count.
+    """
+
+    source: ModelSource
+    head: np.ndarray
+    pad_token_id: int | None
+
+
+def open_classifier(path: str | os.PathLike[str], *, max_position: int | None = None) -> Classifier:
+    """Open the folder of a sequence classifier with one label.
 
     Raises:
         WhetValueError: as ``open_folder``, or there is no head of one label.
@@ -103,7 +115,8 @@ def open_classifier(path: str | os.PathLike[str], *, max_position: int | None = 
     format = FLOATS[stored.dtype]
     values = view(stored.data, stored.offset, format.dtype, stored.shape)
     head = bf16_values(values) if format.name == "bfloat16" else values.astype(np.float32)
-    return _open(config, family_of(config, where), entries, max_position, where), head
+    pad_id = text_options(config).get("pad_token_id", config.get("pad_token_id"))
+    return Classifier(_open(config, family_of(config, where), entries, max_position, where), head, pad_id)
 
 
 def open_predicting(path: str | os.PathLike[str]) -> tuple[ModelSource, dict[str, StoredTensor]] | None:
