@@ -25,6 +25,7 @@ PARTS = {
     "kv_cache": "keys and values of the sampler",
     "workspace": "workspace of the sampler",
     "teacher": "weights of the teacher",
+    "reward_models": "reward models and judges, with their keys and values",
     "kept_versions": "weights of earlier steps that wait for the sampler",
     "kept_tokens": "sets of tokens that the sampled tokens were drawn from, where filters or a grammar excluded others",
     "activations": "activations of a training step",

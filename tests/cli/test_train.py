@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tests.cli.conftest import write_rows
 from tests.processes import WHET, run_python
 from tests.raising import assert_mentions
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from whet.cli import main
 from whet.config.algorithms import ALGORITHMS
@@ -63,9 +63,13 @@ def test_example_runs(method, tmp_path, tiny_model, capsys):
     assert f"{example['data']}, 12 rows" in card and "| torch | 2." in card
     assert settings["steps"] == 2 and settings["learning_rate"] == example["learning_rate"]
 
-    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    trains_reward = ALGORITHMS[method].config.trains_reward
+    kind = AutoModelForSequenceClassification if trains_reward else AutoModelForCausalLM
+    assert kind.__name__ in card
+    model = kind.from_pretrained(folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 1
+    config = model.config if trains_reward else model.generation_config
+    assert config.eos_token_id == tokenizer.eos_token_id == 1
     chat = [{"role": "user", "content": "hi"}]
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "<user>hi<eos>"
     ids = tokenizer("a", return_tensors="pt")["input_ids"]

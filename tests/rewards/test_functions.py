@@ -123,6 +123,16 @@ def test_arrays_and_tensors(result: Any) -> None:
     assert score(lambda c: result).rewards.tolist() == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("timeout_s", [None, 30.0])
+def test_an_error_in_place_of_a_score_is_unscored_and_counted(timeout_s: float | None) -> None:
+    """Under every policy, also of a function in a child process."""
+
+    for policy in ("raise", "zero"):
+        result = [1.0, RewardError("the server did not answer"), None]
+        batch = score(lambda completions, result=result: result, n=3, on_error=policy, timeout_s=timeout_s)
+        assert batch.n_errors == 1 and np.isnan(batch.rewards).tolist() == [False, True, True]
+
+
 def test_one_sample() -> None:
     assert score(length, n=1).rewards.tolist() == [1.0]
 
@@ -465,6 +475,14 @@ def test_preferences(result: Any) -> None:
 def test_invalid_preferences_are_named(result: Any, facts: tuple[object, ...]) -> None:
     facts = "call_preference", "<lambda>", *facts
     assert_raises(RewardError, facts, call_preference, lambda pairs: result, PAIRS)
+
+
+def test_a_preference_function_gets_prompts_if_it_names_them() -> None:
+    def longer(pairs: Any, prompts: Any) -> list[int]:
+        assert prompts == ["p", "q", "r"]
+        return [0, 1, 0]
+
+    assert call_preference(longer, PAIRS, ["p", "q", "r"]) == [0, 1, 0]
 
 
 def test_exception_of_a_preference_function() -> None:

@@ -12,7 +12,7 @@ from tests.tiny import TinyModel
 from whet.algorithms import GRPO
 from whet.errors import WhetTypeError, WhetValueError
 from whet.rewards.penalties import Repetition, SoftOverlong
-from whet.tasks.rewards import load_rewards
+from whet.runs.rows import load_rewards
 
 ROWS = [np.random.default_rng(i).integers(0, 3, size=i).tolist() for i in range(25)]
 

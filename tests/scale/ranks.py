@@ -23,12 +23,14 @@ from whet.algorithms.grpo import GRPO
 from whet.algorithms.kto import KTO
 from whet.algorithms.online_dpo import OnlineDPO
 from whet.algorithms.orpo import ORPO
+from whet.algorithms.reward import Reward
 from whet.algorithms.rloo import RLOO
 from whet.algorithms.sft import SFT
 from whet.algorithms.simpo import SimPO
 from whet.config import GRPOLossType
 from whet.engine import Engine
 from whet.errors import WhetError
+from whet.runs.models import as_reward_model
 from whet.training.callbacks import Callback
 from whet.training.distributed import join_ranks
 
@@ -83,6 +85,7 @@ def losses() -> dict[str, Any]:
         "simpo": _after(SimPO(tiny_llama(), **SETTINGS), PAIRS, PAIRS),
         "orpo": _after(ORPO(tiny_llama(), **SETTINGS), PAIRS, PAIRS),
         "kto": _after(KTO(tiny_llama(), **SETTINGS), RATED, RATED),
+        "reward": _after(Reward(as_reward_model(tiny_llama(), None, "ranks"), **SETTINGS), PAIRS, PAIRS),
         "online-dpo": _after(
             OnlineDPO(tiny_llama(), reward_fn=fours, max_new_tokens=5, rollout_weights="float32", **SETTINGS),
             (PROMPTS,),

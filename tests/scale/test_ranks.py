@@ -71,6 +71,7 @@ def assert_close_runs(one: dict[str, Any], several: dict[str, Any]) -> None:
         "simpo",
         "orpo",
         "kto",
+        "reward",
         "rloo",
         "online-dpo",
         "distill",

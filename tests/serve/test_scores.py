@@ -187,3 +187,78 @@ def test_a_decisions_prompt_is_computed_once(post, served, monkeypatch):
 def test_decisions_that_cannot_be_made(post, body, facts):
     message = post("/v1/decisions", 400, **body)["error"]["message"]
     assert all(fact in message for fact in facts), message
+
+
+# --- rewards --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["adapters", "whole"])
+def rewarded(request, tiny_model, tmp_path_factory):  # noqa: F811
+    """URL of a server of a reward model, its name there, and the model as a reward function."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from whet import Learner
+    from whet.runs.models import as_reward_model
+    from whet.text.reward_model import RewardModel
+
+    folder, rng = tmp_path_factory.mktemp("reward") / "rm", np.random.default_rng(0)
+    if request.param == "whole":
+        tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+        model: Any = as_reward_model(AutoModelForCausalLM.from_pretrained(tiny_model), tokenizer, "test")
+        model.score.weight.data += 0.2
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        served, name = ServedModel.load(str(folder), weights="float32"), "rm"
+    else:
+        learner = Learner(tiny_model, lora_rank=2, modules_to_save=["score"], weights="float32")
+        for parameter in learner.parameters:
+            parameter[:] = 0.3 * rng.normal(size=parameter.shape)
+        learner.save_pretrained(folder)
+        served, name = ServedModel.load(str(tiny_model), name="tiny", adapters={"judge": str(folder)}), "judge"
+    weights = "float32" if request.param == "whole" else None
+    with serving(make_app(served)) as address:
+        yield address, name, RewardModel(folder, weights=weights)
+
+
+def test_scores_are_the_reward_models(rewarded):
+    address, name, model = rewarded
+
+    def score(status: int = 200, path: str = "/score", **body: Any):
+        response = httpx.post(address + path, json={"model": name, **body}, timeout=30)
+        assert response.status_code == status, response.text
+        return response.json()
+
+    prompts, answers = ["hello", "x" * 70], ["a", "bc"]
+    expected = model(prompts, answers)
+    for first, second in (("text_1", "text_2"), ("queries", "documents")):
+        body: Any = {first: prompts, second: answers}
+        answer = score(**body)
+        assert [each["score"] for each in answer["data"]] == expected  # to the bit
+    assert answer["model"] == name and answer["usage"]["prompt_tokens"] == 6 + 1 + 70 + 2 + 1
+    answer = score(path="/v1/score", text_1="hello", text_2=answers, use_activation=True)
+    sigmoids = [1 / (1 + math.exp(-x)) for x in model(["hello"] * 2, answers)]
+    assert [each["score"] for each in answer["data"]] == pytest.approx(sigmoids) and len({*sigmoids}) == 2
+    [chat] = score(text_1=MESSAGES, text_2="hi")["data"]
+    assert chat["score"] == model([MESSAGES], ["hi"])[0] != expected[0]
+    wrong: Any = (
+        ({"text_1": "a"}, ["text_2"]),
+        ({"text_1": ["a", "b"], "text_2": ["c"] * 3}, ["2 entries", "text_2 3"]),
+        ({"text_1": "a", "text_2": [1]}, ["answer 1", "texts"]),
+        ({"text_1": "a", "text_2": "b" * 600}, ["512"]),
+    )
+    for body, facts in wrong:
+        error = score(400, **body)["error"]["message"]
+        assert all(fact in error for fact in facts), error
+
+
+def test_reward_models_write_no_texts(rewarded, post):
+    address, name, _ = rewarded
+    for path, body in (
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/decisions", {"prompt": "a", "labels": ["b", "c"]}),
+    ):
+        response = httpx.post(address + path, json={"model": name, **body}, timeout=30)
+        assert response.status_code == 400 and "/score" in response.json()["error"]["message"], path
+    answer = post("/score", 400, model="tiny", text_1="a", text_2="b")
+    assert "'tiny' is not a reward model" in answer["error"]["message"]

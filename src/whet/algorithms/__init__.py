@@ -15,10 +15,19 @@ from whet.algorithms.kd import KD
 from whet.algorithms.kto import KTO
 from whet.algorithms.online_dpo import OnlineDPO
 from whet.algorithms.orpo import ORPO
+from whet.algorithms.reward import Reward
 from whet.algorithms.rloo import RLOO
 from whet.algorithms.sft import SFT
 from whet.algorithms.simpo import SimPO
-from whet.config.preferences import CPOConfig, DPOConfig, KTOConfig, OnlineDPOConfig, ORPOConfig, SimPOConfig
+from whet.config.preferences import (
+    CPOConfig,
+    DPOConfig,
+    KTOConfig,
+    OnlineDPOConfig,
+    ORPOConfig,
+    RewardConfig,
+    SimPOConfig,
+)
 from whet.config.settings import BestOfNConfig, DistillConfig, GRPOConfig, KDConfig, RLOOConfig, SFTConfig
 from whet.losses import (
     cpo_loss,
@@ -27,6 +36,7 @@ from whet.losses import (
     grpo_loss,
     kto_loss,
     orpo_loss,
+    reward_loss,
     sft_loss,
     simpo_loss,
     top_k_loss,
@@ -54,6 +64,8 @@ __all__ = [
     "OnlineDPO",
     "OnlineDPOConfig",
     "RLOOConfig",
+    "Reward",
+    "RewardConfig",
     "SFTConfig",
     "SimPO",
     "SimPOConfig",
@@ -63,6 +75,7 @@ __all__ = [
     "grpo_loss",
     "kto_loss",
     "orpo_loss",
+    "reward_loss",
     "sft_loss",
     "simpo_loss",
     "top_k_loss",

@@ -34,6 +34,10 @@ class OfflinePairs(Trainer):
     def pair_loss(self, pairs: Pairs, policy: tuple[np.ndarray, np.ndarray], *, n_pairs: int, n_tokens: int) -> Loss:
         """Return the loss of pairs, see ``whet.algorithms.pairs.PairLoss``."""
 
+    def update_on(self, pairs: Pairs) -> dict[str, float]:
+        """Update the policy on pairs without ties, if there are any, and return metrics."""
+        return update_on_pairs(self, pairs, self.pair_loss)
+
     def excludes_ties(self) -> bool:
         """Whether the loss compares the two completions."""
         return True
@@ -71,7 +75,7 @@ class OfflinePairs(Trainer):
                 f"the same tokens. Such ties are excluded; frac_ties is their share of every batch.",
                 stacklevel=3,
             )
-        metrics = update_on_pairs(self, kept, self.pair_loss)
+        metrics = self.update_on(kept)
         return {**metrics, **pairs.metrics, "frac_ties": n_excluded / max(1, n_pairs)}
 
     def evaluation_metrics(self, dataset: Any) -> dict[str, float]:
@@ -80,12 +84,7 @@ class OfflinePairs(Trainer):
         Raises:
             WhetValueError: all pairs are ties, or ``precompute_reference`` without reference log-probs.
         """
-        batches = [self._without_ties(self.get_prepared(*batch)) for batch in self.iter_batches(dataset)]
-        batches = [add_weights(self, add_reference(self, pairs)) for pairs in batches if pairs.prompt_ids]
-        if not batches:
-            raise WhetValueError(
-                f"{type(self).__name__}: chosen and rejected are the same in every pair of the dataset."
-            )
+        batches = [add_weights(self, add_reference(self, pairs)) for pairs in self.batches_without_ties(dataset)]
         policy, references = [sum_logprobs(self, pairs) for pairs in batches], [pairs.reference for pairs in batches]
         pairs = Pairs.join(batches)
         if None not in references:
@@ -95,6 +94,19 @@ class OfflinePairs(Trainer):
         n_tokens = sum(map(len, pairs.chosen_ids))
         loss = self.pair_loss(pairs, _concatenate(policy), n_pairs=len(pairs.prompt_ids), n_tokens=n_tokens)
         return {"loss": loss.value, **{name: loss.metrics[name] for name in ("rewards/accuracies", "rewards/margins")}}
+
+    def batches_without_ties(self, dataset: Any) -> list[Pairs]:
+        """Return the pairs of a dataset except ties, by batches.
+
+        Raises:
+            WhetValueError: all pairs are ties.
+        """
+        batches = [self._without_ties(self.get_prepared(*batch)) for batch in self.iter_batches(dataset)]
+        if not (found := [pairs for pairs in batches if pairs.prompt_ids]):
+            raise WhetValueError(
+                f"{type(self).__name__}: chosen and rejected are the same in every pair of the dataset."
+            )
+        return found
 
     def prepare(self, prompt: Any, chosen: Any = None, rejected: Any = None) -> Pairs:
         """Return the pairs of a batch."""

@@ -34,8 +34,9 @@ class OnlineDPO(OnlineTrainer):
     Args:
         model: the policy.
         ref_model: the reference.
-        preference_fn: function of a list of pairs of completions (text with a tokenizer, else 1-D tensors, without
-            prompts); returns, per pair, 0 if the first completion is preferred, 1 for the second, None for a tie.
+        preference_fn: function of a list of pairs of completions (text with a tokenizer, else 1-D tensors), and of
+            their ``prompts`` if it has a parameter of this name, such as ``Judge.prefer``; returns, per pair, 0 if the
+            first completion is preferred, 1 for the second, None for a tie.
         reward_fn: instead of preference_fn: one reward function, several, or ``whet.rewards.RewardFunctions``.
         **arguments: further arguments of ``Trainer`` and ``OnlineTrainer``.
     """
@@ -115,6 +116,7 @@ class OnlineDPO(OnlineTrainer):
             judge = self.preference_fn
             assert judge is not None
             with phase("reward"):
-                return self.ranks.broadcast_from_first(lambda: call_preference(judge, pairs))
+                prompts = rollout.prompts[::2]
+                return self.ranks.broadcast_from_first(lambda: call_preference(judge, pairs, prompts))
         first, second = scored.rewards[::2].tolist(), scored.rewards[1::2].tolist()
         return [0 if a > b else 1 if b > a else None for a, b in zip(first, second, strict=True)]

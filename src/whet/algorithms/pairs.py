@@ -31,6 +31,7 @@ class Pairs(NamedTuple):
         sampler_logprobs: log-probs of the tokens as recorded by the engine, (B, T) each; None: not recorded.
         metrics: ``LengthLimit`` metrics of the source batch.
         weights: factors of the pairs' losses, (B,); None: 1.
+        margins: margins of a reward model's pairs, (B,); None: 0.
     """
 
     prompt_ids: list[list[int]]
@@ -40,6 +41,7 @@ class Pairs(NamedTuple):
     sampler_logprobs: tuple[np.ndarray, np.ndarray] | None = None
     metrics: Mapping[str, float] = MappingProxyType({})
     weights: np.ndarray | None = None
+    margins: np.ndarray | None = None
 
     @classmethod
     def join(cls, batches: Sequence[Pairs]) -> Pairs:
@@ -62,7 +64,8 @@ class Pairs(NamedTuple):
         reference, sampler_logprobs = (
             both and (both[0][indices], both[1][indices]) for both in (self.reference, self.sampler_logprobs)
         )
-        return Pairs(prompts, chosen, rejected, reference, sampler_logprobs, self.metrics)
+        margins = None if self.margins is None else self.margins[indices]
+        return Pairs(prompts, chosen, rejected, reference, sampler_logprobs, self.metrics, margins=margins)
 
     def lengths(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the token counts of chosen and rejected completions, (B,) each."""

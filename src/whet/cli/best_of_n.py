@@ -26,10 +26,9 @@ from whet.nn.modules import position_limit
 from whet.rollout.choose import make_engine, reward_functions
 from whet.rollout.rollout import as_prompt_row, decode_completion
 from whet.runs.models import describe_size, load_model
-from whet.runs.rows import check_prompts_fit
+from whet.runs.rows import check_prompts_fit, load_rewards
 from whet.runs.settings import BestOfNRun
 from whet.tasks.mixture import open_tasks
-from whet.tasks.rewards import load_rewards
 from whet.training.prefetch import check_forms
 
 

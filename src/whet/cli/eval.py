@@ -51,10 +51,10 @@ from whet.report.page import versions
 from whet.report.terminal import terminal_table
 from whet.rewards.processes import TIMEOUT_S, check_timeout
 from whet.rollout.players import make_player
+from whet.runs.rows import load_rewards
 from whet.tasks import Task, open_task
 from whet.tasks.code import prepare, runs_programs
 from whet.tasks.environment import load_environment
-from whet.tasks.rewards import load_rewards
 from whet.tasks.settings import read_spec
 from whet.tasks.tools import load_tools
 from whet.text.checkpoint_model import resolve_adapter
@@ -83,8 +83,8 @@ class EvalConfig(TextConfig, EngineSettings, EpisodeSettings):
     columns: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Field names and their columns in the data: prompt=question,answer=solution."""
     reward: UseAppendAction[Paths] = dataclasses.field(default_factory=list)
-    """Functions that score completions of --data: file.py:function or package.module:function. They get an episode's
-    messages."""
+    """Functions that score completions of --data: file.py:function or package.module:function, folders of reward
+    models, or .toml files of judges. They get an episode's messages."""
     env: PathText = ""
     """An environment that answers the model's turns and rewards them: file.py:Class or package.module:Class, also in
     TRL's form, or a game, gem:ID or textarena:ID. Without a task or data its rows are empty."""

@@ -9,7 +9,15 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from whet.config.preferences import CPOConfig, DPOConfig, KTOConfig, OnlineDPOConfig, ORPOConfig, SimPOConfig
+from whet.config.preferences import (
+    CPOConfig,
+    DPOConfig,
+    KTOConfig,
+    OnlineDPOConfig,
+    ORPOConfig,
+    RewardConfig,
+    SimPOConfig,
+)
 from whet.config.settings import DistillConfig, GRPOConfig, KDConfig, RLOOConfig, SFTConfig, TrainerConfig
 
 if TYPE_CHECKING:
@@ -98,6 +106,14 @@ ALGORITHMS = {
             title="Kahneman-Tversky Optimization (Ethayarajh et al. 2024)",
             summary="completions labelled good or bad",
             rows="learn from single completions; rows have prompt, completion and label (true: desirable)",
+        ),
+        Algorithm(
+            "reward",
+            RewardConfig,
+            "whet.algorithms.reward:Reward",
+            title="reward model (Bradley & Terry 1952; Ouyang et al. 2022)",
+            summary="a reward model from pairs",
+            rows="train a reward model; rows as for dpo, and optionally a margin",
         ),
         Algorithm(
             "grpo",

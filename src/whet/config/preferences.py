@@ -189,6 +189,23 @@ class KTOConfig(MovingReference, OfflineConfig):
 
 
 @dataclass(kw_only=True)
+class RewardConfig(OfflineConfig):
+    """Settings of Reward. ``batch_size`` counts pairs."""
+
+    is_paired: ClassVar[bool] = True
+    trains_reward: ClassVar[bool] = True
+
+    learning_rate: NonNegative = 1e-4
+    """Learning rate after the warm-up."""
+    center_rewards_coefficient: NonNegative = 0.0
+    """Weight of the mean square of the sum of both rewards, which centres rewards at 0; 0.01 is usual."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        reject_ineffective(self, ["router_aux_loss_coef"], False, "a reward model has no balance loss")
+
+
+@dataclass(kw_only=True)
 class OnlineDPOConfig(PreferenceConfig, OnlineConfig):
     """Settings of OnlineDPO. ``batch_size`` counts prompts, ``micro_batch_size`` pairs."""
 

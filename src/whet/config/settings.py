@@ -96,6 +96,9 @@ class TrainerConfig:
     is_paired: ClassVar[bool] = False
     """Whether the algorithm trains on pairs of completions; ``micro_batch_size`` then counts pairs."""
 
+    trains_reward: ClassVar[bool] = False
+    """Whether the algorithm trains a reward model: a scalar head instead of the LM head."""
+
     learning_rate: NonNegative = 1e-6
     """Learning rate after the warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -163,6 +163,11 @@ def select_kept(
     return found
 
 
+def count_unpadded(ids: Sequence[int], pad_id: int | None) -> int:
+    """Return the number of tokens up to the last that is not padding; None: all."""
+    return next((i + 1 for i in reversed(range(len(ids))) if ids[i] != pad_id), 0)
+
+
 def pack_batch(prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> PackedBatch:
     """Pack non-empty prompts and their completions; equal prompts are stored once."""
     ids: list[Sequence[int]] = []

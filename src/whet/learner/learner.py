@@ -36,6 +36,9 @@ from whet.learner.batch import (
 )
 from whet.models.adapter_files import (
     PEFT_PREFIX,
+    SCORE,
+    check_reward_head,
+    has_reward_head,
     peft_config,
     read_peft_config,
     read_peft_modules,
@@ -155,35 +158,21 @@ class TrainedAdapter:
         return list(self.from_module(a, b))
 
 
-class TrainedNorm:
-    """The weight, and bias if there is one, of a norm that is trained whole: PEFT's ``modules_to_save``.
+class TrainedModule:
+    """A module that is trained whole: PEFT's ``modules_to_save``.
 
     Attributes:
         name: of the module in the Hugging Face model.
         parts: "weight", and "bias" if there is one.
-        parameters: (n,) float32 each, as the module stores them, initially the base's; training updates them in place.
-            Call ``Learner.update`` after other changes.
+        parameters: float32, as the module stores them; training updates them in place. Call ``Learner.update`` after
+            other changes.
         gradients: of the parameters, accumulated by ``Learner.backward``.
     """
 
-    def __init__(self, location: WeightLocation, base: PackedBase) -> None:
-        self.name, self.location, self._base = location.names[0], location, base
-        self.parts = ("weight",) if location.bias is None else ("weight", "bias")
-        self.parameters = self._read_base()
-        self.gradients = tuple(map(np.zeros_like, self.parameters))
-
-    def _read_base(self) -> tuple[np.ndarray, ...]:
-        readers = {"weight": self._base.rows, "bias": self._base.bias}
-        return tuple(readers[part](self.name, np.empty(self.location.shape, np.float32)) for part in self.parts)
-
-    def is_original(self) -> bool:
-        """Whether the parameters are the base's."""
-        return all(map(np.array_equal, self.parameters, self._read_base()))
-
-    def locate(self) -> list[NormValues]:
-        """Return the parameters as values of slots."""
-        vectors: dict[str, Any] = dict(zip(self.parts, self.parameters, strict=True))
-        return locate_norm(self._base.config, self.location, vectors, "Learner")
+    def __init__(self, name: str, *parameters: np.ndarray) -> None:
+        self.name, self.parameters = name, parameters
+        self.parts = ("weight", "bias")[: len(parameters)]
+        self.gradients = tuple(map(np.zeros_like, parameters))
 
     def to_peft(self, arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Return the parameters, or arrays of their shapes, by the names of PEFT's parameters."""
@@ -195,7 +184,28 @@ class TrainedNorm:
         return [np.array(named[name], np.float32) for name in self.to_peft(self.parameters)]
 
 
-_LOGPROBS, _DIVERGENCE, _HIDDEN = "logprobs", "divergence", "hidden_states"
+class TrainedNorm(TrainedModule):
+    """The weight, and bias if there is one, of a norm, (n,) each, which are initially the base's."""
+
+    def __init__(self, location: WeightLocation, base: PackedBase) -> None:
+        self.location, self._base = location, base
+        super().__init__(location.names[0], *self._read_base())
+
+    def _read_base(self) -> tuple[np.ndarray, ...]:
+        readers = [self._base.rows, *([] if self.location.bias is None else [self._base.bias])]
+        return tuple(read(self.location.names[0], np.empty(self.location.shape, np.float32)) for read in readers)
+
+    def is_original(self) -> bool:
+        """Whether the parameters are the base's."""
+        return all(map(np.array_equal, self.parameters, self._read_base()))
+
+    def locate(self) -> list[NormValues]:
+        """Return the parameters as values of slots."""
+        vectors: dict[str, Any] = dict(zip(self.parts, self.parameters, strict=True))
+        return locate_norm(self._base.config, self.location, vectors, "Learner")
+
+
+_LOGPROBS, _DIVERGENCE, _HIDDEN, _REWARDS = "logprobs", "divergence", "hidden_states", "rewards"
 """Forward passes that ``backward`` may follow."""
 
 
@@ -240,7 +250,7 @@ class Learner:
             adapter's input to 0; the others are divided by 1 - lora_dropout.
         lora_layers: modules with an adapter, as PEFT's ``target_modules``. Default: all linear layers except the head.
         modules_to_save: ends of names of norms whose weights and biases are trained too: "norm" is every norm of
-            Llama. Default: none.
+            Llama; and "score", the head of a reward model, which is initially 0. Default: none.
         weights: format of the packed weights, as for ``Engine``.
         compute: of products: "bfloat16" rounds weights and activations, sums are float32. "auto": bfloat16 if the
             processor has bfloat16 products and the weights are not float32.
@@ -255,6 +265,7 @@ class Learner:
         base: the packed base.
         adapters: in a fixed order.
         norms: the trained norms, in a fixed order.
+        head: the head of a reward model, (1, hidden_dim); None: there is none.
         lora_dropout: the setting, or the folder's.
         compute: "float32" or "bfloat16".
         activation_bytes: of the next step.
@@ -296,7 +307,8 @@ class Learner:
             source = open_pretrained(model, max_position=max_position)
         if adapter is None:
             rank = 16 if lora_rank is None else lora_rank
-            adapted = choose_adapted(source, rank, lora_layers, modules_to_save, where)
+            has_head, norms = SCORE in modules_to_save, [name for name in modules_to_save if name != SCORE]
+            adapted = choose_adapted(source, rank, lora_layers, norms, where)
             self.lora_dropout = _check_dropout(0.0 if lora_dropout is None else lora_dropout, where)
         else:
             given = {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "lora_layers": lora_layers or None}
@@ -307,7 +319,7 @@ class Learner:
                     raise WhetValueError(
                         f"{where}: {name} is {value!r}, but the adapter's folder determines it. Omit it."
                     )
-            adapted = read_adapted(adapter, source, where)
+            adapted, has_head = read_adapted(adapter, source, where), has_reward_head(adapter)
             settings = read_peft_config(where, Path(adapter) / "adapter_config.json")
             self.lora_dropout = _check_dropout(settings.get("lora_dropout") or 0.0, f"{where}: {adapter}")
         if obstacle := find_unlearnable(adapted):
@@ -336,6 +348,7 @@ class Learner:
         self.norms = tuple(
             TrainedNorm(location, self.base) for location in sorted(adapted.whole, key=places.__getitem__)
         )
+        self.head = TrainedModule(SCORE, np.zeros((1, self.base.config.hidden_dim), np.float32)) if has_head else None
         if adapter is not None:
             self._load(adapter)
         for each in self.adapters:
@@ -349,13 +362,16 @@ class Learner:
             self._core.add_norm(*values)
         self._activation_bytes = activation_bytes
         self.update()
+        self._rewarded = np.zeros((0, 0), np.float32)  # hidden states of the last rewards
         self._kept: tuple[str, _Rows] | None = None  # head and batch of the last forward pass that backward may follow
         self.moments: list[tuple[np.ndarray, np.ndarray]] = []
         self.n_updates = 0
 
     def _load(self, folder: str | os.PathLike[str]) -> None:
         """Load the values of saved adapters and norms."""
-        saved: dict[str, Any] = read_peft_modules(folder)
+        saved: dict[str, Any] = read_peft_modules(folder, head=self.head is not None)
+        if self.head is not None:
+            self.head.parameters = (check_reward_head(saved[SCORE], self.base.config.hidden_dim, "Learner", folder),)
         for adapter in self.adapters:
             names = (adapter.name, *adapter.location.names)
             a, b, scaling = next(saved[name] for name in names if name in saved)
@@ -367,9 +383,14 @@ class Learner:
             norm.parameters = tuple(vectors[part] for part in norm.parts)
 
     @property
-    def trained(self) -> tuple[TrainedAdapter | TrainedNorm, ...]:
-        """The adapters, then the norms."""
-        return *self.adapters, *self.norms
+    def trained(self) -> tuple[TrainedAdapter | TrainedModule, ...]:
+        """The adapters, then the modules that are trained whole: norms and the head."""
+        return *self.adapters, *self.whole
+
+    @property
+    def whole(self) -> tuple[TrainedModule, ...]:
+        """The modules that are trained whole."""
+        return self.norms if self.head is None else (*self.norms, self.head)
 
     @property
     def parameters(self) -> list[np.ndarray]:
@@ -437,11 +458,7 @@ class Learner:
         """
         where = "Learner.logprobs"
         check_temperature(where, temperature)
-        if dropout_seed is not None and not (self.lora_dropout and adapters):
-            reason = "lora_dropout is 0" if adapters else "adapters is False"
-            raise WhetValueError(
-                f"{where}: dropout_seed is {dropout_seed} and has no effect, because {reason}. Omit it."
-            )
+        dropout = self._dropout(dropout_seed, adapters, where)
         batch = self._pack(prompt_ids, completion_ids, completion_mask, kept_tokens, where, experts)
         vocab_size = self.base.config.vocab_size
         kept = select_kept(kept_tokens, batch.rows, batch.steps, batch.targets, vocab_size, where)
@@ -458,8 +475,7 @@ class Learner:
         self._forward(
             batch, targets=targets, kept_offsets=None if kept is None else kept.offsets,
             kept_words=None if kept is None else kept.words, temperature=temperature, logprobs=values, entropy=entropy,
-            mean=mean, adapters=adapters, keep=keep, head=_LOGPROBS, seed=(dropout_seed or 0) % 2**64,
-            dropout=0.0 if dropout_seed is None else self.lora_dropout,
+            mean=mean, adapters=adapters, keep=keep, head=_LOGPROBS, **dropout,
         )  # fmt: skip
         scattered = batch.scatter(values if candidates is not None else values[:, 0])
         entropy, mean = (None if x is None else batch.scatter(x) for x in (entropy, mean))
@@ -529,6 +545,7 @@ class Learner:
         *,
         adapters: bool = True,
         keep: bool = True,
+        dropout_seed: int | None = None,
     ) -> np.ndarray:
         """Return the final hidden state (B, hidden_dim) after the last token of each row, for a custom head.
 
@@ -539,23 +556,61 @@ class Learner:
             completion_ids: B rows of token ids; a row may be empty.
             adapters: whether to apply the adapters; False: the base.
             keep: whether ``backward`` follows.
+            dropout_seed: as in ``logprobs``.
 
         Raises:
             WhetValueError: as ``logprobs``.
         """
         where = "Learner.hidden_states"
+        dropout = self._dropout(dropout_seed, adapters, where)
         ends = [[*map(int, row), 0] for row in completion_ids]  # the state after a token predicts the next one
         mask = [[False] * (len(row) - 1) + [True] for row in ends]
         batch = self._pack(prompt_ids, ends, mask, None, where)
-        hidden = self._hidden(batch, adapters=adapters, keep=keep)
+        hidden = self._hidden(batch, adapters=adapters, keep=keep, **dropout)
         out = np.empty_like(hidden)
         out[batch.rows] = hidden
         return out
 
-    def _hidden(self, batch: _Rows, *, adapters: bool, keep: bool) -> np.ndarray:
+    def rewards(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        completion_ids: Sequence[Sequence[int]],
+        *,
+        keep: bool = True,
+        dropout_seed: int | None = None,
+    ) -> np.ndarray:
+        """Return the rewards (B,) float64 of rows: the product of the head and the hidden state after the last token.
+
+        ``backward`` takes their gradients, (B,), and adds the gradient of the head too.
+
+        Args:
+            prompt_ids: as in ``hidden_states``.
+            completion_ids: as in ``hidden_states``.
+            keep: whether ``backward`` follows.
+            dropout_seed: as in ``logprobs``.
+
+        Raises:
+            WhetValueError: as ``logprobs``, or there is no head.
+        """
+        if self.head is None:
+            raise WhetValueError('Learner.rewards: there is no head. Make the learner with modules_to_save=["score"].')
+        hidden = self.hidden_states(prompt_ids, completion_ids, keep=keep, dropout_seed=dropout_seed)
+        hidden /= np.float32(self.base.config.logits_scale)  # which only an LM head has
+        if self._kept is not None:
+            self._kept, self._rewarded = (_REWARDS, self._kept[1]), hidden
+        return (hidden * self.head.parameters[0]).sum(1, dtype=np.float64)
+
+    def _dropout(self, seed: int | None, adapters: bool, where: str) -> dict[str, Any]:
+        """Return the core's arguments of dropout."""
+        if seed is not None and not (self.lora_dropout and adapters):
+            reason = "lora_dropout is 0" if adapters else "adapters is False"
+            raise WhetValueError(f"{where}: dropout_seed is {seed} and has no effect, because {reason}. Omit it.")
+        return {"seed": (seed or 0) % 2**64, "dropout": 0.0 if seed is None else self.lora_dropout}
+
+    def _hidden(self, batch: _Rows, *, adapters: bool, keep: bool, **dropout: Any) -> np.ndarray:
         """Return the hidden states that predict the counted tokens of a batch."""
         out = np.empty((len(batch.rows), self.base.config.hidden_dim), np.float32)
-        self._forward(batch, adapters=adapters, keep=keep, head=_HIDDEN)
+        self._forward(batch, adapters=adapters, keep=keep, head=_HIDDEN, **dropout)
         if len(out):
             self._core.hidden(out)
         return out
@@ -582,7 +637,7 @@ class Learner:
 
         Args:
             grad: gradient of the loss with respect to the ``logprobs`` of ``logprobs``, the ``values`` of
-                ``divergence``, or ``hidden_states``, in its shape; ignored where its mask is False.
+                ``divergence``, ``hidden_states``, or ``rewards``, in its shape; ignored where its mask is False.
             grad_entropy: of ``logprobs``, the same for ``entropy``; None: the loss does not depend on it.
             grad_mean: of ``logprobs``, the same for ``mean``.
 
@@ -594,6 +649,9 @@ class Learner:
         if self._kept is None:
             raise WhetTypeError(f"{where}: it follows logprobs(), with adapters and keep, once. Call logprobs() first.")
         head, batch = self._kept
+        if head == _REWARDS:
+            grad = self._backward_head(grad)
+            head = _HIDDEN
         found = [
             None if given is None else self._select_gradient(name, given, head, batch)
             for name, given in (("grad", grad), ("grad_entropy", grad_entropy), ("grad_mean", grad_mean))
@@ -619,6 +677,18 @@ class Learner:
             self._core.backward_divergence(grad=found[0], **gradients)
         else:
             self._core.backward_hidden(grad=found[0], **gradients)
+
+    def _backward_head(self, grad: Any) -> np.ndarray:
+        """Add the gradient of the head from the gradient of the last rewards, (B,), and return the hidden states'."""
+        of_rewards, head = np.asarray(grad, np.float32), cast(TrainedModule, self.head)
+        if of_rewards.shape != self._rewarded.shape[:1] or not np.isfinite(of_rewards).all():
+            raise WhetValueError(
+                f"Learner.backward: grad is {of_rewards.shape}, expected {self._rewarded.shape[:1]} finite numbers, as "
+                f"the result of rewards()."
+            )
+        column = of_rewards[:, None]
+        head.gradients[0][:] += (column * self._rewarded).sum(0, dtype=np.float64).astype(np.float32)
+        return column * head.parameters[0] / np.float32(self.base.config.logits_scale)
 
     def _select_gradient(self, name: str, grad: Any, head: str, batch: _Rows) -> np.ndarray:
         """Return the gradients of the counted tokens of the last forward pass."""
@@ -741,7 +811,7 @@ class Learner:
         """Update the parameters by AdamW (Loshchilov & Hutter 2019), set the gradients to zero, and return their norm.
 
         Args:
-            weight_decay: of adapters; norms do not decay.
+            weight_decay: of adapters and the head; norms do not decay.
             max_grad_norm: gradients with a larger norm are scaled to it; None: never.
             lr_ratio: learning rate of the matrices B, as a multiple of ``lr`` (LoRA+, Hayou et al. 2024).
 
@@ -805,10 +875,11 @@ class Learner:
             base_model_name: name or path of the base model. Default: the path that it was read from.
         """
         path, modules = self.base.path, [each for each in self.adapters if each.n_experts == 1]
+        norms = self._find_ends(self.norms, str.endswith) or [norm.name for norm in self.norms]
         return peft_config(
-            self.factors(), base_model_name or repository_of(path) or path, "CAUSAL_LM",
+            self.factors(), base_model_name or repository_of(path) or path, "SEQ_CLS" if self.head else "CAUSAL_LM",
             self._find_ends(modules, lambda name, end: name.rpartition(".")[2] == end),
-            self._find_ends(self.norms, str.endswith) or [norm.name for norm in self.norms], self.lora_dropout,
+            [*norms, SCORE] if self.head else norms, self.lora_dropout,
             self.base.config.n_experts,
         )  # fmt: skip
 
@@ -828,12 +899,12 @@ class Learner:
             folder: created if missing.
             base_model_name: see ``peft_config``.
         """
-        norms = {
-            f"{norm.name}.{part}": value
-            for norm in self.norms
-            for part, value in zip(norm.parts, norm.parameters, strict=True)
+        whole = {
+            f"{each.name}.{part}": value
+            for each in self.whole
+            for part, value in zip(each.parts, each.parameters, strict=True)
         }
-        write_peft(folder, self.factors(), self.peft_config(base_model_name), norms)
+        write_peft(folder, self.factors(), self.peft_config(base_model_name), whole)
         write_record(folder, self.base.record())
 
     def _check_rows(

@@ -8,6 +8,7 @@ from whet.losses.dpo import dpo_loss
 from whet.losses.grpo import grpo_loss
 from whet.losses.kto import kto_loss
 from whet.losses.reference_free import cpo_loss, orpo_loss, simpo_loss
+from whet.losses.reward import reward_loss
 from whet.losses.sft import sft_loss
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "grpo_loss",
     "kto_loss",
     "orpo_loss",
+    "reward_loss",
     "sft_loss",
     "simpo_loss",
     "top_k_loss",

@@ -27,6 +27,8 @@ from whet.ops.micro_lora import MicroLoRA
 _FORMAT = "whet-micro-lora-1"
 PEFT_PREFIX = "base_model.model."
 """Prefix of module names in PEFT's files."""
+SCORE = "score"
+"""The head of a reward model in transformers, which PEFT saves with adapters of the task SEQ_CLS."""
 Factors = tuple[np.ndarray, np.ndarray, float]
 """A (r, in), B (out, r), and their scaling or alpha. Of E experts: A (E r, in), expert after expert, and B (out, r E),
 in which the columns of an expert are E apart."""
@@ -125,20 +127,55 @@ def read_peft(source: Any, adapter_name: str | None = None) -> dict[str, Factors
     return _pair_factors(config, tensors, where)
 
 
-def read_peft_modules(folder: str | os.PathLike[str]) -> dict[str, Factors | dict[str, np.ndarray]]:
+def read_peft_modules(
+    folder: str | os.PathLike[str], *, head: bool = False
+) -> dict[str, Factors | dict[str, np.ndarray]]:
     """Read a PEFT folder: module name -> A, B, scaling as ``read_peft``; or the weight and bias of a trained norm.
 
+    Args:
+        folder: the folder.
+        head: whether the adapters are a reward model's, whose head is the entry "score".
+
     Raises:
-        CheckpointError: as ``read_peft``, or a trained module that is not a norm.
+        CheckpointError: as ``read_peft``, or a trained module that is not a norm, or a reward model without ``head``.
     """
     where = f"from_peft({str(folder)!r})"
     config, tensors = _read_folder(folder, where)
     _check_plain(where, config, except_for="modules_to_save")
+    score = tensors.pop(f"{PEFT_PREFIX}{SCORE}.weight", None)
+    if (score is not None) != head:
+        kind = "lack the head of a reward model" if head else "are a reward model, which scores texts and writes none"
+        raise CheckpointError(
+            f"{where}: the adapters {kind}. Pass adapters that {'whet train reward has' if head else 'others have'} "
+            f"saved."
+        )
     norms: dict[str, dict[str, np.ndarray]] = {}
     for name in [name for name, value in tensors.items() if value.ndim == 1]:
         module, _, part = name.removeprefix(PEFT_PREFIX).rpartition(".")
         norms.setdefault(module, {})[part] = tensors.pop(name)
-    return {**_pair_factors(config, tensors, where), **norms}
+    return {**_pair_factors(config, tensors, where), **norms, **({} if score is None else {SCORE: {"weight": score}})}
+
+
+def has_reward_head(folder: str | os.PathLike[str]) -> bool:
+    """Whether the adapters in a folder are a reward model: PEFT's task is SEQ_CLS."""
+    return read_peft_config("adapters", Path(folder) / "adapter_config.json").get("task_type") == "SEQ_CLS"
+
+
+def check_reward_head(
+    module: Mapping[str, np.ndarray], hidden_dim: int, where: str, folder: str | os.PathLike[str]
+) -> np.ndarray:
+    """Return the weight (1, hidden_dim) of a head.
+
+    Raises:
+        CheckpointError: another shape, or NaN or infinity.
+    """
+    weight = module["weight"]
+    if weight.shape != (1, hidden_dim) or not np.isfinite(weight).all():
+        raise CheckpointError(
+            f"{where}: {os.fspath(folder)}: {SCORE}.weight is {weight.shape}, expected (1, {hidden_dim}) finite "
+            f"numbers: one label on this model."
+        )
+    return weight
 
 
 def wrapper_of(name: str, names: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from whet import _core
 from whet.errors import CheckpointError, WhetValueError
-from whet.models.adapter_files import PEFT_PREFIX, adapted_name, describe_special, read_peft_config
+from whet.models.adapter_files import PEFT_PREFIX, SCORE, adapted_name, describe_special, read_peft_config
 from whet.models.slots import ModelSource, WeightLocation, is_norm, with_expert_modules
 from whet.models.sources.folder import read_safetensors
 
@@ -149,6 +149,8 @@ def read_adapted(folder: str | os.PathLike[str], source: ModelSource, where: str
         if match := _FACTOR.fullmatch(name):
             location = _find_location(source, targets, adapted_name(match[1], config), label)
             pairs.setdefault((location, match[3] is not None), {})[match[2] or match[3]] = shape
+        elif name == f"{SCORE}.weight":
+            continue
         elif (match := _WHOLE.fullmatch(name)) and ".base_layer." not in name and ".lora_" not in name:
             whole[_find_location(source, targets, match[1], label)] = None
     if not pairs:

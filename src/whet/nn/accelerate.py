@@ -261,8 +261,9 @@ class Acceleration:
     def __exit__(self, *exception: object) -> None:
         self.remove()
 
-    def hidden_states(self, batch: PackedBatch) -> Tensor:
-        """Return the hidden states (N, K) of a packed batch, as the LM head reads them."""
+    def hidden_states(self, batch: PackedBatch, *, scaled: bool = True) -> Tensor:
+        """Return the hidden states (N, K) of a packed batch, as the LM head reads them; not ``scaled``: as ``score``
+        does."""
         self._packed = True
         mask: Any = wrap_batch(batch)
         options: dict[str, Any] = {}
@@ -280,10 +281,19 @@ class Acceleration:
             )
         finally:
             self._packed = False
-        return output[0][0] * self._logits_scale if self._logits_scale != 1 else output[0][0]
+        return output[0][0] * self._logits_scale if scaled and self._logits_scale != 1 else output[0][0]
 
     def head(self) -> Head:
-        """Return the LM head with its current weights and adapters."""
+        """Return the LM head with its current weights and adapters.
+
+        Raises:
+            WhetTypeError: the model is a sequence classifier.
+        """
+        if type(self._head_module) is nn.Identity:
+            raise WhetTypeError(
+                f"accelerate: model is a {type(self._model).__name__}, which has no LM head. Pass a causal language "
+                f"model."
+            )
         layer, adapters = split_adapters(self._head_module)
         weight = None if isinstance(layer, FrozenLinear) else layer.weight
         if weight is not None:
@@ -381,7 +391,10 @@ def _bypassed_submodules(module: Any) -> Iterator[nn.Module]:
 
 
 def _find_head(inner: Any) -> tuple[nn.Module, Any]:
-    """Return decoder and LM head, or raise if the model cannot be accelerated."""
+    """Return decoder and LM head, or raise if the model cannot be accelerated.
+
+    The head of a sequence classifier runs its own code: in place of the LM head it has an ``nn.Identity``.
+    """
     config: Any = getattr(inner, "config", None)
     if getattr(config, "model_type", None) is None or not hasattr(inner, "get_output_embeddings"):
         raise WhetTypeError(f"accelerate: model is {type(inner).__name__}, expected a Hugging Face causal model.")
@@ -390,10 +403,13 @@ def _find_head(inner: Any) -> tuple[nn.Module, Any]:
         raise WhetValueError(
             f"accelerate: model_type is {config.model_type!r}; the kernels support {', '.join(sorted(FAMILIES))}."
         )
-    names, head = dict(inner.named_modules()), inner.get_output_embeddings()
+    names = dict(inner.named_modules())
+    head: Any = inner.get_output_embeddings()
+    if isinstance(getattr(inner, "score", None), nn.Module):
+        head = head or nn.Identity()
     decoder = names.get(family_of(options, "accelerate").decoder)
     layer = head.base_layer if is_lora(head) and not special_adapters(head) else head
-    if type(layer) not in (nn.Linear, FrozenLinear) or decoder is None or decoder is inner:
+    if type(layer) not in (nn.Linear, FrozenLinear, nn.Identity) or decoder is None or decoder is inner:
         raise WhetValueError(
             f"accelerate: {type(inner).__name__} has no plain linear head over a decoder. Pass a causal language model."
         )

@@ -35,7 +35,7 @@ from whet.report.page import (
 _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Reward", ("mean_reward", "reward")),
     ("Accuracy", ("eval/accuracy", "accuracy", "rewards/accuracies")),
-    ("Margin of rewards", ("eval/rewards/margins", "rewards/margins")),
+    ("Margin of rewards", ("eval/rewards/margins", "rewards/margins", "eval/margin", "margin")),
     ("KL to the reference", ("mean_kl", "kl")),
     ("Entropy", ("entropy",)),
     ("Completion length (tokens)", ("completions/mean_length",)),

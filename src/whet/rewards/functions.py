@@ -1,7 +1,8 @@
 """Calls reward and preference functions with the arguments they declare, checks their results, and sums rewards.
 
 A reward function declares by name which of ``prompts``, ``completions``, ``completion_ids`` and the dataset's other
-columns it gets. It returns a number per completion, or None for completions that it does not score, and may be async.
+columns it gets. It returns a number per completion, or None for completions that it does not score, and may be async. A
+RewardError in place of a number is a completion that could not be scored.
 Depending on the policy, a failure is an error that names the function and the sample, or the score is skipped or zero.
 
 Does not tokenise or normalise rewards, and defines no reward functions.
@@ -37,7 +38,7 @@ class RewardBatch:
     Attributes:
         rewards: (N,) float64, ``sum_f weight_f * score_f`` over the functions that scored the sample; NaN without any.
         by_name: function name -> (N,) float64 unweighted scores; NaN: not scored.
-        n_errors: number of scores that the policy replaced, over all functions.
+        n_errors: number of scores that the policy replaced, or that are a RewardError, over all functions.
     """
 
     rewards: np.ndarray
@@ -144,6 +145,7 @@ class RewardFunctions:
             scores = np.full(n, np.nan)
             failures = self._find_failures(name, data, list(range(n)), outcome, scores)
             n_errors += self._apply_policy(name, data, failures, outcome, scores)
+            n_errors += outcome.n_unscored if isinstance(outcome, _Checked) else 0
             by_name[name] = scores
         table = np.stack(list(by_name.values()))
         total = np.where(np.isnan(table), 0.0, self.weights[:, None] * table).sum(axis=0)
@@ -218,16 +220,22 @@ class RewardFunctions:
 RewardFn = Callable[..., Any] | Sequence[Callable[..., Any]] | RewardFunctions
 
 
-def call_preference(preference_fn: Callable[..., Any], pairs: Sequence[tuple[Any, Any]]) -> list[int | None]:
+def call_preference(
+    preference_fn: Callable[..., Any], pairs: Sequence[tuple[Any, Any]], prompts: Sequence[Any] = ()
+) -> list[int | None]:
     """Return which completion of each pair is preferred: 0 the first, 1 the second, None a tie.
 
-    ``preference_fn`` takes the pairs and may be async.
+    ``preference_fn`` takes the pairs, and their ``prompts`` if it has a parameter of this name, and may be async.
 
     Raises:
         RewardError: the function raised, or did not return 0, 1 or None for each pair.
     """
     [name] = _unique_names([preference_fn])
-    [result] = call_here([partial(preference_fn, pairs)])
+    try:
+        takes_prompts = "prompts" in inspect.signature(preference_fn).parameters
+    except ValueError:  # some builtins have no signature
+        takes_prompts = False
+    [result] = call_here([partial(preference_fn, pairs, **({"prompts": prompts} if takes_prompts else {}))])
     if isinstance(result, BaseException):
         raise RewardError(
             f"call_preference: {name} raised {summary(result)} on pairs 0 to {len(pairs) - 1}."
@@ -284,11 +292,13 @@ class _Failure(NamedTuple):
 
 
 class _Checked(NamedTuple):
-    """Checked result of a function: a score or None per sample, faults as (sample, reason), or a fault of the batch."""
+    """Checked result of a function: a score or None per sample, faults as (sample, reason), or a fault of the batch;
+    and the number of RewardErrors in place of scores."""
 
     values: list[float | None]
     faults: list[tuple[int, str]]
     batch_fault: str | None = None
+    n_unscored: int = 0
 
 
 def _as_list(result: Any) -> list[Any] | None:
@@ -305,10 +315,11 @@ def _check_scores(n: int, result: Any) -> _Checked:
         return _Checked([], [], f"it returned {type(result).__name__}, expected a list of {n} numbers")
     if len(values) != n:
         return _Checked([], [], f"it returned {len(values)} scores for {n} completions")
-    scores = [as_score(value) for value in values]
+    n_unscored = sum(isinstance(value, RewardError) for value in values)
+    scores = [None if isinstance(value, RewardError) else as_score(value) for value in values]
     bad = [i for i, score in enumerate(scores) if score is not None and not math.isfinite(score)]
     faults = [(i, f"it returned {values[i]!r:.60}, which is not a finite number") for i in bad]
-    return _Checked([None if i in set(bad) else score for i, score in enumerate(scores)], faults)
+    return _Checked([None if i in set(bad) else s for i, s in enumerate(scores)], faults, n_unscored=n_unscored)
 
 
 def as_score(value: Any) -> float | None:

@@ -12,7 +12,7 @@ from whet.rewards.functions import RewardBatch
 def reward_metrics(rewards: RewardBatch) -> dict[str, float]:
     """Return the mean reward, and mean and std of each function's scores, over scored samples; NaN without any.
 
-    ``reward_errors`` counts the scores that a policy replaced.
+    ``reward_errors`` is ``RewardBatch.n_errors``.
     """
     metrics = {"mean_reward": nan_mean(rewards.rewards), "reward_errors": float(rewards.n_errors)}
     for name, scores in rewards.by_name.items():

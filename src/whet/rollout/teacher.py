@@ -5,15 +5,10 @@ A teacher has the vocabulary of the student: a token id has the same text.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPException
 from typing import Any, Protocol, cast
-from urllib.error import HTTPError
-from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
 
 import numpy as np
 
@@ -21,16 +16,8 @@ from whet.config.settings import ComputeDtype
 from whet.errors import WhetError, WhetTypeError, WhetValueError
 from whet.learner import Learner
 from whet.models.tokenizers.token_texts import PROBES, read_token_texts
+from whet.rollout.server import REQUESTS, ModelServer, is_url
 from whet.text.model import find_model, load_chat_tokenizer, load_engine
-
-_REQUESTS = 8
-"""Requests to a server at once."""
-_TIMEOUT_S = 600.0
-
-
-def is_url(teacher: str) -> bool:
-    """Whether a teacher is a server."""
-    return urlsplit(teacher).scheme in ("http", "https")
 
 
 class Teacher(Protocol):
@@ -47,20 +34,14 @@ class ServerTeacher:
     """Teacher behind an OpenAI URL whose server returns log-probs of prompts: ``whet serve``, or vLLM.
 
     Args:
-        url: base URL, such as http://127.0.0.1:8000/v1. The environment variable OPENAI_API_KEY is the key, if any.
+        url: see ``ModelServer``.
 
     Raises:
-        WhetValueError: there is no server, or it serves several models and the URL names none as #NAME.
+        WhetValueError: as ``ModelServer``.
     """
 
     def __init__(self, url: str) -> None:
-        self._url, _, self.model = url.rstrip("/").partition("#")
-        names = [card["id"] for card in self._ask("/models")["data"] if not card.get("parent")]
-        self.model = self.model or (names[0] if len(names) == 1 else "")
-        if self.model not in names:
-            raise WhetValueError(
-                f"teacher: {url} serves {', '.join(names) or 'no model'}. Append the name of one: {self._url}#NAME."
-            )
+        self._server = ModelServer(url, "teacher")
 
     def logprobs(
         self, sequences: Sequence[Sequence[int]], *, start: Sequence[int], temperature: float
@@ -75,36 +56,22 @@ class ServerTeacher:
                 f"teacher: temperature is {temperature}, and servers return log-probs at temperature 1. Set 1, or pass "
                 f"the teacher's folder or .gguf file."
             )
-        with ThreadPoolExecutor(_REQUESTS) as pool:
+        with ThreadPoolExecutor(REQUESTS) as pool:
             return list(pool.map(self._score, sequences, start))
 
     def _score(self, ids: Sequence[int], start: int) -> np.ndarray:
         ids = list(map(int, ids))
-        body = {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
-        found = self._ask("/completions", body)["choices"][0].get("prompt_logprobs")
+        body = {"model": self._server.model, "prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        found = self._server.ask("/completions", body)["choices"][0].get("prompt_logprobs")
         if found is None or len(found) != len(ids):
-            raise WhetValueError(f"teacher: {self._url} returns no prompt_logprobs. Serve it by whet serve, or vLLM.")
+            url = self._server.url
+            raise WhetValueError(f"teacher: {url} returns no prompt_logprobs. Serve it by whet serve, or vLLM.")
         return np.array([found[i][str(ids[i])]["logprob"] for i in range(start, len(ids))], np.float32)
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of a text, from ``/tokenize`` next to the OpenAI API."""
-        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
-        return self._ask("/tokenize", body, self._url.removesuffix("/v1"))["tokens"]
-
-    def _ask(self, path: str, body: dict[str, Any] | None = None, url: str = "") -> Any:
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        data = None if body is None else json.dumps(body).encode()
-        request = Request((url or self._url) + path, data, headers)
-        try:
-            with urlopen(request, timeout=_TIMEOUT_S) as response:
-                return json.load(response)
-        except HTTPError as error:
-            text = error.read(500).decode(errors="replace")
-            raise WhetValueError(f"teacher: {request.full_url} answered {error.code}: {text}") from error
-        except (OSError, HTTPException, ValueError) as error:
-            raise WhetValueError(f"teacher: {request.full_url} does not answer: {error}.") from error
+        body = {"model": self._server.model, "prompt": text, "add_special_tokens": False}
+        return self._server.ask("/tokenize", body, self._server.url.removesuffix("/v1"))["tokens"]
 
 
 def open_teacher(teacher: Any, tokenizer: Any, where: str) -> Teacher:

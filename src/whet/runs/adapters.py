@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from whet.errors import CheckpointError, WhetValueError
+from whet.models.adapter_files import has_reward_head
 from whet.models.base_record import check_formats, read_binding
 from whet.models.formats import check_fits, is_quantised
 from whet.models.lora import Adapted, choose_adapted, read_adapted
@@ -54,6 +55,10 @@ def plan_adapters(run: Any, source: ModelSource | None, where: str, on_gpu: bool
             )
         return Plan(None, "none", "the engine does not support the model, or it is not downloaded yet")
     if run.adapter:
+        if has_reward_head(run.adapter) != run.trains_reward:
+            kinds = ("not a reward model", "other methods"), ("a reward model", "whet train reward")
+            kind, method = kinds[not run.trains_reward]
+            raise WhetValueError(f"{where}: the adapters in {run.adapter} are {kind}, which only {method} can train.")
         adapters = read_adapted(run.adapter, source, where)
         record = read_binding(run.adapter, source, run.base != "auto" or on_gpu, where)
     else:
@@ -91,6 +96,8 @@ def _floats_reason(run: Any, adapters: Adapted, on_gpu: bool) -> str:
         return f"qat is {run.qat!r}"
     if run.dtype != "float32":
         return f"dtype is {run.dtype!r}"
+    if run.trains_reward and run.backend == "torch":
+        return "backend is 'torch', which trains the head of a reward model on floats"
     if adapters.needs_floats:
         return f"{adapters.needs_floats} needs float weights"
     if run.samples:

@@ -33,11 +33,13 @@ tags: [{tags}]
 
 _TRANSFORMERS = """\
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {kind}, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("{folder}")
+model = {kind}.from_pretrained("{folder}"{options})
 tokenizer = AutoTokenizer.from_pretrained("{folder}")
 ```"""
+_CAUSAL = {"kind": "AutoModelForCausalLM", "options": ""}
+_CLASSIFIER = {"kind": "AutoModelForSequenceClassification", "options": ", num_labels=1"}
 
 
 def render_run_card(
@@ -72,7 +74,7 @@ def render_run_card(
         Path(run.output_dir).resolve().name,
         "Post-trained",
         facts,
-        _TRANSFORMERS.format(folder="model"),
+        _TRANSFORMERS.format(folder="model", **(_CLASSIFIER if run.trains_reward else _CAUSAL)),
         more=f"\nAll settings are in `config.toml` of the run.\n{evaluation}",
         library="peft" if run.has_adapters() else "transformers",
         tags=f"whet, {algorithm.lower()}",
@@ -88,7 +90,8 @@ def render_folder_card(folder: Path, origin: str, facts: Mapping[str, Any]) -> s
         facts: name -> value; None and "" are omitted.
     """
     name = folder.resolve().name
-    return _render_card(name, origin, facts, _TRANSFORMERS.format(folder=name), library="transformers", tags="whet")
+    use = _TRANSFORMERS.format(folder=name, **_CAUSAL)
+    return _render_card(name, origin, facts, use, library="transformers", tags="whet")
 
 
 def render_file_card(file: Path, model: str, facts: Mapping[str, Any], *, is_adapter: bool) -> str:

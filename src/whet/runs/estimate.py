@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import subprocess
 import sys
@@ -10,15 +11,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from whet.config.toml import read_toml
 from whet.errors import WhetValueError
 from whet.models.hub import find_on_hub
 from whet.models.sizes import estimate
 from whet.models.slots import ModelSource
 from whet.models.sources.pretrained import open_pretrained
-from whet.rollout.teacher import is_url
+from whet.rollout.server import is_url
 from whet.runs.adapters import plan_adapters
 from whet.runs.native import uses_learner
 from whet.system.memory import resident_bytes
+from whet.text.reward_model import open_reward_source
 from whet.training.sizes import Lengths, RunMemory, run_memory
 
 
@@ -27,17 +30,30 @@ def estimate_run_memory(run: Any, source: ModelSource, lengths: Lengths, *, inte
     plan = plan_adapters(run, source, "whet estimate")
     base = "none" if plan.adapters is None else plan.base
     learner = uses_learner(run, plan, "whet estimate")
+    if run.trains_reward and base == "none":  # without an LM head
+        source = source._replace(config=dataclasses.replace(source.config, tied_head=True))
     return run_memory(
         source, run, lengths, interpreter=interpreter, adapters=plan.adapters, base=base, learner=learner,
-        activation_bytes=run.activation_bytes, teacher=_teacher_bytes(getattr(run, "teacher", "")),
+        activation_bytes=run.activation_bytes, others=_other_bytes(run),
     )  # fmt: skip
 
 
-def _teacher_bytes(teacher: str) -> int:
-    """Return the bytes of the weights of a teacher in this process."""
-    if not teacher or is_url(teacher):
+def _other_bytes(run: Any) -> dict[str, int]:
+    """Return the bytes of the weights of other models in this process, by part."""
+    specs = [*getattr(run, "reward", []), getattr(run, "preference", "")]
+    rewards = sum(estimate(*open_reward_source(spec)).weights for spec in specs if spec and Path(spec).is_dir())
+    judges = [read_toml(spec).get("model", "") for spec in specs if spec.endswith(".toml")]
+    return {
+        "teacher": _model_bytes(getattr(run, "teacher", ""), "teacher"),
+        "reward_models": rewards + sum(_model_bytes(model, "judge") for model in judges),
+    }
+
+
+def _model_bytes(model: str, kind: str) -> int:
+    """Return the bytes of the weights of a model in this process; 0: there is none, or it is behind a URL."""
+    if not model or is_url(model):
         return 0
-    return estimate(open_pretrained(find_on_hub(teacher, "whet estimate: teacher"))).weights
+    return estimate(open_pretrained(find_on_hub(model, f"whet estimate: {kind}"))).weights
 
 
 def measure_interpreter(model: str, tasks: Sequence[Any], packages: Sequence[str]) -> int:

@@ -44,7 +44,10 @@ def _list_files(run: Any) -> Iterator[tuple[str, list[Path]]]:
     for setting in ("data", "eval_data"):
         yield setting, [file for source in getattr(run, setting) for file in source_files(source)]
     for setting in _CODE:
-        yield setting, _existing(list(map(_find_file, _code_locations(run, setting))))
+        given = [Path(spec) for spec in _list_specs(run, setting)]  # folders of reward models, files of judges
+        models = [path for spec in given for path in (sorted(spec.glob("*")) if spec.is_dir() else [spec])]
+        code = _existing(list(map(_find_file, _code_locations(run, setting))))
+        yield setting, [*code, *(path for path in models if path.is_file())]
     yield "chat_template", _existing([run.chat_template])
     if run.adapter:
         yield "adapter", [path for path in sorted(Path(run.adapter).glob("adapter_*")) if path.is_file()]
@@ -60,10 +63,14 @@ def _list_files(run: Any) -> Iterator[tuple[str, list[Path]]]:
 
 def _code_locations(run: Any, setting: str) -> list[str]:
     """Return the files and modules of the tasks or functions that a setting names."""
-    specs = getattr(run, setting, "")
-    names = [spec.partition(",")[0] for spec in ([specs] if isinstance(specs, str) else specs)]
+    names = [spec.partition(",")[0] for spec in _list_specs(run, setting)]
     locations = [name.rpartition(":")[0] for name in names]
     return [each if each.endswith(".py") else each.partition(":")[0] for each in locations]  # of gem:game:ID, gem
+
+
+def _list_specs(run: Any, setting: str) -> list[str]:
+    specs = getattr(run, setting, "")
+    return [specs] if isinstance(specs, str) and specs else list(specs)
 
 
 def _find_file(location: str) -> str:

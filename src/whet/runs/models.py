@@ -14,7 +14,7 @@ from torch import nn
 
 from whet.errors import CheckpointError, MissingExtraError, WhetValueError, check_installed
 from whet.memory import format_bytes, without_gc
-from whet.models.adapter_files import EXPERT_PARAMETERS, base_name, is_adapter_folder
+from whet.models.adapter_files import EXPERT_PARAMETERS, SCORE, base_name, is_adapter_folder
 from whet.models.base_record import check_record, pack_recorded, read_record
 from whet.models.families import FAMILIES, SKIPPED, family_of, text_options
 from whet.models.formats import TABLE
@@ -116,9 +116,44 @@ def _load_base(source: str, dtype: str, base: str, notify: Notify) -> tuple[Any,
     return frozen_model(file, None if base == "own" else base), read_tokenizer(file).to_transformers()
 
 
+def as_reward_model(model: Any, tokenizer: Any, where: str) -> nn.Module:
+    """Return the decoder of a causal model as a sequence classifier with one label, whose head is 0.
+
+    The classifier takes the decoder, and sets options of its config. A sequence classifier is returned unchanged.
+
+    Raises:
+        WhetValueError: transformers has no sequence classifier of this family.
+    """
+    if hasattr(model, SCORE):
+        return model
+    config = model.config
+    config.num_labels = 1
+    # transformers scores the last token that is not padding: no row may end with the padding token.
+    names = ("pad_token_id", "unk_token_id", "bos_token_id")
+    unfit = (None, getattr(tokenizer, "eos_token_id", None))
+    pad_ids = (token for name in names if (token := getattr(tokenizer, name, None)) not in unfit)
+    config.get_text_config().pad_token_id = next(pad_ids, None)
+    try:
+        with torch.device("meta"):
+            made = transformers.AutoModelForSequenceClassification.from_config(config)
+    except ValueError as error:
+        raise WhetValueError(
+            f"{where}: transformers has no sequence classifier of {type(model).__name__}, which a reward model is. "
+            f"Choose a model of another family."
+        ) from error
+    decoder = model.base_model
+    setattr(made, made.base_model_prefix, decoder)
+    first = next(decoder.parameters())
+    made.score = nn.Linear(made.score.in_features, 1, bias=False, device=first.device, dtype=first.dtype)
+    nn.init.zeros_(made.score.weight)
+    return made
+
+
 def _load_folder(base: str, dtype: str) -> Any:
     """Load the model of a folder or hub name; raise if weights are missing."""
-    kind = auto_class(transformers.AutoConfig.from_pretrained(base))
+    config = transformers.AutoConfig.from_pretrained(base)
+    is_classifier = any("ForSequenceClassification" in name for name in config.architectures or ())
+    kind = transformers.AutoModelForSequenceClassification if is_classifier else auto_class(config)
     model, info = kind.from_pretrained(base, dtype=dtype, use_safetensors=True, output_loading_info=True)
     if info["missing_keys"]:
         raise ValueError(f"its weights lack {', '.join(sorted(info['missing_keys'])[:3])}.")
@@ -176,7 +211,7 @@ def add_adapters(model: nn.Module, run: RunConfig, record: Mapping[str, Any] | N
         or None,
         exclude_modules=SKIPPED if towers(model) else None,
         modules_to_save=run.modules_to_save or None,
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if hasattr(model, SCORE) else "CAUSAL_LM",  # of which PEFT also trains the head
     )
     try:
         return peft.get_peft_model(model, settings)

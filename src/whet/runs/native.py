@@ -7,6 +7,7 @@ from typing import Any, cast
 from whet.errors import WhetValueError
 from whet.learner import Learner
 from whet.learner.learner import find_unlearnable
+from whet.models.adapter_files import SCORE
 from whet.models.slots import ModelSource
 from whet.runs.adapters import Plan
 from whet.text.model import find_model, load_chat_tokenizer
@@ -23,6 +24,11 @@ def uses_learner(run: Any, plan: Plan, where: str) -> bool:
         raise WhetValueError(f"{where}: backend is 'native', but {obstacle}. Change that, or pass --backend torch.")
     if run.backend != "torch" and not obstacle:
         return True
+    if run.trains_reward and run.has_adapters() and plan.base != "none":
+        raise WhetValueError(
+            f"{where}: base is {plan.base!r}, and {obstacle or 'backend is torch'}, but only a learner trains a reward "
+            f"model on a packed base. Pass --base none."
+        )
     if run.activation_bytes is not None:
         raise WhetValueError(
             f"{where}: activation_bytes is {run.activation_bytes} and has no effect, because "
@@ -55,7 +61,7 @@ def load_learner(run: Any, plan: Plan, where: str) -> tuple[Learner, Any]:
     else:
         options |= {"lora_rank": run.lora_rank, "lora_alpha": run.lora_alpha, "lora_layers": run.lora_layers}
         options |= {"use_rslora": run.use_rslora, "lora_dropout": run.lora_dropout}
-        options["modules_to_save"] = run.modules_to_save
+        options["modules_to_save"] = [*run.modules_to_save, *([SCORE] if run.trains_reward else [])]
     options["weights"] = None if plan.base == "own" else plan.base
     options["max_position"] = source.short_position  # as long as the rotary frequencies of short sequences apply
     return Learner(model, **options), tokenizer

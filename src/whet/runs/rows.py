@@ -2,20 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from whet.data.rows import tokenize_prompt
 from whet.data.sources import read_rows
 from whet.errors import WhetValueError
+from whet.rewards.functions import load_function
 from whet.rollout.episodes import environment_reward
+from whet.rollout.judge import Judge
+from whet.tasks.code import prepare
 from whet.tasks.mixture import Mixture, open_tasks
-from whet.tasks.rewards import load_rewards
+from whet.tasks.rewards import load_reward
+from whet.text.reward_model import RewardModel
 
 _N_EMPTY = 1000
 """Episodes of an epoch without data: environments differ by their seeds."""
 _N_CHECKED = 64
 """Number of a task's rows that are checked before the run: some generators take 0.25 s per row."""
+
+
+def load_rewards(specs: Iterable[str], *, unsafe_local: bool = False) -> list[Callable[..., Any]]:
+    """Return the reward functions of a command: by ``load_reward``, or of folders a ``RewardModel``, of .toml files a
+    ``Judge``. Programs among them are prepared, see ``whet.tasks.code.prepare``.
+
+    Raises:
+        WhetValueError: one of them cannot be loaded.
+    """
+    return prepare(map(_load_reward, specs), unsafe_local=unsafe_local)
+
+
+def _load_reward(spec: str) -> Callable[..., Any]:
+    if spec.endswith(".toml"):
+        return Judge.read(spec)
+    return RewardModel(spec) if Path(spec).is_dir() else load_reward(spec)
+
+
+def load_preference(spec: str) -> Callable[..., Any]:
+    """Return a preference function of a command: by ``load_function``, or of a .toml file ``Judge.prefer``.
+
+    Raises:
+        WhetValueError: it cannot be loaded.
+    """
+    return Judge.read(spec).prefer if spec.endswith(".toml") else load_function(spec)
 
 
 def open_rows(run: Any) -> tuple[Sequence[Any], Sequence[Any], list[Callable[..., Any]]]:

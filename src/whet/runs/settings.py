@@ -21,7 +21,15 @@ from whet.config.fields import (
     check_range,
     reject_ineffective,
 )
-from whet.config.preferences import CPOConfig, DPOConfig, KTOConfig, OnlineDPOConfig, ORPOConfig, SimPOConfig
+from whet.config.preferences import (
+    CPOConfig,
+    DPOConfig,
+    KTOConfig,
+    OnlineDPOConfig,
+    ORPOConfig,
+    RewardConfig,
+    SimPOConfig,
+)
 from whet.config.settings import (
     REWARD_SETTINGS,
     BestOfNConfig,
@@ -198,8 +206,9 @@ class OnlineRunConfig(RunConfig):
     eval_items: Count = 0
     """Number of held-out items per task for evaluation, which never occur in training; 0: none."""
     reward: Paths = field(default_factory=list)
-    """Reward functions: file.py:function or package.module:function. Options may follow the name of a class:
-    file.py:Class,level=3, or whet.rewards.penalties:SoftOverlong,max_length=512,buffer=128."""
+    """Reward functions: file.py:function or package.module:function, folders of reward models, or .toml files of
+    judges. Options may follow the name of a class: file.py:Class,level=3, or
+    whet.rewards.penalties:SoftOverlong,max_length=512,buffer=128."""
     unsafe_local: bool = False
     """Let programs of the model run without a sandbox, as this user, if tools or reward functions run programs
     (whet.tasks.code)."""
@@ -270,6 +279,11 @@ class KTORun(KTOConfig, RunConfig):
 
 
 @dataclass(kw_only=True)
+class RewardRun(RewardConfig, RunConfig):
+    """Settings of ``whet train reward``."""
+
+
+@dataclass(kw_only=True)
 class EpisodeRunConfig(OnlineRunConfig):
     """Settings common to all methods of ``whet train`` that train on episodes."""
 
@@ -322,7 +336,8 @@ class OnlineDPORun(_TasksAsTexts, OnlineDPOConfig, OnlineRunConfig):
     """Settings of ``whet train online-dpo``."""
 
     preference: PathText = ""
-    """A function that judges pairs instead of rewards: file.py:function or package.module:function."""
+    """A function that judges pairs instead of rewards: file.py:function or package.module:function; or the .toml file
+    of a judge."""
 
     def check(self, where: str) -> None:
         super().check(where)
@@ -342,7 +357,7 @@ class DistillRun(_TasksAsTexts, DistillConfig, OnlineRunConfig):
     """Required: a model folder, a .gguf file, or the URL of a server that returns log-probs of prompts, such as
     http://127.0.0.1:8000/v1 of whet serve."""
     reward: Paths = field(default_factory=list)
-    """Reward functions for metrics and evaluation: file.py:function or package.module:function, see whet train grpo."""
+    """Reward functions for metrics and evaluation; see --reward of whet train grpo --help."""
 
     def check(self, where: str) -> None:
         super().check(where)
@@ -384,8 +399,9 @@ class _BestOfNInputs:
     task: Paths = field(default_factory=list)
     """Tasks instead of prompts and reward, see whet train grpo --help; uses their training rows."""
     reward: Paths = field(default_factory=list)
-    """Reward functions: file.py:function or package.module:function. Options may follow the name of a class:
-    file.py:Class,level=3, or whet.rewards.penalties:SoftOverlong,max_length=512,buffer=128."""
+    """Reward functions: file.py:function or package.module:function, folders of reward models, or .toml files of
+    judges. Options may follow the name of a class: file.py:Class,level=3, or
+    whet.rewards.penalties:SoftOverlong,max_length=512,buffer=128."""
     output: PathText = ""
     """The .jsonl file to write; empty: standard output."""
     all_candidates: bool = False

@@ -46,7 +46,7 @@ from whet.runs.inputs import check_inputs, describe_failure, read_inputs, write_
 from whet.runs.memory import predict_memory
 from whet.runs.native import describe_learner, load_learner, uses_learner
 from whet.runs.resume import Notify, check_steps, find_checkpoint, last_step_of_pass
-from whet.runs.rows import check_prompts_fit, open_rows
+from whet.runs.rows import check_prompts_fit, load_preference, open_rows
 from whet.runs.save import write_memory, write_results
 from whet.runs.settings import RunConfig, lock_folder
 from whet.runs.stopping import StoppableCheckpoints
@@ -206,7 +206,7 @@ def _load_modules(
     from whet.models.sources.live import open_module
     from whet.nn.frozen import base_of
     from whet.nn.modules import position_limit
-    from whet.runs.models import add_adapters, describe_size, load_model
+    from whet.runs.models import add_adapters, as_reward_model, describe_size, load_model
 
     base = run.base if run.has_adapters() else "none"
     model, tokenizer = load_model(run.model, run.dtype, base, run.chat_template, notify, run.adapter)
@@ -217,6 +217,8 @@ def _load_modules(
         with contextlib.suppress(WhetError):  # a model that the engine does not support
             predicted = predict_memory(run, open_module(model), weights, tokenizer, rows)
     _set_seed(run.seed % 2**32)
+    if run.trains_reward:
+        model = as_reward_model(model, tokenizer, where)
     if run.has_adapters():
         model = add_adapters(model, run, plan.record)
     return model, tokenizer, predicted, describe_size(model)
@@ -275,7 +277,7 @@ def _make_config(method: str, run: Any) -> Any:
 def _scoring_arguments(run: Any, rewards: RewardFunctions | None) -> dict[str, Any]:
     """Return the constructor arguments that score completions, for algorithms that sample."""
     if getattr(run, "preference", ""):
-        return {"preference_fn": load_function(run.preference)}
+        return {"preference_fn": load_preference(run.preference)}
     episodes: dict[str, Any] = {"environment": load_environment(run.env)} if getattr(run, "env", "") else {}
     episodes |= {"agent": load_function(run.agent)} if getattr(run, "agent", "") else {}
     if tools := getattr(run, "tools", []):

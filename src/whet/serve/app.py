@@ -35,7 +35,7 @@ from whet.serve.ollama import OllamaChat
 from whet.serve.recording import RecordingService
 from whet.serve.responses import Responses
 from whet.serve.schema import DetokenizeRequest, TokenizeRequest, parse
-from whet.serve.scores import Decisions, Embeddings
+from whet.serve.scores import Decisions, Embeddings, Rewards
 from whet.serve.service import Service
 from whet.serve.sessions import Session
 
@@ -267,6 +267,7 @@ def make_app(
         app.route("/v1/responses", app.running(Responses), "POST"),
         app.route("/v1/embeddings", app.running(Embeddings), "POST"),
         app.route("/v1/decisions", app.running(Decisions), "POST"),
+        *(app.route(path, app.running(Rewards), "POST") for path in ("/score", "/v1/score")),
         app.route("/v1/messages", app.running(Messages), "POST"),
         app.route("/api/chat", app.running(OllamaChat), "POST"),
         app.route("/api/tags", app.describe(ollama.list_models)),

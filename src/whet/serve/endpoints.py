@@ -57,7 +57,7 @@ class Sampled(Endpoint, Generic[Fields]):
     def __init__(self, service: Service, request: Fields) -> None:
         self.service, self.request, self._served = service, request, service.model
         self.model = request.model
-        self._served.adapter_of(self.model)
+        self._served.check_writes(self.model)
         self.id = f"{self.id_prefix}-{secrets.token_hex(12)}"
         self.created = int(time.time())
         self.prompts: list[Prompt] = []

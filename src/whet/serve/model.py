@@ -15,12 +15,15 @@ from whet.engine import Engine
 from whet.engine.checks import LogprobsMode
 from whet.engine.grammar import Grammars
 from whet.errors import WhetValueError
+from whet.models.adapter_files import has_reward_head
+from whet.models.sources.folder import is_classifier_folder
 from whet.models.sources.gguf_container import GGUFFile
 from whet.models.tokenizers.token_texts import TokenTexts, read_token_texts
 from whet.serve.errors import ApiError
 from whet.system.memory import unused_bytes
 from whet.text.model import find_model, find_stop_ids, load_chat_tokenizer, load_engine, longest_sequence
 from whet.text.replies import ReplyFormat
+from whet.text.reward_model import RewardHead, add_reward_adapter, read_reward_head
 
 _WHERE = "whet serve"
 _KV_BYTES = (1 << 30, 4 << 30)
@@ -54,11 +57,13 @@ class ServedModel:
         pooling: of embeddings, if a request does not choose it.
         logprobs_mode: of the log-probs of sampled tokens, see ``Engine.generate``.
         fingerprint: names the weights. Default: their digest.
+        head: of a model that is a reward model.
 
     Attributes:
         texts: of every token.
         adapters: name -> number of the adapter on the engine; None: the model itself.
         loaded: names of the adapters that were added by ``load_adapter``.
+        heads: name -> head of the models and adapters that are reward models.
         created: Unix time in seconds.
         replies: the form of the model's replies.
         fingerprint: see above; the digest includes the model's own adapter.
@@ -78,6 +83,7 @@ class ServedModel:
         pooling: str = "last",
         logprobs_mode: LogprobsMode = "model",
         fingerprint: str = "",
+        head: RewardHead | None = None,
     ) -> None:
         self.engine, self.tokenizer, self.name = engine, tokenizer, name
         self.stop_ids, self.defaults = stop_ids, dict(defaults or {})
@@ -92,12 +98,13 @@ class ServedModel:
             raise WhetValueError(f"{_WHERE}: context is {context}, expected from 2 to {most:,} tokens.")
         self.context = context or most
         self.adapters: dict[str, int | None] = {name: None}
+        self.heads = {} if head is None else {name: head}
         if adapter:
-            self.adapters = {name: engine.add_adapter(adapter), f"{name}-base": None}
+            self.adapters = {name: self._add_adapter(name, adapter), f"{name}-base": None}
         for each, folder in (adapters or {}).items():
             if each in self.adapters:
                 raise WhetValueError(f"{_WHERE}: two models or adapters have the name {each!r}. Rename one.")
-            self.adapters[each] = engine.add_adapter(folder)
+            self.adapters[each] = self._add_adapter(each, folder)
         self.loaded: tuple[str, ...] = ()
         self.created = int(time.time())
         self.replies = ReplyFormat(tokenizer, self.texts)
@@ -135,12 +142,14 @@ class ServedModel:
         loaded = load_chat_tokenizer(model, _WHERE, chat_template, adapter, tokenizer)
         first = adapter or next(iter((adapters or {}).values()), "")  # may record the format of its base
         kv_bytes = kv_bytes or max(_KV_BYTES[0], min(_KV_BYTES[1], unused_bytes() // 4))
-        engine = load_engine(model, weights, context, _WHERE, first, kv_bytes, kv_dtype, expert_bytes)
+        head = read_reward_head(path) if is_classifier_folder(path) else None
+        scores = head is not None
+        engine = load_engine(model, weights, context, _WHERE, first, kv_bytes, kv_dtype, expert_bytes, scores)
         stop_ids = find_stop_ids(path, loaded, engine.config.vocab_size, _WHERE)
         name = name or Path(path).stem
         return cls(
             engine, loaded, name, stop_ids, adapters, adapter, read_defaults(path), context, path, read_pooling(model),
-            logprobs_mode,
+            logprobs_mode, head=head,
         )  # fmt: skip
 
     def _make_fingerprint(self) -> str:
@@ -148,6 +157,13 @@ class ServedModel:
         if self._adapter:
             digest.update((Path(self._adapter) / "adapter_model.safetensors").read_bytes())
         return "whet-" + digest.hexdigest()[:16]
+
+    def _add_adapter(self, name: str, folder: str) -> int:
+        """Add the adapters of a folder, and of a reward model the head."""
+        if not has_reward_head(folder):
+            return self.engine.add_adapter(folder)
+        number, self.heads[name] = add_reward_adapter(self.engine, folder, _WHERE)
+        return number
 
     def load_adapter(self, name: str, adapter: Any) -> None:
         """Add an adapter, see ``Engine.add_adapter``, or replace the one that was loaded under this name."""
@@ -176,9 +192,11 @@ class ServedModel:
             raise WhetValueError(f"{_WHERE}: the model was not loaded from a path, so that it cannot be read again.")
         if self._adapter:
             before = self.adapters[self.name]
-            self.adapters[self.name] = self.engine.add_adapter(self._adapter)
+            self.adapters[self.name] = self._add_adapter(self.name, self._adapter)
             assert before is not None, "the model has its own adapter"
             self.engine.remove_adapter(before)
+        elif self.heads:
+            raise WhetValueError(f"{_WHERE}: a reward model with all weights is not read again. Restart the server.")
         else:
             self.engine.sync(self._path)
         self.fingerprint = self._make_fingerprint()
@@ -250,6 +268,16 @@ class ServedModel:
             known = ", ".join(self.adapters)
             raise ApiError(404, f"The model {name!r} does not exist. Models: {known}.", "model", "model_not_found")
         return self.adapters[name or self.name]
+
+    def check_writes(self, name: str) -> None:
+        """Check ``adapter_of``, and that the model predicts tokens.
+
+        Raises:
+            ApiError: 404: the model does not exist; 400: it is a reward model.
+        """
+        self.adapter_of(name)
+        if (name or self.name) in self.heads:
+            raise ApiError(400, f"The model {name or self.name!r} is a reward model. Send texts to /score.", "model")
 
     def check_tokens(self, ids: Sequence[Any], name: str) -> list[int]:
         """Return the token ids of a request's field.

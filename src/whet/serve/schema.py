@@ -204,6 +204,29 @@ class EmbeddingRequest:
 
 
 @dataclass(kw_only=True)
+class ScoreRequest:
+    """``/score``: prompts and their answers, under one of two pairs of names."""
+
+    model: str = ""
+    text_1: str | list | None = None
+    text_2: str | list | None = None
+    queries: str | list | None = None
+    documents: str | list | None = None
+    use_activation: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+    def texts(self) -> tuple[tuple[str, Any], tuple[str, Any]]:
+        """Return the names and the values of the prompts and of the answers."""
+        for first, second in (("text_1", "text_2"), ("queries", "documents")):
+            found = getattr(self, first), getattr(self, second)
+            if None not in found:
+                return (first, found[0]), (second, found[1])
+        raise ApiError(400, "Expected text_1 (prompts) and text_2 (answers), or queries and documents.", "text_1")
+
+
+@dataclass(kw_only=True)
 class ResponseRequest:
     """``/v1/responses``: the fields that are not a chat's."""
 

@@ -1,4 +1,4 @@
-"""Endpoints that compute without sampling: embeddings, and the probabilities of labels."""
+"""Endpoints that compute without sampling: embeddings, rewards, and the probabilities of labels."""
 
 from __future__ import annotations
 
@@ -10,11 +10,22 @@ from typing import Any
 
 import numpy as np
 
+from whet.data.messages import is_messages
+from whet.errors import WhetError
 from whet.serve.endpoints import Body, Endpoint
 from whet.serve.errors import ApiError
 from whet.serve.inputs import read_prompt, read_texts
-from whet.serve.schema import MOST_LABELS, DecisionRequest, EmbeddingRequest, check_object, parse
+from whet.serve.schema import (
+    MOST_LABELS,
+    MOST_PROMPTS,
+    DecisionRequest,
+    EmbeddingRequest,
+    ScoreRequest,
+    check_object,
+    parse,
+)
 from whet.serve.service import Service
+from whet.text.reward_model import tokenize_answer
 
 
 class Embeddings(Endpoint):
@@ -59,6 +70,60 @@ class Embeddings(Endpoint):
         return unit.tolist() if self._request.encoding_format == "float" else base64.b64encode(unit.tobytes()).decode()
 
 
+class Rewards(Endpoint):
+    """``/score``, as vLLM's: scores of a reward model for prompts with an answer each, or for answers to one prompt."""
+
+    def __init__(self, service: Service, body: Any) -> None:
+        self._service, self._served = service, service.model
+        self._request = request = parse(ScoreRequest, body)
+        name = request.model or self._served.name
+        self._served.adapter_of(name)
+        if name not in self._served.heads:
+            known = ", ".join(self._served.heads) or "none"
+            raise ApiError(400, f"The model {name!r} is not a reward model. Reward models: {known}.", "model")
+        self._head = self._served.heads[name]
+        (first, given), (second, answers) = request.texts()
+        several = isinstance(given, list) and not is_messages(given)
+        prompts, answers = given if several else [given], answers if isinstance(answers, list) else [answers]
+        prompts = prompts * len(answers) if len(prompts) == 1 else prompts
+        if len(prompts) != len(answers) or not 1 <= len(answers) <= MOST_PROMPTS:
+            raise ApiError(
+                400, f"{first} has {len(prompts)} entries and {second} {len(answers)}, expected as many, or one, "
+                f"and at most {MOST_PROMPTS}.", first
+            )  # fmt: skip
+        self._rows = [self._read(*pair) for pair in zip(prompts, answers, strict=True)]
+        for ids in self._rows:
+            service.check_length(len(ids), 0)
+
+    def _read(self, prompt: Any, answer: Any) -> list[int]:
+        texts = [message.get("content") for message in prompt] if is_messages(prompt) else [prompt]
+        if not all(isinstance(text, str) for text in (*texts, answer)):
+            raise ApiError(
+                400, f"A prompt is {prompt!r:.60} with the answer {answer!r:.60}, expected texts, or messages."
+            )
+        self._served.check_text(*texts, answer)
+        try:
+            return list(self._head.inputs(tokenize_answer(prompt, answer, self._served.tokenizer)))
+        except WhetError as error:
+            raise ApiError(400, str(error).partition(": ")[2]) from None
+
+    async def respond(self) -> Body:
+        engine, request = self._served.engine, self._request
+        found = await self._service.score(engine.open_embed, request.model, self._rows, pooling="last")
+        scores = self._head.scores(np.stack([engine.pool(each.hidden) for each in found]))
+        if request.use_activation:
+            scores = np.exp(-np.logaddexp(0, -scores))
+        n_tokens = sum(map(len, self._rows))
+        return {
+            "id": f"score-{secrets.token_hex(12)}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": request.model or self._served.name,
+            "data": [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores.tolist())],
+            "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
+        }
+
+
 class Decisions(Endpoint):
     """``/v1/decisions``: the probability of each label after a prompt, which is computed once."""
 
@@ -68,7 +133,7 @@ class Decisions(Endpoint):
             if name in check_object(body):
                 raise ApiError(400, f"{name} is not supported. Send a prompt or messages, and labels.", name)
         self._request = request = parse(DecisionRequest, body)
-        self._served.adapter_of(request.model)
+        self._served.check_writes(request.model)
         if not 2 <= len(request.labels) <= MOST_LABELS:
             got = f"labels has {len(request.labels)} entries"
             raise ApiError(400, f"{got}, expected from 2 to {MOST_LABELS}.", "labels")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from whet.engine import Engine
 from whet.errors import WhetValueError
@@ -17,6 +17,8 @@ from whet.models import tokenizers
 from whet.models.base_record import check_formats, pack_recorded, read_binding
 from whet.models.formats import PAGE_TOKENS, check_kv_dtype, choose_formats, kv_format
 from whet.models.sizes import STATES, cache_bytes
+from whet.models.slots import ModelSource
+from whet.models.sources.folder import open_classifier
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
 from whet.models.sources.pretrained import open_pretrained
 from whet.models.stop_tokens import read_stop_ids
@@ -48,6 +50,7 @@ def load_engine(
     kv_bytes: int = _KV_BYTES,
     kv_dtype: str | None = None,
     expert_bytes: int = 0,
+    scores: bool = False,
 ) -> Engine:
     """Create the engine of a model, for sequences of up to ``n_tokens``; None: limited by the KV cache.
 
@@ -60,14 +63,21 @@ def load_engine(
         kv_bytes: size of the KV cache, unless a single sequence needs more.
         kv_dtype: as in ``Engine``.
         expert_bytes: as in ``Engine``.
+        scores: whether the model is the folder of a sequence classifier, whose engine has no LM head.
 
     Raises:
         WhetValueError: the engine does not support the model.
         CheckpointError: the adapters were trained on other weights, or on a quantised base in another format.
     """
-    source = open_pretrained(model)
+
+    def read(max_position: int | None = None) -> ModelSource:
+        if scores:
+            return open_classifier(cast(str, model), max_position=max_position).source
+        return open_pretrained(model, max_position=max_position)
+
+    source = read()
     if n_tokens is not None and source.short_position is not None and n_tokens <= source.short_position:
-        source = open_pretrained(model, max_position=source.short_position)
+        source = read(source.short_position)
     record = read_binding(adapter, source, weights is not None, where) if adapter else None
     if record is not None:
         if weights is not None:

@@ -66,6 +66,12 @@ class NativePolicy:
                 f"{where}: router_aux_loss_coef is {config.router_aux_loss_coef}, and a Learner has no balance loss: "
                 f"its routers are frozen. Omit it, or train modules of torch."
             )
+        if config.trains_reward and model.head is None:
+            raise WhetValueError(
+                f'{where}: the learner has no head. Make it with whet.Learner(modules_to_save=["score"]).'
+            )
+        if not config.trains_reward and model.head is not None:
+            raise WhetValueError(f"{where}: the learner has the head of a reward model. Pass it to Reward.")
         check_moving_adapters(config, where)
         self.reference = AdapterReference(model, kept=config.uses_reference_model())
         self._has_gradients = False
@@ -151,16 +157,22 @@ class NativePolicy:
             dropout_seed=self._dropout_seed,
         )  # fmt: skip
 
+    def rewards(
+        self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], *, keep: bool = True
+    ) -> np.ndarray:
+        """Return ``Learner.rewards``."""
+        return self.model.rewards(prompt_ids, completion_ids, keep=keep, dropout_seed=self._dropout_seed)
+
     def backward(
-        self, grad_logprobs: np.ndarray, share: float = 1.0, grad_entropy: np.ndarray | None = None
+        self, grad: np.ndarray, share: float = 1.0, grad_entropy: np.ndarray | None = None
     ) -> dict[str, float]:
-        """Add the gradients of the adapters: NaN if the gradient of the log-probs is not finite, as autograd would."""
+        """Add the gradients of the adapters: NaN if the gradient of the outputs is not finite, as autograd would."""
         self._has_gradients = True
-        if np.isfinite(grad_logprobs).all():
-            self.model.backward(grad_logprobs, grad_entropy)
+        if np.isfinite(grad).all():
+            self.model.backward(grad, grad_entropy)
             return {}
-        for grad in self.model.gradients:
-            grad.fill(np.nan)
+        for each in self.model.gradients:
+            each.fill(np.nan)
         return {}
 
     @contextmanager

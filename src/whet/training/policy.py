@@ -136,10 +136,17 @@ class Policy(Protocol):
         """
         ...
 
+    def rewards(
+        self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], *, keep: bool = True
+    ) -> np.ndarray:
+        """Return the rewards (B,) of completions under a reward model; not ``keep``: in eval mode, without backward."""
+        ...
+
     def backward(
-        self, grad_logprobs: np.ndarray, share: float = 1.0, grad_entropy: np.ndarray | None = None
+        self, grad: np.ndarray, share: float = 1.0, grad_entropy: np.ndarray | None = None
     ) -> dict[str, float]:
-        """Add the gradients of the parameters, from the gradients of the last log-probs, (B, C), and of their entropy.
+        """Add the gradients of the parameters, from the gradient of the last log-probs, (B, C), and of their entropy,
+        or of the last rewards, (B,).
 
         A policy with a balance loss adds its gradient, times ``share``, the share of the micro-batch in the update, and
         returns the terms of the metrics "loss" and "balance_loss".

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -76,7 +77,7 @@ def run_memory(
     base: str = "none",
     learner: bool = False,
     activation_bytes: int | None = None,
-    teacher: int = 0,
+    others: Mapping[str, int] | None = None,
 ) -> RunMemory:
     """Estimate the memory of training a float32 model on Whet's kernels, or adapters with a ``Learner``.
 
@@ -90,7 +91,7 @@ def run_memory(
             "none": float32 parameters.
         learner: whether a learner trains the adapters.
         activation_bytes: the learner's setting.
-        teacher: bytes of the weights of a teacher in this process.
+        others: bytes of other models in this process, by part.
 
     Raises:
         WhetValueError: compute is "torch", whose memory is unknown; a base without adapters; an unknown format; or a
@@ -119,7 +120,7 @@ def run_memory(
         "copies": _converted_bytes(source, narrow, is_packed, n_models=2 if own_reference else 1)
         + (whole.weights if config.qat else 0),
         "moments": 8 * n_trained,
-        "teacher": teacher,
+        **(others or {}),
     }
     if isinstance(config, GroupConfig) and config.sampling((), 0).drops_tokens():
         n_tokens = config.batch_size * config.group_size * lengths.completion
@@ -352,6 +353,8 @@ def _step_tokens(config: TrainerConfig, lengths: Lengths) -> _Pass:
     is_part = rows < config.batch_size * per_prompt
     targets = rows * lengths.completion
     tokens = math.ceil(rows / per_prompt) * lengths.prompt + targets - rows
+    if config.trains_reward:  # the last token is an input too, and the only one that counts
+        tokens, targets = tokens + rows, rows
     most = 0 if config.micro_batch_size else config.max_tokens_per_step
     if most and tokens > most:
         # Completions of one prompt fill a micro-batch to within half a completion.

@@ -30,6 +30,7 @@ from whet.nn.frozen import base_of
 from whet.nn.modules import module_device, module_mode, position_limit, stop_token_ids
 from whet.nn.optim import HALF_DTYPES, AdamW
 from whet.nn.replay import routers_of
+from whet.nn.rewards import check_reward_model, completion_rewards
 from whet.nn.rounding import RoundedWeights
 from whet.training.policy import Score, State, check_same_parameters, error_without_effect
 from whet.training.reduction import checksum
@@ -63,6 +64,8 @@ class TorchPolicy:
         self.trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.trainable:
             raise WhetValueError(f"{where}: no parameter of model requires grad. Unfreeze some.")
+        if config.trains_reward:
+            check_reward_model(model, where)
         self.reference = Reference(model, self.trainable, ref_model, kept=config.uses_reference_model(), where=where)
         self.reference.check_moves(config, where)
         models = [model] if self.reference.model is None else [model, self.reference.model]
@@ -202,16 +205,26 @@ class TorchPolicy:
         arrays = [None if x is None else x.detach().cpu().numpy() for x in (self._kept, entropy, mask)]
         return Logprobs(*arrays, replaced_experts=replaced)  # pyright: ignore[reportArgumentType]
 
+    def rewards(
+        self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], *, keep: bool = True
+    ) -> np.ndarray:
+        """Return ``completion_rewards``; ``backward`` follows, unless they are of the eval mode."""
+        if keep:
+            self._kept = completion_rewards(self.model, prompt_ids, completion_ids)
+            return self._kept.detach().cpu().numpy()
+        with torch.no_grad(), module_mode(self.model, training=False), self.acceleration or nullcontext():
+            return completion_rewards(self.model, prompt_ids, completion_ids).cpu().numpy()
+
     def backward(
-        self, grad_logprobs: np.ndarray, share: float = 1.0, grad_entropy: np.ndarray | None = None
+        self, grad: np.ndarray, share: float = 1.0, grad_entropy: np.ndarray | None = None
     ) -> dict[str, float]:
-        """Add the gradients of the parameters, from the gradients of the last log-probs, (B, C), of their entropy, and
-        of the balance.
+        """Add the gradients of the parameters, from the gradient of the last log-probs, (B, C), and of their entropy,
+        or of the last rewards, (B,), and of the balance.
         """
         kept, self._kept = self._kept, None
         if kept is None:
-            raise WhetTypeError("backward: it follows logprobs, once. Call logprobs first.")
-        outputs, gradients = [kept], [torch.from_numpy(grad_logprobs).to(kept)]
+            raise WhetTypeError("backward: it follows logprobs or rewards, once. Call one of them first.")
+        outputs, gradients = [kept], [torch.from_numpy(grad).to(kept)]
         if grad_entropy is not None and self._entropy is not None:
             outputs.append(self._entropy)
             gradients.append(torch.from_numpy(grad_entropy).to(kept))

@@ -325,7 +325,6 @@ class Trainer(ABC):
         leading = (2,) if return_entropy else ()
         out = np.zeros((*leading, len(rows), max(map(len, completion_ids), default=0)), np.float32)
         with phase("logprobs"), self.policy.scoring(reference=reference) as score:
-            parts = self.micro_batches(rows)
 
             def compute(part: list[int]) -> np.ndarray:
                 mask = None if completion_mask is None else [completion_mask[i] for i in part]
@@ -337,13 +336,20 @@ class Trainer(ABC):
                     return_entropy=return_entropy, **options,
                 )  # fmt: skip
 
-            costs = [count_tokens([rows[i] for i in part]) for part in parts]
-            own = shard_by_cost(costs, self.ranks.size)[self.ranks.rank]
-            for shared in self.ranks.gather_results(lambda: [(parts[i], compute(parts[i])) for i in own]):
-                for part, found in shared:
-                    out = out.astype(found.dtype, copy=False)
-                    out[..., part, : found.shape[-1]] = found
+            for part, found in self.compute_on_ranks(rows, compute):
+                out = out.astype(found.dtype, copy=False)
+                out[..., part, : found.shape[-1]] = found
         return out
+
+    def compute_on_ranks(
+        self, rows: TokenRows, compute: Callable[[list[int]], np.ndarray]
+    ) -> Iterator[tuple[list[int], np.ndarray]]:
+        """Yield each micro-batch of the rows and what ``compute`` returns of it; the ranks share the computation."""
+        parts = self.micro_batches(rows)
+        costs = [count_tokens([rows[i] for i in part]) for part in parts]
+        own = shard_by_cost(costs, self.ranks.size)[self.ranks.rank]
+        for shared in self.ranks.gather_results(lambda: [(parts[i], compute(parts[i])) for i in own]):
+            yield from shared
 
     def completion_rows(self, completions: Any) -> list[list[int]]:
         """Return completions as rows of token ids, without padding.

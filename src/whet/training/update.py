@@ -75,7 +75,7 @@ class Update:
     def add(
         self,
         loss: float,
-        grad_logprobs: np.ndarray,
+        grad: np.ndarray,
         metrics: Mapping[str, float],
         maxima: Mapping[str, float] | None = None,
         grad_entropy: np.ndarray | None = None,
@@ -84,7 +84,7 @@ class Update:
 
         Args:
             loss: the micro-batch's share of the batch's loss.
-            grad_logprobs: (B, C), d loss / d the last log-probs of the policy.
+            grad: d loss / d the last log-probs, (B, C), or rewards, (B,), of the policy.
             metrics: summed over the micro-batches.
             maxima: metrics of which the maximum counts.
             grad_entropy: (B, C), d loss / d the entropy of the last log-probs; None: the loss does not depend on it.
@@ -98,7 +98,7 @@ class Update:
             )
         self._sample_memory()
         with phase("backward"):
-            added = self._policy.backward(grad_logprobs, self._share, grad_entropy)
+            added = self._policy.backward(grad, self._share, grad_entropy)
         self._sample_memory()
         self._added.append((self._at, {"loss": loss + added.pop("loss", 0.0), **metrics, **added}, dict(maxima or {})))
         if self._exact is not None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from whet import _core
 from whet.errors import WhetValueError
-from whet.models.adapter_files import is_adapter_folder
+from whet.models.adapter_files import SCORE, is_adapter_folder
 from whet.models.architecture import RowSlice
 from whet.models.families import (
     PREDICTING,
@@ -33,6 +33,7 @@ from whet.models.families import (
 from whet.models.formats import TABLE
 from whet.models.slots import ModelSource, StoredTensor, find_stored, iter_slices, unread_names
 from whet.models.sources.mapped import map_file, parse_container, parse_json, view
+from whet.ops.quant import bf16_values
 
 FLOATS = {TABLE[name].gguf_name: TABLE[name] for name in ("float32", "float16", "bfloat16", "float64")}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -71,6 +72,51 @@ def open_folder(path: str | os.PathLike[str], *, max_position: int | None = None
     config = read_config(folder, where)
     family = family_of(config, where)
     return _open(config, family, read_entries(folder, where), max_position, where)
+
+
+def is_classifier_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds a sequence classifier of transformers."""
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        return False
+    names = read_config(folder, f'open_classifier("{path}")').get("architectures")
+    return isinstance(names, list) and any("ForSequenceClassification" in str(name) for name in names)
+
+
+class Classifier(NamedTuple):
+    """A sequence classifier with one label.
+
+    Attributes:
+        source: the decoder, with the embedding in place of an LM head.
+        head: (1, hidden_dim) float32.
+        pad_token_id: token that does not count at the end of a row; None: all count.
+    """
+
+    source: ModelSource
+    head: np.ndarray
+    pad_token_id: int | None
+
+
+def open_classifier(path: str | os.PathLike[str], *, max_position: int | None = None) -> Classifier:
+    """Open the folder of a sequence classifier with one label.
+
+    Raises:
+        WhetValueError: as ``open_folder``, or there is no head of one label.
+    """
+    folder, where = Path(path), f'open_classifier("{path}")'
+    config, entries = {**read_config(folder, where), "tie_word_embeddings": True}, read_entries(folder, where)
+    stored = entries.pop(f"{SCORE}.weight", None)
+    if stored is None or stored.shape[0] != 1 or stored.dtype not in FLOATS:
+        found = "nothing" if stored is None else f"{stored.dtype} of shape {stored.shape}"
+        raise WhetValueError(
+            f"{where}: {SCORE}.weight is {found}, expected floats of shape (1, hidden_dim): a reward model has one "
+            f"label."
+        )
+    format = FLOATS[stored.dtype]
+    values = view(stored.data, stored.offset, format.dtype, stored.shape)
+    head = bf16_values(values) if format.name == "bfloat16" else values.astype(np.float32)
+    pad_id = text_options(config).get("pad_token_id", config.get("pad_token_id"))
+    return Classifier(_open(config, family_of(config, where), entries, max_position, where), head, pad_id)
 
 
 def open_predicting(path: str | os.PathLike[str]) -> tuple[ModelSource, dict[str, StoredTensor]] | None:
