@@ -15,6 +15,7 @@ from whet.algorithms.kd import KD
 from whet.algorithms.kto import KTO
 from whet.algorithms.online_dpo import OnlineDPO
 from whet.algorithms.orpo import ORPO
+from whet.algorithms.raft import RAFT
 from whet.algorithms.reward import Reward
 from whet.algorithms.rloo import RLOO
 from whet.algorithms.sft import SFT
@@ -28,7 +29,7 @@ from whet.config.preferences import (
     RewardConfig,
     SimPOConfig,
 )
-from whet.config.settings import BestOfNConfig, DistillConfig, GRPOConfig, KDConfig, RLOOConfig, SFTConfig
+from whet.config.settings import BestOfNConfig, DistillConfig, GRPOConfig, KDConfig, RAFTConfig, RLOOConfig, SFTConfig
 from whet.losses import (
     cpo_loss,
     distillation_loss,
@@ -49,6 +50,7 @@ __all__ = [
     "KD",
     "KTO",
     "ORPO",
+    "RAFT",
     "RLOO",
     "SFT",
     "BestOfN",
@@ -63,6 +65,7 @@ __all__ = [
     "ORPOConfig",
     "OnlineDPO",
     "OnlineDPOConfig",
+    "RAFTConfig",
     "RLOOConfig",
     "Reward",
     "RewardConfig",

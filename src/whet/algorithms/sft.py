@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from whet.config.settings import SFTConfig
+from whet.config.settings import SFTConfig, SFTLossType
 from whet.data.batches import as_rows, check_row_counts, columns_as_rows, tokenized_rows
 from whet.data.rows import tokenize_example
 from whet.data.token_ids import token_rows
@@ -67,23 +67,9 @@ class SFT(Trainer):
         """
         prompt_ids, completion_ids, masks, shares = self.get_prepared(prompt, completion)
         n_tokens = sum(map(sum, masks))
-        if n_tokens == 0 and any(shares.values()):
-            return {"loss": 0.0, "grad_norm": 0.0, **shares, "num_tokens": 0}
-        if n_tokens == 0:
+        if n_tokens == 0 and not any(shares.values()):
             raise WhetValueError("SFT: no completion of the batch has a token that counts.")
-        with self.update() as update:
-            rows = list(zip(prompt_ids, completion_ids, strict=True))
-            for part in self.shard(update, rows, self.micro_batches(rows)):
-                with phase("forward"):
-                    logprobs, _, mask, *_ = self.policy.logprobs(
-                        [prompt_ids[i] for i in part],
-                        [completion_ids[i] for i in part],
-                        completion_mask=[masks[i] for i in part],
-                    )
-                with phase("loss"):
-                    loss = sft_loss(logprobs, mask, loss_type=self.config.loss_type, n_tokens=n_tokens)
-                update.add(loss.value, loss.gradients["logprobs"], loss.metrics)
-        return {**update.metrics, **shares, "num_tokens": sum(map(len, [*prompt_ids, *completion_ids]))}
+        return {**update_on_examples(self, prompt_ids, completion_ids, masks, self.config.loss_type), **shares}
 
     def as_row(self, item: Any) -> Any:
         """Return an item of a dataset as a dict; all of a bare text or row of token ids counts."""
@@ -134,6 +120,35 @@ class SFT(Trainer):
             completion_ids = [p[1:] + c for p, c in zip(prompt_ids, completion_ids, strict=True)]
             prompt_ids = [p[:1] for p in prompt_ids]
         return prompt_ids, completion_ids, [[True] * len(ids) for ids in completion_ids]
+
+
+def update_on_examples(
+    trainer: Trainer,
+    prompt_ids: list[list[int]],
+    completion_ids: list[list[int]],
+    masks: list[list[bool]],
+    loss_type: SFTLossType = "nll",
+) -> dict[str, float]:
+    """Make one update by ``sft_loss`` on rows, of which masks select the tokens, and return its metrics.
+
+    Without a token that counts, loss and gradient norm are 0, and there is no update.
+    """
+    n_tokens = sum(map(sum, masks))
+    if n_tokens == 0:
+        return {"loss": 0.0, "grad_norm": 0.0, "num_tokens": 0}
+    with trainer.update() as update:
+        rows = list(zip(prompt_ids, completion_ids, strict=True))
+        for part in trainer.shard(update, rows, trainer.micro_batches(rows)):
+            with phase("forward"):
+                logprobs, _, mask, *_ = trainer.policy.logprobs(
+                    [prompt_ids[i] for i in part],
+                    [completion_ids[i] for i in part],
+                    completion_mask=[masks[i] for i in part],
+                )
+            with phase("loss"):
+                loss = sft_loss(logprobs, mask, loss_type=loss_type, n_tokens=n_tokens)
+            update.add(loss.value, loss.gradients["logprobs"], loss.metrics)
+    return {**update.metrics, "num_tokens": sum(map(len, [*prompt_ids, *completion_ids]))}
 
 
 def _columns(rows: list[list[Any]], n: int) -> list[list[Any]]:

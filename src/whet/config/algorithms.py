@@ -18,7 +18,7 @@ from whet.config.preferences import (
     RewardConfig,
     SimPOConfig,
 )
-from whet.config.settings import DistillConfig, GRPOConfig, KDConfig, RLOOConfig, SFTConfig, TrainerConfig
+from whet.config.settings import DistillConfig, GRPOConfig, KDConfig, RAFTConfig, RLOOConfig, SFTConfig, TrainerConfig
 
 if TYPE_CHECKING:
     from whet.training.trainer import Trainer
@@ -138,6 +138,14 @@ ALGORITHMS = {
             title="online Direct Preference Optimization (Guo et al. 2024)",
             summary="sample pairs, judge, train",
             rows="online DPO; rows have a prompt, reward functions or a preference function judge; or tasks, by name",
+        ),
+        Algorithm(
+            "raft",
+            RAFTConfig,
+            "whet.algorithms.raft:RAFT",
+            title="reward-ranked fine-tuning (Dong et al. 2023)",
+            summary="SFT on the best of own samples",
+            rows="reward-ranked fine-tuning; rows have a prompt, reward functions score; or tasks, by name",
         ),
         Algorithm(
             "distill",

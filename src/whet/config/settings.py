@@ -61,6 +61,7 @@ _Eps = Annotated[float | None, Range("a finite number >= 0, or None", lambda x: 
 _Beta = Annotated[float | None, Range("a finite number >= 0, or None", lambda x: x is None or 0 <= x < math.inf)]
 _Timeout = Annotated[float | None, Range("seconds > 0, or None", lambda s: s is None or 0 < s < math.inf)]
 _Port = Annotated[int, Range("a number from 0 to 65535", lambda port: 0 <= port <= 65535)]
+_MinScore = Annotated[float | None, Range("a finite number, or None", lambda s: s is None or math.isfinite(s))]
 _TokenId = Annotated[int | None, Range("a token id >= 0", lambda token: token is None or token >= 0)]
 _Clip = Annotated[
     list[float], Range("a lower and a higher number", lambda clip: not clip or (len(clip) == 2 and clip[0] < clip[1]))
@@ -524,6 +525,19 @@ class RLOOConfig(GroupConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_reference(self.beta > 0)
+
+
+@dataclass(kw_only=True)
+class RAFTConfig(OnlineConfig):
+    """Settings of RAFT. ``batch_size`` counts prompts, ``micro_batch_size`` completions."""
+
+    n: _GroupSize = 8
+    """Completions per prompt, at least 2, of which the best is trained on."""
+    min_score: _MinScore = None
+    """Least reward of a completion that is trained on; None: the best of every prompt."""
+
+    def completions_per_prompt(self) -> int:
+        return self.n
 
 
 @dataclass(kw_only=True)

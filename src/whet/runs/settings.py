@@ -36,6 +36,7 @@ from whet.config.settings import (
     DistillConfig,
     GRPOConfig,
     KDConfig,
+    RAFTConfig,
     RLOOConfig,
     SFTConfig,
 )
@@ -347,6 +348,11 @@ class OnlineDPORun(_TasksAsTexts, OnlineDPOConfig, OnlineRunConfig):
 
     def is_scored(self) -> bool:
         return not self.preference or bool(getattr(self, self.sources()[1]))
+
+
+@dataclass(kw_only=True)
+class RAFTRun(_TasksAsTexts, RAFTConfig, OnlineRunConfig):
+    """Settings of ``whet train raft``."""
 
 
 @dataclass(kw_only=True)
