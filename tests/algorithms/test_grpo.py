@@ -208,6 +208,47 @@ def test_the_off_policy_mask_measures_from_the_sampler(threshold, is_masked):
         assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), bare.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("num_iterations", [1, 2])
+@pytest.mark.parametrize("micro_batch_size", [0, 2])
+def test_mini_batches_match_plain_torch(num_iterations, micro_batch_size):
+    """Each update takes the group of one prompt; all ratios are to the policy that sampled."""
+    model, own = TinyModel(), TinyModel()
+    settings = {"steps_per_generation": 2, "num_iterations": num_iterations, "learning_rate": 0.05}
+    grpo = make(model, micro_batch_size=micro_batch_size, **settings)
+    metrics = grpo.train_step(PROMPTS)
+    optimizer = torch.optim.AdamW(own.parameters(), lr=0.05, weight_decay=0.0)
+    advantages = [row["advantage"] for row in grpo.last_completions]
+    old = [token_logprobs(own, p, c).detach() for p, c in ROWS]
+    losses, n_clipped = [], 0
+    for _ in range(num_iterations):
+        for rows in (range(3), range(3, 6)):
+            total = torch.zeros((), dtype=torch.float64)
+            for i in rows:
+                ratio = (token_logprobs(own, *ROWS[i]) - old[i]).exp()
+                terms = ratio * advantages[i], ratio.clamp(0.8, 1.2) * advantages[i]
+                total = total - torch.minimum(*terms).sum() / sum(len(ROWS[j][1]) for j in rows)
+                n_clipped += int((terms[1] < terms[0]).sum())
+            optimizer.zero_grad()
+            total.backward()
+            optimizer.step()
+            losses.append(total.item())
+    assert metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-9, abs=1e-12) and n_clipped > 0
+    assert grpo.n_updates == 2 * num_iterations and grpo.step == 1
+    assert_close_weights(model, own, rtol=1e-7, atol=1e-9)
+
+
+def test_mini_batches_without_completions_are_skipped():
+    grpo = make(steps_per_generation=2, filter_zero_variance=True, reward_fn=lambda _: [1, 1, 1, 0, 1, 2])
+    grpo.train_step(PROMPTS)
+    assert grpo.n_updates == 1
+    more = make(steps_per_generation=4)  # than prompts
+    more.train_step(PROMPTS)
+    assert more.n_updates == 2
+    assert_raises(
+        WhetValueError, ("steps_per_generation", "3", "batch_size=2"), make, steps_per_generation=3, batch_size=2
+    )
+
+
 @pytest.mark.parametrize("micro_batch_size", [0, 1, 4])
 @pytest.mark.parametrize("settings", [{"entropy_coef": 0.3}, {"top_entropy_quantile": 0.4},
                                       {"entropy_coef": 0.3, "top_entropy_quantile": 0.4}], ids=str)  # fmt: skip

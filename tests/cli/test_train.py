@@ -290,6 +290,39 @@ def test_stop_strings_and_logit_biases_in_flags_and_files(files, tiny_model, cap
     assert " changes from " not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("method", ["rloo", "grpo"])
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_options_of_groups_in_flags_resume_to_the_bit(method, lora_rank, files, capsys):
+    """Penalties named with options, and every setting of updates; with adapters on a learner."""
+    penalty = "whet.rewards.penalties:SoftOverlong,max_length=4,buffer=3"
+    rewards = [
+        "--reward",
+        files.online["reward"],
+        penalty,
+        "--reward-weights",
+        "1",
+        "0.5",
+        "--reward-clip",
+        "-1",
+        "0.9",
+    ]
+    given = {"max_new_tokens": 4, "learning_rate": 1e-2, "group_size": 4, "num_iterations": 2, "lora_rank": lora_rank}
+    given |= {"steps_per_generation": 2, "off_policy_mask_threshold": 0.5, "entropy_coef": 0.01, "beta": 0.05}
+    given |= {"top_entropy_quantile": 0.5, "loss_type": "dppo_tv"} if method == "grpo" else {}
+    assert main(["train", method, *files("whole", steps=3, checkpoint_every=1, **given), *rewards]) == 0
+    assert main(["train", method, *files("parts", steps=1, checkpoint_every=1, **given), *rewards]) == 0
+    assert main(["train", method, *files("parts", steps=3, checkpoint_every=1, **given), *rewards]) == 0
+    folders = [files.folder / name for name in ("whole", "parts")]
+    assert same_weights(*folders, "adapter_model.safetensors" if lora_rank else "model.safetensors")
+    rows = read_jsonl(folders[0] / "completions.jsonl")
+    assert all(-1 <= row["rewards/SoftOverlong"] <= 0 for row in rows) and len(rows) == 3 * 2 * 4
+    metrics = [row for row in read_jsonl(folders[0] / "metrics.jsonl") if "grad_norm" in row]
+    for row in metrics:
+        assert {"rewards/SoftOverlong/mean", "clip_ratio/off_policy", "kl", "mean_kl", "entropy"} <= row.keys()
+    config = read_toml(folders[0] / "config.toml")
+    assert config["reward"] == rewards[1:3] and config["reward_clip"] == [-1.0, 0.9]
+
+
 # --- missing and invalid inputs -------------------------------------------------------------------------
 
 

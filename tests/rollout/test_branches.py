@@ -9,13 +9,15 @@ import pytest
 from tests.cli.conftest import write_tiny_model
 from tests.raising import assert_raises
 from tests.rollout.test_episodes import EOS, Batches, facts, player
+from tests.tiny import changed
 
-from whet.algorithms import GRPO
+from whet.algorithms import GRPO, RLOO
 from whet.config.sampling import SamplingParams
 from whet.data.chat import Chat
 from whet.engine import Engine
 from whet.learner import Learner
 from whet.models.tokenizers import load_tokenizer
+from whet.nn.causal_lm import completion_logprobs
 from whet.rollout.episodes import Episode, EpisodeLimits, rollout_of
 from whet.tasks.environment import Step
 from whet.text.seams import RewrittenHistoryError
@@ -160,6 +162,36 @@ def test_every_branch_is_trained_with_the_episodes_advantage(folder: Any, tokeni
     counts = np.array([episode.n_sampled for episode in played])
     assert metrics["loss"] == pytest.approx(-(advantages * counts).sum() / counts.sum(), abs=1e-6)
     assert metrics["completions/mean_length"] == counts.mean()
+
+
+def test_the_kl_of_an_episode_is_over_the_sampled_tokens_of_its_branches(folder: Any, tokenizer: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    settings: Any = {**THOUGHT, "group_size": 4, "batch_size": 2, "max_turns": 3, "env_timeout_s": 60.0}
+    del settings["stop_token_ids"]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    reference = changed(model)
+    own = {"learning_rate": 0.0, "compute": "float32", "rewritten_history": "branch", "beta": 0.5}
+    rloo = RLOO(model, reference, environment=Asks, tokenizer=tokenizer, **settings | own)
+    rollouts: list[Any] = []
+    inner = rloo.sample_step
+    rloo.sample_step = lambda *a, **b: rollouts.append(inner(*a, **b)) or rollouts[-1]  # pyright: ignore
+    metrics = rloo.train_step([{"name": "a"}, {"name": "b"}])
+    owners, rows = rollouts[0].split_branches(range(8))
+    kl, n_tokens = np.zeros(8), 0
+    for i, prompt, completion in zip(owners, rows.prompt_ids, rows.completions, strict=True):
+        given: Any = {"kept_tokens": [completion.kept_tokens], "completion_mask": [completion.sampled]}
+        texts = [prompt], [list(completion.token_ids)]
+        policy, ref = (completion_logprobs(each, *texts, **given).logprobs.sum() for each in (model, reference))
+        kl[i] += float(policy - ref)
+        n_tokens += sum(completion.sampled)
+    assert len(owners) == 16 and abs(kl).max() > 0.1
+    assert metrics["kl"] == pytest.approx(kl.sum() / n_tokens, abs=1e-5)
+    assert metrics["mean_kl"] == pytest.approx(kl.mean(), abs=1e-4)
+    shaped = np.array([row["reward"] for row in rloo.last_completions]) - 0.5 * kl
+    expected = [shaped[i] - np.delete(shaped[i // 4 * 4 : i // 4 * 4 + 4], i % 4).mean() for i in range(8)]
+    assert [row["advantage"] for row in rloo.last_completions] == pytest.approx(expected, abs=1e-4)
+    assert metrics["loss"] == pytest.approx(-np.array(expected)[owners].mean(), abs=1e-4)  # each branch is a row
 
 
 def test_turns_of_branches_have_their_advantages(folder: Any, tokenizer: Any) -> None:

@@ -107,6 +107,7 @@ def losses() -> dict[str, Any]:
         ),
         "kl, two updates": _after(_grpo(beta=0.1, num_iterations=2), (PROMPTS,)),
         "entropy": _after(_grpo(entropy_coef=0.1, top_entropy_quantile=0.4, num_iterations=2), (PROMPTS,)),
+        "mini-batches": _after(_grpo(steps_per_generation=2, beta=0.1, num_iterations=2), (PROMPTS,)),
         "correction": _after(_grpo(sampler_correction="sequence_mask"), (PROMPTS,)),
         "packed": _after(_grpo(micro_batch_size=0, max_tokens_per_step=20), (PROMPTS,)),
     }

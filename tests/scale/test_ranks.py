@@ -77,6 +77,7 @@ def assert_close_runs(one: dict[str, Any], several: dict[str, Any]) -> None:
         "distill",
         "kl, two updates",
         "entropy",
+        "mini-batches",
         "correction",
         "packed",
         *LOSS_TYPES,

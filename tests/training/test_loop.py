@@ -343,8 +343,12 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     ("algorithm", "rows", "settings"),
-    [(SFT, ROWS, {}), (GRPO, PROMPTS, {"reward_fn": ones, "max_new_tokens": 3, "group_size": 2, "num_iterations": 2})],
-    ids=["sft", "grpo"],
+    [
+        (SFT, ROWS, {}),
+        (GRPO, PROMPTS, {"reward_fn": ones, "max_new_tokens": 3, "group_size": 2, "num_iterations": 2}),
+        (GRPO, PROMPTS, {"reward_fn": ones, "max_new_tokens": 3, "group_size": 2, "steps_per_generation": 2}),
+    ],
+    ids=["sft", "grpo", "mini-batches"],
 )
 def test_steps_are_atomic_under_interrupts(algorithm, rows, settings, place):
     trainer, whole = (algorithm(llama(), batch_size=3, learning_rate=0.01, **settings) for _ in range(2))

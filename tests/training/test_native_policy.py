@@ -46,6 +46,7 @@ TRAINERS = {
             "entropy_coef": 0.1,
             "top_entropy_quantile": 0.4,
             "num_iterations": 2,
+            "steps_per_generation": 2,
         },
     ),
     "rloo": (RLOO, {"reward_fn": fours, "group_size": 4, "max_new_tokens": 6}),

@@ -44,7 +44,7 @@ RESUMED = {
     "dpo-free": (DPO, PAIRS, {"reference_free": True}),
     "grpo": (GRPO, PROMPTS, {"reward_fn": ones, "beta": 0.1, "num_iterations": 2, "group_size": 3}),
     "grpo-free": (GRPO, PROMPTS, {"reward_fn": ones, "group_size": 3}),
-    "rloo": (RLOO, PROMPTS, {"reward_fn": ones, "num_iterations": 2, "normalize_advantages": True}),
+    "rloo": (RLOO, PROMPTS, {"reward_fn": ones, "num_iterations": 2, "steps_per_generation": 2}),
     "online-dpo": (OnlineDPO, PROMPTS, {"reward_fn": ones}),
 }
 

@@ -127,25 +127,26 @@ class GRPO(OnlineTrainer):
             Metrics: ``loss``, ``mean_reward``, ``reward_std`` (mean over groups), ``frac_reward_zero_std``,
             ``rewards/NAME/{mean,std}``, ``entropy``, ``completions/...``, ``sampler/logprob_difference`` and
             ``sampler/logprob_difference_max`` (of |log pi_old - log pi_sampler| per token), ``grpo_loss`` metrics
-            and the metrics of every step; averages over ``num_iterations`` updates.
+            and the metrics of every step; averages over the ``num_iterations`` times ``steps_per_generation`` updates.
 
         Raises:
             RewardError: a reward function failed.
         """
         self._in_progress = step = self._resume(prompt_batch) or self._begin(prompt_batch)
-        while step.counts.n_tokens and len(step.updates) < self.config.num_iterations:
+        while (n_done := len(step.updates)) < self.config.num_iterations * len(step.mini_batches):
+            mini = step.mini_batches[n_done % len(step.mini_batches)]
             with self.update() as update:
-                for batch in update.shard(step.batches, [batch.rows() for batch in step.batches]):
-                    loss = self._loss(batch, step)
+                for batch in update.shard(mini.batches, [batch.rows() for batch in mini.batches]):
+                    loss = self._loss(batch, mini)
                     known = batch.sampler_logprobs is not None
                     maxima = {"sampler/logprob_difference_max": batch.logprob_difference[1]} if known else None
                     of_entropy = loss.gradients.get("entropies")
                     update.add(loss.value, loss.gradients["logprobs"], loss.metrics, maxima, of_entropy)
             step.updates.append(update.metrics)
-            step.maxima = update.maxima
+            step.maxima = {name: max(x, step.maxima.get(name, x)) for name, x in update.maxima.items()}
         self._in_progress = None
         metrics = step.all_metrics()
-        if step.batches and step.batches[0].correction is None:
+        if step.mini_batches and step.mini_batches[0].batches[0].correction is None:
             fix = "Set sampler_correction, or train adapters that generate and forward compute alike."
             self.warn_if_mismatched(metrics.get("sampler/logprob_difference", 0.0), fix)
         return metrics
@@ -153,8 +154,10 @@ class GRPO(OnlineTrainer):
     def memory_blocks(self) -> Iterator[tuple[str, Hashable, int]]:
         """Yield the memory held by the trainer, and of a step in progress the kept tokens."""
         yield from super().memory_blocks()
-        batches = [] if self._in_progress is None else self._in_progress.batches
-        kept = [each for batch in batches for each in batch.kept_tokens or () if each is not None]
+        minis = [] if self._in_progress is None else self._in_progress.mini_batches
+        kept = [
+            each for mini in minis for batch in mini.batches for each in batch.kept_tokens or () if each is not None
+        ]
         yield "kept_tokens", id(self), sum(each.offsets.nbytes + each.words.nbytes for each in kept)
 
     def replays_experts(self) -> bool:
@@ -197,19 +200,15 @@ class GRPO(OnlineTrainer):
             excluded |= np.isnan(scored.rewards)
         extra = {"advantage": advantages.tolist() if turns is None else [each.tolist() for each in turns]}
         self.last_completions = completion_table(self.step + 1, rollout, scored, extra)
-        rows = np.flatnonzero(~excluded).tolist()
-        batches = self._micro_batches(rollout, advantages if turns is None else turns, rows) if rows else []
+        groups = np.arange(len(advantages)).reshape(-1, size)
+        shares = np.array_split(groups, config.steps_per_generation)
+        parts = [[i for i in share.ravel().tolist() if not excluded[i]] for share in shares]
+        given = advantages if turns is None else turns
+        minis = [_MiniBatch(self._micro_batches(rollout, given, rows), config.max_new_tokens) for rows in parts if rows]
         return _Step(
             number=self.step,
             prompts=rollout.prompt_ids[::size] if self.player is None else self.prepare(prompt_batch).decoded,
-            batches=batches,
-            n_sampled=sum(batch.n_sampled for batch in batches),
-            counts=Counts(
-                n_tokens=sum(int(batch.mask.sum()) for batch in batches),
-                n_rows=sum(batch.n_rows for batch in batches),
-                max_completion_length=config.max_new_tokens,
-                n_entropy_tokens=sum(int(batch.entropy_tokens().sum()) for batch in batches),
-            ),
+            mini_batches=[mini for mini in minis if mini.counts.n_tokens],
             metrics={
                 **reward_metrics(scored),
                 **kl,
@@ -276,11 +275,14 @@ class GRPO(OnlineTrainer):
                 f"{type(self).__name__}: sampler_correction needs log-probs, which the engine does not record. Set it "
                 f"to 'off'."
             )
-        # A mask changes the number of tokens that the loss is divided by; dropout would add noise to the weights.
-        if config.top_entropy_quantile < 1:  # of the whole batch
+        # The first updates change the policy before it computes the later mini-batches.
+        needs_old = config.steps_per_generation > 1
+        if correction and sampler is not None:  # a mask changes the divisor of the loss, dropout adds noise to weights
+            needs_old |= correction.endswith("mask") or config.training_mode
+        if config.top_entropy_quantile < 1:  # of the whole mini-batch
             old, entropies = self.logprobs(prompts, completions, config.temperature, **recorded, return_entropy=True)
-        elif correction and sampler is not None and (correction.endswith("mask") or config.training_mode):
-            old, entropies = self.logprobs(prompts, completions, config.temperature, **recorded), None
+        elif needs_old:
+            old = self.logprobs(prompts, completions, config.temperature, **recorded)
         batches, of_batches = [], []
         for part in self.micro_batches(list(zip(prompts, completions, strict=True))):
             lengths = np.array([len(completions[i]) for i in part])
@@ -319,8 +321,8 @@ class GRPO(OnlineTrainer):
                 batch.entropy_mask = entropy_mask
         return batches
 
-    def _loss(self, batch: _MicroBatch, step: _Step) -> Loss:
-        """Return the loss of a micro-batch, as its share of the batch."""
+    def _loss(self, batch: _MicroBatch, mini: _MiniBatch) -> Loss:
+        """Return the loss of a micro-batch, as its share of the mini-batch."""
         config = self.config
         with phase("forward"):
             result = self.policy.logprobs(
@@ -334,14 +336,14 @@ class GRPO(OnlineTrainer):
                 batch.set_old_logprobs(logprobs, config.sampler_cap)
             old = cast(np.ndarray, batch.old_logprobs)
             loss = masked_loss(
-                logprobs, old, batch.advantages, batch.mask, batch.weights, batch.ref_logprobs, config, step.counts,
+                logprobs, old, batch.advantages, batch.mask, batch.weights, batch.ref_logprobs, config, mini.counts,
                 batch.sampler_logprobs, entropy, batch.entropy_mask,
             )  # fmt: skip
-        loss.metrics["entropy"] = float(cast(np.ndarray, entropy).sum(dtype=np.float64)) / step.n_sampled
+        loss.metrics["entropy"] = float(cast(np.ndarray, entropy).sum(dtype=np.float64)) / mini.n_sampled
         if result.replaced_experts is not None:
-            loss.metrics["sampler/replaced_experts"] = float(result.replaced_experts * batch.n_sampled / step.n_sampled)
+            loss.metrics["sampler/replaced_experts"] = float(result.replaced_experts * batch.n_sampled / mini.n_sampled)
         if batch.sampler_logprobs is not None:
-            loss.metrics["sampler/logprob_difference"] = batch.logprob_difference[0] / step.n_sampled
+            loss.metrics["sampler/logprob_difference"] = batch.logprob_difference[0] / mini.n_sampled
         return loss
 
 
@@ -362,9 +364,7 @@ class _Step:
     Attributes:
         number: number of steps before this one.
         prompts: token ids of the batch's prompts; with an environment, its rows.
-        batches: the completions that count, in micro-batches.
-        n_sampled: tokens of these completions.
-        counts: divisors of the loss.
+        mini_batches: the completions that count, in the mini-batches of ``steps_per_generation``.
         metrics: metrics of the completions.
         updates: metrics of each update so far.
         maxima: maxima over all micro-batches, by name.
@@ -372,9 +372,7 @@ class _Step:
 
     number: int
     prompts: list[Any]
-    batches: list[_MicroBatch]
-    n_sampled: int
-    counts: Counts
+    mini_batches: list[_MiniBatch]
     metrics: dict[str, float]
     updates: list[dict[str, float]] = field(default_factory=list)
     maxima: dict[str, float] = field(default_factory=dict)
@@ -383,8 +381,29 @@ class _Step:
         """Return means over the updates, and the metrics of the completions."""
         if not self.updates:
             return {"loss": 0.0, "grad_norm": 0.0, **self.metrics}
-        means = {name: sum(update[name] for update in self.updates) / len(self.updates) for name in self.updates[0]}
+        names = [name for name in self.updates[0] if all(name in update for update in self.updates)]
+        means = {name: sum(update[name] for update in self.updates) / len(self.updates) for name in names}
         return {**means, **self.maxima, **self.metrics}
+
+
+class _MiniBatch:
+    """Completions of one update.
+
+    Attributes:
+        batches: its micro-batches.
+        n_sampled: number of sampled tokens.
+        counts: divisors of the loss.
+    """
+
+    def __init__(self, batches: list[_MicroBatch], max_completion_length: int) -> None:
+        self.batches = batches
+        self.n_sampled = sum(batch.n_sampled for batch in batches)
+        self.counts = Counts(
+            n_tokens=sum(int(batch.mask.sum()) for batch in batches),
+            n_rows=sum(batch.n_rows for batch in batches),
+            max_completion_length=max_completion_length,
+            n_entropy_tokens=sum(int(batch.entropy_tokens().sum()) for batch in batches),
+        )
 
 
 @dataclass

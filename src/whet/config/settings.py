@@ -372,7 +372,10 @@ class GroupConfig(MovingReference, EpisodeSettings, OnlineConfig):
     group_size: _GroupSize = 8
     """Completions per prompt, at least 2; advantages are relative to the group."""
     num_iterations: Positive = 1
-    """Updates per batch of completions."""
+    """Passes over a batch of completions."""
+    steps_per_generation: Positive = 1
+    """Updates of a pass over a batch of completions: each takes its share of the prompts. Above 1 a pass without
+    gradient first computes the log-probs of the policy that sampled."""
     epsilon: float = 0.2
     """Clip the ratio below at 1 - epsilon; in gmpo its logarithm at -epsilon (Zhao et al. 2025: 0.4). In dppo_tv the
     largest decrease of a probability (Qi et al. 2026: 0.15)."""
@@ -414,6 +417,8 @@ class GroupConfig(MovingReference, EpisodeSettings, OnlineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_grpo_options(type(self).__name__, self)
+        fewer = f"at most batch_size={self.batch_size}, the number of prompts"
+        check_range(self, "steps_per_generation", self.steps_per_generation <= self.batch_size, fewer)
         # With both at "auto" the model decides: GRPO corrects a quantised base.
         may_correct = self.correction() is not None or self.sampler_correction == self.rollout_weights == "auto"
         may_correct |= self.sampler_correction == "auto" and self.async_lag > 0
