@@ -16,19 +16,19 @@ PROMPTS = [[5, 6], [7], [3, 4, 5]]
 SETTINGS: dict[str, Any] = {"n": 4, "max_new_tokens": 6, "batch_size": 3, "compute": "float32", "learning_rate": 0.01}
 
 
-def first_token(completions: Any, **_: Any) -> list[float | None]:
+def sum_of_tokens(completions: Any, **_: Any) -> list[float | None]:
     """Not scored: a first token above 40."""
-    return [None if ids[0] > 40 else float(ids[0]) for ids in completions]
+    return [None if ids[0] > 40 else float(sum(ids)) for ids in completions]
 
 
 @pytest.mark.parametrize("least", [None, "second best"])
 def test_a_step_is_sft_on_the_best_of_each_prompt(least: str | None) -> None:
     settings, min_score = SETTINGS | {"learning_rate": 0.0}, None
     if least is not None:
-        first = RAFT(tiny_llama(), reward_fn=first_token, **settings)
+        first = RAFT(tiny_llama(), reward_fn=sum_of_tokens, **settings)
         first.train_step(PROMPTS)
         min_score = sorted(row["reward"] for row in first.last_completions if row["kept"])[1]
-    raft = RAFT(tiny_llama(), reward_fn=first_token, min_score=min_score, **settings)
+    raft = RAFT(tiny_llama(), reward_fn=sum_of_tokens, min_score=min_score, **settings)
     metrics = raft.train_step(PROMPTS)
     rows = raft.last_completions
     rewards = np.array([np.nan if row["reward"] is None else row["reward"] for row in rows]).reshape(3, 4)
