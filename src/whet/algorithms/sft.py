@@ -2,7 +2,8 @@
 
     l = -log pi(y_t | x, y_<t), averaged over the completion tokens of the batch that count
 
-With loss_type "dft", the factor pi(y_t | x, y_<t), a constant in the gradient, multiplies l (Wu et al. 2025).
+With loss_type "dft", the factor pi(y_t | x, y_<t), a constant in the gradient, multiplies l (Wu et al. 2025). With
+label smoothing e, l = -(1 - e) log pi(y_t | x, y_<t) - e mean over the vocabulary of log pi(v | x, y_<t).
 
 Prompt tokens do not count, unless a row has no prompt; in a conversation only the assistant's turns count.
 """
@@ -71,18 +72,25 @@ class SFT(Trainer):
             return {"loss": 0.0, "grad_norm": 0.0, **shares, "num_tokens": 0}
         if n_tokens == 0:
             raise WhetValueError("SFT: no completion of the batch has a token that counts.")
+        smoothing = self.config.label_smoothing
         with self.update() as update:
             rows = list(zip(prompt_ids, completion_ids, strict=True))
             for part in self.shard(update, rows, self.micro_batches(rows)):
                 with phase("forward"):
-                    logprobs, _, mask, *_ = self.policy.logprobs(
+                    logprobs, _, mask, mean, *_ = self.policy.logprobs(
                         [prompt_ids[i] for i in part],
                         [completion_ids[i] for i in part],
                         completion_mask=[masks[i] for i in part],
+                        return_mean=smoothing > 0,
+                        neftune_alpha=self.config.neftune_alpha,
                     )
                 with phase("loss"):
-                    loss = sft_loss(logprobs, mask, loss_type=self.config.loss_type, n_tokens=n_tokens)
-                update.add(loss.value, loss.gradients["logprobs"], loss.metrics)
+                    loss = sft_loss(
+                        logprobs, mask, mean_logprobs=mean, loss_type=self.config.loss_type,
+                        label_smoothing=smoothing, n_tokens=n_tokens,
+                    )  # fmt: skip
+                gradients = loss.gradients
+                update.add(loss.value, gradients["logprobs"], loss.metrics, grad_mean=gradients.get("mean_logprobs"))
         return {**update.metrics, **shares, "num_tokens": sum(map(len, [*prompt_ids, *completion_ids]))}
 
     def as_row(self, item: Any) -> Any:

@@ -29,6 +29,8 @@ from whet.learner.batch import (
     OWN_CHOICE,
     Divergences,
     Logprobs,
+    Neftune,
+    PackedBatch,
     check_rows,
     pack_batch,
     place_experts,
@@ -203,6 +205,7 @@ class _Rows(NamedTuple):
     """A packed batch, and the M tokens of it that count.
 
     Attributes:
+        packed: the batch.
         arrays: arguments of the core's forward pass.
         targets: (M,): the token.
         rows: (M,): its completion.
@@ -210,6 +213,7 @@ class _Rows(NamedTuple):
         mask: (B, C).
     """
 
+    packed: PackedBatch
     arrays: dict[str, Any]
     targets: np.ndarray
     rows: np.ndarray
@@ -405,6 +409,7 @@ class Learner:
         keep: bool = True,
         dropout_seed: int | None = None,
         experts: Sequence[Any] | None = None,
+        neftune: Neftune | None = None,
     ) -> Logprobs:
         """Return the log-probability of each completion token, given its prompt and the tokens before it.
 
@@ -431,6 +436,7 @@ class Learner:
                 row's inputs, which are all tokens except the last, or None (``Completion.experts``). They replace the
                 choice of the model, whose router still gives their weights (R3, Ma et al. 2025, arXiv:2510.11370).
                 Inputs of a prompt that rows share have the experts of one of the rows. None: the model's choice.
+            neftune: noise on the embeddings; None: none.
 
         Raises:
             WhetValueError: rows, tokens or a mask that do not fit the model or each other.
@@ -458,7 +464,7 @@ class Learner:
         self._forward(
             batch, targets=targets, kept_offsets=None if kept is None else kept.offsets,
             kept_words=None if kept is None else kept.words, temperature=temperature, logprobs=values, entropy=entropy,
-            mean=mean, adapters=adapters, keep=keep, head=_LOGPROBS, seed=(dropout_seed or 0) % 2**64,
+            mean=mean, neftune=neftune, adapters=adapters, keep=keep, head=_LOGPROBS, seed=(dropout_seed or 0) % 2**64,
             dropout=0.0 if dropout_seed is None else self.lora_dropout,
         )  # fmt: skip
         scattered = batch.scatter(values if candidates is not None else values[:, 0])
@@ -560,7 +566,9 @@ class Learner:
             self._core.hidden(out)
         return out
 
-    def _forward(self, batch: _Rows, *, adapters: bool, keep: bool, head: str, **values: Any) -> None:
+    def _forward(
+        self, batch: _Rows, *, adapters: bool, keep: bool, head: str, neftune: Neftune | None = None, **values: Any
+    ) -> None:
         """Run the forward pass of a batch, and log-probs for ``targets``."""
         self._kept = None
         none = {
@@ -569,10 +577,11 @@ class Learner:
         }
         none |= dict.fromkeys(("kept_offsets", "kept_words", "entropy", "mean")) | {"temperature": 1.0}
         none |= {"dropout": 0.0, "seed": 0}
+        noise = None if neftune is None else neftune.draw(batch.packed, self.base.config.hidden_dim)
         if len(batch.rows):
             self._core.forward(
                 **batch.arrays, **(none | values), with_adapters=adapters, keep=keep,
-                activation_bytes=self.activation_bytes,
+                activation_bytes=self.activation_bytes, noise=noise,
             )  # fmt: skip
         if keep and adapters:
             self._kept = head, batch
@@ -662,7 +671,7 @@ class Learner:
             "reader_offsets": batch.reader_offsets, "readers": batch.readers,
             "predictors": batch.hidden_rows[counted], "experts": placed,
         }  # fmt: skip
-        return _Rows(arrays, batch.targets[counted], rows[counted], steps[counted], mask)
+        return _Rows(batch, arrays, batch.targets[counted], rows[counted], steps[counted], mask)
 
     def _select_candidates(
         self, candidates: Sequence[Any], completion_ids: Sequence[Sequence[int]], batch: _Rows, where: str

@@ -143,14 +143,21 @@ class Kept(NamedTuple):
 
 
 def linear_logprobs(
-    hidden: Tensor, head: Head, targets: Tensor, temperature: float, with_entropy: bool, kept: Kept | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Return log-probs of tokens, and entropies, from hidden states: LM head and log-softmax fused.
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    temperature: float,
+    with_entropy: bool,
+    kept: Kept | None = None,
+    with_mean: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return log-probs of tokens, entropies, and means of log-probs, from hidden states: LM head and log-softmax fused.
 
     ``log pi(y) = z_y / T - log sum_v exp(z_v / T)`` with ``z = hidden weight^T + bias``, soft-capped if the head is.
     Logits are float32, computed in tiles of ``VOCAB_TILE`` vocabulary entries; sums accumulate over the tiles (online
-    log-sum-exp; Milakov & Gimelshein 2018). If something of the head trains, the backward recomputes the tiles.
-    Otherwise the forward also computes the gradient of hidden, up to one factor per row, while a tile is in the cache.
+    log-sum-exp; Milakov & Gimelshein 2018). If something of the head trains, or with means, the backward recomputes the
+    tiles. Otherwise the forward also computes the gradient of hidden, up to one factor per row, while a tile is in the
+    cache.
 
     Args:
         hidden: (M, K).
@@ -159,16 +166,18 @@ def linear_logprobs(
         temperature: T.
         with_entropy: also compute the entropy, which is not differentiable.
         kept: the tokens v of each sum; None: the whole vocabulary.
+        with_mean: also compute the mean of the log-probs of the vocabulary. Without ``kept``.
 
     Returns:
-        (M,) float32 each; the entropy is None unless ``with_entropy``.
+        (M,) float32 each; the entropy is None unless ``with_entropy``, and the mean unless ``with_mean``.
     """
-    if hidden.requires_grad and torch.is_grad_enabled() and not head.trains:
+    mean = None
+    if hidden.requires_grad and torch.is_grad_enabled() and not head.trains and not with_mean:
         logprobs, entropy = _FrozenHeadLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
             hidden, head, targets, temperature, with_entropy, kept
         )
     else:
-        logprobs, entropy = _LinearLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
+        logprobs, entropy, mean = _LinearLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
             hidden,
             head.weight,
             head.bias,
@@ -178,8 +187,9 @@ def linear_logprobs(
             temperature,
             with_entropy,
             kept,
+            with_mean,
         )
-    return logprobs, entropy if with_entropy else None
+    return logprobs, entropy if with_entropy else None, mean if with_mean else None
 
 
 def _lora_factors(hidden: Tensor, adapters: Sequence[Adapter]) -> tuple[Tensor | None, Tensor | None]:
@@ -196,9 +206,11 @@ class _LinearLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, lora_t: Tensor | None,
         lora_b: Tensor | None, head: Head, targets: Tensor, temperature: float, with_entropy: bool, kept: Kept | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        with_mean: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         hidden_f32, targets = hidden.detach().float().contiguous(), targets.contiguous()
         logprobs, lse, entropy = (torch.zeros(len(hidden_f32)) for _ in range(3))
+        total = torch.zeros(len(hidden_f32), dtype=torch.float64)  # of the logits of the vocabulary
         sums = _core.TokenLogprobs(targets, temperature, with_entropy)
         logits = torch.empty(_TOKEN_TILE * VOCAB_TILE)
         for i, (first, last) in enumerate(head.bounds):
@@ -210,11 +222,14 @@ class _LinearLogprobs(torch.autograd.Function):
                 if kept is not None:
                     kept.drop_(z, start, first)
                 sums.add(z, start, first)
+                if with_mean:
+                    total[start : start + _TOKEN_TILE] += z.sum(1, dtype=torch.float64)
         sums.end(logprobs, lse, entropy)
+        mean = (total / (temperature * head.bounds[-1][1]) - lse).float()
         ctx.save_for_backward(hidden, targets, logprobs, lse, lora_t, lora_b)
-        ctx.head, ctx.temperature, ctx.kept = head, temperature, kept
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        ctx.head, ctx.temperature, ctx.kept, ctx.with_mean = head, temperature, kept, with_mean
+        ctx.mark_non_differentiable(*((entropy,) if with_mean else (entropy, mean)))
+        return logprobs, entropy, mean
 
     @staticmethod
     @once_differentiable
@@ -227,6 +242,9 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden_f32 = hidden.float().contiguous()
         hidden_cast = hidden.to(dtype).contiguous() if needs_weight else hidden_f32
         grad_logprobs = grads[0].float().contiguous()
+        of_mean = grads[2].float() / ctx.temperature if ctx.with_mean else None
+        if of_mean is not None:  # g ([v = y] - p_v) + h (1 / V - p_v) = (g + h) ([v = y] - p_v) + h (1 / V - [v = y])
+            grad_logprobs = grad_logprobs + grads[2].float()
         n = len(hidden_f32)
         grad_hidden = torch.zeros_like(hidden_f32)
         buffer = grad_weight = None
@@ -248,6 +266,10 @@ class _LinearLogprobs(torch.autograd.Function):
                 logits=z, tokens=targets, first_token=first, temperature=ctx.temperature, lse=lse,
                 logprobs=logprobs, grads=grad_logprobs, out=grad_z,
             )  # fmt: skip
+            if of_mean is not None:
+                grad_z += (of_mean / head.bounds[-1][1])[:, None]
+                in_tile = ((targets >= first) & (targets < last)).nonzero()[:, 0]
+                grad_z[in_tile, targets[in_tile] - first] -= of_mean[in_tile].to(dtype)
             tile.softcap_backward_(z, grad_z)
             if needs_hidden:
                 add_matmul(grad_hidden, grad_z, tile.rows)
@@ -261,7 +283,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 add_matmul(grad_t, grad_z.float(), cast(Tensor, tile.lora_b))
                 grad_b[first:last] = matmul(grad_z.float().t(), lora_t)
         grad_hidden = grad_hidden if needs_hidden else None
-        return grad_hidden, grad_weight, grad_bias, grad_t, grad_b, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, grad_t, grad_b, *[None] * 6
 
 
 class _FrozenHeadLogprobs(torch.autograd.Function):

@@ -19,7 +19,7 @@ from whet.config.kept_tokens import KeptTokens
 from whet.config.settings import TrainerConfig
 from whet.errors import CheckpointError, WhetTypeError, WhetValueError
 from whet.learner import Learner
-from whet.learner.batch import Logprobs
+from whet.learner.batch import Logprobs, Neftune
 from whet.learner.learner import ADAPTER
 from whet.models.base_record import check_record
 from whet.models.stop_tokens import base_stop_ids
@@ -64,7 +64,7 @@ class NativePolicy:
         check_moving_adapters(config, where)
         self.reference = AdapterReference(model, kept=config.uses_reference_model())
         self._has_gradients = False
-        self._dropout_seed: int | None = None
+        self._seed = 0
 
     @staticmethod
     def check(model: Learner, ref_model: Any, where: str) -> None:
@@ -111,13 +111,9 @@ class NativePolicy:
 
     @contextmanager
     def training(self, seed: int) -> Iterator[None]:
-        """Context of ``logprobs`` and ``backward``: with dropout, by the seed, in training mode."""
-        if self._config.training_mode and self.model.lora_dropout:
-            self._dropout_seed = seed
-        try:
-            yield
-        finally:
-            self._dropout_seed = None
+        """Context of ``logprobs`` and ``backward``: with dropout and noise by the seed."""
+        self._seed = seed
+        yield
 
     def seed(self, seed: int) -> None:
         """No effect: the seed of the update is enough, as dropout depends on tokens, not on their micro-batch."""
@@ -132,18 +128,24 @@ class NativePolicy:
         experts: Sequence[np.ndarray | None] | None = None,
         temperature: float = 1.0,
         return_entropy: bool = False,
+        return_mean: bool = False,
+        neftune_alpha: float = 0.0,
     ) -> Logprobs:
         """Return ``Learner.logprobs``."""
         return self.model.logprobs(
             prompt_ids, completion_ids, completion_mask=completion_mask, kept_tokens=kept_tokens,
-            experts=experts, temperature=temperature, return_entropy=return_entropy, dropout_seed=self._dropout_seed,
+            experts=experts, temperature=temperature, return_entropy=return_entropy, return_mean=return_mean,
+            dropout_seed=self._seed if self.model.lora_dropout and self._config.training_mode else None,
+            neftune=Neftune(neftune_alpha, self._seed) if neftune_alpha else None,
         )  # fmt: skip
 
-    def backward(self, grad_logprobs: np.ndarray, share: float = 1.0) -> dict[str, float]:
-        """Add the gradients of the adapters: NaN if the gradient of the log-probs is not finite, as autograd would."""
+    def backward(
+        self, grad_logprobs: np.ndarray, share: float = 1.0, grad_mean: np.ndarray | None = None
+    ) -> dict[str, float]:
+        """Add the gradients of the adapters: NaN if a given gradient is not finite, as autograd would."""
         self._has_gradients = True
-        if np.isfinite(grad_logprobs).all():
-            self.model.backward(grad_logprobs)
+        if np.isfinite(grad_logprobs).all() and (grad_mean is None or np.isfinite(grad_mean).all()):
+            self.model.backward(grad_logprobs, grad_mean=grad_mean)
             return {}
         for grad in self.model.gradients:
             grad.fill(np.nan)

@@ -102,7 +102,7 @@ class Policy(Protocol):
     # --- passes -----------------------------------------------------------------------------------------
 
     def training(self, seed: int) -> AbstractContextManager[None]:
-        """Context of ``logprobs`` and ``backward`` of an update, with its seed."""
+        """Context of ``logprobs`` and ``backward`` of an update, with the seed of its dropout and noise."""
         ...
 
     def seed(self, seed: int) -> None:
@@ -124,12 +124,19 @@ class Policy(Protocol):
         experts: Sequence[np.ndarray | None] | None = None,
         temperature: float = 1.0,
         return_entropy: bool = False,
+        return_mean: bool = False,
+        neftune_alpha: float = 0.0,
     ) -> Logprobs:
-        """Return log-probs of completion tokens, see ``Learner.logprobs``; ``backward`` follows."""
+        """Return log-probs of completion tokens, see ``Learner.logprobs``; ``backward`` follows.
+
+        ``neftune_alpha``: scale of noise on the embeddings, by the seed of ``training``; 0: none.
+        """
         ...
 
-    def backward(self, grad_logprobs: np.ndarray, share: float = 1.0) -> dict[str, float]:
-        """Add the gradients of the parameters, from the gradient of the last log-probs, (B, C).
+    def backward(
+        self, grad_logprobs: np.ndarray, share: float = 1.0, grad_mean: np.ndarray | None = None
+    ) -> dict[str, float]:
+        """Add the gradients of the parameters, from the gradients of the last log-probs, and means, (B, C).
 
         A policy with a balance loss adds its gradient, times ``share``, the share of the micro-batch in the update, and
         returns the terms of the metrics "loss" and "balance_loss".

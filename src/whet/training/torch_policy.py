@@ -19,7 +19,7 @@ from whet.checkpoint.unpack import adapter_settings
 from whet.config.kept_tokens import KeptTokens
 from whet.config.settings import TrainerConfig
 from whet.errors import WhetTypeError, WhetValueError
-from whet.learner.batch import Logprobs
+from whet.learner.batch import Logprobs, Neftune
 from whet.memory import tensor_memory
 from whet.models.base_record import check_record, write_record
 from whet.models.sources.live import check_frequencies
@@ -76,8 +76,9 @@ class TorchPolicy:
             eps=config.adam_epsilon,
         )
         self._rate = config.learning_rate
-        self._kept: Tensor | None = None
+        self._kept: list[Tensor] | None = None  # the last log-probs, and means
         self._balance: Tensor | None = None
+        self._seed = 0
         self._balance_coefficient = balance_coefficient(model, config.router_aux_loss_coef, where)
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -157,6 +158,7 @@ class TorchPolicy:
     @contextmanager
     def training(self, seed: int) -> Iterator[None]:
         """Context of ``logprobs`` and ``backward``: the model's mode, and its kernels. Torch's generator continues."""
+        self._seed = seed
         with module_mode(self.model, self._config.training_mode), self.acceleration or nullcontext():
             yield
 
@@ -179,28 +181,37 @@ class TorchPolicy:
         experts: Sequence[np.ndarray | None] | None = None,
         temperature: float = 1.0,
         return_entropy: bool = False,
+        return_mean: bool = False,
+        neftune_alpha: float = 0.0,
     ) -> Logprobs:
         """Return log-probs as ``completion_logprobs`` does; ``backward`` follows."""
-        self._kept, entropy, mask, self._balance, replaced = completion_logprobs(
+        found = completion_logprobs(
             self.model, prompt_ids, completion_ids, completion_mask=completion_mask, kept_tokens=kept_tokens,
-            temperature=temperature, return_entropy=return_entropy, return_balance=self._balance_coefficient != 0,
-            experts=experts,
+            temperature=temperature, return_entropy=return_entropy, return_mean=return_mean,
+            return_balance=self._balance_coefficient != 0, experts=experts,
+            neftune=Neftune(neftune_alpha, self._seed) if neftune_alpha else None,
         )  # fmt: skip
-        arrays = [None if x is None else x.detach().cpu().numpy() for x in (self._kept, entropy, mask)]
-        return Logprobs(*arrays, replaced_experts=replaced)  # pyright: ignore[reportArgumentType]
+        self._kept, self._balance = [x for x in (found.logprobs, found.mean) if x is not None], found.balance
+        arrays = [None if x is None else x.detach().cpu().numpy() for x in found[:4]]
+        return Logprobs(*arrays, replaced_experts=found.replaced_experts)  # pyright: ignore[reportArgumentType]
 
-    def backward(self, grad_logprobs: np.ndarray, share: float = 1.0) -> dict[str, float]:
-        """Add the gradients of the parameters, from the gradient of the last log-probs, (B, C), and of the balance."""
+    def backward(
+        self, grad_logprobs: np.ndarray, share: float = 1.0, grad_mean: np.ndarray | None = None
+    ) -> dict[str, float]:
+        """Add the gradients of the parameters, from the gradients of the last log-probs and means, (B, C), and of the
+        balance.
+        """
         kept, self._kept = self._kept, None
         if kept is None:
             raise WhetTypeError("backward: it follows logprobs, once. Call logprobs first.")
-        grad = torch.from_numpy(grad_logprobs).to(kept)
+        given = [grad_logprobs] if grad_mean is None else [grad_logprobs, grad_mean]
+        grads = [torch.from_numpy(grad).to(values) for grad, values in zip(given, kept, strict=True)]
         if self._balance is None:
-            kept.backward(grad)
+            torch.autograd.backward(kept, grads)
             return {}
         balance, self._balance = share * self._balance, None
         loss = self._balance_coefficient * balance
-        torch.autograd.backward([kept, loss], [grad, torch.ones_like(loss)])
+        torch.autograd.backward([*kept, loss], [*grads, torch.ones_like(loss)])
         return {"loss": loss.item(), "balance_loss": balance.item()}
 
     @contextmanager

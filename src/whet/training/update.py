@@ -78,6 +78,7 @@ class Update:
         grad_logprobs: np.ndarray,
         metrics: Mapping[str, float],
         maxima: Mapping[str, float] | None = None,
+        grad_mean: np.ndarray | None = None,
     ) -> None:
         """Add the loss of a micro-batch, its gradient, and its metrics: a sum, or a maximum for ``maxima``.
 
@@ -86,6 +87,7 @@ class Update:
             grad_logprobs: (B, C), d loss / d the last log-probs of the policy.
             metrics: summed over the micro-batches.
             maxima: metrics of which the maximum counts.
+            grad_mean: (B, C), d loss / d the last means of the policy, if it returned some.
 
         Raises:
             WhetTypeError: there are several ranks, and the micro-batch is not from ``shard``.
@@ -96,7 +98,7 @@ class Update:
             )
         self._sample_memory()
         with phase("backward"):
-            added = self._policy.backward(grad_logprobs, self._share)
+            added = self._policy.backward(grad_logprobs, self._share, grad_mean)
         self._sample_memory()
         self._added.append((self._at, {"loss": loss + added.pop("loss", 0.0), **metrics, **added}, dict(maxima or {})))
         if self._exact is not None:
