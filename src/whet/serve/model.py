@@ -93,7 +93,9 @@ class ServedModel:
         self.context = context or most
         self.adapters: dict[str, int | None] = {name: None}
         if adapter:
-            self.adapters = {name: engine.add_adapter(adapter), f"{name}-base": None}
+            self.adapters = {name: engine.add_adapter(adapter)}
+            if not engine.merged_adapter:
+                self.adapters[f"{name}-base"] = None
         for each, folder in (adapters or {}).items():
             if each in self.adapters:
                 raise WhetValueError(f"{_WHERE}: two models or adapters have the name {each!r}. Rename one.")
@@ -174,6 +176,8 @@ class ServedModel:
         """
         if not self._path:
             raise WhetValueError(f"{_WHERE}: the model was not loaded from a path, so that it cannot be read again.")
+        if self.engine.merged_adapter:
+            raise WhetValueError(f"{_WHERE}: {self._adapter} is merged into the weights. Restart the server.")
         if self._adapter:
             before = self.adapters[self.name]
             self.adapters[self.name] = self.engine.add_adapter(self._adapter)

@@ -325,8 +325,7 @@ class AdapterReference:
 
     def __init__(self, learner: Learner, *, kept: bool) -> None:
         self._learner, self._kept = learner, kept
-        changed = any(adapter.b.any() for adapter in learner.adapters)
-        self.adapters_off = not changed and all(norm.is_original() for norm in learner.norms)
+        self.adapters_off = all(each.is_original() for each in learner.trained)
         self.first_values: list[np.ndarray] = []
         if kept and not self.adapters_off:
             self.first_values = [parameter.copy() for parameter in learner.parameters]
