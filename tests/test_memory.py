@@ -26,7 +26,7 @@ from whet.algorithms.grpo import GRPO
 from whet.system.memory import resident_bytes
 from whet.models.sources.live import open_module
 from whet.training.sizes import Lengths, run_memory
-from whet.models.lora import choose_adapted
+from whet.models.lora import LoraSettings, choose_adapted
 
 lora = json.loads(sys.argv[1])
 layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -47,7 +47,7 @@ source = open_module(model)
 trainer = GRPO(adapted(model), **settings)
 for _ in range(3):
     trainer.train_step(prompts)
-adapters = choose_adapted(source, 8, layers) if lora else None
+adapters = choose_adapted(source, LoraSettings(8, layers)) if lora else None
 predicted = run_memory(source, trainer.config, Lengths(40, 20), interpreter=before, adapters=adapters)
 n_trained = sum(p.numel() for p in trainer.policy.trainable.values())
 n_all = sum(p.numel() for p in trainer.model.parameters())

@@ -67,6 +67,8 @@ void check(const TrainingBatch& batch, const ModelConfig& config) {
     const size_t n_chosen = n * config.n_moe_layers(config.n_layers), k = config.n_used_experts;
     require(batch.experts.empty() || (n_chosen > 0 && batch.experts.size() == n_chosen * k),
             "TrainingBatch: expected the experts of each token in each mixture");
+    require(batch.noise.empty() || batch.noise.size() == n * config.hidden_dim,
+            "TrainingBatch: expected the noise of each token");
     for (const uint16_t* each = batch.experts.data(); each != batch.experts.data() + batch.experts.size(); each += k) {
         for (size_t i = 0; *each != kOwnChoice && i < k; ++i) {
             require(each[i] < config.n_experts && std::find(each, each + i, each[i]) == each + i,
@@ -150,6 +152,7 @@ const float* Learner::forward(TrainingBatch batch, bool with_adapters, bool keep
     const size_t d = config_.hidden_dim;
     inputs_ = std::make_unique_for_overwrite<uint8_t[]>(keep ? config_.n_layers * input_bytes() : 0);
     embed(x_.get());
+    batch_.noise = {};
     if (config_.has_layer_inputs()) read_layer_inputs();
     choice_.n_replaced = 0;
     for (size_t layer = 0; layer < config_.n_layers; ++layer) {
@@ -330,6 +333,7 @@ void Learner::embed(float* x) {
             weights_->positions.rows(position, 1, learned, false);
             kernels().blend_f32(learned, d, 1.0f, 1.0f, row);
         }
+        if (!batch_.noise.empty()) kernels().blend_f32(batch_.noise.data() + i * d, d, 1.0f, 1.0f, row);
         const auto at = static_cast<double>(position);
         if (config_.rotary_dim > 0) {
             kernels().rope_cos_sin(at, config_.inv_freq.data(), config_.inv_freq.size(), config_.attention_factor,

@@ -48,6 +48,7 @@ struct TrainingBatch {
     // (n, mixtures, n_used_experts): experts that replace a token's own choice, unless the first is kOwnChoice. Empty:
     // the own choice of all tokens.
     std::vector<uint16_t> experts{};
+    std::vector<float> noise{};  // (n, hidden_dim), added to the inputs of the first layer; empty: none
 
     size_t n_tokens() const { return tokens.size(); }
 };

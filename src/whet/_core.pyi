@@ -184,7 +184,7 @@ class Learner:
         self, *, tokens: Any, positions: Any, group_offsets: Any, q_offsets: Any, k_offsets: Any, key_rows: Any,
         reader_offsets: Any, readers: Any, predictors: Any, targets: Any, kept_offsets: Any, kept_words: Any,
         temperature: float, with_adapters: bool, keep: bool, activation_bytes: int, dropout: float, seed: int,
-        experts: Any, logprobs: Any, entropy: Any, mean: Any,
+        experts: Any, noise: Any, logprobs: Any, entropy: Any, mean: Any,
     ) -> None: ...  # fmt: skip
     def hidden(self, out: Any) -> None: ...
     def divergence(

@@ -19,7 +19,7 @@ from whet.config.sampling import Completion
 from whet.engine.session import EngineBusyError
 from whet.errors import WhetError, WhetTypeError, WhetValueError
 from whet.losses.terms import importance_weights
-from whet.models.lora import choose_adapted
+from whet.models.lora import LoraSettings, choose_adapted
 from whet.models.sources.live import open_module
 from whet.rollout.plan import Request, lags
 from whet.rollout.stored_completions import load_completions, store_completions
@@ -373,7 +373,7 @@ def test_kept_versions_use_the_estimated_memory(lora, monkeypatch):
 
     monkeypatch.setattr(trainer.engine, "generate", slow)
     trainer.train(ROWS, steps=7)
-    adapters = choose_adapted(open_module(tiny_llama()), 4, ["q_proj", "down_proj"]) if lora else None
+    adapters = choose_adapted(open_module(tiny_llama()), LoraSettings(4, ["q_proj", "down_proj"])) if lora else None
     options = {"adapters": adapters} if lora else {}
     found, before = (
         run_memory(open_module(tiny_llama()), config, Lengths(3, 12), interpreter=0, **options)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
+from tests.engine.tiny_models import tiny_model
 from tests.raising import assert_raises, mentions
 from tests.tiny import (
     EOS,
     TinyModel,
     assert_close_weights,
+    assert_resumes,
     assert_same_steps,
     assert_same_weights,
     letters_tokenizer,
@@ -21,12 +26,16 @@ from tests.tiny import (
     weights,
     with_lora,
 )
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import default_data_collator
+from transformers.integrations.neftune import neftune_post_forward_hook
+from transformers.trainer_pt_utils import LabelSmoother
 
 from whet.algorithms.sft import SFT
 from whet.errors import RowError, WhetTypeError, WhetValueError
 from whet.learner import Learner
+from whet.learner.batch import Neftune, pack_batch
 from whet.models.packed_base import pack_base
 from whet.models.sources.live import open_module
 from whet.nn.causal_lm import completion_logprobs
@@ -262,3 +271,106 @@ def test_dft_weighs_tokens_by_their_probability():
         trainer = SFT(each, loss_type="dft", learning_rate=0.0, compute="float32")
         assert trainer.train_step(rows)["loss"] == pytest.approx(expected, rel=1e-5)
         assert trainer.evaluate(rows) == pytest.approx(-logprobs.mean().item(), rel=1e-5)
+
+
+# --- label smoothing and NEFTune ------------------------------------------------------------------------
+
+PAIRS = [([5, 6], [4, 5, 2]), ([7], [6, 6, 2])]
+
+
+def learner_of(model, **settings):
+    return Learner(pack_base(open_module(model), weights="float32"), lora_rank=2, compute="float32", **settings)
+
+
+def test_label_smoothing_is_transformers_loss_and_gradient():
+    """With the rows padded as transformers pads them; its sum over the vocabulary is float32, torch's float64."""
+    model, own = TinyModel(), TinyModel()
+    ids = torch.tensor([p + c + [0] * (5 - len(p + c)) for p, c in PAIRS])
+    labels = torch.full_like(ids, -100)
+    for i, (p, c) in enumerate(PAIRS):
+        labels[i, len(p) : len(p + c)] = torch.tensor(c)
+    theirs = LabelSmoother(epsilon=0.1)({"logits": own(ids)}, labels, shift_labels=True)
+    expected = nn.functional.cross_entropy(own(ids)[:, :-1].mT, labels[:, 1:], label_smoothing=0.1)
+    assert theirs.item() == pytest.approx(expected.item(), rel=1e-7)
+    expected.backward()
+    for size in (0, 1):
+        sft, computed = make(copy.deepcopy(model), label_smoothing=0.1, micro_batch_size=size), {}
+        named = dict(sft.model.named_parameters())
+        sft.policy.optimizer.register_step_pre_hook(
+            lambda *_, named=named, computed=computed: computed.update({n: p.grad.clone() for n, p in named.items()})
+        )
+        assert sft.train_step(PAIRS)["loss"] == pytest.approx(expected.item(), rel=1e-12)
+        assert sft.evaluate(PAIRS) == make(sft.model).evaluate(PAIRS)  # evaluation is not smoothed
+        for name, parameter in own.named_parameters():
+            torch.testing.assert_close(computed[name], parameter.grad, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("settings", [{"label_smoothing": 0.1}, {"neftune_alpha": 5.0}])
+def test_modules_and_a_learner_make_the_same_steps(settings, tmp_path):
+    """Also torch's own modules, micro-batches, and a continued run."""
+    learner = learner_of(tiny_llama())
+    learner.save_pretrained(tmp_path)
+
+    from peft import PeftModel
+
+    def adapted():
+        return PeftModel.from_pretrained(tiny_llama(), tmp_path, is_trainable=True)
+
+    rows = [*PAIRS, ([5, 6], [8, 9, 4, 2])]
+    given = {"batch_size": 3, "learning_rate": 1e-2, **settings}
+    runs = [
+        make(learner, **given),
+        make(learner_of(tiny_llama()), **given, micro_batch_size=1),
+        make(adapted(), **given),
+        make(adapted(), **{**given, "compute": "torch"}),
+    ]
+    steps = [[run.train_step(rows) for _ in range(3)] for run in runs]
+    if "neftune_alpha" in settings:  # the length of a shared prompt's row is known to a whole batch only
+        steps.pop(1)
+    for name in ("loss", "grad_norm"):
+        for step in zip(*steps, strict=True):
+            assert [each[name] for each in step[1:]] == pytest.approx([step[0][name]] * (len(step) - 1), rel=2e-4)
+    off = make(learner_of(tiny_llama()), batch_size=3).train_step(rows)
+    assert abs(off["loss"] - steps[0][0]["loss"]) > 1e-4
+    assert_resumes(lambda: make(learner_of(tiny_llama()), **given), rows, tmp_path)
+    assert_resumes(lambda: make(tiny_llama(), **given), rows, tmp_path / "modules")
+
+
+def test_noise_has_transformers_bound_and_depends_only_on_seed_and_row():
+    batch = pack_batch([[5, 6], [7], [5, 6]], [[4, 5, 2], [6, 6, 2], [8, 9, 4, 2]])
+    noise = Neftune(5.0, 3).draw(batch, 400)
+    # Rows of 5, 4 and 6 tokens; the prompt of rows 0 and 2 has the bound of row 2.
+    bounds = [5 / math.sqrt(n * 400) for n in (6, 6, 5, 5, 6, 6, 6, 4, 4, 4)]
+    largest = np.abs(noise).max(1)
+    assert noise.shape == (10, 400) and (largest <= bounds).all() and (largest > 0.98 * np.array(bounds)).all()
+    np.testing.assert_allclose(noise.std(1), np.array(bounds) / math.sqrt(3), rtol=0.1)
+    assert np.abs(np.corrcoef(noise) - np.eye(10)).max() < 0.25
+    single = Neftune(5.0, 3).draw(pack_batch([[7]], [[6, 6, 2]]), 400)
+    assert np.array_equal(single, noise[7:])
+    assert not np.array_equal(Neftune(5.0, 4).draw(batch, 400), noise)
+    embedding = torch.nn.Embedding(9, 400)
+    embedding.neftune_noise_alpha = 5.0
+    theirs = neftune_post_forward_hook(embedding, None, torch.zeros(1, 6, 400)).abs().max().item()
+    assert theirs == pytest.approx(bounds[0], rel=0.01)
+
+
+@pytest.mark.parametrize("case", ["gemma3", "granite", "gpt2", "lfm2"])
+def test_noise_is_added_to_the_inputs_of_the_first_layer(case):
+    """After the scale of the embedding, wherever the model has it."""
+    model, neftune = tiny_model(case), Neftune(5.0, 1)
+    prompts, completions = [[5, 6], [7]], [[4, 5, 2], [6, 6, 2]]
+    learner = learner_of(model)
+    plain, found = (learner.logprobs(prompts, completions, neftune=given).logprobs for given in (None, neftune))
+    by_torch = completion_logprobs(model, prompts, completions, neftune=neftune).logprobs.detach().numpy()
+    assert np.abs(found - plain).max() > 1e-3
+    np.testing.assert_allclose(found, by_torch, rtol=1e-4, atol=1e-4)
+
+
+def test_smoothing_and_noise_without_effect_are_rejected():
+    assert_raises(WhetValueError, ("label_smoothing", "0.1", "'dft'"), make, loss_type="dft", label_smoothing=0.1)
+    assert_raises(
+        WhetValueError, ("neftune_alpha", "5.0", "training_mode"), make, training_mode=False, neftune_alpha=5.0
+    )
+    assert_raises(WhetValueError, ("label_smoothing", "1.0", "[0, 1)"), make, label_smoothing=1.0)
+    facts = ("neftune", "TinyModel", "get_input_embeddings", "Omit")
+    assert_raises(WhetTypeError, facts, make(neftune_alpha=5.0).train_step, PAIRS)

@@ -86,6 +86,7 @@ def test_a_run_changes_its_backend(first, files, capsys):
         ({"dtype": "bfloat16", "compute": "auto"}, "dtype is 'bfloat16'"),
         ({"modules_to_save": "lm_head", "compute": "auto"}, "lm_head in modules_to_save"),
         ({"lora_layers": "lm_head"}, "lora_layers names lm_head"),
+        ({"trainable_token_indices": "5", "compute": "auto"}, "trainable_token_indices=[5]"),
         ({"use_rslora": None}, ""),
     ],
 )
@@ -103,6 +104,32 @@ def test_what_needs_torch_is_named_and_trained_with_torch(settings, reason, file
     assert_mentions(error_of(*argv, "--activation-bytes=0"), "activation_bytes is 0", reason)
     assert main(argv) == 0
     assert "natively" not in capsys.readouterr().out
+
+
+def test_dora_and_trained_tokens_are_merged_by_commands(files, error_of):
+    argv = ["train", "sft", *files("run", **{**LORA, "compute": "auto", "trainable_token_indices": "5"}), "--use-dora"]
+    assert_mentions(error_of(*argv, "--backend=native", "--steps=1"), "use_dora=True", "--backend torch")
+    assert main([*argv, "--steps=2"]) == 0 and main([*argv, "--steps=3"]) == 0
+    assert any("lora_magnitude_vector" in name for name in tensors(files.folder / "run"))
+    run, merged = str(files.folder / "run"), str(files.folder / "merged")
+    assert main(["generate", run, "--prompt=a", "--max-new-tokens=2"]) == 0
+    assert main(["merge", run, merged]) == 0
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_pissa_with_ranks_by_pattern_on_a_quantised_base(backend, files):
+    """Resumed to the bit; the result is plain LoRA on the same base."""
+    given = {**LORA, "lora_init": "pissa", "rank_pattern": "q_proj=1", "base": "q8_0", "backend": backend}
+    assert main(["train", "sft", *files("whole", **given), "--steps=4"]) == 0
+    assert main(["train", "sft", *files("run", **given), "--steps=2"]) == 0
+    assert main(["train", "sft", *files("run", **given), "--steps=4"]) == 0
+    whole, parts = tensors(files.folder / "whole"), tensors(files.folder / "run")
+    assert all(value.tobytes() == parts[name].tobytes() for name, value in whole.items())
+    ranks = {name: len(value) for name, value in whole.items() if name.endswith("lora_A.weight")}
+    assert {rank for name, rank in ranks.items() if "q_proj" in name} == {2} and set(ranks.values()) == {2, 4}
+    assert main(["generate", str(files.folder / "run"), "--prompt=a", "--max-new-tokens=2"]) == 0
+    changed = main(["train", "sft", *files("run", **{**given, "lora_init": "zero"}), "--steps=6"])
+    assert changed == 2  # a run keeps its adapters
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])

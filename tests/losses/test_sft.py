@@ -54,6 +54,30 @@ def test_dft_is_the_formula_by_autograd():
     torch.testing.assert_close(*gradients, rtol=1e-13, atol=0)
 
 
+def test_label_smoothing_by_hand():
+    """Over four tokens of probabilities 1/2, 1/4, 1/8 and 1/8 the mean log-prob is -(1 + 2 + 3 + 3) / 4 log 2."""
+    mean = torch.full((2, 2), -2.25 * math.log(2)).requires_grad_()
+    logprobs = LOGPROBS.clone().requires_grad_()
+    loss, metrics = sft_loss(logprobs, MASK, mean_logprobs=mean, label_smoothing=0.2)
+    assert loss.item() == pytest.approx((0.8 * 2 + 0.2 * 2.25) * math.log(2))
+    assert metrics == {"token_probability": pytest.approx((0.5 + 0.25 + 0.125) / 3)}
+    found = torch.autograd.grad(loss, (logprobs, mean))
+    for gradient, each in zip(found, (-0.8 / 3, -0.2 / 3), strict=True):
+        assert gradient.tolist() == [pytest.approx([each, each]), pytest.approx([each, 0])]
+    parts = [
+        sft_loss(LOGPROBS[i : i + 1], MASK[i : i + 1], mean_logprobs=mean[i : i + 1], label_smoothing=0.2, n_tokens=3)
+        for i in range(2)
+    ]
+    assert sum(part.item() for part, _ in parts) == pytest.approx(loss.item())
+    for settings, facts in (
+        ({"label_smoothing": 0.2}, ("mean_logprobs is missing", "0.2")),
+        ({"mean_logprobs": mean}, ("mean_logprobs is given", "0.0")),
+        ({"mean_logprobs": mean, "label_smoothing": 0.2, "loss_type": "dft"}, ("label_smoothing", "0.2", "'dft'")),
+        ({"mean_logprobs": mean, "label_smoothing": 1.0}, ("label_smoothing", "1.0", "[0, 1)")),
+    ):
+        assert_raises(WhetValueError, ("sft_loss", *facts), sft_loss, LOGPROBS, MASK, **settings)
+
+
 def test_a_batch_without_counted_tokens_is_zero():
     assert sft_loss(LOGPROBS, torch.zeros_like(MASK))[0].item() == 0
 

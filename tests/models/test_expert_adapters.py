@@ -28,7 +28,7 @@ from whet.errors import CheckpointError, WhetValueError
 from whet.learner.learner import Learner
 from whet.models.export import export_gguf, read_adapters
 from whet.models.export_adapters import export_adapters
-from whet.models.lora import choose_adapted, read_adapted
+from whet.models.lora import LoraSettings, choose_adapted, read_adapted
 from whet.models.packed_base import pack_base
 from whet.models.row_reader import RowReader
 from whet.models.sizes import source_of_config
@@ -220,19 +220,21 @@ def test_experts_are_adapted_by_name_only(tmp_path):
     source = source_of_config(tiny_model("qwen3_5_moe_text").config.to_dict())
 
     def slots(*layers: str) -> set[str]:
-        return {location.weight.split(".")[-1] for location, _ in choose_adapted(source, 2, layers).factors}
+        return {
+            location.weight.split(".")[-1] for location, _ in choose_adapted(source, LoraSettings(2, layers)).factors
+        }
 
     assert not any("experts" in slot for slot in slots() | slots("all-linear") | slots("down_proj"))
     assert slots("experts") == slots("mlp.experts") == {"experts_gate_up", "experts_down"}
     assert slots("experts.down_proj") == {"experts_down"}
     assert slots("all-linear", "experts") == slots() | {"experts_gate_up", "experts_down"}
-    one = choose_adapted(source, 2, ["model.layers.1.mlp.experts.down_proj"]).factors
+    one = choose_adapted(source, LoraSettings(2, ["model.layers.1.mlp.experts.down_proj"])).factors
     assert [location.name for location, _ in one] == ["model.layers.1.mlp.experts.down_proj"]
-    assert_raises(WhetValueError, 'Name "experts"', choose_adapted, source, 2, ["experts.3.down_proj"])
+    assert_raises(WhetValueError, 'Name "experts"', choose_adapted, source, LoraSettings(2, ["experts.3.down_proj"]))
     message = ("lora_rank is 99", "experts.down_proj is 32 x", "at most 32")
-    assert_raises(WhetValueError, message, choose_adapted, source, 99, ["experts.down_proj"])
+    assert_raises(WhetValueError, message, choose_adapted, source, LoraSettings(99, ["experts.down_proj"]))
     dense = source_of_config(tiny_model("llama").config.to_dict())
-    assert_raises(WhetValueError, "lora_layers names 'experts'", choose_adapted, dense, 2, ["experts"])
+    assert_raises(WhetValueError, "lora_layers names 'experts'", choose_adapted, dense, LoraSettings(2, ["experts"]))
 
 
 def test_adapters_of_other_experts_are_rejected(tmp_path):

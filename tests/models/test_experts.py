@@ -24,7 +24,7 @@ from whet.models.architecture import ModelConfig, find_difference
 from whet.models.export import export_gguf
 from whet.models.families import model_config
 from whet.models.loading import list_slices
-from whet.models.lora import choose_adapted, core_matrix
+from whet.models.lora import LoraSettings, choose_adapted, core_matrix
 from whet.models.packed_base import pack_base
 from whet.models.reference import naive_forward, naive_route
 from whet.models.sizes import source_of_config
@@ -409,7 +409,7 @@ def test_adapters_are_of_attention_and_shared_experts(case):
     """PEFT's "all-linear" would add routers and, for the parameters of Qwen3 MoE and OLMoE, experts."""
     model = tiny_model(case)
     source = source_of_config(model.config.to_dict())
-    chosen = choose_adapted(source, 2).factors
+    chosen = choose_adapted(source, LoraSettings(2)).factors
     assert all(core_matrix(location.weight) is not None for location, _ in chosen)
     adapted = add_adapters(model, RunConfig(lora_rank=2))
     theirs = {name.partition(".lora_A.")[0] for name, _ in adapted.named_parameters() if ".lora_A." in name}

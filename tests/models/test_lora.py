@@ -11,7 +11,7 @@ from tests.raising import assert_raises
 from tests.tiny import tiny_llama, with_lora
 
 from whet.errors import CheckpointError, WhetValueError
-from whet.models.lora import choose_adapted, read_adapted
+from whet.models.lora import LoraSettings, choose_adapted, read_adapted
 from whet.models.sizes import source_of_config
 
 pytest.importorskip("peft")
@@ -41,7 +41,7 @@ def test_trained_parameters_match_peft(name, tmp_path):
     if "rank_pattern" not in settings:
         layers = settings["target_modules"]
         layers = [layers] if isinstance(layers, str) else layers
-        chosen = choose_adapted(source(), 4, layers, settings.get("modules_to_save", ()))
+        chosen = choose_adapted(source(), LoraSettings(4, layers, settings.get("modules_to_save", ())))
         assert {location.names[0]: rank for location, rank in chosen.factors} == {
             p.names[0]: r for p, r in read.factors
         }
@@ -77,6 +77,6 @@ def test_unknown_layers_and_large_ranks_are_rejected():
         ((4, ["q_proj"], ["q_proj"]), ("q_proj is in modules_to_save", "adapter")),
         ((17,), ("lora_rank is 17", "model.layers.0.self_attn.q_proj is 16 x 16", "Pass 16")),
     ):
-        assert_raises(WhetValueError, message, choose_adapted, source(), *arguments)
-    choose_adapted(source(), 16, ["q_proj"])
-    assert math.isclose(choose_adapted(source(), 8).n_parameters, 2 * 8 * (2 * 32 + 2 * 24 + 3 * 48))
+        assert_raises(WhetValueError, message, choose_adapted, source(), LoraSettings(*arguments))
+    choose_adapted(source(), LoraSettings(16, ["q_proj"]))
+    assert math.isclose(choose_adapted(source(), LoraSettings(8)).n_parameters, 2 * 8 * (2 * 32 + 2 * 24 + 3 * 48))

@@ -330,7 +330,7 @@ def test_logprobs_of_a_packed_head_equal_floats(base, dtype):
     for either in (model, frozen):
         x = hidden.clone().requires_grad_()
         head = Acceleration(either, "float32" if dtype == torch.float32 else "bfloat16").head()
-        logprobs, entropy = linear_logprobs(x, head, targets, 0.7, True)
+        logprobs, entropy, _ = linear_logprobs(x, head, targets, 0.7, True)
         logprobs.sum().backward()
         results.append((logprobs, entropy, x.grad))
     for got, right in zip(*results, strict=True):

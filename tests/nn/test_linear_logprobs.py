@@ -32,7 +32,7 @@ def test_linear_logprobs(n_rows, vocab_size, dtype, softcap):
 
         head = Head(rows, (vocab_size, 40), bias, dtype, weight)
         head.softcap = softcap
-        logprobs, entropy = linear_logprobs(hidden, head, targets, 0.7, True)
+        logprobs, entropy, _ = linear_logprobs(hidden, head, targets, 0.7, True)
         every = (capped(hidden @ weight.t() + bias, softcap) / 0.7).double().log_softmax(-1)
         assert entropy is not None
         torch.testing.assert_close(entropy.double(), -(every.exp() * every).sum(1), rtol=1e-3, atol=1e-4)
@@ -61,7 +61,7 @@ def test_gradient_of_hidden_states_under_a_frozen_head(n_rows, vocab_size, dtype
     x = hidden.clone().requires_grad_()
     head = Head(lambda first, n: weight[first : first + n], (vocab_size, 40), bias, dtype)
     head.softcap = softcap
-    logprobs, entropy = linear_logprobs(x, head, targets, 0.7, True)
+    logprobs, entropy, _ = linear_logprobs(x, head, targets, 0.7, True)
     (logprobs * scale).sum().backward()
     with torch.no_grad():
         again = linear_logprobs(x, head, targets, 0.7, True)
@@ -102,7 +102,7 @@ def test_log_probs_over_kept_tokens(trains, dtype, softcap):
             weight if trains else None,
         )  # fmt: skip
         head.softcap = softcap
-        logprobs, entropy = linear_logprobs(hidden, head, targets, 0.7, True, kept)
+        logprobs, entropy, _ = linear_logprobs(hidden, head, targets, 0.7, True, kept)
         log_p = every(hidden, weight, bias).double().clamp(min=-1e4)
         assert entropy is not None
         torch.testing.assert_close(entropy.double(), -(log_p.exp() * log_p).sum(1), rtol=1e-3, atol=1e-4)
@@ -151,7 +151,7 @@ def test_gradient_of_the_entropy(trains, dtype, softcap, n_kept):
             weight if trains else None,
         )  # fmt: skip
         head.softcap = softcap
-        logprobs, entropy = linear_logprobs(hidden, head, targets, 0.7, True, kept, differentiable_entropy=True)
+        logprobs, entropy, _ = linear_logprobs(hidden, head, targets, 0.7, True, kept, differentiable_entropy=True)
         return torch.cat([logprobs, cast(Tensor, entropy)])
 
     inputs = [normal(n_rows, 40), normal(vocab_size, 40) / 8, normal(vocab_size)]
@@ -166,3 +166,32 @@ def test_gradient_of_the_entropy(trains, dtype, softcap, n_kept):
         inputs[:1],
         tolerance,
     )
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+@pytest.mark.parametrize("trains", [True, False])
+def test_mean_log_probs_of_the_vocabulary(dtype, softcap, trains):
+    """Their value, and the gradient of a loss of both, over several tiles of tokens and vocabulary."""
+    n_rows, vocab_size = 520, 2049
+    targets = torch.randint(0, vocab_size, (n_rows,), generator=GENERATOR)
+    scale = normal(n_rows)
+    inputs = [normal(n_rows, 40), normal(vocab_size, 40) / 8, normal(vocab_size)]
+    inputs[1:] = [x.to(dtype).float() for x in inputs[1:]]
+    weight, bias = inputs[1:]
+
+    def definition(hidden: Tensor, weight: Tensor = weight, bias: Tensor = bias) -> Tensor:
+        log_p = (capped(hidden @ weight.to(hidden).t() + bias.to(hidden), softcap) / 0.7).log_softmax(-1)
+        return 0.9 * log_p.gather(1, targets[:, None])[:, 0] + scale * log_p.mean(-1)
+
+    def function(hidden: Tensor, weight: Tensor = weight, bias: Tensor = bias) -> Tensor:
+        head = Head(
+            lambda first, n: cast_weight(weight[first : first + n].detach(), dtype), (vocab_size, 40), bias, dtype,
+            weight if trains else None,
+        )  # fmt: skip
+        head.softcap = softcap
+        logprobs, _, mean = linear_logprobs(hidden, head, targets, 0.7, False, with_mean=True)
+        assert mean is not None
+        return 0.9 * logprobs + scale * mean
+
+    compare(function, definition, inputs if trains else inputs[:1], BOUNDS[dtype])

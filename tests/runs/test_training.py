@@ -45,7 +45,7 @@ def test_result_of_a_run(files, tiny_model):
     assert [row["step"] for row in result.evaluations] == [0, 4] and result.trainer.step == 4
     assert [row["step"] for row in result.metrics if "grad_norm" in row] == [1, 2, 3, 4]
     assert_mentions(result.summary, "SFT", "4 steps", "held-out loss", result.model_folder)
-    assert len(notes) == 1 and "parameters" in notes[0]
+    assert len(notes) == 2 and "parameters" in notes[0] and "packed" in notes[1]
     saved = AutoModelForCausalLM.from_pretrained(result.model_folder).state_dict()
     assert all(torch.equal(value, saved[name]) for name, value in result.trainer.model.state_dict().items())
 

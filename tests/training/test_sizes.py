@@ -20,7 +20,7 @@ from whet.algorithms import GRPO
 from whet.config import DPOConfig, GRPOConfig, OnlineDPOConfig, SFTConfig
 from whet.errors import WhetValueError
 from whet.memory import allocated_bytes
-from whet.models.lora import choose_adapted
+from whet.models.lora import LoraSettings, choose_adapted
 from whet.models.packed_base import pack_base
 from whet.models.sizes import estimate, load_source, source_of_config
 from whet.models.sources.live import open_module
@@ -151,7 +151,7 @@ def test_trainers_and_engines_use_the_estimated_memory(name, compute, lora, monk
     source = open_module(model)
     adapters: dict[str, Any] = {}
     if lora:
-        adapters = {"adapters": choose_adapted(source, 4)}
+        adapters = {"adapters": choose_adapted(source, LoraSettings(4))}
         model = with_lora(model, r=4, target_modules=names_of(adapters["adapters"]))
     trainer = GRPO(
         model, reward_fn=lambda completions: [float(c[0]) for c in completions], compute=compute, beta=0.1, group_size=2
@@ -196,7 +196,7 @@ def test_autograd_saves_the_estimated_bytes(name, lora):
     source, adapters = open_module(model), None
     if lora:
         layers = ["all-linear", "experts"] if name in MIXTURES else []
-        adapters = choose_adapted(source, 4, layers)
+        adapters = choose_adapted(source, LoraSettings(4, layers))
         if layers:
             model = add_adapters(model, RunConfig(lora_rank=4, lora_layers=layers))
         else:
@@ -266,7 +266,12 @@ def print_learner_bytes(name: str, compute: Any) -> None:
     thread.join()
     settings = SFTConfig(batch_size=4, max_tokens_per_step=0, training_mode=False, compute=compute)
     source = base.source()
-    given = {"adapters": choose_adapted(source, 16), "base": "bf16", "learner": True, "activation_bytes": 0}
+    given = {
+        "adapters": choose_adapted(source, LoraSettings(16)),
+        "base": "bf16",
+        "learner": True,
+        "activation_bytes": 0,
+    }
     predicted = run_memory(source, settings, Lengths(200, 100), interpreter=0, **given).update["activations"]
     print("bytes:", predicted, most - before)
 
@@ -303,7 +308,7 @@ def test_a_learner_keeps_as_many_layers_as_estimated(name, compute):
     rows = [[5] * 200], [[9] * 57]  # 256 tokens are inputs
     settings = SFTConfig(batch_size=1, max_tokens_per_step=0, training_mode=False, compute=compute)
     source = base.source()
-    given = {"adapters": choose_adapted(source, 16), "base": "bf16", "learner": True, "interpreter": 0}
+    given = {"adapters": choose_adapted(source, LoraSettings(16)), "base": "bf16", "learner": True, "interpreter": 0}
 
     def predict(activation_bytes):
         memory = run_memory(source, settings, Lengths(200, 57), **given, activation_bytes=activation_bytes)
@@ -370,14 +375,14 @@ def test_reference_models_are_counted():
         (GRPOConfig(), 0, False),
         (GRPOConfig(beta=0.1), 0, True),
     ):
-        adapters = choose_adapted(source, lora_rank) if lora_rank else None
+        adapters = choose_adapted(source, LoraSettings(lora_rank)) if lora_rank else None
         parts = run_memory(source, config, Lengths(9, 9), interpreter=0, adapters=adapters).parts
         assert bool(parts["reference"]) == expected
 
 
 def test_initial_values_of_saved_adapters_are_the_reference():
     source = load_source("smollm-135m")
-    adapters = choose_adapted(source, 8)._replace(is_new=False)
+    adapters = choose_adapted(source, LoraSettings(8))._replace(is_new=False)
     for config, expected in ((DPOConfig(), 4), (DPOConfig(precompute_reference=True), 0), (SFTConfig(), 0)):
         parts = run_memory(source, config, Lengths(9, 9), interpreter=0, adapters=adapters).parts
         assert parts["reference"] == expected * adapters.n_parameters
@@ -387,7 +392,7 @@ def test_layers_by_name():
     source = source_of_config(CONFIGS["phi3"])
 
     def n_trained(**settings):
-        adapters = choose_adapted(source, 2, **settings)
+        adapters = choose_adapted(source, LoraSettings(2, **settings))
         return run_memory(source, SFTConfig(), Lengths(9, 9), interpreter=0, adapters=adapters).gradients
 
     hidden, ffn, qkv = LLAMA["hidden_size"], LLAMA["intermediate_size"], 8 * 24
@@ -413,7 +418,7 @@ def test_layers_by_name():
 
 def test_a_packed_base_is_stored_once():
     source = load_source("qwen2-0.5b")
-    options = {"lengths": Lengths(128, 128), "interpreter": 0, "adapters": choose_adapted(source, 16)}
+    options = {"lengths": Lengths(128, 128), "interpreter": 0, "adapters": choose_adapted(source, LoraSettings(16))}
     config = GRPOConfig(batch_size=4, group_size=8)
     plain, packed = (run_memory(source, config, base=base, **options) for base in ("none", "q8_0"))
     weights = estimate(source, "q8_0")

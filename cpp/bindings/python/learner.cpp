@@ -82,7 +82,8 @@ public:
                  const Contiguous<const int64_t, 2>& targets, const std::optional<Indices>& kept_offsets,
                  const std::optional<Contiguous<const int32_t, 1>>& kept_words, double temperature, bool with_adapters,
                  bool keep, size_t activation_bytes, double dropout, uint64_t seed,
-                 const std::optional<Contiguous<const uint16_t, 3>>& experts, const Contiguous<float, 2>& logprobs,
+                 const std::optional<Contiguous<const uint16_t, 3>>& experts,
+                 const std::optional<Contiguous<const float, 2>>& noise, const Contiguous<float, 2>& logprobs,
                  const std::optional<Contiguous<float, 1>>& entropy, const std::optional<Contiguous<float, 1>>& mean) {
         const ReleasedGil released;
         const std::lock_guard guard(mutex_);
@@ -103,6 +104,7 @@ public:
         TrainingBatch batch{copy(tokens),   copy(positions),      copy(group_offsets), copy(q_offsets), copy(k_offsets),
                             copy(key_rows), copy(reader_offsets), copy(readers),       copy(predictors)};
         if (experts) batch.experts.assign(experts->data(), experts->data() + experts->size());
+        if (noise) batch.noise.assign(noise->data(), noise->data() + noise->size());
         hidden_ = learner_.forward(std::move(batch), with_adapters, keep, activation_bytes, {dropout, seed});
         rows_ = rows;
         divergence_.reset();
@@ -263,8 +265,8 @@ void bind_learner(nb::module_& m) {
              array("group_offsets"), array("q_offsets"), array("k_offsets"), array("key_rows"), array("reader_offsets"),
              array("readers"), array("predictors"), array("targets"), array("kept_offsets").none(),
              array("kept_words").none(), arg("temperature"), arg("with_adapters"), arg("keep"), arg("activation_bytes"),
-             arg("dropout"), arg("seed"), array("experts").none(), array("logprobs"), array("entropy").none(),
-             array("mean").none())
+             arg("dropout"), arg("seed"), array("experts").none(), array("noise").none(), array("logprobs"),
+             array("entropy").none(), array("mean").none())
         .def("hidden", &LearnerObject::hidden, array("out"))
         .def("divergence", &LearnerObject::divergence, nb::kw_only(), arg("teacher"), array("teacher_hidden"),
              arg("temperature"), arg("beta"), array("out"))

@@ -15,7 +15,7 @@ import numpy as np
 from whet.algorithms.online import OnlineTrainer
 from whet.algorithms.sft import update_on_examples
 from whet.config.settings import RAFTConfig
-from whet.rewards.functions import RewardFn
+from whet.rewards.functions import RewardFn, RewardFunctions
 from whet.rewards.metrics import reward_metrics
 from whet.rollout.choose import reward_functions
 from whet.rollout.rollout import completion_table
@@ -34,6 +34,7 @@ class RAFT(OnlineTrainer):
     """
 
     config_class = RAFTConfig
+    rewards: RewardFunctions
 
     def __init__(self, model: Any, ref_model: Any = None, reward_fn: RewardFn | None = None, **arguments: Any) -> None:
         super().__init__(model, ref_model, **arguments)

@@ -2,7 +2,8 @@
 
     l = -log pi(y_t | x, y_<t), averaged over the completion tokens of the batch that count
 
-With loss_type "dft", the factor pi(y_t | x, y_<t), a constant in the gradient, multiplies l (Wu et al. 2025).
+With loss_type "dft", the factor pi(y_t | x, y_<t), a constant in the gradient, multiplies l (Wu et al. 2025). With
+label smoothing e, l = -(1 - e) log pi(y_t | x, y_<t) - e mean over the vocabulary of log pi(v | x, y_<t).
 
 Prompt tokens do not count, unless a row has no prompt; in a conversation only the assistant's turns count.
 """
@@ -69,7 +70,11 @@ class SFT(Trainer):
         n_tokens = sum(map(sum, masks))
         if n_tokens == 0 and not any(shares.values()):
             raise WhetValueError("SFT: no completion of the batch has a token that counts.")
-        return {**update_on_examples(self, prompt_ids, completion_ids, masks, self.config.loss_type), **shares}
+        found = update_on_examples(
+            self, prompt_ids, completion_ids, masks, loss_type=self.config.loss_type,
+            label_smoothing=self.config.label_smoothing, neftune_alpha=self.config.neftune_alpha,
+        )  # fmt: skip
+        return {**found, **shares}
 
     def as_row(self, item: Any) -> Any:
         """Return an item of a dataset as a dict; all of a bare text or row of token ids counts."""
@@ -127,7 +132,10 @@ def update_on_examples(
     prompt_ids: list[list[int]],
     completion_ids: list[list[int]],
     masks: list[list[bool]],
+    *,
     loss_type: SFTLossType = "nll",
+    label_smoothing: float = 0.0,
+    neftune_alpha: float = 0.0,
 ) -> dict[str, float]:
     """Make one update by ``sft_loss`` on rows, of which masks select the tokens, and return its metrics.
 
@@ -140,14 +148,20 @@ def update_on_examples(
         rows = list(zip(prompt_ids, completion_ids, strict=True))
         for part in trainer.shard(update, rows, trainer.micro_batches(rows)):
             with phase("forward"):
-                logprobs, _, mask, *_ = trainer.policy.logprobs(
+                logprobs, _, mask, mean, *_ = trainer.policy.logprobs(
                     [prompt_ids[i] for i in part],
                     [completion_ids[i] for i in part],
                     completion_mask=[masks[i] for i in part],
+                    return_mean=label_smoothing > 0,
+                    neftune_alpha=neftune_alpha,
                 )
             with phase("loss"):
-                loss = sft_loss(logprobs, mask, loss_type=loss_type, n_tokens=n_tokens)
-            update.add(loss.value, loss.gradients["logprobs"], loss.metrics)
+                loss = sft_loss(
+                    logprobs, mask, mean_logprobs=mean, loss_type=loss_type, label_smoothing=label_smoothing,
+                    n_tokens=n_tokens,
+                )  # fmt: skip
+            gradients = loss.gradients
+            update.add(loss.value, gradients["logprobs"], loss.metrics, grad_mean=gradients.get("mean_logprobs"))
     return {**update.metrics, "num_tokens": sum(map(len, [*prompt_ids, *completion_ids]))}
 
 

@@ -245,12 +245,23 @@ class SFTConfig(OfflineConfig):
     loss_type: SFTLossType = "nll"
     """nll: negative log-likelihood. dft: it times the token's probability, a constant in the gradient, so that tokens
     which the model finds improbable do not dominate (Dynamic Fine-Tuning). Evaluation is always nll."""
+    label_smoothing: BelowOne = 0.0
+    """Share of the target that is uniform over the vocabulary (Szegedy et al. 2015); only of nll, and not of
+    evaluation."""
+    neftune_alpha: NonNegative = 0.0
+    """Noise on the embeddings in updates, uniform in +-neftune_alpha / sqrt(tokens of the row x hidden_dim) (NEFTune,
+    Jain et al. 2023, who use 5 to 15); 0: none."""
     loss_on: Literal["completion", "last_turn", "all"] = "completion"
     """Tokens that are trained on.
 
     completion: the completion; in messages, every assistant turn.
     last_turn: in messages, only the last turn.
     all: every token except the first of the row."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        reject_ineffective(self, ["label_smoothing"], self.loss_type == "nll", f"loss_type is {self.loss_type!r}")
+        reject_ineffective(self, ["neftune_alpha"], self.training_mode, "training_mode is off, which disables noise")
 
 
 @dataclass(kw_only=True)

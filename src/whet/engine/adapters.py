@@ -20,6 +20,7 @@ from whet.models.lora import core_matrix
 from whet.models.slots import (
     LoRA,
     NormValues,
+    Rows,
     WeightLocation,
     factor_values,
     find_location,
@@ -50,7 +51,7 @@ def adapter_parts(
 
 def _list_parts(
     targets: Mapping[str, WeightLocation], config: ModelConfig, adapter: Any, where: str
-) -> Iterable[LoRA | NormValues]:
+) -> Iterable[LoRA | NormValues | Rows]:
     kinds = (LoRA, NormValues)
     if isinstance(adapter, Sequence) and not isinstance(adapter, str) and all(isinstance(x, kinds) for x in adapter):
         return adapter

@@ -106,6 +106,7 @@ class Engine:
             version that sampled it.
         formats: slot -> format of every matrix; "q4_k, q6_k" if it has several.
         base: the packed weights that the engine shares; None: it has separate weights, which ``sync`` replaces.
+        merged_adapter: the folder of the adapter that its weights have (``whet.text.model.load_engine``); empty: none.
 
     Activations between products are float32.
     Thread-safe: concurrent calls interleave per step. In a process forked while another thread was in a step, the
@@ -139,6 +140,7 @@ class Engine:
         self.policy_version = 0
         self._reading = threading.Lock()
         self.tokenizer = tokenizer
+        self.merged_adapter: str | os.PathLike[str] = ""
         self.base = source.base
         packed = source.base or PackedBase(source, choose_formats(source, weights, embedding, head, where))
         self.formats = packed.formats
@@ -624,7 +626,8 @@ class Engine:
             WhetValueError: an unknown module, wrong shapes, or more than plain LoRA and norms.
         """
         where = "Engine.add_adapter"
-        parts = adapter_parts(self._targets, self.config, adapter, where)
+        given = () if self.merged_adapter and adapter == self.merged_adapter else adapter
+        parts = adapter_parts(self._targets, self.config, given, where)
         with (new := NewAdapter(self._calls)), new:
             self._calls.use(where).add_adapter(new.number, *parts)
             self._calls.adapters.add(new.number)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +17,10 @@ import numpy as np
 
 from whet.engine.engine import Engine
 from whet.errors import WhetError, WhetValueError
-from whet.models.architecture import ModelConfig, RowSlice
+from whet.models.architecture import ModelConfig
 from whet.models.families import is_scaled, rope_scaling, trained_position
-from whet.models.row_reader import RowReader
-from whet.models.slots import ModelSource, untie_adapted
+from whet.models.row_reader import merge_slots
+from whet.models.slots import ModelSource, is_separable, untie_adapted
 from whet.models.sources.pretrained import open_pretrained
 from whet.system.memory import available_bytes, resident_bytes
 
@@ -116,23 +116,14 @@ def engine_logprobs(source: ModelSource, probe: Probe) -> np.ndarray:
 def _as_floats(source: ModelSource) -> ModelSource:
     """Dequantise a packed base, whose products round their inputs, to float32, and merge its adapters.
 
-    Without a base, only adapters outside layers are merged; the engine computes the others separately.
+    Without a base, only adapters outside layers, and more than plain LoRA, are merged; the engine computes the others
+    separately.
     """
     source = untie_adapted(source)
-    changed = {adapter.slot for adapter in source.adapters if not adapter.slot.startswith("layers.")}
+    changed = {each.slot for each in source.adapters if not (each.slot.startswith("layers.") and is_separable(each))}
     if source.base is not None:
         changed = set(source.config.slots())
-    if not changed:
-        return source
-    rows, shapes = RowReader(source, "probe"), source.config.slots()
-
-    def slices() -> Iterator[RowSlice]:
-        yield from (row_slice for row_slice in source.slices() if row_slice.slot not in changed)
-        for slot in sorted(changed):
-            yield RowSlice(slot, 0, rows.values(slot, np.arange(shapes[slot][0])), "float32")
-
-    adapters = tuple(adapter for adapter in source.adapters if adapter.slot not in changed)
-    return source._replace(slices=slices, adapters=adapters, base=None)
+    return merge_slots(source, "probe", changed) if changed else source
 
 
 def _free_bytes() -> float:

@@ -7,6 +7,9 @@ completions, equal the padded batch's.
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -208,6 +211,44 @@ def pack_batch(prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Seq
     return PackedBatch(*(np.ascontiguousarray(a, np.int64) for a in arrays))
 
 
+def input_rows(batch: PackedBatch, i: int, n_prompt: int) -> np.ndarray:
+    """Return the tokens of a packed batch that are the inputs of row i, whose completion is not empty: all its tokens
+    except the last.
+    """
+    predictors = batch.hidden_rows[batch.rows == i]
+    return np.concatenate((predictors[:1] - np.arange(n_prompt - 1, 0, -1), predictors))
+
+
+class Neftune(NamedTuple):
+    """Noise on embeddings (NEFTune; Jain et al. 2023, arXiv 2310.05914): ``alpha / sqrt(L d) U(-1, 1)`` is added to
+    each element of the inputs of a row of L tokens.
+
+    Attributes:
+        alpha: scale of the noise.
+        seed: below 2^64. The noise depends on it and on the row's tokens, not on the rest of the batch; in a prompt
+            that rows share, L is the length of the longest of them.
+    """
+
+    alpha: float
+    seed: int
+
+    def draw(self, batch: PackedBatch, dim: int) -> np.ndarray:
+        """Return the noise of the N tokens of a packed batch of NumPy arrays, (N, dim) float32."""
+        out = np.empty((len(batch.input_ids), dim), np.float32)
+        n_keys, starts = np.diff(batch.k_offsets), batch.q_offsets[:-1]
+        groups = np.searchsorted(batch.group_offsets, starts, "right") - 1
+        longest = np.zeros(len(batch.group_offsets), np.int64)
+        np.maximum.at(longest, groups, n_keys)
+        for s, (start, end) in enumerate(itertools.pairwise(batch.q_offsets)):
+            keys = batch.key_rows[batch.k_offsets[s] : batch.k_offsets[s + 1]]
+            path = hashlib.blake2b(batch.input_ids[keys].astype("<i8").tobytes(), digest_size=8).digest()
+            key = np.array([self.seed, int.from_bytes(path, "little")], np.uint64)
+            n_tokens = (longest[groups[s]] if n_keys[s] == end - start else n_keys[s]) + 1  # the last is not an input
+            uniform = np.random.Generator(np.random.Philox(key=key)).random((end - start, dim), np.float32)
+            out[start:end] = self.alpha / math.sqrt(n_tokens * dim) * (2 * uniform - 1)
+        return out
+
+
 OWN_CHOICE = 0xFFFF
 """In place of the experts of a token: the model's own choice."""
 
@@ -234,7 +275,7 @@ def place_experts(
         if experts[i] is None or not len(predictors):
             continue
         ids = np.asarray(experts[i])
-        inputs = np.concatenate((predictors[:1] - np.arange(len(prompts[i]) - 1, 0, -1), predictors))
+        inputs = input_rows(batch, i, len(prompts[i]))
         if ids.dtype.kind not in "iu" or ids.shape[1:] != shape or len(ids) > len(inputs):
             raise WhetValueError(
                 f"{where}: experts of a row are {ids.dtype} of shape {ids.shape}, expected integers (T, {shape[0]}, "

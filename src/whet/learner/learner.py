@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -29,6 +30,8 @@ from whet.learner.batch import (
     OWN_CHOICE,
     Divergences,
     Logprobs,
+    Neftune,
+    PackedBatch,
     check_rows,
     pack_batch,
     place_experts,
@@ -39,6 +42,7 @@ from whet.models.adapter_files import (
     SCORE,
     check_reward_head,
     has_reward_head,
+    match_pattern,
     peft_config,
     read_peft_config,
     read_peft_modules,
@@ -48,8 +52,9 @@ from whet.models.adapter_files import (
 from whet.models.architecture import ModelConfig
 from whet.models.base_record import check_record, read_binding, write_record
 from whet.models.hub import repository_of
-from whet.models.lora import Adapted, choose_adapted, core_matrix, read_adapted
+from whet.models.lora import Adapted, LoraInit, LoraSettings, choose_adapted, core_matrix, read_adapted
 from whet.models.packed_base import PackedBase, pack_base
+from whet.models.pissa import is_zero, principal_factors
 from whet.models.sizes import slot_bytes
 from whet.models.slots import (
     LoRA,
@@ -80,6 +85,7 @@ class TrainedAdapter:
         b: (r, n) float32, its columns in the order of the module's outputs in the slot.
         alpha: the adapter is multiplied by alpha / rank.
         wrapper: name of PEFT's module with the adapter.
+        n_fixed: the last rows of A and B that do not train.
         grad_a: (r, k) float32, accumulated by ``Learner.backward``.
         grad_b: (r, n) float32, as grad_a.
     """
@@ -94,7 +100,7 @@ class TrainedAdapter:
         self.a = rng.uniform(-bound, bound, (self.n_experts * rank, k)).astype(np.float32)
         self.b = np.zeros((self.n_experts * rank, n), np.float32)
         self.grad_a, self.grad_b = np.zeros_like(self.a), np.zeros_like(self.b)
-        self.wrapper = self.name
+        self.wrapper, self.n_fixed = self.name, 0
         outputs, columns = slot_outputs(config, location), slot_columns(config, location)
         self._outputs = np.arange(n) if outputs is None else outputs  # the module's output at each column of b
         self._columns = slice(None) if columns is None else columns  # the column of a of each of the module's inputs
@@ -117,9 +123,30 @@ class TrainedAdapter:
     def trained_rows(self) -> list[slice]:
         """Return the rows of A and B with gradients: of experts only those with a number that is not 0."""
         if self.n_experts == 1:
-            return [slice(None)]
+            return [slice(0, self.rank - self.n_fixed)]
         found = [grad_a.any() or grad_b.any() for grad_a, grad_b in self.parts(*self.gradients)]
         return [slice(e * self.rank, (e + 1) * self.rank) for e in np.flatnonzero(found)]
+
+    def start_principal(self, base: PackedBase, rng: np.random.Generator, where: str) -> None:
+        """Set the first half of A and B to the principal part of the base's matrix, and the second to minus it."""
+        if not self.scaling > 0:
+            raise WhetValueError(
+                f"{where}: lora_init is 'pissa', and the adapter of {self.name} is multiplied by {self.scaling:g}, "
+                f"expected a factor above 0. Raise lora_alpha."
+            )
+        self.n_fixed = self.rank // 2
+        matrix = base.rows(self.name, np.empty(self.location.shape, np.float32))
+        a, b = principal_factors(matrix, self.n_fixed, self.scaling, rng)
+        self.a[:], self.b[:] = self.from_module(np.concatenate((a, a)), np.concatenate((b, -b), 1))
+
+    def is_original(self) -> bool:
+        """Whether the adapter changes nothing."""
+        return is_zero(self.a, self.b.T)
+
+    def drop_fixed_gradients(self) -> None:
+        """Set the gradients of rows that do not train to zero."""
+        for grad in self.gradients:
+            grad[len(grad) - self.n_fixed :] = 0
 
     @property
     def parameters(self) -> tuple[np.ndarray, ...]:
@@ -213,6 +240,7 @@ class _Rows(NamedTuple):
     """A packed batch, and the M tokens of it that count.
 
     Attributes:
+        packed: the batch.
         arrays: arguments of the core's forward pass.
         targets: (M,): the token.
         rows: (M,): its completion.
@@ -220,6 +248,7 @@ class _Rows(NamedTuple):
         mask: (B, C).
     """
 
+    packed: PackedBatch
     arrays: dict[str, Any]
     targets: np.ndarray
     rows: np.ndarray
@@ -246,6 +275,11 @@ class Learner:
         lora_rank: rank of every adapter. Default: 16.
         lora_alpha: adapters are multiplied by lora_alpha / lora_rank. Default: lora_rank.
         use_rslora: multiply by lora_alpha / sqrt(lora_rank) instead (Kalajdzievski 2023).
+        rank_pattern: ranks of some modules, by regular expressions of ends of their names, as in PEFT.
+        alpha_pattern: the same for lora_alpha.
+        lora_init: "zero": A is random and B is zero. "pissa": scaling B A is the sum of the largest lora_rank singular
+            components of the matrix, which is subtracted again by a second adapter that does not train (PiSSA, Meng et
+            al. 2024). Both are one adapter of twice the rank, which is what ``save_pretrained`` writes.
         lora_dropout: probability in [0, 1) with which ``logprobs`` with a ``dropout_seed`` sets an element of an
             adapter's input to 0; the others are divided by 1 - lora_dropout.
         lora_layers: modules with an adapter, as PEFT's ``target_modules``. Default: all linear layers except the head.
@@ -286,6 +320,9 @@ class Learner:
         lora_alpha: float | None = None,
         lora_layers: Sequence[str] = (),
         lora_dropout: float | None = None,
+        lora_init: LoraInit = "zero",
+        rank_pattern: Mapping[str, int] = MappingProxyType({}),
+        alpha_pattern: Mapping[str, float] = MappingProxyType({}),
         modules_to_save: Sequence[str] = (),
         use_rslora: bool = False,
         weights: str | None = None,
@@ -308,12 +345,15 @@ class Learner:
         if adapter is None:
             rank = 16 if lora_rank is None else lora_rank
             has_head, norms = SCORE in modules_to_save, [name for name in modules_to_save if name != SCORE]
-            adapted = choose_adapted(source, rank, lora_layers, norms, where)
+            check_choice(where, "lora_init", lora_init, LoraInit)
+            new = LoraSettings(rank, lora_layers, norms, rank_pattern, alpha_pattern, lora_init)
+            adapted = choose_adapted(source, new, where)
             self.lora_dropout = _check_dropout(0.0 if lora_dropout is None else lora_dropout, where)
         else:
             given = {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "lora_layers": lora_layers or None}
             given |= {"use_rslora": use_rslora or None, "lora_dropout": lora_dropout}
-            given |= {"modules_to_save": modules_to_save or None}
+            given |= {"modules_to_save": modules_to_save or None, "rank_pattern": rank_pattern or None}
+            given |= {"alpha_pattern": alpha_pattern or None, "lora_init": None if lora_init == "zero" else lora_init}
             for name, value in given.items():
                 if value is not None:
                     raise WhetValueError(
@@ -341,10 +381,18 @@ class Learner:
         self.compute = compute
         self._core = _core.Learner(self.base.core, compute == "bfloat16")
         rng = np.random.default_rng(seed)
+
+        def alpha_of(location: WeightLocation, rank: int) -> float:
+            trained = rank // 2 if lora_init == "pissa" else rank
+            alpha = match_pattern(alpha_pattern, location.name, trained if lora_alpha is None else lora_alpha)
+            return alpha * rank / (math.sqrt(trained) if use_rslora else trained)
+
         self.adapters = tuple(
-            TrainedAdapter(location, rank, _effective_alpha(rank, lora_alpha, use_rslora), rng, self.base.config)
+            TrainedAdapter(location, rank, alpha_of(location, rank), rng, self.base.config)
             for location, rank in factors
         )
+        for each in self.adapters if lora_init == "pissa" else ():
+            each.start_principal(self.base, rng, where)
         self.norms = tuple(
             TrainedNorm(location, self.base) for location in sorted(adapted.whole, key=places.__getitem__)
         )
@@ -426,6 +474,7 @@ class Learner:
         keep: bool = True,
         dropout_seed: int | None = None,
         experts: Sequence[Any] | None = None,
+        neftune: Neftune | None = None,
     ) -> Logprobs:
         """Return the log-probability of each completion token, given its prompt and the tokens before it.
 
@@ -452,6 +501,7 @@ class Learner:
                 row's inputs, which are all tokens except the last, or None (``Completion.experts``). They replace the
                 choice of the model, whose router still gives their weights (R3, Ma et al. 2025, arXiv:2510.11370).
                 Inputs of a prompt that rows share have the experts of one of the rows. None: the model's choice.
+            neftune: noise on the embeddings; None: none.
 
         Raises:
             WhetValueError: rows, tokens or a mask that do not fit the model or each other.
@@ -475,7 +525,7 @@ class Learner:
         self._forward(
             batch, targets=targets, kept_offsets=None if kept is None else kept.offsets,
             kept_words=None if kept is None else kept.words, temperature=temperature, logprobs=values, entropy=entropy,
-            mean=mean, adapters=adapters, keep=keep, head=_LOGPROBS, **dropout,
+            mean=mean, neftune=neftune, adapters=adapters, keep=keep, head=_LOGPROBS, **dropout,
         )  # fmt: skip
         scattered = batch.scatter(values if candidates is not None else values[:, 0])
         entropy, mean = (None if x is None else batch.scatter(x) for x in (entropy, mean))
@@ -615,7 +665,9 @@ class Learner:
             self._core.hidden(out)
         return out
 
-    def _forward(self, batch: _Rows, *, adapters: bool, keep: bool, head: str, **values: Any) -> None:
+    def _forward(
+        self, batch: _Rows, *, adapters: bool, keep: bool, head: str, neftune: Neftune | None = None, **values: Any
+    ) -> None:
         """Run the forward pass of a batch, and log-probs for ``targets``."""
         self._kept = None
         none = {
@@ -624,10 +676,11 @@ class Learner:
         }
         none |= dict.fromkeys(("kept_offsets", "kept_words", "entropy", "mean")) | {"temperature": 1.0}
         none |= {"dropout": 0.0, "seed": 0}
+        noise = None if neftune is None else neftune.draw(batch.packed, self.base.config.hidden_dim)
         if len(batch.rows):
             self._core.forward(
                 **batch.arrays, **(none | values), with_adapters=adapters, keep=keep,
-                activation_bytes=self.activation_bytes,
+                activation_bytes=self.activation_bytes, noise=noise,
             )  # fmt: skip
         if keep and adapters:
             self._kept = head, batch
@@ -677,6 +730,8 @@ class Learner:
             self._core.backward_divergence(grad=found[0], **gradients)
         else:
             self._core.backward_hidden(grad=found[0], **gradients)
+        for adapter in self.adapters:
+            adapter.drop_fixed_gradients()
 
     def _backward_head(self, grad: Any) -> np.ndarray:
         """Add the gradient of the head from the gradient of the last rewards, (B,), and return the hidden states'."""
@@ -732,7 +787,7 @@ class Learner:
             "reader_offsets": batch.reader_offsets, "readers": batch.readers,
             "predictors": batch.hidden_rows[counted], "experts": placed,
         }  # fmt: skip
-        return _Rows(arrays, batch.targets[counted], rows[counted], steps[counted], mask)
+        return _Rows(batch, arrays, batch.targets[counted], rows[counted], steps[counted], mask)
 
     def _select_candidates(
         self, candidates: Sequence[Any], completion_ids: Sequence[Sequence[int]], batch: _Rows, where: str
@@ -970,9 +1025,3 @@ def _check_dropout(dropout: Any, where: str) -> float:
     if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
         raise WhetValueError(f"{where}: lora_dropout is {dropout!r:.60}, expected a number in [0, 1).")
     return float(dropout)
-
-
-def _effective_alpha(rank: int, alpha: float | None, use_rslora: bool) -> float:
-    """Return alpha such that alpha / rank multiplies the adapter."""
-    alpha = rank if alpha is None else alpha
-    return alpha * math.sqrt(rank) if use_rslora else alpha

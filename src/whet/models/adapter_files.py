@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,6 +32,22 @@ SCORE = "score"
 Factors = tuple[np.ndarray, np.ndarray, float]
 """A (r, in), B (out, r), and their scaling or alpha. Of E experts: A (E r, in), expert after expert, and B (out, r E),
 in which the columns of an expert are E apart."""
+
+
+class Dora(NamedTuple):
+    """Factors of DoRA, and the lengths of the rows of the result, (out,)."""
+
+    factors: Factors
+    magnitude: np.ndarray
+
+
+class TokenRows(NamedTuple):
+    """Trained rows of an embedding: the tokens, and (tokens, hidden_dim)."""
+
+    ids: list[int]
+    values: np.ndarray
+
+
 EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 """Parameters of the experts of a mixture in transformers, in their order: with gates the first and the last, without
 them the others. PEFT's ``target_parameters`` gives each a wrapper of the experts, the last outside."""
@@ -128,12 +144,13 @@ def read_peft(source: Any, adapter_name: str | None = None) -> dict[str, Factors
 
 
 def read_peft_modules(
-    folder: str | os.PathLike[str], *, head: bool = False
-) -> dict[str, Factors | dict[str, np.ndarray]]:
+    folder: str | os.PathLike[str], merged: bool = False, *, head: bool = False
+) -> dict[str, Factors | Dora | TokenRows | dict[str, np.ndarray]]:
     """Read a PEFT folder: module name -> A, B, scaling as ``read_peft``; or the weight and bias of a trained norm.
 
     Args:
         folder: the folder.
+        merged: whether weights may change: then also DoRA, trained tokens, and the weight and bias of other modules.
         head: whether the adapters are a reward model's, whose head is the entry "score".
 
     Raises:
@@ -141,7 +158,7 @@ def read_peft_modules(
     """
     where = f"from_peft({str(folder)!r})"
     config, tensors = _read_folder(folder, where)
-    _check_plain(where, config, except_for="modules_to_save")
+    _check_plain(where, config, except_for=MERGED if merged else ("modules_to_save",))
     score = tensors.pop(f"{PEFT_PREFIX}{SCORE}.weight", None)
     if (score is not None) != head:
         kind = "lack the head of a reward model" if head else "are a reward model, which scores texts and writes none"
@@ -149,11 +166,40 @@ def read_peft_modules(
             f"{where}: the adapters {kind}. Pass adapters that {'whet train reward has' if head else 'others have'} "
             f"saved."
         )
-    norms: dict[str, dict[str, np.ndarray]] = {}
-    for name in [name for name, value in tensors.items() if value.ndim == 1]:
-        module, _, part = name.removeprefix(PEFT_PREFIX).rpartition(".")
-        norms.setdefault(module, {})[part] = tensors.pop(name)
-    return {**_pair_factors(config, tensors, where), **norms, **({} if score is None else {SCORE: {"weight": score}})}
+    whole: dict[str, dict[str, np.ndarray]] = {}
+    found: dict[str, Any] = {}
+    magnitudes: dict[str, np.ndarray] = {}
+    for name in list(tensors) if merged else [name for name, value in tensors.items() if value.ndim == 1]:
+        module, _, part = name.removeprefix(PEFT_PREFIX).removesuffix(".weight").rpartition(".")
+        if part == "lora_magnitude_vector":
+            magnitudes[module] = tensors.pop(name)
+        elif part == "trainable_tokens_delta":
+            module = module.removesuffix(".token_adapter")
+            found[module] = TokenRows(_token_ids(config, module, where), tensors.pop(name))
+        elif ".lora_" in name:
+            continue
+        elif ".base_layer." in name:  # PEFT saves a head or an embedding with adapters, unchanged
+            del tensors[name]
+        else:
+            module, _, part = name.removeprefix(PEFT_PREFIX).rpartition(".")
+            whole.setdefault(module, {})[part] = tensors.pop(name)
+    for module, factors in _pair_factors(config, tensors, where).items():
+        found[module] = Dora(factors, magnitudes.pop(module)) if module in magnitudes else factors
+    if bool(config.get("use_dora")) != any(isinstance(each, Dora) for each in found.values()) or magnitudes:
+        raise CheckpointError(
+            f"{where}: use_dora is {config.get('use_dora')}, and the magnitudes do not fit the factors. Save it again."
+        )
+    return {**found, **whole, **({} if score is None else {SCORE: {"weight": score}})}
+
+
+def _token_ids(config: Mapping[str, Any], module: str, where: str) -> list[int]:
+    """Return the trained tokens of an embedding, in PEFT's order."""
+    given = config.get("trainable_token_indices")
+    given = given if isinstance(given, Mapping) else {module: given}
+    ids = next((ids for name, ids in given.items() if f".{module}".endswith(f".{name}")), None)
+    if not isinstance(ids, list) or not all(isinstance(each, int) and each >= 0 for each in ids):
+        raise CheckpointError(f"{where}: trainable_token_indices is {given!r:.60}, expected token ids of {module}.")
+    return ids
 
 
 def has_reward_head(folder: str | os.PathLike[str]) -> bool:
@@ -319,11 +365,14 @@ _PLAIN = {
     "layer_replication": None,
     "alora_invocation_tokens": None,
     "modules_to_save": None,
+    "trainable_token_indices": None,
     "megatron_config": None,
     "target_parameters": None,
     "use_bdlora": None,
     "arrow_config": None,
 }
+MERGED = ("use_dora", "trainable_token_indices", "modules_to_save")
+"""Settings beyond plain LoRA whose result can be merged into the weights."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
@@ -337,10 +386,10 @@ def describe_special(config: Mapping[str, Any], where: str, whole: bool = False)
     return next((f"{key}={config[key]!r}" for key, _ in _specials(config) if whole or key != "modules_to_save"), "")
 
 
-def _check_plain(where: str, config: Mapping[str, Any], except_for: str = "") -> None:
+def _check_plain(where: str, config: Mapping[str, Any], except_for: Sequence[str] = ()) -> None:
     _check_lora(where, config)
     for key, message in _specials(config):
-        if key != except_for:
+        if key not in except_for:
             raise CheckpointError(f"{where}: {message}")
 
 
@@ -374,11 +423,16 @@ def _may_be_of_experts(name: Any) -> bool:
     return isinstance(name, str) and is_expert_parameter(name if "." in name else f"experts.{name}")
 
 
+def match_pattern(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
+    """Return the value of the first regular expression that matches the module or its end (PEFT's rule)."""
+    return next((own for name, own in pattern.items() if re.match(rf"(.*\.)?({name})$", module)), default)
+
+
 def _setting(where: str, config: Mapping[str, Any], module: str, patterns: str, default: str) -> float:
     """Return the value of the first pattern that matches the module or its end (PEFT's rule), or the default's."""
     pattern, value = config.get(patterns) or {}, config.get(default, 8)
     try:
-        value = next((own for name, own in pattern.items() if re.match(rf"(.*\.)?({name})$", module)), value)
+        value = match_pattern(pattern, module, value)
     except (AttributeError, re.error) as error:
         raise CheckpointError(
             f"{where}: {patterns} is {pattern!r:.60}, expected regular expressions with a number each: {error}."

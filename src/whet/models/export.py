@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from whet.errors import WhetValueError
-from whet.models.adapter_files import read_peft_modules
+from whet.models.adapter_files import Dora, TokenRows, read_peft_modules
 from whet.models.architecture import ModelConfig, RowSlice
 from whet.models.families import Family, family_of, model_config, text_options
 from whet.models.formats import FILE_TYPES, Mixture, file_format
@@ -31,12 +31,15 @@ from whet.models.slots import (
     ModelSource,
     ModuleSpec,
     NormValues,
+    Rows,
     StoredTensor,
     WeightLocation,
     find_location,
+    is_norm,
     iter_locations,
     locate_lora,
     locate_norm,
+    locate_rows,
     stored_shape,
     to_stored,
     untie_adapted,
@@ -66,7 +69,7 @@ def export_gguf(
     quantize: str = "q4_k_m",
     *,
     source: ModelSource | None = None,
-    adapters: Sequence[LoRA | NormValues] = (),
+    adapters: Sequence[LoRA | NormValues | Rows] = (),
     tokenizer: str | os.PathLike[str] | None = None,
     pre: str | None = None,
     chat_template: str | None = None,
@@ -144,22 +147,26 @@ def export_gguf(
     return Exported(size_bytes, count_formats(tensors), deviation_note(opened.config, family))
 
 
-def read_adapters(folder: str | os.PathLike[str], source: ModelSource, where: str) -> list[LoRA | NormValues]:
-    """Read the LoRA adapters and trained norms of a model from a PEFT folder.
+def read_adapters(folder: str | os.PathLike[str], source: ModelSource, where: str) -> list[LoRA | NormValues | Rows]:
+    """Read what a PEFT folder of LoRA changes in a model: also DoRA, trained tokens, and modules trained whole.
 
     Raises:
-        CheckpointError: the adapters are damaged, or more than plain LoRA and norms.
+        CheckpointError: the adapters are damaged, or change more.
         WhetValueError: the adapters belong to another model.
         MissingExtraError: safetensors is not installed.
     """
-    found: list[LoRA | NormValues] = []
-    targets = with_expert_modules(source.targets)
-    for module, saved in read_peft_modules(folder).items():
+    found: list[LoRA | NormValues | Rows] = []
+    targets, config = with_expert_modules(source.targets), source.config
+    for module, saved in read_peft_modules(folder, merged=True).items():
         location = find_location(targets, module, where)
-        if isinstance(saved, dict):
-            found += locate_norm(source.config, location, saved, where)
+        if isinstance(saved, TokenRows):
+            found += locate_rows(config, location, {"weight": saved.values}, where, saved.ids)
+        elif isinstance(saved, Dora):
+            found += locate_lora(config, location, *saved.factors, where, saved.magnitude)
+        elif isinstance(saved, tuple):
+            found += locate_lora(config, location, *saved, where)
         else:
-            found += locate_lora(source.config, location, *saved, where)
+            found += (locate_norm if is_norm(location) else locate_rows)(config, location, saved, where)
     return found
 
 

@@ -26,7 +26,9 @@ from whet.models.slots import (
     ModelSource,
     ModuleSpec,
     NormValues,
+    Rows,
     factor_values,
+    is_separable,
     iter_locations,
     slot_columns,
     slot_rows,
@@ -38,7 +40,7 @@ from whet.models.sources.pretrained import open_pretrained, read_model_config
 def export_adapters(
     model: str | os.PathLike[str] | GGUFFile,
     path: str | os.PathLike[str],
-    adapters: Sequence[LoRA | NormValues],
+    adapters: Sequence[LoRA | NormValues | Rows],
     quantize: str = "f32",
     *,
     name: str = "",
@@ -70,13 +72,13 @@ def export_adapters(
         model = read_gguf(Path(model), f'open_gguf("{model}")')
     options = text_options(read_model_config(model, where))
     architecture = architecture_of(options, where)
-    low_rank = [each for each in adapters if isinstance(each, LoRA)]
+    low_rank = [each for each in adapters if isinstance(each, LoRA) and is_separable(each)]
     if not low_rank:
         raise WhetValueError(f"{where}: there are no adapters. Name them with --adapter FOLDER.")
-    if norm := next((each for each in adapters if isinstance(each, NormValues)), None):
+    if other := next((each for each in adapters if each not in low_rank), None):
         raise WhetValueError(
-            f"{where}: {norm.slot} is trained too, and llama.cpp's adapters are of matrices. Merge it: omit "
-            f"--adapter-only."
+            f"{where}: {other.slot} is trained too, or DoRA, and llama.cpp's adapters are plain LoRA of matrices. "
+            f"Merge it: omit --adapter-only."
         )
     source, modules = open_pretrained(model), family_of(options, where).gguf_modules
     alpha = low_rank[0].scaling * len(low_rank[0].a) or 1.0

@@ -12,11 +12,19 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 from whet import _core
 from whet.errors import CheckpointError, WhetValueError
-from whet.models.adapter_files import PEFT_PREFIX, SCORE, adapted_name, describe_special, read_peft_config
+from whet.models.adapter_files import (
+    PEFT_PREFIX,
+    SCORE,
+    adapted_name,
+    describe_special,
+    match_pattern,
+    read_peft_config,
+)
 from whet.models.slots import ModelSource, WeightLocation, is_norm, with_expert_modules
 from whet.models.sources.folder import read_safetensors
 
@@ -45,6 +53,23 @@ _FACTOR = re.compile(r"(.+)\.lora_(?:([AB])\.weight|embedding_([AB]))")
 _WHOLE = re.compile(r"(.+)\.(?:weight|bias)")
 
 
+LoraInit = Literal["zero", "pissa"]
+"""Initial values of new adapters: A is random and B zero, or the principal part of the matrix."""
+
+
+class LoraSettings(NamedTuple):
+    """Settings of new adapters, by their names in ``whet train``, where they are documented."""
+
+    lora_rank: int
+    lora_layers: Sequence[str] = ()
+    modules_to_save: Sequence[str] = ()
+    rank_pattern: Mapping[str, int] = MappingProxyType({})
+    alpha_pattern: Mapping[str, float] = MappingProxyType({})
+    lora_init: LoraInit = "zero"
+    use_dora: bool = False
+    trainable_token_indices: Sequence[int] = ()
+
+
 class Adapted(NamedTuple):
     """The matrices and modules of a model that adapters change.
 
@@ -52,13 +77,15 @@ class Adapted(NamedTuple):
         factors: location and rank of every matrix, or matrices of experts, with an adapter W + scaling B A each.
         whole: locations of modules of which a copy is trained, PEFT's ``modules_to_save``.
         special: a feature beyond plain LoRA, such as DoRA; empty: none.
-        is_new: whether B is zero; False for saved adapters.
+        is_new: whether the adapters change nothing yet; False for saved ones.
+        n_special: number of parameters of that feature.
     """
 
     factors: tuple[tuple[WeightLocation, int], ...]
     whole: tuple[WeightLocation, ...] = ()
     special: str = ""
     is_new: bool = True
+    n_special: int = 0
 
     @property
     def n_whole(self) -> int:
@@ -69,7 +96,7 @@ class Adapted(NamedTuple):
     def n_parameters(self) -> int:
         """Number of trained parameters."""
         factors = (each.n_experts * rank * sum(each.matrix_shape) for each, rank in self.factors)
-        return sum(factors) + self.n_whole
+        return sum(factors) + self.n_whole + self.n_special
 
     @property
     def needs_floats(self) -> str:
@@ -84,24 +111,21 @@ class Adapted(NamedTuple):
         return is_low_rank and all(map(is_norm, self.whole))
 
 
-def choose_adapted(
-    source: ModelSource, rank: int, layers: Sequence[str] = (), modules_to_save: Sequence[str] = (), where: str = "LoRA"
-) -> Adapted:
+def choose_adapted(source: ModelSource, settings: LoraSettings, where: str = "LoRA") -> Adapted:
     """Choose new adapters of a model.
 
     Args:
         source: the model; its weights are not read.
-        rank: the rank of every adapter.
-        layers: PEFT's ``target_modules``: names or ends of names. Default: "all-linear", without routers and the
-            experts of mixtures: those are "experts".
-        modules_to_save: ends of names of modules that are trained whole.
+        settings: ``lora_layers`` are PEFT's ``target_modules``: names or ends of names. Default: "all-linear", without
+            routers and the experts of mixtures: those are "experts". ``modules_to_save`` are ends of names.
         where: prefix of error messages.
 
     Raises:
-        WhetValueError: an unknown module, with similar names; a module without a matrix, or named twice; or a rank
-            above the larger side of a matrix, with the largest rank for all. (Gates of linear attention have as many
-            rows as heads: the smaller side would exclude ranks that others need.)
+        WhetValueError: an unknown module, with similar names; a module without a matrix, or named twice; a pattern that
+            matches no adapter; or a rank above the larger side of a matrix, with the largest rank for all. (Gates of
+            linear attention have as many rows as heads: the smaller side would exclude ranks that others need.)
     """
+    layers, modules_to_save = settings.lora_layers, settings.modules_to_save
     chosen: list[WeightLocation] = []
     for name in layers or [ALL_LINEAR]:
         if name == ALL_LINEAR:
@@ -119,14 +143,63 @@ def choose_adapted(
             raise WhetValueError(
                 f"{where}: {location.names[0]} is in modules_to_save, and also has an adapter. Name it in only one."
             )
-    smallest = min(chosen, key=lambda location: max(location.matrix_shape))
-    if rank > max(smallest.matrix_shape):
-        n, k = smallest.matrix_shape
+    for name in ("rank_pattern", "alpha_pattern"):
+        _check_patterns(getattr(settings, name), [location.name for location in chosen], name, where)
+    ranks = {each: match_pattern(settings.rank_pattern, each.name, settings.lora_rank) for each in chosen}
+    is_pissa = settings.lora_init == "pissa"
+    for location, rank in sorted(ranks.items(), key=lambda item: max(item[0].matrix_shape)):
+        most = (min if is_pissa else max)(location.matrix_shape)
+        if rank > most:
+            n, k = location.matrix_shape
+            raise WhetValueError(
+                f"{where}: lora_rank is {rank}, and {location.name} is {n} x {k}: the rank of its adapter is at most "
+                f"{most}. Pass {most}, or remove that layer from lora_layers."
+            )
+        if is_pissa and (location.n_experts > 1 or core_matrix(location.weight) is None):
+            raise WhetValueError(
+                f"{where}: lora_init is 'pissa', and {location.name} is not a linear layer of attention or MLP. Remove "
+                f"it from lora_layers, or pass lora_init 'zero'."
+            )
+    factors = tuple((location, 2 * rank if is_pissa else rank) for location, rank in ranks.items())
+    special, n_special = "", 0
+    if settings.use_dora:
+        special, n_special = "use_dora=True", sum(location.shape[0] for location in ranks)
+        if other := next((each.name for each in ranks if each.n_experts > 1 or each.weight == "embedding"), ""):
+            raise WhetValueError(
+                f"{where}: use_dora is True, and {other} is not a linear layer. Remove it from lora_layers."
+            )
+    if tokens := settings.trainable_token_indices:
+        _check_tokens(tokens, source, [*ranks, *whole], where)
+        special = special or f"trainable_token_indices={list(tokens)!r:.60}"
+        n_special += len(tokens) * source.config.hidden_dim
+    return Adapted(factors, tuple(dict.fromkeys(whole)), special, n_special=n_special)
+
+
+def _check_patterns(patterns: Mapping[str, Any], names: Sequence[str], setting: str, where: str) -> None:
+    for pattern in patterns:
+        try:
+            found = any(match_pattern({pattern: True}, name, False) for name in names)
+        except re.error as error:
+            raise WhetValueError(f"{where}: {setting} has {pattern!r}, not a regular expression: {error}.") from None
+        if not found:
+            raise WhetValueError(
+                f"{where}: {setting} has {pattern!r}, which matches no layer with an adapter, such as {names[0]}. "
+                f"Remove it."
+            )
+
+
+def _check_tokens(tokens: Sequence[int], source: ModelSource, others: Sequence[WeightLocation], where: str) -> None:
+    n_tokens = source.config.vocab_size
+    if len(set(tokens)) < len(tokens) or not all(0 <= token < n_tokens for token in tokens):
         raise WhetValueError(
-            f"{where}: lora_rank is {rank}, and {smallest.name} is {n} x {k}: the rank of its adapter is at most "
-            f"{max(n, k)}. Pass {max(n, k)}, or remove that layer from lora_layers."
+            f"{where}: trainable_token_indices is {list(tokens)!r:.60}, expected different tokens from 0 to "
+            f"{n_tokens - 1}."
         )
-    return Adapted(tuple((location, rank) for location in dict.fromkeys(chosen)), tuple(dict.fromkeys(whole)))
+    if any(location.weight == "embedding" for location in others):
+        raise WhetValueError(
+            f"{where}: trainable_token_indices has tokens of the embedding, which is also in lora_layers or "
+            f"modules_to_save. Name it in only one."
+        )
 
 
 def read_adapted(folder: str | os.PathLike[str], source: ModelSource, where: str) -> Adapted:

@@ -6,7 +6,7 @@ of mapped files are released.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from whet.models.slots import (
     LoRA,
     ModelSource,
     NormValues,
+    Rows,
     WeightLocation,
     factor_values,
     slot_columns,
@@ -52,6 +53,7 @@ class RowReader:
         for row_slice in sorted(list_slices(source, where), key=lambda row_slice: row_slice.first_row):
             self._slices.setdefault(row_slice.slot, []).append(row_slice)
         self._adapters = [each for each in source.adapters if isinstance(each, LoRA)]
+        self._rows = [each for each in source.adapters if isinstance(each, Rows)]
         self._norms = {each.slot: each.values for each in source.adapters if isinstance(each, NormValues)}
 
     def iter_chunks(self, location: WeightLocation, slot: str, format: str) -> Iterator[np.ndarray]:
@@ -92,7 +94,8 @@ class RowReader:
 
     def stored_format(self, slot: str, order: np.ndarray) -> str | None:
         """Return the format in which all these rows are stored; None: several, or they have to be computed."""
-        if self.base is not None or slot in self._norms or any(self._deltas(slot, order)):
+        is_changed = slot in self._norms or any(adapters_of(slot, order, self._adapters))
+        if self.base is not None or is_changed or any(each.slot == slot for each in self._rows):
             return None
         formats = {row_slice.format for _, row_slice in self._parts(slot, order)}
         is_module = any(hasattr(row_slice.tensor, "detach") for row_slice in self._slices[slot])
@@ -109,16 +112,20 @@ class RowReader:
                 [(at, slice_values(row_slice)) for at, row_slice in self._parts(slot, order)], len(order)
             )
         rows = np.asarray(rows, np.float32)
-        for at, delta in self._deltas(slot, order):
-            rows = rows if rows.flags.writeable and rows.flags.owndata else rows.copy()
-            rows[at] += delta
-        return rows
 
-    def _deltas(self, slot: str, order: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield indices into ``order`` and what an adapter adds to these rows."""
+        def writable() -> np.ndarray:
+            return rows if rows.flags.writeable and rows.flags.owndata else rows.copy()
+
         for at, adapter in adapters_of(slot, order, self._adapters):
-            b = factor_values(adapter.b)[order[at] - adapter.first_row]
-            yield at, np.float32(adapter.scaling) * (b @ factor_values(adapter.a))
+            rows, of_adapter = writable(), order[at] - adapter.first_row
+            rows[at] += np.float32(adapter.scaling) * (factor_values(adapter.b)[of_adapter] @ factor_values(adapter.a))
+            if adapter.magnitude is not None:
+                rows[at] *= (adapter.magnitude[of_adapter] / np.linalg.norm(rows[at], axis=1))[:, None]
+        for each in (each for each in self._rows if each.slot == slot):
+            _, at, given = np.intersect1d(order, each.rows, return_indices=True)
+            rows = writable()
+            rows[at] = each.values[given]
+        return rows
 
     def _base_rows(self, slot: str, order: np.ndarray) -> np.ndarray:
         assert self.base is not None
@@ -141,6 +148,25 @@ class RowReader:
                 at, rows = slice(int(at[0]), int(at[-1]) + 1), slice(int(rows[0]), int(rows[-1]) + 1)
             some = RowSlice(slot, int(order[0]), row_slice.tensor[rows], row_slice.format)
             yield at, next(check_finite([some], self.where))
+
+
+def merge_slots(source: ModelSource, where: str, slots: Collection[str] | None = None) -> ModelSource:
+    """Return a source with its adapters of some slots merged; these are float32, computed when they are read.
+
+    Args:
+        source: a model from ``untie_adapted``.
+        slots: of a model on a packed base, all. Default: every slot that an adapter changes.
+    """
+    changed = {each.slot for each in source.adapters} if slots is None else slots
+    rows, shapes = RowReader(source, where), source.config.slots()
+
+    def slices() -> Iterator[RowSlice]:
+        yield from (row_slice for row_slice in source.slices() if row_slice.slot not in changed)
+        for slot in sorted(shapes.keys() & changed):
+            yield RowSlice(slot, 0, rows.values(slot, np.arange(shapes[slot][0])), "float32")
+
+    adapters = tuple(adapter for adapter in source.adapters if adapter.slot not in changed)
+    return source._replace(slices=slices, adapters=adapters, base=None)
 
 
 def encode(values: np.ndarray, format: str, label: str) -> np.ndarray:

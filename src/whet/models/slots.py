@@ -204,13 +204,29 @@ class WeightLocation(NamedTuple):
 
 
 class LoRA(NamedTuple):
-    """A LoRA adapter of rows of a slot: W[first_row : first_row + n] += scaling b a, with a (r, k) and b (n, r)."""
+    """A LoRA adapter of rows of a slot: W[first_row : first_row + n] += scaling b a, with a (r, k) and b (n, r).
+
+    ``magnitude``: (n,), of DoRA (Liu et al. 2024): each row of the sum is scaled to this length; None: plain LoRA.
+    """
 
     slot: str
     first_row: int
     a: Any
     b: Any
     scaling: float
+    magnitude: Any = None
+
+
+class Rows(NamedTuple):
+    """Rows of a slot, or elements of a bias, in place of the model's.
+
+    ``of_tokens``: whether they are rows of the embedding that a tied head has too.
+    """
+
+    slot: str
+    rows: np.ndarray
+    values: np.ndarray
+    of_tokens: bool = False
 
 
 class NormValues(NamedTuple):
@@ -242,10 +258,15 @@ class ModelSource(NamedTuple):
     config: ModelConfig
     slices: Callable[[], Iterator[RowSlice]]
     targets: dict[str, WeightLocation]
-    adapters: tuple[LoRA | NormValues, ...] = ()
+    adapters: tuple[LoRA | NormValues | Rows, ...] = ()
     short_position: int | None = None
     base: PackedBase | None = None
     path: str = ""
+
+
+def is_separable(adapter: LoRA | NormValues | Rows) -> bool:
+    """Whether an engine may compute the adapter next to the weights: plain LoRA, or a norm."""
+    return isinstance(adapter, NormValues) or (isinstance(adapter, LoRA) and adapter.magnitude is None)
 
 
 def untie_adapted(source: ModelSource) -> ModelSource:
@@ -253,7 +274,8 @@ def untie_adapted(source: ModelSource) -> ModelSource:
 
     Merged into the shared matrix, the adapter would change both.
     """
-    if not source.config.tied_head or not any(adapter.slot in ("embedding", "head") for adapter in source.adapters):
+    ends = [each for each in source.adapters if each.slot in ("embedding", "head")]
+    if not source.config.tied_head or all(isinstance(each, Rows) and each.of_tokens for each in ends):
         return source
 
     def slices() -> Iterator[RowSlice]:
@@ -451,7 +473,7 @@ def with_expert_modules(targets: Mapping[str, WeightLocation]) -> dict[str, Weig
 
 
 def locate_lora(
-    config: ModelConfig, location: WeightLocation, a: Any, b: Any, scaling: float, where: str
+    config: ModelConfig, location: WeightLocation, a: Any, b: Any, scaling: float, where: str, magnitude: Any = None
 ) -> list[LoRA]:
     """Map a module's adapter W += scaling b a to its slot; b's rows and a's columns are reordered like the weight's.
 
@@ -477,6 +499,15 @@ def locate_lora(
     if (columns := slot_columns(config, location)) is not None:
         a = a[:, np.argsort(columns)]
     rank, first = a.shape[0] // n_experts, location.first_row
+    if magnitude is not None:
+        magnitude = factor_values(magnitude).reshape(-1)
+        if n_experts > 1 or magnitude.shape != shape[:1] or location.weight == "embedding":
+            raise WhetValueError(
+                f"{where}: the magnitudes of {location.name} have shape {magnitude.shape}, expected {shape[:1]} of a "
+                f"linear layer: DoRA of embeddings and experts is not supported."
+            )
+        magnitude = magnitude if outputs is None else magnitude[outputs]
+        return [LoRA(location.weight, first, a, b, scaling, magnitude)]
     return [
         LoRA(location.weight, first + e * shape[0], a[e * rank : (e + 1) * rank], b[:, e::n_experts], scaling)
         for e in range(n_experts)
@@ -504,6 +535,32 @@ def locate_norm(
         for first, view in location.module.row_order(config, rows):
             values[first : first + len(view)] = view
         found.append(NormValues(slot, location.module.to_slot(values) if name == "weight" else values))
+    return found
+
+
+def locate_rows(
+    config: ModelConfig, location: WeightLocation, parts: Mapping[str, np.ndarray], where: str, ids: Any = None
+) -> list[Rows]:
+    """Map the "weight" and "bias" of a module with a matrix to its slots; with ``ids``, the rows of these tokens.
+
+    Raises:
+        WhetValueError: the module has others, or other shapes.
+    """
+    rows, found = slot_rows(config, location), []
+    shape = location.shape if ids is None else (len(ids), location.shape[1])
+    shapes = {"weight": (location.weight, shape)} | ({"bias": (location.bias, shape[:1])} if location.bias else {})
+    for name, values in parts.items():
+        slot, expected = shapes.get(name, (None, ()))
+        values = values.T if location.module.transposed and values.ndim == 2 else values
+        if slot is None or values.shape != expected or location.module.parameter != "weight":
+            raise WhetValueError(
+                f"{where}: the trained {location.names[0]}.{name} has shape {values.shape}, expected {expected}."
+            )
+        if (columns := slot_columns(config, location)) is not None and values.ndim == 2:
+            values = values[:, np.argsort(columns)]
+        found.append(Rows(slot, rows if ids is None else rows[np.asarray(ids, np.int64)], values, ids is not None))
+    if ids is not None and config.tied_head:
+        found += [each._replace(slot="head") for each in found]  # of a head that another change unties
     return found
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,16 @@ from torch import Tensor, nn
 
 from whet.config.kept_tokens import KeptTokens
 from whet.errors import WhetTypeError, WhetValueError, check_temperature
-from whet.learner.batch import OWN_CHOICE, PackedBatch, check_rows, pack_batch, place_experts, select_kept
+from whet.learner.batch import (
+    OWN_CHOICE,
+    Neftune,
+    PackedBatch,
+    check_rows,
+    input_rows,
+    pack_batch,
+    place_experts,
+    select_kept,
+)
 from whet.models.families import model_config
 from whet.nn.accelerate import Acceleration, acceleration_of
 from whet.nn.balance import balance_loss, count_rows, record_router_logits
@@ -42,6 +51,8 @@ class CompletionLogprobs(NamedTuple):
         entropy: (B, C), ``H = -sum_v p_v log p_v`` in nats, differentiable on request, 0 where ``mask`` is False; None
             unless requested.
         mask: (B, C) bool, True on the tokens of each completion that count.
+        mean: (B, C), the mean of the log-probs of the vocabulary, differentiable, 0 where ``mask`` is False; None
+            unless requested.
         balance: the balance loss of the model's routers, differentiable; None unless requested.
         replaced_experts: see ``Logprobs``.
     """
@@ -49,6 +60,7 @@ class CompletionLogprobs(NamedTuple):
     logprobs: Tensor
     entropy: Tensor | None
     mask: Tensor
+    mean: Tensor | None = None
     balance: Tensor | None = None
     replaced_experts: float | None = None
 
@@ -74,14 +86,17 @@ def completion_logprobs(
     kept_tokens: Sequence[KeptTokens | None] | None = None,
     temperature: float = 1.0,
     return_entropy: bool = False,
+    return_mean: bool = False,
     return_balance: bool = False,
     experts: Sequence[Any] | None = None,
     differentiable_entropy: bool = False,
+    neftune: Neftune | None = None,
 ) -> CompletionLogprobs:
     """Return the log-probability of each completion token, given its prompt and the tokens before it.
 
-    ``log pi(y_t | x, y_<t) = z_t[y_t] / T - logsumexp(z_t / T)``, and ``H_t = -sum_v p_v log p_v``
-    (equal to ``logZ - sum_v p_v z_v / T``), both accumulated in float32 for any dtype of logits; float64 stays float64.
+    ``log pi(y_t | x, y_<t) = z_t[y_t] / T - logsumexp(z_t / T)``, ``H_t = -sum_v p_v log p_v`` (equal to
+    ``logZ - sum_v p_v z_v / T``), and ``M_t = sum_v log p_v / V``, accumulated in float32 for any dtype of logits;
+    float64 stays float64.
 
     Args:
         model: ``forward(input_ids (B, T)) -> logits (B, T, V)``, or an object with ``.logits``, run in its current mode
@@ -95,16 +110,18 @@ def completion_logprobs(
             over v are sums over them. None: the whole vocabulary.
         temperature: T, divides the logits; pass the sampling temperature of the completions.
         return_entropy: also compute H.
+        return_mean: also compute M, as label smoothing needs. Without kept_tokens.
         experts: for each row, ids of the experts of its last inputs, or None, as in ``Learner.logprobs``: the routers
             choose these, with their own probabilities. Only on Whet's kernels.
         return_balance: also compute the balance loss of a mixture of experts, over all inputs: the tokens of the rows
             except their last.
         differentiable_entropy: whether H has a gradient; on Whet's kernels the backward of a frozen head then computes
             the logits again.
+        neftune: noise on the embeddings, of a Hugging Face model; None: none.
 
     Returns:
-        ``CompletionLogprobs(logprobs (B, C), entropy (B, C) or None, mask (B, C), balance () or None)``. A row of
-        log-probs does not depend on other rows or on padding.
+        ``CompletionLogprobs(logprobs (B, C), entropy (B, C) or None, mask (B, C), mean (B, C) or None, balance () or
+        None)``. A row of log-probs does not depend on other rows or on padding.
 
     Raises:
         WhetTypeError: token ids that are not integers, or an output that is not a tensor of logits.
@@ -123,7 +140,7 @@ def completion_logprobs(
     if acceleration is not None:
         return _packed_logprobs(
             model, acceleration, prompts, completions, completion_mask, kept_tokens, temperature, return_entropy,
-            return_balance, experts, differentiable_entropy,
+            return_mean, return_balance, experts, differentiable_entropy, neftune,
         )  # fmt: skip
     if experts is not None:
         raise WhetValueError(f"{where}: experts are given, and torch computes the model. Omit them, or accelerate it.")
@@ -133,7 +150,14 @@ def completion_logprobs(
     device = module_device(model)
     input_ids, attention_mask = padded_batch(inputs, device=device)
     n_last = input_ids.shape[1] - min(map(len, prompts)) + 1
-    with record_router_logits(model) if return_balance else nullcontext() as routers:
+    noise = None
+    if neftune is not None:
+        batch = pack_batch(prompts, completions)
+        drawn = neftune.draw(batch, embedding_dim(model, where))
+        noise = torch.zeros((*input_ids.shape, drawn.shape[1]))
+        for i in (i for i, completion in enumerate(completions) if completion):
+            noise[i, : len(inputs[i])] = torch.from_numpy(drawn[input_rows(batch, i, len(prompts[i]))])
+    with add_noise(model, noise), record_router_logits(model) if return_balance else nullcontext() as routers:
         logits = causal_logits(model, input_ids, attention_mask, n_last, where=where)
     balance = None if routers is None else balance_loss(model, routers, attention_mask.flatten())
 
@@ -149,12 +173,12 @@ def completion_logprobs(
     kept = select_kept(
         kept_tokens, rows.cpu().numpy(), steps.cpu().numpy(), token_ids.cpu().numpy(), logits.shape[2], where
     )
-    logprobs, entropy = _TokenLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
-        logits, rows, first[rows] + steps, token_ids, float(temperature), return_entropy, kept
+    logprobs, entropy, mean = _TokenLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
+        logits, rows, first[rows] + steps, token_ids, float(temperature), return_entropy, return_mean, kept
     )
     if entropy is not None and not differentiable_entropy:
         entropy = entropy.detach()
-    return _scatter_by_row(logprobs, entropy, mask, rows, steps)._replace(balance=balance)
+    return _scatter_by_row(logprobs, entropy, mean, mask, rows, steps)._replace(balance=balance)
 
 
 def _packed_logprobs(
@@ -166,9 +190,11 @@ def _packed_logprobs(
     kept_tokens: Sequence[KeptTokens | None] | None,
     temperature: float,
     return_entropy: bool,
+    return_mean: bool,
     return_balance: bool,
     experts: Sequence[Any] | None,
     differentiable_entropy: bool,
+    neftune: Neftune | None,
 ) -> CompletionLogprobs:
     """Compute packed: without padding, shared prompts once, and logits never materialised."""
     where = "completion_logprobs"
@@ -181,8 +207,10 @@ def _packed_logprobs(
         config = model_config(inner.config.to_dict(), where=where)
         given = place_experts(experts, prompts, packed, config, where)
         replay, share = replay_experts(model, config, given), 1 / max(1, np.count_nonzero(given[..., 0] != OWN_CHOICE))
+    noise = None if neftune is None else torch.from_numpy(neftune.draw(packed, embedding_dim(model, where)))
+    recorded = record_router_logits(model) if return_balance else nullcontext()
     try:
-        with replay as replaced, record_router_logits(model) if return_balance else nullcontext() as routers:
+        with add_noise(model, noise), replay as replaced, recorded as routers:
             hidden = acceleration.hidden_states(batch)
     except IndexError as error:
         raise _missing_row_error(where, batch.input_ids, int(batch.position_ids.max()) + 1) from error
@@ -197,23 +225,58 @@ def _packed_logprobs(
     kept = None
     if found is not None:
         kept = Kept(torch.from_numpy(found.offsets), torch.from_numpy(found.words), found.vocab_size)
-    logprobs, entropy = linear_logprobs(
+    values = linear_logprobs(
         hidden[batch.hidden_rows[counts]], head, targets, float(temperature), return_entropy, kept,
-        differentiable_entropy,
+        differentiable_entropy, return_mean,
     )  # fmt: skip
     shared = None if share is None else share * sum(replaced)
-    return _scatter_by_row(logprobs, entropy, mask, rows, steps)._replace(balance=balance, replaced_experts=shared)
+    return _scatter_by_row(*values, mask, rows, steps)._replace(balance=balance, replaced_experts=shared)
+
+
+def embedding_dim(model: nn.Module, where: str) -> int:
+    """Return the size of the embeddings of a Hugging Face model.
+
+    Raises:
+        WhetTypeError: another module.
+    """
+    inner: Any = inner_module(model)
+    if not (hasattr(inner, "get_input_embeddings") and hasattr(inner, "config")):
+        raise WhetTypeError(
+            f"{where}: neftune adds noise to the embeddings of a Hugging Face model, and {type(inner).__name__} has no "
+            f"get_input_embeddings, or no config. Omit it."
+        )
+    return inner.config.get_text_config().hidden_size
+
+
+@contextmanager
+def add_noise(model: nn.Module, noise: Tensor | None) -> Iterator[None]:
+    """Context in which ``noise``, of the shape of the inputs of the first layer, is added to them; None: none."""
+    if noise is None:
+        yield
+        return
+    inner: Any = inner_module(model)
+    scale = getattr(inner.config, "embedding_multiplier", None) or 1.0  # Granite's, after the embedding
+
+    def add(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return output + (noise / scale).to(output).view_as(output)
+
+    hook = inner.get_input_embeddings().register_forward_hook(add)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _scatter_by_row(
-    logprobs: Tensor, entropy: Tensor | None, mask: Tensor, rows: Tensor, steps: Tensor
+    logprobs: Tensor, entropy: Tensor | None, mean: Tensor | None, mask: Tensor, rows: Tensor, steps: Tensor
 ) -> CompletionLogprobs:
     """Scatter values of tokens to their rows and steps, with zeros elsewhere."""
 
     def scatter(values: Tensor) -> Tensor:
         return values.new_zeros(mask.shape).index_put((rows, steps), values)
 
-    return CompletionLogprobs(scatter(logprobs), None if entropy is None else scatter(entropy), mask)
+    entropy, mean = (None if values is None else scatter(values) for values in (entropy, mean))
+    return CompletionLogprobs(scatter(logprobs), entropy, mask, mean)
 
 
 def _check_vocabulary(where: str, token_ids: Tensor, size: int) -> None:
@@ -328,10 +391,10 @@ def _chunks(n_tokens: int, vocab_size: int) -> Iterator[slice]:
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Log-probs and entropies, (N,), of ``token_ids`` under ``softmax(logits[rows, columns] / T)``.
+    """Log-probs, entropies and means, (N,), of ``token_ids`` under ``softmax(logits[rows, columns] / T)``.
 
-    The backward is ``d log pi(a) / d z_v = ([v = a] - p_v) / T`` and ``d H / d z_v = -p_v (log p_v + H) / T``, from the
-    saved logits, logZ and H. Each (row, column) must appear once.
+    The backward is ``d log pi(a) / d z_v = ([v = a] - p_v) / T``, ``d H / d z_v = -p_v (log p_v + H) / T`` and
+    ``d M / d z_v = (1 / V - p_v) / T``, from the saved logits, logZ and H. Each (row, column) must appear once.
     """
 
     @staticmethod
@@ -343,16 +406,19 @@ class _TokenLogprobs(torch.autograd.Function):
         token_ids: Tensor,
         temperature: float,
         with_entropy: bool,
+        with_mean: bool,
         kept: KeptTokens | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         logprobs = torch.empty(len(rows), dtype=dtype, device=logits.device)
         log_z = torch.empty_like(logprobs)
-        entropy = torch.empty_like(logprobs) if with_entropy else None
+        entropy, mean = (torch.empty_like(logprobs) if wanted else None for wanted in (with_entropy, with_mean))
         for part in _chunks(len(rows), logits.shape[2]):
             z = _kept_logits(logits[rows[part], columns[part]].to(dtype).div_(temperature), kept, part)
             log_z[part] = torch.logsumexp(z, dim=-1)
             logprobs[part] = z.gather(-1, token_ids[part, None]).squeeze(-1) - log_z[part]
+            if mean is not None:
+                mean[part] = z.mean(dim=-1) - log_z[part]
             if entropy is not None:
                 log_p = z.sub_(log_z[part, None])
                 # The floor makes p log p of an impossible token 0 * -1e4 instead of 0 * -inf.
@@ -360,25 +426,28 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(logits, rows, columns, token_ids, log_z, entropy)
         ctx.temperature, ctx.kept = temperature, kept
         ctx.set_materialize_grads(False)
-        return logprobs, entropy
+        return logprobs, entropy, mean
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None, None, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         logits, rows, columns, token_ids, log_z, entropy = ctx.saved_tensors
-        grad_logprobs, grad_entropy = grad_outputs
-        scale = (torch.zeros_like(log_z) if grad_logprobs is None else grad_logprobs) / ctx.temperature
+        scale, of_entropy, of_mean = (None if each is None else each / ctx.temperature for each in grad_outputs)
+        scale = torch.zeros_like(log_z) if scale is None else scale
         grad = torch.zeros_like(logits)
         for part in _chunks(len(rows), logits.shape[2]):
             z = _kept_logits(logits[rows[part], columns[part]].to(log_z.dtype).div_(ctx.temperature), ctx.kept, part)
             log_p, factor = z.sub_(log_z[part, None]), scale[part, None]
-            if grad_entropy is not None:
-                of_entropy = (grad_entropy / ctx.temperature)[part, None]
-                factor = factor + of_entropy * (log_p.clamp(min=-1e4) + entropy[part, None])
+            if of_entropy is not None:
+                factor = factor + of_entropy[part, None] * (log_p.clamp(min=-1e4) + entropy[part, None])
+            if of_mean is not None:
+                factor = factor + of_mean[part, None]
             grad_z = log_p.exp_().mul_(-factor)
+            if of_mean is not None:
+                grad_z += of_mean[part, None] / logits.shape[2]
             grad_z.scatter_add_(-1, token_ids[part, None], scale[part, None])
             grad[rows[part], columns[part]] = grad_z.to(grad.dtype)
-        return grad, None, None, None, None, None, None
+        return grad, *[None] * 7
 
 
 def _kept_logits(z: Tensor, kept: KeptTokens | None, part: slice) -> Tensor:

@@ -150,14 +150,15 @@ def linear_logprobs(
     with_entropy: bool,
     kept: Kept | None = None,
     differentiable_entropy: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Return log-probs of tokens, and entropies, from hidden states: LM head and log-softmax fused.
+    with_mean: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return log-probs of tokens, entropies, and means of log-probs, from hidden states: LM head and log-softmax fused.
 
     ``log pi(y) = z_y / T - log sum_v exp(z_v / T)`` with ``z = hidden weight^T + bias``, soft-capped if the head is.
     Logits are float32, computed in tiles of ``VOCAB_TILE`` vocabulary entries; sums accumulate over the tiles (online
-    log-sum-exp; Milakov & Gimelshein 2018). If something of the head trains, or the entropy has a gradient, the
-    backward recomputes the tiles. Otherwise the forward also computes the gradient of hidden, up to one factor per row,
-    while a tile is in the cache.
+    log-sum-exp; Milakov & Gimelshein 2018). If something of the head trains, with means, or if the entropy has a
+    gradient, the backward recomputes the tiles. Otherwise the forward also computes the gradient of hidden, up to one
+    factor per row, while a tile is in the cache.
 
     Args:
         hidden: (M, K).
@@ -167,16 +168,18 @@ def linear_logprobs(
         with_entropy: also compute the entropy.
         kept: the tokens v of each sum; None: the whole vocabulary.
         differentiable_entropy: whether the entropy has a gradient.
+        with_mean: also compute the mean of the log-probs of the vocabulary. Without ``kept``.
 
     Returns:
-        (M,) float32 each; the entropy is None unless ``with_entropy``.
+        (M,) float32 each; the entropy is None unless ``with_entropy``, and the mean unless ``with_mean``.
     """
-    if hidden.requires_grad and torch.is_grad_enabled() and not (head.trains or differentiable_entropy):
+    mean, recomputes = None, head.trains or differentiable_entropy or with_mean
+    if hidden.requires_grad and torch.is_grad_enabled() and not recomputes:
         logprobs, entropy = _FrozenHeadLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
             hidden, head, targets, temperature, with_entropy, kept
         )
     else:
-        logprobs, entropy = _LinearLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
+        logprobs, entropy, mean = _LinearLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
             hidden,
             head.weight,
             head.bias,
@@ -186,8 +189,10 @@ def linear_logprobs(
             temperature,
             with_entropy,
             kept,
+            with_mean,
         )
-    return logprobs, None if not with_entropy else entropy if differentiable_entropy else entropy.detach()
+    entropy = None if not with_entropy else entropy if differentiable_entropy else entropy.detach()
+    return logprobs, entropy, mean if with_mean else None
 
 
 def _lora_factors(hidden: Tensor, adapters: Sequence[Adapter]) -> tuple[Tensor | None, Tensor | None]:
@@ -204,9 +209,11 @@ class _LinearLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, lora_t: Tensor | None,
         lora_b: Tensor | None, head: Head, targets: Tensor, temperature: float, with_entropy: bool, kept: Kept | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        with_mean: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         hidden_f32, targets = hidden.detach().float().contiguous(), targets.contiguous()
         logprobs, lse, entropy = (torch.zeros(len(hidden_f32)) for _ in range(3))
+        total = torch.zeros(len(hidden_f32), dtype=torch.float64)  # of the logits of the vocabulary
         sums = _core.TokenLogprobs(targets, temperature, with_entropy)
         logits = torch.empty(_TOKEN_TILE * VOCAB_TILE)
         for i, (first, last) in enumerate(head.bounds):
@@ -218,11 +225,14 @@ class _LinearLogprobs(torch.autograd.Function):
                 if kept is not None:
                     kept.drop_(z, start, first)
                 sums.add(z, start, first)
+                if with_mean:
+                    total[start : start + _TOKEN_TILE] += z.sum(1, dtype=torch.float64)
         sums.end(logprobs, lse, entropy)
+        mean = (total / (temperature * head.bounds[-1][1]) - lse).float()
         ctx.save_for_backward(hidden, targets, logprobs, lse, entropy, lora_t, lora_b)
         ctx.head, ctx.temperature, ctx.kept = head, temperature, kept
         ctx.set_materialize_grads(False)
-        return logprobs, entropy
+        return logprobs, entropy, mean
 
     @staticmethod
     @once_differentiable
@@ -237,6 +247,9 @@ class _LinearLogprobs(torch.autograd.Function):
         n = len(hidden_f32)
         grad_logprobs = torch.zeros(n) if grads[0] is None else grads[0].float().contiguous()
         grad_entropy = None if grads[1] is None else grads[1].float() / ctx.temperature
+        of_mean = None
+        if grads[2] is not None:  # g ([v = y] - p_v) + h (1 / V - p_v) = (g + h) ([v = y] - p_v) + h (1 / V - [v = y])
+            grad_logprobs, of_mean = grad_logprobs + grads[2].float(), grads[2].float() / ctx.temperature
         step = n if grad_entropy is None else _TOKEN_TILE
         parts = [slice(start, min(start + step, n)) for start in range(0, n, max(1, step))]
         grad_hidden = torch.zeros_like(hidden_f32)
@@ -266,6 +279,10 @@ class _LinearLogprobs(torch.autograd.Function):
                 )  # fmt: skip
                 if of_entropy is not None:
                     grad_z[part].sub_(of_entropy)
+            if of_mean is not None:
+                grad_z += (of_mean / head.bounds[-1][1])[:, None]
+                in_tile = ((targets >= first) & (targets < last)).nonzero()[:, 0]
+                grad_z[in_tile, targets[in_tile] - first] -= of_mean[in_tile].to(dtype)
             tile.softcap_backward_(z, grad_z)
             if needs_hidden:
                 add_matmul(grad_hidden, grad_z, tile.rows)
@@ -279,7 +296,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 add_matmul(grad_t, grad_z.float(), cast(Tensor, tile.lora_b))
                 grad_b[first:last] = matmul(grad_z.float().t(), lora_t)
         grad_hidden = grad_hidden if needs_hidden else None
-        return grad_hidden, grad_weight, grad_bias, grad_t, grad_b, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, grad_t, grad_b, *[None] * 6
 
 
 class _FrozenHeadLogprobs(torch.autograd.Function):

@@ -62,8 +62,7 @@ def plan_adapters(run: Any, source: ModelSource | None, where: str, on_gpu: bool
         adapters = read_adapted(run.adapter, source, where)
         record = read_binding(run.adapter, source, run.base != "auto" or on_gpu, where)
     else:
-        settings = run.lora_rank, run.lora_layers, run.modules_to_save
-        adapters, record = choose_adapted(source, *settings, where), None
+        adapters, record = choose_adapted(source, run.lora_settings(), where), None
     base, reason = run.base, ""
     if record is not None:
         base = base if base != "auto" else record["weights"] or ("own" if is_quantised(source) else "bf16")

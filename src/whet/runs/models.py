@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch import nn
@@ -19,7 +21,8 @@ from whet.models.base_record import check_record, pack_recorded, read_record
 from whet.models.families import FAMILIES, SKIPPED, family_of, text_options
 from whet.models.formats import TABLE
 from whet.models.hub import find_on_hub
-from whet.models.lora import ALL_LINEAR, EXPERTS, choose_adapted
+from whet.models.lora import ALL_LINEAR, EXPERTS, LoraSettings, choose_adapted
+from whet.models.pissa import principal_factors
 from whet.models.sizes import source_of_config
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.gguf_container import read_gguf
@@ -27,7 +30,7 @@ from whet.models.sources.gguf_model import load_gguf_model
 from whet.models.sources.live import check_frequencies
 from whet.models.sources.pretrained import open_pretrained
 from whet.models.tokenizers import read_tokenizer
-from whet.nn.forwards import is_experts
+from whet.nn.forwards import is_experts, is_lora
 from whet.nn.frozen import base_of, expert_parameters, frozen_model
 from whet.nn.modules import auto_class, towers
 from whet.runs.resume import Notify
@@ -197,11 +200,17 @@ def add_adapters(model: nn.Module, run: RunConfig, record: Mapping[str, Any] | N
     layers = run.lora_layers or [ALL_LINEAR]
     of_experts = [name for name in layers if EXPERTS in name.split(".")]
     modules = [name for name in layers if name not in of_experts]
+    n_parts = 2 if run.lora_init == "pissa" else 1  # the second part of an adapter does not train
+    alpha = math.sqrt(n_parts) if run.use_rslora else n_parts
     settings = peft.LoraConfig(
-        r=run.lora_rank,
-        lora_alpha=run.lora_alpha,
+        r=n_parts * run.lora_rank,
+        lora_alpha=alpha * run.lora_alpha,
         lora_dropout=run.lora_dropout,
         use_rslora=run.use_rslora,
+        use_dora=run.use_dora,
+        rank_pattern={name: n_parts * rank for name, rank in run.rank_pattern.items()},
+        alpha_pattern={name: alpha * own for name, own in run.alpha_pattern.items()},
+        trainable_token_indices=list(run.trainable_token_indices) or None,
         target_modules=_all_linear(model) if modules == [ALL_LINEAR] else modules,
         target_parameters=[
             f"{name}.{parameter}" if name.endswith(EXPERTS) else name
@@ -214,9 +223,39 @@ def add_adapters(model: nn.Module, run: RunConfig, record: Mapping[str, Any] | N
         task_type="SEQ_CLS" if hasattr(model, SCORE) else "CAUSAL_LM",  # of which PEFT also trains the head
     )
     try:
-        return peft.get_peft_model(model, settings)
+        adapted = peft.get_peft_model(model, settings)
     except ValueError as error:
         raise WhetValueError(f"{where}: lora_layers is {run.lora_layers!r}: {error}") from error
+    if run.lora_init == "pissa":
+        _start_principal(adapted, run, where)
+    return adapted
+
+
+@torch.no_grad()
+def _start_principal(model: nn.Module, run: Any, where: str) -> None:
+    """Set the adapters of a model to the principal parts of their matrices, see ``whet.models.pissa``."""
+    if run.weight_decay:
+        raise WhetValueError(
+            f"{where}: weight_decay is {run.weight_decay}, and lora_init 'pissa' has parameters that do not train, "
+            f"which torch would decay too. Pass --backend native, or weight_decay 0."
+        )
+    base, rng = base_of(model), np.random.default_rng(run.seed % 2**64)
+    layers: Any = filter(is_lora, model.modules())
+    for layer in layers:
+        [(name, a)], inside = layer.lora_A.items(), layer.base_layer
+        a, b = a.weight, layer.lora_B[name].weight
+        if base is None:
+            matrix = (inside.weight.T if layer.fan_in_fan_out else inside.weight).float().cpu().numpy()
+        else:
+            matrix = base.rows(inside.name, np.empty((len(b), a.shape[1]), np.float32))
+        half = len(a) // 2
+        factors = principal_factors(matrix, half, layer.scaling[name], rng)
+        first_a, first_b = (torch.from_numpy(np.ascontiguousarray(each)).to(a) for each in factors)
+        a.copy_(torch.cat((first_a, first_a)))
+        b.copy_(torch.cat((first_b, -first_b), 1))
+        keep = torch.arange(2 * half, device=a.device) < half
+        a.register_hook(lambda grad, keep=keep: grad * keep[:, None])
+        b.register_hook(lambda grad, keep=keep: grad * keep)
 
 
 def _expert_parameters(model: nn.Module) -> list[str]:
@@ -233,7 +272,12 @@ def _all_linear(model: nn.Module) -> str | list[str]:
     if not is_known or "n_experts" not in family_of(options, "whet train").keys:
         return ALL_LINEAR
     source = source_of_config(options)
-    return [name for location, _ in choose_adapted(source, 1).factors for name in location.names if name in names]
+    return [
+        name
+        for location, _ in choose_adapted(source, LoraSettings(1)).factors
+        for name in location.names
+        if name in names
+    ]
 
 
 def merge_adapters(model: Any, folder: str, inspect: Callable[[Any], None] | None = None) -> Any:

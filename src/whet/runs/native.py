@@ -59,8 +59,9 @@ def load_learner(run: Any, plan: Plan, where: str) -> tuple[Learner, Any]:
     if run.adapter:
         options["adapter"] = run.adapter
     else:
-        options |= {"lora_rank": run.lora_rank, "lora_alpha": run.lora_alpha, "lora_layers": run.lora_layers}
-        options |= {"use_rslora": run.use_rslora, "lora_dropout": run.lora_dropout}
+        names = ("lora_rank", "lora_alpha", "lora_layers", "lora_dropout", "lora_init")
+        names += ("use_rslora", "rank_pattern", "alpha_pattern")
+        options |= {name: getattr(run, name) for name in names}
         options["modules_to_save"] = [*run.modules_to_save, *([SCORE] if run.trains_reward else [])]
     options["weights"] = None if plan.base == "own" else plan.base
     options["max_position"] = source.short_position  # as long as the rotary frequencies of short sequences apply

@@ -11,13 +11,14 @@ from whet.checkpoint.folder import latest_checkpoint
 from whet.config.settings import learning_rate_at
 from whet.config.toml import read_toml
 from whet.errors import WhetValueError
+from whet.runs.settings import ADAPTER_SETTINGS
 from whet.training.trainer import Trainer
 
 Notify = Callable[[str], object]
 
 _IDENTITY = (
-    "model", "data", "columns", "task", "seed", "dtype", "base", "adapter", "lora_rank", "lora_alpha", "lora_dropout",
-    "use_rslora", "lora_layers", "modules_to_save", "chat_template",
+    "model", "data", "columns", "task", "seed", "dtype", "base", "adapter", "lora_rank", *ADAPTER_SETTINGS,
+    "chat_template",
 )  # fmt: skip
 """Settings that a resumed run cannot change. Changes of others are printed, except those in _SILENT."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from whet.config.algorithms import ALGORITHMS
 from whet.config.fields import (
@@ -17,7 +17,9 @@ from whet.config.fields import (
     Paths,
     PathText,
     Positive,
+    Range,
     TemperatureOrZero,
+    TokenIds,
     check_range,
     reject_ineffective,
 )
@@ -43,13 +45,22 @@ from whet.config.settings import (
 from whet.errors import WhetValueError, check_installed
 from whet.files import FolderLock
 from whet.models.formats import Weights
+from whet.models.lora import LoraInit, LoraSettings
 from whet.tasks.code import runs_programs
 from whet.tasks.settings import format_spec
 
+_Ranks = Annotated[Mapping[str, int], Range("ranks >= 1", lambda ranks: all(rank >= 1 for rank in ranks.values()))]
 StoredDtype = Literal["auto", "float32", "bfloat16"]
 Base = Literal["auto", "none", "own", Weights]
 Columns = Mapping[str, str]
 Backend = Literal["auto", "native", "torch"]
+
+
+ADAPTER_SETTINGS = (
+    "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "lora_init", "use_dora",
+    "trainable_token_indices", "lora_layers", "modules_to_save",
+)  # fmt: skip
+"""Settings of new adapters, besides their rank."""
 
 
 @dataclass(kw_only=True)
@@ -81,6 +92,18 @@ class RunConfig:
     """Dropout probability of the adapters' inputs in training mode."""
     use_rslora: bool = False
     """Scale adapter outputs by lora_alpha / sqrt(lora_rank) instead (rsLoRA)."""
+    rank_pattern: _Ranks = field(default_factory=dict)
+    """Ranks of some layers instead of lora_rank, by regular expressions of ends of their names, as in PEFT:
+    q_proj=32,layers.[01].mlp.*=4. The first that matches counts."""
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    """Values of lora_alpha of some layers, by the same rule."""
+    lora_init: LoraInit = "zero"
+    """zero: A is random and B is zero. pissa: A B is the principal part of the matrix, which is subtracted from it
+    (Meng et al. 2024); saved as a plain adapter of twice the rank."""
+    use_dora: bool = False
+    """Also train the length of each row of W + B A (DoRA, Liu et al. 2024). Needs torch and float weights."""
+    trainable_token_indices: TokenIds = field(default_factory=list)
+    """Tokens whose rows of the embedding, and of a tied head, are trained too. Needs torch and float weights."""
     lora_layers: list[str] = field(default_factory=list)
     """Names of the layers that get adapters, which may include embed_tokens and lm_head; empty or all-linear: every
     linear layer except the head."""
@@ -150,17 +173,26 @@ class RunConfig:
         Raises:
             WhetValueError: names the setting.
         """
-        shape = ["lora_alpha", "lora_dropout", "use_rslora", "lora_layers", "modules_to_save"]
+        shape = ADAPTER_SETTINGS
         reject_ineffective(self, ["lora_rank", *shape], not self.adapter, "the adapter folder determines it")
         reject_ineffective(self, shape, self.has_adapters(), "lora_rank is 0, so there are no adapters")
         in_training = getattr(self, "training_mode", True)
         reject_ineffective(self, ["lora_dropout"], in_training, "training_mode is off, which disables dropout")
         reject_ineffective(self, ["base"], self.has_adapters(), "lora_rank is 0, so every weight is trained")
+        why = f"use_dora is {self.use_dora}, and DoRA's magnitudes are of the whole weight"
+        reject_ineffective(self, ["lora_init"], not self.use_dora, why)
         reject_ineffective(self, ["dtype"], self.base in ("auto", "none"), "base determines the format of the weights")
 
     def method(self) -> str:
         """Return the name of the method in ``whet train METHOD``."""
         return next(name for name, settings in RUNS.items() if isinstance(self, settings))
+
+    def lora_settings(self) -> LoraSettings:
+        """Return the settings of new adapters."""
+        return LoraSettings(
+            self.lora_rank, self.lora_layers, self.modules_to_save, self.rank_pattern, self.alpha_pattern,
+            self.lora_init, self.use_dora, self.trainable_token_indices,
+        )  # fmt: skip
 
     def has_adapters(self) -> bool:
         """Whether adapters are trained on a frozen model."""

@@ -155,6 +155,8 @@ def _train(run: Any, extra_loggers: Sequence[Logger], notify: Notify) -> RunResu
     with contextlib.ExitStack() as stack:
         arguments["logger"] = [stack.enter_context(logger) for logger in _make_loggers(run, folder, extra_loggers)]
         trainer = _make_trainer(ALGORITHMS[method].load(), checkpoint, model, arguments)
+        if method == "sft" and not checkpoint and trainer.policy.packs_batches:
+            notify("rows are packed without padding; none is cut or attends to another")
         if checkpoint and is_one_pass:
             run.steps = last_step_of_pass(trainer, len(rows))
         if checkpoint:

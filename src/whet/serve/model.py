@@ -100,7 +100,9 @@ class ServedModel:
         self.adapters: dict[str, int | None] = {name: None}
         self.heads = {} if head is None else {name: head}
         if adapter:
-            self.adapters = {name: self._add_adapter(name, adapter), f"{name}-base": None}
+            self.adapters = {name: self._add_adapter(name, adapter)}
+            if not engine.merged_adapter:
+                self.adapters[f"{name}-base"] = None
         for each, folder in (adapters or {}).items():
             if each in self.adapters:
                 raise WhetValueError(f"{_WHERE}: two models or adapters have the name {each!r}. Rename one.")
@@ -190,6 +192,8 @@ class ServedModel:
         """
         if not self._path:
             raise WhetValueError(f"{_WHERE}: the model was not loaded from a path, so that it cannot be read again.")
+        if self.engine.merged_adapter:
+            raise WhetValueError(f"{_WHERE}: {self._adapter} is merged into the weights. Restart the server.")
         if self._adapter:
             before = self.adapters[self.name]
             self.adapters[self.name] = self._add_adapter(self.name, self._adapter)

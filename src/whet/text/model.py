@@ -15,9 +15,12 @@ from whet.engine import Engine
 from whet.errors import WhetValueError
 from whet.models import tokenizers
 from whet.models.base_record import check_formats, pack_recorded, read_binding
+from whet.models.export import read_adapters
 from whet.models.formats import PAGE_TOKENS, check_kv_dtype, choose_formats, kv_format
+from whet.models.lora import read_adapted
+from whet.models.row_reader import merge_slots
 from whet.models.sizes import STATES, cache_bytes
-from whet.models.slots import ModelSource
+from whet.models.slots import ModelSource, untie_adapted
 from whet.models.sources.folder import open_classifier
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
 from whet.models.sources.pretrained import open_pretrained
@@ -59,7 +62,9 @@ def load_engine(
 
     Args:
         weights: weight format; None: the format of the adapters' base, or the default of ``Engine``.
-        adapter: a folder of LoRA adapters that will be added to the engine; empty: none.
+        adapter: a folder of LoRA adapters that will be added to the engine; empty: none. If an engine cannot compute
+            it separately (DoRA, trained tokens, whole matrices, LoRA of the head), it is merged into the weights here,
+            and adding it changes nothing.
         kv_bytes: size of the KV cache, unless a single sequence needs more.
         kv_dtype: as in ``Engine``.
         expert_bytes: as in ``Engine``.
@@ -83,11 +88,19 @@ def load_engine(
         if weights is not None:
             check_formats(source, {"weights": weights}, record, where, adapter)
         source = pack_recorded(source, record, where, adapter).source()
+    is_merged = False
+    if adapter and record is None and not read_adapted(adapter, source, where).is_separable:
+        changes = tuple(read_adapters(adapter, source, where))
+        source, is_merged = merge_slots(untie_adapted(source._replace(adapters=changes)), where), True
     if n_tokens is not None:
         n_pages = min(n_tokens, source.config.max_position) // PAGE_TOKENS + 1 + SPARE_PAGES
         kv = source.base.kv_format if source.base else kv_format(choose_formats(source, weights, None, None, where))
         kv_bytes = max(kv_bytes, cache_bytes(source.config, check_kv_dtype(where, kv_dtype, kv), n_pages, STATES))
-    return Engine(source, weights=weights, kv_bytes=kv_bytes, kv_dtype=kv_dtype, expert_bytes=expert_bytes, where=where)
+    engine = Engine(
+        source, weights=weights, kv_bytes=kv_bytes, kv_dtype=kv_dtype, expert_bytes=expert_bytes, where=where
+    )
+    engine.merged_adapter = adapter if is_merged else ""
+    return engine
 
 
 def longest_sequence(engine: Engine) -> int:

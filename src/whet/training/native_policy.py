@@ -19,7 +19,7 @@ from whet.config.kept_tokens import KeptTokens
 from whet.config.settings import TrainerConfig
 from whet.errors import CheckpointError, WhetTypeError, WhetValueError
 from whet.learner import Learner
-from whet.learner.batch import Logprobs
+from whet.learner.batch import Logprobs, Neftune
 from whet.learner.learner import ADAPTER
 from whet.models.base_record import check_record
 from whet.models.stop_tokens import base_stop_ids
@@ -75,7 +75,7 @@ class NativePolicy:
         check_moving_adapters(config, where)
         self.reference = AdapterReference(model, kept=config.uses_reference_model())
         self._has_gradients = False
-        self._dropout_seed: int | None = None
+        self._seed = 0
 
     @staticmethod
     def check(model: Learner, ref_model: Any, where: str) -> None:
@@ -122,13 +122,9 @@ class NativePolicy:
 
     @contextmanager
     def training(self, seed: int) -> Iterator[None]:
-        """Context of ``logprobs`` and ``backward``: with dropout, by the seed, in training mode."""
-        if self._config.training_mode and self.model.lora_dropout:
-            self._dropout_seed = seed
-        try:
-            yield
-        finally:
-            self._dropout_seed = None
+        """Context of ``logprobs`` and ``backward``: with dropout and noise by the seed."""
+        self._seed = seed
+        yield
 
     def exported_weights(self) -> AbstractContextManager[None]:
         """Context without effect: a packed base is exported unchanged."""
@@ -149,27 +145,39 @@ class NativePolicy:
         temperature: float = 1.0,
         return_entropy: bool = False,
         differentiable_entropy: bool = False,  # it always is
+        return_mean: bool = False,
+        neftune_alpha: float = 0.0,
     ) -> Logprobs:
         """Return ``Learner.logprobs``."""
         return self.model.logprobs(
             prompt_ids, completion_ids, completion_mask=completion_mask, kept_tokens=kept_tokens,
             candidates=candidates, experts=experts, temperature=temperature, return_entropy=return_entropy,
-            dropout_seed=self._dropout_seed,
+            return_mean=return_mean, dropout_seed=self._dropout_seed(),
+            neftune=Neftune(neftune_alpha, self._seed) if neftune_alpha else None,
         )  # fmt: skip
 
     def rewards(
         self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], *, keep: bool = True
     ) -> np.ndarray:
-        """Return ``Learner.rewards``."""
-        return self.model.rewards(prompt_ids, completion_ids, keep=keep, dropout_seed=self._dropout_seed)
+        """Return ``Learner.rewards``; without ``keep`` in eval mode."""
+        seed = self._dropout_seed() if keep else None
+        return self.model.rewards(prompt_ids, completion_ids, keep=keep, dropout_seed=seed)
+
+    def _dropout_seed(self) -> int | None:
+        """Return the seed of the update's dropout; None: there is none."""
+        return self._seed if self.model.lora_dropout and self._config.training_mode else None
 
     def backward(
-        self, grad: np.ndarray, share: float = 1.0, grad_entropy: np.ndarray | None = None
+        self,
+        grad: np.ndarray,
+        share: float = 1.0,
+        grad_entropy: np.ndarray | None = None,
+        grad_mean: np.ndarray | None = None,
     ) -> dict[str, float]:
-        """Add the gradients of the adapters: NaN if the gradient of the outputs is not finite, as autograd would."""
+        """Add the gradients of the adapters: NaN if a given gradient is not finite, as autograd would."""
         self._has_gradients = True
-        if np.isfinite(grad).all():
-            self.model.backward(grad, grad_entropy)
+        if all(each is None or np.isfinite(each).all() for each in (grad, grad_entropy, grad_mean)):
+            self.model.backward(grad, grad_entropy, grad_mean)
             return {}
         for each in self.model.gradients:
             each.fill(np.nan)
@@ -354,8 +362,7 @@ class AdapterReference:
 
     def __init__(self, learner: Learner, *, kept: bool) -> None:
         self._learner, self._kept = learner, kept
-        changed = any(adapter.b.any() for adapter in learner.adapters)
-        self.adapters_off = not changed and all(norm.is_original() for norm in learner.norms)
+        self.adapters_off = all(each.is_original() for each in (*learner.adapters, *learner.norms))
         self.first_values: list[np.ndarray] = []
         if kept and not self.adapters_off:
             self.first_values = [parameter.copy() for parameter in learner.parameters]

@@ -102,7 +102,7 @@ class Policy(Protocol):
     # --- passes -----------------------------------------------------------------------------------------
 
     def training(self, seed: int) -> AbstractContextManager[None]:
-        """Context of ``logprobs`` and ``backward`` of an update, with its seed."""
+        """Context of ``logprobs`` and ``backward`` of an update, with the seed of its dropout and noise."""
         ...
 
     def exported_weights(self) -> AbstractContextManager[None]:
@@ -129,10 +129,14 @@ class Policy(Protocol):
         temperature: float = 1.0,
         return_entropy: bool = False,
         differentiable_entropy: bool = False,
+        return_mean: bool = False,
+        neftune_alpha: float = 0.0,
     ) -> Logprobs:
         """Return log-probs of completion tokens, see ``Learner.logprobs``; ``backward`` follows.
 
-        ``differentiable_entropy``: whether ``backward`` gets the gradient of the entropy.
+        Args:
+            differentiable_entropy: whether ``backward`` gets the gradient of the entropy.
+            neftune_alpha: scale of noise on the embeddings, by the seed of ``training``; 0: none.
         """
         ...
 
@@ -143,10 +147,14 @@ class Policy(Protocol):
         ...
 
     def backward(
-        self, grad: np.ndarray, share: float = 1.0, grad_entropy: np.ndarray | None = None
+        self,
+        grad: np.ndarray,
+        share: float = 1.0,
+        grad_entropy: np.ndarray | None = None,
+        grad_mean: np.ndarray | None = None,
     ) -> dict[str, float]:
-        """Add the gradients of the parameters, from the gradient of the last log-probs, (B, C), and of their entropy,
-        or of the last rewards, (B,).
+        """Add the gradients of the parameters, from the gradients of the last log-probs, (B, C), of their entropy and
+        their means, or of the last rewards, (B,).
 
         A policy with a balance loss adds its gradient, times ``share``, the share of the micro-batch in the update, and
         returns the terms of the metrics "loss" and "balance_loss".

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from whet.config.settings import TrainerConfig
 from whet.errors import WhetValueError
+from whet.models.pissa import is_zero
 from whet.nn.frozen import base_of
 from whet.nn.modules import inner_module
 from whet.signals import deferred_signals
@@ -164,16 +165,20 @@ def _adapters_are_new(policy: nn.Module) -> bool:
 def _is_identity(layer: Any) -> bool:
     """Whether the active adapters of a PEFT layer have no effect; False if unknown.
 
-    True for LoRA with a zero factor, which it has only before the first update, and for a module equal to its original.
+    True for LoRA whose product is zero, which it is only before the first update, and for a module equal to its
+    original.
     """
     if hasattr(layer, "modules_to_save"):
         active = [layer.modules_to_save[name] for name in layer.active_adapters if name in layer.modules_to_save]
         return all(_are_equal(module, layer.original_module) for module in active)
     if not isinstance(getattr(layer, "lora_B", None), nn.ModuleDict) or layer.merged:
         return False
-    ups = [layer.lora_B[name] for name in layer.active_adapters if name in layer.lora_B]
+    names = [name for name in layer.active_adapters if name in layer.lora_B]
+    if not all(is_zero(layer.lora_A[name].weight, layer.lora_B[name].weight) for name in names):
+        return False
     tables = [layer.lora_embedding_A[name] for name in layer.active_adapters if name in layer.lora_embedding_A]
-    return not any(bool(p.any()) for p in [*tables, *(p for up in ups for p in up.parameters())])
+    biases = [layer.lora_B[name].bias for name in names if layer.lora_B[name].bias is not None]
+    return not any(bool(p.any()) for p in [*tables, *biases])
 
 
 def _are_equal(a: nn.Module, b: nn.Module) -> bool:

@@ -19,7 +19,7 @@ from whet.checkpoint.unpack import adapter_settings
 from whet.config.kept_tokens import KeptTokens
 from whet.config.settings import TrainerConfig
 from whet.errors import WhetTypeError, WhetValueError
-from whet.learner.batch import Logprobs
+from whet.learner.batch import Logprobs, Neftune
 from whet.memory import tensor_memory
 from whet.models.base_record import check_record, write_record
 from whet.models.sources.live import check_frequencies
@@ -81,9 +81,9 @@ class TorchPolicy:
         )
         self._rounded = RoundedWeights(model, config.qat, where) if config.qat else None
         self._rate = config.learning_rate
-        self._kept: Tensor | None = None
-        self._entropy: Tensor | None = None
+        self._kept: tuple[Tensor | None, ...] | None = None  # the last log-probs or rewards, entropy, and means
         self._balance: Tensor | None = None
+        self._seed = 0
         self._balance_coefficient = balance_coefficient(model, config.router_aux_loss_coef, where)
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -163,6 +163,7 @@ class TorchPolicy:
     @contextmanager
     def training(self, seed: int) -> Iterator[None]:
         """Context of ``logprobs`` and ``backward``: the model's mode, and its kernels. Torch's generator continues."""
+        self._seed = seed
         with (
             module_mode(self.model, self._config.training_mode),
             self.acceleration or nullcontext(),
@@ -194,41 +195,47 @@ class TorchPolicy:
         temperature: float = 1.0,
         return_entropy: bool = False,
         differentiable_entropy: bool = False,
+        return_mean: bool = False,
+        neftune_alpha: float = 0.0,
     ) -> Logprobs:
         """Return log-probs as ``completion_logprobs`` does; ``backward`` follows."""
-        self._kept, entropy, mask, self._balance, replaced = completion_logprobs(
+        found = completion_logprobs(
             self.model, prompt_ids, completion_ids, completion_mask=completion_mask, kept_tokens=kept_tokens,
-            temperature=temperature, return_entropy=return_entropy, return_balance=self._balance_coefficient != 0,
-            experts=experts, differentiable_entropy=differentiable_entropy,
+            temperature=temperature, return_entropy=return_entropy, differentiable_entropy=differentiable_entropy,
+            return_mean=return_mean, return_balance=self._balance_coefficient != 0, experts=experts,
+            neftune=Neftune(neftune_alpha, self._seed) if neftune_alpha else None,
         )  # fmt: skip
-        self._entropy = entropy if differentiable_entropy else None
-        arrays = [None if x is None else x.detach().cpu().numpy() for x in (self._kept, entropy, mask)]
-        return Logprobs(*arrays, replaced_experts=replaced)  # pyright: ignore[reportArgumentType]
+        self._kept, self._balance = (found.logprobs, found.entropy, found.mean), found.balance
+        arrays = [None if x is None else x.detach().cpu().numpy() for x in found[:4]]
+        return Logprobs(*arrays, replaced_experts=found.replaced_experts)  # pyright: ignore[reportArgumentType]
 
     def rewards(
         self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], *, keep: bool = True
     ) -> np.ndarray:
         """Return ``completion_rewards``; ``backward`` follows, unless they are of the eval mode."""
         if keep:
-            self._kept = completion_rewards(self.model, prompt_ids, completion_ids)
-            return self._kept.detach().cpu().numpy()
+            rewards = completion_rewards(self.model, prompt_ids, completion_ids)
+            self._kept = (rewards,)
+            return rewards.detach().cpu().numpy()
         with torch.no_grad(), module_mode(self.model, training=False), self.acceleration or nullcontext():
             return completion_rewards(self.model, prompt_ids, completion_ids).cpu().numpy()
 
     def backward(
-        self, grad: np.ndarray, share: float = 1.0, grad_entropy: np.ndarray | None = None
+        self,
+        grad: np.ndarray,
+        share: float = 1.0,
+        grad_entropy: np.ndarray | None = None,
+        grad_mean: np.ndarray | None = None,
     ) -> dict[str, float]:
-        """Add the gradients of the parameters, from the gradient of the last log-probs, (B, C), and of their entropy,
-        or of the last rewards, (B,), and of the balance.
+        """Add the gradients of the parameters, from the gradients of the last log-probs, (B, C), of their entropy and
+        their means, or of the last rewards, (B,), and of the balance.
         """
         kept, self._kept = self._kept, None
         if kept is None:
             raise WhetTypeError("backward: it follows logprobs or rewards, once. Call one of them first.")
-        outputs, gradients = [kept], [torch.from_numpy(grad).to(kept)]
-        if grad_entropy is not None and self._entropy is not None:
-            outputs.append(self._entropy)
-            gradients.append(torch.from_numpy(grad_entropy).to(kept))
-        self._entropy = None
+        pairs = [(x, given) for x, given in zip(kept, (grad, grad_entropy, grad_mean), strict=False) if x is not None]
+        outputs = [x for x, given in pairs if given is not None]
+        gradients = [torch.from_numpy(given).to(x) for x, given in pairs if given is not None]
         if self._balance is None:
             torch.autograd.backward(outputs, gradients)
             return {}

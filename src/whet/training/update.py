@@ -79,6 +79,7 @@ class Update:
         metrics: Mapping[str, float],
         maxima: Mapping[str, float] | None = None,
         grad_entropy: np.ndarray | None = None,
+        grad_mean: np.ndarray | None = None,
     ) -> None:
         """Add the loss of a micro-batch, its gradient, and its metrics: a sum, or a maximum for ``maxima``.
 
@@ -88,6 +89,7 @@ class Update:
             metrics: summed over the micro-batches.
             maxima: metrics of which the maximum counts.
             grad_entropy: (B, C), d loss / d the entropy of the last log-probs; None: the loss does not depend on it.
+            grad_mean: (B, C), d loss / d the last means of the policy, if it returned some.
 
         Raises:
             WhetTypeError: there are several ranks, and the micro-batch is not from ``shard``.
@@ -98,7 +100,7 @@ class Update:
             )
         self._sample_memory()
         with phase("backward"):
-            added = self._policy.backward(grad, self._share, grad_entropy)
+            added = self._policy.backward(grad, self._share, grad_entropy, grad_mean)
         self._sample_memory()
         self._added.append((self._at, {"loss": loss + added.pop("loss", 0.0), **metrics, **added}, dict(maxima or {})))
         if self._exact is not None:

@@ -203,6 +203,10 @@ class _Live:
             raise WhetValueError(
                 f"{_WHERE}: the model has no {names[0]}. Pass the causal language model with its head."
             )
+        if hasattr(found, "token_adapter"):  # PEFT's trained tokens
+            tokens = found.token_adapter
+            is_off = tokens.disable_adapters or tokens.merged
+            return tokens.base_layer, [] if is_off else [(tokens, name) for name in tokens.active_adapters]
         saved = getattr(found, "modules_to_save", None)
         if saved is not None and hasattr(found, "original_module"):
             active = _only_adapter(found, names[0])
@@ -219,10 +223,11 @@ class _Live:
         if found.disable_adapters or found.merged:
             return found.get_base_layer(), []
         for name in active:
-            if getattr(found, "lora_variant", {}).get(name) or getattr(found, "lora_bias", {}).get(name):
+            variant = getattr(found, "lora_variant", {}).get(name)
+            if (variant and not _is_dora(found, name)) or getattr(found, "lora_bias", {}).get(name):
                 raise WhetValueError(
-                    f"{_WHERE}: adapter {name!r} of {names[0]} is more than W + scaling B A (DoRA, a bias ...). "
-                    f"Merge it with PEFT's merge_and_unload()."
+                    f"{_WHERE}: adapter {name!r} of {names[0]} is more than W + scaling B A (a bias ...). Merge it "
+                    f"with PEFT's merge_and_unload()."
                 )
         inside, adapters = found.base_layer, [(found, name) for name in active]
         while hasattr(inside, "parameter_name"):  # PEFT's wrapper of another parameter
@@ -254,7 +259,7 @@ class _Live:
         if merged and lora:
             weight = weight if format == "float64" else weight.float()
             for wrapper, name in lora:
-                weight = weight + _delta(wrapper, name).to(weight.dtype)
+                weight = _merge(weight, wrapper, name)
             format = str(weight.dtype).removeprefix("torch.")
         return StoredTensor(weight, format, tuple(weight.shape))
 
@@ -266,7 +271,9 @@ class _Live:
             raise WhetValueError(f"{_WHERE}: {embedding.names[0]} or {head.names[0]} has no weight.")
         same = table.weight.data_ptr() == output.weight.data_ptr() and table.weight.shape == output.weight.shape
         same = same and table.weight.stride() == output.weight.stride() and table.weight.numel() > 0
-        changed = table_lora or (merged and output_lora)
+        share = all(hasattr(layer, "token_indices") for layer, _ in (*table_lora, *output_lora))
+        share = share and len(table_lora) == len(output_lora)  # tied tokens
+        changed = not share and (table_lora or (merged and output_lora))
         return {"vocab_size": int(table.weight.shape[0]), "tied_head": bool(same and not changed)}
 
     def frequencies(
@@ -306,7 +313,8 @@ class _Live:
         for _ in iter_slices(config, family.modules, tensor, _WHERE):
             pass
         for name, parameter in self.parameters.items():
-            wrapped = ".lora_" in name or ".original_module." in name or ".modules_to_save." in name
+            parts = (".lora_", ".original_module.", ".modules_to_save.", ".trainable_tokens_delta.")
+            wrapped = any(part in name for part in parts)
             if parameter.data_ptr() not in seen and not wrapped:
                 raise WhetValueError(
                     f"{_WHERE}: {name} is not a parameter of this model family; the engine does not support it."
@@ -372,10 +380,10 @@ class _Live:
             for wrapper, adapter in self.layer([holder])[1]:
                 if _parameter(wrapper) != parameter:
                     continue
-                if adapter not in wrapper.lora_A:
+                if adapter not in getattr(wrapper, "lora_A", ()) or _is_dora(wrapper, adapter):
                     raise WhetValueError(
-                        f"{_WHERE}: adapter {adapter!r} of {name} changes the embedding. Pass merged=True, or merge it "
-                        f"with PEFT's merge_and_unload()."
+                        f"{_WHERE}: adapter {adapter!r} of {name} changes the embedding, or is DoRA. Pass merged=True, "
+                        f"or merge it with PEFT's merge_and_unload()."
                     )
                 a, b = wrapper.lora_A[adapter].weight.detach(), wrapper.lora_B[adapter].weight.detach()
                 yield name, a, b, float(wrapper.scaling[adapter])
@@ -403,6 +411,25 @@ def _only_adapter(wrapper: Any, name: str) -> str | None:
 def _parameter(wrapper: Any) -> str:
     """Return the name of the parameter that an adapter of PEFT changes."""
     return getattr(wrapper, "parameter_name", "weight")
+
+
+def _is_dora(wrapper: Any, name: str) -> bool:
+    return name in getattr(wrapper, "lora_magnitude_vector", ()) and name in wrapper.lora_A
+
+
+def _merge(weight: Any, wrapper: Any, name: str) -> Any:
+    """Return a copy of the wrapped weight with an adapter of PEFT."""
+    if hasattr(wrapper, "token_indices"):
+        weight = weight.clone()
+        weight[wrapper.token_indices[name]] = wrapper.trainable_tokens_delta[name].detach().to(weight.dtype)
+        return weight
+    weight = weight + _delta(wrapper, name).to(weight.dtype)
+    if _is_dora(wrapper, name):
+        outputs = 1 if getattr(wrapper, "fan_in_fan_out", False) else 0
+        lengths = weight.norm(dim=1 - outputs)
+        magnitude = wrapper.lora_magnitude_vector[name].weight.detach().to(weight.dtype)
+        weight = weight * (magnitude / lengths).unsqueeze(1 - outputs)
+    return weight
 
 
 def _delta(wrapper: Any, name: str) -> Any:
