@@ -150,6 +150,17 @@ def test_eval_and_a_child_process_score_with_the_reward_model(
     assert here.rewards.tolist() == there.rewards.tolist() and list(there.by_name) == ["rm"]
 
 
+def test_a_reward_model_writes_no_texts(files: Any, tiny_model: Path, reward_model: Path, error_of: Any) -> None:
+    out = files.folder / "merged"
+    for command in (
+        ["merge", tiny_model, out, "--adapter", reward_model],
+        ["train", "sft", *files("run", model=reward_model)],
+        ["generate", tiny_model, "--adapter", reward_model, "--prompt", "a"],
+    ):
+        assert_mentions(error_of(*command), "reward model", "--reward")
+    assert not out.exists()
+
+
 def test_other_folders_are_refused(files: Any, tiny_model: Path, error_of: Any) -> None:
     error = error_of("train", "grpo", *files("run", **{**files.online, "reward": tiny_model}))
     assert_mentions(error, tiny_model, "reward model", "whet train reward")

@@ -29,6 +29,7 @@ PEFT_PREFIX = "base_model.model."
 """Prefix of module names in PEFT's files."""
 SCORE = "score"
 """The head of a reward model in transformers, which PEFT saves with adapters of the task SEQ_CLS."""
+REWARD_USE = "It scores answers and writes none: pass it as --reward, or to RewardModel, or serve it for /score."
 Factors = tuple[np.ndarray, np.ndarray, float]
 """A (r, in), B (out, r), and their scaling or alpha. Of E experts: A (E r, in), expert after expert, and B (out, r E),
 in which the columns of an expert are E apart."""
@@ -144,11 +145,9 @@ def read_peft_modules(
     _check_plain(where, config, except_for="modules_to_save")
     score = tensors.pop(f"{PEFT_PREFIX}{SCORE}.weight", None)
     if (score is not None) != head:
-        kind = "lack the head of a reward model" if head else "are a reward model, which scores texts and writes none"
-        raise CheckpointError(
-            f"{where}: the adapters {kind}. Pass adapters that {'whet train reward has' if head else 'others have'} "
-            f"saved."
-        )
+        if head:
+            raise CheckpointError(f"{where}: the head {SCORE} of a reward model is missing. Save the adapters again.")
+        raise CheckpointError(f"{where}: the adapters are a reward model. {REWARD_USE}")
     norms: dict[str, dict[str, np.ndarray]] = {}
     for name in [name for name, value in tensors.items() if value.ndim == 1]:
         module, _, part = name.removeprefix(PEFT_PREFIX).rpartition(".")
