@@ -156,8 +156,11 @@ def read_peft_modules(
 
 
 def has_reward_head(folder: str | os.PathLike[str]) -> bool:
-    """Whether the adapters in a folder are a reward model: PEFT's task is SEQ_CLS."""
-    return read_peft_config("adapters", Path(folder) / "adapter_config.json").get("task_type") == "SEQ_CLS"
+    """Whether a folder has adapters that are a reward model: PEFT's task is SEQ_CLS."""
+    try:
+        return read_peft_config("adapters", Path(folder) / "adapter_config.json").get("task_type") == "SEQ_CLS"
+    except CheckpointError:  # which reading the adapters reports
+        return False
 
 
 def check_reward_head(
