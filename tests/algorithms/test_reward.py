@@ -17,10 +17,12 @@ from tests.tiny import EOS, LLAMA, assert_resumes, tiny_llama, with_lora
 from tests.trls import grad_norm
 
 from whet.algorithms import DPO, SFT, Reward
+from whet.engine import Engine
 from whet.errors import CheckpointError, WhetError, WhetTypeError, WhetValueError
 from whet.learner import Learner
 from whet.models.packed_base import pack_base
 from whet.models.sources.live import open_module
+from whet.text.reward_model import RewardHead
 
 ROWS = [
     {"prompt": [5, 6, 7], "chosen": [8, 9, 2], "rejected": [4, 2], "margin": 0.5},
@@ -226,5 +228,40 @@ def test_adapters_of_a_reward_model_have_one_use(tmp_path: Path) -> None:
     base = tiny_llama()
     packed = pack_base(open_module(base), weights="float32")
     learner_of(base).save_pretrained(tmp_path / "reward")
-    engine_of = pytest.importorskip("whet.engine").Engine.from_base(packed)
-    assert_raises(CheckpointError, ("reward model",), engine_of.add_adapter, tmp_path / "reward")
+    engine = Engine.from_base(packed)
+    assert_raises(CheckpointError, ("reward model", "/score"), engine.add_adapter, tmp_path / "reward")
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma2", "granite"])
+def test_rewards_of_families_are_the_engines_and_have_their_gradient(case: str) -> None:
+    """Granite scales logits, which a reward model's head does not see: learner and engine agree."""
+    from tests.engine.tiny_models import tiny_model
+
+    learner = learner_of(tiny_model(case))
+    rng = np.random.default_rng(0)
+    for parameter in learner.parameters:
+        parameter[:] = rng.normal(size=parameter.shape) * 0.3
+    learner.update()
+    prompts, completions = [[5, 6, 7], [5, 6, 7], [3]], [[8, 9], [4], [1, 2]]
+    assert learner.head is not None
+    engine = Engine.from_model(learner)
+    rows = [prompt + ids for prompt, ids in zip(prompts, completions, strict=True)]
+    expected = RewardHead(learner.head.parameters[0]).scores(engine.embed(rows))
+    weight = rng.normal(size=3)
+
+    def loss() -> float:
+        return float(learner.rewards(prompts, completions, keep=False) @ weight)
+
+    assert learner.rewards(prompts, completions).tolist() == pytest.approx(expected.tolist(), rel=1e-3, abs=1e-4)
+    learner.backward(weight)
+    trained = learner.adapters[0]
+    pairs = (trained.b, trained.grad_b), (learner.head.parameters[0], learner.head.gradients[0])
+    for parameter, gradient in pairs:
+        at = np.unravel_index(np.abs(gradient).argmax(), gradient.shape)
+        values, step = [], 2e-3
+        for sign in (1, -1):
+            parameter[at] += sign * step
+            learner.update()
+            values.append(loss())
+            parameter[at] -= sign * step
+        assert (values[0] - values[1]) / (2 * step) == pytest.approx(gradient[at], rel=0.02)

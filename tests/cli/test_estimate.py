@@ -86,6 +86,13 @@ def test_run_memory_as_table_and_json(tiny_model, tmp_path, capsys, monkeypatch)
     out = capsys.readouterr().out
     assert "whet train dpo of smollm-135m" in out and "weights of the reference model" in out
     assert "538.06 MB" in out and "1.08 GB" in out  # weights, gradients, reference; moments
+    parts = {}
+    for method in ("dpo", "reward"):
+        assert main(["estimate", "llama-2-7b", f"--train={method}", "--json"]) == 0
+        parts[method] = json.loads(capsys.readouterr().out)["parts"]
+    assert "reference" not in parts["reward"]
+    assert parts["dpo"]["weights"] - parts["reward"]["weights"] == 4 * 32000 * 4096  # no LM head
+    assert parts["reward"]["activations"] < parts["dpo"]["activations"]
 
 
 def test_invalid_settings_of_run_memory_are_named(capsys):

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 from tests.raising import assert_mentions
 
 from whet.cli import main
+from whet.rewards.functions import RewardFunctions
 from whet.text.reward_model import RewardModel
 
 LORA = {"data": "pairs.jsonl", "lora_rank": 2, "learning_rate": 1e-2, "compute": "float32", "base": "float32"}
@@ -134,6 +135,30 @@ def test_best_of_n_keeps_the_best_answer_of_the_reward_model(files: Any, tiny_mo
     [row] = [json.loads(line) for line in out.read_text().splitlines()]
     scores = RewardModel(reward_model)(["spell a:"] * 4, [each["completion"] for each in row["candidates"]])
     assert [each["score"] for each in row["candidates"]] == scores and row["score"] == max(scores)
+
+
+def test_eval_and_a_child_process_score_with_the_reward_model(
+    files: Any, tiny_model: Path, reward_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = files.folder / "rows.jsonl"
+    flags = ["--reward", reward_model, "--max-new-tokens", "4", "--size", "2"]
+    assert main(["eval", *map(str, [tiny_model, "--data", rows, *flags])]) == 0
+    assert "2 items" in capsys.readouterr().out
+    model = RewardModel(reward_model)
+    batch = {"prompts": ["spell a:"] * 2, "completions": ["aa", "z"], "completion_ids": [[1], [2]]}
+    here, there = (RewardFunctions(model, timeout_s=limit)(**batch, columns={}) for limit in (None, 60.0))
+    assert here.rewards.tolist() == there.rewards.tolist() and list(there.by_name) == ["rm"]
+
+
+def test_a_reward_model_writes_no_texts(files: Any, tiny_model: Path, reward_model: Path, error_of: Any) -> None:
+    out = files.folder / "merged"
+    for command in (
+        ["merge", tiny_model, out, "--adapter", reward_model],
+        ["train", "sft", *files("run", model=reward_model)],
+        ["generate", tiny_model, "--adapter", reward_model, "--prompt", "a"],
+    ):
+        assert_mentions(error_of(*command), "reward model", "--reward")
+    assert not out.exists()
 
 
 def test_other_folders_are_refused(files: Any, tiny_model: Path, error_of: Any) -> None:

@@ -29,6 +29,7 @@ PEFT_PREFIX = "base_model.model."
 """Prefix of module names in PEFT's files."""
 SCORE = "score"
 """The head of a reward model in transformers, which PEFT saves with adapters of the task SEQ_CLS."""
+REWARD_USE = "It scores answers and writes none: pass it as --reward, or to RewardModel, or serve it for /score."
 Factors = tuple[np.ndarray, np.ndarray, float]
 """A (r, in), B (out, r), and their scaling or alpha. Of E experts: A (E r, in), expert after expert, and B (out, r E),
 in which the columns of an expert are E apart."""
@@ -161,11 +162,9 @@ def read_peft_modules(
     _check_plain(where, config, except_for=MERGED if merged else ("modules_to_save",))
     score = tensors.pop(f"{PEFT_PREFIX}{SCORE}.weight", None)
     if (score is not None) != head:
-        kind = "lack the head of a reward model" if head else "are a reward model, which scores texts and writes none"
-        raise CheckpointError(
-            f"{where}: the adapters {kind}. Pass adapters that {'whet train reward has' if head else 'others have'} "
-            f"saved."
-        )
+        if head:
+            raise CheckpointError(f"{where}: the head {SCORE} of a reward model is missing. Save the adapters again.")
+        raise CheckpointError(f"{where}: the adapters are a reward model. {REWARD_USE}")
     whole: dict[str, dict[str, np.ndarray]] = {}
     found: dict[str, Any] = {}
     magnitudes: dict[str, np.ndarray] = {}
@@ -203,8 +202,11 @@ def _token_ids(config: Mapping[str, Any], module: str, where: str) -> list[int]:
 
 
 def has_reward_head(folder: str | os.PathLike[str]) -> bool:
-    """Whether the adapters in a folder are a reward model: PEFT's task is SEQ_CLS."""
-    return read_peft_config("adapters", Path(folder) / "adapter_config.json").get("task_type") == "SEQ_CLS"
+    """Whether a folder has adapters that are a reward model: PEFT's task is SEQ_CLS."""
+    try:
+        return read_peft_config("adapters", Path(folder) / "adapter_config.json").get("task_type") == "SEQ_CLS"
+    except CheckpointError:  # which reading the adapters reports
+        return False
 
 
 def check_reward_head(

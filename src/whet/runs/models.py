@@ -16,7 +16,14 @@ from torch import nn
 
 from whet.errors import CheckpointError, MissingExtraError, WhetValueError, check_installed
 from whet.memory import format_bytes, without_gc
-from whet.models.adapter_files import EXPERT_PARAMETERS, SCORE, base_name, is_adapter_folder
+from whet.models.adapter_files import (
+    EXPERT_PARAMETERS,
+    REWARD_USE,
+    SCORE,
+    base_name,
+    has_reward_head,
+    is_adapter_folder,
+)
 from whet.models.base_record import check_record, pack_recorded, read_record
 from whet.models.families import FAMILIES, SKIPPED, family_of, text_options
 from whet.models.formats import TABLE
@@ -290,7 +297,10 @@ def merge_adapters(model: Any, folder: str, inspect: Callable[[Any], None] | Non
 
     Raises:
         MissingExtraError: peft is not installed.
+        CheckpointError: the adapters are a reward model.
     """
+    if has_reward_head(folder):
+        raise CheckpointError(f"merge_adapters: the adapters in {folder} are a reward model. {REWARD_USE}")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(Model has `tie_word_embeddings=True`|.*are no longer tied)", UserWarning)
         adapted = import_peft().PeftModel.from_pretrained(model, folder)

@@ -37,7 +37,7 @@ from whet.text.model import find_model, load_chat_tokenizer, load_engine
 
 def is_reward_model(path: str | os.PathLike[str]) -> bool:
     """Whether a path is the folder of a reward model."""
-    return is_classifier_folder(path) or (is_adapter_folder(path) and has_reward_head(path))
+    return is_classifier_folder(path) or has_reward_head(path)
 
 
 class RewardHead(NamedTuple):
