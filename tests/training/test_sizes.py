@@ -399,10 +399,10 @@ def test_layers_by_name():
     down, up, fused, o = (2 * LLAMA["num_hidden_layers"] * (n + k) for n, k in (
         (hidden, ffn), (2 * ffn, hidden), (qkv, hidden), (hidden, 4 * 24),
     ))  # fmt: skip
-    assert n_trained(layers=["down_proj"]) == 4 * down
+    assert n_trained(lora_layers=["down_proj"]) == 4 * down
     assert n_trained() == 4 * (down + up + fused + o)
     vocab, n_layers = LLAMA["vocab_size"], LLAMA["num_hidden_layers"]
-    outer = n_trained(layers=["embed_tokens", "down_proj"], modules_to_save=["lm_head", "norm"])
+    outer = n_trained(lora_layers=["embed_tokens", "down_proj"], modules_to_save=["lm_head", "norm"])
     # PEFT matches "norm" as a suffix: all norms.
     assert outer == 4 * (down + 2 * (vocab + hidden) + vocab * hidden + (2 * n_layers + 1) * hidden)
     assert_raises(
