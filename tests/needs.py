@@ -46,6 +46,7 @@ NEEDS = {
     "ray": _module("ray", "ray"),
     "joblib": _module("joblib", "wide"),
     "wandb": _module("wandb", "wandb"),
+    "schedulefree": _module("schedulefree", "schedulefree"),
     "onnxruntime": _module("onnxruntime", "wide"),
     "triton": _module("triton", "wide"),
     "bwrap": Need(_has_sandbox, "bubblewrap and user namespaces: apt-get install bubblewrap"),

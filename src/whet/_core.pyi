@@ -303,6 +303,23 @@ def adamw(
     t: float,
     grad_scale: float,
 ) -> None: ...
+def adamw_8bit(
+    *,
+    p: Any,
+    grad: Any,
+    m: Any,
+    v: Any,
+    m_scales: Any,
+    v_scales: Any,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    t: float,
+    grad_scale: float,
+    seed: int,
+) -> None: ...
 
 class TrainingDelta:
     def __init__(

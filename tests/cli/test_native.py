@@ -116,6 +116,18 @@ def test_dora_and_trained_tokens_are_merged_by_commands(files, error_of):
     assert main(["merge", run, merged]) == 0
 
 
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "muon"])
+def test_runs_keep_their_optimizer(optimizer, files, error_of):
+    given = {"optimizer": optimizer, "learning_rate": 1e-3, "compute": "float32"}
+    assert main(["train", "sft", *files("whole", **given), "--steps=4"]) == 0
+    assert main(["train", "sft", *files("run", **given), "--steps=2"]) == 0
+    other = ["train", "sft", *files("run", **{**given, "optimizer": "adamw"}), "--steps=4"]
+    assert_mentions(error_of(*other), "optimizer", optimizer, "adamw")
+    assert main(["train", "sft", *files("run", **given), "--steps=4"]) == 0
+    models = [(files.folder / name / "model" / "model.safetensors").read_bytes() for name in ("whole", "run")]
+    assert models[0] == models[1]
+
+
 @pytest.mark.parametrize("backend", ["native", "torch"])
 def test_pissa_with_ranks_by_pattern_on_a_quantised_base(backend, files):
     """Resumed to the bit; the result is plain LoRA on the same base."""

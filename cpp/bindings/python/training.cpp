@@ -180,6 +180,18 @@ void adamw_call(const Contiguous<float>& p, const Contiguous<const float>& grad,
     adamw({lr, beta1, beta2, eps, weight_decay, t, grad_scale}, p.size(), data(p), data(grad), data(m), data(v));
 }
 
+void adamw_8bit_call(const Contiguous<float>& p, const Contiguous<const float>& grad, const Contiguous<uint8_t>& m,
+                     const Contiguous<uint8_t>& v, const Vector<float>& m_scales, const Vector<float>& v_scales,
+                     double lr, double beta1, double beta2, double eps, double weight_decay, double t,
+                     double grad_scale, uint64_t seed) {
+    const size_t blocks = (p.size() + kMomentBlock - 1) / kMomentBlock;
+    require(same_shape(p, grad) && same_shape(p, m) && same_shape(p, v) && m_scales.shape(0) >= blocks &&
+                v_scales.shape(0) >= blocks,
+            "adamw_8bit: the arrays have different shapes, or there are fewer scales than blocks");
+    adamw_8bit({lr, beta1, beta2, eps, weight_decay, t, grad_scale}, p.size(), data(p), data(grad),
+               {m.data(), v.data(), m_scales.data(), v_scales.data()}, seed);
+}
+
 // ---------------------------------------------------------------- attention
 
 template <class... Args>
@@ -370,6 +382,9 @@ void bind_training(nb::module_& m) {
     def_token_logprobs_backward(&token_logprobs_backward_call<BFloat16>);
     m.def("adamw", &adamw_call, nb::kw_only(), array("p"), array("grad"), array("m"), array("v"), arg("lr"),
           arg("beta1"), arg("beta2"), arg("eps"), arg("weight_decay"), arg("t"), arg("grad_scale"), Release());
+    m.def("adamw_8bit", &adamw_8bit_call, nb::kw_only(), array("p"), array("grad"), array("m"), array("v"),
+          array("m_scales"), array("v_scales"), arg("lr"), arg("beta1"), arg("beta2"), arg("eps"), arg("weight_decay"),
+          arg("t"), arg("grad_scale"), arg("seed"), Release());
     nb::class_<AttentionObject>(m, "TrainingAttention")
         .def(nb::init<HeadsIn, HeadsIn, HeadsIn, ContiguousOut, Matrix<float>, Vector<const int64_t>,
                       Vector<const int64_t>, Vector<const int64_t>, std::optional<int64_t>, double, double,

@@ -46,6 +46,7 @@ SFTLossType = Literal["nll", "dft"]
 Advantage = Literal["group", "leave_one_out", "max_rl", "pass_k", "per_reward"]
 KLEstimator = Literal["k1", "k2", "k3"]
 SamplerCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+OptimizerName = Literal["adamw", "adamw_8bit", "muon", "schedule_free_adamw"]
 ComputeDtype = Literal["auto", "bfloat16", "float32"]
 Compute = Literal[ComputeDtype, "torch"]
 EngineName = Literal["auto", "native", "torch", "ray"]
@@ -88,8 +89,8 @@ class TrainerConfig:
     """
 
     fixed_at_construction: ClassVar[tuple[str, ...]] = (
-        "compute", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "loraplus_lr_ratio", "qat",
-        "deterministic_reduction",
+        "compute", "optimizer", "adam_beta1", "adam_beta2", "adam_epsilon", "muon_momentum", "weight_decay",
+        "loraplus_lr_ratio", "qat", "deterministic_reduction",
     )  # fmt: skip
     """Fields that a trainer reads only in its constructor."""
     samples: ClassVar[bool] = False
@@ -121,6 +122,12 @@ class TrainerConfig:
     auto: the kernels for a Hugging Face model of the supported families with float32 weights on the CPU, in bfloat16
     if the processor supports it; else torch. Master weights are float32 either way: AdamW keeps them for bfloat16 and
     float16 parameters."""
+    optimizer: OptimizerName = "adamw"
+    """adamw. adamw_8bit: its moments in 8 bits, a quarter of their memory. muon: orthogonal updates of matrices, AdamW
+    for the other parameters. schedule_free_adamw: trains at a constant rate and returns an average of the steps; needs
+    the extra schedulefree. A Learner has the first two."""
+    muon_momentum: BelowOne = 0.95
+    """Decay rate of muon's momentum of matrices."""
     adam_beta1: BelowOne = 0.9
     """Decay rate of AdamW's first moment."""
     adam_beta2: BelowOne = 0.999
@@ -156,6 +163,15 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         check_types(self)
         decays = self.lr_schedule != "constant"
+        reject_ineffective(self, ["muon_momentum"], self.optimizer == "muon", f"optimizer is {self.optimizer!r}")
+        is_free = self.optimizer == "schedule_free_adamw"
+        why = "optimizer is 'schedule_free_adamw', whose average replaces a decay"
+        reject_ineffective(self, ["lr_schedule"], not is_free, why)
+        if is_free and self.samples:
+            raise WhetValueError(
+                f"{type(self).__name__}: optimizer is 'schedule_free_adamw', which computes gradients at other weights "
+                f"than the average that samples. Use 'adamw'."
+            )
         reject_ineffective(self, ["schedule_steps"], decays, "lr_schedule is 'constant', which has no length")
         if self.schedule_steps:
             ends = f"at most schedule_steps={self.schedule_steps}, where the rate reaches zero"

@@ -37,6 +37,7 @@ from whet.learner.batch import (
     place_experts,
     select_kept,
 )
+from whet.learner.moments import make_moments, moment_seed
 from whet.models.adapter_files import (
     PEFT_PREFIX,
     SCORE,
@@ -303,7 +304,8 @@ class Learner:
         lora_dropout: the setting, or the folder's.
         compute: "float32" or "bfloat16".
         activation_bytes: of the next step.
-        moments: AdamW's first and second moment of each array of ``parameters``; empty before its first step.
+        moments: AdamW's first and second moment of each array of ``parameters``, in 8 bits their codes and scales;
+            empty before its first step.
         n_updates: number of AdamW steps.
 
     Raises:
@@ -412,7 +414,7 @@ class Learner:
         self.update()
         self._rewarded = np.zeros((0, 0), np.float32)  # hidden states of the last rewards
         self._kept: tuple[str, _Rows] | None = None  # head and batch of the last forward pass that backward may follow
-        self.moments: list[tuple[np.ndarray, np.ndarray]] = []
+        self.moments: list[tuple[np.ndarray, ...]] = []
         self.n_updates = 0
 
     def _load(self, folder: str | os.PathLike[str]) -> None:
@@ -862,6 +864,7 @@ class Learner:
         weight_decay: float = 0.0,
         max_grad_norm: float | None = 1.0,
         lr_ratio: float = 1.0,
+        in_8_bits: bool = False,
     ) -> float:
         """Update the parameters by AdamW (Loshchilov & Hutter 2019), set the gradients to zero, and return their norm.
 
@@ -869,6 +872,7 @@ class Learner:
             weight_decay: of adapters and the head; norms do not decay.
             max_grad_norm: gradients with a larger norm are scaled to it; None: never.
             lr_ratio: learning rate of the matrices B, as a multiple of ``lr`` (LoRA+, Hayou et al. 2024).
+            in_8_bits: keep moments in 8 bits, from the first step on (``whet.learner.moments``).
 
         Raises:
             WhetValueError: the gradients hold NaN or infinity; nothing is changed.
@@ -879,15 +883,18 @@ class Learner:
                 "Learner.step: the gradients hold NaN or infinity. Call zero_grad() and check the loss."
             )
         scale = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norm + 1e-6))
+        self.allocate_moments(in_8_bits)
         self.apply_gradients(
             lr, betas=betas, eps=eps, weight_decay=weight_decay, grad_scale=scale, lr_ratio=lr_ratio
         )  # fmt: skip
         self.zero_grad()
         return norm
 
-    def allocate_moments(self) -> None:
-        """Allocate the moments of AdamW, unless they exist."""
-        self.moments = self.moments or [(np.zeros_like(p), np.zeros_like(p)) for p in self.parameters]
+    def allocate_moments(self, in_8_bits: bool = False) -> None:
+        """Allocate the moments of AdamW, in float32 or in 8 bits, unless they exist."""
+        if not self.moments:
+            parts = [(p, getattr(each, "n_experts", 1)) for each in self.trained for p in each.parameters]
+            self.moments = [make_moments(p, n_parts, in_8_bits) for p, n_parts in parts]
 
     def apply_gradients(
         self,
@@ -906,16 +913,24 @@ class Learner:
         """
         self.allocate_moments()
         self.n_updates += 1
-        moments = iter(self.moments)
+        moments = iter(enumerate(self.moments))
         for each in self.trained:
             is_adapter = isinstance(each, TrainedAdapter)
             rows = each.trained_rows() if is_adapter else [slice(None)]
-            for p, grad, (m, v) in zip(each.parameters, each.gradients, moments, strict=False):
+            for p, grad, (index, (m, v, *scales)) in zip(each.parameters, each.gradients, moments, strict=False):
                 rate = lr * lr_ratio if is_adapter and p is each.b else lr
+                decay = weight_decay if p.ndim > 1 else 0.0
                 for own in rows:
-                    _core.adamw(
-                        p=p[own], grad=grad[own], m=m[own], v=v[own], lr=rate, beta1=betas[0], beta2=betas[1], eps=eps,
-                        weight_decay=weight_decay if p.ndim > 1 else 0.0, t=self.n_updates, grad_scale=grad_scale,
+                    numbers = {"lr": rate, "beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": decay}
+                    numbers |= {"t": self.n_updates, "grad_scale": grad_scale}
+                    arrays = {"p": p[own], "grad": grad[own], "m": m[own], "v": v[own]}
+                    if not scales:
+                        _core.adamw(**arrays, **numbers)
+                        continue
+                    part = (own.start or 0) // max(1, len(p) // len(scales[0]))
+                    _core.adamw_8bit(
+                        **arrays, **numbers, m_scales=scales[0][part], v_scales=scales[1][part],
+                        seed=moment_seed(index, self.n_updates, part),
                     )  # fmt: skip
         self.update()
 

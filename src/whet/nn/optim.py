@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from whet import _core
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 """Dtypes of parameters with a float32 master."""
-_CHUNK = 1 << 18
+CHUNK = 1 << 18
 """Weights of a 16-bit parameter updated at a time: their float32 gradients fit in the cache."""
 
 
@@ -51,7 +51,7 @@ class AdamW(torch.optim.AdamW):
         others: list[Tensor] = []
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is not None and not (_has_native_settings(group) and self._native_step(p, group, grad_scale)):
+                if p.grad is not None and not (self._is_native(group) and self._native_step(p, group, grad_scale)):
                     others.append(p)
         if others:
             self._torch_step(others, grad_scale)
@@ -64,7 +64,7 @@ class AdamW(torch.optim.AdamW):
         for activations of another size.
         """
         for group in self.param_groups:
-            for p in group["params"] if _has_native_settings(group) else []:
+            for p in group["params"] if self._is_native(group) else []:
                 self._state_of(p)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -117,12 +117,19 @@ class AdamW(torch.optim.AdamW):
         if master is p:
             kernel(p=parts[0], grad=parts[1], m=parts[3], v=parts[4])
         else:
-            for half, half_grad, chunk, m, v in zip(*(x.view(-1).split(_CHUNK) for x in parts), strict=True):
-                _refresh_master(chunk, half)
+            for half, half_grad, chunk, m, v in zip(*(x.view(-1).split(CHUNK) for x in parts), strict=True):
+                refresh_master(chunk, half)
                 kernel(p=chunk, grad=half_grad.float(), m=m, v=v)
                 half.copy_(chunk)
         torch.autograd.graph.increment_version(p)
         return True
+
+    def _is_native(self, group: Mapping[str, Any]) -> bool:
+        """Whether the native step supports the settings of a group."""
+        return not (group["amsgrad"] or group["maximize"] or group["capturable"] or group["differentiable"])
+
+    def _step_by_torch(self) -> None:
+        super().step()
 
     def _torch_step(self, others: list[Tensor], grad_scale: float) -> None:
         """Run torch's step on only these parameters, for 16-bit ones on their masters."""
@@ -134,12 +141,12 @@ class AdamW(torch.optim.AdamW):
                 group["params"] = [masters[id(p)] for p in parameters if id(p) in masters]
             for p, grad, master, state in selected:
                 if master is not p:
-                    _refresh_master(master, p)
+                    refresh_master(master, p)
                     del state["master"]  # torch allocates moments only if a state is empty
                     self.state[master] = state
                 master_grad = cast(Tensor, grad).to(master.dtype)
                 master.grad = master_grad * grad_scale if grad_scale != 1.0 else master_grad
-            super().step()
+            self._step_by_torch()
         finally:
             for group, parameters in all_groups:
                 group["params"] = parameters
@@ -154,13 +161,8 @@ class AdamW(torch.optim.AdamW):
                 p.copy_(master)
 
 
-def _refresh_master(master: Tensor, p: Tensor) -> None:
+def refresh_master(master: Tensor, p: Tensor) -> None:
     """Set the elements of a master that do not round to its edited parameter to the parameter."""
     rounded = master.to(p.dtype)
     if not torch.equal(rounded, p):
         master.copy_(torch.where(rounded == p, master, p))
-
-
-def _has_native_settings(group: dict[str, Any]) -> bool:
-    """Whether the native step supports the settings of a group."""
-    return not (group["amsgrad"] or group["maximize"] or group["capturable"] or group["differentiable"])

@@ -18,7 +18,7 @@ Notify = Callable[[str], object]
 
 _IDENTITY = (
     "model", "data", "columns", "task", "seed", "dtype", "base", "adapter", "lora_rank", *ADAPTER_SETTINGS,
-    "chat_template",
+    "chat_template", "optimizer",
 )  # fmt: skip
 """Settings that a resumed run cannot change. Changes of others are printed, except those in _SILENT."""
 

@@ -24,7 +24,14 @@ from whet.learner.learner import ADAPTER
 from whet.models.base_record import check_record
 from whet.models.stop_tokens import base_stop_ids
 from whet.signals import deferred_signals
-from whet.training.policy import Score, State, check_moving_adapters, check_same_parameters, error_without_reference
+from whet.training.policy import (
+    Score,
+    State,
+    check_moving_adapters,
+    check_same_optimizer,
+    check_same_parameters,
+    error_without_reference,
+)
 from whet.training.reference_cache import ReferenceCache
 
 
@@ -72,6 +79,11 @@ class NativePolicy:
             )
         if not config.trains_reward and model.head is not None:
             raise WhetValueError(f"{where}: the learner has the head of a reward model. Pass it to Reward.")
+        if config.optimizer not in ("adamw", "adamw_8bit"):
+            raise WhetValueError(
+                f"{where}: optimizer is {config.optimizer!r}, and a Learner has 'adamw' and 'adamw_8bit'. Use one of "
+                f"them, or train modules of torch."
+            )
         check_moving_adapters(config, where)
         self.reference = AdapterReference(model, kept=config.uses_reference_model())
         self._has_gradients = False
@@ -204,7 +216,7 @@ class NativePolicy:
 
     def allocate(self) -> None:
         """Allocate the moments."""
-        self.model.allocate_moments()
+        self.model.allocate_moments(self._config.optimizer == "adamw_8bit")
 
     def gradients(self, required: Sequence[bool] = ()) -> list[Any]:
         """Return the gradients of the parameters as tensors of torch that share their memory."""
@@ -247,10 +259,13 @@ class NativePolicy:
         """Return adapters, moments and reference as ``TorchPolicy.state`` does for PEFT's modules."""
         learner, tensors = self.model, {"model": self._as_peft(self.model.parameters)}
         tensors["optimizer"] = {}
-        for key, moment in (("exp_avg", 0), ("exp_avg_sq", 1)) if learner.moments else ():
-            named = self._as_peft([moments[moment] for moments in learner.moments])
-            tensors["optimizer"] |= {f"{name}.{key}": value for name, value in named.items()}
-        if learner.moments:
+        if any(len(moments) > 2 for moments in learner.moments):  # blocks of rows, which PEFT's modules have in columns
+            arrays = {f"{i}.{j}": x for i, moments in enumerate(learner.moments) for j, x in enumerate(moments)}
+            tensors["moments"] = arrays | {"step": np.array(learner.n_updates, np.int64)}
+        elif learner.moments:
+            for key, moment in (("exp_avg", 0), ("exp_avg_sq", 1)):
+                named = self._as_peft([moments[moment] for moments in learner.moments])
+                tensors["optimizer"] |= {f"{name}.{key}": value for name, value in named.items()}
             step = np.array(learner.n_updates, np.float32)
             tensors["optimizer"] |= {f"{name}.step": step.copy() for name in tensors["model"]}
         if self.reference.first_values:
@@ -293,6 +308,15 @@ class NativePolicy:
             parameter[:] = value
         learner.update()
         learner.n_updates, learner.moments = 0, []
+        check_same_optimizer(self._config, state, where)
+        if saved := tensors.get("moments"):
+            learner.n_updates = int(saved["step"])
+            self.allocate()
+            for i, moments in enumerate(learner.moments):
+                for j, own in enumerate(moments):
+                    own[...] = saved[f"{i}.{j}"]
+        if any(name.endswith("_scale") for name in tensors["optimizer"]):
+            raise CheckpointError(f"{where}: the checkpoint has 8-bit moments of modules. Pass modules of torch.")
         if optimizer := tensors["optimizer"]:
             steps = {int(value) for name, value in optimizer.items() if name.endswith(".step")}
             if len(steps) != 1:

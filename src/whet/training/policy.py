@@ -283,6 +283,16 @@ def check_same_parameters(saved: Mapping[str, Any], own: Mapping[str, Any], wher
         )
 
 
+def check_same_optimizer(config: TrainerConfig, state: Mapping[str, Any], where: str) -> None:
+    """Raise a CheckpointError if a checkpoint has the state of another optimizer."""
+    saved = state.get("config", {}).get("optimizer", "adamw")
+    if saved != config.optimizer:
+        raise CheckpointError(
+            f"{where}: optimizer is {config.optimizer!r}, and the checkpoint has the state of {saved!r}. Pass that, or "
+            f"begin a run from the model that was saved."
+        )
+
+
 def error_without_reference(where: str) -> CheckpointError:
     """Return the error of trained adapters whose initial values, the reference, are unknown."""
     return CheckpointError(

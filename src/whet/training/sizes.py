@@ -17,6 +17,7 @@ from whet import _core
 from whet.config.settings import GroupConfig, OnlineConfig, TrainerConfig
 from whet.errors import WhetValueError
 from whet.learner import choose_activation_bytes
+from whet.learner.moments import moment_bytes
 from whet.models.architecture import ModelConfig
 from whet.models.formats import PAGE_TOKENS
 from whet.models.lora import Adapted
@@ -119,7 +120,7 @@ def run_memory(
         "reference": whole.weights if own_reference else first_values,
         "copies": _converted_bytes(source, narrow, is_packed, n_models=2 if own_reference else 1)
         + (whole.weights if config.qat else 0),
-        "moments": 8 * n_trained,
+        "moments": _moment_bytes(source, adapters, config),
         **(others or {}),
     }
     if isinstance(config, GroupConfig) and config.sampling((), 0).drops_tokens():
@@ -193,6 +194,26 @@ def _sampling(
         trained //= 2
     parts |= {**sampling, "kept_versions": n_kept * trained}
     return {}
+
+
+def _moment_bytes(source: ModelSource, adapters: Adapted | None, config: TrainerConfig) -> int:
+    """Return the bytes of the optimizer's state, without masters of 16-bit parameters."""
+    if adapters is None:
+        own = [each for each in dict.fromkeys(source.targets.values()) if each.weight in source.config.slots()]
+        arrays = [(each.weight, math.prod(each.shape), len(each.shape) == 2) for each in own]
+        n_parameters = source.config.n_parameters
+    else:
+        of_factors = ((each, each.n_experts * rank * n) for each, rank in adapters.factors for n in each.matrix_shape)
+        arrays = [(each.weight, n, True) for each, n in of_factors]
+        arrays += [(each.weight, math.prod(each.shape), len(each.shape) == 2) for each in adapters.whole]
+        n_parameters = adapters.n_parameters
+    rest = n_parameters - sum(n for _, n, _ in arrays)  # biases and magnitudes
+    if config.optimizer == "adamw_8bit":
+        return 8 * rest + sum(moment_bytes(n) for _, n, _ in arrays)
+    is_muon = config.optimizer == "muon"
+    return 8 * rest + sum(
+        n * (4 if is_muon and is_matrix and slot.startswith("layers.") else 8) for slot, n, is_matrix in arrays
+    )
 
 
 def _adapter_bytes(adapters: Adapted, format: str) -> int:

@@ -18,7 +18,7 @@ from whet.checkpoint.modules import build_module, describe_module, load_module_t
 from whet.checkpoint.unpack import adapter_settings
 from whet.config.kept_tokens import KeptTokens
 from whet.config.settings import TrainerConfig
-from whet.errors import WhetTypeError, WhetValueError
+from whet.errors import CheckpointError, WhetTypeError, WhetValueError
 from whet.learner.batch import Logprobs, Neftune
 from whet.memory import tensor_memory
 from whet.models.base_record import check_record, write_record
@@ -28,11 +28,12 @@ from whet.nn.balance import balance_coefficient
 from whet.nn.causal_lm import completion_logprobs
 from whet.nn.frozen import base_of
 from whet.nn.modules import module_device, module_mode, position_limit, stop_token_ids
-from whet.nn.optim import HALF_DTYPES, AdamW
+from whet.nn.optim import HALF_DTYPES
+from whet.nn.optimizers import CHANGED, is_hidden_matrix, make_optimizer
 from whet.nn.replay import routers_of
 from whet.nn.rewards import check_reward_model, completion_rewards
 from whet.nn.rounding import RoundedWeights
-from whet.training.policy import Score, State, check_same_parameters, error_without_effect
+from whet.training.policy import Score, State, check_same_optimizer, check_same_parameters, error_without_effect
 from whet.training.reduction import checksum
 from whet.training.reference import Reference
 
@@ -52,7 +53,7 @@ class TorchPolicy:
         reference: the frozen reference.
         acceleration: Whet's kernels in the policy; None: torch computes it.
         accelerations: Whet's kernels by model, policy and reference.
-        optimizer: AdamW, with float32 masters of 16-bit parameters.
+        optimizer: by ``config.optimizer``; AdamW has float32 masters of 16-bit parameters.
 
     Raises:
         WhetTypeError: a model is not a module.
@@ -73,12 +74,7 @@ class TorchPolicy:
         self.acceleration = self.accelerations.get(model)
         if self.acceleration is not None:
             self.acceleration.in_place = True
-        self.optimizer = AdamW(
-            self._groups(),
-            lr=config.learning_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_epsilon,
-        )
+        self.optimizer = make_optimizer(config, self._groups(), where)
         self._rounded = RoundedWeights(model, config.qat, where) if config.qat else None
         self._rate = config.learning_rate
         self._kept: tuple[Tensor | None, ...] | None = None  # the last log-probs or rewards, entropy, and means
@@ -98,17 +94,16 @@ class TorchPolicy:
                 f"{self._where}: loraplus_lr_ratio is {config.loraplus_lr_ratio} and has no effect, because model has "
                 f"no LoRA adapters. Omit it."
             )
-        parts = (
-            ([p for name, p in named if p.ndim > 1 and name not in of_b], config.weight_decay, 1.0),
-            ([p for name, p in named if name in of_b], config.weight_decay, config.loraplus_lr_ratio),
-            ([p for _, p in named if p.ndim <= 1], 0.0, 1.0),
-        )
-        rate = config.learning_rate
-        return [
-            {"params": ps, "weight_decay": decay, "ratio": ratio, "lr": rate * ratio}
-            for ps, decay, ratio in parts
-            if ps
-        ]
+        parts: dict[tuple[bool, bool, bool], list[Tensor]] = {}
+        for name, p in named:
+            is_matrix = config.optimizer == "muon" and is_hidden_matrix(name, p, self.model)
+            parts.setdefault((p.ndim <= 1, name in of_b, is_matrix), []).append(p)
+        groups = []
+        for (is_vector, is_b, is_matrix), ps in sorted(parts.items(), key=lambda item: item[0]):
+            decay, ratio = 0.0 if is_vector else config.weight_decay, config.loraplus_lr_ratio if is_b else 1.0
+            rate = config.learning_rate * ratio
+            groups.append({"params": ps, "weight_decay": decay, "ratio": ratio, "lr": rate, "is_matrix": is_matrix})
+        return groups
 
     @staticmethod
     def check(model: nn.Module, ref_model: nn.Module | None, where: str) -> None:
@@ -164,12 +159,19 @@ class TorchPolicy:
     def training(self, seed: int) -> Iterator[None]:
         """Context of ``logprobs`` and ``backward``: the model's mode, and its kernels. Torch's generator continues."""
         self._seed = seed
-        with (
-            module_mode(self.model, self._config.training_mode),
-            self.acceleration or nullcontext(),
-            self.exported_weights(),
-        ):
-            yield
+        move = getattr(self.optimizer, "train", None)
+        if move is not None:  # to the weights where a schedule-free step computes its gradients
+            move()
+        try:
+            with (
+                module_mode(self.model, self._config.training_mode),
+                self.acceleration or nullcontext(),
+                self.exported_weights(),
+            ):
+                yield
+        finally:
+            if move is not None:
+                self.optimizer.eval()
 
     def exported_weights(self) -> AbstractContextManager[None]:
         """Context in which the model has the weights of its export: rounded with ``qat``, else unchanged."""
@@ -343,6 +345,7 @@ class TorchPolicy:
             "base": None if base is None else base.record(),
             "ref_model": None,
             "adapters_off": self.reference.adapters_off,
+            "groups": [{key: each[key] for key in CHANGED if key in each} for each in self.optimizer.param_groups],
         }
         if first_values := self.reference.first_values:
             tensors["reference"] = first_values
@@ -383,13 +386,25 @@ class TorchPolicy:
             with torch.no_grad():
                 for name, parameter in self.trainable.items():
                     parameter.copy_(tensors["model"][name])
+        self._load_optimizer(tensors, state, where)
+        self.reference.load(tensors.get("reference", {}), state.get("adapters_off", True), where)
+
+    def _load_optimizer(self, tensors: Mapping[str, Mapping[str, Any]], state: Mapping[str, Any], where: str) -> None:
+        check_same_optimizer(self._config, state, where)
+        if "moments" in tensors:
+            raise CheckpointError(f"{where}: the checkpoint has 8-bit moments of a Learner. Pass a Learner.")
+        if not tensors["optimizer"]:
+            return
+        self.optimizer.allocate_moments()
         for name, value in tensors["optimizer"].items():
             name, key = name.rsplit(".", 1)
             parameter = self.trainable[name]
-            if value.numel() != 1 if key == "step" else value.shape != parameter.shape:
+            own = self.optimizer.state[parameter]
+            if value.numel() != 1 if key == "step" else value.shape != own[key].shape:
                 raise ValueError(f"the optimizer's {key} of {name} has shape {tuple(value.shape)}")
-            self.optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
-        self.reference.load(tensors.get("reference", {}), state.get("adapters_off", True), where)
+            own[key] = value if key == "step" else value.to(parameter.device)
+        for group, numbers in zip(self.optimizer.param_groups, state.get("groups") or (), strict=False):
+            group.update(numbers)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the model as a folder for Hugging Face's ``from_pretrained``.
