@@ -68,8 +68,14 @@ def test_two_ranks_are_bit_identical_to_one_and_resume_after_a_kill(command, tmp
     assert weights[0] == weights[1]
 
 
-def test_two_ranks_of_a_learner_are_bit_identical_to_one(command, tmp_path):
-    settings = {"lora_rank": 2, "max_tokens_per_step": 24, "backend": "native"}
+_FAMILY = {
+    "lora_rank": 16, "lora_init": "pissa", "optimizer": "adamw_8bit", "label_smoothing": 0.1, "neftune_alpha": 5.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [{"lora_rank": 2}, _FAMILY])
+def test_two_ranks_of_a_learner_are_bit_identical_to_one(more, command, tmp_path):
+    settings = {"max_tokens_per_step": 24, "backend": "native", **more}
     assert main(command("one", **settings)) == 0
     process = start(command("two", ranks=2, **settings))
     output, _ = process.communicate(timeout=240)
