@@ -11,7 +11,6 @@ import os
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -19,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from multiprocessing.util import Finalize
 from typing import Any
 
 from whet.bench import machine
@@ -47,11 +47,13 @@ class Contender:
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_run, args=(serve, theirs, arguments), daemon=True)
+        # Not a daemon, which could not start the processes of episodes.
+        self._process = context.Process(target=_run, args=(serve, theirs, arguments), daemon=False)
         with _environment(environment or {}):
             self._process.start()
         theirs.close()
-        weakref.finalize(self, _end, self._connection, self._process)
+        # Before multiprocessing waits for the process at exit.
+        Finalize(self, _end, (self._connection, self._process), exitpriority=1)
         self._answer()
 
     def __call__(self) -> Timed:
