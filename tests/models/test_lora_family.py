@@ -7,6 +7,9 @@ import copy
 import numpy as np
 import pytest
 import torch
+from tests.engine.tiny_models import logits_of, naive_logits, tiny_model, token_ids
+from tests.models.test_export import N_ROWS, tokenizer  # noqa: F401
+from tests.models.test_export import save as save_with_tokenizer
 from tests.raising import assert_raises
 from tests.tiny import assert_resumes, make_trainer, tiny_llama, with_lora
 
@@ -14,10 +17,14 @@ from whet import Engine, Learner
 from whet.algorithms.dpo import DPO
 from whet.algorithms.sft import SFT
 from whet.errors import CheckpointError, WhetValueError
+from whet.models.export import export_gguf, read_adapters
+from whet.models.export_adapters import export_adapters
 from whet.models.lora import LoraSettings, choose_adapted
 from whet.models.packed_base import pack_base
 from whet.models.pissa import is_zero, principal_factors
+from whet.models.sources.gguf import open_gguf
 from whet.models.sources.live import open_module
+from whet.models.sources.pretrained import open_pretrained
 from whet.runs.models import add_adapters
 from whet.runs.settings import SFTRun
 from whet.text.model import load_engine
@@ -247,6 +254,24 @@ def test_engines_run_what_was_trained(kind, tied, tmp_path):
         np.testing.assert_allclose(engine.logprobs([IDS], start=1)[0], logprobs_of(run.model), rtol=0, atol=1e-4)
     facts = ("Learner", "torch")
     assert_raises(WhetValueError, facts, Learner, str(folder), adapter=adapter, weights="float32")
+
+
+@pytest.mark.parametrize("kind", ["dora and tokens", "norms and both"])
+@pytest.mark.filterwarnings("ignore")  # PEFT's of tied weights
+def test_exported_files_have_them_merged(kind, tokenizer, tmp_path):  # noqa: F811
+    base = tiny_model("llama", vocab_size=N_ROWS)
+    folder = save_with_tokenizer(base, tokenizer, tmp_path / "model")
+    run = make_trainer(
+        SFT, add_adapters(copy.deepcopy(base), run_of(**KINDS[kind])), learning_rate=0.05, compute="torch"
+    )
+    run.train_step(ROWS)
+    run.save_pretrained(tmp_path / "adapter")
+    adapters, ids = read_adapters(tmp_path / "adapter", open_pretrained(folder), "test"), token_ids()
+    export_gguf(folder, tmp_path / "merged.gguf", "f32", adapters=adapters)
+    found = naive_logits(open_gguf(tmp_path / "merged.gguf"), ids)
+    np.testing.assert_allclose(found, logits_of(run.model.eval(), ids), rtol=0, atol=1e-4)
+    facts = ("export_adapters", "trained too", "--adapter-only")
+    assert_raises(WhetValueError, facts, export_adapters, folder, tmp_path / "adapter.gguf", adapters)
 
 
 def test_runs_of_these_kinds_resume(tmp_path):

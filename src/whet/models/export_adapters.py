@@ -72,14 +72,15 @@ def export_adapters(
         model = read_gguf(Path(model), f'open_gguf("{model}")')
     options = text_options(read_model_config(model, where))
     architecture = architecture_of(options, where)
-    low_rank = [each for each in adapters if isinstance(each, LoRA) and is_separable(each)]
-    if not low_rank:
-        raise WhetValueError(f"{where}: there are no adapters. Name them with --adapter FOLDER.")
-    if other := next((each for each in adapters if each not in low_rank), None):
+    low_rank = [each for each in adapters if isinstance(each, LoRA)]
+    others = (each for each in adapters if not (isinstance(each, LoRA) and is_separable(each)))
+    if other := next(others, None):
         raise WhetValueError(
             f"{where}: {other.slot} is trained too, or DoRA, and llama.cpp's adapters are plain LoRA of matrices. "
             f"Merge it: omit --adapter-only."
         )
+    if not low_rank:
+        raise WhetValueError(f"{where}: there are no adapters. Name them with --adapter FOLDER.")
     source, modules = open_pretrained(model), family_of(options, where).gguf_modules
     alpha = low_rank[0].scaling * len(low_rank[0].a) or 1.0
     tensors = []
