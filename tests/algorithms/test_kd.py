@@ -116,7 +116,7 @@ def test_the_command_writes_rows_and_trains_on_them(tmp_path: Any, capsys: Any) 
         "--output-dir",
         str(tmp_path / "run"),
     ]
-    assert main(["train", "kd", "--data", str(out), *run]) == 0
+    assert main(["train", "kd", "examples/kd.toml", "--data", str(out), *run]) == 0
     out.write_text("\n".join(json.dumps({**row, "vocabulary": "0"}) for row in written))
     assert main(["train", "kd", "--data", str(out), *run[:-1], str(tmp_path / "other")]) == 2
     assert "vocabulary '0'" in capsys.readouterr().err
