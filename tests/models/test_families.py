@@ -579,7 +579,7 @@ def test_modules_that_peft_trains_whole():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (peft.LoraConfig(target_modules=["q_proj"], use_dora=True), "is more than W \\+ scaling B A"),
+        (peft.LoraConfig(target_modules=["q_proj"], use_dora=True), ("q_proj", "is DoRA", "merged=True")),
         (peft.LoraConfig(target_modules=["q_proj"], lora_bias=True), "is more than W \\+ scaling B A"),
         (peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]), ("k_proj", "only LoRA of PEFT")),
         (peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"), "learned prompts"),

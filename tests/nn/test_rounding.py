@@ -150,5 +150,7 @@ def test_what_is_not_rounded_is_refused(tmp_path: Any) -> None:
     assert_raises(WhetValueError, ("qat is 'q4_0'", "packed"), SFT, Learner(base, lora_rank=2), qat="q4_0")
     frozen = with_lora(frozen_model(model, "q8_0"), target_modules=["q_proj"])
     assert_raises(WhetValueError, ("qat is 'q4_0'", "packed", "--base none"), SFT, frozen, qat="q4_0")
+    dora = with_lora(tiny_model("llama"), target_modules=["q_proj"], use_dora=True)
+    assert_raises(WhetValueError, ("qat is 'q4_0'", "plain LoRA", "Dora"), SFT, dora, qat="q4_0", compute="torch")
     assert_raises(WhetValueError, ("qat is 'f16'", "quantised"), SFT, model, qat="f16")
     assert_raises(WhetValueError, ("async_lag is 1", "qat"), GRPO, model, reward_fn=fours, qat="q4_0", async_lag=1)

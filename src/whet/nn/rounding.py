@@ -25,7 +25,8 @@ from whet.models.reference import slice_values
 from whet.models.row_reader import encode
 from whet.models.slots import WeightLocation
 from whet.models.sources.live import live_matrices, open_module
-from whet.nn.frozen import base_of
+from whet.nn.forwards import is_lora
+from whet.nn.frozen import base_of, special_adapters
 from whet.signals import deferred_signals
 
 
@@ -38,7 +39,8 @@ class RoundedWeights:
         where: the caller's name, for errors.
 
     Raises:
-        WhetValueError: the model's weights are packed, or the engine does not support it.
+        WhetValueError: the model's weights are packed, or the engine does not support it; or its adapters are more than
+            LoRA.
     """
 
     def __init__(self, model: nn.Module, file_type: FileType, where: str) -> None:
@@ -46,6 +48,11 @@ class RoundedWeights:
             raise WhetValueError(
                 f"{where}: qat is {file_type!r}, and the model's weights are packed, on which qat has no effect. Train "
                 f"the adapters of a model in floats (whet train: --base none)."
+            )
+        kinds = [kind for module in model.modules() if is_lora(module) for kind in special_adapters(module)]
+        if kinds:
+            raise WhetValueError(
+                f"{where}: qat is {file_type!r}, which rounds with plain LoRA, not with {kinds[0]}. Omit it."
             )
         self._model, self._mixture, self._where = model, FILE_TYPES[file_type], where
         self._source = open_module(model)
