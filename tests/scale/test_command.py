@@ -39,7 +39,9 @@ def command(tmp_path, tiny_model):  # noqa: F811
 
 
 def losses(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """Return the losses of steps; of a run in progress, or a killed one, the last line may be torn."""
+    text = (folder / "metrics.jsonl").read_text()
+    rows = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
