@@ -139,7 +139,7 @@ def update_on_examples(
 ) -> dict[str, float]:
     """Make one update by ``sft_loss`` on rows, of which masks select the tokens, and return its metrics.
 
-    Without a token that counts, loss and gradient norm are 0, and there is no update.
+    Without a token that counts, loss and gradient norm are 0, and nothing is updated.
     """
     n_tokens = sum(map(sum, masks))
     if n_tokens == 0:

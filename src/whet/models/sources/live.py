@@ -139,8 +139,7 @@ def _check_theta(options: Mapping[str, Any], where: str) -> None:
 def live_parameters(model: Any, source: ModelSource) -> Iterator[tuple[str, str, Any]]:
     """Yield name, slot and tensor of every weight of a module with this ``source``."""
     module, config = _Live(_unwrap(model)), source.config
-    modules = list(dict.fromkeys(location.module for location in source.targets.values()))
-    for location in iter_locations(config, modules):
+    for location in _stored_locations(source):
         for suffix, slot in ((location.module.parameter, location.weight), (location.module.bias, location.bias)):
             if slot in config.slots():
                 yield f"{location.names[0]}.{suffix}", slot, module.tensor(location.names, suffix).tensor
@@ -148,19 +147,20 @@ def live_parameters(model: Any, source: ModelSource) -> Iterator[tuple[str, str,
 
 def live_matrices(model: Any, source: ModelSource) -> Iterator[tuple[WeightLocation, Any, Any]]:
     """Yield location, parameter, and the sum of its active adapters (None: none), of every matrix once."""
-    module, seen = _Live(_unwrap(model)), set[int]()
-    modules = list(dict.fromkeys(location.module for location in source.targets.values()))
-    for location in iter_locations(source.config, modules):
-        suffix = location.module.parameter
-        if location.weight not in source.config.slots() or len(module.tensor(location.names, suffix).shape) < 2:
+    module, seen, slots = _Live(_unwrap(model)), set[int](), source.config.slots()
+    for location in _stored_locations(source):
+        layer, lora = module.layer(location.names)
+        weight = _find_parameter(layer, suffix := location.module.parameter)
+        if location.weight not in slots or weight.ndim < 2 or weight.data_ptr() in seen:  # tied weights are one matrix
             continue
-        weight, lora = module.layer(location.names)
-        for part in suffix.split("."):
-            weight = getattr(weight, part)
+        seen.add(weight.data_ptr())
         deltas = [_delta(wrapper, name) for wrapper, name in lora if _parameter(wrapper) == suffix]
-        if weight.data_ptr() not in seen:  # tied weights are one matrix
-            seen.add(weight.data_ptr())
-            yield location, weight, sum(deltas[1:], deltas[0]) if deltas else None
+        yield location, weight, sum(deltas[1:], deltas[0]) if deltas else None
+
+
+def _stored_locations(source: ModelSource) -> Iterator[WeightLocation]:
+    """Yield the location of every module of every layer once."""
+    return iter_locations(source.config, list(dict.fromkeys(each.module for each in source.targets.values())))
 
 
 def live_adapters(model: Any, source: ModelSource) -> Iterator[tuple[str, Any, Any, float]]:
@@ -237,9 +237,7 @@ class _Live:
 
     def tensor(self, names: Sequence[str], suffix: str, merged: bool = False) -> StoredTensor:
         layer, lora = self.layer(names)
-        weight = layer
-        for part in suffix.split("."):
-            weight = getattr(weight, part, None)
+        weight = _find_parameter(layer, suffix)
         label = f"{_WHERE}: {names[0]}.{suffix}"
         if weight is None or not hasattr(weight, "detach"):
             raise WhetValueError(f"{label} is missing in this {type(layer).__name__}; is the module quantised?")
@@ -406,6 +404,13 @@ def _only_adapter(wrapper: Any, name: str) -> str | None:
     if len(active) > 1:
         raise WhetValueError(f"{_WHERE}: {name} has {len(active)} active copies ({', '.join(active)}). Activate one.")
     return active[0] if active else None
+
+
+def _find_parameter(layer: Any, name: str) -> Any:
+    """Return a parameter of a layer by its dotted name; None: it is missing."""
+    for part in name.split("."):
+        layer = getattr(layer, part, None)
+    return layer
 
 
 def _parameter(wrapper: Any) -> str:
