@@ -25,7 +25,7 @@ from whet.rewards.functions import load_function
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-METHODS = {name: name.replace("-", "_") for name in ALGORITHMS if name != "kd"}  # KD trains no modules: test_kd.py
+METHODS = {name: name.replace("-", "_") for name in ALGORITHMS if name != "kd"}  # KD: test_kd.py
 
 
 def read_jsonl(path):

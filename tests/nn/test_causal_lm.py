@@ -6,6 +6,7 @@ import math
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -71,6 +72,53 @@ def test_temperature_by_hand() -> None:
     out = completion_logprobs(thirds(), [[0]], [[2]], temperature=0.5)
     assert out.logprobs.item() == pytest.approx(math.log(25 / 30))
     assert out.entropy is None
+
+
+def test_candidates_by_hand() -> None:
+    out = completion_logprobs(thirds(), [[0]], [[2, 1]], candidates=[[[0, 1], [2, 2]]])
+    expected = [[[math.log(1 / 8), math.log(2 / 8)], [math.log(4 / 8)] * 2]]
+    torch.testing.assert_close(out.logprobs, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("compute", ["torch", "kernels", "kernels, frozen head"])
+def test_candidates_entropies_and_gradients_equal_the_definition(compute: str) -> None:
+    """Also a token that occurs twice among the candidates, and not the completion's own."""
+    model = small_llama().to(torch.float64 if compute == "torch" else torch.float32)
+    model.lm_head.weight.requires_grad_("frozen" not in compute)
+    candidates = [[[3, 3, 30], [0, 31, 7]], [[t, t + 1, 30] for t in range(4)], np.empty((0, 3), int)]
+    mask = [[True, True], [True, False, True, True], []]
+    rows = {"candidates": candidates, "completion_mask": mask, "temperature": 0.7, "return_entropy": True}
+    factors = torch.randn(2, 3, 4, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    with nullcontext() if compute == "torch" else accelerate(model, "float32"):
+        out = completion_logprobs(model, PROMPTS, COMPLETIONS, **rows, differentiable_entropy=True)
+        assert out.entropy is not None
+        total = (factors[0] * out.logprobs).sum() + (factors[1, ..., 0] * out.entropy).sum()
+        found = torch.autograd.grad(total, parameters)
+    exact, total = model.double(), torch.zeros((), dtype=torch.float64)
+    for i, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
+        log_p = by_definition(exact, prompt, completion, 0.7)
+        for t in (t for t in range(len(completion)) if mask[i][t]):
+            chosen = log_p[t][torch.as_tensor(candidates[i][t])]
+            torch.testing.assert_close(out.logprobs[i, t].double(), chosen, atol=2e-6, rtol=0)
+            total = total + (factors[0, i, t] * chosen).sum() - factors[1, i, t, 0] * (log_p[t].exp() * log_p[t]).sum()
+    assert not out.logprobs[2].any() and not out.logprobs[1, 1].any()
+    expected = torch.autograd.grad(total, [p for p in exact.parameters() if p.requires_grad])
+    tolerance = {"rtol": 1e-9, "atol": 1e-12} if compute == "torch" else {"rtol": 1e-4, "atol": 2e-5}
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, **tolerance)
+
+
+def test_wrong_candidates_are_rejected() -> None:
+    arguments = thirds(), [[0]], [[2, 1]]
+    for candidates, facts in (
+        ([[[0]]], ["candidates", "(1, 1)", "[2]"]),
+        ([[[0], [3]]], ["candidates[0]", "0 to 2"]),
+        ([[[0.0], [1.0]]], ["candidates[0]", "token ids"]),
+    ):
+        assert_raises(WhetValueError, facts, completion_logprobs, *arguments, candidates=candidates)
+    options = {"candidates": [[[0], [1]]], "return_mean": True}
+    assert_raises(WhetValueError, ["candidates", "return_mean"], completion_logprobs, *arguments, **options)
 
 
 @pytest.mark.parametrize("accelerated", [False, True])

@@ -15,16 +15,16 @@ from whet.nn.linear_logprobs import Head, Kept, linear_logprobs
 from whet.nn.scratch import cast_weight
 
 
-@pytest.mark.parametrize(("n_rows", "vocab_size"), [(1, 5), (7, 300), (520, 2049)])
+@pytest.mark.parametrize(("n_rows", "vocab_size", "k"), [(1, 5, 0), (7, 300, 0), (520, 2049, 0), (520, 2049, 3)])
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
-def test_linear_logprobs(n_rows, vocab_size, dtype, softcap):
-    """Also with more tokens and more vocabulary entries than one tile."""
-    targets = torch.randint(0, vocab_size, (n_rows,), generator=GENERATOR)
+def test_linear_logprobs(n_rows, vocab_size, k, dtype, softcap):
+    """Also with more tokens and more vocabulary entries than one tile, and with several targets of a row."""
+    targets = torch.randint(0, vocab_size, (n_rows, k) if k else (n_rows,), generator=GENERATOR)
 
     def definition(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         logprobs = (capped(hidden @ weight.t() + bias, softcap) / 0.7).log_softmax(-1)
-        return logprobs.gather(1, targets[:, None])[:, 0]
+        return logprobs.gather(1, targets.view(n_rows, -1)).view(targets.shape)
 
     def function(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         def rows(first: int, n: int) -> Tensor:

@@ -11,7 +11,6 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,10 +19,10 @@ from whet.config.settings import KDConfig
 from whet.data.batches import as_rows
 from whet.data.rows import tokenize_turns
 from whet.errors import WhetTypeError, WhetValueError
-from whet.learner import Learner
 from whet.losses.distillation import top_k_loss
 from whet.models.tokenizers.token_texts import vocabulary_digest
 from whet.training.phases import phase
+from whet.training.policy import Score
 from whet.training.trainer import Trainer, training_step
 
 _ROUNDING = 1e-3
@@ -49,7 +48,7 @@ class Targets(NamedTuple):
 
 
 class KD(Trainer):
-    """Off-policy distillation from a file of log-probs, into adapters of a ``whet.Learner``.
+    """Off-policy distillation from a file of log-probs.
 
     Args:
         model: the student.
@@ -61,11 +60,6 @@ class KD(Trainer):
     row_fields = ("prompt", "completion", "top_logprobs")
 
     def __init__(self, model: Any, ref_model: Any = None, **arguments: Any) -> None:
-        if not isinstance(model, Learner):
-            raise WhetTypeError(
-                f"KD: the model is a {type(model).__name__}, and a whet.Learner computes log-probs of several tokens. "
-                f"Pass one, or use SFT on the teacher's samples."
-            )
         super().__init__(model, ref_model, **arguments)
         self._vocabulary = ""
 
@@ -94,7 +88,7 @@ class KD(Trainer):
         with self.update() as update:
             pairs = list(zip(batch.prompt_ids, batch.completion_ids, strict=True))
             for part in self.shard(update, pairs, self.micro_batches(pairs)):
-                update.add(*self._loss(batch, part, n_tokens, keep=True))
+                update.add(*self._loss(batch, part, n_tokens, self._logprobs))
         return {**update.metrics, **shares, "num_tokens": sum(map(len, [*batch.prompt_ids, *batch.completion_ids]))}
 
     def evaluation_metrics(self, dataset: Any) -> dict[str, float]:
@@ -105,7 +99,8 @@ class KD(Trainer):
             pairs = list(zip(prepared.prompt_ids, prepared.completion_ids, strict=True))
 
             def compute(part: list[int], prepared: Targets = prepared) -> np.ndarray:
-                return np.array(self._loss(prepared, part, 1, keep=False)[0])
+                with self.policy.scoring() as score:
+                    return np.array(self._loss(prepared, part, 1, score)[0])
 
             total += sum(float(value) for _, value in self.compute_on_ranks(pairs, compute))
             n_tokens += sum(map(sum, prepared.masks))
@@ -136,23 +131,27 @@ class KD(Trainer):
         prompt, completion, mask = tokenize_turns(row, tokenizer)
         return prompt, completion, mask, _read_tops(row.get("top_logprobs"), len(completion))
 
-    def _loss(self, batch: Targets, part: list[int], n_tokens: int, *, keep: bool) -> Any:
-        """Return the loss of some rows, its gradient, and metrics."""
+    def _logprobs(self, *rows: Any, **options: Any) -> np.ndarray:
+        """Return log-probs with gradients."""
+        return self.policy.logprobs(*rows, **options).logprobs
+
+    def _loss(self, batch: Targets, part: list[int], n_tokens: int, score: Score) -> Any:
+        """Return the loss of some rows, its gradient, and metrics, from their log-probs by ``score``."""
         completions = [batch.completion_ids[i] for i in part]
         width, k = max(map(len, completions)), max(batch.tops[i].shape[1] for i in part)
-        tops = np.full((len(part), width, k, 2), [0, -np.inf], np.float64)
-        for padded, i in zip(tops, part, strict=True):
+        tops, mask = np.full((len(part), width, k, 2), [0, -np.inf], np.float64), np.zeros((len(part), width), bool)
+        for padded, counts, i in zip(tops, mask, part, strict=True):
             padded[: len(batch.tops[i]), : batch.tops[i].shape[1]] = batch.tops[i]
+            counts[: len(batch.masks[i])] = batch.masks[i]
         candidates = tops[..., 0].astype(np.int64)
         with phase("forward"):
-            compute: Any = self.policy.logprobs if keep else partial(self.model.logprobs, keep=False)
-            found = compute(
+            logprobs = score(
                 [batch.prompt_ids[i] for i in part], completions,
                 completion_mask=[batch.masks[i] for i in part],
                 candidates=[rows[: len(ids)] for rows, ids in zip(candidates, completions, strict=True)],
             )  # fmt: skip
         with phase("loss"):
-            loss = top_k_loss(found.logprobs, tops[..., 1], found.mask, n_tokens=n_tokens)
+            loss = top_k_loss(logprobs, tops[..., 1], mask, n_tokens=n_tokens)
         return loss.value, loss.gradients["logprobs"], loss.metrics
 
 

@@ -136,6 +136,38 @@ def check_rows(
             )
 
 
+def select_candidates(
+    candidates: Sequence[Any],
+    completions: Sequence[Sequence[int]],
+    rows: np.ndarray,
+    steps: np.ndarray,
+    vocab_size: int,
+    where: str,
+) -> np.ndarray:
+    """Return the candidates (M, k) of the tokens ``steps`` of the completions ``rows``, (M,) each.
+
+    Raises:
+        WhetValueError: candidates do not fit the completions, or are not token ids.
+    """
+    tables = [np.asarray(table) for table in candidates]
+    lengths = list(map(len, completions))
+    k = next((table.shape[1] for table in tables if table.ndim == 2), 0)
+    if [table.shape for table in tables] != [(n, k) for n in lengths] or not k:
+        raise WhetValueError(
+            f"{where}: candidates has shapes {[table.shape for table in tables]!s:.80}, expected (T, k) for the T "
+            f"tokens of each completion, {lengths!s:.80}, with the same k of at least 1."
+        )
+    for i, table in enumerate(tables):
+        if table.dtype.kind not in "iu" or (table.size and not 0 <= table.min() <= table.max() < vocab_size):
+            raise WhetValueError(
+                f"{where}: candidates[{i}] holds values that are not token ids from 0 to {vocab_size - 1}."
+            )
+    found = np.empty((len(rows), k), np.int64)
+    for out, r, t in zip(found, rows, steps, strict=True):
+        out[:] = tables[r][t]
+    return found
+
+
 def select_kept(
     kept: Sequence[KeptTokens | None] | None,
     rows: np.ndarray,

@@ -35,6 +35,7 @@ from whet.learner.batch import (
     check_rows,
     pack_batch,
     place_experts,
+    select_candidates,
     select_kept,
 )
 from whet.learner.moments import make_moments, moment_seed
@@ -519,7 +520,7 @@ class Learner:
             raise WhetValueError(f"{where}: {name} needs the whole vocabulary. Omit it, or kept_tokens.")
         targets = batch.targets[:, None]
         if candidates is not None:
-            targets = self._select_candidates(candidates, completion_ids, batch, where)
+            targets = select_candidates(candidates, completion_ids, batch.rows, batch.steps, vocab_size, where)
         values = np.empty(targets.shape, np.float32)
         entropy, mean = (
             np.empty(len(targets), np.float32) if wanted else None for wanted in (return_entropy, return_mean)
@@ -790,29 +791,6 @@ class Learner:
             "predictors": batch.hidden_rows[counted], "experts": placed,
         }  # fmt: skip
         return _Rows(batch, arrays, batch.targets[counted], rows[counted], steps[counted], mask)
-
-    def _select_candidates(
-        self, candidates: Sequence[Any], completion_ids: Sequence[Sequence[int]], batch: _Rows, where: str
-    ) -> np.ndarray:
-        """Return the candidates (M, k) of the counted tokens of a batch."""
-        tables = [np.asarray(table) for table in candidates]
-        lengths = list(map(len, completion_ids))
-        k = next((table.shape[1] for table in tables if table.ndim == 2), 0)
-        if [table.shape for table in tables] != [(n, k) for n in lengths] or not k:
-            raise WhetValueError(
-                f"{where}: candidates has shapes {[table.shape for table in tables]!s:.80}, expected (T, k) for the T "
-                f"tokens of each completion, {lengths!s:.80}, with the same k of at least 1."
-            )
-        vocab_size = self.base.config.vocab_size
-        for i, table in enumerate(tables):
-            if table.dtype.kind not in "iu" or (table.size and not 0 <= table.min() <= table.max() < vocab_size):
-                raise WhetValueError(
-                    f"{where}: candidates[{i}] holds values that are not token ids from 0 to {vocab_size - 1}."
-                )
-        found = np.empty((len(batch.rows), k), np.int64)
-        for out, r, t in zip(found, batch.rows, batch.steps, strict=True):
-            out[:] = tables[r][t]
-        return found
 
     def source(self) -> ModelSource:
         """Return base, adapters and norms as a model, for ``Engine.from_model``, ``sync`` and ``add_adapter``."""

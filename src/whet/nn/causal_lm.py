@@ -30,6 +30,7 @@ from whet.learner.batch import (
     input_rows,
     pack_batch,
     place_experts,
+    select_candidates,
     select_kept,
 )
 from whet.models.families import model_config
@@ -47,7 +48,8 @@ class CompletionLogprobs(NamedTuple):
     """Log-probs of a batch of completions under a model. C is the longest completion's length.
 
     Attributes:
-        logprobs: (B, C) float32 (float64 for float64 logits), differentiable in the model; 0 where ``mask`` is False.
+        logprobs: (B, C) float32 (float64 for float64 logits), or (B, C, k) of given candidates, differentiable in the
+            model; 0 where ``mask`` is False.
         entropy: (B, C), ``H = -sum_v p_v log p_v`` in nats, differentiable on request, 0 where ``mask`` is False; None
             unless requested.
         mask: (B, C) bool, True on the tokens of each completion that count.
@@ -84,6 +86,7 @@ def completion_logprobs(
     *,
     completion_mask: Sequence[Sequence[bool]] | None = None,
     kept_tokens: Sequence[KeptTokens | None] | None = None,
+    candidates: Sequence[Any] | None = None,
     temperature: float = 1.0,
     return_entropy: bool = False,
     return_mean: bool = False,
@@ -108,6 +111,8 @@ def completion_logprobs(
             logits of tokens that do not count.
         kept_tokens: for each completion, the tokens that each token was drawn from (``Completion.kept_tokens``): sums
             over v are sums over them. None: the whole vocabulary.
+        candidates: for each completion, (T, k) token ids whose log-probs are returned instead of its tokens' own, such
+            as a teacher's most probable tokens. Without kept_tokens and return_mean.
         temperature: T, divides the logits; pass the sampling temperature of the completions.
         return_entropy: also compute H.
         return_mean: also compute M, as label smoothing needs. Without kept_tokens.
@@ -120,8 +125,8 @@ def completion_logprobs(
         neftune: noise on the embeddings, of a Hugging Face model; None: none.
 
     Returns:
-        ``CompletionLogprobs(logprobs (B, C), entropy (B, C) or None, mask (B, C), mean (B, C) or None, balance () or
-        None)``. A row of log-probs does not depend on other rows or on padding.
+        ``CompletionLogprobs(logprobs (B, C) or (B, C, k), entropy (B, C) or None, mask (B, C), mean (B, C) or None,
+        balance () or None)``. A row of log-probs does not depend on other rows or on padding.
 
     Raises:
         WhetTypeError: token ids that are not integers, or an output that is not a tensor of logits.
@@ -134,13 +139,16 @@ def completion_logprobs(
     prompts = token_lists(prompt_ids, where, "prompt_ids", allow_empty=False)
     completions = token_lists(completion_ids, where, "completion_ids", allow_empty=True)
     check_rows(where, prompts, completions, completion_mask, kept_tokens)
+    if candidates is not None and (kept_tokens is not None or return_mean):
+        name = "kept_tokens" if kept_tokens is not None else "return_mean"
+        raise WhetValueError(f"{where}: candidates and {name} are given, which exclude each other. Omit one.")
     _check_positions(where, model, prompts, completions)
 
     acceleration = acceleration_of(model)
     if acceleration is not None:
         return _packed_logprobs(
-            model, acceleration, prompts, completions, completion_mask, kept_tokens, temperature, return_entropy,
-            return_mean, return_balance, experts, differentiable_entropy, neftune,
+            model, acceleration, prompts, completions, completion_mask, kept_tokens, candidates, temperature,
+            return_entropy, return_mean, return_balance, experts, differentiable_entropy, neftune,
         )  # fmt: skip
     if experts is not None:
         raise WhetValueError(f"{where}: experts are given, and torch computes the model. Omit them, or accelerate it.")
@@ -173,12 +181,20 @@ def completion_logprobs(
     kept = select_kept(
         kept_tokens, rows.cpu().numpy(), steps.cpu().numpy(), token_ids.cpu().numpy(), logits.shape[2], where
     )
+    if candidates is not None:
+        at = rows.cpu().numpy(), steps.cpu().numpy()
+        chosen = select_candidates(candidates, completions, *at, logits.shape[2], where)
+        token_ids = torch.from_numpy(chosen).to(token_ids)
+    else:
+        token_ids = token_ids[:, None]
     logprobs, entropy, mean = _TokenLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
         logits, rows, first[rows] + steps, token_ids, float(temperature), return_entropy, return_mean, kept
     )
     if entropy is not None and not differentiable_entropy:
         entropy = entropy.detach()
-    return _scatter_by_row(logprobs, entropy, mean, mask, rows, steps)._replace(balance=balance)
+    return _scatter_by_row(
+        logprobs[:, 0] if candidates is None else logprobs, entropy, mean, mask, rows, steps
+    )._replace(balance=balance)
 
 
 def _packed_logprobs(
@@ -188,6 +204,7 @@ def _packed_logprobs(
     completions: list[list[int]],
     completion_mask: Sequence[Sequence[bool]] | None,
     kept_tokens: Sequence[KeptTokens | None] | None,
+    candidates: Sequence[Any] | None,
     temperature: float,
     return_entropy: bool,
     return_mean: bool,
@@ -225,6 +242,10 @@ def _packed_logprobs(
     kept = None
     if found is not None:
         kept = Kept(torch.from_numpy(found.offsets), torch.from_numpy(found.words), found.vocab_size)
+    if candidates is not None:
+        targets = torch.from_numpy(
+            select_candidates(candidates, completions, rows.numpy(), steps.numpy(), head.bounds[-1][1], where)
+        )
     values = linear_logprobs(
         hidden[batch.hidden_rows[counts]], head, targets, float(temperature), return_entropy, kept,
         differentiable_entropy, return_mean,
@@ -273,7 +294,7 @@ def _scatter_by_row(
     """Scatter values of tokens to their rows and steps, with zeros elsewhere."""
 
     def scatter(values: Tensor) -> Tensor:
-        return values.new_zeros(mask.shape).index_put((rows, steps), values)
+        return values.new_zeros((*mask.shape, *values.shape[1:])).index_put((rows, steps), values)
 
     entropy, mean = (None if values is None else scatter(values) for values in (entropy, mean))
     return CompletionLogprobs(scatter(logprobs), entropy, mask, mean)
@@ -391,7 +412,9 @@ def _chunks(n_tokens: int, vocab_size: int) -> Iterator[slice]:
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Log-probs, entropies and means, (N,), of ``token_ids`` under ``softmax(logits[rows, columns] / T)``.
+    """Log-probs of ``token_ids``, (N, k), entropies and means, (N,), under the softmax of logits / T.
+
+    The logits are ``logits[rows, columns]``.
 
     The backward is ``d log pi(a) / d z_v = ([v = a] - p_v) / T``, ``d H / d z_v = -p_v (log p_v + H) / T`` and
     ``d M / d z_v = (1 / V - p_v) / T``, from the saved logits, logZ and H. Each (row, column) must appear once.
@@ -410,13 +433,13 @@ class _TokenLogprobs(torch.autograd.Function):
         kept: KeptTokens | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        logprobs = torch.empty(len(rows), dtype=dtype, device=logits.device)
-        log_z = torch.empty_like(logprobs)
-        entropy, mean = (torch.empty_like(logprobs) if wanted else None for wanted in (with_entropy, with_mean))
+        logprobs = torch.empty(token_ids.shape, dtype=dtype, device=logits.device)
+        log_z = torch.empty(len(rows), dtype=dtype, device=logits.device)
+        entropy, mean = (torch.empty_like(log_z) if wanted else None for wanted in (with_entropy, with_mean))
         for part in _chunks(len(rows), logits.shape[2]):
             z = _kept_logits(logits[rows[part], columns[part]].to(dtype).div_(temperature), kept, part)
             log_z[part] = torch.logsumexp(z, dim=-1)
-            logprobs[part] = z.gather(-1, token_ids[part, None]).squeeze(-1) - log_z[part]
+            logprobs[part] = z.gather(-1, token_ids[part]) - log_z[part, None]
             if mean is not None:
                 mean[part] = z.mean(dim=-1) - log_z[part]
             if entropy is not None:
@@ -433,11 +456,11 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         logits, rows, columns, token_ids, log_z, entropy = ctx.saved_tensors
         scale, of_entropy, of_mean = (None if each is None else each / ctx.temperature for each in grad_outputs)
-        scale = torch.zeros_like(log_z) if scale is None else scale
+        scale = log_z.new_zeros(token_ids.shape) if scale is None else scale
         grad = torch.zeros_like(logits)
         for part in _chunks(len(rows), logits.shape[2]):
             z = _kept_logits(logits[rows[part], columns[part]].to(log_z.dtype).div_(ctx.temperature), ctx.kept, part)
-            log_p, factor = z.sub_(log_z[part, None]), scale[part, None]
+            log_p, factor = z.sub_(log_z[part, None]), scale[part].sum(1, keepdim=True)
             if of_entropy is not None:
                 factor = factor + of_entropy[part, None] * (log_p.clamp(min=-1e4) + entropy[part, None])
             if of_mean is not None:
@@ -445,7 +468,7 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_z = log_p.exp_().mul_(-factor)
             if of_mean is not None:
                 grad_z += of_mean[part, None] / logits.shape[2]
-            grad_z.scatter_add_(-1, token_ids[part, None], scale[part, None])
+            grad_z.scatter_add_(-1, token_ids[part], scale[part])
             grad[rows[part], columns[part]] = grad_z.to(grad.dtype)
         return grad, *[None] * 7
 

@@ -156,14 +156,14 @@ def linear_logprobs(
 
     ``log pi(y) = z_y / T - log sum_v exp(z_v / T)`` with ``z = hidden weight^T + bias``, soft-capped if the head is.
     Logits are float32, computed in tiles of ``VOCAB_TILE`` vocabulary entries; sums accumulate over the tiles (online
-    log-sum-exp; Milakov & Gimelshein 2018). If something of the head trains, with means, or if the entropy has a
-    gradient, the backward recomputes the tiles. Otherwise the forward also computes the gradient of hidden, up to one
-    factor per row, while a tile is in the cache.
+    log-sum-exp; Milakov & Gimelshein 2018). If something of the head trains, with several targets or means, or if the
+    entropy has a gradient, the backward recomputes the tiles. Otherwise the forward also computes the gradient of
+    hidden, up to one factor per row, while a tile is in the cache.
 
     Args:
         hidden: (M, K).
         head: the LM head.
-        targets: (M,) int64.
+        targets: (M,) int64, or (M, k): several tokens y of each row.
         temperature: T.
         with_entropy: also compute the entropy.
         kept: the tokens v of each sum; None: the whole vocabulary.
@@ -171,9 +171,10 @@ def linear_logprobs(
         with_mean: also compute the mean of the log-probs of the vocabulary. Without ``kept``.
 
     Returns:
-        (M,) float32 each; the entropy is None unless ``with_entropy``, and the mean unless ``with_mean``.
+        Log-probs in the shape of ``targets``, the entropy (M,) or None unless ``with_entropy``, and the mean (M,) or
+        None unless ``with_mean``, in float32.
     """
-    mean, recomputes = None, head.trains or differentiable_entropy or with_mean
+    mean, recomputes = None, head.trains or differentiable_entropy or with_mean or targets.ndim == 2
     if hidden.requires_grad and torch.is_grad_enabled() and not recomputes:
         logprobs, entropy = _FrozenHeadLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
             hidden, head, targets, temperature, with_entropy, kept
@@ -204,6 +205,11 @@ def _lora_factors(hidden: Tensor, adapters: Sequence[Adapter]) -> tuple[Tensor |
     return torch.cat(ts, 1), torch.cat([adapter.b * adapter.scale for adapter in adapters], 1)
 
 
+def _in_tile(targets: Tensor, first: int, last: int) -> tuple[Tensor, ...]:
+    """Return the indices of targets from ``first`` to ``last``, one tensor for each dimension."""
+    return ((targets >= first) & (targets < last)).nonzero(as_tuple=True)
+
+
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -214,7 +220,10 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden_f32, targets = hidden.detach().float().contiguous(), targets.contiguous()
         logprobs, lse, entropy = (torch.zeros(len(hidden_f32)) for _ in range(3))
         total = torch.zeros(len(hidden_f32), dtype=torch.float64)  # of the logits of the vocabulary
-        sums = _core.TokenLogprobs(targets, temperature, with_entropy)
+        sums = _core.TokenLogprobs(
+            targets if targets.ndim == 1 else targets[:, 0].contiguous(), temperature, with_entropy
+        )
+        chosen = torch.empty(targets.shape)  # logits of several targets
         logits = torch.empty(_TOKEN_TILE * VOCAB_TILE)
         for i, (first, last) in enumerate(head.bounds):
             tile = head.tile(i)._replace(lora_b=_slice_f32(lora_b, first, last))
@@ -225,9 +234,15 @@ class _LinearLogprobs(torch.autograd.Function):
                 if kept is not None:
                     kept.drop_(z, start, first)
                 sums.add(z, start, first)
+                if targets.ndim == 2:
+                    part_targets = targets[start : start + _TOKEN_TILE]
+                    in_tile = _in_tile(part_targets, first, last)
+                    chosen[start : start + _TOKEN_TILE][in_tile] = z[in_tile[0], part_targets[in_tile] - first]
                 if with_mean:
                     total[start : start + _TOKEN_TILE] += z.sum(1, dtype=torch.float64)
         sums.end(logprobs, lse, entropy)
+        if targets.ndim == 2:
+            logprobs = chosen.div_(temperature).sub_(lse[:, None])
         mean = (total / (temperature * head.bounds[-1][1]) - lse).float()
         ctx.save_for_backward(hidden, targets, logprobs, lse, entropy, lora_t, lora_b)
         ctx.head, ctx.temperature, ctx.kept = head, temperature, kept
@@ -245,7 +260,11 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden_f32 = hidden.float().contiguous()
         hidden_cast = hidden.to(dtype).contiguous() if needs_weight else hidden_f32
         n = len(hidden_f32)
-        grad_logprobs = torch.zeros(n) if grads[0] is None else grads[0].float().contiguous()
+        grad_logprobs = torch.zeros(targets.shape) if grads[0] is None else grads[0].float().contiguous()
+        tokens, of_several = targets, None
+        if targets.ndim == 2:  # sum_k g_k ([v = y_k] - p_v); the kernel computes the second term, with a token outside
+            of_several = (grad_logprobs / ctx.temperature).to(dtype)
+            grad_logprobs, logprobs, tokens = grad_logprobs.sum(1), lse, torch.full((n,), head.bounds[-1][1])
         grad_entropy = None if grads[1] is None else grads[1].float() / ctx.temperature
         of_mean = None
         if grads[2] is not None:  # g ([v = y] - p_v) + h (1 / V - p_v) = (g + h) ([v = y] - p_v) + h (1 / V - [v = y])
@@ -274,14 +293,17 @@ class _LinearLogprobs(torch.autograd.Function):
                     log_p = (z[part] / ctx.temperature).sub_(lse[part, None]).clamp_(min=-1e4)
                     of_entropy = log_p.exp().mul_(log_p.add_(entropy[part, None])).mul_(grad_entropy[part, None])
                 _core.token_logprobs_backward(
-                    logits=z[part], tokens=targets[part], first_token=first, temperature=ctx.temperature,
+                    logits=z[part], tokens=tokens[part], first_token=first, temperature=ctx.temperature,
                     lse=lse[part], logprobs=logprobs[part], grads=grad_logprobs[part], out=grad_z[part],
                 )  # fmt: skip
                 if of_entropy is not None:
                     grad_z[part].sub_(of_entropy)
+            if of_several is not None:
+                in_tile = _in_tile(targets, first, last)
+                grad_z.index_put_((in_tile[0], targets[in_tile] - first), of_several[in_tile], accumulate=True)
             if of_mean is not None:
                 grad_z += (of_mean / head.bounds[-1][1])[:, None]
-                in_tile = ((targets >= first) & (targets < last)).nonzero()[:, 0]
+                (in_tile,) = _in_tile(targets, first, last)
                 grad_z[in_tile, targets[in_tile] - first] -= of_mean[in_tile].to(dtype)
             tile.softcap_backward_(z, grad_z)
             if needs_hidden:
@@ -340,13 +362,13 @@ class _FrozenHeadLogprobs(torch.autograd.Function):
                 )  # fmt: skip
                 if head.softcap:
                     tile.softcap_backward_(z, p)
-                    in_tile = ((targets[part] >= first) & (targets[part] < last)).nonzero()[:, 0]
+                    (in_tile,) = _in_tile(targets[part], first, last)
                     softcap_grad[part][in_tile] = 1 - (z[in_tile, targets[part][in_tile] - first] / head.softcap) ** 2
                 if i:
                     weighted_rows[part] *= (previous_lse[part] - lse[part]).exp_()[:, None]
                 add_matmul(weighted_rows[part], p, tile.rows)
             previous_lse.copy_(lse)
-            in_tile = ((targets >= first) & (targets < last)).nonzero()[:, 0]
+            (in_tile,) = _in_tile(targets, first, last)
             target_rows[in_tile] = tile.rows[targets[in_tile] - first]
         grad_hidden = weighted_rows.neg_()
         for part in parts:

@@ -125,6 +125,7 @@ class Policy(Protocol):
         *,
         completion_mask: Sequence[Sequence[bool]] | None = None,
         kept_tokens: Sequence[KeptTokens | None] | None = None,
+        candidates: Sequence[Any] | None = None,
         experts: Sequence[np.ndarray | None] | None = None,
         temperature: float = 1.0,
         return_entropy: bool = False,

@@ -193,6 +193,7 @@ class TorchPolicy:
         *,
         completion_mask: Sequence[Sequence[bool]] | None = None,
         kept_tokens: Sequence[KeptTokens | None] | None = None,
+        candidates: Sequence[Any] | None = None,
         experts: Sequence[np.ndarray | None] | None = None,
         temperature: float = 1.0,
         return_entropy: bool = False,
@@ -203,8 +204,9 @@ class TorchPolicy:
         """Return log-probs as ``completion_logprobs`` does; ``backward`` follows."""
         found = completion_logprobs(
             self.model, prompt_ids, completion_ids, completion_mask=completion_mask, kept_tokens=kept_tokens,
-            temperature=temperature, return_entropy=return_entropy, differentiable_entropy=differentiable_entropy,
-            return_mean=return_mean, return_balance=self._balance_coefficient != 0, experts=experts,
+            candidates=candidates, temperature=temperature, return_entropy=return_entropy,
+            differentiable_entropy=differentiable_entropy, return_mean=return_mean,
+            return_balance=self._balance_coefficient != 0, experts=experts,
             neftune=Neftune(neftune_alpha, self._seed) if neftune_alpha else None,
         )  # fmt: skip
         self._kept, self._balance = (found.logprobs, found.entropy, found.mean), found.balance
