@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tools.methods_table import PAGE, render_table
 
-from whet import algorithms
+from whet import algorithms, runs
 from whet.config.algorithms import ALGORITHMS
 from whet.runs.settings import RUNS
 from whet.training.trainer import Trainer
@@ -20,6 +20,10 @@ def test_registry_has_every_trainer():
     trainers = [getattr(algorithms, name) for name in algorithms.__all__]
     trainers = [each for each in trainers if isinstance(each, type) and issubclass(each, Trainer)]
     assert {algorithm.load() for algorithm in ALGORITHMS.values()} == set(trainers)
+
+
+def test_settings_of_every_run_are_exported():
+    assert {each.__name__ for each in RUNS.values()} <= set(runs.__all__)
 
 
 def test_documents_list_every_algorithm():

@@ -42,6 +42,23 @@ def test_a_choice_is_followed_to_its_end(tokenizer, grammars):
     assert texts(tokenizer, constraint.allowed()) == {"<eos>"}
 
 
+@pytest.mark.parametrize("schema", [{"type": "object", "additionalProperties": {"type": "integer"}}, {}, True])
+def test_a_schema_allows_indentation_but_no_endless_whitespace(tokenizer, grammars, schema):
+    grammar = grammars.from_schema(schema)
+    for text in ('{"a":1}', '{"a": 1, "b": 2}', '{\n  "a": 1,\n  "b": 2\n}'):
+        constraint = grammars.constrain(grammar)
+        constraint.add(tokenizer.encode(text).ids)
+        assert "<eos>" in texts(tokenizer, constraint.allowed())
+    for text in ("{ ", "{\n" + " " * 32):
+        constraint = grammars.constrain(grammar)
+        constraint.add(tokenizer.encode(text).ids)
+        assert texts(tokenizer, constraint.allowed()) == {'"', "}"}
+    own = {"type": "object", "x-guidance": {"whitespace_flexible": False}}
+    constraint = grammars.constrain(grammars.from_schema(own))
+    constraint.add(tokenizer.encode("{").ids)
+    assert texts(tokenizer, constraint.allowed()) == {'"', "}"}
+
+
 def test_completions_of_one_grammar_are_independent(tokenizer, grammars):
     grammar = grammars.from_choices(["ab", "cd"])
     first, second = grammars.constrain(grammar), grammars.constrain(grammar)

@@ -24,6 +24,8 @@ _MOST_GRAMMARS = 8  # requests usually repeat one: a copy of its matcher takes a
 _MOST_DEPTH, _MOST_LEVELS, _MOST_LINES = 64, 512, 500
 _NUMBERS = (-(2**63) + 2, 2**63 - 1)  # integers below end the process too
 _DEFINITIONS = ("$defs", "definitions")
+_GUIDANCE = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n[ \t]{0,32})?"}
+"""Options of a schema without ``x-guidance``: where any whitespace is allowed, a small model may write nothing else."""
 
 
 class Grammars:
@@ -64,7 +66,7 @@ class Grammars:
         return self.from_regex(sampling.regex) if sampling.regex else self.from_lark(sampling.lark)
 
     def from_schema(self, schema: Mapping[str, Any] | bool) -> str:
-        """Return the grammar of a JSON schema.
+        """Return the grammar of a JSON schema, with at most a space, or a line break and indentation, between parts.
 
         Raises:
             WhetValueError: the schema is not valid, too large, or has keys that are not supported.
@@ -72,6 +74,8 @@ class Grammars:
         from llguidance import LLMatcher
 
         _check_schema(schema)
+        if schema is not False:
+            schema = {"x-guidance": _GUIDANCE, **({} if schema is True else schema)}
         return self._validate(LLMatcher.grammar_from_json_schema(json.dumps(schema)), "schema")
 
     def from_regex(self, pattern: str) -> str:

@@ -11,12 +11,44 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from whet.runs.settings import DPORun, GRPORun, OnlineDPORun, RunConfig, SFTRun
+from whet.runs.settings import (
+    CPORun,
+    DistillRun,
+    DPORun,
+    GRPORun,
+    KDRun,
+    KTORun,
+    OnlineDPORun,
+    ORPORun,
+    RAFTRun,
+    RewardRun,
+    RLOORun,
+    RunConfig,
+    SFTRun,
+    SimPORun,
+)
 
 if TYPE_CHECKING:
     from whet.runs.training import RunResult, train
 
-__all__ = ["DPORun", "GRPORun", "OnlineDPORun", "RunConfig", "RunResult", "SFTRun", "train"]
+__all__ = [
+    "CPORun",
+    "DPORun",
+    "DistillRun",
+    "GRPORun",
+    "KDRun",
+    "KTORun",
+    "ORPORun",
+    "OnlineDPORun",
+    "RAFTRun",
+    "RLOORun",
+    "RewardRun",
+    "RunConfig",
+    "RunResult",
+    "SFTRun",
+    "SimPORun",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
