@@ -415,6 +415,10 @@ class GroupConfig(MovingReference, EpisodeSettings, OnlineConfig):
     entropy_coef: NonNegative = 0.0
     """Weight of the mean entropy per token that is subtracted from the loss, against the collapse of the distribution;
     0: none."""
+    echo_alpha: NonNegative = 0.0
+    """Weight of the cross-entropy of the tokens that environment or tools answered, which is added to the loss (ECHO;
+    prime-rl's alpha, where it is 0.1): the mean over the contents of messages between turns, without what the chat
+    template adds to them; 0: none."""
     sampler_correction: Literal["auto", "off"] | SamplerCorrection = "auto"
     """Importance correction for an engine whose log-probs differ from the policy's; auto: token_truncate if
     rollout_weights is bf16 or narrower, the base is quantised, or an older policy sampled; else off."""
@@ -434,6 +438,10 @@ class GroupConfig(MovingReference, EpisodeSettings, OnlineConfig):
 
     def completions_per_prompt(self) -> int:
         return self.group_size
+
+    def learns_answers(self) -> bool:
+        """Whether the tokens that an environment answered are trained."""
+        return self.echo_alpha > 0
 
     def correction(self) -> SamplerCorrection | None:
         """Return ``sampler_correction`` with "auto" resolved; None: off."""
