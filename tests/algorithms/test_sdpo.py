@@ -208,6 +208,9 @@ def test_a_teachers_prompt_that_does_not_fit_is_counted() -> None:
     metrics = trainer.train_step(PROMPTS)
     # With the completion, the lessons have 8, 7, 6, 7 and 8 tokens.
     assert metrics["taught/frac"] == pytest.approx(3 / 9) and metrics["taught/too_long_frac"] == pytest.approx(2 / 9)
+    trainer = make(tiny_llama(max_position_embeddings=5), max_new_tokens=2)
+    with pytest.warns(UserWarning, match="5 prompts of the teacher .* 5 positions"):
+        assert trainer.train_step(PROMPTS)["taught/frac"] == 0
 
 
 @pytest.mark.parametrize("as_learner", [False, True])

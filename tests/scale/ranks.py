@@ -105,8 +105,11 @@ def losses() -> dict[str, Any]:
             SDPO(
                 tiny_llama(),
                 reward_fn=lambda completions: [float("a" in text) for text in completions],
-                feedback_fn=lambda completions: [text[:1] or None for text in completions],
+                feedback_fn=lambda completions: ["c" if i % 3 else None for i in range(len(completions))],
                 tokenizer=letters_tokenizer(),
+                reprompt_template="{prompt}{solution}{feedback}",
+                solution_template="{solution}",
+                feedback_template="{feedback}",
                 n=4,
                 max_new_tokens=5,
                 rollout_weights="float32",

@@ -12,6 +12,7 @@ answers better if it reads c.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -96,6 +97,7 @@ class SDPO(Distillation):
         reject_ineffective(config, ["solution_template"], has_solutions, "there are no solutions")
         self.rewards = reward_functions(config, reward_fn) if has_rewards else None
         self.feedback_fn = feedback_fn
+        self._warned_of_length = False
 
     @training_step
     def train_step(self, prompt_batch: Any) -> dict[str, float]:
@@ -157,6 +159,14 @@ class SDPO(Distillation):
                 continue
             rows.append(i)
             prompts.append(ids)
+        if n_too_long and not rows and self.ranks.is_first and not self._warned_of_length:
+            self._warned_of_length = True
+            warnings.warn(
+                f"SDPO: no sample of the batch is taught, as {n_too_long} prompts of the teacher and their completions "
+                f"exceed the model's {self.policy.position_limit} positions. Lower max_new_tokens, or shorten the "
+                f"templates.",
+                stacklevel=3,
+            )
         metrics = {"taught/frac": len(rows) / n_samples, "taught/too_long_frac": n_too_long / n_samples}
         if self.feedback_fn is not None:
             metrics["taught/feedback_frac"] = sum(map(bool, feedback)) / n_samples
