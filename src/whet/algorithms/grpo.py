@@ -31,7 +31,7 @@ from whet.config.kept_tokens import KeptTokens
 from whet.config.settings import GRPOConfig, SamplerCorrection
 from whet.errors import WhetTypeError, WhetValueError
 from whet.losses.closed_form import Loss
-from whet.losses.grpo import Counts, masked_loss
+from whet.losses.grpo import Counts, Tokens, masked_loss
 from whet.losses.sft import sft_loss
 from whet.losses.terms import count_rows, importance_weights, logprob_difference, top_entropy_masks
 from whet.rewards.advantages import relative_advantages
@@ -352,10 +352,11 @@ class GRPO(OnlineTrainer):
             if batch.old_logprobs is None:  # the policy of the first update is the policy that sampled
                 batch.set_old_logprobs(logprobs, config.sampler_cap)
             old = cast(np.ndarray, batch.old_logprobs)
-            loss = masked_loss(
-                logprobs, old, batch.advantages, batch.mask, batch.weights, batch.ref_logprobs, config, mini.counts,
-                batch.sampler_logprobs, entropy, batch.entropy_mask,
+            tokens = Tokens(
+                logprobs, old, batch.advantages, batch.mask, batch.weights, batch.ref_logprobs, batch.sampler_logprobs,
+                entropy, batch.entropy_mask,
             )  # fmt: skip
+            loss = masked_loss(tokens, config, mini.counts)
             if batch.echo_mask is not None and mini.n_echo:
                 loss = self._add_echo(loss, logprobs, batch.echo_mask, mini.n_echo)
         own = entropy if batch.echo_mask is None else np.where(batch.echo_mask, 0.0, entropy)
