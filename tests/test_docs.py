@@ -56,8 +56,11 @@ def trls(trl, config: type) -> type:
     """TRL's counterpart of a config."""
     from trl.experimental.cpo import CPOConfig
     from trl.experimental.orpo import ORPOConfig
+    from trl.experimental.sdpo import SDPOConfig
 
-    experimental = {"SimPOConfig": CPOConfig, "CPOConfig": CPOConfig, "ORPOConfig": ORPOConfig}
+    experimental = {config.__name__: config for config in (CPOConfig, ORPOConfig, SDPOConfig)} | {
+        "SimPOConfig": CPOConfig
+    }
     return experimental.get(config.__name__) or getattr(trl, config.__name__)
 
 

@@ -95,6 +95,7 @@ def test_mistakes_are_named(folder: Any) -> None:
         WhetValueError, ("serve_port", "no agent"), make, folder, agent=None, environment=Counts, serve_port=1
     )
     assert_raises(WhetValueError, ("max_read_tokens", "agent"), make, folder, max_read_tokens=9)
+    assert_raises(WhetValueError, ("echo_alpha", "agent"), make, folder, echo_alpha=0.1)
     own = {"tokenizer": load_tokenizer(folder), "reward_fn": len, "agent": play}
     assert_raises(WhetTypeError, ("OnlineDPO", "agent"), OnlineDPO, model_of(folder), **own)
     grpo = make(folder, engine="torch")

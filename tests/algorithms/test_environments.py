@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tests.cli.conftest import write_tiny_model
 from tests.engine.tiny_models import tiny_model
 from tests.raising import assert_raises
@@ -94,6 +95,56 @@ def test_the_update_is_by_hand(folder: Any) -> None:
     assert metrics["loss"] == pytest.approx(-(advantages * counts).sum() / counts.sum(), abs=1e-6)
 
 
+def places_of(answer: str, episode: Any, tokenizer: Any) -> Any:
+    """Return the tokens of an answer that the template wraps as <user>ANSWER<eos>, by the texts of all tokens."""
+    texts = [tokenizer.decode([i], skip_special_tokens=False) for i in episode.token_ids]
+    mask, n = torch.zeros(len(texts), dtype=torch.bool), 0
+    for begin in (i for i in range(1, len(texts)) if not episode.sampled[i] and episode.sampled[i - 1]):
+        end = next((i for i in range(begin, len(texts)) if episode.sampled[i]), len(texts))
+        ends = np.cumsum(list(map(len, texts[begin:end])))
+        first = "".join(texts[begin:end]).index(f"<user>{answer}<eos>") + len("<user>")
+        mask[begin:end] = torch.tensor((ends > first) & (ends <= first + len(answer)))
+        n += 1
+    assert mask.sum() == n * len(tokenizer(answer, add_special_tokens=False)["input_ids"]) > 0
+    return mask
+
+
+@pytest.mark.parametrize("as_learner", [False, True])
+def test_echo_is_autograds_and_learns_the_answers(folder: Any, as_learner: bool) -> None:
+    """The update adds alpha times the mean cross-entropy of the answers, without the template's tokens."""
+    model, tokenizer, settings = model_of(folder), load_tokenizer(folder), {"echo_alpha": 0.3, "micro_batch_size": 3}
+    trained = Learner(folder, weights="float32", lora_rank=4, compute="float32") if as_learner else model
+    settings |= {} if as_learner else {"compute": "float32", "max_grad_norm": 0.0}
+    grpo = make(folder, model=trained, learning_rate=0.0, **settings)
+    played: list[Any] = []
+    play = grpo.player.play  # pyright: ignore[reportOptionalMemberAccess]
+    grpo.player.play = lambda *a: played.extend(play(*a)) or played  # pyright: ignore
+    metrics = grpo.train_step(ROWS[:2])
+    rewards = np.array([episode.reward for episode in played]).reshape(2, 4)
+    advantages = ((rewards - rewards.mean(1, keepdims=True)) / rewards.std(1, keepdims=True)).ravel()
+    policy, answers, entropies = [], [], []
+    for episode, advantage in zip(played, advantages, strict=True):
+        ids = torch.tensor([episode.prompt_ids + episode.token_ids])
+        every = model(ids).logits[0, len(episode.prompt_ids) - 1 : -1].log_softmax(-1)
+        logprobs = every.gather(1, ids[0, len(episode.prompt_ids) :, None])[:, 0]
+        sampled = torch.tensor(episode.sampled)
+        policy.append(-advantage * (logprobs - logprobs.detach()).exp()[sampled])
+        answers.append(-logprobs[places_of("more", episode, tokenizer)])
+        entropies.append(-(every.exp() * every).sum(-1)[sampled])
+    loss = torch.cat(policy).mean() + 0.3 * torch.cat(answers).mean()
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm().item()
+    assert metrics["loss"] == pytest.approx(loss.item(), abs=2e-5)
+    assert metrics["echo/nll"] == pytest.approx(torch.cat(answers).mean().item(), rel=1e-5)
+    assert metrics["echo/num_tokens"] == len(torch.cat(answers)) == 8 * 2 * len("more")
+    assert metrics["entropy"] == pytest.approx(torch.cat(entropies).mean().item(), rel=1e-4)
+    if not as_learner:  # the gradient of adapters is another one
+        assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    grpo = make(folder, model=trained, **settings)
+    history = [grpo.train_step(ROWS[:2])["echo/nll"] for _ in range(12)]
+    assert history[-1] < history[0] - 0.2
+
+
 @pytest.mark.parametrize("more", [{}, {"max_new_tokens": 12}])
 def test_the_update_by_turns_is_by_hand(folder: Any, more: Any) -> None:
     """With a learning rate of 0 the loss is minus the mean over sampled tokens of the advantage of their turn."""
@@ -176,10 +227,11 @@ def test_reward_functions_get_messages(folder: Any) -> None:
     assert metrics["rewards/turns/mean"] == 3 and metrics["mean_reward"] == 6
 
 
-def test_a_run_resumes_to_the_bit(folder: Any, tmp_path: Any) -> None:
-    whole = make(folder)
+@pytest.mark.parametrize("more", [{}, {"echo_alpha": 0.1, "steps_per_generation": 2}])
+def test_a_run_resumes_to_the_bit(folder: Any, tmp_path: Any, more: Any) -> None:
+    whole = make(folder, **more)
     whole.train(ROWS, 4)
-    first = make(folder)
+    first = make(folder, **more)
     first.train(ROWS, 2)
     first.save(tmp_path / "checkpoint")
     own = {"environment": Counts, "tokenizer": load_tokenizer(folder)}
@@ -212,12 +264,20 @@ def test_tools_are_called_and_counted(tmp_path: Any) -> None:
     make_tools = lambda **more: GRPO(  # noqa: E731
         model_of(folder), tools=[add], tokenizer=load_tokenizer(folder), **settings | more
     )
-    grpo = make_tools(reward_fn=graded)
+    grpo = make_tools(reward_fn=graded, echo_alpha=0.1)
     metrics = grpo.train_step(rows)
     assert metrics["episodes/mean_calls"] > metrics["episodes/mean_failed_calls"] > 0
     assert metrics["episodes/mean_turns"] > 1 and metrics["episodes/ended_by_error"] == 0
     assert "rewards/environment_reward/mean" not in metrics  # tools give none
-    table = grpo.last_completions
+    table, tokenizer = grpo.last_completions, load_tokenizer(folder)
+    read = [  # results that a turn follows
+        message["content"]
+        for row in table
+        for i, message in enumerate(row["completion"])
+        if message["role"] == "tool" and any(later["role"] == "assistant" for later in row["completion"][i:])
+    ]
+    counts = [len(tokenizer(content, add_special_tokens=False)["input_ids"]) for content in read]
+    assert metrics["echo/num_tokens"] == sum(counts) > 0
     assert [row["reward"] for row in table] == [row["rewards/graded"] for row in table]
     assert graded([row["completion"] for row in table], [0] * 4 + [1] * 4) == [row["reward"] for row in table]
     assert {row["reward"] for row in table} > {0.0, 1.0}
@@ -240,6 +300,8 @@ def test_settings_without_effect_and_missing_tokenizers_are_rejected(folder: Any
         reward_fn=len,
     )  # fmt: skip
     assert_raises(WhetValueError, ("max_turns", "environment"), GRPO, model, reward_fn=len, max_turns=3)
+    assert_raises(WhetValueError, ("echo_alpha is 0.1", "no tools"), GRPO, model, reward_fn=len, echo_alpha=0.1)
+    assert_raises(WhetValueError, ("echo_alpha is -1", ">= 0"), make, folder, echo_alpha=-1.0)
     assert_raises(WhetTypeError, ("list", "rows"), make(folder).train_step, [[1, 2], [3]])
 
 

@@ -174,6 +174,25 @@ def test_preference_function_instead_of_rewards(files):
     assert "judge.py:longer" in (files.folder / "run" / "README.md").read_text()
 
 
+def test_sdpo_learns_from_demonstrations_and_feedback(files, error_of):
+    """A column of the rows, or a function that reads completions; without rewards, on modules and on a learner."""
+    (files.folder / "check.py").write_text("def first(completions):\n    return [c[:1] or None for c in completions]\n")
+    given = {"steps": 2, "max_new_tokens": 4, "n": 2, "learning_rate": 1e-3, "eval_data": files.folder / "rows.jsonl"}
+    assert main(["train", "sdpo", *files("read", demonstration="completion", eval_every=1, **given)]) == 0
+    rows = read_jsonl(files.folder / "read" / "metrics.jsonl")
+    assert [row["taught/frac"] for row in rows if "taught/frac" in row] == [1, 1]
+    assert sum("eval/reverse_kl" in row for row in rows) == 3 and not any("mean_reward" in row for row in rows)
+    del given["eval_data"]
+    feedback = files("checked", feedback=f"{files.folder / 'check.py'}:first", lora_rank=2, **given)
+    assert main(["train", "sdpo", *feedback]) == 0
+    checked = read_jsonl(files.folder / "checked" / "metrics.jsonl")
+    assert all(row["taught/feedback_frac"] > 0 and row["grad_norm"] > 0 for row in checked if "grad_norm" in row)
+    assert (files.folder / "checked" / "model" / "adapter_model.safetensors").is_file()
+    assert "reward is missing" in error_of("train", "sdpo", *files("none", **given))
+    wrong = files("wrong", feedback=f"{files.folder / 'check.py'}:first", taught="failed", **given)
+    assert "taught is 'failed'" in error_of("train", "sdpo", *wrong)
+
+
 def test_lora_run_saves_adapters_that_the_next_run_loads(files, tiny_model, error_of, capsys):
     run = files(
         "run", steps=4, learning_rate=1e-2, lora_rank=2, eval_data=files.folder / "rows.jsonl", compute="float32"

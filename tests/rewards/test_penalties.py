@@ -1,4 +1,4 @@
-"""Penalties of length and repetition: by hand, against TRL's, and in a run that names them with options."""
+"""Rewards of length and repetition: by hand, against TRL's, and in a run that names them with options."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from tests.raising import assert_raises
 from tests.tiny import TinyModel
 
 from whet.algorithms import GRPO
-from whet.errors import WhetTypeError, WhetValueError
-from whet.rewards.penalties import Repetition, SoftOverlong
+from whet.errors import RewardError, WhetTypeError, WhetValueError
+from whet.rewards.functions import RewardFunctions
+from whet.rewards.penalties import CosineScaled, Repetition, SoftOverlong
 from whet.runs.rows import load_rewards
 
 ROWS = [np.random.default_rng(i).integers(0, 3, size=i).tolist() for i in range(25)]
@@ -60,6 +61,52 @@ def test_they_are_named_with_options(tmp_path: Any) -> None:
     assert_raises(WhetValueError, ("max_penalty", "is 1", "<= 0"), load_rewards, [f"{where}:Repetition,max_penalty=1"])
     assert_raises(WhetValueError, ("buffer", "9", "at most max_length=8"), SoftOverlong, max_length=8, buffer=9)
     assert_raises(WhetValueError, ("ngram_size", "0"), Repetition, ngram_size=0)
+
+
+async def is_even(completion_ids: list[list[int]], label: list[int | None]) -> list[float | None]:
+    return [
+        None if of_row is None else float(len(ids) % 2 == of_row)
+        for ids, of_row in zip(completion_ids, label, strict=True)
+    ]
+
+
+def test_cosine_scaled_by_hand() -> None:
+    # c = (1 + cos(pi p)) / 2 is 1, (2 + sqrt 2) / 4, 1/2 and 0 at the shares 0, 1/4, 1/2 and 1 of 8 tokens.
+    lengths = [0, 2, 4, 8, 12]
+    right = [1.0, 0.5 + 0.5 * 0.8535533905932737, 0.75, 0.5, 0.5]
+    wrong = [-1.0, -0.5 - 0.5 * 0.8535533905932737, -0.75, -0.5, -0.5]
+    ids = [[7] * n for n in lengths]
+    texts = ["x" * n for n in lengths]
+
+    def score(label: list[int | None], **options: Any) -> list[float]:
+        scale = RewardFunctions(CosineScaled(correct=is_even, max_length=8, **options))
+        found = scale(prompts=texts, completions=texts, completion_ids=ids, columns={"label": label})
+        return found.by_name["CosineScaled"].tolist()
+
+    assert score([0] * 5) == pytest.approx(right, abs=1e-12)
+    assert score([1] * 5) == pytest.approx(wrong, abs=1e-12)
+    options = {"min_value_wrong": -10.0, "max_value_wrong": 0.0, "min_value_correct": 1.0, "max_value_correct": 2.0}
+    assert score([0, 1, 0, 1, None], **options) == pytest.approx([2, -8.535533905932737, 1.5, 0, np.nan], nan_ok=True)
+
+
+def test_cosine_scaled_is_named_with_options(tmp_path: Any) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("def right(completions, answer):\n    return [c == a for c, a in zip(completions, answer)]\n")
+    spec = f"whet.rewards.penalties:CosineScaled,correct={file}:right,max_length=4"
+    [scale] = load_rewards([f"{spec},min_value_wrong=-2"])
+    found = RewardFunctions(scale, timeout_s=60.0)(
+        prompts=["p"] * 2, completions=["a", "b"], completion_ids=[[1, 2], []], columns={"answer": ["a", "a"]}
+    )
+    assert found.rewards.tolist() == [0.75, -2.0]
+    columns: Any = {"prompts": ["p"], "completions": ["a"], "completion_ids": [[1]], "columns": {}}
+    assert_raises(RewardError, ("right", "'answer'"), RewardFunctions(scale), **columns)
+    wrong: Any = {"correct": 3, "max_length": 4}
+    assert_raises(WhetTypeError, ("CosineScaled", "correct is 3", "file.py:function"), CosineScaled, **wrong)
+    assert_raises(WhetValueError, ("no callable 'none'",), load_rewards, [spec.replace(":right", ":none")])
+    assert_raises(WhetValueError, ("max_length is 0",), CosineScaled, correct=is_even, max_length=0)
+    high: Any = {"correct": is_even, "max_length": 4, "min_value_correct": 2.0}
+    assert_raises(WhetValueError, ("max_value_correct is 1.0", "at least min_value_correct=2"), CosineScaled, **high)
+    assert_raises(WhetValueError, ("min_value_wrong", "inf"), CosineScaled, **high | {"min_value_wrong": float("inf")})
 
 
 def test_grpo_adds_them_to_the_reward() -> None:

@@ -86,6 +86,14 @@ def test_a_template_that_drops_thinking_is_refused_unless_episodes_may_branch(en
     assert_raises(RewrittenHistoryError, facts, play, engine, tokenizer, may_branch=False)
 
 
+def test_an_answer_is_marked_on_the_branch_that_reads_it_first(engine: Any, tokenizer: Any) -> None:
+    for episode in play(engine, tokenizer, marks_answers=True):
+        _, rows = rollout_of([episode]).split_branches([0])
+        texts = map(tokenizer.decode, ([i] for ids in rows.completion_ids for i in ids))
+        marks = [mark for of_row in rows.answered(range(2)) for mark in of_row]
+        assert [text for text, mark in zip(texts, marks, strict=True) if mark] == ["1", "2"]
+
+
 def test_branches_to_the_token(engine: Any, tokenizer: Any) -> None:
     for episode in play(engine, tokenizer):
         question, one, _, two, _, three = episode.messages

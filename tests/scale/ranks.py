@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from tests.tiny import TinyModel, fours, timeless, tiny_llama, with_lora
+from tests.tiny import TinyModel, fours, letters_tokenizer, timeless, tiny_llama, with_lora
 
 from whet.algorithms.cpo import CPO
 from whet.algorithms.distill import Distill
@@ -25,6 +25,7 @@ from whet.algorithms.online_dpo import OnlineDPO
 from whet.algorithms.orpo import ORPO
 from whet.algorithms.reward import Reward
 from whet.algorithms.rloo import RLOO
+from whet.algorithms.sdpo import SDPO
 from whet.algorithms.sft import SFT
 from whet.algorithms.simpo import SimPO
 from whet.config import GRPOLossType
@@ -99,6 +100,22 @@ def losses() -> dict[str, Any]:
                 **SETTINGS,
             ),
             (PROMPTS,),
+        ),
+        "sdpo": _after(
+            SDPO(
+                tiny_llama(),
+                reward_fn=lambda completions: [float("a" in text) for text in completions],
+                feedback_fn=lambda completions: ["c" if i % 3 else None for i in range(len(completions))],
+                tokenizer=letters_tokenizer(),
+                reprompt_template="{prompt}{solution}{feedback}",
+                solution_template="{solution}",
+                feedback_template="{feedback}",
+                n=4,
+                max_new_tokens=5,
+                rollout_weights="float32",
+                **SETTINGS,
+            ),
+            (["bc", "d", "efg"],),
         ),
         "rloo": _after(
             RLOO(tiny_llama(), reward_fn=fours, max_new_tokens=5, rollout_weights="float32", **SETTINGS),

@@ -75,6 +75,7 @@ def assert_close_runs(one: dict[str, Any], several: dict[str, Any]) -> None:
         "rloo",
         "online-dpo",
         "distill",
+        "sdpo",
         "kl, two updates",
         "entropy",
         "mini-batches",

@@ -11,9 +11,11 @@ import numpy as np
 import openai
 import pytest
 from tests.cli.conftest import tiny_model, write_tiny_gguf  # noqa: F401
+from tests.raising import assert_raises
 from tests.serve.conftest import serving
 
 from whet.engine.session import Call
+from whet.errors import WhetValueError
 from whet.models.sources.gguf_container import GGUFFile
 from whet.serve import ServedModel, make_app
 from whet.serve.model import read_pooling
@@ -215,6 +217,8 @@ def rewarded(request, tiny_model, tmp_path_factory):  # noqa: F811
             parameter[:] = 0.3 * rng.normal(size=parameter.shape)
         learner.save_pretrained(folder)
         served, name = ServedModel.load(str(tiny_model), name="tiny", adapters={"judge": str(folder)}), "judge"
+        # In memory it has no place for its head, which would be ignored.
+        assert_raises(WhetValueError, ("reward model", "save it", "RewardModel"), served.load_adapter, "own", learner)
     weights = "float32" if request.param == "whole" else None
     with serving(make_app(served)) as address:
         yield address, name, RewardModel(folder, weights=weights)

@@ -10,7 +10,7 @@ from tests.raising import assert_raises
 
 from whet.data.chat import Chat
 from whet.errors import WhetValueError
-from whet.text.seams import RewrittenHistoryError, Seams
+from whet.text.seams import RewrittenHistoryError, Seams, content_mask
 
 STOP_OF = {PHI: "<|end|>", NEMO: "</s>"}
 QUESTION, NEXT = {"role": "user", "content": "Who?"}, {"role": "user", "content": "Sure?"}
@@ -120,3 +120,27 @@ def test_a_stop_token_that_text_does_not_give_is_rejected() -> None:
     assert seam.end == "b" and seams.ids(seam, is_ended=True)
     merged = Seams(tokenizer, [a, b])
     assert merged.seam([QUESTION, ANSWER], [NEXT]).end == "b"
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+@pytest.mark.parametrize(
+    ("name", "new"),
+    [
+        *((QWEN25, [{"role": "user", "content": text}]) for text in ("Sure?", "0", "x", "0x", "user", "\n", "", " é")),
+        (PHI, [NEXT]),
+        (NEMO, [NEXT]),
+        (NEMO, [RESULT]),
+        (QWEN25, [{**RESULT, "content": "first"}, RESULT]),
+    ],
+)
+def test_contents_are_separate_from_what_the_template_adds(name: str, new: list[Any], is_own: bool) -> None:
+    is_result = new[0]["role"] == "tool"
+    tokenizer, row = published(name, is_own), {"tools": TOOLS} if is_result else {}
+    seams, reply = seams_of(name, tokenizer, row), CALLS if is_result else ANSWER
+
+    def render(messages: Any) -> list[int]:
+        return seams.ids(seams.seam([QUESTION, reply], messages), is_ended=True)
+
+    ids = render(new)
+    found = [i for i, inside in zip(ids, content_mask(render, ids, new), strict=True) if inside]
+    assert tokenizer.decode(found, skip_special_tokens=False) == "".join(message["content"] for message in new)

@@ -18,6 +18,7 @@ from whet.algorithms.orpo import ORPO
 from whet.algorithms.raft import RAFT
 from whet.algorithms.reward import Reward
 from whet.algorithms.rloo import RLOO
+from whet.algorithms.sdpo import SDPO
 from whet.algorithms.sft import SFT
 from whet.algorithms.simpo import SimPO
 from whet.config.preferences import (
@@ -29,7 +30,16 @@ from whet.config.preferences import (
     RewardConfig,
     SimPOConfig,
 )
-from whet.config.settings import BestOfNConfig, DistillConfig, GRPOConfig, KDConfig, RAFTConfig, RLOOConfig, SFTConfig
+from whet.config.settings import (
+    BestOfNConfig,
+    DistillConfig,
+    GRPOConfig,
+    KDConfig,
+    RAFTConfig,
+    RLOOConfig,
+    SDPOConfig,
+    SFTConfig,
+)
 from whet.losses import (
     cpo_loss,
     distillation_loss,
@@ -52,6 +62,7 @@ __all__ = [
     "ORPO",
     "RAFT",
     "RLOO",
+    "SDPO",
     "SFT",
     "BestOfN",
     "BestOfNConfig",
@@ -69,6 +80,7 @@ __all__ = [
     "RLOOConfig",
     "Reward",
     "RewardConfig",
+    "SDPOConfig",
     "SFTConfig",
     "SimPO",
     "SimPOConfig",

@@ -9,7 +9,7 @@ weights w between sampler and policy. The gradient estimates the gradient of the
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from whet.algorithms.online import OnlineTrainer
 from whet.config.fields import reject_ineffective
-from whet.config.settings import REWARD_SETTINGS, DistillConfig
+from whet.config.settings import REWARD_SETTINGS, DistillationConfig, DistillConfig
 from whet.engine import Engine
 from whet.errors import WhetTypeError, WhetValueError
 from whet.learner import Learner
@@ -25,7 +25,7 @@ from whet.learner.batch import Divergences
 from whet.losses.distillation import distillation_loss
 from whet.losses.terms import logprob_difference, masked
 from whet.memory import unregister_holder
-from whet.rewards.functions import RewardFn
+from whet.rewards.functions import RewardBatch, RewardFn, RewardFunctions
 from whet.rewards.metrics import reward_metrics
 from whet.rollout.choose import reward_functions
 from whet.rollout.rollout import Rollout, completion_table, pad_rows
@@ -43,80 +43,56 @@ class _Part(NamedTuple):
     maxima: dict[str, float]
 
 
-class Distill(OnlineTrainer):
-    """On-policy distillation.
+class Distillation(OnlineTrainer):
+    """Base of the algorithms that learn the log-probs of a teacher on samples of the student.
 
-    Args:
-        model: the student.
-        ref_model: not used; pass the other model as ``teacher``.
-        teacher: a folder, a .gguf file, the URL of a server that returns log-probs of prompts (``whet serve``, vLLM), a
-            ``whet.Engine``, or an object with its ``logprobs``.
-        reward_fn: optional: one reward function, several, or ``whet.rewards.RewardFunctions``, for metrics and
-            evaluation; they do not change the update.
-        **arguments: further arguments of ``Trainer`` and ``OnlineTrainer``.
+    Attributes:
+        config: the settings.
     """
 
-    config_class = DistillConfig
+    config: DistillationConfig
+    rewards: RewardFunctions | None
 
-    def __init__(
-        self,
-        model: Any,
-        ref_model: Any = None,
-        teacher: Any = None,
-        reward_fn: RewardFn | None = None,
-        **arguments: Any,
-    ) -> None:
-        if teacher is None:
-            raise WhetTypeError("Distill: teacher is missing. Pass a folder, a .gguf file, a URL or a whet.Engine.")
-        super().__init__(model, ref_model, **arguments)
-        reject_ineffective(self.config, REWARD_SETTINGS, reward_fn is not None, "there is no reward function")
-        self.rewards = None if reward_fn is None else reward_functions(self.config, reward_fn)
-        if self.config.divergence == "sampled":
-            self.teacher = open_teacher(teacher, self.tokenizer, "Distill")
-        elif isinstance(model, Learner):
-            self.teacher = open_learner(teacher, self.tokenizer, model, "Distill")
-        else:
+    def check_divergence(self) -> None:
+        """Raise a WhetValueError unless the model computes the divergence of the settings."""
+        if self.config.divergence == "full" and not isinstance(self.model, Learner):
             raise WhetValueError(
-                f"Distill: divergence is 'full', which a whet.Learner computes, and the model is a "
-                f"{type(model).__name__}. Train adapters of a Learner, or set divergence to 'sampled'."
+                f"{type(self).__name__}: divergence is 'full', which a whet.Learner computes, and the model is a "
+                f"{type(self.model).__name__}. Train adapters of a Learner, or set divergence to 'sampled'."
             )
-        self._is_own_teacher = self.teacher is not teacher
-        if isinstance(self.teacher, Engine) and self._is_own_teacher:
-            unregister_holder(self.teacher)
 
     def replays_experts(self) -> bool:
         """Whether an update gives tokens to the experts that the sampler chose; whole distributions are the model's."""
         return self.config.divergence == "sampled" and self.can_replay_experts()
 
-    @training_step
-    def train_step(self, prompt_batch: Any) -> dict[str, float]:
-        """Sample completions for a batch of prompts, score their tokens with the teacher, and update the student.
+    def score(self, rollout: Rollout) -> RewardBatch | None:
+        """Return the rewards of completions; None without reward functions."""
+        if (rewards := self.rewards) is None:
+            return None
+        with phase("reward"):
+            return self.ranks.broadcast_from_first(lambda: rollout.score(rewards))
+
+    def learn(
+        self,
+        rollout: Rollout,
+        teacher: np.ndarray | Callable[[list[int]], Divergences],
+        prompt_ids: list[list[int]] | None = None,
+    ) -> dict[str, float]:
+        """Make an update on completions, and return its metrics.
 
         Args:
-            prompt_batch: as for ``GRPO.train_step``.
-
-        Returns:
-            Metrics: ``loss`` and ``reverse_kl`` (estimates of KL(student || teacher) per token, with and without the
-            importance weights), ``teacher_logprob`` (mean per token), ``entropy``, ``sampler/logprob_difference``; of
-            whole distributions instead ``divergence``; ``completions/...``; with reward functions ``mean_reward`` and
-            ``rewards/NAME/{mean,std}``; and the metrics of every step.
+            rollout: N completions.
+            teacher: (N, T), the teacher's log-probs of their tokens; or a function that returns the divergences of
+                some of them, by indices, whose backward follows.
+            prompt_ids: prompts whose tokens are counted for the micro-batches; None: the student's.
         """
-        config = self.config
-        rollout = self.sample_step(prompt_batch, config.n, for_update=True)
-        scored = None
-        if (rewards := self.rewards) is not None:
-            with phase("reward"):
-                scored = self.ranks.broadcast_from_first(lambda: rollout.score(rewards))
-        teacher = None if config.divergence == "full" else self._score(rollout)
-        self.last_completions = completion_table(self.step + 1, rollout, scored, {})
-        rows = list(zip(rollout.prompt_ids, rollout.completion_ids, strict=True))
-        compute = self._full if teacher is None else partial(self._sampled, teacher)
+        rows = list(zip(prompt_ids or rollout.prompt_ids, rollout.completion_ids, strict=True))
         n_tokens = sum(map(len, rollout.completion_ids))
+        compute = partial(self._full, teacher) if callable(teacher) else partial(self._sampled, teacher, rollout)
         with self.update() as update:
             for part in self.shard(update, rows, self.micro_batches(rows)):
-                update.add(*compute(rollout, part, n_tokens))
-        found = reward_metrics(scored) if scored is not None else {}
-        return {**update.metrics, **update.maxima, **found, **rollout.metrics()}
+                update.add(*compute(part, n_tokens))
+        return {**update.metrics, **update.maxima}
 
     def _sampled(self, teacher: np.ndarray, rollout: Rollout, part: list[int], n_tokens: int) -> _Part:
         """Return the loss of some completions from the sampled tokens, and the gradient of their log-probs.
@@ -148,24 +124,87 @@ class Distill(OnlineTrainer):
             metrics["sampler/logprob_difference"] = total / n_tokens
         return _Part(loss.value, loss.gradients["logprobs"], metrics, maxima)
 
-    def _full(self, rollout: Rollout, part: list[int], n_tokens: int) -> _Part:
+    def _full(self, divergence: Callable[[list[int]], Divergences], part: list[int], n_tokens: int) -> _Part:
         """Return the loss of some completions from whole distributions, and the gradient of their divergences."""
         with phase("forward"):
-            found = self._divergence(rollout, part, keep=True)
+            found = divergence(part)
         value = float(found.values.sum(dtype=np.float64)) / n_tokens
         return _Part(value, found.mask / n_tokens, {"divergence": value}, {})
-
-    def _divergence(self, rollout: Rollout, part: list[int], *, keep: bool) -> Divergences:
-        """Return the divergences of the tokens of some completions from the teacher."""
-        adapters = not self._is_own_teacher and self.teacher is not self.model
-        return self.model.divergence(
-            [rollout.prompt_ids[i] for i in part], [rollout.completion_ids[i] for i in part], self.teacher,
-            beta=self.config.beta, temperature=self.config.temperature, teacher_adapters=adapters, keep=keep,
-        )  # fmt: skip
 
     def _check_truncation(self, rollout: Rollout) -> Rollout:
         """Return the rollout: tokens of a truncated completion teach as well as others."""
         return rollout
+
+    def own_divergence(self, rollout: Rollout, rows: list[int], teacher: Learner, **options: Any) -> Divergences:
+        """Return the divergences of the tokens of some completions from a teacher, see ``Learner.divergence``."""
+        return self.model.divergence(
+            [rollout.prompt_ids[i] for i in rows], [rollout.completion_ids[i] for i in rows], teacher,
+            beta=self.config.beta, temperature=self.config.temperature, **options,
+        )  # fmt: skip
+
+
+class Distill(Distillation):
+    """On-policy distillation.
+
+    Args:
+        model: the student.
+        ref_model: not used; pass the other model as ``teacher``.
+        teacher: a folder, a .gguf file, the URL of a server that returns log-probs of prompts (``whet serve``, vLLM), a
+            ``whet.Engine``, or an object with its ``logprobs``.
+        reward_fn: optional: one reward function, several, or ``whet.rewards.RewardFunctions``, for metrics and
+            evaluation; they do not change the update.
+        **arguments: further arguments of ``Trainer`` and ``OnlineTrainer``.
+    """
+
+    config_class = DistillConfig
+
+    def __init__(
+        self,
+        model: Any,
+        ref_model: Any = None,
+        teacher: Any = None,
+        reward_fn: RewardFn | None = None,
+        **arguments: Any,
+    ) -> None:
+        if teacher is None:
+            raise WhetTypeError("Distill: teacher is missing. Pass a folder, a .gguf file, a URL or a whet.Engine.")
+        super().__init__(model, ref_model, **arguments)
+        reject_ineffective(self.config, REWARD_SETTINGS, reward_fn is not None, "there is no reward function")
+        self.rewards = None if reward_fn is None else reward_functions(self.config, reward_fn)
+        self.check_divergence()
+        if self.config.divergence == "sampled":
+            self.teacher = open_teacher(teacher, self.tokenizer, "Distill")
+        else:
+            self.teacher = open_learner(teacher, self.tokenizer, model, "Distill")
+        self._is_own_teacher = self.teacher is not teacher
+        if isinstance(self.teacher, Engine) and self._is_own_teacher:
+            unregister_holder(self.teacher)
+
+    @training_step
+    def train_step(self, prompt_batch: Any) -> dict[str, float]:
+        """Sample completions for a batch of prompts, score their tokens with the teacher, and update the student.
+
+        Args:
+            prompt_batch: as for ``GRPO.train_step``.
+
+        Returns:
+            Metrics: ``loss`` and ``reverse_kl`` (estimates of KL(student || teacher) per token, with and without the
+            importance weights), ``teacher_logprob`` (mean per token), ``entropy``, ``sampler/logprob_difference``; of
+            whole distributions instead ``divergence``; ``completions/...``; with reward functions ``mean_reward`` and
+            ``rewards/NAME/{mean,std}``; and the metrics of every step.
+        """
+        rollout = self.sample_step(prompt_batch, self.config.n, for_update=True)
+        scored = self.score(rollout)
+        is_full = self.config.divergence == "full"
+        teacher = partial(self._divergence, rollout, keep=True) if is_full else self._score(rollout)
+        self.last_completions = completion_table(self.step + 1, rollout, scored, {})
+        found = reward_metrics(scored) if scored is not None else {}
+        return {**self.learn(rollout, teacher), **found, **rollout.metrics()}
+
+    def _divergence(self, rollout: Rollout, part: list[int], *, keep: bool) -> Divergences:
+        """Return the divergences of the tokens of some completions from the teacher."""
+        adapters = not self._is_own_teacher and self.teacher is not self.model
+        return self.own_divergence(rollout, part, cast(Learner, self.teacher), teacher_adapters=adapters, keep=keep)
 
     def _score(self, rollout: Rollout) -> np.ndarray:
         """Return the teacher's log-probs of all completions, (N, T); every rank scores its share of the rows."""

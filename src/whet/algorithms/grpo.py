@@ -9,6 +9,11 @@ The losses of the family differ in l and in how tokens are summed (see ``grpo_lo
 of a group answers the same prompt, and that log-probs are computed at the sampling temperature. Where bans, a grammar
 or filters (top_k, top_p, min_p) excluded tokens, all log-probs are of the distribution over the others, which the
 engine records (the sampling mask of DeepSeek-V3.2; DeepSeek-AI 2025).
+
+With ``echo_alpha``, the tokens that an environment or tools answered between the turns of episodes, N of an update, add
+the mean of their cross-entropy (ECHO, as prime-rl's algorithm of this name):
+
+    loss += echo_alpha / N sum -log pi(o | everything before o)
 """
 
 from __future__ import annotations
@@ -26,7 +31,8 @@ from whet.config.kept_tokens import KeptTokens
 from whet.config.settings import GRPOConfig, SamplerCorrection
 from whet.errors import WhetTypeError, WhetValueError
 from whet.losses.closed_form import Loss
-from whet.losses.grpo import Counts, masked_loss
+from whet.losses.grpo import Counts, Tokens, masked_loss
+from whet.losses.sft import sft_loss
 from whet.losses.terms import count_rows, importance_weights, logprob_difference, top_entropy_masks
 from whet.rewards.advantages import relative_advantages
 from whet.rewards.functions import RewardBatch, RewardFn, RewardFunctions
@@ -86,6 +92,9 @@ class GRPO(OnlineTrainer):
         reject_ineffective(self.config, ["max_read_tokens"], not is_agent, "an agent reads what it sends itself")
         has_tools = bool(arguments.get("tools"))
         has_turns = self.rewards_turns and not is_agent
+        answers = has_turns or has_tools
+        why = "there are no environment and no tools" if not is_agent else "the messages of an agent are not known"
+        reject_ineffective(self.config, ["echo_alpha"], answers, why)
         episode = "'episode': no environment rewards turns"
         check_range(self.config, "advantage_level", has_turns or self.config.advantage_level == "episode", episode)
         check_episode_settings(self.config, has_environment=self.rewards_turns, has_tools=has_tools)
@@ -126,7 +135,8 @@ class GRPO(OnlineTrainer):
         Returns:
             Metrics: ``loss``, ``mean_reward``, ``reward_std`` (mean over groups), ``frac_reward_zero_std``,
             ``rewards/NAME/{mean,std}``, ``entropy``, ``completions/...``, ``sampler/logprob_difference`` and
-            ``sampler/logprob_difference_max`` (of |log pi_old - log pi_sampler| per token), ``grpo_loss`` metrics
+            ``sampler/logprob_difference_max`` (of |log pi_old - log pi_sampler| per token), ``grpo_loss`` metrics,
+            with ``echo_alpha`` ``echo/nll`` (in nats per token) and ``echo/num_tokens``,
             and the metrics of every step; averages over the ``num_iterations`` times ``steps_per_generation`` updates.
 
         Raises:
@@ -286,9 +296,15 @@ class GRPO(OnlineTrainer):
         batches, of_batches = [], []
         for part in self.micro_batches(list(zip(prompts, completions, strict=True))):
             lengths = np.array([len(completions[i]) for i in part])
-            mask = np.arange(lengths.max()) < lengths[:, None]
+            exists = np.arange(lengths.max()) < lengths[:, None]
+            mask, computed, echo_mask = exists.copy(), None, None
             if sampled is not None:
-                mask[mask] = np.concatenate([sampled[i] for i in part])
+                computed = [sampled[i] for i in part]
+                mask[exists] = np.concatenate(computed)
+            if config.learns_answers():
+                echo_mask = np.zeros_like(mask)
+                echo_mask[exists] = np.concatenate(rollout.answered(part))
+                computed = [row[:n].tolist() for row, n in zip(mask | echo_mask, lengths, strict=True)]
             ref_logprobs, sampler_logprobs, old_logprobs = (
                 None if table is None else table[part, : mask.shape[1]] for table in (reference, sampler, old)
             )
@@ -301,9 +317,10 @@ class GRPO(OnlineTrainer):
                 completion_ids=[completions[i] for i in part],
                 kept_tokens=None if kept is None else [kept[i] for i in part],
                 experts=None if experts is None else [experts[i] for i in part],
-                completion_mask=None if sampled is None else [sampled[i] for i in part],
+                completion_mask=computed,
                 advantages=own,
                 mask=mask,
+                echo_mask=echo_mask,
                 n_sampled=int(mask.sum()),
                 n_rows=len(part),
                 ref_logprobs=ref_logprobs,
@@ -330,21 +347,33 @@ class GRPO(OnlineTrainer):
                 kept_tokens=batch.kept_tokens, temperature=config.temperature, return_entropy=True,
                 experts=batch.experts, differentiable_entropy=config.entropy_coef != 0,
             )  # fmt: skip
-        logprobs, entropy = result.logprobs, result.entropy
+        logprobs, entropy = result.logprobs, cast(np.ndarray, result.entropy)
         with phase("loss"):
             if batch.old_logprobs is None:  # the policy of the first update is the policy that sampled
                 batch.set_old_logprobs(logprobs, config.sampler_cap)
             old = cast(np.ndarray, batch.old_logprobs)
-            loss = masked_loss(
-                logprobs, old, batch.advantages, batch.mask, batch.weights, batch.ref_logprobs, config, mini.counts,
-                batch.sampler_logprobs, entropy, batch.entropy_mask,
+            tokens = Tokens(
+                logprobs, old, batch.advantages, batch.mask, batch.weights, batch.ref_logprobs, batch.sampler_logprobs,
+                entropy, batch.entropy_mask,
             )  # fmt: skip
-        loss.metrics["entropy"] = float(cast(np.ndarray, entropy).sum(dtype=np.float64)) / mini.n_sampled
+            loss = masked_loss(tokens, config, mini.counts)
+            if batch.echo_mask is not None and mini.n_echo:
+                loss = self._add_echo(loss, logprobs, batch.echo_mask, mini.n_echo)
+        own = entropy if batch.echo_mask is None else np.where(batch.echo_mask, 0.0, entropy)
+        loss.metrics["entropy"] = float(own.sum(dtype=np.float64)) / mini.n_sampled
         if result.replaced_experts is not None:
             loss.metrics["sampler/replaced_experts"] = float(result.replaced_experts * batch.n_sampled / mini.n_sampled)
         if batch.sampler_logprobs is not None:
             loss.metrics["sampler/logprob_difference"] = batch.logprob_difference[0] / mini.n_sampled
         return loss
+
+    def _add_echo(self, loss: Loss, logprobs: np.ndarray, echo_mask: np.ndarray, n_echo: int) -> Loss:
+        """Return the loss with the cross-entropy of what the environment answered, of n_echo tokens in the update."""
+        echo, alpha = sft_loss(logprobs, echo_mask, n_tokens=n_echo), self.config.echo_alpha
+        gradient = loss.gradients["logprobs"] + alpha * echo.gradients["logprobs"]
+        found = {"echo/nll": echo.value, "echo/num_tokens": float(echo_mask.sum())}
+        gradients = {**loss.gradients, "logprobs": gradient}
+        return Loss(loss.value + alpha * echo.value, {**loss.metrics, **found}, gradients)
 
 
 def _recorded(rollout: Rollout) -> dict[str, Any]:
@@ -392,12 +421,14 @@ class _MiniBatch:
     Attributes:
         batches: its micro-batches.
         n_sampled: number of sampled tokens.
+        n_echo: number of tokens that ``echo_alpha`` trains.
         counts: divisors of the loss.
     """
 
     def __init__(self, batches: list[_MicroBatch], max_completion_length: int) -> None:
         self.batches = batches
         self.n_sampled = sum(batch.n_sampled for batch in batches)
+        self.n_echo = sum(int(batch.echo_mask.sum()) for batch in batches if batch.echo_mask is not None)
         self.counts = Counts(
             n_tokens=sum(int(batch.mask.sum()) for batch in batches),
             n_rows=sum(batch.n_rows for batch in batches),
@@ -415,7 +446,7 @@ class _MicroBatch:
         completion_ids: b rows of token ids.
         kept_tokens: of each completion; None: every token was drawn from the whole vocabulary.
         experts: of the tokens of each row, that the sampler chose; None: the policy's choice.
-        completion_mask: per token of each completion, whether it was sampled; None: all were.
+        completion_mask: per token of each completion, whether it is trained; None: all are.
         advantages: (b,) float64; of turns (b, t).
         mask: (b, t) bool, True for tokens that count: sampled, and not rejected by the correction.
         n_sampled: number of sampled tokens.
@@ -427,6 +458,7 @@ class _MicroBatch:
         weights: (b, t), importance weights; None without a correction.
         logprob_difference: sum and maximum of |old_logprobs - sampler_logprobs|.
         entropy_mask: (b, t) bool, the tokens of ``top_entropy_quantile``; None: all.
+        echo_mask: (b, t) bool, the tokens that ``echo_alpha`` trains; None: none.
     """
 
     prompt_ids: list[list[int]]
@@ -445,6 +477,7 @@ class _MicroBatch:
     weights: np.ndarray | None = None
     logprob_difference: tuple[float, float] = (0.0, 0.0)
     entropy_mask: np.ndarray | None = None
+    echo_mask: np.ndarray | None = None
 
     def rows(self) -> list[tuple[list[int], list[int]]]:
         """Return prompts and completions."""

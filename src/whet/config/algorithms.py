@@ -18,7 +18,16 @@ from whet.config.preferences import (
     RewardConfig,
     SimPOConfig,
 )
-from whet.config.settings import DistillConfig, GRPOConfig, KDConfig, RAFTConfig, RLOOConfig, SFTConfig, TrainerConfig
+from whet.config.settings import (
+    DistillConfig,
+    GRPOConfig,
+    KDConfig,
+    RAFTConfig,
+    RLOOConfig,
+    SDPOConfig,
+    SFTConfig,
+    TrainerConfig,
+)
 
 if TYPE_CHECKING:
     from whet.training.trainer import Trainer
@@ -154,6 +163,14 @@ ALGORITHMS = {
             title="on-policy distillation (Agarwal et al. 2023)",
             summary="learn from a teacher's log-probs",
             rows="on-policy distillation from a teacher of the same vocabulary; rows have a prompt; or tasks, by name",
+        ),
+        Algorithm(
+            "sdpo",
+            SDPOConfig,
+            "whet.algorithms.sdpo:SDPO",
+            title="self-distillation (Hübotter et al. 2026)",
+            summary="learn from own right answers, as read",
+            rows="self-distillation; rows have a prompt, reward functions score, or feedback or demonstrations teach",
         ),
         Algorithm(
             "kd",

@@ -29,6 +29,10 @@ class EpisodeSettings:
     """Answer to a chat template that renders earlier turns differently after later messages, as Qwen3's does: refuse,
     or continue the episode on a branch. Each branch is a row of the loss."""
 
+    def learns_answers(self) -> bool:
+        """Whether the tokens that an environment answered are trained."""
+        return False
+
 
 def check_episode_settings(config: Any, *, has_environment: bool, has_tools: bool) -> None:
     """Reject settings of episodes that have no effect.

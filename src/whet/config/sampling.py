@@ -232,7 +232,8 @@ class Completion:
             which is not computed: (tokens, mixture layers, experts of a token) uint16, the most probable first. Else
             None.
         sampled: per token, whether the model sampled it; None: it sampled all. Others, of an environment and of the
-            chat template between turns, are context: they are not trained.
+            chat template between turns, are context: only ``echo_alpha`` trains some of them.
+        answered: per token, whether it holds content of a message between turns; None: unknown, or there is none.
         policy_versions: per token, the version that sampled it, if there were several; None: ``policy_version``.
     """
 
@@ -245,6 +246,7 @@ class Completion:
     kept_tokens: KeptTokens | None = None
     experts: np.ndarray | None = field(default=None, compare=False)
     sampled: list[bool] | None = None
+    answered: list[bool] | None = None
     policy_versions: list[int] | None = None
 
     @property

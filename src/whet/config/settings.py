@@ -415,6 +415,10 @@ class GroupConfig(MovingReference, EpisodeSettings, OnlineConfig):
     entropy_coef: NonNegative = 0.0
     """Weight of the mean entropy per token that is subtracted from the loss, against the collapse of the distribution;
     0: none."""
+    echo_alpha: NonNegative = 0.0
+    """Weight of the cross-entropy of the tokens that environment or tools answered, which is added to the loss (ECHO;
+    prime-rl's alpha, where it is 0.1): the mean over the contents of messages between turns, without what the chat
+    template adds to them; 0: none."""
     sampler_correction: Literal["auto", "off"] | SamplerCorrection = "auto"
     """Importance correction for an engine whose log-probs differ from the policy's; auto: token_truncate if
     rollout_weights is bf16 or narrower, the base is quantised, or an older policy sampled; else off."""
@@ -434,6 +438,10 @@ class GroupConfig(MovingReference, EpisodeSettings, OnlineConfig):
 
     def completions_per_prompt(self) -> int:
         return self.group_size
+
+    def learns_answers(self) -> bool:
+        """Whether the tokens that an environment answered are trained."""
+        return self.echo_alpha > 0
 
     def correction(self) -> SamplerCorrection | None:
         """Return ``sampler_correction`` with "auto" resolved; None: off."""
@@ -573,8 +581,8 @@ class RAFTConfig(OnlineConfig):
 
 
 @dataclass(kw_only=True)
-class DistillConfig(OnlineConfig):
-    """Settings of Distill. ``batch_size`` counts prompts, ``micro_batch_size`` completions."""
+class DistillationConfig(OnlineConfig):
+    """Settings of distillation on the student's samples."""
 
     fixed_at_construction: ClassVar[tuple[str, ...]] = (*OnlineConfig.fixed_at_construction, "divergence")
 
@@ -606,6 +614,60 @@ class DistillConfig(OnlineConfig):
                     f"{type(self).__name__}: {name} is {getattr(self, name)!r}, and the divergence is of whole "
                     f"distributions: tokens are drawn from all of the vocabulary. Omit it."
                 )
+
+
+@dataclass(kw_only=True)
+class DistillConfig(DistillationConfig):
+    """Settings of Distill. ``batch_size`` counts prompts, ``micro_batch_size`` completions."""
+
+
+@dataclass(kw_only=True)
+class SDPOConfig(MovingReference, DistillationConfig):
+    """Settings of SDPO. ``batch_size`` counts prompts, ``micro_batch_size`` completions."""
+
+    fixed_at_construction: ClassVar[tuple[str, ...]] = (
+        *DistillationConfig.fixed_at_construction, "teacher_weights", "demonstration",
+    )  # fmt: skip
+
+    n: Positive = 8
+    """Completions per prompt; at least 2 if samples teach each other."""
+    success_threshold: float = 1.0
+    """Least reward of a sample that succeeded, and teaches the others of its group."""
+    taught: Literal["all", "failed"] = "all"
+    """Samples that are taught: all, also a successful one by another that succeeded; or only those that failed."""
+    demonstration: str = ""
+    """Column of the rows with a text that teaches every sample, in place of samples that succeeded (SDFT); empty:
+    none."""
+    teacher_weights: Literal["live", "reference"] = "live"
+    """Weights of the teacher: the policy's, or the reference's, which are the policy's before training, and follow it
+    with ref_sync_steps."""
+    reprompt_template: str = "{prompt}{solution}{feedback}\n\nAnswer the question again, and correctly."
+    """Text of the teacher's prompt, the last message of a conversation; a part that is missing is empty."""
+    solution_template: str = "\n\nA correct answer:\n\n{solution}"
+    """Text of {solution}."""
+    feedback_template: str = "\n\nAn earlier answer was wrong:\n\n{feedback}"
+    """Text of {feedback}."""
+
+    def has_reference(self) -> bool:
+        """Whether the teacher has the reference's weights."""
+        return self.teacher_weights == "reference"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_reference(self.has_reference())
+        if self.divergence == "full" and self.has_reference():
+            raise WhetValueError(
+                f"{type(self).__name__}: teacher_weights is 'reference', and divergence is 'full', of which the policy "
+                f"is the teacher. Set divergence to 'sampled', or teacher_weights to 'live'."
+            )
+        for name, parts in (
+            ("reprompt_template", ("prompt", "solution", "feedback")),
+            ("solution_template", ("solution",)),
+            ("feedback_template", ("feedback",)),
+        ):
+            text = getattr(self, name)
+            missing = [part for part in parts if f"{{{part}}}" not in text]
+            check_range(self, name, not missing, "a text with " + ", ".join(f"{{{part}}}" for part in parts))
 
 
 @dataclass(kw_only=True)

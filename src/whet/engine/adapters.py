@@ -14,7 +14,7 @@ from whet import _core
 from whet.engine.checks import check_same_model
 from whet.errors import WhetTypeError, WhetValueError
 from whet.learner.learner import Learner
-from whet.models.adapter_files import describe_special, read_peft_modules
+from whet.models.adapter_files import REWARD_USE, describe_special, read_peft_modules
 from whet.models.architecture import ModelConfig
 from whet.models.lora import core_matrix
 from whet.models.slots import (
@@ -56,6 +56,8 @@ def _list_parts(
     if isinstance(adapter, Sequence) and not isinstance(adapter, str) and all(isinstance(x, kinds) for x in adapter):
         return adapter
     if isinstance(adapter, Learner):
+        if adapter.head is not None:
+            raise WhetValueError(f"{where}: the learner is a reward model, save it in a folder. {REWARD_USE}")
         source = adapter.source()
         check_same_model(config, source.config, where)
         return source.adapters

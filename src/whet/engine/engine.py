@@ -623,7 +623,7 @@ class Engine:
                 norm, to {"weight": (n,)} and its "bias", if any.
 
         Raises:
-            WhetValueError: an unknown module, wrong shapes, or more than plain LoRA and norms.
+            WhetValueError: an unknown module, wrong shapes, more than plain LoRA and norms, or a reward model.
         """
         where = "Engine.add_adapter"
         given = () if self.merged_adapter and adapter == self.merged_adapter else adapter

@@ -547,6 +547,7 @@ class Learner:
         beta: float = 0.5,
         temperature: float = 1.0,
         completion_mask: Sequence[Sequence[bool]] | None = None,
+        teacher_prompt_ids: Sequence[Sequence[int]] | None = None,
         teacher_adapters: bool = True,
         keep: bool = True,
     ) -> Divergences:
@@ -563,6 +564,7 @@ class Learner:
             beta: from 0 to 1.
             temperature: T, divides the logits of both.
             completion_mask: for each completion token, whether it counts; None: all do.
+            teacher_prompt_ids: prompts of the teacher, before the same completions; None: ``prompt_ids``.
             teacher_adapters: whether to apply the teacher's adapters; False: its base.
             keep: whether ``backward`` follows.
 
@@ -581,8 +583,14 @@ class Learner:
                 f"{where}: the vocabulary has {sizes[0]:,} tokens, and the teacher's {sizes[1]:,}. Pass a teacher with "
                 f"the same tokenizer."
             )
-        batch = self._pack(prompt_ids, completion_ids, completion_mask, None, where)
-        teacher_hidden = teacher._hidden(batch, adapters=teacher_adapters, keep=False)
+        batch = teachers = self._pack(prompt_ids, completion_ids, completion_mask, None, where)
+        if teacher_prompt_ids is not None:
+            teachers = teacher._pack(teacher_prompt_ids, completion_ids, completion_mask, None, where)
+        teacher_hidden = teacher._hidden(teachers, adapters=teacher_adapters, keep=False)
+        if teachers is not batch:  # other prompts, another order of the tokens
+            places = np.empty(len(batch.rows), np.int64)
+            places[np.lexsort((batch.steps, batch.rows))] = np.lexsort((teachers.steps, teachers.rows))
+            teacher_hidden = teacher_hidden[places]
         values = np.empty(len(batch.rows), np.float32)
         self._forward(batch, adapters=True, keep=keep, head=_DIVERGENCE)
         if len(values):

@@ -38,6 +38,32 @@ class Counts(NamedTuple):
     n_entropy_tokens: float
 
 
+class Tokens(NamedTuple):
+    """Arrays (B, T) of the tokens of completions, see the arguments of ``grpo_loss``.
+
+    Attributes:
+        logprobs: of the policy.
+        old: log-probs of the policy that sampled.
+        advantages: also (B,).
+        mask: the tokens that count.
+        weights: importance weights; None: 1.
+        ref_logprobs: of the reference, if any.
+        sampler_logprobs: recorded by the sampler; None: ``old``.
+        entropies: of the policy's distributions; None: there is no bonus.
+        entropy_mask: the tokens of high entropy; None: all.
+    """
+
+    logprobs: np.ndarray
+    old: np.ndarray
+    advantages: np.ndarray
+    mask: np.ndarray
+    weights: np.ndarray | None
+    ref_logprobs: np.ndarray | None
+    sampler_logprobs: np.ndarray | None
+    entropies: np.ndarray | None
+    entropy_mask: np.ndarray | None
+
+
 @accepts_tensors("logprobs", "entropies")
 def grpo_loss(
     logprobs: Any,
@@ -178,10 +204,10 @@ def grpo_loss(
         max_completion_length,
         denominator("grpo_loss", "n_entropy_tokens", n_high if n_entropy_tokens is None else n_entropy_tokens),
     )
-    loss = masked_loss(
-        logprobs, old, advantages, mask, weights, ref_logprobs, settings, counts, sampler_logprobs, entropies,
-        entropy_mask,
+    tokens = Tokens(
+        logprobs, old, advantages, mask, weights, ref_logprobs, sampler_logprobs, entropies, entropy_mask
     )  # fmt: skip
+    loss = masked_loss(tokens, settings, counts)
     if sampler_logprobs is not None:
         total, _ = logprob_difference(old, sampler_logprobs, mask)
         loss.metrics["sampler/logprob_difference"] = total / counts.n_tokens
@@ -189,23 +215,12 @@ def grpo_loss(
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def masked_loss(
-    logprobs: np.ndarray,
-    old: np.ndarray,
-    advantages: np.ndarray,
-    mask: np.ndarray,
-    weights: np.ndarray | None,
-    ref_logprobs: np.ndarray | None,
-    settings: Any,
-    counts: Counts,
-    sampler_logprobs: np.ndarray | None,
-    entropies: np.ndarray | None,
-    entropy_mask: np.ndarray | None,
-) -> Loss:
-    """Return ``grpo_loss`` of validated arguments, with tokens in ``mask`` and importance weights (None: 1).
+def masked_loss(tokens: Tokens, settings: Any, counts: Counts) -> Loss:
+    """Return ``grpo_loss`` of validated arguments.
 
     ``settings`` has the options of ``grpo_loss`` as attributes, such as a ``GRPOConfig``.
     """
+    logprobs, old, advantages, mask, weights, ref_logprobs, sampler_logprobs, entropies, entropy_mask = tokens
     sampled = masked(old if sampler_logprobs is None else sampler_logprobs, mask)
     logprobs, old = masked(logprobs, mask), masked(old, mask)
     advantages = advantages.astype(np.float64)[:, None] if advantages.ndim == 1 else masked(advantages, mask)

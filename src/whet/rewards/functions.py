@@ -254,6 +254,36 @@ def call_preference(
     return [None if value is None else operator.index(value) for value in values]
 
 
+def call_feedback(
+    function: Callable[..., Any], *, prompts: Sequence[Any], completions: Sequence[Any],
+    completion_ids: Sequence[Any], columns: Mapping[str, Sequence[Any]],
+) -> list[str | None]:  # fmt: skip
+    """Return the text that a feedback function gives each of N completions, such as an error message; None: none.
+
+    The function declares the arguments that it gets by name, as a reward function, and may be async.
+
+    Raises:
+        RewardError: the function raised, or did not return a text or None for each completion.
+    """
+    [name] = _unique_names([function])
+    data = dict(zip(_BATCH_FIELDS, (prompts, completions, completion_ids), strict=True)) | dict(columns)
+    [result] = call_here([_bind_arguments(name, function, data)])
+    if isinstance(result, BaseException):
+        raise RewardError(f"call_feedback: {name} raised {summary(result)}.") from result
+    values = _as_list(result)
+    if values is None or len(values) != len(completions):
+        returned = type(result).__name__ if values is None else f"{len(values)} texts"
+        raise RewardError(
+            f"call_feedback: {name} returned {returned} for {len(completions)} completions, expected one for each."
+        )
+    for i, value in enumerate(values):
+        if not (value is None or isinstance(value, str)):
+            raise RewardError(
+                f"call_feedback: {name} returned {value!r:.60} for completion {i}, expected a text, or None."
+            )
+    return values
+
+
 def load_function(spec: str) -> Callable[..., Any]:
     """Import the function that ``"package.module:name"`` or ``"path/file.py:name"`` names.
 

@@ -26,7 +26,7 @@ from whet.rollout.protocol import RolloutEngine
 from whet.rollout.rollout import Branch, Rollout
 from whet.tasks.environment import Environment, EpisodeProcess, Message, Opening, Step
 from whet.text.replies import ReplyFormat
-from whet.text.seams import RewrittenHistoryError, Seams
+from whet.text.seams import RewrittenHistoryError, Seams, content_mask, count_shared_ids
 
 End = Literal["done", "turns", "length", "context", "error"]
 """Causes of the end of an episode: the environment, ``max_turns``, ``max_new_tokens`` sampled tokens, too little room
@@ -44,6 +44,7 @@ class EpisodeLimits:
         max_read_tokens: tokens of messages between turns; 0: as many as the model has positions for.
         timeout_s: seconds of a call of the environment.
         may_branch: whether a chat template may rewrite earlier turns: the next turn then begins a branch.
+        marks_answers: whether to find the tokens of the contents of messages between turns.
     """
 
     max_turns: int = 8
@@ -51,6 +52,7 @@ class EpisodeLimits:
     max_read_tokens: int = 0
     timeout_s: float = 10.0
     may_branch: bool = False
+    marks_answers: bool = False
 
 
 @dataclass
@@ -66,6 +68,7 @@ class Episode:
         tools: tools in OpenAI's form.
         token_ids: tokens after the opening.
         sampled: whether the model sampled each of them.
+        answered: whether each holds content of a message between turns, with ``EpisodeLimits.marks_answers``.
         logprobs: of each; 0 if it was not sampled.
         kept: the tokens that they were drawn from, by turn.
         experts: of the tokens, see ``Completion``.
@@ -86,6 +89,7 @@ class Episode:
     tools: list[dict[str, Any]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
+    answered: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     kept: list[KeptTokens] = field(default_factory=list)
     experts: np.ndarray | None = None
@@ -127,6 +131,7 @@ class Episode:
         n = len(completion.token_ids)
         self.token_ids += completion.token_ids
         self.sampled += [True] * n
+        self.answered += [False] * n
         self.logprobs += completion.logprobs or [0.0] * n
         if completion.kept_tokens is not None:
             self.kept.append(completion.kept_tokens)
@@ -134,24 +139,30 @@ class Episode:
             self.experts = completion.experts
         self.policy_version = completion.policy_version
 
-    def add_read(self, ids: Sequence[int]) -> None:
-        """Append tokens that the model reads."""
+    def add_read(self, ids: Sequence[int], answered: Sequence[bool] | None = None) -> None:
+        """Append tokens that the model reads, and whether each holds content of a message; None: unknown."""
         self.token_ids += ids
         self.sampled += [False] * len(ids)
+        self.answered += answered or [False] * len(ids)
         self.logprobs += [0.0] * len(ids)
         if self.kept:
             self.kept.append(KeptTokens.from_ids([None] * len(ids), self.kept[0].vocab_size))
 
-    def begin_branch(self, ids: Sequence[int]) -> None:
+    def begin_branch(self, ids: Sequence[int], answered: Sequence[bool] | None = None) -> None:
         """Continue on the ids of the conversation as the template renders it now, of which no token is sampled.
+
+        Args:
+            ids: the tokens.
+            answered: whether each holds content of a message after the last turn; None: unknown.
 
         The branch's prompt is what it shares with the opening, so that branches and samples share its computation.
         """
-        n_shared = max(1, count_shared(self.opening_ids, ids))
+        n_shared = max(1, count_shared_ids(self.opening_ids, ids))
         self.earlier.append(Branch(self.prompt_ids, self.completion()))
         self.prompt_ids, n_read = list(ids[:n_shared]), len(ids) - n_shared
         self.kept = [KeptTokens.from_ids([None] * n_read, self.kept[0].vocab_size)] if self.kept else []
         self.token_ids, self.sampled, self.logprobs = list(ids[n_shared:]), [False] * n_read, [0.0] * n_read
+        self.answered = list((answered or [False] * len(ids))[n_shared:])
 
     def completion(self) -> Completion:
         """Return the last branch as a completion. The last messages, which no turn follows, are not part of it."""
@@ -163,6 +174,7 @@ class Episode:
             kept_tokens=KeptTokens.concatenate(self.kept) if self.kept else None,
             experts=self.experts,
             sampled=self.sampled,
+            answered=self.answered if any(self.answered) else None,
         )
 
 
@@ -372,18 +384,27 @@ class Player:
         new = _messages_of(step)
         if not self._may_fit(new, min(most_read, self._max_position)):
             return False
+
+        def render(new: Sequence[Message]) -> list[int]:
+            return seams.ids(seams.seam(episode.messages, new), is_ended=episode.is_turn_ended)
+
+        def render_all(new: Sequence[Message]) -> list[int]:
+            return seams.opening([*episode.messages, *new])
+
         try:
-            ids = seams.ids(seams.seam(episode.messages, new), is_ended=episode.is_turn_ended)
+            ids = render(new)
             n_before, n_read, add = len(episode.prompt_ids) + len(episode.token_ids), episode.n_read, episode.add_read
         except RewrittenHistoryError:
             if not self._limits.may_branch:
                 raise
-            ids = seams.opening([*episode.messages, *new])
-            n_before, n_read, add = 0, -count_shared(episode.opening_ids, ids), episode.begin_branch
+            render = render_all
+            ids = render(new)
+            n_before, n_read, add = 0, -count_shared_ids(episode.opening_ids, ids), episode.begin_branch
         if n_read + len(ids) > most_read or n_before + len(ids) >= self._max_position:
             return False
+        answered = content_mask(render, ids, new) if self._limits.marks_answers else None
         episode.messages += new
-        add(ids)
+        add(ids, answered)
         return True
 
     def _end_turn(self, episode: Episode, completion: Completion, sampling: SamplingParams) -> dict[str, Any] | None:
@@ -403,11 +424,6 @@ class Player:
 def _messages_of(step: Step) -> Sequence[Message]:
     assert not isinstance(step.messages, str), "a step from a child has messages"
     return step.messages
-
-
-def count_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the longest common prefix."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 class _Playing(NamedTuple):

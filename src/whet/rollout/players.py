@@ -62,5 +62,5 @@ def limits_of(settings: EpisodeSettings) -> EpisodeLimits:
     """Return the limits of an episode."""
     return EpisodeLimits(
         settings.max_turns, settings.max_turn_tokens, settings.max_read_tokens, settings.env_timeout_s,
-        may_branch=settings.rewritten_history == "branch",
+        may_branch=settings.rewritten_history == "branch", marks_answers=settings.learns_answers(),
     )  # fmt: skip

@@ -191,6 +191,10 @@ class Rollout:
             return None
         return [completion.sampled or [True] * len(completion.token_ids) for completion in chosen]
 
+    def answered(self, rows: Sequence[int]) -> list[list[bool]]:
+        """Return whether each token of the completions ``rows`` holds content of a message between turns."""
+        return [self.completions[i].answered or [False] * len(self.completions[i].token_ids) for i in rows]
+
     @property
     def truncated(self) -> np.ndarray:
         """(N,) bool, True for completions ended by ``max_new_tokens``."""

@@ -24,8 +24,8 @@ from whet.errors import RowError, WhetValueError
 from whet.files import fingerprint, replace_text
 from whet.models.sources.gguf_container import read_gguf
 
-_CODE = ("task", "env", "agent", "tools", "reward", "preference")
-_CHANGEABLE = ("eval_data", "reward", "preference")
+_CODE = ("task", "env", "agent", "tools", "reward", "preference", "feedback")
+_CHANGEABLE = ("eval_data", "reward", "preference", "feedback")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf")
 
 Inputs = dict[str, dict[str, dict[str, Any]]]

@@ -40,6 +40,7 @@ from whet.config.settings import (
     KDConfig,
     RAFTConfig,
     RLOOConfig,
+    SDPOConfig,
     SFTConfig,
 )
 from whet.errors import WhetValueError, check_installed
@@ -408,6 +409,27 @@ class DistillRun(_TasksAsTexts, DistillConfig, OnlineRunConfig):
 
     def needs_reward(self) -> bool:
         return False
+
+
+@dataclass(kw_only=True)
+class SDPORun(_TasksAsTexts, SDPOConfig, OnlineRunConfig):
+    """Settings of ``whet train sdpo``."""
+
+    feedback: PathText = ""
+    """A function that returns a text for each completion, such as the error message of a test, or None:
+    file.py:function or package.module:function."""
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        scores = [*REWARD_SETTINGS, "taught", "success_threshold"]
+        reject_ineffective(self, scores, self.is_scored(), "there are neither reward functions nor tasks")
+        reject_ineffective(self, ["eval_temperature"], self.is_scored(), "nothing scores completions")
+
+    def is_scored(self) -> bool:
+        return bool(self.reward or self.task)
+
+    def needs_reward(self) -> bool:
+        return not (self.task or self.feedback or self.demonstration)
 
 
 @dataclass(kw_only=True)

@@ -286,6 +286,8 @@ def _scoring_arguments(run: Any, rewards: RewardFunctions | None) -> dict[str, A
         episodes = {"tools": prepare(load_tools(tools), unsafe_local=run.unsafe_local)}
     if teacher := getattr(run, "teacher", ""):
         episodes = {"teacher": find_on_hub(teacher, f"whet train {run.method()}: teacher")}
+    if feedback := getattr(run, "feedback", ""):
+        episodes = {"feedback_fn": load_function(feedback)}
     return episodes if rewards is None else {"reward_fn": rewards, **episodes}
 
 

@@ -13,7 +13,7 @@ their thinking after the next user message.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from whet.data.chat import Chat
@@ -139,6 +139,28 @@ class Seams:
                 f"{self._where}: the chat template drops the results of tools. Use one that renders messages of the "
                 f"role 'tool' (--chat-template)."
             )
+
+
+def content_mask(
+    render: Callable[[Sequence[Message]], list[int]], ids: Sequence[int], messages: Sequence[Message]
+) -> list[bool]:
+    """Return whether each of the tokens ``ids = render(messages)`` holds a part of the content of a message.
+
+    The other tokens are the template's: with another content of the message they stay the same. Two other contents are
+    rendered, as the content may begin or end like one of them.
+    """
+    mask = [False] * len(ids)
+    for i, message in enumerate(messages):
+        others = [render([*messages[:i], {**message, "content": text}, *messages[i + 1 :]]) for text in ("0", "x")]
+        begin = min(count_shared_ids(ids, other) for other in others)
+        end = len(ids) - min(count_shared_ids(ids[::-1], other[::-1]) for other in others)
+        mask[begin:end] = [True] * (end - begin)
+    return mask
+
+
+def count_shared_ids(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the length of the longest common prefix."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _first_difference(one: str, other: str) -> str:
