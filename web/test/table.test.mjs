@@ -171,6 +171,35 @@ test("a row with NaN or infinity is an error of the requests with its token", as
   });
 });
 
+test("sizes of layers that contradict each other are rejected", async () => {
+  const names = ["config.json", "model.safetensors"];
+  const files = Object.fromEntries(await Promise.all(names.map(async (name) => [name, await read(`gemma4/${name}`)])));
+  const config = JSON.parse(files["config.json"]);
+  const wrong = (changes, ...facts) => {
+    const changed = Buffer.from(JSON.stringify({ ...config, ...changes }));
+    return assert.rejects(Engine.load({ files: { ...files, "config.json": changed } }, one), mentions("WhetError: Engine.load", ...facts));
+  };
+  const [[layer, sizes], ...others] = Object.entries(config.per_layer_config);
+  await wrong({ per_layer_config: Object.fromEntries(others) }, "per_layer_config", "full_attention");
+  await wrong({ per_layer_config: { ...config.per_layer_config, [layer]: { ...sizes, head_dim: 16 } } }, "per_layer_config", 16, "one head_dim");
+  await wrong({ layer_types: config.layer_types.with(-1, "sliding_attention"), per_layer_config: null, global_head_dim: 12 }, "layer_types", "last layer");
+  await wrong({ vocab_size_per_layer_input: 40 }, "vocab_size_per_layer_input", 40, "vocab_size=48");
+  await wrong({ num_kv_shared_layers: 7 }, "num_kv_shared_layers", 7, "num_hidden_layers=7");
+  await wrong({ hidden_size_per_layer_input: -1 }, "hidden_size_per_layer_input", -1, "at least 0");
+  await wrong({ hidden_size_per_layer_input: 8 }, "embed_tokens_per_layer.weight", "(48, 42)", "(48, 56)");
+  await wrong({ attention_k_eq_v: true }, "attention_k_eq_v", true, "gemma4_text");
+  // In a GGUF file, numbers of the header are changed in place: after the key, its type.
+  const patch = (key, write, ...facts) => {
+    const bytes = Buffer.from(file);
+    write(bytes, bytes.indexOf(key) + key.length + 4);
+    return assert.rejects(Engine.load(bytes, one), mentions("WhetError: Engine.load", ...facts));
+  };
+  await patch("gemma4.attention.key_length_swa", (bytes, at) => bytes.writeUInt32LE(10, at), "value_length_swa", 8, "key_length_swa=10");
+  await patch("gemma4.rope.dimension_count_swa", (bytes, at) => bytes.writeUInt32LE(4, at), "dimension_count_swa", 4, "key_length_swa=8");
+  await patch("gemma4.feed_forward_length", (bytes, at) => bytes.writeInt32LE(7, at + 12), "feed_forward_length", "one width"); // after the items' type and number
+  await patch("gemma4.attention.sliding_window_pattern", (bytes, at) => bytes.writeUInt8(1, at + 12 + 6), "sliding_window_pattern", "last layer");
+});
+
 test("learning with a second embedding is refused", async () => {
   await assert.rejects(Engine.load(file, { ...one, learning: true }), mentions("Engine.load", "learning", true, TABLE, "whet.Learner"));
 });

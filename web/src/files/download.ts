@@ -146,6 +146,11 @@ export async function openRemoteRanges(url: URL, name: string, options: Download
     const source: UnderlyingByteSource = {
       type: "bytes",
       async pull(controller) {
+        if (offset === size) {
+          controller.close();
+          controller.byobRequest?.respond(0); // ends the pending read
+          return;
+        }
         const value = await retry(options.signal, next).catch((error) => {
           throw explain(error, offset, size, options);
         });

@@ -75,6 +75,8 @@ export interface Range {
   end: number;
 }
 
+const SKIPPED_BYTES = 1 << 16; // between ranges, such as the padding of tensors: a stream of a server is not opened again
+
 /** Yield the bytes of ascending ranges. The next range may overwrite the buffer of the last.
  *
  * A stream reads into one buffer. Slices of a blob would take four times as long and hold tens of megabytes until the next
@@ -86,6 +88,11 @@ export async function* readRanges<R extends Range>(reader: Reader, ranges: reado
   try {
     for (const range of ranges) {
       const { begin, end } = range;
+      while (stream !== undefined && at < begin && begin - at <= SKIPPED_BYTES) {
+        const { value } = await stream.read(new Uint8Array(begin - at));
+        if (!value?.length) break; // the range is in the next part of a split file
+        at += value.length;
+      }
       if (begin !== at) {
         stream?.cancel().catch(() => {});
         stream = byteReader(reader.stream?.(begin));

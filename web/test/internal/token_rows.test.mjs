@@ -7,7 +7,7 @@ import { listFiles } from "../../src/files/sources.ts";
 import { FIXTURES } from "../fixtures.mjs";
 import { serve } from "../server.mjs";
 
-await copyFile("dist/threads.wasm", new URL("./threads.wasm", import.meta.url));
+for (const name of ["threads", "threads-plain", "plain"]) await copyFile(`dist/${name}.wasm`, new URL(`./${name}.wasm`, import.meta.url)); // next to this script
 const server = await serve({ "vocabulary.gguf": await readFile(new URL("families/vocabulary.gguf", FIXTURES)) });
 after(() => server.close());
 const signal = new AbortController().signal;
