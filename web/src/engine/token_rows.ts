@@ -57,19 +57,30 @@ export class TokenRows {
         this.placeOf.set(token, place);
       }
     }
-    const rows: [token: number, bytes: Uint8Array][] = [];
-    const queue = missing.values();
-    const readSome = async () => {
-      for (const token of queue) rows.push([token, await this.readRow(token, by)]);
-    };
-    await Promise.all(Array.from({ length: Math.min(READS, missing.length) }, readSome));
-    for (const [token, bytes] of rows) this.place(token, bytes, by.where);
-    return missing.length > 0;
+    if (missing.length === 0) return false;
+    for (const [token, bytes] of await this.readRows(missing, by)) this.place(token, bytes, by.where);
+    return true;
   }
 
-  private readRow(token: number, { where, signal }: Caller): Promise<Uint8Array> {
+  /** Read rows, several at once. The first error ends all. */
+  private async readRows(tokens: readonly number[], by: Caller): Promise<[token: number, bytes: Uint8Array][]> {
     const { tensor, rowBytes } = this.table;
-    return this.reader.read(tensor.offset + token * rowBytes, rowBytes, { where: this.label(token, where), signal });
+    const end = new AbortController();
+    const signal = AbortSignal.any([by.signal, end.signal]);
+    const rows: [token: number, bytes: Uint8Array][] = [];
+    const queue = tokens.values();
+    const readSome = async () => {
+      for (const token of queue) {
+        if (signal.aborted) throw signal.reason;
+        rows.push([token, await this.reader.read(tensor.offset + token * rowBytes, rowBytes, { where: this.label(token, by.where), signal })]);
+      }
+    };
+    try {
+      await Promise.all(Array.from({ length: READS }, readSome));
+    } finally {
+      end.abort();
+    }
+    return rows;
   }
 
   private label(token: number, where: string): string {
