@@ -139,7 +139,7 @@ test("a network that fails in the middle of a sample is an error of the request 
     const scoring = samplesOf(engine, others, { ...SAMPLING, signal: controller.signal });
     setTimeout(() => controller.abort(), 100);
     await assert.rejects(scoring, { name: "AbortError" });
-    await new Promise((resolve) => setTimeout(resolve, 200)); // the engine has been told
+    await new Promise((resolve) => setTimeout(resolve, 200)); // the abort reaches the worker
     const asked = server.requests.length;
     await new Promise((resolve) => setTimeout(resolve, 2000));
     assert.equal(server.requests.length, asked); // no further attempts
