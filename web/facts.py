@@ -27,8 +27,6 @@ from whet.models.tokenizers import algorithms, vocabulary
 from whet.models.tokenizers.pre_tokenizers import PRE_TOKENIZERS
 
 BINDING = Path(__file__).parent.parent / "cpp/bindings/wasm"
-FAMILIES = {name: family for name, family in families.FAMILIES.items() if "layer_input_dim" not in family.keys}
-TOO_LARGE = "a second embedding of every token, which is larger than the memory of a page"
 CALLS = {"engineCalls": "engine.cpp", "opCalls": "ops.cpp", "learnerCalls": "learner.cpp"}
 STEP = ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm")
 RUN = (*STEP, "batch_size", "max_tokens_per_step")
@@ -98,7 +96,7 @@ def model_families() -> dict[str, Any]:
         "rope_by_layer", "full_first", "ffn_adjusted", "mixer", "with_experts", "one_only", "older", "plain",
         "file_prefix",
     )  # fmt: skip
-    return {name: {f: getattr(family, f) for f in fields} for name, family in FAMILIES.items()}
+    return {name: {f: getattr(family, f) for f in fields} for name, family in families.FAMILIES.items()}
 
 
 def differences(whole: dict[str, Any], is_ordered: bool = False) -> dict[str, Any]:
@@ -116,7 +114,7 @@ def hf_modules() -> dict[str, Any]:
     """Return the Hugging Face modules of each family by model_type and slot."""
     return {
         name: {target: hf_module(m) for target, m in modules_of(name) if "hf" in m or "hf_file" in m}
-        for name in FAMILIES
+        for name in families.FAMILIES
     }
 
 
@@ -135,7 +133,7 @@ def gguf_families() -> dict[str, Any]:
     return {
         name: {field: gguf[field] for field in fields if field in gguf}
         | {"modules": {target: gguf_module(gguf, target, m) for target, m in modules_of(name) if "gguf" in m}}
-        for name, family in FAMILIES.items()
+        for name, family in families.FAMILIES.items()
         if (gguf := family.gguf)
     }
 
@@ -206,7 +204,7 @@ def not_run() -> dict[str, list[str]]:
     named = ("streams", "fused", "mixtures")
     found = {why: names for why, names in families._DATA["not_run"].items() if any(word in why for word in named)}
     found["mixtures of experts"] = found["mixtures of experts"][:8]
-    return found | {TOO_LARGE: sorted(families.FAMILIES.keys() - FAMILIES.keys())}
+    return found
 
 
 def facts() -> dict[str, Any]:

@@ -180,7 +180,7 @@ struct ModelConfig {
         return is_moe(layer) ? shared_dim : ffn_dims.empty() ? ffn_dim : ffn_dims[layer];
     }
     bool has_mlp(size_t layer) const { return is_moe(layer) || mlp_dim(layer) > 0; }
-    bool has_layer_inputs() const { return kIsComplete && layer_input_dim > 0; }
+    bool has_layer_inputs() const { return layer_input_dim > 0; }
     size_t layer_inputs() const { return n_layers * layer_input_dim; }  // of a token
     size_t up_dim(size_t layer) const { return (gated ? 2 : 1) * mlp_dim(layer); }
     size_t widest_mlp() const { return widest(&ModelConfig::mlp_dim); }

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <utility>
 
 #include "engine/kv_memory.h"
@@ -18,6 +19,8 @@ public:
           scheduler_(transformer.config(), transformer.max_rows(), memory_, limits),
           runner_(transformer, limits.max_batch) {}
 
+    // Plans the next step and returns its tokens; step() computes them, unless requests are added or removed before.
+    std::span<const InputToken> plan() { return scheduler_.plan().tokens; }
     // Returns false if there was nothing to do. After std::bad_alloc the next step continues.
     bool step() {
         StepPlan& plan = scheduler_.plan();

@@ -19,8 +19,8 @@ public:
     void resize(size_t n, size_t k) { n_ = n, k_ = k; }
     size_t n() const { return n_; }
     size_t k() const { return k_; }
-    size_t size_bytes() const {  // of copied rows
-        size_t bytes = 0;
+    size_t size_bytes() const {  // of copied rows, and of the memory of hold()
+        size_t bytes = (places_.size() + held_.size()) * sizeof(uint32_t);
         for (const Source& source : sources_) bytes += source.copied_bytes;
         return bytes;
     }
@@ -31,6 +31,7 @@ public:
         if (rows.k != k_ || first > n_ || rows.n > n_ - first) {
             throw std::invalid_argument("the rows do not fit the shape of the table");
         }
+        if (!places_.empty()) places_.clear(), held_.clear(), sources_.clear();
         size_t bytes = 0;
         if (owner == nullptr) {
             const StoredTraits& stored = traits(rows.type);
@@ -51,14 +52,28 @@ public:
         sources_.push_back({first, rows, std::move(owner), bytes});
     }
 
-    bool is_finite(size_t i) const {
-        const Source& source = source_of(i);
-        return whet::is_finite(source.rows.range(i - source.first, 1));
+    // Reserves memory for `count` rows in place of all rows: of a table in a file that cannot be mapped. Returns it.
+    // Rows are written there and placed before they are read. Throws std::invalid_argument for rows that are not whole
+    // blocks.
+    uint8_t* hold(StoredType type, size_t count) {
+        const StoredTraits& stored = traits(type);
+        if (k_ % stored.gguf.block != 0) throw std::invalid_argument("the rows are not a whole number of blocks");
+        const size_t row_bytes = k_ / stored.gguf.block * stored.gguf.block_bytes;
+        const std::shared_ptr<uint8_t[]> memory(new uint8_t[count * row_bytes]);
+        const auto stride = static_cast<ptrdiff_t>(stored.is_quantised ? row_bytes : k_);
+        sources_ = {{0, {type, memory.get(), count, k_, stride, 1}, memory, count * row_bytes}};
+        places_.assign(n_, 0);
+        held_.assign(count, static_cast<uint32_t>(n_));
+        return memory.get();
     }
-    void read(size_t i, float* out) const {
-        const Source& source = source_of(i);
-        unpack_row(source.rows, i - source.first, out);
+    // The row at `place` of this memory is row i from now on, and no longer another. Throws std::out_of_range.
+    void place(size_t i, size_t place) {
+        places_.at(i) = static_cast<uint32_t>(place);
+        held_.at(place) = static_cast<uint32_t>(i);
     }
+
+    bool is_finite(size_t i) const { return whet::is_finite(row(i)); }
+    void read(size_t i, float* out) const { unpack_row(row(i), 0, out); }
 
 private:
     struct Source {
@@ -71,11 +86,17 @@ private:
     };
     size_t n_ = 0, k_ = 0;
     std::vector<Source> sources_;
+    // With hold(): the last place of each row, and the row at each place; n_: none.
+    std::vector<uint32_t> places_, held_;
 
     // Throws std::out_of_range.
-    const Source& source_of(size_t i) const {
+    StoredRows row(size_t i) const {
+        if (!places_.empty()) {
+            if (i < n_ && held_[places_[i]] == i) return sources_.front().rows.range(places_[i], 1);
+            throw std::out_of_range("the row is not in memory");
+        }
         for (const Source& source : sources_) {
-            if (i >= source.first && i < source.end()) return source;
+            if (i >= source.first && i < source.end()) return source.rows.range(i - source.first, 1);
         }
         throw std::out_of_range("the table has no such row");
     }

@@ -63,8 +63,7 @@ bool has_layer_sizes(const ModelConfig& c) {
     for (size_t layer = 0; layer < c.n_layers; ++layer) {  // of a mixer and an MLP
         if (c.mixes(layer) + c.has_mlp(layer) < (needs_both ? 2 : 1)) return false;
     }
-    return is_plain && (kIsComplete || c.layer_input_dim == 0) &&
-           (c.layer_input_dim == 0 || (c.gated && c.norm == Norm::kRms)) &&
+    return is_plain && (c.layer_input_dim == 0 || (c.gated && c.norm == Norm::kRms)) &&
            (!c.parallel_residual || (c.layer_input_dim == 0 && !c.layer_scale));
 }
 
@@ -198,7 +197,7 @@ void Weights::add_matrix(const std::string& slot, WeightFormat format, size_t n,
 }
 
 void Weights::add_vector(const std::string& slot, size_t n) {
-    if (kIsComplete && slot == kTable) return layer_embedding.resize(n, config_.layer_inputs());
+    if (slot == kTable) return layer_embedding.resize(n, config_.layer_inputs());
     std::vector<float>* vector = vector_named(slot);
     if (vector == nullptr) throw std::invalid_argument("no vector is called \"" + slot + "\"");
     vector->assign(n, 0.0f);

@@ -1,16 +1,19 @@
 // Shared weights of a model: dequantised rows of every format against the scalar reference, on heap buffers of exactly
 // their size; and packing with concurrent readers.
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "quantize_reference.h"
+#include "engine/stored_table.h"
 #include "engine/weights.h"
 #include "runtime/thread_pool.h"
 #include "tests/checks.h"
@@ -149,6 +152,60 @@ void test_checksums() {
 
 // Rows that are packed at their first use, dropped, the least recently used first, and packed again; on several
 // threads.
+template <class Error, class Run>
+bool throws(Run&& run) {
+    try {
+        run();
+    } catch (const Error&) {
+        return true;
+    }
+    return false;
+}
+
+// Rows in memory of a few places, in float32 and in blocks: a place holds the row that was placed last.
+void test_held_rows() {
+    constexpr size_t n = 7, k = 64, n_places = 3;
+    const std::vector<float> numbers = normal(n * k, 3);
+    const FormatTraits& q8 = traits(WeightFormat::kQ8_0);
+    std::vector<uint8_t> blocks(n * q8.row_bytes(k));
+    for (size_t i = 0; i < n; ++i) quantize_row(q8, numbers.data() + i * k, k, blocks.data() + i * q8.row_bytes(k));
+    const auto* floats = reinterpret_cast<const uint8_t*>(numbers.data());
+    for (const auto& [type, data, bytes] :
+         {std::tuple(StoredType::kFloat32, floats, k * sizeof(float)),
+          std::tuple(StoredType::kQ8_0, std::as_const(blocks).data(), q8.row_bytes(k))}) {
+        StoredTable whole, held;
+        whole.resize(n, k), held.resize(n, k);
+        const auto stride = static_cast<ptrdiff_t>(type == StoredType::kFloat32 ? k : bytes);
+        whole.set(0, {type, data, n, k, stride, 1}, nullptr);
+        uint8_t* memory = held.hold(type, n_places);
+        expect(held.size_bytes() == n_places * bytes + (n + n_places) * 4, "%zu bytes", held.size_bytes());
+        std::vector<float> row(k), expected(k);
+        const auto is_missing = [&](size_t i) { return throws<std::out_of_range>([&] { held.read(i, row.data()); }); };
+        for (size_t i = 0; i < n; ++i) expect(is_missing(i), "row %zu is not in memory", i);
+        for (const size_t i : {size_t{6}, size_t{0}, size_t{3}, size_t{5}}) {  // 6, 0 and 3 have the same place
+            const size_t place = i % n_places;
+            std::memcpy(memory + place * bytes, data + i * bytes, bytes);
+            held.place(i, place);
+            held.read(i, row.data()), whole.read(i, expected.data());
+            expect(row == expected && held.is_finite(i), "row %zu", i);
+        }
+        expect(is_missing(6) && is_missing(0) && is_missing(n), "rows that were replaced are not read");
+        expect(throws<std::out_of_range>([&] { held.place(n, 0); }) &&
+                   throws<std::out_of_range>([&] { held.place(0, n_places); }),
+               "there are no such rows and places");
+        if (type == StoredType::kQ8_0) continue;
+        const float infinity = INFINITY;
+        std::memcpy(memory + 2 * bytes + 8, &infinity, sizeof infinity);
+        expect(!held.is_finite(5), "infinity is found");
+        held.set(0, {type, data, n, k, stride, 1}, nullptr);
+        held.read(6, row.data()), whole.read(6, expected.data());
+        expect(row == expected && held.size_bytes() == n * bytes, "rows are set in place of the held ones");
+    }
+    StoredTable odd;
+    odd.resize(n, 31);
+    expect(throws<std::invalid_argument>([&] { odd.hold(StoredType::kQ8_0, 1); }), "31 numbers are not whole blocks");
+}
+
 void test_deferred_rows() {
     constexpr size_t n_experts = 6, dim = 8, k = 16;
     ModelConfig c;
@@ -242,6 +299,7 @@ int main() {
         test_vectors();
         test_errors();
         test_checksums();
+        test_held_rows();
         test_deferred_rows();
         test_packing_while_others_read();
     });

@@ -11,6 +11,7 @@ import { serve } from "./server.mjs";
 
 const { cases } = await readFixture("model");
 const { ids, plain, greedy } = cases.q8_0;
+const withTable = (await readFixture("families")).find(({ file }) => file === "families/gemma4.gguf");
 const ISOLATED = { "cross-origin-opener-policy": "same-origin", "cross-origin-embedder-policy": "require-corp" };
 const CSP = { "content-security-policy": "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; worker-src 'self'; connect-src 'self'" };
 
@@ -32,6 +33,7 @@ async function files() {
   const found = { "index.html": Buffer.from("<!doctype html><title>whet-web</title>") };
   for (const name of ["index.js", "worker.js", "thread.js", "hf.js", "learner.js", "threads.wasm", "threads-plain.wasm", "plain.wasm", "learner.wasm"]) found[name] = await readFile(new URL(`../dist/${name}`, import.meta.url));
   for (const name of ["q8_0.gguf", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"]) found[name] = await readFile(new URL(name, FIXTURES));
+  found["gemma4.gguf"] = await readFile(new URL(withTable.file, FIXTURES));
   for (const name of ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]) found[`folder/${name}`] = await readFile(new URL(`folder/${name}`, FIXTURES));
   // The package in limited browsers: storage for five models, at most 1 GiB of shared memory, none, no relaxed SIMD, no workers
   // of workers; and with a thread script that is missing or fails.
@@ -178,6 +180,61 @@ for (const [name, { path, launch }] of Object.entries(BROWSERS)) {
         }),
         [],
       );
+      await page.close();
+    });
+
+    test("rows of a second embedding are read from the cached file, from a File, and without a cache by ranges", async () => {
+      const { page } = await open("isolated");
+      const { requests } = servers.isolated;
+      const run = async (options) => {
+        const begin = requests.length;
+        const tokens = await page.evaluate(async ([options, ids]) => {
+          const { Engine } = await import("/index.js");
+          const source = options.isFile ? new File([await (await fetch("gemma4.gguf?file")).blob()], "gemma4.gguf") : "gemma4.gguf";
+          const engine = await Engine.load(source, { threads: 2, cache: options.cache });
+          const samples = [[], []];
+          for await (const { sample, token, logprob } of engine.generate(ids, { n: 2, temperature: 0.8, topP: 0.9, maxNewTokens: 16, seed: 3 })) samples[sample].push([token, logprob]);
+          engine.close();
+          return samples;
+        }, [options, withTable.ids]);
+        for (const [i, sample] of tokens.entries()) {
+          assertTokens(sample.map(([token]) => token), withTable.samples[i].tokens);
+          assertTokens(sample.map(([, logprob]) => logprob), withTable.samples[i].logprobs);
+        }
+        return requests.slice(begin).filter(({ method, path }) => method === "GET" && path === "/gemma4.gguf").map(({ range }) => range);
+      };
+      assert.deepEqual(await run({ cache: true }), [undefined]);
+      assert.deepEqual(await run({ cache: true }), []);
+      const ranges = (await run({ cache: false })).filter((range) => range !== undefined).map((range) => range.match(/\d+/g));
+      const rowBytes = 7 * 6 * 4;
+      assert.ok(ranges.filter(([first, last]) => last - first === rowBytes - 1).length > 20, String(ranges)); // 16 tokens of the prompt, and samples
+      await run({ isFile: true });
+      await page.evaluate(async () => (await import("/index.js")).clearCache());
+      await page.close();
+    });
+
+    test("a File that changes is an error of the request, which names the bytes of the row", async () => {
+      const { page } = await open("isolated");
+      const found = await page.evaluate(async (ids) => {
+        const { Engine } = await import("/index.js");
+        const folder = await navigator.storage.getDirectory();
+        const handle = await folder.getFileHandle("changed.gguf", { create: true });
+        const write = async (bytes) => {
+          const stream = await handle.createWritable();
+          await stream.write(bytes);
+          await stream.close();
+        };
+        await write(await (await fetch("gemma4.gguf")).arrayBuffer());
+        const engine = await Engine.load(await handle.getFile(), { threads: 1 });
+        await write(new Uint8Array(1000));
+        const error = await engine.logprobs(ids).then(() => "none", (error) => error.message);
+        const { architecture } = await engine.info();
+        engine.close();
+        await folder.removeEntry("changed.gguf");
+        return { error, architecture };
+      }, withTable.ids);
+      mentions("Engine.logprobs", "per_layer_token_embd.weight", `the row of token ${withTable.ids[0]}`, "changed.gguf", "bytes", "load it again")(found.error);
+      assert.equal(found.architecture, "gemma4");
       await page.close();
     });
 

@@ -158,16 +158,18 @@ def run_native(engine: Engine, tokenizer: GGUFTokenizer, adapter: Path) -> dict[
 
 REORDERED = {
     "gpt2": {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
+    "gemma4": {"target_modules": ["q_proj", "v_proj", "down_proj", "per_layer_input_gate", "per_layer_projection"]},
     "gpt_neox": {"target_modules": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]},
     "granite4-hybrid": {"target_modules": ["in_proj", "out_proj", "q_proj"]},
     "nemotron_h-groups": {"target_modules": ["in_proj", "q_proj", "up_proj", "down_proj"]},
     "qwen3_5_text": {"target_modules": ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj"]},
 }
-"""Adapters of models whose files store transposed matrices, q, k and v head by head, or reordered value heads."""
+"""Adapters of models whose files store transposed matrices, q, k and v head by head, or reordered value heads; and of
+layers of different sizes."""
 NO_GGUF = {
     "llama-proportional", "gemma2-kinds", "gemma2-attention", "granite_swa-bases", "qwen3_5_text-sizes",
     "olmoe-normalised", "qwen3_moe-dense", "lfm2_moe-plain", "granite4-experts",
-    "nemotron_h-mixed",
+    "nemotron_h-mixed", "gemma4-plain",
 }  # fmt: skip
 """Cases that GGUF cannot express: proportional RoPE, an untied head of Gemma 2, no soft-cap, two RoPE bases, biases,
 other routers or layers, a mixture without rotations."""
@@ -178,8 +180,6 @@ def families(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     found = []
     for case in CASES:
-        if "layer_input_dim" in FAMILIES[family_name(case)].keys:  # not in the package
-            continue
         model = tiny_model(case)
         model.save_pretrained(folder / case)
         found.append(run_source(folder / case))
@@ -206,6 +206,16 @@ def families(folder: Path) -> None:
     experts.config.save_pretrained(folder / "fused")  # transformers' own names, which it does not write
     save_file({name: t.clone() for name, t in experts.state_dict().items()}, folder / "fused/model.safetensors")
     found.append(run_source(folder / "fused"))
+    with_blocks = tiny_model("gemma4", hidden_size_per_layer_input=32)
+    for table in (Q8_0, gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.BF16):  # of the second embedding
+
+        def table_kind(name: str, kind: gguf.GGMLQuantizationType = table) -> gguf.GGMLQuantizationType:
+            return kind if "embed_tokens_per_layer" in name else gguf.GGMLQuantizationType.F32
+
+        found.append(run_source(write_gguf(with_blocks, folder / f"table-{table.name.lower()}.gguf", table_kind)))
+    write_gguf(with_blocks, folder / "table-part.gguf", split_max_tensors=40)
+    write_gguf(tiny_model("gemma4", vocab_size=400), folder / "vocabulary.gguf")
+    found += [run_source(folder / "gemma4", weights=weights) for weights in ("float32", "q8_0")]
     for weights in ("float32", "bf16", "int8", "q8_0"):
         for path in (folder.parent / "folder", folder.parent / "q4_0.gguf", folder / "qwen2"):
             found.append(run_source(path, weights=weights))

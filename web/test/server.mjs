@@ -1,5 +1,6 @@
 // File server for tests. Queries: ?cut=N ends the first response after N bytes (&always: every response); ?etag=none; ?gzip;
-// ?busy=X answers 503 once, with Retry-After X; ?rangeless drops range requests.
+// ?busy=X answers 503 once, with Retry-After X; ?rangeless drops range requests, ?whole ignores their range. While `isDown`, no
+// request is answered.
 import { createServer } from "node:http";
 import { gzipSync } from "node:zlib";
 
@@ -10,8 +11,8 @@ export async function serve(files, headers = {}) {
     const url = new URL(request.url, "http://localhost");
     requests.push({ method: request.method, path: url.pathname, range: request.headers.range });
     const { searchParams } = url;
-    const range = /bytes=(\d+)-(\d*)/.exec(request.headers.range ?? "");
-    if (range && searchParams.has("rangeless")) return request.destroy();
+    const range = !searchParams.has("whole") && /bytes=(\d+)-(\d*)/.exec(request.headers.range ?? "");
+    if (server.isDown || (range && searchParams.has("rangeless"))) return request.destroy();
     if (searchParams.has("busy") && !seen.has(request.url)) {
       seen.add(request.url);
       return response.writeHead(503, { ...headers, "retry-after": searchParams.get("busy") }).end();
@@ -49,6 +50,9 @@ export async function serve(files, headers = {}) {
     requests,
     set etag(value) {
       server.etag = value;
+    },
+    set isDown(value) {
+      server.isDown = value;
     },
     close: () => new Promise((resolve) => (server.closeAllConnections(), server.close(resolve))),
   };

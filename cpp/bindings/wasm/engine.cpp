@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "bindings/wasm/exports.h"
 #include "bindings/wasm/model.h"
@@ -116,6 +117,16 @@ const double* pack(const char* slot, size_t size, size_t first, int type, const 
     return numbers;
 }
 
+// Reserves memory for `count` rows of the second embedding, which stays in its file; returns it.
+WHET_EXPORT(hold_rows) uint8_t* hold_rows(int type, size_t count) {
+    return weights->layer_embedding.hold(static_cast<StoredType>(type), count);
+}
+// The row at `place` of this memory is a token's from now on. Returns whether its numbers are finite.
+WHET_EXPORT(place_row) bool place_row(size_t token, size_t place) {
+    weights->layer_embedding.place(token, place);
+    return weights->layer_embedding.is_finite(token);
+}
+
 WHET_EXPORT(begin_engine) void begin_engine(size_t kv_bytes, size_t max_batch, size_t chunk, bool bf16_cache) {
     model.emplace(weights, max_batch + chunk, kv_type(bf16_cache));
     engine.emplace(*model, Limits{kv_bytes, max_batch, chunk});
@@ -162,6 +173,14 @@ uint32_t add_score(const int32_t* tokens, size_t n, size_t score_from, float tem
     return static_cast<uint32_t>(running().add(std::move(request)));
 }
 
+// Plans the next step: the number of its tokens, and the tokens.
+WHET_EXPORT(plan_step) const int32_t* plan_step() {
+    static std::vector<int32_t> numbers;
+    const auto tokens = running().plan();
+    numbers = {static_cast<int32_t>(tokens.size())};
+    for (const InputToken& each : tokens) numbers.push_back(each.token);
+    return numbers.data();
+}
 WHET_EXPORT(step) bool step() { return running().step(); }
 WHET_EXPORT(is_done) bool is_done(uint32_t id) { return running().job(id).done; }
 WHET_EXPORT(job_error) void job_error(uint32_t id) { result = running().job(id).error; }

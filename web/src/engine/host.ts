@@ -5,7 +5,7 @@ import { encode } from "../core/fields.js";
 import { nProcessors, yieldToEventLoop } from "../core/port.js";
 import { startCore } from "../core/start.js";
 import { engineCalls, enums, promptFields, sampleFields } from "../facts.js";
-import { closeAll, type DownloadOptions, type Reader } from "../files/reader.js";
+import { type Caller, closeAll, type DownloadOptions, type Reader } from "../files/reader.js";
 import { type Files, isFolder, openReader } from "../files/sources.js";
 import type { Row } from "../learner/batch.js";
 import type { LearnerHost } from "../learner/host.js";
@@ -16,10 +16,9 @@ import type { TextStream, TokenTexts } from "../text/token_texts.js";
 import type { Message, PromptOptions, TextTokenizer } from "../text/tokenizer.js";
 import { loadHf, loadLearner } from "./chunks.js";
 import { packWeights } from "./packing.js";
-import { checkMemory, describePlan, hasBf16Cache, makePlan, open, PAGE_TOKENS, type Plan } from "./plan.js";
+import { checkMemory, DEFAULT_BATCH, describePlan, hasBf16Cache, makePlan, open, PAGE_TOKENS, type Plan, PREFILL_CHUNK } from "./plan.js";
 import type { Call, Info, LoadOptions, Measure, Request } from "./protocol.js";
-
-const PREFILL_CHUNK = 64; // prompt tokens per step
+import { TokenRows } from "./token_rows.js";
 
 export class Host {
   private readonly adapters = new Set<number>();
@@ -27,6 +26,7 @@ export class Host {
   private tokenizer: TextTokenizer | undefined;
   private hasTokenTexts = false; // whether the core has the token texts
   private learner: LearnerHost | undefined;
+  private lastStep: Promise<unknown> = Promise.resolve(); // with a second embedding
 
   private constructor(
     private readonly core: Core,
@@ -35,16 +35,20 @@ export class Host {
     /** Name or URL of the model. */
     private readonly name: string,
     private readonly weights: string | undefined,
+    /** Rows of the second embedding, if the model has one. */
+    private readonly rows: TokenRows | undefined,
   ) {}
 
-  /** `startWorker`: starts a worker for a thread, which receives its Thread on the port. */
-  static async load(files: Files, options: LoadOptions, isolated: boolean, from: DownloadOptions, startWorker: (port: MessagePort) => void): Promise<Host> {
+  /** `startWorker`: starts a worker for a thread, which receives its Thread on the port. `tableBytes`: memory for rows of a second embedding. */
+  static async load(files: Files, options: LoadOptions, isolated: boolean, from: DownloadOptions, startWorker: (port: MessagePort) => void, tableBytes?: number): Promise<Host> {
     const { core, build } = await startCore(isolated, "Engine.load", { learning: options.learning });
     const reader = await open(files, from, false);
+    let rows: TokenRows | undefined;
     try {
-      const { slices, ...plan } = await makePlan(core, reader, options, false, from.where);
-      const { config, formats } = plan;
-      const maxBatch = options.maxBatch ?? 4;
+      const { slices, ...plan } = await makePlan(core, reader, options, false, from.where, tableBytes);
+      const { config, formats, table } = plan;
+      if (table !== undefined && options.learning) throw new WhetError(`${from.where}: learning is true, and ${reader.name} has a second embedding, ${table.tensor.name}, with which this package does not learn. Omit learning, and train adapters with whet.Learner.`);
+      const maxBatch = options.maxBatch ?? DEFAULT_BATCH;
       // One sequence of maxPosition tokens, and for every further sample its last prompt page and a new page.
       const kvBytes = options.kvBytes ?? plan.pageBytes * (Math.ceil(config.maxPosition / PAGE_TOKENS) + 2 * maxBatch);
       checkMemory(core, plan, kvBytes);
@@ -52,6 +56,7 @@ export class Host {
       await Promise.all(Array.from({ length: n - 1 }, () => startThread(core, startWorker)));
       core.call("set_threads", n);
       await packWeights(core, { ...plan, slices }, reader, from);
+      const held = table && new TokenRows(core, table, reader);
       engineCalls.begin_engine(core, { kvBytes, maxBatch, chunk: PREFILL_CHUNK, bf16Cache: +hasBf16Cache(formats) });
       const info = {
         ...describePlan(plan),
@@ -63,9 +68,10 @@ export class Host {
         weightsBytes: core.call("weights_bytes") >>> 0,
         kvBytes: core.call("kv_bytes") >>> 0,
       };
-      return new Host(core, plan, info, reader.name, options.weights);
+      rows = held;
+      return new Host(core, plan, info, reader.name, options.weights, rows);
     } finally {
-      await reader.close?.();
+      if (rows === undefined) await reader.close?.(); // else rows are read from it
     }
   }
 
@@ -169,7 +175,7 @@ export class Host {
         const isDone = this.core.call("is_done", id) === 1;
         readResults();
         if (isDone) break;
-        this.core.call("step");
+        await this.step(id, { where, signal });
         await yieldToEventLoop();
       }
       this.core.call("job_error", id);
@@ -178,6 +184,24 @@ export class Host {
     } finally {
       this.core.call("remove", id);
     }
+  }
+
+  /** Run a step of all requests. With a second embedding, the rows of its tokens are read before; steps follow one another. */
+  private step(id: number, by: Caller): unknown {
+    const { core, rows } = this;
+    if (rows === undefined) return core.call("step");
+    const isDone = () => core.call("is_done", id) === 1; // by the step of another request
+    const step = this.lastStep.then(async () => {
+      while (!isDone() && (await rows.read(this.plannedTokens(), by)));
+      if (!isDone()) core.call("step");
+    });
+    this.lastStep = step.catch(() => {}); // the error is the request's
+    return step;
+  }
+
+  private plannedTokens(): Int32Array {
+    const at = this.core.call("plan_step");
+    return this.core.integers(at + 4, this.core.integers(at, 1)[0]);
   }
 
   /** Return a decoder per sample; none if the tokenizer is not supported: prompts of token ids work without it. */

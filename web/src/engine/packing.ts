@@ -3,7 +3,7 @@ import type { Core } from "../core/core.js";
 import { WhetError } from "../core/errors.js";
 import { engineCalls, lossFields } from "../facts.js";
 import { type DownloadOptions, type Range, type Reader, readRanges } from "../files/reader.js";
-import { type ModelConfig, slots } from "../models/architecture.js";
+import { type ModelConfig, slots, TABLE } from "../models/architecture.js";
 import { type FormatSpan, isFloat, type StoredType, weightFormats } from "../models/formats.js";
 import { type PackingLoss, RangeCheck } from "../models/range.js";
 import type { RowSlice } from "../models/slices.js";
@@ -83,11 +83,11 @@ function pack(core: Core, slice: RowSlice, bytes: Uint8Array, types: Map<string,
   );
 }
 
-/** Read a model's tensors and pack them; progress is reported per block. */
+/** Read a model's tensors, except the second embedding, and pack them; progress is reported per block. */
 export async function packWeights(core: Core, { config, formats, slices, types }: Pick<Plan, "config" | "formats" | "slices" | "types">, reader: Reader & { name: string }, from: DownloadOptions): Promise<void> {
   allocateWeights(core, config, formats);
   const range = new RangeCheck(weightFormats(core), reader.name);
-  for await (const [slice, stored] of readSlices(slices, reader)) {
+  for await (const [slice, stored] of readSlices(slices.filter(({ slot }) => slot !== TABLE), reader)) {
     if (from.signal.aborted) throw from.signal.reason;
     const { convert, tensor } = slice;
     const bytes = convert === undefined ? stored : new Uint8Array((await loadHf()).toFloats(stored, tensor, reader.name).map(convert).buffer);

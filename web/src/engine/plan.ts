@@ -5,16 +5,19 @@ import { startCore } from "../core/start.js";
 import { join, type ModelReader, openModel, readHeaders } from "../files/parts.js";
 import type { DownloadOptions } from "../files/reader.js";
 import { type Files, isFolder, openRanges, openReader } from "../files/sources.js";
-import { encodeConfig, type Family, type ModelConfig, slots } from "../models/architecture.js";
+import { encodeConfig, type Family, type ModelConfig, slots, TABLE } from "../models/architecture.js";
 import type { FolderReader } from "../models/folder.js";
 import { chooseFormats, type FormatSpan, rowBytes, type StoredType, storedTypes, weightFormats } from "../models/formats.js";
-import { describeGguf } from "../models/gguf.js";
+import { describeGguf, hasTable } from "../models/gguf.js";
 import type { RowSlice } from "../models/slices.js";
 import { TextTokenizer } from "../text/tokenizer.js";
 import { loadHf } from "./chunks.js";
 import type { Estimate, LoadOptions } from "./protocol.js";
+import { planTable, type Table } from "./token_rows.js";
 
 const DEFAULT_MAX_CONTEXT = 4096; // tokens
+export const DEFAULT_BATCH = 4; // samples
+export const PREFILL_CHUNK = 64; // prompt tokens per step
 export const PAGE_TOKENS = 64;
 
 /** Description of a model, read from its files. */
@@ -33,9 +36,11 @@ export interface Plan extends Model {
   types: Map<string, StoredType>;
   /** Size of a page of the KV cache: PAGE_TOKENS tokens. */
   pageBytes: number;
+  /** The second embedding, if the model has one. */
+  table: Table | undefined;
 }
 
-type Sized = Pick<Plan, "config" | "formats">;
+type Sized = Pick<Plan, "config" | "formats" | "table">;
 
 /** Return a model's size and memory from the headers of its files. */
 export async function estimate(files: Files, options: LoadOptions, from: DownloadOptions): Promise<Estimate> {
@@ -49,10 +54,11 @@ export async function estimate(files: Files, options: LoadOptions, from: Downloa
   }
 }
 
-function weightsBytesOf(core: Core, { config, formats }: Sized): number {
+function weightsBytesOf(core: Core, { config, formats, table }: Sized): number {
   const known = weightFormats(core);
-  let bytes = 0;
+  let bytes = table?.bytes ?? 0;
   for (const [slot, shape] of slots(config)) {
+    if (slot === TABLE) continue;
     const spans = formats.get(slot);
     if (spans === undefined) bytes += 4 * shape[0];
     for (const { rows, format } of spans ?? []) bytes += rows * rowBytes(known.get(format)!, shape[1]);
@@ -77,24 +83,25 @@ type AnyReader = ModelReader | FolderReader;
 /** Open a model's files. `headersOnly`: download only the ranges that are read. */
 export async function open(files: Files, from: DownloadOptions, headersOnly: boolean): Promise<AnyReader> {
   const hasFolder = files.length === 1 ? await isFolder(files[0][1]) : files.some(([name]) => /(^|\/)config\.json$/.test(name));
-  if (!hasFolder) return openModel(files, from, { headersOnly });
+  if (!hasFolder) return openModel(files, { ...from, isReadInPlace: hasTable }, { headersOnly });
   const openOne = headersOnly ? openRanges : openReader;
   const unlessMissing = (error: unknown) => {
     if (!(error instanceof MissingFileError)) throw error;
     return undefined;
   };
-  const openers = { join, open: (name: string, file: Files[number][1]) => openOne(name, file, from).catch(unlessMissing) };
+  const openers = { join, open: (name: string, file: Files[number][1], isReadInPlace: () => boolean) => openOne(name, file, { ...from, isReadInPlace }).catch(unlessMissing) };
   return (await loadHf()).openFolder(files, from, headersOnly, openers);
 }
 
-export async function makePlan(core: Core, reader: AnyReader, { contextLength, weights }: LoadOptions, headersOnly: boolean, where: string): Promise<Plan> {
+export async function makePlan(core: Core, reader: AnyReader, { contextLength, weights, maxBatch = DEFAULT_BATCH }: LoadOptions, headersOnly: boolean, where: string, tableBytes?: number): Promise<Plan> {
   const lengthOf = (trained: number) => contextLength ?? Math.min(trained, DEFAULT_MAX_CONTEXT);
   const model = "folder" in reader ? await readFolderModel(core, reader, lengthOf, headersOnly, where) : await readGgufModel(core, reader, lengthOf, where);
   const types = storedTypes(core);
   const formats = chooseFormats(core, model.config, model.slices, types, weights, where);
   const numbers = encodeConfig(model.config);
   core.with([numbers], (at) => core.call("begin_model", at, numbers.length));
-  return { ...model, types, formats, pageBytes: core.call("kv_page_bytes", +hasBf16Cache(formats)) };
+  const table = planTable(model.config, model.slices, types, maxBatch + PREFILL_CHUNK, tableBytes);
+  return { ...model, types, formats, table, pageBytes: core.call("kv_page_bytes", +hasBf16Cache(formats)) };
 }
 
 async function readFolderModel(core: Core, reader: FolderReader, lengthOf: (trained: number) => number, headersOnly: boolean, caller: string): Promise<Model> {

@@ -1,7 +1,7 @@
 /** Resumable downloads, into the origin's private file system if the runtime has one, else into memory. */
 import { MissingFileError, WhetError } from "../core/errors.js";
 import { type CacheEntry, evictOldest, openEntry, type Sink, type Version } from "./cache.js";
-import { byteReader, checkSha256, type DownloadOptions, type Reader, wrapBytes } from "./reader.js";
+import { byteReader, type Caller, checkSha256, type DownloadOptions, type Reader, wrapBytes } from "./reader.js";
 
 const CHUNK_BYTES = 1 << 20;
 const ATTEMPTS = 4;
@@ -9,20 +9,26 @@ const PAUSE_MS = 500; // before the second attempt; twice as long before each fu
 const MAX_PAUSE_MS = 30_000; // a longer Retry-After fails the download
 const BUSY = [408, 429, 500, 502, 503, 504];
 
+/** A file that is read by ranges where it is. */
+class ReadInPlace extends WhetError {}
+
 class MemorySink implements Sink {
   size = 0;
+  totalBytes = 0; // expected
   private bytes = new Uint8Array(0);
 
-  reserve(n: number): void {
-    if (n <= this.bytes.length) return;
+  constructor(private readonly isReadInPlace: DownloadOptions["isReadInPlace"]) {}
+
+  private reserve(n: number): void {
     const longer = new Uint8Array(n);
     longer.set(this.bytes.subarray(0, this.size));
     this.bytes = longer;
   }
 
   write(bytes: Uint8Array): void {
+    if (this.size === 0 && this.isReadInPlace?.(bytes)) throw new ReadInPlace();
     const size = this.size + bytes.length;
-    if (size > this.bytes.length) this.reserve(2 * size);
+    if (size > this.bytes.length) this.reserve(size <= this.totalBytes ? this.totalBytes : 2 * size);
     this.bytes.set(bytes, this.size);
     this.size = size;
   }
@@ -61,8 +67,13 @@ export async function download(url: URL, name: string, options: Omit<DownloadOpt
       await entry.close();
     }
   }
-  const sink = new MemorySink();
-  await fetchInto(sink, url, undefined, options, (version) => sink.reserve(version.totalBytes));
+  const sink = new MemorySink(sha256 === undefined ? options.isReadInPlace : undefined);
+  try {
+    await fetchInto(sink, url, undefined, options, ({ totalBytes }) => void (sink.totalBytes = totalBytes));
+  } catch (error) {
+    if (error instanceof ReadInPlace) return openRemoteRanges(url, name, { ...options, sha256 });
+    throw error;
+  }
   const reader = sink.reader(name);
   if (sha256 !== undefined) await checkSha256(reader, sha256, where);
   return reader;
@@ -80,23 +91,102 @@ async function fetchIntoCache(entry: CacheEntry, url: URL, options: DownloadOpti
   }
 }
 
-/** Return a reader that requests only the ranges it reads. */
-export async function openRemoteRanges(url: URL, name: string, { where, signal }: DownloadOptions): Promise<Reader> {
-  const request = (how: RequestInit) =>
-    fetch(url, { signal, ...how }).catch((error: Error) => {
-      throw signal.aborted ? signal.reason : new WhetError(`${where}: ${url.href} could not be requested (${error.message}). Check the URL and the network.`);
-    });
-  const get = async (offset: number, n: number) => {
-    const response = await request({ headers: { range: `bytes=${offset}-${offset + n - 1}` } });
-    if (response.status !== 206) {
-      await response.body?.cancel();
-      throw new (errorFor(response))(`${where}: ${url.href} answered ${response.status} ${response.statusText} to a range request, expected 206. Correct the URL, or use a server that supports ranges.`);
+/** Return a reader that requests only the ranges it reads, all of one version of the file. */
+export async function openRemoteRanges(url: URL, name: string, options: DownloadOptions): Promise<Reader> {
+  let known: Version | undefined;
+  const request = async (begin: number, end: number, { where, signal }: Caller): Promise<Response> => {
+    // Chromium's cache would answer concurrent requests of one URL in turn.
+    const response = await fetch(url, { signal, cache: "no-store", headers: { range: `bytes=${begin}-${end - 1}` } });
+    const version = { totalBytes: rangeTotal(response.headers) ?? 0, etag: response.headers.get("etag") };
+    const hasRange = response.status === 206 || response.status === 416;
+    const isOther = hasRange && known !== undefined && (version.etag !== null || version.totalBytes > 0) && !isSameVersion(known, version);
+    if (response.status === 206 && !isOther) {
+      known ??= version;
+      return response;
     }
-    return { bytes: new Uint8Array(await response.arrayBuffer()), size: rangeTotal(response.headers) };
+    await response.body?.cancel();
+    if (BUSY.includes(response.status)) throw new Busy(response);
+    const asked = `to a request of bytes ${begin} to ${end - 1}`;
+    if (isOther) throw new WhetError(`${where}: ${url.href} has changed: it answered ${asked} with ${describe(version)}, expected ${describe(known!)}. Load it again.`);
+    throw new (errorFor(response))(`${where}: ${url.href} answered ${response.status} ${response.statusText} ${asked}, expected 206. Correct the URL, or use a server that supports range requests.`);
   };
-  const size = (await get(0, 1)).size ?? versionOf((await request({ method: "HEAD" })).headers).totalBytes;
-  if (size === 0) throw new WhetError(`${where}: ${url.href} does not expose its size. Let its server send Access-Control-Expose-Headers: Content-Range.`);
-  return { name, size, read: async (offset, n) => (await get(offset, n)).bytes };
+  const explain = (error: unknown, begin: number, end: number, { where, signal }: Caller): unknown => {
+    if (signal.aborted) return signal.reason;
+    if (error instanceof WhetError) return error;
+    return new WhetError(`${where}: ${url.href}: bytes ${begin} to ${end - 1} could not be requested (${(error as Error)?.message ?? error}). Check the URL and the network.`);
+  };
+  const get = (begin: number, end: number, by: Caller) =>
+    retry(by.signal, async () => {
+      const bytes = new Uint8Array(await (await request(begin, end, by)).arrayBuffer());
+      if (bytes.length !== end - begin) throw new TypeError(`received ${bytes.length} bytes`);
+      return bytes;
+    }).catch((error) => {
+      throw explain(error, begin, end, by);
+    });
+  await get(0, 1, options);
+  const readHead = () => fetch(url, { method: "HEAD", signal: options.signal }).catch((error) => {
+    throw explain(error, 0, 1, options);
+  });
+  const size = known!.totalBytes || versionOf((await readHead()).headers).totalBytes;
+  if (size === 0) throw new WhetError(`${options.where}: ${url.href} does not expose its size. Let its server send Access-Control-Expose-Headers: Content-Range.`);
+  /** Stream one response; after a failure, another from there on. */
+  const stream = (offset: number): ReadableStream<Uint8Array<ArrayBuffer>> | undefined => {
+    let body: ReadableStreamDefaultReader<Uint8Array<ArrayBuffer>> | undefined;
+    const next = async () => {
+      try {
+        body ??= (await request(offset, size, options)).body!.getReader();
+        const { value } = await body.read();
+        if (value === undefined) throw new TypeError("the response ended");
+        return value;
+      } catch (error) {
+        body = undefined;
+        throw error;
+      }
+    };
+    const source: UnderlyingByteSource = {
+      type: "bytes",
+      async pull(controller) {
+        if (offset === size) {
+          controller.close();
+          controller.byobRequest?.respond(0); // ends the pending read
+          return;
+        }
+        const value = await retry(options.signal, next).catch((error) => {
+          throw explain(error, offset, size, options);
+        });
+        offset += value.length;
+        controller.enqueue(value);
+      },
+      cancel: () => body?.cancel(),
+    };
+    try {
+      return new ReadableStream(source);
+    } catch {
+      return undefined; // a runtime without streams of bytes
+    }
+  };
+  return { name, size, read: (offset, n, by = options) => get(offset, offset + n, by), stream };
+}
+
+const describe = ({ totalBytes, etag }: Version) => `${totalBytes} bytes and ETag ${etag ?? "none"}`;
+
+/** Repeat what fails without an error of ours, with growing pauses. */
+async function retry<T>(signal: AbortSignal, run: () => Promise<T>): Promise<T> {
+  for (let attempt = 1; ; ++attempt) {
+    try {
+      return await run();
+    } catch (error) {
+      if (signal.aborted || error instanceof WhetError) throw error;
+      await pauseAfter(error, attempt, signal);
+    }
+  }
+}
+
+/** Pause before the next attempt. Rethrow the error if there have been enough, or if the server asks for a long pause. */
+async function pauseAfter(error: unknown, attempt: number, signal: AbortSignal): Promise<void> {
+  const asked = error instanceof Busy ? error.pauseMs : 0;
+  if (attempt >= ATTEMPTS || asked > MAX_PAUSE_MS) throw error;
+  await pause(Math.max(asked, PAUSE_MS * 2 ** (attempt - 1)), signal);
 }
 
 /** Return the file's size by Content-Range, or undefined if a cross-origin server does not expose that header. */
@@ -180,14 +270,13 @@ async function fetchInto(
       if (signal.aborted) throw signal.reason;
       if (error instanceof WhetError || (error as Error)?.name === "QuotaExceededError") throw error;
       if (sink.size > before) attempt = 1; // progress resets the count
-      const asked = error instanceof Busy ? error.pauseMs : 0;
-      if (attempt >= ATTEMPTS || asked > MAX_PAUSE_MS) {
+      await pauseAfter(error, attempt, signal).catch(() => {
+        if (signal.aborted) throw signal.reason;
         const why = `${(error as Error)?.message ?? error}`;
         throw new WhetError(
           `${where}: ${url.href} could not be downloaded (${why}; received ${sink.size} bytes). Load it again when the network is back; a cross-origin server must send Access-Control-Allow-Origin.`,
         );
-      }
-      await pause(Math.max(asked, PAUSE_MS * 2 ** (attempt - 1)), signal);
+      });
     }
   }
 }

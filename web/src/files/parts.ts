@@ -17,7 +17,9 @@ export async function openModel(files: Files, options: DownloadOptions, { header
   const sorted = files.length > 1 ? sortParts(files, options.where) : files;
   const readers: Reader[] = [];
   try {
-    for (const [name, file] of sorted) readers.push(headersOnly ? await openRanges(name, file, options) : await openReader(name, file, options));
+    let isInPlace = false; // found in the first part, which has the architecture
+    const isReadInPlace = (head: Uint8Array) => (isInPlace ||= options.isReadInPlace?.(head) === true);
+    for (const [name, file] of sorted) readers.push(headersOnly ? await openRanges(name, file, options) : await openReader(name, file, { ...options, isReadInPlace }));
   } catch (error) {
     await closeAll(readers);
     throw error;
@@ -54,9 +56,9 @@ export function join(readers: Reader[]): ModelReader {
     name: readers[0].name,
     size,
     parts,
-    read(offset, n) {
+    read(offset, n, by) {
       const { begin, reader } = findPart(offset);
-      return reader.read(offset - begin, n); // a tensor is within one part
+      return reader.read(offset - begin, n, by); // a tensor is within one part
     },
     stream(offset) {
       const { begin, reader } = findPart(offset);

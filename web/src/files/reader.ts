@@ -3,10 +3,17 @@ import { sha256 } from "@noble/hashes/sha2.js";
 import { bytesToHex } from "@noble/hashes/utils.js";
 import { WhetError } from "../core/errors.js";
 
+/** Who reads: the prefix of error messages, and what ends the reading. */
+export interface Caller {
+  where: string;
+  signal: AbortSignal;
+}
+
 export interface Reader {
   name: string;
   size: number;
-  read(offset: number, n: number): Promise<Uint8Array>;
+  /** Read a range. `by`: default: who opened the file. */
+  read(offset: number, n: number, by?: Caller): Promise<Uint8Array>;
   /** Stream from an offset; undefined if only ranges can be read. */
   stream?(offset: number): ReadableStream<Uint8Array<ArrayBuffer>> | undefined;
   close?(): Promise<void>;
@@ -28,11 +35,11 @@ export interface FileOptions {
   cache?: boolean;
 }
 
-export interface DownloadOptions extends FileOptions {
-  /** Prefix of error messages: the public function. */
-  where: string;
-  signal: AbortSignal;
+/** `where` is the public function. */
+export interface DownloadOptions extends FileOptions, Caller {
   onProgress(progress: Progress): void;
+  /** Whether a file, by its first bytes, is read by ranges where it is, if there is no cache to download it to. */
+  isReadInPlace?(head: Uint8Array): boolean;
 }
 
 export async function closeAll(readers: readonly Reader[]): Promise<void> {
@@ -47,19 +54,28 @@ export function wrapBlob(blob: Blob, name: string): Reader {
   return {
     name,
     size: blob.size,
-    read: async (offset, n) => new Uint8Array(await blob.slice(offset, offset + n).arrayBuffer()),
+    async read(offset, n, by) {
+      const label = by === undefined ? name : `${by.where}: ${name}`;
+      const bytes = await blob.slice(offset, offset + n).arrayBuffer().catch((error: Error) => {
+        throw new WhetError(`${label}: bytes ${offset} to ${offset + n - 1} cannot be read (${error.message}). The file was changed or removed: load it again.`);
+      });
+      if (bytes.byteLength < n) throw truncated(label, offset + bytes.byteLength, offset + n);
+      return new Uint8Array(bytes);
+    },
     stream: (offset) => blob.slice(offset).stream(),
   };
 }
 
 /** Error of a file that ends early. */
-export const truncated = (name: string, at: number) => new WhetError(`${name} ends at byte ${at}. It was truncated while it was read.`);
+export const truncated = (name: string, at: number, end: number) => new WhetError(`${name} ends at byte ${at}, expected ${end} bytes. It was truncated while it was read: load it again.`);
 
 /** Byte range of a file. */
 export interface Range {
   begin: number;
   end: number;
 }
+
+const SKIPPED_BYTES = 1 << 16; // between ranges, such as the padding of tensors: a stream of a server is not opened again
 
 /** Yield the bytes of ascending ranges. The next range may overwrite the buffer of the last.
  *
@@ -72,6 +88,11 @@ export async function* readRanges<R extends Range>(reader: Reader, ranges: reado
   try {
     for (const range of ranges) {
       const { begin, end } = range;
+      while (stream !== undefined && at < begin && begin - at <= SKIPPED_BYTES) {
+        const { value } = await stream.read(new Uint8Array(begin - at));
+        if (!value?.length) break; // the range is in the next part of a split file
+        at += value.length;
+      }
       if (begin !== at) {
         stream?.cancel().catch(() => {});
         stream = byteReader(reader.stream?.(begin));
@@ -82,7 +103,7 @@ export async function* readRanges<R extends Range>(reader: Reader, ranges: reado
       }
       for (at = begin; at < end; ) {
         const { value } = await stream.read(new Uint8Array(buffer, at - begin, end - at));
-        if (!value?.length) throw truncated(`Engine.load: ${reader.name}`, at);
+        if (!value?.length) throw truncated(`Engine.load: ${reader.name}`, at, end);
         buffer = value.buffer;
         at += value.length;
       }

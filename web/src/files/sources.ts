@@ -114,16 +114,19 @@ async function openFile(url: URL, where: string): Promise<Reader> {
   const file = await open(url).catch((error: NodeJS.ErrnoException) => {
     throw new (error.code === "ENOENT" ? MissingFileError : WhetError)(`${where}: ${path} cannot be read (${error.message}). Pass the path of a model file.`);
   });
+  const { size, mtimeMs } = await file.stat();
   return {
     name: path,
-    size: (await file.stat()).size,
-    async read(offset, n) {
+    size,
+    async read(offset, n, by) {
+      const label = `${by?.where ?? where}: ${path}`;
       const bytes = new Uint8Array(n);
       for (let done = 0; done < n; ) {
         const { bytesRead } = await file.read(bytes, done, n - done, offset + done);
-        if (bytesRead === 0) throw truncated(`${where}: ${path}`, offset + done);
+        if (bytesRead === 0) throw truncated(label, offset + done, offset + n);
         done += bytesRead;
       }
+      if ((await file.stat()).mtimeMs !== mtimeMs) throw new WhetError(`${label} was changed after it was opened: bytes ${offset} to ${offset + n - 1} may be another model's. Load it again.`);
       return bytes;
     },
     close: () => file.close(),

@@ -49,8 +49,9 @@ export function locateModules(config: ModelConfig, family: Family): Map<string, 
   for (const { module, slot, part, layer, names } of eachModule(config, storedModules(HF_MODULES[family.name], []))) {
     const shape = shapes.get(slot);
     if (shape === undefined || shape.length !== 2 || module.parameter !== undefined || slot.endsWith("router")) continue;
-    const [firstRow, n] = moduleRows(config, part, shape[0]);
-    const target = /^layers\.\d+\.(\w+)$/.exec(slot)?.[1].replace("gate_up", "up").replace(/^\w+_in$/, "qkv").replace(/^\w+_out$/, "o") as LoraFactors["target"] | undefined;
+    const [firstRow, n] = moduleRows(config, layer, part, shape[0]);
+    if (n === 0) continue;
+    const target = /^layers\.\d+\.(\w+)$/.exec(slot)?.[1].replace("gate_up", "up").replace(/^\w+_in$/, "qkv").replace(/^(conv|delta)_out$/, "o") as LoraFactors["target"] | undefined;
     found.set(names[0], { names, slot, layer, target, firstRow, shape: [n, shape[1]], order: module.order ?? "keepOrder", columnOrder: module.columnOrder ?? "keepOrder" });
   }
   return found;

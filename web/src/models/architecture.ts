@@ -42,10 +42,13 @@ export interface ModelConfig {
   localInvFreq: number[];
   /** Per layer: width of the MLP, 0: none; empty: ffnDim in all. */
   ffnDims: readonly number[];
-  /** As in whet.models.architecture; of families that are not in the package. */
+  /** Head size of layers that rotate by localInvFreq; 0: headDim. */
   localHeadDim: number;
+  /** Number of the last layers, which read the keys and values of an earlier layer. */
   nSharedKvLayers: number;
+  /** Numbers of a token's input to each layer, from a second embedding; 0: none. */
   layerInputDim: number;
+  /** Whether the output of each layer is multiplied by a number. */
   layerScale: boolean;
   vNorm: boolean;
   /** Whether every query head is followed by a gate of the head's output. */
@@ -173,18 +176,31 @@ export function deltaSizes(c: ModelConfig): [channels: number, values: number] {
 /** Whether a layer has a mixture of experts. */
 export const isMixture = (c: ModelConfig, layer: number) => c.nExperts > 0 && (c.moeLayers[layer] ?? true);
 
-const queryRows = (c: ModelConfig) => (c.outputGate ? 2 : 1) * c.nHeads * c.headDim;
+const isLocal = (c: ModelConfig, layer: number) => c.localLayers[layer] ?? false;
+
+/** Whether a layer computes keys and values; the others read keys and values of an earlier layer with the same rotations. */
+export const hasOwnKv = (c: ModelConfig, layer: number) => layer < c.nLayers - c.nSharedKvLayers;
+
+const headDimOf = (c: ModelConfig, layer: number) => (isLocal(c, layer) && c.localHeadDim) || c.headDim;
+
+/** Return the rows of a layer's queries (with gates), keys and values. */
+function attentionRows(c: ModelConfig, layer: number): Record<"q" | "k" | "v", number> {
+  const kv = hasOwnKv(c, layer) ? c.nKvHeads * headDimOf(c, layer) : 0;
+  return { q: (c.outputGate ? 2 : 1) * c.nHeads * headDimOf(c, layer), k: kv, v: kv };
+}
+
+/** Slot of the second embedding, whose rows stay in the file: see TokenRows. */
+export const TABLE = "layer_embedding";
 
 /** Return the shape of every weight by name, as in whet.models.architecture. */
 export function slots(c: ModelConfig): Map<string, number[]> {
-  const q = c.nHeads * c.headDim;
   const [channels, values] = deltaSizes(c);
   const found = new Map<string, number[]>([["embedding", [c.vocabSize, c.hiddenDim]]]);
   if (c.learnedPositions > 0) found.set("positions", [c.learnedPositions, c.hiddenDim]);
   const parts = c.norm === "layer" ? ["weight", "bias"] : ["weight"];
   type Shape = [string, number, number, boolean];
   const matrices: Record<ModelConfig["mixers"][number], Shape[]> = {
-    attention: [["qkv", queryRows(c) + 2 * c.nKvHeads * c.headDim, c.hiddenDim, c.qkvBias], ["o", c.hiddenDim, q, c.oBias]],
+    attention: [], // of different sizes
     conv: [["conv_in", 3 * c.hiddenDim, c.hiddenDim, false], ["conv_out", c.hiddenDim, c.hiddenDim, false]],
     delta: [["delta_in", channels + values + 2 * c.nDeltaHeads, c.hiddenDim, false], ["delta_out", c.hiddenDim, values, false]],
     none: [],
@@ -199,8 +215,14 @@ export function slots(c: ModelConfig): Map<string, number[]> {
     ...(c.sharedGate ? [["shared_router", 1, c.hiddenDim, false] as Shape] : []),
     ...mlp(c.sharedDim),
   ];
+  if (c.layerInputDim > 0) {
+    const nInputs = c.nLayers * c.layerInputDim;
+    found.set(TABLE, [c.vocabSize, nInputs]).set("layer_inputs", [nInputs, c.hiddenDim]).set("layer_inputs_norm.weight", [c.layerInputDim]);
+  }
   for (let i = 0; i < c.nLayers; ++i) {
     const mixer = c.mixers[i] ?? "attention";
+    const [dim, own] = [headDimOf(c, i), attentionRows(c, i)];
+    matrices.attention = [["qkv", own.q + own.k + own.v, c.hiddenDim, c.qkvBias], ["o", c.hiddenDim, c.nHeads * dim, c.oBias]];
     const isMoe = isMixture(c, i);
     const width = c.ffnDims[i] ?? c.ffnDim;
     const norms = [...(c.sharedNorm ? ["norm1"] : c.preNorm ? ["norm1", "norm2"] : []), ...(c.postNorm ? ["post_norm1", "post_norm2"] : [])];
@@ -210,12 +232,17 @@ export function slots(c: ModelConfig): Map<string, number[]> {
     }
     const normed = c.qkNormWhole ? [c.nHeads, c.nKvHeads] : [1, 1];
     if (mixer !== "attention" && mixer !== "none") found.set(`layers.${i}.conv`, [c.convLength, mixer === "conv" ? c.hiddenDim : channels]);
-    else if (c.qkNorm && mixer === "attention") for (const [j, which] of ["q", "k"].entries()) found.set(`layers.${i}.${which}_norm.weight`, [normed[j] * c.headDim]);
+    else if (c.qkNorm && mixer === "attention") for (const [j, which] of (["q", "k"] as const).entries()) if (own[which] > 0) found.set(`layers.${i}.${which}_norm.weight`, [normed[j] * dim]);
     const vectors: Record<string, Record<string, number>> = {
       delta: { decay: c.nDeltaHeads, dt_bias: c.nDeltaHeads, "delta_norm.weight": c.deltaDim },
       mamba: { decay: c.nDeltaHeads, dt_bias: c.nDeltaHeads, "delta_norm.weight": values, conv_bias: channels, skip: c.nDeltaHeads },
     };
     for (const [name, n] of Object.entries(vectors[mixer] ?? {})) found.set(`layers.${i}.${name}`, [n]);
+    if (c.layerScale) found.set(`layers.${i}.scale`, [1]);
+    if (c.layerInputDim > 0) {
+      found.set(`layers.${i}.input_gate`, [c.layerInputDim, c.hiddenDim]).set(`layers.${i}.input_out`, [c.hiddenDim, c.layerInputDim]);
+      found.set(`layers.${i}.input_norm.weight`, [c.hiddenDim]);
+    }
     if (c.sinks && mixer === "attention") found.set(`layers.${i}.sinks`, [c.nHeads]);
     if (isMoe && c.routerCorrection) found.set(`layers.${i}.router_correction`, [c.nExperts]);
     for (const [name, n, k, biased] of [...matrices[mixer], ...(isMoe ? experts : mlp(width))]) {
@@ -229,13 +256,12 @@ export function slots(c: ModelConfig): Map<string, number[]> {
   return found;
 }
 
-/** Return a module's rows in a slot: a part of PARTS; "": all rows. Experts: the first row, and the rows of all. */
-export function moduleRows(c: ModelConfig, part: string, rows: number, isOfExperts = false): [first: number, count: number] {
+/** Return a module's rows in a layer's slot: a part of PARTS; "": all rows. Experts: the first row, and the rows of all. */
+export function moduleRows(c: ModelConfig, layer: number, part: string, rows: number, isOfExperts = false): [first: number, count: number] {
   if (part === "") return [0, rows];
   if (isOfExperts) return [part === "up" ? c.expertDim : 0, rows / 2];
-  const kv = c.nKvHeads * c.headDim;
   const [qkv, z] = deltaSizes(c);
-  const sizes: Record<string, number> = { q: queryRows(c), k: kv, v: kv, gate: rows / 2, up: rows / 2, qkv, z, b: c.nDeltaHeads, a: c.nDeltaHeads };
+  const sizes: Record<string, number> = { ...attentionRows(c, layer), gate: rows / 2, up: rows / 2, qkv, z, b: c.nDeltaHeads, a: c.nDeltaHeads };
   const parts: readonly string[] = Object.values(PARTS).find((names) => (names as readonly string[]).includes(part))!;
   return [parts.slice(0, parts.indexOf(part)).reduce((sum, name) => sum + sizes[name], 0), sizes[part]];
 }

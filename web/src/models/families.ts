@@ -54,6 +54,12 @@ export const trainedContext = (given: HfConfig, where: string) => {
   return options.size("max_position");
 };
 
+/** Whether a model has a second embedding. */
+export const hasTable = (given: HfConfig, where: string) => {
+  const options = new Options(given, familyOf(given, where), where);
+  return "layer_input_dim" in options.family.keys && options.get("layer_input_dim") !== 0;
+};
+
 const isObject = (value: unknown): value is Record<string, unknown> => typeof value === "object" && value !== null && !Array.isArray(value);
 
 /** Checked access to a config under the family's names and with its defaults. */
@@ -69,6 +75,8 @@ class Options {
     const other = ["num_experts", "num_local_experts"].find((name) => key !== undefined && name !== key && name in given); // of transformers 5
     this.given = other === undefined ? given : { [key]: given[other], ...Object.fromEntries(Object.entries(given).filter(([name]) => name !== other)) };
     for (const [name, old] of Object.entries(family.older)) if (old in given) this.given = { ...this.given, [name]: given[old] };
+    const sizes = this.given.per_layer_config;
+    if ("local_head_dim" in family.keys && isObject(sizes)) this.given = { ...this.given, [family.keys.head_dim]: this.fullHeadDim(sizes), per_layer_config: null };
     if (!family.one_only) return;
     const { hybrid_override_pattern: pattern, layer_types: alias } = given;
     const kinds = this.given[family.keys.layer_types] ?? alias ?? (typeof pattern === "string" ? [...pattern] : family.defaults.layer_types);
@@ -111,6 +119,30 @@ class Options {
     const value = this.get(name);
     if (typeof value !== "number" || !Number.isFinite(value)) throw this.invalid(name, "a finite number");
     return value;
+  }
+
+  /** Return the head size of the layers with full attention from the sizes of single layers (transformers 5). */
+  private fullHeadDim(sizes: Record<string, unknown>): unknown {
+    const kinds = (this.get("layer_types") ?? []) as unknown[];
+    const full = kinds.flatMap((kind, i) => (kind === "full_attention" ? [String(i)] : []));
+    const [first, ...others] = Object.values(sizes);
+    const isOne = Object.keys(sizes).sort().join() === full.sort().join() && others.every((each) => JSON.stringify(each) === JSON.stringify(first));
+    if (!isOne || !isObject(first) || Object.keys(first).join() !== "head_dim") throw this.invalid("per_layer_config", "one head_dim of all layers with full_attention, and no other size");
+    return first.head_dim;
+  }
+
+  /** Return the fields of layers of different sizes, shared keys and values, and inputs by token. */
+  layerSizes(nLayers: number): Partial<ModelConfig> {
+    const { keys } = this.family;
+    if (!("local_head_dim" in keys)) return {};
+    const local = this.localLayers(nLayers);
+    if (local[nLayers - 1]) throw this.invalid("layer_types", "full_attention in the last layer");
+    const [nSharedKvLayers, layerInputDim] = ["n_shared_kv_layers", "layer_input_dim"].map((name) => this.count(name, 0));
+    if (nSharedKvLayers >= nLayers) throw this.invalid("n_shared_kv_layers", `an integer below ${keys.n_layers}=${nLayers}`);
+    if (layerInputDim > 0 && this.get("vocab_size_per_layer_input") !== this.get("vocab_size")) throw this.invalid("vocab_size_per_layer_input", `vocab_size=${show(this.get("vocab_size"))}`);
+    const isDouble = nSharedKvLayers > 0 && this.flag("use_double_wide_mlp");
+    const ffnDims = isDouble ? Array.from(local, (_, i) => (i < nLayers - nSharedKvLayers ? 1 : 2) * this.size("ffn_dim")) : [];
+    return { nSharedKvLayers, layerInputDim, ffnDims, localHeadDim: local.includes(true) ? this.size("local_head_dim") : 0 };
   }
 
   ffnDim(hiddenDim: number): number {
@@ -370,6 +402,7 @@ export function modelConfig(core: Core, given: HfConfig, where: string, length?:
   const trained = options.size("max_position");
   const maxPosition = length ?? trained;
   const experts = options.experts(nLayers);
+  const layers = options.layerSizes(nLayers);
   if ("positions" in HF_MODULES[family.name] && maxPosition > trained) throw new WhetError(`${where}: contextLength is ${maxPosition}, expected at most ${trained}, the model's learned positions.`);
   let attentionScale = options.get("scale_attn_weights") === false ? 1 : 1 / Math.sqrt(headDim);
   if ("query_pre_attn_scalar" in family.defaults) attentionScale = core.call("power", options.number("query_pre_attn_scalar"), -0.5);
@@ -393,7 +426,8 @@ export function modelConfig(core: Core, given: HfConfig, where: string, length?:
     ...options.queryScale(),
     ...options.mixers(nLayers),
     ...readRotary(core, options, headDim, maxPosition, trained),
-    ...readLocalRotary(core, options, nLayers, headDim, maxPosition),
+    ...readLocalRotary(core, options, nLayers, layers.localHeadDim || headDim, maxPosition),
+    ...layers,
     ...settingsOf(family, (option) => options.flag(option), experts.nExperts),
     ...experts,
   };

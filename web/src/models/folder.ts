@@ -10,9 +10,9 @@ import type { DownloadOptions, Reader } from "../files/reader.js";
 import { readSafetensors } from "../files/safetensors.js";
 import type { Files, Source } from "../files/sources.js";
 import type { Family, ModelConfig } from "./architecture.js";
-import { familyOf, type HfConfig, modelConfig, modulesOf, textOptions, trainedContext } from "./families.js";
+import { familyOf, hasTable, type HfConfig, modelConfig, modulesOf, textOptions, trainedContext } from "./families.js";
 import { hfOrders } from "./orders.js";
-import { listSlices, type RowSlice, type StoredTensor } from "./slices.js";
+import { listSlices, moduleOf, type RowSlice, type StoredTensor, unreadModules } from "./slices.js";
 
 const CONFIG = "config.json";
 const SINGLE = "model.safetensors";
@@ -35,9 +35,9 @@ export interface FolderReader extends ModelReader {
 
 const baseName = (name: string) => name.split("/").pop()!;
 
-/** Functions that the worker passes in. `open` returns undefined for a missing file. */
+/** Functions that the worker passes in. `open` returns undefined for a missing file. `isReadInPlace`: see DownloadOptions. */
 export interface Openers {
-  open(name: string, source: Source): Promise<Reader | undefined>;
+  open(name: string, source: Source, isReadInPlace: () => boolean): Promise<Reader | undefined>;
   join(readers: Reader[]): ModelReader;
 }
 
@@ -47,9 +47,9 @@ export async function openFolder(files: Files, options: DownloadOptions, headers
   if (typeof options.sha256 === "string") throw new WhetError(`${where}: sha256 is a string, but the source is a folder. Pass an object {file name: digest}.`);
   const given = files.length === 1 ? undefined : new Map(files.map(([name, file]) => [baseName(name), file]));
   const name = files.length === 1 ? String(files[0][1]) : "folder";
-  const open = async (file: string): Promise<Reader | undefined> => {
+  const open = async (file: string, isInPlace = false): Promise<Reader | undefined> => {
     const source: Source | undefined = given === undefined ? new URL(file, `${name.replace(/\/$/, "")}/`).href : given.get(file);
-    return source === undefined ? undefined : openOne(file, source);
+    return source === undefined ? undefined : openOne(file, source, () => isInPlace);
   };
   const readText = async (file: string): Promise<string | undefined> => {
     const reader = await open(file);
@@ -64,14 +64,15 @@ export async function openFolder(files: Files, options: DownloadOptions, headers
   if (configText === undefined) throw new WhetError(`${where}: ${name} has no ${CONFIG}. Pass a Hugging Face folder or a GGUF file.`);
   const config = parseObject(configText, CONFIG, where);
   familyOf(config, `${where}: ${name}`); // before weights are downloaded
+  const isInPlace = hasTable(config, where);
   const readers: Reader[] = [];
   try {
-    const single = await open(SINGLE);
+    const single = await open(SINGLE, isInPlace);
     if (single !== undefined) readers.push(single);
     const index = single === undefined ? readIndex(await readText(INDEX), name, where) : undefined;
     const names = index === undefined ? [SINGLE] : [...new Set(index.values())].sort();
     for (const file of index === undefined ? [] : names) {
-      const shard = await open(file);
+      const shard = await open(file, isInPlace);
       if (shard === undefined) throw new WhetError(`${where}: ${name} has no ${file}, which ${INDEX} lists. Pass all shards.`);
       readers.push(shard);
     }
@@ -162,7 +163,8 @@ export async function describeFolder(core: Core, reader: FolderReader, lengthOf:
   const skipped = new RegExp(`^${skippedTensors}$`); // towers of a vision-language model
   const hasTowers = textOptions(given) !== given;
   const isSkipped = (name: string) => buffer.test(name) || (skipped.test(name) && (hasTowers || name.startsWith(predicting)));
-  const unknown = [...tensors.keys()].filter((name) => !used.has(name) && !isSkipped(name)).sort()[0];
+  const unread = unreadModules(config, modules);
+  const unknown = [...tensors.keys()].filter((name) => !used.has(name) && !isSkipped(name) && !unread.has(moduleOf(name))).sort()[0];
   if (unknown !== undefined) throw new WhetError(`${where}: unexpected tensor ${unknown} for this ${given.model_type}. config.json belongs to another model, or the variant is not supported.`);
   return { config, family, slices };
 }

@@ -2,7 +2,7 @@
 import type { Core } from "../core/core.js";
 import { show, WhetError } from "../core/errors.js";
 import { formats as SETTINGS } from "../facts.js";
-import { type ModelConfig, slots } from "./architecture.js";
+import { type ModelConfig, slots, TABLE } from "./architecture.js";
 import type { RowSlice } from "./slices.js";
 
 interface BlockType {
@@ -80,7 +80,7 @@ export function chooseFormats(core: Core, config: ModelConfig, slices: RowSlice[
   }
   const found = new Map<string, FormatSpan[]>();
   for (const [slot, shape] of slots(config)) {
-    if (shape.length !== 2) continue;
+    if (shape.length !== 2 || slot === TABLE) continue;
     const embeddingFormat = slot === "embedding" || slot === "head" ? settings[base]?.embeddingFormat : undefined;
     const spans = /^positions$|\.conv$|router$/.test(slot) ? [{ rows: shape[0], format: "float32" }] : (stored.get(slot) ?? [{ rows: shape[0], format: embeddingFormat ?? base }]);
     const merged: FormatSpan[] = [];

@@ -9,11 +9,20 @@ import type { Tensor } from "../files/headers.js";
 import type { Reader } from "../files/reader.js";
 import { allButEvery, FAMILIES, type Family, type ModelConfig, merge, PLAIN, settingsOf, withExperts } from "./architecture.js";
 import { ropeFrequencies } from "./rope.js";
-import { listSlices, type ModuleSpec, type RowSlice, type StoredTensor, type WeightLocation } from "./slices.js";
+import { listSlices, moduleOf, type ModuleSpec, type RowSlice, type StoredTensor, unreadModules, type WeightLocation } from "./slices.js";
 
 const KEYS: Record<string, string> = NAMES.keys;
 /** Architectures and tensors of GGUF models, by family. */
 const GGUF: Record<string, { architecture: string; hybrid?: string; mixture?: string; scaled?: boolean; scale_by_hidden?: number; sliding_window?: number; normalised?: boolean; ignored?: readonly string[]; modules: Record<string, ModuleSpec> }> = merge(ggufFamilies);
+
+const LOCAL_SIZES = ["local_head_dim", "local_value_dim", "local_rotary_dim"];
+
+/** Whether a file, by its first bytes, is of a family with a second embedding. Its first key is general.architecture. */
+export function hasTable(head: Uint8Array): boolean {
+  const found = /^GGUF.{20}\x14\0{7}general\.architecture\x08\0{3}(.)\0{7}(.*)/s.exec(String.fromCharCode(...head.subarray(0, 128)));
+  const name = found?.[2].slice(0, found[1].charCodeAt(0));
+  return Object.values(FAMILIES).some((family) => "layer_input_dim" in family.keys && GGUF[family.name]?.architecture === name);
+}
 
 /** Checked access to the options of a model's architecture. */
 class GgufOptions {
@@ -80,6 +89,32 @@ class GgufOptions {
     return value.slice(0, n).map(Boolean);
   }
 
+  /** Return the fields of layers of different sizes, shared keys and values, and inputs by token. Several widths become the first. */
+  layerSizes(family: Family): Partial<ModelConfig> {
+    const isOther = (name: string, value: unknown) => (this.given[name] ?? value) !== value;
+    const counts = ["n_shared_kv_layers", "layer_input_dim"];
+    if (!("local_head_dim" in family.keys)) {
+      for (const name of LOCAL_SIZES) if (isOther(name, this.given.head_dim)) throw this.invalid(name, `${KEYS.head_dim} or none`);
+      for (const name of counts) if (isOther(name, 0)) throw this.invalid(name, "0 or none");
+      return {};
+    }
+    const localHeadDim = this.size(LOCAL_SIZES[0]);
+    for (const name of LOCAL_SIZES) if (isOther(name, localHeadDim)) throw this.invalid(name, `${KEYS.local_head_dim}=${localHeadDim}`);
+    const [nSharedKvLayers, layerInputDim] = counts.map((name) => {
+      const value = this.given[name] ?? 0;
+      if (!Number.isInteger(value) || (value as number) < 0) throw this.invalid(name, "an integer of at least 0");
+      return value as number;
+    });
+    const sizes = { localHeadDim, nSharedKvLayers, layerInputDim };
+    const { ffn_dim: widths } = this.given;
+    if (!Array.isArray(widths) || new Set(widths).size < 2) return sizes;
+    const width = widths[0] as number;
+    const ffnDims = widths.map((_, i) => (i < widths.length - nSharedKvLayers ? 1 : 2) * width);
+    if (ffnDims.join() !== widths.join()) throw this.invalid("ffn_dim", "one width, and twice that in the layers without keys and values");
+    this.given.ffn_dim = width;
+    return { ...sizes, ffnDims };
+  }
+
   /** Return the widths of all blocks, 0 or one size, which ffn_dim becomes. */
   widths(): number[] {
     const { ffn_dim: value, n_layers: n } = this.given;
@@ -130,6 +165,7 @@ export async function describeGguf(
   const modules = [...file.tensors.keys()].some((name) => FUSED_EXPERTS.test(name)) ? withFusedExperts(own) : own;
   const moduleName = (slot: string) => modules[slot].names[0].replace("{i}", "0");
   const widths = family.one_only ? meta.widths() : [];
+  const layers = meta.layerSizes(family);
   const [nBlocks, trained, hiddenDim, ffnDim, nHeads] = ["n_layers", "max_position", "hidden_dim", "ffn_dim", "n_heads"].map((name) => meta.size(name, name === "ffn_dim" ? (meta.get("expert_dim") as number) : undefined));
   const nLayers = nBlocks - (meta.get("n_predicting") ? meta.size("n_predicting") : 0); // without the blocks that predict more tokens
   if (nLayers < 1) throw meta.invalid("n_predicting", `an integer below ${nBlocks}`);
@@ -170,6 +206,7 @@ export async function describeGguf(
   const window = family.window === "none" ? 0 : meta.get("sliding_window") ? meta.size("sliding_window") : fallback;
   const flags = readWindowLayers(meta, family, nLayers);
   const isLocal = (i: number) => flags?.[i] ?? (family.window !== "pattern" || allButEvery(family.defaults.sliding_window_pattern as number, nLayers, family.full_first)[i]);
+  if (layers.localHeadDim !== undefined && isLocal(nLayers - 1)) throw meta.invalid("window_layers", "false for the last layer");
   const config: ModelConfig = {
     ...PLAIN,
     nLayers, nHeads, nKvHeads, headDim, hiddenDim, ffnDim,
@@ -180,7 +217,8 @@ export async function describeGguf(
     activation: (activations as Record<string, string>)[family.defaults.activation as string] as ModelConfig["activation"],
     windows: Array.from({ length: nLayers }, (_, i) => (window < length && isLocal(i) ? window : 0)),
     ...readScales(core, meta, family, nLayers === scale_by_hidden ? Math.trunc(hiddenDim / nHeads) : headDim, { headDim, hiddenDim }),
-    ...readLocalRotary(core, meta, family, nLayers, headDim, length, isLocal, where),
+    ...readLocalRotary(core, meta, family, nLayers, layers.localHeadDim ?? headDim, length, isLocal, where),
+    ...layers,
     ropeLayers: readRopeLayers(meta, family, nLayers, window > 0 ? isLocal : undefined),
     tiedHead: !file.tensors.has(`${moduleName("head")}.weight`),
     ...mixers,
@@ -386,7 +424,8 @@ function placeTensors(config: ModelConfig, modules: Record<string, ModuleSpec>, 
     const block = Number(name.split(".")[1]);
     return block >= config.nLayers && block < nBlocks;
   };
-  const unknown = [...file.tensors.keys()].filter((name) => !used.has(name) && !isPredicting(name)).sort()[0];
+  const unread = unreadModules(config, modules);
+  const unknown = [...file.tensors.keys()].filter((name) => !used.has(name) && !isPredicting(name) && !unread.has(moduleOf(name))).sort()[0];
   if (unknown !== undefined) throw new WhetError(`${where}: unexpected tensor ${unknown} for this architecture.`);
   return slices;
 }

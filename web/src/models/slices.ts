@@ -1,7 +1,7 @@
 /** Mapping of the tensors in a model's files to rows of the engine's slots, as in whet.models.slots. */
 import { WhetError } from "../core/errors.js";
 import type { Tensor } from "../files/headers.js";
-import { isMixture, type ModelConfig, moduleRows, slots } from "./architecture.js";
+import { hasOwnKv, isMixture, type ModelConfig, moduleRows, slots } from "./architecture.js";
 
 /** Rows of a tensor and their destination in a slot. */
 export interface RowSlice {
@@ -96,6 +96,15 @@ export function* eachModule(config: ModelConfig, modules: Readonly<Record<string
   }
 }
 
+/** Return the module of a tensor: its name without the last part. */
+export const moduleOf = (tensor: string) => tensor.slice(0, tensor.lastIndexOf("."));
+
+/** Return the modules of keys and values in layers that read another's: files may have them. */
+export function unreadModules(config: ModelConfig, modules: Readonly<Record<string, ModuleSpec>>): Set<string> {
+  const all = [...eachModule(config, modules)];
+  return new Set(all.flatMap(({ slot, part, layer, names }) => (hasOwnKv(config, layer) || !/^[kv]$/.test(part || slot.replace(/^.*\.(.)_norm$/, "$1")) ? [] : names)));
+}
+
 /**
  * Return the slices that fill every slot exactly once.
  *
@@ -113,7 +122,8 @@ export function listSlices(config: ModelConfig, modules: Readonly<Record<string,
       const shape = shapes.get(slot);
       if (shape === undefined) continue;
       const isOfExperts = slot.includes(".experts_");
-      const [first, whole] = moduleRows(config, part, shape[0], isOfExperts);
+      const [first, whole] = moduleRows(config, layer, part, shape[0], isOfExperts);
+      if (whole === 0) continue; // the layer reads another's keys and values
       const [firstRow, count] = expert === undefined ? [first, whole] : [first + (expert * shape[0]) / config.nExperts, whole / config.nExperts];
       const { tensor: found, row, shape: axes } = find(names, suffix, { layer, part, firstRow, count, rows: shape[0] });
       const isTransposed = module.isTransposed === true && shape.length === 2;

@@ -7,7 +7,7 @@ import { relative } from "node:path";
 import { after, test } from "node:test";
 import { pathToFileURL } from "node:url";
 import { readRanges } from "../../src/files/reader.ts";
-import { isFolder, listFiles, openReader } from "../../src/files/sources.ts";
+import { isFolder, listFiles, openReader, openRanges } from "../../src/files/sources.ts";
 import { mentions } from "../mentions.mjs";
 import { serve } from "../server.mjs";
 
@@ -41,8 +41,10 @@ test("URLs, Blobs, Files, bytes and paths give the same bytes", async () => {
 
 test("ranges are read in order, with and without a stream", async () => {
   const ranges = [[100, 1100], [1100, 1101], [1101, 200_000], [250_000, 250_010], [299_990, 300_000]].map(([begin, end]) => ({ begin, end }));
-  for (const source of [new Blob([bytes]), bytes, server.url("a.gguf")]) {
-    const reader = await openReader("a.gguf", source, { where: "Engine.load", signal: new AbortController().signal, onProgress: () => {} });
+  const options = { where: "Engine.load", signal: new AbortController().signal, onProgress: () => {} };
+  const remote = ["a.gguf?ranges", "a.gguf?cut=150000&always"].map((name) => openRanges("a.gguf", server.url(name), options)); // the second ends each response early
+  for (const opened of [...[new Blob([bytes]), bytes, server.url("a.gguf")].map((source) => openReader("a.gguf", source, options)), ...remote]) {
+    const reader = await opened;
     const found = [];
     for await (const [{ begin, end }, some] of readRanges(reader, ranges)) {
       assert.deepEqual(some, bytes.subarray(begin, end));
@@ -50,6 +52,8 @@ test("ranges are read in order, with and without a stream", async () => {
     }
     assert.equal(found.length, ranges.length);
   }
+  const starts = server.requests.filter(({ path, range }) => path === "/a.gguf" && range?.endsWith("-299999")).map(({ range }) => parseInt(range.slice(6)));
+  assert.deepEqual(starts, [100, 100, 150_100]); // a stream goes over the gaps, and continues where it ended
   const short = await openReader("a.gguf", new Blob([bytes]), { where: "Engine.load" });
   await assert.rejects(async () => {
     for await (const _ of readRanges(short, [{ begin: 299_000, end: 300_001 }]));
