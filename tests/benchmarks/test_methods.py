@@ -23,7 +23,7 @@ class Sums:
         self.rows = [{"prompt": [{"role": "user", "content": f"{i} + {i}"}], "answer": str(2 * i)} for i in range(size)]
 
     def score(self, completion, row):
-        return float(len(completion) % 2)  # random models are right half of the time
+        return float(len(completion) % 8 == 0)
 """
 
 
@@ -36,13 +36,14 @@ def bench(tmp_path_factory):
 
 
 def test_pairs_by_hand():
-    row, prompt = {"answer": "-3"}, [{"role": "user", "content": "2 - 5"}]
-    pairs = [preference(row, prompt, i) for i in range(8)]
-    assert {pair["chosen"][0]["content"] for pair in pairs} == {"-3"}
-    rejected = [pair["rejected"][0]["content"] for pair in pairs]
-    assert rejected[::2] == ["The result is -3."] * 4
-    assert rejected[1::2] == ["-13", "-4", "-2", "7"]
-    assert all(pair["prompt"] is prompt for pair in pairs)
+    prompt = [{"role": "user", "content": "2 - 5"}]
+    texts = {"-3": 1.0, " ": 0.0, "2 - 5 = 3": 0.0, "7": 0.0}
+    candidates = [{"completion": text, "score": score} for text, score in texts.items()]
+    pair = preference({"prompt": prompt, "candidates": candidates}, "-3")
+    assert pair is not None and pair["prompt"] is prompt
+    assert pair["chosen"] == [{"role": "assistant", "content": "-3"}]
+    assert pair["rejected"] == [{"role": "assistant", "content": "2 - 5 = 3"}]  # the first wrong one that has text
+    assert preference({"prompt": prompt, "candidates": candidates[:2]}, "-3") is None
 
 
 def test_settings_come_from_the_examples():
@@ -82,13 +83,19 @@ def test_run_is_a_process_with_scores(bench, command, monkeypatch):
 
 
 def test_held_out_pairs_are_not_trained_on(bench):
+    def rows(path):
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
     def prompts(name):
-        lines = (bench.rows / f"{name}.jsonl").read_text().splitlines()
-        return [json.loads(line)["prompt"][-1]["content"] for line in lines]
+        return [row["prompt"][-1]["content"] for row in rows(bench.pairs / f"{name}.jsonl")]
 
     assert len(set(prompts("pairs"))) == len(prompts("pairs")) == 16 and len(prompts("held_out")) == 4
     assert not set(prompts("pairs")) & set(prompts("held_out"))
-    assert prompts("answers") == prompts("pairs") == prompts("labels")[::2] == prompts("labels")[1::2]
+    assert prompts("pairs") == prompts("labels")[::2] == prompts("labels")[1::2]
+    for row in [*rows(bench.pairs / "pairs.jsonl"), *rows(bench.answers)]:
+        right = str(2 * int(row["prompt"][-1]["content"].split()[0]))
+        assert row.get("completion", row.get("chosen"))[0]["content"] == right
+        assert "rejected" not in row or len(row["rejected"][0]["content"]) % 8  # the task scores these 0
 
 
 def test_kept_run_is_repeated_with_other_settings_or_for_its_time(bench, monkeypatch):

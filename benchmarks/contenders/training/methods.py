@@ -1,8 +1,8 @@
 """Runs of the suite "methods": ``whet train METHOD`` as a whole process, and held-out scores before and after.
 
-All methods learn sums with integer results, on adapters of one model. Methods on rows get right answers or pairs, which
-follow from the task's rows by a rule (``preference``), methods that sample get the task, and distillation a teacher:
-the model after SFT on right answers. A method has the settings of its file in ``examples``.
+All methods learn sums, on adapters of one model. Methods on rows get right answers, or pairs of the right answer and a
+wrong one of the model (``preference``), methods that sample get the task, and distillation a teacher: the model after
+SFT on right answers. A method has the settings of its file in ``examples``.
 
 Files of a bench lie in its folder: the rows, the teacher, the score before training, and a JSON file per finished run.
 """
@@ -18,10 +18,10 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,13 @@ N_COMPLETIONS = 64
 N_PAIRS = 8
 """Pairs per step; methods on single rows get as many preferred answers, KTO also the rejected ones."""
 MAX_NEW_TOKENS = 24
+N_CANDIDATES = 2
+"""Answers that the model samples to find a wrong one for a pair."""
 TEACHER_FACTOR = 4
 """Steps of the teacher's SFT over the steps of a run."""
 IDLE_CPUS = 0.2
 """Most processors that others use while a time counts as taken on an idle machine."""
 _SIZES = frozenset({"batch_size", "max_new_tokens", "reward_weights"})
-_WRONG_BY = (-10, -1, 1, 10)
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class Bench:
     Attributes:
         folder: where rows, teacher and finished runs are kept.
         model: the model of all runs, a path.
-        task: sums, as for ``whet train --task``; its rows have an integer as ``answer``.
+        task: sums, as for ``whet train --task``; its rows have an ``answer``.
         n_steps: steps of a run.
         n_held_out: held-out sums, and held-out pairs of the reward model.
         retime: whether to repeat kept runs whose time was taken while other processes used the machine.
@@ -193,9 +194,10 @@ class Bench:
             return {"task": f"{self.task},size={20 * self.n_rows}", **teacher}
         if method.command == "kd":
             return {"data": self.scored}
-        files = {"sft": "answers", "kto": "labels"}
-        held_out = {"eval_data": self.rows / "held_out.jsonl"} if method.command == "reward" else {}
-        return {"data": self.rows / f"{files.get(method.command, 'pairs')}.jsonl", **held_out}
+        if method.command == "sft":
+            return {"data": self.answers}
+        held_out = {"eval_data": self.pairs / "held_out.jsonl"} if method.command == "reward" else {}
+        return {"data": self.pairs / ("labels.jsonl" if method.command == "kto" else "pairs.jsonl"), **held_out}
 
     @property
     def n_rows(self) -> int:
@@ -203,9 +205,15 @@ class Bench:
         return self.n_steps * N_PAIRS
 
     @property
-    def rows(self) -> Path:
-        """Folder of the rows: answers, pairs, labels, held-out pairs."""
-        return self._made(f"rows-{self.n_rows}-{self.n_held_out}", self._write_rows)
+    def answers(self) -> Path:
+        """Rows of right answers."""
+        write = partial(self._write_answers, n=self.n_rows)
+        return self._made(f"answers-{self.n_rows}", write) / "answers.jsonl"
+
+    @property
+    def pairs(self) -> Path:
+        """Folder of pairs, of the same answers with labels, and of held-out pairs."""
+        return self._made(f"pairs-{self.n_rows}-{self.n_held_out}", self._write_pairs)
 
     @property
     def teacher(self) -> Path:
@@ -235,26 +243,46 @@ class Bench:
                 made.rename(path)
         return path
 
-    def _write_rows(self, folder: Path) -> None:
-        pairs = list(_pairs(self.task, "train", self.n_rows))
-        answers = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in pairs]
-        labels = [
+    def _write_answers(self, folder: Path, n: int) -> None:
+        answers = _results(self.task, n)
+        _write_lines(folder / "answers.jsonl", ({"prompt": p, "completion": _message(text)} for p, text in answers[:n]))
+
+    def _write_pairs(self, folder: Path) -> None:
+        n, sampled = self.n_rows + self.n_held_out, folder / "sampled.jsonl"
+        flags = {
+            "model": self.model,
+            "task": f"{self.task},size={_more(n)}",
+            "n": N_CANDIDATES,
+            "temperature": 1.0,
+            "max_new_tokens": MAX_NEW_TOKENS,
+            "output": sampled,
+        }
+        run_measured(["best-of-n", *as_flags(flags), "--all-candidates"])
+        answers = {json.dumps(prompt): answer for prompt, answer in _results(self.task, n)}
+        pairs: dict[str, dict[str, Any]] = {}
+        for line in map(json.loads, sampled.read_text(encoding="utf-8").splitlines()):
+            prompt = json.dumps(line["prompt"])
+            if pair := preference(line, answers[prompt]):
+                pairs[prompt] = pair
+        found = list(pairs.values())[:n]
+        if len(found) < n:
+            raise WhetError(
+                f"whet bench methods: {len(found)} pairs from {len(answers)} sums, expected {n}: the model answers too "
+                f"many of them, or sums repeat. Choose a harder task, or fewer steps."
+            )
+        trained, held_out = found[: self.n_rows], found[self.n_rows :]
+        labels = (
             {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
-            for pair in pairs
+            for pair in trained
             for side in ("chosen", "rejected")
-        ]
-        held_out = list(_pairs(self.task, "eval", self.n_held_out))
-        for name, rows in (("answers", answers), ("pairs", pairs), ("labels", labels), ("held_out", held_out)):
-            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        )
+        for name, lines in (("pairs", trained), ("labels", labels), ("held_out", held_out)):
+            _write_lines(folder / f"{name}.jsonl", lines)
 
     def _write_teacher(self, folder: Path) -> None:
         n_steps = TEACHER_FACTOR * self.n_steps
+        self._write_answers(folder, n_steps * N_PAIRS)
         rows = folder / "answers.jsonl"
-        lines = (
-            json.dumps({"prompt": pair["prompt"], "completion": pair["chosen"]})
-            for pair in _pairs(self.task, "train", n_steps * N_PAIRS)
-        )
-        rows.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         settings = {
             "model": self.model,
             "data": rows,
@@ -267,7 +295,7 @@ class Bench:
         shutil.rmtree(folder / "run")
 
     def _write_scored(self, folder: Path) -> None:
-        files = {"data": self.rows / "answers.jsonl", "output": folder / "scored.jsonl"}
+        files = {"data": self.answers, "output": folder / "scored.jsonl"}
         run_measured(["score", str(self.teacher), *as_flags(files)])
 
     def _score(self, model: Path, out: Path | None = None) -> float:
@@ -279,27 +307,41 @@ class Bench:
             return _score_in(out)
 
 
-def preference(row: Mapping[str, Any], prompt: Any, index: int) -> dict[str, Any]:
-    """Return the pair of a sum, for ``whet train dpo``.
+def preference(sampled: Mapping[str, Any], answer: str) -> dict[str, Any] | None:
+    """Return the pair of a sum, for ``whet train dpo``; None if the model's answers are all right.
 
-    The preferred answer is the result. Rejected are, in turn, the result within a sentence and a wrong result, off by 1
-    or 10: pairs teach the form and the sum.
+    The preferred answer is the result, the rejected one the model's first answer with a score of 0: it is what the
+    policy would write, so that a pair moves probability from there to the result.
+
+    Args:
+        sampled: a line of ``whet best-of-n --all-candidates``.
+        answer: the result.
     """
-    wrong = str(int(row["answer"]) + _WRONG_BY[index // 2 % len(_WRONG_BY)])
-    rejected = wrong if index % 2 else f"The result is {row['answer']}."
-    sides = {"chosen": str(row["answer"]), "rejected": rejected}
-    return {
-        "prompt": prompt,
-        **{side: [{"role": "assistant", "content": text}] for side, text in sides.items()},
-    }
+    wrong = [each["completion"] for each in sampled["candidates"] if each["score"] == 0 and each["completion"].strip()]
+    if not wrong:
+        return None
+    return {"prompt": sampled["prompt"], "chosen": _message(answer), "rejected": _message(wrong[0])}
 
 
-def _pairs(task: str, split: Any, n: int) -> Iterator[dict[str, Any]]:
+def _message(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": str(text)}]
+
+
+def _more(n: int) -> int:
+    """Return a number of rows with at least n in the training split and, of most models, n that give a pair."""
+    return 4 * n // 3 + 8
+
+
+def _results(task: str, n: int) -> list[tuple[Any, str]]:
+    """Return the prompts of at least n sums and their results."""
     from whet.tasks import make_prompt, open_task
 
-    opened = open_task(task if split == "eval" else f"{task},size={2 * n}", split=split, size=n)
-    for i, row in enumerate(opened.rows[:n]):
-        yield preference(row, make_prompt(opened, row), i)
+    opened = open_task(f"{task},size={_more(n)}")
+    return [(make_prompt(opened, row), str(row["answer"])) for row in opened.rows]
+
+
+def _write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def as_flags(settings: Mapping[str, Any]) -> list[str]:
