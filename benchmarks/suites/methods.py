@@ -81,7 +81,7 @@ class Series:
     def as_whole_run(self) -> WholeRun:
         """Return the row: times on an idle machine if there are any, the highest peak, all scores."""
         idle = [run for run in self.runs if run.is_idle]
-        note = "" if idle else f"time under load: others used {_used(self.runs)}"
+        note = "" if idle else f"time of {self.method.name} under load: others used {_used(self.runs)}"
         peaks = [run.peak_bytes for run in self.runs if run.peak_bytes is not None]
         return WholeRun(
             self,

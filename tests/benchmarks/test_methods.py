@@ -126,7 +126,7 @@ def test_row_has_idle_times_and_all_scores():
     run = suite.Series(Method("dpo"), (1, 2), (loaded, idle)).as_whole_run()
     assert run.samples_s == [4.0] and run.scores == [(0.25, 0.5), (0.25, 0.75)] and run.note == ""
     run = suite.Series(Method("dpo"), (1,), (loaded,)).as_whole_run()
-    assert run.samples_s == [9.0] and "time under load" in run.note and "1.5 processors" in run.note
+    assert run.samples_s == [9.0] and "time of dpo under load" in run.note and "1.5 processors" in run.note
 
 
 def test_rows_of_a_report(bench, tmp_path, monkeypatch):

@@ -253,6 +253,7 @@ class Bench:
             "model": self.model,
             "task": f"{self.task},size={_more(n)}",
             "n": N_CANDIDATES,
+            "batch_size": 64,
             "temperature": 1.0,
             "max_new_tokens": MAX_NEW_TOKENS,
             "output": sampled,
