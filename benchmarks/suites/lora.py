@@ -28,6 +28,7 @@ from benchmarks.contenders.training.lora import (
     Method,
     Weights,
     Work,
+    is_paired,
     lora_step_flops,
     run_error,
     run_whole,
@@ -35,6 +36,7 @@ from benchmarks.contenders.training.lora import (
 from benchmarks.contenders.training.workload import DPOShape, GRPOShape
 from benchmarks.suites.grpo import TINY
 from whet.bench.case import BenchOptions, Call, Case, Provider, Suite, Table
+from whet.config.algorithms import ALGORITHMS
 from whet.errors import WhetValueError
 from whet.models.sizes import PRESETS
 
@@ -46,6 +48,13 @@ NOTE = (
     "checkpointing, in micro-batches of {micro_batch}."
 )
 _LONG = "Random weights of the real shape, prompts of random letters; completions have full length."
+_NOTES: Mapping[Method, str] = {
+    "simpo": "TRL: CPOTrainer with loss_type simpo and cpo_alpha 0.",
+    "kto": "Each pair is two rows.",
+    "reward": "Both begin with a head of zeros.",
+    "rloo": "The reward has a KL term to the model without adapters, beta 0.05.",
+    "distill": "Both compute the reverse KL divergence over the whole vocabulary; the teacher has the same shape.",
+}
 
 
 @dataclass(frozen=True)
@@ -239,27 +248,59 @@ def shape_case(
     return work_case(name, make, shape.n_tokens, n_flops)
 
 
-def pair_tables(model: ModelShape, n_pairs: int, options: LoraOptions) -> list[Table]:
-    """Create the tables of DPO on pairs and SFT on their rows."""
+def pair_tables(
+    model: ModelShape, n_pairs: int, options: LoraOptions, methods: Sequence[Method] = ("dpo", "sft")
+) -> list[Table]:
+    """Create the tables of methods on pairs, or on their rows."""
     shape = DPOShape(model, n_pairs=n_pairs)
     lengths = f"{shape.prompt_length} + {shape.completion_length}"
-    titles: Mapping[Method, str] = {"dpo": f"{n_pairs} pairs, {lengths}", "sft": f"{2 * n_pairs} rows, {lengths}"}
+
+    def name(method: Method) -> str:
+        return f"{n_pairs} pairs, {lengths}" if is_paired(method) else f"{2 * n_pairs} rows, {lengths}"
+
     return [
         work_table(
-            f"{method.upper()}, LoRA, {model.name}",
-            [shape_case(name, method, shape, options)],
+            f"{ALGORITHMS[method].class_name}, LoRA, {model.name}",
+            [shape_case(name(method), method, shape, options)],
             [
                 whet("whet", "bf16"),
-                whet("whet, modules", "bf16", is_native=False),
+                *([] if method == "reward" else [whet("whet, modules", "bf16", is_native=False)]),
                 whet("whet q8_0", "q8_0"),
                 recomputed("bf16"),
                 *peers(4),
+                *([] if method in ("dpo", "sft") else other_micro_batches(2, 8)),
             ],
-            _LONG,
+            f"{_LONG} {_NOTES.get(method, '')}".strip(),
             4,
         )
-        for method, name in titles.items()
+        for method in methods
     ]
+
+
+def sampling_tables(model: ModelShape, options: LoraOptions) -> list[Table]:
+    """Create the tables of RLOO and of distillation, with as many completions per step."""
+    shapes: Mapping[Method, GRPOShape] = {"rloo": GRPOShape(model), "distill": GRPOShape(model, 32, 1)}
+    return [
+        work_table(
+            f"{ALGORITHMS[method].class_name}, LoRA, {model.name}",
+            [shape_case(f"{shape.n_prompts} x {shape.group_size}, 128 + 128", method, shape, options)],
+            [
+                whet("whet", "bf16"),
+                whet("whet q8_0", "q8_0"),
+                recomputed("bf16"),
+                *peers(4),
+                *other_micro_batches(2, 8),
+            ],
+            f"{_LONG} {_NOTES[method]}",
+            4,
+        )
+        for method, shape in shapes.items()
+    ]
+
+
+def other_micro_batches(*sizes: int) -> list[Provider]:
+    """Create providers of TRL + PEFT in other micro-batches, so that the fastest is among them."""
+    return [peer(f"TRL + PEFT micro-batch {size}", micro_batch=size) for size in sizes]
 
 
 def family_table(model: ModelShape, options: LoraOptions) -> Table:
@@ -299,7 +340,8 @@ def tables(options: LoraOptions) -> list[Table]:
         work_table("GRPO on sums, LoRA, SmolLM2-135M", sums, real_providers(), sums_note(options), 16),
         *([calculator_table(options)] if options.smollm2 else []),
         work_table("TRL's settings, GRPO on sums", sums, settings_of_trl(), sums_note(options), 16),
-        *pair_tables(SMOLLM2_135M, 8, options),
+        *pair_tables(SMOLLM2_135M, 8, options, ("dpo", "sft", "simpo", "kto", "reward")),
+        *sampling_tables(SMOLLM2_135M, options),
         work_table(
             "GRPO, LoRA, 0.5 B Qwen2",
             [small_case],
@@ -316,8 +358,8 @@ def tables(options: LoraOptions) -> list[Table]:
 SUITE = Suite(
     name="lora",
     title="LoRA on a packed base, TRL and PEFT",
-    summary="Whole runs of GRPO, DPO and SFT on adapters: time of a step, time to the first step, and memory peak of "
-    "the process.",
+    summary="Whole runs on adapters, by GRPO, RLOO, distillation, DPO, SimPO, KTO, SFT and of reward models: time of a "
+    "step, time to the first step, and memory peak of the process.",
     tables=tables,
     options=LoraOptions,
 )

@@ -345,7 +345,17 @@ def test_whole_run_is_made_once():
 
     def once(answer):
         answers.append(answer)
-        return WholeRun(answer, [2.0, 4.0, 3.0], 7.0, {"forward": [1.0, 2.0, 1.5]}, 9 << 20, {"weights": 5}, [(0, 0.5)])
+        return WholeRun(
+            answer,
+            [2.0, 4.0, 3.0],
+            7.0,
+            {"forward": [1.0, 2.0, 1.5]},
+            9 << 20,
+            {"weights": 5},
+            [(0, 0.5)],
+            [(0.1, 0.2)],
+            "busy",
+        )
 
     rows = run([Provider("whet", lambda x: lambda: once(1.0)), Provider("wrong", lambda x: lambda: once(2.0))])
     assert answers == [1.0, 2.0]
@@ -353,4 +363,5 @@ def test_whole_run_is_made_once():
     assert row.status == "measured" and row.samples_s == [2.0, 4.0, 3.0] and row.start_s == 7.0
     assert row.parts == {"forward": [1.0, 2.0, 1.5]} and row.peak_bytes == 9 << 20
     assert row.memory == {"weights": 5} and row.curve == [(0, 0.5)]
+    assert row.scores == [(0.1, 0.2)] and row.note == "busy"
     assert rows["wrong"].status == "wrong" and rows["wrong"].samples_s == []

@@ -26,7 +26,7 @@ from tests.raising import mentions
 from tests.report.parsed_page import EVIL, Page
 
 from whet.bench.formatting import duration, items_rate, rate, share, significant, size, times
-from whet.bench.plots import learning_figure, parts_figure, ratio_figure, size_figure, threads_figure
+from whet.bench.plots import learning_figure, parts_figure, ratio_figure, scores_figure, size_figure, threads_figure
 from whet.bench.report import rich_table, write_report
 from whet.bench.stats import Ratio
 from whet.errors import MissingExtraError
@@ -220,6 +220,24 @@ def test_whole_run_shows_start_memory_and_scores(tmp_path):
     (line,) = learning_figure(table, 2, LIGHT_COLORS).axes[0].lines
     assert line.get_xdata().tolist() == [0, 10] and line.get_ydata() == pytest.approx([0.3, 0.65])
     assert (tmp_path / "runs-learning.png").exists()
+
+
+def test_training_runs_show_their_scores(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = {
+        "dpo": a_row("whet", rng, 90.0, scores=[(0.25, 0.5), (0.25, 0.75)], note="time under load"),
+        "sft": a_row("whet", rng, 60.0, scores=[(0.25, 0.2)]),
+    }
+    table = a_table("Methods", [a_case(name, [row]) for name, row in rows.items()])
+    write_report(make_results([table]), tmp_path)
+    markdown = (tmp_path / "report.md").read_text(encoding="utf-8").replace("\\", "")
+    assert "times as fast" not in markdown.partition("## Verification")[0]  # one provider
+    assert [cells[-1] for cells in grid_cells(markdown, "whet")[:2]] == ["0.250 → 0.625 (0.500–0.750)", "0.250 → 0.200"]
+    assert "whet: time under load" in markdown
+    axes = scores_figure(table, 2, LIGHT_COLORS).axes[0]
+    assert [(bar.get_x(), bar.get_width()) for bar in axes.patches] == [(0.25, 0.375), (0.25, pytest.approx(-0.05))]
+    assert [list(line.get_xdata()) for line in axes.lines] == [[0.5, 0.75], [0.2]]
+    assert (tmp_path / "methods-scores.png").exists()
 
 
 def test_verification_has_the_worst_case_of_every_provider(tmp_path):

@@ -18,12 +18,15 @@ from whet.bench import NotMeasured
 from whet.bench.harness import QUICK, run_case
 from whet.errors import WhetValueError
 
+NATIVE_ONLY = ("distill", "reward")
 HAS_TRL = importlib.util.find_spec("trl") is not None
 SHAPES = {
     "grpo": GRPOShape(TINY, n_prompts=2, group_size=4, prompt_length=9, completion_length=12, seed=3),
     "dpo": DPOShape(TINY, n_pairs=4, prompt_length=9, completion_length=12, seed=3),
-    "sft": DPOShape(TINY, n_pairs=4, prompt_length=9, completion_length=12, seed=3),
 }
+SHAPES["rloo"] = SHAPES["grpo"]
+SHAPES["distill"] = replace(SHAPES["grpo"], n_prompts=8, group_size=1)
+SHAPES |= dict.fromkeys(("sft", "simpo", "kto", "reward"), SHAPES["dpo"])
 PEER = {"base": "float32", "bf16": False, "gradient_checkpointing": False, "micro_batch": 2}
 
 
@@ -54,14 +57,16 @@ def test_run_is_a_separate_process(weights):
 
 
 @pytest.mark.parametrize("is_native", [False, True])
-@pytest.mark.parametrize("method", ["grpo", "dpo", "sft", "sums"])
+@pytest.mark.parametrize("method", [*SHAPES, "sums"])
 def test_run_of_whet_does_its_work(weights, method, is_native):
+    if method in NATIVE_ONLY and not is_native:
+        pytest.skip("the suite has no row of it on modules")
     work, settings = work_of(weights, method), {"base": "q4_k_m", "is_native": is_native}
     assert run_error(lora.Answer(steps_here(native.serve_lora, work, settings)), work) == 0
 
 
 @pytest.mark.skipif(not HAS_TRL, reason="TRL is not installed")
-@pytest.mark.parametrize("method", ["grpo", "dpo", "sft", "sums"])
+@pytest.mark.parametrize("method", [*SHAPES, "sums"])
 def test_trl_has_the_same_rows_and_loss(weights, method):
     work = work_of(weights, method)
     theirs = run_whole(trl.serve_lora, work, PEER)
@@ -69,11 +74,17 @@ def test_trl_has_the_same_rows_and_loss(weights, method):
     steps = steps_here(native.serve_lora, work, {"base": "float32", "is_native": True})
     assert [step.tokens.rows for step in steps] == [step.tokens.rows for step in theirs.value.steps]
     ours, first = steps[0], theirs.value.steps[0]
-    assert ours.n_trained == first.n_trained == lora.n_adapter_parameters(TINY)
-    if method in ("dpo", "sft"):
+    head = TINY.config.hidden_dim if method == "reward" else 0
+    assert ours.n_trained == first.n_trained == lora.n_adapter_parameters(TINY) + head
+    if not work.samples:
         assert ours.loss == pytest.approx(first.loss, rel=0.01)  # bfloat16, if the machine supports it
         assert ours.grad_norm == pytest.approx(first.grad_norm, rel=0.05)
-        assert method == "sft" or first.loss == pytest.approx(math.log(2), rel=1e-4)
+        by_hand = {"dpo": math.log(2), "reward": math.log(2), "kto": 0.5}  # without adapters or head: no preference
+        assert first.loss == pytest.approx(by_hand.get(method, first.loss), rel=1e-4)
+    elif method == "rloo":  # leads over the others of a group sum to 0
+        assert ours.loss == pytest.approx(0, abs=1e-6) and first.loss == pytest.approx(0, abs=1e-6)
+    elif method == "distill":  # of different samples, with noise
+        assert ours.loss > 0 and ours.loss == pytest.approx(first.loss, rel=0.05)
 
 
 def test_all_weights_are_trained_without_a_base(weights):
@@ -184,6 +195,13 @@ def test_lora_suites_have_every_row():
         (case,) = tables[title].cases
         assert case.n_items == 4 * 8 * (128 + 128) and case.n_flops > 0
     assert {f"{m}, LoRA, {size}" for m in ("DPO", "SFT") for size in ("SmolLM2-135M", "0.5 B Qwen2")} <= set(tables)
+    others = {"SimPO": "8 pairs", "KTO": "16 rows", "Reward": "8 pairs", "RLOO": "4 x 8", "Distill": "32 x 1"}
+    for name, size in others.items():
+        table = tables[f"{name}, LoRA, SmolLM2-135M"]
+        assert table.cases[0].name.startswith(size)
+        assert {"whet", "whet, recomputed", "TRL + PEFT", "TRL + PEFT micro-batch 8"} <= {
+            provider.name for provider in table.providers
+        }
     assert suite.QWEN2_1500M.config.n_parameters == pytest.approx(1.54e9, rel=0.01)
 
 

@@ -27,6 +27,7 @@ from benchmarks.contenders.training import workload
 from benchmarks.contenders.training.contender import Contender, whole_run
 from benchmarks.contenders.training.workload import DPOShape, GRPOShape
 from whet.bench.case import Timed, WholeRun
+from whet.config.algorithms import ALGORITHMS
 from whet.data.rows import tokenize_completion, tokenize_preference, tokenize_prompt
 from whet.models.tokenizers import BackendTokenizer, load_tokenizer
 
@@ -41,6 +42,8 @@ FAMILY_LAYERS: Mapping[str, Sequence[str]] = {
 }
 """All linear layers except the head in other families, by model_type."""
 LEARNING_RATES = {"adapters": 2e-4, "all weights": 5e-6}
+SIMPO = {"beta": 2.0, "margin": 0.5}
+RLOO_BETA = 0.05
 SUMS = "reasoning_gym:chain_sum,min_terms=2,max_terms=2,min_digits=1,max_digits=2"
 LONG_SUMS = "reasoning_gym:chain_sum,min_terms=4,max_terms=4,min_digits=3,max_digits=3"
 CALCULATOR = Path("examples/calculator")
@@ -49,7 +52,14 @@ MAX_CALLS = 2
 _N_SUMS = 5000
 _CHAT = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 
-Method = Literal["grpo", "sft", "dpo"]
+Method = Literal["grpo", "rloo", "distill", "sft", "dpo", "simpo", "kto", "reward"]
+TEACHER_NOISE = 2e-3
+"""Deviation of the noise on the student's weights that makes the weights of distillation's teacher."""
+
+
+def is_paired(method: Method) -> bool:
+    """Return whether the rows of a method are pairs."""
+    return ALGORITHMS[method].config.is_paired
 
 
 @dataclass(frozen=True)
@@ -103,6 +113,24 @@ class Weights:
         write_random_folder(shape, folder)
         return cls(folder, folder)._remove_with_self()
 
+    @cached_property
+    def teacher(self) -> Path:
+        """Folder of other weights of the same shape: the model's, with noise; removed with this object."""
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        folder = _temporary_folder()
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=TEACHER_NOISE)
+        model.save_pretrained(folder)
+        if (self.folder / "tokenizer.json").is_file():
+            AutoTokenizer.from_pretrained(self.folder).save_pretrained(folder)
+        return folder
+
     def _remove_with_self(self) -> Weights:
         weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         return self
@@ -116,7 +144,7 @@ class Tokens(NamedTuple):
     """Tokens of a step.
 
     Attributes:
-        rows: digest of the token ids of GRPO's prompts, or of the whole rows of other methods.
+        rows: digest of the token ids of the prompts if the method samples, else of the whole rows.
         n_completion: number of completion tokens.
     """
 
@@ -160,6 +188,7 @@ class Work:
         n_held_out: number of sums of an evaluation.
         task: the sums.
         tools: functions that the model may call, as ``FILE:NAME``.
+        teacher: folder of distillation's teacher.
     """
 
     method: Method
@@ -176,6 +205,7 @@ class Work:
     max_new_tokens: int = 24
     task: str = SUMS
     tools: tuple[str, ...] = ()
+    teacher: str = ""
 
     @classmethod
     def on_sums(cls, weights: Weights, model: ModelShape, **settings: Any) -> Work:
@@ -188,14 +218,26 @@ class Work:
         if isinstance(shape, GRPOShape):
             sizes = (shape.n_prompts, shape.group_size, shape.completion_length)
             settings |= dict(zip(("n_prompts", "group_size", "max_new_tokens"), sizes, strict=True))
+        if method == "distill":
+            settings["teacher"] = str(weights.teacher)
         return cls(method, str(weights.path), str(weights.folder), shape.model, shape, **settings)
 
     @property
     def n_rows(self) -> int:
-        """Number of rows of a step: completions (GRPO), pairs (DPO) or examples (SFT)."""
+        """Number of rows of a step: completions, pairs (DPO) or examples (SFT, KTO)."""
         if isinstance(self.shape, DPOShape):
-            return self.shape.n_pairs * (2 if self.method == "sft" else 1)
+            return self.shape.n_pairs * (1 if self.is_paired else 2)
         return self.n_prompts * self.group_size
+
+    @property
+    def samples(self) -> bool:
+        """Whether the method samples completions."""
+        return ALGORITHMS[self.method].config.samples
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether a row is a pair."""
+        return is_paired(self.method)
 
     def tokenizer(self, *, is_native: bool = False) -> Any:
         """Load the model's tokenizer, or create a byte tokenizer if its weights are random.
@@ -243,9 +285,11 @@ class Work:
             return [{"prompt": text, "row": i} for i, text in enumerate(self.shape.prompts(step))]
         if isinstance(self.shape, DPOShape):
             pairs = self.shape.pairs()
-            if self.method == "dpo":
+            if self.is_paired:
                 return pairs
-            return [{"prompt": p["prompt"], "completion": p[side]} for p in pairs for side in ("chosen", "rejected")]
+            rows = [(p["prompt"], p[side], side == "chosen") for p in pairs for side in ("chosen", "rejected")]
+            names = ("prompt", "completion", "label")[: 3 if self.method == "kto" else 2]
+            return [dict(zip(names, row, strict=False)) for row in rows]
         first = step * self.n_prompts
         return [self._sum(0, self._order[i % len(self._order)]) for i in range(first, first + self.n_prompts)]
 
@@ -278,13 +322,13 @@ class Work:
     # --- checks -----------------------------------------------------------------------------------------------
 
     def token_rows(self, rows: Iterable[Mapping[str, Any]], tokenizer: Any) -> list[list[int]]:
-        """Tokenise GRPO's prompts, or whole rows of other methods, as Whet does."""
-        if self.method == "grpo":
+        """Tokenise the prompts of methods that sample, or whole rows of others, as Whet does."""
+        if self.samples:
             from whet.tasks.schemas import tool_schema
 
             tools = {"tools": list(map(tool_schema, self.load_tools()))} if self.tools else {}
             return [tokenize_prompt({**row, **tools}, tokenizer) for row in rows]
-        if self.method == "sft":
+        if not self.is_paired:
             return [prompt + ids for prompt, ids in (tokenize_completion(row, tokenizer) for row in rows)]
         pairs = [tokenize_preference(row, tokenizer) for row in rows]
         return [prompt + ids for prompt, *both in pairs for ids in both]
@@ -309,11 +353,11 @@ def layers_of(shape: ModelShape) -> Sequence[str]:
     return FAMILY_LAYERS.get(shape.hf_config["model_type"], LAYERS)
 
 
-def lora_config(shape: ModelShape) -> Any:
+def lora_config(shape: ModelShape, task_type: str = "CAUSAL_LM") -> Any:
     """Return the configuration of every contender's adapters."""
     from peft import LoraConfig
 
-    return LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(layers_of(shape)), task_type="CAUSAL_LM")
+    return LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(layers_of(shape)), task_type=task_type)
 
 
 def n_adapter_parameters(shape: ModelShape) -> int:
@@ -381,12 +425,13 @@ def run_error(answer: Answer, work: Work) -> float:
     A correct step has the expected rows, completions of full length on random rows, all adapters or all weights
     trained, and a finite loss and gradient.
     """
-    n_trained = {n_adapter_parameters(work.model), work.model.config.n_parameters}
+    head = work.model.config.hidden_dim if work.method == "reward" else 0
+    n_trained = {n_adapter_parameters(work.model) + head, work.model.config.n_parameters}
     steps = answer.steps
     right = [step.tokens.rows for step in steps] == work.expected()
     right &= all(step.n_trained in n_trained for step in steps)
     right &= bool(np.isfinite([[step.loss, step.grad_norm] for step in steps]).all())
-    if work.method == "grpo":
+    if work.samples:
         most = work.n_rows * work.max_new_tokens
         right &= all(0 < step.tokens.n_completion <= most for step in steps)
         right &= work.shape is None or all(step.tokens.n_completion == most for step in steps)

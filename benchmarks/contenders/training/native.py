@@ -10,6 +10,7 @@ from benchmarks.contenders.training import lora, workload
 from benchmarks.contenders.training.contender import Session
 from benchmarks.contenders.training.lora import Work
 from benchmarks.contenders.training.workload import Answer, DPOShape, GRPOShape, Watch
+from whet.config.algorithms import ALGORITHMS
 
 
 def serve_grpo(session: Session, shape: GRPOShape, settings: dict[str, Any]) -> None:
@@ -68,10 +69,6 @@ def serve_lora(session: Session, work: Work, settings: dict[str, Any]) -> None:
         settings: ``base``: format of the base; "": all weights are trained, in float32. ``is_native``: a learner
             trains the adapters, without torch. ``activation_bytes``: of the learner. Others are passed to the trainer.
     """
-    from whet.algorithms.dpo import DPO
-    from whet.algorithms.grpo import GRPO
-    from whet.algorithms.sft import SFT
-
     own = dict(settings)
     base, is_native, kept = own.pop("base"), own.pop("is_native", False), own.pop("activation_bytes", None)
     tokenizer = work.tokenizer(is_native=is_native)
@@ -81,20 +78,7 @@ def serve_lora(session: Session, work: Work, settings: dict[str, Any]) -> None:
     has_eos = tokenizer.eos_token_id < work.model.config.vocab_size
     arguments = {**workload.OPTIMIZER, "learning_rate": rate, "seed": work.seed, **own}
     arguments["tokenizer"] = tokenizer if has_eos else None
-    if work.method == "grpo":
-        trainer = GRPO(
-            model,
-            reward_fn=work.reward,
-            group_size=work.group_size,
-            max_new_tokens=work.max_new_tokens,
-            advantage_ddof=1,
-            advantage_eps=workload.ADVANTAGE_EPS,
-            **({"tools": work.load_tools(), "max_turns": 1 + lora.MAX_CALLS} if work.tools else {}),
-            **arguments,
-        )
-    else:
-        beta = {"beta": workload.DPO_BETA} if work.method == "dpo" else {}
-        trainer = {"sft": SFT, "dpo": DPO}[work.method](model, **beta, **arguments)
+    trainer: Any = ALGORITHMS[work.method].load()(model, **{**_method_settings(work), **arguments})
     n_trained = trainer.policy.n_trained
     for step in count():
         rows, score = work.rows(step), None
@@ -114,11 +98,29 @@ def serve_lora(session: Session, work: Work, settings: dict[str, Any]) -> None:
         )
 
 
+def _method_settings(work: Work) -> dict[str, Any]:
+    """Return the arguments of a method's trainer that are equal for both libraries."""
+    if not work.samples:
+        return {"dpo": {"beta": workload.DPO_BETA}, "simpo": lora.SIMPO, "kto": {"beta": workload.DPO_BETA}}.get(
+            work.method, {}
+        )
+    if work.method == "distill":
+        return {"teacher": work.teacher, "divergence": "full", "max_new_tokens": work.max_new_tokens}
+    settings = {"reward_fn": work.reward, "group_size": work.group_size, "max_new_tokens": work.max_new_tokens}
+    if work.method == "grpo":
+        settings |= {"advantage_ddof": 1, "advantage_eps": workload.ADVANTAGE_EPS}
+    if work.method == "rloo":
+        settings["beta"] = lora.RLOO_BETA
+    return settings | ({"tools": work.load_tools(), "max_turns": 1 + lora.MAX_CALLS} if work.tools else {})
+
+
 def _learner_of(work: Work, base: str, activation_bytes: int | None) -> Any:
     """Load the learner of a run."""
     import whet
 
     settings = {"lora_rank": lora.RANK, "lora_alpha": lora.ALPHA, "lora_layers": lora.layers_of(work.model)}
+    if work.method == "reward":
+        settings["modules_to_save"] = ["score"]
     return whet.Learner(work.path, weights=base, seed=work.seed, activation_bytes=activation_bytes, **settings)
 
 

@@ -33,6 +33,16 @@ _CALLS: dict[str, Any] = {
     },
 }
 """The form of calls in the calculator's template, as transformers reads it."""
+_BETAS = {
+    "grpo": 0.0,
+    "rloo": lora.RLOO_BETA,
+    "distill": 1.0,  # KL(student || teacher)
+    "dpo": workload.DPO_BETA,
+    "kto": workload.DPO_BETA,
+    "simpo": lora.SIMPO["beta"],
+}
+_SUMMED = ("grpo", "sft", "distill")
+"""Methods whose losses of micro-batches are divided by counts of the whole batch."""
 OURS: dict[str, Any] = {
     **workload.OPTIMIZER,
     "lr_scheduler_type": "constant",
@@ -122,56 +132,67 @@ def serve_lora(session: Session, work: Work, settings: dict[str, Any]) -> None:
             quantised by bitsandbytes; "": all weights are trained, in float32.
     """
     with _quiet() as folder:
-        import trl
         from datasets import Dataset
 
         settings = dict(settings)
         base = settings.pop("base")
         tokenizer = work.tokenizer()
-        config_class = getattr(trl, f"{work.method.upper()}Config")
-        trainer_class = getattr(trl, f"{work.method.upper()}Trainer")
+        trainer_class, config_class = _classes_of(work.method)
         rate = lora.LEARNING_RATES["adapters" if base else "all weights"]
         options = {**OURS, "learning_rate": rate, "seed": work.seed, **_batches(work.n_rows, settings)}
         options["model_init_kwargs"] = _weights_of(base)
         own: dict[str, Any] = {}
         sampled: list[Any] = []
-        if work.method == "grpo":
-            own["reward_funcs"] = _record_completions(work.reward, sampled)
+        if work.samples:
             options |= {
-                "num_generations": work.group_size,
                 "max_completion_length": work.max_new_tokens,
                 "shuffle_dataset": False,
-                "beta": 0.0,
+                "beta": _BETAS[work.method],
                 "temperature": 1.0,
                 "top_p": 1.0,
                 "top_k": 0,
             }
+            if work.method == "distill":
+                own["teacher_model"] = work.teacher
+                options["teacher_model_init_kwargs"] = options["model_init_kwargs"]
+            else:
+                own["reward_funcs"] = _record_completions(work.reward, sampled)
+                options["num_generations"] = work.group_size
             if work.tools:
                 tokenizer.response_template = _CALLS
                 own["tools"] = work.load_tools()
                 options["max_tool_calling_iterations"] = lora.MAX_CALLS
         else:
-            options["max_length"] = None
-            if work.method == "dpo":
-                options["beta"] = workload.DPO_BETA
+            # No limit is None, except that CPOTrainer takes it for 512.
+            options["max_length"] = work.model.config.max_position if work.method == "simpo" else None
+            if work.method in _BETAS:
+                options["beta"] = _BETAS[work.method]
+            if work.method == "simpo":
+                options |= {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": lora.SIMPO["margin"]}
         # Without sampling every step has the same rows, in TRL's random order.
-        n_epoch = work.n_steps if work.method == "grpo" else 1
+        n_epoch = work.n_steps if work.samples else 1
         rows = [row for step in range(n_epoch) for row in work.rows(step)]
         trainer = trainer_class(
             model=work.folder,
             args=config_class(output_dir=folder, **options),
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
-            peft_config=lora.lora_config(work.model) if base else None,
+            peft_config=lora.lora_config(work.model, "SEQ_CLS" if work.method == "reward" else "CAUSAL_LM")
+            if base
+            else None,
             **own,
         )
         seen: list[list[int]] = []
-        if work.method == "grpo":
-            _record_prompts(trainer, seen, work.group_size)
+        if work.samples:
+            is_distill = work.method == "distill"
+            _record_prompts(trainer, seen, work.group_size, sampled if is_distill else [])
             _time_as(trainer, "_generate_single_turn", "generation")
-            _time_as(trainer, "_get_per_token_logps_and_entropies", "forward")
+            if not is_distill:
+                _time_as(trainer, "_get_per_token_logps_and_entropies", "forward")
         else:
             _record_rows(trainer, seen)
+        if work.method == "reward":
+            _zero_head(trainer.model)
         n_trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
         scores: list[float | None] = []
         engine = _evaluating_engine(trainer.model, tokenizer) if work.evaluate_every else None
@@ -183,11 +204,33 @@ def serve_lora(session: Session, work: Work, settings: dict[str, Any]) -> None:
 
         def answer(losses: list[float], norm: float) -> lora.Step:
             seconds = session.elapsed_s
-            loss = statistics.mean(losses) if work.method == "dpo" else sum(losses)
+            loss = sum(losses) if work.method in _SUMMED else statistics.mean(losses)
             tokens = lora.Tokens(lora.digest(seen), sum(map(len, sampled)))
             return lora.Step(tokens, n_trained, loss, norm, seconds, score=scores[-1])
 
         _run(trainer, session, answer, evaluate)
+
+
+def _classes_of(method: str) -> tuple[Any, Any]:
+    """Return the trainer of a method and its config."""
+    import trl
+
+    if method == "simpo":
+        from trl.experimental import cpo
+
+        return cpo.CPOTrainer, cpo.CPOConfig
+    name = {"kto": "KTO", "reward": "Reward", "distill": "Distillation"}.get(method, method.upper())
+    return getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
+
+
+def _zero_head(model: Any) -> None:
+    """Begin with a reward of 0 for all rows, as Whet does; TRL's head is random."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".score." in name:
+                parameter.zero_()
 
 
 def _weights_of(base: str) -> dict[str, Any]:
@@ -220,14 +263,20 @@ def _record_completions(reward: Callable[..., Any], sampled: list[Any]) -> Calla
     return score
 
 
-def _record_prompts(trainer: Any, seen: list[list[int]], group_size: int) -> None:
-    """Record the distinct prompts of every step in ``seen``; later turns of episodes are generated row by row."""
+def _record_prompts(trainer: Any, seen: list[list[int]], group_size: int, sampled: list[Any]) -> None:
+    """Record the distinct prompts of every step in ``seen``; later turns of episodes are generated row by row.
+
+    Args:
+        sampled: gets the completions, of which DistillationTrainer has no other record.
+    """
     inner = trainer._generate_single_turn
 
     def generate(prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("num_generations") != 1:
             seen.extend(list(ids) for ids in prompt_ids[::group_size])
-        return inner(prompt_ids, *args, **kwargs)
+        found = inner(prompt_ids, *args, **kwargs)
+        sampled[:] = found
+        return found
 
     trainer._generate_single_turn = generate
 
@@ -237,8 +286,10 @@ def _record_rows(trainer: Any, seen: list[list[int]]) -> None:
     inner = trainer.compute_loss
 
     def compute(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        pairs = zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
-        seen.extend(ids[mask.bool()].tolist() for ids, mask in pairs)
+        for side in ("", "chosen_", "rejected_"):  # CPOTrainer's pairs are joined later
+            if f"{side}input_ids" in inputs:
+                pairs = zip(inputs[f"{side}input_ids"], inputs[f"{side}attention_mask"], strict=True)
+                seen.extend(ids[mask.bool()].tolist() for ids, mask in pairs)
         return inner(model, inputs, *args, **kwargs)
 
     trainer.compute_loss = compute

@@ -147,25 +147,29 @@ class Timed:
 
 @dataclass(frozen=True)
 class WholeRun:
-    """Return value of a call that is made once: a whole run in a separate process.
+    """Return value of a call that is made once: a whole run in a separate process, or several.
 
     Attributes:
         value: the answer.
-        samples_s: seconds of each counted step, the row's samples.
-        start_s: seconds from the start of the process to its first step.
+        samples_s: seconds of each counted step, or of each run: the row's samples.
+        start_s: seconds from the start of the process to its first step; None: part of the samples.
         parts: seconds of the parts of each counted step.
         peak_bytes: peak memory of the process; None if the system does not report it.
         memory: memory by owner at the peak step, by the names in ``whet.memory.PARTS``; empty: unknown.
         curve: (step, score) of a training run.
+        scores: (score before, score after) of each of several training runs.
+        note: remark about these runs, shown under the table.
     """
 
     value: Any
     samples_s: Sequence[float]
-    start_s: float
+    start_s: float | None
     parts: Mapping[str, Sequence[float]]
     peak_bytes: int | None = None
     memory: Mapping[str, int] = field(default_factory=dict)
     curve: Sequence[tuple[int, float]] = ()
+    scores: Sequence[tuple[float, float]] = ()
+    note: str = ""
 
 
 def seconds_of(work: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:

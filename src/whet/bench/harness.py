@@ -71,7 +71,7 @@ class Row:
     """Results of one provider in one case.
 
     ``samples_s`` are seconds per call, one per round. For a ``WholeRun`` they are seconds per step, and ``start_s``,
-    ``memory`` and ``curve`` are copied from it.
+    ``memory``, ``curve`` and ``scores`` are copied from it.
     """
 
     provider: str
@@ -88,6 +88,7 @@ class Row:
     start_s: float | None = None
     memory: dict[str, int] = field(default_factory=dict)
     curve: list[tuple[int, float]] = field(default_factory=list)
+    scores: list[tuple[float, float]] = field(default_factory=list)
     bandwidth: float | None = None
     flops: float | None = None
     items_per_s: float | None = None
@@ -98,7 +99,8 @@ class Row:
         """Fill in the row from a run, which is not repeated."""
         self.samples_s, self.parts = list(run.samples_s), {name: list(part) for name, part in run.parts.items()}
         self.start_s, self.peak_bytes, self.memory = run.start_s, run.peak_bytes, dict(run.memory)
-        self.curve = list(run.curve)
+        self.curve, self.scores = list(run.curve), list(run.scores)
+        self.note = "; ".join(filter(None, (self.note, run.note)))
 
     def fail(self, error: Exception) -> None:
         """Record that the provider is not installed, does not support the case, or raised; drop its samples."""

@@ -1,4 +1,4 @@
-"""Plots of a benchmark: ratios with intervals, time over size, speed-up over threads, parts of a call, learning curves.
+"""Plots of a benchmark: ratios with intervals, time over size, speed-up over threads, parts of a call, learning.
 
 Each is drawn twice: as SVG in the page's colours for report.html, and as a PNG on a light background. Plots without
 data are omitted.
@@ -7,6 +7,7 @@ data are omitted.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -69,7 +70,7 @@ def draw(table: Table, threads: int, folder: Path, slug: str) -> Iterator[Chart]
             yield Chart(title, note, inline_svg(figure, f"{table['title']}: {title}"), png)
 
 
-# --- the five plots -------------------------------------------------------------------------------------
+# --- the plots ------------------------------------------------------------------------------------------
 
 
 def ratio_figure(table: Table, threads: int, colors: Colors) -> Figure | None:
@@ -235,12 +236,35 @@ def learning_figure(table: Table, threads: int, colors: Colors) -> Figure | None
     return figure
 
 
+def scores_figure(table: Table, threads: int, colors: Colors) -> Figure | None:
+    """Draw the scores of training runs: a bar per row from the mean before to the mean after, and a dot per run."""
+    rows = [(case, row) for case, row in rows_of(table) if is_measured(row) and row["scores"]]
+    if not rows:
+        return None
+    series = _series(table)
+    figure = _new_figure(0.8 + 0.36 * len(rows) + _legend_height(len(series)))
+    axes = figure.add_subplot()
+    for y, (_, row) in enumerate(rows):
+        before, after = zip(*row["scores"], strict=True)
+        first, last = statistics.mean(before), statistics.mean(after)
+        axes.barh(y, last - first, left=first, height=0.6, color=colors[series[row["provider"]][0]])
+        axes.plot(after, [y] * len(after), color=colors["ink"], linestyle="", marker="o", markersize=4.5)
+    axes.set_yticks(range(len(rows)), [_label(case_label(case, threads), 36) for case, _ in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    _set_style(axes, colors, grid="x")
+    axes.tick_params(axis="y", colors=colors["ink"])
+    axes.set_xlabel("held-out score", color=colors["muted"])
+    _legend(figure, series, colors, "bar")
+    return figure
+
+
 _PLOTS: tuple[tuple[str, str, str, Callable[[Table, int, Colors], Any]], ...] = (
     ("ratio", "Speed of {subject} relative to its peers", "lines: 95% interval", ratio_figure),
     ("size", "Time over size", "bands: p20 to p80", size_figure),
     ("threads", "Speed-up over threads", "dashed: linear", threads_figure),
     ("parts", "Breakdown of the time", "medians of the parts", parts_figure),
     ("learning", "Score over steps", "lines: means of the runs, bands: minimum to maximum", learning_figure),
+    ("scores", "Score before and after training", "bars: to the mean of the runs, dots: runs", scores_figure),
 )
 """Kind, title, note, and function that draws it."""
 

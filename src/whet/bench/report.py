@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import statistics
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -219,7 +220,7 @@ def _columns(table: Json) -> list[_Column]:
         _Column("score", _score_cell),
         _Column(_PUBLISHED, _published_cell),
     ]
-    always = columns[:4]
+    always = columns[: 4 if any(len(case["rows"]) > 1 for case in table["cases"]) else 3]
     return [column for column in columns if column in always or any(_cell(column, *pair) for pair in rows_of(table))]
 
 
@@ -239,7 +240,11 @@ def _start_cell(case: Json, row: Json) -> str:
 
 
 def _score_cell(case: Json, row: Json) -> str:
-    """Format the scores of a training run before its first step and after its last step."""
+    """Format the scores before and after training; of several runs the means, and the range after training."""
+    if row["scores"]:
+        first, last = (statistics.mean(scores) for scores in zip(*row["scores"], strict=True))
+        after = [score for _, score in row["scores"]]
+        return f"{first:.3f} → {last:.3f}" + (f" ({min(after):.3f}–{max(after):.3f})" if len(after) > 1 else "")
     if not row["curve"]:
         return ""
     (_, first), (_, last) = row["curve"][0], row["curve"][-1]
