@@ -24,6 +24,7 @@ from whet.runs.settings import (
     RewardRun,
     RLOORun,
     RunConfig,
+    SDPORun,
     SFTRun,
     SimPORun,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "RewardRun",
     "RunConfig",
     "RunResult",
+    "SDPORun",
     "SFTRun",
     "SimPORun",
     "train",
