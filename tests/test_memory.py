@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 from tests.processes import printed_by
+from tests.tiny import tiny_llama
 
 import whet
 from whet import _core
+from whet.algorithms import GRPO, Distill
+from whet.errors import WhetError
 from whet.memory import PARTS, memory_report
 from whet.system.memory import available_bytes, control_groups, machine_bytes, resident_bytes
 
@@ -129,3 +132,16 @@ def test_control_groups_of_version_1_and_of_a_container(tmp_path):
     write_group(group, memory__limit_in_bytes=2000)  # the path is the host's, which does not exist here
     assert list(control_groups(tmp_path)) == [(2000, 800)]
     assert list(control_groups(tmp_path / "nowhere")) == []
+
+
+def test_memory_report_after_a_trainer_that_was_not_constructed():
+    """The trainer lives as long as the error, whose traceback refers to it."""
+    failures = [
+        (GRPO, {"reward_fn": None}),
+        (GRPO, {"engine": "none"}),
+        (Distill, {"teacher": tiny_llama(), "divergence": "full"}),
+    ]
+    for method, arguments in failures:
+        with pytest.raises(WhetError) as caught:
+            method(tiny_llama(), **arguments)
+        assert caught.tb is not None and memory_report().resident > 0

@@ -157,6 +157,8 @@ class Distill(Distillation):
     """
 
     config_class = DistillConfig
+    teacher: Any = None
+    _is_own_teacher = False
 
     def __init__(
         self,

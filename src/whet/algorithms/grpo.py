@@ -64,6 +64,7 @@ class GRPO(OnlineTrainer):
     config_class = GRPOConfig
     plays_episodes = True
     rewards: RewardFunctions
+    _in_progress: _Step | None = None
 
     def __init__(
         self,
@@ -99,7 +100,6 @@ class GRPO(OnlineTrainer):
         check_range(self.config, "advantage_level", has_turns or self.config.advantage_level == "episode", episode)
         check_episode_settings(self.config, has_environment=self.rewards_turns, has_tools=has_tools)
         self.rewards = reward_functions(self.config, reward_fn)
-        self._in_progress: _Step | None = None
 
     def complete_config(self, config: GRPOConfig, ref_model: Any) -> GRPOConfig:
         """Return the config with ``beta`` resolved; its default depends on ref_model."""

@@ -73,6 +73,7 @@ class OnlineTrainer(Trainer):
     plays_episodes = False
     """Whether the algorithm trains on episodes of an environment."""
     rewards: RewardFunctions | None
+    _ahead: AheadSampler | None = None  # memory_report reads it also of a trainer whose construction failed
 
     def __init__(
         self,
