@@ -169,7 +169,8 @@ def test_a_decisions_prompt_is_computed_once(post, served, monkeypatch):
 
     monkeypatch.setattr(Call, "step", step_and_measure)
     post("/v1/decisions", prompt=[5] * 257, labels=[[i] for i in range(20)])
-    assert max(used) == (4 + 20) * served.engine.memory["kv_page_bytes"]  # shared pages, and one of each label
+    pages = max(used) / served.engine.memory["kv_page_bytes"]
+    assert 4 + 1 <= pages <= 4 + 20  # shared pages, and one of each label that has arrived by the first step
 
 
 @pytest.mark.parametrize(
