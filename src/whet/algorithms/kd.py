@@ -97,12 +97,12 @@ class KD(Trainer):
         for batch in self.iter_batches(dataset):
             prepared: Targets = self.get_prepared(*batch)
             pairs = list(zip(prepared.prompt_ids, prepared.completion_ids, strict=True))
+            with self.policy.scoring() as score:  # rounds all weights, with qat
 
-            def compute(part: list[int], prepared: Targets = prepared) -> np.ndarray:
-                with self.policy.scoring() as score:
+                def compute(part: list[int], prepared: Targets = prepared, score: Score = score) -> np.ndarray:
                     return np.array(self._loss(prepared, part, 1, score)[0])
 
-            total += sum(float(value) for _, value in self.compute_on_ranks(pairs, compute))
+                total += sum(float(value) for _, value in self.compute_on_ranks(pairs, compute))
             n_tokens += sum(map(sum, prepared.masks))
         if n_tokens == 0:
             raise WhetValueError("KD: no completion of the dataset has a token that counts.")

@@ -178,11 +178,9 @@ def completion_logprobs(
     # Column of the logits that predict completion token 0, per row.
     n_skipped = input_ids.shape[1] - logits.shape[1]
     first = torch.tensor([len(prompt) - 1 - n_skipped for prompt in prompts], device=device)
-    kept = select_kept(
-        kept_tokens, rows.cpu().numpy(), steps.cpu().numpy(), token_ids.cpu().numpy(), logits.shape[2], where
-    )
+    at = rows.cpu().numpy(), steps.cpu().numpy()
+    kept = select_kept(kept_tokens, *at, token_ids.cpu().numpy(), logits.shape[2], where)
     if candidates is not None:
-        at = rows.cpu().numpy(), steps.cpu().numpy()
         chosen = select_candidates(candidates, completions, *at, logits.shape[2], where)
         token_ids = torch.from_numpy(chosen).to(token_ids)
     else:

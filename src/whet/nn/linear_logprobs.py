@@ -206,7 +206,7 @@ def _lora_factors(hidden: Tensor, adapters: Sequence[Adapter]) -> tuple[Tensor |
 
 
 def _in_tile(targets: Tensor, first: int, last: int) -> tuple[Tensor, ...]:
-    """Return the indices of targets from ``first`` to ``last``, one tensor for each dimension."""
+    """Return the indices of targets from ``first`` to before ``last``, one tensor for each dimension."""
     return ((targets >= first) & (targets < last)).nonzero(as_tuple=True)
 
 

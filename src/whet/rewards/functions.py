@@ -230,21 +230,13 @@ def call_preference(
     Raises:
         RewardError: the function raised, or did not return 0, 1 or None for each pair.
     """
-    [name] = _unique_names([preference_fn])
     try:
         takes_prompts = "prompts" in inspect.signature(preference_fn).parameters
     except ValueError:  # some builtins have no signature
         takes_prompts = False
-    [result] = call_here([partial(preference_fn, pairs, **({"prompts": prompts} if takes_prompts else {}))])
-    if isinstance(result, BaseException):
-        raise RewardError(
-            f"call_preference: {name} raised {summary(result)} on pairs 0 to {len(pairs) - 1}."
-        ) from result
-    values = _as_list(result)
-    if values is None or len(values) != len(pairs):
-        returned = type(result).__name__ if values is None else f"{len(values)} preferences"
-        raise RewardError(f"call_preference: {name} returned {returned} for {len(pairs)} pairs, expected one per pair.")
-
+    call = partial(preference_fn, pairs, **({"prompts": prompts} if takes_prompts else {}))
+    [name] = _unique_names([preference_fn])
+    values = _call_for_each(call, f"call_preference: {name}", "preferences", len(pairs), "pair")
     for i, value in enumerate(values):
         if value is not None and not (hasattr(value, "__index__") and operator.index(value) in (0, 1)):
             raise RewardError(
@@ -267,21 +259,26 @@ def call_feedback(
     """
     [name] = _unique_names([function])
     data = dict(zip(_BATCH_FIELDS, (prompts, completions, completion_ids), strict=True)) | dict(columns)
-    [result] = call_here([_bind_arguments(name, function, data)])
-    if isinstance(result, BaseException):
-        raise RewardError(f"call_feedback: {name} raised {summary(result)}.") from result
-    values = _as_list(result)
-    if values is None or len(values) != len(completions):
-        returned = type(result).__name__ if values is None else f"{len(values)} texts"
-        raise RewardError(
-            f"call_feedback: {name} returned {returned} for {len(completions)} completions, expected one for each."
-        )
+    call = _bind_arguments(name, function, data)
+    values = _call_for_each(call, f"call_feedback: {name}", "texts", len(completions), "completion")
     for i, value in enumerate(values):
         if not (value is None or isinstance(value, str)):
             raise RewardError(
                 f"call_feedback: {name} returned {value!r:.60} for completion {i}, expected a text, or None."
             )
     return values
+
+
+def _call_for_each(call: Callable[[], Any], who: str, values: str, n: int, item: str) -> list[Any]:
+    """Return the n values of a call, one for each item, such as the preferences of pairs."""
+    [result] = call_here([call])
+    if isinstance(result, BaseException):
+        raise RewardError(f"{who} raised {summary(result)} on {item}s 0 to {n - 1}.") from result
+    found = _as_list(result)
+    if found is None or len(found) != n:
+        returned = type(result).__name__ if found is None else f"{len(found)} {values}"
+        raise RewardError(f"{who} returned {returned} for {n} {item}s, expected one per {item}.")
+    return found
 
 
 def load_function(spec: str) -> Callable[..., Any]:

@@ -26,7 +26,7 @@ from whet.rollout.protocol import RolloutEngine
 from whet.rollout.rollout import Branch, Rollout
 from whet.tasks.environment import Environment, EpisodeProcess, Message, Opening, Step
 from whet.text.replies import ReplyFormat
-from whet.text.seams import RewrittenHistoryError, Seams, content_mask, count_shared_ids
+from whet.text.seams import RewrittenHistoryError, Seams, content_mask, count_shared
 
 End = Literal["done", "turns", "length", "context", "error"]
 """Causes of the end of an episode: the environment, ``max_turns``, ``max_new_tokens`` sampled tokens, too little room
@@ -157,7 +157,7 @@ class Episode:
 
         The branch's prompt is what it shares with the opening, so that branches and samples share its computation.
         """
-        n_shared = max(1, count_shared_ids(self.opening_ids, ids))
+        n_shared = max(1, count_shared(self.opening_ids, ids))
         self.earlier.append(Branch(self.prompt_ids, self.completion()))
         self.prompt_ids, n_read = list(ids[:n_shared]), len(ids) - n_shared
         self.kept = [KeptTokens.from_ids([None] * n_read, self.kept[0].vocab_size)] if self.kept else []
@@ -399,7 +399,7 @@ class Player:
                 raise
             render = render_all
             ids = render(new)
-            n_before, n_read, add = 0, -count_shared_ids(episode.opening_ids, ids), episode.begin_branch
+            n_before, n_read, add = 0, -count_shared(episode.opening_ids, ids), episode.begin_branch
         if n_read + len(ids) > most_read or n_before + len(ids) >= self._max_position:
             return False
         answered = content_mask(render, ids, new) if self._limits.marks_answers else None

@@ -152,19 +152,19 @@ def content_mask(
     mask = [False] * len(ids)
     for i, message in enumerate(messages):
         others = [render([*messages[:i], {**message, "content": text}, *messages[i + 1 :]]) for text in ("0", "x")]
-        begin = min(count_shared_ids(ids, other) for other in others)
-        end = len(ids) - min(count_shared_ids(ids[::-1], other[::-1]) for other in others)
+        begin = min(count_shared(ids, other) for other in others)
+        end = len(ids) - min(count_shared(ids[::-1], other[::-1]) for other in others)
         mask[begin:end] = [True] * (end - begin)
     return mask
 
 
-def count_shared_ids(one: Sequence[int], other: Sequence[int]) -> int:
+def count_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Return the length of the longest common prefix."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _first_difference(one: str, other: str) -> str:
     """Return the texts around the first difference."""
-    at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    at = count_shared(one, other)
     begin = max(0, at - 10)
     return f"{one[begin : at + 20]!r} becomes {other[begin : at + 20]!r}"
