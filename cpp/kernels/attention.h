@@ -36,18 +36,11 @@ constexpr ptrdiff_t kTileKeys = kPanels * kPanelKeys;
 constexpr float kZeroWeight = -127.0f;  // exp2_fast(-127) is 0
 constexpr ptrdiff_t kWeightStride = kAttentionMaxBlock;
 
-// Sums of a product tile that fit in registers: of four vectors with 32 registers of 16 bytes.
-#if defined(__aarch64__)
-constexpr int kSumsAtOnce = 4;
-#else
-constexpr int kSumsAtOnce = kTileRows * kPanels;
-#endif
-
 // sums[r][c] += sum over i of a[r * a_row + i * a_step] b[i * b_step + c * b_column ...], in the order of i.
 template <class Format, int rows, int columns>
 WHET_INLINE void add_products(f32x16 (&sums)[rows][columns], const float* a, ptrdiff_t a_row, ptrdiff_t a_step,
                               const float* b, ptrdiff_t b_column, ptrdiff_t b_step, ptrdiff_t n) {
-    constexpr int at_once = kSumsAtOnce / columns;
+    constexpr int at_once = kSumsAtOnce<Format> / columns;
     if constexpr (rows > at_once) {
         auto& some = reinterpret_cast<f32x16(&)[at_once][columns]>(sums[0]);
         auto& others = reinterpret_cast<f32x16(&)[rows - at_once][columns]>(sums[at_once]);

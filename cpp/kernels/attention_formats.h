@@ -92,6 +92,19 @@ struct BFloat16 {
     }
 };
 
+// Sums of a tile that are computed at once: they fit in 32 registers of 16 bytes, or in 16 of 32 bytes. On AVX2, pairs
+// of bfloat16 are unpacked, which costs more than to keep half of the sums in memory: twice as many rows share it.
+#if defined(__aarch64__)
+template <class Format>
+constexpr int kSumsAtOnce = 4;
+#elif defined(WHET_AVX2)
+template <class Format>
+constexpr int kSumsAtOnce = 4 * Format::kPerWord;
+#else
+template <class Format>
+constexpr int kSumsAtOnce = 16;
+#endif
+
 }  // namespace attention
 }  // namespace
 }  // namespace whet::WHET_ISA

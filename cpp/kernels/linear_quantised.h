@@ -193,7 +193,9 @@ using Q6_KPanel = Panel<kQ6_KLayout, 6, 32, Scaling::kBlockScale, Q6KScales>;
 constexpr int kQuantisedRows = 4, kQuantisedPanels = 3;  // each with an int32 and a float32 sum in registers
 #elif defined(__aarch64__)
 constexpr int kQuantisedRows = 8, kQuantisedPanels = 1;  // part by part
-#elif defined(__AVX2__) || defined(__wasm_relaxed_simd__)
+#elif defined(__AVX2__)
+constexpr int kQuantisedRows = 4, kQuantisedPanels = 1;
+#elif defined(__wasm_relaxed_simd__)
 constexpr int kQuantisedRows = 2, kQuantisedPanels = 1;
 #else
 constexpr int kQuantisedRows = 1, kQuantisedPanels = 1;
@@ -247,6 +249,27 @@ WHET_INLINE void add_bytes(i32x16 (&dot)[n_rows][n_panels], const int8_t* q, siz
     for (int v = 0; v < 8; ++v) {
         load_weights(weights, block, panel_bytes, v);
         add_dots(dot, weights, q + 4 * v, stride);
+    }
+}
+
+// add_bytes in products of 16 bits: even and odd bytes separately, the inputs of a block widened once for all panels.
+template <int n_rows, int n_panels>
+WHET_INLINE void add_widened_bytes(i32x16 (&dot)[n_rows][n_panels], const int8_t* q, size_t stride,
+                                   const uint8_t* block, size_t panel_bytes) {
+    int32_t even[n_rows][8], odd[n_rows][8];  // inputs 0 and 2, and 1 and 3, of each four
+#pragma GCC unroll 4
+    for (int r = 0; r < n_rows; ++r) widen_pairs(q + r * stride, even[r], odd[r]);
+    __asm__("" : "+m"(even), "+m"(odd));  // broadcast from memory: not with shuffles
+#pragma GCC unroll 8
+    for (int v = 0; v < 8; ++v) {
+        u8x64 weights[n_panels];
+        load_weights(weights, block, panel_bytes, v);
+#pragma GCC unroll 4
+        for (int r = 0; r < n_rows; ++r) {
+            const auto x = bit_cast<i16x32>(i32x16(even[r][v])), y = bit_cast<i16x32>(i32x16(odd[r][v]));
+#pragma GCC unroll 4
+            for (int p = 0; p < n_panels; ++p) dot[r][p] = dot_widened(dot[r][p], weights[p], x, y);
+        }
     }
 }
 
@@ -382,7 +405,7 @@ WHET_INLINE void block_sums(i32x16 (&dot)[n_rows][n_panels], const QuantisedRows
     const size_t stride = 32 * in.blocks;
     // Sums of nibbles start with 16 times their offset, because the high nibbles are multiplied unshifted.
     constexpr int n = 8 / Panel::kScales;  // vectors per scale
-    constexpr bool is_unbiased = kOnlyDotInt7 && Panel::kBits == 8;
+    constexpr bool is_unbiased = kOnlyDotInt7 && !kWidensBytes && Panel::kBits == 8;
     constexpr int bias = !kOnlyDotInt7 && Panel::kBits == 4 ? 16 * Panel::kBias : Panel::kBias;
 #pragma GCC unroll 4
     for (int r = 0; r < n_rows; ++r) {
@@ -390,12 +413,15 @@ WHET_INLINE void block_sums(i32x16 (&dot)[n_rows][n_panels], const QuantisedRows
         if constexpr (is_unbiased) {
             offset = minus_sum_of_negatives(q + r * stride);
         } else if constexpr (bias != 0) {
-            offset = offset_of<Panel>(in, at + r * in.blocks, s) / (128 / bias);
+            constexpr int shift = __builtin_ctz(128 / bias);  // offsets are multiples of 128
+            offset = offset_of<Panel>(in, at + r * in.blocks, s) >> shift;
         }
 #pragma GCC unroll 4
         for (int p = 0; p < n_panels; ++p) dot[r][p] = i32x16(offset);
     }
-    if constexpr (is_unbiased) {
+    if constexpr (Panel::kBits == 8 && kWidensBytes) {
+        add_widened_bytes(dot, q, stride, block, panel_bytes);
+    } else if constexpr (is_unbiased) {
         add_unbiased_bytes(dot, q, stride, block, panel_bytes);
     } else if constexpr (Panel::kBits == 8) {
         add_bytes(dot, q, stride, block, panel_bytes);

@@ -129,8 +129,18 @@ size_t probe_fma_bf16(const uint16_t a[32], const uint16_t b[32], float* sums, s
                              [](f32x16 sum, u16x32 x, u16x32 y) WHET_INLINE_LAMBDA { return dot_bf16(sum, x, y); });
 }
 
-// 64 multiply-adds per step.
+// 64 multiply-adds per step: of 7 bits to sums of 16 bits, where products of 8 bits take more instructions.
 size_t probe_fma_int8(const uint8_t a[64], const int8_t b[64], int32_t* sums, size_t iterations) {
+    if constexpr (kOnlyDotInt7) {
+        int16_t pairs[probe::kChains * 32] = {};
+        const size_t steps =
+            probe::run_chains(a, b, pairs, iterations,
+                              [](i16x32 sum, u8x64 x, i8x64 y) WHET_INLINE_LAMBDA { return dot_pairs(sum, x, y); });
+        for (int c = 0; c < probe::kChains; ++c) {
+            store(sums + 16 * c, add_pairs(load(sums + 16 * c), load(pairs + 32 * c)));
+        }
+        return steps;
+    }
     return probe::run_chains(a, b, sums, iterations,
                              [](i32x16 sum, u8x64 x, i8x64 y) WHET_INLINE_LAMBDA { return dot_int8(sum, x, y); });
 }

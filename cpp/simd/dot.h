@@ -228,19 +228,41 @@ WHET_INLINE i32x16 dot_int8(i32x16 sum, u8x64 a, i8x64 b) {
 }
 
 // Whether there is an instruction for 7 bits of one factor, but not for 8.
-#if defined(__wasm_relaxed_simd__)
+#if defined(__wasm_relaxed_simd__) || defined(WHET_AVX2)
 constexpr bool kOnlyDotInt7 = true;
 #else
 constexpr bool kOnlyDotInt7 = false;
 #endif
 
-// dot_int8 for a in [0, 127]. Relaxed SIMD leaves only the result of larger values unspecified.
+// Keeps the compiler from adding the terms of an integer sum in another order: GCC would add all products of a tile as
+// a tree, which has more intermediate results than there are registers.
+template <class Native>
+WHET_INLINE void keep_order([[maybe_unused]] Native& sum) {
+#if defined(WHET_AVX2)
+    __asm__("" : "+x"(sum));
+#endif
+}
+
+#if defined(WHET_AVX2)
+// a[2i] b[2i] + a[2i+1] b[2i+1] for a in [0, 127].
+WHET_INLINE NativeI16 pair_products(u8x64::Native a, i8x64::Native b) {
+    return (NativeI16)_mm256_maddubs_epi16((__m256i)a, (__m256i)b);
+}
+#endif
+
+// dot_int8 for a in [0, 127]. Relaxed SIMD leaves only the result of larger values unspecified; vpmaddubsw saturates.
 WHET_INLINE i32x16 dot_int7(i32x16 sum, u8x64 a, i8x64 b) {
 #if defined(__wasm_relaxed_simd__)
     typedef signed char Bytes __attribute__((vector_size(16)));
     WHET_EACH_PART(p) {
         sum.part[p] = (i32x16::Native)__builtin_wasm_relaxed_dot_i8x16_i7x16_add_s_i32x4((Bytes)b.part[p],
                                                                                          (Bytes)a.part[p], sum.part[p]);
+    }
+    return sum;
+#elif defined(WHET_AVX2)
+    WHET_EACH_PART(p) {
+        const NativeI16 ones = NativeI16{} + 1;
+        sum.part[p] = (i32x16::Native)add_products((NativeU32)sum.part[p], pair_products(a.part[p], b.part[p]), ones);
     }
     return sum;
 #else
@@ -256,10 +278,43 @@ WHET_INLINE i16x32 dot_pairs(i16x32 sum, u8x64 a, i8x64 b) {
 #if defined(__wasm_relaxed_simd__)
         typedef signed char Bytes __attribute__((vector_size(16)));
         sum.part[p] += (NativeI16)__builtin_wasm_relaxed_dot_i8x16_i7x16_s_i16x8((Bytes)b.part[p], (Bytes)a.part[p]);
+#elif defined(WHET_AVX2)
+        sum.part[p] += pair_products(a.part[p], b.part[p]);
+        keep_order(sum.part[p]);
 #else
         const NativeU16 x = (NativeU16)a.part[p], y = (NativeU16)b.part[p];
         sum.part[p] += (NativeI16)(x & 0xff) * ((NativeI16)(y << 8) >> 8) + (NativeI16)(x >> 8) * ((NativeI16)y >> 8);
 #endif
+    }
+    return sum;
+}
+
+// Whether products of bytes are products of 16-bit integers.
+#if defined(WHET_AVX2)
+constexpr bool kWidensBytes = true;
+#else
+constexpr bool kWidensBytes = false;
+#endif
+
+// Widens the even and the odd ones of 32 numbers to 16 bits.
+WHET_INLINE void widen_pairs(const int8_t* x, int32_t even[8], int32_t odd[8]) {
+    typedef int16_t Pairs __attribute__((vector_size(32)));
+    Pairs pairs;
+    __builtin_memcpy(&pairs, x, sizeof pairs);
+    const Pairs low = pairs << 8 >> 8, high = pairs >> 8;
+    __builtin_memcpy(even, &low, sizeof low);
+    __builtin_memcpy(odd, &high, sizeof high);
+}
+
+// dot_int8 for signed numbers b that are widened: x = b[4i] and b[4i+2], y = b[4i+1] and b[4i+3].
+WHET_INLINE i32x16 dot_widened(i32x16 sum, u8x64 a, i16x32 x, i16x32 y) {
+    WHET_EACH_PART(p) {
+        const NativeU16 bytes = (NativeU16)a.part[p];
+        NativeU32 total = add_products((NativeU32)sum.part[p], (NativeI16)(bytes & 0xff), x.part[p]);
+        keep_order(total);
+        total = add_products(total, (NativeI16)(bytes >> 8), y.part[p]);
+        keep_order(total);
+        sum.part[p] = (i32x16::Native)total;
     }
     return sum;
 }

@@ -23,6 +23,7 @@ namespace {
 #if defined(__AVX512F__)
 constexpr int kNativeBytes = 64;
 #elif defined(__AVX2__)
+#define WHET_AVX2  // and no more
 constexpr int kNativeBytes = 32;
 #else
 constexpr int kNativeBytes = 16;
@@ -304,17 +305,38 @@ WHET_INLINE f32x16 load_bf16(const uint16_t* x) {
     return v;
 }
 
+// Loads int8_t or uint8_t as the lanes of a register of integers. GCC would convert bytes one by one without the
+// instructions for it.
+template <class Native, class Byte>
+WHET_INLINE Native widen_bytes(const Byte* x) {
+    constexpr size_t lanes = kNativeBytes / sizeof(Native{}[0]);
+    [[maybe_unused]] constexpr bool is_signed = static_cast<Byte>(-1) < 0;
+#if defined(__AVX512F__)
+    if constexpr (lanes == 16) {
+        const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
+        return (Native)(is_signed ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+    }
+#elif defined(WHET_AVX2)
+    if constexpr (lanes == 8) {
+        const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(x));
+        return (Native)(is_signed ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+    } else {
+        const __m128i bytes = _mm_loadu_si32(x);
+        return (Native)(is_signed ? _mm256_cvtepi8_epi64(bytes) : _mm256_cvtepu8_epi64(bytes));
+    }
+#endif
+    typedef Byte Bytes __attribute__((vector_size(lanes)));
+    Bytes bytes;
+    __builtin_memcpy(&bytes, x, sizeof bytes);
+    return __builtin_convertvector(bytes, Native);
+}
+
 // A mask from bytes, one per lane: set if not zero.
 template <class T>
 WHET_INLINE typename Vec<T>::Mask load_mask(const uint8_t* x) {
     using Mask = typename Vec<T>::Mask;
-    typedef int8_t Bytes __attribute__((vector_size(kNativeBytes / sizeof(T))));
     Mask m;
-    WHET_EACH_PART(p) {
-        Bytes bytes;
-        __builtin_memcpy(&bytes, x + p * Mask::kPartLanes, sizeof bytes);
-        m.part[p] = __builtin_convertvector(bytes, typename Mask::Native) != 0;
-    }
+    WHET_EACH_PART(p) m.part[p] = widen_bytes<typename Mask::Native>(x + p * Mask::kPartLanes) != 0;
     return m;
 }
 
@@ -612,21 +634,8 @@ WHET_INLINE f32x16 to_f32(i32x16 x) {
 // Loads 16 int8_t or uint8_t as floats.
 template <class Byte>
 WHET_INLINE f32x16 load_bytes(const Byte* x) {
-    static_assert(sizeof(Byte) == 1);
     i32x16 v;
-#if defined(__AVX512F__)
-    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
-    constexpr bool is_signed = static_cast<Byte>(-1) < 0;
-    const __m512i wide = is_signed ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes);
-    v.part[0] = (i32x16::Native)wide;
-#else
-    typedef Byte Bytes __attribute__((vector_size(kNativeBytes / 4)));
-    WHET_EACH_PART(p) {
-        Bytes bytes;
-        __builtin_memcpy(&bytes, x + p * i32x16::kPartLanes, sizeof bytes);
-        v.part[p] = __builtin_convertvector(bytes, i32x16::Native);
-    }
-#endif
+    WHET_EACH_PART(p) v.part[p] = widen_bytes<i32x16::Native>(x + p * i32x16::kPartLanes);
     return to_f32(v);
 }
 
@@ -634,6 +643,12 @@ WHET_INLINE f32x16 load_bytes(const Byte* x) {
 WHET_INLINE void store_low_bytes(int8_t* out, i32x16 v) {
 #if defined(__AVX512F__)
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8((__m512i)v.part[0]));
+#elif defined(WHET_AVX2)
+    // Packing saturates: the other bytes are cleared first.
+    const __m256i low = (__m256i)(v.part[0] & 0xff), high = (__m256i)(v.part[1] & 0xff);
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
+    const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), bytes);
 #else
     typedef int8_t Bytes __attribute__((vector_size(kNativeBytes / 4)));
     WHET_EACH_PART(p) {

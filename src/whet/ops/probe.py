@@ -60,9 +60,10 @@ def fma_rate(dtype: str, seconds: float = 0.05) -> float:
     """Measure operations per second in registers on all threads; a multiply-add counts as two.
 
     ``sums[c] += a * b`` for independent vectors of sums. "float32" and "float64" are fused multiply-adds of that dtype.
-    "bfloat16" sums products of pairs in float32 (4 operations a lane), "int8" products of four, unsigned times signed,
-    in int32 (8 a lane). Only "avx512bf16" has instructions for these two; on other instruction sets the rate is that
-    of the kernels' emulation.
+    "bfloat16" sums products of pairs in float32, and "int8" products of four, unsigned times signed, in int32. Only
+    "avx512bf16" has instructions for these two. On other instruction sets the rate is of the kernels' fastest method:
+    float32 multiply-adds for "bfloat16" where they are faster, and on "avx2" 7-bit products with sums of 16 bits, as
+    in formats of up to 6 bits, for "int8".
 
     Raises:
         WhetValueError: an unknown dtype, or seconds not in (0, 3600].
