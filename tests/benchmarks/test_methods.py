@@ -37,13 +37,14 @@ def bench(tmp_path_factory):
 
 def test_pairs_by_hand():
     prompt = [{"role": "user", "content": "2 - 5"}]
-    texts = {"-3": 1.0, " ": 0.0, "2 - 5 = 3": 0.0, "7": 0.0}
+    texts = {" ": 0.0, "2 - 5 = 3": 0.0, "7": 0.0, "is -3": 1.0, "-3": 1.0}
     candidates = [{"completion": text, "score": score} for text, score in texts.items()]
-    pair = preference({"prompt": prompt, "candidates": candidates}, "-3")
+    pair = preference({"prompt": prompt, "candidates": candidates})
     assert pair is not None and pair["prompt"] is prompt
-    assert pair["chosen"] == [{"role": "assistant", "content": "-3"}]
-    assert pair["rejected"] == [{"role": "assistant", "content": "2 - 5 = 3"}]  # the first wrong one that has text
-    assert preference({"prompt": prompt, "candidates": candidates[:2]}, "-3") is None
+    assert pair["chosen"] == [{"role": "assistant", "content": "is -3"}]
+    assert pair["rejected"] == [{"role": "assistant", "content": "2 - 5 = 3"}]  # the first with text
+    assert preference({"prompt": prompt, "candidates": candidates[:3]}) is None
+    assert preference({"prompt": prompt, "candidates": [candidates[0], *candidates[3:]]}) is None
 
 
 def test_settings_come_from_the_examples():
@@ -92,10 +93,10 @@ def test_held_out_pairs_are_not_trained_on(bench):
     assert len(set(prompts("pairs"))) == len(prompts("pairs")) == 16 and len(prompts("held_out")) == 4
     assert not set(prompts("pairs")) & set(prompts("held_out"))
     assert prompts("pairs") == prompts("labels")[::2] == prompts("labels")[1::2]
-    for row in [*rows(bench.pairs / "pairs.jsonl"), *rows(bench.answers)]:
-        right = str(2 * int(row["prompt"][-1]["content"].split()[0]))
-        assert row.get("completion", row.get("chosen"))[0]["content"] == right
-        assert "rejected" not in row or len(row["rejected"][0]["content"]) % 8  # the task scores these 0
+    for row in rows(bench.pairs / "pairs.jsonl"):  # scored by the task
+        assert len(row["chosen"][0]["content"]) % 8 == 0 != len(row["rejected"][0]["content"]) % 8
+    for row in rows(bench.answers):
+        assert row["completion"][0]["content"] == str(2 * int(row["prompt"][-1]["content"].split()[0]))
 
 
 def test_kept_run_is_repeated_with_other_settings_or_for_its_time(bench, monkeypatch):

@@ -1,7 +1,7 @@
 """Runs of the suite "methods": ``whet train METHOD`` as a whole process, and held-out scores before and after.
 
-All methods learn sums, on adapters of one model. Methods on rows get right answers, or pairs of the right answer and a
-wrong one of the model (``preference``), methods that sample get the task, and distillation a teacher: the model after
+All methods learn sums, on adapters of one model. Methods on rows get right answers, or pairs of a right and a wrong
+answer of the model (``preference``), methods that sample get the task, and distillation a teacher: the model after
 SFT on right answers. A method has the settings of its file in ``examples``.
 
 Files of a bench lie in its folder: the rows, the teacher, the score before training, and a JSON file per finished run.
@@ -40,8 +40,10 @@ N_COMPLETIONS = 64
 N_PAIRS = 8
 """Pairs per step; methods on single rows get as many preferred answers, KTO also the rejected ones."""
 MAX_NEW_TOKENS = 24
-N_CANDIDATES = 2
-"""Answers that the model samples to find a wrong one for a pair."""
+N_CANDIDATES = 8
+"""Answers that the model samples to find a right and a wrong one for a pair."""
+PROMPTS_PER_PAIR = 4
+"""Sums for each pair: of many, the model's answers are all wrong."""
 TEACHER_FACTOR = 4
 """Steps of the teacher's SFT over the steps of a run."""
 IDLE_CPUS = 0.2
@@ -249,9 +251,10 @@ class Bench:
 
     def _write_pairs(self, folder: Path) -> None:
         n, sampled = self.n_rows + self.n_held_out, folder / "sampled.jsonl"
+        size = PROMPTS_PER_PAIR * n
         flags = {
             "model": self.model,
-            "task": f"{self.task},size={_more(n)}",
+            "task": f"{self.task},size={size}",
             "n": N_CANDIDATES,
             "batch_size": 64,
             "temperature": 1.0,
@@ -259,17 +262,14 @@ class Bench:
             "output": sampled,
         }
         run_measured(["best-of-n", *as_flags(flags), "--all-candidates"])
-        answers = {json.dumps(prompt): answer for prompt, answer in _results(self.task, n)}
-        pairs: dict[str, dict[str, Any]] = {}
-        for line in map(json.loads, sampled.read_text(encoding="utf-8").splitlines()):
-            prompt = json.dumps(line["prompt"])
-            if pair := preference(line, answers[prompt]):
-                pairs[prompt] = pair
+        with sampled.open(encoding="utf-8") as file:
+            lines = [json.loads(line) for line in file]
+        pairs = {json.dumps(line["prompt"]): pair for line in lines if (pair := preference(line))}
         found = list(pairs.values())[:n]
         if len(found) < n:
             raise WhetError(
-                f"whet bench methods: {len(found)} pairs from {len(answers)} sums, expected {n}: the model answers too "
-                f"many of them, or sums repeat. Choose a harder task, or fewer steps."
+                f"whet bench methods: {len(found)} pairs from {size} sums, expected {n}: the model answers too many or "
+                f"too few of them, or sums repeat. Choose another task, or fewer steps."
             )
         trained, held_out = found[: self.n_rows], found[self.n_rows :]
         labels = (
@@ -308,20 +308,22 @@ class Bench:
             return _score_in(out)
 
 
-def preference(sampled: Mapping[str, Any], answer: str) -> dict[str, Any] | None:
-    """Return the pair of a sum, for ``whet train dpo``; None if the model's answers are all right.
+def preference(sampled: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the pair of a sum, for ``whet train dpo``; None if the model's answers are all right or all wrong.
 
-    The preferred answer is the result, the rejected one the model's first answer with a score of 0: it is what the
-    policy would write, so that a pair moves probability from there to the result.
+    Both are the model's own: the first with a score of 1 is preferred to the first with a score of 0. A preferred
+    answer that the policy hardly writes would lose probability with the rejected one.
 
     Args:
         sampled: a line of ``whet best-of-n --all-candidates``.
-        answer: the result.
     """
-    wrong = [each["completion"] for each in sampled["candidates"] if each["score"] == 0 and each["completion"].strip()]
-    if not wrong:
+    first: dict[float, str] = {}
+    for each in sampled["candidates"]:
+        if each["completion"].strip():
+            first.setdefault(each["score"], each["completion"])
+    if not first.keys() >= {0.0, 1.0}:
         return None
-    return {"prompt": sampled["prompt"], "chosen": _message(answer), "rejected": _message(wrong[0])}
+    return {"prompt": sampled["prompt"], "chosen": _message(first[1.0]), "rejected": _message(first[0.0])}
 
 
 def _message(text: str) -> list[dict[str, str]]:
@@ -329,7 +331,7 @@ def _message(text: str) -> list[dict[str, str]]:
 
 
 def _more(n: int) -> int:
-    """Return a number of rows with at least n in the training split and, of most models, n that give a pair."""
+    """Return a number of rows with at least n in the training split."""
     return 4 * n // 3 + 8
 
 
@@ -417,5 +419,6 @@ def _score_in(path: Path) -> float:
 
 def _last_accuracy(output: Path) -> float:
     """Return the accuracy of the last evaluation of a run of ``whet train reward``."""
-    lines = map(json.loads, (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    with (output / "metrics.jsonl").open(encoding="utf-8") as file:
+        lines = [json.loads(line) for line in file]
     return [line["eval/accuracy"] for line in lines if "eval/accuracy" in line][-1]
