@@ -294,6 +294,13 @@ void Scheduler::copy_retained_scores(Job& job) {
     job.computed += n - 1;
 }
 
+// Whether the draws of a request depend on the sequence only through the logits. A state cannot return to the one
+// before a rejected token.
+bool Scheduler::may_speculate(const Request& request) const {
+    return limits_.speculation && !is_recurrent() && !request.constrained && !request.records_kept &&
+           request.sampling.repetition_penalty == 1.0f && !request.sampling.counts_tokens();
+}
+
 // Starts samples of computed prompts, in the order of the prompts.
 void Scheduler::start_samples() {
     while (!pending_.empty()) {
@@ -330,6 +337,9 @@ bool Scheduler::start_sample(Job& job) {
         running.kept.reserve(config_.vocab_size);
         sample.kept_offsets.reserve(request.max_new_tokens + 1);
         sample.kept_offsets.assign(1, 0);
+    }
+    if (kIsComplete && may_speculate(request)) {
+        running.lookup = std::make_unique<PromptLookup>(request.tokens, request.tokens.size() + request.max_new_tokens);
     }
     running.pages.assign(job.pages.begin(), job.pages.begin() + static_cast<ptrdiff_t>(n_full));
     for (int32_t page : running.pages) pages_.ref(page);

@@ -1,5 +1,6 @@
 // An engine: a scheduler plans each step, a model runner computes it, the scheduler completes it.
 #pragma once
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -25,7 +26,9 @@ public:
     bool step() {
         StepPlan& plan = scheduler_.plan();
         if (plan.is_empty()) return false;
-        scheduler_.complete(runner_.run(plan, memory_));
+        const double start_s = now_s();
+        const std::span<const Drawn> drawn = runner_.run(plan, memory_);
+        scheduler_.complete(drawn, now_s() - start_s);
         return true;
     }
 
@@ -60,7 +63,16 @@ public:
         return workspace + memory_.release(scheduler_.pages()) * memory_.page_bytes();
     }
 
+    size_t n_drafted() const { return scheduler_.n_drafted(); }
+    size_t n_accepted() const { return scheduler_.n_accepted(); }
+
 private:
+    // WebAssembly has no clock without a function of the page.
+    static double now_s() {
+        if constexpr (!kIsComplete) return 0;
+        return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+    }
+
     Transformer& transformer_;
     KvMemory memory_;
     Scheduler scheduler_;

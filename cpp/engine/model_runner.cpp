@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstring>
 
+#include "engine/speculation.h"
 #include "kernels/dispatch.h"
 #include "runtime/ceil_div.h"
 #include "runtime/system.h"
@@ -18,7 +19,7 @@ constexpr size_t kHeadTile = 64;  // rows of logits per tile
 
 ModelRunner::ModelRunner(Transformer& transformer, size_t max_batch)
     : transformer_(transformer), head_tile_(std::min(kHeadTile, std::max(max_batch, size_t{16}))) {
-    drawn_.resize(max_batch);
+    drawn_.resize(max_batch + kMaxStepDrafts);
     head_in_.resize(head_tile_ * transformer.config().hidden_dim);
     logits_.resize(head_tile_ * transformer.config().vocab_size);
 }

@@ -25,7 +25,8 @@ Scheduler::Scheduler(const ModelConfig& config, size_t max_tokens, const KvMemor
     plan_.tokens.reserve(max_tokens);
     if (is_recurrent()) plan_.runs.reserve(max_tokens);
     plan_.hiddens.reserve(max_tokens);
-    plan_.draws.reserve(limits.max_batch);
+    plan_.draws.reserve(limits.max_batch + kMaxStepDrafts);
+    drawing_.reserve(limits.max_batch + kMaxStepDrafts);
     plan_.scores.reserve(max_tokens + limits.max_batch);
 }
 
@@ -43,11 +44,14 @@ StepPlan& Scheduler::plan() {
     return plan_;
 }
 
-void Scheduler::complete(std::span<const Drawn> drawn) {
-    if constexpr (kIsComplete) reserve_kept();
+void Scheduler::complete(std::span<const Drawn> drawn, double seconds) {
+    if constexpr (kIsComplete) {
+        reserve_kept();
+        if (limits_.speculation && counts_.empty()) step_times_.add(drawing_.size(), seconds);
+    }
     is_step_open_ = false;
     advance_prompts();
-    for (size_t i = 0; i < drawing_.size(); ++i) append(running_[drawing_[i]], drawn[i]);
+    for (size_t i = 0; i < drawing_.size(); ++i) append(drawing_[i], drawn[i]);
     erase_ended();
     for (Job* job : failed_) cancel(*job);
     failed_.clear();
@@ -58,34 +62,61 @@ void Scheduler::allow(uint64_t id, size_t sample, std::vector<uint32_t> tokens) 
 }
 
 // Adds a draw for every running sample that may draw, and the last token of those that have one, with a page for its
-// keys and values.
+// keys and values; then the same for each token of its draft.
 void Scheduler::plan_samples() {
     drawing_.clear();
-    for (Running& running : running_) {
-        if (running.job->request.constrained && running.job->samples[running.sample].allowed.empty()) continue;
-        drawing_.push_back(static_cast<size_t>(&running - running_.data()));
-        plan_draw(running, plan_.tokens.size());
-        if (running.fresh) continue;
+    const auto may_draw = [](const Running& running) {
+        return !running.job->request.constrained || !running.job->samples[running.sample].allowed.empty();
+    };
+    const auto n_draws = static_cast<size_t>(std::count_if(running_.begin(), running_.end(), may_draw));
+    size_t n_drafts = 0;
+    for (size_t i = 0; i < running_.size(); ++i) {
+        Running& running = running_[i];
+        if (!may_draw(running)) continue;
         const Job& job = *running.job;
         const Sample& sample = job.samples[running.sample];
-        const size_t position = job.request.tokens.size() + sample.tokens.size() - 1;
-        if (position / kPage == running.pages.size()) {
-            // Copy on write of the prompt's last page if it is not full.
-            const bool extends_prompt = position == job.request.tokens.size() && position % kPage != 0;
-            reserve_page_writes(1);
-            running.pages.push_back(allocate_page(extends_prompt ? job.pages.back() : PageIndex::kNone));
-            --running.reserved, --reserved_;
-        }
-        plan_.tokens.push_back(
-            {sample.tokens.back(), static_cast<int32_t>(position), running.pages.data(), job.adapter.get()});
+        const size_t n_prompt = job.request.tokens.size(), n_drawn = sample.tokens.size();
+        plan_draw(i, n_drawn, Drawing::kNone, plan_.tokens.size());
+        if (running.fresh) continue;
+        const auto plan_token = [&](int32_t token, size_t position) {
+            if (position / kPage == running.pages.size()) {
+                // Copy on write of the prompt's last page if it is not full.
+                const bool extends_prompt = position == n_prompt && position % kPage != 0;
+                reserve_page_writes(1);
+                running.pages.push_back(allocate_page(extends_prompt ? job.pages.back() : PageIndex::kNone));
+                --running.reserved, --reserved_;
+            }
+            plan_.tokens.push_back({token, static_cast<int32_t>(position), running.pages.data(), job.adapter.get()});
+        };
+        plan_token(sample.tokens.back(), n_prompt + n_drawn - 1);
         if (is_recurrent()) plan_run(1, running.has_state ? running.state : job.state, running.state);
+        if (!kIsComplete || running.lookup == nullptr) continue;
+        size_t position = n_drawn;
+        for (const int32_t token : draft(running, n_draws, n_drafts)) {
+            plan_draw(i, ++position, token, plan_.tokens.size());
+            plan_token(token, n_prompt + position - 1);
+            ++n_drafts;
+        }
     }
 }
 
-void Scheduler::plan_draw(Running& running, size_t token) {
+// The draft of a sample in a step of n_draws samples, which has n_drafts tokens of other drafts: a further token
+// shortens the mean time per token if it is right with a higher probability than its share of the time times n_draws.
+std::span<const int32_t> Scheduler::draft(const Running& running, size_t n_draws, size_t n_drafts) const {
+    const size_t n_left = running.job->request.max_new_tokens - running.job->samples[running.sample].tokens.size();
+    // At most: n_draws counts the samples before this one too.
+    const size_t n_rows = plan_.tokens.size() + n_draws + (prefilling_.empty() ? 0 : limits_.chunk);
+    if (n_rows >= max_tokens_) return {};
+    const double least = step_times_.row_share(n_draws + n_drafts) * static_cast<double>(n_draws);
+    return running.lookup->draft(least, std::min({n_left - 1, kMaxStepDrafts - n_drafts, max_tokens_ - n_rows}));
+}
+
+void Scheduler::plan_draw(size_t index, size_t position, int32_t before, size_t token) {
+    Running& running = running_[index];
     const Request& request = running.job->request;
     Sample& sample = running.job->samples[running.sample];
-    const size_t position = sample.tokens.size(), n_top = request.sampling.top_logprobs;
+    const size_t n_top = request.sampling.top_logprobs;
+    drawing_.push_back({index, position, before});
     sample.alternatives.resize((position + 1) * n_top);  // reserved by start_sample()
     DrawTask& task = plan_.draws.emplace_back();
     task.token = token;
@@ -175,16 +206,26 @@ void Scheduler::advance_prompts() {
 
 // Makes room for the sets of the step, so that only this can run out of memory, before anything has changed.
 void Scheduler::reserve_kept() {
-    for (const size_t i : drawing_) {
-        std::vector<int32_t>& words = running_[i].job->samples[running_[i].sample].kept_words;
-        const size_t n = words.size() + running_[i].kept.set().size();
+    for (const Drawing& drawing : drawing_) {
+        const Running& running = running_[drawing.running];
+        std::vector<int32_t>& words = running.job->samples[running.sample].kept_words;
+        const size_t n = words.size() + running.kept.set().size();
         if (n > words.capacity()) words.reserve(std::max(n, 2 * words.capacity()));
     }
 }
 
-void Scheduler::append(Running& running, const Drawn& drawn) {
+// Appends a drawn token to its sample, unless it follows a draft that the sample has not continued.
+void Scheduler::append(const Drawing& drawing, const Drawn& drawn) {
+    const bool is_draft = kIsComplete && drawing.before != Drawing::kNone;
+    if (is_draft) ++n_drafted_;
+    Running& running = running_[drawing.running];
+    if (running.job == nullptr) return;  // ended by a token of this step
     Job& job = *running.job;
     Sample& sample = job.samples[running.sample];
+    if (is_draft) {
+        if (sample.tokens.size() != drawing.position || sample.tokens.back() != drawing.before) return;
+        ++n_accepted_;
+    }
     if (is_recurrent() && !running.fresh) take_state(running);
     running.fresh = false;
     if (std::isnan(drawn.logprob)) {
@@ -204,6 +245,7 @@ void Scheduler::append(Running& running, const Drawn& drawn) {
     }
     if (!running.seen.empty()) running.mark_seen(drawn.token);
     if (job.request.sampling.counts_tokens()) running.count(drawn.token);
+    if (kIsComplete && running.lookup != nullptr) running.lookup->append(drawn.token);
     const Finish finish = finish_after(running);
     if (finish != Finish::kRunning) end(running, finish);
 }

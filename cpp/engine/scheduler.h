@@ -1,7 +1,8 @@
 // Continuous batching of prompts and samples over one paged KV cache: plans each step and completes it with the drawn
 // tokens. Does not compute (model_runner.h).
 //
-// A step computes one token of every running sample and a chunk of the admitted prompts, then draws. A prompt is
+// A step computes one token of every running sample, with the tokens that are expected to follow it (speculation.h),
+// and a chunk of the admitted prompts, then draws. A prompt is
 // computed once for all its samples, and full pages of a common prefix once for all prompts. Admission reserves the
 // pages of a sample's worst case, so there is no preemption; samples of admitted prompts start before new prompts. A
 // request may retain its sequence in the cache for requests with the same prefix, such as the next turn of a
@@ -18,6 +19,7 @@
 #include <vector>
 
 #include "engine/page_index.h"
+#include "engine/speculation.h"
 #include "engine/step_plan.h"
 #include "engine/stop_strings.h"
 
@@ -28,7 +30,7 @@ enum class Finish : uint8_t { kRunning, kStop, kLength, kCancelled };
 struct Sample {
     std::vector<int32_t> tokens;
     std::vector<float> logprobs;
-    std::vector<Drawn> alternatives;    // top_logprobs per token, and perhaps of one token not yet in `tokens`
+    std::vector<Drawn> alternatives;    // top_logprobs per token, and perhaps of tokens not in `tokens`
     std::vector<int32_t> n_withheld;    // with stop strings, per token: StopStrings::Match::n_withheld
     std::vector<uint32_t> allowed;      // of a constrained request: bitmap of the next token; empty: not known yet
     std::vector<int64_t> kept_offsets;  // of a request that keeps sets: TokenSets of the tokens
@@ -103,6 +105,7 @@ struct Job {
 
 struct Limits {
     size_t kv_bytes, max_batch, chunk;  // max_batch: running samples; chunk: prompt tokens per step
+    bool speculation = false;
 };
 
 class Scheduler {
@@ -123,10 +126,10 @@ public:
     void end_session(uint64_t session);
 
     // Starts samples, admits prompts and plans the next step: empty if there is nothing to do. complete() takes the
-    // tokens drawn for the plan; no other call may come between. Without complete(), plan() plans the same step again:
-    // a step that threw is repeated.
+    // tokens drawn for the plan, and its time; no other call may come between. Without complete(), plan() plans the
+    // same step again: a step that threw is repeated.
     StepPlan& plan();
-    void complete(std::span<const Drawn> drawn);
+    void complete(std::span<const Drawn> drawn, double seconds);
     std::vector<PageWrite>& page_writes() { return plan_.page_writes; }
 
     void add_adapter(uint64_t id, std::unique_ptr<Adapter> adapter) { adapters_.emplace(id, std::move(adapter)); }
@@ -137,6 +140,9 @@ public:
     // Frees all retained pages. No request may be active.
     void evict_retained() { pages_.evict_retained(); }
     const PageIndex& pages() const { return pages_; }
+    // Tokens of drafts that were computed, and those of them that were drawn.
+    size_t n_drafted() const { return n_drafted_; }
+    size_t n_accepted() const { return n_accepted_; }
 
 private:
     static constexpr size_t kPage = kPageTokens;
@@ -154,10 +160,18 @@ private:
         bool has_state = false;            // `state` is computed; else it starts from the prompt's
         std::vector<TokenCount> counts{};  // by token id; empty without presence and frequency penalties
         StopStrings::State stop_state{};
-        TokenSetBuffer kept{};  // of the step; empty unless recorded
+        TokenSetBuffer kept{};                   // of the step; empty unless recorded
+        std::unique_ptr<PromptLookup> lookup{};  // null: no speculation
 
         void mark_seen(int32_t token) { seen[static_cast<size_t>(token) / 64] |= uint64_t{1} << token % 64; }
         void count(int32_t token);
+    };
+
+    struct Drawing {
+        size_t running;   // index into running_
+        size_t position;  // of the drawn token in its sample
+        int32_t before;   // of a draft: the token that it follows; kNone: the sample's last token
+        static constexpr int32_t kNone = -1;
     };
 
     const ModelConfig& config_;
@@ -175,9 +189,11 @@ private:
     size_t state_rights_ = 0;    // states that admitted prompts and samples may hold, counted once per holder
     bool is_step_open_ = false;  // a step is planned and not completed: states that it replaces are undefined
     StepPlan plan_;
-    std::vector<size_t> drawing_;  // of running_, in the order of the draws of this step
-    std::vector<size_t> counts_;   // tokens of each prompt of prefilling_ in this step
-    std::vector<Job*> failed_;     // jobs with invalid logits
+    std::vector<Drawing> drawing_;  // in the order of the draws of this step
+    StepTimes step_times_;
+    size_t n_drafted_ = 0, n_accepted_ = 0;
+    std::vector<size_t> counts_;  // tokens of each prompt of prefilling_ in this step
+    std::vector<Job*> failed_;    // jobs with invalid logits
 
     // admission.cpp
     void check(const Request& request) const;
@@ -197,18 +213,20 @@ private:
     void copy_scores(Job& job) const;
     void copy_scores_of(int32_t page, size_t begin, size_t n, Job& job) const;
     bool waits_for_scores(const Job& job);
+    bool may_speculate(const Request& request) const;
     void start_samples();
     bool start_sample(Job& job);
 
     // scheduler.cpp: a step
     void plan_samples();
     void plan_prompts();
-    void plan_draw(Running& running, size_t token);
+    std::span<const int32_t> draft(const Running& running, size_t n_draws, size_t n_drafts) const;
+    void plan_draw(size_t running, size_t position, int32_t before, size_t token);
     void plan_score(Job& job, size_t token, size_t before, const float* hidden);
     int32_t allocate_page(int32_t from);
     void advance_prompts();
     void reserve_kept();
-    void append(Running& running, const Drawn& drawn);
+    void append(const Drawing& drawing, const Drawn& drawn);
     Finish finish_after(Running& running) const;
     void end(Running& running, Finish finish);
     static size_t n_computed(const Running& running);

@@ -223,7 +223,7 @@ void test_invalid_requests() {
 void test_cancelling(int kind) {
     Model model(kind, WeightFormat::kQ8_0, 16 + 32);
     std::mt19937 bits(5);
-    Engine s(model.transformer, {model.kv_bytes(30), 16, 32});
+    Engine s(model.transformer, {model.kv_bytes(30), 16, 32, true});
     std::vector<uint64_t> ids;
     for (int round = 0; round < 400; ++round) {
         if (bits() % 3 == 0) ids.push_back(s.add(prompt(1 + bits() % 200, 1 + bits() % 4, 1 + bits() % 100, bits())));
@@ -237,6 +237,94 @@ void test_cancelling(int kind) {
     run(s);
     for (uint64_t id : ids) expect(s.job(id).done, "other requests finish");
     expect(s.pages().n_free() == s.pages().n_pages(), "all pages are free after cancellation");
+}
+
+// The same samples with and without drafts, which are right where greedy text repeats itself.
+void test_speculation(int kind, KvType type) {
+    Model model(config_of(kind), WeightFormat::kQ8_0, 12 + 40, type);
+    std::vector<Request> requests;
+    for (const float temperature : {0.0f, 0.05f, 1.0f}) {
+        for (size_t i = 0; i < 4; ++i) {
+            Request r = prompt(30 + 17 * i, 1 + i % 2, 150, i);
+            r.sampling.temperature = temperature;
+            r.sampling.top_logprobs = i == 1 ? 3 : 0;
+            r.sampling.repetition_penalty = i == 2 ? 1.1f : 1.0f;
+            r.sampling.logit_bias = {{5, 0.5f}};
+            if (i == 3) r.stop_tokens = {1, 17, 40}, r.min_new_tokens = 60;
+            r.keep = i == 1;
+            requests.push_back(r);
+        }
+    }
+    std::vector<Outputs> expected;
+    for (const auto& [speculation, n_together] :
+         {std::pair<bool, size_t>{false, 12}, {true, 1}, {true, 5}, {true, 12}}) {
+        Engine s(model.transformer, {model.kv_bytes(90), 12, 40, speculation});
+        std::vector<Outputs> found;
+        std::vector<std::vector<Drawn>> alternatives;
+        for (size_t begin = 0; begin < requests.size(); begin += n_together) {
+            std::vector<uint64_t> ids;
+            for (size_t i = begin; i < std::min(begin + n_together, requests.size()); ++i) {
+                ids.push_back(s.add(requests[i]));
+            }
+            run(s);
+            for (const uint64_t id : ids) {
+                found.push_back(outputs_of(s, id));
+                for (const Sample& sample : s.job(id).samples) {
+                    const size_t n_top = s.job(id).request.sampling.top_logprobs;
+                    for (size_t i = 0; i < sample.tokens.size() * n_top; ++i) {
+                        found.back()[0].first.push_back(sample.alternatives.at(i).token);
+                        found.back()[0].second.push_back(sample.alternatives.at(i).logprob);
+                    }
+                }
+            }
+        }
+        if (expected.empty()) expected = found;
+        expect(found == expected, "drafts change a sample of %d, %zu together", kind, n_together);
+        expect(s.n_accepted() <= s.n_drafted(), "accepted drafts");
+        if (!speculation || kind == kDelta) {
+            expect(s.n_drafted() == 0, "no drafts");
+        } else if (n_together == 1 && kind != kSizes) {  // its text does not repeat itself
+            expect(s.n_accepted() > 100, "%zu of %zu tokens of drafts are right", s.n_accepted(), s.n_drafted());
+        }
+        s.evict_retained();
+        expect(s.pages().n_free() == s.pages().n_pages(), "all pages are free");
+    }
+}
+
+// An ending that repeats, and the tokens that are expected after it.
+void test_prompt_lookup() {
+    const std::vector<int32_t> text = {1, 2, 3, 4, 5, 6, 9, 1, 2, 3};
+    PromptLookup lookup(text, 40);
+    const auto draft = [&](double least, size_t most) {
+        const auto tokens = lookup.draft(least, most);
+        return std::vector<int32_t>(tokens.begin(), tokens.end());
+    };
+    using Tokens = std::vector<int32_t>;
+    expect(draft(0.0, 3) == Tokens{4, 5, 6}, "the tokens after the earlier occurrence");
+    expect(draft(0.0, 99) == Tokens{4, 5, 6, 9, 1, 2, 3}, "up to the end of the sequence");
+    expect(draft(0.3, 99) == Tokens{4}, "0.45 is above 0.3, 0.45 squared is not");
+    expect(draft(1.0, 99).empty(), "a draft that cannot pay");
+    for (const int32_t token : {4, 5, 6, 9}) lookup.append(token);
+    expect(draft(0.3, 99).size() > 3, "right drafts raise the expected share");
+    for (int i = 0; i < 3; ++i) lookup.append(50 + i);
+    expect(draft(0.0, 99).empty(), "no repeated ending");
+    PromptLookup last(Tokens{7, 8, 1, 5, 7, 8, 2, 7, 8}, 20);
+    expect(last.draft(0.0, 1)[0] == 2, "the last occurrence of the same length");
+    PromptLookup longest(Tokens{4, 7, 8, 1, 5, 7, 8, 2, 4, 7, 8}, 20);
+    expect(longest.draft(0.0, 1)[0] == 1, "the longest repeated ending");
+    for (const size_t n : {1, 2, 3}) expect(PromptLookup(std::span(text).first(n), 9).draft(0, 9).empty(), "short");
+}
+
+// The share of a row in the time of a step.
+void test_step_times() {
+    StepTimes times;
+    expect(times.row_share(1) == 1, "no drafts before a step is measured");
+    for (int i = 0; i < 5; ++i) times.add(1, 0.010);
+    expect(times.row_share(1) > 0.05 && times.row_share(1) < 0.3, "a guess: %g", times.row_share(1));
+    for (int i = 0; i < 60; ++i) times.add(static_cast<size_t>(1 + i % 9), 0.010 + 0.0005 * (i % 9));
+    expect(std::abs(times.row_share(1) - 0.05) < 0.015, "memory-bound: %g", times.row_share(1));
+    for (int i = 0; i < 90; ++i) times.add(static_cast<size_t>(1 + i % 9), 0.001 + 0.010 * (1 + i % 9));
+    expect(times.row_share(1) > 0.85 && times.row_share(1) <= 1, "compute-bound: %g", times.row_share(1));
 }
 
 Request sample_of(const std::vector<int32_t>& tokens, size_t n, size_t max_new, uint64_t index) {
@@ -271,7 +359,8 @@ std::vector<int32_t> concat(std::vector<int32_t> a, const std::vector<int32_t>& 
 // Continuations of a scored context take its scores from the cache, also those that are queued together with it.
 void test_cached_scores() {
     Model model(false, WeightFormat::kBFloat16, 16 + 64);
-    Engine s(model.transformer, {model.kv_bytes(60), 16, 64}), fresh(model.transformer, {model.kv_bytes(60), 16, 64});
+    Engine s(model.transformer, {model.kv_bytes(60), 16, 64, true}),
+        fresh(model.transformer, {model.kv_bytes(60), 16, 64});
     const auto context = tokens(200, 5);
     std::vector<uint64_t> ids;
     std::vector<std::vector<int32_t>> rows;
@@ -314,7 +403,8 @@ void test_cached_scores() {
 // where the first of them leaves its state.
 void test_waiting_prompts(int kind) {
     Model model(kind, WeightFormat::kFloat32, 16 + 48);
-    Engine s(model.transformer, {model.kv_bytes(80), 16, 48}), fresh(model.transformer, {model.kv_bytes(80), 16, 48});
+    Engine s(model.transformer, {model.kv_bytes(80), 16, 48, true}),
+        fresh(model.transformer, {model.kv_bytes(80), 16, 48});
     std::vector<Request> requests;
     for (unsigned i = 0; i < 5; ++i) requests.push_back(sample_of(concat(tokens(200, 1), tokens(i, 9)), 2, 3, i));
     requests.push_back(sample_of(concat(tokens(150, 1), tokens(20, 7)), 1, 3, 5));
@@ -516,7 +606,7 @@ void test_conversations(int kind) {
     Model model(kind, WeightFormat::kFloat32, 8 + 32);
     for (const size_t n_pages : {kind == kDelta ? 30 : 7, 60}) {
         std::mt19937 bits(static_cast<unsigned>(n_pages));
-        Engine s(model.transformer, {model.kv_bytes(n_pages), 8, 32});
+        Engine s(model.transformer, {model.kv_bytes(n_pages), 8, 32, true});
         Engine right(model.transformer, {model.kv_bytes(60), 8, 32});
         for (Engine* each : {&s, &right}) each->add_adapter(5, adapter_of(*model.weights));
         std::vector<std::vector<int32_t>> histories{{}};
@@ -683,7 +773,11 @@ int main() {
         test_hidden_states();
         if (std::string_view(kernels().isa) == "scalar") return;  // the rest is the scheduler's, and would take minutes
         test_invalid_requests();
-        for (const int kind : {kLlama, kOther, kDelta}) test_cancelling(kind);
+        test_prompt_lookup();
+        test_step_times();
+        for (KvType type : kKvTypes) test_speculation(kLlama, type);
+        for (const int kind : {kDelta, kMixture, kSizes}) test_speculation(kind, KvType::kBFloat16);
+        for (const int kind : {kLlama, kOther, kMixture, kDelta}) test_cancelling(kind);
         test_cancelling_a_score();
         for (const int kind : {kOther, kDelta, kSizes, kBlocks}) test_sessions(kind);
         for (KvType type : kKvTypes) test_turns(type != KvType::kFloat32, type);

@@ -211,8 +211,17 @@ class Weights:
 class Engine:
     weights: Weights
     def __init__(
-        self, weights: Weights, *, kv_bytes: int, max_batch: int, chunk: int, kv_type: KvType, expert_bytes: int = 0
+        self,
+        weights: Weights,
+        *,
+        kv_bytes: int,
+        max_batch: int,
+        chunk: int,
+        kv_type: KvType,
+        expert_bytes: int = 0,
+        speculation: bool = False,
     ) -> None: ...
+    def drafts(self) -> tuple[int, int]: ...
     def add_prompt(
         self,
         session: int,

@@ -1,4 +1,5 @@
-"""Whet's engine. Completions are sampled at temperature 1 with their log-probs, as an RL step needs them.
+"""Whet's engine, without speculation. Completions are sampled at temperature 1 with their log-probs, as an RL step needs
+them.
 
 Decode of one row is streamed and timed from the first token to the last. Decode of several rows is the time of
 generating 1 + ``n_steps`` tokens minus the time of generating 1 token for the same prompts, which must be short.
@@ -26,12 +27,12 @@ class Whet(Library):
     def of_model(self, files: ModelFiles, weights: str) -> Any:
         from whet.engine import Engine
 
-        return Engine.from_model(files.model, weights=weights)
+        return Engine.from_model(files.model, weights=weights, speculation=False)
 
     def load(self, path: Path, weights: str) -> Any:
         from whet.engine import Engine
 
-        return Engine.from_pretrained(path, weights=weights)
+        return Engine.from_pretrained(path, weights=weights, speculation=False)
 
     def generate(self, model: Any, prompts: Sequence[Sequence[int]], n_tokens: int, n_samples: int = 1) -> Sample:
         completions = model.generate(prompts, n=n_samples, sampling=SamplingParams(max_new_tokens=n_tokens))
@@ -85,7 +86,7 @@ class WhetFromGguf(Whet):
     def load(self, path: Path, weights: str) -> Any:
         from whet.engine import Engine
 
-        return Engine.from_gguf(path)
+        return Engine.from_gguf(path, speculation=False)
 
 
 class WhetWithTokenizer(WhetFromGguf):

@@ -67,11 +67,11 @@ private:
 class EngineObject {
 public:
     EngineObject(const Shared<Weights>& weights, size_t kv_bytes, size_t max_batch, size_t chunk, KvType kv_type,
-                 size_t expert_bytes)
+                 size_t expert_bytes, bool speculation)
         : weights_(weights),
           expert_bytes_(expert_bytes),
           model_(weights.value, max_batch + chunk, kv_type),
-          engine_(model_, {kv_bytes, max_batch, chunk}) {}
+          engine_(model_, {kv_bytes, max_batch, chunk, speculation}) {}
 
     Shared<Weights> weights() const { return weights_; }
 
@@ -253,6 +253,12 @@ public:
         return engine_.release_memory();
     }
 
+    // Returns the numbers of drafted and of accepted tokens.
+    nb::tuple drafts() const {
+        const EngineGuard guard(lock_);
+        return nb::make_tuple(engine_.n_drafted(), engine_.n_accepted());
+    }
+
     nb::dict memory() const {
         const EngineGuard guard(lock_);
         nb::dict out;
@@ -315,8 +321,9 @@ void bind_engine(nb::module_& m) {
         .value("bfloat16", KvType::kBFloat16)
         .value("q8", KvType::kInt8);
     nb::class_<EngineObject>(m, "Engine")
-        .def(nb::init<const Shared<Weights>&, size_t, size_t, size_t, KvType, size_t>(), arg("weights"), nb::kw_only(),
-             arg("kv_bytes"), arg("max_batch"), arg("chunk"), arg("kv_type"), arg("expert_bytes") = 0)
+        .def(nb::init<const Shared<Weights>&, size_t, size_t, size_t, KvType, size_t, bool>(), arg("weights"),
+             nb::kw_only(), arg("kv_bytes"), arg("max_batch"), arg("chunk"), arg("kv_type"), arg("expert_bytes") = 0,
+             arg("speculation") = false)
         .def_prop_ro("weights", &EngineObject::weights)
         .def("add_prompt", &EngineObject::add_prompt, arg("session"), nb::kw_only(), arg("tokens"), arg("n"),
              arg("min_new_tokens"), arg("max_new_tokens"), arg("stop_tokens"), arg("stop_strings").none(), arg("seed"),
@@ -338,6 +345,7 @@ void bind_engine(nb::module_& m) {
         .def("begin_session", &EngineObject::begin_session)
         .def("end_session", &EngineObject::end_session)
         .def("error", &EngineObject::error)
+        .def("drafts", &EngineObject::drafts)
         .def("memory", &EngineObject::memory)
         .def("release_memory", &EngineObject::release_memory);
 }
