@@ -1,5 +1,4 @@
-"""Whet's engine, without speculation. Completions are sampled at temperature 1 with their log-probs, as an RL step needs
-them.
+"""Whet's engine, without speculation. Completions are sampled at temperature 1 with their log-probs, for an RL step.
 
 Decode of one row is streamed and timed from the first token to the last. Decode of several rows is the time of
 generating 1 + ``n_steps`` tokens minus the time of generating 1 token for the same prompts, which must be short.

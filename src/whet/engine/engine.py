@@ -94,10 +94,11 @@ class Engine:
             half of the memory of "bfloat16": keys of 9 bits and values of 8, with scales per token and KV head.
         max_batch: completions per batch.
         prefill_chunk: prompt tokens per step, in addition to the decoded completions.
-        speculation: compute up to 15 tokens of a completion in one step where its text repeats its prompt or itself, and
-            keep those that decoding one by one draws: the same tokens and log-probs. The number follows the measured
-            share of right tokens and the measured time of a step. Not for models with convolutions or linear
-            attention, and not with penalties, grammars or recorded sets of tokens.
+        speculation: compute up to 15 more tokens of a completion in a step where its text repeats its prompt or itself
+            (prompt lookup, Saxena 2023), and keep those that decoding one by one draws: the same tokens and log-probs,
+            to the bit. Their number follows the measured share of right tokens and the measured time of a step. Without
+            effect for models with convolutions or linear attention, and with penalties, grammars or recorded sets of
+            tokens.
         expert_bytes: of a mixture's experts that are packed from a file when a token is first given to them, the most
             that stay packed after a step, the most recently used; 0: all.
         tokenizer: decodes tokens for ``SamplingParams.stop``: a fast tokenizer of transformers, a tokenizer from
@@ -141,6 +142,8 @@ class Engine:
         for name, value in (("kv_bytes", kv_bytes), ("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
             check_integer(where, name, value, 1)
         check_integer(where, "expert_bytes", expert_bytes, 0)
+        if not isinstance(speculation, bool):
+            raise WhetTypeError(f"{where}: speculation is {speculation!r:.60}, expected True or False.")
         self.config: ModelConfig = source.config
         self.policy_version = 0
         self._reading = threading.Lock()
