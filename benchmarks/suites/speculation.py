@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """Speculative decoding of text that repeats its prompt, and of text that does not: SmolLM2-135M-Instruct.
 
 An answer is the completions of a prompt. With and without speculation Whet's must be equal, token by token and log-prob
