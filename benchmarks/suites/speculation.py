@@ -8,7 +8,7 @@ tokens are compared with its own of another call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -31,13 +31,13 @@ class Workload:
     """Completions of a prompt.
 
     Attributes:
-        model: a GGUF file.
+        find_model: returns the GGUF file.
         prompt: text, with the marks of the chat template.
         temperature: of the distribution; 0: greedy.
         n: number of completions.
     """
 
-    model: Path
+    find_model: Callable[[], Path]
     prompt: str
     temperature: float
     n: int
@@ -77,7 +77,7 @@ def whet(speculation: bool, x: Workload) -> Call:
     from whet.config.sampling import SamplingParams
     from whet.models.tokenizers import read_tokenizer
 
-    engine, prompt = _engine(x.model, speculation), list(read_tokenizer(x.model).encode(x.prompt))
+    engine, prompt = _engine(x.find_model(), speculation), list(read_tokenizer(x.find_model()).encode(x.prompt))
     sampling = SamplingParams(max_new_tokens=N_TOKENS, min_new_tokens=N_TOKENS, temperature=x.temperature)
 
     def call() -> Answer:
@@ -107,7 +107,7 @@ def llama_cpp(speculation: bool, x: Workload) -> Call:
     """Return a call that gives the token ids of llama.cpp's greedy completion; end tokens do not end it."""
     if x.n > 1 or x.temperature > 0:
         raise NotMeasured("llama-cpp-python's prompt lookup decodes one completion greedily")
-    model = _llama(x.model, speculation)
+    model = _llama(x.find_model(), speculation)
     prompt = model.tokenize(x.prompt.encode(), add_bos=False, special=True)
 
     def call() -> Answer:
@@ -125,7 +125,7 @@ def share_of_differences(answer: Answer, reference: Answer) -> float:
 
 def tables(options: SpeculationOptions) -> Sequence[Table]:
     """Create the table of texts, temperatures and numbers of completions; if quick, one completion of each text."""
-    model = smollm2_original(options.smollm2)
+    model = partial(smollm2_original, options.smollm2)
     settings = [(0.0, 1), (0.7, 1), (0.7, 8)]
     cases = [
         Case(

@@ -140,7 +140,7 @@ public:
     // Frees all retained pages. No request may be active.
     void evict_retained() { pages_.evict_retained(); }
     const PageIndex& pages() const { return pages_; }
-    // Tokens of drafts that were computed, and those of them that were drawn.
+    // Tokens of drafts that were computed, and how many of them were drawn.
     size_t n_drafted() const { return n_drafted_; }
     size_t n_accepted() const { return n_accepted_; }
 

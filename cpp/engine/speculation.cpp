@@ -46,7 +46,7 @@ void PromptLookup::append(int32_t token) {
     }
 }
 
-// Finds the longest repeated ending of at least 2 tokens, the last of those of equal length.
+// Finds the longest repeated ending of at least 2 tokens; of several with this length, the last.
 void PromptLookup::search() {
     length_ = 0;
     const size_t n = tokens_.size();

@@ -168,6 +168,24 @@ struct KQuantScales {
 };
 static_assert(kQ4_KLayout.group_bytes == kQ5_KLayout.group_bytes);
 
+constexpr int kE2M1 = 3;  // in place of a number of bits: nibbles that are looked up
+
+// Unpacks vector v of a block, the integers of 4 inputs: nibbles, plus the high bits in the formats of 5 and 6 bits.
+template <int bits, int v>
+WHET_INLINE u8x64 unpack_integers(const uint8_t* block) {
+    if constexpr (bits == 8) return load(block + 64 * v);
+    const u8x64 bytes = load(block + 64 * (v % 4)), nibbles = v < 4 ? low_nibbles(bytes) : high_nibbles(bytes);
+    if constexpr (bits == 4) {
+        return nibbles;
+    } else if constexpr (bits == kE2M1) {
+        return look_up_e2m1(nibbles);
+    } else if constexpr (bits < 8) {
+        constexpr int extra_bits = bits - 4, per_vector = 8 / extra_bits, place = extra_bits * (v % per_vector);
+        const u8x64 high_bits = load(block + 64 * (4 + v / per_vector)), mask(((1 << extra_bits) - 1) << 4);
+        return nibbles | (shift_right<place - 4>(high_bits) & mask);
+    }
+}
+
 template <const PanelLayout& layout, int bits, int bias, Scaling scaling, class ScalesOf>
 struct Panel {
     static constexpr PanelLayout kLayout = layout;
@@ -175,12 +193,25 @@ struct Panel {
     static constexpr Scaling kScaling = scaling;
     static constexpr int kScales = bits == 6 ? 2 : 1;  // per block of 32
     using Scales = ScalesOf;
+
+    template <int v>
+    static WHET_INLINE u8x64 integers(const uint8_t* block) {
+        return unpack_integers<bits, v>(block);
+    }
+};
+
+// A panel of which the integers have been unpacked to bytes.
+template <class Packed>
+struct UnpackedPanel : Packed {
+    template <int v>
+    static WHET_INLINE u8x64 integers(const uint8_t* block) {
+        return load(block + 64 * v);
+    }
 };
 
 using Int8Panel = Panel<kInt8Layout, 8, kByteBias, Scaling::kOutputScale, NoScales>;
 using Q8_0Panel = Panel<kQ8_0Layout, 8, kByteBias, Scaling::kBlockScale, Float16Scales<1>>;
 using Q4_0Panel = Panel<kQ4_0Layout, 4, 8, Scaling::kBlockScale, Float16Scales<1>>;
-constexpr int kE2M1 = 3;  // in place of a number of bits: nibbles that are looked up
 using MXFP4Panel = Panel<kMXFP4Layout, kE2M1, 16, Scaling::kBlockScale, E8M0Scales>;
 using Q4_1Panel = Panel<kQ4_1Layout, 4, 0, Scaling::kBlockScaleMin, Float16Scales<2>>;
 using Q5_0Panel = Panel<kQ5_0Layout, 5, 16, Scaling::kBlockScale, Float16Scales<1>>;
@@ -200,6 +231,13 @@ constexpr int kQuantisedRows = 2, kQuantisedPanels = 1;
 #else
 constexpr int kQuantisedRows = 1, kQuantisedPanels = 1;
 #endif
+#if defined(WHET_AVX2)
+constexpr bool kUnpacksPasses = true;
+#else
+constexpr bool kUnpacksPasses = false;
+#endif
+constexpr size_t kPassBlocks = 8;               // of a pass through a panel: they stay in the L1 cache
+constexpr size_t kUnpackedBlock = 32 * kPanel;  // bytes
 constexpr int kMaxSplitRows = 1;  // up to this many rows, low and high nibbles have separate sums: one load per vector
 
 template <class T, int n_rows, int n_panels>
@@ -346,48 +384,32 @@ WHET_INLINE void add_nibbles_in_two_passes(i32x16 (&dot)[n_rows][n_panels], cons
     }
 }
 
-// Unpacks vector v of a block, the integers of 4 inputs: nibbles, plus the high bits in the formats of 5 and 6 bits.
-template <int bits, int v>
-WHET_INLINE u8x64 unpack_integers(const uint8_t* block) {
-    if constexpr (bits == 8) return load(block + 64 * v);
-    const u8x64 bytes = load(block + 64 * (v % 4)), nibbles = v < 4 ? low_nibbles(bytes) : high_nibbles(bytes);
-    if constexpr (bits == 4) {
-        return nibbles;
-    } else if constexpr (bits == kE2M1) {
-        return look_up_e2m1(nibbles);
-    } else if constexpr (bits < 8) {
-        constexpr int extra_bits = bits - 4, per_vector = 8 / extra_bits, place = extra_bits * (v % per_vector);
-        const u8x64 high_bits = load(block + 64 * (4 + v / per_vector)), mask(((1 << extra_bits) - 1) << 4);
-        return nibbles | (shift_right<place - 4>(high_bits) & mask);
-    }
-}
-
 // dot += the products of vectors [v, end) of a block.
-template <int bits, int v, int end, class Sums, int n_rows, int n_panels>
+template <class Panel, int v, int end, class Sums, int n_rows, int n_panels>
 WHET_INLINE void add_unpacked(Sums (&dot)[n_rows][n_panels], const int8_t* q, size_t stride, const uint8_t* block,
                               size_t panel_bytes) {
     u8x64 weights[n_panels];
 #pragma GCC unroll 4
-    for (int p = 0; p < n_panels; ++p) weights[p] = unpack_integers<bits, v>(block + p * panel_bytes);
+    for (int p = 0; p < n_panels; ++p) weights[p] = Panel::template integers<v>(block + p * panel_bytes);
     add_dots(dot, weights, q + 4 * v, stride);
-    if constexpr (v + 1 < end) add_unpacked<bits, v + 1, end>(dot, q, stride, block, panel_bytes);
+    if constexpr (v + 1 < end) add_unpacked<Panel, v + 1, end>(dot, q, stride, block, panel_bytes);
 }
 
 // add_unpacked with 16-bit sums, widened before they can overflow.
-template <int bits, int v, int end, int n_rows, int n_panels>
+template <class Panel, int v, int end, int n_rows, int n_panels>
 WHET_INLINE void add_unpacked_in_16_bits(i32x16 (&dot)[n_rows][n_panels], const int8_t* q, size_t stride,
                                          const uint8_t* block, size_t panel_bytes) {
-    constexpr int largest = bits == kE2M1 ? 28 : (1 << bits) - 1;
+    constexpr int largest = Panel::kBits == kE2M1 ? 28 : (1 << Panel::kBits) - 1;
     constexpr int fit = 32767 / (2 * 127 * largest), last = v + fit < end ? v + fit : end;
     i16x32 pairs[n_rows][n_panels];
     set_zero(pairs);
-    add_unpacked<bits, v, last>(pairs, q, stride, block, panel_bytes);
+    add_unpacked<Panel, v, last>(pairs, q, stride, block, panel_bytes);
 #pragma GCC unroll 4
     for (int r = 0; r < n_rows; ++r) {
 #pragma GCC unroll 4
         for (int p = 0; p < n_panels; ++p) dot[r][p] = add_pairs(dot[r][p], pairs[r][p]);
     }
-    if constexpr (last < end) add_unpacked_in_16_bits<bits, last, end>(dot, q, stride, block, panel_bytes);
+    if constexpr (last < end) add_unpacked_in_16_bits<Panel, last, end>(dot, q, stride, block, panel_bytes);
 }
 
 // -128 times the sum of the inputs of the s-th scale of a block.
@@ -426,9 +448,9 @@ WHET_INLINE void block_sums(i32x16 (&dot)[n_rows][n_panels], const QuantisedRows
     } else if constexpr (Panel::kBits == 8) {
         add_bytes(dot, q, stride, block, panel_bytes);
     } else if constexpr (kOnlyDotInt7) {
-        add_unpacked_in_16_bits<Panel::kBits, n * s, n*(s + 1)>(dot, q, stride, block, panel_bytes);
+        add_unpacked_in_16_bits<Panel, n * s, n*(s + 1)>(dot, q, stride, block, panel_bytes);
     } else if constexpr (Panel::kBits != 4) {
-        add_unpacked<Panel::kBits, n * s, n*(s + 1)>(dot, q, stride, block, panel_bytes);
+        add_unpacked<Panel, n * s, n*(s + 1)>(dot, q, stride, block, panel_bytes);
     } else if constexpr (n_rows <= kMaxSplitRows) {
         add_nibbles_split(dot, q, stride, block, panel_bytes);
     } else {
@@ -501,7 +523,6 @@ WHET_INLINE void add_blocks(f32x16 (&sum)[n_rows][n_panels], const QuantisedRows
 // --- the same part by part (simd/parts.h). A tile of n_rows keeps n_parts of a panel in registers, and goes through
 // the panel in passes of some blocks, which stay in the L1 cache until the last part has used them.
 
-constexpr size_t kPassBlocks = 8;
 template <int n_rows>
 constexpr int kTileParts = n_rows >= 8   ? 1
                            : n_rows >= 4 ? 2
@@ -645,10 +666,69 @@ __attribute__((noinline)) void quantised_tile(const QuantisedRows& in, size_t ro
     store_tile(sum, out, row, panel);
 }
 
+// --- many rows: the integers of a pass of some blocks are unpacked once for all rows, and their sums are kept in
+// memory.
+
+constexpr size_t kLeastUnpackedRows = kUnpacksPasses ? 8 : ~size_t{0}, kMostUnpackedRows = 256;
+
+template <int v, class Panel>
+WHET_INLINE void unpack_block(uint8_t* bytes, const uint8_t* block) {
+    store(bytes + 64 * v, Panel::template integers<v>(block));
+    if constexpr (v + 1 < 8) unpack_block<v + 1, Panel>(bytes, block);
+}
+
+// Adds the scaled products of `count` unpacked blocks of n_rows rows to their sums.
+template <class Panel, int n_rows>
+WHET_INLINE void add_unpacked_pass(float* sums, const typename Panel::Scales (&scales)[1], const QuantisedRows& in,
+                                   size_t at, size_t count, const uint8_t* bytes) {
+    f32x16 sum[n_rows][1];
+#pragma GCC unroll 4
+    for (int r = 0; r < n_rows; ++r) sum[r][0] = load(sums + 16 * r);
+    for (size_t i = 0; i < count; ++i) {
+        add_block<UnpackedPanel<Panel>, 0>(sum, scales, in, at + i, i, bytes + kUnpackedBlock * i, 0);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < n_rows; ++r) store(sums + 16 * r, sum[r][0]);
+}
+
+template <class Panel>
+__attribute__((noinline)) void quantised_rows(const QuantisedRows& in, const uint8_t* panels, size_t panel,
+                                              const Outputs& out) {
+    constexpr PanelLayout layout = Panel::kLayout;
+    alignas(64) float sums[16 * kMostUnpackedRows];
+    alignas(64) uint8_t bytes[kPassBlocks * kUnpackedBlock];
+    const uint8_t* first = panels + panel * layout.bytes(in.blocks);
+    __builtin_memset(sums, 0, 16 * in.rows * sizeof *sums);
+    for (size_t begin = 0; begin < in.blocks; begin += kPassBlocks) {
+        const size_t count = in.blocks - begin < kPassBlocks ? in.blocks - begin : kPassBlocks;
+        typename Panel::Scales scales[1];
+        scales[0].unpack(first + in.blocks * layout.step_bytes, begin);
+        for (size_t i = 0; i < count; ++i) {
+            unpack_block<0, Panel>(bytes + kUnpackedBlock * i, first + (begin + i) * layout.step_bytes);
+        }
+        size_t row = 0;
+        for (; row + 4 <= in.rows; row += 4) {
+            add_unpacked_pass<Panel, 4>(sums + 16 * row, scales, in, row * in.blocks + begin, count, bytes);
+        }
+        for (; row < in.rows; ++row) {
+            add_unpacked_pass<Panel, 1>(sums + 16 * row, scales, in, row * in.blocks + begin, count, bytes);
+        }
+    }
+    for (size_t row = 0; row < in.rows; ++row) {
+        f32x16 sum[1][1] = {{load(sums + 16 * row)}};
+        store_tile(sum, out, row, panel);
+    }
+}
+
 template <class Panel, int n_panels>
 WHET_INLINE void quantised_panels(const QuantisedRows& in, const uint8_t* panels, size_t panel, const Outputs& out) {
     const size_t panel_bytes = Panel::kLayout.bytes(in.blocks);
     touch(panels + panel * panel_bytes, n_panels * panel_bytes);
+    if constexpr (kUnpacksPasses && Panel::kBits < 8) {
+        if (in.rows >= kLeastUnpackedRows && in.rows <= kMostUnpackedRows) {
+            return quantised_rows<Panel>(in, panels, panel, out);
+        }
+    }
     size_t row = 0;
     for (; row + kQuantisedRows <= in.rows; row += kQuantisedRows) {
         quantised_tile<Panel, kQuantisedRows, n_panels>(in, row, panels, panel, out);

@@ -679,7 +679,7 @@ class Engine:
 
     @property
     def drafts(self) -> tuple[int, int]:
-        """Tokens that speculation computed ahead, and those of them that were right, since the engine was made."""
+        """Number of tokens that speculation has computed ahead, and how many of them were right."""
         return self._calls.use("Engine.drafts").drafts()
 
     def clear_prefix_cache(self) -> None:
