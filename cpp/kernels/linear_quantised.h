@@ -669,7 +669,7 @@ __attribute__((noinline)) void quantised_tile(const QuantisedRows& in, size_t ro
 // --- many rows: the integers of a pass of some blocks are unpacked once for all rows, and their sums are kept in
 // memory.
 
-constexpr size_t kLeastUnpackedRows = kUnpacksPasses ? 8 : ~size_t{0}, kMostUnpackedRows = 256;
+constexpr size_t kLeastUnpackedRows = 16, kMostUnpackedRows = 256;
 
 template <int v, class Panel>
 WHET_INLINE void unpack_block(uint8_t* bytes, const uint8_t* block) {
@@ -704,7 +704,9 @@ __attribute__((noinline)) void quantised_rows(const QuantisedRows& in, const uin
         typename Panel::Scales scales[1];
         scales[0].unpack(first + in.blocks * layout.step_bytes, begin);
         for (size_t i = 0; i < count; ++i) {
-            unpack_block<0, Panel>(bytes + kUnpackedBlock * i, first + (begin + i) * layout.step_bytes);
+            const uint8_t* block = first + (begin + i) * layout.step_bytes;
+            prefetch_next<Panel, 1>(block, layout.step_bytes, layout.bytes(in.blocks));
+            unpack_block<0, Panel>(bytes + kUnpackedBlock * i, block);
         }
         size_t row = 0;
         for (; row + 4 <= in.rows; row += 4) {
