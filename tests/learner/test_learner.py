@@ -168,7 +168,7 @@ def check_against_autograd(learner: Learner, model: Any) -> None:
         *_, single = by_autograd(learner, model.float())
         pairs = zip(single.values(), grads.values(), strict=True)
         single_errors = [relative_error(x, y) for got, right in pairs for x, y in zip(got, right, strict=True)]
-        assert max(errors) < 5 * max(single_errors)  # which depends on the kernels that torch has for this processor
+        assert max(errors) < 4 * max(single_errors)  # which depends on the kernels that torch has for this processor
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -267,8 +267,8 @@ def test_bfloat16_products_are_as_close_to_float64_as_torchs() -> None:
     check_against_bfloat16(learner, "qwen2", options)
 
 
-def check_against_bfloat16(learner: Learner, case: str, options: Mapping[str, Any]) -> None:
-    """Check that log-probs and gradients are about as close to float64 as torch's in bfloat16."""
+def check_against_bfloat16(learner: Learner, case: str, options: Mapping[str, Any], ratio: float = 1.0) -> None:
+    """Check that log-probs are at most as far from float64 as torch's in bfloat16, and gradients times a ratio."""
     model = tiny_model(case, **options).bfloat16()
     result = run(learner)
     logprobs, _, grads = by_autograd(learner, model.double())
@@ -278,7 +278,7 @@ def check_against_bfloat16(learner: Learner, case: str, options: Mapping[str, An
     torch_errors = [
         relative_error(got, right) for name in grads for got, right in zip(torch_grads[name], grads[name], strict=True)
     ]
-    assert np.mean(errors) <= 1.25 * np.mean(torch_errors)  # which depends on the processor, as above
+    assert np.mean(errors) <= ratio * np.mean(torch_errors)
 
 
 DIGEST = """

@@ -68,7 +68,7 @@ def test_dropout_matches_autograd_with_the_same_masks(case: str) -> None:
 
 
 def test_bfloat16_products_are_as_close_to_float64_as_torchs() -> None:
-    check_against_bfloat16(learner_of("qwen3_moe", "bf16", compute="bfloat16"), "qwen3_moe", {})
+    check_against_bfloat16(learner_of("qwen3_moe", "bf16", compute="bfloat16"), "qwen3_moe", {}, ratio=1.2)
 
 
 def test_bfloat16_adapters_of_experts_are_near_float64() -> None:

@@ -72,7 +72,7 @@ def test_folder_and_file_and_folder(n_heads, tokenizer, tmp_path):
     export_gguf(save(model, tokenizer, tmp_path / "model"), tmp_path / "model.gguf", "f32")
     source = open_gguf(tmp_path / "model.gguf")
     assert source.config.delta_tiled == (n_heads != 3)
-    np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=2e-4)
+    np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
     again, _ = load_gguf_model(tmp_path / "model.gguf")
     assert again.config.rope_parameters["mrope_section"] == [1, 1, 1]
     again.save_pretrained(tmp_path / "again")
@@ -127,7 +127,7 @@ def test_adapters_of_a_file_are_as_in_the_folder(tokenizer, tmp_path):
         merged = {slot: rows.values(slot, np.arange(shape[0])) for slot, shape in source.config.slots().items()}
         slices = [s._replace(tensor=merged[s.slot], format="float32", first_row=0) for s in source.slices()]
         found = naive_logits(source._replace(slices=lambda slices=slices: iter(slices)), ids)
-        np.testing.assert_allclose(found, logits_of(adapted, ids), rtol=0, atol=2e-4)
+        np.testing.assert_allclose(found, logits_of(adapted, ids), rtol=0, atol=1e-4)
         export_adapters(base, tmp_path / f"{i}.gguf", adapters, name="one")
     assert (tmp_path / "0.gguf").read_bytes() == (tmp_path / "1.gguf").read_bytes()
     exported = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "0.gguf").tensors}
@@ -174,7 +174,7 @@ def test_blocks_for_further_tokens_are_skipped_and_kept(case, shards, tmp_path):
     more = with_predicting(tmp_path / "model")
     with pytest.warns(UserWarning, match="not read"):
         source = open_folder(tmp_path / "model")
-    np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=2e-4)
+    np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
     size = {} if shards == 1 else {"max_shard_size": sum(p.nbytes for p in model.parameters()) // shards}
     model.save_pretrained(tmp_path / "written", **size)
     copy_predicting(tmp_path / "model", tmp_path / "written")
@@ -216,7 +216,7 @@ def test_blocks_of_a_file_are_read_past_and_kept(tmp_path):
     path = write_gguf(model, tmp_path / "model.gguf", change=predicting, extra=BLOCK)
     source = open_gguf(path)
     assert source.config.n_layers == 3
-    np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=2e-4)
+    np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
     export_gguf(path, tmp_path / "again.gguf", "f16")
     again = read_gguf(tmp_path / "again.gguf", "here")
     assert again.metadata["qwen35.nextn_predict_layers"] == 1
@@ -275,7 +275,9 @@ def test_the_block_of_a_folder_is_a_files_last_block(case, prefix, kind, tokeniz
         np.testing.assert_array_equal(tensor.tensor, expected.tensor)
     if kind == "f32":
         source = open_gguf(tmp_path / "model.gguf")
-        np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=2e-4)
+        np.testing.assert_allclose(
+            naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=2e-4 if case == "qwen3_5_moe_text" else 1e-4
+        )
 
 
 def test_layers_by_interval(tmp_path):

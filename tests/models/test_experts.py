@@ -228,7 +228,9 @@ def test_files_of_the_converter_are_read(case, fused, tmp_path):
     path = write_gguf(model, tmp_path / "model.gguf", fused=fused, fused_experts=fused and case != "gpt_oss")
     source, live = open_gguf(path), open_module(model)
     assert find_difference(dataclasses.replace(source.config, delta_tiled=False), live.config) is None
-    np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=2e-4)
+    np.testing.assert_allclose(
+        naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=2e-4 if case == "qwen3_5_moe_text" else 1e-4
+    )
     ours, theirs = values_by_module(source), values_by_module(live)
     assert ours.keys() == theirs.keys()
     for name, values in theirs.items():
@@ -264,7 +266,9 @@ def test_folder_and_file_and_folder(case, tokenizer, tmp_path):
     model, ids = model_of(case), token_ids()
     export_gguf(save(model, tokenizer, tmp_path / "model"), tmp_path / "model.gguf", "f32")
     source = open_gguf(tmp_path / "model.gguf")
-    np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=2e-4)
+    np.testing.assert_allclose(
+        naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=2e-4 if case == "qwen3_5_moe_text" else 1e-4
+    )
     again, _ = load_gguf_model(tmp_path / "model.gguf")
     assert again.config.model_type in (model.config.model_type, "granitemoeshared")
     again.save_pretrained(tmp_path / "again")
@@ -298,7 +302,7 @@ def test_missing_corrections_are_zeros_in_files(tokenizer, tmp_path):
     export_gguf(save(model, tokenizer, tmp_path / "model"), tmp_path / "model.gguf", "f32")
     source = open_gguf(tmp_path / "model.gguf")
     assert source.config.router_correction and not values_by_slot(source)["layers.2.router_correction"].any()
-    np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=2e-4)
+    np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
 
 
 def save_mxfp4(tokenizer: Any, path: Path) -> tuple[Any, Path]:
@@ -333,7 +337,7 @@ def test_mxfp4_experts_of_a_folder_keep_their_numbers(tokenizer, tmp_path):
     }
     for slot, values in values_by_slot(source).items():
         np.testing.assert_array_equal(values, expected[slot], err_msg=slot)
-    np.testing.assert_allclose(naive_logits(source, token_ids()), logits_of(model, token_ids()), rtol=0, atol=2e-4)
+    np.testing.assert_allclose(naive_logits(source, token_ids()), logits_of(model, token_ids()), rtol=0, atol=1e-4)
     base = pack_base(source)
     assert {base.formats[slot] for slot in base.formats if ".experts_" in slot} == {"mxfp4"}
     for slot in (slot for slot in expected if ".experts_" in slot):
@@ -421,7 +425,7 @@ def test_adapters_of_a_shared_expert_are_merged(tmp_path):
     model, ids = tiny_model("qwen3_5_moe_text"), token_ids()
     adapted = with_lora(model, b_std=0.1, target_modules=["q_proj", "gate_proj", "down_proj"])
     expected = logits_of(adapted, ids)
-    np.testing.assert_allclose(naive_logits(open_module(adapted, merged=True), ids), expected, rtol=0, atol=2e-4)
+    np.testing.assert_allclose(naive_logits(open_module(adapted, merged=True), ids), expected, rtol=0, atol=1e-4)
     assert {each.slot.split(".")[2] for each in open_module(adapted).adapters} == {"qkv", "gate_up", "down"}
 
 
@@ -449,4 +453,4 @@ def test_keys_of_hybrids_in_files_of_dense_models_are_read_past(tmp_path):
 
     model, ids = tiny_model("granite4"), token_ids()
     source = open_gguf(write_gguf(model, tmp_path / "model.gguf", change=change))
-    np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=2e-4)
+    np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)

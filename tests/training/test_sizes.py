@@ -207,7 +207,7 @@ def test_autograd_saves_the_estimated_bytes(name, lora):
     predicted = run_memory(source, config, Lengths(100, 2), interpreter=0, adapters=adapters).update["activations"]
     # The head computes logits, and the gradients of hidden states, in its backward pass.
     head = 8 * (2048 * (6 if NARROW else 4) + (8 if NARROW else 4) * LLAMA["hidden_size"])
-    assert kept == pytest.approx(predicted - head, rel=0.05)  # torch saves other tensors on other processors
+    assert kept == pytest.approx(predicted - head, rel=0.05 if name in MIXTURES or name == "nemotron_h" else 0.03)
 
 
 LEARNER_SIZES = {
