@@ -26,7 +26,6 @@ Scheduler::Scheduler(const ModelConfig& config, size_t max_tokens, const KvMemor
     if (is_recurrent()) plan_.runs.reserve(max_tokens);
     plan_.hiddens.reserve(max_tokens);
     plan_.draws.reserve(limits.max_batch + kMaxStepDrafts);
-    drawing_.reserve(limits.max_batch + kMaxStepDrafts);
     plan_.scores.reserve(max_tokens + limits.max_batch);
 }
 
@@ -47,11 +46,11 @@ StepPlan& Scheduler::plan() {
 void Scheduler::complete(std::span<const Drawn> drawn, double seconds) {
     if constexpr (kIsComplete) {
         reserve_kept();
-        if (limits_.speculation && counts_.empty()) step_times_.add(drawing_.size(), seconds);
+        if (limits_.speculation && counts_.empty()) step_times_.add(plan_.draws.size(), seconds);
     }
     is_step_open_ = false;
     advance_prompts();
-    for (size_t i = 0; i < drawing_.size(); ++i) append(drawing_[i], drawn[i]);
+    for (size_t i = 0; i < plan_.draws.size(); ++i) append(plan_.draws[i], drawn[i]);
     erase_ended();
     for (Job* job : failed_) cancel(*job);
     failed_.clear();
@@ -64,7 +63,6 @@ void Scheduler::allow(uint64_t id, size_t sample, std::vector<uint32_t> tokens) 
 // Adds a draw for every running sample that may draw, and the last token of those that have one, with a page for its
 // keys and values; then the same for each token of its draft.
 void Scheduler::plan_samples() {
-    drawing_.clear();
     const auto may_draw = [](const Running& running) {
         return !running.job->request.constrained || !running.job->samples[running.sample].allowed.empty();
     };
@@ -76,7 +74,7 @@ void Scheduler::plan_samples() {
         const Job& job = *running.job;
         const Sample& sample = job.samples[running.sample];
         const size_t n_prompt = job.request.tokens.size(), n_drawn = sample.tokens.size();
-        plan_draw(i, n_drawn, Drawing::kNone, plan_.tokens.size());
+        plan_draw(i, n_drawn, DrawTask::kNone, plan_.tokens.size());
         if (running.fresh) continue;
         const auto plan_token = [&](int32_t token, size_t position) {
             if (position / kPage == running.pages.size()) {
@@ -118,9 +116,11 @@ void Scheduler::plan_draw(size_t index, size_t position, int32_t before, size_t 
     const Request& request = running.job->request;
     Sample& sample = running.job->samples[running.sample];
     const size_t n_top = request.sampling.top_logprobs;
-    drawing_.push_back({index, position, before});
     sample.alternatives.resize((position + 1) * n_top);  // reserved by start_sample()
     DrawTask& task = plan_.draws.emplace_back();
+    task.sample = index;
+    task.position = position;
+    task.before = before;
     task.token = token;
     task.hidden = running.fresh ? running.job->hidden.data() : nullptr;
     task.sampling = &request.sampling;
@@ -208,8 +208,8 @@ void Scheduler::advance_prompts() {
 
 // Makes room for the sets of the step, so that only this can run out of memory, before anything has changed.
 void Scheduler::reserve_kept() {
-    for (const Drawing& drawing : drawing_) {
-        const Running& running = running_[drawing.running];
+    for (const DrawTask& task : plan_.draws) {
+        const Running& running = running_[task.sample];
         std::vector<int32_t>& words = running.job->samples[running.sample].kept_words;
         const size_t n = words.size() + running.kept.set().size();
         if (n > words.capacity()) words.reserve(std::max(n, 2 * words.capacity()));
@@ -217,15 +217,17 @@ void Scheduler::reserve_kept() {
 }
 
 // Appends a drawn token to its sample, unless it follows a draft that the sample has not continued.
-void Scheduler::append(const Drawing& drawing, const Drawn& drawn) {
-    const bool is_draft = kIsComplete && drawing.before != Drawing::kNone;
-    if (is_draft) ++n_drafted_;
-    Running& running = running_[drawing.running];
-    if (running.job == nullptr) return;  // ended by a token of this step
+void Scheduler::append(const DrawTask& task, const Drawn& drawn) {
+    const bool is_draft = kIsComplete && task.before != DrawTask::kNone;
+    Running& running = running_[task.sample];
+    if (is_draft) {
+        ++n_drafted_;
+        if (running.job == nullptr) return;  // ended by a token of this step
+    }
     Job& job = *running.job;
     Sample& sample = job.samples[running.sample];
     if (is_draft) {
-        if (sample.tokens.size() != drawing.position || sample.tokens.back() != drawing.before) return;
+        if (sample.tokens.size() != task.position || sample.tokens.back() != task.before) return;
         ++n_accepted_;
     }
     if (is_recurrent() && !running.fresh) take_state(running);

@@ -167,13 +167,6 @@ private:
         void count(int32_t token);
     };
 
-    struct Drawing {
-        size_t running;   // index into running_
-        size_t position;  // of the drawn token in its sample
-        int32_t before;   // of a draft: the token that it follows; kNone: the sample's last token
-        static constexpr int32_t kNone = -1;
-    };
-
     const ModelConfig& config_;
     const KvMemory& memory_;
     const size_t max_tokens_;
@@ -189,7 +182,6 @@ private:
     size_t state_rights_ = 0;    // states that admitted prompts and samples may hold, counted once per holder
     bool is_step_open_ = false;  // a step is planned and not completed: states that it replaces are undefined
     StepPlan plan_;
-    std::vector<Drawing> drawing_;  // in the order of the draws of this step
     StepTimes step_times_;
     size_t n_drafted_ = 0, n_accepted_ = 0;
     std::vector<size_t> counts_;  // tokens of each prompt of prefilling_ in this step
@@ -226,7 +218,7 @@ private:
     int32_t allocate_page(int32_t from);
     void advance_prompts();
     void reserve_kept();
-    void append(const Drawing& drawing, const Drawn& drawn);
+    void append(const DrawTask& task, const Drawn& drawn);
     Finish finish_after(Running& running) const;
     void end(Running& running, Finish finish);
     static size_t n_computed(const Running& running);

@@ -12,6 +12,10 @@ namespace whet {
 
 // Draws a token from the logits after a hidden state.
 struct DrawTask {
+    size_t sample;    // index of the running sample
+    size_t position;  // of the token in its sample
+    int32_t before;   // of a draft: the token that it follows; kNone: the sample's last token
+    static constexpr int32_t kNone = -1;
     size_t token;         // index into StepPlan::tokens of the token with the hidden state
     const float* hidden;  // a stored hidden state instead; null: none
     const Sampling* sampling;

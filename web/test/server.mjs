@@ -37,7 +37,7 @@ export async function serve(files, headers = {}) {
     response.writeHead(status, { ...all, "content-length": body.length });
     if (request.method === "HEAD") return response.end();
     const cut = Number(searchParams.get("cut"));
-    if (cut > 0 && (searchParams.has("always") || !seen.has(request.url))) {
+    if (cut > 0 && cut < body.length && (searchParams.has("always") || !seen.has(request.url))) {
       seen.add(request.url);
       response.write(body.subarray(0, cut), () => setTimeout(() => response.destroy(), 20));
     } else response.end(body);
