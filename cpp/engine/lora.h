@@ -15,16 +15,18 @@
 
 namespace whet {
 
-// Matrices of LayerWeights.
-enum class Target { kQkv, kO, kUp, kDown, kInputGate, kInputOut, kExpertsUp, kExpertsDown };
-constexpr size_t kTargets = 8;
+// Matrices of LayerWeights; kLayerInputs is Weights::layer_inputs, under layer 0.
+enum class Target { kQkv, kO, kUp, kDown, kInputGate, kInputOut, kLayerInputs, kExpertsUp, kExpertsDown };
+constexpr size_t kTargets = 9;
 constexpr size_t kAdapterRows = 16;  // rows of a task: two tiles of the products
 
-inline const Matrix& matrix_of(const LayerWeights& layer, Target target) {
+inline const Matrix& matrix_of(const Weights& weights, size_t layer, Target target) {
     constexpr Matrix LayerWeights::* kMatrices[] = {
-        &LayerWeights::qkv,        &LayerWeights::o,         &LayerWeights::up,         &LayerWeights::down,
-        &LayerWeights::input_gate, &LayerWeights::input_out, &LayerWeights::experts_up, &LayerWeights::experts_down};
-    return layer.*kMatrices[static_cast<size_t>(target)];
+        &LayerWeights::qkv,         &LayerWeights::o,         &LayerWeights::up, &LayerWeights::down,
+        &LayerWeights::input_gate,  &LayerWeights::input_out, nullptr,           &LayerWeights::experts_up,
+        &LayerWeights::experts_down};
+    if (target == Target::kLayerInputs) return weights.layer_inputs;
+    return weights.layers[layer].*kMatrices[static_cast<size_t>(target)];
 }
 
 // Adapters of one matrix, or of one expert's: B[i] A[i] x is added to outputs [first_rows[i], first_rows[i] + n).
@@ -55,7 +57,7 @@ struct Adapter {
     void add(const Weights& weights, size_t layer, Target target, size_t first_row, const float* a, const float* b,
              size_t rank, size_t k, size_t n) {
         if (layer >= layers.size()) throw std::invalid_argument("no such layer");
-        const Matrix& matrix = matrix_of(weights.layers[layer], target);
+        const Matrix& matrix = matrix_of(weights, layer, target);
         if (k == 0 || k != matrix.k()) throw std::invalid_argument("the adapter does not fit the shape of its matrix");
         const bool is_wide = matrix.parts.front().format().source == RowType::kFloat32;
         const WeightFormat format = is_wide ? WeightFormat::kFloat32 : WeightFormat::kBFloat16;
@@ -67,8 +69,8 @@ struct Adapter {
     // Adds factors of zeros in a format of float numbers: the last of the matrix's, which are returned.
     LowRank& add_zero(const Weights& weights, size_t layer, Target target, size_t first_row, size_t rank, size_t n,
                       WeightFormat format) {
-        if (layer >= layers.size()) throw std::invalid_argument("no such layer");
-        const Matrix& matrix = matrix_of(weights.layers[layer], target);
+        if (layer >= (target == Target::kLayerInputs ? 1 : layers.size())) throw std::invalid_argument("no such layer");
+        const Matrix& matrix = matrix_of(weights, layer, target);
         const size_t n_matrices = target < Target::kExpertsUp ? 1 : std::max<size_t>(1, weights.config().n_experts);
         const size_t rows = matrix.n() / n_matrices;  // of the matrix, or of an expert's
         if (rows == 0 || n > rows || first_row >= matrix.n() || first_row % rows > rows - n) {

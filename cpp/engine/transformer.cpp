@@ -191,6 +191,7 @@ void Transformer::read_layer_inputs(const InputToken* rows, size_t n) {
     }
     const size_t width = config_.layer_inputs();
     product(weights_->layer_inputs, x_, n, layer_inputs_);
+    adapt(rows, n, 0, Target::kLayerInputs, x_, config_.hidden_dim, layer_inputs_, width);
     for_rows(n, 8 * width, [&](size_t i) {
         float *inputs = layer_inputs_ + i * width, *embedded = up_ + i * width;
         weights_->layer_embedding.read(static_cast<size_t>(rows[i].token), embedded);
@@ -463,7 +464,7 @@ void Transformer::project(const InputToken* rows, size_t n, size_t layer, Target
     };
     const Epilogue epilogue{.width = units.width,
                             .units = units.count,
-                            .fold = matrix_of(weights_->layers[layer], target).n() / units.width - units.count,
+                            .fold = matrix_of(*weights_, layer, target).n() / units.width - units.count,
                             .run = run,
                             .context = &finish,
                             .missing = missing_};
@@ -472,7 +473,7 @@ void Transformer::project(const InputToken* rows, size_t n, size_t layer, Target
 
 void Transformer::project(const InputToken* rows, size_t n, size_t layer, Target target, float* y,
                           const Epilogue& epilogue, bool by_unit) {
-    const Matrix& w = matrix_of(weights_->layers[layer], target);
+    const Matrix& w = matrix_of(*weights_, layer, target);
     const bool has_adapter =
         std::any_of(rows, rows + n, [&](const InputToken& row) { return low_rank(row, layer, target) != nullptr; });
     const bool in_job = by_unit && !has_adapter && Epilogue::is_supported(w.parts);

@@ -204,6 +204,7 @@ void Learner::backward(const float* grad_hidden, std::span<const FactorGradients
         for (const RowTile& tile : tiles_) mlp_backward(layer, tile, out, grad.get(), grads);
         attention_backward_half(layer, out, grad.get(), grads);
     }
+    layer_inputs_backward(grads);
     inputs_.reset();
     shared_kv_grads_ = {};
 }
@@ -268,7 +269,9 @@ void Learner::allocate() {
     const auto is_trained = [&](const TrainedVector& each) { return each.vector == &layer_inputs_norm().weight; };
     resize(layer_inputs_, n() * config_.layer_inputs());
     projected_inputs_.reset();
-    if (std::any_of(norms_.begin(), norms_.end(), is_trained)) resize(projected_inputs_, n() * config_.layer_inputs());
+    if (adapters_at(0, Target::kLayerInputs) != nullptr || std::any_of(norms_.begin(), norms_.end(), is_trained)) {
+        resize(projected_inputs_, n() * config_.layer_inputs());
+    }
     resize(result_, ends), resize(input_out_, ends), resize(input_gate_, rows * 4 * p);
     for (size_t layer = 0; layer < config_.n_layers; ++layer) {
         if (!config_.shares_kv(layer)) continue;

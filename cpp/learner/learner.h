@@ -179,7 +179,8 @@ private:
 
     // One layer, all tokens.
     Floats x_, raw_;
-    // (n, n_layers, layer_input_dim): the inputs of layers, and if their norm is trained, their projections before it.
+    // (n, n_layers, layer_input_dim): the inputs of layers, and if their norm is trained or their projection has
+    // adapters, the projections before the norm; the backward pass replaces these by their gradients.
     Floats layer_inputs_, projected_inputs_;
     std::array<Bytes, 2> shared_kv_;         // keys and values that other layers read, of full and of local ones
     std::array<Floats, 2> shared_kv_grads_;  // during backward(): sums over these layers
@@ -313,7 +314,8 @@ private:
     const NormWeight& layer_inputs_norm() const {
         return norm_of(*weights_, with_adapters_ ? &adapter_ : nullptr, {.is_of_inputs = true});
     }
-    void add_layer_inputs_grad(size_t layer, const RowTile& tile, float* gates);
+    void layer_inputs_norm_backward(size_t layer, const RowTile& tile, float* gates);
+    void layer_inputs_backward(std::span<const FactorGradients> grads);
     void input_out(size_t layer, const RowTile& tile, const float* x);
     void input_half(size_t layer, const RowTile& tile, const float* x, float* out);
     void input_backward_half(size_t layer, const RowTile& tile, float* grad, std::span<const FactorGradients> grads);

@@ -18,7 +18,7 @@ constexpr size_t kOuterColumns = 128;  // columns of a task of it
 
 // y (rows, n) = W x + bias, and its adapters.
 void Learner::project(size_t layer, Target target, ProductRows x, const RowTile& tile, float* y, size_t ldy) {
-    const Matrix& w = matrix_of(weights_->layers[layer], target);
+    const Matrix& w = matrix_of(*weights_, layer, target);
     multiply(type_, w.parts, x, tile.n(), w.bias_or_null(), y, ldy);
     add_adapters(adapters_at(layer, target), x, tile, y, ldy);
 }
@@ -55,7 +55,7 @@ void Learner::project_down(const Factors& f, ProductRows x, size_t rows) {
 void Learner::project_backward(size_t layer, Target target, ProductRows x, const RowTile& tile, const float* grad_y,
                                size_t ldy, float* grad_x, size_t ldx, std::span<const FactorGradients> grads,
                                bool add) {
-    const Matrix& w = matrix_of(weights_->layers[layer], target);
+    const Matrix& w = matrix_of(*weights_, layer, target);
     multiply_transposed(type_, w.parts, grad_y, ldy, tile.n(), grad_x, ldx, add);
     adapters_backward(adapters_at(layer, target), x, tile, grad_y, ldy, grad_x, ldx, grads);
 }

@@ -63,7 +63,7 @@ void Learner::read_layer_inputs() {
     for (const RowTile& tile : tiles_) {
         float* inputs = layer_inputs_.get() + tile.begin * width;
         const ProductRows x = convert(x_.get() + tile.begin * d, d, tile.n(), d);
-        multiply(type_, weights_->layer_inputs.parts, x, tile.n(), nullptr, inputs, width);
+        project(0, Target::kLayerInputs, x, tile, inputs, width);
         for_rows(tile.n(), 8 * width, [&](size_t i) {
             float *embedded = scratch<float>(width, Scratch::kSums), *row = inputs + i * width;
             if (projected_inputs_ != nullptr) {
@@ -123,23 +123,41 @@ void Learner::input_backward_half(size_t layer, const RowTile& tile, float* grad
     project_backward(layer, Target::kInputOut, convert(activated, p, rows, p), tile, grad_out, d, grad_activated, p,
                      grads);
     for_rows(rows, 4 * p, [&](size_t i) { activation_backward(gates + i * 2 * p, grad_activated + i * p, p); });
-    if (projected_inputs_ != nullptr) add_layer_inputs_grad(layer, tile, gates);
+    if (projected_inputs_ != nullptr) layer_inputs_norm_backward(layer, tile, gates);
     project_backward(layer, Target::kInputGate, convert(result_.get(), d, rows, d), tile, gates, 2 * p, grad, d, grads,
                      true);
 }
 
-// Adds to the gradient of the norm of the layers' inputs, from the gradients of a layer's after its gates.
-void Learner::add_layer_inputs_grad(size_t layer, const RowTile& tile, float* gates) {
+// Replaces the projections of a layer's inputs by their gradients, from the gradients of the inputs after the gates of
+// each row in `gates`; adds to the gradient of the norm between them if it is trained.
+void Learner::layer_inputs_norm_backward(size_t layer, const RowTile& tile, float* gates) {
     const size_t p = config_.layer_input_dim, width = config_.layer_inputs();
     const auto factor = static_cast<float>(1.0 / std::sqrt(static_cast<double>(config_.hidden_dim)));
+    const std::vector<float>& weight = layer_inputs_norm().weight;
+    float* const grad_weight = gradient_of(weight);
     std::vector<float> sums;
     sum_blocks(tile.groups, p, sums, [&](size_t i, float* to) {
         float *grad = gates + i * 2 * p + p, *x = projected_inputs_.get() + (tile.begin + i) * width + layer * p;
         kernels().blend_f32(grad, p, static_cast<float>(std::sqrt(0.5)), 0.0f, grad);
         kernels().blend_f32(x, p, factor, 0.0f, x);
-        add_norm_terms(Norm::kRms, x, grad, p, false, to);
+        if (grad_weight != nullptr) add_norm_terms(Norm::kRms, x, grad, p, false, to);
+        kernels().rms_norm_backward_f32(x, weight.data(), grad, p, config_.norm_eps, grad, nullptr);
+        kernels().blend_f32(grad, p, factor, 0.0f, x);
     });
-    add_sums(sums, p, 0, p, gradient_of(layer_inputs_norm().weight));
+    add_sums(sums, p, 0, p, grad_weight);
+}
+
+// Adds to the gradients of the adapters of the projection, whose result's gradients replace projected_inputs_.
+void Learner::layer_inputs_backward(std::span<const FactorGradients> grads) {
+    const LowRank* const low = adapters_at(0, Target::kLayerInputs);
+    if (low == nullptr) return;
+    const size_t d = config_.hidden_dim, width = config_.layer_inputs();
+    begin_layer_backward(0);  // x_: the embeddings
+    for (const RowTile& tile : tiles_) {
+        const float* grad = projected_inputs_.get() + tile.begin * width;
+        adapters_backward(low, convert(x_.get() + tile.begin * d, d, tile.n(), d), tile, grad, width, h_.get(), d,
+                          grads);
+    }
 }
 
 // x = middle + residual_scale norm(W_down act(W_up norm(input))), and what follows with the layer's input.

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 from tests.engine.tiny_models import logits_of, naive_logits, tiny_config, tiny_model, token_ids
 from tests.gguf_files import F32, Q8_0, write_gguf
 from tests.raising import assert_raises
+from tests.tiny import with_lora
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from whet import Engine
@@ -19,6 +20,7 @@ from whet.errors import WhetError, WhetValueError
 from whet.models.architecture import TABLE_SLOT
 from whet.models.export import export_gguf
 from whet.models.families import model_config
+from whet.models.lora import LoraSettings, choose_adapted, read_adapted
 from whet.models.packed_base import pack_base
 from whet.models.reference import slice_values
 from whet.models.sizes import cache_bytes
@@ -97,6 +99,33 @@ def test_changed_tables_of_modules_reach_the_engine_by_sync():
         with Engine.from_model(model, weights="float32") as other:
             np.testing.assert_array_equal(engine.logits(ids), other.logits(ids))
         assert np.abs(engine.logits(ids) - before).max() > 0.1
+
+
+@pytest.mark.parametrize("weights", ["float32", "q8_0"])
+def test_adapters_of_all_linear_layers_are_separate(weights, tmp_path):
+    """Also of the projection of the layers' inputs, which belongs to no layer."""
+    model, ids = tiny_model("gemma4"), token_ids()[0].tolist()
+    source = open_module(model)
+    chosen = choose_adapted(source, LoraSettings(2))
+    adapted = with_lora(tiny_model("gemma4"), b_std=0.2, r=2, target_modules="all-linear").eval()
+    adapted.save_pretrained(tmp_path)
+    read = read_adapted(tmp_path, source, "here")
+    assert read.is_separable and set(read.factors) == set(chosen.factors)
+    assert "model.per_layer_model_projection" in [location.names[0] for location, _ in read.factors]
+    with (
+        Engine.from_model(model, weights=weights) as engine,
+        Engine.from_model(adapted, weights=weights) as separate,
+        Engine.from_model(adapted, weights="float32", merge_adapters=True) as merged,
+    ):
+        plain, found = engine.logits(ids), engine.logits(ids, adapter=engine.add_adapter(tmp_path))
+        np.testing.assert_array_equal(engine.logits(ids), plain)
+        np.testing.assert_array_equal(separate.logits(ids), found)
+        expected = logits_of(adapted, token_ids()[:1])
+        np.testing.assert_allclose(merged.logits(ids), expected, rtol=0, atol=1e-4)
+        # Rounded weights change most the rows whose values are almost 0 before their norm.
+        assert np.abs(found - expected).mean() < 0.1 * np.abs(expected - plain).mean()
+        if weights == "float32":
+            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
 
 def test_rows_of_the_table_with_nan_are_refused_when_they_are_read(tmp_path):

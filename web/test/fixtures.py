@@ -158,7 +158,7 @@ def run_native(engine: Engine, tokenizer: GGUFTokenizer, adapter: Path) -> dict[
 
 REORDERED = {
     "gpt2": {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
-    "gemma4": {"target_modules": ["q_proj", "v_proj", "down_proj", "per_layer_input_gate", "per_layer_projection"]},
+    "gemma4": {"target_modules": "all-linear"},
     "gpt_neox": {"target_modules": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]},
     "granite4-hybrid": {"target_modules": ["in_proj", "out_proj", "q_proj"]},
     "nemotron_h-groups": {"target_modules": ["in_proj", "q_proj", "up_proj", "down_proj"]},

@@ -314,6 +314,7 @@ void bind_engine(nb::module_& m) {
         .value("DOWN", Target::kDown)
         .value("INPUT_GATE", Target::kInputGate)
         .value("INPUT_OUT", Target::kInputOut)
+        .value("LAYER_INPUTS", Target::kLayerInputs)
         .value("EXPERTS_UP", Target::kExpertsUp)
         .value("EXPERTS_DOWN", Target::kExpertsDown);
     nb::enum_<KvType>(m, "KvType")

@@ -44,6 +44,7 @@ _CORE_MATRICES = {
     "down": _core.Target.DOWN,
     "input_gate": _core.Target.INPUT_GATE,
     "input_out": _core.Target.INPUT_OUT,
+    "layer_inputs": _core.Target.LAYER_INPUTS,
     "experts_gate_up": _core.Target.EXPERTS_UP,
     "experts_up": _core.Target.EXPERTS_UP,
     "experts_down": _core.Target.EXPERTS_DOWN,
@@ -233,9 +234,11 @@ def read_adapted(folder: str | os.PathLike[str], source: ModelSource, where: str
 
 
 def core_matrix(slot: str) -> tuple[int, _core.Target] | None:
-    """Return the layer and the core's name of a matrix whose product adapters can be added to; None: no such matrix."""
+    """Return the layer, or 0, and the core's name of a matrix to whose product adapters can be added; None: no such
+    matrix.
+    """
     _, layer, kind = slot.split(".") if slot.count(".") == 2 else ("", "", slot)
-    return (int(layer), _CORE_MATRICES[kind]) if kind in _CORE_MATRICES else None
+    return (int(layer or 0), _CORE_MATRICES[kind]) if kind in _CORE_MATRICES else None
 
 
 def _list_locations(source: ModelSource) -> list[WeightLocation]:

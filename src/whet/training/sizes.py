@@ -141,9 +141,8 @@ def run_memory(
         kept = list(accumulate(reversed(_layer_bytes(model, largest.tokens, size, keeps=True)), initial=0))
         kept_layers = bisect_right(kept, choose_activation_bytes(activation_bytes, unused)) - 1
         scratch = _delta_scratch_bytes(model, config, lengths, largest.tokens)
-        adapts_experts = any(".experts_" in location.weight for location, _ in adapters.factors)
         n_keys = largest.tokens + largest.targets // lengths.completion * lengths.prompt  # of all sequences
-        least = _learner_bytes(source, largest, n_keys, size, adapts_experts)
+        least = _learner_bytes(source, largest, n_keys, size, adapters)
         update = {"activations": least + scratch + kept[kept_layers]}
         return RunMemory(parts, update, 0, sampling, kept_layers)
     activations = _activation_bytes(source, config, lengths, 2 if narrow else 4, is_frozen=adapters is not None)
@@ -228,7 +227,7 @@ _RANGE_NUMBERS = 1 << 20
 """Weights that cpp/learner unpacks at once."""
 
 
-def _learner_bytes(source: ModelSource, largest: _Pass, n_keys: int, size: int, adapts_experts: bool) -> int:
+def _learner_bytes(source: ModelSource, largest: _Pass, n_keys: int, size: int, adapters: Adapted) -> int:
     """Return the bytes that a learner allocates between the forward and the end of the backward pass of a micro-batch,
     except the kept activations of layers.
 
@@ -257,10 +256,12 @@ def _learner_bytes(source: ModelSource, largest: _Pass, n_keys: int, size: int, 
     converted = 2 * (max(inner, hidden, mixed) + max(up, expert_up, wide)) if size == 2 else 0
     rows = tile * (4 * (2 * hidden + max(hidden, mixed) + max(up, mixed) + inner * (1 if size == 2 else 2)) + converted)
     if expert:  # the rows of one expert, and the probabilities, weights and rows of all
-        n_inputs = 2 if adapts_experts else 1
+        n_inputs = 2 if any(".experts_" in location.weight for location, _ in adapters.factors) else 1
         rows += tile * 4 * (expert_up + n_inputs * hidden + model.n_experts + 7 * model.n_used_experts)
     if inputs_dim:  # a layer's result before its input, the input's, and three arrays of its gate
-        layer += n * 4 * inputs_dim
+        changed = (*(location for location, _ in adapters.factors), *adapters.whole)
+        is_projected = any(location.weight.startswith("layer_inputs") for location in changed)
+        layer += n * 4 * inputs_dim * (2 if is_projected else 1)
         rows += tile * 4 * (2 * hidden + 4 * model.layer_input_dim)
     for i in _kv_sources(model):  # keys and values that other layers read, and their gradients
         layer += n * 2 * model.n_kv_heads * model.layer_head_dim(i) * (_head_size(model, size) + 4)

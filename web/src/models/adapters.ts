@@ -51,7 +51,8 @@ export function locateModules(config: ModelConfig, family: Family): Map<string, 
     if (shape === undefined || shape.length !== 2 || module.parameter !== undefined || slot.endsWith("router")) continue;
     const [firstRow, n] = moduleRows(config, layer, part, shape[0]);
     if (n === 0) continue;
-    const target = /^layers\.\d+\.(\w+)$/.exec(slot)?.[1].replace("gate_up", "up").replace(/^\w+_in$/, "qkv").replace(/^(conv|delta)_out$/, "o") as LoraFactors["target"] | undefined;
+    const matrix = slot === "layer_inputs" ? slot : /^layers\.\d+\.(\w+)$/.exec(slot)?.[1].replace("gate_up", "up").replace(/^\w+_in$/, "qkv").replace(/^(conv|delta)_out$/, "o");
+    const target = matrix as LoraFactors["target"] | undefined;
     found.set(names[0], { names, slot, layer, target, firstRow, shape: [n, shape[1]], order: module.order ?? "keepOrder", columnOrder: module.columnOrder ?? "keepOrder" });
   }
   return found;
