@@ -72,6 +72,13 @@ public:
         held_.at(place) = static_cast<uint32_t>(i);
     }
 
+    // Rows that a checksum covers, at equal distances: reading all would take as long as reading the rest of the model.
+    std::vector<size_t> checked_rows() const {
+        std::vector<size_t> rows(std::min<size_t>(n_, 64));
+        for (size_t i = 0; i < rows.size(); ++i) rows[i] = i * n_ / rows.size();
+        return rows;
+    }
+
     bool is_finite(size_t i) const { return whet::is_finite(row(i)); }
     void read(size_t i, float* out) const { unpack_row(row(i), 0, out); }
 

@@ -345,10 +345,10 @@ void Weights::gather(const std::string& slot, const int64_t* rows, size_t count,
 
 uint64_t Weights::checksum(const std::string& slot) const {
     const auto lock = reading();
-    if (kIsComplete && slot == kTable) {
+    if (slot == kTable) {
         uint64_t sum = 0;
         std::vector<float> row(layer_embedding.k());
-        for (size_t i = 0; i < layer_embedding.n(); ++i) {
+        for (const size_t i : layer_embedding.checked_rows()) {
             layer_embedding.read(i, row.data());
             sum = mix(sum, whet::checksum(row.data(), row.size() * sizeof(float)));
         }

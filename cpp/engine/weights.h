@@ -118,7 +118,7 @@ public:
     void rows(const std::string& slot, size_t first, size_t count, void* out, bool bf16) const;
     // Dequantises the rows of a matrix with these indices.
     void gather(const std::string& slot, const int64_t* rows, size_t count, void* out, bool bf16) const;
-    // Checksum of the packed bytes.
+    // Checksum of the packed bytes, or of a table's checked rows.
     uint64_t checksum(const std::string& slot) const;
     size_t size_bytes() const;
     // Releases the memory of the matrices to the system: they are zeros until packed again.

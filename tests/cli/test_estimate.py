@@ -95,6 +95,17 @@ def test_run_memory_as_table_and_json(tiny_model, tmp_path, capsys, monkeypatch)
     assert parts["reward"]["activations"] < parts["dpo"]["activations"]
 
 
+@pytest.mark.parametrize("method", ALGORITHMS)
+def test_every_method_has_an_estimate(method, tiny_model, capsys):
+    """Adapters of a learner: a reference is the adapters' first values, and only samplers have keys and values."""
+    teacher = ["--teacher", str(tiny_model)] if method == "distill" else []
+    assert main(["estimate", "smollm-135m", "--train", method, "--lora-rank=4", "--json", *teacher]) == 0
+    got = json.loads(capsys.readouterr().out)
+    parts = got["parts"]
+    assert got["total_bytes"] == sum(parts.values()) and parts["weights"] > 2e8 and parts["moments"] > 0
+    assert (got["sampling_bytes"] > 0) == ALGORITHMS[method].config.samples
+
+
 def test_invalid_settings_of_run_memory_are_named(capsys):
     for arguments, facts in (
         (["smollm-135m", "--train", "rlhf"], ("--train is 'rlhf'", ", ".join(ALGORITHMS))),

@@ -87,6 +87,8 @@ def test_the_table_is_read_from_the_file(kind, tmp_path):
         logits = [Engine(each, weights=None).logits(ids) for each in (base.source(), copied.source())]
         np.testing.assert_array_equal(*logits)
         assert base.digest() == copied.digest()
+        model.model.embed_tokens_per_layer.weight.data[0] += 1
+        assert pack_base(open_module(model), weights="float32").digest() != base.digest()
 
 
 def test_changed_tables_of_modules_reach_the_engine_by_sync():

@@ -204,8 +204,20 @@ test("sizes of layers that contradict each other are rejected", async () => {
   await patch("gemma4.attention.sliding_window_pattern", (bytes, at) => bytes.writeUInt8(1, at + 12 + 6), "sliding_window_pattern", "last layer");
 });
 
-test("learning with a second embedding is refused", async () => {
-  await assert.rejects(Engine.load(file, { ...one, learning: true }), mentions("Engine.load", "learning", true, TABLE, "whet.Learner"));
+test("actions of a learner and steps of the engine follow one another", async () => {
+  const [prompt, completion] = [ids.slice(0, 3), ids.slice(3)];
+  await withEngine(file, async (engine) => {
+    const expectedScores = [...(await engine.logprobs(ids))];
+    const learner = await engine.learner({ rank: 2 });
+    const row = { prompt, completion };
+    const [expected] = await learner.logprobs([row]);
+    for (let i = 0; i < 3; ++i) {
+      const [[found], scores] = await Promise.all([learner.logprobs([row]), engine.logprobs(ids), engine.logprobs(ids)]);
+      assert.deepEqual([found, [...scores]], [expected, expectedScores]);
+      await Promise.all([learner.backward([completion.map(() => 1)]), learner.sync(), engine.logprobs(ids)]);
+    }
+    await Promise.all([learner.close(), assert.rejects(learner.logprobs([{ prompt, completion }]), mentions("closed"))]);
+  }, { threads: 2, learning: true });
 });
 
 test("closed engines close their files", async () => {

@@ -102,6 +102,14 @@ WHET_EXPORT(learner_backward) void learner_backward(const float* grad_logprobs, 
     s.learner.backward(grad_hidden.get(), factors, {});
 }
 
+// The number of the second embedding's rows that its checksum reads, and their tokens.
+WHET_EXPORT(checked_rows) const int32_t* checked_rows() {
+    static std::vector<int32_t> numbers;
+    const auto rows = loaded_weights()->layer_embedding.checked_rows();
+    numbers = {static_cast<int32_t>(rows.size())};
+    numbers.insert(numbers.end(), rows.begin(), rows.end());
+    return numbers.data();
+}
 // The 64-bit checksum of a slot's packed weights, in hexadecimal.
 WHET_EXPORT(slot_checksum) void slot_checksum(const char* slot, size_t size) {
     result.clear();

@@ -10,19 +10,16 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from whet.cli.settings import parse_flags
-from whet.cli.text_options import EngineSettings
+from whet.cli.text_options import ModelSettings
 from whet.config.fields import Paths, PathText, Positive, check_types
 from whet.data.rows import tokenize_turns
 from whet.data.sources import read_rows
 from whet.engine import Engine
 from whet.errors import WhetValueError
 from whet.files import open_output
-from whet.models.formats import Weights
 from whet.models.tokenizers.token_texts import vocabulary_digest
 from whet.runs.settings import Columns
 from whet.text.checkpoint_model import resolve_adapter
@@ -32,11 +29,9 @@ _WHERE = "whet score"
 
 
 @dataclasses.dataclass(kw_only=True)
-class ScoreConfig(EngineSettings):
+class ScoreConfig(ModelSettings):
     """Write the log-probs that a model gives to rows, with its most probable tokens, as lines of JSON."""
 
-    model: Annotated[tyro.conf.Positional[PathText], tyro.conf.arg(metavar="MODEL")]
-    """A folder that save_pretrained or whet train wrote, a checkpoint, or a .gguf file."""
     data: Paths
     """Rows as for whet train sft."""
     columns: Columns = dataclasses.field(default_factory=dict)
@@ -45,10 +40,6 @@ class ScoreConfig(EngineSettings):
     """The .jsonl file to write; empty: standard output."""
     top_logprobs: int = 16
     """Most probable tokens of each position, from 1 to 20."""
-    weights: Weights | None = None
-    """Weight format. Default: the format of the adapters' base, the GGUF file's own format, or bf16 for folders."""
-    adapter: PathText = ""
-    """A folder of LoRA adapters that PEFT or whet train saved, for this model."""
     chat_template: PathText = ""
     """A file with a Jinja chat template; empty: the one saved with the adapters, or else the tokenizer's."""
     batch_size: Positive = 32

@@ -57,15 +57,21 @@ class EngineSettings:
 
 
 @dataclasses.dataclass(kw_only=True)
-class OneModelConfig(TextConfig, EngineSettings):
-    """Settings of model and sampling."""
+class ModelSettings(EngineSettings):
+    """Settings of a command's only model."""
 
     model: Annotated[tyro.conf.Positional[PathText], tyro.conf.arg(metavar="MODEL")]
     """A folder that save_pretrained or whet train wrote, a checkpoint, or a .gguf file (any part of a split one)."""
     weights: Weights | None = None
     """Weight format. Default: the format of the adapters' base, the GGUF file's own format, or bf16 for folders."""
+    adapter: PathText = ""
+    """A folder of LoRA adapters that PEFT or whet train saved, for this model."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class OneModelConfig(TextConfig, ModelSettings):
+    """Settings of model and sampling."""
+
     kv_dtype: KvDtype | None = None
     """Format of keys and values; q8: 8 bits, about half of the memory of bfloat16. Default: float32 with float32
     weights, else bfloat16."""
-    adapter: PathText = ""
-    """A folder of LoRA adapters that PEFT or whet train saved, for this model."""

@@ -77,7 +77,8 @@ class PackedBase:
     def digest(self) -> str:
         """Return the SHA-256, in hexadecimal, of every slot's name, format and 64-bit checksum of its packed bytes.
 
-        Equal weights have equal digests on every machine and instruction set.
+        The checksum of a second embedding (Gemma 4) covers 64 rows. Equal weights have equal digests on every machine
+        and instruction set.
         """
         return self._digest
 

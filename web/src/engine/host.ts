@@ -26,7 +26,7 @@ export class Host {
   private tokenizer: TextTokenizer | undefined;
   private hasTokenTexts = false; // whether the core has the token texts
   private learner: LearnerHost | undefined;
-  private lastStep: Promise<unknown> = Promise.resolve(); // with a second embedding
+  private lastTurn: Promise<unknown> = Promise.resolve(); // with a second embedding: see inTurn
 
   private constructor(
     private readonly core: Core,
@@ -47,7 +47,6 @@ export class Host {
     try {
       const { slices, ...plan } = await makePlan(core, reader, options, false, from.where, tableBytes);
       const { config, formats, table } = plan;
-      if (table !== undefined && options.learning) throw new WhetError(`${from.where}: learning is true, and ${reader.name} has a second embedding, ${table.tensor.name}, with which this package does not learn. Omit learning, and train adapters with whet.Learner.`);
       const maxBatch = options.maxBatch ?? DEFAULT_BATCH;
       // One sequence of maxPosition tokens, and for every further sample its last prompt page and a new page.
       const kvBytes = options.kvBytes ?? plan.pageBytes * (Math.ceil(config.maxPosition / PAGE_TOKENS) + 2 * maxBatch);
@@ -191,16 +190,21 @@ export class Host {
     const { core, rows } = this;
     if (rows === undefined) return core.call("step");
     const isDone = () => core.call("is_done", id) === 1; // by the step of another request
-    const step = this.lastStep.then(async () => {
-      while (!isDone() && (await rows.read(this.plannedTokens(), by)));
+    return this.inTurn(async () => {
+      while (!isDone() && (await rows.read(this.tokensAt(core.call("plan_step")), by)));
       if (!isDone()) core.call("step");
     });
-    this.lastStep = step.catch(() => {}); // the error is the request's
-    return step;
   }
 
-  private plannedTokens(): Int32Array {
-    const at = this.core.call("plan_step");
+  /** Run after all earlier ones, which wait for rows of the second embedding. */
+  private inTurn<T>(run: () => Promise<T>): Promise<T> {
+    const turn = this.lastTurn.then(run);
+    this.lastTurn = turn.catch(() => {}); // the error is the caller's
+    return turn;
+  }
+
+  /** Return tokens in the core's memory, after their number. */
+  private tokensAt(at: number): Int32Array {
     return this.core.integers(at + 4, this.core.integers(at, 1)[0]);
   }
 
@@ -305,10 +309,16 @@ export class Host {
     const { action, given, where } = request;
     if (action === "create") return this.createLearner(given, from);
     if (action === "encode") return given.map((example, i) => this.encodeExample(example, `${where}: rows[${i}]`));
-    if (this.learner === undefined) throw new WhetError(`${where}: the learner is closed. Create another: engine.learner().`);
-    const found = await this.learner.run(request);
-    if (action === "close") this.learner = undefined;
-    return found;
+    const { rows } = this;
+    const run = async () => {
+      if (this.learner === undefined) throw new WhetError(`${where}: the learner is closed. Create another: engine.learner().`);
+      if (action === "logprobs") await rows?.read(given.rows.flatMap(({ prompt, completion }) => [...prompt, ...completion]), from);
+      if (action === "save") await rows?.read(this.tokensAt(this.core.call("checked_rows")), from);
+      const found = await this.learner.run(request);
+      if (action === "close") this.learner = undefined;
+      return found;
+    };
+    return rows === undefined ? run() : this.inTurn(run);
   }
 
   private async createLearner({ files, ...settings }: AdapterSettings, from: DownloadOptions): Promise<LearnerInfo> {

@@ -49,7 +49,11 @@ export class TokenRows {
   /** Read the rows of these tokens that are not in memory. Return whether there were any: the next step may have changed since. */
   async read(tokens: Iterable<number>, by: Caller): Promise<boolean> {
     const missing: number[] = [];
-    for (const token of new Set(tokens)) {
+    const different = new Set(tokens);
+    if (different.size > this.table.places) {
+      throw new WhetError(`${by.where}: the batch has ${different.size} different tokens, and there is memory for ${this.table.places} rows of ${this.table.tensor.name}. Pass fewer or shorter rows, or a smaller maxTokensPerStep.`);
+    }
+    for (const token of different) {
       const place = this.placeOf.get(token);
       if (place === undefined) missing.push(token);
       else {
