@@ -161,6 +161,7 @@ def hf_module(module: dict[str, Any]) -> dict[str, Any]:
     parameter = {"parameter": module["hf_parameter"]} if "hf_parameter" in module else {}
     converted: dict[str, Any] = {"isNegativeExp": True} if module.get("hf_negative_exp") else {}
     converted |= {"file": module["hf_file"]} if "hf_file" in module else {}
+    converted |= {"isAdapted": False} if module.get("hf_adapted") is False else {}
     orders = {"rows": {"order": "groupHeads"}, "columns": {"columnOrder": "groupHeads"}}
     order = orders.get(module.get("value_heads", ""), {})
     return spec | layouts.get(module.get("hf_layout", ""), {}) | offset | parameter | converted | order

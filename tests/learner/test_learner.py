@@ -179,6 +179,16 @@ def test_every_family_matches_autograd(case: str) -> None:
     check_against_autograd(learner, tiny_model(case))
 
 
+@pytest.mark.parametrize("norms", [{}, {"modules_to_save": ()}])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_the_projection_of_the_inputs_of_layers_matches_autograd(norms: dict[str, Any], dropout: float) -> None:
+    base = pack_base(open_module(tiny_model("gemma4")), weights="float32")
+    layers = ["all-linear", "per_layer_model_projection"]
+    learner = new_learner(base, compute="float32", lora_layers=layers, lora_dropout=dropout, **norms)
+    assert "model.per_layer_model_projection" in [each.name for each in learner.adapters]
+    check_against_autograd(learner, tiny_model("gemma4"))
+
+
 def test_value_heads_in_the_order_of_a_file_match_autograd(tmp_path: Path) -> None:
     model = tiny_model("qwen3_5_text")
     base = pack_base(open_gguf(write_gguf(model, tmp_path / "model.gguf")), weights="float32")

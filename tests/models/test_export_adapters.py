@@ -124,3 +124,12 @@ def test_unsupported_adapter_exports_are_rejected(tokenizer, tmp_path):
     bad = adapters[0]._replace(slot="embedding", a=adapters[0].a * np.nan)
     assert_raises(WhetValueError, "adapter of embedding holds NaN or infinity", export_adapters, folder, out, [bad])
     assert not out.exists()
+
+
+def test_adapters_that_llama_cpp_ignores_are_refused(tokenizer, tmp_path):
+    folder = save(tiny_model("gemma4", vocab_size=N_ROWS), tokenizer, tmp_path / "model")
+    adapted = with_lora(tiny_model("gemma4", vocab_size=N_ROWS), target_modules=["per_layer_model_projection"])
+    adapted.save_pretrained(tmp_path / "lora", save_embedding_layers=False)
+    adapters = read_adapters(tmp_path / "lora", open_pretrained(folder), "here")
+    facts = ("per_layer_model_proj", "llama.cpp ignores", "omit --adapter-only")
+    assert_raises(WhetValueError, facts, export_adapters, folder, tmp_path / "lora.gguf", adapters)

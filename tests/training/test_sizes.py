@@ -130,7 +130,7 @@ def make_model(name: str, **sizes: Any) -> Any:
 
 
 def names_of(adapted: Any) -> list[str]:
-    """Return the names of modules with adapters: PEFT's "all-linear" would add routers."""
+    """Return the names of modules with adapters: PEFT's "all-linear" would add Gemma 4's inputs of layers."""
     return [location.names[0] for location, _ in adapted.factors]
 
 

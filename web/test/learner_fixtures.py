@@ -30,7 +30,8 @@ CASES: dict[str, dict[str, Any]] = {
     "learner/gpt_neox": {"lora_rank": 2, "seed": 1},
     "learner/gpt2": {"lora_rank": 2, "lora_layers": ["c_attn", "mlp.c_proj"]},
     "families/qwen3_5_text.gguf": {"lora_rank": 2},
-    "families/gemma4.gguf": {"lora_rank": 2},
+    "families/gemma4.gguf": {"lora_rank": 2, "lora_layers": ["v_proj", "per_layer_model_projection"]},
+    "families/nemotron_h-groups.gguf": {"lora_rank": 2},
 }
 """Settings of a learner by model; without a rank, the defaults."""
 TRAINED = {"lora_rank": 4, "compute": "float32"}

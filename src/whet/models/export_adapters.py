@@ -112,6 +112,11 @@ def _factors(
                 f"{where}: an adapter changes the {adapter.slot}, which is the embedding in this model, and its file "
                 f"has no such tensor. Merge it: omit --adapter-only."
             )
+        if adapter.slot == "layer_inputs":
+            raise WhetValueError(
+                f"{where}: an adapter changes per_layer_model_proj, whose adapters llama.cpp ignores. Merge it: omit "
+                f"--adapter-only."
+            )
         if not all(np.isfinite(factor_values(factor)).all() for factor in (adapter.a, adapter.b)):
             raise WhetValueError(
                 f"{where}: the adapter of {adapter.slot} holds NaN or infinity. Check the training run."

@@ -29,7 +29,8 @@ from whet.models.slots import ModelSource, WeightLocation, is_norm, with_expert_
 from whet.models.sources.folder import read_safetensors
 
 ALL_LINEAR = "all-linear"
-"""PEFT's name for every linear layer except the head; routers, and layers that PEFT refuses, get no adapters by it."""
+"""PEFT's name for every linear layer except the head. Routers get no adapters by it, nor do layers whose adapters PEFT
+refuses or llama.cpp ignores."""
 EXPERTS = "experts"
 """The part of a name of ``lora_layers`` that the experts of a mixture have, which no other name reaches."""
 _CORE_MATRICES = {

@@ -51,7 +51,7 @@ export class TokenRows {
     const missing: number[] = [];
     const different = new Set(tokens);
     if (different.size > this.table.places) {
-      throw new WhetError(`${by.where}: the batch has ${different.size} different tokens, and there is memory for ${this.table.places} rows of ${this.table.tensor.name}. Pass fewer or shorter rows, or a smaller maxTokensPerStep.`);
+      throw new WhetError(`${by.where}: the batch has ${different.size} tokens, with memory for ${this.table.places} rows of ${this.table.tensor.name}. Pass a smaller maxTokensPerStep, or fewer rows.`);
     }
     for (const token of different) {
       const place = this.placeOf.get(token);

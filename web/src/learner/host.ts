@@ -290,5 +290,5 @@ function chooseModules(modules: ReadonlyMap<string, ModuleLocation>, targets: re
     const known = new Set(learnable.map(([name]) => lastPart(name)));
     throw new WhetError(`${where}: targets has "${unknown}", expected linear layers of this model: ${[...known].join(", ")}.`);
   }
-  return targets.length === 0 ? learnable : learnable.filter(([, location]) => targets.some((target) => endsWith(location, target)));
+  return learnable.filter(([, location]) => (targets.length === 0 ? location.isAdapted : targets.some((target) => endsWith(location, target))));
 }

@@ -35,6 +35,8 @@ export interface ModuleLocation {
   slot: string;
   layer: number;
   target: LoraFactors["target"] | undefined;
+  /** Whether a learner has an adapter of it by default. */
+  isAdapted: boolean;
   firstRow: number;
   shape: [n: number, k: number];
   /** Orders of the module's rows and columns. */
@@ -53,7 +55,7 @@ export function locateModules(config: ModelConfig, family: Family): Map<string, 
     if (n === 0) continue;
     const matrix = slot === "layer_inputs" ? slot : /^layers\.\d+\.(\w+)$/.exec(slot)?.[1].replace("gate_up", "up").replace(/^\w+_in$/, "qkv").replace(/^(conv|delta)_out$/, "o");
     const target = matrix as LoraFactors["target"] | undefined;
-    found.set(names[0], { names, slot, layer, target, firstRow, shape: [n, shape[1]], order: module.order ?? "keepOrder", columnOrder: module.columnOrder ?? "keepOrder" });
+    found.set(names[0], { names, slot, layer, target, isAdapted: module.isAdapted ?? true, firstRow, shape: [n, shape[1]], order: module.order ?? "keepOrder", columnOrder: module.columnOrder ?? "keepOrder" });
   }
   return found;
 }

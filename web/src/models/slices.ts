@@ -34,6 +34,8 @@ export interface ModuleSpec {
   isNegativeExp?: boolean;
   /** Name of the weight in the module. Default: "weight". */
   parameter?: string;
+  /** Whether a learner has adapters of it by default. Default: true. */
+  isAdapted?: boolean;
 }
 
 /** A tensor, or the rows of one module in a fused tensor. */
