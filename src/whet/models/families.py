@@ -44,8 +44,9 @@ families.json contains the data, which builds without Python embed:
                  ``hf_parameter``, the weight's name in the module (default: "weight"), ``hf_negative_exp``, whether the
                  model uses -exp of the weight, ``hf_adapted``, false if PEFT refuses or llama.cpp ignores adapters of
                  it, ``gguf``, the tensor's name, ``gguf_layout`` (also "column", of single numbers, and "by_group", a
-                 row for each key head), ``gguf_parameter``, and ``value_heads``, the axis of the slot that consists of value heads
-                 ("rows", "columns"), grouped in Hugging Face and tiled in GGUF. "{i}" is the layer, "{e}" the expert.
+                 row for each key head), ``gguf_parameter``, and ``value_heads``, the axis of the slot that consists of
+                 value heads ("rows", "columns"), grouped in Hugging Face and tiled in GGUF. "{i}" is the layer, "{e}"
+                 the expert.
                  "slot|moe" is a slot of layers with a mixture of experts, "slot" then of the others. Rows with only
                  one of ``hf`` and ``gguf`` are for matrices that the other has in parts, or as one.
 
