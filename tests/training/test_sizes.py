@@ -248,7 +248,8 @@ def print_learner_bytes(name: str, compute: Any) -> None:
     """Print the estimated bytes of a forward and backward pass, and the most that were allocated in it."""
     sizes = {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 4, **LEARNER_SIZES[name]}
     base = pack_base(open_module(make_model(name, **sizes)), weights="bf16")
-    learner = Learner(base, compute=compute, activation_bytes=0)
+    layers = ["all-linear", "per_layer_model_projection"] if name == "gemma4" else []
+    learner = Learner(base, compute=compute, activation_bytes=0, lora_layers=layers)
     before = most = allocated_bytes()
     done = threading.Event()
 
@@ -267,7 +268,7 @@ def print_learner_bytes(name: str, compute: Any) -> None:
     settings = SFTConfig(batch_size=4, max_tokens_per_step=0, training_mode=False, compute=compute)
     source = base.source()
     given = {
-        "adapters": choose_adapted(source, LoraSettings(16)),
+        "adapters": choose_adapted(source, LoraSettings(16, layers)),
         "base": "bf16",
         "learner": True,
         "activation_bytes": 0,
