@@ -97,7 +97,7 @@ def test_run_memory_as_table_and_json(tiny_model, tmp_path, capsys, monkeypatch)
 
 @pytest.mark.parametrize("method", ALGORITHMS)
 def test_every_method_has_an_estimate(method, tiny_model, capsys):
-    """Adapters of a learner: a reference is the adapters' first values, and only samplers have keys and values."""
+    """Adapters of a learner; only methods that sample have memory for it."""
     teacher = ["--teacher", str(tiny_model)] if method == "distill" else []
     assert main(["estimate", "smollm-135m", "--train", method, "--lora-rank=4", "--json", *teacher]) == 0
     got = json.loads(capsys.readouterr().out)
