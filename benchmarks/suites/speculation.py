@@ -1,6 +1,9 @@
 # pyright: reportMissingImports=false
 """Speculative decoding of text that repeats its prompt, and of text that does not: SmolLM2-135M-Instruct.
 
+Prompt lookup is measured on the file's own weights, and a draft model on the same weights in float32, of which the file
+is the draft model: 4 of 32 bits.
+
 An answer is the completions of a prompt. With and without speculation Whet's must be equal, token by token and log-prob
 by log-prob. llama.cpp's prompt lookup (llama-cpp-python) decodes one completion, greedily; it rounds otherwise, so its
 tokens are compared with its own of another call.
@@ -66,18 +69,19 @@ def prompts() -> dict[str, str]:
 
 
 @cache
-def _engine(model: Path, speculation: bool) -> Any:
+def _engine(model: Path, weights: str | None, speculation: bool, has_draft: bool) -> Any:
     from whet.engine import Engine
 
-    return Engine.from_gguf(model, speculation=speculation)
+    return Engine.from_gguf(model, weights=weights, speculation=speculation, draft=model if has_draft else None)
 
 
-def whet(speculation: bool, x: Workload) -> Call:
+def whet(weights: str | None, speculation: bool, has_draft: bool, x: Workload) -> Call:
     """Return a call that gives token ids and log-probs of the completions of Whet's engine."""
     from whet.config.sampling import SamplingParams
     from whet.models.tokenizers import read_tokenizer
 
-    engine, prompt = _engine(x.find_model(), speculation), list(read_tokenizer(x.find_model()).encode(x.prompt))
+    engine = _engine(x.find_model(), weights, speculation, has_draft)
+    prompt = list(read_tokenizer(x.find_model()).encode(x.prompt))
     sampling = SamplingParams(max_new_tokens=N_TOKENS, min_new_tokens=N_TOKENS, temperature=x.temperature)
 
     def call() -> Answer:
@@ -124,23 +128,26 @@ def share_of_differences(answer: Answer, reference: Answer) -> float:
 
 
 def tables(options: SpeculationOptions) -> Sequence[Table]:
-    """Create the table of texts, temperatures and numbers of completions; if quick, one completion of each text."""
+    """Create the tables of prompt lookup and of a draft model; if quick, one completion of each text."""
     model = partial(smollm2_original, options.smollm2)
     settings = [(0.0, 1), (0.7, 1), (0.7, 8)]
-    cases = [
-        Case(
-            f"{name}, {'greedy' if not temperature else f'temperature {temperature}'}, {n}",
-            inputs=partial(lambda workload, rng: workload, Workload(model, text, temperature, n)),
-            reference=lambda x: whet(False, x)(),
-            tolerance=0.0,
-            n_items=n * N_TOKENS,
-        )
-        for name, text in prompts().items()
-        for temperature, n in settings[: 1 if options.quick else None]
-    ]
-    providers = [
-        Provider("whet", partial(whet, True)),
-        Provider("whet, one by one", partial(whet, False), note="speculation=False"),
+
+    def make_cases(weights: str | None) -> list[Case]:
+        return [
+            Case(
+                f"{name}, {'greedy' if not temperature else f'temperature {temperature}'}, {n}",
+                inputs=partial(lambda workload, rng: workload, Workload(model, text, temperature, n)),
+                reference=lambda x: whet(weights, False, False, x)(),
+                tolerance=0.0,
+                n_items=n * N_TOKENS,
+            )
+            for name, text in prompts().items()
+            for temperature, n in settings[: 1 if options.quick else None]
+        ]
+
+    lookup = [
+        Provider("whet", partial(whet, None, True, False)),
+        Provider("whet, one by one", partial(whet, None, False, False), note="speculation=False"),
         Provider(
             "llama.cpp prompt lookup",
             partial(llama_cpp, True),
@@ -149,13 +156,24 @@ def tables(options: SpeculationOptions) -> Sequence[Table]:
         ),
         Provider("llama.cpp", partial(llama_cpp, False), reference=lambda x: llama_cpp(False, x)()),
     ]
+    drafted = [
+        Provider("whet", partial(whet, "float32", True, True), note="draft: the file's own weights"),
+        Provider("whet, prompt lookup", partial(whet, "float32", True, False)),
+        Provider("whet, one by one", partial(whet, "float32", False, False), note="speculation=False"),
+    ]
     note = f"Whole calls with the prompt's prefix in the cache of Whet's engine; {N_TOKENS} tokens for each completion."
-    return [Table("Speculation, SmolLM2-135M", cases, providers, "inside", note, "tokens", error=share_of_differences)]
+    return [
+        Table(title, make_cases(weights), providers, "inside", note, "tokens", error=share_of_differences)
+        for title, weights, providers in (
+            ("Speculation, SmolLM2-135M", None, lookup),
+            ("Draft model, SmolLM2-135M in float32", "float32", drafted),
+        )
+    ]
 
 
 SUITE = Suite(
     name="speculation",
-    title="Speculative decoding by prompt lookup, and llama.cpp's",
+    title="Speculative decoding by prompt lookup, llama.cpp's, and by a draft model",
     summary="SmolLM2-135M-Instruct repeats a file with a change, or writes a story; tokens and log-probs stay equal.",
     tables=tables,
     options=SpeculationOptions,

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "engine/draft_model.h"
 #include "runtime/ceil_div.h"
 
 namespace whet {
@@ -338,8 +339,8 @@ bool Scheduler::start_sample(Job& job) {
         sample.kept_offsets.reserve(request.max_new_tokens + 1);
         sample.kept_offsets.assign(1, 0);
     }
-    if (kIsComplete && may_speculate(request)) {
-        running.lookup = std::make_unique<PromptLookup>(request.tokens, request.tokens.size() + request.max_new_tokens);
+    if constexpr (kIsComplete) {
+        if (may_speculate(request)) running.drafts = std::make_shared<SampleDrafts>(request, job.started, draft_model_);
     }
     running.pages.assign(job.pages.begin(), job.pages.begin() + static_cast<ptrdiff_t>(n_full));
     for (int32_t page : running.pages) pages_.ref(page);

@@ -1,29 +1,35 @@
 // An engine: a scheduler plans each step, a model runner computes it, the scheduler completes it.
 #pragma once
-#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <span>
 #include <utility>
 
+#include "engine/draft_model.h"
 #include "engine/kv_memory.h"
 #include "engine/model_runner.h"
 #include "engine/scheduler.h"
+#include "runtime/clock.h"
 
 namespace whet {
 
 class Engine {
 public:
-    Engine(Transformer& transformer, const Limits& limits)
+    // `draft`: drafts for speculation; null: prompt lookup alone.
+    Engine(Transformer& transformer, const Limits& limits, DraftModel* draft = nullptr)
         : transformer_(transformer),
           memory_(transformer.config(), transformer.kv_type(), limits.kv_bytes),
-          scheduler_(transformer.config(), transformer.max_rows(), memory_, limits),
-          runner_(transformer, limits.max_batch) {}
+          scheduler_(transformer.config(), transformer.max_rows(), memory_, limits, draft),
+          runner_(transformer, limits.max_batch),
+          draft_(draft) {}
 
     // Plans the next step and returns its tokens; step() computes them, unless requests are added or removed before.
     std::span<const InputToken> plan() { return scheduler_.plan().tokens; }
     // Returns false if there was nothing to do. After std::bad_alloc the next step continues.
     bool step() {
+        if constexpr (kIsComplete) {
+            if (draft_ != nullptr) scheduler_.plan_drafts(), draft_->draft();
+        }
         StepPlan& plan = scheduler_.plan();
         if (plan.is_empty()) return false;
         const double start_s = now_s();
@@ -40,7 +46,12 @@ public:
     }
     void remove(uint64_t id) { scheduler_.remove(id); }
     void end_session(uint64_t session) { scheduler_.end_session(session); }
-    void evict_retained() { scheduler_.evict_retained(); }
+    void evict_retained() {
+        scheduler_.evict_retained();
+        if constexpr (kIsComplete) {
+            if (draft_ != nullptr) draft_->evict_retained();
+        }
+    }
 
     void add_adapter(uint64_t id, std::unique_ptr<Adapter> adapter) {
         transformer_.reserve_adapters(adapter->max_rank);
@@ -60,23 +71,22 @@ public:
         const size_t workspace = runner_.committed_workspace_bytes();
         runner_.write_pages(scheduler_.page_writes(), memory_);  // of a step that threw: they may read free pages
         runner_.release_workspace();
-        return workspace + memory_.release(scheduler_.pages()) * memory_.page_bytes();
+        size_t bytes = workspace + memory_.release(scheduler_.pages()) * memory_.page_bytes();
+        if constexpr (kIsComplete) {
+            if (draft_ != nullptr) bytes += draft_->release_memory();
+        }
+        return bytes;
     }
 
     size_t n_drafted() const { return scheduler_.n_drafted(); }
     size_t n_accepted() const { return scheduler_.n_accepted(); }
 
 private:
-    // WebAssembly has no clock without a function of the page.
-    static double now_s() {
-        if constexpr (!kIsComplete) return 0;
-        return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-    }
-
     Transformer& transformer_;
     KvMemory memory_;
     Scheduler scheduler_;
     ModelRunner runner_;
+    DraftModel* const draft_;
 };
 
 }  // namespace whet

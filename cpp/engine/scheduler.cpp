@@ -4,15 +4,18 @@
 #include <array>
 #include <cmath>
 
+#include "engine/draft_model.h"
 #include "runtime/ceil_div.h"
 #include "runtime/philox.h"
 #include "runtime/try_allocating.h"
 
 namespace whet {
 
-Scheduler::Scheduler(const ModelConfig& config, size_t max_tokens, const KvMemory& memory, const Limits& limits)
+Scheduler::Scheduler(const ModelConfig& config, size_t max_tokens, const KvMemory& memory, const Limits& limits,
+                     DraftModel* draft)
     : config_(config),
       memory_(memory),
+      draft_model_(draft),
       max_tokens_(max_tokens),
       limits_(limits),
       pages_(memory.n_pages(), memory.n_state_pages()) {
@@ -88,7 +91,7 @@ void Scheduler::plan_samples() {
         };
         plan_token(sample.tokens.back(), n_prompt + n_drawn - 1);
         if (is_recurrent()) plan_run(1, running.has_state ? running.state : job.state, running.state);
-        if (!kIsComplete || running.lookup == nullptr) continue;
+        if (!kIsComplete || running.drafts == nullptr) continue;
         size_t position = n_drawn;
         for (const int32_t token : draft(running, n_draws, n_drafts)) {
             plan_draw(i, ++position, token, plan_.tokens.size());
@@ -98,17 +101,55 @@ void Scheduler::plan_samples() {
     }
 }
 
-// The draft of a sample in a step of n_draws samples, which has n_drafts tokens of other drafts: a further token
-// shortens the mean time per token if it is right with a higher probability than its share of the time times n_draws.
-// The margin covers products in tiles, of which the first rows take more time.
+void Scheduler::plan_drafts() {
+    plan_.tokens.clear();
+    size_t n = 0, n_tasks = running_.size();
+    do {
+        n = n_tasks;
+        n_tasks = plan_drafts_of(n);
+    } while (0 < n_tasks && n_tasks < n);  // a token takes more time in steps of fewer sequences
+}
+
+// Sets the tasks that pay if steps of the draft model have n sequences; returns their number.
+size_t Scheduler::plan_drafts_of(size_t n) {
+    const size_t n_draws = running_.size();
+    const double draft_s = n == 0 ? 0 : draft_model_->token_s(n);
+    size_t n_drafts = 0, n_tasks = 0;
+    draft_model_->clear();
+    for (const Running& running : running_) {
+        if (running.fresh || running.drafts == nullptr) continue;
+        const size_t most = most_drafts(running, n_draws, n_drafts);
+        size_t length = running.drafts->draft(least_right(n_draws, n_drafts), most).size();
+        if (length == 0) {
+            DraftSequence& sequence = *running.drafts->sequence();
+            length = sequence.n_worth_drafting(least_right(n_draws, n_drafts, draft_s), most);
+            if (length > 0) draft_model_->add(sequence, length), ++n_tasks;
+        }
+        n_drafts += length;
+    }
+    return n_tasks;
+}
+
+// The draft of a sample in a step of n_draws samples, which has n_drafts tokens of other drafts.
 std::span<const int32_t> Scheduler::draft(const Running& running, size_t n_draws, size_t n_drafts) const {
+    return running.drafts->draft(least_right(n_draws, n_drafts), most_drafts(running, n_draws, n_drafts));
+}
+
+// n_draws counts the samples before this one too.
+size_t Scheduler::most_drafts(const Running& running, size_t n_draws, size_t n_drafts) const {
     const size_t n_left = running.job->request.max_new_tokens - running.job->samples[running.sample].tokens.size();
-    // At most: n_draws counts the samples before this one too.
     const size_t n_rows = plan_.tokens.size() + n_draws + (prefilling_.empty() ? 0 : limits_.chunk);
-    if (n_rows >= max_tokens_) return {};
+    return n_rows >= max_tokens_ ? 0 : std::min({n_left - 1, kMaxStepDrafts - n_drafts, max_tokens_ - n_rows});
+}
+
+// A further token of a draft shortens the mean time per token if it is right with a higher probability than its share
+// of the time times n_draws. `draft_s`: time that drafting it takes. The margin covers products in tiles, of which the
+// first rows take more time.
+double Scheduler::least_right(size_t n_draws, size_t n_drafts, double draft_s) const {
     constexpr double kMargin = 1.3;
-    const double least = kMargin * step_times_.row_share(n_draws + n_drafts) * static_cast<double>(n_draws);
-    return running.lookup->draft(least, std::min({n_left - 1, kMaxStepDrafts - n_drafts, max_tokens_ - n_rows}));
+    const double step_s = step_times_.seconds(n_draws + n_drafts);
+    if (step_s == 0) return 1;
+    return kMargin * (step_times_.row_s() + draft_s) / step_s * static_cast<double>(n_draws);
 }
 
 void Scheduler::plan_draw(size_t index, size_t position, int32_t before, size_t token) {
@@ -249,7 +290,9 @@ void Scheduler::append(const DrawTask& task, const Drawn& drawn) {
     }
     if (!running.seen.empty()) running.mark_seen(drawn.token);
     if (job.request.sampling.counts_tokens()) running.count(drawn.token);
-    if (kIsComplete && running.lookup != nullptr) running.lookup->append(drawn.token);
+    if constexpr (kIsComplete) {
+        if (running.drafts != nullptr) running.drafts->append(drawn.token);
+    }
     const Finish finish = finish_after(running);
     if (finish != Finish::kRunning) end(running, finish);
 }

@@ -25,6 +25,9 @@
 
 namespace whet {
 
+class DraftModel;
+class SampleDrafts;
+
 enum class Finish : uint8_t { kRunning, kStop, kLength, kCancelled };
 
 struct Sample {
@@ -110,7 +113,9 @@ struct Limits {
 
 class Scheduler {
 public:
-    Scheduler(const ModelConfig& config, size_t max_tokens, const KvMemory& memory, const Limits& limits);
+    // `draft`: drafts what prompt lookup does not; null: none.
+    Scheduler(const ModelConfig& config, size_t max_tokens, const KvMemory& memory, const Limits& limits,
+              DraftModel* draft = nullptr);
 
     // Queues a request, with at most as many new tokens as the model has positions for. Throws std::invalid_argument
     // for an invalid request, and if it needs more pages than there are.
@@ -125,6 +130,8 @@ public:
     void remove(uint64_t id);
     void end_session(uint64_t session);
 
+    // Sets the draft model's tasks, the drafts that pay in the next step: of samples without one from prompt lookup.
+    void plan_drafts();
     // Starts samples, admits prompts and plans the next step: empty if there is nothing to do. complete() takes the
     // tokens drawn for the plan, and its time; no other call may come between. Without complete(), plan() plans the
     // same step again: a step that threw is repeated.
@@ -161,7 +168,7 @@ private:
         std::vector<TokenCount> counts{};  // by token id; empty without presence and frequency penalties
         StopStrings::State stop_state{};
         TokenSetBuffer kept{};                   // of the step; empty unless recorded
-        std::unique_ptr<PromptLookup> lookup{};  // null: no speculation
+        std::shared_ptr<SampleDrafts> drafts{};  // null: no speculation
 
         void mark_seen(int32_t token) { seen[static_cast<size_t>(token) / 64] |= uint64_t{1} << token % 64; }
         void count(int32_t token);
@@ -169,6 +176,7 @@ private:
 
     const ModelConfig& config_;
     const KvMemory& memory_;
+    DraftModel* const draft_model_;  // null: none
     const size_t max_tokens_;
     const Limits limits_;
     PageIndex pages_;
@@ -212,7 +220,10 @@ private:
     // scheduler.cpp: a step
     void plan_samples();
     void plan_prompts();
+    size_t plan_drafts_of(size_t n);
     std::span<const int32_t> draft(const Running& running, size_t n_draws, size_t n_drafts) const;
+    size_t most_drafts(const Running& running, size_t n_draws, size_t n_drafts) const;
+    double least_right(size_t n_draws, size_t n_drafts, double draft_s = 0) const;
     void plan_draw(size_t running, size_t position, int32_t before, size_t token);
     void plan_score(Job& job, size_t token, size_t before, const float* hidden);
     int32_t allocate_page(int32_t from);

@@ -12,17 +12,27 @@ void StepTimes::add(size_t rows, double seconds) {
     weight_ += 1, rows_ += n, squares_ += n * n, seconds_ += seconds, products_ += n * seconds;
 }
 
-double StepTimes::row_share(size_t rows) const {
+double StepTimes::row_s() const {
     // Before steps of different sizes have been measured: a guess, with the weight of a difference of half a row.
     constexpr double kGuess = 0.2, kGuessOfAll = 0.6, kWeight = 0.25;
-    if (weight_ == 0) return 1;
     const double mean_rows = rows_ / weight_, mean = seconds_ / weight_;
     const double guess = mean * std::min(kGuess, kGuessOfAll / mean_rows);
     const double variance = squares_ / weight_ - mean_rows * mean_rows;
     const double covariance = products_ / weight_ - mean_rows * mean;
-    const double row = std::max(0.0, (covariance + kWeight * guess) / (variance + kWeight));
-    const double step = mean + row * (static_cast<double>(rows) - mean_rows);
-    return step <= row ? 1 : row / step;
+    return std::max(0.0, (covariance + kWeight * guess) / (variance + kWeight));
+}
+
+double StepTimes::seconds(size_t rows) const {
+    if (weight_ == 0) return 0;
+    return std::max(row_s(), seconds_ / weight_ + row_s() * (static_cast<double>(rows) - rows_ / weight_));
+}
+
+size_t draft_length(double right, double least, size_t most) {
+    if (least >= 1) return 0;
+    right = std::min(right, 0.98);
+    const double n = least <= 0 ? static_cast<double>(most) : std::floor(std::log(least) / std::log(right));
+    most = std::min(most, kMaxDraft);
+    return n < static_cast<double>(most) ? static_cast<size_t>(n) : most;
 }
 
 PromptLookup::PromptLookup(std::span<const int32_t> prompt, size_t capacity) {
@@ -61,11 +71,9 @@ void PromptLookup::search() {
 }
 
 std::span<const int32_t> PromptLookup::draft(double least, size_t most) const {
-    if (length_ == 0 || least >= 1) return {};
-    const double right = std::min(right_[length_class()], 0.98);
-    const double n = least <= 0 ? static_cast<double>(most) : std::floor(std::log(least) / std::log(right));
-    const size_t count = std::min({most, kMaxDraft, tokens_.size() - next_});
-    return std::span(tokens_).subspan(next_, n < static_cast<double>(count) ? static_cast<size_t>(n) : count);
+    if (length_ == 0) return {};
+    most = std::min(most, tokens_.size() - next_);
+    return std::span(tokens_).subspan(next_, draft_length(right_[length_class()], least, most));
 }
 
 }  // namespace whet

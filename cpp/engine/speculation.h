@@ -1,5 +1,5 @@
-// Speculative decoding by prompt lookup (Saxena 2023): the draft of a sequence's next tokens is what followed an
-// earlier occurrence of its last ones.
+// Speculative decoding. The draft of a sequence's next tokens is what followed an earlier occurrence of its last ones
+// (prompt lookup, Saxena 2023), or else what a smaller model draws (draft_model.h).
 //
 // A token is a function of its logits and its uniform (sampler.h), and the logits depend only on the sequence. A step
 // therefore computes the tokens of a draft together, draws after each with the uniform of its position, and keeps what
@@ -20,12 +20,18 @@ constexpr size_t kMaxDraft = 15, kMaxStepDrafts = 64;  // tokens of a draft, and
 class StepTimes {
 public:
     void add(size_t rows, double seconds);
-    // The time of a further row, as a share of a step of `rows` rows.
-    double row_share(size_t rows) const;
+    // The time of a step of `rows` rows; 0: not measured yet.
+    double seconds(size_t rows) const;
+    // The time of a further row, once a step is measured.
+    double row_s() const;
 
 private:
     double weight_ = 0, rows_ = 0, squares_ = 0, seconds_ = 0, products_ = 0;  // weighted sums
 };
+
+// The number of tokens, at most `most`, that are all right with a probability above `least`, if a token is right with
+// probability `right` after right ones.
+size_t draft_length(double right, double least, size_t most);
 
 // A sequence, with the place that its next tokens are read from.
 class PromptLookup {

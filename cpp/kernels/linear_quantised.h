@@ -190,6 +190,7 @@ template <const PanelLayout& layout, int bits, int bias, Scaling scaling, class 
 struct Panel {
     static constexpr PanelLayout kLayout = layout;
     static constexpr int kBits = bits, kBias = bias;
+    static constexpr bool kHasNibbles = bits == 4;  // which may be multiplied unshifted
     static constexpr Scaling kScaling = scaling;
     static constexpr int kScales = bits == 6 ? 2 : 1;  // per block of 32
     using Scales = ScalesOf;
@@ -203,6 +204,7 @@ struct Panel {
 // A panel of which the integers have been unpacked to bytes.
 template <class Packed>
 struct UnpackedPanel : Packed {
+    static constexpr bool kHasNibbles = false;
     template <int v>
     static WHET_INLINE u8x64 integers(const uint8_t* block) {
         return load(block + 64 * v);
@@ -231,7 +233,7 @@ constexpr int kQuantisedRows = 2, kQuantisedPanels = 1;
 #else
 constexpr int kQuantisedRows = 1, kQuantisedPanels = 1;
 #endif
-#if defined(WHET_AVX2)
+#if defined(WHET_AVX2) || defined(__AVX512F__)
 constexpr bool kUnpacksPasses = true;
 #else
 constexpr bool kUnpacksPasses = false;
@@ -428,7 +430,7 @@ WHET_INLINE void block_sums(i32x16 (&dot)[n_rows][n_panels], const QuantisedRows
     // Sums of nibbles start with 16 times their offset, because the high nibbles are multiplied unshifted.
     constexpr int n = 8 / Panel::kScales;  // vectors per scale
     constexpr bool is_unbiased = kOnlyDotInt7 && !kWidensBytes && Panel::kBits == 8;
-    constexpr int bias = !kOnlyDotInt7 && Panel::kBits == 4 ? 16 * Panel::kBias : Panel::kBias;
+    constexpr int bias = !kOnlyDotInt7 && Panel::kHasNibbles ? 16 * Panel::kBias : Panel::kBias;
 #pragma GCC unroll 4
     for (int r = 0; r < n_rows; ++r) {
         int32_t offset = 0;
@@ -449,7 +451,7 @@ WHET_INLINE void block_sums(i32x16 (&dot)[n_rows][n_panels], const QuantisedRows
         add_bytes(dot, q, stride, block, panel_bytes);
     } else if constexpr (kOnlyDotInt7) {
         add_unpacked_in_16_bits<Panel, n * s, n*(s + 1)>(dot, q, stride, block, panel_bytes);
-    } else if constexpr (Panel::kBits != 4) {
+    } else if constexpr (!Panel::kHasNibbles) {
         add_unpacked<Panel, n * s, n*(s + 1)>(dot, q, stride, block, panel_bytes);
     } else if constexpr (n_rows <= kMaxSplitRows) {
         add_nibbles_split(dot, q, stride, block, panel_bytes);
@@ -487,15 +489,16 @@ WHET_INLINE void add_block(f32x16 (&sum)[n_rows][n_panels], const typename Panel
 template <class Panel>
 constexpr size_t kOnePanelRows = Panel::kBits < 8 ? 2 : 0;
 
-// Prefetches `bytes` from `from` on in the n_panels after a tile. Integers of fewer than 8 bits take so many
-// instructions per cache line that few loads are outstanding: products of a few rows with matrices in memory are 1.5 to
-// 3 times as fast with prefetching. Bytes are read fast enough without it.
+// Prefetches `bytes` from `from` on in the n_panels after a tile, into the L2 cache: panels of long rows do not fit in
+// L1. Integers of fewer than 8 bits take so many instructions per cache line that few loads are outstanding: products
+// of a few rows with matrices in memory are 1.5 to 3 times as fast with prefetching. Bytes are read fast enough without
+// it.
 template <class Panel, int n_panels>
 WHET_INLINE void prefetch_next(const uint8_t* from, size_t bytes, size_t panel_bytes) {
     if constexpr (Panel::kBits == 8) return;
 #pragma GCC unroll 4
     for (int p = n_panels; p < 2 * n_panels; ++p) {
-        for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + p * panel_bytes + at);
+        for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + p * panel_bytes + at, 0, 2);
     }
 }
 
@@ -677,47 +680,64 @@ WHET_INLINE void unpack_block(uint8_t* bytes, const uint8_t* block) {
     if constexpr (v + 1 < 8) unpack_block<v + 1, Panel>(bytes, block);
 }
 
-// Adds the scaled products of `count` unpacked blocks of n_rows rows to their sums.
-template <class Panel, int n_rows>
-WHET_INLINE void add_unpacked_pass(float* sums, const typename Panel::Scales (&scales)[1], const QuantisedRows& in,
-                                   size_t at, size_t count, const uint8_t* bytes) {
-    f32x16 sum[n_rows][1];
+template <int n_rows, int n_panels>
+WHET_INLINE void load_sums(f32x16 (&sum)[n_rows][n_panels], const float* sums) {
 #pragma GCC unroll 4
-    for (int r = 0; r < n_rows; ++r) sum[r][0] = load(sums + 16 * r);
-    for (size_t i = 0; i < count; ++i) {
-        add_block<UnpackedPanel<Panel>, 0>(sum, scales, in, at + i, i, bytes + kUnpackedBlock * i, 0);
+    for (int r = 0; r < n_rows; ++r) {
+#pragma GCC unroll 4
+        for (int p = 0; p < n_panels; ++p) sum[r][p] = load(sums + 16 * (r * n_panels + p));
     }
-#pragma GCC unroll 4
-    for (int r = 0; r < n_rows; ++r) store(sums + 16 * r, sum[r][0]);
 }
 
-template <class Panel>
+// Adds the scaled products of `count` unpacked blocks of n_rows rows to their sums.
+template <class Panel, int n_rows, int n_panels>
+WHET_INLINE void add_unpacked_pass(float* sums, const typename Panel::Scales (&scales)[n_panels],
+                                   const QuantisedRows& in, size_t at, size_t count, const uint8_t* bytes) {
+    f32x16 sum[n_rows][n_panels];
+    load_sums(sum, sums);
+    for (size_t i = 0; i < count; ++i) {
+        add_block<UnpackedPanel<Panel>, 0>(sum, scales, in, at + i, i, bytes + kUnpackedBlock * i,
+                                           kPassBlocks * kUnpackedBlock);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < n_rows; ++r) {
+#pragma GCC unroll 4
+        for (int p = 0; p < n_panels; ++p) store(sums + 16 * (r * n_panels + p), sum[r][p]);
+    }
+}
+
+template <class Panel, int n_panels>
 __attribute__((noinline)) void quantised_rows(const QuantisedRows& in, const uint8_t* panels, size_t panel,
                                               const Outputs& out) {
     constexpr PanelLayout layout = Panel::kLayout;
-    alignas(64) float sums[16 * kMostUnpackedRows];
-    alignas(64) uint8_t bytes[kPassBlocks * kUnpackedBlock];
-    const uint8_t* first = panels + panel * layout.bytes(in.blocks);
-    __builtin_memset(sums, 0, 16 * in.rows * sizeof *sums);
+    constexpr size_t width = 16 * n_panels;
+    alignas(64) float sums[width * kMostUnpackedRows];
+    alignas(64) uint8_t bytes[n_panels][kPassBlocks * kUnpackedBlock];
+    const size_t panel_bytes = layout.bytes(in.blocks);
+    const uint8_t* first = panels + panel * panel_bytes;
+    __builtin_memset(sums, 0, width * in.rows * sizeof *sums);
     for (size_t begin = 0; begin < in.blocks; begin += kPassBlocks) {
         const size_t count = in.blocks - begin < kPassBlocks ? in.blocks - begin : kPassBlocks;
-        typename Panel::Scales scales[1];
-        scales[0].unpack(first + in.blocks * layout.step_bytes, begin);
-        for (size_t i = 0; i < count; ++i) {
-            const uint8_t* block = first + (begin + i) * layout.step_bytes;
-            prefetch_next<Panel, 1>(block, layout.step_bytes, layout.bytes(in.blocks));
-            unpack_block<0, Panel>(bytes + kUnpackedBlock * i, block);
+        typename Panel::Scales scales[n_panels];
+        for (int p = 0; p < n_panels; ++p) {
+            scales[p].unpack(first + p * panel_bytes + in.blocks * layout.step_bytes, begin);
+            for (size_t i = 0; i < count; ++i) {
+                const uint8_t* block = first + p * panel_bytes + (begin + i) * layout.step_bytes;
+                prefetch_next<Panel, 1>(block + (n_panels - 1) * panel_bytes, layout.step_bytes, panel_bytes);
+                unpack_block<0, Panel>(bytes[p] + kUnpackedBlock * i, block);
+            }
         }
         size_t row = 0;
         for (; row + 4 <= in.rows; row += 4) {
-            add_unpacked_pass<Panel, 4>(sums + 16 * row, scales, in, row * in.blocks + begin, count, bytes);
+            add_unpacked_pass<Panel, 4>(sums + width * row, scales, in, row * in.blocks + begin, count, bytes[0]);
         }
         for (; row < in.rows; ++row) {
-            add_unpacked_pass<Panel, 1>(sums + 16 * row, scales, in, row * in.blocks + begin, count, bytes);
+            add_unpacked_pass<Panel, 1>(sums + width * row, scales, in, row * in.blocks + begin, count, bytes[0]);
         }
     }
     for (size_t row = 0; row < in.rows; ++row) {
-        f32x16 sum[1][1] = {{load(sums + 16 * row)}};
+        f32x16 sum[1][n_panels];
+        load_sums(sum, sums + width * row);
         store_tile(sum, out, row, panel);
     }
 }
@@ -728,7 +748,7 @@ WHET_INLINE void quantised_panels(const QuantisedRows& in, const uint8_t* panels
     touch(panels + panel * panel_bytes, n_panels * panel_bytes);
     if constexpr (kUnpacksPasses && Panel::kBits < 8) {
         if (in.rows >= kLeastUnpackedRows && in.rows <= kMostUnpackedRows) {
-            return quantised_rows<Panel>(in, panels, panel, out);
+            return quantised_rows<Panel, n_panels>(in, panels, panel, out);
         }
     }
     size_t row = 0;

@@ -221,6 +221,7 @@ class Engine:
         kv_type: KvType,
         expert_bytes: int = 0,
         speculation: bool = False,
+        draft: Weights | None = None,
     ) -> None: ...
     def drafts(self) -> tuple[int, int]: ...
     def add_prompt(

@@ -163,6 +163,20 @@ def test_gguf_file_is_self_contained(run, tiny_model, tiny_gguf, tmp_path):
     assert out.out == "\n" and out.err.startswith("1 + 1 tokens") and "(stop)" in out.err
 
 
+def test_a_draft_model_changes_no_text(run, tiny_model, tiny_gguf, tmp_path, error_of):
+    settings = ["--prompt", "Say é", "--max-new-tokens", "40", "--weights", "float32"]
+    for model in (tiny_model, tiny_gguf):
+        argv = ["generate", model, *settings]
+        assert run(*argv, "--draft", model).out == run(*argv).out
+    for flags, parts in (
+        (["--draft", tiny_model], ("draft model", "another tokenizer", "token 257", "'qz' for the model")),
+        (["--draft", tmp_path / "no.gguf"], ("draft", "no.gguf", "does not exist")),
+        (["--draft", tiny_gguf, "--presence-penalty", "1"], ("draft", "no effect", "presence_penalty", "one by one")),
+        (["--draft", tiny_gguf, "--regex", "a*"], ("draft", "no effect", "regex", "one by one")),
+    ):
+        assert_mentions(error_of(*argv, *flags), *parts)
+
+
 def test_generate_of_a_gguf_file_imports_neither_torch_nor_transformers(tiny_gguf):
     code = "import sys; from whet.cli import main; "
     code += f"main(['generate', {str(tiny_gguf)!r}, '--prompt', 'x', '--max-new-tokens', '2']); "

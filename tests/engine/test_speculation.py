@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from itertools import chain
+
 import pytest
 import torch
 import transformers
@@ -9,7 +12,9 @@ from tests.raising import mentions
 
 from whet.config.sampling import SamplingParams
 from whet.engine import Engine
-from whet.errors import WhetTypeError
+from whet.errors import WhetTypeError, WhetValueError
+from whet.models.packed_base import pack_base
+from whet.models.sources.live import open_module
 
 PROMPT = [3, 9, 4, 11, 7, 3, 9, 4, 11, 7, 3, 9]
 
@@ -77,3 +82,90 @@ def test_another_type_is_rejected():
     )
     with pytest.raises(WhetTypeError, match=mentions("speculation", "'no'", "True or False")):
         Engine.from_model(transformers.LlamaForCausalLM(config), speculation="no")
+
+
+class TestDraftModels:
+    """A draft model proposes tokens; completions stay those of decoding one by one."""
+
+    @staticmethod
+    def model(seed, vocab_size=40, hidden_size=32):
+        torch.manual_seed(seed)
+        config = transformers.LlamaConfig(
+            vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=400,
+        )  # fmt: skip
+        return transformers.LlamaForCausalLM(config)
+
+    @pytest.fixture
+    def plain(self):
+        return Engine.from_model(self.model(5), weights="float32", speculation=False)
+
+    def drafting(self, draft, **options):
+        return Engine.from_model(self.model(5), weights="float32", draft=pack_base(open_module(draft)), **options)
+
+    @pytest.mark.parametrize("draft", [(5, 40, 32), (6, 40, 16), (7, 33, 16), (8, 47, 16)])
+    @pytest.mark.parametrize("n", [1, 3])
+    def test_completions_are_equal(self, plain, draft, n):
+        settings = SamplingParams(max_new_tokens=200, min_new_tokens=90, stop_token_ids=[39, 2], logit_bias={39: 1.5})
+        with self.drafting(self.model(*draft), prefill_chunk=4) as engine:
+            for temperature in (0.0, 1.0):
+                sampling = dataclasses.replace(settings, temperature=temperature, top_logprobs=2)
+                given, right = (each.generate([PROMPT, PROMPT[:5]], n, sampling) for each in (engine, plain))
+                for a, b in zip(chain(*given), chain(*right), strict=True):
+                    assert facts(a) == facts(b) and a.top_logprobs == b.top_logprobs
+
+    def test_drafts_of_a_faster_model_are_computed(self):
+        def model(n_layers):
+            torch.manual_seed(5)
+            config = transformers.LlamaConfig(
+                vocab_size=400, hidden_size=256, intermediate_size=1024, num_hidden_layers=n_layers,
+                num_attention_heads=4, max_position_embeddings=400, initializer_range=0.2,
+            )  # fmt: skip
+            return transformers.LlamaForCausalLM(config)
+
+        large, small = model(20), model(1)
+        small.load_state_dict(large.state_dict(), strict=False)
+        for layer in large.model.layers[1:]:  # which add nothing: the model computes what its first layer does
+            layer.self_attn.o_proj.weight.data.zero_()
+            layer.mlp.down_proj.weight.data.zero_()
+        plain = Engine.from_model(large, weights="float32", speculation=False)
+        engine = Engine.from_model(large, weights="float32", draft=pack_base(open_module(small)))
+        for seed in range(8):  # on a busy machine, measured times may say that no draft pays
+            sampling = SamplingParams(max_new_tokens=200, temperature=1.0, seed=seed)
+            given, right = (each.generate([PROMPT], 1, sampling)[0][0] for each in (engine, plain))
+            assert facts(given) == facts(right)
+            drafted, accepted = engine.drafts
+            if accepted > 50:
+                break
+        assert accepted > 50 and accepted > 0.5 * drafted
+
+    def test_memory(self):
+        with self.drafting(self.model(6)) as engine:
+            before = engine.memory["draft_bytes"]
+            assert before == engine.draft.nbytes
+            engine.generate([PROMPT], 1, SamplingParams(max_new_tokens=100))
+            assert engine.memory["draft_bytes"] > before
+            engine.clear_prefix_cache()
+            assert engine.release_memory() > 0
+            assert engine.memory["draft_bytes"] == before
+
+    def test_refusals(self, tmp_path):
+        with pytest.raises(WhetTypeError, match=mentions("draft", "3", "folder or .gguf")):
+            Engine.from_model(self.model(5), draft=3)
+        base = pack_base(open_module(self.model(5)))
+        with pytest.raises(WhetValueError, match=mentions("draft", "speculation is False")):
+            Engine.from_model(self.model(5), draft=base, speculation=False)
+        config = transformers.Lfm2Config(
+            vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, layer_types=["conv", "full_attention"], conv_L_cache=3,
+        )  # fmt: skip
+        recurrent = transformers.Lfm2ForCausalLM(config)
+        with pytest.raises(WhetValueError, match=mentions("the draft model has convolutions")):
+            Engine.from_model(self.model(5), draft=pack_base(open_module(recurrent)))
+        with pytest.raises(WhetValueError, match=mentions("the model has convolutions")):
+            Engine.from_model(recurrent, draft=base)
+        with pytest.raises(WhetValueError, match=mentions("nothing")):
+            Engine.from_model(self.model(5), draft=tmp_path / "nothing")
+        self.model(6).save_pretrained(tmp_path / "draft")
+        with pytest.raises(WhetValueError, match=mentions("draft model", "no tokenizer.json")):
+            Engine.from_model(self.model(5), draft=tmp_path / "draft", tokenizer=tmp_path)

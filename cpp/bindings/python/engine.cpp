@@ -67,11 +67,16 @@ private:
 class EngineObject {
 public:
     EngineObject(const Shared<Weights>& weights, size_t kv_bytes, size_t max_batch, size_t chunk, KvType kv_type,
-                 size_t expert_bytes, bool speculation)
+                 size_t expert_bytes, bool speculation, const Shared<Weights>* draft)
         : weights_(weights),
           expert_bytes_(expert_bytes),
           model_(weights.value, max_batch + chunk, kv_type),
-          engine_(model_, {kv_bytes, max_batch, chunk, speculation}) {}
+          draft_transformer_(draft ? std::make_unique<Transformer>(draft->value, max_batch + chunk, kv_type) : nullptr),
+          draft_(draft ? std::make_unique<DraftModel>(*draft_transformer_,
+                                                      kv_bytes / KvMemory::page_bytes(model_.config(), kv_type),
+                                                      max_batch, model_.config().vocab_size)
+                       : nullptr),
+          engine_(model_, {kv_bytes, max_batch, chunk, speculation}, draft_.get()) {}
 
     Shared<Weights> weights() const { return weights_; }
 
@@ -275,6 +280,7 @@ public:
         out["workspace_bytes"] = engine_.runner().workspace_bytes();
         out["workspace_committed_bytes"] = engine_.runner().committed_workspace_bytes();
         out["adapters_bytes"] = engine_.adapters_bytes();
+        out["draft_bytes"] = draft_ ? draft_->committed_bytes() : 0;
         return out;
     }
 
@@ -283,6 +289,8 @@ private:
     const Shared<Weights> weights_;
     const size_t expert_bytes_;  // limit of deferred weights after a step; 0: none
     Transformer model_;
+    const std::unique_ptr<Transformer> draft_transformer_;  // null: no draft model
+    const std::unique_ptr<DraftModel> draft_;               // the engine's samples refer to it
     Engine engine_;
     std::vector<uint64_t> sessions_;  // open sessions
     bool is_exclusive_ = false;
@@ -322,9 +330,9 @@ void bind_engine(nb::module_& m) {
         .value("bfloat16", KvType::kBFloat16)
         .value("q8", KvType::kInt8);
     nb::class_<EngineObject>(m, "Engine")
-        .def(nb::init<const Shared<Weights>&, size_t, size_t, size_t, KvType, size_t, bool>(), arg("weights"),
-             nb::kw_only(), arg("kv_bytes"), arg("max_batch"), arg("chunk"), arg("kv_type"), arg("expert_bytes") = 0,
-             arg("speculation") = false)
+        .def(nb::init<const Shared<Weights>&, size_t, size_t, size_t, KvType, size_t, bool, const Shared<Weights>*>(),
+             arg("weights"), nb::kw_only(), arg("kv_bytes"), arg("max_batch"), arg("chunk"), arg("kv_type"),
+             arg("expert_bytes") = 0, arg("speculation") = false, arg("draft").none() = nb::none())
         .def_prop_ro("weights", &EngineObject::weights)
         .def("add_prompt", &EngineObject::add_prompt, arg("session"), nb::kw_only(), arg("tokens"), arg("n"),
              arg("min_new_tokens"), arg("max_new_tokens"), arg("stop_tokens"), arg("stop_strings").none(), arg("seed"),

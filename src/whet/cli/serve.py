@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from whet.cli.settings import parse_flags
-from whet.cli.text_options import EngineSettings
+from whet.cli.text_options import DraftSettings, EngineSettings
 from whet.config.fields import (
     Count,
     OptionalAboveZero,
@@ -38,7 +38,7 @@ fails."""
 
 
 @dataclasses.dataclass(kw_only=True)
-class ServeConfig(EngineSettings):
+class ServeConfig(EngineSettings, DraftSettings):
     """Serve a model with the interfaces of OpenAI, vLLM, Anthropic and Ollama, and a page for chats at /."""
 
     model: Annotated[tyro.conf.Positional[PathText], tyro.conf.arg(metavar="MODEL")]
@@ -155,7 +155,7 @@ def main(argv: Sequence[str]) -> int:
             model = ServedModel.load(
                 path, adapter=adapter, name=options.name or Path(options.model).stem, weights=options.weights,
                 context=options.context, kv_bytes=options.kv_bytes, kv_dtype=options.kv_dtype,
-                expert_bytes=options.expert_bytes, adapters=adapters,
+                expert_bytes=options.expert_bytes, draft=options.draft, adapters=adapters,
                 tokenizer=options.tokenizer, chat_template=options.chat_template, logprobs_mode=options.logprobs_mode,
             )  # fmt: skip
             address = f"[{options.host}]" if ":" in options.host else options.host

@@ -69,9 +69,25 @@ class ModelSettings(EngineSettings):
 
 
 @dataclasses.dataclass(kw_only=True)
-class OneModelConfig(TextConfig, ModelSettings):
+class DraftSettings:
+    """The draft model of a command that samples from one model."""
+
+    draft: PathText = ""
+    """A smaller model with the same tokenizer, a folder or .gguf file, that proposes tokens: the same text, sooner if
+    most proposals are right; empty: none."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class OneModelConfig(TextConfig, ModelSettings, DraftSettings):
     """Settings of model and sampling."""
 
     kv_dtype: KvDtype | None = None
     """Format of keys and values; q8: 8 bits, about half of the memory of bfloat16. Default: float32 with float32
     weights, else bfloat16."""
+
+    def check(self) -> None:
+        super().check()
+        sampling = self.sampling()
+        names = sampling.grammar_settings() or sampling.penalties()
+        why = f"{', '.join(names)}: tokens are drawn one by one"
+        reject_ineffective(self, ["draft"], not names, why)

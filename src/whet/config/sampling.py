@@ -144,6 +144,11 @@ class SamplingParams:
         """Return the names of the settings that constrain the text."""
         return [name for name in GRAMMAR_SETTINGS if getattr(self, name) not in (None, "")]
 
+    def penalties(self) -> list[str]:
+        """Return the names of the penalties that are set."""
+        none = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        return [name for name, value in none.items() if getattr(self, name) != value]
+
     def drops_tokens(self) -> bool:
         """Whether the settings exclude tokens: by bans, a grammar or filters."""
         drops = self.min_new_tokens > 0 or self.top_k > 0 or self.top_p < 1 or self.min_p > 0

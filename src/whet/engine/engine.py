@@ -36,6 +36,7 @@ from whet.engine.checks import (
     check_token_rows,
     is_model_mode,
 )  # fmt: skip
+from whet.engine.draft import open_draft
 from whet.engine.grammar import Constraint, Grammars
 from whet.engine.session import (
     Call,
@@ -99,6 +100,9 @@ class Engine:
             to the bit. Their number follows the measured share of right tokens and the measured time of a step. Without
             effect for models with convolutions or linear attention, and with penalties, grammars or recorded sets of
             tokens.
+        draft: a smaller model with the same tokenizer, whose draws speculation computes ahead where the text does not
+            repeat: the path of a folder or GGUF file, or a ``PackedBase``. It needs memory for its weights, and per
+            token of a sequence for its keys and values, in addition to ``kv_bytes``. None: no draft model.
         expert_bytes: of a mixture's experts that are packed from a file when a token is first given to them, the most
             that stay packed after a step, the most recently used; 0: all.
         tokenizer: decodes tokens for ``SamplingParams.stop``: a fast tokenizer of transformers, a tokenizer from
@@ -110,6 +114,7 @@ class Engine:
         policy_version: number of ``sync`` calls, or the version passed to the last one; every completion carries the
             version that sampled it.
         formats: slot -> format of every matrix; "q4_k, q6_k" if it has several.
+        draft: the packed weights of the draft model, or None.
         base: the packed weights that the engine shares; None: it has separate weights, which ``sync`` replaces.
         merged_adapter: the folder of the adapter that its weights have (``whet.text.model.load_engine``); empty: none.
 
@@ -130,6 +135,7 @@ class Engine:
         max_batch: int = MAX_BATCH,
         prefill_chunk: int = PREFILL_CHUNK,
         speculation: bool = True,
+        draft: str | os.PathLike[str] | GGUFFile | PackedBase | None = None,
         expert_bytes: int = 0,
         tokenizer: Any = None,
         where: str = "Engine",
@@ -144,6 +150,8 @@ class Engine:
         check_integer(where, "expert_bytes", expert_bytes, 0)
         if not isinstance(speculation, bool):
             raise WhetTypeError(f"{where}: speculation is {speculation!r:.60}, expected True or False.")
+        if draft is not None and not speculation:
+            raise WhetValueError(f"{where}: draft is set, and speculation is False. Omit one of them.")
         self.config: ModelConfig = source.config
         self.policy_version = 0
         self._reading = threading.Lock()
@@ -152,6 +160,7 @@ class Engine:
         self.base = source.base
         packed = source.base or PackedBase(source, choose_formats(source, weights, embedding, head, where))
         self.formats = packed.formats
+        self.draft = None if draft is None else open_draft(draft, source.config, tokenizer, where)
         slices = list_slices(source, where)
         if expert_bytes and not split_deferrable(slices, self.formats)[1]:
             reason = "converts them when it loads them" if self.config.n_experts else "has none"
@@ -162,7 +171,7 @@ class Engine:
         core = _core.Engine(
             packed.core, kv_bytes=kv_bytes, max_batch=max_batch, chunk=prefill_chunk,
             kv_type=_core.KvType[check_kv_dtype(where, kv_dtype, packed.kv_format)], expert_bytes=expert_bytes,
-            speculation=speculation,
+            speculation=speculation, draft=self.draft and self.draft.core,
         )  # fmt: skip
         self._calls = CoreHandle(core)
         self._stored: Any = None
@@ -673,7 +682,8 @@ class Engine:
         in whole pages; kv_used_bytes: pages of calls in progress; kv_kept_bytes: retained pages of ended streams,
         evicted when a call needs memory; kv_page_bytes; kv_state_bytes: pages of the state of a sequence's convolutions
         and linear attention; workspace_bytes; kv_committed_bytes and workspace_committed_bytes: memory committed by the
-        operating system for pages used since the last release.
+        operating system for pages used since the last release; draft_bytes: weights of the draft model and committed
+        memory of its keys, values and workspace.
         """
         return self._calls.use("Engine.memory").memory()
 
@@ -733,6 +743,8 @@ class Engine:
         if self.base is not None:
             yield from self.base.memory_blocks()
         weights = ["weights_bytes"] if self.base is None and self._calls.unusable != _RELEASED else []
+        if self.draft is not None:
+            yield from self.draft.memory_blocks()
         for part, *names in (
             ("sampler_weights", *weights, "adapters_bytes"),
             ("kv_cache", "kv_committed_bytes"),

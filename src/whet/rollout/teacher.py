@@ -15,7 +15,7 @@ import numpy as np
 from whet.config.settings import ComputeDtype
 from whet.errors import WhetError, WhetTypeError, WhetValueError
 from whet.learner import Learner
-from whet.models.tokenizers.token_texts import PROBES, read_token_texts
+from whet.models.tokenizers.token_texts import PROBES, find_difference, read_token_texts
 from whet.rollout.server import REQUESTS, ModelServer, is_url
 from whet.text.model import find_model, load_chat_tokenizer, load_engine
 
@@ -127,11 +127,12 @@ def open_learner(teacher: Any, tokenizer: Any, student: Learner, where: str) -> 
 
 def _check_texts(own: Any, others: Any, where: str) -> None:
     """Raise unless token ids have the same texts; one vocabulary may have more tokens, such as unused ones."""
-    first, second = (read_token_texts(each, where).tokens for each in (own, others))
-    differing = [i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b]
-    if differing or len(first) > len(second):
-        i = differing[0] if differing else len(second)
-        texts = [bytes(each[i]).decode(errors="replace") if i < len(each) else "no token" for each in (first, second)]
+    first, second = (read_token_texts(each, where) for each in (own, others))
+    found = find_difference(first, second)
+    if found is None and (n := len(second.tokens)) < len(first.tokens):
+        found = n, first.tokens[n], b"no token"
+    if found is not None:
+        i, *texts = found[0], *(text.decode(errors="replace") for text in found[1:])
         raise WhetValueError(
             f"{where}: the teacher has another tokenizer: token {i} is {texts[0]!r} for the student and {texts[1]!r} "
             f"for the teacher. Choose a teacher of the student's family."

@@ -129,6 +129,7 @@ class ServedModel:
         tokenizer: str = "",
         chat_template: str = "",
         logprobs_mode: LogprobsMode = "model",
+        draft: str = "",
     ) -> ServedModel:
         """Load a folder or GGUF file.
 
@@ -136,6 +137,7 @@ class ServedModel:
             kv_bytes: size of the KV cache. Default: a quarter of the unused memory, from 1 to 4 GiB.
             kv_dtype: format of keys and values. Default: as in ``Engine``.
             expert_bytes: as in ``Engine``.
+            draft: a folder or GGUF file with the draft model; empty: none.
 
         Raises:
             WhetValueError: model, tokenizer or adapters cannot be read, or do not fit each other.
@@ -146,7 +148,11 @@ class ServedModel:
         kv_bytes = kv_bytes or max(_KV_BYTES[0], min(_KV_BYTES[1], unused_bytes() // 4))
         head = read_reward_head(path) if is_classifier_folder(path) else None
         scores = head is not None
-        engine = load_engine(model, weights, context, _WHERE, first, kv_bytes, kv_dtype, expert_bytes, scores)
+        if scores and draft:
+            raise WhetValueError(
+                f"{_WHERE}: draft is {draft!r}, and {path} is a reward model, which has no tokens to draft."
+            )
+        engine = load_engine(model, weights, context, _WHERE, first, kv_bytes, kv_dtype, expert_bytes, scores, draft)
         stop_ids = find_stop_ids(path, loaded, engine.config.vocab_size, _WHERE)
         name = name or Path(path).stem
         return cls(

@@ -54,6 +54,7 @@ def load_engine(
     kv_dtype: str | None = None,
     expert_bytes: int = 0,
     scores: bool = False,
+    draft: str = "",
 ) -> Engine:
     """Create the engine of a model, for sequences of up to ``n_tokens``; None: limited by the KV cache.
 
@@ -69,6 +70,7 @@ def load_engine(
         kv_dtype: as in ``Engine``.
         expert_bytes: as in ``Engine``.
         scores: whether the model is the folder of a sequence classifier, whose engine has no LM head.
+        draft: a folder or GGUF file with the draft model; empty: none.
 
     Raises:
         WhetValueError: the engine does not support the model.
@@ -97,8 +99,9 @@ def load_engine(
         kv = source.base.kv_format if source.base else kv_format(choose_formats(source, weights, None, None, where))
         kv_bytes = max(kv_bytes, cache_bytes(source.config, check_kv_dtype(where, kv_dtype, kv), n_pages, STATES))
     engine = Engine(
-        source, weights=weights, kv_bytes=kv_bytes, kv_dtype=kv_dtype, expert_bytes=expert_bytes, where=where
-    )
+        source, weights=weights, kv_bytes=kv_bytes, kv_dtype=kv_dtype, expert_bytes=expert_bytes,
+        draft=find_model(draft, f"{where}: draft") if draft else None, tokenizer=model if draft else None, where=where,
+    )  # fmt: skip
     engine.merged_adapter = adapter if is_merged else ""
     return engine
 
