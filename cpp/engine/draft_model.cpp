@@ -8,7 +8,6 @@
 #include "runtime/ceil_div.h"
 #include "runtime/clock.h"
 #include "runtime/philox.h"
-#include "runtime/try_allocating.h"
 
 namespace whet {
 

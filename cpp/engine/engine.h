@@ -15,7 +15,7 @@ namespace whet {
 
 class Engine {
 public:
-    // `draft`: drafts for speculation; null: prompt lookup alone.
+    // `draft`: drafts for speculation; null: only prompt lookup does.
     Engine(Transformer& transformer, const Limits& limits, DraftModel* draft = nullptr)
         : transformer_(transformer),
           memory_(transformer.config(), transformer.kv_type(), limits.kv_bytes),
@@ -28,7 +28,10 @@ public:
     // Returns false if there was nothing to do. After std::bad_alloc the next step continues.
     bool step() {
         if constexpr (kIsComplete) {
-            if (draft_ != nullptr) scheduler_.plan_drafts(), draft_->draft();
+            if (draft_ != nullptr) {
+                scheduler_.plan_drafts();
+                draft_->draft();
+            }
         }
         StepPlan& plan = scheduler_.plan();
         if (plan.is_empty()) return false;

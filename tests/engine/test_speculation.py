@@ -85,7 +85,7 @@ def test_another_type_is_rejected():
 
 
 class TestDraftModels:
-    """A draft model proposes tokens; completions stay those of decoding one by one."""
+    """A draft model proposes tokens; completions equal the completions of decoding one by one."""
 
     @staticmethod
     def model(seed, vocab_size=40, hidden_size=32):
@@ -114,6 +114,7 @@ class TestDraftModels:
                 for a, b in zip(chain(*given), chain(*right), strict=True):
                     assert facts(a) == facts(b) and a.top_logprobs == b.top_logprobs
 
+    @pytest.mark.timing
     def test_drafts_of_a_faster_model_are_computed(self):
         def model(n_layers):
             torch.manual_seed(5)
@@ -130,13 +131,10 @@ class TestDraftModels:
             layer.mlp.down_proj.weight.data.zero_()
         plain = Engine.from_model(large, weights="float32", speculation=False)
         engine = Engine.from_model(large, weights="float32", draft=pack_base(open_module(small)))
-        for seed in range(8):  # on a busy machine, measured times may say that no draft pays
-            sampling = SamplingParams(max_new_tokens=200, temperature=1.0, seed=seed)
-            given, right = (each.generate([PROMPT], 1, sampling)[0][0] for each in (engine, plain))
-            assert facts(given) == facts(right)
-            drafted, accepted = engine.drafts
-            if accepted > 50:
-                break
+        sampling = SamplingParams(max_new_tokens=300, temperature=1.0)
+        given, right = (each.generate([PROMPT], 1, sampling)[0][0] for each in (engine, plain))
+        assert facts(given) == facts(right)
+        drafted, accepted = engine.drafts
         assert accepted > 50 and accepted > 0.5 * drafted
 
     def test_memory(self):
