@@ -57,8 +57,8 @@ public:
     void clear() { tasks_.clear(); }
     // Adds a task: to draft n > 0 tokens of a sequence that has no expected ones.
     void add(DraftSequence& sequence, size_t n) { tasks_.push_back({&sequence, n}); }
-    // Drafts the tokens of all tasks, one of each per step. Long texts are computed in chunks, one per call, and drafted
-    // when they are complete. A call that throws std::bad_alloc can be repeated.
+    // Drafts the tokens of all tasks, one of each per step. Long texts are computed in chunks, one per call, and
+    // drafted when they are complete. A call that throws std::bad_alloc can be repeated.
     void draft();
     // Measured time of a drafted token in steps of n sequences; 0: not measured yet.
     double token_s(size_t n) const { return times_.seconds(n) / static_cast<double>(n); }
