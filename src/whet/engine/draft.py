@@ -54,9 +54,9 @@ def _check_tokenizer(draft: Any, tokenizer: Any, where: str) -> None:
         )
     found = find_difference(*(read_token_texts(each, f"{where}: draft") for each in (tokenizer, draft)))
     if found is not None:
-        i, *texts = found[0], *(text.decode(errors="replace") for text in found[1:])
+        i, text, other = found
         raise WhetValueError(
-            f"{where}: the draft model has another tokenizer: token {i} is {texts[0]!r} for the model and {texts[1]!r} "
+            f"{where}: the draft model has another tokenizer: token {i} is {text!r} for the model and {other!r} "
             f"for the draft model. Choose a draft model of the same family."
         )
 

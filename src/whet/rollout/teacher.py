@@ -130,11 +130,11 @@ def _check_texts(own: Any, others: Any, where: str) -> None:
     first, second = (read_token_texts(each, where) for each in (own, others))
     found = find_difference(first, second)
     if found is None and (n := len(second.tokens)) < len(first.tokens):
-        found = n, first.tokens[n], b"no token"
+        found = n, first.tokens[n].decode(errors="replace"), "no token"
     if found is not None:
-        i, *texts = found[0], *(text.decode(errors="replace") for text in found[1:])
+        i, text, other = found
         raise WhetValueError(
-            f"{where}: the teacher has another tokenizer: token {i} is {texts[0]!r} for the student and {texts[1]!r} "
+            f"{where}: the teacher has another tokenizer: token {i} is {text!r} for the student and {other!r} "
             f"for the teacher. Choose a teacher of the student's family."
         )
 

@@ -135,10 +135,12 @@ def read_token_texts(tokenizer: Any, where: str) -> TokenTexts:
     return texts
 
 
-def find_difference(first: TokenTexts, second: TokenTexts) -> tuple[int, bytes, bytes] | None:
+def find_difference(first: TokenTexts, second: TokenTexts) -> tuple[int, str, str] | None:
     """Return the lowest id that has different texts, and both texts, or None; ids that only one has are ignored."""
-    pairs = enumerate(zip(first.tokens, second.tokens, strict=False))
-    return next(((i, bytes(a), bytes(b)) for i, (a, b) in pairs if a != b), None)
+    for i, (a, b) in enumerate(zip(first.tokens, second.tokens, strict=False)):
+        if a != b:
+            return i, a.decode(errors="replace"), b.decode(errors="replace")
+    return None
 
 
 def vocabulary_digest(tokenizer: Any, where: str) -> str:
