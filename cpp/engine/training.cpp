@@ -6,7 +6,6 @@
 
 #include "kernels/dispatch.h"
 #include "runtime/ceil_div.h"
-#include "runtime/checksum.h"
 #include "runtime/split.h"
 
 namespace whet {
@@ -155,33 +154,6 @@ AdamWStep step_of(const AdamW& settings) {
             .grad_scale = static_cast<float>(grad_scale)};
 }
 
-constexpr uint32_t kOne = 0x3f800000;  // the bits of 1.0f; an eighth of an octave is 1 << kStepBits above
-constexpr int kStepBits = 20;
-constexpr unsigned kTopM = 127, kTopV = 255;
-
-// The magnitude of a code above 0, relative to the lowest.
-float magnitude(unsigned code) { return std::bit_cast<float>(kOne + ((code - 1) << kStepBits)); }
-
-float decode(unsigned code, float lowest) { return code == 0 ? 0.0f : magnitude(code) * lowest; }
-
-// random: kStepBits uniform bits. Below the lowest code, the code is 0 or that, or that if `floors`.
-unsigned encode(float x, float lowest, unsigned top, bool floors, uint32_t random) {
-    if (!(x > 0.0f)) return 0;
-    const float ratio = x / lowest;
-    if (!(ratio >= 1.0f)) {
-        const auto limit = static_cast<uint32_t>(ratio * static_cast<float>(1u << kStepBits));
-        return floors || random < limit ? 1 : 0;
-    }
-    const uint32_t steps = (std::bit_cast<uint32_t>(ratio) - kOne + random) >> kStepBits;
-    return std::min(top, 1 + steps);
-}
-
-float largest(const float* x, size_t n) {
-    float most = 0.0f;
-    for (size_t i = 0; i < n; ++i) most = std::max(most, std::fabs(x[i]));
-    return most;
-}
-
 }  // namespace
 
 void adamw(const AdamW& settings, size_t n, float* p, const float* grad, float* m, float* v) {
@@ -193,30 +165,13 @@ void adamw(const AdamW& settings, size_t n, float* p, const float* grad, float* 
 
 void adamw_8bit(const AdamW& settings, size_t n, float* p, const float* grad, const Moments8& moments, uint64_t seed) {
     const AdamWStep step = step_of(settings);
-    const float per_m = 1.0f / magnitude(kTopM), per_v = 1.0f / magnitude(kTopV);
-    const auto update = [&](size_t first, size_t count) {
-        float m[kMomentBlock], v[kMomentBlock];
-        uint8_t *m_codes = moments.m + first, *v_codes = moments.v + first;
-        float &m_scale = moments.m_scales[first / kMomentBlock], &v_scale = moments.v_scales[first / kMomentBlock];
-        float lowest_m = m_scale * per_m, lowest_v = v_scale * per_v;
-        for (size_t i = 0; i < count; ++i) {
-            const float size = decode(m_codes[i] & kTopM, lowest_m);
-            m[i] = m_codes[i] > kTopM ? -size : size;
-            v[i] = decode(v_codes[i], lowest_v);
+    const auto& [m, v, m_scales, v_scales] = moments;
+    parallel_split(n, 65536, 2.0 * work_of(n), [&](size_t begin, size_t end) {
+        for (size_t at = begin; at < end; at += kMomentBlock) {
+            const size_t block = at / kMomentBlock;
+            kernels().adamw_8bit(step, seed, at, std::min(kMomentBlock, end - at), p + at, grad + at, m + at, v + at,
+                                 m_scales + block, v_scales + block);
         }
-        kernels().adamw_f32(step, count, p + first, grad + first, m, v);
-        m_scale = largest(m, count), v_scale = largest(v, count);
-        lowest_m = m_scale * per_m, lowest_v = v_scale * per_v;
-        for (size_t i = 0; i < count; ++i) {
-            const uint64_t random = mix(seed, first + i);
-            const auto of_m = static_cast<uint32_t>(random >> 44), of_v = static_cast<uint32_t>(random >> 24 & 0xfffff);
-            const unsigned code = encode(std::fabs(m[i]), lowest_m, kTopM, false, of_m);
-            m_codes[i] = static_cast<uint8_t>(code | (m[i] < 0.0f ? kTopM + 1 : 0));
-            v_codes[i] = static_cast<uint8_t>(encode(v[i], lowest_v, kTopV, true, of_v));
-        }
-    };
-    parallel_split(n, 65536, 10.0 * work_of(n), [&](size_t begin, size_t end) {
-        for (size_t at = begin; at < end; at += kMomentBlock) update(at, std::min(kMomentBlock, end - at));
     });
 }
 

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "kernels/adamw_step.h"
 #include "kernels/token_sums.h"
 
 namespace whet {
@@ -70,16 +71,13 @@ struct AdamW {
 };
 void adamw(const AdamW& settings, size_t n, float* p, const float* grad, float* m, float* v);
 
-// Moments in 8 bits: codes (n,), and the largest magnitude of each block of kMomentBlock elements.
-constexpr size_t kMomentBlock = 256;
+// Moments in 8 bits: codes (n,), and the largest magnitude of each block of kMomentBlock elements; see
+// kernels/adamw_8bit.h.
 struct Moments8 {
     uint8_t *m, *v;
     float *m_scales, *v_scales;
 };
-// AdamW in float32 on the decoded moments, which are encoded again. A code is 0, or 8 steps per octave below the
-// largest magnitude: 16 octaves of m, whose sign is the highest bit, 32 of v. Codes are rounded stochastically, without
-// bias, as steps of beta2 are below the distance of two codes: a nearest code would keep v from falling. A v above 0
-// has at least the lowest code, so that no update divides by only eps. The random numbers depend on the seed and the
+// AdamW in float32 on the decoded moments, which are encoded again. The random numbers depend on the seed and the
 // element.
 void adamw_8bit(const AdamW& settings, size_t n, float* p, const float* grad, const Moments8& moments, uint64_t seed);
 

@@ -12,17 +12,35 @@
 namespace whet::WHET_ISA {
 namespace {
 
+// The step of 16 weights.
+struct AdamWLanes {
+    f32x16 keep, beta2, toward, square, root, eps, step, grad_scale;
+    bool from_old;  // m is computed from its nearer end, like torch.lerp
+
+    WHET_INLINE explicit AdamWLanes(const AdamWStep& s)
+        : keep(s.keep),
+          beta2(s.beta2),
+          toward(s.toward),
+          square(s.square),
+          root(s.root),
+          eps(s.eps),
+          step(s.step),
+          grad_scale(s.grad_scale),
+          from_old(s.toward < 0.5f) {}
+
+    WHET_INLINE void update(f32x16 grad, f32x16& p, f32x16& m, f32x16& v) const {
+        const f32x16 g = grad * grad_scale;
+        m = from_old ? fma(toward, g - m, m) : fma(toward - f32x16(1.0f), g - m, g);
+        v = fma(square * g, g, v * beta2);
+        p = p * keep - step * m / (sqrt(v) / root + eps);
+    }
+};
+
 void adamw_f32(const AdamWStep& s, size_t n, float* p, const float* grad, float* m, float* v) {
-    const f32x16 keep(s.keep), beta2(s.beta2), toward(s.toward), square(s.square), root(s.root), eps(s.eps);
-    const f32x16 step(s.step), grad_scale(s.grad_scale);
+    const AdamWLanes lanes(s);
     rows::each(0, n, [&](size_t at, int count) WHET_INLINE_LAMBDA {
-        const f32x16 g = rows::read(grad + at, count) * grad_scale;
-        const f32x16 old_m = rows::read(m + at, count);
-        // From the nearer end, like torch.lerp.
-        const f32x16 new_m = s.toward < 0.5f ? fma(toward, g - old_m, old_m) : fma(toward - f32x16(1.0f), g - old_m, g);
-        const f32x16 new_v = fma(square * g, g, rows::read(v + at, count) * beta2);
-        const f32x16 decayed = rows::read(p + at, count) * keep;
-        const f32x16 new_p = decayed - step * new_m / (sqrt(new_v) / root + eps);
+        f32x16 new_p = rows::read(p + at, count), new_m = rows::read(m + at, count), new_v = rows::read(v + at, count);
+        lanes.update(rows::read(grad + at, count), new_p, new_m, new_v);
         rows::put(m + at, new_m, count);
         rows::put(v + at, new_v, count);
         rows::put(p + at, new_p, count);

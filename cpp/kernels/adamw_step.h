@@ -1,7 +1,10 @@
 // The constants of one AdamW step; see adamw.h.
 #pragma once
+#include <stddef.h>
 
 namespace whet {
+
+constexpr size_t kMomentBlock = 256;  // weights that share the scales of their 8-bit moments
 
 struct AdamWStep {
     float keep;        // 1 - lr decay

@@ -4,6 +4,7 @@
 // shared function with another unit's copy, which has the wrong instructions.
 #include "kernels/activations.h"
 #include "kernels/adamw.h"
+#include "kernels/adamw_8bit.h"
 #include "kernels/attention.h"
 #include "kernels/attention_backward.h"
 #include "kernels/cached_attention.h"

@@ -1,9 +1,11 @@
 // The kernels of a training step without Python, for sanitizers: on heap buffers of exactly their size, against loops
 // in double. Exit code 77: this machine lacks the instruction set in WHET_ISA.
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
+#include <random>
 #include <vector>
 
 #include "engine/attention.h"
@@ -187,6 +189,45 @@ void test_adamw(size_t n) {
     expect_close("adamw_f32, p", n, p, right_p, 1e-6);
     expect_close("adamw_f32, m", n, m, right_m, 1e-6);
     expect_close("adamw_f32, v", n, v, right_v, 1e-6);
+}
+
+// The definition: 0, or an eighth of an octave by linear steps below the largest magnitude of the block.
+float decoded_moment(unsigned code, unsigned top, float largest) {
+    const auto magnitude = [](unsigned of) { return std::ldexp(1.0f + float((of - 1) % 8) / 8.0f, int(of - 1) / 8); };
+    const float lowest = largest * (1.0f / magnitude(top));
+    const float size = (code & top) == 0 ? 0.0f : magnitude(code & top) * lowest;
+    return code > top ? -size : size;
+}
+
+void test_adamw_8bit(size_t n) {
+    const whet::AdamW settings{
+        .lr = 0.01, .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-8, .weight_decay = 0.1, .t = 3.0, .grad_scale = 0.5};
+    const std::vector<float> start = narrow_normal(n, 1), grad = narrow_normal(n, 2);
+    const size_t n_blocks = (n + whet::kMomentBlock - 1) / whet::kMomentBlock;
+    std::vector<uint8_t> m(n), v(n);
+    std::vector<float> p = start, m_scales(n_blocks, 0.25f), v_scales(n_blocks, 0.5f), right_p = start;
+    std::vector<float> right_m(n), right_v(n);
+    std::mt19937 bits(3);
+    for (size_t i = 0; i < n; ++i) {
+        m[i] = uint8_t(bits()), v[i] = i % 7 == 0 ? 0 : uint8_t(bits());
+        right_m[i] = decoded_moment(m[i], 127, 0.25f), right_v[i] = decoded_moment(v[i], 255, 0.5f);
+    }
+    whet::adamw_8bit(settings, n, p.data(), grad.data(), {m.data(), v.data(), m_scales.data(), v_scales.data()}, 5);
+    whet::adamw(settings, n, right_p.data(), grad.data(), right_m.data(), right_v.data());
+    expect(p == right_p, "adamw_8bit, %zu: the parameters of adamw on the decoded moments", n);
+    for (size_t i = 0; i < n; ++i) {
+        const float m_scale = m_scales[i / whet::kMomentBlock], v_scale = v_scales[i / whet::kMomentBlock];
+        const float found_m = decoded_moment(m[i], 127, m_scale), found_v = decoded_moment(v[i], 255, v_scale);
+        const float step_m = std::max(std::fabs(right_m[i]) / 8.0f, decoded_moment(1, 127, m_scale));
+        const float step_v = std::max(right_v[i] / 8.0f, decoded_moment(1, 255, v_scale));
+        expect(std::fabs(right_m[i]) <= m_scale && right_v[i] <= v_scale, "adamw_8bit, %zu: scales", n);
+        expect(std::fabs(found_m - right_m[i]) <= 1.001f * step_m, "adamw_8bit, %zu: m[%zu]", n, i);
+        expect(std::fabs(found_v - right_v[i]) <= 1.001f * step_v, "adamw_8bit, %zu: v[%zu]", n, i);
+        expect((found_v > 0.0f) == (right_v[i] > 0.0f), "adamw_8bit, %zu: v[%zu] is above 0", n, i);
+    }
+    add_to_hash(p);
+    add_to_hash(m);
+    add_to_hash(v);
 }
 
 // ---------------------------------------------------------------- attention
@@ -425,6 +466,7 @@ int main() {
             test_swiglu(n);
             test_clamped_swiglu(n);
             test_adamw(n);
+            test_adamw_8bit(n);
             for (const size_t token : {size_t{0}, n - 1, n}) test_token_logprobs(n, token);
         }
         constexpr int64_t kAll = INT64_MAX;

@@ -112,6 +112,7 @@ def test_values_out_of_range_are_rejected(config_class, settings, facts):
         (SFTConfig, {"schedule_steps": 9}, ("lr_schedule", "'constant'")),
         (SFTConfig, {"max_tokens_per_step": 9, "micro_batch_size": 2}, ("micro_batch_size", "pass")),
         (SFTConfig, {"max_tokens_per_step": 9, "compute": "torch"}, ("compute", "'torch'")),
+        (SFTConfig, {"activation_bytes": 9, "compute": "torch"}, ("compute", "'torch'")),
         (DPOConfig, {"beta": 0.2, "loss_type": "sft"}, ("'sft'", "chosen")),
         (DPOConfig, {"precompute_reference": True, "reference_free": True}, ("loss", "reference")),
         (DPOConfig, {"precompute_reference": True, "loss_type": "sft"}, ("loss", "reference")),

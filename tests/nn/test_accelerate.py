@@ -6,6 +6,7 @@ import copy
 import functools
 import os
 import platform
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tests.tiny import with_lora
 
 import whet
 from whet import WhetTypeError, WhetValueError
+from whet.learner.batch import pack_batch
 from whet.nn import accelerate, completion_logprobs
 from whet.nn.accelerate import Acceleration, acceleration_of, choose_accelerations
 from whet.nn.threads import openmp_fork
@@ -108,6 +110,40 @@ def test_gradient_checkpointing_recomputes_layers(case, reentrant):
     assert passes == 2
     assert plain.keys() == again.keys()
     assert torch.equal(flat(plain), flat(again))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layers_beyond_the_limit_are_computed_again_with_the_same_bits(case):
+    model = trained(case)
+    with accelerate(model, "float32") as acceleration:
+        acceleration.in_place = True
+        _, plain = logprobs_and_gradients(model)
+        of_token = acceleration._saved_bytes
+        n_tokens = len(pack_batch(PROMPTS, COMPLETIONS).input_ids)
+        counts = Counter[tuple[int, int]]()
+        for layer, i in acceleration._layers.items():
+            for j, part in enumerate(layer.children()):
+                part.register_forward_pre_hook(lambda *args, key=(i, j): counts.update([key]))
+        for n_kept in range(len(of_token) + 1):
+            counts.clear()
+            acceleration.activation_bytes = n_tokens * sum(of_token[len(of_token) - n_kept :])
+            _, again = logprobs_and_gradients(model)
+            assert plain.keys() == again.keys() and torch.equal(flat(plain), flat(again)), n_kept
+            passes = [max(n for (i, _), n in counts.items() if i == layer) for layer in range(len(of_token))]
+            assert passes == [2] * (len(of_token) - n_kept) + [1] * n_kept
+
+
+def test_dropout_of_a_layer_computed_again_is_the_same():
+    model = with_lora(tiny_model("llama"), b_std=0.1, lora_dropout=0.5, target_modules=["q_proj", "down_proj"]).train()
+    with accelerate(model, "float32") as acceleration:
+        found = []
+        for limit in (None, 0):
+            acceleration.activation_bytes = limit
+            torch.manual_seed(3)
+            found.append(flat(logprobs_and_gradients(model)[1]))
+        torch.manual_seed(4)
+        other = flat(logprobs_and_gradients(model)[1])
+    assert torch.equal(*found) and not torch.equal(found[0], other)
 
 
 def test_autograd_gets_every_gradient():

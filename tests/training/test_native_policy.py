@@ -214,11 +214,13 @@ def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:
 def test_micro_batches_and_exact_sums_do_not_change_the_step() -> None:
     whole = pair("sft", norms=NORMS)[1]
     whole.train(ROWS, steps=2)
-    for settings in ({"micro_batch_size": 1}, {"max_tokens_per_step": 8}, {"deterministic_reduction": True}):
+    changes: list[dict[str, Any]] = [{"micro_batch_size": 1}, {"max_tokens_per_step": 8}]
+    for settings in (*changes, {"deterministic_reduction": True}, {"activation_bytes": 0}):
         trainer = pair("sft", norms=NORMS, **settings)[1]
         trainer.train(ROWS, steps=2)
         for a, b in zip(whole.model.parameters, trainer.model.parameters, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    assert trainer.model.activation_bytes == trainer.model.n_kept_layers == 0 < whole.model.n_kept_layers
 
 
 def test_dropout_is_of_updates_in_training_mode_and_not_of_micro_batches() -> None:

@@ -210,6 +210,24 @@ def test_autograd_saves_the_estimated_bytes(name, lora):
     assert kept == pytest.approx(predicted - head, rel=0.05 if name in MIXTURES or name == "nemotron_h" else 0.03)
 
 
+@pytest.mark.parametrize("name", [*CONFIGS, *MIXTURES])
+def test_recomputation_saves_the_estimated_bytes(name):
+    """Of the layers' saved tensors only the inputs of the layers are left."""
+    model, n_prompt = make_model(name, max_position_embeddings=4096), 4000
+    source, found, predicted = open_module(model), [], []
+    with accelerate(model, "float32") as acceleration:
+        for limit in (10**10, 0):
+            acceleration.activation_bytes = limit
+            before = allocated_bytes()
+            result = completion_logprobs(model, [[5] * n_prompt], [[9, 10]])
+            found.append(allocated_bytes() - before)
+            del result
+            config = SFTConfig(batch_size=1, max_tokens_per_step=0, compute="float32", activation_bytes=limit)
+            predicted.append(run_memory(source, config, Lengths(n_prompt, 2), interpreter=0).update["activations"])
+    largest = max(acceleration._saved_bytes) * (n_prompt + 1)  # which the backward pass computes again
+    assert found[0] - found[1] == pytest.approx(predicted[0] - predicted[1] + largest, rel=0.05)
+
+
 LEARNER_SIZES = {
     "llama": {},
     "lfm2": {},
@@ -265,13 +283,12 @@ def print_learner_bytes(name: str, compute: Any) -> None:
         learner.backward(np.ones_like(result.logprobs))
     done.set()
     thread.join()
-    settings = SFTConfig(batch_size=4, max_tokens_per_step=0, training_mode=False, compute=compute)
+    settings = SFTConfig(batch_size=4, max_tokens_per_step=0, training_mode=False, compute=compute, activation_bytes=0)
     source = base.source()
     given = {
         "adapters": choose_adapted(source, LoraSettings(16, layers)),
         "base": "bf16",
         "learner": True,
-        "activation_bytes": 0,
     }
     predicted = run_memory(source, settings, Lengths(200, 100), interpreter=0, **given).update["activations"]
     print("bytes:", predicted, most - before)
@@ -307,12 +324,14 @@ def test_a_learner_uses_the_estimated_memory(name, compute):
 def test_a_learner_keeps_as_many_layers_as_estimated(name, compute):
     base = pack_base(open_module(make_model(name)), weights="bf16")
     rows = [[5] * 200], [[9] * 57]  # 256 tokens are inputs
-    settings = SFTConfig(batch_size=1, max_tokens_per_step=0, training_mode=False, compute=compute)
     source = base.source()
     given = {"adapters": choose_adapted(source, LoraSettings(16)), "base": "bf16", "learner": True, "interpreter": 0}
 
     def predict(activation_bytes):
-        memory = run_memory(source, settings, Lengths(200, 57), **given, activation_bytes=activation_bytes)
+        settings = SFTConfig(
+            batch_size=1, max_tokens_per_step=0, training_mode=False, compute=compute, activation_bytes=activation_bytes
+        )
+        memory = run_memory(source, settings, Lengths(200, 57), **given)
         return memory.kept_layers, memory.update["activations"]
 
     n_layers, (_, least), (most, everything) = base.config.n_layers, predict(0), predict(10**9)

@@ -19,6 +19,7 @@ from whet.config.fields import (
     Count,
     NonNegative,
     OptionalAboveZero,
+    OptionalCount,
     Positive,
     Range,
     Seed,
@@ -116,6 +117,10 @@ class TrainerConfig:
     """Rows per forward and backward pass; 0: see max_tokens_per_step. Fewer rows need less memory."""
     max_tokens_per_step: Count = 768
     """Tokens per forward and backward pass on Whet's kernels if micro_batch_size is 0; 0: no limit."""
+    activation_bytes: OptionalCount = None
+    """Memory in which a forward pass on Whet's kernels keeps activations of layers for the backward pass, besides the
+    inputs of all layers; the other layers are computed again, with the same results. None: a quarter of the unused
+    memory."""
     compute: Compute = "auto"
     """Backend of the step: Whet's kernels (whet.nn.accelerate), with matmuls in bfloat16 or float32, or torch.
 
@@ -185,6 +190,7 @@ class TrainerConfig:
         packed = ["max_tokens_per_step"] if self.max_tokens_per_step else []
         reject_ineffective(self, packed, not self.micro_batch_size, "micro_batch_size sets the rows of a pass")
         reject_ineffective(self, packed, self.compute != "torch", "compute is 'torch', which uses micro_batch_size")
+        reject_ineffective(self, ["activation_bytes"], self.compute != "torch", "compute is 'torch', which keeps all")
 
     def has_reference(self) -> bool:
         """Whether the loss uses a reference."""

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from whet.learner.batch import Logprobs
-from whet.learner.learner import Learner, TrainedAdapter, TrainedNorm, choose_activation_bytes
+from whet.learner.learner import Learner, TrainedAdapter, TrainedNorm
 
-__all__ = ["Learner", "Logprobs", "TrainedAdapter", "TrainedNorm", "choose_activation_bytes"]
+__all__ = ["Learner", "Logprobs", "TrainedAdapter", "TrainedNorm"]

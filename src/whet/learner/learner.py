@@ -71,7 +71,7 @@ from whet.models.slots import (
 )
 from whet.models.sources.gguf_container import GGUFFile
 from whet.models.sources.pretrained import open_pretrained
-from whet.system.memory import unused_bytes
+from whet.system.memory import choose_activation_bytes, unused_bytes
 
 ADAPTER = "default"
 """PEFT's name of a model's first adapter."""
@@ -460,7 +460,12 @@ class Learner:
             self._core.set_factors(i, a, b, each.scaling)
         for i, values in enumerate(chain.from_iterable(norm.locate() for norm in self.norms)):
             self._core.set_norm(i, values.values)
-        self.activation_bytes = choose_activation_bytes(self._activation_bytes, unused_bytes())
+        self.limit_activations(self._activation_bytes)
+
+    def limit_activations(self, n_bytes: int | None) -> None:
+        """Replace the constructor's ``activation_bytes``."""
+        self._activation_bytes = n_bytes
+        self.activation_bytes = choose_activation_bytes(n_bytes, unused_bytes())
 
     def logprobs(
         self,
@@ -996,17 +1001,6 @@ class Learner:
         for row, flags in zip(mask, given or (), strict=False):
             row[: len(flags)] = flags
         return mask
-
-
-def choose_activation_bytes(setting: int | None, unused: int) -> int:
-    """Return the memory in which a learner keeps activations of layers.
-
-    None: a quarter of the unused memory, which the ranks of torchrun on this machine share.
-    """
-    if setting is not None:
-        return setting
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return unused // 4 // max(1, int(ranks) if ranks.isdecimal() else 1)
 
 
 def find_unlearnable(adapted: Adapted) -> str:

@@ -28,23 +28,27 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from whet import _core
 from whet.config.settings import Compute, ComputeDtype
 from whet.errors import WhetTypeError, WhetValueError, check_choice
 from whet.learner.batch import PackedBatch
 from whet.memory import tensor_memory
+from whet.models.activations import count_kept, saved_bytes
 from whet.models.families import (
     FAMILIES,
     family_of,
     layer_windows,
     logits_scale,
+    model_config,
     rotated_layers,
     softcap,
     text_options,
@@ -174,6 +178,8 @@ class Acceleration:
         windows: sliding window of each layer; 0: none.
         rotated_layers: whether each layer rotates queries and keys; (): all do.
         norm_offset: constant that the family adds to the weights of norms.
+        activation_bytes: memory in which ``hidden_states`` keeps activations of layers for the backward pass, besides
+            the inputs of all layers; the other layers are computed again, with the same bits. None: no limit.
         in_place: whether backward passes add gradients of weights to ``.grad`` directly, bypassing autograd: faster,
             and correct for ``backward()``, but not for ``torch.autograd.grad``.
     """
@@ -183,6 +189,7 @@ class Acceleration:
         narrow = dtype == "bfloat16" or (dtype == "auto" and "bf16" in _core.isa())
         self.dtype = torch.bfloat16 if narrow else torch.float32
         self.in_place = False
+        self.activation_bytes: int | None = None
         self._model: Any = inner_module(model)
         if any(getattr(config, "is_prompt_learning", False) for config in getattr(model, "peft_config", {}).values()):
             raise WhetTypeError(
@@ -190,6 +197,7 @@ class Acceleration:
             )
         check_trainable(self._model, "accelerate")
         self._decoder, self._head_module = _find_head(self._model)
+        self._layers = _find_layers(self._decoder)
         self._wrapped = model
         self._check_modules()
         config = self._model.config.to_dict()
@@ -202,6 +210,8 @@ class Acceleration:
         self.norm_offset = self.family.norm_offset
         self._head: Head | None = None
         self._packed = False
+        self._recomputation: Recomputation | None = None
+        self._saved_bytes: list[int] = []
         self._originals: list[tuple[nn.Module, str, Any]] = []
         register()
         _core.keep_freed_memory()
@@ -214,11 +224,14 @@ class Acceleration:
         _warn_of_special_adapters(self._model)
         warn_of_spinning()
         _accelerated[self._model] = self
+        self._saved_bytes = self._count_saved_bytes()
         try:
             for module in self._computed():
                 forward = choose_forward(self, module)
                 if forward is not None:
                     self._replace(module, "forward", forward)
+                elif module in self._layers:
+                    self._replace(module, "forward", partial(self._layer, self._layers[module], module.forward))
                 if uses_attention_interface(module):
                     # On a copy of the config, which may be shared with another model.
                     config: Any = copy.copy(module.config)
@@ -261,10 +274,22 @@ class Acceleration:
     def __exit__(self, *exception: object) -> None:
         self.remove()
 
-    def hidden_states(self, batch: PackedBatch, *, scaled: bool = True) -> Tensor:
-        """Return the hidden states (N, K) of a packed batch, as the LM head reads them; not ``scaled``: as ``score``
-        does."""
+    def hidden_states(
+        self,
+        batch: PackedBatch,
+        *,
+        scaled: bool = True,
+        again: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> Tensor:
+        """Return the hidden states (N, K) of a packed batch, as the LM head reads them.
+
+        Args:
+            batch: the tokens.
+            scaled: whether they are scaled for the LM head; ``score`` reads unscaled ones.
+            again: makes the context in which the backward pass computes a layer again: that of this call.
+        """
         self._packed = True
+        self._recomputation = self._choose_recomputation(len(batch.input_ids), again)
         mask: Any = wrap_batch(batch)
         options: dict[str, Any] = {}
         if "n_shared_kv_layers" in self.family.keys:  # with the number of logits, Gemma 4 cuts the mask
@@ -280,8 +305,36 @@ class Acceleration:
                 **options,
             )
         finally:
-            self._packed = False
+            self._packed, self._recomputation = False, None
         return output[0][0] * self._logits_scale if scaled and self._logits_scale != 1 else output[0][0]
+
+    def _count_saved_bytes(self) -> list[int]:
+        """Return the bytes per token that each layer saves for the backward pass."""
+        trained = [name for name, p in self._decoder.named_parameters() if p.requires_grad]
+        is_fused = not any(name.endswith("q_proj") for name, _ in self._decoder.named_modules())
+        model = model_config(self._model.config.to_dict(), "accelerate")
+        is_frozen = any("lora_" in name for name in trained)
+        return saved_bytes(model, self.dtype.itemsize, is_frozen=is_frozen, is_fused=is_fused)
+
+    def _choose_recomputation(
+        self, n_tokens: int, again: Callable[[], AbstractContextManager[Any]]
+    ) -> Recomputation | None:
+        """Return which layers of a pass are computed again: the first ones, if not all fit into the limit."""
+        if self.activation_bytes is None or not torch.is_grad_enabled():
+            return None
+        n_kept = count_kept([n_tokens * n_bytes for n_bytes in self._saved_bytes], self.activation_bytes)
+        return Recomputation(len(self._saved_bytes) - n_kept, again)
+
+    def _layer(self, index: int, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Compute a layer, and again in the backward pass if its activations are not kept."""
+        recomputation = self._recomputation
+        if recomputation is None or index >= recomputation.n_layers:
+            return original(*args, **options)
+
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            return nullcontext(), recomputation.context()
+
+        return checkpoint(original, *args, use_reentrant=False, context_fn=contexts, **options)
 
     def head(self) -> Head:
         """Return the LM head with its current weights and adapters.
@@ -375,6 +428,19 @@ class Acceleration:
                     f"Install a newer one."
                 )
         check_code(named, "accelerate", bypassed)
+
+
+class Recomputation(NamedTuple):
+    """The number of layers, from the first, that a backward pass computes again, and makes the context for that."""
+
+    n_layers: int
+    context: Callable[[], AbstractContextManager[Any]]
+
+
+def _find_layers(decoder: nn.Module) -> dict[nn.Module, int]:
+    """Return the index of each layer of a decoder: in the longest of its lists of modules."""
+    lists = [module for module in decoder.children() if isinstance(module, nn.ModuleList)]
+    return {layer: i for i, layer in enumerate(max(lists, key=len, default=()))}
 
 
 def _make_float_head(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Head:

@@ -14,6 +14,7 @@ import inspect
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -216,17 +217,18 @@ def _packed_logprobs(
     packed, head = pack_batch(prompts, completions), acceleration.head()
     batch = PackedBatch(*map(torch.from_numpy, packed))
     _check_vocabulary(where, batch.targets, head.bounds[-1][1])
-    replay, share = nullcontext([]), None
+    replay, share = partial(nullcontext, []), None
     if experts is not None:
         inner: Any = inner_module(model)
         config = model_config(inner.config.to_dict(), where=where)
         given = place_experts(experts, prompts, packed, config, where)
-        replay, share = replay_experts(model, config, given), 1 / max(1, np.count_nonzero(given[..., 0] != OWN_CHOICE))
+        replay = partial(replay_experts, model, config, given)
+        share = 1 / max(1, np.count_nonzero(given[..., 0] != OWN_CHOICE))
     noise = None if neftune is None else torch.from_numpy(neftune.draw(packed, embedding_dim(model, where)))
     recorded = record_router_logits(model) if return_balance else nullcontext()
     try:
-        with add_noise(model, noise), replay as replaced, recorded as routers:
-            hidden = acceleration.hidden_states(batch)
+        with add_noise(model, noise), replay() as replaced, recorded as routers:
+            hidden = acceleration.hidden_states(batch, again=replay)
     except IndexError as error:
         raise _missing_row_error(where, batch.input_ids, int(batch.position_ids.max()) + 1) from error
     balance = None if routers is None else balance_loss(model, routers, count_rows(batch))

@@ -34,7 +34,7 @@ def estimate_run_memory(run: Any, source: ModelSource, lengths: Lengths, *, inte
         source = source._replace(config=dataclasses.replace(source.config, tied_head=True))
     return run_memory(
         source, run, lengths, interpreter=interpreter, adapters=plan.adapters, base=base, learner=learner,
-        activation_bytes=run.activation_bytes, others=_other_bytes(run),
+        others=_other_bytes(run),
     )  # fmt: skip
 
 

@@ -83,8 +83,8 @@ def _list_reductions(run: Any) -> list[dict[str, Any]]:
     adapters = [{"lora_rank": 16}, {"lora_rank": 16, "base": "q8_0"}] if not run.has_adapters() else packed
     combined = [{**change, **smallest} for change in (*references, *adapters)]
     changes = [*passes, *references, *adapters, *combined]
-    kept = {"activation_bytes": 0}  # refused by runs without a learner
-    return [kept, *({**kept, **change} for change in changes), *changes] if run.has_adapters() else changes
+    kept = {"activation_bytes": 0}
+    return [kept, *({**kept, **change} for change in changes)]
 
 
 def _can_precompute_reference(run: Any) -> bool:

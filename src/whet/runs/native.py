@@ -29,11 +29,6 @@ def uses_learner(run: Any, plan: Plan, where: str) -> bool:
             f"{where}: base is {plan.base!r}, and {obstacle or 'backend is torch'}, but only a learner trains a reward "
             f"model on a packed base. Pass --base none."
         )
-    if run.activation_bytes is not None:
-        raise WhetValueError(
-            f"{where}: activation_bytes is {run.activation_bytes} and has no effect, because "
-            f"{obstacle or 'backend is torch'}. Omit it."
-        )
     return False
 
 
@@ -55,7 +50,6 @@ def load_learner(run: Any, plan: Plan, where: str) -> tuple[Learner, Any]:
     model, source = find_model(run.model, where), cast(ModelSource, plan.source)
     tokenizer = load_chat_tokenizer(model, where, run.chat_template, run.adapter)
     options: dict[str, Any] = {"compute": run.compute, "seed": run.seed % 2**64}
-    options["activation_bytes"] = run.activation_bytes
     if run.adapter:
         options["adapter"] = run.adapter
     else:

@@ -13,7 +13,6 @@ from whet.config.algorithms import ALGORITHMS
 from whet.config.fields import (
     BelowOne,
     Count,
-    OptionalCount,
     Paths,
     PathText,
     Positive,
@@ -123,9 +122,6 @@ class RunConfig:
     backend: Backend = "auto"
     """native: a learner trains adapters and norms on packed weights, without torch. torch: modules on Whet's kernels.
     auto: native if adapters of linear layers are trained on the CPU and nothing needs torch."""
-    activation_bytes: OptionalCount = None
-    """Memory in which native training keeps activations of layers from forward to backward pass; the other layers are
-    computed again, with the same results. None: a quarter of the unused memory."""
     eval_every: Positive = 100
     """Steps between evaluations, in addition to those before the first step and after the last."""
     checkpoint_every: Positive = 100

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
@@ -50,6 +51,17 @@ def unused_bytes() -> int:
     """Return the memory that machine and control groups have left; 0 if the system does not report it."""
     left = [_core.read_machine_memory()[1], *(group.limit - group.used for group in control_groups())]
     return max(0, min(left))
+
+
+def choose_activation_bytes(setting: int | None, unused: int) -> int:
+    """Return the memory in which a forward pass keeps activations of layers for the backward pass.
+
+    None: a quarter of the unused memory, which the ranks of torchrun on this machine share.
+    """
+    if setting is not None:
+        return setting
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return unused // 4 // max(1, int(ranks) if ranks.isdecimal() else 1)
 
 
 def _process_memory() -> tuple[int, int]:

@@ -85,6 +85,8 @@ class NativePolicy:
                 f"them, or train modules of torch."
             )
         check_moving_adapters(config, where)
+        if config.activation_bytes is not None:
+            model.limit_activations(config.activation_bytes)
         self.reference = AdapterReference(model, kept=config.uses_reference_model())
         self._has_gradients = False
         self._seed = 0

@@ -8,22 +8,20 @@ pass. Excludes the rows of the dataset and memory of reward functions.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Mapping
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 from whet import _core
 from whet.config.settings import GroupConfig, OnlineConfig, TrainerConfig
 from whet.errors import WhetValueError
-from whet.learner import choose_activation_bytes
 from whet.learner.moments import moment_bytes
+from whet.models.activations import count_kept, saved_bytes
 from whet.models.architecture import ModelConfig
 from whet.models.formats import PAGE_TOKENS
 from whet.models.lora import Adapted
 from whet.models.sizes import KV_BYTES, MAX_BATCH, VOCAB_TILE, cache_bytes, estimate, slot_bytes, training
 from whet.models.slots import ModelSource
-from whet.system.memory import available_bytes
+from whet.system.memory import available_bytes, choose_activation_bytes
 
 _FRAGMENTATION = 0.25
 """Memory that the allocator loses to fragmentation between activations, as a share of them: freed gaps that are too
@@ -47,7 +45,7 @@ class RunMemory(NamedTuple):
         gradients: gradients at the end of that pass, without activations.
         sampling: parts of sampling: KV cache, workspace, and weights that each sync packs again. They reuse the memory
             of updates, unless updates and sampling overlap (``async_lag``): then ``parts`` has them.
-        kept_layers: layers whose activations a learner keeps for the backward pass; it computes the others again.
+        kept_layers: last layers whose activations are kept for the backward pass; the others are computed again.
     """
 
     parts: dict[str, int]
@@ -77,7 +75,6 @@ def run_memory(
     adapters: Adapted | None = None,
     base: str = "none",
     learner: bool = False,
-    activation_bytes: int | None = None,
     others: Mapping[str, int] | None = None,
 ) -> RunMemory:
     """Estimate the memory of training a float32 model on Whet's kernels, or adapters with a ``Learner``.
@@ -91,7 +88,6 @@ def run_memory(
         base: format of a frozen model packed once, for trainer and sampler; "own": the formats of a GGUF file;
             "none": float32 parameters.
         learner: whether a learner trains the adapters.
-        activation_bytes: the learner's setting.
         others: bytes of other models in this process, by part.
 
     Raises:
@@ -138,30 +134,40 @@ def run_memory(
         parts["gradients"] = 4 * n_adapter
         sampling = _sampling(parts, source, config, lengths, adapters, weights, is_packed)
         unused = max(0, available_bytes() - sum(parts.values()))
-        kept = list(accumulate(reversed(_layer_bytes(model, largest.tokens, size, keeps=True)), initial=0))
-        kept_layers = bisect_right(kept, choose_activation_bytes(activation_bytes, unused)) - 1
+        layers = _layer_bytes(model, largest.tokens, size, keeps=True)
+        kept_layers = count_kept(layers, choose_activation_bytes(config.activation_bytes, unused))
         scratch = _delta_scratch_bytes(model, config, lengths, largest.tokens)
         n_keys = largest.tokens + largest.targets // lengths.completion * lengths.prompt  # of all sequences
         least = _learner_bytes(source, largest, n_keys, size, adapters)
-        update = {"activations": least + scratch + kept[kept_layers]}
+        update = {"activations": least + scratch + sum(layers[len(layers) - kept_layers :])}
         return RunMemory(parts, update, 0, sampling, kept_layers)
-    activations = _activation_bytes(source, config, lengths, 2 if narrow else 4, is_frozen=adapters is not None)
-    if adapters is not None:
-        of_modules = [rank for location, rank in adapters.factors if location.n_experts == 1]
-        activations += largest.tokens * sum(of_modules) * (2 if narrow else 4)
-        activations += sum(  # copies of the factors of experts
-            4 * each.n_experts * rank * sum(each.matrix_shape) for each, rank in adapters.factors if each.n_experts > 1
-        )
+    size = 2 if narrow else 4
     # The first gradient of a backward pass is the head's.
     first = math.prod(model.slots()["embedding"]) if adapters is None and not largest.is_part else n_trained
-    update = {"activations": activations, "gradients": 4 * first, "allocator": int(_FRAGMENTATION * activations)}
     if not is_packed and isinstance(config, OnlineConfig):
         weights = config.rollout_weights
         if weights == "auto":
             weights = "bf16" if narrow else "float32"
-    return RunMemory(
-        parts, update, 4 * n_trained, _sampling(parts, source, config, lengths, adapters, weights, is_packed)
+    sampling = _sampling(parts, source, config, lengths, adapters, weights, is_packed)
+    unused = max(0, available_bytes() - sum(parts.values()) - 4 * n_trained)
+    is_fused = any(
+        location.weight == "layers.0.qkv" and not location.module.part for location in source.targets.values()
     )
+    layers = saved_bytes(model, size, is_frozen=adapters is not None, is_fused=is_fused)
+    layers = [largest.tokens * n for n in layers]
+    kept_layers = count_kept(layers, choose_activation_bytes(config.activation_bytes, unused))
+    recomputed, kept = layers[: len(layers) - kept_layers], sum(layers[len(layers) - kept_layers :])
+    activations = _outer_bytes(source, largest, size, is_frozen=adapters is not None) + kept
+    if recomputed:  # their inputs, and the widest one
+        activations += len(recomputed) * largest.tokens * 4 * model.hidden_dim + max(recomputed)
+    if adapters is not None:
+        of_modules = [rank for location, rank in adapters.factors if location.n_experts == 1]
+        activations += largest.tokens * sum(of_modules) * size * max(1, kept_layers) // len(layers)
+        activations += sum(  # copies of the factors of experts
+            4 * each.n_experts * rank * sum(each.matrix_shape) for each, rank in adapters.factors if each.n_experts > 1
+        )
+    update = {"activations": activations, "gradients": 4 * first, "allocator": int(_FRAGMENTATION * activations)}
+    return RunMemory(parts, update, 4 * n_trained, sampling, kept_layers)
 
 
 def _sampling(
@@ -385,58 +391,14 @@ def _step_tokens(config: TrainerConfig, lengths: Lengths) -> _Pass:
     return _Pass(tokens, targets, is_part)
 
 
-def _activation_bytes(source: ModelSource, config: TrainerConfig, lengths: Lengths, size: int, is_frozen: bool) -> int:
-    """Return the bytes of tensors saved by the forward pass of a micro-batch, plus the head's at the start of backward.
-
-    Per token and layer: the residual stream before each norm (float32), q, k and v, attention output and log-sum-exps,
-    rotary cosines and sines, and the inputs of the MLP's activation. Matmuls recompute their inputs from the saved
-    inputs of the preceding norm or activation, except after layer norms and single-input activations, whose outputs are
-    saved. torch saves B, C, x and two sums of a convolution in float32, its output, and to train the taps their inputs.
-    The gated delta rule saves its projections, and in float32 its results before and after the norm, and z. Mamba-2
-    also saves the gated results, and to train the norm the normed ones. Frozen experts save their input; torch's own,
-    which train, in float32 for each expert of a token its input, gate and up, their activation and product (if clamped,
-    three steps more; without gates, the root of the activation and it), and its result. Routers save probabilities, and
-    ids and weights of the chosen.
+def _outer_bytes(source: ModelSource, largest: _Pass, size: int, is_frozen: bool) -> int:
+    """Return the bytes of tensors saved outside the layers, and of the head's at the start of the backward pass.
 
     Args:
         size: bytes of a matmul operand.
         is_frozen: whether only adapters train.
     """
-    model, rounded = source.config, 2 if size == 2 else 0
-    tokens, targets, _ = _step_tokens(config, lengths)
-    layers = range(model.n_layers)
-    hidden, n_halves = model.hidden_dim, sum((model.mixer(i) != "none") + model.has_mlp(i) for i in layers)
-    n_norms = model.n_layers if model.shared_norm else n_halves
-    read = 4 if model.pre_norm else size  # input of attention and MLP, or of their norm
-    norms = n_norms * (read + (size if model.norm == "layer" else 0) + (size if model.post_norm else 0)) * hidden
-    per_layer = 0
-    n_ffn = 4 if model.gated and model.activation != "silu" else 2  # torch keeps each operand of a gate
-    if model.layer_input_dim:  # the inputs of both products and of the norm, and the gate; to train, also its operand
-        per_layer = size * ((2 if is_frozen else 3) * model.layer_input_dim + 2 * hidden)
-    k, expert = model.n_used_experts, model.expert_dim
-    n_kept = 7 if model.activation == "clamped_swiglu" else 4 if model.gated else 2
-    of_experts = size * hidden if is_frozen else k * 4 * (2 * hidden + n_kept * expert) + 4 * hidden
-    of_experts += 4 * (model.n_experts + 3 * k)
-    mlps = sum(size * n_ffn * model.mlp_dim(i) + model.is_moe(i) * of_experts for i in layers)
-    fused = any(location.weight == "layers.0.qkv" and not location.module.part for location in source.targets.values())
-
-    def attention(i: int) -> int:
-        q, kv = model.n_heads * model.layer_head_dim(i), model.part_sizes(i)["k"]
-        saved = size * (2 * q + 2 * kv) + 4 * model.n_heads
-        if model.qk_norm:
-            saved += size * (q + kv * (2 if model.v_norm else 1))
-        if model.output_gate:  # its sigmoid and the product
-            saved += size * 2 * q
-        # The values are a view of the fused q, k and v.
-        return saved + (size * (q + kv) if fused else 4 * model.rotary_dim)
-
-    convolution = (4 * (4 if is_frozen else 4 + model.conv_length) + size) * hidden
-    values = model.delta_values
-    delta = size * (model.delta_channels + 2 * model.n_delta_heads) + 4 * 3 * values
-    mamba = size * (model.delta_channels + model.n_delta_heads) + (4 * (3 if is_frozen else 4) + 2 * size) * values
-    of_mixer = {"conv": convolution, "delta": delta, "mamba": mamba, "none": 0}
-    mixers = sum(attention(i) if model.mixer(i) == "attention" else of_mixer[model.mixer(i)] for i in layers)
-    per_token = norms + model.n_layers * per_layer + mlps + mixers + 4 * hidden
-    per_token += (4 + (0 if is_frozen else size)) * model.n_layers * model.layer_input_dim
+    model, rounded, hidden = source.config, 2 if size == 2 else 0, source.config.hidden_dim
+    per_token = 4 * hidden + (4 + (0 if is_frozen else size)) * model.n_layers * model.layer_input_dim
     logits, states = VOCAB_TILE * (4 + rounded), (4 + 2 * rounded) * hidden
-    return tokens * per_token + targets * (size * hidden + logits + states)
+    return largest.tokens * per_token + largest.targets * (size * hidden + logits + states)

@@ -33,6 +33,7 @@ from whet.nn.optimizers import CHANGED, is_hidden_matrix, make_optimizer
 from whet.nn.replay import routers_of
 from whet.nn.rewards import check_reward_model, completion_rewards
 from whet.nn.rounding import RoundedWeights
+from whet.system.memory import choose_activation_bytes, unused_bytes
 from whet.training.policy import Score, State, check_same_optimizer, check_same_parameters, error_without_effect
 from whet.training.reduction import checksum
 from whet.training.reference import Reference
@@ -74,6 +75,11 @@ class TorchPolicy:
         self.acceleration = self.accelerations.get(model)
         if self.acceleration is not None:
             self.acceleration.in_place = True
+        elif config.activation_bytes is not None:
+            raise WhetValueError(
+                f"{where}: activation_bytes is {config.activation_bytes} and has no effect, because torch computes the "
+                f"step. Omit it, or call model.gradient_checkpointing_enable() and set training_mode."
+            )
         self.optimizer = make_optimizer(config, self._groups(), where)
         self._rounded = RoundedWeights(model, config.qat, where) if config.qat else None
         self._rate = config.learning_rate
@@ -159,6 +165,8 @@ class TorchPolicy:
     def training(self, seed: int) -> Iterator[None]:
         """Context of ``logprobs`` and ``backward``: the model's mode, and its kernels. Torch's generator continues."""
         self._seed = seed
+        if self.acceleration is not None:
+            self.acceleration.activation_bytes = choose_activation_bytes(self._config.activation_bytes, unused_bytes())
         move = getattr(self.optimizer, "train", None)
         if move is not None:  # to the weights where a schedule-free step computes its gradients
             move()
