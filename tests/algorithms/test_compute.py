@@ -59,6 +59,23 @@ def test_bfloat16_is_close_to_float32():
         assert step["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.06)
 
 
+@pytest.mark.parametrize("kind", ["grpo", "dpo", "sft"])
+def test_steps_have_the_same_bits_if_layers_are_computed_again(kind):
+    for training_mode in (False, True):
+        (first, kept), (second, again) = (
+            steps(kind, compute="float32", activation_bytes=n, training_mode=training_mode) for n in (None, 0)
+        )
+        assert torch.equal(kept, again) and [h["loss"] for h in first] == [h["loss"] for h in second]
+
+
+def test_activation_bytes_without_effect_are_refused():
+    relu = tiny_model("llama", hidden_act="relu").requires_grad_(True)
+    SFT(relu, training_mode=False).train_step([[5, 6]], [[7]])  # torch computes the activation
+    for model, part in ((TinyModel(), "torch computes the step"), (relu, "torch computes a part of the model")):
+        assert_raises(WhetValueError, f"SFT: activation_bytes is 9 and has no effect, because {part}", SFT, model,
+                      activation_bytes=9)  # fmt: skip
+
+
 def test_auto_uses_kernels_for_supported_models():
     model = tiny_model("llama").requires_grad_(True)
     assert SFT(model, training_mode=False).policy.acceleration is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from whet.models.sizes import load_source
 from whet.models.sources.pretrained import open_pretrained
 from whet.runs.estimate import estimate_run_memory
 from whet.runs.memory import suggest_settings
@@ -19,20 +20,22 @@ def test_memory_advice_is_the_smallest_change_that_fits(tiny_model):
         return estimate_run_memory(run, source, lengths, **options).total
 
     run = DPORun(batch_size=64, max_tokens_per_step=1536)
+    recomputed = dataclasses.replace(run, activation_bytes=0)
+    fewer = dataclasses.replace(recomputed, max_tokens_per_step=384)
     for available, advice in (
-        (total(dataclasses.replace(run, max_tokens_per_step=768)), "With --max-tokens-per-step 768 "),
-        (total(dataclasses.replace(run, max_tokens_per_step=384)), "With --max-tokens-per-step 384 "),
-        (total(dataclasses.replace(run, max_tokens_per_step=384, precompute_reference=True)), "--precompute-reference"),
+        (total(recomputed), "With --activation-bytes 0 it"),
+        (total(dataclasses.replace(recomputed, max_tokens_per_step=768)), "--max-tokens-per-step 768 it"),
+        (total(fewer), "With --activation-bytes 0 --max-tokens-per-step 384 it"),
+        (total(dataclasses.replace(fewer, precompute_reference=True)), "--precompute-reference"),
         (100, "No setting makes it fit"),
     ):
         assert advice in suggest_settings(run, source, lengths, available, **options)
     rows = DPORun(batch_size=64, micro_batch_size=4)
-    least = total(dataclasses.replace(rows, micro_batch_size=1))
-    assert "With --micro-batch-size 1 " in suggest_settings(rows, source, lengths, least, **options)
-    small = SFTRun(batch_size=64, max_tokens_per_step=256)
-    assert "With --lora-rank 16 " in suggest_settings(
-        small, source, lengths, total(dataclasses.replace(small, lora_rank=16)), **options
-    )
+    least = total(dataclasses.replace(rows, micro_batch_size=1, activation_bytes=0))
+    assert "--micro-batch-size 1 it" in suggest_settings(rows, source, lengths, least, **options)
+    source, small = load_source("smollm-135m"), SFTRun(batch_size=64, max_tokens_per_step=256)
+    least = total(dataclasses.replace(small, lora_rank=16, activation_bytes=0))
+    assert "--lora-rank 16 it" in suggest_settings(small, source, lengths, least, **options)
 
 
 def test_advice_for_a_run_out_of_memory_names_a_smaller_base(tiny_model):

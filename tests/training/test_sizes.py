@@ -212,7 +212,7 @@ def test_autograd_saves_the_estimated_bytes(name, lora):
 
 @pytest.mark.parametrize("name", [*CONFIGS, *MIXTURES])
 def test_recomputation_saves_the_estimated_bytes(name):
-    """Of the layers' saved tensors only the inputs of the layers are left."""
+    """Layers that are computed again keep their inputs."""
     model, n_prompt = make_model(name, max_position_embeddings=4096), 4000
     source, found, predicted = open_module(model), [], []
     with accelerate(model, "float32") as acceleration:
@@ -224,7 +224,7 @@ def test_recomputation_saves_the_estimated_bytes(name):
             del result
             config = SFTConfig(batch_size=1, max_tokens_per_step=0, compute="float32", activation_bytes=limit)
             predicted.append(run_memory(source, config, Lengths(n_prompt, 2), interpreter=0).update["activations"])
-    largest = max(acceleration._saved_bytes) * (n_prompt + 1)  # which the backward pass computes again
+    largest = max(acceleration.layer_bytes) * (n_prompt + 1)  # which the backward pass computes again
     assert found[0] - found[1] == pytest.approx(predicted[0] - predicted[1] + largest, rel=0.05)
 
 

@@ -180,6 +180,7 @@ class Acceleration:
         norm_offset: constant that the family adds to the weights of norms.
         activation_bytes: memory in which ``hidden_states`` keeps activations of layers for the backward pass, besides
             the inputs of all layers; the other layers are computed again, with the same bits. None: no limit.
+        layer_bytes: bytes per token that each layer saves for the backward pass; empty: unknown, all layers are kept.
         in_place: whether backward passes add gradients of weights to ``.grad`` directly, bypassing autograd: faster,
             and correct for ``backward()``, but not for ``torch.autograd.grad``.
     """
@@ -208,10 +209,10 @@ class Acceleration:
         self.rotated_layers = rotated_layers(config, "accelerate")
         self.family = family_of(config, "accelerate")
         self.norm_offset = self.family.norm_offset
+        self.layer_bytes = self._count_layer_bytes()
         self._head: Head | None = None
         self._packed = False
         self._recomputation: Recomputation | None = None
-        self._saved_bytes: list[int] = []
         self._originals: list[tuple[nn.Module, str, Any]] = []
         register()
         _core.keep_freed_memory()
@@ -224,7 +225,6 @@ class Acceleration:
         _warn_of_special_adapters(self._model)
         warn_of_spinning()
         _accelerated[self._model] = self
-        self._saved_bytes = self._count_saved_bytes()
         try:
             for module in self._computed():
                 forward = choose_forward(self, module)
@@ -286,7 +286,7 @@ class Acceleration:
         Args:
             batch: the tokens.
             scaled: whether they are scaled for the LM head; ``score`` reads unscaled ones.
-            again: makes the context in which the backward pass computes a layer again: that of this call.
+            again: makes the context in which the backward pass computes a layer again.
         """
         self._packed = True
         self._recomputation = self._choose_recomputation(len(batch.input_ids), again)
@@ -308,11 +308,14 @@ class Acceleration:
             self._packed, self._recomputation = False, None
         return output[0][0] * self._logits_scale if scaled and self._logits_scale != 1 else output[0][0]
 
-    def _count_saved_bytes(self) -> list[int]:
-        """Return the bytes per token that each layer saves for the backward pass."""
+    def _count_layer_bytes(self) -> list[int]:
+        """Return the bytes per token that each layer saves for the backward pass; empty: unknown."""
         trained = [name for name, p in self._decoder.named_parameters() if p.requires_grad]
         is_fused = not any(name.endswith("q_proj") for name, _ in self._decoder.named_modules())
-        model = model_config(self._model.config.to_dict(), "accelerate")
+        try:
+            model = model_config(self._model.config.to_dict())
+        except WhetValueError:  # an architecture that the engine does not support, and torch computes in part
+            return []
         is_frozen = any("lora_" in name for name in trained)
         return saved_bytes(model, self.dtype.itemsize, is_frozen=is_frozen, is_fused=is_fused)
 
@@ -322,8 +325,8 @@ class Acceleration:
         """Return which layers of a pass are computed again: the first ones, if not all fit into the limit."""
         if self.activation_bytes is None or not torch.is_grad_enabled():
             return None
-        n_kept = count_kept([n_tokens * n_bytes for n_bytes in self._saved_bytes], self.activation_bytes)
-        return Recomputation(len(self._saved_bytes) - n_kept, again)
+        n_kept = count_kept([n_tokens * n_bytes for n_bytes in self.layer_bytes], self.activation_bytes)
+        return Recomputation(len(self.layer_bytes) - n_kept, again)
 
     def _layer(self, index: int, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Compute a layer, and again in the backward pass if its activations are not kept."""

@@ -75,10 +75,11 @@ class TorchPolicy:
         self.acceleration = self.accelerations.get(model)
         if self.acceleration is not None:
             self.acceleration.in_place = True
-        elif config.activation_bytes is not None:
+        if config.activation_bytes is not None and not (self.acceleration and self.acceleration.layer_bytes):
+            part = "a part of the model" if self.acceleration else "the step"
             raise WhetValueError(
-                f"{where}: activation_bytes is {config.activation_bytes} and has no effect, because torch computes the "
-                f"step. Omit it, or call model.gradient_checkpointing_enable() and set training_mode."
+                f"{where}: activation_bytes is {config.activation_bytes} and has no effect, because torch computes "
+                f"{part}. Omit it, or call model.gradient_checkpointing_enable() and set training_mode."
             )
         self.optimizer = make_optimizer(config, self._groups(), where)
         self._rounded = RoundedWeights(model, config.qat, where) if config.qat else None
