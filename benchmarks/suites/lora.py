@@ -77,26 +77,31 @@ def contender(name: str, serve: Callable[..., None], note: str = "", **settings:
     return Provider(name, prepare, note=note)
 
 
-def whet(name: str, base: str, *, is_native: bool = True, activation_bytes: int | None = None) -> Provider:
+def whet(name: str, base: str, *, is_native: bool = True, **settings: Any) -> Provider:
     """Create a provider of Whet's trainer on a base in a format; "": all weights are trained.
 
     Args:
         name: of the provider.
         base: format of the base.
         is_native: whether a learner trains adapters, or modules of torch.
-        activation_bytes: of the learner; None: its default.
+        **settings: of the trainer.
     """
     is_native = is_native and base != ""
     notes = [f"the base is packed in {base}", "without torch" if is_native else "PEFT's modules"] if base else []
-    if activation_bytes is not None:
-        notes.append(f"activations of layers in at most {activation_bytes / 1e9:g} GB")
-    settings = {"base": base, "is_native": is_native, "activation_bytes": activation_bytes}
-    return contender(name, native.serve_lora, "; ".join(notes), **settings)
+    if "activation_bytes" in settings:
+        notes.append(f"activations of layers in at most {settings['activation_bytes'] / 1e9:g} GB")
+    return contender(name, native.serve_lora, "; ".join(notes), base=base, is_native=is_native, **settings)
 
 
-def recomputed(base: str, name: str = "whet") -> Provider:
-    """Create a provider of a learner that computes every layer again in the backward pass."""
-    return whet(f"{name}, recomputed", base, activation_bytes=0)
+def recomputed(base: str, name: str = "whet", **settings: Any) -> Provider:
+    """Create a provider of a trainer that computes every layer again in the backward pass."""
+    return whet(f"{name}, recomputed", base, activation_bytes=0, **settings)
+
+
+def all_weights() -> list[Provider]:
+    """Create providers of trainers of all weights, from the fastest to the smallest."""
+    name, moments = "whet all weights", {"optimizer": "adamw_8bit"}
+    return [whet(name, ""), recomputed("", name), recomputed("", f"{name}, 8-bit moments", **moments)]
 
 
 def peer(name: str, base: str = "float32", note: str = "", **settings: Any) -> Provider:
@@ -125,7 +130,7 @@ def real_providers() -> list[Provider]:
         whet("whet q4_k_m", "q4_k_m"),
         recomputed("bf16"),
         *(recomputed(base, f"whet {base}") for base in ("q8_0", "q4_k_m")),
-        whet("whet all weights", ""),
+        *all_weights(),
         *peers(16),
         peer("TRL + PEFT 4 bits", "nf4", "bitsandbytes' nf4 on the CPU, adapters in bfloat16", micro_batch=16),
         peer("TRL all weights", "", micro_batch=16),
@@ -134,8 +139,9 @@ def real_providers() -> list[Provider]:
 
 def budgets(base: str) -> list[Provider]:
     """Create providers of a learner with more and more memory for activations: time and peak are a curve."""
-    sizes = (None, 0, 500_000_000, 1_000_000_000)
-    return [whet("whet" if size is None else f"whet {size / 1e9:g} GB", base, activation_bytes=size) for size in sizes]
+    sizes = (0, 500_000_000, 1_000_000_000)
+    limits = [(f"whet {size / 1e9:g} GB", {"activation_bytes": size}) for size in sizes]
+    return [whet("whet", base), *(whet(name, base, **limit) for name, limit in limits)]
 
 
 def settings_of_trl() -> list[Provider]:
@@ -336,6 +342,7 @@ def tables(options: LoraOptions) -> list[Table]:
     long = "4 x 8, 128 + 128"
     small_case = shape_case(long, "grpo", small, options, lora_step_flops(small, quantised=True))
     large_case = shape_case(long, "grpo", large, options, lora_step_flops(large, quantised=True))
+    two_prompts = shape_case("2 x 8, 128 + 128", "grpo", GRPOShape(QWEN2_500M, n_prompts=2), options)
     return [
         work_table("GRPO on sums, LoRA, SmolLM2-135M", sums, real_providers(), sums_note(options), 16),
         *([calculator_table(options)] if options.smollm2 else []),
@@ -349,6 +356,7 @@ def tables(options: LoraOptions) -> list[Table]:
             _LONG,
             2,
         ),
+        work_table("GRPO, all weights, 0.5 B Qwen2", [two_prompts], all_weights(), _LONG, 2),
         *pair_tables(QWEN2_500M, 4, options),
         *(family_table(model, options) for model in (LFM2_350M, QWEN3_5_800M, OLMOE_4_LAYERS)),
         work_table("GRPO, LoRA, 1.5 B Qwen2", [large_case], budgets("q4_k_m"), _LONG, 2),

@@ -67,12 +67,12 @@ def serve_lora(session: Session, work: Work, settings: dict[str, Any]) -> None:
 
     Args:
         settings: ``base``: format of the base; "": all weights are trained, in float32. ``is_native``: a learner
-            trains the adapters, without torch. ``activation_bytes``: of the learner. Others are passed to the trainer.
+            trains the adapters, without torch. Others are passed to the trainer.
     """
     own = dict(settings)
-    base, is_native, kept = own.pop("base"), own.pop("is_native", False), own.pop("activation_bytes", None)
+    base, is_native = own.pop("base"), own.pop("is_native", False)
     tokenizer = work.tokenizer(is_native=is_native)
-    model = _learner_of(work, base, kept) if is_native else _model_of(work, base)
+    model = _learner_of(work, base) if is_native else _model_of(work, base)
     rate = lora.LEARNING_RATES["adapters" if base else "all weights"]
     # If no completion may end, EOS is outside of the vocabulary: prompts are token ids, and there is no tokenizer.
     has_eos = tokenizer.eos_token_id < work.model.config.vocab_size
@@ -114,14 +114,14 @@ def _method_settings(work: Work) -> dict[str, Any]:
     return settings | ({"tools": work.load_tools(), "max_turns": 1 + lora.MAX_CALLS} if work.tools else {})
 
 
-def _learner_of(work: Work, base: str, activation_bytes: int | None) -> Any:
+def _learner_of(work: Work, base: str) -> Any:
     """Load the learner of a run."""
     import whet
 
     settings = {"lora_rank": lora.RANK, "lora_alpha": lora.ALPHA, "lora_layers": lora.layers_of(work.model)}
     if work.method == "reward":
         settings["modules_to_save"] = ["score"]
-    return whet.Learner(work.path, weights=base, seed=work.seed, activation_bytes=activation_bytes, **settings)
+    return whet.Learner(work.path, weights=base, seed=work.seed, **settings)
 
 
 def _model_of(work: Work, base: str) -> Any:
