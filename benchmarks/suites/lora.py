@@ -140,8 +140,8 @@ def real_providers() -> list[Provider]:
 def budgets(base: str) -> list[Provider]:
     """Create providers of a learner with more and more memory for activations: time and peak are a curve."""
     sizes = (0, 500_000_000, 1_000_000_000)
-    limits = [(f"whet {size / 1e9:g} GB", {"activation_bytes": size}) for size in sizes]
-    return [whet("whet", base), *(whet(name, base, **limit) for name, limit in limits)]
+    limited = [whet(f"whet {size / 1e9:g} GB", base, activation_bytes=size) for size in sizes]
+    return [whet("whet", base), *limited]
 
 
 def settings_of_trl() -> list[Provider]:
