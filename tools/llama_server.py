@@ -1,8 +1,9 @@
-"""Compile llama.cpp's server for this machine, from llama-cpp-python's source distribution, for `whet bench serve`.
+"""Compile llama.cpp's server and quantiser for this machine, from llama-cpp-python's source distribution: the peers of
+`whet bench serve` and `whet bench rounding`.
 
     python3 tools/llama_server.py [FOLDER]
 
-FOLDER is build/llama.cpp unless it is given, and the program is bin/llama-server in it. Takes a C++ compiler and ten
+FOLDER is build/llama.cpp unless it is given, and the programs are in its folder bin. Takes a C++ compiler and ten
 minutes; the version is that in constraints.txt. Needs only the standard library, pip and CMake.
 """
 
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from set_up import LLAMA_CPP, ROOT, llama_cpp_options
 
+_PROGRAMS = ("llama-server", "llama-quantize", "llama-imatrix")
 _OPTIONS = {
     "CMAKE_BUILD_TYPE": "Release",
     "GGML_NATIVE": "ON",
@@ -32,20 +34,20 @@ _OPTIONS = {
 
 
 def main(argv: list[str]) -> int:
-    """Build the server, and return 0, or the status of the command that failed."""
+    """Build the programs, and return 0, or the status of the command that failed."""
     if len(argv) > 1 or (argv and argv[0].startswith("-")):
         print(__doc__)
         return 0 if argv in (["-h"], ["--help"]) else 2
     try:
-        program = build(Path(argv[0] if argv else ROOT / "build" / "llama.cpp").absolute())
+        programs = build(Path(argv[0] if argv else ROOT / "build" / "llama.cpp").absolute())
     except subprocess.CalledProcessError as error:  # the command has printed its error
         return error.returncode
-    print(program)
+    print(programs)
     return 0
 
 
 def build(folder: Path) -> Path:
-    """Compile the server in a folder, and return its path."""
+    """Compile the programs in a folder, and return the folder that has them."""
     with tempfile.TemporaryDirectory() as scratch:
         source = download(Path(scratch))
         options = [f"-D{name}={value}" for name, value in _OPTIONS.items()]
@@ -53,8 +55,8 @@ def build(folder: Path) -> Path:
         env = {**os.environ, **llama_cpp_options()}
         subprocess.run(["cmake", "-S", str(source), "-B", str(folder), *generator, *options], check=True, env=env)
         jobs = str(os.cpu_count() or 1)
-        subprocess.run(["cmake", "--build", str(folder), "--target", "llama-server", "-j", jobs], check=True, env=env)
-    return folder / "bin" / "llama-server"
+        subprocess.run(["cmake", "--build", str(folder), "--target", *_PROGRAMS, "-j", jobs], check=True, env=env)
+    return folder / "bin"
 
 
 def download(scratch: Path) -> Path:

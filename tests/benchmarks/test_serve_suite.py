@@ -14,12 +14,13 @@ from tests.tiny import tiny_llama
 
 from benchmarks.contenders.engine.models import StoredModel
 from benchmarks.contenders.engine.workload import Workload, files_of, random_workload, sample_error
+from benchmarks.contenders.llama_programs import find_llama_program
 from benchmarks.contenders.serve import likelihoods, loads
 from benchmarks.contenders.serve.client import Answer, post_all
 from benchmarks.contenders.serve.guided import by_guidellm
 from benchmarks.contenders.serve.likelihoods import Likelihoods, Rows, likelihood_error
 from benchmarks.contenders.serve.loads import on_server
-from benchmarks.contenders.serve.servers import WhetServer, every_setting, find_llama_server, open_llama, open_whet
+from benchmarks.contenders.serve.servers import WhetServer, every_setting, open_llama, open_whet
 from benchmarks.suites.serve import ServeOptions, link, tables
 from whet.bench import NotMeasured
 
@@ -197,7 +198,7 @@ def test_wrong_log_likelihoods_are_found(stored):
 
 
 def test_missing_llama_server_is_named(tmp_path, monkeypatch, load):
-    monkeypatch.setattr("benchmarks.contenders.serve.servers.BUILT", tmp_path / "llama-server")
+    monkeypatch.setattr("benchmarks.contenders.llama_programs.BUILT", tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     for program in ("", str(tmp_path / "own")):
         with pytest.raises(NotMeasured, match=mentions("tools/llama_server.py", program or "llama-server")):
@@ -205,7 +206,7 @@ def test_missing_llama_server_is_named(tmp_path, monkeypatch, load):
     for path in (tmp_path / "bin/llama-server", tmp_path / "llama-server", tmp_path / "own"):
         path.parent.mkdir(exist_ok=True)
         path.touch(0o755)
-        assert find_llama_server("" if path.name != "own" else str(path)) == str(path)
+        assert find_llama_program("llama-server", "" if path.name != "own" else str(path)) == str(path)
 
 
 def test_missing_guidellm_is_named(monkeypatch, tmp_path, load):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -24,13 +23,10 @@ from typing import Any, ClassVar
 
 import whet
 from benchmarks.contenders.engine.workload import Sample, load_once
+from benchmarks.contenders.llama_programs import find_llama_program
 from benchmarks.contenders.serve.client import Answer, Body, post_all
-from whet.bench.case import NotMeasured
-from whet.bench.suites import CLONE
 from whet.system.processes import set_parent_death_signal
 
-BUILT = CLONE / "build" / "llama.cpp" / "bin" / "llama-server"
-"""The program that ``tools/llama_server.py`` builds."""
 _START_S = 120
 _GRACE_S = 10
 _KV_BYTES = 384 << 20
@@ -168,12 +164,12 @@ def open_llama(program: str, file: Path, n_rows: int, n_tokens: int, trial: Call
     Servers of as many rows have the same setting: the one that is fastest at the first load.
 
     Args:
-        program: path of llama-server; empty: found by ``find_llama_server``.
+        program: path of llama-server; empty: found by ``find_llama_program``.
 
     Raises:
         NotMeasured: llama-server is missing.
     """
-    path = find_llama_server(program)
+    path = find_llama_program("llama-server", program)
     threads = str(whet.get_num_threads())
     context = str(n_rows * (-(-n_tokens // _CELLS) * _CELLS))
     fixed = (path, "-m", str(file), "-t", threads, "-tb", threads, "-np", str(n_rows), "-c", context)
@@ -193,19 +189,6 @@ def open_llama(program: str, file: Path, n_rows: int, n_tokens: int, trial: Call
 
 
 _fastest: dict[int, tuple[str, ...]] = {}
-
-
-def find_llama_server(program: str) -> str:
-    """Return the path of llama-server: the given program, else the one that is built here, else the one on PATH.
-
-    Raises:
-        NotMeasured: there is none.
-    """
-    found = shutil.which(program or str(BUILT)) or (None if program else shutil.which("llama-server"))
-    if found is None:
-        what = program or "llama-server"
-        raise NotMeasured(f"{what} is missing: python3 tools/llama_server.py builds it; --llama-server names another")
-    return found
 
 
 def _version(path: str) -> str:

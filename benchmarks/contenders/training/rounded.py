@@ -1,0 +1,155 @@
+"""Files of a few bits per weight from one model, by rounding, by QAT and by llama.cpp, and their perplexity.
+
+QAT is the recipe of docs/qat.md: the model in floats teaches itself rounded, on a text that only gives contexts.
+llama.cpp weighs the rounding errors by an importance matrix of the same text. Text that both have: Python's language
+reference for training, and a story of Jules Verne (reasoning-gym's data) for the perplexity.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from benchmarks.contenders.llama_programs import find_llama_program
+from benchmarks.contenders.training.methods import as_flags, run_measured
+from whet.bench.case import NotMeasured
+
+PASSAGE = 1000
+"""Characters of a passage."""
+WINDOW = 512
+"""Tokens of a window of the text whose perplexity is measured."""
+N_STEPS, BATCH_SIZE, LEARNING_RATE = 40, 8, 5e-5
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Made:
+    """A file, the seconds of the processes that made it, and the highest of their memory peaks."""
+
+    path: Path
+    seconds: float
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Files of a model, in a folder.
+
+    Attributes:
+        folder: where files are written; those of earlier calls are reused, except the made ones.
+        model: the original, a GGUF file.
+        n_steps: steps of QAT.
+    """
+
+    folder: Path
+    model: Path
+    n_steps: int = N_STEPS
+
+    @cached_property
+    def floats(self) -> Path:
+        """The model's numbers in float32, which all files are made from."""
+        path = self.folder / "f32.gguf"
+        if not path.exists():
+            run_measured(["export", str(self.model), str(path), "--quantize", "f32"])
+        return path
+
+    @cached_property
+    def passages(self) -> list[str]:
+        """The text for training, in passages."""
+        from pydoc_data.topics import topics
+
+        text = "\n".join(topics[name] for name in sorted(topics))
+        passages = [text[at : at + PASSAGE] for at in range(0, len(text) - PASSAGE, PASSAGE)]
+        n, step = self.n_steps * BATCH_SIZE, max(1, len(passages) // (self.n_steps * BATCH_SIZE))
+        return passages[: n * step : step]
+
+    def round(self, file_type: str) -> Made:
+        """Round to nearest by ``whet export``."""
+        out = self._out("rounded", file_type)
+        seconds, peak, _ = run_measured(["export", str(self.floats), str(out), "--quantize", file_type])
+        return Made(out, seconds, peak)
+
+    def train(self, file_type: str) -> Made:
+        """Score the text with the model in floats, learn these probabilities with rounded weights, and export."""
+        scored, run, out = self.folder / "scored.jsonl", self.folder / "run", self._out("qat", file_type)
+        rows = self.folder / "rows.jsonl"
+        rows.write_text("".join(json.dumps({"text": each}) + "\n" for each in self.passages), encoding="utf-8")
+        shutil.rmtree(run, ignore_errors=True)
+        floats = str(self.floats)
+        settings = {
+            "model": floats,
+            "data": scored,
+            "qat": file_type,
+            "learning_rate": LEARNING_RATE,
+            "batch_size": BATCH_SIZE,
+            "steps": self.n_steps,
+            "checkpoint_every": self.n_steps,
+            "seed": SEED,
+            "output_dir": run,
+        }
+        commands = (
+            ["score", floats, "--data", str(rows), "--output", str(scored), "--weights", "float32"],
+            ["train", "kd", *as_flags(settings)],
+            ["export", str(run / "model"), str(out), "--quantize", file_type],
+        )
+        measured = [run_measured(command) for command in commands]
+        peaks = [peak for _, peak, _ in measured if peak is not None]
+        return Made(out, sum(seconds for seconds, _, _ in measured), max(peaks, default=None))
+
+    def quantize(self, file_type: str, *, weighted: bool) -> Made:
+        """Round by llama-quantize, weighted by llama-imatrix of the text, or not."""
+        out, matrix = self._out("llama.cpp", file_type), self.folder / "imatrix.gguf"
+        commands = [[find_llama_program("llama-quantize"), str(self.floats), str(out), file_type]]
+        if weighted:
+            text = self.folder / "text.txt"
+            text.write_text("".join(self.passages), encoding="utf-8")
+            collect = [find_llama_program("llama-imatrix"), "-m", str(self.floats), "-f", str(text), "-o", str(matrix)]
+            commands[0][1:1] = ["--imatrix", str(matrix)]
+            commands.insert(0, collect)
+        started = time.perf_counter()
+        for command in commands:
+            _run_program(command)
+        return Made(out, time.perf_counter() - started, None)
+
+    def perplexity(self, path: Path) -> float:
+        """Return the perplexity of a file's numbers, multiplied in float32, on text that no file was made with."""
+        from reasoning_gym.data import get_data_file_path
+
+        from whet import Engine
+        from whet.text.model import find_model, load_chat_tokenizer
+
+        found = find_model(str(path), "whet bench rounding")
+        text = get_data_file_path("in_the_year_2889.txt").read_text(encoding="utf-8")
+        ids = load_chat_tokenizer(found, "whet bench rounding")(text)["input_ids"]
+        windows = [ids[at : at + WINDOW] for at in range(0, len(ids) - 1, WINDOW)]
+        engine = Engine.from_pretrained(path, weights="float32")
+        rows = engine.logprobs([window for window in windows if len(window) > 1])
+        values = [value for row in rows for value in row]
+        return math.exp(-math.fsum(values) / len(values))
+
+    def _out(self, kind: str, file_type: str) -> Path:
+        out = self.folder / f"{kind}-{file_type}.gguf"
+        out.unlink(missing_ok=True)
+        return out
+
+
+def _run_program(command: Sequence[str]) -> None:
+    """Run a program of llama.cpp.
+
+    Raises:
+        NotMeasured: it failed; with the end of its output.
+    """
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    if done.returncode:
+        raise NotMeasured(f"{os.path.basename(command[0])} ended with status {done.returncode}: {done.stdout[-500:]}")
+
+
+Maker = Callable[[Rounding, str], Made]

