@@ -77,8 +77,8 @@ def tables(options: RoundingOptions) -> Sequence[Table]:
 SUITE = Suite(
     name="rounding",
     title="Rounding a model to 4 bits",
-    summary="Perplexity and time of GGUF files by QAT and by rounding, beside llama.cpp's quantiser and importance "
-    "matrix.",
+    summary="Perplexity and time of GGUF files by QAT and by rounding, and by llama.cpp with and without "
+    "an importance matrix.",
     tables=tables,
     options=RoundingOptions,
 )

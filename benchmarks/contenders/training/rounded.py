@@ -44,7 +44,7 @@ class Rounding:
     """Files of a model, in a folder.
 
     Attributes:
-        folder: where files are written; those of earlier calls are reused, except the made ones.
+        folder: of the files; existing floats are reused.
         model: the original, a GGUF file.
         n_steps: steps of QAT.
     """

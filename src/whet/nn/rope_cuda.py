@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,7 +184,7 @@ def _plan(tensors: dict[str, torch.Tensor], head_size: int, is_neox: bool, inver
     half = table.shape[1] // 2
     pairs = triton.next_power_of_2(half)
     block = min(triton.next_power_of_2(max(*heads, 1)), max(1, _PAIRS // pairs))
-    grid = (positions.numel(), sum(triton.cdiv(n, block) for n in heads), 1)
+    grid = (positions.numel(), sum(math.ceil(n / block) for n in heads), 1)
     return _Launch(grid, (*strides, *heads, len(table)), (is_neox, inverse, half, pairs, block))
 
 

@@ -422,7 +422,7 @@ class WandbLogger(Logger):
 
         try:
             self._run = wandb.init(project=project, **init)
-        except wandb.errors.Error as error:
+        except wandb.errors.Error as error:  # pyright: ignore[reportAttributeAccessIssue]
             raise WhetError(
                 f"WandbLogger: {str(error).strip()} Run `wandb login`, or set WANDB_MODE=offline and upload the run "
                 "later."
