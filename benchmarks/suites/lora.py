@@ -98,9 +98,9 @@ def recomputed(base: str, name: str = "whet", **settings: Any) -> Provider:
     return whet(f"{name}, recomputed", base, activation_bytes=0, **settings)
 
 
-def all_weights() -> list[Provider]:
+def all_weights(name: str) -> list[Provider]:
     """Create providers of trainers of all weights, from the fastest to the smallest."""
-    name, moments = "whet all weights", {"optimizer": "adamw_8bit"}
+    moments = {"optimizer": "adamw_8bit"}
     return [whet(name, ""), recomputed("", name), recomputed("", f"{name}, 8-bit moments", **moments)]
 
 
@@ -130,7 +130,7 @@ def real_providers() -> list[Provider]:
         whet("whet q4_k_m", "q4_k_m"),
         recomputed("bf16"),
         *(recomputed(base, f"whet {base}") for base in ("q8_0", "q4_k_m")),
-        *all_weights(),
+        *all_weights("whet all weights"),
         *peers(16),
         peer("TRL + PEFT 4 bits", "nf4", "bitsandbytes' nf4 on the CPU, adapters in bfloat16", micro_batch=16),
         peer("TRL all weights", "", micro_batch=16),
@@ -356,7 +356,7 @@ def tables(options: LoraOptions) -> list[Table]:
             _LONG,
             2,
         ),
-        work_table("GRPO, all weights, 0.5 B Qwen2", [two_prompts], all_weights(), _LONG, 2),
+        work_table("GRPO, all weights, 0.5 B Qwen2", [two_prompts], all_weights("whet"), _LONG, 2),
         *pair_tables(QWEN2_500M, 4, options),
         *(family_table(model, options) for model in (LFM2_350M, QWEN3_5_800M, OLMOE_4_LAYERS)),
         work_table("GRPO, LoRA, 1.5 B Qwen2", [large_case], budgets("q4_k_m"), _LONG, 2),

@@ -63,15 +63,15 @@ def tables(options: RoundingOptions) -> Sequence[Table]:
     """
     check(options, "rounding", min_steps=1)
     makers: dict[str, Maker] = {
-        "whet, QAT": Rounding.train,
-        "whet export": Rounding.round,
+        "whet": Rounding.train,
+        "whet, rounded": Rounding.round,
         "llama.cpp": partial(Rounding.quantize, weighted=False),
         "llama.cpp, imatrix": partial(Rounding.quantize, weighted=True),
     }
-    cases = [Case(name, lambda rng, name=name: name, lambda x: x, tolerance=0.0) for name in FILE_TYPES]
+    cases = [Case(name, lambda rng, name=name: name, lambda x: x, tolerance=0.0, n_items=1) for name in FILE_TYPES]
     providers = [Provider(name, partial(make_file, maker, options)) for name, maker in makers.items()]
     note = _NOTE.format(n_steps=options.steps)
-    return [Table("Perplexity after rounding", cases, providers, "", note, error=perplexity_error)]
+    return [Table("Perplexity after rounding", cases, providers, "", note, "files", error=perplexity_error)]
 
 
 SUITE = Suite(

@@ -50,7 +50,7 @@ def test_programs_of_llama_cpp_that_are_missing_or_fail_are_named(rounding, tmp_
 def test_a_row_has_the_perplexity_before_and_after(rounding, monkeypatch):
     monkeypatch.setattr(suite, "smollm2_original", lambda given: rounding.model)
     table = suite.tables(suite.RoundingOptions(quick=True))[0]
-    providers = [each for each in table.providers if each.name == "whet export"]
+    providers = [each for each in table.providers if each.name == "whet, rounded"]
     (row,) = run_case(table, table.cases[0], providers, 1, QUICK, 0).rows
     [(before, after)] = row.scores
     assert 1 < before < after * 1.1 and row.status == "measured"

@@ -27,7 +27,7 @@ TARGETS = {
     "gpt2": ["c_attn", "c_fc"],
     "phi3-longrope": ["qkv_proj", "gate_up_proj"],
     "granite4-hybrid": ["in_proj", "out_proj", "q_proj", "o_proj"],
-    "nemotron_h-groups": ["in_proj", "out_proj", "q_proj", "o_proj", "up_proj", "down_proj"],
+    "nemotron_h-groups": ["in_proj", "q_proj", "o_proj", "up_proj", "down_proj"],
     "nemotron_h-experts": ["in_proj", "q_proj", "up_proj"],
     "qwen3_5_text": ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj", "o_proj"],
 }
