@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 from benchmarks.contenders.engine.models import smollm2_original
-from benchmarks.contenders.training.rounded import BATCH_SIZE, LEARNING_RATE, N_STEPS, Maker, Rounding
+from benchmarks.contenders.training.rounded import BATCH_SIZE, LEARNING_RATE, N_STEPS, Made, Rounding
 from benchmarks.suites.lora import check
 from whet.bench.case import BenchOptions, Call, Case, Provider, Suite, Table, WholeRun
+
+Maker = Callable[[Rounding, str], Made]
 
 FILE_TYPES = ("q4_0", "q4_k_m")
 _NOTE = (
@@ -37,17 +40,22 @@ def make_file(maker: Maker, options: RoundingOptions, file_type: str) -> Call:
     """Return the call that makes a file and measures its perplexity."""
     import reasoning_gym  # noqa: F401  (raise an ImportError with its name)
 
-    model = smollm2_original(options.smollm2)
+    rounding = open_rounding(smollm2_original(options.smollm2), 2 if options.quick else options.steps)
 
     def call() -> WholeRun:
-        with tempfile.TemporaryDirectory(prefix="whet-bench-") as scratch:
-            rounding = Rounding(Path(scratch), model, 2 if options.quick else options.steps)
-            before = rounding.perplexity(rounding.floats)
-            made = maker(rounding, file_type)
-            after = rounding.perplexity(made.path)
+        before, made = rounding.perplexity_before, maker(rounding, file_type)
+        after = rounding.perplexity(made.path)
         return WholeRun(after, [made.seconds], None, {}, made.peak_bytes, scores=[(before, after)])
 
     return call
+
+
+@lru_cache(maxsize=1)
+def open_rounding(model: Path, n_steps: int) -> Rounding:
+    """Return the files of a model, which all rows share; their folder is removed when the process ends."""
+    folder = tempfile.TemporaryDirectory(prefix="whet-bench-")
+    atexit.register(folder.cleanup)
+    return Rounding(Path(folder.name), model, n_steps)
 
 
 def perplexity_error(found: float, expected: str) -> float:

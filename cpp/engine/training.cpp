@@ -1,7 +1,6 @@
 #include "engine/training.h"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 
 #include "kernels/dispatch.h"

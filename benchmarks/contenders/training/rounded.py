@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -44,7 +43,7 @@ class Rounding:
     """Files of a model, in a folder.
 
     Attributes:
-        folder: of the files; existing floats are reused.
+        folder: of the files.
         model: the original, a GGUF file.
         n_steps: steps of QAT.
     """
@@ -57,9 +56,13 @@ class Rounding:
     def floats(self) -> Path:
         """The model's numbers in float32, which all files are made from."""
         path = self.folder / "f32.gguf"
-        if not path.exists():
-            run_measured(["export", str(self.model), str(path), "--quantize", "f32"])
+        run_measured(["export", str(self.model), str(path), "--quantize", "f32"])
         return path
+
+    @cached_property
+    def perplexity_before(self) -> float:
+        """Perplexity of the floats."""
+        return self.perplexity(self.floats)
 
     @cached_property
     def passages(self) -> list[str]:
@@ -73,16 +76,16 @@ class Rounding:
 
     def round(self, file_type: str) -> Made:
         """Round to nearest by ``whet export``."""
-        out = self._out("rounded", file_type)
+        out = self.folder / f"rounded-{file_type}.gguf"
         seconds, peak, _ = run_measured(["export", str(self.floats), str(out), "--quantize", file_type])
         return Made(out, seconds, peak)
 
     def train(self, file_type: str) -> Made:
         """Score the text with the model in floats, learn these probabilities with rounded weights, and export."""
-        scored, run, out = self.folder / "scored.jsonl", self.folder / "run", self._out("qat", file_type)
-        rows = self.folder / "rows.jsonl"
+        folder = self.folder / f"qat-{file_type}"
+        folder.mkdir()
+        rows, scored, run, out = (folder / name for name in ("rows.jsonl", "scored.jsonl", "run", "model.gguf"))
         rows.write_text("".join(json.dumps({"text": each}) + "\n" for each in self.passages), encoding="utf-8")
-        shutil.rmtree(run, ignore_errors=True)
         floats = str(self.floats)
         settings = {
             "model": floats,
@@ -106,14 +109,15 @@ class Rounding:
 
     def quantize(self, file_type: str, *, weighted: bool) -> Made:
         """Round by llama-quantize, weighted by llama-imatrix of the text, or not."""
-        out, matrix = self._out("llama.cpp", file_type), self.folder / "imatrix.gguf"
-        commands = [[find_llama_program("llama-quantize"), str(self.floats), str(out), file_type]]
+        quantize = find_llama_program("llama-quantize")
+        folder = self.folder / f"{'weighted' if weighted else 'plain'}-{file_type}"
+        out, matrix, text = (folder / name for name in ("model.gguf", "imatrix.gguf", "text.txt"))
+        commands = [[quantize, str(self.floats), str(out), file_type]]
         if weighted:
-            text = self.folder / "text.txt"
-            text.write_text("".join(self.passages), encoding="utf-8")
             collect = [find_llama_program("llama-imatrix"), "-m", str(self.floats), "-f", str(text), "-o", str(matrix)]
-            commands[0][1:1] = ["--imatrix", str(matrix)]
-            commands.insert(0, collect)
+            commands = [collect, [quantize, "--imatrix", str(matrix), str(self.floats), str(out), file_type]]
+        folder.mkdir()
+        text.write_text("".join(self.passages), encoding="utf-8")
         started = time.perf_counter()
         for command in commands:
             _run_program(command)
@@ -135,11 +139,6 @@ class Rounding:
         values = [value for row in rows for value in row]
         return math.exp(-math.fsum(values) / len(values))
 
-    def _out(self, kind: str, file_type: str) -> Path:
-        out = self.folder / f"{kind}-{file_type}.gguf"
-        out.unlink(missing_ok=True)
-        return out
-
 
 def _run_program(command: Sequence[str]) -> None:
     """Run a program of llama.cpp.
@@ -150,6 +149,3 @@ def _run_program(command: Sequence[str]) -> None:
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if done.returncode:
         raise NotMeasured(f"{os.path.basename(command[0])} ended with status {done.returncode}: {done.stdout[-500:]}")
-
-
-Maker = Callable[[Rounding, str], Made]

@@ -150,14 +150,27 @@ def run_memory(
             weights = "bf16" if narrow else "float32"
     sampling = _sampling(parts, source, config, lengths, adapters, weights, is_packed)
     unused = max(0, available_bytes() - sum(parts.values()) - 4 * n_trained)
+    activations, kept_layers = _module_activations(source, config, largest, size, adapters, unused)
+    update = {"activations": activations, "gradients": 4 * first, "allocator": int(_FRAGMENTATION * activations)}
+    return RunMemory(parts, update, 4 * n_trained, sampling, kept_layers)
+
+
+def _module_activations(
+    source: ModelSource, config: TrainerConfig, largest: _Pass, size: int, adapters: Adapted | None, unused: int
+) -> tuple[int, int]:
+    """Return the bytes that modules save for the backward pass of a micro-batch, and the number of kept layers.
+
+    ``size``: bytes of an operand of a product. ``unused``: memory that nothing else needs.
+    """
+    model, is_frozen = source.config, adapters is not None
     is_fused = any(
         location.weight == "layers.0.qkv" and not location.module.part for location in source.targets.values()
     )
-    layers = saved_bytes(model, size, is_frozen=adapters is not None, is_fused=is_fused)
+    layers = saved_bytes(model, size, is_frozen=is_frozen, is_fused=is_fused)
     layers = [largest.tokens * n for n in layers]
     kept_layers = count_kept(layers, choose_activation_bytes(config.activation_bytes, unused))
     recomputed, kept = layers[: len(layers) - kept_layers], sum(layers[len(layers) - kept_layers :])
-    activations = _outer_bytes(source, largest, size, is_frozen=adapters is not None) + kept
+    activations = _outer_bytes(source, largest, size, is_frozen=is_frozen) + kept
     if recomputed:  # their inputs, and the widest one
         activations += len(recomputed) * largest.tokens * 4 * model.hidden_dim + max(recomputed)
     if adapters is not None:
@@ -166,8 +179,7 @@ def run_memory(
         activations += sum(  # copies of the factors of experts
             4 * each.n_experts * rank * sum(each.matrix_shape) for each, rank in adapters.factors if each.n_experts > 1
         )
-    update = {"activations": activations, "gradients": 4 * first, "allocator": int(_FRAGMENTATION * activations)}
-    return RunMemory(parts, update, 4 * n_trained, sampling, kept_layers)
+    return activations, kept_layers
 
 
 def _sampling(
