@@ -162,7 +162,7 @@ WIDE_PROGRAMS := chromium firefox-esr qemu-aarch64-static aarch64-linux-gnu-g++ 
 wide-packages:
 	@for name in $(WIDE_PROGRAMS); do command -v $$name >/dev/null || missing="$$missing $$name"; done; \
 	  [ -z "$$missing" ] || { echo "make wide lacks$$missing: apt-get install chromium firefox-esr qemu-user-static wine wine64 \
-	  g++-aarch64-linux-gnu clang-19 llvm-19 lld-19 libc++-19-dev-wasm32 libclang-rt-19-dev-wasm32 wasi-libc"; exit 1; }
+	  g++-aarch64-linux-gnu clang-19 llvm-19 lld-19 libc++-19-dev-wasm32 libclang-rt-19-dev-wasm32 wasi-libc mesa-vulkan-drivers"; exit 1; }
 
 clean:
 	rm -rf build $(VENV)

@@ -40,7 +40,19 @@ def _has_sandbox() -> bool:
     return True
 
 
+def _has_gpu() -> bool:
+    from whet.errors import WhetError
+    from whet.gpu.device import open_device
+
+    try:
+        open_device("tests")
+    except WhetError:
+        return False
+    return True
+
+
 NEEDS = {
+    "gpu": Need(_has_gpu, "a GPU: pip install 'whet[gpu]'; apt-get install mesa-vulkan-drivers libvulkan1"),
     "reasoning_gym": _module("reasoning_gym", "gym"),
     "llama_cpp": _module("llama_cpp", "real"),
     "ray": _module("ray", "ray"),

@@ -148,7 +148,7 @@ size_t DraftModel::committed_bytes() const {
 
 size_t DraftModel::release_memory() {
     const size_t workspace = runner_.committed_workspace_bytes();
-    ModelRunner::write_pages(plan_.page_writes, memory_);  // of a step that threw: they may read free pages
+    runner_.write_pages(plan_.page_writes, memory_);  // of a step that threw: they may read free pages
     runner_.release_workspace();
     is_warm_ = false;
     return workspace + memory_.release(pages_) * memory_.page_bytes();

@@ -15,12 +15,12 @@ namespace whet {
 
 class Engine {
 public:
-    // `draft`: drafts for speculation; null: only prompt lookup does.
-    Engine(Transformer& transformer, const Limits& limits, DraftModel* draft = nullptr)
+    // `draft`: drafts for speculation; null: only prompt lookup does. `device`: computes the steps; null: the CPU.
+    Engine(Transformer& transformer, const Limits& limits, DraftModel* draft = nullptr, Device* device = nullptr)
         : transformer_(transformer),
           memory_(transformer.config(), transformer.kv_type(), limits.kv_bytes),
           scheduler_(transformer.config(), transformer.max_rows(), memory_, limits, draft),
-          runner_(transformer, limits.max_batch),
+          runner_(transformer, limits.max_batch, device),
           draft_(draft) {}
 
     // Plans the next step and returns its tokens; step() computes them, unless requests are added or removed before.

@@ -17,9 +17,10 @@ constexpr size_t kHeadTile = 64;  // rows of logits per tile
 
 }  // namespace
 
-ModelRunner::ModelRunner(Transformer& transformer, size_t max_batch)
-    : transformer_(transformer), head_tile_(std::min(kHeadTile, std::max(max_batch, size_t{16}))) {
+ModelRunner::ModelRunner(Transformer& transformer, size_t max_batch, Device* device)
+    : transformer_(transformer), device_(device), head_tile_(std::min(kHeadTile, std::max(max_batch, size_t{16}))) {
     drawn_.resize(max_batch + kMaxStepDrafts);
+    head_inputs_.reserve(head_tile_);
     head_in_.resize(head_tile_ * transformer.config().hidden_dim);
     logits_.resize(head_tile_ * transformer.config().vocab_size);
 }
@@ -27,35 +28,60 @@ ModelRunner::ModelRunner(Transformer& transformer, size_t max_batch)
 std::span<const Drawn> ModelRunner::run(StepPlan& plan, KvMemory& memory) {
     has_workspace_ = true;
     write_pages(plan.page_writes, memory);
-    const size_t d = transformer_.config().hidden_dim, n = plan.tokens.size();
-    const float* hidden = n == 0 ? nullptr : transformer_.forward(plan.tokens.data(), n, plan.runs, memory);
-    for (const HiddenTask& task : plan.hiddens) std::copy_n(hidden + task.token * d, d, task.hidden);
-    run_heads(plan, hidden);
+    run_heads(plan, plan.tokens.empty() ? nullptr : forward(plan, memory));
     return {drawn_.data(), plan.draws.size()};
 }
 
 void ModelRunner::write_pages(std::vector<PageWrite>& writes, KvMemory& memory) {
-    memory.apply(writes);
+    if (kIsComplete && device_ != nullptr) {
+        if (!writes.empty()) device_->write_pages(writes);
+    } else {
+        memory.apply(writes);
+    }
     writes.clear();
 }
 
+// Computes the hidden states of the tokens and copies those that are asked for. Returns all of them; null if they are
+// on a device.
+const float* ModelRunner::forward(const StepPlan& plan, KvMemory& memory) {
+    if (kIsComplete && device_ != nullptr) {
+        device_->forward(plan.tokens);
+        if (!plan.hiddens.empty()) device_->read_hidden(plan.hiddens);
+        return nullptr;
+    }
+    const size_t d = transformer_.config().hidden_dim;
+    const float* hidden = transformer_.forward(plan.tokens.data(), plan.tokens.size(), plan.runs, memory);
+    for (const HiddenTask& task : plan.hiddens) std::copy_n(hidden + task.token * d, d, task.hidden);
+    return hidden;
+}
+
+// Computes a tile of logits.
+void ModelRunner::logits(std::span<const HeadInput> inputs, const float* hidden) {
+    if (kIsComplete && device_ != nullptr) return device_->logits(inputs, logits_.data());
+    const size_t d = transformer_.config().hidden_dim;
+    float* row = head_in_.data();
+    for (const HeadInput& input : inputs) {
+        row = std::copy_n(input.hidden != nullptr ? input.hidden : hidden + input.token * d, d, row);
+    }
+    transformer_.logits(head_in_.data(), inputs.size(), logits_.data());
+}
+
 void ModelRunner::run_heads(const StepPlan& plan, const float* hidden) {
-    const size_t d = transformer_.config().hidden_dim, vocab_size = transformer_.config().vocab_size;
+    const size_t vocab_size = transformer_.config().vocab_size;
     const auto threads = static_cast<size_t>(num_threads());
     const size_t scratch = ceil_div(sampler_scratch_bytes(vocab_size), 64) * 64;
     if (scratch_.size() < threads * scratch + 64) scratch_.resize(threads * scratch + 64);
     auto* aligned = scratch_.data() + (64 - reinterpret_cast<uintptr_t>(scratch_.data()) % 64) % 64;
     const size_t n_draws = plan.draws.size(), n_heads = n_draws + plan.scores.size();
-    const auto hidden_of = [&](size_t head) {
-        const auto of = [&](const auto& task) {
-            return task.hidden != nullptr ? task.hidden : hidden + task.token * d;
-        };
-        return head >= n_draws ? of(plan.scores[head - n_draws]) : of(plan.draws[head]);
+    const auto input_of = [&](size_t head) -> HeadInput {
+        if (head < n_draws) return {plan.draws[head].token, plan.draws[head].hidden};
+        return {plan.scores[head - n_draws].token, plan.scores[head - n_draws].hidden};
     };
     for (size_t begin = 0; begin < n_heads; begin += head_tile_) {
         const size_t n = std::min(head_tile_, n_heads - begin);
-        for (size_t i = 0; i < n; ++i) std::copy_n(hidden_of(begin + i), d, head_in_.data() + i * d);
-        transformer_.logits(head_in_.data(), n, logits_.data());
+        head_inputs_.clear();
+        for (size_t i = 0; i < n; ++i) head_inputs_.push_back(input_of(begin + i));
+        logits(head_inputs_, hidden);
         std::atomic<size_t> next{0};
         auto task = [&](size_t t) {  // one per thread, with its scratch memory
             for (size_t i = next++; i < n; i = next++) {

@@ -6,20 +6,22 @@
 #include <span>
 #include <vector>
 
+#include "engine/device.h"
 #include "engine/step_plan.h"
 
 namespace whet {
 
 class ModelRunner {
 public:
-    ModelRunner(Transformer& transformer, size_t max_batch);
+    // `device`: computes the forward pass and the logits; null: the transformer does.
+    ModelRunner(Transformer& transformer, size_t max_batch, Device* device = nullptr);
 
     // Computes a plan and writes its outputs. Returns the drawn tokens, in the order of plan.draws, valid until the
     // next call. A run that throws std::bad_alloc can be repeated.
     std::span<const Drawn> run(StepPlan& plan, KvMemory& memory);
 
     // Applies page writes and removes them.
-    static void write_pages(std::vector<PageWrite>& writes, KvMemory& memory);
+    void write_pages(std::vector<PageWrite>& writes, KvMemory& memory);
 
     // Workspace: memory that only a running step uses.
     size_t workspace_bytes() const;
@@ -28,13 +30,17 @@ public:
 
 private:
     Transformer& transformer_;
+    Device* const device_;                // null: none
+    std::vector<HeadInput> head_inputs_;  // of a tile
     std::vector<Drawn> drawn_;
     std::vector<float> head_in_, logits_;
     std::vector<uint8_t> scratch_;
     size_t head_tile_;
     bool has_workspace_ = false;  // a step has used the workspace since it was created or released
 
+    const float* forward(const StepPlan& plan, KvMemory& memory);
     void run_heads(const StepPlan& plan, const float* hidden);
+    void logits(std::span<const HeadInput> inputs, const float* hidden);
     void score(const ScoreTask& task, float* logits, void* scratch) const;
 };
 

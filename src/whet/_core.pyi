@@ -209,6 +209,27 @@ class Weights:
     def defer(self, slot: str, first: int, rows: StoredRows, owner: Any) -> None: ...
     def measure_loss(self, slot: str, first: int, rows: StoredRows) -> _PackingLoss: ...
 
+class GpuPlan:
+    buffers: list[tuple[str, int, memoryview | None]]
+    pipelines: list[tuple[str, tuple[str, ...]]]
+    write_pages: list[tuple[Any, ...]]
+    forward: list[tuple[Any, ...]]
+    head: list[tuple[Any, ...]]
+    adapter_points: list[int]
+    def __init__(
+        self,
+        weights: Weights,
+        *,
+        kv_type: KvType,
+        max_rows: int,
+        max_heads: int,
+        n_pages: int,
+        max_writes: int,
+        binding_bytes: int,
+    ) -> None: ...
+
+def gpu_pages(weights: Weights, *, kv_type: KvType, kv_bytes: int, binding_bytes: int) -> tuple[int, int]: ...
+
 class Engine:
     weights: Weights
     def __init__(
@@ -222,6 +243,7 @@ class Engine:
         expert_bytes: int = 0,
         speculation: bool = False,
         draft: Weights | None = None,
+        device: Any = None,
     ) -> None: ...
     def drafts(self) -> tuple[int, int]: ...
     def add_prompt(

@@ -26,6 +26,7 @@ std::pair<nanobind::object, nanobind::object> arrays_of(std::span<const Drawn> d
 void bind_attention(nanobind::module_& m);
 void bind_engine(nanobind::module_& m);
 void bind_files(nanobind::module_& m);
+void bind_gpu(nanobind::module_& m);
 void bind_kv_cache(nanobind::module_& m);
 void bind_learner(nanobind::module_& m);
 void bind_linear(nanobind::module_& m);

@@ -14,6 +14,7 @@
 #include "arrays.h"
 #include "bindings.h"
 #include "gil.h"
+#include "gpu.h"
 #include "engine/engine.h"
 #include "runtime/errors.h"
 #include "runtime/fair_mutex.h"
@@ -67,7 +68,7 @@ private:
 class EngineObject {
 public:
     EngineObject(const Shared<Weights>& weights, size_t kv_bytes, size_t max_batch, size_t chunk, KvType kv_type,
-                 size_t expert_bytes, bool speculation, const Shared<Weights>* draft)
+                 size_t expert_bytes, bool speculation, const Shared<Weights>* draft, nb::object device)
         : weights_(weights),
           expert_bytes_(expert_bytes),
           model_(weights.value, max_batch + chunk, kv_type),
@@ -76,7 +77,8 @@ public:
                                                       kv_bytes / KvMemory::page_bytes(model_.config(), kv_type),
                                                       max_batch, model_.config().vocab_size)
                        : nullptr),
-          engine_(model_, {kv_bytes, max_batch, chunk, speculation}, draft_.get()) {}
+          device_(make_device(std::move(device), model_.config())),
+          engine_(model_, {kv_bytes, max_batch, chunk, speculation}, draft_.get(), device_.get()) {}
 
     Shared<Weights> weights() const { return weights_; }
 
@@ -237,6 +239,7 @@ public:
             adapter->set_norm(model_.weights(), nb::cast<std::string>(entry[0]),
                               {values.as<float>(), static_cast<size_t>(values.shape[0])});
         }
+        if (device_) device_->add_adapter(id, *adapter);
         engine_.add_adapter(id, std::move(adapter));
     }
 
@@ -291,6 +294,7 @@ private:
     Transformer model_;
     const std::unique_ptr<Transformer> draft_transformer_;  // null: no draft model
     const std::unique_ptr<DraftModel> draft_;               // the engine's samples refer to it
+    const std::unique_ptr<HostDevice> device_;              // null: the CPU
     Engine engine_;
     std::vector<uint64_t> sessions_;  // open sessions
     bool is_exclusive_ = false;
@@ -304,6 +308,12 @@ private:
         request.tokens = tokens_of(tokens);
         request.adapter = adapter;
         return request;
+    }
+
+    static std::unique_ptr<HostDevice> make_device(nb::object program, const ModelConfig& config) {
+        if (program.is_none()) return nullptr;
+        const gpu::Plan& plan = nb::cast<const gpu::Plan&>(program.attr("plan"));
+        return std::make_unique<HostDevice>(std::move(program), plan, config);
     }
 
     static bool view_matrix(nb::handle object, Array& a) {
@@ -330,9 +340,11 @@ void bind_engine(nb::module_& m) {
         .value("bfloat16", KvType::kBFloat16)
         .value("q8", KvType::kInt8);
     nb::class_<EngineObject>(m, "Engine")
-        .def(nb::init<const Shared<Weights>&, size_t, size_t, size_t, KvType, size_t, bool, const Shared<Weights>*>(),
+        .def(nb::init<const Shared<Weights>&, size_t, size_t, size_t, KvType, size_t, bool, const Shared<Weights>*,
+                      nb::object>(),
              arg("weights"), nb::kw_only(), arg("kv_bytes"), arg("max_batch"), arg("chunk"), arg("kv_type"),
-             arg("expert_bytes") = 0, arg("speculation") = false, arg("draft").none() = nb::none())
+             arg("expert_bytes") = 0, arg("speculation") = false, arg("draft").none() = nb::none(),
+             arg("device") = nb::none())
         .def_prop_ro("weights", &EngineObject::weights)
         .def("add_prompt", &EngineObject::add_prompt, arg("session"), nb::kw_only(), arg("tokens"), arg("n"),
              arg("min_new_tokens"), arg("max_new_tokens"), arg("stop_tokens"), arg("stop_strings").none(), arg("seed"),

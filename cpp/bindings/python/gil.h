@@ -41,4 +41,19 @@ private:
     PyThreadState* thread_state_;
 };
 
+// Holds the GIL in a part of the core that runs without it.
+class AcquiredGil {
+public:
+    AcquiredGil() : state_(PyGILState_Ensure()), was_released_(gil_is_released) { gil_is_released = false; }
+    AcquiredGil(const AcquiredGil&) = delete;
+    ~AcquiredGil() {
+        gil_is_released = was_released_;
+        PyGILState_Release(state_);
+    }
+
+private:
+    PyGILState_STATE state_;
+    bool was_released_;
+};
+
 }  // namespace whet

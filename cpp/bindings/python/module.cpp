@@ -92,6 +92,7 @@ NB_MODULE(_core, m) {
     whet::bind_weights(m);
     whet::bind_engine(m);
     whet::bind_files(m);
+    whet::bind_gpu(m);
     whet::bind_sampler(m);
     whet::bind_training(m);
 }

@@ -49,6 +49,8 @@ from whet.engine.session import (
     run_uninterruptible,
 )  # fmt: skip
 from whet.errors import WhetError, WhetTypeError, WhetValueError, check_choice, check_integer, check_temperature
+from whet.gpu.device import open_device
+from whet.gpu.program import Program
 from whet.learner.learner import Learner
 from whet.memory import register_holder
 from whet.models.architecture import ModelConfig, RowSlice
@@ -67,6 +69,9 @@ from whet.models.tokenizers.token_texts import TokenTexts, read_token_texts
 
 Pooling = Literal["last", "mean"]
 """Reduction of a sequence's hidden states to its embedding."""
+
+Device = Literal["cpu", "gpu"]
+"""The processor that computes the steps of an engine."""
 
 _PARTIAL_SYNC = "a sync was interrupted, and only part of the weights is new. Call sync again, or make a new engine"
 _RELEASED = "release_weights freed the weights. Call sync(model) first"
@@ -105,6 +110,11 @@ class Engine:
             token of a sequence for its keys and values, in addition to ``kv_bytes``. None: no draft model.
         expert_bytes: of a mixture's experts that are packed from a file when a token is first given to them, the most
             that stay packed after a step, the most recently used; 0: all.
+        device: "cpu"; or "gpu", through WebGPU (``pip install 'whet[gpu]'``), with a copy of the weights in the GPU's
+            memory and activations in float32. Tokens are drawn on the CPU with the same random numbers: they are the
+            CPU's with float32 activations, except where rounding decides. "The same bits" is a promise of the CPU
+            only. A model with a part that has no kernel is refused: recurrent layers, mixtures of experts, learned
+            positions, Gemma 4; and so are kv_dtype "q8" and adapters with norms.
         tokenizer: decodes tokens for ``SamplingParams.stop``: a fast tokenizer of transformers, a tokenizer from
             ``whet.models.tokenizers.read_tokenizer``, or the path of a folder or GGUF file with one, which is read when
             stop is first used. Default in ``from_pretrained`` and ``from_gguf``: the model's.
@@ -137,6 +147,7 @@ class Engine:
         speculation: bool = True,
         draft: str | os.PathLike[str] | GGUFFile | PackedBase | None = None,
         expert_bytes: int = 0,
+        device: Device = "cpu",
         tokenizer: Any = None,
         where: str = "Engine",
     ) -> None:
@@ -148,6 +159,7 @@ class Engine:
         for name, value in (("kv_bytes", kv_bytes), ("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
             check_integer(where, name, value, 1)
         check_integer(where, "expert_bytes", expert_bytes, 0)
+        check_choice(where, "device", device, Device)
         if not isinstance(speculation, bool):
             raise WhetTypeError(f"{where}: speculation is {speculation!r:.60}, expected True or False.")
         if draft is not None and not speculation:
@@ -168,10 +180,18 @@ class Engine:
                 f"{where}: expert_bytes is {expert_bytes}, of experts that are packed on demand, and the model "
                 f"{reason}. Omit it, or pass a mixture of experts in its file's own format."
             )
+        kv_type = _core.KvType[check_kv_dtype(where, kv_dtype, packed.kv_format)]
+        self._program: Program | None = None
+        if device == "gpu":
+            self._program = Program(
+                open_device(where), packed.core, kv_type=kv_type, kv_bytes=kv_bytes,
+                max_rows=max_batch + prefill_chunk, where=where,
+            )  # fmt: skip
+            kv_bytes = min(kv_bytes, self._program.kv_bytes)
         core = _core.Engine(
-            packed.core, kv_bytes=kv_bytes, max_batch=max_batch, chunk=prefill_chunk,
-            kv_type=_core.KvType[check_kv_dtype(where, kv_dtype, packed.kv_format)], expert_bytes=expert_bytes,
-            speculation=speculation, draft=self.draft and self.draft.core,
+            packed.core, kv_bytes=kv_bytes, max_batch=max_batch, chunk=prefill_chunk, kv_type=kv_type,
+            expert_bytes=expert_bytes, speculation=speculation, draft=self.draft and self.draft.core,
+            device=self._program,
         )  # fmt: skip
         self._calls = CoreHandle(core)
         self._stored: Any = None
@@ -793,6 +813,8 @@ class Engine:
                         core.weights, eager if version else check_range(eager, where, core.weights, self.config)
                     )
                     defer_slices(core.weights, deferred)
+                if self._program is not None and not (version and is_packed):
+                    self._program.upload()
                 calls.own_adapter, self.policy_version, self._stored, calls.unusable = own_adapter, version, stored, ""
                 core.remove_adapter(before)
 

@@ -1,0 +1,171 @@
+// Bindings of the plan of a GPU, and of its host.
+#include "gpu.h"
+
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <vector>
+
+#include "arrays.h"
+#include "bindings.h"
+#include "gil.h"
+#include "gpu/plan.h"
+
+namespace nb = nanobind;
+
+namespace whet {
+namespace {
+
+template <class T>
+nb::object array_of(DType dtype, const std::vector<T>& values) {
+    T* data = nullptr;
+    nb::object array = new_vector(dtype, values.size(), data);
+    std::copy(values.begin(), values.end(), data);
+    return array;
+}
+
+nb::object memory_of(const gpu::Buffer& buffer) {
+    if (buffer.data == nullptr) return nb::none();
+    auto* data = static_cast<char*>(const_cast<void*>(buffer.data));
+    return nb::steal(PyMemoryView_FromMemory(data, static_cast<Py_ssize_t>(buffer.bytes), PyBUF_READ));
+}
+
+nb::list dispatches_of(const std::vector<gpu::Dispatch>& dispatches) {
+    static const char* const kCounts[] = {"tokens", "heads", "one"};
+    nb::list out;
+    for (const gpu::Dispatch& dispatch : dispatches) {
+        nb::list pipelines, buffers;
+        for (const auto& [rows, pipeline] : dispatch.pipelines) pipelines.append(nb::make_tuple(rows, pipeline));
+        for (const uint32_t buffer : dispatch.buffers) buffers.append(buffer);
+        out.append(nb::make_tuple(pipelines, buffers, dispatch.groups, kCounts[static_cast<int>(dispatch.count)]));
+    }
+    return out;
+}
+
+// The memory views are valid while the weights are.
+nb::list buffers_of(const std::vector<gpu::Buffer>& buffers) {
+    nb::list out;
+    for (const gpu::Buffer& buffer : buffers) {
+        out.append(nb::make_tuple(buffer.name, buffer.bytes, memory_of(buffer)));
+    }
+    return out;
+}
+
+nb::list pipelines_of(const std::vector<gpu::Pipeline>& pipelines) {
+    nb::list out;
+    for (const gpu::Pipeline& pipeline : pipelines) {
+        nb::list files;
+        for (const std::string& file : pipeline.files) files.append(file);
+        out.append(nb::make_tuple(pipeline.constants, nb::tuple(files)));
+    }
+    return out;
+}
+
+nb::list points_of(const std::vector<gpu::AdapterPoint>& points) {
+    nb::list out;
+    for (const gpu::AdapterPoint& point : points) out.append(point.after);
+    return out;
+}
+
+void make_plan_call(gpu::Plan* self, const Shared<Weights>& weights, KvType kv_type, size_t max_rows, size_t max_heads,
+                    size_t n_pages, size_t max_writes, size_t binding_bytes) {
+    gpu::Plan plan = gpu::make_plan(*weights.value, kv_type, {max_rows, max_heads, n_pages, max_writes, binding_bytes});
+    new (self) gpu::Plan(std::move(plan));
+}
+
+// Number of pages within a budget of the CPU's cache and the size of a buffer, and the budget of as many.
+nb::tuple pages_call(const Shared<Weights>& weights, KvType kv_type, size_t kv_bytes, size_t binding_bytes) {
+    const ModelConfig& config = weights.value->config();
+    const size_t largest = std::max<size_t>(1, gpu::largest_page_bytes(config, kv_type));
+    const size_t page_bytes = KvMemory::page_bytes(config, kv_type);
+    const size_t n_pages = std::min(kv_bytes / page_bytes, binding_bytes / largest);
+    return nb::make_tuple(n_pages, n_pages * page_bytes);
+}
+
+// Copies the bytes of an object with a buffer.
+void copy_bytes(nb::handle from, void* to, size_t n) {
+    const nb::object view = nb::steal(PyMemoryView_FromObject(from.ptr()));
+    Py_buffer buffer;
+    if (!view.is_valid() || PyObject_GetBuffer(view.ptr(), &buffer, PyBUF_SIMPLE) != 0) throw nb::python_error();
+    const bool is_whole = static_cast<size_t>(buffer.len) == n;
+    if (is_whole) std::memcpy(to, buffer.buf, n);
+    PyBuffer_Release(&buffer);
+    if (!is_whole) throw std::logic_error("the GPU returned another number of bytes");
+}
+
+}  // namespace
+
+void HostDevice::add_adapter(uint64_t number, Adapter& adapter) {
+    const gpu::AdapterPlan plan = gpu::make_adapter_plan(plan_, adapter);
+    nb::list points;
+    for (const std::vector<gpu::Dispatch>& dispatches : plan.dispatches) points.append(dispatches_of(dispatches));
+    program_.attr("add_adapter")(number, buffers_of(plan.buffers), pipelines_of(plan.pipelines), points);
+    const Adapter* key = &adapter;
+    adapters_[key] = static_cast<int32_t>(number);
+    adapter.device_copy = std::shared_ptr<void>(nullptr, [this, number, key](void*) {
+        adapters_.erase(key);
+        const AcquiredGil gil;
+        program_.attr("remove_adapter")(number);
+    });
+}
+
+void HostDevice::write_pages(std::span<const PageWrite> writes) {
+    std::vector<int32_t> numbers;
+    for (const PageWrite& write : writes) {
+        if (write.from != PageIndex::kNone) numbers.insert(numbers.end(), {write.page, write.from});
+    }
+    if (numbers.empty()) return;
+    const AcquiredGil gil;
+    program_.attr("write_pages")(array_of(DType::kInt32, numbers));
+}
+
+void HostDevice::forward(std::span<const InputToken> tokens) {
+    gpu::set_inputs(config_, tokens, adapters_, inputs_);
+    const AcquiredGil gil;
+    program_.attr("forward")(array_of(DType::kInt32, inputs_.tokens), array_of(DType::kInt32, inputs_.page_table),
+                             array_of(DType::kFloat32, inputs_.rotation),
+                             array_of(DType::kFloat32, inputs_.local_rotation),
+                             array_of(DType::kFloat32, inputs_.query_scales));
+}
+
+void HostDevice::read_hidden(std::span<const HiddenTask> tasks) {
+    const size_t bytes = config_.hidden_dim * sizeof(float);
+    const AcquiredGil gil;
+    for (const HiddenTask& task : tasks) copy_bytes(program_.attr("read_hidden")(task.token), task.hidden, bytes);
+}
+
+void HostDevice::logits(std::span<const HeadInput> inputs, float* out) {
+    const size_t d = config_.hidden_dim;
+    std::vector<int32_t> rows;
+    std::vector<float> hidden(inputs.size() * d);
+    bool has_stored = false;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+        const float* stored = inputs[i].hidden;
+        rows.push_back(stored != nullptr ? -1 : static_cast<int32_t>(inputs[i].token));
+        if (stored != nullptr) std::copy_n(stored, d, hidden.data() + i * d);
+        has_stored |= stored != nullptr;
+    }
+    if (!has_stored) hidden.clear();
+    const AcquiredGil gil;
+    const nb::object logits = program_.attr("logits")(array_of(DType::kInt32, rows), array_of(DType::kFloat32, hidden));
+    copy_bytes(logits, out, inputs.size() * config_.vocab_size * sizeof(float));
+}
+
+void bind_gpu(nb::module_& m) {
+    using nb::arg;
+    nb::class_<gpu::Plan>(m, "GpuPlan")
+        .def("__init__", &make_plan_call, arg("weights"), nb::kw_only(), arg("kv_type"), arg("max_rows"),
+             arg("max_heads"), arg("n_pages"), arg("max_writes"), arg("binding_bytes"))
+        .def_prop_ro("buffers", [](const gpu::Plan& plan) { return buffers_of(plan.buffers); })
+        .def_prop_ro("pipelines", [](const gpu::Plan& plan) { return pipelines_of(plan.pipelines); })
+        .def_prop_ro("write_pages", [](const gpu::Plan& plan) { return dispatches_of(plan.write_pages); })
+        .def_prop_ro("forward", [](const gpu::Plan& plan) { return dispatches_of(plan.forward); })
+        .def_prop_ro("adapter_points", [](const gpu::Plan& plan) { return points_of(plan.adapter_points); })
+        .def_prop_ro("head", [](const gpu::Plan& plan) { return dispatches_of(plan.head); });
+    m.def("gpu_pages", &pages_call, arg("weights"), nb::kw_only(), arg("kv_type"), arg("kv_bytes"),
+          arg("binding_bytes"));
+}
+
+}  // namespace whet

@@ -1,0 +1,27 @@
+// A device that computes steps in place of the CPU, with its memory of weights, keys and values.
+#pragma once
+#include <cstddef>
+#include <span>
+
+#include "engine/step_plan.h"
+
+namespace whet {
+
+// The hidden state of a row of logits: of a token of the step, or a stored one.
+struct HeadInput {
+    size_t token;
+    const float* hidden;  // null: the token's
+};
+
+class Device {
+public:
+    virtual ~Device() = default;
+    virtual void write_pages(std::span<const PageWrite> writes) = 0;  // in order
+    // Computes the final hidden states of a step's tokens, which stay on the device until the next call.
+    virtual void forward(std::span<const InputToken> tokens) = 0;
+    virtual void read_hidden(std::span<const HiddenTask> tasks) = 0;
+    // Computes the logits (n, vocab_size) of n hidden states.
+    virtual void logits(std::span<const HeadInput> inputs, float* out) = 0;
+};
+
+}  // namespace whet

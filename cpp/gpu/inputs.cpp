@@ -1,0 +1,39 @@
+#include "gpu/inputs.h"
+
+#include "kernels/dispatch.h"
+
+namespace whet::gpu {
+namespace {
+
+void rotation_of(int32_t position, const std::vector<double>& inv_freq, double factor, std::vector<float>& to) {
+    const size_t at = to.size();
+    to.resize(at + 2 * inv_freq.size());
+    if (!inv_freq.empty()) {
+        kernels().rope_cos_sin(position, inv_freq.data(), inv_freq.size(), factor, to.data() + at);
+    }
+}
+
+}  // namespace
+
+void set_inputs(const ModelConfig& config, std::span<const InputToken> tokens,
+                const std::map<const Adapter*, int32_t>& adapters, Inputs& inputs) {
+    for (auto* ids : {&inputs.tokens, &inputs.page_table}) ids->clear();
+    for (auto* numbers : {&inputs.rotation, &inputs.local_rotation, &inputs.query_scales}) numbers->clear();
+    const int32_t* pages = nullptr;
+    size_t offset = 0;
+    for (const InputToken& token : tokens) {
+        const size_t n_pages = static_cast<size_t>(token.position) / kPageTokens + 1;
+        if (token.pages != pages) pages = token.pages, offset = inputs.page_table.size();
+        for (size_t i = inputs.page_table.size() - offset; i < n_pages; ++i) inputs.page_table.push_back(pages[i]);
+        const auto at = static_cast<int32_t>(offset);
+        const int32_t adapter = token.adapter == nullptr ? 0 : adapters.at(token.adapter);
+        inputs.tokens.insert(inputs.tokens.end(), {token.token, token.position, at, adapter});
+        rotation_of(token.position, config.inv_freq, config.attention_factor, inputs.rotation);
+        rotation_of(token.position, config.local_inv_freq, 1.0, inputs.local_rotation);
+        if (config.query_log_scale != 0.0) {
+            inputs.query_scales.push_back(config.query_scale(static_cast<size_t>(token.position)));
+        }
+    }
+}
+
+}  // namespace whet::gpu

@@ -1,0 +1,414 @@
+#include "gpu/plan.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <map>
+#include <stdexcept>
+#include <utility>
+
+#include "kernels/attention_task.h"
+#include "runtime/ceil_div.h"
+
+namespace whet::gpu {
+namespace {
+
+constexpr size_t kProductRows = 8;     // rows of a product that share the reading of a panel
+constexpr size_t kAttentionHeads = 8;  // query heads that share the reading of a page, at most
+
+// Constants of a kernel as WGSL.
+class Constants {
+public:
+    Constants& add(const char* name, size_t value) { return define(name, std::to_string(value) + "u"); }
+    Constants& add(const char* name, bool value) { return define(name, value ? "true" : "false"); }
+    Constants& add(const char* name, double value) {
+        char text[32];
+        std::snprintf(text, sizeof text, "f32(%.17g)", static_cast<double>(static_cast<float>(value)));
+        return define(name, text);
+    }
+    const std::string& text() const { return text_; }
+
+private:
+    std::string text_;
+
+    Constants& define(const char* name, const std::string& value) {
+        text_.append("const ").append(name).append(" = ").append(value).append(";\n");
+        return *this;
+    }
+};
+
+// 32-bit words of a token's keys, or values, of a KV head.
+size_t kv_words(KvType type, size_t head_dim) { return type == KvType::kFloat32 ? head_dim : ceil_div(head_dim, 2); }
+
+size_t layer_page_bytes(const ModelConfig& c, KvType type, size_t layer) {
+    return c.n_own_kv_heads(layer) * 2 * kPageTokens * kv_words(type, c.head_dim_of(layer)) * sizeof(uint32_t);
+}
+
+[[noreturn]] void reject(const std::string& part) { throw std::invalid_argument(part); }
+
+void check(const ModelConfig& c, KvType type) {
+    if (c.is_recurrent()) reject("convolutions, linear attention and Mamba-2");
+    if (!c.mixers.empty()) reject("layers without attention");
+    if (c.n_experts > 0) reject("mixtures of experts");
+    if (c.has_layer_inputs() || c.layer_scale) reject("inputs and scales of a layer");
+    if (c.learned_positions > 0) reject("learned positions");
+    if (type == KvType::kInt8) reject("kv_dtype q8");
+    if (c.widest_head() > 256) reject("heads of more than 256 elements");
+}
+
+// The pipelines of a plan, each once.
+class Pipelines {
+public:
+    explicit Pipelines(std::vector<Pipeline>& all) : all_(all) {}
+
+    uint32_t add(std::vector<std::string> files, const Constants& constants) {
+        auto key = std::make_pair(constants.text(), std::move(files));
+        const auto [at, is_new] = numbers_.try_emplace(std::move(key), static_cast<uint32_t>(all_.size()));
+        if (is_new) all_.push_back({at->first.first, at->first.second});
+        return at->second;
+    }
+
+private:
+    std::vector<Pipeline>& all_;
+    std::map<std::pair<std::string, std::vector<std::string>>, uint32_t> numbers_;
+};
+
+// The files of a format's weights, then `more`; and the constants of a matrix in it.
+std::vector<std::string> kernel_files(const PackedWeight& w, const std::vector<std::string>& more) {
+    std::vector<std::string> files;
+    switch (w.format_id()) {
+        case WeightFormat::kFloat32:
+        case WeightFormat::kBFloat16:
+        case WeightFormat::kMXFP4:
+            break;
+        case WeightFormat::kInt8:
+        case WeightFormat::kQ8_0:
+            files = {"bytes"};
+            break;
+        case WeightFormat::kQ4_K:
+        case WeightFormat::kQ5_K:
+            files = {"nibbles", "scales_k"};
+            break;
+        default:
+            files = {"nibbles"};
+    }
+    files.push_back(std::string("weights_") + w.format().name);
+    files.insert(files.end(), more.begin(), more.end());
+    return files;
+}
+
+Constants weight_constants(const PackedWeight& w) {
+    return Constants()
+        .add("K", w.k())
+        .add("PANEL_WORDS", w.panel_bytes() / sizeof(uint32_t))
+        .add("PANEL_STEPS", w.steps())
+        .add("BYTE_BIAS", static_cast<size_t>(kByteBias));
+}
+
+// The operands of a product: rows of x and y, outputs from `first` on.
+struct Product {
+    uint32_t weights, x, bias, y, params, number, tokens;  // buffers
+    size_t x_stride, y_stride, first, n;
+    Count count;
+    bool has_bias = false, adds = false, has_number = false;  // number: only for tokens of this adapter
+    double softcap = 0.0;
+};
+
+Dispatch make_product(const PackedWeight& w, const Product& of, Pipelines& pipelines) {
+    const bool is_whole = w.k() % kQuantBlock == 0 && of.x_stride % 4 == 0;
+    const char* inputs = is_whole ? "inputs_whole" : "inputs_ragged";
+    Dispatch dispatch{{},
+                      {of.weights, of.x, of.bias, of.y, of.params, of.number, of.tokens},
+                      static_cast<uint32_t>(ceil_div(of.n, kPanel)),
+                      of.count};
+    for (const size_t rows : {size_t{1}, kProductRows}) {
+        Constants constants = weight_constants(w);
+        constants.add("ROWS", rows).add("X_STRIDE", of.x_stride).add("Y_STRIDE", of.y_stride);
+        constants.add("FIRST", of.first).add("COUNT", of.n);
+        constants.add("N_PARAM", size_t{of.count == Count::kHeads ? 1u : 0u});
+        constants.add("HAS_BIAS", of.has_bias).add("ADDS", of.adds).add("HAS_NUMBER", of.has_number);
+        constants.add("SOFTCAP", of.softcap);
+        const uint32_t id = pipelines.add(kernel_files(w, {inputs, "product"}), constants);
+        dispatch.pipelines.emplace_back(static_cast<uint32_t>(rows), id);
+    }
+    return dispatch;
+}
+
+class Planner {
+public:
+    Planner(const Weights& weights, KvType kv_type, const Limits& limits)
+        : weights_(weights), c_(weights.config()), kv_type_(kv_type), limits_(limits) {}
+
+    Plan make() {
+        check(c_, kv_type_);
+        add_inputs();
+        embed();
+        uint32_t delta = none_;  // sublayer output not yet added to the residual stream
+        for (size_t i = 0; i < c_.n_layers; ++i) {
+            const LayerNorms& norms = weights_.norms.layers[i];
+            add_and_norm(norms.norm1, delta);
+            attention(i);
+            delta = delta_;
+            post_norm(norms.post_norm1);
+            if (!c_.has_mlp(i)) continue;
+            if (!c_.shared_norm) add_and_norm(norms.norm2, c_.parallel_residual ? none_ : delta);
+            mlp(i, c_.parallel_residual);
+            post_norm(norms.post_norm2);
+        }
+        add_and_norm(weights_.norms.final_norm, delta, double{c_.logits_scale});
+        head();
+        plan_.params = params_, plan_.tokens = tokens_, plan_.none = none_, plan_.max_rows = limits_.max_rows;
+        return std::move(plan_);
+    }
+
+private:
+    const Weights& weights_;
+    const ModelConfig& c_;
+    const KvType kv_type_;
+    const Limits& limits_;
+    Plan plan_;
+    Pipelines pipelines_{plan_.pipelines};
+    std::vector<uint32_t> caches_;  // of the layers
+    uint32_t params_, tokens_, page_table_, writes_, rotation_, local_rotation_, query_scales_, head_rows_, hidden_,
+        head_in_, logits_, none_, x_, qkv_, attended_, up_, delta_;
+
+    uint32_t add_buffer(std::string name, size_t bytes, const void* data = nullptr) {
+        if (bytes > limits_.binding_bytes) reject("a buffer of " + std::to_string(bytes) + " bytes (" + name + ")");
+        plan_.buffers.push_back({std::move(name), std::max<size_t>(bytes, 16), bytes > 0 ? data : nullptr});
+        return static_cast<uint32_t>(plan_.buffers.size() - 1);
+    }
+    uint32_t add_floats(std::string name, size_t n) { return add_buffer(std::move(name), n * sizeof(float)); }
+    // A vector of the weights; `none_` if it is empty.
+    uint32_t add_vector(const std::vector<float>& values) {
+        return values.empty() ? none_ : add_buffer("vector", values.size() * sizeof(float), values.data());
+    }
+
+    void add(std::vector<Dispatch>& to, std::vector<std::string> files, const Constants& constants,
+             std::vector<uint32_t> buffers, size_t groups, Count count) {
+        const uint32_t id = pipelines_.add(std::move(files), constants);
+        to.push_back({{{1, id}}, std::move(buffers), static_cast<uint32_t>(groups), count});
+    }
+
+    void add_inputs() {
+        const size_t rows = limits_.max_rows, d = c_.hidden_dim;
+        const size_t pages = ceil_div(c_.max_position, size_t{kPageTokens});
+        params_ = add_floats("params", 4);
+        tokens_ = add_floats("tokens", 4 * rows);
+        page_table_ = add_floats("page_table", rows * pages);
+        writes_ = add_floats("writes", 2 * limits_.max_writes);
+        rotation_ = add_floats("rotation", rows * c_.rotary_dim);
+        local_rotation_ = add_floats("local_rotation", rows * 2 * c_.local_inv_freq.size());
+        query_scales_ = add_floats("query_scales", c_.query_log_scale == 0.0 ? 0 : rows);
+        head_rows_ = add_floats("head_rows", limits_.max_heads);
+        hidden_ = add_floats("hidden", rows * d);
+        head_in_ = add_floats("head_in", limits_.max_heads * d);
+        logits_ = add_floats("logits", limits_.max_heads * c_.vocab_size);
+        none_ = add_floats("none", 0);
+        x_ = add_floats("x", rows * d);
+        qkv_ = add_floats("qkv", rows * c_.widest_mixer_in());
+        attended_ = add_floats("attended", rows * c_.widest_mixer_out());
+        up_ = add_floats("up", rows * c_.widest_up());
+        delta_ = add_floats("delta", rows * d);
+        for (size_t layer = 0; layer < c_.n_layers; ++layer) {
+            const size_t source = c_.kv_layer(layer), bytes = layer_page_bytes(c_, kv_type_, layer);
+            caches_.push_back(source == layer ? add_buffer("kv", limits_.n_pages * bytes) : caches_[source]);
+            if (source != layer) continue;
+            const size_t words = bytes / sizeof(uint32_t);
+            add(plan_.write_pages, {"copy_pages"}, Constants().add("WORDS", words), {params_, writes_, caches_.back()},
+                ceil_div(words, size_t{64}), Count::kOne);
+        }
+    }
+
+    // Calls visit(buffer, first row, rows) for the parts of a weight that fit into a binding, in order.
+    template <class Visit>
+    void each_part(const PackedWeight& w, Visit&& visit) {
+        const size_t panels = std::max<size_t>(1, limits_.binding_bytes / w.panel_bytes());
+        for (size_t first = 0; first < w.n_panels(); first += panels) {
+            const size_t n = std::min(panels, w.n_panels() - first), row = first * kPanel;
+            const auto key = w.panel(first);
+            auto [at, is_new] = parts_.try_emplace(key, 0);
+            if (is_new) at->second = add_buffer("weights", n * w.panel_bytes(), key);
+            visit(at->second, row, std::min(n * kPanel, w.n() - row));
+        }
+    }
+    std::map<const void*, uint32_t> parts_;  // a tied head shares the buffers of the embedding
+
+    void embed() {
+        size_t first = 0;
+        for (const PackedWeight& w : weights_.embedding.parts) {
+            each_part(w, [&](uint32_t buffer, size_t row, size_t n) {
+                Constants constants = weight_constants(w);
+                constants.add("FIRST", first + row).add("COUNT", n).add("SCALE", double{c_.embedding_scale});
+                add(plan_.forward, kernel_files(w, {"embed"}), constants, {buffer, tokens_, x_}, 1, Count::kTokens);
+            });
+            first += w.n();
+        }
+    }
+
+    // y (rows, w.n()) = x (rows, x_stride) w^T + bias, or with `adds` y += it, of the tokens or of the logits.
+    void product(std::vector<Dispatch>& to, const Matrix& w, const std::vector<float>& bias, uint32_t x,
+                 size_t x_stride, uint32_t y, Count count, bool adds, double softcap = 0.0) {
+        size_t first = 0;
+        const uint32_t bias_buffer = add_vector(bias);
+        for (const PackedWeight& part : w.parts) {
+            each_part(part, [&](uint32_t buffer, size_t row, size_t n) {
+                const Product of{buffer, x,           bias_buffer, y,     params_,       none_, none_, x_stride,
+                                 w.n(),  first + row, n,           count, !bias.empty(), adds,  false, softcap};
+                to.push_back(make_product(part, of, pipelines_));
+            });
+            first += part.n();
+        }
+    }
+    // The same with what adapters add.
+    void project(size_t layer, Target target, uint32_t x, size_t x_stride, uint32_t y, bool adds = false) {
+        const Matrix& w = matrix_of(weights_, layer, target);
+        product(plan_.forward, w, w.bias, x, x_stride, y, Count::kTokens, adds);
+        plan_.adapter_points.push_back({layer, target, plan_.forward.size(), x, y, x_stride, w.n()});
+    }
+
+    Constants norm_constants(const NormWeight& w, size_t n, bool is_layer_norm) const {
+        Constants constants;
+        constants.add("D", n).add("EPS", c_.norm_eps).add("IS_LAYER_NORM", is_layer_norm);
+        return constants.add("HAS_NORM", !w.weight.empty()).add("HAS_BIAS", !w.bias.empty());
+    }
+    // x += residual_scale delta; hidden = out_scale norm(x), or x without this norm.
+    void add_and_norm(const NormWeight& w, uint32_t delta, double out_scale = 1.0) {
+        Constants constants = norm_constants(w, c_.hidden_dim, c_.norm == Norm::kLayer);
+        constants.add("ADDS", delta != none_).add("DELTA_SCALE", double{c_.residual_scale}).add("OUT_SCALE", out_scale);
+        add(plan_.forward, {"norm", "add_norm"}, constants,
+            {add_vector(w.weight), add_vector(w.bias), x_, delta, hidden_}, 1, Count::kTokens);
+    }
+    // Norms elements [offset, offset + n) of rows of `stride` elements in place.
+    void norm_in_place(const NormWeight& w, bool is_layer_norm, uint32_t x, size_t stride, size_t offset, size_t n) {
+        Constants constants = norm_constants(w, n, is_layer_norm);
+        constants.add("STRIDE", stride).add("OFFSET", offset);
+        add(plan_.forward, {"norm", "norm_in_place"}, constants, {add_vector(w.weight), add_vector(w.bias), x}, 1,
+            Count::kTokens);
+    }
+    void post_norm(const NormWeight& w) {
+        if (c_.post_norm) norm_in_place(w, c_.norm == Norm::kLayer, delta_, c_.hidden_dim, 0, c_.hidden_dim);
+    }
+
+    // delta = W_o attention(W_qkv h).
+    void attention(size_t layer) {
+        const LayerWeights& w = weights_.layers[layer];
+        const LayerNorms& norms = weights_.norms.layers[layer];
+        project(layer, Target::kQkv, hidden_, c_.hidden_dim, qkv_);
+        const size_t d = c_.head_dim_of(layer), own = c_.n_own_kv_heads(layer), dim = c_.qkv_dim(layer);
+        const size_t n_q = c_.n_heads * c_.query_stride(layer);
+        if (c_.qk_norm_whole) {
+            norm_in_place(norms.q_norm, false, qkv_, dim, 0, n_q);
+            if (own > 0) norm_in_place(norms.k_norm, false, qkv_, dim, n_q, own * d);
+        }
+        const bool has_norm = c_.qk_norm && !c_.qk_norm_whole;
+        Constants shape;
+        shape.add("D", d).add("KV_WORDS", kv_words(kv_type_, d)).add("KV_BF16", kv_type_ == KvType::kBFloat16);
+        shape.add("ELEMENTS", size_t{kv_type_ == KvType::kBFloat16 ? 2u : 1u});
+        shape.add("N_HEADS", c_.n_heads).add("N_KV_HEADS", c_.n_kv_heads);
+        shape.add("QKV_DIM", dim).add("QUERY_STRIDE", c_.query_stride(layer));
+        Constants heads = shape;
+        heads.add("ROTARY_DIM", c_.rotates(layer) ? c_.rotary_dim_of(layer) : 0).add("IS_NEOX", c_.is_neox);
+        heads.add("NORM_BEFORE", has_norm && !c_.qk_norm_rotated).add("NORM_AFTER", has_norm && c_.qk_norm_rotated);
+        heads.add("NORM_VALUES", c_.v_norm).add("EPS", c_.norm_eps).add("SCALES_QUERIES", c_.query_log_scale != 0.0);
+        const auto head_norm = [&](const NormWeight& norm) { return has_norm ? add_vector(norm.weight) : none_; };
+        add(plan_.forward, {"kv_page", "heads"}, heads,
+            {tokens_, page_table_, qkv_, caches_[layer], c_.is_local(layer) ? local_rotation_ : rotation_,
+             head_norm(norms.q_norm), head_norm(norms.k_norm), query_scales_},
+            c_.n_heads + own, Count::kTokens);
+        size_t at_once = std::min(c_.kv_group(), kAttentionHeads);
+        while (c_.kv_group() % at_once != 0) --at_once;
+        shape.add("HEADS", at_once).add("WINDOW", c_.windows[layer]).add("SCALE", c_.attention_scale);
+        shape.add("SOFTCAP", c_.attention_softcap).add("HAS_SINKS", c_.sinks).add("IS_GATED", c_.output_gate);
+        add(plan_.forward, {"kv_page", "attention"}, shape,
+            {tokens_, page_table_, qkv_, caches_[layer], add_vector(w.sinks), attended_}, c_.n_heads / at_once,
+            Count::kTokens);
+        project(layer, Target::kO, attended_, c_.n_heads * d, delta_);
+    }
+
+    // delta = W_down (act(gate) * up), or W_down act(up), of h; or it is added to delta.
+    void mlp(size_t layer, bool adds) {
+        const size_t dim = c_.mlp_dim(layer), width = c_.up_dim(layer);
+        project(layer, Target::kUp, hidden_, c_.hidden_dim, up_);
+        Constants constants;
+        constants.add("DIM", dim).add("STRIDE", width).add("IS_GATED", c_.gated);
+        constants.add("KIND", static_cast<size_t>(c_.activation));
+        add(plan_.forward, {"activate"}, constants, {up_}, ceil_div(dim, size_t{64}), Count::kTokens);
+        project(layer, Target::kDown, up_, width, delta_, adds);
+    }
+
+    void head() {
+        add(plan_.head, {"gather"}, Constants().add("D", c_.hidden_dim), {head_rows_, hidden_, head_in_}, 1,
+            Count::kHeads);
+        product(plan_.head, weights_.output(), weights_.head.bias, head_in_, c_.hidden_dim, logits_, Count::kHeads,
+                false, double{c_.logits_softcap});
+    }
+};
+
+}  // namespace
+
+Plan make_plan(const Weights& weights, KvType kv_type, const Limits& limits) {
+    return Planner(weights, kv_type, limits).make();
+}
+
+AdapterPlan make_adapter_plan(const Plan& plan, const Adapter& adapter) {
+    if (adapter.norms) reject("norms of an adapter");
+    AdapterPlan out;
+    Pipelines pipelines(out.pipelines);
+    const auto add_buffer = [&](std::string name, size_t bytes, const void* data) {
+        out.buffers.push_back({std::move(name), bytes, data});
+        return static_cast<uint32_t>(plan.buffers.size() + out.buffers.size() - 1);
+    };
+    const uint32_t number = add_buffer("number", 16, nullptr);
+    const uint32_t low_rank = add_buffer("low_rank", plan.max_rows * adapter.max_rank * sizeof(float), nullptr);
+    for (const AdapterPoint& at : plan.adapter_points) {
+        std::vector<Dispatch>& dispatches = out.dispatches.emplace_back();
+        const LowRank* low = adapter.find(at.layer, at.target);
+        if (low == nullptr) continue;
+        for (size_t i = 0; i < low->a.size(); ++i) {
+            const PackedWeight &a = low->a[i], &b = low->b[i];
+            const Product down{add_buffer("weights", a.size_bytes(), a.panel(0)),
+                               at.x,
+                               plan.none,
+                               low_rank,
+                               plan.params,
+                               number,
+                               plan.tokens,
+                               at.x_stride,
+                               a.n(),
+                               0,
+                               a.n(),
+                               Count::kTokens};
+            Product up{add_buffer("weights", b.size_bytes(), b.panel(0)),
+                       low_rank,
+                       plan.none,
+                       at.y,
+                       plan.params,
+                       number,
+                       plan.tokens,
+                       a.n(),
+                       at.y_stride,
+                       low->first_rows[i],
+                       b.n(),
+                       Count::kTokens};
+            up.adds = up.has_number = true;
+            dispatches.push_back(make_product(a, down, pipelines));
+            dispatches.push_back(make_product(b, up, pipelines));
+        }
+    }
+    return out;
+}
+
+size_t page_bytes(const ModelConfig& config, KvType kv_type) {
+    size_t bytes = 0;
+    for (size_t layer = 0; layer < config.n_layers; ++layer) bytes += layer_page_bytes(config, kv_type, layer);
+    return bytes;
+}
+
+size_t largest_page_bytes(const ModelConfig& config, KvType kv_type) {
+    size_t bytes = 0;
+    for (size_t layer = 0; layer < config.n_layers; ++layer) {
+        bytes = std::max(bytes, layer_page_bytes(config, kv_type, layer));
+    }
+    return bytes;
+}
+
+}  // namespace whet::gpu

@@ -1,0 +1,37 @@
+"""A GPU, opened by the package ``wgpu``."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from whet.errors import WhetError
+
+
+def open_device(where: str) -> Any:
+    """Return the fastest GPU, with the largest buffers that it has: one for all engines of a process.
+
+    Raises:
+        WhetError: ``wgpu`` is missing, or it finds no GPU.
+    """
+    try:
+        return _open()
+    except ImportError:
+        raise WhetError(f"{where}: device is 'gpu', which needs wgpu. Install it: pip install 'whet[gpu]'.") from None
+    except RuntimeError as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise WhetError(
+            f"{where}: device is 'gpu', and there is no GPU with Metal, Vulkan or Direct3D 12 ({reason}). Install its "
+            f"driver, or omit device."
+        ) from None
+
+
+@cache
+def _open() -> Any:
+    import wgpu
+    from wgpu.backends.wgpu_native.extras import set_instance_extras
+
+    set_instance_extras(backends=["Vulkan", "Metal", "DX12"])  # OpenGL prints an error where there is no screen
+    adapter = wgpu.gpu.request_adapter_sync(power_preference="high-performance")
+    names = ("max-buffer-size", "max-storage-buffer-binding-size")
+    return adapter.request_device_sync(required_limits={name: adapter.limits[name] for name in names})

@@ -1,0 +1,8 @@
+// d (u - 8)
+const MORE_BITS = 0u;
+const GROUP_WORDS = 8u;
+
+fn scales(panel: u32, step: u32, j: u32) -> vec4f {
+  let d = half_at(scales_at(panel, step), j);
+  return vec4f(d, d, -8.0 * d, -8.0 * d);
+}

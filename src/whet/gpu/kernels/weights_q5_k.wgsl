@@ -1,0 +1,1 @@
+const MORE_BITS = 1u;

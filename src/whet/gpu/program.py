@@ -1,0 +1,251 @@
+"""Runs a plan of the core on a GPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from whet import _core
+from whet.errors import WhetValueError
+
+MAX_HEADS = 64
+"""Rows of logits that are computed at once: the core's kHeadTile."""
+_MAX_WRITES = 1024
+_BINDING = re.compile(r"@binding\((\d+)\) var<storage, (read|read_write)>")
+
+
+class Dispatch(NamedTuple):
+    """A grid of workgroups: (groups, rows / rows of a workgroup)."""
+
+    pipelines: list[tuple[int, Any, Any]]
+    """Rows of a workgroup, pipeline, bind group: the first with all rows of the step is used, or the last."""
+    groups: int
+    count: str
+
+
+class Program:
+    """The forward pass of a model on a GPU: its weights, keys and values, and the commands of a step.
+
+    Args:
+        device: from ``open_device``.
+        weights: the core's packed weights. ``upload`` copies them.
+        kv_type: format of keys and values, a ``_core.KvType``.
+        kv_bytes: size of the cache of keys and values.
+        max_rows: tokens of a step.
+        where: prefix of error messages.
+
+    Attributes:
+        kv_bytes: the part of ``kv_bytes`` that fits into the GPU's largest buffers.
+
+    Raises:
+        WhetValueError: the model has a part without a kernel.
+    """
+
+    def __init__(self, device: Any, weights: Any, *, kv_type: Any, kv_bytes: int, max_rows: int, where: str) -> None:
+        self._device = device
+        largest = binding_bytes(device)
+        n_pages, self.kv_bytes = _core.gpu_pages(weights, kv_type=kv_type, kv_bytes=kv_bytes, binding_bytes=largest)
+        try:
+            self.plan = plan = _core.GpuPlan(
+                weights, kv_type=kv_type, max_rows=max_rows, max_heads=MAX_HEADS, n_pages=n_pages,
+                max_writes=_MAX_WRITES, binding_bytes=largest,
+            )  # fmt: skip
+        except ValueError as error:
+            raise WhetValueError(
+                f"{where}: device is 'gpu', which has no kernel for {error}. Use the CPU: omit device."
+            ) from None
+        self._rows = {"hidden": max_rows, "logits": MAX_HEADS}
+        self._made: dict[tuple[str, tuple[str, ...]], tuple[Any, Any]] = {}
+        listed = plan.buffers
+        self._buffers = [self._make_buffer(name, n_bytes) for name, n_bytes, _ in listed]
+        self._named = {name: buffer for (name, *_), buffer in zip(listed, self._buffers, strict=True)}
+        self._contents = [(b, data) for b, (*_, data) in zip(self._buffers, listed, strict=True) if data is not None]
+        pipelines = [self._pipeline(*each) for each in plan.pipelines]
+        self._write_pages, self._forward, self._head = (
+            [self._make_dispatch(self._buffers, pipelines, *each) for each in dispatches]
+            for dispatches in (plan.write_pages, plan.forward, plan.head)
+        )
+        self._points = {after: i for i, after in enumerate(plan.adapter_points)}
+        self._adapters: dict[int, list[list[Dispatch]]] = {}  # by number: the dispatches of each point
+        self._pending: list[Any] = []  # commands that are not yet submitted
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all buffers in bytes."""
+        return sum(buffer.size for buffer in self._buffers)
+
+    def upload(self) -> None:
+        """Copy the weights from the core's memory."""
+        for buffer, data in self._contents:
+            self._device.queue.write_buffer(buffer, 0, data)
+
+    # ------------------------------------------------------------------ called by the core
+
+    def add_adapter(
+        self, number: int, buffers: list[Any], pipelines: list[Any], points: list[list[tuple[Any, ...]]]
+    ) -> None:
+        """Copy an adapter, whose dispatches add to the products of the plan's points."""
+        made = [self._make_buffer(name, n_bytes) for name, n_bytes, _ in buffers]
+        for buffer, (_, _, data) in zip(made, buffers, strict=True):
+            if data is not None:
+                self._device.queue.write_buffer(buffer, 0, data)
+        self._device.queue.write_buffer(made[0], 0, np.array([number], np.int32))
+        compiled = [self._pipeline(*each) for each in pipelines]
+        everything = self._buffers + made
+        self._adapters[number] = [
+            [self._make_dispatch(everything, compiled, *each) for each in dispatches] for dispatches in points
+        ]
+
+    def remove_adapter(self, number: int) -> None:
+        """Free an adapter."""
+        del self._adapters[number]
+
+    def write_pages(self, writes: np.ndarray) -> None:
+        """Copy pages: (page, source) of each, in order."""
+        self._submit()
+        for begin in range(0, len(writes), 2 * _MAX_WRITES):
+            part = writes[begin : begin + 2 * _MAX_WRITES]
+            self._write("writes", part)
+            self._write("params", np.array([len(part) // 2], np.uint32), 8)
+            self._run(self._write_pages, {"one": 1})
+            self._submit()
+
+    def forward(
+        self,
+        tokens: np.ndarray,
+        page_table: np.ndarray,
+        rotation: np.ndarray,
+        local_rotation: np.ndarray,
+        query_scales: np.ndarray,
+    ) -> None:
+        """Compute the hidden states of the tokens of a step."""
+        self._submit()
+        n = len(tokens) // 4
+        self._write("params", np.array([n], np.uint32))
+        for name, values in (
+            ("tokens", tokens),
+            ("page_table", page_table),
+            ("rotation", rotation),
+            ("local_rotation", local_rotation),
+            ("query_scales", query_scales),
+        ):
+            self._write(name, values)
+        self._run(self._with_adapters(sorted(set(tokens[3::4].tolist()) - {0})), {"tokens": n})
+
+    def read_hidden(self, token: int) -> memoryview:
+        """Return the hidden state of a token of the step."""
+        return self._read("hidden", token, 1)
+
+    def logits(self, rows: np.ndarray, hidden: np.ndarray) -> memoryview:
+        """Return the logits of the hidden states of the step's tokens ``rows``; -1: of the row in ``hidden``."""
+        n = len(rows)
+        self._write("params", np.array([n], np.uint32), 4)
+        self._write("head_rows", rows)
+        self._write("head_in", hidden)
+        self._run(self._head, {"heads": n})
+        return self._read("logits", 0, n)
+
+    # ------------------------------------------------------------------ private
+
+    def _make_buffer(self, name: str, n_bytes: int) -> Any:
+        from wgpu import BufferUsage
+
+        usage = BufferUsage.STORAGE | BufferUsage.COPY_SRC | BufferUsage.COPY_DST
+        return self._device.create_buffer(size=-(-n_bytes // 4) * 4, usage=usage, label=name)
+
+    def _with_adapters(self, numbers: list[int]) -> Iterable[Dispatch]:
+        """Return the forward pass, with the dispatches of adapters after the products that they add to."""
+        if not numbers:
+            return self._forward
+        out = []
+        for i, dispatch in enumerate(self._forward, 1):
+            out.append(dispatch)
+            if (point := self._points.get(i)) is not None:
+                for number in numbers:
+                    out += self._adapters[number][point]
+        return out
+
+    def _pipeline(self, constants: str, files: tuple[str, ...]) -> tuple[Any, Any]:
+        """Return a pipeline and its layout, compiled once."""
+        if (constants, files) not in self._made:
+            self._made[constants, files] = self._make_pipeline(constants, files)
+        return self._made[constants, files]
+
+    def _make_pipeline(self, constants: str, files: tuple[str, ...]) -> tuple[Any, Any]:
+        from wgpu import ShaderStage
+
+        code = constants + "".join(map(_read_kernel, files))
+        kinds = {"read": "read-only-storage", "read_write": "storage"}
+        layout = self._device.create_bind_group_layout(
+            entries=[
+                {"binding": int(n), "visibility": ShaderStage.COMPUTE, "buffer": {"type": kinds[access]}}
+                for n, access in _BINDING.findall(code)
+            ]
+        )
+        pipeline = self._device.create_compute_pipeline(
+            layout=self._device.create_pipeline_layout(bind_group_layouts=[layout]),
+            compute={"module": self._device.create_shader_module(code=code, label=files[-1]), "entry_point": "main"},
+        )
+        return pipeline, layout
+
+    def _make_dispatch(
+        self,
+        all_buffers: list[Any],
+        all_pipelines: list[tuple[Any, Any]],
+        pipelines: list[tuple[int, int]],
+        buffers: list[int],
+        groups: int,
+        count: str,
+    ) -> Dispatch:
+        entries = [
+            {"binding": i, "resource": {"buffer": all_buffers[b], "offset": 0, "size": all_buffers[b].size}}
+            for i, b in enumerate(buffers)
+        ]
+        variants = []
+        for rows, i in pipelines:
+            pipeline, layout = all_pipelines[i]
+            variants.append((rows, pipeline, self._device.create_bind_group(layout=layout, entries=entries)))
+        return Dispatch(variants, groups, count)
+
+    def _write(self, name: str, values: np.ndarray, offset: int = 0) -> None:
+        if len(values):
+            self._device.queue.write_buffer(self._named[name], offset, values)
+
+    def _run(self, dispatches: Iterable[Dispatch], counts: dict[str, int]) -> None:
+        encoder = self._device.create_command_encoder()
+        commands = encoder.begin_compute_pass()
+        for dispatch in dispatches:
+            n = counts[dispatch.count]
+            rows, pipeline, group = next((v for v in dispatch.pipelines if v[0] >= n), dispatch.pipelines[-1])
+            commands.set_pipeline(pipeline)
+            commands.set_bind_group(0, group)
+            commands.dispatch_workgroups(dispatch.groups, -(-n // rows))
+        commands.end()
+        self._pending.append(encoder.finish())
+
+    def _submit(self) -> None:
+        if self._pending:
+            self._device.queue.submit(self._pending)
+            self._pending = []
+
+    def _read(self, name: str, first: int, n: int) -> memoryview:
+        """Return n rows of a result."""
+        self._submit()
+        buffer = self._named[name]
+        row = buffer.size // self._rows[name]
+        return self._device.queue.read_buffer(buffer, first * row, n * row)
+
+
+def binding_bytes(device: Any) -> int:
+    """Return the size of the largest buffer that a kernel can bind."""
+    return min(device.limits["max-buffer-size"], device.limits["max-storage-buffer-binding-size"]) // 4 * 4
+
+
+@cache
+def _read_kernel(name: str) -> str:
+    return (Path(__file__).parent / "kernels" / f"{name}.wgsl").read_text(encoding="utf-8")

@@ -1,0 +1,205 @@
+"""The engine on a GPU next to the CPU's in float32: every family and format, adapters, sampling, refusals.
+
+Mesa's lavapipe is such a GPU: apt-get install mesa-vulkan-drivers.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.engine.tiny_models import CASES, VOCAB, tiny_model
+from tests.raising import assert_raises
+from tests.tiny import LLAMA, tiny_llama, with_lora
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from whet.config.sampling import SamplingParams
+from whet.engine.engine import Engine
+from whet.errors import WhetError, WhetValueError
+from whet.gpu import device, program
+from whet.models.formats import FORMATS
+from whet.models.packed_base import pack_base
+from whet.models.sources.live import open_module
+
+pytestmark = pytest.mark.needs("gpu")
+
+SMALL: dict[str, Any] = {"kv_bytes": 1 << 20, "max_batch": 8, "prefill_chunk": 16}
+TOLERANCE = 3e-5  # of log-probs
+RECURRENT, EXPERTS = "convolutions, linear attention and Mamba-2", "mixtures of experts"
+NO_KERNEL = {
+    "granite4-hybrid": RECURRENT,
+    "nemotron_h": RECURRENT,
+    "lfm2": RECURRENT,
+    "qwen3_5": RECURRENT,
+    "gemma4": "inputs and scales of a layer",
+    "gpt2": "learned positions",
+    "olmoe": EXPERTS,
+    "qwen3_moe": EXPERTS,
+    "granitemoe": EXPERTS,
+    "granite4-experts": EXPERTS,
+    "gpt_oss": EXPERTS,
+}
+"""Beginnings of the names of cases, and the part that has no kernel."""
+
+
+def rows_of(lengths: tuple[int, ...], vocab: int = VOCAB) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(3, vocab, n).tolist() for n in lengths]
+
+
+def assert_same_scores(gpu: Engine, cpu: Engine, rows: list[list[int]], tolerance: float = TOLERANCE, **options: Any):
+    for ours, theirs in zip(gpu.logprobs(rows, **options), cpu.logprobs(rows, **options), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance)
+
+
+def pair_of(model: Any, **options: Any) -> tuple[Engine, Engine]:
+    settings = {"weights": "float32", **SMALL, **options}
+    return Engine.from_model(model, device="gpu", **settings), Engine.from_model(model, **settings)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_family_has_the_scores_of_the_cpu_or_is_refused_by_name(case):
+    model = tiny_model(case)
+    missing = [part for name, part in NO_KERNEL.items() if case.startswith(name)]
+    if missing:
+        facts = ("Engine.from_model", "device is 'gpu'", missing[0], "omit device")
+        assert_raises(WhetValueError, facts, Engine.from_model, model, device="gpu", weights="float32", **SMALL)
+        return
+    gpu, cpu = pair_of(model)
+    assert_same_scores(gpu, cpu, rows_of((2, 7, 20, 33)))
+
+
+def blocks_model(seed: int = 0) -> Any:
+    """Make a Llama whose rows are whole blocks of every format."""
+    sizes = {"vocab_size": 300, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 256}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(LlamaConfig(**{**LLAMA, **sizes, **heads, "tie_word_embeddings": True}))
+
+
+def dequantised(model: Any, base: Any) -> Any:
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if getattr(module, "weight", None) is not None:
+                module.weight.copy_(base.rows(name, torch.empty_like(module.weight)))
+    return model
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_format_has_the_scores_of_its_float32_weights(format):
+    model = blocks_model()
+    base = pack_base(open_module(model), weights=format, embedding=None if format.endswith("_m") else format)
+    options = {**SMALL, "kv_dtype": "float32"}
+    gpu = Engine.from_base(base, device="gpu", **options)
+    cpu = Engine.from_model(dequantised(model, base), weights="float32", **options)
+    assert_same_scores(gpu, cpu, rows_of((2, 70, 100), 300))
+
+
+def test_keys_and_values_in_bfloat16_change_scores_as_on_the_cpu():
+    model = blocks_model()
+    gpu, cpu = pair_of(model, kv_dtype="bfloat16")
+    exact = Engine.from_model(model, weights="float32", **SMALL)
+    [ours], [theirs], [reference] = (engine.logprobs(rows_of((100,), 300)) for engine in (gpu, cpu, exact))
+    assert 0 < np.abs(ours - reference).max() < 2 * np.abs(theirs - reference).max()
+
+
+def test_samples_are_the_ones_of_the_cpu():
+    gpu, cpu = pair_of(tiny_model("llama"), kv_bytes=1 << 22)
+    prompts = rows_of((5, 20, 33))
+    for sampling in (
+        SamplingParams(max_new_tokens=20, seed=3),
+        SamplingParams(max_new_tokens=20, temperature=0.0),
+        SamplingParams(max_new_tokens=12, top_k=7, top_p=0.9, repetition_penalty=1.2, top_logprobs=3, kept_tokens=True),
+    ):
+        for ours, theirs in zip(gpu.generate(prompts, 3, sampling), cpu.generate(prompts, 3, sampling), strict=True):
+            for a, b in zip(ours, theirs, strict=True):
+                assert list(a.token_ids) == list(b.token_ids)
+                np.testing.assert_allclose(a.logprobs, b.logprobs, atol=TOLERANCE)
+
+
+def test_samples_of_a_prompt_over_pages_share_it_and_part_from_each_other():
+    gpu, cpu = pair_of(tiny_llama(max_position_embeddings=256), kv_bytes=1 << 22)
+    prompt = [3 + i % 7 for i in range(100)]  # a whole page, and a part of one that is copied
+    sampling = SamplingParams(max_new_tokens=40, seed=1)
+    [ours], [theirs] = (engine.generate([prompt], 4, sampling) for engine in (gpu, cpu))
+    assert [list(each.token_ids) for each in ours] == [list(each.token_ids) for each in theirs]
+    first = list(gpu.stream(prompt, SamplingParams(max_new_tokens=5), keep=True))
+    assert gpu.memory["kv_kept_bytes"] > 0
+    assert first == list(gpu.stream(prompt, SamplingParams(max_new_tokens=5), keep=True))
+
+
+@pytest.mark.parametrize("case", ["llama", "phi3", "gptj"])
+def test_adapters_by_row(case):
+    targets = {
+        "llama": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"],
+        "phi3": ["qkv_proj", "gate_up_proj", "down_proj"],
+        "gptj": ["q_proj", "out_proj", "fc_in", "fc_out"],
+    }[case]
+    make = lambda seed: with_lora(tiny_model(case), seed, b_std=0.3, target_modules=targets)  # noqa: E731
+    gpu, cpu = pair_of(make(0))
+    rows = rows_of((2, 7, 20, 33))
+    assert_same_scores(gpu, cpu, rows)
+    numbers = gpu.add_adapter(make(1)), cpu.add_adapter(make(1))
+    assert numbers[0] == numbers[1]
+    mixed = [numbers[0], None, None, numbers[0]]
+    assert_same_scores(gpu, cpu, rows, adapter=mixed)
+    assert np.abs(gpu.logprobs(rows, adapter=numbers[0])[3] - gpu.logprobs(rows)[3]).max() > 0.1
+    for engine in (gpu, cpu):
+        engine.remove_adapter(numbers[0])
+        engine.sync(make(2))
+    assert_same_scores(gpu, cpu, rows)
+
+
+def test_sync_copies_the_weights():
+    gpu, cpu = pair_of(tiny_model("qwen2"))
+    before = gpu.logprobs(rows_of((20,)))[0]
+    other = copy.deepcopy(tiny_model("qwen2"))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.9)
+    for engine in (gpu, cpu):
+        engine.sync(other)
+    assert_same_scores(gpu, cpu, rows_of((20,)))
+    assert np.abs(gpu.logprobs(rows_of((20,)))[0] - before).max() > 0.1
+
+
+def test_a_matrix_is_cut_where_it_exceeds_the_largest_binding(monkeypatch):
+    model = blocks_model()
+    monkeypatch.setattr(program, "binding_bytes", lambda device: 1 << 17)
+    gpu, cpu = pair_of(model)
+    assert max(n_bytes for _, n_bytes, _ in gpu._program.plan.buffers) <= 1 << 17 < 4 * 300 * 256
+    assert_same_scores(gpu, cpu, rows_of((2, 33), 300))
+
+
+def test_a_failed_step_is_repeated(monkeypatch):
+    gpu, cpu = pair_of(tiny_model("llama"))
+    rows = rows_of((33,))
+    real, calls = program.Program.forward, []
+
+    def fail_once(self, *inputs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(self, *inputs)
+
+    monkeypatch.setattr(program.Program, "forward", fail_once)
+    with pytest.raises(KeyboardInterrupt):
+        gpu.logprobs(rows)
+    assert_same_scores(gpu, cpu, rows)
+    assert gpu.memory["kv_used_bytes"] == 0
+
+
+def test_refusals(monkeypatch):
+    model = tiny_model("llama")
+    make = Engine.from_model
+    assert_raises(WhetValueError, ("device", "'cuda'", "cpu, gpu"), make, model, device="cuda")
+    assert_raises(WhetValueError, ("kv_dtype q8", "omit device"), make, model, device="gpu", kv_dtype="q8")
+    monkeypatch.setitem(sys.modules, "wgpu", None)
+    device._open.cache_clear()
+    assert_raises(WhetError, ("wgpu", "pip install 'whet[gpu]'"), make, model, device="gpu")
