@@ -2,6 +2,8 @@
 #pragma once
 #include <cmath>
 #include <cstddef>
+#include <cstdint>
+#include <stdexcept>
 
 #include "engine/config.h"
 #include "engine/weights.h"
@@ -21,6 +23,13 @@ inline void activate(const ModelConfig& config, const float* gate, const float* 
     if (config.activation == Activation::kClampedSwiglu) return kernels().clamped_swiglu_f32(gate, up, n, out);
     activation_kernel(config.activation)(gate, n, false, out);
     for (size_t j = 0; config.gated && j < n; ++j) out[j] *= up[j];
+}
+
+// Throws std::runtime_error if the second embedding of a token is not finite.
+inline void check_layer_embedding(const Weights& weights, int32_t token) {
+    if (!weights.layer_embedding.is_finite(static_cast<size_t>(token))) {
+        throw std::runtime_error("the second embedding of a token holds NaN or infinity");
+    }
 }
 
 // inputs (layer_inputs(), the projection of the embedding) = (norm(inputs / sqrt(hidden_dim)) +

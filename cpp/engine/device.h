@@ -18,7 +18,8 @@ public:
     virtual ~Device() = default;
     virtual void write_pages(std::span<const PageWrite> writes) = 0;  // in order
     // Computes the final hidden states of a step's tokens, which stay on the device until the next call.
-    virtual void forward(std::span<const InputToken> tokens) = 0;
+    // `runs`: with recurrent mixers, the runs of all tokens. Writes the chosen experts of a mixture to `memory`.
+    virtual void forward(std::span<const InputToken> tokens, std::span<const StateRun> runs, KvMemory& memory) = 0;
     virtual void read_hidden(std::span<const HiddenTask> tasks) = 0;
     // Computes the logits (n, vocab_size) of n hidden states.
     virtual void logits(std::span<const HeadInput> inputs, float* out) = 0;

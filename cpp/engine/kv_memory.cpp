@@ -74,6 +74,14 @@ KvMemory::KvMemory(const ModelConfig& config, KvType type, size_t budget_bytes)
     experts_offset_ = used;
 }
 
+void KvMemory::copy_experts(std::span<const PageWrite> writes) {
+    for (const PageWrite& write : writes) {
+        is_committed_[static_cast<size_t>(write.page)] = true;
+        if (write.from == PageIndex::kNone || write.from == write.page) continue;
+        std::copy_n(experts(write.from, 0), kPageTokens * token_experts_, experts(write.page, 0));
+    }
+}
+
 void KvMemory::apply(std::span<const PageWrite> writes) {
     constexpr size_t kTaskBytes = size_t{64} << 10;
     constexpr double kByteNs = 0.1;  // rough: more if the system commits the memory

@@ -48,6 +48,8 @@ public:
     }
 
     void apply(std::span<const PageWrite> writes);  // in order
+    // Applies them to the experts of the pages, where keys and values are on a device.
+    void copy_experts(std::span<const PageWrite> writes);
     size_t n_committed() const;
     // Releases the memory of unused pages to the system, runs of adjacent pages at once, so that whole huge pages are
     // freed; returns the number of pages.

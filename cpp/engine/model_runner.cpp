@@ -35,6 +35,7 @@ std::span<const Drawn> ModelRunner::run(StepPlan& plan, KvMemory& memory) {
 void ModelRunner::write_pages(std::vector<PageWrite>& writes, KvMemory& memory) {
     if (kIsComplete && device_ != nullptr) {
         if (!writes.empty()) device_->write_pages(writes);
+        if (memory.token_experts() > 0) memory.copy_experts(writes);
     } else {
         memory.apply(writes);
     }
@@ -45,7 +46,7 @@ void ModelRunner::write_pages(std::vector<PageWrite>& writes, KvMemory& memory) 
 // on a device.
 const float* ModelRunner::forward(const StepPlan& plan, KvMemory& memory) {
     if (kIsComplete && device_ != nullptr) {
-        device_->forward(plan.tokens);
+        device_->forward(plan.tokens, plan.runs, memory);
         if (!plan.hiddens.empty()) device_->read_hidden(plan.hiddens);
         return nullptr;
     }

@@ -21,6 +21,7 @@ struct InputToken;
 struct StateRun {
     size_t first, n;           // tokens of the step
     const int32_t *from, *to;  // pages of the states; from null: the run starts its sequence. May be equal if n is 1
+    int32_t from_state, to_state;  // their numbers in the index; from_state negative: none
 };
 
 // A layer of a step.

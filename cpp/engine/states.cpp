@@ -38,7 +38,7 @@ void Scheduler::plan_run(size_t n, int32_t from, int32_t& to) {
         to = state;
     }
     const int32_t* const before = from == PageIndex::kNone ? nullptr : pages_.pages_of_state(from);
-    plan_.runs.push_back({plan_.tokens.size() - n, n, before, pages_.pages_of_state(to)});
+    plan_.runs.push_back({plan_.tokens.size() - n, n, before, pages_.pages_of_state(to), from, to});
 }
 
 // The end of a prompt's next steps: they stop where its state has to be kept.

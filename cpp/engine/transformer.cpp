@@ -184,11 +184,7 @@ void Transformer::embed(const InputToken* rows, size_t n) {
 
 // Computes the inputs (n, n_layers, layer_input_dim) of the layers from x and rows of the table.
 void Transformer::read_layer_inputs(const InputToken* rows, size_t n) {
-    for (size_t i = 0; i < n; ++i) {
-        if (!weights_->layer_embedding.is_finite(static_cast<size_t>(rows[i].token))) {
-            throw std::runtime_error("the second embedding of a token holds NaN or infinity");
-        }
-    }
+    for (size_t i = 0; i < n; ++i) check_layer_embedding(*weights_, rows[i].token);
     const size_t width = config_.layer_inputs();
     product(weights_->layer_inputs, x_, n, layer_inputs_);
     adapt(rows, n, 0, Target::kLayerInputs, x_, config_.hidden_dim, layer_inputs_, width);

@@ -1,5 +1,6 @@
 #include "gpu/inputs.h"
 
+#include "engine/activation.h"
 #include "kernels/dispatch.h"
 
 namespace whet::gpu {
@@ -15,10 +16,12 @@ void rotation_of(int32_t position, const std::vector<double>& inv_freq, double f
 
 }  // namespace
 
-void set_inputs(const ModelConfig& config, std::span<const InputToken> tokens,
+void set_inputs(const Weights& weights, std::span<const InputToken> tokens, std::span<const StateRun> runs,
                 const std::map<const Adapter*, int32_t>& adapters, Inputs& inputs) {
-    for (auto* ids : {&inputs.tokens, &inputs.page_table}) ids->clear();
-    for (auto* numbers : {&inputs.rotation, &inputs.local_rotation, &inputs.query_scales}) numbers->clear();
+    const ModelConfig& config = weights.config();
+    for (auto* ids : {&inputs.tokens, &inputs.page_table, &inputs.runs}) ids->clear();
+    for (auto* numbers : {&inputs.rotation, &inputs.local_rotation, &inputs.query_scales, &inputs.embedded})
+        numbers->clear();
     const int32_t* pages = nullptr;
     size_t offset = 0;
     for (const InputToken& token : tokens) {
@@ -32,6 +35,18 @@ void set_inputs(const ModelConfig& config, std::span<const InputToken> tokens,
         rotation_of(token.position, config.local_inv_freq, 1.0, inputs.local_rotation);
         if (config.query_log_scale != 0.0) {
             inputs.query_scales.push_back(config.query_scale(static_cast<size_t>(token.position)));
+        }
+    }
+    inputs.embedded.resize(tokens.size() * config.layer_inputs());
+    for (size_t i = 0; config.has_layer_inputs() && i < tokens.size(); ++i) {
+        check_layer_embedding(weights, tokens[i].token);
+        weights.layer_embedding.read(static_cast<size_t>(tokens[i].token),
+                                     inputs.embedded.data() + i * config.layer_inputs());
+    }
+    for (const StateRun& run : runs) {
+        const auto first = static_cast<int32_t>(run.first), n = static_cast<int32_t>(run.n);
+        for (size_t i = 0; i < run.n; ++i) {
+            inputs.runs.insert(inputs.runs.end(), {first, n, run.from_state, run.to_state, tokens[run.first].position});
         }
     }
 }

@@ -1,11 +1,14 @@
 #include "gpu/plan.h"
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <map>
 #include <stdexcept>
 #include <utility>
 
+#include "engine/delta_inputs.h"
+#include "engine/experts.h"
 #include "kernels/attention_task.h"
 #include "runtime/ceil_div.h"
 
@@ -40,17 +43,22 @@ private:
 size_t kv_words(KvType type, size_t head_dim) { return type == KvType::kFloat32 ? head_dim : ceil_div(head_dim, 2); }
 
 size_t layer_page_bytes(const ModelConfig& c, KvType type, size_t layer) {
-    return c.n_own_kv_heads(layer) * 2 * kPageTokens * kv_words(type, c.head_dim_of(layer)) * sizeof(uint32_t);
+    return (c.attends(layer) ? c.n_own_kv_heads(layer) : 0) * 2 * kPageTokens * kv_words(type, c.head_dim_of(layer)) *
+           sizeof(uint32_t);
+}
+
+// 32-bit words of a layer's state: the inputs of its convolution, then the state of each head and the numbers of
+// tokens of its groups of columns.
+size_t state_words(const ModelConfig& c, size_t layer) {
+    if (!c.is_recurrent(layer)) return 0;
+    const size_t convolution = c.conv_length * c.conv_dim(layer);
+    if (!c.is_delta(layer)) return convolution;
+    return convolution + c.n_delta_heads * (c.delta_key_dim * c.delta_dim + ceil_div(c.delta_dim, size_t{64}));
 }
 
 [[noreturn]] void reject(const std::string& part) { throw std::invalid_argument(part); }
 
 void check(const ModelConfig& c, KvType type) {
-    if (c.is_recurrent()) reject("convolutions, linear attention and Mamba-2");
-    if (!c.mixers.empty()) reject("layers without attention");
-    if (c.n_experts > 0) reject("mixtures of experts");
-    if (c.has_layer_inputs() || c.layer_scale) reject("inputs and scales of a layer");
-    if (c.learned_positions > 0) reject("learned positions");
     if (type == KvType::kInt8) reject("kv_dtype q8");
     if (c.widest_head() > 256) reject("heads of more than 256 elements");
 }
@@ -106,9 +114,10 @@ Constants weight_constants(const PackedWeight& w) {
 
 // The operands of a product: rows of x and y, outputs from `first` on.
 struct Product {
-    uint32_t weights, x, bias, y, params, number, tokens;  // buffers
-    size_t x_stride, y_stride, first, n;
-    Count count;
+    uint32_t weights, x, bias, y;  // buffers
+    uint32_t params = 0, number = 0, tokens = 0;
+    size_t x_stride = 0, y_stride = 0, first = 0, n = 0;
+    Count count = Count::kTokens;
     bool has_bias = false, adds = false, has_number = false;  // number: only for tokens of this adapter
     double softcap = 0.0;
 };
@@ -142,17 +151,25 @@ public:
         check(c_, kv_type_);
         add_inputs();
         embed();
+        if (c_.has_layer_inputs()) read_layer_inputs();
         uint32_t delta = none_;  // sublayer output not yet added to the residual stream
         for (size_t i = 0; i < c_.n_layers; ++i) {
             const LayerNorms& norms = weights_.norms.layers[i];
-            add_and_norm(norms.norm1, delta);
-            attention(i);
-            delta = delta_;
-            post_norm(norms.post_norm1);
+            if (c_.mixes(i)) {
+                add_and_norm(norms.norm1, delta);
+                c_.attends(i) ? attention(i) : recurrence(i);
+                delta = delta_;
+                post_norm(norms.post_norm1);
+            }
             if (!c_.has_mlp(i)) continue;
             if (!c_.shared_norm) add_and_norm(norms.norm2, c_.parallel_residual ? none_ : delta);
-            mlp(i, c_.parallel_residual);
+            feed_forward(i, c_.parallel_residual);
             post_norm(norms.post_norm2);
+            delta = delta_;
+            if (c_.has_layer_inputs() || c_.layer_scale) {
+                end_layer(i);
+                delta = none_;
+            }
         }
         add_and_norm(weights_.norms.final_norm, delta, double{c_.logits_scale});
         head();
@@ -167,14 +184,25 @@ private:
     const Limits& limits_;
     Plan plan_;
     Pipelines pipelines_{plan_.pipelines};
-    std::vector<uint32_t> caches_;  // of the layers
-    uint32_t params_, tokens_, page_table_, writes_, rotation_, local_rotation_, query_scales_, head_rows_, hidden_,
-        head_in_, logits_, none_, x_, qkv_, attended_, up_, delta_;
+    std::vector<uint32_t> caches_, states_;  // of the layers
+    uint32_t params_, tokens_, page_table_, runs_, mixed_, writes_, rotation_, local_rotation_, query_scales_,
+        head_rows_, hidden_, head_in_, logits_, none_, x_, qkv_, attended_, up_, delta_, probabilities_, chosen_,
+        chosen_weights_, shared_gates_, recorded_, embedded_, layer_inputs_, expert_up_, expert_out_;
 
     uint32_t add_buffer(std::string name, size_t bytes, const void* data = nullptr) {
         if (bytes > limits_.binding_bytes) reject("a buffer of " + std::to_string(bytes) + " bytes (" + name + ")");
-        plan_.buffers.push_back({std::move(name), std::max<size_t>(bytes, 16), bytes > 0 ? data : nullptr});
-        return static_cast<uint32_t>(plan_.buffers.size() - 1);
+        plan_.buffers.push_back({std::move(name), std::max<size_t>(bytes, 16)});
+        const auto number = static_cast<uint32_t>(plan_.buffers.size() - 1);
+        if (data != nullptr && bytes > 0) plan_.uploads.push_back({number, 0, bytes, data});
+        return number;
+    }
+    uint32_t add_number(size_t number) {
+        static constexpr auto kNumbers = [] {
+            std::array<uint32_t, 1024> numbers{};
+            for (uint32_t i = 0; i < numbers.size(); ++i) numbers[i] = i;
+            return numbers;
+        }();
+        return add_buffer("number", sizeof(uint32_t), &kNumbers.at(number));
     }
     uint32_t add_floats(std::string name, size_t n) { return add_buffer(std::move(name), n * sizeof(float)); }
     // A vector of the weights; `none_` if it is empty.
@@ -194,6 +222,7 @@ private:
         params_ = add_floats("params", 4);
         tokens_ = add_floats("tokens", 4 * rows);
         page_table_ = add_floats("page_table", rows * pages);
+        runs_ = add_floats("runs", c_.is_recurrent() ? 5 * rows : 0);
         writes_ = add_floats("writes", 2 * limits_.max_writes);
         rotation_ = add_floats("rotation", rows * c_.rotary_dim);
         local_rotation_ = add_floats("local_rotation", rows * 2 * c_.local_inv_freq.size());
@@ -206,9 +235,29 @@ private:
         x_ = add_floats("x", rows * d);
         qkv_ = add_floats("qkv", rows * c_.widest_mixer_in());
         attended_ = add_floats("attended", rows * c_.widest_mixer_out());
-        up_ = add_floats("up", rows * c_.widest_up());
-        delta_ = add_floats("delta", rows * d);
+        up_ = add_floats("up", rows * std::max(c_.widest_up(), c_.layer_input_dim));
+        size_t channels = 0;
         for (size_t layer = 0; layer < c_.n_layers; ++layer) {
+            channels = std::max(channels, c_.is_delta(layer) ? c_.conv_dim(layer) : 0);
+        }
+        mixed_ = add_floats("mixed", rows * channels);
+        delta_ = add_floats("delta", rows * d);
+        const size_t chosen = rows * c_.n_used_experts;
+        probabilities_ = add_floats("probabilities", rows * c_.n_experts);
+        chosen_ = add_floats("chosen", chosen);
+        chosen_weights_ = add_floats("chosen_weights", chosen);
+        shared_gates_ = add_floats("shared_gates", c_.shared_gate ? rows : 0);
+        recorded_ = add_floats("recorded", rows * c_.n_token_experts());
+        embedded_ = add_floats("embedded", rows * c_.layer_inputs());
+        layer_inputs_ = add_floats("layer_inputs", rows * c_.layer_inputs());
+        expert_up_ = add_floats("expert_up", chosen * c_.expert_up_dim());
+        expert_out_ = add_floats("expert_out", chosen * c_.hidden_dim);
+        for (size_t layer = 0; layer < c_.n_layers; ++layer) {
+            states_.push_back(add_floats("states", limits_.n_states * state_words(c_, layer)));
+            if (!c_.attends(layer)) {
+                caches_.push_back(none_);
+                continue;
+            }
             const size_t source = c_.kv_layer(layer), bytes = layer_page_bytes(c_, kv_type_, layer);
             caches_.push_back(source == layer ? add_buffer("kv", limits_.n_pages * bytes) : caches_[source]);
             if (source != layer) continue;
@@ -233,11 +282,16 @@ private:
     std::map<const void*, uint32_t> parts_;  // a tied head shares the buffers of the embedding
 
     void embed() {
+        embed(weights_.embedding, false);
+        if (c_.learned_positions > 0) embed(weights_.positions, true);
+    }
+    void embed(const Matrix& rows, bool is_position) {
         size_t first = 0;
-        for (const PackedWeight& w : weights_.embedding.parts) {
+        for (const PackedWeight& w : rows.parts) {
             each_part(w, [&](uint32_t buffer, size_t row, size_t n) {
                 Constants constants = weight_constants(w);
                 constants.add("FIRST", first + row).add("COUNT", n).add("SCALE", double{c_.embedding_scale});
+                constants.add("IS_POSITION", is_position);
                 add(plan_.forward, kernel_files(w, {"embed"}), constants, {buffer, tokens_, x_}, 1, Count::kTokens);
             });
             first += w.n();
@@ -251,8 +305,10 @@ private:
         const uint32_t bias_buffer = add_vector(bias);
         for (const PackedWeight& part : w.parts) {
             each_part(part, [&](uint32_t buffer, size_t row, size_t n) {
-                const Product of{buffer, x,           bias_buffer, y,     params_,       none_, none_, x_stride,
-                                 w.n(),  first + row, n,           count, !bias.empty(), adds,  false, softcap};
+                Product of{.weights = buffer, .x = x, .bias = bias_buffer, .y = y};
+                of.params = params_, of.number = of.tokens = none_;
+                of.x_stride = x_stride, of.y_stride = w.n(), of.first = first + row, of.n = n, of.count = count;
+                of.has_bias = !bias.empty(), of.adds = adds, of.softcap = softcap;
                 to.push_back(make_product(part, of, pipelines_));
             });
             first += part.n();
@@ -324,15 +380,159 @@ private:
         project(layer, Target::kO, attended_, c_.n_heads * d, delta_);
     }
 
+    // delta = W_out mix(W_in h) of a recurrent mixer.
+    void recurrence(size_t layer) {
+        const LayerWeights& w = weights_.layers[layer];
+        const bool is_delta = c_.is_delta(layer);
+        const size_t channels = c_.conv_dim(layer);
+        const DeltaPlaces at(c_, layer);
+        const PackedWeight& taps = w.conv.parts.front();
+        project(layer, Target::kQkv, hidden_, c_.hidden_dim, qkv_);
+        Constants convolution;
+        convolution.add("LENGTH", c_.conv_length).add("CHANNELS", channels).add("STATE_WORDS", state_words(c_, layer));
+        convolution.add("IN_STRIDE", c_.mixer_in(layer)).add("IN_FIRST", is_delta ? at.channels : 0);
+        convolution.add("IS_GATED", !is_delta).add("HAS_BIAS", !w.conv_bias.empty());
+        add(plan_.forward, {"runs", "short_conv"}, convolution,
+            {add_buffer("taps", taps.size_bytes(), taps.panel(0)), runs_, qkv_, states_[layer], add_vector(w.conv_bias),
+             is_delta ? mixed_ : attended_},
+            ceil_div(channels, size_t{64}), Count::kTokens);
+        if (is_delta) delta_rule(layer, at);
+        project(layer, Target::kO, attended_, c_.mixer_out(layer), delta_);
+    }
+
+    // attended = the gated delta rule, or Mamba-2, of q, k and v after their convolution, normed and gated.
+    void delta_rule(size_t layer, const DeltaPlaces& at) {
+        const LayerWeights& w = weights_.layers[layer];
+        const bool is_mamba = c_.mixer(layer) == Mixer::kMamba;
+        const size_t in = c_.mixer_in(layer), channels = c_.conv_dim(layer), values = c_.delta_values();
+        Constants rule;
+        rule.add("IN_STRIDE", in).add("CHANNELS", channels).add("STATE_WORDS", state_words(c_, layer));
+        rule.add("FIRST_HEAD", c_.conv_length * channels).add("N_HEADS", c_.n_delta_heads);
+        rule.add("N_KEY_HEADS", c_.n_delta_key_heads).add("KEY_DIM", c_.delta_key_dim).add("VALUE_DIM", c_.delta_dim);
+        rule.add("QUERY", at.q - at.channels).add("KEY", at.k - at.channels).add("VALUE", at.v - at.channels);
+        rule.add("A", at.a).add("B", at.b).add("IS_TILED", c_.delta_tiled).add("IS_MAMBA", is_mamba);
+        rule.add("STEP_MIN", c_.delta_step_min);
+        add(plan_.forward, {"runs", "delta_rule"}, rule,
+            {qkv_, mixed_, runs_, states_[layer], add_vector(w.decay), add_vector(w.dt_bias), add_vector(w.skip),
+             attended_},
+            c_.n_delta_heads * ceil_div(c_.delta_dim, size_t{64}), Count::kTokens);
+        const size_t group = is_mamba ? values / c_.n_delta_key_heads : c_.delta_dim;
+        Constants gate;
+        gate.add("GROUP", group).add("VALUES", values).add("IN_STRIDE", in).add("Z", at.z);
+        gate.add("EPS", c_.norm_eps).add("IS_MAMBA", is_mamba);
+        add(plan_.forward, {"norm", "delta_gate"}, gate,
+            {add_vector(weights_.norms.layers[layer].delta_norm.weight), qkv_, attended_}, values / group,
+            Count::kTokens);
+    }
+
+    // The inputs of all layers, from x and the second embedding.
+    void read_layer_inputs() {
+        project(0, Target::kLayerInputs, x_, c_.hidden_dim, layer_inputs_);
+        Constants constants;
+        constants.add("D", c_.layer_input_dim).add("N_LAYERS", c_.n_layers).add("HIDDEN_DIM", c_.hidden_dim);
+        constants.add("EPS", c_.norm_eps);
+        add(plan_.forward, {"norm", "layer_inputs"}, constants,
+            {add_vector(weights_.norms.layer_inputs_norm.weight), embedded_, layer_inputs_}, c_.n_layers,
+            Count::kTokens);
+    }
+
+    // x = scale (x + residual_scale delta), plus what the layer makes of its input before that product.
+    void end_layer(size_t layer) {
+        const LayerWeights& w = weights_.layers[layer];
+        double delta_scale = c_.residual_scale;
+        if (c_.has_layer_inputs()) {
+            add_and_norm({}, delta_);
+            project(layer, Target::kInputGate, hidden_, c_.hidden_dim, up_);
+            Constants gate;
+            gate.add("DIM", c_.layer_input_dim).add("N_LAYERS", c_.n_layers).add("IS_GATED", true);
+            gate.add("KIND", static_cast<size_t>(c_.activation));
+            add(plan_.forward, {"activation", "gate_inputs"}, gate, {layer_inputs_, add_number(layer), up_},
+                ceil_div(c_.layer_input_dim, size_t{64}), Count::kTokens);
+            project(layer, Target::kInputOut, up_, c_.layer_input_dim, delta_);
+            const NormWeight& norm = weights_.norms.layers[layer].input_norm;
+            norm_in_place(norm, c_.norm == Norm::kLayer, delta_, c_.hidden_dim, 0, c_.hidden_dim);
+            delta_scale = 1.0;
+        }
+        Constants constants;
+        constants.add("D", c_.hidden_dim).add("DELTA_SCALE", delta_scale).add("HAS_SCALE", c_.layer_scale);
+        add(plan_.forward, {"end_layer"}, constants, {delta_, c_.layer_scale ? add_vector(w.scale) : none_, x_},
+            ceil_div(c_.hidden_dim, size_t{64}), Count::kTokens);
+    }
+
+    // delta = the MLP of h, or the shared expert and those that the router chooses; with `adds`, delta += it.
+    void feed_forward(size_t layer, bool adds) {
+        if (c_.mlp_dim(layer) > 0) mlp(layer, adds);
+        if (!c_.is_moe(layer)) return;
+        if (adds) reject("mixtures of experts with parallel residuals");
+        const LayerWeights& w = weights_.layers[layer];
+        route(layer, w);
+        experts(w.experts_up, hidden_, c_.hidden_dim, true, expert_up_);
+        activate(expert_up_, c_.expert_dim, c_.expert_up_dim(), Count::kExperts);
+        experts(w.experts_down, expert_up_, c_.expert_up_dim(), false, expert_out_);
+        if (c_.shared_gate) {
+            product(plan_.forward, w.shared_router, {}, hidden_, c_.hidden_dim, shared_gates_, Count::kTokens, false);
+        }
+        Constants constants;
+        constants.add("D", c_.hidden_dim).add("N_USED", c_.n_used_experts);
+        constants.add("HAS_SHARED", c_.mlp_dim(layer) > 0).add("HAS_SHARED_GATE", c_.shared_gate);
+        add(plan_.forward, {"combine_experts"}, constants, {expert_out_, chosen_weights_, shared_gates_, delta_},
+            ceil_div(c_.hidden_dim, size_t{64}), Count::kTokens);
+    }
+
+    void route(size_t layer, const LayerWeights& w) {
+        product(plan_.forward, w.router, w.router_bias, hidden_, c_.hidden_dim, probabilities_, Count::kTokens, false);
+        Constants constants;
+        constants.add("N_EXPERTS", c_.n_experts).add("N_USED", c_.n_used_experts);
+        constants.add("N_MOE_LAYERS", c_.n_moe_layers(c_.n_layers)).add("IS_SOFTMAX", c_.router == Router::kSoftmax);
+        constants.add("HAS_CORRECTION", !w.router_correction.empty()).add("IS_NORMALISED", c_.router_normalised);
+        constants.add("ROUTER_EPS", c_.router_eps).add("ROUTER_SCALE", c_.router_scale);
+        const uint32_t number = add_number(c_.n_moe_layers(layer));
+        add(plan_.forward, {"route"}, constants,
+            {probabilities_, add_vector(w.router_correction), number, chosen_, chosen_weights_, recorded_}, 1,
+            Count::kTokens);
+    }
+
+    // y of each chosen expert = x w^T + bias: x of its token, or of its row.
+    void experts(const Matrix& w, uint32_t x, size_t x_stride, bool is_by_token, uint32_t y) {
+        const size_t n_parts = w.parts.size() / c_.n_experts, n = w.n() / c_.n_experts;
+        const uint32_t bias = add_vector(w.bias);
+        size_t first = 0;
+        for (size_t i = 0; i < n_parts; first += w.parts[i++].n()) {
+            const PackedWeight& part = w.parts[i];
+            const size_t at_once = std::min(c_.n_experts, limits_.binding_bytes / part.size_bytes());
+            if (at_once == 0) reject("an expert of " + std::to_string(part.size_bytes()) + " bytes");
+            for (size_t expert = 0; expert < c_.n_experts; expert += at_once) {
+                const size_t count = std::min(at_once, c_.n_experts - expert);
+                const uint32_t buffer = add_buffer("weights", count * part.size_bytes());
+                for (size_t e = 0; e < count; ++e) {
+                    const PackedWeight& own = parts_of(w, expert + e, c_.n_experts)[i];
+                    if (own.format_id() != part.format_id()) reject("experts in different formats");
+                    plan_.uploads.push_back({buffer, e * part.size_bytes(), part.size_bytes(), own.panel(0)});
+                }
+                const bool is_whole = part.k() % kQuantBlock == 0 && x_stride % 4 == 0;
+                Constants constants = weight_constants(part);
+                constants.add("X_STRIDE", x_stride).add("Y_STRIDE", n).add("FIRST", first).add("COUNT", part.n());
+                constants.add("FIRST_EXPERT", expert).add("EXPERTS", count).add("N_USED", c_.n_used_experts);
+                constants.add("IS_BY_TOKEN", is_by_token).add("HAS_BIAS", !w.bias.empty());
+                add(plan_.forward, kernel_files(part, {is_whole ? "inputs_whole" : "inputs_ragged", "expert_product"}),
+                    constants, {buffer, x, bias, y, chosen_}, part.n_panels(), Count::kExperts);
+            }
+        }
+    }
+
     // delta = W_down (act(gate) * up), or W_down act(up), of h; or it is added to delta.
     void mlp(size_t layer, bool adds) {
-        const size_t dim = c_.mlp_dim(layer), width = c_.up_dim(layer);
+        const size_t width = c_.up_dim(layer);
         project(layer, Target::kUp, hidden_, c_.hidden_dim, up_);
-        Constants constants;
-        constants.add("DIM", dim).add("STRIDE", width).add("IS_GATED", c_.gated);
-        constants.add("KIND", static_cast<size_t>(c_.activation));
-        add(plan_.forward, {"activate"}, constants, {up_}, ceil_div(dim, size_t{64}), Count::kTokens);
+        activate(up_, c_.mlp_dim(layer), width, Count::kTokens);
         project(layer, Target::kDown, up_, width, delta_, adds);
+    }
+
+    void activate(uint32_t x, size_t dim, size_t stride, Count count) {
+        Constants constants;
+        constants.add("DIM", dim).add("STRIDE", stride).add("IS_GATED", c_.gated);
+        constants.add("KIND", static_cast<size_t>(c_.activation));
+        add(plan_.forward, {"activation", "activate"}, constants, {x}, ceil_div(dim, size_t{64}), count);
     }
 
     void head() {
@@ -351,44 +551,33 @@ Plan make_plan(const Weights& weights, KvType kv_type, const Limits& limits) {
 
 AdapterPlan make_adapter_plan(const Plan& plan, const Adapter& adapter) {
     if (adapter.norms) reject("norms of an adapter");
+    for (const auto& targets : adapter.layers) {
+        for (const Target target : {Target::kExpertsUp, Target::kExpertsDown}) {
+            if (!targets[static_cast<size_t>(target)].empty()) reject("adapters of experts");
+        }
+    }
     AdapterPlan out;
     Pipelines pipelines(out.pipelines);
-    const auto add_buffer = [&](std::string name, size_t bytes, const void* data) {
-        out.buffers.push_back({std::move(name), bytes, data});
-        return static_cast<uint32_t>(plan.buffers.size() + out.buffers.size() - 1);
+    const auto add_buffer = [&](std::string name, size_t bytes, const PackedWeight* w) {
+        out.buffers.push_back({std::move(name), std::max<size_t>(bytes, 16)});
+        const auto number = static_cast<uint32_t>(plan.buffers.size() + out.buffers.size() - 1);
+        if (w != nullptr) out.uploads.push_back({number, 0, bytes, w->panel(0)});
+        return number;
     };
-    const uint32_t number = add_buffer("number", 16, nullptr);
+    const auto add_weight = [&](const PackedWeight& w) { return add_buffer("weights", w.size_bytes(), &w); };
+    const uint32_t number = add_buffer("number", 0, nullptr);
     const uint32_t low_rank = add_buffer("low_rank", plan.max_rows * adapter.max_rank * sizeof(float), nullptr);
     for (const AdapterPoint& at : plan.adapter_points) {
         std::vector<Dispatch>& dispatches = out.dispatches.emplace_back();
         const LowRank* low = adapter.find(at.layer, at.target);
-        if (low == nullptr) continue;
-        for (size_t i = 0; i < low->a.size(); ++i) {
+        for (size_t i = 0; low != nullptr && i < low->a.size(); ++i) {
             const PackedWeight &a = low->a[i], &b = low->b[i];
-            const Product down{add_buffer("weights", a.size_bytes(), a.panel(0)),
-                               at.x,
-                               plan.none,
-                               low_rank,
-                               plan.params,
-                               number,
-                               plan.tokens,
-                               at.x_stride,
-                               a.n(),
-                               0,
-                               a.n(),
-                               Count::kTokens};
-            Product up{add_buffer("weights", b.size_bytes(), b.panel(0)),
-                       low_rank,
-                       plan.none,
-                       at.y,
-                       plan.params,
-                       number,
-                       plan.tokens,
-                       a.n(),
-                       at.y_stride,
-                       low->first_rows[i],
-                       b.n(),
-                       Count::kTokens};
+            Product down{.weights = add_weight(a), .x = at.x, .bias = plan.none, .y = low_rank};
+            down.params = plan.params, down.number = number, down.tokens = plan.tokens;
+            down.x_stride = at.x_stride, down.y_stride = down.n = a.n();
+            Product up = down;
+            up.weights = add_weight(b), up.x = low_rank, up.y = at.y;
+            up.x_stride = a.n(), up.y_stride = at.y_stride, up.first = low->first_rows[i], up.n = b.n();
             up.adds = up.has_number = true;
             dispatches.push_back(make_product(a, down, pipelines));
             dispatches.push_back(make_product(b, up, pipelines));
@@ -397,18 +586,18 @@ AdapterPlan make_adapter_plan(const Plan& plan, const Adapter& adapter) {
     return out;
 }
 
-size_t page_bytes(const ModelConfig& config, KvType kv_type) {
-    size_t bytes = 0;
-    for (size_t layer = 0; layer < config.n_layers; ++layer) bytes += layer_page_bytes(config, kv_type, layer);
-    return bytes;
-}
-
 size_t largest_page_bytes(const ModelConfig& config, KvType kv_type) {
     size_t bytes = 0;
     for (size_t layer = 0; layer < config.n_layers; ++layer) {
         bytes = std::max(bytes, layer_page_bytes(config, kv_type, layer));
     }
     return bytes;
+}
+
+size_t largest_state_bytes(const ModelConfig& config) {
+    size_t words = 0;
+    for (size_t layer = 0; layer < config.n_layers; ++layer) words = std::max(words, state_words(config, layer));
+    return words * sizeof(uint32_t);
 }
 
 }  // namespace whet::gpu

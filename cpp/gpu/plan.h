@@ -18,8 +18,14 @@ namespace whet::gpu {
 
 struct Buffer {
     std::string name;
-    size_t bytes;
-    const void* data = nullptr;  // initial contents, memory of the weights; null: zeros
+    size_t bytes;  // zeros before uploads
+};
+
+// Contents of a part of a buffer: memory of the weights.
+struct Upload {
+    uint32_t buffer;
+    size_t offset, bytes;
+    const void* data;
 };
 
 struct Pipeline {
@@ -27,7 +33,8 @@ struct Pipeline {
     std::vector<std::string> files;
 };
 
-enum class Count { kTokens, kHeads, kOne };  // rows of a dispatch: of the step's tokens, of its logits, or one
+// Rows of a dispatch: of the step's tokens, of their chosen experts, of the logits, or one.
+enum class Count { kTokens, kExperts, kHeads, kOne };
 
 // A grid of (groups, rows / rows of a workgroup) workgroups.
 struct Dispatch {
@@ -49,6 +56,7 @@ struct AdapterPoint {
 
 struct Plan {
     std::vector<Buffer> buffers;  // named ones are the inputs and results: see make_plan()
+    std::vector<Upload> uploads;
     std::vector<Pipeline> pipelines;
     std::vector<Dispatch> write_pages, forward, head;
     std::vector<AdapterPoint> adapter_points;
@@ -59,31 +67,37 @@ struct Plan {
 // The dispatches of one adapter, by point of the plan, for the tokens of its number.
 struct AdapterPlan {
     std::vector<Buffer> buffers;  // numbered after the plan's buffers; the first is its number
+    std::vector<Upload> uploads;
     std::vector<Pipeline> pipelines;
     std::vector<std::vector<Dispatch>> dispatches;  // of every point; empty: none
 };
 
 struct Limits {
-    size_t max_rows, max_heads, n_pages, max_writes;
+    size_t max_rows, max_heads, n_pages, n_states, max_writes;
     size_t binding_bytes;  // largest buffer that a kernel can bind
 };
 
 // Inputs of a step, which the host writes:
-//   params        number of tokens, of logits, of page writes
-//   tokens        per token: id, position, offset of its sequence's pages in page_table, number of its adapter (0:
-//   none) page_table    pages of the sequences writes        PageWrites rotation, local_rotation   cosines, then sines,
-//   per token query_scales  per token head_rows     per row of logits: the token with the hidden state, or -1: the host
-//   writes it to `head_in`
-// Results: hidden (max_rows, hidden_dim), head_in (max_heads, hidden_dim), logits (max_heads, vocab_size).
+//
+//  - params: number of tokens, of logits, of page writes
+//  - tokens: id, position, offset of the sequence's pages in page_table, number of the adapter (0: none)
+//  - page_table: pages of the sequences
+//  - runs: per token, its Run (runs.wgsl)
+//  - writes: PageWrites
+//  - rotation, local_rotation: cosines, then sines, of each token
+//  - query_scales: of each token
+//  - head_rows: per row of logits, the token with the hidden state, or -1: the host writes it to head_in
+//
+// Results: hidden (max_rows, hidden_dim), head_in (max_heads, hidden_dim), logits (max_heads, vocab_size), and the
+// recorded experts (max_rows, mixture layers, n_used_experts).
 //
 // Throws std::invalid_argument for what has no kernel, named.
 Plan make_plan(const Weights& weights, KvType kv_type, const Limits& limits);
 // Throws std::invalid_argument for what has no kernel, named.
 AdapterPlan make_adapter_plan(const Plan& plan, const Adapter& adapter);
 
-// Bytes of a page in the buffers of all layers.
-size_t page_bytes(const ModelConfig& config, KvType kv_type);
-// Bytes of a page in the buffer of the layer with the largest pages.
+// Bytes of a page, and of a state, in the buffer of the layer that has the largest ones.
 size_t largest_page_bytes(const ModelConfig& config, KvType kv_type);
+size_t largest_state_bytes(const ModelConfig& config);
 
 }  // namespace whet::gpu

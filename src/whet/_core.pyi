@@ -210,7 +210,8 @@ class Weights:
     def measure_loss(self, slot: str, first: int, rows: StoredRows) -> _PackingLoss: ...
 
 class GpuPlan:
-    buffers: list[tuple[str, int, memoryview | None]]
+    buffers: list[tuple[str, int]]
+    uploads: list[tuple[int, int, memoryview]]
     pipelines: list[tuple[str, tuple[str, ...]]]
     write_pages: list[tuple[Any, ...]]
     forward: list[tuple[Any, ...]]
@@ -224,11 +225,12 @@ class GpuPlan:
         max_rows: int,
         max_heads: int,
         n_pages: int,
+        n_states: int,
         max_writes: int,
         binding_bytes: int,
     ) -> None: ...
 
-def gpu_pages(weights: Weights, *, kv_type: KvType, kv_bytes: int, binding_bytes: int) -> tuple[int, int]: ...
+def gpu_pages(weights: Weights, *, kv_type: KvType, kv_bytes: int, binding_bytes: int) -> tuple[int, int, int]: ...
 
 class Engine:
     weights: Weights

@@ -29,21 +29,6 @@ pytestmark = pytest.mark.needs("gpu")
 
 SMALL: dict[str, Any] = {"kv_bytes": 1 << 20, "max_batch": 8, "prefill_chunk": 16}
 TOLERANCE = 3e-5  # of log-probs
-RECURRENT, EXPERTS = "convolutions, linear attention and Mamba-2", "mixtures of experts"
-NO_KERNEL = {
-    "granite4-hybrid": RECURRENT,
-    "nemotron_h": RECURRENT,
-    "lfm2": RECURRENT,
-    "qwen3_5": RECURRENT,
-    "gemma4": "inputs and scales of a layer",
-    "gpt2": "learned positions",
-    "olmoe": EXPERTS,
-    "qwen3_moe": EXPERTS,
-    "granitemoe": EXPERTS,
-    "granite4-experts": EXPERTS,
-    "gpt_oss": EXPERTS,
-}
-"""Beginnings of the names of cases, and the part that has no kernel."""
 
 
 def rows_of(lengths: tuple[int, ...], vocab: int = VOCAB) -> list[list[int]]:
@@ -62,15 +47,8 @@ def pair_of(model: Any, **options: Any) -> tuple[Engine, Engine]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_family_has_the_scores_of_the_cpu_or_is_refused_by_name(case):
-    model = tiny_model(case)
-    missing = [part for name, part in NO_KERNEL.items() if case.startswith(name)]
-    if missing:
-        facts = ("Engine.from_model", "device is 'gpu'", missing[0], "omit device")
-        assert_raises(WhetValueError, facts, Engine.from_model, model, device="gpu", weights="float32", **SMALL)
-        return
-    gpu, cpu = pair_of(model)
-    assert_same_scores(gpu, cpu, rows_of((2, 7, 20, 33)))
+def test_every_family_has_the_scores_of_the_cpu(case):
+    assert_same_scores(*pair_of(tiny_model(case)), rows_of((2, 7, 20, 33)))
 
 
 def blocks_model(seed: int = 0) -> Any:
@@ -109,18 +87,43 @@ def test_keys_and_values_in_bfloat16_change_scores_as_on_the_cpu():
     assert 0 < np.abs(ours - reference).max() < 2 * np.abs(theirs - reference).max()
 
 
-def test_samples_are_the_ones_of_the_cpu():
-    gpu, cpu = pair_of(tiny_model("llama"), kv_bytes=1 << 22)
+def assert_same_samples(ours: Any, theirs: Any) -> None:
+    for mine, yours in zip(ours, theirs, strict=True):
+        for a, b in zip(mine, yours, strict=True):
+            assert list(a.token_ids) == list(b.token_ids)
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("case", ["llama", "lfm2", "qwen3_5_text", "granite4-hybrid", "gemma4", "gpt_oss"])
+def test_samples_are_the_ones_of_the_cpu(case):
+    gpu, cpu = pair_of(tiny_model(case), kv_bytes=1 << 22)
     prompts = rows_of((5, 20, 33))
     for sampling in (
         SamplingParams(max_new_tokens=20, seed=3),
         SamplingParams(max_new_tokens=20, temperature=0.0),
         SamplingParams(max_new_tokens=12, top_k=7, top_p=0.9, repetition_penalty=1.2, top_logprobs=3, kept_tokens=True),
     ):
-        for ours, theirs in zip(gpu.generate(prompts, 3, sampling), cpu.generate(prompts, 3, sampling), strict=True):
-            for a, b in zip(ours, theirs, strict=True):
-                assert list(a.token_ids) == list(b.token_ids)
-                np.testing.assert_allclose(a.logprobs, b.logprobs, atol=TOLERANCE)
+        assert_same_samples(gpu.generate(prompts, 3, sampling), cpu.generate(prompts, 3, sampling))
+    assert gpu.memory["kv_used_bytes"] == 0
+
+
+def test_conversations_continue_from_kept_states():
+    gpu, cpu = pair_of(tiny_model("qwen3_5_text", max_position_embeddings=512), kv_bytes=1 << 22)
+    prompt = [3 + i % 7 for i in range(70)]
+    for engine in (gpu, cpu):
+        list(engine.stream(prompt, SamplingParams(max_new_tokens=5), keep=True))
+    longer = [*prompt[:64], 5, 6, 7]
+    sampling = SamplingParams(max_new_tokens=8, seed=2)
+    ours, theirs = ([token.token_id for token in e.stream(longer, sampling, keep=True)] for e in (gpu, cpu))
+    assert ours == theirs
+    assert_same_samples(gpu.generate([prompt, longer], 3, sampling), cpu.generate([prompt, longer], 3, sampling))
+
+
+def test_experts_are_recorded():
+    gpu, cpu = pair_of(tiny_model("qwen3_moe"))
+    sampling = SamplingParams(max_new_tokens=6, experts=True)
+    [[ours]], [[theirs]] = (engine.generate([[5, 6, 7]], 1, sampling) for engine in (gpu, cpu))
+    np.testing.assert_array_equal(ours.experts, theirs.experts)
 
 
 def test_samples_of_a_prompt_over_pages_share_it_and_part_from_each_other():
@@ -173,7 +176,7 @@ def test_a_matrix_is_cut_where_it_exceeds_the_largest_binding(monkeypatch):
     model = blocks_model()
     monkeypatch.setattr(program, "binding_bytes", lambda device: 1 << 17)
     gpu, cpu = pair_of(model)
-    assert max(n_bytes for _, n_bytes, _ in gpu._program.plan.buffers) <= 1 << 17 < 4 * 300 * 256
+    assert max(n_bytes for _, n_bytes in gpu._program.plan.buffers) <= 1 << 17 < 4 * 300 * 256
     assert_same_scores(gpu, cpu, rows_of((2, 33), 300))
 
 
@@ -200,6 +203,9 @@ def test_refusals(monkeypatch):
     make = Engine.from_model
     assert_raises(WhetValueError, ("device", "'cuda'", "cpu, gpu"), make, model, device="cuda")
     assert_raises(WhetValueError, ("kv_dtype q8", "omit device"), make, model, device="gpu", kv_dtype="q8")
+    mixture = make(tiny_model("qwen3_moe"), device="gpu", **SMALL)
+    experts = with_lora(tiny_model("qwen3_moe"), target_modules=[], target_parameters=["mlp.experts.down_proj"])
+    assert_raises(WhetValueError, ("adapters of experts", "omit device"), mixture.add_adapter, experts)
     monkeypatch.setitem(sys.modules, "wgpu", None)
     device._open.cache_clear()
     assert_raises(WhetError, ("wgpu", "pip install 'whet[gpu]'"), make, model, device="gpu")

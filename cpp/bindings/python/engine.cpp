@@ -77,7 +77,7 @@ public:
                                                       kv_bytes / KvMemory::page_bytes(model_.config(), kv_type),
                                                       max_batch, model_.config().vocab_size)
                        : nullptr),
-          device_(make_device(std::move(device), model_.config())),
+          device_(make_device(std::move(device), model_.weights())),
           engine_(model_, {kv_bytes, max_batch, chunk, speculation}, draft_.get(), device_.get()) {}
 
     Shared<Weights> weights() const { return weights_; }
@@ -310,10 +310,10 @@ private:
         return request;
     }
 
-    static std::unique_ptr<HostDevice> make_device(nb::object program, const ModelConfig& config) {
+    static std::unique_ptr<HostDevice> make_device(nb::object program, const Weights& weights) {
         if (program.is_none()) return nullptr;
         const gpu::Plan& plan = nb::cast<const gpu::Plan&>(program.attr("plan"));
-        return std::make_unique<HostDevice>(std::move(program), plan, config);
+        return std::make_unique<HostDevice>(std::move(program), plan, weights);
     }
 
     static bool view_matrix(nb::handle object, Array& a) {

@@ -26,14 +26,8 @@ nb::object array_of(DType dtype, const std::vector<T>& values) {
     return array;
 }
 
-nb::object memory_of(const gpu::Buffer& buffer) {
-    if (buffer.data == nullptr) return nb::none();
-    auto* data = static_cast<char*>(const_cast<void*>(buffer.data));
-    return nb::steal(PyMemoryView_FromMemory(data, static_cast<Py_ssize_t>(buffer.bytes), PyBUF_READ));
-}
-
 nb::list dispatches_of(const std::vector<gpu::Dispatch>& dispatches) {
-    static const char* const kCounts[] = {"tokens", "heads", "one"};
+    static const char* const kCounts[] = {"tokens", "experts", "heads", "one"};
     nb::list out;
     for (const gpu::Dispatch& dispatch : dispatches) {
         nb::list pipelines, buffers;
@@ -44,11 +38,20 @@ nb::list dispatches_of(const std::vector<gpu::Dispatch>& dispatches) {
     return out;
 }
 
-// The memory views are valid while the weights are.
 nb::list buffers_of(const std::vector<gpu::Buffer>& buffers) {
     nb::list out;
-    for (const gpu::Buffer& buffer : buffers) {
-        out.append(nb::make_tuple(buffer.name, buffer.bytes, memory_of(buffer)));
+    for (const gpu::Buffer& buffer : buffers) out.append(nb::make_tuple(buffer.name, buffer.bytes));
+    return out;
+}
+
+// Buffer, offset and contents: memory views that are valid while the weights are.
+nb::list uploads_of(const std::vector<gpu::Upload>& uploads) {
+    nb::list out;
+    for (const gpu::Upload& upload : uploads) {
+        auto* data = static_cast<char*>(const_cast<void*>(upload.data));
+        const nb::object view =
+            nb::steal(PyMemoryView_FromMemory(data, static_cast<Py_ssize_t>(upload.bytes), PyBUF_READ));
+        out.append(nb::make_tuple(upload.buffer, upload.offset, view));
     }
     return out;
 }
@@ -70,18 +73,23 @@ nb::list points_of(const std::vector<gpu::AdapterPoint>& points) {
 }
 
 void make_plan_call(gpu::Plan* self, const Shared<Weights>& weights, KvType kv_type, size_t max_rows, size_t max_heads,
-                    size_t n_pages, size_t max_writes, size_t binding_bytes) {
-    gpu::Plan plan = gpu::make_plan(*weights.value, kv_type, {max_rows, max_heads, n_pages, max_writes, binding_bytes});
+                    size_t n_pages, size_t n_states, size_t max_writes, size_t binding_bytes) {
+    gpu::Plan plan =
+        gpu::make_plan(*weights.value, kv_type, {max_rows, max_heads, n_pages, n_states, max_writes, binding_bytes});
     new (self) gpu::Plan(std::move(plan));
 }
 
-// Number of pages within a budget of the CPU's cache and the size of a buffer, and the budget of as many.
+// Numbers of pages and states within a budget of the CPU's cache and the size of a buffer, and the budget of as many.
 nb::tuple pages_call(const Shared<Weights>& weights, KvType kv_type, size_t kv_bytes, size_t binding_bytes) {
     const ModelConfig& config = weights.value->config();
+    const KvMemory page(config, kv_type, 0);
     const size_t largest = std::max<size_t>(1, gpu::largest_page_bytes(config, kv_type));
-    const size_t page_bytes = KvMemory::page_bytes(config, kv_type);
-    const size_t n_pages = std::min(kv_bytes / page_bytes, binding_bytes / largest);
-    return nb::make_tuple(n_pages, n_pages * page_bytes);
+    size_t n_pages = std::min(kv_bytes / page.page_bytes(), binding_bytes / largest), n_states = 0;
+    if (page.n_state_pages() > 0) {
+        n_states = std::min(n_pages / page.n_state_pages(), binding_bytes / gpu::largest_state_bytes(config));
+        n_pages = std::min(n_pages, n_states * page.n_state_pages() + page.n_state_pages() - 1);
+    }
+    return nb::make_tuple(n_pages, n_states, n_pages * page.page_bytes());
 }
 
 // Copies the bytes of an object with a buffer.
@@ -101,7 +109,8 @@ void HostDevice::add_adapter(uint64_t number, Adapter& adapter) {
     const gpu::AdapterPlan plan = gpu::make_adapter_plan(plan_, adapter);
     nb::list points;
     for (const std::vector<gpu::Dispatch>& dispatches : plan.dispatches) points.append(dispatches_of(dispatches));
-    program_.attr("add_adapter")(number, buffers_of(plan.buffers), pipelines_of(plan.pipelines), points);
+    program_.attr("add_adapter")(number, buffers_of(plan.buffers), uploads_of(plan.uploads),
+                                 pipelines_of(plan.pipelines), points);
     const Adapter* key = &adapter;
     adapters_[key] = static_cast<int32_t>(number);
     adapter.device_copy = std::shared_ptr<void>(nullptr, [this, number, key](void*) {
@@ -114,20 +123,35 @@ void HostDevice::add_adapter(uint64_t number, Adapter& adapter) {
 void HostDevice::write_pages(std::span<const PageWrite> writes) {
     std::vector<int32_t> numbers;
     for (const PageWrite& write : writes) {
-        if (write.from != PageIndex::kNone) numbers.insert(numbers.end(), {write.page, write.from});
+        if (write.from != PageIndex::kNone && write.from != write.page)
+            numbers.insert(numbers.end(), {write.page, write.from});
     }
     if (numbers.empty()) return;
     const AcquiredGil gil;
     program_.attr("write_pages")(array_of(DType::kInt32, numbers));
 }
 
-void HostDevice::forward(std::span<const InputToken> tokens) {
-    gpu::set_inputs(config_, tokens, adapters_, inputs_);
+void HostDevice::forward(std::span<const InputToken> tokens, std::span<const StateRun> runs, KvMemory& memory) {
+    gpu::set_inputs(weights_, tokens, runs, adapters_, inputs_);
     const AcquiredGil gil;
     program_.attr("forward")(array_of(DType::kInt32, inputs_.tokens), array_of(DType::kInt32, inputs_.page_table),
-                             array_of(DType::kFloat32, inputs_.rotation),
+                             array_of(DType::kInt32, inputs_.runs), array_of(DType::kFloat32, inputs_.rotation),
                              array_of(DType::kFloat32, inputs_.local_rotation),
-                             array_of(DType::kFloat32, inputs_.query_scales));
+                             array_of(DType::kFloat32, inputs_.query_scales),
+                             array_of(DType::kFloat32, inputs_.embedded));
+    if (config_.n_token_experts() > 0) record_experts(tokens, memory);
+}
+
+// Copies the chosen experts of tokens to their pages.
+void HostDevice::record_experts(std::span<const InputToken> tokens, KvMemory& memory) {
+    const size_t n = config_.n_token_experts();
+    std::vector<uint32_t> experts(tokens.size() * n);
+    copy_bytes(program_.attr("read_experts")(tokens.size()), experts.data(), experts.size() * sizeof(uint32_t));
+    for (size_t i = 0; i < tokens.size(); ++i) {
+        const auto position = static_cast<size_t>(tokens[i].position);
+        uint16_t* const recorded = memory.experts(tokens[i].pages[position / kPageTokens], position % kPageTokens);
+        std::copy_n(experts.begin() + static_cast<ptrdiff_t>(i * n), n, recorded);
+    }
 }
 
 void HostDevice::read_hidden(std::span<const HiddenTask> tasks) {
@@ -157,8 +181,9 @@ void bind_gpu(nb::module_& m) {
     using nb::arg;
     nb::class_<gpu::Plan>(m, "GpuPlan")
         .def("__init__", &make_plan_call, arg("weights"), nb::kw_only(), arg("kv_type"), arg("max_rows"),
-             arg("max_heads"), arg("n_pages"), arg("max_writes"), arg("binding_bytes"))
+             arg("max_heads"), arg("n_pages"), arg("n_states"), arg("max_writes"), arg("binding_bytes"))
         .def_prop_ro("buffers", [](const gpu::Plan& plan) { return buffers_of(plan.buffers); })
+        .def_prop_ro("uploads", [](const gpu::Plan& plan) { return uploads_of(plan.uploads); })
         .def_prop_ro("pipelines", [](const gpu::Plan& plan) { return pipelines_of(plan.pipelines); })
         .def_prop_ro("write_pages", [](const gpu::Plan& plan) { return dispatches_of(plan.write_pages); })
         .def_prop_ro("forward", [](const gpu::Plan& plan) { return dispatches_of(plan.forward); })

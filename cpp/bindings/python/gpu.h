@@ -15,23 +15,26 @@ namespace whet {
 class HostDevice final : public Device {
 public:
     // `plan` is the program's.
-    HostDevice(nanobind::object program, const gpu::Plan& plan, const ModelConfig& config)
-        : program_(std::move(program)), plan_(plan), config_(config) {}
+    HostDevice(nanobind::object program, const gpu::Plan& plan, const Weights& weights)
+        : program_(std::move(program)), plan_(plan), weights_(weights), config_(weights.config()) {}
 
     // Copies an adapter to the device, until it is destroyed.
     void add_adapter(uint64_t number, Adapter& adapter);
 
     void write_pages(std::span<const PageWrite> writes) override;
-    void forward(std::span<const InputToken> tokens) override;
+    void forward(std::span<const InputToken> tokens, std::span<const StateRun> runs, KvMemory& memory) override;
     void read_hidden(std::span<const HiddenTask> tasks) override;
     void logits(std::span<const HeadInput> inputs, float* out) override;
 
 private:
     const nanobind::object program_;
     const gpu::Plan& plan_;
+    const Weights& weights_;
     const ModelConfig& config_;
     std::map<const Adapter*, int32_t> adapters_;  // their numbers
     gpu::Inputs inputs_;
+
+    void record_experts(std::span<const InputToken> tokens, KvMemory& memory);
 };
 
 }  // namespace whet

@@ -185,7 +185,7 @@ class Engine:
         if device == "gpu":
             self._program = Program(
                 open_device(where), packed.core, kv_type=kv_type, kv_bytes=kv_bytes,
-                max_rows=max_batch + prefill_chunk, where=where,
+                max_rows=max_batch + prefill_chunk, n_used_experts=source.config.n_used_experts, where=where,
             )  # fmt: skip
             kv_bytes = min(kv_bytes, self._program.kv_bytes)
         core = _core.Engine(
@@ -667,7 +667,7 @@ class Engine:
         given = () if self.merged_adapter and adapter == self.merged_adapter else adapter
         parts = adapter_parts(self._targets, self.config, given, where)
         with (new := NewAdapter(self._calls)), new:
-            self._calls.use(where).add_adapter(new.number, *parts)
+            self._add_adapter(new.number, parts, where)
             self._calls.adapters.add(new.number)
             return new.number
 
@@ -802,13 +802,13 @@ class Engine:
         is_packed = not slices or (stored is not None and stored == self._stored and not calls.unusable)
         with (new := NewAdapter(calls)), new:
             if source.adapters:
-                core.add_adapter(new.number, *adapter_parts({}, self.config, source.adapters, where))
+                self._add_adapter(new.number, adapter_parts({}, self.config, source.adapters, where), where)
             own_adapter, before = new.number if source.adapters else 0, calls.own_adapter
 
             def replace() -> None:
                 if not is_packed:
                     calls.unusable, self._stored = _PARTIAL_SYNC, None
-                    eager, deferred = split_deferrable(slices, self.formats)
+                    eager, deferred = (slices, []) if self._program else split_deferrable(slices, self.formats)
                     pack_slices(
                         core.weights, eager if version else check_range(eager, where, core.weights, self.config)
                     )
@@ -822,6 +822,17 @@ class Engine:
                 replace()
             else:
                 run_uninterruptible(replace)  # a second interrupt leaves a partial sync
+
+    def _add_adapter(self, number: int, parts: tuple[Any, Any], where: str) -> None:
+        try:
+            self._calls.use(where).add_adapter(number, *parts)
+        except ValueError as error:
+            if self._program is None or isinstance(error, WhetValueError):
+                raise
+            raise WhetValueError(
+                f"{where}: device is 'gpu', which has no kernel for {error}. Merge the adapter: merge_adapters=True; "
+                f"or omit device."
+            ) from None
 
     def _adapter_ids(self, adapter: Any, n: int, where: str) -> list[int]:
         each = list(adapter) if isinstance(adapter, Sequence) else [adapter] * n

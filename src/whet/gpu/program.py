@@ -37,6 +37,7 @@ class Program:
         kv_type: format of keys and values, a ``_core.KvType``.
         kv_bytes: size of the cache of keys and values.
         max_rows: tokens of a step.
+        n_used_experts: of a token, in a layer of a mixture.
         where: prefix of error messages.
 
     Attributes:
@@ -46,25 +47,29 @@ class Program:
         WhetValueError: the model has a part without a kernel.
     """
 
-    def __init__(self, device: Any, weights: Any, *, kv_type: Any, kv_bytes: int, max_rows: int, where: str) -> None:
+    def __init__(
+        self, device: Any, weights: Any, *, kv_type: Any, kv_bytes: int, max_rows: int, n_used_experts: int, where: str
+    ) -> None:
         self._device = device
         largest = binding_bytes(device)
-        n_pages, self.kv_bytes = _core.gpu_pages(weights, kv_type=kv_type, kv_bytes=kv_bytes, binding_bytes=largest)
+        n_pages, n_states, self.kv_bytes = _core.gpu_pages(
+            weights, kv_type=kv_type, kv_bytes=kv_bytes, binding_bytes=largest
+        )
         try:
             self.plan = plan = _core.GpuPlan(
-                weights, kv_type=kv_type, max_rows=max_rows, max_heads=MAX_HEADS, n_pages=n_pages,
+                weights, kv_type=kv_type, max_rows=max_rows, max_heads=MAX_HEADS, n_pages=n_pages, n_states=n_states,
                 max_writes=_MAX_WRITES, binding_bytes=largest,
             )  # fmt: skip
         except ValueError as error:
             raise WhetValueError(
                 f"{where}: device is 'gpu', which has no kernel for {error}. Use the CPU: omit device."
             ) from None
-        self._rows = {"hidden": max_rows, "logits": MAX_HEADS}
+        self._rows = {"hidden": max_rows, "recorded": max_rows, "logits": MAX_HEADS}
+        self._n_used_experts = n_used_experts
         self._made: dict[tuple[str, tuple[str, ...]], tuple[Any, Any]] = {}
         listed = plan.buffers
-        self._buffers = [self._make_buffer(name, n_bytes) for name, n_bytes, _ in listed]
+        self._buffers = [self._make_buffer(*each) for each in listed]
         self._named = {name: buffer for (name, *_), buffer in zip(listed, self._buffers, strict=True)}
-        self._contents = [(b, data) for b, (*_, data) in zip(self._buffers, listed, strict=True) if data is not None]
         pipelines = [self._pipeline(*each) for each in plan.pipelines]
         self._write_pages, self._forward, self._head = (
             [self._make_dispatch(self._buffers, pipelines, *each) for each in dispatches]
@@ -81,22 +86,26 @@ class Program:
 
     def upload(self) -> None:
         """Copy the weights from the core's memory."""
-        for buffer, data in self._contents:
-            self._device.queue.write_buffer(buffer, 0, data)
+        for buffer, offset, data in self.plan.uploads:
+            self._device.queue.write_buffer(self._buffers[buffer], offset, data)
 
     # ------------------------------------------------------------------ called by the core
 
     def add_adapter(
-        self, number: int, buffers: list[Any], pipelines: list[Any], points: list[list[tuple[Any, ...]]]
+        self,
+        number: int,
+        buffers: list[tuple[str, int]],
+        uploads: list[tuple[int, int, memoryview]],
+        pipelines: list[Any],
+        points: list[list[tuple[Any, ...]]],
     ) -> None:
         """Copy an adapter, whose dispatches add to the products of the plan's points."""
-        made = [self._make_buffer(name, n_bytes) for name, n_bytes, _ in buffers]
-        for buffer, (_, _, data) in zip(made, buffers, strict=True):
-            if data is not None:
-                self._device.queue.write_buffer(buffer, 0, data)
+        made = [self._make_buffer(*each) for each in buffers]
+        everything = self._buffers + made
+        for buffer, offset, data in uploads:
+            self._device.queue.write_buffer(everything[buffer], offset, data)
         self._device.queue.write_buffer(made[0], 0, np.array([number], np.int32))
         compiled = [self._pipeline(*each) for each in pipelines]
-        everything = self._buffers + made
         self._adapters[number] = [
             [self._make_dispatch(everything, compiled, *each) for each in dispatches] for dispatches in points
         ]
@@ -119,9 +128,11 @@ class Program:
         self,
         tokens: np.ndarray,
         page_table: np.ndarray,
+        runs: np.ndarray,
         rotation: np.ndarray,
         local_rotation: np.ndarray,
         query_scales: np.ndarray,
+        embedded: np.ndarray,
     ) -> None:
         """Compute the hidden states of the tokens of a step."""
         self._submit()
@@ -130,16 +141,25 @@ class Program:
         for name, values in (
             ("tokens", tokens),
             ("page_table", page_table),
+            ("runs", runs),
             ("rotation", rotation),
             ("local_rotation", local_rotation),
             ("query_scales", query_scales),
+            ("embedded", embedded),
         ):
             self._write(name, values)
-        self._run(self._with_adapters(sorted(set(tokens[3::4].tolist()) - {0})), {"tokens": n})
+        self._run(
+            self._with_adapters(sorted(set(tokens[3::4].tolist()) - {0})),
+            {"tokens": n, "experts": n * self._n_used_experts},
+        )
 
     def read_hidden(self, token: int) -> memoryview:
         """Return the hidden state of a token of the step."""
         return self._read("hidden", token, 1)
+
+    def read_experts(self, n: int) -> memoryview:
+        """Return the experts that a mixture's layers chose for the first n tokens of the step."""
+        return self._read("recorded", 0, n)
 
     def logits(self, rows: np.ndarray, hidden: np.ndarray) -> memoryview:
         """Return the logits of the hidden states of the step's tokens ``rows``; -1: of the row in ``hidden``."""
