@@ -73,7 +73,8 @@ class BestOfN:
         self.model = model
         self.tokenizer = tokenizer
         chosen = self.config.engine if engine is None else engine
-        pool = {"workers": self.config.rollout_workers, "address": self.config.ray_address}
+        config = self.config
+        pool = {"workers": config.rollout_workers, "address": config.ray_address, "device": config.rollout_device}
         make = partial(make_engine, chosen, model, self.config.rollout_weights, "BestOfN", tokenizer=tokenizer, **pool)
         self.engine = make(self.config.kv_bytes)
         self._make_engine = make if isinstance(chosen, str) and not self.config.kv_bytes else None

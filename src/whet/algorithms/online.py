@@ -94,7 +94,7 @@ class OnlineTrainer(Trainer):
         weights = config.rollout_weights
         if weights == "auto" and self.policy.arithmetic == "bfloat16" and packed_base(model) is None:
             weights = "bf16"  # as in the policy's matmuls
-        pool = {"workers": config.rollout_workers, "address": config.ray_address}
+        pool = {"workers": config.rollout_workers, "address": config.ray_address, "device": config.rollout_device}
         make = partial(make_engine, chosen, model, weights, type(self).__name__, tokenizer=self.tokenizer, **pool)
         self.engine = make(config.kv_bytes)
         self._is_own_engine = isinstance(chosen, str)

@@ -68,9 +68,14 @@ def iter_best_completions(
     replies = Replies(tokenizer)
     settings["engine"] = make_engine(
         run.engine, model, run.rollout_weights, "whet best-of-n", run.kv_bytes, tokenizer,
-        run.rollout_workers, run.ray_address,
+        run.rollout_workers, run.ray_address, run.rollout_device,
     )  # fmt: skip
-    settings |= {"kv_bytes": 0, "rollout_workers": 0, "ray_address": ""}  # already in the engine
+    settings |= {
+        "kv_bytes": 0,
+        "rollout_workers": 0,
+        "ray_address": "",
+        "rollout_device": "cpu",
+    }  # already in the engine
     for start in range(0, len(rows), run.batch_size):
         batch = rows[start : start + run.batch_size]
         settings["seed"] = int(np.random.SeedSequence([run.seed % 2**64, start]).generate_state(1)[0])

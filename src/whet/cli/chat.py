@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
         engine = stack.enter_context(
             load_engine(
                 model, options.weights, context, _WHERE, adapter_path, kv_dtype=options.kv_dtype,
-                expert_bytes=options.expert_bytes, draft=options.draft,
+                expert_bytes=options.expert_bytes, draft=options.draft, device=options.device,
             )
         )  # fmt: skip
         engine.tokenizer = tokenizer  # for stop strings

@@ -28,6 +28,7 @@ from whet.cli.text_options import EngineSettings, TextConfig
 from whet.config.episodes import EpisodeSettings, check_episode_settings
 from whet.config.fields import Count, Paths, PathText, Positive, check_range, reject_ineffective
 from whet.config.sampling import SamplingParams
+from whet.config.settings import Device
 from whet.engine import Engine
 from whet.errors import WhetValueError
 from whet.evaluation import (
@@ -160,6 +161,7 @@ class Side:
     weights: Weights | None
     adapter: str
     expert_bytes: int
+    device: Device
 
     def label(self, model: str) -> str:
         """Return the label for tables; ``model`` is the model's short name."""
@@ -211,7 +213,13 @@ def _check_options(options: EvalConfig) -> list[Side]:
         _check_out(Path(options.out))
     weights, adapters = _values_per_model(options, "weights"), _values_per_model(options, "adapter")
     sides = [
-        Side(model, weights[i], "" if adapters[i] in (None, _NO_ADAPTER) else adapters[i], options.expert_bytes)
+        Side(
+            model,
+            weights[i],
+            "" if adapters[i] in (None, _NO_ADAPTER) else adapters[i],
+            options.expert_bytes,
+            options.device,
+        )
         for i, model in enumerate(options.models)
     ]
     if len(sides) == 2 and sides[0] == sides[1]:
@@ -335,7 +343,9 @@ def _open_engine(options: EvalConfig, side: Side, model: str | GGUFFile, tokeniz
 
 
 def _load(model: str | GGUFFile, side: Side, n_tokens: int | None, tokenizer: Any) -> Engine:
-    engine = load_engine(model, side.weights, n_tokens, _WHERE, side.adapter, expert_bytes=side.expert_bytes)
+    engine = load_engine(
+        model, side.weights, n_tokens, _WHERE, side.adapter, expert_bytes=side.expert_bytes, device=side.device
+    )
     engine.tokenizer = tokenizer  # for stop strings
     if side.adapter:
         engine.sync(read_peft_modules(side.adapter))

@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     n_tokens = len(prompt_ids) + options.max_new_tokens
     engine = load_engine(
         model, options.weights, n_tokens, _WHERE, adapter_path, kv_dtype=options.kv_dtype,
-        expert_bytes=options.expert_bytes, draft=options.draft,
+        expert_bytes=options.expert_bytes, draft=options.draft, device=options.device,
     )  # fmt: skip
     engine.tokenizer = tokenizer
     sampling = options.sampling(find_stop_ids(path, tokenizer, engine.config.vocab_size, _WHERE))

@@ -60,7 +60,9 @@ def main(argv: Sequence[str]) -> int:
     path, adapter_path = resolve_adapter(options.model, options.adapter, _WHERE)
     model = find_model(path, _WHERE)
     tokenizer = load_chat_tokenizer(model, _WHERE, options.chat_template, adapter_path)
-    engine = load_engine(model, options.weights, None, _WHERE, adapter_path, expert_bytes=options.expert_bytes)
+    engine = load_engine(
+        model, options.weights, None, _WHERE, adapter_path, expert_bytes=options.expert_bytes, device=options.device
+    )
     with engine, open_output(options.output, _WHERE) as file:
         adapter = engine.add_adapter(adapter_path) if adapter_path else None
         vocabulary = vocabulary_digest(tokenizer, _WHERE)

@@ -155,7 +155,7 @@ def main(argv: Sequence[str]) -> int:
             model = ServedModel.load(
                 path, adapter=adapter, name=options.name or Path(options.model).stem, weights=options.weights,
                 context=options.context, kv_bytes=options.kv_bytes, kv_dtype=options.kv_dtype,
-                expert_bytes=options.expert_bytes, draft=options.draft, adapters=adapters,
+                expert_bytes=options.expert_bytes, draft=options.draft, device=options.device, adapters=adapters,
                 tokenizer=options.tokenizer, chat_template=options.chat_template, logprobs_mode=options.logprobs_mode,
             )  # fmt: skip
             address = f"[{options.host}]" if ":" in options.host else options.host

@@ -10,6 +10,7 @@ import tyro
 
 from whet.config.fields import Count, PathText, check_types, reject_ineffective
 from whet.config.sampling import TEXT_MAX_NEW_TOKENS, SamplingParams, SamplingSettings
+from whet.config.settings import Device
 from whet.models.formats import KvDtype, Weights
 
 
@@ -54,6 +55,8 @@ class EngineSettings:
     expert_bytes: Count = 0
     """Most bytes of a mixture's experts, packed from the file when they are first used, that stay packed after a step:
     the most recently used; 0: all."""
+    device: Device = "cpu"
+    """Processor that computes the model; gpu: any with Metal, Vulkan or Direct3D 12 (pip install 'whet[gpu]')."""
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -52,6 +52,8 @@ ComputeDtype = Literal["auto", "bfloat16", "float32"]
 Compute = Literal[ComputeDtype, "torch"]
 EngineName = Literal["auto", "native", "torch", "ray"]
 RolloutWeights = Literal["auto", Weights]
+Device = Literal["cpu", "gpu"]
+"""Processor of a native engine; gpu: any with Metal, Vulkan or Direct3D 12."""
 _GroupSize = Annotated[
     int,
     Range("an integer >= 2: the advantage of a single completion is 0", lambda n: n >= 2),
@@ -325,6 +327,9 @@ class RolloutConfig(SamplingSettings):
     """Address of the Ray cluster; auto: this machine's cluster; empty: RAY_ADDRESS, or a new local cluster."""
     rollout_weights: RolloutWeights = "auto"
     """Weight format of the native engine; auto: bf16 or float32, as in the policy's matmuls."""
+    rollout_device: Device = "cpu"
+    """Processor of the native engine; gpu: any with Metal, Vulkan or Direct3D 12, through wgpu. Torch trains where the
+    model is."""
     kv_bytes: Count = 0
     """KV cache of the native engine in bytes, committed lazily; 0: 1 GiB, or more if the longest sequence needs it. A
     sequence that exceeds an explicit size is an error."""
@@ -339,7 +344,7 @@ class RolloutConfig(SamplingSettings):
 
     def __post_init__(self) -> None:
         check_types(self)
-        native = ["rollout_weights", "kv_bytes"]
+        native = ["rollout_weights", "rollout_device", "kv_bytes"]
         reject_ineffective(self, native, self.engine != "torch", "engine is 'torch', which samples from the model")
         reject_ineffective(
             self, ["rollout_workers", "ray_address"], self.engine == "ray", f"engine is {self.engine!r}, not 'ray'"
@@ -366,7 +371,8 @@ class OnlineConfig(RolloutConfig, TrainerConfig):
 
     samples: ClassVar[bool] = True
     fixed_at_construction: ClassVar[tuple[str, ...]] = (
-        *TrainerConfig.fixed_at_construction, "engine", "rollout_workers", "ray_address", "rollout_weights", "kv_bytes",
+        *TrainerConfig.fixed_at_construction, "engine", "rollout_workers", "ray_address", "rollout_weights",
+        "rollout_device", "kv_bytes",
         *REWARD_SETTINGS, "async_lag", "async_tokens",
     )  # fmt: skip
 

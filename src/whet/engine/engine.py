@@ -23,6 +23,7 @@ import numpy as np
 
 from whet import _core
 from whet.config.sampling import DISTRIBUTION_SETTINGS, Completion, SamplingParams, StreamKey, stream_keys
+from whet.config.settings import Device
 from whet.engine.adapters import adapter_parts
 from whet.engine.checks import (
     LogprobsMode,
@@ -69,9 +70,6 @@ from whet.models.tokenizers.token_texts import TokenTexts, read_token_texts
 
 Pooling = Literal["last", "mean"]
 """Reduction of a sequence's hidden states to its embedding."""
-
-Device = Literal["cpu", "gpu"]
-"""The processor that computes the steps of an engine."""
 
 _PARTIAL_SYNC = "a sync was interrupted, and only part of the weights is new. Call sync again, or make a new engine"
 _RELEASED = "release_weights freed the weights. Call sync(model) first"

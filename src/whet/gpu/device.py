@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -32,6 +36,20 @@ def _open() -> Any:
     from wgpu.backends.wgpu_native.extras import set_instance_extras
 
     set_instance_extras(backends=["Vulkan", "Metal", "DX12"])  # OpenGL prints an error where there is no screen
-    adapter = wgpu.gpu.request_adapter_sync(power_preference="high-performance")
+    with _runtime_folder():
+        adapter = wgpu.gpu.request_adapter_sync(power_preference="high-performance")
     names = ("max-buffer-size", "max-storage-buffer-binding-size")
     return adapter.request_device_sync(required_limits={name: adapter.limits[name] for name in names})
+
+
+@contextmanager
+def _runtime_folder() -> Iterator[None]:
+    """Set XDG_RUNTIME_DIR while drivers are listed: without it, Mesa's print an error, though they need no screen."""
+    if "XDG_RUNTIME_DIR" in os.environ:
+        yield
+        return
+    os.environ["XDG_RUNTIME_DIR"] = tempfile.gettempdir()
+    try:
+        yield
+    finally:
+        del os.environ["XDG_RUNTIME_DIR"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 from whet.config.fields import reject_ineffective
-from whet.config.settings import EngineName, RolloutConfig, RolloutWeights
+from whet.config.settings import Device, EngineName, RolloutConfig, RolloutWeights
 from whet.engine import Engine
 from whet.errors import WhetTypeError, WhetValueError
 from whet.learner import Learner
@@ -31,6 +31,7 @@ def make_engine(
     tokenizer: Any = None,
     workers: int = 0,
     address: str = "",
+    device: Device = "cpu",
 ) -> RolloutEngine:
     """Return an engine for ``model`` by name, or a given engine unchanged.
 
@@ -48,6 +49,7 @@ def make_engine(
         tokenizer: for stop strings; a given engine has its own.
         workers: number of workers of the pool; 0: two.
         address: address of the pool's Ray cluster, see ``RayPool``.
+        device: processor of the native engine, see ``Engine``; "gpu" excludes torch.
 
     Raises:
         WhetValueError: "native" for a model that the native engine does not support; "torch" or "ray" for a learner;
@@ -74,26 +76,32 @@ def make_engine(
             f"Omit it, or train modules of torch."
         )
     if engine == "native" or isinstance(model, Learner):
-        return _native(model, weights, kv_bytes, tokenizer)
+        return _native(model, _options(model, weights, kv_bytes, tokenizer, device))
     if engine == "ray":
         from whet.rollout.ray_pool import RayPool
 
-        options = _options(model, weights, kv_bytes, tokenizer)
+        options = _options(model, weights, kv_bytes, tokenizer, device)
         return RayPool(model, workers=workers or _WORKERS, address=address, **options)
     from whet.nn.modules import module_device
     from whet.rollout.torch_engine import TorchEngine
 
     if engine == "auto" and hasattr(model, "config") and module_device(model).type == "cpu":
         try:
-            return _native(model, weights, kv_bytes, tokenizer)
+            return _native(model, _options(model, weights, kv_bytes, tokenizer, device))
         except WhetTypeError:
             pass  # a custom module, supported by torch only
         except WhetValueError as error:
+            if device != "cpu":
+                raise
             warnings.warn(
                 f"{where}: torch samples, which is slower: the native engine does not support this model ({error}) "
                 f"engine='torch' does so without a warning.",
                 stacklevel=4,
             )
+    if device != "cpu":
+        raise WhetValueError(
+            f"{where}: device is {device!r}, and torch samples, where the model is. Omit it, or engine='torch'."
+        )
     return TorchEngine(model, tokenizer=tokenizer)
 
 
@@ -115,9 +123,9 @@ def _short_position(model: Any) -> int | None:
     return short_position(getattr(inner_module(model), "config", None))
 
 
-def _options(model: Any, weights: RolloutWeights, kv_bytes: int, tokenizer: Any) -> dict[str, Any]:
+def _options(model: Any, weights: RolloutWeights, kv_bytes: int, tokenizer: Any, device: Device) -> dict[str, Any]:
     """Return the options of a native engine."""
-    options: dict[str, Any] = {"max_position": _short_position(model), "tokenizer": tokenizer}
+    options: dict[str, Any] = {"max_position": _short_position(model), "tokenizer": tokenizer, "device": device}
     options |= {"kv_bytes": kv_bytes} if kv_bytes else {}
     if packed_base(model) is not None:
         return options
@@ -127,8 +135,7 @@ def _options(model: Any, weights: RolloutWeights, kv_bytes: int, tokenizer: Any)
     return options | {"weights": weights}
 
 
-def _native(model: Any, weights: RolloutWeights, kv_bytes: int, tokenizer: Any) -> Engine:
-    options = _options(model, weights, kv_bytes, tokenizer)
+def _native(model: Any, options: dict[str, Any]) -> Engine:
     if packed_base(model) is not None:
         return Engine.from_model(model, **options)
     try:

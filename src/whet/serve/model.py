@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.config.sampling import SamplingParams
+from whet.config.settings import Device
 from whet.engine import Engine
 from whet.engine.checks import LogprobsMode
 from whet.engine.grammar import Grammars
@@ -130,6 +131,7 @@ class ServedModel:
         chat_template: str = "",
         logprobs_mode: LogprobsMode = "model",
         draft: str = "",
+        device: Device = "cpu",
     ) -> ServedModel:
         """Load a folder or GGUF file.
 
@@ -138,6 +140,7 @@ class ServedModel:
             kv_dtype: format of keys and values. Default: as in ``Engine``.
             expert_bytes: as in ``Engine``.
             draft: a folder or GGUF file with the draft model; empty: none.
+            device: as in ``Engine``.
 
         Raises:
             WhetValueError: model, tokenizer or adapters cannot be read, or do not fit each other.
@@ -152,7 +155,9 @@ class ServedModel:
             raise WhetValueError(
                 f"{_WHERE}: draft is {draft!r}, and {path} is a reward model, which has no tokens to draft."
             )
-        engine = load_engine(model, weights, context, _WHERE, first, kv_bytes, kv_dtype, expert_bytes, scores, draft)
+        engine = load_engine(
+            model, weights, context, _WHERE, first, kv_bytes, kv_dtype, expert_bytes, scores, draft, device
+        )
         stop_ids = find_stop_ids(path, loaded, engine.config.vocab_size, _WHERE)
         name = name or Path(path).stem
         return cls(

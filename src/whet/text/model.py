@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
+from whet.config.settings import Device
 from whet.engine import Engine
 from whet.errors import WhetValueError
 from whet.models import tokenizers
@@ -55,6 +56,7 @@ def load_engine(
     expert_bytes: int = 0,
     scores: bool = False,
     draft: str = "",
+    device: Device = "cpu",
 ) -> Engine:
     """Create the engine of a model, for sequences of up to ``n_tokens``; None: limited by the KV cache.
 
@@ -71,6 +73,7 @@ def load_engine(
         expert_bytes: as in ``Engine``.
         scores: whether the model is the folder of a sequence classifier, whose engine has no LM head.
         draft: a folder or GGUF file with the draft model; empty: none.
+        device: as in ``Engine``.
 
     Raises:
         WhetValueError: the engine does not support the model.
@@ -100,7 +103,8 @@ def load_engine(
         kv_bytes = max(kv_bytes, cache_bytes(source.config, check_kv_dtype(where, kv_dtype, kv), n_pages, STATES))
     engine = Engine(
         source, weights=weights, kv_bytes=kv_bytes, kv_dtype=kv_dtype, expert_bytes=expert_bytes,
-        draft=find_model(draft, f"{where}: draft") if draft else None, tokenizer=model if draft else None, where=where,
+        draft=find_model(draft, f"{where}: draft") if draft else None, device=device,
+        tokenizer=model if draft else None, where=where,
     )  # fmt: skip
     engine.merged_adapter = adapter if is_merged else ""
     return engine
