@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +26,15 @@ class Dispatch(NamedTuple):
     """Rows of a workgroup, pipeline, bind group: the first with all rows of the step is used, or the last."""
     groups: int
     count: str
+    """The rows: "tokens", "experts" (those of each token), "heads" or "one"."""
+
+
+class Pass(NamedTuple):
+    """A pass over the dispatches of a plan, which are encoded as commands: its name, rows, and adapters."""
+
+    name: str
+    n: int
+    adapters: tuple[int, ...] = ()
 
 
 class Program:
@@ -71,13 +80,15 @@ class Program:
         self._buffers = [self._make_buffer(*each) for each in listed]
         self._named = {name: buffer for (name, *_), buffer in zip(listed, self._buffers, strict=True)}
         pipelines = [self._pipeline(*each) for each in plan.pipelines]
-        self._write_pages, self._forward, self._head = (
-            [self._make_dispatch(self._buffers, pipelines, *each) for each in dispatches]
-            for dispatches in (plan.write_pages, plan.forward, plan.head)
-        )
+        self._dispatches = {
+            name: [self._make_dispatch(self._buffers, pipelines, *each) for each in getattr(plan, name)]
+            for name in ("write_pages", "forward", "head")
+        }
         self._points = {after: i for i, after in enumerate(plan.adapter_points)}
         self._adapters: dict[int, list[list[Dispatch]]] = {}  # by number: the dispatches of each point
         self._pending: list[Any] = []  # commands that are not yet submitted
+        self._step = Pass("forward", 0)  # the last one
+        self._ahead: dict[Pass, Any] = {}  # commands of the passes that are expected next
 
     @property
     def nbytes(self) -> int:
@@ -113,6 +124,7 @@ class Program:
     def remove_adapter(self, number: int) -> None:
         """Free an adapter."""
         del self._adapters[number]
+        self._ahead.clear()
 
     def write_pages(self, writes: np.ndarray) -> None:
         """Copy pages: (page, source) of each, in order."""
@@ -121,7 +133,7 @@ class Program:
             part = writes[begin : begin + 2 * _MAX_WRITES]
             self._write("writes", part)
             self._write("params", np.array([len(part) // 2], np.uint32), 8)
-            self._run(self._write_pages, {"one": 1})
+            self._run(Pass("write_pages", 1))
             self._submit()
 
     def forward(
@@ -148,10 +160,8 @@ class Program:
             ("embedded", embedded),
         ):
             self._write(name, values)
-        self._run(
-            self._with_adapters(sorted(set(tokens[3::4].tolist()) - {0})),
-            {"tokens": n, "experts": n * self._n_used_experts},
-        )
+        self._step = Pass("forward", n, tuple(sorted(set(tokens[3::4].tolist()) - {0})))
+        self._run(self._step)
 
     def read_hidden(self, token: int) -> memoryview:
         """Return the hidden state of a token of the step."""
@@ -167,7 +177,10 @@ class Program:
         self._write("params", np.array([n], np.uint32), 4)
         self._write("head_rows", rows)
         self._write("head_in", hidden)
-        self._run(self._head, {"heads": n})
+        self._run(head := Pass("head", n))
+        self._submit()
+        # Most steps are like the one before. Encoding takes milliseconds, in which the GPU computes.
+        self._ahead = {each: self._ahead.get(each) or self._encode(each) for each in (self._step, head)}
         return self._read("logits", 0, n)
 
     # ------------------------------------------------------------------ private
@@ -178,17 +191,13 @@ class Program:
         usage = BufferUsage.STORAGE | BufferUsage.COPY_SRC | BufferUsage.COPY_DST
         return self._device.create_buffer(size=-(-n_bytes // 4) * 4, usage=usage, label=name)
 
-    def _with_adapters(self, numbers: list[int]) -> Iterable[Dispatch]:
-        """Return the forward pass, with the dispatches of adapters after the products that they add to."""
-        if not numbers:
-            return self._forward
-        out = []
-        for i, dispatch in enumerate(self._forward, 1):
-            out.append(dispatch)
-            if (point := self._points.get(i)) is not None:
-                for number in numbers:
-                    out += self._adapters[number][point]
-        return out
+    def _list_dispatches(self, of: Pass) -> Iterator[Dispatch]:
+        """Yield the dispatches of a pass, with those of adapters after the products that they add to."""
+        for i, dispatch in enumerate(self._dispatches[of.name], 1):
+            yield dispatch
+            if of.adapters and (point := self._points.get(i)) is not None:
+                for number in of.adapters:
+                    yield from self._adapters[number][point]
 
     def _pipeline(self, constants: str, files: tuple[str, ...]) -> tuple[Any, Any]:
         """Return a pipeline and its layout, compiled once."""
@@ -236,17 +245,20 @@ class Program:
         if len(values):
             self._device.queue.write_buffer(self._named[name], offset, values)
 
-    def _run(self, dispatches: Iterable[Dispatch], counts: dict[str, int]) -> None:
+    def _run(self, of: Pass) -> None:
+        self._pending.append(self._ahead.pop(of, None) or self._encode(of))
+
+    def _encode(self, of: Pass) -> Any:
         encoder = self._device.create_command_encoder()
         commands = encoder.begin_compute_pass()
-        for dispatch in dispatches:
-            n = counts[dispatch.count]
+        for dispatch in self._list_dispatches(of):
+            n = of.n * (self._n_used_experts if dispatch.count == "experts" else 1)
             rows, pipeline, group = next((v for v in dispatch.pipelines if v[0] >= n), dispatch.pipelines[-1])
             commands.set_pipeline(pipeline)
             commands.set_bind_group(0, group)
             commands.dispatch_workgroups(dispatch.groups, -(-n // rows))
         commands.end()
-        self._pending.append(encoder.finish())
+        return encoder.finish()
 
     def _submit(self) -> None:
         if self._pending:
