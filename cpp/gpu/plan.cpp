@@ -112,32 +112,48 @@ Constants weight_constants(const PackedWeight& w) {
         .add("BYTE_BIAS", static_cast<size_t>(kByteBias));
 }
 
-// The operands of a product: rows of x and y, outputs from `first` on.
-struct Product {
-    uint32_t weights, x, bias, y;  // buffers
-    uint32_t params = 0, number = 0, tokens = 0;
-    size_t x_stride = 0, y_stride = 0, first = 0, n = 0;
-    Count count = Count::kTokens;
-    bool has_bias = false, adds = false, has_number = false;  // number: only for tokens of this adapter
-    double softcap = 0.0;
+// What products of one model have in common.
+struct ProductSettings {
+    double eps;
+    bool is_gated;
+    Activation activation;
+    uint32_t params, none;  // buffers
 };
 
-Dispatch make_product(const PackedWeight& w, const Product& of, Pipelines& pipelines) {
-    const bool is_whole = w.k() % kQuantBlock == 0 && of.x_stride % 4 == 0;
-    const char* inputs = is_whole ? "inputs_whole" : "inputs_ragged";
-    Dispatch dispatch{{},
-                      {of.weights, of.x, of.bias, of.y, of.params, of.number, of.tokens},
-                      static_cast<uint32_t>(ceil_div(of.n, kPanel)),
-                      of.count};
+// The operands of a product: inputs, and outputs from `first` on.
+struct Product {
+    uint32_t weights, bias, y;  // buffers
+    Operand x;
+    size_t y_stride, first, n;
+    Count count = Count::kTokens;
+    bool has_bias = false, adds = false;
+    double scale = 1.0, softcap = 0.0;
+    bool has_number = false;          // only for tokens of this adapter:
+    uint32_t number = 0, tokens = 0;  // buffers
+};
+
+Dispatch make_product(const PackedWeight& w, const Product& of, const ProductSettings& settings, Pipelines& pipelines) {
+    const bool is_whole = w.k() % kQuantBlock == 0 && of.x.stride % 4 == 0;
+    Dispatch dispatch{{}, static_cast<uint32_t>(ceil_div(of.n, kPanel)), of.count};
     for (const size_t rows : {size_t{1}, kProductRows}) {
+        const bool activates = rows == 1 && of.x.is_activated, norms = rows == 1 && of.x.is_normed;
         Constants constants = weight_constants(w);
-        constants.add("ROWS", rows).add("X_STRIDE", of.x_stride).add("Y_STRIDE", of.y_stride);
+        constants.add("ROWS", rows).add("X_STRIDE", of.x.stride).add("Y_STRIDE", of.y_stride);
         constants.add("FIRST", of.first).add("COUNT", of.n);
         constants.add("N_PARAM", size_t{of.count == Count::kHeads ? 1u : 0u});
         constants.add("HAS_BIAS", of.has_bias).add("ADDS", of.adds).add("HAS_NUMBER", of.has_number);
-        constants.add("SOFTCAP", of.softcap);
-        const uint32_t id = pipelines.add(kernel_files(w, {inputs, "product"}), constants);
-        dispatch.pipelines.emplace_back(static_cast<uint32_t>(rows), id);
+        constants.add("SCALE", of.scale).add("SOFTCAP", of.softcap);
+        constants.add("NORMS", norms).add("EPS", norms ? settings.eps : 0.0).add("ACTIVATES", activates);
+        constants.add("IS_GATED", activates && settings.is_gated);
+        constants.add("KIND", activates ? static_cast<size_t>(settings.activation) : 0);
+        const std::vector<std::string> files =
+            kernel_files(w, {"activation", is_whole ? "inputs_whole" : "inputs_ragged", "product"});
+        const auto buffer = [&](bool is_read, uint32_t number) { return is_read ? number : settings.none; };
+        dispatch.variants.push_back(
+            {static_cast<uint32_t>(rows),
+             pipelines.add(files, constants),
+             {of.weights, norms ? of.x.raw : of.x.buffer, buffer(of.has_bias, of.bias), of.y, settings.params,
+              buffer(of.has_number, of.number), buffer(of.has_number, of.tokens), buffer(norms, of.x.norm)}});
     }
     return dispatch;
 }
@@ -155,25 +171,26 @@ public:
         uint32_t delta = none_;  // sublayer output not yet added to the residual stream
         for (size_t i = 0; i < c_.n_layers; ++i) {
             const LayerNorms& norms = weights_.norms.layers[i];
+            Operand h{};
             if (c_.mixes(i)) {
-                add_and_norm(norms.norm1, delta);
-                c_.attends(i) ? attention(i) : recurrence(i);
-                delta = delta_;
+                h = add_and_norm(norms.norm1, delta, !c_.parallel_residual);
+                delta = c_.attends(i) ? attention(i, h) : recurrence(i, h);
                 post_norm(norms.post_norm1);
             }
             if (!c_.has_mlp(i)) continue;
-            if (!c_.shared_norm) add_and_norm(norms.norm2, c_.parallel_residual ? none_ : delta);
-            feed_forward(i, c_.parallel_residual);
+            if (!c_.shared_norm) h = add_and_norm(norms.norm2, c_.parallel_residual ? none_ : delta, !c_.is_moe(i));
+            delta = feed_forward(i, h, c_.parallel_residual);
             post_norm(norms.post_norm2);
-            delta = delta_;
             if (c_.has_layer_inputs() || c_.layer_scale) {
                 end_layer(i);
                 delta = none_;
             }
         }
-        add_and_norm(weights_.norms.final_norm, delta, double{c_.logits_scale});
+        add_and_norm(weights_.norms.final_norm, delta, false, double{c_.logits_scale});
         head();
-        plan_.params = params_, plan_.tokens = tokens_, plan_.none = none_, plan_.max_rows = limits_.max_rows;
+        plan_.params = params_, plan_.tokens = tokens_, plan_.none = none_;
+        plan_.norm_eps = c_.norm_eps, plan_.is_gated = c_.gated, plan_.activation = c_.activation,
+        plan_.max_rows = limits_.max_rows;
         return std::move(plan_);
     }
 
@@ -213,7 +230,13 @@ private:
     void add(std::vector<Dispatch>& to, std::vector<std::string> files, const Constants& constants,
              std::vector<uint32_t> buffers, size_t groups, Count count) {
         const uint32_t id = pipelines_.add(std::move(files), constants);
-        to.push_back({{{1, id}}, std::move(buffers), static_cast<uint32_t>(groups), count});
+        to.push_back({{{1, id, std::move(buffers)}}, static_cast<uint32_t>(groups), count});
+    }
+
+    // The last dispatch is skipped for a single row.
+    void skip_for_one_row() {
+        std::vector<Variant>& variants = plan_.forward.back().variants;
+        variants.insert(variants.begin(), {1, Variant::kSkip, {}});
     }
 
     void add_inputs() {
@@ -298,27 +321,42 @@ private:
         }
     }
 
-    // y (rows, w.n()) = x (rows, x_stride) w^T + bias, or with `adds` y += it, of the tokens or of the logits.
-    void product(std::vector<Dispatch>& to, const Matrix& w, const std::vector<float>& bias, uint32_t x,
-                 size_t x_stride, uint32_t y, Count count, bool adds, double softcap = 0.0) {
+    ProductSettings settings() const { return {c_.norm_eps, c_.gated, c_.activation, params_, none_}; }
+
+    // y (rows, w.n()) = scale (x w^T + bias), or with `adds` y += it, of the tokens or of the logits.
+    void product(std::vector<Dispatch>& to, const Matrix& w, const std::vector<float>& bias, const Operand& x,
+                 uint32_t y, Count count, bool adds = false, double scale = 1.0, double softcap = 0.0) {
         size_t first = 0;
         const uint32_t bias_buffer = add_vector(bias);
         for (const PackedWeight& part : w.parts) {
             each_part(part, [&](uint32_t buffer, size_t row, size_t n) {
-                Product of{.weights = buffer, .x = x, .bias = bias_buffer, .y = y};
-                of.params = params_, of.number = of.tokens = none_;
-                of.x_stride = x_stride, of.y_stride = w.n(), of.first = first + row, of.n = n, of.count = count;
-                of.has_bias = !bias.empty(), of.adds = adds, of.softcap = softcap;
-                to.push_back(make_product(part, of, pipelines_));
+                Product of{buffer, bias_buffer, y, x, w.n(), first + row, n, count};
+                of.has_bias = !bias.empty(), of.adds = adds, of.scale = scale, of.softcap = softcap;
+                to.push_back(make_product(part, of, settings(), pipelines_));
             });
             first += part.n();
         }
     }
     // The same with what adapters add.
-    void project(size_t layer, Target target, uint32_t x, size_t x_stride, uint32_t y, bool adds = false) {
+    void project(size_t layer, Target target, const Operand& x, uint32_t y, bool adds = false, double scale = 1.0) {
         const Matrix& w = matrix_of(weights_, layer, target);
-        product(plan_.forward, w, w.bias, x, x_stride, y, Count::kTokens, adds);
-        plan_.adapter_points.push_back({layer, target, plan_.forward.size(), x, y, x_stride, w.n()});
+        product(plan_.forward, w, w.bias, x, y, Count::kTokens, adds, scale);
+        plan_.adapter_points.push_back({layer, target, plan_.forward.size(), x, y, w.n(), scale});
+    }
+
+    // Whether the outputs of mixers and MLPs are added to the residual stream by their last product.
+    bool adds_at_once() const {
+        const bool reads_twice = c_.parallel_residual && !c_.shared_norm;  // the MLP's norm reads x before attention
+        return !c_.post_norm && !c_.has_layer_inputs() && !c_.layer_scale && !reads_twice;
+    }
+    // delta = W x, which is added to the residual stream: at once, or by what returns it.
+    uint32_t project_back(size_t layer, Target target, const Operand& x, bool adds) {
+        if (adds_at_once()) {
+            project(layer, target, x, x_, true, double{c_.residual_scale});
+            return none_;
+        }
+        project(layer, target, x, delta_, adds);
+        return delta_;
     }
 
     Constants norm_constants(const NormWeight& w, size_t n, bool is_layer_norm) const {
@@ -326,12 +364,19 @@ private:
         constants.add("D", n).add("EPS", c_.norm_eps).add("IS_LAYER_NORM", is_layer_norm);
         return constants.add("HAS_NORM", !w.weight.empty()).add("HAS_BIAS", !w.bias.empty());
     }
-    // x += residual_scale delta; hidden = out_scale norm(x), or x without this norm.
-    void add_and_norm(const NormWeight& w, uint32_t delta, double out_scale = 1.0) {
+    // x += residual_scale delta; hidden = out_scale norm(x), or x without this norm. `for_products`: only products read
+    // hidden, before x changes.
+    Operand add_and_norm(const NormWeight& w, uint32_t delta, bool for_products = false, double out_scale = 1.0) {
+        const uint32_t weight = add_vector(w.weight);
         Constants constants = norm_constants(w, c_.hidden_dim, c_.norm == Norm::kLayer);
         constants.add("ADDS", delta != none_).add("DELTA_SCALE", double{c_.residual_scale}).add("OUT_SCALE", out_scale);
-        add(plan_.forward, {"norm", "add_norm"}, constants,
-            {add_vector(w.weight), add_vector(w.bias), x_, delta, hidden_}, 1, Count::kTokens);
+        add(plan_.forward, {"norm", "add_norm"}, constants, {weight, add_vector(w.bias), x_, delta, hidden_}, 1,
+            Count::kTokens);
+        Operand inputs{hidden_, c_.hidden_dim};
+        inputs.is_normed = for_products && delta == none_ && c_.norm == Norm::kRms && weight != none_ && w.bias.empty();
+        inputs.raw = x_, inputs.norm = weight;
+        if (inputs.is_normed) skip_for_one_row();
+        return inputs;
     }
     // Norms elements [offset, offset + n) of rows of `stride` elements in place.
     void norm_in_place(const NormWeight& w, bool is_layer_norm, uint32_t x, size_t stride, size_t offset, size_t n) {
@@ -345,10 +390,10 @@ private:
     }
 
     // delta = W_o attention(W_qkv h).
-    void attention(size_t layer) {
+    uint32_t attention(size_t layer, const Operand& h) {
         const LayerWeights& w = weights_.layers[layer];
         const LayerNorms& norms = weights_.norms.layers[layer];
-        project(layer, Target::kQkv, hidden_, c_.hidden_dim, qkv_);
+        project(layer, Target::kQkv, h, qkv_);
         const size_t d = c_.head_dim_of(layer), own = c_.n_own_kv_heads(layer), dim = c_.qkv_dim(layer);
         const size_t n_q = c_.n_heads * c_.query_stride(layer);
         if (c_.qk_norm_whole) {
@@ -377,17 +422,17 @@ private:
         add(plan_.forward, {"kv_page", "attention"}, shape,
             {tokens_, page_table_, qkv_, caches_[layer], add_vector(w.sinks), attended_}, c_.n_heads / at_once,
             Count::kTokens);
-        project(layer, Target::kO, attended_, c_.n_heads * d, delta_);
+        return project_back(layer, Target::kO, {attended_, c_.n_heads * d}, false);
     }
 
     // delta = W_out mix(W_in h) of a recurrent mixer.
-    void recurrence(size_t layer) {
+    uint32_t recurrence(size_t layer, const Operand& h) {
         const LayerWeights& w = weights_.layers[layer];
         const bool is_delta = c_.is_delta(layer);
         const size_t channels = c_.conv_dim(layer);
         const DeltaPlaces at(c_, layer);
         const PackedWeight& taps = w.conv.parts.front();
-        project(layer, Target::kQkv, hidden_, c_.hidden_dim, qkv_);
+        project(layer, Target::kQkv, h, qkv_);
         Constants convolution;
         convolution.add("LENGTH", c_.conv_length).add("CHANNELS", channels).add("STATE_WORDS", state_words(c_, layer));
         convolution.add("IN_STRIDE", c_.mixer_in(layer)).add("IN_FIRST", is_delta ? at.channels : 0);
@@ -397,7 +442,7 @@ private:
              is_delta ? mixed_ : attended_},
             ceil_div(channels, size_t{64}), Count::kTokens);
         if (is_delta) delta_rule(layer, at);
-        project(layer, Target::kO, attended_, c_.mixer_out(layer), delta_);
+        return project_back(layer, Target::kO, {attended_, c_.mixer_out(layer)}, false);
     }
 
     // attended = the gated delta rule, or Mamba-2, of q, k and v after their convolution, normed and gated.
@@ -427,7 +472,7 @@ private:
 
     // The inputs of all layers, from x and the second embedding.
     void read_layer_inputs() {
-        project(0, Target::kLayerInputs, x_, c_.hidden_dim, layer_inputs_);
+        project(0, Target::kLayerInputs, {x_, c_.hidden_dim}, layer_inputs_);
         Constants constants;
         constants.add("D", c_.layer_input_dim).add("N_LAYERS", c_.n_layers).add("HIDDEN_DIM", c_.hidden_dim);
         constants.add("EPS", c_.norm_eps);
@@ -441,14 +486,13 @@ private:
         const LayerWeights& w = weights_.layers[layer];
         double delta_scale = c_.residual_scale;
         if (c_.has_layer_inputs()) {
-            add_and_norm({}, delta_);
-            project(layer, Target::kInputGate, hidden_, c_.hidden_dim, up_);
+            project(layer, Target::kInputGate, add_and_norm({}, delta_), up_);
             Constants gate;
             gate.add("DIM", c_.layer_input_dim).add("N_LAYERS", c_.n_layers).add("IS_GATED", true);
             gate.add("KIND", static_cast<size_t>(c_.activation));
             add(plan_.forward, {"activation", "gate_inputs"}, gate, {layer_inputs_, add_number(layer), up_},
                 ceil_div(c_.layer_input_dim, size_t{64}), Count::kTokens);
-            project(layer, Target::kInputOut, up_, c_.layer_input_dim, delta_);
+            project(layer, Target::kInputOut, {up_, c_.layer_input_dim}, delta_);
             const NormWeight& norm = weights_.norms.layers[layer].input_norm;
             norm_in_place(norm, c_.norm == Norm::kLayer, delta_, c_.hidden_dim, 0, c_.hidden_dim);
             delta_scale = 1.0;
@@ -460,27 +504,26 @@ private:
     }
 
     // delta = the MLP of h, or the shared expert and those that the router chooses; with `adds`, delta += it.
-    void feed_forward(size_t layer, bool adds) {
-        if (c_.mlp_dim(layer) > 0) mlp(layer, adds);
-        if (!c_.is_moe(layer)) return;
+    uint32_t feed_forward(size_t layer, const Operand& h, bool adds) {
+        if (!c_.is_moe(layer)) return mlp(layer, h, adds);
         if (adds) reject("mixtures of experts with parallel residuals");
         const LayerWeights& w = weights_.layers[layer];
+        if (c_.mlp_dim(layer) > 0) project(layer, Target::kDown, hidden_mlp(layer, h), delta_);
         route(layer, w);
         experts(w.experts_up, hidden_, c_.hidden_dim, true, expert_up_);
         activate(expert_up_, c_.expert_dim, c_.expert_up_dim(), Count::kExperts);
         experts(w.experts_down, expert_up_, c_.expert_up_dim(), false, expert_out_);
-        if (c_.shared_gate) {
-            product(plan_.forward, w.shared_router, {}, hidden_, c_.hidden_dim, shared_gates_, Count::kTokens, false);
-        }
+        if (c_.shared_gate) product(plan_.forward, w.shared_router, {}, h, shared_gates_, Count::kTokens);
         Constants constants;
         constants.add("D", c_.hidden_dim).add("N_USED", c_.n_used_experts);
         constants.add("HAS_SHARED", c_.mlp_dim(layer) > 0).add("HAS_SHARED_GATE", c_.shared_gate);
         add(plan_.forward, {"combine_experts"}, constants, {expert_out_, chosen_weights_, shared_gates_, delta_},
             ceil_div(c_.hidden_dim, size_t{64}), Count::kTokens);
+        return delta_;
     }
 
     void route(size_t layer, const LayerWeights& w) {
-        product(plan_.forward, w.router, w.router_bias, hidden_, c_.hidden_dim, probabilities_, Count::kTokens, false);
+        product(plan_.forward, w.router, w.router_bias, {hidden_, c_.hidden_dim}, probabilities_, Count::kTokens);
         Constants constants;
         constants.add("N_EXPERTS", c_.n_experts).add("N_USED", c_.n_used_experts);
         constants.add("N_MOE_LAYERS", c_.n_moe_layers(c_.n_layers)).add("IS_SOFTMAX", c_.router == Router::kSoftmax);
@@ -521,11 +564,17 @@ private:
     }
 
     // delta = W_down (act(gate) * up), or W_down act(up), of h; or it is added to delta.
-    void mlp(size_t layer, bool adds) {
-        const size_t width = c_.up_dim(layer);
-        project(layer, Target::kUp, hidden_, c_.hidden_dim, up_);
-        activate(up_, c_.mlp_dim(layer), width, Count::kTokens);
-        project(layer, Target::kDown, up_, width, delta_, adds);
+    uint32_t mlp(size_t layer, const Operand& h, bool adds) {
+        return project_back(layer, Target::kDown, hidden_mlp(layer, h), adds);
+    }
+    // act(gate) * up, or act(up), of h.
+    Operand hidden_mlp(size_t layer, const Operand& h) {
+        project(layer, Target::kUp, h, up_);
+        activate(up_, c_.mlp_dim(layer), c_.up_dim(layer), Count::kTokens);
+        skip_for_one_row();
+        Operand inputs{up_, c_.up_dim(layer)};
+        inputs.is_activated = true;
+        return inputs;
     }
 
     void activate(uint32_t x, size_t dim, size_t stride, Count count) {
@@ -538,8 +587,8 @@ private:
     void head() {
         add(plan_.head, {"gather"}, Constants().add("D", c_.hidden_dim), {head_rows_, hidden_, head_in_}, 1,
             Count::kHeads);
-        product(plan_.head, weights_.output(), weights_.head.bias, head_in_, c_.hidden_dim, logits_, Count::kHeads,
-                false, double{c_.logits_softcap});
+        product(plan_.head, weights_.output(), weights_.head.bias, {head_in_, c_.hidden_dim}, logits_, Count::kHeads,
+                false, 1.0, double{c_.logits_softcap});
     }
 };
 
@@ -556,6 +605,7 @@ AdapterPlan make_adapter_plan(const Plan& plan, const Adapter& adapter) {
             if (!targets[static_cast<size_t>(target)].empty()) reject("adapters of experts");
         }
     }
+    const ProductSettings settings{plan.norm_eps, plan.is_gated, plan.activation, plan.params, plan.none};
     AdapterPlan out;
     Pipelines pipelines(out.pipelines);
     const auto add_buffer = [&](std::string name, size_t bytes, const PackedWeight* w) {
@@ -572,15 +622,11 @@ AdapterPlan make_adapter_plan(const Plan& plan, const Adapter& adapter) {
         const LowRank* low = adapter.find(at.layer, at.target);
         for (size_t i = 0; low != nullptr && i < low->a.size(); ++i) {
             const PackedWeight &a = low->a[i], &b = low->b[i];
-            Product down{.weights = add_weight(a), .x = at.x, .bias = plan.none, .y = low_rank};
-            down.params = plan.params, down.number = number, down.tokens = plan.tokens;
-            down.x_stride = at.x_stride, down.y_stride = down.n = a.n();
-            Product up = down;
-            up.weights = add_weight(b), up.x = low_rank, up.y = at.y;
-            up.x_stride = a.n(), up.y_stride = at.y_stride, up.first = low->first_rows[i], up.n = b.n();
-            up.adds = up.has_number = true;
-            dispatches.push_back(make_product(a, down, pipelines));
-            dispatches.push_back(make_product(b, up, pipelines));
+            Product down{add_weight(a), plan.none, low_rank, at.x, a.n(), 0, a.n()};
+            Product up{add_weight(b), plan.none, at.y, {low_rank, a.n()}, at.y_stride, low->first_rows[i], b.n()};
+            up.adds = up.has_number = true, up.scale = at.scale, up.number = number, up.tokens = plan.tokens;
+            dispatches.push_back(make_product(a, down, settings, pipelines));
+            dispatches.push_back(make_product(b, up, settings, pipelines));
         }
     }
     return out;

@@ -36,22 +36,40 @@ struct Pipeline {
 // Rows of a dispatch: of the step's tokens, of their chosen experts, of the logits, or one.
 enum class Count { kTokens, kExperts, kHeads, kOne };
 
+// A kernel for workgroups of `rows` rows.
+struct Variant {
+    static constexpr uint32_t kSkip = UINT32_MAX;  // in place of the pipeline: there is nothing to do
+
+    uint32_t rows, pipeline;
+    std::vector<uint32_t> buffers;  // in the order of their bindings
+};
+
 // A grid of (groups, rows / rows of a workgroup) workgroups.
 struct Dispatch {
-    // (rows of a workgroup, pipeline), ascending: a step uses the first that has all of its rows, or the last.
-    std::vector<std::pair<uint32_t, uint32_t>> pipelines;
-    std::vector<uint32_t> buffers;  // in the order of their bindings
+    std::vector<Variant> variants;  // ascending: a step uses the first that has all of its rows, or the last
     uint32_t groups;
     Count count;
 };
 
-// A product of the forward pass to which adapters add: y += B (A x).
+// Rows of inputs of a product. A single row may be normed or activated by the product as it reads it: the dispatches
+// that do so are skipped.
+struct Operand {
+    uint32_t buffer;
+    size_t stride;
+    bool is_activated = false;   // rows are gate and up projections
+    uint32_t raw = 0, norm = 0;  // of a normed row: the buffers of its elements and of the weights
+    bool is_normed = false;
+};
+
+// A product of the forward pass to which adapters add: y += scale B (A x).
 struct AdapterPoint {
     size_t layer;
     Target target;
-    size_t after;   // dispatches of the forward pass before it
-    uint32_t x, y;  // buffers
-    size_t x_stride, y_stride;
+    size_t after;  // dispatches of the forward pass before it
+    Operand x;
+    uint32_t y;  // buffer
+    size_t y_stride;
+    double scale;
 };
 
 struct Plan {
@@ -61,6 +79,9 @@ struct Plan {
     std::vector<Dispatch> write_pages, forward, head;
     std::vector<AdapterPoint> adapter_points;
     uint32_t params, tokens, none;  // buffers
+    double norm_eps;
+    bool is_gated;
+    Activation activation;
     size_t max_rows;
 };
 

@@ -41,6 +41,13 @@ def assert_same_scores(gpu: Engine, cpu: Engine, rows: list[list[int]], toleranc
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance)
 
 
+def assert_same_samples(ours: Any, theirs: Any) -> None:
+    for mine, yours in zip(ours, theirs, strict=True):
+        for a, b in zip(mine, yours, strict=True):
+            assert list(a.token_ids) == list(b.token_ids)
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=TOLERANCE)
+
+
 def pair_of(model: Any, **options: Any) -> tuple[Engine, Engine]:
     settings = {"weights": "float32", **SMALL, **options}
     return Engine.from_model(model, device="gpu", **settings), Engine.from_model(model, **settings)
@@ -48,7 +55,18 @@ def pair_of(model: Any, **options: Any) -> tuple[Engine, Engine]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_family_has_the_scores_of_the_cpu(case):
-    assert_same_scores(*pair_of(tiny_model(case)), rows_of((2, 7, 20, 33)))
+    gpu, cpu = pair_of(tiny_model(case))
+    assert_same_scores(gpu, cpu, rows_of((2, 7, 20, 33)))
+    # A single row norms and activates within products.
+    alone = SamplingParams(max_new_tokens=6)
+    assert_same_samples(*(engine.generate(rows_of((3,)), 1, alone) for engine in (gpu, cpu)))
+
+
+def test_a_layer_of_a_decoder_is_at_most_six_dispatches():
+    for case in ("llama", "qwen3", "lfm2"):
+        gpu, _ = pair_of(tiny_model(case))
+        decode = [each for each in gpu._program.plan.forward if each[0][0][1] is not None]
+        assert len(decode) <= 6 * gpu.config.n_layers + 2  # the embedding and the final norm
 
 
 def blocks_model(seed: int = 0) -> Any:
@@ -85,13 +103,6 @@ def test_keys_and_values_in_bfloat16_change_scores_as_on_the_cpu():
     exact = Engine.from_model(model, weights="float32", **SMALL)
     [ours], [theirs], [reference] = (engine.logprobs(rows_of((100,), 300)) for engine in (gpu, cpu, exact))
     assert 0 < np.abs(ours - reference).max() < 2 * np.abs(theirs - reference).max()
-
-
-def assert_same_samples(ours: Any, theirs: Any) -> None:
-    for mine, yours in zip(ours, theirs, strict=True):
-        for a, b in zip(mine, yours, strict=True):
-            assert list(a.token_ids) == list(b.token_ids)
-            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("case", ["llama", "lfm2", "qwen3_5_text", "granite4-hybrid", "gemma4", "gpt_oss"])

@@ -30,10 +30,15 @@ nb::list dispatches_of(const std::vector<gpu::Dispatch>& dispatches) {
     static const char* const kCounts[] = {"tokens", "experts", "heads", "one"};
     nb::list out;
     for (const gpu::Dispatch& dispatch : dispatches) {
-        nb::list pipelines, buffers;
-        for (const auto& [rows, pipeline] : dispatch.pipelines) pipelines.append(nb::make_tuple(rows, pipeline));
-        for (const uint32_t buffer : dispatch.buffers) buffers.append(buffer);
-        out.append(nb::make_tuple(pipelines, buffers, dispatch.groups, kCounts[static_cast<int>(dispatch.count)]));
+        nb::list variants;
+        for (const gpu::Variant& variant : dispatch.variants) {
+            nb::list buffers;
+            for (const uint32_t buffer : variant.buffers) buffers.append(buffer);
+            const bool is_skipped = variant.pipeline == gpu::Variant::kSkip;
+            variants.append(
+                nb::make_tuple(variant.rows, is_skipped ? nb::none() : nb::cast(variant.pipeline), buffers));
+        }
+        out.append(nb::make_tuple(variants, dispatch.groups, kCounts[static_cast<int>(dispatch.count)]));
     }
     return out;
 }

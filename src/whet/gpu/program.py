@@ -22,8 +22,8 @@ _BINDING = re.compile(r"@binding\((\d+)\) var<storage, (read|read_write)>")
 class Dispatch(NamedTuple):
     """A grid of workgroups: (groups, rows / rows of a workgroup)."""
 
-    pipelines: list[tuple[int, Any, Any]]
-    """Rows of a workgroup, pipeline, bind group: the first with all rows of the step is used, or the last."""
+    variants: list[tuple[int, Any, Any]]
+    """Rows of a workgroup, pipeline (None: skip), bind group: the first with all rows is used, or the last."""
     groups: int
     count: str
     """The rows: "tokens", "experts" (those of each token), "heads" or "one"."""
@@ -226,20 +226,22 @@ class Program:
         self,
         all_buffers: list[Any],
         all_pipelines: list[tuple[Any, Any]],
-        pipelines: list[tuple[int, int]],
-        buffers: list[int],
+        variants: list[tuple[int, int | None, list[int]]],
         groups: int,
         count: str,
     ) -> Dispatch:
-        entries = [
-            {"binding": i, "resource": {"buffer": all_buffers[b], "offset": 0, "size": all_buffers[b].size}}
-            for i, b in enumerate(buffers)
-        ]
-        variants = []
-        for rows, i in pipelines:
+        made = []
+        for rows, i, buffers in variants:
+            if i is None:
+                made.append((rows, None, None))
+                continue
             pipeline, layout = all_pipelines[i]
-            variants.append((rows, pipeline, self._device.create_bind_group(layout=layout, entries=entries)))
-        return Dispatch(variants, groups, count)
+            entries = [
+                {"binding": n, "resource": {"buffer": all_buffers[b], "offset": 0, "size": all_buffers[b].size}}
+                for n, b in enumerate(buffers)
+            ]
+            made.append((rows, pipeline, self._device.create_bind_group(layout=layout, entries=entries)))
+        return Dispatch(made, groups, count)
 
     def _write(self, name: str, values: np.ndarray, offset: int = 0) -> None:
         if len(values):
@@ -253,7 +255,9 @@ class Program:
         commands = encoder.begin_compute_pass()
         for dispatch in self._list_dispatches(of):
             n = of.n * (self._n_used_experts if dispatch.count == "experts" else 1)
-            rows, pipeline, group = next((v for v in dispatch.pipelines if v[0] >= n), dispatch.pipelines[-1])
+            rows, pipeline, group = next((v for v in dispatch.variants if v[0] >= n), dispatch.variants[-1])
+            if pipeline is None:
+                continue
             commands.set_pipeline(pipeline)
             commands.set_bind_group(0, group)
             commands.dispatch_workgroups(dispatch.groups, -(-n // rows))
